@@ -1,0 +1,39 @@
+"""Differentially private Bayesian inference for NumPyro."""
+
+from numpyro_dp.core import Batch, Estimator, Fold, Mechanism, Sampler
+from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.model.structure import UnsupportedModelError
+from numpyro_dp.privacy.accounting import GDP, PLD, PRV, RDP, Best, UnsupportedEventError
+from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.plan import BudgetError
+from numpyro_dp.privacy.random import secret_key
+from numpyro_dp.privacy.sampling import FixedSize, FullBatch, Poisson
+from numpyro_dp.session import LossRelease
+from numpyro_dp.svi import DPSVI
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DPSVI",
+    "GDP",
+    "PLD",
+    "PRV",
+    "RDP",
+    "Batch",
+    "Best",
+    "BudgetError",
+    "Estimator",
+    "FixedSize",
+    "Fold",
+    "FullBatch",
+    "LossRelease",
+    "Mechanism",
+    "Poisson",
+    "PrivacyBudget",
+    "Sampler",
+    "UnsupportedEventError",
+    "UnsupportedModelError",
+    "aligned",
+    "secret_key",
+    "vanilla",
+]

@@ -1,0 +1,73 @@
+"""Checks of static arguments: each error names the value, the range and the remedy."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+__all__ = ["check_in", "check_int", "check_real"]
+
+
+def check_real(
+    name: str,
+    value: object,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    low_open: bool = False,
+    high_open: bool = False,
+    remedy: str = "",
+) -> float:
+    """Returns ``value`` as a float inside the interval, or raises with the interval named.
+
+    Raises:
+        TypeError: If the value is no real number.
+        ValueError: If the value is NaN or outside the interval.
+    """
+    expected = _interval(low, high, low_open, high_open)
+    # NumPy scalars are registered as numbers.Real; booleans are too, and are refused.
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(_message(f"{name}={value!r}", f"a real number {expected}", remedy))
+    number = float(value)
+    below = number <= low if low_open else number < low
+    above = number >= high if high_open else number > high
+    if math.isnan(number) or below or above:
+        raise ValueError(_message(f"{name}={value!r}", f"a number {expected}", remedy))
+    return number
+
+
+def check_int(name: str, value: object, *, low: int, high: int | None = None, remedy: str = "") -> int:
+    """Returns ``value`` as an int with ``low <= value <= high``, or raises.
+
+    Raises:
+        TypeError: If the value is no integer.
+        ValueError: If the value is outside the range.
+    """
+    expected = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(_message(f"{name}={value!r}", expected, remedy))
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        raise ValueError(_message(f"{name}={value!r}", expected, remedy))
+    return number
+
+
+def check_in(name: str, value: object, allowed: tuple[object, ...], *, remedy: str = "") -> object:
+    """Returns ``value`` if it is one of ``allowed``, or raises ValueError with the list."""
+    if value not in allowed:
+        choices = ", ".join(repr(item) for item in allowed)
+        raise ValueError(_message(f"{name}={value!r}", f"one of {choices}", remedy))
+    return value
+
+
+def _interval(low: float, high: float, low_open: bool, high_open: bool) -> str:
+    if low == -math.inf and high == math.inf:
+        return "in (-inf, inf)"
+    if high == math.inf:
+        return f"> {low:g}" if low_open else f">= {low:g}"
+    return f"in {'(' if low_open else '['}{low:g}, {high:g}{')' if high_open else ']'}"
+
+
+def _message(got: str, expected: str, remedy: str) -> str:
+    text = f"Expected {expected}, got {got}."
+    return f"{text} {remedy}" if remedy else text

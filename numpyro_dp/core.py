@@ -1,0 +1,143 @@
+"""The contracts that every method of this package fulfils.
+
+One private step is the composition::
+
+    prepare -> signal of one example -> bound -> sum -> privatise -> pull back
+
+Only ``signal`` sees data, and only one example of it. What comes before it depends on public
+values; what comes after ``privatise`` is post-processing. The signatures below carry that
+argument, so the privacy of a new method is the privacy of these few functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from dp_accounting.dp_event import DpEvent
+from jax import Array
+
+__all__ = ["Batch", "Blocks", "Estimator", "FactoredSignal", "Fold", "Mechanism", "PyTree", "Sampler"]
+
+PyTree = Any
+Blocks = tuple[tuple[str, ...], ...]  # groups of entries of a signal that are clipped together
+
+
+class Batch(NamedTuple):
+    """Row numbers of one batch, of fixed shape.
+
+    Attributes:
+        indices: int32 row numbers, shape ``(size,)``; ``None`` means every row in order. Entries
+            whose mask is false are padding: valid row numbers that must not count.
+        mask: bool, shape ``(size,)``; ``None`` means that every entry counts.
+    """
+
+    indices: Array | None
+    mask: Array | None
+
+
+class FactoredSignal(NamedTuple):
+    r"""A signal that is a fixed linear map of the gradient of a scalar.
+
+    ``signal(public, example) == expand(public, grad(scalar, 1)(public, point, example))`` with
+    ``expand`` linear, so that
+
+    .. math:: \sum_i w_i\, s_i = \mathrm{expand}\big(\nabla_{point} \sum_i w_i\, f(point, x_i)\big):
+
+    norms first, then one weighted vector-Jacobian product, and no array of (batch, parameters).
+
+    Attributes:
+        point: ``public -> point``, where the scalar is differentiated.
+        scalar: ``(public, point, example) -> float``.
+        squared_norms: ``(public, gradient, blocks) -> tuple``, for each block of entries of the
+            *expanded* signal its squared Euclidean norm.
+        expand: ``(public, gradient) -> signal``, linear in the gradient.
+    """
+
+    point: Callable[[PyTree], PyTree]
+    scalar: Callable[[PyTree, PyTree, PyTree], Array]
+    squared_norms: Callable[[PyTree, PyTree, Blocks], tuple[Array, ...]]
+    expand: Callable[[PyTree, PyTree], PyTree]
+
+
+class Estimator(NamedTuple):
+    """A gradient estimator: the rows of the package's table of methods.
+
+    Attributes:
+        prepare: ``(rng_key, params) -> public``. Sees no data.
+        signal: ``(public, example) -> signal``. Sees one example.
+        pull_back: ``(public, released) -> gradient`` of the loss to be minimised with respect to
+            ``params``. ``released`` is the privatised sum divided by the inclusion probability.
+            Sees no data.
+        factored: The same signal as a :class:`FactoredSignal`, or ``None``.
+    """
+
+    prepare: Callable[[Array, PyTree], PyTree]
+    signal: Callable[[PyTree, PyTree], PyTree]
+    pull_back: Callable[[PyTree, PyTree], PyTree]
+    factored: FactoredSignal | None = None
+
+
+class Mechanism(NamedTuple):
+    """Bounds one record's signal and privatises the sum.
+
+    Attributes:
+        init: ``signal_struct -> state``.
+        blocks: ``names -> blocks`` of entries of the signal that are clipped together.
+        scales: ``(names, squared norm of each block) -> factor of each block``.
+        bound: ``signal -> (bounded, norm)``. A signal with a non-finite entry becomes 0.
+        privatise: ``(key, total, state) -> (released, state)``.
+        sensitivity: Largest change of ``total`` in Euclidean norm when one record is added or
+            removed.
+        event: The ``dp_accounting`` event of one call of ``privatise`` (add or remove one).
+    """
+
+    init: Callable[[PyTree], PyTree]
+    blocks: Callable[[tuple[str, ...]], Blocks]
+    scales: Callable[[tuple[str, ...], tuple[Array, ...]], tuple[Array, ...]]
+    bound: Callable[[PyTree], tuple[PyTree, Array]]
+    privatise: Callable[[Array, PyTree, PyTree], tuple[PyTree, PyTree]]
+    sensitivity: float
+    event: DpEvent
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """Chooses the records of each step.
+
+    Fields of an implementation are public; the size of the data set is a call argument.
+    """
+
+    def init(self, key: Array, num_examples: int) -> PyTree:
+        """Returns the state from which batches are drawn; ``key`` is secret."""
+        ...
+
+    def next(self, state: PyTree) -> tuple[Batch, PyTree]:
+        """Draws one batch of fixed shape and returns the following state."""
+        ...
+
+    def amplify(self, event: DpEvent, num_examples: int) -> DpEvent:
+        """Turns the event on a batch into the event on the data set."""
+        ...
+
+    def inclusion_prob(self, num_examples: int) -> float:
+        """Returns the public probability that a given record is in a batch."""
+        ...
+
+    def total_variation(self, num_examples: int) -> float:
+        """Returns the distance of one batch's law from the law that ``amplify`` accounts for."""
+        ...
+
+
+class Fold(NamedTuple):
+    """Post-processing of the stream of private iterates, free of privacy cost.
+
+    Attributes:
+        init: ``params -> state``.
+        update: ``(state, params) -> state``.
+        result: ``state -> value``.
+    """
+
+    init: Callable[[PyTree], PyTree]
+    update: Callable[[PyTree, PyTree], PyTree]
+    result: Callable[[PyTree], PyTree]

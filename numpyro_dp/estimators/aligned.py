@@ -1,0 +1,136 @@
+r"""Aligned gradients: release the gradient with respect to the draw, derive the rest from it.
+
+With a draw :math:`z = z_\varphi(\eta)` shared by the batch, only
+
+.. math:: s_i = \nabla_z \log p(x_i \mid z)
+
+is clipped and summed. The released sum :math:`\tilde s` gives the gradient of the evidence lower
+bound for *all* variational parameters by post-processing,
+
+.. math::
+    \tilde g = \Big(\frac{\partial z}{\partial\varphi}\Big)^{\!\top}
+        \big(\tilde s / q + \nabla_z \log p(z)\big) + \nabla_\varphi H(q_\varphi),
+
+so that the noise of the scale parameters is aligned with their signal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_dp._tree import add, select, squared_norm
+from numpyro_dp.core import Blocks, Estimator, FactoredSignal
+from numpyro_dp.model.variational import VariationalProblem
+
+__all__ = ["DrawnPublic", "aligned", "block_norms", "prepare_draw", "pull_back_draw"]
+
+
+class DrawnPublic(NamedTuple):
+    """Public values of one step.
+
+    Attributes:
+        params: Unconstrained parameters.
+        latents: The draw.
+        entropy: Its entropy estimate.
+        vjp: Maps cotangents of (latents, entropy) to those of the parameters.
+        rng_key: Seeds what the likelihood draws.
+    """
+
+    params: dict[str, Array]
+    latents: dict[str, Array]
+    entropy: Array
+    vjp: Callable[..., Any]
+    rng_key: Array
+
+
+def aligned() -> Callable[[VariationalProblem], Estimator]:
+    r"""The aligned gradient estimator, for every reparameterised guide.
+
+    The signal of one example is a dict with the gradient with respect to each latent site's
+    unconstrained value (leading axis K with K draws) and to each parameter of the model itself;
+    ``clip_norm`` may be a dict with the same keys. For a mean-field guide this is Algorithm 1 of
+    the paper, for a Cholesky guide its section 3.1.2; low-rank and flow guides follow from the
+    same vector-Jacobian product.
+
+    Returns:
+        A function that builds the :class:`~numpyro_dp.Estimator` for a model and guide; pass it
+        to :class:`~numpyro_dp.DPSVI` as ``estimator=``.
+
+    Example:
+        >>> from numpyro_dp import aligned
+        >>> estimator = aligned()
+
+    Guarantee:
+        The signal reads one record; ``prepare`` and ``pull_back`` read none.
+
+    Reference:
+        Jälkö, Prediger, Honkela, Kaski (2024), DPVIm: Differentially private variational
+        inference improved, TMLR, Algorithm 1.
+    """
+
+    def build(problem: VariationalProblem) -> Estimator:
+        def scalar(public: DrawnPublic, point: Any, example: Any) -> Array:
+            return problem.log_likelihood(*point, example, public.rng_key)
+
+        def point(public: DrawnPublic) -> Any:
+            return public.latents, select(public.params, problem.model_params)
+
+        def merge(public: DrawnPublic, gradient: Any) -> dict[str, Array]:
+            return gradient[0] | gradient[1]
+
+        def squared_norms(public: DrawnPublic, gradient: Any, blocks: Blocks) -> tuple[Array, ...]:
+            return block_norms(merge(public, gradient), blocks)
+
+        def signal(public: DrawnPublic, example: Any) -> dict[str, Array]:
+            return merge(public, jax.grad(scalar, 1)(public, point(public), example))
+
+        def pull_back(public: DrawnPublic, released: dict[str, Array]) -> dict[str, Array]:
+            latents = select(released, public.latents)
+            return pull_back_draw(problem, public, latents, select(released, problem.model_params))
+
+        prepare = prepare_draw(problem)
+        factored = FactoredSignal(point, scalar, squared_norms, merge)
+        return Estimator(prepare, signal, pull_back, factored)
+
+    return build
+
+
+def prepare_draw(problem: VariationalProblem) -> Callable[[Array, dict[str, Array]], DrawnPublic]:
+    """Returns ``prepare``: one draw and its vector-Jacobian product."""
+
+    def prepare(rng_key: Array, params: dict[str, Array]) -> DrawnPublic:
+        (latents, entropy), vjp = jax.vjp(lambda p: problem.draw(p, rng_key), params)
+        return DrawnPublic(params, latents, entropy, vjp, jax.random.split(rng_key)[0])
+
+    return prepare
+
+
+def pull_back_draw(
+    problem: VariationalProblem,
+    public: DrawnPublic,
+    latents: dict[str, Array],
+    model_params: dict[str, Any],
+) -> dict[str, Array]:
+    """Completes likelihood gradients to the gradient of the negative evidence lower bound.
+
+    Args:
+        problem: Model and guide.
+        public: Public values of the step.
+        latents: Gradient of the log likelihood with respect to the draw.
+        model_params: The same with respect to the model's own parameters.
+    """
+    prior, prior_params = jax.grad(problem.log_prior, (0, 1))(public.latents, public.params)
+    (gradient,) = public.vjp((add(prior, latents), jnp.ones_like(public.entropy)))
+    gradient = add(gradient, prior_params)
+    gradient |= {name: add(gradient[name], value) for name, value in model_params.items()}
+    return jax.tree.map(jnp.negative, gradient)
+
+
+def block_norms(signal: dict[str, Any], blocks: Blocks) -> tuple[Array, ...]:
+    """Returns the squared norm of each block of entries of a signal."""
+    return tuple(squared_norm([signal[name] for name in members]) for members in blocks)

@@ -1,0 +1,64 @@
+r"""Adds the loss of one record to its signal, so that a loss curve can be released privately.
+
+The value of a scalar is a gradient too, :math:`f = \partial_t\,(1 + t) f` at :math:`t = 0`, so it
+joins the signal as one more entry, clipped by a norm of its own and covered by the same noise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_dp.core import Blocks, Estimator, FactoredSignal, PyTree
+
+__all__ = ["LOSS_ENTRY", "with_loss"]
+
+LOSS_ENTRY = "log_likelihood (released)"
+
+
+def with_loss(estimator: Estimator, scale: float) -> Estimator:
+    """Returns the estimator with the log likelihood of the record as an entry of the signal.
+
+    Args:
+        estimator: One whose signal is factored.
+        scale: What the log likelihood is multiplied with in the signal.
+
+    Guarantee: the new entry reads one record; ``pull_back`` ignores it.
+    """
+    inner = estimator.factored
+    if inner is None:
+        raise ValueError("Expected an estimator with a factored signal to release its loss.")
+
+    def scalar(public: PyTree, point: Any, example: PyTree) -> Array:
+        value = inner.scalar(public, point[0], example)
+        return value + point[1] * scale * jax.lax.stop_gradient(value)
+
+    def point(public: PyTree) -> Any:
+        start = inner.point(public)
+        dtype = jnp.result_type(*jax.tree.leaves(start))
+        return start, jnp.zeros((), dtype)
+
+    def squared_norms(public: PyTree, gradient: Any, blocks: Blocks) -> tuple[Array, ...]:
+        rest = tuple(tuple(name for name in members if name != LOSS_ENTRY) for members in blocks)
+        squares = inner.squared_norms(public, gradient[0], rest)
+        return tuple(
+            square + (jnp.square(gradient[1]) if LOSS_ENTRY in members else 0)
+            for square, members in zip(squares, blocks, strict=True)
+        )
+
+    def expand(public: PyTree, gradient: Any) -> dict[str, Array]:
+        return inner.expand(public, gradient[0]) | {LOSS_ENTRY: gradient[1]}
+
+    def signal(public: PyTree, example: PyTree) -> dict[str, Array]:
+        entry = scale * inner.scalar(public, inner.point(public), example)
+        return estimator.signal(public, example) | {LOSS_ENTRY: entry}
+
+    def pull_back(public: PyTree, released: dict[str, Array]) -> PyTree:
+        rest = {name: value for name, value in released.items() if name != LOSS_ENTRY}
+        return estimator.pull_back(public, rest)
+
+    factored = FactoredSignal(point, scalar, squared_norms, expand)
+    return Estimator(estimator.prepare, signal, pull_back, factored)

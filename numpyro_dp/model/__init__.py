@@ -1,0 +1,1 @@
+"""The front end to NumPyro: models, guides and their arguments."""

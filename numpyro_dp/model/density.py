@@ -1,0 +1,137 @@
+r"""A NumPyro model as two functions: a public prior and the likelihood of one record.
+
+In unconstrained coordinates :math:`u`, with :math:`z = T(u)` on each site's support,
+
+.. math::
+    \log p(z) + \log |\det T'(u)|  \quad\text{and}\quad  \log p(x_i \mid z),
+
+the first evaluated on a placeholder for the records, the second on a data set of one record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from numpyro import handlers
+from numpyro.distributions import biject_to
+from numpyro.primitives import Messenger
+
+from numpyro_dp.model.records import Arguments
+from numpyro_dp.model.structure import ModelStructure
+
+__all__ = ["Model", "one_record"]
+
+
+class Model(NamedTuple):
+    """A NumPyro model split at the line between public and private.
+
+    Attributes:
+        fn: The NumPyro model, static keywords filled in.
+        structure: What :func:`numpyro_dp.model.structure.read_model` found in it.
+    """
+
+    fn: Callable[..., Any]
+    structure: ModelStructure
+
+    def log_prior(
+        self, latents: dict[str, Array], params: dict[str, Array], shared: tuple[Array, ...]
+    ) -> Array:
+        """Log density of the prior in unconstrained coordinates.
+
+        Args:
+            latents: Unconstrained value of each latent site.
+            params: Constrained value of each ``numpyro.param`` of the model.
+            shared: Public arrays among the model's arguments.
+
+        Returns:
+            A scalar: log prior, its Jacobian, and factors that read no data.
+
+        Guarantee: reads no record; the model runs on :meth:`Layout.placeholder`.
+        """
+        layout = self.structure.layout
+        trace, jacobian = self._trace(latents, params, layout.placeholder(shared), None)
+        names = self.structure.latents + self.structure.prior_factors
+        return jacobian + sum(
+            (_log_prob(trace[name]) for name in names), start=jnp.zeros((), jacobian.dtype)
+        )
+
+    def log_likelihood(
+        self,
+        latents: dict[str, Array],
+        params: dict[str, Array],
+        example: tuple[Array, ...],
+        shared: tuple[Array, ...],
+        rng_key: Array | None = None,
+    ) -> Array:
+        """Log likelihood of one record, ``handlers.scale`` and masks included.
+
+        Args:
+            latents: Unconstrained value of each latent site.
+            params: Constrained value of each ``numpyro.param`` of the model.
+            example: One row of each record array.
+            shared: Public arrays among the model's arguments.
+            rng_key: Seeds whatever the likelihood itself draws.
+
+        Guarantee: a function of one record and public values only; the plate's subsampling scale
+        is divided out, so the value does not depend on the size of the data set or batch.
+        """
+        structure = self.structure
+        arguments = structure.layout.example(example, shared)
+        trace, _ = self._trace(latents, params, arguments, rng_key)
+        size = trace[structure.data_plate]["args"][0]
+        total = sum(_log_prob(trace[name]) for name in structure.likelihood)
+        return total / size if size != 1 else total
+
+    def _trace(
+        self,
+        latents: dict[str, Array],
+        params: dict[str, Array],
+        arguments: Arguments,
+        rng_key: Array | None,
+    ) -> tuple[dict[str, Any], Array]:
+        fn = handlers.substitute(one_record(self.fn, self.structure.data_plate), data=params)
+        if rng_key is not None:
+            fn = handlers.seed(fn, rng_key)
+        constrain = _Constrain(fn, latents)
+        trace = arguments.call(handlers.trace(constrain).get_trace)
+        return trace, constrain.log_det
+
+
+class one_record(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
+    """Lets a model see its data plate with a single index, as for a data set of one row."""
+
+    def __init__(self, fn: Callable[..., Any], plate: str, num_rows: int = 1) -> None:
+        self.plate = plate
+        self.num_rows = num_rows
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Replaces the plate's indices by ``[0]``, whatever its size or subsample size."""
+        if msg["type"] == "plate" and msg["name"] == self.plate:
+            msg["value"] = jnp.arange(self.num_rows)
+            msg["args"] = (msg["args"][0], None)
+
+
+class _Constrain(Messenger):
+    """Substitutes unconstrained values and adds up the log Jacobian of their transforms."""
+
+    def __init__(self, fn: Callable[..., Any], latents: dict[str, Array]) -> None:
+        self.latents = latents
+        dtype = jnp.result_type(float, *latents.values()) if latents else jnp.result_type(float)
+        self.log_det = jnp.zeros((), dtype)
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "sample" and msg["name"] in self.latents and msg["value"] is None:
+            unconstrained = self.latents[msg["name"]]
+            transform = biject_to(msg["fn"].support)
+            msg["value"] = transform(unconstrained)
+            self.log_det += jnp.sum(transform.log_abs_det_jacobian(unconstrained, msg["value"]))
+
+
+def _log_prob(site: dict[str, Any]) -> Array:
+    value = jnp.sum(site["fn"].log_prob(site["value"]))
+    return value if site["scale"] is None else value * site["scale"]

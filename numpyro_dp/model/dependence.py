@@ -1,0 +1,78 @@
+"""What in a traced function depends on what: a forward walk over its jaxpr.
+
+Used to show that priors and guides do not read the records, and to find which intermediate values
+are mere copies of them. The walk is conservative: where it does not know an operation, every
+output depends on every input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+__all__ = ["copies_of_inputs", "depends_on_inputs"]
+
+_MOVES = frozenset(
+    "reshape broadcast_in_dim squeeze expand_dims transpose slice rev copy copy_p concatenate".split()
+)
+_CALLS = ("jaxpr", "call_jaxpr")
+
+
+def depends_on_inputs(fn: Callable[..., dict[str, Any]], *args: Any) -> dict[str, bool]:
+    """Returns for each entry of the dict ``fn(*args)`` whether it depends on ``args``.
+
+    Args:
+        fn: A function of arrays that returns a dict of pytrees of arrays.
+        *args: Arrays or ``jax.ShapeDtypeStruct``; only shapes are used.
+    """
+    closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+    seeds = [True] * len(closed.jaxpr.invars)
+    flags = _walk(closed.jaxpr, seeds, lambda eqn, flags: any(flags))
+    entries = jax.tree.unflatten(jax.tree.structure(out), flags)
+    return {name: any(jax.tree.leaves(entry)) for name, entry in entries.items()}
+
+
+def copies_of_inputs(fn: Callable[..., Any], num_other: int, *args: Any) -> list[bool]:
+    """Returns for each output leaf of ``fn`` whether it only moves entries of its last inputs.
+
+    Args:
+        fn: A function of arrays.
+        num_other: How many leading input leaves do not count.
+        *args: Arrays or shapes.
+    """
+    closed = jax.make_jaxpr(fn)(*args)
+    seeds = [index >= num_other for index in range(len(closed.jaxpr.invars))]
+    return _walk(
+        closed.jaxpr, seeds, lambda eqn, flags: eqn.primitive.name in _MOVES and all(flags)
+    )
+
+
+def _walk(jaxpr: Jaxpr, seeds: Sequence[bool], rule: Callable[[Any, list[bool]], bool]) -> list[bool]:
+    flags = dict(zip(jaxpr.invars, seeds, strict=True))
+
+    def read(atom: Any) -> bool:
+        return False if isinstance(atom, Literal) else flags.get(atom, False)
+
+    for eqn in jaxpr.eqns:
+        inner = _called(eqn)
+        inputs = [read(atom) for atom in eqn.invars]
+        if inner is None:
+            outputs = [rule(eqn, inputs)] * len(eqn.outvars)
+        else:
+            outputs = _walk(inner, inputs, rule)
+        flags.update(zip(eqn.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _called(eqn: Any) -> Jaxpr | None:
+    """Returns the body of a call that maps its inputs and outputs one to one, or None."""
+    for name in _CALLS:
+        body = eqn.params.get(name)
+        body = body.jaxpr if isinstance(body, ClosedJaxpr) else body
+        if isinstance(body, Jaxpr) and eqn.primitive.name not in ("scan", "while", "cond"):
+            if len(body.invars) == len(eqn.invars) and len(body.outvars) == len(eqn.outvars):
+                return body
+    return None

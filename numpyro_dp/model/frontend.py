@@ -1,0 +1,132 @@
+"""From a NumPyro model, guide and their arguments to a :class:`VariationalProblem`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+from numpyro.infer import SVI, Trace_ELBO
+
+from numpyro_dp.model.density import Model
+from numpyro_dp.model.guide import (
+    check_supported,
+    hide_likelihood,
+    prototype_without_records,
+    read_guide,
+)
+from numpyro_dp.model.records import split_arguments
+from numpyro_dp.model.structure import ModelStructure, UnsupportedModelError, read_model
+from numpyro_dp.model.variational import VariationalProblem
+
+__all__ = ["Frontend", "Prepared", "arguments_key", "check_loss"]
+
+
+class Prepared(NamedTuple):
+    """A problem together with its initial optimiser state.
+
+    Attributes:
+        problem: Model and guide as functions.
+        optim_state: Initial state of the optimiser.
+        rng_key: The key that ``numpyro.infer.SVI.init`` leaves for the steps.
+    """
+
+    problem: VariationalProblem
+    optim_state: Any
+    rng_key: Array
+
+
+class Frontend(NamedTuple):
+    """The model, guide and optimiser of a driver.
+
+    Attributes:
+        model: The NumPyro model.
+        guide: The NumPyro guide.
+        svi: Non-private ``SVI`` of the same; used for its parameter handling, on placeholders.
+        static: Static keywords.
+        data_plate: Name of the plate over records, or ``None``.
+    """
+
+    model: Callable[..., Any]
+    guide: Callable[..., Any]
+    svi: SVI
+    static: dict[str, Any]
+    data_plate: str | None
+
+    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+        """Reads the model; raises what :func:`read_model` raises."""
+        return read_model(_bind(self.model, self.static), args, kwargs, self.data_plate)
+
+    def prepare(
+        self,
+        structure: ModelStructure,
+        rng_key: Array,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        init_params: dict[str, Any] | None,
+    ) -> Prepared:
+        """Initialises guide and parameters on a placeholder for the records.
+
+        Guarantee: no record is read. With a guide whose initial values do not depend on the data,
+        the parameters and the key are those that ``numpyro.infer.SVI.init`` gives.
+        """
+        check_supported(self.guide)
+        layout, _, shared = split_arguments(args, kwargs, structure.layout.num_examples)
+        placeholder = layout.placeholder(shared)
+        plate = structure.data_plate
+        hidden = SVI(
+            hide_likelihood(self.model, plate), self.guide, self.svi.optim, self.svi.loss,
+            **self.static,
+        )  # fmt: skip
+        with prototype_without_records(self.guide, plate):
+            state = hidden.init(
+                rng_key, *placeholder.args, init_params=init_params, **placeholder.kwargs
+            )
+        if state.mutable_state is not None:
+            raise UnsupportedModelError(
+                f"Mutable state {sorted(state.mutable_state)} cannot be private: it mixes records. "
+                "Use group or layer norm, or freeze the state."
+            )
+        self.svi.constrain_fn = hidden.constrain_fn
+        params = hidden.get_params(state)
+        model = Model(_bind(self.model, self.static), structure)
+        guide = read_guide(_bind(self.guide, self.static), self.guide, model, params, shared)
+        problem = VariationalProblem(
+            model, guide, hidden.constrain_fn, shared, self.svi.loss.num_particles
+        )
+        return Prepared(problem, state.optim_state, state.rng_key)
+
+
+def arguments_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns a hashable description of arguments: structure, shapes, dtypes and constants."""
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    described = tuple(
+        (np.shape(leaf), str(leaf.dtype))
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic)
+        else leaf
+        for leaf in leaves
+    )
+    return treedef, described
+
+
+def check_loss(loss: Any) -> Trace_ELBO:
+    """Returns the evidence lower bound to use, or raises for one that is not supported.
+
+    Raises:
+        UnsupportedModelError: Names the loss and the supported one.
+    """
+    if loss is None:
+        return Trace_ELBO()
+    if type(loss) is not Trace_ELBO or loss.multi_sample_guide or not loss.sum_sites:
+        raise UnsupportedModelError(
+            f"Expected loss=Trace_ELBO(num_particles=K), got {type(loss).__name__}"
+            f"{' with multi_sample_guide or sum_sites=False' if type(loss) is Trace_ELBO else ''}. "
+            "Other bounds do not split into a sum over records."
+        )
+    return loss
+
+
+def _bind(fn: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:
+    return (lambda *args, **kwargs: fn(*args, **kwargs, **static)) if static else fn

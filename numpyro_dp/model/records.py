@@ -1,0 +1,177 @@
+"""Which part of a model's arguments is records, and which is public.
+
+An argument array whose first axis has the size of the data plate holds one record a row; everything
+else is public and reaches the model as it is. A likelihood is only ever evaluated on one record
+(:meth:`Records.example`), priors and guides only on a placeholder of zeros, so that neither can
+see the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+__all__ = ["Arguments", "Layout", "Rows", "array_shapes", "finite_records", "split_arguments"]
+
+
+class Rows(NamedTuple):
+    """The records, ready for a step.
+
+    Attributes:
+        arrays: The arrays whose first axis counts records.
+        valid: bool, shape ``(num_examples,)``: false where a record has a NaN or an infinity,
+            whose entries have then been replaced by 0; ``None`` if nobody has looked.
+        shared: Public arrays.
+    """
+
+    arrays: tuple[Array, ...]
+    valid: Array | None
+    shared: tuple[Array, ...]
+
+
+class Layout(NamedTuple):
+    """How to put a model's arguments together again; hashable, so that it can be static.
+
+    Attributes:
+        treedef: Structure of ``(args, kwargs)``.
+        kinds: One letter for each leaf: ``r`` record array, ``s`` shared array, ``c`` constant.
+        constants: The constants, in order.
+        shapes: Shape without the first axis and dtype of each record array.
+        num_examples: Number of records.
+    """
+
+    treedef: Any
+    kinds: str
+    constants: tuple[Any, ...]
+    shapes: tuple[tuple[tuple[int, ...], str], ...]
+    num_examples: int
+
+    def arguments(self, arrays: tuple[Array, ...], shared: tuple[Array, ...]) -> Arguments:
+        """Returns the call arguments with the record arrays filled in."""
+        sources = {"r": iter(arrays), "s": iter(shared), "c": iter(self.constants)}
+        args, kwargs = jax.tree.unflatten(self.treedef, [next(sources[kind]) for kind in self.kinds])
+        return Arguments(args, kwargs)
+
+    def example(self, example: tuple[Array, ...], shared: tuple[Array, ...]) -> Arguments:
+        """Returns the call arguments for one record, as a data set of one row."""
+        return self.arguments(tuple(leaf[None] for leaf in example), shared)
+
+    def placeholder(self, shared: tuple[Array, ...], num_rows: int = 1) -> Arguments:
+        """Returns the call arguments with zeros in the place of the records."""
+        zeros = tuple(jnp.zeros((num_rows, *shape), dtype) for shape, dtype in self.shapes)
+        return self.arguments(zeros, shared)
+
+
+class Arguments(NamedTuple):
+    """Positional and keyword arguments of a model or guide."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def call(self, fn: Callable[..., Any]) -> Any:
+        """Calls ``fn`` with these arguments."""
+        return fn(*self.args, **self.kwargs)
+
+
+def array_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Returns the path and shape of every array among the arguments."""
+    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    return [(_path_name(path), np.shape(leaf)) for path, leaf in leaves if _is_array(leaf)]
+
+
+def split_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], num_examples: int
+) -> tuple[Layout, tuple[Array, ...], tuple[Array, ...]]:
+    """Splits arguments into records and public values.
+
+    Args:
+        args: Positional arguments of the model.
+        kwargs: Keyword arguments of the model.
+        num_examples: Full size of the data plate.
+
+    Returns:
+        The layout, the record arrays (first axis ``num_examples``) and the shared arrays.
+
+    Raises:
+        ValueError: If no array has a row for each record, or if one has its records along
+            another axis than the first.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    kinds, constants, rows, shared = "", [], [], []
+    for path, leaf in leaves:
+        if not _is_array(leaf):
+            kinds += "c"
+            constants.append(leaf)
+        elif np.ndim(leaf) and np.shape(leaf)[0] == num_examples:
+            kinds += "r"
+            rows.append(jnp.asarray(leaf))
+        elif num_examples > 1 and num_examples in np.shape(leaf):
+            raise ValueError(
+                f"Expected records along the first axis, got argument {_path_name(path)} of shape "
+                f"{np.shape(leaf)} with the data plate's size {num_examples} along a later axis. "
+                "Transpose it (and transpose it back inside the model), or pass it as a static "
+                "keyword of the constructor if it is public."
+            )
+        else:
+            kinds += "s"
+            shared.append(jnp.asarray(leaf))
+    if not rows:
+        found = array_shapes(args, kwargs)
+        raise ValueError(
+            f"Expected an argument array with {num_examples} rows, the size of the data plate, got "
+            f"{found}. Pass the whole data set (batches are drawn inside), and let the plate's "
+            "size be its number of rows."
+        )
+    shapes = tuple((leaf.shape[1:], leaf.dtype.name) for leaf in rows)
+    layout = Layout(treedef, kinds, tuple(constants), shapes, num_examples)
+    _check_hashable(layout)
+    return layout, tuple(rows), tuple(shared)
+
+
+def finite_records(arrays: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
+    """Replaces non-finite numbers by 0 and marks the records that had any.
+
+    Each record is treated by itself, so that neighbouring data sets stay neighbours.
+
+    Args:
+        arrays: Record arrays, first axis ``num_examples``.
+
+    Returns:
+        The arrays without NaN or infinity, and the mask of records that had none.
+    """
+    valid = jnp.ones(arrays[0].shape[0], bool)
+    cleaned = []
+    for leaf in arrays:
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            # 0 * x is 0 or NaN: a matrix-vector product is the fastest way to ask a whole row.
+            flat = leaf.reshape(leaf.shape[0], -1)
+            valid &= jnp.isfinite(flat @ jnp.zeros(flat.shape[1], flat.dtype))
+            leaf = jnp.where(jnp.isfinite(leaf), leaf, 0)
+        cleaned.append(leaf)
+    return tuple(cleaned), valid
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+    which, *rest = path
+    name = "args" if getattr(which, "idx", 0) == 0 else "kwargs"
+    return name + jax.tree_util.keystr(tuple(rest))
+
+
+def _check_hashable(layout: Layout) -> None:
+    for constant in layout.constants:
+        try:
+            hash(constant)
+        except TypeError as error:
+            raise TypeError(
+                f"Expected arrays or hashable constants as arguments of the model, got "
+                f"{constant!r} of type {type(constant).__name__}. Convert it to an array."
+            ) from error

@@ -1,0 +1,133 @@
+"""What a gradient estimator needs to know of a model and its guide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from numpyro.distributions import constraints
+from numpyro.infer import autoguide
+
+from numpyro_dp.model.density import Model
+from numpyro_dp.model.guide import Guide
+
+__all__ = ["VariationalProblem"]
+
+_LOWER_CHOLESKY = (
+    constraints.scaled_unit_lower_cholesky,
+    constraints.lower_cholesky,
+    constraints.softplus_lower_cholesky,
+)
+
+
+class VariationalProblem(NamedTuple):
+    """A model and guide as functions of the optimiser's unconstrained parameters.
+
+    Attributes:
+        model: The model.
+        guide: The guide.
+        constrain: Unconstrained parameters -> constrained parameters.
+        shared: Public arrays among the model's arguments.
+        num_particles: Draws per step, K.
+    """
+
+    model: Model
+    guide: Guide
+    constrain: Callable[[dict[str, Array]], dict[str, Array]]
+    shared: tuple[Array, ...]
+    num_particles: int
+
+    def draw(self, params: dict[str, Array], rng_key: Array) -> tuple[dict[str, Array], Array]:
+        """Draws the latents; with K > 1 draws they have a leading axis K.
+
+        Returns:
+            Latents by site and the mean of the entropy estimates.
+        """
+        if self.num_particles == 1:
+            return self._draw_one(params, rng_key)
+        keys = jax.random.split(rng_key, self.num_particles)
+        latents, entropies = jax.vmap(self._draw_one, in_axes=(None, 0))(params, keys)
+        return latents, jnp.mean(entropies)
+
+    def log_prior(self, latents: dict[str, Array], params: dict[str, Array]) -> Array:
+        """Mean over draws of the log prior in unconstrained coordinates."""
+
+        def one(values: dict[str, Array]) -> Array:
+            return self.model.log_prior(values, self.constrain(params), self.shared)
+
+        return one(latents) if self.num_particles == 1 else jnp.mean(jax.vmap(one)(latents))
+
+    def log_likelihood(
+        self,
+        latents: dict[str, Array],
+        params: dict[str, Array],
+        example: tuple[Array, ...],
+        rng_key: Array,
+    ) -> Array:
+        """Mean over draws of the log likelihood of one record."""
+
+        def one(values: dict[str, Array]) -> Array:
+            constrained = self.constrain(params)
+            return self.model.log_likelihood(values, constrained, example, self.shared, rng_key)
+
+        return one(latents) if self.num_particles == 1 else jnp.mean(jax.vmap(one)(latents))
+
+    @property
+    def model_params(self) -> tuple[str, ...]:
+        """Names of the parameters that the model itself reads."""
+        return self.model.structure.params
+
+    @property
+    def guide_params(self) -> frozenset[str]:
+        """Names of the parameters that the guide reads."""
+        return self.guide.params
+
+    def coordinate_sums(self) -> dict[str, Callable[[Array], Any]] | None:
+        """How entries of each guide parameter belong to coordinates of the latents.
+
+        For Gaussian guides every entry of the (unconstrained) parameters moves one coordinate of
+        the draw only. The returned function of each parameter adds up an array of the parameter's
+        shape over the entries of each coordinate, giving a tree of latents.
+
+        Returns:
+            ``None`` where that structure is not known to hold.
+        """
+        if self.guide.auto is None or self.num_particles > 1:
+            return None
+        return _coordinate_sums(self.guide.auto)
+
+    def _draw_one(self, params: dict[str, Array], rng_key: Array) -> tuple[dict[str, Array], Array]:
+        guide_key = jax.random.split(rng_key)[1]  # numpyro splits into model and guide seeds
+        return self.guide.draw(self.constrain(params), guide_key, self.shared)
+
+
+def _coordinate_sums(auto: Any) -> dict[str, Callable[[Array], Any]] | None:
+    kind = type(auto)
+    if kind in (autoguide.AutoNormal, autoguide.AutoDelta):
+        suffixes = ("loc",) if kind is autoguide.AutoDelta else ("loc", "scale")
+        sites = list(auto._init_locs)
+        return {
+            f"{site}_{auto.prefix}_{suffix}": lambda v, site=site: {site: v}
+            for site in sites
+            for suffix in suffixes
+        }
+    prefix = getattr(auto, "prefix", "")
+    if kind is autoguide.AutoDiagonalNormal:
+        return {f"{prefix}_{name}": auto._unpack_latent for name in ("loc", "scale")}
+    if kind is autoguide.AutoLowRankMultivariateNormal:
+        per_row = {f"{prefix}_{name}": auto._unpack_latent for name in ("loc", "scale")}
+        per_row[f"{prefix}_cov_factor"] = lambda v: auto._unpack_latent(v.sum(-1))
+        return per_row
+    if kind is autoguide.AutoMultivariateNormal and auto.scale_tril_constraint in _LOWER_CHOLESKY:
+        dim = auto.latent_dim
+        rows = jnp.concatenate([jnp.tril_indices(dim, -1)[0], jnp.arange(dim)])
+        return {
+            f"{prefix}_loc": auto._unpack_latent,
+            f"{prefix}_scale_tril": lambda v: auto._unpack_latent(
+                jax.ops.segment_sum(v, rows, num_segments=dim)
+            ),
+        }
+    return None

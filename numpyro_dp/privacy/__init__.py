@@ -1,0 +1,1 @@
+"""The privacy layer: randomness, sampling, noise, accounting, plan."""

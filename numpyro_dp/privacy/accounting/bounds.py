@@ -1,0 +1,183 @@
+"""What an accountant answers, what it is asked, and how it says no."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Protocol, TypeVar, get_args, runtime_checkable
+
+import dp_accounting as dpa
+from dp_accounting import DpEvent
+
+from numpyro_dp.privacy.budget import Relation
+
+__all__ = [
+    "Accountant",
+    "EpsilonBound",
+    "TotalVariationError",
+    "UnreliableBoundError",
+    "UnsupportedEventError",
+    "describe_event",
+    "known_accountants",
+    "register",
+    "supported_by",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class EpsilonBound:
+    """What an event spends at a delta, with error bounds.
+
+    Attributes:
+        lower: A value that the true epsilon is not below; NaN where the accountant has none.
+        estimate: The accountant's best guess; NaN where it has none.
+        upper: A value that the true epsilon does not exceed: the one that counts.
+        delta: The delta it holds for.
+        relation: The relation it holds under.
+        event: What was accounted.
+        accountant: Name of the accountant that found it.
+
+    Example:
+        >>> from dp_accounting import GaussianDpEvent
+        >>> print(EpsilonBound(0.9, 0.95, 1.0, 1e-5, "replace_one", GaussianDpEvent(2.0), "PRV"))
+        epsilon <= 1 (in [0.9, 1]) at delta=1e-05 under replace_one, by PRV
+
+    **Guarantee**: the event is (``epsilon``, ``delta``)-differentially private under ``relation``.
+    """
+
+    lower: float
+    estimate: float
+    upper: float
+    delta: float
+    relation: Relation
+    event: DpEvent
+    accountant: str
+
+    @property
+    def epsilon(self) -> float:
+        """The upper bound, which is what a report may promise."""
+        return self.upper
+
+    def __str__(self) -> str:
+        """One line."""
+        known = "" if math.isnan(self.lower) else f" (in [{self.lower:.5g}, {self.upper:.5g}])"
+        return (
+            f"epsilon <= {self.upper:.5g}{known} at delta={self.delta:g} "
+            f"under {self.relation}, by {self.accountant}"
+        )
+
+
+@runtime_checkable
+class Accountant(Protocol):
+    """Bounds the epsilon of an event. Implementations are frozen dataclasses."""
+
+    @property
+    def name(self) -> str:
+        """Shown beside every epsilon."""
+        ...
+
+    def epsilon(self, event: DpEvent, delta: float, relation: Relation) -> EpsilonBound:
+        """Bounds the epsilon of ``event`` at ``delta`` under ``relation``.
+
+        Raises:
+            UnsupportedEventError: If it has no bound for such an event under this relation.
+            UnreliableBoundError: If it has one, but cannot compute it reliably here.
+        """
+        ...
+
+
+class _Registered(Accountant, Protocol):
+    def refusal(self, event: DpEvent, relation: Relation) -> str | None: ...
+
+
+class UnreliableBoundError(ValueError):
+    """The bound exists, but rounding or the size of the grid makes its value untrustworthy."""
+
+
+class TotalVariationError(ValueError):
+    """What runs differs from what is accounted by more than delta can pay for."""
+
+
+class UnsupportedEventError(ValueError):
+    """An accountant has no bound for an event under a relation.
+
+    Args:
+        event: The event.
+        relation: The relation.
+        reasons: Accountant's name -> why it has none.
+    """
+
+    def __init__(self, event: DpEvent, relation: Relation, reasons: dict[str, str]) -> None:
+        """Composes the message; who does support the event is found by asking."""
+        self.event, self.relation, self.reasons = event, relation, dict(reasons)
+        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        able = supported_by(event)
+        remedy = f"It is supported by {', '.join(able)}." if able else "No accountant supports it."
+        super().__init__(
+            f"No bound for the event {describe_event(event)} under relation={relation!r} ({told}). "
+            f"{remedy}"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Rebuilds the error from its arguments, for instance in another process."""
+        return type(self), (self.event, self.relation, self.reasons)
+
+
+_KNOWN: list[_Registered] = []
+_AccountantType = TypeVar("_AccountantType", bound=Callable[[], _Registered])
+
+
+def register(accountant: _AccountantType) -> _AccountantType:
+    """Class decorator: error messages ask an instance of this accountant what it supports."""
+    _KNOWN.append(accountant())
+    return accountant
+
+
+def known_accountants() -> tuple[_Registered, ...]:
+    """Returns one default instance of each registered accountant."""
+    return tuple(_KNOWN)
+
+
+def supported_by(event: DpEvent) -> tuple[str, ...]:
+    """Returns who supports the event, and under which relation.
+
+    Example:
+        >>> from dp_accounting import GaussianDpEvent, SampledWithoutReplacementDpEvent
+        >>> import numpyro_dp.privacy.accounting
+        >>> supported_by(SampledWithoutReplacementDpEvent(1000, 10, GaussianDpEvent(1.0)))
+        ("RDP under 'replace_one'",)
+    """
+    return tuple(
+        f"{accountant.name} under {relation!r}"
+        for accountant in _KNOWN
+        for relation in get_args(Relation)
+        if accountant.refusal(event, relation) is None
+    )
+
+
+def describe_event(event: DpEvent) -> str:
+    """Returns a readable one-line form of an event.
+
+    Example:
+        >>> from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+        >>> step = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.5))
+        >>> describe_event(SelfComposedDpEvent(step, 100))
+        '100 x Poisson(0.01, Gaussian(1.5))'
+    """
+    match event:
+        case dpa.SelfComposedDpEvent():
+            return f"{event.count} x {describe_event(event.event)}"
+        case dpa.ComposedDpEvent():
+            shown = [describe_event(part) for part in event.events[:4]]
+            more = len(event.events) - len(shown)
+            return "[" + ", ".join(shown + ([f"and {more} more"] if more else [])) + "]"
+        case dpa.PoissonSampledDpEvent():
+            return f"Poisson({event.sampling_probability:g}, {describe_event(event.event)})"
+        case dpa.SampledWithoutReplacementDpEvent():
+            size, total = event.sample_size, event.source_dataset_size
+            return f"WithoutReplacement({size} of {total}, {describe_event(event.event)})"
+        case dpa.GaussianDpEvent():
+            return f"Gaussian({event.noise_multiplier:g})"
+        case _:
+            return repr(event)

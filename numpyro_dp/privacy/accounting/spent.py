@@ -1,0 +1,105 @@
+r"""What a run spent, including the chance that another mechanism ran than the one accounted for.
+
+If the outputs of the mechanism that runs are within total variation :math:`\tau` of an
+:math:`(\varepsilon, d)`-private one, on every data set, then
+
+.. math:: P'(A) \le P(A) + \tau \le e^\varepsilon Q(A) + d + \tau
+    \le e^\varepsilon Q'(A) + d + (1 + e^\varepsilon)\,\tau,
+
+so it is :math:`(\varepsilon, d + (1 + e^\varepsilon)\tau)`-private. Padded Poisson batches that overflow are such
+a case: :math:`\tau` is the probability that any batch of the run does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from dp_accounting import DpEvent
+
+from numpyro_dp._validate import check_real
+from numpyro_dp.privacy.accounting.best import Best
+from numpyro_dp.privacy.accounting.bounds import Accountant, EpsilonBound, TotalVariationError
+from numpyro_dp.privacy.budget import Relation, check_relation
+
+__all__ = ["epsilon_spent"]
+
+_SHARE = 1e-3  # part of delta set aside for the total variation, when that suffices
+_ITERATIONS = 20
+
+
+def epsilon_spent(
+    event: DpEvent,
+    delta: float,
+    relation: Relation = "add_or_remove_one",
+    *,
+    accountant: Accountant | None = None,
+    total_variation: float = 0.0,
+) -> EpsilonBound:
+    r"""Bounds the epsilon of a run.
+
+    Finds the largest :math:`d` with :math:`d + (1 + e^{\varepsilon(d)})\tau \le \delta`: normally
+    :math:`d = 0.999\,\delta`, else by iterating :math:`d \leftarrow \delta - (1 + e^{\varepsilon(d)})\tau` downwards.
+
+    Args:
+        event: What the accounted mechanism is; noise multipliers relative to the sensitivity under
+            ``relation`` (see :func:`~numpyro_dp.privacy.budget.gaussian_event`).
+        delta: In (0, 1).
+        relation: ``"add_or_remove_one"`` or ``"replace_one"``.
+        accountant: Who bounds epsilon; ``None`` means :class:`Best`.
+        total_variation: Distance of the mechanism that runs from the accounted one, over the *whole*
+            run (the sum over its steps will do); in [0, 1).
+
+    Raises:
+        UnsupportedEventError: If the accountant has no bound for the event.
+        UnreliableBoundError: If it cannot compute one here.
+        TotalVariationError: If ``total_variation`` is too large for any epsilon to hold at ``delta``;
+            the message says how small it must be.
+        ValueError: If an argument is outside its range.
+
+    Example:
+        >>> from dp_accounting import GaussianDpEvent
+        >>> print(epsilon_spent(GaussianDpEvent(2.0), 1e-5))
+        epsilon <= 1.9931 (in [1.9931, 1.9931]) at delta=1e-05 under add_or_remove_one, by GDP
+        >>> round(epsilon_spent(GaussianDpEvent(2.0), 1e-5, total_variation=1e-7).epsilon, 3)
+        2.011
+
+    **Guarantee**: the mechanism that runs is (``epsilon``, ``delta``)-differentially private.
+
+    Reference:
+        Dwork, Roth: Algorithmic Foundations (2014), section 3.5 (statistical distance).
+    """
+    check_relation(relation)
+    delta = check_real(
+        "delta", delta, low=0.0, high=1.0, low_open=True, high_open=True, remedy="Try 1e-5."
+    )
+    tau = check_real(
+        "total_variation",
+        total_variation,
+        low=0.0,
+        high=1.0,
+        high_open=True,
+        remedy="It is a probability: the chance that a padded batch overflows during the run.",
+    )
+    judge = Best() if accountant is None else accountant
+    if tau == 0.0:
+        return judge.epsilon(event, delta, relation)
+    inner = (1.0 - _SHARE) * delta
+    needed = 0.0
+    for attempt in range(_ITERATIONS):
+        bound = judge.epsilon(event, inner, relation)
+        if math.isinf(bound.upper):
+            return dataclasses.replace(bound, lower=math.nan, delta=delta)
+        leak = (1.0 + math.exp(min(bound.upper, 700.0))) * tau
+        if inner + leak <= delta:
+            return dataclasses.replace(bound, lower=math.nan, delta=delta)
+        if attempt == 0:
+            needed = _SHARE * delta * tau / leak
+        inner = delta - 1.01 * leak
+        if inner <= 0.0:
+            break
+    raise TotalVariationError(
+        f"Expected total_variation={tau:g} small enough for delta={delta:g}: no epsilon satisfies "
+        f"d + (1 + exp(epsilon)) * total_variation <= delta. total_variation <= {needed:.3g} is enough; "
+        "raise the padded batch size (its overflow probability falls exponentially), or delta."
+    )

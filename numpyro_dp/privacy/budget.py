@@ -1,0 +1,167 @@
+r"""The privacy budget, and what its relation does to the noise.
+
+A mechanism is :math:`(\varepsilon, \delta)`-differentially private under a relation if
+
+.. math:: P[M(D) \in A] \le e^\varepsilon P[M(D') \in A] + \delta
+
+for every event :math:`A` and every pair of data sets that the relation calls neighbours. An
+epsilon without its relation says little: the same run spends about twice as much when a record is
+replaced as when it is added or removed.
+
+**Convention of this package.** A query adds noise of standard deviation ``noise_multiplier *
+clip_norm`` to a *sum* of vectors of norm at most ``clip_norm``. That sum moves by ``clip_norm`` when
+a record is added or removed, and by ``2 * clip_norm`` when one is replaced. The ``noise_multiplier``
+field of an *event* is always the noise divided by the sensitivity **under the relation of the
+budget**, and :func:`gaussian_event` is the only place that doubles the sensitivity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, get_args
+
+from dp_accounting import DpEvent, GaussianDpEvent, NeighboringRelation, NonPrivateDpEvent
+
+from numpyro_dp._validate import check_in, check_real
+
+__all__ = ["PrivacyBudget", "Relation", "check_relation", "gaussian_event", "neighboring_relation"]
+
+Relation = Literal["add_or_remove_one", "replace_one"]
+
+_LIBRARY_RELATIONS: dict[str, NeighboringRelation] = {
+    "add_or_remove_one": NeighboringRelation.ADD_OR_REMOVE_ONE,
+    "replace_one": NeighboringRelation.REPLACE_ONE,
+}
+_SENSITIVITY: dict[str, float] = {"add_or_remove_one": 1.0, "replace_one": 2.0}
+_DELTA_REMEDY = (
+    "Gaussian noise gives no guarantee with delta=0; choose a delta below 1 / num_examples, "
+    "for example 1e-5."
+)
+
+
+def check_relation(relation: object) -> Relation:
+    """Returns ``relation`` if it is one that this package accounts for.
+
+    Raises:
+        ValueError: If it is not; the message lists the choices.
+    """
+    check_in(
+        "relation",
+        relation,
+        get_args(Relation),
+        remedy="'add_or_remove_one' is the usual choice; 'replace_one' keeps num_examples fixed.",
+    )
+    return relation  # type: ignore[return-value]
+
+
+def neighboring_relation(relation: Relation) -> NeighboringRelation:
+    """Returns the ``dp_accounting`` name of a relation.
+
+    Example:
+        >>> neighboring_relation("replace_one").name
+        'REPLACE_ONE'
+    """
+    return _LIBRARY_RELATIONS[check_relation(relation)]
+
+
+@dataclasses.dataclass(frozen=True)
+class PrivacyBudget:
+    r"""The :math:`(\varepsilon, \delta)` that a run may spend, and the relation they refer to.
+
+    Args:
+        epsilon: Positive and finite; dimensionless.
+        delta: In (0, 1), a probability; usually well below ``1 / num_examples``.
+        relation: ``"add_or_remove_one"`` (neighbours differ by the presence of one record) or
+            ``"replace_one"`` (by the value of one record, so that their size is the same).
+
+    Raises:
+        TypeError: If ``epsilon`` or ``delta`` is no real number.
+        ValueError: If a value is outside its range; ``delta=0`` is refused.
+
+    Example:
+        >>> print(PrivacyBudget(epsilon=1.0, delta=1e-5))
+        (epsilon=1, delta=1e-05) under add_or_remove_one
+
+    Reference:
+        Dwork, Roth: The Algorithmic Foundations of Differential Privacy (2014), Definition 2.4.
+    """
+
+    epsilon: float
+    delta: float
+    relation: Relation = "add_or_remove_one"
+
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        epsilon = check_real(
+            "epsilon",
+            self.epsilon,
+            low=0.0,
+            low_open=True,
+            high=float("inf"),
+            high_open=True,
+            remedy="Choose a finite budget, for example epsilon=1.0.",
+        )
+        delta = check_real(
+            "delta",
+            self.delta,
+            low=0.0,
+            high=1.0,
+            low_open=True,
+            high_open=True,
+            remedy=_DELTA_REMEDY,
+        )
+        object.__setattr__(self, "epsilon", epsilon)
+        object.__setattr__(self, "delta", delta)
+        check_relation(self.relation)
+
+    @property
+    def neighboring_relation(self) -> NeighboringRelation:
+        """The relation as ``dp_accounting`` names it."""
+        return neighboring_relation(self.relation)
+
+    def __str__(self) -> str:
+        """One line, with the relation."""
+        return f"(epsilon={self.epsilon:g}, delta={self.delta:g}) under {self.relation}"
+
+
+def gaussian_event(noise_multiplier: float, relation: Relation = "add_or_remove_one") -> DpEvent:
+    r"""The event of one noisy sum, under a relation.
+
+    .. math:: \sum_i v_i + \mathcal N(0, (zC)^2 I), \quad \|v_i\| \le C
+        \;\Rightarrow\; \mathrm{Gaussian}(z / s), \quad
+        s = 1 \text{ (add or remove)}, \; s = 2 \text{ (replace)}
+
+    The libraries do not agree on this: ``dp_accounting``'s RDP accountant reads the multiplier of a
+    ``GaussianDpEvent`` as noise / sensitivity whatever the relation, and its PLD accountant reads it
+    as noise / norm of one record and doubles by itself under ``REPLACE_ONE``. The event returned
+    here has the first meaning; our accountants translate it. Handed to ``dp_accounting`` directly it
+    gives the right value (RDP) or a larger one (PLD), never a smaller one.
+
+    Args:
+        noise_multiplier: Noise standard deviation / ``clip_norm``, at least 0. With 0 nothing is
+            private, and the event is ``NonPrivateDpEvent``.
+        relation: The relation of the budget.
+
+    Raises:
+        TypeError: If ``noise_multiplier`` is no real number.
+        ValueError: If it is negative or infinite, or the relation is unknown.
+
+    Example:
+        >>> gaussian_event(3.0, "replace_one")
+        GaussianDpEvent(noise_multiplier=1.5)
+
+    **Guarantee**: the noise of the event is exactly the noise added, in units of the largest change
+    of the sum between neighbours.
+    """
+    check_relation(relation)
+    noise = check_real(
+        "noise_multiplier",
+        noise_multiplier,
+        low=0.0,
+        high=float("inf"),
+        high_open=True,
+        remedy="It is the noise's standard deviation divided by clip_norm.",
+    )
+    if noise == 0.0:
+        return NonPrivateDpEvent()
+    return GaussianDpEvent(noise / _SENSITIVITY[relation])

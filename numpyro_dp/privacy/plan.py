@@ -1,0 +1,227 @@
+"""The plan of a run: what it will spend, found before it touches a record; and its report."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from dp_accounting.dp_event import DpEvent, NonPrivateDpEvent, SelfComposedDpEvent
+
+from numpyro_dp.core import Sampler
+from numpyro_dp.privacy.accounting import (
+    Accountant,
+    EpsilonBound,
+    describe_event,
+    epsilon_spent,
+)
+from numpyro_dp.privacy.budget import PrivacyBudget, Relation, gaussian_event
+from numpyro_dp.privacy.calibration import calibrate_noise
+
+__all__ = ["BudgetError", "Plan", "PrivacyReport", "default_delta", "make_plan"]
+
+
+class BudgetError(ValueError):
+    """A run that would spend more than its budget allows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run may do.
+
+    Attributes:
+        sampler: Draws the batches.
+        num_examples: Public size of the data set.
+        noise_multiplier: Noise standard deviation over sensitivity (add or remove one).
+        sensitivity: Of the clipped sum, when one record is added or removed.
+        budget: What may be spent; ``None`` without one.
+        delta: The delta at which epsilon is reported.
+        relation: The neighbouring relation.
+        accountant: Bounds epsilon.
+    """
+
+    sampler: Sampler
+    num_examples: int
+    noise_multiplier: float
+    sensitivity: float
+    budget: PrivacyBudget | None
+    delta: float
+    relation: Relation
+    accountant: Accountant | None
+
+    def event(self, num_steps: int) -> DpEvent:
+        """The event of ``num_steps`` steps under the plan's relation."""
+        return _run_event(self, self.noise_multiplier, num_steps)
+
+    def spent(
+        self, num_steps: int, *, delta: float | None = None, accountant: Accountant | None = None
+    ) -> EpsilonBound:
+        """Bounds the epsilon of ``num_steps`` steps.
+
+        Args:
+            num_steps: Steps taken.
+            delta: Where; the plan's own if ``None``.
+            accountant: By whom; the plan's own if ``None``.
+        """
+        return epsilon_spent(
+            self.event(num_steps),
+            self.delta if delta is None else delta,
+            self.relation,
+            accountant=accountant or self.accountant,
+            total_variation=_total_variation(self.sampler, self.num_examples, num_steps),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PrivacyReport:
+    """What a run has spent. Prints itself; may be published.
+
+    Attributes:
+        bound: The epsilon bound with delta, relation, event and accountant.
+        num_steps: Steps taken, resumed ones included.
+        plan: How they were taken.
+        reproducible: Whether the caller supplied the secret key.
+        loss_released: Whether a loss curve was part of the release.
+        sensitive_allowed: Whether the run showed sensitive values to its caller.
+    """
+
+    bound: EpsilonBound
+    num_steps: int
+    plan: Plan
+    reproducible: bool
+    loss_released: bool = False
+    sensitive_allowed: bool = False
+
+    @property
+    def epsilon(self) -> float:
+        """Epsilon spent: an upper bound; infinite if the run is not private."""
+        return self.bound.epsilon
+
+    @property
+    def delta(self) -> float:
+        """The delta of the guarantee."""
+        return self.bound.delta
+
+    @property
+    def relation(self) -> Relation:
+        """The neighbouring relation of the guarantee."""
+        return self.bound.relation
+
+    @property
+    def event(self) -> DpEvent:
+        """The ``dp_accounting`` event of the run."""
+        return self.bound.event
+
+    @property
+    def accountant(self) -> str:
+        """Name of the accountant whose bound this is."""
+        return self.bound.accountant
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Noise standard deviation over the sensitivity when one record is added or removed."""
+        return self.plan.noise_multiplier
+
+    def at(self, delta: float) -> EpsilonBound:
+        """Returns the epsilon of the same run at another delta."""
+        return self.plan.spent(self.num_steps, delta=delta)
+
+    def __str__(self) -> str:
+        """What was spent and how, in a few lines."""
+        plan = self.plan
+        private = math.isfinite(self.epsilon)
+        lines = [
+            str(self.bound) if private else "NOT PRIVATE: epsilon is infinite.",
+            f"{self.num_steps} steps of {plan.sampler} on {plan.num_examples} records, "
+            f"noise multiplier {plan.noise_multiplier:.4g}, sensitivity {plan.sensitivity:.4g}",
+            f"event: {describe_event(self.event)}",
+        ]
+        if self.loss_released:
+            lines.append("The loss curve is part of the release.")
+        if self.reproducible:
+            lines.append(
+                "Reproducible run: the guarantee holds against those who do not know secret_key, "
+                "and only if it drives no other run on overlapping records."
+            )
+        if self.sensitive_allowed:
+            lines.append("allow_sensitive=True: losses shown to the caller are not covered.")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def make_plan(
+    sampler: Sampler,
+    num_examples: int,
+    num_steps: int | None,
+    sensitivity: float,
+    *,
+    budget: PrivacyBudget | None,
+    noise_multiplier: float | None,
+    accountant: Accountant | None,
+) -> Plan:
+    """Finds the noise for a run before it touches a record.
+
+    Args:
+        sampler: Draws the batches.
+        num_examples: Public size of the data set.
+        num_steps: Steps that the budget must cover.
+        sensitivity: Of the clipped sum (add or remove one); infinite is not private.
+        budget: What may be spent. With a ``noise_multiplier`` it is a ceiling that is checked.
+        noise_multiplier: Given noise; found from the budget if ``None``.
+        accountant: Bounds epsilon.
+
+    Raises:
+        BudgetError: If the run would spend more than the budget, or the number of steps that the
+            budget must cover is not known.
+    """
+    delta = budget.delta if budget else default_delta(num_examples)
+    relation: Relation = budget.relation if budget else "add_or_remove_one"
+    noise = 0.0 if noise_multiplier is None else noise_multiplier
+    plan = Plan(sampler, num_examples, noise, sensitivity, budget, delta, relation, accountant)
+    if budget is None:
+        return plan
+    if num_steps is None:
+        raise BudgetError(
+            "Expected num_steps together with a budget: without the number of steps no noise can "
+            "be found. Pass DPSVI(..., num_steps=T) for a loop of T updates, or use run()."
+        )
+    if noise_multiplier is None:
+        if math.isinf(sensitivity):
+            raise BudgetError(
+                "Expected a finite clip_norm together with a budget, got inf: an unbounded record "
+                "has no privacy. Give a finite clip_norm, or noise_multiplier=0.0 without a budget."
+            )
+        noise, _ = calibrate_noise(
+            lambda z: _run_event(plan, z, num_steps),
+            budget,
+            accountant=accountant,
+            total_variation=_total_variation(sampler, num_examples, num_steps),
+        )
+        return dataclasses.replace(plan, noise_multiplier=noise)
+    spent = plan.spent(num_steps).epsilon
+    if spent > budget.epsilon:
+        raise BudgetError(
+            f"Expected {num_steps} steps with noise_multiplier={noise} to spend at most epsilon="
+            f"{budget.epsilon}, got {spent:.4g}. Take fewer steps or more noise, or drop "
+            "noise_multiplier and let the budget choose it."
+        )
+    return plan
+
+
+def default_delta(num_examples: int) -> float:
+    """The delta at which a run without a budget is reported: N ** -1.1, capped at 0.01."""
+    return min(1e-2, float(num_examples) ** -1.1)
+
+
+def _run_event(plan: Plan, noise_multiplier: float, num_steps: int) -> DpEvent:
+    if noise_multiplier == 0 or math.isinf(plan.sensitivity):
+        return NonPrivateDpEvent()
+    step = plan.sampler.amplify(gaussian_event(noise_multiplier, plan.relation), plan.num_examples)
+    return SelfComposedDpEvent(step, num_steps)
+
+
+def _total_variation(sampler: Sampler, num_examples: int, num_steps: int) -> float:
+    """Union bound over the steps of the distance between the real and the accounted batch law."""
+    per_step: Any = sampler.total_variation(num_examples)
+    return min(float(per_step) * num_steps, 1.0 - 1e-12)

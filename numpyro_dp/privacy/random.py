@@ -1,0 +1,328 @@
+r"""Cryptographically secure randomness: ChaCha20 as a JAX generator, and a Gaussian with tails.
+
+A key is 256 bits. With :math:`F_k(n, c)` the ChaCha20 block function (512 bits) of key :math:`k`,
+nonce :math:`n` and block counter :math:`c`,
+
+.. math::
+    \mathrm{bits}(k) = \{F_k(n_{bits}, 0), F_k(n_{bits}, 1), \dots\}, \qquad
+    \mathrm{split}_i(k) = F_k(n_{split}, i)_{0..255}, \qquad
+    \mathrm{fold}_d(k) = F_k((n_{fold}, d), 0)_{0..255}.
+
+The keys are ordinary typed JAX keys: ``jax.random`` functions, ``jit``, ``vmap`` and ``scan`` take
+them. (``jax.random.poisson`` is the exception: JAX offers it for threefry alone.)
+
+**Guarantee.** The three domains are distinct nonces, so bits, children and folded keys of one key
+are values of :math:`F_k` at distinct inputs. If :math:`F` is a pseudo-random function, each child
+is indistinguishable from a fresh uniform key, and by induction over the tree (a hybrid argument)
+all streams drawn from :math:`m` keys are indistinguishable from independent uniform bits, up to
+:math:`m` times the advantage against ChaCha20. A key cannot be computed from what it produced, so
+a state that holds only the child of a split cannot reproduce what came before it. This holds for
+keys with 256 unpredictable bits: those of :func:`secret_key`. ``jax.random.key(0, impl=CHACHA20)``
+works, has at most as much entropy as its seed, and is for tests.
+
+Reference:
+    Y. Nir, A. Langley, "ChaCha20 and Poly1305 for IETF Protocols", RFC 8439, 2018.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import numbers
+import secrets
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.random import define_prng_impl
+from jax.typing import DTypeLike
+
+from .._validate import check_int
+
+__all__ = ["CHACHA20", "as_secret_key", "secret_key", "standard_normal"]
+
+_KEY_WORDS = 8
+_BLOCK_WORDS = 16
+_MAX_BLOCKS = 2**32
+_CONSTANTS = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)  # "expand 32-byte k"
+# First word of the nonce: what the block is for. The values are arbitrary, and must differ.
+_BITS, _SPLIT, _FOLD, _SEED = 0x62697473, 0x73706C74, 0x666F6C64, 0x73656564
+_INT_CONTEXT = b"numpyro_dp.privacy.random: integer seed, version 1: "
+
+
+def secret_key(seed: int | bytes | str | None = None) -> Array:
+    """Returns a scalar ChaCha20 key with 256 bits from the operating system.
+
+    Args:
+        seed: ``None`` for a secret key. Anything else gives a reproducible key, as
+            :func:`as_secret_key` does: whoever knows the seed can remove the noise.
+
+    Raises:
+        TypeError: If the seed is of another type.
+        ValueError: If a seed of bytes or hexadecimal digits has not 256 bits.
+
+    Example:
+        >>> import jax
+        >>> key = secret_key()
+        >>> key.shape, jax.random.key_data(key).shape
+        ((), (8,))
+        >>> jax.random.normal(key, (3,)).shape
+        (3,)
+
+    **Guarantee**: without a seed the key comes from ``secrets.token_bytes(32)`` and nothing else.
+    """
+    return as_secret_key(secrets.token_bytes(4 * _KEY_WORDS) if seed is None else seed)
+
+
+def as_secret_key(key: Array | bytes | str | int) -> Array:
+    """Returns a scalar ChaCha20 key made from, or equal to, the argument.
+
+    Args:
+        key: A scalar ChaCha20 key (returned as it is, also under ``jit``); 32 bytes, or 64
+            hexadecimal digits, read as RFC 8439 reads a key; or an integer >= 0, hashed with
+            SHA-256: reproducible, and no more secret than the integer is.
+
+    Raises:
+        TypeError: For keys of another generator, such as ``jax.random.key(0)``, which has 64 bits
+            of state and at most 32 bits of entropy, and for any other type.
+        ValueError: If the key is not a scalar, the bytes or digits are not 256 bits, or the
+            integer is negative. The message never shows the value, which may be secret.
+
+    Example:
+        >>> import jax
+        >>> a, b = as_secret_key(7), as_secret_key(bytes(range(32)).hex())
+        >>> bool((jax.random.bits(a, (4,)) == jax.random.bits(as_secret_key(a), (4,))).all())
+        True
+
+    **Guarantee**: no generator but ChaCha20 passes; distinct integers give keys that collide with
+    the probability of a SHA-256 collision.
+    """
+    if isinstance(key, jax.Array):
+        return _check_typed(key)
+    if isinstance(key, str):
+        try:
+            key = bytes.fromhex(key)
+        except ValueError:
+            raise ValueError("Expected a key of 64 hexadecimal digits, got other text.") from None
+    elif isinstance(key, numbers.Integral) and not isinstance(key, bool):
+        if key < 0:
+            raise ValueError("Expected an integer seed >= 0, got a negative one.")
+        key = hashlib.sha256(_INT_CONTEXT + hex(int(key)).encode()).digest()
+    if not isinstance(key, (bytes, bytearray)):
+        raise TypeError(
+            "Expected a ChaCha20 key, 32 bytes, 64 hexadecimal digits or an integer, got "
+            f"{type(key).__name__}. Use secret_key() for a fresh secret key."
+        )
+    if len(key) != 4 * _KEY_WORDS:
+        raise ValueError(
+            f"Expected a key of 32 bytes (64 hexadecimal digits), got {len(key)} bytes."
+        )
+    words = [int.from_bytes(key[i : i + 4], "little") for i in range(0, len(key), 4)]
+    return jax.random.wrap_key_data(jnp.array(words, jnp.uint32), impl=CHACHA20)
+
+
+def standard_normal(
+    key: Array, shape: tuple[int, ...] = (), dtype: DTypeLike = jnp.float32
+) -> Array:
+    r"""Draws independent N(0, 1) numbers whose tails are not cut off.
+
+    Box and Muller's transform, both outputs used, with 96 (float32) or 192 (float64) random bits
+    for each pair:
+
+    .. math:: r = \sqrt{-2 \log u}, \qquad (z_1, z_2) = (r \cos 2\pi v, r \sin 2\pi v).
+
+    :math:`u = (U + 1/2)\, 2^{-64}` has a 64-bit U (128 for float64), and keeps its relative
+    precision at both ends: :math:`\log u` near 1 is computed from :math:`1 - u`. The largest
+    magnitude is 9.49 (13.4 for float64); a Gaussian exceeds it with probability 2e-21 (1e-40).
+    (``jax.random.normal`` in float32 inverts a 23-bit uniform and never exceeds 5.42, where a
+    true Gaussian is once in 17 million draws.)
+
+    Args:
+        key: A scalar typed key; the result is as unpredictable as the key's generator.
+        shape: Shape of the result.
+        dtype: ``float32``, or ``float64`` where 64-bit mode is on.
+
+    Raises:
+        TypeError: If ``key`` is no scalar typed key, or ``dtype`` is another type, or ``float64``
+            without 64-bit mode.
+
+    Example:
+        >>> import jax
+        >>> z = standard_normal(secret_key(0), (1000,))
+        >>> bool(jax.numpy.isfinite(z).all()), z.dtype
+        (True, dtype('float32'))
+
+    **Guarantee**: finite for every outcome of the generator. What it does not promise: the values
+    are floating-point numbers, not a discrete Gaussian, so a sum released with all its low-order
+    bits can in principle tell neighbouring inputs apart (Mironov). Clipped sums of many float32
+    terms are no known victim, but the proof is for real numbers.
+
+    Reference:
+        G. E. P. Box, M. E. Muller, Ann. Math. Statist. 29, 1958. I. Mironov, "On significance of
+        the least significant bits for differential privacy", CCS 2012.
+    """
+    check_typed_key(key)
+    dtype, word = _normal_types(dtype)
+    size = math.prod(shape)
+    pairs = -(-size // 2)
+    high, low, angle = jax.random.bits(key, (3, pairs), word)
+    radius = jnp.sqrt(-2 * _log_uniform(high, low, dtype))
+    cos, sin = _circle(angle, dtype)
+    return jnp.concatenate([radius * cos, radius * sin])[:size].reshape(shape)
+
+
+def check_typed_key(key: Array) -> Array:
+    """Returns ``key`` if it is a scalar typed key of any generator, or raises TypeError."""
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise TypeError(
+            f"Expected a typed key, got {type(key).__name__}. Use secret_key(), or "
+            "jax.random.wrap_key_data(data, impl=CHACHA20) for raw words."
+        )
+    if key.shape:
+        raise TypeError(f"Expected a scalar key, got keys of shape {key.shape}. Use jax.vmap.")
+    return key
+
+
+def _check_typed(key: Array) -> Array:
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if jax.random.key_impl(key) != CHACHA20:
+            raise TypeError(
+                f"Expected a ChaCha20 key, got one of {jax.random.key_impl(key)}, whose state has "
+                "too few bits. Use secret_key(), or secret_key(seed) for a reproducible run."
+            )
+        if key.shape:
+            raise ValueError(f"Expected a scalar key, got keys of shape {key.shape}.")
+        return key
+    raise TypeError(
+        f"Expected a ChaCha20 key, got a raw {key.dtype} array of shape {key.shape}. Use "
+        "secret_key(), or jax.random.wrap_key_data(data, impl=CHACHA20) for eight words."
+    )
+
+
+def _normal_types(dtype: DTypeLike) -> tuple[jnp.dtype, jnp.dtype]:
+    name = jnp.dtype(dtype).name
+    if name == "float32":
+        return jnp.dtype("float32"), jnp.dtype("uint32")
+    if name != "float64":
+        raise TypeError(f"Expected dtype float32 or float64, got {name}. Draw float32 and convert.")
+    if not jax.config.jax_enable_x64:
+        raise TypeError(
+            "Expected 64-bit mode for dtype float64. Set jax_enable_x64, or use float32."
+        )
+    return jnp.dtype("float64"), jnp.dtype("uint64")
+
+
+def _log_uniform(high: Array, low: Array, dtype: jnp.dtype) -> Array:
+    """log((2**w high + low + 1/2) / 2**2w) for w-bit words, accurate relative to its own size."""
+    width = 8 * high.dtype.itemsize
+    # Complementing every bit maps u to 1 - u exactly: the smaller of both is `small`.
+    above = (high >> (width - 1)).astype(bool)
+    high, low = jnp.where(above, ~high, high), jnp.where(above, ~low, low)
+    small = high.astype(dtype) * 2.0**-width + (low.astype(dtype) + 0.5) * 2.0 ** (-2 * width)
+    return jnp.where(above, jnp.log1p(-small), jnp.log(small))
+
+
+def _circle(bits: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """A uniform point of the circle: three bits choose the octant, the others the angle in it."""
+    width = 8 * bits.dtype.itemsize
+    angle = ((bits >> 3).astype(dtype) + 0.5) * (math.pi / 4 * 2.0 ** (3 - width))
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    swap = (bits & 1).astype(bool)
+    x, y = jnp.where(swap, sin, cos), jnp.where(swap, cos, sin)
+    return jnp.where((bits & 2) != 0, -x, x), jnp.where((bits & 4) != 0, -y, y)
+
+
+def _rotate(x: Array, count: int) -> Array:
+    return (x << count) | (x >> (32 - count))
+
+
+def _quarter_rounds(a: Array, b: Array, c: Array, d: Array) -> tuple[Array, Array, Array, Array]:
+    """Four quarter rounds at once, one for each row of the arguments."""
+    a = a + b
+    d = _rotate(d ^ a, 16)
+    c = c + d
+    b = _rotate(b ^ c, 12)
+    a = a + b
+    d = _rotate(d ^ a, 8)
+    c = c + d
+    b = _rotate(b ^ c, 7)
+    return a, b, c, d
+
+
+def _roll(x: Array, count: int) -> Array:
+    return jnp.concatenate([x[count:], x[:count]])
+
+
+def _double_round(_: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+    a, b, c, d = _quarter_rounds(*state)
+    a, b, c, d = _quarter_rounds(a, _roll(b, 1), _roll(c, 2), _roll(d, 3))
+    return a, _roll(b, 3), _roll(c, 2), _roll(d, 1)
+
+
+def _blocks(key: Array, nonce: tuple[Array | int, ...], counters: Array) -> Array:
+    """ChaCha20 blocks of one key and nonce, shape (16, counters), uint32.
+
+    The state is four arrays of shape (4, counters), the rows of RFC 8439's matrix, so that four
+    quarter rounds of all blocks are one vector operation. The rounds stay in a loop: unrolled,
+    XLA takes minutes to compile them.
+    """
+    rows = [jnp.uint32(word) for word in _CONSTANTS], [*key[:4]], [*key[4:]]
+    last = [counters, *(jnp.asarray(word).astype(jnp.uint32) for word in nonce)]
+    start = tuple(
+        jnp.stack([jnp.broadcast_to(word, counters.shape) for word in row]) for row in (*rows, last)
+    )
+    end = lax.fori_loop(0, 10, _double_round, start)
+    return jnp.concatenate([x + y for x, y in zip(start, end, strict=True)])
+
+
+def _counters(number: int) -> Array:
+    check_int("blocks", number, low=0, high=_MAX_BLOCKS, remedy="Draw from several keys.")
+    return lax.iota(jnp.uint32, number)
+
+
+def _random_bits(key: Array, bit_width: int, shape: tuple[int, ...]) -> Array:
+    """The keystream's words in a fixed order: the first word of every block, then the second, ...
+
+    The RFC's order would transpose (16, blocks), which costs a consumer up to five times as much.
+    """
+    size = math.prod(shape)
+    blocks = _counters(-(-size * bit_width // (32 * _BLOCK_WORDS)))
+    bits = _blocks(key, (_BITS, 0, 0), blocks).reshape(-1)
+    if bit_width == 64:
+        low, high = bits.astype(jnp.uint64).reshape(2, -1)
+        bits = (high << 32) | low
+    elif bit_width < 32:
+        bits = lax.bitcast_convert_type(bits, jnp.dtype(f"uint{bit_width}")).reshape(-1)
+    return bits[:size].reshape(shape)
+
+
+def _split(key: Array, shape: tuple[int, ...]) -> Array:
+    children = _blocks(key, (_SPLIT, 0, 0), _counters(math.prod(shape)))[:_KEY_WORDS]
+    return children.T.reshape(*shape, _KEY_WORDS)
+
+
+def _fold_in(key: Array, data: Array) -> Array:
+    return _blocks(key, (_FOLD, data, 0), _counters(1))[:_KEY_WORDS, 0]
+
+
+def _seed(seed: Array) -> Array:
+    seed = jnp.asarray(seed)
+    if seed.ndim:
+        raise TypeError(f"Expected a scalar seed, got one of shape {seed.shape}.")
+    wide = seed.dtype.itemsize == 8
+    high = lax.shift_right_logical(seed, seed.dtype.type(32)) if wide else jnp.uint32(0)
+    low = seed & seed.dtype.type(0xFFFFFFFF) if wide else seed
+    zero = jnp.zeros(_KEY_WORDS, jnp.uint32)
+    return _blocks(zero, (_SEED, low, high), _counters(1))[:_KEY_WORDS, 0]
+
+
+# Defining registers nothing by name and makes no array; one spec, so that its keys are one type.
+CHACHA20 = define_prng_impl(
+    key_shape=(_KEY_WORDS,),
+    seed=_seed,
+    split=_split,
+    random_bits=_random_bits,
+    fold_in=_fold_in,
+    name="chacha20",
+    tag="cc20",
+)

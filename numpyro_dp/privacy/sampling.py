@@ -1,0 +1,328 @@
+r"""Batches: Poisson, fixed-size without replacement, and every record.
+
+Poisson sampling takes each record independently with probability :math:`q`. The gaps between
+neighbouring rows taken are geometric, :math:`P(G \ge g) = (1-q)^g`, so a batch costs
+:math:`O(qN)`: row :math:`i` of the batch is :math:`\sum_{j \le i} (1 + G_j) - 1`. No logarithm is
+taken of a rounded uniform. In a mixed radix, :math:`G = \sum_j D_j B_j`, the digits of a geometric
+number are independent, with
+
+.. math::
+    P(D_j \ge m) = \frac{s_j^m - s_j^{r_j}}{1 - s_j^{r_j}}, \quad s_j = (1-q)^{B_j},
+    \quad 0 \le m < r_j,
+
+so each digit is one 96-bit uniform integer compared with constants of the host, and the law of a
+batch is Poisson's up to a total variation that is computed, not estimated.
+
+**Guarantee.** ``total_variation(N)`` bounds the distance between the law of one batch and the law
+that ``amplify`` accounts for; it belongs in delta: T steps that are :math:`(\varepsilon, \delta)`
+under the accounted law are :math:`(\varepsilon, \delta + (1 + e^\varepsilon) T \cdot tv)` under
+the real one. States hold a key from which no earlier batch can be computed.
+
+Reference:
+    Y. Zhu, Y.-X. Wang, "Poisson subsampled Renyi differential privacy", ICML 2019. L. Devroye,
+    "Non-uniform random variate generation", 1986, X.2 (geometric), XII.2 (distinct draws).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from dp_accounting.dp_event import (
+    DpEvent,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+)
+from jax import Array, lax
+
+from .._validate import check_int, check_real
+from ..core import Batch
+from ._sampling_law import WORD_BITS, Digit, PoissonPlan, distinct_plan, poisson_plan
+from .random import check_typed_key
+
+__all__ = ["FixedSize", "FullBatch", "Poisson", "SamplerState"]
+
+_MAX_EXAMPLES = 2**31 - 2
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["key"], meta_fields=["num_examples"]
+)
+@dataclasses.dataclass(frozen=True)
+class SamplerState:
+    """State of every sampler here: a pytree for ``jit`` and ``scan``.
+
+    Attributes:
+        key: Secret key of the batches to come; past batches do not follow from it.
+        num_examples: Size of the data set, static.
+    """
+
+    key: Array
+    num_examples: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Poisson:
+    """Takes each record independently with probability ``rate``.
+
+    A batch has the smallest fixed size M with P(Binomial(N, rate) > M) <= ``overflow_prob``. A
+    larger batch, should one come, loses its last rows; ``total_variation`` holds the probability.
+
+    Args:
+        rate: Probability q that a record is in a batch, in (0, 1].
+        overflow_prob: Largest probability, for one step, that a batch does not fit.
+
+    Raises:
+        TypeError: If an argument is no real number.
+        ValueError: If an argument is outside its range.
+
+    Example:
+        >>> import jax
+        >>> from numpyro_dp.privacy.random import secret_key
+        >>> sampler = Poisson(0.01)
+        >>> batch, state = sampler.next(sampler.init(secret_key(0), 30_000))
+        >>> batch.indices.shape, sampler.inclusion_prob(30_000)
+        ((463,), 0.01)
+        >>> sampler.total_variation(30_000) < 1e-18
+        True
+
+    **Guarantee**: indices under the mask are sorted and distinct; the law of a batch is within
+    ``total_variation`` of Poisson sampling. Under ``vmap`` the law is the same, and both branches
+    of a rare refinement run (about three times the cost).
+    """
+
+    rate: float
+    overflow_prob: float = 1e-18
+
+    def __post_init__(self) -> None:
+        check_real("rate", self.rate, low=0, low_open=True, high=1)
+        check_real(
+            "overflow_prob", self.overflow_prob, low=0, low_open=True, high=1, high_open=True
+        )
+
+    def init(self, key: Array, num_examples: int) -> SamplerState:
+        """Returns the first state; ``key`` is a secret scalar typed key."""
+        return SamplerState(check_typed_key(key), _check_examples(num_examples))
+
+    def next(self, state: SamplerState) -> tuple[Batch, SamplerState]:
+        """Draws one batch of ``padded_size(num_examples)`` entries."""
+        number = state.num_examples
+        plan = self._plan(number)
+        key, coarse, fine = jax.random.split(state.key, 3)
+        gaps = _geometric(coarse, fine, plan, number)
+        # Saturating at N + 1 <= 2**31 - 1, a sum of two terms fits an unsigned 32-bit word.
+        end = jnp.uint32(number + 1)
+        rows = lax.associative_scan(lambda a, b: jnp.minimum(a + b, end), gaps + jnp.uint32(1))
+        mask = rows <= jnp.uint32(number)
+        indices = jnp.where(mask, rows - jnp.uint32(1), jnp.uint32(0)).astype(jnp.int32)
+        return Batch(indices, mask), SamplerState(key, number)
+
+    def padded_size(self, num_examples: int) -> int:
+        """Returns the padded size M of a batch."""
+        return self._plan(_check_examples(num_examples)).size
+
+    def amplify(self, event: DpEvent, num_examples: int) -> DpEvent:
+        """Returns ``PoissonSampledDpEvent(rate, event)``."""
+        _check_examples(num_examples)
+        return PoissonSampledDpEvent(float(self.rate), event)
+
+    def inclusion_prob(self, num_examples: int) -> float:
+        """Returns ``rate``."""
+        _check_examples(num_examples)
+        return float(self.rate)
+
+    def total_variation(self, num_examples: int) -> float:
+        """Returns P(overflow) + M * (distance of one gap's law from the geometric law)."""
+        return self._plan(_check_examples(num_examples)).total_variation
+
+    def _plan(self, num_examples: int) -> PoissonPlan:
+        return poisson_plan(float(self.rate), float(self.overflow_prob), num_examples)
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedSize:
+    """Takes ``batch_size`` distinct records, every subset of that size equally likely.
+
+    Up to a quarter of the data set: independent uniform rows, of which the first ``batch_size``
+    distinct ones stay; O(b log b). Beyond: the first rows of a random permutation, O(N log N).
+
+    Args:
+        batch_size: Number b of records in a batch, at most the size of the data set.
+
+    Raises:
+        TypeError: If ``batch_size`` is no integer.
+        ValueError: If ``batch_size`` < 1, or, in a call, larger than the data set.
+
+    Example:
+        >>> from numpyro_dp.privacy.random import secret_key
+        >>> sampler = FixedSize(100)
+        >>> batch, state = sampler.next(sampler.init(secret_key(0), 30_000))
+        >>> len(set(batch.indices.tolist())), bool(batch.mask.all())
+        (100, True)
+
+    **Guarantee**: a batch is uniform over subsets up to ``total_variation`` < 2e-18; the order of
+    the entries carries no information about the rows. ``amplify`` is an event that accountants
+    know under the replace-one relation: a batch of fixed size is not a Poisson batch.
+    """
+
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        check_int("batch_size", self.batch_size, low=1)
+
+    def init(self, key: Array, num_examples: int) -> SamplerState:
+        """Returns the first state; ``key`` is a secret scalar typed key."""
+        return SamplerState(check_typed_key(key), self._check(num_examples))
+
+    def next(self, state: SamplerState) -> tuple[Batch, SamplerState]:
+        """Draws one batch; the mask is false only in a shortfall (probability below 1e-18)."""
+        number = state.num_examples
+        key, draw = jax.random.split(state.key)
+        if 4 * self.batch_size > number:
+            words = jax.random.bits(draw, (WORD_BITS // 32, number), jnp.uint32)
+            rows = lax.sort((*words, lax.iota(jnp.int32, number)), num_keys=WORD_BITS // 32)[-1]
+            batch = Batch(rows[: self.batch_size], jnp.ones(self.batch_size, bool))
+        else:
+            draws = distinct_plan(self.batch_size, number).draws
+            batch = _first_distinct(_uniform_rows(draw, draws, number), self.batch_size, number)
+        return batch, SamplerState(key, number)
+
+    def amplify(self, event: DpEvent, num_examples: int) -> DpEvent:
+        """Returns ``SampledWithoutReplacementDpEvent(num_examples, batch_size, event)``."""
+        return SampledWithoutReplacementDpEvent(
+            self._check(num_examples), int(self.batch_size), event
+        )
+
+    def inclusion_prob(self, num_examples: int) -> float:
+        """Returns ``batch_size / num_examples``."""
+        return self.batch_size / self._check(num_examples)
+
+    def total_variation(self, num_examples: int) -> float:
+        """Returns P(too few distinct draws), or P(two equal sort keys) for large fractions."""
+        number = self._check(num_examples)
+        if 4 * self.batch_size > number:
+            return number * (number - 1) / 2 * 2.0**-WORD_BITS
+        return distinct_plan(self.batch_size, number).shortfall
+
+    def _check(self, num_examples: int) -> int:
+        check_int(
+            "batch_size",
+            self.batch_size,
+            low=1,
+            high=_check_examples(num_examples),
+            remedy=f"The data set has {num_examples} records. Use a smaller batch, or FullBatch().",
+        )
+        return int(num_examples)
+
+
+@dataclasses.dataclass(frozen=True)
+class FullBatch:
+    """Takes every record at each step: no subsampling, so no amplification.
+
+    Example:
+        >>> from numpyro_dp.privacy.random import secret_key
+        >>> sampler = FullBatch()
+        >>> batch, _ = sampler.next(sampler.init(secret_key(0), 100))
+        >>> batch
+        Batch(indices=None, mask=None)
+
+    **Guarantee**: exact; nothing random is drawn.
+    """
+
+    def init(self, key: Array, num_examples: int) -> SamplerState:
+        """Returns the state, which stays what it is."""
+        return SamplerState(check_typed_key(key), _check_examples(num_examples))
+
+    def next(self, state: SamplerState) -> tuple[Batch, SamplerState]:
+        """Returns ``Batch(None, None)``: every row in order."""
+        return Batch(None, None), state
+
+    def amplify(self, event: DpEvent, num_examples: int) -> DpEvent:
+        """Returns ``event``."""
+        _check_examples(num_examples)
+        return event
+
+    def inclusion_prob(self, num_examples: int) -> float:
+        """Returns 1."""
+        _check_examples(num_examples)
+        return 1.0
+
+    def total_variation(self, num_examples: int) -> float:
+        """Returns 0."""
+        _check_examples(num_examples)
+        return 0.0
+
+
+def _check_examples(num_examples: int) -> int:
+    remedy = "Row numbers are 32-bit: split a larger data set."
+    return check_int("num_examples", num_examples, low=1, high=_MAX_EXAMPLES, remedy=remedy)
+
+
+def _geometric(coarse: Array, fine: Array, plan: PoissonPlan, limit: int) -> Array:
+    """Geometric numbers, cut at ``limit``, one for each entry of the batch; uint32."""
+    digits = [*plan.digits, *([Digit(limit, plan.jump)] if plan.jump else [])]
+    shape = (len(digits), plan.size)
+    if not digits:
+        return jnp.zeros(plan.size, jnp.uint32)
+    words = jax.random.bits(coarse, shape, jnp.uint32)
+    # The first 32 bits decide unless they equal those of a threshold: then 64 more are drawn.
+    tie = jnp.zeros(plan.size, bool)
+    for digit, word in zip(digits, words, strict=True):
+        for threshold in digit.thresholds:
+            tie |= word == jnp.uint32(threshold >> 64)
+
+    def refined(_: None) -> Array:
+        rest = jax.random.bits(fine, (2, *shape), jnp.uint32)
+        return _place_digits(digits, (words, *rest), limit)
+
+    return lax.cond(tie.any(), refined, lambda _: _place_digits(digits, (words,), limit), None)
+
+
+def _place_digits(digits: list[Digit], words: tuple[Array, ...], limit: int) -> Array:
+    """Sum of digit * place, cut at ``limit``; the reach of all digits is below 2 * limit."""
+    total = jnp.zeros(words[0].shape[1:], jnp.uint32)
+    for row, digit in enumerate(digits):
+        count = jnp.zeros_like(total)
+        for threshold in digit.thresholds:
+            count += _below([word[row] for word in words], threshold).astype(jnp.uint32)
+        total = jnp.minimum(total + count * jnp.uint32(digit.place), jnp.uint32(limit))
+    return total
+
+
+def _below(words: list[Array], threshold: int) -> Array:
+    """Whether the integer of the words, most significant first, is below the threshold."""
+    below, level = jnp.zeros(words[0].shape, bool), len(words)
+    for position in reversed(range(level)):
+        part = jnp.uint32((threshold >> (WORD_BITS - 32 * (position + 1))) & 0xFFFFFFFF)
+        below = (words[position] < part) | ((words[position] == part) & below)
+    return below
+
+
+def _uniform_rows(key: Array, draws: int, number: int) -> Array:
+    """Exactly uniform rows in [0, number), or ``number`` for a rejected draw; uint32.
+
+    Lemire's method: the row is the high word of word * number, and a low word below
+    2**32 mod number is rejected, which leaves as many words for each row.
+    """
+    word = jax.random.bits(key, (draws,), jnp.uint32)
+    low, high = word & 0xFFFF, word >> 16
+    n_low, n_high = jnp.uint32(number & 0xFFFF), jnp.uint32(number >> 16)
+    cross = high * n_low + (low * n_low >> 16)
+    middle = low * n_high + (cross & 0xFFFF)
+    row = high * n_high + (cross >> 16) + (middle >> 16)
+    return jnp.where(
+        word * jnp.uint32(number) < jnp.uint32(2**32 % number), jnp.uint32(number), row
+    )
+
+
+def _first_distinct(rows: Array, size: int, number: int) -> Batch:
+    """The first ``size`` distinct rows in order of appearance, rejected draws left out."""
+    order = lax.iota(jnp.int32, rows.shape[0])
+    rows, order = lax.sort((rows, order), num_keys=2)
+    repeated = jnp.concatenate([jnp.zeros(1, bool), rows[1:] == rows[:-1]])
+    order = jnp.where(repeated | (rows == number), jnp.int32(rows.shape[0]), order)
+    order, rows = lax.sort((order, rows), num_keys=1, is_stable=True)
+    mask = order[:size] < rows.shape[0]
+    return Batch(jnp.where(mask, rows[:size], 0).astype(jnp.int32), mask)

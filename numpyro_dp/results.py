@@ -1,0 +1,130 @@
+"""What a run returns, and its progress bar."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from jax import Array
+
+from numpyro_dp.privacy.accounting import RDP, UnsupportedEventError
+from numpyro_dp.privacy.plan import Plan, PrivacyReport
+from numpyro_dp.step import SensitiveState
+
+__all__ = [
+    "DPSVIResult",
+    "PrivateLosses",
+    "SensitiveLosses",
+    "SensitiveValueError",
+    "Trace",
+    "progress_chunks",
+]
+
+
+class SensitiveValueError(ValueError):
+    """A value was asked for that only the holder of the records may see."""
+
+
+class Trace(NamedTuple):
+    """Private iterates, thinned; post-processing of the release, so they may be published.
+
+    Attributes:
+        steps: Number of the step after which each iterate was kept, shape ``(kept,)``.
+        params: Constrained parameters with a leading axis ``kept``.
+    """
+
+    steps: np.ndarray
+    params: dict[str, Array]
+
+
+class PrivateLosses(NamedTuple):
+    """A loss curve released through the mechanism; may be published.
+
+    Attributes:
+        steps: Last step of each window.
+        values: Mean over the window of the noisy negative evidence lower bound of clipped
+            log likelihoods.
+    """
+
+    steps: np.ndarray
+    values: np.ndarray
+
+
+class SensitiveLosses(NamedTuple):
+    """A loss curve without protection; never publish it.
+
+    Attributes:
+        steps: Last step of each window.
+        values: Mean over the window of the negative evidence lower bound on the batch.
+    """
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    def __repr__(self) -> str:
+        """Shows no value."""
+        return f"SensitiveLosses(<{len(self.values)} values: never publish them>)"
+
+
+class DPSVIResult(NamedTuple):
+    """Result of :meth:`numpyro_dp.DPSVI.run`; its first fields are those of ``SVIRunResult``.
+
+    Attributes:
+        params: Constrained parameters; may be published.
+        state: To resume from; sensitive.
+        losses: :class:`PrivateLosses`, :class:`SensitiveLosses`, or ``None``.
+        trace: Thinned private iterates; may be published.
+        privacy: What was spent; may be published.
+    """
+
+    params: dict[str, Array]
+    state: SensitiveState
+    losses: PrivateLosses | SensitiveLosses | None
+    trace: Trace
+    privacy: PrivacyReport
+
+
+def progress_chunks(
+    num_slots: int, stride: int, done: int, plan: Plan, total_epsilon: float
+) -> Iterator[tuple[int, int]]:
+    """Yields ``(first_slot, count)`` chunks under a bar that shows steps and epsilon spent.
+
+    The epsilon shown is an upper bound for the steps so far: the smaller of the RDP bound and the
+    bound of the whole run. It is refreshed only while that costs little of the time passed.
+
+    Args:
+        num_slots: Slots to run in all.
+        stride: Steps per slot.
+        done: Steps taken before.
+        plan: What the steps spend.
+        total_epsilon: Bound of the whole run.
+    """
+    from tqdm.auto import tqdm  # as in NumPyro; slow to import, so only for those who watch
+
+    chunk = max(1, num_slots // 25)
+    start, cost = time.perf_counter(), 0.0
+    with tqdm(total=num_slots * stride, unit="step") as bar:
+        for first in range(0, num_slots, chunk):
+            count = min(chunk, num_slots - first)
+            yield first, count
+            finished = (first + count) * stride
+            now = time.perf_counter()
+            last = first + count == num_slots
+            if cost < 0.02 * (now - start) and not last:
+                shown = min(_rdp_epsilon(plan, done + finished), total_epsilon)
+                cost += time.perf_counter() - now
+                bar.set_postfix_str(f"epsilon <= {shown:.3g}", refresh=False)
+            elif last:
+                bar.set_postfix_str(f"epsilon <= {total_epsilon:.3g}", refresh=False)
+            bar.update(count * stride)
+
+
+def _rdp_epsilon(plan: Plan, num_steps: int) -> float:
+    try:
+        return plan.spent(num_steps, accountant=RDP()).epsilon
+    except UnsupportedEventError:
+        return float("inf")
+
+

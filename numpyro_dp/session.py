@@ -1,0 +1,194 @@
+"""The compiled side of a driver, for arguments of one shape: one private step, and its loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_dp.core import Estimator, Mechanism, PyTree, Sampler
+from numpyro_dp.estimators.loss import LOSS_ENTRY, with_loss
+from numpyro_dp.model.records import Rows, finite_records, split_arguments
+from numpyro_dp.model.variational import VariationalProblem
+from numpyro_dp.privacy.mechanism import check_blocks, clip_sensitivity, gaussian
+from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.results import PrivateLosses, SensitiveLosses, Trace, progress_chunks
+from numpyro_dp.step import SensitiveState, Step, build_loop, build_step
+
+__all__ = ["LossRelease", "Session"]
+
+_MAX_TRACE = 1000
+_MAX_TRACE_NUMBERS = 10**7
+
+
+class LossRelease(NamedTuple):
+    r"""Releases a loss curve along with the gradients, at a stated part of the budget.
+
+    The log likelihood of each record, clipped to ``[-clip, clip]``, joins its signal as one more
+    coordinate. Of the squared sensitivity, ``share`` belongs to it: at equal epsilon the gradients
+    get :math:`1/\sqrt{1 - share}` times as much noise.
+
+    Attributes:
+        clip: Bound on the absolute log likelihood of one record, in nats.
+        share: Part of the privacy cost, in (0, 1).
+    """
+
+    clip: float
+    share: float = 0.01
+
+
+class _Settings(Protocol):
+    """What a session reads of its driver."""
+
+    estimator: Any
+    clip_norm: Any
+    sampler: Sampler
+    optim: Any
+    loss_release: LossRelease | None
+    allow_sensitive: bool
+
+
+class Session:
+    """Compiled functions for one model, guide and shape of arguments.
+
+    Args:
+        settings: The driver.
+        problem: Model and guide as functions.
+    """
+
+    def __init__(self, settings: _Settings, problem: VariationalProblem) -> None:
+        self.problem = problem
+        self.settings = settings
+        self.num_examples = problem.model.structure.layout.num_examples
+        self.inclusion_prob = settings.sampler.inclusion_prob(self.num_examples)
+        self._clip_norm, self._loss_scale = _clip_with_loss(settings)
+        self._step = build_step(
+            self._estimator, self._mechanism, settings.sampler, settings.optim, self.inclusion_prob
+        )
+        self._update = jax.jit(self._guarded_step)
+        self._loop = build_loop(
+            self._step_and_value, lambda state: settings.optim.get_params(state.optim_state)
+        )
+
+    def check_signal(self, params: dict[str, Array]) -> None:
+        """Raises unless ``clip_norm`` fits the entries of the signal."""
+        if not isinstance(self._clip_norm, Mapping):
+            return
+        layout, shared = self.problem.model.structure.layout, self.problem.shared
+        example = tuple(jnp.zeros(shape, dtype) for shape, dtype in layout.shapes)
+
+        def signal(params: dict[str, Array]) -> PyTree:
+            estimator = self._estimator(shared)
+            return estimator.signal(estimator.prepare(jax.random.key(0), params), example)
+
+        check_blocks(self._clip_norm, tuple(jax.eval_shape(signal, params)))
+
+    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
+        """Splits arguments into records, without NaN or infinity, and public arrays."""
+        _, arrays, shared = split_arguments(args, kwargs, self.num_examples)
+        return Rows(*_finite(arrays), shared)
+
+    def update(
+        self, state: SensitiveState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[SensitiveState, Array]:
+        """One step; the value is ``nan`` unless sensitive values are allowed."""
+        _, arrays, shared = split_arguments(args, kwargs, self.num_examples)
+        return self._update(state, arrays, shared)
+
+    def run(
+        self,
+        state: SensitiveState,
+        rows: Rows,
+        num_steps: int,
+        trace_size: int | None,
+        progress_bar: bool,
+        report: PrivacyReport,
+    ) -> tuple[SensitiveState, PrivateLosses | SensitiveLosses | None, Trace]:
+        """Runs steps; returns the state, the losses and the thinned trace."""
+        read = self.settings.optim.get_params
+        params = read(state.optim_state)
+        numbers = sum(leaf.size for leaf in jax.tree.leaves(params))
+        size = trace_size or min(_MAX_TRACE, max(10, _MAX_TRACE_NUMBERS // max(numbers, 1)))
+        stride = math.ceil(num_steps / size)
+        slots, rest = divmod(num_steps, stride)
+        start = (params, jnp.zeros((), jnp.float32))
+        buffer = jax.tree.map(lambda leaf: jnp.zeros((size, *leaf.shape), leaf.dtype), start)
+        done = int(state.step)
+        if rest:  # first the steps that do not fill a slot, so that the last iterate is kept
+            state, buffer = self._loop(state, buffer, rows, *_ints(0, 1, rest))
+        chunks = [(0, slots)]
+        if progress_bar:
+            chunks = progress_chunks(slots, stride, done + rest, report.plan, report.epsilon)
+        for first, count in chunks:
+            state, buffer = self._loop(state, buffer, rows, *_ints(first, count, stride))
+            jax.block_until_ready(state.step)
+        iterates, values = jax.tree.map(lambda leaf: leaf[:slots], buffer)
+        steps = done + rest + stride * np.arange(1, slots + 1)
+        trace = Trace(steps, jax.vmap(self.problem.constrain)(iterates))
+        return state, self._losses(steps, values), trace
+
+    def _estimator(self, shared: tuple[Array, ...]) -> Estimator:
+        estimator = self.settings.estimator(self.problem._replace(shared=shared))
+        return with_loss(estimator, self._loss_scale) if self._loss_scale else estimator
+
+    def _mechanism(self, noise_multiplier: Array) -> Mechanism:
+        return gaussian(self._clip_norm, noise_multiplier)
+
+    def _guarded_step(
+        self, state: SensitiveState, arrays: tuple[Array, ...], shared: tuple[Array, ...]
+    ) -> tuple[SensitiveState, Array]:
+        """A step that leaves the state alone once the budget is spent."""
+        new, value = self._step_and_value(state, Rows(arrays, None, shared))
+        active = state.step < state.max_steps
+        new = jax.tree.map(lambda after, before: jnp.where(active, after, before), new, state)
+        return new, value if self.settings.allow_sensitive else jnp.full((), jnp.nan)
+
+    def _step_and_value(self, state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Array]:
+        new, step = self._step(state, rows)
+        problem = self.problem._replace(shared=rows.shared)
+        if self._loss_scale:
+            log_likelihood = step.released[LOSS_ENTRY] / self._loss_scale
+        elif self.settings.allow_sensitive:
+            log_likelihood = self._sensitive_log_likelihood(problem, step)
+        else:
+            return new, jnp.zeros(())
+        latents, entropy = problem.draw(step.params, step.rng_key)
+        return new, -(log_likelihood + problem.log_prior(latents, step.params) + entropy)
+
+    def _sensitive_log_likelihood(self, problem: VariationalProblem, step: Step) -> Array:
+        latents, _ = problem.draw(step.params, step.rng_key)
+        key = jax.random.split(step.rng_key)[0]
+        values = jax.vmap(
+            lambda example: problem.log_likelihood(latents, step.params, example, key)
+        )(step.examples)
+        return jnp.sum(jnp.where(step.mask, values, 0)) / self.inclusion_prob
+
+    def _losses(self, steps: np.ndarray, values: Array) -> PrivateLosses | SensitiveLosses | None:
+        if self._loss_scale:
+            return PrivateLosses(steps, np.asarray(values))
+        if self.settings.allow_sensitive:
+            return SensitiveLosses(steps, np.asarray(values))
+        return None
+
+
+def _clip_with_loss(settings: _Settings) -> tuple[Any, float]:
+    """Adds the loss entry to the clip norm; returns the scale of that entry, 0 without one."""
+    release = settings.loss_release
+    if release is None:
+        return settings.clip_norm, 0.0
+    base = settings.clip_norm
+    norm = clip_sensitivity(base) * math.sqrt(release.share / (1 - release.share))
+    blocks = dict(base) if isinstance(base, Mapping) else {...: base}
+    return blocks | {LOSS_ENTRY: norm}, norm / release.clip
+
+
+def _ints(*values: int) -> tuple[Array, ...]:
+    return tuple(jnp.asarray(value, jnp.int32) for value in values)
+
+
+_finite = jax.jit(finite_records)

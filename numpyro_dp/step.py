@@ -1,0 +1,180 @@
+"""One private step, and the loop that runs it: compiled once, whatever the method.
+
+The composition is the privacy argument. Records enter in one place, between ``prepare`` and
+``privatise``; what leaves that place is the privatised sum and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from numpyro_dp.aggregate import bounded_sum
+from numpyro_dp.core import Estimator, Mechanism, PyTree, Sampler
+from numpyro_dp.model.records import Rows
+
+__all__ = ["SensitiveState", "Step", "build_loop", "build_step"]
+
+
+class SensitiveState(NamedTuple):
+    """State of a run between two steps. Sensitive: never publish it.
+
+    It holds the keys of all noise and batches to come. (Those of the past cannot be computed from
+    it: every step replaces a key by a child of it.) Its first three fields are those of
+    ``numpyro.infer.svi.SVIState``.
+
+    Attributes:
+        optim_state: State of the optimiser; the iterate itself is private and may be published.
+        mutable_state: Always ``None``: mutable sites are refused.
+        rng_key: Key of the (public) draws from the guide.
+        secret_key: Key of the noise to come.
+        sampler_state: State of the sampler, with the key of the batches to come.
+        mechanism_state: State of the mechanism.
+        noise_multiplier: Noise standard deviation over sensitivity.
+        step: Number of steps taken.
+        max_steps: Number of steps the plan covers.
+    """
+
+    optim_state: PyTree
+    mutable_state: None
+    rng_key: Array
+    secret_key: Array
+    sampler_state: PyTree
+    mechanism_state: PyTree
+    noise_multiplier: Array
+    step: Array
+    max_steps: Array
+
+    def __repr__(self) -> str:
+        """Shows no key."""
+        return "SensitiveState(<holds the keys of noise and batches to come: never publish it>)"
+
+
+class Step(NamedTuple):
+    """What one step leaves behind besides the new state.
+
+    Attributes:
+        params: The iterate before the step.
+        rng_key: Key of the step's draw from the guide.
+        released: The privatised sum divided by the inclusion probability.
+        examples: The batch; sensitive.
+        mask: Which entries of the batch count; sensitive.
+    """
+
+    params: PyTree
+    rng_key: Array
+    released: PyTree
+    examples: PyTree
+    mask: Array
+
+
+def build_step(
+    estimator: Callable[[tuple[Array, ...]], Estimator],
+    mechanism: Callable[[Array], Mechanism],
+    sampler: Sampler,
+    optim: Any,
+    inclusion_prob: float,
+) -> Callable[[SensitiveState, Rows], tuple[SensitiveState, Step]]:
+    """Composes prepare, signal, bound, sum, privatise and pull back to one step.
+
+    Args:
+        estimator: Public arrays of the model's arguments -> gradient estimator.
+        mechanism: Noise multiplier -> mechanism.
+        sampler: Draws the batch.
+        optim: An optimiser with NumPyro's ``get_params`` and ``update``.
+        inclusion_prob: The public probability that a record is in a batch.
+
+    Returns:
+        ``(state, rows) -> (state, step)``.
+
+    Guarantee:
+        The new state depends on the records through ``mechanism.privatise`` alone: shapes, control
+        flow and keys do not depend on them. The divisor is public.
+    """
+
+    def step(state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Step]:
+        rng_key, step_key = jax.random.split(state.rng_key)
+        secret_key, noise_key = jax.random.split(state.secret_key)
+        params = optim.get_params(state.optim_state)
+        est = estimator(rows.shared)
+        public = est.prepare(step_key, params)
+        batch, sampler_state = sampler.next(state.sampler_state)
+        examples, mask = _take(rows, batch.indices, batch.mask)
+        mech = mechanism(state.noise_multiplier)
+        finite = rows.valid is not None
+        total = bounded_sum(est, mech, public, examples, mask, finite=finite)
+        noisy, mechanism_state = mech.privatise(noise_key, total, state.mechanism_state)
+        released = jax.tree.map(lambda leaf: leaf / inclusion_prob, noisy)
+        gradient = est.pull_back(public, released)
+        state = state._replace(
+            optim_state=_optimise(optim, gradient, state.optim_state),
+            rng_key=rng_key,
+            secret_key=secret_key,
+            sampler_state=sampler_state,
+            mechanism_state=mechanism_state,
+            step=state.step + 1,
+        )
+        return state, Step(params, step_key, released, examples, mask)
+
+    return step
+
+
+def build_loop(
+    step: Callable[[SensitiveState, Rows], tuple[SensitiveState, Array]],
+    read: Callable[[SensitiveState], PyTree],
+) -> Callable[..., tuple[SensitiveState, PyTree]]:
+    """Returns a compiled loop that runs steps and keeps every so many iterates.
+
+    Args:
+        step: ``(state, rows) -> (state, value)`` with a scalar value, averaged between records.
+        read: ``state -> iterate``, what is kept.
+
+    Returns:
+        ``loop(state, buffer, rows, first, count, stride)``: for each slot from ``first``, runs
+        ``stride`` steps and writes the iterate and the mean value into the slot of the buffer.
+        ``first``, ``count`` and ``stride`` are traced, so one compilation serves every length.
+    """
+
+    def loop(
+        state: SensitiveState, buffer: PyTree, rows: Rows, first: Array, count: Array, stride: Array
+    ) -> tuple[SensitiveState, PyTree]:
+        def one_step(_: Array, carry: tuple[SensitiveState, Array]) -> tuple[SensitiveState, Array]:
+            state, total = carry
+            state, value = step(state, rows)
+            return state, total + value.astype(total.dtype)
+
+        def one_slot(
+            slot: Array, carry: tuple[SensitiveState, PyTree]
+        ) -> tuple[SensitiveState, PyTree]:
+            state, buffer = carry
+            zero = jnp.zeros((), jnp.float32)
+            state, total = lax.fori_loop(0, stride, one_step, (state, zero))
+            kept = (read(state), total / stride)
+            buffer = jax.tree.map(
+                lambda into, leaf: lax.dynamic_update_index_in_dim(into, leaf, slot, 0), buffer, kept
+            )
+            return state, buffer
+
+        return lax.fori_loop(first, first + count, one_slot, (state, buffer))
+
+    return jax.jit(loop)
+
+
+def _optimise(optim: Any, gradient: PyTree, state: PyTree) -> PyTree:
+    # Optax transformations that read the loss are given nan: it is sensitive.
+    extra = {"value": jnp.nan} if getattr(optim, "update_with_value", False) else {}
+    return optim.update(gradient, state, **extra)
+
+
+def _take(rows: Rows, indices: Array | None, mask: Array | None) -> tuple[PyTree, Array]:
+    """Returns the examples of a batch and which of them count."""
+    arrays = rows.arrays
+    valid = jnp.ones(arrays[0].shape[0], bool) if rows.valid is None else rows.valid
+    if indices is not None:
+        arrays = tuple(array.at[indices].get(mode="clip") for array in arrays)
+        valid = valid.at[indices].get(mode="clip")
+    return arrays, valid if mask is None else valid & mask

@@ -1,0 +1,402 @@
+"""``DPSVI``: the interface of ``numpyro.infer.SVI``, with a privacy budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from jax import Array
+from numpyro.infer import SVI
+
+from numpyro_dp._validate import check_int, check_real
+from numpyro_dp.core import Estimator, Sampler
+from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.model.frontend import Frontend, arguments_key, check_loss
+from numpyro_dp.model.records import array_shapes
+from numpyro_dp.model.variational import VariationalProblem
+from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.mechanism import check_clip_norm, clip_sensitivity
+from numpyro_dp.privacy.plan import BudgetError, PrivacyReport, make_plan
+from numpyro_dp.privacy.random import as_secret_key, secret_key
+from numpyro_dp.results import DPSVIResult, SensitiveValueError
+from numpyro_dp.session import LossRelease, Session
+from numpyro_dp.step import SensitiveState
+
+__all__ = ["DPSVI"]
+
+_UNLIMITED = np.iinfo(np.int32).max
+
+
+class DPSVI:
+    r"""Differentially private stochastic variational inference.
+
+    Where ``numpyro.infer.SVI`` is used, ``DPSVI`` can be: ``init``, ``update``, ``run``,
+    ``evaluate`` and ``get_params`` have the same signatures and meaning. Batches are drawn inside,
+    so ``update`` and ``run`` take the *whole* data set: every argument array whose first axis has
+    the size of the data plate holds one record a row, all other arguments are public.
+
+    Args:
+        model: A NumPyro model with a plate over records.
+        guide: A reparameterised guide: automatic or hand-written.
+        optim: An optax or ``numpyro.optim`` optimiser. It is given the gradient of the negative
+            evidence lower bound of the whole data set.
+        loss: ``None`` or ``Trace_ELBO(num_particles=K)``.
+        estimator: For example :func:`~numpyro_dp.aligned` ``()``.
+        clip_norm: Bound on the norm of one record's signal, in units of its log likelihood
+            gradient, unscaled by batch or data size; or a dict of norms by entry of the signal.
+        sampler: :class:`~numpyro_dp.Poisson`, :class:`~numpyro_dp.FixedSize` or
+            :class:`~numpyro_dp.FullBatch`.
+        budget: What may be spent; the noise is calibrated to it.
+        noise_multiplier: Noise over sensitivity instead of a budget, or, with one, checked
+            against it. 0 is not private.
+        secret_key: 32 bytes, 64 hexadecimal digits, an integer, or a key of
+            :func:`~numpyro_dp.secret_key`; makes noise and batches reproducible, and is marked in
+            the report. By default the operating system gives a fresh key to every ``init``.
+        num_steps: Steps that the budget must cover, for loops of ``update`` and resumed runs;
+            ``run`` covers its own steps by default.
+        accountant: Bounds epsilon; the smallest of several valid bounds by default.
+        data_plate: Name of the plate over records, where the trace is ambiguous.
+        loss_release: Releases a loss curve, at a cost.
+        allow_sensitive: Lets ``update``, ``evaluate`` and ``run`` return losses without protection.
+        **static_kwargs: Public, constant keywords of model and guide.
+
+    Raises:
+        TypeError, ValueError: Name the value, the range and the remedy.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
+        >>> from numpyro.infer.autoguide import AutoDiagonalNormal
+        >>> from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> x = 3 + jax.random.normal(jax.random.key(1), (1000,))
+        >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.05), estimator=aligned(),
+        ...             clip_norm=2.0, sampler=Poisson(0.1), budget=PrivacyBudget(2.0, 1e-5))
+        >>> result = svi.run(jax.random.key(0), 300, x, progress_bar=False)
+        >>> 1.97 < result.privacy.epsilon <= 2.0, abs(result.params["auto_loc"][0] - 3) < 0.5
+        (True, Array(True, dtype=bool))
+
+    Guarantee:
+        ``result.params``, ``result.trace``, ``result.privacy`` and private losses are
+        (epsilon, delta)-differentially private under the budget's relation: each step is the
+        Gaussian mechanism on a clipped sum over a sampled batch, everything else is
+        post-processing or reads no record. The number of records, shapes and dtypes are public.
+        ``result.state`` and everything in a type named ``Sensitive...`` is not covered.
+        A state must be updated once and with one data set: the same state updated twice with
+        different records uses the same noise twice.
+
+    Reference:
+        Jälkö, Prediger, Honkela, Kaski (2024), DPVIm, TMLR.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        guide: Callable[..., Any],
+        optim: Any,
+        loss: Any = None,
+        *,
+        estimator: Callable[[VariationalProblem], Estimator],
+        clip_norm: Any,
+        sampler: Sampler,
+        budget: PrivacyBudget | None = None,
+        noise_multiplier: float | None = None,
+        secret_key: Any = None,
+        num_steps: int | None = None,
+        accountant: Accountant | None = None,
+        data_plate: str | None = None,
+        loss_release: LossRelease | None = None,
+        allow_sensitive: bool = False,
+        **static_kwargs: Any,
+    ) -> None:
+        self.clip_norm = check_clip_norm(clip_norm)
+        self.sampler = _check_sampler(sampler)
+        self.budget = _check_budget(budget, noise_multiplier)
+        self.noise_multiplier = _check_noise(noise_multiplier)
+        self.num_steps = None if num_steps is None else check_int("num_steps", num_steps, low=1)
+        self.estimator = _check_estimator(estimator)
+        self.accountant = accountant
+        self.loss_release = _check_loss_release(loss_release)
+        self.allow_sensitive = allow_sensitive
+        self.secret_key = None if secret_key is None else as_secret_key(secret_key)
+        self.loss = check_loss(loss)
+        svi = SVI(model, guide, _check_optim(optim), self.loss, **static_kwargs)
+        self.model, self.guide, self.optim = model, guide, svi.optim
+        self.static_kwargs = static_kwargs
+        self._frontend = Frontend(model, guide, svi, static_kwargs, data_plate)
+        self._sessions: dict[Any, _Session] = {}
+
+    def init(
+        self,
+        rng_key: Array,
+        *args: Any,
+        init_params: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> SensitiveState:
+        """Returns the initial state; reads shapes, and no record.
+
+        Args:
+            rng_key: Key of initial values and draws from the guide (not of noise or batches).
+            *args: Arguments of model and guide, with the whole data set.
+            init_params: Initial values of parameters by name, as for ``SVI.init``.
+            **kwargs: Keyword arguments of model and guide.
+
+        Raises:
+            UnsupportedModelError: If the model or guide cannot be private as it is written.
+            BudgetError: If the plan exceeds the budget, or has a budget but no ``num_steps``.
+        """
+        return self._init(rng_key, self.num_steps, args, kwargs, init_params)
+
+    def update(
+        self, svi_state: SensitiveState, *args: Any, **kwargs: Any
+    ) -> tuple[SensitiveState, Array]:
+        """Takes one private step on a batch drawn from the data set.
+
+        Beyond the number of steps that the budget covers, the state does not change any more
+        (an error is raised where the step number is known, outside ``jit``).
+
+        Args:
+            svi_state: From :meth:`init` or :meth:`update`; use each state once.
+            *args: Arguments of model and guide, with the whole data set.
+            **kwargs: Keyword arguments of model and guide.
+
+        Returns:
+            The new state, and ``nan`` in the place of the loss unless ``allow_sensitive``.
+        """
+        session = self._session(args, kwargs)
+        if not isinstance(svi_state.step, jax.core.Tracer):
+            _check_not_spent(svi_state)
+        return session.update(svi_state, args, kwargs)
+
+    def stable_update(
+        self, svi_state: SensitiveState, *args: Any, **kwargs: Any
+    ) -> tuple[SensitiveState, Array]:
+        """The same as :meth:`update`: a record that is not finite counts as 0 in every step."""
+        return self.update(svi_state, *args, **kwargs)
+
+    def get_params(self, svi_state: SensitiveState) -> dict[str, Array]:
+        """Returns the constrained parameters at a state; they may be published."""
+        return self._frontend.svi.get_params(svi_state)
+
+    def evaluate(self, svi_state: SensitiveState, *args: Any, **kwargs: Any) -> Array:
+        """Returns the negative evidence lower bound on the data: sensitive.
+
+        Raises:
+            SensitiveValueError: Unless ``allow_sensitive=True``.
+        """
+        if not self.allow_sensitive:
+            raise SensitiveValueError(
+                "Expected allow_sensitive=True for evaluate: the loss on the records is not "
+                "protected. Use loss_release= for a loss curve within the budget, or evaluate on "
+                "public data with numpyro.infer.SVI."
+            )
+        return self._frontend.svi.evaluate(svi_state, *args, **kwargs)
+
+    def run(
+        self,
+        rng_key: Array,
+        num_steps: int,
+        *args: Any,
+        progress_bar: bool = True,
+        stable_update: bool = False,
+        forward_mode_differentiation: bool = False,
+        init_state: SensitiveState | None = None,
+        init_params: dict[str, Any] | None = None,
+        trace_size: int | None = None,
+        **kwargs: Any,
+    ) -> DPSVIResult:
+        """Runs ``num_steps`` private steps in one compiled loop.
+
+        Args:
+            rng_key: Key of initial values and draws from the guide.
+            num_steps: Number of steps.
+            *args: Arguments of model and guide, with the whole data set.
+            progress_bar: Shows steps and epsilon spent, and nothing else.
+            stable_update: Accepted for ``SVI``'s sake; steps are always stable.
+            forward_mode_differentiation: Not supported.
+            init_state: To resume from. The plan of the first run must cover all steps.
+            init_params: Initial values of parameters by name.
+            trace_size: At most so many iterates are kept, evenly spaced; by default 1000, or
+                fewer where they would hold more than 10 million numbers.
+            **kwargs: Keyword arguments of model and guide.
+
+        Returns:
+            A :class:`~numpyro_dp.results.DPSVIResult`.
+
+        Raises:
+            BudgetError: If the steps do not fit the budget. No record has been read then.
+        """
+        check_int("num_steps", num_steps, low=1, high=_UNLIMITED - 1)
+        if trace_size is not None:
+            check_int("trace_size", trace_size, low=1)
+        if forward_mode_differentiation:
+            raise ValueError("Expected forward_mode_differentiation=False: not supported.")
+        if init_state is None:
+            covered = self.num_steps if self.num_steps is not None else num_steps
+            state = self._init(rng_key, covered, args, kwargs, init_params)
+        else:
+            state = init_state
+        session = self._session(args, kwargs)
+        _check_steps_fit(state, num_steps)
+        report = self._report(session, state, int(state.step) + num_steps)
+        rows = session.rows(args, kwargs)
+        state, losses, trace = session.run(state, rows, num_steps, trace_size, progress_bar, report)
+        return DPSVIResult(self.get_params(state), state, losses, trace, report)
+
+    def _init(
+        self,
+        rng_key: Array,
+        num_steps: int | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        init_params: dict[str, Any] | None,
+    ) -> SensitiveState:
+        structure = self._frontend.structure(args, kwargs)
+        num_examples = structure.layout.num_examples
+        plan = make_plan(
+            self.sampler,
+            num_examples,
+            num_steps,
+            clip_sensitivity(self.clip_norm),
+            budget=self.budget,
+            noise_multiplier=self.noise_multiplier,
+            accountant=self.accountant,
+        )
+        prepared = self._frontend.prepare(structure, rng_key, args, kwargs, init_params)
+        key = arguments_key(args, kwargs)
+        if key not in self._sessions:
+            self._sessions[key] = Session(self, prepared.problem)
+        secret = secret_key() if self.secret_key is None else self.secret_key
+        noise_key, batch_key = jax.random.split(secret)
+        return SensitiveState(
+            optim_state=prepared.optim_state,
+            mutable_state=None,
+            rng_key=prepared.rng_key,
+            secret_key=noise_key,
+            sampler_state=self.sampler.init(batch_key, num_examples),
+            mechanism_state=(),
+            noise_multiplier=jnp.asarray(_round_up(plan.noise_multiplier)),
+            step=jnp.zeros((), jnp.int32),
+            max_steps=jnp.asarray(_UNLIMITED if self.budget is None else num_steps, jnp.int32),
+        )
+
+    def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
+        key = arguments_key(args, kwargs)
+        if key not in self._sessions:
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+                raise ValueError(
+                    "Expected init to have been called with arguments of the same shapes before "
+                    f"update is compiled, got {[s for _, s in array_shapes(args, kwargs)]}."
+                )
+            structure = self._frontend.structure(args, kwargs)
+            prepared = self._frontend.prepare(structure, jax.random.key(0), args, kwargs, None)
+            self._sessions[key] = Session(self, prepared.problem)
+        return self._sessions[key]
+
+    def _report(self, session: Session, state: SensitiveState, num_steps: int) -> PrivacyReport:
+        """Accounts for all steps up to ``num_steps`` with the noise that the state holds."""
+        plan = make_plan(
+            self.sampler,
+            session.problem.model.structure.layout.num_examples,
+            num_steps,
+            clip_sensitivity(self.clip_norm),
+            budget=self.budget,
+            noise_multiplier=float(state.noise_multiplier),
+            accountant=self.accountant,
+        )
+        return PrivacyReport(
+            plan.spent(num_steps),
+            num_steps,
+            plan,
+            reproducible=self.secret_key is not None,
+            loss_released=self.loss_release is not None,
+            sensitive_allowed=self.allow_sensitive,
+        )
+
+
+def _check_sampler(sampler: Any) -> Sampler:
+    if not isinstance(sampler, Sampler):
+        raise TypeError(
+            f"Expected sampler to be Poisson(rate), FixedSize(batch_size) or FullBatch(), got "
+            f"{sampler!r}."
+        )
+    return sampler
+
+
+def _check_estimator(estimator: Any) -> Callable[[VariationalProblem], Estimator]:
+    if not callable(estimator) or isinstance(estimator, type) or estimator in (aligned, vanilla):
+        raise TypeError(
+            f"Expected estimator to be built by a call, such as aligned() or vanilla(), got "
+            f"{estimator!r}. Add the parentheses."
+        )
+    return estimator
+
+
+def _check_budget(budget: Any, noise_multiplier: Any) -> PrivacyBudget | None:
+    if budget is None and noise_multiplier is None:
+        raise ValueError(
+            "Expected a budget or a noise_multiplier, got neither. Pass "
+            "budget=PrivacyBudget(epsilon=1.0, delta=1e-5)."
+        )
+    if budget is not None and not isinstance(budget, PrivacyBudget):
+        raise TypeError(f"Expected budget=PrivacyBudget(epsilon, delta), got {budget!r}.")
+    return budget
+
+
+def _check_noise(noise_multiplier: Any) -> float | None:
+    if noise_multiplier is None:
+        return None
+    return check_real(
+        "noise_multiplier", noise_multiplier, low=0, high=1e30,
+        remedy="It is the noise's standard deviation over the sensitivity; 0 is not private.",
+    )  # fmt: skip
+
+
+def _check_loss_release(release: Any) -> LossRelease | None:
+    if release is None:
+        return None
+    if not isinstance(release, LossRelease):
+        raise TypeError(f"Expected loss_release=LossRelease(clip, share), got {release!r}.")
+    check_real("LossRelease.clip", release.clip, low=0, high=math.inf, low_open=True, high_open=True)
+    check_real("LossRelease.share", release.share, low=0, high=1, low_open=True, high_open=True)
+    return release
+
+
+def _check_optim(optim: Any) -> Any:
+    if isinstance(optim, numpyro.optim.Minimize):
+        raise TypeError(
+            "Expected an optimiser that takes gradient steps, got numpyro.optim.Minimize, which "
+            "evaluates the loss many times a step. Use numpyro.optim.Adam or optax."
+        )
+    return optim
+
+
+def _check_not_spent(state: SensitiveState) -> None:
+    if int(state.step) >= int(state.max_steps):
+        raise BudgetError(
+            f"Expected fewer than {int(state.max_steps)} updates, the steps that the budget "
+            "covers; all have been taken. Plan for more with DPSVI(..., num_steps=T)."
+        )
+
+
+def _check_steps_fit(state: SensitiveState, num_steps: int) -> None:
+    left = int(state.max_steps) - int(state.step)
+    if num_steps > left:
+        raise BudgetError(
+            f"Expected num_steps <= {left}, what the budget still covers after {int(state.step)} "
+            f"steps, got {num_steps}. Plan for all steps with DPSVI(..., num_steps=T)."
+        )
+
+
+def _round_up(noise_multiplier: float) -> np.float32:
+    """Rounds to float32 so that the noise is never less than what was accounted for."""
+    rounded = np.float32(noise_multiplier)
+    return rounded if rounded >= noise_multiplier else np.nextafter(rounded, np.float32(np.inf))

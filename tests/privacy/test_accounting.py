@@ -1,0 +1,515 @@
+"""Accounting: bounds against closed forms, published values and other libraries."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import dp_accounting as dpa
+import numpy as np
+import pytest
+from dp_accounting import rdp as library_rdp
+from dp_accounting.pld import PLDAccountant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from numpyro_dp.privacy.accounting import (
+    GDP,
+    PLD,
+    PRV,
+    RDP,
+    Best,
+    EpsilonBound,
+    TotalVariationError,
+    UnreliableBoundError,
+    UnsupportedEventError,
+    describe_event,
+    epsilon_spent,
+    supported_by,
+)
+from numpyro_dp.privacy.accounting.composition import (
+    Composition,
+    fourier_epsilon,
+    renyi_bound,
+    window,
+)
+from numpyro_dp.privacy.accounting.discretise import LossGrid, directions, discretise
+from numpyro_dp.privacy.accounting.gdp import gaussian_epsilon, gaussian_log_delta
+from numpyro_dp.privacy.accounting.steps import gaussian_steps
+from numpyro_dp.privacy.budget import PrivacyBudget, gaussian_event, neighboring_relation
+
+ADD, REPLACE = "add_or_remove_one", "replace_one"
+
+
+def poisson(rate: float, noise: float, steps: int) -> dpa.DpEvent:
+    """A run of Poisson-sampled Gaussian steps."""
+    step = dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise))
+    return dpa.SelfComposedDpEvent(step, steps)
+
+
+def without_replacement(size: int, total: int, noise: float, steps: int = 1) -> dpa.DpEvent:
+    """A run of steps on fixed-size samples."""
+    step = dpa.SampledWithoutReplacementDpEvent(total, size, dpa.GaussianDpEvent(noise))
+    return dpa.SelfComposedDpEvent(step, steps)
+
+
+def library_epsilon(event_of, noise: float, delta: float, relation: str, grid: float) -> float:
+    """dp_accounting's PLD; under replace-one its multiplier is relative to one record's norm."""
+    scale = 2.0 if relation == REPLACE else 1.0
+    accountant = PLDAccountant(neighboring_relation(relation), grid)
+    return accountant.compose(event_of(scale * noise)).get_epsilon(delta)
+
+
+# --- Values in closed form or in print -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "delta", "noise"),
+    [
+        # Balle, Wang (2018), Algorithm 1, as its reference implementation prints it.
+        (1.0, 1e-5, 3.730631634816464),
+    ],
+)
+def test_gaussian_reference_noise(epsilon, delta, noise):
+    bound = GDP().epsilon(dpa.GaussianDpEvent(noise), delta, ADD)
+    assert bound.epsilon == pytest.approx(epsilon, rel=1e-8)
+
+
+@pytest.mark.parametrize("mu", [0.003, 0.1, 1.0, 4.0, 9.0])
+@pytest.mark.parametrize("epsilon", [0.01, 1.0, 6.0, 50.0])
+def test_gaussian_delta_is_the_formula(mu, epsilon):
+    # Balle, Wang (2018), Theorem 8, evaluated literally, where that is accurate.
+    literal = stats.norm.cdf(-epsilon / mu + mu / 2) - math.exp(epsilon) * stats.norm.cdf(
+        -epsilon / mu - mu / 2
+    )
+    got = math.exp(gaussian_log_delta(epsilon, mu))
+    assert got == pytest.approx(literal, rel=1e-6, abs=1e-14)
+
+
+@pytest.mark.parametrize("delta", [0.3, 1e-5, 1e-12, 1e-40, 1e-200])
+@pytest.mark.parametrize("mu", [1e-3, 0.05, 1.0, 7.0, 40.0])
+def test_gaussian_epsilon_inverts_delta(mu, delta):
+    epsilon = gaussian_epsilon(mu, delta)
+    assert gaussian_log_delta(epsilon, mu) <= math.log(delta) + 1e-9
+    if epsilon > 0.0:
+        assert gaussian_log_delta(epsilon * (1 - 1e-6), mu) > math.log(delta)
+
+
+def test_gaussian_delta_at_one():
+    # Phi(-1/2) - e Phi(-3/2): Dong, Roth, Su (2022), Corollary 1, at mu = epsilon = 1.
+    assert math.exp(gaussian_log_delta(1.0, 1.0)) == pytest.approx(0.12693674, abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("rate", "noise", "steps", "printed"),
+    [
+        # TF-Privacy tutorial and README, MNIST, batch 256 of 60000, delta 1e-5 (moments accountant
+        # with the conversion rdp + log(1/delta) / (order - 1)).
+        (256 / 60000, 1.12, 14063, 2.92),
+        (256 / 60000, 1.3, 3516, 1.19),
+        (256 / 60000, 1.1, 14063, 3.01),
+        (256 / 60000, 0.7, 10547, 7.10),
+        # Abadi et al. (2016), section 3.2: q = 0.01, sigma = 4, 10000 steps.
+        (0.01, 4.0, 10000, 1.26),
+    ],
+)
+def test_published_dpsgd_values(rate, noise, steps, printed):
+    event = poisson(rate, noise, steps)
+    orders = np.array([1 + x / 10 for x in range(1, 100)] + list(range(12, 64)))
+    divergence = library_rdp.RdpAccountant(orders).compose(event).rdp
+    # The printed value is reproduced by the method of its day ...
+    assert np.min(divergence + np.log(1e5) / (orders - 1)) == pytest.approx(printed, abs=0.005)
+    # ... and ours are between the tight value and it.
+    tight = PLD().epsilon(event, 1e-5, ADD).epsilon
+    assert 0.7 * printed < tight < RDP().epsilon(event, 1e-5, ADD).epsilon < printed
+
+
+@pytest.mark.parametrize("accountant", [GDP(), RDP(), PLD(), Best()])
+@pytest.mark.parametrize("relation", [ADD, REPLACE])
+def test_gaussians_compose_to_one(accountant, relation):
+    many = dpa.SelfComposedDpEvent(dpa.GaussianDpEvent(6.0), 9)
+    one = dpa.GaussianDpEvent(2.0)
+    got = accountant.epsilon(many, 1e-6, relation).epsilon
+    assert got == pytest.approx(accountant.epsilon(one, 1e-6, relation).epsilon, rel=1e-9)
+
+
+@pytest.mark.parametrize("accountant", [GDP(), RDP(), PLD(), Best()])
+def test_a_sample_of_everybody_is_the_full_batch(accountant):
+    full = accountant.epsilon(dpa.SelfComposedDpEvent(dpa.GaussianDpEvent(3.0), 7), 1e-6, REPLACE)
+    for event in (poisson(1.0, 3.0, 7), without_replacement(50, 50, 3.0, 7)):
+        assert accountant.epsilon(event, 1e-6, REPLACE).epsilon == full.epsilon
+
+
+def test_rdp_is_mironovs_formula():
+    # Mironov (2017), Corollary 3: order / (2 sigma^2), with the conversion of the module's docstring.
+    orders, noise, delta, steps = (4.0, 9.0), 3.0, 1e-6, 5
+    expected = min(
+        steps * a / (2 * noise**2) + math.log((a - 1) / a) - math.log(delta * a) / (a - 1)
+        for a in orders
+    )
+    event = dpa.SelfComposedDpEvent(dpa.GaussianDpEvent(noise), steps)
+    assert RDP(orders).epsilon(event, delta, ADD).epsilon == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-12, 1e-30])
+@pytest.mark.parametrize(("rate", "noise"), [(0.5, 3.0), (0.1, 0.7), (0.01, 1.0), (0.001, 0.5)])
+def test_one_sampled_step_in_closed_form(rate, noise, delta):
+    # Balle, Barthe, Gaboardi (2018), Theorem 8: delta' = q delta at log(1 + q (e^eps - 1)).
+    if gaussian_epsilon(1 / noise, min(delta / rate, 0.999)) == 0.0:
+        expected = 0.0
+    else:
+        expected = math.log1p(rate * math.expm1(gaussian_epsilon(1 / noise, delta / rate)))
+    got = PLD().epsilon(poisson(rate, noise, 1), delta, ADD).epsilon
+    assert expected * (1 - 1e-9) <= got <= expected * 1.003 + 1e-5
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.01])
+def test_replace_one_step_in_closed_form(rate):
+    # The pair ((1-q) N(0) + q N(1), (1-q) N(0) + q N(-1)) by brute-force quadrature.
+    noise, delta = 1.6, 1e-5
+    x = np.linspace(-16 * noise, 16 * noise, 400_001)
+    density = [stats.norm.pdf(x, mean, noise) for mean in (0.0, 1.0, -1.0)]
+    top = (1 - rate) * density[0] + rate * density[1]
+    base = (1 - rate) * density[0] + rate * density[2]
+    got = PLD().epsilon(poisson(rate, noise / 2, 1), delta, REPLACE).epsilon
+    exact = [
+        float(np.sum(np.maximum(top - math.exp(e) * base, 0)) * (x[1] - x[0]))
+        for e in (got, got * 0.995)
+    ]
+    assert exact[0] <= delta * (1 + 1e-6)
+    assert exact[1] > delta
+
+
+def test_replace_one_pair_dominates_other_replacements():
+    # No pair of records of norm <= 1, in the plane, exceeds the one of opposite records.
+    noise, rate, size = 0.8, 0.2, 401
+    axis = np.linspace(-8, 8, size)
+    u, v = np.meshgrid(axis, axis)
+    cell = (axis[1] - axis[0]) ** 2
+
+    def output(radius, angle):
+        centre = (radius * math.cos(angle), radius * math.sin(angle))
+        moved = np.exp(-((u - centre[0]) ** 2 + (v - centre[1]) ** 2) / (2 * noise**2))
+        still = np.exp(-(u**2 + v**2) / (2 * noise**2))
+        return ((1 - rate) * still + rate * moved) / (2 * math.pi * noise**2)
+
+    for epsilon in (0.0, 0.3, 1.0):
+        worst = np.sum(np.maximum(output(1, 0) - math.exp(epsilon) * output(1, math.pi), 0)) * cell
+        for radius in (0.0, 0.5, 1.0):
+            for angle in (0.0, 1.0, 2.0, 3.0):
+                other = output(radius, angle)
+                for top, base in ((output(1, 0), other), (other, output(1, 0))):
+                    value = np.sum(np.maximum(top - math.exp(epsilon) * base, 0)) * cell
+                    assert value <= worst + 1e-6
+
+
+# --- Against the libraries ------------------------------------------------------------------------
+
+GRID = [(0.01, 1.0, 1000), (0.1, 2.0, 200), (0.5, 10.0, 50), (0.002, 0.6, 500), (0.9, 5.0, 20)]
+
+
+@pytest.mark.parametrize(("rate", "noise", "steps"), GRID)
+@pytest.mark.parametrize("relation", [ADD, REPLACE])
+def test_pld_agrees_with_the_library(rate, noise, steps, relation):
+    got = PLD().epsilon(poisson(rate, noise, steps), 1e-6, relation)
+    want = library_epsilon(lambda z: poisson(rate, z, steps), noise, 1e-6, relation, 1e-4)
+    # The library's is pessimistic too, so the truth may be a little below it.
+    assert want * (1 - 5e-4) - 1e-4 <= got.epsilon <= want * 1.002 + 1e-4
+    assert got.estimate == pytest.approx(want, rel=2e-3, abs=2e-4)
+
+
+@pytest.mark.parametrize(("rate", "noise", "steps"), GRID)
+def test_pld_is_within_prvs_bounds(rate, noise, steps):
+    event = poisson(rate, noise, steps)
+    prv, pld = PRV().epsilon(event, 1e-5, ADD), PLD().epsilon(event, 1e-5, ADD)
+    assert prv.lower <= pld.epsilon <= prv.upper
+    assert prv.lower <= prv.estimate <= prv.upper
+    assert prv.estimate == pytest.approx(pld.epsilon, rel=5e-3, abs=2e-3)
+
+
+@pytest.mark.parametrize(("rate", "noise", "steps"), GRID)
+def test_rdp_is_above_the_tight_value(rate, noise, steps):
+    event = poisson(rate, noise, steps)
+    tight = PLD(relative_gap=1e-4).epsilon(event, 1e-5, ADD)
+    assert RDP().epsilon(event, 1e-5, ADD).epsilon > tight.estimate
+
+
+def test_add_direction_of_prv_is_not_the_remove_direction():
+    event = poisson(0.4, 1.0, 4)
+    steps = gaussian_steps(event)
+    remove, add = (PRV()._directed(steps, 1e-5, direction) for direction in (False, True))
+    assert add[1] < remove[1] - 0.1  # here remove is the worse one
+    # and the add direction is right on its own: the library's PLD of the pair in that order.
+    from dp_accounting.pld import privacy_loss_distribution as library
+
+    whole = library.from_gaussian_mechanism(1.0, sampling_prob=0.4).self_compose(4)
+    assert add[1] == pytest.approx(whole._pmf_add.get_epsilon_for_delta(1e-5), rel=5e-3)
+
+
+@pytest.mark.parametrize("delta", [1e-5, 1e-9, 1e-12])
+@pytest.mark.parametrize("noise", [0.2, 1.0, 10.0, 100.0])
+def test_pld_is_above_exact_gaussian(noise, delta):
+    # 10^4 unsampled steps, composed as the grid does it, against the closed form.
+    step = gaussian_steps(dpa.GaussianDpEvent(100 * noise))[0]._replace(count=10_000)
+    direction = directions((step,), REPLACE)[0]
+    got, _ = PLD()._directed((step,), direction, delta, 0.0)
+    exact = gaussian_epsilon(1 / noise, delta)
+    assert exact <= got <= exact * 1.002 + 1e-4
+
+
+@pytest.mark.parametrize("delta", [1e-4, 1e-12, 1e-20])
+def test_fourier_against_direct_convolution(delta):
+    # Sums of positive numbers have no cancellation: direct convolution is right at any delta.
+    step = gaussian_steps(poisson(0.2, 1.5, 1))[0]
+    direction = directions((step,), ADD)[0]
+    grid = discretise(step, direction, -60.0, 0.02)
+    probs = grid.probs
+    for _ in range(3):
+        probs = np.convolve(probs, probs)
+    losses = (8 * grid.first + np.arange(probs.size)) * grid.interval
+    composition = Composition([grid], [8])
+    start = renyi_bound(composition, delta)
+    got, slope = fourier_epsilon(composition, delta, start, window(composition, start.theta))
+
+    def exact(epsilon):
+        above = losses > epsilon
+        return composition.infinity + float(
+            np.dot(probs[above], -np.expm1(epsilon - losses[above]))
+        )
+
+    assert exact(got) <= delta
+    assert exact(got - 1e-5 * got) > delta
+    assert got < start.epsilon
+    step_up = exact(got * (1 + 1e-4)) / exact(got)
+    assert slope == pytest.approx(-math.log(step_up) / (1e-4 * got), rel=0.05)
+
+
+def test_heterogeneous_grids_are_composed():
+    events = [poisson(0.01, 1.0, 300), poisson(0.1, 5.0, 40), dpa.GaussianDpEvent(4.0)]
+    event = dpa.ComposedDpEvent([*events, dpa.NoOpDpEvent()])
+    bound = PLD().epsilon(event, 1e-6, ADD)
+    want = PLDAccountant().compose(event).get_epsilon(1e-6)
+    assert bound.epsilon == pytest.approx(want, rel=2e-3)
+    prv = PRV().epsilon(event, 1e-6, ADD)
+    assert prv.lower <= bound.epsilon <= prv.upper
+    assert all(PLD().epsilon(part, 1e-6, ADD).epsilon < bound.epsilon for part in events)
+
+
+def test_tiny_rates_do_not_round_to_zero():
+    # dp_accounting turns a divergence that rounds to a negative number into epsilon 0.
+    event = poisson(1e-7, 5.0, 10**6)
+    tight = PLD().epsilon(event, 1e-10, ADD)
+    assert 0.0 < tight.epsilon <= RDP().epsilon(event, 1e-10, ADD).epsilon
+
+
+def test_grid_limit_loosens_but_stays_valid():
+    event = poisson(0.01, 22.0, 400_000)
+    fine, coarse = (PLD(max_points=n).epsilon(event, 1e-6, ADD) for n in (1 << 20, 4096))
+    assert fine.epsilon < coarse.epsilon
+    assert coarse.epsilon - coarse.estimate > fine.epsilon - fine.estimate
+    assert coarse.estimate < fine.epsilon * 1.05
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rate=st.floats(0.002, 0.9),
+    noise=st.floats(0.5, 20.0),
+    steps=st.integers(1, 2000),
+    exponent=st.floats(-12, -3),
+    relation=st.sampled_from([ADD, REPLACE]),
+)
+def test_bounds_are_ordered(rate, noise, steps, exponent, relation):
+    delta = 10**exponent
+    bound = PLD().epsilon(poisson(rate, noise, steps), delta, relation)
+    assert 0.0 <= bound.estimate <= bound.upper < math.inf
+    more = PLD().epsilon(poisson(rate, noise, steps + 1 + steps // 10), delta, relation)
+    assert more.epsilon >= bound.epsilon * (1 - 1e-3)
+    # Sampling never makes it worse than the full batch.
+    full = GDP().epsilon(poisson(1.0, noise, steps), delta, relation)
+    assert bound.epsilon <= full.epsilon * 1.001 + 1e-3
+
+
+# --- Conventions, special events and errors -------------------------------------------------------
+
+
+def test_replace_one_doubles_the_sensitivity_once():
+    one = GDP().epsilon(gaussian_event(4.0, REPLACE), 1e-5, REPLACE)
+    assert one.epsilon == pytest.approx(gaussian_epsilon(0.5, 1e-5))
+    assert gaussian_event(4.0, ADD) == dpa.GaussianDpEvent(4.0)
+    # What dp_accounting makes of the same run: noise / norm of one record in its PLD ...
+    want = PLDAccountant(dpa.NeighboringRelation.REPLACE_ONE).compose(dpa.GaussianDpEvent(4.0))
+    assert want.get_epsilon(1e-5) == pytest.approx(one.epsilon, rel=1e-3)
+    # ... and noise / sensitivity in its RDP.
+    rdp = library_rdp.RdpAccountant(neighboring_relation=dpa.NeighboringRelation.REPLACE_ONE)
+    assert rdp.compose(dpa.GaussianDpEvent(2.0)).get_epsilon(1e-5) > one.epsilon
+    assert rdp.get_epsilon(1e-5) == pytest.approx(RDP().epsilon(gaussian_event(4.0, REPLACE), 1e-5, REPLACE).epsilon, rel=0.02)  # fmt: skip
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.05])
+def test_replace_one_is_below_group_privacy(rate):
+    # Replace is remove, then add: (2 eps, (1 + e^eps) delta).
+    noise, steps = 6.0, 100
+    pair = PLD().epsilon(poisson(rate, noise / 2, steps), 1e-5, REPLACE).epsilon
+    half = PLD().epsilon(poisson(rate, noise, steps), 1e-5 / 100, ADD).epsilon
+    assert (1 + math.exp(half)) <= 100
+    assert PLD().epsilon(poisson(rate, noise, steps), 1e-5, ADD).epsilon < pair < 2 * half
+
+
+@pytest.mark.parametrize("relation", [ADD, REPLACE])
+@pytest.mark.parametrize("accountant", [GDP(), PLD(), PRV(), RDP(), Best()])
+def test_nothing_and_everything(accountant, relation):
+    full = dpa.GaussianDpEvent(1.0)
+    for event in (dpa.NoOpDpEvent(), dpa.ComposedDpEvent([]), dpa.SelfComposedDpEvent(full, 0)):
+        assert accountant.epsilon(event, 1e-5, relation).epsilon == 0.0
+    nothing_kept = [
+        dpa.NonPrivateDpEvent(),
+        dpa.GaussianDpEvent(0.0),
+        dpa.ComposedDpEvent([full, dpa.SelfComposedDpEvent(dpa.NonPrivateDpEvent(), 2)]),
+        poisson(0.5, 0.0, 3),
+    ]
+    for event in nothing_kept:
+        assert accountant.epsilon(event, 1e-5, relation).epsilon == math.inf
+
+
+def test_several_gaussians_on_one_sample_are_one():
+    inner = dpa.SelfComposedDpEvent(dpa.GaussianDpEvent(4.0), 4)
+    nested = dpa.SelfComposedDpEvent(dpa.PoissonSampledDpEvent(0.1, inner), 10)
+    assert gaussian_steps(nested) == gaussian_steps(poisson(0.1, 2.0, 10))
+
+
+def test_fixed_size_samples_need_replace_one():
+    event = without_replacement(10, 1000, 1.0, 100)
+    bound = Best().epsilon(event, 1e-5, REPLACE)
+    library = library_rdp.RdpAccountant(neighboring_relation=dpa.NeighboringRelation.REPLACE_ONE)
+    assert bound.accountant == "RDP"
+    assert bound.epsilon == pytest.approx(library.compose(event).get_epsilon(1e-5), rel=1e-6)
+    with pytest.raises(UnsupportedEventError) as caught:
+        Best().epsilon(event, 1e-5, ADD)
+    message = str(caught.value)
+    for part in (describe_event(event), ADD, "RDP under 'replace_one'", "GDP:", "PLD:", "PRV:"):
+        assert part in message
+    assert supported_by(event) == ("RDP under 'replace_one'",)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == message
+
+
+@pytest.mark.parametrize(
+    ("accountant", "event", "relation", "told"),
+    [
+        (GDP(), poisson(0.1, 1.0, 2), ADD, "full batches only"),
+        (PLD(), without_replacement(2, 9, 1.0), REPLACE, "no dominating pair"),
+        (PRV(), poisson(0.1, 1.0, 2), REPLACE, "add_or_remove_one"),
+        (RDP(), poisson(0.1, 1.0, 2), REPLACE, "PLD under 'replace_one'"),
+        (PLD(), dpa.LaplaceDpEvent(1.0), ADD, "RDP under 'add_or_remove_one'"),
+        (Best(), dpa.UnsupportedDpEvent(), ADD, "No accountant supports it"),
+        (PLD(), dpa.PoissonSampledDpEvent(0.5, poisson(0.5, 1.0, 1)), ADD, "samples from a sample"),
+    ],
+)
+def test_unsupported_events(accountant, event, relation, told):
+    with pytest.raises(UnsupportedEventError, match=told) as caught:
+        accountant.epsilon(event, 1e-5, relation)
+    assert describe_event(event) in str(caught.value)
+
+
+def test_prv_refuses_deltas_below_its_rounding():
+    event = poisson(0.01, 22.0, 400_000)
+    with pytest.raises(UnreliableBoundError, match=r"PRV resolves delta >= .*got delta=1e-12"):
+        PRV().epsilon(event, 1e-12, ADD)
+    with pytest.raises(UnreliableBoundError, match="PRV: PRV resolves"):
+        Best((GDP(), PRV())).epsilon(event, 1e-12, ADD)
+    assert Best((PRV(), RDP())).epsilon(event, 1e-12, ADD).accountant == "RDP"
+
+
+def test_pld_refuses_what_doubles_cannot_resolve():
+    for event, delta in [(poisson(0.01, 1e-4, 3), 1e-5), (poisson(0.01, 1.0, 3), 1e-300)]:
+        with pytest.raises(UnreliableBoundError, match="Expected"):
+            PLD().epsilon(event, delta, ADD)
+    step = gaussian_steps(poisson(0.1, 1e9, 1))[0]
+    with pytest.raises(UnreliableBoundError, match="grid interval"):
+        discretise(step, directions((step,), ADD)[0], -30.0, 1e-15)
+
+
+def test_infinite_mass_above_delta_is_refused():
+    grid = LossGrid(0, 0.1, np.array([0.5, 0.4]), 0.1)
+    with pytest.raises(UnreliableBoundError, match="truncated mass"):
+        renyi_bound(Composition([grid], [1]), 0.05)
+
+
+def test_best_takes_the_smallest_and_names_it():
+    event = poisson(0.05, 1.0, 50)
+    everyone = Best((RDP(), PRV(), PLD()), good_enough=0.0)
+    bound = everyone.epsilon(event, 1e-5, ADD)
+    assert bound.accountant == "PLD"
+    assert bound == PLD().epsilon(event, 1e-5, ADD)
+    assert everyone.name == "Best(RDP, PRV, PLD)"
+
+
+def test_best_stops_when_nobody_can_improve():
+    class Untouchable:
+        name = "untouchable"
+
+        def epsilon(self, event, delta, relation):
+            raise RuntimeError("asked")
+
+    best = Best((GDP(), PLD(), Untouchable()))
+    for event in (dpa.GaussianDpEvent(1.0), poisson(0.1, 1.0, 10)):
+        assert best.epsilon(event, 1e-5, ADD).epsilon > 0.0
+    with pytest.raises(RuntimeError, match="asked"):
+        Best((RDP(), Untouchable())).epsilon(poisson(0.1, 1.0, 10), 1e-5, ADD)
+
+
+def test_total_variation_is_paid_for():
+    event, delta, tau = poisson(0.01, 1.2, 1000), 1e-5, 3e-7
+    ideal = PLD().epsilon(event, delta, ADD)
+    real = epsilon_spent(event, delta, ADD, total_variation=tau)
+    assert real.delta == delta and math.isnan(real.lower)
+    assert ideal.epsilon < real.epsilon < 1.1 * ideal.epsilon
+    # Definition: the ideal run is (epsilon, d)-private with d + (1 + e^epsilon) tau <= delta.
+    left = delta - (1 + math.exp(real.epsilon)) * tau
+    assert PLD().epsilon(event, left, ADD).epsilon <= real.epsilon * (1 + 1e-9)
+    small = epsilon_spent(event, delta, ADD, total_variation=1e-12)
+    assert small.epsilon == PLD().epsilon(event, 0.999 * delta, ADD).epsilon
+    with pytest.raises(TotalVariationError, match=r"total_variation <= [0-9.e-]+ is enough"):
+        epsilon_spent(event, delta, ADD, total_variation=1e-5)
+
+
+def test_bounds_print_themselves():
+    bound = EpsilonBound(0.9, 0.95, 1.0, 1e-5, ADD, dpa.GaussianDpEvent(2.0), "PRV")
+    assert str(bound) == "epsilon <= 1 (in [0.9, 1]) at delta=1e-05 under add_or_remove_one, by PRV"
+    assert bound.epsilon == bound.upper
+    assert "\n" not in str(PLD().epsilon(poisson(0.1, 1.0, 3), 1e-5, REPLACE))
+    assert str(PrivacyBudget(1.0, 1e-5)) == "(epsilon=1, delta=1e-05) under add_or_remove_one"
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "told"),
+    [
+        (lambda: PrivacyBudget(0.0, 1e-5), ValueError, r"epsilon=0\.0"),
+        (lambda: PrivacyBudget(-1.0, 1e-5), ValueError, r"epsilon=-1\.0"),
+        (lambda: PrivacyBudget(math.inf, 1e-5), ValueError, "epsilon=inf"),
+        (lambda: PrivacyBudget(math.nan, 1e-5), ValueError, "epsilon=nan"),
+        (lambda: PrivacyBudget("1", 1e-5), TypeError, "epsilon='1'"),
+        (lambda: PrivacyBudget(1.0, 0.0), ValueError, "delta=0.0.*choose a delta"),
+        (lambda: PrivacyBudget(1.0, 1.0), ValueError, r"delta=1\.0"),
+        (lambda: PrivacyBudget(1.0, 1e-5, "swap"), ValueError, "relation='swap'"),
+        (lambda: gaussian_event(-1.0), ValueError, "noise_multiplier"),
+        (lambda: gaussian_event(1.0, "swap"), ValueError, "relation='swap'"),
+        (lambda: PLD(relative_gap=0.0), ValueError, "relative_gap"),
+        (lambda: PLD(max_points=10), ValueError, "max_points"),
+        (lambda: PRV(relative_error=-1.0), ValueError, "relative_error"),
+        (lambda: RDP(orders=(1.0,)), ValueError, "orders"),
+        (lambda: Best(()), ValueError, "accountants"),
+        (lambda: epsilon_spent(dpa.GaussianDpEvent(1.0), 0.0), ValueError, "delta"),
+        (lambda: epsilon_spent(dpa.GaussianDpEvent(1.0), 1e-5, "swap"), ValueError, "relation"),
+        (
+            lambda: epsilon_spent(dpa.GaussianDpEvent(1.0), 1e-5, total_variation=1.5),
+            ValueError,
+            "total_variation",
+        ),
+        (lambda: gaussian_steps(poisson(1.5, 1.0, 2)), ValueError, "sampling rate"),
+        (lambda: gaussian_steps(dpa.GaussianDpEvent(-1.0)), ValueError, "noise_multiplier"),
+    ],
+)
+def test_argument_errors(build, error, told):
+    with pytest.raises(error, match=told):
+        build()

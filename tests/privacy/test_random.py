@@ -1,0 +1,366 @@
+"""ChaCha20 against RFC 8439 and as a JAX generator; the Gaussian against N(0, 1)."""
+
+import doctest
+import math
+import struct
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from scipy import stats
+
+from numpyro_dp.privacy import random
+from numpyro_dp.privacy.random import CHACHA20, as_secret_key, secret_key, standard_normal
+
+KEY = bytes(range(32))
+
+
+def words(data):
+    return struct.unpack(f"<{len(data) // 4}I", data)
+
+
+def keystream(key, nonce, counter, blocks=1):
+    counters = jnp.arange(counter, counter + blocks, dtype=jnp.uint32)
+    out = random._blocks(jnp.array(words(key), jnp.uint32), words(nonce), counters)
+    return np.asarray(out).T.astype("<u4").tobytes()
+
+
+def test_block_function_rfc_2_3_2():
+    nonce = bytes.fromhex("000000090000004a00000000")
+    expected = (
+        "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
+        "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e"
+    )
+    assert keystream(KEY, nonce, 1).hex() == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "nonce", "counter", "expected"),
+    [
+        (
+            bytes(32),
+            bytes(12),
+            0,
+            "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
+            "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586",
+        ),
+        (
+            bytes(32),
+            bytes(12),
+            1,
+            "9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed"
+            "29b721769ce64e43d57133b074d839d531ed1f28510afb45ace10a1f4b794d6f",
+        ),
+        (
+            bytes(31) + b"\x01",
+            bytes(12),
+            1,
+            "3aeb5224ecf849929b9d828db1ced4dd832025e8018b8160b82284f3c949aa5a"
+            "8eca00bbb4a73bdad192b5c42f73f2fd4e273644c8b36125a64addeb006c13a0",
+        ),
+        (
+            b"\x00\xff" + bytes(30),
+            bytes(12),
+            2,
+            "72d54dfbf12ec44b362692df94137f328fea8da73990265ec1bbbea1ae9af0ca"
+            "13b25aa26cb4a648cb9b9d1be65b2c0924a66c54d545ec1b7374f4872e99f096",
+        ),
+        (
+            bytes(32),
+            bytes(11) + b"\x02",
+            0,
+            "c2c64d378cd536374ae204b9ef933fcd1a8b2288b3dfa49672ab765b54ee27c7"
+            "8a970e0e955c14f3a88e741b97c286f75f8fc299e8148362fa198a39531bed6d",
+        ),
+    ],
+)
+def test_block_function_rfc_a_1(key, nonce, counter, expected):
+    assert keystream(key, nonce, counter).hex() == expected
+
+
+def test_encryption_rfc_2_4_2():
+    nonce = bytes.fromhex("000000000000004a00000000")
+    text = (
+        b"Ladies and Gentlemen of the class of '99: If I could offer you only one tip for the "
+        b"future, sunscreen would be it."
+    )
+    cipher = bytes(a ^ b for a, b in zip(text, keystream(KEY, nonce, 1, 2), strict=False))
+    assert cipher.hex() == (
+        "6e2e359a2568f98041ba0728dd0d6981e97e7aec1d4360c20a27afccfd9fae0b"
+        "f91b65c5524733ab8f593dabcd62b3571639d624e65152ab8f530c359f0861d8"
+        "07ca0dbf500d6a6156a38e088a22b65e52bc514d16ccf806818ce91ab7793736"
+        "5af90bbf74a35be6b40b8eedf2785e42874d"
+    )
+
+
+def reference_block(key, nonce, counter):
+    """ChaCha20 in plain Python, for values the RFC does not list."""
+
+    def rotate(x, n):
+        return ((x << n) | (x >> (32 - n))) & 0xFFFFFFFF
+
+    start = [*words(b"expand 32-byte k"), *key, counter, *nonce]
+    s = list(start)
+    columns = [(i, 4 + i, 8 + i, 12 + i) for i in range(4)]
+    diagonals = [(i, 4 + (i + 1) % 4, 8 + (i + 2) % 4, 12 + (i + 3) % 4) for i in range(4)]
+    for a, b, c, d in (columns + diagonals) * 10:
+        for x, y, z, n in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+            s[x] = (s[x] + s[y]) & 0xFFFFFFFF
+            s[z] = rotate(s[z] ^ s[x], n)
+    return [(x + y) & 0xFFFFFFFF for x, y in zip(s, start, strict=True)]
+
+
+def test_domains_are_the_documented_blocks():
+    key = as_secret_key(KEY)
+    raw = words(KEY)
+    bits = np.asarray(jax.random.bits(key, (48,))).reshape(16, 3)
+    for i in range(3):
+        assert bits[:, i].tolist() == reference_block(raw, (random._BITS, 0, 0), i)
+    children = jax.random.key_data(jax.random.split(key, (2, 2))).reshape(4, 8)
+    for i in range(4):
+        assert children[i].tolist() == reference_block(raw, (random._SPLIT, 0, 0), i)[:8]
+    folded = jax.random.key_data(jax.random.fold_in(key, 0xDEADBEEF))
+    assert folded.tolist() == reference_block(raw, (random._FOLD, 0xDEADBEEF, 0), 0)[:8]
+    seeded = jax.random.key_data(jax.random.key(-5, impl=CHACHA20))
+    low, high = 2**32 - 5, 2**32 - 1 if jax.config.jax_enable_x64 else 0
+    assert seeded.tolist() == reference_block([0] * 8, (random._SEED, low, high), 0)[:8]
+
+
+def test_domains_differ():
+    assert len({random._BITS, random._SPLIT, random._FOLD, random._SEED}) == 4
+    key = secret_key(1)
+    streams = [key, *jax.random.split(key, 3), *(jax.random.fold_in(key, i) for i in range(3))]
+    draws = {jax.random.bits(k, (8,)).tobytes() for k in streams}
+    data = {jax.random.key_data(k).tobytes() for k in streams}
+    assert len(draws | data) == 14
+
+
+@pytest.mark.parametrize("width", [8, 16, 32])
+def test_bit_widths(width):
+    key = secret_key(2)
+    bits = np.asarray(jax.random.bits(key, (100_003,), f"uint{width}"))
+    assert bits.dtype == f"uint{width}"
+    ones = np.unpackbits(bits.view(np.uint8)).mean()
+    assert abs(ones - 0.5) < 5 * 0.5 / math.sqrt(bits.size * width)
+    counts = np.bincount(bits.view(np.uint8), minlength=256)
+    assert stats.chisquare(counts).pvalue > 1e-4
+    assert jax.random.bits(key, (0, 3), f"uint{width}").shape == (0, 3)
+    assert jax.random.bits(key, (), f"uint{width}").shape == ()
+
+
+def test_64_bit_words_and_seeds():
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        bits = np.asarray(jax.random.bits(secret_key(2), (50_001,), jnp.uint64))
+        assert bits.dtype == np.uint64
+        assert stats.chisquare(np.bincount(bits.view(np.uint8), minlength=256)).pvalue > 1e-4
+        seeds = [3, 3 + 2**32, -3]
+        keys = {jax.random.key_data(jax.random.key(s, impl=CHACHA20)).tobytes() for s in seeds}
+        assert len(keys) == 3
+
+
+def test_transformations_agree_with_the_plain_call():
+    keys = jax.random.split(secret_key(3), 3)
+    plain = np.stack([jax.random.bits(k, (5, 7)) for k in keys])
+
+    def draw(k):
+        return jax.random.bits(k, (5, 7))
+
+    np.testing.assert_array_equal(jax.vmap(draw)(keys), plain)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(draw))(keys), plain)
+    np.testing.assert_array_equal(lax.scan(lambda c, k: (c, draw(k)), 0, keys)[1], plain)
+    folded = jax.vmap(jax.random.fold_in)(keys, jnp.arange(3))
+    single = [jax.random.key_data(jax.random.fold_in(k, i)) for i, k in enumerate(keys)]
+    np.testing.assert_array_equal(jax.random.key_data(folded), np.stack(single))
+
+
+def test_jax_random_functions_take_the_keys():
+    key = secret_key(4)
+    copy = jax.random.wrap_key_data(jax.random.key_data(key), impl=CHACHA20)
+    assert jax.random.key_impl(copy) == CHACHA20 and copy.dtype == key.dtype
+    for value in (
+        jax.random.normal(jax.random.clone(key), (10,)),
+        jax.random.uniform(copy, (10,)),
+        jax.random.laplace(key, (10,)),
+    ):
+        assert bool(jnp.isfinite(value).all())
+    assert sorted(jax.random.permutation(key, 10).tolist()) == list(range(10))
+    assert jax.random.choice(key, 10, (4,), replace=False).shape == (4,)
+    assert not bool((jax.random.normal(key, (4,)) == standard_normal(key, (4,))).any())
+
+
+def test_import_makes_no_array():
+    code = (
+        "import jax.numpy as jnp, jax._src.xla_bridge as bridge\n"
+        "import numpyro_dp.privacy.random, numpyro_dp.privacy.sampling\n"
+        "raise SystemExit(bridge.backends_are_initialized())"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_secret_keys():
+    first, second = secret_key(), secret_key()
+    assert first.shape == () and jax.random.key_impl(first) == CHACHA20
+    assert jax.random.key_data(first).tolist() != jax.random.key_data(second).tolist()
+    assert jax.random.key_data(secret_key(KEY)).tolist() == list(words(KEY))
+    same = [
+        secret_key(5),
+        as_secret_key(5),
+        as_secret_key(np.int64(5)),
+        jax.jit(as_secret_key)(secret_key(5)),
+    ]
+    assert len({jax.random.key_data(k).tobytes() for k in same}) == 1
+    large = as_secret_key(2**300)
+    assert jax.random.key_data(large).tolist() != jax.random.key_data(secret_key(0)).tolist()
+    assert jax.random.key_data(as_secret_key(KEY.hex())).tolist() == list(words(KEY))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: jax.random.key(0), TypeError, r"Use secret_key\(\)"),
+        (lambda: jax.random.PRNGKey(0), TypeError, "raw uint32 array of shape"),
+        (lambda: jax.random.split(secret_key(0)), ValueError, "scalar key"),
+        (lambda: b"short", ValueError, "got 5 bytes"),
+        (lambda: "0g" * 32, ValueError, "64 hexadecimal digits"),
+        (lambda: "ab" * 31, ValueError, "got 31 bytes"),
+        (lambda: -1, ValueError, ">= 0"),
+        (lambda: True, TypeError, "got bool"),
+        (lambda: 1.5, TypeError, "got float"),
+        (lambda: np.zeros(8, np.uint32), TypeError, "got ndarray"),
+    ],
+)
+def test_other_keys_are_refused(make, error, match):
+    with pytest.raises(error, match=match):
+        as_secret_key(make())
+
+
+def test_too_many_blocks_are_refused():
+    with pytest.raises(ValueError, match="several keys"):
+        random._counters(2**32 + 1)
+
+
+# One sample for all tests of the law, and bounds from its own size.
+SIZE = 4_000_001
+
+
+@pytest.fixture(scope="module")
+def sample():
+    return np.asarray(standard_normal(secret_key(6), (SIZE,)), np.float64)
+
+
+def law_rejects(z):
+    """Statistics of N(0, 1) in units of their standard errors; True if any is beyond 5."""
+    n = z.size
+    scores = [
+        z.mean() * math.sqrt(n),
+        ((z**2).mean() - 1) / math.sqrt(2 / n),
+        (z**3).mean() / math.sqrt(15 / n),
+        ((z**4).mean() - 3) / math.sqrt(96 / n),
+    ]
+    return max(map(abs, scores)) > 5 or stats.kstest(z[:1_000_000], "norm").pvalue < 1e-5
+
+
+def test_normal_law(sample):
+    assert np.isfinite(sample).all()
+    assert not law_rejects(sample)
+
+
+@pytest.mark.parametrize("scale", [0.9, 0.99, 1.01, 1.1])
+def test_normal_law_rejects_other_scales(sample, scale):
+    assert law_rejects(scale * sample)
+
+
+@pytest.mark.parametrize("bound", [3.0, 4.0, 4.5])
+def test_tail_frequencies(sample, bound):
+    expected = 2 * stats.norm.sf(bound) * SIZE
+    for sign in (1, -1):
+        count = (sign * sample > bound).sum()
+        assert abs(count - expected / 2) < 5 * math.sqrt(expected / 2)
+    if bound <= 4:
+        for scale in (0.9, 1.1):
+            scaled = (scale * np.abs(sample) > bound).sum()
+            assert abs(scaled - expected) > 5 * math.sqrt(expected)
+
+
+@pytest.mark.slow
+def test_far_tail_frequencies():
+    def count(total, key):
+        z = jnp.abs(standard_normal(key, (1_000_000,)))
+        bounds = jnp.array([4.0, 5.0, 5.5])
+        return total + (z[:, None] > bounds).sum(0, dtype=jnp.int32), None
+
+    keys = jax.random.split(secret_key(7), 1000)
+    counts = np.asarray(jax.jit(lambda k: lax.scan(count, jnp.zeros(3, jnp.int32), k)[0])(keys))
+    expected = 2 * stats.norm.sf([4.0, 5.0, 5.5]) * 1e9
+    assert (np.abs(counts - expected) < 5 * np.sqrt(expected)).all()
+
+
+def test_coordinates_are_independent(sample):
+    half = (SIZE + 1) // 2
+    cos, sin = sample[: SIZE - half], sample[half:]
+    root = math.sqrt(cos.size)
+    for a, b in ((cos, sin), (sample[:-1], sample[1:])):
+        root = math.sqrt(a.size)
+        assert abs((a * b).mean() * root) < 5
+        # Squares: a common radius without the right angle would show here.
+        assert abs(((a**2 - 1) * (b**2 - 1)).mean() / 2 * root) < 5
+        assert abs((a**2 * b).mean() / math.sqrt(3) * root) < 5
+    # The test can fail: coordinates with one radius and one fixed angle are dependent.
+    radius = np.hypot(cos, sin)
+    assert abs(((radius**2 / 2 - 1) ** 2).mean() / 2 * root) > 5
+
+
+def test_extreme_words_are_finite():
+    extreme = jnp.array([0, 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1], jnp.uint32)
+    high, low = (x.reshape(-1) for x in jnp.meshgrid(extreme, extreme))
+    logs = np.asarray(random._log_uniform(high, low, jnp.dtype("float32")), np.float64)
+    exact = (np.asarray(high, object).astype(object) * 2**32 + np.asarray(low, object)) * 2 + 1
+    truth = [
+        math.log1p(-(2**65 - int(x)) / 2**65) if x > 2**64 else math.log(int(x) / 2**65)
+        for x in exact
+    ]
+    np.testing.assert_allclose(logs, truth, rtol=1e-6)
+    assert (logs < 0).all()
+    assert 9.4 < math.sqrt(-2 * logs.min()) < 9.5
+    cos, sin = random._circle(
+        jnp.arange(0, 2**32, 2**16 + 1, dtype=jnp.uint32), jnp.dtype("float32")
+    )
+    np.testing.assert_allclose(np.asarray(cos) ** 2 + np.asarray(sin) ** 2, 1, atol=1e-6)
+    assert float(jnp.abs(cos).min()) > 0 and float(jnp.abs(sin).min()) > 0
+
+
+def test_float64_normals():
+    with pytest.raises(TypeError, match="64-bit mode"):
+        standard_normal(secret_key(0), (3,), jnp.float64)
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        z = np.asarray(standard_normal(secret_key(8), (1_000_001,), jnp.float64))
+        assert z.dtype == np.float64 and not law_rejects(z)
+        # All 53 bits are in use: the last bit of numbers in [1, 2) is a fair coin.
+        last = (z[(z >= 1) & (z < 2)].view(np.uint64) & 1).mean()
+        assert abs(last - 0.5) < 5 * 0.5 / math.sqrt(100_000)
+        assert standard_normal(secret_key(8), (3,)).dtype == np.float32
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3, 5), (7, 0)])
+def test_normal_shapes(shape):
+    key = secret_key(9)
+    z = standard_normal(key, shape)
+    assert z.shape == shape and z.dtype == jnp.float32
+    np.testing.assert_allclose(jax.jit(standard_normal, static_argnums=1)(key, shape), z, rtol=1e-5)
+
+
+def test_normal_errors():
+    with pytest.raises(TypeError, match="float32 or float64, got float16"):
+        standard_normal(secret_key(0), (3,), jnp.float16)
+    with pytest.raises(TypeError, match="typed key"):
+        standard_normal(jax.random.PRNGKey(0), (3,))
+    with pytest.raises(TypeError, match="vmap"):
+        standard_normal(jax.random.split(secret_key(0)), (3,))
+
+
+def test_docstring_examples():
+    assert doctest.testmod(random).failed == 0

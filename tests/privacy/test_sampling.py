@@ -1,0 +1,453 @@
+"""The samplers' laws: exact ones from the thresholds, and frequencies with k-sigma bounds."""
+
+import doctest
+import itertools
+import math
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dp_accounting.dp_event import (
+    GaussianDpEvent,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+)
+from jax import lax
+from scipy import stats
+
+from numpyro_dp.core import Sampler
+from numpyro_dp.privacy import _sampling_law, sampling
+from numpyro_dp.privacy._sampling_law import WORD_BITS, binomial_tail, distinct_plan, poisson_plan
+from numpyro_dp.privacy.random import secret_key
+from numpyro_dp.privacy.sampling import FixedSize, FullBatch, Poisson
+
+
+def batches(sampler, num_examples, steps, seed=0):
+    """Indices and masks of consecutive steps, from one compiled scan."""
+
+    def step(state, _):
+        batch, state = sampler.next(state)
+        return state, batch
+
+    state = sampler.init(secret_key(seed), num_examples)
+    _, (indices, mask) = jax.jit(lambda s: lax.scan(step, s, None, length=steps))(state)
+    return np.asarray(indices), np.asarray(mask)
+
+
+def membership(indices, mask, num_examples):
+    """0/1 matrix (steps, records); fails if a record is twice in a batch."""
+    counts = np.zeros((len(indices), num_examples), np.int32)
+    rows = np.broadcast_to(np.arange(len(indices))[:, None], indices.shape)
+    np.add.at(counts, (rows[mask], indices[mask]), 1)
+    assert counts.max() <= 1
+    return counts
+
+
+def inclusion_scores(taken, rate):
+    """Largest |z| of the records' and of the pairs' frequencies, under independence at ``rate``."""
+    steps, records = taken.shape
+    single = (taken.mean(0) - rate) / math.sqrt(rate * (1 - rate) / steps)
+    centred = taken - rate
+    pairs = (centred.T @ centred / steps) / (rate * (1 - rate)) * math.sqrt(steps)
+    return np.abs(single).max(), np.abs(pairs[np.triu_indices(records, 1)]).max()
+
+
+def count_pvalue(counts, trials, rate):
+    """Chi-square of batch sizes against Binomial(trials, rate), cells of 10 expected or more."""
+    cells = np.arange(trials + 1)
+    expected = stats.binom.pmf(cells, trials, rate) * len(counts)
+    keep = expected >= 10
+    observed = np.bincount(counts, minlength=trials + 1)
+    rest = [observed[~keep].sum()], [expected[~keep].sum()]
+    return stats.chisquare(
+        np.append(observed[keep], rest[0]), np.append(expected[keep], rest[1])
+    ).pvalue
+
+
+# Poisson: the law of a gap, exactly.
+
+
+def gap_law(plan, limit):
+    """Probabilities of min(gap, limit) as fractions, from the integer thresholds alone."""
+    law = {0: Fraction(1)}
+    for place, thresholds in plan.digits:
+        tail = [Fraction(1), *(Fraction(t, 2**WORD_BITS) for t in thresholds), Fraction(0)]
+        digit = [a - b for a, b in itertools.pairwise(tail)]
+        assert all(p >= 0 for p in digit) and sum(digit) == 1
+        combined = {}
+        for (value, p), (m, q) in itertools.product(law.items(), enumerate(digit)):
+            total = min(value + m * place, limit)
+            combined[total] = combined.get(total, 0) + p * q
+        law = combined
+    jump = Fraction(plan.jump[0], 2**WORD_BITS) if plan.jump else Fraction(0)
+    law = {value: p * (1 - jump) for value, p in law.items()}
+    law[limit] = law.get(limit, Fraction(0)) + jump
+    return law
+
+
+@pytest.mark.parametrize(
+    ("rate", "number"),
+    [(0.01, 3000), (0.3, 500), (0.003, 1), (0.01, 40), (1e-7, 1500), (0.999, 50), (0.5, 33)],
+)
+def test_gaps_are_geometric_to_the_last_bit(rate, number):
+    plan = poisson_plan(rate, 1e-18, number)
+    law = gap_law(plan, number)
+    keep = 1 - Fraction(rate)
+    power = [Fraction(1)]
+    for _ in range(number):
+        power.append(power[-1] * keep)
+        if power[-1].denominator.bit_length() > 4000:  # shorten what is far below 2**-96
+            power[-1] = Fraction(int(power[-1] * 2**3000), 2**3000)
+    truth = {g: power[g] * (1 - keep) for g in range(number)} | {number: power[number]}
+    distance = sum(abs(law.get(g, 0) - p) for g, p in truth.items()) / 2
+    assert sum(law.values()) == 1
+    assert distance <= 100 * 2.0**-WORD_BITS
+    overflow = binomial_tail(plan.size, number, rate)
+    assert plan.size * float(distance) <= plan.total_variation - overflow + 1e-9 * overflow
+    # A wrong law is seen: thresholds of another rate.
+    other = gap_law(poisson_plan(rate * (1 - 1e-9), 1e-18, number), number)
+    assert sum(abs(other.get(g, 0) - p) for g, p in truth.items()) / 2 > 1e-18
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_words_against_thresholds(place):
+    # The comparison of three 32-bit words is that of 96-bit integers, at and around a threshold.
+    threshold = 0x80000000_00000001_FFFFFFFF
+    for shift in (-(2**64), -(2**32), -1, 0, 1, 2**32, 2**64):
+        value = threshold + shift * (place + 1)
+        words = [jnp.uint32((value >> s) & 0xFFFFFFFF)[None] for s in (64, 32, 0)]
+        assert bool(sampling._below(words, threshold)[0]) == (value < threshold)
+
+
+def test_ties_are_refined():
+    # With thresholds whose first word is 0 or all ones, ties are certain and the rest decides.
+    half = (2**31) << 32
+    plan = sampling.PoissonPlan(4, (), (half,), 0.0)
+    low = sampling._geometric(secret_key(1), secret_key(2), plan, 7)
+    assert set(np.asarray(low).tolist()) <= {0, 7}
+
+    def draw(key):
+        words = jnp.zeros((1, 100), jnp.uint32), *jax.random.bits(key, (2, 1, 100))
+        return sampling._place_digits([sampling.Digit(7, (half,))], words, 7)
+
+    taken = np.asarray(jax.vmap(draw)(jax.random.split(secret_key(3), 100))) == 7
+    assert abs(taken.mean() - 0.5) < 5 * 0.5 / 100
+
+
+# Poisson: padded size and total variation.
+
+
+@pytest.mark.parametrize(("number", "rate"), [(200, 0.125), (60, 0.5), (1000, 2.0**-8)])
+def test_binomial_tail_is_a_tight_upper_bound(number, rate):
+    top, base = rate.as_integer_ratio()
+    masses = [
+        math.comb(number, k) * top**k * (base - top) ** (number - k) for k in range(number + 1)
+    ]
+    for size in range(int(number * rate), min(number, int(number * rate) + 60)):
+        exact = sum(masses[size + 1 :]) / base**number
+        assert exact <= binomial_tail(size, number, rate) <= 1.3 * exact + 1e-300
+    assert binomial_tail(number, number, rate) == 0
+
+
+@pytest.mark.parametrize("number", [1, 2, 10, 30_000, 10**6, 2**31 - 2])
+@pytest.mark.parametrize("rate", [1e-7, 1e-3, 0.3])
+def test_padded_size_is_the_smallest(number, rate):
+    sampler = Poisson(rate)
+    size = sampler.padded_size(number)
+    assert 1 <= size <= number
+    assert sampler.total_variation(number) <= 1e-18 + size * 100 * 2.0**-WORD_BITS
+    if size > 1:  # up to the rounding of log-gamma at 2**31
+        assert stats.binom.sf(size - 2, number, rate) > 0.98e-18
+    # 400,000 steps stay far below any delta in use.
+    assert 4e5 * sampler.total_variation(number) < 1e-12
+
+
+def test_overflow_is_cut_and_counted():
+    sampler, number, steps = Poisson(0.2, overflow_prob=0.3), 50, 20_000
+    size = sampler.padded_size(number)
+    overflow = stats.binom.sf(size, number, 0.2)
+    assert overflow <= 0.3 < stats.binom.sf(size - 1, number, 0.2)
+    assert sampler.total_variation(number) == pytest.approx(overflow, rel=1e-6)
+    indices, mask = batches(sampler, number, steps)
+    assert indices.shape == (steps, size)
+    counts = membership(indices, mask, number).sum(1)
+    full = stats.binom.sf(size - 1, number, 0.2)  # exactly M rows, or cut
+    assert abs((counts == size).mean() - full) < 5 * math.sqrt(full * (1 - full) / steps)
+    short = stats.binom.cdf(size - 3, number, 0.2)
+    assert abs((counts <= size - 3).mean() - short) < 5 * math.sqrt(short * (1 - short) / steps)
+
+
+# Poisson: frequencies.
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.3, 0.9])
+def test_poisson_inclusion(rate):
+    number, steps = 40, 40_000
+    taken = membership(*batches(Poisson(rate), number, steps), number)
+    single, pair = inclusion_scores(taken, rate)
+    assert single < 5 and pair < 6
+    assert count_pvalue(taken.sum(1), number, rate) > 1e-4
+    # A sampler at another rate is rejected by the same statistics.
+    for wrong in (0.9 * rate, 1.1 * rate):
+        assert inclusion_scores(taken, wrong)[0] > 5
+        assert count_pvalue(taken.sum(1), number, wrong) < 1e-8
+
+
+def test_poisson_control_with_the_wrong_sampler():
+    number, steps, rate = 40, 40_000, 0.3
+    taken = membership(*batches(Poisson(1.1 * rate), number, steps), number)
+    assert inclusion_scores(taken, rate)[0] > 8
+    # A fixed-size batch has the right marginals and the wrong pairs.
+    fixed = membership(*batches(FixedSize(12), number, steps), number)
+    single, pair = inclusion_scores(fixed, rate)
+    assert single < 5 < 6 < pair
+
+
+@pytest.mark.parametrize(("number", "rate"), [(30_000, 0.01), (10**6, 3e-4), (2**31 - 2, 1e-7)])
+def test_poisson_at_scale(number, rate):
+    steps = 3000
+    indices, mask = batches(Poisson(rate), number, steps)
+    counts = mask.sum(1)
+    error = math.sqrt(number * rate * (1 - rate) / steps)
+    assert abs(counts.mean() - number * rate) < 5 * error
+    assert abs(counts.var() / (number * rate * (1 - rate)) - 1) < 5 * math.sqrt(2 / steps)
+    assert (mask[:, :-1] >= mask[:, 1:]).all()
+    assert ((indices >= 0) & (indices < number)).all() and (indices[~mask] == 0).all()
+    gaps = np.diff(indices.astype(np.int64), axis=1)[mask[:, 1:]]
+    assert gaps.min() >= 1
+    # Uniform over the rows: a gap law that is off by 1 % shifts the cells' counts.
+    cells = np.bincount((indices[mask].astype(np.int64) * 64) // number, minlength=64)
+    assert stats.chisquare(cells).pvalue > 1e-4
+    # Row number modulo 32: every residue alike, so the lowest digit is right.
+    residues = np.bincount(indices[mask] % 32, minlength=32)
+    assert stats.chisquare(residues).pvalue > 1e-4
+
+
+@pytest.mark.slow
+def test_poisson_inclusion_long():
+    number, steps, rate = 200, 400_000, 0.05
+    taken = membership(*batches(Poisson(rate), number, steps, seed=11), number)
+    single, pair = inclusion_scores(taken.astype(np.float32), rate)
+    assert single < 5 and pair < 6
+    assert count_pvalue(taken.sum(1), number, rate) > 1e-4
+    assert inclusion_scores(taken.astype(np.float32), 1.02 * rate)[0] > 5
+
+
+@pytest.mark.parametrize("sampler", [Poisson(0.3), FixedSize(6), FixedSize(3)])
+def test_steps_are_independent(sampler):
+    number, steps = 20, 40_000
+    taken = membership(*batches(sampler, number, steps), number)
+    rate = sampler.inclusion_prob(number)
+    centred = (taken - rate) / math.sqrt(rate * (1 - rate))
+    for lag in (1, 2):
+        cross = centred[:-lag].T @ centred[lag:] / math.sqrt(steps - lag)
+        assert np.abs(cross).max() < 5.5
+    # The same statistic sees a batch that is used twice.
+    repeated = np.repeat(centred[: steps // 2], 2, axis=0)
+    assert np.abs(repeated[:-1].T @ repeated[1:]).max() / math.sqrt(steps) > 50
+
+
+@pytest.mark.parametrize("number", [1, 7, 1000])
+def test_rate_one_takes_all(number):
+    indices, mask = batches(Poisson(1.0), number, 3)
+    assert mask.all() and (indices == np.arange(number)).all()
+    assert Poisson(1.0).total_variation(number) == 0
+
+
+@pytest.mark.parametrize("rate", [1e-300, 5e-324, 1e-7, 1 - 2**-53])
+def test_extreme_rates(rate):
+    _, mask = batches(Poisson(rate), 100, 2000)
+    expected = rate * 100
+    error = math.sqrt(expected * (1 - rate) / 2000)
+    assert abs(mask.sum(1).mean() - expected) <= 5 * error + 1e-2
+    assert Poisson(rate).total_variation(100) <= 1.01e-18
+
+
+def test_one_record():
+    _, mask = batches(Poisson(0.25), 1, 20_000)
+    assert mask.shape == (20_000, 1)
+    assert abs(mask.mean() - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 20_000)
+
+
+# Fixed size.
+
+
+@pytest.mark.parametrize(("number", "size"), [(8, 2), (12, 3), (6, 3), (5, 4), (4, 4), (9, 1)])
+def test_fixed_size_is_uniform_over_subsets(number, size):
+    steps = 40_000
+    sampler = FixedSize(size)
+    indices, mask = batches(sampler, number, steps)
+    assert mask.all() and indices.shape == (steps, size)
+    assert (membership(indices, mask, number).sum(1) == size).all()
+    codes = (1 << indices.astype(np.int64)).sum(1)
+    subsets = [sum(1 << i for i in s) for s in itertools.combinations(range(number), size)]
+    observed = np.array([(codes == c).sum() for c in subsets])
+    assert observed.sum() == steps
+    if len(subsets) > 1:
+        assert stats.chisquare(observed).pvalue > 1e-4
+        # A sampler with one record 20 % more likely is rejected by the same statistic.
+        weights = np.array([1.2 if c & 1 else 1.0 for c in subsets])
+        assert (
+            stats.chisquare(observed, steps * weights / weights.sum()).pvalue < 1e-5
+            or size == number
+        )
+    # The order is uniform too: the first entry does not tell the row.
+    assert stats.chisquare(np.bincount(indices[:, 0], minlength=number)).pvalue > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("number", "size"), [(30_000, 300), (10**9, 1000), (1000, 250), (999, 600)]
+)
+def test_fixed_size_at_scale(number, size):
+    sampler = FixedSize(size)
+    indices, mask = batches(sampler, number, 200)
+    assert mask.all() and ((indices >= 0) & (indices < number)).all()
+    assert all(len(set(row)) == size for row in indices.tolist())
+    cells = np.bincount((indices.ravel().astype(np.int64) * 16) // number, minlength=16)
+    sizes = (
+        np.bincount((np.arange(number, dtype=np.int64) * 16) // number) if number < 10**7 else None
+    )
+    expected = cells.sum() / 16 if sizes is None else sizes / number * cells.sum()
+    assert (np.abs(cells - expected) < 5 * np.sqrt(expected)).all()
+    assert 0 <= sampler.total_variation(number) <= 1.01e-18
+
+
+@pytest.mark.parametrize("number", [1, 3, 7, 65_537, 10**6, 3 * 2**29, 2**31 - 2])
+def test_uniform_rows_are_lemires(number):
+    words = np.asarray(jax.random.bits(secret_key(5), (4000,))).astype(object)
+    products = [int(w) * number for w in words]
+    expected = [number if p % 2**32 < 2**32 % number else p >> 32 for p in products]
+    rows = sampling._uniform_rows(secret_key(5), 4000, number)
+    assert np.asarray(rows).tolist() == expected
+
+
+def test_rejection_leaves_equal_counts():
+    # All 16-bit words of a small model of Lemire's rule: every row keeps as many.
+    for number in (3, 7, 100, 1000):
+        products = np.arange(2**16) * number
+        kept = products[products % 2**16 >= 2**16 % number] >> 16
+        assert set(np.bincount(kept, minlength=number)) == {2**16 // number}
+
+
+@pytest.mark.parametrize(("size", "number"), [(1, 2**31 - 2), (1, 3 * 2**29), (250, 1000), (3, 12)])
+def test_shortfall_bound(size, number):
+    plan = distinct_plan(size, number)
+    reject = (2**32 % number) / 2**32
+    good = (1 - (size - 1) / number) * (1 - reject)
+    assert 0 <= stats.binom.cdf(size - 1, plan.draws, good) <= 1.01 * plan.shortfall + 1e-300
+    assert plan.shortfall <= 1e-18
+
+
+def test_shortfall_is_masked(monkeypatch):
+    monkeypatch.setattr(
+        sampling, "distinct_plan", lambda *_: _sampling_law.DistinctPlan(draws=4, shortfall=0.4)
+    )
+    indices, mask = batches(FixedSize(4), 16, 20_000)
+    counts = membership(indices, mask, 16).sum(1)
+    distinct = 15 * 14 * 13 / 16**3
+    assert abs((counts == 4).mean() - distinct) < 5 * math.sqrt(distinct * (1 - distinct) / 20_000)
+    assert (indices[~mask] == 0).all() and counts.min() >= 1
+
+
+# Contracts.
+
+SAMPLERS = [Poisson(0.1), FixedSize(10), FixedSize(60), FullBatch()]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
+def test_protocol_and_state(sampler):
+    assert isinstance(sampler, Sampler)
+    assert hash(sampler) == hash(type(sampler)(**vars(sampler)))
+    state = sampler.init(secret_key(1), 100)
+    batch, after = sampler.next(state)
+    assert jax.tree.structure(state) == jax.tree.structure(after)
+    assert after.num_examples == 100 and after.key.dtype == state.key.dtype
+    jitted, jitted_after = jax.jit(sampler.next)(state)
+    for a, b in zip(jax.tree.leaves(batch), jax.tree.leaves(jitted), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.dtype in (jnp.int32, bool)
+    same = jax.random.key_data(after.key) == jax.random.key_data(jitted_after.key)
+    assert bool(same.all())
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS[:3], ids=repr)
+def test_ratchet_and_vmap(sampler):
+    keys = jax.random.split(secret_key(2), 4)
+
+    def draw(key):
+        return sampler.next(sampler.init(key, 100))
+
+    several, states = jax.jit(jax.vmap(draw))(keys)
+    for i, key in enumerate(keys):
+        batch, state = draw(key)
+        np.testing.assert_array_equal(several.indices[i], batch.indices)
+        np.testing.assert_array_equal(several.mask[i], batch.mask)
+        assert (jax.random.key_data(state.key) == jax.random.key_data(states.key[i])).all()
+        # The key has moved on by a split, so the state does not hold what drew the batch.
+        assert not (jax.random.key_data(state.key) == jax.random.key_data(key)).any()
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
+def test_one_compile(sampler):
+    traces = []
+
+    @jax.jit
+    def step(state):
+        traces.append(1)
+        return sampler.next(state)
+
+    state = sampler.init(secret_key(1), 100)
+    for _ in range(4):
+        _, state = step(state)
+    step(sampler.init(secret_key(2), 100))
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS[:3], ids=repr)
+def test_64_bit_mode_draws_the_same(sampler):
+    plain = batches(sampler, 100, 5)
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        wide = batches(sampler, 100, 5)
+    for a, b in zip(plain, wide, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def test_amplification():
+    event = GaussianDpEvent(1.0)
+    assert Poisson(0.1).amplify(event, 100) == PoissonSampledDpEvent(0.1, event)
+    expected = SampledWithoutReplacementDpEvent(100, 10, event)
+    assert FixedSize(10).amplify(event, 100) == expected
+    assert FullBatch().amplify(event, 100) is event
+    probs = [s.inclusion_prob(100) for s in SAMPLERS]
+    assert probs == [0.1, 0.1, 0.6, 1.0]
+    assert FullBatch().total_variation(100) == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: Poisson(0.0), ValueError, "rate=0.0"),
+        (lambda: Poisson(1.5), ValueError, "rate=1.5"),
+        (lambda: Poisson(float("nan")), ValueError, "rate=nan"),
+        (lambda: Poisson("0.1"), TypeError, "rate='0.1'"),
+        (lambda: Poisson(0.1, overflow_prob=0.0), ValueError, "overflow_prob=0.0"),
+        (lambda: FixedSize(0), ValueError, "batch_size=0"),
+        (lambda: FixedSize(2.0), TypeError, "batch_size=2.0"),
+        (lambda: FixedSize(11).init(secret_key(0), 10), ValueError, "has 10 records"),
+        (lambda: FixedSize(11).inclusion_prob(10), ValueError, "smaller batch"),
+        (lambda: Poisson(0.1).init(secret_key(0), 0), ValueError, "num_examples=0"),
+        (lambda: Poisson(0.1).init(secret_key(0), 2**31 - 1), ValueError, "32-bit"),
+        (lambda: Poisson(0.1).init(jax.random.PRNGKey(0), 10), TypeError, "typed key"),
+        (lambda: FullBatch().init(jax.random.split(secret_key(0)), 10), TypeError, "vmap"),
+    ],
+)
+def test_errors(make, error, match):
+    with pytest.raises(error, match=match):
+        make()
+
+
+def test_docstring_examples():
+    assert doctest.testmod(sampling).failed == 0
