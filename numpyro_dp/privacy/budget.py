@@ -9,10 +9,10 @@ epsilon without its relation says little: the same run spends about twice as muc
 replaced as when it is added or removed.
 
 **Convention of this package.** A query adds noise of standard deviation ``noise_multiplier *
-clip_norm`` to a *sum* of vectors of norm at most ``clip_norm``. That sum moves by ``clip_norm`` when
-a record is added or removed, and by ``2 * clip_norm`` when one is replaced. The ``noise_multiplier``
-field of an *event* is always the noise divided by the sensitivity **under the relation of the
-budget**, and :func:`gaussian_event` is the only place that doubles the sensitivity.
+clip_norm`` to a *sum* of vectors of norm at most ``clip_norm``. That sum moves by ``clip_norm``
+when a record is added or removed, and by ``2 * clip_norm`` when one is replaced. The
+``noise_multiplier`` field of an *event* is always the noise divided by the sensitivity **under the
+relation of the budget**, and :func:`gaussian_event` is the only place that doubles the sensitivity.
 """
 
 from __future__ import annotations
@@ -132,10 +132,10 @@ def gaussian_event(noise_multiplier: float, relation: Relation = "add_or_remove_
         s = 1 \text{ (add or remove)}, \; s = 2 \text{ (replace)}
 
     The libraries do not agree on this: ``dp_accounting``'s RDP accountant reads the multiplier of a
-    ``GaussianDpEvent`` as noise / sensitivity whatever the relation, and its PLD accountant reads it
-    as noise / norm of one record and doubles by itself under ``REPLACE_ONE``. The event returned
-    here has the first meaning; our accountants translate it. Handed to ``dp_accounting`` directly it
-    gives the right value (RDP) or a larger one (PLD), never a smaller one.
+    ``GaussianDpEvent`` as noise / sensitivity whatever the relation, and its PLD accountant reads
+    it as noise / norm of one record and doubles by itself under ``REPLACE_ONE``. The event returned
+    here has the first meaning; our accountants translate it. Handed to ``dp_accounting`` directly
+    it gives the right value (RDP) or a larger one (PLD), never a smaller one.
 
     Args:
         noise_multiplier: Noise standard deviation / ``clip_norm``, at least 0. With 0 nothing is

@@ -1,14 +1,15 @@
 r"""Finds the noise that spends a budget.
 
-The noise multiplier :math:`z` solves :math:`\varepsilon_{up}(\mathrm{event}(z), \delta) \approx \varepsilon` from
-below. The first guess is the central limit theorem's: a run behaves like one Gaussian mechanism with
+The noise multiplier :math:`z` solves :math:`\varepsilon_{up}(\mathrm{event}(z), \delta) \approx
+\varepsilon` from below. The first guess is the central limit theorem's: a run behaves like one
+Gaussian mechanism with
 
 .. math:: \mu(z) = \Big(\sum_i n_i\, q_i^2\, (e^{1/z_i^2} - 1)\Big)^{1/2},
 
-which costs microseconds and is often within 10 %. A safeguarded secant in :math:`(\log z, \log\varepsilon)` with
-the real accountant then takes a handful of evaluations. The bound returned is the very one that
-:func:`~numpyro_dp.privacy.accounting.epsilon_spent` gives for the event, so that a later report can
-not exceed the budget.
+which costs microseconds and is often within 10 %. A safeguarded secant in :math:`(\log z,
+\log\varepsilon)` with the real accountant then takes a handful of evaluations. The bound returned
+is the very one that :func:`~numpyro_dp.privacy.accounting.epsilon_spent` gives for the event, so
+that a later report can not exceed the budget.
 
 Reference:
     Bu, Dong, Long, Su: Deep Learning with Gaussian Differential Privacy (2020), section 3, for the
@@ -70,8 +71,8 @@ def calibrate_noise(
 
     Raises:
         UnsupportedEventError: If the accountant has no bound for such events.
-        CalibrationError: If the budget is out of reach: not even the largest noise is enough, or the
-            noise has no influence on what is spent.
+        CalibrationError: If the budget is out of reach: not even the largest noise is enough, or
+            the noise has no influence on what is spent.
         TypeError: If ``budget`` is no :class:`PrivacyBudget`.
         TotalVariationError: If ``total_variation`` is too large for the budget.
 
@@ -85,21 +86,10 @@ def calibrate_noise(
         >>> 0.99 < bound.epsilon <= 1.0, round(noise_multiplier, 1)
         (True, 1.4)
 
-    **Guarantee**: ``bound.epsilon`` never exceeds ``budget.epsilon``, and is at least 0.99 of it, unless
-    the accountant's bound jumps over that range (ours do not).
+    **Guarantee**: ``bound.epsilon`` never exceeds ``budget.epsilon``, and is at least 0.99 of it,
+    unless the accountant's bound jumps over that range (ours do not).
     """
-    if not isinstance(budget, PrivacyBudget):
-        raise TypeError(f"Expected budget to be a PrivacyBudget, got {budget!r}.")
-    check_real("total_variation", total_variation, low=0.0, high=1.0, high_open=True)
-    total_variation = check_real(
-        "total_variation", total_variation, low=0.0, high=1.0, high_open=True
-    )
-    largest = budget.delta / (1.0 + math.exp(min(budget.epsilon, 700.0)))
-    if total_variation >= largest:
-        raise TotalVariationError(
-            f"Expected total_variation={total_variation:g} < {largest:.3g} for the budget {budget}. "
-            "Raise the padded batch size, so that its overflow is less likely."
-        )
+    total_variation = _checked(budget, total_variation)
     judge = Best() if accountant is None else accountant
     search = _Search(make_event, budget, judge, total_variation)
     log_noise = _first_guess(make_event, budget)
@@ -114,6 +104,23 @@ def calibrate_noise(
     if search.strong is not None and search.weak is not None:
         return math.exp(search.strong.log_noise), search.strong.bound
     raise CalibrationError(search.failure())
+
+
+def _checked(budget: PrivacyBudget, total_variation: float) -> float:
+    """Checks the arguments, and that the budget's delta can pay for the total variation."""
+    if not isinstance(budget, PrivacyBudget):
+        raise TypeError(f"Expected budget to be a PrivacyBudget, got {budget!r}.")
+    check_real("total_variation", total_variation, low=0.0, high=1.0, high_open=True)
+    total_variation = check_real(
+        "total_variation", total_variation, low=0.0, high=1.0, high_open=True
+    )
+    largest = budget.delta / (1.0 + math.exp(min(budget.epsilon, 700.0)))
+    if total_variation >= largest:
+        raise TotalVariationError(
+            f"Expected total_variation={total_variation:g} < {largest:.3g} for the budget "
+            f"{budget}. Raise the padded batch size, so that its overflow is less likely."
+        )
+    return total_variation
 
 
 class _Point(NamedTuple):
@@ -197,11 +204,12 @@ class _Search:
             told = f" ({self.refused})" if self.refused else ""
             return (
                 f"Expected a noise_multiplier in [{_SMALLEST:g}, {_LARGEST:g}] for the budget "
-                f"{budget}, found {spent}{told}. Allow a larger epsilon or delta, or take fewer steps."
+                f"{budget}, found {spent}{told}. Allow a larger epsilon or delta, or take "
+                "fewer steps."
             )
         return (
-            f"Expected the noise to decide what is spent, found {spent}, below the budget {budget}. "
-            "Such a run needs no noise: check make_event, or lower the budget."
+            f"Expected the noise to decide what is spent, found {spent}, below the budget "
+            f"{budget}. Such a run needs no noise: check make_event, or lower the budget."
         )
 
 

@@ -9,7 +9,7 @@ import dp_accounting as dpa
 import numpy as np
 import pytest
 from dp_accounting import rdp as library_rdp
-from dp_accounting.pld import PLDAccountant
+from dp_accounting.pld import PLDAccountant, privacy_loss_mechanism
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -34,8 +34,9 @@ from numpyro_dp.privacy.accounting.composition import (
     renyi_bound,
     window,
 )
-from numpyro_dp.privacy.accounting.discretise import LossGrid, directions, discretise
+from numpyro_dp.privacy.accounting.discretise import LossGrid, discretise
 from numpyro_dp.privacy.accounting.gdp import gaussian_epsilon, gaussian_log_delta
+from numpyro_dp.privacy.accounting.pairs import deltas, directions, loss_range
 from numpyro_dp.privacy.accounting.steps import gaussian_steps
 from numpyro_dp.privacy.budget import PrivacyBudget, gaussian_event, neighboring_relation
 
@@ -142,7 +143,7 @@ def test_a_sample_of_everybody_is_the_full_batch(accountant):
 
 
 def test_rdp_is_mironovs_formula():
-    # Mironov (2017), Corollary 3: order / (2 sigma^2), with the conversion of the module's docstring.
+    # Mironov (2017), Corollary 3: order / (2 sigma^2), converted as in the module's docstring.
     orders, noise, delta, steps = (4.0, 9.0), 3.0, 1e-6, 5
     expected = min(
         steps * a / (2 * noise**2) + math.log((a - 1) / a) - math.log(delta * a) / (a - 1)
@@ -205,6 +206,29 @@ def test_replace_one_pair_dominates_other_replacements():
 
 
 # --- Against the libraries ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.7, 0.01, 1e-6])
+@pytest.mark.parametrize("noise", [0.2, 1.0, 30.0])
+@pytest.mark.parametrize("direction", ["remove", "add", "replace"])
+def test_pairs_are_the_librarys(rate, noise, direction):
+    scale = 2.0 if direction == "replace" else 1.0
+    step = gaussian_steps(poisson(rate, noise, 1))[0]._replace(rate=rate)
+    library = privacy_loss_mechanism.GaussianPrivacyLoss(
+        scale * noise,
+        sampling_prob=rate,
+        adjacency_type=privacy_loss_mechanism.AdjacencyType[direction.upper()],
+        log_mass_truncation_bound=-30.0 + math.log(2.0),  # it halves that mass
+    )
+    low, high = loss_range(step, direction, -30.0)
+    assert high == pytest.approx(library.connect_dots_bounds().epsilon_upper, rel=1e-6)
+    eps = np.linspace(low, high, 201)
+    got, want = deltas(step, direction, eps), library.get_delta_for_epsilon(eps)
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=3e-15)
+    # Masses that may be cut off are as small as promised.
+    assert got[-1] <= math.exp(-30.0)
+    assert np.all(np.diff(got) <= 1e-15)
+
 
 GRID = [(0.01, 1.0, 1000), (0.1, 2.0, 200), (0.5, 10.0, 50), (0.002, 0.6, 500), (0.9, 5.0, 20)]
 
@@ -305,7 +329,7 @@ def test_tiny_rates_do_not_round_to_zero():
 
 def test_grid_limit_loosens_but_stays_valid():
     event = poisson(0.01, 22.0, 400_000)
-    fine, coarse = (PLD(max_points=n).epsilon(event, 1e-6, ADD) for n in (1 << 20, 4096))
+    fine, coarse = (PLD(max_points=n).epsilon(event, 1e-6, ADD) for n in (1 << 20, 1 << 14))
     assert fine.epsilon < coarse.epsilon
     assert coarse.epsilon - coarse.estimate > fine.epsilon - fine.estimate
     assert coarse.estimate < fine.epsilon * 1.05
@@ -341,9 +365,11 @@ def test_replace_one_doubles_the_sensitivity_once():
     want = PLDAccountant(dpa.NeighboringRelation.REPLACE_ONE).compose(dpa.GaussianDpEvent(4.0))
     assert want.get_epsilon(1e-5) == pytest.approx(one.epsilon, rel=1e-3)
     # ... and noise / sensitivity in its RDP.
-    rdp = library_rdp.RdpAccountant(neighboring_relation=dpa.NeighboringRelation.REPLACE_ONE)
-    assert rdp.compose(dpa.GaussianDpEvent(2.0)).get_epsilon(1e-5) > one.epsilon
-    assert rdp.get_epsilon(1e-5) == pytest.approx(RDP().epsilon(gaussian_event(4.0, REPLACE), 1e-5, REPLACE).epsilon, rel=0.02)  # fmt: skip
+    library = library_rdp.RdpAccountant(neighboring_relation=dpa.NeighboringRelation.REPLACE_ONE)
+    library.compose(dpa.GaussianDpEvent(2.0))
+    ours = RDP().epsilon(gaussian_event(4.0, REPLACE), 1e-5, REPLACE).epsilon
+    assert library.get_epsilon(1e-5) == pytest.approx(ours, rel=0.02)
+    assert one.epsilon < ours
 
 
 @pytest.mark.parametrize("rate", [0.5, 0.05])
@@ -462,7 +488,8 @@ def test_total_variation_is_paid_for():
     event, delta, tau = poisson(0.01, 1.2, 1000), 1e-5, 3e-7
     ideal = PLD().epsilon(event, delta, ADD)
     real = epsilon_spent(event, delta, ADD, total_variation=tau)
-    assert real.delta == delta and math.isnan(real.lower)
+    assert real.delta == delta
+    assert math.isnan(real.lower)
     assert ideal.epsilon < real.epsilon < 1.1 * ideal.epsilon
     # Definition: the ideal run is (epsilon, d)-private with d + (1 + e^epsilon) tau <= delta.
     left = delta - (1 + math.exp(real.epsilon)) * tau

@@ -35,8 +35,8 @@ class Best:
 
     Args:
         accountants: Whom to ask, in this order.
-        good_enough: Relative distance of ``upper`` to ``estimate`` at which asking stops, in [0, 1].
-            With 0 all are asked, unless one is exact.
+        good_enough: Relative distance of ``upper`` to ``estimate`` at which asking stops, in [0,
+            1]. With 0 all are asked, unless one is exact.
 
     Raises:
         ValueError: If there are no accountants, or ``good_enough`` is outside its range.

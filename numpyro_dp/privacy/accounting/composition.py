@@ -1,15 +1,17 @@
 r"""Composes privacy losses by one Fourier transform of exponentially tilted grids.
 
-For independent losses with :math:`K(\theta) = \sum_i n_i \log E[e^{\theta L_i}]` and :math:`S = \sum_i L_i`,
+For independent losses with :math:`K(\theta) = \sum_i n_i \log E[e^{\theta L_i}]` and :math:`S =
+\sum_i L_i`,
 
 .. math:: P(S = s) = e^{K(\theta) - \theta s}\, \tilde P(S = s),
 
-where under :math:`\tilde P` the losses have the tilted law :math:`p\, e^{\theta L} / E[e^{\theta L}]`. A plain
-transform has an absolute rounding error, which drowns a delta of 1e-12. Here :math:`\theta` is put where
-the target delta lies, so that the error is relative to that delta, whatever its size. The same
-:math:`\theta` is the minimiser of
+where under :math:`\tilde P` the losses have the tilted law :math:`p\, e^{\theta L} / E[e^{\theta
+L}]`. A plain transform has an absolute rounding error, which drowns a delta of 1e-12. Here
+:math:`\theta` is put where the target delta lies, so that the error is relative to that delta,
+whatever its size. The same :math:`\theta` is the minimiser of
 
-.. math:: \varepsilon(\theta) = \frac{K(\theta) - \log\delta + \theta\log\theta - (1+\theta)\log(1+\theta)}{\theta},
+.. math:: \varepsilon(\theta) = \tfrac1\theta \big(K(\theta) - \log\delta + \theta\log\theta
+    - (1+\theta)\log(1+\theta)\big),
 
 the epsilon that Renyi DP of order :math:`1 + \theta` grants, which is thereby a by-product.
 
@@ -65,9 +67,7 @@ class RenyiBound(NamedTuple):
     epsilon: float
 
 
-def renyi_bound(
-    composition: Composition, delta: float, near: float | None = None
-) -> RenyiBound:
+def renyi_bound(composition: Composition, delta: float, near: float | None = None) -> RenyiBound:
     """Minimises the epsilon that Renyi DP grants, over all orders.
 
     Args:
@@ -162,7 +162,9 @@ def fourier_epsilon(
         return start.epsilon, start.theta
     # Between two grid points delta is linear in exp(epsilon).
     mass, scaled = upper[index] + error * weight[index - 1] - target, lower[index]
-    root = float(losses[size // 2]) + math.log(mass / scaled) if mass > 0.0 < scaled else losses[index]
+    root = (
+        float(losses[size // 2]) + math.log(mass / scaled) if mass > 0.0 < scaled else losses[index]
+    )
     root = min(max(root, float(losses[index - 1])), float(losses[index]))
     slope = float(np.exp(relative[index]) * scaled) / target
     return min(max(float(root), 0.0), start.epsilon), slope

@@ -1,14 +1,15 @@
 r"""Exact epsilon of Gaussian mechanisms without sampling.
 
-A composition of Gaussian mechanisms of noise multipliers :math:`z_t`, adaptive or not, is as private as
-one Gaussian mechanism with :math:`\mu = (\sum_t 1/z_t^2)^{1/2}`, and that one spends exactly
+A composition of Gaussian mechanisms of noise multipliers :math:`z_t`, adaptive or not, is as
+private as one Gaussian mechanism with :math:`\mu = (\sum_t 1/z_t^2)^{1/2}`, and that one spends
+exactly
 
 .. math:: \delta(\varepsilon) = \Phi\!\big(\!-\tfrac\varepsilon\mu + \tfrac\mu2\big)
     - e^\varepsilon\, \Phi\!\big(\!-\tfrac\varepsilon\mu - \tfrac\mu2\big)
     = \varphi(x) \big(m(x) - m(x + \mu)\big), \quad x = \tfrac\varepsilon\mu - \tfrac\mu2,
 
-where :math:`m(x) = (1 - \Phi(x)) / \varphi(x)` is Mills' ratio: the second form neither overflows nor
-underflows, whatever the delta.
+where :math:`m(x) = (1 - \Phi(x)) / \varphi(x)` is Mills' ratio: the second form neither overflows
+nor underflows, whatever the delta.
 
 Reference:
     Balle, Wang: Improving the Gaussian Mechanism (2018), Theorem 8. Dong, Roth, Su: Gaussian
@@ -41,7 +42,7 @@ class GDP:
     Example:
         >>> from dp_accounting import GaussianDpEvent
         >>> print(GDP().epsilon(GaussianDpEvent(1.0), 1e-5, "add_or_remove_one"))
-        epsilon <= 4.3774 (in [4.3774, 4.3774]) at delta=1e-05 under add_or_remove_one, by GDP
+        epsilon <= 4.3772 (in [4.3772, 4.3772]) at delta=1e-05 under add_or_remove_one, by GDP
 
     **Guarantee**: ``upper`` is the true epsilon, up to a relative excess of 1e-10.
 
@@ -117,7 +118,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
     Example:
         >>> round(gaussian_epsilon(1.0, 1e-5), 4)
-        4.3774
+        4.3772
 
     **Guarantee**: not below the true value, and above it by a factor of at most 1 + 1e-10.
     """

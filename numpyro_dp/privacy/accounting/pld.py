@@ -1,21 +1,23 @@
 r"""Tight epsilon of full-batch and Poisson-sampled Gaussian runs, by privacy loss distributions.
 
-The grid follows the event. Splitting a loss between two grid points that are :math:`h` apart, so that
-:math:`P`- and :math:`Q`-mass are kept, raises :math:`\log E[e^{\theta L}]` by about :math:`\theta(1+\theta)h^2/12`.
-With :math:`n` steps and the tilt :math:`\theta` of :mod:`.composition` the epsilon is therefore too large by
+The grid follows the event. Splitting a loss between two grid points that are :math:`h` apart, so
+that :math:`P`- and :math:`Q`-mass are kept, raises :math:`\log E[e^{\theta L}]` by about
+:math:`\theta(1+\theta)h^2/12`. With :math:`n` steps and the tilt :math:`\theta` of
+:mod:`.composition` the epsilon is therefore too large by
 
 .. math:: \Delta\varepsilon \approx n\,(1 + \theta)\,h^2 / 12,
 
 and :math:`h` is chosen so that this is a given small part of epsilon. That makes about
-:math:`4\sqrt{n / \mathrm{gap}}` points of the composed loss, whatever the noise: 4e5 steps take a fraction of
-a second where a fixed grid is either too coarse or too long.
+:math:`4\sqrt{n / \mathrm{gap}}` points of the composed loss, whatever the noise: 4e5 steps take a
+fraction of a second where a fixed grid is either too coarse or too long.
 
-One step is ``dp_accounting``'s ``GaussianPrivacyLoss``; the composition is ours because the library's has
-an absolute rounding error, about 1e-16 times the number of steps, and a fixed grid.
+The composition is ours and not ``dp_accounting``'s because that one has a fixed grid and an
+absolute rounding error, about 1e-16 times the number of steps, which forbids small deltas. The
+tests hold this accountant against it.
 
-**Relations.** Under ``replace_one`` a Poisson-sampled step is bounded by the pair (see
-:mod:`.discretise`) that ``dp_accounting`` calls ``AdjacencyType.REPLACE``. The library's PLD doubles
-the sensitivity there by itself; our events have it doubled already, and this accountant undoes it.
+**Relations.** Under ``replace_one`` a Poisson-sampled step is bounded by a pair of its own, proved
+in :mod:`.pairs`. It is the one that ``dp_accounting`` calls ``AdjacencyType.REPLACE``; the
+library's PLD doubles the sensitivity there by itself, while our events have it doubled already.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ import dataclasses
 import math
 
 from dp_accounting import DpEvent
-from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType
 
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.privacy.accounting.bounds import (
@@ -40,18 +41,14 @@ from numpyro_dp.privacy.accounting.composition import (
     renyi_bound,
     window,
 )
-from numpyro_dp.privacy.accounting.discretise import (
-    delta_at_zero,
-    directions,
-    discretise,
-    loss_range,
-)
+from numpyro_dp.privacy.accounting.discretise import discretise
+from numpyro_dp.privacy.accounting.pairs import Direction, deltas, directions, loss_range
 from numpyro_dp.privacy.accounting.steps import GaussianStep, StepError, gaussian_steps
 from numpyro_dp.privacy.budget import Relation, check_relation
 
 __all__ = ["PLD"]
 
-_MAX_STEP_POINTS = 1 << 15
+_MAX_STEP_POINTS = 1 << 17
 _TRUNCATED = 1e-6  # part of delta that truncated tails may use up
 _REFINEMENTS = 8
 _SMALLEST_DELTA = 1e-250
@@ -65,7 +62,8 @@ class PLD:
     Args:
         relative_gap: Part of epsilon that the grid may add to it; in (0, 0.1].
         max_points: Largest number of points of the composed loss, at least 1024. Beyond it the
-            grid is coarser and the bound looser (``upper - estimate`` says how much), never invalid.
+            grid is coarser and the bound looser (``upper - estimate`` says how much), never
+            invalid.
 
     Raises:
         ValueError: If an argument is outside its range.
@@ -132,17 +130,18 @@ class PLD:
         return EpsilonBound(math.nan, estimate, upper, delta, relation, event, self.name)
 
     def _directed(
-        self, steps: tuple[GaussianStep, ...], direction: AdjacencyType, delta: float, known: float
+        self, steps: tuple[GaussianStep, ...], direction: Direction, delta: float, known: float
     ) -> tuple[float, float]:
         """Returns the upper bound of one direction and the grid's excess in it."""
-        if sum(step.count * delta_at_zero(step, direction) for step in steps) <= delta:
+        if sum(step.count * float(deltas(step, direction, 0.0)) for step in steps) <= delta:
             return 0.0, 0.0
         total = sum(step.count for step in steps)
         if delta < _SMALLEST_DELTA:
             raise UnreliableBoundError(f"Expected delta={delta:g} >= {_SMALLEST_DELTA:g} for PLD.")
         log_tail = math.log(_TRUNCATED) + math.log(delta) - math.log(total)
         ranges = [loss_range(step, direction, log_tail) for step in steps]
-        width = max(upper - lower for lower, upper in ranges)
+        # A loss may be all but constant, far from 0.
+        width = max(max(high - low, 0.01 * max(abs(low), abs(high))) for low, high in ranges)
         finest, interval = width / _MAX_STEP_POINTS, width / 512
         theta: float | None = None
         for _ in range(_REFINEMENTS):
@@ -182,7 +181,7 @@ class PLD:
 
 
 def _composition(
-    steps: tuple[GaussianStep, ...], direction: AdjacencyType, log_tail: float, interval: float
+    steps: tuple[GaussianStep, ...], direction: Direction, log_tail: float, interval: float
 ) -> Composition:
     grids = [discretise(step, direction, log_tail, interval) for step in steps]
     return Composition(grids, [step.count for step in steps])

@@ -1,22 +1,24 @@
 r"""Epsilon with two-sided error bounds, by ``prv_accountant``.
 
-The library returns :math:`\varepsilon_{low} \le \varepsilon \le \varepsilon_{up}` with :math:`\varepsilon_{up} -
-\varepsilon_{low} \approx 2 \eta`; the mesh that an error :math:`\eta` needs has
+The library returns :math:`\varepsilon_{low} \le \varepsilon \le \varepsilon_{up}` with
+:math:`\varepsilon_{up} - \varepsilon_{low} \approx 2 \eta`; the mesh that an error :math:`\eta`
+needs has
 
 .. math:: N = \frac{2L}{\eta} \sqrt{\tfrac n2 \log\tfrac{12}{\delta_{err}}}
 
-points for :math:`n` steps on a domain :math:`[-L, L]`. Here :math:`\eta` is a small part of epsilon unless that makes
-:math:`N` larger than ``max_points``; then it is the error which that many points can guarantee. So time
-and memory are bounded, and the bound gets looser with :math:`\sqrt n`, never invalid.
+points for :math:`n` steps on a domain :math:`[-L, L]`. Here :math:`\eta` is a small part of epsilon
+unless that makes :math:`N` larger than ``max_points``; then it is the error which that many points
+can guarantee. So time and memory are bounded, and the bound gets looser with :math:`\sqrt n`, never
+invalid.
 
-**Directions.** The library's Poisson-sampled Gaussian is the *remove* direction, with the mixture on
-top. Under composition neither direction dominates the other (Lebeda et al., 2024), so the *add*
-direction, :math:`Y = -\log(1 - q + q e^{(x - 1/2)/\sigma^2})` with :math:`x \sim N(0, \sigma^2)`, is evaluated too, and
-the larger bounds count. Its Renyi divergence, which sizes the domain, is at most the other's
-(Mironov et al., 2019, Theorem 5).
+**Directions.** The library's Poisson-sampled Gaussian is the *remove* direction, with the mixture
+on top. Under composition neither direction dominates the other (Lebeda et al., 2024), so the *add*
+direction, :math:`Y = -\log(1 - q + q e^{(x - 1/2)/\sigma^2})` with :math:`x \sim N(0, \sigma^2)`,
+is evaluated too, and the larger bounds count. Its Renyi divergence, which sizes the domain, is at
+most the other's (Mironov et al., 2019, Theorem 5).
 
-**Rounding.** The library centres each grid by a quadrature of tolerance 1.5e-8 on 11 pieces; the part of
-that which survives :math:`n` steps is added to the bounds.
+**Rounding.** The library centres each grid by a quadrature of tolerance 1.5e-8 on 11 pieces; the
+part of that which survives :math:`n` steps is added to the bounds.
 
 Reference:
     Gopi, Lee, Wutschitz: Numerical Composition of Differential Privacy (2021), Theorem 5.5.
@@ -60,7 +62,7 @@ class _AddDirection(PoissonSubsampledGaussianMechanism):
     """The privacy random variable of the add direction; see the module's docstring."""
 
     def cdf(self, t: Any) -> Any:
-        """P(Y <= t): the loss falls with x, and reaches t at x = 1/2 + s^2 log((e^-t - 1 + q) / q)."""
+        """P(Y <= t): the loss falls with x; it is t at x = 1/2 + s^2 log((e^-t - 1 + q) / q)."""
         rate, sigma = float(self.p), float(self.sigma)
         t = np.asarray(t, dtype=np.float64)
         with np.errstate(over="ignore"):  # exp(-t) = inf for very negative t: the cdf is 0 there.
@@ -135,7 +137,9 @@ class PRV:
             return EpsilonBound(value, value, value, delta, relation, event, self.name)
         self._check_rounding(steps, delta)
         sampled = any(step.sampling == "poisson" for step in steps)
-        bounds = [self._directed(steps, delta, add) for add in ([False, True] if sampled else [False])]
+        bounds = [
+            self._directed(steps, delta, add) for add in ([False, True] if sampled else [False])
+        ]
         lower, estimate, upper = (max(values) for values in zip(*bounds, strict=True))
         return EpsilonBound(
             max(lower, 0.0), max(estimate, 0.0), max(upper, 0.0), delta, relation, event, self.name

@@ -1,16 +1,17 @@
-r"""Renyi differential privacy: the loosest accountant here, and the one that knows fixed-size samples.
+r"""Renyi differential privacy: the loosest accountant, and the only one for fixed-size samples.
 
 .. math:: \varepsilon = \min_\alpha \; n\,\rho(\alpha) + \log\tfrac{\alpha - 1}{\alpha}
     - \frac{\log(\delta \alpha)}{\alpha - 1}
 
-The divergences :math:`\rho(\alpha)` of one step are ``dp_accounting``'s. Their rounding error is bounded and
-added before it is multiplied by the number of steps: for very small sampling rates it exceeds the
-divergence itself, and the library would turn a negative one into epsilon 0.
+The divergences :math:`\rho(\alpha)` of one step are ``dp_accounting``'s. Their rounding error is
+bounded and added before it is multiplied by the number of steps: for very small sampling rates it
+exceeds the divergence itself, and the library would turn a negative one into epsilon 0.
 
-**Relations.** The library reads a ``GaussianDpEvent`` as noise / sensitivity whatever the relation, which
-is this package's convention too. Under ``replace_one`` it supports full batches and fixed-size
-samples without replacement (noise relative to the doubled sensitivity), not Poisson samples; under
-``add_or_remove_one`` it supports full batches and Poisson samples, not fixed-size ones.
+**Relations.** The library reads a ``GaussianDpEvent`` as noise / sensitivity whatever the relation,
+which is this package's convention too. Under ``replace_one`` it supports full batches and
+fixed-size samples without replacement (noise relative to the doubled sensitivity), not Poisson
+samples; under ``add_or_remove_one`` it supports full batches and Poisson samples, not fixed-size
+ones.
 
 Reference:
     Mironov: Renyi Differential Privacy (2017). Mironov, Talwar, Zhang: Renyi DP of the Sampled
@@ -135,7 +136,7 @@ class RDP:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the library from logging each order it leaves out: fewer orders only loosen the bound."""
+    """Keeps the library from logging orders it leaves out, which only loosens the bound."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)
     try:

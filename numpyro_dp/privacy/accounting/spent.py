@@ -6,8 +6,9 @@ If the outputs of the mechanism that runs are within total variation :math:`\tau
 .. math:: P'(A) \le P(A) + \tau \le e^\varepsilon Q(A) + d + \tau
     \le e^\varepsilon Q'(A) + d + (1 + e^\varepsilon)\,\tau,
 
-so it is :math:`(\varepsilon, d + (1 + e^\varepsilon)\tau)`-private. Padded Poisson batches that overflow are such
-a case: :math:`\tau` is the probability that any batch of the run does.
+so it is :math:`(\varepsilon, d + (1 + e^\varepsilon)\tau)`-private. Padded Poisson batches that
+overflow are such a
+case: :math:`\tau` is the probability that any batch of the run does.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def epsilon_spent(
     r"""Bounds the epsilon of a run.
 
     Finds the largest :math:`d` with :math:`d + (1 + e^{\varepsilon(d)})\tau \le \delta`: normally
-    :math:`d = 0.999\,\delta`, else by iterating :math:`d \leftarrow \delta - (1 + e^{\varepsilon(d)})\tau` downwards.
+    :math:`d = 0.999\,\delta`, else by iterating :math:`d \leftarrow \delta - (1 +
+    e^{\varepsilon(d)})\tau` downwards.
 
     Args:
         event: What the accounted mechanism is; noise multipliers relative to the sensitivity under
@@ -47,14 +49,14 @@ def epsilon_spent(
         delta: In (0, 1).
         relation: ``"add_or_remove_one"`` or ``"replace_one"``.
         accountant: Who bounds epsilon; ``None`` means :class:`Best`.
-        total_variation: Distance of the mechanism that runs from the accounted one, over the *whole*
-            run (the sum over its steps will do); in [0, 1).
+        total_variation: Distance of the mechanism that runs from the accounted one, over the
+            *whole* run (the sum over its steps will do); in [0, 1).
 
     Raises:
         UnsupportedEventError: If the accountant has no bound for the event.
         UnreliableBoundError: If it cannot compute one here.
-        TotalVariationError: If ``total_variation`` is too large for any epsilon to hold at ``delta``;
-            the message says how small it must be.
+        TotalVariationError: If ``total_variation`` is too large for any epsilon to hold at
+            ``delta``; the message says how small it must be.
         ValueError: If an argument is outside its range.
 
     Example:
@@ -62,7 +64,7 @@ def epsilon_spent(
         >>> print(epsilon_spent(GaussianDpEvent(2.0), 1e-5))
         epsilon <= 1.9931 (in [1.9931, 1.9931]) at delta=1e-05 under add_or_remove_one, by GDP
         >>> round(epsilon_spent(GaussianDpEvent(2.0), 1e-5, total_variation=1e-7).epsilon, 3)
-        2.011
+        2.004
 
     **Guarantee**: the mechanism that runs is (``epsilon``, ``delta``)-differentially private.
 
@@ -84,6 +86,12 @@ def epsilon_spent(
     judge = Best() if accountant is None else accountant
     if tau == 0.0:
         return judge.epsilon(event, delta, relation)
+    return _with_total_variation(event, delta, relation, judge, tau)
+
+
+def _with_total_variation(
+    event: DpEvent, delta: float, relation: Relation, judge: Accountant, tau: float
+) -> EpsilonBound:
     inner = (1.0 - _SHARE) * delta
     needed = 0.0
     for attempt in range(_ITERATIONS):
@@ -99,7 +107,8 @@ def epsilon_spent(
         if inner <= 0.0:
             break
     raise TotalVariationError(
-        f"Expected total_variation={tau:g} small enough for delta={delta:g}: no epsilon satisfies "
-        f"d + (1 + exp(epsilon)) * total_variation <= delta. total_variation <= {needed:.3g} is enough; "
-        "raise the padded batch size (its overflow probability falls exponentially), or delta."
+        f"Expected total_variation={tau:g} small enough for delta={delta:g}: found no epsilon "
+        "with d + (1 + exp(epsilon)) * total_variation <= delta. total_variation <= "
+        f"{needed:.3g} is enough; raise the padded batch size (its overflow probability falls "
+        "exponentially), or delta."
     )

@@ -1,8 +1,8 @@
 r"""Reads an event as a multiset of Gaussian steps.
 
-Every accountant here starts from the same normal form: a run is :math:`\{(s_i, q_i, z_i, n_i)\}`, that
-is, :math:`n_i` Gaussian mechanisms of noise multiplier :math:`z_i` on a sample drawn in the way
-:math:`s_i` at the rate :math:`q_i`. Several Gaussians on one sample are one,
+Every accountant here starts from the same normal form: a run is :math:`\{(s_i, q_i, z_i, n_i)\}`,
+that is, :math:`n_i` Gaussian mechanisms of noise multiplier :math:`z_i` on a sample drawn in the
+way :math:`s_i` at the rate :math:`q_i`. Several Gaussians on one sample are one,
 
 .. math:: z = \big(\textstyle\sum_j n_j / z_j^2\big)^{-1/2},
 
