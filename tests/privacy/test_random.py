@@ -180,7 +180,8 @@ def test_transformations_agree_with_the_plain_call():
 def test_jax_random_functions_take_the_keys():
     key = secret_key(4)
     copy = jax.random.wrap_key_data(jax.random.key_data(key), impl=CHACHA20)
-    assert jax.random.key_impl(copy) == CHACHA20 and copy.dtype == key.dtype
+    assert jax.random.key_impl(copy) == CHACHA20
+    assert copy.dtype == key.dtype
     for value in (
         jax.random.normal(jax.random.clone(key), (10,)),
         jax.random.uniform(copy, (10,)),
@@ -203,7 +204,8 @@ def test_import_makes_no_array():
 
 def test_secret_keys():
     first, second = secret_key(), secret_key()
-    assert first.shape == () and jax.random.key_impl(first) == CHACHA20
+    assert first.shape == ()
+    assert jax.random.key_impl(first) == CHACHA20
     assert jax.random.key_data(first).tolist() != jax.random.key_data(second).tolist()
     assert jax.random.key_data(secret_key(KEY)).tolist() == list(words(KEY))
     same = [
@@ -330,7 +332,8 @@ def test_extreme_words_are_finite():
         jnp.arange(0, 2**32, 2**16 + 1, dtype=jnp.uint32), jnp.dtype("float32")
     )
     np.testing.assert_allclose(np.asarray(cos) ** 2 + np.asarray(sin) ** 2, 1, atol=1e-6)
-    assert float(jnp.abs(cos).min()) > 0 and float(jnp.abs(sin).min()) > 0
+    assert float(jnp.abs(cos).min()) > 0
+    assert float(jnp.abs(sin).min()) > 0
 
 
 def test_float64_normals():
@@ -338,7 +341,8 @@ def test_float64_normals():
         standard_normal(secret_key(0), (3,), jnp.float64)
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
         z = np.asarray(standard_normal(secret_key(8), (1_000_001,), jnp.float64))
-        assert z.dtype == np.float64 and not law_rejects(z)
+        assert z.dtype == np.float64
+        assert not law_rejects(z)
         # All 53 bits are in use: the last bit of numbers in [1, 2) is a fair coin.
         last = (z[(z >= 1) & (z < 2)].view(np.uint64) & 1).mean()
         assert abs(last - 0.5) < 5 * 0.5 / math.sqrt(100_000)
@@ -349,7 +353,8 @@ def test_float64_normals():
 def test_normal_shapes(shape):
     key = secret_key(9)
     z = standard_normal(key, shape)
-    assert z.shape == shape and z.dtype == jnp.float32
+    assert z.shape == shape
+    assert z.dtype == jnp.float32
     np.testing.assert_allclose(jax.jit(standard_normal, static_argnums=1)(key, shape), z, rtol=1e-5)
 
 
