@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 from jax import Array
 from numpyro.infer import SVI
 
-from numpyro_dp._validate import check_int, check_real
+from numpyro_dp import _checks
+from numpyro_dp._validate import check_int
 from numpyro_dp.core import Estimator, Sampler
-from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.model.frontend import Frontend, arguments_key, check_loss
 from numpyro_dp.model.records import array_shapes
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism import check_clip_norm, clip_sensitivity
-from numpyro_dp.privacy.plan import BudgetError, PrivacyReport, make_plan
+from numpyro_dp.privacy.plan import PrivacyReport, make_plan
 from numpyro_dp.privacy.random import as_secret_key, secret_key
 from numpyro_dp.results import DPSVIResult, SensitiveValueError
 from numpyro_dp.session import LossRelease, Session
@@ -117,22 +115,24 @@ class DPSVI:
         allow_sensitive: bool = False,
         **static_kwargs: Any,
     ) -> None:
+        _checks.check_callable("model", model)
+        _checks.check_callable("guide", guide)
         self.clip_norm = check_clip_norm(clip_norm)
-        self.sampler = _check_sampler(sampler)
-        self.budget = _check_budget(budget, noise_multiplier)
-        self.noise_multiplier = _check_noise(noise_multiplier)
+        self.sampler = _checks.check_sampler(sampler)
+        self.noise_multiplier = _checks.check_noise(noise_multiplier)
+        self.budget = _checks.check_budget(budget, noise_multiplier, self.clip_norm)
         self.num_steps = None if num_steps is None else check_int("num_steps", num_steps, low=1)
-        self.estimator = _check_estimator(estimator)
-        self.accountant = accountant
-        self.loss_release = _check_loss_release(loss_release)
+        self.estimator = _checks.check_estimator(estimator)
+        self.accountant = _checks.check_accountant(accountant)
+        self.loss_release = _checks.check_loss_release(loss_release)
         self.allow_sensitive = allow_sensitive
         self.secret_key = None if secret_key is None else as_secret_key(secret_key)
         self.loss = check_loss(loss)
-        svi = SVI(model, guide, _check_optim(optim), self.loss, **static_kwargs)
+        svi = SVI(model, guide, _checks.check_optim(optim), self.loss, **static_kwargs)
         self.model, self.guide, self.optim = model, guide, svi.optim
         self.static_kwargs = static_kwargs
         self._frontend = Frontend(model, guide, svi, static_kwargs, data_plate)
-        self._sessions: dict[Any, _Session] = {}
+        self._sessions: dict[Any, Session] = {}
 
     def init(
         self,
@@ -153,6 +153,7 @@ class DPSVI:
             UnsupportedModelError: If the model or guide cannot be private as it is written.
             BudgetError: If the plan exceeds the budget, or has a budget but no ``num_steps``.
         """
+        _checks.check_rng_key(rng_key)
         return self._init(rng_key, self.num_steps, args, kwargs, init_params)
 
     def update(
@@ -171,9 +172,10 @@ class DPSVI:
         Returns:
             The new state, and ``nan`` in the place of the loss unless ``allow_sensitive``.
         """
+        _checks.check_state(svi_state)
         session = self._session(args, kwargs)
         if not isinstance(svi_state.step, jax.core.Tracer):
-            _check_not_spent(svi_state)
+            _checks.check_not_spent(svi_state)
         return session.update(svi_state, args, kwargs)
 
     def stable_update(
@@ -182,7 +184,7 @@ class DPSVI:
         """The same as :meth:`update`: a record that is not finite counts as 0 in every step."""
         return self.update(svi_state, *args, **kwargs)
 
-    def get_params(self, svi_state: SensitiveState) -> dict[str, Array]:
+    def get_params(self, svi_state: SensitiveState) -> dict[str, Any]:
         """Returns the constrained parameters at a state; they may be published."""
         return self._frontend.svi.get_params(svi_state)
 
@@ -234,18 +236,23 @@ class DPSVI:
         Raises:
             BudgetError: If the steps do not fit the budget. No record has been read then.
         """
-        check_int("num_steps", num_steps, low=1, high=_UNLIMITED - 1)
+        _checks.check_rng_key(rng_key)
+        _checks.check_num_steps(num_steps, _UNLIMITED - 1)
         if trace_size is not None:
             check_int("trace_size", trace_size, low=1)
         if forward_mode_differentiation:
-            raise ValueError("Expected forward_mode_differentiation=False: not supported.")
+            raise ValueError(
+                "Expected forward_mode_differentiation=False, got True: gradients of single "
+                "records are taken in reverse mode. Leave it out."
+            )
         if init_state is None:
             covered = self.num_steps if self.num_steps is not None else num_steps
             state = self._init(rng_key, covered, args, kwargs, init_params)
         else:
+            _checks.check_state(init_state)
             state = init_state
         session = self._session(args, kwargs)
-        _check_steps_fit(state, num_steps)
+        _checks.check_steps_fit(state, num_steps)
         report = self._report(session, state, int(state.step) + num_steps)
         rows = session.rows(args, kwargs)
         state, losses, trace = session.run(state, rows, num_steps, trace_size, progress_bar, report)
@@ -273,7 +280,9 @@ class DPSVI:
         prepared = self._frontend.prepare(structure, rng_key, args, kwargs, init_params)
         key = arguments_key(args, kwargs)
         if key not in self._sessions:
-            self._sessions[key] = Session(self, prepared.problem)
+            session = Session(self, prepared.problem)
+            session.check_signal(self.optim.get_params(prepared.optim_state))
+            self._sessions[key] = session
         secret = secret_key() if self.secret_key is None else self.secret_key
         noise_key, batch_key = jax.random.split(secret)
         return SensitiveState(
@@ -319,80 +328,6 @@ class DPSVI:
             reproducible=self.secret_key is not None,
             loss_released=self.loss_release is not None,
             sensitive_allowed=self.allow_sensitive,
-        )
-
-
-def _check_sampler(sampler: Any) -> Sampler:
-    if not isinstance(sampler, Sampler):
-        raise TypeError(
-            f"Expected sampler to be Poisson(rate), FixedSize(batch_size) or FullBatch(), got "
-            f"{sampler!r}."
-        )
-    return sampler
-
-
-def _check_estimator(estimator: Any) -> Callable[[VariationalProblem], Estimator]:
-    if not callable(estimator) or isinstance(estimator, type) or estimator in (aligned, vanilla):
-        raise TypeError(
-            f"Expected estimator to be built by a call, such as aligned() or vanilla(), got "
-            f"{estimator!r}. Add the parentheses."
-        )
-    return estimator
-
-
-def _check_budget(budget: Any, noise_multiplier: Any) -> PrivacyBudget | None:
-    if budget is None and noise_multiplier is None:
-        raise ValueError(
-            "Expected a budget or a noise_multiplier, got neither. Pass "
-            "budget=PrivacyBudget(epsilon=1.0, delta=1e-5)."
-        )
-    if budget is not None and not isinstance(budget, PrivacyBudget):
-        raise TypeError(f"Expected budget=PrivacyBudget(epsilon, delta), got {budget!r}.")
-    return budget
-
-
-def _check_noise(noise_multiplier: Any) -> float | None:
-    if noise_multiplier is None:
-        return None
-    return check_real(
-        "noise_multiplier", noise_multiplier, low=0, high=1e30,
-        remedy="It is the noise's standard deviation over the sensitivity; 0 is not private.",
-    )  # fmt: skip
-
-
-def _check_loss_release(release: Any) -> LossRelease | None:
-    if release is None:
-        return None
-    if not isinstance(release, LossRelease):
-        raise TypeError(f"Expected loss_release=LossRelease(clip, share), got {release!r}.")
-    check_real("LossRelease.clip", release.clip, low=0, high=math.inf, low_open=True, high_open=True)
-    check_real("LossRelease.share", release.share, low=0, high=1, low_open=True, high_open=True)
-    return release
-
-
-def _check_optim(optim: Any) -> Any:
-    if isinstance(optim, numpyro.optim.Minimize):
-        raise TypeError(
-            "Expected an optimiser that takes gradient steps, got numpyro.optim.Minimize, which "
-            "evaluates the loss many times a step. Use numpyro.optim.Adam or optax."
-        )
-    return optim
-
-
-def _check_not_spent(state: SensitiveState) -> None:
-    if int(state.step) >= int(state.max_steps):
-        raise BudgetError(
-            f"Expected fewer than {int(state.max_steps)} updates, the steps that the budget "
-            "covers; all have been taken. Plan for more with DPSVI(..., num_steps=T)."
-        )
-
-
-def _check_steps_fit(state: SensitiveState, num_steps: int) -> None:
-    left = int(state.max_steps) - int(state.step)
-    if num_steps > left:
-        raise BudgetError(
-            f"Expected num_steps <= {left}, what the budget still covers after {int(state.step)} "
-            f"steps, got {num_steps}. Plan for all steps with DPSVI(..., num_steps=T)."
         )
 
 

@@ -15,14 +15,16 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float
 from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.primitives import Messenger
 
 from numpyro_dp.model.records import Arguments
+from numpyro_dp.model.separation import one_record
 from numpyro_dp.model.structure import ModelStructure
 
-__all__ = ["Model", "one_record"]
+__all__ = ["Model"]
 
 
 class Model(NamedTuple):
@@ -37,8 +39,8 @@ class Model(NamedTuple):
     structure: ModelStructure
 
     def log_prior(
-        self, latents: dict[str, Array], params: dict[str, Array], shared: tuple[Array, ...]
-    ) -> Array:
+        self, latents: dict[str, Array], params: dict[str, Any], shared: tuple[Array, ...]
+    ) -> Float[Array, ""]:
         """Log density of the prior in unconstrained coordinates.
 
         Args:
@@ -61,11 +63,11 @@ class Model(NamedTuple):
     def log_likelihood(
         self,
         latents: dict[str, Array],
-        params: dict[str, Array],
+        params: dict[str, Any],
         example: tuple[Array, ...],
         shared: tuple[Array, ...],
         rng_key: Array | None = None,
-    ) -> Array:
+    ) -> Float[Array, ""]:
         """Log likelihood of one record, ``handlers.scale`` and masks included.
 
         Args:
@@ -85,10 +87,16 @@ class Model(NamedTuple):
         total = sum(_log_prob(trace[name]) for name in structure.likelihood)
         return total / size if size != 1 else total
 
+    def trace_prior(
+        self, latents: dict[str, Array], params: dict[str, Any], shared: tuple[Array, ...]
+    ) -> dict[str, Any]:
+        """NumPyro's trace of the model at the latents, on a placeholder for the records."""
+        return self._trace(latents, params, self.structure.layout.placeholder(shared), None)[0]
+
     def _trace(
         self,
         latents: dict[str, Array],
-        params: dict[str, Array],
+        params: dict[str, Any],
         arguments: Arguments,
         rng_key: Array | None,
     ) -> tuple[dict[str, Any], Array]:
@@ -98,21 +106,6 @@ class Model(NamedTuple):
         constrain = _Constrain(fn, latents)
         trace = arguments.call(handlers.trace(constrain).get_trace)
         return trace, constrain.log_det
-
-
-class one_record(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
-    """Lets a model see its data plate with a single index, as for a data set of one row."""
-
-    def __init__(self, fn: Callable[..., Any], plate: str, num_rows: int = 1) -> None:
-        self.plate = plate
-        self.num_rows = num_rows
-        super().__init__(fn)
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        """Replaces the plate's indices by ``[0]``, whatever its size or subsample size."""
-        if msg["type"] == "plate" and msg["name"] == self.plate:
-            msg["value"] = jnp.arange(self.num_rows)
-            msg["args"] = (msg["args"][0], None)
 
 
 class _Constrain(Messenger):
@@ -133,5 +126,5 @@ class _Constrain(Messenger):
 
 
 def _log_prob(site: dict[str, Any]) -> Array:
-    value = jnp.sum(site["fn"].log_prob(site["value"]))
-    return value if site["scale"] is None else value * site["scale"]
+    value = site["fn"].log_prob(site["value"])
+    return jnp.sum(value if site["scale"] is None else value * site["scale"])

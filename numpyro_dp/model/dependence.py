@@ -13,11 +13,20 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-__all__ = ["copies_of_inputs", "depends_on_inputs"]
+__all__ = [
+    "captured_shapes",
+    "copies_of_inputs",
+    "depends_on_inputs",
+    "looks_up",
+]
 
 _MOVES = frozenset(
-    "reshape broadcast_in_dim squeeze expand_dims transpose slice rev copy copy_p concatenate".split()
-)
+    (
+        "reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "slice", "rev",
+        "copy", "copy_p", "concatenate",
+    )
+)  # fmt: skip
+_LOOKUPS = ("gather", "dynamic_slice")
 _CALLS = ("jaxpr", "call_jaxpr")
 
 
@@ -50,10 +59,39 @@ def copies_of_inputs(fn: Callable[..., Any], num_other: int, *args: Any) -> list
     )
 
 
-def _walk(jaxpr: Jaxpr, seeds: Sequence[bool], rule: Callable[[Any, list[bool]], bool]) -> list[bool]:
+def looks_up(
+    fn: Callable[..., dict[str, Any]], size: int, index: Any, *args: Any
+) -> dict[str, bool]:
+    """Returns for each entry of ``fn(index, *args)`` whether an index picks from ``size`` entries.
+
+    Args:
+        fn: A function of arrays that returns a dict of pytrees of arrays.
+        size: Length of the axis that is looked for.
+        index: The array of indices, or its shape.
+        *args: Arrays or shapes.
+    """
+    closed, out = jax.make_jaxpr(fn, return_shape=True)(index, *args)
+    index_dependent, picked = 1, 2
+
+    def rule(eqn: Any, flags: list[int]) -> int:
+        reads = eqn.primitive.name in _LOOKUPS and index_dependent in flags[1:]
+        return picked if reads and size in eqn.invars[0].aval.shape else max(flags, default=0)
+
+    seeds = [index_dependent] + [0] * (len(closed.jaxpr.invars) - 1)
+    flags = _walk(closed.jaxpr, seeds, rule)
+    entries = jax.tree.unflatten(jax.tree.structure(out), flags)
+    return {name: picked in jax.tree.leaves(entry) for name, entry in entries.items()}
+
+
+def captured_shapes(fn: Callable[..., Any], *args: Any) -> list[tuple[int, ...]]:
+    """Returns the shapes of the arrays that ``fn`` holds besides its arguments."""
+    return [jax.numpy.shape(value) for value in jax.make_jaxpr(fn)(*args).consts]
+
+
+def _walk(jaxpr: Jaxpr, seeds: Sequence[int], rule: Callable[[Any, list[int]], int]) -> list[int]:
     flags = dict(zip(jaxpr.invars, seeds, strict=True))
 
-    def read(atom: Any) -> bool:
+    def read(atom: Any) -> int:
         return False if isinstance(atom, Literal) else flags.get(atom, False)
 
     for eqn in jaxpr.eqns:
@@ -72,7 +110,8 @@ def _called(eqn: Any) -> Jaxpr | None:
     for name in _CALLS:
         body = eqn.params.get(name)
         body = body.jaxpr if isinstance(body, ClosedJaxpr) else body
-        if isinstance(body, Jaxpr) and eqn.primitive.name not in ("scan", "while", "cond"):
-            if len(body.invars) == len(eqn.invars) and len(body.outvars) == len(eqn.outvars):
-                return body
+        if not isinstance(body, Jaxpr) or eqn.primitive.name in ("scan", "while", "cond"):
+            continue
+        if len(body.invars) == len(eqn.invars) and len(body.outvars) == len(eqn.outvars):
+            return body
     return None

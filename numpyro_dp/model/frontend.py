@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from numpyro_dp.model.guide import (
     prototype_without_records,
     read_guide,
 )
-from numpyro_dp.model.records import split_arguments
+from numpyro_dp.model.records import check_arrays, split_arguments
 from numpyro_dp.model.structure import ModelStructure, UnsupportedModelError, read_model
 from numpyro_dp.model.variational import VariationalProblem
 
@@ -57,7 +58,8 @@ class Frontend(NamedTuple):
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         """Reads the model; raises what :func:`read_model` raises."""
-        return read_model(_bind(self.model, self.static), args, kwargs, self.data_plate)
+        model = _bind(self.model, self.static)
+        return read_model(model, args, kwargs, self.data_plate, self.static)
 
     def prepare(
         self,
@@ -80,7 +82,9 @@ class Frontend(NamedTuple):
             hide_likelihood(self.model, plate), self.guide, self.svi.optim, self.svi.loss,
             **self.static,
         )  # fmt: skip
-        with prototype_without_records(self.guide, plate):
+        with prototype_without_records(self.guide, plate), warnings.catch_warnings():
+            # SVI warns of discrete sites; here they are refused below, with their name.
+            warnings.filterwarnings("ignore", "Currently, SVI with Trace_ELBO loss does not")
             state = hidden.init(
                 rng_key, *placeholder.args, init_params=init_params, **placeholder.kwargs
             )
@@ -92,7 +96,8 @@ class Frontend(NamedTuple):
         self.svi.constrain_fn = hidden.constrain_fn
         params = hidden.get_params(state)
         model = Model(_bind(self.model, self.static), structure)
-        guide = read_guide(_bind(self.guide, self.static), self.guide, model, params, shared)
+        fn = _bind(self.guide, self.static)
+        guide = read_guide(fn, self.guide, model, params, shared, self.static)
         problem = VariationalProblem(
             model, guide, hidden.constrain_fn, shared, self.svi.loss.num_particles
         )
@@ -101,9 +106,10 @@ class Frontend(NamedTuple):
 
 def arguments_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns a hashable description of arguments: structure, shapes, dtypes and constants."""
+    check_arrays(args, kwargs)
     leaves, treedef = jax.tree.flatten((args, kwargs))
     described = tuple(
-        (np.shape(leaf), str(leaf.dtype))
+        (np.shape(leaf), str(jax.dtypes.canonicalize_dtype(leaf.dtype)))
         if isinstance(leaf, jax.Array | np.ndarray | np.generic)
         else leaf
         for leaf in leaves

@@ -2,7 +2,8 @@ r"""A reparameterised guide as one public function: ``draw``.
 
 From the guide's parameters and a key it gives the latents :math:`u` in unconstrained coordinates
 and an estimate of :math:`-\log q(u)` whose gradient is that of the entropy: the entropy itself for
-Gaussian guides, a single draw otherwise (for a Gaussian both have the same gradient, exactly).
+Gaussian guides, a single draw otherwise (where the draw is an invertible map of as many normals,
+both have the same gradient, exactly; a low-rank guide is not such, and takes the single draw).
 Guides run on a placeholder for the records.
 """
 
@@ -17,13 +18,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from numpyro import handlers
-from numpyro.distributions import biject_to
+from numpyro.distributions import LowRankMultivariateNormal, biject_to
 from numpyro.infer import autoguide
 from numpyro.infer.initialization import init_to_uniform
 
-from numpyro_dp.model.density import Model, one_record
+from numpyro_dp.model.density import Model
 from numpyro_dp.model.dependence import depends_on_inputs
-from numpyro_dp.model.structure import UnsupportedModelError
+from numpyro_dp.model.separation import (
+    UnsupportedModelError,
+    check_captured,
+    one_record,
+)
 
 __all__ = ["Guide", "prototype_without_records", "read_guide"]
 
@@ -43,15 +48,17 @@ class Guide(NamedTuple):
         auto: The ``AutoGuide`` behind ``fn``, or ``None`` for a hand-written guide.
         model: The model.
         params: Names of the guide's parameters.
+        public: Static keywords that the guide has been given.
     """
 
     fn: Callable[..., Any]
     auto: autoguide.AutoGuide | None
     model: Model
     params: frozenset[str] = frozenset()
+    public: dict[str, Any] = {}  # noqa: RUF012 - never written to
 
     def draw(
-        self, params: dict[str, Array], rng_key: Array, shared: tuple[Array, ...]
+        self, params: dict[str, Any], rng_key: Array, shared: tuple[Array, ...]
     ) -> tuple[dict[str, Array], Array]:
         """Draws latents, differentiably in the parameters.
 
@@ -75,8 +82,9 @@ def read_guide(
     fn: Callable[..., Any],
     auto: Any,
     model: Model,
-    params: dict[str, Array],
+    params: dict[str, Any],
     shared: tuple[Array, ...],
+    public: dict[str, Any] | None = None,
 ) -> Guide:
     """Checks a guide against its model.
 
@@ -86,17 +94,20 @@ def read_guide(
         model: The model.
         params: Constrained parameters, as initialised.
         shared: Public arrays among the model's arguments.
+        public: Static keywords that the guide has been given.
 
     Raises:
         UnsupportedModelError: Names the site or parameter and the remedy.
     """
-    guide = Guide(fn, auto if isinstance(auto, autoguide.AutoGuide) else None, model)
+    known = auto if isinstance(auto, autoguide.AutoGuide) else None
+    guide = Guide(fn, known, model, public=public or {})
     _check_reads_no_records(guide, params, shared)
     _check_parameter_shapes(guide, shared)
     trace = _guide_trace(guide, params, jax.random.key(0), shared)
     guide = guide._replace(
         params=frozenset(name for name, site in trace.items() if site["type"] == "param")
     )
+    _check_fixed_supports(guide, params, shared)
     latents = model.structure.latents
     found = {name: site for name, site in trace.items() if site["type"] == "sample"}
     missing = [name for name in latents if name not in found]
@@ -170,7 +181,7 @@ def _is_observed(site: dict[str, Any]) -> bool:
 
 
 def _guide_trace(
-    guide: Guide, params: dict[str, Array], rng_key: Array, shared: tuple[Array, ...]
+    guide: Guide, params: dict[str, Any], rng_key: Array, shared: tuple[Array, ...]
 ) -> dict[str, Any]:
     structure = guide.model.structure
     seeded = handlers.seed(one_record(guide.fn, structure.data_plate), rng_key)
@@ -244,8 +255,8 @@ def _is_draw(site: dict[str, Any]) -> bool:
 
 def _log_density(site: dict[str, Any]) -> Array:
     intermediates = [site["intermediates"]] if site["intermediates"] else []
-    value = jnp.sum(site["fn"].log_prob(site["value"], *intermediates))
-    return value if site["scale"] is None else value * site["scale"]
+    value = site["fn"].log_prob(site["value"], *intermediates)
+    return jnp.sum(value if site["scale"] is None else value * site["scale"])
 
 
 def _base_value(site: dict[str, Any]) -> Array:
@@ -254,27 +265,64 @@ def _base_value(site: dict[str, Any]) -> Array:
 
 
 def _entropy(site: dict[str, Any]) -> Array:
-    """Entropy of a guide's joint latent where it has a closed form, else -log q of the draw."""
+    """Entropy of a guide's joint latent where it has a closed form, else -log q of the draw.
+
+    A low-rank normal has more noise than latents: there -log q of the draw depends on the noise,
+    and the loss that NumPyro differentiates is that, not the entropy.
+    """
+    if isinstance(site["fn"], LowRankMultivariateNormal):
+        return -_log_density(site)
     try:
         return jnp.sum(site["fn"].entropy())
     except NotImplementedError:
         return -_log_density(site)
 
 
+def _check_fixed_supports(guide: Guide, params: dict[str, Any], shared: tuple[Array, ...]) -> None:
+    """Refuses automatic guides for sites whose support depends on other sites.
+
+    NumPyro's automatic guides fix the support at its initial value when they draw, and not when
+    they sample the posterior: what is fitted would not be what is drawn.
+    """
+    if guide.auto is None:
+        return
+    draws, _ = jax.eval_shape(lambda key: guide.draw(params, key, shared), jax.random.key(0))
+
+    def images(latents: dict[str, Array]) -> dict[str, Array]:
+        trace = guide.model.trace_prior(latents, params, shared)
+        return {
+            name: biject_to(trace[name]["fn"].support)(jnp.zeros(draw.shape, draw.dtype))
+            for name, draw in draws.items()
+        }
+
+    for name, depends in depends_on_inputs(images, draws).items():
+        if depends:
+            raise UnsupportedModelError(
+                f"The support of latent site {name!r} depends on other latent sites, which "
+                f"{type(guide.auto).__name__} cannot follow: it draws from the support that the "
+                "site had at first. Sample a fraction of the range, Uniform(0, 1), and scale it, "
+                "or write the guide by hand."
+            )
+
+
 def _check_reads_no_records(
-    guide: Guide, params: dict[str, Array], shared: tuple[Array, ...]
+    guide: Guide, params: dict[str, Any], shared: tuple[Array, ...]
 ) -> None:
     structure = guide.model.structure
     layout = structure.layout
 
-    def values(*arrays: Array) -> dict[str, Array]:
+    def values(*arrays: Array) -> dict[str, Any]:
         seeded = handlers.seed(one_record(guide.fn, structure.data_plate), jax.random.key(0))
         trace = layout.arguments(arrays, shared).call(handlers.trace(seeded).get_trace)
         return {
-            name: site["value"] for name, site in trace.items() if site["type"] in ("sample", "param")
+            name: site["value"]
+            for name, site in trace.items()
+            if site["type"] in ("sample", "param")
         }
 
     rows = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in layout.shapes]
+    if guide.auto is None:
+        check_captured("guide", values, layout, structure.data_plate, guide.public, *rows)
     for name, depends in depends_on_inputs(values, *rows).items():
         if depends:
             raise UnsupportedModelError(

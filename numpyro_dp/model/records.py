@@ -2,8 +2,8 @@
 
 An argument array whose first axis has the size of the data plate holds one record a row; everything
 else is public and reaches the model as it is. A likelihood is only ever evaluated on one record
-(:meth:`Records.example`), priors and guides only on a placeholder of zeros, so that neither can
-see the data.
+(:meth:`Records.example`), priors and guides only on a placeholder, so that neither can see
+the data.
 """
 
 from __future__ import annotations
@@ -15,8 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Bool
 
-__all__ = ["Arguments", "Layout", "Rows", "array_shapes", "finite_records", "split_arguments"]
+__all__ = [
+    "Arguments",
+    "Layout",
+    "Rows",
+    "array_shapes",
+    "check_arrays",
+    "finite_records",
+    "split_arguments",
+]
 
 
 class Rows(NamedTuple):
@@ -30,7 +39,7 @@ class Rows(NamedTuple):
     """
 
     arrays: tuple[Array, ...]
-    valid: Array | None
+    valid: Bool[Array, " num_examples"] | None
     shared: tuple[Array, ...]
 
 
@@ -54,7 +63,9 @@ class Layout(NamedTuple):
     def arguments(self, arrays: tuple[Array, ...], shared: tuple[Array, ...]) -> Arguments:
         """Returns the call arguments with the record arrays filled in."""
         sources = {"r": iter(arrays), "s": iter(shared), "c": iter(self.constants)}
-        args, kwargs = jax.tree.unflatten(self.treedef, [next(sources[kind]) for kind in self.kinds])
+        args, kwargs = jax.tree.unflatten(
+            self.treedef, [next(sources[kind]) for kind in self.kinds]
+        )
         return Arguments(args, kwargs)
 
     def example(self, example: tuple[Array, ...], shared: tuple[Array, ...]) -> Arguments:
@@ -62,9 +73,12 @@ class Layout(NamedTuple):
         return self.arguments(tuple(leaf[None] for leaf in example), shared)
 
     def placeholder(self, shared: tuple[Array, ...], num_rows: int = 1) -> Arguments:
-        """Returns the call arguments with zeros in the place of the records."""
-        zeros = tuple(jnp.zeros((num_rows, *shape), dtype) for shape, dtype in self.shapes)
-        return self.arguments(zeros, shared)
+        """Returns the call arguments with ones in the place of the records.
+
+        Ones are valid scales, weights, counts and labels; zeros often are not.
+        """
+        ones = tuple(jnp.ones((num_rows, *shape), dtype) for shape, dtype in self.shapes)
+        return self.arguments(ones, shared)
 
 
 class Arguments(NamedTuple):
@@ -82,6 +96,26 @@ def array_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[st
     """Returns the path and shape of every array among the arguments."""
     leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
     return [(_path_name(path), np.shape(leaf)) for path, leaf in leaves if _is_array(leaf)]
+
+
+def check_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises TypeError for arguments that look like data and are no arrays of numbers.
+
+    The message names the argument and its type, and shows no value.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+        if _is_array(leaf):
+            if any(jnp.issubdtype(leaf.dtype, kind) for kind in (np.number, np.bool_)):
+                continue
+            what, remedy = f"an array of dtype {leaf.dtype}", "Encode it as numbers"
+        elif hasattr(leaf, "__array__"):
+            what, remedy = f"a {type(leaf).__name__}", "Convert it with numpy.asarray"
+        else:
+            continue
+        raise TypeError(
+            f"Expected numbers in NumPy or JAX arrays, got {what} as {_path_name(path)}. {remedy}, "
+            "or pass it as a static keyword of the constructor if it is public."
+        )
 
 
 def split_arguments(
@@ -120,6 +154,13 @@ def split_arguments(
         else:
             kinds += "s"
             shared.append(jnp.asarray(leaf))
+    numbers = [leaf for leaf in constants if isinstance(leaf, int | float | complex)]
+    if 1 < num_examples <= len(numbers):
+        raise TypeError(
+            f"Expected arrays, got {len(numbers)} Python numbers among the arguments for "
+            f"{num_examples} records. Convert lists of records with jnp.asarray: numbers are "
+            "public constants."
+        )
     if not rows:
         found = array_shapes(args, kwargs)
         raise ValueError(
@@ -133,7 +174,9 @@ def split_arguments(
     return layout, tuple(rows), tuple(shared)
 
 
-def finite_records(arrays: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
+def finite_records(
+    arrays: tuple[Array, ...],
+) -> tuple[tuple[Array, ...], Bool[Array, " num_examples"]]:
     """Replaces non-finite numbers by 0 and marks the records that had any.
 
     Each record is treated by itself, so that neighbouring data sets stay neighbours.

@@ -11,18 +11,26 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import numpyro
 from numpyro import handlers
 from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_dp.model.dependence import depends_on_inputs
-from numpyro_dp.model.records import Arguments, Layout, array_shapes, split_arguments
+from numpyro_dp.model.records import (
+    Arguments,
+    Layout,
+    array_shapes,
+    check_arrays,
+    split_arguments,
+)
+from numpyro_dp.model.separation import (
+    UnsupportedModelError,
+    check_separable,
+    is_factor,
+    one_record,
+    rows_along,
+)
 
 __all__ = ["ModelStructure", "UnsupportedModelError", "find_data_plate", "read_model"]
-
-
-class UnsupportedModelError(ValueError):
-    """A model or guide that cannot be made private as it is written."""
 
 
 class Site(NamedTuple):
@@ -31,16 +39,20 @@ class Site(NamedTuple):
     Attributes:
         name: Name of the site.
         observed: Whether it has an observed value.
-        plates: Names of the plates that it is in.
+        plates: The plates that it is in, with the number of indices of each.
         discrete: Whether its support is discrete.
         factor: Whether it stems from ``numpyro.factor``.
+        rows: Its number of entries along each of its plates.
+        shape: Shape of its value.
     """
 
     name: str
     observed: bool
-    plates: tuple[str, ...]
+    plates: dict[str, int]
     discrete: bool
     factor: bool
+    rows: dict[str, int]
+    shape: tuple[int, ...]
 
 
 class ModelStructure(NamedTuple):
@@ -80,28 +92,28 @@ def find_data_plate(
     Raises:
         UnsupportedModelError: If there is no such plate, or more than one.
     """
+    check_arrays(args, kwargs)
     sites, plates, _ = _abstract_sites(model, args, kwargs)
-    observed = [site for site in sites if site.observed and not (site.factor and not site.plates)]
-    if not observed:
-        raise UnsupportedModelError(
-            "Expected a model with an observed site, got none among "
-            f"{[site.name for site in sites]}. Pass the data so that obs= is not None."
-        )
+    observed = _likelihood_candidates(sites)
     for site in observed:
         if not site.plates:
             raise UnsupportedModelError(_outside_message(site.name, data_plate))
     if data_plate is not None:
         if data_plate not in plates:
             raise UnsupportedModelError(
-                f"Expected data_plate to be one of {sorted(plates)}, got {data_plate!r}."
+                f"Expected data_plate to be one of the model's plates {sorted(plates)}, got "
+                f"{data_plate!r}. Name the plate over records, or leave data_plate out."
             )
         return data_plate, plates[data_plate]
+    rows = {shape[0] for _, shape in array_shapes(args, kwargs) if shape}
+    over_rows = {name for name, size in plates.items() if size in rows}
+    if all(site.factor for site in observed):  # a factor over other plates may be a prior
+        observed = [site for site in observed if over_rows & set(site.plates)] or observed
     shared = set(observed[0].plates).intersection(*(site.plates for site in observed))
     if len(shared) > 1:
-        rows = {shape[0] for _, shape in array_shapes(args, kwargs) if shape}
-        shared = {name for name in shared if plates[name] in rows} or shared
+        shared = shared & over_rows or shared
     if len(shared) != 1:
-        listing = {site.name: site.plates for site in observed}
+        listing = {site.name: tuple(site.plates) for site in observed}
         raise UnsupportedModelError(
             "Expected exactly one plate that all observed sites share, got sites in plates "
             f"{listing}. Put every observed site into one plate over records, or name it with "
@@ -116,6 +128,7 @@ def read_model(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     data_plate: str | None = None,
+    public: dict[str, Any] | None = None,
 ) -> ModelStructure:
     """Reads the structure of a model, refusing what cannot be private.
 
@@ -124,6 +137,7 @@ def read_model(
         args: Its positional arguments, with the whole data set.
         kwargs: Its keyword arguments.
         data_plate: Name of the plate over records; found in the trace if ``None``.
+        public: Static keywords that the model has been given.
 
     Raises:
         UnsupportedModelError: Names the site and the remedy.
@@ -131,34 +145,75 @@ def read_model(
     plate, num_examples = find_data_plate(model, args, kwargs, data_plate)
     layout, rows, shared = split_arguments(args, kwargs, num_examples)
 
-    def at(*arrays: Any) -> dict[str, Any]:
-        return _sites_of(model, layout.arguments(arrays, shared))[3]
-
-    depends = depends_on_inputs(at, *_structs(rows))
     sites, _, others = _abstract_sites(model, args, kwargs)
-    _check_others(others, depends)
-    latents, likelihood, prior_factors = [], [], []
+    alone = layout.placeholder(shared)
+    shapes = {
+        site.name: site.shape
+        for site in _abstract_sites(one_record(model, plate), alone.args, alone.kwargs)[0]
+    }
     for site in sites:
-        reads_data = depends[site.name]
-        if site.observed and plate in site.plates:
-            likelihood.append(site.name)
-        elif site.observed and site.factor and not reads_data:
-            prior_factors.append(site.name)
-        elif site.observed:
-            raise UnsupportedModelError(_outside_message(site.name, plate))
-        else:
-            _check_latent(site, plate, reads_data)
-            latents.append(site.name)
+        _check_rows(site, plate, shapes.get(site.name))
+
+    def densities(*arrays: Any) -> dict[str, Any]:
+        return _sites_of(model, layout.arguments(arrays, shared), evaluate=True)[3]
+
+    depends = depends_on_inputs(densities, *_structs(rows))
+    _check_others(others, depends)
+    latents, likelihood, prior_factors = _classify(sites, plate, depends)
     if not latents and not others.get("param"):
         raise UnsupportedModelError("Expected a model with a latent site or a parameter, got none.")
-    return ModelStructure(
-        plate,
-        layout,
-        tuple(latents),
-        tuple(likelihood),
-        tuple(prior_factors),
-        tuple(others.get("param", ())),
+    check_separable(model, plate, layout, shared, likelihood, public or {})
+    params = tuple(others.get("param", ()))
+    return ModelStructure(plate, layout, latents, likelihood, prior_factors, params)
+
+
+def _classify(
+    sites: list[Site], plate: str, depends: dict[str, bool]
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Returns the names of latents, of likelihood sites and of factors that are priors."""
+    latents, likelihood, prior_factors = [], [], []
+    for site in sites:
+        if not site.observed:
+            _check_latent(site, plate, depends[site.name])
+            latents.append(site.name)
+        elif plate in site.plates:
+            likelihood.append(site.name)
+        elif site.factor and not depends[site.name]:
+            prior_factors.append(site.name)
+        else:
+            raise UnsupportedModelError(_outside_message(site.name, plate))
+    return tuple(latents), tuple(likelihood), tuple(prior_factors)
+
+
+def _likelihood_candidates(sites: list[Site]) -> list[Site]:
+    """The observed sites; factors count only where nothing else is observed in a plate."""
+    observed = [site for site in sites if site.observed]
+    values = [site for site in observed if not site.factor]
+    factors = [site for site in observed if site.factor and site.plates]
+    if values or factors:
+        return values or factors
+    if observed:
+        raise UnsupportedModelError(_outside_message(observed[0].name, None))
+    raise UnsupportedModelError(
+        f"Expected a model with an observed site, got none among {[site.name for site in sites]}. "
+        "Pass the data so that obs= is not None."
     )
+
+
+def _check_rows(site: Site, plate: str, shape_alone: tuple[int, ...] | None) -> None:
+    """Refuses sites whose shape does not fit the plate, or grows with the records outside it."""
+    if site.observed and site.rows.get(plate) != site.plates.get(plate):
+        raise UnsupportedModelError(
+            f"Observed site {site.name!r} has {site.rows[plate]} rows in plate {plate!r} of size "
+            f"{site.plates[plate]}. Pass arrays with one row per record, and with subsample_size "
+            "index every one of them by the plate's indices."
+        )
+    if not site.observed and plate not in site.plates and site.shape != shape_alone:
+        raise UnsupportedModelError(
+            f"Latent site {site.name!r} has one entry per record (shape {site.shape}; "
+            f"{shape_alone} for one record): a guide would hold one parameter per record, and "
+            "releasing it would release the record. Give it a fixed shape, or integrate it out."
+        )
 
 
 def _check_latent(site: Site, plate: str, reads_data: bool) -> None:
@@ -223,7 +278,9 @@ def _abstract_sites(
     return found[-1]
 
 
-def _sites_of(model: Callable[..., Any], arguments: Arguments) -> tuple[Any, ...]:
+def _sites_of(
+    model: Callable[..., Any], arguments: Arguments, *, evaluate: bool = False
+) -> tuple[Any, ...]:
     """Runs the model from its prior; returns sites, plate sizes, other names, log densities."""
     seeded = handlers.seed(model, jax.random.key(0))
     trace = arguments.call(
@@ -234,17 +291,20 @@ def _sites_of(model: Callable[..., Any], arguments: Arguments) -> tuple[Any, ...
         if site["type"] == "plate":
             plates[name] = site["args"][0]
         elif site["type"] == "sample":
-            fn = site["fn"]
+            fn, stack = site["fn"], site["cond_indep_stack"]
             sites.append(
                 Site(
                     name,
                     bool(site["is_observed"]),
-                    tuple(frame.name for frame in site["cond_indep_stack"]),
+                    {frame.name: frame.size for frame in stack},
                     bool(fn.support.is_discrete),
-                    isinstance(_innermost(fn), numpyro.distributions.Unit),
+                    is_factor(fn),
+                    {frame.name: rows_along(site, frame) for frame in stack},
+                    np.shape(site["value"]),
                 )
             )
-            densities[name] = [fn.log_prob(site["value"]), site["scale"]]
+            if evaluate:
+                densities[name] = [fn.log_prob(site["value"]), site["scale"]]
         else:
             others.setdefault(site["type"], []).append(name)
             if site["type"] == "param":
@@ -252,12 +312,7 @@ def _sites_of(model: Callable[..., Any], arguments: Arguments) -> tuple[Any, ...
     return sites, plates, others, densities
 
 
-def _innermost(fn: Any) -> Any:
-    while not isinstance(fn, numpyro.distributions.Unit) and hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    return fn
-
-
 def _structs(arrays: Any) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(np.shape(a), jax.dtypes.canonicalize_dtype(a.dtype)) for a in arrays]
-
+    return [
+        jax.ShapeDtypeStruct(np.shape(a), jax.dtypes.canonicalize_dtype(a.dtype)) for a in arrays
+    ]

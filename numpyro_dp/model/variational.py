@@ -36,11 +36,11 @@ class VariationalProblem(NamedTuple):
 
     model: Model
     guide: Guide
-    constrain: Callable[[dict[str, Array]], dict[str, Array]]
+    constrain: Callable[[dict[str, Any]], dict[str, Any]]
     shared: tuple[Array, ...]
     num_particles: int
 
-    def draw(self, params: dict[str, Array], rng_key: Array) -> tuple[dict[str, Array], Array]:
+    def draw(self, params: dict[str, Any], rng_key: Array) -> tuple[dict[str, Array], Array]:
         """Draws the latents; with K > 1 draws they have a leading axis K.
 
         Returns:
@@ -52,7 +52,7 @@ class VariationalProblem(NamedTuple):
         latents, entropies = jax.vmap(self._draw_one, in_axes=(None, 0))(params, keys)
         return latents, jnp.mean(entropies)
 
-    def log_prior(self, latents: dict[str, Array], params: dict[str, Array]) -> Array:
+    def log_prior(self, latents: dict[str, Array], params: dict[str, Any]) -> Array:
         """Mean over draws of the log prior in unconstrained coordinates."""
 
         def one(values: dict[str, Array]) -> Array:
@@ -63,7 +63,7 @@ class VariationalProblem(NamedTuple):
     def log_likelihood(
         self,
         latents: dict[str, Array],
-        params: dict[str, Array],
+        params: dict[str, Any],
         example: tuple[Array, ...],
         rng_key: Array,
     ) -> Array:
@@ -99,7 +99,7 @@ class VariationalProblem(NamedTuple):
             return None
         return _coordinate_sums(self.guide.auto)
 
-    def _draw_one(self, params: dict[str, Array], rng_key: Array) -> tuple[dict[str, Array], Array]:
+    def _draw_one(self, params: dict[str, Any], rng_key: Array) -> tuple[dict[str, Array], Array]:
         guide_key = jax.random.split(rng_key)[1]  # numpyro splits into model and guide seeds
         return self.guide.draw(self.constrain(params), guide_key, self.shared)
 

@@ -1,0 +1,203 @@
+"""Checks of a driver's arguments: each error names the value, the range and the remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+
+from numpyro_dp._validate import check_int, check_real
+from numpyro_dp.core import Sampler
+from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.plan import BudgetError
+from numpyro_dp.session import LossRelease
+from numpyro_dp.step import SensitiveState
+
+__all__ = [
+    "check_accountant",
+    "check_budget",
+    "check_callable",
+    "check_estimator",
+    "check_loss_release",
+    "check_noise",
+    "check_not_spent",
+    "check_num_steps",
+    "check_optim",
+    "check_rng_key",
+    "check_sampler",
+    "check_state",
+    "check_steps_fit",
+]
+
+
+def check_callable(name: str, value: Any) -> None:
+    """Raises TypeError unless a model or guide can be called."""
+    if not callable(value):
+        raise TypeError(
+            f"Expected {name} to be a function with NumPyro primitives, got {value!r}. The order "
+            "is DPSVI(model, guide, optim, ...)."
+        )
+
+
+def check_sampler(sampler: Any) -> Sampler:
+    """Returns the sampler, or raises TypeError."""
+    if isinstance(sampler, type) or not isinstance(sampler, Sampler):
+        raise TypeError(
+            "Expected sampler to be Poisson(rate), FixedSize(batch_size) or FullBatch(), got "
+            f"{sampler!r}."
+        )
+    return sampler
+
+
+def check_estimator(estimator: Any) -> Callable[..., Any]:
+    """Returns the estimator's builder, or raises TypeError."""
+    if not callable(estimator) or isinstance(estimator, type) or estimator in (aligned, vanilla):
+        raise TypeError(
+            "Expected estimator to be built by a call, such as aligned() or vanilla(), got "
+            f"{estimator!r}. Add the parentheses."
+        )
+    return estimator
+
+
+def check_accountant(accountant: Any) -> Accountant | None:
+    """Returns the accountant, or raises TypeError."""
+    if accountant is None:
+        return None
+    if isinstance(accountant, type) or not isinstance(accountant, Accountant):
+        raise TypeError(
+            "Expected accountant to be Best(), PLD(), PRV(), RDP() or GDP(), got "
+            f"{accountant!r}. Leave it out for the smallest of the valid bounds."
+        )
+    return accountant
+
+
+def check_budget(budget: Any, noise_multiplier: Any, clip_norm: Any) -> PrivacyBudget | None:
+    """Returns the budget; raises unless there is one or a noise, and both make sense."""
+    if budget is None and noise_multiplier is None:
+        raise ValueError(
+            "Expected a budget or a noise_multiplier, got neither. Pass "
+            "budget=PrivacyBudget(epsilon=1.0, delta=1e-5)."
+        )
+    if budget is None:
+        return None
+    if not isinstance(budget, PrivacyBudget):
+        raise TypeError(f"Expected budget=PrivacyBudget(epsilon, delta), got {budget!r}.")
+    norms = clip_norm.values() if isinstance(clip_norm, Mapping) else [clip_norm]
+    if any(math.isinf(norm) for norm in norms):
+        raise BudgetError(
+            f"Expected a finite clip_norm together with a budget, got clip_norm={clip_norm!r}: an "
+            "unbounded record has no privacy. Give a finite clip_norm, or noise_multiplier=0.0 "
+            "without a budget."
+        )
+    if noise_multiplier == 0:
+        raise BudgetError(
+            "Expected noise_multiplier > 0 together with a budget, got 0.0: without noise nothing "
+            "is private. Leave noise_multiplier out and let the budget choose it."
+        )
+    return budget
+
+
+def check_noise(noise_multiplier: Any) -> float | None:
+    """Returns the noise multiplier, or raises."""
+    if noise_multiplier is None:
+        return None
+    return check_real(
+        "noise_multiplier",
+        noise_multiplier,
+        low=0,
+        high=1e30,
+        remedy="It is the noise's standard deviation over the sensitivity; 0 is not private.",
+    )
+
+
+def check_loss_release(release: Any) -> LossRelease | None:
+    """Returns the loss release, or raises."""
+    if release is None:
+        return None
+    if not isinstance(release, LossRelease):
+        raise TypeError(f"Expected loss_release=LossRelease(clip, share), got {release!r}.")
+    check_real(
+        "LossRelease.clip",
+        release.clip,
+        low=0,
+        high=math.inf,
+        low_open=True,
+        high_open=True,
+        remedy="It bounds the log likelihood of one record, in nats; 10.0 is a start.",
+    )
+    check_real(
+        "LossRelease.share",
+        release.share,
+        low=0,
+        high=1,
+        low_open=True,
+        high_open=True,
+        remedy="It is the part of the privacy cost that the loss curve takes.",
+    )
+    return release
+
+
+def check_optim(optim: Any) -> Any:
+    """Returns the optimiser; refuses the one that evaluates the loss."""
+    if isinstance(optim, numpyro.optim.Minimize):
+        raise TypeError(
+            "Expected an optimiser that takes gradient steps, got numpyro.optim.Minimize, which "
+            "evaluates the loss many times a step. Use numpyro.optim.Adam or optax."
+        )
+    return optim
+
+
+def check_rng_key(rng_key: Any) -> None:
+    """Raises TypeError unless ``rng_key`` is a JAX key, typed or raw."""
+    if isinstance(rng_key, jax.Array | np.ndarray):
+        typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key) and rng_key.shape == ()
+        if typed or (rng_key.dtype == np.uint32 and rng_key.ndim == 1):
+            return
+    raise TypeError(
+        f"Expected rng_key to be a JAX key, got {type(rng_key).__name__}. Pass jax.random.key(0)."
+    )
+
+
+def check_num_steps(num_steps: Any, most: int) -> int:
+    """Returns the number of steps; an array in its place is not shown, it may be records."""
+    if np.ndim(num_steps):
+        raise TypeError(
+            f"Expected num_steps to be an integer >= 1, got an array of shape "
+            f"{np.shape(num_steps)}. The order is run(rng_key, num_steps, *args)."
+        )
+    return check_int("num_steps", num_steps, low=1, high=most)
+
+
+def check_state(state: Any) -> None:
+    """Raises TypeError unless a state stems from this package."""
+    if not isinstance(state, SensitiveState):
+        raise TypeError(
+            f"Expected a state of DPSVI.init, DPSVI.update or result.state, got "
+            f"{type(state).__name__}. States of numpyro.infer.SVI do not say what was spent."
+        )
+
+
+def check_not_spent(state: SensitiveState) -> None:
+    """Raises BudgetError once all steps of the plan have been taken."""
+    if int(state.step) >= int(state.max_steps):
+        raise BudgetError(
+            f"Expected fewer than {int(state.max_steps)} updates, the steps that the budget "
+            "covers; all have been taken. Plan for more with DPSVI(..., num_steps=T)."
+        )
+
+
+def check_steps_fit(state: SensitiveState, num_steps: int) -> None:
+    """Raises BudgetError unless the plan covers so many steps more."""
+    left = int(state.max_steps) - int(state.step)
+    if num_steps > left:
+        raise BudgetError(
+            f"Expected num_steps <= {left}, what the budget still covers after {int(state.step)} "
+            f"steps, got {num_steps}. Plan for all steps with DPSVI(..., num_steps=T)."
+        )

@@ -1,0 +1,159 @@
+"""Does a likelihood split into records? The likelihood of one record may read that record alone.
+
+A model that sees one row cannot tell which row it is: a record that reaches it around its arguments
+(a closure, a list) would be read by the likelihood of every other record, outside its own clip, and
+a parameter looked up by the row's number would be the first one for all. Both are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpyro import handlers
+from numpyro.distributions import Unit
+from numpyro.infer.initialization import init_to_uniform
+from numpyro.primitives import Messenger
+
+from numpyro_dp.model.dependence import captured_shapes, looks_up
+from numpyro_dp.model.records import Layout
+
+__all__ = ["UnsupportedModelError", "check_captured", "check_separable", "one_record", "rows_along"]
+
+
+class UnsupportedModelError(ValueError):
+    """A model or guide that cannot be made private as it is written."""
+
+
+class one_record(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
+    """Lets a model see its data plate with a single index, as for a data set of one row."""
+
+    def __init__(
+        self, fn: Callable[..., Any], plate: str, num_rows: int = 1, index: Array | None = None
+    ) -> None:
+        self.plate = plate
+        self.num_rows = num_rows
+        self.index = index
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Replaces the plate's indices by ``[0]``, whatever its size or subsample size."""
+        if msg["type"] == "plate" and msg["name"] == self.plate:
+            msg["value"] = jnp.arange(self.num_rows) if self.index is None else self.index
+            msg["args"] = (msg["args"][0], None)
+        elif msg["type"] == "subsample" and self.num_rows > 1:
+            msg["kwargs"] = {}  # a plate of constant size would not let two rows pass
+
+
+def check_separable(
+    model: Callable[..., Any],
+    plate: str,
+    layout: Layout,
+    shared: tuple[Array, ...],
+    likelihood: tuple[str, ...],
+    public: dict[str, Any],
+) -> None:
+    """Refuses a likelihood of one record that reads more than its record and public values.
+
+    Args:
+        model: The model, static keywords filled in.
+        plate: Name of the data plate.
+        layout: How arguments split.
+        shared: Public arrays among the arguments.
+        likelihood: Names of the observed sites in the data plate.
+        public: Static keywords; their arrays may have any number of rows.
+
+    Raises:
+        UnsupportedModelError: Names the site and the remedy.
+    """
+    number = layout.num_examples
+    if number == 1:
+        return
+
+    def densities(index: Array, *rows: Array) -> dict[str, Any]:
+        run = handlers.seed(one_record(model, plate, index=index), jax.random.key(0))
+        run = handlers.substitute(run, substitute_fn=init_to_uniform())
+        trace = layout.arguments(rows, shared).call(handlers.trace(run).get_trace)
+        for name in likelihood:
+            _check_one_row(name, trace[name], plate)
+        return {
+            n: [trace[n]["fn"].log_prob(trace[n]["value"]), trace[n]["scale"]] for n in likelihood
+        }
+
+    index = jax.ShapeDtypeStruct((1,), jnp.result_type(int))
+    rows = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in layout.shapes]
+    for name, found in looks_up(densities, number, index, *rows).items():
+        if found:
+            raise UnsupportedModelError(
+                f"Site {name!r} looks up a value by the index of plate {plate!r} in an array of "
+                f"{number} entries that is no argument: every record would get the first entry. "
+                "Pass records as arguments, and let latents and parameters be the same for all "
+                "records, or index them by a column of the data."
+            )
+    check_captured("model", densities, layout, plate, public, index, *rows)
+
+
+def check_captured(
+    what: str,
+    fn: Callable[..., Any],
+    layout: Layout,
+    plate: str,
+    public: dict[str, Any],
+    *args: Any,
+) -> None:
+    """Refuses a function that holds an array with as many rows as there are records.
+
+    Args:
+        what: Word for the function.
+        fn: Runs the model or guide.
+        layout: How arguments split.
+        plate: Name of the data plate.
+        public: Static keywords; their arrays may have any number of rows.
+        *args: Shapes of the function's arguments.
+
+    Raises:
+        UnsupportedModelError: Names the shape and the remedy.
+    """
+    number = layout.num_examples
+    allowed = {np.shape(leaf) for leaf in jax.tree.leaves(public)}
+    for shape in captured_shapes(fn, *args):
+        if number > 1 and shape[:1] == (number,) and shape not in allowed:
+            raise UnsupportedModelError(
+                f"The {what} holds an array of shape {shape}, with as many rows as plate "
+                f"{plate!r}, that is no argument: it would be read without clip and noise. Pass "
+                "records as arguments; pass a public array as a static keyword of the constructor."
+            )
+
+
+def rows_along(site: dict[str, Any], frame: Any) -> int:
+    """Number of entries of a site along a plate: the plate's size, or what does not fit it."""
+    fn, dim = site["fn"], frame.dim
+    shapes = [fn.batch_shape]
+    if not is_factor(fn):
+        shapes.append(np.shape(site["value"])[: max(np.ndim(site["value"]) - fn.event_dim, 0)])
+    sizes = [shape[dim] for shape in shapes if len(shape) >= -dim]
+    odd = [size for size in sizes if size not in (1, frame.size)]
+    return odd[0] if odd else max(sizes, default=1)
+
+
+def is_factor(fn: Any) -> bool:
+    """Whether a distribution is that of ``numpyro.factor``, masked or expanded."""
+    while not isinstance(fn, Unit) and hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    return isinstance(fn, Unit)
+
+
+def _check_one_row(name: str, site: dict[str, Any], plate: str) -> None:
+    for frame in site["cond_indep_stack"]:
+        rows = rows_along(site, frame)
+        if frame.name == plate and rows != 1:
+            raise UnsupportedModelError(
+                f"Observed site {name!r} has {rows} values in plate {plate!r} when the model sees "
+                "one record: it reads something else than its row of the arguments. Pass its data "
+                "as an argument array with one row per record (not as a list, a closure or a "
+                "static keyword), and nothing with one entry per record besides."
+            )

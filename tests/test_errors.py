@@ -1,0 +1,429 @@
+"""Wrong inputs over the public interface: each error says what is wrong and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from numpyro.infer.autoguide import AutoNormal
+
+import numpyro_dp
+from numpyro_dp import (
+    DPSVI,
+    GDP,
+    PLD,
+    PRV,
+    RDP,
+    Best,
+    BudgetError,
+    FixedSize,
+    FullBatch,
+    LossRelease,
+    Poisson,
+    PrivacyBudget,
+    UnsupportedEventError,
+    UnsupportedModelError,
+    aligned,
+    secret_key,
+    vanilla,
+)
+from numpyro_dp.results import SensitiveValueError
+from numpyro_dp.session import Session
+
+N = 20
+KEY = jax.random.key(0)
+SECRET_RECORD = 77.125
+X = np.full(N, SECRET_RECORD, np.float32)
+BUDGET = PrivacyBudget(1.0, 1e-5)
+REPLACE = PrivacyBudget(1.0, 1e-5, "replace_one")
+
+
+def model(x):
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+
+
+def fixed(x):
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    with numpyro.plate("records", N, subsample_size=5):
+        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+
+
+def driver(**changes: Any) -> DPSVI:
+    options = dict(
+        model=model, guide=AutoNormal(model), optim=optax.adam(0.1), estimator=aligned(),
+        clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0,
+    )  # fmt: skip
+    return DPSVI(**options | changes)
+
+
+def run(num_steps: Any = 3, data: Any = X, rng_key: Any = KEY, **changes: Any) -> Any:
+    options = {name: changes.pop(name) for name in ("trace_size", "init_state") if name in changes}
+    return driver(**changes).run(rng_key, num_steps, data, progress_bar=False, **options)
+
+
+def init(**changes: Any) -> Any:
+    return driver(**changes).init(KEY, X)
+
+
+def planned(**changes: Any) -> Any:
+    return init(noise_multiplier=None, budget=BUDGET, num_steps=4, **changes)
+
+
+def at_end(state: Any) -> Any:
+    return state._replace(step=state.max_steps)
+
+
+def svi_state() -> Any:
+    svi = SVI(model, AutoNormal(model), optax.adam(0.1), Trace_ELBO())
+    return svi.init(KEY, jnp.asarray(X))
+
+
+NEITHER = {"budget": None, "noise_multiplier": None}
+WITH_BUDGET = {"budget": BUDGET, "noise_multiplier": None}
+
+# name: (call, error, parts of the message: value, range, remedy, separated by |)
+TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    # The budget.
+    "epsilon 0": (
+        lambda: PrivacyBudget(0.0, 1e-5),
+        ValueError,
+        "epsilon=0.0 | > 0 | finite budget",
+    ),
+    "epsilon infinite": (
+        lambda: PrivacyBudget(np.inf, 1e-5),
+        ValueError,
+        "epsilon=inf | finite budget",
+    ),
+    "epsilon text": (lambda: PrivacyBudget("1", 1e-5), TypeError, "epsilon='1' | real number"),
+    "delta 0": (lambda: PrivacyBudget(1.0, 0), ValueError, "delta=0 | (0, 1) | 1 / num_examples"),
+    "delta 1": (lambda: PrivacyBudget(1.0, 1.0), ValueError, "delta=1.0 | (0, 1) | choose a delta"),
+    "relation": (
+        lambda: PrivacyBudget(1.0, 1e-5, "replace"),
+        ValueError,
+        "relation='replace' | 'add_or_remove_one', 'replace_one' | usual choice",
+    ),
+    "neither budget nor noise": (
+        lambda: driver(**NEITHER),
+        ValueError,
+        "got neither | PrivacyBudget(",
+    ),
+    "budget is a number": (
+        lambda: driver(budget=1.0),
+        TypeError,
+        "PrivacyBudget(epsilon, delta), got 1.0",
+    ),
+    "budget without bound": (
+        lambda: driver(budget=BUDGET, noise_multiplier=None, clip_norm=np.inf),
+        BudgetError,
+        "clip_norm=inf | finite clip_norm | noise_multiplier=0.0 without a budget",
+    ),
+    "budget without bound of one entry": (
+        lambda: driver(budget=BUDGET, clip_norm={"mean": np.inf}),
+        BudgetError,
+        "clip_norm={'mean': inf} | finite clip_norm",
+    ),
+    "budget without noise": (
+        lambda: driver(budget=BUDGET, noise_multiplier=0.0),
+        BudgetError,
+        "noise_multiplier > 0 | got 0.0 | let the budget choose",
+    ),
+    "budget without steps": (
+        lambda: init(**WITH_BUDGET),
+        BudgetError,
+        "num_steps together with a budget | DPSVI(..., num_steps=T) | run()",
+    ),
+    "too little noise for the budget": (
+        lambda: run(budget=BUDGET, noise_multiplier=0.5),
+        BudgetError,
+        "3 steps | noise_multiplier=0.5 | epsilon=1.0 | Take fewer steps or more noise",
+    ),
+    # Noise and clip.
+    "noise below 0": (
+        lambda: driver(noise_multiplier=-1.0),
+        ValueError,
+        "noise_multiplier=-1.0 | [0, 1e+30] | standard deviation",
+    ),
+    "noise nan": (
+        lambda: driver(noise_multiplier=float("nan")),
+        ValueError,
+        "noise_multiplier=nan | standard deviation",
+    ),
+    "noise text": (
+        lambda: driver(noise_multiplier="auto"),
+        TypeError,
+        "noise_multiplier='auto' | real number",
+    ),
+    "clip 0": (
+        lambda: driver(clip_norm=0.0),
+        ValueError,
+        "clip_norm=0.0 | > 0 | bounds the norm of one record",
+    ),
+    "clip below 0": (
+        lambda: driver(clip_norm=-2),
+        ValueError,
+        "clip_norm=-2 | > 0 | bounds the norm",
+    ),
+    "clip nan": (
+        lambda: driver(clip_norm=float("nan")),
+        ValueError,
+        "clip_norm=nan | > 0 | bounds the norm",
+    ),
+    "clip None": (
+        lambda: driver(clip_norm=None),
+        TypeError,
+        "clip_norm=None | real number > 0 | bounds the norm",
+    ),
+    "clip of no entry": (lambda: driver(clip_norm={}), ValueError, "clip_norm | empty dict"),
+    "clip of one entry below 0": (
+        lambda: driver(clip_norm={"mean": -1.0}),
+        ValueError,
+        "clip_norm['mean']=-1.0 | > 0",
+    ),
+    "clip of an unknown entry": (
+        lambda: init(clip_norm={"men": 1.0}),
+        ValueError,
+        "['mean'] | ['men'] | the key ...",
+    ),
+    "clip of an unknown entry, vanilla": (
+        lambda: init(estimator=vanilla(), clip_norm={"mean": 1.0}),
+        ValueError,
+        "'mean_auto_loc', 'mean_auto_scale' | ['mean']",
+    ),
+    # Samplers.
+    "rate 0": (lambda: Poisson(0.0), ValueError, "rate=0.0 | (0, 1]"),
+    "rate above 1": (lambda: Poisson(1.5), ValueError, "rate=1.5 | (0, 1]"),
+    "rate text": (lambda: Poisson("0.1"), TypeError, "rate='0.1' | real number"),
+    "batch size 0": (lambda: FixedSize(0), ValueError, "batch_size=0 | >= 1"),
+    "batch size no integer": (lambda: FixedSize(2.5), TypeError, "batch_size=2.5 | integer"),
+    "batch larger than the data": (
+        lambda: init(sampler=FixedSize(21)),
+        ValueError,
+        "batch_size=21 | [1, 20] | Use a smaller batch, or FullBatch()",
+    ),
+    "sampler is a rate": (lambda: driver(sampler=0.01), TypeError, "Poisson(rate) | got 0.01"),
+    "sampler is a class": (lambda: driver(sampler=Poisson), TypeError, "Poisson(rate) | class"),
+    # Accountants.
+    "fixed size, add or remove": (
+        lambda: run(sampler=FixedSize(5), **WITH_BUDGET),
+        UnsupportedEventError,
+        "WithoutReplacement(5 of 20 | 'add_or_remove_one' | RDP under 'replace_one'",
+    ),
+    "fixed size, PRV": (
+        lambda: run(sampler=FixedSize(5), budget=REPLACE, noise_multiplier=None, accountant=PRV()),
+        UnsupportedEventError,
+        "WithoutReplacement(5 of 20 | PRV | RDP under 'replace_one'",
+    ),
+    "Poisson, GDP": (
+        lambda: run(sampler=Poisson(0.2), accountant=GDP(), **WITH_BUDGET),
+        UnsupportedEventError,
+        "Poisson(0.2 | GDP | exact for full batches | PLD under",
+    ),
+    "accountant is a class": (
+        lambda: driver(accountant=PLD),
+        TypeError,
+        "Best(), PLD() | Leave it out",
+    ),
+    "accountant is a name": (lambda: driver(accountant="prv"), TypeError, "Best(), PLD() | 'prv'"),
+    "no accountant": (lambda: Best(accountants=()), ValueError, "accountants=() | at least one"),
+    "orders": (lambda: RDP(orders=()), ValueError, "orders=() | > 1.01"),
+    # Model, guide, estimator, optimiser, loss.
+    "estimator without parentheses": (
+        lambda: driver(estimator=aligned),
+        TypeError,
+        "aligned() | Add the parentheses",
+    ),
+    "estimator is a name": (
+        lambda: driver(estimator="vanilla"),
+        TypeError,
+        "vanilla() | 'vanilla'",
+    ),
+    "model is no function": (
+        lambda: driver(model=X),
+        TypeError,
+        "model | DPSVI(model, guide, optim",
+    ),
+    "guide is no function": (lambda: driver(guide=None), TypeError, "guide | got None"),
+    "optimiser is a name": (
+        lambda: driver(optim="adam"),
+        TypeError,
+        "optax.GradientTransformation | str",
+    ),
+    "optimiser evaluates the loss": (
+        lambda: driver(optim=numpyro.optim.Minimize()),
+        TypeError,
+        "Minimize | numpyro.optim.Adam or optax",
+    ),
+    "loss": (
+        lambda: driver(loss=TraceMeanField_ELBO()),
+        UnsupportedModelError,
+        "Trace_ELBO(num_particles=K) | TraceMeanField_ELBO",
+    ),
+    "data plate": (
+        lambda: init(data_plate="rows"),
+        UnsupportedModelError,
+        "['records'] | 'rows' | leave data_plate out",
+    ),
+    "loss release is a number": (
+        lambda: driver(loss_release=10.0),
+        TypeError,
+        "LossRelease(clip, share) | 10.0",
+    ),
+    "loss release without bound": (
+        lambda: driver(loss_release=LossRelease(np.inf)),
+        ValueError,
+        "LossRelease.clip=inf | in nats",
+    ),
+    "loss release takes all": (
+        lambda: driver(loss_release=LossRelease(1.0, 1.0)),
+        ValueError,
+        "LossRelease.share=1.0 | (0, 1) | part of the privacy cost",
+    ),
+    # Keys.
+    "secret key of the wrong generator": (
+        lambda: driver(secret_key=KEY),
+        TypeError,
+        "ChaCha20 | secret_key()",
+    ),
+    "secret key of text": (lambda: driver(secret_key="hello"), ValueError, "64 hexadecimal digits"),
+    "secret key too short": (lambda: secret_key(b"short"), ValueError, "32 bytes | 5 bytes"),
+    "secret key below 0": (lambda: secret_key(-1), ValueError, ">= 0 | negative"),
+    "rng key is a number": (lambda: run(rng_key=0), TypeError, "rng_key | int | jax.random.key(0)"),
+    # Calls.
+    "no step": (lambda: run(0), ValueError, "num_steps=0 | [1, "),
+    "steps no integer": (lambda: run(1e3), TypeError, "num_steps=1000.0 | integer"),
+    "steps of the driver": (lambda: driver(num_steps=0), ValueError, "num_steps=0 | >= 1"),
+    "steps forgotten": (
+        lambda: driver().run(KEY, X, progress_bar=False),
+        TypeError,
+        "array of shape (20,) | run(rng_key, num_steps, *args)",
+    ),
+    "trace of nothing": (lambda: run(trace_size=0), ValueError, "trace_size=0 | >= 1"),
+    "forward mode": (
+        lambda: driver().run(KEY, 3, X, forward_mode_differentiation=True),
+        ValueError,
+        "forward_mode_differentiation=False | Leave it out",
+    ),
+    "evaluate": (
+        lambda: driver().evaluate(init(), X),
+        SensitiveValueError,
+        "allow_sensitive=True | not protected | loss_release=",
+    ),
+    "update beyond the budget": (
+        lambda: driver(num_steps=4, **WITH_BUDGET).update(at_end(planned()), X),
+        BudgetError,
+        "4 updates | all have been taken | num_steps=T",
+    ),
+    "resumed beyond the plan": (
+        lambda: run(2, init_state=planned()._replace(step=jnp.asarray(3)), **WITH_BUDGET),
+        BudgetError,
+        "num_steps <= 1 | after 3 steps | got 2 | num_steps=T",
+    ),
+    "more steps than planned": (
+        lambda: driver(num_steps=4, **WITH_BUDGET).run(KEY, 5, X, progress_bar=False),
+        BudgetError,
+        "num_steps <= 4 | got 5 | num_steps=T",
+    ),
+    "state of SVI": (lambda: run(init_state=svi_state()), TypeError, "result.state | SVIState"),
+    "state of SVI in update": (
+        lambda: driver().update(svi_state(), X),
+        TypeError,
+        "DPSVI.init | SVIState",
+    ),
+    # Data.
+    "text data": (
+        lambda: run(data=np.array(["a"] * N)),
+        TypeError,
+        "dtype <U1 | args[0] | Encode it as numbers",
+    ),
+    "data of objects": (
+        lambda: run(data=np.array([None] * N)),
+        TypeError,
+        "dtype object | args[0] | Encode",
+    ),
+    "data in a list": (
+        lambda: driver(model=lambda x: model(jnp.asarray(x))).run(KEY, 3, X.tolist()),
+        TypeError,
+        "20 Python numbers | jnp.asarray",
+    ),
+    "rows of another size": (
+        lambda: driver(model=fixed).run(KEY, 3, X[:5]),
+        ValueError,
+        "with 20 rows | ('args[0]', (5,)) | Pass the whole data set",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_users_have_it() -> Any:
+    """Without the type checks of conftest.py, which would raise errors of their own first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def _no_record_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails the test if a step runs, or if records are put on their way to one."""
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a record was read before the error")
+
+    for name in ("rows", "run", "update"):
+        monkeypatch.setattr(Session, name, read)
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.usefixtures("_no_record_is_read")
+def test_a_wrong_input_is_named_with_its_range_and_remedy(name: str) -> None:
+    call, error, parts = TABLE[name]
+    with pytest.raises(error) as caught:
+        call()
+    message = str(caught.value)
+    for part in parts.split(" | "):
+        assert part in message
+    assert str(SECRET_RECORD) not in message
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len(TABLE) >= 50
+
+
+@pytest.mark.usefixtures("_no_record_is_read")
+def test_the_guard_notices_a_read() -> None:
+    with pytest.raises(AssertionError, match="a record was read"):
+        run()
+    with pytest.raises(AssertionError, match="a record was read"):
+        driver().update(init(), X)
+
+
+@pytest.mark.parametrize("missing", ["estimator", "clip_norm", "sampler"])
+def test_what_has_no_default_must_be_given(missing: str) -> None:
+    options = {"estimator": aligned(), "clip_norm": 1.0, "sampler": FullBatch()}
+    del options[missing]
+    with pytest.raises(TypeError, match=missing):
+        DPSVI(model, AutoNormal(model), optax.adam(0.1), noise_multiplier=1.0, **options)
+
+
+def test_an_error_leaves_no_trace_in_the_driver() -> None:
+    """After a refused run the same object runs, with the whole budget."""
+    svi = driver(num_steps=3, **WITH_BUDGET)
+    with pytest.raises(BudgetError):
+        svi.run(KEY, 4, X, progress_bar=False)
+    result = svi.run(KEY, 3, X, progress_bar=False)
+    assert result.privacy.num_steps == 3
+    assert 0.9 < result.privacy.epsilon <= 1.0
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(hasattr(numpyro_dp, name) for name in numpyro_dp.__all__)
