@@ -36,7 +36,9 @@ def check_real(
     return number
 
 
-def check_int(name: str, value: object, *, low: int, high: int | None = None, remedy: str = "") -> int:
+def check_int(
+    name: str, value: object, *, low: int, high: int | None = None, remedy: str = ""
+) -> int:
     """Returns ``value`` as an int with ``low <= value <= high``, or raises.
 
     Raises:

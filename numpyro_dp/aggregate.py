@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jaxtyping import Bool
 
 from numpyro_dp._tree import select, widen
 from numpyro_dp.core import Estimator, FactoredSignal, Mechanism, PyTree
@@ -20,16 +22,18 @@ from numpyro_dp.model.dependence import copies_of_inputs
 
 __all__ = ["bounded_sum", "bounded_sum_by_definition"]
 
+_MOVES = ("reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "slice")
+
 
 def bounded_sum(
     estimator: Estimator,
     mechanism: Mechanism,
     public: PyTree,
     examples: PyTree,
-    mask: Array,
+    mask: Bool[Array, " batch"],
     *,
     finite: bool = False,
-) -> dict[str, Array]:
+) -> dict[str, Any]:
     """Returns the sum of the bounded signals of a batch.
 
     Args:
@@ -47,14 +51,18 @@ def bounded_sum(
         An entry whose mask is false, or whose signal is not finite, contributes exactly 0; every
         other one contributes at most ``mechanism.sensitivity`` in norm.
     """
-    if estimator.factored is None:
+    if estimator.factored is None or _sums_in_half(estimator.factored, public, examples):
         return bounded_sum_by_definition(estimator, mechanism, public, examples, mask)
     return _factored_sum(estimator, mechanism, public, examples, mask, finite)
 
 
 def bounded_sum_by_definition(
-    estimator: Estimator, mechanism: Mechanism, public: PyTree, examples: PyTree, mask: Array
-) -> dict[str, Array]:
+    estimator: Estimator,
+    mechanism: Mechanism,
+    public: PyTree,
+    examples: PyTree,
+    mask: Bool[Array, " batch"],
+) -> dict[str, Any]:
     """The same sum, signal by signal: needs memory for (batch, parameters)."""
     signals = jax.vmap(estimator.signal, in_axes=(None, 0))(public, examples)
     bounded, _ = jax.vmap(mechanism.bound)(signals)
@@ -71,9 +79,9 @@ def _factored_sum(
     mechanism: Mechanism,
     public: PyTree,
     examples: PyTree,
-    mask: Array,
+    mask: Bool[Array, " batch"],
     finite: bool,
-) -> dict[str, Array]:
+) -> dict[str, Any]:
     factored: FactoredSignal = estimator.factored
     point = factored.point(public)
 
@@ -92,7 +100,7 @@ def _factored_sum(
     counts = jnp.stack([factor > 0 for factor in factors]).any(0)
     values, vjp = jax.vjp(lambda p: scalars(p, examples), point)
     vjp = _quiet(vjp, scalars, point, examples, counts, finite)
-    total: dict[str, Array] = {}
+    total: dict[str, Any] = {}
     for members, factor in zip(blocks, factors, strict=True):
         (gradient,) = vjp(factor.astype(values.dtype))
         signal = factored.expand(public, gradient)
@@ -116,7 +124,9 @@ def _quiet(
         return jax.tree.leaves(jax.vjp(lambda p: scalars(p, examples), point)[1])
 
     batch = counts.shape[0]
-    longer = jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch + 1, *x.shape[1:]), x.dtype), examples)
+    longer = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((batch + 1, *x.shape[1:]), x.dtype), examples
+    )
     shapes = jax.eval_shape(residuals, point, longer)
     copies = copies_of_inputs(residuals, len(jax.tree.leaves(point)), point, examples)
     leaves, treedef = jax.tree.flatten(vjp)
@@ -124,14 +134,42 @@ def _quiet(
     def clean(leaf: Any, longer_shape: Any, copy: bool) -> Any:
         if (copy and finite) or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             return leaf
-        axes = [i for i, (a, b) in enumerate(zip(leaf.shape, longer_shape.shape)) if a != b]
-        if not axes:
+        grown = zip(leaf.shape, longer_shape.shape, strict=True)
+        axes = [axis for axis, (size, longer) in enumerate(grown) if size != longer]
+        if not axes:  # the same for all examples: public
             return leaf
         keep = counts.reshape(tuple(batch if i == axes[0] else 1 for i in range(leaf.ndim)))
         return jnp.where(keep, leaf, 1)
 
     cleaned = [clean(*item) for item in zip(leaves, shapes, copies, strict=True)]
     return jax.tree.unflatten(treedef, cleaned)
+
+
+def _sums_in_half(factored: FactoredSignal, public: PyTree, examples: PyTree) -> bool:
+    """Whether the backward pass may add up records in fewer bits than float32 has.
+
+    Its rounding would be a change of the total that no clipping bounds.
+    """
+
+    def gradient(example: PyTree) -> PyTree:
+        return jax.grad(factored.scalar, 1)(public, factored.point(public), example)
+
+    return _computes_in_half(jax.make_jaxpr(gradient)(_first(examples)).jaxpr)
+
+
+def _computes_in_half(jaxpr: Jaxpr) -> bool:
+    def is_jaxpr(value: Any) -> bool:
+        return isinstance(value, ClosedJaxpr | Jaxpr)
+
+    for eqn in jaxpr.eqns:
+        values = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)
+        bodies = [getattr(value, "jaxpr", value) for value in values if is_jaxpr(value)]
+        if any(map(_computes_in_half, bodies)):
+            return True
+        half = {str(var.aval.dtype) for var in eqn.outvars} & {"float16", "bfloat16"}
+        if half and not bodies and eqn.primitive.name not in _MOVES:
+            return True
+    return False
 
 
 def _first(examples: PyTree) -> PyTree:

@@ -16,8 +16,18 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from dp_accounting.dp_event import DpEvent
 from jax import Array
+from jaxtyping import Bool, Int
 
-__all__ = ["Batch", "Blocks", "Estimator", "FactoredSignal", "Fold", "Mechanism", "PyTree", "Sampler"]
+__all__ = [
+    "Batch",
+    "Blocks",
+    "Estimator",
+    "FactoredSignal",
+    "Fold",
+    "Mechanism",
+    "PyTree",
+    "Sampler",
+]
 
 PyTree = Any
 Blocks = tuple[tuple[str, ...], ...]  # groups of entries of a signal that are clipped together
@@ -32,8 +42,8 @@ class Batch(NamedTuple):
         mask: bool, shape ``(size,)``; ``None`` means that every entry counts.
     """
 
-    indices: Array | None
-    mask: Array | None
+    indices: Int[Array, " size"] | None
+    mask: Bool[Array, " size"] | None
 
 
 class FactoredSignal(NamedTuple):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jax import Array
+from jaxtyping import Float, Int
 
 from numpyro_dp.privacy.accounting import RDP, UnsupportedEventError
 from numpyro_dp.privacy.plan import Plan, PrivacyReport
@@ -35,8 +35,12 @@ class Trace(NamedTuple):
         params: Constrained parameters with a leading axis ``kept``.
     """
 
-    steps: np.ndarray
-    params: dict[str, Array]
+    steps: Int[np.ndarray, " kept"]
+    params: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """Shows the size, not the numbers."""
+        return f"Trace({len(self.steps)} iterates of {sorted(self.params)})"
 
 
 class PrivateLosses(NamedTuple):
@@ -48,8 +52,8 @@ class PrivateLosses(NamedTuple):
             log likelihoods.
     """
 
-    steps: np.ndarray
-    values: np.ndarray
+    steps: Int[np.ndarray, " kept"]
+    values: Float[np.ndarray, " kept"]
 
 
 class SensitiveLosses(NamedTuple):
@@ -60,8 +64,8 @@ class SensitiveLosses(NamedTuple):
         values: Mean over the window of the negative evidence lower bound on the batch.
     """
 
-    steps: np.ndarray
-    values: np.ndarray
+    steps: Int[np.ndarray, " kept"]
+    values: Float[np.ndarray, " kept"]
 
     def __repr__(self) -> str:
         """Shows no value."""
@@ -79,7 +83,7 @@ class DPSVIResult(NamedTuple):
         privacy: What was spent; may be published.
     """
 
-    params: dict[str, Array]
+    params: dict[str, Any]
     state: SensitiveState
     losses: PrivateLosses | SensitiveLosses | None
     trace: Trace
@@ -126,5 +130,3 @@ def _rdp_epsilon(plan: Plan, num_steps: int) -> float:
         return plan.spent(num_steps, accountant=RDP()).epsilon
     except UnsupportedEventError:
         return float("inf")
-
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ class LossRelease(NamedTuple):
     share: float = 0.01
 
 
+@runtime_checkable
 class _Settings(Protocol):
     """What a session reads of its driver."""
 
@@ -75,14 +76,14 @@ class Session:
             self._step_and_value, lambda state: settings.optim.get_params(state.optim_state)
         )
 
-    def check_signal(self, params: dict[str, Array]) -> None:
+    def check_signal(self, params: dict[str, Any]) -> None:
         """Raises unless ``clip_norm`` fits the entries of the signal."""
         if not isinstance(self._clip_norm, Mapping):
             return
         layout, shared = self.problem.model.structure.layout, self.problem.shared
         example = tuple(jnp.zeros(shape, dtype) for shape, dtype in layout.shapes)
 
-        def signal(params: dict[str, Array]) -> PyTree:
+        def signal(params: dict[str, Any]) -> PyTree:
             estimator = self._estimator(shared)
             return estimator.signal(estimator.prepare(jax.random.key(0), params), example)
 

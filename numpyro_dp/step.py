@@ -155,7 +155,9 @@ def build_loop(
             state, total = lax.fori_loop(0, stride, one_step, (state, zero))
             kept = (read(state), total / stride)
             buffer = jax.tree.map(
-                lambda into, leaf: lax.dynamic_update_index_in_dim(into, leaf, slot, 0), buffer, kept
+                lambda into, leaf: lax.dynamic_update_index_in_dim(into, leaf, slot, 0),
+                buffer,
+                kept,
             )
             return state, buffer
 

@@ -41,8 +41,8 @@ class DrawnPublic(NamedTuple):
         rng_key: Seeds what the likelihood draws.
     """
 
-    params: dict[str, Array]
-    latents: dict[str, Array]
+    params: dict[str, Any]
+    latents: dict[str, Any]
     entropy: Array
     vjp: Callable[..., Any]
     rng_key: Array
@@ -80,16 +80,16 @@ def aligned() -> Callable[[VariationalProblem], Estimator]:
         def point(public: DrawnPublic) -> Any:
             return public.latents, select(public.params, problem.model_params)
 
-        def merge(public: DrawnPublic, gradient: Any) -> dict[str, Array]:
+        def merge(public: DrawnPublic, gradient: Any) -> dict[str, Any]:
             return gradient[0] | gradient[1]
 
         def squared_norms(public: DrawnPublic, gradient: Any, blocks: Blocks) -> tuple[Array, ...]:
             return block_norms(merge(public, gradient), blocks)
 
-        def signal(public: DrawnPublic, example: Any) -> dict[str, Array]:
+        def signal(public: DrawnPublic, example: Any) -> dict[str, Any]:
             return merge(public, jax.grad(scalar, 1)(public, point(public), example))
 
-        def pull_back(public: DrawnPublic, released: dict[str, Array]) -> dict[str, Array]:
+        def pull_back(public: DrawnPublic, released: dict[str, Any]) -> dict[str, Any]:
             latents = select(released, public.latents)
             return pull_back_draw(problem, public, latents, select(released, problem.model_params))
 
@@ -100,10 +100,10 @@ def aligned() -> Callable[[VariationalProblem], Estimator]:
     return build
 
 
-def prepare_draw(problem: VariationalProblem) -> Callable[[Array, dict[str, Array]], DrawnPublic]:
+def prepare_draw(problem: VariationalProblem) -> Callable[[Array, dict[str, Any]], DrawnPublic]:
     """Returns ``prepare``: one draw and its vector-Jacobian product."""
 
-    def prepare(rng_key: Array, params: dict[str, Array]) -> DrawnPublic:
+    def prepare(rng_key: Array, params: dict[str, Any]) -> DrawnPublic:
         (latents, entropy), vjp = jax.vjp(lambda p: problem.draw(p, rng_key), params)
         return DrawnPublic(params, latents, entropy, vjp, jax.random.split(rng_key)[0])
 
@@ -113,9 +113,9 @@ def prepare_draw(problem: VariationalProblem) -> Callable[[Array, dict[str, Arra
 def pull_back_draw(
     problem: VariationalProblem,
     public: DrawnPublic,
-    latents: dict[str, Array],
+    latents: dict[str, Any],
     model_params: dict[str, Any],
-) -> dict[str, Array]:
+) -> dict[str, Any]:
     """Completes likelihood gradients to the gradient of the negative evidence lower bound.
 
     Args:

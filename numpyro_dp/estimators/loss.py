@@ -49,14 +49,14 @@ def with_loss(estimator: Estimator, scale: float) -> Estimator:
             for square, members in zip(squares, blocks, strict=True)
         )
 
-    def expand(public: PyTree, gradient: Any) -> dict[str, Array]:
+    def expand(public: PyTree, gradient: Any) -> dict[str, Any]:
         return inner.expand(public, gradient[0]) | {LOSS_ENTRY: gradient[1]}
 
-    def signal(public: PyTree, example: PyTree) -> dict[str, Array]:
+    def signal(public: PyTree, example: PyTree) -> dict[str, Any]:
         entry = scale * inner.scalar(public, inner.point(public), example)
         return estimator.signal(public, example) | {LOSS_ENTRY: entry}
 
-    def pull_back(public: PyTree, released: dict[str, Array]) -> PyTree:
+    def pull_back(public: PyTree, released: dict[str, Any]) -> PyTree:
         rest = {name: value for name, value in released.items() if name != LOSS_ENTRY}
         return estimator.pull_back(public, rest)
 

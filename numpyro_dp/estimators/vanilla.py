@@ -76,13 +76,13 @@ def vanilla() -> Callable[[VariationalProblem], Estimator]:
         def point(public: VanillaPublic) -> Any:
             return public.drawn.latents, select(public.drawn.params, names)
 
-        def expand(public: VanillaPublic, gradient: Any) -> dict[str, Array]:
+        def expand(public: VanillaPublic, gradient: Any) -> dict[str, Any]:
             latents, model_params = gradient
             like = jax.tree.map(lambda g, z: g.astype(z.dtype), latents, public.drawn.latents)
             (signal,) = public.drawn.vjp((like, jnp.zeros_like(public.drawn.entropy)))
             return signal | {name: add(signal[name], model_params[name]) for name in names}
 
-        def signal(public: VanillaPublic, example: Any) -> dict[str, Array]:
+        def signal(public: VanillaPublic, example: Any) -> dict[str, Any]:
             return expand(public, jax.grad(scalar, 1)(public, point(public), example))
 
         def squared_norms(
@@ -97,12 +97,12 @@ def vanilla() -> Callable[[VariationalProblem], Estimator]:
                 squares.append(_quadratic(grams, gradient[0]) + squared_norm(own))
             return tuple(squares)
 
-        def pull_back(public: VanillaPublic, released: dict[str, Array]) -> dict[str, Array]:
+        def pull_back(public: VanillaPublic, released: dict[str, Any]) -> dict[str, Any]:
             zeros = jax.tree.map(jnp.zeros_like, public.drawn.latents)
             rest = pull_back_draw(problem, public.drawn, zeros, {})
             return add(rest, jax.tree.map(jnp.negative, released))
 
-        def prepare(rng_key: Array, params: dict[str, Array]) -> VanillaPublic:
+        def prepare(rng_key: Array, params: dict[str, Any]) -> VanillaPublic:
             drawn = prepare_draw(problem)(rng_key, params)
             return VanillaPublic(drawn, {} if shared_names else _gram(problem, drawn))
 
@@ -132,13 +132,13 @@ def _outer(jacobian: Any, size: int) -> Array:
     return sum((rows @ rows.T for rows in leaves), start=jnp.zeros((size, size)))
 
 
-def _quadratic(grams: list[Any], latents: dict[str, Array]) -> Array:
+def _quadratic(grams: list[Any], latents: dict[str, Any]) -> Array:
     """Returns g^T (K_1 + K_2 + ...) g; never below 0, whatever rounding does."""
     if not grams:
         return jnp.zeros(())
-    gram = jax.tree.map(lambda *terms: sum(terms), *grams)
-    if isinstance(gram, dict):
-        terms = [jnp.sum(gram[site] * jnp.square(widen(latents[site]))) for site in gram]
+    if isinstance(grams[0], dict):  # diagonals, of the sites that the parameter moves
+        squares = {site: jnp.square(widen(value)) for site, value in latents.items()}
+        terms = [jnp.sum(gram[site] * squares[site]) for gram in grams for site in gram]
         return sum(terms, start=jnp.zeros(()))
-    flat = widen(ravel_pytree(latents)[0])
+    gram, flat = sum(grams[1:], start=grams[0]), widen(ravel_pytree(latents)[0])
     return jnp.maximum(flat @ gram @ flat, 0)

@@ -32,11 +32,13 @@ def gaussian(clip_norm: Any, noise_multiplier: Any) -> Mechanism:
 
     With one norm C the whole signal is scaled to :math:`\lVert s_i\rVert_2 \le C`. With a dict of
     norms, every named entry is scaled by itself, and the entries that are not named together to the
-    norm under the key ``...`` (Ellipsis); the sensitivity is :math:`\sqrt{\sum_b C_b^2}`. The noise has standard deviation ``noise_multiplier`` times the
-    sensitivity in every coordinate, and is drawn in float32 or wider.
+    norm under the key ``...`` (Ellipsis); the sensitivity is :math:`\sqrt{\sum_b C_b^2}`. The noise
+    has standard deviation ``noise_multiplier`` times the sensitivity in every coordinate, and is
+    drawn in float32 or wider.
 
     Args:
-        clip_norm: C > 0, or a dict of such norms by entry of the signal. ``inf`` is for tests: not private.
+        clip_norm: C > 0, or a dict of such norms by entry of the signal. ``inf`` is for tests: it
+            is not private.
         noise_multiplier: Noise standard deviation over sensitivity, >= 0. 0 is not private.
             Both may be traced values.
 
@@ -63,11 +65,9 @@ def gaussian(clip_norm: Any, noise_multiplier: Any) -> Mechanism:
             _factor(norm, square, finite) for norm, square in zip(norms, squares, strict=True)
         )
 
-    def bound(signal: dict[str, Array]) -> tuple[dict[str, Array], Array]:
+    def bound(signal: dict[str, Any]) -> tuple[dict[str, Any], Array]:
         wide, names = widen(signal), tuple(signal)
-        squares = tuple(
-            squared_norm([wide[name] for name in members]) for members in blocks(names)
-        )
+        squares = tuple(squared_norm([wide[name] for name in members]) for members in blocks(names))
         bounded = {}
         for members, factor in zip(blocks(names), scales(names, squares), strict=True):
             for name in members:
@@ -159,6 +159,6 @@ def _event(noise_multiplier: Any, sensitivity: Any) -> DpEvent | None:
     """The event of one call; None when the parameters are traced and the host knows them."""
     if isinstance(noise_multiplier, jax.core.Tracer) or isinstance(sensitivity, jax.core.Tracer):
         return None
-    if noise_multiplier == 0 or math.isinf(sensitivity):
+    if float(noise_multiplier) == 0 or math.isinf(sensitivity):
         return NonPrivateDpEvent()
     return GaussianDpEvent(float(noise_multiplier))

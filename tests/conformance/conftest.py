@@ -1,0 +1,14 @@
+"""Settings of the conformance tests."""
+
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Compiles faster, to slower code: these tests compile much and compute little."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+    jax.clear_caches()

@@ -1,0 +1,193 @@
+"""One record changes the sum by at most the stated sensitivity, whatever the record is."""
+
+import functools
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_dp import FixedSize, FullBatch, LossRelease, Poisson
+from numpyro_dp.privacy.mechanism import clip_sensitivity
+
+from .registry import ESTIMATORS, EstimatorRow
+from .scenarios import SCENARIOS, bench, by_name, single
+
+ROWS = 6
+KEY = jax.random.key(11)
+ROUNDING = 1 + 1e-5
+# Guides of every kind, with the models whose likelihood has heavy and light tails.
+NAMES = ("multivariate", "bnaf", "logistic", "own_params", "constrained", "two_sites")
+
+FAST = (("multivariate", True), ("logistic", False), ("own_params", False), ("two_sites", True))
+
+numbers = st.one_of(
+    st.sampled_from(
+        [
+            0.0,
+            1.0,
+            -1.0,
+            np.nan,
+            np.inf,
+            -np.inf,
+            1e30,
+            -1e30,
+            1e18,
+            3e19,
+            1e-30,
+            9.0,
+            -9.0,
+            1e6,
+            -1e6,
+        ]
+    ),
+    st.floats(-4, 4, width=32),
+    st.floats(width=32, allow_nan=True, allow_infinity=True),
+    st.builds(lambda sign, power: sign * 10.0**power, st.sampled_from([-1, 1]), st.floats(-30, 30)),
+)
+seeds = st.integers(0, 2**31 - 1)
+fast = hypothesis.settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.data_too_large, hypothesis.HealthCheck.too_slow],
+)
+
+
+def records(arrays, values, seed):
+    """Rows like the scenario's, with ``values`` in random places of the floating-point arrays."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for array in arrays:
+        rows = np.array(array)[rng.integers(0, array.shape[0], ROWS + 1)]
+        if np.issubdtype(rows.dtype, np.floating):
+            with np.errstate(over="ignore"):
+                drawn = rng.choice(np.asarray(values, np.float64), rows.shape).astype(rows.dtype)
+            rows = np.where(rng.random(rows.shape) < 0.4, drawn, rows)
+        made.append(rows)
+    return tuple(made)
+
+
+def norm(tree):
+    """Euclidean norm, in double precision."""
+    leaves = [np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)]
+    return math.sqrt(sum(float(leaf @ leaf) for leaf in leaves))
+
+
+def change(a, b):
+    return norm(jax.tree.map(lambda x, y: np.asarray(x, np.float64) - np.asarray(y), a, b))
+
+
+@functools.cache
+def totals(name, blocks):
+    """Compiled sums of a scenario: ``arrays -> {row: total}``, and the sensitivities."""
+    pieces = single(name)
+    clips = {}
+    for row in ESTIMATORS:
+        first, *rest = pieces.entries(row)
+        clips[row.name] = {first: 0.7} | ({...: 1.1} if rest else {}) if blocks else 1.3
+
+    def sums(arrays):
+        mask = jnp.ones(arrays[0].shape[0], bool)
+        return {
+            row.name: pieces.total(row)(clips[row.name], pieces.params, KEY, arrays, mask)
+            for row in ESTIMATORS
+        }
+
+    return jax.jit(sums), {name: clip_sensitivity(clip) for name, clip in clips.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        pytest.param(name, blocks, marks=[] if (name, blocks) in FAST else [pytest.mark.slow])
+        for name in NAMES
+        for blocks in (False, True)
+    ],
+)
+def test_dropping_or_replacing_a_record(name, blocks):
+    pieces = single(name)
+    sums, sensitivity = totals(name, blocks)
+    largest = dict.fromkeys(sensitivity, 0.0)
+
+    @fast
+    @hypothesis.example([50.0, -50.0], 0)
+    @hypothesis.example([50.0, -50.0], 1)
+    @hypothesis.example([50.0, -50.0], 2)
+    @hypothesis.example([50.0, -50.0], 3)
+    @hypothesis.given(st.lists(numbers, min_size=1, max_size=12), seeds)
+    def check(values, seed):
+        pool = records(pieces.arrays, values, seed)
+        whole = sums(tuple(rows[:ROWS] for rows in pool))
+        dropped = sums(tuple(rows[1:ROWS] for rows in pool))
+        replaced = sums(tuple(rows[1:] for rows in pool))
+        for row, bound in sensitivity.items():
+            assert np.isfinite(norm(whole[row]))
+            assert change(whole[row], dropped[row]) <= bound * ROUNDING
+            assert change(whole[row], replaced[row]) <= 2 * bound * ROUNDING
+            largest[row] = max(largest[row], change(whole[row], dropped[row]) / bound)
+
+    check()
+    assert min(largest.values()) > 0.7  # the bound was reached: the test could have failed
+
+
+@pytest.mark.parametrize("release", [None, LossRelease(5.0, 0.2)], ids=["plain", "with loss"])
+@pytest.mark.parametrize("sampler", [Poisson(0.5), FixedSize(4), FullBatch()], ids=str)
+@pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
+def test_what_a_step_releases(row, sampler, release):
+    """Through the whole step: the change of the released sum, before noise, times q."""
+    pieces = bench(
+        by_name("diagonal"), row, clip_norm=1.3, sampler=sampler, secret_key=3,
+        loss_release=release,
+    )  # fmt: skip
+    session = pieces.dpsvi._session(pieces.args, pieces.kwargs)
+    state = pieces.dpsvi.init(jax.random.key(1), *pieces.args, **pieces.kwargs)
+    step = jax.jit(lambda state, rows: session._step(state, rows)[1])
+    mechanism = session._mechanism(jnp.zeros(()))
+    bound = mechanism.sensitivity
+    if release is None:
+        assert bound == 1.3
+    else:
+        assert bound == pytest.approx(1.3 / math.sqrt(1 - 0.2))
+    batch, _ = sampler.next(state.sampler_state)
+    size = pieces.arrays[0].shape[0]
+    mask = np.ones(size, bool) if batch.mask is None else np.asarray(batch.mask)
+    taken = np.arange(size) if batch.indices is None else np.asarray(batch.indices)[mask]
+    largest = 0.0
+
+    @fast
+    @hypothesis.given(st.lists(numbers, min_size=1, max_size=12), seeds)
+    def check(values, seed):
+        nonlocal largest
+        rng = np.random.default_rng(seed)
+        new = records(pieces.arrays, values, seed)
+        who = rng.integers(0, size)
+        arrays = tuple(np.array(array) for array in pieces.arrays)
+        for array, rows in zip(arrays, new, strict=True):
+            array[(who + np.arange(ROWS)) % size] = rows[:ROWS]
+        blank = tuple(np.array(array) for array in arrays)
+        for array in blank:
+            array[who] = np.nan  # counts as 0: the record is not there
+        released = [
+            step(state, session.rows(data, pieces.kwargs)).released for data in (arrays, blank)
+        ]
+        moved = change(*released) * session.inclusion_prob
+        assert np.isfinite(norm(released[0]))
+        assert moved <= bound * ROUNDING * (who in taken)
+        largest = max(largest, moved / bound)
+
+    check()
+    # With a loss both parts must be at their bounds at once.
+    assert largest > (0.9 if release is None else 0.8)
+
+
+def test_rows_of_the_registry_are_distinct_and_the_named_guides_are_there():
+    assert all(isinstance(row, EstimatorRow) for row in ESTIMATORS)
+    assert len({row.name for row in ESTIMATORS}) == len(ESTIMATORS) >= 2
+    names = {scenario.name for scenario in SCENARIOS}
+    assert len(names) == len(SCENARIOS)
+    assert names >= {"diagonal", "multivariate", "lowrank", "iaf", "bnaf", "normal", "delta"}

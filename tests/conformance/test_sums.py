@@ -1,0 +1,223 @@
+"""The fast clipped sum equals the definition, whatever the records hold."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_dp.aggregate import bounded_sum, bounded_sum_by_definition
+from numpyro_dp.estimators.loss import LOSS_ENTRY, with_loss
+from numpyro_dp.privacy.mechanism import gaussian
+
+from .registry import ESTIMATORS, EstimatorRow
+from .scenarios import ROWS, fast_where, single
+
+FAST = ("multivariate", "iaf", "normal", "guide_list", "own_params", "two_sites")
+BLOCKS = ("multivariate", "iaf", "normal", "guide_list", "own_params", "shared_param", "two_sites")
+FAST_BLOCKS = ("multivariate", "shared_param")
+KEY = jax.random.key(5)
+
+
+def released_loss(row):
+    """The row with the loss of the record as one more entry of its signal."""
+    return EstimatorRow(row.name, lambda: lambda problem: with_loss(row.build()(problem), 0.05))
+
+
+def norms_of(pieces, row, arrays):
+    """Norm of each record's signal."""
+    estimator = row.build()(pieces.problem)
+
+    def norms(params, arrays):
+        public = estimator.prepare(KEY, params)
+        signals = jax.vmap(estimator.signal, (None, 0))(public, arrays)
+        return jax.vmap(gaussian(np.inf, 0.0).bound)(signals)[1]
+
+    return np.asarray(jax.jit(norms)(pieces.params, arrays))
+
+
+@functools.cache
+def both(name, wrap=lambda row: row):
+    """Compiled: ``(clip norms by row, params, arrays, mask) -> {row: (fast, definition)}``."""
+    pieces = single(name)
+
+    def sums(clip_norms, params, arrays, mask):
+        found = {}
+        for row in ESTIMATORS:
+            estimator = wrap(row).build()(pieces.problem)
+            mechanism = gaussian(clip_norms[row.name], 0.0)
+            data = estimator, mechanism, estimator.prepare(KEY, params), arrays, mask
+            found[row.name] = [bounded_sum(*data), bounded_sum_by_definition(*data)]
+        return found
+
+    return jax.jit(sums)
+
+
+def spoil(arrays, rows_and_values):
+    """Writes values into rows of every array of floating-point numbers."""
+    for row, value in rows_and_values:
+        arrays = tuple(
+            array.at[row].set(value) if jnp.issubdtype(array.dtype, jnp.inexact) else array
+            for array in arrays
+        )
+    return arrays
+
+
+def largest(tree):
+    return max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(tree))
+
+
+def distance(a, b):
+    return largest(jax.tree.map(jnp.subtract, a, b))
+
+
+def is_zero(tree):
+    return all(not np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(tree))
+
+
+def equal(a, b):
+    same = jax.tree.map(lambda x, y: np.array_equal(np.asarray(x), np.asarray(y)), a, b)
+    return all(jax.tree.leaves(same))
+
+
+BAD = [(1, np.nan), (3, np.inf), (4, -np.inf), (6, 1e30), (8, 1e12)]
+
+
+def check_sums(sums, pieces, clips, sizes):
+    """Everything that the sum of one scenario must do; ``sizes`` are the largest norms."""
+    every = jnp.ones(ROWS, bool)
+    some = jnp.asarray(np.random.default_rng(0).integers(0, 2, ROWS).astype(bool)).at[1].set(False)
+    cases = {
+        "plain": (pieces.arrays, every),
+        "masked": (pieces.arrays, some),
+        "bad records": (spoil(pieces.arrays, BAD), every),
+        "bad padding": (spoil(pieces.arrays, BAD), some),
+        "one left": (spoil(pieces.arrays, [(i, np.nan) for i in range(1, ROWS)]), every),
+    }
+    results = {case: sums(clips, pieces.params, *data) for case, data in cases.items()}
+    for case, result in results.items():
+        for name, (fast, definition) in result.items():
+            assert jax.tree.structure(fast) == jax.tree.structure(definition)
+            assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(fast))
+            assert distance(fast, definition) < 1e-5 * sizes[name], (case, name)
+    # NaN and infinite records count as 0, and leave the others alone (floats only are spoilt).
+    nan_only = sums(clips, pieces.params, spoil(pieces.arrays, [(1, np.nan)]), every)
+    without = sums(clips, pieces.params, pieces.arrays, every.at[1].set(False))
+    # What is under the mask does not matter, to the last bit.
+    for row in range(ROWS):
+        hidden = spoil(pieces.arrays, [(row, 1e30), ((row + 1) % ROWS, np.nan)])
+        mask = every.at[row].set(False).at[(row + 1) % ROWS].set(False)
+        if row in (0, 5):
+            assert equal(
+                sums(clips, pieces.params, hidden, mask),
+                sums(clips, pieces.params, pieces.arrays, mask),
+            )
+    nothing = jnp.zeros(ROWS, bool)
+    empty = sums(clips, pieces.params, pieces.arrays, nothing)
+    worthless = sums(clips, pieces.params, spoil(pieces.arrays, BAD), nothing)
+    hopeless = sums(
+        clips, pieces.params, spoil(pieces.arrays, [(i, np.nan) for i in range(ROWS)]), every
+    )
+    for row in ESTIMATORS:
+        assert equal(nan_only[row.name], without[row.name])
+        assert not is_zero(without[row.name])
+        for zero in (empty, worthless, hopeless):
+            assert is_zero(zero[row.name])
+
+
+@pytest.mark.parametrize("name", fast_where(FAST))
+def test_fast_sum_is_the_definition(name):
+    pieces = single(name)
+    clips = {}
+    for row in ESTIMATORS:  # half of the records are clipped
+        norms = norms_of(pieces, row, pieces.arrays)
+        assert norms.min() < norms.max()
+        clips[row.name] = jnp.asarray(np.median(norms))
+    check_sums(both(name), pieces, clips, {name: float(clip) for name, clip in clips.items()})
+
+
+def block_clips(pieces, wrap):
+    """A norm for the first entry, one for the rest (``...``), and one for the loss."""
+    clips, sizes = {}, {}
+    for row in ESTIMATORS:
+        first, *rest = pieces.entries(row)
+        clip = {first: jnp.asarray(0.4)} | ({...: jnp.asarray(0.7)} if rest else {})
+        clips[row.name] = clip | ({LOSS_ENTRY: jnp.asarray(0.05)} if wrap else {})
+        sizes[row.name] = 1.0
+    return clips, sizes
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST_BLOCKS else pytest.param(n, marks=pytest.mark.slow) for n in BLOCKS]
+)
+def test_fast_sum_is_the_definition_with_norms_by_entry_and_a_loss(name):
+    pieces = single(name)
+    clips, sizes = block_clips(pieces, True)
+    pairs = {name: tuple(clip.items()) for name, clip in clips.items()}
+
+    @jax.jit
+    def sums(values, params, arrays, mask):
+        # Ellipsis and strings do not sort, so the dicts are put together inside.
+        clips = {
+            name: {key: value for (key, _), value in zip(items, values[name], strict=True)}
+            for name, items in pairs.items()
+        }
+        return both(name_of, released_loss).__wrapped__(clips, params, arrays, mask)
+
+    name_of = name
+    values = {name: tuple(value for _, value in items) for name, items in pairs.items()}
+    check_sums(sums, pieces, values, sizes)
+
+
+def test_every_block_is_clipped_to_its_own_norm():
+    pieces = single("multivariate")
+    mask = jnp.zeros(ROWS, bool).at[2].set(True)
+    for row in ESTIMATORS:
+        first, *rest = pieces.entries(row)
+        clip = {first: 1e-3, ...: 2e-3}
+        total = jax.jit(functools.partial(pieces.total(row), clip))
+        found = total(pieces.params, KEY, pieces.arrays, mask)
+        norm = float(jnp.linalg.norm(found[first].ravel()))
+        others = np.sqrt(sum(float(jnp.sum(found[name] ** 2)) for name in rest))
+        assert norm == pytest.approx(1e-3, rel=1e-5)
+        assert others == pytest.approx(2e-3, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["lowrank", "two_sites"])
+def test_compiled_is_eager(name):
+    pieces = single(name)
+    clips = {row.name: jnp.asarray(0.5) for row in ESTIMATORS}
+    compiled = both(name)(clips, pieces.params, pieces.arrays, jnp.ones(ROWS, bool))
+    eager = both(name).__wrapped__(clips, pieces.params, pieces.arrays, jnp.ones(ROWS, bool))
+    for row in ESTIMATORS:
+        assert distance(compiled[row.name], eager[row.name]) < 2e-6
+
+
+@pytest.mark.parametrize("name", ["diagonal", "two_sites"])
+def test_records_known_to_be_finite_give_the_same_sum(name):
+    pieces = single(name)
+    mask = jnp.ones(ROWS, bool).at[4].set(False)
+    arrays = spoil(pieces.arrays, [(6, 1e30)])
+    for row in ESTIMATORS:
+        found = [
+            jax.jit(pieces.total(row, finite=finite))(0.5, pieces.params, KEY, arrays, mask)
+            for finite in (False, True)
+        ]
+        assert equal(*found)
+        assert not is_zero(found[0])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_records_of_half_precision_are_summed_in_single(dtype):
+    pieces = single("logistic")
+    copies = 4096 // ROWS
+    arrays = tuple(jnp.concatenate([array[:1]] * copies) for array in pieces.arrays)
+    arrays = (arrays[0].astype(dtype), arrays[1])
+    mask = jnp.ones(copies, bool)
+    for row in ESTIMATORS:
+        compiled = jax.jit(pieces.total(row))
+        total = compiled(0.5, pieces.params, KEY, arrays, mask)
+        one = compiled(0.5, pieces.params, KEY, arrays, mask & (jnp.arange(copies) < 1))
+        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(total))
+        assert distance(total, jax.tree.map(lambda x: copies * x, one)) < 1e-3 * 0.5

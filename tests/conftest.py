@@ -1,0 +1,10 @@
+"""Checks the package's array annotations at run time, in the tests only."""
+
+from jaxtyping import install_import_hook
+
+_CHECKED = (
+    "core", "aggregate", "step", "session", "results", "svi", "model", "estimators",
+    "privacy.mechanism", "privacy.random", "privacy.sampling",
+)  # fmt: skip
+
+install_import_hook([f"numpyro_dp.{name}" for name in _CHECKED], "_typecheck.checked")
