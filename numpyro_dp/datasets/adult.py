@@ -14,7 +14,9 @@ written below. So the preprocessing costs no privacy, and a row's norm has a pub
 
 The cap on gains matters for clipping. A z-scored gain gives rows of norm up to 14 beside a median
 of 2.7, and a clip norm that suits the median then cuts exactly the records that say most; with
-the cap, norms are 2.3 at the median and 4.4 at most. ``fnlwgt`` (a survey weight) and
+the cap, norms are 2.3 at the median and 4.4 at most, and of six forms of the two capital columns
+(capped, uncapped, logarithm, square root, indicator) the capped one had the best log-likelihood on
+a tenth of the training records held out for the choice. ``fnlwgt`` (a survey weight) and
 ``education_num`` (a recoding of ``education``) are left out. The authors of this library chose
 these constants knowing this public data set; with sensitive data of your own, take them from a
 codebook or from prior knowledge.
