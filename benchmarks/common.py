@@ -1,0 +1,91 @@
+"""What the timing benchmarks share: data, models, interleaved timing, machine, output."""
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+
+
+def parse_args(description):
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", help="write the results to this file ('-' prints them)")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    return parser.parse_args()
+
+
+def logistic_model(features, label):
+    weights = numpyro.sample("w", dist.Normal(0, 1).expand([features.shape[1]]).to_event(1))
+    with numpyro.plate("records", features.shape[0]):
+        numpyro.sample("label", dist.Bernoulli(logits=features @ weights), obs=label)
+
+
+def logistic_data(num_examples, dim, seed=0):
+    rng = np.random.default_rng(seed)
+    features = rng.normal(size=(num_examples, dim)).astype(np.float32)
+    odds = features @ (rng.normal(size=dim) / np.sqrt(dim))
+    label = (rng.random(num_examples) < 1 / (1 + np.exp(-odds))).astype(np.int32)
+    return jnp.asarray(features), jnp.asarray(label)
+
+
+def interleaved(calls, rounds, target_seconds=0.02):
+    """Median seconds per call of each function, taken in turn, after warm-up."""
+    counts = {}
+    for name, call in calls.items():
+        for _ in range(2):
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            once = time.perf_counter() - start
+        counts[name] = max(1, int(target_seconds / max(once, 1e-6)))
+    samples = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(counts[name]):
+                result = call()
+            jax.block_until_ready(result)
+            samples[name].append((time.perf_counter() - start) / counts[name])
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def machine():
+    """What the numbers were measured on."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "numpyro": numpyro.__version__,
+    }
+
+
+def write(args, name, tables):
+    """Prints tables (name -> rows) and writes them as JSON where asked."""
+    for title, rows in tables.items():
+        print(f"\n{title}")
+        keys = list(rows[0])
+        widths = [max(len(key), *(len(_cell(row[key])) for row in rows)) for key in keys]
+        print("  ".join(key.rjust(width) for key, width in zip(keys, widths, strict=True)))
+        for row in rows:
+            print("  ".join(_cell(row[k]).rjust(w) for k, w in zip(keys, widths, strict=True)))
+    text = json.dumps({"benchmark": name, "machine": machine(), "tables": tables}, indent=1)
+    if args.json == "-":
+        print(text)
+    elif args.json:
+        pathlib.Path(args.json).write_text(text + "\n")
+
+
+def _cell(value):
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"

@@ -1,0 +1,159 @@
+"""What does privacy cost end to end? `DPSVI.run` with Poisson sampling over a non-private scan.
+
+The non-private scan draws the same Poisson batches with the same sampler and takes SVI's step on
+them, padding masked. N = 30,000 records. Then the sampler alone, at N = 30,000 and N = 1,000,000.
+
+    python benchmarks/end_to_end.py --json end_to_end.json
+"""
+
+import contextlib
+import functools
+import io
+
+import jax
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+import optax
+from common import interleaved, logistic_data, logistic_model, parse_args, write
+from jax import lax
+from numpyro.infer import SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoDiagonalNormal
+
+from numpyro_dp import DPSVI, RDP, Poisson, aligned, secret_key, vanilla
+
+ESTIMATORS = {"aligned": aligned, "vanilla": vanilla}
+NUM_EXAMPLES = 30_000
+CASES = [(16, 128), (100, 300), (100, 3000), (1000, 1000)]
+
+
+def masked_model(features, label, mask):
+    """The same model on a padded batch."""
+    weights = numpyro.sample("w", dist.Normal(0, 1).expand([features.shape[1]]).to_event(1))
+    plate = numpyro.plate("records", NUM_EXAMPLES, subsample_size=features.shape[0])
+    with plate, numpyro.handlers.mask(mask=mask):
+        numpyro.sample("label", dist.Bernoulli(logits=features @ weights), obs=label)
+
+
+def floor(data, sampler):
+    """Non-private SVI in one scan, with the sampler inside, as a function of the steps."""
+    features, label = data
+    svi = SVI(masked_model, AutoDiagonalNormal(masked_model), optax.adam(1e-3), Trace_ELBO())
+    start = sampler.init(secret_key(0), NUM_EXAMPLES)
+    size = sampler.next(start)[0].indices.shape[0]
+    state = svi.init(jax.random.key(0), features[:size], label[:size], jnp.ones(size, bool))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def scan(num_steps, state, batches, features, label):
+        def step(carry, _):
+            state, batches = carry
+            batch, batches = sampler.next(batches)
+            rows = batch.indices
+            state, _ = svi.update(state, features[rows], label[rows], batch.mask)
+            return (state, batches), None
+
+        return lax.scan(step, (state, batches), None, length=num_steps)[0]
+
+    return lambda num_steps: scan(num_steps, state, start, features, label)[0].optim_state
+
+
+def private(data, sampler, estimator):
+    """DPSVI.run as a function of the number of steps."""
+    svi = DPSVI(
+        logistic_model,
+        AutoDiagonalNormal(logistic_model),
+        optax.adam(1e-3),
+        estimator=estimator(),
+        clip_norm=1.0,
+        sampler=sampler,
+        noise_multiplier=1.0,
+        accountant=RDP(),
+    )
+
+    def run(num_steps):
+        return svi.run(jax.random.key(0), num_steps, *data, progress_bar=False).params
+
+    return run
+
+
+def seconds_per_step(calls, rounds, num_steps):
+    """Median marginal cost of a step: what a run's fixed costs (init, accounting) leave out."""
+    short = num_steps // 10
+    timed = {}
+    for name, call in calls.items():
+        timed[name, short] = lambda call=call: call(short)
+        timed[name, num_steps] = lambda call=call: call(num_steps)
+    seconds = interleaved(timed, rounds)
+    return {
+        name: (seconds[name, num_steps] - seconds[name, short]) / (num_steps - short)
+        for name in calls
+    }
+
+
+def sampling(num_examples, rate, num_steps):
+    """The sampler alone, in a scan."""
+    sampler = Poisson(rate)
+
+    @jax.jit
+    def scan(state):
+        def step(state, _):
+            batch, state = sampler.next(state)
+            return state, (batch.indices[-1], batch.mask[-1])
+
+        return lax.scan(step, state, None, length=num_steps)[1]
+
+    state = sampler.init(secret_key(0), num_examples)
+    return lambda: scan(state)
+
+
+def progress_bar(data, num_steps, rounds):
+    """A run with its progress bar over the same run without."""
+    svi = DPSVI(
+        logistic_model,
+        AutoDiagonalNormal(logistic_model),
+        optax.adam(1e-3),
+        estimator=aligned(),
+        clip_norm=1.0,
+        sampler=Poisson(0.01),
+        noise_multiplier=5.0,
+    )
+
+    def run(bar):
+        with contextlib.redirect_stderr(io.StringIO()):
+            return svi.run(jax.random.key(0), num_steps, *data, progress_bar=bar).params
+
+    seconds = interleaved({bar: lambda bar=bar: run(bar) for bar in (False, True)}, rounds)
+    return {
+        "steps": num_steps,
+        "without s": seconds[False],
+        "with s": seconds[True],
+        "ratio": seconds[True] / seconds[False],
+    }
+
+
+def main():
+    args = parse_args(__doc__.splitlines()[0])
+    rounds, num_steps = (3, 1000) if args.quick else (11, 4000)
+    rows = []
+    for dim, batch in CASES:
+        data = logistic_data(NUM_EXAMPLES, dim)
+        sampler = Poisson(batch / NUM_EXAMPLES)
+        calls = {"SVI": floor(data, sampler)}
+        calls |= {name: private(data, sampler, make) for name, make in ESTIMATORS.items()}
+        seconds = seconds_per_step(calls, rounds, num_steps // (8 if batch >= 1000 else 1))
+        row = {"d": dim, "qN": batch}
+        row |= {f"{name} steps/s": 1 / value for name, value in seconds.items()}
+        row |= {f"{name}/SVI": seconds[name] / seconds["SVI"] for name in ESTIMATORS}
+        rows.append(row)
+    alone = {n: sampling(n, 300 / n, num_steps) for n in (30_000, 1_000_000)}
+    seconds = interleaved(alone, rounds)
+    sampler_rows = [
+        {"N": n, "qN": 300, "us per step": 1e6 * s / num_steps} for n, s in seconds.items()
+    ]
+    bar = progress_bar(logistic_data(NUM_EXAMPLES, 100), 10 * num_steps, rounds)
+    tables = {"DPSVI.run": rows, "Poisson sampling alone": sampler_rows, "Progress bar": [bar]}
+    write(args, "end_to_end", tables)
+
+
+if __name__ == "__main__":
+    main()

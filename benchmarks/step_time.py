@@ -1,0 +1,71 @@
+"""What does privacy cost per step? Private `DPSVI.update` over non-private `SVI.update`.
+
+Logistic regression, float32, Adam, one jitted step on a batch of B records; both steps are timed
+in turn in one process, median of the rounds. Memory is what XLA plans for temporaries.
+
+    python benchmarks/step_time.py --json step_time.json
+"""
+
+import jax
+import optax
+from common import interleaved, logistic_data, logistic_model, parse_args, write
+from numpyro.infer import SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
+
+from numpyro_dp import DPSVI, FullBatch, aligned, vanilla
+
+CASES = [
+    (AutoDiagonalNormal, 16, 128),
+    (AutoDiagonalNormal, 100, 300),
+    (AutoDiagonalNormal, 100, 3000),
+    (AutoDiagonalNormal, 1000, 1000),
+    (AutoMultivariateNormal, 100, 100),
+    (AutoMultivariateNormal, 200, 100),
+]
+
+
+def steps(guide_type, dim, batch):
+    """Returns the compiled steps by name, with their states."""
+    data = logistic_data(batch, dim)
+    drivers = {
+        "SVI": SVI(logistic_model, guide_type(logistic_model), optax.adam(1e-3), Trace_ELBO())
+    }
+    for name, estimator in {"aligned": aligned, "vanilla": vanilla}.items():
+        drivers[name] = DPSVI(
+            logistic_model,
+            guide_type(logistic_model),
+            optax.adam(1e-3),
+            estimator=estimator(),
+            clip_norm=1.0,
+            sampler=FullBatch(),
+            noise_multiplier=1.0,
+        )
+    compiled, calls = {}, {}
+    for name, driver in drivers.items():
+        state = driver.init(jax.random.key(0), *data)
+        compiled[name] = jax.jit(driver.update).lower(state, *data).compile()
+        calls[name] = lambda step=compiled[name], state=state: step(state, *data)
+    return compiled, calls
+
+
+def main():
+    args = parse_args(__doc__.splitlines()[0])
+    rows = []
+    for guide_type, dim, batch in CASES:
+        compiled, calls = steps(guide_type, dim, batch)
+        seconds = interleaved(calls, rounds=9 if args.quick else 41)
+        memory = {
+            name: step.memory_analysis().temp_size_in_bytes for name, step in compiled.items()
+        }
+        num_params = 2 * dim if guide_type is AutoDiagonalNormal else dim + dim * (dim + 1) // 2
+        row = {"guide": guide_type.__name__, "d": dim, "B": batch}
+        row |= {f"{name} us": 1e6 * value for name, value in seconds.items()}
+        row |= {f"{n}/SVI": seconds[n] / seconds["SVI"] for n in ("aligned", "vanilla")}
+        row |= {f"{name} MB": value / 1e6 for name, value in memory.items()}
+        row |= {"4 B d MB": 4 * batch * dim / 1e6, "4 B P MB": 4 * batch * num_params / 1e6}
+        rows.append(row)
+    write(args, "step_time", {"One step": rows})
+
+
+if __name__ == "__main__":
+    main()
