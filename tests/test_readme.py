@@ -1,0 +1,48 @@
+"""The README's code runs as pasted, and the repository keeps its own rules."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def test_the_ten_lines_run_as_pasted(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    scope = {}
+    exec(compile(code, "README.md", "exec"), scope)
+    printed = capsys.readouterr().out
+    assert "epsilon <= " in printed
+    assert "add_or_remove_one" in printed
+    assert scope["draws"]["y"].shape == (500, 5)
+    assert scope["result"].privacy.epsilon <= 1.0
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "numpyro_dp").rglob("*.py")), ids=lambda p: p.name)
+def test_files_stay_small(path):
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_documents_link_to_files_that_exist():
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    for document in documents:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} -> {target}"
+
+
+def test_the_public_names_exist_and_have_docstrings():
+    import numpyro_dp
+
+    for name in numpyro_dp.__all__:
+        assert getattr(numpyro_dp, name).__doc__
+
+
+def test_import_is_quiet():
+    code = "import numpyro_dp, sys; assert 'matplotlib' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
