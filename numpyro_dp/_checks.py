@@ -18,7 +18,7 @@ from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.session import LossRelease
-from numpyro_dp.step import SensitiveState
+from numpyro_dp.step import RunSetting, SensitiveState
 
 __all__ = [
     "check_accountant",
@@ -30,8 +30,10 @@ __all__ = [
     "check_not_spent",
     "check_num_steps",
     "check_optim",
+    "check_reverse_mode",
     "check_rng_key",
     "check_sampler",
+    "check_setting",
     "check_state",
     "check_steps_fit",
 ]
@@ -41,8 +43,8 @@ def check_callable(name: str, value: Any) -> None:
     """Raises TypeError unless a model or guide can be called."""
     if not callable(value):
         raise TypeError(
-            f"Expected {name} to be a function with NumPyro primitives, got {value!r}. The order "
-            "is DPSVI(model, guide, optim, ...)."
+            f"Expected {name} to be a function with NumPyro primitives, got "
+            f"{type(value).__name__}. The order is DPSVI(model, guide, optim, ...)."
         )
 
 
@@ -85,12 +87,19 @@ def check_budget(budget: Any, noise_multiplier: Any, clip_norm: Any) -> PrivacyB
             "Expected a budget or a noise_multiplier, got neither. Pass "
             "budget=PrivacyBudget(epsilon=1.0, delta=1e-5)."
         )
+    norms = clip_norm.values() if isinstance(clip_norm, Mapping) else [clip_norm]
+    unbounded = any(math.isinf(norm) for norm in norms)
     if budget is None:
+        if unbounded and noise_multiplier != 0:
+            raise ValueError(
+                f"Expected noise_multiplier=0.0 together with clip_norm={clip_norm!r}, got "
+                f"{noise_multiplier!r}: no noise covers an unbounded record. Give a finite "
+                "clip_norm."
+            )
         return None
     if not isinstance(budget, PrivacyBudget):
         raise TypeError(f"Expected budget=PrivacyBudget(epsilon, delta), got {budget!r}.")
-    norms = clip_norm.values() if isinstance(clip_norm, Mapping) else [clip_norm]
-    if any(math.isinf(norm) for norm in norms):
+    if unbounded:
         raise BudgetError(
             f"Expected a finite clip_norm together with a budget, got clip_norm={clip_norm!r}: an "
             "unbounded record has no privacy. Give a finite clip_norm, or noise_multiplier=0.0 "
@@ -201,3 +210,23 @@ def check_steps_fit(state: SensitiveState, num_steps: int) -> None:
             f"Expected num_steps <= {left}, what the budget still covers after {int(state.step)} "
             f"steps, got {num_steps}. Plan for all steps with DPSVI(..., num_steps=T)."
         )
+
+
+def check_reverse_mode(forward_mode_differentiation: bool) -> None:
+    """Raises ValueError if forward mode is asked for."""
+    if forward_mode_differentiation:
+        raise ValueError(
+            "Expected forward_mode_differentiation=False, got True: gradients of single "
+            "records are taken in reverse mode. Leave it out."
+        )
+
+
+def check_setting(state: SensitiveState, setting: RunSetting) -> None:
+    """Raises unless a state is used with the data size, sampler and clip norm of its run."""
+    for field in ("num_examples", "sampler", "clip_norm", "loss_release"):
+        before, now = getattr(state.setting, field), getattr(setting, field)
+        if before != now:
+            raise BudgetError(
+                f"Expected {field}={before}, with which the state's steps were taken and accounted "
+                f"for, got {field}={now}. Resume with the same setting, or start anew with init."
+            )

@@ -72,8 +72,14 @@ class SensitiveLosses(NamedTuple):
         return f"SensitiveLosses(<{len(self.values)} values: never publish them>)"
 
 
-class DPSVIResult(NamedTuple):
-    """Result of :meth:`numpyro_dp.DPSVI.run`; its first fields are those of ``SVIRunResult``.
+class _RunResult(NamedTuple):
+    params: dict[str, Any]
+    state: SensitiveState
+    losses: PrivateLosses | SensitiveLosses | None
+
+
+class DPSVIResult(_RunResult):
+    """Result of :meth:`numpyro_dp.DPSVI.run`: a triple like ``SVIRunResult``, and more.
 
     Attributes:
         params: Constrained parameters; may be published.
@@ -83,11 +89,29 @@ class DPSVIResult(NamedTuple):
         privacy: What was spent; may be published.
     """
 
-    params: dict[str, Any]
-    state: SensitiveState
-    losses: PrivateLosses | SensitiveLosses | None
     trace: Trace
     privacy: PrivacyReport
+
+    def __new__(
+        cls,
+        params: dict[str, Any],
+        state: SensitiveState,
+        losses: PrivateLosses | SensitiveLosses | None,
+        trace: Trace,
+        privacy: PrivacyReport,
+    ) -> DPSVIResult:
+        """Makes the triple and adds what SVI's result does not have."""
+        result = super().__new__(cls, params, state, losses)
+        result.trace, result.privacy = trace, privacy
+        return result
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """Lets copies and pickles keep all fields."""
+        return (*self, self.trace, self.privacy)
+
+    def __repr__(self) -> str:
+        """Names the fields and shows what was spent."""
+        return f"DPSVIResult(params of {sorted(self.params)}, {self.trace!r}, {self.privacy})"
 
 
 def progress_chunks(

@@ -13,12 +13,12 @@ from jax import Array
 
 from numpyro_dp.core import Estimator, Mechanism, PyTree, Sampler
 from numpyro_dp.estimators.loss import LOSS_ENTRY, with_loss
-from numpyro_dp.model.records import Rows, finite_records, split_arguments
+from numpyro_dp.model.records import Rows, split_arguments
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.privacy.mechanism import check_blocks, clip_sensitivity, gaussian
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.results import PrivateLosses, SensitiveLosses, Trace, progress_chunks
-from numpyro_dp.step import SensitiveState, Step, build_loop, build_step
+from numpyro_dp.step import RunSetting, SensitiveState, Step, build_loop, build_step
 
 __all__ = ["LossRelease", "Session"]
 
@@ -76,6 +76,22 @@ class Session:
             self._step_and_value, lambda state: settings.optim.get_params(state.optim_state)
         )
 
+    def setting(self, reproducible: bool) -> RunSetting:
+        """What all steps of a run have in common."""
+        settings = self.settings
+        return RunSetting(
+            self.num_examples,
+            settings.sampler,
+            repr(settings.clip_norm),
+            settings.loss_release,
+            reproducible,
+        )
+
+    @property
+    def sensitivity(self) -> float:
+        """Largest change of the released sum when one record is added or removed."""
+        return clip_sensitivity(self._clip_norm)
+
     def check_signal(self, params: dict[str, Any]) -> None:
         """Raises unless ``clip_norm`` fits the entries of the signal."""
         if not isinstance(self._clip_norm, Mapping):
@@ -90,16 +106,15 @@ class Session:
         check_blocks(self._clip_norm, tuple(jax.eval_shape(signal, params)))
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
-        """Splits arguments into records, without NaN or infinity, and public arrays."""
+        """Splits arguments into records and public arrays."""
         _, arrays, shared = split_arguments(args, kwargs, self.num_examples)
-        return Rows(*_finite(arrays), shared)
+        return Rows(arrays, shared)
 
     def update(
         self, state: SensitiveState, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[SensitiveState, Array]:
         """One step; the value is ``nan`` unless sensitive values are allowed."""
-        _, arrays, shared = split_arguments(args, kwargs, self.num_examples)
-        return self._update(state, arrays, shared)
+        return self._update(state, self.rows(args, kwargs))
 
     def run(
         self,
@@ -140,11 +155,9 @@ class Session:
     def _mechanism(self, noise_multiplier: Array) -> Mechanism:
         return gaussian(self._clip_norm, noise_multiplier)
 
-    def _guarded_step(
-        self, state: SensitiveState, arrays: tuple[Array, ...], shared: tuple[Array, ...]
-    ) -> tuple[SensitiveState, Array]:
+    def _guarded_step(self, state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Array]:
         """A step that leaves the state alone once the budget is spent."""
-        new, value = self._step_and_value(state, Rows(arrays, None, shared))
+        new, value = self._step_and_value(state, rows)
         active = state.step < state.max_steps
         new = jax.tree.map(lambda after, before: jnp.where(active, after, before), new, state)
         return new, value if self.settings.allow_sensitive else jnp.full((), jnp.nan)
@@ -190,6 +203,3 @@ def _clip_with_loss(settings: _Settings) -> tuple[Any, float]:
 
 def _ints(*values: int) -> tuple[Array, ...]:
     return tuple(jnp.asarray(value, jnp.int32) for value in values)
-
-
-_finite = jax.jit(finite_records)

@@ -6,6 +6,7 @@ The composition is the privacy argument. Records enter in one place, between ``p
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +18,27 @@ from numpyro_dp.aggregate import bounded_sum
 from numpyro_dp.core import Estimator, Mechanism, PyTree, Sampler
 from numpyro_dp.model.records import Rows
 
-__all__ = ["SensitiveState", "Step", "build_loop", "build_step"]
+__all__ = ["RunSetting", "SensitiveState", "Step", "build_loop", "build_step"]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class RunSetting:
+    """What all steps of a run must have in common for its accounting to hold; public.
+
+    Attributes:
+        num_examples: Number of records.
+        sampler: Draws the batches.
+        clip_norm: The clip norm, as text.
+        loss_release: Whether and how a loss curve is released.
+        reproducible: Whether the caller supplied the secret key.
+    """
+
+    num_examples: int
+    sampler: Any
+    clip_norm: str
+    loss_release: Any
+    reproducible: bool
 
 
 class SensitiveState(NamedTuple):
@@ -37,6 +58,7 @@ class SensitiveState(NamedTuple):
         noise_multiplier: Noise standard deviation over sensitivity.
         step: Number of steps taken.
         max_steps: Number of steps the plan covers.
+        setting: What the steps so far have in common.
     """
 
     optim_state: PyTree
@@ -48,6 +70,7 @@ class SensitiveState(NamedTuple):
     noise_multiplier: Array
     step: Array
     max_steps: Array
+    setting: RunSetting
 
     def __repr__(self) -> str:
         """Shows no key."""
@@ -105,8 +128,7 @@ def build_step(
         batch, sampler_state = sampler.next(state.sampler_state)
         examples, mask = _take(rows, batch.indices, batch.mask)
         mech = mechanism(state.noise_multiplier)
-        finite = rows.valid is not None
-        total = bounded_sum(est, mech, public, examples, mask, finite=finite)
+        total = bounded_sum(est, mech, public, examples, mask)
         noisy, mechanism_state = mech.privatise(noise_key, total, state.mechanism_state)
         released = jax.tree.map(lambda leaf: leaf / inclusion_prob, noisy)
         gradient = est.pull_back(public, released)
@@ -175,8 +197,9 @@ def _optimise(optim: Any, gradient: PyTree, state: PyTree) -> PyTree:
 def _take(rows: Rows, indices: Array | None, mask: Array | None) -> tuple[PyTree, Array]:
     """Returns the examples of a batch and which of them count."""
     arrays = rows.arrays
-    valid = jnp.ones(arrays[0].shape[0], bool) if rows.valid is None else rows.valid
-    if indices is not None:
-        arrays = tuple(array.at[indices].get(mode="clip") for array in arrays)
-        valid = valid.at[indices].get(mode="clip")
-    return arrays, valid if mask is None else valid & mask
+    size = arrays[0].shape[0]
+    if indices is None:
+        return arrays, jnp.ones(size, bool) if mask is None else mask
+    examples = tuple(array.at[indices].get(mode="clip") for array in arrays)
+    inside = (indices >= 0) & (indices < size)
+    return examples, inside if mask is None else inside & mask

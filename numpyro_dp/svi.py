@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -157,7 +157,11 @@ class DPSVI:
         return self._init(rng_key, self.num_steps, args, kwargs, init_params)
 
     def update(
-        self, svi_state: SensitiveState, *args: Any, **kwargs: Any
+        self,
+        svi_state: SensitiveState,
+        *args: Any,
+        forward_mode_differentiation: bool = False,
+        **kwargs: Any,
     ) -> tuple[SensitiveState, Array]:
         """Takes one private step on a batch drawn from the data set.
 
@@ -167,13 +171,16 @@ class DPSVI:
         Args:
             svi_state: From :meth:`init` or :meth:`update`; use each state once.
             *args: Arguments of model and guide, with the whole data set.
+            forward_mode_differentiation: Not supported.
             **kwargs: Keyword arguments of model and guide.
 
         Returns:
             The new state, and ``nan`` in the place of the loss unless ``allow_sensitive``.
         """
+        _checks.check_reverse_mode(forward_mode_differentiation)
         _checks.check_state(svi_state)
         session = self._session(args, kwargs)
+        _checks.check_setting(svi_state, session.setting(False))
         if not isinstance(svi_state.step, jax.core.Tracer):
             _checks.check_not_spent(svi_state)
         return session.update(svi_state, args, kwargs)
@@ -186,6 +193,9 @@ class DPSVI:
 
     def get_params(self, svi_state: SensitiveState) -> dict[str, Any]:
         """Returns the constrained parameters at a state; they may be published."""
+        _checks.check_state(svi_state)
+        if self._frontend.svi.constrain_fn is None:
+            raise ValueError("Expected init or run to have been called before get_params.")
         return self._frontend.svi.get_params(svi_state)
 
     def evaluate(self, svi_state: SensitiveState, *args: Any, **kwargs: Any) -> Array:
@@ -240,11 +250,7 @@ class DPSVI:
         _checks.check_num_steps(num_steps, _UNLIMITED - 1)
         if trace_size is not None:
             check_int("trace_size", trace_size, low=1)
-        if forward_mode_differentiation:
-            raise ValueError(
-                "Expected forward_mode_differentiation=False, got True: gradients of single "
-                "records are taken in reverse mode. Leave it out."
-            )
+        _checks.check_reverse_mode(forward_mode_differentiation)
         if init_state is None:
             covered = self.num_steps if self.num_steps is not None else num_steps
             state = self._init(rng_key, covered, args, kwargs, init_params)
@@ -252,6 +258,7 @@ class DPSVI:
             _checks.check_state(init_state)
             state = init_state
         session = self._session(args, kwargs)
+        _checks.check_setting(state, session.setting(False))
         _checks.check_steps_fit(state, num_steps)
         report = self._report(session, state, int(state.step) + num_steps)
         rows = session.rows(args, kwargs)
@@ -281,7 +288,8 @@ class DPSVI:
         key = arguments_key(args, kwargs)
         if key not in self._sessions:
             session = Session(self, prepared.problem)
-            session.check_signal(self.optim.get_params(prepared.optim_state))
+            if isinstance(self.clip_norm, Mapping):
+                session.check_signal(self.optim.get_params(prepared.optim_state))
             self._sessions[key] = session
         secret = secret_key() if self.secret_key is None else self.secret_key
         noise_key, batch_key = jax.random.split(secret)
@@ -295,6 +303,7 @@ class DPSVI:
             noise_multiplier=jnp.asarray(_round_up(plan.noise_multiplier)),
             step=jnp.zeros((), jnp.int32),
             max_steps=jnp.asarray(_UNLIMITED if self.budget is None else num_steps, jnp.int32),
+            setting=self._sessions[key].setting(self.secret_key is not None),
         )
 
     def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
@@ -314,9 +323,9 @@ class DPSVI:
         """Accounts for all steps up to ``num_steps`` with the noise that the state holds."""
         plan = make_plan(
             self.sampler,
-            session.problem.model.structure.layout.num_examples,
+            session.num_examples,
             num_steps,
-            clip_sensitivity(self.clip_norm),
+            session.sensitivity,
             budget=self.budget,
             noise_multiplier=float(state.noise_multiplier),
             accountant=self.accountant,
@@ -325,7 +334,7 @@ class DPSVI:
             plan.spent(num_steps),
             num_steps,
             plan,
-            reproducible=self.secret_key is not None,
+            reproducible=state.setting.reproducible,
             loss_released=self.loss_release is not None,
             sensitive_allowed=self.allow_sensitive,
         )

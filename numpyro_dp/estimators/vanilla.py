@@ -30,13 +30,16 @@ from numpyro_dp.model.variational import VariationalProblem
 
 __all__ = ["vanilla"]
 
+_ROUNDING = 32  # multiples of the unit roundoff that a product with J may be off by
+
 
 class VanillaPublic(NamedTuple):
     """Public values of one step.
 
     Attributes:
         drawn: The draw and its vector-Jacobian product.
-        gram: For each parameter p the matrix J_p J_p^T, or its diagonal as a tree like the latents.
+        gram: For each parameter p the diagonal of J_p J_p^T as a tree like the latents, where
+            that is all there is, or a root of it.
     """
 
     drawn: DrawnPublic
@@ -113,7 +116,7 @@ def vanilla() -> Callable[[VariationalProblem], Estimator]:
 
 
 def _gram(problem: VariationalProblem, drawn: DrawnPublic) -> dict[str, Any]:
-    """Returns J_p J_p^T for each guide parameter p: a diagonal where that is exact."""
+    """Returns J_p J_p^T for each guide parameter p: its diagonal where that is all, or a root."""
     names = [name for name in drawn.params if name not in problem.model_params]
     sums = problem.coordinate_sums()
     entropy = jnp.zeros_like(drawn.entropy)
@@ -123,22 +126,38 @@ def _gram(problem: VariationalProblem, drawn: DrawnPublic) -> dict[str, Any]:
         return {name: sums[name](jnp.square(widen(entries[name]))) for name in names}
     flat, unravel = ravel_pytree(drawn.latents)
     (jacobian,) = jax.vmap(lambda row: drawn.vjp((unravel(row), entropy)))(jnp.eye(flat.size))
-    return {name: _outer(jacobian[name], flat.size) for name in names}
+    return {name: _root(jacobian[name], flat.size) for name in names}
 
 
-def _outer(jacobian: Any, size: int) -> Array:
-    """Returns J J^T for a tree of arrays with leading axis ``size``."""
-    leaves = [leaf.reshape(size, -1) for leaf in jax.tree.leaves(widen(jacobian))]
-    return sum((rows @ rows.T for rows in leaves), start=jnp.zeros((size, size)))
+class _Root(NamedTuple):
+    """R with R^T R = J J^T for one parameter, and the Frobenius norm of J."""
+
+    factor: Array
+    size: Array
+
+
+def _root(jacobian: Any, rows: int) -> _Root:
+    """Returns the triangular root of J J^T for a tree of arrays with leading axis ``rows``."""
+    leaves = [leaf.reshape(rows, -1) for leaf in jax.tree.leaves(widen(jacobian))]
+    matrix = jnp.concatenate(leaves, axis=1)
+    return _Root(jnp.linalg.qr(matrix.T, mode="r"), jnp.sqrt(squared_norm(matrix)))
 
 
 def _quadratic(grams: list[Any], latents: dict[str, Any]) -> Array:
-    """Returns g^T (K_1 + K_2 + ...) g; never below 0, whatever rounding does."""
+    """Returns the squared norm of J^T g, rounding included: never too small.
+
+    Where J is nearly singular, J^T g may be small although J and g are large; the multiplication
+    with J^T then has an error that clipping does not see. The norm grows by a bound on it.
+    """
     if not grams:
         return jnp.zeros(())
-    if isinstance(grams[0], dict):  # diagonals, of the sites that the parameter moves
-        squares = {site: jnp.square(widen(value)) for site, value in latents.items()}
-        terms = [jnp.sum(gram[site] * squares[site]) for gram in grams for site in gram]
+    if isinstance(grams[0], dict):  # diagonals: no sums, no cancellation
+        weights: dict[str, Array] = {}
+        for gram in grams:  # one reduction for each site, not for each parameter
+            weights |= {site: weights.get(site, 0) + weight for site, weight in gram.items()}
+        terms = [jnp.sum(w * jnp.square(widen(latents[site]))) for site, w in weights.items()]
         return sum(terms, start=jnp.zeros(()))
-    gram, flat = sum(grams[1:], start=grams[0]), widen(ravel_pytree(latents)[0])
-    return jnp.maximum(flat @ gram @ flat, 0)
+    flat = widen(ravel_pytree(latents)[0])
+    norm = jnp.sqrt(squared_norm([root.factor @ flat for root in grams]))
+    error = _ROUNDING * jnp.finfo(flat.dtype).eps * jnp.sqrt(squared_norm(flat))
+    return jnp.square(norm + error * sum(root.size for root in grams))

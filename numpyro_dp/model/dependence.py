@@ -1,8 +1,7 @@
 """What in a traced function depends on what: a forward walk over its jaxpr.
 
-Used to show that priors and guides do not read the records, and to find which intermediate values
-are mere copies of them. The walk is conservative: where it does not know an operation, every
-output depends on every input.
+Used to show that priors and guides do not read the records. The walk is conservative: where it does
+not know an operation, every output depends on every input.
 """
 
 from __future__ import annotations
@@ -15,17 +14,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 __all__ = [
     "captured_shapes",
-    "copies_of_inputs",
     "depends_on_inputs",
     "looks_up",
 ]
 
-_MOVES = frozenset(
-    (
-        "reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "slice", "rev",
-        "copy", "copy_p", "concatenate",
-    )
-)  # fmt: skip
 _LOOKUPS = ("gather", "dynamic_slice")
 _CALLS = ("jaxpr", "call_jaxpr")
 
@@ -42,21 +34,6 @@ def depends_on_inputs(fn: Callable[..., dict[str, Any]], *args: Any) -> dict[str
     flags = _walk(closed.jaxpr, seeds, lambda eqn, flags: any(flags))
     entries = jax.tree.unflatten(jax.tree.structure(out), flags)
     return {name: any(jax.tree.leaves(entry)) for name, entry in entries.items()}
-
-
-def copies_of_inputs(fn: Callable[..., Any], num_other: int, *args: Any) -> list[bool]:
-    """Returns for each output leaf of ``fn`` whether it only moves entries of its last inputs.
-
-    Args:
-        fn: A function of arrays.
-        num_other: How many leading input leaves do not count.
-        *args: Arrays or shapes.
-    """
-    closed = jax.make_jaxpr(fn)(*args)
-    seeds = [index >= num_other for index in range(len(closed.jaxpr.invars))]
-    return _walk(
-        closed.jaxpr, seeds, lambda eqn, flags: eqn.primitive.name in _MOVES and all(flags)
-    )
 
 
 def looks_up(

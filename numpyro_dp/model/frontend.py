@@ -111,7 +111,7 @@ def arguments_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     described = tuple(
         (np.shape(leaf), str(jax.dtypes.canonicalize_dtype(leaf.dtype)))
         if isinstance(leaf, jax.Array | np.ndarray | np.generic)
-        else leaf
+        else (type(leaf), leaf)
         for leaf in leaves
     )
     return treedef, described

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool
 
 __all__ = [
     "Arguments",
@@ -23,7 +22,6 @@ __all__ = [
     "Rows",
     "array_shapes",
     "check_arrays",
-    "finite_records",
     "split_arguments",
 ]
 
@@ -33,13 +31,10 @@ class Rows(NamedTuple):
 
     Attributes:
         arrays: The arrays whose first axis counts records.
-        valid: bool, shape ``(num_examples,)``: false where a record has a NaN or an infinity,
-            whose entries have then been replaced by 0; ``None`` if nobody has looked.
         shared: Public arrays.
     """
 
     arrays: tuple[Array, ...]
-    valid: Bool[Array, " num_examples"] | None
     shared: tuple[Array, ...]
 
 
@@ -174,31 +169,6 @@ def split_arguments(
     return layout, tuple(rows), tuple(shared)
 
 
-def finite_records(
-    arrays: tuple[Array, ...],
-) -> tuple[tuple[Array, ...], Bool[Array, " num_examples"]]:
-    """Replaces non-finite numbers by 0 and marks the records that had any.
-
-    Each record is treated by itself, so that neighbouring data sets stay neighbours.
-
-    Args:
-        arrays: Record arrays, first axis ``num_examples``.
-
-    Returns:
-        The arrays without NaN or infinity, and the mask of records that had none.
-    """
-    valid = jnp.ones(arrays[0].shape[0], bool)
-    cleaned = []
-    for leaf in arrays:
-        if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            # 0 * x is 0 or NaN: a matrix-vector product is the fastest way to ask a whole row.
-            flat = leaf.reshape(leaf.shape[0], -1)
-            valid &= jnp.isfinite(flat @ jnp.zeros(flat.shape[1], flat.dtype))
-            leaf = jnp.where(jnp.isfinite(leaf), leaf, 0)
-        cleaned.append(leaf)
-    return tuple(cleaned), valid
-
-
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
@@ -215,6 +185,6 @@ def _check_hashable(layout: Layout) -> None:
             hash(constant)
         except TypeError as error:
             raise TypeError(
-                f"Expected arrays or hashable constants as arguments of the model, got "
-                f"{constant!r} of type {type(constant).__name__}. Convert it to an array."
+                "Expected arrays or hashable constants as arguments of the model, got a "
+                f"{type(constant).__name__}. Convert it to an array."
             ) from error

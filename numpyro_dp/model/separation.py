@@ -25,6 +25,9 @@ from numpyro_dp.model.records import Layout
 __all__ = ["UnsupportedModelError", "check_captured", "check_separable", "one_record", "rows_along"]
 
 
+_MANY = 50  # below, a multiple of the number of records is too common a size to mean anything
+
+
 class UnsupportedModelError(ValueError):
     """A model or guide that cannot be made private as it is written."""
 
@@ -121,12 +124,19 @@ def check_captured(
     number = layout.num_examples
     allowed = {np.shape(leaf) for leaf in jax.tree.leaves(public)}
     for shape in captured_shapes(fn, *args):
-        if number > 1 and shape[:1] == (number,) and shape not in allowed:
+        if _holds_records(shape, number) and shape not in allowed:
             raise UnsupportedModelError(
-                f"The {what} holds an array of shape {shape}, with as many rows as plate "
-                f"{plate!r}, that is no argument: it would be read without clip and noise. Pass "
-                "records as arguments; pass a public array as a static keyword of the constructor."
+                f"The {what} holds an array of shape {shape}, with an entry for each record of "
+                f"plate {plate!r}, that is no argument: it would be read without clip and noise. "
+                "Pass records as arguments; pass a public array as a static keyword of the "
+                "constructor."
             )
+
+
+def _holds_records(shape: tuple[int, ...], number: int) -> bool:
+    """Whether an array may hold all records: an axis of their number, or a flattened table."""
+    flattened = len(shape) == 1 and number >= _MANY and shape[0] % number == 0 and shape[0] > 0
+    return number > 1 and (number in shape or flattened)
 
 
 def rows_along(site: dict[str, Any], frame: Any) -> int:

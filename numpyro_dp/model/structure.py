@@ -14,6 +14,7 @@ import numpy as np
 from numpyro import handlers
 from numpyro.infer.initialization import init_to_uniform
 
+from numpyro_dp.model.additivity import check_additive
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.records import (
     Arguments,
@@ -163,6 +164,7 @@ def read_model(
     if not latents and not others.get("param"):
         raise UnsupportedModelError("Expected a model with a latent site or a parameter, got none.")
     check_separable(model, plate, layout, shared, likelihood, public or {})
+    check_additive(model, plate, layout, shared, likelihood, latents + prior_factors)
     params = tuple(others.get("param", ()))
     return ModelStructure(plate, layout, latents, likelihood, prior_factors, params)
 

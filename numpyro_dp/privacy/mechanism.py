@@ -24,7 +24,7 @@ from numpyro_dp.privacy.random import standard_normal
 
 __all__ = ["ClipNorm", "check_blocks", "check_clip_norm", "clip_sensitivity", "gaussian"]
 
-ClipNorm = float | Mapping[str, float]
+ClipNorm = float | Mapping[Any, float]
 
 
 def gaussian(clip_norm: Any, noise_multiplier: Any) -> Mechanism:
@@ -126,15 +126,19 @@ def check_clip_norm(clip_norm: Any) -> ClipNorm:
         TypeError: If it is neither a number nor a dict of numbers.
         ValueError: If a norm is not positive, or a dict is empty.
     """
-    remedy = "It bounds the norm of one record's unscaled gradient, in the units of log p."
     if not isinstance(clip_norm, Mapping):
-        return check_real("clip_norm", clip_norm, low=0, low_open=True, remedy=remedy)
+        return _check_norm("clip_norm", clip_norm)
     if not clip_norm:
         raise ValueError("Expected clip_norm to name the entries of the signal, got an empty dict.")
-    return {
-        name: check_real(f"clip_norm[{name!r}]", norm, low=0, low_open=True, remedy=remedy)
-        for name, norm in clip_norm.items()
-    }
+    return {name: _check_norm(f"clip_norm[{name!r}]", norm) for name, norm in clip_norm.items()}
+
+
+def _check_norm(name: str, norm: Any) -> float:
+    """Beyond these bounds squares leave the range of float32, and norms are no norms any more."""
+    remedy = "It bounds the norm of one record's unscaled gradient, in the units of log p."
+    if norm == math.inf:
+        return math.inf
+    return check_real(name, norm, low=1e-12, high=1e12, remedy=remedy)
 
 
 def _blocks(clip_norm: Any, names: tuple[str, ...]) -> list[tuple[tuple[str, ...], Any]]:

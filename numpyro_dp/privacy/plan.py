@@ -17,6 +17,7 @@ from numpyro_dp.privacy.accounting import (
 )
 from numpyro_dp.privacy.budget import PrivacyBudget, Relation, gaussian_event
 from numpyro_dp.privacy.calibration import calibrate_noise
+from numpyro_dp.privacy.sampling import FixedSize
 
 __all__ = ["BudgetError", "Plan", "PrivacyReport", "default_delta", "make_plan"]
 
@@ -176,7 +177,7 @@ def make_plan(
             budget must cover is not known.
     """
     delta = budget.delta if budget else default_delta(num_examples)
-    relation: Relation = budget.relation if budget else "add_or_remove_one"
+    relation = budget.relation if budget else _usual_relation(sampler)
     noise = 0.0 if noise_multiplier is None else noise_multiplier
     plan = Plan(sampler, num_examples, noise, sensitivity, budget, delta, relation, accountant)
     if budget is None:
@@ -187,11 +188,6 @@ def make_plan(
             "be found. Pass DPSVI(..., num_steps=T) for a loop of T updates, or use run()."
         )
     if noise_multiplier is None:
-        if math.isinf(sensitivity):
-            raise BudgetError(
-                "Expected a finite clip_norm together with a budget, got inf: an unbounded record "
-                "has no privacy. Give a finite clip_norm, or noise_multiplier=0.0 without a budget."
-            )
         noise, _ = calibrate_noise(
             lambda z: _run_event(plan, z, num_steps),
             budget,
@@ -212,6 +208,11 @@ def make_plan(
 def default_delta(num_examples: int) -> float:
     """The delta at which a run without a budget is reported: N ** -1.1, capped at 0.01."""
     return min(1e-2, float(num_examples) ** -1.1)
+
+
+def _usual_relation(sampler: Sampler) -> Relation:
+    """The relation of a run without a budget: the one that its sampler is accounted under."""
+    return "replace_one" if isinstance(sampler, FixedSize) else "add_or_remove_one"
 
 
 def _run_event(plan: Plan, noise_multiplier: float, num_steps: int) -> DpEvent:

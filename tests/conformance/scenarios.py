@@ -327,7 +327,7 @@ class Bench(NamedTuple):
 
         return jax.jit(jax.grad(loss))(self.params)
 
-    def total(self, row, *, definition=False, finite=False):
+    def total(self, row, *, definition=False):
         """Returns ``(clip_norm, params, key, arrays, mask) -> (public, bounded sum)``."""
         estimator = row.build()(self.problem) if isinstance(row, EstimatorRow) else row
 
@@ -336,7 +336,7 @@ class Bench(NamedTuple):
             public = estimator.prepare(key, params)
             if definition:
                 return bounded_sum_by_definition(estimator, mechanism, public, arrays, mask)
-            return bounded_sum(estimator, mechanism, public, arrays, mask, finite=finite)
+            return bounded_sum(estimator, mechanism, public, arrays, mask)
 
         return total
 

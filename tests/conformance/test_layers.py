@@ -21,11 +21,13 @@ LEVELS = {
     "privacy": 2,
     "model": 2,
     "ep": 2,
+    "contraction": 2,
     "aggregate": 3,
     "estimators": 3,
     "step": 4,
     "results": 5,
     "session": 6,
+    "_checks": 6.5,
     "svi": 7,
     "sep": 7,
     "sgld": 7,
@@ -33,7 +35,7 @@ LEVELS = {
     "evaluate": 8,
     "__init__": 9,
 }
-NUMPYRO = {"model", "svi", "sep", "sgld", "posterior"}
+NUMPYRO = {"model", "_checks", "svi", "sep", "sgld", "posterior"}
 # Not below each other although their levels would let them.
 FORBIDDEN = {("estimators", "privacy"), ("aggregate", "privacy")}
 

@@ -34,11 +34,6 @@ def change_by_one(model, guide, args, row):
     return np.sqrt(sum(float(jnp.sum((a - b) ** 2)) for a, b in leaves)), sums[1]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="The factored sum adds up the paths of a parameter separately: a record whose huge "
-    "contributions cancel has a small norm, and absorbs the sums of all other records.",
-)
 @pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
 def test_contributions_of_one_record_that_cancel(row):
     def model(x, w):
@@ -48,7 +43,7 @@ def test_contributions_of_one_record_that_cancel(row):
 
     x, w = jnp.full(1000, -100.0).at[0].set(1e18), jnp.zeros(1000).at[0].set(1e18)
     change, _ = change_by_one(model, AutoDiagonalNormal(model), (x, w), row)
-    assert change <= 1 + 1e-5  # 999
+    assert change <= 1 + 1e-5  # 999 where the paths are summed apart
 
 
 @pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
@@ -67,24 +62,7 @@ def test_a_model_that_computes_in_half_precision(row):
         assert change > 0.1
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(
-            row,
-            id=row.name,
-            marks=[
-                pytest.mark.xfail(
-                    strict=True,
-                    reason="g^T J J^T g loses its digits where J is nearly singular.",
-                )
-            ]
-            if row.name == "vanilla"
-            else [],
-        )
-        for row in ESTIMATORS
-    ],
-)
+@pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
 def test_a_guide_that_is_nearly_degenerate(row):
     basis = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))[0]
     mixing = jnp.asarray(basis * [1.0, 1e-2, 1e-4])
@@ -102,4 +80,4 @@ def test_a_guide_that_is_nearly_degenerate(row):
 
     x = jnp.asarray(np.tile(basis[:, 2] * 1e7, (2, 1)))
     change, _ = change_by_one(model, guide, (x,), row)
-    assert 0.9 < change <= 1 + 1e-5  # 1.0145
+    assert 0.9 < change <= 1 + 1e-5  # 1.0145 from g^T (J J^T) g

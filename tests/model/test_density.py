@@ -23,6 +23,11 @@ from numpyro_dp.model.structure import read_model
 N, D = 12, 3
 
 
+def x64() -> Any:
+    """Double precision, in the oldest and the newest jax."""
+    return jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64()
+
+
 class Case(NamedTuple):
     """A model with its arguments; the reference sees the same without subsampling."""
 
@@ -243,9 +248,16 @@ def unconstrained(model: Callable[..., Any], case: Case, seed: int) -> dict[str,
     }
 
 
+@pytest.fixture(autouse=True)
+def _quick_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_prior_plus_likelihood_of_each_record_is_the_log_density(name: str) -> None:
-    with jax.enable_x64(True):
+    with x64():
         case = CASES[name]()
         args, kwargs = jax.tree.map(
             lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf,
@@ -280,7 +292,7 @@ def test_prior_plus_likelihood_of_each_record_is_the_log_density(name: str) -> N
 
 
 def test_the_likelihood_of_a_record_is_the_density_of_a_data_set_of_one_row() -> None:
-    with jax.enable_x64(True):
+    with x64():
         x, y = _x(), _y()
         structure = read_model(two_sites, (x, y, _binary()), {})
         model = Model(two_sites, structure)

@@ -34,6 +34,11 @@ N, D = 20, 3
 KEY = jax.random.key(4)
 
 
+def x64() -> Any:
+    """Double precision, in the oldest and the newest jax."""
+    return jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64()
+
+
 class Case(NamedTuple):
     """A model, a guide for it, and how both are called."""
 
@@ -201,14 +206,30 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 @pytest.fixture(autouse=True)
-def _x64():
-    with jax.enable_x64(True):
+def _settings():
+    """Double precision, and quick compilation of what runs for an instant."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    with x64():
         yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = {
+    "AutoDelta, supports",
+    "AutoDiagonalNormal, supports",
+    "AutoGuideList",
+    "AutoIAFNormal, particles",
+    "AutoLowRank, mixture",
+    "AutoMultivariateNormal, reparam",
+    "hand-written, constrained",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
+)
 def test_without_clip_and_noise_the_run_is_that_of_svi(name: str) -> None:
-    with jax.enable_x64(True):
+    with x64():
         case = CASES[name]()
         optim, loss = optax.sgd(1e-5), Trace_ELBO(num_particles=case.num_particles)
         svi = SVI(case.model, case.guide(case.model), optim, loss, **case.static)
@@ -241,6 +262,7 @@ def _run(model: Any, guide: Any, *args: Any, steps: int = 5, **kwargs: Any) -> d
     return svi.run(KEY, steps, *args, progress_bar=False, **kwargs).params
 
 
+@pytest.mark.slow
 def test_a_subsampled_plate_gives_the_run_of_the_full_plate() -> None:
     """Batches are drawn by the sampler: the model's own subsampling changes nothing."""
 

@@ -1,0 +1,129 @@
+r"""Is the likelihood of several records the sum of the likelihoods of single ones?
+
+A likelihood is evaluated record by record. A model that scales by the number of rows, or centres
+its columns by their mean, would mean something else there than it does for ``numpyro.infer.SVI``:
+private, but wrong. So the model is run on a few invented records, together and one by one,
+
+.. math:: \log p(x_1, x_2, x_3 \mid z) = \sum_i \log p(x_i \mid z), \qquad
+          \log p(z \mid 3 \text{ rows}) = \log p(z \mid 1 \text{ row}).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from numpyro import handlers
+from numpyro.infer.initialization import init_to_uniform
+
+from numpyro_dp.model.records import Layout
+from numpyro_dp.model.separation import UnsupportedModelError, one_record
+
+__all__ = ["check_additive"]
+
+_ROWS = 3
+_TOLERANCE = 1e-2  # relative: half precision passes, a factor of the number of rows does not
+
+
+def check_additive(
+    model: Callable[..., Any],
+    plate: str,
+    layout: Layout,
+    shared: tuple[Array, ...],
+    likelihood: tuple[str, ...],
+    prior: tuple[str, ...],
+) -> None:
+    """Refuses a model whose densities depend on how many records it is given at once.
+
+    Where the densities of the invented records are not finite, or the model cannot be run on so
+    few, the check says nothing.
+
+    Args:
+        model: The model, static keywords filled in.
+        plate: Name of the data plate.
+        layout: How arguments split.
+        shared: Public arrays among the arguments.
+        likelihood: Names of the observed sites in the data plate.
+        prior: Names of the latent sites and of factors outside the plate.
+
+    Raises:
+        UnsupportedModelError: Says which density depends on the number of rows, and the remedy.
+    """
+    if layout.num_examples == 1:
+        return
+    for rows in (_random_rows(layout), _equal_rows(layout)):
+        try:
+            together = _densities(model, plate, layout, shared, rows)
+            singles = [
+                _densities(model, plate, layout, shared, tuple(leaf[i : i + 1] for leaf in rows))
+                for i in range(_ROWS)
+            ]
+        except (TypeError, ValueError, IndexError):
+            continue  # made for its own number of rows, or for particular values
+        for names, what, parts in (
+            (likelihood, "likelihood", singles),
+            (prior, "prior", singles[:1]),
+        ):
+            joint = _total(together, names)
+            alone = [_total(single, names) for single in parts]
+            if not _close(joint, alone):
+                raise UnsupportedModelError(
+                    f"The {what} depends on the number of records that the model is given at once "
+                    f"(sites {list(names)}): it mixes records, or reads x.shape[0]. Records enter "
+                    "one by one here. Compute scales and averages from public values, and pass "
+                    "them as static keywords of the constructor."
+                )
+
+
+def _densities(
+    model: Callable[..., Any],
+    plate: str,
+    layout: Layout,
+    shared: tuple[Array, ...],
+    rows: tuple[Array, ...],
+) -> dict[str, float]:
+    number = rows[0].shape[0]
+    run = handlers.seed(one_record(model, plate, num_rows=number), jax.random.key(0))
+    run = handlers.substitute(run, substitute_fn=init_to_uniform())
+    trace = layout.arguments(rows, shared).call(handlers.trace(run).get_trace)
+    size = trace[plate]["args"][0]
+    values = {}
+    for name, site in trace.items():
+        if site["type"] == "sample":
+            value = site["fn"].log_prob(site["value"])
+            value = jnp.sum(value if site["scale"] is None else value * site["scale"])
+            in_plate = any(frame.name == plate for frame in site["cond_indep_stack"])
+            values[name] = float(value) * (number / size if in_plate else 1)
+        elif site["type"] == "prng_key":
+            values[name] = math.nan  # random by itself: nothing to compare
+    return values
+
+
+def _total(values: dict[str, float], names: tuple[str, ...]) -> float:
+    random = [value for value in values.values() if math.isnan(value)]
+    return math.nan if random else sum(values[name] for name in names)
+
+
+def _close(joint: float, alone: list[float]) -> bool:
+    if not all(map(math.isfinite, [joint, *alone])):
+        return True
+    size = abs(joint) + sum(map(abs, alone))
+    return abs(joint - sum(alone)) <= _TOLERANCE * size + 1e-6
+
+
+def _random_rows(layout: Layout) -> tuple[Array, ...]:
+    keys = jax.random.split(jax.random.key(1), len(layout.shapes))
+    rows = []
+    for key, (shape, dtype) in zip(keys, layout.shapes, strict=True):
+        floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        draw = jax.random.normal(key, (_ROWS, *shape)) if floating else jnp.ones((_ROWS, *shape))
+        rows.append(draw.astype(dtype))
+    return tuple(rows)
+
+
+def _equal_rows(layout: Layout) -> tuple[Array, ...]:
+    return tuple(jnp.ones((_ROWS, *shape), dtype) for shape, dtype in layout.shapes)
