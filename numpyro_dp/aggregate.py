@@ -90,7 +90,8 @@ def _factored_sum(
     blocks = mechanism.blocks(names)
 
     def squared_norms(parts: Any, example: PyTree) -> tuple[Array, ...]:
-        gradient = treedef.unflatten(_assemble(split, leaves, parts, jax.tree.leaves(example)))
+        arrays = jax.tree.leaves(example)
+        gradient = treedef.unflatten(_assemble(split, leaves, parts, arrays, factored.isometric))
         return factored.squared_norms(public, gradient, blocks)
 
     factors = mechanism.scales(names, jax.vmap(squared_norms)(parts, examples))
@@ -113,11 +114,20 @@ def _gradient_parts(split: Split, leaves: list[Array], examples: PyTree) -> Any:
     return lax.optimization_barrier(jax.vmap(parts)(examples))
 
 
-def _assemble(split: Split, leaves: list[Array], parts: Any, example: list[Array]) -> list[Array]:
-    """Returns the gradient of one record from its parts."""
+def _assemble(
+    split: Split, leaves: list[Array], parts: Any, example: list[Array], norms_only: bool
+) -> list[Array]:
+    """Returns the gradient of one record from its parts, or leaves of the same norms."""
     gradient: list[Any] = [None] * len(leaves)
     for contraction, part in zip(split.contractions, parts[0], strict=True):
-        gradient[contraction.leaf] = _transposed(contraction, leaves, example)(part)
+        if norms_only and contraction.outer:
+            record = widen(contraction.record(example)).reshape(-1)
+            square = jnp.dot(record, record, precision=lax.Precision.HIGHEST)
+            # Squares below the smallest number are lost: they count as that number.
+            length = jnp.sqrt(square + record.size * jnp.finfo(record.dtype).tiny)
+            gradient[contraction.leaf] = widen(part) * length
+        else:
+            gradient[contraction.leaf] = _transposed(contraction, leaves, example)(part)
     for leaf, part in zip(split.rest, parts[1], strict=True):
         gradient[leaf] = part
     return gradient

@@ -60,12 +60,16 @@ class Contraction(NamedTuple):
         leaf: Number of the leaf among the leaves of the point.
         op: Number of the operation that forms the product.
         product: ``(leaf value, example leaves) -> product`` of one record, linear in both.
+        record: ``example leaves -> the record's factor`` in the product.
+        outer: Whether the gradient is an outer product, of norm ``|r| |record|``.
         struct: Shape and dtype of the product.
     """
 
     leaf: int
     op: int
     product: Callable[[Array, Sequence[Array]], Array]
+    record: Callable[[Sequence[Array]], Array]
+    outer: bool
     struct: jax.ShapeDtypeStruct
 
 
@@ -151,7 +155,9 @@ def _product(
     )  # fmt: skip
     if free != 1 or not wide or not jnp.issubdtype(out.dtype, jnp.floating):
         return None
-    needed = _needed(program, chain[-1])
+    *moves, dot = _needed(program, op.outputs[0])
+    exact = {"precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
+    needed = (*moves, dot._replace(params=dot.params | exact))
 
     def product(value: Array, example_leaves: Sequence[Array]) -> Array:
         inputs = {program.point[leaf]: value}
@@ -159,18 +165,22 @@ def _product(
         environment = _evaluate(needed, inputs, lambda _, result: result)
         return environment[op.outputs[0]]
 
-    return Contraction(leaf, chain[-1], product, jax.ShapeDtypeStruct(out.shape, out.dtype))
+    def record(example_leaves: Sequence[Array]) -> Array:
+        inputs = dict(zip(program.example, example_leaves, strict=True))
+        made = _needed(program, op.inputs[side])
+        return _evaluate(made, inputs, lambda _, result: result)[op.inputs[side]]
+
+    struct = jax.ShapeDtypeStruct(out.shape, out.dtype)
+    return Contraction(leaf, chain[-1], product, record, not batch[side], struct)
 
 
-def _needed(program: _Program, last: int) -> tuple[_Op, ...]:
-    """The operations that the product is made of, in order, at full precision."""
-    wanted, kept = set(program.ops[last].outputs), []
-    for op in reversed(program.ops[: last + 1]):
+def _needed(program: _Program, value: int) -> tuple[_Op, ...]:
+    """The operations that a value is made of, in order."""
+    wanted, kept = {value}, []
+    for op in reversed(program.ops):
         if wanted & set(op.outputs):
             wanted |= {number for number in op.inputs if isinstance(number, int)}
             kept.append(op)
-    exact = {"precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
-    kept[0] = kept[0]._replace(params=kept[0].params | exact)
     return tuple(reversed(kept))
 
 

@@ -62,12 +62,14 @@ class FactoredSignal(NamedTuple):
         squared_norms: ``(public, gradient, blocks) -> tuple``, for each block of entries of the
             *expanded* signal its squared Euclidean norm.
         expand: ``(public, gradient) -> signal``, linear in the gradient.
+        isometric: Whether ``squared_norms`` reads nothing of a leaf of the gradient but its norm.
     """
 
     point: Callable[[PyTree], PyTree]
     scalar: Callable[[PyTree, PyTree, PyTree], Array]
     squared_norms: Callable[[PyTree, PyTree, Blocks], tuple[Array, ...]]
     expand: Callable[[PyTree, PyTree], PyTree]
+    isometric: bool = False
 
 
 class Estimator(NamedTuple):

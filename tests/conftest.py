@@ -4,7 +4,7 @@ from jaxtyping import install_import_hook
 
 _CHECKED = (
     "core", "aggregate", "step", "session", "results", "svi", "model", "estimators",
-    "privacy.mechanism", "privacy.random", "privacy.sampling",
+    "privacy.mechanism",
 )  # fmt: skip
 
 install_import_hook([f"numpyro_dp.{name}" for name in _CHECKED], "_typecheck.checked")

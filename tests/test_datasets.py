@@ -160,7 +160,7 @@ def test_a_bad_split_index_is_refused(load, shape, last, name):
         load(split=last + 1)
     with pytest.raises(ValueError, match="split=-1"):
         load(split=-1)
-    with pytest.raises(TypeError, match="split=0.5"):
+    with pytest.raises(TypeError, match=r"split=0.5"):
         load(split=0.5)
 
 
@@ -278,7 +278,7 @@ def test_offline_names_the_remedy_and_leaves_no_file(empty_home, load):
 
 def test_a_variable_that_names_no_folder_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv(_store.DATA_VARIABLE, str(tmp_path / "nowhere"))
-    with pytest.raises(datasets.DatasetNotFoundError, match="to name a folder, got .*nowhere"):
+    with pytest.raises(datasets.DatasetNotFoundError, match=r"to name a folder, got .*nowhere"):
         datasets.load_adult()
 
 

@@ -94,7 +94,7 @@ def aligned() -> Callable[[VariationalProblem], Estimator]:
             return pull_back_draw(problem, public, latents, select(released, problem.model_params))
 
         prepare = prepare_draw(problem)
-        factored = FactoredSignal(point, scalar, squared_norms, merge)
+        factored = FactoredSignal(point, scalar, squared_norms, merge, isometric=True)
         return Estimator(prepare, signal, pull_back, factored)
 
     return build

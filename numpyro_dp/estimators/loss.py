@@ -60,5 +60,5 @@ def with_loss(estimator: Estimator, scale: float) -> Estimator:
         rest = {name: value for name, value in released.items() if name != LOSS_ENTRY}
         return estimator.pull_back(public, rest)
 
-    factored = FactoredSignal(point, scalar, squared_norms, expand)
+    factored = FactoredSignal(point, scalar, squared_norms, expand, inner.isometric)
     return Estimator(estimator.prepare, signal, pull_back, factored)

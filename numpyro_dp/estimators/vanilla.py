@@ -123,10 +123,15 @@ def _gram(problem: VariationalProblem, drawn: DrawnPublic) -> dict[str, Any]:
     if sums is not None:
         # Rows of J share no parameter: the entries of J^T 1 are those of J itself.
         (entries,) = drawn.vjp((jax.tree.map(jnp.ones_like, drawn.latents), entropy))
-        return {name: sums[name](jnp.square(widen(entries[name]))) for name in names}
+        return {name: sums[name](_square(widen(entries[name]))) for name in names}
     flat, unravel = ravel_pytree(drawn.latents)
     (jacobian,) = jax.vmap(lambda row: drawn.vjp((unravel(row), entropy)))(jnp.eye(flat.size))
     return {name: _root(jacobian[name], flat.size) for name in names}
+
+
+def _square(entries: Array) -> Array:
+    """Squares; what would vanish below the smallest number becomes that number."""
+    return jnp.square(entries) + jnp.finfo(entries.dtype).tiny
 
 
 class _Root(NamedTuple):

@@ -81,3 +81,45 @@ def test_a_guide_that_is_nearly_degenerate(row):
     x = jnp.asarray(np.tile(basis[:, 2] * 1e7, (2, 1)))
     change, _ = change_by_one(model, guide, (x,), row)
     assert 0.9 < change <= 1 + 1e-5  # 1.0145 from g^T (J J^T) g
+
+
+@pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
+def test_records_whose_squares_vanish(row):
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([4]).to_event(1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ w, 1e-10), obs=y)
+
+    x, y = jnp.full((2, 4), 1e-22), jnp.full(2, 1e10)  # gradients of 1e8
+    change, _ = change_by_one(model, AutoDiagonalNormal(model), (x, y), row)
+    assert change <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
+def test_several_observations_of_one_record_that_cancel(row):
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Normal(b + x @ w, 1).to_event(1), obs=y)
+
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(1000, 8, 2)), jnp.float32)
+    y = jnp.asarray(rng.normal(size=(1000, 8)), jnp.float32).at[0, 2].set(1e15).at[0, 5].set(-1e15)
+    change, _ = change_by_one(model, AutoDiagonalNormal(model), (x, y), row)
+    assert change <= 1 + 1e-3  # rounding of a sum of 1000 clipped signals
+
+
+@pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
+def test_a_likelihood_that_recomputes_its_backward_pass(row):
+    length = jax.checkpoint(lambda w, r: jnp.sqrt(jnp.sum(r**2 * w**2)))
+
+    def model(x):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.factor("y", -jax.vmap(length, (None, 0))(w, x))
+
+    x = jnp.ones((5, 2)).at[0].set(jnp.nan)
+    change, rest = change_by_one(model, AutoDiagonalNormal(model), (x,), row)
+    assert change == 0
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(rest))

@@ -1,0 +1,58 @@
+"""A state is bound to the records, sampler and clip norm of its run."""
+
+import jax
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal
+
+from numpyro_dp import DPSVI, BudgetError, FixedSize, LossRelease, Poisson, aligned
+
+
+def model(x):
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+
+
+def driver(**changes):
+    settings = dict(clip_norm=1.0, sampler=Poisson(0.2), noise_multiplier=5.0) | changes
+    return DPSVI(model, AutoDiagonalNormal(model), optax.sgd(0.1), estimator=aligned(), **settings)
+
+
+@pytest.fixture(scope="module")
+def state():
+    return driver(secret_key=3).run(jax.random.key(0), 3, jnp.ones(50), progress_bar=False).state
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "field"),
+    [
+        ({}, 40, "num_examples=50"),
+        ({"sampler": Poisson(0.1)}, 50, "sampler=Poisson"),
+        ({"sampler": FixedSize(10)}, 50, "sampler=Poisson"),
+        ({"clip_norm": 2.0}, 50, "clip_norm=1.0"),
+        ({"loss_release": LossRelease(1.0)}, 50, "loss_release=None"),
+    ],
+)
+def test_another_setting_is_refused(state, changes, rows, field):
+    other = driver(**changes)
+    with pytest.raises(BudgetError, match=field):
+        other.run(jax.random.key(0), 2, jnp.ones(rows), progress_bar=False, init_state=state)
+    with pytest.raises(BudgetError, match=field):
+        other.update(state, jnp.ones(rows))
+
+
+def test_a_reproducible_run_stays_marked(state):
+    result = driver().run(jax.random.key(0), 2, jnp.ones(50), progress_bar=False, init_state=state)
+    assert result.privacy.reproducible
+    assert result.privacy.num_steps == 5
+
+
+def test_the_result_unpacks_like_that_of_svi():
+    params, state, losses = driver().run(jax.random.key(0), 2, jnp.ones(50), progress_bar=False)
+    assert set(params) == {"auto_loc", "auto_scale"}
+    assert losses is None
+    assert int(state.step) == 2
