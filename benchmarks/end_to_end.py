@@ -66,7 +66,7 @@ def private(data, sampler, estimator):
         estimator=estimator(),
         clip_norm=1.0,
         sampler=sampler,
-        noise_multiplier=1.0,
+        noise_multiplier=10.0,
         accountant=RDP(),
     )
 
@@ -133,24 +133,26 @@ def progress_bar(data, num_steps, rounds):
 
 def main():
     args = parse_args(__doc__.splitlines()[0])
-    rounds, num_steps = (3, 1000) if args.quick else (11, 4000)
+    rounds, num_steps = (3, 10_000) if args.quick else (7, 20_000)
     rows = []
     for dim, batch in CASES:
         data = logistic_data(NUM_EXAMPLES, dim)
         sampler = Poisson(batch / NUM_EXAMPLES)
         calls = {"SVI": floor(data, sampler)}
         calls |= {name: private(data, sampler, make) for name, make in ESTIMATORS.items()}
+        # Long enough for the steps to outweigh the jitter of a run's fixed costs.
         seconds = seconds_per_step(calls, rounds, num_steps // (8 if batch >= 1000 else 1))
         row = {"d": dim, "qN": batch}
         row |= {f"{name} steps/s": 1 / value for name, value in seconds.items()}
         row |= {f"{name}/SVI": seconds[name] / seconds["SVI"] for name in ESTIMATORS}
         rows.append(row)
+    bar = progress_bar(logistic_data(NUM_EXAMPLES, 100), 2 * num_steps, rounds)
+    num_steps = 2000
     alone = {n: sampling(n, 300 / n, num_steps) for n in (30_000, 1_000_000)}
     seconds = interleaved(alone, rounds)
     sampler_rows = [
         {"N": n, "qN": 300, "us per step": 1e6 * s / num_steps} for n, s in seconds.items()
     ]
-    bar = progress_bar(logistic_data(NUM_EXAMPLES, 100), 10 * num_steps, rounds)
     tables = {"DPSVI.run": rows, "Poisson sampling alone": sampler_rows, "Progress bar": [bar]}
     write(args, "end_to_end", tables)
 

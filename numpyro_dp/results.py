@@ -132,7 +132,7 @@ def progress_chunks(
     from tqdm.auto import tqdm  # as in NumPyro; slow to import, so only for those who watch
 
     chunk = max(1, num_slots // 25)
-    start, cost = time.perf_counter(), 0.0
+    start, spent, cost = time.perf_counter(), 0.0, 0.1  # seconds: so far, of the next bound
     with tqdm(total=num_slots * stride, unit="step") as bar:
         for first in range(0, num_slots, chunk):
             count = min(chunk, num_slots - first)
@@ -140,9 +140,10 @@ def progress_chunks(
             finished = (first + count) * stride
             now = time.perf_counter()
             last = first + count == num_slots
-            if cost < 0.02 * (now - start) and not last:
+            if spent + cost < 0.02 * (now - start) and not last:
                 shown = min(_rdp_epsilon(plan, done + finished), total_epsilon)
-                cost += time.perf_counter() - now
+                cost = time.perf_counter() - now
+                spent += cost
                 bar.set_postfix_str(f"epsilon <= {shown:.3g}", refresh=False)
             elif last:
                 bar.set_postfix_str(f"epsilon <= {total_epsilon:.3g}", refresh=False)

@@ -396,7 +396,11 @@ def idx(array):
 def test_mnist_comes_from_the_second_mirror_when_the_first_fails(stored, tmp_path, monkeypatch):
     stored("mnist")
     expected = datasets.load_mnist()
-    files = zip(_sources._MNIST_FILES.values(), (expected[0], expected[1], *expected[2:4]))
+    files = zip(
+        _sources._MNIST_FILES.values(),
+        (expected[0], expected[1], *expected[2:4]),
+        strict=True,
+    )
     answers = {
         f"cvdf-datasets/mnist/{file}": gzip.compress(idx(array), compresslevel=0)
         for file, array in files
