@@ -285,7 +285,7 @@ NAMES = tuple(scenario.name for scenario in SCENARIOS)
 def fast_where(names: Any) -> list[Any]:
     """All scenarios for ``parametrize``, those not among ``names`` marked slow."""
     assert set(names) <= set(NAMES)
-    return [n if n in names else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
+    return [n if n in names else pytest.param(n, marks=pytest.mark.extended) for n in NAMES]
 
 
 def by_name(name: str) -> Scenario:

@@ -104,7 +104,7 @@ def totals(name, blocks):
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [
-        pytest.param(name, blocks, marks=[] if (name, blocks) in FAST else [pytest.mark.slow])
+        pytest.param(name, blocks, marks=[] if (name, blocks) in FAST else [pytest.mark.extended])
         for name in NAMES
         for blocks in (False, True)
     ],

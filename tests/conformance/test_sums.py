@@ -159,7 +159,7 @@ def block_clips(pieces, wrap):
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in FAST_BLOCKS else pytest.param(n, marks=pytest.mark.slow) for n in BLOCKS]
+    "name", [n if n in FAST_BLOCKS else pytest.param(n, marks=pytest.mark.extended) for n in BLOCKS]
 )
 def test_fast_sum_is_the_definition_with_norms_by_entry_and_a_loss(name):
     pieces = single(name)
