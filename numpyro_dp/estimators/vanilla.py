@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
 from numpyro_dp._tree import add, select, squared_norm, widen
@@ -160,9 +160,15 @@ def _quadratic(grams: list[Any], latents: dict[str, Any]) -> Array:
         weights: dict[str, Array] = {}
         for gram in grams:  # one reduction for each site, not for each parameter
             weights |= {site: weights.get(site, 0) + weight for site, weight in gram.items()}
-        terms = [jnp.sum(w * jnp.square(widen(latents[site]))) for site, w in weights.items()]
+        squares = {site: jnp.square(widen(latents[site])) for site in weights}
+        terms = [_dot(weight, squares[site]) for site, weight in weights.items()]
         return sum(terms, start=jnp.zeros(()))
     flat = widen(ravel_pytree(latents)[0])
     norm = jnp.sqrt(squared_norm([root.factor @ flat for root in grams]))
     error = _ROUNDING * jnp.finfo(flat.dtype).eps * jnp.sqrt(squared_norm(flat))
     return jnp.square(norm + error * sum(root.size for root in grams))
+
+
+def _dot(weights: Array, squares: Array) -> Array:
+    # As a product, not as a sum of products: XLA vectorises it on a CPU.
+    return jnp.dot(weights.reshape(-1), squares.reshape(-1), precision=lax.Precision.HIGHEST)
