@@ -140,7 +140,7 @@ def progress_chunks(
             finished = (first + count) * stride
             now = time.perf_counter()
             last = first + count == num_slots
-            if spent + cost < 0.02 * (now - start) and not last:
+            if spent + cost < 0.01 * (now - start) and not last:
                 shown = min(_rdp_epsilon(plan, done + finished), total_epsilon)
                 cost = time.perf_counter() - now
                 spent += cost
