@@ -136,6 +136,14 @@ class Sampler(Protocol):
         """Returns the public probability that a given record is in a batch."""
         ...
 
+    def failure_prob(self, num_examples: int) -> float:
+        """Returns the probability that a batch fails.
+
+        Whether it does must not depend on whether or what any single record is; given that it
+        does not, the batch has the law of :meth:`total_variation`.
+        """
+        ...
+
     def total_variation(self, num_examples: int) -> float:
         """Returns the distance of one batch's law from the law that ``amplify`` accounts for."""
         ...

@@ -1,9 +1,9 @@
 r"""The host's side of the samplers: thresholds, padded sizes, and how far they are from exact.
 
 A geometric number :math:`G`, :math:`P(G \ge g) = (1-q)^g`, has independent digits in any mixed
-radix. A digit is the count of thresholds :math:`t_m = \mathrm{round}(2^{96} P(D \ge m))` above a
-uniform 96-bit word; its law is off by at most :math:`\sum_m |2^{-96} t_m - P(D \ge m)|` in total
-variation. Probabilities are decimals of 80 or more digits, computed once for each (q, N).
+radix. A digit is the count of thresholds :math:`t_m = \mathrm{round}(2^{160} P(D \ge m))` above a
+uniform 160-bit word; its law is off by at most :math:`\sum_m |2^{-160} t_m - P(D \ge m)|` in total
+variation. Probabilities are decimals of 100 or more digits, computed once for each (q, N).
 
 **Guarantee.** The bounds in a plan are upper bounds: quantisation is summed from the thresholds
 in use, tails come from a geometric series that majorises them.
@@ -28,20 +28,23 @@ __all__ = [
     "poisson_plan",
 ]
 
-WORD_BITS = 96
-_RADIX = 12  # few thresholds and few words: the fastest of 8, 12, 16, 24, 32, 64 on a CPU
+WORD_BITS = 160  # a gap's law is off by so little that even exp(50) times as much is small
+_RADIX = 16  # at most, but for the last digit: of 8 to 64, these were the fastest on a CPU
+_RARE = 1e-4  # probability, for one batch, that a gap is long enough to need more thresholds
 _SHORTFALL_PROB = 1e-18
 
 
 class Digit(NamedTuple):
     place: int  # B_j, what the digit is multiplied with
     thresholds: tuple[int, ...]  # descending; the digit is the number of those above the word
+    common: int  # so many decide, unless the word is below the next one
 
 
 class PoissonPlan(NamedTuple):
     size: int
     digits: tuple[Digit, ...]
     jump: tuple[int, ...]  # threshold of the event that the gap is beyond all digits, if kept
+    failure_prob: float
     total_variation: float
 
 
@@ -55,26 +58,35 @@ def poisson_plan(rate: float, overflow_prob: float, num_examples: int) -> Poisso
     """Padded size, thresholds of the gaps' digits, and their distance from Poisson sampling."""
     size, overflow = _smallest_size(num_examples, rate, overflow_prob)
     if rate == 1:
-        return PoissonPlan(size, (), (), overflow)
-    # Enough decimals for 2**-96 after the cancellations in 1 - q and 1 - s**r.
-    with localcontext(Context(prec=80 + 2 * math.ceil(-math.log10(rate)))):
+        return PoissonPlan(size, (), (), 0.0, 0.0)
+    # Enough decimals for 2**-160 after the cancellations in 1 - q and 1 - s**r.
+    with localcontext(Context(prec=100 + 2 * math.ceil(-math.log10(rate)))):
         log_keep = (1 - Decimal(rate)).ln()
         # Digits up to N, or to where the tail is below half a unit of the words.
         bits_each = -math.log1p(-rate) / math.log(2)
         beyond = num_examples * bits_each > WORD_BITS + 1
         reach = math.ceil((WORD_BITS + 1) / bits_each) if beyond else num_examples
-        places, error = [], Decimal(0)
-        while (end := math.prod(radix for radix, _ in places)) < reach:
-            places.append((min(_RADIX, -(-reach // end)), end))
-        digits = []
-        for radix, place in places:
+        digits, error, end = [], Decimal(0), 1
+        usual = math.ceil(min(reach, math.log(size / _RARE) / -math.log1p(-rate)))
+        for radix, place in _places(usual, reach):
             last = (log_keep * place * radix).exp()
             probs = [((log_keep * place * m).exp() - last) / (1 - last) for m in range(1, radix)]
             thresholds, off = _quantise(probs)
-            digits += [Digit(place, thresholds)] if thresholds else []
-            error += off
+            common = sum(size * t > _RARE * 2**WORD_BITS for t in thresholds)
+            digits += [Digit(place, thresholds, common)] if thresholds else []
+            error, end = error + off, radix * place
         jump, off = _quantise([(log_keep * end).exp()])
-        return PoissonPlan(size, tuple(digits), jump, overflow + size * float(error + off))
+        return PoissonPlan(size, tuple(digits), jump, overflow, size * float(error + off))
+
+
+def _places(usual: int, reach: int) -> list[tuple[int, int]]:
+    """Radix and place of digits: as few and as small as reach ``usual``; the last to ``reach``."""
+    number = 1
+    while _RADIX**number < usual:
+        number += 1
+    radix = next(radix for radix in range(1, _RADIX + 1) if radix**number >= usual)
+    places = [(radix, radix**j) for j in range(number - 1)]
+    return [*places, (-(-reach // radix ** (number - 1)), radix ** (number - 1))]
 
 
 def _quantise(probs: list[Decimal]) -> tuple[tuple[int, ...], Decimal]:
@@ -88,15 +100,18 @@ def _quantise(probs: list[Decimal]) -> tuple[tuple[int, ...], Decimal]:
 
 
 def _smallest_size(trials: int, prob: float, tail_prob: float) -> tuple[int, float]:
-    """Smallest M >= 1 with P(Binomial > M) <= ``tail_prob``, and a bound on that probability."""
+    """Smallest M with P(Binomial(trials - 1) >= M) <= ``tail_prob``, and a bound on that.
+
+    That is the probability that the other records leave a given one no place.
+    """
     low, high = 1, trials
     while low < high:
         middle = (low + high) // 2
-        if binomial_tail(middle, trials, prob) <= tail_prob:
+        if binomial_tail(middle - 1, trials - 1, prob) <= tail_prob:
             high = middle
         else:
             low = middle + 1
-    return low, binomial_tail(low, trials, prob)
+    return low, binomial_tail(low - 1, trials - 1, prob)
 
 
 def binomial_tail(size: int, trials: int, prob: float) -> float:

@@ -58,6 +58,7 @@ def calibrate_noise(
     budget: PrivacyBudget,
     *,
     accountant: Accountant | None = None,
+    failure_prob: float = 0.0,
     total_variation: float = 0.0,
 ) -> tuple[float, EpsilonBound]:
     """Returns the noise multiplier that spends the budget, and the bound on what it spends.
@@ -67,14 +68,15 @@ def calibrate_noise(
             uses :func:`~numpyro_dp.privacy.budget.gaussian_event`.
         budget: What may be spent.
         accountant: Who bounds epsilon; ``None`` means :class:`~.accounting.Best`.
-        total_variation: See :func:`~.accounting.epsilon_spent`.
+        failure_prob: See :func:`~.accounting.epsilon_spent`.
+        total_variation: See there.
 
     Raises:
         UnsupportedEventError: If the accountant has no bound for such events.
         CalibrationError: If the budget is out of reach: not even the largest noise is enough, or
             the noise has no influence on what is spent.
         TypeError: If ``budget`` is no :class:`PrivacyBudget`.
-        TotalVariationError: If ``total_variation`` is too large for the budget.
+        TotalVariationError: If ``failure_prob`` or ``total_variation`` is too large for the budget.
 
     Example:
         >>> from dp_accounting import PoissonSampledDpEvent, SelfComposedDpEvent
@@ -89,9 +91,9 @@ def calibrate_noise(
     **Guarantee**: ``bound.epsilon`` never exceeds ``budget.epsilon``, and is at least 0.99 of it,
     unless the accountant's bound jumps over that range (ours do not).
     """
-    total_variation = _checked(budget, total_variation)
+    _check_delta(budget, failure_prob, total_variation)
     judge = Best() if accountant is None else accountant
-    search = _Search(make_event, budget, judge, total_variation)
+    search = _Search(make_event, budget, judge, float(failure_prob), float(total_variation))
     log_noise = _first_guess(make_event, budget)
     for _ in range(_EVALUATIONS):
         bound = search.evaluate(log_noise)
@@ -106,21 +108,23 @@ def calibrate_noise(
     raise CalibrationError(search.failure())
 
 
-def _checked(budget: PrivacyBudget, total_variation: float) -> float:
-    """Checks the arguments, and that the budget's delta can pay for the total variation."""
+def _check_delta(budget: PrivacyBudget, failure_prob: float, total_variation: float) -> None:
+    """Checks the arguments, and that the budget's delta can pay for what is not accounted."""
     if not isinstance(budget, PrivacyBudget):
         raise TypeError(f"Expected budget to be a PrivacyBudget, got {budget!r}.")
     check_real("total_variation", total_variation, low=0.0, high=1.0, high_open=True)
-    total_variation = check_real(
-        "total_variation", total_variation, low=0.0, high=1.0, high_open=True
-    )
-    largest = budget.delta / (1.0 + math.exp(min(budget.epsilon, 700.0)))
+    check_real("failure_prob", failure_prob, low=0.0, high=1.0, high_open=True)
+    if failure_prob >= budget.delta:
+        raise TotalVariationError(
+            f"Expected failure_prob={failure_prob:g} < delta for the budget {budget}. Use a "
+            "smaller overflow_prob for Poisson batches, or a larger delta."
+        )
+    largest = (budget.delta - failure_prob) / (1.0 + math.exp(min(budget.epsilon, 700.0)))
     if total_variation >= largest:
         raise TotalVariationError(
             f"Expected total_variation={total_variation:g} < {largest:.3g} for the budget "
-            f"{budget}. Raise the padded batch size, so that its overflow is less likely."
+            f"{budget}. Use a smaller epsilon: this sampler is not exact enough for so large a one."
         )
-    return total_variation
 
 
 class _Point(NamedTuple):
@@ -138,6 +142,7 @@ class _Search:
     make_event: Callable[[float], DpEvent]
     budget: PrivacyBudget
     accountant: Accountant
+    failure_prob: float
     total_variation: float
     weak: _Point | None = None  # the most noise that is known to be too little
     strong: _Point | None = None  # the least noise that is known to be enough
@@ -153,6 +158,7 @@ class _Search:
                 budget.delta,
                 budget.relation,
                 accountant=self.accountant,
+                failure_prob=self.failure_prob,
                 total_variation=self.total_variation,
             )
         except (TotalVariationError, UnreliableBoundError) as error:

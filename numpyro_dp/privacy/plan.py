@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 from dp_accounting.dp_event import DpEvent, NonPrivateDpEvent, SelfComposedDpEvent
 
@@ -12,6 +11,7 @@ from numpyro_dp.core import Sampler
 from numpyro_dp.privacy.accounting import (
     Accountant,
     EpsilonBound,
+    TotalVariationError,
     describe_event,
     epsilon_spent,
 )
@@ -63,14 +63,25 @@ class Plan:
             num_steps: Steps taken.
             delta: Where; the plan's own if ``None``.
             accountant: By whom; the plan's own if ``None``.
+
+        Raises:
+            TotalVariationError: If a budget is given and no epsilon can be promised. Without a
+                budget epsilon is infinite then: the run is reported as not private.
         """
-        return epsilon_spent(
-            self.event(num_steps),
-            self.delta if delta is None else delta,
-            self.relation,
-            accountant=accountant or self.accountant,
-            total_variation=_total_variation(self.sampler, self.num_examples, num_steps),
-        )
+        event, delta = self.event(num_steps), self.delta if delta is None else delta
+        try:
+            return epsilon_spent(
+                event,
+                delta,
+                self.relation,
+                accountant=accountant or self.accountant,
+                **_beside_the_event(self.sampler, self.num_examples, num_steps),
+            )
+        except TotalVariationError:
+            if self.budget is not None:
+                raise
+            nan, inf = float("nan"), float("inf")
+            return EpsilonBound(nan, nan, inf, delta, self.relation, event, "none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +203,7 @@ def make_plan(
             lambda z: _run_event(plan, z, num_steps),
             budget,
             accountant=accountant,
-            total_variation=_total_variation(sampler, num_examples, num_steps),
+            **_beside_the_event(sampler, num_examples, num_steps),
         )
         return dataclasses.replace(plan, noise_multiplier=noise)
     spent = plan.spent(num_steps).epsilon
@@ -222,7 +233,10 @@ def _run_event(plan: Plan, noise_multiplier: float, num_steps: int) -> DpEvent:
     return SelfComposedDpEvent(step, num_steps)
 
 
-def _total_variation(sampler: Sampler, num_examples: int, num_steps: int) -> float:
-    """Union bound over the steps of the distance between the real and the accounted batch law."""
-    per_step: Any = sampler.total_variation(num_examples)
-    return min(float(per_step) * num_steps, 1.0 - 1e-12)
+def _beside_the_event(sampler: Sampler, num_examples: int, num_steps: int) -> dict[str, float]:
+    """Union bounds over the steps of what the batches do that the event does not say."""
+    per_step = {
+        "failure_prob": sampler.failure_prob(num_examples),
+        "total_variation": sampler.total_variation(num_examples),
+    }
+    return {name: min(value * num_steps, 1.0 - 1e-12) for name, value in per_step.items()}

@@ -10,13 +10,15 @@ number are independent, with
     P(D_j \ge m) = \frac{s_j^m - s_j^{r_j}}{1 - s_j^{r_j}}, \quad s_j = (1-q)^{B_j},
     \quad 0 \le m < r_j,
 
-so each digit is one 96-bit uniform integer compared with constants of the host, and the law of a
+so each digit is one 160-bit uniform integer compared with constants of the host, and the law of a
 batch is Poisson's up to a total variation that is computed, not estimated.
 
-**Guarantee.** ``total_variation(N)`` bounds the distance between the law of one batch and the law
-that ``amplify`` accounts for; it belongs in delta: T steps that are :math:`(\varepsilon, \delta)`
-under the accounted law are :math:`(\varepsilon, \delta + (1 + e^\varepsilon) T \cdot tv)` under
-the real one. States hold a key from which no earlier batch can be computed.
+**Guarantee.** A batch fails with at most ``failure_prob(N)``: it has no place for all rows.
+Otherwise its law is within ``total_variation(N)`` of the law that ``amplify`` accounts for. Both
+belong in delta, see :func:`~numpyro_dp.privacy.accounting.epsilon_spent`. Whether a padded Poisson
+batch fails is decided by the *other* records: it fails if they alone fill it, so the event is the
+same with and without a given record, and if it does not happen that record is taken or not as
+accounted for. States hold a key from which no earlier batch can be computed.
 
 Reference:
     Y. Zhu, Y.-X. Wang, "Poisson subsampled Renyi differential privacy", ICML 2019. L. Devroye,
@@ -45,6 +47,7 @@ from .random import check_typed_key
 __all__ = ["FixedSize", "FullBatch", "Poisson", "SamplerState"]
 
 _MAX_EXAMPLES = 2**31 - 2
+_SORT_WORDS = 3  # 32-bit words of a sort key
 
 
 @functools.partial(
@@ -67,8 +70,8 @@ class SamplerState:
 class Poisson:
     """Takes each record independently with probability ``rate``.
 
-    A batch has the smallest fixed size M with P(Binomial(N, rate) > M) <= ``overflow_prob``. A
-    larger batch, should one come, loses its last rows; ``total_variation`` holds the probability.
+    A batch has the smallest fixed size M with P(Binomial(N - 1, rate) >= M) <= ``overflow_prob``.
+    A larger batch, should one come, loses its last rows; ``failure_prob`` pays for that.
 
     Args:
         rate: Probability q that a record is in a batch, in (0, 1].
@@ -84,13 +87,13 @@ class Poisson:
         >>> sampler = Poisson(0.01)
         >>> batch, state = sampler.next(sampler.init(secret_key(0), 30_000))
         >>> batch.indices.shape, sampler.inclusion_prob(30_000)
-        ((463,), 0.01)
-        >>> sampler.total_variation(30_000) < 1e-18
-        True
+        ((464,), 0.01)
+        >>> sampler.failure_prob(30_000) < 1e-18, sampler.total_variation(30_000) < 1e-42
+        (True, True)
 
-    **Guarantee**: indices under the mask are sorted and distinct; the law of a batch is within
-    ``total_variation`` of Poisson sampling. Under ``vmap`` the law is the same, but a refinement
-    that is otherwise rare runs every time, at a few times the cost.
+    **Guarantee**: indices under the mask are sorted and distinct; the law of a batch that does not
+    fail is within ``total_variation`` of Poisson sampling. Under ``vmap`` the law is the same, but
+    a refinement that is otherwise rare runs every time, at a few times the cost.
     """
 
     rate: float
@@ -125,8 +128,12 @@ class Poisson:
         _check_examples(num_examples)
         return float(self.rate)
 
+    def failure_prob(self, num_examples: int) -> float:
+        """Returns P(Binomial(N - 1, rate) >= M): the other records fill the batch."""
+        return self._plan(_check_examples(num_examples)).failure_prob
+
     def total_variation(self, num_examples: int) -> float:
-        """Returns P(overflow) + M * (distance of one gap's law from the geometric law)."""
+        """Returns M * (distance of one gap's law from the geometric law)."""
         return self._plan(_check_examples(num_examples)).total_variation
 
     def _plan(self, num_examples: int) -> PoissonPlan:
@@ -154,10 +161,10 @@ class FixedSize:
         >>> len(set(batch.indices.tolist())), bool(batch.mask.all())
         (100, True)
 
-    **Guarantee**: a batch is uniform over subsets up to ``total_variation``: below 1e-18 up to a
-    quarter of the data set, and N**2 2**-97 beyond. The order of the entries is random too.
-    ``amplify`` is an event that accountants know under the replace-one relation: a batch of fixed
-    size is not a Poisson batch.
+    **Guarantee**: a batch is uniform over subsets unless it fails, with at most ``failure_prob``:
+    below 1e-18 up to a quarter of the data set, and N**2 2**-97 beyond. The order of the
+    entries is random too. ``amplify`` is an event that accountants know under the replace-one
+    relation: a batch of fixed size is not a Poisson batch.
     """
 
     batch_size: int
@@ -185,12 +192,20 @@ class FixedSize:
         """Returns ``batch_size / num_examples``."""
         return self.batch_size / self._check(num_examples)
 
-    def total_variation(self, num_examples: int) -> float:
-        """Returns P(too few distinct draws), or P(two equal sort keys) for large fractions."""
+    def failure_prob(self, num_examples: int) -> float:
+        """Returns P(too few distinct draws), or P(two equal sort keys) for large fractions.
+
+        Neither depends on the records. Otherwise every subset is equally likely, exactly.
+        """
         number = self._check(num_examples)
         if 4 * self.batch_size > number:
-            return number * (number - 1) / 2 * 2.0**-WORD_BITS
+            return min(number * (number - 1) / 2 * 2.0 ** (-32 * _SORT_WORDS), 1.0)
         return distinct_plan(self.batch_size, number).shortfall
+
+    def total_variation(self, num_examples: int) -> float:
+        """Returns 0."""
+        self._check(num_examples)
+        return 0.0
 
     def _check(self, num_examples: int) -> int:
         check_int(
@@ -235,6 +250,11 @@ class FullBatch:
         _check_examples(num_examples)
         return 1.0
 
+    def failure_prob(self, num_examples: int) -> float:
+        """Returns 0."""
+        _check_examples(num_examples)
+        return 0.0
+
     def total_variation(self, num_examples: int) -> float:
         """Returns 0."""
         _check_examples(num_examples)
@@ -264,30 +284,39 @@ def _fixed_size_batch(key: Array, size: int, number: int) -> tuple[Array, Batch]
     if 4 * size <= number:
         rows = _uniform_rows(draw, distinct_plan(size, number).draws, number)
         return key, _first_distinct(rows, size, number)
-    words = jax.random.bits(draw, (WORD_BITS // 32, number), jnp.uint32)
-    rows = lax.sort((*words, lax.iota(jnp.int32, number)), num_keys=WORD_BITS // 32)[-1]
+    words = jax.random.bits(draw, (_SORT_WORDS, number), jnp.uint32)
+    rows = lax.sort((*words, lax.iota(jnp.int32, number)), num_keys=_SORT_WORDS)[-1]
     return key, Batch(rows[:size], jnp.ones(size, bool))
 
 
 def _geometric(coarse: Array, fine: Array, plan: PoissonPlan, limit: int) -> Array:
     """Geometric numbers, cut at ``limit``, one for each entry of the batch; uint32."""
-    digits = [*plan.digits, *([Digit(limit, plan.jump)] if plan.jump else [])]
+    jump = [Digit(limit, plan.jump, len(plan.jump))] if plan.jump else []
+    digits = [*plan.digits, *jump]
     shape = (len(digits), plan.size)
     if not digits:
         return jnp.zeros(plan.size, jnp.uint32)
     words = jax.random.bits(coarse, shape, jnp.uint32)
     # One comparison with a constant for each threshold: XLA fuses these better than a reduction.
-    # The first 32 bits decide unless they equal those of a threshold: then 64 more are drawn.
-    tie = jnp.zeros(plan.size, bool)
+    # The first 32 bits and the common thresholds decide, unless the bits equal those of a threshold
+    # or are below the common ones: then the rest of the bits is drawn.
+    rare = jnp.zeros(plan.size, bool)
     for digit, word in zip(digits, words, strict=True):
-        for threshold in digit.thresholds:
-            tie |= word == jnp.uint32(threshold >> 64)
+        first = [jnp.uint32(t >> (WORD_BITS - 32)) for t in digit.thresholds]
+        for threshold in first[: digit.common]:
+            rare |= word == threshold
+        for threshold in first[digit.common : digit.common + 1]:
+            rare |= word <= threshold
 
     def refined(_: None) -> Array:
-        rest = jax.random.bits(fine, (2, *shape), jnp.uint32)
+        rest = jax.random.bits(fine, (WORD_BITS // 32 - 1, *shape), jnp.uint32)
         return _place_digits(digits, (words, *rest), limit)
 
-    return lax.cond(tie.any(), refined, lambda _: _place_digits(digits, (words,), limit), None)
+    def common(_: None) -> Array:
+        few = [digit._replace(thresholds=digit.thresholds[: digit.common]) for digit in digits]
+        return _place_digits(few, (words,), limit)
+
+    return lax.cond(rare.any(), refined, common, None)
 
 
 def _place_digits(digits: list[Digit], words: tuple[Array, ...], limit: int) -> Array:

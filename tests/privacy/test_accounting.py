@@ -500,6 +500,18 @@ def test_total_variation_is_paid_for():
         epsilon_spent(event, delta, ADD, total_variation=1e-5)
 
 
+def test_failures_are_paid_for():
+    event, delta = poisson(0.01, 1.2, 1000), 1e-5
+    real = epsilon_spent(event, delta, ADD, accountant=PLD(), failure_prob=3e-6)
+    assert real.epsilon == PLD().epsilon(event, 7e-6, ADD).epsilon
+    assert real.delta == delta
+    both = epsilon_spent(event, delta, ADD, failure_prob=3e-6, total_variation=1e-12)
+    assert both.epsilon == PLD().epsilon(event, 0.999 * 7e-6, ADD).epsilon
+    assert both.delta == delta
+    with pytest.raises(TotalVariationError, match=r"failure_prob=1e-05 < delta=1e-05"):
+        epsilon_spent(event, delta, ADD, failure_prob=1e-5)
+
+
 def test_bounds_print_themselves():
     bound = EpsilonBound(0.9, 0.95, 1.0, 1e-5, ADD, dpa.GaussianDpEvent(2.0), "PRV")
     assert str(bound) == "epsilon <= 1 (in [0.9, 1]) at delta=1e-05 under add_or_remove_one, by PRV"

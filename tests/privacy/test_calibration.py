@@ -9,7 +9,7 @@ import time
 
 import dp_accounting as dpa
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from numpyro_dp.privacy import calibration
@@ -25,6 +25,8 @@ from numpyro_dp.privacy.accounting import (
 )
 from numpyro_dp.privacy.budget import PrivacyBudget, gaussian_event
 from numpyro_dp.privacy.calibration import CalibrationError, calibrate_noise
+from numpyro_dp.privacy.plan import make_plan
+from numpyro_dp.privacy.sampling import Poisson
 
 ADD, REPLACE = "add_or_remove_one", "replace_one"
 
@@ -77,8 +79,21 @@ def test_budget_is_spent_in_long_and_rare_runs(rate, steps, epsilon, delta, rela
     relation=st.sampled_from([ADD, REPLACE]),
 )
 def test_budget_is_spent_anywhere(log_rate, log_steps, log_epsilon, exponent, relation):
-    make_event = run(math.exp(log_rate), round(math.exp(log_steps)), relation)
-    check(make_event, PrivacyBudget(math.exp(log_epsilon), 10**exponent, relation))
+    rate, steps = math.exp(log_rate), round(math.exp(log_steps))
+    budget = PrivacyBudget(math.exp(log_epsilon), 10**exponent, relation)
+    ever = -math.expm1(steps * math.log1p(-rate)) if rate < 1 else 1.0
+    assume(not 0.99 < ever / budget.delta < 1.01)
+    if ever < budget.delta:  # a record is hardly ever seen: any noise will do
+        with pytest.raises(CalibrationError, match="needs no noise"):
+            calibrate_noise(run(rate, steps, relation), budget)
+    else:
+        check(run(rate, steps, relation), budget)
+
+
+def test_rare_records_need_no_noise():
+    with pytest.raises(CalibrationError, match="needs no noise"):
+        calibrate_noise(run(9e-4, 1), PrivacyBudget(1.0, 1e-3))
+    check(run(1.1e-3, 1), PrivacyBudget(1.0, 1e-3))
 
 
 def test_full_batch_is_the_analytic_gaussian():
@@ -246,3 +261,12 @@ def test_many_small_calibrations_are_quick():
     for steps in (10, 100, 1000):
         check(run(0.02, steps), PrivacyBudget(1.0, 1e-5))
     assert time.perf_counter() - start < 5.0
+
+
+def test_a_run_without_a_budget_is_never_refused_for_its_epsilon():
+    # Beyond what the sampler's exactness can promise, epsilon is infinite, and the report says so.
+    options = {"budget": None, "accountant": None}
+    plan = make_plan(Poisson(0.1), 1000, 300, 1.0, noise_multiplier=0.1, **options)
+    assert math.isinf(plan.spent(300).epsilon)
+    plan = make_plan(Poisson(0.1), 1000, 300, 1.0, noise_multiplier=1.0, **options)
+    assert 1 < plan.spent(300).epsilon < 20

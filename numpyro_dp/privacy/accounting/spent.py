@@ -6,9 +6,18 @@ If the outputs of the mechanism that runs are within total variation :math:`\tau
 .. math:: P'(A) \le P(A) + \tau \le e^\varepsilon Q(A) + d + \tau
     \le e^\varepsilon Q'(A) + d + (1 + e^\varepsilon)\,\tau,
 
-so it is :math:`(\varepsilon, d + (1 + e^\varepsilon)\tau)`-private. Padded Poisson batches that
-overflow are such a
-case: :math:`\tau` is the probability that any batch of the run does.
+so it is :math:`(\varepsilon, d + (1 + e^\varepsilon)\tau)`-private. Batches drawn with
+probabilities rounded to 160 bits are such a case.
+
+A failure costs less. Let :math:`E` be an event that has the same probability under both
+neighbouring data sets, and given which the run is :math:`(\varepsilon, d)`-private; let
+:math:`1 - P(E) \le f`. Then
+
+.. math:: P'(A) \le P'(A \cap E) + f \le e^\varepsilon Q'(A \cap E) + d + f
+    \le e^\varepsilon Q'(A) + d + f.
+
+A padded Poisson batch that overflows is such a case, with :math:`E` the event that the *other*
+records leave the one in question a place in every batch.
 """
 
 from __future__ import annotations
@@ -35,13 +44,14 @@ def epsilon_spent(
     relation: Relation = "add_or_remove_one",
     *,
     accountant: Accountant | None = None,
+    failure_prob: float = 0.0,
     total_variation: float = 0.0,
 ) -> EpsilonBound:
     r"""Bounds the epsilon of a run.
 
-    Finds the largest :math:`d` with :math:`d + (1 + e^{\varepsilon(d)})\tau \le \delta`: normally
-    :math:`d = 0.999\,\delta`, else by iterating :math:`d \leftarrow \delta - (1 +
-    e^{\varepsilon(d)})\tau` downwards.
+    With :math:`\delta' = \delta - f`, finds the largest :math:`d` with :math:`d + (1 +
+    e^{\varepsilon(d)})\tau \le \delta'`: normally :math:`d = 0.999\,\delta'`, else by iterating
+    :math:`d \leftarrow \delta' - (1 + e^{\varepsilon(d)})\tau` downwards.
 
     Args:
         event: What the accounted mechanism is; noise multipliers relative to the sensitivity under
@@ -49,14 +59,16 @@ def epsilon_spent(
         delta: In (0, 1).
         relation: ``"add_or_remove_one"`` or ``"replace_one"``.
         accountant: Who bounds epsilon; ``None`` means :class:`Best`.
+        failure_prob: Probability that any step of the *whole* run fails, where whether one does
+            has nothing to do with the record in question; in [0, 1).
         total_variation: Distance of the mechanism that runs from the accounted one, over the
             *whole* run (the sum over its steps will do); in [0, 1).
 
     Raises:
         UnsupportedEventError: If the accountant has no bound for the event.
         UnreliableBoundError: If it cannot compute one here.
-        TotalVariationError: If ``total_variation`` is too large for any epsilon to hold at
-            ``delta``; the message says how small it must be.
+        TotalVariationError: If ``failure_prob`` or ``total_variation`` is too large for any
+            epsilon to hold at ``delta``; the message says how small it must be.
         ValueError: If an argument is outside its range.
 
     Example:
@@ -81,12 +93,27 @@ def epsilon_spent(
         low=0.0,
         high=1.0,
         high_open=True,
+        remedy="It is a distance of probabilities, over all steps of the run.",
+    )
+    failure = check_real(
+        "failure_prob",
+        failure_prob,
+        low=0.0,
+        high=1.0,
+        high_open=True,
         remedy="It is a probability: the chance that a padded batch overflows during the run.",
     )
+    if failure >= delta:
+        raise TotalVariationError(
+            f"Expected failure_prob={failure:g} < delta={delta:g}. Use a smaller overflow_prob for "
+            "Poisson batches, or a larger delta."
+        )
     judge = Best() if accountant is None else accountant
     if tau == 0.0:
-        return judge.epsilon(event, delta, relation)
-    return _with_total_variation(event, delta, relation, judge, tau)
+        bound = judge.epsilon(event, delta - failure, relation)
+        return dataclasses.replace(bound, delta=delta) if failure else bound
+    bound = _with_total_variation(event, delta - failure, relation, judge, tau)
+    return dataclasses.replace(bound, delta=delta)
 
 
 def _with_total_variation(
@@ -109,6 +136,5 @@ def _with_total_variation(
     raise TotalVariationError(
         f"Expected total_variation={tau:g} small enough for delta={delta:g}: found no epsilon "
         "with d + (1 + exp(epsilon)) * total_variation <= delta. total_variation <= "
-        f"{needed:.3g} is enough; raise the padded batch size (its overflow probability falls "
-        "exponentially), or delta."
+        f"{needed:.3g} is enough; take more noise (epsilon is above 60 here), or raise delta."
     )
