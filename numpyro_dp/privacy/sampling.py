@@ -32,6 +32,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from dp_accounting.dp_event import (
     DpEvent,
     PoissonSampledDpEvent,
@@ -310,31 +311,56 @@ def _geometric(coarse: Array, fine: Array, plan: PoissonPlan, limit: int) -> Arr
 
     def refined(_: None) -> Array:
         rest = jax.random.bits(fine, (WORD_BITS // 32 - 1, *shape), jnp.uint32)
-        return _place_digits(digits, (words, *rest), limit)
+        return _place_digits_exactly(digits, (words, *rest), limit)
 
     def common(_: None) -> Array:
         few = [digit._replace(thresholds=digit.thresholds[: digit.common]) for digit in digits]
-        return _place_digits(few, (words,), limit)
+        return _place_digits(few, words, limit)
 
     return lax.cond(rare.any(), refined, common, None)
 
 
-def _place_digits(digits: list[Digit], words: tuple[Array, ...], limit: int) -> Array:
-    """Sum of digit * place, cut at ``limit``; the reach of all digits is below 2 * limit."""
-    total = jnp.zeros(words[0].shape[1:], jnp.uint32)
-    for row, digit in enumerate(digits):
+def _place_digits(digits: list[Digit], words: Array, limit: int) -> Array:
+    """Sum of digit * place, cut at ``limit``, from the first 32 bits of each digit's word.
+
+    The reach of all digits is below 2 * limit.
+    """
+    total = jnp.zeros(words.shape[1:], jnp.uint32)
+    for digit, word in zip(digits, words, strict=True):
         count = jnp.zeros_like(total)
         for threshold in digit.thresholds:
-            count += _below([word[row] for word in words], threshold).astype(jnp.uint32)
+            count += (word < jnp.uint32(threshold >> (WORD_BITS - 32))).astype(jnp.uint32)
         total = jnp.minimum(total + count * jnp.uint32(digit.place), jnp.uint32(limit))
     return total
 
 
-def _below(words: list[Array], threshold: int) -> Array:
-    """Whether the integer of the words, most significant first, is below the threshold."""
-    below, level = jnp.zeros(words[0].shape, bool), len(words)
-    for position in reversed(range(level)):
-        part = jnp.uint32((threshold >> (WORD_BITS - 32 * (position + 1))) & 0xFFFFFFFF)
+def _place_digits_exactly(digits: list[Digit], words: tuple[Array, ...], limit: int) -> Array:
+    """The same from all bits; a loop over the thresholds, for compiling it takes time too."""
+    total = jnp.zeros(words[0].shape[1:], jnp.uint32)
+    for row, digit in enumerate(digits):
+        table = jnp.asarray([_parts(threshold) for threshold in digit.thresholds])
+        bits = [word[row] for word in words]
+        count = lax.fori_loop(
+            0,
+            len(digit.thresholds),
+            lambda i, c, table=table, bits=bits: c + _below(bits, table[i]).astype(jnp.uint32),
+            jnp.zeros_like(total),
+        )
+        total = jnp.minimum(total + count * jnp.uint32(digit.place), jnp.uint32(limit))
+    return total
+
+
+def _parts(threshold: int) -> np.ndarray:
+    """The 32-bit words of a threshold, most significant first."""
+    shifts = range(WORD_BITS - 32, -1, -32)
+    return np.array([threshold >> shift & 0xFFFFFFFF for shift in shifts], np.uint32)
+
+
+def _below(words: list[Array], parts: Array) -> Array:
+    """Whether the integer of the words, most significant first, is below that of the parts."""
+    below = jnp.zeros(words[0].shape, bool)
+    for position in reversed(range(len(words))):
+        part = parts[position]
         below = (words[position] < part) | ((words[position] == part) & below)
     return below
 
