@@ -1,7 +1,7 @@
 """Differentially private Bayesian inference for NumPyro."""
 
 from numpyro_dp.core import Batch, Estimator, Fold, Mechanism, Sampler
-from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.estimators import aligned, aligned_natural, natural, preconditioned, vanilla
 from numpyro_dp.model.structure import UnsupportedModelError
 from numpyro_dp.privacy.accounting import GDP, PLD, PRV, RDP, Best, UnsupportedEventError
 from numpyro_dp.privacy.budget import PrivacyBudget
@@ -34,6 +34,9 @@ __all__ = [
     "UnsupportedEventError",
     "UnsupportedModelError",
     "aligned",
+    "aligned_natural",
+    "natural",
+    "preconditioned",
     "secret_key",
     "vanilla",
 ]

@@ -37,7 +37,8 @@ class DrawnPublic(NamedTuple):
         params: Unconstrained parameters.
         latents: The draw.
         entropy: Its entropy estimate.
-        vjp: Maps cotangents of (latents, entropy) to those of the parameters.
+        vjp: Maps cotangents of (latents, entropy) to those of the parameters, in the coordinates
+            of the estimator.
         rng_key: Seeds what the likelihood draws.
     """
 
@@ -118,6 +119,8 @@ def pull_back_draw(
 ) -> dict[str, Any]:
     """Completes likelihood gradients to the gradient of the negative evidence lower bound.
 
+    The result is in the coordinates of ``public.vjp``.
+
     Args:
         problem: Model and guide.
         public: Public values of the step.
@@ -126,7 +129,8 @@ def pull_back_draw(
     """
     prior, prior_params = jax.grad(problem.log_prior, (0, 1))(public.latents, public.params)
     (gradient,) = public.vjp((add(prior, latents), jnp.ones_like(public.entropy)))
-    gradient = add(gradient, prior_params)
+    for name in problem.model_params:  # the prior reads no other parameter
+        gradient[name] = add(gradient[name], prior_params[name])
     gradient |= {name: add(gradient[name], value) for name, value in model_params.items()}
     return jax.tree.map(jnp.negative, gradient)
 

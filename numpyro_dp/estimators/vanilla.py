@@ -28,9 +28,9 @@ from numpyro_dp.estimators.aligned import (
 )
 from numpyro_dp.model.variational import VariationalProblem
 
-__all__ = ["vanilla"]
+__all__ = ["ROUNDING", "Chart", "parametric", "vanilla"]
 
-_ROUNDING = 32  # multiples of the unit roundoff that a product with J may be off by
+ROUNDING = 32  # multiples of the unit roundoff that a product with J may be off by
 
 
 class VanillaPublic(NamedTuple):
@@ -70,63 +70,105 @@ def vanilla() -> Callable[[VariationalProblem], Estimator]:
     """
 
     def build(problem: VariationalProblem) -> Estimator:
-        names = problem.model_params
-        shared_names = set(names) & problem.guide_params
-
-        def scalar(public: VanillaPublic, point: Any, example: Any) -> Array:
-            return problem.log_likelihood(*point, example, public.drawn.rng_key)
-
-        def point(public: VanillaPublic) -> Any:
-            return public.drawn.latents, select(public.drawn.params, names)
-
-        def expand(public: VanillaPublic, gradient: Any) -> dict[str, Any]:
-            latents, model_params = gradient
-            like = jax.tree.map(lambda g, z: g.astype(z.dtype), latents, public.drawn.latents)
-            (signal,) = public.drawn.vjp((like, jnp.zeros_like(public.drawn.entropy)))
-            return signal | {name: add(signal[name], model_params[name]) for name in names}
-
-        def signal(public: VanillaPublic, example: Any) -> dict[str, Any]:
-            return expand(public, jax.grad(scalar, 1)(public, point(public), example))
-
-        def squared_norms(
-            public: VanillaPublic, gradient: Any, blocks: Blocks
-        ) -> tuple[Array, ...]:
-            if shared_names:  # parameters of model and guide at once: no shorter way
-                return block_norms(expand(public, gradient), blocks)
-            squares = []
-            for members in blocks:
-                grams = [public.gram[name] for name in members if name in public.gram]
-                own = [gradient[1][name] for name in members if name in names]
-                squares.append(_quadratic(grams, gradient[0]) + squared_norm(own))
-            return tuple(squares)
-
-        def pull_back(public: VanillaPublic, released: dict[str, Any]) -> dict[str, Any]:
-            zeros = jax.tree.map(jnp.zeros_like, public.drawn.latents)
-            rest = pull_back_draw(problem, public.drawn, zeros, {})
-            return add(rest, jax.tree.map(jnp.negative, released))
-
-        def prepare(rng_key: Array, params: dict[str, Any]) -> VanillaPublic:
-            drawn = prepare_draw(problem)(rng_key, params)
-            return VanillaPublic(drawn, {} if shared_names else _gram(problem, drawn))
-
-        factored = FactoredSignal(point, scalar, squared_norms, expand)
-        return Estimator(prepare, signal, pull_back, factored)
+        chart = Chart(
+            prepare_draw(problem),
+            lambda params, gradient: gradient,
+            lambda params, released, rest: add(rest, released),
+            problem.coordinate_sums(),
+        )
+        return parametric(problem, chart)
 
     return build
 
 
-def _gram(problem: VariationalProblem, drawn: DrawnPublic) -> dict[str, Any]:
+class Chart(NamedTuple):
+    """Coordinates in which the gradient of all variational parameters is released.
+
+    Attributes:
+        prepare: ``(rng_key, params) -> DrawnPublic``; its vector-Jacobian product gives gradients
+            in coordinates of its own.
+        release: ``(params, gradient) -> signal``: a linear map from those coordinates, of the
+            guide's own parameters, to the entries of the signal.
+        finish: ``(params, released, rest) -> gradient`` in unconstrained coordinates; ``rest`` is
+            that of prior and entropy, in the coordinates of ``prepare``.
+        sums: How entries of the signal belong to coordinates of the draw, where each belongs to
+            one (see :meth:`~numpyro_dp.model.variational.VariationalProblem.coordinate_sums`).
+    """
+
+    prepare: Callable[[Array, dict[str, Any]], DrawnPublic]
+    release: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+    finish: Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], dict[str, Any]]
+    sums: dict[str, Callable[[Array], Any]] | None
+
+
+def parametric(problem: VariationalProblem, chart: Chart) -> Estimator:
+    """Returns the estimator that releases the gradient of all parameters in some coordinates."""
+    names = problem.model_params
+    shared_names = set(names) & problem.guide_params
+
+    def scalar(public: VanillaPublic, point: Any, example: Any) -> Array:
+        return problem.log_likelihood(*point, example, public.drawn.rng_key)
+
+    def point(public: VanillaPublic) -> Any:
+        return public.drawn.latents, select(public.drawn.params, names)
+
+    def expand(public: VanillaPublic, gradient: Any) -> dict[str, Any]:
+        latents, model_params = gradient
+        like = jax.tree.map(lambda g, z: g.astype(z.dtype), latents, public.drawn.latents)
+        pulled = _pulled(public.drawn, like)
+        own = {name: add(pulled.pop(name), model_params[name]) for name in names}
+        return chart.release(public.drawn.params, pulled) | own
+
+    def signal(public: VanillaPublic, example: Any) -> dict[str, Any]:
+        return expand(public, jax.grad(scalar, 1)(public, point(public), example))
+
+    def squared_norms(public: VanillaPublic, gradient: Any, blocks: Blocks) -> tuple[Array, ...]:
+        if shared_names:  # parameters of model and guide at once: no shorter way
+            return block_norms(expand(public, gradient), blocks)
+        squares = []
+        for members in blocks:
+            grams = [public.gram[name] for name in members if name in public.gram]
+            own = [gradient[1][name] for name in members if name in names]
+            squares.append(_quadratic(grams, gradient[0]) + squared_norm(own))
+        return tuple(squares)
+
+    def pull_back(public: VanillaPublic, released: dict[str, Any]) -> dict[str, Any]:
+        zeros = jax.tree.map(jnp.zeros_like, public.drawn.latents)
+        rest = jax.tree.map(jnp.negative, pull_back_draw(problem, public.drawn, zeros, {}))
+        own = {name: add(rest.pop(name), released[name]) for name in names}
+        guide = select(released, rest)
+        gradient = chart.finish(public.drawn.params, guide, rest) | own
+        return jax.tree.map(jnp.negative, gradient)
+
+    def prepare(rng_key: Array, params: dict[str, Any]) -> VanillaPublic:
+        drawn = chart.prepare(rng_key, params)
+        return VanillaPublic(drawn, {} if shared_names else _gram(problem, chart, drawn))
+
+    factored = FactoredSignal(point, scalar, squared_norms, expand)
+    return Estimator(prepare, signal, pull_back, factored)
+
+
+def _pulled(drawn: DrawnPublic, latents: Any) -> dict[str, Any]:
+    """Gradient of all parameters from that of the draw, in the coordinates of the chart."""
+    (gradient,) = drawn.vjp((latents, jnp.zeros_like(drawn.entropy)))
+    return dict(gradient)
+
+
+def _gram(problem: VariationalProblem, chart: Chart, drawn: DrawnPublic) -> dict[str, Any]:
     """Returns J_p J_p^T for each guide parameter p: its diagonal where that is all, or a root."""
-    names = [name for name in drawn.params if name not in problem.model_params]
-    sums = problem.coordinate_sums()
-    entropy = jnp.zeros_like(drawn.entropy)
-    if sums is not None:
+    own = set(problem.model_params)
+
+    def rows(latents: Any) -> dict[str, Any]:
+        pulled = _pulled(drawn, latents)
+        return chart.release(drawn.params, select(pulled, set(pulled) - own))
+
+    if chart.sums is not None:
         # Rows of J share no parameter: the entries of J^T 1 are those of J itself.
-        (entries,) = drawn.vjp((jax.tree.map(jnp.ones_like, drawn.latents), entropy))
-        return {name: sums[name](_square(widen(entries[name]))) for name in names}
+        entries = rows(jax.tree.map(jnp.ones_like, drawn.latents))
+        return {name: chart.sums[name](_square(widen(entries[name]))) for name in entries}
     flat, unravel = ravel_pytree(drawn.latents)
-    (jacobian,) = jax.vmap(lambda row: drawn.vjp((unravel(row), entropy)))(jnp.eye(flat.size))
-    return {name: _root(jacobian[name], flat.size) for name in names}
+    jacobian = jax.vmap(lambda row: rows(unravel(row)))(jnp.eye(flat.size))
+    return {name: _root(jacobian[name], flat.size) for name in jacobian}
 
 
 def _square(entries: Array) -> Array:
@@ -165,7 +207,7 @@ def _quadratic(grams: list[Any], latents: dict[str, Any]) -> Array:
         return sum(terms, start=jnp.zeros(()))
     flat = widen(ravel_pytree(latents)[0])
     norm = jnp.sqrt(squared_norm([root.factor @ flat for root in grams]))
-    error = _ROUNDING * jnp.finfo(flat.dtype).eps * jnp.sqrt(squared_norm(flat))
+    error = ROUNDING * jnp.finfo(flat.dtype).eps * jnp.sqrt(squared_norm(flat))
     return jnp.square(norm + error * sum(root.size for root in grams))
 
 

@@ -46,10 +46,14 @@ class VariationalProblem(NamedTuple):
         Returns:
             Latents by site and the mean of the entropy estimates.
         """
+        return self.draw_at(self.constrain(params), rng_key)
+
+    def draw_at(self, values: dict[str, Any], rng_key: Array) -> tuple[dict[str, Array], Array]:
+        """The same from the *constrained* parameters."""
         if self.num_particles == 1:
-            return self._draw_one(params, rng_key)
+            return self._draw_one(values, rng_key)
         keys = jax.random.split(rng_key, self.num_particles)
-        latents, entropies = jax.vmap(self._draw_one, in_axes=(None, 0))(params, keys)
+        latents, entropies = jax.vmap(self._draw_one, in_axes=(None, 0))(values, keys)
         return latents, jnp.mean(entropies)
 
     def log_prior(self, latents: dict[str, Array], params: dict[str, Any]) -> Array:
@@ -99,9 +103,9 @@ class VariationalProblem(NamedTuple):
             return None
         return _coordinate_sums(self.guide.auto)
 
-    def _draw_one(self, params: dict[str, Any], rng_key: Array) -> tuple[dict[str, Array], Array]:
+    def _draw_one(self, values: dict[str, Any], rng_key: Array) -> tuple[dict[str, Array], Array]:
         guide_key = jax.random.split(rng_key)[1]  # numpyro splits into model and guide seeds
-        return self.guide.draw(self.constrain(params), guide_key, self.shared)
+        return self.guide.draw(values, guide_key, self.shared)
 
 
 def _coordinate_sums(auto: Any) -> dict[str, Callable[[Array], Any]] | None:

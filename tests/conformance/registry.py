@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from numpyro_dp import aligned, vanilla
+from numpyro_dp import aligned, aligned_natural, natural, preconditioned, vanilla
 from numpyro_dp.core import Estimator
 from numpyro_dp.model.variational import VariationalProblem
 
@@ -19,17 +19,26 @@ class EstimatorRow(NamedTuple):
         name: For test ids.
         build: Makes what ``DPSVI(estimator=...)`` takes.
         equals_elbo: Whether, without clip and noise, it gives the gradient of the evidence lower
-            bound itself (a preconditioned or natural one does not: give it a reference instead).
+            bound itself. The others give it times the inverse Fisher information.
+        guides: Names of the automatic guides that it is for; ``None`` means every guide.
+        size: Of its signals where the guide's scale is 0.1, in units of those of ``aligned``.
     """
 
     name: str
     build: Callable[[], Callable[[VariationalProblem], Estimator]]
     equals_elbo: bool = True
+    guides: tuple[str, ...] | None = None
+    size: float = 1.0
 
+
+GAUSSIAN = ("AutoDiagonalNormal", "AutoNormal", "AutoMultivariateNormal")
 
 ESTIMATORS: tuple[EstimatorRow, ...] = (
     EstimatorRow("aligned", aligned),
     EstimatorRow("vanilla", vanilla),
+    EstimatorRow("preconditioned", preconditioned, guides=GAUSSIAN),
+    EstimatorRow("natural", natural, equals_elbo=False, guides=GAUSSIAN, size=0.1),
+    EstimatorRow("aligned_natural", aligned_natural, equals_elbo=False, guides=GAUSSIAN, size=0.01),
 )
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "by_name",
     "fast_where",
     "reference_svi",
+    "rows_for",
     "single",
 ]
 
@@ -349,6 +350,13 @@ class Bench(NamedTuple):
             return estimator.signal(public, jax.tree.map(lambda leaf: leaf[0], arrays))
 
         return tuple(jax.eval_shape(signal, self.params, self.arrays))
+
+
+def rows_for(pieces: Bench) -> tuple[EstimatorRow, ...]:
+    """The estimators that are for the guide of a scenario."""
+    kind = type(pieces.guide).__name__
+    apart = not pieces.problem.guide_params & set(pieces.problem.model_params)
+    return tuple(row for row in ESTIMATORS if row.guides is None or (kind in row.guides and apart))
 
 
 @functools.cache

@@ -36,7 +36,7 @@ def slow_row(name):
 
 
 SAMPLERS = (Poisson(0.3), FixedSize(4), FullBatch())
-REFERENCED = tuple(row for row in ESTIMATORS if row.equals_elbo)
+REFERENCED = tuple(row for row in ESTIMATORS if row.equals_elbo and row.guides is None)
 
 
 @pytest.mark.parametrize("name", [*FAST_RUNS, *(slow_row(name) for name in SLOW_RUNS)])
@@ -221,7 +221,7 @@ def test_a_record_that_is_not_finite_changes_nothing_else(row, bad):
     """With the record appended, the same keys release the same totals."""
     x = points()
     longer = jnp.concatenate([x, jnp.asarray([[0.3, bad]])])
-    svi = driver(estimator=row.build(), sampler=FullBatch(), secret_key=6)
+    svi = driver(estimator=row.build(), clip_norm=row.size, sampler=FullBatch(), secret_key=6)
     steps = {}
     for data in (x, longer):
         state = svi.init(jax.random.key(0), data)

@@ -1,0 +1,217 @@
+r"""The information geometry of Gaussian guides: Fisher information, in closed form.
+
+For :math:`q = N(m, LL^\top)` and a change :math:`(dm, dL)` with :math:`\Phi = L^{-1}dL`, the Fisher
+information is
+
+.. math:: |L^{-1} dm|^2 + \sum_{i>j}\Phi_{ij}^2 + 2\sum_i \Phi_{ii}^2,
+
+so a gradient :math:`(h_m, H)` with respect to :math:`(m, L)` becomes the natural direction
+
+.. math:: LL^\top h_m, \qquad L\,(D^{-1} \circ \mathrm{tril}(L^\top H)),
+
+with :math:`D` two on the diagonal and one below it. For a mean-field guide these are
+:math:`\sigma^2 h_m` and :math:`\tfrac12 \sigma^2 h_\sigma`. Directions are carried to the optimiser's
+unconstrained coordinates by the inverse of the guide's own transform :math:`T` (softplus, exp, ...).
+
+Reference:
+    Jälkö et al. (2024), DPVIm, Eqs. 13-16, for the mean-field guide; Amari (1998), Neural
+    Computation 10, for natural gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from numpyro.distributions import biject_to
+from numpyro.infer import autoguide
+
+from numpyro_dp._tree import squared_norm
+from numpyro_dp.model.separation import UnsupportedModelError
+from numpyro_dp.model.variational import VariationalProblem
+
+__all__ = ["Geometry", "gaussian_geometry"]
+
+_HIGHEST = lax.Precision.HIGHEST
+
+
+class Geometry(NamedTuple):
+    """Linear maps of gradients, at the constrained parameters ``values``.
+
+    Gradients with respect to the constrained parameters of the guide are dicts; that of a
+    triangular matrix is the vector of the entries on and below the diagonal.
+
+    Attributes:
+        pack: Constrained parameters -> the same without entries that are always zero.
+        unpack: The inverse of that.
+        to_unconstrained: ``(values, packed) -> gradient`` in unconstrained coordinates.
+        natural: ``(values, packed) -> natural gradient`` in unconstrained coordinates.
+        covariance: ``(values, latents) ->`` covariance of the guide times a tree of latents.
+        precision: ``(values, latents) ->`` the inverse of that.
+        trace: ``values ->`` trace of the covariance.
+        sums: For each parameter, adds up a packed array over the entries of each coordinate of
+            the draw (see :meth:`~.variational.VariationalProblem.coordinate_sums`).
+        diagonal: Whether the covariance is.
+    """
+
+    pack: Callable[[dict[str, Any]], dict[str, Any]]
+    unpack: Callable[[dict[str, Any]], dict[str, Any]]
+    to_unconstrained: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+    natural: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+    covariance: Callable[[dict[str, Any], Any], Any]
+    precision: Callable[[dict[str, Any], Any], Any]
+    trace: Callable[[dict[str, Any]], Array]
+    sums: dict[str, Callable[[Array], Any]]
+    diagonal: bool
+
+
+def gaussian_geometry(problem: VariationalProblem, method: str) -> Geometry:
+    """Returns the geometry of a problem's guide.
+
+    Args:
+        problem: Model and guide.
+        method: Who asks, for the error message.
+
+    Raises:
+        UnsupportedModelError: If the guide is not a Gaussian with a known Fisher information, or
+            shares a parameter with the model.
+    """
+    auto = problem.guide.auto
+    shared = sorted(problem.guide_params & set(problem.model_params))
+    if shared:
+        raise UnsupportedModelError(
+            f"{method} needs the Fisher information of the guide alone, but parameter "
+            f"{shared[0]!r} belongs to the model too. Give the guide a parameter of its own, or "
+            "use aligned() or vanilla()."
+        )
+    if type(auto) is autoguide.AutoDiagonalNormal:
+        names = {None: (f"{auto.prefix}_loc", f"{auto.prefix}_scale")}
+        return _mean_field(names, auto._unpack_latent, auto.scale_constraint)
+    if type(auto) is autoguide.AutoNormal:
+        names = {
+            site: (f"{site}_{auto.prefix}_loc", f"{site}_{auto.prefix}_scale")
+            for site in auto._init_locs
+        }
+        return _mean_field(names, None, auto.scale_constraint)
+    if type(auto) is autoguide.AutoMultivariateNormal:
+        return _full_rank(auto)
+    kind = "a hand-written guide" if auto is None else type(auto).__name__
+    raise UnsupportedModelError(
+        f"{method} needs a guide with a known Fisher information, got {kind}. Those are "
+        "AutoDiagonalNormal, AutoNormal and AutoMultivariateNormal; for any other guide use "
+        "aligned() or vanilla()."
+    )
+
+
+def _mean_field(
+    names: dict[Any, tuple[str, str]], unpack: Callable[[Array], Any] | None, constraint: Any
+) -> Geometry:
+    """Mean-field guide: (loc, scale) by site, or of all sites in one vector."""
+    scales = [scale for _, scale in names.values()]
+
+    def by_site(values: dict[str, Any]) -> dict[str, Array]:
+        if unpack is not None:
+            return unpack(values[scales[0]])
+        return {site: values[scale] for site, (_, scale) in names.items()}
+
+    def to_unconstrained(values: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
+        return packed | {
+            name: _pull(constraint, values[name], packed[name]) for name in scales if name in packed
+        }
+
+    def natural(values: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
+        result = dict(packed)
+        for loc, scale in names.values():
+            variance = jnp.square(values[scale])
+            result[loc] = variance * packed[loc]
+            result[scale] = _push(constraint, values[scale], variance / 2 * packed[scale])
+        return result
+
+    def covariance(values: dict[str, Any], latents: Any) -> Any:
+        return jax.tree.map(lambda s, z: jnp.square(s) * z, by_site(values), dict(latents))
+
+    def precision(values: dict[str, Any], latents: Any) -> Any:
+        return jax.tree.map(lambda s, z: z / jnp.square(s), by_site(values), dict(latents))
+
+    def trace(values: dict[str, Any]) -> Array:
+        return squared_norm([values[scale] for scale in scales])
+
+    sums: dict[str, Callable[[Array], Any]] = {}
+    for site, pair in names.items():
+        for name in pair:
+            sums[name] = unpack or (lambda v, site=site: {site: v})
+    return Geometry(dict, dict, to_unconstrained, natural, covariance, precision, trace, sums, True)
+
+
+def _full_rank(auto: Any) -> Geometry:
+    """Cholesky guide: loc and the lower triangular factor of the covariance."""
+    dim, constraint = auto.latent_dim, auto.scale_tril_constraint
+    loc, tril = f"{auto.prefix}_loc", f"{auto.prefix}_scale_tril"
+    rows, columns = np.tril_indices(dim)
+    weights = jnp.where(jnp.eye(dim, dtype=bool), 0.5, 1.0)
+
+    def square(vector: Array) -> Array:
+        return jnp.zeros((dim, dim), vector.dtype).at[rows, columns].set(vector)
+
+    def pack(values: dict[str, Any]) -> dict[str, Any]:
+        return values | {tril: values[tril][rows, columns]}
+
+    def unpack(packed: dict[str, Any]) -> dict[str, Any]:
+        return packed | {tril: square(packed[tril])}
+
+    def flat(latents: Any) -> Array:
+        _, transpose = jax.vjp(auto._unpack_latent, jnp.zeros(dim, _dtype(latents)))
+        return transpose(dict(latents))[0]
+
+    def to_unconstrained(values: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
+        return packed | {tril: _pull(constraint, values[tril], square(packed[tril]))}
+
+    def natural(values: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
+        factor = values[tril]
+        relative = weights * jnp.tril(_product(factor.T, square(packed[tril])))
+        return packed | {
+            loc: _product(factor, _product(factor.T, packed[loc])),
+            tril: _push(constraint, factor, _product(factor, relative)),
+        }
+
+    def covariance(values: dict[str, Any], latents: Any) -> Any:
+        factor = values[tril]
+        return auto._unpack_latent(_product(factor, _product(factor.T, flat(latents))))
+
+    def precision(values: dict[str, Any], latents: Any) -> Any:
+        return auto._unpack_latent(jax.scipy.linalg.cho_solve((values[tril], True), flat(latents)))
+
+    def trace(values: dict[str, Any]) -> Array:
+        return squared_norm(values[tril])
+
+    sums = {
+        loc: auto._unpack_latent,
+        tril: lambda v: auto._unpack_latent(jax.ops.segment_sum(v, rows, num_segments=dim)),
+    }
+    return Geometry(
+        pack, unpack, to_unconstrained, natural, covariance, precision, trace, sums, False
+    )
+
+
+def _pull(constraint: Any, value: Array, gradient: Array) -> Array:
+    """Gradient with respect to a constrained value -> with respect to the unconstrained one."""
+    transform = biject_to(constraint)
+    _, vjp = jax.vjp(transform, transform.inv(value))
+    return vjp(gradient)[0]
+
+
+def _push(constraint: Any, value: Array, direction: Array) -> Array:
+    """Direction at a constrained value -> at the unconstrained one."""
+    return jax.jvp(biject_to(constraint).inv, (value,), (direction,))[1]
+
+
+def _product(left: Array, right: Array) -> Array:
+    return jnp.matmul(left, right, precision=_HIGHEST)
+
+
+def _dtype(latents: Any) -> Any:
+    return jnp.result_type(*jax.tree.leaves(latents))
