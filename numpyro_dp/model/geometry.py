@@ -10,8 +10,8 @@ so a gradient :math:`(h_m, H)` with respect to :math:`(m, L)` becomes the natura
 .. math:: LL^\top h_m, \qquad L\,(D^{-1} \circ \mathrm{tril}(L^\top H)),
 
 with :math:`D` two on the diagonal and one below it. For a mean-field guide these are
-:math:`\sigma^2 h_m` and :math:`\tfrac12 \sigma^2 h_\sigma`. Directions are carried to the optimiser's
-unconstrained coordinates by the inverse of the guide's own transform :math:`T` (softplus, exp, ...).
+:math:`\sigma^2 h_m` and :math:`\tfrac12 \sigma^2 h_\sigma`. Directions are carried to the
+optimiser's unconstrained coordinates by the inverse of the guide's own transform :math:`T`.
 
 Reference:
     Jälkö et al. (2024), DPVIm, Eqs. 13-16, for the mean-field guide; Amari (1998), Neural
