@@ -1,0 +1,174 @@
+"""Which gradient variant gets closest to the optimum? DPVIm's Fig. 5a on Adult, all five variants.
+
+Bayesian logistic regression with a mean-field guide; add or remove one, delta = 1/N, 400 epochs of
+Poisson batches at rate 0.01. Clip norm and step size of each variant are chosen on a tenth of the
+training records at epsilon 1: by the evidence lower bound per record whose likelihood is that of
+the tenth. The test records and the optimum take no part in the choice.
+
+    NUMPYRO_DP_DATA=... python benchmarks/dpvim/variants.py --json out.json --figure out.png
+"""
+
+import argparse
+import itertools
+import json
+import pathlib
+import sys
+import time
+
+import jax
+import numpy as np
+import optax
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
+
+from adult import make_guide, mean_field_optimum, model, score, summarise  # noqa: E402
+from common import machine  # noqa: E402
+
+from numpyro_dp import (  # noqa: E402
+    DPSVI,
+    Poisson,
+    PrivacyBudget,
+    aligned,
+    aligned_natural,
+    natural,
+    preconditioned,
+    vanilla,
+)
+from numpyro_dp.datasets import load_adult_or_bundled  # noqa: E402
+
+STEPS = (5e-4, 1e-3, 2e-3)
+# Variant -> estimator, clip norms to choose from. Natural signals are in units of the latents.
+VARIANTS = {
+    "vanilla": (vanilla, (0.5, 1.0, 2.0, 4.0)),
+    "preconditioned": (preconditioned, (1.0, 2.0, 4.0, 8.0)),
+    "natural": (natural, (0.03, 0.1, 0.3, 1.0)),
+    "aligned": (aligned, (0.5, 1.0, 2.0, 4.0)),
+    "aligned natural": (aligned_natural, (0.003, 0.01, 0.03, 0.1, 0.3)),
+}
+
+
+def driver(variant, clip_norm, step_size, epsilon, num_examples, rate):
+    """DPSVI for one cell of the experiment."""
+    return DPSVI(
+        model,
+        make_guide(),
+        optax.adam(step_size),
+        estimator=VARIANTS[variant][0](),
+        clip_norm=clip_norm,
+        sampler=Poisson(rate),
+        budget=PrivacyBudget(epsilon=epsilon, delta=1 / num_examples),
+    )
+
+
+def fits(svi, features, label, args, seeds):
+    """Posterior parameters of several seeds."""
+    num_steps = round(args.epochs / args.rate)
+    return [
+        svi.run(jax.random.key(s), num_steps, features, label, progress_bar=False).params
+        for s in seeds
+    ]
+
+
+def held_out_elbo(params, features, label, num_examples):
+    """Evidence lower bound per record, with the mean log likelihood of held-out records."""
+    loc, scale = (np.asarray(params[name], np.float64) for name in ("auto_loc", "auto_scale"))
+    nodes, weights = np.polynomial.hermite_e.hermegauss(32)
+    mean, sd = features @ loc, np.sqrt(np.square(features) @ np.square(scale))
+    odds = (2.0 * label - 1)[:, None] * (mean[:, None] + sd[:, None] * nodes)
+    log_likelihood = -np.logaddexp(0, -odds) @ (weights / weights.sum())
+    divergence = 0.5 * np.sum(scale**2 + loc**2 - 1 - 2 * np.log(scale))
+    return float(log_likelihood.mean() - divergence / num_examples)
+
+
+def choose(data, args):
+    """Clip norm and step size of each variant, by the validation tenth."""
+    order = np.random.default_rng(0).permutation(len(data.y_train))
+    held, rest = np.split(order, [len(order) // 10])
+    features, label = np.asarray(data.X_train), np.asarray(data.y_train)
+    chosen, tried = {}, []
+    for variant in args.variants:
+        best = -np.inf
+        for clip_norm, step_size in itertools.product(VARIANTS[variant][1], args.step_sizes):
+            svi = driver(variant, clip_norm, step_size, 1.0, len(rest), args.rate)
+            (params,) = fits(svi, features[rest], label[rest], args, [1000])
+            value = held_out_elbo(params, features[held], label[held], len(rest))
+            row = {"variant": variant, "clip": clip_norm, "step": step_size, "elbo": value}
+            tried.append(row)
+            print(f"validation: {row}", flush=True)
+            if value > best:
+                best, chosen[variant] = value, (clip_norm, step_size)
+    return chosen, tried
+
+
+def experiment(data, chosen, args):
+    """Scores of every variant and epsilon."""
+    optimum = mean_field_optimum(data.X_train, data.y_train)
+    rows = []
+    for variant, epsilon in itertools.product(args.variants, args.epsilon):
+        clip_norm, step_size = chosen[variant]
+        svi = driver(variant, clip_norm, step_size, epsilon, len(data.y_train), args.rate)
+        start = time.perf_counter()
+        found = fits(svi, data.X_train, data.y_train, args, range(args.seeds))
+        scores = summarise([score(params, data, optimum) for params in found])
+        rows.append(
+            {"variant": variant, "epsilon": epsilon, "clip": clip_norm, "step": step_size}
+            | scores
+            | {"seconds": (time.perf_counter() - start) / args.seeds}
+        )
+        shown = {name: f"{scores[name][0]:.4f} ({scores[name][1]:.4f})" for name in scores}
+        print(f"{variant:16s} epsilon {epsilon:<4g} {shown}", flush=True)
+    return rows
+
+
+def draw(rows, path):
+    """Errors of location and scale against epsilon."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.6))
+    for axis, name in zip(axes, ("loc_error", "scale_error"), strict=True):
+        for variant in dict.fromkeys(row["variant"] for row in rows):
+            some = [row for row in rows if row["variant"] == variant]
+            values = np.array([row[name] for row in some])
+            axis.errorbar(
+                [row["epsilon"] for row in some], values[:, 0], values[:, 1], label=variant,
+                marker="o", markersize=3, capsize=2,
+            )  # fmt: skip
+        axis.set(xscale="log", xlabel="epsilon", ylabel=f"l2 {name.replace('_', ' ')}")
+        axis.set_ylim(bottom=0)
+    axes[1].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epsilon", type=float, nargs="+", default=[1.0, 2.0, 4.0, 10.0])
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--epochs", type=float, default=400)
+    parser.add_argument("--rate", type=float, default=0.01)
+    parser.add_argument("--step-sizes", type=float, nargs="+", default=list(STEPS))
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--json", help="write settings and results to this file")
+    parser.add_argument("--figure", help="draw to this file")
+    parser.add_argument("--quick", action="store_true", help="40 epochs, 2 seeds, one step size")
+    args = parser.parse_args()
+    if args.quick:
+        args.epochs, args.seeds, args.step_sizes, args.epsilon = 40, 2, [1e-3], [1.0]
+    data = load_adult_or_bundled()
+    print(data.source)
+    chosen, tried = choose(data, args)
+    rows = experiment(data, chosen, args)
+    if args.figure:
+        draw(rows, args.figure)
+    if args.json:
+        settings = {k: v for k, v in vars(args).items() if k not in ("json", "figure")}
+        report = {"settings": settings, "machine": machine(), "validation": tried, "rows": rows}
+        pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
