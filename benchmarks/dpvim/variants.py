@@ -37,14 +37,14 @@ from numpyro_dp import (  # noqa: E402
 )
 from numpyro_dp.datasets import load_adult_or_bundled  # noqa: E402
 
-STEPS = (5e-4, 1e-3, 2e-3)
+STEPS = (1e-3, 2e-3, 4e-3, 8e-3)
 # Variant -> estimator, clip norms to choose from. Natural signals are in units of the latents.
 VARIANTS = {
-    "vanilla": (vanilla, (0.5, 1.0, 2.0, 4.0)),
-    "preconditioned": (preconditioned, (1.0, 2.0, 4.0, 8.0)),
+    "vanilla": (vanilla, (1.0, 2.0, 4.0)),
+    "preconditioned": (preconditioned, (1.0, 2.0, 4.0)),
     "natural": (natural, (0.03, 0.1, 0.3, 1.0)),
-    "aligned": (aligned, (0.5, 1.0, 2.0, 4.0)),
-    "aligned natural": (aligned_natural, (0.003, 0.01, 0.03, 0.1, 0.3)),
+    "aligned": (aligned, (1.0, 2.0, 4.0)),
+    "aligned natural": (aligned_natural, (0.01, 0.03, 0.1, 0.3)),
 }
 
 
@@ -157,7 +157,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="40 epochs, 2 seeds, one step size")
     args = parser.parse_args()
     if args.quick:
-        args.epochs, args.seeds, args.step_sizes, args.epsilon = 40, 2, [1e-3], [1.0]
+        args.epochs, args.seeds, args.step_sizes, args.epsilon = 40, 2, [2e-3], [1.0]
     data = load_adult_or_bundled()
     print(data.source)
     chosen, tried = choose(data, args)
