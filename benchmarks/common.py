@@ -38,6 +38,12 @@ def logistic_data(num_examples, dim, seed=0):
 
 def interleaved(calls, rounds, target_seconds=0.02):
     """Median seconds per call of each function, taken in turn, after warm-up."""
+    seconds = interleaved_rounds(calls, rounds, target_seconds)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def interleaved_rounds(calls, rounds, target_seconds=0.02):
+    """The same for each round: function -> list of seconds per call."""
     counts = {}
     for name, call in calls.items():
         for _ in range(2):
@@ -53,7 +59,7 @@ def interleaved(calls, rounds, target_seconds=0.02):
                 result = call()
             jax.block_until_ready(result)
             samples[name].append((time.perf_counter() - start) / counts[name])
-    return {name: statistics.median(values) for name, values in samples.items()}
+    return samples
 
 
 def machine():
