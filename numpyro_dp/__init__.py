@@ -3,6 +3,13 @@
 from numpyro_dp.core import Batch, Estimator, Fold, Mechanism, Sampler
 from numpyro_dp.estimators import aligned, aligned_natural, natural, preconditioned, vanilla
 from numpyro_dp.model.structure import UnsupportedModelError
+from numpyro_dp.posterior import (
+    average,
+    drift_check,
+    noise_aware,
+    regression_check,
+    split_rhat_check,
+)
 from numpyro_dp.privacy.accounting import GDP, PLD, PRV, RDP, Best, UnsupportedEventError
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.plan import BudgetError
@@ -35,8 +42,13 @@ __all__ = [
     "UnsupportedModelError",
     "aligned",
     "aligned_natural",
+    "average",
+    "drift_check",
     "natural",
+    "noise_aware",
     "preconditioned",
+    "regression_check",
     "secret_key",
+    "split_rhat_check",
     "vanilla",
 ]
