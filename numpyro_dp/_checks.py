@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+import optax
 
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Sampler
-from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.plan import BudgetError
@@ -32,6 +33,7 @@ __all__ = [
     "check_optim",
     "check_reverse_mode",
     "check_rng_key",
+    "check_rng_keys",
     "check_sampler",
     "check_setting",
     "check_state",
@@ -60,10 +62,16 @@ def check_sampler(sampler: Any) -> Sampler:
 
 def check_estimator(estimator: Any) -> Callable[..., Any]:
     """Returns the estimator's builder, or raises TypeError."""
-    if not callable(estimator) or isinstance(estimator, type) or estimator in (aligned, vanilla):
+    try:
+        inspect.signature(estimator).bind(object())
+    except (TypeError, ValueError):
+        callable_with_problem = False
+    else:
+        callable_with_problem = not isinstance(estimator, type)
+    if not callable_with_problem:
         raise TypeError(
-            "Expected estimator to be built by a call, such as aligned() or vanilla(), got "
-            f"{estimator!r}. Add the parentheses."
+            "Expected estimator to be built by a call, such as aligned(), aligned_natural() or "
+            f"vanilla(), got {estimator!r}. Add the parentheses."
         )
     return estimator
 
@@ -154,13 +162,33 @@ def check_loss_release(release: Any) -> LossRelease | None:
 
 
 def check_optim(optim: Any) -> Any:
-    """Returns the optimiser; refuses the one that evaluates the loss."""
+    """Returns the optimiser; refuses those that evaluate or read the loss."""
     if isinstance(optim, numpyro.optim.Minimize):
         raise TypeError(
             "Expected an optimiser that takes gradient steps, got numpyro.optim.Minimize, which "
             "evaluates the loss many times a step. Use numpyro.optim.Adam or optax."
         )
+    if isinstance(optim, optax.GradientTransformationExtraArgs) and _reads_loss(optim):
+        raise TypeError(
+            "Expected an optimiser that reads gradients alone, got an optax transformation that "
+            "reads the loss (such as reduce_on_plateau, polyak_sgd or lbfgs): the loss is private. "
+            "Use optax.adam with a schedule."
+        )
     return optim
+
+
+def _reads_loss(optim: optax.GradientTransformationExtraArgs) -> bool:
+    params = {"x": jnp.ones(2)}
+
+    def update(value: Any) -> Any:
+        return optim.update(params, optim.init(params), params, value=value)
+
+    try:
+        jaxpr = jax.make_jaxpr(update)(jnp.ones(())).jaxpr
+    except TypeError:  # further arguments, such as the loss as a function
+        return True
+    (value,) = jaxpr.invars
+    return any(value is atom for eqn in jaxpr.eqns for atom in eqn.invars)
 
 
 def check_rng_key(rng_key: Any) -> None:
@@ -171,6 +199,19 @@ def check_rng_key(rng_key: Any) -> None:
             return
     raise TypeError(
         f"Expected rng_key to be a JAX key, got {type(rng_key).__name__}. Pass jax.random.key(0)."
+    )
+
+
+def check_rng_keys(rng_keys: Any) -> None:
+    """Raises TypeError unless ``rng_keys`` is a vector of JAX keys, typed or raw."""
+    if isinstance(rng_keys, jax.Array | np.ndarray) and rng_keys.shape and rng_keys.shape[0]:
+        typed = jnp.issubdtype(rng_keys.dtype, jax.dtypes.prng_key)
+        if rng_keys.ndim == 1 if typed else rng_keys.dtype == np.uint32 and rng_keys.ndim == 2:
+            return
+    shown = type(rng_keys).__name__ + str(getattr(rng_keys, "shape", ""))
+    raise TypeError(
+        f"Expected rng_keys to be a vector of JAX keys, one for each seed, got {shown}. Pass "
+        "jax.random.split(jax.random.key(0), number_of_seeds)."
     )
 
 
@@ -221,9 +262,11 @@ def check_reverse_mode(forward_mode_differentiation: bool) -> None:
         )
 
 
-def check_setting(state: SensitiveState, setting: RunSetting) -> None:
+def check_setting(
+    state: SensitiveState, setting: RunSetting, further: tuple[str, ...] = ()
+) -> None:
     """Raises unless a state is used with the data size, sampler and clip norm of its run."""
-    for field in ("num_examples", "sampler", "clip_norm", "loss_release"):
+    for field in ("num_examples", "sampler", "clip_norm", "loss_release", *further):
         before, now = getattr(state.setting, field), getattr(setting, field)
         if before != now:
             raise BudgetError(

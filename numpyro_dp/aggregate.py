@@ -1,31 +1,55 @@
-r"""The clipped sum over a batch, :math:`\sum_i w_i s_i`, by the definition or faster.
+r"""The clipped sum over a batch, :math:`\sum_i w_i s_i`, exact.
 
-The definition takes the signal of each example, bounds it and adds up. Where the estimator says
-that its signal is a linear map of a scalar's gradient (:class:`~numpyro_dp.core.FactoredSignal`),
-the weighted sum is taken before the map, without an array of (batch, parameters); and leaves of the
-point that meet the record in a single product (:mod:`numpyro_dp.contraction`) are summed by one
-weighted matrix product, without an array of (batch, latents) either. The definition stays the
-reference: tests hold one against the other.
+A sum of floating-point numbers moves by more than the number that is taken out of it: each partial
+sum is rounded, and how depends on all terms before it. With n terms near the clip norm C one term
+may move the sum by some :math:`n^2 2^{-24} C` more than C (Casacuberta et al. 2022). So what is
+added up here are integers: every bounded signal is rounded to a grid of spacing
+:math:`2^{-k} C`, by itself, and integers add up exactly, in any order and on any number of devices.
 
-Rounding is part of the proof. What is weighted and added up is the very gradient whose norm was
-taken (a barrier keeps the compiler from computing it twice, in two ways), so no record can
-contribute more than its clip norm, up to the rounding of that contribution itself.
+What remains is rounding of one record's own contribution and of the finished sum, each at a known
+multiple of the unit roundoff; the norm to which signals are scaled is smaller than C by a margin
+that covers both (:func:`clip_margin`), so the sensitivity of the result is C.
+
+What is weighted and added up is the very gradient whose norm was taken (a barrier keeps the
+compiler from computing it twice, in two ways). Where the estimator says that its signal is a linear
+map of a scalar's gradient (:class:`~numpyro_dp.core.FactoredSignal`), coordinates of the same norm
+are summed before the map; leaves of the point that meet the record in a single product
+(:mod:`numpyro_dp.contraction`) need no array of (batch, latents) to find the norm.
+
+Reference:
+    S. Casacuberta, M. Shoemate, S. Vadhan, C. Wagaman, "Widespread underestimation of sensitivity
+    in differentially private libraries and how to fix it", CCS 2022.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool
 
-from numpyro_dp._tree import select, widen
+from numpyro_dp._tree import select, squared_norm, widen
 from numpyro_dp.contraction import Split, split_scalar
 from numpyro_dp.core import Estimator, FactoredSignal, Mechanism, PyTree
 
-__all__ = ["bounded_sum", "bounded_sum_by_definition"]
+__all__ = ["bounded_sum", "bounded_sum_by_definition", "clip_margin"]
+
+
+class _Grid(NamedTuple):
+    """How numbers of one width become integers.
+
+    Attributes:
+        bits: The grid has ``2**bits`` steps in a clip norm.
+        integer: Integers that hold the sum.
+        magic: 1.5 times the power of two whose last place is 1: adding it rounds to an integer.
+    """
+
+    bits: int
+    integer: Any
+    magic: float
 
 
 def bounded_sum(
@@ -48,8 +72,9 @@ def bounded_sum(
         A dict like the signal, in float32 or wider.
 
     Guarantee:
-        An entry whose mask is false, or whose signal is not finite, contributes exactly 0; every
-        other one contributes at most ``mechanism.sensitivity`` in norm.
+        An entry whose mask is false, or whose signal is not finite, contributes exactly 0. When
+        the record of one entry is blanked (its signal made 0), the sum moves by at most
+        ``mechanism.sensitivity`` in norm, rounding included.
     """
     if estimator.factored is None:
         return bounded_sum_by_definition(estimator, mechanism, public, examples, mask)
@@ -65,13 +90,73 @@ def bounded_sum_by_definition(
 ) -> dict[str, Any]:
     """The same sum, signal by signal: needs memory for (batch, parameters)."""
     signals = jax.vmap(estimator.signal, in_axes=(None, 0))(public, examples)
-    bounded, _ = jax.vmap(mechanism.bound)(lax.optimization_barrier(signals))
+    signals = widen(lax.optimization_barrier(signals))
+    names = tuple(signals)
+    blocks = mechanism.blocks(names)
+    squares = [jax.vmap(squared_norm)(select(signals, members)) for members in blocks]
+    factors = mechanism.scales(names, tuple(squares), _margin(signals, mask.size))
+    total: dict[str, Any] = {}
+    for number, (members, factor) in enumerate(zip(blocks, factors, strict=True)):
+        norm = _norm(mechanism, names, number)
+        total |= _sum(select(signals, members), jnp.where(mask, factor, 0), norm)
+    return total
+
+
+def clip_margin(batch: int, size: int, dtype: Any) -> float:
+    r"""Returns what part of the clip norm signals are scaled to, so that rounding fits in the rest.
+
+    Args:
+        batch: Rows of the batch, n.
+        size: Numbers in a signal, d.
+        dtype: float32 or float64, of unit roundoff u.
+
+    Returns:
+        ``1 / (1 + e)`` with ``e`` the sum of: :math:`\sqrt d\, 2^{-k-1}`, by which the grid may
+        lengthen a contribution; :math:`d u`, by which a squared norm may be too small; and
+        :math:`8 n u`, three roundings of each of two sums of norm n C, and one to spare.
+    """
+    unit = float(jnp.finfo(dtype).eps) / 2
+    grid = math.sqrt(size) * 2.0 ** -(_grid(batch, dtype).bits + 1)
+    return 1 / (1 + grid + min(size, 2048 + size // 1024) * unit + 8 * batch * unit)
+
+
+def _grid(batch: int, dtype: Any) -> _Grid:
+    room = math.ceil(math.log2(max(batch, 2)))
+    if jnp.dtype(dtype) == jnp.float64:
+        return _Grid(min(50, 61 - room), jnp.int64, 1.5 * 2.0**52)
+    return _Grid(min(21, 29 - room), jnp.int32, 1.5 * 2.0**23)
+
+
+def _margin(signals: PyTree, batch: int) -> float:
+    """The margin of a tree of signals with a leading axis."""
+    leaves = jax.tree.leaves(signals)
+    size = sum(math.prod(leaf.shape[1:]) for leaf in leaves)
+    return min(clip_margin(batch, size, leaf.dtype) for leaf in leaves)
+
+
+def _norm(mechanism: Mechanism, names: tuple[str, ...], block: int) -> Any:
+    norms = mechanism.norms(names)
+    return None if norms is None else norms[block]
+
+
+def _sum(tree: PyTree, weights: Array, norm: Any) -> PyTree:
+    """Weighted sum over the leading axis: exact, of terms rounded to the grid of a clip norm."""
+    counts = weights > 0
 
     def add_up(leaf: Array) -> Array:
-        counts = mask.reshape(mask.shape + (1,) * (leaf.ndim - 1))
-        return jnp.sum(jnp.where(counts, leaf, 0), axis=0)
+        axes = (-1,) + (1,) * (leaf.ndim - 1)
+        terms = jnp.where(counts.reshape(axes), leaf, 0)
+        if norm is None:  # nothing is clipped: no grid, and nothing is private
+            return jnp.sum(terms * weights.reshape(axes), axis=0)
+        grid = _grid(leaf.shape[0], leaf.dtype)
+        steps = 2.0**grid.bits / norm
+        shifted = terms * (weights * steps).astype(leaf.dtype).reshape(axes) + grid.magic
+        whole = lax.bitcast_convert_type(shifted.astype(leaf.dtype), grid.integer)
+        start = lax.bitcast_convert_type(jnp.asarray(grid.magic, leaf.dtype), grid.integer)
+        total = jnp.sum(whole - start, axis=0, dtype=grid.integer)
+        return total.astype(leaf.dtype) * jnp.asarray(norm / 2.0**grid.bits, leaf.dtype)
 
-    return jax.tree.map(add_up, bounded)
+    return jax.tree.map(add_up, widen(tree))
 
 
 def _factored_sum(
@@ -86,19 +171,25 @@ def _factored_sum(
     point = treedef.unflatten(leaves)
     split = split_scalar(lambda p, x: factored.scalar(public, p, x), point, _first(examples))
     parts = _gradient_parts(split, leaves, examples)
-    names = tuple(jax.eval_shape(estimator.signal, public, _first(examples)))
+    struct = jax.eval_shape(estimator.signal, public, _first(examples))
+    names = tuple(struct)
     blocks = mechanism.blocks(names)
 
-    def squared_norms(parts: Any, example: PyTree) -> tuple[Array, ...]:
-        arrays = jax.tree.leaves(example)
-        gradient = treedef.unflatten(_assemble(split, leaves, parts, arrays, factored.isometric))
-        return factored.squared_norms(public, gradient, blocks)
+    def core(members: tuple[str, ...], norms_only: bool) -> PyTree:
+        def one(parts: Any, example: PyTree) -> PyTree:
+            arrays = jax.tree.leaves(example)
+            gradient = treedef.unflatten(_assemble(split, leaves, parts, arrays, norms_only))
+            return widen(factored.core(public, gradient, members))
 
-    factors = mechanism.scales(names, jax.vmap(squared_norms)(parts, examples))
+        return jax.vmap(one)(parts, examples)
+
+    squares = tuple(jax.vmap(squared_norm)(core(m, factored.selects)) for m in blocks)
+    factors = mechanism.scales(names, squares, _margin(_batched(struct), mask.size))
     total: dict[str, Any] = {}
-    for members, factor in zip(blocks, factors, strict=True):
-        summed = _weighted_sum(split, leaves, parts, examples, jnp.where(mask, factor, 0))
-        total |= widen(select(factored.expand(public, treedef.unflatten(summed)), members))
+    for number, (members, factor) in enumerate(zip(blocks, factors, strict=True)):
+        norm = _norm(mechanism, names, number)
+        summed = _sum(core(members, False), jnp.where(mask, factor, 0), norm)
+        total |= widen(factored.expand(public, summed, members))
     return total
 
 
@@ -133,48 +224,16 @@ def _assemble(
     return gradient
 
 
-def _weighted_sum(
-    split: Split,
-    leaves: list[Array],
-    parts: Any,
-    examples: PyTree,
-    weights: Array,
-) -> list[Array]:
-    """Returns the weighted sum of the gradients of all records; weight 0 means 0."""
-    counts = weights > 0
-
-    def weigh(part: Array) -> Array:
-        axes = (-1,) + (1,) * (part.ndim - 1)
-        return jnp.where(counts.reshape(axes), widen(part) * weights.reshape(axes), 0)
-
-    total: list[Any] = [None] * len(leaves)
-    for leaf, part in zip(split.rest, parts[1], strict=True):
-        total[leaf] = jnp.sum(weigh(part), axis=0)
-    if split.contractions:
-        arrays = [_only(counts, array) for array in jax.tree.leaves(examples)]
-        for contraction, part in zip(split.contractions, parts[0], strict=True):
-            total[contraction.leaf] = _contract(contraction, leaves, arrays, weigh(part))
-    return total
-
-
-def _contract(contraction: Any, leaves: list[Array], arrays: list[Array], part: Array) -> Array:
-    def products(value: Array) -> Array:
-        return jax.vmap(lambda *example: contraction.product(value, example))(*arrays)
-
-    _, vjp = jax.vjp(products, leaves[contraction.leaf])
-    return vjp(part.astype(contraction.struct.dtype))[0]
-
-
 def _transposed(contraction: Any, leaves: list[Array], example: list[Array]) -> Any:
     value = leaves[contraction.leaf]
     _, vjp = jax.vjp(lambda leaf: contraction.product(leaf, example), value)
     return lambda part: vjp(part)[0]
 
 
-def _only(counts: Array, array: Array) -> Array:
-    """Sets the rows that do not count to 0: what they hold may be a NaN, and 0 * NaN is NaN."""
-    return jnp.where(counts.reshape((-1,) + (1,) * (array.ndim - 1)), array, 0)
-
-
 def _first(examples: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), examples)
+
+
+def _batched(struct: PyTree) -> PyTree:
+    wide = jax.eval_shape(widen, struct)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), wide)

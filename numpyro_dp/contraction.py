@@ -149,8 +149,9 @@ def _product(
     summed = {*contracted[side], *batch[side]}
     free = math.prod(size for axis, size in enumerate(shape) if axis not in summed)
     out = program.shapes[op.outputs[0]]
+    numbers = (program.point[leaf], left, right, *op.outputs)
     wide = all(
-        jnp.finfo(program.shapes[number].dtype).bits >= 32 for number in (left, right, *op.outputs)
+        jnp.finfo(program.shapes[number].dtype).bits >= 32 for number in numbers
         if jnp.issubdtype(program.shapes[number].dtype, jnp.floating)
     )  # fmt: skip
     if free != 1 or not wide or not jnp.issubdtype(out.dtype, jnp.floating):

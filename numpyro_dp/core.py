@@ -49,27 +49,29 @@ class Batch(NamedTuple):
 class FactoredSignal(NamedTuple):
     r"""A signal that is a fixed linear map of the gradient of a scalar.
 
-    ``signal(public, example) == expand(public, grad(scalar, 1)(public, point, example))`` with
-    ``expand`` linear, so that
+    ``signal(public, example) == expand(public, core(public, gradient, names), names)`` with
+    ``gradient = grad(scalar, 1)(public, point(public), example)``, and for every block of entries
 
-    .. math:: \sum_i w_i\, s_i = \mathrm{expand}\big(\nabla_{point} \sum_i w_i\, f(point, x_i)\big):
+    .. math:: \Vert\mathrm{core}_b(g)\Vert = \Vert s_b\Vert, \qquad
+        \sum_i w_i\, s_{i,b} = \mathrm{expand}_b\Big(\sum_i w_i\, \mathrm{core}_b(g_i)\Big),
 
-    norms first, then one weighted vector-Jacobian product, and no array of (batch, parameters).
+    so that what is added up may be smaller than the signal.
 
     Attributes:
         point: ``public -> point``, where the scalar is differentiated.
         scalar: ``(public, point, example) -> float``.
-        squared_norms: ``(public, gradient, blocks) -> tuple``, for each block of entries of the
-            *expanded* signal its squared Euclidean norm.
-        expand: ``(public, gradient) -> signal``, linear in the gradient.
-        isometric: Whether ``squared_norms`` reads nothing of a leaf of the gradient but its norm.
+        core: ``(public, gradient, names) -> tree``: coordinates of the named entries of the signal
+            with the same norm; linear in the gradient.
+        expand: ``(public, tree, names) -> entries``: linear, and each entry is one coordinate
+            times a number, so that it is rounded once.
+        selects: Whether ``core`` only selects leaves of the gradient.
     """
 
     point: Callable[[PyTree], PyTree]
     scalar: Callable[[PyTree, PyTree, PyTree], Array]
-    squared_norms: Callable[[PyTree, PyTree, Blocks], tuple[Array, ...]]
-    expand: Callable[[PyTree, PyTree], PyTree]
-    isometric: bool = False
+    core: Callable[[PyTree, PyTree, tuple[str, ...]], PyTree]
+    expand: Callable[[PyTree, PyTree, tuple[str, ...]], dict[str, PyTree]]
+    selects: bool = False
 
 
 class Estimator(NamedTuple):
@@ -94,9 +96,11 @@ class Mechanism(NamedTuple):
     """Bounds one record's signal and privatises the sum.
 
     Attributes:
-        init: ``signal_struct -> state``.
+        init: ``() -> state``.
         blocks: ``names -> blocks`` of entries of the signal that are clipped together.
-        scales: ``(names, squared norm of each block) -> factor of each block``.
+        norms: ``names -> clip norm of each block``; ``None`` where nothing is clipped.
+        scales: ``(names, squared norm of each block, margin) -> factor of each block``, which
+            brings its norm down to ``margin`` times the clip norm.
         bound: ``signal -> (bounded, norm)``. A signal with a non-finite entry becomes 0.
         privatise: ``(key, total, state) -> (released, state)``.
         sensitivity: Largest change of ``total`` in Euclidean norm when one record is added or
@@ -104,9 +108,10 @@ class Mechanism(NamedTuple):
         event: The ``dp_accounting`` event of one call of ``privatise`` (add or remove one).
     """
 
-    init: Callable[[PyTree], PyTree]
+    init: Callable[[], PyTree]
     blocks: Callable[[tuple[str, ...]], Blocks]
-    scales: Callable[[tuple[str, ...], tuple[Array, ...]], tuple[Array, ...]]
+    norms: Callable[[tuple[str, ...]], tuple[Array, ...] | None]
+    scales: Callable[[tuple[str, ...], tuple[Array, ...], float], tuple[Array, ...]]
     bound: Callable[[PyTree], tuple[PyTree, Array]]
     privatise: Callable[[Array, PyTree, PyTree], tuple[PyTree, PyTree]]
     sensitivity: float

@@ -53,7 +53,7 @@ class PrivateLosses(NamedTuple):
     """
 
     steps: Int[np.ndarray, " kept"]
-    values: Float[np.ndarray, " kept"]
+    values: Float[np.ndarray, "... kept"]
 
 
 class SensitiveLosses(NamedTuple):
@@ -65,7 +65,7 @@ class SensitiveLosses(NamedTuple):
     """
 
     steps: Int[np.ndarray, " kept"]
-    values: Float[np.ndarray, " kept"]
+    values: Float[np.ndarray, "... kept"]
 
     def __repr__(self) -> str:
         """Shows no value."""

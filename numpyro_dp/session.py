@@ -20,7 +20,7 @@ from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.results import PrivateLosses, SensitiveLosses, Trace, progress_chunks
 from numpyro_dp.step import RunSetting, SensitiveState, Step, build_loop, build_step
 
-__all__ = ["LossRelease", "Session"]
+__all__ = ["LossRelease", "Session", "with_loss_norm"]
 
 _MAX_TRACE = 1000
 _MAX_TRACE_NUMBERS = 10**7
@@ -52,6 +52,7 @@ class _Settings(Protocol):
     optim: Any
     loss_release: LossRelease | None
     allow_sensitive: bool
+    budget: Any
 
 
 class Session:
@@ -67,17 +68,20 @@ class Session:
         self.settings = settings
         self.num_examples = problem.model.structure.layout.num_examples
         self.inclusion_prob = settings.sampler.inclusion_prob(self.num_examples)
-        self._clip_norm, self._loss_scale = _clip_with_loss(settings)
+        self._clip_norm = with_loss_norm(settings.clip_norm, settings.loss_release)
         self._step = build_step(
             self._estimator, self._mechanism, settings.sampler, settings.optim, self.inclusion_prob
         )
+        self._estimator(problem.shared, gaussian(settings.clip_norm, 0.0).init())  # or an error
         self._update = jax.jit(self._guarded_step)
         self._loop = build_loop(
             self._step_and_value, lambda state: settings.optim.get_params(state.optim_state)
         )
 
+        self._loop_many = jax.jit(jax.vmap(self._loop, in_axes=(0, 0, None, None, None, None)))
+
     def setting(self, reproducible: bool) -> RunSetting:
-        """What all steps of a run have in common."""
+        """What all steps of a run have in common, for a state that starts here."""
         settings = self.settings
         return RunSetting(
             self.num_examples,
@@ -85,12 +89,9 @@ class Session:
             repr(settings.clip_norm),
             settings.loss_release,
             reproducible,
+            settings.allow_sensitive,
+            settings.budget,
         )
-
-    @property
-    def sensitivity(self) -> float:
-        """Largest change of the released sum when one record is added or removed."""
-        return clip_sensitivity(self._clip_norm)
 
     def check_signal(self, params: dict[str, Any]) -> None:
         """Raises unless ``clip_norm`` fits the entries of the signal."""
@@ -100,7 +101,7 @@ class Session:
         example = tuple(jnp.zeros(shape, dtype) for shape, dtype in layout.shapes)
 
         def signal(params: dict[str, Any]) -> PyTree:
-            estimator = self._estimator(shared)
+            estimator = self._estimator(shared, gaussian(self.settings.clip_norm, 0.0).init())
             return estimator.signal(estimator.prepare(jax.random.key(0), params), example)
 
         check_blocks(self._clip_norm, tuple(jax.eval_shape(signal, params)))
@@ -126,14 +127,7 @@ class Session:
         report: PrivacyReport,
     ) -> tuple[SensitiveState, PrivateLosses | SensitiveLosses | None, Trace]:
         """Runs steps; returns the state, the losses and the thinned trace."""
-        read = self.settings.optim.get_params
-        params = read(state.optim_state)
-        numbers = sum(leaf.size for leaf in jax.tree.leaves(params))
-        size = trace_size or min(_MAX_TRACE, max(10, _MAX_TRACE_NUMBERS // max(numbers, 1)))
-        stride = math.ceil(num_steps / size)
-        slots, rest = divmod(num_steps, stride)
-        start = (params, jnp.zeros((), jnp.float32))
-        buffer = jax.tree.map(lambda leaf: jnp.zeros((size, *leaf.shape), leaf.dtype), start)
+        buffer, stride, slots, rest = self._slots(state, num_steps, trace_size)
         done = int(state.step)
         if rest:  # first the steps that do not fill a slot, so that the last iterate is kept
             state, buffer = self._loop(state, buffer, rows, *_ints(0, 1, rest))
@@ -148,12 +142,68 @@ class Session:
         trace = Trace(steps, jax.vmap(self.problem.constrain)(iterates))
         return state, self._losses(steps, values), trace
 
-    def _estimator(self, shared: tuple[Array, ...]) -> Estimator:
-        estimator = self.settings.estimator(self.problem._replace(shared=shared))
-        return with_loss(estimator, self._loss_scale) if self._loss_scale else estimator
+    def run_many(
+        self, states: SensitiveState, rows: Rows, num_steps: int, trace_size: int | None
+    ) -> tuple[PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
+        """Runs many states, stacked along a leading axis, in lockstep.
 
-    def _mechanism(self, noise_multiplier: Array) -> Mechanism:
-        return gaussian(self._clip_norm, noise_multiplier)
+        Returns:
+            Constrained parameters, traces and losses, each with the leading axis.
+        """
+        number = states.step.shape[0]
+        first = jax.tree.map(lambda leaf: leaf[0], states)
+        buffer, stride, slots, rest = self._slots(first, num_steps, trace_size, number)
+        buffer = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (number, *leaf.shape)), buffer)
+        if rest:
+            states, buffer = self._loop_many(states, buffer, rows, *_ints(0, 1, rest))
+        states, buffer = self._loop_many(states, buffer, rows, *_ints(0, slots, stride))
+        iterates, values = jax.tree.map(lambda leaf: leaf[:, :slots], buffer)
+        steps = rest + stride * np.arange(1, slots + 1)
+        constrain = jax.vmap(self.problem.constrain)
+        params = constrain(jax.vmap(self.settings.optim.get_params)(states.optim_state))
+        trace = Trace(steps, jax.vmap(constrain)(iterates))
+        return params, trace, self._losses(steps, values)
+
+    def _slots(
+        self, state: SensitiveState, num_steps: int, trace_size: int | None, number: int = 1
+    ) -> tuple[PyTree, int, int, int]:
+        """Buffer of iterates, steps between two of them, their number, and steps before."""
+        params = self.settings.optim.get_params(state.optim_state)
+        numbers = number * sum(leaf.size for leaf in jax.tree.leaves(params))
+        size = trace_size or min(_MAX_TRACE, max(10, _MAX_TRACE_NUMBERS // max(numbers, 1)))
+        stride = math.ceil(num_steps / size)
+        start = (params, jnp.zeros((), jnp.float32))
+        buffer = jax.tree.map(lambda leaf: jnp.zeros((size, *leaf.shape), leaf.dtype), start)
+        return buffer, stride, *divmod(num_steps, stride)
+
+    def _estimator(self, shared: tuple[Array, ...], mechanism_state: PyTree) -> Estimator:
+        estimator = self.settings.estimator(self.problem._replace(shared=shared))
+        if not isinstance(estimator, Estimator):
+            raise TypeError(
+                f"Expected estimator= to build an Estimator, got {type(estimator).__name__}. See "
+                "the skeleton in CONTRIBUTING.md."
+            )
+        if self.settings.loss_release is None:
+            return estimator
+        return with_loss(estimator, self._loss_scale(mechanism_state))
+
+    def _mechanism(self, noise_multiplier: Array, mechanism_state: PyTree) -> Mechanism:
+        bounded = gaussian(self._clip_norm, 0.0).norms(()) is not None
+        return gaussian(self._traced_clip(mechanism_state), noise_multiplier, bounded)
+
+    def _traced_clip(self, mechanism_state: PyTree) -> Any:
+        """The clip norms of a state, with that of the loss."""
+        base = self.settings.clip_norm
+        keys = tuple(base) if isinstance(base, Mapping) else None
+        norms = (
+            mechanism_state[0] if keys is None else dict(zip(keys, mechanism_state, strict=True))
+        )
+        return with_loss_norm(norms, self.settings.loss_release)
+
+    def _loss_scale(self, mechanism_state: PyTree) -> Array:
+        """What a log likelihood is multiplied with in the signal."""
+        norm = self._traced_clip(mechanism_state)[LOSS_ENTRY]
+        return norm / self.settings.loss_release.clip
 
     def _guarded_step(self, state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Array]:
         """A step that leaves the state alone once the budget is spent."""
@@ -165,8 +215,9 @@ class Session:
     def _step_and_value(self, state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Array]:
         new, step = self._step(state, rows)
         problem = self.problem._replace(shared=rows.shared)
-        if self._loss_scale:
-            log_likelihood = step.released[LOSS_ENTRY] / self._loss_scale
+        if self.settings.loss_release is not None:
+            scale = self._loss_scale(new.mechanism_state)
+            log_likelihood = step.released[LOSS_ENTRY] / scale
         elif self.settings.allow_sensitive:
             log_likelihood = self._sensitive_log_likelihood(problem, step)
         else:
@@ -183,22 +234,20 @@ class Session:
         return jnp.sum(jnp.where(step.mask, values, 0)) / self.inclusion_prob
 
     def _losses(self, steps: np.ndarray, values: Array) -> PrivateLosses | SensitiveLosses | None:
-        if self._loss_scale:
+        if self.settings.loss_release is not None:
             return PrivateLosses(steps, np.asarray(values))
         if self.settings.allow_sensitive:
             return SensitiveLosses(steps, np.asarray(values))
         return None
 
 
-def _clip_with_loss(settings: _Settings) -> tuple[Any, float]:
-    """Adds the loss entry to the clip norm; returns the scale of that entry, 0 without one."""
-    release = settings.loss_release
+def with_loss_norm(clip_norm: Any, release: LossRelease | None) -> Any:
+    """Adds the norm of the loss entry, which makes its part of the squared sensitivity."""
     if release is None:
-        return settings.clip_norm, 0.0
-    base = settings.clip_norm
-    norm = clip_sensitivity(base) * math.sqrt(release.share / (1 - release.share))
-    blocks = dict(base) if isinstance(base, Mapping) else {...: base}
-    return blocks | {LOSS_ENTRY: norm}, norm / release.clip
+        return clip_norm
+    norm = clip_sensitivity(clip_norm) * math.sqrt(release.share / (1 - release.share))
+    blocks = dict(clip_norm) if isinstance(clip_norm, Mapping) else {...: clip_norm}
+    return blocks | {LOSS_ENTRY: norm}
 
 
 def _ints(*values: int) -> tuple[Array, ...]:

@@ -32,6 +32,8 @@ class RunSetting:
         clip_norm: The clip norm, as text.
         loss_release: Whether and how a loss curve is released.
         reproducible: Whether the caller supplied the secret key.
+        sensitive: Whether a driver that shows losses took part.
+        budget: What the noise was found for.
     """
 
     num_examples: int
@@ -39,6 +41,8 @@ class RunSetting:
     clip_norm: str
     loss_release: Any
     reproducible: bool
+    sensitive: bool
+    budget: Any
 
 
 class SensitiveState(NamedTuple):
@@ -54,7 +58,7 @@ class SensitiveState(NamedTuple):
         rng_key: Key of the (public) draws from the guide.
         secret_key: Key of the noise to come.
         sampler_state: State of the sampler, with the key of the batches to come.
-        mechanism_state: State of the mechanism.
+        mechanism_state: The clip norms, as a tuple in the order in which they were given.
         noise_multiplier: Noise standard deviation over sensitivity.
         step: Number of steps taken.
         max_steps: Number of steps the plan covers.
@@ -96,8 +100,8 @@ class Step(NamedTuple):
 
 
 def build_step(
-    estimator: Callable[[tuple[Array, ...]], Estimator],
-    mechanism: Callable[[Array], Mechanism],
+    estimator: Callable[[tuple[Array, ...], PyTree], Estimator],
+    mechanism: Callable[[Array, PyTree], Mechanism],
     sampler: Sampler,
     optim: Any,
     inclusion_prob: float,
@@ -105,8 +109,8 @@ def build_step(
     """Composes prepare, signal, bound, sum, privatise and pull back to one step.
 
     Args:
-        estimator: Public arrays of the model's arguments -> gradient estimator.
-        mechanism: Noise multiplier -> mechanism.
+        estimator: (public arrays of the model's arguments, mechanism state) -> estimator.
+        mechanism: (noise multiplier, mechanism state) -> mechanism.
         sampler: Draws the batch.
         optim: An optimiser with NumPyro's ``get_params`` and ``update``.
         inclusion_prob: The public probability that a record is in a batch.
@@ -123,11 +127,11 @@ def build_step(
         rng_key, step_key = jax.random.split(state.rng_key)
         secret_key, noise_key = jax.random.split(state.secret_key)
         params = optim.get_params(state.optim_state)
-        est = estimator(rows.shared)
+        est = estimator(rows.shared, state.mechanism_state)
         public = est.prepare(step_key, params)
         batch, sampler_state = sampler.next(state.sampler_state)
         examples, mask = _take(rows, batch.indices, batch.mask)
-        mech = mechanism(state.noise_multiplier)
+        mech = mechanism(state.noise_multiplier, state.mechanism_state)
         total = bounded_sum(est, mech, public, examples, mask)
         noisy, mechanism_state = mech.privatise(noise_key, total, state.mechanism_state)
         released = jax.tree.map(lambda leaf: leaf / inclusion_prob, noisy)

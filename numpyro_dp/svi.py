@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,17 +15,19 @@ from numpyro.infer import SVI
 from numpyro_dp import _checks
 from numpyro_dp._validate import check_int
 from numpyro_dp.core import Estimator, Sampler
+from numpyro_dp.ledger import noise_fields, plan_for, spent_by
 from numpyro_dp.model.frontend import Frontend, arguments_key, check_loss
 from numpyro_dp.model.records import array_shapes
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.privacy.mechanism import check_clip_norm, clip_sensitivity
-from numpyro_dp.privacy.plan import PrivacyReport, make_plan
+from numpyro_dp.privacy.mechanism import check_clip_norm
+from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.random import as_secret_key, secret_key
 from numpyro_dp.results import DPSVIResult, SensitiveValueError
 from numpyro_dp.session import LossRelease, Session
 from numpyro_dp.step import SensitiveState
+from numpyro_dp.sweep import SweepResult, run_sweep
 
 __all__ = ["DPSVI"]
 
@@ -180,7 +183,7 @@ class DPSVI:
         _checks.check_reverse_mode(forward_mode_differentiation)
         _checks.check_state(svi_state)
         session = self._session(args, kwargs)
-        _checks.check_setting(svi_state, session.setting(False))
+        _checks.check_setting(svi_state, session.setting(False), ("budget", "sensitive"))
         if not isinstance(svi_state.step, jax.core.Tracer):
             _checks.check_not_spent(svi_state)
         return session.update(svi_state, args, kwargs)
@@ -197,6 +200,19 @@ class DPSVI:
         if self._frontend.svi.constrain_fn is None:
             raise ValueError("Expected init or run to have been called before get_params.")
         return self._frontend.svi.get_params(svi_state)
+
+    def privacy(self, svi_state: SensitiveState) -> PrivacyReport:
+        """Returns what the steps so far have spent, for a loop of :meth:`update`.
+
+        Args:
+            svi_state: A state outside ``jit``, of this driver.
+
+        Raises:
+            ValueError: If no step has been taken.
+        """
+        _checks.check_state(svi_state)
+        check_int("number of steps taken", int(svi_state.step), low=1, remedy="Call update first.")
+        return spent_by(self, svi_state, int(svi_state.step))
 
     def evaluate(self, svi_state: SensitiveState, *args: Any, **kwargs: Any) -> Array:
         """Returns the negative evidence lower bound on the data: sensitive.
@@ -260,10 +276,65 @@ class DPSVI:
         session = self._session(args, kwargs)
         _checks.check_setting(state, session.setting(False))
         _checks.check_steps_fit(state, num_steps)
-        report = self._report(session, state, int(state.step) + num_steps)
+        if self.allow_sensitive and not state.setting.sensitive:
+            setting = dataclasses.replace(state.setting, sensitive=True)
+            state = state._replace(setting=setting)
+        report = spent_by(self, state, int(state.step) + num_steps)
         rows = session.rows(args, kwargs)
         state, losses, trace = session.run(state, rows, num_steps, trace_size, progress_bar, report)
         return DPSVIResult(self.get_params(state), state, losses, trace, report)
+
+    def sweep(
+        self,
+        rng_keys: Array,
+        num_steps: int,
+        *args: Any,
+        epsilon: Any = None,
+        noise_multiplier: Any = None,
+        clip_norm: Any = None,
+        init_params: dict[str, Any] | None = None,
+        trace_size: int | None = None,
+        chunk_size: int | None = None,
+        **kwargs: Any,
+    ) -> SweepResult:
+        """Runs seeds x budgets x clip norms at once, in one compiled call.
+
+        Run r draws its noise and batches from the key ``fold_in(secret_key, r)``; each is the run
+        that ``run`` would make with that secret key, the same seed, noise and clip norm.
+
+        Args:
+            rng_keys: Keys of initial values and draws from the guide, shape ``(seeds,)``.
+            num_steps: Number of steps.
+            *args: Arguments of model and guide, with the whole data set.
+            epsilon: Sequence of what the runs may spend; delta and relation are the budget's.
+            noise_multiplier: Sequence of their noise instead.
+            clip_norm: Sequence of clip norms.
+            init_params: Initial values of parameters by name.
+            trace_size: At most so many iterates are kept of each run.
+            chunk_size: Runs in lockstep, for less memory; all of them by default.
+            **kwargs: Keyword arguments of model and guide.
+
+        Returns:
+            A :class:`~numpyro_dp.sweep.SweepResult`; seeds vary fastest, clip norms slowest.
+
+        Example:
+            >>> result = svi.sweep(jax.random.split(key, 20), 4000, X, y,
+            ...                    epsilon=[1.0, 2.0, 4.0, 10.0])  # doctest: +SKIP
+
+        Raises:
+            BudgetError: If a run does not fit the budget. No record has been read then.
+
+        Guarantee:
+            Each run spends what its report says; publishing several of them, or the best of them,
+            spends the sum.
+        """
+        _checks.check_num_steps(num_steps, _UNLIMITED - 1)
+        for name, value in (("trace_size", trace_size), ("chunk_size", chunk_size)):
+            if value is not None:
+                check_int(name, value, low=1)
+        axes = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "clip_norm": clip_norm}
+        sizes = {"trace_size": trace_size, "chunk_size": chunk_size}
+        return run_sweep(self, rng_keys, num_steps, args, kwargs, init_params, axes, **sizes)
 
     def _init(
         self,
@@ -274,16 +345,7 @@ class DPSVI:
         init_params: dict[str, Any] | None,
     ) -> SensitiveState:
         structure = self._frontend.structure(args, kwargs)
-        num_examples = structure.layout.num_examples
-        plan = make_plan(
-            self.sampler,
-            num_examples,
-            num_steps,
-            clip_sensitivity(self.clip_norm),
-            budget=self.budget,
-            noise_multiplier=self.noise_multiplier,
-            accountant=self.accountant,
-        )
+        plan = plan_for(self, structure.layout.num_examples, num_steps)
         prepared = self._frontend.prepare(structure, rng_key, args, kwargs, init_params)
         key = arguments_key(args, kwargs)
         if key not in self._sessions:
@@ -292,18 +354,14 @@ class DPSVI:
                 session.check_signal(self.optim.get_params(prepared.optim_state))
             self._sessions[key] = session
         secret = secret_key() if self.secret_key is None else self.secret_key
-        noise_key, batch_key = jax.random.split(secret)
         return SensitiveState(
             optim_state=prepared.optim_state,
             mutable_state=None,
             rng_key=prepared.rng_key,
-            secret_key=noise_key,
-            sampler_state=self.sampler.init(batch_key, num_examples),
-            mechanism_state=(),
-            noise_multiplier=jnp.asarray(_round_up(plan.noise_multiplier)),
             step=jnp.zeros((), jnp.int32),
             max_steps=jnp.asarray(_UNLIMITED if self.budget is None else num_steps, jnp.int32),
             setting=self._sessions[key].setting(self.secret_key is not None),
+            **noise_fields(self, secret, plan, self.clip_norm),
         )
 
     def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
@@ -318,29 +376,3 @@ class DPSVI:
             prepared = self._frontend.prepare(structure, jax.random.key(0), args, kwargs, None)
             self._sessions[key] = Session(self, prepared.problem)
         return self._sessions[key]
-
-    def _report(self, session: Session, state: SensitiveState, num_steps: int) -> PrivacyReport:
-        """Accounts for all steps up to ``num_steps`` with the noise that the state holds."""
-        plan = make_plan(
-            self.sampler,
-            session.num_examples,
-            num_steps,
-            session.sensitivity,
-            budget=self.budget,
-            noise_multiplier=float(state.noise_multiplier),
-            accountant=self.accountant,
-        )
-        return PrivacyReport(
-            plan.spent(num_steps),
-            num_steps,
-            plan,
-            reproducible=state.setting.reproducible,
-            loss_released=self.loss_release is not None,
-            sensitive_allowed=self.allow_sensitive,
-        )
-
-
-def _round_up(noise_multiplier: float) -> np.float32:
-    """Rounds to float32 so that the noise is never less than what was accounted for."""
-    rounded = np.float32(noise_multiplier)
-    return rounded if rounded >= noise_multiplier else np.nextafter(rounded, np.float32(np.inf))

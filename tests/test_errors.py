@@ -33,6 +33,7 @@ from numpyro_dp import (
     UnsupportedEventError,
     UnsupportedModelError,
     aligned,
+    natural,
     secret_key,
     vanilla,
 )
@@ -57,6 +58,19 @@ def fixed(x):
     mean = numpyro.sample("mean", dist.Normal(0, 1))
     with numpyro.plate("records", N, subsample_size=5):
         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+
+
+def counts_groups(x):
+    mean = numpyro.sample("mean", dist.Normal(0, 1).expand([int(x.max())]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean[0], 1), obs=x)
+
+
+def standardises(x):
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    z = (x - x.mean(0)) / x.std(0)
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean + z, 1), obs=x)
 
 
 def driver(**changes: Any) -> DPSVI:
@@ -224,6 +238,33 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: driver(estimator=aligned),
         T,
         "aligned() | Add the parentheses",
+    ),
+    "natural estimator without parentheses": (
+        lambda: driver(estimator=natural),
+        T,
+        "Add the parentheses",
+    ),
+    "builder of something else": (
+        lambda: run(estimator=lambda problem: 3),
+        T,
+        "build an Estimator, got int",
+    ),
+    "optimiser that reads the loss": (
+        lambda: driver(optim=optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())),
+        T,
+        "reads the loss",
+    ),
+    "polyak steps": (lambda: driver(optim=optax.polyak_sgd(1.0)), T, "reads the loss"),
+    "line search": (lambda: driver(optim=optax.lbfgs()), T, "reads the loss"),
+    "groups counted in the model": (
+        lambda: run(model=counts_groups, guide=AutoNormal(counts_groups)),
+        UnsupportedModelError,
+        "static keywords",
+    ),
+    "columns standardised in the model": (
+        lambda: run(model=standardises, guide=AutoNormal(standardises)),
+        UnsupportedModelError,
+        "static keywords",
     ),
     "estimator is a name": (lambda: driver(estimator="vanilla"), T, "vanilla() | 'vanilla'"),
     "model is no function": (lambda: driver(model=X), T, "model | DPSVI(model, guide, optim"),

@@ -1,5 +1,6 @@
 """The README's code runs as pasted, and the repository keeps its own rules."""
 
+import ast
 import pathlib
 import re
 import subprocess
@@ -22,8 +23,12 @@ def test_the_ten_lines_run_as_pasted(capsys):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "numpyro_dp").rglob("*.py")), ids=lambda p: p.name)
-def test_files_stay_small(path):
-    assert len(path.read_text().splitlines()) <= 400
+def test_files_and_functions_stay_small(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 60, node.name
 
 
 def test_documents_link_to_files_that_exist():

@@ -8,7 +8,16 @@ import optax
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPSVI, BudgetError, FixedSize, LossRelease, Poisson, aligned
+from numpyro_dp import (
+    DPSVI,
+    BudgetError,
+    FixedSize,
+    LossRelease,
+    Poisson,
+    PrivacyBudget,
+    aligned,
+    secret_key,
+)
 
 
 def model(x):
@@ -49,6 +58,43 @@ def test_a_reproducible_run_stays_marked(state):
     result = driver().run(jax.random.key(0), 2, jnp.ones(50), progress_bar=False, init_state=state)
     assert result.privacy.reproducible
     assert result.privacy.num_steps == 5
+
+
+def test_a_run_that_showed_losses_stays_marked(state):
+    shown = driver(allow_sensitive=True).run(
+        jax.random.key(0), 2, jnp.ones(50), progress_bar=False, init_state=state
+    )
+    assert shown.privacy.sensitive_allowed
+    result = driver().run(
+        jax.random.key(0), 2, jnp.ones(50), progress_bar=False, init_state=shown.state
+    )
+    assert result.privacy.sensitive_allowed
+    with pytest.raises(BudgetError, match="sensitive=False"):
+        driver(allow_sensitive=True).update(state, jnp.ones(50))
+
+
+def test_a_loop_of_updates_says_what_it_spent(state):
+    svi = driver()
+    assert svi.privacy(state).num_steps == 3
+    result = svi.run(jax.random.key(0), 2, jnp.ones(50), progress_bar=False, init_state=state)
+    again = svi.privacy(result.state)
+    assert again.epsilon == result.privacy.epsilon > svi.privacy(state).epsilon
+    with pytest.raises(ValueError, match="Call update first"):
+        svi.privacy(svi.init(jax.random.key(0), jnp.ones(50)))
+
+
+def test_updates_within_a_budget_need_a_state_of_that_budget(state):
+    other = driver(noise_multiplier=None, budget=PrivacyBudget(0.1, 1e-5), num_steps=2)
+    with pytest.raises(BudgetError, match="budget=None"):
+        other.update(state, jnp.ones(50))
+
+
+def test_noise_and_batches_have_no_key_in_common_with_a_public_key():
+    key = secret_key(5)
+    state = driver(secret_key=key).init(key, jnp.ones(50))
+    keys = [state.rng_key, state.secret_key, state.sampler_state.key]
+    keys += [jax.random.split(k)[i] for k in keys for i in (0, 1)]
+    assert len({jax.random.key_data(k).tobytes() for k in keys}) == len(keys)
 
 
 def test_the_result_unpacks_like_that_of_svi():

@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_dp._tree import add, select, squared_norm
-from numpyro_dp.core import Blocks, Estimator, FactoredSignal
+from numpyro_dp._tree import add, select
+from numpyro_dp.core import Estimator, FactoredSignal
 from numpyro_dp.model.variational import VariationalProblem
 
-__all__ = ["DrawnPublic", "aligned", "block_norms", "prepare_draw", "pull_back_draw"]
+__all__ = ["DrawnPublic", "aligned", "prepare_draw", "pull_back_draw"]
 
 
 class DrawnPublic(NamedTuple):
@@ -81,21 +81,24 @@ def aligned() -> Callable[[VariationalProblem], Estimator]:
         def point(public: DrawnPublic) -> Any:
             return public.latents, select(public.params, problem.model_params)
 
-        def merge(public: DrawnPublic, gradient: Any) -> dict[str, Any]:
+        def merge(gradient: Any) -> dict[str, Any]:
             return gradient[0] | gradient[1]
 
-        def squared_norms(public: DrawnPublic, gradient: Any, blocks: Blocks) -> tuple[Array, ...]:
-            return block_norms(merge(public, gradient), blocks)
+        def core(public: DrawnPublic, gradient: Any, names: tuple[str, ...]) -> dict[str, Any]:
+            return select(merge(gradient), names)
+
+        def expand(public: DrawnPublic, tree: Any, names: tuple[str, ...]) -> dict[str, Any]:
+            return tree
 
         def signal(public: DrawnPublic, example: Any) -> dict[str, Any]:
-            return merge(public, jax.grad(scalar, 1)(public, point(public), example))
+            return merge(jax.grad(scalar, 1)(public, point(public), example))
 
         def pull_back(public: DrawnPublic, released: dict[str, Any]) -> dict[str, Any]:
             latents = select(released, public.latents)
             return pull_back_draw(problem, public, latents, select(released, problem.model_params))
 
         prepare = prepare_draw(problem)
-        factored = FactoredSignal(point, scalar, squared_norms, merge, isometric=True)
+        factored = FactoredSignal(point, scalar, core, expand, selects=True)
         return Estimator(prepare, signal, pull_back, factored)
 
     return build
@@ -133,8 +136,3 @@ def pull_back_draw(
         gradient[name] = add(gradient[name], prior_params[name])
     gradient |= {name: add(gradient[name], value) for name, value in model_params.items()}
     return jax.tree.map(jnp.negative, gradient)
-
-
-def block_norms(signal: dict[str, Any], blocks: Blocks) -> tuple[Array, ...]:
-    """Returns the squared norm of each block of entries of a signal."""
-    return tuple(squared_norm([signal[name] for name in members]) for members in blocks)

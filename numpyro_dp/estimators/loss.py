@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_dp.core import Blocks, Estimator, FactoredSignal, PyTree
+from numpyro_dp.core import Estimator, FactoredSignal, PyTree
 
 __all__ = ["LOSS_ENTRY", "with_loss"]
 
 LOSS_ENTRY = "log_likelihood (released)"
 
 
-def with_loss(estimator: Estimator, scale: float) -> Estimator:
+def with_loss(estimator: Estimator, scale: float | Array) -> Estimator:
     """Returns the estimator with the log likelihood of the record as an entry of the signal.
 
     Args:
@@ -41,16 +41,12 @@ def with_loss(estimator: Estimator, scale: float) -> Estimator:
         dtype = jnp.result_type(*jax.tree.leaves(start))
         return start, jnp.zeros((), dtype)
 
-    def squared_norms(public: PyTree, gradient: Any, blocks: Blocks) -> tuple[Array, ...]:
-        rest = tuple(tuple(name for name in members if name != LOSS_ENTRY) for members in blocks)
-        squares = inner.squared_norms(public, gradient[0], rest)
-        return tuple(
-            square + (jnp.square(gradient[1]) if LOSS_ENTRY in members else 0)
-            for square, members in zip(squares, blocks, strict=True)
-        )
+    def core(public: PyTree, gradient: Any, names: tuple[str, ...]) -> Any:
+        rest, entry = _split(names)
+        return inner.core(public, gradient[0], rest), dict.fromkeys(entry, gradient[1])
 
-    def expand(public: PyTree, gradient: Any) -> dict[str, Any]:
-        return inner.expand(public, gradient[0]) | {LOSS_ENTRY: gradient[1]}
+    def expand(public: PyTree, tree: Any, names: tuple[str, ...]) -> dict[str, Any]:
+        return inner.expand(public, tree[0], _split(names)[0]) | tree[1]
 
     def signal(public: PyTree, example: PyTree) -> dict[str, Any]:
         entry = scale * inner.scalar(public, inner.point(public), example)
@@ -60,5 +56,11 @@ def with_loss(estimator: Estimator, scale: float) -> Estimator:
         rest = {name: value for name, value in released.items() if name != LOSS_ENTRY}
         return estimator.pull_back(public, rest)
 
-    factored = FactoredSignal(point, scalar, squared_norms, expand, inner.isometric)
+    factored = FactoredSignal(point, scalar, core, expand, inner.selects)
     return Estimator(estimator.prepare, signal, pull_back, factored)
+
+
+def _split(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the estimator's own entries, and that of the loss if it is among them."""
+    rest = tuple(name for name in names if name != LOSS_ENTRY)
+    return rest, tuple(name for name in names if name == LOSS_ENTRY)

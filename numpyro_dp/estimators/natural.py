@@ -27,9 +27,12 @@ def natural() -> Callable[[VariationalProblem], Estimator]:
 
     For ``AutoDiagonalNormal``, ``AutoNormal`` and ``AutoMultivariateNormal``. The signal of one
     example is a dict with the natural gradient of each unconstrained parameter of the guide, and
-    the plain gradient of each parameter of the model. The optimiser is given natural gradients:
-    with plain gradient descent of step size 1/2 or less they are steps in the distributions, not
-    in their parameters; Adam rescales them.
+    the plain gradient of each parameter of the model. For ``AutoMultivariateNormal`` natural
+    gradients are released in the frame of the guide, :math:`L^{-1} dm` and :math:`L^{-1} dL`: clip
+    norm and noise are in posterior standard deviations, and do not change with the basis.
+
+    The optimiser is given natural gradients: with plain gradient descent of step size 1/2 or less
+    they are steps in the distributions, not in their parameters; Adam rescales them.
 
     Returns:
         A function that builds the :class:`~numpyro_dp.Estimator` for a model and guide; pass it
@@ -52,14 +55,20 @@ def natural() -> Callable[[VariationalProblem], Estimator]:
         geometry = gaussian_geometry(problem, "natural()")
 
         def release(params: Any, gradient: dict[str, Any]) -> dict[str, Any]:
-            return geometry.natural(problem.constrain(params), gradient)
+            return geometry.local(problem.constrain(params), gradient)
+
+        def entries(params: Any, gradient: dict[str, Any]) -> dict[str, Any]:
+            return geometry.local_entries(problem.constrain(params), gradient)
 
         def finish(params: Any, released: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
-            return add(geometry.natural(problem.constrain(params), rest), released)
+            values = problem.constrain(params)
+            return geometry.from_local(values, add(geometry.local(values, rest), released))
 
-        single = geometry.diagonal and problem.num_particles == 1
+        def frame(params: Any, latents: Any) -> Any:
+            return geometry.frame(problem.constrain(params), latents)
+
+        sums = geometry.sums if problem.num_particles == 1 else None
         prepare = prepare_constrained(problem, geometry)
-        sums = geometry.sums if single else None
-        return parametric(problem, Chart(prepare, release, finish, sums))
+        return parametric(problem, Chart(prepare, release, entries, finish, sums, frame))
 
     return build

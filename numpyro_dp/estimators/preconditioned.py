@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from numpyro_dp._tree import add
+from numpyro_dp._tree import add, select
 from numpyro_dp.core import Estimator
 from numpyro_dp.estimators.aligned import DrawnPublic
 from numpyro_dp.estimators.vanilla import Chart, parametric
@@ -56,13 +56,16 @@ def preconditioned() -> Callable[[VariationalProblem], Estimator]:
     def build(problem: VariationalProblem) -> Estimator:
         geometry = gaussian_geometry(problem, "preconditioned()")
 
+        def unchanged(params: Any, gradient: dict[str, Any]) -> dict[str, Any]:
+            return gradient
+
         def finish(params: Any, released: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
             values = problem.constrain(params)
             return geometry.to_unconstrained(values, add(rest, released))
 
         sums = geometry.sums if problem.num_particles == 1 else None
         prepare = prepare_constrained(problem, geometry)
-        return parametric(problem, Chart(prepare, lambda params, gradient: gradient, finish, sums))
+        return parametric(problem, Chart(prepare, unchanged, unchanged, finish, sums))
 
     return build
 
@@ -73,7 +76,8 @@ def prepare_constrained(
     """Returns ``prepare``: one draw and its vjp with respect to packed constrained parameters."""
 
     def prepare(rng_key: Array, params: dict[str, Any]) -> DrawnPublic:
-        packed = geometry.pack(problem.constrain(params))
+        # The guide reads none of the model's parameters: they stay as they are.
+        packed = geometry.pack(problem.constrain(params)) | select(params, problem.model_params)
         (latents, entropy), vjp = jax.vjp(
             lambda p: problem.draw_at(geometry.unpack(p), rng_key), packed
         )

@@ -28,6 +28,11 @@ __all__ = ["check_additive"]
 _ROWS = 3
 _TOLERANCE = 1e-2  # relative: half precision passes, a factor of the number of rows does not
 
+_REMEDY = (
+    "Records enter one by one here. Compute scales and averages from public values, and pass them "
+    "as static keywords of the constructor."
+)
+
 
 def check_additive(
     model: Callable[..., Any],
@@ -58,12 +63,18 @@ def check_additive(
     for rows in (_random_rows(layout), _equal_rows(layout)):
         try:
             together = _densities(model, plate, layout, shared, rows)
+        except (TypeError, ValueError, IndexError):
+            continue  # made for its own number of rows, or for particular values
+        try:
             singles = [
                 _densities(model, plate, layout, shared, tuple(leaf[i : i + 1] for leaf in rows))
                 for i in range(_ROWS)
             ]
-        except (TypeError, ValueError, IndexError):
-            continue  # made for its own number of rows, or for particular values
+        except (TypeError, ValueError, IndexError) as error:
+            raise UnsupportedModelError(
+                f"The model can be run on {_ROWS} records and not on each of them: it mixes "
+                f"records, or reads x.shape[0] ({error}). {_REMEDY}"
+            ) from error
         for names, what, parts in (
             (likelihood, "likelihood", singles),
             (prior, "prior", singles[:1]),
@@ -73,9 +84,7 @@ def check_additive(
             if not _close(joint, alone):
                 raise UnsupportedModelError(
                     f"The {what} depends on the number of records that the model is given at once "
-                    f"(sites {list(names)}): it mixes records, or reads x.shape[0]. Records enter "
-                    "one by one here. Compute scales and averages from public values, and pass "
-                    "them as static keywords of the constructor."
+                    f"(sites {list(names)}): it mixes records, or reads x.shape[0]. {_REMEDY}"
                 )
 
 

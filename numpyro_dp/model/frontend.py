@@ -85,9 +85,18 @@ class Frontend(NamedTuple):
         with prototype_without_records(self.guide, plate), warnings.catch_warnings():
             # SVI warns of discrete sites; here they are refused below, with their name.
             warnings.filterwarnings("ignore", "Currently, SVI with Trace_ELBO loss does not")
-            state = hidden.init(
-                rng_key, *placeholder.args, init_params=init_params, **placeholder.kwargs
-            )
+            try:
+                state = hidden.init(
+                    rng_key, *placeholder.args, init_params=init_params, **placeholder.kwargs
+                )
+            except UnsupportedModelError:
+                raise
+            except ValueError as error:
+                raise UnsupportedModelError(
+                    f"The model cannot be initialised on a placeholder of ones for the records: "
+                    f"{error} Check init_params; and where the model computes statistics of the "
+                    "records (to standardise columns, say), pass public ones as static keywords."
+                ) from error
         if state.mutable_state is not None:
             raise UnsupportedModelError(
                 f"Mutable state {sorted(state.mutable_state)} cannot be private: it mixes records. "

@@ -30,9 +30,8 @@ from jax import Array, lax
 from numpyro.distributions import biject_to
 from numpyro.infer import autoguide
 
-from numpyro_dp._tree import squared_norm
 from numpyro_dp.model.separation import UnsupportedModelError
-from numpyro_dp.model.variational import VariationalProblem
+from numpyro_dp.model.variational import VariationalProblem, guide_kind
 
 __all__ = ["Geometry", "gaussian_geometry"]
 
@@ -49,24 +48,30 @@ class Geometry(NamedTuple):
         pack: Constrained parameters -> the same without entries that are always zero.
         unpack: The inverse of that.
         to_unconstrained: ``(values, packed) -> gradient`` in unconstrained coordinates.
-        natural: ``(values, packed) -> natural gradient`` in unconstrained coordinates.
-        covariance: ``(values, latents) ->`` covariance of the guide times a tree of latents.
-        precision: ``(values, latents) ->`` the inverse of that.
-        trace: ``values ->`` trace of the covariance.
+        local: ``(values, packed) -> natural gradient`` in the coordinates in which it is released:
+            for a mean-field guide unconstrained parameters, for a full-rank one its own frame,
+            :math:`L^{-1} dm` and the entries of :math:`L^{-1} dL`.
+        from_local: ``(values, local) -> natural gradient`` in unconstrained coordinates.
+        local_entries: ``(values, packed) -> local`` of the gradient that has a 1 in every
+            coordinate of ``frame``; ``packed`` is that of a 1 in every coordinate of the draw.
+        frame: ``(values, latents) -> latents``, linear: the coordinates that move one entry of
+            ``local`` for each parameter.
+        mean_signal: ``(values, latents) ->`` natural gradient of the mean, as it is released.
+        mean_gradient: The inverse of that.
         sums: For each parameter, adds up a packed array over the entries of each coordinate of
             the draw (see :meth:`~.variational.VariationalProblem.coordinate_sums`).
-        diagonal: Whether the covariance is.
     """
 
     pack: Callable[[dict[str, Any]], dict[str, Any]]
     unpack: Callable[[dict[str, Any]], dict[str, Any]]
     to_unconstrained: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
-    natural: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
-    covariance: Callable[[dict[str, Any], Any], Any]
-    precision: Callable[[dict[str, Any], Any], Any]
-    trace: Callable[[dict[str, Any]], Array]
+    local: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+    from_local: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+    local_entries: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+    frame: Callable[[dict[str, Any], Any], Any]
+    mean_signal: Callable[[dict[str, Any], Any], Any]
+    mean_gradient: Callable[[dict[str, Any], Any], Any]
     sums: dict[str, Callable[[Array], Any]]
-    diagonal: bool
 
 
 def gaussian_geometry(problem: VariationalProblem, method: str) -> Geometry:
@@ -88,20 +93,21 @@ def gaussian_geometry(problem: VariationalProblem, method: str) -> Geometry:
             f"{shared[0]!r} belongs to the model too. Give the guide a parameter of its own, or "
             "use aligned() or vanilla()."
         )
-    if type(auto) is autoguide.AutoDiagonalNormal:
+    kind = guide_kind(auto)
+    if kind is autoguide.AutoDiagonalNormal:
         names = {None: (f"{auto.prefix}_loc", f"{auto.prefix}_scale")}
         return _mean_field(names, auto._unpack_latent, auto.scale_constraint)
-    if type(auto) is autoguide.AutoNormal:
+    if kind is autoguide.AutoNormal:
         names = {
             site: (f"{site}_{auto.prefix}_loc", f"{site}_{auto.prefix}_scale")
             for site in auto._init_locs
         }
         return _mean_field(names, None, auto.scale_constraint)
-    if type(auto) is autoguide.AutoMultivariateNormal:
+    if kind is autoguide.AutoMultivariateNormal:
         return _full_rank(auto)
-    kind = "a hand-written guide" if auto is None else type(auto).__name__
+    name = "a hand-written guide" if auto is None else type(auto).__name__
     raise UnsupportedModelError(
-        f"{method} needs a guide with a known Fisher information, got {kind}. Those are "
+        f"{method} needs a guide with a known Fisher information, got {name}. Those are "
         "AutoDiagonalNormal, AutoNormal and AutoMultivariateNormal; for any other guide use "
         "aligned() or vanilla()."
     )
@@ -123,7 +129,7 @@ def _mean_field(
             name: _pull(constraint, values[name], packed[name]) for name in scales if name in packed
         }
 
-    def natural(values: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
+    def local(values: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
         result = dict(packed)
         for loc, scale in names.values():
             variance = jnp.square(values[scale])
@@ -131,20 +137,32 @@ def _mean_field(
             result[scale] = _push(constraint, values[scale], variance / 2 * packed[scale])
         return result
 
-    def covariance(values: dict[str, Any], latents: Any) -> Any:
+    def mean_signal(values: dict[str, Any], latents: Any) -> Any:
         return jax.tree.map(lambda s, z: jnp.square(s) * z, by_site(values), dict(latents))
 
-    def precision(values: dict[str, Any], latents: Any) -> Any:
+    def mean_gradient(values: dict[str, Any], latents: Any) -> Any:
         return jax.tree.map(lambda s, z: z / jnp.square(s), by_site(values), dict(latents))
-
-    def trace(values: dict[str, Any]) -> Array:
-        return squared_norm([values[scale] for scale in scales])
 
     sums: dict[str, Callable[[Array], Any]] = {}
     for site, pair in names.items():
         for name in pair:
             sums[name] = unpack or (lambda v, site=site: {site: v})
-    return Geometry(dict, dict, to_unconstrained, natural, covariance, precision, trace, sums, True)
+    return Geometry(
+        pack=dict,
+        unpack=dict,
+        to_unconstrained=to_unconstrained,
+        local=local,
+        from_local=_second,
+        local_entries=local,
+        frame=_second,
+        mean_signal=mean_signal,
+        mean_gradient=mean_gradient,
+        sums=sums,
+    )
+
+
+def _second(values: dict[str, Any], given: Any) -> Any:
+    return given
 
 
 def _full_rank(auto: Any) -> Geometry:
@@ -152,7 +170,7 @@ def _full_rank(auto: Any) -> Geometry:
     dim, constraint = auto.latent_dim, auto.scale_tril_constraint
     loc, tril = f"{auto.prefix}_loc", f"{auto.prefix}_scale_tril"
     rows, columns = np.tril_indices(dim)
-    weights = jnp.where(jnp.eye(dim, dtype=bool), 0.5, 1.0)
+    weights = np.where(rows == columns, 0.5, 1.0)
 
     def square(vector: Array) -> Array:
         return jnp.zeros((dim, dim), vector.dtype).at[rows, columns].set(vector)
@@ -170,31 +188,40 @@ def _full_rank(auto: Any) -> Geometry:
     def to_unconstrained(values: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
         return packed | {tril: _pull(constraint, values[tril], square(packed[tril]))}
 
-    def natural(values: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
+    def local(values: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
         factor = values[tril]
-        relative = weights * jnp.tril(_product(factor.T, square(packed[tril])))
+        relative = _product(factor.T, square(packed[tril]))[rows, columns]
         return packed | {
-            loc: _product(factor, _product(factor.T, packed[loc])),
-            tril: _push(constraint, factor, _product(factor, relative)),
+            loc: _product(factor.T, packed[loc]),
+            tril: weights.astype(relative.dtype) * relative,
         }
 
-    def covariance(values: dict[str, Any], latents: Any) -> Any:
+    def from_local(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         factor = values[tril]
-        return auto._unpack_latent(_product(factor, _product(factor.T, flat(latents))))
+        return given | {
+            loc: _product(factor, given[loc]),
+            tril: _push(constraint, factor, _product(factor, square(given[tril]))),
+        }
 
-    def precision(values: dict[str, Any], latents: Any) -> Any:
-        return auto._unpack_latent(jax.scipy.linalg.cho_solve((values[tril], True), flat(latents)))
+    def local_entries(values: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
+        # With H = tril(g e^T), (L^T H)_ij = (L^T g)_i e_j on and below the diagonal.
+        return packed | {tril: weights.astype(packed[tril].dtype) * packed[tril]}
 
-    def trace(values: dict[str, Any]) -> Array:
-        return squared_norm(values[tril])
+    def frame(values: dict[str, Any], latents: Any) -> Any:
+        return auto._unpack_latent(_product(values[tril].T, flat(latents)))
+
+    def mean_gradient(values: dict[str, Any], latents: Any) -> Any:
+        solved = jax.scipy.linalg.solve_triangular(values[tril], flat(latents), trans=1, lower=True)
+        return auto._unpack_latent(solved)
 
     sums = {
         loc: auto._unpack_latent,
         tril: lambda v: auto._unpack_latent(jax.ops.segment_sum(v, rows, num_segments=dim)),
     }
     return Geometry(
-        pack, unpack, to_unconstrained, natural, covariance, precision, trace, sums, False
-    )
+        pack, unpack, to_unconstrained, local, from_local, local_entries, frame,
+        mean_signal=frame, mean_gradient=mean_gradient, sums=sums,
+    )  # fmt: skip
 
 
 def _pull(constraint: Any, value: Array, gradient: Array) -> Array:

@@ -276,7 +276,14 @@ def _abstract_sites(
         run_args, run_kwargs = jax.tree.unflatten(treedef, filled)
         found.append(_sites_of(model, Arguments(run_args, run_kwargs))[:3])
 
-    jax.eval_shape(run, _structs([leaves[i] for i in slots]))
+    try:
+        jax.eval_shape(run, _structs([leaves[i] for i in slots]))
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        raise UnsupportedModelError(
+            "The model reads values of its arguments to choose a shape or a branch (int(), if, "
+            "len(np.unique())): those would be public. Pass such numbers as static keywords of the "
+            "constructor, DPSVI(..., num_groups=5), or use jnp.where."
+        ) from error
     return found[-1]
 
 

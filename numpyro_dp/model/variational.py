@@ -14,13 +14,23 @@ from numpyro.infer import autoguide
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.guide import Guide
 
-__all__ = ["VariationalProblem"]
+__all__ = ["VariationalProblem", "guide_kind"]
 
 _LOWER_CHOLESKY = (
     constraints.scaled_unit_lower_cholesky,
     constraints.lower_cholesky,
     constraints.softplus_lower_cholesky,
 )
+
+
+_KINDS = (
+    autoguide.AutoNormal,
+    autoguide.AutoDelta,
+    autoguide.AutoDiagonalNormal,
+    autoguide.AutoLowRankMultivariateNormal,
+    autoguide.AutoMultivariateNormal,
+)
+_LAW = {"__call__", "_get_posterior", "_sample_latent", "_unpack_latent", "get_transform"}
 
 
 class VariationalProblem(NamedTuple):
@@ -108,8 +118,23 @@ class VariationalProblem(NamedTuple):
         return self.guide.draw(values, guide_key, self.shared)
 
 
+def guide_kind(auto: Any) -> type | None:
+    """Returns the class of NumPyro whose law an automatic guide has.
+
+    A subclass that only changes constraints or initial values has that of its parent, say
+
+        class ExpNormal(AutoDiagonalNormal):
+            scale_constraint = constraints.positive  # T = exp
+    """
+    for kind in _KINDS:
+        if isinstance(auto, kind):
+            own = (vars(base) for base in type(auto).__mro__[: type(auto).__mro__.index(kind)])
+            return None if any(_LAW & set(names) for names in own) else kind
+    return None
+
+
 def _coordinate_sums(auto: Any) -> dict[str, Callable[[Array], Any]] | None:
-    kind = type(auto)
+    kind = guide_kind(auto)
     if kind in (autoguide.AutoNormal, autoguide.AutoDelta):
         suffixes = ("loc",) if kind is autoguide.AutoDelta else ("loc", "scale")
         sites = list(auto._init_locs)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpyro.infer import autoguide
 
+from numpyro_dp.model.variational import guide_kind
 from numpyro_dp.posterior.averaging import Average, average
 from numpyro_dp.posterior.convergence import Check
 from numpyro_dp.results import DPSVIResult
@@ -115,16 +116,17 @@ def noise_aware(result: DPSVIResult, guide: Any, check: Check | None = None) -> 
 
 
 def _is_triangular(guide: Any) -> bool:
-    return type(guide) is autoguide.AutoMultivariateNormal
+    return guide_kind(guide) is autoguide.AutoMultivariateNormal
 
 
 def _pairs(guide: Any) -> list[tuple[str, str]]:
     """Names of location and scale."""
-    if type(guide) is autoguide.AutoDiagonalNormal:
+    kind = guide_kind(guide)
+    if kind is autoguide.AutoDiagonalNormal:
         return [(f"{guide.prefix}_loc", f"{guide.prefix}_scale")]
-    if type(guide) is autoguide.AutoMultivariateNormal:
+    if kind is autoguide.AutoMultivariateNormal:
         return [(f"{guide.prefix}_loc", f"{guide.prefix}_scale_tril")]
-    if type(guide) is autoguide.AutoNormal:
+    if kind is autoguide.AutoNormal:
         return [
             (f"{site}_{guide.prefix}_loc", f"{site}_{guide.prefix}_scale")
             for site in guide._init_locs

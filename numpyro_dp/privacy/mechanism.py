@@ -27,7 +27,7 @@ __all__ = ["ClipNorm", "check_blocks", "check_clip_norm", "clip_sensitivity", "g
 ClipNorm = float | Mapping[Any, float]
 
 
-def gaussian(clip_norm: Any, noise_multiplier: Any) -> Mechanism:
+def gaussian(clip_norm: Any, noise_multiplier: Any, bounded: bool | None = None) -> Mechanism:
     r"""Clips signals to ``clip_norm`` and adds Gaussian noise to their sum.
 
     With one norm C the whole signal is scaled to :math:`\lVert s_i\rVert_2 \le C`. With a dict of
@@ -41,9 +41,11 @@ def gaussian(clip_norm: Any, noise_multiplier: Any) -> Mechanism:
             is not private.
         noise_multiplier: Noise standard deviation over sensitivity, >= 0. 0 is not private.
             Both may be traced values.
+        bounded: Whether all norms are finite; traced ones are by default.
 
     Returns:
-        A :class:`~numpyro_dp.core.Mechanism` over signals that are dicts of arrays.
+        A :class:`~numpyro_dp.core.Mechanism` over signals that are dicts of arrays. Its state is
+        the tuple of the clip norms.
 
     Guarantee:
         ``total`` changes by at most ``sensitivity`` in Euclidean norm when one record is added or
@@ -54,15 +56,42 @@ def gaussian(clip_norm: Any, noise_multiplier: Any) -> Mechanism:
     Reference:
         Abadi et al. (2016), Deep learning with differential privacy, CCS.
     """
+    each = list(clip_norm.values()) if isinstance(clip_norm, Mapping) else [clip_norm]
+    sensitivity = clip_sensitivity(clip_norm)
+    if bounded is None:
+        bounded = all(isinstance(norm, jax.core.Tracer) or math.isfinite(norm) for norm in each)
+
+    def privatise(key: Array, total: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        flat, unravel = ravel_pytree(widen(total))
+        std = jnp.where(noise_multiplier == 0, 0.0, noise_multiplier * sensitivity)
+        noise = standard_normal(key, flat.shape, flat.dtype)
+        return unravel(flat + std.astype(flat.dtype) * noise), state
+
+    return Mechanism(
+        init=lambda: tuple(jnp.asarray(norm, float) for norm in each),
+        **_clipping(clip_norm, bounded),
+        privatise=privatise,
+        sensitivity=sensitivity,
+        event=_event(noise_multiplier, sensitivity),
+    )
+
+
+def _clipping(clip_norm: Any, bounded: bool) -> dict[str, Any]:
+    """The parts of a mechanism that bound a signal."""
 
     def blocks(names: tuple[str, ...]) -> Blocks:
         return tuple(members for members, _ in _blocks(clip_norm, names))
 
-    def scales(names: tuple[str, ...], squares: tuple[Array, ...]) -> tuple[Array, ...]:
+    def norms(names: tuple[str, ...]) -> tuple[Any, ...] | None:
+        return tuple(norm for _, norm in _blocks(clip_norm, names)) if bounded else None
+
+    def scales(
+        names: tuple[str, ...], squares: tuple[Array, ...], margin: float = 1.0
+    ) -> tuple[Array, ...]:
         finite = jnp.all(jnp.stack([jnp.isfinite(square) for square in squares]), axis=0)
-        norms = [norm for _, norm in _blocks(clip_norm, names)]
+        limits = [norm * margin for _, norm in _blocks(clip_norm, names)]
         return tuple(
-            _factor(norm, square, finite) for norm, square in zip(norms, squares, strict=True)
+            _factor(limit, square, finite) for limit, square in zip(limits, squares, strict=True)
         )
 
     def bound(signal: dict[str, Any]) -> tuple[dict[str, Any], Array]:
@@ -76,22 +105,7 @@ def gaussian(clip_norm: Any, noise_multiplier: Any) -> Mechanism:
                 )
         return bounded, jnp.sqrt(sum(squares))
 
-    def privatise(key: Array, total: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        flat, unravel = ravel_pytree(widen(total))
-        std = jnp.where(noise_multiplier == 0, 0.0, noise_multiplier * sensitivity)
-        noise = standard_normal(key, flat.shape, flat.dtype)
-        return unravel(flat + std.astype(flat.dtype) * noise), state
-
-    sensitivity = clip_sensitivity(clip_norm)
-    return Mechanism(
-        init=lambda struct: (),
-        blocks=blocks,
-        scales=scales,
-        bound=bound,
-        privatise=privatise,
-        sensitivity=sensitivity,
-        event=_event(noise_multiplier, sensitivity),
-    )
+    return {"blocks": blocks, "norms": norms, "scales": scales, "bound": bound}
 
 
 def check_blocks(clip_norm: ClipNorm, names: tuple[str, ...]) -> None:

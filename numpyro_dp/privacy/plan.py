@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 from dp_accounting.dp_event import DpEvent, NonPrivateDpEvent, SelfComposedDpEvent
 
-from numpyro_dp.core import Sampler
+from numpyro_dp.core import Mechanism, Sampler
 from numpyro_dp.privacy.accounting import (
     Accountant,
     EpsilonBound,
@@ -34,7 +35,7 @@ class Plan:
         sampler: Draws the batches.
         num_examples: Public size of the data set.
         noise_multiplier: Noise standard deviation over sensitivity (add or remove one).
-        sensitivity: Of the clipped sum, when one record is added or removed.
+        mechanism: Noise multiplier -> mechanism of one step; states its sensitivity and event.
         budget: What may be spent; ``None`` without one.
         delta: The delta at which epsilon is reported.
         relation: The neighbouring relation.
@@ -44,11 +45,16 @@ class Plan:
     sampler: Sampler
     num_examples: int
     noise_multiplier: float
-    sensitivity: float
+    mechanism: Callable[[float], Mechanism]
     budget: PrivacyBudget | None
     delta: float
     relation: Relation
     accountant: Accountant | None
+
+    @property
+    def sensitivity(self) -> float:
+        """Of the clipped sum, when one record is added or removed."""
+        return self.mechanism(self.noise_multiplier).sensitivity
 
     def event(self, num_steps: int) -> DpEvent:
         """The event of ``num_steps`` steps under the plan's relation."""
@@ -166,7 +172,7 @@ def make_plan(
     sampler: Sampler,
     num_examples: int,
     num_steps: int | None,
-    sensitivity: float,
+    mechanism: Callable[[float], Mechanism],
     *,
     budget: PrivacyBudget | None,
     noise_multiplier: float | None,
@@ -178,7 +184,7 @@ def make_plan(
         sampler: Draws the batches.
         num_examples: Public size of the data set.
         num_steps: Steps that the budget must cover.
-        sensitivity: Of the clipped sum (add or remove one); infinite is not private.
+        mechanism: Noise multiplier -> mechanism of one step.
         budget: What may be spent. With a ``noise_multiplier`` it is a ceiling that is checked.
         noise_multiplier: Given noise; found from the budget if ``None``.
         accountant: Bounds epsilon.
@@ -190,7 +196,7 @@ def make_plan(
     delta = budget.delta if budget else default_delta(num_examples)
     relation = budget.relation if budget else _usual_relation(sampler)
     noise = 0.0 if noise_multiplier is None else noise_multiplier
-    plan = Plan(sampler, num_examples, noise, sensitivity, budget, delta, relation, accountant)
+    plan = Plan(sampler, num_examples, noise, mechanism, budget, delta, relation, accountant)
     if budget is None:
         return plan
     if num_steps is None:
@@ -227,10 +233,11 @@ def _usual_relation(sampler: Sampler) -> Relation:
 
 
 def _run_event(plan: Plan, noise_multiplier: float, num_steps: int) -> DpEvent:
-    if noise_multiplier == 0 or math.isinf(plan.sensitivity):
-        return NonPrivateDpEvent()
-    step = plan.sampler.amplify(gaussian_event(noise_multiplier, plan.relation), plan.num_examples)
-    return SelfComposedDpEvent(step, num_steps)
+    event = plan.mechanism(noise_multiplier).event
+    if isinstance(event, NonPrivateDpEvent):
+        return event
+    own = gaussian_event(event.noise_multiplier, plan.relation)
+    return SelfComposedDpEvent(plan.sampler.amplify(own, plan.num_examples), num_steps)
 
 
 def _beside_the_event(sampler: Sampler, num_examples: int, num_steps: int) -> dict[str, float]:

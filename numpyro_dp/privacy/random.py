@@ -154,8 +154,7 @@ def standard_normal(
 
     **Guarantee**: finite for every outcome of the generator. What it does not promise: the values
     are floating-point numbers, not a discrete Gaussian, so a sum released with all its low-order
-    bits can in principle tell neighbouring inputs apart (Mironov). Clipped sums of many float32
-    terms are no known victim, but the proof is for real numbers.
+    bits can in principle tell neighbouring inputs apart (Mironov): the proof is for real numbers.
 
     Reference:
         G. E. P. Box, M. E. Muller, Ann. Math. Statist. 29, 1958. I. Mironov, "On significance of

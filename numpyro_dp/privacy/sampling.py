@@ -48,6 +48,7 @@ from .random import check_typed_key
 __all__ = ["FixedSize", "FullBatch", "Poisson", "SamplerState"]
 
 _MAX_EXAMPLES = 2**31 - 2
+_SPLIT = "Row numbers are 32-bit: split a larger data set."
 _SORT_WORDS = 3  # 32-bit words of a sort key
 
 
@@ -93,8 +94,7 @@ class Poisson:
         (True, True)
 
     **Guarantee**: indices under the mask are sorted and distinct; the law of a batch that does not
-    fail is within ``total_variation`` of Poisson sampling. Under ``vmap`` the law is the same, but
-    a refinement that is otherwise rare runs every time, at a few times the cost.
+    fail is within ``total_variation`` of Poisson sampling, under ``vmap`` too.
     """
 
     rate: float
@@ -263,8 +263,7 @@ class FullBatch:
 
 
 def _check_examples(num_examples: int) -> int:
-    remedy = "Row numbers are 32-bit: split a larger data set."
-    return check_int("num_examples", num_examples, low=1, high=_MAX_EXAMPLES, remedy=remedy)
+    return check_int("num_examples", num_examples, low=1, high=_MAX_EXAMPLES, remedy=_SPLIT)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "number"))
@@ -294,13 +293,12 @@ def _geometric(coarse: Array, fine: Array, plan: PoissonPlan, limit: int) -> Arr
     """Geometric numbers, cut at ``limit``, one for each entry of the batch; uint32."""
     jump = [Digit(limit, plan.jump, len(plan.jump))] if plan.jump else []
     digits = [*plan.digits, *jump]
-    shape = (len(digits), plan.size)
     if not digits:
         return jnp.zeros(plan.size, jnp.uint32)
-    words = jax.random.bits(coarse, shape, jnp.uint32)
-    # One comparison with a constant for each threshold: XLA fuses these better than a reduction.
-    # The first 32 bits and the common thresholds decide, unless the bits equal those of a threshold
-    # or are below the common ones: then the rest of the bits is drawn.
+    words = jax.random.bits(coarse, shape := (len(digits), plan.size), jnp.uint32)
+    # One comparison for each threshold: XLA fuses these better than a reduction. The first 32 bits
+    # and the common thresholds decide, unless the bits equal those of a threshold or are below the
+    # common ones: then the rest of the bits is drawn.
     rare = jnp.zeros(plan.size, bool)
     for digit, word in zip(digits, words, strict=True):
         first = [jnp.uint32(t >> (WORD_BITS - 32)) for t in digit.thresholds]
@@ -317,7 +315,16 @@ def _geometric(coarse: Array, fine: Array, plan: PoissonPlan, limit: int) -> Arr
         few = [digit._replace(thresholds=digit.thresholds[: digit.common]) for digit in digits]
         return _place_digits(few, words, limit)
 
-    return lax.cond(rare.any(), refined, common, None)
+    return lax.cond(_any(rare), refined, common, None)
+
+
+@jax.custom_batching.custom_vmap
+def _any(flags: Array) -> Array:
+    """Whether any flag is set; under ``vmap``, in any batch: the digits are the same either way."""
+    return flags.any()
+
+
+_any.def_vmap(lambda size, batched, flags: (_any(flags.reshape(-1)), False))
 
 
 def _place_digits(digits: list[Digit], words: Array, limit: int) -> Array:

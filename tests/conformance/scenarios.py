@@ -111,6 +111,26 @@ def own_params(x, y):
         numpyro.sample("y", dist.Normal(x @ coef, noise), obs=y)
 
 
+def simplex_param(x, y):
+    """A parameter of the model with fewer unconstrained entries than constrained ones."""
+    share = numpyro.param("share", jnp.array([0.6, 0.4]), constraint=constraints.simplex)
+    coef = numpyro.sample("coef", dist.Normal(0, 1).expand([DIM]).to_event(1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal((x * share) @ coef, 0.7), obs=y)
+
+
+class ExpNormal(autoguide.AutoDiagonalNormal):
+    """T = exp, the other transform of the paper."""
+
+    scale_constraint = constraints.positive
+
+
+class PlainCholesky(autoguide.AutoMultivariateNormal):
+    """Without the scaling of NumPyro's default."""
+
+    scale_tril_constraint = constraints.lower_cholesky
+
+
 def only_params(x, y):
     """Maximum likelihood: no latent site at all."""
     coef = numpyro.param("coef", jnp.zeros(DIM))
@@ -271,6 +291,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("constrained_by_hand", constrained, _fixed(by_hand_constrained), _points),
     Scenario("own_params", own_params, autoguide.AutoDiagonalNormal, _xy),
     Scenario("own_params_3", own_params, autoguide.AutoMultivariateNormal, _xy, particles=3),
+    Scenario("simplex_param", simplex_param, autoguide.AutoDiagonalNormal, _xy),
+    Scenario("exp", regression, ExpNormal, _xy),
+    Scenario("plain_cholesky", regression, PlainCholesky, _xy),
     Scenario("shared_param", own_params, _fixed(shares_width), _xy),
     Scenario("only_params", only_params, _fixed(no_sites), _xy),
     Scenario("two_sites", two_sites, autoguide.AutoNormal, _tree, _keywords),
@@ -354,9 +377,11 @@ class Bench(NamedTuple):
 
 def rows_for(pieces: Bench) -> tuple[EstimatorRow, ...]:
     """The estimators that are for the guide of a scenario."""
-    kind = type(pieces.guide).__name__
+    kinds = {kind.__name__ for kind in type(pieces.guide).__mro__}
     apart = not pieces.problem.guide_params & set(pieces.problem.model_params)
-    return tuple(row for row in ESTIMATORS if row.guides is None or (kind in row.guides and apart))
+    return tuple(
+        row for row in ESTIMATORS if row.guides is None or (kinds & set(row.guides) and apart)
+    )
 
 
 @functools.cache

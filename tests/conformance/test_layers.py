@@ -28,6 +28,8 @@ LEVELS = {
     "results": 5,
     "session": 6,
     "_checks": 6.5,
+    "ledger": 6.5,
+    "sweep": 6.7,
     "svi": 7,
     "sep": 7,
     "sgld": 7,

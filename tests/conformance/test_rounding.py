@@ -7,7 +7,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
+from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoMultivariateNormal
 
 from numpyro_dp import DPSVI, FullBatch
 from numpyro_dp.aggregate import bounded_sum
@@ -44,7 +44,7 @@ def test_contributions_of_one_record_that_cancel(row):
 
     x, w = jnp.full(1000, -100.0).at[0].set(1e18), jnp.zeros(1000).at[0].set(1e18)
     change, _ = change_by_one(model, AutoDiagonalNormal(model), (x, w), row)
-    assert change <= 1 + 1e-5  # 999 where the paths are summed apart
+    assert change <= 1  # 999 where the paths are summed apart
 
 
 @pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
@@ -58,7 +58,7 @@ def test_a_model_that_computes_in_half_precision(row):
     for size in (3001, 3002, 3003):  # a sum in bfloat16 moves in steps of 16 here
         x = jnp.full(size, 2.0, jnp.bfloat16)
         change, rest = change_by_one(model, AutoDiagonalNormal(model), (x,), row)
-        assert change <= 1 + 1e-3  # sums of 3000 terms, in float32
+        assert change <= 1
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(rest))
         assert change > 5e-3  # natural gradients are not clipped here
 
@@ -82,7 +82,7 @@ def test_a_covariance_that_is_nearly_singular(row):
     }
     x = jnp.asarray(np.tile(BASIS[:, 2] * 1e7, (2, 1)))
     change, _ = change_by_one(plane, guide, (x,), row, start)
-    assert 1e-3 < change <= 1 + 1e-5  # a full covariance times g is hardly known in float32
+    assert 1e-3 < change <= 1  # a full covariance times g is hardly known in float32
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_guide_that_is_nearly_degenerate(row):
 
     x = jnp.asarray(np.tile(BASIS[:, 2] * 1e7, (2, 1)))
     change, _ = change_by_one(plane, guide, (x,), row)
-    assert 0.9 < change <= 1 + 1e-5  # 1.0145 from g^T (J J^T) g
+    assert 0.9 < change <= 1  # 1.0145 from g^T (J J^T) g
 
 
 @pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
@@ -111,7 +111,7 @@ def test_records_whose_squares_vanish(row):
 
     x, y = jnp.full((2, 4), 1e-22), jnp.full(2, 1e10)  # gradients of 1e8
     change, _ = change_by_one(model, AutoDiagonalNormal(model), (x, y), row)
-    assert change <= 1 + 1e-5
+    assert change <= 1
 
 
 @pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
@@ -126,7 +126,7 @@ def test_several_observations_of_one_record_that_cancel(row):
     x = jnp.asarray(rng.normal(size=(1000, 8, 2)), jnp.float32)
     y = jnp.asarray(rng.normal(size=(1000, 8)), jnp.float32).at[0, 2].set(1e15).at[0, 5].set(-1e15)
     change, _ = change_by_one(model, AutoDiagonalNormal(model), (x, y), row)
-    assert change <= 1 + 1e-3  # rounding of a sum of 1000 clipped signals
+    assert change <= 1
 
 
 @pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
@@ -142,3 +142,87 @@ def test_a_likelihood_that_recomputes_its_backward_pass(row):
     change, rest = change_by_one(model, AutoDiagonalNormal(model), (x,), row)
     assert change == 0
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(rest))
+
+
+def linear(x):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.factor("y", x @ w)
+
+
+@pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
+@pytest.mark.parametrize("size", [464, 3000, 30_000])
+def test_partial_sums_about_a_power_of_two(row, size):
+    """Half of the records climb just above 2^k; what the others add depends on whether they did."""
+    top = int(np.floor(np.log2(0.55 * size)))
+    x = np.zeros((size, 8), np.float32)
+    x[: 2**top + 2, 0] = 1e6
+    x[2**top + 2 :, 0] = -0.4 * 2.0 ** (top - 23)
+    change, _ = change_by_one(linear, AutoDiagonalNormal(linear), (jnp.asarray(x),), row)
+    assert 0.9 < change <= 1  # 14 for 30,000 records where floats are added up
+
+
+@pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
+def test_many_signals_along_a_narrow_direction(row):
+    """What maps the gradient to the signal must not act on a sum that is much larger than it."""
+    basis = np.linalg.qr(np.random.default_rng(0).normal(size=(8, 8)))[0]
+    covariance = (basis * ([1.0] + [1e-5] * 7)) @ basis.T
+    start = {
+        "auto_loc": jnp.zeros(8),
+        "auto_scale_tril": jnp.asarray(np.linalg.cholesky(covariance), jnp.float32),
+    }
+    x = jnp.asarray(np.tile(basis[:, 1] * 1e6, (3000, 1)), jnp.float32)
+    change, _ = change_by_one(linear, AutoMultivariateNormal(linear), (x,), row, start)
+    assert 0.9 < change <= 1  # 9.1 from the covariance times the sum
+
+
+@pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
+def test_parameters_and_latents_of_half_precision(row):
+    def parameter(x):
+        w = numpyro.param("own", jnp.zeros(2, jnp.bfloat16))
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.factor("y", 1e3 * (x @ w.astype(jnp.float32) + b))
+
+    x = jnp.ones((3001, 2)) * jnp.asarray([1.0, 0.3])
+    change, _ = change_by_one(parameter, AutoDiagonalNormal(parameter), (x,), row)
+    assert 0.9 < change <= 1  # 4 where the sum is in the dtype of the parameter
+
+    def latent(x):
+        half = jnp.ones(2, jnp.bfloat16)
+        w = numpyro.sample("w", dist.Normal(0 * half, half).to_event(1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.factor("y", 1e3 * (x * w).sum(-1))
+
+    def guide(x):
+        loc = numpyro.param("loc", jnp.zeros(2, jnp.bfloat16))
+        numpyro.sample("w", dist.Normal(loc, jnp.full(2, 0.1, jnp.bfloat16)).to_event(1))
+
+    if row.guides is None:
+        change, _ = change_by_one(latent, guide, (x,), row)
+        assert 0.9 < change <= 1
+
+
+@pytest.mark.parametrize(
+    "prior", [dist.Dirichlet(jnp.ones(4)), dist.LKJCholesky(4)], ids=["simplex", "cholesky"]
+)
+@pytest.mark.parametrize(
+    "row", [row for row in ESTIMATORS if row.guides is None], ids=lambda row: row.name
+)
+def test_a_point_at_the_edge_of_its_support(row, prior):
+    """The guide's transform and its inverse are no identity there, in floating point."""
+
+    def model(x):
+        w = numpyro.sample("w", prior)
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.factor("y", (x * w.reshape(-1)).sum(-1))
+
+    rng = np.random.default_rng(0)
+    size = int(np.prod(prior.shape()))
+    x = jnp.asarray(100 * rng.normal(size=(5, size)), jnp.float32)
+    transform = dist.biject_to(prior.support)
+    free = transform.inv(prior.sample(jax.random.key(0))).shape
+    for spread in (5, 8, 12):
+        edge = transform(spread * jnp.asarray(rng.normal(size=free), jnp.float32))
+        change, _ = change_by_one(model, AutoDelta(model), (x,), row, {"w_auto_loc": edge})
+        assert change <= 1 or np.isnan(change)  # 1.24 where the Jacobian is taken to be diagonal

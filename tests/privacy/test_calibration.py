@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from numpyro_dp.privacy.accounting import (
 )
 from numpyro_dp.privacy.budget import PrivacyBudget, gaussian_event
 from numpyro_dp.privacy.calibration import CalibrationError, calibrate_noise
+from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.privacy.plan import make_plan
 from numpyro_dp.privacy.sampling import Poisson
 
@@ -266,7 +268,8 @@ def test_many_small_calibrations_are_quick():
 def test_a_run_without_a_budget_is_never_refused_for_its_epsilon():
     # Beyond what the sampler's exactness can promise, epsilon is infinite, and the report says so.
     options = {"budget": None, "accountant": None}
-    plan = make_plan(Poisson(0.1), 1000, 300, 1.0, noise_multiplier=0.1, **options)
+    mechanism = functools.partial(gaussian, 1.0)
+    plan = make_plan(Poisson(0.1), 1000, 300, mechanism, noise_multiplier=0.1, **options)
     assert math.isinf(plan.spent(300).epsilon)
-    plan = make_plan(Poisson(0.1), 1000, 300, 1.0, noise_multiplier=1.0, **options)
+    plan = make_plan(Poisson(0.1), 1000, 300, mechanism, noise_multiplier=1.0, **options)
     assert 1 < plan.spent(300).epsilon < 20

@@ -72,11 +72,11 @@ def test_a_signal_that_is_not_finite_counts_as_nothing(clip, bad, name):
 def test_bounds_and_noise_have_at_least_single_precision(dtype):
     mechanism = gaussian(2.0, 1.0)
     bounded, found = mechanism.bound(signal(100.0, dtype))
-    released, state = mechanism.privatise(secret_key(0), signal(1.0, dtype), mechanism.init(None))
+    released, state = mechanism.privatise(secret_key(0), signal(1.0, dtype), mechanism.init())
     leaves = jax.tree.leaves((bounded, found, released))
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
     assert norm(bounded) <= 2.0
-    assert state == ()
+    assert state == mechanism.init() == (2.0,)
     assert jax.tree.structure(released) == jax.tree.structure(signal())
 
 

@@ -14,7 +14,16 @@ from jax.flatten_util import ravel_pytree
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from scipy import stats
 
-from numpyro_dp import DPSVI, Poisson, aligned, secret_key, vanilla
+from numpyro_dp import (
+    DPSVI,
+    Poisson,
+    aligned,
+    aligned_natural,
+    natural,
+    preconditioned,
+    secret_key,
+    vanilla,
+)
 from numpyro_dp.privacy.mechanism import gaussian
 
 CLIPS = {"one norm": 0.8, "norms by entry": {"auto_loc": 0.5, ...: 0.3, "extra": 0.2}}
@@ -111,10 +120,13 @@ def noise_of_a_run(estimator, key):
     return np.asarray(jax.jit(lambda s: lax.scan(step, s, None, length=4_000))(state)[1])
 
 
-@pytest.mark.parametrize("estimator", [aligned, vanilla])
-def test_noise_of_whole_steps(estimator):
+@pytest.mark.parametrize(
+    ("estimator", "entries"),
+    [(aligned, 3), (vanilla, 6), (preconditioned, 6), (natural, 6), (aligned_natural, 3)],
+)
+def test_noise_of_whole_steps(estimator, entries):
     draws = noise_of_a_run(estimator, 7)
-    assert draws.shape == (4_000, 3 if estimator is aligned else 6)
+    assert draws.shape == (4_000, entries)
     check_law(draws, 1.3 * 0.6)
     check_independent(draws)
     assert len(np.unique(draws[:, 0])) > 3_900

@@ -84,25 +84,9 @@ def epsilon_spent(
         Dwork, Roth: Algorithmic Foundations (2014), section 3.5 (statistical distance).
     """
     check_relation(relation)
-    delta = check_real(
-        "delta", delta, low=0.0, high=1.0, low_open=True, high_open=True, remedy="Try 1e-5."
-    )
-    tau = check_real(
-        "total_variation",
-        total_variation,
-        low=0.0,
-        high=1.0,
-        high_open=True,
-        remedy="It is a distance of probabilities, over all steps of the run.",
-    )
-    failure = check_real(
-        "failure_prob",
-        failure_prob,
-        low=0.0,
-        high=1.0,
-        high_open=True,
-        remedy="It is a probability: the chance that a padded batch overflows during the run.",
-    )
+    tau = _check_prob("total_variation", total_variation, "It is a distance of probabilities")
+    failure = _check_prob("failure_prob", failure_prob, "It is the chance that a batch overflows")
+    delta = check_real("delta", delta, low=0.0, high=1.0, low_open=True, high_open=True)
     if failure >= delta:
         raise TotalVariationError(
             f"Expected failure_prob={failure:g} < delta={delta:g}. Use a smaller overflow_prob for "
@@ -114,6 +98,11 @@ def epsilon_spent(
         return dataclasses.replace(bound, delta=delta) if failure else bound
     bound = _with_total_variation(event, delta - failure, relation, judge, tau)
     return dataclasses.replace(bound, delta=delta)
+
+
+def _check_prob(name: str, value: float, meaning: str) -> float:
+    remedy = f"{meaning}, over all steps of the run."
+    return check_real(name, value, low=0.0, high=1.0, high_open=True, remedy=remedy)
 
 
 def _with_total_variation(

@@ -1,0 +1,84 @@
+"""What a driver plans to spend, what it has spent, and the noise that follows."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_dp.core import Sampler
+from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.mechanism import gaussian
+from numpyro_dp.privacy.plan import Plan, PrivacyReport, make_plan
+from numpyro_dp.session import LossRelease, with_loss_norm
+from numpyro_dp.step import SensitiveState
+
+__all__ = ["noise_fields", "plan_for", "report_for", "spent_by"]
+
+
+@runtime_checkable
+class _Driver(Protocol):
+    """What is read of a driver."""
+
+    sampler: Sampler
+    budget: PrivacyBudget | None
+    noise_multiplier: float | None
+    clip_norm: Any
+    accountant: Accountant | None
+    loss_release: LossRelease | None
+
+
+def plan_for(driver: _Driver, num_examples: int, num_steps: int | None, **changes: Any) -> Plan:
+    """Returns the plan of a run; ``changes`` of budget, noise multiplier and clip norm."""
+    settings = {"budget": driver.budget, "noise_multiplier": driver.noise_multiplier} | changes
+    clip_norm = with_loss_norm(settings.pop("clip_norm", driver.clip_norm), driver.loss_release)
+    mechanism = functools.partial(gaussian, clip_norm)
+    return make_plan(
+        driver.sampler, num_examples, num_steps, mechanism,
+        accountant=driver.accountant, **settings,
+    )  # fmt: skip
+
+
+def noise_fields(driver: _Driver, secret: Array, plan: Plan, clip_norm: Any) -> dict[str, Any]:
+    """Returns the fields of a state that make its noise and its batches."""
+    # Of a child, so that a public rng_key that is the same key has no key in common with it.
+    noise_key, batch_key = jax.random.split(jax.random.fold_in(secret, 0))
+    return {
+        "secret_key": noise_key,
+        "sampler_state": driver.sampler.init(batch_key, plan.num_examples),
+        "mechanism_state": gaussian(clip_norm, plan.noise_multiplier).init(),
+        "noise_multiplier": jnp.asarray(_round_up(plan.noise_multiplier)),
+    }
+
+
+def spent_by(driver: _Driver, state: SensitiveState, num_steps: int) -> PrivacyReport:
+    """Accounts for all steps up to ``num_steps`` with the noise that the state holds."""
+    setting = state.setting
+    noise = float(state.noise_multiplier)
+    plan = plan_for(driver, setting.num_examples, num_steps, noise_multiplier=noise)
+    return report_for(driver, plan, num_steps, setting.reproducible, setting.sensitive)
+
+
+def report_for(
+    driver: _Driver, plan: Plan, num_steps: int, reproducible: bool, sensitive: bool
+) -> PrivacyReport:
+    """Returns the report of a plan that has been carried out."""
+    return PrivacyReport(
+        plan.spent(num_steps),
+        num_steps,
+        plan,
+        reproducible=reproducible,
+        loss_released=driver.loss_release is not None,
+        sensitive_allowed=sensitive,
+    )
+
+
+def _round_up(noise_multiplier: float) -> np.float32:
+    """Rounds to float32 so that the noise is never less than what was accounted for."""
+    rounded = np.float32(noise_multiplier)
+    return rounded if rounded >= noise_multiplier else np.nextafter(rounded, np.float32(np.inf))

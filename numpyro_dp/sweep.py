@@ -1,0 +1,205 @@
+"""Many private runs in one compiled call: seeds x budgets x clip norms, in lockstep."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_dp._checks import check_budget, check_noise, check_rng_keys
+from numpyro_dp.core import PyTree
+from numpyro_dp.ledger import noise_fields, plan_for, report_for
+from numpyro_dp.model.records import Rows
+from numpyro_dp.privacy.mechanism import check_clip_norm
+from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.privacy.random import secret_key
+from numpyro_dp.results import PrivateLosses, SensitiveLosses, Trace
+from numpyro_dp.session import Session
+from numpyro_dp.step import SensitiveState
+
+__all__ = ["SweepResult", "SweepRun", "run_sweep"]
+
+
+class SweepRun(NamedTuple):
+    """One run of a sweep; its fields are those of :class:`SweepResult` without the leading axis."""
+
+    params: dict[str, Any]
+    trace: Trace
+    losses: PrivateLosses | SensitiveLosses | None
+    privacy: PrivacyReport
+
+
+class SweepResult(NamedTuple):
+    """Results of :meth:`numpyro_dp.DPSVI.sweep`, with a leading axis ``runs``.
+
+    Attributes:
+        params: Constrained parameters.
+        trace: Thinned private iterates, ``params`` of shape ``(runs, kept, ...)``.
+        losses: Loss curves where they were asked for, values of shape ``(runs, kept)``.
+        labels: What each run is: arrays ``seed``, ``clip_norm`` and ``noise_multiplier`` of shape
+            ``(runs,)``, and ``epsilon``: what it was asked to spend, or has spent without a budget.
+            Dicts of clip norms are numbered.
+        privacy: What each run spends *by itself*. Whoever publishes several of them, or the best
+            of them, spends at most the sum of their epsilons at the sum of their deltas.
+    """
+
+    params: dict[str, Any]
+    trace: Trace
+    losses: PrivateLosses | SensitiveLosses | None
+    labels: dict[str, np.ndarray]
+    privacy: tuple[PrivacyReport, ...]
+
+    def one(self, index: int) -> SweepRun:
+        """Returns one run, as post-processing takes it."""
+        pick = lambda tree: jax.tree.map(lambda leaf: leaf[index], tree)  # noqa: E731
+        losses = self.losses and self.losses._replace(values=self.losses.values[index])
+        trace = Trace(self.trace.steps, pick(self.trace.params))
+        return SweepRun(pick(self.params), trace, losses, self.privacy[index])
+
+    def __repr__(self) -> str:
+        """Names the fields, and what publishing costs."""
+        number = len(self.privacy)
+        total = sum(report.epsilon for report in self.privacy)
+        return (
+            f"SweepResult({number} runs, params of {sorted(self.params)}, {self.trace!r}). Each "
+            f"run spends its own epsilon; all of them together at most epsilon = {total:.4g} at "
+            "the sum of their deltas."
+        )
+
+
+def run_sweep(
+    driver: Any,
+    rng_keys: Array,
+    num_steps: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    init_params: dict[str, Any] | None,
+    axes: dict[str, Any],
+    trace_size: int | None,
+    chunk_size: int | None,
+) -> SweepResult:
+    """Plans every combination before a record is read, then runs all; see ``DPSVI.sweep``."""
+    check_rng_keys(rng_keys)
+    settings = _settings(driver, **axes)
+    secret = secret_key() if driver.secret_key is None else driver.secret_key
+    starts = [driver._init(key, num_steps, args, kwargs, init_params) for key in rng_keys]
+    session = driver._session(args, kwargs)
+    plans = [plan_for(driver, session.num_examples, num_steps, **each) for each in settings]
+    marks = driver.secret_key is not None, driver.allow_sensitive
+    reports = [report_for(driver, plan, num_steps, *marks) for plan in plans]
+    states: list[SensitiveState] = []
+    for plan, each in zip(plans, settings, strict=True):
+        for start in starts:
+            own = jax.random.fold_in(secret, len(states))
+            states.append(start._replace(**noise_fields(driver, own, plan, each["clip_norm"])))
+    chunk = min(chunk_size or len(states), len(states))
+    found = _in_chunks(session, states, session.rows(args, kwargs), num_steps, trace_size, chunk)
+    labels = _labels(settings, reports, len(starts))
+    return SweepResult(*found, labels, tuple(report for report in reports for _ in starts))
+
+
+def _in_chunks(
+    session: Session,
+    states: list[SensitiveState],
+    rows: Rows,
+    num_steps: int,
+    trace_size: int | None,
+    chunk: int,
+) -> tuple[PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
+    parts = []
+    for first in range(0, len(states), chunk):
+        some = states[first : first + chunk]
+        # A last chunk of another size would be compiled again: repeats, dropped below.
+        some = some + some[-1:] * (chunk - len(some))
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *some)
+        parts.append(jax.block_until_ready(session.run_many(stacked, rows, num_steps, trace_size)))
+
+    def join(*leaves: Any) -> Any:
+        return np.concatenate([np.asarray(leaf) for leaf in leaves])[: len(states)]
+
+    params = jax.tree.map(join, *(part[0] for part in parts))
+    trace = Trace(parts[0][1].steps, jax.tree.map(join, *(part[1].params for part in parts)))
+    losses = parts[0][2]
+    if losses is not None:
+        losses = losses._replace(values=join(*(part[2].values for part in parts)))
+    return params, trace, losses
+
+
+def _settings(
+    driver: Any, epsilon: Any, noise_multiplier: Any, clip_norm: Any
+) -> list[dict[str, Any]]:
+    """Returns budget, noise multiplier and clip norm of each combination, the last slowest."""
+    usual = {name: getattr(driver, name) for name in ("budget", "noise_multiplier", "clip_norm")}
+    noises: list[dict[str, Any]] = [{}]
+    if epsilon is not None and noise_multiplier is not None:
+        raise ValueError(
+            "Expected epsilon or noise_multiplier, got both. The budget sets the noise."
+        )
+    if epsilon is not None:
+        budget = driver.budget
+        if budget is None:
+            raise ValueError(
+                f"Expected a driver with a budget for a sweep over epsilon={list(epsilon)}: its "
+                "delta and relation hold for all runs. Pass DPSVI(..., budget=PrivacyBudget(...))."
+            )
+        budgets = [
+            dataclasses.replace(budget, epsilon=value) for value in _items("epsilon", epsilon)
+        ]
+        noises = [{"budget": each, "noise_multiplier": None} for each in budgets]
+    elif noise_multiplier is not None:
+        values = _items("noise_multiplier", noise_multiplier)
+        noises = [{"noise_multiplier": check_noise(value)} for value in values]
+    norms = _clip_norms(clip_norm, usual["clip_norm"])
+    axes = [usual | {"clip_norm": norm} | noise for norm in norms for noise in noises]
+    for each in axes:
+        check_budget(**each)
+    return axes
+
+
+def _labels(
+    axes: list[dict[str, Any]], reports: list[PrivacyReport], seeds: int
+) -> dict[str, np.ndarray]:
+    norms: list[Any] = []
+    for each in axes:
+        norms += [] if each["clip_norm"] in norms else [each["clip_norm"]]
+    columns = {
+        "clip_norm": [
+            norms.index(each["clip_norm"]) if isinstance(each["clip_norm"], Mapping)
+            else each["clip_norm"] for each in axes
+        ],
+        "epsilon": [
+            each["budget"].epsilon if each["budget"] else report.epsilon
+            for each, report in zip(axes, reports, strict=True)
+        ],
+        "noise_multiplier": [report.noise_multiplier for report in reports],
+    }  # fmt: skip
+    labels = {name: np.repeat(column, seeds) for name, column in columns.items()}
+    labels["seed"] = np.tile(np.arange(seeds), len(axes))
+    return labels
+
+
+def _items(name: str, values: Any) -> list[Any]:
+    if isinstance(values, Mapping | str) or not hasattr(values, "__len__"):
+        raise TypeError(f"Expected a sequence, got {name}={values!r}. Pass [{values!r}] for one.")
+    if not len(values):
+        raise ValueError(f"Expected at least one value, got an empty {name}.")
+    return list(values)
+
+
+def _clip_norms(clip_norm: Any, usual: Any) -> list[Any]:
+    if clip_norm is None:
+        return [usual]
+    keys = tuple(usual) if isinstance(usual, Mapping) else None
+    norms = [check_clip_norm(norm) for norm in _items("clip_norm", clip_norm)]
+    for norm in norms:
+        if (tuple(norm) if isinstance(norm, Mapping) else None) != keys:
+            raise ValueError(
+                f"Expected clip norms of the form of DPSVI(clip_norm={usual!r}), got {norm!r}. "
+                "Name the same entries in the same order."
+            )
+    return norms

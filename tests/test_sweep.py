@@ -1,0 +1,152 @@
+"""Sweeps: every run is the run that `run` makes, in one compiled call."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal
+
+from numpyro_dp import (
+    DPSVI,
+    BudgetError,
+    FixedSize,
+    FullBatch,
+    LossRelease,
+    Poisson,
+    PrivacyBudget,
+    aligned,
+    secret_key,
+    vanilla,
+)
+
+NUMBER, STEPS = 300, 25
+
+
+def model(x):
+    mean = numpyro.sample("mean", dist.Normal(0, 3).expand([2]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean, 1).to_event(1), obs=x)
+
+
+@pytest.fixture(scope="module")
+def data():
+    return 1 + jax.random.normal(jax.random.key(3), (NUMBER, 2))
+
+
+def driver(**changes):
+    settings = {"estimator": aligned(), "clip_norm": 1.5, "sampler": Poisson(0.2)}
+    settings |= {"secret_key": 5} | changes
+    if "budget" not in settings and "noise_multiplier" not in settings:
+        settings["budget"] = PrivacyBudget(1.0, 1e-5)
+    return DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.05), **settings)
+
+
+KEYS = jax.random.split(jax.random.key(0), 2)
+
+
+@pytest.mark.parametrize("sampler", [Poisson(0.2), FixedSize(30), FullBatch()], ids=str)
+@pytest.mark.parametrize("estimator", [aligned, vanilla])
+def test_each_run_is_the_run_of_its_settings(sampler, estimator, data):
+    found = driver(noise_multiplier=1.0, sampler=sampler, estimator=estimator()).sweep(
+        KEYS, STEPS, data, noise_multiplier=[0.5, 2.0], clip_norm=[1.0, 4.0]
+    )
+    assert found.params["auto_loc"].shape == (8, 2)
+    for index in (0, 3, 6):
+        label = {name: values[index] for name, values in found.labels.items()}
+        alone = driver(
+            sampler=sampler,
+            estimator=estimator(),
+            noise_multiplier=float(label["noise_multiplier"]),
+            clip_norm=float(label["clip_norm"]),
+            secret_key=jax.random.fold_in(secret_key(5), index),
+        ).run(KEYS[label["seed"]], STEPS, data, progress_bar=False)
+        one = found.one(index)
+        assert one.privacy.epsilon == pytest.approx(alone.privacy.epsilon)
+        np.testing.assert_array_equal(one.trace.steps, alone.trace.steps)
+        for name in ("auto_loc", "auto_scale"):
+            np.testing.assert_allclose(one.params[name], alone.params[name], rtol=2e-5)
+            np.testing.assert_allclose(
+                one.trace.params[name], alone.trace.params[name], rtol=2e-5, atol=1e-6
+            )
+
+
+def test_labels_and_reports(data):
+    found = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 3.0], clip_norm=[1.0, 2.0])
+    labels = found.labels
+    np.testing.assert_array_equal(labels["seed"], [0, 1] * 6)
+    np.testing.assert_array_equal(labels["epsilon"], np.tile(np.repeat([0.5, 1, 3], 2), 2))
+    np.testing.assert_array_equal(labels["clip_norm"], np.repeat([1.0, 2.0], 6))
+    assert (np.diff(labels["noise_multiplier"][[0, 2, 4]]) < 0).all()
+    for asked, report in zip(labels["epsilon"], found.privacy, strict=True):
+        assert 0.99 * asked < report.epsilon <= asked
+    assert found.privacy[6].plan.sensitivity == 2.0
+    assert "together at most epsilon" in repr(found)
+
+
+def test_no_two_runs_share_noise_or_batches(data):
+    found = driver(secret_key=None).sweep(KEYS[:1], 5, data, clip_norm=[1.0, 1.0, 1.0])
+    first = found.params["auto_loc"]
+    assert len(np.unique(first[:, 0])) == 3
+
+
+def test_chunks_change_nothing(data):
+    whole = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 3.0], trace_size=5)
+    parts = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 3.0], trace_size=5, chunk_size=4)
+    assert whole.trace.params["auto_loc"].shape == (6, 5, 2)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6),
+        (whole.params, whole.trace),
+        (parts.params, parts.trace),
+    )
+
+
+def test_losses_and_blocks(data):
+    found = driver(loss_release=LossRelease(10.0, 0.1), clip_norm={"mean": 1.0}).sweep(
+        KEYS, STEPS, data, clip_norm=[{"mean": 1.0}, {"mean": 2.0}]
+    )
+    assert found.losses.values.shape == (4, STEPS)
+    np.testing.assert_array_equal(found.labels["clip_norm"], [0, 0, 1, 1])
+    assert found.one(2).losses.values.shape == (STEPS,)
+
+
+def test_one_compilation_for_all_noise_and_clip_norms(data):
+    svi = driver()
+    session_of = lambda: next(iter(svi._sessions.values()))  # noqa: E731
+    svi.sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0])
+    svi.sweep(KEYS, STEPS + 7, data, epsilon=[2.0, 4.0], clip_norm=[3.0])
+    assert session_of()._loop_many._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "match"),
+    [
+        ({"epsilon": 1.0}, TypeError, r"sequence.*epsilon=1.0"),
+        ({"epsilon": []}, ValueError, "at least one.*epsilon"),
+        ({"epsilon": [1.0, -1.0]}, ValueError, "epsilon=-1.0"),
+        ({"epsilon": [1.0], "noise_multiplier": [1.0]}, ValueError, "got both"),
+        ({"noise_multiplier": [-1.0]}, ValueError, "noise_multiplier=-1.0"),
+        ({"noise_multiplier": [0.3]}, BudgetError, "at most epsilon"),
+        ({"clip_norm": 2.0}, TypeError, "sequence.*clip_norm=2.0"),
+        ({"clip_norm": [2.0, -2.0]}, ValueError, "clip_norm=-2.0"),
+        ({"clip_norm": [{"mean": 1.0}]}, ValueError, "form of"),
+        ({"clip_norm": [float("inf")]}, BudgetError, "finite clip_norm"),
+        ({"chunk_size": 0}, ValueError, "chunk_size=0"),
+    ],
+)
+def test_wrong_input(settings, error, match, data):
+    with pytest.raises(error, match=match):
+        driver().sweep(KEYS, STEPS, data, **settings)
+
+
+def test_epsilon_needs_a_budget(data):
+    with pytest.raises(ValueError, match="driver with a budget"):
+        driver(noise_multiplier=1.0).sweep(KEYS, STEPS, data, epsilon=[1.0])
+
+
+def test_wrong_keys(data):
+    for wrong in (jax.random.key(0), jnp.zeros(2), 3):
+        with pytest.raises((TypeError, ValueError), match="rng_keys"):
+            driver().sweep(wrong, STEPS, data)
