@@ -8,16 +8,20 @@ from numpyro_dp.posterior.ornstein_uhlenbeck import (
     guide_curvature,
     stationary_covariance,
 )
+from numpyro_dp.posterior.synthetic import Combined, combine, synthetic_data
 
 __all__ = [
     "Average",
+    "Combined",
     "NoiseAware",
     "average",
     "averaged_covariance",
+    "combine",
     "drift_check",
     "guide_curvature",
     "noise_aware",
     "regression_check",
     "split_rhat_check",
     "stationary_covariance",
+    "synthetic_data",
 ]

@@ -1,0 +1,82 @@
+"""Rubin's rules: by hand, and by what they promise, over many repetitions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal
+
+from numpyro_dp.posterior import combine, synthetic_data
+
+
+def test_rules_by_hand():
+    q, u = np.array([1.0, 3.0]), np.array([0.5, 1.5])  # b = 2, mean u = 1
+    assert combine(q, u, "missing").sd == pytest.approx(np.sqrt(1 + 3))
+    assert combine(q, u, "partial").sd == pytest.approx(np.sqrt(1 + 1))
+    full = combine(q, u, "full")
+    assert (full.estimate, full.sd) == (2, pytest.approx(np.sqrt(3 - 1)))
+    missing = combine(q, u, "missing")
+    assert missing.degrees == pytest.approx((1 + 1 / 3) ** 2)
+    low, high = missing.interval(0.95)
+    assert high - 2 == pytest.approx(2 - low)
+
+
+def test_a_negative_variance_is_replaced():
+    found = combine(np.array([1.0, 1.001]), np.array([0.5, 0.5]), size_ratio=2.0)
+    assert found.sd == pytest.approx(1.0)
+
+
+def repetitions(number=400, size=200, sets=20):
+    """Estimates of a normal mean from synthetic sets, drawn from the exact posterior."""
+    rng = np.random.default_rng(0)
+    observed = rng.normal(1, 1, (number, size)).mean(1)
+    draws = observed + rng.normal(size=(sets, number)) / np.sqrt(size)
+    made = draws + rng.normal(size=(sets, number)) / np.sqrt(size)
+    return made, np.full(made.shape, 1 / size)
+
+
+def test_intervals_cover_where_the_rule_fits():
+    low, high = combine(*repetitions(), "full").interval(0.95)
+    covered = np.mean((low <= 1) & (high >= 1))
+    assert 0.92 < covered < 0.985
+    # The rule for gaps is too wide here, that for partly synthetic sets too narrow.
+    wide, narrow = combine(*repetitions(), "missing"), combine(*repetitions(), "partial")
+    full = combine(*repetitions(), "full")
+    assert np.median(wide.sd / full.sd) > 1.3
+    low, high = narrow.interval(0.95)
+    assert np.median(narrow.sd) > np.median(full.sd) * 0.9
+
+
+def test_synthetic_sets_follow_the_posterior_predictive():
+    def model(x, number):
+        mean = numpyro.sample("mean", dist.Normal(0, 10))
+        with numpyro.plate("records", number):
+            numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+
+    guide = AutoDiagonalNormal(model)
+    with pytest.raises(ValueError, match="a run has set up"):
+        synthetic_data(jax.random.key(0), model, guide, {}, 5, None, 50)
+    numpyro.handlers.seed(guide, jax.random.key(0))(jnp.zeros(1), 1)
+    params = {"auto_loc": jnp.array([3.0]), "auto_scale": jnp.array([0.5])}
+    sets = synthetic_data(jax.random.key(0), model, guide, params, 2000, None, 50)
+    assert set(sets) == {"x"} and sets["x"].shape == (2000, 50)
+    means = np.asarray(sets["x"]).mean(1)
+    assert means.mean() == pytest.approx(3, abs=0.05)
+    assert means.std() == pytest.approx(np.sqrt(0.25 + 1 / 50), rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: combine(np.ones(1), np.ones(1)), "sets=1"),
+        (lambda: combine(np.ones(3), np.ones(2)), "shape"),
+        (lambda: combine(np.ones(3), np.zeros(3)), "variances > 0"),
+        (lambda: combine(np.ones(3), np.ones(3), "rubin"), "kind='rubin'"),
+        (lambda: combine(np.ones(3), np.ones(3)).interval(1.0), "level=1.0"),
+    ],
+)
+def test_wrong_input(call, match):
+    with pytest.raises(ValueError, match=match):
+        call()
