@@ -12,8 +12,18 @@ from common import interleaved, logistic_data, logistic_model, parse_args, write
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
-from numpyro_dp import DPSVI, FullBatch, aligned, vanilla
+from numpyro_dp import (
+    DPSVI,
+    FullBatch,
+    aligned,
+    aligned_natural,
+    natural,
+    preconditioned,
+    vanilla,
+)
 
+MAIN = {"aligned": aligned, "vanilla": vanilla}
+OTHERS = {"preconditioned": preconditioned, "natural": natural, "aligned natural": aligned_natural}
 CASES = [
     (AutoDiagonalNormal, 16, 128),
     (AutoDiagonalNormal, 100, 300),
@@ -30,7 +40,7 @@ def steps(guide_type, dim, batch):
     drivers = {
         "SVI": SVI(logistic_model, guide_type(logistic_model), optax.adam(1e-3), Trace_ELBO())
     }
-    for name, estimator in {"aligned": aligned, "vanilla": vanilla}.items():
+    for name, estimator in (MAIN | OTHERS).items():
         drivers[name] = DPSVI(
             logistic_model,
             guide_type(logistic_model),
@@ -50,7 +60,7 @@ def steps(guide_type, dim, batch):
 
 def main():
     args = parse_args(__doc__.splitlines()[0])
-    rows = []
+    rows, others = [], []
     for guide_type, dim, batch in CASES:
         compiled, calls = steps(guide_type, dim, batch)
         seconds = interleaved(calls, rounds=9 if args.quick else 41)
@@ -58,13 +68,14 @@ def main():
             name: step.memory_analysis().temp_size_in_bytes for name, step in compiled.items()
         }
         num_params = 2 * dim if guide_type is AutoDiagonalNormal else dim + dim * (dim + 1) // 2
-        row = {"guide": guide_type.__name__, "d": dim, "B": batch}
-        row |= {f"{name} us": 1e6 * value for name, value in seconds.items()}
-        row |= {f"{n}/SVI": seconds[n] / seconds["SVI"] for n in ("aligned", "vanilla")}
-        row |= {f"{name} MB": value / 1e6 for name, value in memory.items()}
+        case = {"guide": guide_type.__name__, "d": dim, "B": batch}
+        row = case | {f"{name} us": 1e6 * seconds[name] for name in ("SVI", *MAIN)}
+        row |= {f"{name}/SVI": seconds[name] / seconds["SVI"] for name in MAIN}
+        row |= {f"{name} MB": memory[name] / 1e6 for name in ("SVI", *MAIN)}
         row |= {"4 B d MB": 4 * batch * dim / 1e6, "4 B P MB": 4 * batch * num_params / 1e6}
         rows.append(row)
-    write(args, "step_time", {"One step": rows})
+        others.append(case | {f"{name}/SVI": seconds[name] / seconds["SVI"] for name in OTHERS})
+    write(args, "step_time", {"One step": rows, "Other variants": others})
 
 
 if __name__ == "__main__":

@@ -183,12 +183,17 @@ def _factored_sum(
 
         return jax.vmap(one)(parts, examples)
 
-    squares = tuple(jax.vmap(squared_norm)(core(m, factored.selects)) for m in blocks)
+    if factored.selects:  # leaves of the gradient itself, which the barrier has fixed
+        terms = [core(members, False) for members in blocks]
+        lengths = [core(members, True) for members in blocks]
+    else:
+        terms = lengths = lax.optimization_barrier([core(members, False) for members in blocks])
+    squares = tuple(jax.vmap(squared_norm)(length) for length in lengths)
     factors = mechanism.scales(names, squares, _margin(_batched(struct), mask.size))
     total: dict[str, Any] = {}
     for number, (members, factor) in enumerate(zip(blocks, factors, strict=True)):
         norm = _norm(mechanism, names, number)
-        summed = _sum(core(members, False), jnp.where(mask, factor, 0), norm)
+        summed = _sum(terms[number], jnp.where(mask, factor, 0), norm)
         total |= widen(factored.expand(public, summed, members))
     return total
 
