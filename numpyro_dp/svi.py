@@ -65,6 +65,8 @@ class DPSVI:
         data_plate: Name of the plate over records, where the trace is ambiguous.
         loss_release: Releases a loss curve, at a cost.
         allow_sensitive: Lets ``update``, ``evaluate`` and ``run`` return losses without protection.
+            Those of ``update`` and ``run`` have the entropy in closed form where it is known: their
+            mean is that of SVI's losses, single values are not.
         **static_kwargs: Public, constant keywords of model and guide.
 
     Raises:

@@ -275,6 +275,11 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         T,
         "Minimize | numpyro.optim.Adam or optax",
     ),
+    "loss without parentheses": (
+        lambda: driver(loss=Trace_ELBO),
+        T,
+        "got the class Trace_ELBO | Add the ()",
+    ),
     "loss": (
         lambda: driver(loss=TraceMeanField_ELBO()),
         UnsupportedModelError,

@@ -130,10 +130,13 @@ def check_loss(loss: Any) -> Trace_ELBO:
     """Returns the evidence lower bound to use, or raises for one that is not supported.
 
     Raises:
+        TypeError: If it is a class.
         UnsupportedModelError: Names the loss and the supported one.
     """
     if loss is None:
         return Trace_ELBO()
+    if isinstance(loss, type):
+        raise TypeError(f"Expected loss=Trace_ELBO(), got the class {loss.__name__}. Add the ().")
     if type(loss) is not Trace_ELBO or loss.multi_sample_guide or not loss.sum_sites:
         raise UnsupportedModelError(
             f"Expected loss=Trace_ELBO(num_particles=K), got {type(loss).__name__}"

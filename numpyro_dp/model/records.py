@@ -2,7 +2,7 @@
 
 An argument array whose first axis has the size of the data plate holds one record a row; everything
 else is public and reaches the model as it is. A likelihood is only ever evaluated on one record
-(:meth:`Records.example`), priors and guides only on a placeholder, so that neither can see
+(:meth:`Layout.arguments`), priors and guides only on a placeholder, so that neither can see
 the data.
 """
 
