@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import pytest
 
 from numpyro_dp import aligned, aligned_natural, natural, preconditioned, vanilla
 from numpyro_dp.core import Estimator
 from numpyro_dp.model.variational import VariationalProblem
 
-__all__ = ["ESTIMATORS", "EstimatorRow", "x64"]
+__all__ = ["ESTIMATORS", "EstimatorRow", "rows_to_run", "x64"]
 
 
 class EstimatorRow(NamedTuple):
@@ -40,6 +41,17 @@ ESTIMATORS: tuple[EstimatorRow, ...] = (
     EstimatorRow("natural", natural, equals_elbo=False, guides=GAUSSIAN, size=0.1),
     EstimatorRow("aligned_natural", aligned_natural, equals_elbo=False, guides=GAUSSIAN, size=0.01),
 )
+
+
+def rows_to_run(guides_only: bool = False) -> list[Any]:
+    """Rows for ``parametrize``; those that share the ways of ``vanilla`` are extended or slow."""
+    marks = {
+        "preconditioned": pytest.mark.extended,
+        "natural": pytest.mark.slow,
+        "aligned_natural": pytest.mark.slow,
+    }
+    rows = [row for row in ESTIMATORS if row.guides is None or not guides_only]
+    return [pytest.param(row, id=row.name, marks=marks.get(row.name, ())) for row in rows]
 
 
 def x64(enable: bool = True) -> Any:

@@ -13,7 +13,7 @@ from numpyro_dp import DPSVI, FullBatch
 from numpyro_dp.aggregate import bounded_sum
 from numpyro_dp.privacy.mechanism import gaussian
 
-from .registry import ESTIMATORS
+from .registry import rows_to_run
 
 
 def change_by_one(model, guide, args, row, init_params=None):
@@ -35,7 +35,7 @@ def change_by_one(model, guide, args, row, init_params=None):
     return np.sqrt(sum(float(jnp.sum((a - b) ** 2)) for a, b in leaves)), sums[1]
 
 
-@pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", rows_to_run())
 def test_contributions_of_one_record_that_cancel(row):
     def model(x, w):
         z = numpyro.sample("z", dist.Normal(0, 1))
@@ -47,7 +47,7 @@ def test_contributions_of_one_record_that_cancel(row):
     assert change <= 1  # 999 where the paths are summed apart
 
 
-@pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", rows_to_run())
 def test_a_model_that_computes_in_half_precision(row):
     def model(x):
         z = numpyro.sample("z", dist.Normal(0, 1))
@@ -72,7 +72,7 @@ def plane(x):
         numpyro.sample("y", dist.Normal(x @ z, 1), obs=jnp.zeros(x.shape[0]))
 
 
-@pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", rows_to_run())
 def test_a_covariance_that_is_nearly_singular(row):
     guide = AutoMultivariateNormal(plane)
     covariance = (BASIS * [1.0, 1e-4, 1e-8]) @ BASIS.T
@@ -85,9 +85,7 @@ def test_a_covariance_that_is_nearly_singular(row):
     assert 1e-3 < change <= 1  # a full covariance times g is hardly known in float32
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in ESTIMATORS if row.guides is None], ids=lambda row: row.name
-)
+@pytest.mark.parametrize("row", rows_to_run(guides_only=True))
 def test_a_guide_that_is_nearly_degenerate(row):
     mixing = jnp.asarray(BASIS * [1.0, 1e-2, 1e-4])
 
@@ -102,7 +100,7 @@ def test_a_guide_that_is_nearly_degenerate(row):
     assert 0.9 < change <= 1  # 1.0145 from g^T (J J^T) g
 
 
-@pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", rows_to_run())
 def test_records_whose_squares_vanish(row):
     def model(x, y):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([4]).to_event(1))
@@ -114,7 +112,7 @@ def test_records_whose_squares_vanish(row):
     assert change <= 1
 
 
-@pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", rows_to_run())
 def test_several_observations_of_one_record_that_cancel(row):
     def model(x, y):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
@@ -129,7 +127,7 @@ def test_several_observations_of_one_record_that_cancel(row):
     assert change <= 1
 
 
-@pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", rows_to_run())
 def test_a_likelihood_that_recomputes_its_backward_pass(row):
     length = jax.checkpoint(lambda w, r: jnp.sqrt(jnp.sum(r**2 * w**2)))
 
@@ -150,7 +148,7 @@ def linear(x):
         numpyro.factor("y", x @ w)
 
 
-@pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", rows_to_run())
 @pytest.mark.parametrize(
     "size", [pytest.param(464, marks=pytest.mark.extended), 30_000], ids=["small", "large"]
 )
@@ -164,7 +162,7 @@ def test_partial_sums_about_a_power_of_two(row, size):
     assert 0.9 < change <= 1  # 14 for 30,000 records where floats are added up
 
 
-@pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", rows_to_run())
 def test_many_signals_along_a_narrow_direction(row):
     """What maps the gradient to the signal must not act on a sum that is much larger than it."""
     basis = np.linalg.qr(np.random.default_rng(0).normal(size=(8, 8)))[0]
@@ -178,7 +176,7 @@ def test_many_signals_along_a_narrow_direction(row):
     assert 0.9 < change <= 1  # 9.1 from the covariance times the sum
 
 
-@pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", rows_to_run())
 def test_parameters_and_latents_of_half_precision(row):
     def parameter(x):
         w = numpyro.param("own", jnp.zeros(2, jnp.bfloat16))
@@ -208,9 +206,7 @@ def test_parameters_and_latents_of_half_precision(row):
 @pytest.mark.parametrize(
     "prior", [dist.Dirichlet(jnp.ones(4)), dist.LKJCholesky(4)], ids=["simplex", "cholesky"]
 )
-@pytest.mark.parametrize(
-    "row", [row for row in ESTIMATORS if row.guides is None], ids=lambda row: row.name
-)
+@pytest.mark.parametrize("row", rows_to_run(guides_only=True))
 def test_a_point_at_the_edge_of_its_support(row, prior):
     """The guide's transform and its inverse are no identity there, in floating point."""
 
