@@ -44,8 +44,8 @@ def check_additive(
 ) -> None:
     """Refuses a model whose densities depend on how many records it is given at once.
 
-    Where the densities of the invented records are not finite, or the model cannot be run on so
-    few, the check says nothing.
+    Where the density of the invented records together is not finite, or the model cannot be run on
+    so few, the check says nothing.
 
     Args:
         model: The model, static keywords filled in.
@@ -118,8 +118,10 @@ def _total(values: dict[str, float], names: tuple[str, ...]) -> float:
 
 
 def _close(joint: float, alone: list[float]) -> bool:
-    if not all(map(math.isfinite, [joint, *alone])):
+    if not math.isfinite(joint):
         return True
+    if not all(map(math.isfinite, alone)):
+        return False  # three have a density, and one alone has none: its own mean and spread, say
     size = abs(joint) + sum(map(abs, alone))
     return abs(joint - sum(alone)) <= _TOLERANCE * size + 1e-6
 
