@@ -13,7 +13,7 @@ from jax import Array
 
 from numpyro_dp.core import Estimator, Mechanism, PyTree, Sampler
 from numpyro_dp.estimators.loss import LOSS_ENTRY, with_loss
-from numpyro_dp.model.records import Rows, split_arguments
+from numpyro_dp.model.records import Rows
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.privacy.mechanism import check_blocks, clip_sensitivity, gaussian
 from numpyro_dp.privacy.plan import PrivacyReport
@@ -97,8 +97,7 @@ class Session:
         """Raises unless ``clip_norm`` fits the entries of the signal."""
         if not isinstance(self._clip_norm, Mapping):
             return
-        layout, shared = self.problem.model.structure.layout, self.problem.shared
-        example = tuple(jnp.zeros(shape, dtype) for shape, dtype in layout.shapes)
+        shared, example = self.problem.shared, self.problem.blank_example()
 
         def signal(params: dict[str, Any]) -> PyTree:
             estimator = self._estimator(shared, gaussian(self.settings.clip_norm, 0.0).init())
@@ -108,8 +107,7 @@ class Session:
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Splits arguments into records and public arrays."""
-        _, arrays, shared = split_arguments(args, kwargs, self.num_examples)
-        return Rows(arrays, shared)
+        return self.problem.rows(args, kwargs)
 
     def update(
         self, state: SensitiveState, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from numpyro import handlers
-from numpyro.infer.initialization import init_to_uniform
 
+from numpyro_dp.model.locals import fill_locals, start
 from numpyro_dp.model.records import Layout
 from numpyro_dp.model.separation import UnsupportedModelError, one_record
 
@@ -96,8 +96,9 @@ def _densities(
     rows: tuple[Array, ...],
 ) -> dict[str, float]:
     number = rows[0].shape[0]
-    run = handlers.seed(one_record(model, plate, num_rows=number), jax.random.key(0))
-    run = handlers.substitute(run, substitute_fn=init_to_uniform())
+    filled = fill_locals(one_record(model, plate, num_rows=number), plate)
+    run = handlers.seed(filled, jax.random.key(0))
+    run = handlers.substitute(run, substitute_fn=start)
     trace = layout.arguments(rows, shared).call(handlers.trace(run).get_trace)
     size = trace[plate]["args"][0]
     values = {}
