@@ -11,6 +11,7 @@ private, but wrong. So the model is run on a few invented records, together and 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax import Array
 from numpyro import handlers
 
 from numpyro_dp.model.locals import fill_locals, start
-from numpyro_dp.model.records import Layout
+from numpyro_dp.model.records import Arguments, Layout
 from numpyro_dp.model.separation import UnsupportedModelError, one_record
 
 __all__ = ["check_additive"]
@@ -99,7 +100,13 @@ def _densities(
     filled = fill_locals(one_record(model, plate, num_rows=number), plate)
     run = handlers.seed(filled, jax.random.key(0))
     run = handlers.substitute(run, substitute_fn=start)
-    trace = layout.arguments(rows, shared).call(handlers.trace(run).get_trace)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invented values may be outside a site's support
+        return _evaluate(layout.arguments(rows, shared), run, plate, number)
+
+
+def _evaluate(arguments: Arguments, run: Any, plate: str, number: int) -> dict[str, float]:
+    trace = arguments.call(handlers.trace(run).get_trace)
     size = trace[plate]["args"][0]
     values = {}
     for name, site in trace.items():
