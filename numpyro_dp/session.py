@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_dp.aggregate import record_lengths
 from numpyro_dp.core import Estimator, Mechanism, PyTree, Sampler
 from numpyro_dp.estimators.loss import LOSS_ENTRY, with_loss
 from numpyro_dp.model.records import Rows
@@ -75,9 +76,10 @@ class Session:
         self._estimator(problem.shared, gaussian(settings.clip_norm, 0.0).init())  # or an error
         self._update = jax.jit(self._guarded_step)
         self._loop = build_loop(
-            self._step_and_value, lambda state: settings.optim.get_params(state.optim_state)
+            self._step_and_value,
+            lambda state: settings.optim.get_params(state.optim_state),
+            self._measure,
         )
-
         self._loop_many = jax.jit(jax.vmap(self._loop, in_axes=(0, 0, None, None, None, None)))
 
     def setting(self, reproducible: bool) -> RunSetting:
@@ -197,6 +199,13 @@ class Session:
             mechanism_state[0] if keys is None else dict(zip(keys, mechanism_state, strict=True))
         )
         return with_loss_norm(norms, self.settings.loss_release)
+
+    def _measure(self, state: SensitiveState, rows: Rows) -> Rows:
+        """Finds once what the steps of a loop need to know of each record."""
+        estimator = self._estimator(rows.shared, state.mechanism_state)
+        params = self.settings.optim.get_params(state.optim_state)
+        public = estimator.prepare(state.rng_key, params)
+        return rows._replace(lengths=record_lengths(estimator, public, rows.arrays))
 
     def _loss_scale(self, mechanism_state: PyTree) -> Array:
         """What a log likelihood is multiplied with in the signal."""

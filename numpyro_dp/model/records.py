@@ -32,10 +32,12 @@ class Rows(NamedTuple):
     Attributes:
         arrays: The arrays whose first axis counts records.
         shared: Public arrays.
+        lengths: Numbers of each record that a loop has found once for all its steps.
     """
 
     arrays: tuple[Array, ...]
     shared: tuple[Array, ...]
+    lengths: tuple[Array, ...] = ()
 
 
 class Layout(NamedTuple):

@@ -1,6 +1,6 @@
 """Post-processing of private iterates, free of privacy cost."""
 
-from numpyro_dp.posterior.averaging import Average, average
+from numpyro_dp.posterior.averaging import Average, average, trace_sd
 from numpyro_dp.posterior.convergence import drift_check, regression_check, split_rhat_check
 from numpyro_dp.posterior.noise_aware import NoiseAware, noise_aware
 from numpyro_dp.posterior.ornstein_uhlenbeck import (
@@ -24,4 +24,5 @@ __all__ = [
     "split_rhat_check",
     "stationary_covariance",
     "synthetic_data",
+    "trace_sd",
 ]

@@ -100,9 +100,7 @@ def gradient(build: Any, problem: Any, params: Any) -> Any:
     estimator = build()(problem)
     public = estimator.prepare(KEY, params)
     rows = problem.rows((X,), {})
-    total = bounded_sum(
-        estimator, gaussian(jnp.inf, 0.0), public, rows.arrays, jnp.ones(N, bool)
-    )
+    total = bounded_sum(estimator, gaussian(jnp.inf, 0.0), public, rows.arrays, jnp.ones(N, bool))
     return estimator.pull_back(public, total)
 
 
@@ -285,7 +283,11 @@ def discrete_guide(x):
 @pytest.mark.parametrize(
     ("model", "guide", "parts"),
     [
-        (decoder, AutoNormal, ["'code'", "AutoNormal would hold one parameter per record", "encoder"]),
+        (
+            decoder,
+            AutoNormal,
+            ["'code'", "AutoNormal would hold one parameter per record", "encoder"],
+        ),
         (scaled, AutoNormal, ["is scaled", "'which'", "numpyro.factor"]),
         (unlisted, AutoNormal, ["'which' is discrete", "numpyro.factor"]),
         (too_many_in_plates, AutoNormal, ["8192 combinations", "at most 4096"]),
