@@ -84,12 +84,15 @@ class Estimator(NamedTuple):
             ``params``. ``released`` is the privatised sum divided by the inclusion probability.
             Sees no data.
         factored: The same signal as a :class:`FactoredSignal`, or ``None``.
+        check: ``params -> None``: raises where something declared of the model does not hold. Sees
+            no data. ``None`` where nothing is.
     """
 
     prepare: Callable[[Array, PyTree], PyTree]
     signal: Callable[[PyTree, PyTree], PyTree]
     pull_back: Callable[[PyTree, PyTree], PyTree]
     factored: FactoredSignal | None = None
+    check: Callable[[PyTree], None] | None = None
 
 
 class Mechanism(NamedTuple):
