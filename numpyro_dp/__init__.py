@@ -11,6 +11,7 @@ from numpyro_dp.posterior import (
     split_rhat_check,
 )
 from numpyro_dp.privacy.accounting import GDP, PLD, PRV, RDP, Best, UnsupportedEventError
+from numpyro_dp.privacy.adaptive import AdaptiveClip
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.privacy.random import secret_key
@@ -26,6 +27,7 @@ __all__ = [
     "PLD",
     "PRV",
     "RDP",
+    "AdaptiveClip",
     "Batch",
     "Best",
     "BudgetError",
