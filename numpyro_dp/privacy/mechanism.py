@@ -221,6 +221,10 @@ def check_clip_norm(clip_norm: Any) -> ClipNorm:
 def _check_norm(name: str, norm: Any) -> float | AdaptiveClip:
     if isinstance(norm, AdaptiveClip):
         return check_adaptive(name, norm)
+    if norm is AdaptiveClip:
+        raise TypeError(
+            f"Expected {name}=AdaptiveClip(initial=1.0), got the class. Add the parentheses."
+        )
     remedy = "It bounds the norm of one record's unscaled gradient, in the units of log p."
     if norm == math.inf:
         return math.inf
