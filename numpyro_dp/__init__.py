@@ -17,6 +17,7 @@ from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.privacy.sampling import FixedSize, FullBatch, Poisson
 from numpyro_dp.session import LossRelease
+from numpyro_dp.simulate import simulated_clip_norm
 from numpyro_dp.svi import DPSVI
 
 __version__ = "0.1.0"
@@ -51,6 +52,7 @@ __all__ = [
     "preconditioned",
     "regression_check",
     "secret_key",
+    "simulated_clip_norm",
     "split_rhat_check",
     "vanilla",
 ]

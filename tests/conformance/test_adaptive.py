@@ -1,6 +1,7 @@
 """What an adaptive clip norm adds to the sum: bounded like a signal, and read by nobody else."""
 
 import functools
+import itertools
 import math
 
 import hypothesis
@@ -15,6 +16,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import AdaptiveClip
 from numpyro_dp.aggregate import bounded_sum, bounded_sum_by_definition
+from numpyro_dp.privacy.adaptive import indicator_norm
 from numpyro_dp.privacy.mechanism import clip_sensitivity, gaussian
 
 from .registry import ESTIMATORS
@@ -135,11 +137,11 @@ def test_sums_of_many_indicators_are_exact():
             public = estimator.prepare(KEY, pieces.params)
             return bounded_sum(estimator, mechanism, public, pieces.arrays, mask)
 
-        every = jnp.ones(size, bool)
-        for who in (0, 1):
-            moved = change(total(every), total(every.at[who].set(False)))
-            assert moved <= clip_sensitivity(clip)
-            assert moved > (0.98 if who else 0.98 * math.sqrt(0.23)) * clip_sensitivity(clip)
+        sums = [total(jnp.arange(size) >= number) for number in range(30)]
+        moves = [change(*two) / clip_sensitivity(clip) for two in itertools.pairwise(sums)]
+        assert 0.98 < max(moves) <= 1
+        entries = [float(found[INDICATOR]) for found in sums]
+        assert 0.98 < max(abs(np.diff(entries))) / indicator_norm(clip) <= 1
 
 
 def test_an_estimator_does_not_see_the_indicators():
