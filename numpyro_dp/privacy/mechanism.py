@@ -83,20 +83,13 @@ def gaussian(
     """
     sensitivity = clip_sensitivity(clip_norm)
     bounded = is_bounded(clip_norm) if bounded is None else bounded
-    own = _own_entries(clip_norm)
 
     def privatise(key: Array, total: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         flat, unravel = ravel_pytree(widen(total))
         std = jnp.where(noise_multiplier == 0, 0.0, noise_multiplier * sensitivity)
         noise = standard_normal(key, flat.shape, flat.dtype)
         noisy = unravel(flat + std.astype(flat.dtype) * noise)
-        if not own:
-            return noisy, state
-        after = tuple(
-            follow(norm, noisy[own[name]], batch_size) if name in own else norm
-            for name, norm in zip(_by_entry(clip_norm), state, strict=False)
-        )
-        return {n: leaf for n, leaf in noisy.items() if n not in own.values()}, after
+        return _followed(clip_norm, batch_size, noisy, state)
 
     return Mechanism(
         init=lambda: tuple(
@@ -156,6 +149,20 @@ def _clipping(clip_norm: Any, bounded: bool) -> dict[str, Any]:
 
     parts = {"blocks": blocks, "norms": norms, "scales": scales, "bound": bound}
     return parts | ({"extras": extras} if own else {})
+
+
+def _followed(
+    clip_norm: Any, batch_size: Any, noisy: PyTree, state: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Takes the indicators out of the noisy sum, and their norms to the next step."""
+    own = _own_entries(clip_norm)
+    if not own:
+        return noisy, state
+    after = tuple(  # a loss has no norm in the state: it comes last
+        follow(norm, noisy[own[name]], batch_size) if name in own else norm
+        for name, norm in zip(_by_entry(clip_norm), state, strict=False)
+    )
+    return {name: leaf for name, leaf in noisy.items() if name not in own.values()}, after
 
 
 def check_blocks(clip_norm: ClipNorm, names: tuple[str, ...]) -> None:
