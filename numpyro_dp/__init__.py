@@ -11,11 +11,13 @@ from numpyro_dp.posterior import (
     split_rhat_check,
 )
 from numpyro_dp.privacy.accounting import GDP, PLD, PRV, RDP, Best, UnsupportedEventError
+from numpyro_dp.privacy.adaptive import AdaptiveClip
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.privacy.sampling import FixedSize, FullBatch, Poisson
 from numpyro_dp.session import LossRelease
+from numpyro_dp.simulate import simulated_clip_norm
 from numpyro_dp.svi import DPSVI
 
 __version__ = "0.1.0"
@@ -26,6 +28,7 @@ __all__ = [
     "PLD",
     "PRV",
     "RDP",
+    "AdaptiveClip",
     "Batch",
     "Best",
     "BudgetError",
@@ -49,6 +52,7 @@ __all__ = [
     "preconditioned",
     "regression_check",
     "secret_key",
+    "simulated_clip_norm",
     "split_rhat_check",
     "vanilla",
 ]

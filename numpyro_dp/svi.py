@@ -50,7 +50,8 @@ class DPSVI:
         loss: ``None`` or ``Trace_ELBO(num_particles=K)``.
         estimator: For example :func:`~numpyro_dp.aligned` ``()``.
         clip_norm: Bound on the norm of one record's signal, in units of its log likelihood
-            gradient, unscaled by batch or data size; or a dict of norms by entry of the signal.
+            gradient, unscaled by batch or data size; or an :class:`~numpyro_dp.AdaptiveClip`; or a
+            dict of either by entry of the signal.
         sampler: :class:`~numpyro_dp.Poisson`, :class:`~numpyro_dp.FixedSize` or
             :class:`~numpyro_dp.FullBatch`.
         budget: What may be spent; the noise is calibrated to it.
