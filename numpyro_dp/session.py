@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp.core import Estimator, Mechanism, PyTree, Sampler
+from numpyro_dp.core import Estimator, Fold, Mechanism, PyTree, Sampler
 from numpyro_dp.estimators.loss import LOSS_ENTRY, with_loss
 from numpyro_dp.model.records import Rows, split_arguments
 from numpyro_dp.model.variational import VariationalProblem
@@ -78,6 +78,7 @@ class Session:
             self._step_and_value, lambda state: settings.optim.get_params(state.optim_state)
         )
 
+        self._folding_loops: dict[Callable[..., PyTree], Callable[..., Any]] = {}
         self._loop_many = jax.jit(jax.vmap(self._loop, in_axes=(0, 0, None, None, None, None)))
 
     def setting(self, reproducible: bool) -> RunSetting:
@@ -125,22 +126,27 @@ class Session:
         trace_size: int | None,
         progress_bar: bool,
         report: PrivacyReport,
-    ) -> tuple[SensitiveState, PrivateLosses | SensitiveLosses | None, Trace]:
-        """Runs steps; returns the state, the losses and the thinned trace."""
+        fold: Fold | None = None,
+    ) -> tuple[SensitiveState, PrivateLosses | SensitiveLosses | None, Trace, PyTree]:
+        """Runs steps; returns the state, the losses, the thinned trace and the fold's result."""
         buffer, stride, slots, rest = self._slots(state, num_steps, trace_size)
         done = int(state.step)
+        loop, carry = self._loop, state
+        if fold is not None:
+            loop, carry = self._folding_loop(fold.update), (state, self._start(fold, state))
         if rest:  # first the steps that do not fill a slot, so that the last iterate is kept
-            state, buffer = self._loop(state, buffer, rows, *_ints(0, 1, rest))
+            carry, buffer = loop(carry, buffer, rows, *_ints(0, 1, rest))
         chunks = [(0, slots)]
         if progress_bar:
             chunks = progress_chunks(slots, stride, done + rest, report.plan, report.epsilon)
         for first, count in chunks:
-            state, buffer = self._loop(state, buffer, rows, *_ints(first, count, stride))
-            jax.block_until_ready(state.step)
+            carry, buffer = loop(carry, buffer, rows, *_ints(first, count, stride))
+            jax.block_until_ready(buffer)
+        state, folded = (carry, None) if fold is None else (carry[0], fold.result(carry[1]))
         iterates, values = jax.tree.map(lambda leaf: leaf[:slots], buffer)
         steps = done + rest + stride * np.arange(1, slots + 1)
         trace = Trace(steps, jax.vmap(self.problem.constrain)(iterates))
-        return state, self._losses(steps, values), trace
+        return state, self._losses(steps, values), trace, folded
 
     def run_many(
         self, states: SensitiveState, rows: Rows, num_steps: int, trace_size: int | None
@@ -163,6 +169,26 @@ class Session:
         params = constrain(jax.vmap(self.settings.optim.get_params)(states.optim_state))
         trace = Trace(steps, jax.vmap(constrain)(iterates))
         return params, trace, self._losses(steps, values)
+
+    def _folding_loop(self, update: Callable[..., PyTree]) -> Callable[..., Any]:
+        """The loop that also updates a fold after every step, compiled once for each update."""
+        optim = self.settings.optim
+
+        def step(carry: tuple[SensitiveState, PyTree], rows: Rows) -> tuple[PyTree, Array]:
+            state, value = self._step_and_value(carry[0], rows)
+            params = self.problem.constrain(optim.get_params(state.optim_state))
+            return (state, update(carry[1], params)), value
+
+        if update not in self._folding_loops:
+            self._folding_loops[update] = build_loop(
+                step, lambda carry: optim.get_params(carry[0].optim_state)
+            )
+        return self._folding_loops[update]
+
+    def _start(self, fold: Fold, state: SensitiveState) -> PyTree:
+        """A fold's first state; of a definite dtype, so that all calls share a compilation."""
+        params = self.problem.constrain(self.settings.optim.get_params(state.optim_state))
+        return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), fold.init(params))
 
     def _slots(
         self, state: SensitiveState, num_steps: int, trace_size: int | None, number: int = 1
