@@ -6,9 +6,11 @@ from numpyro_dp.model.structure import UnsupportedModelError
 from numpyro_dp.posterior import (
     average,
     drift_check,
+    exponential_average,
     noise_aware,
     regression_check,
     split_rhat_check,
+    tail_average,
 )
 from numpyro_dp.privacy.accounting import GDP, PLD, PRV, RDP, Best, UnsupportedEventError
 from numpyro_dp.privacy.budget import PrivacyBudget
@@ -44,11 +46,13 @@ __all__ = [
     "aligned_natural",
     "average",
     "drift_check",
+    "exponential_average",
     "natural",
     "noise_aware",
     "preconditioned",
     "regression_check",
     "secret_key",
     "split_rhat_check",
+    "tail_average",
     "vanilla",
 ]

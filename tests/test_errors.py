@@ -26,6 +26,7 @@ from numpyro_dp import (
     Best,
     BudgetError,
     FixedSize,
+    Fold,
     FullBatch,
     LossRelease,
     Poisson,
@@ -35,6 +36,7 @@ from numpyro_dp import (
     aligned,
     natural,
     secret_key,
+    tail_average,
     vanilla,
 )
 from numpyro_dp.results import SensitiveValueError
@@ -82,7 +84,8 @@ def driver(**changes: Any) -> DPSVI:
 
 
 def run(num_steps: Any = 3, data: Any = X, rng_key: Any = KEY, **changes: Any) -> Any:
-    options = {name: changes.pop(name) for name in ("trace_size", "init_state") if name in changes}
+    names = ("trace_size", "init_state", "fold")
+    options = {name: changes.pop(name) for name in names if name in changes}
     return driver(**changes).run(rng_key, num_steps, data, progress_bar=False, **options)
 
 
@@ -325,6 +328,21 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "array of shape (20,) | run(rng_key, num_steps, *args)",
     ),
     "trace of nothing": (lambda: run(trace_size=0), V, "trace_size=0 | >= 1"),
+    "fold not built": (
+        lambda: run(fold=tail_average),
+        T,
+        "tail_average(num_steps) | exponential_average(decay) | got function",
+    ),
+    "fold of another length": (
+        lambda: run(fold=tail_average(40, num_batches=2)),
+        V,
+        "the 3 steps | one for 40 | same num_steps",
+    ),
+    "fold of growing state": (
+        lambda: run(fold=Fold(lambda p: jnp.zeros(1), lambda s, p: jnp.zeros(2), len)),
+        T,
+        "fold.update | float32[1] | got float32[2] | constant",
+    ),
     "forward mode": (
         lambda: driver().run(KEY, 3, X, forward_mode_differentiation=True),
         V,

@@ -2,6 +2,7 @@
 
 from numpyro_dp.posterior.averaging import Average, average
 from numpyro_dp.posterior.convergence import drift_check, regression_check, split_rhat_check
+from numpyro_dp.posterior.folds import TailAverage, exponential_average, tail_average
 from numpyro_dp.posterior.noise_aware import NoiseAware, noise_aware
 from numpyro_dp.posterior.ornstein_uhlenbeck import (
     averaged_covariance,
@@ -14,14 +15,17 @@ __all__ = [
     "Average",
     "Combined",
     "NoiseAware",
+    "TailAverage",
     "average",
     "averaged_covariance",
     "combine",
     "drift_check",
+    "exponential_average",
     "guide_curvature",
     "noise_aware",
     "regression_check",
     "split_rhat_check",
     "stationary_covariance",
     "synthetic_data",
+    "tail_average",
 ]
