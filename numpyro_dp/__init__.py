@@ -8,9 +8,12 @@ from numpyro_dp.posterior import (
     drift_check,
     exponential_average,
     noise_aware,
+    posterior_samples,
     regression_check,
     split_rhat_check,
+    summary,
     tail_average,
+    to_arviz,
 )
 from numpyro_dp.privacy.accounting import GDP, PLD, PRV, RDP, Best, UnsupportedEventError
 from numpyro_dp.privacy.budget import PrivacyBudget
@@ -49,10 +52,13 @@ __all__ = [
     "exponential_average",
     "natural",
     "noise_aware",
+    "posterior_samples",
     "preconditioned",
     "regression_check",
     "secret_key",
     "split_rhat_check",
+    "summary",
     "tail_average",
+    "to_arviz",
     "vanilla",
 ]
