@@ -32,10 +32,10 @@ from jax import Array, lax
 from jaxtyping import Bool
 
 from numpyro_dp._tree import select, squared_norm, widen
-from numpyro_dp.contraction import Split, split_scalar
+from numpyro_dp.contraction import Contraction, Split, split_scalar
 from numpyro_dp.core import Estimator, FactoredSignal, Mechanism, PyTree
 
-__all__ = ["bounded_sum", "bounded_sum_by_definition", "clip_margin"]
+__all__ = ["bounded_sum", "bounded_sum_by_definition", "clip_margin", "record_lengths"]
 
 
 class _Grid(NamedTuple):
@@ -58,6 +58,7 @@ def bounded_sum(
     public: PyTree,
     examples: PyTree,
     mask: Bool[Array, " batch"],
+    lengths: tuple[Array, ...] = (),
 ) -> dict[str, Any]:
     """Returns the sum of the bounded signals of a batch.
 
@@ -67,6 +68,7 @@ def bounded_sum(
         public: What ``estimator.prepare`` returned.
         examples: Records, leading axis batch.
         mask: bool, shape (batch,): which entries count.
+        lengths: What :func:`record_lengths` returned for the records; found anew if empty.
 
     Returns:
         A dict like the signal, in float32 or wider.
@@ -78,7 +80,31 @@ def bounded_sum(
     """
     if estimator.factored is None:
         return bounded_sum_by_definition(estimator, mechanism, public, examples, mask)
-    return _factored_sum(estimator, mechanism, public, examples, mask)
+    return _factored_sum(estimator, mechanism, public, examples, mask, lengths)
+
+
+def record_lengths(
+    estimator: Estimator, public: PyTree, arrays: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """Returns numbers of each record that do not change from step to step, each of shape (N,).
+
+    They are the lengths of the records' factors in the products with parameters
+    (:mod:`numpyro_dp.contraction`): with them a gradient's norm is found without an array of
+    (batch, latents).
+
+    Args:
+        estimator: Whose signal.
+        public: What ``estimator.prepare`` returned; its values do not matter.
+        arrays: All records.
+    """
+    if estimator.factored is None:
+        return ()
+    split, _, _ = _split(estimator.factored, public, arrays)
+    wanted = [c for c in split.contractions if c.outer and not c.derived]
+    return tuple(
+        jax.vmap(lambda example, c=c: _length(c.record(jax.tree.leaves(example))))(arrays)
+        for c in wanted
+    )
 
 
 def bounded_sum_by_definition(
@@ -165,23 +191,22 @@ def _factored_sum(
     public: PyTree,
     examples: PyTree,
     mask: Bool[Array, " batch"],
+    lengths: tuple[Array, ...],
 ) -> dict[str, Any]:
     factored: FactoredSignal = estimator.factored
-    leaves, treedef = jax.tree.flatten(factored.point(public))
-    point = treedef.unflatten(leaves)
-    split = split_scalar(lambda p, x: factored.scalar(public, p, x), point, _first(examples))
+    split, leaves, treedef = _split(factored, public, examples)
     parts = _gradient_parts(split, leaves, examples)
     struct = jax.eval_shape(estimator.signal, public, _first(examples))
     names = tuple(struct)
     blocks = mechanism.blocks(names)
 
     def core(members: tuple[str, ...], norms_only: bool) -> PyTree:
-        def one(parts: Any, example: PyTree) -> PyTree:
-            arrays = jax.tree.leaves(example)
-            gradient = treedef.unflatten(_assemble(split, leaves, parts, arrays, norms_only))
+        def one(parts: Any, example: PyTree, lengths: tuple[Array, ...]) -> PyTree:
+            arrays, known = jax.tree.leaves(example), lengths if norms_only else None
+            gradient = treedef.unflatten(_assemble(split, leaves, parts, arrays, known))
             return widen(factored.core(public, gradient, members))
 
-        return jax.vmap(one)(parts, examples)
+        return jax.vmap(one)(parts, examples, lengths)
 
     if factored.selects:  # leaves of the gradient itself, which the barrier has fixed
         terms = [core(members, False) for members in blocks]
@@ -198,40 +223,65 @@ def _factored_sum(
     return total
 
 
+def _split(
+    factored: FactoredSignal, public: PyTree, examples: PyTree
+) -> tuple[Split, list[Array], Any]:
+    """The scalar cut at its products, the leaves of the point, and their structure."""
+    leaves, treedef = jax.tree.flatten(factored.point(public))
+    point = treedef.unflatten(leaves)
+    split = split_scalar(lambda p, x: factored.scalar(public, p, x), point, _first(examples))
+    return split, leaves, treedef
+
+
 def _gradient_parts(split: Split, leaves: list[Array], examples: PyTree) -> Any:
-    """Gradients of one record each: at the products, and of the leaves without one."""
+    """Gradients of one record each, at the products and of other leaves; derived factors."""
     rest = [leaves[leaf] for leaf in split.rest]
     zeros = [jnp.zeros(c.struct.shape, c.struct.dtype) for c in split.contractions]
 
     def parts(example: PyTree) -> Any:
-        gradient = jax.grad(split.scalar, (0, 1))
-        return gradient(zeros, rest, leaves, jax.tree.leaves(example))
+        arrays = jax.tree.leaves(example)
+        gradient = jax.grad(split.scalar, (0, 1))(zeros, rest, leaves, arrays)
+        factors = [c.record(arrays) if c.derived else None for c in split.contractions]
+        return *gradient, factors
 
     return lax.optimization_barrier(jax.vmap(parts)(examples))
 
 
 def _assemble(
-    split: Split, leaves: list[Array], parts: Any, example: list[Array], norms_only: bool
+    split: Split,
+    leaves: list[Array],
+    parts: Any,
+    example: list[Array],
+    lengths: tuple[Array, ...] | None,
 ) -> list[Array]:
-    """Returns the gradient of one record from its parts, or leaves of the same norms."""
+    """Returns the gradient of one record from its parts; with lengths, leaves of the same norms."""
     gradient: list[Any] = [None] * len(leaves)
-    for contraction, part in zip(split.contractions, parts[0], strict=True):
-        if norms_only and contraction.outer:
-            record = widen(contraction.record(example)).reshape(-1)
-            square = jnp.dot(record, record, precision=lax.Precision.HIGHEST)
-            # Squares below the smallest number are lost: they count as that number.
-            length = jnp.sqrt(square + record.size * jnp.finfo(record.dtype).tiny)
-            gradient[contraction.leaf] = widen(part) * length
+    at_products, at_rest, factors = parts
+    known = iter(lengths or ())
+    for contraction, part, factor in zip(split.contractions, at_products, factors, strict=True):
+        record = contraction.record(example) if factor is None else factor
+        if lengths is None or not contraction.outer:
+            gradient[contraction.leaf] = _transposed(contraction, leaves, record)(part)
         else:
-            gradient[contraction.leaf] = _transposed(contraction, leaves, example)(part)
-    for leaf, part in zip(split.rest, parts[1], strict=True):
+            length = None if contraction.derived else next(known, None)
+            length = _length(record) if length is None else length
+            gradient[contraction.leaf] = widen(part) * length
+    for leaf, part in zip(split.rest, at_rest, strict=True):
         gradient[leaf] = part
     return gradient
 
 
-def _transposed(contraction: Any, leaves: list[Array], example: list[Array]) -> Any:
+def _length(record: Array) -> Array:
+    """Euclidean norm of a record's factor, at least its exact one but for rounding."""
+    flat = widen(record).reshape(-1)
+    square = jnp.dot(flat, flat, precision=lax.Precision.HIGHEST)
+    # Squares below the smallest number are lost: they count as that number.
+    return jnp.sqrt(square + flat.size * jnp.finfo(flat.dtype).tiny)
+
+
+def _transposed(contraction: Contraction, leaves: list[Array], record: Array) -> Any:
     value = leaves[contraction.leaf]
-    _, vjp = jax.vjp(lambda leaf: contraction.product(leaf, example), value)
+    _, vjp = jax.vjp(lambda leaf: contraction.product(leaf, record), value)
     return lambda part: vjp(part)[0]
 
 

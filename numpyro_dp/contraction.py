@@ -10,6 +10,9 @@ so a sum :math:`\sum_i c_i r_i x_i` may be taken as one matrix-vector product wi
 is a *sum* of products (w used twice, several rows of x in one record), huge terms of one record may
 cancel in its gradient and not in the sum over records: rounding would then move the sum by more
 than the clip norm. Those parameters are not split, and their gradients are taken record by record.
+
+The record's factor may be any function of the record alone: its entries, moved or converted, or
+features made of them (scaled columns, an intercept, products), which are marked as derived.
 """
 
 from __future__ import annotations
@@ -59,16 +62,19 @@ class Contraction(NamedTuple):
     Attributes:
         leaf: Number of the leaf among the leaves of the point.
         op: Number of the operation that forms the product.
-        product: ``(leaf value, example leaves) -> product`` of one record, linear in both.
+        product: ``(leaf value, the record's factor) -> product`` of one record, linear in both.
         record: ``example leaves -> the record's factor`` in the product.
+        derived: Whether the factor is computed, not just moved: two programs may round it
+            differently, so it must be computed once.
         outer: Whether the gradient is an outer product, of norm ``|r| |record|``.
         struct: Shape and dtype of the product.
     """
 
     leaf: int
     op: int
-    product: Callable[[Array, Sequence[Array]], Array]
+    product: Callable[[Array, Array], Array]
     record: Callable[[Sequence[Array]], Array]
+    derived: bool
     outer: bool
     struct: jax.ShapeDtypeStruct
 
@@ -121,7 +127,7 @@ def split_scalar(scalar: Callable[[Any, Any], Array], point: Any, example: Any) 
 
 def _contraction(program: _Program, leaf: int) -> Contraction | None:
     """Follows a leaf through operations that only move it to one product with the record."""
-    copies = _copies(program)
+    alone = _of_the_record(program)
     current, chain = program.point[leaf], []
     while True:
         users = [number for number, op in enumerate(program.ops) if current in op.inputs]
@@ -130,18 +136,18 @@ def _contraction(program: _Program, leaf: int) -> Contraction | None:
         op = program.ops[users[0]]
         chain.append(users[0])
         if op.primitive.name == "dot_general":
-            return _product(program, leaf, chain, current, copies)
+            return _product(program, leaf, chain, current, alone)
         if not _moves(program, op):
             return None
         (current,) = op.outputs
 
 
 def _product(
-    program: _Program, leaf: int, chain: list[int], current: int, copies: set[int]
+    program: _Program, leaf: int, chain: list[int], current: int, alone: dict[int, bool]
 ) -> Contraction | None:
     op = program.ops[chain[-1]]
     left, right = op.inputs
-    if left == right or {left, right} - {current} - copies:
+    if left == right or {left, right} - {current} - set(alone):
         return None
     side = 1 if left == current else 0  # where the record is
     contracted, batch = op.params["dimension_numbers"]
@@ -156,23 +162,24 @@ def _product(
     )  # fmt: skip
     if free != 1 or not wide or not jnp.issubdtype(out.dtype, jnp.floating):
         return None
-    *moves, dot = _needed(program, op.outputs[0])
+    factor = op.inputs[side]
+    *moves, dot = (program.ops[number] for number in chain)
     exact = {"precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
     needed = (*moves, dot._replace(params=dot.params | exact))
+    made = _needed(program, factor)
 
-    def product(value: Array, example_leaves: Sequence[Array]) -> Array:
-        inputs = {program.point[leaf]: value}
-        inputs |= dict(zip(program.example, example_leaves, strict=True))
+    def product(value: Array, record_value: Array) -> Array:
+        inputs = {program.point[leaf]: value, factor: record_value}
         environment = _evaluate(needed, inputs, lambda _, result: result)
         return environment[op.outputs[0]]
 
     def record(example_leaves: Sequence[Array]) -> Array:
         inputs = dict(zip(program.example, example_leaves, strict=True))
-        made = _needed(program, op.inputs[side])
-        return _evaluate(made, inputs, lambda _, result: result)[op.inputs[side]]
+        return _evaluate(made, inputs, lambda _, result: result)[factor]
 
     struct = jax.ShapeDtypeStruct(out.shape, out.dtype)
-    return Contraction(leaf, chain[-1], product, record, not batch[side], struct)
+    derived = not alone[factor]
+    return Contraction(leaf, chain[-1], product, record, derived, not batch[side], struct)
 
 
 def _needed(program: _Program, value: int) -> tuple[_Op, ...]:
@@ -185,13 +192,19 @@ def _needed(program: _Program, value: int) -> tuple[_Op, ...]:
     return tuple(reversed(kept))
 
 
-def _copies(program: _Program) -> set[int]:
-    """Values that are entries of the record, moved or converted."""
-    copies = set(program.example)
+def _of_the_record(program: _Program) -> dict[int, bool]:
+    """Values that are functions of the record alone, and whether they are its entries, moved."""
+    alone = dict.fromkeys(program.example, True)
+    public: set[int] = set()  # made of constants
     for op in program.ops:
-        if op.inputs and all(number in copies for number in op.inputs) and _moves(program, op):
-            copies |= set(op.outputs)
-    return copies
+        own = [number for number in op.inputs if not isinstance(number, _Constant)]
+        own = [number for number in own if number not in public]
+        if not own:
+            public |= set(op.outputs)
+        elif all(number in alone for number in own):
+            moved = _moves(program, op) and alone[own[0]]
+            alone |= dict.fromkeys(op.outputs, moved)
+    return alone
 
 
 def _moves(program: _Program, op: _Op) -> bool:

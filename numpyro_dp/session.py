@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_dp.aggregate import record_lengths
 from numpyro_dp.core import Estimator, Fold, Mechanism, PyTree, Sampler
 from numpyro_dp.estimators.loss import LOSS_ENTRY, with_loss
-from numpyro_dp.model.records import Rows, split_arguments
+from numpyro_dp.model.records import Rows
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.privacy.mechanism import check_blocks, clip_sensitivity, gaussian
 from numpyro_dp.privacy.plan import PrivacyReport
@@ -75,9 +76,10 @@ class Session:
         self._estimator(problem.shared, gaussian(settings.clip_norm, 0.0).init())  # or an error
         self._update = jax.jit(self._guarded_step)
         self._loop = build_loop(
-            self._step_and_value, lambda state: settings.optim.get_params(state.optim_state)
+            self._step_and_value,
+            lambda state: settings.optim.get_params(state.optim_state),
+            self._measure,
         )
-
         self._folding_loops: dict[Callable[..., PyTree], Callable[..., Any]] = {}
         self._loop_many = jax.jit(jax.vmap(self._loop, in_axes=(0, 0, None, None, None, None)))
 
@@ -98,8 +100,7 @@ class Session:
         """Raises unless ``clip_norm`` fits the entries of the signal."""
         if not isinstance(self._clip_norm, Mapping):
             return
-        layout, shared = self.problem.model.structure.layout, self.problem.shared
-        example = tuple(jnp.zeros(shape, dtype) for shape, dtype in layout.shapes)
+        shared, example = self.problem.shared, self.problem.blank_example()
 
         def signal(params: dict[str, Any]) -> PyTree:
             estimator = self._estimator(shared, gaussian(self.settings.clip_norm, 0.0).init())
@@ -109,8 +110,7 @@ class Session:
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Splits arguments into records and public arrays."""
-        _, arrays, shared = split_arguments(args, kwargs, self.num_examples)
-        return Rows(arrays, shared)
+        return self.problem.rows(args, kwargs)
 
     def update(
         self, state: SensitiveState, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -181,7 +181,9 @@ class Session:
 
         if update not in self._folding_loops:
             self._folding_loops[update] = build_loop(
-                step, lambda carry: optim.get_params(carry[0].optim_state)
+                step,
+                lambda carry: optim.get_params(carry[0].optim_state),
+                lambda carry, rows: self._measure(carry[0], rows),
             )
         return self._folding_loops[update]
 
@@ -225,6 +227,13 @@ class Session:
             mechanism_state[0] if keys is None else dict(zip(keys, mechanism_state, strict=True))
         )
         return with_loss_norm(norms, self.settings.loss_release)
+
+    def _measure(self, state: SensitiveState, rows: Rows) -> Rows:
+        """Finds once what the steps of a loop need to know of each record."""
+        estimator = self._estimator(rows.shared, state.mechanism_state)
+        params = self.settings.optim.get_params(state.optim_state)
+        public = estimator.prepare(state.rng_key, params)
+        return rows._replace(lengths=record_lengths(estimator, public, rows.arrays))
 
     def _loss_scale(self, mechanism_state: PyTree) -> Array:
         """What a log likelihood is multiplied with in the signal."""

@@ -130,9 +130,9 @@ def build_step(
         est = estimator(rows.shared, state.mechanism_state)
         public = est.prepare(step_key, params)
         batch, sampler_state = sampler.next(state.sampler_state)
-        examples, mask = _take(rows, batch.indices, batch.mask)
+        (examples, lengths), mask = _take(rows, batch.indices, batch.mask)
         mech = mechanism(state.noise_multiplier, state.mechanism_state)
-        total = bounded_sum(est, mech, public, examples, mask)
+        total = bounded_sum(est, mech, public, examples, mask, lengths)
         noisy, mechanism_state = mech.privatise(noise_key, total, state.mechanism_state)
         released = jax.tree.map(lambda leaf: leaf / inclusion_prob, noisy)
         gradient = est.pull_back(public, released)
@@ -152,6 +152,7 @@ def build_step(
 def build_loop(
     step: Callable[[PyTree, Rows], tuple[PyTree, Array]],
     read: Callable[[PyTree], PyTree],
+    measure: Callable[[PyTree, Rows], Rows],
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     """Returns a compiled loop that runs steps and keeps every so many iterates.
 
@@ -159,6 +160,7 @@ def build_loop(
         step: ``(state, rows) -> (state, value)`` with a scalar value, averaged between records.
             The state is a :class:`SensitiveState`, alone or in a pair with that of a fold.
         read: ``state -> iterate``, what is kept.
+        measure: ``(state, rows) -> rows`` with the lengths of each record.
 
     Returns:
         ``loop(state, buffer, rows, first, count, stride)``: for each slot from ``first``, runs
@@ -169,6 +171,8 @@ def build_loop(
     def loop(
         state: PyTree, buffer: PyTree, rows: Rows, first: Array, count: Array, stride: Array
     ) -> tuple[PyTree, PyTree]:
+        rows = measure(state, rows)
+
         def one_step(_: Array, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
             state, total = carry
             state, value = step(state, rows)
@@ -198,11 +202,11 @@ def _optimise(optim: Any, gradient: PyTree, state: PyTree) -> PyTree:
 
 
 def _take(rows: Rows, indices: Array | None, mask: Array | None) -> tuple[PyTree, Array]:
-    """Returns the examples of a batch and which of them count."""
-    arrays = rows.arrays
-    size = arrays[0].shape[0]
+    """Returns the examples of a batch with their lengths, and which of them count."""
+    arrays = rows.arrays, rows.lengths
+    size = rows.arrays[0].shape[0]
     if indices is None:
         return arrays, jnp.ones(size, bool) if mask is None else mask
-    examples = tuple(array.at[indices].get(mode="clip") for array in arrays)
+    taken = jax.tree.map(lambda array: array.at[indices].get(mode="clip"), arrays)
     inside = (indices >= 0) & (indices < size)
-    return examples, inside if mask is None else inside & mask
+    return taken, inside if mask is None else inside & mask

@@ -264,6 +264,7 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         UnsupportedModelError,
         "static keywords",
     ),
+    "no records": (lambda: run(data=X[:0]), V, "at least one record | args[0] | (0, | whole data"),
     "columns standardised in the model": (
         lambda: run(model=standardises, guide=AutoNormal(standardises)),
         UnsupportedModelError,

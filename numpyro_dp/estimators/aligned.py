@@ -79,7 +79,7 @@ def aligned() -> Callable[[VariationalProblem], Estimator]:
             return problem.log_likelihood(*point, example, public.rng_key)
 
         def point(public: DrawnPublic) -> Any:
-            return public.latents, select(public.params, problem.model_params)
+            return public.latents, select(public.params, problem.record_params)
 
         def merge(gradient: Any) -> dict[str, Any]:
             return gradient[0] | gradient[1]
@@ -95,7 +95,7 @@ def aligned() -> Callable[[VariationalProblem], Estimator]:
 
         def pull_back(public: DrawnPublic, released: dict[str, Any]) -> dict[str, Any]:
             latents = select(released, public.latents)
-            return pull_back_draw(problem, public, latents, select(released, problem.model_params))
+            return pull_back_draw(problem, public, latents, select(released, problem.record_params))
 
         prepare = prepare_draw(problem)
         factored = FactoredSignal(point, scalar, core, expand, selects=True)
@@ -118,7 +118,7 @@ def pull_back_draw(
     problem: VariationalProblem,
     public: DrawnPublic,
     latents: dict[str, Any],
-    model_params: dict[str, Any],
+    record_params: dict[str, Any],
 ) -> dict[str, Any]:
     """Completes likelihood gradients to the gradient of the negative evidence lower bound.
 
@@ -128,11 +128,11 @@ def pull_back_draw(
         problem: Model and guide.
         public: Public values of the step.
         latents: Gradient of the log likelihood with respect to the draw.
-        model_params: The same with respect to the model's own parameters.
+        record_params: The same with respect to the parameters that meet records.
     """
     prior, prior_params = jax.grad(problem.log_prior, (0, 1))(public.latents, public.params)
     (gradient,) = public.vjp((add(prior, latents), jnp.ones_like(public.entropy)))
-    for name in problem.model_params:  # the prior reads no other parameter
+    for name in problem.record_params:  # the prior reads no other parameter
         gradient[name] = add(gradient[name], prior_params[name])
-    gradient |= {name: add(gradient[name], value) for name, value in model_params.items()}
+    gradient |= {name: add(gradient[name], value) for name, value in record_params.items()}
     return jax.tree.map(jnp.negative, gradient)

@@ -71,7 +71,7 @@ def aligned_natural() -> Callable[[VariationalProblem], Estimator]:
 
         def pull_back(public: DrawnPublic, released: dict[str, Any]) -> dict[str, Any]:
             latents = each(geometry.mean_gradient, public, select(released, public.latents))
-            own = select(released, problem.model_params)
+            own = select(released, problem.record_params)
             gradient = pull_back_draw(problem, public, latents, own)
             values = problem.constrain(public.params)
             guide = {name: value for name, value in gradient.items() if name not in own}

@@ -77,7 +77,7 @@ def prepare_constrained(
 
     def prepare(rng_key: Array, params: dict[str, Any]) -> DrawnPublic:
         # The guide reads none of the model's parameters: they stay as they are.
-        packed = geometry.pack(problem.constrain(params)) | select(params, problem.model_params)
+        packed = geometry.pack(problem.constrain(params)) | select(params, problem.record_params)
         (latents, entropy), vjp = jax.vjp(
             lambda p: problem.draw_at(geometry.unpack(p), rng_key), packed
         )

@@ -103,7 +103,7 @@ class Chart(NamedTuple):
 
 def parametric(problem: VariationalProblem, chart: Chart) -> Estimator:
     """Returns the estimator that releases the gradient of all parameters in some coordinates."""
-    names = problem.model_params
+    names = problem.record_params
     shared = bool(set(names) & problem.guide_params)
 
     def scalar(public: VanillaPublic, point: Any, example: Any) -> Array:
@@ -113,9 +113,9 @@ def parametric(problem: VariationalProblem, chart: Chart) -> Estimator:
         return public.drawn.latents, select(public.drawn.params, names)
 
     def whole(public: VanillaPublic, gradient: Any) -> dict[str, Any]:
-        latents, model_params = gradient
+        latents, record_params = gradient
         pulled = _pulled(public.drawn, latents)
-        own = {name: add(pulled.pop(name), model_params[name]) for name in names}
+        own = {name: add(pulled.pop(name), record_params[name]) for name in names}
         return chart.release(public.drawn.params, pulled) | own
 
     def signal(public: VanillaPublic, example: Any) -> dict[str, Any]:
@@ -187,10 +187,10 @@ def _by_coordinate(chart: Chart) -> tuple[Any, Any]:
     return core, expand
 
 
-def _entries(chart: Chart, drawn: DrawnPublic, model_params: tuple[str, ...]) -> dict[str, Array]:
+def _entries(chart: Chart, drawn: DrawnPublic, record_params: tuple[str, ...]) -> dict[str, Array]:
     """The entries of J: rows share none, so they are the entries of J^T 1."""
     pulled = _pulled(drawn, jax.tree.map(jnp.ones_like, drawn.latents))
-    return chart.entries(drawn.params, {n: v for n, v in pulled.items() if n not in model_params})
+    return chart.entries(drawn.params, {n: v for n, v in pulled.items() if n not in record_params})
 
 
 def _pulled(drawn: DrawnPublic, latents: Any) -> dict[str, Any]:

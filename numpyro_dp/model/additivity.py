@@ -11,6 +11,7 @@ private, but wrong. So the model is run on a few invented records, together and 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from numpyro import handlers
-from numpyro.infer.initialization import init_to_uniform
 
-from numpyro_dp.model.records import Layout
+from numpyro_dp.model.locals import fill_locals, start
+from numpyro_dp.model.records import Arguments, Layout
 from numpyro_dp.model.separation import UnsupportedModelError, one_record
 
 __all__ = ["check_additive"]
@@ -96,9 +97,16 @@ def _densities(
     rows: tuple[Array, ...],
 ) -> dict[str, float]:
     number = rows[0].shape[0]
-    run = handlers.seed(one_record(model, plate, num_rows=number), jax.random.key(0))
-    run = handlers.substitute(run, substitute_fn=init_to_uniform())
-    trace = layout.arguments(rows, shared).call(handlers.trace(run).get_trace)
+    filled = fill_locals(one_record(model, plate, num_rows=number), plate)
+    run = handlers.seed(filled, jax.random.key(0))
+    run = handlers.substitute(run, substitute_fn=start)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invented values may be outside a site's support
+        return _evaluate(layout.arguments(rows, shared), run, plate, number)
+
+
+def _evaluate(arguments: Arguments, run: Any, plate: str, number: int) -> dict[str, float]:
+    trace = arguments.call(handlers.trace(run).get_trace)
     size = trace[plate]["args"][0]
     values = {}
     for name, site in trace.items():

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
@@ -20,6 +21,7 @@ from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.primitives import Messenger
 
+from numpyro_dp.model.locals import fill_locals
 from numpyro_dp.model.records import Arguments
 from numpyro_dp.model.separation import one_record
 from numpyro_dp.model.structure import ModelStructure
@@ -67,8 +69,12 @@ class Model(NamedTuple):
         example: tuple[Array, ...],
         shared: tuple[Array, ...],
         rng_key: Array | None = None,
+        local_values: dict[str, Array] | None = None,
     ) -> Float[Array, ""]:
         """Log likelihood of one record, ``handlers.scale`` and masks included.
+
+        With latent sites in the data plate it is the joint density of the record and of their
+        given values, summed over the values of discrete ones.
 
         Args:
             latents: Unconstrained value of each latent site.
@@ -76,16 +82,25 @@ class Model(NamedTuple):
             example: One row of each record array.
             shared: Public arrays among the model's arguments.
             rng_key: Seeds whatever the likelihood itself draws.
+            local_values: Values of the continuous latent sites in the data plate.
 
         Guarantee: a function of one record and public values only; the plate's subsampling scale
         is divided out, so the value does not depend on the size of the data set or batch.
         """
         structure = self.structure
         arguments = structure.layout.example(example, shared)
-        trace, _ = self._trace(latents, params, arguments, rng_key)
-        size = trace[structure.data_plate]["args"][0]
-        total = sum(_log_prob(trace[name]) for name in structure.likelihood)
-        return total / size if size != 1 else total
+        names = structure.likelihood + structure.local_latents + tuple(structure.summed)
+
+        def total(choice: dict[str, Array]) -> Array:
+            local = {"values": local_values, "choice": choice}
+            trace, _ = self._trace(latents, params, arguments, rng_key, **local)
+            size = trace[structure.data_plate]["args"][0]
+            found = sum(_log_prob(trace[name]) for name in names)
+            return found / size if size != 1 else found
+
+        if not structure.summed:
+            return total({})
+        return jax.nn.logsumexp(jax.vmap(total)(structure.summed))
 
     def trace_prior(
         self, latents: dict[str, Array], params: dict[str, Any], shared: tuple[Array, ...]
@@ -99,8 +114,11 @@ class Model(NamedTuple):
         params: dict[str, Any],
         arguments: Arguments,
         rng_key: Array | None,
+        **local: Any,
     ) -> tuple[dict[str, Any], Array]:
-        fn = handlers.substitute(one_record(self.fn, self.structure.data_plate), data=params)
+        plate = self.structure.data_plate
+        filled = fill_locals(one_record(self.fn, plate), plate, **local)
+        fn = handlers.substitute(filled, data=params)
         if rng_key is not None:
             fn = handlers.seed(fn, rng_key)
         constrain = _Constrain(fn, latents)

@@ -12,12 +12,8 @@ from jax import Array
 from numpyro.infer import SVI, Trace_ELBO
 
 from numpyro_dp.model.density import Model
-from numpyro_dp.model.guide import (
-    check_supported,
-    hide_likelihood,
-    prototype_without_records,
-    read_guide,
-)
+from numpyro_dp.model.guide import hide_likelihood, prototype_without_records
+from numpyro_dp.model.guide_checks import check_supported, read_guide
 from numpyro_dp.model.records import check_arrays, split_arguments
 from numpyro_dp.model.structure import ModelStructure, UnsupportedModelError, read_model
 from numpyro_dp.model.variational import VariationalProblem
@@ -74,8 +70,8 @@ class Frontend(NamedTuple):
         Guarantee: no record is read. With a guide whose initial values do not depend on the data,
         the parameters and the key are those that ``numpyro.infer.SVI.init`` gives.
         """
-        check_supported(self.guide)
         layout, _, shared = split_arguments(args, kwargs, structure.layout.num_examples)
+        check_supported(self.guide, structure, shared)
         placeholder = layout.placeholder(shared)
         plate = structure.data_plate
         hidden = SVI(

@@ -86,7 +86,7 @@ def gaussian_geometry(problem: VariationalProblem, method: str) -> Geometry:
             shares a parameter with the model.
     """
     auto = problem.guide.auto
-    shared = sorted(problem.guide_params & set(problem.model_params))
+    shared = sorted(problem.guide_params & set(problem.record_params))
     if shared:
         raise UnsupportedModelError(
             f"{method} needs the Fisher information of the guide alone, but parameter "

@@ -32,10 +32,12 @@ class Rows(NamedTuple):
     Attributes:
         arrays: The arrays whose first axis counts records.
         shared: Public arrays.
+        lengths: Numbers of each record that a loop has found once for all its steps.
     """
 
     arrays: tuple[Array, ...]
     shared: tuple[Array, ...]
+    lengths: tuple[Array, ...] = ()
 
 
 class Layout(NamedTuple):
@@ -94,12 +96,17 @@ def array_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[st
 
 
 def check_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises TypeError for arguments that look like data and are no arrays of numbers.
+    """Raises for arguments that look like data and are no arrays of numbers, or are empty.
 
     The message names the argument and its type, and shows no value.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
         if _is_array(leaf):
+            if np.ndim(leaf) and np.shape(leaf)[0] == 0:
+                raise ValueError(
+                    f"Expected at least one record, got {_path_name(path)} of shape "
+                    f"{np.shape(leaf)}. Pass the whole data set."
+                )
             if any(jnp.issubdtype(leaf.dtype, kind) for kind in (np.number, np.bool_)):
                 continue
             what, remedy = f"an array of dtype {leaf.dtype}", "Encode it as numbers"

@@ -22,7 +22,14 @@ from numpyro.primitives import Messenger
 from numpyro_dp.model.dependence import captured_shapes, looks_up
 from numpyro_dp.model.records import Layout
 
-__all__ = ["UnsupportedModelError", "check_captured", "check_separable", "one_record", "rows_along"]
+__all__ = [
+    "UnsupportedModelError",
+    "check_captured",
+    "check_one_row",
+    "check_separable",
+    "one_record",
+    "rows_along",
+]
 
 
 _MANY = 50  # below, a multiple of the number of records is too common a size to mean anything
@@ -82,7 +89,7 @@ def check_separable(
         run = handlers.substitute(run, substitute_fn=init_to_uniform())
         trace = layout.arguments(rows, shared).call(handlers.trace(run).get_trace)
         for name in likelihood:
-            _check_one_row(name, trace[name], plate)
+            check_one_row("Observed", name, trace[name], plate)
         return {
             n: [trace[n]["fn"].log_prob(trace[n]["value"]), trace[n]["scale"]] for n in likelihood
         }
@@ -157,12 +164,13 @@ def is_factor(fn: Any) -> bool:
     return isinstance(fn, Unit)
 
 
-def _check_one_row(name: str, site: dict[str, Any], plate: str) -> None:
+def check_one_row(kind: str, name: str, site: dict[str, Any], plate: str) -> None:
+    """Refuses a site that has several rows when it is given one record."""
     for frame in site["cond_indep_stack"]:
         rows = rows_along(site, frame)
         if frame.name == plate and rows != 1:
             raise UnsupportedModelError(
-                f"Observed site {name!r} has {rows} values in plate {plate!r} when the model sees "
+                f"{kind} site {name!r} has {rows} values in plate {plate!r} when the model sees "
                 "one record: it reads something else than its row of the arguments. Pass its data "
                 "as an argument array with one row per record (not as a list, a closure or a "
                 "static keyword), and nothing with one entry per record besides."

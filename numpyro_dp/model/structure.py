@@ -16,6 +16,7 @@ from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_dp.model.additivity import check_additive
 from numpyro_dp.model.dependence import depends_on_inputs
+from numpyro_dp.model.locals import read_locals
 from numpyro_dp.model.records import (
     Arguments,
     Layout,
@@ -42,6 +43,7 @@ class Site(NamedTuple):
         observed: Whether it has an observed value.
         plates: The plates that it is in, with the number of indices of each.
         discrete: Whether its support is discrete.
+        finite: Whether its values can be listed.
         factor: Whether it stems from ``numpyro.factor``.
         rows: Its number of entries along each of its plates.
         shape: Shape of its value.
@@ -51,6 +53,7 @@ class Site(NamedTuple):
     observed: bool
     plates: dict[str, int]
     discrete: bool
+    finite: bool
     factor: bool
     rows: dict[str, int]
     shape: tuple[int, ...]
@@ -66,6 +69,9 @@ class ModelStructure(NamedTuple):
         likelihood: Names of the observed sites in the data plate.
         prior_factors: Names of data-free factors outside the data plate.
         params: Names of the model's own ``numpyro.param`` sites.
+        local_latents: Names of the continuous latent sites in the data plate.
+        summed: Names of the discrete latent sites in the data plate, and the numbers of their
+            values in each combination of them.
     """
 
     data_plate: str
@@ -74,6 +80,8 @@ class ModelStructure(NamedTuple):
     likelihood: tuple[str, ...]
     prior_factors: tuple[str, ...]
     params: tuple[str, ...]
+    local_latents: tuple[str, ...] = ()
+    summed: dict[str, np.ndarray] = {}  # noqa: RUF012 - never written to
 
 
 def find_data_plate(
@@ -160,31 +168,40 @@ def read_model(
 
     depends = depends_on_inputs(densities, *_structs(rows))
     _check_others(others, depends)
-    latents, likelihood, prior_factors = _classify(sites, plate, depends)
-    if not latents and not others.get("param"):
+    kinds = _classify(sites, plate, depends)
+    if not kinds["latent"] and not others.get("param"):
         raise UnsupportedModelError("Expected a model with a latent site or a parameter, got none.")
-    check_separable(model, plate, layout, shared, likelihood, public or {})
-    check_additive(model, plate, layout, shared, likelihood, latents + prior_factors)
-    params = tuple(others.get("param", ()))
-    return ModelStructure(plate, layout, latents, likelihood, prior_factors, params)
+    inside = kinds["likelihood"] + kinds["local"] + kinds["summed"]
+    outside = kinds["latent"] + kinds["prior"]
+    check_separable(model, plate, layout, shared, inside, public or {})
+    check_additive(model, plate, layout, shared, inside, outside)
+    summed = {}
+    if len(inside) > len(kinds["likelihood"]):
+        summed = read_locals(model, plate, alone, inside, outside, kinds["summed"])
+    return ModelStructure(
+        plate, layout, kinds["latent"], kinds["likelihood"], kinds["prior"],
+        tuple(others.get("param", ())), kinds["local"], summed,
+    )  # fmt: skip
 
 
 def _classify(
     sites: list[Site], plate: str, depends: dict[str, bool]
-) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Returns the names of latents, of likelihood sites and of factors that are priors."""
-    latents, likelihood, prior_factors = [], [], []
+) -> dict[str, tuple[str, ...]]:
+    """Returns the names of sites by what they are."""
+    kinds: dict[str, tuple[str, ...]] = dict.fromkeys(
+        ("latent", "local", "summed", "likelihood", "prior"), ()
+    )
     for site in sites:
         if not site.observed:
-            _check_latent(site, plate, depends[site.name])
-            latents.append(site.name)
+            kind = _kind_of_latent(site, plate, depends[site.name])
         elif plate in site.plates:
-            likelihood.append(site.name)
+            kind = "likelihood"
         elif site.factor and not depends[site.name]:
-            prior_factors.append(site.name)
+            kind = "prior"
         else:
             raise UnsupportedModelError(_outside_message(site.name, plate))
-    return tuple(latents), tuple(likelihood), tuple(prior_factors)
+        kinds[kind] += (site.name,)
+    return kinds
 
 
 def _likelihood_candidates(sites: list[Site]) -> list[Site]:
@@ -218,18 +235,14 @@ def _check_rows(site: Site, plate: str, shape_alone: tuple[int, ...] | None) -> 
         )
 
 
-def _check_latent(site: Site, plate: str, reads_data: bool) -> None:
+def _kind_of_latent(site: Site, plate: str, reads_data: bool) -> str:
+    if plate in site.plates and (site.finite or not site.discrete):
+        return "summed" if site.discrete else "local"
     if site.discrete:
         raise UnsupportedModelError(
             f"Latent site {site.name!r} is discrete and has no reparameterised gradient. "
             "Marginalise it, for example with numpyro.distributions.MixtureSameFamily or "
             "numpyro.factor of a log-sum-exp inside the data plate."
-        )
-    if plate in site.plates:
-        raise UnsupportedModelError(
-            f"Latent site {site.name!r} is inside the data plate {plate!r}: a guide would hold one "
-            "parameter per record, and releasing it would release the record. Integrate the site "
-            "out of the likelihood, or make it global (move it out of the plate)."
         )
     if reads_data:
         raise UnsupportedModelError(
@@ -237,6 +250,7 @@ def _check_latent(site: Site, plate: str, reads_data: bool) -> None:
             "them outside the mechanism. Compute it from public values and pass those as static "
             "keywords of the constructor."
         )
+    return "latent"
 
 
 def _check_others(others: dict[str, list[str]], depends: dict[str, bool]) -> None:
@@ -307,6 +321,7 @@ def _sites_of(
                     bool(site["is_observed"]),
                     {frame.name: frame.size for frame in stack},
                     bool(fn.support.is_discrete),
+                    bool(fn.has_enumerate_support),
                     is_factor(fn),
                     {frame.name: rows_along(site, frame) for frame in stack},
                     np.shape(site["value"]),

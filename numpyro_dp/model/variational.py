@@ -13,6 +13,7 @@ from numpyro.infer import autoguide
 
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.guide import Guide
+from numpyro_dp.model.records import Rows, split_arguments
 
 __all__ = ["VariationalProblem", "guide_kind"]
 
@@ -81,22 +82,57 @@ class VariationalProblem(NamedTuple):
         example: tuple[Array, ...],
         rng_key: Array,
     ) -> Array:
-        """Mean over draws of the log likelihood of one record."""
+        """Mean over draws of the log likelihood of one record.
 
-        def one(values: dict[str, Array]) -> Array:
-            constrained = self.constrain(params)
-            return self.model.log_likelihood(values, constrained, example, self.shared, rng_key)
+        With local latents it is the record's part of the evidence lower bound, see
+        :mod:`numpyro_dp.model.locals`; ``example`` ends with the record's row number then.
+        """
+        constrained = self.constrain(params)
+        if self.guide.local_params is None:
 
-        return one(latents) if self.num_particles == 1 else jnp.mean(jax.vmap(one)(latents))
+            def one(values: dict[str, Array], key: Array) -> Array:
+                return self.model.log_likelihood(values, constrained, example, self.shared, key)
+
+            if self.num_particles == 1:
+                return one(latents, rng_key)
+            return jnp.mean(jax.vmap(one, in_axes=(0, None))(latents, rng_key))
+        *arrays, row = example
+
+        def local(values: dict[str, Array], key: Array) -> Array:
+            return self.guide.local_bound(values, constrained, tuple(arrays), self.shared, key)
+
+        key = jax.random.fold_in(rng_key, row)
+        if self.num_particles == 1:
+            return local(latents, key)
+        keys = jax.random.split(key, self.num_particles)
+        return jnp.mean(jax.vmap(local)(latents, keys))
+
+    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
+        """Splits arguments into records and public arrays.
+
+        With local latents the records are numbered: their noise is drawn by that number.
+        """
+        number = self.model.structure.layout.num_examples
+        _, arrays, shared = split_arguments(args, kwargs, number)
+        if self.guide.local_params is not None:
+            arrays = (*arrays, jnp.arange(number, dtype=jnp.uint32))
+        return Rows(arrays, shared)
+
+    def blank_example(self) -> tuple[Array, ...]:
+        """Returns zeros in the place of a record."""
+        shapes = self.model.structure.layout.shapes
+        blank = tuple(jnp.zeros(shape, dtype) for shape, dtype in shapes)
+        return blank if self.guide.local_params is None else (*blank, jnp.zeros((), jnp.uint32))
 
     @property
-    def model_params(self) -> tuple[str, ...]:
-        """Names of the parameters that the model itself reads."""
-        return self.model.structure.params
+    def record_params(self) -> tuple[str, ...]:
+        """Names of the parameters that meet records: the model's, and an encoder's."""
+        own = self.model.structure.params
+        return own + tuple(sorted((self.guide.local_params or frozenset()) - set(own)))
 
     @property
     def guide_params(self) -> frozenset[str]:
-        """Names of the parameters that the guide reads."""
+        """Names of the parameters that the draw of the global latents reads."""
         return self.guide.params
 
     def coordinate_sums(self) -> dict[str, Callable[[Array], Any]] | None:

@@ -1,6 +1,6 @@
 """Post-processing of private iterates, free of privacy cost."""
 
-from numpyro_dp.posterior.averaging import Average, average
+from numpyro_dp.posterior.averaging import Average, average, trace_sd
 from numpyro_dp.posterior.convergence import drift_check, regression_check, split_rhat_check
 from numpyro_dp.posterior.folds import TailAverage, exponential_average, tail_average
 from numpyro_dp.posterior.inference_data import to_arviz
@@ -35,4 +35,5 @@ __all__ = [
     "synthetic_data",
     "tail_average",
     "to_arviz",
+    "trace_sd",
 ]

@@ -34,8 +34,9 @@ def posterior_samples(
         params: ``result.params``, or those of :func:`~numpyro_dp.average`,
             :func:`~numpyro_dp.noise_aware` or :func:`~numpyro_dp.tail_average`.
         num_samples: Number of draws.
-        *args: Arguments of a hand-written guide, as far as it takes any: its draws do not depend
-            on records, so rows may be left out or invented. Automatic guides need none.
+        *args: Arguments of a hand-written guide. Global latents do not depend on records, so any
+            rows will do; latents of a record are drawn for the rows handed over. Automatic
+            guides need no arguments.
         **kwargs: Keywords of the guide.
 
     Returns:
@@ -60,7 +61,8 @@ def posterior_samples(
         {'mean': (100, 2), 'sd': (100,)}
 
     Guarantee:
-        Reads the private parameters and public arguments alone.
+        Reads the private parameters and its arguments. Draws of global latents may be published;
+        those of a record's latents, by an encoder, describe the rows handed over.
     """
     check_int("num_samples", num_samples, low=1)
     check_guide_set_up(guide)

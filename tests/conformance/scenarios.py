@@ -378,7 +378,7 @@ class Bench(NamedTuple):
 def rows_for(pieces: Bench) -> tuple[EstimatorRow, ...]:
     """The estimators that are for the guide of a scenario."""
     kinds = {kind.__name__ for kind in type(pieces.guide).__mro__}
-    apart = not pieces.problem.guide_params & set(pieces.problem.model_params)
+    apart = not pieces.problem.guide_params & set(pieces.problem.record_params)
     return tuple(
         row for row in ESTIMATORS if row.guides is None or (kinds & set(row.guides) and apart)
     )

@@ -62,7 +62,7 @@ def gradient_errors(pieces):
 def natural_gradient(pieces, gradient):
     """The gradient times the inverse Fisher information: the Hessian of KL(q || q')."""
     guide, params = pieces.guide, pieces.params
-    own = set(pieces.problem.model_params)
+    own = set(pieces.problem.record_params)
     flat, unravel = ravel_pytree({name: params[name] for name in params if name not in own})
 
     def posterior(flat):

@@ -158,7 +158,7 @@ def discrete(x, y):
 def discrete_in_plate(x, y):
     means = numpyro.sample("means", dist.Normal(0, 1).expand([2]).to_event(1))
     with numpyro.plate("records", x.shape[0]):
-        which = numpyro.sample("which", dist.Bernoulli(0.5))
+        which = numpyro.sample("which", dist.Poisson(0.5))
         numpyro.sample("y", dist.Normal(means[which], 1), obs=y)
 
 

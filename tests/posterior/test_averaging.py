@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 from scipy import signal
 
-from numpyro_dp.posterior import average, drift_check, regression_check, split_rhat_check
+from numpyro_dp.posterior import (
+    average,
+    drift_check,
+    regression_check,
+    split_rhat_check,
+    trace_sd,
+)
 from numpyro_dp.posterior._series import fit_ar1
 from numpyro_dp.results import Trace
 
@@ -116,3 +122,15 @@ def test_wrong_input():
         drift_check(level=-1.0)
     with pytest.raises(ValueError, match="threshold"):
         split_rhat_check(0.9)
+
+
+def test_the_last_iterate_s_spread_is_that_of_a_series() -> None:
+    rng = np.random.default_rng(3)
+    series = np.zeros((400, 500))
+    for step in range(1, 400):  # many runs of one AR(1) process of variance 1
+        series[step] = 0.9 * series[step - 1] + np.sqrt(1 - 0.81) * rng.normal(size=500)
+    found = trace_sd(series[100:])
+    assert abs(np.mean(found**2) - 1) < 0.05  # 15 autocorrelation times: uncorrected, 0.94
+    assert trace_sd(series[100:].reshape(300, 50, 10)).shape == (50, 10)
+    with pytest.raises(ValueError, match="number of iterates"):
+        trace_sd(series[:3])

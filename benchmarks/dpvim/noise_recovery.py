@@ -1,0 +1,138 @@
+"""Can the noise of the last iterate be read off one run's trace? DPVIm's Fig. 5b on Adult.
+
+Bayesian logistic regression, mean-field guide, aligned natural gradients, 400 epochs of Poisson
+batches at rate 0.01, clip norm 0.1 and step 2e-3 (chosen on a validation part by variants.py). For
+each run the standard deviation of the private iterates over the last half, corrected for its
+autocorrelation, predicts that of the last iterate over runs. The mean squared error is taken over
+coordinates of the location that pass a check; the baseline predicts no noise at all. Checks: the
+paper's slope below 0.05, and this package's slope within its own standard error.
+
+    NUMPYRO_DP_DATA=... python benchmarks/dpvim/noise_recovery.py --json out.json --figure out.png
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+import time
+
+import jax
+import numpy as np
+import optax
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
+
+from adult import make_guide, model  # noqa: E402
+from common import machine  # noqa: E402
+
+from numpyro_dp import (  # noqa: E402
+    DPSVI,
+    Poisson,
+    PrivacyBudget,
+    aligned_natural,
+    drift_check,
+    regression_check,
+)
+from numpyro_dp.datasets import load_adult_or_bundled  # noqa: E402
+from numpyro_dp.posterior import trace_sd  # noqa: E402
+
+CHECKS = {"slope below 0.05": regression_check(0.05), "drift check": drift_check()}
+
+
+def runs(data, args):
+    """All seeds and epsilons in one compiled call."""
+    svi = DPSVI(
+        model,
+        make_guide(),
+        optax.adam(2e-3),
+        estimator=aligned_natural(),
+        clip_norm=0.1,
+        sampler=Poisson(0.01),
+        budget=PrivacyBudget(epsilon=1.0, delta=1 / len(data.y_train)),
+    )
+    keys = jax.random.split(jax.random.key(0), args.seeds)
+    records = (data.X_train, data.y_train)
+    return svi.sweep(keys, round(args.epochs / 0.01), *records, epsilon=args.epsilon,
+                     chunk_size=args.chunk)  # fmt: skip
+
+
+def assess(found, chosen, name):
+    """Mean squared error of the predicted standard deviations, by run."""
+    trace = found.trace.params["auto_loc"][chosen]
+    actual = found.params["auto_loc"][chosen].std(0, ddof=1)
+    errors, passed = [], []
+    for iterates in trace:
+        window = iterates[len(iterates) // 2 :].astype(float)
+        good = CHECKS[name](window)
+        passed.append(good.mean())
+        if good.any():
+            predicted = trace_sd(window)[good]
+            errors.append([np.mean((predicted - actual[good]) ** 2), np.mean(actual[good] ** 2)])
+    errors = np.array(errors).reshape(-1, 2)
+    return {
+        "converged": float(np.mean(passed)),
+        "mse": float(errors[:, 0].mean()) if len(errors) else None,
+        "mse_sd": float(errors[:, 0].std(ddof=1)) if len(errors) > 1 else None,
+        "baseline": float(errors[:, 1].mean()) if len(errors) else None,
+    }
+
+
+def experiment(args):
+    data = load_adult_or_bundled()
+    print(data.source)
+    start = time.perf_counter()
+    found = runs(data, args)
+    print(f"{len(found.privacy)} runs in {time.perf_counter() - start:.0f} s", flush=True)
+    rows = []
+    for epsilon in args.epsilon:
+        chosen = np.flatnonzero(found.labels["epsilon"] == epsilon)
+        for name in CHECKS:
+            rows.append({"epsilon": epsilon, "check": name} | assess(found, chosen, name))
+            print(rows[-1], flush=True)
+    return rows
+
+
+def draw(rows, path):
+    """Errors against epsilon, with the baseline."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(4.8, 3.6))
+    for name in CHECKS:
+        some = [row for row in rows if row["check"] == name and row["mse"] is not None]
+        epsilon = [row["epsilon"] for row in some]
+        (line,) = axis.plot(epsilon, [row["mse"] for row in some], marker="o", label=name)
+        axis.plot(epsilon, [row["baseline"] for row in some], ":", color=line.get_color(),
+                  label=f"{name}: no noise predicted")  # fmt: skip
+    axis.set(xscale="log", yscale="log", xlabel="epsilon", ylabel="mean squared error of the sd")
+    axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epsilon", type=float, nargs="+", default=[1.0, 2.0, 4.0, 10.0])
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--epochs", type=float, default=400)
+    parser.add_argument("--chunk", type=int, default=40, help="runs in lockstep")
+    parser.add_argument("--json", help="write settings and results to this file")
+    parser.add_argument("--figure", help="draw to this file")
+    parser.add_argument("--quick", action="store_true", help="4 seeds, 20 epochs, epsilon 1")
+    args = parser.parse_args()
+    if args.quick:
+        args.seeds, args.epochs, args.epsilon = 4, 20, [1.0]
+    rows = experiment(args)
+    if args.figure:
+        draw(rows, args.figure)
+    if args.json:
+        settings = {k: v for k, v in vars(args).items() if k not in ("json", "figure")}
+        report = {"settings": settings, "machine": machine(), "rows": rows}
+        pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Reads a NumPyro guide: what must hold of it before it may draw.
+
+Whatever cannot be private is refused here, with the name of the site or parameter and the remedy,
+before any budget is spent. No record is looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from numpyro import handlers
+from numpyro.distributions import biject_to
+from numpyro.infer import autoguide
+from numpyro.infer.initialization import init_to_uniform
+
+from numpyro_dp.model.density import Model
+from numpyro_dp.model.dependence import depends_on_inputs
+from numpyro_dp.model.guide import Guide, auto_parts, guide_trace, log_density
+from numpyro_dp.model.separation import (
+    UnsupportedModelError,
+    check_captured,
+    check_one_row,
+    one_record,
+)
+from numpyro_dp.model.structure import ModelStructure
+
+__all__ = ["check_supported", "read_guide"]
+
+_REFUSED = {
+    "AutoDAIS": "its sampler evaluates the likelihood of all records",
+    "AutoSurrogateLikelihoodDAIS": "its sampler evaluates a likelihood of records",
+    "AutoSemiDAIS": "its sampler evaluates the likelihood of all records",
+    "AutoLaplaceApproximation": "its covariance is a Hessian over all records",
+}
+
+
+def read_guide(
+    fn: Callable[..., Any],
+    auto: Any,
+    model: Model,
+    params: dict[str, Any],
+    shared: tuple[Array, ...],
+    public: dict[str, Any] | None = None,
+) -> Guide:
+    """Checks a guide against its model.
+
+    Args:
+        fn: The guide as it is called, static keywords filled in.
+        auto: The guide object itself.
+        model: The model.
+        params: Constrained parameters, as initialised.
+        shared: Public arrays among the model's arguments.
+        public: Static keywords that the guide has been given.
+
+    Raises:
+        UnsupportedModelError: Names the site or parameter and the remedy.
+    """
+    known = auto if isinstance(auto, autoguide.AutoGuide) else None
+    guide = Guide(fn, known, model, public=public or {})
+    _check_reads_no_records(guide, params, shared)
+    _check_parameter_shapes(guide, shared)
+    trace = guide_trace(guide, params, jax.random.key(0), shared)
+    guide = guide._replace(
+        params=frozenset(name for name, site in trace.items() if site["type"] == "param")
+    )
+    _check_fixed_supports(guide, params, shared)
+    latents = model.structure.latents + model.structure.local_latents
+    found = {name: site for name, site in trace.items() if site["type"] == "sample"}
+    missing = [name for name in latents if name not in found]
+    if missing:
+        raise UnsupportedModelError(
+            f"Latent sites {missing} of the model are not in the guide. Add them to the guide, or "
+            "give them a value with numpyro.handlers.substitute."
+        )
+    for name, site in found.items():
+        auxiliary = site["infer"].get("is_auxiliary", False)
+        if name not in latents and not auxiliary and not site["is_observed"]:
+            raise UnsupportedModelError(
+                f"Guide site {name!r} is not a latent site of the model {list(latents)}. Remove it "
+                "or mark it with infer={'is_auxiliary': True}."
+            )
+        if not site["fn"].has_rsample:
+            kind = type(getattr(site["fn"], "base_dist", site["fn"])).__name__
+            raise UnsupportedModelError(
+                f"Guide site {name!r} has a {kind} distribution without a "
+                "reparameterised sampler. Use one that has (Normal, Gamma, Beta, LogNormal, ...)."
+            )
+    return _with_local_params(guide, params, shared) if model.structure.local_latents else guide
+
+
+def _with_local_params(guide: Guide, params: dict[str, Any], shared: tuple[Array, ...]) -> Guide:
+    """Finds out which parameters draw the local latents, and which the global ones."""
+    structure = guide.model.structure
+    key, alone = jax.random.key(0), structure.layout.placeholder(shared)
+    latents, _ = jax.eval_shape(lambda: guide.draw(params, key, shared))
+    latents = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), latents)
+
+    def draw(value: Any, name: str) -> dict[str, Any]:
+        return {"value": guide.draw(params | {name: value}, key, shared)}
+
+    def local(value: Any, name: str) -> dict[str, Any]:
+        found = guide.local_sites(latents, params | {name: value}, alone, shared, key)
+        for site in structure.local_latents:
+            if site not in found:
+                raise UnsupportedModelError(
+                    f"Guide site {site!r} is not inside plate {structure.data_plate!r}, as it is "
+                    "in the model. Draw it inside numpyro.plate over the records."
+                )
+            check_one_row("Guide", site, found[site], structure.data_plate)
+        sites = [site for site in found.values() if site["type"] == "sample"]
+        return {"value": [[site["value"], log_density(site)] for site in sites]}
+
+    def reading(fn: Callable[[Any, str], dict[str, Any]]) -> frozenset[str]:
+        found = {
+            name: depends_on_inputs(functools.partial(fn, name=name), params[name])["value"]
+            for name in guide.params
+        }
+        return frozenset(name for name, reads in found.items() if reads)
+
+    own = reading(local)
+    number = structure.layout.num_examples
+    for name in own:
+        if any(number in leaf.shape for leaf in jax.tree.leaves(params[name]) if number > 1):
+            raise UnsupportedModelError(
+                f"Parameter {name!r} of the guide has an axis of length {number}, the number of "
+                "records, and draws their latents: one entry per record would release them. Use "
+                "parameters of another shape."
+            )
+    return guide._replace(params=reading(draw), local_params=own)
+
+
+def check_supported(guide: Any, structure: ModelStructure, shared: tuple[Array, ...]) -> None:
+    """Refuses automatic guides that read records when they draw, or would keep one of each."""
+    for part in auto_parts(guide):
+        if structure.local_latents and not isinstance(part, autoguide.AutoGuideList):
+            _check_global(part, structure, shared)
+        for cls in type(part).__mro__:
+            if cls.__name__ in _REFUSED:
+                raise UnsupportedModelError(
+                    f"{type(part).__name__} cannot be private: {_REFUSED[cls.__name__]}. Use "
+                    "AutoDiagonalNormal, AutoMultivariateNormal, AutoLowRankMultivariateNormal, "
+                    "AutoIAFNormal, AutoBNAFNormal, AutoNormal or AutoDelta."
+                )
+
+
+def _check_global(part: Any, structure: ModelStructure, shared: tuple[Array, ...]) -> None:
+    """Refuses an automatic guide of latent sites in the data plate."""
+    run = handlers.seed(one_record(part.model, structure.data_plate), jax.random.key(0))
+    sites = structure.layout.placeholder(shared).call(handlers.trace(run).get_trace)
+    for name in structure.local_latents:
+        if name in sites:
+            raise UnsupportedModelError(
+                f"Latent site {name!r} is inside the data plate {structure.data_plate!r}: "
+                f"{type(part).__name__} would hold one parameter per record, and releasing it "
+                "would release the record. Integrate the site out of the likelihood, make it "
+                "global (move it out of the plate), or draw it in a guide of your own from the "
+                "record by shared parameters (an encoder)."
+            )
+
+
+def _check_fixed_supports(guide: Guide, params: dict[str, Any], shared: tuple[Array, ...]) -> None:
+    """Refuses automatic guides for sites whose support depends on other sites.
+
+    NumPyro's automatic guides fix the support at its initial value when they draw, and not when
+    they sample the posterior: what is fitted would not be what is drawn.
+    """
+    if guide.auto is None:
+        return
+    draws, _ = jax.eval_shape(lambda key: guide.draw(params, key, shared), jax.random.key(0))
+
+    def images(latents: dict[str, Array]) -> dict[str, Array]:
+        trace = guide.model.trace_prior(latents, params, shared)
+        return {
+            name: biject_to(trace[name]["fn"].support)(jnp.zeros(draw.shape, draw.dtype))
+            for name, draw in draws.items()
+        }
+
+    for name, depends in depends_on_inputs(images, draws).items():
+        if depends:
+            raise UnsupportedModelError(
+                f"The support of latent site {name!r} depends on other latent sites, which "
+                f"{type(guide.auto).__name__} cannot follow: it draws from the support that the "
+                "site had at first. Sample a fraction of the range, Uniform(0, 1), and scale it, "
+                "or write the guide by hand."
+            )
+
+
+def _check_reads_no_records(
+    guide: Guide, params: dict[str, Any], shared: tuple[Array, ...]
+) -> None:
+    structure = guide.model.structure
+    layout = structure.layout
+
+    def values(*arrays: Array) -> dict[str, Any]:
+        seeded = handlers.seed(one_record(guide.fn, structure.data_plate), jax.random.key(0))
+        trace = layout.arguments(arrays, shared).call(handlers.trace(seeded).get_trace)
+        return {
+            name: site["value"]
+            for name, site in trace.items()
+            if site["type"] in ("sample", "param") and name not in structure.local_latents
+        }
+
+    rows = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in layout.shapes]
+    if guide.auto is None:
+        check_captured("guide", values, layout, structure.data_plate, guide.public, *rows)
+    for name, depends in depends_on_inputs(values, *rows).items():
+        if depends:
+            raise UnsupportedModelError(
+                f"Guide site {name!r} depends on the records: its value would release them outside "
+                "the mechanism. Let the guide read parameters and public arguments only."
+            )
+
+
+def _check_parameter_shapes(guide: Guide, shared: tuple[Array, ...]) -> None:
+    """Refuses parameters of the model or guide whose shape grows with the number of records."""
+    layout, plate = guide.model.structure.layout, guide.model.structure.data_plate
+    for fn in (guide.fn, guide.model.fn):
+        shapes = []
+        for num_rows in (1, 2):
+            arguments = layout.placeholder(shared, num_rows)
+
+            def params(fn: Any = fn, arguments: Any = arguments, rows: int = num_rows) -> Any:
+                run = handlers.seed(one_record(fn, plate, rows), jax.random.key(0))
+                run = handlers.substitute(run, substitute_fn=init_to_uniform())
+                trace = arguments.call(handlers.trace(run).get_trace)
+                return {n: s["value"] for n, s in trace.items() if s["type"] == "param"}
+
+            found = jax.eval_shape(params)
+            shapes.append({n: [x.shape for x in jax.tree.leaves(v)] for n, v in found.items()})
+        for name, shape in shapes[0].items():
+            if shapes[1].get(name) != shape:
+                raise UnsupportedModelError(
+                    f"Parameter {name!r} has one entry per record (shapes {shape} for 1 record, "
+                    f"{shapes[1].get(name)} for 2): releasing it would release the records. Use "
+                    "parameters of fixed shape."
+                )

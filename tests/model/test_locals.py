@@ -1,0 +1,307 @@
+"""Latent sites of a record: drawn by a shared encoder, or summed out."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from jax.flatten_util import ravel_pytree
+from jax.scipy.special import logsumexp
+from numpyro import handlers
+from numpyro.infer import SVI, Predictive, Trace_ELBO
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoGuideList, AutoNormal
+
+from numpyro_dp import DPSVI, FullBatch, Poisson, UnsupportedModelError, aligned, vanilla
+from numpyro_dp.aggregate import bounded_sum
+from numpyro_dp.model.frontend import Frontend
+from numpyro_dp.privacy.mechanism import gaussian
+
+N, D = 40, 3
+KEY = jax.random.key(3)
+X = np.asarray(jax.random.normal(jax.random.key(0), (N, D))) + np.arange(N)[:, None] % 2
+
+
+def decoder(x):
+    """Probabilistic PCA with a global mean, a weight parameter and one local latent."""
+    mean = numpyro.sample("mean", dist.Normal(0, 1).expand([D]).to_event(1))
+    weight = numpyro.param("weight", 0.5 * jnp.ones(D))
+    with numpyro.plate("records", x.shape[0]):
+        code = numpyro.sample("code", dist.Normal(0, 1))
+        numpyro.sample("x", dist.Normal(mean + code[:, None] * weight, 1).to_event(1), obs=x)
+
+
+def encoder(x):
+    loc = numpyro.param("loc", jnp.zeros(D))
+    numpyro.sample("mean", dist.Normal(loc, 0.1).to_event(1))
+    local(x)
+
+
+def local(x):
+    slope = numpyro.param("slope", 0.3 * jnp.ones(D))
+    width = numpyro.param("width", 0.5, constraint=dist.constraints.positive)
+    with numpyro.plate("records", x.shape[0]):
+        return {"code": numpyro.sample("code", dist.Normal(x @ slope, width))}
+
+
+def in_two_parts():
+    guide = AutoGuideList(decoder)
+    guide.append(AutoDiagonalNormal(handlers.block(decoder, hide=["code"])))
+    guide.append(local)
+    return guide
+
+
+def mixture(x):
+    means = numpyro.sample("means", dist.Normal(0, 2).expand([2, D]).to_event(2))
+    share = numpyro.sample("share", dist.Beta(2, 2))
+    with numpyro.plate("records", x.shape[0]):
+        which = numpyro.sample("which", dist.Bernoulli(share))
+        numpyro.sample("x", dist.Normal(means[which], 1).to_event(1), obs=x)
+
+
+def mixture_by_hand(x):
+    means = numpyro.sample("means", dist.Normal(0, 2).expand([2, D]).to_event(2))
+    share = numpyro.sample("share", dist.Beta(2, 2))
+    with numpyro.plate("records", x.shape[0]):
+        parts = dist.Normal(means, 1).to_event(1)
+        weights = dist.Categorical(jnp.stack([1 - share, share]))
+        numpyro.sample("x", dist.MixtureSameFamily(weights, parts), obs=x)
+
+
+def nested(x):
+    """Two discrete sites, one of them with an entry per column."""
+    means = numpyro.sample("means", dist.Normal(0, 2).expand([3]).to_event(1))
+    with numpyro.plate("records", x.shape[0], dim=-2):
+        shift = numpyro.sample("shift", dist.Bernoulli(0.3))
+        with numpyro.plate("columns", D, dim=-1):
+            which = numpyro.sample("which", dist.Categorical(jnp.array([0.2, 0.3, 0.5])))
+            numpyro.sample("x", dist.Normal(means[which] + shift, 1), obs=x)
+
+
+def driver(model: Any, guide: Any, **changes: Any) -> DPSVI:
+    options = dict(
+        estimator=aligned(), clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0,
+    )  # fmt: skip
+    return DPSVI(model, guide, optax.adam(0.05), **options | changes)
+
+
+def problem_of(model: Any, guide: Any, loss: Any = None) -> tuple[Any, Any]:
+    svi = SVI(model, guide, optax.adam(0.05), loss or Trace_ELBO())
+    frontend = Frontend(model, guide, svi, {}, None)
+    prepared = frontend.prepare(frontend.structure((X,), {}), KEY, (X,), {}, None)
+    return prepared.problem, svi.optim.get_params(prepared.optim_state)
+
+
+def gradient(build: Any, problem: Any, params: Any) -> Any:
+    """The estimator's gradient without clip and noise, over all records."""
+    estimator = build()(problem)
+    public = estimator.prepare(KEY, params)
+    rows = problem.rows((X,), {})
+    total = bounded_sum(estimator, gaussian(jnp.inf, 0.0), public, rows.arrays, jnp.ones(N, bool))
+    return estimator.pull_back(public, total)
+
+
+@pytest.mark.parametrize("guide", [lambda: encoder, in_two_parts], ids=["by hand", "list"])
+def test_a_record_s_part_is_its_evidence_lower_bound(guide: Any) -> None:
+    problem, params = problem_of(decoder, guide())
+    assert set(problem.record_params) == {"weight", "slope", "width"}
+    assert not problem.guide_params & {"weight", "slope", "width"}
+    latents, _ = problem.draw(params, KEY)
+    arrays = problem.rows((X,), {}).arrays
+
+    def by_hand(key: Any) -> Any:
+        values = problem.constrain(params)
+        keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(N, dtype=jnp.uint32))
+        found = jax.vmap(lambda *example: problem.log_likelihood(latents, params, example, key))(
+            *arrays[:-1], arrays[-1]
+        )
+        # The bound over the noise has a closed form: a Gaussian with a Gaussian encoder.
+        code, width = jnp.asarray(X) @ values["slope"], values["width"]
+        rest = X - latents["mean"] if "mean" in latents else X
+        weight = values["weight"]
+        expected = -0.5 * jnp.sum((rest - code[:, None] * weight) ** 2, 1)
+        expected += -0.5 * width**2 * weight @ weight - D / 2 * jnp.log(2 * jnp.pi)
+        expected += -0.5 * (code**2 + width**2) + 0.5 + jnp.log(width)
+        del keys
+        return found, expected
+
+    draws = jax.vmap(lambda key: by_hand(key)[0])(jax.random.split(jax.random.key(8), 4_000))
+    expected = by_hand(KEY)[1]
+    error = draws.std(0) / np.sqrt(len(draws))
+    assert np.all(np.abs(draws.mean(0) - expected) < 5 * error)
+    # Noise of different records is independent.
+    residual = np.asarray((draws - draws.mean(0)) / draws.std(0))
+    correlation = residual.T @ residual / len(draws) - np.eye(N)
+    assert np.abs(correlation).max() < 6 / np.sqrt(len(draws))
+
+
+@pytest.mark.parametrize("build", [aligned, vanilla], ids=["aligned", "vanilla"])
+def test_the_gradient_is_that_of_the_whole_bound(build: Any) -> None:
+    problem, params = problem_of(decoder, encoder)
+
+    def loss(params: Any) -> Any:
+        latents, entropy = problem.draw(params, KEY)
+        key = jax.random.split(KEY)[0]
+        arrays = problem.rows((X,), {}).arrays
+        parts = jax.vmap(lambda *row: problem.log_likelihood(latents, params, row, key))(*arrays)
+        return -(parts.sum() + problem.log_prior(latents, params) + entropy)
+
+    expected, found = jax.grad(loss)(params), gradient(build, problem, params)
+    assert set(found) == set(expected) == {"loc", "slope", "weight", "width"}
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=2e-4, atol=2e-4)
+
+
+def test_summing_out_is_the_mixture() -> None:
+    problem, params = problem_of(mixture, AutoDiagonalNormal(mixture))
+    other, other_params = problem_of(mixture_by_hand, AutoDiagonalNormal(mixture_by_hand))
+    assert problem.rows((X,), {}).arrays[-1].shape == (N, D)  # no record is numbered
+    np.testing.assert_array_equal(ravel_pytree(params)[0], ravel_pytree(other_params)[0])
+    found, expected = (
+        gradient(aligned, problem, params), gradient(aligned, other, params),
+    )  # fmt: skip
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-4)
+
+
+def test_every_combination_is_summed() -> None:
+    problem, params = problem_of(nested, AutoNormal(nested))
+    assert {k: v.shape for k, v in problem.model.structure.summed.items()} == {
+        "shift": (54, 1), "which": (54, 3),
+    }  # fmt: skip
+    latents, _ = problem.draw(params, KEY)
+    found = problem.log_likelihood(latents, params, (jnp.asarray(X[0]),), KEY)
+    log = np.log(np.array([0.2, 0.3, 0.5]))
+    mean, parts = np.asarray(latents["means"]), []
+    for shift, share in ((0, 0.7), (1, 0.3)):
+        each = log + np.asarray(dist.Normal(mean + shift, 1).log_prob(X[0][:, None]))
+        parts.append(np.log(share) + logsumexp(each, axis=1).sum())
+    np.testing.assert_allclose(found, logsumexp(np.array(parts)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "guide"), [(decoder, lambda: encoder), (mixture, lambda: AutoNormal(mixture))],
+    ids=["encoder", "mixture"],
+)  # fmt: skip
+def test_a_record_moves_the_sum_by_the_clip_norm_at_most(model: Any, guide: Any) -> None:
+    problem, params = problem_of(model, guide())
+    rows = problem.rows((X * np.where(np.arange(N) % 5, 1, 1e6)[:, None],), {})
+    for build in (aligned, vanilla):
+        estimator = build()(problem)
+        public = estimator.prepare(KEY, params)
+
+        @jax.jit
+        def total(mask: Any, estimator: Any = estimator, public: Any = public) -> Any:
+            found = bounded_sum(estimator, gaussian(0.5, 1.0), public, rows.arrays, mask)
+            return ravel_pytree(found)[0]
+
+        whole = np.asarray(total(jnp.ones(N, bool)), np.float64)
+        moves = [np.linalg.norm(whole - total(jnp.arange(N) != i)) for i in range(0, N, 4)]
+        assert max(moves) <= 0.5
+        assert max(moves) > 0.25  # it is not all zero
+
+
+@pytest.mark.parametrize("loss", [Trace_ELBO(), Trace_ELBO(num_particles=3)], ids=["1", "3"])
+def test_an_encoder_learns(loss: Any) -> None:
+    noise = jax.random.normal(jax.random.key(9), (2000, D))
+    data = np.asarray(2 * jax.random.normal(KEY, (2000, 1)) + noise)
+    svi = driver(decoder, encoder, loss=loss, clip_norm=20.0, noise_multiplier=0.5)
+    result = svi.run(jax.random.key(0), 400, data, progress_bar=False)
+    # The records have the weight 2 in every column, and the posterior of a code is linear.
+    np.testing.assert_allclose(result.params["weight"], 2, rtol=0.1)
+    np.testing.assert_allclose(result.params["slope"], 2 / 13, rtol=0.2)
+    np.testing.assert_allclose(result.params["width"], 1 / np.sqrt(13), rtol=0.2)
+
+
+def test_a_mixture_runs_as_any_model_does() -> None:
+    guide = AutoDiagonalNormal(mixture)
+    svi = driver(mixture, guide, sampler=Poisson(0.5), num_steps=5)
+    result = svi.run(jax.random.key(0), 5, X, progress_bar=False)
+    draws = Predictive(mixture, guide=guide, params=result.params, num_samples=4)(KEY, X)
+    assert draws["which"].shape == (4, N)
+    state = svi.init(jax.random.key(0), X)
+    state, _ = jax.jit(svi.update)(state, X)
+    assert np.isfinite(ravel_pytree(svi.get_params(state))[0]).all()
+    swept = svi.sweep(jax.random.split(KEY, 2), 5, X, noise_multiplier=[1.0])
+    assert swept.params["auto_loc"].shape == (2, 2 * D + 1)
+
+
+def scaled(x):
+    share = numpyro.sample("share", dist.Beta(2, 2))
+    with numpyro.plate("records", x.shape[0]), handlers.scale(scale=0.5):
+        which = numpyro.sample("which", dist.Bernoulli(share))
+        numpyro.sample("x", dist.Normal(which[:, None] * jnp.ones(D), 1).to_event(1), obs=x)
+
+
+def unlisted(x):
+    share = numpyro.sample("share", dist.Beta(2, 2))
+    with numpyro.plate("records", x.shape[0]):
+        which = numpyro.sample("which", dist.Multinomial(3, jnp.stack([share, 1 - share])))
+        numpyro.sample("x", dist.Normal(which[:, :1] * jnp.ones(D), 1).to_event(1), obs=x)
+
+
+def too_many_in_plates(x):
+    share = numpyro.sample("share", dist.Beta(2, 2))
+    with numpyro.plate("records", x.shape[0], dim=-2), numpyro.plate("entries", 13, dim=-1):
+        which = numpyro.sample("which", dist.Bernoulli(share))
+        numpyro.sample("x", dist.Normal(which.sum(-1, keepdims=True), 1), obs=x[:, :1])
+
+
+def read_outside(x):
+    with numpyro.plate("records", x.shape[0]):
+        code = numpyro.sample("code", dist.Normal(0, 1))
+        numpyro.sample("x", dist.Normal(code[:, None] * jnp.ones(D), 1).to_event(1), obs=x)
+    numpyro.sample("top", dist.Normal(code.mean(), 1))
+
+
+def draws_outside_the_plate(x):
+    numpyro.sample("mean", dist.Normal(numpyro.param("loc", jnp.zeros(D)), 0.1).to_event(1))
+    numpyro.sample("code", dist.Normal(numpyro.param("m", 0.0), 1).expand([x.shape[0]]))
+
+
+def one_each(x):
+    numpyro.sample("mean", dist.Normal(numpyro.param("loc", jnp.zeros(D)), 0.1).to_event(1))
+    rows = numpyro.param("rows", jnp.zeros(N))
+    with numpyro.plate("records", x.shape[0]) as index:
+        numpyro.sample("code", dist.Normal(rows[index], 1))
+
+
+def leaks(x):
+    numpyro.sample("mean", dist.Normal(x.mean(0), 0.1).to_event(1))
+    local(x)
+
+
+def discrete_guide(x):
+    numpyro.sample("mean", dist.Normal(numpyro.param("loc", jnp.zeros(D)), 0.1).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("code", dist.Poisson(jnp.exp(numpyro.param("m", 0.0))))
+
+
+@pytest.mark.parametrize(
+    ("model", "guide", "parts"),
+    [
+        (
+            decoder,
+            AutoNormal,
+            ["'code'", "AutoNormal would hold one parameter per record", "encoder"],
+        ),
+        (scaled, AutoNormal, ["is scaled", "'which'", "numpyro.factor"]),
+        (unlisted, AutoNormal, ["'which' is discrete", "numpyro.factor"]),
+        (too_many_in_plates, AutoNormal, ["8192 combinations", "at most 4096"]),
+        (read_outside, AutoNormal, ["'top'", "outside the data plate", "'code'"]),
+        (decoder, draws_outside_the_plate, ["'code'", "not inside plate 'records'"]),
+        (decoder, one_each, ["'rows'", "axis of length 40"]),
+        (decoder, leaks, ["Guide site 'mean' depends on the records"]),
+        (decoder, discrete_guide, ["'code'", "Poisson", "reparameterised"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_record_s_latent_that_cannot_be_private(model: Any, guide: Any, parts: Any) -> None:
+    made = guide(model) if isinstance(guide, type) else guide
+    with pytest.raises(UnsupportedModelError) as error:
+        driver(model, made).init(jax.random.key(0), X)
+    for part in parts:
+        assert part in str(error.value)
