@@ -1,14 +1,26 @@
 """Differentially private Bayesian inference for NumPyro."""
 
 from numpyro_dp.core import Batch, Estimator, Fold, Mechanism, Sampler
-from numpyro_dp.estimators import aligned, aligned_natural, natural, preconditioned, vanilla
+from numpyro_dp.estimators import (
+    aligned,
+    aligned_natural,
+    linear,
+    natural,
+    preconditioned,
+    vanilla,
+)
 from numpyro_dp.model.structure import UnsupportedModelError
 from numpyro_dp.posterior import (
     average,
     drift_check,
+    exponential_average,
     noise_aware,
+    posterior_samples,
     regression_check,
     split_rhat_check,
+    summary,
+    tail_average,
+    to_arviz,
 )
 from numpyro_dp.privacy.accounting import GDP, PLD, PRV, RDP, Best, UnsupportedEventError
 from numpyro_dp.privacy.adaptive import AdaptiveClip
@@ -47,12 +59,18 @@ __all__ = [
     "aligned_natural",
     "average",
     "drift_check",
+    "exponential_average",
+    "linear",
     "natural",
     "noise_aware",
+    "posterior_samples",
     "preconditioned",
     "regression_check",
     "secret_key",
     "simulated_clip_norm",
     "split_rhat_check",
+    "summary",
+    "tail_average",
+    "to_arviz",
     "vanilla",
 ]

@@ -14,7 +14,7 @@ import numpyro
 import optax
 
 from numpyro_dp._validate import check_int, check_real
-from numpyro_dp.core import Sampler
+from numpyro_dp.core import Fold, Sampler
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism import is_bounded
@@ -27,6 +27,7 @@ __all__ = [
     "check_budget",
     "check_callable",
     "check_estimator",
+    "check_fold",
     "check_loss_release",
     "check_noise",
     "check_not_spent",
@@ -251,6 +252,35 @@ def check_steps_fit(state: SensitiveState, num_steps: int) -> None:
             f"Expected num_steps <= {left}, what the budget still covers after {int(state.step)} "
             f"steps, got {num_steps}. Plan for all steps with DPSVI(..., num_steps=T)."
         )
+
+
+def check_fold(fold: Any, params: Callable[[], dict[str, Any]], num_steps: int) -> None:
+    """Raises unless a fold, if there is one, can be carried through so many steps."""
+    if fold is None:
+        return
+    if not isinstance(fold, Fold):
+        raise TypeError(
+            "Expected fold to be built by a call, such as tail_average(num_steps) or "
+            f"exponential_average(decay), or a Fold, got {type(fold).__name__}."
+        )
+    if fold.num_steps not in (None, num_steps):
+        raise ValueError(
+            f"Expected a fold for the {num_steps} steps of this run, got one for "
+            f"{fold.num_steps}. Pass the same num_steps to both; a fold starts anew with each run."
+        )
+    start = params()
+    before = jax.eval_shape(lambda state: state, fold.init(start))
+    after = jax.eval_shape(fold.update, before, start)
+    if jax.tree.map(_form, before) != jax.tree.map(_form, after):
+        raise TypeError(
+            f"Expected fold.update to return a state of the form of fold.init's, "
+            f"{jax.tree.map(_form, before)}, got {jax.tree.map(_form, after)}. Keep shapes and "
+            "dtypes constant."
+        )
+
+
+def _form(array: Any) -> str:
+    return f"{array.dtype}{list(array.shape)}"
 
 
 def check_reverse_mode(forward_mode_differentiation: bool) -> None:

@@ -170,12 +170,22 @@ class Sampler(Protocol):
 class Fold(NamedTuple):
     """Post-processing of the stream of private iterates, free of privacy cost.
 
+    ``DPSVI.run(..., fold=...)`` carries the state through its compiled loop. One compilation
+    serves all folds with the same function ``update``, so what differs between them, such as a
+    number of steps, belongs into the state.
+
     Attributes:
-        init: ``params -> state``.
-        update: ``(state, params) -> state``.
+        init: ``params -> state``, from the constrained parameters that the run starts with.
+        update: ``(state, params) -> state`` of the same shapes and dtypes, with the constrained
+            parameters after a step. It is compiled.
         result: ``state -> value``.
+        num_steps: Number of steps that the fold is made for; ``None`` for any.
+
+    Guarantee:
+        The loop hands it the private iterates, and nothing else.
     """
 
     init: Callable[[PyTree], PyTree]
     update: Callable[[PyTree, PyTree], PyTree]
     result: Callable[[PyTree], PyTree]
+    num_steps: int | None = None

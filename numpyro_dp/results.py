@@ -91,10 +91,13 @@ class DPSVIResult(_RunResult):
         losses: :class:`PrivateLosses`, :class:`SensitiveLosses`, or ``None``.
         trace: Thinned private iterates; may be published.
         privacy: What was spent; may be published.
+        folded: What ``run(..., fold=...)`` made of the iterates after every step, else ``None``;
+            may be published.
     """
 
     trace: Trace
     privacy: PrivacyReport
+    folded: Any
 
     def __new__(
         cls,
@@ -103,15 +106,16 @@ class DPSVIResult(_RunResult):
         losses: PrivateLosses | SensitiveLosses | None,
         trace: Trace,
         privacy: PrivacyReport,
+        folded: Any = None,
     ) -> DPSVIResult:
         """Makes the triple and adds what SVI's result does not have."""
         result = super().__new__(cls, params, state, losses)
-        result.trace, result.privacy = trace, privacy
+        result.trace, result.privacy, result.folded = trace, privacy, folded
         return result
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         """Lets copies and pickles keep all fields."""
-        return (*self, self.trace, self.privacy)
+        return (*self, self.trace, self.privacy, self.folded)
 
     def __repr__(self) -> str:
         """Names the fields and shows what was spent."""

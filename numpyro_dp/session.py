@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp.aggregate import record_lengths
-from numpyro_dp.core import Estimator, Mechanism, PyTree, Sampler
+from numpyro_dp.core import Estimator, Fold, Mechanism, PyTree, Sampler
 from numpyro_dp.estimators.loss import LOSS_ENTRY, with_loss
 from numpyro_dp.model.records import Rows
 from numpyro_dp.model.variational import VariationalProblem
@@ -80,9 +80,9 @@ class Session:
         self._step = build_step(
             self._estimator, self._mechanism, settings.sampler, settings.optim, self.inclusion_prob
         )
-        self._estimator(problem.shared, gaussian(settings.clip_norm, 0.0).init())  # or an error
         self._update = jax.jit(self._guarded_step)
         self._loop = build_loop(self._step_and_value, self._kept, self._measure)
+        self._folding_loops: dict[Callable[..., PyTree], Callable[..., Any]] = {}
         self._loop_many = jax.jit(jax.vmap(self._loop, in_axes=(0, 0, None, None, None, None)))
 
     def setting(self, reproducible: bool) -> RunSetting:
@@ -99,16 +99,17 @@ class Session:
         )
 
     def check_signal(self, params: dict[str, Any]) -> None:
-        """Raises unless ``clip_norm`` fits the entries of the signal."""
-        if not isinstance(self._clip_norm, Mapping):
-            return
+        """Raises unless the estimator fits the model, and ``clip_norm`` the signal's entries."""
         shared, example = self.problem.shared, self.problem.blank_example()
+        estimator = self._estimator(shared, gaussian(self.settings.clip_norm, 0.0).init())
+        if estimator.check is not None:
+            estimator.check(params)
 
         def signal(params: dict[str, Any]) -> PyTree:
-            estimator = self._estimator(shared, gaussian(self.settings.clip_norm, 0.0).init())
             return estimator.signal(estimator.prepare(jax.random.key(0), params), example)
 
-        check_blocks(self._clip_norm, tuple(jax.eval_shape(signal, params)))
+        if isinstance(self._clip_norm, Mapping):
+            check_blocks(self._clip_norm, tuple(jax.eval_shape(signal, params)))
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Splits arguments into records and public arrays."""
@@ -128,22 +129,27 @@ class Session:
         trace_size: int | None,
         progress_bar: bool,
         report: PrivacyReport,
-    ) -> tuple[SensitiveState, PrivateLosses | SensitiveLosses | None, Trace]:
-        """Runs steps; returns the state, the losses and the thinned trace."""
+        fold: Fold | None = None,
+    ) -> tuple[SensitiveState, PrivateLosses | SensitiveLosses | None, Trace, PyTree]:
+        """Runs steps; returns the state, the losses, the thinned trace and the fold's result."""
         buffer, stride, slots, rest = self._slots(state, num_steps, trace_size)
         done = int(state.step)
+        loop, carry = self._loop, state
+        if fold is not None:
+            loop, carry = self._folding_loop(fold.update), (state, self._start(fold, state))
         if rest:  # first the steps that do not fill a slot, so that the last iterate is kept
-            state, buffer = self._loop(state, buffer, rows, *_ints(0, 1, rest))
+            carry, buffer = loop(carry, buffer, rows, *_ints(0, 1, rest))
         chunks = [(0, slots)]
         if progress_bar:
             chunks = progress_chunks(slots, stride, done + rest, report.plan, report.epsilon)
         for first, count in chunks:
-            state, buffer = self._loop(state, buffer, rows, *_ints(first, count, stride))
-            jax.block_until_ready(state.step)
+            carry, buffer = loop(carry, buffer, rows, *_ints(first, count, stride))
+            jax.block_until_ready(buffer)
+        state, folded = (carry, None) if fold is None else (carry[0], fold.result(carry[1]))
         (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:slots], buffer)
         steps = done + rest + stride * np.arange(1, slots + 1)
         trace = Trace(steps, jax.vmap(self.problem.constrain)(iterates), norms)
-        return state, self._losses(steps, values), trace
+        return state, self._losses(steps, values), trace, folded
 
     def run_many(
         self, states: SensitiveState, rows: Rows, num_steps: int, trace_size: int | None
@@ -166,6 +172,28 @@ class Session:
         params = constrain(jax.vmap(self.settings.optim.get_params)(states.optim_state))
         trace = Trace(steps, jax.vmap(constrain)(iterates), norms)
         return params, trace, self._losses(steps, values)
+
+    def _folding_loop(self, update: Callable[..., PyTree]) -> Callable[..., Any]:
+        """The loop that also updates a fold after every step, compiled once for each update."""
+        optim = self.settings.optim
+
+        def step(carry: tuple[SensitiveState, PyTree], rows: Rows) -> tuple[PyTree, Array]:
+            state, value = self._step_and_value(carry[0], rows)
+            params = self.problem.constrain(optim.get_params(state.optim_state))
+            return (state, update(carry[1], params)), value
+
+        if update not in self._folding_loops:
+            self._folding_loops[update] = build_loop(
+                step,
+                lambda carry: self._kept(carry[0]),
+                lambda carry, rows: self._measure(carry[0], rows),
+            )
+        return self._folding_loops[update]
+
+    def _start(self, fold: Fold, state: SensitiveState) -> PyTree:
+        """A fold's first state; of a definite dtype, so that all calls share a compilation."""
+        params = self.problem.constrain(self.settings.optim.get_params(state.optim_state))
+        return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), fold.init(params))
 
     def _slots(
         self, state: SensitiveState, num_steps: int, trace_size: int | None, number: int = 1

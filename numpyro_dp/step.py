@@ -151,14 +151,15 @@ def build_step(
 
 
 def build_loop(
-    step: Callable[[SensitiveState, Rows], tuple[SensitiveState, Array]],
-    read: Callable[[SensitiveState], PyTree],
-    measure: Callable[[SensitiveState, Rows], Rows],
-) -> Callable[..., tuple[SensitiveState, PyTree]]:
+    step: Callable[[PyTree, Rows], tuple[PyTree, Array]],
+    read: Callable[[PyTree], PyTree],
+    measure: Callable[[PyTree, Rows], Rows],
+) -> Callable[..., tuple[PyTree, PyTree]]:
     """Returns a compiled loop that runs steps and keeps every so many iterates.
 
     Args:
         step: ``(state, rows) -> (state, value)`` with a scalar value, averaged between records.
+            The state is a :class:`SensitiveState`, alone or in a pair with that of a fold.
         read: ``state -> iterate``, what is kept.
         measure: ``(state, rows) -> rows`` with the lengths of each record.
 
@@ -169,18 +170,16 @@ def build_loop(
     """
 
     def loop(
-        state: SensitiveState, buffer: PyTree, rows: Rows, first: Array, count: Array, stride: Array
-    ) -> tuple[SensitiveState, PyTree]:
+        state: PyTree, buffer: PyTree, rows: Rows, first: Array, count: Array, stride: Array
+    ) -> tuple[PyTree, PyTree]:
         rows = measure(state, rows)
 
-        def one_step(_: Array, carry: tuple[SensitiveState, Array]) -> tuple[SensitiveState, Array]:
+        def one_step(_: Array, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
             state, total = carry
             state, value = step(state, rows)
             return state, total + value.astype(total.dtype)
 
-        def one_slot(
-            slot: Array, carry: tuple[SensitiveState, PyTree]
-        ) -> tuple[SensitiveState, PyTree]:
+        def one_slot(slot: Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
             state, buffer = carry
             zero = jnp.zeros((), jnp.float32)
             state, total = lax.fori_loop(0, stride, one_step, (state, zero))

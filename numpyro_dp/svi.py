@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from numpyro.infer import SVI
 
 from numpyro_dp import _checks
 from numpyro_dp._validate import check_int
-from numpyro_dp.core import Estimator, Sampler
+from numpyro_dp.core import Estimator, Fold, Sampler
 from numpyro_dp.ledger import noise_fields, plan_for, spent_by
 from numpyro_dp.model.frontend import Frontend, arguments_key, check_loss
 from numpyro_dp.model.records import array_shapes
@@ -89,9 +89,9 @@ class DPSVI:
         (True, Array(True, dtype=bool))
 
     Guarantee:
-        ``result.params``, ``result.trace``, ``result.privacy`` and private losses are
-        (epsilon, delta)-differentially private under the budget's relation: each step is the
-        Gaussian mechanism on a clipped sum over a sampled batch, everything else is
+        ``result.params``, ``result.trace``, ``result.folded``, ``result.privacy`` and private
+        losses are (epsilon, delta)-differentially private under the budget's relation: each step
+        is the Gaussian mechanism on a clipped sum over a sampled batch, everything else is
         post-processing or reads no record. The number of records, shapes and dtypes are public.
         ``result.state`` and everything in a type named ``Sensitive...`` is not covered.
         A state must be updated once and with one data set: the same state updated twice with
@@ -242,6 +242,7 @@ class DPSVI:
         init_state: SensitiveState | None = None,
         init_params: dict[str, Any] | None = None,
         trace_size: int | None = None,
+        fold: Fold | None = None,
         **kwargs: Any,
     ) -> DPSVIResult:
         """Runs ``num_steps`` private steps in one compiled loop.
@@ -257,6 +258,7 @@ class DPSVI:
             init_params: Initial values of parameters by name.
             trace_size: At most so many iterates are kept, evenly spaced; by default 1000, or
                 fewer where they would hold more than 10 million numbers.
+            fold: Reads the iterate after every step, for ``result.folded``; it starts anew here.
             **kwargs: Keyword arguments of model and guide.
 
         Returns:
@@ -283,9 +285,12 @@ class DPSVI:
             setting = dataclasses.replace(state.setting, sensitive=True)
             state = state._replace(setting=setting)
         report = spent_by(self, state, int(state.step) + num_steps)
+        _checks.check_fold(fold, lambda: self.get_params(state), num_steps)
         rows = session.rows(args, kwargs)
-        state, losses, trace = session.run(state, rows, num_steps, trace_size, progress_bar, report)
-        return DPSVIResult(self.get_params(state), state, losses, trace, report)
+        state, losses, trace, folded = session.run(
+            state, rows, num_steps, trace_size, progress_bar, report, fold
+        )
+        return DPSVIResult(self.get_params(state), state, losses, trace, report, folded)
 
     def sweep(
         self,
@@ -353,8 +358,7 @@ class DPSVI:
         key = arguments_key(args, kwargs)
         if key not in self._sessions:
             session = Session(self, prepared.problem)
-            if isinstance(self.clip_norm, Mapping):
-                session.check_signal(self.optim.get_params(prepared.optim_state))
+            session.check_signal(self.optim.get_params(prepared.optim_state))
             self._sessions[key] = session
         secret = secret_key() if self.secret_key is None else self.secret_key
         return SensitiveState(

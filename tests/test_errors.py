@@ -27,6 +27,7 @@ from numpyro_dp import (
     Best,
     BudgetError,
     FixedSize,
+    Fold,
     FullBatch,
     LossRelease,
     Poisson,
@@ -34,8 +35,10 @@ from numpyro_dp import (
     UnsupportedEventError,
     UnsupportedModelError,
     aligned,
+    linear,
     natural,
     secret_key,
+    tail_average,
     vanilla,
 )
 from numpyro_dp.results import SensitiveValueError
@@ -83,7 +86,8 @@ def driver(**changes: Any) -> DPSVI:
 
 
 def run(num_steps: Any = 3, data: Any = X, rng_key: Any = KEY, **changes: Any) -> Any:
-    options = {name: changes.pop(name) for name in ("trace_size", "init_state") if name in changes}
+    names = ("trace_size", "init_state", "fold")
+    options = {name: changes.pop(name) for name in names if name in changes}
     return driver(**changes).run(rng_key, num_steps, data, progress_bar=False, **options)
 
 
@@ -312,6 +316,12 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         UnsupportedModelError,
         "static keywords",
     ),
+    "nothing declared": (lambda: linear(aligned(), {}), T, "linear(aligned() | for each site | {}"),
+    "an array declared": (
+        lambda: linear(aligned(), {"w": X}),
+        T,
+        "function of the model's arguments",
+    ),
     "no records": (lambda: run(data=X[:0]), V, "at least one record | args[0] | (0, | whole data"),
     "columns standardised in the model": (
         lambda: run(model=standardises, guide=AutoNormal(standardises)),
@@ -377,6 +387,21 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "array of shape (20,) | run(rng_key, num_steps, *args)",
     ),
     "trace of nothing": (lambda: run(trace_size=0), V, "trace_size=0 | >= 1"),
+    "fold not built": (
+        lambda: run(fold=tail_average),
+        T,
+        "tail_average(num_steps) | exponential_average(decay) | got function",
+    ),
+    "fold of another length": (
+        lambda: run(fold=tail_average(40, num_batches=2)),
+        V,
+        "the 3 steps | one for 40 | same num_steps",
+    ),
+    "fold of growing state": (
+        lambda: run(fold=Fold(lambda p: jnp.zeros(1), lambda s, p: jnp.zeros(2), len)),
+        T,
+        "fold.update | float32[1] | got float32[2] | constant",
+    ),
     "forward mode": (
         lambda: driver().run(KEY, 3, X, forward_mode_differentiation=True),
         V,

@@ -110,7 +110,9 @@ def _check_sites(problem: VariationalProblem, features: dict[str, Any]) -> None:
     latents = problem.model.structure.latents
     for name in features:
         if name not in latents:
-            raise ValueError(f"Expected linear() to name latent sites {list(latents)}, got {name!r}.")
+            raise ValueError(
+                f"Expected linear() to name latent sites {list(latents)}, got {name!r}."
+            )
 
 
 def _check_linear(

@@ -77,7 +77,6 @@ class Layout(NamedTuple):
         ones = tuple(jnp.ones((num_rows, *shape), dtype) for shape, dtype in self.shapes)
         return self.arguments(ones, shared)
 
-
     def invented(self, num_rows: int = 1) -> tuple[tuple[Array, ...], ...]:
         """Returns record arrays to try a model on: normal numbers, and the ones of a placeholder.
 

@@ -33,6 +33,7 @@ from numpyro.infer import Predictive
 from scipy import stats
 
 from numpyro_dp._validate import check_in, check_int, check_real
+from numpyro_dp.posterior.samples import check_guide_set_up
 
 __all__ = ["Combined", "combine", "synthetic_data"]
 
@@ -151,11 +152,7 @@ def synthetic_data(
         Reads the private parameters and public arguments alone.
     """
     check_int("num_datasets", num_datasets, low=1)
-    if getattr(guide, "prototype_trace", guide) is None:
-        raise ValueError(
-            f"Expected a guide that a run has set up, got a new {type(guide).__name__}: without "
-            "records it would take the observed sites for latent ones. Pass the guide of the run."
-        )
+    check_guide_set_up(guide)
     guide_key, model_key = jax.random.split(rng_key)
     draws = Predictive(guide, params=params, num_samples=num_datasets)(guide_key, *args, **kwargs)
     made = Predictive(model, posterior_samples=draws, params=params)(model_key, *args, **kwargs)

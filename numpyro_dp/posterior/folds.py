@@ -1,0 +1,238 @@
+r"""Averages of every private iterate, streamed: for models too large to keep a trace of.
+
+A fold is carried through the compiled loop of a run, ``svi.run(..., fold=...)``, and reads the
+constrained parameters after each step.
+
+**Tail average.** The last n iterates are split into b batches of :math:`n_j` consecutive ones,
+which differ in length by one at most. With their means :math:`m_j`,
+
+.. math::
+    \bar x = \frac1n \sum_j n_j m_j, \qquad
+    \widehat{\mathrm{Var}}(\bar x) = \frac{1}{n (b - 1)} \sum_j n_j (m_j - \bar x)^2.
+
+The second is unbiased for independent batch means, so batches must be long against the
+autocorrelation time of the iterates. Sums run over deviations from the mean of the batches before,
+in at least float32, so that long runs do not lose digits.
+
+**Exponential average.** :math:`\sum_i d^{t-i} x_i / \sum_i d^{t-i}`, as
+:math:`m \leftarrow m + (x - m)(1 - d)/(1 - d^t)`.
+
+Reference:
+    Polyak, Juditsky (1992), SIAM J. Control Optim. 30; for batch means Flegal, Jones (2010), Ann.
+    Statist. 38; for the bias correction Kingma, Ba (2015), Adam, ICLR.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_dp._tree import widen
+from numpyro_dp._validate import check_int, check_real
+from numpyro_dp.core import Fold, PyTree
+
+__all__ = ["TailAverage", "exponential_average", "tail_average"]
+
+_MOST_STEPS = np.iinfo(np.int32).max
+
+
+class TailAverage(NamedTuple):
+    r"""Mean of the last iterates of a run; may be published.
+
+    Attributes:
+        params: Mean of the constrained parameters: ready for
+            ``Predictive(model, guide=guide, params=...)``.
+        dp_sd: Standard deviation of that mean, by which noise and batches of the run put it off
+            the optimum; the same tree. It is itself known to a factor of
+            :math:`1 \pm 1/\sqrt{2(b-1)}`, and means nothing if the run had not converged.
+        num_iterates: Number of iterates averaged.
+    """
+
+    params: dict[str, Any]
+    dp_sd: dict[str, Any]
+    num_iterates: Array
+
+
+class _Tail(NamedTuple):
+    """State of a tail average; the first four are constant or count.
+
+    Attributes:
+        wait: Iterates to come before the tail.
+        length: Length of a batch; the first ``longer`` batches have one iterate more.
+        longer: See there.
+        batches: Number of closed batches.
+        before: Iterates in closed batches.
+        inside: Iterates in the open batch.
+        mean: Of the closed batches; the first iterate as long as there is none.
+        total: Deviations from ``mean`` of the iterates in the open batch, added up.
+        squares: Squared deviations of closed batches from their mean, times their length, added up.
+    """
+
+    wait: Array
+    length: Array
+    longer: Array
+    batches: Array
+    before: Array
+    inside: Array
+    mean: PyTree
+    total: PyTree
+    squares: PyTree
+
+
+class _Exponential(NamedTuple):
+    """State of an exponential average: 1 - d, 1 - d^t, and the average."""
+
+    rate: Array
+    weight: Array
+    mean: PyTree
+
+
+def tail_average(num_steps: int, last: float = 0.5, num_batches: int = 32) -> Fold:
+    r"""Averages the iterates of the last share of a run, all of them, without keeping them.
+
+    It holds three times as many numbers as the parameters. Unlike
+    :func:`~numpyro_dp.posterior.average` it does not look for the iterates that have converged:
+    the share is yours to choose, before the run.
+
+    A mean of constrained parameters meets convex constraints, such as those of scales and Cholesky
+    factors.
+
+    Args:
+        num_steps: Of the run that it is for.
+        last: Share of the steps that is averaged over, in (0, 1], rounded to whole steps.
+        num_batches: Number of batches b for the standard deviation; each should hold many
+            autocorrelation times of the iterates.
+
+    Returns:
+        A fold whose result is a :class:`TailAverage`.
+
+    Raises:
+        ValueError: If a value is outside its range, or there are fewer iterates than batches.
+
+    Example:
+        >>> import jax, numpyro, numpyro.distributions as dist, optax
+        >>> from numpyro.infer.autoguide import AutoDiagonalNormal
+        >>> from numpyro_dp import DPSVI, FullBatch, PrivacyBudget, aligned, tail_average
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> x = 3 + jax.random.normal(jax.random.key(1), (1000,))
+        >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.02), estimator=aligned(),
+        ...             clip_norm=2.0, sampler=FullBatch(), budget=PrivacyBudget(1.0, 1e-5))
+        >>> result = svi.run(jax.random.key(0), 3000, x, progress_bar=False,
+        ...                  fold=tail_average(3000))
+        >>> int(result.folded.num_iterates), abs(result.folded.params["auto_loc"][0] - 3) < 0.5
+        (1500, Array(True, dtype=bool))
+
+    Guarantee:
+        Reads the private iterates alone: post-processing, free of privacy cost.
+    """
+    check_int("num_steps", num_steps, low=1, high=_MOST_STEPS)
+    check_real("last", last, low=0, high=1, low_open=True, remedy="It is a share of the steps.")
+    check_int("num_batches", num_batches, low=2)
+    number = max(1, round(last * num_steps))
+    check_int(
+        "number of iterates averaged", number, low=num_batches,
+        remedy="Each batch needs one: take more steps, a larger share last=, or fewer num_batches.",
+    )  # fmt: skip
+    length, longer = divmod(number, num_batches)
+
+    def init(params: PyTree) -> _Tail:
+        counts = (num_steps - number, length, longer, 0, 0, 0)
+        zeros = jax.tree.map(jnp.zeros_like, widen(params))
+        return _Tail(*(jnp.asarray(count, jnp.int32) for count in counts), *([zeros] * 3))
+
+    return Fold(init, _update_tail, _tail_average, num_steps)
+
+
+def exponential_average(decay: float = 0.999) -> Fold:
+    """Averages all iterates with weights that fall by a factor a step, without keeping them.
+
+    It averages over about ``1 / (1 - decay)`` iterates. The weights add up to 1 from the first
+    step on.
+
+    Args:
+        decay: Weight of an iterate over that of the next one, in [0, 1).
+
+    Returns:
+        A fold whose result is the tree of averaged constrained parameters.
+
+    Raises:
+        ValueError: If ``decay`` is outside its range.
+
+    Example:
+        >>> fold = exponential_average(0.5)
+        >>> state = fold.init({"x": 0.0})
+        >>> for value in (4.0, 1.0):
+        ...     state = fold.update(state, {"x": value})
+        >>> round(float(fold.result(state)["x"]), 6)  # (4 / 2 + 1) / (1 / 2 + 1)
+        2.0
+
+    Guarantee:
+        Reads the private iterates alone: post-processing, free of privacy cost.
+    """
+    check_real("decay", decay, low=0, high=1, high_open=True, remedy="0.999 averages over 1000.")
+
+    def init(params: PyTree) -> _Exponential:
+        rate = jnp.asarray(1 - decay, jnp.result_type(float))
+        return _Exponential(rate, jnp.zeros_like(rate), widen(jax.tree.map(jnp.asarray, params)))
+
+    return Fold(init, _update_exponential, lambda state: state.mean)
+
+
+def _update_tail(state: _Tail, params: PyTree) -> _Tail:
+    active = state.wait == 0
+    first = active & (state.before + state.inside == 0)
+    inside = state.inside + active
+    closes = active & (inside == state.length + (state.batches < state.longer))
+    known = state.before + inside
+
+    def update(x: Array, mean: Array, total: Array, squares: Array) -> tuple[Array, ...]:
+        x, size = x.astype(mean.dtype), inside.astype(mean.dtype)
+        share = size / jnp.maximum(known, 1).astype(mean.dtype)
+        mean = jnp.where(first, x, mean)
+        total = jnp.where(active, total + (x - mean), total)
+        deviation = total / jnp.maximum(size, 1)
+        return (
+            jnp.where(closes, mean + share * deviation, mean),
+            jnp.where(closes, 0, total),
+            jnp.where(closes, squares + size * (1 - share) * jnp.square(deviation), squares),
+        )
+
+    leaves, treedef = jax.tree.flatten(params)
+    sums = (jax.tree.leaves(tree) for tree in (state.mean, state.total, state.squares))
+    updated = zip(*(update(*each) for each in zip(leaves, *sums, strict=True)), strict=True)
+    return state._replace(
+        wait=jnp.maximum(state.wait - 1, 0),
+        batches=state.batches + closes,
+        before=jnp.where(closes, known, state.before),
+        inside=jnp.where(closes, 0, inside),
+        **{
+            name: treedef.unflatten(each)
+            for name, each in zip(("mean", "total", "squares"), updated, strict=True)
+        },
+    )
+
+
+def _tail_average(state: _Tail) -> TailAverage:
+    number = state.before + state.inside
+    mean = jax.tree.map(lambda mean, total: mean + total / number, state.mean, state.total)
+    freedom = (state.batches - 1) * state.before
+    sd = jax.tree.map(lambda squares: jnp.sqrt(squares / freedom), state.squares)
+    return TailAverage(mean, sd, number)
+
+
+def _update_exponential(state: _Exponential, params: PyTree) -> _Exponential:
+    weight = state.weight + state.rate * (1 - state.weight)
+    share = state.rate / weight
+
+    def update(mean: Array, x: Array) -> Array:
+        x = jnp.asarray(x, mean.dtype)
+        return jnp.where(state.weight > 0, mean + share.astype(mean.dtype) * (x - mean), x)
+
+    return state._replace(weight=weight, mean=jax.tree.map(update, state.mean, params))

@@ -1,0 +1,87 @@
+"""Posterior draws of the latent sites, from a guide and private parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax import Array
+from numpyro import handlers
+from numpyro.infer import Predictive
+
+from numpyro_dp._validate import check_int
+
+__all__ = ["check_guide_set_up", "posterior_samples"]
+
+
+def posterior_samples(
+    rng_key: Array,
+    guide: Callable[..., Any],
+    params: dict[str, Any],
+    num_samples: int,
+    *args: Any,
+    **kwargs: Any,
+) -> dict[str, Array]:
+    """Draws the latent sites from a guide, automatic or hand-written, in the model's own units.
+
+    These are the draws of NumPyro's ``Predictive(guide, params=params, num_samples=...)`` without
+    auxiliary sites, such as the joint vector of an automatic guide. Hand them on for predictions
+    with the very same draws: ``Predictive(model, posterior_samples=draws, params=params)``.
+
+    Args:
+        rng_key: Key of the draws; it need not be secret.
+        guide: The guide of the run.
+        params: ``result.params``, or those of :func:`~numpyro_dp.average`,
+            :func:`~numpyro_dp.noise_aware` or :func:`~numpyro_dp.tail_average`.
+        num_samples: Number of draws.
+        *args: Arguments of a hand-written guide. Global latents do not depend on records, so any
+            rows will do; latents of a record are drawn for the rows handed over. Automatic
+            guides need no arguments.
+        **kwargs: Keywords of the guide.
+
+    Returns:
+        Draws by site with a leading axis ``num_samples``.
+
+    Raises:
+        ValueError: If ``num_samples`` is below 1, or an automatic guide has not been set up.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer.autoguide import AutoDiagonalNormal
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 10).expand([2]).to_event(1))
+        ...     sd = numpyro.sample("sd", dist.HalfNormal(1))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, sd).to_event(1), obs=x)
+        >>> guide = AutoDiagonalNormal(model)
+        >>> _ = numpyro.handlers.seed(guide, jax.random.key(0))(jnp.zeros((1, 2)))  # or a run
+        >>> params = {"auto_loc": jnp.array([3.0, 1.0, 0.0]), "auto_scale": jnp.full(3, 0.1)}
+        >>> draws = posterior_samples(jax.random.key(0), guide, params, 100)
+        >>> {name: value.shape for name, value in draws.items()}
+        {'mean': (100, 2), 'sd': (100,)}
+
+    Guarantee:
+        Reads the private parameters and its arguments. Draws of global latents may be published;
+        those of a record's latents, by an encoder, describe the rows handed over.
+    """
+    check_int("num_samples", num_samples, low=1)
+    check_guide_set_up(guide)
+    with handlers.block(), handlers.trace() as trace:
+        handlers.seed(handlers.substitute(guide, data=params), rng_key)(*args, **kwargs)
+    sites = [
+        name
+        for name, site in trace.items()
+        if site["type"] == "deterministic"
+        or (site["type"] == "sample" and not site["infer"].get("is_auxiliary", False))
+    ]
+    predictive = Predictive(guide, params=params, num_samples=num_samples, return_sites=sites)
+    return predictive(rng_key, *args, **kwargs)
+
+
+def check_guide_set_up(guide: Callable[..., Any]) -> None:
+    """Raises ValueError if an automatic guide has never seen the model."""
+    if getattr(guide, "prototype_trace", guide) is None:
+        raise ValueError(
+            f"Expected a guide that a run has set up, got a new {type(guide).__name__}: without "
+            "records it would take the observed sites for latent ones. Pass the guide of the run."
+        )

@@ -1,0 +1,122 @@
+"""Draws for ArviZ: with what was spent, and without records. Holds before and after ArviZ 1.0."""
+
+import sys
+
+import arviz
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer import Predictive
+from numpyro.infer.autoguide import AutoNormal
+
+from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned
+from numpyro_dp.posterior import posterior_samples, to_arviz
+
+SECRET = 77.125
+X = np.random.default_rng(0).normal(size=(50, 2)).astype(np.float32)
+Y = np.full(50, SECRET, np.float32)
+
+
+def model(x, y=None):
+    w = numpyro.sample("net/w", dist.Normal(0, 1).expand([2]).to_event(1))
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, scale), obs=y)
+
+
+@pytest.fixture(scope="module")
+def made():
+    """A run, its draws and their predictions."""
+    guide = AutoNormal(model)
+    svi = DPSVI(model, guide, optax.adam(0.05), estimator=aligned(), clip_norm=1.0,
+                sampler=Poisson(0.2), budget=PrivacyBudget(1.0, 1e-3))  # fmt: skip
+    result = svi.run(jax.random.key(0), 20, X, Y, progress_bar=False)
+    draws = posterior_samples(jax.random.key(1), guide, result.params, 40)
+    predicted = Predictive(model, posterior_samples=draws)(jax.random.key(2), X[:3])
+    return result, draws, predicted
+
+
+def names(tree):
+    """Names of the groups."""
+    groups = tree.groups
+    found = groups() if callable(groups) else groups
+    return {name.strip("/") for name in found} - {""}
+
+
+def test_draws_are_one_chain(made):
+    result, draws, predicted = made
+    tree = to_arviz(draws, result.privacy, posterior_predictive=predicted)
+    posterior = tree["posterior"]
+    assert set(posterior.data_vars) == {"net.w", "scale"}
+    assert posterior["net.w"].dims[:2] == ("chain", "draw")
+    np.testing.assert_array_equal(posterior["net.w"].values, np.asarray(draws["net/w"])[None])
+    np.testing.assert_array_equal(
+        tree["posterior_predictive"]["y"].values, np.asarray(predicted["y"])[None]
+    )
+    assert arviz.summary(tree)["mean"].shape == (3,)
+
+
+def test_no_record_is_there_unless_asked_for(made):
+    result, draws, predicted = made
+    assert names(to_arviz(draws, result.privacy)) == {"posterior"}
+    tree = to_arviz(draws, result.privacy, posterior_predictive=predicted)
+    assert names(tree) == {"posterior", "posterior_predictive"}
+    assert "sensitive" not in tree.attrs
+    assert str(SECRET) not in repr(tree.attrs) + str(tree)
+    for group in names(tree):
+        for value in tree[group].data_vars.values():
+            assert not (value.values == SECRET).any()
+
+
+def test_records_are_marked(made):
+    result, draws, _ = made
+    tree = to_arviz(draws, result.privacy, sensitive_observed_data={"y": Y})
+    assert names(tree) == {"posterior", "observed_data"}
+    assert tree["observed_data"]["y"].shape == (50,)
+    assert "never publish" in tree.attrs["sensitive"]
+    assert "never publish" in tree["posterior"].attrs["sensitive"]
+    assert "never publish" in tree["observed_data"].attrs["sensitive"]
+    assert "epsilon" not in tree["observed_data"].attrs
+
+
+def test_attributes_say_what_was_spent(made):
+    result, draws, predicted = made
+    tree = to_arviz(draws, result.privacy, posterior_predictive=predicted)
+    for part in (tree, tree["posterior"], tree["posterior_predictive"]):
+        attrs = part.attrs
+        assert attrs["epsilon"] == result.privacy.epsilon <= 1.0
+        assert (attrs["delta"], attrs["relation"]) == (1e-3, "add_or_remove_one")
+        assert (attrs["accountant"], attrs["num_steps"]) == (result.privacy.accountant, 20)
+        assert "Poisson(rate=0.2" in attrs["privacy"]
+        assert "private variational posterior" in attrs["draws"]
+        kinds = {type(value) for name, value in attrs.items() if name != "sample_dims"}
+        assert kinds == {str, int, float}  # what netCDF can hold
+
+
+def test_labels_of_coordinates(made):
+    result, draws, _ = made
+    tree = to_arviz(
+        draws, result.privacy, coords={"column": ["a", "b"]}, dims={"net.w": ["column"]}
+    )
+    assert tree["posterior"]["net.w"].sel(column="b").shape == (1, 40)
+
+
+def test_numbers_of_draws_may_differ(made):
+    result, draws, predicted = made
+    few = {name: value[:7] for name, value in predicted.items()}
+    tree = to_arviz(draws, result.privacy, posterior_predictive=few)
+    assert tree["posterior_predictive"]["y"].shape == (1, 7, 3)
+
+
+def test_wrong_input(made, monkeypatch):
+    result, draws, _ = made
+    with pytest.raises(TypeError, match=r"privacy=result.privacy, got DPSVIResult"):
+        to_arviz(draws, result)
+    with pytest.raises(TypeError, match="posterior_predictive to be a dict of draws"):
+        to_arviz(draws, result.privacy, posterior_predictive=np.zeros(3))
+    monkeypatch.setitem(sys.modules, "arviz", None)
+    with pytest.raises(ImportError, match=r"numpyro-dp\[plot\]"):
+        to_arviz(draws, result.privacy)

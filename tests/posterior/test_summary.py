@@ -1,0 +1,139 @@
+"""Posterior draws and their table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer import Predictive
+from numpyro.infer.autoguide import (
+    AutoDelta,
+    AutoDiagonalNormal,
+    AutoGuideList,
+    AutoIAFNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+)
+
+from numpyro_dp.posterior import posterior_samples, summary
+
+KEY = jax.random.key(0)
+X = jnp.zeros((4, 2))
+
+
+def model(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    numpyro.deterministic("double", 2 * w)
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, scale), obs=y)
+
+
+def set_up(guide):
+    """Its initial parameters, as a run would have found them."""
+    with numpyro.handlers.trace() as trace, numpyro.handlers.seed(rng_seed=0):
+        guide(X, jnp.zeros(4))
+    return {name: site["value"] for name, site in trace.items() if site["type"] == "param"}
+
+
+def in_parts(model):
+    guide = AutoGuideList(model)
+    guide.append(AutoNormal(numpyro.handlers.block(model, hide=["scale", "double"])))
+    guide.append(AutoNormal(numpyro.handlers.block(model, hide=["w", "double"])))
+    return guide
+
+
+@pytest.mark.parametrize(
+    "build",
+    [AutoDelta, AutoDiagonalNormal, AutoIAFNormal, AutoMultivariateNormal, AutoNormal, in_parts],
+)
+def test_draws_are_those_of_the_latent_sites_alone(build):
+    guide = build(model)
+    draws = posterior_samples(KEY, guide, set_up(guide), 50)
+    assert {name: value.shape for name, value in draws.items()} == {"w": (50, 2), "scale": (50,)}
+    assert (draws["scale"] > 0).all()
+    predict = Predictive(model, posterior_samples=draws)
+    assert predict(KEY, X)["y"].shape == (50, 4)
+
+
+def test_draws_follow_the_parameters():
+    guide = AutoDiagonalNormal(model)
+    set_up(guide)
+    params = {"auto_loc": jnp.array([3.0, -1.0, 0.0]), "auto_scale": jnp.array([0.1, 0.2, 0.5])}
+    draws = posterior_samples(KEY, guide, params, 4000)
+    np.testing.assert_allclose(draws["w"].mean(0), [3, -1], atol=0.015)
+    np.testing.assert_allclose(jnp.log(draws["scale"]).std(), 0.5, rtol=0.05)
+
+
+def test_parts_of_a_guide_are_drawn_independently():
+    """AutoGuideList.sample_posterior gives all parts one key."""
+    guide = in_parts(model)
+    draws = posterior_samples(KEY, guide, set_up(guide), 4000)
+    correlation = np.corrcoef(np.log(draws["scale"]), draws["w"][:, 0])[0, 1]
+    assert abs(correlation) < 4 / np.sqrt(4000)
+
+
+def test_hand_written_guides_take_their_arguments():
+    def guide(x, y=None):
+        loc = numpyro.param("loc", jnp.zeros(2))
+        joint = numpyro.sample(
+            "joint", dist.Normal(loc, 0.1).to_event(1), infer={"is_auxiliary": True}
+        )
+        numpyro.sample("w", dist.Delta(joint).to_event(1))
+        numpyro.sample("scale", dist.LogNormal(0, 0.1))
+
+    draws = posterior_samples(KEY, guide, {"loc": jnp.array([5.0, 6.0])}, 30, X)
+    assert set(draws) == {"w", "scale"}
+    np.testing.assert_allclose(draws["w"].mean(0), [5, 6], atol=0.1)
+
+
+def test_wrong_draws():
+    with pytest.raises(ValueError, match="new AutoNormal.*guide of the run"):
+        posterior_samples(KEY, AutoNormal(model), {}, 10, X)
+    with pytest.raises(ValueError, match="num_samples=0"):
+        posterior_samples(KEY, AutoNormal(model), {}, 0, X)
+
+
+@pytest.mark.parametrize("level", [0.5, 0.9])
+def test_the_values_are_those_of_numpy(level):
+    values = np.random.default_rng(0).gamma(2.0, size=(501, 2, 3)).astype(np.float32)
+    found = summary({"m": jnp.asarray(values), "b": values[:, 0, 0] > 1}, level)
+    assert found.names == ("b", "m[0,0]", "m[0,1]", "m[0,2]", "m[1,0]", "m[1,1]", "m[1,2]")
+    flat = values.reshape(501, -1).astype(float)
+    np.testing.assert_allclose(found.mean[1:], flat.mean(0))
+    np.testing.assert_allclose(found.sd[1:], flat.std(0, ddof=1))
+    np.testing.assert_allclose(found.median[1:], np.median(flat, 0))
+    inside = (flat >= found.low[1:]) & (flat <= found.high[1:])
+    np.testing.assert_allclose(inside.mean(0), level, atol=0.005)
+    assert found.mean[0] == np.mean(values[:, 0, 0] > 1)
+    assert (found.level, found.num_draws) == (level, 501)
+
+
+def test_it_prints_a_table():
+    rng = np.random.default_rng(0)
+    draws = {"net": {"kernel": 1 + 0.01 * rng.normal(size=(99, 2))}, "c": np.full(99, 12345.0)}
+    text = str(summary(draws))
+    header, *rows = text.split("\n")
+    assert header.split() == ["mean", "sd", "median", "2.5%", "97.5%"]
+    assert [row.split()[0] for row in rows] == ["c", "net.kernel[0]", "net.kernel[1]"]
+    assert rows[0].split()[1:] == ["1.234e+04", "0", "1.234e+04", "1.234e+04", "1.234e+04"]
+    assert len({len(line) for line in (header, *rows)}) == 1
+    assert repr(summary(draws)) == text
+
+
+def test_long_tables_are_cut():
+    text = str(summary({"w": np.zeros((9, 1000))}))
+    assert len(text.split("\n")) == 62
+    assert "940 more rows" in text
+
+
+def test_wrong_summaries():
+    with pytest.raises(ValueError, match=r"\(0, 1\), got level=95"):
+        summary({"w": np.zeros(5)}, 95)
+    with pytest.raises(TypeError, match="dict of draws by site, got ndarray"):
+        summary(np.zeros((5, 2)))
+    with pytest.raises(ValueError, match=r"first axis.*\(5,\).*\(6, 2\)"):
+        summary({"a": np.zeros(5), "b": np.zeros((6, 2))})
+    with pytest.raises(ValueError, match="number of draws=1"):
+        summary({"a": np.zeros((1, 4))})
