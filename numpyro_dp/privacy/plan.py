@@ -160,6 +160,11 @@ class PrivacyReport:
             + (" in the first step (adaptive clip norm)" if plan.adaptive else ""),
             f"event: {describe_event(self.event)}",
         ]
+        if self.delta > 1 / plan.num_examples:
+            lines.append(
+                f"delta > 1 / {plan.num_examples}: so large a delta allows to publish a record as "
+                "it is. Choose one below 1 / number of records."
+            )
         if self.loss_released:
             lines.append("The loss curve is part of the release.")
         if self.reproducible:
