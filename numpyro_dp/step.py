@@ -209,5 +209,6 @@ def _take(rows: Rows, indices: Array | None, mask: Array | None) -> tuple[PyTree
     if indices is None:
         return arrays, jnp.ones(size, bool) if mask is None else mask
     taken = jax.tree.map(lambda array: array.at[indices].get(mode="clip"), arrays)
+    taken = lax.optimization_barrier(taken)  # gathered once, not in each sum that reads it
     inside = (indices >= 0) & (indices < size)
     return taken, inside if mask is None else inside & mask
