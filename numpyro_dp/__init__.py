@@ -1,7 +1,14 @@
 """Differentially private Bayesian inference for NumPyro."""
 
 from numpyro_dp.core import Batch, Estimator, Fold, Mechanism, Sampler
-from numpyro_dp.estimators import aligned, aligned_natural, natural, preconditioned, vanilla
+from numpyro_dp.estimators import (
+    aligned,
+    aligned_natural,
+    linear,
+    natural,
+    preconditioned,
+    vanilla,
+)
 from numpyro_dp.model.structure import UnsupportedModelError
 from numpyro_dp.posterior import (
     average,
@@ -16,11 +23,13 @@ from numpyro_dp.posterior import (
     to_arviz,
 )
 from numpyro_dp.privacy.accounting import GDP, PLD, PRV, RDP, Best, UnsupportedEventError
+from numpyro_dp.privacy.adaptive import AdaptiveClip
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.privacy.sampling import FixedSize, FullBatch, Poisson
 from numpyro_dp.session import LossRelease
+from numpyro_dp.simulate import simulated_clip_norm
 from numpyro_dp.svi import DPSVI
 
 __version__ = "0.1.0"
@@ -31,6 +40,7 @@ __all__ = [
     "PLD",
     "PRV",
     "RDP",
+    "AdaptiveClip",
     "Batch",
     "Best",
     "BudgetError",
@@ -50,12 +60,14 @@ __all__ = [
     "average",
     "drift_check",
     "exponential_average",
+    "linear",
     "natural",
     "noise_aware",
     "posterior_samples",
     "preconditioned",
     "regression_check",
     "secret_key",
+    "simulated_clip_norm",
     "split_rhat_check",
     "summary",
     "tail_average",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Fold, Sampler
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.mechanism import is_bounded
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.session import LossRelease
 from numpyro_dp.step import RunSetting, SensitiveState
@@ -96,8 +97,7 @@ def check_budget(budget: Any, noise_multiplier: Any, clip_norm: Any) -> PrivacyB
             "Expected a budget or a noise_multiplier, got neither. Pass "
             "budget=PrivacyBudget(epsilon=1.0, delta=1e-5)."
         )
-    norms = clip_norm.values() if isinstance(clip_norm, Mapping) else [clip_norm]
-    unbounded = any(math.isinf(norm) for norm in norms)
+    unbounded = not is_bounded(clip_norm)
     if budget is None:
         if unbounded and noise_multiplier != 0:
             raise ValueError(

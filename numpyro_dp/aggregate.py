@@ -71,7 +71,7 @@ def bounded_sum(
         lengths: What :func:`record_lengths` returned for the records; found anew if empty.
 
     Returns:
-        A dict like the signal, in float32 or wider.
+        A dict like the signal, in float32 or wider, with the entries of ``mechanism.extras``.
 
     Guarantee:
         An entry whose mask is false, or whose signal is not finite, contributes exactly 0. When
@@ -120,8 +120,9 @@ def bounded_sum_by_definition(
     names = tuple(signals)
     blocks = mechanism.blocks(names)
     squares = [jax.vmap(squared_norm)(select(signals, members)) for members in blocks]
-    factors = mechanism.scales(names, tuple(squares), _margin(signals, mask.size))
-    total: dict[str, Any] = {}
+    margin = _margin(signals, mask.size)
+    factors = mechanism.scales(names, tuple(squares), margin)
+    total = _extras(mechanism, names, tuple(squares), margin, mask)
     for number, (members, factor) in enumerate(zip(blocks, factors, strict=True)):
         norm = _norm(mechanism, names, number)
         total |= _sum(select(signals, members), jnp.where(mask, factor, 0), norm)
@@ -163,6 +164,21 @@ def _margin(signals: PyTree, batch: int) -> float:
 def _norm(mechanism: Mechanism, names: tuple[str, ...], block: int) -> Any:
     norms = mechanism.norms(names)
     return None if norms is None else norms[block]
+
+
+def _extras(
+    mechanism: Mechanism,
+    names: tuple[str, ...],
+    squares: tuple[Array, ...],
+    margin: float,
+    mask: Bool[Array, " batch"],
+) -> dict[str, Any]:
+    """Sums of what the mechanism adds to the signals; each number is rounded to a grid too."""
+    if mechanism.extras is None:
+        return {}
+    weights = mask.astype(squares[0].dtype)
+    found = mechanism.extras(names, squares, margin)
+    return {entry: _sum(numbers, weights, norm) for entry, (numbers, norm) in found.items()}
 
 
 def _sum(tree: PyTree, weights: Array, norm: Any) -> PyTree:
@@ -214,8 +230,9 @@ def _factored_sum(
     else:
         terms = lengths = lax.optimization_barrier([core(members, False) for members in blocks])
     squares = tuple(jax.vmap(squared_norm)(length) for length in lengths)
-    factors = mechanism.scales(names, squares, _margin(_batched(struct), mask.size))
-    total: dict[str, Any] = {}
+    margin = _margin(_batched(struct), mask.size)
+    factors = mechanism.scales(names, squares, margin)
+    total = _extras(mechanism, names, squares, margin, mask)
     for number, (members, factor) in enumerate(zip(blocks, factors, strict=True)):
         norm = _norm(mechanism, names, number)
         summed = _sum(terms[number], jnp.where(mask, factor, 0), norm)

@@ -84,12 +84,15 @@ class Estimator(NamedTuple):
             ``params``. ``released`` is the privatised sum divided by the inclusion probability.
             Sees no data.
         factored: The same signal as a :class:`FactoredSignal`, or ``None``.
+        check: ``params -> None``: raises where something declared of the model does not hold. Sees
+            no data. ``None`` where nothing is.
     """
 
     prepare: Callable[[Array, PyTree], PyTree]
     signal: Callable[[PyTree, PyTree], PyTree]
     pull_back: Callable[[PyTree, PyTree], PyTree]
     factored: FactoredSignal | None = None
+    check: Callable[[PyTree], None] | None = None
 
 
 class Mechanism(NamedTuple):
@@ -106,6 +109,10 @@ class Mechanism(NamedTuple):
         sensitivity: Largest change of ``total`` in Euclidean norm when one record is added or
             removed.
         event: The ``dp_accounting`` event of one call of ``privatise`` (add or remove one).
+        extras: ``(names, squared norm of each block, margin) -> {entry: (numbers, norm)}``: what
+            each record adds to the sum besides its signal, to tune the mechanism itself: one number
+            a record and entry, at most ``margin * norm``, and 0 where the signal is not finite.
+            ``privatise`` reads and removes these entries. ``None`` where nothing is tuned.
     """
 
     init: Callable[[], PyTree]
@@ -116,6 +123,12 @@ class Mechanism(NamedTuple):
     privatise: Callable[[Array, PyTree, PyTree], tuple[PyTree, PyTree]]
     sensitivity: float
     event: DpEvent
+    extras: (
+        Callable[
+            [tuple[str, ...], tuple[Array, ...], float], dict[str, tuple[Array, Array | float]]
+        ]
+        | None
+    ) = None
 
 
 @runtime_checkable

@@ -33,10 +33,14 @@ class Trace(NamedTuple):
     Attributes:
         steps: Number of the step after which each iterate was kept, shape ``(kept,)``.
         params: Constrained parameters with a leading axis ``kept``.
+        clip_norm: The clip norm of the step after each of them, where it is an
+            :class:`~numpyro_dp.AdaptiveClip`: shape ``(kept,)``, or a dict by entry of the signal
+            (``"..."`` for those that are not named). ``None`` where all norms are fixed.
     """
 
     steps: Int[np.ndarray, " kept"]
     params: dict[str, Any]
+    clip_norm: Any = None
 
     def __repr__(self) -> str:
         """Shows the size, not the numbers."""

@@ -16,7 +16,13 @@ from numpyro_dp.core import Estimator, Fold, Mechanism, PyTree, Sampler
 from numpyro_dp.estimators.loss import LOSS_ENTRY, with_loss
 from numpyro_dp.model.records import Rows
 from numpyro_dp.model.variational import VariationalProblem
-from numpyro_dp.privacy.mechanism import check_blocks, clip_sensitivity, gaussian
+from numpyro_dp.privacy.mechanism import (
+    adapted_norms,
+    check_blocks,
+    clip_sensitivity,
+    gaussian,
+    is_bounded,
+)
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.results import PrivateLosses, SensitiveLosses, Trace, progress_chunks
 from numpyro_dp.step import RunSetting, SensitiveState, Step, build_loop, build_step
@@ -69,17 +75,13 @@ class Session:
         self.settings = settings
         self.num_examples = problem.model.structure.layout.num_examples
         self.inclusion_prob = settings.sampler.inclusion_prob(self.num_examples)
+        self._batch_size = self.inclusion_prob * self.num_examples
         self._clip_norm = with_loss_norm(settings.clip_norm, settings.loss_release)
         self._step = build_step(
             self._estimator, self._mechanism, settings.sampler, settings.optim, self.inclusion_prob
         )
-        self._estimator(problem.shared, gaussian(settings.clip_norm, 0.0).init())  # or an error
         self._update = jax.jit(self._guarded_step)
-        self._loop = build_loop(
-            self._step_and_value,
-            lambda state: settings.optim.get_params(state.optim_state),
-            self._measure,
-        )
+        self._loop = build_loop(self._step_and_value, self._kept, self._measure)
         self._folding_loops: dict[Callable[..., PyTree], Callable[..., Any]] = {}
         self._loop_many = jax.jit(jax.vmap(self._loop, in_axes=(0, 0, None, None, None, None)))
 
@@ -97,16 +99,17 @@ class Session:
         )
 
     def check_signal(self, params: dict[str, Any]) -> None:
-        """Raises unless ``clip_norm`` fits the entries of the signal."""
-        if not isinstance(self._clip_norm, Mapping):
-            return
+        """Raises unless the estimator fits the model, and ``clip_norm`` the signal's entries."""
         shared, example = self.problem.shared, self.problem.blank_example()
+        estimator = self._estimator(shared, gaussian(self.settings.clip_norm, 0.0).init())
+        if estimator.check is not None:
+            estimator.check(params)
 
         def signal(params: dict[str, Any]) -> PyTree:
-            estimator = self._estimator(shared, gaussian(self.settings.clip_norm, 0.0).init())
             return estimator.signal(estimator.prepare(jax.random.key(0), params), example)
 
-        check_blocks(self._clip_norm, tuple(jax.eval_shape(signal, params)))
+        if isinstance(self._clip_norm, Mapping):
+            check_blocks(self._clip_norm, tuple(jax.eval_shape(signal, params)))
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Splits arguments into records and public arrays."""
@@ -143,9 +146,9 @@ class Session:
             carry, buffer = loop(carry, buffer, rows, *_ints(first, count, stride))
             jax.block_until_ready(buffer)
         state, folded = (carry, None) if fold is None else (carry[0], fold.result(carry[1]))
-        iterates, values = jax.tree.map(lambda leaf: leaf[:slots], buffer)
+        (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:slots], buffer)
         steps = done + rest + stride * np.arange(1, slots + 1)
-        trace = Trace(steps, jax.vmap(self.problem.constrain)(iterates))
+        trace = Trace(steps, jax.vmap(self.problem.constrain)(iterates), norms)
         return state, self._losses(steps, values), trace, folded
 
     def run_many(
@@ -163,11 +166,11 @@ class Session:
         if rest:
             states, buffer = self._loop_many(states, buffer, rows, *_ints(0, 1, rest))
         states, buffer = self._loop_many(states, buffer, rows, *_ints(0, slots, stride))
-        iterates, values = jax.tree.map(lambda leaf: leaf[:, :slots], buffer)
+        (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:, :slots], buffer)
         steps = rest + stride * np.arange(1, slots + 1)
         constrain = jax.vmap(self.problem.constrain)
         params = constrain(jax.vmap(self.settings.optim.get_params)(states.optim_state))
-        trace = Trace(steps, jax.vmap(constrain)(iterates))
+        trace = Trace(steps, jax.vmap(constrain)(iterates), norms)
         return params, trace, self._losses(steps, values)
 
     def _folding_loop(self, update: Callable[..., PyTree]) -> Callable[..., Any]:
@@ -182,7 +185,7 @@ class Session:
         if update not in self._folding_loops:
             self._folding_loops[update] = build_loop(
                 step,
-                lambda carry: optim.get_params(carry[0].optim_state),
+                lambda carry: self._kept(carry[0]),
                 lambda carry, rows: self._measure(carry[0], rows),
             )
         return self._folding_loops[update]
@@ -196,13 +199,18 @@ class Session:
         self, state: SensitiveState, num_steps: int, trace_size: int | None, number: int = 1
     ) -> tuple[PyTree, int, int, int]:
         """Buffer of iterates, steps between two of them, their number, and steps before."""
-        params = self.settings.optim.get_params(state.optim_state)
-        numbers = number * sum(leaf.size for leaf in jax.tree.leaves(params))
+        kept = self._kept(state)
+        numbers = number * sum(leaf.size for leaf in jax.tree.leaves(kept))
         size = trace_size or min(_MAX_TRACE, max(10, _MAX_TRACE_NUMBERS // max(numbers, 1)))
         stride = math.ceil(num_steps / size)
-        start = (params, jnp.zeros((), jnp.float32))
+        start = (kept, jnp.zeros((), jnp.float32))
         buffer = jax.tree.map(lambda leaf: jnp.zeros((size, *leaf.shape), leaf.dtype), start)
         return buffer, stride, *divmod(num_steps, stride)
+
+    def _kept(self, state: SensitiveState) -> PyTree:
+        """What a trace keeps of a state: parameters, and clip norms where they adapt."""
+        params = self.settings.optim.get_params(state.optim_state)
+        return params, adapted_norms(self._own_clip(state.mechanism_state))
 
     def _estimator(self, shared: tuple[Array, ...], mechanism_state: PyTree) -> Estimator:
         estimator = self.settings.estimator(self.problem._replace(shared=shared))
@@ -216,17 +224,19 @@ class Session:
         return with_loss(estimator, self._loss_scale(mechanism_state))
 
     def _mechanism(self, noise_multiplier: Array, mechanism_state: PyTree) -> Mechanism:
-        bounded = gaussian(self._clip_norm, 0.0).norms(()) is not None
-        return gaussian(self._traced_clip(mechanism_state), noise_multiplier, bounded)
+        clip_norm, batch_size = self._traced_clip(mechanism_state), self._batch_size
+        return gaussian(clip_norm, noise_multiplier, is_bounded(self._clip_norm), batch_size)
+
+    def _own_clip(self, mechanism_state: PyTree) -> Any:
+        """The clip norms of a state, in the form in which they were given."""
+        base = self.settings.clip_norm
+        if isinstance(base, Mapping):
+            return dict(zip(base, mechanism_state, strict=True))
+        return mechanism_state[0]
 
     def _traced_clip(self, mechanism_state: PyTree) -> Any:
         """The clip norms of a state, with that of the loss."""
-        base = self.settings.clip_norm
-        keys = tuple(base) if isinstance(base, Mapping) else None
-        norms = (
-            mechanism_state[0] if keys is None else dict(zip(keys, mechanism_state, strict=True))
-        )
-        return with_loss_norm(norms, self.settings.loss_release)
+        return with_loss_norm(self._own_clip(mechanism_state), self.settings.loss_release)
 
     def _measure(self, state: SensitiveState, rows: Rows) -> Rows:
         """Finds once what the steps of a loop need to know of each record."""
@@ -251,7 +261,7 @@ class Session:
         new, step = self._step(state, rows)
         problem = self.problem._replace(shared=rows.shared)
         if self.settings.loss_release is not None:
-            scale = self._loss_scale(new.mechanism_state)
+            scale = self._loss_scale(state.mechanism_state)  # that of this step
             log_likelihood = step.released[LOSS_ENTRY] / scale
         elif self.settings.allow_sensitive:
             log_likelihood = self._sensitive_log_likelihood(problem, step)

@@ -58,7 +58,8 @@ class SensitiveState(NamedTuple):
         rng_key: Key of the (public) draws from the guide.
         secret_key: Key of the noise to come.
         sampler_state: State of the sampler, with the key of the batches to come.
-        mechanism_state: The clip norms, as a tuple in the order in which they were given.
+        mechanism_state: The clip norms of the step to come, as a tuple in the order in which they
+            were given; public, or functions of what was released.
         noise_multiplier: Noise standard deviation over sensitivity.
         step: Number of steps taken.
         max_steps: Number of steps the plan covers.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,7 +50,8 @@ class DPSVI:
         loss: ``None`` or ``Trace_ELBO(num_particles=K)``.
         estimator: For example :func:`~numpyro_dp.aligned` ``()``.
         clip_norm: Bound on the norm of one record's signal, in units of its log likelihood
-            gradient, unscaled by batch or data size; or a dict of norms by entry of the signal.
+            gradient, unscaled by batch or data size; or an :class:`~numpyro_dp.AdaptiveClip`; or a
+            dict of either by entry of the signal.
         sampler: :class:`~numpyro_dp.Poisson`, :class:`~numpyro_dp.FixedSize` or
             :class:`~numpyro_dp.FullBatch`.
         budget: What may be spent; the noise is calibrated to it.
@@ -357,8 +358,7 @@ class DPSVI:
         key = arguments_key(args, kwargs)
         if key not in self._sessions:
             session = Session(self, prepared.problem)
-            if isinstance(self.clip_norm, Mapping):
-                session.check_signal(self.optim.get_params(prepared.optim_state))
+            session.check_signal(self.optim.get_params(prepared.optim_state))
             self._sessions[key] = session
         secret = secret_key() if self.secret_key is None else self.secret_key
         return SensitiveState(

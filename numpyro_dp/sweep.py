@@ -15,6 +15,7 @@ from numpyro_dp._checks import check_budget, check_noise, check_rng_keys
 from numpyro_dp.core import PyTree
 from numpyro_dp.ledger import noise_fields, plan_for, report_for
 from numpyro_dp.model.records import Rows
+from numpyro_dp.privacy.adaptive import AdaptiveClip
 from numpyro_dp.privacy.mechanism import check_clip_norm
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.random import secret_key
@@ -43,7 +44,7 @@ class SweepResult(NamedTuple):
         losses: Loss curves where they were asked for, values of shape ``(runs, kept)``.
         labels: What each run is: arrays ``seed``, ``clip_norm`` and ``noise_multiplier`` of shape
             ``(runs,)``, and ``epsilon``: what it was asked to spend, or has spent without a budget.
-            Dicts of clip norms are numbered.
+            Clip norms that are no numbers are numbered.
         privacy: What each run spends *by itself*. Whoever publishes several of them, or the best
             of them, spends at most the sum of their epsilons at the sum of their deltas.
     """
@@ -58,7 +59,7 @@ class SweepResult(NamedTuple):
         """Returns one run, as post-processing takes it."""
         pick = lambda tree: jax.tree.map(lambda leaf: leaf[index], tree)  # noqa: E731
         losses = self.losses and self.losses._replace(values=self.losses.values[index])
-        trace = Trace(self.trace.steps, pick(self.trace.params))
+        trace = Trace(self.trace.steps, *pick(self.trace[1:]))
         return SweepRun(pick(self.params), trace, losses, self.privacy[index])
 
     def __repr__(self) -> str:
@@ -123,7 +124,7 @@ def _in_chunks(
         return np.concatenate([np.asarray(leaf) for leaf in leaves])[: len(states)]
 
     params = jax.tree.map(join, *(part[0] for part in parts))
-    trace = Trace(parts[0][1].steps, jax.tree.map(join, *(part[1].params for part in parts)))
+    trace = Trace(parts[0][1].steps, *jax.tree.map(join, *(part[1][1:] for part in parts)))
     losses = parts[0][2]
     if losses is not None:
         losses = losses._replace(values=join(*(part[2].values for part in parts)))
@@ -169,8 +170,8 @@ def _labels(
         norms += [] if each["clip_norm"] in norms else [each["clip_norm"]]
     columns = {
         "clip_norm": [
-            norms.index(each["clip_norm"]) if isinstance(each["clip_norm"], Mapping)
-            else each["clip_norm"] for each in axes
+            each["clip_norm"] if isinstance(each["clip_norm"], float)
+            else norms.index(each["clip_norm"]) for each in axes
         ],
         "epsilon": [
             each["budget"].epsilon if each["budget"] else report.epsilon
@@ -184,7 +185,7 @@ def _labels(
 
 
 def _items(name: str, values: Any) -> list[Any]:
-    if isinstance(values, Mapping | str) or not hasattr(values, "__len__"):
+    if isinstance(values, Mapping | str | AdaptiveClip) or not hasattr(values, "__len__"):
         raise TypeError(f"Expected a sequence, got {name}={values!r}. Pass [{values!r}] for one.")
     if not len(values):
         raise ValueError(f"Expected at least one value, got an empty {name}.")
@@ -194,12 +195,18 @@ def _items(name: str, values: Any) -> list[Any]:
 def _clip_norms(clip_norm: Any, usual: Any) -> list[Any]:
     if clip_norm is None:
         return [usual]
-    keys = tuple(usual) if isinstance(usual, Mapping) else None
     norms = [check_clip_norm(norm) for norm in _items("clip_norm", clip_norm)]
     for norm in norms:
-        if (tuple(norm) if isinstance(norm, Mapping) else None) != keys:
+        if _form(norm) != _form(usual):
             raise ValueError(
                 f"Expected clip norms of the form of DPSVI(clip_norm={usual!r}), got {norm!r}. "
-                "Name the same entries in the same order."
+                "Name the same entries in the same order, each with a number in all runs or with "
+                "an AdaptiveClip in all of them."
             )
     return norms
+
+
+def _form(norm: Any) -> Any:
+    if isinstance(norm, Mapping):
+        return tuple((name, type(each)) for name, each in norm.items())
+    return type(norm)

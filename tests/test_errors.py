@@ -23,6 +23,7 @@ from numpyro_dp import (
     PLD,
     PRV,
     RDP,
+    AdaptiveClip,
     Best,
     BudgetError,
     FixedSize,
@@ -34,6 +35,7 @@ from numpyro_dp import (
     UnsupportedEventError,
     UnsupportedModelError,
     aligned,
+    linear,
     natural,
     secret_key,
     tail_average,
@@ -203,6 +205,56 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         V,
         "'mean_auto_loc', 'mean_auto_scale' | ['mean']",
     ),
+    "adaptive clip 0": (
+        lambda: driver(clip_norm=AdaptiveClip(0.0)),
+        V,
+        "clip_norm.initial=0.0 | [1e-12, 1e+12] | norm of the first step",
+    ),
+    "adaptive clip of nothing": (
+        lambda: driver(clip_norm=AdaptiveClip(np.inf)),
+        V,
+        "clip_norm.initial=inf | [1e-12, 1e+12] | norm of the first step",
+    ),
+    "adaptive clip of norms by entry": (
+        lambda: driver(clip_norm=AdaptiveClip({"mean": 1.0})),
+        T,
+        "clip_norm.initial={'mean': 1.0} | real number | a dict of AdaptiveClip(...)",
+    ),
+    "adaptive clip of all": (
+        lambda: driver(clip_norm=AdaptiveClip(quantile=1.0)),
+        V,
+        "clip_norm.quantile=1.0 | (0, 1) | should not be clipped",
+    ),
+    "adaptive clip of one entry, quantile 0": (
+        lambda: driver(clip_norm={"mean": AdaptiveClip(quantile=0)}),
+        V,
+        "clip_norm['mean'].quantile=0 | (0, 1)",
+    ),
+    "adaptive clip that stands still": (
+        lambda: driver(clip_norm=AdaptiveClip(learning_rate=0.0)),
+        V,
+        "clip_norm.learning_rate=0.0 | (0, 1e+06] | 0.2 is usual",
+    ),
+    "adaptive clip at no cost": (
+        lambda: driver(clip_norm=AdaptiveClip(share=0.0)),
+        V,
+        "clip_norm.share=0.0 | [1e-06, 0.99] | part of the privacy cost",
+    ),
+    "adaptive clip at all of the cost": (
+        lambda: driver(clip_norm=AdaptiveClip(share=1.0)),
+        V,
+        "clip_norm.share=1.0 | [1e-06, 0.99] | part of the privacy cost",
+    ),
+    "adaptive clip without parentheses": (
+        lambda: driver(clip_norm=AdaptiveClip),
+        T,
+        "AdaptiveClip(initial=1.0) | Add the parentheses",
+    ),
+    "adaptive clip of an unknown entry": (
+        lambda: init(clip_norm={"men": AdaptiveClip()}),
+        V,
+        "['mean'] | ['men'] | the key ...",
+    ),
     # Samplers.
     "rate 0": (lambda: Poisson(0.0), V, "rate=0.0 | (0, 1]"),
     "rate above 1": (lambda: Poisson(1.5), V, "rate=1.5 | (0, 1]"),
@@ -263,6 +315,12 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: run(model=counts_groups, guide=AutoNormal(counts_groups)),
         UnsupportedModelError,
         "static keywords",
+    ),
+    "nothing declared": (lambda: linear(aligned(), {}), T, "linear(aligned() | for each site | {}"),
+    "an array declared": (
+        lambda: linear(aligned(), {"w": X}),
+        T,
+        "function of the model's arguments",
     ),
     "no records": (lambda: run(data=X[:0]), V, "at least one record | args[0] | (0, | whole data"),
     "columns standardised in the model": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import re
 from typing import Any
@@ -378,3 +379,10 @@ def test_a_long_run_finds_the_posterior() -> None:
     kept = found.trace.params["w_auto_loc"][-500:].mean(0)
     np.testing.assert_allclose(kept, exact, atol=0.15)
     assert found.privacy.epsilon <= 20.0
+
+
+def test_the_report_says_that_delta_is_too_large(result: Any) -> None:
+    report, text = result.privacy, f"delta > 1 / {N}"
+    assert text not in str(report)
+    bound = dataclasses.replace(report.bound, delta=1.01 / N)
+    assert text in str(dataclasses.replace(report, bound=bound))

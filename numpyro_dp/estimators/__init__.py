@@ -2,8 +2,9 @@
 
 from numpyro_dp.estimators.aligned import aligned
 from numpyro_dp.estimators.aligned_natural import aligned_natural
+from numpyro_dp.estimators.linear import linear
 from numpyro_dp.estimators.natural import natural
 from numpyro_dp.estimators.preconditioned import preconditioned
 from numpyro_dp.estimators.vanilla import vanilla
 
-__all__ = ["aligned", "aligned_natural", "natural", "preconditioned", "vanilla"]
+__all__ = ["aligned", "aligned_natural", "linear", "natural", "preconditioned", "vanilla"]

@@ -57,7 +57,7 @@ def with_loss(estimator: Estimator, scale: float | Array) -> Estimator:
         return estimator.pull_back(public, rest)
 
     factored = FactoredSignal(point, scalar, core, expand, inner.selects)
-    return Estimator(estimator.prepare, signal, pull_back, factored)
+    return Estimator(estimator.prepare, signal, pull_back, factored, estimator.check)
 
 
 def _split(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -61,7 +61,7 @@ def check_additive(
     """
     if layout.num_examples == 1:
         return
-    for rows in (_random_rows(layout), _equal_rows(layout)):
+    for rows in layout.invented(_ROWS):
         try:
             together = _densities(model, plate, layout, shared, rows)
         except (TypeError, ValueError, IndexError):
@@ -132,17 +132,3 @@ def _close(joint: float, alone: list[float]) -> bool:
         return False  # three have a density, and one alone has none: its own mean and spread, say
     size = abs(joint) + sum(map(abs, alone))
     return abs(joint - sum(alone)) <= _TOLERANCE * size + 1e-6
-
-
-def _random_rows(layout: Layout) -> tuple[Array, ...]:
-    keys = jax.random.split(jax.random.key(1), len(layout.shapes))
-    rows = []
-    for key, (shape, dtype) in zip(keys, layout.shapes, strict=True):
-        floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-        draw = jax.random.normal(key, (_ROWS, *shape)) if floating else jnp.ones((_ROWS, *shape))
-        rows.append(draw.astype(dtype))
-    return tuple(rows)
-
-
-def _equal_rows(layout: Layout) -> tuple[Array, ...]:
-    return tuple(jnp.ones((_ROWS, *shape), dtype) for shape, dtype in layout.shapes)

@@ -77,6 +77,20 @@ class Layout(NamedTuple):
         ones = tuple(jnp.ones((num_rows, *shape), dtype) for shape, dtype in self.shapes)
         return self.arguments(ones, shared)
 
+    def invented(self, num_rows: int = 1) -> tuple[tuple[Array, ...], ...]:
+        """Returns record arrays to try a model on: normal numbers, and the ones of a placeholder.
+
+        Integers are 1 in both: a valid label, count or index.
+        """
+        ones = tuple(jnp.ones((num_rows, *shape), dtype) for shape, dtype in self.shapes)
+        keys = jax.random.split(jax.random.key(1), len(ones))
+        normal = tuple(
+            jax.random.normal(key, leaf.shape).astype(leaf.dtype)
+            if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+            for key, leaf in zip(keys, ones, strict=True)
+        )  # fmt: skip
+        return normal, ones
+
 
 class Arguments(NamedTuple):
     """Positional and keyword arguments of a model or guide."""

@@ -53,8 +53,13 @@ class Plan:
 
     @property
     def sensitivity(self) -> float:
-        """Of the clipped sum, when one record is added or removed."""
+        """Of the clipped sum of the first step, when one record is added or removed."""
         return self.mechanism(self.noise_multiplier).sensitivity
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether that is the sensitivity of the first step alone, as the clip norm adapts."""
+        return self.mechanism(self.noise_multiplier).extras is not None
 
     def event(self, num_steps: int) -> DpEvent:
         """The event of ``num_steps`` steps under the plan's relation."""
@@ -151,9 +156,15 @@ class PrivacyReport:
         lines = [
             str(self.bound) if private else "NOT PRIVATE: epsilon is infinite.",
             f"{self.num_steps} steps of {plan.sampler} on {plan.num_examples} records, "
-            f"noise multiplier {plan.noise_multiplier:.4g}, sensitivity {plan.sensitivity:.4g}",
+            f"noise multiplier {plan.noise_multiplier:.4g}, sensitivity {plan.sensitivity:.4g}"
+            + (" in the first step (adaptive clip norm)" if plan.adaptive else ""),
             f"event: {describe_event(self.event)}",
         ]
+        if self.delta > 1 / plan.num_examples:
+            lines.append(
+                f"delta > 1 / {plan.num_examples}: so large a delta allows to publish a record as "
+                "it is. Choose one below 1 / number of records."
+            )
         if self.loss_released:
             lines.append("The loss curve is part of the release.")
         if self.reproducible:

@@ -181,7 +181,8 @@ def test_fields_of_the_result_hold_no_batch():
     assert result._fields == ("params", "state", "losses")
     assert set(vars(result)) == {"trace", "privacy", "folded"}
     assert result.folded is None
-    assert set(result.trace._fields) == {"steps", "params"}
+    assert set(result.trace._fields) == {"steps", "params", "clip_norm"}
+    assert result.trace.clip_norm is None  # it is fixed
     sizes = {np.shape(leaf) for leaf in jax.tree.leaves([result.params, result.trace.params])}
     assert sizes == {(2,), (4, 2)}
 

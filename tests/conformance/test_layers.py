@@ -31,13 +31,14 @@ LEVELS = {
     "ledger": 6.5,
     "sweep": 6.7,
     "svi": 7,
+    "simulate": 7.5,
     "sep": 7,
     "sgld": 7,
     "posterior": 8,
     "evaluate": 8,
     "__init__": 9,
 }
-NUMPYRO = {"model", "_checks", "svi", "sep", "sgld", "posterior"}
+NUMPYRO = {"model", "_checks", "svi", "simulate", "sep", "sgld", "posterior"}
 # Not below each other although their levels would let them.
 FORBIDDEN = {("estimators", "privacy"), ("aggregate", "privacy")}
 

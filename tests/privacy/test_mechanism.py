@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from dp_accounting.dp_event import GaussianDpEvent, NonPrivateDpEvent
 
+from numpyro_dp.privacy.adaptive import AdaptiveClip
 from numpyro_dp.privacy.mechanism import (
     check_blocks,
     check_clip_norm,
@@ -110,6 +111,28 @@ def test_constants_captured_by_a_compiled_function():
     released = jax.jit(lambda key: gaussian(0.5, noise).privatise(key, signal(), ())[0])
     expected, _ = gaussian(0.5, 1.5).privatise(secret_key(1), signal(), ())
     np.testing.assert_allclose(released(secret_key(1))["a"], expected["a"], rtol=1e-5)
+
+
+def test_an_adaptive_norm_is_a_norm_with_a_coordinate_of_its_own():
+    clip = {"b": AdaptiveClip(0.5, share=0.2), ...: 2.0}
+    mechanism = gaussian(clip, 0.0, batch_size=10.0)
+    assert mechanism.sensitivity == pytest.approx(math.sqrt(0.25 / 0.8 + 4))
+    assert mechanism.event == NonPrivateDpEvent()
+    assert gaussian(clip, 1.5).event == GaussianDpEvent(1.5)
+    bounded, _ = mechanism.bound(signal())
+    assert norm(bounded["b"]) == pytest.approx(0.5, rel=1e-5)
+    squares = (jnp.asarray([0.2, 0.3, jnp.nan]), jnp.asarray([1.0, 9.0, 1.0]))
+    ((entry, (numbers, size)),) = mechanism.extras(("b", "a"), squares, 1.0).items()
+    np.testing.assert_allclose(numbers, [0.25, -0.25, 0.0], rtol=2e-6)
+    assert size == pytest.approx(0.25)  # 0.5 sqrt(0.2 / 0.8)
+    # All of ten records are below: the norm of the next step is smaller.
+    total = signal() | {entry: jnp.asarray(10 * 0.25)}
+    released, after = mechanism.privatise(secret_key(0), total, mechanism.init())
+    assert set(released) == set(signal())
+    assert after[0].initial == pytest.approx(0.5 * math.exp(-0.2 * 0.5))
+    assert after[1] == 2.0
+    assert jax.tree.structure(after) == jax.tree.structure(mechanism.init())
+    assert gaussian(2.0, 1.0).extras is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,144 @@
+r"""A clip norm that follows a quantile of the norms of the signals, found privately.
+
+In a step with clip norm C every record adds one more coordinate to the sum,
+
+.. math::
+    r_i = (2 b_i - 1)\, C_b, \qquad b_i = 1[\lVert s_i \rVert \le C], \qquad
+    C_b = C \sqrt{\frac{\mathrm{share}}{1 - \mathrm{share}}},
+
+which is part of what is privatised. With the noisy sum :math:`\tilde r` and the public number of
+records in a batch to be expected, qN, the norm of the next step is
+
+.. math::
+    C \exp\big(-\eta\, (\tilde b - \gamma)\big), \qquad
+    \tilde b = \frac12 + \frac{\tilde r}{2 C_b\, q N}.
+
+The divisor is public, and half a record is what one that is not in the batch counts as, so the
+random size of a batch moves the estimate little.
+
+Reference:
+    G. Andrew, O. Thakkar, H. B. McMahan, S. Ramaswamy, "Differentially private learning with
+    adaptive clipping", NeurIPS 2021.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_dp._validate import check_real
+
+__all__ = [
+    "LARGEST_NORM",
+    "SMALLEST_NORM",
+    "AdaptiveClip",
+    "check_adaptive",
+    "follow",
+    "indicator_norm",
+    "indicators",
+]
+
+# Beyond these bounds squares leave the range of float32, and norms are no norms any more.
+SMALLEST_NORM, LARGEST_NORM = 1e-12, 1e12
+
+
+class AdaptiveClip(NamedTuple):
+    r"""A clip norm that follows a quantile of the norms of the records' signals.
+
+    After each step the norm is multiplied by :math:`\exp(-\eta(\tilde b - \gamma))`, with
+    :math:`\tilde b` a private estimate of the share of signals that are not longer than it. Of the
+    squared sensitivity, ``share`` belongs to that estimate: at equal epsilon the gradients get
+    :math:`1/\sqrt{1 - share}` times as much noise as with a fixed norm, and the estimate has a
+    standard deviation of ``noise_multiplier / (2 sqrt(share) q N)``.
+
+    A record without a finite signal counts as half below the norm.
+
+    Attributes:
+        initial: Clip norm of the first step, > 0.
+        quantile: The part of the signals that should not be clipped, gamma, in (0, 1).
+        learning_rate: Of the logarithm of the norm, eta, > 0.
+        share: Part of the privacy cost, in [1e-6, 0.99].
+
+    Example:
+        >>> from numpyro_dp import AdaptiveClip
+        >>> AdaptiveClip(initial=5.0, quantile=0.9)
+        AdaptiveClip(initial=5.0, quantile=0.9, learning_rate=0.2, share=0.01)
+
+    Guarantee:
+        The event of a step is that of a fixed clip norm with the same noise multiplier: given what
+        was released before, it is a Gaussian mechanism on a sum of sensitivity
+        :math:`\sqrt{C^2 + C_b^2}`, noise in every coordinate is that times the multiplier, and
+        later norms are functions of earlier releases (adaptive composition). The norms themselves
+        are released: ``result.trace.clip_norm`` may be published.
+
+    Reference:
+        Andrew, Thakkar, McMahan, Ramaswamy (2021), Differentially private learning with adaptive
+        clipping, NeurIPS.
+    """
+
+    initial: float = 1.0
+    quantile: float = 0.5
+    learning_rate: float = 0.2
+    share: float = 0.01
+
+
+def check_adaptive(name: str, clip: AdaptiveClip) -> AdaptiveClip:
+    """Returns a valid adaptive clip norm, or raises naming the value and the range.
+
+    Args:
+        name: Of the argument.
+        clip: To be checked.
+
+    Raises:
+        TypeError: If a field is no number.
+        ValueError: If a field is outside its range.
+    """
+    start = "The norm of the first step; for norms by entry give a dict of AdaptiveClip(...)."
+    either = {"low_open": True, "high_open": True}
+    return AdaptiveClip(
+        check_real(f"{name}.initial", clip.initial, low=SMALLEST_NORM, high=LARGEST_NORM,
+                   remedy=start),
+        check_real(f"{name}.quantile", clip.quantile, low=0, high=1, **either,
+                   remedy="It is the part of the records that should not be clipped."),
+        check_real(f"{name}.learning_rate", clip.learning_rate, low=0, high=1e6, low_open=True,
+                   remedy="It is the step size of the logarithm of the norm; 0.2 is usual."),
+        check_real(f"{name}.share", clip.share, low=1e-6, high=0.99,
+                   remedy="It is the part of the privacy cost that finding the norm takes."),
+    )  # fmt: skip
+
+
+def indicator_norm(clip: AdaptiveClip) -> Any:
+    """Returns the absolute value of a record's indicator in the sum."""
+    return clip.initial * (clip.share / (1 - clip.share)) ** 0.5
+
+
+def indicators(clip: AdaptiveClip, squares: Array, finite: Array, margin: float) -> Array:
+    """Returns the indicator of each record, scaled to ``margin`` times :func:`indicator_norm`.
+
+    Args:
+        clip: With the norm of this step.
+        squares: Squared norms of the signals.
+        finite: Which signals are finite; the others give exactly 0.
+        margin: Leaves room for rounding.
+
+    Guarantee: each number is a function of one record and public values, and bounded.
+    """
+    size = jnp.asarray(indicator_norm(clip) * margin, squares.dtype)
+    signs = jnp.where(jnp.sqrt(squares) <= clip.initial, size, -size)
+    return jnp.where(finite, signs, 0)
+
+
+def follow(clip: AdaptiveClip, released: Array, batch_size: Any) -> AdaptiveClip:
+    """Returns the clip norm of the next step; post-processing.
+
+    Args:
+        clip: With the norm of this step.
+        released: Noisy sum of the indicators.
+        batch_size: Public number of records in a batch to be expected.
+    """
+    below = 0.5 + released / (2 * indicator_norm(clip) * batch_size)
+    norm = clip.initial * jnp.exp(-clip.learning_rate * (below - clip.quantile))
+    norm = jnp.clip(norm, SMALLEST_NORM, LARGEST_NORM)
+    return clip._replace(initial=norm.astype(jnp.result_type(clip.initial)))
