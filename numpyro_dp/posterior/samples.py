@@ -68,14 +68,15 @@ def posterior_samples(
     check_guide_set_up(guide)
     with handlers.block(), handlers.trace() as trace:
         handlers.seed(handlers.substitute(guide, data=params), rng_key)(*args, **kwargs)
-    sites = [
-        name
-        for name, site in trace.items()
-        if site["type"] == "deterministic"
-        or (site["type"] == "sample" and not site["infer"].get("is_auxiliary", False))
-    ]
+    sites = [name for name, site in trace.items() if _is_kept(site)]
     predictive = Predictive(guide, params=params, num_samples=num_samples, return_sites=sites)
     return predictive(rng_key, *args, **kwargs)
+
+
+def _is_kept(site: dict[str, Any]) -> bool:
+    if site["type"] == "sample":
+        return not site["infer"].get("is_auxiliary", False)
+    return site["type"] == "deterministic"
 
 
 def check_guide_set_up(guide: Callable[..., Any]) -> None:

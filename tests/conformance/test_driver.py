@@ -179,7 +179,8 @@ def test_nothing_sensitive_is_in_the_result_or_on_the_screen(progress_bar, capfd
 def test_fields_of_the_result_hold_no_batch():
     result = driver().run(jax.random.key(0), 4, points(), progress_bar=False)
     assert result._fields == ("params", "state", "losses")
-    assert set(vars(result)) == {"trace", "privacy"}
+    assert set(vars(result)) == {"trace", "privacy", "folded"}
+    assert result.folded is None
     assert set(result.trace._fields) == {"steps", "params", "clip_norm"}
     assert result.trace.clip_norm is None  # it is fixed
     sizes = {np.shape(leaf) for leaf in jax.tree.leaves([result.params, result.trace.params])}
