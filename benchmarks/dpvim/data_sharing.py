@@ -7,9 +7,8 @@ longer runs help, and does averaging iterates? And does a Poisson regression on 
 combined by Rubin's rules, find the coefficients of the same regression on the records?
 
 Clip norm and step size of each method are chosen at epsilon 1 by the log predictive density of a
-tenth of the records, which is held out throughout; the other nine tenths are what is shared. (The
-step size is that of the first data set.)
-Neither the regression nor the optimum takes part in the choice.
+tenth of the records, which is held out throughout (the step size on the first data set); the other
+nine tenths are what is shared. Neither regression nor optimum takes part in the choice.
 
     NUMPYRO_DP_DATA=... python benchmarks/dpvim/data_sharing.py --json out.json --figure out.png
 """
