@@ -302,9 +302,12 @@ def draw(report, args):
     (free,) = [r for r in shared if (r["method"], r["shared"]) == ("not private", "last iterate")]
     for axis, y in zip(axes[:, 2], ("rmse", "coverage"), strict=True):
         axis.axhline(free[y][0], color="grey", linestyle=":", label="not private")
-    for axis in axes.ravel():
-        axis.set_xscale("log")
+    ticks = ([*args.sigmas, args.sigma], [*args.lengths, args.steps], args.epsilon)
     for column, name in enumerate(("initial scale", "steps", "epsilon")):
+        for axis in axes[:, column]:
+            axis.set_xscale("log")
+            axis.set_xticks(ticks[column], [f"{tick:g}" for tick in ticks[column]])
+            axis.minorticks_off()
         axes[1, column].set_xlabel(name)
     for column in (0, 1):
         axes[0, column].set_ylabel("error of locations, in sd")
