@@ -100,7 +100,7 @@ def main():
         estimator=aligned(),
         clip_norm=args.clip_norm,
         sampler=Poisson(rate),
-        budget=PrivacyBudget(epsilon=args.epsilon, delta=1 / len(train)),
+        budget=PrivacyBudget(epsilon=args.epsilon, delta=1e-5),
     )
     result = svi.run(jax.random.key(0), num_steps, train)
     print(result.privacy)

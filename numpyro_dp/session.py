@@ -15,6 +15,7 @@ from numpyro_dp.aggregate import record_lengths
 from numpyro_dp.core import Estimator, Fold, Mechanism, PyTree, Sampler
 from numpyro_dp.estimators.loss import LOSS_ENTRY, with_loss
 from numpyro_dp.model.records import Rows
+from numpyro_dp.model.separation import UnsupportedModelError
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.privacy.mechanism import (
     adapted_norms,
@@ -105,11 +106,26 @@ class Session:
         if estimator.check is not None:
             estimator.check(params)
 
-        def signal(params: dict[str, Any]) -> PyTree:
+        def signal(params: dict[str, Any], example: PyTree = example) -> PyTree:
             return estimator.signal(estimator.prepare(jax.random.key(0), params), example)
 
+        if self.problem.model.structure.summed:
+            self._check_finite(jax.jit(signal), params)
         if isinstance(self._clip_norm, Mapping):
             check_blocks(self._clip_norm, tuple(jax.eval_shape(signal, params)))
+
+    def _check_finite(self, signal: Callable[..., PyTree], params: dict[str, Any]) -> None:
+        """Raises if no invented record has a signal: impossible values of a summed latent, say."""
+        for rows in self.problem.model.structure.layout.invented():
+            extra = self.problem.blank_example()[len(rows) :]
+            found = signal(params, tuple(leaf[0] for leaf in rows) + extra)
+            if all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(found)):
+                return
+        raise UnsupportedModelError(
+            "No invented record has a finite gradient; records without one count as 0. Where a "
+            "discrete latent is summed out, every value of it must leave the density finite: "
+            "Poisson(rate * k + 1e-6) instead of Poisson(rate * k), say."
+        )
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Splits arguments into records and public arrays."""

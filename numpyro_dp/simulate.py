@@ -148,7 +148,10 @@ def _simulator(svi: DPSVI, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cal
     sites = svi._frontend.structure(*fill(arrays)).likelihood
     observed = _observed_arguments(functools.partial(trace, svi.model), sites, arrays)
 
+    hidden = set(observed.values())
+
     def draw(key: Array, values: list[Array]) -> list[Array]:
+        values = [jnp.ones_like(v) if n in hidden else v for n, v in enumerate(values)]
         sampled, drawn = trace(handlers.uncondition(svi.model), key, values), list(values)
         for name, number in observed.items():
             value = jnp.broadcast_to(sampled[name]["value"], values[number].shape)

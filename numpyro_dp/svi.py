@@ -18,6 +18,7 @@ from numpyro_dp.core import Estimator, Fold, Sampler
 from numpyro_dp.ledger import noise_fields, plan_for, spent_by
 from numpyro_dp.model.frontend import Frontend, arguments_key, check_loss
 from numpyro_dp.model.records import array_shapes
+from numpyro_dp.model.separation import UnsupportedModelError
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
@@ -229,6 +230,11 @@ class DPSVI:
                 "protected. Use loss_release= for a loss curve within the budget, or evaluate on "
                 "public data with numpyro.infer.SVI."
             )
+        if self._frontend.structure(args, kwargs).summed:
+            raise UnsupportedModelError(
+                "Expected a model without discrete latent sites for evaluate, which is NumPyro's "
+                "and draws them. Use loss_release=, or sum them out in the model."
+            )
         return self._frontend.svi.evaluate(svi_state, *args, **kwargs)
 
     def run(
@@ -381,5 +387,7 @@ class DPSVI:
                 )
             structure = self._frontend.structure(args, kwargs)
             prepared = self._frontend.prepare(structure, jax.random.key(0), args, kwargs, None)
-            self._sessions[key] = Session(self, prepared.problem)
+            session = Session(self, prepared.problem)
+            session.check_signal(self.optim.get_params(prepared.optim_state))
+            self._sessions[key] = session
         return self._sessions[key]

@@ -16,7 +16,7 @@ from numpyro_dp.core import PyTree
 from numpyro_dp.ledger import noise_fields, plan_for, report_for
 from numpyro_dp.model.records import Rows
 from numpyro_dp.privacy.adaptive import AdaptiveClip
-from numpyro_dp.privacy.mechanism import check_clip_norm
+from numpyro_dp.privacy.mechanism import check_clip_norm, is_bounded
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.results import PrivateLosses, SensitiveLosses, Trace
@@ -197,7 +197,7 @@ def _clip_norms(clip_norm: Any, usual: Any) -> list[Any]:
         return [usual]
     norms = [check_clip_norm(norm) for norm in _items("clip_norm", clip_norm)]
     for norm in norms:
-        if _form(norm) != _form(usual):
+        if _form(norm) != _form(usual) or is_bounded(norm) != is_bounded(usual):
             raise ValueError(
                 f"Expected clip norms of the form of DPSVI(clip_norm={usual!r}), got {norm!r}. "
                 "Name the same entries in the same order, each with a number in all runs or with "

@@ -316,7 +316,7 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         UnsupportedModelError,
         "static keywords",
     ),
-    "nothing declared": (lambda: linear(aligned(), {}), T, "linear(aligned() | for each site | {}"),
+    "nothing declared": (lambda: linear(aligned(), {}), T, "linear(aligned() | for each site | []"),
     "an array declared": (
         lambda: linear(aligned(), {"w": X}),
         T,

@@ -155,3 +155,10 @@ def test_wrong_keys(data):
     for wrong in (jax.random.key(0), jnp.zeros(2), 3):
         with pytest.raises((TypeError, ValueError), match="rng_keys"):
             driver().sweep(wrong, STEPS, data)
+
+
+def test_bounded_and_unbounded_norms_do_not_mix(data):
+    for usual, given in ((np.inf, 1.0), (1.0, np.inf)):
+        svi = driver(clip_norm=usual, noise_multiplier=0.0)
+        with pytest.raises(ValueError, match="clip norms of the form"):
+            svi.sweep(KEYS, 3, data, clip_norm=[given], noise_multiplier=[0.0])

@@ -24,7 +24,7 @@ from numpyro_dp.model.locals import fill_locals, start
 from numpyro_dp.model.records import Arguments, Layout
 from numpyro_dp.model.separation import UnsupportedModelError, one_record
 
-__all__ = ["check_additive"]
+__all__ = ["check_additive", "is_sum"]
 
 _ROWS = 3
 _TOLERANCE = 1e-2  # relative: half precision passes, a factor of the number of rows does not
@@ -63,14 +63,17 @@ def check_additive(
         return
     for rows in layout.invented(_ROWS):
         try:
-            together = _densities(model, plate, layout, shared, rows)
+            together = _densities(model, plate, layout, shared, rows, jnp.arange(_ROWS))
         except (TypeError, ValueError, IndexError):
             continue  # made for its own number of rows, or for particular values
         try:
             singles = [
-                _densities(model, plate, layout, shared, tuple(leaf[i : i + 1] for leaf in rows))
+                _densities(
+                    model, plate, layout, shared, tuple(leaf[i : i + 1] for leaf in rows),
+                    jnp.arange(i, i + 1),
+                )
                 for i in range(_ROWS)
-            ]
+            ]  # fmt: skip
         except (TypeError, ValueError, IndexError) as error:
             raise UnsupportedModelError(
                 f"The model can be run on {_ROWS} records and not on each of them: it mixes "
@@ -82,7 +85,7 @@ def check_additive(
         ):
             joint = _total(together, names)
             alone = [_total(single, names) for single in parts]
-            if not _close(joint, alone):
+            if not is_sum(joint, alone):
                 raise UnsupportedModelError(
                     f"The {what} depends on the number of records that the model is given at once "
                     f"(sites {list(names)}): it mixes records, or reads x.shape[0]. {_REMEDY}"
@@ -95,9 +98,10 @@ def _densities(
     layout: Layout,
     shared: tuple[Array, ...],
     rows: tuple[Array, ...],
+    numbers: Array,
 ) -> dict[str, float]:
     number = rows[0].shape[0]
-    filled = fill_locals(one_record(model, plate, num_rows=number), plate)
+    filled = fill_locals(one_record(model, plate, num_rows=number), plate, rows=numbers)
     run = handlers.seed(filled, jax.random.key(0))
     run = handlers.substitute(run, substitute_fn=start)
     with warnings.catch_warnings():
@@ -125,7 +129,8 @@ def _total(values: dict[str, float], names: tuple[str, ...]) -> float:
     return math.nan if random else sum(values[name] for name in names)
 
 
-def _close(joint: float, alone: list[float]) -> bool:
+def is_sum(joint: float, alone: list[float]) -> bool:
+    """Whether a number is the sum of others, if it is finite."""
     if not math.isfinite(joint):
         return True
     if not all(map(math.isfinite, alone)):

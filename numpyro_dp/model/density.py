@@ -21,7 +21,7 @@ from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.primitives import Messenger
 
-from numpyro_dp.model.locals import fill_locals
+from numpyro_dp.model.locals import fill_locals, masked_away
 from numpyro_dp.model.records import Arguments
 from numpyro_dp.model.separation import one_record
 from numpyro_dp.model.structure import ModelStructure
@@ -96,6 +96,7 @@ class Model(NamedTuple):
             trace, _ = self._trace(latents, params, arguments, rng_key, **local)
             size = trace[structure.data_plate]["args"][0]
             found = sum(_log_prob(trace[name]) for name in names)
+            found -= size * sum(masked_away(name, trace[name]["fn"]) for name in choice)
             return found / size if size != 1 else found
 
         if not structure.summed:

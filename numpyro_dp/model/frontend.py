@@ -71,7 +71,7 @@ class Frontend(NamedTuple):
         the parameters and the key are those that ``numpyro.infer.SVI.init`` gives.
         """
         layout, _, shared = split_arguments(args, kwargs, structure.layout.num_examples)
-        check_supported(self.guide, structure, shared)
+        check_supported(self.guide, structure, shared, self.static)
         placeholder = layout.placeholder(shared)
         plate = structure.data_plate
         hidden = SVI(

@@ -10,6 +10,7 @@ Guides run on a placeholder for the records.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -231,7 +232,7 @@ def _generic_draw(
 
 
 def _part_sites(part: Any, guide: Guide, params: Any, shared: Any) -> list[str]:
-    sub = Guide(part, None, guide.model)
+    sub = Guide(functools.partial(part, **guide.public), None, guide.model)
     trace = guide_trace(sub, params, jax.random.key(0), shared)
     return [name for name, site in trace.items() if site["type"] == "sample"]
 

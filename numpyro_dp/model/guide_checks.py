@@ -18,13 +18,16 @@ from numpyro.distributions import biject_to
 from numpyro.infer import autoguide
 from numpyro.infer.initialization import init_to_uniform
 
+from numpyro_dp.model.additivity import is_sum
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.guide import Guide, auto_parts, guide_trace, log_density
+from numpyro_dp.model.locals import is_local
 from numpyro_dp.model.separation import (
     UnsupportedModelError,
     check_captured,
     check_one_row,
+    holds_records,
     one_record,
 )
 from numpyro_dp.model.structure import ModelStructure
@@ -97,8 +100,12 @@ def _with_local_params(guide: Guide, params: dict[str, Any], shared: tuple[Array
     """Finds out which parameters draw the local latents, and which the global ones."""
     structure = guide.model.structure
     key, alone = jax.random.key(0), structure.layout.placeholder(shared)
+    _check_auxiliary(guide, params, shared)
     latents, _ = jax.eval_shape(lambda: guide.draw(params, key, shared))
     latents = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), latents)
+
+    prior = guide.model.trace_prior(latents, params, shared)
+    values = params | {name: prior[name]["value"] for name in latents}
 
     def draw(value: Any, name: str) -> dict[str, Any]:
         return {"value": guide.draw(params | {name: value}, key, shared)}
@@ -125,20 +132,69 @@ def _with_local_params(guide: Guide, params: dict[str, Any], shared: tuple[Array
     own = reading(local)
     number = structure.layout.num_examples
     for name in own:
-        if any(number in leaf.shape for leaf in jax.tree.leaves(params[name]) if number > 1):
+        if any(holds_records(leaf.shape, number) for leaf in jax.tree.leaves(params[name])):
             raise UnsupportedModelError(
-                f"Parameter {name!r} of the guide has an axis of length {number}, the number of "
-                "records, and draws their latents: one entry per record would release them. Use "
-                "parameters of another shape."
+                f"Parameter {name!r} of the guide has an entry for each of the {number} records, "
+                "and draws their latents: it would release them. Use parameters of another shape."
             )
+    _check_one_by_one(guide, params, values, shared)
     return guide._replace(params=reading(draw), local_params=own)
 
 
-def check_supported(guide: Any, structure: ModelStructure, shared: tuple[Array, ...]) -> None:
+def _check_auxiliary(guide: Guide, params: dict[str, Any], shared: tuple[Array, ...]) -> None:
+    """Refuses auxiliary sites outside the plate: each record would draw one of its own."""
+    plate = guide.model.structure.data_plate
+    trace = guide_trace(guide, params, jax.random.key(0), shared) if guide.auto is None else {}
+    for name, site in trace.items():
+        auxiliary = site["type"] == "sample" and site["infer"].get("is_auxiliary", False)
+        if auxiliary and not is_local(site, plate):
+            raise UnsupportedModelError(
+                f"Auxiliary guide site {name!r} is outside plate {plate!r}, in a guide that draws "
+                "latents of a record: each record would draw it anew. Draw the latents from it "
+                "with numpyro.distributions.TransformedDistribution instead."
+            )
+
+
+def _check_one_by_one(
+    guide: Guide, params: dict[str, Any], values: dict[str, Any], shared: tuple[Array, ...]
+) -> None:
+    """Refuses an encoder that means something else for one record than for several."""
+    structure = guide.model.structure
+    layout, plate = structure.layout, structure.data_plate
+
+    def density(rows: tuple[Array, ...]) -> float:
+        run = handlers.seed(one_record(guide.fn, plate, len(rows[0])), jax.random.key(0))
+        run = handlers.substitute(run, data=values)
+        trace = layout.arguments(rows, shared).call(handlers.trace(run).get_trace)
+        total = 0.0
+        for name in structure.local_latents:
+            fn = trace[name]["fn"]
+            transform = biject_to(fn.support)
+            middle = transform(jnp.zeros(transform.inverse_shape(fn.shape())))
+            total += float(jnp.sum(fn.log_prob(middle)))
+        return total
+
+    for rows in layout.invented(3) if layout.num_examples > 1 else ():
+        try:
+            together = density(rows)
+        except (TypeError, ValueError, IndexError):
+            continue  # made for its own number of rows
+        each = [density(tuple(leaf[i : i + 1] for leaf in rows)) for i in range(3)]
+        if not is_sum(together, each):
+            raise UnsupportedModelError(
+                f"Guide sites {list(structure.local_latents)} depend on the number of records that "
+                "the guide is given at once: it mixes records, or reads x.shape[0]. Draw each "
+                "record's latents from that record alone; pass public scales as static keywords."
+            )
+
+
+def check_supported(
+    guide: Any, structure: ModelStructure, shared: tuple[Array, ...], static: dict[str, Any]
+) -> None:
     """Refuses automatic guides that read records when they draw, or would keep one of each."""
     for part in auto_parts(guide):
         if structure.local_latents and not isinstance(part, autoguide.AutoGuideList):
-            _check_global(part, structure, shared)
+            _check_global(part, structure, shared, static)
         for cls in type(part).__mro__:
             if cls.__name__ in _REFUSED:
                 raise UnsupportedModelError(
@@ -148,9 +204,12 @@ def check_supported(guide: Any, structure: ModelStructure, shared: tuple[Array, 
                 )
 
 
-def _check_global(part: Any, structure: ModelStructure, shared: tuple[Array, ...]) -> None:
+def _check_global(
+    part: Any, structure: ModelStructure, shared: tuple[Array, ...], static: dict[str, Any]
+) -> None:
     """Refuses an automatic guide of latent sites in the data plate."""
-    run = handlers.seed(one_record(part.model, structure.data_plate), jax.random.key(0))
+    model = functools.partial(part.model, **static)
+    run = handlers.seed(one_record(model, structure.data_plate), jax.random.key(0))
     sites = structure.layout.placeholder(shared).call(handlers.trace(run).get_trace)
     for name in structure.local_latents:
         if name in sites:
@@ -196,8 +255,8 @@ def _check_reads_no_records(
     structure = guide.model.structure
     layout = structure.layout
 
-    def values(*arrays: Array) -> dict[str, Any]:
-        seeded = handlers.seed(one_record(guide.fn, structure.data_plate), jax.random.key(0))
+    def values(*arrays: Array, fn: Any = guide.fn) -> dict[str, Any]:
+        seeded = handlers.seed(one_record(fn, structure.data_plate), jax.random.key(0))
         trace = layout.arguments(arrays, shared).call(handlers.trace(seeded).get_trace)
         return {
             name: site["value"]
@@ -206,14 +265,26 @@ def _check_reads_no_records(
         }
 
     rows = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in layout.shapes]
-    if guide.auto is None:
-        check_captured("guide", values, layout, structure.data_plate, guide.public, *rows)
+    for fn in _written_by_hand(guide):
+        own = functools.partial(values, fn=fn)
+        check_captured("guide", own, layout, structure.data_plate, guide.public, *rows)
     for name, depends in depends_on_inputs(values, *rows).items():
         if depends:
             raise UnsupportedModelError(
                 f"Guide site {name!r} depends on the records: its value would release them outside "
                 "the mechanism. Let the guide read parameters and public arguments only."
             )
+
+
+def _written_by_hand(guide: Guide) -> list[Callable[..., Any]]:
+    """The functions of a guide that are no automatic guides."""
+    if guide.auto is None:
+        return [guide.fn]
+    lists = (part for part in auto_parts(guide.auto) if isinstance(part, autoguide.AutoGuideList))
+    return [
+        functools.partial(part, **guide.public)
+        for parts in lists for part in parts if not isinstance(part, autoguide.AutoGuide)
+    ]  # fmt: skip
 
 
 def _check_parameter_shapes(guide: Guide, shared: tuple[Array, ...]) -> None:

@@ -29,15 +29,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from numpyro import handlers
-from numpyro.distributions import biject_to
+from numpyro.distributions import MaskedDistribution, biject_to
 from numpyro.infer.initialization import init_to_uniform
 from numpyro.primitives import Messenger
 
 from numpyro_dp.model.dependence import depends_on_inputs
-from numpyro_dp.model.records import Arguments
+from numpyro_dp.model.records import Arguments, Layout
 from numpyro_dp.model.separation import UnsupportedModelError, one_record
 
-__all__ = ["fill_locals", "is_local", "read_locals", "start"]
+__all__ = ["fill_locals", "is_local", "masked_away", "read_locals", "start"]
 
 _MOST = 4096
 
@@ -63,6 +63,7 @@ class fill_locals(Messenger):  # noqa: N801 - a NumPyro handler, named like its 
         choice: Numbers of the values of discrete sites among their support, flat; the first
             elsewhere.
         discrete_only: Leaves continuous sites alone.
+        rows: Numbers of the records: where nothing else is given, each has a value of its own.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class fill_locals(Messenger):  # noqa: N801 - a NumPyro handler, named like its 
         values: Mapping[str, Array] | None = None,
         choice: Mapping[str, Array] | None = None,
         discrete_only: bool = False,
+        rows: Array | None = None,
     ) -> None:
         self.plate = plate
         self.values = values or {}
         self.choice = choice or {}
         self.discrete_only = discrete_only
+        self.rows = jnp.zeros(1, int) if rows is None else rows
         super().__init__(fn)
 
     def process_message(self, msg: dict[str, Any]) -> None:
@@ -84,21 +87,32 @@ class fill_locals(Messenger):  # noqa: N801 - a NumPyro handler, named like its 
         if msg["type"] != "sample" or msg["value"] is not None or not is_local(msg, self.plate):
             return
         name, fn = msg["name"], msg["fn"]
-        if fn.support.is_discrete:
-            number = math.prod(fn.batch_shape)
-            chosen = self.choice.get(name, jnp.zeros(number, int))
-            msg["value"] = _support(fn)[chosen].reshape(fn.shape())
-        elif name in self.values:
+        if name in self.values:
             msg["value"] = self.values[name]
+        elif fn.support.is_discrete:
+            support = _support(name, fn)
+            chosen = self.choice.get(name, self._row(msg).reshape(-1) % len(support))
+            msg["value"] = support[chosen].reshape(fn.shape())
         elif not self.discrete_only:
             transform = biject_to(fn.support)
-            msg["value"] = transform(jnp.zeros(transform.inverse_shape(fn.shape())))
+            shape = transform.inverse_shape(fn.shape())
+            row = self._row(msg).reshape(fn.batch_shape + (1,) * (len(shape) - len(fn.batch_shape)))
+            msg["value"] = transform(jnp.broadcast_to(jnp.sin(2.0 * row), shape))
+
+    def _row(self, msg: dict[str, Any]) -> Array:
+        """The number of the record that each entry of a site's batch belongs to."""
+        (frame,) = (frame for frame in msg["cond_indep_stack"] if frame.name == self.plate)
+        batch = msg["fn"].batch_shape
+        axes = [1] * len(batch)
+        axes[frame.dim] = -1
+        return jnp.broadcast_to(self.rows.reshape(axes), batch)
 
 
 def read_locals(
     model: Callable[..., Any],
     plate: str,
-    alone: Arguments,
+    layout: Layout,
+    shared: tuple[Array, ...],
     inside: tuple[str, ...],
     outside: tuple[str, ...],
     discrete: tuple[str, ...],
@@ -108,7 +122,8 @@ def read_locals(
     Args:
         model: The model, static keywords filled in.
         plate: Name of the data plate.
-        alone: Arguments with a placeholder for one record.
+        layout: How arguments split.
+        shared: Public arrays among the model's arguments.
         inside: Names of the sites in the data plate.
         outside: Names of the other latent sites, and of factors.
         discrete: Names of the discrete latent sites in the data plate.
@@ -121,11 +136,12 @@ def read_locals(
         UnsupportedModelError: If there are more than 4096 combinations, a site in the plate is
             scaled, or a site outside reads one inside.
     """
+    alone = layout.placeholder(shared)
 
-    def trace(values: dict[str, Array]) -> dict[str, Any]:
+    def trace(values: dict[str, Array], arguments: Arguments = alone) -> dict[str, Any]:
         filled = fill_locals(one_record(model, plate), plate, values)
         run = handlers.substitute(handlers.seed(filled, jax.random.key(0)), substitute_fn=start)
-        return alone.call(handlers.trace(run).get_trace)
+        return arguments.call(handlers.trace(run).get_trace)
 
     sites = trace({})
 
@@ -134,34 +150,69 @@ def read_locals(
         return {name: found[name]["fn"].log_prob(found[name]["value"]) for name in outside}
 
     latent = {name: sites[name]["value"] for name in inside if is_local(sites[name], plate)}
-    floats = {name: value for name, value in latent.items() if name not in discrete}
-    for name, depends in depends_on_inputs(densities, floats).items():
+    for name, depends in depends_on_inputs(densities, latent).items():
         if depends:
             raise UnsupportedModelError(
                 f"Site {name!r} outside the data plate {plate!r} reads a latent value of a record "
-                f"(one of {sorted(floats)}). Move it into the plate."
+                f"(one of {sorted(latent)}). Move it into the plate."
             )
-    size = sites[plate]["args"][0]
-    for name in inside if discrete else ():
-        scale = sites[name]["scale"]
-        if scale is not None and (isinstance(scale, jax.core.Tracer) or np.any(scale != size)):
-            raise UnsupportedModelError(
-                f"Site {name!r} is scaled, and the model has discrete latent sites "
-                f"{list(discrete)}, which are summed out: the scale of a sum is not that of its "
-                "terms. Sum them out in the model, with numpyro.factor inside the data plate."
-            )
+    if discrete:
+        _check_scales(trace, plate, layout, shared, inside)
     return _combinations({name: sites[name]["fn"] for name in discrete})
 
 
-def _support(fn: Any) -> Array:
+def _check_scales(
+    trace: Callable[..., dict[str, Any]],
+    plate: str,
+    layout: Layout,
+    shared: tuple[Array, ...],
+    inside: tuple[str, ...],
+) -> None:
+    """Refuses scaled sites where latents are summed out."""
+
+    def scales(*rows: Array) -> dict[str, Any]:
+        found = trace({}, layout.arguments(rows, shared))
+        return {name: [s for s in [found[name]["scale"]] if s is not None] for name in inside}
+
+    sites = trace({})
+    size = sites[plate]["args"][0]
+    rows = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in layout.shapes]
+    for name, reads in depends_on_inputs(scales, *rows).items():
+        scale = sites[name]["scale"]
+        if reads or (scale is not None and np.any(scale != size)):
+            raise UnsupportedModelError(
+                f"Site {name!r} is scaled, and the model has discrete latent sites, which are "
+                "summed out: the scale of a sum is not that of its terms. Sum them out in the "
+                "model, with numpyro.factor inside the data plate."
+            )
+
+
+def masked_away(name: str, fn: Any) -> Array:
+    """Logarithm of how often a masked entry of a summed site is counted: once for each value."""
+    while not isinstance(fn, MaskedDistribution):
+        if not hasattr(fn, "base_dist"):
+            return jnp.zeros(())
+        fn = fn.base_dist
+    hidden = ~jnp.broadcast_to(jnp.asarray(fn._mask, bool), fn.batch_shape)
+    return jnp.sum(hidden) * math.log(len(_support(name, fn)))
+
+
+def _support(name: str, fn: Any) -> Array:
     """The values of a discrete distribution of one event, shape ``(number, *event_shape)``."""
-    support = fn.enumerate_support(expand=False)
+    try:
+        support = fn.enumerate_support(expand=False)
+    except jax.errors.ConcretizationTypeError as error:
+        raise UnsupportedModelError(
+            f"The values that latent site {name!r} may take depend on the records or on other "
+            "latents, so they cannot be listed. Sum it out in the model, with numpyro.factor "
+            "inside the data plate."
+        ) from error
     return support.reshape(support.shape[0], *fn.event_shape)
 
 
 def _combinations(sites: Mapping[str, Any]) -> dict[str, np.ndarray]:
     sizes = {
-        name: [_support(fn).shape[0]] * math.prod(fn.batch_shape) for name, fn in sites.items()
+        name: [len(_support(name, fn))] * math.prod(fn.batch_shape) for name, fn in sites.items()
     }
     every = [size for each in sizes.values() for size in each]
     number = math.prod(every)

@@ -27,6 +27,7 @@ __all__ = [
     "check_captured",
     "check_one_row",
     "check_separable",
+    "holds_records",
     "one_record",
     "rows_along",
 ]
@@ -131,7 +132,7 @@ def check_captured(
     number = layout.num_examples
     allowed = {np.shape(leaf) for leaf in jax.tree.leaves(public)}
     for shape in captured_shapes(fn, *args):
-        if _holds_records(shape, number) and shape not in allowed:
+        if holds_records(shape, number) and shape not in allowed:
             raise UnsupportedModelError(
                 f"The {what} holds an array of shape {shape}, with an entry for each record of "
                 f"plate {plate!r}, that is no argument: it would be read without clip and noise. "
@@ -140,7 +141,7 @@ def check_captured(
             )
 
 
-def _holds_records(shape: tuple[int, ...], number: int) -> bool:
+def holds_records(shape: tuple[int, ...], number: int) -> bool:
     """Whether an array may hold all records: an axis of their number, or a flattened table."""
     flattened = len(shape) == 1 and number >= _MANY and shape[0] % number == 0 and shape[0] > 0
     return number > 1 and (number in shape or flattened)

@@ -174,10 +174,10 @@ def read_model(
     inside = kinds["likelihood"] + kinds["local"] + kinds["summed"]
     outside = kinds["latent"] + kinds["prior"]
     check_separable(model, plate, layout, shared, inside, public or {})
-    check_additive(model, plate, layout, shared, inside, outside)
     summed = {}
     if len(inside) > len(kinds["likelihood"]):
-        summed = read_locals(model, plate, alone, inside, outside, kinds["summed"])
+        summed = read_locals(model, plate, layout, shared, inside, outside, kinds["summed"])
+    check_additive(model, plate, layout, shared, inside, outside)
     return ModelStructure(
         plate, layout, kinds["latent"], kinds["likelihood"], kinds["prior"],
         tuple(others.get("param", ())), kinds["local"], summed,

@@ -222,7 +222,7 @@ def _update_tail(state: _Tail, params: PyTree) -> _Tail:
 def _tail_average(state: _Tail) -> TailAverage:
     number = state.before + state.inside
     mean = jax.tree.map(lambda mean, total: mean + total / number, state.mean, state.total)
-    freedom = (state.batches - 1) * state.before
+    freedom = (state.batches - 1).astype(float) * state.before
     sd = jax.tree.map(lambda squares: jnp.sqrt(squares / freedom), state.squares)
     return TailAverage(mean, sd, number)
 

@@ -114,6 +114,7 @@ def _attributes(privacy: PrivacyReport) -> dict[str, Any]:
 
 
 def _from_dict(groups: dict[str, dict[str, np.ndarray]], coords: Any, dims: Any) -> Any:
+    dims = dims and {_name(name): axes for name, axes in dims.items()}
     try:
         import arviz
     except ImportError as error:

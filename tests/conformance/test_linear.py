@@ -92,3 +92,18 @@ def test_a_right_declaration_runs() -> None:
 def test_several_draws_are_refused() -> None:
     with pytest.raises(ValueError, match="num_particles=2"):
         driver({"w": features}, loss=Trace_ELBO(num_particles=2)).init(jax.random.key(0), X, Y)
+
+
+def test_what_cannot_be_verified_is_refused() -> None:
+    def silent(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.factor("f", jnp.where(y == 0, -((x * w).sum(-1) ** 2), 0.0))
+
+    svi = DPSVI(
+        silent, AutoDiagonalNormal(silent), optax.adam(0.1),
+        estimator=linear(aligned(), {"w": features}), clip_norm=1.0, sampler=FullBatch(),
+        noise_multiplier=1.0,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="cannot be verified"):
+        svi.init(jax.random.key(0), X, Y.astype(int))

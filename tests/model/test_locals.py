@@ -274,6 +274,77 @@ def leaks(x):
     local(x)
 
 
+def scaled_by_record(x):
+    share = numpyro.sample("share", dist.Beta(2, 2))
+    with numpyro.plate("records", x.shape[0]), handlers.scale(scale=jnp.abs(x[:, 0])):
+        which = numpyro.sample("which", dist.Bernoulli(share))
+        numpyro.sample("x", dist.Normal(which[:, None] * jnp.ones(D), 1).to_event(1), obs=x)
+
+
+def count_read_outside(x):
+    with numpyro.plate("records", x.shape[0]):
+        which = numpyro.sample("which", dist.Bernoulli(0.5))
+        numpyro.sample("x", dist.Normal(which[:, None] * jnp.ones(D), 1).to_event(1), obs=x)
+    numpyro.sample("top", dist.Normal(which.sum(), 1))
+
+
+def centred_codes(x):
+    mean = numpyro.sample("mean", dist.Normal(0, 1).expand([D]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        code = numpyro.sample("code", dist.Normal(0, 1))
+        loc = mean + (code - code.mean(0))[:, None]
+        numpyro.sample("x", dist.Normal(loc, 1).to_event(1), obs=x)
+
+
+def centred_groups(x):
+    mean = numpyro.sample("mean", dist.Normal(0, 1).expand([D]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        which = numpyro.sample("which", dist.Bernoulli(0.3))
+        loc = mean + (which - which.mean(0))[:, None]
+        numpyro.sample("x", dist.Normal(loc, 1).to_event(1), obs=x)
+
+
+def impossible(x):
+    rate = numpyro.sample("rate", dist.Gamma(2, 1))
+    with numpyro.plate("records", x.shape[0]):
+        some = numpyro.sample("some", dist.Bernoulli(0.5))
+        numpyro.sample("x", dist.Poisson(rate * some[:, None] * jnp.ones(D)).to_event(1), obs=x)
+
+
+def trials_by_record(x):
+    share = numpyro.sample("share", dist.Beta(2, 2))
+    with numpyro.plate("records", x.shape[0]):
+        hits = numpyro.sample("hits", dist.Binomial(x[:, 0].astype(int), share))
+        numpyro.sample("x", dist.Normal(hits[:, None] * jnp.ones(D), 1).to_event(1), obs=x)
+
+
+def holds_records(model):
+    records = jnp.asarray(X)
+
+    def own(x):
+        slope = numpyro.param("slope", jnp.ones(D))
+        with numpyro.plate("records", x.shape[0]) as index:
+            return {"code": numpyro.sample("code", dist.Normal(records[index] @ slope, 1))}
+
+    guide = AutoGuideList(model)
+    guide.append(AutoDiagonalNormal(handlers.block(model, hide=["code"])))
+    guide.append(own)
+    return guide
+
+
+def centres(x):
+    numpyro.sample("mean", dist.Normal(numpyro.param("loc", jnp.zeros(D)), 0.1).to_event(1))
+    local(x - x.mean(0))
+
+
+def auxiliary(x):
+    kind = {"is_auxiliary": True}
+    more = numpyro.sample("more", dist.Normal(numpyro.param("m", 0.0), 1), infer=kind)
+    numpyro.sample("mean", dist.Normal(numpyro.param("loc", jnp.zeros(D)) + more, 1).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("code", dist.Normal(x @ numpyro.param("slope", jnp.ones(D)) + more, 1))
+
+
 def discrete_guide(x):
     numpyro.sample("mean", dist.Normal(numpyro.param("loc", jnp.zeros(D)), 0.1).to_event(1))
     with numpyro.plate("records", x.shape[0]):
@@ -293,7 +364,16 @@ def discrete_guide(x):
         (too_many_in_plates, AutoNormal, ["8192 combinations", "at most 4096"]),
         (read_outside, AutoNormal, ["'top'", "outside the data plate", "'code'"]),
         (decoder, draws_outside_the_plate, ["'code'", "not inside plate 'records'"]),
-        (decoder, one_each, ["'rows'", "axis of length 40"]),
+        (decoder, one_each, ["'rows'", "each of the 40 records"]),
+        (scaled_by_record, AutoNormal, ["is scaled", "numpyro.factor"]),
+        (count_read_outside, AutoNormal, ["'top'", "outside the data plate", "'which'"]),
+        (centred_codes, encoder, ["depends on the number of records", "mixes records"]),
+        (centred_groups, AutoNormal, ["depends on the number of records", "mixes records"]),
+        (impossible, AutoNormal, ["finite gradient", "1e-6"]),
+        (trials_by_record, AutoNormal, ["'hits'", "depend on the records"]),
+        (decoder, holds_records(decoder), ["guide holds an array of shape (40, 3)"]),
+        (decoder, centres, ["'code'", "guide is given at once", "mixes records"]),
+        (decoder, auxiliary, ["'more'", "draw it anew"]),
         (decoder, leaks, ["Guide site 'mean' depends on the records"]),
         (decoder, discrete_guide, ["'code'", "Poisson", "reparameterised"]),
     ],
@@ -305,3 +385,39 @@ def test_a_record_s_latent_that_cannot_be_private(model: Any, guide: Any, parts:
         driver(model, made).init(jax.random.key(0), X)
     for part in parts:
         assert part in str(error.value)
+
+
+def test_a_masked_entry_is_counted_once() -> None:
+    def partly(x):
+        share = numpyro.sample("share", dist.Beta(2, 2))
+        with numpyro.plate("records", x.shape[0]):
+            seen = x[:, 0] > 0
+            value = (x[:, 1] > 0).astype(int)
+            numpyro.sample("flag", dist.Bernoulli(share), obs=value, obs_mask=seen)
+
+    problem, params = problem_of(partly, AutoNormal(partly))
+    latents, _ = problem.draw(params, KEY)
+    share = jax.nn.sigmoid(latents["share"])
+    for record, expected in ((jnp.array([1.0, 1.0, 0.0]), jnp.log(share)), (-jnp.ones(D), 0.0)):
+        found = problem.log_likelihood(latents, params, (record,), KEY)
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_numpyro_s_evaluate_is_refused_where_latents_are_summed_out() -> None:
+    svi = driver(mixture, AutoDiagonalNormal(mixture), allow_sensitive=True)
+    state = svi.init(jax.random.key(0), X)
+    with pytest.raises(UnsupportedModelError, match="evaluate"):
+        svi.evaluate(state, X)
+
+
+def test_static_keywords_reach_every_part_of_a_guide() -> None:
+    def model(x, dim):
+        mean = numpyro.sample("mean", dist.Normal(0, 1).expand([dim]).to_event(1))
+        with numpyro.plate("records", x.shape[0]):
+            code = numpyro.sample("code", dist.Normal(0, 1))
+            numpyro.sample("x", dist.Normal(mean + code[:, None], 1).to_event(1), obs=x)
+
+    guide = AutoGuideList(model)
+    guide.append(AutoDiagonalNormal(handlers.block(model, hide=["code"])))
+    guide.append(lambda x, dim: local(x))
+    driver(model, guide, dim=D).init(jax.random.key(0), X)
