@@ -103,6 +103,8 @@ def draw(rows, path):
     figure, axis = plt.subplots(figsize=(4.8, 3.6))
     for name in CHECKS:
         some = [row for row in rows if row["check"] == name and row["mse"] is not None]
+        if not some:  # nothing passed
+            continue
         epsilon = [row["epsilon"] for row in some]
         (line,) = axis.plot(epsilon, [row["mse"] for row in some], marker="o", label=name)
         axis.plot(epsilon, [row["baseline"] for row in some], ":", color=line.get_color(),
