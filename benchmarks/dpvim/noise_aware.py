@@ -5,8 +5,8 @@ Bayesian linear regression, N = 10,000, d = 10, columns independent or correlate
 batches at rate 0.01, Adam with a fixed step and no momentum, from the prior. For each coordinate of
 the location: does the 90 % interval mean +- 1.645 dp_sd hold the mean-field optimum, and what is
 the predicted standard deviation over the actual one (the spread of the means over seeds)? A run of
-a tenth of the steps, which may not have converged, must be flagged then. The variance is found by an
-AR(1) fit; with momentum (--momentum 0.9) iterates oscillate, and the fit errs on the wide side.
+a tenth of the steps, which may not have converged, must be flagged then. The variance is found by
+an AR(1) fit; with momentum (--momentum 0.9) iterates oscillate, and the fit errs on the wide side.
 
     python benchmarks/dpvim/noise_aware.py --json out.json --figure out.png
 """
