@@ -16,7 +16,7 @@ from .scenarios import ROWS, fast_where, rows_for, single
 
 FAST = ("multivariate", "iaf", "normal", "guide_list", "own_params", "two_sites", "simplex_param")
 BLOCKS = ("multivariate", "iaf", "normal", "guide_list", "own_params", "shared_param", "two_sites")
-FAST_BLOCKS = ("multivariate", "shared_param")
+FAST_BLOCKS = ("shared_param",)
 KEY = jax.random.key(5)
 
 
@@ -184,7 +184,7 @@ def test_every_block_is_clipped_to_its_own_norm():
         assert others == pytest.approx(2e-3, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["lowrank", "two_sites"])
+@pytest.mark.parametrize("name", [pytest.param("lowrank", marks=pytest.mark.extended), "two_sites"])
 def test_compiled_is_eager(name):
     pieces = single(name)
     clips = {row.name: jnp.asarray(0.5) for row in rows_for(pieces)}
