@@ -159,6 +159,12 @@ def _settings(
     axes = [usual | {"clip_norm": norm} | noise for norm in norms for noise in noises]
     for each in axes:
         check_budget(**each)
+        if is_bounded(each["clip_norm"]) != is_bounded(usual["clip_norm"]):
+            raise ValueError(
+                f"Expected clip norms that are all finite or all infinite, as that of "
+                f"DPSVI(clip_norm={usual['clip_norm']!r}), got {each['clip_norm']!r}. Use another "
+                "driver for unbounded runs."
+            )
     return axes
 
 
@@ -197,7 +203,7 @@ def _clip_norms(clip_norm: Any, usual: Any) -> list[Any]:
         return [usual]
     norms = [check_clip_norm(norm) for norm in _items("clip_norm", clip_norm)]
     for norm in norms:
-        if _form(norm) != _form(usual) or is_bounded(norm) != is_bounded(usual):
+        if _form(norm) != _form(usual):
             raise ValueError(
                 f"Expected clip norms of the form of DPSVI(clip_norm={usual!r}), got {norm!r}. "
                 "Name the same entries in the same order, each with a number in all runs or with "
