@@ -29,7 +29,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 __all__ = ["Contraction", "Split", "split_scalar"]
 
 _MOVES = (
-    "reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim", "copy", "copy_p",
+    "reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim", "copy", "copy_p", "slice",
 )  # fmt: skip
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
 

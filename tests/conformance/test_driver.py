@@ -104,7 +104,7 @@ def pairs():
             yield pytest.param(row, sampler, id=f"{row.name}-{sampler}", marks=marks)
 
 
-@pytest.mark.parametrize(("row", "sampler"), pairs())
+@pytest.mark.parametrize(("row", "sampler"), list(pairs()))
 def test_state_is_stable_and_every_length_uses_one_compilation(row, sampler):
     # A batch of fixed size is accounted for under replace-one alone.
     budget = PrivacyBudget(50.0, 1e-2, "replace_one")
