@@ -51,8 +51,18 @@ def driver(**changes):
 KEYS = jax.random.split(jax.random.key(0), 2)
 
 
-@pytest.mark.parametrize("sampler", [Poisson(0.2), FixedSize(30), FullBatch()], ids=str)
-@pytest.mark.parametrize("estimator", [aligned, vanilla])
+@pytest.mark.parametrize(
+    ("estimator", "sampler"),
+    [
+        (aligned, Poisson(0.2)),
+        (vanilla, FixedSize(30)),
+        pytest.param(vanilla, Poisson(0.2), marks=pytest.mark.extended),
+        pytest.param(aligned, FixedSize(30), marks=pytest.mark.extended),
+        pytest.param(aligned, FullBatch(), marks=pytest.mark.extended),
+        pytest.param(vanilla, FullBatch(), marks=pytest.mark.extended),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_each_run_is_the_run_of_its_settings(sampler, estimator, data):
     found = driver(noise_multiplier=1.0, sampler=sampler, estimator=estimator()).sweep(
         KEYS, STEPS, data, noise_multiplier=[0.5, 2.0], clip_norm=[1.0, 4.0]

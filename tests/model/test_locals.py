@@ -203,7 +203,11 @@ def test_a_record_moves_the_sum_by_the_clip_norm_at_most(model: Any, guide: Any)
         assert max(moves) > 0.25  # it is not all zero
 
 
-@pytest.mark.parametrize("loss", [Trace_ELBO(), Trace_ELBO(num_particles=3)], ids=["1", "3"])
+@pytest.mark.parametrize(
+    "loss",
+    [pytest.param(Trace_ELBO(), marks=pytest.mark.extended), Trace_ELBO(num_particles=3)],
+    ids=["1", "3"],
+)
 def test_an_encoder_learns(loss: Any) -> None:
     noise = jax.random.normal(jax.random.key(9), (2000, D))
     data = np.asarray(2 * jax.random.normal(KEY, (2000, 1)) + noise)
