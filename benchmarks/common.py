@@ -1,6 +1,7 @@
-"""What the timing benchmarks share: data, models, interleaved timing, machine, output."""
+"""What the benchmarks share: data, models, interleaved timing, machine, output."""
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -20,6 +21,37 @@ def parse_args(description):
     parser.add_argument("--json", help="write the results to this file ('-' prints them)")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     return parser.parse_args()
+
+
+def experiment_parser(doc, quick):
+    """What every experiment takes; ``quick`` says what --quick leaves of it."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--json", help="write settings and results to this file")
+    parser.add_argument("--figure", help="draw to this file")
+    parser.add_argument("--quick", action="store_true", help=quick)
+    return parser
+
+
+def save(args, **results):
+    """Settings, machine and results as JSON, where asked."""
+    if args.json:
+        settings = {k: v for k, v in vars(args).items() if k not in ("json", "figure")}
+        report = {"settings": settings, "machine": machine(), **results}
+        pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def panels(path, columns=1, rows=1, size=(4.8, 3.6), bottom=0.0, **how):
+    """Axes (rows, columns) of a figure, saved at the end; ``bottom`` is left for a legend."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, **how)
+    yield axes
+    figure.tight_layout(rect=(0, bottom, 1, 1))
+    figure.savefig(path, dpi=110)
 
 
 def logistic_model(features, label):

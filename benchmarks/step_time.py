@@ -31,6 +31,8 @@ CASES = [
     (AutoDiagonalNormal, 1000, 1000),
     (AutoMultivariateNormal, 100, 100),
     (AutoMultivariateNormal, 200, 100),
+    (AutoMultivariateNormal, 100, 3000),
+    (AutoMultivariateNormal, 200, 1000),
 ]
 
 

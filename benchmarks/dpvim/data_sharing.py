@@ -13,9 +13,7 @@ nine tenths are what is shared. Neither regression nor optimum takes part in the
     NUMPYRO_DP_DATA=... python benchmarks/dpvim/data_sharing.py --json out.json --figure out.png
 """
 
-import argparse
 import itertools
-import json
 import pathlib
 import sys
 import time
@@ -28,7 +26,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from common import machine
+from common import experiment_parser, panels, save
 from dpvim._mixture import (
     DATA,
     coefficient_optimum,
@@ -272,12 +270,6 @@ def experiment(records, step_sizes, further, args):
 
 def draw(report, args):
     """Errors by initial scale and length; downstream errors by window and epsilon."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, 3, figsize=(10.4, 5.8))
     first = [row for row in report["parameters"] if row["data"] == args.data[0]]
     shared = [row for row in report["downstream"] if row["data"] == args.data[0]]
 
@@ -289,39 +281,40 @@ def draw(report, args):
             label=label, marker="o", markersize=3, capsize=2,
         )  # fmt: skip
 
-    for method in args.methods:
-        own = [row for row in first if row["method"] == method and row["epsilon"] == 1.0]
-        for axis, y in zip(axes[:, 0], ("loc_error", "scale_error"), strict=True):
-            line(axis, [r for r in own if r["steps"] == args.steps], "sigma", y, method)
-        for axis, y in zip(axes[:, 1], ("loc_error", "scale_error"), strict=True):
-            line(axis, [r for r in own if r["sigma"] == args.sigma], "steps", y, method)
-    for method, name in [(m, n) for m in args.methods for n in ("last iterate", "noise-aware")]:
-        own = [r for r in shared if r["method"] == method and r["shared"] == name]
+    with panels(args.figure, columns=3, rows=2, size=(10.4, 5.8)) as axes:
+        for method in args.methods:
+            own = [row for row in first if row["method"] == method and row["epsilon"] == 1.0]
+            for axis, y in zip(axes[:, 0], ("loc_error", "scale_error"), strict=True):
+                line(axis, [r for r in own if r["steps"] == args.steps], "sigma", y, method)
+            for axis, y in zip(axes[:, 1], ("loc_error", "scale_error"), strict=True):
+                line(axis, [r for r in own if r["sigma"] == args.sigma], "steps", y, method)
+        for method, name in [(m, n) for m in args.methods for n in ("last iterate", "noise-aware")]:
+            own = [r for r in shared if r["method"] == method and r["shared"] == name]
+            for axis, y in zip(axes[:, 2], ("rmse", "coverage"), strict=True):
+                line(axis, own, "epsilon", y, f"{method}, {name}")
+        (free,) = [
+            r for r in shared if (r["method"], r["shared"]) == ("not private", "last iterate")
+        ]
         for axis, y in zip(axes[:, 2], ("rmse", "coverage"), strict=True):
-            line(axis, own, "epsilon", y, f"{method}, {name}")
-    (free,) = [r for r in shared if (r["method"], r["shared"]) == ("not private", "last iterate")]
-    for axis, y in zip(axes[:, 2], ("rmse", "coverage"), strict=True):
-        axis.axhline(free[y][0], color="grey", linestyle=":", label="not private")
-    ticks = ([*args.sigmas, args.sigma], [*args.lengths, args.steps], args.epsilon)
-    for column, name in enumerate(("initial scale", "steps", "epsilon")):
-        for axis in axes[:, column]:
-            axis.set_xscale("log")
-            axis.set_xticks(ticks[column], [f"{tick:g}" for tick in ticks[column]])
-            axis.minorticks_off()
-        axes[1, column].set_xlabel(name)
-    for column in (0, 1):
-        axes[0, column].set_ylabel("error of locations, in sd")
-        axes[1, column].set_ylabel("error of log scales")
-    axes[0, 2].set_ylabel("RMSE of coefficients")
-    axes[1, 2].set(ylabel="coverage of 95 % intervals", ylim=(0, 1.03))
-    axes[0, 0].legend(fontsize=8)
-    axes[0, 2].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(args.figure, dpi=110)
+            axis.axhline(free[y][0], color="grey", linestyle=":", label="not private")
+        ticks = ([*args.sigmas, args.sigma], [*args.lengths, args.steps], args.epsilon)
+        for column, name in enumerate(("initial scale", "steps", "epsilon")):
+            for axis in axes[:, column]:
+                axis.set_xscale("log")
+                axis.set_xticks(ticks[column], [f"{tick:g}" for tick in ticks[column]])
+                axis.minorticks_off()
+            axes[1, column].set_xlabel(name)
+        for column in (0, 1):
+            axes[0, column].set_ylabel("error of locations, in sd")
+            axes[1, column].set_ylabel("error of log scales")
+        axes[0, 2].set_ylabel("RMSE of coefficients")
+        axes[1, 2].set(ylabel="coverage of 95 % intervals", ylim=(0, 1.03))
+        axes[0, 0].legend(fontsize=8)
+        axes[0, 2].legend(fontsize=7)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = experiment_parser(__doc__, quick="one data set, 1,000 steps, 2 seeds")
     parser.add_argument("--data", nargs="+", choices=list(DATA), default=list(DATA))
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--epsilon", type=float, nargs="+", default=[0.5, 1.0, 2.0, 4.0])
@@ -335,24 +328,19 @@ def main():
     parser.add_argument("--clip-norms", type=float, nargs="+", default=list(CLIP_NORMS))
     parser.add_argument("--sets", type=int, default=100, help="synthetic sets of a posterior")
     parser.add_argument("--chunk", type=int, default=5, help="runs in lockstep")
-    parser.add_argument("--json", help="write settings and results to this file")
-    parser.add_argument("--figure", help="draw to this file")
-    parser.add_argument("--quick", action="store_true", help="one data set, 1,000 steps, 2 seeds")
     args = parser.parse_args()
     if args.quick:
         args.data, args.steps, args.seeds, args.chunk = args.data[:1], 1_000, 2, 2
         args.step_sizes, args.clip_norms, args.epsilon = [0.02], [1.0, 2.0], [1.0]
         args.sigmas, args.lengths, args.sets = [0.1], [2_000], 20
-    settings = {k: v for k, v in vars(args).items() if k not in ("json", "figure")}
-    report = {"settings": settings, "machine": machine()}
+    report = {}
     start = time.process_time()
     step_sizes = dict.fromkeys(args.methods, args.step_sizes)
     for name in args.data:
         found, step_sizes = experiment(DATA[name](), step_sizes, name == args.data[0], args)
         report |= {key: report.get(key, []) + rows for key, rows in found.items()}
         report["cpu_seconds"] = round(time.process_time() - start)
-        if args.json:
-            pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+        save(args, **report)
         if args.figure:
             draw(report, args)
 

@@ -13,10 +13,8 @@ to its training records, judged by its held-out ones. Every repetition has data 
     python benchmarks/dpvim/full_rank.py --json out.json --figure out.png
 """
 
-import argparse
 import functools
 import itertools
-import json
 import pathlib
 import sys
 
@@ -30,7 +28,7 @@ from scipy import stats
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from common import machine
+from common import experiment_parser, panels, save
 
 from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned, average, vanilla
 from numpyro_dp.evaluate import log_predictive_density
@@ -227,11 +225,6 @@ def summarise(dim, density, found, chosen):
 
 def draw(rows, path):
     """Log predictive density of every repetition, one panel for each density."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     shown = {
         ("vanilla", "paper", "last"): ("vanilla, paper", "C1", "o"),
         ("aligned", "paper", "last"): ("aligned, paper", "C0", "o"),
@@ -241,32 +234,32 @@ def draw(rows, path):
     }
     densities = sorted({row["density"] for row in rows})
     dims = sorted({row["dim"] for row in rows})
-    figure, axes = plt.subplots(1, len(densities), figsize=(8.4, 3.6), sharey=True, squeeze=False)
-    for axis, density in zip(axes[0], densities, strict=True):
-        for row in (row for row in rows if row["density"] == density):
-            name = row["method"], row["setting"], row["estimate"]
-            place = dims.index(row["dim"])
-            if row["method"] in ("exact", "prior"):
-                style = {"exact": "-", "prior": ":"}[row["method"]]
-                axis.hlines(row["log_density"][0], place - 0.4, place + 0.4, "grey", style)
-            elif name in shown:
-                label, color, marker = shown[name]
-                where = place + 0.16 * (list(shown).index(name) - 2)
-                label = label if place == 0 else None
-                axis.plot(
-                    [where] * len(row["each"]), row["each"], marker, color=color, markersize=4,
-                    alpha=0.7, label=label,
-                )  # fmt: skip
-        axis.set_xticks(range(len(dims)), [f"d = {dim}" for dim in dims])
-        axis.set_title(f"density {density:g}", fontsize=10)
-    axes[0, 0].set_ylabel("held-out log predictive density")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=8, loc="lower center", ncols=5)
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
-    figure.savefig(path, dpi=110)
+    layout = dict(columns=len(densities), size=(8.4, 3.6), bottom=0.07, sharey=True)
+    with panels(path, **layout) as (axes,):
+        for axis, density in zip(axes, densities, strict=True):
+            for row in (row for row in rows if row["density"] == density):
+                name = row["method"], row["setting"], row["estimate"]
+                place = dims.index(row["dim"])
+                if row["method"] in ("exact", "prior"):
+                    style = {"exact": "-", "prior": ":"}[row["method"]]
+                    axis.hlines(row["log_density"][0], place - 0.4, place + 0.4, "grey", style)
+                elif name in shown:
+                    label, color, marker = shown[name]
+                    where = place + 0.16 * (list(shown).index(name) - 2)
+                    label = label if place == 0 else None
+                    axis.plot(
+                        [where] * len(row["each"]), row["each"], marker, color=color, markersize=4,
+                        alpha=0.7, label=label,
+                    )  # fmt: skip
+            axis.set_xticks(range(len(dims)), [f"d = {dim}" for dim in dims])
+            axis.set_title(f"density {density:g}", fontsize=10)
+        axes[0].set_ylabel("held-out log predictive density")
+        handles = axes[0].get_legend_handles_labels()
+        axes[0].figure.legend(*handles, fontsize=8, loc="lower center", ncols=5)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = experiment_parser(__doc__, quick="d = 100, 2,000 steps, 2 repetitions")
     parser.add_argument("--epsilon", type=float, default=1.0)
     parser.add_argument("--dims", type=int, nargs="+", default=[100, 200])
     parser.add_argument("--densities", type=float, nargs="+", default=[0.2, 0.8])
@@ -274,24 +267,18 @@ def main():
     parser.add_argument("--steps", type=int, default=40_000)
     parser.add_argument("--clip-norms", type=float, nargs="+", default=[0.5, 2.0, 8.0])
     parser.add_argument("--step-sizes", type=float, nargs="+", default=[4e-3, 1.2e-2])
-    parser.add_argument("--json", help="write settings and results to this file")
-    parser.add_argument("--figure", help="draw to this file")
-    parser.add_argument("--quick", action="store_true", help="d = 100, 2,000 steps, 2 repetitions")
     args = parser.parse_args()
     if args.quick:
         args.dims, args.seeds, args.steps, args.step_sizes = [100], [2], 2_000, [4e-3]
     chosen, tried = choose(args)
     print(f"chosen: {chosen}", flush=True)
-    report = {"settings": vars(args), "machine": machine(), "validation": tried}
     found = {}
     for dim, seeds in zip(args.dims, args.seeds, strict=True):
         for seed, density in itertools.product(range(seeds), args.densities):
             scores = repetition(dim, density, seed, chosen, args)
             found.setdefault((dim, density), []).append(scores)
             rows = [row for cell in found for row in summarise(*cell, found[cell], chosen)]
-            if args.json:
-                text = json.dumps(report | {"rows": rows}, indent=1)
-                pathlib.Path(args.json).write_text(text + "\n")
+            save(args, validation=tried, rows=rows)
     if args.figure:
         draw(rows, args.figure)
 

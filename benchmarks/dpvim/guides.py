@@ -18,9 +18,7 @@ posterior, by 1,000 draws from it:
     NUMPYRO_DP_DATA=... python benchmarks/dpvim/guides.py --json out.json --figure out.png
 """
 
-import argparse
 import itertools
-import json
 import pathlib
 import sys
 import time
@@ -40,7 +38,7 @@ from numpyro.infer.util import log_density
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from common import machine
+from common import experiment_parser, panels, save
 
 from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned, vanilla
 from numpyro_dp.datasets import load_contraception
@@ -225,36 +223,29 @@ def cell(problem, name, args):
 
 def draw(rows, path):
     """Nats between the best non-private bound of a problem and each other."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     problems = list(dict.fromkeys(row["problem"] for row in rows))
-    figure, axes = plt.subplots(1, len(problems), figsize=(4.2 * len(problems), 3.6), squeeze=False)
     styles = {"untrained": "x", "vanilla": "s", "aligned": "o"}
-    for axis, problem in zip(axes[0], problems, strict=True):
-        some = [row for row in rows if row["problem"] == problem]
-        best = max(row["non-private"]["elbo"] for row in some)
-        places = np.arange(len(some))
-        gaps = [best - row["non-private"]["elbo"] for row in some]
-        axis.plot(places, gaps, "_", color="black", label="non-private")
-        for which, marker in styles.items():
-            values = np.array([row[which]["elbo"] for row in some])
-            axis.errorbar(
-                places, best - values[:, 0], values[:, 1],
-                label=which, fmt=marker, markersize=5, capsize=2,
-            )  # fmt: skip
-        axis.set_yscale("symlog", linthresh=10)
-        axis.set(title=problem, ylabel="nats below the best non-private bound", ylim=(-1, None))
-        axis.set_xticks(places, [row["guide"] for row in some], fontsize=8)
-    axes[0][-1].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    with panels(path, len(problems), size=(4.2 * len(problems), 3.6)) as (axes,):
+        for axis, problem in zip(axes, problems, strict=True):
+            some = [row for row in rows if row["problem"] == problem]
+            best = max(row["non-private"]["elbo"] for row in some)
+            places = np.arange(len(some))
+            gaps = [best - row["non-private"]["elbo"] for row in some]
+            axis.plot(places, gaps, "_", color="black", label="non-private")
+            for which, marker in styles.items():
+                values = np.array([row[which]["elbo"] for row in some])
+                axis.errorbar(
+                    places, best - values[:, 0], values[:, 1],
+                    label=which, fmt=marker, markersize=5, capsize=2,
+                )  # fmt: skip
+            axis.set_yscale("symlog", linthresh=10)
+            axis.set(title=problem, ylabel="nats below the best non-private bound", ylim=(-1, None))
+            axis.set_xticks(places, [row["guide"] for row in some], fontsize=8)
+        axes[-1].legend(fontsize=8)
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = experiment_parser(__doc__, quick="200 steps, 2 seeds, one step size")
     parser.add_argument("--epsilon", type=float, default=1.0)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--tuning-seeds", type=int, default=2)
@@ -263,9 +254,6 @@ def parse():
     parser.add_argument("--step-sizes", type=float, nargs="+", help="by default of each guide")
     parser.add_argument("--problems", nargs="+", choices=list(PROBLEMS), default=list(PROBLEMS))
     parser.add_argument("--guides", nargs="+", choices=list(GUIDES), default=list(GUIDES))
-    parser.add_argument("--json", help="write settings and results to this file")
-    parser.add_argument("--figure", help="draw to this file")
-    parser.add_argument("--quick", action="store_true", help="200 steps, 2 seeds, one step size")
     args = parser.parse_args()
     if args.quick:
         args.steps, args.seeds, args.tuning_seeds, args.draws = 200, 2, 1, 200
@@ -275,18 +263,16 @@ def parse():
 
 def main():
     args = parse()
-    settings = {k: v for k, v in vars(args).items() if k not in ("json", "figure")}
-    report = {"settings": settings, "machine": machine(), "rows": []}
+    rows = []
     for name, guide in itertools.product(args.problems, args.guides):
         problem = PROBLEMS[name]()
         problem = problem._replace(steps=args.steps or problem.steps)
         row = {"problem": name, "guide": guide} | cell(problem, guide, args)
-        report["rows"].append(row)
+        rows.append(row)
         print({k: v for k, v in row.items() if k != "runs"}, flush=True)
-        if args.json:  # after each, since all of it takes long
-            pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+        save(args, rows=rows)  # after each, since all of it takes long
     if args.figure:
-        draw(report["rows"], args.figure)
+        draw(rows, args.figure)
 
 
 if __name__ == "__main__":

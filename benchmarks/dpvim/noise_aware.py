@@ -11,8 +11,6 @@ an AR(1) fit; with momentum (--momentum 0.9) iterates oscillate, and the fit err
     python benchmarks/dpvim/noise_aware.py --json out.json --figure out.png
 """
 
-import argparse
-import json
 import pathlib
 import sys
 import time
@@ -27,7 +25,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from common import machine
+from common import experiment_parser, panels, save
 
 from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned, average
 
@@ -114,26 +112,19 @@ def experiment(args):
 
 def draw(rows, path):
     """Predicted against actual standard deviations."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(4.6, 4.2))
-    for row in rows:
-        if row["run"] == "full":
-            label = f"{row['columns']}, epsilon {row['epsilon']:g}"
-            axis.loglog(row["actual"], row["predicted"], "o", markersize=4, label=label)
-    limits = axis.get_xlim()
-    axis.plot(limits, limits, color="grey", linewidth=0.8)
-    axis.set(xlabel="sd of the averaged iterate over seeds", ylabel="predicted from one run")
-    axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    with panels(path, size=(4.6, 4.2)) as ((axis,),):
+        for row in rows:
+            if row["run"] == "full":
+                label = f"{row['columns']}, epsilon {row['epsilon']:g}"
+                axis.loglog(row["actual"], row["predicted"], "o", markersize=4, label=label)
+        limits = axis.get_xlim()
+        axis.plot(limits, limits, color="grey", linewidth=0.8)
+        axis.set(xlabel="sd of the averaged iterate over seeds", ylabel="predicted from one run")
+        axis.legend(fontsize=8)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = experiment_parser(__doc__, quick="10 seeds, 4,000 steps")
     parser.add_argument("--epsilon", type=float, nargs="+", default=[1.0, 0.2])
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--steps", type=int, default=20_000)
@@ -141,19 +132,13 @@ def main():
     parser.add_argument("--momentum", type=float, default=0.0, help="Adam's b1")
     parser.add_argument("--clip-norm", type=float, default=10.0)
     parser.add_argument("--chunk", type=int, default=50, help="runs in lockstep")
-    parser.add_argument("--json", help="write settings and results to this file")
-    parser.add_argument("--figure", help="draw to this file")
-    parser.add_argument("--quick", action="store_true", help="10 seeds, 4,000 steps")
     args = parser.parse_args()
     if args.quick:
         args.seeds, args.steps, args.chunk = 10, 4_000, 20
     rows = experiment(args)
     if args.figure:
         draw(rows, args.figure)
-    if args.json:
-        settings = {k: v for k, v in vars(args).items() if k not in ("json", "figure")}
-        report = {"settings": settings, "machine": machine(), "rows": rows}
-        pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+    save(args, rows=rows)
 
 
 if __name__ == "__main__":

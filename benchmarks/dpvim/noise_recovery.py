@@ -10,47 +10,28 @@ paper's slope below 0.05, and this package's slope within its own standard error
     NUMPYRO_DP_DATA=... python benchmarks/dpvim/noise_recovery.py --json out.json --figure out.png
 """
 
-import argparse
-import json
 import pathlib
 import sys
 import time
 
 import jax
 import numpy as np
-import optax
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from adult import make_guide, model  # noqa: E402
-from common import machine  # noqa: E402
+from adult_svi import adult_svi
+from common import experiment_parser, panels, save
 
-from numpyro_dp import (  # noqa: E402
-    DPSVI,
-    Poisson,
-    PrivacyBudget,
-    aligned_natural,
-    drift_check,
-    regression_check,
-)
-from numpyro_dp.datasets import load_adult_or_bundled  # noqa: E402
-from numpyro_dp.posterior import trace_sd  # noqa: E402
+from numpyro_dp import aligned_natural, drift_check, regression_check
+from numpyro_dp.datasets import load_adult_or_bundled
+from numpyro_dp.posterior import trace_sd
 
 CHECKS = {"slope below 0.05": regression_check(0.05), "drift check": drift_check()}
 
 
 def runs(data, args):
     """All seeds and epsilons in one compiled call."""
-    svi = DPSVI(
-        model,
-        make_guide(),
-        optax.adam(2e-3),
-        estimator=aligned_natural(),
-        clip_norm=0.1,
-        sampler=Poisson(0.01),
-        budget=PrivacyBudget(epsilon=1.0, delta=1 / len(data.y_train)),
-    )
+    svi = adult_svi(aligned_natural(), 0.1, 2e-3, len(data.y_train))
     keys = jax.random.split(jax.random.key(0), args.seeds)
     records = (data.X_train, data.y_train)
     return svi.sweep(keys, round(args.epochs / 0.01), *records, epsilon=args.epsilon,
@@ -95,45 +76,33 @@ def experiment(args):
 
 def draw(rows, path):
     """Errors against epsilon, with the baseline."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(4.8, 3.6))
-    for name in CHECKS:
-        some = [row for row in rows if row["check"] == name and row["mse"] is not None]
-        if not some:  # nothing passed
-            continue
-        epsilon = [row["epsilon"] for row in some]
-        (line,) = axis.plot(epsilon, [row["mse"] for row in some], marker="o", label=name)
-        axis.plot(epsilon, [row["baseline"] for row in some], ":", color=line.get_color(),
-                  label=f"{name}: no noise predicted")  # fmt: skip
-    axis.set(xscale="log", yscale="log", xlabel="epsilon", ylabel="mean squared error of the sd")
-    axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    with panels(path) as ((axis,),):
+        for name in CHECKS:
+            some = [row for row in rows if row["check"] == name and row["mse"] is not None]
+            if not some:  # nothing passed
+                continue
+            epsilon = [row["epsilon"] for row in some]
+            (line,) = axis.plot(epsilon, [row["mse"] for row in some], marker="o", label=name)
+            axis.plot(epsilon, [row["baseline"] for row in some], ":", color=line.get_color(),
+                      label=f"{name}: no noise predicted")  # fmt: skip
+        axis.set(xscale="log", yscale="log", xlabel="epsilon")
+        axis.set_ylabel("mean squared error of the sd")
+        axis.legend(fontsize=7)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = experiment_parser(__doc__, quick="4 seeds, 20 epochs, epsilon 1")
     parser.add_argument("--epsilon", type=float, nargs="+", default=[1.0, 2.0, 4.0, 10.0])
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--epochs", type=float, default=400)
     parser.add_argument("--chunk", type=int, default=40, help="runs in lockstep")
-    parser.add_argument("--json", help="write settings and results to this file")
-    parser.add_argument("--figure", help="draw to this file")
-    parser.add_argument("--quick", action="store_true", help="4 seeds, 20 epochs, epsilon 1")
     args = parser.parse_args()
     if args.quick:
         args.seeds, args.epochs, args.epsilon = 4, 20, [1.0]
     rows = experiment(args)
     if args.figure:
         draw(rows, args.figure)
-    if args.json:
-        settings = {k: v for k, v in vars(args).items() if k not in ("json", "figure")}
-        report = {"settings": settings, "machine": machine(), "rows": rows}
-        pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+    save(args, rows=rows)
 
 
 if __name__ == "__main__":

@@ -8,34 +8,21 @@ the tenth. The test records and the optimum take no part in the choice.
     NUMPYRO_DP_DATA=... python benchmarks/dpvim/variants.py --json out.json --figure out.png
 """
 
-import argparse
 import itertools
-import json
 import pathlib
 import sys
 import time
 
 import jax
 import numpy as np
-import optax
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from adult import make_guide, mean_field_optimum, model, score, summarise  # noqa: E402
-from common import machine  # noqa: E402
+from adult_svi import adult_svi, mean_field_optimum, score, summarise
+from common import experiment_parser, panels, save
 
-from numpyro_dp import (  # noqa: E402
-    DPSVI,
-    Poisson,
-    PrivacyBudget,
-    aligned,
-    aligned_natural,
-    natural,
-    preconditioned,
-    vanilla,
-)
-from numpyro_dp.datasets import load_adult_or_bundled  # noqa: E402
+from numpyro_dp import aligned, aligned_natural, natural, preconditioned, vanilla
+from numpyro_dp.datasets import load_adult_or_bundled
 
 STEPS = (1e-3, 2e-3, 4e-3, 8e-3)
 # Variant -> estimator, clip norms to choose from. Natural signals are in units of the latents.
@@ -46,19 +33,6 @@ VARIANTS = {
     "aligned": (aligned, (1.0, 2.0, 4.0)),
     "aligned natural": (aligned_natural, (0.01, 0.03, 0.1, 0.3)),
 }
-
-
-def driver(variant, clip_norm, step_size, epsilon, num_examples, rate):
-    """DPSVI for one cell of the experiment."""
-    return DPSVI(
-        model,
-        make_guide(),
-        optax.adam(step_size),
-        estimator=VARIANTS[variant][0](),
-        clip_norm=clip_norm,
-        sampler=Poisson(rate),
-        budget=PrivacyBudget(epsilon=epsilon, delta=1 / num_examples),
-    )
 
 
 def fits(svi, features, label, args, seeds):
@@ -90,7 +64,8 @@ def choose(data, args):
     for variant in args.variants:
         best = -np.inf
         for clip_norm, step_size in itertools.product(VARIANTS[variant][1], args.step_sizes):
-            svi = driver(variant, clip_norm, step_size, 1.0, len(rest), args.rate)
+            estimator = VARIANTS[variant][0]()
+            svi = adult_svi(estimator, clip_norm, step_size, len(rest), rate=args.rate)
             (params,) = fits(svi, features[rest], label[rest], args, [1000])
             value = held_out_elbo(params, features[held], label[held], len(rest))
             row = {"variant": variant, "clip": clip_norm, "step": step_size, "elbo": value}
@@ -107,7 +82,8 @@ def experiment(data, chosen, args):
     rows = []
     for variant, epsilon in itertools.product(args.variants, args.epsilon):
         clip_norm, step_size = chosen[variant]
-        svi = driver(variant, clip_norm, step_size, epsilon, len(data.y_train), args.rate)
+        estimator, number = VARIANTS[variant][0](), len(data.y_train)
+        svi = adult_svi(estimator, clip_norm, step_size, number, epsilon, args.rate)
         start = time.perf_counter()
         found = fits(svi, data.X_train, data.y_train, args, range(args.seeds))
         scores = summarise([score(params, data, optimum) for params in found])
@@ -123,38 +99,28 @@ def experiment(data, chosen, args):
 
 def draw(rows, path):
     """Errors of location and scale against epsilon."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.6))
-    for axis, name in zip(axes, ("loc_error", "scale_error"), strict=True):
-        for variant in dict.fromkeys(row["variant"] for row in rows):
-            some = [row for row in rows if row["variant"] == variant]
-            values = np.array([row[name] for row in some])
-            axis.errorbar(
-                [row["epsilon"] for row in some], values[:, 0], values[:, 1], label=variant,
-                marker="o", markersize=3, capsize=2,
-            )  # fmt: skip
-        axis.set(xscale="log", xlabel="epsilon", ylabel=f"l2 {name.replace('_', ' ')}")
-        axis.set_ylim(bottom=0)
-    axes[1].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    with panels(path, columns=2, size=(8.4, 3.6)) as (axes,):
+        for axis, name in zip(axes, ("loc_error", "scale_error"), strict=True):
+            for variant in dict.fromkeys(row["variant"] for row in rows):
+                some = [row for row in rows if row["variant"] == variant]
+                values = np.array([row[name] for row in some])
+                axis.errorbar(
+                    [row["epsilon"] for row in some], values[:, 0], values[:, 1], label=variant,
+                    marker="o", markersize=3, capsize=2,
+                )  # fmt: skip
+            axis.set(xscale="log", xlabel="epsilon", ylabel=f"l2 {name.replace('_', ' ')}")
+            axis.set_ylim(bottom=0)
+        axes[1].legend(fontsize=8)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = experiment_parser(__doc__, quick="40 epochs, 2 seeds, one step size")
     parser.add_argument("--epsilon", type=float, nargs="+", default=[1.0, 2.0, 4.0, 10.0])
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--epochs", type=float, default=400)
     parser.add_argument("--rate", type=float, default=0.01)
     parser.add_argument("--step-sizes", type=float, nargs="+", default=list(STEPS))
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--json", help="write settings and results to this file")
-    parser.add_argument("--figure", help="draw to this file")
-    parser.add_argument("--quick", action="store_true", help="40 epochs, 2 seeds, one step size")
     args = parser.parse_args()
     if args.quick:
         args.epochs, args.seeds, args.step_sizes, args.epsilon = 40, 2, [2e-3], [1.0]
@@ -164,10 +130,7 @@ def main():
     rows = experiment(data, chosen, args)
     if args.figure:
         draw(rows, args.figure)
-    if args.json:
-        settings = {k: v for k, v in vars(args).items() if k not in ("json", "figure")}
-        report = {"settings": settings, "machine": machine(), "validation": tried, "rows": rows}
-        pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+    save(args, validation=tried, rows=rows)
 
 
 if __name__ == "__main__":
