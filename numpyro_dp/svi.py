@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from numpyro.infer import SVI
 
 from numpyro_dp import _checks
-from numpyro_dp._validate import check_int
-from numpyro_dp.core import Estimator, Fold, Sampler
-from numpyro_dp.ledger import noise_fields, plan_for, spent_by
-from numpyro_dp.model.frontend import Frontend, arguments_key, check_loss
-from numpyro_dp.model.records import array_shapes
+from numpyro_dp.core import Estimator, Sampler
+from numpyro_dp.driver import Driver
+from numpyro_dp.model.frontend import Frontend, Prepared, check_loss
 from numpyro_dp.model.separation import UnsupportedModelError
+from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.privacy.mechanism import check_clip_norm
-from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.privacy.random import as_secret_key, secret_key
-from numpyro_dp.results import DPSVIResult, SensitiveValueError
-from numpyro_dp.session import LossRelease, Session
+from numpyro_dp.results import SensitiveValueError
+from numpyro_dp.session import LossRelease
 from numpyro_dp.step import SensitiveState
-from numpyro_dp.sweep import SweepResult, run_sweep
 
 __all__ = ["DPSVI"]
 
-_UNLIMITED = np.iinfo(np.int32).max
 
-
-class DPSVI:
+class DPSVI(Driver):
     r"""Differentially private stochastic variational inference.
 
     Where ``numpyro.infer.SVI`` is used, ``DPSVI`` can be: ``init``, ``update``, ``run``,
@@ -124,73 +113,23 @@ class DPSVI:
     ) -> None:
         _checks.check_callable("model", model)
         _checks.check_callable("guide", guide)
-        self.clip_norm = check_clip_norm(clip_norm)
-        self.sampler = _checks.check_sampler(sampler)
-        self.noise_multiplier = _checks.check_noise(noise_multiplier)
-        self.budget = _checks.check_budget(budget, noise_multiplier, self.clip_norm)
-        self.num_steps = None if num_steps is None else check_int("num_steps", num_steps, low=1)
-        self.estimator = _checks.check_estimator(estimator)
-        self.accountant = _checks.check_accountant(accountant)
-        self.loss_release = _checks.check_loss_release(loss_release)
-        self.allow_sensitive = allow_sensitive
-        self.secret_key = None if secret_key is None else as_secret_key(secret_key)
         self.loss = check_loss(loss)
         svi = SVI(model, guide, _checks.check_optim(optim), self.loss, **static_kwargs)
-        self.model, self.guide, self.optim = model, guide, svi.optim
-        self.static_kwargs = static_kwargs
+        super().__init__(
+            estimator=estimator,
+            optim=svi.optim,
+            clip_norm=clip_norm,
+            sampler=sampler,
+            budget=budget,
+            noise_multiplier=noise_multiplier,
+            secret_key=secret_key,
+            num_steps=num_steps,
+            accountant=accountant,
+            loss_release=loss_release,
+            allow_sensitive=allow_sensitive,
+        )
+        self.model, self.guide, self.static_kwargs = model, guide, static_kwargs
         self._frontend = Frontend(model, guide, svi, static_kwargs, data_plate)
-        self._sessions: dict[Any, Session] = {}
-
-    def init(
-        self,
-        rng_key: Array,
-        *args: Any,
-        init_params: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> SensitiveState:
-        """Returns the initial state; reads shapes, and no record.
-
-        Args:
-            rng_key: Key of initial values and draws from the guide (not of noise or batches).
-            *args: Arguments of model and guide, with the whole data set.
-            init_params: Initial values of parameters by name, as for ``SVI.init``.
-            **kwargs: Keyword arguments of model and guide.
-
-        Raises:
-            UnsupportedModelError: If the model or guide cannot be private as it is written.
-            BudgetError: If the plan exceeds the budget, or has a budget but no ``num_steps``.
-        """
-        _checks.check_rng_key(rng_key)
-        return self._init(rng_key, self.num_steps, args, kwargs, init_params)
-
-    def update(
-        self,
-        svi_state: SensitiveState,
-        *args: Any,
-        forward_mode_differentiation: bool = False,
-        **kwargs: Any,
-    ) -> tuple[SensitiveState, Array]:
-        """Takes one private step on a batch drawn from the data set.
-
-        Beyond the number of steps that the budget covers, the state does not change any more
-        (an error is raised where the step number is known, outside ``jit``).
-
-        Args:
-            svi_state: From :meth:`init` or :meth:`update`; use each state once.
-            *args: Arguments of model and guide, with the whole data set.
-            forward_mode_differentiation: Not supported.
-            **kwargs: Keyword arguments of model and guide.
-
-        Returns:
-            The new state, and ``nan`` in the place of the loss unless ``allow_sensitive``.
-        """
-        _checks.check_reverse_mode(forward_mode_differentiation)
-        _checks.check_state(svi_state)
-        session = self._session(args, kwargs)
-        _checks.check_setting(svi_state, session.setting(False), ("budget", "sensitive"))
-        if not isinstance(svi_state.step, jax.core.Tracer):
-            _checks.check_not_spent(svi_state)
-        return session.update(svi_state, args, kwargs)
 
     def stable_update(
         self, svi_state: SensitiveState, *args: Any, **kwargs: Any
@@ -204,19 +143,6 @@ class DPSVI:
         if self._frontend.svi.constrain_fn is None:
             raise ValueError("Expected init or run to have been called before get_params.")
         return self._frontend.svi.get_params(svi_state)
-
-    def privacy(self, svi_state: SensitiveState) -> PrivacyReport:
-        """Returns what the steps so far have spent, for a loop of :meth:`update`.
-
-        Args:
-            svi_state: A state outside ``jit``, of this driver.
-
-        Raises:
-            ValueError: If no step has been taken.
-        """
-        _checks.check_state(svi_state)
-        check_int("number of steps taken", int(svi_state.step), low=1, remedy="Call update first.")
-        return spent_by(self, svi_state, int(svi_state.step))
 
     def evaluate(self, svi_state: SensitiveState, *args: Any, **kwargs: Any) -> Array:
         """Returns the negative evidence lower bound on the data: sensitive.
@@ -237,157 +163,15 @@ class DPSVI:
             )
         return self._frontend.svi.evaluate(svi_state, *args, **kwargs)
 
-    def run(
+    def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+        return self._frontend.structure(args, kwargs)
+
+    def _prepare(
         self,
+        structure: ModelStructure,
         rng_key: Array,
-        num_steps: int,
-        *args: Any,
-        progress_bar: bool = True,
-        stable_update: bool = False,
-        forward_mode_differentiation: bool = False,
-        init_state: SensitiveState | None = None,
-        init_params: dict[str, Any] | None = None,
-        trace_size: int | None = None,
-        fold: Fold | None = None,
-        **kwargs: Any,
-    ) -> DPSVIResult:
-        """Runs ``num_steps`` private steps in one compiled loop.
-
-        Args:
-            rng_key: Key of initial values and draws from the guide.
-            num_steps: Number of steps.
-            *args: Arguments of model and guide, with the whole data set.
-            progress_bar: Shows steps and epsilon spent, and nothing else.
-            stable_update: Accepted for ``SVI``'s sake; steps are always stable.
-            forward_mode_differentiation: Not supported.
-            init_state: To resume from. The plan of the first run must cover all steps.
-            init_params: Initial values of parameters by name.
-            trace_size: At most so many iterates are kept, evenly spaced; by default 1000, or
-                fewer where they would hold more than 10 million numbers.
-            fold: Reads the iterate after every step, for ``result.folded``; it starts anew here.
-            **kwargs: Keyword arguments of model and guide.
-
-        Returns:
-            A :class:`~numpyro_dp.results.DPSVIResult`.
-
-        Raises:
-            BudgetError: If the steps do not fit the budget. No record has been read then.
-        """
-        _checks.check_rng_key(rng_key)
-        _checks.check_num_steps(num_steps, _UNLIMITED - 1)
-        if trace_size is not None:
-            check_int("trace_size", trace_size, low=1)
-        _checks.check_reverse_mode(forward_mode_differentiation)
-        if init_state is None:
-            covered = self.num_steps if self.num_steps is not None else num_steps
-            state = self._init(rng_key, covered, args, kwargs, init_params)
-        else:
-            _checks.check_state(init_state)
-            state = init_state
-        session = self._session(args, kwargs)
-        _checks.check_setting(state, session.setting(False))
-        _checks.check_steps_fit(state, num_steps)
-        if self.allow_sensitive and not state.setting.sensitive:
-            setting = dataclasses.replace(state.setting, sensitive=True)
-            state = state._replace(setting=setting)
-        report = spent_by(self, state, int(state.step) + num_steps)
-        _checks.check_fold(fold, lambda: self.get_params(state), num_steps)
-        rows = session.rows(args, kwargs)
-        state, losses, trace, folded = session.run(
-            state, rows, num_steps, trace_size, progress_bar, report, fold
-        )
-        return DPSVIResult(self.get_params(state), state, losses, trace, report, folded)
-
-    def sweep(
-        self,
-        rng_keys: Array,
-        num_steps: int,
-        *args: Any,
-        epsilon: Any = None,
-        noise_multiplier: Any = None,
-        clip_norm: Any = None,
-        init_params: dict[str, Any] | None = None,
-        trace_size: int | None = None,
-        chunk_size: int | None = None,
-        **kwargs: Any,
-    ) -> SweepResult:
-        """Runs seeds x budgets x clip norms at once, in one compiled call.
-
-        Run r draws its noise and batches from the key ``fold_in(secret_key, r)``; each is the run
-        that ``run`` would make with that secret key, the same seed, noise and clip norm.
-
-        Args:
-            rng_keys: Keys of initial values and draws from the guide, shape ``(seeds,)``.
-            num_steps: Number of steps.
-            *args: Arguments of model and guide, with the whole data set.
-            epsilon: Sequence of what the runs may spend; delta and relation are the budget's.
-            noise_multiplier: Sequence of their noise instead.
-            clip_norm: Sequence of clip norms.
-            init_params: Initial values of parameters by name.
-            trace_size: At most so many iterates are kept of each run.
-            chunk_size: Runs in lockstep, for less memory; all of them by default.
-            **kwargs: Keyword arguments of model and guide.
-
-        Returns:
-            A :class:`~numpyro_dp.sweep.SweepResult`; seeds vary fastest, clip norms slowest.
-
-        Example:
-            >>> result = svi.sweep(jax.random.split(key, 20), 4000, X, y,
-            ...                    epsilon=[1.0, 2.0, 4.0, 10.0])  # doctest: +SKIP
-
-        Raises:
-            BudgetError: If a run does not fit the budget. No record has been read then.
-
-        Guarantee:
-            Each run spends what its report says; publishing several of them, or the best of them,
-            spends the sum.
-        """
-        _checks.check_num_steps(num_steps, _UNLIMITED - 1)
-        for name, value in (("trace_size", trace_size), ("chunk_size", chunk_size)):
-            if value is not None:
-                check_int(name, value, low=1)
-        axes = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "clip_norm": clip_norm}
-        sizes = {"trace_size": trace_size, "chunk_size": chunk_size}
-        return run_sweep(self, rng_keys, num_steps, args, kwargs, init_params, axes, **sizes)
-
-    def _init(
-        self,
-        rng_key: Array,
-        num_steps: int | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         init_params: dict[str, Any] | None,
-    ) -> SensitiveState:
-        structure = self._frontend.structure(args, kwargs)
-        plan = plan_for(self, structure.layout.num_examples, num_steps)
-        prepared = self._frontend.prepare(structure, rng_key, args, kwargs, init_params)
-        key = arguments_key(args, kwargs)
-        if key not in self._sessions:
-            session = Session(self, prepared.problem)
-            session.check_signal(self.optim.get_params(prepared.optim_state))
-            self._sessions[key] = session
-        secret = secret_key() if self.secret_key is None else self.secret_key
-        return SensitiveState(
-            optim_state=prepared.optim_state,
-            mutable_state=None,
-            rng_key=prepared.rng_key,
-            step=jnp.zeros((), jnp.int32),
-            max_steps=jnp.asarray(_UNLIMITED if self.budget is None else num_steps, jnp.int32),
-            setting=self._sessions[key].setting(self.secret_key is not None),
-            **noise_fields(self, secret, plan, self.clip_norm),
-        )
-
-    def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
-        key = arguments_key(args, kwargs)
-        if key not in self._sessions:
-            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
-                raise ValueError(
-                    "Expected init to have been called with arguments of the same shapes before "
-                    f"update is compiled, got {[s for _, s in array_shapes(args, kwargs)]}."
-                )
-            structure = self._frontend.structure(args, kwargs)
-            prepared = self._frontend.prepare(structure, jax.random.key(0), args, kwargs, None)
-            session = Session(self, prepared.problem)
-            session.check_signal(self.optim.get_params(prepared.optim_state))
-            self._sessions[key] = session
-        return self._sessions[key]
+    ) -> Prepared:
+        return self._frontend.prepare(structure, rng_key, args, kwargs, init_params)

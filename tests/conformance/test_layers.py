@@ -20,9 +20,9 @@ LEVELS = {
     "datasets": 2,
     "privacy": 2,
     "model": 2,
-    "ep": 2,
     "contraction": 2,
     "aggregate": 3,
+    "ep": 3,
     "estimators": 3,
     "step": 4,
     "results": 5,
@@ -30,6 +30,7 @@ LEVELS = {
     "_checks": 6.5,
     "ledger": 6.5,
     "sweep": 6.7,
+    "driver": 6.9,
     "svi": 7,
     "simulate": 7.5,
     "sep": 7,
@@ -38,7 +39,7 @@ LEVELS = {
     "evaluate": 8,
     "__init__": 9,
 }
-NUMPYRO = {"model", "_checks", "svi", "simulate", "sep", "sgld", "posterior"}
+NUMPYRO = {"model", "ep", "_checks", "svi", "simulate", "sep", "sgld", "posterior"}
 # Not below each other although their levels would let them.
 FORBIDDEN = {("estimators", "privacy"), ("aggregate", "privacy")}
 
