@@ -28,6 +28,7 @@ from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.privacy.sampling import FixedSize, FullBatch, Poisson
+from numpyro_dp.sep import DPSEP, EP, SEP
 from numpyro_dp.session import LossRelease
 from numpyro_dp.simulate import simulated_clip_norm
 from numpyro_dp.svi import DPSVI
@@ -35,11 +36,14 @@ from numpyro_dp.svi import DPSVI
 __version__ = "0.1.0"
 
 __all__ = [
+    "DPSEP",
     "DPSVI",
+    "EP",
     "GDP",
     "PLD",
     "PRV",
     "RDP",
+    "SEP",
     "AdaptiveClip",
     "Batch",
     "Best",

@@ -23,7 +23,7 @@ from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism import check_clip_norm
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.random import as_secret_key, secret_key
-from numpyro_dp.results import DPSVIResult
+from numpyro_dp.results import RunResult
 from numpyro_dp.session import LossRelease, Session
 from numpyro_dp.step import SensitiveState
 from numpyro_dp.sweep import SweepResult, run_sweep
@@ -174,7 +174,7 @@ class Driver(abc.ABC):
         trace_size: int | None = None,
         fold: Fold | None = None,
         **kwargs: Any,
-    ) -> DPSVIResult:
+    ) -> RunResult:
         """Runs ``num_steps`` private steps in one compiled loop.
 
         Args:
@@ -192,7 +192,7 @@ class Driver(abc.ABC):
             **kwargs: Keyword arguments of the model (and guide).
 
         Returns:
-            A :class:`~numpyro_dp.results.DPSVIResult`.
+            A :class:`~numpyro_dp.results.RunResult`.
 
         Raises:
             BudgetError: If the steps do not fit the budget. No record has been read then.
@@ -220,7 +220,7 @@ class Driver(abc.ABC):
         state, losses, trace, folded = session.run(
             state, rows, num_steps, trace_size, progress_bar, report, fold
         )
-        return DPSVIResult(self.get_params(state), state, losses, trace, report, folded)
+        return RunResult(self.get_params(state), state, losses, trace, report, folded)
 
     def sweep(
         self,

@@ -14,8 +14,8 @@ from numpyro_dp.privacy.plan import Plan, PrivacyReport
 from numpyro_dp.step import SensitiveState
 
 __all__ = [
-    "DPSVIResult",
     "PrivateLosses",
+    "RunResult",
     "SensitiveLosses",
     "SensitiveValueError",
     "Trace",
@@ -82,8 +82,8 @@ class _RunResult(NamedTuple):
     losses: PrivateLosses | SensitiveLosses | None
 
 
-class DPSVIResult(_RunResult):
-    """Result of :meth:`numpyro_dp.DPSVI.run`: a triple like ``SVIRunResult``, and more.
+class RunResult(_RunResult):
+    """Result of a private run: a triple like ``SVIRunResult``, and more.
 
     Attributes:
         params: Constrained parameters; may be published.
@@ -107,7 +107,7 @@ class DPSVIResult(_RunResult):
         trace: Trace,
         privacy: PrivacyReport,
         folded: Any = None,
-    ) -> DPSVIResult:
+    ) -> RunResult:
         """Makes the triple and adds what SVI's result does not have."""
         result = super().__new__(cls, params, state, losses)
         result.trace, result.privacy, result.folded = trace, privacy, folded
@@ -119,7 +119,7 @@ class DPSVIResult(_RunResult):
 
     def __repr__(self) -> str:
         """Names the fields and shows what was spent."""
-        return f"DPSVIResult(params of {sorted(self.params)}, {self.trace!r}, {self.privacy})"
+        return f"RunResult(params of {sorted(self.params)}, {self.trace!r}, {self.privacy})"
 
 
 def progress_chunks(

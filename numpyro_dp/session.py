@@ -71,7 +71,7 @@ class Session:
         problem: Model and guide as functions.
     """
 
-    def __init__(self, settings: _Settings, problem: VariationalProblem) -> None:
+    def __init__(self, settings: _Settings, problem: Any) -> None:
         self.problem = problem
         self.settings = settings
         self.num_examples = problem.model.structure.layout.num_examples
@@ -102,7 +102,7 @@ class Session:
     def check_signal(self, params: dict[str, Any]) -> None:
         """Raises unless the estimator fits the model, and ``clip_norm`` the signal's entries."""
         shared, example = self.problem.shared, self.problem.blank_example()
-        estimator = self._estimator(shared, gaussian(self.settings.clip_norm, 0.0).init())
+        estimator = self._estimator(shared, gaussian(self.settings.clip_norm, 0.0).init(), 0.0)
         if estimator.check is not None:
             estimator.check(params)
 
@@ -228,8 +228,12 @@ class Session:
         params = self.settings.optim.get_params(state.optim_state)
         return params, adapted_norms(self._own_clip(state.mechanism_state))
 
-    def _estimator(self, shared: tuple[Array, ...], mechanism_state: PyTree) -> Estimator:
-        estimator = self.settings.estimator(self.problem._replace(shared=shared))
+    def _estimator(
+        self, shared: tuple[Array, ...], mechanism_state: PyTree, noise_multiplier: Any
+    ) -> Estimator:
+        sensitivity = clip_sensitivity(self._traced_clip(mechanism_state))
+        noise = jnp.where(noise_multiplier == 0, 0.0, noise_multiplier * sensitivity)
+        estimator = self.settings.estimator(self.problem.at(shared, noise / self.inclusion_prob))
         if not isinstance(estimator, Estimator):
             raise TypeError(
                 f"Expected estimator= to build an Estimator, got {type(estimator).__name__}. See "
@@ -256,7 +260,7 @@ class Session:
 
     def _measure(self, state: SensitiveState, rows: Rows) -> Rows:
         """Finds once what the steps of a loop need to know of each record."""
-        estimator = self._estimator(rows.shared, state.mechanism_state)
+        estimator = self._estimator(rows.shared, state.mechanism_state, state.noise_multiplier)
         params = self.settings.optim.get_params(state.optim_state)
         public = estimator.prepare(state.rng_key, params)
         return rows._replace(lengths=record_lengths(estimator, public, rows.arrays))
@@ -275,7 +279,7 @@ class Session:
 
     def _step_and_value(self, state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Array]:
         new, step = self._step(state, rows)
-        problem = self.problem._replace(shared=rows.shared)
+        problem = self.problem.at(rows.shared)
         if self.settings.loss_release is not None:
             scale = self._loss_scale(state.mechanism_state)  # that of this step
             log_likelihood = step.released[LOSS_ENTRY] / scale

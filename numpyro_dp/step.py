@@ -101,7 +101,7 @@ class Step(NamedTuple):
 
 
 def build_step(
-    estimator: Callable[[tuple[Array, ...], PyTree], Estimator],
+    estimator: Callable[[tuple[Array, ...], PyTree, Array], Estimator],
     mechanism: Callable[[Array, PyTree], Mechanism],
     sampler: Sampler,
     optim: Any,
@@ -110,7 +110,8 @@ def build_step(
     """Composes prepare, signal, bound, sum, privatise and pull back to one step.
 
     Args:
-        estimator: (public arrays of the model's arguments, mechanism state) -> estimator.
+        estimator: (public arrays of the model's arguments, mechanism state, noise multiplier) ->
+            estimator.
         mechanism: (noise multiplier, mechanism state) -> mechanism.
         sampler: Draws the batch.
         optim: An optimiser with NumPyro's ``get_params`` and ``update``.
@@ -128,7 +129,7 @@ def build_step(
         rng_key, step_key = jax.random.split(state.rng_key)
         secret_key, noise_key = jax.random.split(state.secret_key)
         params = optim.get_params(state.optim_state)
-        est = estimator(rows.shared, state.mechanism_state)
+        est = estimator(rows.shared, state.mechanism_state, state.noise_multiplier)
         public = est.prepare(step_key, params)
         batch, sampler_state = sampler.next(state.sampler_state)
         (examples, lengths), mask = _take(rows, batch.indices, batch.mask)

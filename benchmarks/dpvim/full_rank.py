@@ -263,10 +263,10 @@ def main():
     parser.add_argument("--epsilon", type=float, default=1.0)
     parser.add_argument("--dims", type=int, nargs="+", default=[100, 200])
     parser.add_argument("--densities", type=float, nargs="+", default=[0.2, 0.8])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[5, 3], help="for each d")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[5, 5], help="for each d")
     parser.add_argument("--steps", type=int, default=40_000)
-    parser.add_argument("--clip-norms", type=float, nargs="+", default=[0.5, 2.0, 8.0])
-    parser.add_argument("--step-sizes", type=float, nargs="+", default=[4e-3, 1.2e-2])
+    parser.add_argument("--clip-norms", type=float, nargs="+", default=[2.0, 8.0, 16.0])
+    parser.add_argument("--step-sizes", type=float, nargs="+", default=[4e-3, 1.2e-2, 3e-2])
     args = parser.parse_args()
     if args.quick:
         args.dims, args.seeds, args.steps, args.step_sizes = [100], [2], 2_000, [4e-3]

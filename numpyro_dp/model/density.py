@@ -109,6 +109,11 @@ class Model(NamedTuple):
         """NumPyro's trace of the model at the latents, on a placeholder for the records."""
         return self._trace(latents, params, self.structure.layout.placeholder(shared), None)[0]
 
+    def draw_prior(self, shared: tuple[Array, ...], rng_key: Array) -> dict[str, Any]:
+        """NumPyro's trace of a draw from the prior, on a placeholder for the records."""
+        fn = handlers.seed(one_record(self.fn, self.structure.data_plate), rng_key)
+        return self.structure.layout.placeholder(shared).call(handlers.trace(fn).get_trace)
+
     def _trace(
         self,
         latents: dict[str, Array],

@@ -51,6 +51,10 @@ class VariationalProblem(NamedTuple):
     shared: tuple[Array, ...]
     num_particles: int
 
+    def at(self, shared: tuple[Array, ...], noise_scale: Array | float = 0.0) -> VariationalProblem:
+        """The same with other public arrays; the noise of a step plays no part here."""
+        return self._replace(shared=shared)
+
     def draw(self, params: dict[str, Any], rng_key: Array) -> tuple[dict[str, Array], Array]:
         """Draws the latents; with K > 1 draws they have a leading axis K.
 

@@ -20,7 +20,7 @@ from numpyro.infer import autoguide
 from numpyro_dp.model.variational import guide_kind
 from numpyro_dp.posterior.averaging import Average, average
 from numpyro_dp.posterior.convergence import Check
-from numpyro_dp.results import DPSVIResult
+from numpyro_dp.results import RunResult
 
 __all__ = ["NoiseAware", "noise_aware"]
 
@@ -60,7 +60,7 @@ class NoiseAware(NamedTuple):
         return "\n".join(lines)
 
 
-def noise_aware(result: DPSVIResult, guide: Any, check: Check | None = None) -> NoiseAware:
+def noise_aware(result: RunResult, guide: Any, check: Check | None = None) -> NoiseAware:
     """Returns the guide's posterior with averaged iterates, widened by the privacy noise.
 
     Args:

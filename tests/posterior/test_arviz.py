@@ -113,7 +113,7 @@ def test_numbers_of_draws_may_differ(made):
 
 def test_wrong_input(made, monkeypatch):
     result, draws, _ = made
-    with pytest.raises(TypeError, match=r"privacy=result.privacy, got DPSVIResult"):
+    with pytest.raises(TypeError, match=r"privacy=result.privacy, got RunResult"):
         to_arviz(draws, result)
     with pytest.raises(TypeError, match="posterior_predictive to be a dict of draws"):
         to_arviz(draws, result.privacy, posterior_predictive=np.zeros(3))

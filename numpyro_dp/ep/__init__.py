@@ -1,0 +1,1 @@
+"""Expectation propagation: the algebra of exponential families."""

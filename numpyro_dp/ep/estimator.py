@@ -1,0 +1,136 @@
+r"""Stochastic expectation propagation as a row of the package's table of methods.
+
+One factor f stands for the average record, :math:`q \propto p_0 f^N`. Seen from the cavity
+:math:`q / f`, record i has a site :math:`\theta_i` (tilted over cavity), and a step moves
+
+.. math:: \theta_q \leftarrow \theta_q + \rho\, \frac{1}{q} \sum_{i \in B} (\theta_i - \theta_f),
+
+with inclusion probability q and damping :math:`\rho`: at the fixed point the sites average to f.
+What is released is that sum, each record's term clipped to the norm C: sensitivity C when a record
+is added or removed. Its coordinates are chosen for the noise:
+
+.. math:: u_i = \big(\eta_i - \Lambda_i m,\; w\,\mathrm{svec}(\Lambda_i)\big)
+
+*centred* at the cavity's mean m, where the linear part is a slope and not the difference of two
+large numbers, a precision matrix as its upper triangle with off-diagonal entries times
+:math:`\sqrt 2` (of the same norm), one joint clip, and one weight w between the two parts.
+
+Reference:
+    Li, Hernández-Lobato, Turner (2015), Stochastic expectation propagation, NeurIPS; Vinaroz,
+    Park (2022), Differentially private stochastic expectation propagation, TMLR.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_dp.core import Estimator
+from numpyro_dp.ep.families import divide, power
+from numpyro_dp.ep.gaussian import cavity_of, centre
+from numpyro_dp.ep.problem import EPProblem
+from numpyro_dp.ep.sites import SiteBuilder
+
+__all__ = ["Move", "stochastic_ep"]
+
+Natural = dict[str, Array]
+
+
+class Move(NamedTuple):
+    """What a step asks the damped optimiser to do.
+
+    Attributes:
+        direction: Estimate of the sum over all records of site less mean factor.
+        noise_scale: Standard deviation of the noise in each number of the released precision;
+            0 where there is none.
+    """
+
+    direction: Natural
+    noise_scale: Array
+
+
+class _Public(NamedTuple):
+    site: Any
+    factor: Natural  # the mean factor, centred
+    centre: Array | None
+
+
+def stochastic_ep(
+    site: SiteBuilder,
+    precision_weight: float = 1.0,
+    shared_precision: bool = False,
+) -> Callable[[EPProblem], Estimator]:
+    """Builds the estimator.
+
+    Args:
+        site: How a record's likelihood is approximated.
+        precision_weight: w above, > 0: the unit of precision in the joint norm.
+        shared_precision: Releases the mean of the diagonal of a precision alone, one number.
+
+    Guarantee:
+        The signal reads one record; ``prepare`` and ``pull_back`` read none.
+    """
+
+    def build(problem: EPProblem) -> Estimator:
+        method = site.build(problem)
+        packing = _packing(problem, precision_weight, shared_precision)
+
+        def prepare(rng_key: Array, params: Natural) -> _Public:
+            factor = power(divide(params, problem.prior), 1 / problem.num_examples)
+            cavity = divide(params, factor)
+            at = cavity_of(cavity).mean if problem.latents.is_normal else None
+            centred = factor if at is None else centre(factor, at)
+            return _Public(method.prepare(rng_key, cavity), centred, at)
+
+        def signal(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
+            found = method.approximate(public.site, example)
+            return packing.pack(divide(found, public.factor))
+
+        def pull_back(public: _Public, released: dict[str, Array]) -> Move:
+            direction = packing.unpack(released)
+            if public.centre is not None:
+                direction = centre(direction, -public.centre)
+            return Move(direction, jnp.asarray(problem.noise_scale / precision_weight))
+
+        return Estimator(prepare, signal, pull_back)
+
+    return build
+
+
+class _Packing(NamedTuple):
+    pack: Callable[[Natural], dict[str, Array]]
+    unpack: Callable[[dict[str, Array]], Natural]
+
+
+def _packing(problem: EPProblem, weight: float, shared: bool) -> _Packing:
+    """Between natural parameters and the coordinates that are released."""
+    if not problem.latents.is_normal:
+        return _Packing(lambda natural: natural, lambda released: released)
+    dim, axes = problem.latents.dim, problem.prior["precision"].ndim
+    rows, cols = np.triu_indices(dim)
+    stretch = jnp.where(rows == cols, 1.0, math.sqrt(2))
+
+    def pack(natural: Natural) -> dict[str, Array]:
+        precision = natural["precision"]
+        if shared and axes:
+            diagonal = jnp.diagonal(precision) if axes == 2 else precision
+            precision = jnp.mean(diagonal)
+        elif axes == 2:
+            precision = precision[rows, cols] * stretch
+        return {"linear": natural["linear"], "precision": weight * precision}
+
+    def unpack(released: dict[str, Array]) -> Natural:
+        precision = released["precision"] / weight
+        if shared and axes:
+            precision = precision * (jnp.eye(dim) if axes == 2 else jnp.ones(dim))
+        elif axes == 2:
+            upper = jnp.zeros((dim, dim)).at[rows, cols].set(precision / stretch)
+            precision = upper + jnp.triu(upper, 1).T
+        return {"linear": released["linear"], "precision": precision}
+
+    return _Packing(pack, unpack)

@@ -1,0 +1,240 @@
+r"""What an exponential family is, and what its natural parameters can do.
+
+.. math:: p(z \mid \theta) = h(z) \exp(\theta \cdot s(z) - A(\theta)).
+
+Natural parameters :math:`\theta`, mean parameters :math:`\mu = E\,s(z) = \nabla A(\theta)` and
+statistics :math:`s(z)` are flat dicts of arrays with the same names and shapes. Densities multiply
+where natural parameters add, up to the constant :math:`A` and the base measure :math:`h`, which is
+counted once.
+
+Reference:
+    Wainwright, Jordan (2008), Graphical Models, Exponential Families, and Variational Inference,
+    Foundations and Trends in Machine Learning 1, section 3; Minka (2001), Expectation Propagation
+    for Approximate Bayesian Inference, UAI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float
+from numpyro.distributions import Distribution, ExpandedDistribution, Independent
+
+__all__ = ["Family", "Natural", "damp", "divide", "inner", "kl", "multiply", "power", "sample"]
+
+Natural = dict[str, Array]
+Number = float | Float[Array, ""]
+
+
+class Family(NamedTuple):
+    r"""An exponential family; its functions are of one member, safe under ``jit`` and ``vmap``.
+
+    Functions work in the precision of their inputs. Outside the domain (``is_valid`` false) the
+    results of the others mean nothing; ``to_natural`` returns NaN or natural parameters that are
+    not valid for means that no member has, as far as rounding lets it tell.
+
+    Attributes:
+        name: Constructor and size.
+        unit: Natural parameters of the constant function 1, all zeros; says names and shapes.
+        log_partition: Natural parameters -> :math:`A`.
+        statistics: One value -> :math:`s(z)`. A value of a product is a dict by site.
+        log_base: One value -> :math:`\log h(z)`.
+        to_mean: Natural parameters -> mean parameters.
+        to_natural: Mean parameters -> natural parameters. As accurate as the means determine them:
+            where a member is concentrated, its means lose digits to cancellation.
+        is_valid: Natural parameters -> whether finite and inside the domain.
+        project: ``(natural, floor)`` -> natural parameters inside the domain, at least ``floor``,
+            a positive number, away from its boundary in the sense that each constructor states.
+            Those that are so already do not change.
+        to_dist: Natural parameters -> NumPyro distribution; a dict by site for a product.
+        from_dist: The inverse of that. Raises TypeError for a distribution of another class, and
+            ValueError for one of another shape.
+    """
+
+    name: str
+    unit: Natural
+    log_partition: Callable[[Natural], Float[Array, ""]]
+    statistics: Callable[[Any], Natural]
+    log_base: Callable[[Any], Float[Array, ""]]
+    to_mean: Callable[[Natural], Natural]
+    to_natural: Callable[[Natural], Natural]
+    is_valid: Callable[[Natural], Bool[Array, ""]]
+    project: Callable[[Natural, Number], Natural]
+    to_dist: Callable[[Natural], Any]
+    from_dist: Callable[[Any], Natural]
+
+
+def multiply(a: Natural, b: Natural) -> Natural:
+    r"""Returns the product of two functions, :math:`\theta_a + \theta_b`.
+
+    Example:
+        >>> multiply({"log": 1.0, "rate": 2.0}, {"log": 0.5, "rate": 1.0})
+        {'log': 1.5, 'rate': 3.0}
+    """
+    return jax.tree.map(lambda x, y: x + y, a, b)
+
+
+def divide(a: Natural, b: Natural) -> Natural:
+    r"""Returns the quotient of two functions, :math:`\theta_a - \theta_b`, which may be improper.
+
+    Example:
+        >>> divide({"log": 1.0, "rate": 2.0}, {"log": 0.5, "rate": 3.0})
+        {'log': 0.5, 'rate': -1.0}
+    """
+    return jax.tree.map(lambda x, y: x - y, a, b)
+
+
+def power(a: Natural, exponent: Number) -> Natural:
+    r"""Returns a power of a function, :math:`c\,\theta`.
+
+    Example:
+        >>> power({"log": 1.0, "rate": 2.0}, 0.5)
+        {'log': 0.5, 'rate': 1.0}
+    """
+    return jax.tree.map(lambda x: exponent * x, a)
+
+
+def damp(old: Natural, new: Natural, rate: Number) -> Natural:
+    r"""Returns the damped update :math:`(1 - \rho)\,\theta_{old} + \rho\,\theta_{new}`.
+
+    Args:
+        old: Natural parameters before the update.
+        new: Natural parameters of the full update.
+        rate: :math:`\rho`, 1 for the full update.
+
+    Example:
+        >>> damp({"log": 1.0, "rate": 2.0}, {"log": 3.0, "rate": 2.0}, 0.5)
+        {'log': 2.0, 'rate': 2.0}
+
+    Reference:
+        Minka, Lafferty (2002), Expectation-Propagation for the Generative Aspect Model, UAI.
+    """
+    return jax.tree.map(lambda x, y: (1 - rate) * x + rate * y, old, new)
+
+
+def inner(natural: Natural, statistics: Natural) -> Float[Array, ""]:
+    r"""Returns :math:`\theta \cdot s`, of statistics or of their means.
+
+    Example:
+        >>> float(inner({"log": 1.0, "rate": 2.0}, {"log": 0.5, "rate": -1.0}))
+        -1.5
+    """
+    terms = jax.tree.map(lambda x, y: jnp.sum(x * y), natural, statistics)
+    return sum(jax.tree.leaves(terms))
+
+
+def kl(family: Family, p: Natural, q: Natural) -> Float[Array, ""]:
+    r"""Returns the Kullback-Leibler divergence of a member from another.
+
+    .. math:: KL(p\,\|\,q) = (\theta_p - \theta_q) \cdot \mu_p - A(\theta_p) + A(\theta_q).
+
+    It is a difference of large numbers where members are concentrated, and rounded up to 0 where
+    rounding makes it negative.
+
+    Args:
+        family: The family of both.
+        p: Natural parameters of a member.
+        q: Natural parameters of another.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from numpyro_dp.ep.families import gamma
+        >>> p = {"log": jnp.array(0.0), "rate": jnp.array(1.0)}
+        >>> q = {"log": jnp.array(0.0), "rate": jnp.array(2.0)}
+        >>> round(float(kl(gamma(), p, q)), 4)  # 1 - log 2
+        0.3069
+    """
+    linear = inner(divide(p, q), family.to_mean(p))
+    return jnp.maximum(linear - family.log_partition(p) + family.log_partition(q), 0)
+
+
+def sample(
+    family: Family, rng_key: Any, natural: Natural, sample_shape: tuple[int, ...] = ()
+) -> Any:
+    """Returns draws from a member: an array, or for a product family a dict by site.
+
+    Args:
+        family: The family.
+        rng_key: A JAX key; it is split between the sites of a product.
+        natural: Natural parameters of one member.
+        sample_shape: Shape in front of that of one value.
+
+    Example:
+        >>> import jax
+        >>> from numpyro_dp.ep.families import diagonal_normal
+        >>> natural = {"linear": jax.numpy.ones(3), "precision": jax.numpy.ones(3)}
+        >>> sample(diagonal_normal(3), jax.random.key(0), natural, (5,)).shape
+        (5, 3)
+    """
+    dists, tree = jax.tree.flatten(
+        family.to_dist(natural), is_leaf=lambda node: isinstance(node, Distribution)
+    )
+    keys = jax.random.split(rng_key, len(dists))
+    draws = [dist.sample(key, sample_shape) for dist, key in zip(dists, keys, strict=True)]
+    return jax.tree.unflatten(tree, draws)
+
+
+def unit(**shapes: tuple[int, ...]) -> Natural:
+    """Returns the natural parameters of the constant function 1."""
+    return {name: jnp.zeros(shape) for name, shape in shapes.items()}
+
+
+def no_base(z: Any) -> Float[Array, ""]:
+    """Returns the logarithm of the base measure of a family that has none."""
+    return jnp.zeros((), jnp.result_type(z, float))
+
+
+def full(value: Any, shape: tuple[int, ...]) -> Array:
+    """Returns a parameter of a distribution as a floating-point array of that shape."""
+    typed = lax.convert_element_type(value, jnp.result_type(value, float))
+    return jnp.broadcast_to(typed, shape)
+
+
+def all_finite(natural: Natural) -> Bool[Array, ""]:
+    """Returns whether all entries are finite."""
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in natural.values()]))
+
+
+def least_log(natural: Array, floor: Number) -> Array:
+    """Returns ``max(natural, floor - 1)``: a shape less 1, with the shape at least ``floor``.
+
+    The floor is at least the machine epsilon, below which the shape less 1 would round to -1.
+    """
+    smallest = jnp.maximum(jnp.asarray(floor, natural.dtype), jnp.finfo(natural.dtype).eps)
+    return jnp.maximum(natural, smallest - 1)
+
+
+def unwrap(
+    family: str, dist: Any, accepted: tuple[type[Distribution], ...], shape: tuple[int, ...]
+) -> Any:
+    """Returns the distribution below ``expand`` and ``to_event``, of a known class.
+
+    Args:
+        family: Name of the family, for the error messages.
+        dist: What the user gave.
+        accepted: Classes that it may be of.
+        shape: Shape of one value, batch and event dimensions together.
+
+    Raises:
+        TypeError: If it is of another class.
+        ValueError: If its values have another shape.
+    """
+    base = dist
+    while isinstance(base, (ExpandedDistribution, Independent)):
+        base = base.base_dist
+    if not isinstance(base, accepted):
+        names = ", ".join(cls.__name__ for cls in accepted)
+        raise TypeError(
+            f"Expected for {family} a distribution of class {names}, also after expand() and "
+            f"to_event(), got {type(base).__name__}. Use one of these, or the family that has it."
+        )
+    if dist.shape() != shape:
+        raise ValueError(
+            f"Expected for {family} a distribution over values of shape {shape}, got shape "
+            f"{dist.shape()}. Use expand(), or a family of that size."
+        )
+    return base

@@ -1,0 +1,313 @@
+r"""Gamma, beta, Dirichlet and categorical families.
+
+Shapes and concentrations less 1 are the coefficients of logarithms, so the natural parameters of
+the constant function are zeros. Below a shape of about 0.01 in single precision, the natural
+parameter, close to -1, holds fewer than 5 digits of the shape.
+
+Reference:
+    Wainwright, Jordan (2008), section 3; Minka (2000), Estimating a Dirichlet Distribution, and
+    Minka (2002), Estimating a Gamma Distribution, for the inverse maps.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array
+from jax.scipy.special import gammaln, logsumexp
+from jaxtyping import Bool, Float, Int
+
+from numpyro_dp._validate import check_int
+from numpyro_dp.ep.families._digamma import excess, mean_logs, solve_concentration, solve_shape
+from numpyro_dp.ep.families.base import (
+    Family,
+    Natural,
+    Number,
+    all_finite,
+    full,
+    least_log,
+    no_base,
+    unit,
+    unwrap,
+)
+
+__all__ = ["beta", "categorical", "dirichlet", "gamma"]
+
+
+def gamma(shape: tuple[int, ...] = ()) -> Family:
+    r"""Returns the family of independent gamma distributions.
+
+    Natural parameters ``log`` :math:`a - 1` and ``rate`` :math:`b`, both of the shape given;
+    statistics :math:`(\log z, -z)`; :math:`A = \sum \log\Gamma(a) - a\log b`. Mean parameters are
+    turned into natural ones by Newton's method. ``project`` raises :math:`a` and :math:`b` to the
+    floor, each alone. ``from_dist`` takes Gamma and Exponential.
+
+    Args:
+        shape: Shape of one value.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> natural = {"log": jnp.array(1.0), "rate": jnp.array(4.0)}
+        >>> float(gamma().to_dist(natural).mean)
+        0.5
+
+    Reference:
+        Wainwright, Jordan (2008), section 3; Minka (2002), Estimating a Gamma Distribution.
+    """
+    _check_shape(shape)
+    name = f"gamma({shape})"
+    return Family(
+        name=name,
+        unit=unit(log=shape, rate=shape),
+        log_partition=_gamma_log_partition,
+        statistics=_gamma_statistics,
+        log_base=no_base,
+        to_mean=_gamma_to_mean,
+        to_natural=_gamma_to_natural,
+        is_valid=_gamma_is_valid,
+        project=_gamma_project,
+        to_dist=_gamma_to_dist,
+        from_dist=partial(_gamma_from_dist, name, shape),
+    )
+
+
+def beta(shape: tuple[int, ...] = ()) -> Family:
+    r"""Returns the family of independent beta distributions.
+
+    Natural parameters ``log`` :math:`\alpha - 1` and ``log_complement`` :math:`\beta - 1`, both of
+    the shape given; statistics :math:`(\log z, \log(1 - z))`;
+    :math:`A = \sum \log B(\alpha, \beta)`. Mean parameters are turned into natural ones by Newton's
+    method. ``project`` raises :math:`\alpha` and :math:`\beta` to the floor. ``from_dist`` takes
+    Beta.
+
+    Args:
+        shape: Shape of one value.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> natural = {"log": jnp.array(0.0), "log_complement": jnp.array(2.0)}
+        >>> float(beta().to_dist(natural).mean)
+        0.25
+
+    Reference:
+        Wainwright, Jordan (2008), section 3; Minka (2000), Estimating a Dirichlet Distribution.
+    """
+    _check_shape(shape)
+    name = f"beta({shape})"
+    return Family(
+        name=name,
+        unit=unit(log=shape, log_complement=shape),
+        log_partition=_beta_log_partition,
+        statistics=_beta_statistics,
+        log_base=no_base,
+        to_mean=_beta_to_mean,
+        to_natural=_beta_to_natural,
+        is_valid=_above_minus_one,
+        project=_raise_logs,
+        to_dist=_beta_to_dist,
+        from_dist=partial(_beta_from_dist, name, shape),
+    )
+
+
+def dirichlet(size: int) -> Family:
+    r"""Returns the family of Dirichlet distributions.
+
+    Natural parameter ``log`` :math:`\alpha - 1` of shape ``(size,)``; statistic :math:`\log z`;
+    :math:`A = \sum_i \log\Gamma(\alpha_i) - \log\Gamma(\sum_i\alpha_i)`. Mean parameters are turned
+    into natural ones by Newton's method. ``project`` raises each :math:`\alpha_i` to the floor.
+    ``from_dist`` takes Dirichlet.
+
+    Args:
+        size: Number of proportions, at least 2.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> dirichlet(3).to_dist({"log": jnp.array([0.0, 1.0, 0.0])}).mean
+        Array([0.25, 0.5 , 0.25], dtype=float32)
+
+    Reference:
+        Wainwright, Jordan (2008), section 3; Minka (2000), Estimating a Dirichlet Distribution.
+    """
+    check_int("size", size, low=2, remedy="The number of proportions.")
+    name = f"dirichlet({size})"
+    return Family(
+        name=name,
+        unit=unit(log=(size,)),
+        log_partition=_dirichlet_log_partition,
+        statistics=lambda z: {"log": jnp.log(z)},
+        log_base=no_base,
+        to_mean=lambda natural: {"log": mean_logs(natural["log"] + 1)},
+        to_natural=lambda mean: {"log": solve_concentration(mean["log"]) - 1},
+        is_valid=_above_minus_one,
+        project=_raise_logs,
+        to_dist=lambda natural: dist.Dirichlet(natural["log"] + 1),
+        from_dist=partial(_dirichlet_from_dist, name, size),
+    )
+
+
+def categorical(size: int) -> Family:
+    r"""Returns the family of categorical distributions.
+
+    Natural parameter ``logits`` of shape ``(size,)``, of which a common constant does not matter:
+    ``to_natural`` returns log probabilities. The statistic is the indicator of the category;
+    :math:`A = \log\sum_i e^{\theta_i}`. All finite logits are valid, so ``project`` changes
+    nothing. ``from_dist`` takes Categorical.
+
+    Args:
+        size: Number of categories, at least 2.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> categorical(2).to_mean({"logits": jnp.zeros(2)})["logits"]
+        Array([0.5, 0.5], dtype=float32)
+
+    Reference:
+        Wainwright, Jordan (2008), section 3.
+    """
+    check_int("size", size, low=2, remedy="The number of categories.")
+    name = f"categorical({size})"
+
+    def statistics(z: Int[Array, ""]) -> Natural:
+        return {"logits": jax.nn.one_hot(z, size)}
+
+    return Family(
+        name=name,
+        unit=unit(logits=(size,)),
+        log_partition=lambda natural: logsumexp(natural["logits"]),
+        statistics=statistics,
+        log_base=no_base,
+        to_mean=lambda natural: {"logits": jax.nn.softmax(natural["logits"])},
+        to_natural=lambda mean: {"logits": jnp.log(mean["logits"])},
+        is_valid=all_finite,
+        project=lambda natural, floor: natural,
+        to_dist=lambda natural: dist.Categorical(logits=natural["logits"]),
+        from_dist=partial(_categorical_from_dist, name, size),
+    )
+
+
+def _gamma_log_partition(natural: Natural) -> Float[Array, ""]:
+    shape = natural["log"] + 1
+    return jnp.sum(gammaln(shape) - shape * jnp.log(natural["rate"]))
+
+
+def _gamma_statistics(z: Float[Array, ...]) -> Natural:
+    return {"log": jnp.log(z), "rate": -z}
+
+
+def _gamma_to_mean(natural: Natural) -> Natural:
+    shape = natural["log"] + 1
+    value = shape / natural["rate"]
+    return {"log": jnp.log(value) - excess(shape), "rate": -value}
+
+
+def _gamma_to_natural(mean: Natural) -> Natural:
+    value = -mean["rate"]
+    shape = solve_shape(jnp.log(value) - mean["log"])
+    return {"log": shape - 1, "rate": shape / value}
+
+
+def _gamma_is_valid(natural: Natural) -> Bool[Array, ""]:
+    inside = jnp.all(natural["log"] > -1) & jnp.all(natural["rate"] > 0)
+    return inside & all_finite(natural)
+
+
+def _gamma_project(natural: Natural, floor: Number) -> Natural:
+    rate = natural["rate"]
+    least = jnp.asarray(floor, rate.dtype)
+    return {"log": least_log(natural["log"], floor), "rate": jnp.maximum(rate, least)}
+
+
+def _gamma_to_dist(natural: Natural) -> dist.Distribution:
+    return _joint(dist.Gamma(natural["log"] + 1, natural["rate"]))
+
+
+def _gamma_from_dist(name: str, shape: tuple[int, ...], given: Any) -> Natural:
+    base = unwrap(name, given, (dist.Gamma, dist.Exponential), shape)
+    rate = full(base.rate, shape)
+    if isinstance(base, dist.Exponential):
+        return {"log": jnp.zeros_like(rate), "rate": rate}
+    return {"log": full(base.concentration, shape) - 1, "rate": rate}
+
+
+def _beta_concentration(natural: Natural) -> Float[Array, "... 2"]:
+    return jnp.stack([natural["log"], natural["log_complement"]], -1) + 1
+
+
+def _beta_log_partition(natural: Natural) -> Float[Array, ""]:
+    return _dirichlet_log_partition({"log": _beta_concentration(natural) - 1})
+
+
+def _beta_statistics(z: Float[Array, ...]) -> Natural:
+    return {"log": jnp.log(z), "log_complement": jnp.log1p(-z)}
+
+
+def _beta_to_mean(natural: Natural) -> Natural:
+    means = mean_logs(_beta_concentration(natural))
+    return {"log": means[..., 0], "log_complement": means[..., 1]}
+
+
+def _beta_to_natural(mean: Natural) -> Natural:
+    means = jnp.stack([mean["log"], mean["log_complement"]], -1)
+    concentration = solve_concentration(means)
+    return {"log": concentration[..., 0] - 1, "log_complement": concentration[..., 1] - 1}
+
+
+def _beta_to_dist(natural: Natural) -> dist.Distribution:
+    return _joint(dist.Beta(natural["log"] + 1, natural["log_complement"] + 1))
+
+
+def _beta_from_dist(name: str, shape: tuple[int, ...], given: Any) -> Natural:
+    base = unwrap(name, given, (dist.Beta,), shape)
+    return {
+        "log": full(base.concentration1, shape) - 1,
+        "log_complement": full(base.concentration0, shape) - 1,
+    }
+
+
+def _dirichlet_log_partition(natural: Natural) -> Float[Array, ""]:
+    concentration = natural["log"] + 1
+    return jnp.sum(jnp.sum(gammaln(concentration), -1) - gammaln(jnp.sum(concentration, -1)))
+
+
+def _dirichlet_from_dist(name: str, size: int, given: Any) -> Natural:
+    base = unwrap(name, given, (dist.Dirichlet,), (size,))
+    return {"log": full(base.concentration, (size,)) - 1}
+
+
+def _categorical_from_dist(name: str, size: int, given: Any) -> Natural:
+    classes = (dist.CategoricalLogits, dist.CategoricalProbs)
+    base = unwrap(name, given, classes, ())
+    logits = base.logits
+    if logits.shape != (size,):
+        raise ValueError(
+            f"Expected for {name} a distribution over {size} categories, got "
+            f"{logits.shape[-1]}. Use categorical({logits.shape[-1]})."
+        )
+    return {"logits": logits}
+
+
+def _above_minus_one(natural: Natural) -> Bool[Array, ""]:
+    inside = jnp.array([jnp.all(value > -1) for value in natural.values()])
+    return jnp.all(inside) & all_finite(natural)
+
+
+def _raise_logs(natural: Natural, floor: Number) -> Natural:
+    return {name: least_log(value, floor) for name, value in natural.items()}
+
+
+def _joint(given: dist.Distribution) -> dist.Distribution:
+    """Makes all batch dimensions part of one value."""
+    return given.to_event(len(given.batch_shape)) if given.batch_shape else given
+
+
+def _check_shape(shape: tuple[int, ...]) -> None:
+    if not isinstance(shape, tuple):
+        raise TypeError(
+            f"Expected a tuple of sizes, got shape={shape!r}. Write shape=(3,), or leave it out."
+        )
+    for size in shape:
+        check_int("size", size, low=1, remedy="Each size of shape counts entries.")

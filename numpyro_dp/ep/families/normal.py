@@ -1,0 +1,285 @@
+r"""Normal families: full, diagonal and isotropic precision.
+
+.. math:: \log p(z) = \eta^\top z - \tfrac12 z^\top\Lambda z - A, \quad
+    A = \tfrac12\eta^\top\Lambda^{-1}\eta - \tfrac12\log\det\Lambda + \tfrac d2\log 2\pi.
+
+The mean is :math:`\Lambda^{-1}\eta`. In all three families ``project`` raises the eigenvalues of
+the precision to the floor and leaves the linear coefficient alone: in the directions that were
+above the floor the mean stays, in the others it shrinks with the variance.
+
+Reference:
+    Wainwright, Jordan (2008), section 3; Minka (2001).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array, lax
+from jax.scipy.linalg import cho_solve, solve_triangular
+from jaxtyping import Bool, Float
+
+from numpyro_dp._validate import check_int
+from numpyro_dp.ep.families._matrix import (
+    log_det,
+    positive_definite,
+    raise_eigenvalues,
+    spd_inverse,
+    symmetric,
+)
+from numpyro_dp.ep.families.base import (
+    Family,
+    Natural,
+    Number,
+    all_finite,
+    full,
+    no_base,
+    unit,
+    unwrap,
+)
+
+__all__ = ["diagonal_normal", "isotropic_normal", "normal"]
+
+_LOG_2PI = math.log(2 * math.pi)
+_DIM = "The number of coordinates."
+
+
+def normal(dim: int) -> Family:
+    r"""Returns the family of multivariate normal distributions.
+
+    Natural parameters ``linear`` :math:`\eta = \Sigma^{-1}m` of shape ``(dim,)`` and ``precision``
+    :math:`\Lambda = \Sigma^{-1}` of shape ``(dim, dim)``, of which only the symmetric part matters;
+    statistics :math:`(z, -zz^\top/2)`. ``from_dist`` takes MultivariateNormal and Normal.
+
+    Args:
+        dim: Number of coordinates, at least 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> natural = {"linear": jnp.array([1.0, 2.0]), "precision": jnp.diag(jnp.array([1.0, 2]))}
+        >>> normal(2).to_dist(natural).mean.round(3)
+        Array([1., 1.], dtype=float32)
+
+    Reference:
+        Wainwright, Jordan (2008), section 3; Minka (2001), section 3.
+    """
+    check_int("dim", dim, low=1, remedy=_DIM)
+    name = f"normal({dim})"
+    return Family(
+        name=name,
+        unit=unit(linear=(dim,), precision=(dim, dim)),
+        log_partition=_full_log_partition,
+        statistics=_full_statistics,
+        log_base=no_base,
+        to_mean=_full_to_mean,
+        to_natural=_full_to_natural,
+        is_valid=_full_is_valid,
+        project=_full_project,
+        to_dist=_full_to_dist,
+        from_dist=partial(_full_from_dist, name, dim),
+    )
+
+
+def diagonal_normal(dim: int) -> Family:
+    r"""Returns the family of normal distributions of independent coordinates.
+
+    Natural parameters ``linear`` :math:`m/\sigma^2` and ``precision`` :math:`1/\sigma^2`, both of
+    shape ``(dim,)``; statistics :math:`(z, -z^2/2)`. ``from_dist`` takes Normal.
+
+    Args:
+        dim: Number of coordinates, at least 1.
+
+    Example:
+        >>> import numpyro.distributions as dist
+        >>> natural = diagonal_normal(2).from_dist(dist.Normal(3.0, 0.5).expand([2]).to_event())
+        >>> natural["linear"], natural["precision"]
+        (Array([12., 12.], dtype=float32), Array([4., 4.], dtype=float32))
+
+    Reference:
+        Wainwright, Jordan (2008), section 3; Minka (2001), section 3.
+    """
+    check_int("dim", dim, low=1, remedy=_DIM)
+    name = f"diagonal_normal({dim})"
+    return Family(
+        name=name,
+        unit=unit(linear=(dim,), precision=(dim,)),
+        log_partition=_diagonal_log_partition,
+        statistics=_diagonal_statistics,
+        log_base=no_base,
+        to_mean=_diagonal_to_mean,
+        to_natural=_diagonal_to_natural,
+        is_valid=_positive_precision,
+        project=_raise_precision,
+        to_dist=_diagonal_to_dist,
+        from_dist=partial(_diagonal_from_dist, name, dim),
+    )
+
+
+def isotropic_normal(dim: int) -> Family:
+    r"""Returns the family of normal distributions with one variance for all coordinates.
+
+    Natural parameters ``linear`` :math:`m/\sigma^2` of shape ``(dim,)`` and ``precision``
+    :math:`1/\sigma^2`, a scalar; statistics :math:`(z, -|z|^2/2)`. ``from_dist`` takes Normal, and
+    raises ValueError where its scales differ; it can look at several of them outside ``jit`` only.
+
+    Args:
+        dim: Number of coordinates, at least 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> natural = {"linear": jnp.array([2.0, 4.0]), "precision": jnp.array(2.0)}
+        >>> isotropic_normal(2).to_mean(natural)["precision"]  # -(1 + 4 + 2 / 2) / 2
+        Array(-3., dtype=float32)
+
+    Reference:
+        Wainwright, Jordan (2008), section 3; Minka (2001), section 3.
+    """
+    check_int("dim", dim, low=1, remedy=_DIM)
+    name = f"isotropic_normal({dim})"
+    return Family(
+        name=name,
+        unit=unit(linear=(dim,), precision=()),
+        log_partition=_isotropic_log_partition,
+        statistics=_isotropic_statistics,
+        log_base=no_base,
+        to_mean=_isotropic_to_mean,
+        to_natural=_isotropic_to_natural,
+        is_valid=_positive_precision,
+        project=_raise_precision,
+        to_dist=_diagonal_to_dist,
+        from_dist=partial(_isotropic_from_dist, name, dim),
+    )
+
+
+def _full_log_partition(natural: Natural) -> Float[Array, ""]:
+    linear, factor = natural["linear"], jnp.linalg.cholesky(natural["precision"])
+    whitened = solve_triangular(factor, linear, lower=True)
+    return (jnp.sum(jnp.square(whitened)) - log_det(factor) + linear.size * _LOG_2PI) / 2
+
+
+def _full_statistics(z: Float[Array, " d"]) -> Natural:
+    return {"linear": z, "precision": -jnp.outer(z, z) / 2}
+
+
+def _full_to_mean(natural: Natural) -> Natural:
+    factor = jnp.linalg.cholesky(natural["precision"])
+    mean = cho_solve((factor, True), natural["linear"])
+    return {"linear": mean, "precision": -(spd_inverse(factor) + jnp.outer(mean, mean)) / 2}
+
+
+def _full_to_natural(mean: Natural) -> Natural:
+    loc = mean["linear"]
+    factor = jnp.linalg.cholesky(-2 * mean["precision"] - jnp.outer(loc, loc))
+    return {"linear": cho_solve((factor, True), loc), "precision": spd_inverse(factor)}
+
+
+def _full_is_valid(natural: Natural) -> Bool[Array, ""]:
+    return jnp.all(jnp.isfinite(natural["linear"])) & positive_definite(natural["precision"])
+
+
+def _full_project(natural: Natural, floor: Number) -> Natural:
+    precision = raise_eigenvalues(natural["precision"], floor)
+    return {"linear": natural["linear"], "precision": precision}
+
+
+def _full_to_dist(natural: Natural) -> dist.MultivariateNormal:
+    factor = jnp.linalg.cholesky(natural["precision"])
+    loc = cho_solve((factor, True), natural["linear"])
+    return dist.MultivariateNormal(loc, precision_matrix=symmetric(natural["precision"]))
+
+
+def _full_from_dist(name: str, dim: int, given: Any) -> Natural:
+    base = unwrap(name, given, (dist.MultivariateNormal, dist.Normal), (dim,))
+    if isinstance(base, dist.Normal):
+        natural = _coordinates(base, dim)
+        return {"linear": natural["linear"], "precision": jnp.diag(natural["precision"])}
+    loc = full(base.loc, (dim,))
+    precision = base.precision_matrix.astype(loc.dtype)
+    linear = jnp.matmul(precision, loc, precision=lax.Precision.HIGHEST)
+    return {"linear": linear, "precision": precision}
+
+
+def _diagonal_log_partition(natural: Natural) -> Float[Array, ""]:
+    linear, precision = natural["linear"], natural["precision"]
+    return jnp.sum(jnp.square(linear) / precision - jnp.log(precision) + _LOG_2PI) / 2
+
+
+def _diagonal_statistics(z: Float[Array, " d"]) -> Natural:
+    return {"linear": z, "precision": -jnp.square(z) / 2}
+
+
+def _diagonal_to_mean(natural: Natural) -> Natural:
+    mean = natural["linear"] / natural["precision"]
+    return {"linear": mean, "precision": -(1 / natural["precision"] + jnp.square(mean)) / 2}
+
+
+def _diagonal_to_natural(mean: Natural) -> Natural:
+    precision = 1 / (-2 * mean["precision"] - jnp.square(mean["linear"]))
+    return {"linear": precision * mean["linear"], "precision": precision}
+
+
+def _diagonal_to_dist(natural: Natural) -> dist.Distribution:
+    """Of the diagonal and of the isotropic family."""
+    loc = natural["linear"] / natural["precision"]
+    return dist.Normal(loc, 1 / jnp.sqrt(natural["precision"])).to_event(1)
+
+
+def _diagonal_from_dist(name: str, dim: int, given: Any) -> Natural:
+    return _coordinates(unwrap(name, given, (dist.Normal,), (dim,)), dim)
+
+
+def _isotropic_log_partition(natural: Natural) -> Float[Array, ""]:
+    linear, precision = natural["linear"], natural["precision"]
+    square = jnp.sum(jnp.square(linear)) / precision
+    return (square + linear.size * (_LOG_2PI - jnp.log(precision))) / 2
+
+
+def _isotropic_statistics(z: Float[Array, " d"]) -> Natural:
+    return {"linear": z, "precision": -jnp.sum(jnp.square(z)) / 2}
+
+
+def _isotropic_to_mean(natural: Natural) -> Natural:
+    mean = natural["linear"] / natural["precision"]
+    square = mean.size / natural["precision"] + jnp.sum(jnp.square(mean))
+    return {"linear": mean, "precision": -square / 2}
+
+
+def _isotropic_to_natural(mean: Natural) -> Natural:
+    loc = mean["linear"]
+    precision = loc.size / (-2 * mean["precision"] - jnp.sum(jnp.square(loc)))
+    return {"linear": precision * loc, "precision": precision}
+
+
+def _isotropic_from_dist(name: str, dim: int, given: Any) -> Natural:
+    base = unwrap(name, given, (dist.Normal,), (dim,))
+    if jnp.size(base.scale) > 1:
+        scales = np.asarray(base.scale)
+        if np.any(scales != scales.flat[0]):
+            raise ValueError(
+                f"Expected for {name} one scale for all coordinates, got {scales}. Use "
+                f"diagonal_normal({dim})."
+            )
+    natural = _coordinates(base, dim)
+    return {"linear": natural["linear"], "precision": natural["precision"][0]}
+
+
+def _positive_precision(natural: Natural) -> Bool[Array, ""]:
+    return jnp.all(natural["precision"] > 0) & all_finite(natural)
+
+
+def _raise_precision(natural: Natural, floor: Number) -> Natural:
+    precision = natural["precision"]
+    least = jnp.asarray(floor, precision.dtype)
+    return {"linear": natural["linear"], "precision": jnp.maximum(precision, least)}
+
+
+def _coordinates(base: dist.Normal, dim: int) -> Natural:
+    """Natural parameters of each coordinate."""
+    loc, scale = (full(value, (dim,)) for value in (base.loc, base.scale))
+    precision = 1 / jnp.square(scale)
+    return {"linear": precision * loc, "precision": precision}

@@ -1,0 +1,168 @@
+r"""Normal distributions in expectation propagation: cavities, and sites from slopes of log Z.
+
+With a cavity N(m, V) and the evidence :math:`Z = \int p(x \mid z) N(z; m, V)\, dz` of one record,
+
+.. math::
+    g = \frac{\partial \log Z}{\partial m}, \quad H = g g^T - 2\frac{\partial \log Z}{\partial V},
+    \qquad m' = m + V g, \quad V' = V - V H V
+
+are the moments of the tilted distribution. The site, tilted over cavity, has in coordinates centred
+at m the natural parameters
+
+.. math::
+    \Lambda_s = (I - HV)^{-1} H, \qquad \eta_s - \Lambda_s m = (I - HV)^{-1} g,
+
+which do not cancel where the record says little. The eigenvalues of I - HV, each the ratio of a
+tilted to a cavity variance, are floored: a record must not narrow a posterior at once by more.
+
+A precision is a matrix, a vector (its diagonal) or a number, and its number of axes says which.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float
+
+__all__ = [
+    "LARGEST_NARROWING",
+    "Cavity",
+    "cavity_of",
+    "centre",
+    "is_definite",
+    "site_along",
+    "site_from_slopes",
+]
+
+LARGEST_NARROWING = 0.1  # smallest ratio of a tilted to a cavity variance
+
+Natural = dict[str, Array]
+Precision = Float[Array, "dim dim"] | Float[Array, " dim"] | Float[Array, ""]
+
+
+class Cavity(NamedTuple):
+    """Moments of a normal cavity.
+
+    Attributes:
+        mean: Shape ``(dim,)``.
+        covariance: With as many axes as the precision.
+    """
+
+    mean: Float[Array, " dim"]
+    covariance: Precision
+
+    def variance_along(self, direction: Float[Array, " dim"]) -> Float[Array, ""]:
+        """Variance of the product with a direction."""
+        if self.covariance.ndim == 2:
+            return direction @ self.covariance @ direction
+        return jnp.sum(self.covariance * direction**2)
+
+
+def cavity_of(natural: Natural) -> Cavity:
+    """Returns the moments of a normal distribution with given natural parameters."""
+    linear, precision = natural["linear"], natural["precision"]
+    if precision.ndim < 2:
+        return Cavity(linear / precision, 1 / precision)
+    covariance, _ = _inverse(precision)
+    return Cavity(covariance @ linear, covariance)
+
+
+def is_definite(natural: Natural) -> Bool[Array, ""]:
+    """Whether the precision is positive definite."""
+    precision = natural["precision"]
+    return _inverse(precision)[1] if precision.ndim == 2 else jnp.all(precision > 0)
+
+
+def centre(natural: Natural, at: Float[Array, " dim"]) -> Natural:
+    """Moves the origin to ``at``: the linear part becomes the slope there."""
+    linear, precision = natural["linear"], natural["precision"]
+    slope = precision @ at if precision.ndim == 2 else precision * at
+    return {"linear": linear - slope, "precision": precision}
+
+
+def site_along(cavity: Cavity, direction: Float[Array, " dim"], g: Array, h: Array) -> Natural:
+    r"""The site of a record that sees z only through :math:`t = \phi\cdot z`.
+
+    Args:
+        cavity: What it is seen from.
+        direction: :math:`\phi`.
+        g: Slope of log Z in the mean of t.
+        h: :math:`g^2 - 2\,\partial\log Z/\partial v` with the variance v of t.
+
+    Returns:
+        Natural parameters, centred at the mean of the cavity.
+    """
+    if cavity.covariance.ndim == 2:
+        ratio = _floored(1 - h * cavity.variance_along(direction))
+        precision = h / ratio * jnp.outer(direction, direction)
+        return {"linear": g / ratio * direction, "precision": precision}
+    each = h * direction**2
+    each = jnp.mean(each) if cavity.covariance.ndim == 0 else each
+    ratio = _floored(1 - each * cavity.covariance)
+    return {"linear": g * direction / ratio, "precision": each / ratio}
+
+
+def site_from_slopes(cavity: Cavity, g: Float[Array, " dim"], h: Precision) -> Natural:
+    """The site of a record with any likelihood.
+
+    Args:
+        cavity: What it is seen from.
+        g: Slope of log Z in the mean.
+        h: H above; its diagonal for a diagonal covariance, the mean of that for a single number.
+
+    Returns:
+        Natural parameters, centred at the mean of the cavity.
+    """
+    if cavity.covariance.ndim < 2:
+        ratio = _floored(1 - h * cavity.covariance)
+        return {"linear": g / ratio, "precision": h / ratio}
+    h = (h + h.T) / 2
+    narrowing = _largest_eigenvalue(h @ cavity.covariance)
+    h = h * jnp.minimum(1, (1 - LARGEST_NARROWING) / jnp.maximum(narrowing, 1e-6))
+    # I - HV = (P - H) V with P the cavity's precision: both are symmetric, and inverted as such.
+    precision, _ = _inverse(cavity.covariance)
+    narrowed, _ = _inverse(precision - h)
+    site = h + h @ narrowed @ h
+    return {"linear": g + h @ (narrowed @ g), "precision": (site + site.T) / 2}
+
+
+def _floored(ratio: Array) -> Array:
+    return jnp.maximum(ratio, LARGEST_NARROWING)
+
+
+def _inverse(matrix: Float[Array, "dim dim"]) -> tuple[Float[Array, "dim dim"], Bool[Array, ""]]:
+    """Inverts a positive definite matrix by sweeping its pivots, and says whether it is one.
+
+    Sites of many records are found side by side. Batches of LAPACK calls in one loop can wait for
+    each other for ever on a CPU with few cores (jaxlib 0.10); this has none.
+    """
+
+    def sweep(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        swept, definite = carry
+        pivot = swept[k, k]
+        row, column = swept[k] / pivot, swept[:, k]
+        own = jnp.arange(len(swept)) == k
+        rest = swept - jnp.outer(jnp.where(own, 0, column), jnp.where(own, 0, row))
+        edge = jnp.where(own[:, None], row, jnp.where(own, column[:, None] / pivot, rest))
+        return jnp.where(own[:, None] & own, -1 / pivot, edge), definite & (pivot > 0)
+
+    swept, definite = lax.fori_loop(0, len(matrix), sweep, (matrix, jnp.asarray(True)))
+    return -(swept + swept.T) / 2, definite
+
+
+def _largest_eigenvalue(matrix: Float[Array, "dim dim"]) -> Float[Array, ""]:
+    """Bounds the largest eigenvalue of a matrix that is similar to a symmetric one from above.
+
+    By the trace of the 64th power after a shift that makes all eigenvalues positive: too large by
+    at most a factor dim ** (1 / 64), of the shifted one.
+    """
+    shift = jnp.linalg.norm(matrix) * 1.001  # so that not all of them can become 0
+    power = (matrix + shift * jnp.eye(len(matrix), dtype=matrix.dtype)) / jnp.maximum(shift, 1e-30)
+    log_scale = jnp.zeros((), matrix.dtype)
+    for _ in range(6):
+        power = power @ power
+        size = jnp.trace(power)
+        power, log_scale = power / size, 2 * log_scale + jnp.log(size)
+    return shift * (jnp.exp(log_scale / 64) - 1)

@@ -1,0 +1,275 @@
+r"""A NumPyro model as message passing sees it: a prior in a family, and one record's factor.
+
+.. math:: q(z) \propto p_0(z) \prod_i f_i(z), \qquad f_i(z) \approx p(x_i \mid z).
+
+A normal family is one over all latents, joined to one vector in unconstrained coordinates; any
+other is given by site, over the values of that site themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.flatten_util import ravel_pytree
+from numpyro.distributions import biject_to
+
+from numpyro_dp.ep.families import Family, product
+from numpyro_dp.model.density import Model
+from numpyro_dp.model.records import Rows, split_arguments
+from numpyro_dp.model.separation import UnsupportedModelError
+from numpyro_dp.model.structure import ModelStructure, read_model
+
+__all__ = ["EPProblem", "Latents", "make_problem", "read_conjugate_model"]
+
+_TOLERANCE = 1e-3
+
+Natural = dict[str, Array]
+
+
+class Latents(NamedTuple):
+    """What z is in terms of the model's latent sites.
+
+    Attributes:
+        family: Of z.
+        unconstrain: z -> unconstrained value of each latent site.
+        constrain: z -> value of each latent site.
+        is_normal: Whether the family is normal over one vector, so that sites are centred.
+        dim: Length of that vector, else 0.
+    """
+
+    family: Family
+    unconstrain: Callable[[Any], dict[str, Array]]
+    constrain: Callable[[Any], dict[str, Array]]
+    is_normal: bool
+    dim: int
+
+
+class EPProblem(NamedTuple):
+    """A model in the form that sites and the estimator need.
+
+    Attributes:
+        model: The model.
+        latents: Family and coordinates.
+        prior: Natural parameters of the prior.
+        shared: Public arrays among the model's arguments.
+        noise_scale: Standard deviation of the noise in the released sum over the inclusion
+            probability; public.
+    """
+
+    model: Model
+    latents: Latents
+    prior: Natural
+    shared: tuple[Array, ...]
+    noise_scale: Array | float = 0.0
+
+    @property
+    def num_examples(self) -> int:
+        """Number of records."""
+        return self.model.structure.layout.num_examples
+
+    def at(self, shared: tuple[Array, ...], noise_scale: Array | float = 0.0) -> EPProblem:
+        """The same with the public arrays and the noise of a step."""
+        return self._replace(shared=shared, noise_scale=noise_scale)
+
+    def log_likelihood(self, z: Any, example: tuple[Array, ...]) -> Array:
+        """Log likelihood of one record."""
+        return self.model.log_likelihood(self.latents.unconstrain(z), {}, example, self.shared)
+
+    def constrain(self, params: Natural) -> Natural:
+        """Natural parameters are published as they are."""
+        return params
+
+    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
+        """Splits arguments into records and public arrays."""
+        _, arrays, shared = split_arguments(args, kwargs, self.num_examples)
+        return Rows(arrays, shared)
+
+    def blank_example(self) -> tuple[Array, ...]:
+        """Returns zeros in the place of a record."""
+        shapes = self.model.structure.layout.shapes
+        return tuple(jnp.zeros(shape, dtype) for shape, dtype in shapes)
+
+    def start(self, init_params: dict[str, Any] | None) -> Natural:
+        """Returns the first natural parameters: the prior's unless others are given.
+
+        Raises:
+            ValueError: If names or shapes are others, or they are outside the domain.
+        """
+        if init_params is None:
+            return self.prior
+        given = {name: np.shape(value) for name, value in init_params.items()}
+        wanted = {name: np.shape(value) for name, value in self.prior.items()}
+        if given != wanted:
+            raise ValueError(
+                f"Expected init_params with natural parameters of the shapes {wanted}, got {given}."
+            )
+        params = {n: jnp.asarray(init_params[n], v.dtype) for n, v in self.prior.items()}
+        if not bool(self.latents.family.is_valid(params)):
+            raise ValueError(
+                f"Expected init_params inside the domain of {self.latents.family.name}: finite, "
+                "with a positive definite precision, or positive concentrations and rates."
+            )
+        return params
+
+    def invented(self) -> list[tuple[Array, ...]]:
+        """Returns records to try things on."""
+        rows = self.model.structure.layout.invented()
+        return [tuple(leaf[0] for leaf in arrays) for arrays in rows]
+
+
+def read_conjugate_model(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    data_plate: str | None,
+    static: dict[str, Any],
+) -> ModelStructure:
+    """Reads a model, refusing what message passing has no place for.
+
+    Raises:
+        UnsupportedModelError: If it has parameters of its own or latent sites in the data plate,
+            and what :func:`~numpyro_dp.model.structure.read_model` raises.
+    """
+    structure = read_model(model, args, kwargs, data_plate, static)
+    if structure.params or structure.local_latents:
+        raise UnsupportedModelError(
+            "Expected a model whose latents are global and which has no parameters of its own, got "
+            f"{sorted(structure.params + structure.local_latents)}. Give parameters a prior, "
+            "integrate out a record's own latents, or use DPSVI."
+        )
+    return structure
+
+
+def make_problem(
+    fn: Callable[..., Any],
+    structure: ModelStructure,
+    family: Any,
+    shared: tuple[Array, ...],
+    rng_key: Array,
+) -> EPProblem:
+    """Returns the problem of a model and a family.
+
+    Args:
+        fn: The model, static keywords filled in.
+        structure: What was read of it.
+        family: A constructor of a normal family, called with the number of latent coordinates, or
+            a dict of families by latent site.
+        shared: Public arrays among the model's arguments.
+        rng_key: Of a draw from the prior, which shows the shapes of the latents.
+
+    Raises:
+        UnsupportedModelError: If the prior is not in the family.
+        TypeError: If ``family`` is neither.
+    """
+    model = Model(fn, structure)
+    draw = _draw(model, shared, rng_key)
+    if isinstance(family, Mapping):
+        latents = _product_latents(family, draw)
+        return EPProblem(model, latents, _product_prior(model, family, shared, draw), shared)
+    if not callable(family):
+        raise TypeError(
+            "Expected family to be normal, diagonal_normal or isotropic_normal, or a dict of "
+            f"families by latent site, got {type(family).__name__}."
+        )
+    latents = _joint_latents(family, draw)
+    return EPProblem(model, latents, _normal_prior(model, latents, shared), shared)
+
+
+def _joint_latents(family: Callable[[int], Family], draw: dict[str, Any]) -> Latents:
+    """One normal family over all latents in unconstrained coordinates."""
+    transforms = {name: biject_to(site["fn"].support) for name, site in draw.items()}
+    flat, unravel = ravel_pytree({n: transforms[n].inv(s["value"]) for n, s in draw.items()})
+
+    def constrain(z: Array) -> dict[str, Array]:
+        return {name: transforms[name](value) for name, value in unravel(z).items()}
+
+    return Latents(family(flat.size), unravel, constrain, True, flat.size)
+
+
+def _product_latents(families: Mapping[str, Family], draw: dict[str, Any]) -> Latents:
+    """A product of families over the values of named latent sites."""
+    if set(families) != set(draw):
+        raise UnsupportedModelError(
+            f"Expected a family for each of the latent sites {sorted(draw)}, got "
+            f"{sorted(families)}."
+        )
+    transforms = {name: biject_to(site["fn"].support) for name, site in draw.items()}
+
+    def unconstrain(z: dict[str, Array]) -> dict[str, Array]:
+        return {name: transforms[name].inv(value) for name, value in z.items()}
+
+    return Latents(product(**families), unconstrain, lambda z: z, False, 0)
+
+
+def _draw(model: Model, shared: tuple[Array, ...], rng_key: Array) -> dict[str, Any]:
+    """The latent sites of a draw from the prior, on a placeholder for the records."""
+    trace = model.draw_prior(shared, rng_key)
+    return {name: trace[name] for name in model.structure.latents}
+
+
+def _normal_prior(model: Model, latents: Latents, shared: tuple[Array, ...]) -> Natural:
+    """Natural parameters of a normal prior, by the derivatives of its log density."""
+
+    def log_prior(z: Array) -> Array:
+        return model.log_prior(latents.unconstrain(z), {}, shared)
+
+    @jax.jit
+    def derivatives() -> tuple[Array, ...]:
+        zero = jnp.zeros(latents.dim)
+        precision, linear = -jax.hessian(log_prior)(zero), jax.grad(log_prior)(zero)
+        points = 3 * jax.random.normal(jax.random.key(0), (3, latents.dim))
+        return linear, precision, jax.vmap(jax.grad(log_prior))(points), linear - points @ precision
+
+    linear, precision, found, expected = derivatives()
+    kept = latents.family.unit["precision"]
+    if not np.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
+        raise UnsupportedModelError(
+            "Expected a prior that is normal in unconstrained coordinates, jointly over "
+            f"{list(model.structure.latents)}: the log density is not quadratic. Use normal or "
+            "log-normal priors with fixed scales, give families by site, or use DPSVI."
+        )
+    diagonal = jnp.diag(precision)
+    smaller = {0: diagonal.mean(), 1: diagonal, 2: precision}[kept.ndim]
+    whole = {0: smaller * jnp.eye(latents.dim), 1: jnp.diag(diagonal), 2: precision}[kept.ndim]
+    if not np.allclose(whole, precision, rtol=_TOLERANCE, atol=_TOLERANCE):
+        raise UnsupportedModelError(
+            f"Expected a prior with the structure of {latents.family.name}, got one with other "
+            "variances or correlations. Use family=normal, or diagonal_normal if the coordinates "
+            "are independent."
+        )
+    return {"linear": linear, "precision": smaller}
+
+
+def _product_prior(
+    model: Model,
+    families: Mapping[str, Family],
+    shared: tuple[Array, ...],
+    draw: dict[str, Any],
+) -> Natural:
+    """Natural parameters of priors that are members of the families."""
+    if model.structure.prior_factors:
+        raise UnsupportedModelError(
+            f"Expected priors alone with families by site, got factors "
+            f"{list(model.structure.prior_factors)}. Leave them out."
+        )
+    other = _draw(model, shared, jax.random.key(1))
+    priors = {}
+    for name, site in draw.items():
+        try:
+            priors[name] = families[name].from_dist(site["fn"])
+            again = families[name].from_dist(other[name]["fn"])
+        except TypeError as error:
+            raise UnsupportedModelError(
+                f"Expected the prior of latent site {name!r} to be in its family. {error}"
+            ) from error
+        if not all(np.allclose(priors[name][k], again[k]) for k in again):
+            raise UnsupportedModelError(
+                f"Expected the prior of latent site {name!r} not to depend on other latent sites. "
+                "Write it with fixed parameters, or use DPSVI."
+            )
+    return {f"{n}_{k}": jnp.asarray(v) for n, found in priors.items() for k, v in found.items()}

@@ -1,0 +1,134 @@
+r"""Sites of conjugate likelihoods, which are members of the family: exact, whatever the cavity.
+
+For a normal family the log likelihood is quadratic, and its derivatives at any point are the site.
+For another one :math:`\log p(x \mid z) = \theta\cdot s(z) + c`, and :math:`\theta` solves the
+linear equations of its values at a few public points z.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.flatten_util import ravel_pytree
+
+from numpyro_dp.ep.families import sample
+from numpyro_dp.ep.gaussian import cavity_of
+from numpyro_dp.ep.problem import EPProblem
+from numpyro_dp.ep.sites.base import Site, SiteBuilder
+from numpyro_dp.model.separation import UnsupportedModelError
+
+__all__ = ["conjugate", "is_conjugate"]
+
+_TOLERANCE = 1e-3
+
+
+def conjugate() -> SiteBuilder:
+    """Exact sites, for likelihoods that are conjugate to the family.
+
+    Raises:
+        UnsupportedModelError: When the run is prepared, if the likelihood is not.
+    """
+
+    def check(problem: EPProblem) -> None:
+        if not is_conjugate(problem):
+            raise UnsupportedModelError(
+                f"Expected a likelihood that is conjugate to the family "
+                f"{problem.latents.family.name}, for conjugate(): for an invented record it is no "
+                "member of it. Use site=quadrature() or importance(), or DPSVI."
+            )
+
+    def build(problem: EPProblem) -> Site:
+        return _normal_site(problem) if problem.latents.is_normal else _linear_site(problem)
+
+    return SiteBuilder(build, check)
+
+
+def is_conjugate(problem: EPProblem) -> bool:
+    """Whether the likelihood of each invented record is a member of the family."""
+    check = _is_quadratic if problem.latents.is_normal else _is_linear_in_statistics
+    found = [check(problem, example) for example in problem.invented()]
+    known = [each for each in found if each is not None]
+    return bool(known) and all(known)
+
+
+def _normal_site(problem: EPProblem) -> Site:
+    def prepare(_: Array, cavity: dict[str, Array]) -> Array:
+        return cavity_of(cavity).mean
+
+    def approximate(mean: Array, example: tuple[Array, ...]) -> dict[str, Array]:
+        linear, precision = _derivatives(problem, mean, example)
+        return {"linear": linear, "precision": precision}
+
+    return Site(prepare, approximate)
+
+
+def _derivatives(problem: EPProblem, z: Array, example: Any) -> tuple[Array, Array]:
+    """Slope and negative curvature, in the structure of the family's precision."""
+    slope = jax.grad(problem.log_likelihood)
+    precision = -jax.jacfwd(slope)(z, example)
+    axes = problem.prior["precision"].ndim
+    if axes < 2:
+        precision = jnp.diag(precision)
+    return slope(z, example), jnp.mean(precision) if axes == 0 else precision
+
+
+def _is_quadratic(problem: EPProblem, example: Any) -> bool | None:
+    @jax.jit
+    def derivatives() -> tuple[Array, Array]:
+        points = 2 * jax.random.normal(jax.random.key(0), (3, problem.latents.dim))
+        log_likelihood = partial(problem.log_likelihood, example=example)
+        return jax.vmap(jax.grad(log_likelihood))(points), jax.vmap(jax.hessian(log_likelihood))(
+            points
+        )
+
+    slopes, found = (np.asarray(each, np.float64) for each in derivatives())
+    if not np.isfinite(found).all() or not np.abs(slopes).max() > 0:
+        return None
+    structure = problem.prior["precision"].ndim
+    off = found[0] - np.diag(np.diag(found[0]))
+    scale = max(np.abs(found).max(), 1e-12)
+    if structure < 2 and np.abs(off).max() > _TOLERANCE * scale:
+        return False
+    if structure == 0 and np.ptp(np.diag(found[0])) > _TOLERANCE * scale:
+        return False
+    return bool(np.abs(found - found[0]).max() <= _TOLERANCE * scale)
+
+
+def _linear_site(problem: EPProblem) -> Site:
+    points, solve, unravel = _equations(problem)
+
+    def approximate(_: Any, example: tuple[Array, ...]) -> dict[str, Array]:
+        values = jax.vmap(problem.log_likelihood, in_axes=(0, None))(points, example)
+        return unravel((solve @ values)[:-1])
+
+    return Site(lambda *_: None, approximate)
+
+
+def _equations(problem: EPProblem) -> tuple[Any, Array, Any]:
+    """Points z, the inverse of their equations, and what gives a vector its names back."""
+    family = problem.latents.family
+    with jax.ensure_compile_time_eval():
+        unit, unravel = ravel_pytree(family.unit)
+        points = sample(family, jax.random.key(3), problem.prior, (4 * unit.size + 4,))
+        statistics = jax.vmap(lambda z: ravel_pytree(family.statistics(z))[0])(points)
+    matrix = np.column_stack([np.asarray(statistics, np.float64), np.ones(len(statistics))])
+    scale = np.abs(matrix).max(0)
+    solve = np.linalg.pinv(matrix / scale) / scale[:, None]
+    return points, jnp.asarray(solve, unit.dtype), unravel
+
+
+def _is_linear_in_statistics(problem: EPProblem, example: Any) -> bool | None:
+    points, solve, _ = _equations(problem)
+    family = problem.latents.family
+    likelihoods = jax.jit(jax.vmap(problem.log_likelihood, in_axes=(0, None)))
+    values = np.asarray(likelihoods(points, example))
+    if not np.isfinite(values).all() or np.ptp(values) == 0:
+        return None
+    statistics = jax.vmap(lambda z: ravel_pytree(family.statistics(z))[0])(points)
+    fitted = np.column_stack([statistics, np.ones(len(statistics))]) @ (np.asarray(solve) @ values)
+    return bool(np.abs(fitted - values).max() <= _TOLERANCE * np.ptp(values))

@@ -1,0 +1,174 @@
+r"""Sites of generalised linear models: one integral along :math:`\phi(x)\cdot z` per record.
+
+A likelihood that sees z only through :math:`t = \phi\cdot z` has a one-dimensional tilted
+distribution :math:`p(t) \propto e^{\ell(t)} N(t; m, v)`. With its moments by adaptive Gauss-Hermite
+quadrature (nodes about its mode, scaled by its curvature there),
+
+.. math::
+    g = \frac{E\,t - m}{v} = E\,\ell'(t), \qquad
+    h = \frac{1 - \mathrm{Var}(t)/v}{v} = -\frac{\mathrm{Cov}(\ell'(t), t)}{v},
+
+the second forms by partial integration. They do not cancel where the record says little, and are
+taken there; the first forms do not read the slope of a rough likelihood, and are taken elsewhere.
+
+:math:`\phi` is found from the likelihood itself: its gradient in z is a multiple of it wherever it
+is taken. Whether the likelihood is of this kind is checked on invented records.
+
+Reference:
+    J. Naylor, A. Smith, "Applications of a method for the efficient computation of posterior
+    distributions", Applied Statistics 31 (1982), for the adaptive nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float
+
+from numpyro_dp._validate import check_int
+from numpyro_dp.ep.gaussian import Cavity, cavity_of, site_along
+from numpyro_dp.ep.problem import EPProblem
+from numpyro_dp.ep.sites.base import Site, SiteBuilder
+from numpyro_dp.model.separation import UnsupportedModelError
+
+__all__ = ["is_linear", "quadrature", "tilted_slopes"]
+
+_TOLERANCE = 1e-3
+_NEWTON = 4
+_STRONG = 0.1
+
+
+def quadrature(num_nodes: int = 31) -> SiteBuilder:
+    """Sites by one-dimensional quadrature, for likelihoods that see z through one product.
+
+    Args:
+        num_nodes: Nodes of the Gauss-Hermite rule, at least 3.
+
+    Raises:
+        UnsupportedModelError: When the run is prepared, if the likelihood is of another kind.
+
+    Reference:
+        Minka (2001), A family of algorithms for approximate Bayesian inference, PhD thesis, MIT.
+    """
+    check_int("num_nodes", num_nodes, low=3, high=200)
+
+    nodes, weights = np.polynomial.hermite_e.hermegauss(num_nodes)
+    rule = nodes.astype(np.float32), np.log(weights).astype(np.float32)
+
+    def check(problem: EPProblem) -> None:
+        if not is_linear(problem):
+            raise UnsupportedModelError(
+                "Expected a likelihood that sees all latents through one product with the record, "
+                "x @ w + b, and a normal family, for quadrature(): for an invented record the "
+                "gradient changes its direction. Use site=importance(), or DPSVI."
+            )
+
+    def build(problem: EPProblem) -> Site:
+        def prepare(_: Array, cavity: dict[str, Array]) -> _Public:
+            return _Public(cavity_of(cavity), _probes(problem))
+
+        def approximate(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
+            direction = _direction(problem, public.probes, example)
+
+            def log_likelihood(t: Array) -> Array:
+                return problem.log_likelihood(direction * t, example)
+
+            mean = direction @ public.cavity.mean
+            variance = public.cavity.variance_along(direction)
+            g, h = tilted_slopes(log_likelihood, mean, variance, rule)
+            return site_along(public.cavity, direction, g, h)
+
+        return Site(prepare, approximate)
+
+    return SiteBuilder(build, check)
+
+
+def tilted_slopes(
+    log_likelihood: Callable[[Array], Array], mean: Array, variance: Array, rule: Any
+) -> tuple[Array, Array]:
+    """Slopes g and h of log Z for a likelihood of one number t.
+
+    Args:
+        log_likelihood: Of t.
+        mean: Cavity mean of t.
+        variance: Cavity variance of t, > 0.
+        rule: Nodes and log weights of a Gauss-Hermite rule for the standard normal.
+    """
+    slope = jax.grad(log_likelihood)
+
+    def curvature(t: Array) -> Array:
+        own = -jax.grad(slope)(t)
+        return jnp.where(own > 0, own, 0) + 1 / variance  # 0 where it is nan: the mode may be rough
+
+    def newton(_: int, t: Array) -> Array:
+        change = (slope(t) - (t - mean) / variance) / curvature(t)
+        room = 3 * jnp.sqrt(variance)  # a step of Newton's method may be wild at first
+        return t + jnp.where(jnp.isfinite(change), jnp.clip(change, -room, room), 0)
+
+    mode = jax.lax.fori_loop(0, _NEWTON, newton, mean)
+    sd = jnp.minimum(1 / jnp.sqrt(curvature(mode)), jnp.sqrt(variance))
+    nodes, log_weights = rule
+    t = mode + sd * nodes
+    values, slopes = jax.vmap(jax.value_and_grad(log_likelihood))(t)
+    # Where a likelihood underflows it has no slope, and its node no weight.
+    good = jnp.isfinite(values) & jnp.isfinite(slopes)
+    logits = log_weights + values - (t - mean) ** 2 / (2 * variance) + nodes**2 / 2
+    probabilities = jax.nn.softmax(jnp.where(good, logits, -jnp.inf))  # nan if no node is good
+    slopes = jnp.where(good, slopes, 0)
+    g = probabilities @ slopes
+    tilted_mean = probabilities @ t
+    h = -(probabilities @ ((slopes - g) * (t - tilted_mean))) / variance
+    ratio = probabilities @ (t - tilted_mean) ** 2 / variance
+    strong = jnp.abs(1 - ratio) > _STRONG
+    g = jnp.where(strong, (tilted_mean - mean) / variance, g)
+    return g, jnp.where(strong, (1 - ratio) / variance, h)
+
+
+def is_linear(problem: EPProblem) -> bool:
+    """Whether the gradients of each invented record at several points have one direction."""
+    if not problem.latents.is_normal:
+        return False
+
+    @jax.jit
+    def slopes(example: tuple[Array, ...]) -> Array:
+        points = 2 * jax.random.normal(jax.random.key(0), (4, problem.latents.dim))
+        return jax.vmap(jax.grad(problem.log_likelihood), in_axes=(0, None))(points, example)
+
+    told = False
+    for example in problem.invented():
+        gradients = np.asarray(slopes(example), np.float64)
+        norms = np.linalg.norm(gradients, axis=1)
+        gradients = gradients[np.isfinite(norms) & (norms > 0)]
+        if len(gradients) < 2:
+            continue
+        told = True
+        units = gradients / np.linalg.norm(gradients, axis=1, keepdims=True)
+        along = units @ units[0]
+        if np.abs(units - along[:, None] * units[0]).max() > _TOLERANCE:
+            return False
+    return told
+
+
+class _Public(NamedTuple):
+    cavity: Cavity
+    probes: Float[Array, "probes dim"]
+
+
+def _probes(problem: EPProblem) -> Array:
+    """Two public points: at one of them the gradient of a record may happen to vanish."""
+    prior = cavity_of(problem.prior)
+    spread = prior.covariance if prior.covariance.ndim < 2 else jnp.diag(prior.covariance)
+    return jnp.stack([prior.mean, prior.mean + jnp.sqrt(spread)])
+
+
+def _direction(problem: EPProblem, probes: Array, example: tuple[Array, ...]) -> Array:
+    """The unit vector along which a record sees z; 0 where the record says nothing."""
+    gradients = jax.vmap(jax.grad(problem.log_likelihood), in_axes=(0, None))(probes, example)
+    norms = jnp.linalg.norm(gradients, axis=1)
+    best = jnp.argmax(norms)
+    return gradients[best] / jnp.where(norms[best] > 0, norms[best], 1)

@@ -1,0 +1,553 @@
+"""Every family against autodiff, NumPyro and its own draws; the algebra; the refusals."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_dp.ep import families as ep
+from numpyro_dp.ep.families import _digamma
+
+MEMBERS = 64
+
+
+def x64(enable=True):
+    """Context manager for double precision, on old and new JAX."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(enable)
+    from jax.experimental import enable_x64
+
+    return enable_x64(enable)
+
+
+@pytest.fixture
+def double():
+    with x64():
+        yield
+
+
+def spd(rng, count, dim, decades):
+    """Positive definite matrices with eigenvalues over some decades around 1."""
+    basis = np.linalg.qr(rng.normal(size=(count, dim, dim)))[0]
+    values = log_uniform(rng, (count, 1, dim), 10 ** -(decades / 2), 10 ** (decades / 2))
+    return (basis * values) @ np.swapaxes(basis, -1, -2)
+
+
+def log_uniform(rng, shape, low, high):
+    return np.exp(rng.uniform(np.log(low), np.log(high), size=shape))
+
+
+def normals(rng, count, precision, apply):
+    return {"linear": apply(precision, rng.normal(size=(count, 3))), "precision": precision}
+
+
+def members(name, count=MEMBERS, width=1.0, seed=0):
+    """Natural parameters of random members, stacked; ``width`` 1 is the widest range."""
+    rng = np.random.default_rng(seed)
+    uniform = functools.partial(log_uniform, rng)
+    small, large = 10 ** (-2 * width), 10 ** (3 * width)
+    if name == "normal":
+        precision = spd(rng, count, 3, 4 * width)
+        made = normals(rng, count, precision, lambda m, v: np.einsum("nij,nj->ni", m, v))
+    elif name == "diagonal_normal":
+        made = normals(rng, count, uniform((count, 3), small, large), np.multiply)
+    elif name == "isotropic_normal":
+        scalar = uniform((count,), small, large)
+        made = normals(rng, count, scalar, lambda m, v: m[:, None] * v)
+    elif name in ("gamma", "gamma_array"):
+        shape = (count,) if name == "gamma" else (count, 2)
+        made = {"log": uniform(shape, small, large) - 1, "rate": uniform(shape, 1e-3, 1e3)}
+    elif name == "beta":
+        made = {n: uniform((count, 2), small, large) - 1 for n in ("log", "log_complement")}
+    elif name == "dirichlet":
+        made = {"log": uniform((count, 4), small, large) - 1}
+    elif name == "categorical":
+        made = {"logits": 3 * width * rng.normal(size=(count, 4))}
+    elif name == "wishart":
+        made = {
+            "log_det": uniform((count,), small, large) - 1,
+            "scale_inverse": spd(rng, count, 3, 2 * width),
+        }
+    else:
+        sites = {"w": "normal", "s": "beta"}
+        parts = {site: members(kind, count, width, seed) for site, kind in sites.items()}
+        made = {f"{site}_{n}": v for site, part in parts.items() for n, v in part.items()}
+    return {n: jnp.asarray(v) for n, v in made.items()}
+
+
+def make(name):
+    constructors = {
+        "normal": lambda: ep.normal(3),
+        "diagonal_normal": lambda: ep.diagonal_normal(3),
+        "isotropic_normal": lambda: ep.isotropic_normal(3),
+        "gamma": ep.gamma,
+        "gamma_array": lambda: ep.gamma((2,)),
+        "beta": lambda: ep.beta((2,)),
+        "dirichlet": lambda: ep.dirichlet(4),
+        "categorical": lambda: ep.categorical(4),
+        "wishart": lambda: ep.wishart(3),
+        "product": lambda: ep.product(w=ep.normal(3), s=ep.beta((2,))),
+    }
+    return constructors[name]()
+
+
+NAMES = ("normal", "diagonal_normal", "isotropic_normal", "gamma_array", "beta",
+         "dirichlet", "categorical", "wishart", "product")  # fmt: skip
+every_family = pytest.mark.parametrize("name", NAMES)
+
+
+def one(natural, index=0):
+    return jax.tree.map(lambda value: value[index], natural)
+
+
+def vmapped(function):
+    return jax.jit(jax.vmap(function))
+
+
+def close(actual, expected, rtol, atol=0.0):
+    assert set(actual) == set(expected)
+    for name in expected:
+        np.testing.assert_allclose(actual[name], expected[name], rtol, atol, err_msg=name)
+
+
+def canonical(natural):
+    """Logits mean the same whatever is added to all of them."""
+    if "logits" in natural:
+        return {"logits": jax.nn.log_softmax(natural["logits"])}
+    return natural
+
+
+@every_family
+def test_the_mean_is_the_gradient_of_the_log_partition(double, name):
+    family, natural = make(name), members(name)
+    gradient = vmapped(jax.grad(family.log_partition))(natural)
+    close(vmapped(family.to_mean)(natural), gradient, rtol=1e-9, atol=1e-11)
+    assert vmapped(family.is_valid)(natural).all()
+    assert set(family.unit) == set(natural)
+    assert all(family.unit[n].shape == natural[n].shape[1:] for n in natural)
+    assert not any(value.any() for value in family.unit.values())
+
+
+@every_family
+def test_natural_parameters_come_back_from_the_means(double, name):
+    family, natural = make(name), members(name, count=300)
+    back = vmapped(lambda n: family.to_natural(family.to_mean(n)))(natural)
+    close(back, canonical(natural), rtol=1e-8, atol=1e-9)
+
+
+@every_family
+def test_natural_parameters_come_back_in_single_precision(name):
+    family, natural = make(name), members(name, count=300, width=0.4)
+    assert all(value.dtype == jnp.float32 for value in natural.values())
+    back = vmapped(lambda n: family.to_natural(family.to_mean(n)))(natural)
+    # Shapes up to 16 and condition numbers up to 40: what rounding of the means is multiplied by.
+    close(back, canonical(natural), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 60])
+def test_shapes_from_exact_targets_in_both_precisions(dim):
+    shapes = np.geomspace(1e-4, 1e6, 400)
+    with x64():
+        targets = np.asarray(_digamma.total_excess(jnp.asarray(shapes), dim))
+        found = jax.jit(_digamma.solve_shape, static_argnums=1)(jnp.asarray(targets), dim)
+        np.testing.assert_allclose(found, shapes, rtol=1e-11)
+    single = jax.jit(_digamma.solve_shape, static_argnums=1)(jnp.asarray(targets, "float32"), dim)
+    assert single.dtype == jnp.float32
+    np.testing.assert_allclose(single, shapes, rtol=1e-5)
+
+
+def test_the_series_against_scipy():
+    special = pytest.importorskip("scipy.special")
+    a = np.geomspace(1e-4, 1e3, 500)
+    with x64():
+        value = np.asarray(_digamma.excess(jnp.asarray(a)))
+    np.testing.assert_allclose(value, np.log(a) - special.digamma(a), rtol=1e-10)
+    single = np.asarray(_digamma.excess(jnp.asarray(a, "float32")))
+    np.testing.assert_allclose(single, value, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 20])
+def test_concentrations_from_exact_means_in_both_precisions(size):
+    rng = np.random.default_rng(size)
+    wide = log_uniform(rng, (500, size), 1e-3, 1e3)
+    even = log_uniform(rng, (500, 1), 1e-2, 1e4) * np.exp(0.1 * rng.normal(size=(500, size)))
+    truth = np.concatenate([wide, even])
+    solve = jax.jit(_digamma.solve_concentration)
+    with x64():
+        means = np.asarray(_digamma.mean_logs(jnp.asarray(truth)))
+        np.testing.assert_allclose(solve(jnp.asarray(means)), truth, rtol=1e-8)
+    single = np.asarray(solve(jnp.asarray(means, "float32")))
+    assert single.dtype == np.float32
+    with x64():
+        implied = np.asarray(_digamma.mean_logs(jnp.asarray(single, "float64")))
+        terms = 1 + np.asarray(_digamma.excess(jnp.asarray(truth)))
+        total = np.asarray(_digamma.excess(jnp.asarray(truth.sum(1, keepdims=True))))
+    # Backward stable: the concentrations are those of means a few roundings of their terms away.
+    assert (np.abs(implied - means) < 2e-6 * (terms + total)).all()
+    truth = log_uniform(rng, (500, size), 0.05, 2.0)
+    with x64():
+        means = np.asarray(_digamma.mean_logs(jnp.asarray(truth)))
+    np.testing.assert_allclose(solve(jnp.asarray(means, "float32")), truth, rtol=1e-5)
+
+
+@every_family
+def test_jit_and_vmap_change_nothing(double, name):
+    family, natural = make(name), members(name, count=3)
+    mean = vmapped(family.to_mean)(natural)
+    for function, given in [
+        (family.log_partition, natural),
+        (family.to_natural, mean),
+        (lambda n: family.project(n, 0.5), natural),
+    ]:
+        batched = vmapped(function)(given)
+        eager = jax.tree.leaves(function(one(given, 1)))
+        for x, y in zip(jax.tree.leaves(one(batched, 1)), eager, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
+
+
+@every_family
+def test_the_precision_of_the_inputs_is_kept(double, name):
+    family = make(name)
+    natural = {n: v.astype(jnp.float32) for n, v in one(members(name, width=0.3)).items()}
+    for function in (
+        lambda n: family.to_natural(family.to_mean(n)),
+        lambda n: family.project(n, 0.1),
+        lambda n: family.from_dist(family.to_dist(n)),
+        family.log_partition,
+        lambda n: ep.kl(family, n, n),
+        lambda n: ep.damp(n, n, 0.5),
+    ):
+        result = jax.eval_shape(function, natural)
+        assert {leaf.dtype for leaf in jax.tree.leaves(result)} == {jnp.dtype("float32")}
+
+
+def draws(family, natural, count, seed=0):
+    return ep.sample(family, jax.random.key(seed), natural, (count,))
+
+
+@functools.cache
+def drawn(name):
+    """A member and 20 000 draws, in double precision."""
+    with x64():
+        natural = one(members(name, width=0.2), 3)
+        return natural, jax.tree.map(np.asarray, draws(make(name), natural, 20_000))
+
+
+@every_family
+def test_the_density_is_that_of_numpyro(double, name):
+    family, (natural, z) = make(name), drawn(name)
+    z = jax.tree.map(lambda value: value[:20], z)
+
+    @jax.jit
+    def expected(z):
+        dists = family.to_dist(natural)
+        if isinstance(dists, dict):
+            return sum(dists[site].log_prob(z[site]) for site in dists)
+        return dists.log_prob(z)
+
+    def log_density(value):
+        linear = ep.inner(natural, family.statistics(value))
+        return linear - family.log_partition(natural) + family.log_base(value)
+
+    np.testing.assert_allclose(vmapped(log_density)(z), expected(z), rtol=1e-9, atol=1e-9)
+
+
+@every_family
+def test_means_of_draws(double, name):
+    """Within 5 standard errors, and a member of powers 1.5 is seen to be another."""
+    family, (natural, z) = make(name), drawn(name)
+    statistics = vmapped(family.statistics)(z)
+
+    def worst(mean):
+        scores = [
+            np.abs(np.mean(s, 0) - mean[n]) / (np.std(s, 0) / np.sqrt(len(s)))
+            for n, s in statistics.items()
+        ]
+        return max(np.max(score) for score in scores)
+
+    assert worst(family.to_mean(natural)) < 5
+    assert worst(family.to_mean(ep.power(natural, 1.5))) > 8
+
+
+@every_family
+def test_the_distribution_comes_back(double, name):
+    family, natural = make(name), one(members(name), 2)
+    close(family.from_dist(family.to_dist(natural)), natural, rtol=1e-9, atol=1e-12)
+
+
+def test_usual_spellings_are_the_same_member():
+    loc, scale = jnp.array([1.0, 2.0]), 0.5
+    expected = {"linear": jnp.array([4.0, 8.0]), "precision": jnp.array([4.0, 4.0])}
+    spellings = [
+        dist.Normal(loc, scale),
+        dist.Normal(loc, scale).to_event(1),
+        dist.Normal(loc, scale).expand([2]).to_event(1),
+        dist.Normal(loc, jnp.array([0.5, 0.5])),
+    ]
+    for spelling in spellings:
+        close(ep.diagonal_normal(2).from_dist(spelling), expected, rtol=1e-6)
+        isotropic = ep.isotropic_normal(2).from_dist(spelling)
+        close(isotropic, expected | {"precision": jnp.array(4.0)}, rtol=1e-6)
+        full = ep.normal(2).from_dist(spelling)
+        close(full, expected | {"precision": jnp.diag(expected["precision"])}, rtol=1e-6)
+    whole = dist.MultivariateNormal(jnp.array([1, 2]), jnp.eye(2))
+    close(ep.normal(2).from_dist(whole), {"linear": loc, "precision": jnp.eye(2)}, rtol=1e-6)
+    zeros = dist.Normal(0.0, 0.5).expand([2]).to_event(1)
+    from_floats = ep.diagonal_normal(2).from_dist(zeros)
+    assert not from_floats["linear"].any()
+    assert not any(value.weak_type for value in from_floats.values())
+    covariance = jnp.array([[2.0, 1.0], [1.0, 3.0]])
+    for spelling in (
+        dist.MultivariateNormal(loc, covariance),
+        dist.MultivariateNormal(loc, precision_matrix=jnp.linalg.inv(covariance)),
+        dist.MultivariateNormal(loc, scale_tril=jnp.linalg.cholesky(covariance)),
+    ):
+        natural = ep.normal(2).from_dist(spelling)
+        np.testing.assert_allclose(natural["precision"] @ covariance, jnp.eye(2), atol=1e-6)
+        np.testing.assert_allclose(covariance @ natural["linear"], loc, rtol=1e-5)
+    origin = ep.normal(2).from_dist(dist.MultivariateNormal(0.0, covariance))
+    assert origin["linear"].shape == (2,)
+    exponential = ep.gamma((2,)).from_dist(dist.Exponential(3.0).expand([2]).to_event(1))
+    close(exponential, {"log": jnp.zeros(2), "rate": jnp.full(2, 3.0)}, rtol=1e-6)
+    probs = jnp.array([0.2, 0.8])
+    by_probs = ep.categorical(2).from_dist(dist.Categorical(probs=probs))
+    np.testing.assert_allclose(jax.nn.softmax(by_probs["logits"]), probs, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "error", "words"),
+    [
+        ("normal", dist.Gamma(1.0, 1.0), TypeError, "MultivariateNormal, Normal.*got Gamma"),
+        ("normal", dist.Delta(jnp.zeros(3)), TypeError, "got Delta"),
+        ("normal", dist.Normal(0.0, 1.0), ValueError, r"shape \(3,\), got shape \(\)"),
+        ("diagonal_normal", dist.MultivariateNormal(jnp.zeros(3), jnp.eye(3)), TypeError, "Normal"),
+        ("isotropic_normal", dist.Normal(0, jnp.array([1.0, 2, 1])), ValueError, "diagonal_normal"),
+        ("gamma", dist.LogNormal(0.0, 1.0), TypeError, "Gamma, Exponential.*got LogNormal"),
+        ("gamma", dist.Gamma(1.0, 1.0).expand([2]), ValueError, r"shape \(\), got shape \(2,\)"),
+        ("beta", dist.Uniform(0.0, 1.0).expand([2]), TypeError, "Beta.*got Uniform"),
+        ("dirichlet", dist.Dirichlet(jnp.ones(3)), ValueError, r"shape \(4,\), got shape \(3,\)"),
+        ("categorical", dist.Categorical(logits=jnp.zeros(3)), ValueError, "4 categories, got 3"),
+        ("wishart", 1.0, TypeError, "Wishart.*got float"),
+        ("product", dist.Normal(0.0, 1.0), TypeError, "dict of distributions.*got Normal"),
+        ("product", {"w": dist.Normal(jnp.zeros(3), 1.0)}, ValueError, r"\['s', 'w'\], got"),
+    ],
+)
+def test_other_distributions_are_refused(family, given, error, words):
+    with pytest.raises(error, match=words):
+        make(family).from_dist(given)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "words"),
+    [
+        (lambda: ep.normal(0), ValueError, "dim=0"),
+        (lambda: ep.diagonal_normal(2.0), TypeError, "dim=2.0"),
+        (lambda: ep.isotropic_normal(-1), ValueError, "dim=-1"),
+        (lambda: ep.wishart(True), TypeError, "dim=True"),
+        (lambda: ep.dirichlet(1), ValueError, "size=1"),
+        (lambda: ep.categorical(1), ValueError, "size=1"),
+        (lambda: ep.gamma(3), TypeError, "shape=3"),
+        (lambda: ep.beta((2, 0)), ValueError, "size=0"),
+        (ep.product, ValueError, "at least one site"),
+        (lambda: ep.product(z=ep.normal), TypeError, "Family for site 'z'"),
+        (
+            lambda: ep.product(a=ep.product(b=ep.gamma()), a_b=ep.gamma()),
+            ValueError,
+            "'a' and 'a_b' both have 'a_b_log'",
+        ),
+    ],
+)
+def test_constructors_check_their_arguments(build, error, words):
+    with pytest.raises(error, match=words):
+        build()
+
+
+@every_family
+def test_products_of_densities(double, name):
+    """Log densities add up to a constant, quotients undo products, damping is geometric."""
+    family = make(name)
+    a, b = one(members(name, width=0.3, seed=3)), one(members(name, width=0.3, seed=4))
+    together = ep.multiply(a, b)
+    z = jax.tree.map(lambda value: value[:8], drawn(name)[1])
+
+    def log_density(natural, value):
+        return ep.inner(natural, family.statistics(value)) - family.log_partition(natural)
+
+    def gap(value):
+        both = log_density(a, value) + log_density(b, value)
+        return both - ep.inner(together, family.statistics(value))
+
+    gaps = vmapped(gap)(z)
+    np.testing.assert_allclose(gaps, gaps[0], rtol=1e-9, atol=1e-9)
+    close(ep.divide(together, b), a, rtol=1e-9, atol=1e-12)
+    close(ep.multiply(a, family.unit), a, rtol=0)
+    close(ep.damp(a, b, 0.3), ep.multiply(ep.power(a, 0.7), ep.power(b, 0.3)), rtol=1e-12)
+    close(ep.damp(a, b, 1), b, rtol=0)
+    close(ep.damp(a, b, 0), a, rtol=0)
+
+
+@every_family
+def test_projection_leaves_members_alone(name):
+    family, natural = make(name), members(name, width=0.4)
+    for x, y in zip(
+        jax.tree.leaves(vmapped(lambda n: family.project(n, 1e-3))(natural)),
+        jax.tree.leaves(natural),
+        strict=True,
+    ):
+        # Exactly, but for the asymmetry with which the test made its matrices.
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-6 if x.ndim == 3 else 0)
+
+
+@every_family
+def test_projection_of_anything_is_valid_and_idempotent(name):
+    family, rng = make(name), np.random.default_rng(0)
+    scales = 10.0 ** rng.uniform(-2, 3, size=MEMBERS)
+    natural = {
+        n: jnp.asarray(
+            scales.reshape(-1, *[1] * v.ndim) * rng.normal(size=(MEMBERS, *v.shape)), "float32"
+        )
+        for n, v in family.unit.items()
+    }
+    if name != "categorical":
+        assert not vmapped(family.is_valid)(natural).all()
+    project = jax.jit(jax.vmap(family.project, in_axes=(0, None)))
+    for floor in (1e-8, 0.1):
+        projected = project(natural, floor)
+        assert vmapped(family.is_valid)(projected).all()
+        again = project(projected, floor)
+        for n, value in projected.items():
+            error = np.abs(again[n] - value).reshape(MEMBERS, -1).max(1)
+            size = np.abs(value).reshape(MEMBERS, -1).max(1)
+            assert (error <= 1e-5 * size).all(), n
+
+
+def test_projection_raises_what_is_too_low(double):
+    precision = jnp.array([[1.0, 2.0], [2.0, 1.0]])  # eigenvalues 3 and -1
+    natural = {"linear": jnp.array([6.0, 6.0]), "precision": precision}
+    projected = ep.normal(2).project(natural, 0.5)
+    np.testing.assert_allclose(jnp.linalg.eigvalsh(projected["precision"]), [0.5, 3.0], rtol=1e-12)
+    # The mean along (1, 1), where the eigenvalue was 3 already, is kept.
+    mean = jnp.linalg.solve(projected["precision"], projected["linear"])
+    np.testing.assert_allclose(mean, [2.0, 2.0], rtol=1e-12)
+    skew = {"linear": jnp.zeros(2), "precision": jnp.array([[2.0, 1.0], [0.0, 2.0]])}
+    symmetrised = ep.normal(2).project(skew, 0.5)["precision"]
+    np.testing.assert_allclose(symmetrised, [[2.0, 0.5], [0.5, 2.0]], rtol=1e-12)
+    diagonal = {"linear": jnp.ones(2), "precision": jnp.array([-3.0, 2.0])}
+    expected = diagonal | {"precision": jnp.array([0.5, 2.0])}
+    close(ep.diagonal_normal(2).project(diagonal, 0.5), expected, rtol=0)
+    low = {"log": jnp.array(-2.0), "rate": jnp.array(-1.0)}
+    raised = {"log": jnp.array(-0.9), "rate": jnp.array(0.1)}
+    close(ep.gamma().project(low, 0.1), raised, rtol=1e-12)
+    close(ep.dirichlet(2).project({"log": jnp.array([-3.0, 1.0])}, 0.1),
+          {"log": jnp.array([-0.9, 1.0])}, rtol=1e-12)  # fmt: skip
+    bad = {"log_det": jnp.array(-5.0), "scale_inverse": precision}
+    scale = ep.wishart(2).project(bad, 0.5)
+    assert scale["log_det"] == -0.5
+    np.testing.assert_allclose(jnp.linalg.eigvalsh(scale["scale_inverse"]), [0.5, 3.0], rtol=1e-12)
+
+
+@every_family
+def test_nan_and_infinity_are_not_valid(name):
+    family, natural = make(name), one(members(name, width=0.3))
+    assert family.is_valid(natural)
+    for n in natural:
+        for bad in (jnp.nan, jnp.inf):
+            broken = natural | {n: natural[n].at[(0,) * natural[n].ndim].set(bad)}
+            assert not family.is_valid(broken), (n, bad)
+
+
+@pytest.mark.parametrize("name", ["normal", "diagonal_normal", "isotropic_normal", "gamma", "beta",
+                                  "dirichlet", "categorical", "wishart"])  # fmt: skip
+def test_means_of_no_member_give_nothing_valid(name):
+    """Moments that violate Jensen's inequality, as noise makes them."""
+    family = make(name)
+    impossible = {
+        "normal": {"linear": jnp.ones(3), "precision": -0.1 * jnp.eye(3)},
+        "diagonal_normal": {"linear": jnp.ones(3), "precision": jnp.full(3, -0.4)},
+        "isotropic_normal": {"linear": jnp.ones(3), "precision": jnp.array(-1.0)},
+        "gamma": {"log": jnp.array(1.0), "rate": jnp.array(-1.0)},
+        "beta": {"log": jnp.full(2, -0.1), "log_complement": jnp.full(2, -0.2)},
+        "dirichlet": {"log": jnp.full(4, -0.5)},
+        "categorical": {"logits": jnp.array([0.5, 0.7, -0.1, -0.1])},
+        "wishart": {"log_det": jnp.array(1.0), "scale_inverse": -0.5 * jnp.eye(3)},
+    }[name]
+    assert not family.is_valid(family.to_natural(impossible))
+
+
+def numpyro_kl(p, q):
+    if isinstance(p, dist.CategoricalLogits):
+        p, q = dist.Categorical(probs=p.probs), dist.Categorical(probs=q.probs)
+    return dist.kl_divergence(p, q)
+
+
+@every_family
+def test_kl(double, name):
+    family = make(name)
+    p, q = members(name, 8, width=0.4, seed=5), members(name, 8, width=0.4, seed=6)
+    found = vmapped(lambda a, b: ep.kl(family, a, b))(p, q)
+    assert (found > 0).all()
+    itself = vmapped(lambda a: ep.kl(family, a, a))(p)
+    np.testing.assert_allclose(itself, 0, atol=1e-9)
+    if name == "wishart":  # NumPyro has none: the mean of the log ratio
+        natural, z = drawn(name)
+        log_prob = jax.jit(lambda n: family.to_dist(n).log_prob(z))
+        terms = log_prob(natural) - log_prob(one(q))
+        expected = ep.kl(family, natural, one(q))
+        assert abs(terms.mean() - expected) < 5 * terms.std() / np.sqrt(len(terms))
+        return
+
+    def expected(a, b):
+        first, second = family.to_dist(a), family.to_dist(b)
+        if isinstance(first, dict):
+            return sum(numpyro_kl(first[site], second[site]) for site in first)
+        return numpyro_kl(first, second)
+
+    for index in range(2):
+        value = jax.jit(expected)(one(p, index), one(q, index))
+        np.testing.assert_allclose(found[index], value, rtol=1e-8, atol=1e-10)
+
+
+def test_a_wishart_matrix_of_one_row_is_a_gamma_variable(double):
+    wishart = {"log_det": jnp.array(0.7), "scale_inverse": jnp.array([[3.0]])}
+    gamma = {"log": jnp.array(0.7), "rate": jnp.array(1.5)}
+    np.testing.assert_allclose(
+        ep.wishart(1).log_partition(wishart), ep.gamma().log_partition(gamma), rtol=1e-12
+    )
+
+
+def test_product_family(double):
+    inner = ep.product(a=ep.diagonal_normal(1), b=ep.categorical(3))
+    family = ep.product(x=ep.isotropic_normal(2), y=inner)
+    assert set(family.unit) == {
+        "x_linear",
+        "x_precision",
+        "y_a_linear",
+        "y_a_precision",
+        "y_b_logits",
+    }
+    x = {"linear": jnp.array([1.0, -1.0]), "precision": jnp.array(2.0)}
+    a = {"linear": jnp.array([1.0]), "precision": jnp.array([3.0])}
+    b = {"logits": jnp.array([0.0, 1.0, -1.0])}
+    natural = {f"{site}_{n}": v for site, part in {"x": x, "y_a": a, "y_b": b}.items()
+               for n, v in part.items()}  # fmt: skip
+    parts = [(ep.isotropic_normal(2), x), (ep.diagonal_normal(1), a), (ep.categorical(3), b)]
+    total = sum(part.log_partition(n) for part, n in parts)
+    np.testing.assert_allclose(family.log_partition(natural), total, rtol=1e-12)
+    z = draws(family, natural, 5)
+    assert z["x"].shape == (5, 2) and z["y"]["a"].shape == (5, 1) and z["y"]["b"].shape == (5,)
+    assert vmapped(family.statistics)(z)["y_b_logits"].shape == (5, 3)
+    close(family.from_dist(family.to_dist(natural)), natural, rtol=1e-9)
+    assert family.is_valid(natural)
+    broken = natural | {"y_a_precision": jnp.array([-1.0])}
+    assert not family.is_valid(broken)
+    close(family.project(broken, 0.25), natural | {"y_a_precision": jnp.array([0.25])}, rtol=1e-12)
+
+
+def test_draws_of_sites_are_independent():
+    family = ep.product(x=ep.diagonal_normal(1), y=ep.diagonal_normal(1))
+    natural = {n: jnp.ones(1) for n in family.unit}
+    z = draws(family, natural, 10_000)
+    assert abs(np.corrcoef(z["x"][:, 0], z["y"][:, 0])[0, 1]) < 5 / np.sqrt(10_000)

@@ -1,0 +1,338 @@
+"""EP, SEP and DP-SEP: exact where they can be, private, and safe to use."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer import MCMC, NUTS, Predictive
+from sklearn.datasets import load_breast_cancer
+
+from numpyro_dp import (
+    DPSEP,
+    EP,
+    SEP,
+    BudgetError,
+    FixedSize,
+    FullBatch,
+    Poisson,
+    PrivacyBudget,
+    UnsupportedModelError,
+    average,
+    posterior_samples,
+    summary,
+)
+from numpyro_dp.aggregate import bounded_sum
+from numpyro_dp.ep.estimator import stochastic_ep
+from numpyro_dp.ep.families import beta, diagonal_normal, gamma, isotropic_normal, normal
+from numpyro_dp.ep.problem import make_problem, read_conjugate_model
+from numpyro_dp.ep.sites import conjugate, importance, quadrature
+from numpyro_dp.privacy.mechanism import gaussian
+
+KEY = jax.random.key(0)
+BUDGET = PrivacyBudget(1.0, 1e-5)
+
+
+def regression(x, y):
+    weights = numpyro.sample("w", dist.Normal(0, 2).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ weights, 0.5), obs=y)
+
+
+def logistic(x, y=None):
+    weights = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ weights), obs=y)
+
+
+def probit(x, y=None):
+    weights = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(jax.scipy.stats.norm.cdf(x @ weights)), obs=y)
+
+
+def coin(x):
+    p = numpyro.sample("p", dist.Beta(1.0, 1.0))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Bernoulli(p), obs=x)
+
+
+def counts(x):
+    rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Poisson(rate), obs=x)
+
+
+def linear_data(number=60, dim=4):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(number, dim)).astype(np.float32)
+    y = x @ rng.normal(size=dim) + 0.5 * rng.normal(size=number)
+    return x, y.astype(np.float32)
+
+
+def binary_data(number=400, dim=3):
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(number, dim)).astype(np.float32)
+    return x, (rng.random(number) < 1 / (1 + np.exp(-x @ np.ones(dim)))).astype(np.int32)
+
+
+def moments(params):
+    precision = np.asarray(params["precision"], np.float64)
+    covariance = np.linalg.inv(precision)
+    return covariance @ np.asarray(params["linear"], np.float64), covariance
+
+
+@pytest.mark.parametrize("driver", [EP, SEP])
+def test_conjugate_regression_is_exact(driver):
+    x, y = linear_data()
+    precision = x.T.astype(float) @ x / 0.25 + np.eye(4) / 4
+    result = driver(regression, damping=1.0).run(KEY, 2, x, y)
+    np.testing.assert_allclose(result.params["precision"], precision, rtol=1e-4, atol=1e-3)
+    mean = np.linalg.solve(precision, x.T @ y / 0.25)
+    np.testing.assert_allclose(moments(result.params)[0], mean, atol=1e-4)
+
+
+@pytest.mark.parametrize("driver", [EP, SEP])
+def test_other_conjugate_families_are_exact(driver):
+    ones = (jnp.arange(200) % 4 == 0).astype(jnp.int32)
+    result = driver(coin, {"p": beta()}, damping=1.0).run(KEY, 2, ones)
+    assert float(result.params["p_log"]) == pytest.approx(50, rel=1e-4)
+    assert float(result.params["p_log_complement"]) == pytest.approx(150, rel=1e-4)
+    result = driver(counts, {"rate": gamma()}, damping=1.0).run(KEY, 2, ones)
+    assert float(result.params["rate_log"]) == pytest.approx(51, rel=1e-3)
+    assert float(result.params["rate_rate"]) == pytest.approx(201, rel=1e-3)
+
+
+def test_one_record_at_a_time_is_the_sequential_form():
+    """With damping 1/N a step on one record moves q by that record's site less the mean site."""
+    x, y = binary_data(50)
+    sampler = FixedSize(1)
+    sep = SEP(logistic, diagonal_normal, sampler=sampler, damping=1 / 50, secret_key=5)
+    state = sep.init(KEY, x, y)
+    batch, _ = sampler.next(state.sampler_state)
+    before = sep.get_params(state)
+    after = sep.get_params(sep.update(state, x, y)[0])
+    problem = sep.guide.prototype_trace
+    site = quadrature().build(problem)
+    row = int(batch.indices[0])
+    factor = {n: (before[n] - problem.prior[n]) / 50 for n in before}
+    cavity = {n: before[n] - factor[n] for n in before}
+    found = site.approximate(site.prepare(KEY, cavity), (jnp.asarray(x)[row], jnp.asarray(y)[row]))
+    at = cavity["linear"] / cavity["precision"]
+    found["linear"] += found["precision"] * at
+    for name in before:
+        expected = before[name] + found[name] - factor[name]
+        np.testing.assert_allclose(after[name], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_batched_and_sequential_expectation_propagation_agree():
+    x, y = binary_data(80)
+    one = EP(logistic, damping=0.7).run(KEY, 30, x, y).params
+    other = EP(logistic, damping=1.0, sequential=True).run(KEY, 10, x, y).params
+    for name in one:
+        np.testing.assert_allclose(one[name], other[name], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [logistic, probit])
+def test_breast_cancer_is_near_a_long_nuts_run(model):
+    x, y = load_breast_cancer(return_X_y=True)
+    x = np.column_stack([(x - x.mean(0)) / x.std(0), np.ones(len(x))]).astype(np.float32)
+    mcmc = MCMC(NUTS(model), num_warmup=1000, num_samples=10_000, progress_bar=False)
+    mcmc.run(jax.random.key(1), x, y)
+    draws = np.asarray(mcmc.get_samples()["w"], np.float64)
+    mean, variance = draws.mean(0), draws.var(0)
+    runs = {
+        (0.06, 0.10): EP(model).run(KEY, 40, x, y),
+        (0.12, 0.12): SEP(model).run(KEY, 100, x, y, progress_bar=False),
+    }
+    for (in_means, in_variances), result in runs.items():
+        found, covariance = moments(result.params)
+        assert (np.abs(found - mean) / np.sqrt(variance)).max() < in_means
+        assert np.abs(np.diag(covariance) / variance - 1).max() < in_variances
+
+
+KINDS = {
+    "conjugate": (regression, conjugate(), linear_data),
+    "quadrature": (logistic, quadrature(), binary_data),
+    "importance": (logistic, importance(50), binary_data),
+}
+HEAVY = [0.0, 1.0, -1e3, 1e6, 3e19, 1e30, math.nan, math.inf, -math.inf]
+
+
+FAMILIES = [normal, diagonal_normal, isotropic_normal]
+PAIRS = [(k, f) for k in KINDS for f in FAMILIES if (k, f) != ("conjugate", isotropic_normal)]
+
+
+@pytest.mark.parametrize(("kind", "family"), PAIRS)
+def test_one_record_moves_the_sum_by_at_most_the_clip_norm(kind, family):
+    model, site, make = KINDS[kind]
+    x, y = (jnp.asarray(array) for array in make(20, 3))
+    structure = read_conjugate_model(model, (x, y), {}, None, {})
+    problem = make_problem(model, structure, family, (), KEY)
+    estimator = stochastic_ep(site, precision_weight=2.0)(problem)
+    mechanism = gaussian(0.7, 1.0)
+
+    @jax.jit
+    def total(x, y, mask):
+        params = {name: 1.5 * value for name, value in problem.prior.items()}
+        return bounded_sum(estimator, mechanism, estimator.prepare(KEY, params), (x, y), mask)
+
+    rng = np.random.default_rng(2)
+    full, moved = jnp.ones(20, bool), []
+    for _ in range(25):
+        some = rng.random(x.shape) < 0.3
+        rows = jnp.where(some, rng.choice(HEAVY, x.shape), x).astype(x.dtype)
+        everything = total(rows, y, full)
+        for out in (0, 7):
+            rest = total(rows, y, full.at[out].set(False))
+            change = [np.asarray(everything[n], float) - np.asarray(rest[n], float) for n in rest]
+            assert all(np.isfinite(part).all() for part in change)
+            moved.append(math.sqrt(sum((part**2).sum() for part in change)))
+    assert max(moved) <= 0.7 * (1 + 1e-5)
+    assert max(moved) > 0.6  # the bound is reached
+
+
+def test_a_record_that_is_not_a_number_counts_as_nothing():
+    x, y = binary_data(40)
+    broken = x.copy()
+    broken[3] = np.nan
+    options = dict(clip_norm=1.0, damping=0.5)
+    found = SEP(logistic, diagonal_normal, **options).run(KEY, 3, broken, y, progress_bar=False)
+    assert all(np.isfinite(np.asarray(value)).all() for value in found.params.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_private_posterior_is_one_however_large_the_noise(family):
+    x, y = binary_data()
+    sep = DPSEP(logistic, family, clip_norm=1.0, sampler=Poisson(0.1),
+                budget=PrivacyBudget(0.01, 1e-5), secret_key=1)  # fmt: skip
+    result = sep.run(KEY, 50, x, y, progress_bar=False)
+    for at in range(50):
+        params = {name: jnp.asarray(value[at]) for name, value in result.trace.params.items()}
+        assert bool(sep.guide.prototype_trace.latents.family.is_valid(params))
+    assert result.privacy.epsilon <= 0.01
+
+
+def test_a_private_posterior_learns_and_says_what_it_spent():
+    x, y = binary_data(5000)
+    exact = moments(SEP(logistic).run(KEY, 30, x, y, progress_bar=False).params)
+    sep = DPSEP(logistic, clip_norm=4.0, sampler=FullBatch(), budget=PrivacyBudget(2.0, 1e-5),
+                damping=0.5, secret_key=2)  # fmt: skip
+    result = sep.run(KEY, 12, x, y, progress_bar=False)
+    mean, covariance = moments(result.params)
+    assert np.abs(mean - exact[0]).max() < 0.25
+    assert 0.3 < np.trace(covariance) / np.trace(exact[1]) < 3
+    assert 1.9 < result.privacy.epsilon <= 2.0 and result.privacy.num_steps == 12
+
+
+def test_the_account_is_that_of_any_other_driver():
+    x, y = binary_data(100)
+    sep = DPSEP(logistic, clip_norm=1.0, sampler=FixedSize(10),
+                budget=PrivacyBudget(1.0, 1e-5, "replace_one"))  # fmt: skip
+    report = sep.run(KEY, 20, x, y, progress_bar=False).privacy
+    assert report.relation == "replace_one" and report.epsilon <= 1.0
+    assert "FixedSize(batch_size=10)" in str(report)
+    with pytest.raises(BudgetError):
+        DPSEP(logistic, clip_norm=1.0, sampler=FullBatch(), noise_multiplier=0.5,
+              budget=BUDGET).run(KEY, 20, x, y)  # fmt: skip
+    assert "NOT PRIVATE" in str(SEP(logistic).run(KEY, 2, x, y, progress_bar=False).privacy)
+
+
+def test_what_people_use_takes_the_posterior():
+    x, y = binary_data()
+    sep = SEP(logistic)
+    result = sep.run(KEY, 25, x, y, progress_bar=False)
+    draws = posterior_samples(KEY, sep.guide, result.params, 4000)
+    mean, covariance = moments(result.params)
+    np.testing.assert_allclose(draws["w"].mean(0), mean, atol=5 * np.sqrt(covariance.max() / 4000))
+    np.testing.assert_allclose(np.cov(draws["w"].T), covariance, atol=0.1 * covariance.max())
+    predicted = Predictive(logistic, guide=sep.guide, params=result.params, num_samples=9)(KEY, x)
+    assert predicted["y"].shape == (9, 400)
+    table = summary(draws)
+    assert "w" in str(table)
+    assert average(result.trace, window=20).params["precision"].shape == (3, 3)
+
+
+def test_many_runs_at_once():
+    x, y = binary_data(100)
+    sep = DPSEP(logistic, diagonal_normal, clip_norm=1.0, sampler=FullBatch(), budget=BUDGET)
+    found = sep.sweep(jax.random.split(KEY, 2), 3, x, y, epsilon=[0.5, 2.0])
+    assert found.params["linear"].shape == (4, 3)
+    assert [round(report.epsilon, 1) for report in found.privacy] == [0.5, 0.5, 2.0, 2.0]
+
+
+def test_one_compilation_serves_every_length():
+    x, y = binary_data(50)
+    sep = DPSEP(logistic, diagonal_normal, clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0)
+    for steps in (2, 5):
+        sep.run(KEY, steps, x, y, progress_bar=False)
+    (session,) = sep._sessions.values()
+    assert session._loop._cache_size() == 1
+
+
+def scale_of_the_prior(x):
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    mean = numpyro.sample("mean", dist.Normal(0, scale))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+
+
+def with_a_parameter(x):
+    mean = numpyro.param("mean", 0.0)
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+
+
+def with_unequal_scales(x, y):
+    weights = numpyro.sample("w", dist.Normal(0, jnp.array([1.0, 2.0, 3.0])).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ weights), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (lambda: SEP(scale_of_the_prior), 1, "not quadratic"),
+        (lambda: SEP(with_a_parameter), 1, "no parameters of its own"),
+        (lambda: SEP(with_unequal_scales, isotropic_normal), 2, "structure of isotropic_normal"),
+        (lambda: SEP(coin, {"q": beta()}), 1, "a family for each of the latent sites"),
+        (lambda: SEP(coin, {"p": gamma()}), 1, "prior of latent site 'p' to be in its family"),
+        (lambda: SEP(scale_of_the_prior, {"scale": gamma(), "mean": gamma()}), 1, "family"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused_by_name(make, arguments, message):
+    x, y = binary_data(10)
+    given = (x, y) if arguments == 2 else (y.astype(np.float32),)
+    with pytest.raises(UnsupportedModelError, match=message):
+        make().run(KEY, 1, *given)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"damping": 0.0}, "damping"),
+        ({"damping": 1.5}, "damping"),
+        ({"precision_weight": -1.0}, "precision_weight"),
+        ({"floor": -1.0}, "floor"),
+        ({"clip_norm": 0.0}, "clip_norm"),
+    ],
+)
+def test_bad_settings_are_refused_with_their_value(options, message):
+    settings = {"clip_norm": 1.0, "sampler": FullBatch(), "budget": BUDGET} | options
+    with pytest.raises(ValueError, match=message):
+        DPSEP(logistic, **settings)
+
+
+def test_bad_starts_are_refused():
+    x, y = binary_data(10)
+    sep = SEP(logistic, diagonal_normal)
+    with pytest.raises(ValueError, match="shapes"):
+        sep.run(KEY, 1, x, y, init_params={"linear": jnp.zeros(2), "precision": jnp.ones(3)})
+    with pytest.raises(ValueError, match="inside the domain"):
+        sep.run(KEY, 1, x, y, init_params={"linear": jnp.zeros(3), "precision": -jnp.ones(3)})
+    with pytest.raises(ValueError, match="run to have been called"):
+        SEP(logistic).guide()
