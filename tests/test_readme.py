@@ -11,15 +11,19 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def test_the_ten_lines_run_as_pasted(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+def test_the_code_runs_as_pasted(capsys):
+    first, *rest = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     scope = {}
-    exec(compile(code, "README.md", "exec"), scope)
+    exec(compile(first, "README.md", "exec"), scope)
     printed = capsys.readouterr().out
     assert "epsilon <= " in printed
     assert "add_or_remove_one" in printed
     assert scope["draws"]["y"].shape == (500, 5)
     assert scope["result"].privacy.epsilon <= 1.0
+    for code in rest:  # goes on from the ten lines
+        exec(compile(code, "README.md", "exec"), scope)
+    assert scope["posterior"].privacy.epsilon <= 1.0
+    assert set(scope["posterior"].params) == {"linear", "precision"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "numpyro_dp").rglob("*.py")), ids=lambda p: p.name)

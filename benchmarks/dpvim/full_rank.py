@@ -7,7 +7,7 @@ is +-Beta(8, 10), the others are zero. That matrix is not positive definite, so 
 correlation matrix with eigenvalues of at least 0.01 is taken instead (Higham 2002).
 
 "paper" is the paper's setting (clip norm 0.2, Adam with step 1e-3); "tuned" has clip norm and step
-size of each estimator chosen on one simulated data set, which is not among those reported: fitted
+size of each estimator chosen, for each d, on one simulated data set that is not reported: fitted
 to its training records, judged by its held-out ones. Every repetition has data of its own.
 
     python benchmarks/dpvim/full_rank.py --json out.json --figure out.png
@@ -155,9 +155,9 @@ def both(run, held_out):
     return scores
 
 
-def choose(args):
+def choose(dim, args):
     """Clip norm and step size of each estimator, by held-out records of a data set of its own."""
-    train, held_out = simulate(args.dims[0], 0.5, seed=1000)
+    train, held_out = simulate(dim, 0.5, seed=1000)
     chosen, tried = {}, []
     for estimator in ESTIMATORS:
         for step_size in args.step_sizes:
@@ -166,7 +166,7 @@ def choose(args):
             found = svi.sweep(keys, args.steps, *train, clip_norm=args.clip_norms, trace_size=TRACE)
             for index, clip_norm in enumerate(args.clip_norms):
                 scores = both(found.one(index), held_out)
-                row = {"estimator": estimator, "clip": clip_norm, "step": step_size}
+                row = {"dim": dim, "estimator": estimator, "clip": clip_norm, "step": step_size}
                 row |= {name: scores[name]["log_density"] for name in scores}
                 tried.append(row)
                 print(f"validation: {row}", flush=True)
@@ -263,21 +263,22 @@ def main():
     parser.add_argument("--epsilon", type=float, default=1.0)
     parser.add_argument("--dims", type=int, nargs="+", default=[100, 200])
     parser.add_argument("--densities", type=float, nargs="+", default=[0.2, 0.8])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[5, 5], help="for each d")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[5, 3], help="for each d")
     parser.add_argument("--steps", type=int, default=40_000)
     parser.add_argument("--clip-norms", type=float, nargs="+", default=[2.0, 8.0, 16.0])
     parser.add_argument("--step-sizes", type=float, nargs="+", default=[4e-3, 1.2e-2, 3e-2])
     args = parser.parse_args()
     if args.quick:
         args.dims, args.seeds, args.steps, args.step_sizes = [100], [2], 2_000, [4e-3]
-    chosen, tried = choose(args)
-    print(f"chosen: {chosen}", flush=True)
-    found = {}
+    found, chosen, tried = {}, {}, []
     for dim, seeds in zip(args.dims, args.seeds, strict=True):
+        chosen[dim], more = choose(dim, args)
+        tried += more
+        print(f"chosen at d = {dim}: {chosen[dim]}", flush=True)
         for seed, density in itertools.product(range(seeds), args.densities):
-            scores = repetition(dim, density, seed, chosen, args)
+            scores = repetition(dim, density, seed, chosen[dim], args)
             found.setdefault((dim, density), []).append(scores)
-            rows = [row for cell in found for row in summarise(*cell, found[cell], chosen)]
+            rows = [r for cell in found for r in summarise(*cell, found[cell], chosen[cell[0]])]
             save(args, validation=tried, rows=rows)
     if args.figure:
         draw(rows, args.figure)
