@@ -296,7 +296,7 @@ def check_setting(
     state: SensitiveState, setting: RunSetting, further: tuple[str, ...] = ()
 ) -> None:
     """Raises unless a state is used with the data size, sampler and clip norm of its run."""
-    for field in ("num_examples", "sampler", "clip_norm", "loss_release", *further):
+    for field in ("num_examples", "sampler", "clip_norm", "loss_release", "method", *further):
         before, now = getattr(state.setting, field), getattr(setting, field)
         if before != now:
             raise BudgetError(

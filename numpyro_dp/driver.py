@@ -36,6 +36,9 @@ _UNLIMITED = np.iinfo(np.int32).max
 class Driver(abc.ABC):
     """Plans, runs and accounts for private steps; what is fitted is up to the subclass.
 
+    Attributes:
+        method: What the numbers of a state mean beyond the other settings, as text.
+
     Args:
         estimator: Problem -> estimator.
         optim: With NumPyro's ``get_params`` and ``update``.
@@ -49,6 +52,8 @@ class Driver(abc.ABC):
         loss_release: Releases a loss curve.
         allow_sensitive: Shows losses without protection.
     """
+
+    method = ""
 
     def __init__(
         self,

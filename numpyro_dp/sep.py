@@ -11,12 +11,12 @@ import jax
 from jax import Array
 
 from numpyro_dp import _checks
-from numpyro_dp._validate import check_int, check_real
-from numpyro_dp.core import Estimator, Sampler
+from numpyro_dp._validate import check_in, check_int, check_real
+from numpyro_dp.core import Sampler
 from numpyro_dp.driver import Driver
 from numpyro_dp.ep.damping import Damped
 from numpyro_dp.ep.estimator import stochastic_ep
-from numpyro_dp.ep.families import Family, normal
+from numpyro_dp.ep.families import Family, diagonal_normal, isotropic_normal, normal
 from numpyro_dp.ep.guide import PosteriorGuide
 from numpyro_dp.ep.per_record import (
     SensitiveSites,
@@ -24,17 +24,20 @@ from numpyro_dp.ep.per_record import (
     sequential_sweep,
     start_sites,
 )
-from numpyro_dp.ep.problem import EPProblem, make_problem, read_conjugate_model
+from numpyro_dp.ep.problem import PREFIX, EPProblem, make_problem, read_conjugate_model
 from numpyro_dp.ep.sites import SiteBuilder, choose_site
-from numpyro_dp.model.frontend import Prepared
+from numpyro_dp.model.frontend import Prepared, arguments_key
 from numpyro_dp.model.records import Rows, split_arguments
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.sampling import FullBatch
+from numpyro_dp.session import Session
 from numpyro_dp.step import SensitiveState
 
 __all__ = ["DPSEP", "EP", "SEP", "SensitiveEPResult"]
+
+_NORMAL = (normal, diagonal_normal, isotropic_normal)
 
 
 class _Reader:
@@ -49,9 +52,27 @@ class _Reader:
         static: dict[str, Any],
     ) -> None:
         _checks.check_callable("model", model)
+        if not isinstance(family, Mapping) and family not in _NORMAL:
+            raise TypeError(
+                "Expected family to be normal, diagonal_normal or isotropic_normal of "
+                "numpyro_dp.ep.families, as they are, or a dict of families by latent site, such "
+                f"as {{'p': beta()}}, got {getattr(family, 'name', family)!r}."
+            )
+        if site is not None and not isinstance(site, SiteBuilder):
+            raise TypeError(
+                "Expected site to be built by a call, such as quadrature() or importance(), got "
+                f"{site!r}. See numpyro_dp.ep.sites."
+            )
         self.model, self.family, self.site, self.static = model, family, site, static
         self.data_plate = data_plate
         self.guide = PosteriorGuide()
+
+    def __str__(self) -> str:
+        """Family and kind of site."""
+        families = self.family
+        if isinstance(families, Mapping):
+            return ", ".join(f"{name}: {each.name}" for name, each in families.items())
+        return families.__name__
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         """Reads the model on shapes alone."""
@@ -61,19 +82,13 @@ class _Reader:
     def problem(
         self, structure: ModelStructure, rng_key: Array, args: Any, kwargs: dict[str, Any]
     ) -> EPProblem:
-        """Finds prior and kind of site, and sets up the guide; reads no record."""
+        """Finds prior and kind of site; reads no record."""
         _, _, shared = split_arguments(args, kwargs, structure.layout.num_examples)
         fn = functools.partial(self.model, **self.static)
         problem = make_problem(fn, structure, self.family, shared, rng_key)
-        self.site = choose_site(problem) if self.site is None else self.site
-        self.site.check(problem)
-        self.guide.prototype_trace = problem
-        return problem
-
-    def domain(self) -> tuple[Family, dict[str, Array]]:
-        """Family and prior of the last problem."""
-        problem = self.guide.prototype_trace
-        return problem.latents.family, problem.prior
+        site = choose_site(problem) if self.site is None else self.site
+        site.check(problem)
+        return problem._replace(site=site)
 
 
 class DPSEP(Driver):
@@ -82,7 +97,8 @@ class DPSEP(Driver):
     Approximates the posterior by a member of an exponential family, moving its natural parameters
     by noisy clipped sums of the records' sites; see :mod:`numpyro_dp.ep.estimator` for the formula.
     ``init``, ``update``, ``run`` and ``sweep`` are those of :class:`~numpyro_dp.DPSVI`;
-    ``result.params`` are natural parameters, and ``guide`` draws the latents from them:
+    ``result.params`` are natural parameters (``auto_linear`` and ``auto_precision``, or
+    ``auto_{site}_{statistic}`` with families by site), and ``guide`` draws the latents from them:
     ``Predictive(model, guide=sep.guide, params=result.params, num_samples=1000)``.
 
     Args:
@@ -93,14 +109,15 @@ class DPSEP(Driver):
         site: How a record's likelihood is approximated: ``conjugate()``, ``quadrature()``,
             ``evidence(log_evidence)``, ``probit(...)`` or ``importance()``. By default the first of
             the first two that the likelihood allows.
-        damping: Part of a step that is taken, in (0, 1], or a function of the step number.
+        damping: Part of a step that is taken, in (0, 1], or a function of the step number (a JAX
+            array; results outside [0, 1] are cut off there).
         clip_norm: Bound on the norm of one record's site less the mean site, in centred
             coordinates: the linear part is in units of the slope of its log likelihood.
         precision_weight: Unit of the precision beside the linear part in that norm. Where
             coordinates have scale s, 1/s is natural.
         shared_precision: Releases one precision number for all coordinates.
-        floor: What the records add to the precision is at least so many standard deviations of
-            the noise in it.
+        floor: What the records add to the precision of a normal family is at least so many
+            standard deviations of the noise in it.
         sampler, budget, noise_multiplier, secret_key, num_steps, accountant: As for
             :class:`~numpyro_dp.DPSVI`.
         data_plate: Name of the plate over records, where the trace is ambiguous.
@@ -121,7 +138,7 @@ class DPSEP(Driver):
         >>> sep = DPSEP(model, {"p": beta()}, clip_norm=1.0, sampler=FullBatch(),
         ...             budget=PrivacyBudget(1.0, 1e-5))
         >>> result = sep.run(jax.random.key(0), 4, x.astype(int), progress_bar=False)
-        >>> 200 < result.params["p_log"] < 300, round(result.privacy.epsilon, 1)
+        >>> 200 < result.params["auto_p_log"] < 300, round(result.privacy.epsilon, 1)
         (Array(True, dtype=bool), 1.0)
 
     Guarantee:
@@ -160,11 +177,17 @@ class DPSEP(Driver):
             check_real("damping", damping, low=0, low_open=True, high=1)
         check_real("precision_weight", precision_weight, low=0, low_open=True)
         check_real("floor", floor, low=0)
+        check_in("shared_precision", shared_precision, (False, True))
+        if isinstance(family, Mapping) and (precision_weight != 1 or shared_precision):
+            raise ValueError(
+                "Expected precision_weight=1.0 and shared_precision=False with families by site, "
+                f"got {precision_weight} and {shared_precision}. Use a normal family."
+            )
         self._reader = _Reader(model, family, site, data_plate, static_kwargs)
-        self._released = precision_weight, shared_precision
+        self.method = f"{self._reader}, {precision_weight}, {shared_precision}, {floor}"
         super().__init__(
-            estimator=self._build,
-            optim=Damped(damping, floor, self._reader.domain),
+            estimator=stochastic_ep(precision_weight, shared_precision),
+            optim=Damped(damping, floor),
             clip_norm=clip_norm,
             sampler=sampler,
             budget=budget,
@@ -182,10 +205,8 @@ class DPSEP(Driver):
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters at a state; they may be published."""
         _checks.check_state(state)
-        return self.optim.get_params(state.optim_state)
-
-    def _build(self, problem: EPProblem) -> Estimator:
-        return stochastic_ep(self._reader.site, *self._released)(problem)
+        natural = self.optim.get_params(state.optim_state)
+        return {PREFIX + name: value for name, value in natural.items()}
 
     def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         return self._reader.structure(args, kwargs)
@@ -198,8 +219,19 @@ class DPSEP(Driver):
         kwargs: dict[str, Any],
         init_params: dict[str, Any] | None,
     ) -> Prepared:
-        problem = self._reader.problem(structure, rng_key, args, kwargs)
+        known = self._sessions.get(arguments_key(args, kwargs))
+        if known is None:
+            problem = self._reader.problem(structure, rng_key, args, kwargs)
+        else:
+            number = structure.layout.num_examples
+            problem = known.problem.at(split_arguments(args, kwargs, number)[2])
+        self.guide.prototype_trace = problem
         return Prepared(problem, self.optim.init(problem.start(init_params)), rng_key)
+
+    def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
+        session = super()._session(args, kwargs)
+        self.guide.prototype_trace = session.problem
+        return session
 
 
 class SEP(DPSEP):
@@ -221,7 +253,7 @@ class SEP(DPSEP):
         ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
         >>> x = 3 + jax.random.normal(jax.random.key(1), (99,))
         >>> result = SEP(model, damping=1.0).run(jax.random.key(0), 2, x, progress_bar=False)
-        >>> round(float(result.params["precision"][0, 0]), 2)
+        >>> round(float(result.params["auto_precision"][0, 0]), 2)
         99.01
 
     Guarantee:
@@ -240,6 +272,8 @@ class SEP(DPSEP):
         sampler: Sampler | None = None,
         **others: Any,
     ) -> None:
+        if refused := {"budget", "noise_multiplier"} & set(others):
+            raise TypeError(f"Expected SEP without {sorted(refused)}: it adds no noise. Use DPSEP.")
         sampler = FullBatch() if sampler is None else sampler
         super().__init__(
             model, family, clip_norm=clip_norm, sampler=sampler, noise_multiplier=0.0, **others
@@ -284,8 +318,9 @@ class EP:
         >>> x = 3 + jax.random.t(jax.random.key(1), 4.0, (99,))
         >>> result = EP(model).run(jax.random.key(0), 20, x)
         >>> result
-        SensitiveEPResult(params of ['linear', 'precision']: not private)
-        >>> bool(abs(result.params["linear"][0] / result.params["precision"][0, 0] - 3) < 0.5)
+        SensitiveEPResult(params of ['auto_linear', 'auto_precision']: not private)
+        >>> mean = result.params["auto_linear"][0] / result.params["auto_precision"][0, 0]
+        >>> bool(abs(mean - 3) < 0.5)
         True
 
     Guarantee:
@@ -336,19 +371,20 @@ class EP:
         check_int("num_sweeps", num_sweeps, low=1)
         structure = self._reader.structure(args, kwargs)
         problem = self._reader.problem(structure, rng_key, args, kwargs)
+        self.guide.prototype_trace = problem
         rows = problem.rows(args, kwargs)
         sweep = sequential_sweep if self.sequential else batched_sweep
 
         @jax.jit
         def sweeps(state: SensitiveSites, rows: Rows) -> tuple[SensitiveSites, dict[str, Array]]:
             own = problem.at(rows.shared)
-            site = self._reader.site.build(own)
+            site = problem.site.build(own)
 
             def one(state: SensitiveSites, key: Array) -> tuple[SensitiveSites, dict[str, Array]]:
                 state = sweep(own, site, state, rows.arrays, key, self.damping)
-                return state, state.posterior
+                return state, problem.constrain(state.posterior)
 
             return jax.lax.scan(one, state, jax.random.split(rng_key, num_sweeps))
 
         state, trace = sweeps(start_sites(problem, problem.start(init_params)), rows)
-        return SensitiveEPResult(state.posterior, trace)
+        return SensitiveEPResult(problem.constrain(state.posterior), trace)

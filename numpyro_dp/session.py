@@ -61,6 +61,7 @@ class _Settings(Protocol):
     loss_release: LossRelease | None
     allow_sensitive: bool
     budget: Any
+    method: str
 
 
 class Session:
@@ -97,6 +98,7 @@ class Session:
             reproducible,
             settings.allow_sensitive,
             settings.budget,
+            settings.method,
         )
 
     def check_signal(self, params: dict[str, Any]) -> None:

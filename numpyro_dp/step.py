@@ -34,6 +34,7 @@ class RunSetting:
         reproducible: Whether the caller supplied the secret key.
         sensitive: Whether a driver that shows losses took part.
         budget: What the noise was found for.
+        method: What else the state's numbers mean, as text; empty for most drivers.
     """
 
     num_examples: int
@@ -43,6 +44,7 @@ class RunSetting:
     reproducible: bool
     sensitive: bool
     budget: Any
+    method: str = ""
 
 
 class SensitiveState(NamedTuple):

@@ -23,7 +23,7 @@ def test_the_code_runs_as_pasted(capsys):
     for code in rest:  # goes on from the ten lines
         exec(compile(code, "README.md", "exec"), scope)
     assert scope["posterior"].privacy.epsilon <= 1.0
-    assert set(scope["posterior"].params) == {"linear", "precision"}
+    assert set(scope["posterior"].params) == {"auto_linear", "auto_precision"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "numpyro_dp").rglob("*.py")), ids=lambda p: p.name)

@@ -9,12 +9,12 @@ precision at a multiple of the standard deviation that privacy noise has in them
 
 times the largest eigenvalue :math:`\sqrt{2d}` of a matrix of such noise where one is released,
 so that a direction of which the noise tells more than the records is not taken for a precise one,
-nor for one without a posterior. It is a function of public values and of what was released.
+nor for one without a posterior. Other families are only kept inside their domain. All of it is a
+function of public values and of what was released.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp.ep.estimator import Move
-from numpyro_dp.ep.families import Family, divide, multiply
+from numpyro_dp.ep.families import divide, multiply
 
 __all__ = ["Damped", "DampedState"]
 
@@ -35,7 +35,7 @@ class DampedState(NamedTuple):
     Attributes:
         step: Steps taken.
         natural: Natural parameters of the posterior; private iterates, may be published.
-        noise: Squared standard deviation of the noise in them.
+        noise: Squared standard deviation of the noise in the precision.
     """
 
     step: Array
@@ -49,18 +49,11 @@ class Damped:
     Args:
         damping: The rate, or a function of the step number.
         floor: Multiple of the noise's standard deviation that a site precision is floored at.
-        domain: ``() -> (family, prior)``, known once the model has been read.
     """
 
-    def __init__(
-        self,
-        damping: float | Callable[[Array], Array],
-        floor: float,
-        domain: Callable[[], tuple[Family, Natural]],
-    ) -> None:
+    def __init__(self, damping: float | Callable[[Array], Array], floor: float) -> None:
         self._rate = damping if callable(damping) else lambda _: jnp.asarray(damping)
         self._floor = floor
-        self._domain = domain
 
     def init(self, params: Natural) -> DampedState:
         """Returns the first state."""
@@ -72,17 +65,16 @@ class Damped:
 
     def update(self, gradient: Move, state: DampedState, **_: Any) -> DampedState:
         """Takes a step."""
-        family, prior = self._domain()
-        rate = jnp.asarray(self._rate(state.step), jnp.result_type(float))
+        problem = gradient.problem
+        family, prior = problem.latents.family, problem.prior
+        rate = jnp.clip(jnp.asarray(self._rate(state.step), jnp.result_type(float)), 0, 1)
         noise = (1 - rate) ** 2 * state.noise + (rate * gradient.noise_scale) ** 2
         moved = {
             name: value + rate * gradient.direction[name] for name, value in state.natural.items()
         }
-        smallest = self._floor * jnp.sqrt(noise)
-        if set(prior) == {"linear", "precision"}:
-            if prior["precision"].ndim == 2:  # the largest eigenvalue of a matrix of noise
-                smallest *= math.sqrt(2 * len(prior["linear"]))
+        if problem.latents.is_normal:
+            smallest = self._floor * jnp.sqrt(noise)
             natural = multiply(prior, family.project(divide(moved, prior), smallest))
         else:
-            natural = family.project(moved, jnp.maximum(smallest, 1e-6))
+            natural = family.project(moved, 1e-6)
         return DampedState(state.step + 1, natural, noise)

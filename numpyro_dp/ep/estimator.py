@@ -26,6 +26,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -34,7 +35,6 @@ from numpyro_dp.core import Estimator
 from numpyro_dp.ep.families import divide, power
 from numpyro_dp.ep.gaussian import cavity_of, centre
 from numpyro_dp.ep.problem import EPProblem
-from numpyro_dp.ep.sites import SiteBuilder
 
 __all__ = ["Move", "stochastic_ep"]
 
@@ -46,12 +46,14 @@ class Move(NamedTuple):
 
     Attributes:
         direction: Estimate of the sum over all records of site less mean factor.
-        noise_scale: Standard deviation of the noise in each number of the released precision;
-            0 where there is none.
+        noise_scale: Standard deviation that the noise of this step has in an eigenvalue of the
+            precision; 0 where there is none.
+        problem: With the prior and the family.
     """
 
     direction: Natural
     noise_scale: Array
+    problem: EPProblem
 
 
 class _Public(NamedTuple):
@@ -61,23 +63,21 @@ class _Public(NamedTuple):
 
 
 def stochastic_ep(
-    site: SiteBuilder,
-    precision_weight: float = 1.0,
-    shared_precision: bool = False,
+    precision_weight: float = 1.0, shared_precision: bool = False
 ) -> Callable[[EPProblem], Estimator]:
     """Builds the estimator.
 
     Args:
-        site: How a record's likelihood is approximated.
         precision_weight: w above, > 0: the unit of precision in the joint norm.
         shared_precision: Releases the mean of the diagonal of a precision alone, one number.
 
     Guarantee:
-        The signal reads one record; ``prepare`` and ``pull_back`` read none.
+        The signal reads one record; ``prepare`` and ``pull_back`` read none. A record whose site
+        is not finite has none, like one that says nothing; its term is clipped like any other.
     """
 
     def build(problem: EPProblem) -> Estimator:
-        method = site.build(problem)
+        method = problem.site.build(problem)
         packing = _packing(problem, precision_weight, shared_precision)
 
         def prepare(rng_key: Array, params: Natural) -> _Public:
@@ -89,13 +89,15 @@ def stochastic_ep(
 
         def signal(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
             found = method.approximate(public.site, example)
+            finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(found)]))
+            found = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), found)
             return packing.pack(divide(found, public.factor))
 
         def pull_back(public: _Public, released: dict[str, Array]) -> Move:
             direction = packing.unpack(released)
             if public.centre is not None:
                 direction = centre(direction, -public.centre)
-            return Move(direction, jnp.asarray(problem.noise_scale / precision_weight))
+            return Move(direction, problem.noise_scale * packing.noise, problem)
 
         return Estimator(prepare, signal, pull_back)
 
@@ -105,12 +107,13 @@ def stochastic_ep(
 class _Packing(NamedTuple):
     pack: Callable[[Natural], dict[str, Array]]
     unpack: Callable[[dict[str, Array]], Natural]
+    noise: float  # in an eigenvalue of the precision, for unit noise in what is released
 
 
 def _packing(problem: EPProblem, weight: float, shared: bool) -> _Packing:
     """Between natural parameters and the coordinates that are released."""
     if not problem.latents.is_normal:
-        return _Packing(lambda natural: natural, lambda released: released)
+        return _Packing(lambda natural: natural, lambda released: released, 0.0)
     dim, axes = problem.latents.dim, problem.prior["precision"].ndim
     rows, cols = np.triu_indices(dim)
     stretch = jnp.where(rows == cols, 1.0, math.sqrt(2))
@@ -133,4 +136,6 @@ def _packing(problem: EPProblem, weight: float, shared: bool) -> _Packing:
             precision = upper + jnp.triu(upper, 1).T
         return {"linear": released["linear"], "precision": precision}
 
-    return _Packing(pack, unpack)
+    # The largest eigenvalue of a symmetric matrix of such noise is some sqrt(2 d).
+    spread = math.sqrt(2 * dim) if axes == 2 and not shared else 1.0
+    return _Packing(pack, unpack, spread / weight)

@@ -163,6 +163,6 @@ def _largest_eigenvalue(matrix: Float[Array, "dim dim"]) -> Float[Array, ""]:
     log_scale = jnp.zeros((), matrix.dtype)
     for _ in range(6):
         power = power @ power
-        size = jnp.trace(power)
+        size = jnp.maximum(jnp.trace(power), 1e-30)
         power, log_scale = power / size, 2 * log_scale + jnp.log(size)
-    return shift * (jnp.exp(log_scale / 64) - 1)
+    return jnp.where(shift > 0, shift * (jnp.exp(log_scale / 64) - 1), 0)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_dp.ep.problem import EPProblem
+from numpyro_dp.ep.problem import PREFIX, EPProblem
 
 __all__ = ["PosteriorGuide"]
 
@@ -33,7 +34,14 @@ class PosteriorGuide:
             raise ValueError(
                 "Expected run to have been called before the guide: it does not know the model."
             )
-        natural = {name: numpyro.param(name, value) for name, value in problem.prior.items()}
+        natural = {}
+        for name, value in problem.prior.items():
+            natural[name] = numpyro.param(PREFIX + name, value)
+            if jnp.shape(natural[name]) != jnp.shape(value):
+                raise ValueError(
+                    f"Expected {PREFIX + name} of shape {jnp.shape(value)}, that of the driver's "
+                    f"last run, got {jnp.shape(natural[name])}. Use a driver for each data set."
+                )
         found = problem.latents.family.to_dist(natural)
         if not problem.latents.is_normal:
             return {name: numpyro.sample(name, each) for name, each in found.items()}

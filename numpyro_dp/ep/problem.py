@@ -27,6 +27,7 @@ from numpyro_dp.model.structure import ModelStructure, read_model
 __all__ = ["EPProblem", "Latents", "make_problem", "read_conjugate_model"]
 
 _TOLERANCE = 1e-3
+PREFIX = "auto_"
 
 Natural = dict[str, Array]
 
@@ -57,6 +58,8 @@ class EPProblem(NamedTuple):
         latents: Family and coordinates.
         prior: Natural parameters of the prior.
         shared: Public arrays among the model's arguments.
+        prior_at: Public arrays -> natural parameters of the prior; may be traced.
+        site: The kind of site.
         noise_scale: Standard deviation of the noise in the released sum over the inclusion
             probability; public.
     """
@@ -65,6 +68,8 @@ class EPProblem(NamedTuple):
     latents: Latents
     prior: Natural
     shared: tuple[Array, ...]
+    prior_at: Callable[[tuple[Array, ...]], Natural]
+    site: Any = None
     noise_scale: Array | float = 0.0
 
     @property
@@ -74,15 +79,20 @@ class EPProblem(NamedTuple):
 
     def at(self, shared: tuple[Array, ...], noise_scale: Array | float = 0.0) -> EPProblem:
         """The same with the public arrays and the noise of a step."""
-        return self._replace(shared=shared, noise_scale=noise_scale)
+        prior = self.prior_at(shared) if shared else self.prior
+        return self._replace(shared=shared, prior=prior, noise_scale=noise_scale)
 
     def log_likelihood(self, z: Any, example: tuple[Array, ...]) -> Array:
         """Log likelihood of one record."""
         return self.model.log_likelihood(self.latents.unconstrain(z), {}, example, self.shared)
 
     def constrain(self, params: Natural) -> Natural:
-        """Natural parameters are published as they are."""
-        return params
+        """Natural parameters under the names by which they are published.
+
+        Those have a prefix, as the parameters of automatic guides do: sites of the model may well
+        be called ``precision``.
+        """
+        return {PREFIX + name: value for name, value in params.items()}
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Splits arguments into records and public arrays."""
@@ -103,12 +113,12 @@ class EPProblem(NamedTuple):
         if init_params is None:
             return self.prior
         given = {name: np.shape(value) for name, value in init_params.items()}
-        wanted = {name: np.shape(value) for name, value in self.prior.items()}
+        wanted = {name: np.shape(value) for name, value in self.constrain(self.prior).items()}
         if given != wanted:
             raise ValueError(
                 f"Expected init_params with natural parameters of the shapes {wanted}, got {given}."
             )
-        params = {n: jnp.asarray(init_params[n], v.dtype) for n, v in self.prior.items()}
+        params = {n: jnp.asarray(init_params[PREFIX + n], v.dtype) for n, v in self.prior.items()}
         if not bool(self.latents.family.is_valid(params)):
             raise ValueError(
                 f"Expected init_params inside the domain of {self.latents.family.name}: finite, "
@@ -117,9 +127,16 @@ class EPProblem(NamedTuple):
         return params
 
     def invented(self) -> list[tuple[Array, ...]]:
-        """Returns records to try things on."""
-        rows = self.model.structure.layout.invented()
-        return [tuple(leaf[0] for leaf in arrays) for arrays in rows]
+        """Returns records to try things on: of several sizes, and integers from 0 to 2."""
+        normal, ones = self.model.structure.layout.invented()
+        found = []
+        for number, scale in enumerate((1.0, 0.01, 100.0)):
+            for whole in (1, number, (number + 2) % 3):
+                found.append(tuple(
+                    leaf[0] * scale if jnp.issubdtype(leaf.dtype, jnp.floating)
+                    else (leaf[0] * whole).astype(leaf.dtype) for leaf in normal
+                ))  # fmt: skip
+        return [tuple(leaf[0] for leaf in ones), *found]
 
 
 def read_conjugate_model(
@@ -164,20 +181,24 @@ def make_problem(
 
     Raises:
         UnsupportedModelError: If the prior is not in the family.
-        TypeError: If ``family`` is neither.
     """
     model = Model(fn, structure)
     draw = _draw(model, shared, rng_key)
     if isinstance(family, Mapping):
+        _check_product_prior(model, family, shared, (draw, _draw(model, shared, _another(rng_key))))
+
+        def prior_at(shared: tuple[Array, ...]) -> Natural:
+            return _product_prior(family, _draw(model, shared, rng_key))
+
         latents = _product_latents(family, draw)
-        return EPProblem(model, latents, _product_prior(model, family, shared, draw), shared)
-    if not callable(family):
-        raise TypeError(
-            "Expected family to be normal, diagonal_normal or isotropic_normal, or a dict of "
-            f"families by latent site, got {type(family).__name__}."
-        )
-    latents = _joint_latents(family, draw)
-    return EPProblem(model, latents, _normal_prior(model, latents, shared), shared)
+    else:
+        latents = _joint_latents(family, draw)
+        _check_normal_prior(model, latents, shared)
+
+        def prior_at(shared: tuple[Array, ...]) -> Natural:
+            return _normal_prior(model, latents, shared)
+
+    return EPProblem(model, latents, jax.jit(prior_at)(shared), shared, prior_at)
 
 
 def _joint_latents(family: Callable[[int], Family], draw: dict[str, Any]) -> Latents:
@@ -193,11 +214,6 @@ def _joint_latents(family: Callable[[int], Family], draw: dict[str, Any]) -> Lat
 
 def _product_latents(families: Mapping[str, Family], draw: dict[str, Any]) -> Latents:
     """A product of families over the values of named latent sites."""
-    if set(families) != set(draw):
-        raise UnsupportedModelError(
-            f"Expected a family for each of the latent sites {sorted(draw)}, got "
-            f"{sorted(families)}."
-        )
     transforms = {name: biject_to(site["fn"].support) for name, site in draw.items()}
 
     def unconstrain(z: dict[str, Array]) -> dict[str, Array]:
@@ -212,64 +228,88 @@ def _draw(model: Model, shared: tuple[Array, ...], rng_key: Array) -> dict[str, 
     return {name: trace[name] for name in model.structure.latents}
 
 
+def _another(rng_key: Array) -> Array:
+    return jax.random.fold_in(rng_key, 1)
+
+
 def _normal_prior(model: Model, latents: Latents, shared: tuple[Array, ...]) -> Natural:
-    """Natural parameters of a normal prior, by the derivatives of its log density."""
+    """Natural parameters of a normal prior, by the derivatives of its log density at 0."""
 
     def log_prior(z: Array) -> Array:
         return model.log_prior(latents.unconstrain(z), {}, shared)
 
-    @jax.jit
-    def derivatives() -> tuple[Array, ...]:
-        zero = jnp.zeros(latents.dim)
-        precision, linear = -jax.hessian(log_prior)(zero), jax.grad(log_prior)(zero)
-        points = 3 * jax.random.normal(jax.random.key(0), (3, latents.dim))
-        return linear, precision, jax.vmap(jax.grad(log_prior))(points), linear - points @ precision
+    zero = jnp.zeros(latents.dim)
+    precision = -jax.hessian(log_prior)(zero)
+    diagonal = jnp.diag(precision)
+    axes = latents.family.unit["precision"].ndim
+    kept = {0: jnp.mean(diagonal), 1: diagonal, 2: precision}[axes]
+    return {"linear": jax.grad(log_prior)(zero), "precision": kept}
 
-    linear, precision, found, expected = derivatives()
-    kept = latents.family.unit["precision"]
-    if not np.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
+
+def _check_normal_prior(model: Model, latents: Latents, shared: tuple[Array, ...]) -> None:
+    """Raises unless the prior is normal, with the structure of the family."""
+
+    @jax.jit
+    def derivatives(shared: tuple[Array, ...]) -> tuple[Array, Array, Array, Array]:
+        slope = jax.grad(lambda z: model.log_prior(latents.unconstrain(z), {}, shared))
+        precision = -jax.jacfwd(slope)(jnp.zeros(latents.dim))
+        sd = 1 / jnp.sqrt(jnp.maximum(jnp.diag(precision), 1e-30))
+        points = sd * jnp.array([[-3.0], [0.5], [2.0]]) * jnp.ones(latents.dim)
+        expected = slope(jnp.zeros(latents.dim)) - points @ precision
+        # In units of the prior's own standard deviations.
+        return sd, sd[:, None] * precision * sd, sd * jax.vmap(slope)(points), sd * expected
+
+    sd, scaled, found, expected = (np.asarray(x, np.float64) for x in derivatives(shared))
+    normal = np.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
+    if not (normal and np.isfinite(scaled).all() and np.linalg.eigvalsh(scaled).min() > 1e-6):
         raise UnsupportedModelError(
             "Expected a prior that is normal in unconstrained coordinates, jointly over "
-            f"{list(model.structure.latents)}: the log density is not quadratic. Use normal or "
-            "log-normal priors with fixed scales, give families by site, or use DPSVI."
+            f"{list(model.structure.latents)}: the log density is not quadratic, or flat. Use "
+            "normal or log-normal priors with fixed scales, give families by site, or use DPSVI."
         )
-    diagonal = jnp.diag(precision)
-    smaller = {0: diagonal.mean(), 1: diagonal, 2: precision}[kept.ndim]
-    whole = {0: smaller * jnp.eye(latents.dim), 1: jnp.diag(diagonal), 2: precision}[kept.ndim]
-    if not np.allclose(whole, precision, rtol=_TOLERANCE, atol=_TOLERANCE):
+    axes = latents.family.unit["precision"].ndim
+    correlated = np.abs(scaled - np.diag(np.diag(scaled))).max() > _TOLERANCE
+    unequal = sd.max() > (1 + _TOLERANCE) * sd.min()
+    if axes < 2 and (correlated or (axes == 0 and unequal)):
         raise UnsupportedModelError(
             f"Expected a prior with the structure of {latents.family.name}, got one with other "
             "variances or correlations. Use family=normal, or diagonal_normal if the coordinates "
             "are independent."
         )
-    return {"linear": linear, "precision": smaller}
 
 
-def _product_prior(
+def _product_prior(families: Mapping[str, Family], draw: dict[str, Any]) -> Natural:
+    """Natural parameters of priors that are members of the families."""
+    priors = {name: families[name].from_dist(site["fn"]) for name, site in draw.items()}
+    return {f"{n}_{k}": jnp.asarray(v) for n, found in priors.items() for k, v in found.items()}
+
+
+def _check_product_prior(
     model: Model,
     families: Mapping[str, Family],
     shared: tuple[Array, ...],
-    draw: dict[str, Any],
-) -> Natural:
-    """Natural parameters of priors that are members of the families."""
+    draws: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    """Raises unless the priors are members of the families, whatever other latents are."""
+    if set(families) != set(draws[0]):
+        raise UnsupportedModelError(
+            f"Expected a family for each of the latent sites {sorted(draws[0])}, got "
+            f"{sorted(families)}."
+        )
     if model.structure.prior_factors:
         raise UnsupportedModelError(
             f"Expected priors alone with families by site, got factors "
             f"{list(model.structure.prior_factors)}. Leave them out."
         )
-    other = _draw(model, shared, jax.random.key(1))
-    priors = {}
-    for name, site in draw.items():
+    for name in draws[0]:
         try:
-            priors[name] = families[name].from_dist(site["fn"])
-            again = families[name].from_dist(other[name]["fn"])
-        except TypeError as error:
+            found, again = (families[name].from_dist(draw[name]["fn"]) for draw in draws)
+        except (TypeError, ValueError) as error:
             raise UnsupportedModelError(
                 f"Expected the prior of latent site {name!r} to be in its family. {error}"
             ) from error
-        if not all(np.allclose(priors[name][k], again[k]) for k in again):
+        if not all(np.allclose(found[k], again[k], rtol=1e-6) for k in again):
             raise UnsupportedModelError(
                 f"Expected the prior of latent site {name!r} not to depend on other latent sites. "
                 "Write it with fixed parameters, or use DPSVI."
             )
-    return {f"{n}_{k}": jnp.asarray(v) for n, found in priors.items() for k, v in found.items()}

@@ -80,9 +80,14 @@ def binary_data(number=400, dim=3):
 
 
 def moments(params):
-    precision = np.asarray(params["precision"], np.float64)
+    precision = np.asarray(params["auto_precision"], np.float64)
     covariance = np.linalg.inv(precision)
-    return covariance @ np.asarray(params["linear"], np.float64), covariance
+    return covariance @ np.asarray(params["auto_linear"], np.float64), covariance
+
+
+def moments_by_name(params):
+    mean, covariance = moments(params)
+    return {"mean": mean, "sd": np.sqrt(np.diag(covariance))}
 
 
 @pytest.mark.parametrize("driver", [EP, SEP])
@@ -90,7 +95,7 @@ def test_conjugate_regression_is_exact(driver):
     x, y = linear_data()
     precision = x.T.astype(float) @ x / 0.25 + np.eye(4) / 4
     result = driver(regression, damping=1.0).run(KEY, 2, x, y)
-    np.testing.assert_allclose(result.params["precision"], precision, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(result.params["auto_precision"], precision, rtol=1e-4, atol=1e-3)
     mean = np.linalg.solve(precision, x.T @ y / 0.25)
     np.testing.assert_allclose(moments(result.params)[0], mean, atol=1e-4)
 
@@ -99,11 +104,11 @@ def test_conjugate_regression_is_exact(driver):
 def test_other_conjugate_families_are_exact(driver):
     ones = (jnp.arange(200) % 4 == 0).astype(jnp.int32)
     result = driver(coin, {"p": beta()}, damping=1.0).run(KEY, 2, ones)
-    assert float(result.params["p_log"]) == pytest.approx(50, rel=1e-4)
-    assert float(result.params["p_log_complement"]) == pytest.approx(150, rel=1e-4)
+    assert float(result.params["auto_p_log"]) == pytest.approx(50, rel=1e-4)
+    assert float(result.params["auto_p_log_complement"]) == pytest.approx(150, rel=1e-4)
     result = driver(counts, {"rate": gamma()}, damping=1.0).run(KEY, 2, ones)
-    assert float(result.params["rate_log"]) == pytest.approx(51, rel=1e-3)
-    assert float(result.params["rate_rate"]) == pytest.approx(201, rel=1e-3)
+    assert float(result.params["auto_rate_log"]) == pytest.approx(51, rel=1e-3)
+    assert float(result.params["auto_rate_rate"]) == pytest.approx(201, rel=1e-3)
 
 
 def test_one_record_at_a_time_is_the_sequential_form():
@@ -113,8 +118,8 @@ def test_one_record_at_a_time_is_the_sequential_form():
     sep = SEP(logistic, diagonal_normal, sampler=sampler, damping=1 / 50, secret_key=5)
     state = sep.init(KEY, x, y)
     batch, _ = sampler.next(state.sampler_state)
-    before = sep.get_params(state)
-    after = sep.get_params(sep.update(state, x, y)[0])
+    before = sep.optim.get_params(state.optim_state)
+    after = sep.optim.get_params(sep.update(state, x, y)[0].optim_state)
     problem = sep.guide.prototype_trace
     site = quadrature().build(problem)
     row = int(batch.indices[0])
@@ -173,7 +178,7 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm(kind, family):
     x, y = (jnp.asarray(array) for array in make(20, 3))
     structure = read_conjugate_model(model, (x, y), {}, None, {})
     problem = make_problem(model, structure, family, (), KEY)
-    estimator = stochastic_ep(site, precision_weight=2.0)(problem)
+    estimator = stochastic_ep(precision_weight=2.0)(problem._replace(site=site))
     mechanism = gaussian(0.7, 1.0)
 
     @jax.jit
@@ -198,11 +203,13 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm(kind, family):
 
 def test_a_record_that_is_not_a_number_counts_as_nothing():
     x, y = binary_data(40)
-    broken = x.copy()
-    broken[3] = np.nan
-    options = dict(clip_norm=1.0, damping=0.5)
-    found = SEP(logistic, diagonal_normal, **options).run(KEY, 3, broken, y, progress_bar=False)
-    assert all(np.isfinite(np.asarray(value)).all() for value in found.params.values())
+    expected = SEP(logistic).run(KEY, 60, x, y, progress_bar=False).params
+    for nothing in (np.nan, 0.0):  # or says nothing
+        rows = np.concatenate([x, np.full_like(x, nothing)])
+        labels = np.concatenate([y, y])
+        found = SEP(logistic).run(KEY, 60, rows, labels, progress_bar=False).params
+        for name, value in moments_by_name(expected).items():
+            np.testing.assert_allclose(moments_by_name(found)[name], value, rtol=0.03)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -212,7 +219,8 @@ def test_a_private_posterior_is_one_however_large_the_noise(family):
                 budget=PrivacyBudget(0.01, 1e-5), secret_key=1)  # fmt: skip
     result = sep.run(KEY, 50, x, y, progress_bar=False)
     for at in range(50):
-        params = {name: jnp.asarray(value[at]) for name, value in result.trace.params.items()}
+        published = result.trace.params
+        params = {n.removeprefix("auto_"): jnp.asarray(v[at]) for n, v in published.items()}
         assert bool(sep.guide.prototype_trace.latents.family.is_valid(params))
     assert result.privacy.epsilon <= 0.01
 
@@ -254,14 +262,14 @@ def test_what_people_use_takes_the_posterior():
     assert predicted["y"].shape == (9, 400)
     table = summary(draws)
     assert "w" in str(table)
-    assert average(result.trace, window=20).params["precision"].shape == (3, 3)
+    assert average(result.trace, window=20).params["auto_precision"].shape == (3, 3)
 
 
 def test_many_runs_at_once():
     x, y = binary_data(100)
     sep = DPSEP(logistic, diagonal_normal, clip_norm=1.0, sampler=FullBatch(), budget=BUDGET)
     found = sep.sweep(jax.random.split(KEY, 2), 3, x, y, epsilon=[0.5, 2.0])
-    assert found.params["linear"].shape == (4, 3)
+    assert found.params["auto_linear"].shape == (4, 3)
     assert [round(report.epsilon, 1) for report in found.privacy] == [0.5, 0.5, 2.0, 2.0]
 
 
@@ -330,9 +338,79 @@ def test_bad_settings_are_refused_with_their_value(options, message):
 def test_bad_starts_are_refused():
     x, y = binary_data(10)
     sep = SEP(logistic, diagonal_normal)
+    start = {"auto_linear": jnp.zeros(3), "auto_precision": jnp.ones(3)}
     with pytest.raises(ValueError, match="shapes"):
-        sep.run(KEY, 1, x, y, init_params={"linear": jnp.zeros(2), "precision": jnp.ones(3)})
+        sep.run(KEY, 1, x, y, init_params=start | {"auto_linear": jnp.zeros(2)})
     with pytest.raises(ValueError, match="inside the domain"):
-        sep.run(KEY, 1, x, y, init_params={"linear": jnp.zeros(3), "precision": -jnp.ones(3)})
+        sep.run(KEY, 1, x, y, init_params=start | {"auto_precision": -jnp.ones(3)})
     with pytest.raises(ValueError, match="run to have been called"):
         SEP(logistic).guide()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SEP(logistic, site=quadrature), "built by a call"),
+        (lambda: SEP(logistic, normal(3)), "as they are"),
+        (lambda: SEP(logistic, beta), "as they are"),
+        (lambda: SEP(logistic, budget=BUDGET), "Use DPSEP"),
+        (lambda: SEP(logistic, shared_precision="no"), "shared_precision"),
+        (lambda: SEP(coin, {"p": beta()}, precision_weight=2.0), "Use a normal family"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def scaled(x, y, scale):
+    weights = numpyro.sample("w", dist.Normal(0, scale).expand([3]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ weights, 0.5), obs=y)
+
+
+def test_each_run_has_the_prior_of_its_own_arguments():
+    """Whether it comes as a public array or as a constant, and whatever was prepared between."""
+    x, y = linear_data(20, 3)
+    for convert in (float, jnp.float32):
+        sep = SEP(scaled, damping=1.0)
+        for scale in (1.0, 0.1, 1.0):
+            found = sep.run(KEY, 2, x, y, convert(scale), progress_bar=False).params
+            expected = x.T @ x / 0.25 + np.eye(3) / scale**2
+            np.testing.assert_allclose(found["auto_precision"], expected, rtol=1e-3, atol=1e-2)
+
+
+def test_states_of_one_driver_and_data_set_do_not_serve_another():
+    x, y = binary_data(30)
+    sep = SEP(logistic)
+    first = sep.run(KEY, 2, x, y, progress_bar=False)
+    sep.run(KEY, 2, x[:, :2], y, progress_bar=False)
+    with pytest.raises(ValueError, match="last run"):
+        Predictive(logistic, guide=sep.guide, params=first.params, num_samples=2)(KEY, x)
+    sep.run(KEY, 2, x, y, init_state=first.state, progress_bar=False)  # and the guide is its own
+    Predictive(logistic, guide=sep.guide, params=first.params, num_samples=2)(KEY, x)
+    with pytest.raises(ValueError, match="method"):
+        SEP(logistic, precision_weight=2.0).run(KEY, 2, x, y, init_state=first.state)
+
+
+def named_like_a_parameter(x):
+    precision = numpyro.sample("precision", dist.LogNormal(0, 1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Normal(0, precision**-0.5), obs=x)
+
+
+def test_sites_may_have_the_names_of_natural_parameters():
+    x = np.random.default_rng(0).normal(size=50).astype(np.float32)
+    sep = SEP(named_like_a_parameter, site=importance(2000))
+    result = sep.run(KEY, 10, x, progress_bar=False)
+    draws = posterior_samples(KEY, sep.guide, result.params, 100)
+    assert 0.5 < float(draws["precision"].mean()) < 2
+
+
+def test_shared_precision_is_one_noisy_number():
+    x, y = binary_data(2000)
+    sep = DPSEP(logistic, clip_norm=2.0, sampler=FullBatch(), budget=BUDGET, damping=0.5,
+                shared_precision=True, secret_key=3)  # fmt: skip
+    found = np.asarray(sep.run(KEY, 10, x, y, progress_bar=False).params["auto_precision"])
+    np.testing.assert_allclose(found, found[0, 0] * np.eye(3), atol=1e-3 * found[0, 0])
+    assert found[0, 0] > 50

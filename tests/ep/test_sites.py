@@ -88,8 +88,9 @@ def moments_by_integration(log_likelihood, mean, variance):
     def log_density(t):
         return log_likelihood(t) - (t - mean) ** 2 / (2 * variance)
 
-    grid = np.linspace(mean - 12 * np.sqrt(variance), mean + 12 * np.sqrt(variance), 400_001)
-    weights = np.exp(log_density(grid) - log_density(grid).max())
+    grid = np.linspace(mean - 80 * np.sqrt(variance), mean + 80 * np.sqrt(variance), 1_600_001)
+    with np.errstate(over="ignore"):
+        weights = np.exp(log_density(grid) - log_density(grid).max())
     first = weights @ grid / weights.sum()
     return first, weights @ (grid - first) ** 2 / weights.sum()
 
@@ -120,6 +121,20 @@ def test_the_slopes_give_the_moments_of_the_tilted_distribution(name, mean, vari
     sd = np.sqrt(variance)
     assert abs(mean + variance * float(g) - first) < tolerance * sd
     assert abs(variance * float(h) - (1 - second / variance)) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("count", "variance"), [(0, 100.0), (10, 9.0), (50, 25.0), (1000, 100.0), (1000, 0.01)]
+)
+def test_the_mode_is_found_where_the_slopes_are_steep(count, variance):
+    def poisson(t, numbers=np):
+        return count * t - numbers.exp(t)
+
+    found = tilted_slopes(lambda t: poisson(t, jnp), jnp.float32(0), jnp.float32(variance), RULE)
+    first, second = moments_by_integration(poisson, 0.0, variance)
+    sd = np.sqrt(variance)
+    assert abs(variance * float(found[0]) - first) < 1e-2 * sd
+    assert abs(variance * float(found[1]) - (1 - second / variance)) < 1e-2
 
 
 @pytest.mark.parametrize("family", [normal, diagonal_normal, isotropic_normal])
@@ -244,6 +259,60 @@ def test_conjugate_sites_of_other_families(model, family, record, expected):
     site = site_of(choose_site(problem), problem, problem.prior, example)
     for name, value in expected.items():
         np.testing.assert_allclose(site[name], value, atol=2e-4)
+
+
+def zero_inflated(x):
+    rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.ZeroInflatedPoisson(0.5, rate), obs=x)
+
+
+def test_a_likelihood_that_is_conjugate_for_some_records_only_is_not():
+    problem = problem_of(zero_inflated, {"rate": gamma()}, jnp.arange(5))
+    with pytest.raises(UnsupportedModelError, match="conjugate"):
+        conjugate().check(problem)
+
+
+def small(x, y):
+    weights = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ weights / 255), obs=y)
+
+
+def test_a_likelihood_that_is_nearly_quadratic_for_small_records_is_not_conjugate():
+    x, y = records("binary")
+    problem = problem_of(small, normal, x, y)
+    with pytest.raises(UnsupportedModelError, match="conjugate"):
+        conjugate().check(problem)
+    choose_site(problem).check(problem)
+
+
+@pytest.mark.parametrize(
+    "prior", [dist.Cauchy(0, 100), dist.StudentT(3, 0, 50), dist.Laplace(0, 2000)]
+)
+def test_wide_priors_that_are_not_normal_are_refused(prior):
+    def model(x):
+        mean = numpyro.sample("mean", prior)
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+
+    with pytest.raises(UnsupportedModelError, match="not quadratic, or flat"):
+        problem_of(model, normal, jnp.arange(4.0))
+
+
+@pytest.mark.parametrize("builder", [quadrature(), importance(50)])
+def test_a_record_that_says_nothing_has_the_site_nought(builder):
+    x, y = records("binary")
+
+    def model(x, y):
+        weights = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=x @ weights), obs=y)
+
+    problem = problem_of(model, normal, x, y)
+    site = site_of(builder, problem, problem.prior, (jnp.zeros(3), jnp.asarray(1)))
+    for value in site.values():
+        np.testing.assert_allclose(value, 0, atol=1e-6)
 
 
 def test_probit_has_the_sites_that_quadrature_finds():

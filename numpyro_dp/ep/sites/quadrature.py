@@ -39,7 +39,10 @@ from numpyro_dp.model.separation import UnsupportedModelError
 __all__ = ["is_linear", "quadrature", "tilted_slopes"]
 
 _TOLERANCE = 1e-3
-_NEWTON = 4
+_CLIMBS = 5
+_SHARES = np.array([0.0, 0.03, 0.2, 1.0], np.float32)  # of a step of Newton's method
+_WIDTHS = np.linspace(-8, 8, 33, dtype=np.float32)  # where the mode may be, in cavity sd
+_HALVINGS = (0.5 ** np.arange(16)).astype(np.float32)
 _STRONG = 0.1
 
 
@@ -70,7 +73,8 @@ def quadrature(num_nodes: int = 31) -> SiteBuilder:
 
     def build(problem: EPProblem) -> Site:
         def prepare(_: Array, cavity: dict[str, Array]) -> _Public:
-            return _Public(cavity_of(cavity), _probes(problem))
+            found = cavity_of(cavity)
+            return _Public(found, _probes(problem, found.mean))
 
         def approximate(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
             direction = _direction(problem, public.probes, example)
@@ -79,9 +83,10 @@ def quadrature(num_nodes: int = 31) -> SiteBuilder:
                 return problem.log_likelihood(direction * t, example)
 
             mean = direction @ public.cavity.mean
-            variance = public.cavity.variance_along(direction)
+            speaks = jnp.any(direction != 0)
+            variance = jnp.where(speaks, public.cavity.variance_along(direction), 1)
             g, h = tilted_slopes(log_likelihood, mean, variance, rule)
-            return site_along(public.cavity, direction, g, h)
+            return site_along(public.cavity, direction, *(jnp.where(speaks, x, 0) for x in (g, h)))
 
         return Site(prepare, approximate)
 
@@ -101,16 +106,27 @@ def tilted_slopes(
     """
     slope = jax.grad(log_likelihood)
 
+    def log_density(t: Array) -> Array:
+        found = log_likelihood(t) - (t - mean) ** 2 / (2 * variance)
+        return jnp.where(jnp.isnan(found), -jnp.inf, found)
+
     def curvature(t: Array) -> Array:
         own = -jax.grad(slope)(t)
-        return jnp.where(own > 0, own, 0) + 1 / variance  # 0 where it is nan: the mode may be rough
+        return jnp.where((own > 0) & (own < jnp.inf), own, 0) + 1 / variance
 
-    def newton(_: int, t: Array) -> Array:
+    def climb(_: int, t: Array) -> Array:
         change = (slope(t) - (t - mean) / variance) / curvature(t)
-        room = 3 * jnp.sqrt(variance)  # a step of Newton's method may be wild at first
-        return t + jnp.where(jnp.isfinite(change), jnp.clip(change, -room, room), 0)
+        change = jnp.where(jnp.isfinite(change), change, 0)
+        return best(t + change * _SHARES)
 
-    mode = jax.lax.fori_loop(0, _NEWTON, newton, mean)
+    def best(candidates: Array) -> Array:
+        return candidates[jnp.argmax(jax.vmap(log_density)(candidates))]
+
+    # The mode of a log-concave density lies between the mean and one step of gradient ascent.
+    reach = variance * slope(mean)
+    reach = jnp.where(jnp.isfinite(reach), reach, 0)
+    start = jnp.concatenate([mean + jnp.sqrt(variance) * _WIDTHS, mean + reach * _HALVINGS])
+    mode = jax.lax.fori_loop(0, _CLIMBS, climb, best(start))
     sd = jnp.minimum(1 / jnp.sqrt(curvature(mode)), jnp.sqrt(variance))
     nodes, log_weights = rule
     t = mode + sd * nodes
@@ -159,16 +175,18 @@ class _Public(NamedTuple):
     probes: Float[Array, "probes dim"]
 
 
-def _probes(problem: EPProblem) -> Array:
-    """Two public points: at one of them the gradient of a record may happen to vanish."""
+def _probes(problem: EPProblem, mean: Array) -> Array:
+    """Public points; at some of them the gradient of a record may vanish or overflow."""
     prior = cavity_of(problem.prior)
     spread = prior.covariance if prior.covariance.ndim < 2 else jnp.diag(prior.covariance)
-    return jnp.stack([prior.mean, prior.mean + jnp.sqrt(spread)])
+    near = 1e-3 * jnp.sqrt(spread) * jnp.ones_like(mean)
+    return jnp.stack([near, mean, prior.mean + near])
 
 
 def _direction(problem: EPProblem, probes: Array, example: tuple[Array, ...]) -> Array:
     """The unit vector along which a record sees z; 0 where the record says nothing."""
     gradients = jax.vmap(jax.grad(problem.log_likelihood), in_axes=(0, None))(probes, example)
-    norms = jnp.linalg.norm(gradients, axis=1)
-    best = jnp.argmax(norms)
-    return gradients[best] / jnp.where(norms[best] > 0, norms[best], 1)
+    largest = jnp.max(jnp.abs(gradients), axis=1)
+    best = jnp.argmax(jnp.where(jnp.isfinite(largest), largest, -1))
+    scaled = gradients[best] / jnp.where(largest[best] > 0, largest[best], 1)
+    return scaled / jnp.maximum(jnp.linalg.norm(scaled), 1e-30)
