@@ -104,6 +104,7 @@ def pairs():
             yield pytest.param(row, sampler, id=f"{row.name}-{sampler}", marks=marks)
 
 
+@pytest.mark.usefixtures("empty_caches")
 @pytest.mark.parametrize(("row", "sampler"), list(pairs()))
 def test_state_is_stable_and_every_length_uses_one_compilation(row, sampler):
     # A batch of fixed size is accounted for under replace-one alone.

@@ -150,9 +150,11 @@ def test_breast_cancer_is_near_a_long_nuts_run(model):
     mcmc.run(jax.random.key(1), x, y)
     draws = np.asarray(mcmc.get_samples()["w"], np.float64)
     mean, variance = draws.mean(0), draws.var(0)
+    # One site for all records costs a probit model 0.135 standard deviations, exact sites too.
+    in_sep = {logistic: 0.12, probit: 0.15}[model]
     runs = {
         (0.06, 0.10): EP(model).run(KEY, 40, x, y),
-        (0.12, 0.12): SEP(model).run(KEY, 100, x, y, progress_bar=False),
+        (in_sep, 0.12): SEP(model).run(KEY, 100, x, y, progress_bar=False),
     }
     for (in_means, in_variances), result in runs.items():
         found, covariance = moments(result.params)
@@ -273,6 +275,7 @@ def test_many_runs_at_once():
     assert [round(report.epsilon, 1) for report in found.privacy] == [0.5, 0.5, 2.0, 2.0]
 
 
+@pytest.mark.usefixtures("empty_caches")
 def test_one_compilation_serves_every_length():
     x, y = binary_data(50)
     sep = DPSEP(logistic, diagonal_normal, clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0)

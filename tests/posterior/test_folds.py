@@ -182,6 +182,7 @@ def test_a_fold_leaves_the_run_alone(svi):
     assert with_fold.privacy.epsilon == plain.privacy.epsilon
 
 
+@pytest.mark.usefixtures("empty_caches")
 def test_one_compilation_for_every_length_and_share():
     svi = driver(sampler=Poisson(0.2))
     for num_steps, last, bar in ((50, 0.5, False), (83, 0.7, False), (120, 1.0, True)):
