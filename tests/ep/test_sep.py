@@ -146,7 +146,7 @@ def test_batched_and_sequential_expectation_propagation_agree():
 def test_breast_cancer_is_near_a_long_nuts_run(model):
     x, y = load_breast_cancer(return_X_y=True)
     x = np.column_stack([(x - x.mean(0)) / x.std(0), np.ones(len(x))]).astype(np.float32)
-    mcmc = MCMC(NUTS(model), num_warmup=1000, num_samples=10_000, progress_bar=False)
+    mcmc = MCMC(NUTS(model), num_warmup=500, num_samples=6_000, progress_bar=False)
     mcmc.run(jax.random.key(1), x, y)
     draws = np.asarray(mcmc.get_samples()["w"], np.float64)
     mean, variance = draws.mean(0), draws.var(0)
