@@ -68,7 +68,7 @@ class _Reader:
         self.guide = PosteriorGuide()
 
     def __str__(self) -> str:
-        """Family and kind of site."""
+        """Names of the families."""
         families = self.family
         if isinstance(families, Mapping):
             return ", ".join(f"{name}: {each.name}" for name, each in families.items())
@@ -184,6 +184,7 @@ class DPSEP(Driver):
                 f"got {precision_weight} and {shared_precision}. Use a normal family."
             )
         self._reader = _Reader(model, family, site, data_plate, static_kwargs)
+        self.guide = self._reader.guide
         self.method = f"{self._reader}, {precision_weight}, {shared_precision}, {floor}"
         super().__init__(
             estimator=stochastic_ep(precision_weight, shared_precision),
@@ -196,11 +197,6 @@ class DPSEP(Driver):
             num_steps=num_steps,
             accountant=accountant,
         )
-
-    @property
-    def guide(self) -> PosteriorGuide:
-        """Draws the latents, given ``result.params``; a run sets it up."""
-        return self._reader.guide
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters at a state; they may be published."""
@@ -344,11 +340,7 @@ class EP:
         self.damping = check_real("damping", damping, low=0, low_open=True, high=1)
         self.sequential = sequential
         self._reader = _Reader(model, family, site, data_plate, static_kwargs)
-
-    @property
-    def guide(self) -> PosteriorGuide:
-        """Draws the latents, given ``result.params``; a run sets it up."""
-        return self._reader.guide
+        self.guide = self._reader.guide
 
     def run(
         self,

@@ -1,5 +1,6 @@
 """EP, SEP and DP-SEP: exact where they can be, private, and safe to use."""
 
+import functools
 import math
 
 import jax
@@ -141,25 +142,34 @@ def test_batched_and_sequential_expectation_propagation_agree():
         np.testing.assert_allclose(one[name], other[name], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [logistic, probit])
-def test_breast_cancer_is_near_a_long_nuts_run(model):
+@functools.cache
+def breast_cancer(model):
+    """The records, and mean and variance of the posterior by a long NUTS run."""
     x, y = load_breast_cancer(return_X_y=True)
     x = np.column_stack([(x - x.mean(0)) / x.std(0), np.ones(len(x))]).astype(np.float32)
     mcmc = MCMC(NUTS(model), num_warmup=500, num_samples=6_000, progress_bar=False)
     mcmc.run(jax.random.key(1), x, y)
     draws = np.asarray(mcmc.get_samples()["w"], np.float64)
-    mean, variance = draws.mean(0), draws.var(0)
-    # One site for all records costs a probit model 0.135 standard deviations, exact sites too.
-    in_sep = {logistic: 0.12, probit: 0.15}[model]
-    runs = {
-        (0.06, 0.10): EP(model).run(KEY, 40, x, y),
-        (in_sep, 0.12): SEP(model).run(KEY, 100, x, y, progress_bar=False),
-    }
-    for (in_means, in_variances), result in runs.items():
-        found, covariance = moments(result.params)
-        assert (np.abs(found - mean) / np.sqrt(variance)).max() < in_means
-        assert np.abs(np.diag(covariance) / variance - 1).max() < in_variances
+    return x, y, draws.mean(0), draws.var(0)
+
+
+ONE_SITE = "one site for all records costs a probit model 0.135 sd, with exact sites too"
+RUNS = [
+    pytest.param(logistic, EP, 40, 0.06, 0.10, id="logistic-EP"),
+    pytest.param(logistic, SEP, 100, 0.12, 0.12, id="logistic-SEP"),
+    pytest.param(probit, EP, 40, 0.06, 0.10, id="probit-EP"),
+    pytest.param(probit, SEP, 100, 0.12, 0.12, id="probit-SEP",
+                 marks=pytest.mark.xfail(reason=ONE_SITE, strict=True)),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "driver", "steps", "in_means", "in_variances"), RUNS)
+def test_breast_cancer_is_near_a_long_nuts_run(model, driver, steps, in_means, in_variances):
+    x, y, mean, variance = breast_cancer(model)
+    found, covariance = moments(driver(model).run(KEY, steps, x, y).params)
+    assert np.abs(np.diag(covariance) / variance - 1).max() < in_variances
+    assert (np.abs(found - mean) / np.sqrt(variance)).max() < in_means
 
 
 KINDS = {
