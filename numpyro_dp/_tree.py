@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-__all__ = ["add", "select", "squared_norm", "widen"]
+__all__ = ["add", "pinned", "select", "squared_norm", "widen"]
 
 _ROW = 1024
 
@@ -44,3 +45,24 @@ def add(tree: Any, other: Any) -> Any:
 def select(tree: dict[str, Any], names: Any) -> dict[str, Any]:
     """Returns the entries of a dict with the given names."""
     return {name: tree[name] for name in names}
+
+
+def pinned(live: Array, compute: Callable[..., Any], *operands: Any) -> Any:
+    """Returns ``compute(*operands)``, each number of it found once, whatever reads it.
+
+    Without this a compiler may compute a number anew for each reader, and round it in another way
+    there: where huge terms cancel, what is added up need not be what was measured. An
+    ``optimization_barrier`` does not prevent it on a CPU; the branch of a conditional does.
+
+    Args:
+        live: A scalar that is true, in a way that the compiler cannot know: an argument of the
+            compiled function that no ``vmap`` maps. Where it is false the result is 0.
+        compute: Function of arrays to a tree of arrays.
+        operands: Its arguments.
+    """
+    like = jax.eval_shape(compute, *operands)
+
+    def nothing(*_: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+
+    return lax.cond(live, compute, nothing, *operands)

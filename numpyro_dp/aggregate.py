@@ -1,55 +1,30 @@
-r"""The clipped sum over a batch, :math:`\sum_i w_i s_i`, exact.
+r"""The clipped sum over a batch, :math:`\sum_i w_i s_i`, exact (:mod:`numpyro_dp.exact_sum`).
 
-A sum of floating-point numbers moves by more than the number that is taken out of it: each partial
-sum is rounded, and how depends on all terms before it. With n terms near the clip norm C one term
-may move the sum by some :math:`n^2 2^{-24} C` more than C (Casacuberta et al. 2022). So what is
-added up here are integers: every bounded signal is rounded to a grid of spacing
-:math:`2^{-k} C`, by itself, and integers add up exactly, in any order and on any number of devices.
-
-What remains is rounding of one record's own contribution and of the finished sum, each at a known
-multiple of the unit roundoff; the norm to which signals are scaled is smaller than C by a margin
-that covers both (:func:`clip_margin`), so the sensitivity of the result is C.
-
-What is weighted and added up is the very gradient whose norm was taken (a barrier keeps the
-compiler from computing it twice, in two ways). Where the estimator says that its signal is a linear
+What is weighted and added up is the very gradient whose norm was taken, found once
+(:func:`numpyro_dp._tree.pinned`). Where the estimator says that its signal is a linear
 map of a scalar's gradient (:class:`~numpyro_dp.core.FactoredSignal`), coordinates of the same norm
 are summed before the map; leaves of the point that meet the record in a single product
 (:mod:`numpyro_dp.contraction`) need no array of (batch, latents) to find the norm.
-
-Reference:
-    S. Casacuberta, M. Shoemate, S. Vadhan, C. Wagaman, "Widespread underestimation of sensitivity
-    in differentially private libraries and how to fix it", CCS 2022.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool
 
-from numpyro_dp._tree import select, squared_norm, widen
+from numpyro_dp._tree import pinned, select, squared_norm, widen
 from numpyro_dp.contraction import Contraction, Split, split_scalar
 from numpyro_dp.core import Estimator, FactoredSignal, Mechanism, PyTree
+from numpyro_dp.exact_sum import clip_margin, exact_sum
 
-__all__ = ["bounded_sum", "bounded_sum_by_definition", "clip_margin", "record_lengths"]
-
-
-class _Grid(NamedTuple):
-    """How numbers of one width become integers.
-
-    Attributes:
-        bits: The grid has ``2**bits`` steps in a clip norm.
-        integer: Integers that hold the sum.
-        magic: 1.5 times the power of two whose last place is 1: adding it rounds to an integer.
-    """
-
-    bits: int
-    integer: Any
-    magic: float
+__all__ = ["bounded_sum", "bounded_sum_by_definition", "record_lengths"]
 
 
 def bounded_sum(
@@ -59,6 +34,7 @@ def bounded_sum(
     examples: PyTree,
     mask: Bool[Array, " batch"],
     lengths: tuple[Array, ...] = (),
+    live: Array | None = None,
 ) -> dict[str, Any]:
     """Returns the sum of the bounded signals of a batch.
 
@@ -69,6 +45,8 @@ def bounded_sum(
         examples: Records, leading axis batch.
         mask: bool, shape (batch,): which entries count.
         lengths: What :func:`record_lengths` returned for the records; found anew if empty.
+        live: True, where the compiler cannot know it (:func:`numpyro_dp._tree.pinned`);
+            whether any entry counts, if ``None``.
 
     Returns:
         A dict like the signal, in float32 or wider, with the entries of ``mechanism.extras``.
@@ -78,9 +56,10 @@ def bounded_sum(
         the record of one entry is blanked (its signal made 0), the sum moves by at most
         ``mechanism.sensitivity`` in norm, rounding included.
     """
+    live = jnp.any(mask) if live is None else live
     if estimator.factored is None:
-        return bounded_sum_by_definition(estimator, mechanism, public, examples, mask)
-    return _factored_sum(estimator, mechanism, public, examples, mask, lengths)
+        return bounded_sum_by_definition(estimator, mechanism, public, examples, mask, live)
+    return _factored_sum(estimator, mechanism, public, examples, mask, lengths, live)
 
 
 def record_lengths(
@@ -113,10 +92,13 @@ def bounded_sum_by_definition(
     public: PyTree,
     examples: PyTree,
     mask: Bool[Array, " batch"],
+    live: Array | None = None,
 ) -> dict[str, Any]:
     """The same sum, signal by signal: needs memory for (batch, parameters)."""
-    signals = jax.vmap(estimator.signal, in_axes=(None, 0))(public, examples)
-    signals = widen(lax.optimization_barrier(signals))
+    live = jnp.any(mask) if live is None else live
+    signals = widen(
+        pinned(live, lambda rows: jax.vmap(lambda x: estimator.signal(public, x))(rows), examples)
+    )
     names = tuple(signals)
     blocks = mechanism.blocks(names)
     squares = [jax.vmap(squared_norm)(select(signals, members)) for members in blocks]
@@ -125,33 +107,9 @@ def bounded_sum_by_definition(
     total = _extras(mechanism, names, tuple(squares), margin, mask)
     for number, (members, factor) in enumerate(zip(blocks, factors, strict=True)):
         norm = _norm(mechanism, names, number)
-        total |= _sum(select(signals, members), jnp.where(mask, factor, 0), norm)
+        terms = _rows_of(select(signals, members))
+        total |= exact_sum(terms, jnp.where(mask, factor, 0), norm)
     return total
-
-
-def clip_margin(batch: int, size: int, dtype: Any) -> float:
-    r"""Returns what part of the clip norm signals are scaled to, so that rounding fits in the rest.
-
-    Args:
-        batch: Rows of the batch, n.
-        size: Numbers in a signal, d.
-        dtype: float32 or float64, of unit roundoff u.
-
-    Returns:
-        ``1 / (1 + e)`` with ``e`` the sum of: :math:`\sqrt d\, 2^{-k-1}`, by which the grid may
-        lengthen a contribution; :math:`d u`, by which a squared norm may be too small; and
-        :math:`8 n u`, three roundings of each of two sums of norm n C, and one to spare.
-    """
-    unit = float(jnp.finfo(dtype).eps) / 2
-    grid = math.sqrt(size) * 2.0 ** -(_grid(batch, dtype).bits + 1)
-    return 1 / (1 + grid + min(size, 2048 + size // 1024) * unit + 8 * batch * unit)
-
-
-def _grid(batch: int, dtype: Any) -> _Grid:
-    room = math.ceil(math.log2(max(batch, 2)))
-    if jnp.dtype(dtype) == jnp.float64:
-        return _Grid(min(50, 61 - room), jnp.int64, 1.5 * 2.0**52)
-    return _Grid(min(21, 29 - room), jnp.int32, 1.5 * 2.0**23)
 
 
 def _margin(signals: PyTree, batch: int) -> float:
@@ -178,27 +136,14 @@ def _extras(
         return {}
     weights = mask.astype(squares[0].dtype)
     found = mechanism.extras(names, squares, margin)
-    return {entry: _sum(numbers, weights, norm) for entry, (numbers, norm) in found.items()}
+    return {
+        entry: exact_sum(_rows_of(numbers), weights, norm)
+        for entry, (numbers, norm) in found.items()
+    }
 
 
-def _sum(tree: PyTree, weights: Array, norm: Any) -> PyTree:
-    """Weighted sum over the leading axis: exact, of terms rounded to the grid of a clip norm."""
-    counts = weights > 0
-
-    def add_up(leaf: Array) -> Array:
-        axes = (-1,) + (1,) * (leaf.ndim - 1)
-        terms = jnp.where(counts.reshape(axes), leaf, 0)
-        if norm is None:  # nothing is clipped: no grid, and nothing is private
-            return jnp.sum(terms * weights.reshape(axes), axis=0)
-        grid = _grid(leaf.shape[0], leaf.dtype)
-        steps = 2.0**grid.bits / norm
-        shifted = terms * (weights * steps).astype(leaf.dtype).reshape(axes) + grid.magic
-        whole = lax.bitcast_convert_type(shifted.astype(leaf.dtype), grid.integer)
-        start = lax.bitcast_convert_type(jnp.asarray(grid.magic, leaf.dtype), grid.integer)
-        total = jnp.sum(whole - start, axis=0, dtype=grid.integer)
-        return total.astype(leaf.dtype) * jnp.asarray(norm / 2.0**grid.bits, leaf.dtype)
-
-    return jax.tree.map(add_up, widen(tree))
+def _rows_of(tree: PyTree) -> Callable[[slice], PyTree]:
+    return lambda rows: jax.tree.map(lambda leaf: leaf[rows], tree)
 
 
 def _factored_sum(
@@ -208,34 +153,40 @@ def _factored_sum(
     examples: PyTree,
     mask: Bool[Array, " batch"],
     lengths: tuple[Array, ...],
+    live: Array,
 ) -> dict[str, Any]:
     factored: FactoredSignal = estimator.factored
     split, leaves, treedef = _split(factored, public, examples)
-    parts = _gradient_parts(split, leaves, examples)
+    parts = pinned(live, lambda rows: _gradient_parts(split, leaves, rows), examples)
     struct = jax.eval_shape(estimator.signal, public, _first(examples))
     names = tuple(struct)
     blocks = mechanism.blocks(names)
 
-    def core(members: tuple[str, ...], norms_only: bool) -> PyTree:
+    @functools.partial(jax.jit, static_argnums=(0, 1))  # traced once for all stretches of rows
+    def core(members: tuple[str, ...], norms_only: bool, rows: PyTree) -> PyTree:
         def one(parts: Any, example: PyTree, lengths: tuple[Array, ...]) -> PyTree:
             arrays, known = jax.tree.leaves(example), lengths if norms_only else None
             gradient = treedef.unflatten(_assemble(split, leaves, parts, arrays, known))
             return widen(factored.core(public, gradient, members))
 
-        return jax.vmap(one)(parts, examples, lengths)
+        return jax.vmap(one)(*rows)
 
-    if factored.selects:  # leaves of the gradient itself, which the barrier has fixed
-        terms = [core(members, False) for members in blocks]
-        lengths = [core(members, True) for members in blocks]
+    batch = parts, examples, lengths
+    if factored.selects:  # leaves of the gradient itself, which is pinned
+        terms = [
+            lambda rows, b=members: core(b, False, _rows_of(batch)(rows)) for members in blocks
+        ]
+        sizes = [core(members, True, batch) for members in blocks]
     else:
-        terms = lengths = lax.optimization_barrier([core(members, False) for members in blocks])
-    squares = tuple(jax.vmap(squared_norm)(length) for length in lengths)
+        sizes = pinned(live, lambda rows: [core(b, False, rows) for b in blocks], batch)
+        terms = [_rows_of(size) for size in sizes]
+    squares = tuple(jax.vmap(squared_norm)(size) for size in sizes)
     margin = _margin(_batched(struct), mask.size)
     factors = mechanism.scales(names, squares, margin)
     total = _extras(mechanism, names, squares, margin, mask)
     for number, (members, factor) in enumerate(zip(blocks, factors, strict=True)):
         norm = _norm(mechanism, names, number)
-        summed = _sum(terms[number], jnp.where(mask, factor, 0), norm)
+        summed = exact_sum(terms[number], jnp.where(mask, factor, 0), norm)
         total |= widen(factored.expand(public, summed, members))
     return total
 
@@ -261,7 +212,7 @@ def _gradient_parts(split: Split, leaves: list[Array], examples: PyTree) -> Any:
         factors = [c.record(arrays) if c.derived else None for c in split.contractions]
         return *gradient, factors
 
-    return lax.optimization_barrier(jax.vmap(parts)(examples))
+    return jax.vmap(parts)(examples)
 
 
 def _assemble(

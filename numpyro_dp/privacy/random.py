@@ -225,10 +225,21 @@ def _circle(bits: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
     """A uniform point of the circle: three bits choose the octant, the others the angle in it."""
     width = 8 * bits.dtype.itemsize
     angle = ((bits >> 3).astype(dtype) + 0.5) * (math.pi / 4 * 2.0 ** (3 - width))
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    square = angle * angle
+    # Taylor series, as far as [0, pi/4] needs: a library's functions must reduce any angle first.
+    last = 8 if dtype == jnp.float32 else 16
+    cos, sin = _alternating(square, last), angle * _alternating(square, last + 1)
     swap = (bits & 1).astype(bool)
     x, y = jnp.where(swap, sin, cos), jnp.where(swap, cos, sin)
     return jnp.where((bits & 2) != 0, -x, x), jnp.where((bits & 4) != 0, -y, y)
+
+
+def _alternating(square: Array, last: int) -> Array:
+    """Sum of (-1)^k square^k / (2 k + r)! for 2 k + r up to ``last``, of the same parity r."""
+    total = jnp.ones_like(square)
+    for degree in range(last, 1, -2):
+        total = 1 - square * total / (degree * (degree - 1))
+    return total
 
 
 def _rotate(x: Array, count: int) -> Array:

@@ -21,6 +21,7 @@ LEVELS = {
     "privacy": 2,
     "model": 2,
     "contraction": 2,
+    "exact_sum": 2,
     "aggregate": 3,
     "ep": 3,
     "estimators": 3,

@@ -1,5 +1,7 @@
 """Records and guides made to break the sum by rounding: the sensitivity must hold all the same."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import optax
 import pytest
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoMultivariateNormal
 
-from numpyro_dp import DPSVI, FullBatch
+from numpyro_dp import DPSVI, FullBatch, aligned
 from numpyro_dp.aggregate import bounded_sum
 from numpyro_dp.privacy.mechanism import gaussian
 
@@ -223,3 +225,25 @@ def test_a_point_at_the_edge_of_its_support(row, prior):
     edge = transform(3 * jnp.asarray(rng.normal(size=free), jnp.float32))
     change, _ = change_by_one(model, AutoDelta(model), (x,), row, {"w_auto_loc": edge})
     assert 0.5 < change <= 1
+
+
+@pytest.mark.parametrize("form", ["update", "loop", "sweep"])
+def test_what_is_added_up_is_what_was_measured_and_not_computed_again(form):
+    def model(x, y, u):
+        z = numpyro.sample("z", dist.Normal(0, 1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.factor("near", -jnp.square(y * u - x * z) / 2)
+
+    args = tuple(jnp.ones((3, 37)))
+    svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), estimator=aligned(),
+                clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch())  # fmt: skip
+    state, session = svi.init(jax.random.key(0), *args), svi._session(args, {})
+    program, called = jax.jit(svi.update), (state, *args)
+    if form != "update":
+        start = state, session._slots(state, 6, 2)[0]
+        if form == "sweep":
+            start = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start)
+        program = session._loop_many if form == "sweep" else session._loop
+        called = (*start, session.rows(args, {}), *map(jnp.int32, (0, 2, 3)))
+    text = program.lower(*called).compile().as_text()
+    assert len(re.findall(r"f32\[(?:2,)?37,1\]\S* subtract\(", text)) == 1  # y u - x z
