@@ -1,6 +1,7 @@
 """Differentially private Bayesian inference for NumPyro."""
 
 from numpyro_dp.core import Batch, Estimator, Fold, Mechanism, Sampler
+from numpyro_dp.em import DPEM
 from numpyro_dp.estimators import (
     aligned,
     aligned_natural,
@@ -36,6 +37,7 @@ from numpyro_dp.svi import DPSVI
 __version__ = "0.1.0"
 
 __all__ = [
+    "DPEM",
     "DPSEP",
     "DPSVI",
     "EP",

@@ -11,7 +11,7 @@ import jax
 from jax import Array
 
 from numpyro_dp import _checks
-from numpyro_dp._validate import check_in, check_int, check_real
+from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Sampler
 from numpyro_dp.driver import Driver
 from numpyro_dp.ep.damping import Damped
@@ -37,6 +37,7 @@ from numpyro_dp.step import SensitiveState
 
 __all__ = ["DPSEP", "EP", "SEP", "SensitiveEPResult"]
 
+_SHARED = "True is one number for all coordinates, k is one for each of k stretches."
 _NORMAL = (normal, diagonal_normal, isotropic_normal)
 
 
@@ -115,7 +116,8 @@ class DPSEP(Driver):
             coordinates: the linear part is in units of the slope of its log likelihood.
         precision_weight: Unit of the precision beside the linear part in that norm. Where
             coordinates have scale s, 1/s is natural.
-        shared_precision: Releases one precision number for all coordinates.
+        shared_precision: Releases one precision number for all coordinates; or, with a number k,
+            k of them, each for a stretch of ``dim / k`` coordinates (a component of a mixture).
         floor: What the records add to the precision of a normal family is at least so many
             standard deviations of the noise in it.
         sampler, budget, noise_multiplier, secret_key, num_steps, accountant: As for
@@ -163,7 +165,7 @@ class DPSEP(Driver):
         site: SiteBuilder | None = None,
         damping: float | Callable[[Array], Array] = 0.5,
         precision_weight: float = 1.0,
-        shared_precision: bool = False,
+        shared_precision: bool | int = False,
         floor: float = 2.0,
         budget: PrivacyBudget | None = None,
         noise_multiplier: float | None = None,
@@ -177,7 +179,8 @@ class DPSEP(Driver):
             check_real("damping", damping, low=0, low_open=True, high=1)
         check_real("precision_weight", precision_weight, low=0, low_open=True)
         check_real("floor", floor, low=0)
-        check_in("shared_precision", shared_precision, (False, True))
+        if not isinstance(shared_precision, bool):
+            check_int("shared_precision", shared_precision, low=1, remedy=_SHARED)
         if isinstance(family, Mapping) and (precision_weight != 1 or shared_precision):
             raise ValueError(
                 "Expected precision_weight=1.0 and shared_precision=False with families by site, "

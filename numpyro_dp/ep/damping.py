@@ -9,8 +9,10 @@ precision at a multiple of the standard deviation that privacy noise has in them
 
 times the largest eigenvalue :math:`\sqrt{2d}` of a matrix of such noise where one is released,
 so that a direction of which the noise tells more than the records is not taken for a precise one,
-nor for one without a posterior. Other families are only kept inside their domain. All of it is a
-function of public values and of what was released.
+nor for one without a posterior. The slope that the records have at the posterior's last mean stays
+what it was: floored at the origin, a precision would take the mean along with it. Other families
+are only kept inside their domain. All of it is a function of public values and of what was
+released.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from jax import Array
 
 from numpyro_dp.ep.estimator import Move
 from numpyro_dp.ep.families import divide, multiply
+from numpyro_dp.ep.gaussian import cavity_of, centre
 
 __all__ = ["Damped", "DampedState"]
 
@@ -74,7 +77,9 @@ class Damped:
         }
         if problem.latents.is_normal:
             smallest = self._floor * jnp.sqrt(noise)
-            natural = multiply(prior, family.project(divide(moved, prior), smallest))
+            at = cavity_of(state.natural).mean
+            floored = family.project(centre(divide(moved, prior), at), smallest)
+            natural = multiply(prior, centre(floored, -at))
         else:
             natural = family.project(moved, 1e-6)
         return DampedState(state.step + 1, natural, noise)

@@ -63,13 +63,14 @@ class _Public(NamedTuple):
 
 
 def stochastic_ep(
-    precision_weight: float = 1.0, shared_precision: bool = False
+    precision_weight: float = 1.0, shared_precision: bool | int = False
 ) -> Callable[[EPProblem], Estimator]:
     """Builds the estimator.
 
     Args:
         precision_weight: w above, > 0: the unit of precision in the joint norm.
-        shared_precision: Releases the mean of the diagonal of a precision alone, one number.
+        shared_precision: Releases the mean of the diagonal of a precision alone, one number; or a
+            number k, and then k such means, each over a stretch of ``dim / k`` coordinates.
 
     Guarantee:
         The signal reads one record; ``prepare`` and ``pull_back`` read none. A record whose site
@@ -110,19 +111,24 @@ class _Packing(NamedTuple):
     noise: float  # in an eigenvalue of the precision, for unit noise in what is released
 
 
-def _packing(problem: EPProblem, weight: float, shared: bool) -> _Packing:
+def _packing(problem: EPProblem, weight: float, shared: bool | int) -> _Packing:
     """Between natural parameters and the coordinates that are released."""
     if not problem.latents.is_normal:
         return _Packing(lambda natural: natural, lambda released: released, 0.0)
     dim, axes = problem.latents.dim, problem.prior["precision"].ndim
     rows, cols = np.triu_indices(dim)
+    groups = int(shared)
+    if shared and dim % groups:
+        raise ValueError(
+            f"Expected shared_precision to divide the {dim} latent coordinates, got {groups}."
+        )
     stretch = jnp.where(rows == cols, 1.0, math.sqrt(2))
 
     def pack(natural: Natural) -> dict[str, Array]:
         precision = natural["precision"]
         if shared and axes:
             diagonal = jnp.diagonal(precision) if axes == 2 else precision
-            precision = jnp.mean(diagonal)
+            precision = jnp.mean(diagonal.reshape(groups, -1), -1)
         elif axes == 2:
             precision = precision[rows, cols] * stretch
         return {"linear": natural["linear"], "precision": weight * precision}
@@ -130,7 +136,8 @@ def _packing(problem: EPProblem, weight: float, shared: bool) -> _Packing:
     def unpack(released: dict[str, Array]) -> Natural:
         precision = released["precision"] / weight
         if shared and axes:
-            precision = precision * (jnp.eye(dim) if axes == 2 else jnp.ones(dim))
+            precision = jnp.repeat(precision, dim // groups)
+            precision = jnp.diag(precision) if axes == 2 else precision
         elif axes == 2:
             upper = jnp.zeros((dim, dim)).at[rows, cols].set(precision / stretch)
             precision = upper + jnp.triu(upper, 1).T

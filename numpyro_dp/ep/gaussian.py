@@ -31,6 +31,7 @@ __all__ = [
     "Cavity",
     "cavity_of",
     "centre",
+    "inverse_and_log_det",
     "is_definite",
     "site_along",
     "site_from_slopes",
@@ -65,14 +66,14 @@ def cavity_of(natural: Natural) -> Cavity:
     linear, precision = natural["linear"], natural["precision"]
     if precision.ndim < 2:
         return Cavity(linear / precision, 1 / precision)
-    covariance, _ = _inverse(precision)
+    covariance, *_ = inverse_and_log_det(precision)
     return Cavity(covariance @ linear, covariance)
 
 
 def is_definite(natural: Natural) -> Bool[Array, ""]:
     """Whether the precision is positive definite."""
     precision = natural["precision"]
-    return _inverse(precision)[1] if precision.ndim == 2 else jnp.all(precision > 0)
+    return inverse_and_log_det(precision)[1] if precision.ndim == 2 else jnp.all(precision > 0)
 
 
 def centre(natural: Natural, at: Float[Array, " dim"]) -> Natural:
@@ -122,8 +123,8 @@ def site_from_slopes(cavity: Cavity, g: Float[Array, " dim"], h: Precision) -> N
     narrowing = _largest_eigenvalue(h @ cavity.covariance)
     h = h * jnp.minimum(1, (1 - LARGEST_NARROWING) / jnp.maximum(narrowing, 1e-6))
     # I - HV = (P - H) V with P the cavity's precision: both are symmetric, and inverted as such.
-    precision, _ = _inverse(cavity.covariance)
-    narrowed, _ = _inverse(precision - h)
+    precision, *_ = inverse_and_log_det(cavity.covariance)
+    narrowed, *_ = inverse_and_log_det(precision - h)
     site = h + h @ narrowed @ h
     return {"linear": g + h @ (narrowed @ g), "precision": (site + site.T) / 2}
 
@@ -132,24 +133,28 @@ def _floored(ratio: Array) -> Array:
     return jnp.maximum(ratio, LARGEST_NARROWING)
 
 
-def _inverse(matrix: Float[Array, "dim dim"]) -> tuple[Float[Array, "dim dim"], Bool[Array, ""]]:
+def inverse_and_log_det(
+    matrix: Float[Array, "dim dim"],
+) -> tuple[Float[Array, "dim dim"], Bool[Array, ""], Float[Array, ""]]:
     """Inverts a positive definite matrix by sweeping its pivots, and says whether it is one.
 
     Sites of many records are found side by side. Batches of LAPACK calls in one loop can wait for
     each other for ever on a CPU with few cores (jaxlib 0.10); this has none.
     """
 
-    def sweep(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        swept, definite = carry
+    def sweep(k: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        swept, definite, log_det = carry
         pivot = swept[k, k]
         row, column = swept[k] / pivot, swept[:, k]
         own = jnp.arange(len(swept)) == k
         rest = swept - jnp.outer(jnp.where(own, 0, column), jnp.where(own, 0, row))
         edge = jnp.where(own[:, None], row, jnp.where(own, column[:, None] / pivot, rest))
-        return jnp.where(own[:, None] & own, -1 / pivot, edge), definite & (pivot > 0)
+        swept = jnp.where(own[:, None] & own, -1 / pivot, edge)
+        return swept, definite & (pivot > 0), log_det + jnp.log(pivot)
 
-    swept, definite = lax.fori_loop(0, len(matrix), sweep, (matrix, jnp.asarray(True)))
-    return -(swept + swept.T) / 2, definite
+    start = matrix, jnp.asarray(True), jnp.zeros((), matrix.dtype)
+    swept, definite, log_det = lax.fori_loop(0, len(matrix), sweep, start)
+    return -(swept + swept.T) / 2, definite, log_det
 
 
 def _largest_eigenvalue(matrix: Float[Array, "dim dim"]) -> Float[Array, ""]:

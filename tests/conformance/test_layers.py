@@ -35,12 +35,13 @@ LEVELS = {
     "svi": 7,
     "simulate": 7.5,
     "sep": 7,
+    "em": 7,
     "sgld": 7,
     "posterior": 8,
     "evaluate": 8,
     "__init__": 9,
 }
-NUMPYRO = {"model", "ep", "_checks", "svi", "simulate", "sep", "sgld", "posterior"}
+NUMPYRO = {"model", "ep", "_checks", "svi", "simulate", "sep", "em", "sgld", "posterior"}
 # Not below each other although their levels would let them.
 FORBIDDEN = {("estimators", "privacy"), ("aggregate", "privacy")}
 

@@ -30,7 +30,8 @@ from numpyro_dp.aggregate import bounded_sum
 from numpyro_dp.ep.estimator import stochastic_ep
 from numpyro_dp.ep.families import beta, diagonal_normal, gamma, isotropic_normal, normal
 from numpyro_dp.ep.problem import make_problem, read_conjugate_model
-from numpyro_dp.ep.sites import conjugate, importance, quadrature
+from numpyro_dp.ep.sites import conjugate, importance, normal_mixture, quadrature
+from numpyro_dp.ep.sites import probit as probit_site
 from numpyro_dp.privacy.mechanism import gaussian
 
 KEY = jax.random.key(0)
@@ -53,6 +54,14 @@ def probit(x, y=None):
     weights = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
     with numpyro.plate("records", x.shape[0]):
         numpyro.sample("y", dist.Bernoulli(jax.scipy.stats.norm.cdf(x @ weights)), obs=y)
+
+
+def two_normals(x, y):
+    means = numpyro.sample("m", dist.Normal(0, 1).expand([2, x.shape[1]]).to_event(2))
+    each = dist.Normal(means, 0.5).to_event(1)
+    with numpyro.plate("records", x.shape[0]):
+        weights = dist.Categorical(jnp.full(2, 0.5))
+        numpyro.sample("x", dist.MixtureSameFamily(weights, each), obs=x)
 
 
 def coin(x):
@@ -176,6 +185,8 @@ KINDS = {
     "conjugate": (regression, conjugate(), linear_data),
     "quadrature": (logistic, quadrature(), binary_data),
     "importance": (logistic, importance(50), binary_data),
+    "evidence": (probit, probit_site(lambda x, y: x[0], lambda x, y: y[0]), binary_data),
+    "mixture": (two_normals, normal_mixture(lambda x, y: x[0], 0.5), linear_data),
 }
 HEAVY = [0.0, 1.0, -1e3, 1e6, 3e19, 1e30, math.nan, math.inf, -math.inf]
 

@@ -5,11 +5,21 @@ from numpyro_dp.ep.sites.base import Site, SiteBuilder
 from numpyro_dp.ep.sites.conjugate import conjugate, is_conjugate
 from numpyro_dp.ep.sites.evidence import evidence, probit
 from numpyro_dp.ep.sites.importance import importance
+from numpyro_dp.ep.sites.mixture import normal_mixture
 from numpyro_dp.ep.sites.quadrature import is_linear, quadrature
 from numpyro_dp.model.separation import UnsupportedModelError
 
-__all__ = ["Site", "SiteBuilder", "choose_site", "conjugate", "evidence", "importance", "probit",
-           "quadrature"]  # fmt: skip
+__all__ = [
+    "Site",
+    "SiteBuilder",
+    "choose_site",
+    "conjugate",
+    "evidence",
+    "importance",
+    "normal_mixture",
+    "probit",
+    "quadrature",
+]
 
 
 def choose_site(problem: EPProblem) -> SiteBuilder:

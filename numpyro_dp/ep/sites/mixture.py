@@ -1,0 +1,187 @@
+r"""Exact sites of a mixture of normals whose means are the latents.
+
+.. math:: p(x \mid \mu) = \sum_j \pi_j\, N(x;\, \mu_j, \sigma^2 I), \qquad
+    Z = \sum_j \pi_j\, N(x;\, m_j, S_j), \quad S_j = V_{jj} + \sigma^2 I,
+
+for a normal cavity with means m and covariance V. With :math:`r_j \propto \pi_j N(x; m_j, S_j)` and
+:math:`a_j = S_j^{-1}(x - m_j)` the slope of log Z in :math:`m_j` is :math:`r_j a_j`, and what
+:func:`~numpyro_dp.ep.gaussian.site_from_slopes` calls H is
+
+.. math:: H_{jk} = r_j r_k\, a_j a_k^\top + \delta_{jk}\, r_j (S_j^{-1} - a_j a_j^\top):
+
+the components are correlated where it is open which one the record is from. The matrices
+:math:`S_j^{-1}` belong to the cavity: they are found once for all records.
+
+Reference:
+    Minka (2001), A family of algorithms for approximate Bayesian inference, section 3.2 (the
+    clutter problem); Li, Hernández-Lobato, Turner (2015), section 5.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_dp._validate import check_real
+from numpyro_dp.ep.gaussian import Cavity, cavity_of, inverse_and_log_det, site_from_slopes
+from numpyro_dp.ep.problem import EPProblem
+from numpyro_dp.ep.sites.base import Site, SiteBuilder
+from numpyro_dp.model.separation import UnsupportedModelError
+
+__all__ = ["normal_mixture"]
+
+_TOLERANCE = 1e-3
+
+
+class _Public(NamedTuple):
+    r"""What the cavity alone determines.
+
+    Attributes:
+        cavity: The cavity.
+        inverse: :math:`S_j^{-1}`, shape (components, d, d), or its diagonal, (components, d).
+        log_weight: :math:`\log \pi_j - \log\det S_j / 2`.
+    """
+
+    cavity: Cavity
+    inverse: Array
+    log_weight: Array
+
+
+def normal_mixture(
+    observation: Callable[..., Array], scale: float, probs: Any = None
+) -> SiteBuilder:
+    r"""Exact sites of a mixture of isotropic normals with known scale and weights.
+
+    Args:
+        observation: The model's arguments for one record -> x, of d numbers. The latents are one
+            site of shape (components, d), the means.
+        scale: :math:`\sigma`, the standard deviation of every component in every direction.
+        probs: Weights of the components; equal ones by default.
+
+    Raises:
+        UnsupportedModelError: When the run is prepared, if the family is not normal, or the
+            likelihood of an invented record is another one.
+
+    Example:
+        >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp.ep.sites import normal_mixture
+        >>> def model(x):
+        ...     means = numpyro.sample("means", dist.Normal(0, 1).expand([4, 2]).to_event(2))
+        ...     each = dist.Normal(means, 0.5).to_event(1)
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         weights = dist.Categorical(jnp.full(4, 0.25))
+        ...         numpyro.sample("x", dist.MixtureSameFamily(weights, each), obs=x)
+        >>> site = normal_mixture(lambda x: x[0], 0.5)
+    """
+    check_real("scale", scale, low=0, low_open=True)
+    if not callable(observation):
+        raise TypeError(
+            "Expected observation to be a function of the model's arguments for one record, such "
+            f"as lambda x: x[0], got {type(observation).__name__}."
+        )
+    given = None if probs is None else np.asarray(probs, np.float64)
+    if given is not None and not (
+        given.ndim == 1 and (given > 0).all() and abs(given.sum() - 1) < 1e-5
+    ):
+        raise ValueError(f"Expected probs > 0 that add up to 1, got {probs!r}.")
+
+    def shape(problem: EPProblem) -> tuple[int, int]:
+        """Number of components, and of coordinates of one."""
+        layout = problem.model.structure.layout
+        arguments = layout.example(problem.blank_example(), problem.shared)
+        size = np.size(observation(*arguments.args, **arguments.kwargs))
+        if size == 0 or problem.latents.dim % size:
+            raise UnsupportedModelError(
+                f"Expected a multiple of {size} latent coordinates, a mean for each component, got "
+                f"{problem.latents.dim}. Return all of one record's x from observation."
+            )
+        number = problem.latents.dim // size
+        if given is not None and given.size != number:
+            raise UnsupportedModelError(
+                f"Expected probs of {number} components, as many as the latents have, got "
+                f"{given.size}."
+            )
+        return number, size
+
+    def log_weights(number: int) -> Array:
+        return jnp.full(number, -math.log(number)) if given is None else jnp.log(given)
+
+    def read(problem: EPProblem, example: tuple[Array, ...]) -> Array:
+        arguments = problem.model.structure.layout.example(example, problem.shared)
+        return jnp.reshape(observation(*arguments.args, **arguments.kwargs), -1)
+
+    def check(problem: EPProblem) -> None:
+        if not problem.latents.is_normal:
+            raise UnsupportedModelError(
+                f"Expected a normal family for normal_mixture(), got {problem.latents.family.name}."
+            )
+        number, size = shape(problem)
+
+        @jax.jit
+        def both(z: Array, example: tuple[Array, ...]) -> tuple[Array, Array]:
+            distance = (read(problem, example) - z.reshape(number, size)) / scale
+            each = log_weights(number) - jnp.sum(distance**2, -1) / 2
+            constant = size * (math.log(scale) + math.log(2 * math.pi) / 2)
+            return problem.log_likelihood(z, example), jax.nn.logsumexp(each) - constant
+
+        points = 2 * jax.random.normal(jax.random.key(0), (3, problem.latents.dim))
+        for example in problem.invented():
+            for z in points:
+                found, expected = map(float, both(z, example))
+                if not abs(found - expected) <= _TOLERANCE * max(1.0, abs(expected)):
+                    raise UnsupportedModelError(
+                        "Expected the likelihood to be a mixture of normals with the latents as "
+                        f"means, scale {scale} and the given weights: for an invented record its "
+                        f"logarithm is {found:.4g}, not {expected:.4g}. Correct scale, probs or "
+                        "observation, or use site=importance()."
+                    )
+
+    def build(problem: EPProblem) -> Site:
+        number, size = shape(problem)
+
+        def prepare(_: Array, natural: dict[str, Array]) -> _Public:
+            cavity = cavity_of(natural)
+            inverse, log_det = _marginals(cavity, number, size, scale)
+            return _Public(cavity, inverse, log_weights(number) - log_det / 2)
+
+        def approximate(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
+            distance = read(problem, example) - public.cavity.mean.reshape(number, size)
+            full = public.inverse.ndim == 3
+            if full:
+                a = jnp.einsum("jde,je->jd", public.inverse, distance)
+            else:
+                a = public.inverse * distance
+            share = jax.nn.softmax(public.log_weight - jnp.sum(a * distance, -1) / 2)[:, None]
+            g = share * a
+            if full:
+                own = share[..., None] * (public.inverse - a[:, :, None] * a[:, None, :])
+                slots = jnp.arange(number)
+                blocks = jnp.zeros((number, size, number, size)).at[slots, :, slots].set(own)
+                flat = g.reshape(-1)
+                h = jnp.outer(flat, flat) + blocks.reshape(flat.size, flat.size)
+                return site_from_slopes(public.cavity, flat, h)
+            h = (g**2 + share * (public.inverse - a**2)).reshape(-1)
+            if public.cavity.covariance.ndim == 0:
+                h = jnp.mean(h)
+            return site_from_slopes(public.cavity, g.reshape(-1), h)
+
+        return Site(prepare, approximate)
+
+    return SiteBuilder(build, check)
+
+
+def _marginals(cavity: Cavity, number: int, size: int, scale: float) -> tuple[Array, Array]:
+    """The inverse of the variance of x in each component, and its log determinant."""
+    if cavity.covariance.ndim == 2:
+        slots = jnp.arange(number)
+        blocks = cavity.covariance.reshape(number, size, number, size)[slots, :, slots]
+        inverse, _, log_det = jax.vmap(inverse_and_log_det)(blocks + scale**2 * jnp.eye(size))
+        return inverse, log_det
+    variance = jnp.broadcast_to(cavity.covariance, cavity.mean.shape).reshape(number, size)
+    return 1 / (variance + scale**2), jnp.sum(jnp.log(variance + scale**2), -1)
