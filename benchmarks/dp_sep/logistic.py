@@ -1,0 +1,227 @@
+"""Private logistic regression: DP-SEP against aligned DPSVI at the same budget.
+
+Simulated records with independent unit normal columns, d = 5 and 20, weights N(0, 5 / d), prior
+N(0, 1); N = 5,000 to train on, 1,000 to choose settings by, 10,000 to test; epsilon = 1,
+delta = 1e-5, add or remove one. Every setting of a grid is run on five data sets with noise of its
+own; for each data set the one with the best validation log predictive density is reported on the
+test records (that choice is in no budget, of either method). Errors are distances to a long NUTS
+run: of the mean in posterior standard deviations (root mean square over coordinates), and of log
+standard deviations. "Worst" is the largest error in the mean of any setting and data set.
+
+    python benchmarks/dp_sep/logistic.py --json logistic.json --figure docs/logistic.png
+"""
+
+import itertools
+import pathlib
+import sys
+import time
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+from numpyro.infer import MCMC, NUTS
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
+from numpyro.infer.initialization import init_to_feasible
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from common import experiment_parser, panels, save
+
+from numpyro_dp import DPSEP, DPSVI, SEP, FullBatch, Poisson, PrivacyBudget, aligned, tail_average
+from numpyro_dp.ep.families import diagonal_normal, normal
+
+BUDGET = PrivacyBudget(1.0, 1e-5)
+TRAIN, VALID, TEST = 5_000, 1_000, 10_000
+NUM_STEPS = 2_000  # of DPSVI
+
+
+def model(x, y):
+    weights = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ weights), obs=y)
+
+
+def simulate(dim, seed):
+    """Training, validation and test records."""
+    rng = np.random.default_rng([dim, seed])
+    x = rng.normal(size=(TRAIN + VALID + TEST, dim)).astype(np.float32)
+    weights = rng.normal(size=dim) / np.sqrt(dim / 5)
+    y = (rng.random(len(x)) < 1 / (1 + np.exp(-x @ weights))).astype(np.int32)
+    edges = TRAIN, TRAIN + VALID
+    return list(zip(np.split(x, edges), np.split(y, edges), strict=True))
+
+
+def truth(x, y, draws):
+    mcmc = MCMC(NUTS(model), num_warmup=300, num_samples=draws, progress_bar=False)
+    mcmc.run(jax.random.key(1), x, y)
+    found = np.asarray(mcmc.get_samples()["w"], np.float64)
+    return found.mean(0), np.cov(found.T)
+
+
+def density(posterior, x, y):
+    """Mean log predictive density, by 1,000 draws from a normal posterior."""
+    mean, covariance = posterior
+    normals = np.random.default_rng(0).normal(size=(1000, len(mean)))
+    logits = x @ (mean + normals @ np.linalg.cholesky(covariance).T).T
+    each = -np.logaddexp(0, np.where(y[:, None] == 1, -logits, logits))
+    return float(np.mean(np.logaddexp.reduce(each, axis=1) - np.log(1000)))
+
+
+def from_natural(params):
+    precision = np.asarray(params["auto_precision"], np.float64)
+    covariance = np.linalg.inv(precision if precision.ndim == 2 else np.diag(precision))
+    return covariance @ np.asarray(params["auto_linear"], np.float64), covariance
+
+
+def from_guide(params):
+    mean = np.asarray(params["auto_loc"], np.float64)
+    if "auto_scale" in params:
+        return mean, np.diag(np.asarray(params["auto_scale"], np.float64) ** 2)
+    factor = np.asarray(params["auto_scale_tril"], np.float64)
+    return mean, factor @ factor.T
+
+
+def sep_runs(family, quick):
+    """Setting -> run of DP-SEP."""
+    norms, moves = ((1.0,), ((0.5, 8),)) if quick else ((0.5, 1.0, 2.0), ((0.5, 8), (0.2, 25)))
+    for clip_norm, (damping, num_steps) in itertools.product(norms, moves):
+        driver = DPSEP(
+            model,
+            family,
+            clip_norm=clip_norm,
+            damping=damping,
+            precision_weight=0.5,
+            shared_precision=True,
+            sampler=FullBatch(),
+            budget=BUDGET,
+        )
+
+        def run(x, y, seed, driver=driver, num_steps=num_steps):
+            result = driver.run(jax.random.key(seed), num_steps, x, y, progress_bar=False)
+            return from_natural(result.params)
+
+        yield {"clip norm": clip_norm, "damping": damping, "steps": num_steps}, run
+
+
+def svi_runs(guide, quick):
+    """Setting -> run of aligned DPSVI, its last quarter averaged."""
+    norms, sizes = ((1.0,), (1e-2,)) if quick else ((0.5, 1.0, 2.0), (4e-3, 1e-2, 2.5e-2))
+    for clip_norm, step_size in itertools.product(norms, sizes):
+        driver = DPSVI(
+            model,
+            guide(model, init_loc_fn=init_to_feasible),
+            optax.adam(step_size),
+            estimator=aligned(),
+            clip_norm=clip_norm,
+            sampler=Poisson(0.05),
+            budget=BUDGET,
+        )
+
+        def run(x, y, seed, driver=driver):
+            fold = tail_average(NUM_STEPS, 0.25)
+            result = driver.run(
+                jax.random.key(seed), NUM_STEPS, x, y, progress_bar=False, fold=fold
+            )
+            return from_guide(result.folded.params)
+
+        yield {"clip norm": clip_norm, "step size": step_size}, run
+
+
+def methods(quick):
+    yield "DP-SEP, one precision", sep_runs(normal, quick)
+    yield "DP-SEP, diagonal", sep_runs(diagonal_normal, quick)
+    yield "aligned DPSVI, mean-field", svi_runs(AutoDiagonalNormal, quick)
+    yield "aligned DPSVI, full-rank", svi_runs(AutoMultivariateNormal, quick)
+
+
+def scores(posterior, expected, test):
+    spread = np.sqrt(np.diag(expected[1]))
+    off = (posterior[0] - expected[0]) / spread
+    widths = np.log(np.sqrt(np.diag(posterior[1])) / spread)
+    return {
+        "error of mean": float(np.sqrt(np.mean(off**2))),
+        "error of log sd": float(np.sqrt(np.mean(widths**2))),
+        "test density": density(posterior, *test),
+    }
+
+
+def summary_row(method, dim, found):
+    row = {"method": method, "d": dim, "data sets": len(found)}
+    for name in found[0]:
+        values = np.array([each[name] for each in found])
+        row[name] = float(values.mean())
+        row[f"{name} se"] = (
+            float(values.std(ddof=1) / len(values) ** 0.5) if len(found) > 1 else None
+        )
+    return row
+
+
+def main():
+    args = experiment_parser(__doc__, "one data set and one setting, d = 5").parse_args()
+    rows, number = [], 1 if args.quick else 5
+    for dim in (5,) if args.quick else (5, 20):
+        cases = [simulate(dim, seed) for seed in range(number)]
+        expected = [truth(*case[0], 500 if args.quick else 4000) for case in cases]
+        plain = [
+            SEP(model).run(jax.random.key(0), 20, *case[0], progress_bar=False) for case in cases
+        ]
+        for method, found in (("NUTS", expected), ("SEP", [from_natural(r.params) for r in plain])):
+            each = zip(found, expected, cases, strict=True)
+            rows.append(summary_row(method, dim, [scores(p, e, case[2]) for p, e, case in each]))
+        for method, runs in methods(args.quick):
+            begin, best, worst = time.perf_counter(), [(-np.inf, None, None)] * number, 0.0
+            for setting, run in runs:
+                for seed, case in enumerate(cases):
+                    posterior = run(*case[0], 1000 + seed)
+                    valid = density(posterior, *case[1])
+                    error = scores(posterior, expected[seed], case[2])["error of mean"]
+                    worst = max(worst, error)
+                    if valid > best[seed][0]:
+                        best[seed] = valid, posterior, setting
+            found = [
+                scores(posterior, each, case[2])
+                for (_, posterior, _), each, case in zip(best, expected, cases, strict=True)
+            ]
+            row = summary_row(method, dim, found) | {"worst": worst}
+            row["chosen"] = [setting for *_, setting in best]
+            row["seconds"] = time.perf_counter() - begin
+            rows.append(row)
+        for row in rows[-6:]:
+            print(
+                f"d = {dim:2}  {row['method']:26} mean {row['error of mean']:6.3f} sd  log sd "
+                f"{row['error of log sd']:6.3f}  test density {row['test density']:8.4f}  worst "
+                f"{row.get('worst', 0):6.2f}",
+                flush=True,
+            )
+    if args.figure:
+        draw(args.figure, rows)
+    save(args, rows=rows)
+
+
+def draw(path, rows):
+    """Error of the mean, and what is lost in test density, by method."""
+    dims = sorted({row["d"] for row in rows})
+    with panels(path, 2, 1, (10, 3.4), sharey=True) as axes:
+        for shift, dim in enumerate(dims):
+            own = [row for row in rows if row["d"] == dim]
+            best = own[0]["test density"]
+            shown = own[2:]
+            at = np.arange(len(shown)) + 0.18 * (2 * shift - 1)
+            for axis, name, base in (
+                (axes[0, 0], "error of mean", 0.0),
+                (axes[0, 1], "test density", best),
+            ):
+                values = [abs(row[name] - base) for row in shown]
+                errors = [row[f"{name} se"] or 0.0 for row in shown]
+                axis.barh(at, values, 0.34, xerr=errors, label=f"d = {dim}")
+                axis.set_yticks(range(len(shown)), [row["method"] for row in shown])
+        axes[0, 0].set_xlabel("error of the mean, posterior sd")
+        axes[0, 1].set_xlabel("test log density below that of NUTS, nats per record")
+        axes[0, 0].legend()
+        axes[0, 0].invert_yaxis()
+
+
+if __name__ == "__main__":
+    main()
