@@ -13,8 +13,9 @@ import numpy as np
 import numpyro
 import optax
 
+from numpyro_dp._tree import shapes_of
 from numpyro_dp._validate import check_int, check_real
-from numpyro_dp.core import Fold, Sampler
+from numpyro_dp.core import Fold, PyTree, Sampler
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism import is_bounded
@@ -33,12 +34,14 @@ __all__ = [
     "check_not_spent",
     "check_num_steps",
     "check_optim",
+    "check_params",
     "check_reverse_mode",
     "check_rng_key",
     "check_rng_keys",
     "check_sampler",
     "check_setting",
     "check_state",
+    "check_state_is_passed",
     "check_steps_fit",
 ]
 
@@ -235,6 +238,20 @@ def check_state(state: Any) -> None:
         )
 
 
+def check_state_is_passed(state: SensitiveState, leaves: list[Any]) -> None:
+    """Raises where a compiled function has the records as arguments and the state as constants.
+
+    What compilers know they compute in advance, and several times (:func:`~numpyro_dp._tree.pinned`
+    needs a number that they do not know).
+    """
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    if traced and not isinstance(state.step, jax.core.Tracer):
+        raise ValueError(
+            "Expected the state to be an argument of the function that is compiled, as the records "
+            "are, got a constant. Write jax.jit(lambda state, *data: dp.update(state, *data))."
+        )
+
+
 def check_not_spent(state: SensitiveState) -> None:
     """Raises BudgetError once all steps of the plan have been taken."""
     if int(state.step) >= int(state.max_steps):
@@ -289,6 +306,16 @@ def check_reverse_mode(forward_mode_differentiation: bool) -> None:
         raise ValueError(
             "Expected forward_mode_differentiation=False, got True: gradients of single "
             "records are taken in reverse mode. Leave it out."
+        )
+
+
+def check_params(params: PyTree, expected: PyTree) -> None:
+    """Raises unless the parameters of a state have the shapes that these records ask for."""
+    found = shapes_of(params)
+    if found != expected:
+        raise ValueError(
+            f"Expected a state with parameters of the shapes {expected}, as these records ask for, "
+            f"got {found}. Resume with the records of the run, or start anew with init."
         )
 
 

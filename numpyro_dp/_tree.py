@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-__all__ = ["add", "pinned", "select", "squared_norm", "widen"]
+__all__ = ["add", "pinned", "select", "shapes_of", "squared_norm", "widen"]
 
 _ROW = 1024
 
@@ -47,6 +47,12 @@ def select(tree: dict[str, Any], names: Any) -> dict[str, Any]:
     return {name: tree[name] for name in names}
 
 
+def shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each leaf by its place."""
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in paths}
+
+
 def pinned(live: Array, compute: Callable[..., Any], *operands: Any) -> Any:
     """Returns ``compute(*operands)``, each number of it found once, whatever reads it.
 
@@ -55,8 +61,9 @@ def pinned(live: Array, compute: Callable[..., Any], *operands: Any) -> Any:
     ``optimization_barrier`` does not prevent it on a CPU; the branch of a conditional does.
 
     Args:
-        live: A scalar that is true, in a way that the compiler cannot know: an argument of the
-            compiled function that no ``vmap`` maps. Where it is false the result is 0.
+        live: A scalar that is true, in a way that the compiler cannot know: made of an argument of
+            the compiled function. Where it is false the result is 0; under ``vmap``, where it is
+            false for any.
         compute: Function of arrays to a tree of arrays.
         operands: Its arguments.
     """
@@ -65,4 +72,15 @@ def pinned(live: Array, compute: Callable[..., Any], *operands: Any) -> Any:
     def nothing(*_: Any) -> Any:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
 
-    return lax.cond(live, compute, nothing, *operands)
+    return lax.cond(_for_all(live), compute, nothing, *operands)
+
+
+@jax.custom_batching.custom_vmap
+def _for_all(live: Array) -> Array:
+    """Stays one number under ``vmap``, which would make a conditional of many a choice by entry."""
+    return live
+
+
+@_for_all.def_vmap
+def _(size: int, batched: list[bool], live: Array) -> tuple[Array, bool]:
+    return jnp.all(live), False

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import numbers
 
-__all__ = ["check_in", "check_int", "check_real"]
+import numpy as np
+
+__all__ = ["check_in", "check_int", "check_probs", "check_real"]
 
 
 def check_real(
@@ -52,6 +54,24 @@ def check_int(
     if number < low or (high is not None and number > high):
         raise ValueError(_message(f"{name}={value!r}", expected, remedy))
     return number
+
+
+def check_probs(value: object, number: int | None = None) -> np.ndarray:
+    """Returns weights of components as float64, or raises ValueError.
+
+    Args:
+        value: Weights > 0 that add up to 1.
+        number: How many; any by default.
+    """
+    try:
+        probs = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        probs = np.zeros(0)
+    good = probs.ndim == 1 and probs.size > 0 and bool((probs > 0).all())
+    if not good or abs(probs.sum() - 1) > 1e-5 or number not in (None, probs.size):
+        count = "" if number is None else f"{number} "
+        raise ValueError(f"Expected {count}probs > 0 that add up to 1, got {value!r}.")
+    return probs
 
 
 def check_in(name: str, value: object, allowed: tuple[object, ...], *, remedy: str = "") -> object:

@@ -147,8 +147,10 @@ class Driver(abc.ABC):
         """
         _checks.check_reverse_mode(forward_mode_differentiation)
         _checks.check_state(svi_state)
+        _checks.check_state_is_passed(svi_state, jax.tree.leaves((args, kwargs)))
         session = self._session(args, kwargs)
         _checks.check_setting(svi_state, session.setting(False), ("budget", "sensitive"))
+        _checks.check_params(self.optim.get_params(svi_state.optim_state), session.param_shapes)
         if not isinstance(svi_state.step, jax.core.Tracer):
             _checks.check_not_spent(svi_state)
         return session.update(svi_state, args, kwargs)
@@ -215,6 +217,7 @@ class Driver(abc.ABC):
             state = init_state
         session = self._session(args, kwargs)
         _checks.check_setting(state, session.setting(False))
+        _checks.check_params(self.optim.get_params(state.optim_state), session.param_shapes)
         _checks.check_steps_fit(state, num_steps)
         if self.allow_sensitive and not state.setting.sensitive:
             setting = dataclasses.replace(state.setting, sensitive=True)
@@ -292,9 +295,7 @@ class Driver(abc.ABC):
         prepared = self._prepare(structure, rng_key, args, kwargs, init_params)
         key = arguments_key(args, kwargs)
         if key not in self._sessions:
-            session = Session(self, prepared.problem)
-            session.check_signal(self.optim.get_params(prepared.optim_state))
-            self._sessions[key] = session
+            self._sessions[key] = Session(self, prepared)
         secret = secret_key() if self.secret_key is None else self.secret_key
         return SensitiveState(
             optim_state=prepared.optim_state,
@@ -316,7 +317,5 @@ class Driver(abc.ABC):
                 )
             structure = self._structure(args, kwargs)
             prepared = self._prepare(structure, jax.random.key(0), args, kwargs, None)
-            session = Session(self, prepared.problem)
-            session.check_signal(self.optim.get_params(prepared.optim_state))
-            self._sessions[key] = session
+            self._sessions[key] = Session(self, prepared)
         return self._sessions[key]

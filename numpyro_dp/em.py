@@ -13,7 +13,7 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_dp import _checks
-from numpyro_dp._validate import check_int, check_real
+from numpyro_dp._validate import check_int, check_probs, check_real
 from numpyro_dp.core import Sampler
 from numpyro_dp.driver import Driver
 from numpyro_dp.ep.mixture_em import MixtureProblem, MStep, expected_statistics
@@ -102,7 +102,9 @@ class DPEM(Driver):
             check_real("damping", damping, low=0, low_open=True, high=1)
         if scale is not None:
             check_real("scale", scale, low=0, low_open=True)
-        known = None if probs is None else _check_probs(probs, num_components)
+        known = None if probs is None else check_probs(probs, num_components)
+        given = {"covariances": scale, "probs": probs}
+        self._known = {name for name, value in given.items() if value is not None}
         self.method = f"mixture of {num_components}, {scale}, {probs}, {smallest_variance}"
         super().__init__(
             estimator=expected_statistics(scale is None),
@@ -122,9 +124,16 @@ class DPEM(Driver):
         return state.optim_state.params
 
     def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
-        if len(args) != 1 or kwargs or np.ndim(args[0]) != 2 or 0 in np.shape(args[0]):
-            given = [np.shape(each) for each in (*args, *kwargs.values())]
-            raise ValueError(f"Expected one array of shape (records, d), got {given}.")
+        given = [*args, *kwargs.values()]
+        if len(given) != 1 or not isinstance(given[0], np.ndarray | jax.Array):
+            kinds = ", ".join(type(each).__name__ for each in given)
+            raise TypeError(f"Expected the records as one array, and nothing else, got ({kinds}).")
+        (x,) = given
+        if set(kwargs) - {"x"} or x.ndim != 2 or 0 in x.shape or np.iscomplexobj(x):
+            raise ValueError(
+                f"Expected one real array x of shape (records, d), got {[*kwargs, x.shape]} of "
+                f"type {x.dtype}. Write x[:, None] for records of one number."
+            )
         return read_conjugate_model(_placeholder, args, kwargs, None, {})
 
     def _prepare(
@@ -135,9 +144,10 @@ class DPEM(Driver):
         kwargs: dict[str, Any],
         init_params: dict[str, Any] | None,
     ) -> Prepared:
-        params = self._start(rng_key, np.shape(args[0])[1])
+        (shape, _) = structure.layout.shapes[0]
+        params = self._start(rng_key, *shape)
         if init_params is not None:
-            params = params | _check_init(init_params, params)
+            params = params | _check_init(init_params, params, self._known)
         problem = MixtureProblem(Model(_placeholder, structure), structure.layout.num_examples)
         return Prepared(problem, self.optim.init(params), rng_key)
 
@@ -157,26 +167,25 @@ def _placeholder(x: Array) -> None:
         numpyro.sample("x", dist.Normal(mean, 1).to_event(1), obs=x)
 
 
-def _check_probs(probs: Any, number: int) -> np.ndarray:
-    given = np.asarray(probs, np.float64)
-    if given.shape != (number,) or not (given > 0).all() or abs(given.sum() - 1) > 1e-5:
-        raise ValueError(f"Expected {number} probs > 0 that add up to 1, got {probs!r}.")
-    return given
-
-
-def _check_init(init_params: dict[str, Any], like: dict[str, Array]) -> dict[str, Array]:
+def _check_init(
+    init_params: dict[str, Any], like: dict[str, Array], known: set[str]
+) -> dict[str, Array]:
+    if both := sorted(known & set(init_params)):
+        raise ValueError(f"Expected no init_params of {both}, which are known. Leave them out.")
     shapes = {name: value.shape for name, value in like.items()}
     given = {name: np.shape(value) for name, value in init_params.items()}
     if any(shapes.get(name) != shape for name, shape in given.items()):
         raise ValueError(f"Expected init_params among {shapes}, got {given}.")
     found = {name: np.asarray(value, np.float64) for name, value in init_params.items()}
-    good = all(np.isfinite(value).all() for value in found.values())
     if "probs" in found:
-        _check_probs(init_params["probs"], len(like["probs"]))
+        check_probs(found["probs"])
+    good = all(np.isfinite(value).all() for value in found.values())
     if good and "covariances" in found:
-        good = bool((np.linalg.eigvalsh(found["covariances"]) > 0).all())
+        covariances = found["covariances"]
+        good = np.allclose(covariances, covariances.swapaxes(1, 2), rtol=1e-5)
+        good = good and bool((np.linalg.eigvalsh(covariances) > 0).all())
     if not good:
         raise ValueError(
-            "Expected finite init_params with positive definite covariances, got others."
+            "Expected finite init_params with symmetric, positive definite covariances, got others."
         )
     return {name: jnp.asarray(value, like[name].dtype) for name, value in found.items()}

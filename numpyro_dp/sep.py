@@ -108,8 +108,8 @@ class DPSEP(Driver):
             ``isotropic_normal``, in unconstrained coordinates, where the prior must be normal; or
             a dict of families by latent site, each of which the prior is a member of.
         site: How a record's likelihood is approximated: ``conjugate()``, ``quadrature()``,
-            ``evidence(log_evidence)``, ``probit(...)`` or ``importance()``. By default the first of
-            the first two that the likelihood allows.
+            ``evidence(log_evidence)``, ``probit(...)``, ``normal_mixture(...)`` or
+            ``importance()``. By default the first of the first two that the likelihood allows.
         damping: Part of a step that is taken, in (0, 1], or a function of the step number (a JAX
             array; results outside [0, 1] are cut off there).
         clip_norm: Bound on the norm of one record's site less the mean site, in centred
@@ -117,7 +117,8 @@ class DPSEP(Driver):
         precision_weight: Unit of the precision beside the linear part in that norm. Where
             coordinates have scale s, 1/s is natural.
         shared_precision: Releases one precision number for all coordinates; or, with a number k,
-            k of them, each for a stretch of ``dim / k`` coordinates (a component of a mixture).
+            k of them, each for ``dim / k`` coordinates that follow each other in the latents'
+            vector (a component of a mixture). Not for ``isotropic_normal``, which has one.
         floor: What the records add to the precision of a normal family is at least so many
             standard deviations of the noise in it.
         sampler, budget, noise_multiplier, secret_key, num_steps, accountant: As for
@@ -181,6 +182,11 @@ class DPSEP(Driver):
         check_real("floor", floor, low=0)
         if not isinstance(shared_precision, bool):
             check_int("shared_precision", shared_precision, low=1, remedy=_SHARED)
+        if family is isotropic_normal and shared_precision:
+            raise ValueError(
+                "Expected shared_precision=False with isotropic_normal, which has one precision "
+                f"number, got {shared_precision}. Use diagonal_normal or normal."
+            )
         if isinstance(family, Mapping) and (precision_weight != 1 or shared_precision):
             raise ValueError(
                 "Expected precision_weight=1.0 and shared_precision=False with families by site, "

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_dp._tree import shapes_of
 from numpyro_dp.aggregate import record_lengths
 from numpyro_dp.core import Estimator, Fold, Mechanism, PyTree, Sampler
 from numpyro_dp.estimators.loss import LOSS_ENTRY, with_loss
+from numpyro_dp.model.frontend import Prepared
 from numpyro_dp.model.records import Rows
 from numpyro_dp.model.separation import UnsupportedModelError
 from numpyro_dp.model.variational import VariationalProblem
@@ -69,11 +71,14 @@ class Session:
 
     Args:
         settings: The driver.
-        problem: Model and guide as functions.
+        prepared: Model and guide as functions, and the first state of the optimiser.
+
+    Attributes:
+        param_shapes: Shapes of the parameters, by their place.
     """
 
-    def __init__(self, settings: _Settings, problem: Any) -> None:
-        self.problem = problem
+    def __init__(self, settings: _Settings, prepared: Prepared) -> None:
+        self.problem = problem = prepared.problem
         self.settings = settings
         self.num_examples = problem.model.structure.layout.num_examples
         self.inclusion_prob = settings.sampler.inclusion_prob(self.num_examples)
@@ -86,6 +91,9 @@ class Session:
         self._loop = build_loop(self._step_and_value, self._kept, self._measure)
         self._folding_loops: dict[Callable[..., PyTree], Callable[..., Any]] = {}
         self._loop_many = jax.jit(jax.vmap(self._loop, in_axes=(0, 0, None, None, None, None)))
+        params = settings.optim.get_params(prepared.optim_state)
+        self.param_shapes = shapes_of(params)
+        self._check_signal(params)
 
     def setting(self, reproducible: bool) -> RunSetting:
         """What all steps of a run have in common, for a state that starts here."""
@@ -101,7 +109,7 @@ class Session:
             settings.method,
         )
 
-    def check_signal(self, params: dict[str, Any]) -> None:
+    def _check_signal(self, params: dict[str, Any]) -> None:
         """Raises unless the estimator fits the model, and ``clip_norm`` the signal's entries."""
         shared, example = self.problem.shared, self.problem.blank_example()
         estimator = self._estimator(shared, gaussian(self.settings.clip_norm, 0.0).init(), 0.0)

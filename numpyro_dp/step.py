@@ -136,7 +136,7 @@ def build_step(
         batch, sampler_state = sampler.next(state.sampler_state)
         (examples, lengths), mask = _take(rows, batch.indices, batch.mask)
         mech = mechanism(state.noise_multiplier, state.mechanism_state)
-        live = state.step >= 0 if rows.live is None else rows.live
+        live = state.step >= 0  # always, but no compiler knows
         total = bounded_sum(est, mech, public, examples, mask, lengths, live)
         noisy, mechanism_state = mech.privatise(noise_key, total, state.mechanism_state)
         released = jax.tree.map(lambda leaf: leaf / inclusion_prob, noisy)
@@ -176,7 +176,7 @@ def build_loop(
     def loop(
         state: PyTree, buffer: PyTree, rows: Rows, first: Array, count: Array, stride: Array
     ) -> tuple[PyTree, PyTree]:
-        rows = measure(state, rows)._replace(live=first >= 0)  # always, but known to nobody
+        rows = measure(state, rows)
 
         def one_step(_: Array, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
             state, total = carry

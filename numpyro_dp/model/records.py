@@ -33,14 +33,11 @@ class Rows(NamedTuple):
         arrays: The arrays whose first axis counts records.
         shared: Public arrays.
         lengths: Numbers of each record that a loop has found once for all its steps.
-        live: True, where the compiler cannot know it and no ``vmap`` maps it; ``None`` outside a
-            loop.
     """
 
     arrays: tuple[Array, ...]
     shared: tuple[Array, ...]
     lengths: tuple[Array, ...] = ()
-    live: Array | None = None
 
 
 class Layout(NamedTuple):

@@ -227,7 +227,7 @@ def test_a_point_at_the_edge_of_its_support(row, prior):
     assert 0.5 < change <= 1
 
 
-@pytest.mark.parametrize("form", ["update", "loop", "sweep"])
+@pytest.mark.parametrize("form", ["update", "updates", "loop", "sweep"])
 def test_what_is_added_up_is_what_was_measured_and_not_computed_again(form):
     def model(x, y, u):
         z = numpyro.sample("z", dist.Normal(0, 1))
@@ -239,7 +239,11 @@ def test_what_is_added_up_is_what_was_measured_and_not_computed_again(form):
                 clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch())  # fmt: skip
     state, session = svi.init(jax.random.key(0), *args), svi._session(args, {})
     program, called = jax.jit(svi.update), (state, *args)
-    if form != "update":
+    if form == "updates":
+        states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
+        program = jax.jit(jax.vmap(svi.update, in_axes=(0, None, None, None)))
+        called = (states, *args)
+    elif form != "update":
         start = state, session._slots(state, 6, 2)[0]
         if form == "sweep":
             start = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start)
@@ -247,3 +251,19 @@ def test_what_is_added_up_is_what_was_measured_and_not_computed_again(form):
         called = (*start, session.rows(args, {}), *map(jnp.int32, (0, 2, 3)))
     text = program.lower(*called).compile().as_text()
     assert len(re.findall(r"f32\[(?:2,)?37,1\]\S* subtract\(", text)) == 1  # y u - x z
+
+
+def test_a_state_that_a_compiled_function_holds_is_refused():
+    def model(x):
+        z = numpyro.sample("z", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ z, 1), obs=jnp.zeros(x.shape[0]))
+
+    x = jnp.ones((5, 3))
+    svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), estimator=aligned(),
+                clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch())  # fmt: skip
+    state = svi.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="to be an argument"):
+        jax.jit(lambda x: svi.update(state, x))(x)
+    with pytest.raises(ValueError, match="shapes"):
+        svi.update(state, jnp.ones((5, 2)))

@@ -114,6 +114,7 @@ def test_sites_are_those_of_the_closed_form_of_the_evidence(family):
     [
         (normal_mixture(first, 0.6, PROBS), "scale 0.6"),
         (normal_mixture(first, 0.7), "weights"),
+        (normal_mixture(first, 0.7, [0.5, 0.31, 0.19]), "weights"),
         (normal_mixture(first, 0.7, [0.5, 0.5]), "probs of 3"),
         (normal_mixture(lambda x: jnp.ones(4), 0.7), "multiple of 4"),
     ],
@@ -255,6 +256,9 @@ def test_a_private_mixture_is_one_however_large_the_noise():
         ({"smallest_variance": 0.0}, None, ValueError, "smallest_variance"),
         ({"clip_norm": {"sums": 1.0}}, np.ones((5, 2)), ValueError, "clip_norm"),
         ({}, np.ones(5), ValueError, "shape"),
+        ({}, np.ones((5, 2), complex), ValueError, "real"),
+        ({}, [[1.0, 2.0]], TypeError, "one array"),
+        ({"probs": "even"}, None, ValueError, "add up to 1"),
     ],
 )
 def test_wrong_arguments_of_expectation_maximisation(options, data, error, message):
@@ -269,6 +273,7 @@ def test_wrong_arguments_of_expectation_maximisation(options, data, error, messa
         ({"means": np.zeros(3)}, "init_params among"),
         ({"means": np.full((2, 2), np.nan)}, "finite"),
         ({"covariances": -np.tile(np.eye(2), (2, 1, 1))}, "positive definite"),
+        ({"covariances": np.tile([[1.0, 0.5], [0.0, 1.0]], (2, 1, 1))}, "symmetric"),
         ({"probs": np.ones(2)}, "add up to 1"),
     ],
 )
@@ -276,3 +281,21 @@ def test_wrong_starts_of_expectation_maximisation(begin, message):
     em = DPEM(2, clip_norm=1.0, sampler=FullBatch(), budget=BUDGET, num_steps=2)
     with pytest.raises(ValueError, match=message):
         em.init(KEY, np.ones((5, 2)), init_params=begin)
+
+
+def test_what_is_known_has_no_start_and_a_state_no_other_width():
+    x, _ = simulate(0, 50)
+    em = DPEM(2, clip_norm=1.0, sampler=FullBatch(), budget=BUDGET, num_steps=4, scale=0.5)
+    with pytest.raises(ValueError, match="covariances"):
+        em.init(KEY, x, init_params={"covariances": np.tile(np.eye(4), (2, 1, 1))})
+    state = em.run(KEY, 2, x=x, progress_bar=False).state
+    with pytest.raises(ValueError, match="shapes"):
+        em.run(KEY, 2, x[:, :1], init_state=state, progress_bar=False)
+
+
+def test_weights_of_narrow_components_are_checked_too():
+    def narrow(x):
+        mixture(x, 3, 0.01, PROBS)
+
+    with pytest.raises(UnsupportedModelError, match="weights"):
+        SEP(narrow, site=normal_mixture(first, 0.01)).run(KEY, 1, np.zeros((5, 2), np.float32))

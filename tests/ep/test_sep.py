@@ -379,6 +379,7 @@ def test_bad_starts_are_refused():
         (lambda: SEP(logistic, beta), "as they are"),
         (lambda: SEP(logistic, budget=BUDGET), "Use DPSEP"),
         (lambda: SEP(logistic, shared_precision="no"), "shared_precision"),
+        (lambda: SEP(logistic, isotropic_normal, shared_precision=True), "isotropic_normal"),
         (lambda: SEP(coin, {"p": beta()}, precision_weight=2.0), "Use a normal family"),
     ],
 )

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp._validate import check_real
+from numpyro_dp._validate import check_probs, check_real
 from numpyro_dp.ep.gaussian import Cavity, cavity_of, inverse_and_log_det, site_from_slopes
 from numpyro_dp.ep.problem import EPProblem
 from numpyro_dp.ep.sites.base import Site, SiteBuilder
@@ -37,6 +37,7 @@ from numpyro_dp.model.separation import UnsupportedModelError
 __all__ = ["normal_mixture"]
 
 _TOLERANCE = 1e-3
+_LARGEST = 1e12  # scales beyond it square to infinity
 
 
 class _Public(NamedTuple):
@@ -79,17 +80,13 @@ def normal_mixture(
         ...         numpyro.sample("x", dist.MixtureSameFamily(weights, each), obs=x)
         >>> site = normal_mixture(lambda x: x[0], 0.5)
     """
-    check_real("scale", scale, low=0, low_open=True)
+    check_real("scale", scale, low=0, high=_LARGEST, low_open=True)
     if not callable(observation):
         raise TypeError(
             "Expected observation to be a function of the model's arguments for one record, such "
             f"as lambda x: x[0], got {type(observation).__name__}."
         )
-    given = None if probs is None else np.asarray(probs, np.float64)
-    if given is not None and not (
-        given.ndim == 1 and (given > 0).all() and abs(given.sum() - 1) < 1e-5
-    ):
-        raise ValueError(f"Expected probs > 0 that add up to 1, got {probs!r}.")
+    given = None if probs is None else check_probs(probs)
 
     def shape(problem: EPProblem) -> tuple[int, int]:
         """Number of components, and of coordinates of one."""
@@ -130,9 +127,11 @@ def normal_mixture(
             constant = size * (math.log(scale) + math.log(2 * math.pi) / 2)
             return problem.log_likelihood(z, example), jax.nn.logsumexp(each) - constant
 
-        points = 2 * jax.random.normal(jax.random.key(0), (3, problem.latents.dim))
+        normals = jax.random.normal(jax.random.key(0), (4, number, size))
         for example in problem.invented():
-            for z in points:
+            # Means around the record: which component it is from is open, and weights matter.
+            near = read(problem, example) + scale * normals[:2]
+            for z in (*(2 * normals[2:]).reshape(2, -1), *near.reshape(2, -1)):
                 found, expected = map(float, both(z, example))
                 if not abs(found - expected) <= _TOLERANCE * max(1.0, abs(expected)):
                     raise UnsupportedModelError(
