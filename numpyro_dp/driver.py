@@ -149,8 +149,7 @@ class Driver(abc.ABC):
         _checks.check_state(svi_state)
         _checks.check_state_is_passed(svi_state, jax.tree.leaves((args, kwargs)))
         session = self._session(args, kwargs)
-        _checks.check_setting(svi_state, session.setting(False), ("budget", "sensitive"))
-        _checks.check_params(self.optim.get_params(svi_state.optim_state), session.param_shapes)
+        self._check_fits(svi_state, session, ("budget", "sensitive"))
         if not isinstance(svi_state.step, jax.core.Tracer):
             _checks.check_not_spent(svi_state)
         return session.update(svi_state, args, kwargs)
@@ -216,8 +215,7 @@ class Driver(abc.ABC):
             _checks.check_state(init_state)
             state = init_state
         session = self._session(args, kwargs)
-        _checks.check_setting(state, session.setting(False))
-        _checks.check_params(self.optim.get_params(state.optim_state), session.param_shapes)
+        self._check_fits(state, session)
         _checks.check_steps_fit(state, num_steps)
         if self.allow_sensitive and not state.setting.sensitive:
             setting = dataclasses.replace(state.setting, sensitive=True)
@@ -306,6 +304,13 @@ class Driver(abc.ABC):
             setting=self._sessions[key].setting(self.secret_key is not None),
             **noise_fields(self, secret, plan, self.clip_norm),
         )
+
+    def _check_fits(
+        self, state: SensitiveState, session: Session, further: tuple[str, ...] = ()
+    ) -> None:
+        """Raises unless a state belongs to the setting and to records of these shapes."""
+        _checks.check_setting(state, session.setting(False), further)
+        _checks.check_params(self.optim.get_params(state.optim_state), session.param_shapes)
 
     def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
         key = arguments_key(args, kwargs)

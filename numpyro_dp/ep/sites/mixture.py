@@ -87,92 +87,108 @@ def normal_mixture(
             f"as lambda x: x[0], got {type(observation).__name__}."
         )
     given = None if probs is None else check_probs(probs)
+    mixture = _Mixture(observation, float(scale), given)
+    return SiteBuilder(mixture.build, mixture.check)
 
-    def shape(problem: EPProblem) -> tuple[int, int]:
+
+class _Mixture(NamedTuple):
+    """What was declared."""
+
+    observation: Callable[..., Array]
+    scale: float
+    probs: np.ndarray | None
+
+    def shape(self, problem: EPProblem) -> tuple[int, int]:
         """Number of components, and of coordinates of one."""
-        layout = problem.model.structure.layout
-        arguments = layout.example(problem.blank_example(), problem.shared)
-        size = np.size(observation(*arguments.args, **arguments.kwargs))
+        size = self.read(problem, problem.blank_example()).size
         if size == 0 or problem.latents.dim % size:
             raise UnsupportedModelError(
                 f"Expected a multiple of {size} latent coordinates, a mean for each component, got "
                 f"{problem.latents.dim}. Return all of one record's x from observation."
             )
         number = problem.latents.dim // size
-        if given is not None and given.size != number:
+        if self.probs is not None and self.probs.size != number:
             raise UnsupportedModelError(
                 f"Expected probs of {number} components, as many as the latents have, got "
-                f"{given.size}."
+                f"{self.probs.size}."
             )
         return number, size
 
-    def log_weights(number: int) -> Array:
-        return jnp.full(number, -math.log(number)) if given is None else jnp.log(given)
+    def log_weights(self, number: int) -> Array:
+        return jnp.full(number, -math.log(number)) if self.probs is None else jnp.log(self.probs)
 
-    def read(problem: EPProblem, example: tuple[Array, ...]) -> Array:
+    def read(self, problem: EPProblem, example: tuple[Array, ...]) -> Array:
         arguments = problem.model.structure.layout.example(example, problem.shared)
-        return jnp.reshape(observation(*arguments.args, **arguments.kwargs), -1)
+        return jnp.reshape(self.observation(*arguments.args, **arguments.kwargs), -1)
 
-    def check(problem: EPProblem) -> None:
+    def log_likelihood(self, x: Array, means: Array) -> Array:
+        """That of one record."""
+        number, size = means.shape
+        distance = (x - means) / self.scale
+        each = self.log_weights(number) - jnp.sum(distance**2, -1) / 2
+        constant = size * (math.log(self.scale) + math.log(2 * math.pi) / 2)
+        return jax.nn.logsumexp(each) - constant
+
+    def check(self, problem: EPProblem) -> None:
+        """Raises unless the likelihood of invented records is the declared one."""
         if not problem.latents.is_normal:
             raise UnsupportedModelError(
                 f"Expected a normal family for normal_mixture(), got {problem.latents.family.name}."
             )
-        number, size = shape(problem)
+        number, size = self.shape(problem)
 
         @jax.jit
         def both(z: Array, example: tuple[Array, ...]) -> tuple[Array, Array]:
-            distance = (read(problem, example) - z.reshape(number, size)) / scale
-            each = log_weights(number) - jnp.sum(distance**2, -1) / 2
-            constant = size * (math.log(scale) + math.log(2 * math.pi) / 2)
-            return problem.log_likelihood(z, example), jax.nn.logsumexp(each) - constant
+            declared = self.log_likelihood(self.read(problem, example), z.reshape(number, size))
+            return problem.log_likelihood(z, example), declared
 
         normals = jax.random.normal(jax.random.key(0), (4, number, size))
         for example in problem.invented():
             # Means around the record: which component it is from is open, and weights matter.
-            near = read(problem, example) + scale * normals[:2]
+            near = self.read(problem, example) + self.scale * normals[:2]
             for z in (*(2 * normals[2:]).reshape(2, -1), *near.reshape(2, -1)):
                 found, expected = map(float, both(z, example))
                 if not abs(found - expected) <= _TOLERANCE * max(1.0, abs(expected)):
                     raise UnsupportedModelError(
                         "Expected the likelihood to be a mixture of normals with the latents as "
-                        f"means, scale {scale} and the given weights: for an invented record its "
-                        f"logarithm is {found:.4g}, not {expected:.4g}. Correct scale, probs or "
-                        "observation, or use site=importance()."
+                        f"means, scale {self.scale} and the given weights: for an invented record "
+                        f"its logarithm is {found:.4g}, not {expected:.4g}. Correct scale, probs "
+                        "or observation, or use site=importance()."
                     )
 
-    def build(problem: EPProblem) -> Site:
-        number, size = shape(problem)
+    def build(self, problem: EPProblem) -> Site:
+        number, size = self.shape(problem)
 
         def prepare(_: Array, natural: dict[str, Array]) -> _Public:
             cavity = cavity_of(natural)
-            inverse, log_det = _marginals(cavity, number, size, scale)
-            return _Public(cavity, inverse, log_weights(number) - log_det / 2)
+            inverse, log_det = _marginals(cavity, number, size, self.scale)
+            return _Public(cavity, inverse, self.log_weights(number) - log_det / 2)
 
         def approximate(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
-            distance = read(problem, example) - public.cavity.mean.reshape(number, size)
-            full = public.inverse.ndim == 3
-            if full:
-                a = jnp.einsum("jde,je->jd", public.inverse, distance)
-            else:
-                a = public.inverse * distance
-            share = jax.nn.softmax(public.log_weight - jnp.sum(a * distance, -1) / 2)[:, None]
-            g = share * a
-            if full:
-                own = share[..., None] * (public.inverse - a[:, :, None] * a[:, None, :])
-                slots = jnp.arange(number)
-                blocks = jnp.zeros((number, size, number, size)).at[slots, :, slots].set(own)
-                flat = g.reshape(-1)
-                h = jnp.outer(flat, flat) + blocks.reshape(flat.size, flat.size)
-                return site_from_slopes(public.cavity, flat, h)
-            h = (g**2 + share * (public.inverse - a**2)).reshape(-1)
-            if public.cavity.covariance.ndim == 0:
-                h = jnp.mean(h)
-            return site_from_slopes(public.cavity, g.reshape(-1), h)
+            return _site(public, self.read(problem, example))
 
         return Site(prepare, approximate)
 
-    return SiteBuilder(build, check)
+
+def _site(public: _Public, x: Array) -> dict[str, Array]:
+    """The site of a record."""
+    number, size = public.inverse.shape[:2]
+    distance = x - public.cavity.mean.reshape(number, size)
+    full = public.inverse.ndim == 3
+    a = jnp.einsum("jde,je->jd", public.inverse, distance) if full else public.inverse * distance
+    share = jax.nn.softmax(public.log_weight - jnp.sum(a * distance, -1) / 2)[:, None]
+    g = share * a
+    flat = g.reshape(-1)
+    if full:
+        own = share[..., None] * (public.inverse - a[:, :, None] * a[:, None, :])
+        slots = jnp.arange(number)
+        blocks = jnp.zeros((number, size, number, size)).at[slots, :, slots].set(own)
+        h = jnp.outer(flat, flat) + blocks.reshape(flat.size, flat.size)
+        return site_from_slopes(public.cavity, flat, h)
+    h = (g**2 + share * (public.inverse - a**2)).reshape(-1)
+    if public.cavity.covariance.ndim == 0:
+        h = jnp.mean(h)
+    return site_from_slopes(public.cavity, flat, h)
 
 
 def _marginals(cavity: Cavity, number: int, size: int, scale: float) -> tuple[Array, Array]:
