@@ -14,9 +14,8 @@ from numpyro_dp import _checks
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Sampler
 from numpyro_dp.driver import Driver
-from numpyro_dp.ep.damping import Damped
-from numpyro_dp.ep.estimator import stochastic_ep
 from numpyro_dp.ep.families import Family, diagonal_normal, isotropic_normal, normal
+from numpyro_dp.ep.forms import Release, choose_form
 from numpyro_dp.ep.guide import PosteriorGuide
 from numpyro_dp.ep.per_record import (
     SensitiveSites,
@@ -34,10 +33,10 @@ from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.session import Session
 from numpyro_dp.step import SensitiveState
+from numpyro_dp.sweep import SweepResult
 
 __all__ = ["DPSEP", "EP", "SEP", "SensitiveEPResult"]
 
-_SHARED = "True is one number for all coordinates, k is one for each of k stretches."
 _NORMAL = (normal, diagonal_normal, isotropic_normal)
 
 
@@ -121,6 +120,9 @@ class DPSEP(Driver):
             vector (a component of a mixture). Not for ``isotropic_normal``, which has one.
         floor: What the records add to the precision of a normal family is at least so many
             standard deviations of the noise in it.
+        form: ``"centred"``, or ``"paper"`` for Algorithm 3 as printed: its :math:`\gamma`, 1 there
+            and N for the update of SEP, is ``damping``; see :mod:`numpyro_dp.ep.paper_form`. It
+            wants one number as ``clip_norm``, and the three arguments before at their defaults.
         sampler, budget, noise_multiplier, secret_key, num_steps, accountant: As for
             :class:`~numpyro_dp.DPSVI`.
         data_plate: Name of the plate over records, where the trace is ambiguous.
@@ -168,6 +170,7 @@ class DPSEP(Driver):
         precision_weight: float = 1.0,
         shared_precision: bool | int = False,
         floor: float = 2.0,
+        form: str = "centred",
         budget: PrivacyBudget | None = None,
         noise_multiplier: float | None = None,
         secret_key: Any = None,
@@ -176,28 +179,16 @@ class DPSEP(Driver):
         data_plate: str | None = None,
         **static_kwargs: Any,
     ) -> None:
-        if not callable(damping):
-            check_real("damping", damping, low=0, low_open=True, high=1)
-        check_real("precision_weight", precision_weight, low=0, low_open=True)
-        check_real("floor", floor, low=0)
-        if not isinstance(shared_precision, bool):
-            check_int("shared_precision", shared_precision, low=1, remedy=_SHARED)
-        if family is isotropic_normal and shared_precision:
-            raise ValueError(
-                "Expected shared_precision=False with isotropic_normal, which has one precision "
-                f"number, got {shared_precision}. Use diagonal_normal or normal."
-            )
-        if isinstance(family, Mapping) and (precision_weight != 1 or shared_precision):
-            raise ValueError(
-                "Expected precision_weight=1.0 and shared_precision=False with families by site, "
-                f"got {precision_weight} and {shared_precision}. Use a normal family."
-            )
+        release = Release(precision_weight, shared_precision, floor)
+        release.check(family)
+        estimator, optim = choose_form(form, release, damping, clip_norm, sampler)
+        self._form = form
         self._reader = _Reader(model, family, site, data_plate, static_kwargs)
         self.guide = self._reader.guide
-        self.method = f"{self._reader}, {precision_weight}, {shared_precision}, {floor}"
+        self.method = f"{self._reader}, {tuple(release)}, {form}"
         super().__init__(
-            estimator=stochastic_ep(precision_weight, shared_precision),
-            optim=Damped(damping, floor),
+            estimator=estimator,
+            optim=optim,
             clip_norm=clip_norm,
             sampler=sampler,
             budget=budget,
@@ -206,6 +197,15 @@ class DPSEP(Driver):
             num_steps=num_steps,
             accountant=accountant,
         )
+
+    def sweep(self, *args: Any, **kwargs: Any) -> SweepResult:
+        """As :meth:`~numpyro_dp.DPSVI.sweep`; without norms where ``form="paper"``."""
+        if self._form == "paper" and kwargs.get("clip_norm") is not None:
+            raise ValueError(
+                f"Expected no clip_norm in a sweep with form='paper', got {kwargs['clip_norm']!r}: "
+                "the mean site is bounded by that of the driver. Use a driver for each."
+            )
+        return super().sweep(*args, **kwargs)
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters at a state; they may be published."""

@@ -36,7 +36,7 @@ from numpyro_dp.ep.families import divide, power
 from numpyro_dp.ep.gaussian import cavity_of, centre
 from numpyro_dp.ep.problem import EPProblem
 
-__all__ = ["Move", "stochastic_ep"]
+__all__ = ["Move", "finite_or_nothing", "packing_of", "stochastic_ep"]
 
 Natural = dict[str, Array]
 
@@ -79,7 +79,7 @@ def stochastic_ep(
 
     def build(problem: EPProblem) -> Estimator:
         method = problem.site.build(problem)
-        packing = _packing(problem, precision_weight, shared_precision)
+        packing = packing_of(problem, precision_weight, shared_precision)
 
         def prepare(rng_key: Array, params: Natural) -> _Public:
             factor = power(divide(params, problem.prior), 1 / problem.num_examples)
@@ -90,9 +90,7 @@ def stochastic_ep(
 
         def signal(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
             found = method.approximate(public.site, example)
-            finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(found)]))
-            found = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), found)
-            return packing.pack(divide(found, public.factor))
+            return packing.pack(divide(finite_or_nothing(found), public.factor))
 
         def pull_back(public: _Public, released: dict[str, Array]) -> Move:
             direction = packing.unpack(released)
@@ -105,13 +103,20 @@ def stochastic_ep(
     return build
 
 
+def finite_or_nothing(natural: Natural) -> Natural:
+    """Returns a site, or that of a record that says nothing where it is not finite."""
+    leaves = jax.tree.leaves(natural)
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
+    return jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), natural)
+
+
 class _Packing(NamedTuple):
     pack: Callable[[Natural], dict[str, Array]]
     unpack: Callable[[dict[str, Array]], Natural]
     noise: float  # in an eigenvalue of the precision, for unit noise in what is released
 
 
-def _packing(problem: EPProblem, weight: float, shared: bool | int) -> _Packing:
+def packing_of(problem: EPProblem, weight: float, shared: bool | int) -> _Packing:
     """Between natural parameters and the coordinates that are released."""
     if not problem.latents.is_normal:
         return _Packing(lambda natural: natural, lambda released: released, 0.0)

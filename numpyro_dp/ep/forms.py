@@ -1,0 +1,66 @@
+"""The two forms of private stochastic expectation propagation, chosen by ``DPSEP(form=...)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from numpyro_dp._validate import check_in, check_int, check_real
+from numpyro_dp.core import Estimator, Sampler
+from numpyro_dp.ep.damping import Damped
+from numpyro_dp.ep.estimator import stochastic_ep
+from numpyro_dp.ep.families import isotropic_normal
+from numpyro_dp.ep.paper_form import Printed, paper_form
+from numpyro_dp.ep.problem import EPProblem
+from numpyro_dp.privacy.mechanism import check_clip_norm
+
+__all__ = ["Release", "choose_form"]
+
+_SHARED = "True is one number for all coordinates, k is one for each of k stretches."
+
+
+class Release(NamedTuple):
+    """How precisions are released, and floored."""
+
+    precision_weight: float = 1.0
+    shared_precision: bool | int = False
+    floor: float = 2.0
+
+    def check(self, family: Any) -> None:
+        """Raises unless the numbers are in range and suit the family."""
+        check_real("precision_weight", self.precision_weight, low=0, low_open=True)
+        check_real("floor", self.floor, low=0)
+        if not isinstance(self.shared_precision, bool):
+            check_int("shared_precision", self.shared_precision, low=1, remedy=_SHARED)
+        if family is isotropic_normal and self.shared_precision:
+            raise ValueError(
+                "Expected shared_precision=False with isotropic_normal, which has one precision "
+                f"number, got {self.shared_precision}. Use diagonal_normal or normal."
+            )
+        if isinstance(family, Mapping) and (self.precision_weight != 1 or self.shared_precision):
+            raise ValueError(
+                "Expected precision_weight=1.0 and shared_precision=False with families by site, "
+                f"got {self.precision_weight} and {self.shared_precision}. Use a normal family."
+            )
+
+
+def choose_form(
+    form: str, release: Release, damping: Any, clip_norm: Any, sampler: Sampler
+) -> tuple[Callable[[EPProblem], Estimator], Damped | Printed]:
+    """Returns estimator and optimiser of ``DPSEP(form=...)``.
+
+    Raises:
+        ValueError: If an argument is out of range, or has no place in the form.
+    """
+    check_in("form", form, ("centred", "paper"))
+    if form == "centred":
+        if not callable(damping):
+            check_real("damping", damping, low=0, low_open=True, high=1)
+        estimator = stochastic_ep(release.precision_weight, release.shared_precision)
+        return estimator, Damped(damping, release.floor)
+    if release != Release():
+        raise ValueError(f"Expected {Release()} with form='paper', got {release}. Leave them out.")
+    if not isinstance(check_clip_norm(clip_norm), float):
+        raise ValueError(f"Expected one number as clip_norm with form='paper', got {clip_norm!r}.")
+    gamma = check_real("damping", damping, low=0, low_open=True, remedy="It is gamma.")
+    return paper_form(gamma, sampler), Printed(clip_norm)
