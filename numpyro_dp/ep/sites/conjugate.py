@@ -7,6 +7,7 @@ linear equations of its values at a few public points z.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -50,10 +51,14 @@ def conjugate() -> SiteBuilder:
 
 def is_conjugate(problem: EPProblem) -> bool:
     """Whether the likelihood of each invented record is a member of the family."""
-    check = _is_quadratic if problem.latents.is_normal else _is_linear_in_statistics
-    found = [check(problem, example) for example in problem.invented()]
-    known = [each for each in found if each is not None]
-    return bool(known) and all(known)
+    is_member = _quadratic(problem) if problem.latents.is_normal else _in_statistics(problem)
+    told = False
+    for example in problem.invented():
+        found = is_member(example)
+        if found is False:
+            return False
+        told = told or bool(found)
+    return told
 
 
 def _normal_site(problem: EPProblem) -> Site:
@@ -77,26 +82,31 @@ def _derivatives(problem: EPProblem, z: Array, example: Any) -> tuple[Array, Arr
     return slope(z, example), jnp.mean(precision) if axes == 0 else precision
 
 
-def _is_quadratic(problem: EPProblem, example: Any) -> bool | None:
+def _quadratic(problem: EPProblem) -> Callable[[Any], bool | None]:
+    """Whether the log likelihood of a record is quadratic; ``None`` where it cannot tell."""
+
     @jax.jit
-    def derivatives() -> tuple[Array, Array]:
+    def derivatives(example: Any) -> tuple[Array, Array]:
         points = 2 * jax.random.normal(jax.random.key(0), (3, problem.latents.dim))
         log_likelihood = partial(problem.log_likelihood, example=example)
         return jax.vmap(jax.grad(log_likelihood))(points), jax.vmap(jax.hessian(log_likelihood))(
             points
         )
 
-    slopes, found = (np.asarray(each, np.float64) for each in derivatives())
-    if not np.isfinite(found).all() or not np.abs(slopes).max() > 0:
-        return None
-    structure = problem.prior["precision"].ndim
-    off = found[0] - np.diag(np.diag(found[0]))
-    scale = max(np.abs(found).max(), 1e-12)
-    if structure < 2 and np.abs(off).max() > _TOLERANCE * scale:
-        return False
-    if structure == 0 and np.ptp(np.diag(found[0])) > _TOLERANCE * scale:
-        return False
-    return bool(np.abs(found - found[0]).max() <= _TOLERANCE * scale)
+    def is_member(example: Any) -> bool | None:
+        slopes, found = (np.asarray(each, np.float64) for each in derivatives(example))
+        if not np.isfinite(found).all() or not np.abs(slopes).max() > 0:
+            return None
+        structure = problem.prior["precision"].ndim
+        off = found[0] - np.diag(np.diag(found[0]))
+        scale = max(np.abs(found).max(), 1e-12)
+        if structure < 2 and np.abs(off).max() > _TOLERANCE * scale:
+            return False
+        if structure == 0 and np.ptp(np.diag(found[0])) > _TOLERANCE * scale:
+            return False
+        return bool(np.abs(found - found[0]).max() <= _TOLERANCE * scale)
+
+    return is_member
 
 
 def _linear_site(problem: EPProblem) -> Site:
@@ -122,13 +132,18 @@ def _equations(problem: EPProblem) -> tuple[Any, Array, Any]:
     return points, jnp.asarray(solve, unit.dtype), unravel
 
 
-def _is_linear_in_statistics(problem: EPProblem, example: Any) -> bool | None:
+def _in_statistics(problem: EPProblem) -> Callable[[Any], bool | None]:
+    """Whether the log likelihood of a record is linear in the statistics of the family."""
     points, solve, _ = _equations(problem)
     family = problem.latents.family
     likelihoods = jax.jit(jax.vmap(problem.log_likelihood, in_axes=(0, None)))
-    values = np.asarray(likelihoods(points, example))
-    if not np.isfinite(values).all() or np.ptp(values) == 0:
-        return None
     statistics = jax.vmap(lambda z: ravel_pytree(family.statistics(z))[0])(points)
-    fitted = np.column_stack([statistics, np.ones(len(statistics))]) @ (np.asarray(solve) @ values)
-    return bool(np.abs(fitted - values).max() <= _TOLERANCE * np.ptp(values))
+    fit = np.column_stack([statistics, np.ones(len(statistics))]) @ np.asarray(solve)
+
+    def is_member(example: Any) -> bool | None:
+        values = np.asarray(likelihoods(points, example))
+        if not np.isfinite(values).all() or np.ptp(values) == 0:
+            return None
+        return bool(np.abs(fit @ values - values).max() <= _TOLERANCE * np.ptp(values))
+
+    return is_member
