@@ -38,9 +38,10 @@ def mixture(x, number=4, scale=0.5, probs=None):
     size = x.shape[1]
     means = numpyro.sample("means", dist.Normal(0, 1).expand([number, size]).to_event(2))
     weights = jnp.full(number, 1 / number) if probs is None else jnp.asarray(probs)
-    with numpyro.plate("records", x.shape[0]):
-        each = dist.Normal(means, scale).to_event(1)
-        numpyro.sample("x", dist.MixtureSameFamily(dist.Categorical(weights), each), obs=x)
+    each = dist.Normal(means, scale).to_event(1)
+    with numpyro.plate("records", x.shape[0]):  # MixtureSameFamily refuses these in numpyro 0.20
+        terms = jnp.log(weights) + each.log_prob(x[:, None])
+        numpyro.factor("x", jax.nn.logsumexp(terms, axis=-1))
 
 
 def three(x):
