@@ -46,7 +46,7 @@ class Release(NamedTuple):
 
 def choose_form(
     form: str, release: Release, damping: Any, clip_norm: Any, sampler: Sampler
-) -> tuple[Callable[[EPProblem], Estimator], Damped | Printed]:
+) -> tuple[Callable[[EPProblem], Estimator], Damped]:
     """Returns estimator and optimiser of ``DPSEP(form=...)``.
 
     Raises:

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp.core import Estimator, Sampler
-from numpyro_dp.ep.damping import DampedState
+from numpyro_dp.ep.damping import Damped, DampedState
 from numpyro_dp.ep.estimator import finite_or_nothing, packing_of
 from numpyro_dp.ep.families import divide, multiply, power
 from numpyro_dp.ep.gaussian import cavity_of, centre
@@ -91,23 +91,16 @@ def paper_form(gamma: float, sampler: Sampler) -> Callable[[EPProblem], Estimato
     return build
 
 
-class Printed:
-    """The step of Algorithm 3, as an optimiser with NumPyro's ``init``, ``get_params``, ``update``.
+class Printed(Damped):
+    """The step of Algorithm 3, as an optimiser.
 
     Args:
         bound: C, which the norm of the mean site is scaled to.
     """
 
     def __init__(self, bound: float) -> None:
+        super().__init__(1.0, 0.0)  # its rate is in the direction
         self._bound = bound
-
-    def init(self, params: Natural) -> DampedState:
-        """Returns the first state."""
-        return DampedState(jnp.zeros((), jnp.int32), params, jnp.zeros(()))
-
-    def get_params(self, state: DampedState) -> Natural:
-        """Returns the natural parameters."""
-        return state.natural
 
     def update(self, gradient: _Direction, state: DampedState, **_: Any) -> DampedState:
         """Takes a step, and brings the posterior and the mean site back into their domains."""

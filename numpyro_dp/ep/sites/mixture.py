@@ -70,6 +70,8 @@ def normal_mixture(
             likelihood of an invented record is another one.
 
     Example:
+        (numpyro 0.20 refuses these components: there add up the densities in ``numpyro.factor``.)
+
         >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist
         >>> from numpyro_dp.ep.sites import normal_mixture
         >>> def model(x):
