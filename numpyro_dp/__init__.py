@@ -2,6 +2,7 @@
 
 from numpyro_dp.core import Batch, Estimator, Fold, Mechanism, Sampler
 from numpyro_dp.em import DPEM
+from numpyro_dp.ep.bnn import RegressionNetwork
 from numpyro_dp.estimators import (
     aligned,
     aligned_natural,
@@ -11,6 +12,7 @@ from numpyro_dp.estimators import (
     vanilla,
 )
 from numpyro_dp.model.structure import UnsupportedModelError
+from numpyro_dp.pbp import DPPBP, PBP
 from numpyro_dp.posterior import (
     average,
     drift_check,
@@ -38,10 +40,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DPEM",
+    "DPPBP",
     "DPSEP",
     "DPSVI",
     "EP",
     "GDP",
+    "PBP",
     "PLD",
     "PRV",
     "RDP",
@@ -58,6 +62,7 @@ __all__ = [
     "Mechanism",
     "Poisson",
     "PrivacyBudget",
+    "RegressionNetwork",
     "Sampler",
     "UnsupportedEventError",
     "UnsupportedModelError",

@@ -16,8 +16,9 @@ from numpyro_dp import _checks
 from numpyro_dp._validate import check_int, check_probs, check_real
 from numpyro_dp.core import Sampler
 from numpyro_dp.driver import Driver
-from numpyro_dp.ep.mixture_em import MixtureProblem, MStep, expected_statistics
+from numpyro_dp.ep.mixture_em import MStep, expected_statistics
 from numpyro_dp.ep.problem import read_conjugate_model
+from numpyro_dp.ep.records import RecordsProblem
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frontend import Prepared
 from numpyro_dp.model.structure import ModelStructure
@@ -148,7 +149,7 @@ class DPEM(Driver):
         params = self._start(rng_key, *shape)
         if init_params is not None:
             params = params | _check_init(init_params, params, self._known)
-        problem = MixtureProblem(Model(_placeholder, structure), structure.layout.num_examples)
+        problem = RecordsProblem(Model(_placeholder, structure), structure.layout.num_examples)
         return Prepared(problem, self.optim.init(params), rng_key)
 
     def _start(self, rng_key: Array, size: int) -> dict[str, Array]:

@@ -29,46 +29,11 @@ from jax import Array, lax
 from numpyro_dp.core import Estimator
 from numpyro_dp.ep.families._matrix import raise_eigenvalues
 from numpyro_dp.ep.gaussian import inverse_and_log_det
-from numpyro_dp.model.density import Model
-from numpyro_dp.model.records import Rows, split_arguments
+from numpyro_dp.ep.records import RecordsProblem
 
-__all__ = ["MStep", "MixtureProblem", "expected_statistics"]
+__all__ = ["MStep", "expected_statistics"]
 
 Params = dict[str, Array]
-
-
-class MixtureProblem(NamedTuple):
-    """What a session needs to know of the records.
-
-    Attributes:
-        model: A model over them, of which the layout counts.
-        num_examples: Number of records.
-        noise_scale: Standard deviation of the noise in the released sums; public.
-        shared: Public arrays; none.
-    """
-
-    model: Model
-    num_examples: int
-    noise_scale: Array | float = 0.0
-    shared: tuple[Array, ...] = ()
-
-    def at(self, shared: tuple[Array, ...], noise_scale: Array | float = 0.0) -> MixtureProblem:
-        """The same with the noise of a step."""
-        return self._replace(shared=shared, noise_scale=noise_scale)
-
-    def constrain(self, params: Params) -> Params:
-        """Returns the parameters as they are published."""
-        return params
-
-    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
-        """Returns the records."""
-        _, arrays, shared = split_arguments(args, kwargs, self.num_examples)
-        return Rows(arrays, shared)
-
-    def blank_example(self) -> tuple[Array, ...]:
-        """Returns zeros in the place of a record."""
-        shapes = self.model.structure.layout.shapes
-        return tuple(jnp.zeros(shape, dtype) for shape, dtype in shapes)
 
 
 class Released(NamedTuple):
@@ -89,7 +54,7 @@ class _Public(NamedTuple):
     log_weight: Array
 
 
-def expected_statistics(with_squares: bool) -> Callable[[MixtureProblem], Estimator]:
+def expected_statistics(with_squares: bool) -> Callable[[RecordsProblem], Estimator]:
     """Builds the estimator.
 
     Args:
@@ -99,7 +64,7 @@ def expected_statistics(with_squares: bool) -> Callable[[MixtureProblem], Estima
         The signal reads one record; ``prepare`` and ``pull_back`` read none.
     """
 
-    def build(problem: MixtureProblem) -> Estimator:
+    def build(problem: RecordsProblem) -> Estimator:
         (size,) = problem.model.structure.layout.shapes[0][0]
         rows, cols = np.triu_indices(size)
         stretch = jnp.where(rows == cols, 1.0, math.sqrt(2))

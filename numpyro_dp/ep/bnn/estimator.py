@@ -1,0 +1,169 @@
+r"""Stochastic expectation propagation of a network, in the form of a private step.
+
+The posterior is :math:`q = \prod_j N(w_j; m_j, \lambda_j^{-1})\,\mathrm{Gamma}(\gamma; a, b)`, with
+one factor f for the average record. Seen from the cavity q / f, record i has the site
+
+.. math::
+    h = g^2 - 2\,\frac{\partial\log Z}{\partial v}, \quad \Lambda_i = \frac{h}{1 - v h}, \quad
+    \eta_i - \Lambda_i m = \frac{g}{1 - v h}, \quad \Delta a_i = \tfrac12, \quad
+    \Delta b_i = \tfrac12\big((y - f)^2 + s_f\big)
+
+(:mod:`numpyro_dp.ep.bnn.moments`; 1 - vh is floored at 0.1), and what is released is the sum over
+records of its difference to f, in three parts with one joint clip:
+
+.. math:: u_i = \big(\tau\,(\eta_i - \Lambda_i m),\; \tau w\,\Lambda_i,\; w_b\,\Delta b_i\big),
+
+:math:`\tau = E[1/\gamma]` at the iterate. With it the first part is a residual times the slope of
+the network, and stays of one size while the noise that is found shrinks. Precisions are released
+for each weight, or as one number a layer. :math:`\Delta a` needs no release: N is public.
+
+Reference:
+    Hernández-Lobato, Adams (2015), Probabilistic backpropagation, ICML; Vinaroz, Park (2022),
+    Differentially private stochastic expectation propagation, TMLR, section 6.2. There the moments
+    of :math:`\gamma` are matched by differences of log Z that cancel in single precision;
+    :math:`\Delta b` here is that of a variational step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_dp.core import Estimator
+from numpyro_dp.ep.bnn.model import RegressionNetwork
+from numpyro_dp.ep.bnn.moments import Layout, record_slopes
+from numpyro_dp.ep.estimator import finite_or_nothing
+from numpyro_dp.ep.gaussian import Cavity, site_from_slopes
+from numpyro_dp.ep.records import RecordsProblem
+
+__all__ = ["Move", "NetworkCavity", "network_ep", "network_site"]
+
+Params = dict[str, Array]
+
+
+class NetworkCavity(NamedTuple):
+    r"""What a record's site is seen from.
+
+    Attributes:
+        weights: Moments of the weights.
+        noise: :math:`E[1/\gamma]`.
+    """
+
+    weights: Cavity
+    noise: Array
+
+
+class Move(NamedTuple):
+    """What a step asks the optimiser to do.
+
+    Attributes:
+        slope: Estimate of the slope of log q's target in the mean of the weights.
+        precision: Estimated change of the precision of each weight.
+        rate: Estimated change of the rate of the noise precision.
+        slope_noise: Standard deviation of the noise in each number of ``slope``.
+        precision_noise: The same in ``precision``.
+        num_inputs: Of the network.
+        num_examples: Number of records.
+    """
+
+    slope: Array
+    precision: Array
+    rate: Array
+    slope_noise: Array
+    precision_noise: Array
+    num_inputs: int
+    num_examples: int
+
+
+class _Public(NamedTuple):
+    cavity: NetworkCavity
+    factor: Params  # the mean factor, centred at the cavity's mean
+    unit: Array
+    shift: Array  # from the mean of q to that of the cavity
+
+
+def network_site(layout: Layout, cavity: NetworkCavity, x: Array, y: Array) -> dict[str, Array]:
+    """Returns the site of one record, centred at the cavity's mean; nothing if it is not finite.
+
+    Returns:
+        ``linear`` and ``precision``, one number a weight, and ``rate``.
+    """
+    mean, variance = cavity.weights
+    found = record_slopes(layout, mean, variance, cavity.noise, x, y)
+    site = site_from_slopes(cavity.weights, found.mean, found.mean**2 - 2 * found.variance)
+    site["rate"] = ((y - found.output) ** 2 + found.spread) / 2
+    return finite_or_nothing(site)
+
+
+def network_ep(
+    network: RegressionNetwork, by_layer: bool, precision_weight: float, noise_weight: float
+) -> Callable[[RecordsProblem], Estimator]:
+    """Builds the estimator.
+
+    Args:
+        network: The model.
+        by_layer: Releases the mean of the precisions of each layer, not those of each weight.
+        precision_weight: w above.
+        noise_weight: w_b above.
+
+    Guarantee:
+        The signal reads one record; ``prepare`` and ``pull_back`` read none. A record whose site
+        is not finite has none; its term is clipped like any other.
+    """
+
+    def build(problem: RecordsProblem) -> Estimator:
+        (shape, _), *_ = problem.model.structure.layout.shapes
+        layout, number = network.layout(*shape), problem.num_examples
+        groups = np.repeat(np.arange(len(layout.sizes)), layout.sizes)
+
+        def prepare(_: Array, params: Params) -> _Public:
+            return _public(network, number, params)
+
+        def signal(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
+            x, y = (part.astype(jnp.result_type(float)) for part in example)
+            site = network_site(layout, public.cavity, x, y)
+            found = {name: site[name] - public.factor[name] for name in site}
+            precision = found["precision"]
+            if by_layer:
+                parts = layout.split(precision)
+                precision = jnp.stack([jnp.mean(part) for part in parts])
+            return {
+                "linear": public.unit * found["linear"],
+                "precision": public.unit * precision_weight * precision,
+                "noise": noise_weight * found["rate"],
+            }
+
+        def pull_back(public: _Public, released: dict[str, Array]) -> Move:
+            precision = released["precision"] / (public.unit * precision_weight)
+            precision = precision[groups] if by_layer else precision
+            slope = released["linear"] / public.unit + precision * public.shift
+            noise = jnp.asarray(problem.noise_scale) / public.unit
+            return Move(
+                slope, precision, released["noise"] / noise_weight,
+                noise, noise / precision_weight, *shape, number,
+            )  # fmt: skip
+
+        return Estimator(prepare, signal, pull_back)
+
+    return build
+
+
+def _public(network: RegressionNetwork, number: int, params: Params) -> _Public:
+    """The cavity and the mean factor, from natural parameters that were released."""
+    linear, precision = params["weights_linear"], params["weights_precision"]
+    concentration, rate = params["noise_concentration"], params["noise_rate"]
+    own = {
+        "linear": linear / number,
+        "precision": (precision - network.prior_precision(params)) / number,
+        "rate": (rate - network.noise_prior[1]) / number,
+    }
+    variance = 1 / (precision - own["precision"])
+    mean = (linear - own["linear"]) * variance
+    noise = (rate - own["rate"]) / (concentration - 0.5 - 1)
+    centred = own | {"linear": own["linear"] - own["precision"] * mean}
+    cavity = NetworkCavity(Cavity(mean, variance), noise)
+    return _Public(cavity, centred, rate / (concentration - 1), mean - linear / precision)

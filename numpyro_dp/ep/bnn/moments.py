@@ -1,0 +1,177 @@
+r"""Moments of a network's output under independent normal weights, and their slopes.
+
+With inputs of mean z and variance s (an entry 1 of variance 0 appended for the bias, n entries in
+all) and weights of mean M and variance V, a layer has
+
+.. math::
+    a = \frac{M^\top z}{\sqrt n}, \qquad
+    v = \frac{(M^2)^\top s + V^\top (z^2 + s)}{n},
+
+and a unit :math:`\max(0, t)` of :math:`t \sim N(a, v)`, with :math:`\alpha = a/\sqrt v`,
+
+.. math::
+    E = a\,\Phi(\alpha) + \sqrt v\,\varphi(\alpha), \qquad
+    E_2 = (a^2 + v)\,\Phi(\alpha) + a \sqrt v\,\varphi(\alpha).
+
+Units of a layer are treated as independent normals. One record's evidence is
+:math:`\log Z = \log N(y; f, s_f + E[1/\gamma])`. Its slopes are taken at each layer's a and v,
+:math:`\delta_a` and :math:`\delta_v`; those in the weights are outer products,
+
+.. math::
+    \frac{\partial\log Z}{\partial M} = \frac{z\,\delta_a^\top}{\sqrt n}
+        + \frac{2 M \odot s\,\delta_v^\top}{n}, \qquad
+    \frac{\partial\log Z}{\partial V} = \frac{(z^2 + s)\,\delta_v^\top}{n},
+
+so that no derivative is taken through an array of (records, weights).
+
+Reference:
+    Hernández-Lobato, Adams (2015), Probabilistic backpropagation for scalable learning of Bayesian
+    neural networks, ICML.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.scipy.stats import norm
+from jaxtyping import Float
+
+__all__ = ["Layout", "Slopes", "layout_of", "output_moments", "record_slopes"]
+
+
+class Layout(NamedTuple):
+    """Where the weights of each layer are in the vector of all of them.
+
+    Attributes:
+        shapes: Of each layer: (inputs and bias, outputs).
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of weights of each layer."""
+        return tuple(rows * cols for rows, cols in self.shapes)
+
+    def split(self, weights: Float[Array, " weights"]) -> list[Array]:
+        """Returns the matrix of each layer."""
+        parts, start = [], 0
+        for shape, size in zip(self.shapes, self.sizes, strict=True):
+            parts.append(weights[start : start + size].reshape(shape))
+            start += size
+        return parts
+
+    def join(self, layers: Sequence[Array]) -> Float[Array, " weights"]:
+        """The inverse of that."""
+        return jnp.concatenate([layer.reshape(-1) for layer in layers])
+
+
+class Slopes(NamedTuple):
+    """What one record says.
+
+    Attributes:
+        mean: Slope of log Z in the mean of each weight.
+        variance: In its variance.
+        output: Mean of the network's output.
+        spread: Its variance.
+    """
+
+    mean: Float[Array, " weights"]
+    variance: Float[Array, " weights"]
+    output: Float[Array, ""]
+    spread: Float[Array, ""]
+
+
+class _Seen(NamedTuple):
+    inputs: list[tuple[Array, Array]]  # of each layer, with the bias
+    output: Array
+    spread: Array
+
+
+def layout_of(num_inputs: int, hidden: Sequence[int]) -> Layout:
+    """Returns the layout of a network with one output."""
+    sizes = [num_inputs, *hidden, 1]
+    return Layout(tuple((rows + 1, cols) for rows, cols in itertools.pairwise(sizes)))
+
+
+def output_moments(
+    layout: Layout, mean: Float[Array, " weights"], variance: Float[Array, " weights"], x: Array
+) -> tuple[Array, Array]:
+    """Returns mean and variance of the output for one input of shape (num_inputs,)."""
+    seen = _forward(layout.split(mean), layout.split(variance), x, None)
+    return seen.output, seen.spread
+
+
+def record_slopes(
+    layout: Layout,
+    mean: Float[Array, " weights"],
+    variance: Float[Array, " weights"],
+    noise: Float[Array, ""],
+    x: Float[Array, " inputs"],
+    y: Float[Array, ""],
+) -> Slopes:
+    r"""Returns the slopes of one record's log evidence, in factored form multiplied out.
+
+    Args:
+        layout: Of the weights.
+        mean: Of the weights.
+        variance: Of the weights, independent.
+        noise: :math:`E[1/\gamma]`, the variance of y around the output.
+        x: Inputs.
+        y: Target.
+    """
+    means, variances = layout.split(mean), layout.split(variance)
+
+    def log_evidence(shifts: list[tuple[Array, Array]]) -> tuple[Array, _Seen]:
+        seen = _forward(means, variances, x, shifts)
+        total = seen.spread + noise
+        return -((y - seen.output) ** 2 / total + jnp.log(total)) / 2, seen
+
+    zeros = [(jnp.zeros(cols), jnp.zeros(cols)) for _, cols in layout.shapes]
+    slopes, seen = jax.grad(log_evidence, has_aux=True)(zeros)
+    in_mean, in_variance = [], []
+    for (at_mean, at_variance), (z, s), weights in zip(slopes, seen.inputs, means, strict=True):
+        n = len(z)
+        direct = jnp.outer(z, at_mean) / math.sqrt(n)
+        in_mean.append(direct + 2 * weights * jnp.outer(s, at_variance) / n)
+        in_variance.append(jnp.outer(z**2 + s, at_variance) / n)
+    return Slopes(layout.join(in_mean), layout.join(in_variance), seen.output, seen.spread)
+
+
+def _forward(
+    means: list[Array],
+    variances: list[Array],
+    x: Array,
+    shifts: list[tuple[Array, Array]] | None,
+) -> _Seen:
+    """Moments of the output; shifts are added to those of each layer before its units."""
+    z, s = _with_bias(x, jnp.zeros_like(x))
+    inputs = []
+    for number, (weights, variance) in enumerate(zip(means, variances, strict=True)):
+        inputs.append((z, s))
+        a = z @ weights / math.sqrt(len(z))
+        v = (s @ weights**2 + (z**2 + s) @ variance) / len(z)
+        if shifts is not None:
+            a, v = a + shifts[number][0], v + shifts[number][1]
+        if number < len(means) - 1:
+            z, s = _with_bias(*_rectified(a, v))
+    return _Seen(inputs, a[0], v[0])
+
+
+def _with_bias(z: Array, s: Array) -> tuple[Array, Array]:
+    return jnp.append(z, 1.0), jnp.append(s, 0.0)
+
+
+def _rectified(a: Array, v: Array) -> tuple[Array, Array]:
+    """Moments of max(0, t), t ~ N(a, v)."""
+    sd = jnp.sqrt(v)
+    above, density = norm.cdf(a / sd), norm.pdf(a / sd)
+    mean = a * above + sd * density
+    second = (a**2 + v) * above + a * sd * density
+    return mean, jnp.maximum(second - mean**2, 1e-10 * v)

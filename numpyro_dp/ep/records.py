@@ -1,0 +1,47 @@
+"""A problem that is nothing but records: what a session needs where no family is read."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_dp.model.density import Model
+from numpyro_dp.model.records import Rows, split_arguments
+
+__all__ = ["RecordsProblem"]
+
+
+class RecordsProblem(NamedTuple):
+    """What a session needs to know of the records.
+
+    Attributes:
+        model: A model over them, of which the layout counts.
+        num_examples: Number of records.
+        noise_scale: Standard deviation of the noise in the released sums; public.
+        shared: Public arrays; none.
+    """
+
+    model: Model
+    num_examples: int
+    noise_scale: Array | float = 0.0
+    shared: tuple[Array, ...] = ()
+
+    def at(self, shared: tuple[Array, ...], noise_scale: Array | float = 0.0) -> RecordsProblem:
+        """The same with the noise of a step."""
+        return self._replace(shared=shared, noise_scale=noise_scale)
+
+    def constrain(self, params: dict[str, Array]) -> dict[str, Array]:
+        """Returns the parameters as they are published."""
+        return params
+
+    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
+        """Returns the records."""
+        _, arrays, shared = split_arguments(args, kwargs, self.num_examples)
+        return Rows(arrays, shared)
+
+    def blank_example(self) -> tuple[Array, ...]:
+        """Returns zeros in the place of a record."""
+        shapes = self.model.structure.layout.shapes
+        return tuple(jnp.zeros(shape, dtype) for shape, dtype in shapes)

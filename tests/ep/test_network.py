@@ -1,0 +1,270 @@
+"""Networks: moments and slopes, SEP, ADF and EP, DP-SEP, and what may go wrong."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpyro.infer import MCMC, NUTS, Predictive
+from scipy import stats
+
+from numpyro_dp import (
+    DPPBP,
+    PBP,
+    FullBatch,
+    Poisson,
+    PrivacyBudget,
+    RegressionNetwork,
+)
+from numpyro_dp.aggregate import bounded_sum
+from numpyro_dp.ep.bnn.estimator import NetworkCavity, network_ep, network_site
+from numpyro_dp.ep.bnn.moments import layout_of, output_moments, record_slopes
+from numpyro_dp.ep.gaussian import Cavity
+from numpyro_dp.ep.problem import read_conjugate_model
+from numpyro_dp.ep.records import RecordsProblem
+from numpyro_dp.model.density import Model
+from numpyro_dp.privacy.mechanism import gaussian
+
+KEY = jax.random.key(0)
+BUDGET = PrivacyBudget(1.0, 1e-5)
+NETWORK = RegressionNetwork((6,))
+
+
+def records(number, inputs=2, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(number, inputs)).astype(np.float32)
+    y = np.abs(x[:, 0]) - 0.8 + 0.1 * rng.normal(size=number)
+    return x, y.astype(np.float32)
+
+
+def weights(layout, seed=0):
+    size = sum(layout.sizes)
+    mean = jax.random.normal(jax.random.key(seed), (size,))
+    return mean, 0.05 + 0.2 * jax.random.uniform(jax.random.key(seed + 1), (size,))
+
+
+def error(network, params, x, y):
+    mean, _ = network.predict(params, x)
+    return float(jnp.sqrt(jnp.mean((mean - y) ** 2)))
+
+
+def test_moments_of_one_hidden_layer_are_those_of_draws():
+    layout = layout_of(3, (40,))
+    mean, variance = weights(layout)
+    x = jnp.array([0.3, -1.2, 0.8])
+    network = RegressionNetwork((40,))
+    draws = mean + jnp.sqrt(variance) * jax.random.normal(KEY, (200_000, mean.size))
+    outputs = np.asarray(jax.vmap(lambda w: network.apply(w, x[None])[0])(draws), np.float64)
+    found, spread = output_moments(layout, mean, variance, x)
+    # Units depend on each other through nothing here: with one hidden layer both moments are exact.
+    assert abs(found - outputs.mean()) < 5 * outputs.std() / math.sqrt(len(outputs))
+    assert abs(spread / outputs.var() - 1) < 0.02
+
+
+@pytest.mark.parametrize("hidden", [(5,), (4, 3), (4, 3, 2)])
+def test_factored_slopes_are_derivatives_of_the_log_evidence(hidden):
+    layout = layout_of(3, hidden)
+    mean, variance = weights(layout)
+    x, y, noise = jnp.array([0.5, -1.0, 2.0]), jnp.array(0.7), jnp.array(0.3)
+
+    def log_evidence(mean, variance):
+        output, spread = output_moments(layout, mean, variance, x)
+        return -((y - output) ** 2 / (spread + noise) + jnp.log(spread + noise)) / 2
+
+    expected = jax.grad(log_evidence, (0, 1))(mean, variance)
+    found = record_slopes(layout, mean, variance, noise, x, y)
+    np.testing.assert_allclose(found.mean, expected[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found.variance, expected[1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_site_moves_the_cavity_to_the_tilted_moments():
+    layout = layout_of(2, (3,))
+    mean, variance = weights(layout)
+    x, y, noise = jnp.array([0.5, -1.0]), jnp.array(0.2), jnp.array(0.5)
+    slopes = record_slopes(layout, mean, variance, noise, x, y)
+    narrowed = variance - variance**2 * (slopes.mean**2 - 2 * slopes.variance)
+    site = network_site(layout, NetworkCavity(Cavity(mean, variance), noise), x, y)
+    total = 1 / variance + site["precision"]
+    np.testing.assert_allclose(1 / total, narrowed, rtol=1e-4)
+    np.testing.assert_allclose(
+        mean + site["linear"] / total, mean + variance * slopes.mean, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_the_network_of_the_model_is_that_of_the_moments():
+    x, _ = records(5)
+    layout = NETWORK.layout(2)
+    mean, _ = weights(layout)
+    sharp = jnp.full(mean.size, 1e-12)
+    found = [output_moments(layout, mean, sharp, jnp.asarray(row))[0] for row in x]
+    np.testing.assert_allclose(found, NETWORK.apply(mean, x), rtol=1e-4, atol=1e-5)
+
+
+def test_all_forms_learn_and_agree_with_nuts_on_predictions():
+    x, y = records(300)
+    rest = records(500, seed=1)
+    mcmc = MCMC(NUTS(NETWORK), num_warmup=300, num_samples=500, progress_bar=False)
+    mcmc.run(KEY, x, y)
+    outputs = jax.vmap(lambda w: NETWORK.apply(w, rest[0]))(mcmc.get_samples()["weights"])
+    nuts = float(jnp.sqrt(jnp.mean((outputs.mean(0) - rest[1]) ** 2)))
+    found = {
+        "adf": PBP(NETWORK).run(KEY, 30, x, y).params,
+        "ep": PBP(NETWORK, "ep", damping=0.05).run(KEY, 400, x, y).params,
+    }
+    for name, options in (("sep", {"damping": 0.05}), ("curved", {"damping": 0.1, "ridge": 1.0})):
+        sep = DPPBP(
+            NETWORK, clip_norm=math.inf, noise_multiplier=0.0, sampler=FullBatch(),
+            precision="weight", step_size=0.3 if name == "curved" else None, **options,
+        )  # fmt: skip
+        steps = 600 if name == "sep" else 60
+        found[name] = sep.run(KEY, steps, x, y, progress_bar=False).params
+    errors = {name: error(NETWORK, params, *rest) for name, params in found.items()}
+    assert nuts < 0.15
+    assert all(each < 1.6 * nuts for each in errors.values()), (nuts, errors)
+    for name, params in found.items():
+        noise = params["noise_rate"] / (params["noise_concentration"] - 1)
+        assert 0.08 < jnp.sqrt(noise) < 0.35, name
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_one_record_moves_the_sum_by_at_most_the_clip_norm(by_layer):
+    rng = np.random.default_rng(1)
+    norm, number = 0.5, 40
+    x, y = records(number)
+    structure = read_conjugate_model(NETWORK, (x, y), {}, None, {})
+    problem = RecordsProblem(Model(NETWORK, structure), number)
+    estimator = network_ep(NETWORK, by_layer, 10.0, 0.3)(problem)
+    driver = DPPBP(NETWORK, clip_norm=norm, noise_multiplier=1.0, sampler=FullBatch())
+    params = driver.get_params(driver.init(KEY, x, y))
+    mechanism = gaussian(norm, 1.0)
+
+    @jax.jit
+    def total(x, y, mask):
+        public = estimator.prepare(KEY, params)
+        return bounded_sum(estimator, mechanism, public, (x, y), mask)
+
+    strange = [1.0, 1e4, 1e30, -1e38, np.nan, np.inf, 0.0]
+    largest = 0.0
+    for value in strange:
+        for target in strange:
+            row = int(rng.integers(number))
+            xs, ys = x.copy(), y.copy()
+            xs[row] = value * rng.normal(size=2) if np.isfinite(value) else value
+            ys[row] = target
+            mask = np.ones(number, bool)
+            with_it = total(xs, ys, mask)
+            mask[row] = False
+            without = total(xs, ys, mask)
+            moved = [np.ravel(np.asarray(with_it[k], np.float64) - without[k]) for k in with_it]
+            size = np.linalg.norm(np.concatenate(moved))
+            assert np.isfinite(size)
+            largest = max(largest, size)
+    assert 0.9 * norm < largest <= norm
+
+
+def test_a_private_run_learns_is_accounted_for_and_predicts():
+    x, y = records(4000)
+    pbp = DPPBP(
+        NETWORK, clip_norm=0.5, sampler=Poisson(0.25), budget=BUDGET, step_size=0.5, ridge=50.0,
+        secret_key=3,
+    )  # fmt: skip
+    result = pbp.run(KEY, 60, x, y, progress_bar=False)
+    assert 0.9 < result.privacy.epsilon <= 1.0
+    assert error(NETWORK, result.params, x, y) < 0.6 * y.std()
+    mean, variance = NETWORK.predict(result.params, x)
+    draws = Predictive(NETWORK, guide=pbp.guide, params=result.params, num_samples=4000)
+    y_draws = np.asarray(draws(jax.random.key(1), x[:50])["y"])
+    np.testing.assert_allclose(y_draws.mean(0), mean[:50], atol=0.06)
+    np.testing.assert_allclose(y_draws.var(0), variance[:50], rtol=0.15)
+
+
+def test_a_private_posterior_is_one_however_large_the_noise():
+    x, y = records(30)
+    for options in ({}, {"ridge": 10.0, "step_size": 0.5}, {"precision": "weight"}):
+        pbp = DPPBP(
+            RegressionNetwork((4,), weight_precision=None), clip_norm=1.0, noise_multiplier=1e3,
+            sampler=FullBatch(), secret_key=1, **options,
+        )  # fmt: skip
+        params = pbp.run(KEY, 20, x, y, progress_bar=False).params
+        assert all(bool(jnp.isfinite(value).all()) for value in params.values())
+        assert (params["weights_precision"] > 0).all()
+        assert params["noise_rate"] > 0
+
+
+def test_a_prior_on_the_precision_of_weights_follows_their_size():
+    network = RegressionNetwork((4,), weight_precision=None)
+    size = sum(network.layout(2).sizes)
+    params = {"weights_linear": jnp.full(size, 6.0), "weights_precision": jnp.full(size, 2.0)}
+    expected = (6 + size / 2) / (6 + size * (9 + 0.5) / 2)
+    assert float(network.prior_precision(params)) == pytest.approx(expected, rel=1e-5)
+    draws = Predictive(network, num_samples=2000)(KEY, jnp.ones((1, 2)))
+    assert stats.kstest(draws["weight_precision"], stats.gamma(6, scale=1 / 6).cdf).pvalue > 1e-3
+
+
+def test_updates_and_runs_give_the_same():
+    x, y = records(40)
+    pbp = DPPBP(NETWORK, clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch(), secret_key=5)
+    state = pbp.init(KEY, x, y)
+    update = jax.jit(pbp.update)
+    for _ in range(3):
+        state, _ = update(state, x, y)
+    expected = pbp.run(KEY, 3, x, y, progress_bar=False).params
+    for name, value in pbp.get_params(state).items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"damping": 0.0}, "damping"),
+        ({"step_size": 2.0}, "step_size"),
+        ({"ridge": -1.0}, "ridge"),
+        ({"precision": "block"}, "precision"),
+        ({"precision_weight": 0.0}, "precision_weight"),
+        ({"noise_weight": math.nan}, "noise_weight"),
+        ({"floor": -1.0}, "floor"),
+        ({"init_scale": 0.0}, "init_scale"),
+        ({"clip_norm": -1.0}, "clip_norm"),
+    ],
+)
+def test_bad_settings_are_refused_with_their_value(options, message):
+    given = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampler": FullBatch()} | options
+    with pytest.raises(ValueError, match=message):
+        DPPBP(NETWORK, **given)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: RegressionNetwork(()), ValueError, "hidden layer"),
+        (lambda: RegressionNetwork((0,)), ValueError, "hidden layer"),
+        (lambda: RegressionNetwork((3,), weight_precision=0.0), ValueError, "weight_precision"),
+        (lambda: RegressionNetwork((3,), noise_prior=(1.0, 1.0)), ValueError, "concentration"),
+        (lambda: PBP(lambda x, y: None), TypeError, "RegressionNetwork"),
+        (lambda: PBP(NETWORK, "sep"), ValueError, "method"),
+        (lambda: PBP(NETWORK).run(KEY, 0, *records(5)), ValueError, "num_sweeps"),
+        (lambda: PBP(NETWORK).run(KEY, 1, np.ones(5), np.ones(5)), ValueError, "shape"),
+        (lambda: PBP(NETWORK).run(KEY, 1, np.ones((5, 2)), np.ones(4)), ValueError, "shape"),
+    ],
+)
+def test_what_is_no_network_or_no_record_is_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: p | {"noise_rate": -p["noise_rate"]}, "positive"),
+        (lambda p: p | {"noise_concentration": p["noise_concentration"] + 1}, "N says"),
+        (lambda p: p | {"weights_linear": p["weights_linear"][:-1]}, "shapes"),
+    ],
+)
+def test_bad_starts_are_refused(change, message):
+    x, y = records(10)
+    pbp = DPPBP(NETWORK, clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch())
+    params = pbp.get_params(pbp.init(KEY, x, y))
+    pbp.init(KEY, x, y, init_params=params)
+    with pytest.raises(ValueError, match=message):
+        pbp.init(KEY, x, y, init_params=change(params))
