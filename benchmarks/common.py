@@ -40,6 +40,17 @@ def save(args, **results):
         pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
 
 
+def average_row(found):
+    """Mean and standard error of numbers by name, over repetitions."""
+    row = {"repetitions": len(found)}
+    for name in found[0]:
+        values = np.array([each[name] for each in found])
+        row[name] = float(values.mean())
+        error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else None
+        row[f"{name} se"] = None if error is None else float(error)
+    return row
+
+
 @contextlib.contextmanager
 def panels(path, columns=1, rows=1, size=(4.8, 3.6), bottom=0.0, **how):
     """Axes (rows, columns) of a figure, saved at the end; ``bottom`` is left for a legend."""
