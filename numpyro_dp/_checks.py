@@ -59,7 +59,8 @@ def check_sampler(sampler: Any) -> Sampler:
     """Returns the sampler, or raises TypeError."""
     if isinstance(sampler, type) or not isinstance(sampler, Sampler):
         raise TypeError(
-            "Expected sampler to be Poisson(rate), FixedSize(batch_size) or FullBatch(), got "
+            "Expected sampler to be Poisson(rate), FixedSize(batch_size), "
+            "Permutation(batch_size) or FullBatch(), got "
             f"{sampler!r}."
         )
     return sampler

@@ -147,7 +147,11 @@ class Sampler(Protocol):
         ...
 
     def amplify(self, event: DpEvent, num_examples: int) -> DpEvent:
-        """Turns the event on a batch into the event on the data set."""
+        """Turns the event on a batch into the event on the data set.
+
+        Steps compose one by one, unless the sampler has a method ``compositions(num_examples,
+        num_steps)`` that returns how many events that many first steps are together.
+        """
         ...
 
     def inclusion_prob(self, num_examples: int) -> float:

@@ -42,7 +42,8 @@ class DPSVI(Driver):
         clip_norm: Bound on the norm of one record's signal, in units of its log likelihood
             gradient, unscaled by batch or data size; or an :class:`~numpyro_dp.AdaptiveClip`; or a
             dict of either by entry of the signal.
-        sampler: :class:`~numpyro_dp.Poisson`, :class:`~numpyro_dp.FixedSize` or
+        sampler: :class:`~numpyro_dp.Poisson`, :class:`~numpyro_dp.FixedSize`,
+            :class:`~numpyro_dp.Permutation` or
             :class:`~numpyro_dp.FullBatch`.
         budget: What may be spent; the noise is calibrated to it.
         noise_multiplier: Noise over sensitivity instead of a budget, or, with one, checked

@@ -248,7 +248,10 @@ def _run_event(plan: Plan, noise_multiplier: float, num_steps: int) -> DpEvent:
     if isinstance(event, NonPrivateDpEvent):
         return event
     own = gaussian_event(event.noise_multiplier, plan.relation)
-    return SelfComposedDpEvent(plan.sampler.amplify(own, plan.num_examples), num_steps)
+    step = plan.sampler.amplify(own, plan.num_examples)
+    # A sampler may say that several steps are one event: Permutation does of an epoch.
+    several = getattr(plan.sampler, "compositions", lambda _, steps: steps)
+    return SelfComposedDpEvent(step, several(plan.num_examples, num_steps))
 
 
 def _beside_the_event(sampler: Sampler, num_examples: int, num_steps: int) -> dict[str, float]:

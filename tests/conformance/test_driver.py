@@ -18,6 +18,7 @@ from numpyro_dp import (
     FixedSize,
     FullBatch,
     LossRelease,
+    Permutation,
     Poisson,
     PrivacyBudget,
     aligned,
@@ -40,7 +41,7 @@ def slow_row(name):
     return pytest.param(name, marks=pytest.mark.extended)
 
 
-SAMPLERS = (Poisson(0.3), FixedSize(4), FullBatch())
+SAMPLERS = (Poisson(0.3), FixedSize(4), Permutation(4), FullBatch())
 REFERENCED = tuple(row for row in ESTIMATORS if row.equals_elbo and row.guides is None)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_dp import FixedSize, FullBatch, LossRelease, Poisson
+from numpyro_dp import FixedSize, FullBatch, LossRelease, Permutation, Poisson
 from numpyro_dp.privacy.mechanism import clip_sensitivity
 
 from .registry import ESTIMATORS, EstimatorRow, rows_to_run
@@ -136,7 +136,9 @@ def test_dropping_or_replacing_a_record(name, blocks):
 
 
 @pytest.mark.parametrize("release", [None, LossRelease(5.0, 0.2)], ids=["plain", "with loss"])
-@pytest.mark.parametrize("sampler", [Poisson(0.5), FixedSize(4), FullBatch()], ids=str)
+@pytest.mark.parametrize(
+    "sampler", [Poisson(0.5), FixedSize(4), Permutation(4), FullBatch()], ids=str
+)
 @pytest.mark.parametrize("row", rows_to_run())
 def test_what_a_step_releases(row, sampler, release):
     """Through the whole step: the change of the released sum, before noise, times q."""

@@ -9,16 +9,19 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
 from numpyro.infer import MCMC, NUTS, Predictive
 from sklearn.datasets import load_breast_cancer
 
 from numpyro_dp import (
     DPSEP,
     EP,
+    GDP,
     SEP,
     BudgetError,
     FixedSize,
     FullBatch,
+    Permutation,
     Poisson,
     PrivacyBudget,
     UnsupportedModelError,
@@ -33,6 +36,7 @@ from numpyro_dp.ep.problem import make_problem, read_conjugate_model
 from numpyro_dp.ep.sites import conjugate, importance, normal_mixture, quadrature
 from numpyro_dp.ep.sites import probit as probit_site
 from numpyro_dp.privacy.mechanism import gaussian
+from numpyro_dp.privacy.plan import default_delta
 
 KEY = jax.random.key(0)
 BUDGET = PrivacyBudget(1.0, 1e-5)
@@ -439,3 +443,23 @@ def test_shared_precision_is_one_noisy_number():
     found = np.asarray(sep.run(KEY, 10, x, y, progress_bar=False).params["auto_precision"])
     np.testing.assert_allclose(found, found[0, 0] * np.eye(3), atol=1e-3 * found[0, 0])
     assert found[0, 0] > 50
+
+
+def test_permuted_epochs_cost_one_gaussian_event_each():
+    x, y = linear_data(120)
+    sep = DPSEP(
+        regression, clip_norm=1.0, sampler=Permutation(50), noise_multiplier=4.0, damping=0.3
+    )
+    spent = [
+        sep.run(KEY, steps, x, y, progress_bar=False).privacy.epsilon for steps in (1, 3, 4, 6)
+    ]
+    assert spent[0] == spent[1] < spent[2] == spent[3]
+    delta = default_delta(120)
+    exact = GDP().epsilon(SelfComposedDpEvent(GaussianDpEvent(4.0), 2), delta, "add_or_remove_one")
+    assert spent[3] == pytest.approx(exact.epsilon, rel=1e-4)
+    exact = SEP(regression, sampler=Permutation(50), damping=0.05)
+    found = exact.run(KEY, 600, x, y, progress_bar=False).params
+    full = SEP(regression, damping=1.0).run(KEY, 2, x, y, progress_bar=False).params
+    np.testing.assert_allclose(
+        *(np.linalg.solve(p["auto_precision"], p["auto_linear"]) for p in (found, full)), atol=0.03
+    )

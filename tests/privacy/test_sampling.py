@@ -20,6 +20,7 @@ from scipy import stats
 from numpyro_dp.core import Sampler
 from numpyro_dp.privacy import sampling
 from numpyro_dp.privacy._sampling_law import WORD_BITS, binomial_tail, poisson_plan
+from numpyro_dp.privacy.permutation import Permutation
 from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.privacy.sampling import FixedSize, FullBatch, Poisson
 
@@ -336,7 +337,7 @@ def test_one_record():
 
 # Contracts.
 
-SAMPLERS = [Poisson(0.1), FixedSize(10), FixedSize(60), FullBatch()]
+SAMPLERS = [Poisson(0.1), FixedSize(10), FixedSize(60), Permutation(30), FullBatch()]
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
@@ -356,7 +357,7 @@ def test_protocol_and_state(sampler):
     assert bool(same.all())
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS[:3], ids=repr)
+@pytest.mark.parametrize("sampler", SAMPLERS[:4], ids=repr)
 def test_ratchet_and_vmap(sampler):
     keys = jax.random.split(secret_key(2), 4)
 
@@ -389,7 +390,7 @@ def test_one_compile(sampler):
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS[:3], ids=repr)
+@pytest.mark.parametrize("sampler", SAMPLERS[:4], ids=repr)
 def test_64_bit_mode_draws_the_same(sampler):
     plain = batches(sampler, 100, 5)
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
@@ -405,8 +406,9 @@ def test_amplification():
     expected = SampledWithoutReplacementDpEvent(100, 10, event)
     assert FixedSize(10).amplify(event, 100) == expected
     assert FullBatch().amplify(event, 100) is event
+    assert Permutation(30).amplify(event, 100) is event
     probs = [s.inclusion_prob(100) for s in SAMPLERS]
-    assert probs == [0.1, 0.1, 0.6, 1.0]
+    assert probs == [0.1, 0.1, 0.6, 0.25, 1.0]
     assert FullBatch().total_variation(100) == FullBatch().failure_prob(100) == 0
 
 
@@ -435,3 +437,38 @@ def test_errors(make, error, match):
 
 def test_docstring_examples():
     assert doctest.testmod(sampling).failed == 0
+
+
+# Permuted epochs.
+
+
+@pytest.mark.parametrize(("number", "size"), [(100, 30), (100, 100), (7, 3), (5, 1), (10, 99)])
+def test_each_epoch_has_every_record_once(number, size):
+    sampler = Permutation(size)
+    per_epoch = -(-number // size)
+    indices, mask = batches(sampler, number, 3 * per_epoch)
+    sizes = mask.sum(1)
+    assert sizes.max() - sizes.min() <= 1
+    assert sizes.max() <= size
+    epochs = [
+        np.concatenate([i[m] for i, m in zip(indices[at], mask[at], strict=True)])
+        for at in np.arange(3 * per_epoch).reshape(3, -1)
+    ]
+    for epoch in epochs:
+        np.testing.assert_array_equal(np.sort(epoch), np.arange(number))
+    if number > 20:
+        assert (epochs[0] != epochs[1]).any()
+
+
+def test_orders_are_uniform():
+    indices, mask = batches(Permutation(1), 4, 4 * 6000)
+    assert mask.all()
+    orders = indices.reshape(6000, 4) @ np.array([64, 16, 4, 1])
+    _, counts = np.unique(orders, return_counts=True)
+    assert len(counts) == 24
+    assert stats.chisquare(counts).pvalue > 1e-3
+
+
+def test_an_epoch_is_one_event():
+    sampler = Permutation(30)
+    assert [sampler.compositions(100, steps) for steps in (1, 4, 5, 8, 9)] == [1, 1, 2, 2, 3]
