@@ -18,7 +18,7 @@ from numpyro_dp.core import Sampler
 from numpyro_dp.driver import Driver
 from numpyro_dp.ep.bnn.estimator import network_ep
 from numpyro_dp.ep.bnn.model import NetworkGuide, RegressionNetwork
-from numpyro_dp.ep.bnn.reference import ep_sweep, filter_sweep, start_network_sites
+from numpyro_dp.ep.bnn.reference import ep_sweep, filter_sweeps, start_network_sites
 from numpyro_dp.ep.bnn.steps import NetworkSteps
 from numpyro_dp.ep.problem import read_conjugate_model
 from numpyro_dp.ep.records import RecordsProblem
@@ -57,9 +57,10 @@ class DPPBP(Driver):
             function of the step number.
         step_size: Rate of the mean, likewise; that of ``damping`` by default, as in SEP.
         ridge: If given, the mean moves by the curvature that the network has for invented N(0, I)
-            inputs, plus this precision: fewer and larger steps, so less noise. Where it is near
-            the noise in a released slope, the noise does not take over.
-        precision: ``"layer"`` releases one precision a layer, ``"weight"`` one a weight.
+            inputs, plus this precision: fewer and larger steps, so less noise. Near the noise in a
+            released slope it suits; far less lets the noise lead, far more makes small steps.
+        precision: ``"layer"`` releases one precision a layer (the means of given
+            ``init_params`` are taken), ``"weight"`` one a weight.
         precision_weight: Weight of precisions beside slopes in the joint norm.
         noise_weight: Weight of half a squared residual there.
         floor: What the records add to a precision is at least so many standard deviations of the
@@ -124,12 +125,12 @@ class DPPBP(Driver):
         check_real("noise_weight", noise_weight, low=0, low_open=True)
         check_real("floor", floor, low=0)
         self.init_scale = check_real("init_scale", init_scale, low=0, low_open=True)
-        self.guide = NetworkGuide(network)
+        self.guide, self._by_layer = NetworkGuide(network), precision == "layer"
         self.method = (
             f"{network}, {precision}, {precision_weight}, {noise_weight}, {ridge}, {floor}"
         )
         super().__init__(
-            estimator=network_ep(network, precision == "layer", precision_weight, noise_weight),
+            estimator=network_ep(network, self._by_layer, precision_weight, noise_weight),
             optim=NetworkSteps(network, damping, step_size, ridge, floor),
             clip_norm=clip_norm,
             sampler=sampler,
@@ -160,6 +161,12 @@ class DPPBP(Driver):
         number = structure.layout.num_examples
         start = _start(self.network, rng_key, *shape, number, self.init_scale, _START)
         params = start if init_params is None else _check_init(init_params, start)
+        if self._by_layer:  # what a step cannot move away must not be there
+            layers = self.network.layout(*shape).split(params["weights_precision"])
+            means = [jnp.full(layer.size, jnp.mean(layer)) for layer in layers]
+            mean = params["weights_linear"] / params["weights_precision"]
+            params["weights_precision"] = jnp.concatenate(means)
+            params["weights_linear"] = mean * params["weights_precision"]
         problem = RecordsProblem(Model(self.network, structure), number)
         return Prepared(problem, self.optim.init(params), rng_key)
 
@@ -221,11 +228,11 @@ class PBP:
         _checks.check_rng_key(rng_key)
         check_int("num_sweeps", num_sweeps, low=1)
         _read(self.network, (x, y), {})
-        number = len(x)
         filtering = self.method == "adf"
-        precision = 1.0 if filtering else _START
+        first = (self.network.weight_precision or 1.0) if filtering else _START
+        scale = self.init_scale / math.sqrt(first) if filtering else self.init_scale
         start_key, rng_key = jax.random.split(rng_key)
-        params = _start(self.network, start_key, x.shape[1], number, self.init_scale, precision)
+        params = _start(self.network, start_key, x.shape[1], len(x), scale, first)
         if filtering:
             params["noise_concentration"] = jnp.asarray(self.network.noise_prior[0])
             params["noise_rate"] = jnp.asarray(self.network.noise_prior[1])
@@ -246,10 +253,7 @@ def _sweeps(
     x, y = (array.astype(jnp.result_type(float)) for array in (x, y))
     keys = jax.random.split(rng_key, num_sweeps)
     if filtering:
-        params, trace = jax.lax.scan(
-            lambda p, key: (filter_sweep(network, p, x, y, key),) * 2, params, keys
-        )
-        return SensitiveEPResult(params, trace)
+        return SensitiveEPResult(*filter_sweeps(network, params, x, y, keys))
 
     def sweep(state: Any, _: Array) -> tuple[Any, dict[str, Array]]:
         state = ep_sweep(network, state, x, y, damping)
@@ -296,18 +300,28 @@ def _read(
     """Reads the records' layout, after a check of their shapes and types."""
     given = dict(zip(("x", "y"), args, strict=False)) | kwargs
     if set(given) != {"x", "y"} or len(args) + len(kwargs) != 2:
-        raise TypeError(f"Expected x and y, got {len(args)} arguments and {sorted(kwargs)}.")
+        raise TypeError(
+            f"Expected two arrays x and y, got {len(args)} by place and {sorted(kwargs)} by name. "
+            "Pass inputs and targets of all records."
+        )
+    for name, value in given.items():
+        if not isinstance(value, np.ndarray | jax.Array):
+            raise TypeError(
+                f"Expected {name} as one array, got {type(value).__name__}. Use numpy.asarray."
+            )
     shapes = {name: np.shape(value) for name, value in given.items()}
     good = len(shapes["x"]) == 2 and shapes["y"] == shapes["x"][:1] and 0 not in shapes["x"]
     if not good or any(np.iscomplexobj(value) for value in given.values()):
         raise ValueError(
             "Expected real x of shape (records, inputs) and y of shape (records,), got shapes "
-            f"{shapes}. Write x[:, None] for one input."
+            f"{shapes}. Write x[:, None] for one input, y[:, 0] for targets in a column."
         )
     return read_conjugate_model(network, (given["x"], given["y"]), {}, None, {})
 
 
 def _check_init(init_params: dict[str, Any], like: dict[str, Array]) -> dict[str, Array]:
+    if not isinstance(init_params, dict):
+        raise TypeError(f"Expected init_params as a dict, got {type(init_params).__name__}.")
     given = {name: np.shape(value) for name, value in init_params.items()}
     wanted = {name: value.shape for name, value in like.items()}
     if given != wanted:

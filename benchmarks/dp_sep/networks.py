@@ -140,10 +140,10 @@ def filtering(sweeps, seed, x, y):
     return by_moments(PBP(NETWORK).run(jax.random.key(seed), sweeps, x, y).params)
 
 
-def per_record(sweeps, seed, x, y):
-    return by_moments(
-        PBP(NETWORK, "ep", damping=0.1).run(jax.random.key(seed), sweeps, x, y).params
-    )
+def per_record(setting, seed, x, y):
+    damping, sweeps = setting
+    driver = PBP(NETWORK, "ep", damping=damping)
+    return by_moments(driver.run(jax.random.key(seed), sweeps, x, y).params)
 
 
 def variational(guide_type, estimator, noise):
@@ -170,7 +170,7 @@ def methods(quick):
         "VI": (variational(AutoDiagonalNormal, aligned(), free),
                [(math.inf, size, long) for size in (3e-3, 1e-2)]),
         "ADF (PBP)": (filtering, [2 if quick else 40]),
-        "EP": (per_record, [2 if quick else 150]),
+        "EP": (per_record, [(damping, 2 if quick else 300) for damping in (0.02, 0.05)]),
         "SEP": (plain_sep, [(math.inf, damping, steps) for damping in (0.02, 0.05)]),
         "SEP clipped": (plain_sep, [(clip, 0.03, steps) for clip in (0.5, 2.0)]),
         "point estimate": (variational(AutoDelta, vanilla(), free), [(math.inf, 1e-2, long)]),
@@ -214,6 +214,7 @@ def chosen(fit, settings, seed, train, unit):
 def main():
     parser = experiment_parser(__doc__, "kin8nm, one split, 1,000 records, few steps")
     parser.add_argument("--sets", nargs="+", default=list(RANGES), choices=list(RANGES))
+    parser.add_argument("--methods", nargs="+", help="some of them, by name")
     parser.add_argument("--splits", type=int, default=5)
     args = parser.parse_args()
     rows, clips = [], []
@@ -222,6 +223,8 @@ def main():
         if args.quick:
             cases = [(tuple(a[:1000] for a in tr), te, unit) for tr, te, unit in cases]
         for method, (fit, settings) in methods(args.quick).items():
+            if args.methods and method not in args.methods:
+                continue
             begin, found, picks = time.perf_counter(), [], []
             for seed, (train, test, unit) in enumerate(cases):
                 setting = chosen(fit, settings, seed, train, unit)

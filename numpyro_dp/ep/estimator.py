@@ -9,11 +9,12 @@ with inclusion probability q and damping :math:`\rho`: at the fixed point the si
 What is released is that sum, each record's term clipped to the norm C: sensitivity C when a record
 is added or removed. Its coordinates are chosen for the noise:
 
-.. math:: u_i = \big(\eta_i - \Lambda_i m,\; w\,\mathrm{svec}(\Lambda_i)\big)
+.. math:: u_i = \big(\eta_i - \Lambda_i m,\; w\,\Lambda_i\big)
 
 *centred* at the cavity's mean m, where the linear part is a slope and not the difference of two
-large numbers, a precision matrix as its upper triangle with off-diagonal entries times
-:math:`\sqrt 2` (of the same norm), one joint clip, and one weight w between the two parts.
+large numbers, one joint clip, and one weight w between the two parts. A precision matrix is
+released with all its entries and made symmetric afterwards: in norm and in noise that is the upper
+triangle with off-diagonal entries times :math:`\sqrt 2`, without picking entries of each record.
 
 Reference:
     Li, Hernández-Lobato, Turner (2015), Stochastic expectation propagation, NeurIPS; Vinaroz,
@@ -28,7 +29,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from numpyro_dp.core import Estimator
@@ -121,21 +121,17 @@ def packing_of(problem: EPProblem, weight: float, shared: bool | int) -> _Packin
     if not problem.latents.is_normal:
         return _Packing(lambda natural: natural, lambda released: released, 0.0)
     dim, axes = problem.latents.dim, problem.prior["precision"].ndim
-    rows, cols = np.triu_indices(dim)
     groups = int(shared)
     if shared and dim % groups:
         raise ValueError(
             f"Expected shared_precision to divide the {dim} latent coordinates, got {groups}."
         )
-    stretch = jnp.where(rows == cols, 1.0, math.sqrt(2))
 
     def pack(natural: Natural) -> dict[str, Array]:
         precision = natural["precision"]
         if shared and axes:
             diagonal = jnp.diagonal(precision) if axes == 2 else precision
             precision = jnp.mean(diagonal.reshape(groups, -1), -1)
-        elif axes == 2:
-            precision = precision[rows, cols] * stretch
         return {"linear": natural["linear"], "precision": weight * precision}
 
     def unpack(released: dict[str, Array]) -> Natural:
@@ -144,8 +140,7 @@ def packing_of(problem: EPProblem, weight: float, shared: bool | int) -> _Packin
             precision = jnp.repeat(precision, dim // groups)
             precision = jnp.diag(precision) if axes == 2 else precision
         elif axes == 2:
-            upper = jnp.zeros((dim, dim)).at[rows, cols].set(precision / stretch)
-            precision = upper + jnp.triu(upper, 1).T
+            precision = (precision + precision.T) / 2
         return {"linear": released["linear"], "precision": precision}
 
     # The largest eigenvalue of a symmetric matrix of such noise is some sqrt(2 d).

@@ -18,6 +18,7 @@ from numpyro_dp import (
     RegressionNetwork,
 )
 from numpyro_dp.aggregate import bounded_sum
+from numpyro_dp.ep.bnn import moments
 from numpyro_dp.ep.bnn.estimator import NetworkCavity, network_ep, network_site
 from numpyro_dp.ep.bnn.moments import layout_of, output_moments, record_slopes
 from numpyro_dp.ep.gaussian import Cavity
@@ -163,6 +164,144 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm(by_layer):
     assert 0.9 * norm < largest <= norm
 
 
+def natural_sums(network, params, x, y):
+    """Sums of sites in natural parameters, each from the cavity, in float64 and by hand."""
+    number = len(x)
+    p = {name: np.asarray(value, np.float64) for name, value in params.items()}
+    prior = float(network.prior_precision(params))
+    linear = p["weights_linear"] * (1 - 1 / number)
+    precision = p["weights_precision"] - (p["weights_precision"] - prior) / number
+    rate = p["noise_rate"] - (p["noise_rate"] - network.noise_prior[1]) / number
+    noise = rate / (p["noise_concentration"] - 1.5)
+    cavity = Cavity(jnp.asarray(linear / precision), jnp.asarray(1 / precision))
+    sites = [
+        network_site(network.layout(x.shape[1]), NetworkCavity(cavity, jnp.asarray(noise)), *record)
+        for record in zip(jnp.asarray(x), jnp.asarray(y), strict=True)
+    ]
+    total = {k: sum(np.asarray(site[k], np.float64) for site in sites) for k in sites[0]}
+    mean = np.asarray(cavity.mean, np.float64)
+    total["linear"] = total["linear"] + total["precision"] * mean
+    return total
+
+
+@pytest.mark.parametrize("weight_precision", [4.0, None])
+def test_a_step_without_noise_is_that_of_natural_parameters(weight_precision):
+    network, rate = RegressionNetwork((3,), weight_precision=weight_precision), 0.2
+    x, y = records(5)
+    sep = DPPBP(
+        network, clip_norm=math.inf, noise_multiplier=0.0, sampler=FullBatch(),
+        precision="weight", damping=rate,
+    )  # fmt: skip
+    size = sum(network.layout(2).sizes)
+    start = sep.get_params(sep.init(KEY, x, y)) | {
+        "weights_precision": 20 + 5 * jax.random.uniform(KEY, (size,)),
+        "noise_rate": jnp.array(5.0),
+    }
+    state = sep.init(KEY, x, y, init_params=start)
+    found = sep.get_params(jax.jit(sep.update)(state, x, y)[0])
+    sums = natural_sums(network, start, x, y)
+    prior = float(network.prior_precision(start))
+    precision = start["weights_precision"]
+    change = sums["precision"] - (precision - prior)
+    assert (precision + rate * change > prior).all()  # no floor is met
+    np.testing.assert_allclose(
+        found["weights_precision"] - precision, rate * change, rtol=2e-3, atol=1e-3
+    )
+    expected = start["weights_linear"] + rate * (sums["linear"] - start["weights_linear"])
+    np.testing.assert_allclose(
+        found["weights_linear"] / found["weights_precision"],
+        # the mean moves by the slope at it over the old precision
+        start["weights_linear"] / precision
+        + (expected - (precision + rate * change) * start["weights_linear"] / precision)
+        / found["weights_precision"],
+        rtol=2e-3, atol=2e-4,
+    )  # fmt: skip
+    np.testing.assert_allclose(
+        found["noise_rate"], 5.0 + rate * (sums["rate"] + 6.0 - 5.0), rtol=1e-3
+    )
+
+
+def test_precisions_are_floored_at_the_noise_that_is_in_them():
+    x, y = records(50)
+    options = {"clip_norm": 1.0, "sampler": FullBatch(), "damping": 1.0, "secret_key": 2}
+    loud = DPPBP(NETWORK, noise_multiplier=1e4, precision="weight", floor=0.0, **options)
+    state = loud.init(KEY, x, y)
+    unit = state.optim_state.params["noise_rate"]
+    unit = unit / (state.optim_state.params["noise_concentration"] - 1)
+    state, _ = jax.jit(loud.update)(state, x, y)
+    # Half of the changes are negative and end at the prior: twice the square of the others.
+    change = np.asarray(state.optim_state.params["weights_precision"]) - 100.0
+    spread = np.sqrt(2 * np.mean(np.where(change > 0, change, 0) ** 2))
+    expected = 1e4 / (10.0 * float(unit))
+    assert spread == pytest.approx(expected, rel=0.5)
+    assert np.sqrt(float(state.optim_state.noise)) == pytest.approx(expected, rel=1e-4)
+    quiet = DPPBP(NETWORK, noise_multiplier=1e4, precision="weight", floor=3.0, **options)
+    params = quiet.run(KEY, 1, x, y, progress_bar=False).params
+    assert float(jnp.min(params["weights_precision"])) >= 3 * expected
+
+
+@pytest.mark.parametrize("method", ["adf", "ep", "sep"])
+def test_a_sharp_prior_is_the_posterior(method):
+    network = RegressionNetwork((4,), weight_precision=1e4)
+    x, y = records(30)
+    if method == "sep":
+        options = {"clip_norm": math.inf, "noise_multiplier": 0.0, "sampler": FullBatch()}
+        sep = DPPBP(network, precision="weight", damping=0.3, **options)
+        params = sep.run(KEY, 100, x, y, progress_bar=False).params
+    else:
+        sweeps = 60 if method == "ep" else 2  # filtering counts the records in each of them
+        params = PBP(network, method, damping=0.3).run(KEY, sweeps, x, y).params
+    mean = params["weights_linear"] / params["weights_precision"]
+    np.testing.assert_allclose(params["weights_precision"], 1e4, rtol=0.05)
+    assert float(jnp.abs(mean).max()) < 0.05
+
+
+def test_records_that_are_not_numbers_do_not_narrow_the_noise():
+    x, y = records(200)
+    broken = x.copy()
+    broken[100:] = np.nan
+    half = PBP(NETWORK).run(KEY, 20, x[:100], y[:100]).params
+    found = PBP(NETWORK).run(KEY, 20, broken, y).params
+    noise = [float(p["noise_rate"] / (p["noise_concentration"] - 1)) for p in (half, found)]
+    assert noise[1] > 0.9 * noise[0]
+
+
+@pytest.mark.parametrize("number", [2_000, 100_000])
+def test_steps_by_curvature_stay_finite_with_many_records_and_little_ridge(number):
+    x, y = records(number, inputs=4)
+    sep = DPPBP(
+        RegressionNetwork((10,)), clip_norm=math.inf, noise_multiplier=0.0, sampler=Poisson(0.02),
+        step_size=0.5, damping=0.1, ridge=0.01, secret_key=1,
+    )  # fmt: skip
+    params = sep.run(KEY, 60, x, y, progress_bar=False).params
+    assert all(bool(jnp.isfinite(value).all()) for value in params.values())
+    assert error(RegressionNetwork((10,)), params, x[:2000], y[:2000]) < 3
+
+
+def test_variance_of_a_rectified_unit_does_not_cancel():
+    def exact(a, v):
+        grid = np.linspace(-12, 12, 400_001)
+        weights = stats.norm.pdf(grid)
+        t = np.maximum(a + np.sqrt(v) * grid, 0)
+        mean = np.sum(weights * t) / weights.sum()
+        return np.sum(weights * (t - mean) ** 2) / weights.sum()
+
+    for a, v in ((3.0, 1e-4), (5.0, 1e-5), (-1.0, 1.0), (0.3, 2.0), (-4.0, 1.0)):
+        _, found = moments._rectified(jnp.float32(a), jnp.float32(v))
+        assert float(found) == pytest.approx(exact(a, v), rel=2e-3)
+
+
+def test_layers_have_one_precision_each_from_the_start():
+    x, y = records(20)
+    pbp = DPPBP(NETWORK, clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch(), secret_key=1)
+    start = pbp.get_params(pbp.init(KEY, x, y))
+    size = start["weights_precision"].size
+    start["weights_precision"] = 1 + jnp.arange(size, dtype=float)
+    params = pbp.run(KEY, 3, x, y, progress_bar=False, init_params=start).params
+    for layer in NETWORK.layout(2).split(params["weights_precision"]):
+        assert float(jnp.std(layer)) < 1e-3 * float(jnp.mean(layer))
+
+
 def test_a_private_run_learns_is_accounted_for_and_predicts():
     x, y = records(4000)
     pbp = DPPBP(
@@ -244,6 +383,10 @@ def test_bad_settings_are_refused_with_their_value(options, message):
         (lambda: PBP(lambda x, y: None), TypeError, "RegressionNetwork"),
         (lambda: PBP(NETWORK, "sep"), ValueError, "method"),
         (lambda: PBP(NETWORK).run(KEY, 0, *records(5)), ValueError, "num_sweeps"),
+        (lambda: PBP(NETWORK).run(KEY, 1, [[1.0]], np.ones(1)), TypeError, "x as one array"),
+        (lambda: RegressionNetwork(50), TypeError, "tuples"),
+        (lambda: RegressionNetwork((5,), noise_prior=6.0), TypeError, "tuples"),
+        (lambda: RegressionNetwork((5,), noise_prior=(6.0,)), ValueError, "noise_prior"),
         (lambda: PBP(NETWORK).run(KEY, 1, np.ones(5), np.ones(5)), ValueError, "shape"),
         (lambda: PBP(NETWORK).run(KEY, 1, np.ones((5, 2)), np.ones(4)), ValueError, "shape"),
     ],

@@ -36,7 +36,6 @@ from jax import Array
 from numpyro_dp.core import Estimator
 from numpyro_dp.ep.bnn.model import RegressionNetwork
 from numpyro_dp.ep.bnn.moments import Layout, record_slopes
-from numpyro_dp.ep.estimator import finite_or_nothing
 from numpyro_dp.ep.gaussian import Cavity, site_from_slopes
 from numpyro_dp.ep.records import RecordsProblem
 
@@ -64,8 +63,7 @@ class Move(NamedTuple):
         slope: Estimate of the slope of log q's target in the mean of the weights.
         precision: Estimated change of the precision of each weight.
         rate: Estimated change of the rate of the noise precision.
-        slope_noise: Standard deviation of the noise in each number of ``slope``.
-        precision_noise: The same in ``precision``.
+        precision_noise: Standard deviation of the noise in each number of ``precision``.
         num_inputs: Of the network.
         num_examples: Number of records.
     """
@@ -73,7 +71,6 @@ class Move(NamedTuple):
     slope: Array
     precision: Array
     rate: Array
-    slope_noise: Array
     precision_noise: Array
     num_inputs: int
     num_examples: int
@@ -87,7 +84,9 @@ class _Public(NamedTuple):
 
 
 def network_site(layout: Layout, cavity: NetworkCavity, x: Array, y: Array) -> dict[str, Array]:
-    """Returns the site of one record, centred at the cavity's mean; nothing if it is not finite.
+    """Returns the site of one record, centred at the cavity's mean.
+
+    Where it is not finite, the record says nothing of the weights and leaves the noise as it is.
 
     Returns:
         ``linear`` and ``precision``, one number a weight, and ``rate``.
@@ -96,7 +95,9 @@ def network_site(layout: Layout, cavity: NetworkCavity, x: Array, y: Array) -> d
     found = record_slopes(layout, mean, variance, cavity.noise, x, y)
     site = site_from_slopes(cavity.weights, found.mean, found.mean**2 - 2 * found.variance)
     site["rate"] = ((y - found.output) ** 2 + found.spread) / 2
-    return finite_or_nothing(site)
+    good = jnp.all(jnp.array([jnp.all(jnp.isfinite(part)) for part in site.values()]))
+    nothing = {"linear": 0.0, "precision": 0.0, "rate": cavity.noise / 2}
+    return {name: jnp.where(good, part, nothing[name]) for name, part in site.items()}
 
 
 def network_ep(
@@ -112,7 +113,8 @@ def network_ep(
 
     Guarantee:
         The signal reads one record; ``prepare`` and ``pull_back`` read none. A record whose site
-        is not finite has none; its term is clipped like any other.
+        is not finite says nothing of the weights and fits the noise as it is; its term is
+        clipped like any other.
     """
 
     def build(problem: RecordsProblem) -> Estimator:
@@ -141,11 +143,9 @@ def network_ep(
             precision = released["precision"] / (public.unit * precision_weight)
             precision = precision[groups] if by_layer else precision
             slope = released["linear"] / public.unit + precision * public.shift
-            noise = jnp.asarray(problem.noise_scale) / public.unit
-            return Move(
-                slope, precision, released["noise"] / noise_weight,
-                noise, noise / precision_weight, *shape, number,
-            )  # fmt: skip
+            noise = jnp.asarray(problem.noise_scale) / (public.unit * precision_weight)
+            rate = released["noise"] / noise_weight
+            return Move(slope, precision, rate, noise, *shape, number)
 
         return Estimator(prepare, signal, pull_back)
 

@@ -58,6 +58,13 @@ class RegressionNetwork:
         weight_precision: float | None = 1.0,
         noise_prior: tuple[float, float] = (6.0, 6.0),
     ) -> None:
+        if not isinstance(hidden, Sequence) or not isinstance(noise_prior, Sequence):
+            raise TypeError(
+                f"Expected hidden and noise_prior as tuples, got {hidden!r} and {noise_prior!r}. "
+                "Write hidden=(50,), noise_prior=(6.0, 6.0)."
+            )
+        if len(noise_prior) != 2:
+            raise ValueError(f"Expected noise_prior=(concentration, rate), got {noise_prior!r}.")
         self.hidden = tuple(check_int("units of a hidden layer", h, low=1) for h in hidden)
         if not self.hidden:
             raise ValueError("Expected at least one hidden layer, got none. Use hidden=(50,).")

@@ -11,7 +11,10 @@ and a unit :math:`\max(0, t)` of :math:`t \sim N(a, v)`, with :math:`\alpha = a/
 
 .. math::
     E = a\,\Phi(\alpha) + \sqrt v\,\varphi(\alpha), \qquad
-    E_2 = (a^2 + v)\,\Phi(\alpha) + a \sqrt v\,\varphi(\alpha).
+    \mathrm{Var} = v\,\big(\Phi + \alpha^2\,\Phi\bar\Phi + \alpha\varphi\,(\bar\Phi - \Phi)
+        - \varphi^2\big), \qquad \bar\Phi = 1 - \Phi,
+
+which is the difference of moments, without its cancellation where a is large.
 
 Units of a layer are treated as independent normals. One record's evidence is
 :math:`\log Z = \log N(y; f, s_f + E[1/\gamma])`. Its slopes are taken at each layer's a and v,
@@ -170,8 +173,8 @@ def _with_bias(z: Array, s: Array) -> tuple[Array, Array]:
 
 def _rectified(a: Array, v: Array) -> tuple[Array, Array]:
     """Moments of max(0, t), t ~ N(a, v)."""
-    sd = jnp.sqrt(v)
-    above, density = norm.cdf(a / sd), norm.pdf(a / sd)
-    mean = a * above + sd * density
-    second = (a**2 + v) * above + a * sd * density
-    return mean, jnp.maximum(second - mean**2, 1e-10 * v)
+    sd = jnp.sqrt(jnp.maximum(v, jnp.finfo(v.dtype).tiny))
+    ratio = a / sd
+    above, below, density = norm.cdf(ratio), norm.cdf(-ratio), norm.pdf(ratio)
+    share = above + ratio**2 * above * below + ratio * density * (below - above) - density**2
+    return a * above + sd * density, v * jnp.maximum(share, 1e-10)

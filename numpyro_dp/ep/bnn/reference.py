@@ -5,7 +5,9 @@ Filtering goes through the records one by one and moves the posterior by each,
 .. math:: m \leftarrow m + v g, \quad v \leftarrow v - v^2 h, \quad a \leftarrow a + \tfrac12,
     \quad b \leftarrow b + \Delta b_i,
 
-as probabilistic backpropagation does; sweep after sweep counts the records again. Expectation
+as probabilistic backpropagation does; sweep after sweep counts the records again. It starts at the
+prior with means that are drawn, to tell units apart, and that are taken out again after the first
+sweep; a prior precision that is not fixed follows the weights between sweeps. Expectation
 propagation keeps a site of each record (memory for N times the number of weights) and moves all of
 them at once.
 
@@ -16,7 +18,7 @@ Reference:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,7 @@ from numpyro_dp.ep.bnn.estimator import NetworkCavity, network_site
 from numpyro_dp.ep.bnn.model import RegressionNetwork
 from numpyro_dp.ep.gaussian import Cavity
 
-__all__ = ["SensitiveNetworkSites", "ep_sweep", "filter_sweep", "start_network_sites"]
+__all__ = ["SensitiveNetworkSites", "ep_sweep", "filter_sweeps", "start_network_sites"]
 
 _CHUNK = 256  # records whose sites are found side by side
 
@@ -45,10 +47,34 @@ class SensitiveNetworkSites(NamedTuple):
     sites: dict[str, Array]
 
 
-def filter_sweep(
+def filter_sweeps(
+    network: RegressionNetwork, params: Params, x: Array, y: Array, rng_keys: Array
+) -> tuple[Params, Params]:
+    """Filters all records once for each key, from a normal start around means that were drawn.
+
+    Returns:
+        The posterior, and that after each sweep with a leading axis.
+    """
+
+    def sweep(carry: Any, key: Array) -> tuple[Any, Params]:
+        params, drawn, prior = carry
+        params = _filtered(network, params, x, y, key)
+        now = network.prior_precision(params)
+        precision = jnp.maximum(params["weights_precision"] + now - prior, 1e-3 * now)
+        params = params | {
+            "weights_linear": params["weights_linear"] - drawn, "weights_precision": precision
+        }  # fmt: skip
+        return (params, jnp.zeros_like(drawn), now), params
+
+    prior = params["weights_precision"][0]
+    (params, *_), trace = lax.scan(sweep, (params, params["weights_linear"], prior), rng_keys)
+    return params, trace
+
+
+def _filtered(
     network: RegressionNetwork, params: Params, x: Array, y: Array, rng_key: Array
 ) -> Params:
-    """Filters all records, in a random order."""
+    """The posterior after all records, in a random order."""
     layout = network.layout(x.shape[1])
 
     def one(params: Params, record: Array) -> tuple[Params, None]:
@@ -58,7 +84,7 @@ def filter_sweep(
         noise = rate / (params["noise_concentration"] - 1)
         site = network_site(layout, NetworkCavity(cavity, noise), x[record], y[record])
         total = precision + site["precision"]
-        good = (total > 0) & jnp.all(jnp.isfinite(site["linear"]))
+        good = total > 0
         total = jnp.where(good, total, precision)
         moved = mean + jnp.where(good, site["linear"], 0) / total
         return {

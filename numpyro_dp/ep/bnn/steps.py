@@ -15,8 +15,9 @@ ones. The second takes the curvature that the network itself has at m for *inven
     \frac{1}{s_f + E[1/\gamma]}\, \frac{\partial f}{\partial m}\frac{\partial f}{\partial m}^\top
     \Big],
 
-which reads no record: all inputs should have about unit scale for it. Both have the same fixed
-points, where the slope is 0.
+which reads no record: all inputs should have about unit scale for it. A direction that would
+change the output for these inputs by more than one predictive standard deviation (root mean square)
+is shortened to that. Both have the same fixed points, where the slope is 0.
 """
 
 from __future__ import annotations
@@ -110,11 +111,15 @@ class NetworkSteps:
             return gradient.slope / precision
         variance = 1 / params["weights_precision"]
         noise = params["noise_rate"] / (params["noise_concentration"] - 1)
-        curvature = gradient.num_examples * _curvature(
-            self._network, gradient.num_inputs, mean, variance, noise
-        )
-        curvature = curvature + (prior + self._ridge) * jnp.eye(mean.size, dtype=mean.dtype)
-        return jax.scipy.linalg.solve(curvature, gradient.slope, assume_a="pos")
+        number = gradient.num_examples
+        unit = _curvature(self._network, gradient.num_inputs, mean, variance, noise)
+        # The last part keeps the factorisation from failing in single precision.
+        ridge = prior + self._ridge + 1e-6 * number * jnp.trace(unit)
+        curvature = number * unit + ridge * jnp.eye(mean.size, dtype=mean.dtype)
+        found = jax.scipy.linalg.solve(curvature, gradient.slope, assume_a="pos")
+        change = jnp.sqrt(jnp.maximum(found @ unit @ found, 0))
+        shorter = found / jnp.maximum(change, 1)
+        return jnp.where(jnp.all(jnp.isfinite(shorter)), shorter, 0)
 
 
 def _curvature(

@@ -31,6 +31,7 @@ from jax import Array
 from jaxtyping import Float
 
 from numpyro_dp._validate import check_int
+from numpyro_dp.contraction import split_scalar
 from numpyro_dp.ep.gaussian import Cavity, cavity_of, site_along
 from numpyro_dp.ep.problem import EPProblem
 from numpyro_dp.ep.sites.base import Site, SiteBuilder
@@ -79,9 +80,7 @@ def quadrature(num_nodes: int = 31) -> SiteBuilder:
         def approximate(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
             direction = _direction(problem, public.probes, example)
 
-            def log_likelihood(t: Array) -> Array:
-                return problem.log_likelihood(direction * t, example)
-
+            log_likelihood = _along(problem, direction, example)
             mean = direction @ public.cavity.mean
             speaks = jnp.any(direction != 0)
             variance = jnp.where(speaks, public.cavity.variance_along(direction), 1)
@@ -181,6 +180,32 @@ def _probes(problem: EPProblem, mean: Array) -> Array:
     spread = prior.covariance if prior.covariance.ndim < 2 else jnp.diag(prior.covariance)
     near = 1e-3 * jnp.sqrt(spread) * jnp.ones_like(mean)
     return jnp.stack([near, mean, prior.mean + near])
+
+
+def _along(
+    problem: EPProblem, direction: Array, example: tuple[Array, ...]
+) -> Callable[[Array], Array]:
+    """Returns the log likelihood of z = direction * t as a function of t.
+
+    Where the record meets the latents in single products (:mod:`numpyro_dp.contraction`), these
+    are taken once, and each t costs no more than the likelihood of one number.
+    """
+    leaves, treedef = jax.tree.flatten(problem.latents.unconstrain(direction))
+    structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in (*leaves, *example)]
+    point, record = treedef.unflatten(structs[: len(leaves)]), tuple(structs[len(leaves) :])
+    split = split_scalar(
+        lambda z, x: problem.model.log_likelihood(z, {}, x, problem.shared), point, record
+    )
+    if not split.contractions:
+        return lambda t: problem.log_likelihood(direction * t, example)
+    factors = [c.product(leaves[c.leaf], c.record(example)) for c in split.contractions]
+    zeros = [jnp.zeros_like(leaf) for leaf in leaves]
+
+    def log_likelihood(t: Array) -> Array:
+        shifts = [t * factor for factor in factors]
+        return split.scalar(shifts, [t * leaves[leaf] for leaf in split.rest], zeros, example)
+
+    return log_likelihood
 
 
 def _direction(problem: EPProblem, probes: Array, example: tuple[Array, ...]) -> Array:
