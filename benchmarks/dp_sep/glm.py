@@ -4,8 +4,8 @@ Breast cancer (569 records, 31 coefficients, columns standardised, prior N(0, 1)
 probit and logistic regression. Doctor visits (5,190 records, 12 coefficients, prior N(0, 1),
 columns divided by the upper ends of their scales): EP, SEP, DP-SEP and aligned DPSVI of Poisson
 regression, epsilon = 1 and 4, delta = 1e-5, add or remove one. Errors in means are in posterior
-standard deviations, those in variances relative; the largest over coefficients, and the root mean square.
-Private rows: mean (standard error) of 10 noise draws, at one setting that was fixed beforehand.
+standard deviations, those in variances relative; the largest over coefficients, and the root mean
+square. Private rows: mean (standard error) of 10 noise draws, at one setting fixed beforehand.
 
     NUMPYRO_DP_DATA=... python benchmarks/dp_sep/glm.py --json glm.json
 """

@@ -86,7 +86,7 @@ def from_guide(params):
 
 def sep_runs(family, quick):
     """Setting -> run of DP-SEP."""
-    norms, moves = ((2.0,), ((0.5, 8),)) if quick else ((1.0, 2.0, 4.0, 8.0), ((0.5, 8), (0.2, 25)))
+    norms, moves = ((2.0,), ((0.5, 8),)) if quick else ((1.0, 2.0, 4.0), ((0.5, 8), (0.2, 25)))
     for clip_norm, (damping, num_steps) in itertools.product(norms, moves):
         driver = DPSEP(
             model,
@@ -108,7 +108,7 @@ def sep_runs(family, quick):
 
 def svi_runs(guide, quick):
     """Setting -> run of aligned DPSVI, its last quarter averaged."""
-    norms, sizes = ((2.0,), (1e-2,)) if quick else ((1.0, 2.0, 4.0, 8.0), (4e-3, 1e-2, 2.5e-2))
+    norms, sizes = ((2.0,), (1e-2,)) if quick else ((1.0, 2.0, 4.0), (4e-3, 1e-2, 2.5e-2))
     for clip_norm, step_size in itertools.product(norms, sizes):
         driver = DPSVI(
             model,

@@ -214,7 +214,7 @@ def chosen(fit, settings, seed, train, unit):
 def main():
     parser = experiment_parser(__doc__, "kin8nm, one split, 1,000 records, few steps")
     parser.add_argument("--sets", nargs="+", default=list(RANGES), choices=list(RANGES))
-    parser.add_argument("--methods", nargs="+", help="some of them, by name")
+    parser.add_argument("--methods", nargs="+", help="some, by name, and no table of norms")
     parser.add_argument("--splits", type=int, default=5)
     args = parser.parse_args()
     rows, clips = [], []
@@ -233,7 +233,8 @@ def main():
             row = {"set": name, "method": method} | average_row(found)
             rows.append(row | {"chosen": picks, "seconds": time.perf_counter() - begin})
             print_row(rows[-1])
-        for clip_norm in CLIPS[:1] if args.quick else CLIPS:
+            save(args, rows=rows, clips=clips)  # what has been found so far
+        for clip_norm in () if args.methods else CLIPS[:1] if args.quick else CLIPS:
             found = [
                 scores(private_sep((clip_norm, 75.0, 120, 0.1), seed, *train), test, unit)
                 for seed, (train, test, unit) in enumerate(cases)
