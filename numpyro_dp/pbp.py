@@ -73,7 +73,7 @@ class DPPBP(Driver):
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from numpyro_dp import DPPBP, FullBatch, PrivacyBudget, RegressionNetwork
-        >>> x = jax.random.normal(jax.random.key(1), (2000, 2))
+        >>> x = jax.random.normal(jax.random.key(1), (20_000, 2))
         >>> y = jnp.abs(x[:, 0]) - 0.8
         >>> network = RegressionNetwork((10,))
         >>> pbp = DPPBP(network, clip_norm=0.5, sampler=FullBatch(), step_size=0.5, ridge=50.0,
