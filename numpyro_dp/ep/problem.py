@@ -20,7 +20,7 @@ from numpyro.distributions import biject_to
 
 from numpyro_dp.ep.families import Family, product
 from numpyro_dp.model.density import Model
-from numpyro_dp.model.records import Rows, split_arguments
+from numpyro_dp.model.records import Rows
 from numpyro_dp.model.separation import UnsupportedModelError
 from numpyro_dp.model.structure import ModelStructure, read_model
 
@@ -96,13 +96,11 @@ class EPProblem(NamedTuple):
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Splits arguments into records and public arrays."""
-        _, arrays, shared = split_arguments(args, kwargs, self.num_examples)
-        return Rows(arrays, shared)
+        return self.model.structure.layout.rows(args, kwargs)
 
     def blank_example(self) -> tuple[Array, ...]:
         """Returns zeros in the place of a record."""
-        shapes = self.model.structure.layout.shapes
-        return tuple(jnp.zeros(shape, dtype) for shape, dtype in shapes)
+        return self.model.structure.layout.blank()
 
     def start(self, init_params: dict[str, Any] | None) -> Natural:
         """Returns the first natural parameters: the prior's unless others are given.

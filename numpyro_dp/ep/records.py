@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp.model.density import Model
-from numpyro_dp.model.records import Rows, split_arguments
+from numpyro_dp.model.records import Rows
 
 __all__ = ["RecordsProblem"]
 
@@ -38,10 +37,8 @@ class RecordsProblem(NamedTuple):
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Returns the records."""
-        _, arrays, shared = split_arguments(args, kwargs, self.num_examples)
-        return Rows(arrays, shared)
+        return self.model.structure.layout.rows(args, kwargs)
 
     def blank_example(self) -> tuple[Array, ...]:
         """Returns zeros in the place of a record."""
-        shapes = self.model.structure.layout.shapes
-        return tuple(jnp.zeros(shape, dtype) for shape, dtype in shapes)
+        return self.model.structure.layout.blank()

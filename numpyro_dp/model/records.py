@@ -69,6 +69,15 @@ class Layout(NamedTuple):
         """Returns the call arguments for one record, as a data set of one row."""
         return self.arguments(tuple(leaf[None] for leaf in example), shared)
 
+    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
+        """Splits call arguments into records and public arrays."""
+        _, arrays, shared = split_arguments(args, kwargs, self.num_examples)
+        return Rows(arrays, shared)
+
+    def blank(self) -> tuple[Array, ...]:
+        """Returns zeros in the place of a record."""
+        return tuple(jnp.zeros(shape, dtype) for shape, dtype in self.shapes)
+
     def placeholder(self, shared: tuple[Array, ...], num_rows: int = 1) -> Arguments:
         """Returns the call arguments with ones in the place of the records.
 

@@ -13,7 +13,7 @@ from numpyro.infer import autoguide
 
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.guide import Guide
-from numpyro_dp.model.records import Rows, split_arguments
+from numpyro_dp.model.records import Rows
 
 __all__ = ["VariationalProblem", "guide_kind"]
 
@@ -116,16 +116,15 @@ class VariationalProblem(NamedTuple):
 
         With local latents the records are numbered: their noise is drawn by that number.
         """
-        number = self.model.structure.layout.num_examples
-        _, arrays, shared = split_arguments(args, kwargs, number)
+        layout = self.model.structure.layout
+        arrays, shared = layout.rows(args, kwargs)[:2]
         if self.guide.local_params is not None:
-            arrays = (*arrays, jnp.arange(number, dtype=jnp.uint32))
+            arrays = (*arrays, jnp.arange(layout.num_examples, dtype=jnp.uint32))
         return Rows(arrays, shared)
 
     def blank_example(self) -> tuple[Array, ...]:
         """Returns zeros in the place of a record."""
-        shapes = self.model.structure.layout.shapes
-        blank = tuple(jnp.zeros(shape, dtype) for shape, dtype in shapes)
+        blank = self.model.structure.layout.blank()
         return blank if self.guide.local_params is None else (*blank, jnp.zeros((), jnp.uint32))
 
     @property

@@ -33,6 +33,7 @@ LEVELS = {
     "sweep": 6.7,
     "driver": 6.9,
     "svi": 7,
+    "pbp": 7.2,
     "simulate": 7.5,
     "sep": 7,
     "em": 7,
@@ -41,7 +42,7 @@ LEVELS = {
     "evaluate": 8,
     "__init__": 9,
 }
-NUMPYRO = {"model", "ep", "_checks", "svi", "simulate", "sep", "em", "sgld", "posterior"}
+NUMPYRO = {"model", "ep", "_checks", "svi", "simulate", "sep", "em", "pbp", "sgld", "posterior"}
 # Not below each other although their levels would let them.
 FORBIDDEN = {("estimators", "privacy"), ("aggregate", "privacy")}
 

@@ -18,9 +18,10 @@ from numpyro_dp import (
     RegressionNetwork,
 )
 from numpyro_dp.aggregate import bounded_sum
-from numpyro_dp.ep.bnn import moments
-from numpyro_dp.ep.bnn.estimator import NetworkCavity, network_ep, network_site
+from numpyro_dp.ep.bnn import moments, reference
+from numpyro_dp.ep.bnn.estimator import Move, NetworkCavity, network_ep, network_site
 from numpyro_dp.ep.bnn.moments import layout_of, output_moments, record_slopes
+from numpyro_dp.ep.bnn.steps import NetworkSteps
 from numpyro_dp.ep.gaussian import Cavity
 from numpyro_dp.ep.problem import read_conjugate_model
 from numpyro_dp.ep.records import RecordsProblem
@@ -411,3 +412,58 @@ def test_bad_starts_are_refused(change, message):
     pbp.init(KEY, x, y, init_params=params)
     with pytest.raises(ValueError, match=message):
         pbp.init(KEY, x, y, init_params=change(params))
+
+
+def test_a_sweep_of_expectation_propagation_is_that_of_its_sites():
+    network, damping = RegressionNetwork((3,)), 0.4
+    x, y = (jnp.asarray(array) for array in records(4))
+    pbp = DPPBP(network, clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch())
+    params = pbp.get_params(pbp.init(KEY, x, y)) | {"noise_rate": jnp.array(4.0)}
+    start = reference.start_network_sites(network, params, 4)
+    found = reference.ep_sweep(network, start, x, y, damping)
+    concentration = float(params["noise_concentration"])
+    assert concentration == 6.0 + 4 / 2
+    for row in range(4):
+        own = {name: value[row] for name, value in start.sites.items()}
+        precision = params["weights_precision"] - own["precision"]
+        mean = (params["weights_linear"] - own["linear"]) / precision
+        # Without this record's share: rate less its own, concentration less 1/2.
+        noise = (4.0 - own["rate"]) / (concentration - 0.5 - 1)
+        cavity = NetworkCavity(Cavity(mean, 1 / precision), noise)
+        site = network_site(network.layout(2), cavity, x[row], y[row])
+        site["linear"] = site["linear"] + site["precision"] * mean
+        for name, value in site.items():
+            expected = own[name] + damping * (value - own[name])
+            np.testing.assert_allclose(found.sites[name][row], expected, rtol=1e-3, atol=1e-4)
+    rate = 6.0 + float(jnp.sum(found.sites["rate"]))
+    assert float(found.params["noise_rate"]) == pytest.approx(rate, rel=1e-5)
+
+
+@pytest.mark.parametrize("weight_precision", [1.0, 500.0])
+def test_a_step_by_curvature_solves_with_that_of_the_prior_too(weight_precision):
+    network, number, ridge = RegressionNetwork((2,), weight_precision=weight_precision), 50, 3.0
+    x, y = records(number)
+    pbp = DPPBP(network, clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch())
+    params = pbp.get_params(pbp.init(KEY, x, y))
+    size = params["weights_linear"].size
+    slope = 0.1 * jax.random.normal(jax.random.key(4), (size,))
+    zero = jnp.zeros(size)
+    move = Move(slope, zero, jnp.zeros(()), jnp.zeros(()), 2, number)
+    steps = NetworkSteps(network, 0.1, 0.5, ridge, 0.0)
+    after = steps.update(move, steps.init(params)).params
+    mean = params["weights_linear"] / params["weights_precision"]
+    noise = float(params["noise_rate"] / (params["noise_concentration"] - 1))
+    variance = 1 / params["weights_precision"]
+    invented = jax.random.normal(jax.random.key(0), (1000, 2))
+
+    def at(values, row):
+        return output_moments(network.layout(2), values, variance, row)
+
+    slopes = np.asarray(
+        jax.vmap(lambda row: jax.jacobian(lambda m: at(m, row)[0])(mean))(invented), np.float64
+    )
+    spread = np.asarray(jax.vmap(lambda row: at(mean, row)[1])(invented), np.float64)
+    curvature = number / 1000 * (slopes.T / (spread + noise)) @ slopes
+    expected = np.linalg.solve(curvature + (ridge + weight_precision) * np.eye(size), slope)
+    found = after["weights_linear"] / after["weights_precision"] - mean
+    np.testing.assert_allclose(found, 0.5 * expected, rtol=0.01, atol=1e-6)
