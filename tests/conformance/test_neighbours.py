@@ -114,11 +114,12 @@ def test_dropping_or_replacing_a_record(name, blocks):
     sums, sensitivity = totals(name, blocks)
     largest = dict.fromkeys(sensitivity, 0.0)
 
+    # What hypothesis draws differs between its versions; these reach every bound in all of them.
     @fast
     @hypothesis.example([50.0, -50.0], 0)
     @hypothesis.example([50.0, -50.0], 1)
-    @hypothesis.example([50.0, -50.0], 2)
-    @hypothesis.example([50.0, -50.0], 3)
+    @hypothesis.example([1e3, -1e3], 0)
+    @hypothesis.example([1e3, -1e3], 1)
     @hypothesis.given(st.lists(numbers, min_size=1, max_size=12), seeds)
     def check(values, seed):
         pool = records(pieces.arrays, values, seed)
