@@ -287,8 +287,9 @@ class Driver(abc.ABC):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         init_params: dict[str, Any] | None,
+        structure: ModelStructure | None = None,
     ) -> SensitiveState:
-        structure = self._structure(args, kwargs)
+        structure = self._structure(args, kwargs) if structure is None else structure
         plan = plan_for(self, structure.layout.num_examples, num_steps)
         prepared = self._prepare(structure, rng_key, args, kwargs, init_params)
         key = arguments_key(args, kwargs)

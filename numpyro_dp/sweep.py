@@ -88,7 +88,8 @@ def run_sweep(
     check_rng_keys(rng_keys)
     settings = _settings(driver, **axes)
     secret = secret_key() if driver.secret_key is None else driver.secret_key
-    starts = [driver._init(key, num_steps, args, kwargs, init_params) for key in rng_keys]
+    common = num_steps, args, kwargs, init_params, driver._structure(args, kwargs)
+    starts = [driver._init(key, *common) for key in rng_keys]
     session = driver._session(args, kwargs)
     plans = [plan_for(driver, session.num_examples, num_steps, **each) for each in settings]
     marks = driver.secret_key is not None, driver.allow_sensitive

@@ -16,8 +16,8 @@ from .scenarios import bench, by_name, fast_where, rows_for, single
 
 EVERY_GUIDE = tuple(row for row in ESTIMATORS if row.guides is None)
 FAST = (
-    "diagonal", "multivariate", "lowrank", "iaf", "bnaf", "normal", "delta", "guide_list",
-    "by_hand", "own_params_3", "two_sites", "simplex_param", "exp",
+    "diagonal", "multivariate", "lowrank", "iaf", "normal", "delta", "guide_list", "by_hand",
+    "simplex_param", "exp",
 )  # fmt: skip
 FAST_DOUBLE = ("lowrank",)
 

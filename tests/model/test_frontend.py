@@ -215,19 +215,23 @@ def _settings():
 
 
 SLOW = {
-    "AutoDelta, supports",
-    "AutoDiagonalNormal, supports",
     "AutoGuideList",
-    "AutoIAFNormal, particles",
-    "AutoLowRank, mixture",
     "AutoMultivariateNormal, reparam",
     "hand-written, constrained",
 }
+EXTENDED = {
+    "AutoDelta, supports",
+    "AutoDiagonalNormal, supports",
+    "AutoIAFNormal, particles",
+    "AutoLowRank, mixture",
+}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
-)
+def _marks(name: str) -> list[Any]:
+    return [pytest.mark.slow] * (name in SLOW) + [pytest.mark.extended] * (name in EXTENDED)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in CASES])
 def test_without_clip_and_noise_the_run_is_that_of_svi(name: str) -> None:
     with x64():
         case = CASES[name]()

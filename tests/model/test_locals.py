@@ -103,7 +103,13 @@ def gradient(build: Any, problem: Any, params: Any) -> Any:
     return estimator.pull_back(public, total)
 
 
-@pytest.mark.parametrize("guide", [lambda: encoder, in_two_parts], ids=["by hand", "list"])
+@pytest.mark.parametrize(
+    "guide",
+    [
+        pytest.param(lambda: encoder, id="by hand", marks=pytest.mark.extended),
+        pytest.param(in_two_parts, id="list"),
+    ],
+)
 def test_a_record_s_part_is_its_evidence_lower_bound(guide: Any) -> None:
     problem, params = problem_of(decoder, guide())
     assert set(problem.record_params) == {"weight", "slope", "width"}

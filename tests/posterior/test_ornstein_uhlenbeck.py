@@ -61,23 +61,23 @@ def test_private_runs_spread_as_predicted():
         with numpyro.plate("records", x.shape[0]):
             numpyro.sample("x", dist.Normal(mean, jnp.array([1.0, 2.0, 3.0])).to_event(1), obs=x)
 
-    number, step, noise = 500, 2e-5, 20.0
+    number, step, noise = 100, 5e-4, 20.0
     x = 1 + jax.random.normal(jax.random.key(3), (number, 3))
     guide = AutoDiagonalNormal(model)
     svi = DPSVI(model, guide, optax.sgd(step), estimator=aligned(), clip_norm=8.0,
                 sampler=FullBatch(), noise_multiplier=noise)  # fmt: skip
     sd = np.array([1.0, 2.0, 3.0]) / np.sqrt(number)
     start = {"auto_loc": jnp.asarray(x.mean(0)), "auto_scale": jnp.asarray(sd, jnp.float32)}
-    found = svi.sweep(jax.random.split(jax.random.key(0), 300), 4000, x, init_params=start,
+    found = svi.sweep(jax.random.split(jax.random.key(0), 150), 1000, x, init_params=start,
                       trace_size=1000)  # fmt: skip
     curvature = guide_curvature({"auto_scale": sd}, guide)
     # The draw from the guide adds its own noise, A sd: small beside 160 in every coordinate.
     covariance = np.eye(3) * (noise * 8.0) ** 2 + np.diag(1 / sd**2)
     predicted = np.sqrt(np.diag(stationary_covariance(curvature, covariance, step)))
     actual = found.params["auto_loc"].std(0, ddof=1)
-    np.testing.assert_allclose(actual, predicted, rtol=0.15)  # standard error 4 %
+    np.testing.assert_allclose(actual, predicted, rtol=0.15)  # standard error 6 %
     mean = found.trace.params["auto_loc"][:, 500:].mean(1)
-    predicted = np.sqrt(np.diag(averaged_covariance(curvature, covariance, step, 2000)))
+    predicted = np.sqrt(np.diag(averaged_covariance(curvature, covariance, step, 500)))
     np.testing.assert_allclose(mean.std(0, ddof=1), predicted, rtol=0.15)
 
 

@@ -39,6 +39,7 @@ SETTINGS = {
     "vanilla, full batch": Setting(vanilla, FullBatch()),
     "aligned, Poisson": Setting(aligned, Poisson(0.4)),
 }
+USUAL = "aligned, Poisson"
 
 
 def model(x, y):
@@ -138,7 +139,10 @@ def test_one_step_is_as_private_as_claimed_and_no_more(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name",
+    [n if n == USUAL else pytest.param(n, marks=pytest.mark.extended) for n in SETTINGS],
+)
 def test_the_audit_finds_too_little_noise(name):
     without, with_canary, claim = scores(name, 0.7)
     assert audit(without, with_canary, BUDGET.delta) > claim

@@ -122,7 +122,13 @@ def noise_of_a_run(estimator, key):
 
 @pytest.mark.parametrize(
     ("estimator", "entries"),
-    [(aligned, 3), (vanilla, 6), (preconditioned, 6), (natural, 6), (aligned_natural, 3)],
+    [
+        (aligned, 3),
+        (vanilla, 6),
+        pytest.param(preconditioned, 6, marks=pytest.mark.extended),
+        pytest.param(natural, 6, marks=pytest.mark.extended),
+        (aligned_natural, 3),
+    ],
 )
 def test_noise_of_whole_steps(estimator, entries):
     draws = noise_of_a_run(estimator, 7)

@@ -17,6 +17,13 @@ records of its difference to f, in three parts with one joint clip:
 the network, and stays of one size while the noise that is found shrinks. Precisions are released
 for each weight, or as one number a layer. :math:`\Delta a` needs no release: N is public.
 
+In coordinates of the curvature (:mod:`numpyro_dp.ep.bnn.curvature`) the first and the last part are
+
+.. math:: \sqrt{N \tau / d}\; L^{-1} (\eta_i - \Lambda_i m), \qquad w_b\,\Delta b_i / \tau.
+
+The first then has about the norm of the record's standardised residual whatever the scale of
+targets, and equal noise in each direction costs the output least.
+
 Reference:
     Hernández-Lobato, Adams (2015), Probabilistic backpropagation, ICML; Vinaroz, Park (2022),
     Differentially private stochastic expectation propagation, TMLR, section 6.2. There the moments
@@ -34,6 +41,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp.core import Estimator
+from numpyro_dp.ep.bnn.curvature import Curvature, network_curvature
 from numpyro_dp.ep.bnn.model import RegressionNetwork
 from numpyro_dp.ep.bnn.moments import Layout, record_slopes
 from numpyro_dp.ep.gaussian import Cavity, site_from_slopes
@@ -60,19 +68,20 @@ class Move(NamedTuple):
     """What a step asks the optimiser to do.
 
     Attributes:
-        slope: Estimate of the slope of log q's target in the mean of the weights.
+        slope: Estimate of the slope of log q's target in the mean of the weights, or none.
+        direction: Where it was released in coordinates of the network's curvature: the change of
+            the mean that it asks for.
         precision: Estimated change of the precision of each weight.
         rate: Estimated change of the rate of the noise precision.
         precision_noise: Standard deviation of the noise in each number of ``precision``.
-        num_inputs: Of the network.
         num_examples: Number of records.
     """
 
-    slope: Array
+    slope: Array | None
+    direction: Array | None
     precision: Array
     rate: Array
     precision_noise: Array
-    num_inputs: int
     num_examples: int
 
 
@@ -81,6 +90,7 @@ class _Public(NamedTuple):
     factor: Params  # the mean factor, centred at the cavity's mean
     unit: Array
     shift: Array  # from the mean of q to that of the cavity
+    curvature: Curvature | None
 
 
 def network_site(layout: Layout, cavity: NetworkCavity, x: Array, y: Array) -> dict[str, Array]:
@@ -101,7 +111,11 @@ def network_site(layout: Layout, cavity: NetworkCavity, x: Array, y: Array) -> d
 
 
 def network_ep(
-    network: RegressionNetwork, by_layer: bool, precision_weight: float, noise_weight: float
+    network: RegressionNetwork,
+    by_layer: bool,
+    precision_weight: float,
+    noise_weight: float,
+    ridge: float | None,
 ) -> Callable[[RecordsProblem], Estimator]:
     """Builds the estimator.
 
@@ -110,6 +124,7 @@ def network_ep(
         by_layer: Releases the mean of the precisions of each layer, not those of each weight.
         precision_weight: w above.
         noise_weight: w_b above.
+        ridge: r in :mod:`numpyro_dp.ep.bnn.curvature`, if slopes are released by curvature.
 
     Guarantee:
         The signal reads one record; ``prepare`` and ``pull_back`` read none. A record whose site
@@ -123,7 +138,11 @@ def network_ep(
         groups = np.repeat(np.arange(len(layout.sizes)), layout.sizes)
 
         def prepare(_: Array, params: Params) -> _Public:
-            return _public(network, number, params)
+            public = _public(network, number, params)
+            if ridge is None:
+                return public
+            curvature = network_curvature(network, *shape, number, params, ridge)
+            return public._replace(curvature=curvature)
 
         def signal(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
             x, y = (part.astype(jnp.result_type(float)) for part in example)
@@ -133,23 +152,42 @@ def network_ep(
             if by_layer:
                 parts = layout.split(precision)
                 precision = jnp.stack([jnp.mean(part) for part in parts])
+            linear, noise = _scaled(public, found["linear"], found["rate"])
             return {
-                "linear": public.unit * found["linear"],
+                "linear": linear,
                 "precision": public.unit * precision_weight * precision,
-                "noise": noise_weight * found["rate"],
+                "noise": noise_weight * noise,
             }
 
         def pull_back(public: _Public, released: dict[str, Array]) -> Move:
             precision = released["precision"] / (public.unit * precision_weight)
             precision = precision[groups] if by_layer else precision
-            slope = released["linear"] / public.unit + precision * public.shift
             noise = jnp.asarray(problem.noise_scale) / (public.unit * precision_weight)
             rate = released["noise"] / noise_weight
-            return Move(slope, precision, rate, noise, *shape, number)
+            return _move(public, released["linear"], precision, rate, noise, number)
 
         return Estimator(prepare, signal, pull_back)
 
     return build
+
+
+def _scaled(public: _Public, linear: Array, noise: Array) -> tuple[Array, Array]:
+    """The first and the last part of the signal; ``_move`` takes their scales off again."""
+    if public.curvature is None:
+        return public.unit * linear, noise
+    return public.curvature.whiten(jnp.sqrt(public.unit) * linear), noise / public.unit
+
+
+def _move(
+    public: _Public, linear: Array, precision: Array, rate: Array, noise: Array, number: int
+) -> Move:
+    correction = precision * public.shift
+    if public.curvature is None:
+        slope = linear / public.unit + correction
+        return Move(slope, None, precision, rate, noise, number)
+    whitened = linear / jnp.sqrt(public.unit) + public.curvature.whiten(correction)
+    direction = public.curvature.direction(whitened)
+    return Move(None, direction, precision, rate * public.unit, noise, number)
 
 
 def _public(network: RegressionNetwork, number: int, params: Params) -> _Public:
@@ -166,4 +204,4 @@ def _public(network: RegressionNetwork, number: int, params: Params) -> _Public:
     noise = (rate - own["rate"]) / (concentration - 0.5 - 1)
     centred = own | {"linear": own["linear"] - own["precision"] * mean}
     cavity = NetworkCavity(Cavity(mean, variance), noise)
-    return _Public(cavity, centred, rate / (concentration - 1), mean - linear / precision)
+    return _Public(cavity, centred, rate / (concentration - 1), mean - linear / precision, None)
