@@ -123,10 +123,10 @@ def plain_sep(setting, seed, x, y):
 
 def private_sep(setting, seed, x, y):
     """DP-SEP in coordinates of the curvature for invented inputs."""
-    clip_norm, ridge, steps = setting
+    clip_norm, ridge, steps, last = setting
     return sep(
         clip_norm, {"budget": BUDGET}, poisson(x), steps, seed, x, y,
-        ridge=ridge, damping=0.03, step_size=decay(1.0, 0.03, steps), noise_weight=0.1,
+        ridge=ridge, damping=0.03, step_size=decay(1.0, last, steps), noise_weight=0.03,
     )  # fmt: skip
 
 
@@ -175,8 +175,8 @@ def methods(quick):
         "SEP clipped": (plain_sep, [(clip, 0.03, steps) for clip in (0.5, 2.0)]),
         "point estimate": (variational(AutoDelta, vanilla(), free), [(math.inf, 1e-2, long)]),
         "DP-SEP": (private_sep, [
-            (clip, ridge, 12 if quick else 250)
-            for clip in (0.15, 0.25, 0.4) for ridge in (20.0, 50.0)
+            (clip, ridge, 12 if quick else count, last) for clip in (0.25, 0.4)
+            for ridge, count, last in ((20.0, 250, 0.03), (50.0, 250, 0.03), (100.0, 400, 0.02))
         ]),
         "DP-SEP, step of SEP": (printed_step, [
             (0.2, 0.05, 300), (0.5, 0.05, 300), (0.5, 0.1, 100), (1.0, 0.1, 100),
@@ -236,7 +236,7 @@ def main():
             save(args, rows=rows, clips=clips)  # what has been found so far
         for clip_norm in () if args.methods else CLIPS[:1] if args.quick else CLIPS:
             found = [
-                scores(private_sep((clip_norm, 20.0, 250), seed, *train), test, unit)
+                scores(private_sep((clip_norm, 50.0, 250, 0.03), seed, *train), test, unit)
                 for seed, (train, test, unit) in enumerate(cases)
             ]
             clips.append({"set": name, "method": f"clip norm {clip_norm}", "clip norm": clip_norm})
