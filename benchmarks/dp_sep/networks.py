@@ -236,7 +236,11 @@ def main():
             save(args, rows=rows, clips=clips)  # what has been found so far
         for clip_norm in () if args.methods else CLIPS[:1] if args.quick else CLIPS:
             found = [
-                scores(private_sep((clip_norm, 50.0, 250, 0.03), seed, *train), test, unit)
+                scores(
+                    private_sep((clip_norm, 50.0, 12 if args.quick else 250, 0.03), seed, *train),
+                    test,
+                    unit,
+                )
                 for seed, (train, test, unit) in enumerate(cases)
             ]
             clips.append({"set": name, "method": f"clip norm {clip_norm}", "clip norm": clip_norm})

@@ -130,7 +130,9 @@ def test_all_forms_learn_and_agree_with_nuts_on_predictions():
         assert 0.08 < jnp.sqrt(noise) < 0.35, name
 
 
-@pytest.mark.parametrize(("by_layer", "ridge"), [(True, None), (False, None), (True, 5.0)])
+@pytest.mark.parametrize(
+    ("by_layer", "ridge"), [(True, None), (False, None), (True, 5.0), (False, 1e-3)]
+)
 def test_one_record_moves_the_sum_by_at_most_the_clip_norm(by_layer, ridge):
     rng = np.random.default_rng(1)
     norm, number = 0.5, 40
@@ -140,6 +142,8 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm(by_layer, ridge):
     estimator = network_ep(NETWORK, by_layer, 10.0, 0.3, ridge)(problem)
     driver = DPPBP(NETWORK, clip_norm=norm, noise_multiplier=1.0, sampler=FullBatch())
     params = driver.get_params(driver.init(KEY, x, y))
+    if ridge == 1e-3:  # and hardly any noise, so that scales are extreme
+        params["noise_rate"] = 1e-4 * params["noise_rate"]
     mechanism = gaussian(norm, 1.0)
 
     @jax.jit
@@ -488,6 +492,25 @@ def test_slopes_in_coordinates_of_the_curvature(weight_precision):
     others = np.random.default_rng(0).normal(size=(20, size, size))
     assert all(cost(each) > 1.01 * least for each in others)
     assert cost(np.eye(size)) > least * (1.01 if weight_precision == 1.0 else 1)
+
+
+@pytest.mark.parametrize("noise", [1.0, 0.01])
+def test_a_slope_in_those_coordinates_has_the_size_of_the_residual(noise):
+    x = np.random.default_rng(0).normal(size=(500, 2)).astype(np.float32)
+    structure = read_conjugate_model(NETWORK, (x, x[:, 0]), {}, None, {})
+    problem = RecordsProblem(Model(NETWORK, structure), 500)
+    driver = DPPBP(NETWORK, clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch())
+    params = driver.get_params(driver.init(KEY, x, x[:, 0]))
+    params["weights_linear"] *= 1e4  # variances of the weights that say nothing beside the noise
+    params["weights_precision"] *= 1e4
+    params["noise_rate"] = noise * (params["noise_concentration"] - 1)
+    mean, variance = NETWORK.predict(params, x)
+    y = mean + jnp.sqrt(variance) * jax.random.normal(jax.random.key(3), mean.shape)
+    estimator = network_ep(NETWORK, True, 10.0, 0.3, 1.0)(problem)
+    public = estimator.prepare(KEY, params)
+    signals = jax.vmap(lambda x, y: estimator.signal(public, (x, y)))(jnp.asarray(x), y)
+    size = jnp.sqrt(jnp.mean(jnp.sum(signals["linear"] ** 2, axis=1)))
+    assert float(size) == pytest.approx(float(jnp.sqrt(jnp.mean((y - mean) ** 2))), rel=0.15)
 
 
 def test_what_is_released_in_those_coordinates_comes_back():

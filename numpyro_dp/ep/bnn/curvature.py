@@ -1,6 +1,7 @@
 r"""The curvature that a network has for invented inputs, and coordinates in which it is 1.
 
-With f the mean of the output, s its variance, r a ridge and inputs that no record has a part in,
+With f the mean of the output, :math:`s_f` its variance, r a ridge and inputs that no record has a
+part in,
 
 .. math::
     K = (\lambda_0 + r) I + N\, E_{x \sim N(0, I)}\Big[
@@ -12,11 +13,14 @@ the second term. Of all linear maps A with noise of equal size in each coordinat
 makes the expected error of the next mean, in the network's output, least: it is proportional to
 
 .. math::
-    E\lVert A g\rVert^2\; \mathrm{tr}\big(\mathrm{Cov}(K^{-1} A^{-1} \xi)\, (K - (\lambda_0 + r) I)
-    \big) \ge d^2, \qquad d = \sum_j \frac{\nu_j}{\nu_j + \lambda_0 + r},
+    N E\lVert A g\rVert^2\;
+    \mathrm{tr}\big(\mathrm{Cov}(K^{-1} A^{-1} \xi)\, (K - (\lambda_0 + r) I)\big) \ge d^2, \qquad d = \sum_j \frac{\nu_j}{\nu_j + \lambda_0 + r},
 
-by Cauchy and Schwarz, with equality at :math:`A = L^{-1}`; d counts the directions that the
-records decide. The norm of :math:`\sqrt{N/d}\,L^{-1} g` is about that of the standardised residual.
+by Cauchy and Schwarz, with equality at :math:`A = L^{-1}` (up to a rotation and a factor); d counts
+the directions that the records decide. This is for inputs as invented and residuals as predicted,
+:math:`E\,g g^\top` being the expectation above, and for mean squares, not for norms after clipping.
+:math:`\sqrt{N/d}\,L^{-1} g` then has in mean square the norm of the standardised residual.
+To r belongs a millionth of the trace of the expectation, which keeps L from failing.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from numpyro_dp.ep.bnn.moments import output_moments
 __all__ = ["Curvature", "network_curvature"]
 
 _INVENTED = 1000  # inputs
+_EXACT = jax.lax.Precision.HIGHEST  # accelerators round products to ten bits otherwise
 
 
 class Curvature(NamedTuple):
@@ -51,11 +56,11 @@ class Curvature(NamedTuple):
 
     def whiten(self, slope: Array) -> Array:
         """Returns the slope of one record in coordinates of unit curvature and size."""
-        return self.scale * (self.inverse @ slope)
+        return self.scale * jnp.matmul(self.inverse, slope, precision=_EXACT)
 
     def direction(self, whitened: Array) -> Array:
         """Returns K^-1 g from g whitened, shortened to one predictive standard deviation."""
-        found = self.inverse.T @ whitened / self.scale
+        found = jnp.matmul(self.inverse.T, whitened, precision=_EXACT) / self.scale
         change = jnp.sqrt(jnp.maximum(found @ self.unit @ found, 0))
         shorter = found / jnp.maximum(change, 1)
         return jnp.where(jnp.all(jnp.isfinite(shorter)), shorter, 0)
@@ -81,12 +86,11 @@ def network_curvature(
         return slope / jnp.sqrt(spread + noise)
 
     slopes = jax.vmap(weighted_slope)(inputs)
-    unit = slopes.T @ slopes / _INVENTED
-    # The last part keeps the factorisation from failing in single precision.
+    unit = jnp.matmul(slopes.T, slopes, precision=_EXACT) / _INVENTED
     least = network.prior_precision(params) + ridge + 1e-6 * num_examples * jnp.trace(unit)
     eye = jnp.eye(mean.size, dtype=mean.dtype)
     factor = jnp.linalg.cholesky(num_examples * unit + least * eye)
     inverse = jax.scipy.linalg.solve_triangular(factor, eye, lower=True)
     directions = num_examples * jnp.sum((inverse @ unit) * inverse)
-    directions = jnp.maximum(directions, 1e-6)  # an output that no weight moves
+    directions = jnp.maximum(directions, 1e-6)  # the ridge may be far above the rest
     return Curvature(unit, inverse, math.sqrt(num_examples) / jnp.sqrt(directions))

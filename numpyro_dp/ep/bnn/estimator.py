@@ -21,8 +21,9 @@ In coordinates of the curvature (:mod:`numpyro_dp.ep.bnn.curvature`) the first a
 
 .. math:: \sqrt{N \tau / d}\; L^{-1} (\eta_i - \Lambda_i m), \qquad w_b\,\Delta b_i / \tau.
 
-The first then has about the norm of the record's standardised residual whatever the scale of
-targets, and equal noise in each direction costs the output least.
+The first then has in mean square about the norm of the record's residual, in the units of y and for
+whatever network, and equal noise in each direction costs the output least. The last is in units of
+:math:`\tau` and leads where residuals are far above :math:`\sqrt\tau`.
 
 Reference:
     Hernández-Lobato, Adams (2015), Probabilistic backpropagation, ICML; Vinaroz, Park (2022),
@@ -68,9 +69,9 @@ class Move(NamedTuple):
     """What a step asks the optimiser to do.
 
     Attributes:
-        slope: Estimate of the slope of log q's target in the mean of the weights, or none.
-        direction: Where it was released in coordinates of the network's curvature: the change of
-            the mean that it asks for.
+        slope: Estimate of the slope of log q's target in the mean of the weights, at the mean of
+            q; none where it was released in coordinates of the network's curvature.
+        direction: There, the change of the mean that it asks for; none elsewhere.
         precision: Estimated change of the precision of each weight.
         rate: Estimated change of the rate of the noise precision.
         precision_noise: Standard deviation of the noise in each number of ``precision``.
@@ -129,7 +130,7 @@ def network_ep(
     Guarantee:
         The signal reads one record; ``prepare`` and ``pull_back`` read none. A record whose site
         is not finite says nothing of the weights and fits the noise as it is; its term is
-        clipped like any other.
+        clipped like any other. One whose term overflows counts as 0.
     """
 
     def build(problem: RecordsProblem) -> Estimator:
