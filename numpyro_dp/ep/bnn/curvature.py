@@ -14,7 +14,8 @@ makes the expected error of the next mean, in the network's output, least: it is
 
 .. math::
     N E\lVert A g\rVert^2\;
-    \mathrm{tr}\big(\mathrm{Cov}(K^{-1} A^{-1} \xi)\, (K - (\lambda_0 + r) I)\big) \ge d^2, \qquad d = \sum_j \frac{\nu_j}{\nu_j + \lambda_0 + r},
+    \mathrm{tr}\big(\mathrm{Cov}(K^{-1} A^{-1} \xi)\, (K - (\lambda_0 + r) I)\big) \ge d^2,
+    \qquad d = \sum_j \frac{\nu_j}{\nu_j + \lambda_0 + r},
 
 by Cauchy and Schwarz, with equality at :math:`A = L^{-1}` (up to a rotation and a factor); d counts
 the directions that the records decide. This is for inputs as invented and residuals as predicted,
