@@ -169,7 +169,9 @@ def main():
         rows.append({"d": dim, "qN": batch} | found)
     for dim, number in FULL:
         data = logistic_data(number, dim)
-        found = compare(full_floor(data), data, FullBatch(), rounds, num_steps // 8)
+        # A second or more: the marginal cost of a step is a difference of two runs.
+        steps = num_steps // max(1, dim * number // 400_000)
+        found = compare(full_floor(data), data, FullBatch(), rounds, steps)
         full.append({"d": dim, "N": number} | found)
     # Two equal runs differ by a tenth here: more rounds for a difference of a few percent.
     bar = progress_bar(logistic_data(NUM_EXAMPLES, 100), 2 * num_steps, 2 * rounds)
