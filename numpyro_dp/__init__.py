@@ -34,6 +34,7 @@ from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.privacy.sampling import FixedSize, FullBatch, Poisson
 from numpyro_dp.sep import DPSEP, EP, SEP
 from numpyro_dp.session import LossRelease
+from numpyro_dp.sgld import DPMCMC, SGHMC, SGLD, PreconditionedSGLD, sgd_as_sgld, sgld_as_sgd
 from numpyro_dp.simulate import simulated_clip_norm
 from numpyro_dp.svi import DPSVI
 
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DPEM",
+    "DPMCMC",
     "DPPBP",
     "DPSEP",
     "DPSVI",
@@ -51,6 +53,8 @@ __all__ = [
     "PRV",
     "RDP",
     "SEP",
+    "SGHMC",
+    "SGLD",
     "AdaptiveClip",
     "Batch",
     "Best",
@@ -63,6 +67,7 @@ __all__ = [
     "Mechanism",
     "Permutation",
     "Poisson",
+    "PreconditionedSGLD",
     "PrivacyBudget",
     "RegressionNetwork",
     "Sampler",
@@ -80,6 +85,8 @@ __all__ = [
     "preconditioned",
     "regression_check",
     "secret_key",
+    "sgd_as_sgld",
+    "sgld_as_sgd",
     "simulated_clip_norm",
     "split_rhat_check",
     "summary",

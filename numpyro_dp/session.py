@@ -179,11 +179,11 @@ class Session:
 
     def run_many(
         self, states: SensitiveState, rows: Rows, num_steps: int, trace_size: int | None
-    ) -> tuple[PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
+    ) -> tuple[SensitiveState, PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
         """Runs many states, stacked along a leading axis, in lockstep.
 
         Returns:
-            Constrained parameters, traces and losses, each with the leading axis.
+            States, constrained parameters, traces and losses, each with the leading axis.
         """
         number = states.step.shape[0]
         first = jax.tree.map(lambda leaf: leaf[0], states)
@@ -197,7 +197,7 @@ class Session:
         constrain = jax.vmap(self.problem.constrain)
         params = constrain(jax.vmap(self.settings.optim.get_params)(states.optim_state))
         trace = Trace(steps, jax.vmap(constrain)(iterates), norms)
-        return params, trace, self._losses(steps, values)
+        return states, params, trace, self._losses(steps, values)
 
     def _folding_loop(self, update: Callable[..., PyTree]) -> Callable[..., Any]:
         """The loop that also updates a fold after every step, compiled once for each update."""

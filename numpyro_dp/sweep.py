@@ -119,7 +119,8 @@ def _in_chunks(
         # A last chunk of another size would be compiled again: repeats, dropped below.
         some = some + some[-1:] * (chunk - len(some))
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *some)
-        parts.append(jax.block_until_ready(session.run_many(stacked, rows, num_steps, trace_size)))
+        found = jax.block_until_ready(session.run_many(stacked, rows, num_steps, trace_size))
+        parts.append(found[1:])
 
     def join(*leaves: Any) -> Any:
         return np.concatenate([np.asarray(leaf) for leaf in leaves])[: len(states)]

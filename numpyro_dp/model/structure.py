@@ -72,6 +72,7 @@ class ModelStructure(NamedTuple):
         local_latents: Names of the continuous latent sites in the data plate.
         summed: Names of the discrete latent sites in the data plate, and the numbers of their
             values in each combination of them.
+        draws: Whether the model draws keys of its own, for dropout, say.
     """
 
     data_plate: str
@@ -82,6 +83,7 @@ class ModelStructure(NamedTuple):
     params: tuple[str, ...]
     local_latents: tuple[str, ...] = ()
     summed: dict[str, np.ndarray] = {}  # noqa: RUF012 - never written to
+    draws: bool = False
 
 
 def find_data_plate(
@@ -180,7 +182,7 @@ def read_model(
     check_additive(model, plate, layout, shared, inside, outside)
     return ModelStructure(
         plate, layout, kinds["latent"], kinds["likelihood"], kinds["prior"],
-        tuple(others.get("param", ())), kinds["local"], summed,
+        tuple(others.get("param", ())), kinds["local"], summed, bool(others.get("prng_key")),
     )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ class VariationalProblem(NamedTuple):
         constrain: Unconstrained parameters -> constrained parameters.
         shared: Public arrays among the model's arguments.
         num_particles: Draws per step, K.
+        noise_scale: Standard deviation of the noise in the released sums; public.
     """
 
     model: Model
@@ -50,10 +51,11 @@ class VariationalProblem(NamedTuple):
     constrain: Callable[[dict[str, Any]], dict[str, Any]]
     shared: tuple[Array, ...]
     num_particles: int
+    noise_scale: Array | float = 0.0
 
     def at(self, shared: tuple[Array, ...], noise_scale: Array | float = 0.0) -> VariationalProblem:
-        """The same with other public arrays; the noise of a step plays no part here."""
-        return self._replace(shared=shared)
+        """The same with other public arrays and the noise of a step."""
+        return self._replace(shared=shared, noise_scale=noise_scale)
 
     def draw(self, params: dict[str, Any], rng_key: Array) -> tuple[dict[str, Array], Array]:
         """Draws the latents; with K > 1 draws they have a leading axis K.
@@ -89,9 +91,13 @@ class VariationalProblem(NamedTuple):
         """Mean over draws of the log likelihood of one record.
 
         With local latents it is the record's part of the evidence lower bound, see
-        :mod:`numpyro_dp.model.locals`; ``example`` ends with the record's row number then.
+        :mod:`numpyro_dp.model.locals`. Where records are numbered, ``example`` ends with the
+        record's row number, and what is drawn is drawn by it.
         """
         constrained = self.constrain(params)
+        if self.numbered:
+            *arrays, row = example
+            example, rng_key = tuple(arrays), jax.random.fold_in(rng_key, row)
         if self.guide.local_params is None:
 
             def one(values: dict[str, Array], key: Array) -> Array:
@@ -100,32 +106,35 @@ class VariationalProblem(NamedTuple):
             if self.num_particles == 1:
                 return one(latents, rng_key)
             return jnp.mean(jax.vmap(one, in_axes=(0, None))(latents, rng_key))
-        *arrays, row = example
 
         def local(values: dict[str, Array], key: Array) -> Array:
-            return self.guide.local_bound(values, constrained, tuple(arrays), self.shared, key)
+            return self.guide.local_bound(values, constrained, example, self.shared, key)
 
-        key = jax.random.fold_in(rng_key, row)
         if self.num_particles == 1:
-            return local(latents, key)
-        keys = jax.random.split(key, self.num_particles)
+            return local(latents, rng_key)
+        keys = jax.random.split(rng_key, self.num_particles)
         return jnp.mean(jax.vmap(local)(latents, keys))
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
-        """Splits arguments into records and public arrays.
-
-        With local latents the records are numbered: their noise is drawn by that number.
-        """
+        """Splits arguments into records and public arrays."""
         layout = self.model.structure.layout
         arrays, shared = layout.rows(args, kwargs)[:2]
-        if self.guide.local_params is not None:
+        if self.numbered:
             arrays = (*arrays, jnp.arange(layout.num_examples, dtype=jnp.uint32))
         return Rows(arrays, shared)
 
     def blank_example(self) -> tuple[Array, ...]:
         """Returns zeros in the place of a record."""
         blank = self.model.structure.layout.blank()
-        return blank if self.guide.local_params is None else (*blank, jnp.zeros((), jnp.uint32))
+        return (*blank, jnp.zeros((), jnp.uint32)) if self.numbered else blank
+
+    @property
+    def numbered(self) -> bool:
+        """Whether records come with a number, by which their own draws are made.
+
+        They do with local latents, and where the model draws keys, for dropout, say.
+        """
+        return self.guide.local_params is not None or self.model.structure.draws
 
     @property
     def record_params(self) -> tuple[str, ...]:

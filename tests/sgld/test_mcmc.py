@@ -1,0 +1,304 @@
+"""Langevin samplers: exact posteriors, Theorem 1, what follows from what, and chains."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer import Predictive
+from numpyro.infer.autoguide import AutoDelta
+from numpyro.infer.util import potential_energy
+
+from numpyro_dp import (
+    DPMCMC,
+    DPSVI,
+    SGHMC,
+    SGLD,
+    AdaptiveClip,
+    BudgetError,
+    FullBatch,
+    Permutation,
+    Poisson,
+    PreconditionedSGLD,
+    PrivacyBudget,
+    UnsupportedModelError,
+    aligned,
+    sgd_as_sgld,
+    sgld_as_sgd,
+)
+
+KEY = jax.random.key(0)
+DIM, NUMBER = 8, 100
+BUDGET = PrivacyBudget(2.0, 1e-5)
+
+
+def gaussian_mean(x):
+    mean = numpyro.sample("mean", dist.Normal(0, 1).expand([DIM]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean, 1).to_event(1), obs=x)
+
+
+def records(number=NUMBER):
+    rng = np.random.default_rng(1)
+    return (rng.normal(size=(number, DIM)) + np.arange(DIM) / 4).astype(np.float32)
+
+
+def sampler(kernel, **options):
+    options = {
+        "num_warmup": 50, "num_samples": 100, "clip_norm": 20.0, "sampler": FullBatch(),
+        "secret_key": 3, "progress_bar": False,
+    } | options  # fmt: skip
+    return DPMCMC(kernel, **options)
+
+
+KERNELS = {
+    "sgld": lambda **options: SGLD(gaussian_mean, 2e-4, **options),
+    "preconditioned": lambda **options: PreconditionedSGLD(gaussian_mean, 2e-4, **options),
+    "sghmc": lambda **options: SGHMC(gaussian_mean, 1e-4, friction=0.2, **options),
+}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_conjugate_posterior_where_nothing_is_clipped(name, temperature):
+    x = records()
+    # The noise multiplier follows: privacy noise is all the noise there is.
+    mcmc = sampler(
+        KERNELS[name](temperature=temperature), clip_norm=100.0, num_warmup=1000,
+        num_samples=30_000, thinning=10, num_chains=4,
+    )  # fmt: skip
+    mcmc.run(KEY, x)
+    draws = np.asarray(mcmc.get_samples()["mean"], np.float64)
+    exact = x.sum(0) / (NUMBER + 1)
+    sd = math.sqrt(temperature / (NUMBER + 1))
+    assert np.abs(draws.mean(0) - exact).max() < 0.1 * sd / math.sqrt(temperature)
+    spread = np.sqrt(np.mean((draws - exact) ** 2))
+    assert spread == pytest.approx(sd, rel=0.05)
+
+
+def test_draws_fill_what_the_privacy_noise_leaves():
+    x = records()
+    mcmc = sampler(
+        SGLD(gaussian_mean, 2e-4), clip_norm=100.0, noise_multiplier=0.3, num_warmup=1000,
+        num_samples=30_000, thinning=10, num_chains=4,
+    )  # fmt: skip
+    mcmc.run(KEY, x)
+    draws = np.asarray(mcmc.get_samples()["mean"], np.float64)
+    spread = np.sqrt(np.mean((draws - x.sum(0) / (NUMBER + 1)) ** 2))
+    assert spread == pytest.approx(1 / math.sqrt(NUMBER + 1), rel=0.05)
+
+
+@pytest.mark.parametrize("batch", [FullBatch(), Poisson(0.2)], ids=["full", "poisson"])
+def test_theorem_1_both_ways(batch):
+    x = records()
+    prob = batch.inclusion_prob(NUMBER)
+    step_size, clip_norm, steps = 3e-4, 2.0, 30
+    sgd = sgld_as_sgd(step_size, clip_norm, NUMBER, prob * NUMBER, temperature=0.5)
+    printed = prob * NUMBER / (NUMBER * math.sqrt(step_size) * clip_norm)
+    assert sgd.noise_multiplier == pytest.approx(printed)
+    mcmc = sampler(
+        SGLD(gaussian_mean, step_size, 0.5), clip_norm=clip_norm, num_warmup=0, num_samples=steps,
+        sampler=batch,
+    )  # fmt: skip
+    mcmc.run(KEY, x)
+    svi = DPSVI(
+        gaussian_mean, AutoDelta(gaussian_mean), optax.sgd(sgd.learning_rate / NUMBER),
+        estimator=aligned(), clip_norm=sgd.clip_norm, sampler=batch,
+        noise_multiplier=sgd.noise_multiplier, secret_key=3,
+    )  # fmt: skip
+    result = svi.run(KEY, steps, x, progress_bar=False, trace_size=steps)
+    np.testing.assert_allclose(
+        mcmc.get_samples()["mean"], result.trace.params["mean_auto_loc"], rtol=1e-4, atol=1e-6
+    )
+    assert mcmc.privacy.epsilon == pytest.approx(result.privacy.epsilon)
+    back = sgd_as_sgld(*sgd, NUMBER, prob * NUMBER)
+    assert back == pytest.approx((step_size, clip_norm, 0.5))
+
+
+def positive(x):
+    scale = numpyro.sample("scale", dist.Gamma(2.0, 1.0))
+    weights = numpyro.sample("weights", dist.Dirichlet(jnp.ones(3)))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Normal(weights[0] - weights[1], scale), obs=x)
+
+
+def test_the_score_is_that_of_the_unconstrained_posterior():
+    x = records()[:, 0]
+    start = {"scale": jnp.asarray(1.7), "weights": jnp.array([0.2, 0.5, 0.3])}
+    step = 1e-3
+    mcmc = sampler(
+        SGLD(positive, step, temperature=1e-12), clip_norm=math.inf, noise_multiplier=0.0,
+        num_warmup=0, num_samples=1,
+    )  # fmt: skip
+    mcmc.run(KEY, x, init_params=start)
+    found = {name: value[0] for name, value in mcmc.get_samples().items()}
+    supports = {"scale": dist.constraints.positive, "weights": dist.constraints.simplex}
+    maps = {name: dist.biject_to(support) for name, support in supports.items()}
+    free = {name: maps[name].inv(value) for name, value in start.items()}
+    slope = jax.grad(lambda u: potential_energy(positive, (x,), {}, u))(free)
+    for name, transform in maps.items():
+        expected = transform(free[name] - step * slope[name])
+        np.testing.assert_allclose(found[name], expected, rtol=1e-4)
+        assert np.abs(found[name] - start[name]).max() > 1e-4
+
+
+def balance(mcmc, number, temperature=1.0):
+    report, prob = mcmc.privacy, mcmc.sampler.inclusion_prob(number)
+    return report.noise_multiplier**2 / (2 * temperature * prob**2)
+
+
+@pytest.mark.parametrize("missing", ["budget", "clip_norm", "num_samples"])
+def test_what_is_left_out_follows_from_the_rest(missing):
+    number, step_size, clip_norm = 2000, 1e-5, 3.0
+    options = {"clip_norm": clip_norm, "budget": BUDGET, "sampler": Poisson(0.1)}
+    mcmc = sampler(SGLD(gaussian_mean, step_size), **options | {missing: None})
+    mcmc.run(KEY, records(number))
+    if missing == "budget":
+        assert balance(mcmc, number) * step_size * clip_norm**2 == pytest.approx(1, rel=1e-4)
+        assert mcmc.privacy.num_steps == 150
+    else:
+        assert 1.9 < mcmc.privacy.epsilon <= 2.0
+    if missing == "num_samples":
+        assert balance(mcmc, number) * step_size * clip_norm**2 == pytest.approx(1, rel=1e-4)
+        kept = len(mcmc.get_samples()["mean"])
+        more = sampler(
+            SGLD(gaussian_mean, step_size),
+            **options | {"noise_multiplier": mcmc.privacy.noise_multiplier * (1 - 1e-6)},
+            num_samples=math.ceil(1.01 * kept),
+        )
+        with pytest.raises(BudgetError):
+            more.run(KEY, records(number))
+
+
+def test_a_clip_norm_that_was_left_out_balances_the_step():
+    number, step_size = 2000, 1e-5
+    mcmc = sampler(SGLD(gaussian_mean, step_size), clip_norm=None, budget=BUDGET)
+    mcmc.run(KEY, records(number))
+    norm = math.sqrt(2 / step_size) / mcmc.privacy.noise_multiplier
+    # The same chain with the norm spelled out, and a step that is a hundredth larger.
+    again = sampler(SGLD(gaussian_mean, step_size), clip_norm=norm, budget=BUDGET)
+    again.run(KEY, records(number))
+    np.testing.assert_allclose(
+        again.get_samples()["mean"], mcmc.get_samples()["mean"], rtol=1e-2, atol=1e-3
+    )
+    hot = sampler(SGLD(gaussian_mean, 1.01 * step_size), clip_norm=norm, budget=BUDGET)
+    with pytest.raises(ValueError, match="Expected step_size <= "):
+        hot.run(KEY, records(number))
+
+
+def test_the_largest_step_is_the_default():
+    x = records(2000)
+    mcmc = sampler(SGLD(gaussian_mean), budget=BUDGET, clip_norm=10.0)
+    mcmc.run(KEY, x)
+    sigma = mcmc.privacy.noise_multiplier
+    spelled = sampler(SGLD(gaussian_mean, 2 / (10 * sigma) ** 2 * (1 - 1e-6)), budget=BUDGET,
+                      clip_norm=10.0)  # fmt: skip
+    spelled.run(KEY, x)
+    np.testing.assert_allclose(
+        mcmc.get_samples()["mean"], spelled.get_samples()["mean"], rtol=0.02, atol=0.002
+    )
+
+
+def test_chains_share_the_budget_and_nothing_else():
+    x = records(1000)
+    alone = sampler(SGLD(gaussian_mean), budget=BUDGET, num_warmup=20, num_samples=60)
+    alone.run(KEY, x)
+    both = sampler(
+        SGLD(gaussian_mean), budget=BUDGET, num_warmup=20, num_samples=60, num_chains=3, thinning=4
+    )
+    both.run(KEY, x)
+    assert both.privacy.num_steps == 3 * 80
+    assert both.privacy.epsilon <= 2.0
+    assert both.privacy.noise_multiplier > 1.6 * alone.privacy.noise_multiplier
+    grouped = both.get_samples(group_by_chain=True)["mean"]
+    assert grouped.shape == (3, 15, DIM)
+    assert both.get_samples()["mean"].shape == (45, DIM)
+    assert np.abs(np.corrcoef(grouped[:, -1])[np.triu_indices(3, 1)]).max() < 0.9999
+    assert len(np.unique(grouped[:, -1, 0])) == 3
+
+
+def test_samples_go_where_those_of_mcmc_go(capsys):
+    x = records(500)
+    mcmc = sampler(SGLD(gaussian_mean), budget=BUDGET)
+    for early in (mcmc.get_samples, lambda: mcmc.privacy):
+        with pytest.raises(ValueError, match="Expected run to have been called"):
+            early()
+    mcmc.run(KEY, x)
+    draws = Predictive(gaussian_mean, mcmc.get_samples())(KEY, np.zeros((4, DIM)))
+    assert mcmc.get_samples()["mean"].shape == (100, DIM)
+    assert "x" not in draws or draws["x"].shape == (100, 4, DIM)
+    mcmc.print_summary()
+    assert "mean[0]" in capsys.readouterr().out
+    assert "epsilon" in str(mcmc.privacy)
+
+
+def test_a_record_that_is_not_a_number_counts_as_nothing():
+    x = records(300)
+    broken = x.copy()
+    broken[7] = np.nan
+    runs = []
+    for data in (np.delete(x, 7, axis=0), broken):
+        mcmc = sampler(SGLD(gaussian_mean, 1e-5), clip_norm=5.0, num_samples=40)
+        mcmc.run(KEY, data, init_params={"mean": jnp.zeros(DIM)})
+        runs.append(mcmc.get_samples()["mean"])
+    np.testing.assert_allclose(*runs, rtol=1e-3, atol=1e-5)
+
+
+def with_param(x):
+    scale = numpyro.param("scale", 1.0, constraint=dist.constraints.positive)
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean, scale).expand([DIM]).to_event(1), obs=x)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"budget": None}, ValueError, "Expected all but one of budget"),
+        ({"clip_norm": None}, ValueError, "Expected all but one of budget"),
+        ({"num_samples": 10, "thinning": 4}, ValueError, "multiple of thinning=4, got 10"),
+        ({"num_chains": 0}, ValueError, "num_chains=0"),
+        ({"num_warmup": -1}, ValueError, "num_warmup=-1"),
+        ({"clip_norm": AdaptiveClip(1.0)}, TypeError, "AdaptiveClip"),
+        ({"clip_norm": -1.0}, ValueError, "clip_norm=-1.0"),
+        ({"budget": None, "noise_multiplier": 0.0}, ValueError, "Expected a step_size"),
+        ({"sampler": Permutation(100), "num_chains": 2, "num_samples": 52}, ValueError, "epochs"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_settings_are_named(change, error, message):
+    with pytest.raises(error, match=message):
+        sampler(SGLD(gaussian_mean), **{"budget": BUDGET} | change).run(KEY, records(1000))
+
+
+def test_bad_kernels_and_models_are_named():
+    for bad in ({"step_size": -1.0}, {"temperature": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            SGLD(gaussian_mean, **bad)
+    with pytest.raises(ValueError, match="friction"):
+        SGHMC(gaussian_mean, friction=1.5)
+    with pytest.raises(ValueError, match="decay"):
+        PreconditionedSGLD(gaussian_mean, decay=1.0)
+    with pytest.raises(TypeError, match="Expected a kernel such as SGLD"):
+        sampler(numpyro.infer.NUTS(gaussian_mean), budget=BUDGET)
+    with pytest.raises(UnsupportedModelError, match="scale"):
+        sampler(SGLD(with_param), budget=BUDGET).run(KEY, records())
+    with pytest.raises(BudgetError, match="one sample"):
+        sampler(SGLD(gaussian_mean, 1.0), num_samples=None, clip_norm=50.0, budget=BUDGET).run(
+            KEY, records()
+        )
+
+
+def test_decaying_steps_keep_the_temperature_bound():
+    x = records(1000)
+    kernel = SGLD(gaussian_mean, lambda t: 2e-5 / (1 + t / 50))
+    mcmc = sampler(kernel, clip_norm=4.0, num_samples=100)
+    mcmc.run(KEY, x)
+    assert balance(mcmc, 1000) * 2e-5 * 16 == pytest.approx(1, rel=1e-4)
+    with pytest.raises(ValueError, match="Expected step_size <= "):
+        sampler(SGLD(gaussian_mean, lambda t: 2e-5 * (1 + t)), clip_norm=4.0,
+                noise_multiplier=mcmc.privacy.noise_multiplier).run(KEY, x)  # fmt: skip
