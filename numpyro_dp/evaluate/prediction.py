@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Shaped
 from scipy.special import logsumexp
 
-from numpyro_dp._validate import check_int, check_real
+from numpyro_dp._validate import check_real
 
-__all__ = ["calibration_error", "coverage", "log_predictive_density"]
+__all__ = ["central_intervals", "coverage", "log_predictive_density"]
 
 Draws = Shaped[np.ndarray, "draws ..."]
 Values = Shaped[np.ndarray, "..."]
@@ -53,56 +53,25 @@ def coverage(
         >>> coverage(draws, np.array([0.0, 1.0, 3.0]))
         0.6666666666666666
     """
-    check_real("level", level, low=0, high=1, low_open=True, high_open=True)
     if np.shape(draws)[1:] != np.shape(truth):
         raise ValueError(f"Expected truth of shape {np.shape(draws)[1:]}, got {np.shape(truth)}.")
-    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    low, high = central_intervals(draws, level)
     return float(np.mean((low <= truth) & (truth <= high)))
 
 
-def calibration_error(
-    probabilities: Float[np.ndarray, " records"],
-    outcomes: Shaped[np.ndarray, " records"],
-    bins: int = 15,
-    equal_mass: bool = False,
-) -> tuple[float, float]:
-    r"""Expected and largest calibration error of predicted probabilities.
-
-    .. math:: \mathrm{ECE} = \sum_b \tfrac{n_b}{n}\, |\bar y_b - \bar p_b|, \qquad
-        \mathrm{MCE} = \max_b |\bar y_b - \bar p_b|.
-
-    For several classes pass the largest probability, and whether that class was right.
+def central_intervals(draws: Draws, level: float = 0.9) -> tuple[Values, Values]:
+    """Returns the lower and the upper end of the central intervals of draws.
 
     Args:
-        probabilities: Predicted probability of the outcome, in [0, 1].
-        outcomes: Whether it came: 0 or 1.
-        bins: Number of bins; empty ones do not count.
-        equal_mass: Bins with as many records each, instead of equally wide ones.
-
-    Raises:
-        ValueError: If a value is outside its range, or the shapes differ.
+        draws: Posterior (or posterior predictive) draws.
+        level: Probability of the intervals, in (0, 1).
 
     Example:
         >>> import numpy as np
-        >>> p, y = np.array([0.1, 0.1, 0.9, 0.9]), np.array([0, 0, 1, 0])
-        >>> tuple(round(error, 3) for error in calibration_error(p, y, bins=2))
-        (0.25, 0.4)
-
-    Reference:
-        Guo, Pleiss, Sun, Weinberger (2017), On calibration of modern neural networks, ICML.
+        >>> low, high = central_intervals(np.arange(101.0), 0.5)
+        >>> float(low), float(high)
+        (25.0, 75.0)
     """
-    check_int("bins", bins, low=1)
-    p, y = np.asarray(probabilities, float), np.asarray(outcomes, float)
-    if p.shape != y.shape:
-        raise ValueError(f"Expected outcomes of shape {p.shape}, got {y.shape}.")
-    if p.size == 0 or p.min() < 0 or p.max() > 1 or not np.isin(y, (0, 1)).all():
-        raise ValueError("Expected at least one probability in [0, 1], and outcomes 0 or 1.")
-    if equal_mass:
-        place = np.empty(p.size, int)
-        place[np.argsort(p, kind="stable")] = np.arange(p.size) * bins // p.size
-    else:
-        place = np.minimum((p * bins).astype(int), bins - 1)
-    counts = np.bincount(place, minlength=bins)
-    gaps = np.abs(np.bincount(place, y - p, minlength=bins))
-    held = counts > 0
-    return float(gaps.sum() / p.size), float(np.max(gaps[held] / counts[held]))
+    check_real("level", level, low=0, high=1, low_open=True, high_open=True)
+    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return low, high
