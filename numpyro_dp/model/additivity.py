@@ -53,7 +53,8 @@ def check_additive(
         plate: Name of the data plate.
         layout: How arguments split.
         shared: Public arrays among the arguments.
-        likelihood: Names of the observed sites in the data plate.
+        likelihood: Names of the observed sites in the data plate; none where it is random by
+            itself, and there is nothing to compare.
         prior: Names of the latent sites and of factors outside the plate.
 
     Raises:
@@ -119,14 +120,11 @@ def _evaluate(arguments: Arguments, run: Any, plate: str, number: int) -> dict[s
             value = jnp.sum(value if site["scale"] is None else value * site["scale"])
             in_plate = any(frame.name == plate for frame in site["cond_indep_stack"])
             values[name] = float(value) * (number / size if in_plate else 1)
-        elif site["type"] == "prng_key":
-            values[name] = math.nan  # random by itself: nothing to compare
     return values
 
 
 def _total(values: dict[str, float], names: tuple[str, ...]) -> float:
-    random = [value for value in values.values() if math.isnan(value)]
-    return math.nan if random else sum(values[name] for name in names)
+    return sum(values[name] for name in names)
 
 
 def is_sum(joint: float, alone: list[float]) -> bool:

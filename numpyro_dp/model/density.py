@@ -125,6 +125,8 @@ class Model(NamedTuple):
         plate = self.structure.data_plate
         filled = fill_locals(one_record(self.fn, plate), plate, **local)
         fn = handlers.substitute(filled, data=params)
+        if rng_key is None and self.structure.draws:
+            rng_key = jax.random.key(0)  # the prior does not depend on it
         if rng_key is not None:
             fn = handlers.seed(fn, rng_key)
         constrain = _Constrain(fn, latents)

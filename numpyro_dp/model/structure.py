@@ -16,6 +16,7 @@ from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_dp.model.additivity import check_additive
 from numpyro_dp.model.dependence import depends_on_inputs
+from numpyro_dp.model.draws import draws_keys
 from numpyro_dp.model.locals import read_locals
 from numpyro_dp.model.records import (
     Arguments,
@@ -179,10 +180,11 @@ def read_model(
     summed = {}
     if len(inside) > len(kinds["likelihood"]):
         summed = read_locals(model, plate, layout, shared, inside, outside, kinds["summed"])
-    check_additive(model, plate, layout, shared, inside, outside)
+    draws = draws_keys(one_record(model, plate), alone)
+    check_additive(model, plate, layout, shared, () if draws else inside, outside)
     return ModelStructure(
         plate, layout, kinds["latent"], kinds["likelihood"], kinds["prior"],
-        tuple(others.get("param", ())), kinds["local"], summed, bool(others.get("prng_key")),
+        tuple(others.get("param", ())), kinds["local"], summed, draws,
     )  # fmt: skip
 
 

@@ -1,0 +1,99 @@
+"""Models that draw keys of their own: a mask for each record, and another in each step."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.contrib.module import flax_module
+from numpyro.infer import Predictive
+from numpyro.infer.autoguide import AutoDelta
+
+from numpyro_dp import DPSVI, FullBatch, aligned
+from numpyro_dp.model.structure import read_model
+
+
+def masked(x):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([64]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        keep = jax.random.bernoulli(numpyro.prng_key(), 0.5, (x.shape[0], 64))
+        numpyro.sample("x", dist.Normal(2 * keep @ w, 1), obs=x)
+
+
+def plain(x):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([64]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Normal(w.sum(), 1), obs=x)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dropout(0.5, deterministic=False)(nn.relu(nn.Dense(16)(x)))
+        return nn.Dense(1)(x)[..., 0]
+
+
+def with_flax(dropout):
+    def model(x, y=None):
+        kinds = {"apply_rng": ["dropout"]} if dropout else {}
+        module = Net() if dropout else nn.Dense(1)
+        net = flax_module("net", module, input_shape=(1, 3), **kinds)
+        rngs = {"dropout": numpyro.prng_key()} if dropout else None
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.Normal(net(x, rngs=rngs).reshape(-1), 1), obs=y)
+
+    return model
+
+
+X = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "draws"),
+    [
+        (masked, (X[:, 0],), True),
+        (plain, (X[:, 0],), False),
+        (with_flax(True), (X, X[:, 0]), True),
+        (with_flax(False), (X, X[:, 0]), False),
+    ],
+)
+def test_whether_a_model_draws_is_seen(model, args, draws):
+    assert read_model(model, args, {}).draws is draws
+
+
+def signals(model, x, key):
+    svi = DPSVI(model, AutoDelta(model), optax.sgd(0.1), estimator=aligned(), clip_norm=1.0,
+                sampler=FullBatch(), noise_multiplier=1.0)  # fmt: skip
+    state = svi.init(jax.random.key(0), x)
+    (session,) = svi._sessions.values()
+    estimator = svi.estimator(session.problem)
+    public = estimator.prepare(key, svi.optim.get_params(state.optim_state))
+    rows = session.rows((x,), {}).arrays
+    return np.asarray(jax.vmap(lambda row: estimator.signal(public, row)["w"])(rows))
+
+
+def test_each_record_has_a_mask_of_its_own_in_each_step():
+    x = np.ones(50, np.float32)
+    one, again, other = (signals(masked, x, jax.random.key(seed)) for seed in (1, 1, 2))
+    kept = one != 0
+    assert len(np.unique(kept, axis=0)) == 50
+    assert 0.45 < kept.mean() < 0.55
+    np.testing.assert_array_equal(one, again)
+    assert (kept != (other != 0)).mean() > 0.4
+
+
+def test_dropout_of_flax_is_kept_on_in_prediction():
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(400, 3)).astype(np.float32)
+    y = (np.abs(x[:, 0]) - 0.8).astype(np.float32)
+    model = with_flax(True)
+    svi = DPSVI(model, lambda x, y=None: None, optax.adam(0.02), estimator=aligned(),
+                clip_norm=20.0, sampler=FullBatch(), noise_multiplier=0.1)  # fmt: skip
+    result = svi.run(jax.random.key(0), 200, x, y, progress_bar=False)
+    predict = Predictive(model, params=result.params, num_samples=50, parallel=True)
+    draws = np.asarray(predict(jax.random.key(1), jnp.asarray(x))["y"])
+    assert draws.shape == (50, 400)
+    assert np.mean((draws.mean(0) - y) ** 2) < 0.5 * y.var()
