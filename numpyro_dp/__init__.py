@@ -28,6 +28,7 @@ from numpyro_dp.posterior import (
 from numpyro_dp.privacy.accounting import GDP, PLD, PRV, RDP, Best, UnsupportedEventError
 from numpyro_dp.privacy.adaptive import AdaptiveClip
 from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.comparison import compare_accountants
 from numpyro_dp.privacy.permutation import Permutation
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.privacy.random import secret_key
@@ -76,6 +77,7 @@ __all__ = [
     "aligned",
     "aligned_natural",
     "average",
+    "compare_accountants",
     "drift_check",
     "exponential_average",
     "linear",

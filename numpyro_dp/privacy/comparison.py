@@ -1,0 +1,116 @@
+r"""One run in the eyes of several accountants, side by side.
+
+The central limit theorem of Gaussian differential privacy takes T steps of Poisson batches at rate
+q with noise multiplier :math:`\sigma` for one Gaussian mechanism of
+
+.. math:: \mu = q \sqrt{T\,(e^{1/\sigma^2} - 1)},
+
+which holds as T goes to infinity with :math:`q\sqrt T` fixed, without a bound on what is missing.
+It may lie below the true epsilon; it is shown for comparison with papers that report it.
+
+Reference:
+    Bu, Dong, Long, Su (2020), Deep learning with Gaussian differential privacy, Harvard Data
+    Science Review; Zhang, Bu, Chen, Long (2021), Theorems 2 and 3.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from numpyro_dp.privacy.accounting import (
+    GDP,
+    PLD,
+    PRV,
+    RDP,
+    TotalVariationError,
+    UnreliableBoundError,
+    UnsupportedEventError,
+)
+from numpyro_dp.privacy.accounting.gdp import gaussian_epsilon
+from numpyro_dp.privacy.accounting.steps import gaussian_steps
+from numpyro_dp.privacy.plan import PrivacyReport
+
+__all__ = ["AccountantComparison", "compare_accountants"]
+
+
+class AccountantComparison(NamedTuple):
+    """What accountants say of one run. Prints itself.
+
+    Attributes:
+        bounds: Accountant -> upper bound on epsilon, by those that support the run.
+        refusals: Accountant -> why it does not.
+        approximation: By the central limit theorem: **no guarantee**; ``nan`` where the run does
+            not consist of Poisson or full batches of one kind.
+        delta: Of all of them.
+    """
+
+    bounds: dict[str, float]
+    refusals: dict[str, str]
+    approximation: float
+    delta: float
+
+    def __str__(self) -> str:
+        """A line for each."""
+        lines = [f"{name:8} epsilon <= {bound:.4f}" for name, bound in self.bounds.items()]
+        lines += [f"{name:8} refused: {reason}" for name, reason in self.refusals.items()]
+        lines.append(f"{'GDP-CLT':8} epsilon ~  {self.approximation:.4f} (no guarantee)")
+        return "\n".join(lines)
+
+
+def compare_accountants(report: PrivacyReport) -> AccountantComparison:
+    """Bounds what a run has spent by each accountant, beside the approximation of papers.
+
+    Args:
+        report: ``result.privacy``.
+
+    Raises:
+        TypeError: If it is no report.
+
+    Example:
+        >>> import jax, numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import DPMCMC, SGLD, Poisson, PrivacyBudget, compare_accountants
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> mcmc = DPMCMC(SGLD(model), num_warmup=10, num_samples=190, clip_norm=5.0,
+        ...               sampler=Poisson(0.1), budget=PrivacyBudget(1.0, 1e-5),
+        ...               progress_bar=False)
+        >>> mcmc.run(jax.random.key(0), jax.numpy.ones(1000))
+        >>> found = compare_accountants(mcmc.privacy)
+        >>> sorted(found.bounds), list(found.refusals)
+        (['PLD', 'PRV', 'RDP'], ['GDP'])
+        >>> found.approximation < found.bounds["PLD"] < found.bounds["RDP"]
+        True
+
+    Guarantee:
+        Each of ``bounds`` is an upper bound; ``approximation`` is not. Reads the report alone.
+    """
+    if not isinstance(report, PrivacyReport):
+        raise TypeError(f"Expected result.privacy, got {type(report).__name__}.")
+    bounds, refusals = {}, {}
+    for accountant in (GDP(), PLD(), PRV(), RDP()):
+        try:
+            found = report.plan.spent(report.num_steps, delta=report.delta, accountant=accountant)
+        except UnsupportedEventError as error:
+            refusals[accountant.name] = error.reasons.get(accountant.name, str(error))
+        except (UnreliableBoundError, TotalVariationError) as error:
+            refusals[accountant.name] = str(error)
+        else:
+            bounds[accountant.name] = found.epsilon
+    return AccountantComparison(bounds, refusals, _by_limit(report), report.delta)
+
+
+def _by_limit(report: PrivacyReport) -> float:
+    steps = gaussian_steps(report.event)
+    if len(steps) != 1 or steps[0].sampling == "without_replacement":
+        return math.nan
+    (step,) = steps
+    if step.noise_multiplier == 0:
+        return math.inf
+    if step.sampling == "none":
+        mu = math.sqrt(step.count) / step.noise_multiplier
+    else:
+        mu = step.rate * math.sqrt(step.count * math.expm1(step.noise_multiplier**-2))
+    return gaussian_epsilon(mu, report.delta)
