@@ -50,8 +50,8 @@ class DPPBP(Driver):
     Args:
         network: The model.
         clip_norm: Bound on what one record sends: in units of a residual times the slope of the
-            network in its weights, with ``ridge`` of a residual (0.25 to 0.5 suit targets of unit
-            scale). ``math.inf`` (with ``noise_multiplier=0``) is plain SEP.
+            network in its weights; with ``ridge``, in predictive standard deviations of a residual
+            (0.5 to 1 suit). ``math.inf`` (with ``noise_multiplier=0``) is plain SEP.
         sampler, budget, noise_multiplier, secret_key, num_steps, accountant: As for
             :class:`~numpyro_dp.DPSVI`.
         damping: Part of the precisions and of the noise that a step replaces, in (0, 1], or a
@@ -59,13 +59,13 @@ class DPPBP(Driver):
         step_size: Rate of the mean, likewise; that of ``damping`` by default, as in SEP.
         ridge: If given, slopes are released in coordinates of the curvature that the network has
             for invented N(0, I) inputs, plus this precision, and the mean moves by it: less noise
-            in the output, and fewer and larger steps. 20 to 100 suit some thousand records and
+            in the output, and fewer and larger steps. 20 to 200 suit some thousand records and
             epsilon = 1; far less lets the noise lead, far more makes small steps.
         precision: ``"layer"`` releases one precision a layer (the means of given
             ``init_params`` are taken), ``"weight"`` one a weight.
         precision_weight: Weight of precisions beside slopes in the joint norm.
         noise_weight: Weight of half a squared residual there. With ``ridge`` the square is in
-            units of the noise found so far, and a tenth of the default suits.
+            units of the predictive variance, and a tenth of the default suits.
         floor: What the records add to a precision is at least so many standard deviations of the
             noise in it.
         init_scale: Standard deviation of the first means, which are drawn from ``rng_key``.

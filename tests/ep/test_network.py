@@ -495,7 +495,7 @@ def test_slopes_in_coordinates_of_the_curvature(weight_precision):
 
 
 @pytest.mark.parametrize("noise", [1.0, 0.01])
-def test_a_slope_in_those_coordinates_has_the_size_of_the_residual(noise):
+def test_a_slope_in_those_coordinates_has_the_size_of_the_residual_in_standard_deviations(noise):
     x = np.random.default_rng(0).normal(size=(500, 2)).astype(np.float32)
     structure = read_conjugate_model(NETWORK, (x, x[:, 0]), {}, None, {})
     problem = RecordsProblem(Model(NETWORK, structure), 500)
@@ -510,7 +510,9 @@ def test_a_slope_in_those_coordinates_has_the_size_of_the_residual(noise):
     public = estimator.prepare(KEY, params)
     signals = jax.vmap(lambda x, y: estimator.signal(public, (x, y)))(jnp.asarray(x), y)
     size = jnp.sqrt(jnp.mean(jnp.sum(signals["linear"] ** 2, axis=1)))
-    assert float(size) == pytest.approx(float(jnp.sqrt(jnp.mean((y - mean) ** 2))), rel=0.15)
+    assert float(size) == pytest.approx(1.0, rel=0.15)
+    half_squares = jnp.mean(signals["noise"]) + 0.3 * public.factor["rate"] / public.unit
+    assert float(half_squares) == pytest.approx(0.3 / 2, rel=0.15)
 
 
 def test_what_is_released_in_those_coordinates_comes_back():

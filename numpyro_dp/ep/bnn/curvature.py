@@ -49,11 +49,13 @@ class Curvature(NamedTuple):
         unit: Its part that inputs make, of one record.
         inverse: Inverse of the lower Cholesky factor L of all of it.
         scale: Square root of N / d.
+        predicted: Mean of s_f + E[1/gamma] for the invented inputs.
     """
 
     unit: Array
     inverse: Array
     scale: Array
+    predicted: Array
 
     def whiten(self, slope: Array) -> Array:
         """Returns the slope of one record in coordinates of unit curvature and size."""
@@ -81,12 +83,12 @@ def network_curvature(
     noise = params["noise_rate"] / (params["noise_concentration"] - 1)
     inputs = jax.random.normal(jax.random.key(0), (_INVENTED, num_inputs), mean.dtype)
 
-    def weighted_slope(x: Array) -> Array:
+    def weighted_slope(x: Array) -> tuple[Array, Array]:
         output = jax.value_and_grad(lambda m: output_moments(layout, m, variance, x), has_aux=True)
         (_, spread), slope = output(mean)
-        return slope / jnp.sqrt(spread + noise)
+        return slope / jnp.sqrt(spread + noise), spread + noise
 
-    slopes = jax.vmap(weighted_slope)(inputs)
+    slopes, predicted = jax.vmap(weighted_slope)(inputs)
     unit = jnp.matmul(slopes.T, slopes, precision=_EXACT) / _INVENTED
     least = network.prior_precision(params) + ridge + 1e-6 * num_examples * jnp.trace(unit)
     eye = jnp.eye(mean.size, dtype=mean.dtype)
@@ -94,4 +96,5 @@ def network_curvature(
     inverse = jax.scipy.linalg.solve_triangular(factor, eye, lower=True)
     directions = num_examples * jnp.sum((inverse @ unit) * inverse)
     directions = jnp.maximum(directions, 1e-6)  # the ridge may be far above the rest
-    return Curvature(unit, inverse, math.sqrt(num_examples) / jnp.sqrt(directions))
+    scale = math.sqrt(num_examples) / jnp.sqrt(directions)
+    return Curvature(unit, inverse, scale, jnp.mean(predicted))

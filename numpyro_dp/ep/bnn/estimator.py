@@ -17,13 +17,15 @@ records of its difference to f, in three parts with one joint clip:
 the network, and stays of one size while the noise that is found shrinks. Precisions are released
 for each weight, or as one number a layer. :math:`\Delta a` needs no release: N is public.
 
-In coordinates of the curvature (:mod:`numpyro_dp.ep.bnn.curvature`) the first and the last part are
+In coordinates of the curvature (:mod:`numpyro_dp.ep.bnn.curvature`) the parts are
 
-.. math:: \sqrt{N \tau / d}\; L^{-1} (\eta_i - \Lambda_i m), \qquad w_b\,\Delta b_i / \tau.
+.. math:: u_i = \big(\sqrt{N / d}\; L^{-1} (\eta_i - \Lambda_i m),\; \pi w\,\Lambda_i,\;
+    w_b\,\Delta b_i / \pi\big),
 
-The first then has in mean square about the norm of the record's residual, in the units of y and for
-whatever network, and equal noise in each direction costs the output least. The last is in units of
-:math:`\tau` and leads where residuals are far above :math:`\sqrt\tau`.
+with :math:`\pi` the mean of :math:`s_f + E[1/\gamma]` for the invented inputs. The first then has
+in mean square about the size of the record's residual in predictive standard deviations, whatever
+the units of y and the network, and equal noise in each direction costs the output least. The last
+is half a squared residual in those units.
 
 Reference:
     Hernández-Lobato, Adams (2015), Probabilistic backpropagation, ICML; Vinaroz, Park (2022),
@@ -143,7 +145,7 @@ def network_ep(
             if ridge is None:
                 return public
             curvature = network_curvature(network, *shape, number, params, ridge)
-            return public._replace(curvature=curvature)
+            return public._replace(unit=curvature.predicted, curvature=curvature)
 
         def signal(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
             x, y = (part.astype(jnp.result_type(float)) for part in example)
@@ -176,7 +178,7 @@ def _scaled(public: _Public, linear: Array, noise: Array) -> tuple[Array, Array]
     """The first and the last part of the signal; ``_move`` takes their scales off again."""
     if public.curvature is None:
         return public.unit * linear, noise
-    return public.curvature.whiten(jnp.sqrt(public.unit) * linear), noise / public.unit
+    return public.curvature.whiten(linear), noise / public.unit
 
 
 def _move(
@@ -186,8 +188,7 @@ def _move(
     if public.curvature is None:
         slope = linear / public.unit + correction
         return Move(slope, None, precision, rate, noise, number)
-    whitened = linear / jnp.sqrt(public.unit) + public.curvature.whiten(correction)
-    direction = public.curvature.direction(whitened)
+    direction = public.curvature.direction(linear + public.curvature.whiten(correction))
     return Move(None, direction, precision, rate * public.unit, noise, number)
 
 
