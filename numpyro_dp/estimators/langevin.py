@@ -31,6 +31,8 @@ from numpyro_dp.model.variational import VariationalProblem
 
 __all__ = ["POINT_SUFFIX", "Score", "langevin"]
 
+_NO_ROW = 2**32 - 1  # the likelihood of a record may draw by the number of its row
+
 POINT_SUFFIX = "_auto_loc"  # of the parameters of NumPyro's AutoDelta
 
 
@@ -60,9 +62,11 @@ def langevin() -> Callable[[VariationalProblem], Estimator]:
 
         def pull_back(public: DrawnPublic, released: dict[str, Any]) -> Score:
             prior = jax.grad(problem.log_prior)(public.latents, public.params)
-            score = add(prior, released)
+            score = add(prior, {site: released[site] for site in prior})
             gradient = {f"{site}{POINT_SUFFIX}": score[site] for site in public.latents}
-            key = jax.random.fold_in(public.rng_key, 1)  # not the one that the likelihood draws by
+            # Parameters of which nothing is left: all their entries are latents.
+            gradient |= {name: public.params[name] for name in problem.record_params}
+            key = jax.random.fold_in(public.rng_key, _NO_ROW)
             return Score(gradient, problem.noise_scale, key)
 
         return base._replace(pull_back=pull_back)

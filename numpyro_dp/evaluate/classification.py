@@ -226,10 +226,11 @@ def decompose_entropy(
         Bayesian deep learning, ICML.
     """
     draws = np.asarray(probabilities, float)
-    if draws.ndim != 3:
+    if draws.ndim != 3 or draws.size == 0:
         raise ValueError(
             f"Expected probabilities of shape (draws, records, classes), got {draws.shape}."
         )
+    _check_probabilities(draws)
     aleatoric = _entropy(draws).mean(axis=0)
     return EntropyParts(np.maximum(_entropy(draws.mean(axis=0)) - aleatoric, 0), aleatoric)
 
@@ -240,16 +241,20 @@ def _entropy(p: np.ndarray) -> np.ndarray:
 
 def _checked(probabilities: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     p, labels = np.asarray(probabilities, float), np.asarray(labels)
-    if p.ndim not in (2, 3) or p.shape[-2] != len(labels) or p.size == 0:
+    if p.ndim not in (2, 3) or labels.shape != p.shape[-2:-1] or p.size == 0:
         raise ValueError(
-            "Expected probabilities of shape (records, classes) or (draws, records, classes) for "
-            f"{len(labels)} labels, got {p.shape}."
+            "Expected probabilities of shape (records, classes) or (draws, records, classes) and "
+            f"labels of shape (records,), got {p.shape} and {labels.shape}."
         )
-    if not (p.min() >= 0) or np.abs(p.sum(-1) - 1).max() > 1e-3:
-        raise ValueError("Expected probabilities >= 0 that sum to 1 over classes. Use a softmax.")
+    _check_probabilities(p)
     if labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() >= p.shape[-1]:
         raise ValueError(
             f"Expected integer labels in 0..{p.shape[-1] - 1}, got {labels.dtype} from "
             f"{labels.min()} to {labels.max()}."
         )
     return (p if p.ndim == 2 else p.mean(axis=0)), labels
+
+
+def _check_probabilities(p: np.ndarray) -> None:
+    if not (p.min() >= 0) or np.abs(p.sum(-1) - 1).max() > 1e-3:
+        raise ValueError("Expected probabilities >= 0 that sum to 1 over classes. Use a softmax.")

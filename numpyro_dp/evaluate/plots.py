@@ -45,7 +45,7 @@ def plot_reliability(
     axis.bar(found.confidence, found.accuracy, width=width, color="tab:blue", label="accuracy")
     axis.bar(
         found.confidence, found.confidence - found.accuracy, width=width, bottom=found.accuracy,
-        color="tab:red", alpha=0.4, label="gap",
+        facecolor="none", edgecolor="tab:red", hatch="///", label="gap",
     )  # fmt: skip
     axis.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle="--")
     axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")

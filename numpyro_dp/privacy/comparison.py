@@ -33,6 +33,8 @@ from numpyro_dp.privacy.plan import PrivacyReport
 
 __all__ = ["AccountantComparison", "compare_accountants"]
 
+_MOST = 700.0  # exp of more overflows
+
 
 class AccountantComparison(NamedTuple):
     """What accountants say of one run. Prints itself.
@@ -111,6 +113,8 @@ def _by_limit(report: PrivacyReport) -> float:
         return math.inf
     if step.sampling == "none":
         mu = math.sqrt(step.count) / step.noise_multiplier
+    elif step.noise_multiplier**-2 > _MOST:
+        return math.inf
     else:
         mu = step.rate * math.sqrt(step.count * math.expm1(step.noise_multiplier**-2))
-    return gaussian_epsilon(mu, report.delta)
+    return gaussian_epsilon(mu, report.delta) if mu < _MOST else math.inf

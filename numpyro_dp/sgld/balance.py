@@ -28,19 +28,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_dp._checks import check_budget
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.ledger import plan_for
-from numpyro_dp.privacy.mechanism import clip_sensitivity
+from numpyro_dp.privacy.accounting import TotalVariationError
+from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.mechanism import clip_sensitivity, is_bounded
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.sgld.kernels import SGLD
 from numpyro_dp.step import SensitiveState
 
 __all__ = [
+    "ChainSettings",
     "Resolved",
     "SGDSettings",
     "SGLDSettings",
     "check_heat",
-    "check_one_is_missing",
+    "check_settings",
     "resolve",
     "sgd_as_sgld",
     "sgld_as_sgd",
@@ -76,6 +80,22 @@ class SGLDSettings(NamedTuple):
     step_size: float
     clip_norm: float
     temperature: float
+
+
+class ChainSettings(NamedTuple):
+    """What a user asked for; see :class:`~numpyro_dp.DPMCMC`."""
+
+    kernel: SGLD
+    num_warmup: int
+    num_samples: int | None
+    num_chains: int
+    thinning: int
+    clip_norm: Any
+    sampler: Any
+    budget: PrivacyBudget | None
+    noise_multiplier: float | None
+    secret_key: Any
+    accountant: Any
 
 
 class Resolved(NamedTuple):
@@ -163,13 +183,18 @@ def sgd_as_sgld(
     return SGLDSettings(step_size, clip_norm, step_size * noise**2 / 2)
 
 
-def check_one_is_missing(mcmc: Any) -> None:
-    """Raises unless at most one of budget (or noise), step size, clip norm and samples is."""
+def check_settings(settings: ChainSettings) -> None:
+    """Raises unless at most one of budget (or noise), step size, clip norm and samples is missing.
+
+    Reads nothing but the settings.
+    """
+    budget, noise, norm = settings.budget, settings.noise_multiplier, settings.clip_norm
+    step_size = settings.kernel.step_size
     given = {
-        "budget": None if mcmc.budget is None and mcmc.noise_multiplier is None else 0,
-        "step_size": mcmc.kernel.step_size,
-        "clip_norm": mcmc.clip_norm,
-        "num_samples": mcmc.num_samples,
+        "budget": None if _noise_is_open(settings) else 0,
+        "step_size": step_size,
+        "clip_norm": norm,
+        "num_samples": settings.num_samples,
     }
     missing = [name for name, value in given.items() if value is None]
     if len(missing) > 1:
@@ -177,95 +202,113 @@ def check_one_is_missing(mcmc: Any) -> None:
             "Expected all but one of budget (or noise_multiplier), step_size, clip_norm and "
             f"num_samples, got none of {missing}. The one left out follows from the others."
         )
-    if mcmc.num_samples is None and (mcmc.budget is None or callable(mcmc.kernel.step_size)):
+    if settings.num_samples is None and (budget is None or callable(step_size)):
         raise ValueError(
             "Expected a budget and a constant step size where num_samples=None. They say how "
             "many steps there may be."
         )
-    if mcmc.kernel.step_size is None and mcmc.noise_multiplier == 0:
+    if missing and noise == 0:
         raise ValueError(
-            "Expected a step_size where noise_multiplier=0. Only noise sets a largest one."
+            f"Expected {missing[0]} to be given where noise_multiplier=0: without noise nothing "
+            "follows from the rest."
         )
+    if _noise_is_open(settings) and not is_bounded(norm):
+        raise ValueError(
+            f"Expected a finite clip_norm where the noise is to be found, got {norm!r}. Pass "
+            "noise_multiplier=0.0 for a chain without privacy."
+        )
+    check_budget(budget, 1.0 if _noise_is_open(settings) else noise, 1.0 if norm is None else norm)
 
 
-def resolve(mcmc: Any, num_examples: int) -> Resolved:
+def resolve(settings: ChainSettings, num_examples: int) -> Resolved:
     """Finds what was left out. Reads no record."""
-    kernel, noise, norm = mcmc.kernel, mcmc.noise_multiplier, mcmc.clip_norm
-    prob, chains = mcmc.sampler.inclusion_prob(num_examples), mcmc.num_chains
-    samples = mcmc.num_samples
-    if kernel.step_size is not None and (norm is None or samples is None or _unknown(mcmc)):
-        known = 1 if samples is None else mcmc.num_warmup + samples
-        step_size = float(np.max(step_sizes(kernel, known)))
-        # The standard deviation of the noise in a score at which it is all the noise.
-        product = prob * math.sqrt(kernel.largest_step_size(1.0) / step_size)
+    kernel, noise, norm = settings.kernel, settings.noise_multiplier, settings.clip_norm
+    samples, chains = settings.num_samples, settings.num_chains
+    known = 1 if samples is None else settings.num_warmup + samples
+    sizes = step_sizes(kernel, known)
+    if samples is not None:
+        _check_epochs(settings.sampler, num_examples, known, chains)
+    if sizes is not None and (norm is None or samples is None or _noise_is_open(settings)):
+        # Noise multiplier times sensitivity at which the privacy noise is all the noise.
+        prob = settings.sampler.inclusion_prob(num_examples)
+        product = prob * math.sqrt(kernel.largest_step_size(1.0) / float(sizes.max()))
         if norm is None:
-            plan = plan_for(_planned(mcmc, 1.0), num_examples, chains * known)
-            return Resolved(product / plan.noise_multiplier, noise, samples)
-        if noise is None:
+            plan = plan_for(_planned(settings), num_examples, chains * known)
+            norm = product / plan.noise_multiplier
+        elif noise is None:
             noise = product / float(clip_sensitivity(norm))
     if samples is None:
-        samples = _most_samples(mcmc, num_examples, noise)
-    _check_epochs(mcmc.sampler, num_examples, mcmc.num_warmup + samples, chains)
+        samples = _most_samples(settings, num_examples, noise)
+        _check_epochs(settings.sampler, num_examples, settings.num_warmup + samples, chains)
     return Resolved(norm, noise, samples)
 
 
 def check_heat(
-    kernel: SGLD, found: Resolved, state: SensitiveState, num_steps: int, prob: float
+    settings: ChainSettings, found: Resolved, state: SensitiveState, num_examples: int
 ) -> None:
     """Raises ValueError if the privacy noise alone heats the chain above its temperature."""
-    if kernel.step_size is None:
+    sizes = step_sizes(settings.kernel, settings.num_warmup + found.num_samples)
+    multiplier = float(state.noise_multiplier)
+    if sizes is None or multiplier == 0:
         return
-    sizes = step_sizes(kernel, num_steps)
-    if not (np.isfinite(sizes).all() and (sizes > 0).all()):
-        raise ValueError(f"Expected finite step sizes > 0, got {sizes.min()} to {sizes.max()}.")
-    noise = float(state.noise_multiplier) * float(clip_sensitivity(found.clip_norm)) / prob
-    largest = math.inf if noise == 0 else kernel.largest_step_size(noise)
+    prob = settings.sampler.inclusion_prob(num_examples)
+    noise = multiplier * float(clip_sensitivity(found.clip_norm)) / prob
+    largest = settings.kernel.largest_step_size(noise)
     if sizes.max() > largest * (1 + _SLACK):
         raise ValueError(
             f"Expected step_size <= {largest:.4g}, where privacy noise is all the noise of "
-            f"temperature {kernel.temperature:g}, got {sizes.max():.4g}. Take a smaller step, or "
-            "step_size=None for the largest; less noise (fewer steps, a smaller clip norm, a "
-            "larger batch) allows larger ones."
+            f"temperature {settings.kernel.temperature:g}, got {sizes.max():.4g}. Take a smaller "
+            "step, or step_size=None for the largest; less noise (fewer steps, a smaller clip "
+            "norm, a larger batch) allows larger ones."
         )
 
 
-def step_sizes(kernel: SGLD, num_steps: int) -> np.ndarray:
-    """Returns the step size of each step."""
+def step_sizes(kernel: SGLD, num_steps: int) -> np.ndarray | None:
+    """Returns the step size of each step, or ``None`` where it is to be found."""
+    if kernel.step_size is None:
+        return None
     if not callable(kernel.step_size):
         return np.asarray([kernel.step_size], np.float64)
     steps = jnp.arange(num_steps)
-    return np.asarray(jax.vmap(lambda step: jnp.asarray(kernel.step_size(step)))(steps), np.float64)
+    sizes = jax.vmap(lambda step: jnp.asarray(kernel.step_size(step), float))(steps)
+    sizes = np.asarray(sizes, np.float64)
+    if not (np.isfinite(sizes).all() and (sizes > 0).all()):
+        raise ValueError(
+            f"Expected step_size to return finite numbers > 0, got {sizes.min()} to {sizes.max()} "
+            f"in {num_steps} steps. Bound it from below."
+        )
+    return sizes
 
 
-def _unknown(mcmc: Any) -> bool:
-    return mcmc.budget is None and mcmc.noise_multiplier is None
+def _noise_is_open(settings: ChainSettings) -> bool:
+    return settings.budget is None and settings.noise_multiplier is None
 
 
-def _most_samples(mcmc: Any, num_examples: int, noise: float) -> int:
+def _most_samples(settings: ChainSettings, num_examples: int, noise: float) -> int:
     """The largest number of samples, a multiple of ``thinning``, that the budget covers."""
-    driver = _planned(mcmc, 1.0)
+    planned, thinning = _planned(settings), settings.thinning
 
     def fits(units: int) -> bool:
-        steps = mcmc.num_chains * (mcmc.num_warmup + units * mcmc.thinning)
+        steps = settings.num_chains * (settings.num_warmup + units * thinning)
         try:
-            plan_for(driver, num_examples, steps, noise_multiplier=noise)
-        except BudgetError:
+            plan_for(planned, num_examples, steps, noise_multiplier=noise)
+        except (BudgetError, TotalVariationError):
             return False
         return True
 
     if not fits(1):
         raise BudgetError(
-            f"Expected room for one sample after {mcmc.num_warmup} steps of warm-up, but at the "
-            f"noise multiplier {noise:.4g} that step size and clip norm make, they exceed "
-            f"{mcmc.budget}. Take smaller steps, a smaller clip norm or less warm-up."
+            f"Expected room for one sample after {settings.num_warmup} steps of warm-up, but at "
+            f"the noise multiplier {noise:.4g} that step size and clip norm make, they exceed "
+            f"{settings.budget}. Take smaller steps, a smaller clip norm or less warm-up."
         )
     low, high = 1, 2
-    while fits(high) and high * mcmc.thinning < _MOST_STEPS:
+    while fits(high) and high * thinning < _MOST_STEPS:
         low, high = high, 2 * high
     while high - low > max(1, low // 1000):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * mcmc.thinning
+    return low * thinning
 
 
 def _check_epochs(sampler: Any, num_examples: int, num_steps: int, chains: int) -> None:
@@ -291,8 +334,12 @@ class _Planned(NamedTuple):
     loss_release: None = None
 
 
-def _planned(mcmc: Any, clip_norm: Any) -> _Planned:
-    return _Planned(mcmc.sampler, mcmc.budget, mcmc.noise_multiplier, clip_norm, mcmc.accountant)
+def _planned(settings: ChainSettings) -> _Planned:
+    # The noise multiplier does not depend on the clip norm.
+    noise, norm = settings.noise_multiplier, settings.clip_norm
+    return _Planned(
+        settings.sampler, settings.budget, noise, 1.0 if norm is None else norm, settings.accountant
+    )
 
 
 def _check(**values: float) -> None:

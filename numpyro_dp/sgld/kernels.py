@@ -46,6 +46,8 @@ from numpyro_dp.estimators.langevin import Score
 
 __all__ = ["SGHMC", "SGLD", "PreconditionedSGLD", "as_optimizer"]
 
+_LARGEST = 1e12
+
 StepSize = float | Callable[[Array], Array] | None
 
 
@@ -82,8 +84,8 @@ class SGLD:
                 f"Expected a model with NumPyro primitives, got {type(self.model).__name__}."
             )
         if self.step_size is not None and not callable(self.step_size):
-            check_real("step_size", self.step_size, low=0, low_open=True)
-        check_real("temperature", self.temperature, low=0, low_open=True)
+            check_real("step_size", self.step_size, low=0, low_open=True, high=_LARGEST)
+        check_real("temperature", self.temperature, low=0, low_open=True, high=_LARGEST)
 
     def start(self, position: Array) -> tuple[Array, ...]:
         """Returns the state; its first entry is the position."""
@@ -118,16 +120,16 @@ class PreconditionedSGLD(SGLD):
     r"""SGLD with RMSprop's preconditioner, from released scores alone.
 
     .. math:: V \leftarrow \beta V + (1 - \beta)\,\tilde g^2, \qquad
-        G = \frac{\lambda + \sqrt{\max V}}{\lambda + \sqrt V},
+        G = \frac{\lambda + \sqrt{\min V}}{\lambda + \sqrt V},
 
     with :math:`\lambda` a part of the root mean square of V, and V from the steps before, so that G
-    does not depend on the noise it multiplies. Divided so, the least rate is the step size; rates
-    above the largest step size are cut off there. Beside much privacy noise all V are alike, and so
-    are the rates.
+    does not depend on the noise it multiplies. Coordinates with large scores take smaller steps
+    than SGLD, none takes a larger one. Beside much privacy noise all V are alike, and so are the
+    steps. The term of the dynamics in the divergence of G is left out, as in the paper's code.
 
     Args:
         model: As for :class:`SGLD`, as the next two and the last.
-        step_size: Of the coordinate with the largest scores.
+        step_size: Of the coordinate with the smallest scores.
         temperature: T > 0.
         decay: beta in [0, 1).
         damping: lambda as a part of the root mean square of all coordinates' roots, > 0.
@@ -163,9 +165,8 @@ class PreconditionedSGLD(SGLD):
         position, squares = state
         seen = squares / jnp.maximum(1 - self.decay**step, 1e-30)  # as Adam has it
         least = self.damping * jnp.sqrt(jnp.mean(seen)) + jnp.finfo(position.dtype).tiny
-        scale = (least + jnp.sqrt(jnp.max(seen))) / (least + jnp.sqrt(seen))
-        rate = jnp.where(step == 0, 1.0, scale) * self._rate(step, noise)
-        rate = jnp.minimum(rate, self.largest_step_size(noise))  # inf without noise
+        scale = (least + jnp.sqrt(jnp.min(seen))) / (least + jnp.sqrt(seen))
+        rate = scale * self._rate(step, noise)
         squares = self.decay * squares + (1 - self.decay) * score**2
         return position + self._change(rate, score, noise, draw), squares
 

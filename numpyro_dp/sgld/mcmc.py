@@ -29,7 +29,7 @@ from numpyro_dp.privacy.mechanism import check_clip_norm
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.random import as_secret_key
 from numpyro_dp.privacy.random import secret_key as new_secret_key
-from numpyro_dp.sgld.balance import Resolved, check_heat, check_one_is_missing, resolve
+from numpyro_dp.sgld.balance import ChainSettings, Resolved, check_heat, check_settings, resolve
 from numpyro_dp.sgld.kernels import SGLD, as_optimizer
 from numpyro_dp.step import SensitiveState
 
@@ -113,20 +113,22 @@ class DPMCMC:
         progress_bar: bool = True,
         **static_kwargs: Any,
     ) -> None:
-        self.kernel, self.sampler = _check_kernel(kernel), _checks.check_sampler(sampler)
-        self.num_warmup = check_int("num_warmup", num_warmup, low=0)
-        self.num_chains = check_int("num_chains", num_chains, low=1)
-        self.thinning = check_int("thinning", thinning, low=1)
-        self.num_samples = _check_samples(num_samples, self.thinning)
-        self.clip_norm = None if clip_norm is None else _check_norm(clip_norm)
-        self.budget, self.noise_multiplier = budget, _checks.check_noise(noise_multiplier)
-        self.secret_key = None if secret_key is None else as_secret_key(secret_key)
-        self.accountant, self.progress_bar = accountant, progress_bar
+        check_int("num_warmup", num_warmup, low=0)
+        check_int("num_chains", num_chains, low=1)
+        check_int("thinning", thinning, low=1)
+        self.settings = ChainSettings(
+            _check_kernel(kernel), num_warmup, _check_samples(num_samples, thinning), num_chains,
+            thinning, None if clip_norm is None else _check_norm(clip_norm),
+            _checks.check_sampler(sampler), budget, _checks.check_noise(noise_multiplier),
+            None if secret_key is None else as_secret_key(secret_key),
+            _checks.check_accountant(accountant),
+        )  # fmt: skip
+        check_settings(self.settings)
+        self._progress_bar = progress_bar
         self._frontend = _frontend(kernel, data_plate, static_kwargs)
         self._drivers: dict[str, _Chain] = {}
         self._samples: dict[str, Array] | None = None
         self._report: PrivacyReport | None = None
-        check_one_is_missing(self)
 
     def run(
         self, rng_key: Array, *args: Any, init_params: dict[str, Any] | None = None, **kwargs: Any
@@ -136,7 +138,7 @@ class DPMCMC:
         Args:
             rng_key: Key of first positions and of what the dynamics draws beside privacy noise.
             *args: Arguments of the model, with the whole data set.
-            init_params: First value of each latent site, of all chains; by default each chain
+            init_params: First values of latent sites, of all chains; public. By default each chain
                 starts where the kernel's ``init_strategy`` says.
             **kwargs: Keyword arguments of the model.
 
@@ -146,22 +148,21 @@ class DPMCMC:
             ValueError: If a step is too large for the noise, likewise.
         """
         _checks.check_rng_key(rng_key)
-        structure = self._frontend.structure(args, kwargs)
-        found = resolve(self, structure.layout.num_examples)
-        driver = self._drivers.setdefault(repr(found), _Chain(self, found))
+        structure, settings = self._frontend.structure(args, kwargs), self.settings
+        found = resolve(settings, structure.layout.num_examples)
+        driver = self._drivers.setdefault(repr(found), _Chain(self._frontend, settings, found))
         if init_params is not None:
-            init_params = {f"{site}{POINT_SUFFIX}": value for site, value in init_params.items()}
-        keys = (
-            [rng_key] if self.num_chains == 1 else list(jax.random.split(rng_key, self.num_chains))
-        )
-        total = self.num_chains * (self.num_warmup + found.num_samples)
+            init_params = _named(init_params, structure.latents)
+        chains = settings.num_chains
+        keys = list(jax.random.split(rng_key, chains)) if chains > 1 else [rng_key]
+        total = chains * (settings.num_warmup + found.num_samples)
         starts = [driver._init(key, total, args, kwargs, init_params, structure) for key in keys]
-        check_heat(self.kernel, found, starts[0], total // self.num_chains, self._prob(structure))
+        check_heat(settings, found, starts[0], structure.layout.num_examples)
         states = driver.with_own_noise(starts, total)
-        self._report = spent_by(driver, states[0], total)
-        sizes = self.num_warmup, found.num_samples, self.thinning
-        draws = driver.chains(states, sizes, args, kwargs, self._report, self.progress_bar)
-        self._samples = {name.removesuffix(POINT_SUFFIX): value for name, value in draws.items()}
+        self._samples, self._report = None, spent_by(driver, states[0], total)
+        sizes = settings.num_warmup, found.num_samples, settings.thinning
+        draws = driver.chains(states, sizes, args, kwargs, self._report, self._progress_bar)
+        self._samples = {site: draws[f"{site}{POINT_SUFFIX}"] for site in structure.latents}
 
     @property
     def privacy(self) -> PrivacyReport:
@@ -193,26 +194,22 @@ class DPMCMC:
         samples = {name: np.asarray(value) for name, value in self.get_samples(True).items()}
         print_summary(samples, prob=prob)
 
-    def _prob(self, structure: ModelStructure) -> float:
-        return self.sampler.inclusion_prob(structure.layout.num_examples)
-
 
 class _Chain(Driver):
     """The driver of the chains, with every number known."""
 
-    def __init__(self, mcmc: DPMCMC, found: Resolved) -> None:
-        self._frontend = mcmc._frontend
-        self.method = f"{type(mcmc.kernel).__name__}, {mcmc.kernel.temperature}"
+    def __init__(self, frontend: Frontend, settings: ChainSettings, found: Resolved) -> None:
+        self._frontend = frontend
         super().__init__(
             estimator=langevin(),
-            optim=mcmc._frontend.svi.optim,
+            optim=frontend.svi.optim,
             clip_norm=found.clip_norm,
-            sampler=mcmc.sampler,
-            budget=mcmc.budget,
+            sampler=settings.sampler,
+            budget=settings.budget,
             noise_multiplier=found.noise_multiplier,
-            secret_key=mcmc.secret_key,
+            secret_key=settings.secret_key,
             num_steps=None,
-            accountant=mcmc.accountant,
+            accountant=settings.accountant,
         )
 
     def get_params(self, state: SensitiveState) -> dict[str, Any]:
@@ -264,12 +261,15 @@ class _Chain(Driver):
         kwargs: dict[str, Any],
         init_params: dict[str, Any] | None,
     ) -> Prepared:
-        if structure.params:
+        prepared = self._frontend.prepare(structure, rng_key, args, kwargs, init_params)
+        position = self.optim.get_params(prepared.optim_state)
+        # Those of random_flax_module have no entry left: all of them are latent sites.
+        if own := [name for name in structure.params if jax.tree.leaves(position[name])]:
             raise UnsupportedModelError(
-                f"Expected latent sites alone, got the parameters {list(structure.params)}: a "
-                "sampler needs a prior for each. Use numpyro.sample, or random_flax_module."
+                f"Expected latent sites alone, got the parameters {own}: a sampler needs a prior "
+                "for each. Use numpyro.sample, or random_flax_module with a prior for all of them."
             )
-        return self._frontend.prepare(structure, rng_key, args, kwargs, init_params)
+        return prepared
 
 
 def _frontend(kernel: SGLD, data_plate: str | None, static: dict[str, Any]) -> Frontend:
@@ -285,6 +285,15 @@ def _check_kernel(kernel: Any) -> SGLD:
             "own kernels evaluate the whole likelihood in each step and cannot be private."
         )
     return kernel
+
+
+def _named(init_params: Any, latents: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(init_params, Mapping) or set(init_params) - set(latents):
+        given = sorted(init_params) if isinstance(init_params, Mapping) else init_params
+        raise ValueError(
+            f"Expected init_params as a dict by latent site, of {list(latents)}, got {given!r}."
+        )
+    return {f"{site}{POINT_SUFFIX}": value for site, value in init_params.items()}
 
 
 def _check_samples(num_samples: int | None, thinning: int) -> int | None:

@@ -87,7 +87,9 @@ def test_intervals_hold_what_they_say():
     [
         (lambda: accuracy(DRAWS[0], np.array([0, 3])), "integer labels in 0..2"),
         (lambda: accuracy(DRAWS[0], np.array([0.0, 1.0])), "integer labels"),
-        (lambda: accuracy(DRAWS[0], np.array([0])), "for 1 labels"),
+        (lambda: accuracy(DRAWS[0], np.array([0])), r"got \(2, 3\) and \(1,\)"),
+        (lambda: accuracy(DRAWS[0], LABELS[:, None]), r"labels of shape \(records,\)"),
+        (lambda: decompose_entropy(3 * DRAWS), "sum to 1"),
         (lambda: brier_score(2 * DRAWS, LABELS), "sum to 1"),
         (lambda: brier_score(np.full((2, 3), np.nan), LABELS), "sum to 1"),
         (lambda: decompose_entropy(DRAWS[0]), r"\(draws, records, classes\)"),

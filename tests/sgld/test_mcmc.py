@@ -2,6 +2,7 @@
 
 import math
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from numpyro.contrib.module import random_flax_module
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoDelta
 from numpyro.infer.util import potential_energy
@@ -147,7 +149,7 @@ def test_the_score_is_that_of_the_unconstrained_posterior():
 
 
 def balance(mcmc, number, temperature=1.0):
-    report, prob = mcmc.privacy, mcmc.sampler.inclusion_prob(number)
+    report, prob = mcmc.privacy, mcmc.settings.sampler.inclusion_prob(number)
     return report.noise_multiplier**2 / (2 * temperature * prob**2)
 
 
@@ -265,7 +267,9 @@ def with_param(x):
         ({"num_warmup": -1}, ValueError, "num_warmup=-1"),
         ({"clip_norm": AdaptiveClip(1.0)}, TypeError, "AdaptiveClip"),
         ({"clip_norm": -1.0}, ValueError, "clip_norm=-1.0"),
-        ({"budget": None, "noise_multiplier": 0.0}, ValueError, "Expected a step_size"),
+        ({"budget": None, "noise_multiplier": 0.0}, ValueError, "Expected step_size to be given"),
+        ({"clip_norm": None, "budget": None, "noise_multiplier": 0.0}, ValueError, "none of"),
+        ({"budget": 1.0}, TypeError, "PrivacyBudget"),
         ({"sampler": Permutation(100), "num_chains": 2, "num_samples": 52}, ValueError, "epochs"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -273,6 +277,67 @@ def with_param(x):
 def test_bad_settings_are_named(change, error, message):
     with pytest.raises(error, match=message):
         sampler(SGLD(gaussian_mean), **{"budget": BUDGET} | change).run(KEY, records(1000))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"clip_norm": None}, {"clip_norm": 5.0, "budget": None}, {"clip_norm": 1e-3}],
+    ids=lambda change: "-".join(change),
+)
+def test_chains_that_leave_epochs_unfinished_are_refused_whatever_is_left_out(change):
+    options = {"budget": BUDGET, "sampler": Permutation(10), "num_chains": 4} | change
+    mcmc = sampler(SGLD(gaussian_mean, 1e-4), num_warmup=0, num_samples=5, **options)
+    with pytest.raises(ValueError, match="whole epochs"):
+        mcmc.run(KEY, records(100))
+
+
+def test_bad_steps_and_first_values_are_named():
+    for bad in (lambda t: -1e-4 + 0 * t, lambda t: 1e-4 * t):
+        with pytest.raises(ValueError, match="finite numbers > 0"):
+            sampler(SGLD(gaussian_mean, bad)).run(KEY, records())
+    with pytest.raises(ValueError, match="finite clip_norm"):
+        sampler(SGLD(gaussian_mean, 1e-4), clip_norm=math.inf)
+    with pytest.raises(ValueError, match="men"):
+        sampler(SGLD(gaussian_mean, 1e-4)).run(KEY, records(), init_params={"men": 0.0})
+
+
+def test_the_preconditioner_slows_coordinates_with_large_scores():
+    kernel = PreconditionedSGLD(gaussian_mean, 1e-3, decay=0.5, damping=0.1)
+    zero, steady = jnp.zeros(2), jnp.array([1.0, 10.0])
+    state = kernel.start(zero)
+    for step in range(3):
+        before = state[0]
+        state = kernel.move(jnp.asarray(step), steady, jnp.asarray(0.0), zero, state)
+    least = 0.1 * math.sqrt(101 / 2)
+    expected = 1e-3 * steady * (least + 1) / (least + steady)
+    np.testing.assert_allclose(state[0] - before, expected, rtol=1e-5)
+    # Draws and privacy noise together have the variance 2 rate T, coordinate by coordinate.
+    moved = kernel.move(jnp.asarray(3), zero, jnp.asarray(5.0), jnp.ones(2), state)[0] - state[0]
+    rate = 1e-3 * (least + 1) / (least + steady)
+    np.testing.assert_allclose(moved**2 + (5 * rate) ** 2, 2 * rate, rtol=1e-4)
+
+
+class Dense(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(nn.tanh(nn.Dense(8)(x)))[..., 0]
+
+
+def flax_network(x, y=None):
+    net = random_flax_module("net", Dense(), dist.Normal(0, 1), input_shape=(1, DIM))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(net(x), 0.5), obs=y)
+
+
+def test_networks_of_flax_are_sampled():
+    x = records(1000)
+    y = np.tanh(x[:, 0]).astype(np.float32)
+    mcmc = sampler(SGLD(flax_network, temperature=0.3), budget=PrivacyBudget(8.0, 1e-5),
+                   clip_norm=2.0, num_warmup=150, num_samples=50)  # fmt: skip
+    mcmc.run(KEY, x, y)
+    draws = Predictive(flax_network, mcmc.get_samples())(KEY, x)["y"]
+    assert draws.shape == (50, 1000)
+    assert np.mean((draws.mean(0) - y) ** 2) < 0.5 * y.var()
 
 
 def test_bad_kernels_and_models_are_named():
