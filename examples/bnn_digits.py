@@ -1,0 +1,190 @@
+"""Private Bayesian networks of handwritten digits, and how far their probabilities can be trusted.
+
+A network of 32 tanh units on scikit-learn's 8 x 8 digits, epsilon = 4, delta = 1e-4, add or remove
+one image, by four methods of the same budget: Langevin dynamics, whose noise is that of privacy;
+Bayes by backprop with aligned gradients; dropout that stays on in prediction; and a point estimate.
+Reported are scores on held-out images. Step sizes and clip norms were chosen on a fifth of the
+training images (`--tune` does it again, without cost to the budget named here, and prints it).
+
+    python examples/bnn_digits.py --figure bnn_digits.png
+    python examples/bnn_digits.py --quick
+"""
+
+import argparse
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+from numpyro.infer import Predictive
+from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
+from numpyro.infer.initialization import init_to_sample
+
+from numpyro_dp import (
+    DPMCMC,
+    DPSVI,
+    SGLD,
+    Poisson,
+    PrivacyBudget,
+    aligned,
+    compare_accountants,
+    posterior_samples,
+)
+from numpyro_dp.datasets import load_digits
+from numpyro_dp.evaluate import (
+    accuracy,
+    brier_score,
+    calibration_error,
+    decompose_entropy,
+    log_score,
+    plot_class_probabilities,
+    plot_reliability,
+)
+
+BUDGET = PrivacyBudget(epsilon=4.0, delta=1e-4)
+HIDDEN, DRAWS = 32, 100
+
+
+def model(images, labels=None, dropout=0.0):
+    """Class logits of each image; with dropout each image loses units of its own."""
+    number, pixels = images.shape
+
+    def layer(name, inputs, outputs):
+        prior = dist.Normal(0, 1 / math.sqrt(inputs)).expand([inputs, outputs]).to_event(2)
+        weight = numpyro.sample(f"{name}_weight", prior)
+        return weight, numpyro.sample(
+            f"{name}_bias", dist.Normal(0, 1).expand([outputs]).to_event(1)
+        )
+
+    first, last = layer("first", pixels, HIDDEN), layer("last", HIDDEN, 10)
+    with numpyro.plate("images", number):
+        units = jnp.tanh(images @ first[0] + first[1])
+        if dropout:
+            keep = jax.random.bernoulli(numpyro.prng_key(), 1 - dropout, units.shape)
+            units = units * keep / (1 - dropout)
+        logits = units @ last[0] + last[1]
+        numpyro.deterministic("probabilities", jax.nn.softmax(logits))
+        numpyro.sample("label", dist.Categorical(logits=logits), obs=labels)
+
+
+def langevin(setting, steps, train):
+    """Weights of a chain's second half."""
+    clip_norm, temperature = setting
+    mcmc = DPMCMC(
+        SGLD(model, temperature=temperature, init_strategy=init_to_sample),
+        num_warmup=steps - steps // 2, num_samples=steps // 2, clip_norm=clip_norm,
+        sampler=Poisson(0.2), budget=BUDGET, progress_bar=False,
+    )  # fmt: skip
+    mcmc.run(jax.random.key(0), *train)
+    keep = max(1, steps // 2 // DRAWS)
+    return {name: value[::keep] for name, value in mcmc.get_samples().items()}, mcmc.privacy
+
+
+def variational(guide_type, dropout=0.0):
+    """Bayes by backprop with a normal guide; a point estimate, or MC dropout, with AutoDelta."""
+
+    def fit(setting, steps, train):
+        clip_norm, size = setting
+        scale = {} if guide_type is AutoDelta else {"init_scale": 0.02}
+        guide = guide_type(model, init_loc_fn=init_to_sample, **scale)
+        svi = DPSVI(
+            model, guide, optax.adam(optax.cosine_decay_schedule(size, steps)),
+            estimator=aligned(), clip_norm=clip_norm, sampler=Poisson(0.2), budget=BUDGET,
+            dropout=dropout,
+        )  # fmt: skip
+        result = svi.run(jax.random.key(0), steps, *train, progress_bar=False)
+        draws = DRAWS if dropout or guide_type is not AutoDelta else 1
+        return posterior_samples(jax.random.key(1), guide, result.params, draws), result.privacy
+
+    return fit
+
+
+METHODS = {  # how, dropout in prediction, (clip norm, temperature or step size), alternatives
+    "SGLD": (langevin, 0.0, (4.0, 0.3),
+             [(c, t) for c in (2.0, 4.0, 8.0) for t in (0.1, 0.3)]),
+    "Bayes by backprop": (variational(AutoDiagonalNormal), 0.0, (8.0, 0.03),
+                          [(c, s) for c in (2.0, 4.0, 8.0) for s in (0.03, 0.1)]),
+    "MC dropout": (variational(AutoDelta, 0.2), 0.2, (8.0, 0.1),
+                   [(c, s) for c in (2.0, 4.0, 8.0) for s in (0.03, 0.1)]),
+    "point estimate": (variational(AutoDelta), 0.0, (8.0, 0.1),
+                       [(c, s) for c in (2.0, 4.0, 8.0) for s in (0.03, 0.1)]),
+}  # fmt: skip
+
+
+def predict(draws, dropout, images):
+    """Probabilities of shape (draws, images, classes)."""
+    predictive = Predictive(model, draws, return_sites=["probabilities"], batch_ndims=1)
+    found = predictive(jax.random.key(2), images, dropout=dropout)["probabilities"]
+    return np.asarray(found, np.float64)
+
+
+def tuned(name, steps, train):
+    """The setting with the best log score on a fifth of the training images."""
+    fit, dropout, _, settings = METHODS[name]
+    held = len(train[0]) // 5
+    part, valid = [a[held:] for a in train], [a[:held] for a in train]
+
+    def score(setting):
+        return log_score(predict(fit(setting, steps, part)[0], dropout, valid[0]), valid[1])
+
+    found = {setting: score(setting) for setting in settings}
+    print(f"{name}: { ({k: round(float(v), 3) for k, v in found.items()}) }", flush=True)
+    return max(found, key=found.get)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="30 steps instead of 300")
+    parser.add_argument("--tune", action="store_true", help="choose settings anew")
+    parser.add_argument("--figure", help="draw reliability diagrams to this file")
+    args = parser.parse_args()
+    steps = 30 if args.quick else 300
+    data = load_digits()
+    images = [2 * x.reshape(len(x), -1) - 1 for x in (data.X_train, data.X_test)]
+    train, test = (images[0], data.y_train), (images[1], data.y_test)
+    print(f"{data.source}: {len(train[0])} images for training, {len(test[0])} held out")
+    print(f"\n{'method':18} accuracy  log score  Brier    ECE    MCE  of the entropy, epistemic")
+    found = {}
+    for name, (fit, dropout, setting, _) in METHODS.items():
+        if args.tune:
+            setting = tuned(name, steps, train)
+        draws, privacy = fit(setting, steps, train)
+        p = found[name] = predict(draws, dropout, test[0])
+        top = p.mean(0)
+        errors = calibration_error(top.max(1), top.argmax(1) == test[1])
+        parts = decompose_entropy(p)
+        share = parts.epistemic.sum() / (parts.epistemic.sum() + parts.aleatoric.sum())
+        print(
+            f"{name:18} {accuracy(p, test[1]):8.3f}  {log_score(p, test[1]):9.3f}"
+            f"  {brier_score(p, test[1]):.3f}  {errors[0]:.3f}  {errors[1]:.3f}  {share:.0%}",
+            flush=True,
+        )
+    print(f"\nEach has spent:\n{privacy}\n\nBy other accountants:\n{compare_accountants(privacy)}")
+    if args.figure:
+        draw(args.figure, found, test)
+
+
+def draw(path, found, test):
+    """Reliability above; below, one doubtful image's class probabilities over draws."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, len(found), figsize=(3.4 * len(found), 6.4))
+    doubtful = int(found["SGLD"].mean(0).max(1).argmin())
+    for column, (name, p) in enumerate(found.items()):
+        axis = plot_reliability(axes[0][column], p, test[1], bins=10)
+        axis.set_title(f"{name}\n{axis.get_title()}")
+        plot_class_probabilities(axes[1][column], p[:, doubtful], label=int(test[1][doubtful]))
+        axes[1][column].set_title("one image, true class red")
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
