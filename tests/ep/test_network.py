@@ -512,7 +512,7 @@ def test_a_slope_in_those_coordinates_has_the_size_of_the_residual_in_standard_d
     size = jnp.sqrt(jnp.mean(jnp.sum(signals["linear"] ** 2, axis=1)))
     assert float(size) == pytest.approx(1.0, rel=0.15)
     half_squares = jnp.mean(signals["noise"]) + 0.3 * public.factor["rate"] / public.unit
-    assert float(half_squares) == pytest.approx(0.3 / 2, rel=0.15)
+    assert float(half_squares) == pytest.approx(0.3 / 2, rel=0.3)  # of a square
 
 
 def test_what_is_released_in_those_coordinates_comes_back():
