@@ -20,7 +20,19 @@ from jax.flatten_util import ravel_pytree
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from scipy import stats
 
-from numpyro_dp import DPSVI, FullBatch, Poisson, PrivacyBudget, aligned, secret_key, vanilla
+from numpyro_dp import (
+    DPMCMC,
+    DPSVI,
+    SGHMC,
+    SGLD,
+    FullBatch,
+    Poisson,
+    PreconditionedSGLD,
+    PrivacyBudget,
+    aligned,
+    secret_key,
+    vanilla,
+)
 
 DRAWS = 400_000  # per world; half of them choose the threshold
 BUDGET = PrivacyBudget(1.5, 0.02)
@@ -159,3 +171,45 @@ def test_the_audit_of_a_gaussian_that_is_known():
     found = audit(rng.normal(size=DRAWS), mu + rng.normal(size=DRAWS), delta)
     assert 0.85 * epsilon < found <= epsilon
     assert audit(rng.normal(size=DRAWS), rng.normal(size=DRAWS), delta) < 0.05
+
+
+@functools.cache
+def first_samples(kernel):
+    """The first position of a chain along the canary's direction, without and with it."""
+    mcmc = DPMCMC(kernel(model), num_warmup=0, num_samples=1, clip_norm=0.7, sampler=FullBatch(),
+                  budget=BUDGET, secret_key=2, progress_bar=False)  # fmt: skip
+    mcmc.run(jax.random.key(0), *records(True))
+    (driver,) = mcmc._drivers.values()
+    start = driver._init(jax.random.key(0), 1, records(True), {}, None)
+    session = driver._session(records(True), {})
+
+    def position(key, rows):
+        state = start._replace(secret_key=key[0], rng_key=jax.random.fold_in(start.rng_key, key[1]))
+        found = session._step(state, rows)[0].optim_state
+        return driver.optim.get_params(found)["coef_auto_loc"][2]
+
+    keys = jax.random.split(secret_key(9), (2, DRAWS))
+    worlds = []
+    for canary, world in zip((False, True), keys, strict=True):
+        rows = session.rows(records(canary), {})
+        draws = jax.jit(jax.vmap(lambda *key, rows=rows: position(key, rows)))
+        worlds.append(np.asarray(draws(world, jnp.arange(DRAWS))))
+    # The canary's score may point either way.
+    sign = np.sign(worlds[1].mean() - worlds[0].mean())
+    return sign * worlds[0], sign * worlds[1], mcmc.privacy.epsilon
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        SGLD,
+        pytest.param(PreconditionedSGLD, marks=pytest.mark.extended),
+        pytest.param(SGHMC, marks=pytest.mark.extended),
+    ],
+)
+def test_a_sample_of_a_chain_is_as_private_as_claimed_and_no_more(kernel):
+    without, with_canary, claim = first_samples(kernel)
+    assert 1.48 < claim <= BUDGET.epsilon
+    bound = audit(without, with_canary, BUDGET.delta)
+    assert 0.8 * claim < bound <= claim
