@@ -64,8 +64,17 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [
+        ("sgld", 1.0),
+        ("sgld", 0.5),
+        ("preconditioned", 1.0),
+        pytest.param("preconditioned", 0.5, marks=pytest.mark.extended),
+        ("sghmc", 1.0),
+        pytest.param("sghmc", 0.5, marks=pytest.mark.extended),
+    ],
+)
 def test_the_conjugate_posterior_where_nothing_is_clipped(name, temperature):
     x = records()
     # The noise multiplier follows: privacy noise is all the noise there is.
