@@ -50,7 +50,7 @@ def plot_reliability(
     axis.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle="--")
     axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
     axis.set_title(f"ECE {expected:.3f}, MCE {largest:.3f}")
-    axis.legend(loc="upper left", frameon=False)
+    axis.legend(loc="upper left", framealpha=0.9)
     return axis
 
 

@@ -494,7 +494,7 @@ def test_slopes_in_coordinates_of_the_curvature(weight_precision):
     assert cost(np.eye(size)) > least * (1.01 if weight_precision == 1.0 else 1)
 
 
-@pytest.mark.parametrize("noise", [1.0, 0.01])
+@pytest.mark.parametrize("noise", [pytest.param(1.0, marks=pytest.mark.extended), 0.01])
 def test_a_slope_in_those_coordinates_has_the_size_of_the_residual_in_standard_deviations(noise):
     x = np.random.default_rng(0).normal(size=(500, 2)).astype(np.float32)
     structure = read_conjugate_model(NETWORK, (x, x[:, 0]), {}, None, {})
