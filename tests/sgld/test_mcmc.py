@@ -103,7 +103,10 @@ def test_draws_fill_what_the_privacy_noise_leaves():
     assert spread == pytest.approx(1 / math.sqrt(NUMBER + 1), rel=0.05)
 
 
-@pytest.mark.parametrize("batch", [FullBatch(), Poisson(0.2)], ids=["full", "poisson"])
+@pytest.mark.parametrize(
+    "batch",
+    [pytest.param(FullBatch(), id="full", marks=pytest.mark.extended), Poisson(0.2)],
+)
 def test_theorem_1_both_ways(batch):
     x = records()
     prob = batch.inclusion_prob(NUMBER)
@@ -162,7 +165,9 @@ def balance(mcmc, number, temperature=1.0):
     return report.noise_multiplier**2 / (2 * temperature * prob**2)
 
 
-@pytest.mark.parametrize("missing", ["budget", "clip_norm", "num_samples"])
+@pytest.mark.parametrize(
+    "missing", ["budget", pytest.param("clip_norm", marks=pytest.mark.extended), "num_samples"]
+)
 def test_what_is_left_out_follows_from_the_rest(missing):
     number, step_size, clip_norm = 2000, 1e-5, 3.0
     options = {"clip_norm": clip_norm, "budget": BUDGET, "sampler": Poisson(0.1)}
