@@ -509,10 +509,12 @@ def test_a_slope_in_those_coordinates_has_the_size_of_the_residual_in_standard_d
     estimator = network_ep(NETWORK, True, 10.0, 0.3, 1.0)(problem)
     public = estimator.prepare(KEY, params)
     signals = jax.vmap(lambda x, y: estimator.signal(public, (x, y)))(jnp.asarray(x), y)
+    # The residuals in predictive standard deviations, as they were drawn.
+    square = float(jnp.mean((y - mean) ** 2 / variance))
     size = jnp.sqrt(jnp.mean(jnp.sum(signals["linear"] ** 2, axis=1)))
-    assert float(size) == pytest.approx(1.0, rel=0.15)
+    assert float(size) == pytest.approx(math.sqrt(square), rel=0.15)
     half_squares = jnp.mean(signals["noise"]) + 0.3 * public.factor["rate"] / public.unit
-    assert float(half_squares) == pytest.approx(0.3 / 2, rel=0.3)  # of a square
+    assert float(half_squares) == pytest.approx(0.3 * square / 2, rel=0.01)
 
 
 def test_what_is_released_in_those_coordinates_comes_back():
