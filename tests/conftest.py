@@ -1,5 +1,11 @@
-"""Checks the package's array annotations at run time, in the tests only."""
+"""Array annotations are checked at run time, and what is drawn repeats from run to run."""
 
+import contextlib
+import hashlib
+import itertools
+import types
+
+import hypothesis
 import jax
 import pytest
 from jaxtyping import install_import_hook
@@ -16,3 +22,41 @@ install_import_hook([f"numpyro_dp.{name}" for name in _CHECKED], "_typecheck.che
 def empty_caches():
     """For tests that count compilations: JAX drops the oldest of 4096 programs of a process."""
     jax.clear_caches()
+
+
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile("repeatable")
+
+
+@contextlib.contextmanager
+def _fresh_keys_of(name):
+    """Keys of a driver without a secret key: new ones, and the same in every run of the tests.
+
+    Privacy noise that differs from run to run would fail one honest bound of many now and then.
+    """
+    from numpyro_dp.privacy import random
+
+    count = itertools.count()
+    known = types.SimpleNamespace(
+        token_bytes=lambda size: hashlib.shake_256(f"{name} {next(count)}".encode()).digest(size)
+    )
+    before, random.secrets = random.secrets, known
+    try:
+        yield
+    finally:
+        random.secrets = before
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    number = getattr(request, "param_index", 0)
+    with _fresh_keys_of(f"{request.node.nodeid} {fixturedef.argname} {number}"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    if item.get_closest_marker("operating_system_keys"):
+        return (yield)
+    with _fresh_keys_of(item.nodeid):
+        return (yield)

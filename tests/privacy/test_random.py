@@ -2,6 +2,7 @@
 
 import doctest
 import math
+import secrets
 import struct
 import subprocess
 import sys
@@ -200,6 +201,13 @@ def test_import_makes_no_array():
         "raise SystemExit(bridge.backends_are_initialized())"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.operating_system_keys
+def test_keys_come_from_the_operating_system():
+    assert random.secrets is secrets
+    first, second = secret_key(), secret_key()
+    assert jax.random.key_data(first).tolist() != jax.random.key_data(second).tolist()
 
 
 def test_secret_keys():
