@@ -95,9 +95,9 @@ def structure_of(tree):
 
 
 def pairs():
-    """Every estimator with every sampler; by default each sampler once."""
+    """Every estimator with every sampler; by default the two samplers that keep most state."""
     usual = {
-        "aligned": SAMPLERS[0], "vanilla": SAMPLERS[1], "natural": SAMPLERS[2],
+        "aligned": SAMPLERS[0], "natural": SAMPLERS[2],
     }  # fmt: skip
     for row in ESTIMATORS:
         for sampler in SAMPLERS:
@@ -234,7 +234,7 @@ def test_a_released_loss_is_the_loss_where_nothing_is_clipped():
     assert np.all(found < losses[1].values - 1)  # every log likelihood was cut to -0.001
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("bad", [np.nan, pytest.param(np.inf, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
 def test_a_record_that_is_not_finite_changes_nothing_else(row, bad):
     """With the record appended, the same keys release the same totals."""

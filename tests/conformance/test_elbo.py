@@ -19,7 +19,7 @@ FAST = (
     "diagonal", "multivariate", "lowrank", "iaf", "normal", "delta", "guide_list", "by_hand",
     "simplex_param", "exp",
 )  # fmt: skip
-FAST_DOUBLE = ("lowrank",)
+FAST_DOUBLE = ("diagonal",)
 
 
 def relative(found, expected):

@@ -206,7 +206,11 @@ def test_parameters_and_latents_of_half_precision(row):
 
 
 @pytest.mark.parametrize(
-    "prior", [dist.Dirichlet(jnp.ones(4)), dist.LKJCholesky(4)], ids=["simplex", "cholesky"]
+    "prior",
+    [
+        pytest.param(dist.Dirichlet(jnp.ones(4)), id="simplex"),
+        pytest.param(dist.LKJCholesky(4), id="cholesky", marks=pytest.mark.extended),
+    ],
 )
 @pytest.mark.parametrize("row", rows_to_run(guides_only=True))
 def test_a_point_at_the_edge_of_its_support(row, prior):

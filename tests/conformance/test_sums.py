@@ -14,7 +14,7 @@ from numpyro_dp.privacy.mechanism import gaussian
 from .registry import EstimatorRow
 from .scenarios import ROWS, fast_where, rows_for, single
 
-FAST = ("multivariate", "iaf", "own_params", "two_sites", "simplex_param")
+FAST = ("own_params", "two_sites", "simplex_param")
 BLOCKS = ("multivariate", "iaf", "normal", "guide_list", "own_params", "shared_param", "two_sites")
 FAST_BLOCKS = ("shared_param",)
 KEY = jax.random.key(5)

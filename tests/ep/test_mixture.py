@@ -71,7 +71,10 @@ def apart(found, expected):
     return math.sqrt(squares[linear_sum_assignment(squares)].sum())
 
 
-@pytest.mark.parametrize("family", [normal, diagonal_normal, isotropic_normal])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(normal, marks=pytest.mark.extended), diagonal_normal, isotropic_normal],
+)
 def test_sites_are_those_of_the_closed_form_of_the_evidence(family):
     """Differentiated automatically, of a cavity whose components are correlated."""
     x = np.random.default_rng(0).normal(size=(5, 2)).astype(np.float32)

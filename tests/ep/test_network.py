@@ -272,7 +272,8 @@ def test_records_that_are_not_numbers_do_not_narrow_the_noise():
     assert noise[1] > 0.9 * noise[0]
 
 
-@pytest.mark.parametrize("number", [pytest.param(2_000, marks=pytest.mark.extended), 100_000])
+@pytest.mark.extended
+@pytest.mark.parametrize("number", [2_000, 100_000])
 def test_steps_by_curvature_stay_finite_with_many_records_and_little_ridge(number):
     x, y = records(number, inputs=4)
     sep = DPPBP(
@@ -461,7 +462,7 @@ def curvature_by_hand(network, params, number):
     return number / 1000 * (slopes.T / (spread + noise)) @ slopes
 
 
-@pytest.mark.parametrize("weight_precision", [1.0, 500.0])
+@pytest.mark.parametrize("weight_precision", [pytest.param(1.0, marks=pytest.mark.extended), 500.0])
 def test_slopes_in_coordinates_of_the_curvature(weight_precision):
     network, number, ridge = RegressionNetwork((2,), weight_precision=weight_precision), 50, 3.0
     x, y = records(number)
@@ -494,7 +495,8 @@ def test_slopes_in_coordinates_of_the_curvature(weight_precision):
     assert cost(np.eye(size)) > least * (1.01 if weight_precision == 1.0 else 1)
 
 
-@pytest.mark.parametrize("noise", [pytest.param(1.0, marks=pytest.mark.extended), 0.01])
+@pytest.mark.extended
+@pytest.mark.parametrize("noise", [1.0, 0.01])
 def test_a_slope_in_those_coordinates_has_the_size_of_the_residual_in_standard_deviations(noise):
     x = np.random.default_rng(0).normal(size=(500, 2)).astype(np.float32)
     structure = read_conjugate_model(NETWORK, (x, x[:, 0]), {}, None, {})

@@ -221,6 +221,8 @@ SLOW = {
 }
 EXTENDED = {
     "AutoDelta, supports",
+    "AutoGuideList",
+    "AutoMultivariateNormal, reparam",
     "AutoDiagonalNormal, supports",
     "AutoIAFNormal, particles",
     "AutoLowRank, mixture",

@@ -225,6 +225,7 @@ def test_an_encoder_learns(loss: Any) -> None:
     np.testing.assert_allclose(result.params["width"], 1 / np.sqrt(13), rtol=0.2)
 
 
+@pytest.mark.extended
 def test_a_mixture_runs_as_any_model_does() -> None:
     guide = AutoDiagonalNormal(mixture)
     svi = driver(mixture, guide, sampler=Poisson(0.5), num_steps=5)
