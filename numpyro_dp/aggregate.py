@@ -4,7 +4,9 @@ What is weighted and added up is the very gradient whose norm was taken, found o
 (:func:`numpyro_dp._tree.pinned`). Where the estimator says that its signal is a linear
 map of a scalar's gradient (:class:`~numpyro_dp.core.FactoredSignal`), coordinates of the same norm
 are summed before the map; leaves of the point that meet the record in a single product
-(:mod:`numpyro_dp.contraction`) need no array of (batch, latents) to find the norm.
+(:mod:`numpyro_dp.contraction`) need no array of (batch, latents) to find the norm. Where such a
+leaf is much larger than the factors of its gradient, as the weights of a layer are, it needs none
+for the sum either (:mod:`numpyro_dp.product_sum`).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from numpyro_dp._tree import pinned, select, squared_norm, widen
 from numpyro_dp.contraction import Contraction, Split, split_scalar
 from numpyro_dp.core import Estimator, FactoredSignal, Mechanism, PyTree
 from numpyro_dp.exact_sum import clip_margin, exact_sum
+from numpyro_dp.product_sum import is_shorter_as_product, product_error, product_sum
 
 __all__ = ["bounded_sum", "bounded_sum_by_definition", "record_lengths"]
 
@@ -172,7 +175,9 @@ def _factored_sum(
         return jax.vmap(one)(*rows)
 
     batch = parts, examples, lengths
+    products: dict[int, Callable[[Array], Array]] = {}
     if factored.selects:  # leaves of the gradient itself, which is pinned
+        products = _products(split, leaves, parts, examples)
         terms = [
             lambda rows, b=members: core(b, False, _rows_of(batch)(rows)) for members in blocks
         ]
@@ -181,14 +186,70 @@ def _factored_sum(
         sizes = pinned(live, lambda rows: [core(b, False, rows) for b in blocks], batch)
         terms = [_rows_of(size) for size in sizes]
     squares = tuple(jax.vmap(squared_norm)(size) for size in sizes)
-    margin = _margin(_batched(struct), mask.size)
+    error = max(
+        (product_error(mask.size, widen(leaves[leaf]).dtype) for leaf in products), default=0
+    )
+    margin = 1 / (1 / _margin(_batched(struct), mask.size) + error)
     factors = mechanism.scales(names, squares, margin)
     total = _extras(mechanism, names, squares, margin, mask)
     for number, (members, factor) in enumerate(zip(blocks, factors, strict=True)):
         norm = _norm(mechanism, names, number)
-        summed = exact_sum(terms[number], jnp.where(mask, factor, 0), norm)
+        weights = jnp.where(mask, factor, 0)
+        if products:
+            places = factored.core(public, treedef.unflatten(range(len(leaves))), members)
+            summed = _sum_with_products(products, places, terms[number], weights, norm)
+        else:
+            summed = exact_sum(terms[number], weights, norm)
         total |= widen(factored.expand(public, summed, members))
     return total
+
+
+def _products(
+    split: Split, leaves: list[Array], parts: Any, examples: PyTree
+) -> dict[int, Callable[[Array], Array]]:
+    """For each leaf that is summed as a product of matrices: weights of the rows -> sum."""
+    at_products, _, factors = parts
+    found = {}
+    for c, slopes, factor in zip(split.contractions, at_products, factors, strict=True):
+        if not c.outer or slopes.ndim < 2:
+            continue
+        if factor is None:
+            factor = jax.vmap(lambda example, c=c: c.record(jax.tree.leaves(example)))(examples)
+        if is_shorter_as_product(leaves[c.leaf].shape, slopes.shape[1:], factor.shape[1:]):
+            multiply = _multiplication(c, leaves[c.leaf])
+            found[c.leaf] = functools.partial(product_sum, multiply, widen(slopes), widen(factor))
+    return found
+
+
+def _multiplication(contraction: Contraction, value: Array) -> Callable[[Array, Array], Array]:
+    """Slopes and factors of rows -> the sum of their outer products, in the shape of a leaf."""
+
+    def multiply(slopes: Array, factors: Array) -> Array:
+        over_rows = jax.vmap(contraction.product, (None, 0))
+        _, vjp = jax.vjp(lambda leaf: over_rows(leaf, factors), widen(value))
+        return vjp(slopes)[0]
+
+    return multiply
+
+
+def _sum_with_products(
+    products: dict[int, Callable[[Array], Array]],
+    places: PyTree,
+    terms: Callable[[slice], PyTree],
+    weights: Array,
+    norm: Any,
+) -> PyTree:
+    """Sums a block leaf by leaf; ``places`` has the number of each in the gradient."""
+    numbers, structure = jax.tree.flatten(places)
+    others = [at for at, leaf in enumerate(numbers) if leaf not in products]
+
+    def rest(rows: slice) -> list[Array]:
+        found = jax.tree.leaves(terms(rows))
+        return [found[at] for at in others]
+
+    sums = dict(zip(others, exact_sum(rest, weights, norm), strict=True)) if others else {}
+    sums |= {at: products[leaf](weights) for at, leaf in enumerate(numbers) if leaf in products}
+    return structure.unflatten([sums[at] for at in range(len(numbers))])
 
 
 def _split(
@@ -197,20 +258,29 @@ def _split(
     """The scalar cut at its products, the leaves of the point, and their structure."""
     leaves, treedef = jax.tree.flatten(factored.point(public))
     point = treedef.unflatten(leaves)
-    split = split_scalar(lambda p, x: factored.scalar(public, p, x), point, _first(examples))
+    split = split_scalar(
+        lambda p, x: factored.scalar(public, p, x), point, _first(examples), layers=True
+    )
     return split, leaves, treedef
 
 
 def _gradient_parts(split: Split, leaves: list[Array], examples: PyTree) -> Any:
-    """Gradients of one record each, at the products and of other leaves; derived factors."""
+    """Gradients of one record each, at the products and of other leaves; derived factors.
+
+    In the place of the gradient at a convolution is that of its kernel.
+    """
     rest = [leaves[leaf] for leaf in split.rest]
     zeros = [jnp.zeros(c.struct.shape, c.struct.dtype) for c in split.contractions]
 
     def parts(example: PyTree) -> Any:
         arrays = jax.tree.leaves(example)
-        gradient = jax.grad(split.scalar, (0, 1))(zeros, rest, leaves, arrays)
-        factors = [c.record(arrays) if c.derived else None for c in split.contractions]
-        return *gradient, factors
+        differentiated = jax.grad(split.with_factors, (0, 1), has_aux=True)
+        (at_products, at_rest), factors = differentiated(zeros, rest, leaves, arrays)
+        for number, (c, factor) in enumerate(zip(split.contractions, factors, strict=True)):
+            if c.gradient is not None:
+                at_products[number] = c.gradient(leaves[c.leaf], factor, at_products[number])
+                factors[number] = None
+        return at_products, at_rest, factors
 
     return jax.vmap(parts)(examples)
 
@@ -227,6 +297,9 @@ def _assemble(
     at_products, at_rest, factors = parts
     known = iter(lengths or ())
     for contraction, part, factor in zip(split.contractions, at_products, factors, strict=True):
+        if contraction.gradient is not None:
+            gradient[contraction.leaf] = part
+            continue
         record = contraction.record(example) if factor is None else factor
         if lengths is None or not contraction.outer:
             gradient[contraction.leaf] = _transposed(contraction, leaves, record)(part)

@@ -12,11 +12,20 @@ cancel in its gradient and not in the sum over records: rounding would then move
 than the clip norm. Those parameters are not split, and their gradients are taken record by record.
 
 The record's factor may be any function of the record alone: its entries, moved or converted, or
-features made of them (scaled columns, an intercept, products), which are marked as derived.
+features made of them (scaled columns, an intercept, products), which are marked as derived. On
+request it may depend on other parameters too, as the input of a layer of a network does: the
+gradient :math:`r\,x^\top` of the weights needs that input and the slope at the layer's output.
+
+The kernel of a convolution meets a record in many places, so its gradient is a sum,
+
+.. math:: \nabla_K f = \sum_p r_p\, x_p^\top
+
+over the patches :math:`x_p` of the input. It is taken record by record, as one product of matrices.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -62,21 +71,26 @@ class Contraction(NamedTuple):
     Attributes:
         leaf: Number of the leaf among the leaves of the point.
         op: Number of the operation that forms the product.
+        factor: Number of the value that the leaf is multiplied with.
         product: ``(leaf value, the record's factor) -> product`` of one record, linear in both.
-        record: ``example leaves -> the record's factor`` in the product.
+        record: ``example leaves -> the record's factor`` in the product, where it is a function of
+            the record alone; else it must be taken from ``Split.with_factors``.
         derived: Whether the factor is computed, not just moved: two programs may round it
             differently, so it must be computed once.
         outer: Whether the gradient is an outer product, of norm ``|r| |record|``.
         struct: Shape and dtype of the product.
+        gradient: ``(leaf value, factor, r) -> gradient`` where that is a sum of products.
     """
 
     leaf: int
     op: int
+    factor: int
     product: Callable[[Array, Array], Array]
     record: Callable[[Sequence[Array]], Array]
     derived: bool
     outer: bool
     struct: jax.ShapeDtypeStruct
+    gradient: Callable[[Array, Array, Array], Array] | None = None
 
 
 class Split(NamedTuple):
@@ -85,33 +99,46 @@ class Split(NamedTuple):
     Attributes:
         contractions: The leaves that enter through one product.
         rest: Numbers of the other leaves.
-        scalar: ``(shifts, rest values, all leaves, example leaves) -> scalar``, where the shifts
-            are added to the products.
+        with_factors: The same, and the factor of each derived contraction (``None`` of others), as
+            it was in this very evaluation.
     """
 
     contractions: tuple[Contraction, ...]
     rest: tuple[int, ...]
-    scalar: Callable[..., Array]
+    with_factors: Callable[..., tuple[Array, list[Array | None]]]
+
+    def scalar(self, *arguments: Any) -> Array:
+        """``(shifts, rest values, all leaves, example leaves) -> scalar``.
+
+        The shifts are added to the products.
+        """
+        return self.with_factors(*arguments)[0]
 
 
-def split_scalar(scalar: Callable[[Any, Any], Array], point: Any, example: Any) -> Split:
+def split_scalar(
+    scalar: Callable[[Any, Any], Array], point: Any, example: Any, layers: bool = False
+) -> Split:
     """Cuts a scalar at the single products of its parameters with the record.
 
     Args:
         scalar: ``(point, example) -> scalar``.
         point: Where it will be differentiated.
         example: One record, or its shapes.
+        layers: Whether the factor may depend on other parameters, and convolutions count.
 
     Returns:
         The split; with no contraction if none is recognised.
     """
     program = _trace(scalar, point, example)
-    found = [_contraction(program, leaf) for leaf in range(len(program.point))]
-    contractions = tuple(c for c in found if c is not None)
-    rest = tuple(leaf for leaf, c in enumerate(found) if c is None)
+    found = [_contraction(program, leaf, layers) for leaf in range(len(program.point))]
+    contractions = _apart(found)
+    kept = {contraction.leaf for contraction in contractions}
+    rest = tuple(leaf for leaf in range(len(found)) if leaf not in kept)
     cuts = {contraction.op: number for number, contraction in enumerate(contractions)}
 
-    def shifted(shifts: Any, rest_values: Any, leaves: Any, example_leaves: Any) -> Array:
+    def shifted(
+        shifts: Any, rest_values: Any, leaves: Any, example_leaves: Any
+    ) -> tuple[Array, list[Array | None]]:
         values = list(leaves)
         for leaf, value in zip(rest, rest_values, strict=True):
             values[leaf] = value
@@ -120,12 +147,22 @@ def split_scalar(scalar: Callable[[Any, Any], Array], point: Any, example: Any) 
         environment = _evaluate(program.ops, dict(inputs), lambda op, value: (
             value + shifts[cuts[op]] if op in cuts else value
         ))  # fmt: skip
-        return _read(environment, program.output)
+        factors = [environment[c.factor] if c.derived else None for c in contractions]
+        return _read(environment, program.output), factors
 
     return Split(contractions, rest, shifted)
 
 
-def _contraction(program: _Program, leaf: int) -> Contraction | None:
+def _apart(found: Sequence[Contraction | None]) -> tuple[Contraction, ...]:
+    """Those of which no two are factors of one product."""
+    kept: dict[int, Contraction] = {}
+    for contraction in found:
+        if contraction is not None:
+            kept.setdefault(contraction.op, contraction)
+    return tuple(kept.values())
+
+
+def _contraction(program: _Program, leaf: int, layers: bool) -> Contraction | None:
     """Follows a leaf through operations that only move it to one product with the record."""
     alone = _of_the_record(program)
     current, chain = program.point[leaf], []
@@ -136,18 +173,24 @@ def _contraction(program: _Program, leaf: int) -> Contraction | None:
         op = program.ops[users[0]]
         chain.append(users[0])
         if op.primitive.name == "dot_general":
-            return _product(program, leaf, chain, current, alone)
+            return _product(program, leaf, chain, current, alone, layers)
+        if op.primitive.name == "conv_general_dilated":
+            return _convolution(program, leaf, chain, current) if layers else None
         if not _moves(program, op):
             return None
         (current,) = op.outputs
 
 
 def _product(
-    program: _Program, leaf: int, chain: list[int], current: int, alone: dict[int, bool]
-) -> Contraction | None:
+    program: _Program, leaf: int, chain: list[int], current: int, alone: dict[int, bool],
+    layers: bool,
+) -> Contraction | None:  # fmt: skip
     op = program.ops[chain[-1]]
     left, right = op.inputs
-    if left == right or {left, right} - {current} - set(alone):
+    others = {left, right} - {current}
+    if left == right or any(isinstance(value, _Constant) for value in others):
+        return None
+    if not layers and others - set(alone):
         return None
     side = 1 if left == current else 0  # where the record is
     contracted, batch = op.params["dimension_numbers"]
@@ -178,8 +221,71 @@ def _product(
         return _evaluate(made, inputs, lambda _, result: result)[factor]
 
     struct = jax.ShapeDtypeStruct(out.shape, out.dtype)
-    derived = not alone[factor]
-    return Contraction(leaf, chain[-1], product, record, derived, not batch[side], struct)
+    derived = not alone.get(factor, False)
+    outer = not batch[side]
+    return Contraction(leaf, chain[-1], factor, product, record, derived, outer, struct)
+
+
+def _convolution(
+    program: _Program, leaf: int, chain: list[int], current: int
+) -> Contraction | None:
+    """The kernel of a convolution without groups or dilated input."""
+    op = program.ops[chain[-1]]
+    factor, kernel = op.inputs
+    groups = op.params["feature_group_count"], op.params["batch_group_count"]
+    numbers = program.point[leaf], *op.outputs
+    plain = groups == (1, 1) and all(step == 1 for step in op.params["lhs_dilation"])
+    wide = all(program.shapes[number].dtype in (jnp.float32, jnp.float64) for number in numbers)
+    apart = kernel == current and kernel != factor and not isinstance(factor, _Constant)
+    if not (plain and wide and apart):
+        return None
+    moves = tuple(program.ops[number] for number in chain[:-1])
+
+    def moved(value: Array) -> Array:
+        inputs = {program.point[leaf]: value}
+        return _evaluate(moves, inputs, lambda _, result: result)[kernel]
+
+    def product(value: Array, factor_value: Array) -> Array:
+        inputs = {kernel: moved(value), factor: factor_value}
+        return _evaluate((op,), inputs, lambda _, result: result)[op.outputs[0]]
+
+    def gradient(value: Array, factor_value: Array, slope: Array) -> Array:
+        like, pull = jax.vjp(moved, value)
+        return pull(_kernel_gradient(op.params, factor_value, slope, like))[0]
+
+    def record(_: Sequence[Array]) -> Array:
+        raise AssertionError("a convolution's factor comes from the evaluation")
+
+    aval = program.shapes[op.outputs[0]]
+    struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    return Contraction(
+        leaf, chain[-1], factor, product, record, True, False, struct, gradient
+    )  # fmt: skip
+
+
+def _kernel_gradient(params: dict[str, Any], x: Array, slope: Array, kernel: Array) -> Array:
+    """Sum over places of slope times patch, as a product of matrices."""
+    numbers = params["dimension_numbers"]
+    edges = [(low, high, 0) for low, high in params["padding"]]
+    x = lax.pad(
+        x.transpose(numbers.lhs_spec), jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *edges]
+    )
+    slope = slope.transpose(numbers.out_spec)
+    kernel_shape = kernel.transpose(numbers.rhs_spec).shape
+    strides, places = params["window_strides"], slope.shape[2:]
+
+    def patch(offset: tuple[int, ...]) -> Array:
+        start = [at * step for at, step in zip(offset, params["rhs_dilation"], strict=True)]
+        stop = [a + (n - 1) * s + 1 for a, n, s in zip(start, places, strides, strict=True)]
+        return lax.slice(x, (0, 0, *start), (*x.shape[:2], *stop), (1, 1, *strides))
+
+    offsets = itertools.product(*(range(size) for size in kernel_shape[2:]))
+    patches = jnp.stack([patch(offset) for offset in offsets])  # (offsets, 1, inputs, places)
+    patches = patches.reshape(*patches.shape[:3], -1)
+    flat = slope.reshape(*slope.shape[:2], -1)
+    exact = lax.Precision.HIGHEST
+    found = jnp.einsum("knip,nop->oik", patches, flat, precision=exact).reshape(kernel_shape)
+    return found.transpose([numbers.rhs_spec.index(axis) for axis in range(found.ndim)])
 
 
 def _needed(program: _Program, value: int) -> tuple[_Op, ...]:

@@ -22,6 +22,7 @@ LEVELS = {
     "model": 2,
     "contraction": 2,
     "exact_sum": 2,
+    "product_sum": 2,
     "aggregate": 3,
     "ep": 3,
     "estimators": 3,

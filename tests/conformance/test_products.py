@@ -1,0 +1,170 @@
+"""Weights of layers are summed as products of matrices: the sum, its bound, its memory."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from jax import lax
+from numpyro.infer.autoguide import AutoDelta
+
+from numpyro_dp import DPSVI, FullBatch, aligned
+from numpyro_dp.aggregate import bounded_sum, bounded_sum_by_definition
+from numpyro_dp.contraction import split_scalar
+from numpyro_dp.privacy.mechanism import gaussian
+from numpyro_dp.product_sum import product_error, product_sum
+
+KEY = jax.random.key(0)
+
+
+def layer(name: str, *shape: int) -> Any:
+    return numpyro.sample(name, dist.Normal(0, 1).expand(shape).to_event(len(shape)))
+
+
+def dense(x: Any, y: Any) -> None:
+    first, bias, second = layer("first", 24, 16), layer("bias", 16), layer("second", 16, 12)
+    last = layer("last", 12)
+    with numpyro.plate("records", len(x)):
+        hidden = jnp.tanh(jnp.tanh(x.reshape(-1, 24) @ first + bias) @ second)
+        numpyro.sample("y", dist.Normal(hidden @ last, 1), obs=y)
+
+
+def convolutional(x: Any, y: Any) -> None:
+    kernel, second, last = (
+        layer("kernel", 3, 2, 1, 4),
+        layer("second", 5, 4, 3, 2),
+        layer("last", 60),
+    )
+    with numpyro.plate("records", len(x)):
+        seen = lax.conv_general_dilated(
+            x.reshape(-1, 6, 4, 1), kernel, (2, 1), [(1, 1), (0, 2)], rhs_dilation=(1, 2),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )  # fmt: skip
+        seen = jnp.tanh(seen).transpose(0, 3, 1, 2)
+        seen = lax.conv_general_dilated(
+            seen, second, (1, 1), "SAME", dimension_numbers=("NCHW", "OIHW", "NCHW")
+        )
+        numpyro.sample("y", dist.Normal(jnp.tanh(seen).reshape(-1, 60) @ last, 1), obs=y)
+
+
+def data(number: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(1)
+    return (
+        jnp.asarray(rng.normal(size=(number, 24)).astype(np.float32)),
+        jnp.asarray(rng.normal(size=number).astype(np.float32)),
+    )
+
+
+def prepared(model: Any, number: int) -> tuple[Any, Any]:
+    """The estimator and its public values at a draw from the prior."""
+    svi = DPSVI(model, AutoDelta(model), optax.sgd(0.1), estimator=aligned(), clip_norm=1.0,
+                sampler=FullBatch(), noise_multiplier=1.0, secret_key=1)  # fmt: skip
+    state = svi.init(KEY, *data(number))
+    estimator = aligned()(svi._session(data(number), {}).problem)
+    return estimator, estimator.prepare(KEY, svi.optim.get_params(state.optim_state))
+
+
+def sums(model: Any, number: int, norm: float, bad: bool = False) -> tuple[Any, Any]:
+    estimator, public = prepared(model, number)
+    x, y = data(number)
+    mask = jnp.arange(number) % 7 != 3
+    x = x.at[3].set(jnp.nan).at[5].set(jnp.inf) if bad else x
+    given = estimator, gaussian(norm, 1.0), public, (x, y), mask
+    return jax.jit(lambda: bounded_sum(*given))(), jax.jit(
+        lambda: bounded_sum_by_definition(*given)
+    )()
+
+
+@pytest.mark.parametrize("model", [dense, convolutional])
+@pytest.mark.parametrize(("number", "norm", "bad"), [(30, np.inf, False), (400, 1e-3, True)])
+def test_the_sum_is_the_definition(model: Any, number: int, norm: float, bad: bool) -> None:
+    found, expected = sums(model, number, norm, bad)
+    assert set(found) == set(expected)
+    # Where all are clipped, they are shorter by the margin for rounding.
+    shorter = model is dense and norm < np.inf
+    ratio = 1 - product_error(number, jnp.float32) if shorter else 1.0
+    for name in expected:
+        scale = np.abs(expected[name]).max()
+        np.testing.assert_allclose(found[name] / scale, ratio * expected[name] / scale, atol=2e-5)
+
+
+def test_layers_are_recognised() -> None:
+    def two_layers(weights: Any, x: Any) -> Any:
+        return jnp.sum(jnp.tanh(x @ weights["a"]) @ weights["b"])
+
+    weights = {"a": jnp.ones((3, 4)), "b": jnp.ones((4, 2))}
+    assert [c.leaf for c in split_scalar(two_layers, weights, jnp.ones(3)).contractions] == [0]
+    split = split_scalar(two_layers, weights, jnp.ones(3), layers=True)
+    assert [(c.leaf, c.derived, c.outer) for c in split.contractions] == [
+        (0, False, True), (1, True, True),
+    ]  # fmt: skip
+    # The factors of one product: one of them is a parameter like others.
+    split = split_scalar(
+        lambda w, x: jnp.sum(jnp.exp(x) * (w["a"][:, 0] @ w["a"][:, 1])), weights, jnp.ones(3),
+        layers=True,
+    )  # fmt: skip
+    assert split.contractions == ()
+    split = split_scalar(
+        lambda w, x: x[0] * (w["c"] @ w["d"]), {"c": jnp.ones(2), "d": jnp.ones(2)}, jnp.ones(3),
+        layers=True,
+    )  # fmt: skip
+    assert [c.leaf for c in split.contractions] == [0] and split.rest == (1,)
+
+
+@pytest.mark.parametrize("number", [1, 63, 64, 200, 1_000, 5_000])
+def test_rounding_is_within_its_bound(number: int) -> None:
+    rng = np.random.default_rng(number)
+    slopes = rng.normal(size=(number, 3)).astype(np.float32) * 10.0 ** rng.integers(-3, 4, number)[
+        :, None
+    ].astype(np.float32)
+    factors = rng.normal(size=(number, 5)).astype(np.float32)
+    norms = np.linalg.norm(slopes, axis=1) * np.linalg.norm(factors, axis=1)
+    weights = (1 / norms).astype(np.float32)
+    weights[::11] = 0
+    slopes[::11] = np.nan
+
+    def multiply(s: Any, f: Any) -> Any:
+        return jnp.einsum("ni,nj->ij", f, s, precision=lax.Precision.HIGHEST)
+
+    found = jax.jit(lambda *a: product_sum(multiply, *a))(slopes, factors, weights)
+    terms = np.where(weights[:, None] > 0, slopes, 0).astype(np.float64) * weights[:, None]
+    expected = factors.astype(np.float64).T @ terms
+    assert np.linalg.norm(found - expected) <= product_error(number, jnp.float32) / 2
+    assert product_error(number, jnp.float32) < 0.011
+
+
+@pytest.mark.parametrize("model", [dense, convolutional])
+def test_a_record_moves_the_sum_by_the_clip_norm_at_most(model: Any) -> None:
+    estimator, public = prepared(model, 300)
+    x, y = data(300)
+    x = x * 100  # all are clipped
+    mechanism = gaussian(1.0, 1.0)
+    total = jax.jit(lambda mask: bounded_sum(estimator, mechanism, public, (x, y), mask))
+    whole, largest = total(jnp.ones(300, bool)), 0.0
+    for row in range(0, 300, 50):
+        other = total(jnp.arange(300) != row)
+        change = np.sqrt(sum(np.square(np.float64(whole[n]) - other[n]).sum() for n in whole))
+        assert change <= 1
+        largest = max(largest, change)
+    assert largest > 0.98
+
+
+def test_memory_does_not_hold_a_gradient_for_each_record() -> None:
+    def wide(x: Any, y: Any) -> None:
+        first, last = layer("first", 24, 2_000), layer("last", 2_000)
+        with numpyro.plate("records", len(x)):
+            numpyro.sample("y", dist.Normal(jnp.tanh(x @ first) @ last, 1), obs=y)
+
+    estimator, public = prepared(wide, 256)
+    mask, mechanism = jnp.ones(256, bool), gaussian(1.0, 1.0)
+
+    def planned(sum_of: Any) -> int:
+        call = jax.jit(lambda rows: sum_of(estimator, mechanism, public, rows, mask))
+        return call.lower(data(256)).compile().memory_analysis().temp_size_in_bytes
+
+    gradients = 256 * 50_000 * 4
+    assert planned(bounded_sum) < 0.3 * gradients < gradients < planned(bounded_sum_by_definition)
