@@ -14,7 +14,13 @@ and a unit :math:`\max(0, t)` of :math:`t \sim N(a, v)`, with :math:`\alpha = a/
     \mathrm{Var} = v\,\big(\Phi + \alpha^2\,\Phi\bar\Phi + \alpha\varphi\,(\bar\Phi - \Phi)
         - \varphi^2\big), \qquad \bar\Phi = 1 - \Phi,
 
-which is the difference of moments, without its cancellation where a is large.
+which is the difference of moments, without its cancellation where a is large. Their slopes are
+
+.. math::
+    \frac{\partial E}{\partial a} = \Phi, \quad
+    \frac{\partial E}{\partial v} = \frac{\varphi}{2\sqrt v}, \quad
+    \frac{\partial\mathrm{Var}}{\partial a} = 2 E\,\bar\Phi, \quad
+    \frac{\partial\mathrm{Var}}{\partial v} = \Phi - \frac{E\,\varphi}{\sqrt v}.
 
 Units of a layer are treated as independent normals. One record's evidence is
 :math:`\log Z = \log N(y; f, s_f + E[1/\gamma])`. Its slopes are taken at each layer's a and v,
@@ -37,12 +43,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.scipy.stats import norm
 from jaxtyping import Float
 
 __all__ = ["Layout", "Slopes", "layout_of", "output_moments", "record_slopes"]
@@ -171,10 +176,30 @@ def _with_bias(z: Array, s: Array) -> tuple[Array, Array]:
     return jnp.append(z, 1.0), jnp.append(s, 0.0)
 
 
+@jax.custom_jvp
 def _rectified(a: Array, v: Array) -> tuple[Array, Array]:
     """Moments of max(0, t), t ~ N(a, v)."""
+    return _rectified_parts(a, v)[:2]
+
+
+@_rectified.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> Any:
+    """By the closed forms, of the numbers that the moments are made of."""
+    mean, variance, above, below, ratio_density = _rectified_parts(*primals)
+    in_a, in_v = tangents
+    in_mean = above * in_a + ratio_density / 2 * in_v
+    in_variance = 2 * mean * below * in_a + (above - mean * ratio_density) * in_v
+    return (mean, variance), (in_mean, in_variance)
+
+
+def _rectified_parts(a: Array, v: Array) -> tuple[Array, Array, Array, Array, Array]:
+    """The two moments, the two tails, and the density over the standard deviation."""
     sd = jnp.sqrt(jnp.maximum(v, jnp.finfo(v.dtype).tiny))
     ratio = a / sd
-    above, below, density = norm.cdf(ratio), norm.cdf(-ratio), norm.pdf(ratio)
+    smaller = jax.lax.erfc(jnp.abs(ratio) * math.sqrt(0.5)) / 2
+    above = jnp.where(ratio > 0, 1 - smaller, smaller)
+    below = jnp.where(ratio > 0, smaller, 1 - smaller)
+    density = jnp.exp(-(ratio**2) / 2) / math.sqrt(2 * math.pi)
     share = above + ratio**2 * above * below + ratio * density * (below - above) - density**2
-    return a * above + sd * density, v * jnp.maximum(share, 1e-10)
+    moments = a * above + sd * density, v * jnp.maximum(share, 1e-10)
+    return *moments, above, below, density / sd
