@@ -24,10 +24,13 @@ from jaxtyping import Bool
 from numpyro_dp._tree import pinned, select, squared_norm, widen
 from numpyro_dp.contraction import Contraction, Split, split_scalar
 from numpyro_dp.core import Estimator, FactoredSignal, Mechanism, PyTree
-from numpyro_dp.exact_sum import clip_margin, exact_sum
+from numpyro_dp.exact_sum import clip_margin, exact_sum, finished, partial_sum
 from numpyro_dp.product_sum import is_shorter_as_product, product_error, product_sum
 
 __all__ = ["bounded_sum", "bounded_sum_by_definition", "record_lengths"]
+
+_NUMBERS = 2**20  # in the signals of a stretch of rows: memory is used again while it is near
+_LEAST = 16  # rows of a stretch
 
 
 def bounded_sum(
@@ -97,22 +100,62 @@ def bounded_sum_by_definition(
     mask: Bool[Array, " batch"],
     live: Array | None = None,
 ) -> dict[str, Any]:
-    """The same sum, signal by signal: needs memory for (batch, parameters)."""
+    """The same sum, signal by signal, by stretches of rows: the whole batch is never in memory."""
     live = jnp.any(mask) if live is None else live
-    signals = widen(
-        pinned(live, lambda rows: jax.vmap(lambda x: estimator.signal(public, x))(rows), examples)
-    )
-    names = tuple(signals)
+    batch = mask.size
+    struct = jax.eval_shape(estimator.signal, public, _first(examples))
+    like, names = jax.eval_shape(widen, struct), tuple(struct)
+    margin = _margin(_batched(struct), batch)
     blocks = mechanism.blocks(names)
-    squares = [jax.vmap(squared_norm)(select(signals, members)) for members in blocks]
-    margin = _margin(signals, mask.size)
-    factors = mechanism.scales(names, tuple(squares), margin)
-    total = _extras(mechanism, names, tuple(squares), margin, mask)
-    for number, (members, factor) in enumerate(zip(blocks, factors, strict=True)):
-        norm = _norm(mechanism, names, number)
-        terms = _rows_of(select(signals, members))
-        total |= exact_sum(terms, jnp.where(mask, factor, 0), norm)
+    norms = {members: _norm(mechanism, names, at) for at, members in enumerate(blocks)}
+
+    def of_rows(examples: PyTree, mask: Array) -> tuple[list[PyTree], tuple[Array, ...]]:
+        each = jax.vmap(lambda example: estimator.signal(public, example))
+        signals = widen(pinned(live, each, examples))
+        squares = tuple(jax.vmap(squared_norm)(select(signals, members)) for members in blocks)
+        factors = mechanism.scales(names, squares, margin)
+        sums = [
+            partial_sum(_rows_of(select(signals, b)), jnp.where(mask, factor, 0), norms[b], batch)
+            for b, factor in zip(blocks, factors, strict=True)
+        ]
+        return sums, squares
+
+    size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(struct))
+    rows = max(_LEAST, _NUMBERS // max(size, 1) // _LEAST * _LEAST)
+    sums, squares = _over_stretches(of_rows, examples, mask, rows)
+    total = _extras(mechanism, names, squares, margin, mask)
+    for members, found in zip(blocks, sums, strict=True):
+        total |= finished(found, select(like, members), norms[members], batch)
     return total
+
+
+def _over_stretches(
+    of_rows: Callable[[PyTree, Array], tuple[PyTree, PyTree]],
+    examples: PyTree,
+    mask: Array,
+    rows: int,
+) -> tuple[PyTree, PyTree]:
+    """Adds up the sums that a function finds for stretches of rows; keeps what it has of each row.
+
+    The last stretch is filled with rows that do not count.
+    """
+    if mask.size <= rows:
+        return of_rows(examples, mask)
+    missing = -mask.size % rows
+
+    def stretches(leaf: Array) -> Array:
+        padded = jnp.pad(leaf, ((0, missing), *((0, 0),) * (leaf.ndim - 1)))
+        return padded.reshape(-1, rows, *leaf.shape[1:])
+
+    def step(total: PyTree, stretch: PyTree) -> tuple[PyTree, PyTree]:
+        found, of_each = of_rows(*stretch)
+        return jax.tree.map(jnp.add, total, found), of_each
+
+    each = jax.tree.map(stretches, (examples, mask))
+    like, _ = jax.eval_shape(of_rows, *jax.tree.map(lambda leaf: leaf[0], each))
+    zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+    total, of_each = lax.scan(step, zero, each)
+    return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: mask.size], of_each)
 
 
 def _margin(signals: PyTree, batch: int) -> float:

@@ -28,7 +28,7 @@ from jax import Array, lax
 
 from numpyro_dp._tree import widen
 
-__all__ = ["clip_margin", "exact_sum"]
+__all__ = ["clip_margin", "exact_sum", "finished", "partial_sum"]
 
 _LANES = 16  # compilers handle some twenty slices in one pass well, and forty badly
 
@@ -63,7 +63,16 @@ def exact_sum(terms: Callable[[slice], Any], weights: Array, norm: Any) -> Any:
         The sum of integers is exact: taking a row out moves the sum by that row's own term, rounded
         to the grid, and by the rounding of the finished sum.
     """
-    count, counts = weights.size, weights > 0
+    like = jax.eval_shape(lambda: widen(terms(slice(0, 1))))
+    return finished(partial_sum(terms, weights, norm, weights.size), like, norm, weights.size)
+
+
+def partial_sum(terms: Callable[[slice], Any], weights: Array, norm: Any, count: int) -> Any:
+    """Returns the same sum of some of ``count`` rows, in steps of the grid.
+
+    Such sums may be added to each other in any order; :func:`finished` makes numbers of them.
+    """
+    rows, counts = weights.size, weights > 0
     if norm is None:
         return jax.tree.map(
             lambda leaf: jnp.sum(_counted(leaf, counts) * _column(weights, leaf), axis=0),
@@ -81,14 +90,25 @@ def exact_sum(terms: Callable[[slice], Any], weights: Array, norm: Any) -> Any:
 
         return jax.tree.map(rounded, widen(terms(rows)))
 
-    def finished(total: Array, like: Any) -> Array:
-        grid = _grid(count, like.dtype)
-        start = lax.bitcast_convert_type(jnp.asarray(grid.magic, like.dtype), grid.integer)
-        total = total - count * start  # modulo the range of integers, as the sum was
-        return total.astype(like.dtype) * jnp.asarray(norm / 2.0**grid.bits, like.dtype)
+    def from_zero(total: Array, leaf: Array) -> Array:
+        grid = _grid(count, leaf.dtype)
+        start = lax.bitcast_convert_type(jnp.asarray(grid.magic, leaf.dtype), grid.integer)
+        return total - rows * start  # modulo the range of integers, as the sum was
 
     like = jax.eval_shape(lambda: widen(terms(slice(0, 1))))
-    return jax.tree.map(finished, _add_rows(whole, count), like)
+    return jax.tree.map(from_zero, _add_rows(whole, rows), like)
+
+
+def finished(total: Any, like: Any, norm: Any, count: int) -> Any:
+    """Returns the numbers of a sum over ``count`` rows; ``like`` has their types."""
+    if norm is None:
+        return total
+
+    def number(whole: Array, leaf: Array) -> Array:
+        spacing = norm / 2.0 ** _grid(count, leaf.dtype).bits
+        return whole.astype(leaf.dtype) * jnp.asarray(spacing, leaf.dtype)
+
+    return jax.tree.map(number, total, like)
 
 
 def clip_margin(batch: int, size: int, dtype: Any) -> float:

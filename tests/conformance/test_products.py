@@ -166,5 +166,6 @@ def test_memory_does_not_hold_a_gradient_for_each_record() -> None:
         call = jax.jit(lambda rows: sum_of(estimator, mechanism, public, rows, mask))
         return call.lower(data(256)).compile().memory_analysis().temp_size_in_bytes
 
-    gradients = 256 * 50_000 * 4
-    assert planned(bounded_sum) < 0.3 * gradients < gradients < planned(bounded_sum_by_definition)
+    gradients = 256 * 50_000 * 4  # bytes
+    assert planned(bounded_sum) < 0.3 * gradients
+    assert planned(bounded_sum_by_definition) < 0.3 * gradients  # by stretches of rows

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from numpyro_dp import AdaptiveClip, vanilla
 from numpyro_dp.aggregate import bounded_sum, bounded_sum_by_definition
 from numpyro_dp.estimators.loss import LOSS_ENTRY, with_loss
 from numpyro_dp.privacy.mechanism import gaussian
@@ -207,3 +208,28 @@ def test_records_of_half_precision_are_summed_in_single(dtype):
         one = compiled(0.5, pieces.params, KEY, arrays, mask & (jnp.arange(copies) < 1))
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(total))
         assert distance(total, jax.tree.map(lambda x: copies * x, one)) < 1e-3 * 0.5
+
+
+@pytest.mark.parametrize("clip", [0.4, np.inf])
+def test_stretches_of_rows_have_the_sum_of_the_whole(clip, monkeypatch):
+    pieces = single("own_params")
+    estimator = vanilla()(pieces.problem)
+    rng = np.random.default_rng(3)
+    arrays = tuple(jnp.asarray(np.resize(leaf, (75, *leaf.shape[1:]))) for leaf in pieces.arrays)
+    arrays = spoil(arrays, [(2, np.nan), (70, np.inf)])
+    mask = jnp.asarray(rng.random(75) < 0.7)
+    # An adaptive norm counts records besides.
+    mechanism = gaussian(AdaptiveClip(clip, share=0.2) if clip < np.inf else clip, 0.0)
+    public = estimator.prepare(KEY, pieces.params)
+
+    def total():
+        return jax.jit(
+            lambda rows: bounded_sum_by_definition(estimator, mechanism, public, rows, mask)
+        )(arrays)
+
+    whole = total()
+    assert len(whole) == len(pieces.params) + (clip < np.inf)  # with the count
+    monkeypatch.setattr("numpyro_dp.aggregate._NUMBERS", 1)
+    parts = total()  # five stretches of 16 rows, the last not full
+    for name in whole:
+        np.testing.assert_allclose(whole[name], parts[name], rtol=1e-5, atol=1e-6)
