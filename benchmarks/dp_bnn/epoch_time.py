@@ -1,0 +1,186 @@
+"""Time and memory of a step of Bayesian networks, each method against its step without privacy.
+
+Table 1 of Zhang et al. (2021) has times per epoch. Here: an MLP of 128 units and the CNN of that
+paper (16 kernels of 8 x 8, 32 of 4 x 4, 32 units) on images of 28 x 28, 256 of them in each step.
+Images are random: no time depends on them. Times are those of whole runs, the difference of 60 and
+10 steps over 50, by turns, medians; the floor is `numpyro.infer.SVI.update` on the same images.
+Memory is what XLA plans for temporaries of one step, beside that of a step that holds a gradient of
+each record (256 x P numbers).
+
+    python benchmarks/dp_bnn/epoch_time.py --json epoch_time.json
+"""
+
+import pathlib
+import statistics
+import sys
+import time
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+from numpyro.contrib.module import flax_module, random_flax_module
+from numpyro.infer import SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
+from numpyro.infer.initialization import init_to_sample
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from common import parse_args, write
+
+from numpyro_dp import DPMCMC, DPSVI, SGLD, FullBatch, aligned
+
+BATCH = 256
+
+
+class MLP(nn.Module):
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(128)(x))
+        x = nn.Dropout(self.dropout, deterministic=not self.dropout)(x)
+        return nn.Dense(10)(x)
+
+
+class CNN(nn.Module):
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, x):
+        x = x.reshape(*x.shape[:-1], 28, 28, 1)
+        x = nn.relu(nn.Conv(16, (8, 8), (2, 2), padding=2)(x))
+        x = nn.max_pool(x, (2, 2), (1, 1))
+        x = nn.relu(nn.Conv(32, (4, 4), (2, 2), padding="VALID")(x))
+        x = nn.max_pool(x, (2, 2), (1, 1)).reshape(*x.shape[:-3], -1)
+        x = nn.relu(nn.Dense(32)(x))
+        x = nn.Dropout(self.dropout, deterministic=not self.dropout)(x)
+        return nn.Dense(10)(x)
+
+
+def model_of(network, bayesian=False, dropout=0.0):
+    def model(images, labels):
+        options = {"input_shape": (1, 784)} | ({"apply_rng": ["dropout"]} if dropout else {})
+        if bayesian:
+            net = random_flax_module("net", network(dropout), dist.Normal(0, 0.1), **options)
+        else:
+            net = flax_module("net", network(dropout), **options)
+        rngs = {"rngs": {"dropout": numpyro.prng_key()}} if dropout else {}
+        with numpyro.plate("images", images.shape[0]):
+            numpyro.sample("label", dist.Categorical(logits=net(images, **rngs)), obs=labels)
+
+    return model
+
+
+def without_privacy(model, guide_type, data):
+    svi = SVI(model, guide_of(model, guide_type), optax.sgd(1e-4), Trace_ELBO())
+    state, update = svi.init(jax.random.key(0), *data), jax.jit(svi.update)
+
+    def run(steps):
+        now = state
+        for _ in range(steps):
+            now, _ = update(now, *data)
+        jax.block_until_ready(now)
+
+    return run
+
+
+def guide_of(model, guide_type):
+    scale = {} if guide_type is AutoDelta else {"init_scale": 0.01}
+    return guide_type(model, init_loc_fn=init_to_sample, **scale)
+
+
+OPTIONS = {"clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 1.0}
+
+
+def variational(model, guide_type, data):
+    svi = DPSVI(model, guide_of(model, guide_type), optax.sgd(1e-4), estimator=aligned(), **OPTIONS)
+    return lambda steps: jax.block_until_ready(
+        svi.run(jax.random.key(0), steps, *data, progress_bar=False).params
+    )
+
+
+def langevin(model, data):
+    def run(steps):
+        chain = chains.setdefault(steps, DPMCMC(
+            SGLD(model, temperature=1e-3, init_strategy=init_to_sample), num_warmup=0,
+            num_samples=steps, thinning=steps, progress_bar=False, **OPTIONS,
+        ))  # fmt: skip
+        chain.run(jax.random.key(0), *data)
+        jax.block_until_ready(chain.get_samples())
+
+    chains = {}
+    return run
+
+
+def runs(network, data):
+    plain, weights = model_of(network), model_of(network, bayesian=True)
+    dropped = model_of(network, dropout=0.2)
+    return {
+        "SGD": without_privacy(plain, AutoDelta, data),
+        "DP-SGD": variational(plain, AutoDelta, data),
+        "DP-SGLD": langevin(weights, data),
+        "MC dropout": without_privacy(dropped, AutoDelta, data),
+        "DP-MC dropout": variational(dropped, AutoDelta, data),
+        "BBP": without_privacy(weights, AutoDiagonalNormal, data),
+        "DP-BBP, aligned": variational(weights, AutoDiagonalNormal, data),
+    }
+
+
+def seconds_per_step(calls, rounds):
+    """Medians over rounds of (time of 60 steps - time of 10) / 50."""
+
+    def elapsed(call, steps):
+        begin = time.perf_counter()
+        call(steps)
+        return time.perf_counter() - begin
+
+    found = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            each = (elapsed(call, 60) - elapsed(call, 10)) / 50
+            found[name] += [each] if number else []  # the first round compiles
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def planned(network, data):
+    """MB of temporaries of one private step, and of a gradient for each record."""
+    model = model_of(network)
+    svi = DPSVI(model, guide_of(model, AutoDelta), optax.sgd(1e-4), estimator=aligned(), **OPTIONS)
+    state = svi.init(jax.random.key(0), *data)
+    step = jax.jit(svi.update).lower(state, *data).compile()
+    size = sum(leaf.size for leaf in jax.tree.leaves(svi.get_params(state)))
+    return step.memory_analysis().temp_size_in_bytes / 1e6, size, 4 * size * BATCH / 1e6
+
+
+def main():
+    args = parse_args(__doc__.splitlines()[0])
+    rng = np.random.default_rng(0)
+    data = (
+        jnp.asarray(rng.uniform(size=(BATCH, 784)).astype(np.float32)),
+        jnp.asarray(rng.integers(0, 10, BATCH)),
+    )
+    times, memory = [], []
+    for network in (MLP,) if args.quick else (MLP, CNN):
+        calls = runs(network, data)
+        seconds = seconds_per_step(calls, 1 if args.quick else 7)
+        for name, each in seconds.items():
+            floor = "SGD" if "SGLD" in name else name.replace("DP-", "").replace(", aligned", "")
+            times.append({
+                "network": network.__name__, "method": name, "ms a step": 1e3 * each,
+                "times its non-private step": each / seconds[floor],
+                "times DP-SGD": each / seconds["DP-SGD"],
+            })  # fmt: skip
+        found, size, each_record = planned(network, data)
+        memory.append({
+            "network": network.__name__, "weights": size, "step, MB": found,
+            "a gradient for each record, MB": each_record,
+        })  # fmt: skip
+    write(args, "epoch_time", {"Time": times, "Memory": memory})
+
+
+if __name__ == "__main__":
+    main()
