@@ -87,6 +87,11 @@ class SGLD:
             check_real("step_size", self.step_size, low=0, low_open=True, high=_LARGEST)
         check_real("temperature", self.temperature, low=0, low_open=True, high=_LARGEST)
 
+    @property
+    def draws(self) -> bool:
+        """Whether there is noise beside that of privacy."""
+        return self.step_size is not None
+
     def start(self, position: Array) -> tuple[Array, ...]:
         """Returns the state; its first entry is the position."""
         return (position,)
@@ -153,6 +158,11 @@ class PreconditionedSGLD(SGLD):
         super().__post_init__()
         check_real("decay", self.decay, low=0, high=1, high_open=True)
         check_real("damping", self.damping, low=0, low_open=True)
+
+    @property
+    def draws(self) -> bool:
+        """Whether there is noise beside that of privacy: coordinates have steps of their own."""
+        return True
 
     def start(self, position: Array) -> tuple[Array, ...]:
         """Returns the state: position and mean square."""
@@ -230,7 +240,9 @@ def as_optimizer(kernel: SGLD) -> _NumPyroOptim:
     def update(step: Array, score: Score, state: tuple[Any, ...]) -> tuple[Any, ...]:
         gradient, unravel = ravel_pytree(score.gradient)
         noise = jnp.asarray(score.noise_scale, gradient.dtype)
-        draw = jax.random.normal(score.rng_key, gradient.shape, gradient.dtype)
+        draw = jnp.zeros_like(gradient)
+        if kernel.draws:
+            draw = jax.random.normal(score.rng_key, gradient.shape, gradient.dtype)
         parts = tuple(ravel_pytree(part)[0] for part in state)
         return tuple(unravel(part) for part in kernel.move(step, gradient, noise, draw, parts))
 
