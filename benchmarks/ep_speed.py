@@ -3,9 +3,8 @@
 GLM: logistic regression, d = 31, quadrature sites, N = 30,000. Network: 8 inputs, 50 ReLU units,
 N = 8,192; its factored slopes against `vmap(grad)` of the same log evidence with respect to the
 means and variances of all weights, inside the same step and alone ("our units" keeps the closed
-form of a unit's slopes). Memory is what XLA plans for
-temporaries of SEP (batches of 1,024 of N records) and of one sweep of EP, and the sites that EP
-keeps beside it.
+form of a unit's slopes). Memory is what XLA plans for temporaries of SEP (batches of 1,024 of N
+records) and of one sweep of EP, and the sites that EP keeps beside it.
 
     python benchmarks/ep_speed.py --json ep_speed.json
 """
@@ -89,7 +88,7 @@ def network_calls(number):
     variance = 1 / state["weights_precision"]
     for name, slopes in (
         ("slopes alone, factored", moments.record_slopes),
-        ("slopes alone, vmap(grad)", by_automatic_differentiation),
+        ("slopes alone, vmap(grad), our units", by_automatic_differentiation),
     ):
         alone = jax.jit(jax.vmap(
             lambda x, y, slopes=slopes: slopes(layout, mean, variance, jnp.array(0.1), x, y)

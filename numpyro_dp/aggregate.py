@@ -5,8 +5,9 @@ What is weighted and added up is the very gradient whose norm was taken, found o
 map of a scalar's gradient (:class:`~numpyro_dp.core.FactoredSignal`), coordinates of the same norm
 are summed before the map; leaves of the point that meet the record in a single product
 (:mod:`numpyro_dp.contraction`) need no array of (batch, latents) to find the norm. Where such a
-leaf is much larger than the factors of its gradient, as the weights of a layer are, it needs none
-for the sum either (:mod:`numpyro_dp.product_sum`).
+leaf is much larger than the factors of its gradient, as the weights of a dense layer are, it needs
+none for the sum either, which then is not exact but as near as its margin allows
+(:mod:`numpyro_dp.product_sum`). Kernels of convolutions have a gradient for each record.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from numpyro_dp._tree import pinned, select, squared_norm, widen
 from numpyro_dp.contraction import Contraction, Split, split_scalar
 from numpyro_dp.core import Estimator, FactoredSignal, Mechanism, PyTree
 from numpyro_dp.exact_sum import clip_margin, exact_sum, finished, partial_sum
-from numpyro_dp.product_sum import is_shorter_as_product, product_error, product_sum
+from numpyro_dp.product_sum import is_worthwhile, product_error, product_sum
 
 __all__ = ["bounded_sum", "bounded_sum_by_definition", "record_lengths"]
 
@@ -137,32 +138,41 @@ def _over_stretches(
 ) -> tuple[PyTree, PyTree]:
     """Adds up the sums that a function finds for stretches of rows; keeps what it has of each row.
 
-    The last stretch is filled with rows that do not count.
+    The last stretch is filled with the last row, which does not count there.
     """
     if mask.size <= rows:
         return of_rows(examples, mask)
-    missing = -mask.size % rows
+    number = -(-mask.size // rows)
+    at = jnp.arange(number * rows)
 
-    def stretches(leaf: Array) -> Array:
-        padded = jnp.pad(leaf, ((0, missing), *((0, 0),) * (leaf.ndim - 1)))
-        return padded.reshape(-1, rows, *leaf.shape[1:])
+    def in_stretches(leaf: Array) -> Array:
+        whole = leaf if leaf.shape[0] == at.size else leaf[jnp.minimum(at, mask.size - 1)]
+        return whole.reshape(number, rows, *leaf.shape[1:])
 
     def step(total: PyTree, stretch: PyTree) -> tuple[PyTree, PyTree]:
         found, of_each = of_rows(*stretch)
         return jax.tree.map(jnp.add, total, found), of_each
 
-    each = jax.tree.map(stretches, (examples, mask))
+    counts = (at < mask.size) & mask[jnp.minimum(at, mask.size - 1)]
+    each = jax.tree.map(in_stretches, (examples, counts))
     like, _ = jax.eval_shape(of_rows, *jax.tree.map(lambda leaf: leaf[0], each))
     zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
     total, of_each = lax.scan(step, zero, each)
     return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: mask.size], of_each)
 
 
-def _margin(signals: PyTree, batch: int) -> float:
-    """The margin of a tree of signals with a leading axis."""
+def _margin(signals: PyTree, batch: int, coarsest: Any = None) -> float:
+    """The margin of a tree of signals with a leading axis; norms may be of a coarser type."""
     leaves = jax.tree.leaves(signals)
     size = sum(math.prod(leaf.shape[1:]) for leaf in leaves)
-    return min(clip_margin(batch, size, leaf.dtype) for leaf in leaves)
+    dtypes = [leaf.dtype for leaf in leaves] + ([] if coarsest is None else [coarsest])
+    return min(clip_margin(batch, size, dtype) for dtype in dtypes)
+
+
+def _coarsest(arrays: list[Any]) -> Any:
+    """The widened type of least precision: norms and products are found in each of them."""
+    types = {jnp.promote_types(x.dtype, jnp.float32) for x in arrays}
+    return max(types, key=lambda dtype: jnp.finfo(dtype).eps)
 
 
 def _norm(mechanism: Mechanism, names: tuple[str, ...], block: int) -> Any:
@@ -229,10 +239,9 @@ def _factored_sum(
         sizes = pinned(live, lambda rows: [core(b, False, rows) for b in blocks], batch)
         terms = [_rows_of(size) for size in sizes]
     squares = tuple(jax.vmap(squared_norm)(size) for size in sizes)
-    error = max(
-        (product_error(mask.size, widen(leaves[leaf]).dtype) for leaf in products), default=0
-    )
-    margin = 1 / (1 / _margin(_batched(struct), mask.size) + error)
+    coarse = _coarsest(jax.tree.leaves((parts, struct, _record_factors(split, examples))))
+    error = product_error(mask.size, coarse) if products else 0.0
+    margin = 1 / (1 / _margin(_batched(struct), mask.size, coarse) + error)
     factors = mechanism.scales(names, squares, margin)
     total = _extras(mechanism, names, squares, margin, mask)
     for number, (members, factor) in enumerate(zip(blocks, factors, strict=True)):
@@ -247,6 +256,13 @@ def _factored_sum(
     return total
 
 
+def _record_factors(split: Split, examples: PyTree) -> list[Any]:
+    """Shapes and types of the records' own factors."""
+    first = jax.tree.leaves(_first(examples))
+    own = [c.record for c in split.contractions if not c.derived]
+    return [jax.eval_shape(lambda *leaves, r=record: r(leaves), *first) for record in own]
+
+
 def _products(
     split: Split, leaves: list[Array], parts: Any, examples: PyTree
 ) -> dict[int, Callable[[Array], Array]]:
@@ -258,7 +274,9 @@ def _products(
             continue
         if factor is None:
             factor = jax.vmap(lambda example, c=c: c.record(jax.tree.leaves(example)))(examples)
-        if is_shorter_as_product(leaves[c.leaf].shape, slopes.shape[1:], factor.shape[1:]):
+        coarse = _coarsest([slopes, factor])
+        shapes = leaves[c.leaf].shape, slopes.shape[1:], factor.shape[1:]
+        if is_worthwhile(len(slopes), coarse, *shapes):
             multiply = _multiplication(c, leaves[c.leaf])
             found[c.leaf] = functools.partial(product_sum, multiply, widen(slopes), widen(factor))
     return found
@@ -357,10 +375,9 @@ def _assemble(
 
 def _length(record: Array) -> Array:
     """Euclidean norm of a record's factor, at least its exact one but for rounding."""
-    flat = widen(record).reshape(-1)
-    square = jnp.dot(flat, flat, precision=lax.Precision.HIGHEST)
+    square = squared_norm(record)
     # Squares below the smallest number are lost: they count as that number.
-    return jnp.sqrt(square + flat.size * jnp.finfo(flat.dtype).tiny)
+    return jnp.sqrt(square + record.size * jnp.finfo(square.dtype).tiny)
 
 
 def _transposed(contraction: Contraction, leaves: list[Array], record: Array) -> Any:

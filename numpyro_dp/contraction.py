@@ -74,7 +74,8 @@ class Contraction(NamedTuple):
         factor: Number of the value that the leaf is multiplied with.
         product: ``(leaf value, the record's factor) -> product`` of one record, linear in both.
         record: ``example leaves -> the record's factor`` in the product, where it is a function of
-            the record alone; else it must be taken from ``Split.with_factors``.
+            the record alone; else ``None``, as the product of a convolution is, and the factor
+            comes from ``Split.with_factors``.
         derived: Whether the factor is computed, not just moved: two programs may round it
             differently, so it must be computed once.
         outer: Whether the gradient is an outer product, of norm ``|r| |record|``.
@@ -85,8 +86,8 @@ class Contraction(NamedTuple):
     leaf: int
     op: int
     factor: int
-    product: Callable[[Array, Array], Array]
-    record: Callable[[Sequence[Array]], Array]
+    product: Callable[[Array, Array], Array] | None
+    record: Callable[[Sequence[Array]], Array] | None
     derived: bool
     outer: bool
     struct: jax.ShapeDtypeStruct
@@ -222,8 +223,10 @@ def _product(
 
     struct = jax.ShapeDtypeStruct(out.shape, out.dtype)
     derived = not alone.get(factor, False)
-    outer = not batch[side]
-    return Contraction(leaf, chain[-1], factor, product, record, derived, outer, struct)
+    of_record = record if factor in alone else None
+    return Contraction(
+        leaf, chain[-1], factor, product, of_record, derived, not batch[side], struct
+    )
 
 
 def _convolution(
@@ -245,21 +248,14 @@ def _convolution(
         inputs = {program.point[leaf]: value}
         return _evaluate(moves, inputs, lambda _, result: result)[kernel]
 
-    def product(value: Array, factor_value: Array) -> Array:
-        inputs = {kernel: moved(value), factor: factor_value}
-        return _evaluate((op,), inputs, lambda _, result: result)[op.outputs[0]]
-
     def gradient(value: Array, factor_value: Array, slope: Array) -> Array:
         like, pull = jax.vjp(moved, value)
         return pull(_kernel_gradient(op.params, factor_value, slope, like))[0]
 
-    def record(_: Sequence[Array]) -> Array:
-        raise AssertionError("a convolution's factor comes from the evaluation")
-
     aval = program.shapes[op.outputs[0]]
     struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     return Contraction(
-        leaf, chain[-1], factor, product, record, True, False, struct, gradient
+        leaf, chain[-1], factor, None, None, True, False, struct, gradient
     )  # fmt: skip
 
 

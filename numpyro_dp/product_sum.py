@@ -12,7 +12,8 @@ added with the rounding errors carried along (two-sum); either way it costs at m
 triangle inequality the error of the sum of n terms of norm at most C is at most
 :math:`(k + 5)\, n\, u\, C` in norm, and two sums differ by at most twice that beyond what their
 terms do. The norm to which terms are scaled is smaller than C by that margin, too. It holds where
-products of matrices are taken in full precision by the usual sums, as libraries do.
+products of matrices are taken in full precision by the usual sums, as libraries do for CPUs and
+GPUs; where a batch is too long for the margin to be small, gradients are summed one by one.
 
 Reference:
     N. Higham, Accuracy and stability of numerical algorithms, 2nd ed. 2002, sections 3.5 and 4.3.
@@ -23,29 +24,41 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-__all__ = ["is_shorter_as_product", "product_error", "product_sum"]
+__all__ = ["is_worthwhile", "product_error", "product_sum"]
 
 _LONGEST = 64  # rows of one product of matrices
 _SHORTEST = 8
 _FEW = 4  # stretches that are added as they are
-_ALLOWED = 0.01  # of the clip norm, for as long as stretches can be shortened
+_ALLOWED = 0.01  # of the clip norm
+_PLATFORMS = ("cpu", "gpu", "cuda", "rocm")  # whose products in full precision are usual sums
 
 
-def is_shorter_as_product(shape: tuple[int, ...], *factors: tuple[int, ...]) -> bool:
-    """Whether a gradient has at least four times as many numbers as its factors together."""
-    return math.prod(shape) >= 4 * sum(math.prod(factor) for factor in factors)
+def is_worthwhile(
+    batch: int, dtype: Any, shape: tuple[int, ...], *factors: tuple[int, ...]
+) -> bool:
+    """Whether to sum gradients of a shape as products.
+
+    They must have at least four times as many numbers as their factors together, and the rounding
+    of this many rows must be allowed for by a hundredth of the clip norm: up to some 6,400 rows in
+    float32.
+    """
+    shorter = math.prod(shape) >= 4 * sum(math.prod(factor) for factor in factors)
+    allowed = product_error(batch, dtype) <= _ALLOWED
+    return shorter and allowed and jax.default_backend() in _PLATFORMS
 
 
-def product_error(batch: int, dtype: object) -> float:
+def product_error(batch: int, dtype: Any) -> float:
     """Returns the bound on what rounding adds to the sensitivity, in clip norms.
 
     Args:
         batch: Rows of the batch, n.
-        dtype: float32 or float64.
+        dtype: Of the products: float32 or float64.
     """
     return 2 * (_stretch(batch, dtype) + 5) * batch * _unit(dtype)
 
@@ -63,10 +76,10 @@ def product_sum(
         weights: Of each row, shape (batch,). Where it is 0 a row does not count, finite or not.
     """
     batch = weights.size
-    counts = weights > 0
+    counts, weights = weights > 0, weights.astype(slopes.dtype)
     slopes = jnp.where(_column(counts, slopes), slopes * _column(weights, slopes), 0)
     factors = jnp.where(_column(counts, factors), factors, 0)
-    rows = min(_stretch(batch, slopes.dtype), batch)
+    rows = max(1, min(_stretch(batch, slopes.dtype), batch))
     missing = -batch % rows
     if missing:
         slopes, factors = (
@@ -92,7 +105,7 @@ def product_sum(
     return total + lost
 
 
-def _stretch(batch: int, dtype: object) -> int:
+def _stretch(batch: int, dtype: Any) -> int:
     """Rows of one product of matrices: as many as the allowed error permits, in powers of two."""
     rows = _LONGEST
     while rows > _SHORTEST and 2 * (rows + 5) * batch * _unit(dtype) > _ALLOWED:
@@ -100,7 +113,7 @@ def _stretch(batch: int, dtype: object) -> int:
     return rows
 
 
-def _unit(dtype: object) -> float:
+def _unit(dtype: Any) -> float:
     return float(jnp.finfo(dtype).eps) / 2
 
 

@@ -55,7 +55,7 @@ KEYS = jax.random.split(jax.random.key(0), 2)
     ("estimator", "sampler"),
     [
         (aligned, Poisson(0.2)),
-        (vanilla, FixedSize(30)),
+        pytest.param(vanilla, FixedSize(30), marks=pytest.mark.extended),
         pytest.param(vanilla, Poisson(0.2), marks=pytest.mark.extended),
         pytest.param(aligned, FixedSize(30), marks=pytest.mark.extended),
         pytest.param(aligned, FullBatch(), marks=pytest.mark.extended),

@@ -15,8 +15,11 @@ from numpyro.infer.autoguide import AutoDelta
 from numpyro_dp import DPSVI, FullBatch, aligned
 from numpyro_dp.aggregate import bounded_sum, bounded_sum_by_definition
 from numpyro_dp.contraction import split_scalar
+from numpyro_dp.core import Estimator, FactoredSignal
 from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.product_sum import product_error, product_sum
+
+from .registry import x64
 
 KEY = jax.random.key(0)
 
@@ -73,10 +76,12 @@ def sums(model: Any, number: int, norm: float, bad: bool = False) -> tuple[Any, 
     x, y = data(number)
     mask = jnp.arange(number) % 7 != 3
     x = x.at[3].set(jnp.nan).at[5].set(jnp.inf) if bad else x
-    given = estimator, gaussian(norm, 1.0), public, (x, y), mask
-    return jax.jit(lambda: bounded_sum(*given))(), jax.jit(
-        lambda: bounded_sum_by_definition(*given)
-    )()
+    mechanism = gaussian(norm, 1.0)
+
+    def of(sum_of: Any) -> Any:
+        return jax.jit(lambda *data: sum_of(estimator, mechanism, public, *data))((x, y), mask)
+
+    return of(bounded_sum), of(bounded_sum_by_definition)
 
 
 @pytest.mark.parametrize("model", [dense, convolutional])
@@ -137,20 +142,69 @@ def test_rounding_is_within_its_bound(number: int) -> None:
     assert product_error(number, jnp.float32) < 0.011
 
 
+def norm_of(tree: Any) -> float:
+    return np.sqrt(sum(np.square(np.asarray(leaf, np.float64)).sum() for leaf in tree.values()))
+
+
 @pytest.mark.parametrize("model", [dense, convolutional])
 def test_a_record_moves_the_sum_by_the_clip_norm_at_most(model: Any) -> None:
     estimator, public = prepared(model, 300)
     x, y = data(300)
-    x = x * 100  # all are clipped
     mechanism = gaussian(1.0, 1.0)
-    total = jax.jit(lambda mask: bounded_sum(estimator, mechanism, public, (x, y), mask))
-    whole, largest = total(jnp.ones(300, bool)), 0.0
-    for row in range(0, 300, 50):
-        other = total(jnp.arange(300) != row)
-        change = np.sqrt(sum(np.square(np.float64(whole[n]) - other[n]).sum() for n in whole))
-        assert change <= 1
-        largest = max(largest, change)
-    assert largest > 0.98
+    total = jax.jit(lambda *rows: bounded_sum(estimator, mechanism, public, rows[:2], rows[2]))
+    sizes = []
+    for row, value in enumerate([1.0, 100.0, 1e18, 1e30, -1e38, 1e-30, 0.0, np.nan, np.inf]):
+        for target in (0.0, 1.0, 1e30, np.nan):
+            rows = (100 * x).at[row].multiply(value / 100), y.at[row].set(target)
+            with_it = total(*rows, jnp.ones(300, bool))
+            without = total(*rows, jnp.arange(300) != row)
+            sizes.append(norm_of({n: np.float64(with_it[n]) - without[n] for n in with_it}))
+    assert max(sizes) <= 1 and np.isfinite(sizes).all()
+    assert max(sizes) > 0.98
+
+
+def test_the_room_for_rounding_is_left() -> None:
+    """One clipped record alone: what it adds is shorter than the clip norm by the bound."""
+    estimator, public = prepared(dense, 1_000)
+    x, y = data(1_000)
+    mechanism, alone = gaussian(1e-3, 1.0), jnp.arange(1_000) == 7
+    total = jax.jit(lambda *rows: bounded_sum(estimator, mechanism, public, rows, alone))
+    size, error = 1e3 * norm_of(total(x, y)), product_error(1_000, jnp.float32)
+    assert 0.005 < error < 0.01
+    assert 1 - 1.2 * error < size < 1 - 0.9 * error
+    # A batch for which the room would be large is summed record by record.
+    estimator, public = prepared(dense, 20_000)
+    alone = jnp.arange(20_000) == 7
+    x, y = data(20_000)
+    total = jax.jit(lambda *rows: bounded_sum(estimator, mechanism, public, rows, alone))
+    assert 0.985 < 1e3 * norm_of(total(x, y)) < 1
+
+
+def test_single_precision_leaves_in_double_precision_mode() -> None:
+    with x64():
+        for leaf, inner in ((jnp.float32, jnp.float32), (jnp.float64, jnp.float32)):
+
+            def scalar(_: Any, point: Any, row: Any, inner: Any = inner) -> Any:
+                return jnp.sum(jnp.tanh(row[0] @ point["w"].astype(inner)))
+
+            factored = FactoredSignal(
+                lambda public: public, scalar,
+                lambda _, gradient, names: {n: gradient[n] for n in names},
+                lambda _, tree, names: tree, selects=True,
+            )  # fmt: skip
+            estimator = Estimator(
+                None, lambda public, row: jax.grad(scalar, 1)(None, public, row), None, factored
+            )
+            weights = {"w": jnp.ones((24, 16), leaf) / 7}
+            rows = (data(200)[0].astype(jnp.float32),)
+            mechanism, every = gaussian(1e-3, 1.0), jnp.ones(200, bool)
+            total = jax.jit(lambda m, r: bounded_sum(estimator, mechanism, weights, r, m))  # noqa: B023
+            whole = total(every, rows)["w"]
+            sizes = [
+                np.linalg.norm(np.float64(whole) - total(every.at[row].set(False), rows)["w"])
+                for row in range(0, 200, 20)
+            ]
+            assert 0.98 < 1e3 * max(sizes) <= 1
 
 
 def test_memory_does_not_hold_a_gradient_for_each_record() -> None:

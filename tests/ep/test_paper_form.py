@@ -58,6 +58,7 @@ def test_the_printed_update_with_gamma_n_is_that_of_sep():
         np.testing.assert_allclose(printed[name], expected[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.extended
 def test_the_printed_update_with_gamma_one_moves_by_a_part_of_it():
     before, after = moved(1.0, form="paper")
     _, whole = moved(float(NUMBER), form="paper")

@@ -125,6 +125,7 @@ def test_other_conjugate_families_are_exact(driver):
     assert float(result.params["auto_rate_rate"]) == pytest.approx(201, rel=1e-3)
 
 
+@pytest.mark.extended
 def test_one_record_at_a_time_is_the_sequential_form():
     """With damping 1/N a step on one record moves q by that record's site less the mean site."""
     x, y = binary_data(50)
@@ -300,6 +301,7 @@ def test_many_runs_at_once():
     assert [round(report.epsilon, 1) for report in found.privacy] == [0.5, 0.5, 2.0, 2.0]
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("empty_caches")
 def test_one_compilation_serves_every_length():
     x, y = binary_data(50)

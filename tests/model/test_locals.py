@@ -107,7 +107,7 @@ def gradient(build: Any, problem: Any, params: Any) -> Any:
     "guide",
     [
         pytest.param(lambda: encoder, id="by hand", marks=pytest.mark.extended),
-        pytest.param(in_two_parts, id="list"),
+        pytest.param(in_two_parts, id="list", marks=pytest.mark.extended),
     ],
 )
 def test_a_record_s_part_is_its_evidence_lower_bound(guide: Any) -> None:

@@ -185,6 +185,7 @@ def test_a_fold_leaves_the_run_alone(svi):
     assert with_fold.privacy.epsilon == plain.privacy.epsilon
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("empty_caches")
 def test_one_compilation_for_every_length_and_share():
     svi = driver(sampler=Poisson(0.2))

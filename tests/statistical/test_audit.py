@@ -142,7 +142,13 @@ def audit(without, with_canary, delta):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.extended) if n == "vanilla, full batch" else n
+        for n in SETTINGS
+    ],
+)
 def test_one_step_is_as_private_as_claimed_and_no_more(name):
     without, with_canary, claim = scores(name, 1.0)
     assert 1.48 < claim <= BUDGET.epsilon

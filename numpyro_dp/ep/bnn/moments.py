@@ -197,8 +197,8 @@ def _rectified_parts(a: Array, v: Array) -> tuple[Array, Array, Array, Array, Ar
     sd = jnp.sqrt(jnp.maximum(v, jnp.finfo(v.dtype).tiny))
     ratio = a / sd
     smaller = jax.lax.erfc(jnp.abs(ratio) * math.sqrt(0.5)) / 2
-    above = jnp.where(ratio > 0, 1 - smaller, smaller)
-    below = jnp.where(ratio > 0, smaller, 1 - smaller)
+    above = jnp.where(ratio >= 0, 1 - smaller, smaller)
+    below = jnp.where(ratio >= 0, smaller, 1 - smaller)
     density = jnp.exp(-(ratio**2) / 2) / math.sqrt(2 * math.pi)
     share = above + ratio**2 * above * below + ratio * density * (below - above) - density**2
     moments = a * above + sd * density, v * jnp.maximum(share, 1e-10)

@@ -40,9 +40,9 @@ from numpyro_dp.model.separation import UnsupportedModelError
 __all__ = ["is_linear", "quadrature", "tilted_slopes"]
 
 _TOLERANCE = 1e-3
-_CLIMBS = 3
+_CLIMBS = 4
 _SHARES = np.array([0.0, 0.03, 0.2, 1.0], np.float32)  # of a step of Newton's method
-_WIDTHS = np.linspace(-8, 8, 17, dtype=np.float32)  # where the mode may be, in cavity sd
+_WIDTHS = np.linspace(-8, 8, 33, dtype=np.float32)  # where the mode may be, in cavity sd
 _HALVINGS = (0.5 ** np.arange(16)).astype(np.float32)
 _STRONG = 0.1
 
