@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-__all__ = ["add", "pinned", "select", "shapes_of", "squared_norm", "widen"]
+__all__ = ["add", "column", "pinned", "select", "shapes_of", "squared_norm", "widen"]
 
 _ROW = 1024
 
@@ -35,6 +35,11 @@ def _squared_norm(flat: Array) -> Array:
         return jnp.dot(flat, flat, precision=lax.Precision.HIGHEST)
     rows = jnp.pad(flat, (0, _ROW - rest if rest else 0)).reshape(-1, _ROW)
     return jnp.sum(jax.vmap(_squared_norm)(rows))
+
+
+def column(numbers: Array, leaf: Array) -> Array:
+    """Returns numbers of rows in a shape that multiplies the rows of a leaf."""
+    return numbers.reshape((-1,) + (1,) * (leaf.ndim - 1))
 
 
 def add(tree: Any, other: Any) -> Any:

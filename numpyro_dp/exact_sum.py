@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_dp._tree import widen
+from numpyro_dp._tree import column, widen
 
 __all__ = ["clip_margin", "exact_sum", "finished", "partial_sum"]
 
@@ -75,7 +75,7 @@ def partial_sum(terms: Callable[[slice], Any], weights: Array, norm: Any, count:
     rows, counts = weights.size, weights > 0
     if norm is None:
         return jax.tree.map(
-            lambda leaf: jnp.sum(_counted(leaf, counts) * _column(weights, leaf), axis=0),
+            lambda leaf: jnp.sum(_counted(leaf, counts) * column(weights, leaf), axis=0),
             widen(terms(slice(None))),
         )
     # Found once a record, not once an entry.
@@ -85,7 +85,7 @@ def partial_sum(terms: Callable[[slice], Any], weights: Array, norm: Any, count:
         def rounded(leaf: Array) -> Array:
             grid = _grid(count, leaf.dtype)
             steps = scaled[rows].astype(leaf.dtype) * 2.0**grid.bits
-            shifted = _counted(leaf, counts[rows]) * _column(steps, leaf) + grid.magic
+            shifted = _counted(leaf, counts[rows]) * column(steps, leaf) + grid.magic
             return lax.bitcast_convert_type(shifted.astype(leaf.dtype), grid.integer)
 
         return jax.tree.map(rounded, widen(terms(rows)))
@@ -136,12 +136,8 @@ def _grid(batch: int, dtype: Any) -> _Grid:
     return _Grid(min(21, 29 - room), jnp.int32, 1.5 * 2.0**23)
 
 
-def _column(numbers: Array, leaf: Array) -> Array:
-    return numbers.reshape((-1,) + (1,) * (leaf.ndim - 1))
-
-
 def _counted(leaf: Array, counts: Array) -> Array:
-    return jnp.where(_column(counts, leaf), leaf, 0)
+    return jnp.where(column(counts, leaf), leaf, 0)
 
 
 def _add_rows(whole: Callable[[slice], Any], rows: int) -> Any:

@@ -30,6 +30,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from numpyro_dp._tree import column
+
 __all__ = ["is_worthwhile", "product_error", "product_sum"]
 
 _LONGEST = 64  # rows of one product of matrices
@@ -60,7 +62,7 @@ def product_error(batch: int, dtype: Any) -> float:
         batch: Rows of the batch, n.
         dtype: Of the products: float32 or float64.
     """
-    return 2 * (_stretch(batch, dtype) + 5) * batch * _unit(dtype)
+    return _error(_stretch(batch, dtype), batch, dtype)
 
 
 def product_sum(
@@ -77,8 +79,8 @@ def product_sum(
     """
     batch = weights.size
     counts, weights = weights > 0, weights.astype(slopes.dtype)
-    slopes = jnp.where(_column(counts, slopes), slopes * _column(weights, slopes), 0)
-    factors = jnp.where(_column(counts, factors), factors, 0)
+    slopes = jnp.where(column(counts, slopes), slopes * column(weights, slopes), 0)
+    factors = jnp.where(column(counts, factors), factors, 0)
     rows = max(1, min(_stretch(batch, slopes.dtype), batch))
     missing = -batch % rows
     if missing:
@@ -108,14 +110,11 @@ def product_sum(
 def _stretch(batch: int, dtype: Any) -> int:
     """Rows of one product of matrices: as many as the allowed error permits, in powers of two."""
     rows = _LONGEST
-    while rows > _SHORTEST and 2 * (rows + 5) * batch * _unit(dtype) > _ALLOWED:
+    while rows > _SHORTEST and _error(rows, batch, dtype) > _ALLOWED:
         rows //= 2
     return rows
 
 
-def _unit(dtype: Any) -> float:
-    return float(jnp.finfo(dtype).eps) / 2
-
-
-def _column(numbers: Array, leaf: Array) -> Array:
-    return numbers.reshape((-1,) + (1,) * (leaf.ndim - 1))
+def _error(rows: int, batch: int, dtype: Any) -> float:
+    """2 (k + 5) n u."""
+    return (rows + 5) * batch * float(jnp.finfo(dtype).eps)
