@@ -51,7 +51,9 @@ class DPPBP(Driver):
         network: The model.
         clip_norm: Bound on what one record sends: in units of a residual times the slope of the
             network in its weights; with ``ridge``, in predictive standard deviations of a residual
-            (0.5 to 1 suit). ``math.inf`` (with ``noise_multiplier=0``) is plain SEP.
+            (0.5 to 1 suit). ``{"linear": 0.7, ...: 0.2}`` bounds slopes by themselves, and
+            ``precision`` and ``noise`` together: large residuals, whose slopes are cut, still tell
+            how large the noise is. ``math.inf`` (with ``noise_multiplier=0``) is plain SEP.
         sampler, budget, noise_multiplier, secret_key, num_steps, accountant: As for
             :class:`~numpyro_dp.DPSVI`.
         damping: Part of the precisions and of the noise that a step replaces, in (0, 1], or a
