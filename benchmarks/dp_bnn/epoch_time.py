@@ -15,14 +15,10 @@ import statistics
 import sys
 import time
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import optax
-from numpyro.contrib.module import flax_module, random_flax_module
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 from numpyro.infer.initialization import init_to_sample
@@ -30,49 +26,11 @@ from numpyro.infer.initialization import init_to_sample
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from common import parse_args, write
+from images import CNN, MLP, model_of
 
 from numpyro_dp import DPMCMC, DPSVI, SGLD, FullBatch, aligned
 
 BATCH = 256
-
-
-class MLP(nn.Module):
-    dropout: float = 0.0
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.relu(nn.Dense(128)(x))
-        x = nn.Dropout(self.dropout, deterministic=not self.dropout)(x)
-        return nn.Dense(10)(x)
-
-
-class CNN(nn.Module):
-    dropout: float = 0.0
-
-    @nn.compact
-    def __call__(self, x):
-        x = x.reshape(*x.shape[:-1], 28, 28, 1)
-        x = nn.relu(nn.Conv(16, (8, 8), (2, 2), padding=2)(x))
-        x = nn.max_pool(x, (2, 2), (1, 1))
-        x = nn.relu(nn.Conv(32, (4, 4), (2, 2), padding="VALID")(x))
-        x = nn.max_pool(x, (2, 2), (1, 1)).reshape(*x.shape[:-3], -1)
-        x = nn.relu(nn.Dense(32)(x))
-        x = nn.Dropout(self.dropout, deterministic=not self.dropout)(x)
-        return nn.Dense(10)(x)
-
-
-def model_of(network, bayesian=False, dropout=0.0):
-    def model(images, labels):
-        options = {"input_shape": (1, 784)} | ({"apply_rng": ["dropout"]} if dropout else {})
-        if bayesian:
-            net = random_flax_module("net", network(dropout), dist.Normal(0, 0.1), **options)
-        else:
-            net = flax_module("net", network(dropout), **options)
-        rngs = {"rngs": {"dropout": numpyro.prng_key()}} if dropout else {}
-        with numpyro.plate("images", images.shape[0]):
-            numpyro.sample("label", dist.Categorical(logits=net(images, **rngs)), obs=labels)
-
-    return model
 
 
 def without_privacy(model, guide_type, data):
@@ -117,8 +75,9 @@ def langevin(model, data):
 
 
 def runs(network, data):
-    plain, weights = model_of(network), model_of(network, bayesian=True)
-    dropped = model_of(network, dropout=0.2)
+    plain = model_of(network, activation="relu")
+    weights = model_of(network, "normal", activation="relu")
+    dropped = model_of(network, dropout=0.2, activation="relu")
     return {
         "SGD": without_privacy(plain, AutoDelta, data),
         "DP-SGD": variational(plain, AutoDelta, data),
@@ -148,7 +107,7 @@ def seconds_per_step(calls, rounds):
 
 def planned(network, data):
     """MB of temporaries of one private step, and of a gradient for each record."""
-    model = model_of(network)
+    model = model_of(network, activation="relu")
     svi = DPSVI(model, guide_of(model, AutoDelta), optax.sgd(1e-4), estimator=aligned(), **OPTIONS)
     state = svi.init(jax.random.key(0), *data)
     step = jax.jit(svi.update).lower(state, *data).compile()

@@ -3,7 +3,6 @@
 import math
 
 import flax.linen as nn
-import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
 from numpyro.contrib.module import flax_module, random_flax_module

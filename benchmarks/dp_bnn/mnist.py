@@ -127,3 +127,99 @@ def scores(probabilities, labels):
         "accuracy": accuracy(probabilities, labels), "log score": log_score(probabilities, labels),
         "Brier": brier_score(probabilities, labels), "ECE": ece, "MCE": mce,
     }  # fmt: skip
+
+
+# Settings: (clip norm, temperature, step size times N or None for that of the noise) of SGLD,
+# (clip norm, largest step size times N) of the others.
+PRIVATE = {
+    "SGLD": [(c, t, None) for c in (2.0, 4.0) for t in (0.05, 0.3)],
+    "BBP": [(c, 1.0) for c in (2.0, 4.0)],
+    "MC dropout": [(c, 1.0) for c in (1.0, 2.0)],
+    "SGD": [(c, 1.0) for c in (1.0, 2.0)],
+}
+PLAIN = {
+    "SGLD": [(float("inf"), 1.0, size) for size in (0.03, 0.1)],
+    "BBP": [(float("inf"), size) for size in (0.03, 0.1)],
+    "MC dropout": [(float("inf"), size) for size in (0.1, 0.3)],
+    "SGD": [(float("inf"), size) for size in (0.1, 0.3)],
+}
+
+
+def chosen(name, model, settings, private, steps, train):
+    """The setting with the best log score of the last training images."""
+    part, valid = [a[:-HELD] for a in train], [a[-HELD:] for a in train]
+
+    def score(setting):
+        draws, _ = FITS[name][0](model, setting, private, steps, 100, part)
+        found = log_score(predict(model, draws, valid[0]), valid[1])
+        print(f"  {name} {setting}: {found:.4f}", flush=True)
+        return found if np.isfinite(found) else -np.inf
+
+    return settings[0] if len(settings) == 1 else max(settings, key=score)
+
+
+def main():
+    parser = experiment_parser(__doc__, "the MLP, one epoch, one seed, one setting")
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument("--methods", nargs="+", default=list(FITS), choices=list(FITS))
+    parser.add_argument("--priors", nargs="+", default=["normal", "Laplace", "flat"])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--only-private", action="store_true")
+    args = parser.parse_args()
+    if args.quick:
+        args.networks, args.priors, args.seeds, args.epochs = ["MLP"], ["normal"], 1, 1
+    train, test = load()
+    steps, rows, shown = args.epochs * len(train[0]) // BATCH, [], {}
+    cases = itertools.product(args.networks, args.methods, args.priors, (True, False))
+    for network, name, prior, private in cases:
+        if args.only_private and not private:
+            continue
+        fit, dropout = FITS[name]
+        model = model_of(NETWORKS[network], prior, dropout)
+        begin, settings = time.perf_counter(), (PRIVATE if private else PLAIN)[name]
+        settings = settings[:1] if args.quick else settings
+        setting, found = chosen(name, model, settings, private, steps, train), []
+        for seed in range(args.seeds):
+            draws, privacy = fit(model, setting, private, steps, seed, train)
+            probabilities = predict(model, draws, test[0])
+            found.append(scores(probabilities, test[1]))
+        row = {"network": network, "method": ("DP-" if private else "") + name, "prior": prior}
+        rows.append(row | average_row(found) | {"setting": setting})
+        rows[-1]["seconds"] = time.perf_counter() - begin
+        print_row(rows[-1])
+        shown[network, row["method"], prior] = probabilities
+        if private and len(rows) == 1:
+            print(f"{privacy}\n{compare_accountants(privacy)}")
+        save(args, rows=rows)
+    if args.figure:
+        draw(args.figure, shown, test[1])
+
+
+def print_row(row):
+    numbers = "  ".join(
+        f"{name} {row[name]:.4f}" + (f" ({row[name + ' se']:.4f})" if row[name + " se"] else "")
+        for name in ("accuracy", "log score", "Brier", "ECE", "MCE")
+    )
+    print(
+        f"{row['network']:4} {row['method']:14} {row['prior']:8} {numbers}  {row['setting']}"
+        f"  {row['seconds']:.0f} s",
+        flush=True,
+    )
+
+
+def draw(path, shown, labels):
+    """Reliability of each method under a normal prior; below, one doubtful image over draws."""
+    network = next(iter(shown))[0]
+    cases = {key[1]: p for key, p in shown.items() if key[0] == network and key[2] == "normal"}
+    doubtful = int(next(iter(cases.values())).mean(0).max(1).argmin())
+    with panels(path, len(cases), 2, (3.2 * len(cases), 6.2)) as axes:
+        for column, (method, p) in enumerate(cases.items()):
+            axis = plot_reliability(axes[0][column], p, labels, bins=10)
+            axis.set_title(f"{network}, {method}\n{axis.get_title()}")
+            plot_class_probabilities(axes[1][column], p[:, doubtful], label=int(labels[doubtful]))
+            axes[1][column].set_title("one image, true class red")
+
+
+if __name__ == "__main__":
+    main()

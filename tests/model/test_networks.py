@@ -1,0 +1,143 @@
+"""Networks of flax, nnx and equinox through NumPyro's own modules, with the results of SVI."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from flax import nnx
+from numpyro.contrib.module import (
+    eqx_module,
+    flax_module,
+    nnx_module,
+    random_eqx_module,
+    random_flax_module,
+    random_nnx_module,
+)
+from numpyro.infer import SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoDelta
+from numpyro.infer.initialization import init_to_sample
+
+from numpyro_dp import DPSVI, FullBatch, aligned
+from numpyro_dp.model.separation import UnsupportedModelError
+
+KEY, D, UNITS = jax.random.key(0), 3, 8
+X = np.random.default_rng(0).normal(size=(20, D)).astype(np.float32)
+Y = X[:, 0] * X[:, 1]
+
+
+class Linen(nn.Module):
+    norm: str = "none"
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(UNITS)(x)
+        if self.norm == "group":
+            x = nn.GroupNorm(num_groups=2)(x)
+        if self.norm == "batch":
+            x = nn.BatchNorm(use_running_average=False)(x)
+        return nn.Dense(1)(jnp.tanh(x))
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs, norm="none"):
+        self.first = nnx.Linear(D, UNITS, rngs=rngs)
+        self.last = nnx.Linear(UNITS, 1, rngs=rngs)
+        kinds = {"batch": nnx.BatchNorm, "layer": nnx.LayerNorm}
+        self.norm = kinds[norm](UNITS, rngs=rngs) if norm in kinds else lambda x: x
+
+    def __call__(self, x):
+        return self.last(jnp.tanh(self.norm(self.first(x))))
+
+
+class Eqx(eqx.Module):
+    first: eqx.nn.Linear
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        first, last = jax.random.split(key)
+        self.first = eqx.nn.Linear(D, UNITS, key=first)
+        self.last = eqx.nn.Linear(UNITS, 1, key=last)
+
+    def __call__(self, x):
+        return self.last(jnp.tanh(self.first(x)))
+
+
+PRIOR = dist.Normal(0, 1)
+BATCH_STATE = {"input_shape": (1, D), "mutable": ["batch_stats"]}
+NETWORKS = {
+    "flax": lambda: flax_module("net", Linen(), input_shape=(1, D)),
+    "flax, group norm": lambda: flax_module("net", Linen("group"), input_shape=(1, D)),
+    "random flax": lambda: random_flax_module("net", Linen(), PRIOR, input_shape=(1, D)),
+    "nnx": lambda: nnx_module("net", Nnx(nnx.Rngs(0))),
+    "nnx, layer norm": lambda: nnx_module("net", Nnx(nnx.Rngs(0), "layer")),
+    "random nnx": lambda: random_nnx_module("net", Nnx(nnx.Rngs(0)), PRIOR),
+    "equinox": lambda: jax.vmap(eqx_module("net", Eqx(KEY))),
+    "random equinox": lambda: jax.vmap(random_eqx_module("net", Eqx(KEY), PRIOR)),
+}
+
+
+def model_of(make):
+    def model(x, y):
+        net = make()
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.Normal(net(x)[..., 0], 0.5), obs=y)
+
+    return model
+
+
+def private(model, **options):
+    guide = AutoDelta(model, init_loc_fn=init_to_sample)
+    options = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampler": FullBatch()} | options
+    return DPSVI(model, guide, optax.sgd(1e-3), estimator=aligned(), **options)
+
+
+@pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
+def test_without_noise_and_clip_networks_train_as_in_svi(make):
+    model = model_of(make)
+    guide = AutoDelta(model, init_loc_fn=init_to_sample)
+    plain = SVI(model, guide, optax.sgd(1e-3), Trace_ELBO())
+    expected = plain.run(KEY, 5, X, Y, progress_bar=False).params
+    found = private(model, clip_norm=np.inf, noise_multiplier=0.0)
+    found = found.run(KEY, 5, X, Y, progress_bar=False).params
+    assert {*found} == {*expected}
+    both = zip(jax.tree.leaves(dict(found)), jax.tree.leaves(expected), strict=True)
+    for ours, theirs in both:
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["flax, group norm", "nnx", "random equinox"])
+def test_a_record_moves_the_gradient_by_at_most_the_clip_norm(name):
+    svi = private(model_of(NETWORKS[name]), noise_multiplier=0.0)
+    state = svi.init(KEY, X, Y)
+    other = X.copy()
+    other[3] = 1e4
+
+    def moved(x):
+        before = jax.tree.leaves(svi.get_params(state))
+        after = jax.tree.leaves(svi.get_params(svi.update(state, x, Y)[0]))
+        # A step of SGD over its size is the clipped sum.
+        return np.concatenate([
+            np.ravel(np.asarray(a, np.float64) - b) / 1e-3
+            for a, b in zip(after, before, strict=True)
+        ])  # fmt: skip
+
+    distance = np.linalg.norm(moved(X) - moved(other))
+    assert 0.1 < distance < 2.001  # one record is replaced: twice the clip norm
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: flax_module("net", Linen("batch"), **BATCH_STATE),
+        lambda: nnx_module("net", Nnx(nnx.Rngs(0), "batch")),
+    ],
+    ids=["flax", "nnx"],
+)
+def test_batch_norm_is_refused_by_name(make):
+    with pytest.raises(UnsupportedModelError, match=r"Mutable state at \['net\$state'\]"):
+        private(model_of(make)).init(KEY, X, Y)
