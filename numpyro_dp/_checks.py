@@ -14,7 +14,7 @@ import numpyro
 import optax
 
 from numpyro_dp._tree import shapes_of
-from numpyro_dp._validate import check_int, check_real
+from numpyro_dp._validate import check_in, check_int, check_real
 from numpyro_dp.core import Fold, PyTree, Sampler
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
@@ -137,6 +137,14 @@ def check_noise(noise_multiplier: Any) -> float | None:
         high=1e30,
         remedy="It is the noise's standard deviation over the sensitivity; 0 is not private.",
     )
+
+
+def check_microbatch_size(size: Any) -> int | str:
+    """Returns the number of rows in memory at a time, or ``"auto"``."""
+    if isinstance(size, str):
+        check_in("microbatch_size", size, ("auto",), remedy="Or an integer.")
+        return size
+    return check_int("microbatch_size", size, low=1, remedy="Or 'auto'.")
 
 
 def check_loss_release(release: Any) -> LossRelease | None:

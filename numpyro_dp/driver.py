@@ -51,6 +51,7 @@ class Driver(abc.ABC):
         accountant: Bounds epsilon.
         loss_release: Releases a loss curve.
         allow_sensitive: Shows losses without protection.
+        microbatch_size: Rows of a batch that are in memory at a time.
     """
 
     method = ""
@@ -69,6 +70,7 @@ class Driver(abc.ABC):
         accountant: Accountant | None,
         loss_release: LossRelease | None = None,
         allow_sensitive: bool = False,
+        microbatch_size: int | str = "auto",
     ) -> None:
         self.clip_norm = check_clip_norm(clip_norm)
         self.sampler = _checks.check_sampler(sampler)
@@ -79,6 +81,7 @@ class Driver(abc.ABC):
         self.accountant = _checks.check_accountant(accountant)
         self.loss_release = _checks.check_loss_release(loss_release)
         self.allow_sensitive = allow_sensitive
+        self.microbatch_size = _checks.check_microbatch_size(microbatch_size)
         self.secret_key = None if secret_key is None else as_secret_key(secret_key)
         self.optim = optim
         self._sessions: dict[Any, Session] = {}

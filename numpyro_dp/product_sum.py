@@ -8,12 +8,13 @@ needs no array of (records, weights). It is not exact as :mod:`numpyro_dp.exact_
 rounding is bounded instead: one product of matrices over k rows is off by at most
 :math:`\gamma_k \sum_i \lvert w_i r_i x_i^\top\rvert` in each entry, in whatever order it is
 added up, :math:`\gamma_k = k u / (1 - k u)` with u the unit roundoff. More than four stretches are
-added with the rounding errors carried along (two-sum); either way it costs at most 3 u more. By the
-triangle inequality the error of the sum of n terms of norm at most C is at most
-:math:`(k + 5)\, n\, u\, C` in norm, and two sums differ by at most twice that beyond what their
-terms do. The norm to which terms are scaled is smaller than C by that margin, too. It holds where
-products of matrices are taken in full precision by the usual sums, as libraries do for CPUs and
-GPUs; where a batch is too long for the margin to be small, gradients are summed one by one.
+added with the rounding errors carried along (two-sum), as are sums of several parts of a batch; it
+costs at most 3 u more each time. By the triangle inequality the error of the sum of n terms of norm
+at most C is at most :math:`(k + 8)\, n\, u\, C` in norm, and two sums differ by at most twice that
+beyond what their terms do. The norm to which terms are scaled is smaller than C by that margin,
+too. It holds where products of matrices are taken in full precision by the usual sums, as libraries
+do for CPUs and GPUs; where a batch is too long for the margin to be small, gradients are summed one
+by one.
 
 Reference:
     N. Higham, Accuracy and stability of numerical algorithms, 2nd ed. 2002, sections 3.5 and 4.3.
@@ -31,6 +32,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_dp._tree import column
+from numpyro_dp.stretches import Compensated
 
 __all__ = ["is_worthwhile", "product_error", "product_sum"]
 
@@ -66,9 +68,13 @@ def product_error(batch: int, dtype: Any) -> float:
 
 
 def product_sum(
-    multiply: Callable[[Array, Array], Array], slopes: Array, factors: Array, weights: Array
-) -> Array:
-    """Returns the weighted sum of products of each row's slope and factor.
+    multiply: Callable[[Array, Array], Array],
+    slopes: Array,
+    factors: Array,
+    weights: Array,
+    count: int,
+) -> Compensated:
+    """Returns the weighted sum of products of slope and factor of some of ``count`` rows.
 
     Args:
         multiply: Slopes and factors of some rows -> the sum of their outer products, by one product
@@ -76,35 +82,34 @@ def product_sum(
         slopes: With a leading axis of rows.
         factors: With a leading axis of rows.
         weights: Of each row, shape (batch,). Where it is 0 a row does not count, finite or not.
+        count: Rows of the whole batch, whose sums may be added up.
     """
     batch = weights.size
     counts, weights = weights > 0, weights.astype(slopes.dtype)
     slopes = jnp.where(column(counts, slopes), slopes * column(weights, slopes), 0)
     factors = jnp.where(column(counts, factors), factors, 0)
-    rows = max(1, min(_stretch(batch, slopes.dtype), batch))
+    rows = max(1, min(_stretch(count, slopes.dtype), batch))
     missing = -batch % rows
     if missing:
         slopes, factors = (
             jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1))) for x in (slopes, factors)
         )
     if batch <= rows:
-        return multiply(slopes, factors)
+        return _whole(multiply(slopes, factors))
     stretches = [x.reshape(-1, rows, *x.shape[1:]) for x in (slopes, factors)]
     if len(stretches[0]) <= _FEW:
         terms = [multiply(*stretch) for stretch in zip(*stretches, strict=True)]
-        return functools.reduce(jnp.add, terms)
-    first = multiply(stretches[0][0], stretches[1][0])
+        return _whole(functools.reduce(jnp.add, terms))
+    first = _whole(multiply(stretches[0][0], stretches[1][0]))
 
-    def add(carry: tuple[Array, Array], stretch: tuple[Array, ...]) -> tuple[tuple, None]:
-        total, lost = carry
-        term = multiply(*stretch)
-        grown = total + term
-        back = grown - total
-        return (grown, lost + ((total - (grown - back)) + (term - back))), None
+    def add(total: Compensated, stretch: tuple[Array, ...]) -> tuple[Compensated, None]:
+        return total.add(_whole(multiply(*stretch))), None
 
-    rest = tuple(x[1:] for x in stretches)
-    (total, lost), _ = lax.scan(add, (first, jnp.zeros_like(first)), rest)
-    return total + lost
+    return lax.scan(add, first, tuple(x[1:] for x in stretches))[0]
+
+
+def _whole(total: Array) -> Compensated:
+    return Compensated(total, jnp.zeros_like(total))
 
 
 def _stretch(batch: int, dtype: Any) -> int:
@@ -116,5 +121,5 @@ def _stretch(batch: int, dtype: Any) -> int:
 
 
 def _error(rows: int, batch: int, dtype: Any) -> float:
-    """2 (k + 5) n u."""
-    return (rows + 5) * batch * float(jnp.finfo(dtype).eps)
+    """2 (k + 8) n u."""
+    return (rows + 8) * batch * float(jnp.finfo(dtype).eps)

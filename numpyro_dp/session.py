@@ -12,9 +12,9 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp._tree import shapes_of
-from numpyro_dp.aggregate import record_lengths
 from numpyro_dp.core import Estimator, Fold, Mechanism, PyTree, Sampler
 from numpyro_dp.estimators.loss import LOSS_ENTRY, with_loss
+from numpyro_dp.factored_sum import record_lengths
 from numpyro_dp.model.frontend import Prepared
 from numpyro_dp.model.records import Rows
 from numpyro_dp.model.separation import UnsupportedModelError
@@ -64,6 +64,7 @@ class _Settings(Protocol):
     allow_sensitive: bool
     budget: Any
     method: str
+    microbatch_size: Any
 
 
 class Session:
@@ -85,8 +86,9 @@ class Session:
         self._batch_size = self.inclusion_prob * self.num_examples
         self._clip_norm = with_loss_norm(settings.clip_norm, settings.loss_release)
         self._step = build_step(
-            self._estimator, self._mechanism, settings.sampler, settings.optim, self.inclusion_prob
-        )
+            self._estimator, self._mechanism, settings.sampler, settings.optim,
+            self.inclusion_prob, settings.microbatch_size,
+        )  # fmt: skip
         self._update = jax.jit(self._guarded_step)
         self._loop = build_loop(self._step_and_value, self._kept, self._measure)
         self._folding_loops: dict[Callable[..., PyTree], Callable[..., Any]] = {}

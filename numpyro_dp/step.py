@@ -108,6 +108,7 @@ def build_step(
     sampler: Sampler,
     optim: Any,
     inclusion_prob: float,
+    microbatch_size: int | str = "auto",
 ) -> Callable[[SensitiveState, Rows], tuple[SensitiveState, Step]]:
     """Composes prepare, signal, bound, sum, privatise and pull back to one step.
 
@@ -118,6 +119,8 @@ def build_step(
         sampler: Draws the batch.
         optim: An optimiser with NumPyro's ``get_params`` and ``update``.
         inclusion_prob: The public probability that a record is in a batch.
+        microbatch_size: Rows of the batch that are in memory at a time; see
+            :func:`numpyro_dp.aggregate.bounded_sum`.
 
     Returns:
         ``(state, rows) -> (state, step)``.
@@ -137,7 +140,7 @@ def build_step(
         (examples, lengths), mask = _take(rows, batch.indices, batch.mask)
         mech = mechanism(state.noise_multiplier, state.mechanism_state)
         live = state.step >= 0  # always, but no compiler knows
-        total = bounded_sum(est, mech, public, examples, mask, lengths, live)
+        total = bounded_sum(est, mech, public, examples, mask, lengths, live, microbatch_size)
         noisy, mechanism_state = mech.privatise(noise_key, total, state.mechanism_state)
         released = jax.tree.map(lambda leaf: leaf / inclusion_prob, noisy)
         gradient = est.pull_back(public, released)

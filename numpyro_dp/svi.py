@@ -59,6 +59,9 @@ class DPSVI(Driver):
         allow_sensitive: Lets ``update``, ``evaluate`` and ``run`` return losses without protection.
             Those of ``update`` and ``run`` have the entropy in closed form where it is known: their
             mean is that of SVI's losses, single values are not.
+        microbatch_size: Records of a batch that are in memory at a time: bounds the memory of a
+            step, and changes its result by rounding at most. ``"auto"`` takes so many that what is
+            kept of them (gradients, or the factors of those of layers) has about a million numbers.
         **static_kwargs: Public, constant keywords of model and guide.
 
     Raises:
@@ -110,6 +113,7 @@ class DPSVI(Driver):
         data_plate: str | None = None,
         loss_release: LossRelease | None = None,
         allow_sensitive: bool = False,
+        microbatch_size: int | str = "auto",
         **static_kwargs: Any,
     ) -> None:
         _checks.check_callable("model", model)
@@ -128,6 +132,7 @@ class DPSVI(Driver):
             accountant=accountant,
             loss_release=loss_release,
             allow_sensitive=allow_sensitive,
+            microbatch_size=microbatch_size,
         )
         self.model, self.guide, self.static_kwargs = model, guide, static_kwargs
         self._frontend = Frontend(model, guide, svi, static_kwargs, data_plate)

@@ -197,8 +197,7 @@ def methods(quick):
         "point estimate": (variational(AutoDelta, vanilla(), free), [(math.inf, 1e-2, long)]),
         "DP-SEP": (private_sep, [
             (clip, ridge, 12 if quick else count, last) for clip, ridge, count, last in (
-                (0.7, 20.0, 250, 0.03), (0.5, 100.0, 400, 0.02), (0.7, 100.0, 400, 0.02),
-                (0.5, 200.0, 600, 0.02), (0.7, 200.0, 600, 0.02),
+                (0.7, 20.0, 250, 0.03), (0.7, 200.0, 600, 0.02), (0.7, 300.0, 800, 0.02),
             )
         ]),
         "DP-SEP, step of SEP": (printed_step, [

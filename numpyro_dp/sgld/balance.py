@@ -96,6 +96,7 @@ class ChainSettings(NamedTuple):
     noise_multiplier: float | None
     secret_key: Any
     accountant: Any
+    microbatch_size: int | str = "auto"
 
 
 class Resolved(NamedTuple):

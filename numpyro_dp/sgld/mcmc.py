@@ -60,8 +60,8 @@ class DPMCMC:
         thinning: Every so many steps are kept; divides ``num_samples``.
         clip_norm: Bound on the norm of one record's score: a number, a dict by latent site, or
             ``None``.
-        sampler, budget, noise_multiplier, secret_key, accountant, data_plate: As for
-            :class:`~numpyro_dp.DPSVI`.
+        sampler, budget, noise_multiplier, secret_key, accountant, data_plate, microbatch_size: As
+            for :class:`~numpyro_dp.DPSVI`.
         progress_bar: Shows steps and epsilon spent, for one chain.
         **static_kwargs: Public, constant keywords of the model.
 
@@ -110,6 +110,7 @@ class DPMCMC:
         secret_key: Any = None,
         accountant: Accountant | None = None,
         data_plate: str | None = None,
+        microbatch_size: int | str = "auto",
         progress_bar: bool = True,
         **static_kwargs: Any,
     ) -> None:
@@ -121,7 +122,7 @@ class DPMCMC:
             thinning, None if clip_norm is None else _check_norm(clip_norm),
             _checks.check_sampler(sampler), budget, _checks.check_noise(noise_multiplier),
             None if secret_key is None else as_secret_key(secret_key),
-            _checks.check_accountant(accountant),
+            _checks.check_accountant(accountant), _checks.check_microbatch_size(microbatch_size),
         )  # fmt: skip
         check_settings(self.settings)
         self._progress_bar = progress_bar
@@ -210,6 +211,7 @@ class _Chain(Driver):
             secret_key=settings.secret_key,
             num_steps=None,
             accountant=settings.accountant,
+            microbatch_size=settings.microbatch_size,
         )
 
     def get_params(self, state: SensitiveState) -> dict[str, Any]:

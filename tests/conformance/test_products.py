@@ -1,5 +1,6 @@
 """Weights of layers are summed as products of matrices: the sum, its bound, its memory."""
 
+import functools
 from typing import Any
 
 import jax
@@ -71,7 +72,7 @@ def prepared(model: Any, number: int) -> tuple[Any, Any]:
     return estimator, estimator.prepare(KEY, svi.optim.get_params(state.optim_state))
 
 
-def sums(model: Any, number: int, norm: float, bad: bool = False) -> tuple[Any, Any]:
+def sums(model: Any, number: int, norm: float, bad: bool, size: Any) -> tuple[Any, Any]:
     estimator, public = prepared(model, number)
     x, y = data(number)
     mask = jnp.arange(number) % 7 != 3
@@ -79,15 +80,19 @@ def sums(model: Any, number: int, norm: float, bad: bool = False) -> tuple[Any, 
     mechanism = gaussian(norm, 1.0)
 
     def of(sum_of: Any) -> Any:
-        return jax.jit(lambda *data: sum_of(estimator, mechanism, public, *data))((x, y), mask)
+        total = functools.partial(sum_of, estimator, mechanism, public, rows=size)
+        return jax.jit(total)((x, y), mask)
 
     return of(bounded_sum), of(bounded_sum_by_definition)
 
 
 @pytest.mark.parametrize("model", [dense, convolutional])
+@pytest.mark.parametrize("size", ["auto", 7])
 @pytest.mark.parametrize(("number", "norm", "bad"), [(30, np.inf, False), (400, 1e-3, True)])
-def test_the_sum_is_the_definition(model: Any, number: int, norm: float, bad: bool) -> None:
-    found, expected = sums(model, number, norm, bad)
+def test_the_sum_is_the_definition(
+    model: Any, number: int, norm: float, bad: bool, size: Any
+) -> None:
+    found, expected = sums(model, number, norm, bad, size)
     assert set(found) == set(expected)
     # Where all are clipped, they are shorter by the margin for rounding.
     shorter = model is dense and norm < np.inf
@@ -135,7 +140,7 @@ def test_rounding_is_within_its_bound(number: int) -> None:
     def multiply(s: Any, f: Any) -> Any:
         return jnp.einsum("ni,nj->ij", f, s, precision=lax.Precision.HIGHEST)
 
-    found = jax.jit(lambda *a: product_sum(multiply, *a))(slopes, factors, weights)
+    found = jax.jit(lambda *a: sum(product_sum(multiply, *a, number)))(slopes, factors, weights)
     terms = np.where(weights[:, None] > 0, slopes, 0).astype(np.float64) * weights[:, None]
     expected = factors.astype(np.float64).T @ terms
     assert np.linalg.norm(found - expected) <= product_error(number, jnp.float32) / 2
@@ -146,12 +151,14 @@ def norm_of(tree: Any) -> float:
     return np.sqrt(sum(np.square(np.asarray(leaf, np.float64)).sum() for leaf in tree.values()))
 
 
+@pytest.mark.parametrize("size", ["auto", 64])
 @pytest.mark.parametrize("model", [dense, convolutional])
-def test_a_record_moves_the_sum_by_the_clip_norm_at_most(model: Any) -> None:
+def test_a_record_moves_the_sum_by_the_clip_norm_at_most(model: Any, size: Any) -> None:
     estimator, public = prepared(model, 300)
     x, y = data(300)
     mechanism = gaussian(1.0, 1.0)
-    total = jax.jit(lambda *rows: bounded_sum(estimator, mechanism, public, rows[:2], rows[2]))
+    total = functools.partial(bounded_sum, estimator, mechanism, public, rows=size)
+    total = jax.jit(lambda x, y, mask, of=total: of((x, y), mask))
     sizes = []
     for row, value in enumerate([1.0, 100.0, 1e18, 1e30, -1e38, 1e-30, 0.0, np.nan, np.inf]):
         for target in (0.0, 1.0, 1e30, np.nan):
@@ -216,10 +223,12 @@ def test_memory_does_not_hold_a_gradient_for_each_record() -> None:
     estimator, public = prepared(wide, 256)
     mask, mechanism = jnp.ones(256, bool), gaussian(1.0, 1.0)
 
-    def planned(sum_of: Any) -> int:
-        call = jax.jit(lambda rows: sum_of(estimator, mechanism, public, rows, mask))
+    def planned(sum_of: Any, size: Any = "auto") -> int:
+        call = jax.jit(lambda rows: sum_of(estimator, mechanism, public, rows, mask, rows=size))
         return call.lower(data(256)).compile().memory_analysis().temp_size_in_bytes
 
     gradients = 256 * 50_000 * 4  # bytes
     assert planned(bounded_sum) < 0.3 * gradients
     assert planned(bounded_sum_by_definition) < 0.3 * gradients  # by stretches of rows
+    assert planned(bounded_sum, 32) < 0.7 * planned(bounded_sum)
+    assert planned(bounded_sum_by_definition, 2) < 0.3 * planned(bounded_sum_by_definition)

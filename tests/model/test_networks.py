@@ -22,7 +22,7 @@ from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 from numpyro.infer.initialization import init_to_sample
 
-from numpyro_dp import DPSVI, FullBatch, aligned
+from numpyro_dp import DPSVI, FullBatch, Poisson, aligned
 from numpyro_dp.model.separation import UnsupportedModelError
 
 KEY, D, UNITS = jax.random.key(0), 3, 8
@@ -141,3 +141,16 @@ def test_a_record_moves_the_gradient_by_at_most_the_clip_norm(name):
 def test_batch_norm_is_refused_by_name(make):
     with pytest.raises(UnsupportedModelError, match=r"Mutable state at \['net\$state'\]"):
         private(model_of(make)).init(KEY, X, Y)
+
+
+def test_small_microbatches_give_the_same_run():
+    options = {"secret_key": 1, "sampler": Poisson(0.6)}
+    runs = [
+        private(model_of(NETWORKS["flax"]), microbatch_size=size, **options)
+        .run(KEY, 3, X, Y, progress_bar=False)
+        .params
+        for size in ("auto", 1, 3)
+    ]
+    for other in runs[1:]:
+        for one, two in zip(jax.tree.leaves(runs[0]), jax.tree.leaves(other), strict=True):
+            np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)

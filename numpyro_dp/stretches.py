@@ -1,0 +1,146 @@
+"""What sums over a batch have in common: stretches of rows, margins, and what a mechanism adds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool
+
+from numpyro_dp._tree import widen
+from numpyro_dp.core import Mechanism, PyTree
+from numpyro_dp.exact_sum import clip_margin, exact_sum
+
+__all__ = [
+    "Compensated",
+    "batched",
+    "coarsest",
+    "extra_sums",
+    "first_of",
+    "margin_of",
+    "norm_of",
+    "over_stretches",
+    "rows_of",
+    "suitable_rows",
+]
+
+_NUMBERS = 2**20  # of a stretch of rows: memory is used again while it is near
+_LEAST = 16  # rows of a stretch
+
+
+class Compensated(NamedTuple):
+    """A sum of floating-point numbers, and what its rounding has lost so far."""
+
+    total: Array
+    lost: Array
+
+    def add(self, other: Compensated) -> Compensated:
+        """Adds two such sums; one rounding is left, of what was lost."""
+        grown = self.total + other.total
+        back = grown - self.total
+        error = (self.total - (grown - back)) + (other.total - back)
+        return Compensated(grown, self.lost + other.lost + error)
+
+
+def over_stretches(
+    of_rows: Callable[[PyTree, Array], tuple[PyTree, PyTree]],
+    examples: PyTree,
+    mask: Array,
+    rows: int,
+) -> tuple[PyTree, PyTree]:
+    """Adds up the sums that a function finds for stretches of rows; keeps what it has of each row.
+
+    The last stretch is filled with the last row, which does not count there.
+    """
+    if mask.size <= rows:
+        return of_rows(examples, mask)
+    number = -(-mask.size // rows)
+    rows = -(-mask.size // number)
+    at = jnp.arange(number * rows)
+
+    def in_stretches(leaf: Array) -> Array:
+        whole = leaf if leaf.shape[0] == at.size else leaf[jnp.minimum(at, mask.size - 1)]
+        return whole.reshape(number, rows, *leaf.shape[1:])
+
+    def step(total: PyTree, stretch: PyTree) -> tuple[PyTree, PyTree]:
+        found, of_each = of_rows(*stretch)
+        return jax.tree.map(_add, total, found, is_leaf=_is_compensated), of_each
+
+    counts = (at < mask.size) & mask[jnp.minimum(at, mask.size - 1)]
+    each = jax.tree.map(in_stretches, (examples, counts))
+    like, _ = jax.eval_shape(of_rows, *jax.tree.map(lambda leaf: leaf[0], each))
+    zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+    total, of_each = lax.scan(step, zero, each)
+    return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: mask.size], of_each)
+
+
+def suitable_rows(of_a_row: PyTree) -> int:
+    """Returns how many rows a stretch suitably has, by the shapes of what is kept of one row."""
+    size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(of_a_row))
+    return max(_LEAST, _NUMBERS // max(size, 1) // _LEAST * _LEAST)
+
+
+def _is_compensated(leaf: Any) -> bool:
+    return isinstance(leaf, Compensated)
+
+
+def _add(one: Any, other: Any) -> Any:
+    return one.add(other) if _is_compensated(one) else one + other
+
+
+def margin_of(signals: PyTree, batch: int, coarse: Any = None) -> float:
+    """The margin of a tree of signals with a leading axis; norms may be of a coarser type."""
+    leaves = jax.tree.leaves(signals)
+    size = sum(math.prod(leaf.shape[1:]) for leaf in leaves)
+    dtypes = [leaf.dtype for leaf in leaves] + ([] if coarse is None else [coarse])
+    return min(clip_margin(batch, size, dtype) for dtype in dtypes)
+
+
+def coarsest(arrays: list[Any]) -> Any:
+    """The widened type of least precision: norms and products are found in each of them."""
+    types = {jnp.promote_types(x.dtype, jnp.float32) for x in arrays}
+    return max(types, key=lambda dtype: jnp.finfo(dtype).eps)
+
+
+def norm_of(mechanism: Mechanism, names: tuple[str, ...], block: int) -> Any:
+    """The clip norm of a block; ``None`` where nothing is clipped."""
+    norms = mechanism.norms(names)
+    return None if norms is None else norms[block]
+
+
+def extra_sums(
+    mechanism: Mechanism,
+    names: tuple[str, ...],
+    squares: tuple[Array, ...],
+    margin: float,
+    mask: Bool[Array, " batch"],
+) -> dict[str, Any]:
+    """Sums of what the mechanism adds to the signals; each number is rounded to a grid too."""
+    if mechanism.extras is None:
+        return {}
+    weights = mask.astype(squares[0].dtype)
+    found = mechanism.extras(names, squares, margin)
+    return {
+        entry: exact_sum(rows_of(numbers), weights, norm)
+        for entry, (numbers, norm) in found.items()
+    }
+
+
+def rows_of(tree: PyTree) -> Callable[[slice], PyTree]:
+    """Returns rows -> these rows of the leaves."""
+    return lambda rows: jax.tree.map(lambda leaf: leaf[rows], tree)
+
+
+def first_of(examples: PyTree) -> PyTree:
+    """Shapes and types of one record."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), examples)
+
+
+def batched(struct: PyTree) -> PyTree:
+    """Shapes and types of one row of signals, widened."""
+    wide = jax.eval_shape(widen, struct)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), wide)
