@@ -89,14 +89,7 @@ def factored_sum(
     margin = 1 / (1 / margin_of(batched(struct), total_rows, coarse) + error)
     plans = [_plan(factored, public, treedef, leaves, chosen, members) for members in blocks]
 
-    @functools.partial(jax.jit, static_argnums=(0, 1))  # traced once for all stretches of rows
-    def core(members: tuple[str, ...], norms_only: bool, rows: PyTree) -> PyTree:
-        def one(parts: Any, example: PyTree, lengths: tuple[Array, ...]) -> PyTree:
-            arrays, known = jax.tree.leaves(example), lengths if norms_only else None
-            gradient = treedef.unflatten(_assemble(split, leaves, parts, arrays, known))
-            return widen(factored.core(public, gradient, members))
-
-        return jax.vmap(one)(*rows)
+    core = _core(factored, public, split, leaves, treedef)
 
     def of_rows(records: PyTree, mask: Array) -> tuple[list[PyTree], tuple[Array, ...]]:
         examples, lengths = records
@@ -124,13 +117,36 @@ def factored_sum(
     few = suitable_rows(first_of(shapes)) if rows == "auto" else rows
     sums, squares = over_stretches(of_rows, (examples, lengths), mask, few)
     total = extra_sums(mechanism, names, squares, margin, mask)
-    for plan, members, norm, (exact, each) in zip(plans, blocks, norms, sums, strict=True):
-        found = finished(exact, [plan.like[at] for at in plan.rest], norm, total_rows)
-        placed = dict(zip(plan.rest, found, strict=True))
-        placed |= {at: product.total + product.lost for at, product in each.items()}
-        summed = plan.structure.unflatten([placed[at] for at in range(len(plan.like))])
+    for plan, members, norm, found in zip(plans, blocks, norms, sums, strict=True):
+        summed = _placed(plan, found, norm, total_rows)
         total |= widen(factored.expand(public, summed, members))
     return total
+
+
+def _core(
+    factored: FactoredSignal, public: PyTree, split: Split, leaves: list[Array], treedef: Any
+) -> Callable[[tuple[str, ...], bool, PyTree], PyTree]:
+    """Coordinates of a block for rows of (parts, examples, lengths), or others of the same norm."""
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))  # traced once for all stretches of rows
+    def core(members: tuple[str, ...], norms_only: bool, rows: PyTree) -> PyTree:
+        def one(parts: Any, example: PyTree, lengths: tuple[Array, ...]) -> PyTree:
+            arrays, known = jax.tree.leaves(example), lengths if norms_only else None
+            gradient = treedef.unflatten(_assemble(split, leaves, parts, arrays, known))
+            return widen(factored.core(public, gradient, members))
+
+        return jax.vmap(one)(*rows)
+
+    return core
+
+
+def _placed(plan: _Plan, sums: PyTree, norm: Any, count: int) -> PyTree:
+    """The coordinates of a block from their sums, exact ones and those of products."""
+    exact, products = sums
+    found = finished(exact, [plan.like[at] for at in plan.rest], norm, count)
+    placed = dict(zip(plan.rest, found, strict=True))
+    placed |= {at: product.total + product.lost for at, product in products.items()}
+    return plan.structure.unflatten([placed[at] for at in range(len(plan.like))])
 
 
 class _Plan(NamedTuple):

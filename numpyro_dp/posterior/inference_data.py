@@ -12,6 +12,7 @@ from numpyro_dp.privacy.plan import PrivacyReport
 
 __all__ = ["to_arviz"]
 
+_INDEPENDENT = "independent draws of a differentially private variational posterior"
 _NEVER = "observed_data holds private records: never publish it"
 
 
@@ -23,20 +24,20 @@ def to_arviz(
     sensitive_observed_data: dict[str, Any] | None = None,
     coords: dict[str, Any] | None = None,
     dims: dict[str, Any] | None = None,
+    group_by_chain: bool = False,
 ) -> Any:
-    """Returns draws in the form that ArviZ takes, as one chain.
+    """Returns draws in the form that ArviZ takes.
 
-    The draws are independent: R-hat and effective sample sizes say nothing about the fit. Dots
-    replace slashes in names of sites, which xarray and netCDF keep for groups.
+    Independent draws are one chain, whose R-hat says nothing. Dots replace slashes in site names.
 
     Args:
-        samples: Draws by site, from :func:`~numpyro_dp.posterior_samples` or ``Predictive``.
+        samples: Draws by site: ``posterior_samples``, ``Predictive``, ``DPMCMC.get_samples``.
         privacy: ``result.privacy`` of the run behind the draws.
         posterior_predictive: Draws of observed sites, for a group of their own.
         sensitive_observed_data: The private records by site, without an axis of draws, for plots
             that you keep to yourself. By default they are left out.
-        coords: Labels by dimension, as ArviZ takes them.
-        dims: Names of the dimensions by site, as ArviZ takes them.
+        coords, dims: Labels by dimension, names of dimensions by site, as ArviZ takes them.
+        group_by_chain: Whether draws have leading axes of chains and of draws.
 
     Returns:
         An ``InferenceData`` (ArviZ before 1.0) or a ``DataTree``, with what was spent in ``attrs``.
@@ -67,8 +68,8 @@ def to_arviz(
         ``samples`` and ``posterior_predictive`` may: never with ``sensitive_observed_data``, and
         not with pointwise likelihoods or predictions beside which private rows could be told.
     """
-    spent = _attributes(privacy)
-    groups = _groups(samples, posterior_predictive, sensitive_observed_data)
+    spent = _attributes(privacy, group_by_chain)
+    groups = _groups(samples, posterior_predictive, sensitive_observed_data, group_by_chain)
     tree = _from_dict(groups, coords, dims)
     if "observed_data" in groups:
         spent["sensitive"] = tree["observed_data"].attrs["sensitive"] = _NEVER
@@ -77,24 +78,36 @@ def to_arviz(
     return tree
 
 
-def _groups(samples: Any, predictive: Any, records: Any) -> dict[str, dict[str, np.ndarray]]:
-    groups = {"posterior": _one_chain(samples, "samples")}
+def _groups(
+    samples: Any, predictive: Any, records: Any, grouped: bool
+) -> dict[str, dict[str, np.ndarray]]:
+    groups = {"posterior": _chains(samples, "samples", grouped)}
     if predictive is not None:
-        groups["posterior_predictive"] = _one_chain(predictive, "posterior_predictive")
+        groups["posterior_predictive"] = _chains(predictive, "posterior_predictive", grouped)
     if records is not None:
         groups["observed_data"] = {_name(key): np.asarray(value) for key, value in records.items()}
     return groups
 
 
-def _one_chain(samples: dict[str, Any], what: str) -> dict[str, np.ndarray]:
-    return {_name(name): value[None] for name, value in draws_by_name(samples, what).items()}
+def _chains(samples: dict[str, Any], what: str, grouped: bool) -> dict[str, np.ndarray]:
+    """Draws by published name, with axes of chains and draws."""
+    found = draws_by_name(samples, what)
+    if not grouped:
+        return {_name(name): value[None] for name, value in found.items()}
+    lengths = {name: value.shape[1:2] for name, value in found.items()}
+    if len(set(lengths.values())) != 1 or () in lengths.values():
+        raise ValueError(
+            f"Expected {what} with two leading axes, of chains and of draws, for "
+            f"group_by_chain=True, got the shapes { {n: v.shape for n, v in found.items()} }."
+        )
+    return {_name(name): value for name, value in found.items()}
 
 
 def _name(name: str) -> str:
     return name.replace("/", ".")
 
 
-def _attributes(privacy: PrivacyReport) -> dict[str, Any]:
+def _attributes(privacy: PrivacyReport, chains: bool) -> dict[str, Any]:
     """What was spent, as text and numbers that netCDF can hold."""
     if not isinstance(privacy, PrivacyReport):
         raise TypeError(
@@ -102,7 +115,7 @@ def _attributes(privacy: PrivacyReport) -> dict[str, Any]:
             "draws have spent; for draws of another origin use arviz.from_dict."
         )
     return {
-        "draws": "independent draws of a differentially private variational posterior",
+        "draws": "chains of a differentially private sampler" if chains else _INDEPENDENT,
         "epsilon": float(privacy.epsilon),
         "delta": float(privacy.delta),
         "relation": privacy.relation,

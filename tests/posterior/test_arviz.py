@@ -12,7 +12,7 @@ import pytest
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned
+from numpyro_dp import DPMCMC, DPSVI, SGLD, Poisson, PrivacyBudget, aligned
 from numpyro_dp.posterior import posterior_samples, to_arviz
 
 SECRET = 77.125
@@ -109,6 +109,23 @@ def test_numbers_of_draws_may_differ(made):
     few = {name: value[:7] for name, value in predicted.items()}
     tree = to_arviz(draws, result.privacy, posterior_predictive=few)
     assert tree["posterior_predictive"]["y"].shape == (1, 7, 3)
+
+
+def test_chains_of_a_sampler():
+    mcmc = DPMCMC(
+        SGLD(model), num_warmup=5, num_samples=20, num_chains=2, clip_norm=1.0,
+        sampler=Poisson(0.2), budget=PrivacyBudget(1.0, 1e-3), progress_bar=False,
+    )  # fmt: skip
+    mcmc.run(jax.random.key(0), X, Y)
+    draws = mcmc.get_samples(group_by_chain=True)
+    tree = to_arviz(draws, mcmc.privacy, group_by_chain=True)
+    assert tree["posterior"]["net.w"].shape == (2, 20, 2)
+    np.testing.assert_array_equal(tree["posterior"]["scale"].values, draws["scale"])
+    assert "chains" in tree.attrs["draws"]
+    assert tree.attrs["num_steps"] == 50  # of both chains together
+    assert np.isfinite(arviz.summary(tree)["r_hat"].astype(float)).all()
+    with pytest.raises(ValueError, match="two leading axes, of chains and of draws"):
+        to_arviz(mcmc.get_samples(), mcmc.privacy, group_by_chain=True)
 
 
 def test_wrong_input(made, monkeypatch):
