@@ -36,15 +36,15 @@ def to_arviz(
         posterior_predictive: Draws of observed sites, for a group of their own.
         sensitive_observed_data: The private records by site, without an axis of draws, for plots
             that you keep to yourself. By default they are left out.
-        coords, dims: Labels by dimension, names of dimensions by site, as ArviZ takes them.
+        coords: Labels by dimension, as ArviZ takes them.
+        dims: Names of the dimensions by site, as ArviZ takes them.
         group_by_chain: Whether draws have leading axes of chains and of draws.
 
     Returns:
         An ``InferenceData`` (ArviZ before 1.0) or a ``DataTree``, with what was spent in ``attrs``.
 
     Raises:
-        ImportError: Without ArviZ.
-        TypeError, ValueError: If draws or report are not what they should be.
+        ImportError, TypeError, ValueError: Without ArviZ, or if draws or report are not as above.
 
     Example:
         >>> import jax, numpyro, numpyro.distributions as dist, optax
