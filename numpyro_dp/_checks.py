@@ -30,6 +30,7 @@ __all__ = [
     "check_estimator",
     "check_fold",
     "check_loss_release",
+    "check_microbatch_size",
     "check_noise",
     "check_not_spent",
     "check_num_steps",
@@ -142,9 +143,9 @@ def check_noise(noise_multiplier: Any) -> float | None:
 def check_microbatch_size(size: Any) -> int | str:
     """Returns the number of rows in memory at a time, or ``"auto"``."""
     if isinstance(size, str):
-        check_in("microbatch_size", size, ("auto",), remedy="Or an integer.")
+        check_in("microbatch_size", size, ("auto",), remedy="Or give an integer >= 1.")
         return size
-    return check_int("microbatch_size", size, low=1, remedy="Or 'auto'.")
+    return check_int("microbatch_size", size, low=1, remedy="'auto' finds a suitable one.")
 
 
 def check_loss_release(release: Any) -> LossRelease | None:

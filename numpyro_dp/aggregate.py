@@ -20,7 +20,6 @@ from numpyro_dp.core import Estimator, Mechanism, PyTree
 from numpyro_dp.exact_sum import finished, partial_sum
 from numpyro_dp.factored_sum import factored_sum
 from numpyro_dp.stretches import (
-    batched,
     extra_sums,
     first_of,
     margin_of,
@@ -85,7 +84,7 @@ def bounded_sum_by_definition(
     batch = mask.size
     struct = jax.eval_shape(estimator.signal, public, first_of(examples))
     like, names = jax.eval_shape(widen, struct), tuple(struct)
-    margin = margin_of(batched(struct), batch)
+    margin = margin_of(struct, batch)
     blocks = mechanism.blocks(names)
     norms = {members: norm_of(mechanism, names, at) for at, members in enumerate(blocks)}
 

@@ -24,10 +24,14 @@ from numpyro_dp._tree import pinned, squared_norm, widen
 from numpyro_dp.contraction import Contraction, Split, split_scalar
 from numpyro_dp.core import Estimator, FactoredSignal, Mechanism, PyTree
 from numpyro_dp.exact_sum import finished, partial_sum
-from numpyro_dp.product_sum import is_worthwhile, product_error, product_sum
+from numpyro_dp.product_sum import (
+    is_worthwhile,
+    longest_product,
+    product_error,
+    product_sum,
+)
 from numpyro_dp.stretches import (
     Compensated,
-    batched,
     coarsest,
     extra_sums,
     first_of,
@@ -83,10 +87,11 @@ def factored_sum(
     blocks = mechanism.blocks(names)
     norms = [norm_of(mechanism, names, at) for at in range(len(blocks))]
     shapes = jax.eval_shape(lambda rows: _gradient_parts(split, leaves, rows), examples)
-    chosen = _as_products(split, leaves, shapes, examples) if factored.selects else {}
-    coarse = coarsest(jax.tree.leaves((shapes, struct, _record_factors(split, examples))))
+    coarse = coarsest(jax.tree.leaves((shapes, struct, leaves, _record_factors(split, examples))))
+    chosen = _as_products(split, leaves, shapes, examples, coarse) if factored.selects else {}
     error = product_error(total_rows, coarse) if chosen else 0.0
-    margin = 1 / (1 / margin_of(batched(struct), total_rows, coarse) + error)
+    longest = longest_product(total_rows, coarse)
+    margin = 1 / (1 / margin_of(struct, total_rows, coarse) + error)
     plans = [_plan(factored, public, treedef, leaves, chosen, members) for members in blocks]
 
     core = _core(factored, public, split, leaves, treedef)
@@ -108,7 +113,7 @@ def factored_sum(
             rest = _some(terms[at], plans[at].rest)
             exact = partial_sum(rest, weights, norms[at], total_rows) if plans[at].rest else []
             each = {
-                place: _product(split, leaves, parts, examples, chosen[leaf], weights, total_rows)
+                place: _product(split, leaves, parts, examples, chosen[leaf], weights, longest)
                 for place, leaf in plans[at].products.items()
             }
             sums.append((exact, each))
@@ -201,7 +206,7 @@ def _record_factors(split: Split, examples: PyTree) -> list[Any]:
 
 
 def _as_products(
-    split: Split, leaves: list[Array], shapes: Any, examples: PyTree
+    split: Split, leaves: list[Array], shapes: Any, examples: PyTree, coarse: Any
 ) -> dict[int, int]:
     """Leaves that are summed as products of matrices -> numbers of their contractions."""
     at_products, _, factors = shapes
@@ -214,7 +219,7 @@ def _as_products(
         if factor is None:
             factor = jax.eval_shape(lambda rows, c=c: _own_factors(c, rows), examples)
         sizes = leaves[c.leaf].shape, slopes.shape[1:], factor.shape[1:]
-        if is_worthwhile(slopes.shape[0], coarsest([slopes, factor]), *sizes):
+        if is_worthwhile(slopes.shape[0], coarse, *sizes):
             found[c.leaf] = number
     return found
 
@@ -230,15 +235,15 @@ def _product(
     examples: PyTree,
     number: int,
     weights: Array,
-    count: int,
+    longest: int,
 ) -> Compensated:
-    """The weighted sum of one leaf's gradients over some of ``count`` rows."""
+    """The weighted sum of one leaf's gradients, ``longest`` rows to a product of matrices."""
     at_products, _, factors = parts
     contraction = split.contractions[number]
     slopes, factor = at_products[number], factors[number]
     factor = _own_factors(contraction, examples) if factor is None else factor
     multiply = _multiplication(contraction, leaves[contraction.leaf])
-    return product_sum(multiply, widen(slopes), widen(factor), weights, count)
+    return product_sum(multiply, widen(slopes), widen(factor), weights, longest)
 
 
 def _multiplication(contraction: Contraction, value: Array) -> Callable[[Array, Array], Array]:

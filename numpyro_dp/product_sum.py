@@ -34,7 +34,7 @@ from jax import Array, lax
 from numpyro_dp._tree import column
 from numpyro_dp.stretches import Compensated
 
-__all__ = ["is_worthwhile", "product_error", "product_sum"]
+__all__ = ["is_worthwhile", "longest_product", "product_error", "product_sum"]
 
 _LONGEST = 64  # rows of one product of matrices
 _SHORTEST = 8
@@ -49,7 +49,7 @@ def is_worthwhile(
     """Whether to sum gradients of a shape as products.
 
     They must have at least four times as many numbers as their factors together, and the rounding
-    of this many rows must be allowed for by a hundredth of the clip norm: up to some 6,400 rows in
+    of this many rows must be allowed for by a hundredth of the clip norm: up to some 5,200 rows in
     float32.
     """
     shorter = math.prod(shape) >= 4 * sum(math.prod(factor) for factor in factors)
@@ -62,9 +62,9 @@ def product_error(batch: int, dtype: Any) -> float:
 
     Args:
         batch: Rows of the batch, n.
-        dtype: Of the products: float32 or float64.
+        dtype: The coarsest of what is multiplied: float32 or float64.
     """
-    return _error(_stretch(batch, dtype), batch, dtype)
+    return _error(longest_product(batch, dtype), batch, dtype)
 
 
 def product_sum(
@@ -72,9 +72,9 @@ def product_sum(
     slopes: Array,
     factors: Array,
     weights: Array,
-    count: int,
+    longest: int,
 ) -> Compensated:
-    """Returns the weighted sum of products of slope and factor of some of ``count`` rows.
+    """Returns the weighted sum of products of each row's slope and factor.
 
     Args:
         multiply: Slopes and factors of some rows -> the sum of their outer products, by one product
@@ -82,13 +82,13 @@ def product_sum(
         slopes: With a leading axis of rows.
         factors: With a leading axis of rows.
         weights: Of each row, shape (batch,). Where it is 0 a row does not count, finite or not.
-        count: Rows of the whole batch, whose sums may be added up.
+        longest: Rows of one product of matrices, :func:`longest_product` of the whole batch.
     """
     batch = weights.size
     counts, weights = weights > 0, weights.astype(slopes.dtype)
     slopes = jnp.where(column(counts, slopes), slopes * column(weights, slopes), 0)
     factors = jnp.where(column(counts, factors), factors, 0)
-    rows = max(1, min(_stretch(count, slopes.dtype), batch))
+    rows = max(1, min(longest, batch))
     missing = -batch % rows
     if missing:
         slopes, factors = (
@@ -112,7 +112,7 @@ def _whole(total: Array) -> Compensated:
     return Compensated(total, jnp.zeros_like(total))
 
 
-def _stretch(batch: int, dtype: Any) -> int:
+def longest_product(batch: int, dtype: Any) -> int:
     """Rows of one product of matrices: as many as the allowed error permits, in powers of two."""
     rows = _LONGEST
     while rows > _SHORTEST and _error(rows, batch, dtype) > _ALLOWED:

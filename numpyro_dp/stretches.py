@@ -17,7 +17,6 @@ from numpyro_dp.exact_sum import clip_margin, exact_sum
 
 __all__ = [
     "Compensated",
-    "batched",
     "coarsest",
     "extra_sums",
     "first_of",
@@ -54,28 +53,35 @@ def over_stretches(
 ) -> tuple[PyTree, PyTree]:
     """Adds up the sums that a function finds for stretches of rows; keeps what it has of each row.
 
-    The last stretch is filled with the last row, which does not count there.
+    The last stretch ends with the last row; rows of it that the one before had do not count.
     """
-    if mask.size <= rows:
+    batch = mask.size
+    if batch <= rows:
         return of_rows(examples, mask)
-    number = -(-mask.size // rows)
-    rows = -(-mask.size // number)
-    at = jnp.arange(number * rows)
+    number = -(-batch // rows)
+    rows = min(rows, -(-batch // (number * _LEAST)) * _LEAST)
+    number = -(-batch // rows)
+    last = batch - rows  # where the last one starts
 
-    def in_stretches(leaf: Array) -> Array:
-        whole = leaf if leaf.shape[0] == at.size else leaf[jnp.minimum(at, mask.size - 1)]
-        return whole.reshape(number, rows, *leaf.shape[1:])
+    def at(start: Array) -> tuple[PyTree, Array]:
+        taken = jax.tree.map(
+            lambda leaf: lax.dynamic_slice_in_dim(leaf, jnp.minimum(start, last), rows),
+            (examples, mask),
+        )
+        new = jnp.arange(rows) >= start - last
+        return taken[0], taken[1] & new
 
-    def step(total: PyTree, stretch: PyTree) -> tuple[PyTree, PyTree]:
-        found, of_each = of_rows(*stretch)
+    def step(total: PyTree, start: Array) -> tuple[PyTree, PyTree]:
+        found, of_each = of_rows(*at(start))
         return jax.tree.map(_add, total, found, is_leaf=_is_compensated), of_each
 
-    counts = (at < mask.size) & mask[jnp.minimum(at, mask.size - 1)]
-    each = jax.tree.map(in_stretches, (examples, counts))
-    like, _ = jax.eval_shape(of_rows, *jax.tree.map(lambda leaf: leaf[0], each))
+    like, _ = jax.eval_shape(lambda start: of_rows(*at(start)), 0)
     zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-    total, of_each = lax.scan(step, zero, each)
-    return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: mask.size], of_each)
+    total, of_each = lax.scan(step, zero, rows * jnp.arange(number))
+    rest = batch - (number - 1) * rows
+    return total, jax.tree.map(
+        lambda x: jnp.concatenate([x[:-1].reshape(-1, *x.shape[2:]), x[-1, rows - rest :]]), of_each
+    )
 
 
 def suitable_rows(of_a_row: PyTree) -> int:
@@ -92,10 +98,10 @@ def _add(one: Any, other: Any) -> Any:
     return one.add(other) if _is_compensated(one) else one + other
 
 
-def margin_of(signals: PyTree, batch: int, coarse: Any = None) -> float:
-    """The margin of a tree of signals with a leading axis; norms may be of a coarser type."""
-    leaves = jax.tree.leaves(signals)
-    size = sum(math.prod(leaf.shape[1:]) for leaf in leaves)
+def margin_of(of_a_row: PyTree, batch: int, coarse: Any = None) -> float:
+    """The margin of signals by the shapes of one; norms may be of a coarser type."""
+    leaves = jax.tree.leaves(jax.eval_shape(widen, of_a_row))
+    size = sum(math.prod(leaf.shape) for leaf in leaves)
     dtypes = [leaf.dtype for leaf in leaves] + ([] if coarse is None else [coarse])
     return min(clip_margin(batch, size, dtype) for dtype in dtypes)
 
@@ -138,9 +144,3 @@ def rows_of(tree: PyTree) -> Callable[[slice], PyTree]:
 def first_of(examples: PyTree) -> PyTree:
     """Shapes and types of one record."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), examples)
-
-
-def batched(struct: PyTree) -> PyTree:
-    """Shapes and types of one row of signals, widened."""
-    wide = jax.eval_shape(widen, struct)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), wide)

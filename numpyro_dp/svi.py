@@ -62,6 +62,7 @@ class DPSVI(Driver):
         microbatch_size: Records of a batch that are in memory at a time: bounds the memory of a
             step, and changes its result by rounding at most. ``"auto"`` takes so many that what is
             kept of them (gradients, or the factors of those of layers) has about a million numbers.
+            Runs side by side need that memory each; losses shown by ``allow_sensitive`` more.
         **static_kwargs: Public, constant keywords of model and guide.
 
     Raises:

@@ -385,7 +385,7 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "microbatch no number": (
         lambda: driver(microbatch_size="all"),
         V,
-        "microbatch_size='all' | 'auto' | integer",
+        "microbatch_size='all' | 'auto' | integer >= 1",
     ),
     "steps forgotten": (
         lambda: driver().run(KEY, X, progress_bar=False),

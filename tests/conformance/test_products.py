@@ -18,7 +18,8 @@ from numpyro_dp.aggregate import bounded_sum, bounded_sum_by_definition
 from numpyro_dp.contraction import split_scalar
 from numpyro_dp.core import Estimator, FactoredSignal
 from numpyro_dp.privacy.mechanism import gaussian
-from numpyro_dp.product_sum import product_error, product_sum
+from numpyro_dp.product_sum import longest_product, product_error, product_sum
+from numpyro_dp.stretches import over_stretches
 
 from .registry import x64
 
@@ -140,11 +141,34 @@ def test_rounding_is_within_its_bound(number: int) -> None:
     def multiply(s: Any, f: Any) -> Any:
         return jnp.einsum("ni,nj->ij", f, s, precision=lax.Precision.HIGHEST)
 
-    found = jax.jit(lambda *a: sum(product_sum(multiply, *a, number)))(slopes, factors, weights)
+    longest = longest_product(number, jnp.float32)
+    found = jax.jit(lambda *a: sum(product_sum(multiply, *a, longest)))(slopes, factors, weights)
     terms = np.where(weights[:, None] > 0, slopes, 0).astype(np.float64) * weights[:, None]
     expected = factors.astype(np.float64).T @ terms
     assert np.linalg.norm(found - expected) <= product_error(number, jnp.float32) / 2
     assert product_error(number, jnp.float32) < 0.011
+
+
+@pytest.mark.parametrize("rows", [1, 7, 5_000])
+def test_what_rounding_loses_is_carried_along(rows: int) -> None:
+    """Terms of one sign, which would be off by n times as much if they were just added up."""
+    rng, number = np.random.default_rng(1), 5_000
+    slopes, factors = rng.uniform(0.5, 1, (2, number, 4)).astype(np.float32)
+    weights = 1 / (np.linalg.norm(slopes, axis=1) * np.linalg.norm(factors, axis=1))
+
+    def multiply(s: Any, f: Any) -> Any:
+        return jnp.einsum("ni,nj->ij", f, s, precision=lax.Precision.HIGHEST)
+
+    def of_rows(data: Any, mask: Any) -> Any:
+        s, f, w = data
+        longest = longest_product(number, jnp.float32)
+        return product_sum(multiply, s, f, jnp.where(mask, w, 0), longest), ()
+
+    data = slopes, factors, weights.astype(np.float32)
+    mask = jnp.ones(number, bool)
+    found = jax.jit(lambda data: sum(over_stretches(of_rows, data, mask, rows)[0]))(data)
+    expected = factors.astype(np.float64).T @ (slopes * data[2][:, None].astype(np.float64))
+    assert np.linalg.norm(found - expected) < 2 * number * 2.0**-24
 
 
 def norm_of(tree: Any) -> float:
@@ -185,6 +209,16 @@ def test_the_room_for_rounding_is_left() -> None:
     x, y = data(20_000)
     total = jax.jit(lambda *rows: bounded_sum(estimator, mechanism, public, rows, alone))
     assert 0.985 < 1e3 * norm_of(total(x, y)) < 1
+
+
+def test_the_room_for_records_in_single_precision_in_double_precision_mode() -> None:
+    with x64():
+        estimator, public = prepared(dense, 20_000)
+        alone = jnp.arange(20_000) == 7
+        mechanism, rows = gaussian(1e-3, 1.0), data(20_000)
+        assert rows[0].dtype == jnp.float32
+        total = jax.jit(lambda *rows: bounded_sum(estimator, mechanism, public, rows, alone))
+        assert 0.985 < 1e3 * norm_of(total(*rows)) < 1
 
 
 def test_single_precision_leaves_in_double_precision_mode() -> None:
@@ -231,4 +265,5 @@ def test_memory_does_not_hold_a_gradient_for_each_record() -> None:
     assert planned(bounded_sum) < 0.3 * gradients
     assert planned(bounded_sum_by_definition) < 0.3 * gradients  # by stretches of rows
     assert planned(bounded_sum, 32) < 0.7 * planned(bounded_sum)
+    assert planned(bounded_sum, 33) < 0.75 * planned(bounded_sum)  # 256 is no multiple
     assert planned(bounded_sum_by_definition, 2) < 0.3 * planned(bounded_sum_by_definition)

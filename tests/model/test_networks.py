@@ -22,7 +22,7 @@ from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 from numpyro.infer.initialization import init_to_sample
 
-from numpyro_dp import DPSVI, FullBatch, Poisson, aligned
+from numpyro_dp import DPMCMC, DPSVI, SGLD, FullBatch, Poisson, aligned
 from numpyro_dp.model.separation import UnsupportedModelError
 
 KEY, D, UNITS = jax.random.key(0), 3, 8
@@ -143,14 +143,36 @@ def test_batch_norm_is_refused_by_name(make):
         private(model_of(make)).init(KEY, X, Y)
 
 
+class Wide(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(40)(jnp.repeat(x, 10, axis=-1))  # weights are summed as products of matrices
+        return nn.Dense(1)(jnp.tanh(x))
+
+
 def test_small_microbatches_give_the_same_run():
+    model = model_of(lambda: flax_module("net", Wide(), input_shape=(1, D)))
     options = {"secret_key": 1, "sampler": Poisson(0.6)}
     runs = [
-        private(model_of(NETWORKS["flax"]), microbatch_size=size, **options)
-        .run(KEY, 3, X, Y, progress_bar=False)
-        .params
+        private(model, microbatch_size=size, **options).run(KEY, 3, X, Y, progress_bar=False).params
         for size in ("auto", 1, 3)
     ]
     for other in runs[1:]:
         for one, two in zip(jax.tree.leaves(runs[0]), jax.tree.leaves(other), strict=True):
             np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)
+
+
+def test_small_microbatches_give_the_same_chains():
+    model = model_of(lambda: random_flax_module("net", Wide(), PRIOR, input_shape=(1, D)))
+    runs = []
+    for size in ("auto", 3):
+        mcmc = DPMCMC(
+            SGLD(model, 1e-6), num_warmup=1, num_samples=3, num_chains=2, clip_norm=1.0,
+            sampler=FullBatch(), noise_multiplier=1.0, secret_key=1, microbatch_size=size,
+            progress_bar=False,
+        )  # fmt: skip
+        mcmc.run(KEY, X, Y)
+        runs.append(mcmc.get_samples(group_by_chain=True))
+    for name, value in runs[0].items():
+        assert value.shape[:2] == (2, 3)
+        np.testing.assert_allclose(value, runs[1][name], rtol=1e-4, atol=1e-6)
