@@ -6,8 +6,8 @@ columns divided by the upper ends of their scales): EP, SEP, DP-SEP and aligned 
 regression, epsilon = 1 and 4, delta = 1e-5, add or remove one. Errors in means are in posterior
 standard deviations, those in variances relative; the largest over coefficients, and the root mean
 square. Private rows: mean (standard error) of 10 noise draws. Their settings are chosen on records
-simulated from public assumptions (uniform columns, a rate of 0.3), by the distance of the private
-mean to SEP's, three noise draws each: no record of the data has a part in the choice.
+simulated from assumptions (uniform columns; 0.3 visits a record, about the published mean), by the
+distance of the private mean to SEP's, three noise draws each; 6 settings of DP-SEP, 9 of DPSVI.
 
     NUMPYRO_DP_DATA=... python benchmarks/dp_sep/glm.py --json glm.json
 """
@@ -138,7 +138,7 @@ METHODS = {
 
 
 def simulated():
-    """As many records and columns as doctor visits has, from what is public about such data."""
+    """As many records and columns as doctor visits has, and about as many visits."""
     rng = np.random.default_rng(0)
     x = np.column_stack([rng.random((5190, 11)), np.ones(5190)])
     weights = np.append(rng.normal(0, 0.5, 11), 0.0)

@@ -236,12 +236,13 @@ def chosen(fit, settings, seed, train, unit):
 def main():
     parser = experiment_parser(__doc__, "kin8nm, one split, 1,000 records, few steps")
     parser.add_argument("--sets", nargs="+", default=list(RANGES), choices=list(RANGES))
-    parser.add_argument("--methods", nargs="*", help="some, by name ('clip norms' too), or none")
+    names = [*methods(False), "clip norms"]
+    parser.add_argument("--methods", nargs="*", default=names, choices=names)
     parser.add_argument("--splits", type=int, default=5)
     parser.add_argument("--beside", nargs="*", default=[], help="JSON of runs to add rows from")
     args = parser.parse_args()
-    rows, clips = [], []
-    asked = [*methods(args.quick), "clip norms"] if args.methods is None else args.methods
+    before = [json.loads(pathlib.Path(path).read_text()) for path in args.beside]
+    rows, clips, asked = [], [], args.methods
     for name in args.sets[:1] if args.quick else args.sets:
         cases = [load(name, split) for split in range(1 if args.quick else args.splits)]
         if args.quick:
@@ -271,21 +272,23 @@ def main():
             clips.append({"set": name, "method": f"clip norm {clip_norm}", "clip norm": clip_norm})
             clips[-1] |= average_row(found)
             print_row(clips[-1])
-    rows = earlier(args.beside, rows)
+    rows, clips = (
+        earlier([old[kind] for old in before], new)
+        for kind, new in (("rows", rows), ("clips", clips))
+    )
     if args.figure:
         draw(args.figure, rows)
     save(args, rows=rows, clips=clips)
 
 
-def earlier(paths, rows):
+def earlier(before, rows):
     """Rows of this run, and before them those that only earlier runs have."""
-    found = {}
-    for path in paths:
-        report = json.loads(pathlib.Path(path).read_text())
-        found |= {(row["set"], row["method"]): row for row in report["rows"]}
-    found |= {(row["set"], row["method"]): row for row in rows}
-    order = {name: at for at, name in enumerate(methods(False))}
-    return sorted(found.values(), key=lambda row: (row["set"], order[row["method"]]))
+    found = {(row["set"], row["method"]): row for part in (*before, rows) for row in part}
+    order = [*RANGES, *methods(False)]
+    place = {name: at for at, name in enumerate(order)}
+    return sorted(
+        found.values(), key=lambda row: (place[row["set"]], place.get(row["method"], len(order)))
+    )
 
 
 def print_row(row):
