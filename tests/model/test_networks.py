@@ -19,7 +19,7 @@ from numpyro.contrib.module import (
     random_nnx_module,
 )
 from numpyro.infer import SVI, Trace_ELBO
-from numpyro.infer.autoguide import AutoDelta
+from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 from numpyro.infer.initialization import init_to_sample
 
 from numpyro_dp import DPMCMC, DPSVI, SGLD, FullBatch, Poisson, aligned
@@ -108,6 +108,32 @@ def test_without_noise_and_clip_networks_train_as_in_svi(make):
     both = zip(jax.tree.leaves(dict(found)), jax.tree.leaves(expected), strict=True)
     for ours, theirs in both:
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+SCALE_MIXTURE = dist.MixtureSameFamily(
+    dist.Categorical(probs=jnp.array([0.5, 0.5])), dist.Normal(0, jnp.array([1.0, 0.05]))
+)
+
+
+@pytest.mark.parametrize("prior", [dist.Laplace(0, 0.5), SCALE_MIXTURE], ids=["Laplace", "mixture"])
+def test_weights_may_have_other_priors(prior):
+    """By Bayes by backprop; without noise and clip the most probable weights are those of SVI."""
+    model = model_of(lambda: random_flax_module("net", Linen(), prior, input_shape=(1, D)))
+    guide = AutoDelta(model, init_loc_fn=init_to_sample)
+    expected = SVI(model, guide, optax.sgd(1e-3), Trace_ELBO()).run(
+        KEY, 5, X, Y, progress_bar=False
+    )
+    found = private(model, clip_norm=np.inf, noise_multiplier=0.0)
+    for name, value in found.run(KEY, 5, X, Y, progress_bar=False).params.items():
+        if name.endswith("_auto_loc"):
+            np.testing.assert_allclose(value, expected.params[name], rtol=1e-4, atol=1e-6)
+    guide = AutoDiagonalNormal(model, init_loc_fn=init_to_sample, init_scale=0.05)
+    svi = DPSVI(model, guide, optax.sgd(1e-3), estimator=aligned(), clip_norm=1.0,
+                noise_multiplier=1.0, sampler=FullBatch())  # fmt: skip
+    params = svi.run(KEY, 5, X, Y, progress_bar=False).params
+    draws = guide.sample_posterior(KEY, params, sample_shape=(3,))
+    assert draws["net/Dense_0.kernel"].shape == (3, D, UNITS)
+    assert all(np.isfinite(value).all() for value in draws.values())
 
 
 @pytest.mark.parametrize("name", ["flax, group norm", "nnx", "random equinox"])
