@@ -131,10 +131,19 @@ def test_all_forms_learn_and_agree_with_nuts_on_predictions():
         assert 0.08 < jnp.sqrt(noise) < 0.35, name
 
 
-@pytest.mark.parametrize("norm", [0.5, {"linear": 0.4, ...: 0.3}], ids=["joint", "two norms"])
+TWO_NORMS = {"linear": 0.4, ...: 0.3}
+
+
 @pytest.mark.parametrize(
-    ("by_layer", "ridge"), [(True, None), (False, None), (True, 5.0), (False, 1e-3)]
-)
+    ("by_layer", "ridge", "norm"),
+    [
+        (True, None, 0.5), (False, None, TWO_NORMS), (True, 5.0, TWO_NORMS), (False, 1e-3, 0.5),
+        pytest.param(True, None, TWO_NORMS, marks=pytest.mark.extended),
+        pytest.param(False, None, 0.5, marks=pytest.mark.extended),
+        pytest.param(True, 5.0, 0.5, marks=pytest.mark.extended),
+        pytest.param(False, 1e-3, TWO_NORMS, marks=pytest.mark.extended),
+    ],
+)  # fmt: skip
 def test_one_record_moves_the_sum_by_at_most_the_clip_norm(by_layer, ridge, norm):
     rng = np.random.default_rng(1)
     number = 40
