@@ -93,7 +93,6 @@ def factored_sum(
     longest = longest_product(total_rows, coarse)
     margin = 1 / (1 / margin_of(struct, total_rows, coarse) + error)
     plans = [_plan(factored, public, treedef, leaves, chosen, members) for members in blocks]
-
     core = _core(factored, public, split, leaves, treedef)
 
     def of_rows(records: PyTree, mask: Array) -> tuple[list[PyTree], tuple[Array, ...]]:
