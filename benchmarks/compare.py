@@ -1,0 +1,286 @@
+"""numpyro_dp, d3p, jax-privacy and Opacus on the same work, each in an environment of its own.
+
+Logistic regression, prior N(0, 1), Adam, add or remove one record. Every peer is a process (see
+``peers/``); they are timed in turn, and wait in between. The floor is `numpyro.infer.SVI` without
+privacy on the same JAX as ours. A peer that is not installed has empty cells; what it cannot do,
+cells that say why.
+
+    benchmarks/peers/environments.sh peers
+    python benchmarks/compare.py --environments peers --json compare.json --figure docs/compare.png
+"""
+
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+
+import numpy as np
+from common import average_row, experiment_parser, panels, save
+from peers.worker import logistic_records
+
+HERE = pathlib.Path(__file__).resolve().parent / "peers"
+
+STEPS = [
+    ("mean field", 16, 128),
+    ("mean field", 100, 300),
+    ("mean field", 100, 3000),
+    ("mean field", 1000, 1000),
+    ("full rank", 100, 100),
+    ("full rank", 200, 100),
+]
+RUNS = [(16, 128), (100, 300), (100, 3000), (1000, 1000)]
+NUMBER = 30_000
+NOISE = [(0.01, 1_000), (0.01, 100_000)]
+GRID = [(clip_norm, size) for clip_norm in (0.5, 1.0, 2.0) for size in (0.01, 0.03)]
+
+
+class Peer:
+    """A process that does tasks; ``ask`` raises what it could not do."""
+
+    def __init__(self, python, script, *arguments):
+        self.process = subprocess.Popen(
+            [str(python), str(HERE / script), *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def send(self, **request):
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            return {"error": f"ended with {self.process.wait()}"}
+        return json.loads(answer)
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def start(environments, names):
+    """Name -> process, for those that are there."""
+    ours = sys.executable, "of_numpyro_dp.py"
+    own = {name: (*ours, name) for name in ("SVI", "aligned", "vanilla")}
+    others = {
+        name: (environments / folder / "bin" / "python", f"of_{folder}.py")
+        for name, folder in (("d3p", "d3p"), ("jax-privacy", "jax_privacy"), ("Opacus", "opacus"))
+    }
+    found = {}
+    for name, command in (own | others).items():
+        if name in names and pathlib.Path(command[0]).exists():
+            found[name] = command
+    return found
+
+
+def in_turn(peers, task, rounds, target, **arguments):
+    """What each peer says of the task, with the median seconds of one of its repetitions.
+
+    Seconds of one are those of many less those of few, so that what a run does once is left out;
+    of a single step, those of many.
+    """
+    said, counts = {}, {}
+    for name, peer in peers.items():
+        said[name] = peer.send(task=task, arguments=arguments)
+        if "error" in said[name]:
+            continue
+        count = 1
+        peer.send(repeat=1)
+        while (seconds := peer.send(repeat=count)["seconds"]) < target / 4:
+            count *= 4
+        counts[name] = max(1, round(count * target / seconds))
+    samples = {name: [] for name in counts}
+    for _ in range(rounds):
+        for name, count in counts.items():
+            seconds = peers[name].send(repeat=count)["seconds"]
+            if task == "step":
+                samples[name].append(seconds / count)
+            else:
+                few = max(1, count // 8)
+                less = peers[name].send(repeat=few)["seconds"]
+                samples[name].append((seconds - less) / max(1, count - few))
+    for name, each in samples.items():
+        said[name]["seconds"] = statistics.median(each)
+        said[name]["repetitions"] = counts[name]
+    return said
+
+
+def processes(commands):
+    return {name: Peer(*command) for name, command in commands.items()}
+
+
+def timed(commands, task, cases, rounds, target):
+    """A row for each case, a column for each peer; new processes, so that memory is their own."""
+    rows = []
+    for case in cases:
+        peers = processes(commands)
+        found = in_turn(peers, task, rounds, target, **case)
+        if task == "run" and "jax-privacy" in peers:
+            # Its sampler works on the host; a mask over all rows in the loop may be faster.
+            only = {"jax-privacy": peers["jax-privacy"]}
+            other = in_turn(only, "masked run", rounds, target, **case)["jax-privacy"]
+            if other.get("seconds", np.inf) < found["jax-privacy"].get("seconds", np.inf):
+                found["jax-privacy"] = other
+        for peer in peers.values():
+            peer.close()
+        rows.append(case | {"peers": found})
+        print_row(case, found)
+    return rows
+
+
+def print_row(case, found):
+    print(", ".join(f"{name} {value}" for name, value in case.items()), flush=True)
+    floor = found.get("SVI", {}).get("seconds")
+    for name, said in found.items():
+        if "seconds" not in said:
+            print(f"  {name:12} {said.get('error')}")
+            continue
+        ratio = f" {said['seconds'] / floor:8.2f} times SVI" if floor else ""
+        memory = f" {said['MB']:9.3f} MB" if "MB" in said else ""
+        noise = f"  noise {said['noise multiplier']:.4f}" if "noise multiplier" in said else ""
+        print(
+            f"  {name:12} {1e6 * said['seconds']:12.1f} us{ratio}{memory}{noise}"
+            f"  prepared in {said['prepared']:.1f} s, peak {said['peak MB']:.0f} MB"
+            f"  {said.get('batches', '')}",
+            flush=True,
+        )
+
+
+def noises(commands, cases):
+    """Time to find the noise of a budget, each in a new process."""
+    rows = []
+    for rate, steps in cases:
+        case = {"rate": rate, "steps": steps, "epsilon": 1.0, "delta": 1 / 30_162}
+        found = {}
+        for name, command in commands.items():
+            if name in ("SVI", "vanilla"):
+                continue
+            peer = Peer(*command)
+            found[name] = peer.send(task="calibrate", arguments=case)
+            peer.close()
+        rows.append(case | {"peers": found})
+        print_row(case, found)
+    return rows
+
+
+def log_density(fitted, features, label):
+    """Mean log predictive density of records, by 200 draws."""
+    rng = np.random.default_rng(0)
+    loc, scale = np.array(fitted["loc"]), np.array(fitted["scale"])
+    logits = features @ (loc[:, None] + scale[:, None] * rng.normal(size=(len(loc), 200)))
+    each = -np.logaddexp(0, np.where(label[:, None], -logits, logits))
+    return float(np.mean(np.logaddexp.reduce(each, axis=1) - np.log(each.shape[1])))
+
+
+def quality(commands, seeds, steps, grid):
+    """Held-out log density, and distance to the posterior without privacy, at epsilon = 1.
+
+    Clip norm and step size of each peer are those with the best log density of a validation part
+    of other records, over two seeds.
+    """
+    number, dim = 10_000, 20
+    common = {"batch": 300, "steps": steps, "epsilon": 1.0, "delta": 1e-5}
+    peers, found = processes(commands), {}
+
+    def fit(name, records, seed, clip_norm, size):
+        x, y = records
+        extra = {"records": [x.tolist(), y.tolist()], "clip_norm": clip_norm, "size": size}
+        return peers[name].send(task="fit", arguments=common | extra | {"seed": seed})
+
+    def data(seed):
+        x, y = logistic_records(number + 5_000, dim, 1_000 + seed)
+        return (x[:number], y[:number]), (x[number:], y[number:])
+
+    for name in peers:
+
+        def score(setting, name=name):
+            total = 0.0
+            for seed in (90, 91):
+                train, valid = data(seed)
+                total += log_density(fit(name, train, seed, *setting), *valid)
+            return total
+
+        first = fit(name, data(90)[0], 90, *grid[0])
+        if "error" in first:
+            found[name] = first
+            continue
+        setting = grid[-1] if name == "SVI" else max(grid, key=score)
+        rows = []
+        for seed in range(seeds):
+            train, test = data(seed)
+            own, plain = fit(name, train, seed, *setting), fit("SVI", train, seed, 1.0, 0.03)
+            off = (np.array(own["loc"]) - plain["loc"]) / plain["scale"]
+            rows.append({
+                "log density": log_density(own, *test),
+                "distance": float(np.sqrt(np.mean(off**2))),
+                "scale ratio": float(np.mean(np.array(own["scale"]) / plain["scale"])),
+            })  # fmt: skip
+        found[name] = average_row(rows) | {"clip norm": setting[0], "step size": setting[1]}
+        print(f"  {name:12} {found[name]}", flush=True)
+    for peer in peers.values():
+        peer.close()
+    return found
+
+
+def main():
+    parser = experiment_parser(__doc__, "fewer cases, rounds and seeds")
+    parser.add_argument("--environments", type=pathlib.Path, default=pathlib.Path("peers"))
+    names = ["SVI", "aligned", "vanilla", "d3p", "jax-privacy", "Opacus"]
+    parser.add_argument("--peers", nargs="+", default=names, choices=names)
+    tables = ["steps", "runs", "noise", "quality"]
+    parser.add_argument("--tables", nargs="+", default=tables, choices=tables)
+    args = parser.parse_args()
+    args.environments = args.environments.absolute()
+    commands = start(args.environments, args.peers)
+    for name in args.peers:
+        if name not in commands:
+            print(f"{name}: no environment in {args.environments}")
+    rounds, target = (3, 0.1) if args.quick else (15, 0.3)
+    keys = ("guide", "dim", "batch")
+    steps = [dict(zip(keys, case, strict=True)) for case in STEPS]
+    runs = [{"dim": dim, "batch": batch, "number": NUMBER} for dim, batch in RUNS]
+    found = {}
+    if "steps" in args.tables:
+        found["steps"] = timed(commands, "step", steps, rounds, target)
+    if "runs" in args.tables:
+        some = runs[1:2] if args.quick else runs
+        found["runs"] = timed(commands, "run", some, 3 if args.quick else 7, 4 * target)
+    if "noise" in args.tables:
+        found["noise"] = noises(commands, NOISE[:1] if args.quick else NOISE)
+    if "quality" in args.tables:
+        grid = GRID[2:4] if args.quick else GRID
+        found["quality"] = quality(commands, *((2, 300) if args.quick else (5, 1000)), grid)
+    args.environments = args.environments.name
+    save(args, **found)
+    if args.figure:
+        draw(args.figure, found)
+
+
+def draw(path, found):
+    """Times of a step and of a whole run's step, over those of SVI."""
+    kinds = [(kind, rows) for kind in ("steps", "runs") if (rows := found.get(kind))]
+    with panels(path, len(kinds), 1, (6.4 * len(kinds), 3.8)) as axes:
+        for axis, (kind, rows) in zip(axes[0], kinds, strict=True):
+            names = [name for name in rows[0]["peers"] if name != "SVI"]
+            for at, name in enumerate(names):
+                for place, row in enumerate(rows):
+                    seconds = row["peers"].get(name, {}).get("seconds")
+                    if seconds:
+                        ratio = seconds / row["peers"]["SVI"]["seconds"]
+                        where = place + 0.8 * (at / len(names) - 0.4)
+                        label = name if not place else None
+                        axis.bar(where, ratio, 0.8 / len(names), color=f"C{at}", label=label)
+            axis.axhline(1, color="black", lw=0.8)
+            axis.set_yscale("log")
+            axis.set_xticks(range(len(rows)), [
+                f"{row.get('guide', '')}\n{row['dim']}, {row['batch']}" for row in rows
+            ])  # fmt: skip
+            axis.set_xlabel("latents, batch")
+            axis.set_ylabel("time over SVI's")
+            axis.set_title({"steps": "one step", "runs": "end to end, batches drawn inside"}[kind])
+        axes[0][0].legend(fontsize=8)
+
+
+if __name__ == "__main__":
+    main()

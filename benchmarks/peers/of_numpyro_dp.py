@@ -1,0 +1,133 @@
+"""Tasks of `compare.py` by numpyro_dp; for the floor by `numpyro.infer.SVI`, without privacy."""
+
+import functools
+import pathlib
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+import optax
+from jax import lax
+from numpyro.infer import SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
+from worker import logistic_records, serve
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from numpyro_dp import DPSVI, FullBatch, Poisson, PrivacyBudget, aligned, secret_key, vanilla
+
+KEY = jax.random.key(0)
+GUIDES = {"mean field": AutoDiagonalNormal, "full rank": AutoMultivariateNormal}
+ESTIMATORS = {"aligned": aligned, "vanilla": vanilla}
+
+
+def model(features, label, mask=None, number=None):
+    """Logistic regression; ``mask`` and ``number`` are for padded batches of more records."""
+    weights = numpyro.sample("w", dist.Normal(0, 1).expand([features.shape[1]]).to_event(1))
+    size = features.shape[0]
+    plate = numpyro.plate("records", number or size, subsample_size=size)
+    with plate, numpyro.handlers.mask(mask=mask if mask is not None else True):
+        numpyro.sample("label", dist.Bernoulli(logits=features @ weights), obs=label)
+
+
+def driver(method, guide, size=1e-3, **options):
+    guide = GUIDES[guide](model)
+    if method == "SVI":
+        return SVI(model, guide, optax.adam(size), Trace_ELBO())
+    return DPSVI(model, guide, optax.adam(size), estimator=ESTIMATORS[method](), **options)
+
+
+def arrays(number, dim, seed=0):
+    return tuple(jnp.asarray(array) for array in logistic_records(number, dim, seed))
+
+
+def step(method, guide, dim, batch):
+    """One compiled update on a full batch."""
+    data = arrays(batch, dim)
+    private = {"clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 1.0}
+    svi = driver(method, guide, **private)
+    state = svi.init(KEY, *data)
+    compiled = jax.jit(svi.update).lower(state, *data).compile()
+
+    def repeat(count):
+        for _ in range(count):
+            result = compiled(state, *data)
+        jax.block_until_ready(result)
+
+    return {"MB": compiled.memory_analysis().temp_size_in_bytes / 1e6}, repeat
+
+
+def run(method, dim, batch, number):
+    """A whole run, Poisson batches drawn inside."""
+    data, sampler = arrays(number, dim), Poisson(batch / number)
+    if method == "SVI":
+        return {"batches": "Poisson, sampler of numpyro_dp"}, plain_run(data, sampler, number)
+    private = {"clip_norm": 1.0, "sampler": sampler, "noise_multiplier": 10.0}
+    svi = driver(method, "mean field", **private)
+
+    def repeat(count):
+        jax.block_until_ready(svi.run(KEY, count, *data, progress_bar=False).params)
+
+    return {"batches": "Poisson"}, repeat
+
+
+def plain_run(data, sampler, number):
+    """Steps of SVI on the same batches, in one loop."""
+    svi = driver("SVI", "mean field")
+    start = sampler.init(secret_key(0), number)
+    size = sampler.next(start)[0].indices.shape[0]
+    extra = {"number": number}
+    first = tuple(array[:size] for array in data)
+    state = svi.init(KEY, *first, mask=jnp.ones(size, bool), **extra)
+
+    @jax.jit
+    def loop(count, carry, data):
+        def one(_, carry):
+            state, batches = carry
+            batch, batches = sampler.next(batches)
+            taken = (array[batch.indices] for array in data)
+            return svi.update(state, *taken, mask=batch.mask, **extra)[0], batches
+
+        return lax.fori_loop(0, count, one, carry)
+
+    return lambda count: jax.block_until_ready(loop(count, (state, start), data)[0].optim_state)
+
+
+def calibrate(rate, steps, epsilon, delta):
+    from dp_accounting import PoissonSampledDpEvent, SelfComposedDpEvent
+
+    from numpyro_dp.privacy.budget import gaussian_event
+    from numpyro_dp.privacy.calibration import calibrate_noise
+
+    def event(noise):
+        return SelfComposedDpEvent(PoissonSampledDpEvent(rate, gaussian_event(noise)), steps)
+
+    start = time.perf_counter()
+    noise, _ = calibrate_noise(event, PrivacyBudget(epsilon, delta))
+    return {"noise multiplier": noise, "seconds": time.perf_counter() - start}, None
+
+
+def fit(method, records, batch, steps, epsilon, delta, clip_norm, size, seed):
+    """Location and scale of a mean-field posterior after a run."""
+    data = jnp.asarray(records[0], float), jnp.asarray(records[1], int)
+    svi = driver(
+        method, "mean field", size, clip_norm=clip_norm, sampler=Poisson(batch / len(data[0])),
+        budget=PrivacyBudget(epsilon, delta), secret_key=secret_key(seed),
+    )  # fmt: skip
+    result = svi.run(jax.random.key(seed), steps, *data, progress_bar=False)
+    spent = getattr(result, "privacy", None)
+    return {
+        "loc": result.params["auto_loc"].tolist(),
+        "scale": result.params["auto_scale"].tolist(),
+        "epsilon": spent.epsilon if spent else None,
+    }, None
+
+
+if __name__ == "__main__":
+    method = sys.argv[1]
+    tasks = {name: functools.partial(task, method) for name, task in
+             (("step", step), ("run", run), ("fit", fit))}  # fmt: skip
+    serve(tasks | {"calibrate": calibrate})
