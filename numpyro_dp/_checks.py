@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import optax
+from jax.sharding import AxisType, Mesh
 
 from numpyro_dp._tree import shapes_of
 from numpyro_dp._validate import check_in, check_int, check_real
@@ -30,6 +31,7 @@ __all__ = [
     "check_estimator",
     "check_fold",
     "check_loss_release",
+    "check_mesh",
     "check_microbatch_size",
     "check_noise",
     "check_not_spent",
@@ -146,6 +148,18 @@ def check_microbatch_size(size: Any) -> int | str:
         check_in("microbatch_size", size, ("auto",), remedy="Or give an integer >= 1.")
         return size
     return check_int("microbatch_size", size, low=1, remedy="'auto' finds a suitable one.")
+
+
+def check_mesh(mesh: Any) -> Mesh | None:
+    """Returns a mesh of the same devices whose axes the compiler may use, or raises."""
+    if mesh is None:
+        return None
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+    raise TypeError(
+        f"Expected mesh=None or a jax.sharding.Mesh, got {type(mesh).__name__}. "
+        "jax.make_mesh((jax.device_count(),), ('records',)) has all devices."
+    )
 
 
 def check_loss_release(release: Any) -> LossRelease | None:

@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 from jaxtyping import Bool
 
 from numpyro_dp._tree import pinned, select, squared_norm, widen
 from numpyro_dp.core import Estimator, Mechanism, PyTree
+from numpyro_dp.devices import over_devices
 from numpyro_dp.exact_sum import finished, partial_sum
 from numpyro_dp.factored_sum import factored_sum
 from numpyro_dp.stretches import (
@@ -24,7 +26,6 @@ from numpyro_dp.stretches import (
     first_of,
     margin_of,
     norm_of,
-    over_stretches,
     rows_of,
     suitable_rows,
 )
@@ -41,6 +42,7 @@ def bounded_sum(
     lengths: tuple[Array, ...] = (),
     live: Array | None = None,
     rows: int | str = "auto",
+    mesh: Mesh | None = None,
 ) -> dict[str, Any]:
     """Returns the sum of the bounded signals of a batch.
 
@@ -55,6 +57,7 @@ def bounded_sum(
             whether any entry counts, if ``None``.
         rows: Rows of the batch that are in memory at a time; with ``"auto"``, so many that what is
             kept of them has about a million numbers.
+        mesh: Devices that share the rows; see :mod:`numpyro_dp.devices`.
 
     Returns:
         A dict like the signal, in float32 or wider, with the entries of ``mechanism.extras``.
@@ -66,8 +69,9 @@ def bounded_sum(
     """
     live = jnp.any(mask) if live is None else live
     if estimator.factored is None:
-        return bounded_sum_by_definition(estimator, mechanism, public, examples, mask, live, rows)
-    return factored_sum(estimator, mechanism, public, examples, mask, lengths, live, rows)
+        one_by_one = bounded_sum_by_definition
+        return one_by_one(estimator, mechanism, public, examples, mask, live, rows, mesh)
+    return factored_sum(estimator, mechanism, public, examples, mask, lengths, live, rows, mesh)
 
 
 def bounded_sum_by_definition(
@@ -78,6 +82,7 @@ def bounded_sum_by_definition(
     mask: Bool[Array, " batch"],
     live: Array | None = None,
     rows: int | str = "auto",
+    mesh: Mesh | None = None,
 ) -> dict[str, Any]:
     """The same sum, signal by signal, by stretches of rows: the whole batch is never in memory."""
     live = jnp.any(mask) if live is None else live
@@ -100,7 +105,7 @@ def bounded_sum_by_definition(
         return sums, squares
 
     few = suitable_rows(struct) if rows == "auto" else rows
-    sums, squares = over_stretches(of_rows, examples, mask, few)
+    sums, squares = over_devices(of_rows, examples, mask, few, mesh)
     total = extra_sums(mechanism, names, squares, margin, mask)
     for members, found in zip(blocks, sums, strict=True):
         total |= finished(found, select(like, members), norms[members], batch)

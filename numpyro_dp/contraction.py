@@ -320,7 +320,9 @@ def _moves(program: _Program, op: _Op) -> bool:
 
 
 def _trace(scalar: Callable[[Any, Any], Array], point: Any, example: Any) -> _Program:
-    closed = jax.make_jaxpr(scalar)(point, example)
+    # Of shapes alone: where arrays lie is no part of the program.
+    bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (point, example))
+    closed = jax.make_jaxpr(scalar)(*bare)
     ops: list[_Op] = []
     shapes: dict[int, Any] = {}
 

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from numpyro_dp import _checks
 from numpyro_dp._validate import check_int
 from numpyro_dp.core import Fold, Sampler
-from numpyro_dp.ledger import noise_fields, plan_for, spent_by
+from numpyro_dp.devices import copied
+from numpyro_dp.ledger import noise_fields, plan_for, secret_of, spent_by
 from numpyro_dp.model.frontend import Prepared, arguments_key
 from numpyro_dp.model.records import array_shapes
 from numpyro_dp.model.structure import ModelStructure
@@ -22,7 +24,7 @@ from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism import check_clip_norm
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.privacy.random import as_secret_key, secret_key
+from numpyro_dp.privacy.random import as_secret_key
 from numpyro_dp.results import RunResult
 from numpyro_dp.session import LossRelease, Session
 from numpyro_dp.step import SensitiveState
@@ -52,6 +54,7 @@ class Driver(abc.ABC):
         loss_release: Releases a loss curve.
         allow_sensitive: Shows losses without protection.
         microbatch_size: Rows of a batch that are in memory at a time.
+        mesh: Devices that share the rows.
     """
 
     method = ""
@@ -71,6 +74,7 @@ class Driver(abc.ABC):
         loss_release: LossRelease | None = None,
         allow_sensitive: bool = False,
         microbatch_size: int | str = "auto",
+        mesh: Mesh | None = None,
     ) -> None:
         self.clip_norm = check_clip_norm(clip_norm)
         self.sampler = _checks.check_sampler(sampler)
@@ -82,6 +86,7 @@ class Driver(abc.ABC):
         self.loss_release = _checks.check_loss_release(loss_release)
         self.allow_sensitive = allow_sensitive
         self.microbatch_size = _checks.check_microbatch_size(microbatch_size)
+        self.mesh = _checks.check_mesh(mesh)
         self.secret_key = None if secret_key is None else as_secret_key(secret_key)
         self.optim = optim
         self._sessions: dict[Any, Session] = {}
@@ -298,16 +303,16 @@ class Driver(abc.ABC):
         key = arguments_key(args, kwargs)
         if key not in self._sessions:
             self._sessions[key] = Session(self, prepared)
-        secret = secret_key() if self.secret_key is None else self.secret_key
-        return SensitiveState(
+        state = SensitiveState(
             optim_state=prepared.optim_state,
             mutable_state=None,
             rng_key=prepared.rng_key,
             step=jnp.zeros((), jnp.int32),
             max_steps=jnp.asarray(_UNLIMITED if self.budget is None else num_steps, jnp.int32),
             setting=self._sessions[key].setting(self.secret_key is not None),
-            **noise_fields(self, secret, plan, self.clip_norm),
+            **noise_fields(self, secret_of(self), plan, self.clip_norm),
         )
+        return copied(self.mesh, state)
 
     def _check_fits(
         self, state: SensitiveState, session: Session, further: tuple[str, ...] = ()

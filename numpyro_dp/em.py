@@ -11,6 +11,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
+from jax.sharding import Mesh
 
 from numpyro_dp import _checks
 from numpyro_dp._validate import check_int, check_probs, check_real
@@ -42,8 +43,8 @@ class DPEM(Driver):
         clip_norm: Bound on one record's statistics: their joint norm, or a dict of norms of
             ``counts`` (at most 1), ``sums`` (at most the norm of x) and ``squares`` (at most its
             square). Scale x by public constants so that records lie in a ball of known radius.
-        sampler, budget, noise_multiplier, secret_key, num_steps, accountant: As for
-            :class:`~numpyro_dp.DPSVI`.
+        sampler, budget, noise_multiplier, secret_key, num_steps, accountant, microbatch_size,
+            mesh: As for :class:`~numpyro_dp.DPSVI`.
         damping: Part of the statistics that a step replaces, in (0, 1], or a function of the step
             number; 1 is the algorithm of the paper, less averages noise over steps.
         scale: Known standard deviation of every component in every direction; by default
@@ -90,6 +91,8 @@ class DPEM(Driver):
         secret_key: Any = None,
         num_steps: int | None = None,
         accountant: Accountant | None = None,
+        microbatch_size: int | str = "auto",
+        mesh: Mesh | None = None,
         damping: float | Callable[[Array], Array] = 1.0,
         scale: float | None = None,
         probs: Any = None,
@@ -117,6 +120,8 @@ class DPEM(Driver):
             secret_key=secret_key,
             num_steps=num_steps,
             accountant=accountant,
+            microbatch_size=microbatch_size,
+            mesh=mesh,
         )
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:

@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 from jaxtyping import Bool
 
 from numpyro_dp._tree import pinned, squared_norm, widen
 from numpyro_dp.contraction import Contraction, Split, split_scalar
 from numpyro_dp.core import Estimator, FactoredSignal, Mechanism, PyTree
+from numpyro_dp.devices import over_devices
 from numpyro_dp.exact_sum import finished, partial_sum
 from numpyro_dp.product_sum import (
     is_worthwhile,
@@ -37,7 +39,6 @@ from numpyro_dp.stretches import (
     first_of,
     margin_of,
     norm_of,
-    over_stretches,
     rows_of,
     suitable_rows,
 )
@@ -78,6 +79,7 @@ def factored_sum(
     lengths: tuple[Array, ...],
     live: Array,
     rows: int | str = "auto",
+    mesh: Mesh | None = None,
 ) -> dict[str, Any]:
     """The sum of :func:`numpyro_dp.aggregate.bounded_sum`, ``rows`` of the batch at a time."""
     factored: FactoredSignal = estimator.factored
@@ -119,7 +121,7 @@ def factored_sum(
         return sums, squares
 
     few = suitable_rows(first_of(shapes)) if rows == "auto" else rows
-    sums, squares = over_stretches(of_rows, (examples, lengths), mask, few)
+    sums, squares = over_devices(of_rows, (examples, lengths), mask, few, mesh)
     total = extra_sums(mechanism, names, squares, margin, mask)
     for plan, members, norm, found in zip(plans, blocks, norms, sums, strict=True):
         summed = _placed(plan, found, norm, total_rows)

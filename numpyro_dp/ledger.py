@@ -9,16 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from numpyro_dp.core import Sampler
+from numpyro_dp.devices import agreed, copied
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.privacy.plan import Plan, PrivacyReport, make_plan
+from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.session import LossRelease, with_loss_norm
 from numpyro_dp.step import SensitiveState
 
-__all__ = ["noise_fields", "plan_for", "report_for", "spent_by"]
+__all__ = ["noise_fields", "plan_for", "report_for", "secret_of", "spent_by"]
 
 
 @runtime_checkable
@@ -31,6 +34,13 @@ class _Driver(Protocol):
     clip_norm: Any
     accountant: Accountant | None
     loss_release: LossRelease | None
+    secret_key: Array | None
+    mesh: Mesh | None
+
+
+def secret_of(driver: _Driver) -> Array:
+    """Returns the secret key of a run: the caller's, or a new one, the same in all processes."""
+    return agreed(driver.mesh, secret_key() if driver.secret_key is None else driver.secret_key)
 
 
 def plan_for(driver: _Driver, num_examples: int, num_steps: int | None, **changes: Any) -> Plan:
@@ -48,12 +58,13 @@ def noise_fields(driver: _Driver, secret: Array, plan: Plan, clip_norm: Any) -> 
     """Returns the fields of a state that make its noise and its batches."""
     # Of a child, so that a public rng_key that is the same key has no key in common with it.
     noise_key, batch_key = jax.random.split(jax.random.fold_in(secret, 0))
-    return {
+    fields = {
         "secret_key": noise_key,
         "sampler_state": driver.sampler.init(batch_key, plan.num_examples),
         "mechanism_state": gaussian(clip_norm, plan.noise_multiplier).init(),
         "noise_multiplier": jnp.asarray(_round_up(plan.noise_multiplier)),
     }
+    return copied(driver.mesh, fields)
 
 
 def spent_by(driver: _Driver, state: SensitiveState, num_steps: int) -> PrivacyReport:

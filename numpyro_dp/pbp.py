@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from numpyro_dp import _checks
 from numpyro_dp._validate import check_in, check_int, check_real
@@ -54,8 +55,8 @@ class DPPBP(Driver):
             (0.5 to 1 suit). ``{"linear": 0.7, ...: 0.2}`` bounds slopes by themselves, and
             ``precision`` and ``noise`` together: large residuals, whose slopes are cut, still tell
             how large the noise is. ``math.inf`` (with ``noise_multiplier=0``) is plain SEP.
-        sampler, budget, noise_multiplier, secret_key, num_steps, accountant: As for
-            :class:`~numpyro_dp.DPSVI`.
+        sampler, budget, noise_multiplier, secret_key, num_steps, accountant, microbatch_size,
+            mesh: As for :class:`~numpyro_dp.DPSVI`.
         damping: Part of the precisions and of the noise that a step replaces, in (0, 1], or a
             function of the step number.
         step_size: Rate of the mean, likewise; that of ``damping`` by default, as in SEP.
@@ -110,6 +111,8 @@ class DPPBP(Driver):
         secret_key: Any = None,
         num_steps: int | None = None,
         accountant: Accountant | None = None,
+        microbatch_size: int | str = "auto",
+        mesh: Mesh | None = None,
         damping: float | Callable[[Array], Array] = 0.05,
         step_size: float | Callable[[Array], Array] | None = None,
         ridge: float | None = None,
@@ -144,6 +147,8 @@ class DPPBP(Driver):
             secret_key=secret_key,
             num_steps=num_steps,
             accountant=accountant,
+            microbatch_size=microbatch_size,
+            mesh=mesh,
         )
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:

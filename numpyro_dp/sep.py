@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array
+from jax.sharding import Mesh
 
 from numpyro_dp import _checks
 from numpyro_dp._validate import check_int, check_real
@@ -123,8 +124,8 @@ class DPSEP(Driver):
         form: ``"centred"``, or ``"paper"`` for Algorithm 3 as printed: its :math:`\gamma`, 1 there
             and N for the update of SEP, is ``damping``; see :mod:`numpyro_dp.ep.paper_form`. It
             wants one number as ``clip_norm``, and the three arguments before at their defaults.
-        sampler, budget, noise_multiplier, secret_key, num_steps, accountant: As for
-            :class:`~numpyro_dp.DPSVI`.
+        sampler, budget, noise_multiplier, secret_key, num_steps, accountant, microbatch_size,
+            mesh: As for :class:`~numpyro_dp.DPSVI`.
         data_plate: Name of the plate over records, where the trace is ambiguous.
         **static_kwargs: Public, constant keywords of the model.
 
@@ -176,6 +177,8 @@ class DPSEP(Driver):
         secret_key: Any = None,
         num_steps: int | None = None,
         accountant: Accountant | None = None,
+        microbatch_size: int | str = "auto",
+        mesh: Mesh | None = None,
         data_plate: str | None = None,
         **static_kwargs: Any,
     ) -> None:
@@ -196,6 +199,8 @@ class DPSEP(Driver):
             secret_key=secret_key,
             num_steps=num_steps,
             accountant=accountant,
+            microbatch_size=microbatch_size,
+            mesh=mesh,
         )
 
     def sweep(self, *args: Any, **kwargs: Any) -> SweepResult:

@@ -13,6 +13,7 @@ from jax import Array
 
 from numpyro_dp._tree import shapes_of
 from numpyro_dp.core import Estimator, Fold, Mechanism, PyTree, Sampler
+from numpyro_dp.devices import copied, spread
 from numpyro_dp.estimators.loss import LOSS_ENTRY, with_loss
 from numpyro_dp.factored_sum import record_lengths
 from numpyro_dp.model.frontend import Prepared
@@ -65,6 +66,7 @@ class _Settings(Protocol):
     budget: Any
     method: str
     microbatch_size: Any
+    mesh: Any
 
 
 class Session:
@@ -87,7 +89,7 @@ class Session:
         self._clip_norm = with_loss_norm(settings.clip_norm, settings.loss_release)
         self._step = build_step(
             self._estimator, self._mechanism, settings.sampler, settings.optim,
-            self.inclusion_prob, settings.microbatch_size,
+            self.inclusion_prob, settings.microbatch_size, settings.mesh,
         )  # fmt: skip
         self._update = jax.jit(self._guarded_step)
         self._loop = build_loop(self._step_and_value, self._kept, self._measure)
@@ -141,7 +143,9 @@ class Session:
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Splits arguments into records and public arrays."""
-        return self.problem.rows(args, kwargs)
+        rows = self.problem.rows(args, kwargs)
+        mesh = self.settings.mesh
+        return rows._replace(arrays=spread(mesh, rows.arrays), shared=copied(mesh, rows.shared))
 
     def update(
         self, state: SensitiveState, args: tuple[Any, ...], kwargs: dict[str, Any]

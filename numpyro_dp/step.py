@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import Mesh
 
 from numpyro_dp.aggregate import bounded_sum
 from numpyro_dp.core import Estimator, Mechanism, PyTree, Sampler
@@ -109,6 +110,7 @@ def build_step(
     optim: Any,
     inclusion_prob: float,
     microbatch_size: int | str = "auto",
+    mesh: Mesh | None = None,
 ) -> Callable[[SensitiveState, Rows], tuple[SensitiveState, Step]]:
     """Composes prepare, signal, bound, sum, privatise and pull back to one step.
 
@@ -121,6 +123,7 @@ def build_step(
         inclusion_prob: The public probability that a record is in a batch.
         microbatch_size: Rows of the batch that are in memory at a time; see
             :func:`numpyro_dp.aggregate.bounded_sum`.
+        mesh: Devices that share the rows of a batch.
 
     Returns:
         ``(state, rows) -> (state, step)``.
@@ -140,7 +143,7 @@ def build_step(
         (examples, lengths), mask = _take(rows, batch.indices, batch.mask)
         mech = mechanism(state.noise_multiplier, state.mechanism_state)
         live = state.step >= 0  # always, but no compiler knows
-        total = bounded_sum(est, mech, public, examples, mask, lengths, live, microbatch_size)
+        total = bounded_sum(est, mech, public, examples, mask, lengths, live, microbatch_size, mesh)
         noisy, mechanism_state = mech.privatise(noise_key, total, state.mechanism_state)
         released = jax.tree.map(lambda leaf: leaf / inclusion_prob, noisy)
         gradient = est.pull_back(public, released)

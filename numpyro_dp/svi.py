@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax import Array
+from jax.sharding import Mesh
 from numpyro.infer import SVI
 
 from numpyro_dp import _checks
@@ -63,6 +64,9 @@ class DPSVI(Driver):
             step, and changes its result by rounding at most. ``"auto"`` takes so many that what is
             kept of them (gradients, or the factors of those of layers) has about a million numbers.
             Runs side by side need that memory each; losses shown by ``allow_sensitive`` more.
+        mesh: Devices that share the work: each bounds and sums its part of a batch. Records are
+            spread over them where their number is divisible by that of the devices, else copied;
+            arrays that are spread over them already stay, those of several processes too.
         **static_kwargs: Public, constant keywords of model and guide.
 
     Raises:
@@ -115,6 +119,7 @@ class DPSVI(Driver):
         loss_release: LossRelease | None = None,
         allow_sensitive: bool = False,
         microbatch_size: int | str = "auto",
+        mesh: Mesh | None = None,
         **static_kwargs: Any,
     ) -> None:
         _checks.check_callable("model", model)
@@ -134,6 +139,7 @@ class DPSVI(Driver):
             loss_release=loss_release,
             allow_sensitive=allow_sensitive,
             microbatch_size=microbatch_size,
+            mesh=mesh,
         )
         self.model, self.guide, self.static_kwargs = model, guide, static_kwargs
         self._frontend = Frontend(model, guide, svi, static_kwargs, data_plate)

@@ -13,12 +13,11 @@ from jax import Array
 
 from numpyro_dp._checks import check_budget, check_noise, check_rng_keys
 from numpyro_dp.core import PyTree
-from numpyro_dp.ledger import noise_fields, plan_for, report_for
+from numpyro_dp.ledger import noise_fields, plan_for, report_for, secret_of
 from numpyro_dp.model.records import Rows
 from numpyro_dp.privacy.adaptive import AdaptiveClip
 from numpyro_dp.privacy.mechanism import check_clip_norm, is_bounded
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.results import PrivateLosses, SensitiveLosses, Trace
 from numpyro_dp.session import Session
 from numpyro_dp.step import SensitiveState
@@ -87,7 +86,7 @@ def run_sweep(
     """Plans every combination before a record is read, then runs all; see ``DPSVI.sweep``."""
     check_rng_keys(rng_keys)
     settings = _settings(driver, **axes)
-    secret = secret_key() if driver.secret_key is None else driver.secret_key
+    secret = secret_of(driver)
     common = num_steps, args, kwargs, init_params, driver._structure(args, kwargs)
     starts = [driver._init(key, *common) for key in rng_keys]
     session = driver._session(args, kwargs)

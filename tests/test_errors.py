@@ -381,6 +381,7 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no step": (lambda: run(0), V, "num_steps=0 | [1, "),
     "steps no integer": (lambda: run(1e3), T, "num_steps=1000.0 | integer"),
     "steps of the driver": (lambda: driver(num_steps=0), V, "num_steps=0 | >= 1"),
+    "no mesh": (lambda: driver(mesh=jax.devices()), T, "mesh=None | jax.sharding.Mesh | list"),
     "no microbatch": (lambda: driver(microbatch_size=0), V, "microbatch_size=0 | >= 1 | 'auto'"),
     "microbatch no number": (
         lambda: driver(microbatch_size="all"),

@@ -192,7 +192,7 @@ def methods(quick):
                [(math.inf, size, long) for size in (3e-3, 1e-2)]),
         "ADF (PBP)": (filtering, [2 if quick else 40]),
         "EP": (per_record, [(damping, 2_000 if quick else 2_200_000) for damping in (0.02, 0.05)]),
-        "SEP": (plain_sep, [(math.inf, damping, steps) for damping in (0.02, 0.05)]),
+        "SEP": (plain_sep, [(math.inf, damping, steps) for damping in (0.005, 0.02, 0.05)]),
         "SEP clipped": (plain_sep, [(clip, 0.03, steps) for clip in (0.5, 2.0)]),
         "point estimate": (variational(AutoDelta, vanilla(), free), [(math.inf, 1e-2, long)]),
         "DP-SEP": (private_sep, [

@@ -97,6 +97,7 @@ class ChainSettings(NamedTuple):
     secret_key: Any
     accountant: Any
     microbatch_size: int | str = "auto"
+    mesh: Any = None
 
 
 class Resolved(NamedTuple):

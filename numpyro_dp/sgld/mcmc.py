@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 from numpyro.diagnostics import print_summary
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
@@ -18,7 +19,7 @@ from numpyro_dp._validate import check_int
 from numpyro_dp.core import Sampler
 from numpyro_dp.driver import Driver
 from numpyro_dp.estimators.langevin import POINT_SUFFIX, langevin
-from numpyro_dp.ledger import noise_fields, plan_for, spent_by
+from numpyro_dp.ledger import noise_fields, plan_for, secret_of, spent_by
 from numpyro_dp.model.frontend import Frontend, Prepared
 from numpyro_dp.model.separation import UnsupportedModelError
 from numpyro_dp.model.structure import ModelStructure
@@ -28,7 +29,6 @@ from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism import check_clip_norm
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.random import as_secret_key
-from numpyro_dp.privacy.random import secret_key as new_secret_key
 from numpyro_dp.sgld.balance import ChainSettings, Resolved, check_heat, check_settings, resolve
 from numpyro_dp.sgld.kernels import SGLD, as_optimizer
 from numpyro_dp.step import SensitiveState
@@ -60,8 +60,8 @@ class DPMCMC:
         thinning: Every so many steps are kept; divides ``num_samples``.
         clip_norm: Bound on the norm of one record's score: a number, a dict by latent site, or
             ``None``.
-        sampler, budget, noise_multiplier, secret_key, accountant, data_plate, microbatch_size: As
-            for :class:`~numpyro_dp.DPSVI`.
+        sampler, budget, noise_multiplier, secret_key, accountant, data_plate, microbatch_size,
+            mesh: As for :class:`~numpyro_dp.DPSVI`.
         progress_bar: Shows steps and epsilon spent, for one chain.
         **static_kwargs: Public, constant keywords of the model.
 
@@ -111,6 +111,7 @@ class DPMCMC:
         accountant: Accountant | None = None,
         data_plate: str | None = None,
         microbatch_size: int | str = "auto",
+        mesh: Mesh | None = None,
         progress_bar: bool = True,
         **static_kwargs: Any,
     ) -> None:
@@ -123,6 +124,7 @@ class DPMCMC:
             _checks.check_sampler(sampler), budget, _checks.check_noise(noise_multiplier),
             None if secret_key is None else as_secret_key(secret_key),
             _checks.check_accountant(accountant), _checks.check_microbatch_size(microbatch_size),
+            _checks.check_mesh(mesh),
         )  # fmt: skip
         check_settings(self.settings)
         self._progress_bar = progress_bar
@@ -212,6 +214,7 @@ class _Chain(Driver):
             num_steps=None,
             accountant=settings.accountant,
             microbatch_size=settings.microbatch_size,
+            mesh=settings.mesh,
         )
 
     def get_params(self, state: SensitiveState) -> dict[str, Any]:
@@ -222,7 +225,7 @@ class _Chain(Driver):
         """Gives each chain noise and batches of its own."""
         if len(starts) == 1:
             return starts
-        secret = new_secret_key() if self.secret_key is None else self.secret_key
+        secret = secret_of(self)
         plan = plan_for(self, starts[0].setting.num_examples, total)
         own = [jax.random.fold_in(secret, chain) for chain in range(len(starts))]
         fields = [noise_fields(self, each, plan, self.clip_norm) for each in own]

@@ -23,6 +23,7 @@ LEVELS = {
     "contraction": 2,
     "exact_sum": 2,
     "stretches": 2.2,
+    "devices": 2.3,
     "product_sum": 2.4,
     "factored_sum": 2.6,
     "aggregate": 3,

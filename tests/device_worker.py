@@ -1,0 +1,148 @@
+"""What test_devices.py runs in processes of its own: the same runs, on the devices there are."""
+
+import json
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from numpyro.contrib.module import flax_module
+from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
+
+from numpyro_dp import (
+    DPMCMC,
+    DPSVI,
+    SGLD,
+    FixedSize,
+    FullBatch,
+    Permutation,
+    Poisson,
+    PrivacyBudget,
+    aligned,
+    vanilla,
+)
+
+N, DIM = 96, 5
+
+
+def regression(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([DIM]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(nn.tanh(nn.Dense(64)(nn.tanh(nn.Dense(64)(x)))))
+
+
+def network(x, y):
+    net = flax_module("net", Net(), input_shape=(1, DIM))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Categorical(logits=net(x)), obs=y)
+
+
+def records(number):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(number, DIM)).astype(np.float32)
+    return x, (x[:, 0] > 0).astype(np.int32)
+
+
+def driver(model, guide, mesh, sampler, estimator=aligned, **options):
+    options = {"secret_key": 1, "clip_norm": 0.5} | options
+    relation = "replace_one" if isinstance(sampler, FixedSize) else "add_or_remove_one"
+    return DPSVI(
+        model, guide(model), optax.adam(0.05), estimator=estimator(), sampler=sampler,
+        budget=PrivacyBudget(2.0, 1e-5, relation), mesh=mesh, **options,
+    )  # fmt: skip
+
+
+def cases(mesh):
+    """Name -> (driver, number of records)."""
+    normal = AutoDiagonalNormal
+    return {
+        "Poisson": (driver(regression, normal, mesh, Poisson(0.2)), N),
+        "vanilla": (driver(regression, normal, mesh, Poisson(0.2), vanilla), N),
+        "fixed size": (driver(regression, normal, mesh, FixedSize(13)), N),
+        "permutation": (driver(regression, normal, mesh, Permutation(12)), N),
+        "full batch": (driver(regression, normal, mesh, FullBatch()), N),
+        "as products": (driver(network, AutoDelta, mesh, Poisson(0.5), vanilla), N),
+        "microbatches": (
+            driver(network, AutoDelta, mesh, Poisson(0.5), vanilla, microbatch_size=3), N,
+        ),
+        "not divisible": (driver(regression, normal, mesh, Poisson(0.2)), N + 3),
+    }  # fmt: skip
+
+
+def run(svi, data, steps=5):
+    result = svi.run(jax.random.key(0), steps, *data, progress_bar=False)
+    flat = [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(result.params)]
+    return {
+        "params": np.concatenate(flat).tolist(),
+        "epsilon": result.privacy.epsilon,
+        "devices": len(jax.tree.leaves(result.params)[0].sharding.device_set),
+        "secret": str(np.asarray(jax.random.key_data(result.state.secret_key)).tolist()),
+    }
+
+
+def updates(svi, data):
+    """The same steps by a compiled update."""
+    state = svi.init(jax.random.key(0), *data)
+    step = jax.jit(svi.update)
+    for _ in range(5):
+        state, _ = step(state, *data)
+    flat = [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(svi.get_params(state))]
+    return {"params": np.concatenate(flat).tolist(), "epsilon": 0.0, "devices": jax.device_count(),
+            "secret": "updates"}  # fmt: skip
+
+
+def chains(mesh, data):
+    mcmc = DPMCMC(
+        SGLD(regression, None), num_warmup=2, num_samples=4, num_chains=2, clip_norm=0.5,
+        sampler=Poisson(0.2), budget=PrivacyBudget(2.0, 1e-5), secret_key=1, mesh=mesh,
+        progress_bar=False,
+    )  # fmt: skip
+    mcmc.run(jax.random.key(0), *data)
+    samples = mcmc.get_samples()["w"]
+    return {"params": np.asarray(samples).ravel().tolist(), "epsilon": mcmc.privacy.epsilon,
+            "devices": len(samples.sharding.device_set), "secret": "chains"}  # fmt: skip
+
+
+def main():
+    asked, processes = sys.argv[1].split(","), len(sys.argv) > 2
+    if processes:
+        address, rank = sys.argv[2], int(sys.argv[3])
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(address, 2, rank)
+    mesh = None
+    if jax.device_count() > 1:
+        mesh = jax.make_mesh((jax.device_count(),), ("records",))
+    found = {}
+    for name, (svi, number) in cases(mesh).items():
+        if name not in asked:
+            continue
+        data = records(number)
+        if processes and number % 4 == 0:  # each process holds its own half
+            half = slice(rank * number // 2, (rank + 1) * number // 2)
+            where = NamedSharding(mesh, PartitionSpec("records"))
+            data = [jax.make_array_from_process_local_data(where, array[half]) for array in data]
+        found[name] = run(svi, data)
+    if "updates" in asked:
+        svi = driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2), num_steps=5)
+        found["updates"] = updates(svi, tuple(map(jnp.asarray, records(N))))
+    if "chains" in asked:
+        found["chains"] = chains(mesh, records(N))
+    if "fresh keys" in asked:
+        svi = driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2), secret_key=None)
+        found["fresh keys"] = run(svi, records(N))
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

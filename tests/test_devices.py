@@ -1,0 +1,80 @@
+"""Many devices give what one gives: eight in one process, and two processes with two each."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+WORKER = pathlib.Path(__file__).parent / "device_worker.py"
+
+
+def environment(devices):
+    clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return clean | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+
+
+def start(devices, *arguments):
+    return subprocess.Popen(
+        [sys.executable, str(WORKER), *map(str, arguments)],
+        env=environment(devices), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def answer(process):
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, err[-4000:]
+    return json.loads(out.splitlines()[-1])
+
+
+def answers(processes):
+    with ThreadPoolExecutor() as pool:  # none may wait for another to be read
+        return list(pool.map(answer, processes))
+
+
+def by_two_processes(cases):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    both = [start(2, cases, f"127.0.0.1:{port}", rank) for rank in (0, 1)]
+    return answers(both)
+
+
+def assert_same(one, other):
+    """To rounding; noise, batches and what was spent are the same."""
+    assert one.keys() == other.keys()
+    for case in one:
+        assert one[case]["epsilon"] == other[case]["epsilon"]
+        assert one[case]["secret"] == other[case]["secret"]
+        np.testing.assert_allclose(
+            one[case]["params"], other[case]["params"], rtol=2e-5, atol=2e-6, err_msg=case
+        )
+
+
+CASES = [
+    pytest.param("Poisson,as products", marks=pytest.mark.slow),
+    pytest.param(
+        "vanilla,fixed size,permutation,full batch,microbatches,not divisible,updates,chains",
+        marks=[pytest.mark.slow, pytest.mark.extended],
+    ),
+]
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_devices_and_processes_give_what_one_device_gives(cases):
+    """Eight devices in a process, and two processes that hold half of the records each."""
+    alone, eight = answers([start(1, cases), start(8, cases)])
+    assert_same(alone, eight)
+    assert all(case["devices"] == 8 for case in eight.values())
+    one, other = by_two_processes(cases + ",fresh keys")
+    assert_same(one, other)  # without a secret key they agree on one
+    fresh = one.pop("fresh keys")
+    assert fresh["secret"] != alone.get("Poisson", fresh | {"secret": ""})["secret"]
+    assert_same(alone, one)
+    assert all(case["devices"] == 4 for case in one.values())
