@@ -187,6 +187,7 @@ class Driver(abc.ABC):
         init_params: dict[str, Any] | None = None,
         trace_size: int | None = None,
         fold: Fold | None = None,
+        stream: bool = False,
         **kwargs: Any,
     ) -> RunResult:
         """Runs ``num_steps`` private steps in one compiled loop.
@@ -203,6 +204,9 @@ class Driver(abc.ABC):
             trace_size: At most so many iterates are kept, evenly spaced; by default 1000, or
                 fewer where they would hold more than 10 million numbers.
             fold: Reads the iterate after every step, for ``result.folded``; it starts anew here.
+            stream: Leaves the records on the host: NumPy arrays, memory maps of files, columns of
+                Arrow tables. Batches are fetched ahead of the steps; they, the result and what it
+                spends are the same. For data sets larger than the device's memory.
             **kwargs: Keyword arguments of the model (and guide).
 
         Returns:
@@ -230,7 +234,7 @@ class Driver(abc.ABC):
             state = state._replace(setting=setting)
         report = spent_by(self, state, int(state.step) + num_steps)
         _checks.check_fold(fold, lambda: self.get_params(state), num_steps)
-        rows = session.rows(args, kwargs)
+        rows = (session.host_rows if stream else session.rows)(args, kwargs)
         state, losses, trace, folded = session.run(
             state, rows, num_steps, trace_size, progress_bar, report, fold
         )

@@ -20,6 +20,7 @@ __all__ = [
     "SensitiveValueError",
     "Trace",
     "progress_chunks",
+    "progress_ranges",
 ]
 
 
@@ -122,6 +123,12 @@ class RunResult(_RunResult):
         return f"RunResult(params of {sorted(self.params)}, {self.trace!r}, {self.privacy})"
 
 
+def progress_ranges(num_slots: int) -> list[tuple[int, int]]:
+    """Returns ``(first_slot, count)`` of each chunk of :func:`progress_chunks`."""
+    chunk = max(1, num_slots // 25)
+    return [(at, min(chunk, num_slots - at)) for at in range(0, num_slots, chunk)]
+
+
 def progress_chunks(
     num_slots: int, stride: int, done: int, plan: Plan, total_epsilon: float
 ) -> Iterator[tuple[int, int]]:
@@ -139,11 +146,9 @@ def progress_chunks(
     """
     from tqdm.auto import tqdm  # as in NumPyro; slow to import, so only for those who watch
 
-    chunk = max(1, num_slots // 25)
     start, spent, cost = time.perf_counter(), 0.0, 0.1  # seconds: so far, of the next bound
     with tqdm(total=num_slots * stride, unit="step") as bar:
-        for first in range(0, num_slots, chunk):
-            count = min(chunk, num_slots - first)
+        for first, count in progress_ranges(num_slots):
             yield first, count
             finished = (first + count) * stride
             now = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -12,12 +13,12 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp._tree import shapes_of
-from numpyro_dp.core import Estimator, Fold, Mechanism, PyTree, Sampler
+from numpyro_dp.core import Batch, Estimator, Fold, Mechanism, PyTree, Sampler
 from numpyro_dp.devices import copied, spread
 from numpyro_dp.estimators.loss import LOSS_ENTRY, with_loss
 from numpyro_dp.factored_sum import record_lengths
 from numpyro_dp.model.frontend import Prepared
-from numpyro_dp.model.records import Rows
+from numpyro_dp.model.records import Rows, split_arguments
 from numpyro_dp.model.separation import UnsupportedModelError
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.privacy.mechanism import (
@@ -28,8 +29,15 @@ from numpyro_dp.privacy.mechanism import (
     is_bounded,
 )
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.results import PrivateLosses, SensitiveLosses, Trace, progress_chunks
+from numpyro_dp.results import (
+    PrivateLosses,
+    SensitiveLosses,
+    Trace,
+    progress_chunks,
+    progress_ranges,
+)
 from numpyro_dp.step import RunSetting, SensitiveState, Step, build_loop, build_step
+from numpyro_dp.streaming import Fetched, HostRows, StreamedLoop, drawn_size
 
 __all__ = ["LossRelease", "Session", "with_loss_norm"]
 
@@ -87,17 +95,23 @@ class Session:
         self.inclusion_prob = settings.sampler.inclusion_prob(self.num_examples)
         self._batch_size = self.inclusion_prob * self.num_examples
         self._clip_norm = with_loss_norm(settings.clip_norm, settings.loss_release)
+        self._build(settings.sampler.next)
+        params = settings.optim.get_params(prepared.optim_state)
+        self.param_shapes = shapes_of(params)
+        self._check_signal(params)
+
+    def _build(self, draw: Callable[[PyTree], tuple[Batch, PyTree]]) -> None:
+        """Sets the functions of a step, with batches that this function draws."""
+        settings = self.settings
         self._step = build_step(
-            self._estimator, self._mechanism, settings.sampler, settings.optim,
+            self._estimator, self._mechanism, draw, settings.optim,
             self.inclusion_prob, settings.microbatch_size, settings.mesh,
         )  # fmt: skip
         self._update = jax.jit(self._guarded_step)
         self._loop = build_loop(self._step_and_value, self._kept, self._measure)
         self._folding_loops: dict[Callable[..., PyTree], Callable[..., Any]] = {}
         self._loop_many = jax.jit(jax.vmap(self._loop, in_axes=(0, 0, None, None, None, None)))
-        params = settings.optim.get_params(prepared.optim_state)
-        self.param_shapes = shapes_of(params)
-        self._check_signal(params)
+        self._streams: dict[int, Session] = {}  # the same for batches of a size that were fetched
 
     def setting(self, reproducible: bool) -> RunSetting:
         """What all steps of a run have in common, for a state that starts here."""
@@ -156,7 +170,7 @@ class Session:
     def run(
         self,
         state: SensitiveState,
-        rows: Rows,
+        rows: Rows | HostRows,
         num_steps: int,
         trace_size: int | None,
         progress_bar: bool,
@@ -166,12 +180,19 @@ class Session:
         """Runs steps; returns the state, the losses, the thinned trace and the fold's result."""
         buffer, stride, slots, rest = self._slots(state, num_steps, trace_size)
         done = int(state.step)
-        loop, carry = self._loop, state
+        ranges = progress_ranges(slots) if progress_bar else [(0, slots)]
+        loop, carry = self._loop_for(fold), state
         if fold is not None:
-            loop, carry = self._folding_loop(fold.update), (state, self._start(fold, state))
+            carry = (state, self._start(fold, state))
+        if isinstance(rows, HostRows):
+            calls = [(0, 1, rest)] * (rest > 0) + [(*some, stride) for some in ranges]
+            stream = self._streamed(state)
+            loop = StreamedLoop(
+                stream._loop_for(fold), self.settings.sampler, state.sampler_state, rows, calls
+            )
         if rest:  # first the steps that do not fill a slot, so that the last iterate is kept
             carry, buffer = loop(carry, buffer, rows, *_ints(0, 1, rest))
-        chunks = [(0, slots)]
+        chunks = ranges
         if progress_bar:
             chunks = progress_chunks(slots, stride, done + rest, report.plan, report.epsilon)
         for first, count in chunks:
@@ -204,6 +225,23 @@ class Session:
         params = constrain(jax.vmap(self.settings.optim.get_params)(states.optim_state))
         trace = Trace(steps, jax.vmap(constrain)(iterates), norms)
         return states, params, trace, self._losses(steps, values)
+
+    def host_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HostRows:
+        """The same arguments, with the records left where they are."""
+        layout, arrays, shared = split_arguments(args, kwargs, self.num_examples)
+        numbered = getattr(self.problem, "numbered", False)
+        return HostRows(arrays, shared, layout.num_examples, numbered)
+
+    def _streamed(self, state: SensitiveState) -> Session:
+        """This session for batches that were fetched."""
+        size = drawn_size(self.settings.sampler, state.sampler_state)
+        if size not in self._streams:
+            self._streams[size] = copy.copy(self)
+            self._streams[size]._build(Fetched(size).next)
+        return self._streams[size]
+
+    def _loop_for(self, fold: Fold | None) -> Callable[..., Any]:
+        return self._loop if fold is None else self._folding_loop(fold.update)
 
     def _folding_loop(self, update: Callable[..., PyTree]) -> Callable[..., Any]:
         """The loop that also updates a fold after every step, compiled once for each update."""

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 
 from numpyro_dp.aggregate import bounded_sum
-from numpyro_dp.core import Estimator, Mechanism, PyTree, Sampler
+from numpyro_dp.core import Batch, Estimator, Mechanism, PyTree
 from numpyro_dp.model.records import Rows
 
 __all__ = ["RunSetting", "SensitiveState", "Step", "build_loop", "build_step"]
@@ -106,7 +106,7 @@ class Step(NamedTuple):
 def build_step(
     estimator: Callable[[tuple[Array, ...], PyTree, Array], Estimator],
     mechanism: Callable[[Array, PyTree], Mechanism],
-    sampler: Sampler,
+    draw: Callable[[PyTree], tuple[Batch, PyTree]],
     optim: Any,
     inclusion_prob: float,
     microbatch_size: int | str = "auto",
@@ -118,7 +118,7 @@ def build_step(
         estimator: (public arrays of the model's arguments, mechanism state, noise multiplier) ->
             estimator.
         mechanism: (noise multiplier, mechanism state) -> mechanism.
-        sampler: Draws the batch.
+        draw: ``next`` of a sampler.
         optim: An optimiser with NumPyro's ``get_params`` and ``update``.
         inclusion_prob: The public probability that a record is in a batch.
         microbatch_size: Rows of the batch that are in memory at a time; see
@@ -139,7 +139,7 @@ def build_step(
         params = optim.get_params(state.optim_state)
         est = estimator(rows.shared, state.mechanism_state, state.noise_multiplier)
         public = est.prepare(step_key, params)
-        batch, sampler_state = sampler.next(state.sampler_state)
+        batch, sampler_state = draw(state.sampler_state)
         (examples, lengths), mask = _take(rows, batch.indices, batch.mask)
         mech = mechanism(state.noise_multiplier, state.mechanism_state)
         live = state.step >= 0  # always, but no compiler knows

@@ -72,7 +72,7 @@ class Layout(NamedTuple):
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Splits call arguments into records and public arrays."""
         _, arrays, shared = split_arguments(args, kwargs, self.num_examples)
-        return Rows(arrays, shared)
+        return Rows(tuple(map(jnp.asarray, arrays)), shared)
 
     def blank(self) -> tuple[Array, ...]:
         """Returns zeros in the place of a record."""
@@ -145,7 +145,7 @@ def check_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def split_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], num_examples: int
-) -> tuple[Layout, tuple[Array, ...], tuple[Array, ...]]:
+) -> tuple[Layout, tuple[Any, ...], tuple[Array, ...]]:
     """Splits arguments into records and public values.
 
     Args:
@@ -154,7 +154,8 @@ def split_arguments(
         num_examples: Full size of the data plate.
 
     Returns:
-        The layout, the record arrays (first axis ``num_examples``) and the shared arrays.
+        The layout, the record arrays (first axis ``num_examples``), as they were given, and the
+        shared arrays.
 
     Raises:
         ValueError: If no array has a row for each record, or if one has its records along
@@ -168,7 +169,7 @@ def split_arguments(
             constants.append(leaf)
         elif np.ndim(leaf) and np.shape(leaf)[0] == num_examples:
             kinds += "r"
-            rows.append(jnp.asarray(leaf))
+            rows.append(leaf)
         elif num_examples > 1 and num_examples in np.shape(leaf):
             raise ValueError(
                 f"Expected records along the first axis, got argument {_path_name(path)} of shape "
@@ -193,7 +194,9 @@ def split_arguments(
             f"{found}. Pass the whole data set (batches are drawn inside), and let the plate's "
             "size be its number of rows."
         )
-    shapes = tuple((leaf.shape[1:], leaf.dtype.name) for leaf in rows)
+    shapes = tuple(
+        (np.shape(leaf)[1:], jax.dtypes.canonicalize_dtype(leaf.dtype).name) for leaf in rows
+    )
     layout = Layout(treedef, kinds, tuple(constants), shapes, num_examples)
     _check_hashable(layout)
     return layout, tuple(rows), tuple(shared)
