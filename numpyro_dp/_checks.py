@@ -155,6 +155,12 @@ def check_mesh(mesh: Any) -> Mesh | None:
     if mesh is None:
         return None
     if isinstance(mesh, Mesh):
+        present = {device.process_index for device in mesh.devices.flat}
+        if mesh.is_multi_process and len(present) < jax.process_count():
+            raise ValueError(
+                f"Expected devices of one process or of all {jax.process_count()} in mesh, got "
+                f"those of {sorted(present)}."
+            )
         return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
     raise TypeError(
         f"Expected mesh=None or a jax.sharding.Mesh, got {type(mesh).__name__}. "

@@ -13,19 +13,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh
 from jaxtyping import Bool
 
 from numpyro_dp._tree import pinned, select, squared_norm, widen
 from numpyro_dp.core import Estimator, Mechanism, PyTree
-from numpyro_dp.devices import over_devices
 from numpyro_dp.exact_sum import finished, partial_sum
 from numpyro_dp.factored_sum import factored_sum
 from numpyro_dp.stretches import (
+    WHOLE,
+    Shards,
     extra_sums,
     first_of,
     margin_of,
     norm_of,
+    over_stretches,
     rows_of,
     suitable_rows,
 )
@@ -42,7 +43,7 @@ def bounded_sum(
     lengths: tuple[Array, ...] = (),
     live: Array | None = None,
     rows: int | str = "auto",
-    mesh: Mesh | None = None,
+    shards: Shards = WHOLE,
 ) -> dict[str, Any]:
     """Returns the sum of the bounded signals of a batch.
 
@@ -57,7 +58,7 @@ def bounded_sum(
             whether any entry counts, if ``None``.
         rows: Rows of the batch that are in memory at a time; with ``"auto"``, so many that what is
             kept of them has about a million numbers.
-        mesh: Devices that share the rows; see :mod:`numpyro_dp.devices`.
+        shards: What part of the batch these rows are, where devices share it.
 
     Returns:
         A dict like the signal, in float32 or wider, with the entries of ``mechanism.extras``.
@@ -70,8 +71,8 @@ def bounded_sum(
     live = jnp.any(mask) if live is None else live
     if estimator.factored is None:
         one_by_one = bounded_sum_by_definition
-        return one_by_one(estimator, mechanism, public, examples, mask, live, rows, mesh)
-    return factored_sum(estimator, mechanism, public, examples, mask, lengths, live, rows, mesh)
+        return one_by_one(estimator, mechanism, public, examples, mask, live, rows, shards)
+    return factored_sum(estimator, mechanism, public, examples, mask, lengths, live, rows, shards)
 
 
 def bounded_sum_by_definition(
@@ -82,11 +83,11 @@ def bounded_sum_by_definition(
     mask: Bool[Array, " batch"],
     live: Array | None = None,
     rows: int | str = "auto",
-    mesh: Mesh | None = None,
+    shards: Shards = WHOLE,
 ) -> dict[str, Any]:
     """The same sum, signal by signal, by stretches of rows: the whole batch is never in memory."""
     live = jnp.any(mask) if live is None else live
-    batch = mask.size
+    batch = mask.size * shards.number
     struct = jax.eval_shape(estimator.signal, public, first_of(examples))
     like, names = jax.eval_shape(widen, struct), tuple(struct)
     margin = margin_of(struct, batch)
@@ -105,8 +106,8 @@ def bounded_sum_by_definition(
         return sums, squares
 
     few = suitable_rows(struct) if rows == "auto" else rows
-    sums, squares = over_devices(of_rows, examples, mask, few, mesh)
-    total = extra_sums(mechanism, names, squares, margin, mask)
+    sums, squares = over_stretches(of_rows, examples, mask, few, shards)
+    total = extra_sums(mechanism, names, squares, margin, mask, shards)
     for members, found in zip(blocks, sums, strict=True):
         total |= finished(found, select(like, members), norms[members], batch)
     return total

@@ -2,16 +2,17 @@ r"""Many devices: rows of a batch are spread over a mesh, each device bounds and
 
 The sums that devices add up are integers (:mod:`numpyro_dp.exact_sum`), so that their number and
 order change nothing; sums that are products of matrices (:mod:`numpyro_dp.product_sum`) are
-gathered and added with their rounding errors carried along. Batches are drawn, noise is added and
-the optimiser runs on every device alike, from the same keys: what a run returns is that of one
-device, but for rounding inside a record's own gradient.
+gathered and added with their rounding errors carried along. Batches are drawn, noise is added once
+and the optimiser runs on every device alike, from the same keys: what a run returns is that of one
+device, but for rounding inside a record's own gradient. The rows of a batch travel to the devices
+that sum them, those of other processes too.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,53 +22,43 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from numpyro_dp.core import PyTree
-from numpyro_dp.stretches import Compensated, over_stretches
+from numpyro_dp.stretches import WHOLE, Shards
 
-__all__ = ["agreed", "copied", "over_devices", "spread"]
+__all__ = ["agreed", "copied", "on_devices", "spread"]
 
 
-def over_devices(
-    of_rows: Callable[[PyTree, Array], tuple[PyTree, PyTree]],
-    examples: PyTree,
-    mask: Array,
-    rows: int,
-    mesh: Mesh | None,
-) -> tuple[PyTree, PyTree]:
-    """As :func:`numpyro_dp.stretches.over_stretches`, each device of a mesh for its own rows."""
+def on_devices(
+    step: Callable[[PyTree, PyTree, Array, Shards], PyTree], mesh: Mesh | None
+) -> Callable[[PyTree, PyTree, Array], PyTree]:
+    """Runs a step on all devices: each has its part of the batch, and all of the rest.
+
+    Args:
+        step: ``(rest, batch, mask, shards) -> result``; what depends on the batch is to be added up
+            by ``shards`` first, so that the result is the same everywhere.
+        mesh: The devices; only this one, if ``None``.
+
+    Returns:
+        ``(rest, batch, mask) -> result``.
+    """
     if mesh is None:
-        return over_stretches(of_rows, examples, mask, rows)
-    batch = mask.size
-    missing = -batch % mesh.size
-    if missing:  # rows that do not count
-        examples, mask = jax.tree.map(
-            lambda leaf: jnp.pad(leaf, ((0, missing), *((0, 0),) * (leaf.ndim - 1))),
-            (examples, mask),
-        )
-    names = mesh.axis_names
-
-    def own(examples: PyTree, mask: Array) -> tuple[PyTree, PyTree]:
-        sums, of_each = over_stretches(of_rows, examples, mask, rows)
-        added = functools.partial(_added, names=names, number=mesh.size)
-        return jax.tree.map(added, sums, is_leaf=_is_compensated), of_each
-
-    each, all_ = PartitionSpec(names), PartitionSpec()
+        return functools.partial(step, shards=WHOLE)
+    shards = Shards(mesh.size, mesh.axis_names)
+    each, all_ = PartitionSpec(mesh.axis_names), PartitionSpec()
     mapped = jax.shard_map(
-        own, mesh=mesh, in_specs=(each, each), out_specs=(all_, each), check_vma=False
-    )
-    sums, of_each = mapped(examples, mask)
-    return sums, jax.tree.map(lambda leaf: leaf[:batch], of_each)
+        functools.partial(step, shards=shards),
+        mesh=mesh, in_specs=(all_, each, each), out_specs=all_, check_vma=False,
+    )  # fmt: skip
 
+    def run(rest: PyTree, batch: PyTree, mask: Array) -> PyTree:
+        missing = -mask.size % mesh.size
+        if missing:  # rows that do not count
+            batch, mask = jax.tree.map(
+                lambda leaf: jnp.pad(leaf, ((0, missing), *((0, 0),) * (leaf.ndim - 1))),
+                (batch, mask),
+            )
+        return mapped(rest, batch, mask)
 
-def _added(found: Any, names: tuple[str, ...], number: int) -> Any:
-    if not _is_compensated(found):
-        return lax.psum(found, names)
-    parts = jax.tree.map(lambda leaf: lax.all_gather(leaf, names), found)
-    each = [jax.tree.map(lambda leaf, at=at: leaf[at], parts) for at in range(number)]
-    return functools.reduce(Compensated.add, each)
-
-
-def _is_compensated(leaf: Any) -> bool:
-    return isinstance(leaf, Compensated)
+    return run
 
 
 def spread(mesh: Mesh | None, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -82,7 +73,9 @@ def spread(mesh: Mesh | None, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
 
 def copied(mesh: Mesh | None, tree: PyTree) -> PyTree:
     """Places what all devices have alike."""
-    return tree if mesh is None else jax.tree.map(lambda leaf: _placed(leaf, mesh, False), tree)
+    if mesh is None:
+        return tree
+    return jax.tree.map(lambda x: _placed(x, mesh, False) if isinstance(x, jax.Array) else x, tree)
 
 
 def _placed(array: Array, mesh: Mesh, divided: bool) -> Array:
@@ -91,16 +84,32 @@ def _placed(array: Array, mesh: Mesh, divided: bool) -> Array:
         return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
     known = array.sharding
     if isinstance(known, NamedSharding) and known.device_set == set(mesh.devices.flat):
-        return jax.device_put(array, NamedSharding(mesh, known.spec))
+        if known.mesh.axis_names == mesh.axis_names and known.mesh.shape == mesh.shape:
+            spec = known.spec
+        return jax.device_put(array, NamedSharding(mesh, spec))
     if not mesh.is_multi_process:
         return jax.device_put(array, NamedSharding(mesh, spec))
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         data = _placed(jax.random.key_data(array), mesh, divided)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     whole = np.asarray(array)  # every process has all of it
+    _check_same(whole)
     return jax.make_array_from_callback(
         whole.shape, NamedSharding(mesh, spec), lambda index: whole[index]
     )
+
+
+def _check_same(array: np.ndarray) -> None:
+    """Raises unless all processes have the same array."""
+    text = f"{array.shape} {array.dtype}".encode() + np.ascontiguousarray(array).tobytes()
+    digest = np.frombuffer(hashlib.sha256(text).digest(), np.int32)
+    all_ = np.asarray(multihost_utils.process_allgather(digest))
+    if (all_ != all_[0]).any():
+        raise ValueError(
+            f"Expected an array that is the same in all processes, got different ones of shape "
+            f"{array.shape}. Where each process holds rows of its own, put them together with "
+            "jax.make_array_from_process_local_data; give all the same rng_key and parameters."
+        )
 
 
 def agreed(mesh: Mesh | None, secret: Array) -> Array:

@@ -160,6 +160,7 @@ class Driver(abc.ABC):
         self._check_fits(svi_state, session, ("budget", "sensitive"))
         if not isinstance(svi_state.step, jax.core.Tracer):
             _checks.check_not_spent(svi_state)
+            svi_state = copied(self.mesh, svi_state)
         return session.update(svi_state, args, kwargs)
 
     def privacy(self, svi_state: SensitiveState) -> PrivacyReport:
@@ -225,7 +226,7 @@ class Driver(abc.ABC):
             state = self._init(rng_key, covered, args, kwargs, init_params)
         else:
             _checks.check_state(init_state)
-            state = init_state
+            state = copied(self.mesh, init_state)
         session = self._session(args, kwargs)
         self._check_fits(state, session)
         _checks.check_steps_fit(state, num_steps)

@@ -47,7 +47,13 @@ class _Grid(NamedTuple):
     magic: float
 
 
-def exact_sum(terms: Callable[[slice], Any], weights: Array, norm: Any) -> Any:
+def exact_sum(
+    terms: Callable[[slice], Any],
+    weights: Array,
+    norm: Any,
+    parts: int = 1,
+    add: Callable[[Any], Any] = lambda part: part,
+) -> Any:
     """Returns the weighted sum of terms, one for each record.
 
     Args:
@@ -55,6 +61,8 @@ def exact_sum(terms: Callable[[slice], Any], weights: Array, norm: Any) -> Any:
         weights: Of each row, shape (batch,). Where it is 0, the term does not count, finite or not.
         norm: The clip norm, which no weighted term exceeds but by rounding; ``None`` where nothing
             is clipped: a plain sum, and nothing is private.
+        parts: Number of parts of the batch, of which this is one, all of the same size.
+        add: Adds up the sums of all parts.
 
     Returns:
         A tree like the terms, in float32 or wider, without the leading axis.
@@ -64,7 +72,8 @@ def exact_sum(terms: Callable[[slice], Any], weights: Array, norm: Any) -> Any:
         to the grid, and by the rounding of the finished sum.
     """
     like = jax.eval_shape(lambda: widen(terms(slice(0, 1))))
-    return finished(partial_sum(terms, weights, norm, weights.size), like, norm, weights.size)
+    count = parts * weights.size
+    return finished(add(partial_sum(terms, weights, norm, count)), like, norm, count)
 
 
 def partial_sum(terms: Callable[[slice], Any], weights: Array, norm: Any, count: int) -> Any:

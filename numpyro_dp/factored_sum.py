@@ -18,13 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh
 from jaxtyping import Bool
 
 from numpyro_dp._tree import pinned, squared_norm, widen
 from numpyro_dp.contraction import Contraction, Split, split_scalar
 from numpyro_dp.core import Estimator, FactoredSignal, Mechanism, PyTree
-from numpyro_dp.devices import over_devices
 from numpyro_dp.exact_sum import finished, partial_sum
 from numpyro_dp.product_sum import (
     is_worthwhile,
@@ -33,12 +31,15 @@ from numpyro_dp.product_sum import (
     product_sum,
 )
 from numpyro_dp.stretches import (
+    WHOLE,
     Compensated,
+    Shards,
     coarsest,
     extra_sums,
     first_of,
     margin_of,
     norm_of,
+    over_stretches,
     rows_of,
     suitable_rows,
 )
@@ -79,18 +80,20 @@ def factored_sum(
     lengths: tuple[Array, ...],
     live: Array,
     rows: int | str = "auto",
-    mesh: Mesh | None = None,
+    shards: Shards = WHOLE,
 ) -> dict[str, Any]:
     """The sum of :func:`numpyro_dp.aggregate.bounded_sum`, ``rows`` of the batch at a time."""
     factored: FactoredSignal = estimator.factored
     split, leaves, treedef = _split(factored, public, examples)
     struct = jax.eval_shape(estimator.signal, public, first_of(examples))
-    names, total_rows = tuple(struct), mask.size
+    names, total_rows = tuple(struct), mask.size * shards.number
     blocks = mechanism.blocks(names)
     norms = [norm_of(mechanism, names, at) for at in range(len(blocks))]
     shapes = jax.eval_shape(lambda rows: _gradient_parts(split, leaves, rows), examples)
     coarse = coarsest(jax.tree.leaves((shapes, struct, leaves, _record_factors(split, examples))))
-    chosen = _as_products(split, leaves, shapes, examples, coarse) if factored.selects else {}
+    chosen: dict[int, int] = {}
+    if factored.selects:
+        chosen = _as_products(split, leaves, shapes, examples, coarse, total_rows)
     error = product_error(total_rows, coarse) if chosen else 0.0
     longest = longest_product(total_rows, coarse)
     margin = 1 / (1 / margin_of(struct, total_rows, coarse) + error)
@@ -121,8 +124,8 @@ def factored_sum(
         return sums, squares
 
     few = suitable_rows(first_of(shapes)) if rows == "auto" else rows
-    sums, squares = over_devices(of_rows, (examples, lengths), mask, few, mesh)
-    total = extra_sums(mechanism, names, squares, margin, mask)
+    sums, squares = over_stretches(of_rows, (examples, lengths), mask, few, shards)
+    total = extra_sums(mechanism, names, squares, margin, mask, shards)
     for plan, members, norm, found in zip(plans, blocks, norms, sums, strict=True):
         summed = _placed(plan, found, norm, total_rows)
         total |= widen(factored.expand(public, summed, members))
@@ -207,7 +210,7 @@ def _record_factors(split: Split, examples: PyTree) -> list[Any]:
 
 
 def _as_products(
-    split: Split, leaves: list[Array], shapes: Any, examples: PyTree, coarse: Any
+    split: Split, leaves: list[Array], shapes: Any, examples: PyTree, coarse: Any, batch: int
 ) -> dict[int, int]:
     """Leaves that are summed as products of matrices -> numbers of their contractions."""
     at_products, _, factors = shapes
@@ -220,7 +223,7 @@ def _as_products(
         if factor is None:
             factor = jax.eval_shape(lambda rows, c=c: _own_factors(c, rows), examples)
         sizes = leaves[c.leaf].shape, slopes.shape[1:], factor.shape[1:]
-        if is_worthwhile(slopes.shape[0], coarse, *sizes):
+        if is_worthwhile(batch, coarse, *sizes):
             found[c.leaf] = number
     return found
 

@@ -17,7 +17,9 @@ from jax.sharding import Mesh
 
 from numpyro_dp.aggregate import bounded_sum
 from numpyro_dp.core import Batch, Estimator, Mechanism, PyTree
+from numpyro_dp.devices import copied, on_devices
 from numpyro_dp.model.records import Rows
+from numpyro_dp.stretches import Shards
 
 __all__ = ["RunSetting", "SensitiveState", "Step", "build_loop", "build_step"]
 
@@ -133,17 +135,18 @@ def build_step(
         flow and keys do not depend on them. The divisor is public.
     """
 
-    def step(state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Step]:
+    def on_batch(rest: PyTree, batch: PyTree, mask: Array, shards: Shards) -> tuple[PyTree, ...]:
+        (state, shared), (examples, lengths) = rest, batch
         rng_key, step_key = jax.random.split(state.rng_key)
         secret_key, noise_key = jax.random.split(state.secret_key)
         params = optim.get_params(state.optim_state)
-        est = estimator(rows.shared, state.mechanism_state, state.noise_multiplier)
+        est = estimator(shared, state.mechanism_state, state.noise_multiplier)
         public = est.prepare(step_key, params)
-        batch, sampler_state = draw(state.sampler_state)
-        (examples, lengths), mask = _take(rows, batch.indices, batch.mask)
         mech = mechanism(state.noise_multiplier, state.mechanism_state)
         live = state.step >= 0  # always, but no compiler knows
-        total = bounded_sum(est, mech, public, examples, mask, lengths, live, microbatch_size, mesh)
+        total = bounded_sum(
+            est, mech, public, examples, mask, lengths, live, microbatch_size, shards
+        )
         noisy, mechanism_state = mech.privatise(noise_key, total, state.mechanism_state)
         released = jax.tree.map(lambda leaf: leaf / inclusion_prob, noisy)
         gradient = est.pull_back(public, released)
@@ -151,11 +154,19 @@ def build_step(
             optim_state=_optimise(optim, gradient, state.optim_state),
             rng_key=rng_key,
             secret_key=secret_key,
-            sampler_state=sampler_state,
             mechanism_state=mechanism_state,
             step=state.step + 1,
         )
-        return state, Step(params, step_key, released, examples, mask)
+        return state, params, step_key, released
+
+    everywhere = on_devices(on_batch, mesh)
+
+    def step(state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Step]:
+        batch, sampler_state = draw(state.sampler_state)
+        batch, sampler_state = copied(mesh, (batch, sampler_state))
+        (examples, lengths), mask = _take(rows, batch.indices, batch.mask)
+        state, *found = everywhere((state, rows.shared), (examples, lengths), mask)
+        return state._replace(sampler_state=sampler_state), Step(*found, examples, mask)
 
     return step
 

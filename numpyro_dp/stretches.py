@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +17,9 @@ from numpyro_dp.core import Mechanism, PyTree
 from numpyro_dp.exact_sum import clip_margin, exact_sum
 
 __all__ = [
+    "WHOLE",
     "Compensated",
+    "Shards",
     "coarsest",
     "extra_sums",
     "first_of",
@@ -45,16 +48,56 @@ class Compensated(NamedTuple):
         return Compensated(grown, self.lost + other.lost + error)
 
 
+class Shards(NamedTuple):
+    """How many parts of the same size a batch has, each on a device of its own.
+
+    Attributes:
+        number: Of parts.
+        names: Axes of the mesh, inside ``jax.shard_map``.
+    """
+
+    number: int = 1
+    names: tuple[str, ...] = ()
+
+    def add(self, tree: PyTree) -> PyTree:
+        """Adds up what every device has: integers exactly, others with their rounding errors."""
+        if self.names:
+            return jax.tree.map(self._added, tree, is_leaf=_is_compensated)
+        return tree
+
+    def _added(self, found: Any) -> Any:
+        if not _is_compensated(found):
+            return lax.psum(found, self.names)
+        parts = jax.tree.map(lambda leaf: lax.all_gather(leaf, self.names), found)
+        each = [jax.tree.map(lambda leaf, at=at: leaf[at], parts) for at in range(self.number)]
+        return functools.reduce(Compensated.add, each)
+
+
+WHOLE = Shards()
+
+
 def over_stretches(
     of_rows: Callable[[PyTree, Array], tuple[PyTree, PyTree]],
     examples: PyTree,
     mask: Array,
     rows: int,
+    shards: Shards = WHOLE,
 ) -> tuple[PyTree, PyTree]:
     """Adds up the sums that a function finds for stretches of rows; keeps what it has of each row.
 
-    The last stretch ends with the last row; rows of it that the one before had do not count.
+    The last stretch ends with the last row; rows of it that the one before had do not count. Sums
+    are those of all devices, what is kept is of this one.
     """
+    total, of_each = _over_stretches(of_rows, examples, mask, rows)
+    return shards.add(total), of_each
+
+
+def _over_stretches(
+    of_rows: Callable[[PyTree, Array], tuple[PyTree, PyTree]],
+    examples: PyTree,
+    mask: Array,
+    rows: int,
+) -> tuple[PyTree, PyTree]:
     batch = mask.size
     if batch <= rows:
         return of_rows(examples, mask)
@@ -124,6 +167,7 @@ def extra_sums(
     squares: tuple[Array, ...],
     margin: float,
     mask: Bool[Array, " batch"],
+    shards: Shards = WHOLE,
 ) -> dict[str, Any]:
     """Sums of what the mechanism adds to the signals; each number is rounded to a grid too."""
     if mechanism.extras is None:
@@ -131,7 +175,7 @@ def extra_sums(
     weights = mask.astype(squares[0].dtype)
     found = mechanism.extras(names, squares, margin)
     return {
-        entry: exact_sum(rows_of(numbers), weights, norm)
+        entry: exact_sum(rows_of(numbers), weights, norm, shards.number, shards.add)
         for entry, (numbers, norm) in found.items()
     }
 

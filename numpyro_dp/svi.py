@@ -11,6 +11,7 @@ from numpyro.infer import SVI
 
 from numpyro_dp import _checks
 from numpyro_dp.core import Estimator, Sampler
+from numpyro_dp.devices import copied
 from numpyro_dp.driver import Driver
 from numpyro_dp.model.frontend import Frontend, Prepared, check_loss
 from numpyro_dp.model.separation import UnsupportedModelError
@@ -66,7 +67,8 @@ class DPSVI(Driver):
             Runs side by side need that memory each; losses shown by ``allow_sensitive`` more.
         mesh: Devices that share the work: each bounds and sums its part of a batch. Records are
             spread over them where their number is divisible by that of the devices, else copied;
-            arrays that are spread over them already stay, those of several processes too.
+            arrays that are spread over them already stay, those of several processes too. Then
+            ``microbatch_size`` counts the rows of each device.
         **static_kwargs: Public, constant keywords of model and guide.
 
     Raises:
@@ -174,7 +176,8 @@ class DPSVI(Driver):
                 "Expected a model without discrete latent sites for evaluate, which is NumPyro's "
                 "and draws them. Use loss_release=, or sum them out in the model."
             )
-        return self._frontend.svi.evaluate(svi_state, *args, **kwargs)
+        args, kwargs = copied(self.mesh, (args, kwargs))
+        return self._frontend.svi.evaluate(copied(self.mesh, svi_state), *args, **kwargs)
 
     def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         return self._frontend.structure(args, kwargs)

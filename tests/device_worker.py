@@ -12,14 +12,18 @@ import numpyro.distributions as dist
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from numpyro.contrib.module import flax_module
+from numpyro.infer import Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
 from numpyro_dp import (
     DPMCMC,
+    DPSEP,
     DPSVI,
     SGLD,
+    AdaptiveClip,
     FixedSize,
     FullBatch,
+    LossRelease,
     Permutation,
     Poisson,
     PrivacyBudget,
@@ -40,6 +44,45 @@ class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
         return nn.Dense(2)(nn.tanh(nn.Dense(64)(nn.tanh(nn.Dense(64)(x)))))
+
+
+def scaled(x, y, scale):
+    """A model with a public argument."""
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([DIM]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w * scale[0]), obs=y)
+
+
+def by_hand(x, y):
+    loc = numpyro.param("loc", jnp.zeros(DIM))
+    numpyro.sample("w", dist.Normal(loc, 0.5).to_event(1))
+
+
+def with_codes(x, y):
+    shift = numpyro.sample("shift", dist.Normal(0, 1))
+    with numpyro.plate("records", x.shape[0]):
+        code = numpyro.sample("code", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Bernoulli(logits=x[:, 0] * code + shift), obs=y)
+
+
+def encoder(x, y):
+    numpyro.sample("shift", dist.Normal(numpyro.param("loc", 0.0), 0.1))
+    slope = numpyro.param("slope", 0.1)
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("code", dist.Normal(slope * x[:, 0], 1))
+
+
+def with_dropout(x, y):
+    net = flax_module("net", Dropping(), input_shape=(1, DIM), apply_rng=["dropout"])
+    with numpyro.plate("records", x.shape[0]):
+        logits = net(x, rngs={"dropout": numpyro.prng_key()})
+        numpyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+
+class Dropping(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(nn.Dropout(0.5, deterministic=False)(nn.tanh(nn.Dense(16)(x))))
 
 
 def network(x, y):
@@ -76,7 +119,26 @@ def cases(mesh):
         "microbatches": (
             driver(network, AutoDelta, mesh, Poisson(0.5), vanilla, microbatch_size=3), N,
         ),
-        "not divisible": (driver(regression, normal, mesh, Poisson(0.2)), N + 3),
+        "not divisible": (driver(regression, normal, mesh, FullBatch()), N + 3),
+        "message passing": (
+            DPSEP(
+                regression, clip_norm=1.0, sampler=Poisson(0.2), secret_key=1, mesh=mesh,
+                budget=PrivacyBudget(2.0, 1e-5),
+            ), N,
+        ),
+        "by hand": (driver(regression, lambda _: by_hand, mesh, Poisson(0.2), vanilla), N),
+        "several draws": (
+            driver(regression, normal, mesh, Poisson(0.2), vanilla, loss=Trace_ELBO(3)), N,
+        ),
+        "latents": (driver(with_codes, lambda _: encoder, mesh, Poisson(0.2)), N),
+        "dropout": (driver(with_dropout, AutoDelta, mesh, Poisson(0.2), vanilla), N),
+        "public argument": (driver(scaled, normal, mesh, Poisson(0.2)), N),
+        "adaptive": (
+            driver(
+                regression, normal, mesh, Poisson(0.2), clip_norm=AdaptiveClip(1.0),
+                loss_release=LossRelease(5.0),
+            ), N + 3,
+        ),
     }  # fmt: skip
 
 
@@ -128,11 +190,12 @@ def main():
         if name not in asked:
             continue
         data = records(number)
+        extra = (np.array([0.5], np.float32),) * (name == "public argument")
         if processes and number % 4 == 0:  # each process holds its own half
             half = slice(rank * number // 2, (rank + 1) * number // 2)
             where = NamedSharding(mesh, PartitionSpec("records"))
             data = [jax.make_array_from_process_local_data(where, array[half]) for array in data]
-        found[name] = run(svi, data)
+        found[name] = run(svi, (*data, *extra))
     if "updates" in asked:
         svi = driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2), num_steps=5)
         found["updates"] = updates(svi, tuple(map(jnp.asarray, records(N))))

@@ -58,9 +58,10 @@ def assert_same(one, other):
 
 
 CASES = [
-    pytest.param("Poisson,as products", marks=pytest.mark.slow),
+    pytest.param("Poisson,as products,message passing,latents", marks=pytest.mark.slow),
     pytest.param(
-        "vanilla,fixed size,permutation,full batch,microbatches,not divisible,updates,chains",
+        "vanilla,fixed size,permutation,full batch,microbatches,not divisible,by hand,"
+        "several draws,dropout,public argument,adaptive,updates,chains",
         marks=[pytest.mark.slow, pytest.mark.extended],
     ),
 ]

@@ -272,6 +272,7 @@ def main():
             clips.append({"set": name, "method": f"clip norm {clip_norm}", "clip norm": clip_norm})
             clips[-1] |= average_row(found)
             print_row(clips[-1])
+            save(args, rows=rows, clips=clips)
     rows, clips = (
         earlier([old[kind] for old in before], new)
         for kind, new in (("rows", rows), ("clips", clips))
