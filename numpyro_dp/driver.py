@@ -205,9 +205,8 @@ class Driver(abc.ABC):
             trace_size: At most so many iterates are kept, evenly spaced; by default 1000, or
                 fewer where they would hold more than 10 million numbers.
             fold: Reads the iterate after every step, for ``result.folded``; it starts anew here.
-            stream: Leaves the records on the host: NumPy arrays, memory maps of files, columns of
-                Arrow tables. Batches are fetched ahead of the steps; they, the result and what it
-                spends are the same. For data sets larger than the device's memory.
+            stream: Leaves the records on the host (arrays, memory maps of files, columns of Arrow
+                tables), for data larger than the device's memory; the result is the same.
             **kwargs: Keyword arguments of the model (and guide).
 
         Returns:
@@ -226,13 +225,10 @@ class Driver(abc.ABC):
             state = self._init(rng_key, covered, args, kwargs, init_params)
         else:
             _checks.check_state(init_state)
-            state = copied(self.mesh, init_state)
+            state = self._marked(copied(self.mesh, init_state))
         session = self._session(args, kwargs)
         self._check_fits(state, session)
         _checks.check_steps_fit(state, num_steps)
-        if self.allow_sensitive and not state.setting.sensitive:
-            setting = dataclasses.replace(state.setting, sensitive=True)
-            state = state._replace(setting=setting)
         report = spent_by(self, state, int(state.step) + num_steps)
         _checks.check_fold(fold, lambda: self.get_params(state), num_steps)
         rows = (session.host_rows if stream else session.rows)(args, kwargs)
@@ -318,6 +314,12 @@ class Driver(abc.ABC):
             **noise_fields(self, secret_of(self), plan, self.clip_norm),
         )
         return copied(self.mesh, state)
+
+    def _marked(self, state: SensitiveState) -> SensitiveState:
+        """The state, marked if this driver shows losses."""
+        if not self.allow_sensitive or state.setting.sensitive:
+            return state
+        return state._replace(setting=dataclasses.replace(state.setting, sensitive=True))
 
     def _check_fits(
         self, state: SensitiveState, session: Session, further: tuple[str, ...] = ()

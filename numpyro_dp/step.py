@@ -149,21 +149,17 @@ def build_step(
         )
         noisy, mechanism_state = mech.privatise(noise_key, total, state.mechanism_state)
         released = jax.tree.map(lambda leaf: leaf / inclusion_prob, noisy)
-        gradient = est.pull_back(public, released)
+        optim_state = _optimise(optim, est.pull_back(public, released), state.optim_state)
         state = state._replace(
-            optim_state=_optimise(optim, gradient, state.optim_state),
-            rng_key=rng_key,
-            secret_key=secret_key,
-            mechanism_state=mechanism_state,
-            step=state.step + 1,
-        )
+            optim_state=optim_state, rng_key=rng_key, secret_key=secret_key,
+            mechanism_state=mechanism_state, step=state.step + 1,
+        )  # fmt: skip
         return state, params, step_key, released
 
     everywhere = on_devices(on_batch, mesh)
 
     def step(state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Step]:
-        batch, sampler_state = draw(state.sampler_state)
-        batch, sampler_state = copied(mesh, (batch, sampler_state))
+        batch, sampler_state = copied(mesh, draw(state.sampler_state))
         (examples, lengths), mask = _take(rows, batch.indices, batch.mask)
         state, *found = everywhere((state, rows.shared), (examples, lengths), mask)
         return state._replace(sampler_state=sampler_state), Step(*found, examples, mask)

@@ -52,15 +52,16 @@ def assert_same(one, other):
     for case in one:
         assert one[case]["epsilon"] == other[case]["epsilon"]
         assert one[case]["secret"] == other[case]["secret"]
+        largest = max(1.0, np.abs(one[case]["params"]).max())
         np.testing.assert_allclose(
-            one[case]["params"], other[case]["params"], rtol=2e-5, atol=2e-6, err_msg=case
+            one[case]["params"], other[case]["params"], rtol=2e-5, atol=2e-6 * largest, err_msg=case
         )
 
 
 CASES = [
-    pytest.param("Poisson,as products,message passing,latents", marks=pytest.mark.slow),
+    pytest.param("Poisson,as products", marks=pytest.mark.slow),
     pytest.param(
-        "vanilla,fixed size,permutation,full batch,microbatches,not divisible,by hand,"
+        "message passing,latents,vanilla,fixed size,permutation,full batch,microbatches,not divisible,by hand,"
         "several draws,dropout,public argument,adaptive,updates,chains",
         marks=[pytest.mark.slow, pytest.mark.extended],
     ),

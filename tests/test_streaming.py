@@ -85,7 +85,7 @@ CASES = {
 }
 
 
-FAST = ["Poisson", "permutation", "fold", "latents of records"]
+FAST = ["Poisson", "latents of records"]
 
 
 @pytest.mark.parametrize(
