@@ -228,6 +228,12 @@ class Session:
 
     def host_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HostRows:
         """The same arguments, with the records left where they are."""
+        mesh = self.settings.mesh
+        if mesh is not None and mesh.is_multi_process:
+            raise ValueError(
+                "Expected a mesh of one process for stream=True, got one of several. Put the rows "
+                "of each together with jax.make_array_from_process_local_data, without stream."
+            )
         layout, arrays, shared = split_arguments(args, kwargs, self.num_examples)
         numbered = getattr(self.problem, "numbered", False)
         return HostRows(arrays, shared, layout.num_examples, numbered)

@@ -104,7 +104,7 @@ class StreamedLoop:
         size = drawn_size(sampler, state)
         row = sum(x.dtype.itemsize * math.prod(np.shape(x)[1:]) for x in host.arrays)
         self._length = max(1, min(_LONGEST, _BYTES // max(1, row * size)))
-        draw = jax.jit(functools.partial(_drawn, sampler, host.num_examples, self._length))
+        draw = functools.partial(_drawn, sampler, host.num_examples, self._length)
         counts = [count * steps for call in calls for _, count, steps in self._parts(*call)]
         self._loop, self._shared = loop, host.shared
         self._chunks = _fetch(draw, state, host, counts)
@@ -181,6 +181,7 @@ def _fetch(
             yield chunk
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _drawn(
     sampler: Sampler, num_examples: int, length: int, state: PyTree, count: Array
 ) -> tuple[Array, Array, PyTree]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from compiled import arrays, one_step
 from d3p.dputil import approximate_sigma_remove_relation
 from d3p.minibatch import subsample_batchify_data
 from d3p.svi import DPSVI
@@ -17,7 +18,7 @@ from numpyro import optim
 from numpyro.distributions import constraints
 from numpyro.infer import Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
-from worker import logistic_records, serve
+from worker import serve
 
 GUIDES = {"mean field": AutoDiagonalNormal, "full rank": AutoMultivariateNormal}
 
@@ -35,22 +36,10 @@ def driver(guide, number, clip_norm, noise, size=1e-3, **options):
     return DPSVI(static, guide, optim.Adam(size), Trace_ELBO(), clip_norm, noise, **options)
 
 
-def arrays(number, dim, seed=0):
-    return tuple(jnp.asarray(array) for array in logistic_records(number, dim, seed))
-
-
 def step(guide, dim, batch):
     data = arrays(batch, dim)
     svi = driver(guide, batch, 1.0, 1.0)
-    state = svi.init(strong_rng.PRNGKey(0), *data)
-    compiled = jax.jit(svi.update).lower(state, *data).compile()
-
-    def repeat(count):
-        for _ in range(count):
-            result = compiled(state, *data)
-        jax.block_until_ready(result)
-
-    return {"MB": compiled.memory_analysis().temp_size_in_bytes / 1e6}, repeat
+    return one_step(svi.update, svi.init(strong_rng.PRNGKey(0), *data), data)
 
 
 def loop_of(svi, data, batch):

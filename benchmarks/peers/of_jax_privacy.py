@@ -13,11 +13,12 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
+from compiled import arrays, one_step
 from jax_privacy import accounting, batch_selection, clipping, noise_addition
 from numpyro.infer import Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 from numpyro.infer.util import transform_fn
-from worker import logistic_records, serve
+from worker import serve
 
 GUIDES = {"mean field": AutoDiagonalNormal, "full rank": AutoMultivariateNormal}
 
@@ -85,22 +86,10 @@ class Private:
         return optax.apply_updates(params, updates), optim_state, noise_state, key
 
 
-def arrays(number, dim, seed=0):
-    return tuple(jnp.asarray(array) for array in logistic_records(number, dim, seed))
-
-
 def step(guide, dim, batch):
     data = arrays(batch, dim)
     private = Private(guide, data, 1.0, 1.0)
-    state = private.start()
-    compiled = jax.jit(private.update).lower(state, *data).compile()
-
-    def repeat(count):
-        for _ in range(count):
-            result = compiled(state, *data)
-        jax.block_until_ready(result)
-
-    return {"MB": compiled.memory_analysis().temp_size_in_bytes / 1e6}, repeat
+    return one_step(private.update, private.start(), data)
 
 
 def poisson_run(private, data, batch):

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
 import optax
+from compiled import arrays, one_step
 from jax import lax
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
-from worker import logistic_records, serve
+from worker import serve
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
@@ -40,24 +41,12 @@ def driver(method, guide, size=1e-3, **options):
     return DPSVI(model, guide, optax.adam(size), estimator=ESTIMATORS[method](), **options)
 
 
-def arrays(number, dim, seed=0):
-    return tuple(jnp.asarray(array) for array in logistic_records(number, dim, seed))
-
-
 def step(method, guide, dim, batch):
     """One compiled update on a full batch."""
     data = arrays(batch, dim)
     private = {"clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 1.0}
     svi = driver(method, guide, **private)
-    state = svi.init(KEY, *data)
-    compiled = jax.jit(svi.update).lower(state, *data).compile()
-
-    def repeat(count):
-        for _ in range(count):
-            result = compiled(state, *data)
-        jax.block_until_ready(result)
-
-    return {"MB": compiled.memory_analysis().temp_size_in_bytes / 1e6}, repeat
+    return one_step(svi.update, svi.init(KEY, *data), data)
 
 
 def run(method, dim, batch, number):

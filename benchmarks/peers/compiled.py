@@ -1,0 +1,24 @@
+"""What the peers on JAX share."""
+
+import jax
+import jax.numpy as jnp
+from worker import logistic_records
+
+__all__ = ["arrays", "one_step"]
+
+
+def arrays(number, dim):
+    """The records of a case."""
+    return tuple(jnp.asarray(array) for array in logistic_records(number, dim))
+
+
+def one_step(update, state, data):
+    """The task of one compiled update: what XLA plans for temporaries, and its repetition."""
+    compiled = jax.jit(update).lower(state, *data).compile()
+
+    def repeat(count):
+        for _ in range(count):
+            result = compiled(state, *data)
+        jax.block_until_ready(result)
+
+    return {"MB": compiled.memory_analysis().temp_size_in_bytes / 1e6}, repeat
