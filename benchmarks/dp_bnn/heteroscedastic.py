@@ -5,7 +5,7 @@ delta = 1/250. The paper does not print its data; here y is a draw of a Gaussian
 exponential, length 1, variance 1) at uniform x in [-1.9, 1.9], plus normal noise of standard
 deviation 0.3 (x + 2), of mean square 0.47. Errors are those of the predictive mean at 250 further
 records of the same function. A network of 50 tanh units has mean and log sd for outputs. Settings
-are chosen on three draws of their own; the reported ones are 20 others.
+are chosen on three draws of their own; the reported ones are 20 others. Secret keys are the seeds.
 
     python benchmarks/dp_bnn/heteroscedastic.py --json het.json --figure docs/heteroscedastic.png
 """
@@ -30,7 +30,16 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from common import average_row, experiment_parser, panels, save
 
-from numpyro_dp import DPMCMC, DPSVI, SGLD, FullBatch, PrivacyBudget, aligned, posterior_samples
+from numpyro_dp import (
+    DPMCMC,
+    DPSVI,
+    SGLD,
+    FullBatch,
+    PrivacyBudget,
+    aligned,
+    posterior_samples,
+    secret_key,
+)
 from numpyro_dp.evaluate import central_intervals, decompose_variance, plot_intervals
 
 NUMBER, HIDDEN, STEPS, DRAWS = 250, 50, 200, 200
@@ -70,26 +79,26 @@ def model(records, dropout=0.0):
         numpyro.sample("y", dist.Normal(mean, sd), obs=records[:, 1])
 
 
-@functools.cache  # one driver, and one compilation, for all draws of the data
 def sgld(setting, private):
     """A chain, the later half of its positions kept."""
     clip_norm, step_size, temperature = setting
     options = {"budget": BUDGET} if private else {"noise_multiplier": 0.0}
     steps = STEPS if private else FREE_STEPS
-    mcmc = DPMCMC(
-        SGLD(model, step_size, temperature, init_strategy=init_to_sample),
-        num_warmup=steps // 2, num_samples=steps // 2, thinning=steps // STEPS,
-        clip_norm=clip_norm, sampler=FullBatch(), progress_bar=False, **options,
-    )  # fmt: skip
 
     def fit(seed, train):
+        mcmc = DPMCMC(
+            SGLD(model, step_size, temperature, init_strategy=init_to_sample),
+            num_warmup=steps // 2, num_samples=steps // 2, thinning=steps // STEPS,
+            clip_norm=clip_norm, sampler=FullBatch(), progress_bar=False,
+            secret_key=secret_key(seed), **options,
+        )  # fmt: skip
         mcmc.run(jax.random.key(seed), train)
         return mcmc.get_samples(), {}
 
     return fit
 
 
-@functools.cache
+@functools.cache  # one driver, and one compilation, for all draws of the data
 def variational(guide_type, dropout, setting, private):
     """Bayes by backprop, or weights at a point with dropout."""
     clip_norm, size = setting
@@ -102,6 +111,7 @@ def variational(guide_type, dropout, setting, private):
     )  # fmt: skip
 
     def fit(seed, train):
+        svi.secret_key = secret_key(seed)
         result = svi.run(jax.random.key(seed), STEPS, train, progress_bar=False)
         draws = posterior_samples(jax.random.key(1), guide, result.params, DRAWS)
         return draws, {"dropout": dropout}

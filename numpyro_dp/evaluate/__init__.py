@@ -17,6 +17,7 @@ from numpyro_dp.evaluate.distances import (
 )
 from numpyro_dp.evaluate.plots import plot_class_probabilities, plot_intervals, plot_reliability
 from numpyro_dp.evaluate.prediction import central_intervals, coverage, log_predictive_density
+from numpyro_dp.evaluate.temperature import tempered, tempering_guide, tempering_model
 
 __all__ = [
     "accuracy",
@@ -36,4 +37,7 @@ __all__ = [
     "proportional_absolute_error",
     "reliability",
     "standardised_error",
+    "tempered",
+    "tempering_guide",
+    "tempering_model",
 ]

@@ -18,13 +18,20 @@ relation of the budget**, and :func:`gaussian_event` is the only place that doub
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 from dp_accounting import DpEvent, GaussianDpEvent, NeighboringRelation, NonPrivateDpEvent
 
 from numpyro_dp._validate import check_in, check_real
 
-__all__ = ["PrivacyBudget", "Relation", "check_relation", "gaussian_event", "neighboring_relation"]
+__all__ = [
+    "PrivacyBudget",
+    "Relation",
+    "Spending",
+    "check_relation",
+    "gaussian_event",
+    "neighboring_relation",
+]
 
 Relation = Literal["add_or_remove_one", "replace_one"]
 
@@ -64,6 +71,31 @@ def neighboring_relation(relation: Relation) -> NeighboringRelation:
     return _LIBRARY_RELATIONS[check_relation(relation)]
 
 
+class Spending(NamedTuple):
+    """What a run has spent, as later runs on the same records account for it.
+
+    Attributes:
+        steps: Normal form of its event (:func:`~.accounting.steps.gaussian_steps`).
+        failure_prob: See :func:`~.accounting.epsilon_spent`.
+        total_variation: See there.
+    """
+
+    steps: tuple[Any, ...]
+    failure_prob: float
+    total_variation: float
+
+
+@runtime_checkable
+class _Report(Protocol):
+    """What is read of a report."""
+
+    @property
+    def relation(self) -> Relation: ...
+
+    @property
+    def spending(self) -> Spending: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class PrivacyBudget:
     r"""The :math:`(\varepsilon, \delta)` that a run may spend, and the relation they refer to.
@@ -73,6 +105,7 @@ class PrivacyBudget:
         delta: In (0, 1), a probability; usually well below ``1 / num_examples``.
         relation: ``"add_or_remove_one"`` (neighbours differ by the presence of one record) or
             ``"replace_one"`` (by the value of one record, so that their size is the same).
+        earlier: Part of it that earlier runs have spent; set by :meth:`after`.
 
     Raises:
         TypeError: If ``epsilon`` or ``delta`` is no real number.
@@ -89,6 +122,7 @@ class PrivacyBudget:
     epsilon: float
     delta: float
     relation: Relation = "add_or_remove_one"
+    earlier: tuple[Spending, ...] = ()
 
     def __post_init__(self) -> None:
         """Checks the fields."""
@@ -119,9 +153,57 @@ class PrivacyBudget:
         """The relation as ``dp_accounting`` names it."""
         return neighboring_relation(self.relation)
 
+    def after(self, *reports: _Report) -> PrivacyBudget:
+        """Returns the budget of a further run on records of which others are released already.
+
+        The noise of that run is found so that **all of them together** spend this budget, and its
+        report accounts for all of them together.
+
+        Args:
+            *reports: ``result.privacy`` of each earlier run. A run whose own budget came from
+                here stands for those before it as well.
+
+        Raises:
+            TypeError: If one is no report.
+            ValueError: If one refers to another relation, or to a run that was not private.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
+            >>> from numpyro.infer.autoguide import AutoDiagonalNormal
+            >>> from numpyro_dp import DPSVI, FullBatch, PrivacyBudget, aligned
+            >>> def model(x):
+            ...     mean = numpyro.sample("mean", dist.Normal(0, 1))
+            ...     with numpyro.plate("records", x.shape[0]):
+            ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+            >>> def fit(budget):
+            ...     svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
+            ...                 estimator=aligned(), sampler=FullBatch(), budget=budget)
+            ...     return svi.run(jax.random.key(0), 10, jnp.ones(50), progress_bar=False)
+            >>> total = PrivacyBudget(1.0, 1e-3)
+            >>> first = fit(PrivacyBudget(0.8, 1e-3))
+            >>> second = fit(total.after(first.privacy))
+            >>> 0.99 < second.privacy.epsilon <= 1.0
+            True
+
+        **Guarantee**: adaptive composition: the later run may depend on what the earlier ones
+        released. All of them must be of the same records (of subsets, too).
+        """
+        earlier = self.earlier
+        for report in reports:
+            if not isinstance(report, _Report):
+                raise TypeError(f"Expected result.privacy, got {type(report).__name__}.")
+            if report.relation != self.relation:
+                raise ValueError(
+                    f"Expected reports under the relation {self.relation!r} of the budget, got "
+                    f"one under {report.relation!r}. Run both under the same."
+                )
+            earlier += (report.spending,)
+        return dataclasses.replace(self, earlier=earlier)
+
     def __str__(self) -> str:
         """One line, with the relation."""
-        return f"(epsilon={self.epsilon:g}, delta={self.delta:g}) under {self.relation}"
+        shared = ", together with earlier runs" if self.earlier else ""
+        return f"(epsilon={self.epsilon:g}, delta={self.delta:g}) under {self.relation}{shared}"
 
 
 def gaussian_event(noise_multiplier: float, relation: Relation = "add_or_remove_one") -> DpEvent:

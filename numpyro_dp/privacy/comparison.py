@@ -42,8 +42,8 @@ class AccountantComparison(NamedTuple):
     Attributes:
         bounds: Accountant -> upper bound on epsilon, by those that support the run.
         refusals: Accountant -> why it does not.
-        approximation: By the central limit theorem: **no guarantee**; ``nan`` where the run does
-            not consist of Poisson or full batches of one kind.
+        approximation: By the central limit theorem: **no guarantee**; ``nan`` where batches
+            are of fixed size.
         delta: Of all of them.
     """
 
@@ -105,16 +105,15 @@ def compare_accountants(report: PrivacyReport) -> AccountantComparison:
 
 
 def _by_limit(report: PrivacyReport) -> float:
-    steps = gaussian_steps(report.event)
-    if len(steps) != 1 or steps[0].sampling == "without_replacement":
-        return math.nan
-    (step,) = steps
-    if step.noise_multiplier == 0:
-        return math.inf
-    if step.sampling == "none":
-        mu = math.sqrt(step.count) / step.noise_multiplier
-    elif step.noise_multiplier**-2 > _MOST:
-        return math.inf
-    else:
-        mu = step.rate * math.sqrt(step.count * math.expm1(step.noise_multiplier**-2))
+    total = 0.0
+    for step in gaussian_steps(report.event):
+        if step.sampling == "without_replacement":
+            return math.nan
+        if step.noise_multiplier == 0 or step.noise_multiplier**-2 > _MOST:
+            return math.inf
+        inverse = step.noise_multiplier**-2
+        total += step.count * (
+            inverse if step.sampling == "none" else step.rate**2 * math.expm1(inverse)
+        )
+    mu = math.sqrt(total)
     return gaussian_epsilon(mu, report.delta) if mu < _MOST else math.inf

@@ -6,7 +6,12 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from dp_accounting.dp_event import DpEvent, NonPrivateDpEvent, SelfComposedDpEvent
+from dp_accounting.dp_event import (
+    ComposedDpEvent,
+    DpEvent,
+    NonPrivateDpEvent,
+    SelfComposedDpEvent,
+)
 
 from numpyro_dp.core import Mechanism, Sampler
 from numpyro_dp.privacy.accounting import (
@@ -16,7 +21,8 @@ from numpyro_dp.privacy.accounting import (
     describe_event,
     epsilon_spent,
 )
-from numpyro_dp.privacy.budget import PrivacyBudget, Relation, gaussian_event
+from numpyro_dp.privacy.accounting.steps import canonical_event, gaussian_steps
+from numpyro_dp.privacy.budget import PrivacyBudget, Relation, Spending, gaussian_event
 from numpyro_dp.privacy.calibration import calibrate_noise
 from numpyro_dp.privacy.sampling import FixedSize
 
@@ -62,7 +68,7 @@ class Plan:
         return self.mechanism(self.noise_multiplier).extras is not None
 
     def event(self, num_steps: int) -> DpEvent:
-        """The event of ``num_steps`` steps under the plan's relation."""
+        """The event of ``num_steps`` steps and of earlier runs, under the plan's relation."""
         return _run_event(self, self.noise_multiplier, num_steps)
 
     def spent(
@@ -86,7 +92,7 @@ class Plan:
                 delta,
                 self.relation,
                 accountant=accountant or self.accountant,
-                **_beside_the_event(self.sampler, self.num_examples, num_steps),
+                **_beside_the_event(self, num_steps),
             )
         except TotalVariationError:
             if self.budget is not None:
@@ -145,6 +151,20 @@ class PrivacyReport:
         """Noise standard deviation over the sensitivity when one record is added or removed."""
         return self.plan.noise_multiplier
 
+    @property
+    def spending(self) -> Spending:
+        """The same for :meth:`~numpyro_dp.PrivacyBudget.after`.
+
+        Raises:
+            ValueError: If the run was not private.
+        """
+        if not math.isfinite(self.epsilon):
+            raise ValueError(
+                "Expected a private run, got one with epsilon=inf. No budget is left after it."
+            )
+        beside = _beside_the_event(self.plan, self.num_steps)
+        return Spending(gaussian_steps(self.event), **beside)
+
     def at(self, delta: float) -> EpsilonBound:
         """Returns the epsilon of the same run at another delta."""
         return self.plan.spent(self.num_steps, delta=delta)
@@ -160,6 +180,8 @@ class PrivacyReport:
             + (" in the first step (adaptive clip norm)" if plan.adaptive else ""),
             f"event: {describe_event(self.event)}",
         ]
+        if plan.budget is not None and plan.budget.earlier:
+            lines.append(f"Together with {len(plan.budget.earlier)} earlier: epsilon is of all.")
         if self.delta > 1 / plan.num_examples:
             lines.append(
                 f"delta > 1 / {plan.num_examples}: so large a delta allows to publish a record as "
@@ -220,7 +242,7 @@ def make_plan(
             lambda z: _run_event(plan, z, num_steps),
             budget,
             accountant=accountant,
-            **_beside_the_event(sampler, num_examples, num_steps),
+            **_beside_the_event(plan, num_steps),
         )
         return dataclasses.replace(plan, noise_multiplier=noise)
     spent = plan.spent(num_steps).epsilon
@@ -251,13 +273,19 @@ def _run_event(plan: Plan, noise_multiplier: float, num_steps: int) -> DpEvent:
     step = plan.sampler.amplify(own, plan.num_examples)
     # A sampler may say that several steps are one event: Permutation does of an epoch.
     several = getattr(plan.sampler, "compositions", lambda _, steps: steps)
-    return SelfComposedDpEvent(step, several(plan.num_examples, num_steps))
+    run = SelfComposedDpEvent(step, several(plan.num_examples, num_steps))
+    if plan.budget is None or not plan.budget.earlier:
+        return run
+    return ComposedDpEvent([*(canonical_event(each.steps) for each in plan.budget.earlier), run])
 
 
-def _beside_the_event(sampler: Sampler, num_examples: int, num_steps: int) -> dict[str, float]:
+def _beside_the_event(plan: Plan, num_steps: int) -> dict[str, float]:
     """Union bounds over the steps of what the batches do that the event does not say."""
-    per_step = {
-        "failure_prob": sampler.failure_prob(num_examples),
-        "total_variation": sampler.total_variation(num_examples),
+    earlier = () if plan.budget is None else plan.budget.earlier
+    total = {
+        "failure_prob": plan.sampler.failure_prob(plan.num_examples) * num_steps
+        + sum(each.failure_prob for each in earlier),
+        "total_variation": plan.sampler.total_variation(plan.num_examples) * num_steps
+        + sum(each.total_variation for each in earlier),
     }
-    return {name: min(value * num_steps, 1.0 - 1e-12) for name, value in per_step.items()}
+    return {name: min(value, 1.0 - 1e-12) for name, value in total.items()}
