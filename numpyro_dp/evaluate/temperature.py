@@ -1,21 +1,27 @@
-r"""One number that makes class probabilities neither too sure nor too doubtful, learnt privately.
+r"""Three numbers that make class probabilities neither too sure nor too doubtful, learnt privately.
 
-Predictions :math:`\bar p` become :math:`p_\beta(k) \propto \bar p(k)^\beta`. Clipped gradients leave
-a network too sure of itself: records that it gets wrong have the largest gradients, and weigh less
-than they should. Held-out records that would tell are seldom at hand; but one number learnt from
-the training records themselves is cheap. What it minimises is the mean Brier score, which is
-proper, so that calibrated probabilities keep :math:`\beta = 1`, and whose slope is bounded,
+Predictions :math:`\bar p` of a record become :math:`p(k) \propto \bar p(k)^\beta`, the more
+doubtful the smaller :math:`\beta`, which follows from the margin m between the two largest log
+probabilities:
 
-.. math:: \frac{\partial}{\partial \log\beta} \sum_k (p_\beta(k) - [y = k])^2
-    = 2 \sum_k p_\beta(k)\, (p_\beta(k) - [y = k])\, \beta\, \Big(\log\bar p(k)
-    - \sum_j p_\beta(j) \log\bar p(j)\Big),
+.. math:: \log\beta = c_0 + c_1 u + c_2 u^2, \quad u = \tfrac12 \log m \in [-1, 1]
 
-so that a clip norm of 1 leaves nearly all records alone: it adds no bias of its own kind. A private
-network's errors on its training records are about those on others: it may not know them by heart.
+(clipped). The order of the classes stays. Clipped gradients leave a network too sure of itself:
+records that it gets wrong have the largest gradients, and weigh less than they should; and noise in
+its weights does more to small margins than to large ones. Held-out records that would tell are
+seldom at hand, but three numbers learnt from the training records themselves are cheap, and a
+private network may not know those by heart. They minimise the mean Brier score, which is proper, so
+that probabilities that are right stay as they are, and whose slope is bounded,
+
+.. math:: \frac{\partial}{\partial \log\beta} \sum_k (p(k) - [y = k])^2
+    = 2 \sum_k p(k)\, (p(k) - [y = k])\, \beta\, \Big(\log\bar p(k)
+    - \sum_j p(j) \log\bar p(j)\Big),
+
+so that clipping at 1 leaves nearly all records alone: it makes no error of its own.
 
 Reference:
-    Guo, Pleiss, Sun, Weinberger (2017), On calibration of modern neural networks, ICML (with
-    the log score of held-out records); Brier (1950).
+    Guo, Pleiss, Sun, Weinberger (2017), On calibration of modern neural networks, ICML (one
+    temperature, by the log score of held-out records); Brier (1950).
 """
 
 from __future__ import annotations
@@ -25,33 +31,37 @@ import jax.numpy as jnp
 import numpyro
 from jax import Array
 from jaxtyping import Float, Integer
-from numpyro.distributions import constraints
 
 __all__ = ["tempered", "tempering_guide", "tempering_model"]
 
 
 def tempered(
-    log_probabilities: Float[Array, "*records classes"],
-    inverse_temperature: float | Float[Array, ""],
+    log_probabilities: Float[Array, "*records classes"], coefficients: Float[Array, " orders"]
 ) -> Float[Array, "*records classes"]:
-    r"""Returns :math:`\log p_\beta`: the log probabilities times beta, normalised.
+    r"""Returns log probabilities times :math:`\beta`, normalised.
 
     Args:
         log_probabilities: Of each class.
-        inverse_temperature: beta, positive; below 1 predictions become less sure.
+        coefficients: :math:`c_0, c_1, \dots`; one alone is the log of an inverse temperature.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> jnp.exp(tempered(jnp.log(jnp.array([0.9, 0.1])), 0.5)).round(2)
+        >>> log_p = jnp.log(jnp.array([0.9, 0.1]))
+        >>> jnp.exp(tempered(log_p, jnp.log(jnp.array([0.5])))).round(2)
         Array([0.75, 0.25], dtype=float32)
     """
-    return jax.nn.log_softmax(inverse_temperature * jnp.asarray(log_probabilities), axis=-1)
+    log_probabilities = jnp.asarray(log_probabilities)
+    largest, _ = jax.lax.top_k(log_probabilities, 2)
+    margin = jnp.maximum(largest[..., 0] - largest[..., 1], 1e-3)
+    u = jnp.clip(jnp.log(margin) / 2, -1.0, 1.0)
+    beta = jnp.exp(jnp.polyval(jnp.asarray(coefficients)[::-1], u))
+    return jax.nn.log_softmax(beta[..., None] * log_probabilities, axis=-1)
 
 
 def tempering_model(
     log_probabilities: Float[Array, "records classes"], labels: Integer[Array, " records"]
 ) -> None:
-    """A model whose one parameter, ``inverse_temperature``, minimises the Brier score.
+    """A model whose one parameter, ``coefficients``, minimises the Brier score.
 
     Args:
         log_probabilities: Of each class for each record, by what is published: the log of mean
@@ -69,16 +79,16 @@ def tempering_model(
         ...     clip_norm=1.0, sampler=FullBatch(), budget=PrivacyBudget(0.2, 1e-5), secret_key=1,
         ... )
         >>> found = svi.run(jax.random.key(1), 40, sure, labels, progress_bar=False)
-        >>> bool(abs(found.params["inverse_temperature"] - 0.5) < 0.05)
+        >>> bool(abs(jnp.exp(tempered(sure[0], found.params["coefficients"]))[1] - 0.75) < 0.03)
         True
 
     Guarantee:
         That of the run; ``log_probabilities`` must come row by row from published weights. Give
         that run ``budget.after(result.privacy)`` of the one that fitted the weights.
     """
-    scale = numpyro.param("inverse_temperature", 1.0, constraint=constraints.positive)
+    coefficients = numpyro.param("coefficients", jnp.zeros(3))
     with numpyro.plate("records", labels.shape[0]):
-        p = jnp.exp(tempered(log_probabilities, scale))
+        p = jnp.exp(tempered(log_probabilities, coefficients))
         right = jax.nn.one_hot(labels, p.shape[-1])
         numpyro.factor("brier", -jnp.sum((p - right) ** 2, axis=-1))
 
