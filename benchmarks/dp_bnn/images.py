@@ -3,12 +3,13 @@
 import math
 
 import flax.linen as nn
+import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
 from numpyro.contrib.module import flax_module, random_flax_module
 from numpyro.handlers import mask
 
-__all__ = ["CNN", "MLP", "model_of"]
+__all__ = ["CNN", "MLP", "linear_model", "model_of"]
 
 
 class MLP(nn.Module):
@@ -83,3 +84,15 @@ def model_of(network, prior="parameters", dropout=0.0, activation="tanh"):
             numpyro.sample("label", dist.Categorical(logits=logits), obs=labels)
 
     return model
+
+
+def linear_model(features, labels=None):
+    """The class of each image, by a linear layer on its features, with normal weights."""
+    number = features.shape[1]
+    prior = dist.Normal(0, 0.1).expand([number, 10]).to_event(2)
+    weights = numpyro.sample("weights", prior)
+    levels = numpyro.sample("levels", dist.Normal(jnp.zeros(10), 1).to_event(1))
+    with numpyro.plate("images", features.shape[0]):
+        logits = features @ weights + levels
+        numpyro.deterministic("log_probabilities", nn.log_softmax(logits))
+        numpyro.sample("label", dist.Categorical(logits=logits), obs=labels)
