@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from numpyro_dp.core import PyTree
 from numpyro_dp.stretches import WHOLE, Shards
@@ -68,6 +68,7 @@ def spread(mesh: Mesh | None, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
     """
     if mesh is None:
         return arrays
+    _check_context(mesh)
     return tuple(_placed(array, mesh, array.shape[0] % mesh.size == 0) for array in arrays)
 
 
@@ -75,7 +76,19 @@ def copied(mesh: Mesh | None, tree: PyTree) -> PyTree:
     """Places what all devices have alike."""
     if mesh is None:
         return tree
+    _check_context(mesh)
     return jax.tree.map(lambda x: _placed(x, mesh, False) if isinstance(x, jax.Array) else x, tree)
+
+
+def _check_context(mesh: Mesh) -> None:
+    """Raises where a mesh of explicit axes is set around the run: its types forbid another."""
+    around = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in around.axis_types:
+        raise ValueError(
+            f"Expected mesh={dict(mesh.shape)} outside of jax.set_mesh with explicit axes, got "
+            f"{dict(around.shape)} set around the run. Leave that block, or set a mesh of "
+            "AxisType.Auto."
+        )
 
 
 def _placed(array: Array, mesh: Mesh, divided: bool) -> Array:

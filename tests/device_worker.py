@@ -10,7 +10,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpyro.contrib.module import flax_module
 from numpyro.infer import Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
@@ -176,6 +176,45 @@ def chains(mesh, data):
             "devices": len(samples.sharding.device_set), "secret": "chains"}  # fmt: skip
 
 
+def elsewhere():
+    """The same run from a state, or on records, of another mesh; what a mesh around it does."""
+    eight, four = (jax.make_mesh((n,), ("r",), devices=jax.devices()[:n]) for n in (8, 4))
+    square = jax.make_mesh((2, 4), ("a", "b"))
+    data, key = records(N), jax.random.key(0)
+
+    def svi(mesh, **options):
+        return driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2), num_steps=5, **options)
+
+    found = {"run": run(svi(None), data)}
+    begun = svi(eight).run(key, 3, *data, progress_bar=False).state
+    for name, mesh in (("on four", four), ("on a square", square), ("on one", None)):
+        result = svi(mesh).run(key, 2, *data, init_state=begun, progress_bar=False)
+        found[name] = {"params": np.asarray(result.params["auto_loc"]).tolist()}
+    placed = NamedSharding(square, PartitionSpec("b"))
+    found["foreign"] = run(svi(eight), [jax.device_put(array, placed) for array in data])
+    for name, mesh in (("loss", None), ("loss of eight", eight)):
+        shown = svi(mesh, allow_sensitive=True)
+        state = shown.init(key, *data)
+        found[name] = {"params": [float(shown.evaluate(state, *data))]}
+    explicit = jax.make_mesh((8,), ("r",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(explicit):
+        try:
+            run(svi(eight), data)
+        except ValueError as error:
+            found["explicit"] = str(error)
+    return found
+
+
+def disagreeing(mesh, rank):
+    """What processes are told that hold different records as if they were the same."""
+    x, y = records(N)
+    try:
+        run(driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2)), (x + rank, y))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
 def main():
     asked, processes = sys.argv[1].split(","), len(sys.argv) > 2
     if processes:
@@ -204,6 +243,10 @@ def main():
     if "fresh keys" in asked:
         svi = driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2), secret_key=None)
         found["fresh keys"] = run(svi, records(N))
+    if "elsewhere" in asked:
+        found = elsewhere()
+    if "disagreeing" in asked:
+        found["disagreeing"] = disagreeing(mesh, rank)
     sys.stdout.write(json.dumps(found) + "\n")
 
 

@@ -80,3 +80,23 @@ def test_devices_and_processes_give_what_one_device_gives(cases):
     assert fresh["secret"] != alone.get("Poisson", fresh | {"secret": ""})["secret"]
     assert_same(alone, one)
     assert all(case["devices"] == 4 for case in one.values())
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_states_and_records_may_come_from_other_devices():
+    found = answer(start(8, "elsewhere"))
+    where = slice(0, len(found["on four"]["params"]))
+    for name in ("on four", "on a square", "on one"):
+        expected = found["run"]["params"][where]
+        np.testing.assert_allclose(found[name]["params"], expected, rtol=2e-5, err_msg=name)
+    np.testing.assert_allclose(found["foreign"]["params"], found["run"]["params"], rtol=2e-5)
+    np.testing.assert_allclose(found["loss of eight"]["params"], found["loss"]["params"], rtol=2e-5)
+    assert "outside of jax.set_mesh" in found["explicit"]
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_processes_with_different_records_are_told():
+    for each in by_two_processes("disagreeing"):
+        assert "same in all processes" in each["disagreeing"]

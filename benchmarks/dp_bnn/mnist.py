@@ -251,9 +251,10 @@ def main():
         rows.append(row | {"seconds": time.perf_counter() - begin})
         print_row(rows[-1])
         if (case.network, prior) == (args.networks[0], args.priors[0]):
-            shown[row["method"]] = probabilities
+            kinds = shown.setdefault(name, {})
+            kinds["private" if private else "not private"] = probabilities
             if private:
-                shown[f"{row['method']}, tempered"] = after
+                kinds["tempered"] = after
         if private and len(rows) == 1:
             print(f"{privacy}\n{compare_accountants(privacy)}")
         save(args, rows=rows)
@@ -276,14 +277,20 @@ def print_row(row):
 
 
 def draw(path, title, shown, labels):
-    """Reliability of each method; below, one doubtful image over draws."""
-    doubtful = int(next(iter(shown.values())).mean(0).max(1).argmin())
-    with panels(path, len(shown), 2, (3.2 * len(shown), 6.2)) as axes:
-        for column, (method, p) in enumerate(shown.items()):
-            axis = plot_reliability(axes[0][column], p, labels, bins=10)
-            axis.set_title(f"{method}\n{title}\n{axis.get_title()}")
-            plot_class_probabilities(axes[1][column], p[:, doubtful], label=int(labels[doubtful]))
-            axes[1][column].set_title("one image, true class red")
+    """Reliability of each method (columns), private or not; below, one doubtful image."""
+    kinds = list(next(iter(shown.values())))
+    first = next(iter(shown.values()))[kinds[0]]
+    doubtful = int(first.mean(0).max(1).argmin())
+    size = 3.2 * len(shown), 3.1 * (len(kinds) + 1)
+    with panels(path, len(shown), len(kinds) + 1, size) as axes:
+        for column, (method, by_kind) in enumerate(shown.items()):
+            for row, (kind, p) in enumerate(by_kind.items()):
+                axis = plot_reliability(axes[row][column], p, labels, bins=15)
+                axis.set_title(f"{method}, {kind}\n{title}\n{axis.get_title()}")
+            axis = axes[-1][column]
+            draws = by_kind[kinds[0]][:, doubtful]
+            plot_class_probabilities(axis, draws, label=int(labels[doubtful]))
+            axis.set_title(f"{method}, {kinds[0]}:\none image, true class red")
 
 
 if __name__ == "__main__":
