@@ -245,12 +245,14 @@ class Driver(abc.ABC):
         epsilon: Any = None,
         noise_multiplier: Any = None,
         clip_norm: Any = None,
+        learning_rate: Any = None,
         init_params: dict[str, Any] | None = None,
         trace_size: int | None = None,
         chunk_size: int | None = None,
+        folder: Any = None,
         **kwargs: Any,
     ) -> SweepResult:
-        """Runs seeds x budgets x clip norms at once, in one compiled call.
+        """Runs seeds x learning rates x budgets x clip norms at once, in one compiled call.
 
         Run r draws its noise and batches from the key ``fold_in(secret_key, r)``; each is the run
         that ``run`` would make with that secret key, the same seed, noise and clip norm.
@@ -262,13 +264,16 @@ class Driver(abc.ABC):
             epsilon: Sequence of what the runs may spend; delta and relation are the budget's.
             noise_multiplier: Sequence of their noise instead.
             clip_norm: Sequence of clip norms.
+            learning_rate: Sequence, for ``optax.inject_hyperparams(optax.adam)(learning_rate=1)``.
             init_params: Initial values of parameters by name.
             trace_size: At most so many iterates are kept of each run.
             chunk_size: Runs in lockstep, for less memory; all of them by default.
+            folder: Keeps finished chunks (releases); the same call on the same records goes on
+                from there.
             **kwargs: Keyword arguments of the model (and guide).
 
         Returns:
-            A :class:`~numpyro_dp.sweep.SweepResult`; seeds vary fastest, clip norms slowest.
+            A :class:`~numpyro_dp.sweep.SweepResult`; seeds vary fastest, then learning rates.
 
         Example:
             >>> result = svi.sweep(jax.random.split(key, 20), 4000, X, y,
@@ -276,6 +281,7 @@ class Driver(abc.ABC):
 
         Raises:
             BudgetError: If a run does not fit the budget. No record has been read then.
+            ValueError: If the folder holds another sweep, or the optimiser no learning rate.
 
         Guarantee:
             Each run spends what its report says; publishing several of them, or the best of them,
@@ -285,8 +291,11 @@ class Driver(abc.ABC):
         for name, value in (("trace_size", trace_size), ("chunk_size", chunk_size)):
             if value is not None:
                 check_int(name, value, low=1)
-        axes = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "clip_norm": clip_norm}
-        sizes = {"trace_size": trace_size, "chunk_size": chunk_size}
+        axes = {
+            "epsilon": epsilon, "noise_multiplier": noise_multiplier, "clip_norm": clip_norm,
+            "learning_rate": learning_rate,
+        }  # fmt: skip
+        sizes = {"trace_size": trace_size, "chunk_size": chunk_size, "folder": folder}
         return run_sweep(self, rng_keys, num_steps, args, kwargs, init_params, axes, **sizes)
 
     def _init(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -16,7 +17,7 @@ from numpyro_dp.devices import agreed, copied
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism import gaussian
-from numpyro_dp.privacy.plan import Plan, PrivacyReport, make_plan
+from numpyro_dp.privacy.plan import BudgetError, Plan, PrivacyReport, make_plan
 from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.session import LossRelease, with_loss_norm
 from numpyro_dp.step import SensitiveState
@@ -56,8 +57,11 @@ def plan_for(driver: _Driver, num_examples: int, num_steps: int | None, **change
 
 def noise_fields(driver: _Driver, secret: Array, plan: Plan, clip_norm: Any) -> dict[str, Any]:
     """Returns the fields of a state that make its noise and its batches."""
-    # Of a child, so that a public rng_key that is the same key has no key in common with it.
-    noise_key, batch_key = jax.random.split(jax.random.fold_in(secret, 0))
+    # Of a child, so that a public rng_key that is the same key has no key in common with it; and
+    # of another one after earlier runs, so that noise is never that of one of them.
+    spent = repr([each._replace(run="") for each in plan.earlier])
+    child = int.from_bytes(hashlib.sha256(spent.encode()).digest()[:4]) if plan.earlier else 0
+    noise_key, batch_key = jax.random.split(jax.random.fold_in(secret, child))
     fields = {
         "secret_key": noise_key,
         "sampler_state": driver.sampler.init(batch_key, plan.num_examples),
@@ -70,6 +74,13 @@ def noise_fields(driver: _Driver, secret: Array, plan: Plan, clip_norm: Any) -> 
 def spent_by(driver: _Driver, state: SensitiveState, num_steps: int) -> PrivacyReport:
     """Accounts for all steps up to ``num_steps`` with the noise that the state holds."""
     setting = state.setting
+    for budget, other in ((setting.budget, driver.budget), (driver.budget, setting.budget)):
+        if budget is not None and budget.earlier != getattr(other, "earlier", ()):
+            raise BudgetError(
+                f"Expected the budget of the state, {setting.budget}, with the "
+                f"{len(getattr(setting.budget, 'earlier', ()))} earlier runs that it knows of, got "
+                f"{driver.budget}. Resume with the driver that the state is of."
+            )
     noise = float(state.noise_multiplier)
     plan = plan_for(driver, setting.num_examples, num_steps, noise_multiplier=noise)
     return report_for(driver, plan, num_steps, setting.reproducible, setting.sensitive)

@@ -1,4 +1,4 @@
-"""Many private runs in one compiled call: seeds x budgets x clip norms, in lockstep."""
+"""Many private runs in one compiled call: seeds x learning rates x budgets x clip norms."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 
 from numpyro_dp._checks import check_budget, check_noise, check_rng_keys
+from numpyro_dp._validate import check_real
 from numpyro_dp.core import PyTree
 from numpyro_dp.ledger import noise_fields, plan_for, report_for, secret_of
 from numpyro_dp.model.records import Rows
@@ -21,6 +23,7 @@ from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.results import PrivateLosses, SensitiveLosses, Trace
 from numpyro_dp.session import Session
 from numpyro_dp.step import SensitiveState
+from numpyro_dp.sweep_folder import SweepFolder, fingerprint
 
 __all__ = ["SweepResult", "SweepRun", "run_sweep"]
 
@@ -43,9 +46,10 @@ class SweepResult(NamedTuple):
         losses: Loss curves where they were asked for, values of shape ``(runs, kept)``.
         labels: What each run is: arrays ``seed``, ``clip_norm`` and ``noise_multiplier`` of shape
             ``(runs,)``, and ``epsilon``: what it was asked to spend, or has spent without a budget.
-            Clip norms that are no numbers are numbered.
-        privacy: What each run spends *by itself*. Whoever publishes several of them, or the best
-            of them, spends at most the sum of their epsilons at the sum of their deltas.
+            Clip norms that are no numbers are numbered. ``learning_rate``, where it was swept.
+        privacy: What each run spends *by itself* (or with earlier runs in the driver's budget).
+            Whoever publishes several of them, or the best of them, spends at most the sum of their
+            epsilons at the sum of their deltas; ``PrivacyBudget.after`` composes them.
     """
 
     params: dict[str, Any]
@@ -82,13 +86,17 @@ def run_sweep(
     axes: dict[str, Any],
     trace_size: int | None,
     chunk_size: int | None,
+    folder: Any,
 ) -> SweepResult:
     """Plans every combination before a record is read, then runs all; see ``DPSVI.sweep``."""
     check_rng_keys(rng_keys)
+    rates = axes.pop("learning_rate")
     settings = _settings(driver, **axes)
     secret = secret_of(driver)
     common = num_steps, args, kwargs, init_params, driver._structure(args, kwargs)
     starts = [driver._init(key, *common) for key in rng_keys]
+    number = len(starts)
+    starts = [_at_rate(start, rate) for rate in _rates(rates) for start in starts]
     session = driver._session(args, kwargs)
     plans = [plan_for(driver, session.num_examples, num_steps, **each) for each in settings]
     marks = driver.secret_key is not None, driver.allow_sensitive
@@ -99,9 +107,50 @@ def run_sweep(
             own = jax.random.fold_in(secret, len(states))
             states.append(start._replace(**noise_fields(driver, own, plan, each["clip_norm"])))
     chunk = min(chunk_size or len(states), len(states))
-    found = _in_chunks(session, states, session.rows(args, kwargs), num_steps, trace_size, chunk)
-    labels = _labels(settings, reports, len(starts))
-    return SweepResult(*found, labels, tuple(report for report in reports for _ in starts))
+    labels = _labels(settings, reports, number, rates)
+    store = folder and SweepFolder(
+        folder,
+        {name: column.tolist() for name, column in labels.items()}
+        | {
+            "rng_keys": np.asarray(jax.vmap(_key_data)(rng_keys)).tolist(),
+            "num_steps": num_steps, "trace_size": trace_size, "chunk_size": chunk,
+            "records": session.num_examples, "sampler": repr(driver.sampler),
+            "event": [str(report) for report in reports], "secret": fingerprint(driver.secret_key),
+        },
+    )  # fmt: skip
+    rows = session.rows(args, kwargs)
+    found = _in_chunks(session, states, rows, num_steps, trace_size, chunk, store)
+    own = tuple(report.of_another_run() for report in reports for _ in starts)
+    return SweepResult(*found, labels, own)
+
+
+def _key_data(key: Array) -> Array:
+    return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+
+
+def _rates(rates: Any) -> list[Any]:
+    if rates is None:
+        return [None]
+    return [
+        check_real("learning_rate", rate, low=0.0, low_open=True, high=np.inf, high_open=True)
+        for rate in _items("learning_rate", rates)
+    ]
+
+
+def _at_rate(start: SensitiveState, rate: float | None) -> SensitiveState:
+    """The state with another step size in its optimiser."""
+    if rate is None:
+        return start
+    named = optax.tree_utils.tree_get_all_with_path(start.optim_state, "learning_rate")
+    if not named:
+        raise ValueError(
+            "Expected an optimiser that keeps its learning_rate in its state, for a sweep over "
+            "them. Pass DPSVI(..., optax.inject_hyperparams(optax.adam)(learning_rate=1e-3))."
+        )
+    value = jnp.asarray(rate, jnp.asarray(named[0][1]).dtype)
+    return start._replace(
+        optim_state=optax.tree_utils.tree_set(start.optim_state, learning_rate=value)
+    )
 
 
 def _in_chunks(
@@ -111,15 +160,25 @@ def _in_chunks(
     num_steps: int,
     trace_size: int | None,
     chunk: int,
+    store: SweepFolder | None,
 ) -> tuple[PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
-    parts = []
+    parts, like = [], None
     for first in range(0, len(states), chunk):
         some = states[first : first + chunk]
         # A last chunk of another size would be compiled again: repeats, dropped below.
         some = some + some[-1:] * (chunk - len(some))
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *some)
-        found = jax.block_until_ready(session.run_many(stacked, rows, num_steps, trace_size))
-        parts.append(found[1:])
+        if store and like is None:
+            like = jax.eval_shape(
+                lambda some: session.run_many(some, rows, num_steps, trace_size)[1:], stacked
+            )
+        found = store and store.load(first, like)
+        if found is None:
+            found = session.run_many(stacked, rows, num_steps, trace_size)[1:]
+            jax.block_until_ready(found)
+            if store:
+                store.save(first, found)
+        parts.append(found)
 
     def join(*leaves: Any) -> Any:
         return np.concatenate([np.asarray(leaf) for leaf in leaves])[: len(states)]
@@ -170,7 +229,7 @@ def _settings(
 
 
 def _labels(
-    axes: list[dict[str, Any]], reports: list[PrivacyReport], seeds: int
+    axes: list[dict[str, Any]], reports: list[PrivacyReport], seeds: int, rates: Any
 ) -> dict[str, np.ndarray]:
     norms: list[Any] = []
     for each in axes:
@@ -186,8 +245,11 @@ def _labels(
         ],
         "noise_multiplier": [report.noise_multiplier for report in reports],
     }  # fmt: skip
-    labels = {name: np.repeat(column, seeds) for name, column in columns.items()}
-    labels["seed"] = np.tile(np.arange(seeds), len(axes))
+    inner = 1 if rates is None else len(rates)
+    labels = {name: np.repeat(column, seeds * inner) for name, column in columns.items()}
+    labels["seed"] = np.tile(np.arange(seeds), len(axes) * inner)
+    if rates is not None:
+        labels["learning_rate"] = np.tile(np.repeat(np.asarray(rates, float), seeds), len(axes))
     return labels
 
 

@@ -21,6 +21,7 @@ from numpyro_dp import (
     secret_key,
     vanilla,
 )
+from numpyro_dp.session import Session
 
 NUMBER, STEPS = 300, 25
 
@@ -172,3 +173,50 @@ def test_bounded_and_unbounded_norms_do_not_mix(data):
         svi = driver(clip_norm=usual, noise_multiplier=0.0)
         with pytest.raises(ValueError, match="all finite or all infinite"):
             svi.sweep(KEYS, 3, data, clip_norm=[given], noise_multiplier=[0.0])
+
+
+def test_learning_rates_are_swept(data):
+    adam = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
+    swept = DPSVI(
+        model, AutoDiagonalNormal(model), adam, estimator=aligned(), clip_norm=1.5,
+        sampler=Poisson(0.2), noise_multiplier=1.0, secret_key=5,
+    ).sweep(KEYS, STEPS, data, learning_rate=[0.01, 0.05], clip_norm=[1.0, 1.5])  # fmt: skip
+    assert swept.labels["learning_rate"].tolist() == [0.01, 0.01, 0.05, 0.05] * 2
+    assert swept.labels["seed"].tolist() == [0, 1] * 4
+    alone = driver(noise_multiplier=1.0, secret_key=jax.random.fold_in(secret_key(5), 7)).run(
+        KEYS[1], STEPS, data, progress_bar=False
+    )
+    np.testing.assert_allclose(swept.params["auto_loc"][7], alone.params["auto_loc"], rtol=1e-4)
+    with pytest.raises(ValueError, match="inject_hyperparams"):
+        driver().sweep(KEYS, STEPS, data, learning_rate=[0.1])
+    with pytest.raises(ValueError, match=r"learning_rate=-0.1"):
+        driver().sweep(KEYS, STEPS, data, learning_rate=[-0.1])
+
+
+def test_a_sweep_that_was_stopped_goes_on(data, tmp_path, monkeypatch):
+    sizes = {"epsilon": [0.5, 1.0, 2.0], "chunk_size": 2}
+    whole = driver().sweep(KEYS, STEPS, data, **sizes)
+    done, many = [], Session.run_many
+
+    def stopped(self, *args):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(1)
+        return many(self, *args)
+
+    monkeypatch.setattr(Session, "run_many", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        driver().sweep(KEYS, STEPS, data, **sizes, folder=tmp_path / "found")
+    kept = sorted((tmp_path / "found").glob("*.npz"))
+    assert kept
+    before = [path.stat().st_mtime_ns for path in kept]
+    monkeypatch.setattr(Session, "run_many", many)
+    again = driver().sweep(KEYS, STEPS, data, **sizes, folder=tmp_path / "found")
+    assert [path.stat().st_mtime_ns for path in kept] == before
+    for one, other in zip(jax.tree.leaves(whole[:2]), jax.tree.leaves(again[:2]), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert again.labels.keys() == whole.labels.keys()
+    with pytest.raises(ValueError, match=r"chunk_size=2 instead of 3"):
+        driver().sweep(KEYS, STEPS, data, **sizes | {"chunk_size": 3}, folder=tmp_path / "found")
+    with pytest.raises(ValueError, match="secret="):
+        driver(secret_key=6).sweep(KEYS, STEPS, data, **sizes, folder=tmp_path / "found")

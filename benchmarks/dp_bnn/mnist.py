@@ -6,8 +6,9 @@ epsilon = 1.19 (3 for the linear layer), delta = 1e-5, add or remove one image, 
 a run (PRV); that is for the weights and for the temperatures that are learnt from the training
 images after them (columns "tempered"), which have what 97 % of epsilon leaves. Settings were chosen
 by the log score of the last 10,000 training images (a choice in no budget); reported are the 10,000
-test images after training on all 60,000. Secret keys are the seeds. The temperature of SGLD is part
-of its setting.
+test images after training on all 60,000. Pixels are scaled by constants in common use, which are
+those of these very images. Secret keys are made from the seeds. The temperature of SGLD is part of
+its setting.
 
     NUMPYRO_DP_DATA=... python benchmarks/dp_bnn/mnist.py --json mnist.json --figure docs/mnist.png
 """
@@ -88,7 +89,7 @@ class Case(NamedTuple):
 
 @functools.cache
 def load(network):
-    """Training and test images (or their features), scaled by constants in common use; labels."""
+    """Training and test images (or their features), scaled; labels."""
     data = load_mnist()
 
     def scaled(images):

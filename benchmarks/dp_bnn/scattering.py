@@ -52,8 +52,8 @@ def _filters():
         waves.append((odd - odd[0, 0] / even[0, 0] * even) / even[0, 0].real)
     shape = SCALES, DIRECTIONS, SIDE, SIDE
     return (
-        jnp.asarray(window / window[0, 0].real, jnp.complex64),
-        jnp.asarray(np.reshape(waves, shape), jnp.complex64),
+        (window / window[0, 0].real).astype(np.complex64),
+        np.reshape(waves, shape).astype(np.complex64),
     )
 
 

@@ -11,13 +11,16 @@ records that it gets wrong have the largest gradients, and weigh less than they 
 its weights does more to small margins than to large ones. Held-out records that would tell are
 seldom at hand, but three numbers learnt from the training records themselves are cheap, and a
 private network may not know those by heart. They minimise the mean Brier score, which is proper, so
-that probabilities that are right stay as they are, and whose slope is bounded,
+that probabilities that are right stay so but for noise, and whose slope is bounded,
 
 .. math:: \frac{\partial}{\partial \log\beta} \sum_k (p(k) - [y = k])^2
     = 2 \sum_k p(k)\, (p(k) - [y = k])\, \beta\, \Big(\log\bar p(k)
     - \sum_j p(j) \log\bar p(j)\Big),
 
-so that clipping at 1 leaves nearly all records alone: it makes no error of its own.
+so that a clip norm of 1 leaves nearly all records alone where classes are few (of ten; with a
+thousand the slopes are up to four). Noise and the number of records decide what it is worth: with
+noise of 80 in 40 steps, predictions that were right have an ECE of 0.02 to 0.05 afterwards at 1,000
+records, of 0.01 at 10,000; have noise multiplier / N well below 1/500.
 
 Reference:
     Guo, Pleiss, Sun, Weinberger (2017), On calibration of modern neural networks, ICML (one
@@ -41,8 +44,11 @@ def tempered(
     r"""Returns log probabilities times :math:`\beta`, normalised.
 
     Args:
-        log_probabilities: Of each class.
+        log_probabilities: Of each class; below -80 they are taken for -80.
         coefficients: :math:`c_0, c_1, \dots`; one alone is the log of an inverse temperature.
+
+    Raises:
+        ValueError: If there is one class.
 
     Example:
         >>> import jax.numpy as jnp
@@ -50,7 +56,12 @@ def tempered(
         >>> jnp.exp(tempered(log_p, jnp.log(jnp.array([0.5])))).round(2)
         Array([0.75, 0.25], dtype=float32)
     """
-    log_probabilities = jnp.asarray(log_probabilities)
+    log_probabilities = jnp.maximum(jnp.asarray(log_probabilities), -80.0)  # 0 has no slope
+    if log_probabilities.shape[-1] < 2:
+        raise ValueError(
+            f"Expected log probabilities of two classes or more along the last axis, got shape "
+            f"{log_probabilities.shape}. For one outcome stack log(1 - p) and log(p)."
+        )
     largest, _ = jax.lax.top_k(log_probabilities, 2)
     margin = jnp.maximum(largest[..., 0] - largest[..., 1], 1e-3)
     u = jnp.clip(jnp.log(margin) / 2, -1.0, 1.0)
@@ -76,7 +87,7 @@ def tempering_model(
         >>> svi = DPSVI(
         ...     tempering_model, tempering_guide,
         ...     optax.adam(optax.cosine_decay_schedule(0.3, 40), b1=0.5), estimator=vanilla(),
-        ...     clip_norm=1.0, sampler=FullBatch(), budget=PrivacyBudget(0.2, 1e-5), secret_key=1,
+        ...     clip_norm=1.0, sampler=FullBatch(), budget=PrivacyBudget(0.2, 1e-5),
         ... )
         >>> found = svi.run(jax.random.key(1), 40, sure, labels, progress_bar=False)
         >>> bool(abs(jnp.exp(tempered(sure[0], found.params["coefficients"]))[1] - 0.75) < 0.03)

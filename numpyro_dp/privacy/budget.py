@@ -72,17 +72,23 @@ def neighboring_relation(relation: Relation) -> NeighboringRelation:
 
 
 class Spending(NamedTuple):
-    """What a run has spent, as later runs on the same records account for it.
+    """What one run has spent, as later runs on the same records account for it.
 
     Attributes:
+        run: Name of the run, by which it is counted once.
+        relation: The neighbouring relation.
         steps: Normal form of its event (:func:`~.accounting.steps.gaussian_steps`).
         failure_prob: See :func:`~.accounting.epsilon_spent`.
         total_variation: See there.
+        caveats: What its report says that epsilon does not cover.
     """
 
+    run: str
+    relation: Relation
     steps: tuple[Any, ...]
     failure_prob: float
     total_variation: float
+    caveats: tuple[str, ...]
 
 
 @runtime_checkable
@@ -90,10 +96,7 @@ class _Report(Protocol):
     """What is read of a report."""
 
     @property
-    def relation(self) -> Relation: ...
-
-    @property
-    def spending(self) -> Spending: ...
+    def spending(self) -> tuple[Spending, ...]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +125,7 @@ class PrivacyBudget:
     epsilon: float
     delta: float
     relation: Relation = "add_or_remove_one"
-    earlier: tuple[Spending, ...] = ()
+    earlier: tuple[Spending, ...] = dataclasses.field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         """Checks the fields."""
@@ -147,6 +150,14 @@ class PrivacyBudget:
         object.__setattr__(self, "epsilon", epsilon)
         object.__setattr__(self, "delta", delta)
         check_relation(self.relation)
+        if not all(isinstance(each, Spending) for each in self.earlier):
+            raise TypeError("Expected earlier to be set by PrivacyBudget.after(result.privacy).")
+        for each in self.earlier:
+            if each.relation != self.relation:
+                raise ValueError(
+                    f"Expected reports under the relation {self.relation!r} of the budget, got "
+                    f"one under {each.relation!r}. Run both under the same."
+                )
 
     @property
     def neighboring_relation(self) -> NeighboringRelation:
@@ -157,11 +168,12 @@ class PrivacyBudget:
         """Returns the budget of a further run on records of which others are released already.
 
         The noise of that run is found so that **all of them together** spend this budget, and its
-        report accounts for all of them together.
+        report accounts for all of them together. A run has noise of its own even if it is given
+        the secret key of an earlier one.
 
         Args:
-            *reports: ``result.privacy`` of each earlier run. A run whose own budget came from
-                here stands for those before it as well.
+            *reports: ``result.privacy`` of each earlier run. One whose own budget came from here
+                brings those before it along; each run counts once.
 
         Raises:
             TypeError: If one is no report.
@@ -185,20 +197,18 @@ class PrivacyBudget:
             >>> 0.99 < second.privacy.epsilon <= 1.0
             True
 
-        **Guarantee**: adaptive composition: the later run may depend on what the earlier ones
-        released. All of them must be of the same records (of subsets, too).
+        **Guarantee**: that of the report, for all of these runs together, where the total, which
+        runs there are, their samplers, numbers of steps and shares were fixed before the first.
+        Model, columns, initial values, step sizes and clip norms may depend on what was released.
+        Where all runs have full batches, steps and noise may too: whatever their order, they make
+        one Gaussian event (Smith and Thakurta 2022). What is left out is not accounted for.
         """
-        earlier = self.earlier
+        found = {each.run: each for each in self.earlier}
         for report in reports:
             if not isinstance(report, _Report):
                 raise TypeError(f"Expected result.privacy, got {type(report).__name__}.")
-            if report.relation != self.relation:
-                raise ValueError(
-                    f"Expected reports under the relation {self.relation!r} of the budget, got "
-                    f"one under {report.relation!r}. Run both under the same."
-                )
-            earlier += (report.spending,)
-        return dataclasses.replace(self, earlier=earlier)
+            found |= {each.run: each for each in report.spending}
+        return dataclasses.replace(self, earlier=tuple(found.values()))
 
     def __str__(self) -> str:
         """One line, with the relation."""

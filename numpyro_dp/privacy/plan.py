@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import uuid
 from collections.abc import Callable
 
 from dp_accounting.dp_event import (
     ComposedDpEvent,
     DpEvent,
     NonPrivateDpEvent,
+    NoOpDpEvent,
     SelfComposedDpEvent,
 )
 
@@ -69,12 +71,17 @@ class Plan:
 
     def event(self, num_steps: int) -> DpEvent:
         """The event of ``num_steps`` steps and of earlier runs, under the plan's relation."""
-        return _run_event(self, self.noise_multiplier, num_steps)
+        return _with_earlier(self, _run_event(self, self.noise_multiplier, num_steps))
+
+    @property
+    def earlier(self) -> tuple[Spending, ...]:
+        """What earlier runs have spent of the budget."""
+        return () if self.budget is None else self.budget.earlier
 
     def spent(
         self, num_steps: int, *, delta: float | None = None, accountant: Accountant | None = None
     ) -> EpsilonBound:
-        """Bounds the epsilon of ``num_steps`` steps.
+        """Bounds the epsilon of ``num_steps`` steps, and of earlier runs in the budget.
 
         Args:
             num_steps: Steps taken.
@@ -103,7 +110,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class PrivacyReport:
-    """What a run has spent. Prints itself; may be published.
+    """What a run has spent, with the earlier ones in its budget. Prints itself; may be published.
 
     Attributes:
         bound: The epsilon bound with delta, relation, event and accountant.
@@ -112,6 +119,7 @@ class PrivacyReport:
         reproducible: Whether the caller supplied the secret key.
         loss_released: Whether a loss curve was part of the release.
         sensitive_allowed: Whether the run showed sensitive values to its caller.
+        run: Name of the run.
     """
 
     bound: EpsilonBound
@@ -120,10 +128,11 @@ class PrivacyReport:
     reproducible: bool
     loss_released: bool = False
     sensitive_allowed: bool = False
+    run: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
     @property
     def epsilon(self) -> float:
-        """Epsilon spent: an upper bound; infinite if the run is not private."""
+        """Epsilon spent: an upper bound, earlier runs included; infinite if it is not private."""
         return self.bound.epsilon
 
     @property
@@ -152,8 +161,8 @@ class PrivacyReport:
         return self.plan.noise_multiplier
 
     @property
-    def spending(self) -> Spending:
-        """The same for :meth:`~numpyro_dp.PrivacyBudget.after`.
+    def spending(self) -> tuple[Spending, ...]:
+        """What each earlier run in the budget, and this one, has spent by itself.
 
         Raises:
             ValueError: If the run was not private.
@@ -162,8 +171,29 @@ class PrivacyReport:
             raise ValueError(
                 "Expected a private run, got one with epsilon=inf. No budget is left after it."
             )
-        beside = _beside_the_event(self.plan, self.num_steps)
-        return Spending(gaussian_steps(self.event), **beside)
+        plan = self.plan
+        event = _run_event(plan, plan.noise_multiplier, self.num_steps)
+        own = Spending(
+            self.run, plan.relation, gaussian_steps(event), caveats=self._caveats(),
+            **_of_batches(plan, self.num_steps),
+        )  # fmt: skip
+        return (*plan.earlier, own)
+
+    def of_another_run(self) -> PrivacyReport:
+        """Returns the same report for a run of the same plan, to be counted beside it."""
+        return dataclasses.replace(self, run=uuid.uuid4().hex)
+
+    def _caveats(self) -> tuple[str, ...]:
+        """What epsilon does not cover."""
+        found = []
+        if self.reproducible:
+            found.append(
+                "Reproducible run: the guarantee holds against those who do not know secret_key, "
+                "and only if it drives no other run on overlapping records."
+            )
+        if self.sensitive_allowed:
+            found.append("allow_sensitive=True: losses shown to the caller are not covered.")
+        return tuple(found)
 
     def at(self, delta: float) -> EpsilonBound:
         """Returns the epsilon of the same run at another delta."""
@@ -180,8 +210,10 @@ class PrivacyReport:
             + (" in the first step (adaptive clip norm)" if plan.adaptive else ""),
             f"event: {describe_event(self.event)}",
         ]
-        if plan.budget is not None and plan.budget.earlier:
-            lines.append(f"Together with {len(plan.budget.earlier)} earlier: epsilon is of all.")
+        if plan.earlier:
+            lines.append(
+                f"Epsilon and event are of this run and {len(plan.earlier)} earlier in its budget."
+            )
         if self.delta > 1 / plan.num_examples:
             lines.append(
                 f"delta > 1 / {plan.num_examples}: so large a delta allows to publish a record as "
@@ -189,13 +221,8 @@ class PrivacyReport:
             )
         if self.loss_released:
             lines.append("The loss curve is part of the release.")
-        if self.reproducible:
-            lines.append(
-                "Reproducible run: the guarantee holds against those who do not know secret_key, "
-                "and only if it drives no other run on overlapping records."
-            )
-        if self.sensitive_allowed:
-            lines.append("allow_sensitive=True: losses shown to the caller are not covered.")
+        lines += self._caveats()
+        lines += [f"Of an earlier run: {text}" for each in plan.earlier for text in each.caveats]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -238,8 +265,9 @@ def make_plan(
             "be found. Pass DPSVI(..., num_steps=T) for a loop of T updates, or use run()."
         )
     if noise_multiplier is None:
+        _check_left(plan, num_steps)
         noise, _ = calibrate_noise(
-            lambda z: _run_event(plan, z, num_steps),
+            lambda z: _with_earlier(plan, _run_event(plan, z, num_steps)),
             budget,
             accountant=accountant,
             **_beside_the_event(plan, num_steps),
@@ -253,6 +281,21 @@ def make_plan(
             "noise_multiplier and let the budget choose it."
         )
     return plan
+
+
+def _check_left(plan: Plan, num_steps: int) -> None:
+    """Raises if earlier runs alone have spent the budget."""
+    if not plan.earlier:
+        return
+    nothing = _with_earlier(plan, NoOpDpEvent())
+    beside = _beside_the_event(plan, num_steps)
+    budget = plan.budget
+    spent = epsilon_spent(nothing, plan.delta, plan.relation, accountant=plan.accountant, **beside)
+    if spent.epsilon >= budget.epsilon:
+        raise BudgetError(
+            f"Expected the {len(plan.earlier)} earlier runs to leave something of the budget "
+            f"{budget}, got {spent}. Nothing more can be released within it."
+        )
 
 
 def default_delta(num_examples: int) -> float:
@@ -273,19 +316,26 @@ def _run_event(plan: Plan, noise_multiplier: float, num_steps: int) -> DpEvent:
     step = plan.sampler.amplify(own, plan.num_examples)
     # A sampler may say that several steps are one event: Permutation does of an epoch.
     several = getattr(plan.sampler, "compositions", lambda _, steps: steps)
-    run = SelfComposedDpEvent(step, several(plan.num_examples, num_steps))
-    if plan.budget is None or not plan.budget.earlier:
-        return run
-    return ComposedDpEvent([*(canonical_event(each.steps) for each in plan.budget.earlier), run])
+    return SelfComposedDpEvent(step, several(plan.num_examples, num_steps))
+
+
+def _with_earlier(plan: Plan, event: DpEvent) -> DpEvent:
+    if not plan.earlier:
+        return event
+    return ComposedDpEvent([*(canonical_event(each.steps) for each in plan.earlier), event])
+
+
+def _of_batches(plan: Plan, num_steps: int) -> dict[str, float]:
+    """Union bounds over the steps of what the batches do that the event does not say."""
+    return {
+        "failure_prob": plan.sampler.failure_prob(plan.num_examples) * num_steps,
+        "total_variation": plan.sampler.total_variation(plan.num_examples) * num_steps,
+    }
 
 
 def _beside_the_event(plan: Plan, num_steps: int) -> dict[str, float]:
-    """Union bounds over the steps of what the batches do that the event does not say."""
-    earlier = () if plan.budget is None else plan.budget.earlier
-    total = {
-        "failure_prob": plan.sampler.failure_prob(plan.num_examples) * num_steps
-        + sum(each.failure_prob for each in earlier),
-        "total_variation": plan.sampler.total_variation(plan.num_examples) * num_steps
-        + sum(each.total_variation for each in earlier),
+    """The same, of earlier runs too."""
+    return {
+        name: min(value + sum(getattr(each, name) for each in plan.earlier), 1.0 - 1e-12)
+        for name, value in _of_batches(plan, num_steps).items()
     }
-    return {name: min(value, 1.0 - 1e-12) for name, value in total.items()}

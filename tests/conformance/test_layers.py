@@ -35,6 +35,7 @@ LEVELS = {
     "session": 6,
     "_checks": 6.5,
     "ledger": 6.5,
+    "sweep_folder": 6.6,
     "sweep": 6.7,
     "driver": 6.9,
     "svi": 7,
@@ -47,7 +48,10 @@ LEVELS = {
     "evaluate": 8,
     "__init__": 9,
 }
-NUMPYRO = {"model", "ep", "_checks", "svi", "simulate", "sep", "em", "pbp", "sgld", "posterior"}
+NUMPYRO = {
+    "model", "ep", "_checks", "svi", "simulate", "sep", "em", "pbp", "sgld", "posterior",
+    "evaluate",
+}  # fmt: skip
 # Not below each other although their levels would let them.
 FORBIDDEN = {("estimators", "privacy"), ("aggregate", "privacy")}
 

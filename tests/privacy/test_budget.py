@@ -1,14 +1,31 @@
 """Several runs on the same records within one budget."""
 
+import dataclasses
 import functools
 
+import jax
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+import optax
 import pytest
 from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting import SelfComposedDpEvent as Several
 from dp_accounting.pld import PLDAccountant
+from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp import FixedSize, FullBatch, Poisson, PrivacyBudget, compare_accountants
-from numpyro_dp.privacy.calibration import CalibrationError
+import numpyro_dp.privacy.plan as plan_module
+from numpyro_dp import (
+    DPMCMC,
+    DPSVI,
+    SGLD,
+    FixedSize,
+    FullBatch,
+    Poisson,
+    PrivacyBudget,
+    compare_accountants,
+    vanilla,
+)
 from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.privacy.plan import BudgetError, PrivacyReport, make_plan
 
@@ -56,18 +73,119 @@ def test_a_ceiling_counts_what_was_spent():
     planned(FullBatch(), 10, total, noise=20.0)  # alone it is within
     with pytest.raises(BudgetError, match="at most epsilon=1.0"):
         planned(FullBatch(), 10, total.after(first), noise=20.0)
-    with pytest.raises(CalibrationError, match="together with earlier runs"):
+    with pytest.raises(BudgetError, match=r"1 earlier runs to leave .*epsilon=0.5"):
         planned(FullBatch(), 10, PrivacyBudget(0.5, 1e-5).after(first))
 
 
+def test_every_earlier_run_counts_and_counts_once():
+    high = PrivacyBudget(50.0, 1e-5)
+    one = report(FullBatch(), 3, high, 30.0)
+    other = report(FullBatch(), 5, high.after(one), 40.0)
+    beside = report(FullBatch(), 7, high.after(one), 50.0)
+    every = high.after(other, beside)
+    assert len(every.earlier) == 3
+    last = report(FullBatch(), 1, every, 60.0)
+    mu = (3 / 30**2 + 5 / 40**2 + 7 / 50**2 + 1 / 60**2) ** 0.5
+    alone = report(FullBatch(), 1, high, 1 / mu)
+    assert last.epsilon == pytest.approx(alone.epsilon, rel=1e-9)
+    for budget in (high.after(one, other, beside), high.after(beside).after(other).after(one)):
+        again = report(FullBatch(), 1, budget, 60.0)
+        assert again.epsilon == pytest.approx(last.epsilon, rel=1e-12)
+    twin = one.of_another_run()
+    assert len(high.after(one, twin, one).earlier) == 2
+    assert "3 earlier" in str(last)
+
+
+def test_earlier_runs_are_accounted_under_the_relation():
+    high = PrivacyBudget(50.0, 1e-5, "replace_one")
+    one = report(FullBatch(), 3, high, 30.0)
+    both = report(FullBatch(), 2, high.after(one), 30.0)
+    alone = report(FullBatch(), 5, high, 30.0)
+    assert both.epsilon == pytest.approx(alone.epsilon, rel=1e-9)
+    with pytest.raises(ValueError, match="'add_or_remove_one' of the budget"):
+        dataclasses.replace(high.after(one), relation="add_or_remove_one")
+    with pytest.raises(TypeError, match="after"):
+        PrivacyBudget(1.0, 1e-5, earlier=(one,))
+
+
 def test_what_batches_do_beside_the_event_adds_up():
-    sampler = Poisson(0.02, overflow_prob=1e-9)
-    first = report(sampler, 100, PrivacyBudget(1.0, 1e-5))
-    one = sampler.failure_prob(NUMBER)
-    assert first.spending.failure_prob == pytest.approx(100 * one)
-    assert one > 0
-    second = report(sampler, 50, PrivacyBudget(2.0, 1e-5).after(first))
-    assert second.spending.failure_prob == pytest.approx(150 * one)
+    often, seldom = Poisson(0.02, overflow_prob=1e-9), Poisson(0.05, overflow_prob=1e-8)
+    high = PrivacyBudget(50.0, 1e-5)
+    one = report(often, 100, high, 2.0)
+    two = report(seldom, 30, high.after(one), 2.0)
+    last = report(often, 50, high.after(two), 2.0)
+    for name in ("failure_prob", "total_variation"):
+        own = [getattr(sampler, name)(NUMBER) for sampler in (often, seldom)]
+        assert min(own) > 0
+        found = plan_module._beside_the_event(last.plan, 50)[name]
+        assert found == pytest.approx(150 * own[0] + 30 * own[1])
+
+
+def test_caveats_of_earlier_runs_are_told():
+    plan = planned(FullBatch(), 3, PrivacyBudget(50.0, 1e-5), 30.0)
+    shown = PrivacyReport(plan.spent(3), 3, plan, True, sensitive_allowed=True)
+    later = str(report(FullBatch(), 2, PrivacyBudget(50.0, 1e-5).after(shown), 30.0))
+    assert "Of an earlier run: Reproducible run" in later
+    assert "Of an earlier run: allow_sensitive=True" in later
+
+
+def model(x):
+    mean = numpyro.sample("mean", dist.Normal(0, 3))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+
+
+def driver(budget, **options):
+    return DPSVI(
+        model, AutoDelta(model), optax.sgd(1e-3), estimator=vanilla(), clip_norm=1.0,
+        sampler=FullBatch(), budget=budget, secret_key=7, **options,
+    )  # fmt: skip
+
+
+def test_a_run_after_another_resumes_with_its_budget_alone():
+    x, key, high = jnp.ones(50), jax.random.key(0), PrivacyBudget(1.0, 1e-5)
+    first = driver(PrivacyBudget(0.7, 1e-5)).run(key, 5, x, progress_bar=False)
+    svi = driver(high.after(first.privacy), num_steps=6)
+    begun = svi.run(key, 3, x, progress_bar=False)
+    ended = svi.run(key, 3, x, init_state=begun.state, progress_bar=False)
+    assert 0.99 < ended.privacy.epsilon <= 1.0
+    assert svi.privacy(ended.state).epsilon == ended.privacy.epsilon
+    others = driver(high, num_steps=6), DPSVI(
+        model, AutoDelta(model), optax.sgd(1e-3), estimator=vanilla(), clip_norm=1.0,
+        sampler=FullBatch(), noise_multiplier=40.0,
+    )  # fmt: skip
+    for other in others:
+        with pytest.raises(BudgetError, match="1 earlier runs that it knows of"):
+            other.run(key, 3, x, init_state=begun.state, progress_bar=False)
+        with pytest.raises(BudgetError, match="1 earlier runs that it knows of"):
+            other.privacy(begun.state)
+    alone = others[0].run(key, 3, x, progress_bar=False).state
+    with pytest.raises(BudgetError, match="0 earlier runs"):
+        svi.privacy(alone)
+
+
+def test_noise_differs_from_that_of_an_earlier_run_with_the_same_key():
+    x, key, high = jnp.ones(50), jax.random.key(0), PrivacyBudget(1.0, 1e-5)
+    states = [driver(PrivacyBudget(0.7, 1e-5), num_steps=5).init(key, x)]
+    result = driver(PrivacyBudget(0.7, 1e-5)).run(key, 5, x, progress_bar=False)
+    states += [driver(high.after(result.privacy), num_steps=5).init(key, x) for _ in range(2)]
+    keys = [str(jax.random.key_data(state.secret_key)) for state in states]
+    assert keys[0] != keys[1] == keys[2]  # and can be repeated
+
+
+def test_sweeps_and_chains_count_earlier_runs():
+    x, key, high = jnp.ones(50), jax.random.key(0), PrivacyBudget(1.0, 1e-5)
+    first = driver(PrivacyBudget(0.7, 1e-5)).run(key, 5, x, progress_bar=False).privacy
+    found = driver(high.after(first)).sweep(jax.random.split(key, 2), 3, x, epsilon=[0.9, 1.0])
+    assert [round(each.epsilon, 2) for each in found.privacy] == [0.9, 0.9, 1.0, 1.0]
+    assert len(high.after(*found.privacy).earlier) == 5
+    mcmc = DPMCMC(
+        SGLD(model), num_warmup=2, num_samples=3, num_chains=2, clip_norm=1.0, sampler=FullBatch(),
+        budget=high.after(first), progress_bar=False,
+    )  # fmt: skip
+    mcmc.run(key, x)
+    assert 0.99 < mcmc.privacy.epsilon <= 1.0
+    assert "1 earlier" in str(mcmc.privacy)
 
 
 def test_what_can_not_be_added_is_refused():

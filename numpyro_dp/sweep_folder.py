@@ -1,0 +1,88 @@
+"""What a sweep has finished, kept in a folder, so that one that stopped goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import zipfile
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from numpyro_dp.core import PyTree
+
+__all__ = ["SweepFolder", "fingerprint"]
+
+
+class SweepFolder:
+    """Results of chunks by the number of their first run; holds releases alone.
+
+    Args:
+        path: The folder; made where it is missing.
+        meaning: What the runs are, as JSON takes it.
+
+    Raises:
+        ValueError: If the folder holds runs of another meaning; the message says of what.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], meaning: dict[str, Any]) -> None:
+        self.path = pathlib.Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        meaning = json.loads(json.dumps(meaning))
+        sheet = self.path / "sweep.json"
+        if not sheet.exists():
+            _replace(sheet, json.dumps(meaning, indent=1).encode())
+        found = json.loads(sheet.read_text())
+        for name in sorted(found.keys() | meaning.keys()):
+            if found.get(name) != meaning.get(name):
+                raise ValueError(
+                    f"Expected folder={str(path)!r} to be of this sweep, got one with {name}="
+                    f"{_short(found.get(name))} instead of {_short(meaning.get(name))}. Take "
+                    "another folder, or the arguments that it was begun with."
+                )
+
+    def load(self, first: int, like: PyTree) -> PyTree | None:
+        """Returns a finished chunk in the structure of ``like``; ``None`` if it is not there."""
+        path = self._chunk(first)
+        if not path.exists():
+            return None
+        try:
+            with np.load(path) as stored:
+                leaves = [stored[f"leaf{number}"] for number in range(len(stored.files))]
+        except (zipfile.BadZipFile, OSError, KeyError, ValueError) as error:
+            raise ValueError(f"Expected a whole file, got {path}: {error}. Remove it.") from error
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    def save(self, first: int, found: PyTree) -> None:
+        """Keeps a chunk; a file appears when it is whole."""
+        leaves = {f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(found))}
+        path = self._chunk(first)
+        begun = path.with_suffix(".begun.npz")
+        np.savez(begun, **leaves)
+        begun.replace(path)
+
+    def _chunk(self, first: int) -> pathlib.Path:
+        return self.path / f"runs_{first:06d}.npz"
+
+
+def fingerprint(secret: Array | None) -> str:
+    """What tells one secret key from another, without telling it."""
+    if secret is None:
+        return "drawn anew by each call"
+    data = np.asarray(jax.random.key_data(secret)).tobytes()
+    return hashlib.sha256(b"numpyro_dp sweep" + data).hexdigest()
+
+
+def _replace(path: pathlib.Path, text: bytes) -> None:
+    begun = path.with_suffix(".begun")
+    begun.write_bytes(text)
+    begun.replace(path)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 200 else text[:200] + " ..."
