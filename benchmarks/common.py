@@ -16,11 +16,15 @@ import numpyro
 import numpyro.distributions as dist
 
 
-def parse_args(description):
+def make_parser(description):
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", help="write the results to this file ('-' prints them)")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    return parser.parse_args()
+    return parser
+
+
+def parse_args(description):
+    return make_parser(description).parse_args()
 
 
 def experiment_parser(doc, quick):

@@ -11,7 +11,7 @@ import time
 import jax
 import numpy as np
 from adult_svi import adult_svi
-from common import parse_args, write
+from common import make_parser, write
 
 from numpyro_dp import aligned
 from numpyro_dp.datasets import load_adult_or_bundled
@@ -26,18 +26,23 @@ def seconds(call):
 
 
 def main():
-    args = parse_args(__doc__.splitlines()[0])
-    seeds, epochs = (3, 20) if args.quick else (20, 400)
+    parser = make_parser(__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--chunk", type=int, help="runs in lockstep; all of them by default")
+    args = parser.parse_args()
+    seeds, epochs = (3, 20) if args.quick else (args.seeds, 400)
     data = load_adult_or_bundled()
     records, num_steps = (data.X_train, data.y_train), round(epochs / 0.01)
     svi = adult_svi(aligned(), 2.0, 1e-3, len(data.y_train))
     keys = jax.random.split(jax.random.key(0), seeds)
 
+    sizes = {"trace_size": 100, "chunk_size": args.chunk}
+
     def one():
         return svi.run(keys[0], num_steps, *records, progress_bar=False)
 
     def many():
-        return svi.sweep(keys, num_steps, *records, epsilon=EPSILONS, trace_size=100)
+        return svi.sweep(keys, num_steps, *records, epsilon=EPSILONS, **sizes)
 
     first = {"one run": seconds(one), "sweep": seconds(many)}
     before = [seconds(one) for _ in range(3)]  # the sweep is long: runs before and after it
