@@ -123,7 +123,8 @@ def factored_sum(
             sums.append((exact, each))
         return sums, squares
 
-    few = suitable_rows(first_of(shapes)) if rows == "auto" else rows
+    kept = first_of(shapes), [] if factored.selects else [plan.like for plan in plans]
+    few = suitable_rows(kept) if rows == "auto" else rows
     sums, squares = over_stretches(of_rows, (examples, lengths), mask, few, shards)
     total = extra_sums(mechanism, names, squares, margin, mask, shards)
     for plan, members, norm, found in zip(plans, blocks, norms, sums, strict=True):

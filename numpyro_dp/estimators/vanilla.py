@@ -134,12 +134,16 @@ def parametric(problem: VariationalProblem, chart: Chart) -> Estimator:
         return jax.tree.map(jnp.negative, gradient)
 
     # A parameter of model and guide at once has entries of both kinds.
-    general = shared or chart.sums is None
+    general = bool(problem.guide_params) and (shared or chart.sums is None)
     if general:
         core, expand = _general(whole)
     else:
         core, expand = _by_coordinate(chart)
-    return Estimator(prepare, signal, pull_back, FactoredSignal(point, scalar, core, expand))
+    # Without a guide's own parameters the gradient is that of the model's, leaf by leaf.
+    selects = not problem.guide_params
+    return Estimator(
+        prepare, signal, pull_back, FactoredSignal(point, scalar, core, expand, selects)
+    )
 
 
 def _general(whole: Callable[..., dict[str, Any]]) -> tuple[Any, Any]:

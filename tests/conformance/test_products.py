@@ -11,9 +11,9 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from jax import lax
-from numpyro.infer.autoguide import AutoDelta
+from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
-from numpyro_dp import DPSVI, FullBatch, aligned
+from numpyro_dp import DPSVI, FullBatch, aligned, vanilla
 from numpyro_dp.aggregate import bounded_sum, bounded_sum_by_definition
 from numpyro_dp.contraction import split_scalar
 from numpyro_dp.core import Estimator, FactoredSignal
@@ -267,3 +267,37 @@ def test_memory_does_not_hold_a_gradient_for_each_record() -> None:
     assert planned(bounded_sum, 32) < 0.7 * planned(bounded_sum)
     assert planned(bounded_sum, 33) < 0.75 * planned(bounded_sum)  # 256 is no multiple
     assert planned(bounded_sum_by_definition, 2) < 0.3 * planned(bounded_sum_by_definition)
+
+
+def test_vanilla_gradients_of_a_network_need_no_more_memory() -> None:
+    def network(x: Any, y: Any) -> None:
+        first = numpyro.param("first", lambda key: jax.random.normal(key, (24, 2_000)) / 5)
+        last = numpyro.param("last", lambda key: jax.random.normal(key, (2_000,)) / 50)
+        with numpyro.plate("records", len(x)):
+            numpyro.sample("y", dist.Normal(jnp.tanh(x @ first) @ last, 1), obs=y)
+
+    def latent(x: Any, y: Any) -> None:
+        first, last = layer("first", 24, 2_000), layer("last", 2_000)
+        with numpyro.plate("records", len(x)):
+            numpyro.sample("y", dist.Normal(jnp.tanh(x @ first) @ last, 1), obs=y)
+
+    gradients = 256 * 50_000 * 4  # bytes
+    mask, mechanism = jnp.ones(256, bool), gaussian(1.0, 1.0)
+    for model, guide in ((network, lambda *_: None), (latent, AutoDiagonalNormal(latent))):
+        svi = DPSVI(model, guide, optax.sgd(0.1), estimator=vanilla(), clip_norm=1.0,
+                    sampler=FullBatch(), noise_multiplier=1.0, secret_key=1)  # fmt: skip
+        state = svi.init(KEY, *data(256))
+        estimator = vanilla()(svi._session(data(256), {}).problem)
+        public = estimator.prepare(KEY, svi.optim.get_params(state.optim_state))
+
+        def call(sum_of: Any, estimator: Any = estimator, public: Any = public) -> Any:
+            return jax.jit(lambda rows: sum_of(estimator, mechanism, public, rows, mask))
+
+        plan = call(bounded_sum).lower(data(256)).compile().memory_analysis()
+        assert plan.temp_size_in_bytes < 0.3 * gradients
+        found, expected = (
+            call(each)(data(256)) for each in (bounded_sum, bounded_sum_by_definition)
+        )
+        for name in expected:
+            scale = np.abs(expected[name]).max()
+            np.testing.assert_allclose(found[name] / scale, expected[name] / scale, atol=0.01)
