@@ -5,7 +5,8 @@ paper (16 kernels of 8 x 8, 32 of 4 x 4, 32 units) on images of 28 x 28, 256 of 
 Images are random: no time depends on them. Times are those of whole runs, the difference of 60 and
 10 steps over 50, by turns, medians; the floor is `numpyro.infer.SVI.update` on the same images.
 Memory is what XLA plans for temporaries of one step, beside that of a step that holds a gradient of
-each record (256 x P numbers).
+each record (batch x P numbers); there also for a network of ten million weights at 1,024 images.
+``--memory`` finds no times.
 
     python benchmarks/dp_bnn/epoch_time.py --json epoch_time.json
 """
@@ -25,8 +26,8 @@ from numpyro.infer.initialization import init_to_sample
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from common import parse_args, write
-from images import CNN, MLP, model_of
+from common import make_parser, write
+from images import CNN, MLP, Wide, model_of
 
 from numpyro_dp import DPMCMC, DPSVI, SGLD, FullBatch, aligned
 
@@ -105,26 +106,35 @@ def seconds_per_step(calls, rounds):
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def planned(network, data):
-    """MB of temporaries of one private step, and of a gradient for each record."""
-    model = model_of(network, activation="relu")
+def planned(network, batch):
+    """MB of temporaries of one private step, of the weights, and of a gradient for each record."""
+    data, model = images(batch), model_of(network, activation="relu")
     svi = DPSVI(model, guide_of(model, AutoDelta), optax.sgd(1e-4), estimator=aligned(), **OPTIONS)
     state = svi.init(jax.random.key(0), *data)
     step = jax.jit(svi.update).lower(state, *data).compile()
     size = sum(leaf.size for leaf in jax.tree.leaves(svi.get_params(state)))
-    return step.memory_analysis().temp_size_in_bytes / 1e6, size, 4 * size * BATCH / 1e6
+    return {
+        "network": network.__name__, "images": batch, "weights": size, "weights, MB": 4e-6 * size,
+        "step, MB": step.memory_analysis().temp_size_in_bytes / 1e6,
+        "a gradient for each record, MB": 4e-6 * size * batch,
+    }  # fmt: skip
+
+
+def images(batch):
+    rng = np.random.default_rng(0)
+    return (
+        jnp.asarray(rng.uniform(size=(batch, 784)).astype(np.float32)),
+        jnp.asarray(rng.integers(0, 10, batch)),
+    )
 
 
 def main():
-    args = parse_args(__doc__.splitlines()[0])
-    rng = np.random.default_rng(0)
-    data = (
-        jnp.asarray(rng.uniform(size=(BATCH, 784)).astype(np.float32)),
-        jnp.asarray(rng.integers(0, 10, BATCH)),
-    )
-    times, memory = [], []
-    for network in (MLP,) if args.quick else (MLP, CNN):
-        calls = runs(network, data)
+    parser = make_parser(__doc__.splitlines()[0])
+    parser.add_argument("--memory", action="store_true", help="no times")
+    args = parser.parse_args()
+    times = []
+    for network in () if args.memory else (MLP,) if args.quick else (MLP, CNN):
+        calls = runs(network, images(BATCH))
         seconds = seconds_per_step(calls, 1 if args.quick else 7)
         for name, each in seconds.items():
             floor = "SGD" if "SGLD" in name else name.replace("DP-", "").replace(", aligned", "")
@@ -133,12 +143,9 @@ def main():
                 "times its non-private step": each / seconds[floor],
                 "times DP-SGD": each / seconds["DP-SGD"],
             })  # fmt: skip
-        found, size, each_record = planned(network, data)
-        memory.append({
-            "network": network.__name__, "weights": size, "step, MB": found,
-            "a gradient for each record, MB": each_record,
-        })  # fmt: skip
-    write(args, "epoch_time", {"Time": times, "Memory": memory})
+    sizes = [(network, batch) for network in (MLP, CNN, Wide) for batch in (BATCH, 4 * BATCH)]
+    tables = {"Memory": [planned(*each) for each in sizes[: 1 if args.quick else None]]}
+    write(args, "epoch_time", ({"Time": times} if times else {}) | tables)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import numpyro.distributions as dist
 from numpyro.contrib.module import flax_module, random_flax_module
 from numpyro.handlers import mask
 
-__all__ = ["CNN", "MLP", "linear_model", "model_of"]
+__all__ = ["CNN", "MLP", "Wide", "linear_model", "model_of"]
 
 
 class MLP(nn.Module):
@@ -40,6 +40,20 @@ class CNN(nn.Module):
         x = activation(nn.Conv(32, (4, 4), (2, 2), padding="VALID")(x))
         x = nn.max_pool(x, (2, 2), (1, 1)).reshape(*x.shape[:-3], -1)
         x = activation(nn.Dense(32)(x))
+        x = nn.Dropout(self.dropout, deterministic=not self.dropout)(x)
+        return nn.Dense(10)(x)
+
+
+class Wide(nn.Module):
+    """Hidden layers of 3,000 and 2,500 units: ten million weights."""
+
+    dropout: float = 0.0
+    activation: str = "tanh"
+
+    @nn.compact
+    def __call__(self, x):
+        for units in (3000, 2500):
+            x = getattr(nn, self.activation)(nn.Dense(units)(x))
         x = nn.Dropout(self.dropout, deterministic=not self.dropout)(x)
         return nn.Dense(10)(x)
 
