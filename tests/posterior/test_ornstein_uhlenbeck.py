@@ -53,6 +53,7 @@ def test_small_steps_give_the_lyapunov_equation_of_the_paper():
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_private_runs_spread_as_predicted():
     """Full batch and plain steps: the privacy noise is all the noise in the location."""
 

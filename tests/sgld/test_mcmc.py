@@ -343,6 +343,7 @@ def flax_network(x, y=None):
         numpyro.sample("y", dist.Normal(net(x), 0.5), obs=y)
 
 
+@pytest.mark.extended
 def test_networks_of_flax_are_sampled():
     x = records(1000)
     y = np.tanh(x[:, 0]).astype(np.float32)
