@@ -90,6 +90,11 @@ def run_sweep(
 ) -> SweepResult:
     """Plans every combination before a record is read, then runs all; see ``DPSVI.sweep``."""
     check_rng_keys(rng_keys)
+    if folder and driver.allow_sensitive:
+        raise ValueError(
+            f"Expected no folder={str(folder)!r} with allow_sensitive=True: it would keep losses "
+            "that nothing protects. Sweep without a folder, or without losses."
+        )
     rates = axes.pop("learning_rate")
     settings = _settings(driver, **axes)
     secret = secret_of(driver)
@@ -108,16 +113,13 @@ def run_sweep(
             states.append(start._replace(**noise_fields(driver, own, plan, each["clip_norm"])))
     chunk = min(chunk_size or len(states), len(states))
     labels = _labels(settings, reports, number, rates)
-    store = folder and SweepFolder(
-        folder,
-        {name: column.tolist() for name, column in labels.items()}
-        | {
-            "rng_keys": np.asarray(jax.vmap(_key_data)(rng_keys)).tolist(),
-            "num_steps": num_steps, "trace_size": trace_size, "chunk_size": chunk,
-            "records": session.num_examples, "sampler": repr(driver.sampler),
-            "event": [str(report) for report in reports], "secret": fingerprint(driver.secret_key),
-        },
-    )  # fmt: skip
+    meaning = {name: column.tolist() for name, column in labels.items()} | {
+        "rng_keys": np.asarray(jax.vmap(_key_data)(rng_keys)).tolist(),
+        "num_steps": num_steps, "trace_size": trace_size, "chunk_size": chunk,
+        "records": session.num_examples, "reports": [str(report) for report in reports],
+        "secret": fingerprint(driver.secret_key),
+    }  # fmt: skip
+    store = folder and SweepFolder(folder, meaning)
     rows = session.rows(args, kwargs)
     found = _in_chunks(session, states, rows, num_steps, trace_size, chunk, store)
     own = tuple(report.of_another_run() for report in reports for _ in starts)

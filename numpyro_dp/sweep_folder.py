@@ -55,7 +55,15 @@ class SweepFolder:
                 leaves = [stored[f"leaf{number}"] for number in range(len(stored.files))]
         except (zipfile.BadZipFile, OSError, KeyError, ValueError) as error:
             raise ValueError(f"Expected a whole file, got {path}: {error}. Remove it.") from error
-        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+        expected, structure = jax.tree.flatten(like)
+        if [x.shape for x in leaves] != [x.shape for x in expected]:
+            raise ValueError(
+                f"Expected arrays of {[x.shape for x in expected]} in {path}, got "
+                f"{[x.shape for x in leaves]}: another model or guide. Take another folder."
+            )
+        both = zip(leaves, expected, strict=True)  # NumPy's files do not name bfloat16
+        leaves = [x.view(known.dtype) if x.dtype.kind == "V" else x for x, known in both]
+        return jax.tree.unflatten(structure, leaves)
 
     def save(self, first: int, found: PyTree) -> None:
         """Keeps a chunk; a file appears when it is whole."""

@@ -7,7 +7,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from numpyro.infer.autoguide import AutoDiagonalNormal
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
 from numpyro_dp import (
     DPSVI,
@@ -220,3 +220,15 @@ def test_a_sweep_that_was_stopped_goes_on(data, tmp_path, monkeypatch):
         driver().sweep(KEYS, STEPS, data, **sizes | {"chunk_size": 3}, folder=tmp_path / "found")
     with pytest.raises(ValueError, match="secret="):
         driver(secret_key=6).sweep(KEYS, STEPS, data, **sizes, folder=tmp_path / "found")
+    again = DPSVI(
+        model, AutoMultivariateNormal(model), optax.adam(0.05), estimator=aligned(), clip_norm=1.5,
+        sampler=Poisson(0.2), budget=PrivacyBudget(1.0, 1e-5), secret_key=5,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="another model or guide"):
+        again.sweep(KEYS, STEPS, data, **sizes, folder=tmp_path / "found")
+
+
+def test_a_folder_keeps_no_losses_that_nothing_protects(data, tmp_path):
+    with pytest.raises(ValueError, match=r"no folder=.* with allow_sensitive"):
+        driver(allow_sensitive=True).sweep(KEYS, STEPS, data, folder=tmp_path / "found")
+    assert not (tmp_path / "found").exists()

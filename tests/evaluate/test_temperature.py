@@ -97,3 +97,18 @@ def test_a_record_of_impossible_numbers_changes_little():
     plain = fit(log_probabilities, labels, noise_multiplier=0.0)
     found = fit(with_worst, labels, noise_multiplier=0.0)
     np.testing.assert_allclose(found, plain, atol=5e-3)
+
+
+def test_probabilities_of_nought_count_as_very_small_ones():
+    log_probabilities, labels = drawn(2.0)
+    small = log_probabilities.at[::2, 1:].set(-80.0)
+    nought = log_probabilities.at[::2, 1:].set(-jnp.inf)
+    one, other = (fit(each, labels, noise_multiplier=0.0) for each in (small, nought))
+    np.testing.assert_array_equal(one, other)
+    slope = jax.grad(lambda c: jnp.sum(jnp.exp(tempered(nought[0], c))[:2] ** 2))
+    assert np.isfinite(slope(jnp.zeros(3))).all()
+
+
+def test_one_class_is_refused():
+    with pytest.raises(ValueError, match="two classes or more"):
+        tempered(jnp.zeros((3, 1)), jnp.zeros(3))
