@@ -23,7 +23,7 @@ PARTS = {  # name -> script, its arguments
     "networks": ("dp_bnn/epoch_time.py", []),
     "MNIST": (
         "dp_bnn/mnist.py",
-        ["--networks", "CNN", "--methods", "SGD", "--priors", "flat", "--only-private"],
+        ["--networks", "CNN", "--methods", "SGD", "--priors", "flat", "--kinds", "private"],
     ),
 }
 

@@ -215,9 +215,10 @@ def cases(args):
         epochs, batch = LENGTH[network]
         linear = network == "linear"
         methods = {"BBP"} & set(args.methods) if linear else args.methods
-        for name, prior, private in itertools.product(methods, args.priors, (True, False)):
-            if (args.only_private and not private) or (linear and prior != "normal"):
+        for name, prior, kind in itertools.product(methods, args.priors, args.kinds):
+            if linear and prior != "normal":
                 continue
+            private = kind == "private"
             dropout = FITS[name][1]
             model = linear_model if linear else model_of(MODULES[network], prior, dropout)
             settings = (LINEAR if linear else PRIVATE if private else PLAIN)[name]
@@ -232,7 +233,8 @@ def main():
     parser.add_argument("--priors", nargs="+", default=["normal", "Laplace", "flat"])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, help="instead of 10, of the linear layer 30")
-    parser.add_argument("--only-private", action="store_true")
+    kinds = ["private", "plain"]
+    parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds)
     args = parser.parse_args()
     if args.quick:
         args.networks, args.priors, args.seeds, args.epochs = ["MLP"], ["normal"], 1, 1
