@@ -1,11 +1,11 @@
 r"""Many devices: rows of a batch are spread over a mesh, each device bounds and sums its own.
 
 The sums that devices add up are integers (:mod:`numpyro_dp.exact_sum`), so that their number and
-order change nothing; sums that are products of matrices (:mod:`numpyro_dp.product_sum`) are
-gathered and added with their rounding errors carried along. Batches are drawn, noise is added once
-and the optimiser runs on every device alike, from the same keys: what a run returns is that of one
-device, but for rounding inside a record's own gradient. The rows of a batch travel to the devices
-that sum them, those of other processes too.
+order change nothing; sums that are products of matrices (:mod:`numpyro_dp.product_sum`) become
+integers for that. Batches are drawn, noise is added once and the optimiser runs on every device
+alike, from the same keys: what a run returns is that of one device, but for rounding inside a
+record's own gradient and, for dense layers, that of the sum within its bound. The rows of a batch
+travel to the devices that sum them, those of other processes too.
 """
 
 from __future__ import annotations

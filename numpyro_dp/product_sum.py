@@ -8,13 +8,13 @@ needs no array of (records, weights). It is not exact as :mod:`numpyro_dp.exact_
 rounding is bounded instead: one product of matrices over k rows is off by at most
 :math:`\gamma_k \sum_i \lvert w_i r_i x_i^\top\rvert` in each entry, in whatever order it is
 added up, :math:`\gamma_k = k u / (1 - k u)` with u the unit roundoff. More than four stretches are
-added with the rounding errors carried along (two-sum), as are sums of several parts of a batch; it
-costs at most 3 u more each time. By the triangle inequality the error of the sum of n terms of norm
-at most C is at most :math:`(k + 8)\, n\, u\, C` in norm, and two sums differ by at most twice that
-beyond what their terms do. The norm to which terms are scaled is smaller than C by that margin,
-too. It holds where products of matrices are taken in full precision by the usual sums, as libraries
-do for CPUs and GPUs; where a batch is too long for the margin to be small, gradients are summed one
-by one.
+added with the rounding errors carried along (two-sum), sums of several parts of a batch as integers
+of twice the length; either costs at most 3 u more. By the triangle inequality the error of the sum
+of n terms of norm at most C is at most :math:`(k + 8)\, n\, u\, C` in norm, and two sums differ by
+at most twice that beyond what their terms do. The norm to which terms are scaled is smaller than C
+by that margin, too. It holds where products of matrices are taken in full precision by the usual
+sums, as libraries do for CPUs and GPUs; where a batch is too long for the margin to be small,
+gradients are summed one by one.
 
 Reference:
     N. Higham, Accuracy and stability of numerical algorithms, 2nd ed. 2002, sections 3.5 and 4.3.

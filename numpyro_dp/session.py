@@ -106,6 +106,7 @@ class Session:
         self._step = build_step(
             self._estimator, self._mechanism, draw, settings.optim,
             self.inclusion_prob, settings.microbatch_size, settings.mesh,
+            getattr(self.problem, "numbered", False),
         )  # fmt: skip
         self._update = jax.jit(self._guarded_step)
         self._loop = build_loop(self._step_and_value, self._kept, self._measure)

@@ -113,6 +113,7 @@ def build_step(
     inclusion_prob: float,
     microbatch_size: int | str = "auto",
     mesh: Mesh | None = None,
+    numbered: bool = False,
 ) -> Callable[[SensitiveState, Rows], tuple[SensitiveState, Step]]:
     """Composes prepare, signal, bound, sum, privatise and pull back to one step.
 
@@ -126,13 +127,17 @@ def build_step(
         microbatch_size: Rows of the batch that are in memory at a time; see
             :func:`numpyro_dp.aggregate.bounded_sum`.
         mesh: Devices that share the rows of a batch.
+        numbered: Whether the last array numbers the records for draws of their own; a step draws
+            the numbers afresh.
 
     Returns:
         ``(state, rows) -> (state, step)``.
 
     Guarantee:
         The new state depends on the records through ``mechanism.privatise`` alone: shapes, control
-        flow and keys do not depend on them. The divisor is public.
+        flow and keys do not depend on them. The divisor is public. What records draw for
+        themselves (masks, latents) is independent and of one law for all rows, by numbers that are
+        drawn in secret: where a record is taken out, the draws of all others can be matched.
     """
 
     def on_batch(rest: PyTree, batch: PyTree, mask: Array, shards: Shards) -> tuple[PyTree, ...]:
@@ -161,6 +166,8 @@ def build_step(
     def step(state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Step]:
         batch, sampler_state = copied(mesh, draw(state.sampler_state))
         (examples, lengths), mask = _take(rows, batch.indices, batch.mask)
+        if numbered:
+            examples = (*examples[:-1], copied(mesh, _numbers(state.secret_key, mask.size)))
         state, *found = everywhere((state, rows.shared), (examples, lengths), mask)
         return state._replace(sampler_state=sampler_state), Step(*found, examples, mask)
 
@@ -217,6 +224,11 @@ def _optimise(optim: Any, gradient: PyTree, state: PyTree) -> PyTree:
     # Optax transformations that read the loss are given nan: it is sensitive.
     extra = {"value": jnp.nan} if getattr(optim, "update_with_value", False) else {}
     return optim.update(gradient, state, **extra)
+
+
+def _numbers(secret_key: Array, size: int) -> Array:
+    """Numbers for the rows of a batch, by a third child of the key: the first two are taken."""
+    return jax.random.bits(jax.random.split(secret_key, 3)[2], (size,), jnp.uint32)
 
 
 def _take(rows: Rows, indices: Array | None, mask: Array | None) -> tuple[PyTree, Array]:

@@ -33,7 +33,7 @@ from images import CNN, MLP, Wide, model_of
 from numpyro_dp import DPMCMC, DPSVI, SGLD, FullBatch, aligned
 
 BATCH = 256
-CASES = [(MLP, BATCH, 300), (MLP, 4 * BATCH, 150), (CNN, BATCH, 50)]  # steps that are timed
+CASES = [(MLP, BATCH, 300, 15), (MLP, 4 * BATCH, 150, 15), (CNN, BATCH, 50, 7)]  # steps, rounds
 
 
 def without_privacy(model, guide_type, data):
@@ -133,12 +133,15 @@ def images(batch):
 def main():
     parser = make_parser(__doc__.splitlines()[0])
     parser.add_argument("--memory", action="store_true", help="no times")
+    parser.add_argument("--networks", nargs="+", default=["MLP", "CNN"], help="that are timed")
     args = parser.parse_args()
     times = []
     cases = [] if args.memory else CASES[: 1 if args.quick else None]
-    for network, batch, steps in cases:
+    for network, batch, steps, rounds in cases:
+        if network.__name__ not in args.networks:
+            continue
         calls = runs(network, images(batch))
-        seconds = seconds_per_step(calls, steps, 1 if args.quick else 7)
+        seconds = seconds_per_step(calls, steps, 1 if args.quick else rounds)
         for name, each in seconds.items():
             floor = "SGD" if "SGLD" in name else name.replace("DP-", "").replace(", aligned", "")
             times.append({

@@ -12,6 +12,11 @@ from numpyro.handlers import mask
 __all__ = ["CNN", "MLP", "Wide", "linear_model", "model_of"]
 
 
+def dropped(probability):
+    """Dropout with one mask for all images of a call; in training each is a call of its own."""
+    return nn.Dropout(probability, broadcast_dims=(0,), deterministic=not probability)
+
+
 class MLP(nn.Module):
     """A hidden layer of 128 units."""
 
@@ -21,7 +26,7 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = getattr(nn, self.activation)(nn.Dense(128)(x))
-        x = nn.Dropout(self.dropout, deterministic=not self.dropout)(x)
+        x = dropped(self.dropout)(x)
         return nn.Dense(10)(x)
 
 
@@ -40,7 +45,7 @@ class CNN(nn.Module):
         x = activation(nn.Conv(32, (4, 4), (2, 2), padding="VALID")(x))
         x = nn.max_pool(x, (2, 2), (1, 1)).reshape(*x.shape[:-3], -1)
         x = activation(nn.Dense(32)(x))
-        x = nn.Dropout(self.dropout, deterministic=not self.dropout)(x)
+        x = dropped(self.dropout)(x)
         return nn.Dense(10)(x)
 
 
@@ -54,7 +59,7 @@ class Wide(nn.Module):
     def __call__(self, x):
         for units in (3000, 2500):
             x = getattr(nn, self.activation)(nn.Dense(units)(x))
-        x = nn.Dropout(self.dropout, deterministic=not self.dropout)(x)
+        x = dropped(self.dropout)(x)
         return nn.Dense(10)(x)
 
 

@@ -18,7 +18,7 @@ from worker import serve
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from numpyro_dp import DPSVI, FullBatch, Poisson, PrivacyBudget, aligned, secret_key, vanilla
+from numpyro_dp import DPSVI, RDP, FullBatch, Poisson, PrivacyBudget, aligned, secret_key, vanilla
 
 KEY = jax.random.key(0)
 GUIDES = {"mean field": AutoDiagonalNormal, "full rank": AutoMultivariateNormal}
@@ -54,7 +54,7 @@ def run(method, dim, batch, number):
     data, sampler = arrays(number, dim), Poisson(batch / number)
     if method == "SVI":
         return {"batches": "Poisson, sampler of numpyro_dp"}, plain_run(data, sampler, number)
-    private = {"clip_norm": 1.0, "sampler": sampler, "noise_multiplier": 10.0}
+    private = {"clip_norm": 1.0, "sampler": sampler, "noise_multiplier": 10.0, "accountant": RDP()}
     svi = driver(method, "mean field", **private)
 
     def repeat(count):

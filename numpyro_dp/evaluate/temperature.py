@@ -95,8 +95,10 @@ def tempering_model(
         True
 
     Guarantee:
-        That of the run; ``log_probabilities`` must come row by row from published weights. Give
-        that run ``budget.after(result.privacy)`` of the one that fitted the weights.
+        That of the run; ``log_probabilities`` must come row by row from published weights: where a
+        network draws masks in prediction, one for all rows (``nn.Dropout(broadcast_dims=(0,))``),
+        or that of a row depends on how many come before it. Give that run
+        ``budget.after(result.privacy)`` of the one that fitted the weights.
     """
     coefficients = numpyro.param("coefficients", jnp.zeros(3))
     with numpyro.plate("records", labels.shape[0]):

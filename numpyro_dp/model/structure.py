@@ -267,7 +267,8 @@ def _check_others(others: dict[str, list[str]], depends: dict[str, bool]) -> Non
     if others.get("mutable"):
         raise UnsupportedModelError(
             f"Mutable state at {others['mutable']} (batch norm, say) mixes records and is released "
-            "without noise. Use group or layer norm, or freeze the state."
+            "without noise. Use group or layer norm, or freeze the state; give nnx.Dropout its "
+            "keys where it is called, rngs=nnx.Rngs(dropout=numpyro.prng_key())."
         )
 
 

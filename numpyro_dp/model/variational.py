@@ -91,8 +91,8 @@ class VariationalProblem(NamedTuple):
         """Mean over draws of the log likelihood of one record.
 
         With local latents it is the record's part of the evidence lower bound, see
-        :mod:`numpyro_dp.model.locals`. Where records are numbered, ``example`` ends with the
-        record's row number, and what is drawn is drawn by it.
+        :mod:`numpyro_dp.model.locals`. Where records are numbered, ``example`` ends with a number
+        by which the record draws what it draws: its row, or in a private step a secret number.
         """
         constrained = self.constrain(params)
         if self.numbered:

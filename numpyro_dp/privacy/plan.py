@@ -120,6 +120,7 @@ class PrivacyReport:
         loss_released: Whether a loss curve was part of the release.
         sensitive_allowed: Whether the run showed sensitive values to its caller.
         run: Name of the run.
+        chains: Chains of a sampler that share the steps, and so the budget.
     """
 
     bound: EpsilonBound
@@ -129,6 +130,7 @@ class PrivacyReport:
     loss_released: bool = False
     sensitive_allowed: bool = False
     run: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex, compare=False)
+    chains: int = 1
 
     @property
     def epsilon(self) -> float:
@@ -210,6 +212,11 @@ class PrivacyReport:
             + (" in the first step (adaptive clip norm)" if plan.adaptive else ""),
             f"event: {describe_event(self.event)}",
         ]
+        if self.chains > 1:
+            lines.append(
+                f"These are {self.num_steps // self.chains} steps of each of {self.chains} chains, "
+                "which share the budget: one chain alone would have had less noise."
+            )
         if plan.earlier:
             lines.append(
                 f"Epsilon and event are of this run and {len(plan.earlier)} earlier in its budget."

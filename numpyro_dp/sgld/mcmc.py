@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -162,7 +163,9 @@ class DPMCMC:
         starts = [driver._init(key, total, args, kwargs, init_params, structure) for key in keys]
         check_heat(settings, found, starts[0], structure.layout.num_examples)
         states = driver.with_own_noise(starts, total)
-        self._samples, self._report = None, spent_by(driver, states[0], total)
+        self._samples = None
+        report = spent_by(driver, states[0], total)
+        self._report = dataclasses.replace(report, chains=chains)
         sizes = settings.num_warmup, found.num_samples, settings.thinning
         draws = driver.chains(states, sizes, args, kwargs, self._report, self._progress_bar)
         self._samples = {site: draws[f"{site}{POINT_SUFFIX}"] for site in structure.latents}

@@ -19,7 +19,7 @@ from numpyro_dp.contraction import split_scalar
 from numpyro_dp.core import Estimator, FactoredSignal
 from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.product_sum import longest_product, product_error, product_sum
-from numpyro_dp.stretches import over_stretches
+from numpyro_dp.stretches import Compensated, Shards, over_stretches
 
 from .registry import x64
 
@@ -169,6 +169,34 @@ def test_what_rounding_loses_is_carried_along(rows: int) -> None:
     found = jax.jit(lambda data: sum(over_stretches(of_rows, data, mask, rows)[0]))(data)
     expected = factors.astype(np.float64).T @ (slopes * data[2][:, None].astype(np.float64))
     assert np.linalg.norm(found - expected) < 2 * number * 2.0**-24
+
+
+@pytest.mark.parametrize("devices", [2, 7, 64])
+def test_devices_add_up_without_an_order(devices: int) -> None:
+    rng = np.random.default_rng(devices)
+    shape = devices, 1_000
+    total = (rng.normal(size=shape) * 10.0 ** rng.uniform(-30, 3, shape)).astype(np.float32)
+    lost = (total * rng.uniform(-1e-4, 1e-4, shape)).astype(np.float32)
+    total[:, :3] = [[1024.0001, 1023.9999, -0.0]]
+
+    def added(total: Any, lost: Any) -> Any:
+        each = Shards(devices, ("devices",)).add
+        found = jax.vmap(lambda *both: each(Compensated(*both)), axis_name="devices")(total, lost)
+        for every in found:  # alike on all devices
+            np.testing.assert_array_equal(every, np.broadcast_to(every[0], every.shape))
+        return found.total[0], found.lost[0]
+
+    found = added(total, lost)
+    order = rng.permutation(devices)
+    for one, other in zip(found, added(total[order], lost[order]), strict=True):
+        np.testing.assert_array_equal(one, other)
+    expected = (total.astype(np.float64) + lost).sum(0)
+    precise = np.asarray(found[0], np.float64) + np.asarray(found[1], np.float64)
+    assert np.abs(precise - expected).max() < devices**2 * np.abs(total).max() * 2.0**-50
+    for bad in (np.inf, np.nan):
+        total[devices // 2, 5] = bad
+        assert np.isnan(added(total, lost)[0]).all()
+    assert (added(0 * lost, 0 * lost)[0] == 0).all()
 
 
 def norm_of(tree: Any) -> float:

@@ -8,11 +8,12 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from numpyro.contrib.module import flax_module
+from flax import nnx
+from numpyro.contrib.module import flax_module, nnx_module
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp import DPSVI, FullBatch, aligned
+from numpyro_dp import DPSVI, FullBatch, UnsupportedModelError, aligned
 from numpyro_dp.model.structure import read_model
 
 
@@ -83,6 +84,61 @@ def test_each_record_has_a_mask_of_its_own_in_each_step():
     assert 0.45 < kept.mean() < 0.55
     np.testing.assert_array_equal(one, again)
     assert (kept != (other != 0)).mean() > 0.4
+
+
+@pytest.mark.parametrize(("model", "same"), [(masked, False), (plain, True)])
+def test_what_records_draw_is_secret(model, same):
+    """Masks by public keys and row numbers would all be others where one record is taken out."""
+
+    def step(secret):
+        svi = DPSVI(model, AutoDelta(model), optax.sgd(0.1), estimator=aligned(), clip_norm=1.0,
+                    sampler=FullBatch(), noise_multiplier=0.0, secret_key=secret)  # fmt: skip
+        found = svi.run(jax.random.key(0), 1, np.ones(50, np.float32), progress_bar=False)
+        return np.asarray(found.params["w_auto_loc"])
+
+    one, again, other = step(1), step(1), step(2)
+    np.testing.assert_array_equal(one, again)
+    assert np.array_equal(one, other) is same
+
+
+def test_numbers_of_records_are_drawn_in_each_step():
+    x = np.ones(3000, np.float32)
+    svi = DPSVI(masked, AutoDelta(masked), optax.sgd(0.1), estimator=aligned(), clip_norm=1.0,
+                sampler=FullBatch(), noise_multiplier=1.0, secret_key=1)  # fmt: skip
+    state = svi.init(jax.random.key(0), x)
+    (session,) = svi._sessions.values()
+    rows, found = session.rows((x,), {}), []
+    for _ in range(2):
+        state, step = session._step(state, rows)
+        found.append(np.asarray(step.examples[-1]))
+    for numbers in found:
+        assert numbers.dtype == np.uint32 and len(np.unique(numbers)) > 2990
+        assert abs(numbers.astype(float).mean() / 2**32 - 0.5) < 0.02
+        assert abs(np.corrcoef(numbers, np.arange(3000))[0, 1]) < 0.08
+    assert abs(np.corrcoef(*found)[0, 1]) < 0.08
+
+
+def test_dropout_of_nnx_draws_where_it_is_called():
+    class Dropping(nnx.Module):
+        def __init__(self, rngs, own):
+            self.layer = nnx.Linear(3, 8, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs if own else None)
+
+        def __call__(self, x, rngs=None):
+            return self.dropout(self.layer(x), rngs=rngs).sum(-1)
+
+    def model_of(own):
+        def model(x, y=None):
+            net = nnx_module("net", Dropping(nnx.Rngs(0), own))
+            rngs = {} if own else {"rngs": nnx.Rngs(dropout=numpyro.prng_key())}
+            with numpyro.plate("records", x.shape[0]):
+                numpyro.sample("y", dist.Normal(net(x, **rngs).reshape(-1), 1), obs=y)
+
+        return model
+
+    assert read_model(model_of(False), (X, X[:, 0]), {}).draws
+    with pytest.raises(UnsupportedModelError, match="Dropout"):
+        read_model(model_of(True), (X, X[:, 0]), {})
 
 
 def test_dropout_of_flax_is_kept_on_in_prediction():
