@@ -84,8 +84,8 @@ def powers(first, last):
     return [2**n for n in range(first, last + 1)]
 
 
-def curves():
-    for mode in MODES:
+def curves(modes):
+    for mode in modes:
         yield Curve(
             "N", f"{mode}, B = 512, d = 20", powers(14, 19), 0,
             lambda n, mode=mode: regression(n, 20, mode, batch=512),
@@ -150,9 +150,10 @@ def measure(curve, rounds):
 
 
 def main():
-    args = experiment_parser(__doc__, "two sizes of each curve, one round").parse_args()
-    rows = []
-    for curve in curves():
+    parser = experiment_parser(__doc__, "two sizes of each curve, one round")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    args, rows = parser.parse_args(), []
+    for curve in curves(args.modes):
         some = curve._replace(sizes=curve.sizes[:2]) if args.quick else curve
         found = measure(some, 1 if args.quick else 5)
         for row in found:

@@ -101,6 +101,23 @@ def test_what_records_draw_is_secret(model, same):
     assert np.array_equal(one, other) is same
 
 
+def test_a_record_that_draws_counts_as_any_other():
+    """One that is not finite as nothing, one that is huge by the clip norm."""
+
+    def moved(value):
+        x = np.ones(50, np.float32)
+        x[7] = value
+        svi = DPSVI(masked, AutoDelta(masked), optax.sgd(1.0), estimator=aligned(), clip_norm=1.0,
+                    sampler=FullBatch(), noise_multiplier=0.0, secret_key=1)  # fmt: skip
+        found = svi.run(jax.random.key(0), 1, x, progress_bar=False).params["w_auto_loc"]
+        return np.asarray(found, np.float64)
+
+    nothing = moved(np.nan)
+    assert np.isfinite(nothing).all()
+    np.testing.assert_array_equal(nothing, moved(np.inf))
+    assert 0.99 < np.linalg.norm(moved(1e6) - nothing) <= 1 + 1e-6
+
+
 def test_numbers_of_records_are_drawn_in_each_step():
     x = np.ones(3000, np.float32)
     svi = DPSVI(masked, AutoDelta(masked), optax.sgd(0.1), estimator=aligned(), clip_norm=1.0,
