@@ -118,26 +118,20 @@ def build_step(
     """Composes prepare, signal, bound, sum, privatise and pull back to one step.
 
     Args:
-        estimator: (public arrays of the model's arguments, mechanism state, noise multiplier) ->
-            estimator.
+        estimator: (public arrays of the arguments, mechanism state, noise multiplier) -> estimator.
         mechanism: (noise multiplier, mechanism state) -> mechanism.
         draw: ``next`` of a sampler.
-        optim: An optimiser with NumPyro's ``get_params`` and ``update``.
+        optim: An optimiser of NumPyro.
         inclusion_prob: The public probability that a record is in a batch.
-        microbatch_size: Rows of the batch that are in memory at a time; see
-            :func:`numpyro_dp.aggregate.bounded_sum`.
+        microbatch_size: Rows that are in memory at a time (:mod:`numpyro_dp.aggregate`).
         mesh: Devices that share the rows of a batch.
-        numbered: Whether the last array numbers the records for draws of their own; a step draws
-            the numbers afresh.
+        numbered: Whether the last array numbers the records; a step does so afresh.
 
     Returns:
         ``(state, rows) -> (state, step)``.
 
     Guarantee:
-        The new state depends on the records through ``mechanism.privatise`` alone: shapes, control
-        flow and keys do not depend on them. The divisor is public. What records draw for
-        themselves (masks, latents) is independent and of one law for all rows, by numbers that are
-        drawn in secret: where a record is taken out, the draws of all others can be matched.
+        ``mechanism.privatise`` alone reads records; shapes, control flow, keys and divisor do not.
     """
 
     def on_batch(rest: PyTree, batch: PyTree, mask: Array, shards: Shards) -> tuple[PyTree, ...]:
@@ -149,15 +143,14 @@ def build_step(
         public = est.prepare(step_key, params)
         mech = mechanism(state.noise_multiplier, state.mechanism_state)
         live = state.step >= 0  # always, but no compiler knows
-        total = bounded_sum(
-            est, mech, public, examples, mask, lengths, live, microbatch_size, shards
-        )
+        how = mask, lengths, live, microbatch_size, shards
+        total = bounded_sum(est, mech, public, examples, *how)
         noisy, mechanism_state = mech.privatise(noise_key, total, state.mechanism_state)
         released = jax.tree.map(lambda leaf: leaf / inclusion_prob, noisy)
-        optim_state = _optimise(optim, est.pull_back(public, released), state.optim_state)
+        moved = _optimise(optim, est.pull_back(public, released), state.optim_state)
         state = state._replace(
-            optim_state=optim_state, rng_key=rng_key, secret_key=secret_key,
-            mechanism_state=mechanism_state, step=state.step + 1,
+            optim_state=moved, rng_key=rng_key, secret_key=secret_key, step=state.step + 1,
+            mechanism_state=mechanism_state,
         )  # fmt: skip
         return state, params, step_key, released
 
@@ -227,7 +220,11 @@ def _optimise(optim: Any, gradient: PyTree, state: PyTree) -> PyTree:
 
 
 def _numbers(secret_key: Array, size: int) -> Array:
-    """Numbers for the rows of a batch, by a third child of the key: the first two are taken."""
+    """Numbers by which the rows of a batch draw for themselves (masks, latents).
+
+    They are independent, of one law and secret: where a record is taken out, the draws of all
+    others can be matched. Made of a third child of the key; the first two are taken.
+    """
     return jax.random.bits(jax.random.split(secret_key, 3)[2], (size,), jnp.uint32)
 
 
