@@ -1,10 +1,10 @@
 """What do the size of a batch and the step size do to accuracy and privacy? MNIST, the MLP.
 
-Figure 2 of Zhang et al. (2021), which has a CNN. DP-SGD has noise of one multiplier, 1, whatever
-its step: there epsilon moves with the size of the batch alone. The noise of DP-SGLD is that of its
-step, at temperature 0.3: a smaller step, or a larger batch, spends less. Five epochs; delta = 1e-5,
-add or remove one image, by PLD or PRV. Accuracy is that on the last 10,000 training images, which
-have no part in training here.
+Figure 2 of Zhang et al. (2021), which has a CNN. DP-SGD has no prior, clip norm 1 and noise of
+one multiplier, 1, whatever its step: there epsilon moves with the size of the batch alone. DP-SGLD
+has a normal prior and clip norm 2; its noise is that of its step, at temperature 0.3: a smaller
+step, or a larger batch, spends less. Five epochs; delta = 1e-5, add or remove one image, by PLD or
+PRV. Accuracy is that on the last 10,000 training images, which have no part in training here.
 
     NUMPYRO_DP_DATA=... python benchmarks/dp_bnn/batch_and_step.py --json x.json --figure x.png
 """
