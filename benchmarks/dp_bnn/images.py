@@ -18,14 +18,15 @@ def dropped(probability):
 
 
 class MLP(nn.Module):
-    """A hidden layer of 128 units."""
+    """One hidden layer."""
 
     dropout: float = 0.0
     activation: str = "tanh"
+    units: int = 128
 
     @nn.compact
     def __call__(self, x):
-        x = getattr(nn, self.activation)(nn.Dense(128)(x))
+        x = getattr(nn, self.activation)(nn.Dense(self.units)(x))
         x = dropped(self.dropout)(x)
         return nn.Dense(10)(x)
 

@@ -1,4 +1,7 @@
-"""Pictures of calibration and uncertainty, on matplotlib axes; they read predictions alone."""
+"""Pictures of calibration and uncertainty, on matplotlib axes; they read predictions alone.
+
+Forests, traces and predictive checks are ArviZ's: it takes ``to_arviz(draws, result.privacy)``.
+"""
 
 from __future__ import annotations
 

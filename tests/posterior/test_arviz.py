@@ -4,6 +4,7 @@ import sys
 
 import arviz
 import jax
+import matplotlib
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -126,6 +127,26 @@ def test_chains_of_a_sampler():
     assert np.isfinite(arviz.summary(tree)["r_hat"].astype(float)).all()
     with pytest.raises(ValueError, match="two leading axes, of chains and of draws"):
         to_arviz(mcmc.get_samples(), mcmc.privacy, group_by_chain=True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of matplotlib, by ArviZ's own calls
+def test_its_plots(made):
+    """Forests and predictive checks are ArviZ's own: they read what is made here."""
+    matplotlib.use("Agg")
+    result, draws, _ = made
+    predicted = Predictive(model, posterior_samples=draws)(jax.random.key(2), X)
+    tree = to_arviz(
+        draws, result.privacy, posterior_predictive=predicted,
+        sensitive_observed_data={"y": Y + X[:, 0]},
+    )  # fmt: skip
+    forest = arviz.plot_forest(tree)
+    check = getattr(arviz, "plot_ppc", None) or arviz.plot_ppc_dist  # before and after 1.0
+    predictive = check(tree)
+    if isinstance(forest, np.ndarray):  # matplotlib axes, before 1.0
+        labels = {tick.get_text() for tick in forest[0].get_yticklabels()}
+        assert len(labels) == 3
+        assert "scale" in labels
+        assert predictive.get_xlabel() == "y"
 
 
 def test_wrong_input(made, monkeypatch):

@@ -1,0 +1,148 @@
+"""How do time and memory of a private step grow as N, B, d or P double?
+
+N records, of which B are expected in a batch; a logistic regression in d numbers, by a mean-field
+and by a full-rank guide; a network with one hidden layer and P weights. Times are of a compiled
+`DPSVI.update`, which draws its batch: medians of rounds in which all sizes take their turn. Memory
+is what XLA plans for temporaries of that step. The line that the algorithm predicts goes through
+the largest size: level for N (a batch is drawn by its size, not by a coin for each record), in
+proportion to B, d (its square for full rank) and P.
+
+    python benchmarks/cost_curves.py --json cost_curves.json --figure docs/cost_curves.png
+"""
+
+import functools
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from common import experiment_parser, interleaved, logistic_data, logistic_model, panels, save
+from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoMultivariateNormal
+from numpyro.infer.initialization import init_to_sample
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "dp_bnn"))
+
+from images import MLP, model_of
+
+from numpyro_dp import DPSVI, FullBatch, Poisson, aligned, vanilla
+
+PIXELS, CLASSES = 784, 10
+
+
+class Curve(NamedTuple):
+    """A line of a panel: ``case(size)`` is a driver with its data; cost grows as size^power."""
+
+    axis: str
+    label: str
+    sizes: list[int]
+    power: int
+    case: Callable[[int], tuple]
+
+
+def driver(model, guide, estimator, sampler):
+    return DPSVI(
+        model, guide, optax.sgd(1e-4), estimator=estimator(), clip_norm=1.0, sampler=sampler,
+        noise_multiplier=1.0,
+    )  # fmt: skip
+
+
+def regression(number, dim, estimator, guide=AutoDiagonalNormal, batch=None):
+    sampler = FullBatch() if batch is None else Poisson(batch / number)
+    svi = driver(logistic_model, guide(logistic_model), estimator, sampler)
+    return svi, logistic_data(number, dim)
+
+
+def network(units, estimator, batch=256):
+    model = model_of(functools.partial(MLP, units=units), activation="relu")
+    rng = np.random.default_rng(0)
+    images = jnp.asarray(rng.uniform(size=(batch, PIXELS)).astype(np.float32))
+    labels = jnp.asarray(rng.integers(0, CLASSES, batch))
+    guide = AutoDelta(model, init_loc_fn=init_to_sample)
+    return driver(model, guide, estimator, FullBatch()), (images, labels)
+
+
+def weights(units):
+    return (PIXELS + 1) * units + (units + 1) * CLASSES
+
+
+def doubled(first, last):
+    return [2**n for n in range(first, last + 1)]
+
+
+def curves():
+    full = AutoMultivariateNormal
+    for name, how in {"aligned": aligned, "vanilla": vanilla}.items():
+        yield Curve("N", f"{name}, B = 512, d = 20", doubled(14, 20), 0,
+                    lambda n, how=how: regression(n, 20, how, batch=512))  # fmt: skip
+        yield Curve("B", f"{name}, mean field, d = 100", doubled(7, 15), 1,
+                    lambda b, how=how: regression(b, 100, how))  # fmt: skip
+        yield Curve("B", f"{name}, full rank, d = 100", doubled(7, 15), 1,
+                    lambda b, how=how: regression(b, 100, how, full))  # fmt: skip
+        yield Curve("d", f"{name}, mean field, B = 512", doubled(4, 13), 1,
+                    lambda d, how=how: regression(512, d, how))  # fmt: skip
+        yield Curve("d", f"{name}, full rank, B = 128", doubled(4, 9), 2,
+                    lambda d, how=how: regression(128, d, how, full))  # fmt: skip
+        yield Curve("P", f"{name}, network, B = 256", doubled(3, 11), 1,
+                    lambda units, how=how: network(units, how))  # fmt: skip
+
+
+def measure(curve, rounds):
+    """A row for each size."""
+    calls, planned = {}, {}
+    for size in curve.sizes:
+        svi, data = curve.case(size)
+        state = svi.init(jax.random.key(0), *data)
+        step = jax.jit(svi.update).lower(state, *data).compile()
+        calls[size] = functools.partial(step, state, *data)
+        planned[size] = step.memory_analysis().temp_size_in_bytes / 1e6
+    shown = weights if curve.axis == "P" else int
+    return [
+        {"axis": curve.axis, "curve": curve.label, "power": curve.power, "size": shown(size)}
+        | {"us": 1e6 * seconds, "MB": planned[size]}
+        for size, seconds in interleaved(calls, rounds).items()
+    ]
+
+
+def main():
+    args = experiment_parser(__doc__, "two sizes of each curve, three rounds").parse_args()
+    rows = []
+    for curve in curves():
+        some = curve._replace(sizes=curve.sizes[:2]) if args.quick else curve
+        found = measure(some, 3 if args.quick else 15)
+        rows += found
+        for row in found:
+            print(f"{row['curve']:32} {row['size']:8} {row['us']:10.1f} us {row['MB']:9.3f} MB")
+        growth = [found[-1][key] / found[-2][key] for key in ("us", "MB")]
+        print(f"{'':32} last doubling: time {growth[0]:.2f}, memory {growth[1]:.2f}, "
+              f"predicted {2**curve.power}", flush=True)  # fmt: skip
+        save(args, rows=rows)
+    if args.figure:
+        draw(args.figure, rows)
+
+
+def draw(path, rows):
+    """Time above, memory below; a column for each of N, B, d, P."""
+    names = list(dict.fromkeys(row["axis"] for row in rows))
+    with panels(path, len(names), 2, (4.2 * len(names), 7), sharex="col") as axes:
+        for column, axis in enumerate(names):
+            part = [row for row in rows if row["axis"] == axis]
+            for number, label in enumerate(dict.fromkeys(row["curve"] for row in part)):
+                line = [row for row in part if row["curve"] == label]
+                sizes = np.array([row["size"] for row in line])
+                for at, key in enumerate(("us", "MB")):
+                    values, color = np.array([row[key] for row in line]), f"C{number}"
+                    axes[at][column].loglog(sizes, values, ".-", color=color, label=label)
+                    predicted = values[-1] * (sizes / sizes[-1]) ** line[0]["power"]
+                    axes[at][column].loglog(sizes, predicted, ":", color=color)
+            axes[0][column].legend(fontsize=7)
+            axes[1][column].set_xlabel(axis)
+        axes[0][0].set_ylabel("µs a step (dotted: predicted)")
+        axes[1][0].set_ylabel("MB of temporaries")
+
+
+if __name__ == "__main__":
+    main()
