@@ -20,7 +20,7 @@ from numpyro_dp.factored_sum import record_lengths
 from numpyro_dp.model.frontend import Prepared
 from numpyro_dp.model.records import Rows, split_arguments
 from numpyro_dp.model.separation import UnsupportedModelError
-from numpyro_dp.model.variational import VariationalProblem
+from numpyro_dp.model.variational import VariationalProblem, likelihood_key
 from numpyro_dp.privacy.mechanism import (
     adapted_norms,
     check_blocks,
@@ -353,7 +353,7 @@ class Session:
 
     def _sensitive_log_likelihood(self, problem: VariationalProblem, step: Step) -> Array:
         latents, _ = problem.draw(step.params, step.rng_key)
-        key = jax.random.split(step.rng_key)[0]
+        key = likelihood_key(step.rng_key)
         values = jax.vmap(
             lambda example: problem.log_likelihood(latents, step.params, example, key)
         )(step.examples)

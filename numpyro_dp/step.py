@@ -53,15 +53,15 @@ class RunSetting:
 class SensitiveState(NamedTuple):
     """State of a run between two steps. Sensitive: never publish it.
 
-    It holds the keys of all noise and batches to come. (Those of the past cannot be computed from
-    it: every step replaces a key by a child of it.) Its first three fields are those of
-    ``numpyro.infer.svi.SVIState``.
+    It holds the keys of all noise, batches and draws of records to come. (Those of the past cannot
+    be computed from it: every step replaces a key by a child of it.) Its first three fields are
+    those of ``numpyro.infer.svi.SVIState``.
 
     Attributes:
         optim_state: State of the optimiser; the iterate itself is private and may be published.
         mutable_state: Always ``None``: mutable sites are refused.
         rng_key: Key of the (public) draws from the guide.
-        secret_key: Key of the noise to come.
+        secret_key: Key of the noise to come, and of the numbers by which records draw.
         sampler_state: State of the sampler, with the key of the batches to come.
         mechanism_state: The clip norms of the step to come, as a tuple in the order in which they
             were given; public, or functions of what was released.
@@ -84,7 +84,7 @@ class SensitiveState(NamedTuple):
 
     def __repr__(self) -> str:
         """Shows no key."""
-        return "SensitiveState(<holds the keys of noise and batches to come: never publish it>)"
+        return "SensitiveState(<holds the keys of what is to come: never publish it>)"
 
 
 class Step(NamedTuple):
@@ -125,13 +125,14 @@ def build_step(
         inclusion_prob: The public probability that a record is in a batch.
         microbatch_size: Rows that are in memory at a time (:mod:`numpyro_dp.aggregate`).
         mesh: Devices that share the rows of a batch.
-        numbered: Whether the last array numbers the records; a step does so afresh.
+        numbered: Whether the last array numbers the records; a step numbers its rows afresh.
 
     Returns:
         ``(state, rows) -> (state, step)``.
 
     Guarantee:
-        ``mechanism.privatise`` alone reads records; shapes, control flow, keys and divisor do not.
+        Records reach the new state through ``mechanism.privatise`` alone. Shapes, control flow,
+        keys and divisor do not depend on them.
     """
 
     def on_batch(rest: PyTree, batch: PyTree, mask: Array, shards: Shards) -> tuple[PyTree, ...]:
@@ -158,9 +159,11 @@ def build_step(
 
     def step(state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Step]:
         batch, sampler_state = copied(mesh, draw(state.sampler_state))
+        if numbered:
+            rows = rows._replace(arrays=rows.arrays[:-1])
         (examples, lengths), mask = _take(rows, batch.indices, batch.mask)
         if numbered:
-            examples = (*examples[:-1], copied(mesh, _numbers(state.secret_key, mask.size)))
+            examples = (*examples, copied(mesh, _numbers(state.secret_key, mask.size)))
         state, *found = everywhere((state, rows.shared), (examples, lengths), mask)
         return state._replace(sampler_state=sampler_state), Step(*found, examples, mask)
 

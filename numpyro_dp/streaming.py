@@ -59,7 +59,7 @@ class HostRows(NamedTuple):
         arrays: What NumPy can index by an array of row numbers; the first axis counts records.
         shared: Public arrays.
         num_examples: Number of records.
-        numbered: Whether a record comes with its number, for draws of its own.
+        numbered: Whether a last array numbers the records. (A step numbers its rows afresh.)
     """
 
     arrays: tuple[Any, ...]

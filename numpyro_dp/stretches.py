@@ -74,7 +74,7 @@ def _added_on_a_grid(found: Compensated, number: int, names: tuple[str, ...]) ->
     """Adds up one such sum of each device, as two integers on a grid that all of them share.
 
     Integers of 32 (64) bits, the first in units of some 2**-30 (2**-62) times the devices of the
-    largest entry, the second in parts of a unit. At most 2**-50 (2**-100) times the square of their
+    largest entry, the second in parts of a unit. At most 2**-48 (2**-98) times the square of their
     number of the largest entry is lost; their order changes nothing. Where an entry is not finite,
     nothing is.
     """

@@ -37,7 +37,7 @@ def model(x, y):
 
 
 def with_codes(x, y):
-    """Each record has a latent of its own, drawn by its number."""
+    """Each record has a latent of its own."""
     shift = numpyro.sample("shift", dist.Normal(0, 1))
     with numpyro.plate("records", x.shape[0]):
         code = numpyro.sample("code", dist.Normal(0, 1))

@@ -147,8 +147,8 @@ def read_conjugate_model(
     """Reads a model, refusing what message passing has no place for.
 
     Raises:
-        UnsupportedModelError: If it has parameters of its own or latent sites in the data plate,
-            and what :func:`~numpyro_dp.model.structure.read_model` raises.
+        UnsupportedModelError: If it has parameters of its own or latent sites in the data plate or
+            draws keys, and what :func:`~numpyro_dp.model.structure.read_model` raises.
     """
     structure = read_model(model, args, kwargs, data_plate, static)
     if structure.params or structure.local_latents:
@@ -156,6 +156,12 @@ def read_conjugate_model(
             "Expected a model whose latents are global and which has no parameters of its own, got "
             f"{sorted(structure.params + structure.local_latents)}. Give parameters a prior, "
             "integrate out a record's own latents, or use DPSVI."
+        )
+    if structure.draws:
+        raise UnsupportedModelError(
+            "Expected a model whose likelihood is a function of record and latents, got one that "
+            "draws keys of its own (dropout, say). Take the draw out, or use DPSVI, where each "
+            "record draws in each step."
         )
     return structure
 

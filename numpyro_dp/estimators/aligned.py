@@ -25,7 +25,7 @@ from jax import Array
 
 from numpyro_dp._tree import add, select
 from numpyro_dp.core import Estimator, FactoredSignal
-from numpyro_dp.model.variational import VariationalProblem
+from numpyro_dp.model.variational import VariationalProblem, likelihood_key
 
 __all__ = ["DrawnPublic", "aligned", "prepare_draw", "pull_back_draw"]
 
@@ -109,7 +109,7 @@ def prepare_draw(problem: VariationalProblem) -> Callable[[Array, dict[str, Any]
 
     def prepare(rng_key: Array, params: dict[str, Any]) -> DrawnPublic:
         (latents, entropy), vjp = jax.vjp(lambda p: problem.draw(p, rng_key), params)
-        return DrawnPublic(params, latents, entropy, vjp, jax.random.split(rng_key)[0])
+        return DrawnPublic(params, latents, entropy, vjp, likelihood_key(rng_key))
 
     return prepare
 

@@ -31,8 +31,6 @@ from numpyro_dp.model.variational import VariationalProblem
 
 __all__ = ["POINT_SUFFIX", "Score", "langevin"]
 
-_NO_ROW = 2**32 - 1  # the likelihood of a record may draw by the number of its row
-
 POINT_SUFFIX = "_auto_loc"  # of the parameters of NumPyro's AutoDelta
 
 
@@ -66,7 +64,7 @@ def langevin() -> Callable[[VariationalProblem], Estimator]:
             gradient = {f"{site}{POINT_SUFFIX}": score[site] for site in public.latents}
             # Parameters of which nothing is left: all their entries are latents.
             gradient |= {name: public.params[name] for name in problem.record_params}
-            key = jax.random.fold_in(public.rng_key, _NO_ROW)
+            key = jax.random.fold_in(public.rng_key, 1)  # child 0 is for what records draw
             return Score(gradient, problem.noise_scale, key)
 
         return base._replace(pull_back=pull_back)

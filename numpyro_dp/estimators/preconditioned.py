@@ -22,7 +22,7 @@ from numpyro_dp.core import Estimator
 from numpyro_dp.estimators.aligned import DrawnPublic
 from numpyro_dp.estimators.vanilla import Chart, parametric
 from numpyro_dp.model.geometry import Geometry, gaussian_geometry
-from numpyro_dp.model.variational import VariationalProblem
+from numpyro_dp.model.variational import VariationalProblem, likelihood_key
 
 __all__ = ["preconditioned", "prepare_constrained"]
 
@@ -81,6 +81,6 @@ def prepare_constrained(
         (latents, entropy), vjp = jax.vjp(
             lambda p: problem.draw_at(geometry.unpack(p), rng_key), packed
         )
-        return DrawnPublic(params, latents, entropy, vjp, jax.random.split(rng_key)[0])
+        return DrawnPublic(params, latents, entropy, vjp, likelihood_key(rng_key))
 
     return prepare

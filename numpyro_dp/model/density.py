@@ -56,7 +56,7 @@ class Model(NamedTuple):
         Guarantee: reads no record; the model runs on :meth:`Layout.placeholder`.
         """
         layout = self.structure.layout
-        trace, jacobian = self._trace(latents, params, layout.placeholder(shared), None)
+        trace, jacobian = self._trace(latents, params, layout.placeholder(shared), self._any_key())
         names = self.structure.latents + self.structure.prior_factors
         return jacobian + sum(
             (_log_prob(trace[name]) for name in names), start=jnp.zeros((), jacobian.dtype)
@@ -107,12 +107,17 @@ class Model(NamedTuple):
         self, latents: dict[str, Array], params: dict[str, Any], shared: tuple[Array, ...]
     ) -> dict[str, Any]:
         """NumPyro's trace of the model at the latents, on a placeholder for the records."""
-        return self._trace(latents, params, self.structure.layout.placeholder(shared), None)[0]
+        arguments = self.structure.layout.placeholder(shared)
+        return self._trace(latents, params, arguments, self._any_key())[0]
 
     def draw_prior(self, shared: tuple[Array, ...], rng_key: Array) -> dict[str, Any]:
         """NumPyro's trace of a draw from the prior, on a placeholder for the records."""
         fn = handlers.seed(one_record(self.fn, self.structure.data_plate), rng_key)
         return self.structure.layout.placeholder(shared).call(handlers.trace(fn).get_trace)
+
+    def _any_key(self) -> Array | None:
+        """For what the likelihood draws, where it alone does and is not looked at."""
+        return jax.random.key(0) if self.structure.draws else None
 
     def _trace(
         self,
@@ -125,8 +130,6 @@ class Model(NamedTuple):
         plate = self.structure.data_plate
         filled = fill_locals(one_record(self.fn, plate), plate, **local)
         fn = handlers.substitute(filled, data=params)
-        if rng_key is None and self.structure.draws:
-            rng_key = jax.random.key(0)  # the prior does not depend on it
         if rng_key is not None:
             fn = handlers.seed(fn, rng_key)
         constrain = _Constrain(fn, latents)

@@ -15,7 +15,7 @@ from numpyro_dp.model.density import Model
 from numpyro_dp.model.guide import Guide
 from numpyro_dp.model.records import Rows
 
-__all__ = ["VariationalProblem", "guide_kind"]
+__all__ = ["VariationalProblem", "guide_kind", "likelihood_key"]
 
 _LOWER_CHOLESKY = (
     constraints.scaled_unit_lower_cholesky,
@@ -32,6 +32,11 @@ _KINDS = (
     autoguide.AutoMultivariateNormal,
 )
 _LAW = {"__call__", "_get_posterior", "_sample_latent", "_unpack_latent", "get_transform"}
+
+
+def likelihood_key(rng_key: Array) -> Array:
+    """Key of what the likelihood draws in a step: of none of the step's draws from the guide."""
+    return jax.random.fold_in(rng_key, 2**31)
 
 
 class VariationalProblem(NamedTuple):
@@ -96,8 +101,9 @@ class VariationalProblem(NamedTuple):
         """
         constrained = self.constrain(params)
         if self.numbered:
-            *arrays, row = example
-            example, rng_key = tuple(arrays), jax.random.fold_in(rng_key, row)
+            *arrays, number = example
+            rng_key = jax.random.fold_in(jax.random.fold_in(rng_key, 0), number)
+            example = tuple(arrays)
         if self.guide.local_params is None:
 
             def one(values: dict[str, Array], key: Array) -> Array:

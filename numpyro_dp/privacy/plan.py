@@ -215,7 +215,7 @@ class PrivacyReport:
         if self.chains > 1:
             lines.append(
                 f"These are {self.num_steps // self.chains} steps of each of {self.chains} chains, "
-                "which share the budget: one chain alone would have had less noise."
+                "which compose: epsilon is of all of them together."
             )
         if plan.earlier:
             lines.append(

@@ -20,9 +20,15 @@ ROWS = 6
 KEY = jax.random.key(11)
 ROUNDING = 1 + 1e-5
 # Guides of every kind, with the models whose likelihood has heavy and light tails.
-NAMES = ("multivariate", "bnaf", "logistic", "own_params", "constrained", "two_sites")
+NAMES = (
+    "multivariate", "bnaf", "logistic", "own_params", "constrained", "two_sites", "delta",
+    "diagonal_3",
+)  # fmt: skip
 
-FAST = (("multivariate", True), ("logistic", False), ("own_params", False), ("two_sites", True))
+FAST = (
+    ("multivariate", True), ("logistic", False), ("own_params", False), ("two_sites", True),
+    ("delta", True), ("diagonal_3", False),
+)  # fmt: skip
 
 numbers = st.one_of(
     st.sampled_from(

@@ -190,9 +190,13 @@ def test_devices_add_up_without_an_order(devices: int) -> None:
     order = rng.permutation(devices)
     for one, other in zip(found, added(total[order], lost[order]), strict=True):
         np.testing.assert_array_equal(one, other)
-    expected = (total.astype(np.float64) + lost).sum(0)
-    precise = np.asarray(found[0], np.float64) + np.asarray(found[1], np.float64)
-    assert np.abs(precise - expected).max() < devices**2 * np.abs(total).max() * 2.0**-50
+    alike = rng.uniform(0.95, 1, shape).astype(np.float32)  # none is rounded by another's size
+    ulps = (rng.uniform(-1, 1, shape) * 2.0**-25).astype(np.float32)
+    for given in ((total, lost), (alike, ulps)):
+        expected = sum(np.float64(part) for part in given).sum(0)
+        precise = sum(np.asarray(part, np.float64) for part in added(*given))
+        largest = np.abs(given[0]).max()
+        assert np.abs(precise - expected).max() < devices**2 * largest * 2.0**-48
     for bad in (np.inf, np.nan):
         total[devices // 2, 5] = bad
         assert np.isnan(added(total, lost)[0]).all()

@@ -58,6 +58,11 @@ def test_bins_of_equal_mass_and_width_differ_where_they_must():
     assert reliability(p, y, bins=2).count.tolist() == [3, 1]
     assert reliability(p, y, bins=2, equal_mass=True).count.tolist() == [2, 2]
     assert len(reliability(p, y, bins=100).count) == 4  # empty ones are left out
+    # Bins count by their size: gaps of 1/3 - 0.02 and 0.01; of 0.015 and 1 - 0.51.
+    wide = 0.75 * (1 / 3 - 0.02) + 0.25 * 0.01, 1 / 3 - 0.02
+    assert calibration_error(p, y, bins=2) == pytest.approx(wide)
+    mass = 0.5 * 0.015 + 0.5 * 0.49, 0.49
+    assert calibration_error(p, y, bins=2, equal_mass=True) == pytest.approx(mass)
 
 
 def test_parts_add_up_to_the_whole():

@@ -9,11 +9,12 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from flax import nnx
+from jax.flatten_util import ravel_pytree
 from numpyro.contrib.module import flax_module, nnx_module
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp import DPSVI, FullBatch, UnsupportedModelError, aligned
+from numpyro_dp import DPSEP, DPSVI, FullBatch, UnsupportedModelError, aligned, step
 from numpyro_dp.model.structure import read_model
 
 
@@ -118,6 +119,75 @@ def test_a_record_that_draws_counts_as_any_other():
     assert 0.99 < np.linalg.norm(moved(1e6) - nothing) <= 1 + 1e-6
 
 
+def test_a_record_of_a_network_with_dropout_counts_as_any_other():
+    model, y = with_flax(True), jnp.zeros(40)
+
+    def moved(value):
+        x = X.copy()
+        x[7] = value
+        svi = DPSVI(
+            model,
+            lambda x, y=None: None,
+            optax.sgd(1.0),
+            estimator=aligned(),
+            clip_norm=1.0,
+            sampler=FullBatch(),
+            noise_multiplier=0.0,
+            secret_key=1,
+        )
+        found = svi.run(jax.random.key(0), 1, x, y, progress_bar=False).params
+        return np.asarray(ravel_pytree(found)[0], np.float64)
+
+    nothing = moved(np.nan)
+    assert np.isfinite(nothing).all()
+    np.testing.assert_array_equal(nothing, moved(np.inf))
+    assert 0.98 < np.linalg.norm(moved(1e4) - nothing) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("by_place", [False, True])
+def test_a_record_taken_out_leaves_the_draws_of_others(monkeypatch, by_place):
+    """With matched numbers one record moves a sum by the clip norm; by their places, by more."""
+    numbers = np.random.default_rng(3).integers(2**32, size=50, dtype=np.uint32)
+
+    def total(kept):
+        given = np.arange(len(kept)) if by_place else numbers[kept]
+        monkeypatch.setattr(
+            step, "_numbers", lambda key, size: jnp.asarray(given[:size], jnp.uint32)
+        )
+        svi = DPSVI(masked, AutoDelta(masked), optax.sgd(1.0), estimator=aligned(), clip_norm=1.0,
+                    sampler=FullBatch(), noise_multiplier=0.0, secret_key=1)  # fmt: skip
+        x = np.ones(len(kept), np.float32)
+        found = svi.run(jax.random.key(0), 1, x, progress_bar=False).params["w_auto_loc"]
+        return np.asarray(found, np.float64)
+
+    rows = np.arange(50)
+    moved = np.linalg.norm(total(rows) - total(np.delete(rows, 7)))
+    assert (moved > 1.5) is by_place or 0.99 < moved <= 1 + 1e-6
+
+
+def test_a_run_that_goes_on_draws_as_one_that_did_not_stop():
+    x = np.ones(50, np.float32)
+
+    def driver():
+        return DPSVI(
+            masked,
+            AutoDelta(masked),
+            optax.sgd(0.1),
+            estimator=aligned(),
+            clip_norm=1.0,
+            sampler=FullBatch(),
+            noise_multiplier=1.0,
+            num_steps=4,
+            secret_key=1,
+        )
+
+    whole = driver().run(jax.random.key(0), 4, x, progress_bar=False)
+    half = driver().run(jax.random.key(0), 2, x, progress_bar=False)
+    rest = driver().run(jax.random.key(0), 2, x, init_state=half.state, progress_bar=False)
+    for name, value in whole.params.items():
+        np.testing.assert_array_equal(value, rest.params[name])
+
+
 def test_numbers_of_records_are_drawn_in_each_step():
     x = np.ones(3000, np.float32)
     svi = DPSVI(masked, AutoDelta(masked), optax.sgd(0.1), estimator=aligned(), clip_norm=1.0,
@@ -133,6 +203,12 @@ def test_numbers_of_records_are_drawn_in_each_step():
         assert abs(numbers.astype(float).mean() / 2**32 - 0.5) < 0.02
         assert abs(np.corrcoef(numbers, np.arange(3000))[0, 1]) < 0.08
     assert abs(np.corrcoef(*found)[0, 1]) < 0.08
+
+
+def test_message_passing_refuses_a_model_that_draws():
+    sep = DPSEP(masked, clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0)
+    with pytest.raises(UnsupportedModelError, match="draws keys of its own"):
+        sep.run(jax.random.key(0), 1, X[:, 0])
 
 
 def test_dropout_of_nnx_draws_where_it_is_called():

@@ -18,6 +18,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal, AutoGuideList, AutoNorma
 from numpyro_dp import DPSVI, FullBatch, Poisson, UnsupportedModelError, aligned, vanilla
 from numpyro_dp.aggregate import bounded_sum
 from numpyro_dp.model.frontend import Frontend
+from numpyro_dp.model.variational import likelihood_key
 from numpyro_dp.privacy.mechanism import gaussian
 
 N, D = 40, 3
@@ -119,7 +120,6 @@ def test_a_record_s_part_is_its_evidence_lower_bound(guide: Any) -> None:
 
     def by_hand(key: Any) -> Any:
         values = problem.constrain(params)
-        keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(N, dtype=jnp.uint32))
         found = jax.vmap(lambda *example: problem.log_likelihood(latents, params, example, key))(
             *arrays[:-1], arrays[-1]
         )
@@ -130,7 +130,6 @@ def test_a_record_s_part_is_its_evidence_lower_bound(guide: Any) -> None:
         expected = -0.5 * jnp.sum((rest - code[:, None] * weight) ** 2, 1)
         expected += -0.5 * width**2 * weight @ weight - D / 2 * jnp.log(2 * jnp.pi)
         expected += -0.5 * (code**2 + width**2) + 0.5 + jnp.log(width)
-        del keys
         return found, expected
 
     draws = jax.vmap(lambda key: by_hand(key)[0])(jax.random.split(jax.random.key(8), 4_000))
@@ -149,7 +148,7 @@ def test_the_gradient_is_that_of_the_whole_bound(build: Any) -> None:
 
     def loss(params: Any) -> Any:
         latents, entropy = problem.draw(params, KEY)
-        key = jax.random.split(KEY)[0]
+        key = likelihood_key(KEY)
         arrays = problem.rows((X,), {}).arrays
         parts = jax.vmap(lambda *row: problem.log_likelihood(latents, params, row, key))(*arrays)
         return -(parts.sum() + problem.log_prior(latents, params) + entropy)

@@ -87,6 +87,22 @@ def test_without_noise_the_total_is_released_as_it_is():
         assert jax.tree.all(jax.tree.map(jnp.array_equal, released, signal()))
 
 
+def test_noise_of_leaves_of_two_precisions():
+    """One draw for all coordinates, of one standard deviation; precisions stay as they are."""
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        total = {"a": jnp.zeros((300, 10), jnp.float32), "b": jnp.zeros(3000, jnp.float64)}
+        mechanism = gaussian({"a": 3.0, "b": 4.0}, 2.0)
+        noisy, _ = mechanism.privatise(secret_key(0), total, mechanism.init())
+        assert {name: leaf.dtype.name for name, leaf in noisy.items()} == {
+            "a": "float32",
+            "b": "float64",
+        }
+        a, b = np.asarray(noisy["a"], np.float64).ravel(), np.asarray(noisy["b"])
+        for noise in (a, b):
+            assert noise.std() == pytest.approx(2 * 5, rel=0.06)  # sensitivity 5
+        assert abs(np.corrcoef(a, b)[0, 1]) < 0.08
+
+
 def test_it_states_its_event_and_sensitivity():
     assert gaussian(2.0, 1.5).event == GaussianDpEvent(1.5)
     assert gaussian(2.0, 0.0).event == NonPrivateDpEvent()

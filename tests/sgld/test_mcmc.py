@@ -228,7 +228,7 @@ def test_chains_share_the_budget_and_nothing_else():
     )
     both.run(KEY, x)
     assert both.privacy.num_steps == 3 * 80
-    assert "80 steps of each of 3 chains, which share the budget" in str(both.privacy)
+    assert "80 steps of each of 3 chains, which compose" in str(both.privacy)
     assert "chains" not in str(alone.privacy)
     assert both.privacy.epsilon <= 2.0
     assert both.privacy.noise_multiplier > 1.6 * alone.privacy.noise_multiplier
@@ -254,13 +254,14 @@ def test_samples_go_where_those_of_mcmc_go(capsys):
     assert "epsilon" in str(mcmc.privacy)
 
 
-def test_a_record_that_is_not_a_number_counts_as_nothing():
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_record_that_is_not_a_number_counts_as_nothing(name):
     x = records(300)
     broken = x.copy()
     broken[7] = np.nan
     runs = []
     for data in (np.delete(x, 7, axis=0), broken):
-        mcmc = sampler(SGLD(gaussian_mean, 1e-5), clip_norm=5.0, num_samples=40)
+        mcmc = sampler(KERNELS[name](), clip_norm=5.0, num_samples=40)
         mcmc.run(KEY, data, init_params={"mean": jnp.zeros(DIM)})
         runs.append(mcmc.get_samples()["mean"])
     np.testing.assert_allclose(*runs, rtol=1e-3, atol=1e-5)
