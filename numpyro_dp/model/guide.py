@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from numpyro import handlers
 from numpyro.distributions import LowRankMultivariateNormal, biject_to
@@ -196,7 +197,7 @@ def _auto_draw(
         return latents, entropy
     if isinstance(auto, autoguide.AutoContinuous):
         site = trace[f"_{auto.prefix}_latent"]
-        return dict(auto._unpack_latent(site["value"])), _entropy(site)
+        return _unpacked(auto, site["value"]), _entropy(site)
     names = [
         name
         for name, site in auto.prototype_trace.items()
@@ -209,6 +210,23 @@ def _auto_draw(
         return latents, sum(map(jnp.sum, scales)) + 0.5 * size * math.log(2 * math.pi * math.e)
     sites = {name: trace[name] for name in names}
     return _generic_draw(guide, sites, params, shared, names, trace)
+
+
+def _unpacked(auto: Any, flat: Array) -> dict[str, Array]:
+    """The latents of a guide's flat draw.
+
+    Where they follow each other, their gradient is joined in one piece; that of slices, as NumPyro
+    takes them, adds up a vector of the whole length for each site.
+    """
+    order = np.arange(flat.size)
+    places = dict(auto._unpack_latent(order))
+    if not np.array_equal(np.concatenate([np.ravel(p) for p in places.values()]), order):
+        return dict(auto._unpack_latent(flat))
+    parts = jnp.split(flat, np.cumsum([np.size(place) for place in places.values()])[:-1])
+    return {
+        name: part.reshape(np.shape(place))
+        for (name, place), part in zip(places.items(), parts, strict=True)
+    }
 
 
 def _generic_draw(
