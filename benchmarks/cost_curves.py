@@ -138,6 +138,10 @@ def draw(path, rows):
                     axes[at][column].loglog(sizes, values, ".-", color=color, label=label)
                     predicted = values[-1] * (sizes / sizes[-1]) ** line[0]["power"]
                     axes[at][column].loglog(sizes, predicted, ":", color=color)
+            for at in (0, 1):
+                low, high = axes[at][column].get_ylim()
+                if high < 10 * low:  # a level line should look level
+                    axes[at][column].set_ylim(low / 5, high * 5)
             axes[0][column].legend(fontsize=7)
             axes[1][column].set_xlabel(axis)
         axes[0][0].set_ylabel("µs a step (dotted: predicted)")
