@@ -84,7 +84,9 @@ class SensitiveState(NamedTuple):
 
     def __repr__(self) -> str:
         """Shows no key."""
-        return "SensitiveState(<holds the keys of what is to come: never publish it>)"
+        return (
+            "SensitiveState(<holds the keys of noise, batches and draws to come: never publish it>)"
+        )
 
 
 class Step(NamedTuple):
@@ -131,8 +133,7 @@ def build_step(
         ``(state, rows) -> (state, step)``.
 
     Guarantee:
-        Records reach the new state through ``mechanism.privatise`` alone. Shapes, control flow,
-        keys and divisor do not depend on them.
+        No record reaches shapes, branches, keys or divisor; the state by ``mechanism.privatise``.
     """
 
     def on_batch(rest: PyTree, batch: PyTree, mask: Array, shards: Shards) -> tuple[PyTree, ...]:
@@ -148,10 +149,10 @@ def build_step(
         total = bounded_sum(est, mech, public, examples, *how)
         noisy, mechanism_state = mech.privatise(noise_key, total, state.mechanism_state)
         released = jax.tree.map(lambda leaf: leaf / inclusion_prob, noisy)
-        moved = _optimise(optim, est.pull_back(public, released), state.optim_state)
         state = state._replace(
-            optim_state=moved, rng_key=rng_key, secret_key=secret_key, step=state.step + 1,
-            mechanism_state=mechanism_state,
+            optim_state=_optimise(optim, est.pull_back(public, released), state.optim_state),
+            rng_key=rng_key, secret_key=secret_key, mechanism_state=mechanism_state,
+            step=state.step + 1,
         )  # fmt: skip
         return state, params, step_key, released
 
@@ -159,8 +160,7 @@ def build_step(
 
     def step(state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Step]:
         batch, sampler_state = copied(mesh, draw(state.sampler_state))
-        if numbered:
-            rows = rows._replace(arrays=rows.arrays[:-1])
+        rows = rows._replace(arrays=rows.arrays[: len(rows.arrays) - numbered])
         (examples, lengths), mask = _take(rows, batch.indices, batch.mask)
         if numbered:
             examples = (*examples, copied(mesh, _numbers(state.secret_key, mask.size)))
