@@ -147,12 +147,11 @@ def build_step(
         live = state.step >= 0  # always, but no compiler knows
         how = mask, lengths, live, microbatch_size, shards
         total = bounded_sum(est, mech, public, examples, *how)
-        noisy, mechanism_state = mech.privatise(noise_key, total, state.mechanism_state)
+        noisy, adapted = mech.privatise(noise_key, total, state.mechanism_state)
         released = jax.tree.map(lambda leaf: leaf / inclusion_prob, noisy)
         state = state._replace(
             optim_state=_optimise(optim, est.pull_back(public, released), state.optim_state),
-            rng_key=rng_key, secret_key=secret_key, mechanism_state=mechanism_state,
-            step=state.step + 1,
+            rng_key=rng_key, secret_key=secret_key, mechanism_state=adapted, step=state.step + 1,
         )  # fmt: skip
         return state, params, step_key, released
 
