@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from common import experiment_parser, interleaved, logistic_data, logistic_model, panels, save
@@ -26,11 +25,9 @@ from numpyro.infer.initialization import init_to_sample
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "dp_bnn"))
 
-from images import MLP, model_of
+from images import MLP, model_of, random_images
 
 from numpyro_dp import DPSVI, FullBatch, Poisson, aligned, vanilla
-
-PIXELS, CLASSES = 784, 10
 
 
 class Curve(NamedTuple):
@@ -58,15 +55,12 @@ def regression(number, dim, estimator, guide=AutoDiagonalNormal, batch=None):
 
 def network(units, estimator, batch=256):
     model = model_of(functools.partial(MLP, units=units), activation="relu")
-    rng = np.random.default_rng(0)
-    images = jnp.asarray(rng.uniform(size=(batch, PIXELS)).astype(np.float32))
-    labels = jnp.asarray(rng.integers(0, CLASSES, batch))
     guide = AutoDelta(model, init_loc_fn=init_to_sample)
-    return driver(model, guide, estimator, FullBatch()), (images, labels)
+    return driver(model, guide, estimator, FullBatch()), random_images(batch)
 
 
 def weights(units):
-    return (PIXELS + 1) * units + (units + 1) * CLASSES
+    return 785 * units + (units + 1) * 10
 
 
 def doubled(first, last):

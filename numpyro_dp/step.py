@@ -133,7 +133,7 @@ def build_step(
         ``(state, rows) -> (state, step)``.
 
     Guarantee:
-        No record reaches shapes, branches, keys or divisor; the state by ``mechanism.privatise``.
+        Only ``mechanism.privatise`` leads from records to the state; no shape, key or divisor does.
     """
 
     def on_batch(rest: PyTree, batch: PyTree, mask: Array, shards: Shards) -> tuple[PyTree, ...]:

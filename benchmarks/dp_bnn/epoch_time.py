@@ -18,8 +18,6 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
@@ -28,7 +26,7 @@ from numpyro.infer.initialization import init_to_sample
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from common import make_parser, write
-from images import CNN, MLP, Wide, model_of
+from images import CNN, MLP, Wide, model_of, random_images
 
 from numpyro_dp import DPMCMC, DPSVI, SGLD, FullBatch, aligned
 
@@ -110,7 +108,7 @@ def seconds_per_step(calls, steps, rounds):
 
 def planned(network, batch):
     """MB of temporaries of one private step, of the weights, and of a gradient for each record."""
-    data, model = images(batch), model_of(network, activation="relu")
+    data, model = random_images(batch), model_of(network, activation="relu")
     svi = DPSVI(model, guide_of(model, AutoDelta), optax.sgd(1e-4), estimator=aligned(), **OPTIONS)
     state = svi.init(jax.random.key(0), *data)
     step = jax.jit(svi.update).lower(state, *data).compile()
@@ -120,14 +118,6 @@ def planned(network, batch):
         "step, MB": step.memory_analysis().temp_size_in_bytes / 1e6,
         "a gradient for each record, MB": 4e-6 * size * batch,
     }  # fmt: skip
-
-
-def images(batch):
-    rng = np.random.default_rng(0)
-    return (
-        jnp.asarray(rng.uniform(size=(batch, 784)).astype(np.float32)),
-        jnp.asarray(rng.integers(0, 10, batch)),
-    )
 
 
 def main():
@@ -140,7 +130,7 @@ def main():
     for network, batch, steps, rounds in cases:
         if network.__name__ not in args.networks:
             continue
-        calls = runs(network, images(batch))
+        calls = runs(network, random_images(batch))
         seconds = seconds_per_step(calls, steps, 1 if args.quick else rounds)
         for name, each in seconds.items():
             floor = "SGD" if "SGLD" in name else name.replace("DP-", "").replace(", aligned", "")

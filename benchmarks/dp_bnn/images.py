@@ -4,12 +4,13 @@ import math
 
 import flax.linen as nn
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.contrib.module import flax_module, random_flax_module
 from numpyro.handlers import mask
 
-__all__ = ["CNN", "MLP", "Wide", "linear_model", "model_of"]
+__all__ = ["CNN", "MLP", "Wide", "linear_model", "model_of", "random_images"]
 
 
 def dropped(probability):
@@ -116,3 +117,10 @@ def linear_model(features, labels=None):
         logits = features @ weights + levels
         numpyro.deterministic("log_probabilities", nn.log_softmax(logits))
         numpyro.sample("label", dist.Categorical(logits=logits), obs=labels)
+
+
+def random_images(number):
+    """Pixels and labels at random, for timing: no time depends on them."""
+    rng = np.random.default_rng(0)
+    pixels = rng.uniform(size=(number, 784)).astype(np.float32)
+    return jnp.asarray(pixels), jnp.asarray(rng.integers(0, 10, number))

@@ -192,11 +192,11 @@ def test_devices_add_up_without_an_order(devices: int) -> None:
         np.testing.assert_array_equal(one, other)
     alike = rng.uniform(0.95, 1, shape).astype(np.float32)  # none is rounded by another's size
     ulps = (rng.uniform(-1, 1, shape) * 2.0**-25).astype(np.float32)
-    for given in ((total, lost), (alike, ulps)):
-        expected = sum(np.float64(part) for part in given).sum(0)
-        precise = sum(np.asarray(part, np.float64) for part in added(*given))
+    for given, part in (((total, lost), 2.0**-50), ((alike, ulps), 2.0**-48)):
+        expected = sum(np.float64(each) for each in given).sum(0)
+        precise = sum(np.asarray(each, np.float64) for each in added(*given))
         largest = np.abs(given[0]).max()
-        assert np.abs(precise - expected).max() < devices**2 * largest * 2.0**-48
+        assert np.abs(precise - expected).max() < devices**2 * largest * part
     for bad in (np.inf, np.nan):
         total[devices // 2, 5] = bad
         assert np.isnan(added(total, lost)[0]).all()
