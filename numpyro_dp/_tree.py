@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-__all__ = ["add", "column", "pinned", "select", "shapes_of", "squared_norm", "widen"]
+__all__ = ["add", "column", "filled", "pinned", "select", "shapes_of", "squared_norm", "widen"]
 
 _ROW = 1024
 
@@ -50,6 +50,11 @@ def add(tree: Any, other: Any) -> Any:
 def select(tree: dict[str, Any], names: Any) -> dict[str, Any]:
     """Returns the entries of a dict with the given names."""
     return {name: tree[name] for name in names}
+
+
+def filled(tree: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the names of the entries with arrays: those of ``random_flax_module`` have none."""
+    return tuple(name for name, entry in tree.items() if jax.tree.leaves(entry))
 
 
 def shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool
 
-from numpyro_dp._tree import pinned, select, squared_norm, widen
+from numpyro_dp._tree import filled, pinned, select, squared_norm, widen
 from numpyro_dp.core import Estimator, Mechanism, PyTree
 from numpyro_dp.exact_sum import finished, partial_sum
 from numpyro_dp.factored_sum import factored_sum
@@ -89,7 +89,7 @@ def bounded_sum_by_definition(
     live = jnp.any(mask) if live is None else live
     batch = mask.size * shards.number
     struct = jax.eval_shape(estimator.signal, public, first_of(examples))
-    like, names = jax.eval_shape(widen, struct), tuple(struct)
+    like, names = jax.eval_shape(widen, struct), filled(struct)
     margin = margin_of(struct, batch)
     blocks = mechanism.blocks(names)
     norms = {members: norm_of(mechanism, names, at) for at, members in enumerate(blocks)}
@@ -107,7 +107,7 @@ def bounded_sum_by_definition(
 
     few = suitable_rows(struct) if rows == "auto" else rows
     sums, squares = over_stretches(of_rows, examples, mask, few, shards)
-    total = extra_sums(mechanism, names, squares, margin, mask, shards)
+    total = like | extra_sums(mechanism, names, squares, margin, mask, shards)
     for members, found in zip(blocks, sums, strict=True):
         total |= finished(found, select(like, members), norms[members], batch)
     return total

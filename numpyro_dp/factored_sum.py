@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool
 
-from numpyro_dp._tree import pinned, squared_norm, widen
+from numpyro_dp._tree import filled, pinned, squared_norm, widen
 from numpyro_dp.contraction import Contraction, Split, split_scalar
 from numpyro_dp.core import Estimator, FactoredSignal, Mechanism, PyTree
 from numpyro_dp.exact_sum import finished, partial_sum
@@ -86,7 +86,7 @@ def factored_sum(
     factored: FactoredSignal = estimator.factored
     split, leaves, treedef = _split(factored, public, examples)
     struct = jax.eval_shape(estimator.signal, public, first_of(examples))
-    names, total_rows = tuple(struct), mask.size * shards.number
+    names, total_rows = filled(struct), mask.size * shards.number
     blocks = mechanism.blocks(names)
     norms = [norm_of(mechanism, names, at) for at in range(len(blocks))]
     shapes = jax.eval_shape(lambda rows: _gradient_parts(split, leaves, rows), examples)
@@ -126,7 +126,7 @@ def factored_sum(
     kept = first_of(shapes), [] if factored.selects else [plan.like for plan in plans]
     few = suitable_rows(kept) if rows == "auto" else rows
     sums, squares = over_stretches(of_rows, (examples, lengths), mask, few, shards)
-    total = extra_sums(mechanism, names, squares, margin, mask, shards)
+    total = struct | extra_sums(mechanism, names, squares, margin, mask, shards)
     for plan, members, norm, found in zip(plans, blocks, norms, sums, strict=True):
         summed = _placed(plan, found, norm, total_rows)
         total |= widen(factored.expand(public, summed, members))

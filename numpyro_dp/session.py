@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp._tree import shapes_of
+from numpyro_dp._tree import filled, shapes_of
 from numpyro_dp.core import Batch, Estimator, Fold, Mechanism, PyTree, Sampler
 from numpyro_dp.devices import copied, spread
 from numpyro_dp.estimators.loss import LOSS_ENTRY, with_loss
@@ -141,7 +141,7 @@ class Session:
         if self.problem.model.structure.summed:
             self._check_finite(jax.jit(signal), params)
         if isinstance(self._clip_norm, Mapping):
-            check_blocks(self._clip_norm, tuple(jax.eval_shape(signal, params)))
+            check_blocks(self._clip_norm, filled(jax.eval_shape(signal, params)))
 
     def _check_finite(self, signal: Callable[..., PyTree], params: dict[str, Any]) -> None:
         """Raises if no invented record has a signal: impossible values of a summed latent, say."""

@@ -17,7 +17,7 @@ import numpy as np
 from dp_accounting.dp_event import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 from jax import Array
 
-from numpyro_dp._tree import squared_norm, widen
+from numpyro_dp._tree import filled, squared_norm, widen
 from numpyro_dp._validate import check_real
 from numpyro_dp.core import Blocks, Mechanism, PyTree
 from numpyro_dp.privacy.adaptive import (
@@ -147,9 +147,9 @@ def _clipping(clip_norm: Any, bounded: bool) -> dict[str, Any]:
         return found
 
     def bound(signal: dict[str, Any]) -> tuple[dict[str, Any], Array]:
-        wide, names = widen(signal), tuple(signal)
+        wide, names = widen(signal), filled(signal)
         squares = tuple(squared_norm([wide[name] for name in members]) for members in blocks(names))
-        bounded = {}
+        bounded = dict(signal)
         for members, factor in zip(blocks(names), scales(names, squares), strict=True):
             for name in members:
                 bounded[name] = jax.tree.map(

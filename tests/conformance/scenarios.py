@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +13,12 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from numpyro import handlers
+from numpyro.contrib.module import random_flax_module
 from numpyro.distributions import constraints
 from numpyro.infer import SVI, Trace_ELBO, autoguide
 
 from numpyro_dp import DPSVI, FullBatch
+from numpyro_dp._tree import filled
 from numpyro_dp.aggregate import bounded_sum, bounded_sum_by_definition
 from numpyro_dp.model.records import split_arguments
 from numpyro_dp.model.variational import VariationalProblem
@@ -150,6 +153,21 @@ def two_sites(data, *, counts, keep, offset, link):
         numpyro.sample("y", dist.StudentT(4.0, mean, 1.0).mask(keep), obs=data["y"])
         assert link == "log"
         numpyro.sample("counts", dist.Poisson(rate * jnp.exp(0.3 * mean)), obs=counts)
+
+
+class Network(nn.Module):
+    """One hidden layer."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(jnp.tanh(nn.Dense(3)(x)))[..., 0]
+
+
+def network(x, y):
+    """Bayes by backprop: a prior for each weight."""
+    net = random_flax_module("net", Network(), dist.Normal(0, 1), input_shape=(1, DIM))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(net(x), 0.5), obs=y)
 
 
 # Hand-written guides.
@@ -297,6 +315,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("shared_param", own_params, _fixed(shares_width), _xy),
     Scenario("only_params", only_params, _fixed(no_sites), _xy),
     Scenario("two_sites", two_sites, autoguide.AutoNormal, _tree, _keywords),
+    Scenario("network", network, autoguide.AutoDiagonalNormal, _xy),
     Scenario(
         "subsampled", subsampled, autoguide.AutoDiagonalNormal, _xy, reference=regression
     ),
@@ -365,14 +384,14 @@ class Bench(NamedTuple):
         return total
 
     def entries(self, row) -> tuple[str, ...]:
-        """Names of the entries of the signal."""
+        """Names of the entries of the signal that have numbers."""
         estimator = row.build()(self.problem)
 
         def signal(params, arrays):
             public = estimator.prepare(jax.random.key(0), params)
             return estimator.signal(public, jax.tree.map(lambda leaf: leaf[0], arrays))
 
-        return tuple(jax.eval_shape(signal, self.params, self.arrays))
+        return filled(jax.eval_shape(signal, self.params, self.arrays))
 
 
 def rows_for(pieces: Bench) -> tuple[EstimatorRow, ...]:

@@ -22,12 +22,12 @@ ROUNDING = 1 + 1e-5
 # Guides of every kind, with the models whose likelihood has heavy and light tails.
 NAMES = (
     "multivariate", "bnaf", "logistic", "own_params", "constrained", "two_sites", "delta",
-    "diagonal_3",
+    "diagonal_3", "network",
 )  # fmt: skip
 
 FAST = (
     ("multivariate", True), ("logistic", False), ("own_params", False), ("two_sites", True),
-    ("delta", True), ("diagonal_3", False),
+    ("delta", True), ("diagonal_3", False), ("network", False),
 )  # fmt: skip
 
 numbers = st.one_of(

@@ -14,7 +14,17 @@ from numpyro.contrib.module import flax_module, nnx_module
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp import DPSEP, DPSVI, FullBatch, UnsupportedModelError, aligned, step
+from numpyro_dp import (
+    DPMCMC,
+    DPSEP,
+    DPSVI,
+    SGLD,
+    FullBatch,
+    UnsupportedModelError,
+    aligned,
+    secret_key,
+    step,
+)
 from numpyro_dp.model.structure import read_model
 
 
@@ -186,6 +196,43 @@ def test_numbers_of_records_are_drawn_in_each_step():
         assert abs(numbers.astype(float).mean() / 2**32 - 0.5) < 0.02
         assert abs(np.corrcoef(numbers, np.arange(3000))[0, 1]) < 0.08
     assert abs(np.corrcoef(*found)[0, 1]) < 0.08
+
+
+def test_microbatches_change_no_draw():
+    whole, parts = (
+        driver(masked, **options).run(jax.random.key(0), 2, np.ones(50, np.float32),
+                                      progress_bar=False).params["w_auto_loc"]
+        for options in ({}, {"microbatch_size": 7})
+    )  # fmt: skip
+    np.testing.assert_allclose(whole, parts, rtol=1e-5, atol=1e-7)
+
+
+def test_each_run_of_a_sweep_draws_by_secret_numbers_of_its_own():
+    x, key = np.ones(50, np.float32), jax.random.key(0)
+    found = driver(masked).sweep(key[None], 1, x, clip_norm=[1.0, 1.0])
+    one, other = np.asarray(found.params["w_auto_loc"])
+    assert not np.array_equal(one, other)
+    for index, params in enumerate((one, other)):
+        secret = jax.random.fold_in(secret_key(1), index)
+        alone = driver(masked, secret_key=secret).run(key, 1, x, progress_bar=False).params
+        np.testing.assert_allclose(params, alone["w_auto_loc"], rtol=1e-5, atol=1e-7)
+
+
+def test_each_chain_draws_by_secret_numbers_of_its_own(monkeypatch):
+    numbers, drawn = [], step._numbers
+
+    def seen(key, size):
+        found = drawn(key, size)
+        jax.debug.callback(lambda value: numbers.append(np.asarray(value)), found)
+        return found
+
+    monkeypatch.setattr(step, "_numbers", seen)
+    mcmc = DPMCMC(SGLD(masked, 1e-3), num_warmup=1, num_samples=2, num_chains=2, clip_norm=1.0,
+                  sampler=FullBatch(), noise_multiplier=1.0, progress_bar=False)  # fmt: skip
+    mcmc.run(jax.random.key(0), np.ones(50, np.float32))
+    jax.effects_barrier()
+    assert len(numbers) == 6 and all(len(np.unique(row)) == 50 for row in numbers)
+    assert len(np.unique(np.concatenate(numbers))) == 300
 
 
 def test_message_passing_refuses_a_model_that_draws():

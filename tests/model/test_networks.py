@@ -24,7 +24,7 @@ from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 from numpyro.infer.initialization import init_to_sample
 
-from numpyro_dp import DPMCMC, DPSVI, SGLD, FullBatch, Poisson, aligned
+from numpyro_dp import DPMCMC, DPSVI, SGLD, FullBatch, Poisson, aligned, vanilla
 from numpyro_dp.model.separation import UnsupportedModelError
 
 KEY, D, UNITS = jax.random.key(0), 3, 8
@@ -172,6 +172,23 @@ def test_a_record_moves_the_gradient_by_at_most_the_clip_norm(name):
 
     distance = np.linalg.norm(moved(X) - moved(other))
     assert 0.1 < distance < 2.001  # one record is replaced: twice the clip norm
+
+
+def test_norms_by_entry_need_not_name_an_entry_without_numbers():
+    """``random_flax_module`` leaves one, of the shapes of the weights, in the parameters."""
+    model = model_of(NETWORKS["random flax"])
+
+    def driver(*rest):
+        norms = {"auto_loc": 1.0, "auto_scale": 0.5} | dict.fromkeys(rest, 2.0)
+        return DPSVI(model, AutoDiagonalNormal(model), optax.sgd(1e-3), estimator=vanilla(),
+                     clip_norm=norms, noise_multiplier=1.0, sampler=FullBatch())  # fmt: skip
+
+    found = driver().run(KEY, 2, X, Y, progress_bar=False)
+    assert found.privacy.plan.sensitivity == pytest.approx(1.25**0.5)
+    assert {*found.params} == {"auto_loc", "auto_scale", "net$params"}
+    for rest in ("net$params", ...):
+        with pytest.raises(ValueError, match=r"each of \['auto_loc', 'auto_scale'\]"):
+            driver(rest).init(KEY, X, Y)
 
 
 @pytest.mark.parametrize(
