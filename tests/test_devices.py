@@ -15,9 +15,9 @@ WORKER = pathlib.Path(__file__).parent / "device_worker.py"
 
 
 def environment(devices):
-    clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    return clean | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    others = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
+    flags = " ".join([*others, f"--xla_force_host_platform_device_count={devices}"])
+    return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
 
 
 def start(devices, *arguments):
