@@ -205,8 +205,8 @@ class Driver(abc.ABC):
             trace_size: At most so many iterates are kept, evenly spaced; by default 1000, or
                 fewer where they would hold more than 10 million numbers.
             fold: Reads the iterate after every step, for ``result.folded``; it starts anew here.
-            stream: Leaves the records on the host (arrays, memory maps of files, columns of Arrow
-                tables), for data larger than the device's memory; the result is the same.
+            stream: Leaves the records on the host (arrays, memory maps, ``to_numpy()`` of an Arrow
+                column), for data larger than the device's memory; the result is the same.
             **kwargs: Keyword arguments of the model (and guide).
 
         Returns:
@@ -268,8 +268,8 @@ class Driver(abc.ABC):
             init_params: Initial values of parameters by name.
             trace_size: At most so many iterates are kept of each run.
             chunk_size: Runs in lockstep, for less memory; all of them by default.
-            folder: Keeps finished chunks (releases); the same call on the same records goes on
-                from there.
+            folder: Keeps finished chunks (releases); the same call on the same records (which it
+                cannot know) goes on from there.
             **kwargs: Keyword arguments of the model (and guide).
 
         Returns:

@@ -203,7 +203,7 @@ class Session:
         (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:slots], buffer)
         steps = done + rest + stride * np.arange(1, slots + 1)
         trace = Trace(steps, jax.vmap(self.problem.constrain)(iterates), norms)
-        return state, self._losses(steps, values), trace, folded
+        return state, self._losses(steps, np.asarray(values)), trace, folded
 
     def run_many(
         self, states: SensitiveState, rows: Rows, num_steps: int, trace_size: int | None
@@ -359,11 +359,11 @@ class Session:
         )(step.examples)
         return jnp.sum(jnp.where(step.mask, values, 0)) / self.inclusion_prob
 
-    def _losses(self, steps: np.ndarray, values: Array) -> PrivateLosses | SensitiveLosses | None:
+    def _losses(self, steps: np.ndarray, values: Any) -> PrivateLosses | SensitiveLosses | None:
         if self.settings.loss_release is not None:
-            return PrivateLosses(steps, np.asarray(values))
+            return PrivateLosses(steps, values)
         if self.settings.allow_sensitive:
-            return SensitiveLosses(steps, np.asarray(values))
+            return SensitiveLosses(steps, values)
         return None
 
 

@@ -2,8 +2,9 @@
 
 The batches are those that the same keys give where all records are on the device, so a run spends
 and returns the same. Rows are read from whatever NumPy can index by an array of row numbers: an
-array in memory, a memory map of a file, a column of an Arrow table without copy. A thread fetches
-the rows of the next few steps while the device works on the last ones.
+array in memory, a memory map of a file, an Arrow column in one piece by its ``to_numpy()``, which
+copies nothing. A thread fetches the rows of the next few steps while the device works on the last
+ones.
 """
 
 from __future__ import annotations
@@ -67,11 +68,16 @@ class HostRows(NamedTuple):
     num_examples: int
     numbered: bool
 
-    def take(self, rows: np.ndarray) -> tuple[Array, ...]:
-        """Returns these rows, on the device."""
-        found = [np.asarray(array[rows]) for array in self.arrays]
-        numbers = [rows.astype(np.uint32)] * self.numbered
-        return tuple(map(jnp.asarray, found + numbers))
+    def take(self, rows: np.ndarray, size: int) -> tuple[Array, ...]:
+        """Returns these rows on the device, and zeros up to ``size``."""
+
+        def filled(found: np.ndarray) -> Array:
+            whole = np.zeros((size, *found.shape[1:]), found.dtype)
+            whole[: len(found)] = found
+            return jnp.asarray(whole)
+
+        found = [filled(np.asarray(array[rows])) for array in self.arrays]
+        return (*found, *[jnp.zeros(size, jnp.uint32)] * self.numbered)
 
 
 class _Chunk(NamedTuple):
@@ -169,7 +175,7 @@ def _fetch(
 
     def prepare(state: PyTree, count: int) -> _Chunk:
         rows, mask, after = draw(state, count)
-        taken = host.take(np.asarray(rows).ravel())
+        taken = host.take(np.asarray(rows)[:count].ravel(), rows.size)
         return _Chunk(taken, FetchedState(jnp.zeros((), jnp.int32), mask), after)
 
     with ThreadPoolExecutor(1) as thread:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +21,8 @@ from numpyro_dp.privacy.adaptive import AdaptiveClip
 from numpyro_dp.privacy.mechanism import check_clip_norm, is_bounded
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.results import PrivateLosses, SensitiveLosses, Trace
-from numpyro_dp.session import Session
 from numpyro_dp.step import SensitiveState
-from numpyro_dp.sweep_folder import SweepFolder, fingerprint
+from numpyro_dp.sweep_folder import SweepFolder, fingerprint, traced
 
 __all__ = ["SweepResult", "SweepRun", "run_sweep"]
 
@@ -90,11 +89,8 @@ def run_sweep(
 ) -> SweepResult:
     """Plans every combination before a record is read, then runs all; see ``DPSVI.sweep``."""
     check_rng_keys(rng_keys)
-    if folder and driver.allow_sensitive:
-        raise ValueError(
-            f"Expected no folder={str(folder)!r} with allow_sensitive=True: it would keep losses "
-            "that nothing protects. Sweep without a folder, or without losses."
-        )
+    if folder:
+        _check_keeps(driver, folder)
     rates = axes.pop("learning_rate")
     settings = _settings(driver, **axes)
     secret = secret_of(driver)
@@ -117,11 +113,20 @@ def run_sweep(
         "rng_keys": np.asarray(jax.vmap(_key_data)(rng_keys)).tolist(),
         "num_steps": num_steps, "trace_size": trace_size, "chunk_size": chunk,
         "records": session.num_examples, "reports": [str(report) for report in reports],
+        "clip_norms": [str(each["clip_norm"]) for each in settings],
         "secret": fingerprint(driver.secret_key),
     }  # fmt: skip
-    store = folder and SweepFolder(folder, meaning)
     rows = session.rows(args, kwargs)
-    found = _in_chunks(session, states, rows, num_steps, trace_size, chunk, store)
+
+    def run(states: SensitiveState, rows: Rows = rows) -> PyTree:
+        return session.run_many(states, rows, num_steps, trace_size)[1:]
+
+    store = None
+    if folder:
+        public = [state.optim_state for state in states], rows.shared
+        program, like = traced(run, (_stacked(states[:chunk]), rows), public)
+        store = SweepFolder(folder, meaning | {"program": program}, like)
+    found = _in_chunks(run, states, chunk, store)
     own = tuple(report.of_another_run() for report in reports for _ in starts)
     return SweepResult(*found, labels, own)
 
@@ -155,29 +160,37 @@ def _at_rate(start: SensitiveState, rate: float | None) -> SensitiveState:
     )
 
 
+def _check_keeps(driver: Any, folder: Any) -> None:
+    if driver.allow_sensitive:
+        raise ValueError(
+            f"Expected no folder={str(folder)!r} with allow_sensitive=True: it would keep losses "
+            "that nothing protects. Sweep without a folder, or without losses."
+        )
+    if driver.mesh is not None and driver.mesh.is_multi_process:
+        raise ValueError(
+            f"Expected a mesh of one process for a sweep with folder={str(folder)!r}, got one of "
+            "several, which would have to agree on what is finished. Sweep without a folder."
+        )
+
+
+def _stacked(states: list[SensitiveState]) -> SensitiveState:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+
 def _in_chunks(
-    session: Session,
+    run: Callable[[SensitiveState], PyTree],
     states: list[SensitiveState],
-    rows: Rows,
-    num_steps: int,
-    trace_size: int | None,
     chunk: int,
     store: SweepFolder | None,
 ) -> tuple[PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
-    parts, like = [], None
+    parts = []
     for first in range(0, len(states), chunk):
         some = states[first : first + chunk]
         # A last chunk of another size would be compiled again: repeats, dropped below.
         some = some + some[-1:] * (chunk - len(some))
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *some)
-        if store and like is None:
-            like = jax.eval_shape(
-                lambda some: session.run_many(some, rows, num_steps, trace_size)[1:], stacked
-            )
-        found = store and store.load(first, like)
+        found = store and store.load(first)
         if found is None:
-            found = session.run_many(stacked, rows, num_steps, trace_size)[1:]
-            jax.block_until_ready(found)
+            found = jax.block_until_ready(run(_stacked(some)))
             if store:
                 store.save(first, found)
         parts.append(found)

@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import zipfile
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ from jax import Array
 
 from numpyro_dp.core import PyTree
 
-__all__ = ["SweepFolder", "fingerprint"]
+__all__ = ["SweepFolder", "fingerprint", "traced"]
 
 
 class SweepFolder:
@@ -24,13 +26,14 @@ class SweepFolder:
     Args:
         path: The folder; made where it is missing.
         meaning: What the runs are, as JSON takes it.
+        like: What a chunk gives; only structure, shapes and types matter.
 
     Raises:
         ValueError: If the folder holds runs of another meaning; the message says of what.
     """
 
-    def __init__(self, path: str | os.PathLike[str], meaning: dict[str, Any]) -> None:
-        self.path = pathlib.Path(path)
+    def __init__(self, path: str | os.PathLike[str], meaning: dict[str, Any], like: PyTree) -> None:
+        self.path, self._like = pathlib.Path(path), like
         self.path.mkdir(parents=True, exist_ok=True)
         meaning = json.loads(json.dumps(meaning))
         sheet = self.path / "sweep.json"
@@ -45,8 +48,8 @@ class SweepFolder:
                     "another folder, or the arguments that it was begun with."
                 )
 
-    def load(self, first: int, like: PyTree) -> PyTree | None:
-        """Returns a finished chunk in the structure of ``like``; ``None`` if it is not there."""
+    def load(self, first: int) -> PyTree | None:
+        """Returns a finished chunk; ``None`` if it is not there."""
         path = self._chunk(first)
         if not path.exists():
             return None
@@ -55,11 +58,11 @@ class SweepFolder:
                 leaves = [stored[f"leaf{number}"] for number in range(len(stored.files))]
         except (zipfile.BadZipFile, OSError, KeyError, ValueError) as error:
             raise ValueError(f"Expected a whole file, got {path}: {error}. Remove it.") from error
-        expected, structure = jax.tree.flatten(like)
+        expected, structure = jax.tree.flatten(self._like)
         if [x.shape for x in leaves] != [x.shape for x in expected]:
             raise ValueError(
                 f"Expected arrays of {[x.shape for x in expected]} in {path}, got "
-                f"{[x.shape for x in leaves]}: another model or guide. Take another folder."
+                f"{[x.shape for x in leaves]}. Remove it."
             )
         both = zip(leaves, expected, strict=True)  # NumPy's files do not name bfloat16
         leaves = [x.view(known.dtype) if x.dtype.kind == "V" else x for x, known in both]
@@ -83,6 +86,19 @@ def fingerprint(secret: Array | None) -> str:
         return "drawn anew by each call"
     data = np.asarray(jax.random.key_data(secret)).tobytes()
     return hashlib.sha256(b"numpyro_dp sweep" + data).hexdigest()
+
+
+def traced(run: Callable[..., PyTree], arguments: Any, public: PyTree) -> tuple[str, PyTree]:
+    """A hash of what a function computes and from what values; and the shapes of what it gives.
+
+    Of the arguments only shapes matter, of ``public`` the values. The program is the traced one:
+    model, guide, estimator, optimiser and sampler are in it, as are the versions of libraries.
+    """
+    program, like = jax.make_jaxpr(run, return_shape=True)(*arguments)
+    found = hashlib.sha256(re.sub("0x[0-9a-f]+", "", str(program)).encode())
+    for leaf in jax.tree.leaves(public):
+        found.update(np.asarray(leaf).tobytes())
+    return found.hexdigest(), like
 
 
 def _replace(path: pathlib.Path, text: bytes) -> None:

@@ -195,7 +195,8 @@ def test_learning_rates_are_swept(data):
 
 def test_a_sweep_that_was_stopped_goes_on(data, tmp_path, monkeypatch):
     sizes = {"epsilon": [0.5, 1.0, 2.0], "chunk_size": 2}
-    whole = driver().sweep(KEYS, STEPS, data, **sizes)
+    losses = {"loss_release": LossRelease(10.0, 0.1)}
+    whole = driver(**losses).sweep(KEYS, STEPS, data, **sizes)
     done, many = [], Session.run_many
 
     def stopped(self, *args):
@@ -206,26 +207,40 @@ def test_a_sweep_that_was_stopped_goes_on(data, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Session, "run_many", stopped)
     with pytest.raises(KeyboardInterrupt):
-        driver().sweep(KEYS, STEPS, data, **sizes, folder=tmp_path / "found")
+        driver(**losses).sweep(KEYS, STEPS, data, **sizes, folder=tmp_path / "found")
     kept = sorted((tmp_path / "found").glob("*.npz"))
     assert kept
     before = [path.stat().st_mtime_ns for path in kept]
     monkeypatch.setattr(Session, "run_many", many)
-    again = driver().sweep(KEYS, STEPS, data, **sizes, folder=tmp_path / "found")
+    again = driver(**losses).sweep(KEYS, STEPS, data, **sizes, folder=tmp_path / "found")
     assert [path.stat().st_mtime_ns for path in kept] == before
-    for one, other in zip(jax.tree.leaves(whole[:2]), jax.tree.leaves(again[:2]), strict=True):
+    for one, other in zip(jax.tree.leaves(whole[:3]), jax.tree.leaves(again[:3]), strict=True):
         np.testing.assert_array_equal(one, other)
     assert again.labels.keys() == whole.labels.keys()
-    with pytest.raises(ValueError, match=r"chunk_size=2 instead of 3"):
-        driver().sweep(KEYS, STEPS, data, **sizes | {"chunk_size": 3}, folder=tmp_path / "found")
-    with pytest.raises(ValueError, match="secret="):
-        driver(secret_key=6).sweep(KEYS, STEPS, data, **sizes, folder=tmp_path / "found")
-    again = DPSVI(
-        model, AutoMultivariateNormal(model), optax.adam(0.05), estimator=aligned(), clip_norm=1.5,
-        sampler=Poisson(0.2), budget=PrivacyBudget(1.0, 1e-5), secret_key=5,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="another model or guide"):
-        again.sweep(KEYS, STEPS, data, **sizes, folder=tmp_path / "found")
+
+
+def test_a_folder_of_another_sweep_is_refused(data, tmp_path):
+    def sweep(chunk_size=2, guide=AutoDiagonalNormal, rate=0.05, init=0.1, **changes):
+        settings = {
+            "estimator": aligned(), "clip_norm": {...: 1.5}, "sampler": Poisson(0.2),
+            "secret_key": 5, "noise_multiplier": 1.0,
+        } | changes  # fmt: skip
+        driver = DPSVI(model, guide(model, init_scale=init), optax.adam(rate), **settings)
+        return driver.sweep(KEYS, 3, data, chunk_size=chunk_size, folder=tmp_path / "found")
+
+    one, other = sweep(), sweep()
+    np.testing.assert_array_equal(one.params["auto_loc"], other.params["auto_loc"])
+    for changes, named in [
+        ({"chunk_size": 1}, "chunk_size=2 instead of 1"),
+        ({"secret_key": 6}, "secret="),
+        ({"guide": AutoMultivariateNormal}, "program="),
+        ({"rate": 0.01}, "program="),
+        ({"estimator": vanilla()}, "program="),
+        ({"init": 0.2}, "program="),
+        ({"clip_norm": {"mean": 1.5}}, "clip_norms="),
+    ]:
+        with pytest.raises(ValueError, match=named):
+            sweep(**changes)
 
 
 def test_a_folder_keeps_no_losses_that_nothing_protects(data, tmp_path):

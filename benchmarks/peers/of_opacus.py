@@ -1,7 +1,7 @@
 """The tasks of `compare.py` by Opacus on torch for the CPU, in the environment of `opacus.txt`.
 
-Mean-field only: location and raw scale are parameters of a module, one draw for the whole batch;
-gradients of records by its functional mode. The gradient of prior and entropy, which sees no
+Location and raw scale, or Cholesky factor, are parameters of a module, one draw for the whole
+batch; gradients of records by its functional mode. The gradient of prior and entropy, which sees no
 record, is added after the noise.
 """
 
@@ -21,29 +21,55 @@ from worker import logistic_records, serve
 
 warnings.filterwarnings("ignore")
 
+START = math.log(math.expm1(0.1))
+
 
 class Normal(torch.nn.Module):
     """Logits by one draw from a mean-field normal distribution."""
 
+    draw = None  # of the class: the functional mode works on a copy of the instance
+
     def __init__(self, dim):
         super().__init__()
         self.loc = torch.nn.Parameter(torch.zeros(dim))
-        self.raw = torch.nn.Parameter(torch.full((dim,), math.log(math.expm1(0.1))))
-        self.draw = torch.zeros(dim)
+        self.raw = torch.nn.Parameter(self.start(dim))
+
+    def start(self, dim):
+        return torch.full((dim,), START)
+
+    def diagonal(self):
+        return softplus(self.raw)
+
+    def weights(self):
+        return self.loc + self.diagonal() * self.draw
 
     def forward(self, features):
-        return features @ (self.loc + softplus(self.raw) * self.draw)
+        return features @ self.weights()
+
+
+class Cholesky(Normal):
+    """The same of a normal distribution with any covariance."""
+
+    def start(self, dim):
+        return START * torch.eye(dim)
+
+    def diagonal(self):
+        return softplus(self.raw.diagonal())
+
+    def weights(self):
+        below = torch.tril(self.raw, -1) @ self.draw
+        return self.loc + below + self.diagonal() * self.draw
 
 
 class Private:
     """Module, optimiser and loader that Opacus has made private."""
 
-    def __init__(self, records, batch, clip_norm, noise, size=1e-3, poisson=True):
+    def __init__(self, records, batch, clip_norm, noise, size=1e-3, poisson=True, guide=Normal):
         data = torch.utils.data.TensorDataset(
             torch.as_tensor(records[0], dtype=torch.float32),
             torch.as_tensor(records[1], dtype=torch.float32),
         )
-        module = Normal(data.tensors[0].shape[1])
+        module = guide(data.tensors[0].shape[1])
         self.module, self.optim, self.loader = PrivacyEngine(accountant="rdp").make_private(
             module=module, optimizer=torch.optim.Adam(module.parameters(), lr=size),
             data_loader=torch.utils.data.DataLoader(data, batch_size=batch),
@@ -54,15 +80,14 @@ class Private:
 
     def step(self, features, label):
         inner = self.module._module
-        inner.draw.normal_()
+        type(inner).draw = torch.randn_like(inner.loc)
         self.optim.zero_grad(set_to_none=True)
         logits = self.module(features)
         binary_cross_entropy_with_logits(logits, label, reduction="sum").backward()
         if not self.optim.pre_step():
             return
-        loc, scale = inner.loc, softplus(inner.raw)
         with torch.enable_grad():
-            rest = ((loc + scale * inner.draw) ** 2).sum() / 2 - scale.log().sum()
+            rest = (inner.weights() ** 2).sum() / 2 - inner.diagonal().log().sum()
             others = torch.autograd.grad(rest, (inner.loc, inner.raw))
         for parameter, other in zip((inner.loc, inner.raw), others, strict=True):
             parameter.grad = parameter.grad / self.share + other
@@ -79,10 +104,9 @@ class Private:
 
 
 def step(guide, dim, batch):
-    if guide != "mean field":
-        raise NotImplementedError("no per-example gradients of a Cholesky factor")
     records = logistic_records(batch, dim)
-    private = Private(records, batch, 1.0, 1.0, poisson=False)
+    guide = {"mean field": Normal, "full rank": Cholesky}[guide]
+    private = Private(records, batch, 1.0, 1.0, poisson=False, guide=guide)
     data = private.loader.dataset.tensors
 
     def repeat(count):

@@ -215,7 +215,7 @@ def test_each_run_of_a_sweep_draws_by_secret_numbers_of_its_own():
     for index, params in enumerate((one, other)):
         secret = jax.random.fold_in(secret_key(1), index)
         alone = driver(masked, secret_key=secret).run(key, 1, x, progress_bar=False).params
-        np.testing.assert_allclose(params, alone["w_auto_loc"], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(params, alone["w_auto_loc"], rtol=1e-4, atol=1e-6)
 
 
 def test_each_chain_draws_by_secret_numbers_of_its_own(monkeypatch):
