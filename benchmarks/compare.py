@@ -282,6 +282,9 @@ def main():
     parser.add_argument("--tables", nargs="+", default=tables, choices=tables)
     parser.add_argument("--write", nargs="*", default=[], help="documents with the tables")
     args = parser.parse_args()
+    for path in args.write:
+        if not pathlib.Path(path).is_file():
+            parser.error(f"--write: expected documents that exist, got {path}")
     args.environments = args.environments.absolute()
     commands = start(args.environments, args.peers)
     for name in args.peers:
@@ -332,7 +335,7 @@ def draw(path, found):
             axis.set_xlabel("latents, batch")
             axis.set_ylabel("time over SVI's")
             axis.set_title({"steps": "one step", "runs": "end to end, batches drawn inside"}[kind])
-        axes[0][0].legend(fontsize=8)
+        axes[0][-1].legend(fontsize=8, loc="upper left")
 
 
 if __name__ == "__main__":

@@ -58,8 +58,19 @@ def steps(guide_type, dim, batch):
     for name, driver in drivers.items():
         state = driver.init(jax.random.key(0), *data)
         compiled[name] = jax.jit(driver.update).lower(state, *data).compile()
-        calls[name] = lambda step=compiled[name], state=state: step(state, *data)
+        calls[name] = chained(compiled[name], state, data)
     return compiled, calls
+
+
+def chained(step, state, data):
+    """A step from where the last one ended: calls that do not wait for each other may overlap."""
+
+    def call():
+        nonlocal state
+        state, loss = step(state, *data)
+        return state, loss
+
+    return call
 
 
 def main():

@@ -63,7 +63,8 @@ class DPSVI(Driver):
             mean is that of SVI's losses, single values are not.
         microbatch_size: Records of a batch that are in memory at a time: bounds the memory of a
             step, and changes its result by rounding at most. ``"auto"`` takes so many that what is
-            kept of them (gradients, or the factors of those of layers) has about a million numbers.
+            kept of them (gradients, or the factors of those of layers) has about a million numbers;
+            besides, a step needs about four times the memory of the parameters.
             Runs side by side need that memory each; losses shown by ``allow_sensitive`` more.
         mesh: Devices that share the work: each bounds and sums its part of a batch. Records are
             spread over them where their number is divisible by that of the devices, else copied;

@@ -116,6 +116,9 @@ def planned(network, batch):
     return {
         "network": network.__name__, "images": batch, "weights": size, "weights, MB": 4e-6 * size,
         "step, MB": step.memory_analysis().temp_size_in_bytes / 1e6,
+        # Of dense layers: sum, noise and gradient beside the weights, and a million numbers of
+        # records (microbatch_size).
+        "bound, MB": 4 * 4e-6 * size + 4e-6 * 2**20,
         "a gradient for each record, MB": 4e-6 * size * batch,
     }  # fmt: skip
 

@@ -8,9 +8,9 @@ import pytest
 def quick_compilation(request):
     """Compiles faster, to slower code: these tests compile much and compute little.
 
-    Those of rounding are of the code that users run.
+    Bounds on rounding are of the code that users run.
     """
-    if request.module.__name__.endswith("test_rounding"):
+    if request.module.__name__.endswith(("test_products", "test_rounding")):
         yield
         return
     before = jax.config.read("jax_disable_most_optimizations")

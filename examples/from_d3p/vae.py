@@ -5,8 +5,8 @@ decoder's; nothing is kept for any one image. The global bias image has a prior 
 Reported is the evidence lower bound per held-out image, in nats, against that of independent
 pixels with the held-out data's own means (which no private method may use: a yardstick).
 
-    python examples/vae.py                   # MNIST if NUMPYRO_DP_DATA has it, 20 epochs
-    python examples/vae.py --quick           # scikit-learn's small digits, 2 epochs
+    python examples/from_d3p/vae.py           # MNIST if NUMPYRO_DP_DATA has it, 20 epochs
+    python examples/from_d3p/vae.py --quick   # scikit-learn's small digits, 2 epochs
 """
 
 import argparse
