@@ -101,10 +101,25 @@ def test_labels_and_reports(data):
     assert "together at most epsilon" in repr(found)
 
 
-def test_no_two_runs_share_noise_or_batches(data):
-    found = driver(secret_key=None).sweep(KEYS[:1], 5, data, clip_norm=[1.0, 1.0, 1.0])
-    first = found.params["auto_loc"]
-    assert len(np.unique(first[:, 0])) == 3
+def test_no_two_runs_share_noise_or_batches(data, monkeypatch):
+    seen, many = [], Session.run_many
+
+    def kept(self, states, *rest):
+        seen.append(states)
+        return many(self, states, *rest)
+
+    monkeypatch.setattr(Session, "run_many", kept)
+    svi = driver(secret_key=None)
+    found = svi.sweep(KEYS[:1], 5, data, clip_norm=[1.0, 1.0, 1.0], chunk_size=2)
+    assert len(np.unique(found.params["auto_loc"][:, 0])) == 3
+    keys = [
+        np.asarray(jax.random.key_data(leaf))
+        for states in seen
+        for leaf in jax.tree.leaves((states.secret_key, states.sampler_state))
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    ]
+    assert len(keys) == 4  # of noise and of batches, in two chunks, of which one repeats a run
+    assert len(np.unique(np.concatenate(keys), axis=0)) == 6
 
 
 def test_chunks_change_nothing(data):
