@@ -71,12 +71,12 @@ class HostRows(NamedTuple):
     def take(self, rows: np.ndarray, size: int) -> tuple[Array, ...]:
         """Returns these rows on the device, and zeros up to ``size``."""
 
-        def filled(found: np.ndarray) -> Array:
+        def padded(found: np.ndarray) -> Array:
             whole = np.zeros((size, *found.shape[1:]), found.dtype)
             whole[: len(found)] = found
             return jnp.asarray(whole)
 
-        found = [filled(np.asarray(array[rows])) for array in self.arrays]
+        found = [padded(np.asarray(array[rows])) for array in self.arrays]
         return (*found, *[jnp.zeros(size, jnp.uint32)] * self.numbered)
 
 

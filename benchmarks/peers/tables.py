@@ -52,7 +52,7 @@ def _by_peer(title, rows, cell):
     def of(peers, name):
         said = peers.get(name)
         if said is None or "error" in said:
-            return "no"
+            return f"no: {said['error']}" if said else ""
         return cell(said, peers)
 
     return _table([title, *names], [[c, *(of(p, n) for n in names)] for c, p in rows.items()])
