@@ -44,13 +44,15 @@ class PeerError(RuntimeError):
 
 
 class Peer:
-    """A process that does tasks; ``ask`` raises what it could not do."""
+    """A process that does tasks; ``seconds`` raises what it could not do."""
 
-    def __init__(self, python, script, *arguments):
+    def __init__(self, python, script, *arguments, one_thread=False):
+        threads = {"OMP_NUM_THREADS": "1"} if one_thread or "d3p" in script else {}  # d3p's spin
+        threads |= dict.fromkeys(("PJRT_NPROC", "NPROC"), "1") if one_thread else {}
         self.process = subprocess.Popen(
             [str(python), str(HERE / script), *arguments],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            env=os.environ | ({"OMP_NUM_THREADS": "1"} if "d3p" in script else {}),  # it spins
+            env=os.environ | threads,
         )  # fmt: skip
 
     def send(self, **request):
@@ -147,27 +149,42 @@ def few_of(count):
     return max(1, count // 8)
 
 
-def processes(commands):
-    return {name: Peer(*command) for name, command in commands.items()}
+def processes(commands, one_thread=False):
+    return {name: Peer(*command, one_thread=one_thread) for name, command in commands.items()}
 
 
 def timed(commands, task, cases, rounds, target):
-    """A row for each case, a column for each peer; new processes, so that memory is their own."""
+    """A row for each case, a column for each peer; new processes, so that memory is their own.
+
+    Whole runs of small models are faster with one thread than with several that wait for each
+    other: each peer is measured both ways, and the faster counts.
+    """
     rows = []
     for case in cases:
-        peers = processes(commands)
-        found = in_turn(peers, task, rounds, target, **case)
-        if task == "run" and "jax-privacy" in peers:
-            # Its sampler works on the host; a mask over all rows in the loop may be faster.
-            only = {"jax-privacy": peers["jax-privacy"]}
-            other = in_turn(only, "masked run", rounds, target, **case)["jax-privacy"]
-            if other.get("seconds", np.inf) < found["jax-privacy"].get("seconds", np.inf):
-                found["jax-privacy"] = other
-        for peer in peers.values():
-            peer.close()
+        found = {}
+        for one_thread in (False, True) if task == "run" else (False,):
+            peers = processes(commands, one_thread)
+            said = in_turn(peers, task, rounds, target, **case)
+            if task == "run" and "jax-privacy" in peers:
+                # Its sampler works on the host; a mask over all rows in the loop may be faster.
+                only = {"jax-privacy": peers["jax-privacy"]}
+                keep_faster(said, in_turn(only, "masked run", rounds, target, **case))
+            for peer in peers.values():
+                peer.close()
+            keep_faster(
+                found, {name: each | {"one thread": one_thread} for name, each in said.items()}
+            )
         rows.append(case | {"peers": found})
         print_row(case, found)
     return rows
+
+
+def keep_faster(found, others):
+    """Replaces what took longer than the same peer's time among the others."""
+    for name, said in others.items():
+        if said.get("seconds", np.inf) < found.get(name, {}).get("seconds", np.inf):
+            found[name] = said
+        found.setdefault(name, said)
 
 
 def print_row(case, found):
@@ -183,7 +200,7 @@ def print_row(case, found):
         print(
             f"  {name:12} {1e6 * said['seconds']:12.1f} us{ratio}{memory}{noise}"
             f"  prepared in {said['prepared']:.1f} s, peak {said['peak MB']:.0f} MB"
-            f"  {said.get('batches', '')}",
+            f"  {said.get('batches', '')}{', one thread' if said.get('one thread') else ''}",
             flush=True,
         )
 

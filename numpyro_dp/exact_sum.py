@@ -31,6 +31,7 @@ from numpyro_dp._tree import column, widen
 __all__ = ["clip_margin", "exact_sum", "finished", "partial_sum"]
 
 _LANES = 16  # compilers handle some twenty slices in one pass well, and forty badly
+_LANE_ROWS = 40  # a loop of 32 rows or fewer is unrolled, to code that is three times as slow
 
 
 class _Grid(NamedTuple):
@@ -156,13 +157,12 @@ def _add_rows(whole: Callable[[slice], Any], rows: int) -> Any:
     are formed too; a sum over the leading axis alone reads columns, up to five times as slowly on
     a CPU.
     """
-    stretch = rows // _LANES
-    parts = []
-    if stretch:
-        lanes = [whole(slice(lane * stretch, (lane + 1) * stretch)) for lane in range(_LANES)]
-        parts.append(functools.reduce(lambda one, other: jax.tree.map(jnp.add, one, other), lanes))
-    if rows % _LANES or not stretch:
-        parts.append(whole(slice(_LANES * stretch, rows)))
+    number = min(max(rows // _LANE_ROWS, 1), _LANES)
+    stretch = rows // number
+    lanes = [whole(slice(lane * stretch, (lane + 1) * stretch)) for lane in range(number)]
+    parts = [functools.reduce(lambda one, other: jax.tree.map(jnp.add, one, other), lanes)]
+    if rows % number:
+        parts.append(whole(slice(number * stretch, rows)))
     return jax.tree.map(
         lambda *leaves: sum(jnp.sum(leaf, axis=0, dtype=leaf.dtype) for leaf in leaves), *parts
     )
