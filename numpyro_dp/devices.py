@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,13 +62,14 @@ def on_devices(
     return run
 
 
-def spread(mesh: Mesh | None, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+def spread(mesh: Mesh | None, arrays: tuple[Any, ...]) -> tuple[Array, ...]:
     """Places records on the devices: spread where their number is divisible, else copied.
 
-    Arrays that are on these devices already stay where they are.
+    Arrays of NumPy go straight to the devices that hold their rows; those that are there already
+    stay where they are.
     """
     if mesh is None:
-        return arrays
+        return tuple(map(jnp.asarray, arrays))
     _check_context(mesh)
     return tuple(_placed(array, mesh, array.shape[0] % mesh.size == 0) for array in arrays)
 
@@ -91,11 +93,11 @@ def _check_context(mesh: Mesh) -> None:
         )
 
 
-def _placed(array: Array, mesh: Mesh, divided: bool) -> Array:
+def _placed(array: Any, mesh: Mesh, divided: bool) -> Array:
     spec = PartitionSpec(mesh.axis_names) if divided else PartitionSpec()
     if isinstance(array, jax.core.Tracer):
         return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
-    known = array.sharding
+    known = getattr(array, "sharding", None)
     if isinstance(known, NamedSharding) and known.device_set == set(mesh.devices.flat):
         if known.mesh.axis_names == mesh.axis_names and known.mesh.shape == mesh.shape:
             spec = known.spec
@@ -105,7 +107,8 @@ def _placed(array: Array, mesh: Mesh, divided: bool) -> Array:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         data = _placed(jax.random.key_data(array), mesh, divided)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-    whole = np.asarray(array)  # every process has all of it
+    # Every process has all of it.
+    whole = np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
     _check_same(whole)
     return jax.make_array_from_callback(
         whole.shape, NamedSharding(mesh, spec), lambda index: whole[index]

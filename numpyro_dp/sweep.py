@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 import optax
 from jax import Array
 
@@ -107,7 +110,9 @@ def run_sweep(
         for start in starts:
             own = jax.random.fold_in(secret, len(states))
             states.append(start._replace(**noise_fields(driver, own, plan, each["clip_norm"])))
-    chunk = min(chunk_size or len(states), len(states))
+    rows = session.rows(args, kwargs)
+    chunk = chunk_size or runs_that_fit(session.shapes_of_run(states[0], rows, trace_size), rows)
+    chunk = min(chunk, len(states))
     labels = _labels(settings, reports, number, rates)
     meaning = {name: column.tolist() for name, column in labels.items()} | {
         "rng_keys": np.asarray(jax.vmap(_key_data)(rng_keys)).tolist(),
@@ -115,8 +120,8 @@ def run_sweep(
         "records": session.num_examples, "reports": [str(report) for report in reports],
         "clip_norms": [str(each["clip_norm"]) for each in settings],
         "secret": fingerprint(driver.secret_key),
+        "versions": {each.__name__: each.__version__ for each in (jax, numpyro)},
     }  # fmt: skip
-    rows = session.rows(args, kwargs)
 
     def run(states: SensitiveState, rows: Rows = rows) -> PyTree:
         return session.run_many(states, rows, num_steps, trace_size)[1:]
@@ -129,6 +134,26 @@ def run_sweep(
     found = _in_chunks(run, states, chunk, store)
     own = tuple(report.of_another_run() for report in reports for _ in starts)
     return SweepResult(*found, labels, own)
+
+
+def runs_that_fit(of_a_run: PyTree, rows: Rows) -> int:
+    """How many runs side by side need at most a quarter of the device's memory, one at least.
+
+    Args:
+        of_a_run: Shapes and types of what one run keeps; twice that is reckoned with.
+        rows: The records, on the devices.
+    """
+    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(of_a_run))
+    device = min(rows.arrays[0].devices(), key=lambda device: device.id)
+    return max(1, _memory(device) // 4 // (2 * size))
+
+
+def _memory(device: jax.Device) -> int:
+    """Bytes of a device's memory, the host's if it does not say; 4 GB if neither does."""
+    known = (device.memory_stats() or {}).get("bytes_limit")
+    if known is None and hasattr(os, "sysconf"):
+        known = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return known or 2**32
 
 
 def _key_data(key: Array) -> Array:

@@ -8,12 +8,14 @@ import os
 import pathlib
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from numpyro_dp.core import PyTree
 
@@ -81,7 +83,7 @@ class SweepFolder:
 
 
 def fingerprint(secret: Array | None) -> str:
-    """What tells one secret key from another, without telling it."""
+    """What tells one secret key from another; it confirms a key that was guessed."""
     if secret is None:
         return "drawn anew by each call"
     data = np.asarray(jax.random.key_data(secret)).tobytes()
@@ -92,13 +94,30 @@ def traced(run: Callable[..., PyTree], arguments: Any, public: PyTree) -> tuple[
     """A hash of what a function computes and from what values; and the shapes of what it gives.
 
     Of the arguments only shapes matter, of ``public`` the values. The program is the traced one:
-    model, guide, estimator, optimiser and sampler are in it, as are the versions of libraries.
+    model, guide, estimator, optimiser and sampler are in it, and the arrays that they captured.
     """
     program, like = jax.make_jaxpr(run, return_shape=True)(*arguments)
     found = hashlib.sha256(re.sub("0x[0-9a-f]+", "", str(program)).encode())
-    for leaf in jax.tree.leaves(public):
+    for leaf in [*jax.tree.leaves(public), *_captured(program)]:
         found.update(np.asarray(leaf).tobytes())
     return found.hexdigest(), like
+
+
+def _captured(found: Any) -> Iterator[Any]:
+    """Arrays in a program, which its text only names: constants, literals, parameters."""
+    if isinstance(found, ClosedJaxpr):
+        yield from _captured([*found.consts, found.jaxpr])
+    elif isinstance(found, Jaxpr):
+        for equation in found.eqns:
+            literals = [x.val for x in equation.invars if isinstance(x, Literal)]
+            yield from _captured([*literals, *equation.params.values()])
+    elif isinstance(found, jax.Array) and jnp.issubdtype(found.dtype, jax.dtypes.prng_key):
+        yield jax.random.key_data(found)
+    elif isinstance(found, jax.Array | np.ndarray):
+        yield found
+    elif isinstance(found, list | tuple):
+        for each in found:
+            yield from _captured(each)
 
 
 def _replace(path: pathlib.Path, text: bytes) -> None:

@@ -145,9 +145,11 @@ def cases(mesh):
 def run(svi, data, steps=5):
     result = svi.run(jax.random.key(0), steps, *data, progress_bar=False)
     flat = [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(result.params)]
+    shards = [s for x in svi._session(data, {}).rows(data, {}).arrays for s in x.addressable_shards]
     return {
         "params": np.concatenate(flat).tolist(),
         "epsilon": result.privacy.epsilon,
+        "rows": max(shard.data.shape[0] for shard in shards),
         "devices": len(jax.tree.leaves(result.params)[0].sharding.device_set),
         "secret": str(np.asarray(jax.random.key_data(result.state.secret_key)).tolist()),
     }

@@ -21,6 +21,7 @@ from numpyro_dp import (
     secret_key,
     vanilla,
 )
+from numpyro_dp import sweep as sweep_module
 from numpyro_dp.session import Session
 
 NUMBER, STEPS = 300, 25
@@ -256,6 +257,34 @@ def test_a_folder_of_another_sweep_is_refused(data, tmp_path):
     ]:
         with pytest.raises(ValueError, match=named):
             sweep(**changes)
+
+
+def test_a_folder_knows_arrays_that_a_model_captured(data, tmp_path):
+    def sweep(scales):
+        def captured(x):
+            mean = numpyro.sample("mean", dist.Normal(0, scales).to_event(1))
+            with numpyro.plate("records", x.shape[0]):
+                numpyro.sample("x", dist.Normal(mean, 1).to_event(1), obs=x)
+
+        svi = DPSVI(
+            captured, AutoDiagonalNormal(captured), optax.adam(0.05), estimator=aligned(),
+            clip_norm=1.5, sampler=Poisson(0.2), noise_multiplier=1.0, secret_key=5,
+        )  # fmt: skip
+        return svi.sweep(KEYS, 3, data, folder=tmp_path / "found")
+
+    for kind in (np, jnp):
+        sweep(kind.array([1.0, 2.0], np.float32))
+        with pytest.raises(ValueError, match="program="):
+            sweep(kind.array([1.0, 2.5], np.float32))
+
+
+def test_chunks_fit_the_memory(data, tmp_path, monkeypatch):
+    whole = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 2.0], folder=tmp_path / "whole")
+    assert len(list((tmp_path / "whole").glob("*.npz"))) == 1
+    monkeypatch.setattr(sweep_module, "_memory", lambda device: 120_000)
+    small = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 2.0], folder=tmp_path / "small")
+    assert 1 < len(list((tmp_path / "small").glob("*.npz"))) < 6
+    np.testing.assert_allclose(small.params["auto_loc"], whole.params["auto_loc"], rtol=1e-5)
 
 
 def test_a_folder_keeps_no_losses_that_nothing_protects(data, tmp_path):

@@ -70,9 +70,9 @@ class Layout(NamedTuple):
         return self.arguments(tuple(leaf[None] for leaf in example), shared)
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
-        """Splits call arguments into records and public arrays."""
+        """Splits call arguments into records, where they are, and public arrays."""
         _, arrays, shared = split_arguments(args, kwargs, self.num_examples)
-        return Rows(tuple(map(jnp.asarray, arrays)), shared)
+        return Rows(arrays, shared)
 
     def blank(self) -> tuple[Array, ...]:
         """Returns zeros in the place of a record."""
