@@ -83,6 +83,17 @@ def logistic_data(num_examples, dim, seed=0):
     return jnp.asarray(features), jnp.asarray(label)
 
 
+def chained(step, state, data):
+    """A step from where the last one ended: calls that do not wait for each other may overlap."""
+
+    def call():
+        nonlocal state
+        state, loss = step(state, *data)
+        return state, loss
+
+    return call
+
+
 def interleaved(calls, rounds, target_seconds=0.02):
     """Median seconds per call of each function, taken in turn, after warm-up."""
     seconds = interleaved_rounds(calls, rounds, target_seconds)

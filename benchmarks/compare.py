@@ -2,7 +2,7 @@
 
 Logistic regression, prior N(0, 1), Adam, add or remove one record. Every peer is a process (see
 ``peers/``); they are timed in turn, and wait in between. The floor is `numpyro.infer.SVI` without
-privacy on the same JAX as ours. A peer that is not installed has empty cells; what it cannot do,
+privacy on the same JAX as ours. A peer that is not installed has no column; what it cannot do,
 cells that say why.
 
     benchmarks/peers/environments.sh peers
@@ -14,11 +14,11 @@ import functools
 import json
 import os
 import pathlib
-import statistics
 import subprocess
 import sys
 
 import numpy as np
+from adult_svi import mean_field_optimum
 from common import average_row, experiment_parser, panels, save
 from peers.tables import markdown, write_into
 from peers.worker import logistic_records
@@ -35,6 +35,7 @@ STEPS = [
 ]
 RUNS = [(16, 128), (100, 300), (100, 3000), (1000, 1000)]
 NUMBER = 30_000
+WAYS = ["drawn and gathered on the host", "drawn on the host", "drawn in the loop"]
 NOISE = [(0.01, 1_000), (0.01, 100_000)]
 GRID = [(clip_norm, size) for size in (0.01, 0.003) for clip_norm in (2.0, 4.0, 1.0)]
 
@@ -46,13 +47,12 @@ class PeerError(RuntimeError):
 class Peer:
     """A process that does tasks; ``seconds`` raises what it could not do."""
 
-    def __init__(self, python, script, *arguments, one_thread=False):
-        threads = {"OMP_NUM_THREADS": "1"} if one_thread or "d3p" in script else {}  # d3p's spin
-        threads |= dict.fromkeys(("PJRT_NPROC", "NPROC"), "1") if one_thread else {}
+    def __init__(self, python, script, *arguments, one_core=False):
+        pinned = functools.partial(os.sched_setaffinity, 0, {0}) if one_core else None
         self.process = subprocess.Popen(
-            [str(python), str(HERE / script), *arguments],
+            [str(python), str(HERE / script), *arguments], preexec_fn=pinned,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            env=os.environ | threads,
+            env=os.environ | ({"OMP_NUM_THREADS": "1"} if "d3p" in script else {}),  # it spins
         )  # fmt: skip
 
     def send(self, **request):
@@ -90,15 +90,16 @@ def start(environments, names):
     return found
 
 
-def in_turn(peers, task, rounds, target, **arguments):
+def in_turn(peers, task, rounds, target, arguments):
     """What each peer says of the task, with the median seconds of one of its repetitions.
 
     Seconds of one are those of many less those of few, so that what a run does once is left out;
-    of a single step, those of many.
+    of a single step, those of many. Ratios are medians of those within a round, in which the
+    machine's other load is the same.
     """
     said, counts = {}, {}
     for name, peer in peers.items():
-        said[name] = peer.send(task=task, arguments=arguments)
+        said[name] = peer.send(task=task, arguments=arguments[name])
         if "error" not in said[name]:
             try:
                 counts[name] = enough(peer, target)
@@ -118,11 +119,12 @@ def in_turn(peers, task, rounds, target, **arguments):
                     samples[name].append((seconds - peers[name].seconds(few)) / (count - few))
             except PeerError as error:
                 said[name] = {"error": str(error)}
-    for name, each in samples.items():
-        if "error" in said[name]:
-            continue
-        said[name]["seconds"] = statistics.median(each)
-        said[name]["repetitions"] = counts[name]
+    whole = {name: np.array(each) for name, each in samples.items() if "error" not in said[name]}
+    for name, each in whole.items():
+        said[name] |= {"seconds": float(np.median(each)), "repetitions": counts[name]}
+        for base in ("SVI", "aligned"):
+            if base in whole:
+                said[name][f"over {base}"] = float(np.median(each / whole[base]))
     return said
 
 
@@ -149,58 +151,50 @@ def few_of(count):
     return max(1, count // 8)
 
 
-def processes(commands, one_thread=False):
-    return {name: Peer(*command, one_thread=one_thread) for name, command in commands.items()}
+def processes(commands, one_core=False):
+    return {name: Peer(*command, one_core=one_core) for name, command in commands.items()}
 
 
 def timed(commands, task, cases, rounds, target):
-    """A row for each case, a column for each peer; new processes, so that memory is their own.
-
-    Whole runs of small models are faster with one thread than with several that wait for each
-    other: each peer is measured both ways, and the faster counts.
-    """
+    """A row for each case, a column for each peer; new processes, so that memory is their own."""
     rows = []
     for case in cases:
-        found = {}
-        for one_thread in (False, True) if task == "run" else (False,):
-            peers = processes(commands, one_thread)
-            said = in_turn(peers, task, rounds, target, **case)
-            if task == "run" and "jax-privacy" in peers:
-                # Its sampler works on the host; a mask over all rows in the loop may be faster.
-                only = {"jax-privacy": peers["jax-privacy"]}
-                keep_faster(said, in_turn(only, "masked run", rounds, target, **case))
-            for peer in peers.values():
-                peer.close()
-            keep_faster(
-                found, {name: each | {"one thread": one_thread} for name, each in said.items()}
-            )
-        rows.append(case | {"peers": found})
+        arguments = {name: value for name, value in case.items() if name != "cores"}
+        own = dict.fromkeys(commands, arguments)
+        started = dict(commands)
+        if task == "run" and "jax-privacy" in commands:
+            for way in WAYS:
+                own[f"jax-privacy, {way}"] = arguments | {"batches": way}
+                started[f"jax-privacy, {way}"] = commands["jax-privacy"]
+            del started["jax-privacy"]
+        peers = processes(started, case.get("cores") == "one core")
+        found = in_turn(peers, task, rounds, target, own)
+        for peer in peers.values():
+            peer.close()
         print_row(case, found)
+        rows.append(case | {"peers": {name: fastest(found, name) for name in commands}})
     return rows
 
 
-def keep_faster(found, others):
-    """Replaces what took longer than the same peer's time among the others."""
-    for name, said in others.items():
-        if said.get("seconds", np.inf) < found.get(name, {}).get("seconds", np.inf):
-            found[name] = said
-        found.setdefault(name, said)
+def fastest(found, name):
+    """What was said of a peer, or of the fastest of its ways."""
+    ways = [said for other, said in found.items() if other.split(", ")[0] == name]
+    return min(ways, key=lambda said: said.get("seconds", np.inf))
 
 
 def print_row(case, found):
     print(", ".join(f"{name} {value}" for name, value in case.items()), flush=True)
-    floor = found.get("SVI", {}).get("seconds")
     for name, said in found.items():
         if "seconds" not in said:
             print(f"  {name:12} {said.get('error')}")
             continue
-        ratio = f" {said['seconds'] / floor:8.2f} times SVI" if floor else ""
+        ratio = f" {said['over SVI']:8.2f} times SVI" if "over SVI" in said else ""
         memory = f" {said['MB']:9.3f} MB" if "MB" in said else ""
         noise = f"  noise {said['noise multiplier']:.4f}" if "noise multiplier" in said else ""
         print(
             f"  {name:12} {1e6 * said['seconds']:12.1f} us{ratio}{memory}{noise}"
             f"  prepared in {said['prepared']:.1f} s, peak {said['peak MB']:.0f} MB"
-            f"  {said.get('batches', '')}{', one thread' if said.get('one thread') else ''}",
+            f"  {said.get('batches', '')}",
             flush=True,
         )
 
@@ -235,8 +229,8 @@ def quality(commands, seeds, steps, grid):
     """Held-out log density, and distance to the posterior without privacy, at epsilon = 1.
 
     Clip norm and step size of each peer are those with the best log density of a validation part
-    of other records, over two seeds. The posterior without privacy is that of SVI after three
-    times as many steps; log density of who knows nothing is -log 2.
+    of other records, over two seeds. The posterior without privacy is the mean-field optimum, by
+    quadrature; log density of who knows nothing is -log 2.
     """
     number, dim = 30_000, 10
     common = {"batch": 300, "steps": steps, "epsilon": 1.0, "delta": 1e-5}
@@ -251,12 +245,7 @@ def quality(commands, seeds, steps, grid):
         x, y = logistic_records(number + 5_000, dim, 1_000 + seed)
         return (x[:number], y[:number]), (x[number:], y[number:])
 
-    @functools.cache
-    def reference(seed):
-        train, _ = data(seed)
-        records = {"records": [x.tolist() for x in train], "clip_norm": 1.0, "size": 0.01}
-        longer = common | {"steps": 3 * steps} | records
-        return peers["SVI"].send(task="fit", arguments=longer | {"seed": seed})
+    optimum = functools.cache(lambda seed: mean_field_optimum(*data(seed)[0]))
 
     for name in peers:
 
@@ -275,12 +264,12 @@ def quality(commands, seeds, steps, grid):
         rows = []
         for seed in range(seeds):
             train, test = data(seed)
-            own, plain = fit(name, train, seed, *setting), reference(seed)
-            off = (np.array(own["loc"]) - plain["loc"]) / plain["scale"]
+            own, best = fit(name, train, seed, *setting), optimum(seed)
+            off = (np.array(own["loc"]) - best["auto_loc"]) / best["auto_scale"]
             rows.append({
                 "log density": log_density(own, *test),
                 "distance": float(np.sqrt(np.mean(off**2))),
-                "scale ratio": float(np.mean(np.array(own["scale"]) / plain["scale"])),
+                "scale ratio": float(np.mean(np.array(own["scale"]) / best["auto_scale"])),
             })  # fmt: skip
         clip_norm = float("inf") if name == "SVI" else setting[0]
         found[name] = average_row(rows) | {"clip norm": clip_norm, "step size": setting[1]}
@@ -307,16 +296,21 @@ def main():
     for name in args.peers:
         if name not in commands:
             print(f"{name}: no environment in {args.environments}")
-    rounds, target = (3, 0.1) if args.quick else (15, 0.3)
+    rounds, target = (9, 0.1) if args.quick else (15, 0.3)
     keys = ("guide", "dim", "batch")
     steps = [dict(zip(keys, case, strict=True)) for case in STEPS]
-    runs = [{"dim": dim, "batch": batch, "number": NUMBER} for dim, batch in RUNS]
+    # Small models are faster on one core than with threads that wait for each other.
+    runs = [
+        {"dim": dim, "batch": batch, "number": NUMBER, "cores": cores}
+        for dim, batch in RUNS
+        for cores in ("all cores", "one core")
+    ]
     found = {}
     if "steps" in args.tables:
         found["steps"] = timed(commands, "step", steps, rounds, target)
     if "runs" in args.tables:
-        some = runs[1:2] if args.quick else runs
-        found["runs"] = timed(commands, "run", some, 3 if args.quick else 7, 4 * target)
+        some = runs[2:4] if args.quick else runs
+        found["runs"] = timed(commands, "run", some, 5 if args.quick else 9, 3 * target)
     if "noise" in args.tables:
         found["noise"] = noises(commands, NOISE[:1] if args.quick else NOISE)
     if "quality" in args.tables:
@@ -338,17 +332,16 @@ def draw(path, found):
             names = [name for name in rows[0]["peers"] if name != "SVI"]
             for at, name in enumerate(names):
                 for place, row in enumerate(rows):
-                    seconds = row["peers"].get(name, {}).get("seconds")
-                    if seconds:
-                        ratio = seconds / row["peers"]["SVI"]["seconds"]
+                    ratio = row["peers"].get(name, {}).get("over SVI")
+                    if ratio:
                         where = place + 0.8 * (at / len(names) - 0.4)
                         label = name if not place else None
                         axis.bar(where, ratio, 0.8 / len(names), color=f"C{at}", label=label)
             axis.axhline(1, color="black", lw=0.8)
             axis.set_yscale("log")
-            axis.set_xticks(range(len(rows)), [
-                f"{row.get('guide', '')}\n{row['dim']}, {row['batch']}" for row in rows
-            ])  # fmt: skip
+            heads = [row.get("guide") or row["cores"] for row in rows]
+            labels = [f"{h}\n{r['dim']}, {r['batch']}" for h, r in zip(heads, rows, strict=True)]
+            axis.set_xticks(range(len(rows)), labels)
             axis.set_xlabel("latents, batch")
             axis.set_ylabel("time over SVI's")
             axis.set_title({"steps": "one step", "runs": "end to end, batches drawn inside"}[kind])

@@ -19,7 +19,15 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import optax
-from common import experiment_parser, interleaved, logistic_data, logistic_model, panels, save
+from common import (
+    chained,
+    experiment_parser,
+    interleaved,
+    logistic_data,
+    logistic_model,
+    panels,
+    save,
+)
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoMultivariateNormal
 from numpyro.infer.initialization import init_to_sample
 
@@ -91,7 +99,7 @@ def measure(curve, rounds):
         svi, data = curve.case(size)
         state = svi.init(jax.random.key(0), *data)
         step = jax.jit(svi.update).lower(state, *data).compile()
-        calls[size] = functools.partial(step, state, *data)
+        calls[size] = chained(step, state, data)
         planned[size] = step.memory_analysis().temp_size_in_bytes / 1e6
     shown = weights if curve.axis == "P" else int
     return [

@@ -10,7 +10,7 @@ XLA plans for temporaries.
 import jax
 import numpy as np
 import optax
-from common import interleaved_rounds, logistic_data, logistic_model, parse_args, write
+from common import chained, interleaved_rounds, logistic_data, logistic_model, parse_args, write
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
@@ -60,17 +60,6 @@ def steps(guide_type, dim, batch):
         compiled[name] = jax.jit(driver.update).lower(state, *data).compile()
         calls[name] = chained(compiled[name], state, data)
     return compiled, calls
-
-
-def chained(step, state, data):
-    """A step from where the last one ended: calls that do not wait for each other may overlap."""
-
-    def call():
-        nonlocal state
-        state, loss = step(state, *data)
-        return state, loss
-
-    return call
 
 
 def main():

@@ -101,36 +101,52 @@ def step(guide, dim, batch):
     )
 
 
-def poisson_run(private, data, batch):
-    """Steps on batches of its Poisson sampler, padded to multiples of 64."""
+def poisson_run(private, data, batch, gathered="host"):
+    """Steps on batches of its Poisson sampler, padded to multiples of 64.
+
+    The records of a batch are gathered on the host, or on the device by their row numbers.
+    """
     number = len(data[0])
-    data = tuple(np.asarray(array) for array in data)
-    update = jax.jit(functools.partial(private.update, share=batch / number))
+    share = batch / number
+    if gathered == "host":
+        data = tuple(map(np.asarray, data))
+        update = jax.jit(functools.partial(private.update, share=share))
+    else:
+
+        @jax.jit
+        def update(state, rows, data):
+            taken = (array[jnp.maximum(rows, 0)] for array in data)
+            return private.update(state, *taken, rows == -1, share)
 
     def repeat(count, seed=0):
         state = private.start()
         sampling = batch_selection.CyclicPoissonSampling(
-            batch / number, count, partition_type=batch_selection.PartitionType.INDEPENDENT
+            share, count, partition_type=batch_selection.PartitionType.INDEPENDENT
         )
         for rows in sampling.batch_iterator(number, rng=seed):
             rows = batch_selection.pad_to_multiple_of(rows, 64)
-            state = update(state, *(array[rows] for array in data), rows == -1)
+            if gathered == "host":
+                state = update(state, *(array[rows] for array in data), rows == -1)
+            else:
+                state = update(state, rows, data)
         return jax.block_until_ready(state)
 
     return repeat
 
 
-def run(dim, batch, number):
-    data = arrays(number, dim)
-    return {"batches": "Poisson, from the host"}, poisson_run(
-        Private("mean field", data, 1.0, 10.0), data, batch
-    )
-
-
-def masked_run(dim, batch, number):
-    """The same in one compiled loop: its sampler is not in it, a mask over all rows is."""
+def run(dim, batch, number, batches="drawn and gathered on the host"):
+    """A whole run, in one of three ways; in the compiled loop a mask over all rows draws them."""
     data = arrays(number, dim)
     private = Private("mean field", data, 1.0, 10.0)
+    if batches == "drawn in the loop":
+        return {"batches": batches}, looped_run(private, data, batch)
+    where = "host" if batches == "drawn and gathered on the host" else "device"
+    return {"batches": batches}, poisson_run(private, data, batch, where)
+
+
+def looped_run(private, data, batch):
+    """The same in one compiled loop: its sampler is not in it, a mask over all rows is."""
+    number = len(data[0])
     room = int(batch + 8 * batch**0.5)
 
     @jax.jit
@@ -146,9 +162,7 @@ def masked_run(dim, batch, number):
         return jax.lax.fori_loop(0, count, one, (state, jax.random.key(7)))
 
     start = private.start()
-    return {"batches": "Poisson, in the loop"}, lambda count: jax.block_until_ready(
-        loop(count, start, data)
-    )
+    return lambda count: jax.block_until_ready(loop(count, start, data))
 
 
 def calibrate(rate, steps, epsilon, delta):
@@ -158,7 +172,7 @@ def calibrate(rate, steps, epsilon, delta):
     )
     noise = accounting.calibrate.calibrate_noise_multiplier(
         target_epsilon=epsilon, accountant=accountant, batch_sizes=round(rate * 1_000_000),
-        num_updates=steps, num_samples=1_000_000, target_delta=delta, tol=1e-3,
+        num_updates=steps, num_samples=1_000_000, target_delta=delta,
     )  # fmt: skip
     return {"noise multiplier": float(noise), "seconds": time.perf_counter() - start}, None
 
@@ -182,5 +196,5 @@ def fit(records, batch, steps, epsilon, delta, clip_norm, size, seed):
 
 if __name__ == "__main__":
     serve({
-        "step": step, "run": run, "masked run": masked_run, "calibrate": calibrate, "fit": fit,
+        "step": step, "run": run, "calibrate": calibrate, "fit": fit,
     })  # fmt: skip

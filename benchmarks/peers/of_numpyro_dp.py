@@ -53,7 +53,9 @@ def run(method, dim, batch, number):
     """A whole run, Poisson batches drawn inside."""
     data, sampler = arrays(number, dim), Poisson(batch / number)
     if method == "SVI":
-        return {"batches": "Poisson, sampler of numpyro_dp"}, plain_run(data, sampler, number)
+        _, loop = plain_loop(data, sampler, number)
+        how = {"batches": "Poisson, sampler of numpyro_dp"}
+        return how, lambda count: jax.block_until_ready(loop(count).optim_state)
     private = {"clip_norm": 1.0, "sampler": sampler, "noise_multiplier": 10.0, "accountant": RDP()}
     svi = driver(method, "mean field", **private)
 
@@ -63,14 +65,14 @@ def run(method, dim, batch, number):
     return {"batches": "Poisson"}, repeat
 
 
-def plain_run(data, sampler, number):
-    """Steps of SVI on the same batches, in one loop."""
-    svi = driver("SVI", "mean field")
-    start = sampler.init(secret_key(0), number)
-    size = sampler.next(start)[0].indices.shape[0]
+def plain_loop(data, sampler, number, size=1e-3, seed=0):
+    """SVI, and steps of it on the same batches, in one loop."""
+    svi = driver("SVI", "mean field", size)
+    start = sampler.init(secret_key(seed), number)
+    room = sampler.next(start)[0].indices.shape[0]
     extra = {"number": number}
-    first = tuple(array[:size] for array in data)
-    state = svi.init(KEY, *first, mask=jnp.ones(size, bool), **extra)
+    first = tuple(array[:room] for array in data)
+    state = svi.init(jax.random.key(seed), *first, mask=jnp.ones(room, bool), **extra)
 
     @jax.jit
     def loop(count, carry, data):
@@ -82,7 +84,7 @@ def plain_run(data, sampler, number):
 
         return lax.fori_loop(0, count, one, carry)
 
-    return lambda count: jax.block_until_ready(loop(count, (state, start), data)[0].optim_state)
+    return svi, lambda count: loop(count, (state, start), data)[0]
 
 
 def calibrate(rate, steps, epsilon, delta):
@@ -102,16 +104,21 @@ def calibrate(rate, steps, epsilon, delta):
 def fit(method, records, batch, steps, epsilon, delta, clip_norm, size, seed):
     """Location and scale of a mean-field posterior after a run."""
     data = jnp.asarray(records[0], float), jnp.asarray(records[1], int)
-    svi = driver(
-        method, "mean field", size, clip_norm=clip_norm, sampler=Poisson(batch / len(data[0])),
-        budget=PrivacyBudget(epsilon, delta), secret_key=secret_key(seed),
-    )  # fmt: skip
-    result = svi.run(jax.random.key(seed), steps, *data, progress_bar=False)
-    spent = getattr(result, "privacy", None)
+    sampler = Poisson(batch / len(data[0]))
+    if method == "SVI":
+        svi, loop = plain_loop(data, sampler, len(data[0]), size, seed)
+        params, spent = svi.get_params(loop(steps)), None
+    else:
+        svi = driver(
+            method, "mean field", size, clip_norm=clip_norm, sampler=sampler,
+            budget=PrivacyBudget(epsilon, delta), secret_key=secret_key(seed),
+        )  # fmt: skip
+        result = svi.run(jax.random.key(seed), steps, *data, progress_bar=False)
+        params, spent = result.params, result.privacy.epsilon
     return {
-        "loc": result.params["auto_loc"].tolist(),
-        "scale": result.params["auto_scale"].tolist(),
-        "epsilon": spent.epsilon if spent else None,
+        "loc": params["auto_loc"].tolist(),
+        "scale": params["auto_scale"].tolist(),
+        "epsilon": spent,
     }, None
 
 

@@ -31,7 +31,8 @@ class Normal(torch.nn.Module):
 
     def __init__(self, dim):
         super().__init__()
-        self.loc = torch.nn.Parameter(torch.zeros(dim))
+        # As NumPyro's guides start.
+        self.loc = torch.nn.Parameter(torch.empty(dim).uniform_(-2, 2))
         self.raw = torch.nn.Parameter(self.start(dim))
 
     def start(self, dim):

@@ -6,6 +6,7 @@ import re
 __all__ = ["markdown", "write_into"]
 
 ENDS = "<!-- /compare -->"
+OURS = ("SVI", "aligned", "vanilla")
 
 
 def markdown(found):
@@ -18,8 +19,15 @@ def markdown(found):
         some = {name: row for name, row in rows.items() if name == "mean field; 100, 300"}
         tables["start"] = _by_peer("ready, s; peak of the process, MB", some or rows, _start)
     if found.get("runs"):
-        rows = {f"{r['dim']}, {r['batch']}": r["peers"] for r in found["runs"]}
+        rows = {f"{r['dim']}, {r['batch']}; {r['cores']}": r["peers"] for r in found["runs"]}
         tables["runs"] = _by_peer("end to end: d, qN", rows, _time)
+        tables["batches"] = _by_peer("batches", rows, lambda said, _: said["batches"])
+    timed = {
+        f"{r.get('guide') or 'end to end, ' + r['cores']}; {r['dim']}, {r['batch']}": _others(r)
+        for r in [*found.get("steps", []), *found.get("runs", [])]
+    }
+    if any(timed.values()):
+        tables["over"] = _by_peer("time over that of aligned", timed, _over)
     if found.get("noise"):
         rows = {f"{r['rate']}, {r['steps']:,}": r["peers"] for r in found["noise"]}
         tables["noise"] = _by_peer("noise of ε = 1: rate, steps", rows, _noise)
@@ -59,12 +67,24 @@ def _by_peer(title, rows, cell):
 
 
 def _time(said, peers):
-    floor = peers.get("SVI", {}).get("seconds")
     text = f"{1e6 * said['seconds']:,.0f}"
-    if floor is None or said is peers["SVI"]:
+    if "over SVI" not in said or said is peers["SVI"]:
         return text
-    ratio = said["seconds"] / floor
-    return f"{text} ({ratio:.2f})" if ratio < 9.95 else f"{text} ({ratio:.0f})"
+    return f"{text} ({_ratio(said['over SVI'])})"
+
+
+def _ratio(value):
+    return f"{value:.2f}" if value < 9.95 else f"{value:.0f}"
+
+
+def _others(row):
+    """The columns that are not ours, where there is ours to compare with."""
+    peers = row["peers"]
+    return {n: said for n, said in peers.items() if "aligned" in peers and n not in OURS}
+
+
+def _over(said, _):
+    return _ratio(said["over aligned"])
 
 
 def _memory(said, _):
@@ -80,8 +100,8 @@ def _noise(said, _):
 
 
 def _quality(found):
-    head = ["ε = 1", "held-out log density", "distance to the mean without privacy, in its sd",
-            "sd over that without privacy", "clip norm; step"]  # fmt: skip
+    head = ["ε = 1", "held-out log density", "distance of the mean to the optimum's, in its sd",
+            "sd over the optimum's", "clip norm; step"]  # fmt: skip
 
     def row(name, said):
         if "error" in said:
