@@ -5,7 +5,8 @@ and by a full-rank guide; a network with one hidden layer and P weights. Times a
 `DPSVI.update`, which draws its batch: medians of rounds in which all sizes take their turn. Memory
 is what XLA plans for temporaries of that step. The line that the algorithm predicts goes through
 the largest size: level for N (a batch is drawn by its size, not by a coin for each record), in
-proportion to B, d (its square for full rank) and P.
+proportion to B, d (its square for full rank) and P; memory of `vanilla()` is level in B and d, for
+it looks at some rows of a batch at a time.
 
     python benchmarks/cost_curves.py --json cost_curves.json --figure docs/cost_curves.png
 """
@@ -39,13 +40,14 @@ from numpyro_dp import DPSVI, FullBatch, Poisson, aligned, vanilla
 
 
 class Curve(NamedTuple):
-    """A line of a panel: ``case(size)`` is a driver with its data; cost grows as size^power."""
+    """A line of a panel: ``case(size)`` is a driver with its data; time grows as size^power."""
 
     axis: str
     label: str
     sizes: list[int]
     power: int
     case: Callable[[int], tuple]
+    level: bool = False  # in memory
 
 
 def driver(model, guide, estimator, sampler):
@@ -80,12 +82,13 @@ def curves():
     for name, how in {"aligned": aligned, "vanilla": vanilla}.items():
         yield Curve("N", f"{name}, B = 512, d = 20", doubled(14, 20), 0,
                     lambda n, how=how: regression(n, 20, how, batch=512))  # fmt: skip
+        some = name == "vanilla"  # rows at a time
         yield Curve("B", f"{name}, mean field, d = 100", doubled(7, 15), 1,
-                    lambda b, how=how: regression(b, 100, how))  # fmt: skip
+                    lambda b, how=how: regression(b, 100, how), some)  # fmt: skip
         yield Curve("B", f"{name}, full rank, d = 100", doubled(7, 15), 1,
-                    lambda b, how=how: regression(b, 100, how, full))  # fmt: skip
+                    lambda b, how=how: regression(b, 100, how, full), some)  # fmt: skip
         yield Curve("d", f"{name}, mean field, B = 512", doubled(4, 13), 1,
-                    lambda d, how=how: regression(512, d, how))  # fmt: skip
+                    lambda d, how=how: regression(512, d, how), some)  # fmt: skip
         yield Curve("d", f"{name}, full rank, B = 128", doubled(4, 9), 2,
                     lambda d, how=how: regression(128, d, how, full))  # fmt: skip
         yield Curve("P", f"{name}, network, B = 256", doubled(3, 11), 1,
@@ -103,8 +106,9 @@ def measure(curve, rounds):
         planned[size] = step.memory_analysis().temp_size_in_bytes / 1e6
     shown = weights if curve.axis == "P" else int
     return [
-        {"axis": curve.axis, "curve": curve.label, "power": curve.power, "size": shown(size)}
-        | {"us": 1e6 * seconds, "MB": planned[size]}
+        {"axis": curve.axis, "curve": curve.label, "size": shown(size)}
+        | {"us": 1e6 * seconds, "us power": curve.power}
+        | {"MB": planned[size], "MB power": 0 if curve.level else curve.power}
         for size, seconds in interleaved(calls, rounds).items()
     ]
 
@@ -118,9 +122,12 @@ def main():
         rows += found
         for row in found:
             print(f"{row['curve']:32} {row['size']:8} {row['us']:10.1f} us {row['MB']:9.3f} MB")
-        growth = [found[-1][key] / found[-2][key] for key in ("us", "MB")]
-        print(f"{'':32} last doubling: time {growth[0]:.2f}, memory {growth[1]:.2f}, "
-              f"predicted {2**curve.power}", flush=True)  # fmt: skip
+        last = found[-1]
+        said = [
+            f"{name} {last[key] / found[-2][key]:.2f}, predicted {2 ** last[f'{key} power']}"
+            for name, key in (("time", "us"), ("memory", "MB"))
+        ]
+        print(f"{'':32} last doubling: {'; '.join(said)}", flush=True)
         save(args, rows=rows)
     if args.figure:
         draw(args.figure, rows)
@@ -138,7 +145,7 @@ def draw(path, rows):
                 for at, key in enumerate(("us", "MB")):
                     values, color = np.array([row[key] for row in line]), f"C{number}"
                     axes[at][column].loglog(sizes, values, ".-", color=color, label=label)
-                    predicted = values[-1] * (sizes / sizes[-1]) ** line[0]["power"]
+                    predicted = values[-1] * (sizes / sizes[-1]) ** line[0][f"{key} power"]
                     axes[at][column].loglog(sizes, predicted, ":", color=color)
             for at in (0, 1):
                 low, high = axes[at][column].get_ylim()

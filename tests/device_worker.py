@@ -142,8 +142,8 @@ def cases(mesh):
     }  # fmt: skip
 
 
-def run(svi, data, steps=5):
-    result = svi.run(jax.random.key(0), steps, *data, progress_bar=False)
+def run(svi, data, steps=5, **options):
+    result = svi.run(jax.random.key(0), steps, *data, progress_bar=False, **options)
     flat = [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(result.params)]
     shards = [s for x in svi._session(data, {}).rows(data, {}).arrays for s in x.addressable_shards]
     return {
@@ -237,6 +237,9 @@ def main():
             where = NamedSharding(mesh, PartitionSpec("records"))
             data = [jax.make_array_from_process_local_data(where, array[half]) for array in data]
         found[name] = run(svi, (*data, *extra))
+    if "streamed" in asked and not processes:  # of several processes it is refused
+        svi = driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2))
+        found["streamed"] = run(svi, records(N), stream=True)
     if "updates" in asked:
         svi = driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2), num_steps=5)
         found["updates"] = updates(svi, tuple(map(jnp.asarray, records(N))))
