@@ -6,12 +6,12 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 import optax
 from jax import Array
 
@@ -120,7 +120,7 @@ def run_sweep(
         "records": session.num_examples, "reports": [str(report) for report in reports],
         "clip_norms": [str(each["clip_norm"]) for each in settings],
         "secret": fingerprint(driver.secret_key),
-        "versions": {each.__name__: each.__version__ for each in (jax, numpyro)},
+        "versions": {name: metadata.version(name) for name in ("jax", "numpyro")},
     }  # fmt: skip
 
     def run(states: SensitiveState, rows: Rows = rows) -> PyTree:
