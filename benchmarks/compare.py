@@ -300,17 +300,17 @@ def main():
     keys = ("guide", "dim", "batch")
     steps = [dict(zip(keys, case, strict=True)) for case in STEPS]
     # Small models are faster on one core than with threads that wait for each other.
+    cores = ("all cores", "one core") if hasattr(os, "sched_setaffinity") else ("all cores",)
     runs = [
-        {"dim": dim, "batch": batch, "number": NUMBER, "cores": cores}
-        for dim, batch in RUNS
-        for cores in ("all cores", "one core")
+        {"dim": dim, "batch": batch, "number": NUMBER, "cores": each}
+        for dim, batch in (RUNS[1:2] if args.quick else RUNS)
+        for each in cores
     ]
     found = {}
     if "steps" in args.tables:
         found["steps"] = timed(commands, "step", steps, rounds, target)
     if "runs" in args.tables:
-        some = runs[2:4] if args.quick else runs
-        found["runs"] = timed(commands, "run", some, 5 if args.quick else 9, 3 * target)
+        found["runs"] = timed(commands, "run", runs, 5 if args.quick else 9, 3 * target)
     if "noise" in args.tables:
         found["noise"] = noises(commands, NOISE[:1] if args.quick else NOISE)
     if "quality" in args.tables:

@@ -228,13 +228,14 @@ class Session:
         return states, params, trace, self._losses(steps, values)
 
     def shapes_of_run(self, state: SensitiveState, rows: Rows, trace_size: int | None) -> PyTree:
-        """Shapes of what a run among others has in memory: state, trace, and what a batch needs."""
+        """Shapes of what a run among others has in memory, besides the records that all share."""
         batch, _ = jax.eval_shape(self.settings.sampler.next, state.sampler_state)
-        size = self.num_examples if batch.indices is None else batch.indices.size
+        drawn = batch.indices is not None
+        size = batch.indices.size if drawn else self.num_examples
         params = jax.tree.leaves(self.settings.optim.get_params(state.optim_state))
         numbers = sum(leaf.size for leaf in params)
         gradients = jax.ShapeDtypeStruct((min(size * numbers, 2**20) + 4 * numbers,), jnp.float32)
-        taken = [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in rows.arrays]
+        taken = [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in rows.arrays * drawn]
         trace = [jax.ShapeDtypeStruct((trace_size or 10, *x.shape), x.dtype) for x in params]
         return state.optim_state, gradients, taken, trace
 

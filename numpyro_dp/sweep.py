@@ -111,8 +111,10 @@ def run_sweep(
             own = jax.random.fold_in(secret, len(states))
             states.append(start._replace(**noise_fields(driver, own, plan, each["clip_norm"])))
     rows = session.rows(args, kwargs)
-    chunk = chunk_size or runs_that_fit(session.shapes_of_run(states[0], rows, trace_size), rows)
-    chunk = min(chunk, len(states))
+    fitting = len(states)
+    if not _of_several_processes(driver):  # which would have to agree
+        fitting = runs_that_fit(session.shapes_of_run(states[0], rows, trace_size), rows)
+    chunk = min(chunk_size or fitting, len(states))
     labels = _labels(settings, reports, number, rates)
     meaning = {name: column.tolist() for name, column in labels.items()} | {
         "rng_keys": np.asarray(jax.vmap(_key_data)(rng_keys)).tolist(),
@@ -191,11 +193,15 @@ def _check_keeps(driver: Any, folder: Any) -> None:
             f"Expected no folder={str(folder)!r} with allow_sensitive=True: it would keep losses "
             "that nothing protects. Sweep without a folder, or without losses."
         )
-    if driver.mesh is not None and driver.mesh.is_multi_process:
+    if _of_several_processes(driver):
         raise ValueError(
             f"Expected a mesh of one process for a sweep with folder={str(folder)!r}, got one of "
             "several, which would have to agree on what is finished. Sweep without a folder."
         )
+
+
+def _of_several_processes(driver: Any) -> bool:
+    return driver.mesh is not None and driver.mesh.is_multi_process
 
 
 def _stacked(states: list[SensitiveState]) -> SensitiveState:

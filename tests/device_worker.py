@@ -178,6 +178,14 @@ def chains(mesh, data):
             "devices": len(samples.sharding.device_set), "secret": "chains"}  # fmt: skip
 
 
+def swept(mesh, data):
+    """Two runs side by side."""
+    svi = driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2))
+    result = svi.sweep(jax.random.key(0)[None], 5, *data, epsilon=[1.0, 2.0])
+    return {"params": result.params["auto_loc"].ravel().tolist(), "devices": jax.device_count(),
+            "epsilon": result.privacy[1].epsilon, "secret": "swept"}  # fmt: skip
+
+
 def elsewhere():
     """The same run from a state, or on records, of another mesh; what a mesh around it does."""
     eight, four = (jax.make_mesh((n,), ("r",), devices=jax.devices()[:n]) for n in (8, 4))
@@ -245,6 +253,8 @@ def main():
         found["updates"] = updates(svi, tuple(map(jnp.asarray, records(N))))
     if "chains" in asked:
         found["chains"] = chains(mesh, records(N))
+    if "swept" in asked:
+        found["swept"] = swept(mesh, records(N))
     if "fresh keys" in asked:
         svi = driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2), secret_key=None)
         found["fresh keys"] = run(svi, records(N))

@@ -62,7 +62,7 @@ CASES = [
     pytest.param("Poisson,as products,streamed", marks=pytest.mark.slow),
     pytest.param(
         "message passing,latents,vanilla,fixed size,permutation,full batch,microbatches,"
-        "not divisible,by hand,several draws,dropout,public argument,adaptive,updates,chains",
+        "not divisible,by hand,several draws,dropout,public argument,adaptive,updates,chains,swept",
         marks=[pytest.mark.slow, pytest.mark.extended],
     ),
 ]

@@ -134,14 +134,16 @@ def poisson_run(private, data, batch, gathered="host"):
     return repeat
 
 
-def run(dim, batch, number, batches="drawn and gathered on the host"):
+def run(dim, batch, number, batches):
     """A whole run, in one of three ways; in the compiled loop a mask over all rows draws them."""
     data = arrays(number, dim)
     private = Private("mean field", data, 1.0, 10.0)
-    if batches == "drawn in the loop":
-        return {"batches": batches}, looped_run(private, data, batch)
-    where = "host" if batches == "drawn and gathered on the host" else "device"
-    return {"batches": batches}, poisson_run(private, data, batch, where)
+    ways = {
+        "drawn and gathered on the host": poisson_run,
+        "drawn on the host": functools.partial(poisson_run, gathered="device"),
+        "drawn in the loop": looped_run,
+    }
+    return {"batches": batches}, ways[batches](private, data, batch)
 
 
 def looped_run(private, data, batch):
