@@ -11,7 +11,7 @@ from numpyro_dp.estimators import (
     preconditioned,
     vanilla,
 )
-from numpyro_dp.model.structure import UnsupportedModelError
+from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.pbp import DPPBP, PBP
 from numpyro_dp.posterior import (
     average,
@@ -29,6 +29,7 @@ from numpyro_dp.privacy.accounting import GDP, PLD, PRV, RDP, Best, UnsupportedE
 from numpyro_dp.privacy.adaptive import AdaptiveClip
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.comparison import compare_accountants
+from numpyro_dp.privacy.once import NoiseReuseError
 from numpyro_dp.privacy.permutation import Permutation
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.privacy.random import secret_key
@@ -66,6 +67,7 @@ __all__ = [
     "FullBatch",
     "LossRelease",
     "Mechanism",
+    "NoiseReuseError",
     "Permutation",
     "Poisson",
     "PreconditionedSGLD",

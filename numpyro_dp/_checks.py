@@ -38,13 +38,13 @@ __all__ = [
     "check_num_steps",
     "check_optim",
     "check_params",
+    "check_repetition",
     "check_reverse_mode",
     "check_rng_key",
     "check_rng_keys",
     "check_sampler",
     "check_setting",
     "check_state",
-    "check_state_is_passed",
     "check_steps_fit",
 ]
 
@@ -140,6 +140,18 @@ def check_noise(noise_multiplier: Any) -> float | None:
         high=1e30,
         remedy="It is the noise's standard deviation over the sensitivity; 0 is not private.",
     )
+
+
+def check_repetition(repetition: Any, secret_key: Any) -> bool:
+    """Returns whether a run may have the noise of an earlier one, or raises."""
+    if not isinstance(repetition, bool):
+        raise TypeError(f"Expected repetition to be True or False, got {repetition!r}.")
+    if repetition and secret_key is None:
+        raise ValueError(
+            "Expected a secret_key together with repetition=True, got none: without one each run "
+            "has new noise. Pass the secret_key of the run that is repeated."
+        )
+    return repetition
 
 
 def check_microbatch_size(size: Any) -> int | str:
@@ -261,24 +273,15 @@ def check_num_steps(num_steps: Any, most: int) -> int:
 
 def check_state(state: Any) -> None:
     """Raises TypeError unless a state stems from this package."""
+    if state is None:
+        raise TypeError(
+            "Expected a state, got None. A result that was pickled has none: its state is "
+            "sensitive. Pickle result.state by itself to go on in another process."
+        )
     if not isinstance(state, SensitiveState):
         raise TypeError(
             f"Expected a state of DPSVI.init, DPSVI.update or result.state, got "
             f"{type(state).__name__}. States of numpyro.infer.SVI do not say what was spent."
-        )
-
-
-def check_state_is_passed(state: SensitiveState, leaves: list[Any]) -> None:
-    """Raises where a compiled function has the records as arguments and the state as constants.
-
-    What compilers know they compute in advance, and several times (:func:`~numpyro_dp._tree.pinned`
-    needs a number that they do not know).
-    """
-    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-    if traced and not isinstance(state.step, jax.core.Tracer):
-        raise ValueError(
-            "Expected the state to be an argument of the function that is compiled, as the records "
-            "are, got a constant. Write jax.jit(lambda state, *data: dp.update(state, *data))."
         )
 
 

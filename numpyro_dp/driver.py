@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 from numpyro_dp import _checks
 from numpyro_dp._validate import check_int
 from numpyro_dp.core import Fold, Sampler
-from numpyro_dp.devices import copied
+from numpyro_dp.devices import agreed, copied
 from numpyro_dp.ledger import noise_fields, plan_for, secret_of, spent_by
 from numpyro_dp.model.frontend import Prepared, arguments_key
 from numpyro_dp.model.records import array_shapes
@@ -23,8 +24,16 @@ from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism import check_clip_norm
+from numpyro_dp.privacy.once import (
+    begin,
+    check_outside_trace,
+    check_passed_to_trace,
+    in_trace,
+    renewed,
+    use,
+)
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.privacy.random import as_secret_key
+from numpyro_dp.privacy.random import as_secret_key, secret_key
 from numpyro_dp.results import RunResult
 from numpyro_dp.session import LossRelease, Session
 from numpyro_dp.step import SensitiveState
@@ -55,6 +64,7 @@ class Driver(abc.ABC):
         allow_sensitive: Shows losses without protection.
         microbatch_size: Rows of a batch that are in memory at a time.
         mesh: Devices that share the rows.
+        repetition: Lets a run have the noise of an earlier one.
     """
 
     method = ""
@@ -75,6 +85,7 @@ class Driver(abc.ABC):
         allow_sensitive: bool = False,
         microbatch_size: int | str = "auto",
         mesh: Mesh | None = None,
+        repetition: bool = False,
     ) -> None:
         self.clip_norm = check_clip_norm(clip_norm)
         self.sampler = _checks.check_sampler(sampler)
@@ -88,6 +99,7 @@ class Driver(abc.ABC):
         self.microbatch_size = _checks.check_microbatch_size(microbatch_size)
         self.mesh = _checks.check_mesh(mesh)
         self.secret_key = None if secret_key is None else as_secret_key(secret_key)
+        self.repetition = _checks.check_repetition(repetition, secret_key)
         self.optim = optim
         self._sessions: dict[Any, Session] = {}
 
@@ -128,9 +140,13 @@ class Driver(abc.ABC):
         Raises:
             UnsupportedModelError: If the model or guide cannot be private as it is written.
             BudgetError: If the plan exceeds the budget, or has a budget but no ``num_steps``.
+            NoiseReuseError: If JAX traces the call, or a given ``secret_key`` has been used.
         """
+        self._check_outside_trace("init")
         _checks.check_rng_key(rng_key)
-        return self._init(rng_key, self.num_steps, args, kwargs, init_params)
+        state = self._init(rng_key, self.num_steps, args, kwargs, init_params)
+        with self._begun(state):
+            return state
 
     def update(
         self,
@@ -145,23 +161,34 @@ class Driver(abc.ABC):
         (an error is raised where the step number is known, outside ``jit``).
 
         Args:
-            svi_state: From :meth:`init` or :meth:`update`; use each state once.
+            svi_state: From :meth:`init` or :meth:`update`; each state may be used once. One that
+                comes from another process goes on with noise of its own.
             *args: Arguments of the model (and guide), with the whole data set.
             forward_mode_differentiation: Not supported.
             **kwargs: Keyword arguments of the model (and guide).
 
         Returns:
             The new state, and ``nan`` in the place of the loss unless ``allow_sensitive``.
+
+        Raises:
+            NoiseReuseError: If the state was used before, as far as can be seen: a compiled
+                function that is called twice with one state is not seen.
+
+        Guarantee:
+            Under ``vmap`` each lane has noise and batches of its own, whatever states it is given.
         """
         _checks.check_reverse_mode(forward_mode_differentiation)
         _checks.check_state(svi_state)
-        _checks.check_state_is_passed(svi_state, jax.tree.leaves((args, kwargs)))
+        keys = jax.tree.leaves((svi_state.secret_key, svi_state.sampler_state))
+        check_passed_to_trace(f"{type(self).__name__}.update", [keys[0]])
         session = self._session(args, kwargs)
         self._check_fits(svi_state, session, ("budget", "sensitive"))
-        if not isinstance(svi_state.step, jax.core.Tracer):
-            _checks.check_not_spent(svi_state)
-            svi_state = copied(self.mesh, svi_state)
-        return session.update(svi_state, args, kwargs)
+        if in_trace():
+            return session.update(svi_state, args, kwargs)
+        _checks.check_not_spent(svi_state)
+        with self._use(svi_state, 1) as known:
+            state = svi_state if known else self._renewed(svi_state)
+            return session.update(copied(self.mesh, state), args, kwargs)
 
     def privacy(self, svi_state: SensitiveState) -> PrivacyReport:
         """Returns what the steps so far have spent, for a loop of :meth:`update`.
@@ -171,9 +198,15 @@ class Driver(abc.ABC):
 
         Raises:
             ValueError: If no step has been taken.
+            BudgetError: If the state is one of another sampler, clip norm or method.
         """
         _checks.check_state(svi_state)
         check_int("number of steps taken", int(svi_state.step), low=1, remedy="Call update first.")
+        own = dataclasses.replace(
+            svi_state.setting, sampler=self.sampler, clip_norm=repr(self.clip_norm),
+            loss_release=self.loss_release, method=self.method,
+        )  # fmt: skip
+        _checks.check_setting(svi_state, own)
         return spent_by(self, svi_state, int(svi_state.step))
 
     def run(
@@ -200,7 +233,10 @@ class Driver(abc.ABC):
             progress_bar: Shows steps and epsilon spent, and nothing else.
             stable_update: Accepted for ``SVI``'s sake; steps are always stable.
             forward_mode_differentiation: Not supported.
-            init_state: To resume from. The plan of the first run must cover all steps.
+            init_state: To resume from, once. The plan of the first run must cover all steps. The
+                steps to come have noise and batches of their own: 256 new bits of the operating
+                system join the keys of the state, so that two processes that resume one state
+                share nothing (:mod:`numpyro_dp.privacy.once`).
             init_params: Initial values of parameters by name.
             trace_size: At most so many iterates are kept, evenly spaced; by default 1000, or
                 fewer where they would hold more than 10 million numbers.
@@ -214,7 +250,10 @@ class Driver(abc.ABC):
 
         Raises:
             BudgetError: If the steps do not fit the budget. No record has been read then.
+            NoiseReuseError: If JAX traces the call, or noise would be used twice: by a state that
+                was used before, or a ``secret_key`` that another run was given.
         """
+        self._check_outside_trace("run")
         _checks.check_rng_key(rng_key)
         _checks.check_num_steps(num_steps, _UNLIMITED - 1)
         if trace_size is not None:
@@ -231,10 +270,13 @@ class Driver(abc.ABC):
         _checks.check_steps_fit(state, num_steps)
         report = spent_by(self, state, int(state.step) + num_steps)
         _checks.check_fold(fold, lambda: self.get_params(state), num_steps)
+        report = session.check_fold(fold, state, report)
         rows = (session.host_rows if stream else session.rows)(args, kwargs)
-        state, losses, trace, folded = session.run(
-            state, rows, num_steps, trace_size, progress_bar, report, fold
-        )
+        starts = [state] if init_state is None else []
+        with self._begun(*starts), self._use(state, num_steps):
+            start = state if init_state is None else self._renewed(state)
+            found = session.run(start, rows, num_steps, trace_size, progress_bar, report, fold)
+        state, losses, trace, folded = found
         return RunResult(self.get_params(state), state, losses, trace, report, folded)
 
     def sweep(
@@ -288,6 +330,7 @@ class Driver(abc.ABC):
             Each run spends what its report says; publishing several of them, or the best of them,
             spends the sum.
         """
+        self._check_outside_trace("sweep")
         _checks.check_num_steps(num_steps, _UNLIMITED - 1)
         for name, value in (("trace_size", trace_size), ("chunk_size", chunk_size)):
             if value is not None:
@@ -320,10 +363,35 @@ class Driver(abc.ABC):
             rng_key=prepared.rng_key,
             step=jnp.zeros((), jnp.int32),
             max_steps=jnp.asarray(_UNLIMITED if self.budget is None else num_steps, jnp.int32),
-            setting=self._sessions[key].setting(self.secret_key is not None),
+            setting=self._sessions[key].setting(self.secret_key is not None, self.repetition),
             **noise_fields(self, secret_of(self), plan, self.clip_norm),
         )
         return copied(self.mesh, state)
+
+    def _check_outside_trace(self, call: str) -> None:
+        check_outside_trace(f"{type(self).__name__}.{call}")
+
+    def _begun(self, *states: SensitiveState) -> contextlib.AbstractContextManager[None]:
+        """Registers runs that start; raises where one has the noise of an earlier one."""
+        if self.noise_multiplier == 0:  # there is none
+            return contextlib.nullcontext()
+        return begin([state.run_id for state in states], repetition=self.repetition)
+
+    def _use(
+        self, state: SensitiveState, num_steps: int
+    ) -> contextlib.AbstractContextManager[bool]:
+        """Uses up the noise of so many steps; gives it back where they fail."""
+        if self.noise_multiplier == 0:
+            return contextlib.nullcontext(True)
+        return use(state.run_id, int(state.step), num_steps, repetition=self.repetition)
+
+    def _renewed(self, state: SensitiveState) -> SensitiveState:
+        """The state with noise of its own to come, the same in all processes of a mesh."""
+        if self.repetition or self.noise_multiplier == 0:
+            return state
+        entropy = jax.random.key_data(agreed(self.mesh, secret_key()))
+        bits = np.asarray(entropy).tobytes()
+        return copied(self.mesh, state.with_new_keys(lambda keys: renewed(keys, bits)))
 
     def _marked(self, state: SensitiveState) -> SensitiveState:
         """The state, marked if this driver shows losses."""
@@ -335,7 +403,7 @@ class Driver(abc.ABC):
         self, state: SensitiveState, session: Session, further: tuple[str, ...] = ()
     ) -> None:
         """Raises unless a state belongs to the setting and to records of these shapes."""
-        _checks.check_setting(state, session.setting(False), further)
+        _checks.check_setting(state, session.setting(False, False), further)
         _checks.check_params(self.optim.get_params(state.optim_state), session.param_shapes)
 
     def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:

@@ -44,7 +44,7 @@ class DPEM(Driver):
             ``counts`` (at most 1), ``sums`` (at most the norm of x) and ``squares`` (at most its
             square). Scale x by public constants so that records lie in a ball of known radius.
         sampler, budget, noise_multiplier, secret_key, num_steps, accountant, microbatch_size,
-            mesh: As for :class:`~numpyro_dp.DPSVI`.
+            mesh, repetition: As for :class:`~numpyro_dp.DPSVI`.
         damping: Part of the statistics that a step replaces, in (0, 1], or a function of the step
             number; 1 is the algorithm of the paper, less averages noise over steps.
         scale: Known standard deviation of every component in every direction; by default
@@ -93,6 +93,7 @@ class DPEM(Driver):
         accountant: Accountant | None = None,
         microbatch_size: int | str = "auto",
         mesh: Mesh | None = None,
+        repetition: bool = False,
         damping: float | Callable[[Array], Array] = 1.0,
         scale: float | None = None,
         probs: Any = None,
@@ -122,6 +123,7 @@ class DPEM(Driver):
             accountant=accountant,
             microbatch_size=microbatch_size,
             mesh=mesh,
+            repetition=repetition,
         )
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
@@ -140,7 +142,7 @@ class DPEM(Driver):
                 f"Expected one real array x of shape (records, d), got {[*kwargs, x.shape]} of "
                 f"type {x.dtype}. Write x[:, None] for records of one number."
             )
-        return read_conjugate_model(_placeholder, args, kwargs, None, {})
+        return read_conjugate_model(_placeholder, args, kwargs, "records")
 
     def _prepare(
         self,

@@ -17,10 +17,11 @@ from numpyro_dp.devices import agreed, copied
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism import gaussian
+from numpyro_dp.privacy.once import run_id
 from numpyro_dp.privacy.plan import BudgetError, Plan, PrivacyReport, make_plan
 from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.session import LossRelease, with_loss_norm
-from numpyro_dp.step import SensitiveState
+from numpyro_dp.step import RunSetting, SensitiveState
 
 __all__ = ["noise_fields", "plan_for", "report_for", "secret_of", "spent_by"]
 
@@ -67,6 +68,7 @@ def noise_fields(driver: _Driver, secret: Array, plan: Plan, clip_norm: Any) -> 
         "sampler_state": driver.sampler.init(batch_key, plan.num_examples),
         "mechanism_state": gaussian(clip_norm, plan.noise_multiplier).init(),
         "noise_multiplier": jnp.asarray(_round_up(plan.noise_multiplier)),
+        "run_id": run_id(noise_key),
     }
     return copied(driver.mesh, fields)
 
@@ -83,24 +85,28 @@ def spent_by(driver: _Driver, state: SensitiveState, num_steps: int) -> PrivacyR
             )
     noise = float(state.noise_multiplier)
     plan = plan_for(driver, setting.num_examples, num_steps, noise_multiplier=noise)
-    return report_for(driver, plan, num_steps, setting.reproducible, setting.sensitive)
+    return report_for(driver, plan, num_steps, setting)
 
 
-def report_for(
-    driver: _Driver, plan: Plan, num_steps: int, reproducible: bool, sensitive: bool
-) -> PrivacyReport:
-    """Returns the report of a plan that has been carried out."""
+def report_for(driver: _Driver, plan: Plan, num_steps: int, setting: RunSetting) -> PrivacyReport:
+    """Returns the report of a plan that has been carried out in a setting."""
     return PrivacyReport(
         plan.spent(num_steps),
         num_steps,
         plan,
-        reproducible=reproducible,
+        reproducible=setting.reproducible,
         loss_released=driver.loss_release is not None,
-        sensitive_allowed=sensitive,
+        sensitive_allowed=setting.sensitive,
+        repetition=setting.repetition,
+        data_plate=setting.data_plate,
+        public=setting.public,
     )
 
 
 def _round_up(noise_multiplier: float) -> np.float32:
     """Rounds to float32 so that the noise is never less than what was accounted for."""
     rounded = np.float32(noise_multiplier)
-    return rounded if rounded >= noise_multiplier else np.nextafter(rounded, np.float32(np.inf))
+    # As Python numbers: NumPy would compare in float32, where every number is its own rounding.
+    return (
+        rounded if float(rounded) >= noise_multiplier else np.nextafter(rounded, np.float32(np.inf))
+    )

@@ -56,7 +56,7 @@ class DPPBP(Driver):
             ``precision`` and ``noise`` together: large residuals, whose slopes are cut, still tell
             how large the noise is. ``math.inf`` (with ``noise_multiplier=0``) is plain SEP.
         sampler, budget, noise_multiplier, secret_key, num_steps, accountant, microbatch_size,
-            mesh: As for :class:`~numpyro_dp.DPSVI`.
+            mesh, repetition: As for :class:`~numpyro_dp.DPSVI`.
         damping: Part of the precisions and of the noise that a step replaces, in (0, 1], or a
             function of the step number.
         step_size: Rate of the mean, likewise; that of ``damping`` by default, as in SEP.
@@ -113,6 +113,7 @@ class DPPBP(Driver):
         accountant: Accountant | None = None,
         microbatch_size: int | str = "auto",
         mesh: Mesh | None = None,
+        repetition: bool = False,
         damping: float | Callable[[Array], Array] = 0.05,
         step_size: float | Callable[[Array], Array] | None = None,
         ridge: float | None = None,
@@ -149,6 +150,7 @@ class DPPBP(Driver):
             accountant=accountant,
             microbatch_size=microbatch_size,
             mesh=mesh,
+            repetition=repetition,
         )
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
@@ -326,7 +328,7 @@ def _read(
             "Expected real x of shape (records, inputs) and y of shape (records,), got shapes "
             f"{shapes}. Write x[:, None] for one input, y[:, 0] for targets in a column."
         )
-    return read_conjugate_model(network, (given["x"], given["y"]), {}, None, {})
+    return read_conjugate_model(network, (given["x"], given["y"]), {}, "records")
 
 
 def _check_init(init_params: dict[str, Any], like: dict[str, Array]) -> dict[str, Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -79,7 +80,7 @@ class SensitiveLosses(NamedTuple):
 
 class _RunResult(NamedTuple):
     params: dict[str, Any]
-    state: SensitiveState
+    state: SensitiveState | None
     losses: PrivateLosses | SensitiveLosses | None
 
 
@@ -88,7 +89,7 @@ class RunResult(_RunResult):
 
     Attributes:
         params: Constrained parameters; may be published.
-        state: To resume from; sensitive.
+        state: To resume from; sensitive. A pickle of the result leaves it out (``None``).
         losses: :class:`PrivateLosses`, :class:`SensitiveLosses`, or ``None``.
         trace: Thinned private iterates; may be published.
         privacy: What was spent; may be published.
@@ -103,7 +104,7 @@ class RunResult(_RunResult):
     def __new__(
         cls,
         params: dict[str, Any],
-        state: SensitiveState,
+        state: SensitiveState | None,
         losses: PrivateLosses | SensitiveLosses | None,
         trace: Trace,
         privacy: PrivacyReport,
@@ -114,9 +115,18 @@ class RunResult(_RunResult):
         result.trace, result.privacy, result.folded = trace, privacy, folded
         return result
 
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        """Lets copies and pickles keep all fields."""
-        return (*self, self.trace, self.privacy, self.folded)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles all but the state, which is sensitive: pickle ``result.state`` by itself."""
+        return RunResult, (self.params, None, self.losses, self.trace, self.privacy, self.folded)
+
+    def __copy__(self) -> RunResult:
+        """A copy in this process has the same state."""
+        return RunResult(*self, self.trace, self.privacy, self.folded)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RunResult:
+        """A copy in this process has the same state."""
+        rest = copy.deepcopy((self.losses, self.trace, self.privacy, self.folded), memo)
+        return RunResult(copy.deepcopy(self.params, memo), self.state, *rest)
 
     def __repr__(self) -> str:
         """Names the fields and shows what was spent."""

@@ -27,7 +27,8 @@ from numpyro_dp.ep.per_record import (
 from numpyro_dp.ep.problem import PREFIX, EPProblem, make_problem, read_conjugate_model
 from numpyro_dp.ep.sites import SiteBuilder, choose_site
 from numpyro_dp.model.frontend import Prepared, arguments_key
-from numpyro_dp.model.records import Rows, split_arguments
+from numpyro_dp.model.public import declare
+from numpyro_dp.model.records import Rows
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
@@ -51,6 +52,7 @@ class _Reader:
         site: SiteBuilder | None,
         data_plate: str | None,
         static: dict[str, Any],
+        public: Any,
     ) -> None:
         _checks.check_callable("model", model)
         if not isinstance(family, Mapping) and family not in _NORMAL:
@@ -65,7 +67,7 @@ class _Reader:
                 f"{site!r}. See numpyro_dp.ep.sites."
             )
         self.model, self.family, self.site, self.static = model, family, site, static
-        self.data_plate = data_plate
+        self.data_plate, self.declared = data_plate, declare(public, static)
         self.guide = PosteriorGuide()
 
     def __str__(self) -> str:
@@ -78,13 +80,13 @@ class _Reader:
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         """Reads the model on shapes alone."""
         fn = functools.partial(self.model, **self.static)
-        return read_conjugate_model(fn, args, kwargs, self.data_plate, self.static)
+        return read_conjugate_model(fn, args, kwargs, self.data_plate, self.declared)
 
     def problem(
         self, structure: ModelStructure, rng_key: Array, args: Any, kwargs: dict[str, Any]
     ) -> EPProblem:
         """Finds prior and kind of site; reads no record."""
-        _, _, shared = split_arguments(args, kwargs, structure.layout.num_examples)
+        shared = structure.layout.rows(args, kwargs).shared
         fn = functools.partial(self.model, **self.static)
         problem = make_problem(fn, structure, self.family, shared, rng_key)
         site = choose_site(problem) if self.site is None else self.site
@@ -125,7 +127,7 @@ class DPSEP(Driver):
             and N for the update of SEP, is ``damping``; see :mod:`numpyro_dp.ep.paper_form`. It
             wants one number as ``clip_norm``, and the three arguments before at their defaults.
         sampler, budget, noise_multiplier, secret_key, num_steps, accountant, microbatch_size,
-            mesh: As for :class:`~numpyro_dp.DPSVI`.
+            mesh, public, repetition: As for :class:`~numpyro_dp.DPSVI`.
         data_plate: Name of the plate over records, where the trace is ambiguous.
         **static_kwargs: Public, constant keywords of the model.
 
@@ -180,13 +182,15 @@ class DPSEP(Driver):
         microbatch_size: int | str = "auto",
         mesh: Mesh | None = None,
         data_plate: str | None = None,
+        public: Any = (),
+        repetition: bool = False,
         **static_kwargs: Any,
     ) -> None:
         release = Release(precision_weight, shared_precision, floor)
         release.check(family)
         estimator, optim = choose_form(form, release, damping, clip_norm, sampler)
         self._form = form
-        self._reader = _Reader(model, family, site, data_plate, static_kwargs)
+        self._reader = _Reader(model, family, site, data_plate, static_kwargs, public)
         self.guide = self._reader.guide
         self.method = f"{self._reader}, {tuple(release)}, {form}"
         super().__init__(
@@ -201,6 +205,7 @@ class DPSEP(Driver):
             accountant=accountant,
             microbatch_size=microbatch_size,
             mesh=mesh,
+            repetition=repetition,
         )
 
     def sweep(self, *args: Any, **kwargs: Any) -> SweepResult:
@@ -233,8 +238,7 @@ class DPSEP(Driver):
         if known is None:
             problem = self._reader.problem(structure, rng_key, args, kwargs)
         else:
-            number = structure.layout.num_examples
-            problem = known.problem.at(split_arguments(args, kwargs, number)[2])
+            problem = known.problem.at(structure.layout.rows(args, kwargs).shared)
         self.guide.prototype_trace = problem
         return Prepared(problem, self.optim.init(problem.start(init_params)), rng_key)
 
@@ -316,6 +320,7 @@ class EP:
         damping: Part of a site's change that is taken, in (0, 1].
         sequential: Moves one site after the other, as Minka does, and not all from one posterior.
         data_plate: Name of the plate over records, where the trace is ambiguous.
+        public: Names of the arguments that hold no record, as for :class:`DPSEP`.
         **static_kwargs: Public, constant keywords of the model.
 
     Example:
@@ -349,11 +354,12 @@ class EP:
         damping: float = 0.5,
         sequential: bool = False,
         data_plate: str | None = None,
+        public: Any = (),
         **static_kwargs: Any,
     ) -> None:
         self.damping = check_real("damping", damping, low=0, low_open=True, high=1)
         self.sequential = sequential
-        self._reader = _Reader(model, family, site, data_plate, static_kwargs)
+        self._reader = _Reader(model, family, site, data_plate, static_kwargs, public)
         self.guide = self._reader.guide
 
     def run(

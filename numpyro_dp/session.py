@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -18,8 +19,8 @@ from numpyro_dp.devices import copied, spread
 from numpyro_dp.estimators.loss import LOSS_ENTRY, with_loss
 from numpyro_dp.factored_sum import record_lengths
 from numpyro_dp.model.frontend import Prepared
-from numpyro_dp.model.records import Rows, split_arguments
-from numpyro_dp.model.separation import UnsupportedModelError
+from numpyro_dp.model.public import UnsupportedModelError, held_by_function
+from numpyro_dp.model.records import Rows
 from numpyro_dp.model.variational import VariationalProblem, likelihood_key
 from numpyro_dp.privacy.mechanism import (
     adapted_norms,
@@ -28,6 +29,7 @@ from numpyro_dp.privacy.mechanism import (
     gaussian,
     is_bounded,
 )
+from numpyro_dp.privacy.once import key_of_lane
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.results import (
     PrivateLosses,
@@ -36,7 +38,14 @@ from numpyro_dp.results import (
     progress_chunks,
     progress_ranges,
 )
-from numpyro_dp.step import RunSetting, SensitiveState, Step, build_loop, build_step
+from numpyro_dp.step import (
+    RunSetting,
+    SensitiveState,
+    Step,
+    build_loop,
+    build_step,
+    optimised,
+)
 from numpyro_dp.streaming import Fetched, HostRows, StreamedLoop, drawn_size
 
 __all__ = ["LossRelease", "Session", "with_loss_norm"]
@@ -99,6 +108,7 @@ class Session:
         params = settings.optim.get_params(prepared.optim_state)
         self.param_shapes = shapes_of(params)
         self._check_signal(params)
+        self._check_holds_no_records(prepared.optim_state)
 
     def _build(self, draw: Callable[[PyTree], tuple[Batch, PyTree]]) -> None:
         """Sets the functions of a step, with batches that this function draws."""
@@ -114,9 +124,9 @@ class Session:
         self._loop_many = jax.jit(jax.vmap(self._loop, in_axes=(0, 0, None, None, None, None)))
         self._streams: dict[int, Session] = {}  # the same for batches of a size that were fetched
 
-    def setting(self, reproducible: bool) -> RunSetting:
+    def setting(self, reproducible: bool, repetition: bool) -> RunSetting:
         """What all steps of a run have in common, for a state that starts here."""
-        settings = self.settings
+        settings, structure = self.settings, self.problem.model.structure
         return RunSetting(
             self.num_examples,
             settings.sampler,
@@ -126,6 +136,9 @@ class Session:
             settings.allow_sensitive,
             settings.budget,
             settings.method,
+            repetition,
+            structure.data_plate,
+            structure.public.arrays,
         )
 
     def _check_signal(self, params: dict[str, Any]) -> None:
@@ -142,6 +155,44 @@ class Session:
             self._check_finite(jax.jit(signal), params)
         if isinstance(self._clip_norm, Mapping):
             check_blocks(self._clip_norm, filled(jax.eval_shape(signal, params)))
+
+    def _check_holds_no_records(self, optim_state: PyTree) -> None:
+        """Holds what estimator, optimiser and sampler captured to the rule of public values.
+
+        The program of a step on one record has the derivative rules of the model in it too.
+        """
+        public, optim = self.problem.model.structure.public, self.settings.optim
+        mechanism_state = gaussian(self.settings.clip_norm, 0.0).init()
+
+        def step(
+            optim_state: PyTree, mechanism_state: PyTree, example: PyTree, shared: PyTree
+        ) -> list[Array]:
+            estimator = self._estimator(shared, mechanism_state, 0.0)
+            prepared = estimator.prepare(jax.random.key(0), optim.get_params(optim_state))
+            update = estimator.pull_back(prepared, estimator.signal(prepared, example))
+            return jax.tree.leaves(optim.get_params(optimised(optim, update, optim_state)))
+
+        example = self.problem.blank_example()
+        what = "step (the model's derivative, the estimator or the optimiser)"
+        public.check(what, step, optim_state, mechanism_state, example, self.problem.shared)
+        sampler = self.settings.sampler
+        if not type(sampler).__module__.startswith("numpyro_dp."):  # written by somebody else
+            start = sampler.init(jax.random.key(0), self.num_examples)
+            public.check("sampler", lambda state: sampler.next(state)[0].mask, start)
+
+    def check_fold(
+        self, fold: Fold | None, state: SensitiveState, report: PrivacyReport
+    ) -> PrivacyReport:
+        """Holds what a fold captured to the same rule; returns the report with what it holds."""
+        if fold is None:
+            return report
+        public = self.problem.model.structure.public
+        params = self.problem.constrain(self.settings.optim.get_params(state.optim_state))
+        public.check("fold", fold.init, params)
+        start = jax.eval_shape(fold.init, params)
+        public.check("fold", fold.update, start, params)
+        public.take("fold", held_by_function(fold.result))
+        return dataclasses.replace(report, public=public.arrays)
 
     def _check_finite(self, signal: Callable[..., PyTree], params: dict[str, Any]) -> None:
         """Raises if no invented record has a signal: impossible values of a summed latent, say."""
@@ -247,9 +298,9 @@ class Session:
                 "Expected a mesh of one process for stream=True, got one of several. Put the rows "
                 "of each together with jax.make_array_from_process_local_data, without stream."
             )
-        layout, arrays, shared = split_arguments(args, kwargs, self.num_examples)
+        arrays, shared, _ = self.problem.model.structure.layout.rows(args, kwargs)
         numbered = getattr(self.problem, "numbered", False)
-        return HostRows(arrays, shared, layout.num_examples, numbered)
+        return HostRows(arrays, shared, self.num_examples, numbered)
 
     def _streamed(self, state: SensitiveState) -> Session:
         """This session for batches that were fetched."""
@@ -344,10 +395,12 @@ class Session:
         return norm / self.settings.loss_release.clip
 
     def _guarded_step(self, state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Array]:
-        """A step that leaves the state alone once the budget is spent."""
+        """A step that leaves the state alone once the budget is spent; each lane has own noise."""
+        before = state
+        state = state.with_new_keys(lambda keys: key_of_lane(keys, (state, rows)))
         new, value = self._step_and_value(state, rows)
         active = state.step < state.max_steps
-        new = jax.tree.map(lambda after, before: jnp.where(active, after, before), new, state)
+        new = jax.tree.map(lambda after, before: jnp.where(active, after, before), new, before)
         return new, value if self.settings.allow_sensitive else jnp.full((), jnp.nan)
 
     def _step_and_value(self, state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Array]:

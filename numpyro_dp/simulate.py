@@ -31,8 +31,8 @@ from numpyro_dp import _checks
 from numpyro_dp._tree import squared_norm
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Estimator
+from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import check_arrays
-from numpyro_dp.model.structure import UnsupportedModelError
 from numpyro_dp.svi import DPSVI
 
 __all__ = ["simulated_clip_norm"]
@@ -116,7 +116,7 @@ def _without_privacy(svi: DPSVI, key: Array) -> DPSVI:
     return DPSVI(
         svi.model, svi.guide, svi.optim, svi.loss, estimator=svi.estimator, clip_norm=math.inf,
         sampler=svi.sampler, noise_multiplier=0.0, secret_key=secret,
-        data_plate=svi._frontend.data_plate, **svi.static_kwargs,
+        data_plate=svi._frontend.data_plate, public=svi.public, **svi.static_kwargs,
     )  # fmt: skip
 
 

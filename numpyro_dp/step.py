@@ -18,10 +18,12 @@ from jax.sharding import Mesh
 from numpyro_dp.aggregate import bounded_sum
 from numpyro_dp.core import Batch, Estimator, Mechanism, PyTree
 from numpyro_dp.devices import copied, on_devices
+from numpyro_dp.model.public import PublicArray
 from numpyro_dp.model.records import Rows
+from numpyro_dp.privacy.once import renewed
 from numpyro_dp.stretches import Shards
 
-__all__ = ["RunSetting", "SensitiveState", "Step", "build_loop", "build_step"]
+__all__ = ["RunSetting", "SensitiveState", "Step", "build_loop", "build_step", "optimised"]
 
 
 @jax.tree_util.register_static
@@ -38,6 +40,9 @@ class RunSetting:
         sensitive: Whether a driver that shows losses took part.
         budget: What the noise was found for.
         method: What else the state's numbers mean, as text; empty for most drivers.
+        repetition: Whether the run may have the noise of another one.
+        data_plate: Name of the plate over records.
+        public: Arrays that were taken as public.
     """
 
     num_examples: int
@@ -48,9 +53,26 @@ class RunSetting:
     sensitive: bool
     budget: Any
     method: str = ""
+    repetition: bool = False
+    data_plate: str = ""
+    public: tuple[PublicArray, ...] = ()
 
 
-class SensitiveState(NamedTuple):
+class _SensitiveState(NamedTuple):
+    optim_state: PyTree
+    mutable_state: None
+    rng_key: Array
+    secret_key: Array
+    sampler_state: PyTree
+    mechanism_state: PyTree
+    noise_multiplier: Array
+    step: Array
+    max_steps: Array
+    run_id: Array
+    setting: RunSetting
+
+
+class SensitiveState(_SensitiveState):
     """State of a run between two steps. Sensitive: never publish it.
 
     It holds the keys of all noise, batches and draws of records to come. (Those of the past cannot
@@ -68,25 +90,50 @@ class SensitiveState(NamedTuple):
         noise_multiplier: Noise standard deviation over sensitivity.
         step: Number of steps taken.
         max_steps: Number of steps the plan covers.
+        run_id: What tells the run from others in this process; a hash of its first noise key.
         setting: What the steps so far have in common.
+
+    Guarantee:
+        A copy that is read from a pickle goes on with noise and batches of its own
+        (:mod:`numpyro_dp.privacy.once`), unless the run is a repetition.
     """
 
-    optim_state: PyTree
-    mutable_state: None
-    rng_key: Array
-    secret_key: Array
-    sampler_state: PyTree
-    mechanism_state: PyTree
-    noise_multiplier: Array
-    step: Array
-    max_steps: Array
-    setting: RunSetting
+    __slots__ = ()
 
     def __repr__(self) -> str:
         """Shows no key."""
         return (
             "SensitiveState(<holds the keys of noise, batches and draws to come: never publish it>)"
         )
+
+    def _asdict(self) -> dict[str, Any]:
+        """Returns the fields by name, in a dict that shows no key when it is printed."""
+        return _Unprinted(zip(self._fields, self, strict=True))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Makes copies that share no noise with this state."""
+        return _copy, tuple(self)
+
+    def with_new_keys(self, renew: Callable[[PyTree], PyTree] = renewed) -> SensitiveState:
+        """The same state with noise and batches of its own to come.
+
+        Args:
+            renew: Tree -> the same with other keys.
+        """
+        keys = renew((self.secret_key, self.sampler_state))
+        return self._replace(secret_key=keys[0], sampler_state=keys[1])
+
+
+class _Unprinted(dict[str, Any]):
+    """A dict that shows its keys alone."""
+
+    def __repr__(self) -> str:
+        return f"{{{', '.join(self)}: <sensitive values, not shown>}}"
+
+
+def _copy(*fields: Any) -> SensitiveState:
+    state = SensitiveState(*fields)
+    return state if state.setting.repetition else state.with_new_keys()
 
 
 class Step(NamedTuple):
@@ -150,7 +197,7 @@ def build_step(
         noisy, adapted = mech.privatise(noise_key, total, state.mechanism_state)
         released = jax.tree.map(lambda leaf: leaf / inclusion_prob, noisy)
         state = state._replace(
-            optim_state=_optimise(optim, est.pull_back(public, released), state.optim_state),
+            optim_state=optimised(optim, est.pull_back(public, released), state.optim_state),
             rng_key=rng_key, secret_key=secret_key, mechanism_state=adapted, step=state.step + 1,
         )  # fmt: skip
         return state, params, step_key, released
@@ -215,7 +262,8 @@ def build_loop(
     return jax.jit(loop)
 
 
-def _optimise(optim: Any, gradient: PyTree, state: PyTree) -> PyTree:
+def optimised(optim: Any, gradient: PyTree, state: PyTree) -> PyTree:
+    """Returns the state of an optimiser after a step."""
     # Optax transformations that read the loss are given nan: it is sensitive.
     extra = {"value": jnp.nan} if getattr(optim, "update_with_value", False) else {}
     return optim.update(gradient, state, **extra)

@@ -14,7 +14,7 @@ from numpyro_dp.core import Estimator, Sampler
 from numpyro_dp.devices import copied
 from numpyro_dp.driver import Driver
 from numpyro_dp.model.frontend import Frontend, Prepared, check_loss
-from numpyro_dp.model.separation import UnsupportedModelError
+from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.privacy.accounting import Accountant
@@ -32,7 +32,8 @@ class DPSVI(Driver):
     Where ``numpyro.infer.SVI`` is used, ``DPSVI`` can be: ``init``, ``update``, ``run``,
     ``evaluate`` and ``get_params`` have the same signatures and meaning. Batches are drawn inside,
     so ``update`` and ``run`` take the *whole* data set: every argument array whose first axis has
-    the size of the data plate holds one record a row, all other arguments are public.
+    the size of the data plate holds one record a row. An array that holds no record has to be named
+    in ``public``; numbers are public.
 
     Args:
         model: A NumPyro model with a plate over records.
@@ -52,11 +53,13 @@ class DPSVI(Driver):
             against it. 0 is not private.
         secret_key: 32 bytes, 64 hexadecimal digits, an integer, or a key of
             :func:`~numpyro_dp.secret_key`; makes noise and batches reproducible, and is marked in
-            the report. By default the operating system gives a fresh key to every ``init``.
+            the report. By default the operating system gives a fresh key to every ``init``. A key
+            makes noise once: a second run with it is refused (see ``repetition``).
         num_steps: Steps that the budget must cover, for loops of ``update`` and resumed runs;
             ``run`` covers its own steps by default.
         accountant: Bounds epsilon; the smallest of several valid bounds by default.
-        data_plate: Name of the plate over records, where the trace is ambiguous.
+        data_plate: Name of the plate over records, where several plates surround the observed
+            sites, or an argument has the number of records along two axes.
         loss_release: Releases a loss curve, at a cost.
         allow_sensitive: Lets ``update``, ``evaluate`` and ``run`` return losses without protection.
             Those of ``update`` and ``run`` have the entropy in closed form where it is known: their
@@ -70,6 +73,11 @@ class DPSVI(Driver):
             spread over them where their number is divisible by that of the devices, else copied;
             arrays that are spread over them already stay, those of several processes too. Then
             ``microbatch_size`` counts the rows of each device.
+        public: What is public besides: names of arguments that hold no record (``["table"]``),
+            whatever their shape, and arrays that model, guide or initialisers hold by themselves.
+            The report lists all of them. Small constants need no word.
+        repetition: Lets a given ``secret_key`` make the noise of an earlier run again, and a state
+            be resumed twice. The caller promises that records and settings are the same.
         **static_kwargs: Public, constant keywords of model and guide.
 
     Raises:
@@ -96,8 +104,9 @@ class DPSVI(Driver):
         is the Gaussian mechanism on a clipped sum over a sampled batch, everything else is
         post-processing or reads no record. The number of records, shapes and dtypes are public.
         ``result.state`` and everything in a type named ``Sensitive...`` is not covered.
-        A state must be updated once and with one data set: the same state updated twice with
-        different records uses the same noise twice.
+        No two runs share noise, however they are started, but where ``repetition`` says so, and
+        where a function that the caller compiled is called twice with one state
+        (:mod:`numpyro_dp.privacy.once`).
 
     Reference:
         Jälkö, Prediger, Honkela, Kaski (2024), DPVIm, TMLR.
@@ -123,6 +132,8 @@ class DPSVI(Driver):
         allow_sensitive: bool = False,
         microbatch_size: int | str = "auto",
         mesh: Mesh | None = None,
+        public: Any = (),
+        repetition: bool = False,
         **static_kwargs: Any,
     ) -> None:
         _checks.check_callable("model", model)
@@ -143,9 +154,13 @@ class DPSVI(Driver):
             allow_sensitive=allow_sensitive,
             microbatch_size=microbatch_size,
             mesh=mesh,
+            repetition=repetition,
         )
         self.model, self.guide, self.static_kwargs = model, guide, static_kwargs
-        self._frontend = Frontend(model, guide, svi, static_kwargs, data_plate)
+        self.public = public
+        self._frontend = Frontend(
+            model, guide, svi, static_kwargs, data_plate, declare(public, static_kwargs)
+        )
 
     def stable_update(
         self, svi_state: SensitiveState, *args: Any, **kwargs: Any

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -103,8 +104,7 @@ def run_sweep(
     starts = [_at_rate(start, rate) for rate in _rates(rates) for start in starts]
     session = driver._session(args, kwargs)
     plans = [plan_for(driver, session.num_examples, num_steps, **each) for each in settings]
-    marks = driver.secret_key is not None, driver.allow_sensitive
-    reports = [report_for(driver, plan, num_steps, *marks) for plan in plans]
+    reports = [report_for(driver, plan, num_steps, starts[0].setting) for plan in plans]
     states: list[SensitiveState] = []
     for plan, each in zip(plans, settings, strict=True):
         for start in starts:
@@ -133,7 +133,7 @@ def run_sweep(
         public = [state.optim_state for state in states], rows.shared
         program, like = traced(run, (_stacked(states[:chunk]), rows), public)
         store = SweepFolder(folder, meaning | {"program": program}, like)
-    found = _in_chunks(run, states, chunk, store)
+    found = _in_chunks(run, states, chunk, store, driver._begun)
     own = tuple(report.of_another_run() for report in reports for _ in starts)
     return SweepResult(*found, labels, own)
 
@@ -213,15 +213,17 @@ def _in_chunks(
     states: list[SensitiveState],
     chunk: int,
     store: SweepFolder | None,
+    begun: Callable[..., AbstractContextManager[None]],
 ) -> tuple[PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
     parts = []
     for first in range(0, len(states), chunk):
-        some = states[first : first + chunk]
+        own = states[first : first + chunk]
         # A last chunk of another size would be compiled again: repeats, dropped below.
-        some = some + some[-1:] * (chunk - len(some))
+        some = own + own[-1:] * (chunk - len(own))
         found = store and store.load(first)
         if found is None:
-            found = jax.block_until_ready(run(_stacked(some)))
+            with begun(*own):
+                found = jax.block_until_ready(run(_stacked(some)))
             if store:
                 store.save(first, found)
         parts.append(found)

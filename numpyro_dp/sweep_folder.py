@@ -8,16 +8,15 @@ import os
 import pathlib
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from numpyro_dp.core import PyTree
+from numpyro_dp.model.public import held_by_program
 
 __all__ = ["SweepFolder", "fingerprint", "traced"]
 
@@ -98,26 +97,11 @@ def traced(run: Callable[..., PyTree], arguments: Any, public: PyTree) -> tuple[
     """
     program, like = jax.make_jaxpr(run, return_shape=True)(*arguments)
     found = hashlib.sha256(re.sub("0x[0-9a-f]+", "", str(program)).encode())
-    for leaf in [*jax.tree.leaves(public), *_captured(program)]:
+    for leaf in [*jax.tree.leaves(public), *held_by_program(program)]:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
         found.update(np.asarray(leaf).tobytes())
     return found.hexdigest(), like
-
-
-def _captured(found: Any) -> Iterator[Any]:
-    """Arrays in a program, which its text only names: constants, literals, parameters."""
-    if isinstance(found, ClosedJaxpr):
-        yield from _captured([*found.consts, found.jaxpr])
-    elif isinstance(found, Jaxpr):
-        for equation in found.eqns:
-            literals = [x.val for x in equation.invars if isinstance(x, Literal)]
-            yield from _captured([*literals, *equation.params.values()])
-    elif isinstance(found, jax.Array) and jnp.issubdtype(found.dtype, jax.dtypes.prng_key):
-        yield jax.random.key_data(found)
-    elif isinstance(found, jax.Array | np.ndarray):
-        yield found
-    elif isinstance(found, list | tuple):
-        for each in found:
-            yield from _captured(each)
 
 
 def _replace(path: pathlib.Path, text: bytes) -> None:

@@ -34,17 +34,26 @@ def _fresh_keys_of(name):
 
     Privacy noise that differs from run to run would fail one honest bound of many now and then.
     """
-    from numpyro_dp.privacy import random
+    from numpyro_dp.privacy import once, random
 
     count = itertools.count()
     known = types.SimpleNamespace(
         token_bytes=lambda size: hashlib.shake_256(f"{name} {next(count)}".encode()).digest(size)
     )
-    before, random.secrets = random.secrets, known
+    before = random.secrets
+    random.secrets = once.secrets = known
     try:
         yield
     finally:
-        random.secrets = before
+        random.secrets = once.secrets = before
+
+
+@pytest.fixture(autouse=True)
+def keys_of_other_tests_are_forgotten():
+    """Tests of one process may be given the same secret key; one test may not use it twice."""
+    from numpyro_dp.privacy import once
+
+    once._used.clear()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -122,7 +122,8 @@ def cases(mesh):
         "not divisible": (driver(regression, normal, mesh, FullBatch()), N + 3),
         "message passing": (
             DPSEP(
-                regression, clip_norm=1.0, sampler=Poisson(0.2), secret_key=1, mesh=mesh,
+                regression, clip_norm=1.0, sampler=Poisson(0.2), secret_key=1,
+                repetition=True, mesh=mesh,
                 budget=PrivacyBudget(2.0, 1e-5),
             ), N,
         ),
@@ -169,7 +170,8 @@ def updates(svi, data):
 def chains(mesh, data):
     mcmc = DPMCMC(
         SGLD(regression, None), num_warmup=2, num_samples=4, num_chains=2, clip_norm=0.5,
-        sampler=Poisson(0.2), budget=PrivacyBudget(2.0, 1e-5), secret_key=1, mesh=mesh,
+        sampler=Poisson(0.2), budget=PrivacyBudget(2.0, 1e-5),
+        secret_key=1, repetition=True, mesh=mesh,
         progress_bar=False,
     )  # fmt: skip
     mcmc.run(jax.random.key(0), *data)
@@ -256,7 +258,9 @@ def main():
     if "swept" in asked:
         found["swept"] = swept(mesh, records(N))
     if "fresh keys" in asked:
-        svi = driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2), secret_key=None)
+        svi = driver(
+            regression, AutoDiagonalNormal, mesh, Poisson(0.2), secret_key=None, repetition=False
+        )
         found["fresh keys"] = run(svi, records(N))
     if "elsewhere" in asked:
         found = elsewhere()

@@ -87,7 +87,7 @@ def test_each_run_of_a_sweep_is_the_run_of_its_settings(swept):
     np.testing.assert_array_equal(swept.labels["clip_norm"], [0, 0, 1, 1])
     alone = run(
         driver(SWEPT["clip_norm"][1], noise_multiplier=5.0,
-               secret_key=jax.random.fold_in(secret_key(3), 3)),
+               secret_key=jax.random.fold_in(secret_key(3), 3), repetition=True),
         300, rng_key=KEYS[0],
     )  # fmt: skip
     one = swept.one(3)

@@ -78,7 +78,12 @@ CASES = {
     "latents of records": (lambda: driver(fitted=with_codes, guide=encoder), {}),
     "message passing": (
         lambda: DPSEP(
-            model, clip_norm=1.0, sampler=Poisson(0.2), noise_multiplier=1.0, secret_key=3
+            model,
+            clip_norm=1.0,
+            sampler=Poisson(0.2),
+            noise_multiplier=1.0,
+            secret_key=3,
+            repetition=True,
         ),
         {},
     ),

@@ -78,6 +78,7 @@ def test_each_run_is_the_run_of_its_settings(sampler, estimator, data):
             noise_multiplier=float(label["noise_multiplier"]),
             clip_norm=float(label["clip_norm"]),
             secret_key=jax.random.fold_in(secret_key(5), index),
+            repetition=True,
         ).run(KEYS[label["seed"]], STEPS, data, progress_bar=False)
         one = found.one(index)
         assert one.privacy.epsilon == pytest.approx(alone.privacy.epsilon)
@@ -110,7 +111,7 @@ def test_no_two_runs_share_noise_or_batches(data, monkeypatch):
         return many(self, states, *rest)
 
     monkeypatch.setattr(Session, "run_many", kept)
-    svi = driver(secret_key=None)
+    svi = driver(secret_key=None, repetition=False)
     found = svi.sweep(KEYS[:1], 5, data, clip_norm=[1.0, 1.0, 1.0], chunk_size=2)
     assert len(np.unique(found.params["auto_loc"][:, 0])) == 3
     keys = [
@@ -195,13 +196,13 @@ def test_learning_rates_are_swept(data):
     adam = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
     swept = DPSVI(
         model, AutoDiagonalNormal(model), adam, estimator=aligned(), clip_norm=1.5,
-        sampler=Poisson(0.2), noise_multiplier=1.0, secret_key=5,
+        sampler=Poisson(0.2), noise_multiplier=1.0, secret_key=5, repetition=True,
     ).sweep(KEYS, STEPS, data, learning_rate=[0.01, 0.05], clip_norm=[1.0, 1.5])  # fmt: skip
     assert swept.labels["learning_rate"].tolist() == [0.01, 0.01, 0.05, 0.05] * 2
     assert swept.labels["seed"].tolist() == [0, 1] * 4
-    alone = driver(noise_multiplier=1.0, secret_key=jax.random.fold_in(secret_key(5), 7)).run(
-        KEYS[1], STEPS, data, progress_bar=False
-    )
+    alone = driver(
+        noise_multiplier=1.0, secret_key=jax.random.fold_in(secret_key(5), 7), repetition=True
+    ).run(KEYS[1], STEPS, data, progress_bar=False)
     np.testing.assert_allclose(swept.params["auto_loc"][7], alone.params["auto_loc"], rtol=1e-4)
     with pytest.raises(ValueError, match="inject_hyperparams"):
         driver().sweep(KEYS, STEPS, data, learning_rate=[0.1])
@@ -269,6 +270,7 @@ def test_a_folder_knows_arrays_that_a_model_captured(data, tmp_path):
         svi = DPSVI(
             captured, AutoDiagonalNormal(captured), optax.adam(0.05), estimator=aligned(),
             clip_norm=1.5, sampler=Poisson(0.2), noise_multiplier=1.0, secret_key=5,
+            repetition=True,
         )  # fmt: skip
         return svi.sweep(KEYS, 3, data, folder=tmp_path / "found")
 

@@ -20,8 +20,8 @@ from numpyro.distributions import biject_to
 
 from numpyro_dp.ep.families import Family, product
 from numpyro_dp.model.density import Model
+from numpyro_dp.model.public import Declared, UnsupportedModelError
 from numpyro_dp.model.records import Rows
-from numpyro_dp.model.separation import UnsupportedModelError
 from numpyro_dp.model.structure import ModelStructure, read_model
 
 __all__ = ["EPProblem", "Latents", "make_problem", "read_conjugate_model"]
@@ -142,7 +142,7 @@ def read_conjugate_model(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     data_plate: str | None,
-    static: dict[str, Any],
+    declared: Declared = Declared(),  # noqa: B008 - never written to
 ) -> ModelStructure:
     """Reads a model, refusing what message passing has no place for.
 
@@ -150,7 +150,7 @@ def read_conjugate_model(
         UnsupportedModelError: If it has parameters of its own or latent sites in the data plate or
             draws keys, and what :func:`~numpyro_dp.model.structure.read_model` raises.
     """
-    structure = read_model(model, args, kwargs, data_plate, static)
+    structure = read_model(model, args, kwargs, data_plate, declared)
     if structure.params or structure.local_latents:
         raise UnsupportedModelError(
             "Expected a model whose latents are global and which has no parameters of its own, got "

@@ -13,7 +13,6 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 __all__ = [
-    "captured_shapes",
     "depends_on_inputs",
     "looks_up",
 ]
@@ -38,8 +37,8 @@ def depends_on_inputs(fn: Callable[..., dict[str, Any]], *args: Any) -> dict[str
 
 def looks_up(
     fn: Callable[..., dict[str, Any]], size: int, index: Any, *args: Any
-) -> dict[str, bool]:
-    """Returns for each entry of ``fn(index, *args)`` whether an index picks from ``size`` entries.
+) -> tuple[ClosedJaxpr, dict[str, bool]]:
+    """Returns a program, and which entries of ``fn(index, *args)`` pick from ``size`` entries.
 
     Args:
         fn: A function of arrays that returns a dict of pytrees of arrays.
@@ -57,12 +56,7 @@ def looks_up(
     seeds = [index_dependent] + [0] * (len(closed.jaxpr.invars) - 1)
     flags = _walk(closed.jaxpr, seeds, rule)
     entries = jax.tree.unflatten(jax.tree.structure(out), flags)
-    return {name: picked in jax.tree.leaves(entry) for name, entry in entries.items()}
-
-
-def captured_shapes(fn: Callable[..., Any], *args: Any) -> list[tuple[int, ...]]:
-    """Returns the shapes of the arrays that ``fn`` holds besides its arguments."""
-    return [jax.numpy.shape(value) for value in jax.make_jaxpr(fn)(*args).consts]
+    return closed, {name: picked in jax.tree.leaves(entry) for name, entry in entries.items()}
 
 
 def _walk(jaxpr: Jaxpr, seeds: Sequence[int], rule: Callable[[Any, list[int]], int]) -> list[int]:

@@ -13,9 +13,10 @@ from numpyro.infer import SVI, Trace_ELBO
 
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.guide import hide_likelihood, prototype_without_records
-from numpyro_dp.model.guide_checks import check_supported, read_guide
-from numpyro_dp.model.records import check_arrays, split_arguments
-from numpyro_dp.model.structure import ModelStructure, UnsupportedModelError, read_model
+from numpyro_dp.model.guide_checks import check_first_values, check_supported, read_guide
+from numpyro_dp.model.public import Declared, UnsupportedModelError
+from numpyro_dp.model.records import check_arrays
+from numpyro_dp.model.structure import ModelStructure, read_model
 from numpyro_dp.model.variational import VariationalProblem
 
 __all__ = ["Frontend", "Prepared", "arguments_key", "check_loss"]
@@ -44,6 +45,7 @@ class Frontend(NamedTuple):
         svi: Non-private ``SVI`` of the same; used for its parameter handling, on placeholders.
         static: Static keywords.
         data_plate: Name of the plate over records, or ``None``.
+        declared: What the user said is public.
     """
 
     model: Callable[..., Any]
@@ -51,11 +53,12 @@ class Frontend(NamedTuple):
     svi: SVI
     static: dict[str, Any]
     data_plate: str | None
+    declared: Declared = Declared()
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         """Reads the model; raises what :func:`read_model` raises."""
         model = _bind(self.model, self.static)
-        return read_model(model, args, kwargs, self.data_plate, self.static)
+        return read_model(model, args, kwargs, self.data_plate, self.declared)
 
     def prepare(
         self,
@@ -70,8 +73,10 @@ class Frontend(NamedTuple):
         Guarantee: no record is read. With a guide whose initial values do not depend on the data,
         the parameters and the key are those that ``numpyro.infer.SVI.init`` gives.
         """
-        layout, _, shared = split_arguments(args, kwargs, structure.layout.num_examples)
+        layout = structure.layout
+        shared = layout.rows(args, kwargs).shared
         check_supported(self.guide, structure, shared, self.static)
+        check_first_values(self.guide, _bind(self.model, self.static), structure, shared)
         placeholder = layout.placeholder(shared)
         plate = structure.data_plate
         hidden = SVI(
@@ -98,6 +103,8 @@ class Frontend(NamedTuple):
                 f"Mutable state {sorted(state.mutable_state)} cannot be private: it mixes records. "
                 "Use group or layer norm, or freeze the state."
             )
+        unconstrained = self.svi.optim.get_params(state.optim_state)
+        structure.public.check("optimiser", self.svi.optim.init, unconstrained)
         self.svi.constrain_fn = hidden.constrain_fn
         params = hidden.get_params(state)
         model = Model(_bind(self.model, self.static), structure)
@@ -143,4 +150,11 @@ def check_loss(loss: Any) -> Trace_ELBO:
 
 
 def _bind(fn: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:
-    return (lambda *args, **kwargs: fn(*args, **kwargs, **static)) if static else fn
+    if not static:
+        return fn
+
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs, **static)
+
+    bound.__wrapped__ = fn  # whose signature names the arguments
+    return bound

@@ -30,7 +30,7 @@ from jax import Array, lax
 from numpyro.distributions import biject_to
 from numpyro.infer import autoguide
 
-from numpyro_dp.model.separation import UnsupportedModelError
+from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.variational import VariationalProblem, guide_kind
 
 __all__ = ["Geometry", "gaussian_geometry"]

@@ -23,16 +23,19 @@ from numpyro_dp.model.density import Model
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.guide import Guide, auto_parts, guide_trace, log_density
 from numpyro_dp.model.locals import is_local
-from numpyro_dp.model.separation import (
+from numpyro_dp.model.public import (
     UnsupportedModelError,
-    check_captured,
-    check_one_row,
+    held_by_function,
+    held_by_program,
     holds_records,
+)
+from numpyro_dp.model.separation import (
+    check_one_row,
     one_record,
 )
 from numpyro_dp.model.structure import ModelStructure
 
-__all__ = ["check_supported", "read_guide"]
+__all__ = ["check_first_values", "check_supported", "read_guide"]
 
 _REFUSED = {
     "AutoDAIS": "its sampler evaluates the likelihood of all records",
@@ -93,6 +96,7 @@ def read_guide(
                 f"Guide site {name!r} has a {kind} distribution without a "
                 "reparameterised sampler. Use one that has (Normal, Gamma, Beta, LogNormal, ...)."
             )
+    _check_holds_no_records(guide, params, shared)
     return _with_local_params(guide, params, shared) if model.structure.local_latents else guide
 
 
@@ -265,9 +269,6 @@ def _check_reads_no_records(
         }
 
     rows = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in layout.shapes]
-    for fn in _written_by_hand(guide):
-        own = functools.partial(values, fn=fn)
-        check_captured("guide", own, layout, structure.data_plate, guide.public, *rows)
     for name, depends in depends_on_inputs(values, *rows).items():
         if depends:
             raise UnsupportedModelError(
@@ -276,15 +277,93 @@ def _check_reads_no_records(
             )
 
 
-def _written_by_hand(guide: Guide) -> list[Callable[..., Any]]:
+def _check_holds_no_records(
+    guide: Guide, params: dict[str, Any], shared: tuple[Array, ...]
+) -> None:
+    """Holds what a guide captured to the rule of public values; NumPyro's own guides hold none.
+
+    First values are looked at too, and the derivative of the draw: rules of ``jax.custom_jvp`` may
+    hold arrays of their own.
+    """
+    public = guide.model.structure.public
+
+    def drawn(params: dict[str, Any]) -> Any:
+        return guide.draw(params, jax.random.key(0), shared)
+
+    if guide.auto is not None and all(map(_is_numpyros_own, auto_parts(guide.auto))):
+        written = _written_by_hand(guide)
+        if not written:
+            # Masks of autoregressive networks, say.
+            public.trust(held_by_program(jax.make_jaxpr(drawn)(params)))
+            return
+
+    def first_values() -> Any:
+        seeded = handlers.seed(
+            one_record(guide.fn, guide.model.structure.data_plate), jax.random.key(0)
+        )
+        alone = guide.model.structure.layout.placeholder(shared)
+        trace = alone.call(handlers.trace(seeded).get_trace)
+        return {n: s["value"] for n, s in trace.items() if s["type"] in ("sample", "param")}
+
+    def derivative(params: dict[str, Any]) -> Any:
+        draws, back = jax.vjp(drawn, params)
+        return back(jax.tree.map(jnp.ones_like, draws))
+
+    public.check("guide", first_values)
+    public.check("guide", derivative, params)
+
+
+def _is_numpyros_own(part: Any) -> bool:
+    return type(part).__module__.partition(".")[0] == "numpyro"
+
+
+def _written_by_hand(guide: Guide) -> list[Any]:
     """The functions of a guide that are no automatic guides."""
     if guide.auto is None:
         return [guide.fn]
     lists = (part for part in auto_parts(guide.auto) if isinstance(part, autoguide.AutoGuideList))
-    return [
-        functools.partial(part, **guide.public)
-        for parts in lists for part in parts if not isinstance(part, autoguide.AutoGuide)
-    ]  # fmt: skip
+    return [part for parts in lists for part in parts if not isinstance(part, autoguide.AutoGuide)]
+
+
+def check_first_values(
+    guide: Any, model: Callable[..., Any], structure: ModelStructure, shared: tuple[Array, ...]
+) -> None:
+    """Refuses automatic guides whose first values come from arrays that nobody declared.
+
+    Args:
+        guide: The guide object.
+        model: The model, static keywords filled in.
+        structure: What was read of it.
+        shared: Public arrays among its arguments.
+    """
+    what, public = "initialiser (init_loc_fn, init_strategy)", structure.public
+    for part in auto_parts(guide):
+        setup = type(part)._setup_prototype
+        if not setup.__module__.startswith("numpyro."):
+            raise UnsupportedModelError(
+                f"{type(part).__name__} has a _setup_prototype of its own, which could set first "
+                "values from records; these are published without noise. Leave it out, and pass "
+                "first values as init_params= of run or init."
+            )
+        if isinstance(part, autoguide.AutoGuideList):
+            continue
+        held = held_by_function(part.init_loc_fn)
+        public.take(what, [*held, *held_by_function(getattr(part, "_init_scale", None))],
+                    any_size=True)  # fmt: skip
+        if held or not _is_numpyros_own_function(part.init_loc_fn):
+            run = handlers.seed(one_record(model, structure.data_plate), jax.random.key(0))
+            run = handlers.substitute(run, substitute_fn=part.init_loc_fn)
+
+            def values(run: Any = run) -> list[Any]:
+                trace = structure.layout.placeholder(shared).call(handlers.trace(run).get_trace)
+                return [trace[name]["value"] for name in structure.latents]
+
+            public.check(what, values, any_size=True)
+
+
+def _is_numpyros_own_function(fn: Any) -> bool:
+    fn = fn.func if isinstance(fn, functools.partial) else fn
+    return (getattr(fn, "__module__", None) or "").startswith("numpyro.")
 
 
 def _check_parameter_shapes(guide: Guide, shared: tuple[Array, ...]) -> None:

@@ -35,8 +35,9 @@ from numpyro.infer.initialization import init_to_uniform
 from numpyro.primitives import Messenger
 
 from numpyro_dp.model.dependence import depends_on_inputs
+from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import Arguments, Layout
-from numpyro_dp.model.separation import UnsupportedModelError, one_record
+from numpyro_dp.model.separation import one_record
 
 __all__ = ["fill_locals", "is_local", "masked_away", "read_locals", "start"]
 

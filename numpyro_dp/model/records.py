@@ -1,9 +1,9 @@
 """Which part of a model's arguments is records, and which is public.
 
-An argument array whose first axis has the size of the data plate holds one record a row; everything
-else is public and reaches the model as it is. A likelihood is only ever evaluated on one record
-(:meth:`Layout.arguments`), priors and guides only on a placeholder, so that neither can see
-the data.
+An argument array whose first axis has the size of the data plate holds one record a row. Every
+other array among the arguments has to be named as public (:mod:`numpyro_dp.model.public`). A
+likelihood is only ever evaluated on one record (:meth:`Layout.arguments`), priors and guides only
+on a placeholder, so that neither can see the data.
 """
 
 from __future__ import annotations
@@ -15,6 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+
+from numpyro_dp.model.public import (
+    Declared,
+    PublicArray,
+    argument_names,
+    is_array,
+    smallness,
+)
 
 __all__ = [
     "Arguments",
@@ -49,6 +57,7 @@ class Layout(NamedTuple):
         constants: The constants, in order.
         shapes: Shape without the first axis and dtype of each record array.
         num_examples: Number of records.
+        public: What the shared arrays are.
     """
 
     treedef: Any
@@ -56,6 +65,7 @@ class Layout(NamedTuple):
     constants: tuple[Any, ...]
     shapes: tuple[tuple[tuple[int, ...], str], ...]
     num_examples: int
+    public: tuple[PublicArray, ...] = ()
 
     def arguments(self, arrays: tuple[Array, ...], shared: tuple[Array, ...]) -> Arguments:
         """Returns the call arguments with the record arrays filled in."""
@@ -71,8 +81,9 @@ class Layout(NamedTuple):
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Splits call arguments into records, where they are, and public arrays."""
-        _, arrays, shared = split_arguments(args, kwargs, self.num_examples)
-        return Rows(arrays, shared)
+        leaves = list(zip(self.kinds, jax.tree.leaves((args, kwargs)), strict=True))
+        shared = tuple(jnp.asarray(leaf) for kind, leaf in leaves if kind == "s")
+        return Rows(tuple(leaf for kind, leaf in leaves if kind == "r"), shared)
 
     def blank(self) -> tuple[Array, ...]:
         """Returns zeros in the place of a record."""
@@ -115,7 +126,7 @@ class Arguments(NamedTuple):
 def array_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
     """Returns the path and shape of every array among the arguments."""
     leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
-    return [(_path_name(path), np.shape(leaf)) for path, leaf in leaves if _is_array(leaf)]
+    return [(_path_name(path), np.shape(leaf)) for path, leaf in leaves if is_array(leaf)]
 
 
 def check_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -124,7 +135,7 @@ def check_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     The message names the argument and its type, and shows no value.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-        if _is_array(leaf):
+        if is_array(leaf):
             if np.ndim(leaf) and np.shape(leaf)[0] == 0:
                 raise ValueError(
                     f"Expected at least one record, got {_path_name(path)} of shape "
@@ -144,72 +155,143 @@ def check_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def split_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], num_examples: int
-) -> tuple[Layout, tuple[Any, ...], tuple[Array, ...]]:
-    """Splits arguments into records and public values.
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    num_examples: int,
+    model: Callable[..., Any],
+    plate: str,
+    declared: Declared,
+    plate_is_named: bool = False,
+) -> Layout:
+    """Finds out which arguments are records, and which are public.
 
     Args:
         args: Positional arguments of the model.
         kwargs: Keyword arguments of the model.
         num_examples: Full size of the data plate.
-
-    Returns:
-        The layout, the record arrays (first axis ``num_examples``), as they were given, and the
-        shared arrays.
+        model: Whose signature names the arguments.
+        plate: Name of the data plate.
+        declared: What the user said is public.
+        plate_is_named: Whether the user named the plate: square arrays are records then.
 
     Raises:
-        ValueError: If no array has a row for each record, or if one has its records along
-            another axis than the first.
+        ValueError: If an array neither has a row for each record nor was declared public, or could
+            be either; if no array has a row for each record; if a name is no argument's.
     """
+    names = argument_names(model, args)
+    _check_names(declared.names, (*names, *kwargs))
     leaves, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    kinds, constants, rows, shared = "", [], [], []
+    kinds, constants, rows, public, refused = "", [], [], [], []
     for path, leaf in leaves:
-        if not _is_array(leaf):
+        name = names[path[1].idx] if path[0].idx == 0 else path[1].key
+        place = _place(path, name)
+        if not is_array(leaf):
             kinds += "c"
             constants.append(leaf)
-        elif np.ndim(leaf) and np.shape(leaf)[0] == num_examples:
+        elif name in declared.names or not np.ndim(leaf):
+            kinds += "s"
+            public.append(PublicArray(place, np.shape(leaf), str(leaf.dtype)))
+        else:
             kinds += "r"
             rows.append(leaf)
-        elif num_examples > 1 and num_examples in np.shape(leaf):
-            raise ValueError(
-                f"Expected records along the first axis, got argument {_path_name(path)} of shape "
-                f"{np.shape(leaf)} with the data plate's size {num_examples} along a later axis. "
-                "Transpose it (and transpose it back inside the model), or pass it as a static "
-                "keyword of the constructor if it is public."
-            )
-        else:
-            kinds += "s"
-            shared.append(jnp.asarray(leaf))
-    numbers = [leaf for leaf in constants if isinstance(leaf, int | float | complex)]
-    if 1 < num_examples <= len(numbers):
-        raise TypeError(
-            f"Expected arrays, got {len(numbers)} Python numbers among the arguments for "
-            f"{num_examples} records. Convert lists of records with jnp.asarray: numbers are "
-            "public constants."
-        )
-    if not rows:
-        found = array_shapes(args, kwargs)
+            refused += _ambiguity(place, name, leaf, num_examples, plate, plate_is_named)
+    found = [shape for _, shape in array_shapes(args, kwargs) if shape]
+    if not any(shape[0] == num_examples for shape in found):
         raise ValueError(
             f"Expected an argument array with {num_examples} rows, the size of the data plate, got "
-            f"{found}. Pass the whole data set (batches are drawn inside), and let the plate's "
-            "size be its number of rows."
+            f"{array_shapes(args, kwargs)}. Pass the whole data set (batches are drawn inside), "
+            "and let the plate's size be its number of rows."
         )
+    if refused:
+        raise ValueError(refused[0])
+    if not rows:
+        raise ValueError(
+            f"Expected an argument array of {num_examples} records that is not in public=, got "
+            f"public={list(declared.names)} for {array_shapes(args, kwargs)}. Name public "
+            "arguments alone."
+        )
+    scalars = sum(not each.shape for each in public)
+    _check_few_numbers(constants, scalars, num_examples)
+    _check_no_list_of_records(args, kwargs, num_examples)
     shapes = tuple(
         (np.shape(leaf)[1:], jax.dtypes.canonicalize_dtype(leaf.dtype).name) for leaf in rows
     )
-    layout = Layout(treedef, kinds, tuple(constants), shapes, num_examples)
+    layout = Layout(treedef, kinds, tuple(constants), shapes, num_examples, tuple(public))
     _check_hashable(layout)
-    return layout, tuple(rows), tuple(shared)
+    return layout
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+def _ambiguity(
+    place: str, name: str, leaf: Any, number: int, plate: str, plate_is_named: bool
+) -> list[str]:
+    """Says why an array can not be taken for records, if it can not."""
+    shape = np.shape(leaf)
+    say = f"If it is public, say so: public=[{name!r}]."
+    if shape[0] != number:
+        turn = ""
+        if number > 1 and number in shape:
+            turn = "Transpose it (and transpose it back inside the model). "
+        return [
+            f"Expected records along the first axis ({number} rows, plate {plate!r}) of every "
+            f"argument array, got {place} of shape {shape}. {turn}If it holds values of records, "
+            f"give it one row for each record. {say}"
+        ]
+    if number > 1 and number in shape[1:] and not plate_is_named:
+        return [
+            f"Expected to see which axis of each argument array counts records, got {place} of "
+            f"shape {shape} with {number} records in plate {plate!r}. A matrix between records "
+            "(distances, a Gram matrix) has no row that is one record's alone: it cannot be "
+            f"passed. If each row is one record's, say so: data_plate={plate!r}. {say}"
+        ]
+    return []
+
+
+def _check_names(public: tuple[str, ...], names: tuple[str, ...]) -> None:
+    unknown = [name for name in public if name not in names]
+    if unknown:
+        raise ValueError(
+            f"Expected public= to name arguments of the model among {sorted(names)}, got "
+            f"{unknown}. Name an argument as the model's signature does."
+        )
+
+
+def _check_few_numbers(constants: list[Any], scalars: int, num_examples: int) -> None:
+    """Refuses lists of records: Python numbers, and arrays without an axis, are public."""
+    numbers = [leaf for leaf in constants if isinstance(leaf, int | float | complex)]
+    for found, what in ((len(numbers), "Python numbers"), (scalars, "arrays of one number")):
+        if 1 < num_examples <= found or found > smallness(num_examples):
+            raise TypeError(
+                f"Expected arrays, got {found} {what} among the arguments for {num_examples} "
+                "records. Convert lists of records with jnp.asarray: numbers are public constants."
+            )
+
+
+def _check_no_list_of_records(args: Any, kwargs: Any, number: int) -> None:
+    """Refuses a list with an array for each record: its arrays would be taken for columns."""
+
+    def is_list(node: Any) -> bool:
+        several = isinstance(node, list | tuple) and len(node) == number > 2
+        return several and all(map(is_array, node))
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_list):
+        if is_list(leaf) and len(path) > 1:
+            raise ValueError(
+                f"Expected one array with a row for each record, got a {type(leaf).__name__} of "
+                f"{number} arrays as {_path_name(path)}. Put them together with jnp.stack."
+            )
 
 
 def _path_name(path: tuple[Any, ...]) -> str:
     which, *rest = path
     name = "args" if getattr(which, "idx", 0) == 0 else "kwargs"
     return name + jax.tree_util.keystr(tuple(rest))
+
+
+def _place(path: tuple[Any, ...], name: str) -> str:
+    """An argument by its name and its place."""
+    where = _path_name(path)
+    inside = jax.tree_util.keystr(tuple(path[2:]))
+    return f"argument {where}" if name == where else f"argument {name}{inside} ({where})"
 
 
 def _check_hashable(layout: Layout) -> None:

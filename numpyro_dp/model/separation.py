@@ -19,25 +19,16 @@ from numpyro.distributions import Unit
 from numpyro.infer.initialization import init_to_uniform
 from numpyro.primitives import Messenger
 
-from numpyro_dp.model.dependence import captured_shapes, looks_up
+from numpyro_dp.model.dependence import looks_up
+from numpyro_dp.model.public import PublicValues, UnsupportedModelError, computes_in_half
 from numpyro_dp.model.records import Layout
 
 __all__ = [
-    "UnsupportedModelError",
-    "check_captured",
     "check_one_row",
     "check_separable",
-    "holds_records",
     "one_record",
     "rows_along",
 ]
-
-
-_MANY = 50  # below, a multiple of the number of records is too common a size to mean anything
-
-
-class UnsupportedModelError(ValueError):
-    """A model or guide that cannot be made private as it is written."""
 
 
 class one_record(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
@@ -66,8 +57,8 @@ def check_separable(
     layout: Layout,
     shared: tuple[Array, ...],
     likelihood: tuple[str, ...],
-    public: dict[str, Any],
-) -> None:
+    public: PublicValues,
+) -> bool:
     """Refuses a likelihood of one record that reads more than its record and public values.
 
     Args:
@@ -76,14 +67,15 @@ def check_separable(
         layout: How arguments split.
         shared: Public arrays among the arguments.
         likelihood: Names of the observed sites in the data plate.
-        public: Static keywords; their arrays may have any number of rows.
+        public: What was taken as public, and the rule for arrays that the model holds.
+
+    Returns:
+        Whether the model computes in half precision.
 
     Raises:
         UnsupportedModelError: Names the site and the remedy.
     """
     number = layout.num_examples
-    if number == 1:
-        return
 
     def densities(index: Array, *rows: Array) -> dict[str, Any]:
         run = handlers.seed(one_record(model, plate, index=index), jax.random.key(0))
@@ -97,54 +89,17 @@ def check_separable(
 
     index = jax.ShapeDtypeStruct((1,), jnp.result_type(int))
     rows = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in layout.shapes]
-    for name, found in looks_up(densities, number, index, *rows).items():
-        if found:
+    program, found = looks_up(densities, number, index, *rows)
+    for name, picks in found.items():
+        if picks and number > 1:
             raise UnsupportedModelError(
                 f"Site {name!r} looks up a value by the index of plate {plate!r} in an array of "
                 f"{number} entries that is no argument: every record would get the first entry. "
                 "Pass records as arguments, and let latents and parameters be the same for all "
                 "records, or index them by a column of the data."
             )
-    check_captured("model", densities, layout, plate, public, index, *rows)
-
-
-def check_captured(
-    what: str,
-    fn: Callable[..., Any],
-    layout: Layout,
-    plate: str,
-    public: dict[str, Any],
-    *args: Any,
-) -> None:
-    """Refuses a function that holds an array with as many rows as there are records.
-
-    Args:
-        what: Word for the function.
-        fn: Runs the model or guide.
-        layout: How arguments split.
-        plate: Name of the data plate.
-        public: Static keywords; their arrays may have any number of rows.
-        *args: Shapes of the function's arguments.
-
-    Raises:
-        UnsupportedModelError: Names the shape and the remedy.
-    """
-    number = layout.num_examples
-    allowed = {np.shape(leaf) for leaf in jax.tree.leaves(public)}
-    for shape in captured_shapes(fn, *args):
-        if holds_records(shape, number) and shape not in allowed:
-            raise UnsupportedModelError(
-                f"The {what} holds an array of shape {shape}, with an entry for each record of "
-                f"plate {plate!r}, that is no argument: it would be read without clip and noise. "
-                "Pass records as arguments; pass a public array as a static keyword of the "
-                "constructor."
-            )
-
-
-def holds_records(shape: tuple[int, ...], number: int) -> bool:
-    """Whether an array may hold all records: an axis of their number, or a flattened table."""
-    flattened = len(shape) == 1 and number >= _MANY and shape[0] % number == 0 and shape[0] > 0
-    return number > 1 and (number in shape or flattened)
+    public.check_program("model", program)
+    return computes_in_half(program)
 
 
 def rows_along(site: dict[str, Any], frame: Any) -> int:

@@ -18,6 +18,7 @@ from numpyro_dp.model.additivity import check_additive
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.draws import draws_keys
 from numpyro_dp.model.locals import read_locals
+from numpyro_dp.model.public import Declared, PublicValues, UnsupportedModelError
 from numpyro_dp.model.records import (
     Arguments,
     Layout,
@@ -26,14 +27,13 @@ from numpyro_dp.model.records import (
     split_arguments,
 )
 from numpyro_dp.model.separation import (
-    UnsupportedModelError,
     check_separable,
     is_factor,
     one_record,
     rows_along,
 )
 
-__all__ = ["ModelStructure", "UnsupportedModelError", "find_data_plate", "read_model"]
+__all__ = ["ModelStructure", "find_data_plate", "read_model"]
 
 
 class Site(NamedTuple):
@@ -68,12 +68,14 @@ class ModelStructure(NamedTuple):
         layout: How arguments split into records and public values.
         latents: Names of the (global) latent sites.
         likelihood: Names of the observed sites in the data plate.
-        prior_factors: Names of data-free factors outside the data plate.
+        prior_factors: Names of factors and observed sites outside the data plate; they read no
+            record.
         params: Names of the model's own ``numpyro.param`` sites.
         local_latents: Names of the continuous latent sites in the data plate.
         summed: Names of the discrete latent sites in the data plate, and the numbers of their
             values in each combination of them.
         draws: Whether the model draws keys of its own, for dropout, say.
+        public: Arrays that were taken as public.
     """
 
     data_plate: str
@@ -85,6 +87,7 @@ class ModelStructure(NamedTuple):
     local_latents: tuple[str, ...] = ()
     summed: dict[str, np.ndarray] = {}  # noqa: RUF012 - never written to
     draws: bool = False
+    public: Any = None
 
 
 def find_data_plate(
@@ -106,10 +109,6 @@ def find_data_plate(
     """
     check_arrays(args, kwargs)
     sites, plates, _ = _abstract_sites(model, args, kwargs)
-    observed = _likelihood_candidates(sites)
-    for site in observed:
-        if not site.plates:
-            raise UnsupportedModelError(_outside_message(site.name, data_plate))
     if data_plate is not None:
         if data_plate not in plates:
             raise UnsupportedModelError(
@@ -117,19 +116,26 @@ def find_data_plate(
                 f"{data_plate!r}. Name the plate over records, or leave data_plate out."
             )
         return data_plate, plates[data_plate]
+    observed = _likelihood_candidates(sites)
     rows = {shape[0] for _, shape in array_shapes(args, kwargs) if shape}
     over_rows = {name for name, size in plates.items() if size in rows}
     if all(site.factor for site in observed):  # a factor over other plates may be a prior
         observed = [site for site in observed if over_rows & set(site.plates)] or observed
     shared = set(observed[0].plates).intersection(*(site.plates for site in observed))
-    if len(shared) > 1:
-        shared = shared & over_rows or shared
-    if len(shared) != 1:
-        listing = {site.name: tuple(site.plates) for site in observed}
+    listing = {site.name: tuple(site.plates) for site in observed}
+    if not shared:
         raise UnsupportedModelError(
             "Expected exactly one plate that all observed sites share, got sites in plates "
             f"{listing}. Put every observed site into one plate over records, or name it with "
-            "data_plate=."
+            "data_plate= (a site outside it may read public values alone)."
+        )
+    if len(shared) > 1:
+        sizes = {name: plates[name] for name in sorted(shared)}
+        raise UnsupportedModelError(
+            f"Expected to know which plate counts records: the observed sites are in plates "
+            f"{listing}, of the sizes {sizes}. What is protected is one index of that plate. Name "
+            f"it: data_plate={max(sizes, key=lambda name: (name in over_rows, sizes[name]))!r}, "
+            "say."
         )
     name = shared.pop()
     return name, plates[name]
@@ -140,7 +146,7 @@ def read_model(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     data_plate: str | None = None,
-    public: dict[str, Any] | None = None,
+    declared: Declared = Declared(),  # noqa: B008 - never written to
 ) -> ModelStructure:
     """Reads the structure of a model, refusing what cannot be private.
 
@@ -149,13 +155,18 @@ def read_model(
         args: Its positional arguments, with the whole data set.
         kwargs: Its keyword arguments.
         data_plate: Name of the plate over records; found in the trace if ``None``.
-        public: Static keywords that the model has been given.
+        declared: What the user said is public.
 
     Raises:
         UnsupportedModelError: Names the site and the remedy.
     """
     plate, num_examples = find_data_plate(model, args, kwargs, data_plate)
-    layout, rows, shared = split_arguments(args, kwargs, num_examples)
+    layout = split_arguments(
+        args, kwargs, num_examples, model, plate, declared, data_plate is not None
+    )
+    rows, shared, _ = layout.rows(args, kwargs)
+    public = PublicValues(declared, plate, num_examples, layout.public)
+    public.trust(shared)  # listed as arguments
 
     sites, _, others = _abstract_sites(model, args, kwargs)
     alone = layout.placeholder(shared)
@@ -176,15 +187,16 @@ def read_model(
         raise UnsupportedModelError("Expected a model with a latent site or a parameter, got none.")
     inside = kinds["likelihood"] + kinds["local"] + kinds["summed"]
     outside = kinds["latent"] + kinds["prior"]
-    check_separable(model, plate, layout, shared, inside, public or {})
+    half = check_separable(model, plate, layout, shared, inside, public)
     summed = {}
     if len(inside) > len(kinds["likelihood"]):
         summed = read_locals(model, plate, layout, shared, inside, outside, kinds["summed"])
+        public.trust(summed.values())
     draws = draws_keys(one_record(model, plate), alone)
-    check_additive(model, plate, layout, shared, () if draws else inside, outside)
+    check_additive(model, plate, layout, shared, () if draws else inside, outside, half)
     return ModelStructure(
         plate, layout, kinds["latent"], kinds["likelihood"], kinds["prior"],
-        tuple(others.get("param", ())), kinds["local"], summed, draws,
+        tuple(others.get("param", ())), kinds["local"], summed, draws, public,
     )  # fmt: skip
 
 
@@ -200,7 +212,7 @@ def _classify(
             kind = _kind_of_latent(site, plate, depends[site.name])
         elif plate in site.plates:
             kind = "likelihood"
-        elif site.factor and not depends[site.name]:
+        elif not depends[site.name]:
             kind = "prior"
         else:
             raise UnsupportedModelError(_outside_message(site.name, plate))
@@ -209,12 +221,12 @@ def _classify(
 
 
 def _likelihood_candidates(sites: list[Site]) -> list[Site]:
-    """The observed sites; factors count only where nothing else is observed in a plate."""
+    """The observed sites in plates; factors count only where nothing else is observed in one."""
     observed = [site for site in sites if site.observed]
-    values = [site for site in observed if not site.factor]
-    factors = [site for site in observed if site.factor and site.plates]
-    if values or factors:
-        return values or factors
+    inside = [site for site in observed if site.plates]
+    values = [site for site in inside if not site.factor]
+    if inside:
+        return values or inside
     if observed:
         raise UnsupportedModelError(_outside_message(observed[0].name, None))
     raise UnsupportedModelError(
@@ -276,7 +288,7 @@ def _outside_message(name: str, plate: str | None) -> str:
     where = "in no plate" if plate is None else f"outside the data plate {plate!r}"
     return (
         f"Observed site {name!r} is {where}, so that its records cannot be told apart. Put it "
-        "inside numpyro.plate over the records (a factor that reads no data may stay outside)."
+        "inside numpyro.plate over the records (a site that reads no record may stay outside)."
     )
 
 

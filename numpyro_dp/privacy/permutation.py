@@ -23,7 +23,7 @@ __all__ = ["Permutation", "PermutationState"]
     data_fields=["key", "order", "position"],
     meta_fields=["num_examples"],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PermutationState:
     """State of :class:`Permutation`: a pytree for ``jit`` and ``scan``.
 
@@ -38,6 +38,10 @@ class PermutationState:
     order: Array
     position: Array
     num_examples: int
+
+    def __repr__(self) -> str:
+        """Shows no key and no order."""
+        return f"PermutationState(<holds a secret key>, num_examples={self.num_examples})"
 
 
 @dataclasses.dataclass(frozen=True)

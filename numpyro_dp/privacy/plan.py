@@ -6,6 +6,7 @@ import dataclasses
 import math
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 from dp_accounting.dp_event import (
     ComposedDpEvent,
@@ -121,6 +122,10 @@ class PrivacyReport:
         sensitive_allowed: Whether the run showed sensitive values to its caller.
         run: Name of the run.
         chains: Chains of a sampler that share the steps, and so the budget.
+        repetition: Whether the caller said that the run repeats another one, with its noise.
+        data_plate: Name of the plate over records: one index of it is what is protected.
+        public: Arrays that were taken as public: arguments, static keywords, and constants that
+            model and guide hold. Each has a place, a shape and a dtype.
     """
 
     bound: EpsilonBound
@@ -131,6 +136,9 @@ class PrivacyReport:
     sensitive_allowed: bool = False
     run: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex, compare=False)
     chains: int = 1
+    repetition: bool = False
+    data_plate: str = ""
+    public: tuple[Any, ...] = ()
 
     @property
     def epsilon(self) -> float:
@@ -193,6 +201,11 @@ class PrivacyReport:
                 "Reproducible run: the guarantee holds against those who do not know secret_key, "
                 "and only if it drives no other run on overlapping records."
             )
+        if self.repetition:
+            found.append(
+                "repetition=True: another run may have had the same noise. The guarantee holds if "
+                "both were on the same records with the same settings, and counts for one of them."
+            )
         if self.sensitive_allowed:
             found.append("allow_sensitive=True: losses shown to the caller are not covered.")
         return tuple(found)
@@ -212,6 +225,10 @@ class PrivacyReport:
             + (" in the first step (adaptive clip norm)" if plan.adaptive else ""),
             f"event: {describe_event(self.event)}",
         ]
+        if self.data_plate:
+            lines.append(f"records: the indices of plate {self.data_plate!r}")
+        if self.public:
+            lines.append("taken as public: " + "; ".join(map(str, self.public)))
         if self.chains > 1:
             lines.append(
                 f"These are {self.num_steps // self.chains} steps of each of {self.chains} chains, "

@@ -39,6 +39,7 @@ from jax.extend.random import define_prng_impl
 from jax.typing import DTypeLike
 
 from .._validate import check_int
+from .once import check_outside_trace
 
 __all__ = ["CHACHA20", "as_secret_key", "secret_key", "standard_normal"]
 
@@ -60,6 +61,8 @@ def secret_key(seed: int | bytes | str | None = None) -> Array:
             :func:`as_secret_key` does: whoever knows the seed can remove the noise.
 
     Raises:
+        NoiseReuseError: If it is called without a seed while JAX traces a function, for whose calls
+            and lanes the key would be the same.
         TypeError: If the seed is of another type.
         ValueError: If a seed of bytes or hexadecimal digits has not 256 bits.
 
@@ -73,7 +76,10 @@ def secret_key(seed: int | bytes | str | None = None) -> Array:
 
     **Guarantee**: without a seed the key comes from ``secrets.token_bytes(32)`` and nothing else.
     """
-    return as_secret_key(secrets.token_bytes(4 * _KEY_WORDS) if seed is None else seed)
+    if seed is None:
+        check_outside_trace("secret_key()")
+        seed = secrets.token_bytes(4 * _KEY_WORDS)
+    return as_secret_key(seed)
 
 
 def as_secret_key(key: Array | bytes | str | int) -> Array:

@@ -98,6 +98,7 @@ class ChainSettings(NamedTuple):
     accountant: Any
     microbatch_size: int | str = "auto"
     mesh: Any = None
+    repetition: bool = False
 
 
 class Resolved(NamedTuple):

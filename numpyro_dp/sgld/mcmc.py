@@ -22,12 +22,13 @@ from numpyro_dp.driver import Driver
 from numpyro_dp.estimators.langevin import POINT_SUFFIX, langevin
 from numpyro_dp.ledger import noise_fields, plan_for, secret_of, spent_by
 from numpyro_dp.model.frontend import Frontend, Prepared
-from numpyro_dp.model.separation import UnsupportedModelError
+from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.adaptive import AdaptiveClip
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism import check_clip_norm
+from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.random import as_secret_key
 from numpyro_dp.sgld.balance import ChainSettings, Resolved, check_heat, check_settings, resolve
@@ -62,7 +63,7 @@ class DPMCMC:
         clip_norm: Bound on the norm of one record's score: a number, a dict by latent site, or
             ``None``.
         sampler, budget, noise_multiplier, secret_key, accountant, data_plate, microbatch_size,
-            mesh: As for :class:`~numpyro_dp.DPSVI`.
+            mesh, public, repetition: As for :class:`~numpyro_dp.DPSVI`.
         progress_bar: Shows steps and epsilon spent, for one chain.
         **static_kwargs: Public, constant keywords of the model.
 
@@ -114,6 +115,8 @@ class DPMCMC:
         microbatch_size: int | str = "auto",
         mesh: Mesh | None = None,
         progress_bar: bool = True,
+        public: Any = (),
+        repetition: bool = False,
         **static_kwargs: Any,
     ) -> None:
         check_int("num_warmup", num_warmup, low=0)
@@ -125,11 +128,11 @@ class DPMCMC:
             _checks.check_sampler(sampler), budget, _checks.check_noise(noise_multiplier),
             None if secret_key is None else as_secret_key(secret_key),
             _checks.check_accountant(accountant), _checks.check_microbatch_size(microbatch_size),
-            _checks.check_mesh(mesh),
+            _checks.check_mesh(mesh), _checks.check_repetition(repetition, secret_key),
         )  # fmt: skip
         check_settings(self.settings)
         self._progress_bar = progress_bar
-        self._frontend = _frontend(kernel, data_plate, static_kwargs)
+        self._frontend = _frontend(kernel, data_plate, static_kwargs, public)
         self._drivers: dict[str, _Chain] = {}
         self._samples: dict[str, Array] | None = None
         self._report: PrivacyReport | None = None
@@ -150,7 +153,9 @@ class DPMCMC:
             UnsupportedModelError: If the model cannot be private as it is written.
             BudgetError: If the steps do not fit the budget. No record has been read then.
             ValueError: If a step is too large for the noise, likewise.
+            NoiseReuseError: If JAX traces the call, or another run had the same ``secret_key``.
         """
+        check_outside_trace("DPMCMC.run")
         _checks.check_rng_key(rng_key)
         structure, settings = self._frontend.structure(args, kwargs), self.settings
         found = resolve(settings, structure.layout.num_examples)
@@ -167,7 +172,8 @@ class DPMCMC:
         report = spent_by(driver, states[0], total)
         self._report = dataclasses.replace(report, chains=chains)
         sizes = settings.num_warmup, found.num_samples, settings.thinning
-        draws = driver.chains(states, sizes, args, kwargs, self._report, self._progress_bar)
+        with driver._begun(*states):
+            draws = driver.chains(states, sizes, args, kwargs, self._report, self._progress_bar)
         self._samples = {site: draws[f"{site}{POINT_SUFFIX}"] for site in structure.latents}
 
     @property
@@ -218,6 +224,7 @@ class _Chain(Driver):
             accountant=settings.accountant,
             microbatch_size=settings.microbatch_size,
             mesh=settings.mesh,
+            repetition=settings.repetition,
         )
 
     def get_params(self, state: SensitiveState) -> dict[str, Any]:
@@ -280,10 +287,13 @@ class _Chain(Driver):
         return prepared
 
 
-def _frontend(kernel: SGLD, data_plate: str | None, static: dict[str, Any]) -> Frontend:
+def _frontend(
+    kernel: SGLD, data_plate: str | None, static: dict[str, Any], public: Any
+) -> Frontend:
     guide = AutoDelta(kernel.model, init_loc_fn=kernel.init_strategy)
     svi = SVI(kernel.model, guide, as_optimizer(kernel), Trace_ELBO(), **static)
-    return Frontend(kernel.model, guide, svi, static, data_plate)
+    declared = declare(public, static)
+    return Frontend(kernel.model, guide, svi, static, data_plate, declared)
 
 
 def _check_kernel(kernel: Any) -> SGLD:

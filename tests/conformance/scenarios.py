@@ -20,7 +20,6 @@ from numpyro.infer import SVI, Trace_ELBO, autoguide
 from numpyro_dp import DPSVI, FullBatch
 from numpyro_dp._tree import filled
 from numpyro_dp.aggregate import bounded_sum, bounded_sum_by_definition
-from numpyro_dp.model.records import split_arguments
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.privacy.mechanism import gaussian
 
@@ -54,6 +53,7 @@ class Scenario(NamedTuple):
         particles: Draws per step.
         reference: The same model in a form whose evidence lower bound NumPyro computes with the
             same draws, where that is another one.
+        public: Names of public arguments.
     """
 
     name: str
@@ -63,6 +63,7 @@ class Scenario(NamedTuple):
     kwargs: Callable[[Any], dict[str, Any]] = lambda rng: {}
     particles: int = 1
     reference: Callable[..., Any] | None = None
+    public: tuple[str, ...] = ()
 
 
 # Models.
@@ -314,7 +315,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("plain_cholesky", regression, PlainCholesky, _xy),
     Scenario("shared_param", own_params, _fixed(shares_width), _xy),
     Scenario("only_params", only_params, _fixed(no_sites), _xy),
-    Scenario("two_sites", two_sites, autoguide.AutoNormal, _tree, _keywords),
+    Scenario(
+        "two_sites", two_sites, autoguide.AutoNormal, _tree, _keywords, public=("offset",)
+    ),
     Scenario("network", network, autoguide.AutoDiagonalNormal, _xy),
     Scenario(
         "subsampled", subsampled, autoguide.AutoDiagonalNormal, _xy, reference=regression
@@ -418,7 +421,7 @@ def bench(scenario: Scenario, row: EstimatorRow = ESTIMATORS[0], **options: Any)
     settings = {"clip_norm": np.inf, "noise_multiplier": 0.0, "sampler": FullBatch()} | options
     dpsvi = DPSVI(
         scenario.model, guide, optax.adam(0.02), Trace_ELBO(num_particles=scenario.particles),
-        estimator=row.build(), **settings,
+        estimator=row.build(), public=scenario.public, **settings,
     )  # fmt: skip
     state = dpsvi.init(jax.random.key(1), *args, **kwargs)
     problem = dpsvi._session(args, kwargs).problem
@@ -426,7 +429,7 @@ def bench(scenario: Scenario, row: EstimatorRow = ESTIMATORS[0], **options: Any)
     params = jax.tree.map(
         lambda p: p + 0.1 * jnp.asarray(rng.normal(size=p.shape), p.dtype), params
     )
-    _, arrays, _ = split_arguments(args, kwargs, problem.model.structure.layout.num_examples)
+    arrays = problem.model.structure.layout.rows(args, kwargs).arrays
     return Bench(scenario, dpsvi, guide, args, kwargs, problem, arrays, params)
 
 

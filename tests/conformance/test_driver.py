@@ -131,7 +131,7 @@ def test_state_is_stable_and_every_length_uses_one_compilation(row, sampler):
 
 def test_a_loop_of_updates_is_a_run():
     x = points()
-    svi = driver(secret_key=4)
+    svi = driver(secret_key=4, repetition=True)
     result = svi.run(jax.random.key(0), 5, x, progress_bar=False)
     state = svi.init(jax.random.key(0), x)
     values = []
@@ -171,7 +171,7 @@ def leaves_with_keys(tree):
 @pytest.mark.parametrize("progress_bar", [False, True])
 def test_nothing_sensitive_is_in_the_result_or_on_the_screen(progress_bar, capfd, caplog):
     x = points()
-    svi = driver(secret_key=9)
+    svi = driver(secret_key=9, repetition=True)
     result = svi.run(jax.random.key(0), 50, x, progress_bar=progress_bar)
     assert result.losses is None
     public = [result.params, tuple(result.trace), result.privacy]
@@ -240,7 +240,13 @@ def test_a_record_that_is_not_finite_changes_nothing_else(row, bad):
     """With the record appended, the same keys release the same totals."""
     x = points()
     longer = jnp.concatenate([x, jnp.asarray([[0.3, bad]])])
-    svi = driver(estimator=row.build(), clip_norm=row.size, sampler=FullBatch(), secret_key=6)
+    svi = driver(
+        estimator=row.build(),
+        clip_norm=row.size,
+        sampler=FullBatch(),
+        secret_key=6,
+        repetition=True,
+    )
     steps = {}
     for data in (x, longer):
         state = svi.init(jax.random.key(0), data)

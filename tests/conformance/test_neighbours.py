@@ -157,7 +157,7 @@ def test_what_a_step_releases(row, sampler, release):
     """Through the whole step: the change of the released sum, before noise, times q."""
     clip = 0.8 * row.size
     pieces = bench(
-        by_name("diagonal"), row, clip_norm=clip, sampler=sampler, secret_key=3,
+        by_name("diagonal"), row, clip_norm=clip, sampler=sampler, secret_key=3, repetition=True,
         loss_release=release,
     )  # fmt: skip
     session = pieces.dpsvi._session(pieces.args, pieces.kwargs)

@@ -78,7 +78,7 @@ def apart(found, expected):
 def test_sites_are_those_of_the_closed_form_of_the_evidence(family):
     """Differentiated automatically, of a cavity whose components are correlated."""
     x = np.random.default_rng(0).normal(size=(5, 2)).astype(np.float32)
-    structure = read_conjugate_model(three, (x,), {}, None, {})
+    structure = read_conjugate_model(three, (x,), {}, None)
     problem = make_problem(three, structure, family, (), KEY)
 
     def log_evidence(mean, covariance, x):
@@ -183,7 +183,8 @@ def test_shared_precision_of_each_component():
     start = {"auto_linear": jnp.asarray(100 * means.ravel(), jnp.float32),
              "auto_precision": jnp.full(16, 100.0)}  # fmt: skip
     sep = DPSEP(mixture, diagonal_normal, site=normal_mixture(first, 0.5), clip_norm=5.0,
-                shared_precision=4, sampler=FullBatch(), budget=BUDGET, secret_key=3)  # fmt: skip
+                shared_precision=4, sampler=FullBatch(), budget=BUDGET, secret_key=3,
+                repetition=True)  # fmt: skip
     result = sep.run(KEY, 5, x, init_params=start, progress_bar=False)
     found = np.asarray(result.params["auto_precision"]).reshape(4, 4)
     np.testing.assert_allclose(found, found[:, :1] * np.ones(4), rtol=1e-5)
@@ -239,7 +240,8 @@ def test_one_record_moves_the_statistics_by_at_most_the_clip_norm(with_squares):
 def test_a_private_mixture_is_one_however_large_the_noise():
     x, _ = simulate(0, 200)
     em = DPEM(4, clip_norm={"counts": 1.0, "sums": 2.0, "squares": 4.0}, sampler=Poisson(0.1),
-              budget=PrivacyBudget(0.05, 1e-5), damping=0.3, secret_key=1)  # fmt: skip
+              budget=PrivacyBudget(0.05, 1e-5), damping=0.3, secret_key=1,
+              repetition=True)  # fmt: skip
     result = em.run(KEY, 30, x, progress_bar=False)
     assert result.privacy.epsilon <= 0.05 and result.privacy.num_steps == 30
     trace = result.trace.params

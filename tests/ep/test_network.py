@@ -148,7 +148,7 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm(by_layer, ridge, norm
     rng = np.random.default_rng(1)
     number = 40
     x, y = records(number)
-    structure = read_conjugate_model(NETWORK, (x, y), {}, None, {})
+    structure = read_conjugate_model(NETWORK, (x, y), {}, None)
     problem = RecordsProblem(Model(NETWORK, structure), number)
     estimator = network_ep(NETWORK, by_layer, 10.0, 0.3, ridge)(problem)
     driver = DPPBP(NETWORK, clip_norm=norm, noise_multiplier=1.0, sampler=FullBatch())
@@ -288,7 +288,7 @@ def test_steps_by_curvature_stay_finite_with_many_records_and_little_ridge(numbe
     x, y = records(number, inputs=4)
     sep = DPPBP(
         RegressionNetwork((10,)), clip_norm=math.inf, noise_multiplier=0.0, sampler=Poisson(0.02),
-        step_size=0.5, damping=0.1, ridge=0.01, secret_key=1,
+        step_size=0.5, damping=0.1, ridge=0.01, secret_key=1, repetition=True,
     )  # fmt: skip
     params = sep.run(KEY, 60, x, y, progress_bar=False).params
     assert all(bool(jnp.isfinite(value).all()) for value in params.values())
@@ -310,7 +310,14 @@ def test_variance_of_a_rectified_unit_does_not_cancel():
 
 def test_layers_have_one_precision_each_from_the_start():
     x, y = records(20)
-    pbp = DPPBP(NETWORK, clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch(), secret_key=1)
+    pbp = DPPBP(
+        NETWORK,
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        sampler=FullBatch(),
+        secret_key=1,
+        repetition=True,
+    )
     start = pbp.get_params(pbp.init(KEY, x, y))
     size = start["weights_precision"].size
     start["weights_precision"] = 1 + jnp.arange(size, dtype=float)
@@ -323,7 +330,7 @@ def test_a_private_run_learns_is_accounted_for_and_predicts():
     x, y = records(4000)
     pbp = DPPBP(
         NETWORK, clip_norm=0.3, sampler=Poisson(0.25), budget=BUDGET, step_size=0.5, ridge=20.0,
-        secret_key=3,
+        secret_key=3, repetition=True,
     )  # fmt: skip
     result = pbp.run(KEY, 60, x, y, progress_bar=False)
     assert 0.9 < result.privacy.epsilon <= 1.0
@@ -341,7 +348,7 @@ def test_a_private_posterior_is_one_however_large_the_noise():
     for options in ({}, {"ridge": 10.0, "step_size": 0.5}, {"precision": "weight"}):
         pbp = DPPBP(
             RegressionNetwork((4,), weight_precision=None), clip_norm=1.0, noise_multiplier=1e3,
-            sampler=FullBatch(), secret_key=1, **options,
+            sampler=FullBatch(), secret_key=1, repetition=True, **options,
         )  # fmt: skip
         params = pbp.run(KEY, 20, x, y, progress_bar=False).params
         assert all(bool(jnp.isfinite(value).all()) for value in params.values())
@@ -361,7 +368,14 @@ def test_a_prior_on_the_precision_of_weights_follows_their_size():
 
 def test_updates_and_runs_give_the_same():
     x, y = records(40)
-    pbp = DPPBP(NETWORK, clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch(), secret_key=5)
+    pbp = DPPBP(
+        NETWORK,
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        sampler=FullBatch(),
+        secret_key=5,
+        repetition=True,
+    )
     state = pbp.init(KEY, x, y)
     update = jax.jit(pbp.update)
     for _ in range(3):
@@ -510,7 +524,7 @@ def test_slopes_in_coordinates_of_the_curvature(weight_precision):
 @pytest.mark.parametrize("noise", [1.0, 0.01])
 def test_a_slope_in_those_coordinates_has_the_size_of_the_residual_in_standard_deviations(noise):
     x = np.random.default_rng(0).normal(size=(500, 2)).astype(np.float32)
-    structure = read_conjugate_model(NETWORK, (x, x[:, 0]), {}, None, {})
+    structure = read_conjugate_model(NETWORK, (x, x[:, 0]), {}, None)
     problem = RecordsProblem(Model(NETWORK, structure), 500)
     driver = DPPBP(NETWORK, clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch())
     params = driver.get_params(driver.init(KEY, x, x[:, 0]))
@@ -533,7 +547,7 @@ def test_a_slope_in_those_coordinates_has_the_size_of_the_residual_in_standard_d
 def test_what_is_released_in_those_coordinates_comes_back():
     number, ridge = 60, 2.0
     x, y = records(number)
-    structure = read_conjugate_model(NETWORK, (x, y), {}, None, {})
+    structure = read_conjugate_model(NETWORK, (x, y), {}, None)
     problem = RecordsProblem(Model(NETWORK, structure), number)
     driver = DPPBP(NETWORK, clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch())
     start = driver.get_params(driver.init(KEY, x, y))

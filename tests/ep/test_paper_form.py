@@ -69,7 +69,7 @@ def test_the_printed_update_with_gamma_one_moves_by_a_part_of_it():
 
 def test_one_record_moves_the_sum_by_at_most_the_clip_norm():
     x, y = (jnp.asarray(array) for array in binary_data())
-    structure = read_conjugate_model(logistic, (x, y), {}, None, {})
+    structure = read_conjugate_model(logistic, (x, y), {}, None)
     problem = make_problem(logistic, structure, normal, (), KEY)
     estimator = paper_form(1.0, FullBatch())(problem._replace(site=quadrature()))
 
@@ -94,7 +94,7 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm():
 
 def test_a_private_run_keeps_the_mean_site_bounded_and_is_accounted_for():
     sep = DPSEP(logistic, form="paper", clip_norm=0.05, damping=float(NUMBER),
-                sampler=FixedSize(1), budget=REPLACE, secret_key=2)  # fmt: skip
+                sampler=FixedSize(1), budget=REPLACE, secret_key=2, repetition=True)  # fmt: skip
     result = sep.run(KEY, 3 * NUMBER, *binary_data(), progress_bar=False)
     assert result.privacy.epsilon <= 1.0 and result.privacy.relation == "replace_one"
     linear = np.asarray(result.trace.params["auto_linear"])

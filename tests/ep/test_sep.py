@@ -204,7 +204,7 @@ PAIRS = [(k, f) for k in KINDS for f in FAMILIES if (k, f) != ("conjugate", isot
 def test_one_record_moves_the_sum_by_at_most_the_clip_norm(kind, family):
     model, site, make = KINDS[kind]
     x, y = (jnp.asarray(array) for array in make(20, 3))
-    structure = read_conjugate_model(model, (x, y), {}, None, {})
+    structure = read_conjugate_model(model, (x, y), {}, None)
     problem = make_problem(model, structure, family, (), KEY)
     estimator = stochastic_ep(precision_weight=2.0)(problem._replace(site=site))
     mechanism = gaussian(0.7, 1.0)
@@ -244,7 +244,7 @@ def test_a_record_that_is_not_a_number_counts_as_nothing():
 def test_a_private_posterior_is_one_however_large_the_noise(family):
     x, y = binary_data()
     sep = DPSEP(logistic, family, clip_norm=1.0, sampler=Poisson(0.1),
-                budget=PrivacyBudget(0.01, 1e-5), secret_key=1)  # fmt: skip
+                budget=PrivacyBudget(0.01, 1e-5), secret_key=1, repetition=True)  # fmt: skip
     result = sep.run(KEY, 50, x, y, progress_bar=False)
     for at in range(50):
         published = result.trace.params
@@ -257,7 +257,7 @@ def test_a_private_posterior_learns_and_says_what_it_spent():
     x, y = binary_data(5000)
     exact = moments(SEP(logistic).run(KEY, 30, x, y, progress_bar=False).params)
     sep = DPSEP(logistic, clip_norm=4.0, sampler=FullBatch(), budget=PrivacyBudget(2.0, 1e-5),
-                damping=0.5, secret_key=2)  # fmt: skip
+                damping=0.5, secret_key=2, repetition=True)  # fmt: skip
     result = sep.run(KEY, 12, x, y, progress_bar=False)
     mean, covariance = moments(result.params)
     assert np.abs(mean - exact[0]).max() < 0.25
@@ -441,7 +441,7 @@ def test_sites_may_have_the_names_of_natural_parameters():
 def test_shared_precision_is_one_noisy_number():
     x, y = binary_data(2000)
     sep = DPSEP(logistic, clip_norm=2.0, sampler=FullBatch(), budget=BUDGET, damping=0.5,
-                shared_precision=True, secret_key=3)  # fmt: skip
+                shared_precision=True, secret_key=3, repetition=True)  # fmt: skip
     found = np.asarray(sep.run(KEY, 10, x, y, progress_bar=False).params["auto_precision"])
     np.testing.assert_allclose(found, found[0, 0] * np.eye(3), atol=1e-3 * found[0, 0])
     assert found[0, 0] > 50

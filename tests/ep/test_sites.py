@@ -69,7 +69,7 @@ def records(kind="float", number=5):
 
 
 def problem_of(model, family, *args):
-    structure = read_conjugate_model(model, args, {}, None, {})
+    structure = read_conjugate_model(model, args, {}, None)
     return make_problem(model, structure, family, (), KEY)
 
 

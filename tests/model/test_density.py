@@ -17,7 +17,6 @@ from numpyro.infer.reparam import LocScaleReparam, TransformReparam
 from numpyro.infer.util import log_density, potential_energy
 
 from numpyro_dp.model.density import Model
-from numpyro_dp.model.records import split_arguments
 from numpyro_dp.model.structure import read_model
 
 N, D = 12, 3
@@ -213,9 +212,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "two sites, one scaled": lambda: Case(two_sites, (_x(), _y(), _binary())),
     "model scaled": lambda: Case(handlers.scale(hard_coded_size, 0.25), (_y(),)),
     "scaled by record": lambda: Case(weighted, (_x(), _y(), _y() ** 2)),
-    "nested": lambda: Case(nested, (_x(),)),
-    "records in the inner plate": lambda: Case(records_inside, (_x(),)),
-    "outputs": lambda: Case(nested_plates_share, (_x(), _x()[:, :2])),
+    "nested": lambda: Case(nested, (_x(),), data_plate="records"),
+    "records in the inner plate": lambda: Case(records_inside, (_x(),), data_plate="records"),
+    "outputs": lambda: Case(
+        nested_plates_share, (_x(), _x()[:, :2]), data_plate="records"
+    ),
     "named plate": lambda: Case(nested, (_x(),), data_plate="records"),
     "mask handler": lambda: Case(masked, (_y(), _binary() == 1)),
     "masked likelihood": lambda: Case(masked_likelihood, (_y(), _binary() == 1)),
@@ -267,7 +268,7 @@ def test_prior_plus_likelihood_of_each_record_is_the_log_density(name: str) -> N
         structure = read_model(case.model, case.args, case.kwargs, case.data_plate)
         assert structure.data_plate == "records"
         assert structure.layout.num_examples == N
-        _, rows, shared = split_arguments(case.args, case.kwargs, N)
+        rows, shared, _ = structure.layout.rows(case.args, case.kwargs)
         model = Model(case.model, structure)
         params = {"noise": jnp.asarray(0.4), "prior_mean": jnp.asarray(-0.3)}
         params = {key: value for key, value in params.items() if key in structure.params}

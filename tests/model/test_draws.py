@@ -109,7 +109,7 @@ def test_what_records_draw_is_secret(model, same):
     """Masks by public keys and row numbers would all be others where one record is taken out."""
 
     def step(secret):
-        svi = driver(model, secret_key=secret)
+        svi = driver(model, secret_key=secret, repetition=True)
         found = svi.run(jax.random.key(0), 1, np.ones(50, np.float32), progress_bar=False)
         return np.asarray(found.params["w_auto_loc"])
 
@@ -173,7 +173,7 @@ def test_a_run_that_goes_on_draws_as_one_that_did_not_stop():
     x = np.ones(50, np.float32)
 
     def noisy():
-        return driver(masked, noise_multiplier=1.0, num_steps=4)
+        return driver(masked, noise_multiplier=1.0, num_steps=4, repetition=True)
 
     whole = noisy().run(jax.random.key(0), 4, x, progress_bar=False)
     half = noisy().run(jax.random.key(0), 2, x, progress_bar=False)
@@ -214,7 +214,11 @@ def test_each_run_of_a_sweep_draws_by_secret_numbers_of_its_own():
     assert not np.array_equal(one, other)
     for index, params in enumerate((one, other)):
         secret = jax.random.fold_in(secret_key(1), index)
-        alone = driver(masked, secret_key=secret).run(key, 1, x, progress_bar=False).params
+        alone = (
+            driver(masked, secret_key=secret, repetition=True)
+            .run(key, 1, x, progress_bar=False)
+            .params
+        )
         np.testing.assert_allclose(params, alone["w_auto_loc"], rtol=1e-4, atol=1e-6)
 
 

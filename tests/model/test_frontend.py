@@ -49,6 +49,7 @@ class Case(NamedTuple):
     static: dict[str, Any] = {}
     init_params: dict[str, Any] | None = None
     num_particles: int = 1
+    options: dict[str, Any] = {}
 
 
 def _x() -> np.ndarray:
@@ -172,7 +173,9 @@ def at_value(model):
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "AutoNormal, nested plates": lambda: Case(nested, AutoNormal, (_x(),)),
+    "AutoNormal, nested plates": lambda: Case(
+        nested, AutoNormal, (_x(),), options={"data_plate": "records"}
+    ),
     "AutoDiagonalNormal, supports": lambda: Case(supports, AutoDiagonalNormal, (_x(), _y())),
     "AutoDelta, supports": lambda: Case(supports, AutoDelta, (_x(), _y())),
     "AutoGuideList": lambda: Case(mixture, guide_list, (_y(),)),
@@ -200,8 +203,11 @@ CASES: dict[str, Callable[[], Case]] = {
         ({"y": _y(), "count": _binary() * 2, "design": {"x": _x()}},),
         {"offset": np.array([0.5, 0.25]), "missing": None},
         {"family": "laplace"},
+        options={"public": ["offset"]},
     ),
-    "init_to_value, keywords": lambda: Case(regression, at_value, (), {"y": _y(), "x": _x()}),
+    "init_to_value, keywords": lambda: Case(
+        regression, at_value, (), {"y": _y(), "x": _x()}, options={"public": [np.arange(3.0)]}
+    ),
 }
 
 
@@ -249,7 +255,7 @@ def test_without_clip_and_noise_the_run_is_that_of_svi(name: str) -> None:
         private = DPSVI(
             case.model, case.guide(case.model), optim, loss,
             estimator=aligned(), clip_norm=jnp.inf, sampler=FullBatch(), noise_multiplier=0.0,
-            **case.static,
+            **case.options, **case.static,
         )  # fmt: skip
         result = private.run(
             KEY, 3, *case.args, progress_bar=False, init_params=case.init_params, **case.kwargs
@@ -263,7 +269,7 @@ def test_without_clip_and_noise_the_run_is_that_of_svi(name: str) -> None:
 def _run(model: Any, guide: Any, *args: Any, steps: int = 5, **kwargs: Any) -> dict[str, Any]:
     svi = DPSVI(
         model, guide, optax.sgd(1e-2), estimator=aligned(), clip_norm=5.0,
-        sampler=Poisson(0.4), noise_multiplier=0.5, secret_key=1,
+        sampler=Poisson(0.4), noise_multiplier=0.5, secret_key=1, repetition=True,
     )  # fmt: skip
     return svi.run(KEY, steps, *args, progress_bar=False, **kwargs).params
 
@@ -301,7 +307,7 @@ def test_public_arguments_may_change_between_runs() -> None:
     guide = AutoNormal(counted)
     svi = DPSVI(
         counted, guide, optax.sgd(1e-2), estimator=aligned(), clip_norm=5.0, sampler=FullBatch(),
-        noise_multiplier=0.5, secret_key=1,
+        noise_multiplier=0.5, secret_key=1, repetition=True, public=["public"],
     )  # fmt: skip
     y, one, two = _y().astype(np.float32), np.array([0.5, 1.0]), np.array([-3.0, 4.0])
     first = svi.run(KEY, 20, y, one, progress_bar=False).params["mean_auto_loc"]
@@ -310,7 +316,8 @@ def test_public_arguments_may_change_between_runs() -> None:
     assert len(traces) < 2 * compiled
     alone = DPSVI(
         offset, AutoNormal(offset), optax.sgd(1e-2), estimator=aligned(), clip_norm=5.0,
-        sampler=FullBatch(), noise_multiplier=0.5, secret_key=1,
+        sampler=FullBatch(), noise_multiplier=0.5, secret_key=1, repetition=True,
+        public=["public"],
     ).run(KEY, 20, y, two, progress_bar=False).params["mean_auto_loc"]  # fmt: skip
     np.testing.assert_allclose(second, alone, rtol=1e-5)
     assert abs(second - first) > 0.05

@@ -90,7 +90,7 @@ def driver(model: Any, guide: Any, **changes: Any) -> DPSVI:
 
 def problem_of(model: Any, guide: Any, loss: Any = None) -> tuple[Any, Any]:
     svi = SVI(model, guide, optax.adam(0.05), loss or Trace_ELBO())
-    frontend = Frontend(model, guide, svi, {}, None)
+    frontend = Frontend(model, guide, svi, {}, "records")
     prepared = frontend.prepare(frontend.structure((X,), {}), KEY, (X,), {}, None)
     return prepared.problem, svi.optim.get_params(prepared.optim_state)
 
@@ -391,7 +391,7 @@ def discrete_guide(x):
 def test_a_record_s_latent_that_cannot_be_private(model: Any, guide: Any, parts: Any) -> None:
     made = guide(model) if isinstance(guide, type) else guide
     with pytest.raises(UnsupportedModelError) as error:
-        driver(model, made).init(jax.random.key(0), X)
+        driver(model, made, data_plate="records").init(jax.random.key(0), X)
     for part in parts:
         assert part in str(error.value)
 

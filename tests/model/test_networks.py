@@ -228,7 +228,8 @@ def test_small_microbatches_give_the_same_chains():
     for size in ("auto", 3):
         mcmc = DPMCMC(
             SGLD(model, 1e-6), num_warmup=1, num_samples=3, num_chains=2, clip_norm=1.0,
-            sampler=FullBatch(), noise_multiplier=1.0, secret_key=1, microbatch_size=size,
+            sampler=FullBatch(), noise_multiplier=1.0, secret_key=1,
+            repetition=True, microbatch_size=size,
             progress_bar=False,
         )  # fmt: skip
         mcmc.run(KEY, X, Y)

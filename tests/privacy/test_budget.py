@@ -138,7 +138,7 @@ def model(x):
 def driver(budget, **options):
     return DPSVI(
         model, AutoDelta(model), optax.sgd(1e-3), estimator=vanilla(), clip_norm=1.0,
-        sampler=FullBatch(), budget=budget, secret_key=7, **options,
+        sampler=FullBatch(), budget=budget, secret_key=7, repetition=True, **options,
     )  # fmt: skip
 
 

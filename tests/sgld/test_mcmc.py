@@ -122,7 +122,7 @@ def test_theorem_1_both_ways(batch):
     svi = DPSVI(
         gaussian_mean, AutoDelta(gaussian_mean), optax.sgd(sgd.learning_rate / NUMBER),
         estimator=aligned(), clip_norm=sgd.clip_norm, sampler=batch,
-        noise_multiplier=sgd.noise_multiplier, secret_key=3,
+        noise_multiplier=sgd.noise_multiplier, secret_key=3, repetition=True,
     )  # fmt: skip
     result = svi.run(KEY, steps, x, progress_bar=False, trace_size=steps)
     np.testing.assert_allclose(

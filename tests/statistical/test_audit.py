@@ -85,6 +85,7 @@ def scores(name, noise_factor):
         setting.model, setting.guide(setting.model), optax.sgd(1e-3),
         estimator=setting.estimator(),
         clip_norm=0.7, sampler=setting.sampler, budget=BUDGET, num_steps=1, secret_key=2,
+        repetition=True,
     )  # fmt: skip
     claim = svi.run(jax.random.key(0), 1, *records(True), progress_bar=False).privacy.epsilon
     state = svi.init(jax.random.key(0), *records(True))
@@ -190,7 +191,7 @@ def test_the_audit_of_a_gaussian_that_is_known():
 def first_samples(kernel):
     """The first position of a chain along the canary's direction, without and with it."""
     mcmc = DPMCMC(kernel(model), num_warmup=0, num_samples=1, clip_norm=0.7, sampler=FullBatch(),
-                  budget=BUDGET, secret_key=2, progress_bar=False)  # fmt: skip
+                  budget=BUDGET, secret_key=2, repetition=True, progress_bar=False)  # fmt: skip
     mcmc.run(jax.random.key(0), *records(True))
     (driver,) = mcmc._drivers.values()
     start = driver._init(jax.random.key(0), 1, records(True), {}, None)

@@ -106,7 +106,7 @@ def driver(estimator=aligned, **options):
 @functools.cache
 def noise_of_a_run(estimator, key):
     """What consecutive steps of a run release, less the same steps' noiseless sums."""
-    svi = driver(estimator, secret_key=key)
+    svi = driver(estimator, secret_key=key, repetition=True)
     state = svi.init(jax.random.key(0), *records())
     session = svi._session(records(), {})
     rows = session.rows(records(), {})
@@ -148,7 +148,7 @@ def test_keys_decide_the_noise():
 
 
 def test_runs_without_a_secret_key_differ_and_with_one_do_not():
-    svi, fixed = driver(), driver(secret_key=5)
+    svi, fixed = driver(), driver(secret_key=5, repetition=True)
     keys = [
         np.asarray(jax.random.key_data(key))
         for svi in (svi, svi, fixed, fixed)
@@ -159,7 +159,9 @@ def test_runs_without_a_secret_key_differ_and_with_one_do_not():
     distinct = [tuple(key) for key in keys[:6]]
     assert len(set(distinct)) == 6  # noise and batches have keys of their own, too
     results = [
-        driver(secret_key=key).run(jax.random.key(0), 3, *records(), progress_bar=False).params
+        driver(secret_key=key, repetition=True)
+        .run(jax.random.key(0), 3, *records(), progress_bar=False)
+        .params
         for key in (5, 5, 6)
     ]
     assert np.array_equal(results[0]["auto_loc"], results[1]["auto_loc"])
@@ -168,7 +170,10 @@ def test_runs_without_a_secret_key_differ_and_with_one_do_not():
 
 def test_the_guide_key_does_not_decide_the_noise():
     """The public key may be known to everybody: noise and batches must not follow from it."""
-    states = [driver(secret_key=key).init(jax.random.key(0), *records()) for key in (1, 2)]
+    states = [
+        driver(secret_key=key, repetition=True).init(jax.random.key(0), *records())
+        for key in (1, 2)
+    ]
     assert jnp.all(jax.random.key_data(states[0].rng_key) == jax.random.key_data(states[1].rng_key))
     for field in (lambda s: s.secret_key, lambda s: s.sampler_state.key):
         first, second = (np.asarray(jax.random.key_data(field(state))) for state in states)

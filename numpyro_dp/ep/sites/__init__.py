@@ -7,7 +7,7 @@ from numpyro_dp.ep.sites.evidence import evidence, probit
 from numpyro_dp.ep.sites.importance import importance
 from numpyro_dp.ep.sites.mixture import normal_mixture
 from numpyro_dp.ep.sites.quadrature import is_linear, quadrature
-from numpyro_dp.model.separation import UnsupportedModelError
+from numpyro_dp.model.public import UnsupportedModelError
 
 __all__ = [
     "Site",

@@ -21,7 +21,7 @@ from numpyro_dp.ep.families import sample
 from numpyro_dp.ep.gaussian import cavity_of
 from numpyro_dp.ep.problem import EPProblem
 from numpyro_dp.ep.sites.base import Site, SiteBuilder
-from numpyro_dp.model.separation import UnsupportedModelError
+from numpyro_dp.model.public import UnsupportedModelError
 
 __all__ = ["conjugate", "is_conjugate"]
 

@@ -17,7 +17,7 @@ from jax.scipy.stats import norm
 from numpyro_dp.ep.gaussian import Cavity, cavity_of, site_from_slopes
 from numpyro_dp.ep.problem import EPProblem
 from numpyro_dp.ep.sites.base import Site, SiteBuilder
-from numpyro_dp.model.separation import UnsupportedModelError
+from numpyro_dp.model.public import UnsupportedModelError
 
 __all__ = ["evidence", "probit"]
 

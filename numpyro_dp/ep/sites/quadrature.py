@@ -35,14 +35,16 @@ from numpyro_dp.contraction import split_scalar
 from numpyro_dp.ep.gaussian import Cavity, cavity_of, site_along
 from numpyro_dp.ep.problem import EPProblem
 from numpyro_dp.ep.sites.base import Site, SiteBuilder
-from numpyro_dp.model.separation import UnsupportedModelError
+from numpyro_dp.model.public import UnsupportedModelError, own_constants
 
 __all__ = ["is_linear", "quadrature", "tilted_slopes"]
 
 _TOLERANCE = 1e-3
 _CLIMBS = 4
-_SHARES = np.array([0.0, 0.03, 0.2, 1.0], np.float32)  # of a step of Newton's method
-_WIDTHS = np.linspace(-8, 8, 33, dtype=np.float32)  # where the mode may be, in cavity sd
+_SHARES, _WIDTHS = own_constants(
+    np.array([0.0, 0.03, 0.2, 1.0], np.float32),  # of a step of Newton's method
+    np.linspace(-8, 8, 33, dtype=np.float32),  # where the mode may be, in cavity sd
+)
 _HALVINGS = (0.5 ** np.arange(16)).astype(np.float32)
 _STRONG = 0.1
 
@@ -62,7 +64,7 @@ def quadrature(num_nodes: int = 31) -> SiteBuilder:
     check_int("num_nodes", num_nodes, low=3, high=200)
 
     nodes, weights = np.polynomial.hermite_e.hermegauss(num_nodes)
-    rule = nodes.astype(np.float32), np.log(weights).astype(np.float32)
+    rule = own_constants(nodes.astype(np.float32), np.log(weights).astype(np.float32))
 
     def check(problem: EPProblem) -> None:
         if not is_linear(problem):

@@ -1,0 +1,348 @@
+"""A record is a row of an argument: what is refused, what is accepted, and what a report lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from hostile import (
+    HOSTILE,
+    KEY,
+    PATIENT_OF,
+    PATIENTS,
+    Call,
+    D,
+    N,
+    X,
+    Y,
+    column_means,
+    delta,
+    guided,
+    located,
+    mcmc,
+    regression,
+    sep,
+    svi,
+    visits,
+    weights,
+)
+from numpyro.infer.autoguide import AutoDelta, AutoNormal
+from numpyro.infer.initialization import init_to_value
+from ordinary import ORDINARY
+
+from numpyro_dp import DPSEP, DPSVI, SGLD
+
+REFUSED = [row for row in HOSTILE if row.parts is not None]
+SAFE = [row for row in HOSTILE if row.parts is None]
+SLACK = 1e-3
+
+
+def names(rows: Any) -> list[str]:
+    return [row.name for row in rows]
+
+
+def test_names_are_taken_once() -> None:
+    for table in (HOSTILE, ORDINARY):
+        assert len(set(names(table))) == len(table)
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=names(REFUSED))
+def test_what_is_hostile_is_refused(row: Any) -> None:
+    with pytest.raises((ValueError, TypeError)) as error:
+        row.build().initialise()
+    message = str(error.value)
+    assert type(error.value).__module__.split(".")[0] in ("builtins", "numpyro_dp"), message
+    for part in row.parts:
+        assert part in message
+
+
+def without_noise(call: Call) -> Call:
+    """The same call with steps that move by what is released."""
+    changes: dict[str, Any] = {"noise_multiplier": 0.0}
+    if call.driver is DPSVI:
+        changes["optim"] = optax.sgd(1.0)
+    if call.driver is DPSEP:
+        changes["damping"] = 1.0
+    return call._replace(options=call.options | changes)
+
+
+def released(call: Call, driver: Any, change: Any) -> dict[str, np.ndarray]:
+    """Where one step arrives, after a change of one record."""
+
+    def changed(leaf: Any) -> Any:
+        leaf = np.array(leaf)
+        leaf[3] = change(leaf[3])
+        return leaf
+
+    args = tuple(
+        jax.tree.map(changed, arg) if place in call.records else arg
+        for place, arg in enumerate(call.args)
+    )
+    values = call._replace(args=args).steps(1, driver)
+    return {name: np.asarray(value, np.float64) for name, value in values.items()}
+
+
+def as_it_is(values: np.ndarray) -> np.ndarray:
+    return values
+
+
+def taken_out(values: np.ndarray) -> np.ndarray:
+    """A record of NaN counts as 0."""
+    return np.full_like(values, np.nan) if values.dtype.kind == "f" else values
+
+
+def pulled_far(values: np.ndarray) -> np.ndarray:
+    return 100 * values + 50 if values.dtype.kind == "f" else np.zeros_like(values)
+
+
+def distance(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    return float(np.sqrt(sum(np.square(one[name] - other[name]).sum() for name in one)))
+
+
+@pytest.mark.parametrize("row", SAFE, ids=names(SAFE))
+def test_what_is_accepted_is_safe(row: Any) -> None:
+    """No record moves the sum by more than the clip norm, nor its replacement by more than two."""
+    call = without_noise(row.build())
+    leaves = jax.tree.leaves([call.args[place] for place in call.records])
+    clip_norm = call.options["clip_norm"]
+    driver = call.make()
+    whole, far = released(call, driver, as_it_is), released(call, driver, pulled_far)
+    assert all(np.isfinite(value).all() for value in whole.values())
+    assert distance(whole, far) <= 2 * clip_norm + SLACK
+    reads = distance(whole, far) > 0
+    if any(leaf.dtype.kind == "f" for leaf in leaves):
+        without = released(call, driver, taken_out)
+        assert distance(whole, without) <= clip_norm + SLACK
+        assert distance(far, without) <= clip_norm + SLACK
+        reads = reads or distance(whole, without) > 0
+    assert reads
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=pytest.mark.slow) if row.slow else row for row in ORDINARY],
+    ids=names(ORDINARY),
+)
+def test_what_is_ordinary_is_accepted(row: Any) -> None:
+    row.build().initialise()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ORDINARY, ids=names(ORDINARY))
+def test_what_is_ordinary_runs(row: Any) -> None:
+    values = row.build().steps(2)
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(values))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a_jitted_helper_standardises",
+        "a_table_of_patients",
+        "a_gram_matrix",
+        "a_start_at_the_means",
+    ],
+)
+def test_refusals_look_at_no_record(name: str) -> None:
+    """Shapes decide: records of NaN give the same message."""
+    row = next(row for row in HOSTILE if row.name == name)
+    call = row.build()
+    messages = []
+    for change in (as_it_is, taken_out):
+        args = jax.tree.map(lambda leaf, change=change: change(np.array(leaf)), call.args)
+        with pytest.raises(ValueError) as error:
+            row.build()._replace(args=args).initialise()
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+def entries(privacy: Any) -> list[tuple[tuple[int, ...], str]]:
+    assert isinstance(privacy.public, tuple)
+    return sorted((tuple(each.shape), str(np.dtype(each.dtype))) for each in privacy.public)
+
+
+def assert_listed(privacy: Any, place: str, shape: tuple[int, ...], dtype: str) -> None:
+    """One entry is of this place, shape and dtype, and the printed report shows it."""
+    found = [each for each in privacy.public if place in each.place]
+    assert [(tuple(each.shape), str(np.dtype(each.dtype))) for each in found] == [(shape, dtype)]
+    text = str(privacy)
+    assert found[0].place in text
+    assert str(list(shape))[1:-1] in text
+
+
+def test_a_report_of_records_alone_lists_nothing() -> None:
+    privacy = svi(regression, X, Y).report()
+    assert privacy.data_plate == "records"
+    assert privacy.public == ()
+    assert "records" in str(privacy)
+
+
+@pytest.mark.parametrize("make", [svi, sep])
+def test_a_report_lists_public_arguments(make: Any) -> None:
+    call = make(visits, X, Y, PATIENTS, PATIENT_OF, public=["patients"])
+    privacy = call.report()
+    assert privacy.data_plate == "visits"
+    assert "visits" in str(privacy)
+    assert_listed(privacy, "patients", (25, 2), "float32")
+    assert len(privacy.public) == 1
+
+
+def test_the_report_of_a_sampler_lists_public_arguments() -> None:
+    call = mcmc(SGLD(visits, 1e-3), X, Y, PATIENTS, PATIENT_OF, public=["patients"])
+    privacy = call.report()
+    assert privacy.data_plate == "visits"
+    assert_listed(privacy, "patients", (25, 2), "float32")
+
+
+def test_a_report_lists_static_keywords() -> None:
+    def model(x, y, grid, name):
+        w = weights()
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ w + jnp.mean(grid), 1), obs=y)
+
+    grid = np.linspace(0, 1, N, dtype=np.float32)
+    privacy = svi(model, X, Y, grid=grid, name="wide").report()
+    assert_listed(privacy, "grid", (N,), "float32")
+    assert len(privacy.public) == 1
+
+
+def test_a_report_lists_captured_arrays() -> None:
+    """Means that NumPy computed before the model was traced are small: they pass, and are shown."""
+    means = X.mean(0)
+    call = svi(
+        located(lambda x, w: (x - jnp.asarray(means)) @ w), X, Y,
+        guide=guided(lambda: jnp.asarray(means[:2]).sum()),
+    )  # fmt: skip
+    privacy = call.report()
+    assert entries(privacy) == [((2,), "float32"), ((3,), "float32")]
+    assert_listed(privacy, "model", (3,), "float32")
+    assert_listed(privacy, "guide", (2,), "float32")
+
+
+def test_a_report_lists_what_an_inner_program_captures() -> None:
+    table = jnp.linspace(-1, 1, 12)
+    inner = jax.jit(lambda x: jnp.interp(x, table, table))
+    privacy = svi(located(lambda x, w: inner(x) @ w), X, Y).report()
+    assert ((12,), "float32") in entries(privacy)
+
+
+def test_a_report_lists_a_start() -> None:
+    start = X.mean(0)
+    guide = AutoNormal(regression, init_loc_fn=init_to_value(values={"w": start}))
+    privacy = svi(regression, X, Y, guide=guide, public=[start]).report()
+    assert ((3,), "float32") in entries(privacy)
+
+
+def test_captured_records_may_be_declared_public() -> None:
+    """By the array itself, in whatever program it is captured."""
+    table = jnp.asarray(X) + 0
+    centre = jax.jit(lambda x: x - table.mean(0))
+    call = svi(located(lambda x, w: centre(x) @ w), X, Y, public=[table])
+    assert ((N, D), "float32") in entries(call.report())
+
+
+def test_a_pytree_may_be_declared_public() -> None:
+    tables = {"first": jnp.asarray(X) + 0, "second": (jnp.asarray(Y) + 0,)}
+
+    def loc(x, w):
+        return (x - tables["first"].mean(0)) @ w + tables["second"][0].mean()
+
+    privacy = svi(located(loc), X, Y, public=[tables]).report()
+    assert entries(privacy) == [((N,), "float32"), ((N, D), "float32")]
+
+
+def test_another_array_than_the_declared_one_is_refused() -> None:
+    other = jnp.zeros((N, D))
+    with pytest.raises(ValueError, match=r"\(60, 3\)"):
+        svi(located(lambda x, w: x @ w + column_means() @ w), X, Y, public=[other]).initialise()
+
+
+@pytest.mark.parametrize("make", [svi, sep])
+def test_public_with_a_name_that_is_not_there(make: Any) -> None:
+    call = make(visits, X, Y, PATIENTS, PATIENT_OF, public=["patient"])
+    with pytest.raises((ValueError, TypeError)) as error:
+        call.initialise()
+    for part in ("patient", "'x'", "'y'", "'patients'", "'patient_of'"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("public", ["patients", 3, [3.5], [None]], ids=str)
+def test_public_of_another_kind(public: Any) -> None:
+    """A name alone is no sequence of names."""
+    with pytest.raises((ValueError, TypeError), match="public"):
+        svi(visits, X, Y, PATIENTS, PATIENT_OF, public=public).initialise()
+
+
+def test_all_records_declared_public() -> None:
+    with pytest.raises(ValueError, match="60"):
+        svi(regression, X, Y, public=["x", "y"]).initialise()
+
+
+def test_declared_records_are_not_clipped_and_the_others_are() -> None:
+    """The same model with its table public and as records: the report tells them apart."""
+
+    def model(x, y, z):
+        w = weights()
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ w, 1 + jnp.mean(z) ** 2), obs=y)
+
+    privacy = delta(model, X, Y, Y + 1, public=["z"]).report()
+    assert_listed(privacy, "z", (N,), "float32")
+
+
+def test_scalars_are_small_while_they_are_few() -> None:
+    def model(x, y, scalars):
+        w = weights()
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ w, 1 + jnp.abs(sum(scalars))), obs=y)
+
+    few = [jnp.asarray(value) for value in Y[: N - 1]]
+    svi(model, X, Y, few).initialise()
+    with pytest.raises((ValueError, TypeError), match="60"):
+        svi(model, X, Y, [*few, jnp.asarray(0.0)]).initialise()
+
+
+@pytest.mark.parametrize(
+    ("size", "passes"), [(53, True), (54, False), (66, False), (67, True)], ids=str
+)
+def test_captured_arrays_of_nearly_as_many_entries(size: int, passes: bool) -> None:
+    """An axis within a tenth of the number of records looks like records."""
+    table = jnp.linspace(0, 1, size)
+    call = svi(located(lambda x, w: x @ w + table.mean()), X, Y)
+    if passes:
+        call.initialise()
+        return
+    with pytest.raises(ValueError, match=rf"\({size},\)"):
+        call.initialise()
+
+
+@pytest.mark.parametrize(("rows", "passes"), [(10, True), (11, False)], ids=str)
+def test_captured_arrays_with_more_than_a_hundred_numbers(rows: int, passes: bool) -> None:
+    table = jnp.ones((rows, 10))
+    call = svi(located(lambda x, w: x @ w + table.mean()), X, Y)
+    if passes:
+        call.initialise()
+        return
+    with pytest.raises(ValueError, match=r"\(11, 10\)"):
+        call.initialise()
+
+
+def test_a_sweep_refuses_as_a_run_does() -> None:
+    driver = svi(visits, X, Y).make()
+    with pytest.raises(ValueError, match=r"\(25, 2\)"):
+        driver.sweep(jax.random.split(KEY, 2), 2, X, Y, PATIENTS, PATIENT_OF)
+
+
+def test_a_guide_of_another_driver_is_checked_again() -> None:
+    """A guide that one driver has set up is read anew by the next."""
+    guide = AutoDelta(regression)
+    svi(regression, X, Y, guide=guide).steps(1)
+    holding = located(lambda x, w: (x - column_means()) @ w)
+    with pytest.raises(ValueError, match=r"\(60, 3\)"):
+        svi(holding, X, Y, guide=guide).initialise()

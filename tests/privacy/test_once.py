@@ -1,0 +1,464 @@
+"""No two runs share noise, however they are started: keys under transformations, states, copies."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal
+
+from numpyro_dp import (
+    DPEM,
+    DPMCMC,
+    DPPBP,
+    DPSEP,
+    DPSVI,
+    SGLD,
+    FullBatch,
+    NoiseReuseError,
+    Permutation,
+    Poisson,
+    RegressionNetwork,
+    aligned,
+    secret_key,
+)
+
+KEY = jax.random.key(0)
+N = 12
+X = jnp.linspace(-1.0, 1.0, N)
+TABLE = X[:, None]
+NOISE = {"clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 1.0}
+
+
+def model(x):
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+
+
+def svi(**changes):
+    return DPSVI(
+        model, AutoDiagonalNormal(model), optax.sgd(0.1), estimator=aligned(), **(NOISE | changes)
+    )
+
+
+def mcmc(**changes):
+    settings = {"num_warmup": 0, "num_samples": 2, "progress_bar": False} | NOISE | changes
+    return DPMCMC(SGLD(model, step_size=0.01), **settings)
+
+
+DRIVERS = {
+    "DPSVI": (svi, (X,)),
+    "DPSEP": (lambda **changes: DPSEP(model, **(NOISE | changes)), (X,)),
+    "DPEM": (lambda **changes: DPEM(2, **(NOISE | changes)), (TABLE,)),
+    "DPPBP": (lambda **changes: DPPBP(RegressionNetwork((2,)), **(NOISE | changes)), (TABLE, X)),
+}
+run = {"progress_bar": False}
+
+
+def with_shard_map(fn):
+    mesh = jax.make_mesh((1,), ("r",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec()
+    return jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(1.0)
+
+
+TRANSFORMS = {
+    "jit": lambda fn: jax.jit(fn)(1.0),
+    "vmap": lambda fn: jax.vmap(fn)(jnp.ones(2)),
+    "vmap with a name": lambda fn: jax.vmap(fn, axis_name="lane")(jnp.ones(2)),
+    "pmap": lambda fn: jax.pmap(fn)(jnp.ones(1)),
+    "shard_map": with_shard_map,
+    "scan": lambda fn: jax.lax.scan(lambda _, x: (None, fn(x)), None, jnp.ones(2)),
+    "eval_shape": lambda fn: jax.eval_shape(fn, 1.0),
+    "grad": lambda fn: jax.grad(fn)(1.0),
+    "checkpoint": lambda fn: jax.checkpoint(fn)(1.0),
+    "compile-time evaluation": lambda fn: jax.jit(at_compile_time(fn))(1.0),
+}
+
+
+def at_compile_time(fn):
+    def inner(x):
+        with jax.ensure_compile_time_eval():
+            return fn(x)
+
+    return inner
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("given", [None, 7], ids=["fresh key", "given key"])
+@pytest.mark.parametrize("name", [*DRIVERS, "DPMCMC"])
+def test_no_run_starts_while_a_function_is_traced(name, given, transform):
+    if name == "DPMCMC":
+        calls = {"run": lambda: mcmc(secret_key=given).run(KEY, X)}
+    else:
+        make, args = DRIVERS[name]
+        driver = make(secret_key=given, num_steps=2)
+        calls = {
+            "init": lambda: driver.init(KEY, *args),
+            "run": lambda: driver.run(KEY, 2, *args, **run),
+            "sweep": lambda: driver.sweep(KEY[None], 2, *args),
+        }
+    for call, start in calls.items():
+
+        def traced(x, start=start):
+            start()
+            return x
+
+        with pytest.raises(NoiseReuseError, match=rf"{name}\.{call} outside of jit.*use sweep"):
+            TRANSFORMS[transform](traced)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_no_secret_key_is_made_while_a_function_is_traced(transform):
+    def traced(x):
+        secret_key()
+        return x
+
+    with pytest.raises(NoiseReuseError, match=r"secret_key\(\) outside of jit"):
+        TRANSFORMS[transform](traced)
+
+
+def test_two_runs_share_no_noise_however_they_are_started():
+    """Every public way to start a run, at one public key and on the same records: all differ."""
+    starts = {}
+    driver = svi(num_steps=10)
+    starts["run"] = driver.run(KEY, 2, X, **run).params
+    starts["the same driver again"] = driver.run(KEY, 2, X, **run).params
+    starts["streamed"] = svi(sampler=Poisson(0.99)).run(KEY, 2, X, stream=True, **run).params
+    for name in ("init and update", "again"):
+        state = driver.init(KEY, X)
+        for _ in range(2):
+            state, _ = driver.update(state, X)
+        starts[name] = driver.get_params(state)
+    step = jax.jit(driver.update)
+    state = driver.init(KEY, X)
+    starts["compiled updates"] = driver.get_params(step(step(state, X)[0], X)[0])
+    state = driver.init(KEY, X)
+    starts["scan"] = driver.get_params(
+        jax.lax.scan(lambda s, _: (driver.update(s, X)[0], None), state, None, length=2)[0]
+    )
+    starts["init_state"] = driver.run(KEY, 2, X, init_state=driver.init(KEY, X), **run).params
+    for given in (5, secret_key(6)):
+        starts[f"secret key {type(given)}"] = svi(secret_key=given).run(KEY, 2, X, **run).params
+    state = driver.init(KEY, X)
+    for name, copied in (("pickle", pickle.loads(pickle.dumps(state))), ("copy", copy.copy(state)),
+                         ("deepcopy", copy.deepcopy(state))):  # fmt: skip
+        starts[name] = driver.get_params(step(step(copied, X)[0], X)[0])
+    swept = driver.sweep(jnp.stack([KEY, KEY]), 2, X)
+    lanes = driver.init(KEY, X)
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), lanes)
+    mapped = jax.vmap(driver.update, in_axes=(0, None))(stacked, X)[0]
+    mapped = jax.vmap(driver.update, in_axes=(0, None))(mapped, X)[0]
+    for lane in (0, 1):
+        starts[f"sweep {lane}"] = swept.one(lane).params
+        one = jax.tree.map(lambda leaf, lane=lane: leaf[lane], mapped)
+        starts[f"vmap of update {lane}"] = driver.get_params(one)
+    values = {name: float(params["auto_loc"][0]) for name, params in starts.items()}
+    for (a, x), (b, y) in itertools.combinations(values.items(), 2):
+        assert abs(x - y) > 1e-4, (a, b)
+
+
+def test_chains_share_no_noise_among_them_or_with_another_sampler():
+    samples = []
+    for _ in range(2):
+        sampler = mcmc(num_chains=2)
+        sampler.run(KEY, X)
+        samples.append(np.asarray(sampler.get_samples(group_by_chain=True)["mean"]))
+    chains = np.concatenate(samples)
+    assert len(np.unique(chains.round(4), axis=0)) == 4
+
+
+@pytest.mark.parametrize("name", [*DRIVERS, "DPMCMC"])
+def test_a_given_key_starts_one_run(name):
+    if name == "DPMCMC":
+
+        def start(**changes):
+            mcmc(**changes).run(KEY, X)
+
+        again = [start]
+    else:
+        make, args = DRIVERS[name]
+
+        def start(**changes):
+            make(**changes).run(KEY, 2, *args, **run)
+
+        again = [
+            start,
+            lambda **changes: make(num_steps=2, **changes).init(KEY, *args),
+        ]
+    start(secret_key=3)
+    for other in again:
+        with pytest.raises(NoiseReuseError, match="has made no noise.*repetition=True"):
+            other(secret_key=3)
+        other(secret_key=3, repetition=True)
+        other(secret_key=4 + len(again) + again.index(other))
+
+
+def test_a_sweep_and_the_run_that_it_equals_share_a_key():
+    driver = svi(secret_key=3)
+    driver.sweep(KEY[None], 2, X, noise_multiplier=[1.0, 2.0])
+    with pytest.raises(NoiseReuseError, match="has made no noise"):
+        driver.sweep(KEY[None], 2, X)
+    own = jax.random.fold_in(driver.secret_key, 1)
+    with pytest.raises(NoiseReuseError, match="has made no noise"):
+        svi(secret_key=own).run(KEY, 2, X, **run)
+
+
+def test_a_sweep_that_failed_uses_up_no_key(monkeypatch):
+    driver = svi(secret_key=3)
+    session = driver._session((X,), {})
+    monkeypatch.setattr(session, "run_many", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        driver.sweep(KEY[None], 2, X)
+    monkeypatch.undo()
+    driver.sweep(KEY[None], 2, X)
+
+
+def test_a_repetition_is_a_function_of_its_key():
+    found = [svi(secret_key=3, repetition=True).run(KEY, 2, X, **run) for _ in range(2)]
+    np.testing.assert_array_equal(*(each.params["auto_loc"] for each in found))
+    assert "another run may have had the same noise" in str(found[0].privacy)
+    with pytest.raises(ValueError, match="secret_key together with repetition=True"):
+        svi(repetition=True)
+    with pytest.raises(TypeError, match="True or False, got 'yes'|type: <class 'bool'>"):
+        svi(secret_key=1, repetition="yes")
+
+
+@pytest.mark.parametrize("changed", ["nothing", "learning rate", "records"])
+def test_a_state_is_resumed_once(changed):
+    driver = svi(num_steps=10)
+    state = driver.run(KEY, 2, X, **run).state
+    other, records = driver, X
+    if changed == "learning rate":
+        other = DPSVI(model, driver.guide, optax.sgd(0.5), estimator=aligned(), num_steps=10,
+                      **NOISE)  # fmt: skip
+        other.init(KEY, X)
+    if changed == "records":
+        records = X + 1
+    driver.run(KEY, 2, X, init_state=state, **run)
+    with pytest.raises(NoiseReuseError, match="state of step 2|that of step 2 of a run.*up to 4"):
+        other.run(KEY, 2, records, init_state=state, **run)
+    with pytest.raises(NoiseReuseError, match="that of step 2 of a run"):
+        other.update(state, records)
+
+
+def test_a_state_is_updated_once():
+    driver = svi()
+    state = driver.init(KEY, X)
+    new, _ = driver.update(state, X)
+    with pytest.raises(NoiseReuseError, match="that of step 0 of a run whose steps up to 1"):
+        driver.update(state, X + 1)
+    with pytest.raises(NoiseReuseError, match="that of step 0"):
+        driver.run(KEY, 2, X, init_state=state, **run)
+    driver.update(new, X)
+
+
+def test_a_copy_of_a_used_state_is_used():
+    driver = svi()
+    state = driver.init(KEY, X)
+    stored = pickle.dumps(state)
+    driver.update(state, X)
+    for other in (pickle.loads(stored), copy.deepcopy(state), jax.tree.map(jnp.copy, state)):
+        with pytest.raises(NoiseReuseError, match="that of step 0"):
+            driver.update(other, X)
+
+
+def test_a_run_that_failed_gives_its_noise_back(monkeypatch):
+    driver = svi(secret_key=3)
+    session = driver._session((X,), {})
+    monkeypatch.setattr(session, "run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        driver.run(KEY, 2, X, **run)
+    monkeypatch.undo()
+    state = driver.run(KEY, 2, X, **run).state
+    monkeypatch.setattr(session, "run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        driver.run(KEY, 2, X, init_state=state, **run)
+    monkeypatch.undo()
+    driver.run(KEY, 2, X, init_state=state, **run)
+
+
+def test_a_state_that_a_transformed_function_holds_is_refused():
+    driver = svi()
+    state = driver.init(KEY, X)
+    several = jnp.stack([X, X + 1])
+    held = {
+        "compiled": lambda: jax.jit(lambda: driver.update(state, X))(),
+        "lanes": lambda: jax.vmap(lambda x: driver.update(state, x))(several),
+        "no lane of states": lambda: jax.vmap(driver.update, in_axes=(None, 0))(state, several),
+        "scan": lambda: jax.lax.scan(lambda _, x: (None, driver.update(state, x)), None, several),
+        "compiled scan": lambda: jax.jit(
+            lambda s, xs: jax.lax.scan(lambda _, x: (None, driver.update(s, x)[0]), None, xs)
+        )(state, several),
+        "branches": lambda: jax.jit(
+            lambda s, p: jax.lax.cond(p, lambda: driver.update(s, X)[0], lambda: s)
+        )(state, True),
+        "gradient": lambda: jax.grad(lambda x: driver.get_params(
+            driver.update(state, X * x)[0])["auto_loc"][0])(1.0),
+    }  # fmt: skip
+    for name, call in held.items():
+        with pytest.raises(NoiseReuseError, match="to be an argument of the function"):
+            call()
+            pytest.fail(name)
+    with pytest.raises(NoiseReuseError, match="the same state in two calls"):
+        jax.jit(lambda s: (driver.update(s, X), driver.update(s, X + 1)))(state)
+    with pytest.raises(NoiseReuseError, match="every device would add the same noise.*mesh="):
+        with_shard_map(lambda x: driver.update(state, X * x)[1])
+    with pytest.raises(NoiseReuseError, match="every device would add the same noise"):
+        jax.pmap(driver.update, in_axes=(None, 0))(state, X[None])
+
+
+def test_lanes_that_share_a_state_have_noise_of_their_own():
+    driver = svi(sampler=Permutation(4))
+    state = driver.init(KEY, X)
+    several = jnp.stack([X, X, X])
+    step = jax.jit(jax.vmap(jax.vmap(driver.update, in_axes=(0, 0)), in_axes=(0, 0)))
+    stacked = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (2, 3, *leaf.shape)), state)
+    found = step(stacked, jnp.stack([several, several]))[0]
+    locs = np.asarray(jax.tree.leaves(found.optim_state)[1]).reshape(6, -1)
+    assert len(np.unique(locs.round(5), axis=0)) == 6
+    words = np.asarray(jax.random.key_data(found.secret_key)).reshape(6, -1)
+    assert len(np.unique(words, axis=0)) == 6
+
+
+def test_transformed_updates_that_pass_the_state_work():
+    driver = svi()
+    for transform in (jax.jit, jax.checkpoint):
+        assert int(transform(driver.update)(driver.init(KEY, X), X)[0].step) == 1
+    assert jax.eval_shape(driver.update, driver.init(KEY, X), X)[0].step.shape == ()
+
+
+def in_new_process(code, *paths, **environment):
+    head = """
+        import pickle, sys, jax, jax.numpy as jnp, numpy as np, numpyro, optax
+        import numpyro.distributions as dist
+        from numpyro.infer.autoguide import AutoDiagonalNormal
+        from numpyro_dp import DPSVI, FullBatch, aligned
+        X, KEY = jnp.linspace(-1.0, 1.0, 12), jax.random.key(0)
+        def model(x):
+            mean = numpyro.sample("mean", dist.Normal(0, 1))
+            with numpyro.plate("rows", x.shape[0]):
+                numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        def svi(**changes):
+            settings = dict(clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0) | changes
+            return DPSVI(model, AutoDiagonalNormal(model), optax.sgd(0.1), estimator=aligned(),
+                         **settings)
+    """
+    text = textwrap.dedent(head) + textwrap.dedent(code)
+    done = subprocess.run(
+        [sys.executable, "-c", text, *map(str, paths)], capture_output=True, text=True,
+        env=os.environ | environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+RESUMED = """
+    driver = svi()
+    state = pickle.loads(open(sys.argv[1], "rb").read())
+    driver.init(KEY, X)
+    for again in range(2):
+        new, _ = driver.update(pickle.loads(open(sys.argv[1], "rb").read()), X) if again else (
+            driver.run(KEY, 1, X, init_state=state, progress_bar=False).state, None)
+        print(float(driver.get_params(new)["auto_loc"][0]))
+        if not again:
+            from numpyro_dp.privacy import once
+            once._used.clear()  # as in a further process
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.operating_system_keys
+@pytest.mark.parametrize("given", [None, 11], ids=["fresh key", "given key"])
+def test_processes_that_resume_one_state_share_no_noise(tmp_path, given):
+    driver = svi(secret_key=given)
+    state = driver.run(KEY, 2, X, **run).state
+    path = tmp_path / "state"
+    path.write_bytes(pickle.dumps(state))
+    found = [*in_new_process(RESUMED, path), *in_new_process(RESUMED, path)]
+    found.append(driver.run(KEY, 1, X, init_state=state, **run).params["auto_loc"][0])
+    values = np.asarray(found, float)
+    assert len(np.unique(values.round(4))) == 5
+
+
+@pytest.mark.slow
+def test_a_persistent_cache_of_programs_holds_no_key(tmp_path):
+    """Another key leads to the very same programs; a constant in one would make another program."""
+    code = """
+        import os
+        def entries():
+            return {name for name in os.listdir(sys.argv[1]) if name.endswith("cache")}
+        def run(seed):
+            jax.clear_caches()
+            driver = svi(secret_key=seed, num_steps=9)
+            state = driver.run(KEY, 2, X, progress_bar=False).state
+            state, _ = jax.jit(driver.update)(driver.update(state, X)[0], X)
+            driver.run(KEY, 2, X, init_state=state, progress_bar=False)
+            held = np.asarray(jax.random.key_data(state.secret_key))
+            return lambda: jax.jit(lambda x: x ^ jnp.asarray(held))(jnp.zeros(8, jnp.uint32))
+        run(1)
+        first = entries()
+        hold = run(2)
+        print(len(first), len(entries() - first))
+        before = entries()
+        hold()
+        print(len(entries() - before))
+    """
+    first, further, of_a_constant = in_new_process(
+        code, tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path),
+        JAX_ENABLE_COMPILATION_CACHE="true", JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+    )  # fmt: skip
+    assert int(first) > 5
+    assert int(further) == 0
+    assert int(of_a_constant) >= 1
+
+
+def test_a_pickled_result_holds_no_key():
+    result = svi(secret_key=bytes(range(32))).run(KEY, 2, X, **run)
+    words = np.asarray(jax.random.key_data(result.state.secret_key)).tobytes()
+    stored = pickle.dumps(result)
+    assert words not in stored
+    assert words[:8] not in stored
+    found = pickle.loads(stored)
+    assert found.state is None
+    assert found.privacy.epsilon == result.privacy.epsilon
+    np.testing.assert_array_equal(found.params["auto_loc"], result.params["auto_loc"])
+    with pytest.raises(TypeError, match=r"got None.*Pickle result\.state by itself"):
+        svi().update(found.state, X)
+    assert copy.copy(result).state is result.state
+    assert copy.deepcopy(result).state is result.state
+
+
+@pytest.mark.parametrize("sampler", [FullBatch(), Poisson(0.5), Permutation(5)], ids=repr)
+def test_what_is_printed_shows_no_key(sampler):
+    state = svi(sampler=sampler).init(KEY, X)
+    words = np.asarray(jax.random.key_data(state.secret_key)).tolist()
+    words += np.asarray(jax.random.key_data(state.sampler_state.key)).tolist()
+    for shown in (state, state.sampler_state, state._asdict()):
+        for text in (repr(shown), str(shown), f"{shown}"):
+            assert not any(str(word) in text for word in words)
+    assert state._asdict()["step"] == 0
+
+
+def test_another_drivers_state_is_not_accounted_for():
+    state = svi(clip_norm=1.0).run(KEY, 2, X, **run).state
+    for other in (svi(clip_norm=2.0), svi(sampler=Poisson(1e-6))):
+        with pytest.raises(ValueError, match="with which the state's steps were taken"):
+            other.privacy(state)
+    make, args = DRIVERS["DPEM"]
+    other = make().run(KEY, 2, *args, **run).state
+    with pytest.raises(ValueError, match="with which the state's steps were taken"):
+        svi().privacy(other)

@@ -1,0 +1,80 @@
+"""Three devices that share a batch: each record counts on one of them, and noise is added once."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDelta
+
+from numpyro_dp import DPSVI, AdaptiveClip, FullBatch, Poisson, aligned, vanilla
+
+NUMBER, STEPS, RATE = 7, 2000, 1e-3  # three devices do not divide seven records
+SIGMA = 5.0  # of the statistic's own standard error
+
+
+def linear(x):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([NUMBER]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.factor("y", x @ w)
+
+
+def released(x, steps, clip_norm=2.0, estimator=aligned, **options):
+    """Sums that the steps release, found from the moves of plain gradient descent."""
+    mesh = jax.make_mesh((jax.device_count(),), ("records",))
+    svi = DPSVI(linear, AutoDelta(linear), optax.sgd(RATE), estimator=estimator(), mesh=mesh,
+                clip_norm=clip_norm, **options)  # fmt: skip
+    start = {"w_auto_loc": jnp.zeros(NUMBER)}
+    result = svi.run(jax.random.key(0), steps, x, progress_bar=False, init_params=start,
+                     trace_size=steps)  # fmt: skip
+    for leaf in jax.tree.leaves((result.params, result.trace)):
+        copies = [np.asarray(s.data) for s in getattr(leaf, "addressable_shards", ())]
+        assert all(np.array_equal(copy, copies[0]) for copy in copies)
+    after = np.asarray(result.trace.params["w_auto_loc"], np.float64)
+    before = np.concatenate([np.zeros((1, NUMBER)), after[:-1]])
+    return (after - before) / RATE + before, result
+
+
+def check_counts():
+    """Record i pulls at coordinate i alone."""
+    assert jax.device_count() == 3
+    x = np.eye(NUMBER, dtype=np.float32)
+    quiet = {"noise_multiplier": 0.0, "sampler": FullBatch()}
+    one_by_one = {"estimator": lambda: lambda p: vanilla()(p)._replace(factored=None)}
+    for options in ({}, {"microbatch_size": 2}, one_by_one):
+        sums, _ = released(x, 3, **quiet, **options)
+        np.testing.assert_allclose(sums, 1, atol=1e-3)
+    # Half of what is released of an adaptive norm is how many were below it.
+    _, result = released(x, 1, AdaptiveClip(2.0, learning_rate=1.0), **quiet)
+    (clip,) = result.state.mechanism_state
+    np.testing.assert_allclose(clip.initial, 2.0 * np.exp(-0.5), rtol=1e-5)
+    sums, _ = released(x, 200, noise_multiplier=0.0, sampler=Poisson(0.5), secret_key=1)
+    np.testing.assert_allclose(sums / 2, np.round(sums / 2), atol=1e-2)
+    assert set(np.unique(np.round(sums / 2))) == {0, 1}
+
+
+def check_noise():
+    """Records that are not numbers count as nothing: what is left is noise."""
+    x = np.full((NUMBER, NUMBER), np.nan, np.float32)
+    sums, _ = released(x, STEPS, noise_multiplier=3.0, sampler=FullBatch(), secret_key=2)
+    assert abs(np.mean((sums / 6) ** 2) - 1) < SIGMA * np.sqrt(2 / sums.size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [check_counts, check_noise])
+def test_devices_share_a_batch(check):
+    others = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
+    flags = " ".join([*others, "--xla_force_host_platform_device_count=3"])
+    here = os.path.dirname(__file__)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import test_mesh; test_mesh.{check.__name__}()"],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}, cwd=here,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
