@@ -44,6 +44,7 @@ __all__ = [
     "check_rng_keys",
     "check_sampler",
     "check_setting",
+    "check_sizes",
     "check_state",
     "check_steps_fit",
 ]
@@ -269,6 +270,13 @@ def check_num_steps(num_steps: Any, most: int) -> int:
             f"{np.shape(num_steps)}. The order is run(rng_key, num_steps, *args)."
         )
     return check_int("num_steps", num_steps, low=1, high=most)
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Raises unless each is left out or an integer >= 1."""
+    for name, value in sizes.items():
+        if value is not None:
+            check_int(name, value, low=1)
 
 
 def check_state(state: Any) -> None:

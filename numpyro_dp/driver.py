@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 from typing import Any
 
@@ -16,26 +15,29 @@ from jax.sharding import Mesh
 from numpyro_dp import _checks
 from numpyro_dp._validate import check_int
 from numpyro_dp.core import Fold, Sampler
-from numpyro_dp.devices import agreed, copied
-from numpyro_dp.ledger import noise_fields, plan_for, secret_of, spent_by
+from numpyro_dp.devices import copied
+from numpyro_dp.ledger import (
+    begun,
+    noise_fields,
+    plan_for,
+    secret_of,
+    spent_by,
+    used,
+    with_new_noise,
+)
 from numpyro_dp.model.frontend import Prepared, arguments_key
+from numpyro_dp.model.public import first_values
 from numpyro_dp.model.records import array_shapes
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism import check_clip_norm
-from numpyro_dp.privacy.once import (
-    begin,
-    check_outside_trace,
-    check_passed_to_trace,
-    in_trace,
-    renewed,
-    use,
-)
+from numpyro_dp.privacy.once import check_outside_trace, check_passed_to_trace, in_trace
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.privacy.random import as_secret_key, secret_key
+from numpyro_dp.privacy.random import as_secret_key
 from numpyro_dp.results import RunResult
 from numpyro_dp.session import LossRelease, Session
+from numpyro_dp.session_checks import check_fold_holds_no_records
 from numpyro_dp.step import SensitiveState
 from numpyro_dp.sweep import SweepResult, run_sweep
 
@@ -53,18 +55,9 @@ class Driver(abc.ABC):
     Args:
         estimator: Problem -> estimator.
         optim: With NumPyro's ``get_params`` and ``update``.
-        clip_norm: See :class:`~numpyro_dp.DPSVI`, as all that follow.
-        sampler: Draws the batches.
-        budget: What may be spent.
-        noise_multiplier: Noise over sensitivity.
-        secret_key: Makes noise and batches reproducible.
-        num_steps: Steps that the budget must cover.
-        accountant: Bounds epsilon.
-        loss_release: Releases a loss curve.
-        allow_sensitive: Shows losses without protection.
-        microbatch_size: Rows of a batch that are in memory at a time.
-        mesh: Devices that share the rows.
-        repetition: Lets a run have the noise of an earlier one.
+        clip_norm, sampler, budget, noise_multiplier, secret_key, num_steps, accountant,
+            loss_release, allow_sensitive, microbatch_size, mesh, repetition: As for
+            :class:`~numpyro_dp.DPSVI`.
     """
 
     method = ""
@@ -142,10 +135,10 @@ class Driver(abc.ABC):
             BudgetError: If the plan exceeds the budget, or has a budget but no ``num_steps``.
             NoiseReuseError: If JAX traces the call, or a given ``secret_key`` has been used.
         """
-        self._check_outside_trace("init")
+        check_outside_trace(f"{type(self).__name__}.init")
         _checks.check_rng_key(rng_key)
         state = self._init(rng_key, self.num_steps, args, kwargs, init_params)
-        with self._begun(state):
+        with begun(self, state):
             return state
 
     def update(
@@ -186,8 +179,8 @@ class Driver(abc.ABC):
         if in_trace():
             return session.update(svi_state, args, kwargs)
         _checks.check_not_spent(svi_state)
-        with self._use(svi_state, 1) as known:
-            state = svi_state if known else self._renewed(svi_state)
+        with used(self, svi_state, 1) as known:
+            state = svi_state if known else with_new_noise(self, svi_state)
             return session.update(copied(self.mesh, state), args, kwargs)
 
     def privacy(self, svi_state: SensitiveState) -> PrivacyReport:
@@ -233,10 +226,9 @@ class Driver(abc.ABC):
             progress_bar: Shows steps and epsilon spent, and nothing else.
             stable_update: Accepted for ``SVI``'s sake; steps are always stable.
             forward_mode_differentiation: Not supported.
-            init_state: To resume from, once. The plan of the first run must cover all steps. The
-                steps to come have noise and batches of their own: 256 new bits of the operating
-                system join the keys of the state, so that two processes that resume one state
-                share nothing (:mod:`numpyro_dp.privacy.once`).
+            init_state: To resume from, once. The plan of the first run must cover all steps. 256
+                new bits join the keys of the state, so that two processes that resume it share no
+                noise (:mod:`numpyro_dp.privacy.once`).
             init_params: Initial values of parameters by name.
             trace_size: At most so many iterates are kept, evenly spaced; by default 1000, or
                 fewer where they would hold more than 10 million numbers.
@@ -245,37 +237,28 @@ class Driver(abc.ABC):
                 column), for data larger than the device's memory; the result is the same.
             **kwargs: Keyword arguments of the model (and guide).
 
-        Returns:
-            A :class:`~numpyro_dp.results.RunResult`.
-
         Raises:
             BudgetError: If the steps do not fit the budget. No record has been read then.
             NoiseReuseError: If JAX traces the call, or noise would be used twice: by a state that
                 was used before, or a ``secret_key`` that another run was given.
         """
-        self._check_outside_trace("run")
+        check_outside_trace(f"{type(self).__name__}.run")
         _checks.check_rng_key(rng_key)
         _checks.check_num_steps(num_steps, _UNLIMITED - 1)
-        if trace_size is not None:
-            check_int("trace_size", trace_size, low=1)
+        _checks.check_sizes(trace_size=trace_size)
         _checks.check_reverse_mode(forward_mode_differentiation)
-        if init_state is None:
-            covered = self.num_steps if self.num_steps is not None else num_steps
-            state = self._init(rng_key, covered, args, kwargs, init_params)
-        else:
-            _checks.check_state(init_state)
-            state = self._marked(copied(self.mesh, init_state))
+        start = self._first_state(rng_key, num_steps, args, kwargs, init_state, init_params)
         session = self._session(args, kwargs)
-        self._check_fits(state, session)
-        _checks.check_steps_fit(state, num_steps)
-        report = spent_by(self, state, int(state.step) + num_steps)
-        _checks.check_fold(fold, lambda: self.get_params(state), num_steps)
-        report = session.check_fold(fold, state, report)
+        self._check_fits(start, session)
+        _checks.check_steps_fit(start, num_steps)
+        report = spent_by(self, start, int(start.step) + num_steps)
+        _checks.check_fold(fold, lambda: self.get_params(start), num_steps)
+        params = session.problem.constrain(self.optim.get_params(start.optim_state))
+        report = check_fold_holds_no_records(fold, session.problem, params, report)
         rows = (session.host_rows if stream else session.rows)(args, kwargs)
-        starts = [state] if init_state is None else []
-        with self._begun(*starts), self._use(state, num_steps):
-            start = state if init_state is None else self._renewed(state)
-            found = session.run(start, rows, num_steps, trace_size, progress_bar, report, fold)
+        with begun(self, *([start] if init_state is None else [])), used(self, start, num_steps):
+            first = start if init_state is None else with_new_noise(self, start)
+            found = session.run(first, rows, num_steps, trace_size, progress_bar, report, fold)
         state, losses, trace, folded = found
         return RunResult(self.get_params(state), state, losses, trace, report, folded)
 
@@ -324,23 +307,22 @@ class Driver(abc.ABC):
 
         Raises:
             BudgetError: If a run does not fit the budget. No record has been read then.
+            NoiseReuseError: As :meth:`run`.
             ValueError: If the folder holds another sweep, or the optimiser no learning rate.
 
         Guarantee:
             Each run spends what its report says; publishing several of them, or the best of them,
             spends the sum.
         """
-        self._check_outside_trace("sweep")
+        check_outside_trace(f"{type(self).__name__}.sweep")
         _checks.check_num_steps(num_steps, _UNLIMITED - 1)
-        for name, value in (("trace_size", trace_size), ("chunk_size", chunk_size)):
-            if value is not None:
-                check_int(name, value, low=1)
+        _checks.check_sizes(trace_size=trace_size, chunk_size=chunk_size)
         axes = {
             "epsilon": epsilon, "noise_multiplier": noise_multiplier, "clip_norm": clip_norm,
             "learning_rate": learning_rate,
         }  # fmt: skip
-        sizes = {"trace_size": trace_size, "chunk_size": chunk_size, "folder": folder}
-        return run_sweep(self, rng_keys, num_steps, args, kwargs, init_params, axes, **sizes)
+        sizes = trace_size, chunk_size, folder
+        return run_sweep(self, rng_keys, num_steps, args, kwargs, init_params, axes, *sizes)
 
     def _init(
         self,
@@ -363,35 +345,28 @@ class Driver(abc.ABC):
             rng_key=prepared.rng_key,
             step=jnp.zeros((), jnp.int32),
             max_steps=jnp.asarray(_UNLIMITED if self.budget is None else num_steps, jnp.int32),
-            setting=self._sessions[key].setting(self.secret_key is not None, self.repetition),
+            setting=self._sessions[key].setting(
+                self.secret_key is not None, self.repetition, first_values(init_params)
+            ),
             **noise_fields(self, secret_of(self), plan, self.clip_norm),
         )
         return copied(self.mesh, state)
 
-    def _check_outside_trace(self, call: str) -> None:
-        check_outside_trace(f"{type(self).__name__}.{call}")
-
-    def _begun(self, *states: SensitiveState) -> contextlib.AbstractContextManager[None]:
-        """Registers runs that start; raises where one has the noise of an earlier one."""
-        if self.noise_multiplier == 0:  # there is none
-            return contextlib.nullcontext()
-        return begin([state.run_id for state in states], repetition=self.repetition)
-
-    def _use(
-        self, state: SensitiveState, num_steps: int
-    ) -> contextlib.AbstractContextManager[bool]:
-        """Uses up the noise of so many steps; gives it back where they fail."""
-        if self.noise_multiplier == 0:
-            return contextlib.nullcontext(True)
-        return use(state.run_id, int(state.step), num_steps, repetition=self.repetition)
-
-    def _renewed(self, state: SensitiveState) -> SensitiveState:
-        """The state with noise of its own to come, the same in all processes of a mesh."""
-        if self.repetition or self.noise_multiplier == 0:
-            return state
-        entropy = jax.random.key_data(agreed(self.mesh, secret_key()))
-        bits = np.asarray(entropy).tobytes()
-        return copied(self.mesh, state.with_new_keys(lambda keys: renewed(keys, bits)))
+    def _first_state(
+        self,
+        rng_key: Array,
+        num_steps: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        init_state: SensitiveState | None,
+        init_params: dict[str, Any] | None,
+    ) -> SensitiveState:
+        """The state that a run starts with: a new one, or the given one."""
+        if init_state is not None:
+            _checks.check_state(init_state)
+            return self._marked(copied(self.mesh, init_state))
+        covered = self.num_steps if self.num_steps is not None else num_steps
+        return self._init(rng_key, covered, args, kwargs, init_params)
 
     def _marked(self, state: SensitiveState) -> SensitiveState:
         """The state, marked if this driver shows losses."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 from typing import Any, Protocol, runtime_checkable
@@ -17,13 +18,22 @@ from numpyro_dp.devices import agreed, copied
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism import gaussian
-from numpyro_dp.privacy.once import run_id
+from numpyro_dp.privacy.once import begin, renewed, run_id, use
 from numpyro_dp.privacy.plan import BudgetError, Plan, PrivacyReport, make_plan
 from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.session import LossRelease, with_loss_norm
 from numpyro_dp.step import RunSetting, SensitiveState
 
-__all__ = ["noise_fields", "plan_for", "report_for", "secret_of", "spent_by"]
+__all__ = [
+    "begun",
+    "noise_fields",
+    "plan_for",
+    "report_for",
+    "secret_of",
+    "spent_by",
+    "used",
+    "with_new_noise",
+]
 
 
 @runtime_checkable
@@ -71,6 +81,30 @@ def noise_fields(driver: _Driver, secret: Array, plan: Plan, clip_norm: Any) -> 
         "run_id": run_id(noise_key),
     }
     return copied(driver.mesh, fields)
+
+
+def begun(driver: Any, *states: SensitiveState) -> contextlib.AbstractContextManager[None]:
+    """Registers runs that start; raises where one has the noise of an earlier one."""
+    if driver.noise_multiplier == 0:  # there is none
+        return contextlib.nullcontext()
+    return begin([state.run_id for state in states], repetition=driver.repetition)
+
+
+def used(
+    driver: Any, state: SensitiveState, num_steps: int
+) -> contextlib.AbstractContextManager[bool]:
+    """Uses up the noise of so many steps; gives it back where they fail."""
+    if driver.noise_multiplier == 0:
+        return contextlib.nullcontext(True)
+    return use(state.run_id, int(state.step), num_steps, repetition=driver.repetition)
+
+
+def with_new_noise(driver: Any, state: SensitiveState) -> SensitiveState:
+    """The state with noise of its own to come, the same in all processes of a mesh."""
+    if driver.repetition or driver.noise_multiplier == 0:
+        return state
+    bits = np.asarray(jax.random.key_data(agreed(driver.mesh, secret_key()))).tobytes()
+    return copied(driver.mesh, state.with_new_keys(lambda keys: renewed(keys, bits)))
 
 
 def spent_by(driver: _Driver, state: SensitiveState, num_steps: int) -> PrivacyReport:

@@ -83,7 +83,7 @@ class DPPBP(Driver):
         >>> y = jnp.abs(x[:, 0]) - 0.8
         >>> network = RegressionNetwork((10,))
         >>> pbp = DPPBP(network, clip_norm=0.3, sampler=FullBatch(), step_size=0.3, ridge=20.0,
-        ...             damping=0.1, budget=PrivacyBudget(2.0, 1e-5), secret_key=1)
+        ...             damping=0.1, budget=PrivacyBudget(2.0, 1e-5), secret_key=2025)
         >>> result = pbp.run(jax.random.key(0), 40, x, y, progress_bar=False)
         >>> mean, variance = network.predict(result.params, x)
         >>> bool(jnp.mean((mean - y) ** 2) < 0.05 * jnp.var(y))

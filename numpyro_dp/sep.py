@@ -18,12 +18,7 @@ from numpyro_dp.driver import Driver
 from numpyro_dp.ep.families import Family, diagonal_normal, isotropic_normal, normal
 from numpyro_dp.ep.forms import Release, choose_form
 from numpyro_dp.ep.guide import PosteriorGuide
-from numpyro_dp.ep.per_record import (
-    SensitiveSites,
-    batched_sweep,
-    sequential_sweep,
-    start_sites,
-)
+from numpyro_dp.ep.per_record import SensitiveSites, batched_sweep, sequential_sweep, start_sites
 from numpyro_dp.ep.problem import PREFIX, EPProblem, make_problem, read_conjugate_model
 from numpyro_dp.ep.sites import SiteBuilder, choose_site
 from numpyro_dp.model.frontend import Prepared, arguments_key

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -13,18 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp._tree import filled, shapes_of
+from numpyro_dp._tree import shapes_of
 from numpyro_dp.core import Batch, Estimator, Fold, Mechanism, PyTree, Sampler
 from numpyro_dp.devices import copied, spread
 from numpyro_dp.estimators.loss import LOSS_ENTRY, with_loss
 from numpyro_dp.factored_sum import record_lengths
 from numpyro_dp.model.frontend import Prepared
-from numpyro_dp.model.public import UnsupportedModelError, held_by_function
+from numpyro_dp.model.public import PublicArray
 from numpyro_dp.model.records import Rows
 from numpyro_dp.model.variational import VariationalProblem, likelihood_key
 from numpyro_dp.privacy.mechanism import (
     adapted_norms,
-    check_blocks,
     clip_sensitivity,
     gaussian,
     is_bounded,
@@ -38,14 +36,8 @@ from numpyro_dp.results import (
     progress_chunks,
     progress_ranges,
 )
-from numpyro_dp.step import (
-    RunSetting,
-    SensitiveState,
-    Step,
-    build_loop,
-    build_step,
-    optimised,
-)
+from numpyro_dp.session_checks import check_holds_no_records, check_signal
+from numpyro_dp.step import RunSetting, SensitiveState, Step, build_loop, build_step
 from numpyro_dp.streaming import Fetched, HostRows, StreamedLoop, drawn_size
 
 __all__ = ["LossRelease", "Session", "with_loss_norm"]
@@ -107,8 +99,9 @@ class Session:
         self._build(settings.sampler.next)
         params = settings.optim.get_params(prepared.optim_state)
         self.param_shapes = shapes_of(params)
-        self._check_signal(params)
-        self._check_holds_no_records(prepared.optim_state)
+        estimator = self._estimator(problem.shared, gaussian(settings.clip_norm, 0.0).init(), 0.0)
+        check_signal(problem, estimator, params, self._clip_norm)
+        check_holds_no_records(problem, self._estimator, settings, prepared.optim_state)
 
     def _build(self, draw: Callable[[PyTree], tuple[Batch, PyTree]]) -> None:
         """Sets the functions of a step, with batches that this function draws."""
@@ -124,7 +117,9 @@ class Session:
         self._loop_many = jax.jit(jax.vmap(self._loop, in_axes=(0, 0, None, None, None, None)))
         self._streams: dict[int, Session] = {}  # the same for batches of a size that were fetched
 
-    def setting(self, reproducible: bool, repetition: bool) -> RunSetting:
+    def setting(
+        self, reproducible: bool, repetition: bool, public: tuple[PublicArray, ...] = ()
+    ) -> RunSetting:
         """What all steps of a run have in common, for a state that starts here."""
         settings, structure = self.settings, self.problem.model.structure
         return RunSetting(
@@ -138,73 +133,7 @@ class Session:
             settings.method,
             repetition,
             structure.data_plate,
-            structure.public.arrays,
-        )
-
-    def _check_signal(self, params: dict[str, Any]) -> None:
-        """Raises unless the estimator fits the model, and ``clip_norm`` the signal's entries."""
-        shared, example = self.problem.shared, self.problem.blank_example()
-        estimator = self._estimator(shared, gaussian(self.settings.clip_norm, 0.0).init(), 0.0)
-        if estimator.check is not None:
-            estimator.check(params)
-
-        def signal(params: dict[str, Any], example: PyTree = example) -> PyTree:
-            return estimator.signal(estimator.prepare(jax.random.key(0), params), example)
-
-        if self.problem.model.structure.summed:
-            self._check_finite(jax.jit(signal), params)
-        if isinstance(self._clip_norm, Mapping):
-            check_blocks(self._clip_norm, filled(jax.eval_shape(signal, params)))
-
-    def _check_holds_no_records(self, optim_state: PyTree) -> None:
-        """Holds what estimator, optimiser and sampler captured to the rule of public values.
-
-        The program of a step on one record has the derivative rules of the model in it too.
-        """
-        public, optim = self.problem.model.structure.public, self.settings.optim
-        mechanism_state = gaussian(self.settings.clip_norm, 0.0).init()
-
-        def step(
-            optim_state: PyTree, mechanism_state: PyTree, example: PyTree, shared: PyTree
-        ) -> list[Array]:
-            estimator = self._estimator(shared, mechanism_state, 0.0)
-            prepared = estimator.prepare(jax.random.key(0), optim.get_params(optim_state))
-            update = estimator.pull_back(prepared, estimator.signal(prepared, example))
-            return jax.tree.leaves(optim.get_params(optimised(optim, update, optim_state)))
-
-        example = self.problem.blank_example()
-        what = "step (the model's derivative, the estimator or the optimiser)"
-        public.check(what, step, optim_state, mechanism_state, example, self.problem.shared)
-        sampler = self.settings.sampler
-        if not type(sampler).__module__.startswith("numpyro_dp."):  # written by somebody else
-            start = sampler.init(jax.random.key(0), self.num_examples)
-            public.check("sampler", lambda state: sampler.next(state)[0].mask, start)
-
-    def check_fold(
-        self, fold: Fold | None, state: SensitiveState, report: PrivacyReport
-    ) -> PrivacyReport:
-        """Holds what a fold captured to the same rule; returns the report with what it holds."""
-        if fold is None:
-            return report
-        public = self.problem.model.structure.public
-        params = self.problem.constrain(self.settings.optim.get_params(state.optim_state))
-        public.check("fold", fold.init, params)
-        start = jax.eval_shape(fold.init, params)
-        public.check("fold", fold.update, start, params)
-        public.take("fold", held_by_function(fold.result))
-        return dataclasses.replace(report, public=public.arrays)
-
-    def _check_finite(self, signal: Callable[..., PyTree], params: dict[str, Any]) -> None:
-        """Raises if no invented record has a signal: impossible values of a summed latent, say."""
-        for rows in self.problem.model.structure.layout.invented():
-            extra = self.problem.blank_example()[len(rows) :]
-            found = signal(params, tuple(leaf[0] for leaf in rows) + extra)
-            if all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(found)):
-                return
-        raise UnsupportedModelError(
-            "No invented record has a finite gradient; records without one count as 0. Where a "
-            "discrete latent is summed out, every value of it must leave the density finite: "
-            "Poisson(rate * k + 1e-6) instead of Poisson(rate * k), say."
+            structure.public.arrays + public,
         )
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:

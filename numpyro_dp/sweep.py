@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from jax import Array
 from numpyro_dp._checks import check_budget, check_noise, check_rng_keys
 from numpyro_dp._validate import check_real
 from numpyro_dp.core import PyTree
-from numpyro_dp.ledger import noise_fields, plan_for, report_for, secret_of
+from numpyro_dp.ledger import begun, noise_fields, plan_for, report_for, secret_of
 from numpyro_dp.model.records import Rows
 from numpyro_dp.privacy.adaptive import AdaptiveClip
 from numpyro_dp.privacy.mechanism import check_clip_norm, is_bounded
@@ -133,7 +134,7 @@ def run_sweep(
         public = [state.optim_state for state in states], rows.shared
         program, like = traced(run, (_stacked(states[:chunk]), rows), public)
         store = SweepFolder(folder, meaning | {"program": program}, like)
-    found = _in_chunks(run, states, chunk, store, driver._begun)
+    found = _in_chunks(run, states, chunk, store, functools.partial(begun, driver))
     own = tuple(report.of_another_run() for report in reports for _ in starts)
     return SweepResult(*found, labels, own)
 
@@ -213,7 +214,7 @@ def _in_chunks(
     states: list[SensitiveState],
     chunk: int,
     store: SweepFolder | None,
-    begun: Callable[..., AbstractContextManager[None]],
+    started: Callable[..., AbstractContextManager[None]],
 ) -> tuple[PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
     parts = []
     for first in range(0, len(states), chunk):
@@ -222,7 +223,7 @@ def _in_chunks(
         some = own + own[-1:] * (chunk - len(own))
         found = store and store.load(first)
         if found is None:
-            with begun(*own):
+            with started(*own):
                 found = jax.block_until_ready(run(_stacked(some)))
             if store:
                 store.save(first, found)

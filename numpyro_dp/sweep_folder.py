@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp.core import PyTree
-from numpyro_dp.model.public import held_by_program
+from numpyro_dp.model.held import held_by_program
 
 __all__ = ["SweepFolder", "fingerprint", "traced"]
 

@@ -98,7 +98,7 @@ def records(number):
 
 
 def driver(model, guide, mesh, sampler, estimator=aligned, **options):
-    options = {"secret_key": 1, "clip_norm": 0.5} | options
+    options = {"secret_key": 1, "repetition": True, "clip_norm": 0.5} | options
     relation = "replace_one" if isinstance(sampler, FixedSize) else "add_or_remove_one"
     return DPSVI(
         model, guide(model), optax.adam(0.05), estimator=estimator(), sampler=sampler,

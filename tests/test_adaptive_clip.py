@@ -46,7 +46,7 @@ def records():
 
 def driver(clip_norm, **options):
     settings = {"estimator": aligned(), "sampler": FullBatch(), "noise_multiplier": 0.0,
-                "secret_key": 3} | options  # fmt: skip
+                "secret_key": 3, "repetition": True} | options  # fmt: skip
     guide = AutoDiagonalNormal(model)
     return DPSVI(model, guide, optax.adam(1e-3), clip_norm=clip_norm, **settings)
 

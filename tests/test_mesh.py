@@ -29,7 +29,7 @@ def released(x, steps, clip_norm=2.0, estimator=aligned, **options):
     """Sums that the steps release, found from the moves of plain gradient descent."""
     mesh = jax.make_mesh((jax.device_count(),), ("records",))
     svi = DPSVI(linear, AutoDelta(linear), optax.sgd(RATE), estimator=estimator(), mesh=mesh,
-                clip_norm=clip_norm, **options)  # fmt: skip
+                clip_norm=clip_norm, data_plate="records", **options)  # fmt: skip
     start = {"w_auto_loc": jnp.zeros(NUMBER)}
     result = svi.run(jax.random.key(0), steps, x, progress_bar=False, init_params=start,
                      trace_size=steps)  # fmt: skip

@@ -59,7 +59,8 @@ def data():
 
 
 def driver(sampler=None, fitted=model, guide=None, **options):
-    options = {"noise_multiplier": 1.0, "secret_key": 3, "clip_norm": 1.0} | options
+    options = {"noise_multiplier": 1.0, "secret_key": 3, "repetition": True} | options
+    options = {"clip_norm": 1.0} | options
     return DPSVI(
         fitted, guide or AutoDiagonalNormal(fitted), optax.adam(0.05), estimator=aligned(),
         sampler=sampler or Poisson(0.2), **options,

@@ -44,7 +44,7 @@ def data():
 
 def driver(**changes):
     settings = {"estimator": aligned(), "clip_norm": 1.5, "sampler": Poisson(0.2)}
-    settings |= {"secret_key": 5} | changes
+    settings |= {"secret_key": 5, "repetition": True} | changes
     if "budget" not in settings and "noise_multiplier" not in settings:
         settings["budget"] = PrivacyBudget(1.0, 1e-5)
     return DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.05), **settings)

@@ -37,6 +37,7 @@ def gradient_descent(batch, size, seed, train):
     svi = DPSVI(
         model, guide, optax.sgd(size / number), estimator=aligned(), clip_norm=1.0,
         sampler=Poisson(batch / number), noise_multiplier=1.0, secret_key=secret_key(seed),
+        repetition=True,
     )  # fmt: skip
     steps = EPOCHS * number // batch
     result = svi.run(jax.random.key(seed), steps, *train, progress_bar=False)
@@ -51,7 +52,8 @@ def langevin(batch, size, seed, train):
     mcmc = DPMCMC(
         SGLD(model_of(MLP, "normal"), size / number, 0.3, init_strategy=init_to_sample),
         num_warmup=steps - kept, num_samples=kept, thinning=apart, clip_norm=2.0,
-        sampler=Poisson(batch / number), secret_key=secret_key(seed), progress_bar=False,
+        sampler=Poisson(batch / number), secret_key=secret_key(seed), repetition=True,
+        progress_bar=False,
     )  # fmt: skip
     mcmc.run(jax.random.key(seed), *train)
     return mcmc.get_samples(), mcmc.privacy

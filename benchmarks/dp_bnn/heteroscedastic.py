@@ -90,7 +90,7 @@ def sgld(setting, private):
             SGLD(model, step_size, temperature, init_strategy=init_to_sample),
             num_warmup=steps // 2, num_samples=steps // 2, thinning=steps // STEPS,
             clip_norm=clip_norm, sampler=FullBatch(), progress_bar=False,
-            secret_key=secret_key(seed), **options,
+            secret_key=secret_key(seed), repetition=True, **options,
         )  # fmt: skip
         mcmc.run(jax.random.key(seed), train)
         return mcmc.get_samples(), {}
@@ -111,7 +111,7 @@ def variational(guide_type, dropout, setting, private):
     )  # fmt: skip
 
     def fit(seed, train):
-        svi.secret_key = secret_key(seed)
+        svi.secret_key, svi.repetition = secret_key(seed), True
         result = svi.run(jax.random.key(seed), STEPS, train, progress_bar=False)
         draws = posterior_samples(jax.random.key(1), guide, result.params, DRAWS)
         return draws, {"dropout": dropout}

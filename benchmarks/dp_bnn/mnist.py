@@ -84,7 +84,8 @@ class Case(NamedTuple):
         noise = {"noise_multiplier": 0.0}
         if self.budget is not None:
             noise = {"budget": PrivacyBudget(SHARE * self.budget.epsilon, self.budget.delta)}
-        return noise | {"sampler": Poisson(self.batch / number), "secret_key": secret_key(seed)}
+        return noise | {"sampler": Poisson(self.batch / number), "secret_key": secret_key(seed),
+                        "repetition": True}  # fmt: skip
 
 
 @functools.cache
@@ -161,7 +162,7 @@ def recalibrated(case, privacy, draws, train, probabilities, seed):
     svi = DPSVI(
         tempering_model, tempering_guide, optax.adam(optax.cosine_decay_schedule(0.3, 40), b1=0.5),
         estimator=vanilla(), clip_norm=1.0, sampler=FullBatch(),
-        budget=case.budget.after(privacy), secret_key=secret_key(1000 + seed),
+        budget=case.budget.after(privacy), secret_key=secret_key(1000 + seed), repetition=True,
     )  # fmt: skip
     result = svi.run(jax.random.key(seed), 40, seen, jnp.asarray(train[1]), progress_bar=False)
     log_mean = jnp.log(jnp.asarray(probabilities.mean(0) + 1e-30))

@@ -111,7 +111,7 @@ def fit(method, records, batch, steps, epsilon, delta, clip_norm, size, seed):
     else:
         svi = driver(
             method, "mean field", size, clip_norm=clip_norm, sampler=sampler,
-            budget=PrivacyBudget(epsilon, delta), secret_key=secret_key(seed),
+            budget=PrivacyBudget(epsilon, delta), secret_key=secret_key(seed), repetition=True,
         )  # fmt: skip
         result = svi.run(jax.random.key(seed), steps, *data, progress_bar=False)
         params, spent = result.params, result.privacy.epsilon

@@ -22,13 +22,9 @@ from numpyro_dp.model.additivity import is_sum
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.guide import Guide, auto_parts, guide_trace, log_density
+from numpyro_dp.model.held import held_by_function, held_by_program
 from numpyro_dp.model.locals import is_local
-from numpyro_dp.model.public import (
-    UnsupportedModelError,
-    held_by_function,
-    held_by_program,
-    holds_records,
-)
+from numpyro_dp.model.public import UnsupportedModelError, holds_records
 from numpyro_dp.model.separation import (
     check_one_row,
     one_record,

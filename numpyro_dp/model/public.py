@@ -14,15 +14,23 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 from numpyro.primitives import Messenger
+
+from numpyro_dp.model.held import (
+    CUSTOM_BATCHING,
+    held_by_function,
+    held_by_program,
+    is_array,
+    is_key,
+    refused_calls,
+)
 
 __all__ = [
     "Declared",
@@ -30,12 +38,9 @@ __all__ = [
     "PublicValues",
     "UnsupportedModelError",
     "argument_names",
-    "computes_in_half",
     "declare",
-    "held_by_function",
-    "held_by_program",
+    "first_values",
     "holds_records",
-    "is_array",
     "own_constants",
     "smallness",
 ]
@@ -43,9 +48,6 @@ __all__ = [
 _FEW, _MOST = 100, 1000  # numbers that a table of constants may have: of few records, of many
 _MANY = 50  # below, a multiple of the number of records is too common a size to mean anything
 _NEAR = 20  # below, a size near the number of records is too common to mean anything
-_HOST_CALLS = ("callback", "debug_print", "infeed", "outfeed", "ffi_call")
-_OWN_BATCHING = "custom_vmap_call"
-_LIBRARIES = ("builtins", "equinox", "flax", "jax", "jaxlib", "numpy", "numpyro", "optax", "scipy")
 
 
 _own: set[Any] = set()
@@ -117,6 +119,15 @@ def declare(public: Any = (), static: Mapping[str, Any] | None = None) -> Declar
     return Declared(tuple(names), tuple(arrays))
 
 
+def first_values(init_params: Mapping[str, Any] | None) -> tuple[PublicArray, ...]:
+    """Returns what a report says of first values that the user passed."""
+    return tuple(
+        PublicArray(f"init_params[{name!r}]", tuple(np.shape(leaf)), str(jnp.result_type(leaf)))
+        for name, value in (init_params or {}).items()
+        for leaf in jax.tree.leaves(value)
+    )
+
+
 def argument_names(model: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
     """Returns the names of positional arguments by the model's signature."""
     inner = model
@@ -133,11 +144,6 @@ def argument_names(model: Callable[..., Any], args: tuple[Any, ...]) -> list[str
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     known = [each.name for each in parameters if each.kind in by_place]
     return [known[i] if i < len(known) else f"args[{i}]" for i in range(len(args))]
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a value is an array of JAX or NumPy, or a scalar of theirs."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def own_constants(*arrays: Any) -> tuple[Any, ...]:
@@ -214,8 +220,8 @@ class PublicValues:
 
     def check_program(self, what: str, program: ClosedJaxpr, *, any_size: bool = False) -> None:
         """The same for a program that has been traced."""
-        for name in _refused_calls(program.jaxpr):
-            if name == _OWN_BATCHING:
+        for name in refused_calls(program.jaxpr):
+            if name == CUSTOM_BATCHING:
                 raise UnsupportedModelError(
                     f"The {what} has a rule of its own for batches (jax.custom_batching."
                     "custom_vmap): the rule would see the records of a batch together, before "
@@ -227,14 +233,15 @@ class PublicValues:
                 "and compute with jax.numpy instead of pure_callback."
             )
         held = held_by_program(program)
-        held = (x for x in held if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+        held = (x for x in held if not is_key(x))
         # A single number of NumPy is like one of Python: part of the program's text.
         held = (x for x in held if isinstance(x, jax.Array) or np.size(x) > 1)
+        held = (x for x in held if not _is_plain(x))
         self.take(what, held, any_size=any_size)
 
     def trust(self, arrays: Iterable[Any]) -> None:
         """Lets constants pass that a library made."""
-        self._trusted |= {_digest(array) for array in arrays}
+        self._trusted |= {_digest(array) for array in arrays if not is_key(array)}
 
     def take(self, what: str, arrays: Iterable[Any], *, any_size: bool = False) -> None:
         """Takes arrays as public, or refuses them.
@@ -282,118 +289,6 @@ class PublicValues:
         self._taken[digest] = _described(f"held by the {what}", array)
 
 
-def held_by_program(found: Any) -> Iterator[Any]:
-    """Arrays in a traced program and in all programs inside it: constants and literals."""
-    if isinstance(found, ClosedJaxpr):
-        yield from held_by_program([*found.consts, found.jaxpr])
-    elif isinstance(found, Jaxpr):
-        for equation in found.eqns:
-            literals = [x.val for x in equation.invars if isinstance(x, Literal)]
-            yield from held_by_program(literals)
-            yield from held_by_program(list(equation.params.values()))
-    elif isinstance(found, jax.Array | np.ndarray):
-        yield found
-    elif isinstance(found, Mapping):
-        yield from held_by_program(list(found.values()))
-    elif isinstance(found, list | tuple):
-        for each in found:
-            yield from held_by_program(each)
-
-
-def held_by_function(fn: Any) -> list[Any]:
-    """Arrays within reach of a function that is no function of NumPyro's own.
-
-    Looked through: partial arguments, closures, defaults, attributes of objects, and globals that
-    its code names. (An array that is read from a module's attribute is not found.)
-    """
-    found: list[Any] = []
-    _search(fn, found, set(), 0)
-    return found
-
-
-def _search(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
-    if id(value) in seen or depth > 8:
-        return
-    seen.add(id(value))
-    parts: list[Any] = []
-    if is_array(value):
-        found.append(value)
-    elif isinstance(value, functools.partial):
-        parts = [value.func, *value.args, *value.keywords.values()]
-    elif isinstance(value, types.MethodType):
-        parts = [value.__func__, value.__self__]
-    elif isinstance(value, types.FunctionType):
-        if _of_a_library(value):
-            return
-        cells = [_content(cell) for cell in value.__closure__ or ()]
-        named = [value.__globals__.get(name) for name in _names(value.__code__)]
-        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        parts = [*cells, *defaults, *named]
-    elif isinstance(value, Mapping):
-        parts = list(value.values())
-    elif isinstance(value, list | tuple | set):
-        parts = list(value)
-    elif hasattr(value, "__wrapped__"):  # by jax.jit, say
-        parts = [value.__wrapped__]
-    elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType):
-        parts = list(vars(value).values())
-        parts += [vars(each).get("__call__") for each in type(value).__mro__]
-    for part in parts:
-        _search(part, found, seen, depth + 1)
-
-
-def _of_a_library(value: Any) -> bool:
-    return (getattr(value, "__module__", None) or "").partition(".")[0] in _LIBRARIES
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Names that a function's code looks up, that of functions inside it included."""
-    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))
-
-
-def computes_in_half(program: ClosedJaxpr) -> bool:
-    """Whether a number in a program, or in one inside it, has at most 16 bits and is no integer."""
-
-    def inside(jaxpr: Jaxpr) -> bool:
-        for equation in jaxpr.eqns:
-            for atom in [*equation.invars, *equation.outvars]:
-                dtype = getattr(atom.aval, "dtype", None)
-                if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
-                    return True
-            if any(map(inside, _programs(list(equation.params.values())))):
-                return True
-        return False
-
-    return inside(program.jaxpr)
-
-
-def _refused_calls(jaxpr: Jaxpr) -> Iterator[str]:
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name == _OWN_BATCHING or any(word in name for word in _HOST_CALLS):
-            yield name
-        for inner in _programs(list(equation.params.values())):
-            yield from _refused_calls(inner)
-
-
-def _programs(found: Any) -> Iterator[Jaxpr]:
-    if isinstance(found, ClosedJaxpr):
-        yield found.jaxpr
-    elif isinstance(found, Jaxpr):
-        yield found
-    elif isinstance(found, list | tuple):
-        for each in found:
-            yield from _programs(each)
-
-
 def _arrays_in(value: Any) -> Iterator[Any]:
     """Arrays among the leaves of a value; those of an nnx module that is no pytree are its state's.
 
@@ -403,9 +298,23 @@ def _arrays_in(value: Any) -> Iterator[Any]:
     if any(is_array(leaf) for leaf in leaves):
         yield from (leaf for leaf in leaves if is_array(leaf))
     elif not isinstance(value, str | int | float | complex | bool | type | None):
-        found: list[Any] = []
-        _search(value, found, set(), 0)
-        yield from found
+        yield from held_by_function(value)
+
+
+def _is_plain(array: Any) -> bool:
+    """Whether one or two numbers say all of an array: equal entries or steps, an identity."""
+    if np.size(array) < 2:
+        return False
+    values = np.asarray(array)
+    first = values.flat[0]
+    if (values == first).all():
+        return True
+    if values.ndim == 2 and values.shape[0] == values.shape[1]:
+        return bool((values == first * np.eye(len(values))).all())
+    if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
+        return False
+    steps = np.diff(values)
+    return bool((steps == steps[0]).all())
 
 
 def _described(place: str, array: Any) -> PublicArray:

@@ -16,13 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp.model.public import (
-    Declared,
-    PublicArray,
-    argument_names,
-    is_array,
-    smallness,
-)
+from numpyro_dp.model.held import is_array
+from numpyro_dp.model.public import Declared, PublicArray, argument_names, smallness
 
 __all__ = [
     "Arguments",
@@ -195,23 +190,10 @@ def split_arguments(
             kinds += "r"
             rows.append(leaf)
             refused += _ambiguity(place, name, leaf, num_examples, plate, plate_is_named)
-    found = [shape for _, shape in array_shapes(args, kwargs) if shape]
-    if not any(shape[0] == num_examples for shape in found):
-        raise ValueError(
-            f"Expected an argument array with {num_examples} rows, the size of the data plate, got "
-            f"{array_shapes(args, kwargs)}. Pass the whole data set (batches are drawn inside), "
-            "and let the plate's size be its number of rows."
-        )
+    _check_few_numbers(constants, sum(not each.shape for each in public), num_examples)
+    _check_there_are_records(args, kwargs, num_examples, rows, declared.names)
     if refused:
         raise ValueError(refused[0])
-    if not rows:
-        raise ValueError(
-            f"Expected an argument array of {num_examples} records that is not in public=, got "
-            f"public={list(declared.names)} for {array_shapes(args, kwargs)}. Name public "
-            "arguments alone."
-        )
-    scalars = sum(not each.shape for each in public)
-    _check_few_numbers(constants, scalars, num_examples)
     _check_no_list_of_records(args, kwargs, num_examples)
     shapes = tuple(
         (np.shape(leaf)[1:], jax.dtypes.canonicalize_dtype(leaf.dtype).name) for leaf in rows
@@ -219,6 +201,23 @@ def split_arguments(
     layout = Layout(treedef, kinds, tuple(constants), shapes, num_examples, tuple(public))
     _check_hashable(layout)
     return layout
+
+
+def _check_there_are_records(
+    args: Any, kwargs: Any, number: int, rows: list[Any], public: tuple[str, ...]
+) -> None:
+    found = array_shapes(args, kwargs)
+    if not any(shape[:1] == (number,) for _, shape in found):
+        raise ValueError(
+            f"Expected an argument array with {number} rows, the size of the data plate, got "
+            f"{found}. Pass the whole data set (batches are drawn inside), and let the plate's "
+            "size be its number of rows."
+        )
+    if not rows:
+        raise ValueError(
+            f"Expected an argument array of {number} records that is not in public=, got public="
+            f"{list(public)} for {found}. Name public arguments alone."
+        )
 
 
 def _ambiguity(

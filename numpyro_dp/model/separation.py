@@ -20,7 +20,8 @@ from numpyro.infer.initialization import init_to_uniform
 from numpyro.primitives import Messenger
 
 from numpyro_dp.model.dependence import looks_up
-from numpyro_dp.model.public import PublicValues, UnsupportedModelError, computes_in_half
+from numpyro_dp.model.held import computes_in_half
+from numpyro_dp.model.public import PublicValues, UnsupportedModelError
 from numpyro_dp.model.records import Layout
 
 __all__ = [

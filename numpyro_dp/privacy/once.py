@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import secrets
 import threading
 import weakref
@@ -76,6 +77,8 @@ def _outside() -> Any:
 _OUTSIDE = _outside()
 _lock = threading.Lock()
 _used: dict[bytes, int] = {}  # run id -> number of steps whose noise is used up
+if hasattr(os, "register_at_fork"):  # a child knows no state: each goes on with keys of its own
+    os.register_at_fork(after_in_child=_used.clear)
 _traced: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 

@@ -23,7 +23,7 @@ __all__ = ["Permutation", "PermutationState"]
     data_fields=["key", "order", "position"],
     meta_fields=["num_examples"],
 )
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class PermutationState:
     """State of :class:`Permutation`: a pytree for ``jit`` and ``scan``.
 
@@ -34,14 +34,10 @@ class PermutationState:
         num_examples: Rows of the data set; static.
     """
 
-    key: Array
-    order: Array
+    key: Array = dataclasses.field(repr=False)
+    order: Array = dataclasses.field(repr=False)
     position: Array
     num_examples: int
-
-    def __repr__(self) -> str:
-        """Shows no key and no order."""
-        return f"PermutationState(<holds a secret key>, num_examples={self.num_examples})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,7 @@ _SORT_WORDS = 3  # 32-bit words of a sort key
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["key"], meta_fields=["num_examples"]
 )
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class SamplerState:
     """State of every sampler here: a pytree for ``jit`` and ``scan``.
 
@@ -64,12 +64,8 @@ class SamplerState:
         num_examples: Size of the data set, static.
     """
 
-    key: Array
+    key: Array = dataclasses.field(repr=False)
     num_examples: int
-
-    def __repr__(self) -> str:
-        """Shows no key."""
-        return f"SamplerState(<holds a secret key>, num_examples={self.num_examples})"
 
 
 @dataclasses.dataclass(frozen=True)

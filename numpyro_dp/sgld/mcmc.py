@@ -20,7 +20,7 @@ from numpyro_dp._validate import check_int
 from numpyro_dp.core import Sampler
 from numpyro_dp.driver import Driver
 from numpyro_dp.estimators.langevin import POINT_SUFFIX, langevin
-from numpyro_dp.ledger import noise_fields, plan_for, secret_of, spent_by
+from numpyro_dp.ledger import begun, noise_fields, plan_for, secret_of, spent_by
 from numpyro_dp.model.frontend import Frontend, Prepared
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
@@ -79,7 +79,7 @@ class DPMCMC:
         ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
         >>> x = 3 + jax.random.normal(jax.random.key(1), (2000,))
         >>> mcmc = DPMCMC(SGLD(model), num_warmup=100, num_samples=300, clip_norm=5.0,
-        ...               sampler=FullBatch(), budget=PrivacyBudget(4.0, 1e-5), secret_key=1,
+        ...               sampler=FullBatch(), budget=PrivacyBudget(4.0, 1e-5), secret_key=2024,
         ...               progress_bar=False)
         >>> mcmc.run(jax.random.key(0), x)
         >>> samples = mcmc.get_samples()
@@ -172,7 +172,7 @@ class DPMCMC:
         report = spent_by(driver, states[0], total)
         self._report = dataclasses.replace(report, chains=chains)
         sizes = settings.num_warmup, found.num_samples, settings.thinning
-        with driver._begun(*states):
+        with begun(driver, *states):
             draws = driver.chains(states, sizes, args, kwargs, self._report, self._progress_bar)
         self._samples = {site: draws[f"{site}{POINT_SUFFIX}"] for site in structure.latents}
 

@@ -239,7 +239,8 @@ def test_a_step_without_noise_is_that_of_natural_parameters(weight_precision):
 
 def test_precisions_are_floored_at_the_noise_that_is_in_them():
     x, y = records(50)
-    options = {"clip_norm": 1.0, "sampler": FullBatch(), "damping": 1.0, "secret_key": 2}
+    options = {"clip_norm": 1.0, "sampler": FullBatch(), "damping": 1.0, "secret_key": 2,
+               "repetition": True}  # fmt: skip
     loud = DPPBP(NETWORK, noise_multiplier=1e4, precision="weight", floor=0.0, **options)
     state = loud.init(KEY, x, y)
     unit = state.optim_state.params["noise_rate"]

@@ -32,7 +32,11 @@ from numpyro_dp.ep.sites.quadrature import tilted_slopes
 
 KEY = jax.random.key(0)
 NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(31)
-RULE = NODES.astype(np.float32), np.log(WEIGHTS).astype(np.float32)
+RULE = (
+    NODES.astype(np.float32),
+    np.log(WEIGHTS).astype(np.float32),
+    NODES.astype(np.float32) ** 2 / 2,
+)
 
 
 def glm(likelihood):

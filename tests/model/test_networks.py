@@ -213,7 +213,7 @@ class Wide(nn.Module):
 
 def test_small_microbatches_give_the_same_run():
     model = model_of(lambda: flax_module("net", Wide(), input_shape=(1, D)))
-    options = {"secret_key": 1, "sampler": Poisson(0.6)}
+    options = {"secret_key": 1, "repetition": True, "sampler": Poisson(0.6)}
     runs = [
         private(model, microbatch_size=size, **options).run(KEY, 3, X, Y, progress_bar=False).params
         for size in ("auto", 3)

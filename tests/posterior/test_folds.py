@@ -33,7 +33,13 @@ START = {"auto_loc": jnp.ones(DIM), "auto_scale": jnp.full(DIM, NUMBER**-0.5)}
 
 def driver(**changes):
     """Iterates forget half of their deviation in a step."""
-    settings = {"clip_norm": 8.0, "sampler": FullBatch(), "noise_multiplier": 4.0, "secret_key": 1}
+    settings = {
+        "clip_norm": 8.0,
+        "sampler": FullBatch(),
+        "noise_multiplier": 4.0,
+        "secret_key": 1,
+        "repetition": True,
+    }
     guide = AutoDiagonalNormal(model)
     return DPSVI(model, guide, optax.sgd(1e-3), estimator=aligned(), **settings | changes)
 

@@ -52,7 +52,7 @@ def records(number=NUMBER):
 def sampler(kernel, **options):
     options = {
         "num_warmup": 50, "num_samples": 100, "clip_norm": 20.0, "sampler": FullBatch(),
-        "secret_key": 3, "progress_bar": False,
+        "secret_key": 3, "repetition": True, "progress_bar": False,
     } | options  # fmt: skip
     return DPMCMC(kernel, **options)
 

@@ -21,7 +21,7 @@ from numpyro_dp.ep.families import sample
 from numpyro_dp.ep.gaussian import cavity_of
 from numpyro_dp.ep.problem import EPProblem
 from numpyro_dp.ep.sites.base import Site, SiteBuilder
-from numpyro_dp.model.public import UnsupportedModelError
+from numpyro_dp.model.public import UnsupportedModelError, own_constants
 
 __all__ = ["conjugate", "is_conjugate"]
 
@@ -129,7 +129,9 @@ def _equations(problem: EPProblem) -> tuple[Any, Array, Any]:
     matrix = np.column_stack([np.asarray(statistics, np.float64), np.ones(len(statistics))])
     scale = np.abs(matrix).max(0)
     solve = np.linalg.pinv(matrix / scale) / scale[:, None]
-    return points, jnp.asarray(solve, unit.dtype), unravel
+    solve = np.asarray(solve, unit.dtype)
+    own_constants(solve, *jax.tree.leaves(points))
+    return points, jnp.asarray(solve), unravel
 
 
 def _in_statistics(problem: EPProblem) -> Callable[[Any], bool | None]:

@@ -45,7 +45,7 @@ _SHARES, _WIDTHS = own_constants(
     np.array([0.0, 0.03, 0.2, 1.0], np.float32),  # of a step of Newton's method
     np.linspace(-8, 8, 33, dtype=np.float32),  # where the mode may be, in cavity sd
 )
-_HALVINGS = (0.5 ** np.arange(16)).astype(np.float32)
+(_HALVINGS,) = own_constants((0.5 ** np.arange(16)).astype(np.float32))
 _STRONG = 0.1
 
 
@@ -64,7 +64,8 @@ def quadrature(num_nodes: int = 31) -> SiteBuilder:
     check_int("num_nodes", num_nodes, low=3, high=200)
 
     nodes, weights = np.polynomial.hermite_e.hermegauss(num_nodes)
-    rule = own_constants(nodes.astype(np.float32), np.log(weights).astype(np.float32))
+    nodes, log_weights = nodes.astype(np.float32), np.log(weights).astype(np.float32)
+    rule = own_constants(nodes, log_weights, nodes**2 / 2)
 
     def check(problem: EPProblem) -> None:
         if not is_linear(problem):
@@ -103,7 +104,8 @@ def tilted_slopes(
         log_likelihood: Of t.
         mean: Cavity mean of t.
         variance: Cavity variance of t, > 0.
-        rule: Nodes and log weights of a Gauss-Hermite rule for the standard normal.
+        rule: Nodes, log weights and halves of the squared nodes of a Gauss-Hermite rule for the
+            standard normal.
     """
     slope = jax.grad(log_likelihood)
 
@@ -129,12 +131,12 @@ def tilted_slopes(
     start = jnp.concatenate([mean + jnp.sqrt(variance) * _WIDTHS, mean + reach * _HALVINGS])
     mode = jax.lax.fori_loop(0, _CLIMBS, climb, best(start))
     sd = jnp.minimum(1 / jnp.sqrt(curvature(mode)), jnp.sqrt(variance))
-    nodes, log_weights = rule
+    nodes, log_weights, halves_of_squares = rule
     t = mode + sd * nodes
     values, slopes = jax.vmap(jax.value_and_grad(log_likelihood))(t)
     # Where a likelihood underflows it has no slope, and its node no weight.
     good = jnp.isfinite(values) & jnp.isfinite(slopes)
-    logits = log_weights + values - (t - mean) ** 2 / (2 * variance) + nodes**2 / 2
+    logits = log_weights + values - (t - mean) ** 2 / (2 * variance) + halves_of_squares
     probabilities = jax.nn.softmax(jnp.where(good, logits, -jnp.inf))  # nan if no node is good
     slopes = jnp.where(good, slopes, 0)
     g = probabilities @ slopes

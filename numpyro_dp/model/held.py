@@ -1,0 +1,154 @@
+"""Arrays that a function holds by itself, and calls in it that no check can see through.
+
+A traced program has them as constants and literals, and in programs inside it: those of ``jit``,
+``scan``, ``cond`` and of rules for derivatives. A function is also looked through as an object.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+__all__ = [
+    "CUSTOM_BATCHING",
+    "computes_in_half",
+    "held_by_function",
+    "held_by_program",
+    "is_array",
+    "is_key",
+    "refused_calls",
+]
+
+_HOST_CALLS = ("callback", "debug_print", "infeed", "outfeed", "ffi_call")
+CUSTOM_BATCHING = "custom_vmap_call"
+_LIBRARIES = ("builtins", "equinox", "flax", "jax", "jaxlib", "numpy", "numpyro", "optax", "scipy")
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a value is an array of JAX or NumPy, or a scalar of theirs."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def is_key(array: Any) -> bool:
+    """Whether an array is one of keys of a generator."""
+    return isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def held_by_program(found: Any) -> Iterator[Any]:
+    """Arrays in a traced program and in all programs inside it: constants and literals."""
+    if isinstance(found, ClosedJaxpr):
+        yield from held_by_program([*found.consts, found.jaxpr])
+    elif isinstance(found, Jaxpr):
+        for equation in found.eqns:
+            literals = [x.val for x in equation.invars if isinstance(x, Literal)]
+            yield from held_by_program(literals)
+            yield from held_by_program(list(equation.params.values()))
+    elif isinstance(found, jax.Array | np.ndarray):
+        yield found
+    elif isinstance(found, Mapping):
+        yield from held_by_program(list(found.values()))
+    elif isinstance(found, list | tuple):
+        for each in found:
+            yield from held_by_program(each)
+
+
+def held_by_function(fn: Any) -> list[Any]:
+    """Arrays within reach of a function that is no function of NumPyro's own.
+
+    Looked through: partial arguments, closures, defaults, attributes of objects, and globals that
+    its code names. (An array that is read from a module's attribute is not found.)
+    """
+    found: list[Any] = []
+    _search(fn, found, set(), 0)
+    return found
+
+
+def _search(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
+    if id(value) in seen or depth > 8:
+        return
+    seen.add(id(value))
+    parts: list[Any] = []
+    if is_array(value):
+        found += [] if is_key(value) else [value]
+    elif isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, types.MethodType):
+        parts = [value.__func__, value.__self__]
+    elif isinstance(value, types.FunctionType):
+        if _of_a_library(value):
+            return
+        cells = [_content(cell) for cell in value.__closure__ or ()]
+        named = [value.__globals__.get(name) for name in _names(value.__code__)]
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        parts = [*cells, *defaults, *named]
+    elif isinstance(value, Mapping):
+        parts = list(value.values())
+    elif isinstance(value, list | tuple | set):
+        parts = list(value)
+    elif hasattr(value, "__wrapped__"):  # by jax.jit, say
+        parts = [value.__wrapped__]
+    elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType):
+        parts = list(vars(value).values())
+        parts += [vars(each).get("__call__") for each in type(value).__mro__]
+    for part in parts:
+        _search(part, found, seen, depth + 1)
+
+
+def _of_a_library(value: Any) -> bool:
+    return (getattr(value, "__module__", None) or "").partition(".")[0] in _LIBRARIES
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Names that a function's code looks up, that of functions inside it included."""
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def computes_in_half(program: ClosedJaxpr) -> bool:
+    """Whether a number in a program, or in one inside it, has at most 16 bits and is no integer."""
+
+    def inside(jaxpr: Jaxpr) -> bool:
+        for equation in jaxpr.eqns:
+            for atom in [*equation.invars, *equation.outvars]:
+                dtype = getattr(atom.aval, "dtype", None)
+                if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
+                    return True
+            if any(map(inside, _programs(list(equation.params.values())))):
+                return True
+        return False
+
+    return inside(program.jaxpr)
+
+
+def refused_calls(jaxpr: Jaxpr) -> Iterator[str]:
+    """Names of calls to the host, and of rules for batches, in a program and all inside it."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == CUSTOM_BATCHING or any(word in name for word in _HOST_CALLS):
+            yield name
+        for inner in _programs(list(equation.params.values())):
+            yield from refused_calls(inner)
+
+
+def _programs(found: Any) -> Iterator[Jaxpr]:
+    if isinstance(found, ClosedJaxpr):
+        yield found.jaxpr
+    elif isinstance(found, Jaxpr):
+        yield found
+    elif isinstance(found, list | tuple):
+        for each in found:
+            yield from _programs(each)
