@@ -253,8 +253,7 @@ class Driver(abc.ABC):
         _checks.check_steps_fit(start, num_steps)
         report = spent_by(self, start, int(start.step) + num_steps)
         _checks.check_fold(fold, lambda: self.get_params(start), num_steps)
-        params = session.problem.constrain(self.optim.get_params(start.optim_state))
-        report = check_fold_holds_no_records(fold, session.problem, params, report)
+        report = check_fold_holds_no_records(fold, session, start, report)
         rows = (session.host_rows if stream else session.rows)(args, kwargs)
         with begun(self, *([start] if init_state is None else [])), used(self, start, num_steps):
             first = start if init_state is None else with_new_noise(self, start)

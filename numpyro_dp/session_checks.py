@@ -16,7 +16,7 @@ from numpyro_dp.model.held import held_by_function
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.privacy.mechanism import check_blocks, gaussian
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.step import optimised
+from numpyro_dp.step import SensitiveState, optimised
 
 __all__ = ["check_fold_holds_no_records", "check_holds_no_records", "check_signal"]
 
@@ -87,14 +87,14 @@ def check_holds_no_records(
 
 
 def check_fold_holds_no_records(
-    fold: Fold | None, problem: Any, params: PyTree, report: PrivacyReport
+    fold: Fold | None, session: Any, state: SensitiveState, report: PrivacyReport
 ) -> PrivacyReport:
     """Holds what a fold captured to the same rule.
 
     Args:
         fold: The fold, if there is one.
-        problem: Model and guide as functions.
-        params: Constrained parameters.
+        session: Whose problem has model and guide.
+        state: That the run starts with.
         report: Of the run.
 
     Returns:
@@ -102,7 +102,8 @@ def check_fold_holds_no_records(
     """
     if fold is None:
         return report
-    public = problem.model.structure.public
+    public = session.problem.model.structure.public
+    params = session.problem.constrain(session.settings.optim.get_params(state.optim_state))
     before = public.arrays
     public.check("fold", fold.init, params)
     public.check("fold", fold.update, jax.eval_shape(fold.init, params), params)
