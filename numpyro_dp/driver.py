@@ -291,8 +291,7 @@ class Driver(abc.ABC):
             learning_rate: Sequence, for ``optax.inject_hyperparams(optax.adam)(learning_rate=1)``.
             init_params: Initial values of parameters by name.
             trace_size: At most so many iterates are kept of each run.
-            chunk_size: Runs in lockstep; by default what fits a quarter of memory (or all runs,
-                over several processes).
+            chunk_size: Runs in lockstep; by default what fits a quarter of memory.
             folder: Keeps finished chunks (releases); the same call on the same records (which it
                 cannot know) goes on from there. It confirms a secret key that was guessed.
             **kwargs: Keyword arguments of the model (and guide).
