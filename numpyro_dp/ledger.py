@@ -85,26 +85,34 @@ def noise_fields(driver: _Driver, secret: Array, plan: Plan, clip_norm: Any) -> 
 
 def begun(driver: Any, *states: SensitiveState) -> contextlib.AbstractContextManager[None]:
     """Registers runs that start; raises where one has the noise of an earlier one."""
-    if driver.noise_multiplier == 0:  # there is none
-        return contextlib.nullcontext()
-    return begin([state.run_id for state in states], repetition=driver.repetition)
+    noisy = [state.run_id for state in states if _has_noise(state)]
+    return begin(noisy, repetition=driver.repetition)
 
 
 def used(
     driver: Any, state: SensitiveState, num_steps: int
 ) -> contextlib.AbstractContextManager[bool]:
     """Uses up the noise of so many steps; gives it back where they fail."""
-    if driver.noise_multiplier == 0:
+    if not _has_noise(state):
         return contextlib.nullcontext(True)
-    return use(state.run_id, int(state.step), num_steps, repetition=driver.repetition)
+    return use(state.run_id, int(state.step), num_steps, repetition=_repeats(driver, state))
 
 
 def with_new_noise(driver: Any, state: SensitiveState) -> SensitiveState:
     """The state with noise of its own to come, the same in all processes of a mesh."""
-    if driver.repetition or driver.noise_multiplier == 0:
+    if _repeats(driver, state) or not _has_noise(state):
         return state
     bits = np.asarray(jax.random.key_data(agreed(driver.mesh, secret_key()))).tobytes()
     return copied(driver.mesh, state.with_new_keys(lambda keys: renewed(keys, bits)))
+
+
+def _has_noise(state: SensitiveState) -> bool:
+    return float(state.noise_multiplier) != 0
+
+
+def _repeats(driver: Any, state: SensitiveState) -> bool:
+    """Whether both the run of the state and the driver that goes on are repetitions."""
+    return driver.repetition and state.setting.repetition
 
 
 def spent_by(driver: _Driver, state: SensitiveState, num_steps: int) -> PrivacyReport:

@@ -83,7 +83,7 @@ def check_holds_no_records(
     public.check(what, step, optim_state, mechanism_state, example, problem.shared)
     if not type(sampler).__module__.startswith("numpyro_dp."):  # written by somebody else
         start = sampler.init(jax.random.key(0), problem.model.structure.layout.num_examples)
-        public.check("sampler", lambda state: sampler.next(state)[0].mask, start)
+        public.check("sampler", sampler.next, start)
 
 
 def check_fold_holds_no_records(
@@ -102,7 +102,7 @@ def check_fold_holds_no_records(
     """
     if fold is None:
         return report
-    public = session.problem.model.structure.public
+    public = session.problem.model.structure.public.copy()
     params = session.problem.constrain(session.settings.optim.get_params(state.optim_state))
     before = public.arrays
     public.check("fold", fold.init, params)

@@ -225,8 +225,8 @@ def _in_chunks(
         if found is None:
             with started(*own):
                 found = jax.block_until_ready(run(_stacked(some)))
-            if store:
-                store.save(first, found)
+                if store:
+                    store.save(first, found)
         parts.append(found)
 
     def join(*leaves: Any) -> Any:

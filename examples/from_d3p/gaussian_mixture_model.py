@@ -54,6 +54,7 @@ def main():
     svi = DPSVI(
         model, guide, optax.adam(optax.cosine_decay_schedule(0.05, steps)), estimator=aligned(),
         clip_norm=5.0, sampler=Poisson(32 / len(x)), budget=PrivacyBudget(2.0, 1e-4),
+        public=[start],  # first values that read no record
         secret_key=secret_key(1),  # so that a run can be repeated; leave it out for real records
     )  # fmt: skip
     result = svi.run(jax.random.key(123), steps, jnp.asarray(x), progress_bar=False)

@@ -343,6 +343,8 @@ def check_first_values(
             )
         if isinstance(part, autoguide.AutoGuideList):
             continue
+        for name in ("_nonlinearity", "create_plates"):  # functions inside NumPyro's own guides
+            public.take("guide", held_by_function(getattr(part, name, None)))
         held = held_by_function(part.init_loc_fn)
         public.take(what, [*held, *held_by_function(getattr(part, "_init_scale", None))],
                     any_size=True)  # fmt: skip

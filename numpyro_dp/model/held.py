@@ -26,7 +26,7 @@ __all__ = [
     "refused_calls",
 ]
 
-_HOST_CALLS = ("callback", "debug_print", "infeed", "outfeed", "ffi_call")
+_HOST_CALLS = ("callback", "debug_print", "infeed", "outfeed", "ffi_call", "call_exported")
 CUSTOM_BATCHING = "custom_vmap_call"
 _LIBRARIES = ("builtins", "equinox", "flax", "jax", "jaxlib", "numpy", "numpyro", "optax", "scipy")
 

@@ -100,6 +100,11 @@ class ChainSettings(NamedTuple):
     mesh: Any = None
     repetition: bool = False
 
+    def __repr__(self) -> str:
+        """Shows no key."""
+        known = {**self._asdict(), "secret_key": None if self.secret_key is None else "<secret>"}
+        return f"ChainSettings({', '.join(f'{name}={value!r}' for name, value in known.items())})"
+
 
 class Resolved(NamedTuple):
     """What was found for a run.

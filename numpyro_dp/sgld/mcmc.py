@@ -168,12 +168,11 @@ class DPMCMC:
         starts = [driver._init(key, total, args, kwargs, init_params, structure) for key in keys]
         check_heat(settings, found, starts[0], structure.layout.num_examples)
         states = driver.with_own_noise(starts, total)
-        self._samples = None
-        report = spent_by(driver, states[0], total)
-        self._report = dataclasses.replace(report, chains=chains)
+        report = dataclasses.replace(spent_by(driver, states[0], total), chains=chains)
         sizes = settings.num_warmup, found.num_samples, settings.thinning
         with begun(driver, *states):
-            draws = driver.chains(states, sizes, args, kwargs, self._report, self._progress_bar)
+            draws = driver.chains(states, sizes, args, kwargs, report, self._progress_bar)
+        self._report = report  # samples and report of an earlier run stay where this one fails
         self._samples = {site: draws[f"{site}{POINT_SUFFIX}"] for site in structure.latents}
 
     @property

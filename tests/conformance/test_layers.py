@@ -31,6 +31,7 @@ LEVELS = {
     "estimators": 3,
     "step": 4,
     "results": 5,
+    "session_checks": 5,
     "streaming": 5.5,
     "session": 6,
     "_checks": 6.5,

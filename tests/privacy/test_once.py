@@ -462,3 +462,30 @@ def test_another_drivers_state_is_not_accounted_for():
     other = make().run(KEY, 2, *args, **run).state
     with pytest.raises(ValueError, match="with which the state's steps were taken"):
         svi().privacy(other)
+
+
+def test_a_driver_without_noise_or_of_repetitions_does_not_reuse_the_noise_of_a_state():
+    state = svi().run(KEY, 2, X, **run).state
+    svi(noise_multiplier=0.0).run(KEY, 1, X, init_state=state, **run)
+    with pytest.raises(NoiseReuseError, match="that of step 2"):
+        svi(noise_multiplier=0.0).run(KEY, 1, X, init_state=state, **run)
+    state = svi().run(KEY, 2, X, **run).state
+    repeating = svi(secret_key=5, repetition=True)
+    repeating.run(KEY, 1, X, init_state=state, **run)
+    with pytest.raises(NoiseReuseError, match="that of step 2"):
+        repeating.run(KEY, 1, X, init_state=state, **run)
+    quiet = svi(noise_multiplier=0.0, secret_key=77)
+    quiet.sweep(KEY[None], 2, X, noise_multiplier=[1.0])
+    with pytest.raises(NoiseReuseError, match="has made no noise"):
+        quiet.sweep(KEY[None], 2, X, noise_multiplier=[1.0])
+
+
+def test_a_sampler_that_is_refused_keeps_its_samples_and_shows_no_key():
+    sampler = mcmc(secret_key=3)
+    sampler.run(KEY, X)
+    before = sampler.get_samples()["mean"]
+    with pytest.raises(NoiseReuseError, match="has made no noise"):
+        sampler.run(KEY, X)
+    np.testing.assert_array_equal(sampler.get_samples()["mean"], before)
+    words = np.asarray(jax.random.key_data(sampler.settings.secret_key)).tolist()
+    assert not any(str(word) in repr(sampler.settings) for word in words)
