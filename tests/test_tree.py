@@ -2,12 +2,12 @@
 
 import re
 
-import jax
 import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from compiled import program_of
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import DPSVI, AdaptiveClip, FullBatch, aligned, vanilla
@@ -26,24 +26,6 @@ def model(x, y, u):
 def one_by_one():
     build = vanilla()
     return lambda problem: build(problem)._replace(factored=None)
-
-
-def program_of(svi, form):
-    """The optimised program of one way to take steps, as text."""
-    args = tuple(jnp.ones((3, ROWS)))
-    state, session = svi.init(jax.random.key(0), *args), svi._session(args, {})
-    program, called = jax.jit(svi.update), (state, *args)
-    if form == "updates":
-        states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
-        program = jax.jit(jax.vmap(svi.update, in_axes=(0, None, None, None)))
-        called = (states, *args)
-    elif form != "update":
-        start = state, session._slots(state, 6, 2)[0]
-        if form == "sweep":
-            start = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start)
-        program = session._loop_many if form == "sweep" else session._loop
-        called = (*start, session.rows(args, {}), *map(jnp.int32, (0, 2, 3)))
-    return program.lower(*called).compile().as_text()
 
 
 def split_program(text):
@@ -75,7 +57,7 @@ def test_gradients_of_records_are_computed_in_a_branch_and_nowhere_else(kind, fo
     estimator, clip, conditionals = KINDS[kind]
     svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), estimator=estimator(),
                 clip_norm=clip, noise_multiplier=1.0, sampler=FullBatch())  # fmt: skip
-    text = program_of(svi, form)
+    text = program_of(svi, tuple(jnp.ones((3, ROWS))), form)
     assert len(re.findall(r" conditional\(", text)) == conditionals
     branches, rest = split_program(text)
     for sign in (r" tanh\(", RESIDUAL):

@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from compiled import program_of
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoMultivariateNormal
 
 from numpyro_dp import DPSVI, FullBatch, aligned
@@ -241,19 +242,7 @@ def test_what_is_added_up_is_what_was_measured_and_not_computed_again(form):
     args = tuple(jnp.ones((3, 37)))
     svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), estimator=aligned(),
                 clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch())  # fmt: skip
-    state, session = svi.init(jax.random.key(0), *args), svi._session(args, {})
-    program, called = jax.jit(svi.update), (state, *args)
-    if form == "updates":
-        states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
-        program = jax.jit(jax.vmap(svi.update, in_axes=(0, None, None, None)))
-        called = (states, *args)
-    elif form != "update":
-        start = state, session._slots(state, 6, 2)[0]
-        if form == "sweep":
-            start = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start)
-        program = session._loop_many if form == "sweep" else session._loop
-        called = (*start, session.rows(args, {}), *map(jnp.int32, (0, 2, 3)))
-    text = program.lower(*called).compile().as_text()
+    text = program_of(svi, args, form)
     assert len(re.findall(r"f32\[(?:2,)?37,1\]\S* subtract\(", text)) == 1  # y u - x z
 
 
