@@ -164,11 +164,11 @@ class Driver(abc.ABC):
             The new state, and ``nan`` in the place of the loss unless ``allow_sensitive``.
 
         Raises:
-            NoiseReuseError: If the state was used before, as far as can be seen: a compiled
-                function that is called twice with one state is not seen.
+            NoiseReuseError: If the state was used before, or a traced function holds it.
 
         Guarantee:
             Under ``vmap`` each lane has noise and batches of its own, whatever states it is given.
+            So has each call of a compiled update, unless the ``secret_key`` was given.
         """
         _checks.check_reverse_mode(forward_mode_differentiation)
         _checks.check_state(svi_state)

@@ -73,12 +73,15 @@ def noise_fields(driver: _Driver, secret: Array, plan: Plan, clip_norm: Any) -> 
     spent = repr([each._replace(run="") for each in plan.earlier])
     child = int.from_bytes(hashlib.sha256(spent.encode()).digest()[:4]) if plan.earlier else 0
     noise_key, batch_key = jax.random.split(jax.random.fold_in(secret, child))
+    given = driver.secret_key is not None
+    several = driver.mesh is not None and driver.mesh.is_multi_process
     fields = {
         "secret_key": noise_key,
         "sampler_state": driver.sampler.init(batch_key, plan.num_examples),
         "mechanism_state": gaussian(clip_norm, plan.noise_multiplier).init(),
         "noise_multiplier": jnp.asarray(_round_up(plan.noise_multiplier)),
         "run_id": run_id(noise_key),
+        "nonce": None if given or several else np.zeros(8, np.uint32),
     }
     return copied(driver.mesh, fields)
 

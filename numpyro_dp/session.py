@@ -325,7 +325,7 @@ class Session:
 
     def _guarded_step(self, state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Array]:
         """A step that leaves the state alone once the budget is spent; each lane has own noise."""
-        before = state
+        before = state = state.with_nonce_used()
         state = state.with_new_keys(lambda keys: key_of_lane(keys, (state, rows)))
         new, value = self._step_and_value(state, rows)
         active = state.step < state.max_steps

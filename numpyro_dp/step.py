@@ -20,7 +20,7 @@ from numpyro_dp.core import Batch, Estimator, Mechanism, PyTree
 from numpyro_dp.devices import copied, on_devices
 from numpyro_dp.model.public import PublicArray
 from numpyro_dp.model.records import Rows
-from numpyro_dp.privacy.once import renewed
+from numpyro_dp.privacy.once import joined, next_nonce, renewed
 from numpyro_dp.stretches import Shards
 
 __all__ = ["RunSetting", "SensitiveState", "Step", "build_loop", "build_step", "optimised"]
@@ -69,6 +69,7 @@ class _SensitiveState(NamedTuple):
     step: Array
     max_steps: Array
     run_id: Array
+    nonce: Any
     setting: RunSetting
 
 
@@ -91,11 +92,15 @@ class SensitiveState(_SensitiveState):
         step: Number of steps taken.
         max_steps: Number of steps the plan covers.
         run_id: What tells the run from others in this process; a hash of its first noise key.
+        nonce: 256 bits that join the keys in the next update; ``None`` where the secret key was
+            given, and where several processes share a run. JAX reads new bits each time the state
+            enters a function that is compiled or transformed.
         setting: What the steps so far have in common.
 
     Guarantee:
         A copy that is read from a pickle goes on with noise and batches of its own
-        (:mod:`numpyro_dp.privacy.once`), unless the run is a repetition.
+        (:mod:`numpyro_dp.privacy.once`), unless the run is a repetition. So do two calls of one
+        compiled update with the same state, unless the secret key was given.
     """
 
     __slots__ = ()
@@ -122,6 +127,30 @@ class SensitiveState(_SensitiveState):
         """
         keys = renew((self.secret_key, self.sampler_state))
         return self._replace(secret_key=keys[0], sampler_state=keys[1])
+
+    def with_nonce_used(self) -> SensitiveState:
+        """The same state with its nonce joined to the keys; the next one is 0."""
+        if self.nonce is None:
+            return self
+        nonce = jnp.asarray(self.nonce)
+        state = self.with_new_keys(lambda keys: joined(keys, nonce))
+        return state._replace(nonce=jnp.zeros_like(nonce))
+
+    def _leaves(self) -> tuple[Any, ...]:
+        """The fields as JAX reads them, with a new nonce."""
+        nonce = next_nonce(self.secret_key, self.nonce)
+        return self if nonce is self.nonce else self._replace(nonce=nonce)
+
+
+jax.tree_util.register_pytree_with_keys(
+    SensitiveState,
+    lambda state: (
+        tuple(zip(map(jax.tree_util.GetAttrKey, state._fields), state._leaves(), strict=True)),
+        None,
+    ),
+    lambda _, leaves: SensitiveState(*leaves),
+    lambda state: (tuple(state._leaves()), None),
+)
 
 
 class _Unprinted(dict[str, Any]):

@@ -104,8 +104,8 @@ class DPSVI(Driver):
         is the Gaussian mechanism on a clipped sum over a sampled batch, everything else is
         post-processing or reads no record. The number of records, shapes and dtypes are public.
         ``result.state`` and everything in a type named ``Sensitive...`` is not covered.
-        No two runs share noise, however they are started, but where ``repetition`` says so, and
-        where a function that the caller compiled is called twice with one state
+        No two runs share noise, however they are started, but where ``repetition`` says so, or
+        where a loop inside a function that the caller compiled reads one state twice
         (:mod:`numpyro_dp.privacy.once`).
 
     Reference:

@@ -120,7 +120,8 @@ def run_sweep(
     meaning = {name: column.tolist() for name, column in labels.items()} | {
         "rng_keys": np.asarray(jax.vmap(_key_data)(rng_keys)).tolist(),
         "num_steps": num_steps, "trace_size": trace_size, "chunk_size": chunk,
-        "records": session.num_examples, "reports": [str(report) for report in reports],
+        "records": session.num_examples,
+        "reports": [str(dataclasses.replace(each, repetition=False)) for each in reports],
         "clip_norms": [str(each["clip_norm"]) for each in settings],
         "secret": fingerprint(driver.secret_key),
         "versions": {name: metadata.version(name) for name in ("jax", "numpyro")},
@@ -217,17 +218,19 @@ def _in_chunks(
     started: Callable[..., AbstractContextManager[None]],
 ) -> tuple[PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
     parts = []
-    for first in range(0, len(states), chunk):
-        own = states[first : first + chunk]
-        # A last chunk of another size would be compiled again: repeats, dropped below.
-        some = own + own[-1:] * (chunk - len(own))
-        found = store and store.load(first)
-        if found is None:
-            with started(*own):
-                found = jax.block_until_ready(run(_stacked(some)))
-                if store:
-                    store.save(first, found)
-        parts.append(found)
+    # Without a store nothing is left of a sweep that fails: it gives all its keys back.
+    with started(*([] if store else states)):
+        for first in range(0, len(states), chunk):
+            own = states[first : first + chunk]
+            # A last chunk of another size would be compiled again: repeats, dropped below.
+            some = own + own[-1:] * (chunk - len(own))
+            found = store and store.load(first)
+            if found is None:
+                with started(*(own if store else [])):
+                    found = jax.block_until_ready(run(_stacked(some)))
+                    if store:
+                        store.save(first, found)
+            parts.append(found)
 
     def join(*leaves: Any) -> Any:
         return np.concatenate([np.asarray(leaf) for leaf in leaves])[: len(states)]

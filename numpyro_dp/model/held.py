@@ -23,6 +23,7 @@ __all__ = [
     "held_by_program",
     "is_array",
     "is_key",
+    "numbers_in_program",
     "refused_calls",
 ]
 
@@ -57,6 +58,25 @@ def held_by_program(found: Any) -> Iterator[Any]:
     elif isinstance(found, list | tuple):
         for each in found:
             yield from held_by_program(each)
+
+
+def numbers_in_program(found: Any) -> set[float]:
+    """The different single numbers that a traced program, or one inside it, has as literals."""
+    if isinstance(found, ClosedJaxpr):
+        return numbers_in_program(found.jaxpr)
+    if isinstance(found, Jaxpr):
+        literals = (x.val for each in found.eqns for x in each.invars if isinstance(x, Literal))
+        own = {_number(x) for x in literals if np.ndim(x) == 0 and not is_key(x)}
+        return own.union(*(numbers_in_program(list(each.params.values())) for each in found.eqns))
+    if isinstance(found, list | tuple):
+        return set().union(*map(numbers_in_program, found))
+    return set()
+
+
+def _number(value: Any) -> float:
+    """A literal as a number; all that are not finite are one."""
+    number = complex(value).real
+    return number if np.isfinite(number) else np.inf
 
 
 def held_by_function(fn: Any) -> list[Any]:

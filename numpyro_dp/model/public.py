@@ -30,6 +30,7 @@ from numpyro_dp.model.held import (
     held_by_program,
     is_array,
     is_key,
+    numbers_in_program,
     refused_calls,
 )
 
@@ -238,6 +239,14 @@ class PublicValues:
                 f"The {what} calls the host ({name}), where records could be read, printed or "
                 "kept without clip and noise. Take the callback out: leave out jax.debug.print, "
                 "and compute with jax.numpy instead of pure_callback."
+            )
+        numbers, limit = len(numbers_in_program(program)), smallness(self.number)
+        if numbers > limit:
+            raise UnsupportedModelError(
+                f"The {what} has {numbers} different single numbers in its program, as a loop over "
+                f"a list of numbers writes them. At most {limit} pass beside {self.number} "
+                "records, since they might be values of records. Pass records as arguments; pass "
+                "public numbers as one array, and say so: public=[array] of the driver."
             )
         held = held_by_program(program)
         held = (jax.random.key_data(x) if is_key(x) and x.size > 1 else x for x in held)

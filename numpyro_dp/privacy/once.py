@@ -1,14 +1,17 @@
 r"""Noise is used once: no two runs share it, however they are started.
 
 Two releases with the same noise can be subtracted: what is left is the exact difference of their
-private sums. Three rules prevent it.
+private sums. Four rules prevent it.
 
 1. A secret key comes into being outside every trace (:func:`check_outside_trace`). A function that
    is traced runs once for many calls and many lanes, and all of them would share its key.
 2. Within a process each run is known by a hash of its first noise key, with the number of steps
    whose noise is used up (:func:`begin`, :func:`use`). A key that was given twice, and a state that
    was used before, are refused.
-3. A state that goes on, in this process or in another, continues with keys of its own
+3. A state has 256 further bits, its nonce, which are new each time it enters a function that is
+   compiled or transformed (:func:`next_nonce`). A compiled update runs without Python, so that
+   nobody could refuse its second call with one state: the nonce gives it keys of its own.
+4. A state that goes on, in this process or in another, continues with keys of its own
    (:func:`renewed`): with :math:`k` the state's key and :math:`e` 256 new bits from the operating
    system,
 
@@ -18,7 +21,7 @@ private sums. Three rules prevent it.
    a random oracle), in whatever process they run; and nobody who knows k alone can tell k'. A
    counter would not do: two processes that read the same file would count alike.
 
-``repetition=True`` of a driver switches rules 2 and 3 off: the run is then a function of its secret
+``repetition=True`` of a driver switches rules 2 to 4 off: the run is then a function of its secret
 key. The caller promises that it repeats a release, on the same records and settings.
 """
 
@@ -26,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import secrets
 import threading
@@ -46,7 +50,9 @@ __all__ = [
     "check_outside_trace",
     "check_passed_to_trace",
     "in_trace",
+    "joined",
     "key_of_lane",
+    "next_nonce",
     "renewed",
     "run_id",
     "use",
@@ -79,6 +85,7 @@ _lock = threading.Lock()
 _used: dict[bytes, int] = {}  # run id -> number of steps whose noise is used up
 if hasattr(os, "register_at_fork"):  # a child knows no state: each goes on with keys of its own
     os.register_at_fork(after_in_child=_used.clear)
+_entered: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
 _traced: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -122,12 +129,7 @@ def check_passed_to_trace(call: str, keys: Sequence[Any]) -> None:
         current = trace
     for key in keys:
         if getattr(key, "_trace", None) is not current:
-            raise NoiseReuseError(
-                f"Expected the state to be an argument of the function that is compiled or "
-                f"transformed, for {call}, got one that the function holds: each call, lane or "
-                "iteration would have the same noise. Write jax.jit(lambda state, *data: "
-                "dp.update(state, *data)), and carry the state through a scan."
-            )
+            raise NoiseReuseError(_held(call))
         if _traced.get(id(key)) is key:
             raise NoiseReuseError(
                 f"Expected each state to be used once, got the same state in two calls of {call} "
@@ -136,6 +138,15 @@ def check_passed_to_trace(call: str, keys: Sequence[Any]) -> None:
             )
     for key in keys:
         _traced[id(key)] = key
+
+
+def _held(call: str) -> str:
+    return (
+        "Expected the state to be an argument of the function that is compiled or transformed, "
+        f"for {call}, got one that the function holds: each call, lane or iteration would have "
+        "the same noise. Write jax.jit(lambda state, *data: dp.update(state, *data)), and carry "
+        "the state through a scan."
+    )
 
 
 def run_id(noise_key: Array) -> Array:
@@ -234,6 +245,51 @@ def renewed(tree: Any, entropy: bytes | None = None) -> Any:
         ]
         words = np.frombuffer(b"".join(rows), "<u4").reshape(old.shape)
         return jax.random.wrap_key_data(jnp.asarray(words), impl=jax.random.key_impl(leaf))
+
+    return jax.tree.map(one, tree)
+
+
+def next_nonce(key: Any, nonce: Any) -> Any:
+    """Returns the nonce that a state takes along into a compiled or transformed function.
+
+    Outside a trace: new bits. Inside one, where a state is handed on to a further function: the
+    nonce of the state, with a number in it from the second time on.
+
+    Args:
+        key: The secret key of the state.
+        nonce: Its nonce, uint32[..., 8]; ``None`` stays.
+
+    Raises:
+        NoiseReuseError: If a function that is traced holds the state.
+    """
+    if nonce is None or not isinstance(key, jax.Array):  # shapes, or positions of axes
+        return nonce
+    if not isinstance(key, jax.core.Tracer):
+        if in_trace():
+            raise NoiseReuseError(_held("the update"))
+        size = np.shape(nonce)
+        bits = np.frombuffer(secrets.token_bytes(4 * math.prod(size)), "<u4").reshape(size)
+        return jnp.asarray(bits)  # of NumPy, it would keep jit from its fast path
+    count = 0
+    while _entered.get((id(key), count)) is key:
+        count += 1
+    _entered[id(key), count] = key
+    return nonce ^ np.uint32(count) if count else nonce
+
+
+def joined(tree: Any, nonce: Array) -> Any:
+    """Returns a tree whose keys have a nonce in them: the exclusive or of the two.
+
+    For 256 uniform bits of nonce, each new key is uniform and independent of the old ones.
+    """
+
+    def one(leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
+        words = jax.random.key_data(leaf)
+        return jax.random.wrap_key_data(
+            words ^ nonce[: words.shape[-1]], impl=jax.random.key_impl(leaf)
+        )
 
     return jax.tree.map(one, tree)
 

@@ -1486,3 +1486,32 @@ def message_passing_of_counts():
             numpyro.sample("x", dist.Bernoulli(p), obs=x)
 
     return sep(model, LABELS, family={"p": beta()})._replace(records=(0,))
+
+
+@refused("single numbers in its program", "At most 100 pass", "public=[array]")
+def records_written_out_by_a_loop_over_a_list():
+    numbers = [float(number) for number in np.concatenate([Y, X[:, 0]])]
+
+    def model(x, y):
+        w = weights()
+        total = sum(jnp.cos(w[0]) * number for number in numbers)
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ w + total, 1), obs=y)
+
+    return svi(model, X, Y)
+
+
+@refused("single numbers in its program")
+def records_written_out_by_a_loop_in_a_compiled_helper():
+    numbers = [float(number) for number in np.concatenate([Y, X[:, 0]])]
+
+    @jax.jit
+    def helper(w):
+        return sum(jnp.cos(w) * number for number in numbers)
+
+    def model(x, y):
+        w = weights()
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ w + helper(w[0]), 1), obs=y)
+
+    return svi(model, X, Y)

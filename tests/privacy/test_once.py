@@ -219,11 +219,16 @@ def test_a_sweep_and_the_run_that_it_equals_share_a_key():
 def test_a_sweep_that_failed_uses_up_no_key(monkeypatch):
     driver = svi(secret_key=3)
     session = driver._session((X,), {})
-    monkeypatch.setattr(session, "run_many", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        driver.sweep(KEY[None], 2, X)
+    run_many = session.run_many
+    for chunks in (0, 1):
+        left = iter(range(chunks))
+        monkeypatch.setattr(
+            session, "run_many", lambda *args, left=left: run_many(*args) if [*left] else 1 / 0
+        )
+        with pytest.raises(ZeroDivisionError):
+            driver.sweep(jnp.stack([KEY, KEY]), 2, X, chunk_size=1)
     monkeypatch.undo()
-    driver.sweep(KEY[None], 2, X)
+    driver.sweep(jnp.stack([KEY, KEY]), 2, X, chunk_size=1)
 
 
 def test_a_repetition_is_a_function_of_its_key():
@@ -338,6 +343,109 @@ def test_transformed_updates_that_pass_the_state_work():
     for transform in (jax.jit, jax.checkpoint):
         assert int(transform(driver.update)(driver.init(KEY, X), X)[0].step) == 1
     assert jax.eval_shape(driver.update, driver.init(KEY, X), X)[0].step.shape == ()
+
+
+def noise_of(driver, states):
+    """The iterates after one step each from the same state: they differ by their noise alone."""
+    return np.concatenate([driver.get_params(state)["auto_loc"] for state in states])
+
+
+def twice_compiled(update, state):
+    step = jax.jit(update)
+    return [step(state, X)[0] for _ in range(3)]
+
+
+def twice_in_one_function(update, state):
+    step = jax.jit(update)
+    return jax.jit(lambda state: [step(state, X)[0] for _ in range(3)])(state)
+
+
+def of_copies(update, state):
+    step = jax.jit(update)
+    return [step(jax.tree.map(lambda leaf: leaf, state), X)[0] for _ in range(3)]
+
+
+def transformed(transform):
+    def states(update, state):
+        step = transform(update)
+        return [step(state, X)[0] for _ in range(3)]
+
+    return states
+
+
+def lanes_twice(update, state):
+    step = jax.vmap(update, in_axes=(0, None))
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
+    found = [step(stacked, X)[0] for _ in range(2)]
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], each) for each in found for i in (0, 1)]
+
+
+def mapped_over_states(update, state):
+    """Each of the stacked states was read by itself."""
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), state, state, state)
+    found = jax.lax.map(lambda one: update(one, X)[0], stacked)
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], found) for i in range(3)]
+
+
+COMPILED = {
+    "jit": twice_compiled,
+    "in one function": twice_in_one_function,
+    "copies": of_copies,
+    "checkpoint": transformed(jax.checkpoint),
+    "compiled ahead": lambda update, state: [
+        jax.jit(update).lower(state, X).compile()(state, X)[0] for _ in range(3)
+    ],
+    "lanes": lanes_twice,
+    "lax.map": mapped_over_states,
+}
+
+
+@pytest.mark.parametrize("calls", COMPILED.values(), ids=COMPILED)
+@pytest.mark.parametrize("sampler", [FullBatch(), Poisson(0.5)], ids=["full", "poisson"])
+def test_a_compiled_update_that_is_given_one_state_twice_draws_other_noise(calls, sampler):
+    driver = svi(sampler=sampler)
+    state = driver.init(KEY, X)
+    found = calls(driver.update, state)
+    noise = noise_of(driver, found)
+    assert len(np.unique(noise.round(5))) == len(noise)
+    keys = [np.asarray(jax.random.key_data(each.secret_key)) for each in found]
+    assert len(np.unique(keys, axis=0)) == len(keys)
+    if hasattr(state.sampler_state, "key"):  # batches differ too
+        keys = [np.asarray(jax.random.key_data(each.sampler_state.key)) for each in found]
+        assert len(np.unique(keys, axis=0)) == len(keys)
+
+
+def test_a_compiled_update_cannot_be_called_with_a_state_that_a_function_holds():
+    driver = svi()
+    state = driver.init(KEY, X)
+    step = jax.jit(driver.update)
+    step(driver.init(KEY, X), X)  # it is compiled: no Python of the driver runs
+    several = jnp.stack([X, X + 1])
+    calls = {
+        "jit": lambda: jax.jit(lambda x: step(state, x))(X),
+        "vmap": lambda: jax.vmap(lambda x: step(state, x))(several),
+        "scan": lambda: jax.lax.scan(lambda _, x: (None, step(state, x)[0]), None, several),
+        "map": lambda: jax.lax.map(lambda x: step(state, x)[0], several),
+        "checkpoint": lambda: jax.lax.map(
+            lambda x: jax.checkpoint(driver.update)(state, x)[0], several
+        ),
+    }
+    for name, call in calls.items():
+        with pytest.raises(NoiseReuseError, match="to be an argument of the function"):
+            call()
+            pytest.fail(name)
+
+
+def test_a_given_key_makes_the_same_noise_in_compiled_updates():
+    """It is reproducible: the loop of compiled updates is the run."""
+    driver = svi(secret_key=3, num_steps=3)
+    state, step = driver.init(KEY, X), jax.jit(driver.update)
+    for _ in range(3):
+        state, _ = step(state, X)
+    other = svi(secret_key=3, repetition=True).run(KEY, 3, X, **run)
+    np.testing.assert_allclose(
+        driver.get_params(state)["auto_loc"], other.params["auto_loc"], rtol=1e-5
+    )
 
 
 def in_new_process(code, *paths, **environment):
