@@ -1,18 +1,12 @@
 """Differentially private Bayesian inference for NumPyro."""
 
 from numpyro_dp.core import Batch, Estimator, Fold, Mechanism, Sampler
-from numpyro_dp.em import DPEM
-from numpyro_dp.ep.bnn import RegressionNetwork
-from numpyro_dp.estimators import (
-    aligned,
-    aligned_natural,
-    linear,
-    natural,
-    preconditioned,
-    vanilla,
-)
+from numpyro_dp.em.driver import DPEM
+from numpyro_dp.ep.driver import DPSEP, EP, SEP
+from numpyro_dp.mcmc import DPMCMC, SGHMC, SGLD, PreconditionedSGLD, sgd_as_sgld, sgld_as_sgd
 from numpyro_dp.model.public import UnsupportedModelError
-from numpyro_dp.pbp import DPPBP, PBP
+from numpyro_dp.pbp import RegressionNetwork
+from numpyro_dp.pbp.driver import DPPBP, PBP
 from numpyro_dp.posterior import (
     average,
     drift_check,
@@ -34,11 +28,17 @@ from numpyro_dp.privacy.permutation import Permutation
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.privacy.sampling import FixedSize, FullBatch, Poisson
-from numpyro_dp.sep import DPSEP, EP, SEP
-from numpyro_dp.session import LossRelease
-from numpyro_dp.sgld import DPMCMC, SGHMC, SGLD, PreconditionedSGLD, sgd_as_sgld, sgld_as_sgd
-from numpyro_dp.simulate import simulated_clip_norm
-from numpyro_dp.svi import DPSVI
+from numpyro_dp.run.session import LossRelease
+from numpyro_dp.vi.estimators import (
+    aligned,
+    aligned_natural,
+    linear,
+    natural,
+    preconditioned,
+    vanilla,
+)
+from numpyro_dp.vi.simulate import simulated_clip_norm
+from numpyro_dp.vi.svi import DPSVI
 
 __version__ = "0.1.0"
 

@@ -162,12 +162,12 @@ class Sampler(Protocol):
         """Returns the probability that a batch fails.
 
         Whether it does must not depend on whether or what any single record is; given that it
-        does not, the batch has the law of :meth:`total_variation`.
+        does not, the batch has the distribution of :meth:`total_variation`.
         """
         ...
 
     def total_variation(self, num_examples: int) -> float:
-        """Returns the distance of one batch's law from the law that ``amplify`` accounts for."""
+        """Returns how far one batch's distribution is from the one ``amplify`` accounts for."""
         ...
 
 

@@ -11,7 +11,7 @@ import pytest
 from jaxtyping import install_import_hook
 
 _CHECKED = (
-    "core", "aggregate", "step", "session", "results", "svi", "model", "estimators",
+    "core", "sums.bounded", "run.step", "run.session", "run.results", "vi", "model",
     "privacy.mechanism",
 )  # fmt: skip
 

@@ -41,8 +41,8 @@ from numpyro_dp import (
     tail_average,
     vanilla,
 )
-from numpyro_dp.results import SensitiveValueError
-from numpyro_dp.session import Session
+from numpyro_dp.run.results import SensitiveValueError
+from numpyro_dp.run.session import Session
 
 N = 20
 KEY = jax.random.key(0)

@@ -70,7 +70,7 @@ def stochastic_ep(
     Args:
         precision_weight: w above, > 0: the unit of precision in the joint norm.
         shared_precision: Releases the mean of the diagonal of a precision alone, one number; or a
-            number k, and then k such means, each over a stretch of ``dim / k`` coordinates.
+            number k, and then k such means, each over a block of ``dim / k`` coordinates.
 
     Guarantee:
         The signal reads one record; ``prepare`` and ``pull_back`` read none. A record whose site

@@ -16,7 +16,7 @@ from numpyro_dp.privacy.mechanism import check_clip_norm
 
 __all__ = ["Release", "choose_form"]
 
-_SHARED = "True is one number for all coordinates, k is one for each of k stretches."
+_SHARED = "True is one number for all coordinates, k is one for each of k blocks."
 
 
 class Release(NamedTuple):

@@ -144,7 +144,7 @@ def read_conjugate_model(
     data_plate: str | None,
     declared: Declared = Declared(),  # noqa: B008 - never written to
 ) -> ModelStructure:
-    """Reads a model, refusing what message passing has no place for.
+    """Reads a model, refusing what message passing does not support.
 
     Raises:
         UnsupportedModelError: If it has parameters of its own or latent sites in the data plate or

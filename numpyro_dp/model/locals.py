@@ -7,9 +7,9 @@ With a local latent :math:`l_i` the record's part of the evidence lower bound at
 
 where the guide draws :math:`l_i` from the record by shared parameters :math:`\varphi` (an encoder).
 It is a function of one record, so its gradient in :math:`(z, \varphi)` joins the signal. Noise
-:math:`\eta_i` is drawn for each record by a number that every step draws for it in secret, by one
-law for all: where another record leaves, it is as likely as it was. Discrete local latents are
-summed out instead,
+:math:`\eta_i` comes from a secret number, which every step draws for each record. These numbers
+are i.i.d. across records, so removing one record leaves the others' distribution unchanged.
+Discrete local latents are summed out instead,
 
 .. math:: \log \sum_k p(x_i, k \mid z),
 

@@ -173,7 +173,7 @@ class VariationalProblem(NamedTuple):
 
 
 def guide_kind(auto: Any) -> type | None:
-    """Returns the class of NumPyro whose law an automatic guide has.
+    """Returns the class of NumPyro whose distribution an automatic guide has.
 
     A subclass that only changes constraints or initial values has that of its parent, say
 

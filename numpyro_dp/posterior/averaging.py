@@ -11,7 +11,7 @@ from jaxtyping import Shaped
 from numpyro_dp._validate import check_int
 from numpyro_dp.posterior._series import fit_ar1
 from numpyro_dp.posterior.convergence import Check, drift_check
-from numpyro_dp.results import Trace
+from numpyro_dp.run.results import Trace
 
 __all__ = ["Average", "average", "trace_sd"]
 
@@ -53,7 +53,7 @@ def average(trace: Trace, check: Check | None = None, window: int | None = None)
 
     Example:
         >>> import numpy as np
-        >>> from numpyro_dp.results import Trace
+        >>> from numpyro_dp.run.results import Trace
         >>> noise = np.random.default_rng(0).normal(size=(1000, 2))
         >>> start = 5 * np.exp(-np.arange(1000) / 30)
         >>> mean = average(Trace(np.arange(1000), {"loc": 3 + noise + start[:, None]}))

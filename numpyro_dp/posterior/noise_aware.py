@@ -20,7 +20,7 @@ from numpyro.infer import autoguide
 from numpyro_dp.model.variational import guide_kind
 from numpyro_dp.posterior.averaging import Average, average
 from numpyro_dp.posterior.convergence import Check
-from numpyro_dp.results import RunResult
+from numpyro_dp.run.results import RunResult
 
 __all__ = ["NoiseAware", "noise_aware"]
 

@@ -10,15 +10,15 @@ number are independent, with
     P(D_j \ge m) = \frac{s_j^m - s_j^{r_j}}{1 - s_j^{r_j}}, \quad s_j = (1-q)^{B_j},
     \quad 0 \le m < r_j,
 
-so each digit is one 160-bit uniform integer compared with constants of the host, and the law of a
-batch is Poisson's up to a total variation that is computed, not estimated.
+so each digit is one 160-bit uniform integer compared with constants of the host, and the
+distribution of a batch is Poisson's up to a total variation that is computed, not estimated.
 
-**Guarantee.** A batch fails with at most ``failure_prob(N)``: it has no place for all rows.
-Otherwise its law is within ``total_variation(N)`` of the law that ``amplify`` accounts for. Both
-belong in delta, see :func:`~numpyro_dp.privacy.accounting.epsilon_spent`. Whether a padded Poisson
-batch fails is decided by the *other* records: it fails if they alone fill it, so the event is the
-same with and without a given record, and if it does not happen that record is taken or not as
-accounted for. States hold a key from which no earlier batch can be computed.
+**Guarantee.** A batch fails with probability at most ``failure_prob(N)``: more rows are drawn than
+it can hold. Otherwise its distribution is within ``total_variation(N)`` of the one that ``amplify``
+accounts for. Both belong in delta, see :func:`~numpyro_dp.privacy.accounting.epsilon_spent`.
+Whether a padded Poisson batch fails is decided by the *other* records: it fails if they alone fill
+it, so the event is the same with and without a given record, and if it does not happen that record
+is taken or not as accounted for. States hold a key from which no earlier batch can be computed.
 
 Reference:
     Y. Zhu, Y.-X. Wang, "Poisson subsampled Renyi differential privacy", ICML 2019. L. Devroye,
@@ -42,7 +42,7 @@ from jax import Array, lax
 
 from .._validate import check_int, check_real
 from ..core import Batch
-from ._sampling_law import WORD_BITS, Digit, PoissonPlan, distinct_plan, poisson_plan
+from ._sampling_distribution import WORD_BITS, Digit, PoissonPlan, distinct_plan, poisson_plan
 from .random import check_typed_key
 
 __all__ = ["FixedSize", "FullBatch", "Poisson", "SamplerState"]
@@ -93,8 +93,8 @@ class Poisson:
         >>> sampler.failure_prob(30_000) < 1e-18, sampler.total_variation(30_000) < 1e-42
         (True, True)
 
-    **Guarantee**: indices under the mask are sorted and distinct; the law of a batch that does not
-    fail is within ``total_variation`` of Poisson sampling, under ``vmap`` too.
+    **Guarantee**: indices under the mask are sorted and distinct; the distribution of a batch that
+    does not fail is within ``total_variation`` of Poisson sampling, under ``vmap`` too.
     """
 
     rate: float
@@ -134,7 +134,7 @@ class Poisson:
         return self._plan(_check_examples(num_examples)).failure_prob
 
     def total_variation(self, num_examples: int) -> float:
-        """Returns M * (distance of one gap's law from the geometric law)."""
+        """Returns M * (distance of one gap's distribution from the geometric distribution)."""
         return self._plan(_check_examples(num_examples)).total_variation
 
     def _plan(self, num_examples: int) -> PoissonPlan:

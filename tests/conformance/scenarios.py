@@ -19,9 +19,9 @@ from numpyro.infer import SVI, Trace_ELBO, autoguide
 
 from numpyro_dp import DPSVI, FullBatch
 from numpyro_dp._tree import filled
-from numpyro_dp.aggregate import bounded_sum, bounded_sum_by_definition
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.privacy.mechanism import gaussian
+from numpyro_dp.sums.bounded import bounded_sum, bounded_sum_by_definition
 
 from .registry import ESTIMATORS, EstimatorRow, x64
 

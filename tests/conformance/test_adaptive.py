@@ -15,9 +15,9 @@ import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import AdaptiveClip
-from numpyro_dp.aggregate import bounded_sum, bounded_sum_by_definition
 from numpyro_dp.privacy.adaptive import indicator_norm
 from numpyro_dp.privacy.mechanism import clip_sensitivity, gaussian
+from numpyro_dp.sums.bounded import bounded_sum, bounded_sum_by_definition
 
 from .registry import ESTIMATORS
 from .scenarios import bench, single

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from numpyro_dp import aligned
-from numpyro_dp.aggregate import bounded_sum
-from numpyro_dp.contraction import split_scalar
-from numpyro_dp.factored_sum import record_lengths
 from numpyro_dp.privacy.mechanism import gaussian
+from numpyro_dp.sums.bounded import bounded_sum
+from numpyro_dp.sums.contraction import split_scalar
+from numpyro_dp.sums.factored import record_lengths
 
 from .scenarios import single
 

@@ -23,7 +23,7 @@ from numpyro_dp import (
     PrivacyBudget,
     aligned,
 )
-from numpyro_dp.results import PrivateLosses, SensitiveLosses, SensitiveValueError
+from numpyro_dp.run.results import PrivateLosses, SensitiveLosses, SensitiveValueError
 
 from .registry import ESTIMATORS
 from .scenarios import bench, by_name, reference_svi

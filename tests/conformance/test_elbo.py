@@ -8,8 +8,8 @@ import pytest
 from jax.flatten_util import ravel_pytree
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_dp.aggregate import bounded_sum
 from numpyro_dp.privacy.mechanism import gaussian
+from numpyro_dp.sums.bounded import bounded_sum
 
 from .registry import ESTIMATORS, x64
 from .scenarios import bench, by_name, fast_where, rows_for, single

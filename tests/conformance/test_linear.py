@@ -13,10 +13,10 @@ from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import DPSVI, FullBatch, aligned, linear, vanilla
-from numpyro_dp.aggregate import bounded_sum
-from numpyro_dp.factored_sum import record_lengths
 from numpyro_dp.model.frontend import Frontend
 from numpyro_dp.privacy.mechanism import gaussian
+from numpyro_dp.sums.bounded import bounded_sum
+from numpyro_dp.sums.factored import record_lengths
 
 D, N = 3, 12
 X = jax.random.normal(jax.random.key(0), (N, D))

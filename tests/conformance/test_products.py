@@ -14,12 +14,12 @@ from jax import lax
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
 from numpyro_dp import DPSVI, FullBatch, aligned, vanilla
-from numpyro_dp.aggregate import bounded_sum, bounded_sum_by_definition
-from numpyro_dp.contraction import split_scalar
 from numpyro_dp.core import Estimator, FactoredSignal
 from numpyro_dp.privacy.mechanism import gaussian
-from numpyro_dp.product_sum import longest_product, product_error, product_sum
-from numpyro_dp.stretches import Compensated, Shards, over_stretches
+from numpyro_dp.sums.bounded import bounded_sum, bounded_sum_by_definition
+from numpyro_dp.sums.contraction import split_scalar
+from numpyro_dp.sums.microbatches import Compensated, Shards, over_microbatches
+from numpyro_dp.sums.products import longest_product, product_error, product_sum
 
 from .registry import x64
 
@@ -167,7 +167,7 @@ def test_what_rounding_loses_is_carried_along(rows: int) -> None:
 
     data = slopes, factors, weights.astype(np.float32)
     mask = jnp.ones(number, bool)
-    found = jax.jit(lambda data: sum(over_stretches(of_rows, data, mask, rows)[0]))(data)
+    found = jax.jit(lambda data: sum(over_microbatches(of_rows, data, mask, rows)[0]))(data)
     expected = factors.astype(np.float64).T @ (slopes * data[2][:, None].astype(np.float64))
     assert np.linalg.norm(found - expected) < 2 * number * 2.0**-24
 
@@ -296,7 +296,7 @@ def test_memory_does_not_hold_a_gradient_for_each_record() -> None:
 
     gradients = 256 * 50_000 * 4  # bytes
     assert planned(bounded_sum) < 0.3 * gradients
-    assert planned(bounded_sum_by_definition) < 0.3 * gradients  # by stretches of rows
+    assert planned(bounded_sum_by_definition) < 0.3 * gradients  # by microbatches
     assert planned(bounded_sum, 32) < 0.7 * planned(bounded_sum)
     assert planned(bounded_sum, 33) < 0.75 * planned(bounded_sum)  # 256 is no multiple
     assert planned(bounded_sum_by_definition, 2) < 0.3 * planned(bounded_sum_by_definition)

@@ -13,8 +13,8 @@ from compiled import program_of
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoMultivariateNormal
 
 from numpyro_dp import DPSVI, FullBatch, aligned
-from numpyro_dp.aggregate import bounded_sum
 from numpyro_dp.privacy.mechanism import gaussian
+from numpyro_dp.sums.bounded import bounded_sum
 
 from .registry import rows_to_run
 

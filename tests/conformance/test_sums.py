@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from numpyro_dp import AdaptiveClip, vanilla
-from numpyro_dp.aggregate import bounded_sum, bounded_sum_by_definition
-from numpyro_dp.estimators.loss import LOSS_ENTRY, with_loss
 from numpyro_dp.privacy.mechanism import gaussian
+from numpyro_dp.run.loss import LOSS_ENTRY, with_loss
+from numpyro_dp.sums.bounded import bounded_sum, bounded_sum_by_definition
 
 from .registry import EstimatorRow
 from .scenarios import ROWS, fast_where, rows_for, single
@@ -212,7 +212,7 @@ def test_records_of_half_precision_are_summed_in_single(dtype):
 
 @pytest.mark.parametrize("sum_of", [bounded_sum, bounded_sum_by_definition])
 @pytest.mark.parametrize("clip", [0.4, np.inf])
-def test_stretches_of_rows_have_the_sum_of_the_whole(clip, sum_of):
+def test_microbatches_have_the_sum_of_the_whole(clip, sum_of):
     pieces = single("own_params")
     estimator = vanilla()(pieces.problem)
     rng = np.random.default_rng(3)
@@ -230,7 +230,7 @@ def test_stretches_of_rows_have_the_sum_of_the_whole(clip, sum_of):
 
     whole = total("auto")
     assert len(whole) == len(pieces.params) + (clip < np.inf)  # with the count
-    for size in (1, 16, 40):  # 40: two stretches of 38, one row of which is no record
+    for size in (1, 16, 40):  # 40: two microbatches of 38, one row of which is no record
         parts = total(size)
         for name in whole:
             np.testing.assert_allclose(whole[name], parts[name], rtol=1e-5, atol=1e-6)

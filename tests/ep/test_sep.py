@@ -29,7 +29,6 @@ from numpyro_dp import (
     posterior_samples,
     summary,
 )
-from numpyro_dp.aggregate import bounded_sum
 from numpyro_dp.ep.estimator import stochastic_ep
 from numpyro_dp.ep.families import beta, diagonal_normal, gamma, isotropic_normal, normal
 from numpyro_dp.ep.problem import make_problem, read_conjugate_model
@@ -37,6 +36,7 @@ from numpyro_dp.ep.sites import conjugate, importance, normal_mixture, quadratur
 from numpyro_dp.ep.sites import probit as probit_site
 from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.privacy.plan import default_delta
+from numpyro_dp.sums.bounded import bounded_sum
 
 KEY = jax.random.key(0)
 BUDGET = PrivacyBudget(1.0, 1e-5)

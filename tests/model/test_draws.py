@@ -23,9 +23,9 @@ from numpyro_dp import (
     UnsupportedModelError,
     aligned,
     secret_key,
-    step,
 )
 from numpyro_dp.model.structure import read_model
+from numpyro_dp.run import step
 
 
 def masked(x):

@@ -16,10 +16,10 @@ from numpyro.infer import SVI, Predictive, Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoGuideList, AutoNormal
 
 from numpyro_dp import DPSVI, FullBatch, Poisson, UnsupportedModelError, aligned, vanilla
-from numpyro_dp.aggregate import bounded_sum
 from numpyro_dp.model.frontend import Frontend
 from numpyro_dp.model.variational import likelihood_key
 from numpyro_dp.privacy.mechanism import gaussian
+from numpyro_dp.sums.bounded import bounded_sum
 
 N, D = 40, 3
 KEY = jax.random.key(3)

@@ -12,7 +12,7 @@ from numpyro_dp.posterior import (
     trace_sd,
 )
 from numpyro_dp.posterior._series import fit_ar1
-from numpyro_dp.results import Trace
+from numpyro_dp.run.results import Trace
 
 CHECKS = {"drift": drift_check(), "rhat": split_rhat_check()}
 

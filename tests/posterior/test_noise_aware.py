@@ -17,7 +17,7 @@ from numpyro.infer.autoguide import (
 
 from numpyro_dp import DPSVI, FullBatch, PrivacyBudget, aligned
 from numpyro_dp.posterior import average, noise_aware
-from numpyro_dp.results import Trace
+from numpyro_dp.run.results import Trace
 
 DIM, NUMBER = 3, 500
 

@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 from scipy import stats
 
-from numpyro_dp.privacy import _sampling_law, sampling
-from numpyro_dp.privacy._sampling_law import distinct_plan
+from numpyro_dp.privacy import _sampling_distribution, sampling
+from numpyro_dp.privacy._sampling_distribution import distinct_plan
 from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.privacy.sampling import FixedSize
 
@@ -108,7 +108,9 @@ def test_shortfall_bound(size, number):
 def test_shortfall_is_masked(monkeypatch):
     # A size of its own: what is compiled for other sizes is not compiled again.
     monkeypatch.setattr(
-        sampling, "distinct_plan", lambda *_: _sampling_law.DistinctPlan(draws=4, shortfall=0.4)
+        sampling,
+        "distinct_plan",
+        lambda *_: _sampling_distribution.DistinctPlan(draws=4, shortfall=0.4),
     )
     indices, mask = batches(FixedSize(4), 16, 20_000)
     counts = membership(indices, mask, 16).sum(1)

@@ -254,7 +254,7 @@ def test_too_many_blocks_are_refused():
         random._counters(2**32 + 1)
 
 
-# One sample for all tests of the law, and bounds from its own size.
+# One sample for all tests of the distribution, and bounds from its own size.
 SIZE = 4_000_001
 
 

@@ -1,4 +1,4 @@
-"""The samplers' laws: exact ones from the thresholds, and frequencies with k-sigma bounds."""
+"""The samplers' distributions: exact, from the thresholds; frequencies, with k-sigma bounds."""
 
 import doctest
 import itertools
@@ -19,7 +19,7 @@ from scipy import stats
 
 from numpyro_dp.core import Sampler
 from numpyro_dp.privacy import sampling
-from numpyro_dp.privacy._sampling_law import WORD_BITS, binomial_tail, poisson_plan
+from numpyro_dp.privacy._sampling_distribution import WORD_BITS, binomial_tail, poisson_plan
 from numpyro_dp.privacy.permutation import Permutation
 from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.privacy.sampling import FixedSize, FullBatch, Poisson
@@ -67,26 +67,26 @@ def count_pvalue(counts, trials, rate):
     ).pvalue
 
 
-# Poisson: the law of a gap, exactly.
+# Poisson: the distribution of a gap, exactly.
 
 
-def gap_law(plan, limit):
+def gap_distribution(plan, limit):
     """Probabilities of min(gap, limit) as fractions, from the integer thresholds alone."""
-    law = {0: Fraction(1)}
+    distribution = {0: Fraction(1)}
     for place, thresholds, _ in plan.digits:
         tail = [Fraction(1), *(Fraction(t, 2**WORD_BITS) for t in thresholds), Fraction(0)]
         digit = [a - b for a, b in itertools.pairwise(tail)]
         assert all(p >= 0 for p in digit)
         assert sum(digit) == 1
         combined = {}
-        for (value, p), (m, q) in itertools.product(law.items(), enumerate(digit)):
+        for (value, p), (m, q) in itertools.product(distribution.items(), enumerate(digit)):
             total = min(value + m * place, limit)
             combined[total] = combined.get(total, 0) + p * q
-        law = combined
+        distribution = combined
     jump = Fraction(plan.jump[0], 2**WORD_BITS) if plan.jump else Fraction(0)
-    law = {value: p * (1 - jump) for value, p in law.items()}
-    law[limit] = law.get(limit, Fraction(0)) + jump
-    return law
+    distribution = {value: p * (1 - jump) for value, p in distribution.items()}
+    distribution[limit] = distribution.get(limit, Fraction(0)) + jump
+    return distribution
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def gap_law(plan, limit):
 )
 def test_gaps_are_geometric_to_the_last_bit(rate, number):
     plan = poisson_plan(rate, 1e-18, number)
-    law = gap_law(plan, number)
+    distribution = gap_distribution(plan, number)
     keep = 1 - Fraction(rate)
     power = [Fraction(1)]
     for _ in range(number):
@@ -103,13 +103,13 @@ def test_gaps_are_geometric_to_the_last_bit(rate, number):
         if power[-1].denominator.bit_length() > 4000:  # shorten what is far below 2**-160
             power[-1] = Fraction(int(power[-1] * 2**3000), 2**3000)
     truth = {g: power[g] * (1 - keep) for g in range(number)} | {number: power[number]}
-    distance = sum(abs(law.get(g, 0) - p) for g, p in truth.items()) / 2
-    assert sum(law.values()) == 1
+    distance = sum(abs(distribution.get(g, 0) - p) for g, p in truth.items()) / 2
+    assert sum(distribution.values()) == 1
     assert distance <= 100 * 2.0**-WORD_BITS
     assert plan.size * float(distance) <= plan.total_variation
     assert plan.failure_prob == binomial_tail(plan.size - 1, number - 1, rate)
-    # A wrong law is seen: thresholds of another rate.
-    other = gap_law(poisson_plan(rate * (1 - 1e-9), 1e-18, number), number)
+    # A wrong distribution is seen: thresholds of another rate.
+    other = gap_distribution(poisson_plan(rate * (1 - 1e-9), 1e-18, number), number)
     assert sum(abs(other.get(g, 0) - p) for g, p in truth.items()) / 2 > 1e-18
 
 
@@ -278,7 +278,7 @@ def test_poisson_at_scale(number, rate):
     assert (indices[~mask] == 0).all()
     gaps = np.diff(indices.astype(np.int64), axis=1)[mask[:, 1:]]
     assert gaps.min() >= 1
-    # Uniform over the rows: a gap law that is off by 1 % shifts the cells' counts.
+    # Uniform over the rows: a gap distribution that is off by 1 % shifts the cells' counts.
     cells = np.bincount((indices[mask].astype(np.int64) * 64) // number, minlength=64)
     assert stats.chisquare(cells).pvalue > 1e-4
     # Row number modulo 32: every residue alike, so the lowest digit is right.

@@ -1,4 +1,4 @@
-"""The noise on the released sum has the stated law, and is never used twice."""
+"""The noise on the released sum has the stated distribution, and is never used twice."""
 
 import functools
 

@@ -31,11 +31,11 @@ from jax import Array
 from jaxtyping import Float
 
 from numpyro_dp._validate import check_int
-from numpyro_dp.contraction import split_scalar
 from numpyro_dp.ep.gaussian import Cavity, cavity_of, site_along
 from numpyro_dp.ep.problem import EPProblem
 from numpyro_dp.ep.sites.base import Site, SiteBuilder
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
+from numpyro_dp.sums.contraction import split_scalar
 
 __all__ = ["is_linear", "quadrature", "tilted_slopes"]
 
@@ -191,8 +191,9 @@ def _along(
 ) -> Callable[[Array], Array]:
     """Returns the log likelihood of z = direction * t as a function of t.
 
-    Where the record meets the latents in single products (:mod:`numpyro_dp.contraction`), these
-    are taken once, and each t costs no more than the likelihood of one number.
+    Where the record meets the latents in single products
+    (:mod:`numpyro_dp.sums.contraction`), these are taken once, and each t costs no
+    more than the likelihood of one number.
     """
     leaves, treedef = jax.tree.flatten(problem.latents.unconstrain(direction))
     structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in (*leaves, *example)]

@@ -5,9 +5,9 @@ For independent losses with :math:`K(\theta) = \sum_i n_i \log E[e^{\theta L_i}]
 
 .. math:: P(S = s) = e^{K(\theta) - \theta s}\, \tilde P(S = s),
 
-where under :math:`\tilde P` the losses have the tilted law :math:`p\, e^{\theta L} / E[e^{\theta
-L}]`. A plain transform has an absolute rounding error, which drowns a delta of 1e-12. Here
-:math:`\theta` is put where the target delta lies, so that the error is relative to that delta,
+where under :math:`\tilde P` the losses have the tilted distribution :math:`p\, e^{\theta L} /
+E[e^{\theta L}]`. A plain transform has an absolute rounding error, which drowns a delta of 1e-12.
+Here :math:`\theta` is put where the target delta lies, so that the error is relative to that delta,
 whatever its size. The same :math:`\theta` is the minimiser of
 
 .. math:: \varepsilon(\theta) = \tfrac1\theta \big(K(\theta) - \log\delta + \theta\log\theta
@@ -110,9 +110,9 @@ def window(composition: Composition, theta: float) -> tuple[float, float]:
     base = composition.log_mgf(theta)
     variance = 0.0
     for grid, count in zip(composition.grids, composition.counts, strict=True):
-        law = tilt(grid, theta)[1]
-        mean = float(np.dot(law, grid.losses))
-        variance += count * float(np.dot(law, (grid.losses - mean) ** 2))
+        distribution = tilt(grid, theta)[1]
+        mean = float(np.dot(distribution, grid.losses))
+        variance += count * float(np.dot(distribution, (grid.losses - mean) ** 2))
     scale = math.sqrt(-2.0 * _LOG_ALIASED / max(variance, 1e-300))
     steps = scale * np.array([0.25, 0.5, 0.75, 0.9, 1.0, 1.15, 1.5, 2.0, 4.0])
     upper = min((composition.log_mgf(theta + s) - base - _LOG_ALIASED) / s for s in steps)
@@ -140,12 +140,12 @@ def fourier_epsilon(
         return start.epsilon, start.theta
     first = math.floor(max(bounds[0], -1e300) / interval)
     size = fft.next_fast_len(max(math.ceil(bounds[1] / interval) - first + 1, 16), real=True)
-    law, log_total = _tilted_law(composition, theta, first, size)
+    distribution, log_total = _tilted_distribution(composition, theta, first, size)
     losses = (first + np.arange(size)) * interval
     log_weight = log_total - theta * losses
-    probs = law * np.exp(np.minimum(log_weight, 600.0))
+    probs = distribution * np.exp(np.minimum(log_weight, 600.0))
     above = math.exp(min(log_weight[-1] + _LOG_ALIASED, 0.0))
-    error = _rounding(composition, size) * float(np.linalg.norm(law))
+    error = _rounding(composition, size) * float(np.linalg.norm(distribution))
     target = delta * (1.0 - 1e-9) - composition.infinity - above
 
     # Sums over the losses above each grid point: delta there is upper - exp(loss - middle) * lower.
@@ -170,21 +170,21 @@ def fourier_epsilon(
     return min(max(float(root), 0.0), start.epsilon), slope
 
 
-def _tilted_law(
+def _tilted_distribution(
     composition: Composition, theta: float, first: int, size: int
 ) -> tuple[npt.NDArray[np.float64], float]:
-    """Returns the tilted law of the sum, wrapped into ``size`` points from ``first`` on, and K."""
+    """Returns the tilted distribution of the sum, wrapped into points from ``first`` on, and K."""
     spectrum = np.ones(size // 2 + 1, dtype=np.complex128)
     offset, log_total = 0, 0.0
     for grid, count in zip(composition.grids, composition.counts, strict=True):
-        log_sum, law = tilt(grid, theta)
-        centre = round(float(np.dot(law, np.arange(law.size))))
-        places = (np.arange(law.size) - centre) % size
-        spectrum *= fft.rfft(np.bincount(places, law, minlength=size)) ** count
+        log_sum, distribution = tilt(grid, theta)
+        centre = round(float(np.dot(distribution, np.arange(distribution.size))))
+        places = (np.arange(distribution.size) - centre) % size
+        spectrum *= fft.rfft(np.bincount(places, distribution, minlength=size)) ** count
         offset += count * (grid.first + centre)
         log_total += count * log_sum
-    law = np.roll(fft.irfft(spectrum, size), (offset - first) % size)
-    return np.maximum(law, 0.0), log_total
+    distribution = np.roll(fft.irfft(spectrum, size), (offset - first) % size)
+    return np.maximum(distribution, 0.0), log_total
 
 
 def _rounding(composition: Composition, size: int) -> float:

@@ -101,20 +101,20 @@ def log_mgf(grid: LossGrid, theta: float) -> float:
 
 
 def tilt(grid: LossGrid, theta: float) -> tuple[float, npt.NDArray[np.float64]]:
-    r"""Returns :math:`\log E[e^{\theta L}]` and the law tilted by :math:`e^{\theta L}`."""
-    log_sum, law = _exponentials(grid, theta)
-    return log_sum, law / np.sum(law)
+    r"""Returns :math:`\log E[e^{\theta L}]` and the distribution tilted by :math:`e^{\theta L}`."""
+    log_sum, distribution = _exponentials(grid, theta)
+    return log_sum, distribution / np.sum(distribution)
 
 
 def _exponentials(grid: LossGrid, theta: float) -> tuple[float, npt.NDArray[np.float64]]:
     exponent = theta * grid.losses
-    log_law = grid.log_probs + exponent
-    shift = float(np.max(log_law))
+    log_probs = grid.log_probs + exponent
+    shift = float(np.max(log_probs))
     # Below e^-200 of the largest, rounding up is harmless and avoids slow subnormal numbers.
-    law = np.exp(np.maximum(log_law - shift, -200.0))
+    distribution = np.exp(np.maximum(log_probs - shift, -200.0))
     largest = float(np.max(np.abs(exponent)))
     if largest >= 1.0:
-        return shift + math.log(float(np.sum(law))), law
+        return shift + math.log(float(np.sum(distribution))), distribution
     # log1p keeps the precision where the sum is close to 1.
     excess = float(np.sum(grid.probs * np.expm1(exponent)))
-    return math.log1p(excess + (float(np.sum(grid.probs)) - 1.0)), law
+    return math.log1p(excess + (float(np.sum(grid.probs)) - 1.0)), distribution

@@ -1,0 +1,5 @@
+"""Private expectation maximisation of mixtures of normals."""
+
+from numpyro_dp.em.driver import DPEM
+
+__all__ = ["DPEM"]

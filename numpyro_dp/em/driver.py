@@ -1,0 +1,199 @@
+"""``DPEM``: differentially private expectation maximisation of a mixture of normals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from jax import Array
+from jax.sharding import Mesh
+
+from numpyro_dp._validate import check_int, check_probs, check_real
+from numpyro_dp.core import Sampler
+from numpyro_dp.em.estimator import MStep, expected_statistics
+from numpyro_dp.ep.problem import read_conjugate_model
+from numpyro_dp.ep.records import RecordsProblem
+from numpyro_dp.model.density import Model
+from numpyro_dp.model.frontend import Prepared
+from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.run import checks
+from numpyro_dp.run.driver import Driver
+from numpyro_dp.run.step import SensitiveState
+
+__all__ = ["DPEM"]
+
+
+class DPEM(Driver):
+    r"""Fits a mixture of normals by expectation maximisation on noisy sums.
+
+    ``run(rng_key, num_steps, x)`` with x of shape (N, d) gives ``result.params`` with ``probs``
+    (k,), ``means`` (k, d) and ``covariances`` (k, d, d): a point estimate, and no posterior; for
+    one over the means see ``DPSEP(..., site=normal_mixture(...))``. ``init``, ``update`` and
+    ``sweep`` are those of :class:`~numpyro_dp.DPSVI`.
+
+    Args:
+        num_components: k.
+        clip_norm: Bound on one record's statistics: their joint norm, or a dict of norms of
+            ``counts`` (at most 1), ``sums`` (at most the norm of x) and ``squares`` (at most its
+            square). Scale x by public constants so that records lie in a ball of known radius.
+        sampler, budget, noise_multiplier, secret_key, num_steps, accountant, microbatch_size,
+            mesh, repetition: As for :class:`~numpyro_dp.DPSVI`.
+        damping: Part of the statistics that a step replaces, in (0, 1], or a function of the step
+            number; 1 is the algorithm of the paper, less averages noise over steps.
+        scale: Known standard deviation of every component in every direction; by default
+            covariances are estimated.
+        probs: Known weights; by default they are estimated.
+        init_scale: Standard deviation of the first means around 0, which are drawn; covariances
+            start with its square.
+        smallest_variance: Floor of the eigenvalues of an estimated covariance.
+
+    Raises:
+        TypeError, ValueError: Name the value, the range and the remedy.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from numpyro_dp import DPEM, FullBatch, PrivacyBudget
+        >>> key, noise = jax.random.split(jax.random.key(0))
+        >>> x = jnp.where(jnp.arange(4000)[:, None] % 4 == 0, 2.0, -2.0)
+        >>> x = x + 0.3 * jax.random.normal(noise, (4000, 1))
+        >>> em = DPEM(2, clip_norm=4.0, sampler=FullBatch(), budget=PrivacyBudget(2.0, 1e-5),
+        ...           scale=0.3, init_scale=2.0)
+        >>> result = em.run(key, 5, x, progress_bar=False)
+        >>> bool(jnp.abs(jnp.sort(result.params["means"].ravel()) - jnp.array([-2, 2])).max() < 0.5)
+        True
+
+    Guarantee:
+        ``result.params``, ``result.trace`` and ``result.privacy`` are (epsilon, delta)-
+        differentially private under the budget's relation: each step is the Gaussian mechanism on
+        a sum of clipped statistics, each a function of one record and of what was released before;
+        the M step, its floors and the first parameters read no record. N is public.
+
+    Reference:
+        Park, Foulds, Chaudhuri, Welling (2017), DP-EM: Differentially private expectation
+        maximization, AISTATS.
+    """
+
+    def __init__(
+        self,
+        num_components: int,
+        *,
+        clip_norm: Any,
+        sampler: Sampler,
+        budget: PrivacyBudget | None = None,
+        noise_multiplier: float | None = None,
+        secret_key: Any = None,
+        num_steps: int | None = None,
+        accountant: Accountant | None = None,
+        microbatch_size: int | str = "auto",
+        mesh: Mesh | None = None,
+        repetition: bool = False,
+        damping: float | Callable[[Array], Array] = 1.0,
+        scale: float | None = None,
+        probs: Any = None,
+        init_scale: float = 1.0,
+        smallest_variance: float = 1e-3,
+    ) -> None:
+        self.num_components = check_int("num_components", num_components, low=1)
+        self.init_scale = check_real("init_scale", init_scale, low=0, low_open=True)
+        check_real("smallest_variance", smallest_variance, low=0, low_open=True)
+        if not callable(damping):
+            check_real("damping", damping, low=0, low_open=True, high=1)
+        if scale is not None:
+            check_real("scale", scale, low=0, low_open=True)
+        known = None if probs is None else check_probs(probs, num_components)
+        given = {"covariances": scale, "probs": probs}
+        self._known = {name for name, value in given.items() if value is not None}
+        self.method = f"mixture of {num_components}, {scale}, {probs}, {smallest_variance}"
+        super().__init__(
+            estimator=expected_statistics(scale is None),
+            optim=MStep(damping, scale, known, smallest_variance),
+            clip_norm=clip_norm,
+            sampler=sampler,
+            budget=budget,
+            noise_multiplier=noise_multiplier,
+            secret_key=secret_key,
+            num_steps=num_steps,
+            accountant=accountant,
+            microbatch_size=microbatch_size,
+            mesh=mesh,
+            repetition=repetition,
+        )
+
+    def get_params(self, state: SensitiveState) -> dict[str, Array]:
+        """Returns the parameters at a state; they may be published."""
+        checks.check_state(state)
+        return state.optim_state.params
+
+    def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+        given = [*args, *kwargs.values()]
+        if len(given) != 1 or not isinstance(given[0], np.ndarray | jax.Array):
+            kinds = ", ".join(type(each).__name__ for each in given)
+            raise TypeError(f"Expected the records as one array, and nothing else, got ({kinds}).")
+        (x,) = given
+        if set(kwargs) - {"x"} or x.ndim != 2 or 0 in x.shape or np.iscomplexobj(x):
+            raise ValueError(
+                f"Expected one real array x of shape (records, d), got {[*kwargs, x.shape]} of "
+                f"type {x.dtype}. Write x[:, None] for records of one number."
+            )
+        return read_conjugate_model(_placeholder, args, kwargs, "records")
+
+    def _prepare(
+        self,
+        structure: ModelStructure,
+        rng_key: Array,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        init_params: dict[str, Any] | None,
+    ) -> Prepared:
+        (shape, _) = structure.layout.shapes[0]
+        params = self._start(rng_key, *shape)
+        if init_params is not None:
+            params = params | _check_init(init_params, params, self._known)
+        problem = RecordsProblem(Model(_placeholder, structure), structure.layout.num_examples)
+        return Prepared(problem, self.optim.init(params), rng_key)
+
+    def _start(self, rng_key: Array, size: int) -> dict[str, Array]:
+        number = self.num_components
+        covariances = jnp.tile(self.init_scale**2 * jnp.eye(size), (number, 1, 1))
+        means = self.init_scale * jax.random.normal(rng_key, (number, size))
+        return {
+            "probs": jnp.full(number, 1 / number), "means": means, "covariances": covariances
+        }  # fmt: skip
+
+
+def _placeholder(x: Array) -> None:
+    """A model over the records, from which their layout is read."""
+    mean = numpyro.sample("mean", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean, 1).to_event(1), obs=x)
+
+
+def _check_init(
+    init_params: dict[str, Any], like: dict[str, Array], known: set[str]
+) -> dict[str, Array]:
+    if both := sorted(known & set(init_params)):
+        raise ValueError(f"Expected no init_params of {both}, which are known. Leave them out.")
+    shapes = {name: value.shape for name, value in like.items()}
+    given = {name: np.shape(value) for name, value in init_params.items()}
+    if any(shapes.get(name) != shape for name, shape in given.items()):
+        raise ValueError(f"Expected init_params among {shapes}, got {given}.")
+    found = {name: np.asarray(value, np.float64) for name, value in init_params.items()}
+    if "probs" in found:
+        check_probs(found["probs"])
+    good = all(np.isfinite(value).all() for value in found.values())
+    if good and "covariances" in found:
+        covariances = found["covariances"]
+        good = np.allclose(covariances, covariances.swapaxes(1, 2), rtol=1e-5)
+        good = good and bool((np.linalg.eigvalsh(covariances) > 0).all())
+    if not good:
+        raise ValueError(
+            "Expected finite init_params with symmetric, positive definite covariances, got others."
+        )
+    return {name: jnp.asarray(value, like[name].dtype) for name, value in found.items()}

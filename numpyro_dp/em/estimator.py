@@ -1,0 +1,172 @@
+r"""Expectation maximisation for mixtures of normals, in the form of a private step.
+
+With responsibilities :math:`r_{ij} \propto \pi_j N(x_i; \mu_j, \Sigma_j)` what a step needs of the
+records are sums of one record's statistics,
+
+.. math:: u_i = \big(r_i,\; r_{ij} x_i,\; r_{ij}\,\mathrm{svec}(x_i x_i^\top)\big),
+
+off-diagonal entries times :math:`\sqrt 2`. Each is clipped, the sum gets noise, and the M step
+reads what was released alone.
+
+Reference:
+    Park, Foulds, Chaudhuri, Welling (2017), DP-EM: Differentially private expectation maximization,
+    AISTATS (there data are scaled to norm 1, and each moment gets noise of its own); Cappé,
+    Moulines (2009), On-line expectation-maximization algorithm for latent data models, JRSS B, for
+    the damped form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from numpyro_dp.core import Estimator
+from numpyro_dp.ep.families._matrix import raise_eigenvalues
+from numpyro_dp.ep.gaussian import inverse_and_log_det
+from numpyro_dp.ep.records import RecordsProblem
+
+__all__ = ["MStep", "expected_statistics"]
+
+Params = dict[str, Array]
+
+
+class Released(NamedTuple):
+    """What the M step reads.
+
+    Attributes:
+        sums: Estimates of the sums over all records: ``counts``, ``sums``, ``squares``.
+        noise_scale: Standard deviation of the noise in each of their numbers.
+    """
+
+    sums: dict[str, Array]
+    noise_scale: Array
+
+
+class _Public(NamedTuple):
+    means: Array
+    inverse: Array
+    log_weight: Array
+
+
+def expected_statistics(with_squares: bool) -> Callable[[RecordsProblem], Estimator]:
+    """Builds the estimator.
+
+    Args:
+        with_squares: Whether second moments are released too; not where covariances are known.
+
+    Guarantee:
+        The signal reads one record; ``prepare`` and ``pull_back`` read none.
+    """
+
+    def build(problem: RecordsProblem) -> Estimator:
+        (size,) = problem.model.structure.layout.shapes[0][0]
+        rows, cols = np.triu_indices(size)
+        weight = jnp.where(rows == cols, 1.0, math.sqrt(2))
+
+        def prepare(_: Array, params: Params) -> _Public:
+            inverse, _, log_det = jax.vmap(inverse_and_log_det)(params["covariances"])
+            return _Public(params["means"], inverse, jnp.log(params["probs"]) - log_det / 2)
+
+        def signal(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
+            x = example[0].astype(public.means.dtype)
+            distance = x - public.means
+            squared = jnp.einsum("jd,jde,je->j", distance, public.inverse, distance)
+            share = jax.nn.softmax(public.log_weight - squared / 2)
+            found = {"counts": share, "sums": share[:, None] * x}
+            if with_squares:
+                found["squares"] = share[:, None] * (jnp.outer(x, x)[rows, cols] * weight)
+            return found
+
+        def pull_back(public: _Public, released: dict[str, Array]) -> Released:
+            sums = dict(released)
+            if with_squares:
+                number = len(public.means)
+                upper = jnp.zeros((number, size, size))
+                upper = upper.at[:, rows, cols].set(released["squares"] / weight)
+                sums["squares"] = upper + jnp.triu(upper, 1).swapaxes(1, 2)
+            return Released(sums, jnp.asarray(problem.noise_scale))
+
+        return Estimator(prepare, signal, pull_back)
+
+    return build
+
+
+class MStepState(NamedTuple):
+    """State of :class:`MStep`: all of it may be published.
+
+    Attributes:
+        step: Steps taken.
+        params: ``probs``, ``means`` and ``covariances``.
+        sums: Damped statistics.
+        noise: Squared standard deviation of the noise in each of their numbers.
+    """
+
+    step: Array
+    params: Params
+    sums: dict[str, Array]
+    noise: Array
+
+
+class MStep:
+    """The M step, as an optimiser with NumPyro's ``init``, ``get_params`` and ``update``.
+
+    Args:
+        damping: Part of the statistics that a step replaces: a number, or a function of the step.
+        scale: Standard deviation of every component in every direction, where it is known.
+        probs: Weights, where they are known.
+        smallest_variance: Floor of the eigenvalues of an estimated covariance.
+    """
+
+    def __init__(
+        self,
+        damping: float | Callable[[Array], Array],
+        scale: float | None,
+        probs: np.ndarray | None,
+        smallest_variance: float,
+    ) -> None:
+        self._rate = damping if callable(damping) else lambda _: jnp.asarray(damping)
+        self._scale, self._probs, self._floor = scale, probs, smallest_variance
+
+    def init(self, params: Params) -> MStepState:
+        """Returns the first state: the parameters, but for those that are known."""
+        params = params | self._known(params["means"])
+        sums = {"counts": jnp.zeros_like(params["probs"]), "sums": jnp.zeros_like(params["means"])}
+        if self._scale is None:
+            sums["squares"] = jnp.zeros_like(params["covariances"])
+        return MStepState(jnp.zeros((), jnp.int32), params, sums, jnp.zeros(()))
+
+    def _known(self, means: Array) -> Params:
+        number, size = means.shape
+        known = {}
+        if self._scale is not None:
+            known["covariances"] = jnp.tile(self._scale**2 * jnp.eye(size), (number, 1, 1))
+        if self._probs is not None:
+            known["probs"] = jnp.asarray(self._probs, means.dtype)
+        return known
+
+    def get_params(self, state: MStepState) -> Params:
+        """Returns the parameters."""
+        return state.params
+
+    def update(self, gradient: Released, state: MStepState, **_: Any) -> MStepState:
+        """Takes a step: a count is at least 1, and twice the noise in it."""
+        rate = jnp.clip(jnp.asarray(self._rate(state.step), jnp.result_type(float)), 0, 1)
+        rate = jnp.where(state.step == 0, 1.0, rate)  # there is nothing to mix with yet
+        sums = jax.tree.map(lambda old, new: old + rate * (new - old), state.sums, gradient.sums)
+        noise = (1 - rate) ** 2 * state.noise + (rate * gradient.noise_scale) ** 2
+        counts = jnp.maximum(sums["counts"], jnp.maximum(1.0, 2 * jnp.sqrt(noise)))
+        means = sums["sums"] / counts[:, None]
+        params = {"probs": counts / jnp.sum(counts), "means": means}
+        if "squares" in sums:
+            second = sums["squares"] / counts[:, None, None]
+            covariances = second - means[:, :, None] * means[:, None, :]
+            params["covariances"] = lax.map(
+                lambda each: raise_eigenvalues(each, self._floor), covariances
+            )
+        return MStepState(state.step + 1, params | self._known(means), sums, noise)

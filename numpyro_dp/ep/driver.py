@@ -1,0 +1,397 @@
+"""``DPSEP``, ``SEP`` and ``EP``: expectation propagation, with and without a privacy budget."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+from jax.sharding import Mesh
+
+from numpyro_dp._validate import check_int, check_real
+from numpyro_dp.core import Sampler
+from numpyro_dp.ep.families import Family, diagonal_normal, isotropic_normal, normal
+from numpyro_dp.ep.forms import Release, choose_form
+from numpyro_dp.ep.guide import PosteriorGuide
+from numpyro_dp.ep.per_record import SensitiveSites, batched_sweep, sequential_sweep, start_sites
+from numpyro_dp.ep.problem import PREFIX, EPProblem, make_problem, read_conjugate_model
+from numpyro_dp.ep.sites import SiteBuilder, choose_site
+from numpyro_dp.model.frontend import Prepared, arguments_key
+from numpyro_dp.model.public import declare
+from numpyro_dp.model.records import Rows
+from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.sampling import FullBatch
+from numpyro_dp.run import checks
+from numpyro_dp.run.driver import Driver
+from numpyro_dp.run.session import Session
+from numpyro_dp.run.step import SensitiveState
+from numpyro_dp.run.sweep import SweepResult
+
+__all__ = ["DPSEP", "EP", "SEP", "SensitiveEPResult"]
+
+_NORMAL = (normal, diagonal_normal, isotropic_normal)
+
+
+class _Reader:
+    """Reads a model for message passing; what the drivers here have in common."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        family: Callable[[int], Family] | Mapping[str, Family],
+        site: SiteBuilder | None,
+        data_plate: str | None,
+        static: dict[str, Any],
+        public: Any,
+    ) -> None:
+        checks.check_callable("model", model)
+        if not isinstance(family, Mapping) and family not in _NORMAL:
+            raise TypeError(
+                "Expected family to be normal, diagonal_normal or isotropic_normal of "
+                "numpyro_dp.ep.families, as they are, or a dict of families by latent site, such "
+                f"as {{'p': beta()}}, got {getattr(family, 'name', family)!r}."
+            )
+        if site is not None and not isinstance(site, SiteBuilder):
+            raise TypeError(
+                "Expected site to be built by a call, such as quadrature() or importance(), got "
+                f"{site!r}. See numpyro_dp.ep.sites."
+            )
+        self.model, self.family, self.site, self.static = model, family, site, static
+        self.data_plate, self.declared = data_plate, declare(public, static)
+        self.guide = PosteriorGuide()
+
+    def __str__(self) -> str:
+        """Names of the families."""
+        families = self.family
+        if isinstance(families, Mapping):
+            return ", ".join(f"{name}: {each.name}" for name, each in families.items())
+        return families.__name__
+
+    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+        """Reads the model on shapes alone."""
+        fn = functools.partial(self.model, **self.static)
+        return read_conjugate_model(fn, args, kwargs, self.data_plate, self.declared)
+
+    def problem(
+        self, structure: ModelStructure, rng_key: Array, args: Any, kwargs: dict[str, Any]
+    ) -> EPProblem:
+        """Finds prior and kind of site; reads no record."""
+        shared = structure.layout.rows(args, kwargs).shared
+        fn = functools.partial(self.model, **self.static)
+        problem = make_problem(fn, structure, self.family, shared, rng_key)
+        site = choose_site(problem) if self.site is None else self.site
+        site.check(problem)
+        return problem._replace(site=site)
+
+
+class DPSEP(Driver):
+    r"""Differentially private stochastic expectation propagation.
+
+    Approximates the posterior by a member of an exponential family, moving its natural parameters
+    by noisy clipped sums of the records' sites; see :mod:`numpyro_dp.ep.estimator` for the formula.
+    ``init``, ``update``, ``run`` and ``sweep`` are those of :class:`~numpyro_dp.DPSVI`;
+    ``result.params`` are natural parameters (``auto_linear`` and ``auto_precision``, or
+    ``auto_{site}_{statistic}`` with families by site), and ``guide`` draws the latents from them:
+    ``Predictive(model, guide=sep.guide, params=result.params, num_samples=1000)``.
+
+    Args:
+        model: A NumPyro model with a plate over records and global latents alone.
+        family: ``normal`` (one precision matrix over all latents), ``diagonal_normal`` or
+            ``isotropic_normal``, in unconstrained coordinates, where the prior must be normal; or
+            a dict of families by latent site, each of which the prior is a member of.
+        site: How a record's likelihood is approximated: ``conjugate()``, ``quadrature()``,
+            ``evidence(log_evidence)``, ``probit(...)``, ``normal_mixture(...)`` or
+            ``importance()``. By default the first of the first two that the likelihood allows.
+        damping: Part of a step that is taken, in (0, 1], or a function of the step number (a JAX
+            array; results outside [0, 1] are cut off there).
+        clip_norm: Bound on the norm of one record's site less the mean site, in centred
+            coordinates: the linear part is in units of the slope of its log likelihood.
+        precision_weight: Unit of the precision beside the linear part in that norm. Where
+            coordinates have scale s, 1/s is natural.
+        shared_precision: Releases one precision number for all coordinates; or, with a number k,
+            k of them, each for ``dim / k`` coordinates that follow each other in the latents'
+            vector (a component of a mixture). Not for ``isotropic_normal``, which has one.
+        floor: What the records add to the precision of a normal family is at least so many
+            standard deviations of the noise in it.
+        form: ``"centred"``, or ``"paper"`` for Algorithm 3 as printed: its :math:`\gamma`, 1 there
+            and N for the update of SEP, is ``damping``; see :mod:`numpyro_dp.ep.paper_form`. It
+            wants one number as ``clip_norm``, and the three arguments before at their defaults.
+        sampler, budget, noise_multiplier, secret_key, num_steps, accountant, microbatch_size,
+            mesh, public, repetition: As for :class:`~numpyro_dp.DPSVI`.
+        data_plate: Name of the plate over records, where the trace is ambiguous.
+        **static_kwargs: Public, constant keywords of the model.
+
+    Raises:
+        TypeError, ValueError: Name the value, the range and the remedy.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import DPSEP, FullBatch, PrivacyBudget
+        >>> from numpyro_dp.ep.families import beta
+        >>> def model(x):
+        ...     p = numpyro.sample("p", dist.Beta(1.0, 1.0))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Bernoulli(p), obs=x)
+        >>> x = jnp.arange(1000) % 4 == 0
+        >>> sep = DPSEP(model, {"p": beta()}, clip_norm=1.0, sampler=FullBatch(),
+        ...             budget=PrivacyBudget(1.0, 1e-5))
+        >>> result = sep.run(jax.random.key(0), 4, x.astype(int), progress_bar=False)
+        >>> 200 < result.params["auto_p_log"] < 300, round(result.privacy.epsilon, 1)
+        (Array(True, dtype=bool), 1.0)
+
+    Guarantee:
+        ``result.params``, ``result.trace`` and ``result.privacy`` are (epsilon, delta)-
+        differentially private under the budget's relation: each step is the Gaussian mechanism on
+        a sum of clipped sites, each a function of one record and of what was released before; the
+        prior, the mean site, damping, projection and floor read no record. No site of a record is
+        kept. The number of records is public.
+
+    Reference:
+        Vinaroz, Park (2022), Differentially private stochastic expectation propagation, TMLR. What
+        differs, and why: :mod:`numpyro_dp.ep.estimator`.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        family: Callable[[int], Family] | Mapping[str, Family] = normal,
+        *,
+        clip_norm: Any,
+        sampler: Sampler,
+        site: SiteBuilder | None = None,
+        damping: float | Callable[[Array], Array] = 0.5,
+        precision_weight: float = 1.0,
+        shared_precision: bool | int = False,
+        floor: float = 2.0,
+        form: str = "centred",
+        budget: PrivacyBudget | None = None,
+        noise_multiplier: float | None = None,
+        secret_key: Any = None,
+        num_steps: int | None = None,
+        accountant: Accountant | None = None,
+        microbatch_size: int | str = "auto",
+        mesh: Mesh | None = None,
+        data_plate: str | None = None,
+        public: Any = (),
+        repetition: bool = False,
+        **static_kwargs: Any,
+    ) -> None:
+        release = Release(precision_weight, shared_precision, floor)
+        release.check(family)
+        estimator, optim = choose_form(form, release, damping, clip_norm, sampler)
+        self._form = form
+        self._reader = _Reader(model, family, site, data_plate, static_kwargs, public)
+        self.guide = self._reader.guide
+        self.method = f"{self._reader}, {tuple(release)}, {form}"
+        super().__init__(
+            estimator=estimator,
+            optim=optim,
+            clip_norm=clip_norm,
+            sampler=sampler,
+            budget=budget,
+            noise_multiplier=noise_multiplier,
+            secret_key=secret_key,
+            num_steps=num_steps,
+            accountant=accountant,
+            microbatch_size=microbatch_size,
+            mesh=mesh,
+            repetition=repetition,
+        )
+
+    def sweep(self, *args: Any, **kwargs: Any) -> SweepResult:
+        """As :meth:`~numpyro_dp.DPSVI.sweep`; without norms where ``form="paper"``."""
+        if self._form == "paper" and kwargs.get("clip_norm") is not None:
+            raise ValueError(
+                f"Expected no clip_norm in a sweep with form='paper', got {kwargs['clip_norm']!r}: "
+                "the mean site is bounded by that of the driver. Use a driver for each."
+            )
+        return super().sweep(*args, **kwargs)
+
+    def get_params(self, state: SensitiveState) -> dict[str, Array]:
+        """Returns the natural parameters at a state; they may be published."""
+        checks.check_state(state)
+        natural = self.optim.get_params(state.optim_state)
+        return {PREFIX + name: value for name, value in natural.items()}
+
+    def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+        return self._reader.structure(args, kwargs)
+
+    def _prepare(
+        self,
+        structure: ModelStructure,
+        rng_key: Array,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        init_params: dict[str, Any] | None,
+    ) -> Prepared:
+        known = self._sessions.get(arguments_key(args, kwargs))
+        if known is None:
+            problem = self._reader.problem(structure, rng_key, args, kwargs)
+        else:
+            problem = known.problem.at(structure.layout.rows(args, kwargs).shared)
+        self.guide.prototype_trace = problem
+        return Prepared(problem, self.optim.init(problem.start(init_params)), rng_key)
+
+    def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
+        session = super()._session(args, kwargs)
+        self.guide.prototype_trace = session.problem
+        return session
+
+
+class SEP(DPSEP):
+    """Stochastic expectation propagation without privacy: no noise, and a clip norm if wanted.
+
+    Args:
+        model: As for :class:`DPSEP`, as all other arguments.
+        family: Of the posterior.
+        clip_norm: Bounds a record's site ("clipped SEP"); not at all by default.
+        sampler: Every record in each step by default.
+        **others: Further arguments of :class:`DPSEP`.
+
+    Example:
+        >>> import jax, numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import SEP
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> x = 3 + jax.random.normal(jax.random.key(1), (99,))
+        >>> result = SEP(model, damping=1.0).run(jax.random.key(0), 2, x, progress_bar=False)
+        >>> round(float(result.params["auto_precision"][0, 0]), 2)
+        99.01
+
+    Guarantee:
+        None: the result is not private, and its report says so.
+
+    Reference:
+        Li, Hernández-Lobato, Turner (2015), Stochastic expectation propagation, NeurIPS.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        family: Callable[[int], Family] | Mapping[str, Family] = normal,
+        *,
+        clip_norm: Any = math.inf,
+        sampler: Sampler | None = None,
+        **others: Any,
+    ) -> None:
+        if refused := {"budget", "noise_multiplier"} & set(others):
+            raise TypeError(f"Expected SEP without {sorted(refused)}: it adds no noise. Use DPSEP.")
+        sampler = FullBatch() if sampler is None else sampler
+        super().__init__(
+            model, family, clip_norm=clip_norm, sampler=sampler, noise_multiplier=0.0, **others
+        )
+
+
+class SensitiveEPResult(NamedTuple):
+    """Result of :meth:`EP.run`. Not private: never publish it.
+
+    Attributes:
+        params: Natural parameters of the posterior.
+        trace: The same after each sweep, with a leading axis.
+    """
+
+    params: dict[str, Array]
+    trace: dict[str, Array]
+
+    def __repr__(self) -> str:
+        """Shows no value."""
+        return f"SensitiveEPResult(params of {sorted(self.params)}: not private)"
+
+
+class EP:
+    """Expectation propagation with one site per record: the non-private reference.
+
+    Args:
+        model: As for :class:`DPSEP`.
+        family: Of the posterior.
+        site: How a record's likelihood is approximated; chosen by the model by default.
+        damping: Part of a site's change that is taken, in (0, 1].
+        sequential: Moves one site after the other, as Minka does, and not all from one posterior.
+        data_plate: Name of the plate over records, where the trace is ambiguous.
+        public: Names of the arguments that hold no record, as for :class:`DPSEP`.
+        **static_kwargs: Public, constant keywords of the model.
+
+    Example:
+        >>> import jax, numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import EP
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.StudentT(4.0, mean, 1), obs=x)
+        >>> x = 3 + jax.random.t(jax.random.key(1), 4.0, (99,))
+        >>> result = EP(model).run(jax.random.key(0), 20, x)
+        >>> result
+        SensitiveEPResult(params of ['auto_linear', 'auto_precision']: not private)
+        >>> mean = result.params["auto_linear"][0] / result.params["auto_precision"][0, 0]
+        >>> bool(abs(mean - 3) < 0.5)
+        True
+
+    Guarantee:
+        None: the result is not private.
+
+    Reference:
+        Minka (2001), Expectation propagation for approximate Bayesian inference, UAI.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        family: Callable[[int], Family] | Mapping[str, Family] = normal,
+        *,
+        site: SiteBuilder | None = None,
+        damping: float = 0.5,
+        sequential: bool = False,
+        data_plate: str | None = None,
+        public: Any = (),
+        **static_kwargs: Any,
+    ) -> None:
+        self.damping = check_real("damping", damping, low=0, low_open=True, high=1)
+        self.sequential = sequential
+        self._reader = _Reader(model, family, site, data_plate, static_kwargs, public)
+        self.guide = self._reader.guide
+
+    def run(
+        self,
+        rng_key: Array,
+        num_sweeps: int,
+        *args: Any,
+        init_params: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> SensitiveEPResult:
+        """Sweeps over all records ``num_sweeps`` times.
+
+        Args:
+            rng_key: Key of draws and orders.
+            num_sweeps: Number of sweeps.
+            *args: Arguments of the model, with the whole data set.
+            init_params: Natural parameters to start with, instead of the prior's.
+            **kwargs: Keyword arguments of the model.
+        """
+        checks.check_rng_key(rng_key)
+        check_int("num_sweeps", num_sweeps, low=1)
+        structure = self._reader.structure(args, kwargs)
+        problem = self._reader.problem(structure, rng_key, args, kwargs)
+        self.guide.prototype_trace = problem
+        rows = problem.rows(args, kwargs)
+        sweep = sequential_sweep if self.sequential else batched_sweep
+
+        @jax.jit
+        def sweeps(state: SensitiveSites, rows: Rows) -> tuple[SensitiveSites, dict[str, Array]]:
+            own = problem.at(rows.shared)
+            site = problem.site.build(own)
+
+            def one(state: SensitiveSites, key: Array) -> tuple[SensitiveSites, dict[str, Array]]:
+                state = sweep(own, site, state, rows.arrays, key, self.damping)
+                return state, problem.constrain(state.posterior)
+
+            return jax.lax.scan(one, state, jax.random.split(rng_key, num_sweeps))
+
+        state, trace = sweeps(start_sites(problem, problem.start(init_params)), rows)
+        return SensitiveEPResult(problem.constrain(state.posterior), trace)

@@ -1,0 +1,336 @@
+"""``DPMCMC``: the interface of ``numpyro.infer.MCMC``, with a privacy budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+from numpyro.diagnostics import print_summary
+from numpyro.infer import SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoDelta
+
+from numpyro_dp._validate import check_int
+from numpyro_dp.core import Sampler
+from numpyro_dp.mcmc.balance import ChainSettings, Resolved, check_heat, check_settings, resolve
+from numpyro_dp.mcmc.kernels import SGLD, as_optimizer
+from numpyro_dp.mcmc.langevin import POINT_SUFFIX, langevin
+from numpyro_dp.model.frontend import Frontend, Prepared
+from numpyro_dp.model.public import UnsupportedModelError, declare
+from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.privacy.adaptive import AdaptiveClip
+from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.mechanism import check_clip_norm
+from numpyro_dp.privacy.once import check_outside_trace
+from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.privacy.random import as_secret_key
+from numpyro_dp.run import checks
+from numpyro_dp.run.driver import Driver
+from numpyro_dp.run.spending import begun, noise_fields, plan_for, secret_of, spent_by
+from numpyro_dp.run.step import SensitiveState
+
+__all__ = ["DPMCMC"]
+
+
+class DPMCMC:
+    r"""Differentially private Markov chain Monte Carlo by stochastic gradient Langevin dynamics.
+
+    Used as ``numpyro.infer.MCMC``: ``run(rng_key, *args)`` with the whole data set, then
+    ``get_samples()`` for ``Predictive(model, posterior_samples=...)`` and ``print_summary()``.
+    The noise that makes the scores private is the noise of the dynamics, so that **of budget (or
+    noise), step size, clip norm and number of samples one may be left out** and follows from the
+    others, with q the inclusion probability and :math:`\sigma` the noise multiplier:
+
+    .. math:: \eta\,\sigma^2 C^2 \le 2\,T q^2 \quad (\text{SGHMC: } 2\,a\,T q^2),
+
+    with equality where something is left out. With all of them given, what is missing to the
+    Langevin noise is added; too large a step is an error.
+
+    Args:
+        kernel: :class:`~numpyro_dp.SGLD`, :class:`~numpyro_dp.PreconditionedSGLD` or
+            :class:`~numpyro_dp.SGHMC`.
+        num_warmup: Steps of a chain before its first sample. They cost budget like all others.
+        num_samples: Steps of a chain after that; ``None``: as many as the budget allows.
+        num_chains: Chains, side by side in one compiled call. The budget is for all of them
+            together: each has noise and batches of its own, and their steps compose.
+        thinning: Every so many steps are kept; divides ``num_samples``.
+        clip_norm: Bound on the norm of one record's score: a number, a dict by latent site, or
+            ``None``.
+        sampler, budget, noise_multiplier, secret_key, accountant, data_plate, microbatch_size,
+            mesh, public, repetition: As for :class:`~numpyro_dp.DPSVI`.
+        progress_bar: Shows steps and epsilon spent, for one chain.
+        **static_kwargs: Public, constant keywords of the model.
+
+    Raises:
+        TypeError, ValueError: Name the value, the range and the remedy.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import DPMCMC, SGLD, FullBatch, PrivacyBudget
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> x = 3 + jax.random.normal(jax.random.key(1), (2000,))
+        >>> mcmc = DPMCMC(SGLD(model), num_warmup=100, num_samples=300, clip_norm=5.0,
+        ...               sampler=FullBatch(), budget=PrivacyBudget(4.0, 1e-5), secret_key=2024,
+        ...               progress_bar=False)
+        >>> mcmc.run(jax.random.key(0), x)
+        >>> samples = mcmc.get_samples()
+        >>> samples["mean"].shape, bool(abs(samples["mean"].mean() - 3) < 0.2)
+        ((300,), True)
+
+    Guarantee:
+        Samples, summaries and ``privacy`` are (epsilon, delta)-differentially private under the
+        budget's relation, all chains together: each step of each chain is the Gaussian mechanism
+        on a clipped sum over a sampled batch; priors, step sizes, preconditioners (of released
+        scores) and further noise read no record. The number of records is public.
+
+    Reference:
+        Zhang, Bu, Chen, Long (2021), Differentially private Bayesian neural networks on accuracy,
+        privacy and reliability, Algorithm 2. Their Theorem 1: :func:`~numpyro_dp.sgld_as_sgd`.
+    """
+
+    def __init__(
+        self,
+        kernel: SGLD,
+        *,
+        num_warmup: int,
+        num_samples: int | None,
+        num_chains: int = 1,
+        thinning: int = 1,
+        clip_norm: Any,
+        sampler: Sampler,
+        budget: PrivacyBudget | None = None,
+        noise_multiplier: float | None = None,
+        secret_key: Any = None,
+        accountant: Accountant | None = None,
+        data_plate: str | None = None,
+        microbatch_size: int | str = "auto",
+        mesh: Mesh | None = None,
+        progress_bar: bool = True,
+        public: Any = (),
+        repetition: bool = False,
+        **static_kwargs: Any,
+    ) -> None:
+        check_int("num_warmup", num_warmup, low=0)
+        check_int("num_chains", num_chains, low=1)
+        check_int("thinning", thinning, low=1)
+        self.settings = ChainSettings(
+            _check_kernel(kernel), num_warmup, _check_samples(num_samples, thinning), num_chains,
+            thinning, None if clip_norm is None else _check_norm(clip_norm),
+            checks.check_sampler(sampler), budget, checks.check_noise(noise_multiplier),
+            None if secret_key is None else as_secret_key(secret_key),
+            checks.check_accountant(accountant), checks.check_microbatch_size(microbatch_size),
+            checks.check_mesh(mesh), checks.check_repetition(repetition, secret_key),
+        )  # fmt: skip
+        check_settings(self.settings)
+        self._progress_bar = progress_bar
+        self._frontend = _frontend(kernel, data_plate, static_kwargs, public)
+        self._drivers: dict[str, _Chain] = {}
+        self._samples: dict[str, Array] | None = None
+        self._report: PrivacyReport | None = None
+
+    def run(
+        self, rng_key: Array, *args: Any, init_params: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Runs the chains.
+
+        Args:
+            rng_key: Key of first positions and of what the dynamics draws beside privacy noise.
+            *args: Arguments of the model, with the whole data set.
+            init_params: First values of latent sites, of all chains; public. By default each chain
+                starts where the kernel's ``init_strategy`` says.
+            **kwargs: Keyword arguments of the model.
+
+        Raises:
+            UnsupportedModelError: If the model cannot be private as it is written.
+            BudgetError: If the steps do not fit the budget. No record has been read then.
+            ValueError: If a step is too large for the noise, likewise.
+            NoiseReuseError: If JAX traces the call, or another run had the same ``secret_key``.
+        """
+        check_outside_trace("DPMCMC.run")
+        checks.check_rng_key(rng_key)
+        structure, settings = self._frontend.structure(args, kwargs), self.settings
+        found = resolve(settings, structure.layout.num_examples)
+        driver = self._drivers.setdefault(repr(found), _Chain(self._frontend, settings, found))
+        if init_params is not None:
+            init_params = _named(init_params, structure.latents)
+        chains = settings.num_chains
+        keys = list(jax.random.split(rng_key, chains)) if chains > 1 else [rng_key]
+        total = chains * (settings.num_warmup + found.num_samples)
+        starts = [driver._init(key, total, args, kwargs, init_params, structure) for key in keys]
+        check_heat(settings, found, starts[0], structure.layout.num_examples)
+        states = driver.with_own_noise(starts, total)
+        report = dataclasses.replace(spent_by(driver, states[0], total), chains=chains)
+        sizes = settings.num_warmup, found.num_samples, settings.thinning
+        with begun(driver, *states):
+            draws = driver.chains(states, sizes, args, kwargs, report, self._progress_bar)
+        self._report = report  # samples and report of an earlier run stay where this one fails
+        self._samples = {site: draws[f"{site}{POINT_SUFFIX}"] for site in structure.latents}
+
+    @property
+    def privacy(self) -> PrivacyReport:
+        """What all chains of the last run have spent together."""
+        if self._report is None:
+            raise ValueError("Expected run to have been called before privacy.")
+        return self._report
+
+    def get_samples(self, group_by_chain: bool = False) -> dict[str, Array]:
+        """Returns the samples by site, in the model's own units; they may be published.
+
+        Args:
+            group_by_chain: Keeps a leading axis of chains.
+        """
+        if self._samples is None:
+            raise ValueError("Expected run to have been called before get_samples.")
+        if group_by_chain:
+            return dict(self._samples)
+        return {name: value.reshape(-1, *value.shape[2:]) for name, value in self._samples.items()}
+
+    def print_summary(self, prob: float = 0.9) -> None:
+        """Prints NumPyro's summary of the samples; what they have spent is in ``privacy``.
+
+        Effective sizes and R-hat are those of the chain at the temperature it had.
+
+        Args:
+            prob: Probability of the intervals.
+        """
+        samples = {name: np.asarray(value) for name, value in self.get_samples(True).items()}
+        print_summary(samples, prob=prob)
+
+
+class _Chain(Driver):
+    """The driver of the chains, with every number known."""
+
+    def __init__(self, frontend: Frontend, settings: ChainSettings, found: Resolved) -> None:
+        self._frontend = frontend
+        super().__init__(
+            estimator=langevin(),
+            optim=frontend.svi.optim,
+            clip_norm=found.clip_norm,
+            sampler=settings.sampler,
+            budget=settings.budget,
+            noise_multiplier=found.noise_multiplier,
+            secret_key=settings.secret_key,
+            num_steps=None,
+            accountant=settings.accountant,
+            microbatch_size=settings.microbatch_size,
+            mesh=settings.mesh,
+            repetition=settings.repetition,
+        )
+
+    def get_params(self, state: SensitiveState) -> dict[str, Any]:
+        """Returns the constrained position."""
+        return self._frontend.svi.get_params(state)
+
+    def with_own_noise(self, starts: list[SensitiveState], total: int) -> list[SensitiveState]:
+        """Gives each chain noise and batches of its own."""
+        if len(starts) == 1:
+            return starts
+        secret = secret_of(self)
+        plan = plan_for(self, starts[0].setting.num_examples, total)
+        own = [jax.random.fold_in(secret, chain) for chain in range(len(starts))]
+        fields = [noise_fields(self, each, plan, self.clip_norm) for each in own]
+        return [start._replace(**each) for start, each in zip(starts, fields, strict=True)]
+
+    def chains(
+        self,
+        states: list[SensitiveState],
+        sizes: tuple[int, int, int],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        report: PrivacyReport,
+        progress_bar: bool,
+    ) -> dict[str, Array]:
+        """Returns the kept positions by parameter, with leading axes of chains and draws."""
+        warmup, samples, thinning = sizes
+        session = self._session(args, kwargs)
+        rows, kept = session.rows(args, kwargs), samples // thinning
+        if len(states) == 1:
+            state = states[0]
+            if warmup:
+                state = session.run(state, rows, warmup, 1, progress_bar, report)[0]
+            trace = session.run(state, rows, samples, kept, progress_bar, report)[2]
+            return jax.tree.map(lambda leaf: leaf[None], trace.params)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+        if warmup:
+            stacked = session.run_many(stacked, rows, warmup, 1)[0]
+        return session.run_many(stacked, rows, samples, kept)[2].params
+
+    def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+        return self._frontend.structure(args, kwargs)
+
+    def _prepare(
+        self,
+        structure: ModelStructure,
+        rng_key: Array,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        init_params: dict[str, Any] | None,
+    ) -> Prepared:
+        prepared = self._frontend.prepare(structure, rng_key, args, kwargs, init_params)
+        position = self.optim.get_params(prepared.optim_state)
+        # Those of random_flax_module have no entry left: all of them are latent sites.
+        if own := [name for name in structure.params if jax.tree.leaves(position[name])]:
+            raise UnsupportedModelError(
+                f"Expected latent sites alone, got the parameters {own}: a sampler needs a prior "
+                "for each. Use numpyro.sample, or random_flax_module with a prior for all of them."
+            )
+        return prepared
+
+
+def _frontend(
+    kernel: SGLD, data_plate: str | None, static: dict[str, Any], public: Any
+) -> Frontend:
+    guide = AutoDelta(kernel.model, init_loc_fn=kernel.init_strategy)
+    svi = SVI(kernel.model, guide, as_optimizer(kernel), Trace_ELBO(), **static)
+    declared = declare(public, static)
+    return Frontend(kernel.model, guide, svi, static, data_plate, declared)
+
+
+def _check_kernel(kernel: Any) -> SGLD:
+    if not isinstance(kernel, SGLD):
+        raise TypeError(
+            f"Expected a kernel such as SGLD(model), got {type(kernel).__name__}. NumPyro's "
+            "own kernels evaluate the whole likelihood in each step and cannot be private."
+        )
+    return kernel
+
+
+def _named(init_params: Any, latents: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(init_params, Mapping) or set(init_params) - set(latents):
+        given = sorted(init_params) if isinstance(init_params, Mapping) else init_params
+        raise ValueError(
+            f"Expected init_params as a dict by latent site, of {list(latents)}, got {given!r}."
+        )
+    return {f"{site}{POINT_SUFFIX}": value for site, value in init_params.items()}
+
+
+def _check_samples(num_samples: int | None, thinning: int) -> int | None:
+    if num_samples is None:
+        return None
+    check_int("num_samples", num_samples, low=1)
+    if num_samples % thinning:
+        raise ValueError(
+            f"Expected num_samples to be a multiple of thinning={thinning}, got {num_samples}. "
+            f"Take {num_samples + -num_samples % thinning}."
+        )
+    return num_samples
+
+
+def _check_norm(clip_norm: Any) -> Any:
+    check_clip_norm(clip_norm)
+    norms = clip_norm.values() if isinstance(clip_norm, Mapping) else [clip_norm]
+    if any(isinstance(norm, AdaptiveClip) for norm in norms):
+        raise TypeError(
+            "Expected clip_norm as a number, or numbers by site, got an AdaptiveClip: the noise "
+            "would follow it, and the temperature with it. Use simulated_clip_norm for a number."
+        )
+    return clip_norm

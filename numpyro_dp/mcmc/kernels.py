@@ -1,0 +1,249 @@
+r"""Langevin dynamics in which the privacy noise is the thermal noise.
+
+With :math:`\tilde g` the released score, s the standard deviation of the privacy noise in each of
+its coordinates, step size :math:`\eta`, temperature T and standard normal draws :math:`\xi`,
+
+.. math::
+    u &\leftarrow u + \eta\,\tilde g + \sqrt{2\eta T - \eta^2 s^2}\;\xi
+        && \text{SGLD,} \\
+    u &\leftarrow u + \eta G\,\tilde g + \sqrt{2\eta G T - (\eta G s)^2}\;\xi
+        && \text{preconditioned,} \\
+    v &\leftarrow (1 - a) v + \eta\,\tilde g + \sqrt{2 a \eta T - \eta^2 s^2}\;\xi, \quad
+        u \leftarrow u + v && \text{SGHMC, friction a,}
+
+so that privacy noise and draws together have the variance of the dynamics at temperature T. No draw
+is needed at the **largest step size**, :math:`2T/s^2` (SGHMC: :math:`2aT/s^2`), which is the
+default; beyond it the privacy noise alone would heat the chain above T, and an error says so.
+Scores are those of the whole data set: of the posterior, not of an average record.
+
+T = 1 has the posterior as its target as the step size goes to 0; T = 1/2 is the update as printed
+by Zhang et al., :math:`w - \eta\nabla U + N(0, \eta)`. The noise of subsampling and what clipping
+cuts off come on top, in every such sampler: full batches and a norm that few records reach keep
+both small.
+
+Reference:
+    Welling, Teh (2011), Bayesian learning via stochastic gradient Langevin dynamics, ICML; Li,
+    Chen, Carlson, Carin (2016), Preconditioned stochastic gradient Langevin dynamics, AAAI (without
+    its term :math:`\Gamma`, as there); Chen, Fox, Guestrin (2014), Stochastic gradient Hamiltonian
+    Monte Carlo, ICML, Eq. 15; Zhang, Bu, Chen, Long (2021), Algorithm 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.flatten_util import ravel_pytree
+from numpyro.infer.initialization import init_to_median
+from numpyro.optim import _NumPyroOptim
+
+from numpyro_dp._validate import check_real
+from numpyro_dp.mcmc.langevin import Score
+
+__all__ = ["SGHMC", "SGLD", "PreconditionedSGLD", "as_optimizer"]
+
+_LARGEST = 1e12
+
+StepSize = float | Callable[[Array], Array] | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SGLD:
+    """Stochastic gradient Langevin dynamics.
+
+    Args:
+        model: A NumPyro model with a plate over records.
+        step_size: A number, or a function of the step number (a JAX array); by default the largest
+            that the privacy noise allows.
+        temperature: T > 0.
+        init_strategy: Of NumPyro; it sees no record.
+
+    Example:
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import SGLD
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> kernel = SGLD(model, step_size=lambda t: 1e-3 / (1 + t / 100) ** 0.55)
+    """
+
+    model: Callable[..., Any]
+    step_size: StepSize = None
+    temperature: float = 1.0
+    init_strategy: Any = dataclasses.field(default=init_to_median, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        if not callable(self.model):
+            raise TypeError(
+                f"Expected a model with NumPyro primitives, got {type(self.model).__name__}."
+            )
+        if self.step_size is not None and not callable(self.step_size):
+            check_real("step_size", self.step_size, low=0, low_open=True, high=_LARGEST)
+        check_real("temperature", self.temperature, low=0, low_open=True, high=_LARGEST)
+
+    @property
+    def draws(self) -> bool:
+        """Whether there is noise beside that of privacy."""
+        return self.step_size is not None
+
+    def start(self, position: Array) -> tuple[Array, ...]:
+        """Returns the state; its first entry is the position."""
+        return (position,)
+
+    def largest_step_size(self, noise_scale: Any) -> Any:
+        """Returns the step size at which privacy noise is all the noise."""
+        return 2 * self.temperature / noise_scale**2
+
+    def move(
+        self, step: Array, score: Array, noise: Array, draw: Array, state: tuple[Array, ...]
+    ) -> tuple[Array, ...]:
+        """Takes a step; ``noise`` is s, ``draw`` standard normal."""
+        (position,) = state
+        rate = self._rate(step, noise)
+        return (position + self._change(rate, score, noise, draw),)
+
+    def _rate(self, step: Array, noise: Array) -> Array:
+        if self.step_size is None:
+            return self.largest_step_size(noise)
+        if callable(self.step_size):
+            return jnp.asarray(self.step_size(step))
+        return jnp.asarray(self.step_size)
+
+    def _change(self, rate: Array, score: Array, noise: Array, draw: Array) -> Array:
+        rest = 2 * rate * self.temperature - (rate * noise) ** 2
+        return rate * score + jnp.sqrt(jnp.maximum(rest, 0)) * draw
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PreconditionedSGLD(SGLD):
+    r"""SGLD with RMSprop's preconditioner, from released scores alone.
+
+    .. math:: V \leftarrow \beta V + (1 - \beta)\,\tilde g^2, \qquad
+        G = \frac{\lambda + \sqrt{\min V}}{\lambda + \sqrt V},
+
+    with :math:`\lambda` a part of the root mean square of V, and V from the steps before, so that G
+    does not depend on the noise it multiplies. Coordinates with large scores take smaller steps
+    than SGLD, none takes a larger one. Beside much privacy noise all V are alike, and so are the
+    steps. The term of the dynamics in the divergence of G is left out, as in the paper's code.
+
+    Args:
+        model: As for :class:`SGLD`, as the next two and the last.
+        step_size: Of the coordinate with the smallest scores.
+        temperature: T > 0.
+        decay: beta in [0, 1).
+        damping: lambda as a part of the root mean square of all coordinates' roots, > 0.
+        init_strategy: Of NumPyro.
+
+    Example:
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import PreconditionedSGLD
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 10).expand([2]).to_event(1))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean[0] + 9 * mean[1], 1), obs=x)
+        >>> kernel = PreconditionedSGLD(model, decay=0.999)
+    """
+
+    decay: float = 0.99
+    damping: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        super().__post_init__()
+        check_real("decay", self.decay, low=0, high=1, high_open=True)
+        check_real("damping", self.damping, low=0, low_open=True)
+
+    @property
+    def draws(self) -> bool:
+        """Whether there is noise beside that of privacy: coordinates have steps of their own."""
+        return True
+
+    def start(self, position: Array) -> tuple[Array, ...]:
+        """Returns the state: position and mean square."""
+        return position, jnp.zeros_like(position)
+
+    def move(
+        self, step: Array, score: Array, noise: Array, draw: Array, state: tuple[Array, ...]
+    ) -> tuple[Array, ...]:
+        """Takes a step."""
+        position, squares = state
+        seen = squares / jnp.maximum(1 - self.decay**step, 1e-30)  # as Adam has it
+        least = self.damping * jnp.sqrt(jnp.mean(seen)) + jnp.finfo(position.dtype).tiny
+        scale = (least + jnp.sqrt(jnp.min(seen))) / (least + jnp.sqrt(seen))
+        rate = scale * self._rate(step, noise)
+        squares = self.decay * squares + (1 - self.decay) * score**2
+        return position + self._change(rate, score, noise, draw), squares
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SGHMC(SGLD):
+    """Stochastic gradient Hamiltonian Monte Carlo with friction.
+
+    Args:
+        model: As for :class:`SGLD`, as the next two and the last.
+        step_size: Learning rate in the momentum form; SGLD's with the same long-run pace has it
+            divided by the friction.
+        temperature: T > 0.
+        friction: Part of the momentum that a step loses, in (0, 1].
+        init_strategy: Of NumPyro.
+
+    Example:
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import SGHMC
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> kernel = SGHMC(model, friction=0.2)
+    """
+
+    friction: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        super().__post_init__()
+        check_real("friction", self.friction, low=0, low_open=True, high=1)
+
+    def start(self, position: Array) -> tuple[Array, ...]:
+        """Returns the state: position and momentum."""
+        return position, jnp.zeros_like(position)
+
+    def largest_step_size(self, noise_scale: Any) -> Any:
+        """Returns the step size at which privacy noise is all the noise."""
+        return self.friction * super().largest_step_size(noise_scale)
+
+    def move(
+        self, step: Array, score: Array, noise: Array, draw: Array, state: tuple[Array, ...]
+    ) -> tuple[Array, ...]:
+        """Takes a step."""
+        position, momentum = state
+        rate = self._rate(step, noise)
+        rest = 2 * self.friction * rate * self.temperature - (rate * noise) ** 2
+        kick = rate * score + jnp.sqrt(jnp.maximum(rest, 0)) * draw
+        momentum = (1 - self.friction) * momentum + kick
+        return position + momentum, momentum
+
+
+def as_optimizer(kernel: SGLD) -> _NumPyroOptim:
+    """Returns the kernel as an optimiser of NumPyro that takes a :class:`Score` for a gradient."""
+
+    def init(params: dict[str, Array]) -> tuple[dict[str, Array], ...]:
+        flat, unravel = ravel_pytree(params)
+        return tuple(unravel(part) for part in kernel.start(flat))
+
+    def update(step: Array, score: Score, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        gradient, unravel = ravel_pytree(score.gradient)
+        noise = jnp.asarray(score.noise_scale, gradient.dtype)
+        draw = jnp.zeros_like(gradient)
+        if kernel.draws:
+            draw = jax.random.normal(score.rng_key, gradient.shape, gradient.dtype)
+        parts = tuple(ravel_pytree(part)[0] for part in state)
+        return tuple(unravel(part) for part in kernel.move(step, gradient, noise, draw, parts))
+
+    return _NumPyroOptim(lambda *functions: functions, init, update, lambda state: state[0])

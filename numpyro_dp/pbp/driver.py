@@ -1,0 +1,351 @@
+"""``DPPBP`` and ``PBP``: message passing for regression networks, with and without privacy."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from numpyro_dp._validate import check_in, check_int, check_real
+from numpyro_dp.core import Sampler
+from numpyro_dp.ep.driver import SensitiveEPResult
+from numpyro_dp.ep.problem import read_conjugate_model
+from numpyro_dp.ep.records import RecordsProblem
+from numpyro_dp.model.density import Model
+from numpyro_dp.model.frontend import Prepared
+from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.pbp.estimator import network_ep
+from numpyro_dp.pbp.model import NetworkGuide, RegressionNetwork
+from numpyro_dp.pbp.reference import ep_sweep, filter_sweeps, start_network_sites
+from numpyro_dp.pbp.steps import NetworkSteps
+from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.run import checks
+from numpyro_dp.run.driver import Driver
+from numpyro_dp.run.step import SensitiveState
+
+__all__ = ["DPPBP", "PBP"]
+
+_START = 100.0  # first precision of the weights, so that the first means differ
+
+
+class DPPBP(Driver):
+    r"""Differentially private probabilistic backpropagation: DP-SEP of a regression network.
+
+    ``run(rng_key, num_steps, x, y)`` gives ``result.params``, natural parameters of independent
+    normal weights and a gamma noise precision; ``network.predict(result.params, x)`` has mean and
+    variance of y, and ``Predictive(network, guide=pbp.guide, params=result.params, ...)`` draws.
+    ``init``, ``update`` and ``sweep`` are those of :class:`~numpyro_dp.DPSVI`. Formulas:
+    :mod:`numpyro_dp.pbp.estimator` and :mod:`numpyro_dp.pbp.steps`.
+
+    Inputs and targets should have about unit scale, **by public constants**: means and standard
+    deviations of the records are releases of their own, and in no budget here.
+
+    Args:
+        network: The model.
+        clip_norm: Bound on what one record sends: in units of a residual times the slope of the
+            network in its weights; with ``ridge``, in predictive standard deviations of a residual
+            (0.5 to 1 suit). ``{"linear": 0.7, ...: 0.2}`` bounds slopes by themselves, and
+            ``precision`` and ``noise`` together: large residuals, whose slopes are cut, still tell
+            how large the noise is. ``math.inf`` (with ``noise_multiplier=0``) is plain SEP.
+        sampler, budget, noise_multiplier, secret_key, num_steps, accountant, microbatch_size,
+            mesh, repetition: As for :class:`~numpyro_dp.DPSVI`.
+        damping: Part of the precisions and of the noise that a step replaces, in (0, 1], or a
+            function of the step number.
+        step_size: Rate of the mean, likewise; that of ``damping`` by default, as in SEP.
+        ridge: If given, slopes are released in coordinates of the curvature that the network has
+            for invented N(0, I) inputs, plus this precision, and the mean moves by it: less noise
+            in the output, and fewer and larger steps. 20 to 200 suit some thousand records and
+            epsilon = 1; far less lets the noise lead, far more makes small steps.
+        precision: ``"layer"`` releases one precision a layer (the means of given
+            ``init_params`` are taken), ``"weight"`` one a weight.
+        precision_weight: Weight of precisions beside slopes in the joint norm.
+        noise_weight: Weight of half a squared residual there. With ``ridge`` the square is in
+            units of the predictive variance, and a tenth of the default suits.
+        floor: What the records add to a precision is at least so many standard deviations of the
+            noise in it.
+        init_scale: Standard deviation of the first means, which are drawn from ``rng_key``.
+
+    Raises:
+        TypeError, ValueError: Name the value, the range and the remedy.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from numpyro_dp import DPPBP, FullBatch, PrivacyBudget, RegressionNetwork
+        >>> x = jax.random.normal(jax.random.key(1), (5000, 2))
+        >>> y = jnp.abs(x[:, 0]) - 0.8
+        >>> network = RegressionNetwork((10,))
+        >>> pbp = DPPBP(network, clip_norm=0.3, sampler=FullBatch(), step_size=0.3, ridge=20.0,
+        ...             damping=0.1, budget=PrivacyBudget(2.0, 1e-5), secret_key=2025)
+        >>> result = pbp.run(jax.random.key(0), 40, x, y, progress_bar=False)
+        >>> mean, variance = network.predict(result.params, x)
+        >>> bool(jnp.mean((mean - y) ** 2) < 0.05 * jnp.var(y))
+        True
+
+    Guarantee:
+        ``result.params``, ``result.trace`` and ``result.privacy`` are (epsilon, delta)-
+        differentially private under the budget's relation: each step is the Gaussian mechanism on
+        a sum of clipped sites, each a function of one record and of what was released before;
+        prior, mean factor, curvature and floors read no record. N is public.
+
+    Reference:
+        Vinaroz, Park (2022), Differentially private stochastic expectation propagation, TMLR,
+        section 6.2; Hernández-Lobato, Adams (2015), ICML.
+    """
+
+    def __init__(
+        self,
+        network: RegressionNetwork,
+        *,
+        clip_norm: Any,
+        sampler: Sampler,
+        budget: PrivacyBudget | None = None,
+        noise_multiplier: float | None = None,
+        secret_key: Any = None,
+        num_steps: int | None = None,
+        accountant: Accountant | None = None,
+        microbatch_size: int | str = "auto",
+        mesh: Mesh | None = None,
+        repetition: bool = False,
+        damping: float | Callable[[Array], Array] = 0.05,
+        step_size: float | Callable[[Array], Array] | None = None,
+        ridge: float | None = None,
+        precision: str = "layer",
+        precision_weight: float = 10.0,
+        noise_weight: float = 0.3,
+        floor: float = 2.0,
+        init_scale: float = 1.0,
+    ) -> None:
+        self.network = _check_network(network)
+        for name, rate in (("damping", damping), ("step_size", step_size)):
+            if rate is not None and not callable(rate):
+                check_real(name, rate, low=0, low_open=True, high=1)
+        if ridge is not None:
+            check_real("ridge", ridge, low=0, low_open=True)
+        check_in("precision", precision, ("layer", "weight"))
+        check_real("precision_weight", precision_weight, low=0, low_open=True)
+        check_real("noise_weight", noise_weight, low=0, low_open=True)
+        check_real("floor", floor, low=0)
+        self.init_scale = check_real("init_scale", init_scale, low=0, low_open=True)
+        self.guide, self._by_layer = NetworkGuide(network), precision == "layer"
+        self.method = (
+            f"{network}, {precision}, {precision_weight}, {noise_weight}, {ridge}, {floor}"
+        )
+        super().__init__(
+            estimator=network_ep(network, self._by_layer, precision_weight, noise_weight, ridge),
+            optim=NetworkSteps(network, damping, step_size, floor),
+            clip_norm=clip_norm,
+            sampler=sampler,
+            budget=budget,
+            noise_multiplier=noise_multiplier,
+            secret_key=secret_key,
+            num_steps=num_steps,
+            accountant=accountant,
+            microbatch_size=microbatch_size,
+            mesh=mesh,
+            repetition=repetition,
+        )
+
+    def get_params(self, state: SensitiveState) -> dict[str, Array]:
+        """Returns the natural parameters at a state; they may be published."""
+        checks.check_state(state)
+        return state.optim_state.params
+
+    def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+        return _read(self.network, args, kwargs)
+
+    def _prepare(
+        self,
+        structure: ModelStructure,
+        rng_key: Array,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        init_params: dict[str, Any] | None,
+    ) -> Prepared:
+        (shape, _), *_ = structure.layout.shapes
+        number = structure.layout.num_examples
+        start = _start(self.network, rng_key, *shape, number, self.init_scale, _START)
+        params = start if init_params is None else _check_init(init_params, start)
+        if self._by_layer:  # what a step cannot move away must not be there
+            layers = self.network.layout(*shape).split(params["weights_precision"])
+            means = [jnp.full(layer.size, jnp.mean(layer)) for layer in layers]
+            mean = params["weights_linear"] / params["weights_precision"]
+            params["weights_precision"] = jnp.concatenate(means)
+            params["weights_linear"] = mean * params["weights_precision"]
+        problem = RecordsProblem(Model(self.network, structure), number)
+        return Prepared(problem, self.optim.init(params), rng_key)
+
+
+class PBP:
+    """Probabilistic backpropagation and expectation propagation of a network: not private.
+
+    (Stochastic expectation propagation is ``DPPBP(..., clip_norm=math.inf, noise_multiplier=0)``.)
+
+    Args:
+        network: The model.
+        method: ``"adf"``, assumed density filtering record by record as in the reference, or
+            ``"ep"``, with a site for each record.
+        damping: Part of a site's change that ``"ep"`` takes, in (0, 1].
+        init_scale: Standard deviation of the first means.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from numpyro_dp import PBP, RegressionNetwork
+        >>> x = jax.random.normal(jax.random.key(1), (500, 2))
+        >>> y = jnp.abs(x[:, 0]) - 0.8
+        >>> network = RegressionNetwork((10,))
+        >>> result = PBP(network).run(jax.random.key(0), 20, x, y)
+        >>> mean, variance = network.predict(result.params, x)
+        >>> bool(jnp.mean((mean - y) ** 2) < 0.1 * jnp.var(y))
+        True
+
+    Guarantee:
+        None: the result is not private.
+
+    Reference:
+        Hernández-Lobato, Adams (2015), Probabilistic backpropagation for scalable learning of
+        Bayesian neural networks, ICML.
+    """
+
+    def __init__(
+        self,
+        network: RegressionNetwork,
+        method: str = "adf",
+        *,
+        damping: float = 0.05,
+        init_scale: float = 1.0,
+    ) -> None:
+        self.network = _check_network(network)
+        self.method = check_in("method", method, ("adf", "ep"))
+        self.damping = check_real("damping", damping, low=0, low_open=True, high=1)
+        self.init_scale = check_real("init_scale", init_scale, low=0, low_open=True)
+        self.guide = NetworkGuide(network)
+
+    def run(self, rng_key: Array, num_sweeps: int, x: Array, y: Array) -> SensitiveEPResult:
+        """Sweeps over all records ``num_sweeps`` times.
+
+        Args:
+            rng_key: Key of the first means and of orders.
+            num_sweeps: Number of sweeps.
+            x: Inputs, shape (records, inputs).
+            y: Targets, shape (records,).
+        """
+        checks.check_rng_key(rng_key)
+        check_int("num_sweeps", num_sweeps, low=1)
+        _read(self.network, (x, y), {})
+        filtering = self.method == "adf"
+        first = (self.network.weight_precision or 1.0) if filtering else _START
+        scale = self.init_scale / math.sqrt(first) if filtering else self.init_scale
+        start_key, rng_key = jax.random.split(rng_key)
+        params = _start(self.network, start_key, x.shape[1], len(x), scale, first)
+        if filtering:
+            params["noise_concentration"] = jnp.asarray(self.network.noise_prior[0])
+            params["noise_rate"] = jnp.asarray(self.network.noise_prior[1])
+        return _sweeps(self.network, filtering, params, rng_key, num_sweeps, x, y, self.damping)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 4))
+def _sweeps(
+    network: RegressionNetwork,
+    filtering: bool,
+    params: dict[str, Array],
+    rng_key: Array,
+    num_sweeps: int,
+    x: Array,
+    y: Array,
+    damping: Array,
+) -> SensitiveEPResult:
+    x, y = (array.astype(jnp.result_type(float)) for array in (x, y))
+    keys = jax.random.split(rng_key, num_sweeps)
+    if filtering:
+        return SensitiveEPResult(*filter_sweeps(network, params, x, y, keys))
+
+    def sweep(state: Any, _: Array) -> tuple[Any, dict[str, Array]]:
+        state = ep_sweep(network, state, x, y, damping)
+        return state, state.params
+
+    state, trace = jax.lax.scan(sweep, start_network_sites(network, params, len(x)), keys)
+    return SensitiveEPResult(state.params, trace)
+
+
+def _start(
+    network: RegressionNetwork,
+    rng_key: Array,
+    num_inputs: int,
+    number: int,
+    init_scale: float,
+    precision: float,
+) -> dict[str, Array]:
+    """The first parameters; they read no record."""
+    size = sum(network.layout(num_inputs).sizes)
+    concentration, rate = network.noise_prior
+    # The noise starts where the prior has it, in the strength that N records will give it.
+    total = concentration + number / 2
+    mean = init_scale * jax.random.normal(rng_key, (size,))
+    return {
+        "weights_linear": mean * precision,
+        "weights_precision": jnp.full(size, precision),
+        "noise_concentration": jnp.asarray(total),
+        "noise_rate": jnp.asarray((total - 1) * rate / (concentration - 1)),
+    }
+
+
+def _check_network(network: Any) -> RegressionNetwork:
+    if not isinstance(network, RegressionNetwork):
+        raise TypeError(
+            f"Expected a RegressionNetwork, got {type(network).__name__}. Write "
+            "RegressionNetwork((50,)); for other models use DPSEP or DPSVI."
+        )
+    return network
+
+
+def _read(
+    network: RegressionNetwork, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ModelStructure:
+    """Reads the records' layout, after a check of their shapes and types."""
+    given = dict(zip(("x", "y"), args, strict=False)) | kwargs
+    if set(given) != {"x", "y"} or len(args) + len(kwargs) != 2:
+        raise TypeError(
+            f"Expected two arrays x and y, got {len(args)} by place and {sorted(kwargs)} by name. "
+            "Pass inputs and targets of all records."
+        )
+    for name, value in given.items():
+        if not isinstance(value, np.ndarray | jax.Array):
+            raise TypeError(
+                f"Expected {name} as one array, got {type(value).__name__}. Use numpy.asarray."
+            )
+    shapes = {name: np.shape(value) for name, value in given.items()}
+    good = len(shapes["x"]) == 2 and shapes["y"] == shapes["x"][:1] and 0 not in shapes["x"]
+    if not good or any(np.iscomplexobj(value) for value in given.values()):
+        raise ValueError(
+            "Expected real x of shape (records, inputs) and y of shape (records,), got shapes "
+            f"{shapes}. Write x[:, None] for one input, y[:, 0] for targets in a column."
+        )
+    return read_conjugate_model(network, (given["x"], given["y"]), {}, "records")
+
+
+def _check_init(init_params: dict[str, Any], like: dict[str, Array]) -> dict[str, Array]:
+    if not isinstance(init_params, dict):
+        raise TypeError(f"Expected init_params as a dict, got {type(init_params).__name__}.")
+    given = {name: np.shape(value) for name, value in init_params.items()}
+    wanted = {name: value.shape for name, value in like.items()}
+    if given != wanted:
+        raise ValueError(f"Expected init_params of the shapes {wanted}, got {given}.")
+    found = {name: np.asarray(value, np.float64) for name, value in init_params.items()}
+    positive = all((found[name] > 0).all() for name in found if name != "weights_linear")
+    concentration = float(like["noise_concentration"])
+    if not positive or not all(np.isfinite(value).all() for value in found.values()):
+        raise ValueError("Expected finite init_params with positive precisions and rate.")
+    if not math.isclose(found["noise_concentration"], concentration, rel_tol=1e-5):
+        raise ValueError(
+            f"Expected noise_concentration={concentration}, which N says, got "
+            f"{found['noise_concentration']}. Leave it as it was."
+        )
+    return {name: jnp.asarray(value, like[name].dtype) for name, value in found.items()}

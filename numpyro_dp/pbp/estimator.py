@@ -1,0 +1,209 @@
+r"""Stochastic expectation propagation of a network, in the form of a private step.
+
+The posterior is :math:`q = \prod_j N(w_j; m_j, \lambda_j^{-1})\,\mathrm{Gamma}(\gamma; a, b)`, with
+one factor f for the average record. Seen from the cavity q / f, record i has the site
+
+.. math::
+    h = g^2 - 2\,\frac{\partial\log Z}{\partial v}, \quad \Lambda_i = \frac{h}{1 - v h}, \quad
+    \eta_i - \Lambda_i m = \frac{g}{1 - v h}, \quad \Delta a_i = \tfrac12, \quad
+    \Delta b_i = \tfrac12\big((y - f)^2 + s_f\big)
+
+(:mod:`numpyro_dp.pbp.moments`; 1 - vh is floored at 0.1), and what is released is the sum over
+records of its difference to f, in three parts with one joint clip:
+
+.. math:: u_i = \big(\tau\,(\eta_i - \Lambda_i m),\; \tau w\,\Lambda_i,\; w_b\,\Delta b_i\big),
+
+:math:`\tau = E[1/\gamma]` at the iterate. With it the first part is a residual times the slope of
+the network, and stays of one size while the noise that is found shrinks. Precisions are released
+for each weight, or as one number a layer. :math:`\Delta a` needs no release: N is public.
+
+In coordinates of the curvature (:mod:`numpyro_dp.pbp.curvature`) the parts are
+
+.. math:: u_i = \big(\sqrt{N / d}\; L^{-1} (\eta_i - \Lambda_i m),\; \pi w\,\Lambda_i,\;
+    w_b\,\Delta b_i / \pi\big),
+
+with :math:`\pi` the mean of :math:`s_f + E[1/\gamma]` for the invented inputs. The first then has
+in mean square about the size of the record's residual in predictive standard deviations, whatever
+the units of y and the network, and equal noise in each direction costs the output least. The last
+is half a squared residual in those units.
+
+Reference:
+    Hernández-Lobato, Adams (2015), Probabilistic backpropagation, ICML; Vinaroz, Park (2022),
+    Differentially private stochastic expectation propagation, TMLR, section 6.2. There the moments
+    of :math:`\gamma` are matched by differences of log Z that cancel in single precision;
+    :math:`\Delta b` here is that of a variational step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_dp.core import Estimator
+from numpyro_dp.ep.gaussian import Cavity, site_from_slopes
+from numpyro_dp.ep.records import RecordsProblem
+from numpyro_dp.pbp.curvature import Curvature, network_curvature
+from numpyro_dp.pbp.model import RegressionNetwork
+from numpyro_dp.pbp.moments import Layout, record_slopes
+
+__all__ = ["Move", "NetworkCavity", "network_ep", "network_site"]
+
+Params = dict[str, Array]
+
+
+class NetworkCavity(NamedTuple):
+    r"""What a record's site is seen from.
+
+    Attributes:
+        weights: Moments of the weights.
+        noise: :math:`E[1/\gamma]`.
+    """
+
+    weights: Cavity
+    noise: Array
+
+
+class Move(NamedTuple):
+    """What a step asks the optimiser to do.
+
+    Attributes:
+        slope: Estimate of the slope of log q's target in the mean of the weights, at the mean of
+            q; none where it was released in coordinates of the network's curvature.
+        direction: There, the change of the mean that it asks for; none elsewhere.
+        precision: Estimated change of the precision of each weight.
+        rate: Estimated change of the rate of the noise precision.
+        precision_noise: Standard deviation of the noise in each number of ``precision``.
+        num_examples: Number of records.
+    """
+
+    slope: Array | None
+    direction: Array | None
+    precision: Array
+    rate: Array
+    precision_noise: Array
+    num_examples: int
+
+
+class _Public(NamedTuple):
+    cavity: NetworkCavity
+    factor: Params  # the mean factor, centred at the cavity's mean
+    unit: Array
+    shift: Array  # from the mean of q to that of the cavity
+    curvature: Curvature | None
+
+
+def network_site(layout: Layout, cavity: NetworkCavity, x: Array, y: Array) -> dict[str, Array]:
+    """Returns the site of one record, centred at the cavity's mean.
+
+    Where it is not finite, the record says nothing of the weights and leaves the noise as it is.
+
+    Returns:
+        ``linear`` and ``precision``, one number a weight, and ``rate``.
+    """
+    mean, variance = cavity.weights
+    found = record_slopes(layout, mean, variance, cavity.noise, x, y)
+    site = site_from_slopes(cavity.weights, found.mean, found.mean**2 - 2 * found.variance)
+    site["rate"] = ((y - found.output) ** 2 + found.spread) / 2
+    good = jnp.all(jnp.array([jnp.all(jnp.isfinite(part)) for part in site.values()]))
+    nothing = {"linear": 0.0, "precision": 0.0, "rate": cavity.noise / 2}
+    return {name: jnp.where(good, part, nothing[name]) for name, part in site.items()}
+
+
+def network_ep(
+    network: RegressionNetwork,
+    by_layer: bool,
+    precision_weight: float,
+    noise_weight: float,
+    ridge: float | None,
+) -> Callable[[RecordsProblem], Estimator]:
+    """Builds the estimator.
+
+    Args:
+        network: The model.
+        by_layer: Releases the mean of the precisions of each layer, not those of each weight.
+        precision_weight: w above.
+        noise_weight: w_b above.
+        ridge: r in :mod:`numpyro_dp.pbp.curvature`, if slopes are released by curvature.
+
+    Guarantee:
+        The signal reads one record; ``prepare`` and ``pull_back`` read none. A record whose site
+        is not finite says nothing of the weights and fits the noise as it is; its term is
+        clipped like any other. One whose term overflows counts as 0.
+    """
+
+    def build(problem: RecordsProblem) -> Estimator:
+        (shape, _), *_ = problem.model.structure.layout.shapes
+        layout, number = network.layout(*shape), problem.num_examples
+        groups = np.repeat(np.arange(len(layout.sizes)), layout.sizes)
+
+        def prepare(_: Array, params: Params) -> _Public:
+            public = _public(network, number, params)
+            if ridge is None:
+                return public
+            curvature = network_curvature(network, *shape, number, params, ridge)
+            return public._replace(unit=curvature.predicted, curvature=curvature)
+
+        def signal(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
+            x, y = (part.astype(jnp.result_type(float)) for part in example)
+            site = network_site(layout, public.cavity, x, y)
+            found = {name: site[name] - public.factor[name] for name in site}
+            precision = found["precision"]
+            if by_layer:
+                parts = layout.split(precision)
+                precision = jnp.stack([jnp.mean(part) for part in parts])
+            linear, noise = _scaled(public, found["linear"], found["rate"])
+            return {
+                "linear": linear,
+                "precision": public.unit * precision_weight * precision,
+                "noise": noise_weight * noise,
+            }
+
+        def pull_back(public: _Public, released: dict[str, Array]) -> Move:
+            precision = released["precision"] / (public.unit * precision_weight)
+            precision = precision[groups] if by_layer else precision
+            noise = jnp.asarray(problem.noise_scale) / (public.unit * precision_weight)
+            rate = released["noise"] / noise_weight
+            return _move(public, released["linear"], precision, rate, noise, number)
+
+        return Estimator(prepare, signal, pull_back)
+
+    return build
+
+
+def _scaled(public: _Public, linear: Array, noise: Array) -> tuple[Array, Array]:
+    """The first and the last part of the signal; ``_move`` takes their scales off again."""
+    if public.curvature is None:
+        return public.unit * linear, noise
+    return public.curvature.whiten(linear), noise / public.unit
+
+
+def _move(
+    public: _Public, linear: Array, precision: Array, rate: Array, noise: Array, number: int
+) -> Move:
+    correction = precision * public.shift
+    if public.curvature is None:
+        slope = linear / public.unit + correction
+        return Move(slope, None, precision, rate, noise, number)
+    direction = public.curvature.direction(linear + public.curvature.whiten(correction))
+    return Move(None, direction, precision, rate * public.unit, noise, number)
+
+
+def _public(network: RegressionNetwork, number: int, params: Params) -> _Public:
+    """The cavity and the mean factor, from natural parameters that were released."""
+    linear, precision = params["weights_linear"], params["weights_precision"]
+    concentration, rate = params["noise_concentration"], params["noise_rate"]
+    own = {
+        "linear": linear / number,
+        "precision": (precision - network.prior_precision(params)) / number,
+        "rate": (rate - network.noise_prior[1]) / number,
+    }
+    variance = 1 / (precision - own["precision"])
+    mean = (linear - own["linear"]) * variance
+    noise = (rate - own["rate"]) / (concentration - 0.5 - 1)
+    centred = own | {"linear": own["linear"] - own["precision"] * mean}
+    cavity = NetworkCavity(Cavity(mean, variance), noise)
+    return _Public(cavity, centred, rate / (concentration - 1), mean - linear / precision, None)

@@ -1,0 +1,393 @@
+"""What every driver is: a budget, a sampler and a mechanism around one private step."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from numpyro_dp._validate import check_int
+from numpyro_dp.core import Fold, Sampler
+from numpyro_dp.model.frontend import Prepared, arguments_key
+from numpyro_dp.model.public import first_values
+from numpyro_dp.model.records import array_shapes
+from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.mechanism import check_clip_norm
+from numpyro_dp.privacy.once import check_outside_trace, check_passed_to_trace, in_trace
+from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.privacy.random import as_secret_key
+from numpyro_dp.run import checks
+from numpyro_dp.run.results import RunResult
+from numpyro_dp.run.session import LossRelease, Session
+from numpyro_dp.run.session_checks import check_fold_holds_no_records
+from numpyro_dp.run.spending import (
+    begun,
+    noise_fields,
+    plan_for,
+    secret_of,
+    spent_by,
+    used,
+    with_new_noise,
+)
+from numpyro_dp.run.step import SensitiveState
+from numpyro_dp.run.sweep import SweepResult, run_sweep
+from numpyro_dp.sums.devices import copied
+
+__all__ = ["Driver"]
+
+_UNLIMITED = np.iinfo(np.int32).max
+
+
+class Driver(abc.ABC):
+    """Plans, runs and accounts for private steps; what is fitted is up to the subclass.
+
+    Attributes:
+        method: What the numbers of a state mean beyond the other settings, as text.
+
+    Args:
+        estimator: Problem -> estimator.
+        optim: With NumPyro's ``get_params`` and ``update``.
+        clip_norm, sampler, budget, noise_multiplier, secret_key, num_steps, accountant,
+            loss_release, allow_sensitive, microbatch_size, mesh, repetition: As for
+            :class:`~numpyro_dp.DPSVI`.
+    """
+
+    method = ""
+
+    def __init__(
+        self,
+        *,
+        estimator: Any,
+        optim: Any,
+        clip_norm: Any,
+        sampler: Sampler,
+        budget: PrivacyBudget | None,
+        noise_multiplier: float | None,
+        secret_key: Any,
+        num_steps: int | None,
+        accountant: Accountant | None,
+        loss_release: LossRelease | None = None,
+        allow_sensitive: bool = False,
+        microbatch_size: int | str = "auto",
+        mesh: Mesh | None = None,
+        repetition: bool = False,
+    ) -> None:
+        self.clip_norm = check_clip_norm(clip_norm)
+        self.sampler = checks.check_sampler(sampler)
+        self.noise_multiplier = checks.check_noise(noise_multiplier)
+        self.budget = checks.check_budget(budget, noise_multiplier, self.clip_norm)
+        self.num_steps = None if num_steps is None else check_int("num_steps", num_steps, low=1)
+        self.estimator = checks.check_estimator(estimator)
+        self.accountant = checks.check_accountant(accountant)
+        self.loss_release = checks.check_loss_release(loss_release)
+        self.allow_sensitive = allow_sensitive
+        self.microbatch_size = checks.check_microbatch_size(microbatch_size)
+        self.mesh = checks.check_mesh(mesh)
+        self.secret_key = None if secret_key is None else as_secret_key(secret_key)
+        self.repetition = checks.check_repetition(repetition, secret_key)
+        self.optim = optim
+        self._sessions: dict[Any, Session] = {}
+
+    @abc.abstractmethod
+    def get_params(self, state: SensitiveState) -> dict[str, Any]:
+        """Returns the parameters at a state; they may be published."""
+
+    @abc.abstractmethod
+    def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+        """Reads the model on shapes alone."""
+
+    @abc.abstractmethod
+    def _prepare(
+        self,
+        structure: ModelStructure,
+        rng_key: Array,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        init_params: dict[str, Any] | None,
+    ) -> Prepared:
+        """Returns the problem and the first state of the optimiser; reads no record."""
+
+    def init(
+        self,
+        rng_key: Array,
+        *args: Any,
+        init_params: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> SensitiveState:
+        """Returns the initial state; reads shapes, and no record.
+
+        Args:
+            rng_key: Key of initial values and draws from the posterior (not of noise or batches).
+            *args: Arguments of the model (and guide), with the whole data set.
+            init_params: Initial values of parameters by name, as for ``SVI.init``.
+            **kwargs: Keyword arguments of the model (and guide).
+
+        Raises:
+            UnsupportedModelError: If the model or guide cannot be private as it is written.
+            BudgetError: If the plan exceeds the budget, or has a budget but no ``num_steps``.
+            NoiseReuseError: If JAX traces the call, or a given ``secret_key`` has been used.
+        """
+        check_outside_trace(f"{type(self).__name__}.init")
+        checks.check_rng_key(rng_key)
+        state = self._init(rng_key, self.num_steps, args, kwargs, init_params)
+        with begun(self, state):
+            return state
+
+    def update(
+        self,
+        svi_state: SensitiveState,
+        *args: Any,
+        forward_mode_differentiation: bool = False,
+        **kwargs: Any,
+    ) -> tuple[SensitiveState, Array]:
+        """Takes one private step on a batch drawn from the data set.
+
+        Beyond the number of steps that the budget covers, the state does not change any more
+        (an error is raised where the step number is known, outside ``jit``).
+
+        Args:
+            svi_state: From :meth:`init` or :meth:`update`; each state may be used once. One that
+                comes from another process goes on with noise of its own.
+            *args: Arguments of the model (and guide), with the whole data set.
+            forward_mode_differentiation: Not supported.
+            **kwargs: Keyword arguments of the model (and guide).
+
+        Returns:
+            The new state, and ``nan`` in the place of the loss unless ``allow_sensitive``.
+
+        Raises:
+            NoiseReuseError: If the state was used before, or a traced function holds it.
+
+        Guarantee:
+            Under ``vmap`` each lane has noise and batches of its own, whatever states it is given.
+            So has each call of a compiled update, unless the ``secret_key`` was given.
+        """
+        checks.check_reverse_mode(forward_mode_differentiation)
+        checks.check_state(svi_state)
+        keys = jax.tree.leaves((svi_state.secret_key, svi_state.sampler_state))
+        check_passed_to_trace(f"{type(self).__name__}.update", [keys[0]])
+        session = self._session(args, kwargs)
+        self._check_fits(svi_state, session, ("budget", "sensitive"))
+        if in_trace():
+            return session.update(svi_state, args, kwargs)
+        checks.check_not_spent(svi_state)
+        with used(self, svi_state, 1) as known:
+            state = svi_state if known else with_new_noise(self, svi_state)
+            return session.update(copied(self.mesh, state), args, kwargs)
+
+    def privacy(self, svi_state: SensitiveState) -> PrivacyReport:
+        """Returns what the steps so far have spent, for a loop of :meth:`update`.
+
+        Args:
+            svi_state: A state outside ``jit``, of this driver.
+
+        Raises:
+            ValueError: If no step has been taken.
+            BudgetError: If the state is one of another sampler, clip norm or method.
+        """
+        checks.check_state(svi_state)
+        check_int("number of steps taken", int(svi_state.step), low=1, remedy="Call update first.")
+        own = dataclasses.replace(
+            svi_state.setting, sampler=self.sampler, clip_norm=repr(self.clip_norm),
+            loss_release=self.loss_release, method=self.method,
+        )  # fmt: skip
+        checks.check_setting(svi_state, own)
+        return spent_by(self, svi_state, int(svi_state.step))
+
+    def run(
+        self,
+        rng_key: Array,
+        num_steps: int,
+        *args: Any,
+        progress_bar: bool = True,
+        stable_update: bool = False,
+        forward_mode_differentiation: bool = False,
+        init_state: SensitiveState | None = None,
+        init_params: dict[str, Any] | None = None,
+        trace_size: int | None = None,
+        fold: Fold | None = None,
+        stream: bool = False,
+        **kwargs: Any,
+    ) -> RunResult:
+        """Runs ``num_steps`` private steps in one compiled loop.
+
+        Args:
+            rng_key: Key of initial values and draws from the posterior.
+            num_steps: Number of steps.
+            *args: Arguments of the model (and guide), with the whole data set.
+            progress_bar: Shows steps and epsilon spent, and nothing else.
+            stable_update: Accepted for ``SVI``'s sake; steps are always stable.
+            forward_mode_differentiation: Not supported.
+            init_state: To resume from, once. The plan of the first run must cover all steps. 256
+                new bits join the keys of the state, so that two processes that resume it share no
+                noise (:mod:`numpyro_dp.privacy.once`).
+            init_params: Initial values of parameters by name.
+            trace_size: At most so many iterates are kept, evenly spaced; by default 1000, or
+                fewer where they would hold more than 10 million numbers.
+            fold: Reads the iterate after every step, for ``result.folded``; it starts anew here.
+            stream: Leaves the records on the host (arrays, memory maps, ``to_numpy()`` of an Arrow
+                column), for data larger than the device's memory; the result is the same.
+            **kwargs: Keyword arguments of the model (and guide).
+
+        Raises:
+            BudgetError: If the steps do not fit the budget. No record has been read then.
+            NoiseReuseError: If JAX traces the call, or noise would be used twice: by a state that
+                was used before, or a ``secret_key`` that another run was given.
+        """
+        check_outside_trace(f"{type(self).__name__}.run")
+        checks.check_rng_key(rng_key)
+        checks.check_num_steps(num_steps, _UNLIMITED - 1)
+        checks.check_sizes(trace_size=trace_size)
+        checks.check_reverse_mode(forward_mode_differentiation)
+        start = self._first_state(rng_key, num_steps, args, kwargs, init_state, init_params)
+        session = self._session(args, kwargs)
+        self._check_fits(start, session)
+        checks.check_steps_fit(start, num_steps)
+        report = spent_by(self, start, int(start.step) + num_steps)
+        checks.check_fold(fold, lambda: self.get_params(start), num_steps)
+        report = check_fold_holds_no_records(fold, session, start, report)
+        rows = (session.host_rows if stream else session.rows)(args, kwargs)
+        with begun(self, *([start] if init_state is None else [])), used(self, start, num_steps):
+            first = start if init_state is None else with_new_noise(self, start)
+            found = session.run(first, rows, num_steps, trace_size, progress_bar, report, fold)
+        state, losses, trace, folded = found
+        return RunResult(self.get_params(state), state, losses, trace, report, folded)
+
+    def sweep(
+        self,
+        rng_keys: Array,
+        num_steps: int,
+        *args: Any,
+        epsilon: Any = None,
+        noise_multiplier: Any = None,
+        clip_norm: Any = None,
+        learning_rate: Any = None,
+        init_params: dict[str, Any] | None = None,
+        trace_size: int | None = None,
+        chunk_size: int | None = None,
+        folder: Any = None,
+        **kwargs: Any,
+    ) -> SweepResult:
+        """Runs seeds x learning rates x budgets x clip norms at once, in one compiled call.
+
+        Run r draws its noise and batches from the key ``fold_in(secret_key, r)``; each is the run
+        that ``run`` would make with that secret key, the same seed, noise and clip norm.
+
+        Args:
+            rng_keys: Keys of initial values and draws from the guide, shape ``(seeds,)``.
+            num_steps: Number of steps.
+            *args: Arguments of the model (and guide), with the whole data set.
+            epsilon: Sequence of what the runs may spend; delta and relation are the budget's.
+            noise_multiplier: Sequence of their noise instead.
+            clip_norm: Sequence of clip norms.
+            learning_rate: Sequence, for ``optax.inject_hyperparams(optax.adam)(learning_rate=1)``.
+            init_params: Initial values of parameters by name.
+            trace_size: At most so many iterates are kept of each run.
+            chunk_size: Runs in lockstep; by default what fits a quarter of memory.
+            folder: Keeps finished chunks (releases); the same call on the same records (which it
+                cannot know) goes on from there. It confirms a secret key that was guessed.
+            **kwargs: Keyword arguments of the model (and guide).
+
+        Returns:
+            A :class:`~numpyro_dp.run.sweep.SweepResult`; seeds vary fastest, then learning rates.
+
+        Example:
+            >>> result = svi.sweep(jax.random.split(key, 20), 4000, X, y,
+            ...                    epsilon=[1.0, 2.0, 4.0, 10.0])  # doctest: +SKIP
+
+        Raises:
+            BudgetError: If a run does not fit the budget. No record has been read then.
+            NoiseReuseError: As :meth:`run`.
+            ValueError: If the folder holds another sweep, or the optimiser no learning rate.
+
+        Guarantee:
+            Each run spends what its report says; publishing several of them, or the best of them,
+            spends the sum.
+        """
+        check_outside_trace(f"{type(self).__name__}.sweep")
+        checks.check_num_steps(num_steps, _UNLIMITED - 1)
+        checks.check_sizes(trace_size=trace_size, chunk_size=chunk_size)
+        axes = {
+            "epsilon": epsilon, "noise_multiplier": noise_multiplier, "clip_norm": clip_norm,
+            "learning_rate": learning_rate,
+        }  # fmt: skip
+        sizes = trace_size, chunk_size, folder
+        return run_sweep(self, rng_keys, num_steps, args, kwargs, init_params, axes, *sizes)
+
+    def _init(
+        self,
+        rng_key: Array,
+        num_steps: int | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        init_params: dict[str, Any] | None,
+        structure: ModelStructure | None = None,
+    ) -> SensitiveState:
+        structure = self._structure(args, kwargs) if structure is None else structure
+        plan = plan_for(self, structure.layout.num_examples, num_steps)
+        prepared = self._prepare(structure, rng_key, args, kwargs, init_params)
+        key = arguments_key(args, kwargs)
+        if key not in self._sessions:
+            self._sessions[key] = Session(self, prepared)
+        state = SensitiveState(
+            optim_state=prepared.optim_state,
+            mutable_state=None,
+            rng_key=prepared.rng_key,
+            step=jnp.zeros((), jnp.int32),
+            max_steps=jnp.asarray(_UNLIMITED if self.budget is None else num_steps, jnp.int32),
+            setting=self._sessions[key].setting(
+                self.secret_key is not None, self.repetition, first_values(init_params)
+            ),
+            **noise_fields(self, secret_of(self), plan, self.clip_norm),
+        )
+        return copied(self.mesh, state)
+
+    def _first_state(
+        self,
+        rng_key: Array,
+        num_steps: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        init_state: SensitiveState | None,
+        init_params: dict[str, Any] | None,
+    ) -> SensitiveState:
+        """The state that a run starts with: a new one, or the given one."""
+        if init_state is not None:
+            checks.check_state(init_state)
+            return self._marked(copied(self.mesh, init_state))
+        covered = self.num_steps if self.num_steps is not None else num_steps
+        return self._init(rng_key, covered, args, kwargs, init_params)
+
+    def _marked(self, state: SensitiveState) -> SensitiveState:
+        """The state, marked if this driver shows losses."""
+        if not self.allow_sensitive or state.setting.sensitive:
+            return state
+        return state._replace(setting=dataclasses.replace(state.setting, sensitive=True))
+
+    def _check_fits(
+        self, state: SensitiveState, session: Session, further: tuple[str, ...] = ()
+    ) -> None:
+        """Raises unless a state belongs to the setting and to records of these shapes."""
+        checks.check_setting(state, session.setting(False, False), further)
+        checks.check_params(self.optim.get_params(state.optim_state), session.param_shapes)
+
+    def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
+        key = arguments_key(args, kwargs)
+        if key not in self._sessions:
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+                raise ValueError(
+                    "Expected init to have been called with arguments of the same shapes before "
+                    f"update is compiled, got {[s for _, s in array_shapes(args, kwargs)]}."
+                )
+            structure = self._structure(args, kwargs)
+            prepared = self._prepare(structure, jax.random.key(0), args, kwargs, None)
+            self._sessions[key] = Session(self, prepared)
+        return self._sessions[key]

@@ -1,0 +1,180 @@
+"""What a run returns, and its progress bar."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from numpyro_dp.privacy.accounting import RDP, UnsupportedEventError
+from numpyro_dp.privacy.plan import Plan, PrivacyReport
+from numpyro_dp.run.step import SensitiveState
+
+__all__ = [
+    "PrivateLosses",
+    "RunResult",
+    "SensitiveLosses",
+    "SensitiveValueError",
+    "Trace",
+    "progress_chunks",
+    "progress_ranges",
+]
+
+
+class SensitiveValueError(ValueError):
+    """A value was asked for that only the holder of the records may see."""
+
+
+class Trace(NamedTuple):
+    """Private iterates, thinned; post-processing of the release, so they may be published.
+
+    Attributes:
+        steps: Number of the step after which each iterate was kept, shape ``(kept,)``.
+        params: Constrained parameters with a leading axis ``kept``.
+        clip_norm: The clip norm of the step after each of them, where it is an
+            :class:`~numpyro_dp.AdaptiveClip`: shape ``(kept,)``, or a dict by entry of the signal
+            (``"..."`` for those that are not named). ``None`` where all norms are fixed.
+    """
+
+    steps: Int[np.ndarray, " kept"]
+    params: dict[str, Any]
+    clip_norm: Any = None
+
+    def __repr__(self) -> str:
+        """Shows the size, not the numbers."""
+        return f"Trace({len(self.steps)} iterates of {sorted(self.params)})"
+
+
+class PrivateLosses(NamedTuple):
+    """A loss curve released through the mechanism; may be published.
+
+    Attributes:
+        steps: Last step of each window.
+        values: Mean over the window of the noisy negative evidence lower bound of clipped
+            log likelihoods.
+    """
+
+    steps: Int[np.ndarray, " kept"]
+    values: Float[np.ndarray, "... kept"]
+
+
+class SensitiveLosses(NamedTuple):
+    """A loss curve without protection; never publish it.
+
+    Attributes:
+        steps: Last step of each window.
+        values: Mean over the window of the negative evidence lower bound on the batch.
+    """
+
+    steps: Int[np.ndarray, " kept"]
+    values: Float[np.ndarray, "... kept"]
+
+    def __repr__(self) -> str:
+        """Shows no value."""
+        return f"SensitiveLosses(<{len(self.values)} values: never publish them>)"
+
+
+class _RunResult(NamedTuple):
+    params: dict[str, Any]
+    state: SensitiveState | None
+    losses: PrivateLosses | SensitiveLosses | None
+
+
+class RunResult(_RunResult):
+    """Result of a private run: a triple like ``SVIRunResult``, and more.
+
+    Attributes:
+        params: Constrained parameters; may be published.
+        state: To resume from; sensitive. A pickle of the result leaves it out (``None``).
+        losses: :class:`PrivateLosses`, :class:`SensitiveLosses`, or ``None``.
+        trace: Thinned private iterates; may be published.
+        privacy: What was spent; may be published.
+        folded: What ``run(..., fold=...)`` made of the iterates after every step, else ``None``;
+            may be published.
+    """
+
+    trace: Trace
+    privacy: PrivacyReport
+    folded: Any
+
+    def __new__(
+        cls,
+        params: dict[str, Any],
+        state: SensitiveState | None,
+        losses: PrivateLosses | SensitiveLosses | None,
+        trace: Trace,
+        privacy: PrivacyReport,
+        folded: Any = None,
+    ) -> RunResult:
+        """Makes the triple and adds what SVI's result does not have."""
+        result = super().__new__(cls, params, state, losses)
+        result.trace, result.privacy, result.folded = trace, privacy, folded
+        return result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles all but the state, which is sensitive: pickle ``result.state`` by itself."""
+        return RunResult, (self.params, None, self.losses, self.trace, self.privacy, self.folded)
+
+    def __copy__(self) -> RunResult:
+        """A copy in this process has the same state."""
+        return RunResult(*self, self.trace, self.privacy, self.folded)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RunResult:
+        """A copy in this process has the same state."""
+        rest = copy.deepcopy((self.losses, self.trace, self.privacy, self.folded), memo)
+        return RunResult(copy.deepcopy(self.params, memo), self.state, *rest)
+
+    def __repr__(self) -> str:
+        """Names the fields and shows what was spent."""
+        return f"RunResult(params of {sorted(self.params)}, {self.trace!r}, {self.privacy})"
+
+
+def progress_ranges(num_slots: int) -> list[tuple[int, int]]:
+    """Returns ``(first_slot, count)`` of each chunk of :func:`progress_chunks`."""
+    chunk = max(1, num_slots // 25)
+    return [(at, min(chunk, num_slots - at)) for at in range(0, num_slots, chunk)]
+
+
+def progress_chunks(
+    num_slots: int, stride: int, done: int, plan: Plan, total_epsilon: float
+) -> Iterator[tuple[int, int]]:
+    """Yields ``(first_slot, count)`` chunks under a bar that shows steps and epsilon spent.
+
+    The epsilon shown is an upper bound for the steps so far: the smaller of the RDP bound and the
+    bound of the whole run. It is refreshed only while that costs little of the time passed.
+
+    Args:
+        num_slots: Slots to run in all.
+        stride: Steps per slot.
+        done: Steps taken before.
+        plan: What the steps spend.
+        total_epsilon: Bound of the whole run.
+    """
+    from tqdm.auto import tqdm  # as in NumPyro; slow to import, so only for those who watch
+
+    start, spent, cost = time.perf_counter(), 0.0, 0.1  # seconds: so far, of the next bound
+    with tqdm(total=num_slots * stride, unit="step") as bar:
+        for first, count in progress_ranges(num_slots):
+            yield first, count
+            finished = (first + count) * stride
+            now = time.perf_counter()
+            last = first + count == num_slots
+            if spent + cost < 0.01 * (now - start) and not last:
+                shown = min(_rdp_epsilon(plan, done + finished), total_epsilon)
+                cost = time.perf_counter() - now
+                spent += cost
+                bar.set_postfix_str(f"epsilon <= {shown:.3g}", refresh=False)
+            elif last:
+                bar.set_postfix_str(f"epsilon <= {total_epsilon:.3g}", refresh=False)
+            bar.update(count * stride)
+
+
+def _rdp_epsilon(plan: Plan, num_steps: int) -> float:
+    try:
+        return plan.spent(num_steps, accountant=RDP()).epsilon
+    except UnsupportedEventError:
+        return float("inf")

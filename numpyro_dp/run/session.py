@@ -1,0 +1,374 @@
+"""The compiled side of a driver, for arguments of one shape: one private step, and its loop."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_dp._tree import shapes_of
+from numpyro_dp.core import Batch, Estimator, Fold, Mechanism, PyTree, Sampler
+from numpyro_dp.model.frontend import Prepared
+from numpyro_dp.model.public import PublicArray
+from numpyro_dp.model.records import Rows
+from numpyro_dp.model.variational import VariationalProblem, likelihood_key
+from numpyro_dp.privacy.mechanism import (
+    adapted_norms,
+    clip_sensitivity,
+    gaussian,
+    is_bounded,
+)
+from numpyro_dp.privacy.once import key_of_lane
+from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.run.loss import LOSS_ENTRY, with_loss
+from numpyro_dp.run.results import (
+    PrivateLosses,
+    SensitiveLosses,
+    Trace,
+    progress_chunks,
+    progress_ranges,
+)
+from numpyro_dp.run.session_checks import check_holds_no_records, check_signal
+from numpyro_dp.run.step import RunSetting, SensitiveState, Step, build_loop, build_step
+from numpyro_dp.run.streaming import Fetched, HostRows, StreamedLoop, drawn_size
+from numpyro_dp.sums.devices import copied, spread
+from numpyro_dp.sums.factored import record_lengths
+
+__all__ = ["LossRelease", "Session", "with_loss_norm"]
+
+_MAX_TRACE = 1000
+_MAX_TRACE_NUMBERS = 10**7
+
+
+class LossRelease(NamedTuple):
+    r"""Releases a loss curve along with the gradients, at a stated part of the budget.
+
+    The log likelihood of each record, clipped to ``[-clip, clip]``, joins its signal as one more
+    coordinate. Of the squared sensitivity, ``share`` belongs to it: at equal epsilon the gradients
+    get :math:`1/\sqrt{1 - share}` times as much noise.
+
+    Attributes:
+        clip: Bound on the absolute log likelihood of one record, in nats.
+        share: Part of the privacy cost, in (0, 1).
+    """
+
+    clip: float
+    share: float = 0.01
+
+
+@runtime_checkable
+class _Settings(Protocol):
+    """What a session reads of its driver."""
+
+    estimator: Any
+    clip_norm: Any
+    sampler: Sampler
+    optim: Any
+    loss_release: LossRelease | None
+    allow_sensitive: bool
+    budget: Any
+    method: str
+    microbatch_size: Any
+    mesh: Any
+
+
+class Session:
+    """Compiled functions for one model, guide and shape of arguments.
+
+    Args:
+        settings: The driver.
+        prepared: Model and guide as functions, and the first state of the optimiser.
+
+    Attributes:
+        param_shapes: Shapes of the parameters, by their place.
+    """
+
+    def __init__(self, settings: _Settings, prepared: Prepared) -> None:
+        self.problem = problem = prepared.problem
+        self.settings = settings
+        self.num_examples = problem.model.structure.layout.num_examples
+        self.inclusion_prob = settings.sampler.inclusion_prob(self.num_examples)
+        self._batch_size = self.inclusion_prob * self.num_examples
+        self._clip_norm = with_loss_norm(settings.clip_norm, settings.loss_release)
+        self._build(settings.sampler.next)
+        params = settings.optim.get_params(prepared.optim_state)
+        self.param_shapes = shapes_of(params)
+        estimator = self._estimator(problem.shared, gaussian(settings.clip_norm, 0.0).init(), 0.0)
+        check_signal(problem, estimator, params, self._clip_norm)
+        check_holds_no_records(problem, self._estimator, settings, prepared.optim_state)
+
+    def _build(self, draw: Callable[[PyTree], tuple[Batch, PyTree]]) -> None:
+        """Sets the functions of a step, with batches that this function draws."""
+        settings = self.settings
+        self._step = build_step(
+            self._estimator, self._mechanism, draw, settings.optim,
+            self.inclusion_prob, settings.microbatch_size, settings.mesh,
+            getattr(self.problem, "numbered", False),
+        )  # fmt: skip
+        self._update = jax.jit(self._guarded_step)
+        self._loop = build_loop(self._step_and_value, self._kept, self._measure)
+        self._folding_loops: dict[Callable[..., PyTree], Callable[..., Any]] = {}
+        self._loop_many = jax.jit(jax.vmap(self._loop, in_axes=(0, 0, None, None, None, None)))
+        self._streams: dict[int, Session] = {}  # the same for batches of a size that were fetched
+
+    def setting(
+        self, reproducible: bool, repetition: bool, public: tuple[PublicArray, ...] = ()
+    ) -> RunSetting:
+        """What all steps of a run have in common, for a state that starts here."""
+        settings, structure = self.settings, self.problem.model.structure
+        return RunSetting(
+            self.num_examples,
+            settings.sampler,
+            repr(settings.clip_norm),
+            settings.loss_release,
+            reproducible,
+            settings.allow_sensitive,
+            settings.budget,
+            settings.method,
+            repetition,
+            structure.data_plate,
+            structure.public.arrays + public,
+        )
+
+    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
+        """Splits arguments into records and public arrays."""
+        rows = self.problem.rows(args, kwargs)
+        mesh = self.settings.mesh
+        return rows._replace(arrays=spread(mesh, rows.arrays), shared=copied(mesh, rows.shared))
+
+    def update(
+        self, state: SensitiveState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[SensitiveState, Array]:
+        """One step; the value is ``nan`` unless sensitive values are allowed."""
+        return self._update(state, self.rows(args, kwargs))
+
+    def run(
+        self,
+        state: SensitiveState,
+        rows: Rows | HostRows,
+        num_steps: int,
+        trace_size: int | None,
+        progress_bar: bool,
+        report: PrivacyReport,
+        fold: Fold | None = None,
+    ) -> tuple[SensitiveState, PrivateLosses | SensitiveLosses | None, Trace, PyTree]:
+        """Runs steps; returns the state, the losses, the thinned trace and the fold's result."""
+        buffer, stride, slots, rest = self._slots(state, num_steps, trace_size)
+        done = int(state.step)
+        ranges = progress_ranges(slots) if progress_bar else [(0, slots)]
+        loop, carry = self._loop_for(fold), state
+        if fold is not None:
+            carry = (state, self._start(fold, state))
+        if isinstance(rows, HostRows):
+            calls = [(0, 1, rest)] * (rest > 0) + [(*some, stride) for some in ranges]
+            stream = self._streamed(state)
+            loop = StreamedLoop(
+                stream._loop_for(fold), self.settings.sampler, state.sampler_state, rows, calls
+            )
+        if rest:  # first the steps that do not fill a slot, so that the last iterate is kept
+            carry, buffer = loop(carry, buffer, rows, *_ints(0, 1, rest))
+        chunks = ranges
+        if progress_bar:
+            chunks = progress_chunks(slots, stride, done + rest, report.plan, report.epsilon)
+        for first, count in chunks:
+            carry, buffer = loop(carry, buffer, rows, *_ints(first, count, stride))
+            jax.block_until_ready(buffer)
+        state, folded = (carry, None) if fold is None else (carry[0], fold.result(carry[1]))
+        (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:slots], buffer)
+        steps = done + rest + stride * np.arange(1, slots + 1)
+        trace = Trace(steps, jax.vmap(self.problem.constrain)(iterates), norms)
+        return state, self._losses(steps, np.asarray(values)), trace, folded
+
+    def run_many(
+        self, states: SensitiveState, rows: Rows, num_steps: int, trace_size: int | None
+    ) -> tuple[SensitiveState, PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
+        """Runs many states, stacked along a leading axis, in lockstep.
+
+        Returns:
+            States, constrained parameters, traces and losses, each with the leading axis.
+        """
+        number = states.step.shape[0]
+        first = jax.tree.map(lambda leaf: leaf[0], states)
+        buffer, stride, slots, rest = self._slots(first, num_steps, trace_size, number)
+        buffer = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (number, *leaf.shape)), buffer)
+        if rest:
+            states, buffer = self._loop_many(states, buffer, rows, *_ints(0, 1, rest))
+        states, buffer = self._loop_many(states, buffer, rows, *_ints(0, slots, stride))
+        (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:, :slots], buffer)
+        steps = rest + stride * np.arange(1, slots + 1)
+        constrain = jax.vmap(self.problem.constrain)
+        params = constrain(jax.vmap(self.settings.optim.get_params)(states.optim_state))
+        trace = Trace(steps, jax.vmap(constrain)(iterates), norms)
+        return states, params, trace, self._losses(steps, values)
+
+    def shapes_of_run(self, state: SensitiveState, rows: Rows, trace_size: int | None) -> PyTree:
+        """Shapes of what a run among others has in memory, besides the records that all share."""
+        batch, _ = jax.eval_shape(self.settings.sampler.next, state.sampler_state)
+        drawn = batch.indices is not None
+        size = batch.indices.size if drawn else self.num_examples
+        params = jax.tree.leaves(self.settings.optim.get_params(state.optim_state))
+        numbers = sum(leaf.size for leaf in params)
+        gradients = jax.ShapeDtypeStruct((min(size * numbers, 2**20) + 4 * numbers,), jnp.float32)
+        taken = [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in rows.arrays * drawn]
+        trace = [jax.ShapeDtypeStruct((trace_size or 10, *x.shape), x.dtype) for x in params]
+        return state.optim_state, gradients, taken, trace
+
+    def host_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HostRows:
+        """The same arguments, with the records left where they are."""
+        mesh = self.settings.mesh
+        if mesh is not None and mesh.is_multi_process:
+            raise ValueError(
+                "Expected a mesh of one process for stream=True, got one of several. Put the rows "
+                "of each together with jax.make_array_from_process_local_data, without stream."
+            )
+        arrays, shared, _ = self.problem.model.structure.layout.rows(args, kwargs)
+        numbered = getattr(self.problem, "numbered", False)
+        return HostRows(arrays, shared, self.num_examples, numbered)
+
+    def _streamed(self, state: SensitiveState) -> Session:
+        """This session for batches that were fetched."""
+        size = drawn_size(self.settings.sampler, state.sampler_state)
+        if size not in self._streams:
+            self._streams[size] = copy.copy(self)
+            self._streams[size]._build(Fetched(size).next)
+        return self._streams[size]
+
+    def _loop_for(self, fold: Fold | None) -> Callable[..., Any]:
+        return self._loop if fold is None else self._folding_loop(fold.update)
+
+    def _folding_loop(self, update: Callable[..., PyTree]) -> Callable[..., Any]:
+        """The loop that also updates a fold after every step, compiled once for each update."""
+        optim = self.settings.optim
+
+        def step(carry: tuple[SensitiveState, PyTree], rows: Rows) -> tuple[PyTree, Array]:
+            state, value = self._step_and_value(carry[0], rows)
+            params = self.problem.constrain(optim.get_params(state.optim_state))
+            return (state, update(carry[1], params)), value
+
+        if update not in self._folding_loops:
+            self._folding_loops[update] = build_loop(
+                step,
+                lambda carry: self._kept(carry[0]),
+                lambda carry, rows: self._measure(carry[0], rows),
+            )
+        return self._folding_loops[update]
+
+    def _start(self, fold: Fold, state: SensitiveState) -> PyTree:
+        """A fold's first state; of a definite dtype, so that all calls share a compilation."""
+        params = self.problem.constrain(self.settings.optim.get_params(state.optim_state))
+        return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), fold.init(params))
+
+    def _slots(
+        self, state: SensitiveState, num_steps: int, trace_size: int | None, number: int = 1
+    ) -> tuple[PyTree, int, int, int]:
+        """Buffer of iterates, steps between two of them, their number, and steps before."""
+        kept = self._kept(state)
+        numbers = number * sum(leaf.size for leaf in jax.tree.leaves(kept))
+        size = trace_size or min(_MAX_TRACE, max(10, _MAX_TRACE_NUMBERS // max(numbers, 1)))
+        stride = math.ceil(num_steps / size)
+        start = (kept, jnp.zeros((), jnp.float32))
+        buffer = jax.tree.map(lambda leaf: jnp.zeros((size, *leaf.shape), leaf.dtype), start)
+        return buffer, stride, *divmod(num_steps, stride)
+
+    def _kept(self, state: SensitiveState) -> PyTree:
+        """What a trace keeps of a state: parameters, and clip norms where they adapt."""
+        params = self.settings.optim.get_params(state.optim_state)
+        return params, adapted_norms(self._own_clip(state.mechanism_state))
+
+    def _estimator(
+        self, shared: tuple[Array, ...], mechanism_state: PyTree, noise_multiplier: Any
+    ) -> Estimator:
+        sensitivity = clip_sensitivity(self._traced_clip(mechanism_state))
+        noise = jnp.where(noise_multiplier == 0, 0.0, noise_multiplier * sensitivity)
+        estimator = self.settings.estimator(self.problem.at(shared, noise / self.inclusion_prob))
+        if not isinstance(estimator, Estimator):
+            raise TypeError(
+                f"Expected estimator= to build an Estimator, got {type(estimator).__name__}. See "
+                "the skeleton in CONTRIBUTING.md."
+            )
+        if self.settings.loss_release is None:
+            return estimator
+        return with_loss(estimator, self._loss_scale(mechanism_state))
+
+    def _mechanism(self, noise_multiplier: Array, mechanism_state: PyTree) -> Mechanism:
+        clip_norm, batch_size = self._traced_clip(mechanism_state), self._batch_size
+        return gaussian(clip_norm, noise_multiplier, is_bounded(self._clip_norm), batch_size)
+
+    def _own_clip(self, mechanism_state: PyTree) -> Any:
+        """The clip norms of a state, in the form in which they were given."""
+        base = self.settings.clip_norm
+        if isinstance(base, Mapping):
+            return dict(zip(base, mechanism_state, strict=True))
+        return mechanism_state[0]
+
+    def _traced_clip(self, mechanism_state: PyTree) -> Any:
+        """The clip norms of a state, with that of the loss."""
+        return with_loss_norm(self._own_clip(mechanism_state), self.settings.loss_release)
+
+    def _measure(self, state: SensitiveState, rows: Rows) -> Rows:
+        """Finds once what the steps of a loop need to know of each record."""
+        estimator = self._estimator(rows.shared, state.mechanism_state, state.noise_multiplier)
+        params = self.settings.optim.get_params(state.optim_state)
+        public = estimator.prepare(state.rng_key, params)
+        return rows._replace(lengths=record_lengths(estimator, public, rows.arrays))
+
+    def _loss_scale(self, mechanism_state: PyTree) -> Array:
+        """What a log likelihood is multiplied with in the signal."""
+        norm = self._traced_clip(mechanism_state)[LOSS_ENTRY]
+        return norm / self.settings.loss_release.clip
+
+    def _guarded_step(self, state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Array]:
+        """A step that leaves the state alone once the budget is spent; each lane has own noise."""
+        before = state = state.with_nonce_used()
+        state = state.with_new_keys(lambda keys: key_of_lane(keys, (state, rows)))
+        new, value = self._step_and_value(state, rows)
+        active = state.step < state.max_steps
+        new = jax.tree.map(lambda after, before: jnp.where(active, after, before), new, before)
+        return new, value if self.settings.allow_sensitive else jnp.full((), jnp.nan)
+
+    def _step_and_value(self, state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Array]:
+        new, step = self._step(state, rows)
+        problem = self.problem.at(rows.shared)
+        if self.settings.loss_release is not None:
+            scale = self._loss_scale(state.mechanism_state)  # that of this step
+            log_likelihood = step.released[LOSS_ENTRY] / scale
+        elif self.settings.allow_sensitive:
+            log_likelihood = self._sensitive_log_likelihood(problem, step)
+        else:
+            return new, jnp.zeros(())
+        latents, entropy = problem.draw(step.params, step.rng_key)
+        return new, -(log_likelihood + problem.log_prior(latents, step.params) + entropy)
+
+    def _sensitive_log_likelihood(self, problem: VariationalProblem, step: Step) -> Array:
+        latents, _ = problem.draw(step.params, step.rng_key)
+        key = likelihood_key(step.rng_key)
+        values = jax.vmap(
+            lambda example: problem.log_likelihood(latents, step.params, example, key)
+        )(step.examples)
+        return jnp.sum(jnp.where(step.mask, values, 0)) / self.inclusion_prob
+
+    def _losses(self, steps: np.ndarray, values: Any) -> PrivateLosses | SensitiveLosses | None:
+        if self.settings.loss_release is not None:
+            return PrivateLosses(steps, values)
+        if self.settings.allow_sensitive:
+            return SensitiveLosses(steps, values)
+        return None
+
+
+def with_loss_norm(clip_norm: Any, release: LossRelease | None) -> Any:
+    """Adds the norm of the loss entry, which makes its part of the squared sensitivity."""
+    if release is None:
+        return clip_norm
+    norm = clip_sensitivity(clip_norm) * math.sqrt(release.share / (1 - release.share))
+    blocks = dict(clip_norm) if isinstance(clip_norm, Mapping) else {...: clip_norm}
+    return blocks | {LOSS_ENTRY: norm}
+
+
+def _ints(*values: int) -> tuple[Array, ...]:
+    return tuple(jnp.asarray(value, jnp.int32) for value in values)

@@ -1,0 +1,319 @@
+"""One private step, and the loop that runs it: compiled once, whatever the method.
+
+The composition is the privacy argument. Records enter in one place, between ``prepare`` and
+``privatise``; what leaves that place is the privatised sum and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh
+
+from numpyro_dp.core import Batch, Estimator, Mechanism, PyTree
+from numpyro_dp.model.public import PublicArray
+from numpyro_dp.model.records import Rows
+from numpyro_dp.privacy.once import joined, next_nonce, renewed
+from numpyro_dp.sums.bounded import bounded_sum
+from numpyro_dp.sums.devices import copied, on_devices
+from numpyro_dp.sums.microbatches import Shards
+
+__all__ = ["RunSetting", "SensitiveState", "Step", "build_loop", "build_step", "optimised"]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class RunSetting:
+    """What all steps of a run must have in common for its accounting to hold; public.
+
+    Attributes:
+        num_examples: Number of records.
+        sampler: Draws the batches.
+        clip_norm: The clip norm, as text.
+        loss_release: Whether and how a loss curve is released.
+        reproducible: Whether the caller supplied the secret key.
+        sensitive: Whether a driver that shows losses took part.
+        budget: What the noise was found for.
+        method: What else the state's numbers mean, as text; empty for most drivers.
+        repetition: Whether the run may have the noise of another one.
+        data_plate: Name of the plate over records.
+        public: Arrays that were taken as public.
+    """
+
+    num_examples: int
+    sampler: Any
+    clip_norm: str
+    loss_release: Any
+    reproducible: bool
+    sensitive: bool
+    budget: Any
+    method: str = ""
+    repetition: bool = False
+    data_plate: str = ""
+    public: tuple[PublicArray, ...] = ()
+
+
+class _SensitiveState(NamedTuple):
+    optim_state: PyTree
+    mutable_state: None
+    rng_key: Array
+    secret_key: Array
+    sampler_state: PyTree
+    mechanism_state: PyTree
+    noise_multiplier: Array
+    step: Array
+    max_steps: Array
+    run_id: Array
+    nonce: Any
+    setting: RunSetting
+
+
+class SensitiveState(_SensitiveState):
+    """State of a run between two steps. Sensitive: never publish it.
+
+    It holds the keys of all noise, batches and draws of records to come. (Those of the past cannot
+    be computed from it: every step replaces a key by a child of it.) Its first three fields are
+    those of ``numpyro.infer.svi.SVIState``.
+
+    Attributes:
+        optim_state: State of the optimiser; the iterate itself is private and may be published.
+        mutable_state: Always ``None``: mutable sites are refused.
+        rng_key: Key of the (public) draws from the guide.
+        secret_key: Key of the noise to come, and of the numbers by which records draw.
+        sampler_state: State of the sampler, with the key of the batches to come.
+        mechanism_state: The clip norms of the step to come, as a tuple in the order in which they
+            were given; public, or functions of what was released.
+        noise_multiplier: Noise standard deviation over sensitivity.
+        step: Number of steps taken.
+        max_steps: Number of steps the plan covers.
+        run_id: What tells the run from others in this process; a hash of its first noise key.
+        nonce: 256 bits that join the keys in the next update; ``None`` where the secret key was
+            given, and where several processes share a run. JAX reads new bits each time the state
+            enters a function that is compiled or transformed.
+        setting: What the steps so far have in common.
+
+    Guarantee:
+        A copy that is read from a pickle goes on with noise and batches of its own
+        (:mod:`numpyro_dp.privacy.once`), unless the run is a repetition. So do two calls of one
+        compiled update with the same state, unless the secret key was given.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        """Shows no key."""
+        return (
+            "SensitiveState(<holds the keys of noise, batches and draws to come: never publish it>)"
+        )
+
+    def _asdict(self) -> dict[str, Any]:
+        """Returns the fields by name, in a dict that shows no key when it is printed."""
+        return _Unprinted(zip(self._fields, self, strict=True))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Makes copies that share no noise with this state."""
+        return _copy, tuple(self)
+
+    def with_new_keys(self, renew: Callable[[PyTree], PyTree] = renewed) -> SensitiveState:
+        """The same state with noise and batches of its own to come.
+
+        Args:
+            renew: Tree -> the same with other keys.
+        """
+        keys = renew((self.secret_key, self.sampler_state))
+        return self._replace(secret_key=keys[0], sampler_state=keys[1])
+
+    def with_nonce_used(self) -> SensitiveState:
+        """The same state with its nonce joined to the keys; the next one is 0."""
+        if self.nonce is None:
+            return self
+        nonce = jnp.asarray(self.nonce)
+        state = self.with_new_keys(lambda keys: joined(keys, nonce))
+        return state._replace(nonce=jnp.zeros_like(nonce))
+
+    def _leaves(self) -> tuple[Any, ...]:
+        """The fields as JAX reads them, with a new nonce."""
+        nonce = next_nonce(self.secret_key, self.nonce)
+        return self if nonce is self.nonce else self._replace(nonce=nonce)
+
+
+jax.tree_util.register_pytree_with_keys(
+    SensitiveState,
+    lambda state: (
+        tuple(zip(map(jax.tree_util.GetAttrKey, state._fields), state._leaves(), strict=True)),
+        None,
+    ),
+    lambda _, leaves: SensitiveState(*leaves),
+    lambda state: (tuple(state._leaves()), None),
+)
+
+
+class _Unprinted(dict[str, Any]):
+    """A dict that shows its keys alone."""
+
+    def __repr__(self) -> str:
+        return f"{{{', '.join(self)}: <sensitive values, not shown>}}"
+
+
+def _copy(*fields: Any) -> SensitiveState:
+    state = SensitiveState(*fields)
+    return state if state.setting.repetition else state.with_new_keys()
+
+
+class Step(NamedTuple):
+    """What one step leaves behind besides the new state.
+
+    Attributes:
+        params: The iterate before the step.
+        rng_key: Key of the step's draw from the guide.
+        released: The privatised sum divided by the inclusion probability.
+        examples: The batch; sensitive.
+        mask: Which entries of the batch count; sensitive.
+    """
+
+    params: PyTree
+    rng_key: Array
+    released: PyTree
+    examples: PyTree
+    mask: Array
+
+
+def build_step(
+    estimator: Callable[[tuple[Array, ...], PyTree, Array], Estimator],
+    mechanism: Callable[[Array, PyTree], Mechanism],
+    draw: Callable[[PyTree], tuple[Batch, PyTree]],
+    optim: Any,
+    inclusion_prob: float,
+    microbatch_size: int | str = "auto",
+    mesh: Mesh | None = None,
+    numbered: bool = False,
+) -> Callable[[SensitiveState, Rows], tuple[SensitiveState, Step]]:
+    """Composes prepare, signal, bound, sum, privatise and pull back to one step.
+
+    Args:
+        estimator: (public arrays of the arguments, mechanism state, noise multiplier) -> estimator.
+        mechanism: (noise multiplier, mechanism state) -> mechanism.
+        draw: ``next`` of a sampler.
+        optim: An optimiser of NumPyro.
+        inclusion_prob: The public probability that a record is in a batch.
+        microbatch_size: Rows that are in memory at a time (:mod:`numpyro_dp.sums.bounded`).
+        mesh: Devices that share the rows of a batch.
+        numbered: Whether the last array numbers the records; a step numbers its rows afresh.
+
+    Returns:
+        ``(state, rows) -> (state, step)``.
+
+    Guarantee:
+        Only ``mechanism.privatise`` leads from records to the state; no shape, key or divisor does.
+    """
+
+    def on_batch(rest: PyTree, batch: PyTree, mask: Array, shards: Shards) -> tuple[PyTree, ...]:
+        (state, shared), (examples, lengths) = rest, batch
+        rng_key, step_key = jax.random.split(state.rng_key)
+        secret_key, noise_key = jax.random.split(state.secret_key)
+        params = optim.get_params(state.optim_state)
+        est = estimator(shared, state.mechanism_state, state.noise_multiplier)
+        public = est.prepare(step_key, params)
+        mech = mechanism(state.noise_multiplier, state.mechanism_state)
+        live = state.step >= 0  # always, but no compiler knows
+        how = mask, lengths, live, microbatch_size, shards
+        total = bounded_sum(est, mech, public, examples, *how)
+        noisy, adapted = mech.privatise(noise_key, total, state.mechanism_state)
+        released = jax.tree.map(lambda leaf: leaf / inclusion_prob, noisy)
+        state = state._replace(
+            optim_state=optimised(optim, est.pull_back(public, released), state.optim_state),
+            rng_key=rng_key, secret_key=secret_key, mechanism_state=adapted, step=state.step + 1,
+        )  # fmt: skip
+        return state, params, step_key, released
+
+    everywhere = on_devices(on_batch, mesh)
+
+    def step(state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Step]:
+        batch, sampler_state = copied(mesh, draw(state.sampler_state))
+        rows = rows._replace(arrays=rows.arrays[: len(rows.arrays) - numbered])
+        (examples, lengths), mask = _take(rows, batch.indices, batch.mask)
+        if numbered:
+            examples = (*examples, copied(mesh, _numbers(state.secret_key, mask.size)))
+        state, *found = everywhere((state, rows.shared), (examples, lengths), mask)
+        return state._replace(sampler_state=sampler_state), Step(*found, examples, mask)
+
+    return step
+
+
+def build_loop(
+    step: Callable[[PyTree, Rows], tuple[PyTree, Array]],
+    read: Callable[[PyTree], PyTree],
+    measure: Callable[[PyTree, Rows], Rows],
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """Returns a compiled loop that runs steps and keeps every so many iterates.
+
+    Args:
+        step: ``(state, rows) -> (state, value)`` with a scalar value, averaged between records.
+            The state is a :class:`SensitiveState`, alone or in a pair with that of a fold.
+        read: ``state -> iterate``, what is kept.
+        measure: ``(state, rows) -> rows`` with the lengths of each record.
+
+    Returns:
+        ``loop(state, buffer, rows, first, count, stride)``: for each slot from ``first``, runs
+        ``stride`` steps and writes the iterate and the mean value into the slot of the buffer.
+        ``first``, ``count`` and ``stride`` are traced, so one compilation serves every length.
+    """
+
+    def loop(
+        state: PyTree, buffer: PyTree, rows: Rows, first: Array, count: Array, stride: Array
+    ) -> tuple[PyTree, PyTree]:
+        rows = measure(state, rows)
+
+        def one_step(_: Array, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
+            state, total = carry
+            state, value = step(state, rows)
+            return state, total + value.astype(total.dtype)
+
+        def one_slot(slot: Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+            state, buffer = carry
+            zero = jnp.zeros((), jnp.float32)
+            state, total = lax.fori_loop(0, stride, one_step, (state, zero))
+            kept = (read(state), total / stride)
+            buffer = jax.tree.map(
+                lambda into, leaf: lax.dynamic_update_index_in_dim(into, leaf, slot, 0),
+                buffer,
+                kept,
+            )
+            return state, buffer
+
+        return lax.fori_loop(first, first + count, one_slot, (state, buffer))
+
+    return jax.jit(loop)
+
+
+def optimised(optim: Any, gradient: PyTree, state: PyTree) -> PyTree:
+    """Returns the state of an optimiser after a step."""
+    # Optax transformations that read the loss are given nan: it is sensitive.
+    extra = {"value": jnp.nan} if getattr(optim, "update_with_value", False) else {}
+    return optim.update(gradient, state, **extra)
+
+
+def _numbers(secret_key: Array, size: int) -> Array:
+    """Numbers by which the rows of a batch draw for themselves (masks, latents).
+
+    They are independent, identically distributed and secret: removing one record leaves the draws
+    of the others as likely as they were. Made of a third child of the key; the first two are taken.
+    """
+    return jax.random.bits(jax.random.split(secret_key, 3)[2], (size,), jnp.uint32)
+
+
+def _take(rows: Rows, indices: Array | None, mask: Array | None) -> tuple[PyTree, Array]:
+    """Returns the examples of a batch with their lengths, and which of them count."""
+    arrays = rows.arrays, rows.lengths
+    size = rows.arrays[0].shape[0]
+    if indices is None:
+        return arrays, jnp.ones(size, bool) if mask is None else mask
+    taken = jax.tree.map(lambda array: array.at[indices].get(mode="clip"), arrays)
+    taken = lax.optimization_barrier(taken)  # gathered once, not in each sum that reads it
+    inside = (indices >= 0) & (indices < size)
+    return taken, inside if mask is None else inside & mask

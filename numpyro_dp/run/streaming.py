@@ -1,0 +1,204 @@
+"""Records that stay on the host: batches are drawn on the device, and fetched ahead of the steps.
+
+The batches are those that the same keys give where all records are on the device, so a run spends
+and returns the same. Rows are read from whatever NumPy can index by an array of row numbers: an
+array in memory, a memory map of a file, an Arrow column in one piece by its ``to_numpy()``, which
+copies nothing. A thread fetches the rows of the next few steps while the device works on the last
+ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from numpyro_dp.core import Batch, PyTree, Sampler
+from numpyro_dp.model.records import Rows
+from numpyro_dp.run.step import SensitiveState
+
+__all__ = ["Fetched", "HostRows", "StreamedLoop", "drawn_size"]
+
+_BYTES = 2**26  # of the rows of a chunk
+_LONGEST = 256  # steps of a chunk
+
+
+class FetchedState(NamedTuple):
+    """State of :class:`Fetched`: a pytree.
+
+    Attributes:
+        step: Which batch of the chunk is next.
+        mask: Which rows count, shape (steps, batch).
+    """
+
+    step: Array
+    mask: Array
+
+
+class Fetched(NamedTuple):
+    """A sampler of batches that have been drawn: rows of a chunk in their order."""
+
+    size: int
+
+    def next(self, state: FetchedState) -> tuple[Batch, FetchedState]:
+        """Returns the next batch of the chunk."""
+        rows = state.step * self.size + jnp.arange(self.size)
+        return Batch(rows, state.mask[state.step]), state._replace(step=state.step + 1)
+
+
+class HostRows(NamedTuple):
+    """The records, on the host.
+
+    Attributes:
+        arrays: What NumPy can index by an array of row numbers; the first axis counts records.
+        shared: Public arrays.
+        num_examples: Number of records.
+        numbered: Whether a last array numbers the records. (A step numbers its rows afresh.)
+    """
+
+    arrays: tuple[Any, ...]
+    shared: tuple[Array, ...]
+    num_examples: int
+    numbered: bool
+
+    def take(self, rows: np.ndarray, size: int) -> tuple[Array, ...]:
+        """Returns these rows on the device, and zeros up to ``size``."""
+
+        def padded(found: np.ndarray) -> Array:
+            whole = np.zeros((size, *found.shape[1:]), found.dtype)
+            whole[: len(found)] = found
+            return jnp.asarray(whole)
+
+        found = [padded(np.asarray(array[rows])) for array in self.arrays]
+        return (*found, *[jnp.zeros(size, jnp.uint32)] * self.numbered)
+
+
+class _Chunk(NamedTuple):
+    """Rows of some steps, the state of :class:`Fetched`, and that of the sampler after them."""
+
+    arrays: tuple[Array, ...]
+    state: FetchedState
+    after: PyTree
+
+
+class StreamedLoop:
+    """A loop as of :func:`numpyro_dp.run.step.build_loop` that fetches its rows.
+
+    Args:
+        loop: Such a loop, whose steps take batches of :class:`Fetched`.
+        sampler: Draws the batches.
+        state: Its state before the first.
+        host: The records.
+        calls: Arguments ``(first, count, stride)`` of all calls to come, in their order.
+    """
+
+    def __init__(
+        self,
+        loop: Callable[..., tuple[PyTree, PyTree]],
+        sampler: Sampler,
+        state: PyTree,
+        host: HostRows,
+        calls: list[tuple[int, int, int]],
+    ) -> None:
+        size = drawn_size(sampler, state)
+        row = sum(x.dtype.itemsize * math.prod(np.shape(x)[1:]) for x in host.arrays)
+        self._length = max(1, min(_LONGEST, _BYTES // max(1, row * size)))
+        draw = functools.partial(_drawn, sampler, host.num_examples, self._length)
+        counts = [count * steps for call in calls for _, count, steps in self._parts(*call)]
+        self._loop, self._shared = loop, host.shared
+        self._chunks = _fetch(draw, state, host, counts)
+
+    def __call__(
+        self, carry: PyTree, buffer: PyTree, _: HostRows, first: Any, count: Any, stride: Any
+    ) -> tuple[PyTree, PyTree]:
+        """Runs ``stride`` steps for each of ``count`` slots."""
+        means: dict[int, Any] = {}  # of slots that several chunks fill
+        for slot, number, steps in self._parts(int(first), int(count), int(stride)):
+            chunk = next(self._chunks)
+            rows = Rows(chunk.arrays, self._shared)
+            carry, buffer = self._loop(
+                _with_batches(carry, chunk.state), buffer, rows,
+                *(jnp.asarray(n, jnp.int32) for n in (slot, number, steps)),
+            )  # fmt: skip
+            carry = _with_batches(carry, chunk.after)
+            if steps < int(stride):
+                kept, values = buffer
+                means[slot] = means.get(slot, 0.0) + values[slot] * (steps / int(stride))
+                buffer = kept, values.at[slot].set(means[slot])
+        return carry, buffer
+
+    def _parts(self, first: int, count: int, stride: int) -> Iterator[tuple[int, int, int]]:
+        """Yields ``(first, count, steps per slot)`` of at most so many steps as are fetched."""
+        if stride <= self._length:
+            few = self._length // stride
+            for slot in range(first, first + count, few):
+                yield slot, min(few, first + count - slot), stride
+            return
+        for slot in range(first, first + count):
+            for done in range(0, stride, self._length):
+                yield slot, 1, min(self._length, stride - done)
+
+
+def drawn_size(sampler: Sampler, state: PyTree) -> int:
+    """Returns the padded size of a batch.
+
+    Raises:
+        ValueError: If every step reads all records.
+    """
+    batch = jax.eval_shape(sampler.next, state)[0]
+    if batch.indices is None:
+        raise ValueError(
+            f"Expected a sampler that draws some of the records for stream=True, got {sampler!r}, "
+            "which takes all of them in every step. Take Poisson(rate), say."
+        )
+    return batch.indices.size
+
+
+def _with_batches(carry: PyTree, sampler_state: PyTree) -> PyTree:
+    """A state, alone or in a pair with that of a fold, with another state of the sampler."""
+    if isinstance(carry, SensitiveState):
+        return carry._replace(sampler_state=sampler_state)
+    return (carry[0]._replace(sampler_state=sampler_state), carry[1])
+
+
+def _fetch(
+    draw: Callable[..., Any], state: PyTree, host: HostRows, counts: list[int]
+) -> Iterator[_Chunk]:
+    """Yields the rows of so many steps each; those of the next are fetched meanwhile."""
+
+    def prepare(state: PyTree, count: int) -> _Chunk:
+        rows, mask, after = draw(state, count)
+        taken = host.take(np.asarray(rows)[:count].ravel(), rows.size)
+        return _Chunk(taken, FetchedState(jnp.zeros((), jnp.int32), mask), after)
+
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(prepare, state, counts[0])
+        for count in [*counts[1:], 0]:
+            chunk = coming.result()
+            if count:
+                coming = thread.submit(prepare, chunk.after, count)
+            yield chunk
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _drawn(
+    sampler: Sampler, num_examples: int, length: int, state: PyTree, count: Array
+) -> tuple[Array, Array, PyTree]:
+    """Rows and masks of ``count`` batches, room for ``length``, and the sampler's state after."""
+
+    def one(state: PyTree, at: Array) -> tuple[PyTree, tuple[Array, Array]]:
+        batch, new = sampler.next(state)
+        inside = (batch.indices >= 0) & (batch.indices < num_examples)
+        mask = inside if batch.mask is None else inside & batch.mask
+        new = jax.tree.map(lambda after, before: jnp.where(at < count, after, before), new, state)
+        return new, (jnp.clip(batch.indices, 0, num_examples - 1), mask)
+
+    after, (rows, mask) = lax.scan(one, state, jnp.arange(length))
+    return rows, mask, after

@@ -1,0 +1,333 @@
+"""Many private runs in one compiled call: seeds x learning rates x budgets x clip norms."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from numpyro_dp._validate import check_real
+from numpyro_dp.core import PyTree
+from numpyro_dp.model.records import Rows
+from numpyro_dp.privacy.adaptive import AdaptiveClip
+from numpyro_dp.privacy.mechanism import check_clip_norm, is_bounded
+from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.run.checks import check_budget, check_noise, check_rng_keys
+from numpyro_dp.run.results import PrivateLosses, SensitiveLosses, Trace
+from numpyro_dp.run.spending import begun, noise_fields, plan_for, report_for, secret_of
+from numpyro_dp.run.step import SensitiveState
+from numpyro_dp.run.sweep_folder import SweepFolder, fingerprint, traced
+
+__all__ = ["SweepResult", "SweepRun", "run_sweep"]
+
+
+class SweepRun(NamedTuple):
+    """One run of a sweep; its fields are those of :class:`SweepResult` without the leading axis."""
+
+    params: dict[str, Any]
+    trace: Trace
+    losses: PrivateLosses | SensitiveLosses | None
+    privacy: PrivacyReport
+
+
+class SweepResult(NamedTuple):
+    """Results of :meth:`numpyro_dp.DPSVI.sweep`, with a leading axis ``runs``.
+
+    Attributes:
+        params: Constrained parameters.
+        trace: Thinned private iterates, ``params`` of shape ``(runs, kept, ...)``.
+        losses: Loss curves where they were asked for, values of shape ``(runs, kept)``.
+        labels: What each run is: arrays ``seed``, ``clip_norm`` and ``noise_multiplier`` of shape
+            ``(runs,)``, and ``epsilon``: what it was asked to spend, or has spent without a budget.
+            Clip norms that are no numbers are numbered. ``learning_rate``, where it was swept.
+        privacy: What each run spends *by itself* (or with earlier runs in the driver's budget).
+            Whoever publishes several of them, or the best of them, spends at most the sum of their
+            epsilons at the sum of their deltas; ``PrivacyBudget.after`` composes them.
+    """
+
+    params: dict[str, Any]
+    trace: Trace
+    losses: PrivateLosses | SensitiveLosses | None
+    labels: dict[str, np.ndarray]
+    privacy: tuple[PrivacyReport, ...]
+
+    def one(self, index: int) -> SweepRun:
+        """Returns one run, as post-processing takes it."""
+        pick = lambda tree: jax.tree.map(lambda leaf: leaf[index], tree)  # noqa: E731
+        losses = self.losses and self.losses._replace(values=self.losses.values[index])
+        trace = Trace(self.trace.steps, *pick(self.trace[1:]))
+        return SweepRun(pick(self.params), trace, losses, self.privacy[index])
+
+    def __repr__(self) -> str:
+        """Names the fields, and what publishing costs."""
+        number = len(self.privacy)
+        total = sum(report.epsilon for report in self.privacy)
+        return (
+            f"SweepResult({number} runs, params of {sorted(self.params)}, {self.trace!r}). Each "
+            f"run spends its own epsilon; all of them together at most epsilon = {total:.4g} at "
+            "the sum of their deltas."
+        )
+
+
+def run_sweep(
+    driver: Any,
+    rng_keys: Array,
+    num_steps: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    init_params: dict[str, Any] | None,
+    axes: dict[str, Any],
+    trace_size: int | None,
+    chunk_size: int | None,
+    folder: Any,
+) -> SweepResult:
+    """Plans every combination before a record is read, then runs all; see ``DPSVI.sweep``."""
+    check_rng_keys(rng_keys)
+    if folder:
+        _check_keeps(driver, folder)
+    rates = axes.pop("learning_rate")
+    settings = _settings(driver, **axes)
+    secret = secret_of(driver)
+    common = num_steps, args, kwargs, init_params, driver._structure(args, kwargs)
+    starts = [driver._init(key, *common) for key in rng_keys]
+    number = len(starts)
+    starts = [_at_rate(start, rate) for rate in _rates(rates) for start in starts]
+    session = driver._session(args, kwargs)
+    plans = [plan_for(driver, session.num_examples, num_steps, **each) for each in settings]
+    reports = [report_for(driver, plan, num_steps, starts[0].setting) for plan in plans]
+    states: list[SensitiveState] = []
+    for plan, each in zip(plans, settings, strict=True):
+        for start in starts:
+            own = jax.random.fold_in(secret, len(states))
+            states.append(start._replace(**noise_fields(driver, own, plan, each["clip_norm"])))
+    rows = session.rows(args, kwargs)
+    fitting = len(states)
+    if not _of_several_processes(driver):  # which would have to agree
+        fitting = runs_that_fit(session.shapes_of_run(states[0], rows, trace_size), rows)
+    chunk = min(chunk_size or fitting, len(states))
+    labels = _labels(settings, reports, number, rates)
+    meaning = {name: column.tolist() for name, column in labels.items()} | {
+        "rng_keys": np.asarray(jax.vmap(_key_data)(rng_keys)).tolist(),
+        "num_steps": num_steps, "trace_size": trace_size, "chunk_size": chunk,
+        "records": session.num_examples,
+        "reports": [str(dataclasses.replace(each, repetition=False)) for each in reports],
+        "clip_norms": [str(each["clip_norm"]) for each in settings],
+        "secret": fingerprint(driver.secret_key),
+        "versions": {name: metadata.version(name) for name in ("jax", "numpyro")},
+    }  # fmt: skip
+
+    def run(states: SensitiveState, rows: Rows = rows) -> PyTree:
+        return session.run_many(states, rows, num_steps, trace_size)[1:]
+
+    store = None
+    if folder:
+        public = [state.optim_state for state in states], rows.shared
+        program, like = traced(run, (_stacked(states[:chunk]), rows), public)
+        store = SweepFolder(folder, meaning | {"program": program}, like)
+    found = _in_chunks(run, states, chunk, store, functools.partial(begun, driver))
+    own = tuple(report.of_another_run() for report in reports for _ in starts)
+    return SweepResult(*found, labels, own)
+
+
+def runs_that_fit(of_a_run: PyTree, rows: Rows) -> int:
+    """How many runs side by side need at most a quarter of the device's memory, one at least.
+
+    Args:
+        of_a_run: Shapes and types of what one run keeps; twice that is reckoned with.
+        rows: The records, on the devices.
+    """
+    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(of_a_run))
+    device = min(rows.arrays[0].devices(), key=lambda device: device.id)
+    return max(1, _memory(device) // 4 // (2 * size))
+
+
+def _memory(device: jax.Device) -> int:
+    """Bytes of a device's memory, the host's if it does not say; 4 GB if neither does."""
+    known = (device.memory_stats() or {}).get("bytes_limit")
+    if known is None and hasattr(os, "sysconf"):
+        known = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return known or 2**32
+
+
+def _key_data(key: Array) -> Array:
+    return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+
+
+def _rates(rates: Any) -> list[Any]:
+    if rates is None:
+        return [None]
+    return [
+        check_real("learning_rate", rate, low=0.0, low_open=True, high=np.inf, high_open=True)
+        for rate in _items("learning_rate", rates)
+    ]
+
+
+def _at_rate(start: SensitiveState, rate: float | None) -> SensitiveState:
+    """The state with another step size in its optimiser."""
+    if rate is None:
+        return start
+    named = optax.tree_utils.tree_get_all_with_path(start.optim_state, "learning_rate")
+    if not named:
+        raise ValueError(
+            "Expected an optimiser that keeps its learning_rate in its state, for a sweep over "
+            "them. Pass DPSVI(..., optax.inject_hyperparams(optax.adam)(learning_rate=1e-3))."
+        )
+    value = jnp.asarray(rate, jnp.asarray(named[0][1]).dtype)
+    return start._replace(
+        optim_state=optax.tree_utils.tree_set(start.optim_state, learning_rate=value)
+    )
+
+
+def _check_keeps(driver: Any, folder: Any) -> None:
+    if driver.allow_sensitive:
+        raise ValueError(
+            f"Expected no folder={str(folder)!r} with allow_sensitive=True: it would keep losses "
+            "that nothing protects. Sweep without a folder, or without losses."
+        )
+    if _of_several_processes(driver):
+        raise ValueError(
+            f"Expected a mesh of one process for a sweep with folder={str(folder)!r}, got one of "
+            "several, which would have to agree on what is finished. Sweep without a folder."
+        )
+
+
+def _of_several_processes(driver: Any) -> bool:
+    return driver.mesh is not None and driver.mesh.is_multi_process
+
+
+def _stacked(states: list[SensitiveState]) -> SensitiveState:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+
+def _in_chunks(
+    run: Callable[[SensitiveState], PyTree],
+    states: list[SensitiveState],
+    chunk: int,
+    store: SweepFolder | None,
+    started: Callable[..., AbstractContextManager[None]],
+) -> tuple[PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
+    parts = []
+    # Without a store nothing is left of a sweep that fails: it gives all its keys back.
+    with started(*([] if store else states)):
+        for first in range(0, len(states), chunk):
+            own = states[first : first + chunk]
+            # A last chunk of another size would be compiled again: repeats, dropped below.
+            some = own + own[-1:] * (chunk - len(own))
+            found = store and store.load(first)
+            if found is None:
+                with started(*(own if store else [])):
+                    found = jax.block_until_ready(run(_stacked(some)))
+                    if store:
+                        store.save(first, found)
+            parts.append(found)
+
+    def join(*leaves: Any) -> Any:
+        return np.concatenate([np.asarray(leaf) for leaf in leaves])[: len(states)]
+
+    params = jax.tree.map(join, *(part[0] for part in parts))
+    trace = Trace(parts[0][1].steps, *jax.tree.map(join, *(part[1][1:] for part in parts)))
+    losses = parts[0][2]
+    if losses is not None:
+        losses = losses._replace(values=join(*(part[2].values for part in parts)))
+    return params, trace, losses
+
+
+def _settings(
+    driver: Any, epsilon: Any, noise_multiplier: Any, clip_norm: Any
+) -> list[dict[str, Any]]:
+    """Returns budget, noise multiplier and clip norm of each combination, the last slowest."""
+    usual = {name: getattr(driver, name) for name in ("budget", "noise_multiplier", "clip_norm")}
+    noises: list[dict[str, Any]] = [{}]
+    if epsilon is not None and noise_multiplier is not None:
+        raise ValueError(
+            "Expected epsilon or noise_multiplier, got both. The budget sets the noise."
+        )
+    if epsilon is not None:
+        budget = driver.budget
+        if budget is None:
+            raise ValueError(
+                f"Expected a driver with a budget for a sweep over epsilon={list(epsilon)}: its "
+                "delta and relation hold for all runs. Pass DPSVI(..., budget=PrivacyBudget(...))."
+            )
+        budgets = [
+            dataclasses.replace(budget, epsilon=value) for value in _items("epsilon", epsilon)
+        ]
+        noises = [{"budget": each, "noise_multiplier": None} for each in budgets]
+    elif noise_multiplier is not None:
+        values = _items("noise_multiplier", noise_multiplier)
+        noises = [{"noise_multiplier": check_noise(value)} for value in values]
+    norms = _clip_norms(clip_norm, usual["clip_norm"])
+    axes = [usual | {"clip_norm": norm} | noise for norm in norms for noise in noises]
+    for each in axes:
+        check_budget(**each)
+        if is_bounded(each["clip_norm"]) != is_bounded(usual["clip_norm"]):
+            raise ValueError(
+                f"Expected clip norms that are all finite or all infinite, as that of "
+                f"DPSVI(clip_norm={usual['clip_norm']!r}), got {each['clip_norm']!r}. Use another "
+                "driver for unbounded runs."
+            )
+    return axes
+
+
+def _labels(
+    axes: list[dict[str, Any]], reports: list[PrivacyReport], seeds: int, rates: Any
+) -> dict[str, np.ndarray]:
+    norms: list[Any] = []
+    for each in axes:
+        norms += [] if each["clip_norm"] in norms else [each["clip_norm"]]
+    columns = {
+        "clip_norm": [
+            each["clip_norm"] if isinstance(each["clip_norm"], float)
+            else norms.index(each["clip_norm"]) for each in axes
+        ],
+        "epsilon": [
+            each["budget"].epsilon if each["budget"] else report.epsilon
+            for each, report in zip(axes, reports, strict=True)
+        ],
+        "noise_multiplier": [report.noise_multiplier for report in reports],
+    }  # fmt: skip
+    inner = 1 if rates is None else len(rates)
+    labels = {name: np.repeat(column, seeds * inner) for name, column in columns.items()}
+    labels["seed"] = np.tile(np.arange(seeds), len(axes) * inner)
+    if rates is not None:
+        labels["learning_rate"] = np.tile(np.repeat(np.asarray(rates, float), seeds), len(axes))
+    return labels
+
+
+def _items(name: str, values: Any) -> list[Any]:
+    if isinstance(values, Mapping | str | AdaptiveClip) or not hasattr(values, "__len__"):
+        raise TypeError(f"Expected a sequence, got {name}={values!r}. Pass [{values!r}] for one.")
+    if not len(values):
+        raise ValueError(f"Expected at least one value, got an empty {name}.")
+    return list(values)
+
+
+def _clip_norms(clip_norm: Any, usual: Any) -> list[Any]:
+    if clip_norm is None:
+        return [usual]
+    norms = [check_clip_norm(norm) for norm in _items("clip_norm", clip_norm)]
+    for norm in norms:
+        if _form(norm) != _form(usual):
+            raise ValueError(
+                f"Expected clip norms of the form of DPSVI(clip_norm={usual!r}), got {norm!r}. "
+                "Name the same entries in the same order, each with a number in all runs or with "
+                "an AdaptiveClip in all of them."
+            )
+    return norms
+
+
+def _form(norm: Any) -> Any:
+    if isinstance(norm, Mapping):
+        return tuple((name, type(each)) for name, each in norm.items())
+    return type(norm)

@@ -1,0 +1,113 @@
+r"""The clipped sum over a batch, :math:`\sum_i w_i s_i`, exact (:mod:`numpyro_dp.sums.exact`).
+
+What is weighted and added up is the very gradient whose norm was taken, found once
+(:func:`numpyro_dp._tree.pinned`). Signals that are a linear map of a scalar's gradient are summed
+from the gradient's factors (:mod:`numpyro_dp.sums.factored`), all others one by one; both by
+microbatches where a batch is not to be in memory as a whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool
+
+from numpyro_dp._tree import filled, pinned, select, squared_norm, widen
+from numpyro_dp.core import Estimator, Mechanism, PyTree
+from numpyro_dp.sums.exact import finished, partial_sum
+from numpyro_dp.sums.factored import factored_sum
+from numpyro_dp.sums.microbatches import (
+    WHOLE,
+    Shards,
+    extra_sums,
+    first_of,
+    margin_of,
+    norm_of,
+    over_microbatches,
+    rows_of,
+    suitable_rows,
+)
+
+__all__ = ["bounded_sum", "bounded_sum_by_definition"]
+
+
+def bounded_sum(
+    estimator: Estimator,
+    mechanism: Mechanism,
+    public: PyTree,
+    examples: PyTree,
+    mask: Bool[Array, " batch"],
+    lengths: tuple[Array, ...] = (),
+    live: Array | None = None,
+    rows: int | str = "auto",
+    shards: Shards = WHOLE,
+) -> dict[str, Any]:
+    """Returns the sum of the bounded signals of a batch.
+
+    Args:
+        estimator: Whose signal.
+        mechanism: Bounds it.
+        public: What ``estimator.prepare`` returned.
+        examples: Records, leading axis batch.
+        mask: bool, shape (batch,): which entries count.
+        lengths: What :func:`record_lengths` returned for the records; found anew if empty.
+        live: True, where the compiler cannot know it (:func:`numpyro_dp._tree.pinned`);
+            whether any entry counts, if ``None``.
+        rows: Rows of the batch that are in memory at a time; with ``"auto"``, so many that what is
+            kept of them has about a million numbers.
+        shards: What part of the batch these rows are, where devices share it.
+
+    Returns:
+        A dict like the signal, in float32 or wider, with the entries of ``mechanism.extras``.
+
+    Guarantee:
+        An entry whose mask is false, or whose signal is not finite, contributes exactly 0. When
+        the record of one entry is blanked (its signal made 0), the sum moves by at most
+        ``mechanism.sensitivity`` in norm, rounding included.
+    """
+    live = jnp.any(mask) if live is None else live
+    if estimator.factored is None:
+        one_by_one = bounded_sum_by_definition
+        return one_by_one(estimator, mechanism, public, examples, mask, live, rows, shards)
+    return factored_sum(estimator, mechanism, public, examples, mask, lengths, live, rows, shards)
+
+
+def bounded_sum_by_definition(
+    estimator: Estimator,
+    mechanism: Mechanism,
+    public: PyTree,
+    examples: PyTree,
+    mask: Bool[Array, " batch"],
+    live: Array | None = None,
+    rows: int | str = "auto",
+    shards: Shards = WHOLE,
+) -> dict[str, Any]:
+    """The same sum, signal by signal, by microbatches: the whole batch is never in memory."""
+    live = jnp.any(mask) if live is None else live
+    batch = mask.size * shards.number
+    struct = jax.eval_shape(estimator.signal, public, first_of(examples))
+    like, names = jax.eval_shape(widen, struct), filled(struct)
+    margin = margin_of(struct, batch)
+    blocks = mechanism.blocks(names)
+    norms = {members: norm_of(mechanism, names, at) for at, members in enumerate(blocks)}
+
+    def of_rows(examples: PyTree, mask: Array) -> tuple[list[PyTree], tuple[Array, ...]]:
+        each = jax.vmap(lambda example: estimator.signal(public, example))
+        signals = widen(pinned(live, each, examples))
+        squares = tuple(jax.vmap(squared_norm)(select(signals, members)) for members in blocks)
+        factors = mechanism.scales(names, squares, margin)
+        sums = [
+            partial_sum(rows_of(select(signals, b)), jnp.where(mask, factor, 0), norms[b], batch)
+            for b, factor in zip(blocks, factors, strict=True)
+        ]
+        return sums, squares
+
+    few = suitable_rows(struct) if rows == "auto" else rows
+    sums, squares = over_microbatches(of_rows, examples, mask, few, shards)
+    total = like | extra_sums(mechanism, names, squares, margin, mask, shards)
+    for members, found in zip(blocks, sums, strict=True):
+        total |= finished(found, select(like, members), norms[members], batch)
+    return total

@@ -1,0 +1,136 @@
+r"""Many devices: rows of a batch are spread over a mesh, each device bounds and sums its own.
+
+The sums that devices add up are integers (:mod:`numpyro_dp.sums.exact`), so that their number and
+order change nothing; sums that are products of matrices (:mod:`numpyro_dp.sums.products`) become
+integers for that. Batches are drawn, noise is added once and the optimiser runs on every device
+alike, from the same keys: what a run returns is that of one device, but for rounding inside a
+record's own gradient and, for dense layers, that of the sum within its bound. The rows of a batch
+travel to the devices that sum them, those of other processes too.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from numpyro_dp.core import PyTree
+from numpyro_dp.sums.microbatches import WHOLE, Shards
+
+__all__ = ["agreed", "copied", "on_devices", "spread"]
+
+
+def on_devices(
+    step: Callable[[PyTree, PyTree, Array, Shards], PyTree], mesh: Mesh | None
+) -> Callable[[PyTree, PyTree, Array], PyTree]:
+    """Runs a step on all devices: each has its part of the batch, and all of the rest.
+
+    Args:
+        step: ``(rest, batch, mask, shards) -> result``; what depends on the batch is to be added up
+            by ``shards`` first, so that the result is the same everywhere.
+        mesh: The devices; only this one, if ``None``.
+
+    Returns:
+        ``(rest, batch, mask) -> result``.
+    """
+    if mesh is None:
+        return functools.partial(step, shards=WHOLE)
+    shards = Shards(mesh.size, mesh.axis_names)
+    each, all_ = PartitionSpec(mesh.axis_names), PartitionSpec()
+    mapped = jax.shard_map(
+        functools.partial(step, shards=shards),
+        mesh=mesh, in_specs=(all_, each, each), out_specs=all_, check_vma=False,
+    )  # fmt: skip
+
+    def run(rest: PyTree, batch: PyTree, mask: Array) -> PyTree:
+        missing = -mask.size % mesh.size
+        if missing:  # rows that do not count
+            batch, mask = jax.tree.map(
+                lambda leaf: jnp.pad(leaf, ((0, missing), *((0, 0),) * (leaf.ndim - 1))),
+                (batch, mask),
+            )
+        return mapped(rest, batch, mask)
+
+    return run
+
+
+def spread(mesh: Mesh | None, arrays: tuple[Any, ...]) -> tuple[Array, ...]:
+    """Places records on the devices: spread where their number is divisible, else copied.
+
+    Arrays of NumPy go straight to the devices that hold their rows; those that are there already
+    stay where they are.
+    """
+    if mesh is None:
+        return tuple(map(jnp.asarray, arrays))
+    _check_context(mesh)
+    return tuple(_placed(array, mesh, array.shape[0] % mesh.size == 0) for array in arrays)
+
+
+def copied(mesh: Mesh | None, tree: PyTree) -> PyTree:
+    """Places what all devices have alike."""
+    if mesh is None:
+        return tree
+    _check_context(mesh)
+    return jax.tree.map(lambda x: _placed(x, mesh, False) if isinstance(x, jax.Array) else x, tree)
+
+
+def _check_context(mesh: Mesh) -> None:
+    """Raises where a mesh of explicit axes is set around the run: its types forbid another."""
+    around = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in around.axis_types:
+        raise ValueError(
+            f"Expected mesh={dict(mesh.shape)} outside of jax.set_mesh with explicit axes, got "
+            f"{dict(around.shape)} set around the run. Leave that block, or set a mesh of "
+            "AxisType.Auto."
+        )
+
+
+def _placed(array: Any, mesh: Mesh, divided: bool) -> Array:
+    spec = PartitionSpec(mesh.axis_names) if divided else PartitionSpec()
+    if isinstance(array, jax.core.Tracer):
+        return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+    known = getattr(array, "sharding", None)
+    if isinstance(known, NamedSharding) and known.device_set == set(mesh.devices.flat):
+        if known.mesh.axis_names == mesh.axis_names and known.mesh.shape == mesh.shape:
+            spec = known.spec
+        return jax.device_put(array, NamedSharding(mesh, spec))
+    if not mesh.is_multi_process:
+        return jax.device_put(array, NamedSharding(mesh, spec))
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        data = _placed(jax.random.key_data(array), mesh, divided)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    # Every process has all of it.
+    whole = np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
+    _check_same(whole)
+    return jax.make_array_from_callback(
+        whole.shape, NamedSharding(mesh, spec), lambda index: whole[index]
+    )
+
+
+def _check_same(array: np.ndarray) -> None:
+    """Raises unless all processes have the same array."""
+    text = f"{array.shape} {array.dtype}".encode() + np.ascontiguousarray(array).tobytes()
+    digest = np.frombuffer(hashlib.sha256(text).digest(), np.int32)
+    all_ = np.asarray(multihost_utils.process_allgather(digest))
+    if (all_ != all_[0]).any():
+        raise ValueError(
+            f"Expected an array that is the same in all processes, got different ones of shape "
+            f"{array.shape}. Where each process holds rows of its own, put them together with "
+            "jax.make_array_from_process_local_data; give all the same rng_key and parameters."
+        )
+
+
+def agreed(mesh: Mesh | None, secret: Array) -> Array:
+    """The secret key of the first process, where a mesh has devices of several."""
+    if mesh is None or not mesh.is_multi_process:
+        return secret
+    data = multihost_utils.broadcast_one_to_all(jax.random.key_data(secret))
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(secret))

@@ -1,0 +1,335 @@
+r"""Clipped sums of gradients that are found from their factors, a row of the batch at a time.
+
+Where an estimator says that its signal is a linear map of a scalar's gradient
+(:class:`~numpyro_dp.core.FactoredSignal`), coordinates of the same norm are summed before the map;
+leaves of the point that meet the record in a single product
+(:mod:`numpyro_dp.sums.contraction`) need no array of (batch, latents) to find the norm. Where such
+a leaf is much larger than the factors of its gradient, as the weights of a dense layer are, it
+needs none for the sum either, which then is not exact but as near as its margin allows
+(:mod:`numpyro_dp.sums.products`). Kernels of convolutions have a gradient for each record.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool
+
+from numpyro_dp._tree import filled, pinned, squared_norm, widen
+from numpyro_dp.core import Estimator, FactoredSignal, Mechanism, PyTree
+from numpyro_dp.sums.contraction import Contraction, Split, split_scalar
+from numpyro_dp.sums.exact import finished, partial_sum
+from numpyro_dp.sums.microbatches import (
+    WHOLE,
+    Compensated,
+    Shards,
+    coarsest,
+    extra_sums,
+    first_of,
+    margin_of,
+    norm_of,
+    over_microbatches,
+    rows_of,
+    suitable_rows,
+)
+from numpyro_dp.sums.products import (
+    is_worthwhile,
+    longest_product,
+    product_error,
+    product_sum,
+)
+
+__all__ = ["factored_sum", "record_lengths"]
+
+
+def record_lengths(
+    estimator: Estimator, public: PyTree, arrays: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """Returns numbers of each record that do not change from step to step, each of shape (N,).
+
+    They are the lengths of the records' factors in the products with parameters
+    (:mod:`numpyro_dp.sums.contraction`): with them a gradient's norm is found without an array of
+    (batch, latents).
+
+    Args:
+        estimator: Whose signal.
+        public: What ``estimator.prepare`` returned; its values do not matter.
+        arrays: All records.
+    """
+    if estimator.factored is None:
+        return ()
+    split, _, _ = _split(estimator.factored, public, arrays)
+    wanted = [c for c in split.contractions if c.outer and not c.derived]
+    return tuple(
+        jax.vmap(lambda example, c=c: _length(c.record(jax.tree.leaves(example))))(arrays)
+        for c in wanted
+    )
+
+
+def factored_sum(
+    estimator: Estimator,
+    mechanism: Mechanism,
+    public: PyTree,
+    examples: PyTree,
+    mask: Bool[Array, " batch"],
+    lengths: tuple[Array, ...],
+    live: Array,
+    rows: int | str = "auto",
+    shards: Shards = WHOLE,
+) -> dict[str, Any]:
+    """The sum of :func:`numpyro_dp.sums.bounded.bounded_sum`, ``rows`` of the batch at a time."""
+    factored: FactoredSignal = estimator.factored
+    split, leaves, treedef = _split(factored, public, examples)
+    struct = jax.eval_shape(estimator.signal, public, first_of(examples))
+    names, total_rows = filled(struct), mask.size * shards.number
+    blocks = mechanism.blocks(names)
+    norms = [norm_of(mechanism, names, at) for at in range(len(blocks))]
+    shapes = jax.eval_shape(lambda rows: _gradient_parts(split, leaves, rows), examples)
+    coarse = coarsest(jax.tree.leaves((shapes, struct, leaves, _record_factors(split, examples))))
+    chosen: dict[int, int] = {}
+    if factored.selects:
+        chosen = _as_products(split, leaves, shapes, examples, coarse, total_rows)
+    error = product_error(total_rows, coarse) if chosen else 0.0
+    longest = longest_product(total_rows, coarse)
+    margin = 1 / (1 / margin_of(struct, total_rows, coarse) + error)
+    plans = [_plan(factored, public, treedef, leaves, chosen, members) for members in blocks]
+    core = _core(factored, public, split, leaves, treedef)
+
+    def of_rows(records: PyTree, mask: Array) -> tuple[list[PyTree], tuple[Array, ...]]:
+        examples, lengths = records
+        parts = pinned(live, lambda rows: _gradient_parts(split, leaves, rows), examples)
+        batch = parts, examples, lengths
+        if factored.selects:  # leaves of the gradient itself, which is pinned
+            terms = [lambda at, b=members: core(b, False, rows_of(batch)(at)) for members in blocks]
+            sizes = [core(members, True, batch) for members in blocks]
+        else:
+            sizes = pinned(live, lambda rows: [core(b, False, rows) for b in blocks], batch)
+            terms = [rows_of(size) for size in sizes]
+        squares = tuple(jax.vmap(squared_norm)(size) for size in sizes)
+        sums = []
+        for at, factor in enumerate(mechanism.scales(names, squares, margin)):
+            weights = jnp.where(mask, factor, 0)
+            rest = _some(terms[at], plans[at].rest)
+            exact = partial_sum(rest, weights, norms[at], total_rows) if plans[at].rest else []
+            each = {
+                place: _product(split, leaves, parts, examples, chosen[leaf], weights, longest)
+                for place, leaf in plans[at].products.items()
+            }
+            sums.append((exact, each))
+        return sums, squares
+
+    kept = first_of(shapes), [] if factored.selects else [plan.like for plan in plans]
+    few = suitable_rows(kept) if rows == "auto" else rows
+    sums, squares = over_microbatches(of_rows, (examples, lengths), mask, few, shards)
+    total = struct | extra_sums(mechanism, names, squares, margin, mask, shards)
+    for plan, members, norm, found in zip(plans, blocks, norms, sums, strict=True):
+        summed = _placed(plan, found, norm, total_rows)
+        total |= widen(factored.expand(public, summed, members))
+    return total
+
+
+def _core(
+    factored: FactoredSignal, public: PyTree, split: Split, leaves: list[Array], treedef: Any
+) -> Callable[[tuple[str, ...], bool, PyTree], PyTree]:
+    """Coordinates of a block for rows of (parts, examples, lengths), or others of the same norm."""
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))  # traced once for all microbatches
+    def core(members: tuple[str, ...], norms_only: bool, rows: PyTree) -> PyTree:
+        def one(parts: Any, example: PyTree, lengths: tuple[Array, ...]) -> PyTree:
+            arrays, known = jax.tree.leaves(example), lengths if norms_only else None
+            gradient = treedef.unflatten(_assemble(split, leaves, parts, arrays, known))
+            return widen(factored.core(public, gradient, members))
+
+        return jax.vmap(one)(*rows)
+
+    return core
+
+
+def _placed(plan: _Plan, sums: PyTree, norm: Any, count: int) -> PyTree:
+    """The coordinates of a block from their sums, exact ones and those of products."""
+    exact, products = sums
+    found = finished(exact, [plan.like[at] for at in plan.rest], norm, count)
+    placed = dict(zip(plan.rest, found, strict=True))
+    placed |= {at: product.total + product.lost for at, product in products.items()}
+    return plan.structure.unflatten([placed[at] for at in range(len(plan.like))])
+
+
+class _Plan(NamedTuple):
+    """How a block of entries is summed.
+
+    Attributes:
+        structure: Of its coordinates.
+        like: Shape and type of each leaf of them.
+        rest: Places of those that are summed exactly.
+        products: Place -> leaf of the point, for those that are summed as products of matrices.
+    """
+
+    structure: Any
+    like: list[Any]
+    rest: list[int]
+    products: dict[int, int]
+
+
+def _plan(
+    factored: FactoredSignal,
+    public: PyTree,
+    treedef: Any,
+    leaves: list[Array],
+    chosen: dict[int, int],
+    members: tuple[str, ...],
+) -> _Plan:
+    gradient = treedef.unflatten(leaves)
+    struct = jax.eval_shape(lambda g: widen(factored.core(public, g, members)), gradient)
+    like, structure = jax.tree.flatten(struct)
+    products: dict[int, int] = {}
+    if chosen:  # coordinates are leaves of the gradient: which?
+        numbers = factored.core(public, treedef.unflatten(range(len(leaves))), members)
+        numbers = jax.tree.leaves(numbers)
+        products = {at: leaf for at, leaf in enumerate(numbers) if leaf in chosen}
+    rest = [at for at in range(len(like)) if at not in products]
+    return _Plan(structure, like, rest, products)
+
+
+def _some(terms: Callable[[slice], PyTree], places: list[int]) -> Callable[[slice], list[Array]]:
+    def some(rows: slice) -> list[Array]:
+        found = jax.tree.leaves(terms(rows))
+        return [found[at] for at in places]
+
+    return some
+
+
+def _record_factors(split: Split, examples: PyTree) -> list[Any]:
+    """Shapes and types of the records' own factors."""
+    first = jax.tree.leaves(first_of(examples))
+    own = [c.record for c in split.contractions if not c.derived]
+    return [jax.eval_shape(lambda *leaves, r=record: r(leaves), *first) for record in own]
+
+
+def _as_products(
+    split: Split, leaves: list[Array], shapes: Any, examples: PyTree, coarse: Any, batch: int
+) -> dict[int, int]:
+    """Leaves that are summed as products of matrices -> numbers of their contractions."""
+    at_products, _, factors = shapes
+    found = {}
+    for number, c in enumerate(split.contractions):
+        slopes = at_products[number]
+        if not c.outer or len(slopes.shape) < 2:
+            continue
+        factor = factors[number]
+        if factor is None:
+            factor = jax.eval_shape(lambda rows, c=c: _own_factors(c, rows), examples)
+        sizes = leaves[c.leaf].shape, slopes.shape[1:], factor.shape[1:]
+        if is_worthwhile(batch, coarse, *sizes):
+            found[c.leaf] = number
+    return found
+
+
+def _own_factors(contraction: Contraction, examples: PyTree) -> Array:
+    return jax.vmap(lambda example: contraction.record(jax.tree.leaves(example)))(examples)
+
+
+def _product(
+    split: Split,
+    leaves: list[Array],
+    parts: Any,
+    examples: PyTree,
+    number: int,
+    weights: Array,
+    longest: int,
+) -> Compensated:
+    """The weighted sum of one leaf's gradients, ``longest`` rows to a product of matrices."""
+    at_products, _, factors = parts
+    contraction = split.contractions[number]
+    slopes, factor = at_products[number], factors[number]
+    factor = _own_factors(contraction, examples) if factor is None else factor
+    multiply = _multiplication(contraction, leaves[contraction.leaf])
+    return product_sum(multiply, widen(slopes), widen(factor), weights, longest)
+
+
+def _multiplication(contraction: Contraction, value: Array) -> Callable[[Array, Array], Array]:
+    """Slopes and factors of rows -> the sum of their outer products, in the shape of a leaf."""
+
+    def multiply(slopes: Array, factors: Array) -> Array:
+        over_rows = jax.vmap(contraction.product, (None, 0))
+        _, vjp = jax.vjp(lambda leaf: over_rows(leaf, factors), widen(value))
+        return vjp(slopes)[0]
+
+    return multiply
+
+
+def _split(
+    factored: FactoredSignal, public: PyTree, examples: PyTree
+) -> tuple[Split, list[Array], Any]:
+    """The scalar cut at its products, the leaves of the point, and their structure."""
+    leaves, treedef = jax.tree.flatten(factored.point(public))
+    point = treedef.unflatten(leaves)
+    split = split_scalar(
+        lambda p, x: factored.scalar(public, p, x), point, first_of(examples), layers=True
+    )
+    return split, leaves, treedef
+
+
+def _gradient_parts(split: Split, leaves: list[Array], examples: PyTree) -> Any:
+    """Gradients of one record each, at the products and of other leaves; derived factors.
+
+    In the place of the gradient at a convolution is that of its kernel.
+    """
+    rest = [leaves[leaf] for leaf in split.rest]
+    zeros = [jnp.zeros(c.struct.shape, c.struct.dtype) for c in split.contractions]
+
+    def parts(example: PyTree) -> Any:
+        arrays = jax.tree.leaves(example)
+        differentiated = jax.grad(split.with_factors, (0, 1), has_aux=True)
+        (at_products, at_rest), factors = differentiated(zeros, rest, leaves, arrays)
+        for number, (c, factor) in enumerate(zip(split.contractions, factors, strict=True)):
+            if c.gradient is not None:
+                at_products[number] = c.gradient(leaves[c.leaf], factor, at_products[number])
+                factors[number] = None
+        return at_products, at_rest, factors
+
+    return jax.vmap(parts)(examples)
+
+
+def _assemble(
+    split: Split,
+    leaves: list[Array],
+    parts: Any,
+    example: list[Array],
+    lengths: tuple[Array, ...] | None,
+) -> list[Array]:
+    """Returns the gradient of one record from its parts; with lengths, leaves of the same norms."""
+    gradient: list[Any] = [None] * len(leaves)
+    at_products, at_rest, factors = parts
+    known = iter(lengths or ())
+    for contraction, part, factor in zip(split.contractions, at_products, factors, strict=True):
+        if contraction.gradient is not None:
+            gradient[contraction.leaf] = part
+            continue
+        record = contraction.record(example) if factor is None else factor
+        if lengths is None or not contraction.outer:
+            gradient[contraction.leaf] = _transposed(contraction, leaves, record)(part)
+        else:
+            length = None if contraction.derived else next(known, None)
+            length = _length(record) if length is None else length
+            gradient[contraction.leaf] = widen(part) * length
+    for leaf, part in zip(split.rest, at_rest, strict=True):
+        gradient[leaf] = part
+    return gradient
+
+
+def _length(record: Array) -> Array:
+    """Euclidean norm of a record's factor, at least its exact one but for rounding."""
+    square = squared_norm(record)
+    # Squares below the smallest number are lost: they count as that number.
+    return jnp.sqrt(square + record.size * jnp.finfo(square.dtype).tiny)
+
+
+def _transposed(contraction: Contraction, leaves: list[Array], record: Array) -> Any:
+    value = leaves[contraction.leaf]
+    _, vjp = jax.vjp(lambda leaf: contraction.product(leaf, record), value)
+    return lambda part: vjp(part)[0]

@@ -1,0 +1,1 @@
+"""Variational inference: ``DPSVI`` and its estimators."""

@@ -1,0 +1,204 @@
+r"""Vanilla gradients: per-example gradients with respect to all variational parameters.
+
+.. math:: s_i = \nabla_\varphi \log p(x_i \mid z_\varphi(\eta)) = J^\top g_i,
+    \qquad J = \partial z/\partial\varphi,\; g_i = \nabla_z \log p(x_i \mid z).
+
+For Gaussian guides each parameter entry moves one coordinate of the draw, so :math:`JJ^\top` is a
+diagonal :math:`R^2`. With :math:`v_i = R g_i`, of the same norm as :math:`s_i`, the clipped sum is
+:math:`J^\top R^{-1} \sum_i w_i v_i`: no array of (batch, parameters) is needed. For other guides it
+is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_dp._tree import add, select, widen
+from numpyro_dp.core import Estimator, FactoredSignal
+from numpyro_dp.model.variational import VariationalProblem
+from numpyro_dp.vi.estimators.aligned import DrawnPublic, prepare_draw, pull_back_draw
+
+__all__ = ["Chart", "parametric", "vanilla"]
+
+
+class VanillaPublic(NamedTuple):
+    """Public values of one step.
+
+    Attributes:
+        drawn: The draw and its vector-Jacobian product.
+        entries: For each parameter of the guide the entries of J, where each belongs to one
+            coordinate of the draw; empty elsewhere.
+    """
+
+    drawn: DrawnPublic
+    entries: dict[str, Array]
+
+
+def vanilla() -> Callable[[VariationalProblem], Estimator]:
+    r"""The estimator of the first DPVI: clip the gradient of all variational parameters together.
+
+    The signal of one example is a dict with the gradient with respect to each unconstrained
+    parameter; ``clip_norm`` may be a dict with the same keys. Prior and entropy see no data and
+    stay outside the clip.
+
+    Returns:
+        A function that builds the :class:`~numpyro_dp.Estimator` for a model and guide; pass it
+        to :class:`~numpyro_dp.DPSVI` as ``estimator=``.
+
+    Example:
+        >>> from numpyro_dp import vanilla
+        >>> estimator = vanilla()
+
+    Guarantee:
+        The signal reads one record; ``prepare`` and ``pull_back`` read none.
+
+    Reference:
+        Jälkö, Dikmen, Honkela (2017), Differentially private variational inference for
+        non-conjugate models, UAI.
+    """
+
+    def build(problem: VariationalProblem) -> Estimator:
+        chart = Chart(
+            prepare_draw(problem),
+            lambda params, gradient: gradient,
+            lambda params, gradient: gradient,
+            lambda params, released, rest: add(rest, released),
+            problem.coordinate_sums(),
+        )
+        return parametric(problem, chart)
+
+    return build
+
+
+class Chart(NamedTuple):
+    """Coordinates in which the gradient of all variational parameters is released.
+
+    Attributes:
+        prepare: ``(rng_key, params) -> DrawnPublic``; its vector-Jacobian product gives gradients
+            in coordinates of its own.
+        release: ``(params, gradient) -> signal``: a linear map from those coordinates, of the
+            guide's own parameters, to the entries of the signal.
+        entries: ``(params, J^T 1) -> entries``: those of the signal that a 1 in every coordinate
+            of the ``frame`` would have.
+        finish: ``(params, released, rest) -> gradient`` in unconstrained coordinates; ``rest`` is
+            that of prior and entropy, in the coordinates of ``prepare``.
+        sums: How entries of the signal belong to coordinates of the draw, where each belongs to
+            one (see :meth:`~numpyro_dp.model.variational.VariationalProblem.coordinate_sums`).
+        frame: ``(params, latents) -> latents``: the linear map to the coordinates that ``sums``
+            means.
+    """
+
+    prepare: Callable[[Array, dict[str, Any]], DrawnPublic]
+    release: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+    entries: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+    finish: Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], dict[str, Any]]
+    sums: dict[str, Callable[[Array], Any]] | None
+    frame: Callable[[dict[str, Any], Any], Any] = lambda params, latents: latents
+
+
+def parametric(problem: VariationalProblem, chart: Chart) -> Estimator:
+    """Returns the estimator that releases the gradient of all parameters in some coordinates."""
+    names = problem.record_params
+    shared = bool(set(names) & problem.guide_params)
+
+    def scalar(public: VanillaPublic, point: Any, example: Any) -> Array:
+        return problem.log_likelihood(*point, example, public.drawn.rng_key)
+
+    def point(public: VanillaPublic) -> Any:
+        return public.drawn.latents, select(public.drawn.params, names)
+
+    def whole(public: VanillaPublic, gradient: Any) -> dict[str, Any]:
+        latents, record_params = gradient
+        pulled = _pulled(public.drawn, latents)
+        own = {name: add(pulled.pop(name), record_params[name]) for name in names}
+        return chart.release(public.drawn.params, pulled) | own
+
+    def signal(public: VanillaPublic, example: Any) -> dict[str, Any]:
+        return whole(public, jax.grad(scalar, 1)(public, point(public), example))
+
+    def prepare(rng_key: Array, params: dict[str, Any]) -> VanillaPublic:
+        drawn = chart.prepare(rng_key, params)
+        return VanillaPublic(drawn, {} if general else _entries(chart, drawn, names))
+
+    def pull_back(public: VanillaPublic, released: dict[str, Any]) -> dict[str, Any]:
+        zeros = jax.tree.map(jnp.zeros_like, public.drawn.latents)
+        rest = jax.tree.map(jnp.negative, pull_back_draw(problem, public.drawn, zeros, {}))
+        own = {name: add(rest.pop(name), released[name]) for name in names}
+        guide = select(released, rest)
+        gradient = chart.finish(public.drawn.params, guide, rest) | own
+        return jax.tree.map(jnp.negative, gradient)
+
+    # A parameter of model and guide at once has entries of both kinds.
+    general = bool(problem.guide_params) and (shared or chart.sums is None)
+    if general:
+        core, expand = _general(whole)
+    else:
+        core, expand = _by_coordinate(chart)
+    # Without a guide's own parameters the gradient is that of the model's, leaf by leaf.
+    selects = not problem.guide_params
+    return Estimator(
+        prepare, signal, pull_back, FactoredSignal(point, scalar, core, expand, selects)
+    )
+
+
+def _general(whole: Callable[..., dict[str, Any]]) -> tuple[Any, Any]:
+    """The signal itself is summed: (batch, parameters) numbers."""
+
+    def core(public: VanillaPublic, gradient: Any, names: tuple[str, ...]) -> dict[str, Any]:
+        return select(whole(public, gradient), names)
+
+    def expand(public: VanillaPublic, tree: Any, names: tuple[str, ...]) -> dict[str, Any]:
+        return tree
+
+    return core, expand
+
+
+def _by_coordinate(chart: Chart) -> tuple[Any, Any]:
+    """Coordinates of the draw are summed, each scaled by the length of its row of J."""
+    sums = chart.sums or {}
+
+    def roots(public: VanillaPublic, names: tuple[str, ...]) -> dict[str, Array]:
+        squares: dict[str, Array] = {}
+        for name in names:
+            entries = widen(public.entries[name])
+            # What would vanish below the smallest number becomes that number.
+            for site, value in sums[name](jnp.square(entries)).items():
+                squares[site] = squares.get(site, jnp.finfo(value.dtype).tiny) + value
+        return {site: jnp.sqrt(square) for site, square in squares.items()}
+
+    def core(public: VanillaPublic, gradient: Any, names: tuple[str, ...]) -> Any:
+        guide = tuple(name for name in names if name in public.entries)
+        latents = widen(chart.frame(public.drawn.params, gradient[0]))
+        scaled = {site: root * latents[site] for site, root in roots(public, guide).items()}
+        return scaled, {name: gradient[1][name] for name in names if name not in guide}
+
+    def expand(public: VanillaPublic, tree: Any, names: tuple[str, ...]) -> dict[str, Any]:
+        guide = tuple(name for name in names if name in public.entries)
+        scale = roots(public, guide)
+        result = dict(tree[1])
+        for name in guide:
+            entries = widen(public.entries[name])
+            sites, transpose = jax.vjp(sums[name], entries)
+            ratio = entries / transpose(select(scale, sites))[0]
+            result[name] = ratio * transpose(select(tree[0], sites))[0]
+        return result
+
+    return core, expand
+
+
+def _entries(chart: Chart, drawn: DrawnPublic, record_params: tuple[str, ...]) -> dict[str, Array]:
+    """The entries of J: rows share none, so they are the entries of J^T 1."""
+    pulled = _pulled(drawn, jax.tree.map(jnp.ones_like, drawn.latents))
+    return chart.entries(drawn.params, {n: v for n, v in pulled.items() if n not in record_params})
+
+
+def _pulled(drawn: DrawnPublic, latents: Any) -> dict[str, Any]:
+    """Gradient of all parameters from that of the draw, in the coordinates of the chart."""
+    like = jax.tree.map(lambda g, z: g.astype(z.dtype), latents, drawn.latents)
+    (gradient,) = drawn.vjp((like, jnp.zeros_like(drawn.entropy)))
+    return dict(gradient)

@@ -1,0 +1,209 @@
+"""``DPSVI``: the interface of ``numpyro.infer.SVI``, with a privacy budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax import Array
+from jax.sharding import Mesh
+from numpyro.infer import SVI
+
+from numpyro_dp.core import Estimator, Sampler
+from numpyro_dp.model.frontend import Frontend, Prepared, check_loss
+from numpyro_dp.model.public import UnsupportedModelError, declare
+from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.model.variational import VariationalProblem
+from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.run import checks
+from numpyro_dp.run.driver import Driver
+from numpyro_dp.run.results import SensitiveValueError
+from numpyro_dp.run.session import LossRelease
+from numpyro_dp.run.step import SensitiveState
+from numpyro_dp.sums.devices import copied
+
+__all__ = ["DPSVI"]
+
+
+class DPSVI(Driver):
+    r"""Differentially private stochastic variational inference.
+
+    Where ``numpyro.infer.SVI`` is used, ``DPSVI`` can be: ``init``, ``update``, ``run``,
+    ``evaluate`` and ``get_params`` have the same signatures and meaning. Batches are drawn inside,
+    so ``update`` and ``run`` take the *whole* data set: every argument array whose first axis has
+    the size of the data plate holds one record a row. An array that holds no record has to be named
+    in ``public``; numbers are public.
+
+    Args:
+        model: A NumPyro model with a plate over records.
+        guide: A reparameterised guide: automatic or hand-written.
+        optim: An optax or ``numpyro.optim`` optimiser. It is given the gradient of the negative
+            evidence lower bound of the whole data set.
+        loss: ``None`` or ``Trace_ELBO(num_particles=K)``.
+        estimator: For example :func:`~numpyro_dp.aligned` ``()``.
+        clip_norm: Bound on the norm of one record's signal, in units of its log likelihood
+            gradient, unscaled by batch or data size; or an :class:`~numpyro_dp.AdaptiveClip`; or a
+            dict of either by entry of the signal.
+        sampler: :class:`~numpyro_dp.Poisson`, :class:`~numpyro_dp.FixedSize`,
+            :class:`~numpyro_dp.Permutation` or
+            :class:`~numpyro_dp.FullBatch`.
+        budget: What may be spent; the noise is calibrated to it.
+        noise_multiplier: Noise over sensitivity instead of a budget, or, with one, checked
+            against it. 0 is not private.
+        secret_key: 32 bytes, 64 hexadecimal digits, an integer, or a key of
+            :func:`~numpyro_dp.secret_key`; makes noise and batches reproducible, and is marked in
+            the report. By default the operating system gives a fresh key to every ``init``. A key
+            makes noise once: a second run with it is refused (see ``repetition``).
+        num_steps: Steps that the budget must cover, for loops of ``update`` and resumed runs;
+            ``run`` covers its own steps by default.
+        accountant: Bounds epsilon; the smallest of several valid bounds by default.
+        data_plate: Name of the plate over records, where several plates surround the observed
+            sites, or an argument has the number of records along two axes.
+        loss_release: Releases a loss curve, at a cost.
+        allow_sensitive: Lets ``update``, ``evaluate`` and ``run`` return losses without protection.
+            Those of ``update`` and ``run`` have the entropy in closed form where it is known: their
+            mean is that of SVI's losses, single values are not.
+        microbatch_size: Records of a batch that are in memory at a time: bounds the memory of a
+            step, and changes its result by rounding at most. ``"auto"`` takes so many that what is
+            kept of them (gradients, or the factors of those of layers) has about a million numbers;
+            besides, a step needs about four times the memory of the parameters.
+            Runs side by side need that memory each; losses shown by ``allow_sensitive`` more.
+        mesh: Devices that share the work: each bounds and sums its part of a batch. Records are
+            spread over them where their number is divisible by that of the devices, else copied;
+            arrays that are spread over them already stay, those of several processes too. Then
+            ``microbatch_size`` counts the rows of each device.
+        public: What is public besides: names of arguments that hold no record (``["table"]``),
+            whatever their shape, and arrays that model, guide or initialisers hold by themselves.
+            The report lists all of them. Small constants need no word.
+        repetition: Lets a given ``secret_key`` make the noise of an earlier run again, and a state
+            be resumed twice. The caller promises that records and settings are the same.
+        **static_kwargs: Public, constant keywords of model and guide.
+
+    Raises:
+        TypeError, ValueError: Name the value, the range and the remedy.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
+        >>> from numpyro.infer.autoguide import AutoDiagonalNormal
+        >>> from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> x = 3 + jax.random.normal(jax.random.key(1), (1000,))
+        >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.05), estimator=aligned(),
+        ...             clip_norm=2.0, sampler=Poisson(0.1), budget=PrivacyBudget(2.0, 1e-5))
+        >>> result = svi.run(jax.random.key(0), 300, x, progress_bar=False)
+        >>> 1.97 < result.privacy.epsilon <= 2.0, abs(result.params["auto_loc"][0] - 3) < 0.5
+        (True, Array(True, dtype=bool))
+
+    Guarantee:
+        ``result.params``, ``result.trace``, ``result.folded``, ``result.privacy`` and private
+        losses are (epsilon, delta)-differentially private under the budget's relation: each step
+        is the Gaussian mechanism on a clipped sum over a sampled batch, everything else is
+        post-processing or reads no record. The number of records, shapes and dtypes are public.
+        ``result.state`` and everything in a type named ``Sensitive...`` is not covered.
+        No two runs share noise, however they are started, but where ``repetition`` says so, or
+        where a loop inside a function that the caller compiled reads one state twice
+        (:mod:`numpyro_dp.privacy.once`).
+
+    Reference:
+        Jälkö, Prediger, Honkela, Kaski (2024), DPVIm, TMLR.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        guide: Callable[..., Any],
+        optim: Any,
+        loss: Any = None,
+        *,
+        estimator: Callable[[VariationalProblem], Estimator],
+        clip_norm: Any,
+        sampler: Sampler,
+        budget: PrivacyBudget | None = None,
+        noise_multiplier: float | None = None,
+        secret_key: Any = None,
+        num_steps: int | None = None,
+        accountant: Accountant | None = None,
+        data_plate: str | None = None,
+        loss_release: LossRelease | None = None,
+        allow_sensitive: bool = False,
+        microbatch_size: int | str = "auto",
+        mesh: Mesh | None = None,
+        public: Any = (),
+        repetition: bool = False,
+        **static_kwargs: Any,
+    ) -> None:
+        checks.check_callable("model", model)
+        checks.check_callable("guide", guide)
+        self.loss = check_loss(loss)
+        svi = SVI(model, guide, checks.check_optim(optim), self.loss, **static_kwargs)
+        super().__init__(
+            estimator=estimator,
+            optim=svi.optim,
+            clip_norm=clip_norm,
+            sampler=sampler,
+            budget=budget,
+            noise_multiplier=noise_multiplier,
+            secret_key=secret_key,
+            num_steps=num_steps,
+            accountant=accountant,
+            loss_release=loss_release,
+            allow_sensitive=allow_sensitive,
+            microbatch_size=microbatch_size,
+            mesh=mesh,
+            repetition=repetition,
+        )
+        self.model, self.guide, self.static_kwargs = model, guide, static_kwargs
+        self.public = public
+        self._frontend = Frontend(
+            model, guide, svi, static_kwargs, data_plate, declare(public, static_kwargs)
+        )
+
+    def stable_update(
+        self, svi_state: SensitiveState, *args: Any, **kwargs: Any
+    ) -> tuple[SensitiveState, Array]:
+        """The same as :meth:`update`: a record that is not finite counts as 0 in every step."""
+        return self.update(svi_state, *args, **kwargs)
+
+    def get_params(self, svi_state: SensitiveState) -> dict[str, Any]:
+        """Returns the constrained parameters at a state; they may be published."""
+        checks.check_state(svi_state)
+        if self._frontend.svi.constrain_fn is None:
+            raise ValueError("Expected init or run to have been called before get_params.")
+        return self._frontend.svi.get_params(svi_state)
+
+    def evaluate(self, svi_state: SensitiveState, *args: Any, **kwargs: Any) -> Array:
+        """Returns the negative evidence lower bound on the data: sensitive.
+
+        Raises:
+            SensitiveValueError: Unless ``allow_sensitive=True``.
+        """
+        if not self.allow_sensitive:
+            raise SensitiveValueError(
+                "Expected allow_sensitive=True for evaluate: the loss on the records is not "
+                "protected. Use loss_release= for a loss curve within the budget, or evaluate on "
+                "public data with numpyro.infer.SVI."
+            )
+        if self._frontend.structure(args, kwargs).summed:
+            raise UnsupportedModelError(
+                "Expected a model without discrete latent sites for evaluate, which is NumPyro's "
+                "and draws them. Use loss_release=, or sum them out in the model."
+            )
+        args, kwargs = copied(self.mesh, (args, kwargs))
+        return self._frontend.svi.evaluate(copied(self.mesh, svi_state), *args, **kwargs)
+
+    def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+        return self._frontend.structure(args, kwargs)
+
+    def _prepare(
+        self,
+        structure: ModelStructure,
+        rng_key: Array,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        init_params: dict[str, Any] | None,
+    ) -> Prepared:
+        return self._frontend.prepare(structure, rng_key, args, kwargs, init_params)

@@ -1,0 +1,85 @@
+"""Chains side by side: own noise and batches each, distributed as the dynamics say."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_dp import DPMCMC, SGHMC, SGLD, FullBatch, Poisson, PreconditionedSGLD
+
+DIM, CHAINS, STEPS = 16, 3, 1500
+SIGMA = 5.0  # of the statistic's own standard error
+
+
+def linear(x):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([DIM]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.factor("y", x @ w)
+
+
+def positions(x, **options):
+    """Positions of all chains, which start at the same place: (chains, steps + 1, DIM)."""
+    mcmc = DPMCMC(num_warmup=0, num_samples=STEPS, num_chains=CHAINS, clip_norm=2.0,
+                  progress_bar=False, data_plate="records", **options)  # fmt: skip
+    start = jnp.zeros(DIM)
+    mcmc.run(jax.random.key(0), jnp.asarray(x), init_params={"w": start})
+    found = np.asarray(mcmc.get_samples(group_by_chain=True)["w"], np.float64)
+    return np.concatenate([np.zeros((CHAINS, 1, DIM)), found], axis=1)
+
+
+def check_unrelated(one, other):
+    """No correlation between two series of the same shape, at most two steps apart."""
+    for lag in (0, 1, 2):
+        for a, b in ((one, other), (other, one)):
+            early, late = a[: len(a) - lag].ravel(), b[lag:].ravel()
+            assert abs(np.corrcoef(early, late)[0, 1]) * np.sqrt(early.size) < SIGMA
+
+
+def test_each_chain_has_noise_of_its_own():
+    """Records that are not numbers count as nothing: all that moves a chain is prior and noise."""
+    multiplier, scale = 30.0, 60.0  # of the noise: the multiplier times the clip norm
+    found = positions(np.full((5, DIM), np.nan), kernel=SGLD(linear), sampler=FullBatch(),
+                      noise_multiplier=multiplier, secret_key=1)  # fmt: skip
+    step = 2 / scale**2  # the largest: all noise is that of privacy
+    before, after = found[:, :-1], found[:, 1:]
+    noise = ((after - before) / step + before) / scale
+    for chain in noise:
+        assert abs(np.mean(chain**2) - 1) < SIGMA * np.sqrt(2 / chain.size)
+    for one in range(CHAINS):
+        for other in range(one):
+            check_unrelated(noise[one], noise[other])
+
+
+def test_each_chain_has_batches_of_its_own():
+    """Record i pulls at coordinate i alone: without noise each step shows who was in its batch."""
+    rate, step = 0.4, 1e-3
+    found = positions(
+        np.eye(DIM), kernel=SGLD(linear, step, temperature=1e-12), sampler=Poisson(rate),
+        noise_multiplier=0.0, secret_key=2,
+    )  # fmt: skip
+    before, after = found[:, :-1], found[:, 1:]
+    pulls = ((after - before) / step + before) * rate
+    taken = np.round(pulls)
+    np.testing.assert_allclose(pulls, taken, atol=0.1)
+    assert set(np.unique(taken)) == {0, 1}
+    for chain in taken:
+        assert abs(chain.mean() - rate) < SIGMA * np.sqrt(rate * (1 - rate) / chain.size)
+    for one in range(CHAINS):
+        for other in range(one):
+            check_unrelated(taken[one], taken[other])
+
+
+@pytest.mark.parametrize("kernel", [SGLD, PreconditionedSGLD, SGHMC])
+def test_draws_make_up_for_what_privacy_noise_leaves(kernel):
+    """Both together have the variance of the dynamics, at the temperature that was asked for."""
+    step, noise, temperature = 1e-3, 5.0, 0.7
+    made = kernel(linear, step, temperature=temperature)
+    lost = made.friction if kernel is SGHMC else 1.0
+    nothing, one = jnp.zeros(DIM), jnp.ones(DIM)
+    after = made.move(jnp.asarray(1), nothing, jnp.asarray(noise), one, made.start(nothing))
+    moved = np.asarray(after[0], np.float64)
+    total = moved**2 + (step * noise) ** 2
+    np.testing.assert_allclose(total, 2 * lost * step * temperature, rtol=1e-4)
+    assert (step * noise) ** 2 > 0.01 * total.max()  # it is a part of it that the check sees

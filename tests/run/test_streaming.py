@@ -1,0 +1,163 @@
+"""Records on the host: a run fetches its batches, and is the run that has them on the device."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal
+
+from numpyro_dp import (
+    DPSEP,
+    DPSVI,
+    FixedSize,
+    Fold,
+    FullBatch,
+    LossRelease,
+    Permutation,
+    Poisson,
+    aligned,
+)
+from numpyro_dp.run import streaming
+
+KEY = jax.random.key(0)
+N = 60
+
+
+def model(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def with_codes(x, y):
+    """Each record has a latent of its own."""
+    shift = numpyro.sample("shift", dist.Normal(0, 1))
+    with numpyro.plate("records", x.shape[0]):
+        code = numpyro.sample("code", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Bernoulli(logits=x[:, 0] * code + shift), obs=y)
+
+
+def encoder(x, y):
+    loc = numpyro.param("loc", 0.0)
+    numpyro.sample("shift", dist.Normal(loc, 0.1))
+    slope = numpyro.param("slope", 0.1)
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("code", dist.Normal(slope * x[:, 0], 1))
+
+
+def data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(N, 3))  # 64 bits wide, as files have it
+    return x, (x[:, 0] > 0).astype(np.int64)
+
+
+def driver(sampler=None, fitted=model, guide=None, **options):
+    options = {"noise_multiplier": 1.0, "secret_key": 3, "repetition": True} | options
+    options = {"clip_norm": 1.0} | options
+    return DPSVI(
+        fitted, guide or AutoDiagonalNormal(fitted), optax.adam(0.05), estimator=aligned(),
+        sampler=sampler or Poisson(0.2), **options,
+    )  # fmt: skip
+
+
+MEANS = Fold(lambda p: p, lambda s, p: jax.tree.map(jnp.add, s, p), lambda s: s)
+
+CASES = {
+    "Poisson": (lambda: driver(), {}),
+    "fixed size": (lambda: driver(FixedSize(7)), {}),
+    "permutation": (lambda: driver(Permutation(7)), {}),
+    "fold": (lambda: driver(), {"fold": MEANS}),
+    "short trace": (lambda: driver(), {"trace_size": 2}),
+    "private losses": (lambda: driver(loss_release=LossRelease(5.0)), {"trace_size": 3}),
+    "latents of records": (lambda: driver(fitted=with_codes, guide=encoder), {}),
+    "message passing": (
+        lambda: DPSEP(
+            model,
+            clip_norm=1.0,
+            sampler=Poisson(0.2),
+            noise_multiplier=1.0,
+            secret_key=3,
+            repetition=True,
+        ),
+        {},
+    ),
+}
+
+
+FAST = ["Poisson", "latents of records"]
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.extended) for n in CASES]
+)
+@pytest.mark.parametrize(
+    "longest", [3, *(pytest.param(n, marks=pytest.mark.extended) for n in (1, 256))]
+)
+def test_a_streamed_run_is_the_run(name, longest, monkeypatch):
+    monkeypatch.setattr(streaming, "_LONGEST", longest)
+    make, options = CASES[name]
+    options = {"progress_bar": False} | options
+    known = make().run(KEY, 11, *data(), **options)
+    found = make().run(KEY, 11, *data(), stream=True, **options)
+    assert str(found.privacy) == str(known.privacy)
+    parts = ["params", "trace", "folded", "losses"]
+    for part in parts:
+        one, other = (jax.tree.leaves(getattr(result, part)) for result in (known, found))
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=part)
+    keys = [jax.random.key_data(r.state.sampler_state.key) for r in (known, found)]
+    assert np.array_equal(*keys)  # the batches to come are the same too
+
+
+def test_a_streamed_run_is_resumed_by_one_that_is_not():
+    x, y = data()
+    svi = driver(num_steps=9)
+    whole = svi.run(KEY, 9, x, y, progress_bar=False)
+    part = svi.run(KEY, 4, x, y, progress_bar=False, stream=True)
+    rest = svi.run(KEY, 5, x, y, progress_bar=False, init_state=part.state)
+    np.testing.assert_allclose(rest.params["auto_loc"], whole.params["auto_loc"], rtol=1e-5)
+
+
+def test_a_bar_shows_a_streamed_run(capsys):
+    driver().run(KEY, 60, *data(), stream=True)
+    assert "60/60" in capsys.readouterr().err
+
+
+def test_all_records_in_every_step_are_refused():
+    with pytest.raises(ValueError, match=r"stream=True, got FullBatch\(\).*Poisson"):
+        driver(FullBatch()).run(KEY, 2, *data(), stream=True)
+
+
+LARGE = """
+import json, resource, sys
+import jax, numpy as np, optax
+sys.path.insert(0, sys.argv[1])
+from test_streaming import driver
+from numpyro_dp import Poisson
+rows, dim = 2_000_000, 250
+x = np.memmap(sys.argv[2], np.float64, "w+", shape=(rows, dim))  # 4 GB, sparse: zeros
+x[:1000] = 1.0
+y = np.zeros(rows, np.int8)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+result = driver(Poisson(1e-4)).run(jax.random.key(0), 20, x, y, progress_bar=False, stream=True)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+loc = np.asarray(result.params["auto_loc"])
+print(json.dumps({"MB": (after - before) / 1e3, "finite": bool(np.isfinite(loc).all())}))
+"""
+
+
+def test_a_file_larger_than_memory_need_not_be_in_it(tmp_path):
+    command = [sys.executable, "-c", LARGE, "tests/run", str(tmp_path / "records")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["finite"]
+    assert found["MB"] < 1_000, found  # of 4,000

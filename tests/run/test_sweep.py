@@ -1,0 +1,295 @@
+"""Sweeps: every run is the run that `run` makes, in one compiled call."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
+
+from numpyro_dp import (
+    DPSVI,
+    BudgetError,
+    FixedSize,
+    FullBatch,
+    LossRelease,
+    Poisson,
+    PrivacyBudget,
+    aligned,
+    secret_key,
+    vanilla,
+)
+from numpyro_dp.run import sweep as sweep_module
+from numpyro_dp.run.session import Session
+
+NUMBER, STEPS = 300, 25
+
+
+TRACES = []
+
+
+def model(x):
+    TRACES.append(1)
+    mean = numpyro.sample("mean", dist.Normal(0, 3).expand([2]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean, 1).to_event(1), obs=x)
+
+
+@pytest.fixture(scope="module")
+def data():
+    return 1 + jax.random.normal(jax.random.key(3), (NUMBER, 2))
+
+
+def driver(**changes):
+    settings = {"estimator": aligned(), "clip_norm": 1.5, "sampler": Poisson(0.2)}
+    settings |= {"secret_key": 5, "repetition": True} | changes
+    if "budget" not in settings and "noise_multiplier" not in settings:
+        settings["budget"] = PrivacyBudget(1.0, 1e-5)
+    return DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.05), **settings)
+
+
+KEYS = jax.random.split(jax.random.key(0), 2)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "sampler"),
+    [
+        (aligned, Poisson(0.2)),
+        pytest.param(vanilla, FixedSize(30), marks=pytest.mark.extended),
+        pytest.param(vanilla, Poisson(0.2), marks=pytest.mark.extended),
+        pytest.param(aligned, FixedSize(30), marks=pytest.mark.extended),
+        pytest.param(aligned, FullBatch(), marks=pytest.mark.extended),
+        pytest.param(vanilla, FullBatch(), marks=pytest.mark.extended),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_each_run_is_the_run_of_its_settings(sampler, estimator, data):
+    found = driver(noise_multiplier=1.0, sampler=sampler, estimator=estimator()).sweep(
+        KEYS, STEPS, data, noise_multiplier=[0.5, 2.0], clip_norm=[1.0, 4.0]
+    )
+    assert found.params["auto_loc"].shape == (8, 2)
+    for index in (0, 3, 6):
+        label = {name: values[index] for name, values in found.labels.items()}
+        alone = driver(
+            sampler=sampler,
+            estimator=estimator(),
+            noise_multiplier=float(label["noise_multiplier"]),
+            clip_norm=float(label["clip_norm"]),
+            secret_key=jax.random.fold_in(secret_key(5), index),
+            repetition=True,
+        ).run(KEYS[label["seed"]], STEPS, data, progress_bar=False)
+        one = found.one(index)
+        assert one.privacy.epsilon == pytest.approx(alone.privacy.epsilon)
+        np.testing.assert_array_equal(one.trace.steps, alone.trace.steps)
+        for name in ("auto_loc", "auto_scale"):
+            np.testing.assert_allclose(one.params[name], alone.params[name], rtol=2e-5)
+            np.testing.assert_allclose(
+                one.trace.params[name], alone.trace.params[name], rtol=2e-5, atol=1e-6
+            )
+
+
+def test_labels_and_reports(data):
+    found = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 3.0], clip_norm=[1.0, 2.0])
+    labels = found.labels
+    np.testing.assert_array_equal(labels["seed"], [0, 1] * 6)
+    np.testing.assert_array_equal(labels["epsilon"], np.tile(np.repeat([0.5, 1, 3], 2), 2))
+    np.testing.assert_array_equal(labels["clip_norm"], np.repeat([1.0, 2.0], 6))
+    assert (np.diff(labels["noise_multiplier"][[0, 2, 4]]) < 0).all()
+    for asked, report in zip(labels["epsilon"], found.privacy, strict=True):
+        assert 0.99 * asked < report.epsilon <= asked
+    assert found.privacy[6].plan.sensitivity == 2.0
+    assert "together at most epsilon" in repr(found)
+
+
+def test_no_two_runs_share_noise_or_batches(data, monkeypatch):
+    seen, many = [], Session.run_many
+
+    def kept(self, states, *rest):
+        seen.append(states)
+        return many(self, states, *rest)
+
+    monkeypatch.setattr(Session, "run_many", kept)
+    svi = driver(secret_key=None, repetition=False)
+    found = svi.sweep(KEYS[:1], 5, data, clip_norm=[1.0, 1.0, 1.0], chunk_size=2)
+    assert len(np.unique(found.params["auto_loc"][:, 0])) == 3
+    keys = [
+        np.asarray(jax.random.key_data(leaf))
+        for states in seen
+        for leaf in jax.tree.leaves((states.secret_key, states.sampler_state))
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    ]
+    assert len(keys) == 4  # of noise and of batches, in two chunks, of which one repeats a run
+    assert len(np.unique(np.concatenate(keys), axis=0)) == 6
+
+
+def test_chunks_change_nothing(data):
+    whole = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 3.0], trace_size=5)
+    parts = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 3.0], trace_size=5, chunk_size=4)
+    assert whole.trace.params["auto_loc"].shape == (6, 5, 2)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6),
+        (whole.params, whole.trace),
+        (parts.params, parts.trace),
+    )
+
+
+def test_losses_and_blocks(data):
+    found = driver(loss_release=LossRelease(10.0, 0.1), clip_norm={"mean": 1.0}).sweep(
+        KEYS, STEPS, data, clip_norm=[{"mean": 1.0}, {"mean": 2.0}]
+    )
+    assert found.losses.values.shape == (4, STEPS)
+    np.testing.assert_array_equal(found.labels["clip_norm"], [0, 0, 1, 1])
+    assert found.one(2).losses.values.shape == (STEPS,)
+
+
+def test_one_compilation_for_all_noise_and_clip_norms(data):
+    svi, counts = driver(), []
+    for num_steps, settings in ((STEPS, {}), (STEPS + 7, {}), (STEPS, {"clip_norm": [3.0]})):
+        before = len(TRACES)
+        svi.sweep(KEYS, num_steps, data, epsilon=[0.5, 1.0], **settings)
+        counts.append(len(TRACES) - before)
+    assert counts[0] > counts[1] == counts[2]  # what is left is init, where shapes are read
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "match"),
+    [
+        ({"epsilon": 1.0}, TypeError, r"sequence.*epsilon=1.0"),
+        ({"epsilon": []}, ValueError, "at least one.*epsilon"),
+        ({"epsilon": [1.0, -1.0]}, ValueError, "epsilon=-1.0"),
+        ({"epsilon": [1.0], "noise_multiplier": [1.0]}, ValueError, "got both"),
+        ({"noise_multiplier": [-1.0]}, ValueError, "noise_multiplier=-1.0"),
+        ({"noise_multiplier": [0.3]}, BudgetError, "at most epsilon"),
+        ({"clip_norm": 2.0}, TypeError, "sequence.*clip_norm=2.0"),
+        ({"clip_norm": [2.0, -2.0]}, ValueError, "clip_norm=-2.0"),
+        ({"clip_norm": [{"mean": 1.0}]}, ValueError, "form of"),
+        ({"clip_norm": [float("inf")]}, BudgetError, "finite clip_norm"),
+        ({"chunk_size": 0}, ValueError, "chunk_size=0"),
+    ],
+)
+def test_wrong_input(settings, error, match, data):
+    with pytest.raises(error, match=match):
+        driver().sweep(KEYS, STEPS, data, **settings)
+
+
+def test_epsilon_needs_a_budget(data):
+    with pytest.raises(ValueError, match="driver with a budget"):
+        driver(noise_multiplier=1.0).sweep(KEYS, STEPS, data, epsilon=[1.0])
+
+
+def test_wrong_keys(data):
+    for wrong in (jax.random.key(0), jnp.zeros(2), 3):
+        with pytest.raises((TypeError, ValueError), match="rng_keys"):
+            driver().sweep(wrong, STEPS, data)
+
+
+def test_bounded_and_unbounded_norms_do_not_mix(data):
+    for usual, given in ((np.inf, 1.0), (1.0, np.inf)):
+        svi = driver(clip_norm=usual, noise_multiplier=0.0)
+        with pytest.raises(ValueError, match="all finite or all infinite"):
+            svi.sweep(KEYS, 3, data, clip_norm=[given], noise_multiplier=[0.0])
+
+
+def test_learning_rates_are_swept(data):
+    adam = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
+    swept = DPSVI(
+        model, AutoDiagonalNormal(model), adam, estimator=aligned(), clip_norm=1.5,
+        sampler=Poisson(0.2), noise_multiplier=1.0, secret_key=5, repetition=True,
+    ).sweep(KEYS, STEPS, data, learning_rate=[0.01, 0.05], clip_norm=[1.0, 1.5])  # fmt: skip
+    assert swept.labels["learning_rate"].tolist() == [0.01, 0.01, 0.05, 0.05] * 2
+    assert swept.labels["seed"].tolist() == [0, 1] * 4
+    alone = driver(
+        noise_multiplier=1.0, secret_key=jax.random.fold_in(secret_key(5), 7), repetition=True
+    ).run(KEYS[1], STEPS, data, progress_bar=False)
+    np.testing.assert_allclose(swept.params["auto_loc"][7], alone.params["auto_loc"], rtol=1e-4)
+    with pytest.raises(ValueError, match="inject_hyperparams"):
+        driver().sweep(KEYS, STEPS, data, learning_rate=[0.1])
+    with pytest.raises(ValueError, match=r"learning_rate=-0.1"):
+        driver().sweep(KEYS, STEPS, data, learning_rate=[-0.1])
+
+
+def test_a_sweep_that_was_stopped_goes_on(data, tmp_path, monkeypatch):
+    sizes = {"epsilon": [0.5, 1.0, 2.0], "chunk_size": 2}
+    losses = {"loss_release": LossRelease(10.0, 0.1)}
+    whole = driver(**losses).sweep(KEYS, STEPS, data, **sizes)
+    done, many = [], Session.run_many
+
+    def stopped(self, *args):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(1)
+        return many(self, *args)
+
+    monkeypatch.setattr(Session, "run_many", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        driver(**losses).sweep(KEYS, STEPS, data, **sizes, folder=tmp_path / "found")
+    kept = sorted((tmp_path / "found").glob("*.npz"))
+    assert kept
+    before = [path.stat().st_mtime_ns for path in kept]
+    monkeypatch.setattr(Session, "run_many", many)
+    again = driver(**losses).sweep(KEYS, STEPS, data, **sizes, folder=tmp_path / "found")
+    assert [path.stat().st_mtime_ns for path in kept] == before
+    for one, other in zip(jax.tree.leaves(whole[:3]), jax.tree.leaves(again[:3]), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert again.labels.keys() == whole.labels.keys()
+
+
+def test_a_folder_of_another_sweep_is_refused(data, tmp_path):
+    def sweep(chunk_size=2, guide=AutoDiagonalNormal, rate=0.05, init=0.1, **changes):
+        settings = {
+            "estimator": aligned(), "clip_norm": {...: 1.5}, "sampler": Poisson(0.2),
+            "secret_key": 5, "noise_multiplier": 1.0,
+        } | changes  # fmt: skip
+        driver = DPSVI(model, guide(model, init_scale=init), optax.adam(rate), **settings)
+        return driver.sweep(KEYS, 3, data, chunk_size=chunk_size, folder=tmp_path / "found")
+
+    one, other = sweep(), sweep()
+    np.testing.assert_array_equal(one.params["auto_loc"], other.params["auto_loc"])
+    for changes, named in [
+        ({"chunk_size": 1}, "chunk_size=2 instead of 1"),
+        ({"secret_key": 6}, "secret="),
+        ({"guide": AutoMultivariateNormal}, "program="),
+        ({"rate": 0.01}, "program="),
+        ({"estimator": vanilla()}, "program="),
+        ({"init": 0.2}, "program="),
+        ({"clip_norm": {"mean": 1.5}}, "clip_norms="),
+    ]:
+        with pytest.raises(ValueError, match=named):
+            sweep(**changes)
+
+
+def test_a_folder_knows_arrays_that_a_model_captured(data, tmp_path):
+    def sweep(scales):
+        def captured(x):
+            mean = numpyro.sample("mean", dist.Normal(0, scales).to_event(1))
+            with numpyro.plate("records", x.shape[0]):
+                numpyro.sample("x", dist.Normal(mean, 1).to_event(1), obs=x)
+
+        svi = DPSVI(
+            captured, AutoDiagonalNormal(captured), optax.adam(0.05), estimator=aligned(),
+            clip_norm=1.5, sampler=Poisson(0.2), noise_multiplier=1.0, secret_key=5,
+            repetition=True,
+        )  # fmt: skip
+        return svi.sweep(KEYS, 3, data, folder=tmp_path / "found")
+
+    for kind in (np, jnp):
+        sweep(kind.array([1.0, 2.0], np.float32))
+        with pytest.raises(ValueError, match="program="):
+            sweep(kind.array([1.0, 2.5], np.float32))
+
+
+def test_chunks_fit_the_memory(data, tmp_path, monkeypatch):
+    whole = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 2.0], folder=tmp_path / "whole")
+    assert len(list((tmp_path / "whole").glob("*.npz"))) == 1
+    monkeypatch.setattr(sweep_module, "_memory", lambda device: 120_000)
+    small = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 2.0], folder=tmp_path / "small")
+    assert 1 < len(list((tmp_path / "small").glob("*.npz"))) < 6
+    np.testing.assert_allclose(small.params["auto_loc"], whole.params["auto_loc"], rtol=1e-5)
+
+
+def test_a_folder_keeps_no_losses_that_nothing_protects(data, tmp_path):
+    with pytest.raises(ValueError, match=r"no folder=.* with allow_sensitive"):
+        driver(allow_sensitive=True).sweep(KEYS, STEPS, data, folder=tmp_path / "found")
+    assert not (tmp_path / "found").exists()

@@ -1,0 +1,389 @@
+"""``DPSVI`` in the place of ``SVI``: code written for one runs with the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from jax.flatten_util import ravel_pytree
+from numpyro.infer import Predictive
+from numpyro.infer.autoguide import AutoNormal
+
+from numpyro_dp import (
+    DPSVI,
+    BudgetError,
+    FullBatch,
+    LossRelease,
+    Poisson,
+    PrivacyBudget,
+    aligned,
+)
+from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.run.results import PrivateLosses, SensitiveLosses
+
+N = 200
+KEY = jax.random.key(3)
+X = np.random.default_rng(0).normal(size=(N, 2))
+Y = X @ np.array([1.0, -0.5]) + np.random.default_rng(1).normal(size=N)
+BUDGET = PrivacyBudget(2.0, 1e-5)
+TRACES: list[int] = []
+
+
+def model(x, y=None):
+    TRACES.append(1)
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, scale), obs=y)
+
+
+def driver(**changes: Any) -> DPSVI:
+    options = dict(
+        model=model, guide=AutoNormal(model), optim=optax.adam(0.05), estimator=aligned(),
+        clip_norm=2.0, sampler=Poisson(0.2), budget=BUDGET, num_steps=60, secret_key=1,
+        repetition=True,
+    )  # fmt: skip
+    return DPSVI(**options | changes)
+
+
+@pytest.fixture(scope="module")
+def svi() -> DPSVI:
+    """One private driver for all tests, so that it compiles once."""
+    return driver()
+
+
+@pytest.fixture(scope="module")
+def result(svi: DPSVI) -> Any:
+    return svi.run(KEY, 60, X, Y, progress_bar=False)
+
+
+@pytest.fixture(scope="module")
+def update(svi: DPSVI) -> Any:
+    return jax.jit(svi.update)
+
+
+def flat(params: dict[str, Any]) -> np.ndarray:
+    return np.asarray(ravel_pytree(params)[0])
+
+
+# What a run returns.
+
+
+def test_a_run_learns_and_stays_float32(result: Any) -> None:
+    np.testing.assert_allclose(result.params["w_auto_loc"], [1.0, -0.5], atol=0.5)
+    assert flat(result.params).dtype == np.float32
+    params, state, losses = result[:3]  # the order of SVIRunResult
+    assert params is result.params
+    assert state is result.state
+    assert losses is None
+
+
+def test_the_report_says_what_was_spent(result: Any) -> None:
+    privacy = result.privacy
+    assert isinstance(privacy, PrivacyReport)
+    assert 0.95 * 2 < privacy.epsilon <= 2.0
+    assert (privacy.delta, privacy.relation, privacy.num_steps) == (
+        1e-5,
+        "add_or_remove_one",
+        60,
+    )
+    assert privacy.accountant
+    assert privacy.event.count == 60
+    assert privacy.event.event.sampling_probability == 0.2
+    text = str(privacy)
+    for part in ("epsilon <= ", "delta=1e-05", "add_or_remove_one", privacy.accountant):
+        assert part in text
+    assert "60 steps of Poisson(rate=0.2" in text
+    assert "60 x Poisson(0.2, Gaussian(" in text
+    assert "NOT PRIVATE" not in text
+
+
+def test_a_run_without_noise_says_that_it_is_not_private() -> None:
+    svi = driver(
+        budget=None, noise_multiplier=0.0, sampler=FullBatch(), secret_key=None, repetition=False,
+        optim=optax.chain(optax.clip(10.0), optax.adam(0.05)),
+    )  # fmt: skip
+    result = svi.run(KEY, 2, X, Y, progress_bar=False)
+    assert np.isfinite(flat(result.params)).all()
+    assert result.privacy.epsilon == np.inf
+    assert str(result.privacy).startswith("NOT PRIVATE")
+    assert "Reproducible" not in str(result.privacy)
+
+
+def test_nothing_sensitive_is_shown(result: Any) -> None:
+    shown = repr(result.state) + repr(result.trace)
+    assert "never publish" in repr(result.state)
+    for words in ("key", "Array(", "uint32"):
+        assert words not in shown.replace("keys of noise", "")
+
+
+def test_a_secret_key_reproduces_a_run_and_says_so(svi: DPSVI, result: Any) -> None:
+    again = svi.run(KEY, 60, X, Y, progress_bar=False)
+    np.testing.assert_array_equal(flat(again.params), flat(result.params))
+    assert again.privacy.reproducible
+    assert "Reproducible run" in str(again.privacy)
+
+
+def test_runs_of_different_length_compile_once(svi: DPSVI, result: Any) -> None:
+    before = len(TRACES)
+    svi.run(KEY, 13, X, Y, progress_bar=False)
+    few = len(TRACES) - before  # traces of init, where the shapes are read
+    svi.run(KEY, 37, X, Y, progress_bar=False)
+    assert len(TRACES) - before == 2 * few
+    assert len(svi._sessions) == 1
+
+
+# Traces.
+
+
+@pytest.mark.parametrize(("steps", "size"), [(60, None), (60, 7), (59, 7), (5, 7)])
+def test_the_trace_is_thinned_and_ends_with_the_last_iterate(
+    svi: DPSVI, steps: int, size: int | None
+) -> None:
+    found = svi.run(KEY, steps, X, Y, progress_bar=False, trace_size=size)
+    trace = found.trace
+    assert 1 <= len(trace.steps) <= min(steps, size or 1000)
+    assert len(trace.steps) >= min(steps, size or 1000) / 2
+    assert trace.steps[-1] == steps
+    assert len(set(np.diff(trace.steps))) <= 1
+    for name, value in found.params.items():
+        assert trace.params[name].shape == (len(trace.steps), *value.shape)
+        np.testing.assert_allclose(trace.params[name][-1], value, rtol=1e-6)
+
+
+def test_the_trace_holds_the_iterates_of_the_run(svi: DPSVI, result: Any) -> None:
+    assert list(result.trace.steps) == list(range(1, 61))
+    short = svi.run(KEY, 20, X, Y, progress_bar=False)
+    for name, value in short.params.items():
+        np.testing.assert_allclose(result.trace.params[name][19], value, rtol=1e-5, atol=1e-6)
+
+
+# Loops written for SVI.
+
+
+def test_a_loop_of_jitted_updates_is_the_run(svi: DPSVI, update: Any, result: Any) -> None:
+    state = svi.init(KEY, X, Y)
+    for _ in range(60):
+        state, loss = update(state, X, Y)
+    assert np.isnan(loss)
+    np.testing.assert_allclose(
+        flat(svi.get_params(state)), flat(result.params), rtol=2e-4, atol=2e-5
+    )
+
+
+def test_updates_inside_scan_stop_at_the_budget(svi: DPSVI, update: Any, result: Any) -> None:
+    def body(state, _):
+        state, loss = svi.update(state, X, Y)
+        return state, (loss, svi.get_params(state)["w_auto_loc"])
+
+    state, (losses, iterates) = jax.lax.scan(body, svi.init(KEY, X, Y), None, length=63)
+    assert np.isnan(losses).all()
+    assert int(state.step) == 60
+    for step in (60, 61, 62):  # steps beyond the budget change nothing
+        np.testing.assert_array_equal(iterates[step], iterates[59])
+    assert np.abs(iterates[59] - iterates[58]).min() > 0
+    np.testing.assert_allclose(iterates[59], result.params["w_auto_loc"], rtol=2e-4, atol=2e-5)
+    with pytest.raises(BudgetError, match="60 updates"):
+        svi.update(state, X, Y)
+    after, _ = update(state, X, Y)
+    same = jax.tree.map(
+        lambda a, b: (jax.random.key_data(a) == jax.random.key_data(b)).all()
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else (a == b).all(),
+        after, state,
+    )  # fmt: skip
+    assert all(jax.tree.leaves(same))
+
+
+def test_a_resumed_run_is_one_long_run(svi: DPSVI, result: Any) -> None:
+    first = svi.run(KEY, 25, X, Y, progress_bar=False)
+    second = svi.run(KEY, 35, X, Y, progress_bar=False, init_state=first.state)
+    np.testing.assert_allclose(flat(second.params), flat(result.params), rtol=2e-4, atol=2e-5)
+    assert list(second.trace.steps) == list(range(26, 61))
+    assert first.privacy.epsilon < second.privacy.epsilon
+    assert second.privacy.epsilon == pytest.approx(result.privacy.epsilon)
+    with pytest.raises(BudgetError, match="num_steps <= 0"):
+        svi.run(KEY, 1, X, Y, progress_bar=False, init_state=second.state)
+
+
+@pytest.mark.slow
+def test_another_driver_resumes_a_state(svi: DPSVI, result: Any) -> None:
+    """A state carries its noise and its steps: a driver made later accounts for all of them."""
+    first = svi.run(KEY, 25, X, Y, progress_bar=False)
+    second = driver().run(KEY, 35, X, Y, progress_bar=False, init_state=first.state)
+    np.testing.assert_allclose(flat(second.params), flat(result.params), rtol=2e-4, atol=2e-5)
+    assert second.privacy.num_steps == 60
+
+
+def test_the_flag_for_stable_updates_is_accepted(svi: DPSVI, result: Any) -> None:
+    found = svi.run(KEY, 60, X, Y, progress_bar=False, stable_update=True)
+    np.testing.assert_array_equal(flat(found.params), flat(result.params))
+
+
+def test_a_record_of_nan_changes_nothing_but_its_own_share(svi: DPSVI) -> None:
+    broken = Y.copy()
+    broken[::10] = np.nan
+    found = svi.run(KEY, 10, X, broken, progress_bar=False)
+    assert np.isfinite(flat(found.params)).all()
+
+
+def test_numpyros_optimisers_and_fresh_keys(result: Any) -> None:
+    """Without a secret key no two runs are alike; Adam is Adam in both libraries."""
+    svi = driver(optim=numpyro.optim.Adam(0.05), secret_key=None, repetition=False, num_steps=60)
+    first, second = (svi.run(KEY, 60, X, Y, progress_bar=False) for _ in range(2))
+    assert not first.privacy.reproducible
+    assert "Reproducible" not in str(first.privacy)
+    assert np.abs(flat(first.params) - flat(second.params)).min() > 0
+    svi.secret_key = driver().secret_key
+    again = svi.run(KEY, 60, X, Y, progress_bar=False)
+    np.testing.assert_allclose(flat(again.params), flat(result.params), rtol=2e-3, atol=2e-4)
+
+
+def test_init_params_set_parameters_and_raw_keys_work(svi: DPSVI) -> None:
+    start = {"w_auto_loc": jnp.array([5.0, 6.0])}
+    state = svi.init(jax.random.PRNGKey(0), X, Y, init_params=start)
+    params = svi.get_params(state)
+    np.testing.assert_allclose(params["w_auto_loc"], [5.0, 6.0])
+    np.testing.assert_allclose(params["w_auto_scale"], 0.1, rtol=1e-5)
+    moved = svi.run(KEY, 1, X, Y, progress_bar=False, init_params=start).params["w_auto_loc"]
+    assert 0 < np.abs(moved - np.array([5.0, 6.0])).max() < 0.2
+
+
+def test_the_posterior_is_used_as_after_svi(svi: DPSVI, result: Any) -> None:
+    draws = Predictive(model, guide=svi.guide, params=result.params, num_samples=50)(
+        jax.random.key(1), X[:4]
+    )
+    assert draws["y"].shape == (50, 4)
+    samples = Predictive(svi.guide, params=result.params, num_samples=50)(jax.random.key(1), X[:4])
+    assert samples["w"].shape == (50, 2)
+    posterior = svi.guide.sample_posterior(
+        jax.random.key(2), result.params, X, Y, sample_shape=(500,)
+    )
+    assert posterior["scale"].shape == (500,)
+    assert (posterior["scale"] > 0).all()
+    np.testing.assert_allclose(posterior["w"].mean(0), result.params["w_auto_loc"], atol=0.1)
+    np.testing.assert_allclose(svi.guide.median(result.params)["w"], result.params["w_auto_loc"])
+
+
+def test_float64_input_is_that_in_float32(svi: DPSVI, result: Any) -> None:
+    assert X.dtype == np.float64
+    found = svi.run(KEY, 60, jnp.asarray(X), jnp.asarray(Y), progress_bar=False)
+    np.testing.assert_array_equal(flat(found.params), flat(result.params))
+    assert len(svi._sessions) == 1
+
+
+# Progress, losses, states.
+
+
+@pytest.mark.parametrize("steps", [60, 7])
+def test_the_progress_bar_shows_steps_and_epsilon_and_nothing_else(
+    svi: DPSVI, result: Any, steps: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = svi.run(KEY, steps, X, Y, progress_bar=True)
+    out, err = capfd.readouterr()
+    assert out == ""
+    shown = re.split(r"[\r\n]+", err.strip())
+    assert f"{steps}/{steps}" in shown[-1]
+    assert f"epsilon <= {found.privacy.epsilon:.3g}" in shown[-1]
+    for line in shown:
+        rest = re.sub(r"epsilon <= [\d.e+-]+", "", line)
+        assert re.fullmatch(r"[^a-z]*(steps?/s|s/step)?(\?step/s)?[^a-z]*", rest), line
+    if steps == 60:
+        np.testing.assert_allclose(flat(found.params), flat(result.params), rtol=1e-5, atol=1e-6)
+
+
+def test_no_bar_writes_nothing(svi: DPSVI, capfd: pytest.CaptureFixture[str]) -> None:
+    svi.run(KEY, 3, X, Y, progress_bar=False)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture(scope="module")
+def with_losses() -> tuple[Any, Any]:
+    """The same run with a released loss curve, and with sensitive losses; epsilon is large."""
+    options: dict[str, Any] = dict(
+        budget=PrivacyBudget(50.0, 1e-5), clip_norm=20.0, optim=optax.adam(0.2),
+        sampler=FullBatch(),
+    )  # fmt: skip
+    start = {"w_auto_loc": jnp.array([-2.0, 3.0])}
+    runs = []
+    for extra in ({"loss_release": LossRelease(15.0, share=0.1)}, {"allow_sensitive": True}):
+        svi = driver(**options, **extra)
+        runs.append(svi.run(KEY, 60, X, Y, progress_bar=False, init_params=start, trace_size=30))
+    return runs[0], runs[1]
+
+
+def test_a_released_loss_curve_is_private_and_plausible(with_losses: tuple[Any, Any]) -> None:
+    released, sensitive = with_losses
+    assert type(released.losses) is PrivateLosses
+    assert type(sensitive.losses) is SensitiveLosses
+    assert "loss curve is part of the release" in str(released.privacy)
+    assert "allow_sensitive" not in str(released.privacy)
+    np.testing.assert_array_equal(released.losses.steps, released.trace.steps)
+    # Both count the same records; the release clips and adds noise.
+    values, exact = released.losses.values, sensitive.losses.values
+    assert np.isfinite(values).all()
+    assert values[-5:].mean() < 0.6 * values[0]
+    assert abs(values[-10:].mean() - exact[-10:].mean()) < 0.15 * exact[-10:].mean()
+
+
+def test_a_released_loss_costs_its_share_of_the_noise(with_losses: tuple[Any, Any]) -> None:
+    released, sensitive = with_losses
+    assert released.privacy.epsilon <= 50.0
+    # The whole signal has the sensitivity sqrt(C^2 + C^2 s / (1 - s)) = C / sqrt(1 - s).
+    assert released.privacy.noise_multiplier == pytest.approx(
+        sensitive.privacy.noise_multiplier, rel=1e-3
+    )
+
+
+def test_sensitive_values_need_permission_and_are_marked(with_losses: tuple[Any, Any]) -> None:
+    _, sensitive = with_losses
+    assert "never publish" in repr(sensitive.losses)
+    assert not re.search(r"\d\.\d", repr(sensitive.losses))
+    assert "allow_sensitive=True" in str(sensitive.privacy)
+    svi = driver(allow_sensitive=True, sampler=FullBatch(), num_steps=3)
+    state = svi.init(KEY, X, Y)
+    assert np.isfinite(svi.evaluate(state, jnp.asarray(X), jnp.asarray(Y)))
+    plain, loss = svi.update(state, X, Y)
+    stable, same = svi.stable_update(state, X, Y)
+    assert loss == same
+    np.testing.assert_array_equal(flat(svi.get_params(plain)), flat(svi.get_params(stable)))
+    # The same draw on the full batch, but the entropy itself for SVI's estimate -log q(z) of it:
+    # they differ by a sum of three (1 - chi squared) / 2.
+    expected = svi.evaluate(state, jnp.asarray(X), jnp.asarray(Y))
+    assert abs(loss - expected) < 5 * np.sqrt(3 / 2) < 0.02 * expected
+
+
+def test_results_and_states_can_be_stored(svi: DPSVI, result: Any) -> None:
+    published = (result.params, result.trace, result.privacy, result.losses)
+    params, trace, privacy, losses = pickle.loads(pickle.dumps(published))
+    np.testing.assert_array_equal(flat(params), flat(result.params))
+    assert (len(trace.steps), str(privacy), losses) == (60, str(result.privacy), None)
+    half = svi.run(KEY, 25, X, Y, progress_bar=False).state
+    stored = pickle.loads(pickle.dumps(half))
+    found = svi.run(KEY, 35, X, Y, progress_bar=False, init_state=stored)
+    np.testing.assert_allclose(flat(found.params), flat(result.params), rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_long_run_finds_the_posterior() -> None:
+    svi = driver(budget=PrivacyBudget(20.0, 1e-5), num_steps=3000, optim=optax.adam(0.01))
+    found = svi.run(KEY, 3000, X, Y, progress_bar=False)
+    exact = np.linalg.lstsq(X, Y, rcond=None)[0]
+    kept = found.trace.params["w_auto_loc"][-500:].mean(0)
+    np.testing.assert_allclose(kept, exact, atol=0.15)
+    assert found.privacy.epsilon <= 20.0
+
+
+def test_the_report_says_that_delta_is_too_large(result: Any) -> None:
+    report, text = result.privacy, f"delta > 1 / {N}"
+    assert text not in str(report)
+    bound = dataclasses.replace(report.bound, delta=1.01 / N)
+    assert text in str(dataclasses.replace(report, bound=bound))
