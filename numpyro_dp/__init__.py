@@ -1,6 +1,5 @@
 """Differentially private Bayesian inference for NumPyro."""
 
-from numpyro_dp.core import Batch, Estimator, Fold, Mechanism, Sampler
 from numpyro_dp.em.driver import DPEM
 from numpyro_dp.ep.driver import DPSEP, EP, SEP
 from numpyro_dp.mcmc import DPMCMC, SGHMC, SGLD, PreconditionedSGLD, sgd_as_sgld, sgld_as_sgd
@@ -22,12 +21,14 @@ from numpyro_dp.posterior import (
 from numpyro_dp.privacy.accounting import GDP, PLD, PRV, RDP, Best, UnsupportedEventError
 from numpyro_dp.privacy.adaptive import AdaptiveClip
 from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.calibration import CalibrationError
 from numpyro_dp.privacy.comparison import compare_accountants
 from numpyro_dp.privacy.once import NoiseReuseError
 from numpyro_dp.privacy.permutation import Permutation
-from numpyro_dp.privacy.plan import BudgetError
+from numpyro_dp.privacy.plan import BudgetError, PrivacyReport
 from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.privacy.sampling import FixedSize, FullBatch, Poisson
+from numpyro_dp.run.results import RunResult, SensitiveValueError
 from numpyro_dp.run.session import LossRelease
 from numpyro_dp.vi.estimators import (
     aligned,
@@ -58,22 +59,21 @@ __all__ = [
     "SGHMC",
     "SGLD",
     "AdaptiveClip",
-    "Batch",
     "Best",
     "BudgetError",
-    "Estimator",
+    "CalibrationError",
     "FixedSize",
-    "Fold",
     "FullBatch",
     "LossRelease",
-    "Mechanism",
     "NoiseReuseError",
     "Permutation",
     "Poisson",
     "PreconditionedSGLD",
     "PrivacyBudget",
+    "PrivacyReport",
     "RegressionNetwork",
-    "Sampler",
+    "RunResult",
+    "SensitiveValueError",
     "UnsupportedEventError",
     "UnsupportedModelError",
     "aligned",

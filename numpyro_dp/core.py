@@ -12,7 +12,7 @@ argument, so the privacy of a new method is the privacy of these few functions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from dp_accounting.dp_event import DpEvent
 from jax import Array
@@ -25,6 +25,7 @@ __all__ = [
     "FactoredSignal",
     "Fold",
     "Mechanism",
+    "Problem",
     "PyTree",
     "Sampler",
 ]
@@ -72,6 +73,42 @@ class FactoredSignal(NamedTuple):
     core: Callable[[PyTree, PyTree, tuple[str, ...]], PyTree]
     expand: Callable[[PyTree, PyTree, tuple[str, ...]], dict[str, PyTree]]
     selects: bool = False
+
+
+@runtime_checkable
+class Problem(Protocol):
+    """What is fitted to records: a model and guide, a family of sites, a mixture, a network."""
+
+    @property
+    def shared(self) -> tuple[Array, ...]:
+        """Public arrays among the arguments."""
+        ...
+
+    @property
+    def num_examples(self) -> int:
+        """Number of records; public."""
+        ...
+
+    @property
+    def numbered(self) -> bool:
+        """Whether an example ends with a number, by which the record draws for itself."""
+        ...
+
+    def at(self, shared: tuple[Array, ...], noise_scale: Array | float = 0.0) -> Problem:
+        """Returns the same with these public arrays, and the noise of a step."""
+        ...
+
+    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Splits arguments into records and public arrays."""
+        ...
+
+    def blank_example(self) -> tuple[Array, ...]:
+        """Returns zeros in the place of one record."""
+        ...
+
+    def constrain(self, params: PyTree) -> PyTree:
+        """Returns the parameters as they are published."""
+        ...
 
 
 class Estimator(NamedTuple):
@@ -135,8 +172,14 @@ class Mechanism(NamedTuple):
 class Sampler(Protocol):
     """Chooses the records of each step.
 
-    Fields of an implementation are public; the size of the data set is a call argument.
+    Fields of an implementation are public; the size of the data set is a call argument. A class
+    that inherits from this one need not define ``relation`` and ``compositions``.
+
+    Attributes:
+        relation: The neighbouring relation under which a run without a budget is reported.
     """
+
+    relation: ClassVar[str] = "add_or_remove_one"
 
     def init(self, key: Array, num_examples: int) -> PyTree:
         """Returns the state from which batches are drawn; ``key`` is secret."""
@@ -147,12 +190,12 @@ class Sampler(Protocol):
         ...
 
     def amplify(self, event: DpEvent, num_examples: int) -> DpEvent:
-        """Turns the event on a batch into the event on the data set.
-
-        Steps compose one by one, unless the sampler has a method ``compositions(num_examples,
-        num_steps)`` that returns how many events that many first steps are together.
-        """
+        """Turns the event on a batch into the event on the data set."""
         ...
+
+    def compositions(self, num_examples: int, num_steps: int) -> int:
+        """Returns how many events the first ``num_steps`` steps are together: one each."""
+        return num_steps
 
     def inclusion_prob(self, num_examples: int) -> float:
         """Returns the public probability that a given record is in a batch."""

@@ -13,7 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from numpyro.infer import SVI, RenyiELBO, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 
 import numpyro_dp
@@ -27,7 +27,6 @@ from numpyro_dp import (
     Best,
     BudgetError,
     FixedSize,
-    Fold,
     FullBatch,
     LossRelease,
     Poisson,
@@ -41,6 +40,7 @@ from numpyro_dp import (
     tail_average,
     vanilla,
 )
+from numpyro_dp.core import Fold
 from numpyro_dp.run.results import SensitiveValueError
 from numpyro_dp.run.session import Session
 
@@ -343,9 +343,9 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "got the class Trace_ELBO | Add the ()",
     ),
     "loss": (
-        lambda: driver(loss=TraceMeanField_ELBO()),
+        lambda: driver(loss=RenyiELBO()),
         UnsupportedModelError,
-        "Trace_ELBO(num_particles=K) | TraceMeanField_ELBO",
+        "Trace_ELBO(num_particles=K) | RenyiELBO",
     ),
     "data plate": (
         lambda: init(data_plate="rows"),

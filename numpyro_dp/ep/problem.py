@@ -77,6 +77,11 @@ class EPProblem(NamedTuple):
         """Number of records."""
         return self.model.structure.layout.num_examples
 
+    @property
+    def numbered(self) -> bool:
+        """No record draws for itself."""
+        return False
+
     def at(self, shared: tuple[Array, ...], noise_scale: Array | float = 0.0) -> EPProblem:
         """The same with the public arrays and the noise of a step."""
         prior = self.prior_at(shared) if shared else self.prior

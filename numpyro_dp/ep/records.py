@@ -27,6 +27,11 @@ class RecordsProblem(NamedTuple):
     noise_scale: Array | float = 0.0
     shared: tuple[Array, ...] = ()
 
+    @property
+    def numbered(self) -> bool:
+        """No record draws for itself."""
+        return False
+
     def at(self, shared: tuple[Array, ...], noise_scale: Array | float = 0.0) -> RecordsProblem:
         """The same with the noise of a step."""
         return self._replace(shared=shared, noise_scale=noise_scale)

@@ -321,9 +321,7 @@ def _most_samples(settings: ChainSettings, num_examples: int, noise: float) -> i
 
 def _check_epochs(sampler: Any, num_examples: int, num_steps: int, chains: int) -> None:
     """Epochs that one chain leaves unfinished are not those of the next."""
-    count = getattr(sampler, "compositions", None)
-    if chains == 1 or count is None:
-        return
+    count = sampler.compositions
     if count(num_examples, chains * num_steps) != chains * count(num_examples, num_steps):
         raise ValueError(
             f"Expected whole epochs in each of {chains} chains, got {num_steps} steps by "

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import Array
-from numpyro.infer import SVI, Trace_ELBO
+from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.guide import hide_likelihood, prototype_without_records
@@ -129,7 +129,7 @@ def arguments_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return treedef, described
 
 
-def check_loss(loss: Any) -> Trace_ELBO:
+def check_loss(loss: Any) -> Trace_ELBO | TraceMeanField_ELBO:
     """Returns the evidence lower bound to use, or raises for one that is not supported.
 
     Raises:
@@ -140,10 +140,11 @@ def check_loss(loss: Any) -> Trace_ELBO:
         return Trace_ELBO()
     if isinstance(loss, type):
         raise TypeError(f"Expected loss=Trace_ELBO(), got the class {loss.__name__}. Add the ().")
-    if type(loss) is not Trace_ELBO or loss.multi_sample_guide or not loss.sum_sites:
+    plain = type(loss) in (Trace_ELBO, TraceMeanField_ELBO)
+    if not plain or getattr(loss, "multi_sample_guide", False) or not loss.sum_sites:
         raise UnsupportedModelError(
-            f"Expected loss=Trace_ELBO(num_particles=K), got {type(loss).__name__}"
-            f"{' with multi_sample_guide or sum_sites=False' if type(loss) is Trace_ELBO else ''}. "
+            "Expected loss=Trace_ELBO(num_particles=K) or TraceMeanField_ELBO(num_particles=K), "
+            f"got {type(loss).__name__}{' of several samples or single sites' if plain else ''}. "
             "Other bounds do not split into a sum over records."
         )
     return loss

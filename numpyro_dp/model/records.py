@@ -210,8 +210,9 @@ def _check_there_are_records(
     if not any(shape[:1] == (number,) for _, shape in found):
         raise ValueError(
             f"Expected an argument array with {number} rows, the size of the data plate, got "
-            f"{found}. Pass the whole data set (batches are drawn inside), and let the plate's "
-            "size be its number of rows."
+            f"{found}. Pass the whole data set (batches are drawn inside) to run, init and update, "
+            "not to the constructor, whose keywords are public; and let the plate's size be its "
+            "number of rows."
         )
     if not rows:
         raise ValueError(

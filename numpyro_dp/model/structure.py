@@ -332,6 +332,8 @@ def _sites_of(
             plates[name] = site["args"][0]
         elif site["type"] == "sample":
             fn, stack = site["fn"], site["cond_indep_stack"]
+            if site.get("_control_flow_done"):
+                raise UnsupportedModelError(_in_scan_message(name, bool(site["is_observed"])))
             sites.append(
                 Site(
                     name,
@@ -351,6 +353,20 @@ def _sites_of(
             if site["type"] == "param":
                 densities[name] = [site["value"]]
     return sites, plates, others, densities
+
+
+def _in_scan_message(name: str, observed: bool) -> str:
+    remedy = (
+        "Compute the states with jax.lax.scan, and observe the whole series of a record at once: "
+        "with numpyro.plate('people', N): sample(name, Normal(states, 1).to_event(1), obs=y)"
+        if observed
+        else "Draw the noise of all steps outside, numpyro.sample(name, Normal(0, 1).expand([T])"
+        ".to_event(1)), and turn it into the states with jax.lax.scan"
+    )
+    return (
+        f"Site {name!r} is inside numpyro.contrib.control_flow.scan, whose sites cannot be read "
+        f"one record at a time. {remedy}."
+    )
 
 
 def _structs(arrays: Any) -> list[jax.ShapeDtypeStruct]:

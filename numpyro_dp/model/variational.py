@@ -121,6 +121,11 @@ class VariationalProblem(NamedTuple):
         keys = jax.random.split(rng_key, self.num_particles)
         return jnp.mean(jax.vmap(local)(latents, keys))
 
+    @property
+    def num_examples(self) -> int:
+        """Number of records."""
+        return self.model.structure.layout.num_examples
+
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Splits arguments into records and public arrays."""
         layout = self.model.structure.layout

@@ -12,7 +12,7 @@ from dp_accounting.dp_event import DpEvent
 from jax import Array, lax
 
 from .._validate import check_int
-from ..core import Batch
+from ..core import Batch, Sampler
 from .random import check_typed_key
 
 __all__ = ["Permutation", "PermutationState"]
@@ -41,7 +41,7 @@ class PermutationState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Permutation:
+class Permutation(Sampler):
     r"""Goes through the records in a new random order in each epoch.
 
     An epoch has :math:`T = \lceil N / b \rceil` batches, whose sizes differ by one at most: batch

@@ -27,7 +27,6 @@ from numpyro_dp.privacy.accounting import (
 from numpyro_dp.privacy.accounting.steps import canonical_event, gaussian_steps
 from numpyro_dp.privacy.budget import PrivacyBudget, Relation, Spending, gaussian_event
 from numpyro_dp.privacy.calibration import calibrate_noise
-from numpyro_dp.privacy.sampling import FixedSize
 
 __all__ = ["BudgetError", "Plan", "PrivacyReport", "default_delta", "make_plan"]
 
@@ -278,7 +277,7 @@ def make_plan(
             budget must cover is not known.
     """
     delta = budget.delta if budget else default_delta(num_examples)
-    relation = budget.relation if budget else _usual_relation(sampler)
+    relation = budget.relation if budget else sampler.relation
     noise = 0.0 if noise_multiplier is None else noise_multiplier
     plan = Plan(sampler, num_examples, noise, mechanism, budget, delta, relation, accountant)
     if budget is None:
@@ -327,20 +326,13 @@ def default_delta(num_examples: int) -> float:
     return min(1e-2, float(num_examples) ** -1.1)
 
 
-def _usual_relation(sampler: Sampler) -> Relation:
-    """The relation of a run without a budget: the one that its sampler is accounted under."""
-    return "replace_one" if isinstance(sampler, FixedSize) else "add_or_remove_one"
-
-
 def _run_event(plan: Plan, noise_multiplier: float, num_steps: int) -> DpEvent:
     event = plan.mechanism(noise_multiplier).event
     if isinstance(event, NonPrivateDpEvent):
         return event
     own = gaussian_event(event.noise_multiplier, plan.relation)
     step = plan.sampler.amplify(own, plan.num_examples)
-    # A sampler may say that several steps are one event: Permutation does of an epoch.
-    several = getattr(plan.sampler, "compositions", lambda _, steps: steps)
-    return SelfComposedDpEvent(step, several(plan.num_examples, num_steps))
+    return SelfComposedDpEvent(step, plan.sampler.compositions(plan.num_examples, num_steps))
 
 
 def _with_earlier(plan: Plan, event: DpEvent) -> DpEvent:

@@ -33,15 +33,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dp_accounting.dp_event import (
-    DpEvent,
-    PoissonSampledDpEvent,
-    SampledWithoutReplacementDpEvent,
-)
+from dp_accounting.dp_event import DpEvent, PoissonSampledDpEvent, SampledWithoutReplacementDpEvent
 from jax import Array, lax
 
 from .._validate import check_int, check_real
-from ..core import Batch
+from ..core import Batch, Sampler
 from ._sampling_distribution import WORD_BITS, Digit, PoissonPlan, distinct_plan, poisson_plan
 from .random import check_typed_key
 
@@ -69,7 +65,7 @@ class SamplerState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Poisson:
+class Poisson(Sampler):
     """Takes each record independently with probability ``rate``.
 
     A batch has the smallest fixed size M with P(Binomial(N - 1, rate) >= M) <= ``overflow_prob``.
@@ -142,7 +138,7 @@ class Poisson:
 
 
 @dataclasses.dataclass(frozen=True)
-class FixedSize:
+class FixedSize(Sampler):
     """Takes ``batch_size`` distinct records, every subset of that size equally likely.
 
     Up to a quarter of the data set: independent uniform rows, of which the first ``batch_size``
@@ -168,6 +164,7 @@ class FixedSize:
     relation: a batch of fixed size is not a Poisson batch.
     """
 
+    relation = "replace_one"
     batch_size: int
 
     def __post_init__(self) -> None:
@@ -220,7 +217,7 @@ class FixedSize:
 
 
 @dataclasses.dataclass(frozen=True)
-class FullBatch:
+class FullBatch(Sampler):
     """Takes every record at each step: no subsampling, so no amplification.
 
     Example:

@@ -384,8 +384,9 @@ class Driver(abc.ABC):
         if key not in self._sessions:
             if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
                 raise ValueError(
-                    "Expected init to have been called with arguments of the same shapes before "
-                    f"update is compiled, got {[s for _, s in array_shapes(args, kwargs)]}."
+                    "Expected init to have been called before update is compiled, with arguments "
+                    "of the same shapes, each passed in the same way (by place or by name), got "
+                    f"{[s for _, s in array_shapes(args, kwargs)]}."
                 )
             structure = self._structure(args, kwargs)
             prepared = self._prepare(structure, jax.random.key(0), args, kwargs, None)

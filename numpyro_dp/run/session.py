@@ -92,7 +92,7 @@ class Session:
     def __init__(self, settings: _Settings, prepared: Prepared) -> None:
         self.problem = problem = prepared.problem
         self.settings = settings
-        self.num_examples = problem.model.structure.layout.num_examples
+        self.num_examples = problem.num_examples
         self.inclusion_prob = settings.sampler.inclusion_prob(self.num_examples)
         self._batch_size = self.inclusion_prob * self.num_examples
         self._clip_norm = with_loss_norm(settings.clip_norm, settings.loss_release)
@@ -109,7 +109,7 @@ class Session:
         self._step = build_step(
             self._estimator, self._mechanism, draw, settings.optim,
             self.inclusion_prob, settings.microbatch_size, settings.mesh,
-            getattr(self.problem, "numbered", False),
+            self.problem.numbered,
         )  # fmt: skip
         self._update = jax.jit(self._guarded_step)
         self._loop = build_loop(self._step_and_value, self._kept, self._measure)
@@ -228,8 +228,7 @@ class Session:
                 "of each together with jax.make_array_from_process_local_data, without stream."
             )
         arrays, shared, _ = self.problem.model.structure.layout.rows(args, kwargs)
-        numbered = getattr(self.problem, "numbered", False)
-        return HostRows(arrays, shared, self.num_examples, numbered)
+        return HostRows(arrays, shared, self.num_examples, self.problem.numbered)
 
     def _streamed(self, state: SensitiveState) -> Session:
         """This session for batches that were fetched."""

@@ -40,7 +40,8 @@ class DPSVI(Driver):
         guide: A reparameterised guide: automatic or hand-written.
         optim: An optax or ``numpyro.optim`` optimiser. It is given the gradient of the negative
             evidence lower bound of the whole data set.
-        loss: ``None`` or ``Trace_ELBO(num_particles=K)``.
+        loss: ``None``, ``Trace_ELBO(num_particles=K)`` or ``TraceMeanField_ELBO(num_particles=K)``;
+            all three are one here, since entropies have closed forms where these are known.
         estimator: For example :func:`~numpyro_dp.aligned` ``()``.
         clip_norm: Bound on the norm of one record's signal, in units of its log likelihood
             gradient, unscaled by batch or data size; or an :class:`~numpyro_dp.AdaptiveClip`; or a

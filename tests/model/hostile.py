@@ -32,12 +32,12 @@ from numpyro_dp import (
     DPSVI,
     SGHMC,
     SGLD,
-    Fold,
     FullBatch,
     PrivacyBudget,
     RegressionNetwork,
     aligned,
 )
+from numpyro_dp.core import Fold
 from numpyro_dp.ep.families import beta
 
 N, D = 60, 3

@@ -13,6 +13,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from numpyro import infer
+from numpyro.contrib.control_flow import scan
 from numpyro.distributions import constraints
 from numpyro.infer.autoguide import (
     AutoDAIS,
@@ -327,14 +328,46 @@ def test_a_guide_that_reads_records_inside_a_list() -> None:
 @pytest.mark.parametrize(
     "loss",
     [
-        infer.TraceMeanField_ELBO(), infer.RenyiELBO(), infer.TraceGraph_ELBO(),
-        infer.TraceEnum_ELBO(), infer.Trace_ELBO(multi_sample_guide=True),
+        infer.RenyiELBO(), infer.TraceGraph_ELBO(), infer.TraceEnum_ELBO(),
+        infer.Trace_ELBO(multi_sample_guide=True), infer.TraceMeanField_ELBO(sum_sites=False),
     ],
     ids=lambda loss: type(loss).__name__,
 )  # fmt: skip
 def test_a_bound_that_does_not_split_into_records(loss: Any) -> None:
     with pytest.raises(UnsupportedModelError, match=r"Expected loss=Trace_ELBO\(num_particles=K\)"):
         driver(good, AutoNormal(good), loss)
+
+
+def test_latents_inside_a_scan_of_numpyro() -> None:
+    def model(x):
+        scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+
+        def step(state, _):
+            state = numpyro.sample("state", dist.Normal(state, scale))
+            return state, state
+
+        _, states = scan(step, jnp.zeros(()), None, length=x.shape[1])
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("x", dist.Normal(states, 1.0).to_event(1), obs=x)
+
+    match = "Site 'state' is inside numpyro.contrib.control_flow.scan.*jax.lax.scan"
+    with pytest.raises(UnsupportedModelError, match=match):
+        driver(model, AutoNormal(model)).init(jax.random.key(0), X)
+
+
+def test_a_plate_inside_a_scan_of_numpyro() -> None:
+    def model(x):
+        slope = numpyro.sample("slope", dist.Normal(0, 1))
+
+        def step(before, now):
+            with numpyro.plate("records", x.shape[0]):
+                return numpyro.sample("x", dist.Normal(slope * before, 1.0), obs=now), None
+
+        scan(step, jnp.zeros(x.shape[0]), x.T)
+
+    match = "Site 'x' is inside numpyro.contrib.control_flow.scan.*observe the whole series"
+    with pytest.raises(UnsupportedModelError, match=match):
+        driver(model, AutoNormal(model)).init(jax.random.key(0), X)
 
 
 def test_a_data_plate_that_is_not_there() -> None:

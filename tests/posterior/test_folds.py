@@ -14,7 +14,8 @@ from jax import lax
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from scipy import signal
 
-from numpyro_dp import DPSVI, Fold, FullBatch, Poisson, aligned, exponential_average, tail_average
+from numpyro_dp import DPSVI, FullBatch, Poisson, aligned, exponential_average, tail_average
+from numpyro_dp.core import Fold
 from numpyro_dp.posterior import average
 
 DIM, NUMBER = 3, 500

@@ -17,13 +17,13 @@ from numpyro_dp import (
     DPSEP,
     DPSVI,
     FixedSize,
-    Fold,
     FullBatch,
     LossRelease,
     Permutation,
     Poisson,
     aligned,
 )
+from numpyro_dp.core import Fold
 from numpyro_dp.run import streaming
 
 KEY = jax.random.key(0)

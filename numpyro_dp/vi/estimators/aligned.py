@@ -59,8 +59,8 @@ def aligned() -> Callable[[VariationalProblem], Estimator]:
     same vector-Jacobian product.
 
     Returns:
-        A function that builds the :class:`~numpyro_dp.Estimator` for a model and guide; pass it
-        to :class:`~numpyro_dp.DPSVI` as ``estimator=``.
+        A function that builds the :class:`~numpyro_dp.core.Estimator` for a model and guide; pass
+        it to :class:`~numpyro_dp.DPSVI` as ``estimator=``.
 
     Example:
         >>> from numpyro_dp import aligned

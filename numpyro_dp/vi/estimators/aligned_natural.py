@@ -35,8 +35,8 @@ def aligned_natural() -> Callable[[VariationalProblem], Estimator]:
     guide, :math:`L^\top g`: in posterior standard deviations.
 
     Returns:
-        A function that builds the :class:`~numpyro_dp.Estimator` for a model and guide; pass it
-        to :class:`~numpyro_dp.DPSVI` as ``estimator=``. It raises
+        A function that builds the :class:`~numpyro_dp.core.Estimator` for a model and guide; pass
+        it to :class:`~numpyro_dp.DPSVI` as ``estimator=``. It raises
         :class:`~numpyro_dp.UnsupportedModelError` for other guides.
 
     Example:

@@ -35,8 +35,8 @@ def natural() -> Callable[[VariationalProblem], Estimator]:
     they are steps in the distributions, not in their parameters; Adam rescales them.
 
     Returns:
-        A function that builds the :class:`~numpyro_dp.Estimator` for a model and guide; pass it
-        to :class:`~numpyro_dp.DPSVI` as ``estimator=``. It raises
+        A function that builds the :class:`~numpyro_dp.core.Estimator` for a model and guide; pass
+        it to :class:`~numpyro_dp.DPSVI` as ``estimator=``. It raises
         :class:`~numpyro_dp.UnsupportedModelError` for other guides.
 
     Example:

@@ -36,8 +36,8 @@ def preconditioned() -> Callable[[VariationalProblem], Estimator]:
     Without clip and noise it gives the gradient of the evidence lower bound.
 
     Returns:
-        A function that builds the :class:`~numpyro_dp.Estimator` for a model and guide; pass it
-        to :class:`~numpyro_dp.DPSVI` as ``estimator=``. It raises
+        A function that builds the :class:`~numpyro_dp.core.Estimator` for a model and guide; pass
+        it to :class:`~numpyro_dp.DPSVI` as ``estimator=``. It raises
         :class:`~numpyro_dp.UnsupportedModelError` for other guides.
 
     Example:

@@ -47,8 +47,8 @@ def vanilla() -> Callable[[VariationalProblem], Estimator]:
     stay outside the clip.
 
     Returns:
-        A function that builds the :class:`~numpyro_dp.Estimator` for a model and guide; pass it
-        to :class:`~numpyro_dp.DPSVI` as ``estimator=``.
+        A function that builds the :class:`~numpyro_dp.core.Estimator` for a model and guide; pass
+        it to :class:`~numpyro_dp.DPSVI` as ``estimator=``.
 
     Example:
         >>> from numpyro_dp import vanilla

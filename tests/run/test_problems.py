@@ -1,0 +1,46 @@
+"""What is fitted is one contract, whatever the method."""
+
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal
+
+from numpyro_dp import DPEM, DPPBP, DPSEP, DPSVI, FullBatch, RegressionNetwork, aligned
+from numpyro_dp.core import Problem
+
+X = jnp.linspace(-1.0, 1.0, 12)
+NOISE = {"clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 1.0}
+
+
+def model(x):
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+
+
+DRIVERS = {
+    "DPSVI": (
+        lambda: DPSVI(
+            model, AutoDiagonalNormal(model), optax.sgd(0.1), estimator=aligned(), **NOISE
+        ),
+        (X,),
+    ),
+    "DPSEP": (lambda: DPSEP(model, **NOISE), (X,)),
+    "DPEM": (lambda: DPEM(2, **NOISE), (X[:, None],)),
+    "DPPBP": (lambda: DPPBP(RegressionNetwork((2,)), **NOISE), (X[:, None], X)),
+}
+
+
+@pytest.mark.parametrize("name", DRIVERS)
+def test_every_method_fits_a_problem(name):
+    make, args = DRIVERS[name]
+    problem = make()._session(args, {}).problem
+    assert isinstance(problem, Problem)
+    assert problem.num_examples == 12
+    blank = problem.blank_example()
+    rows = problem.rows(args, {})
+    assert [leaf.shape for leaf in blank] == [leaf.shape[1:] for leaf in rows.arrays]
+    assert problem.numbered == (len(blank) > len(args))
+    assert isinstance(problem.at(rows.shared, 0.5), Problem)
