@@ -11,8 +11,8 @@ import pytest
 from jaxtyping import install_import_hook
 
 _CHECKED = (
-    "core", "sums.bounded", "run.step", "run.session", "run.results", "vi", "model",
-    "privacy.mechanism",
+    "core", "sums.bounded", "run.step", "run.session", "run.results", "vi.svi", "model",
+    "vi.estimators", "privacy.mechanism",
 )  # fmt: skip
 
 install_import_hook([f"numpyro_dp.{name}" for name in _CHECKED], "_typecheck.checked")
