@@ -10,7 +10,8 @@ private sums. Four rules prevent it.
    was used before, are refused.
 3. A state has 256 further bits, its nonce, which are new each time it enters a function that is
    compiled or transformed (:func:`next_nonce`). A compiled update runs without Python, so that
-   nobody could refuse its second call with one state: the nonce gives it keys of its own.
+   nobody could refuse its second call with one state: the nonce gives it keys of its own. There
+   is no nonce where the key was given, or where several processes have to agree on the noise.
 4. A state that goes on, in this process or in another, continues with keys of its own
    (:func:`renewed`): with :math:`k` the state's key and :math:`e` 256 new bits from the operating
    system,
@@ -253,7 +254,8 @@ def next_nonce(key: Any, nonce: Any) -> Any:
     """Returns the nonce that a state takes along into a compiled or transformed function.
 
     Outside a trace: new bits. Inside one, where a state is handed on to a further function: the
-    nonce of the state, with a number in it from the second time on.
+    nonce of the state, with a number in it from the second time on. (The keys of two such uses
+    differ by that number; ChaCha20 is taken as a pseudorandom function under related keys there.)
 
     Args:
         key: The secret key of the state.
