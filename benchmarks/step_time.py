@@ -53,6 +53,7 @@ def steps(guide_type, dim, batch):
             clip_norm=1.0,
             sampler=FullBatch(),
             noise_multiplier=1.0,
+            data_plate="records",  # with (1000, 1000) numbers either axis could count records
         )
     compiled, calls = {}, {}
     for name, driver in drivers.items():

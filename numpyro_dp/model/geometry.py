@@ -30,7 +30,7 @@ from jax import Array, lax
 from numpyro.distributions import biject_to
 from numpyro.infer import autoguide
 
-from numpyro_dp.model.public import UnsupportedModelError
+from numpyro_dp.model.public import UnsupportedModelError, own_constants
 from numpyro_dp.model.variational import VariationalProblem, guide_kind
 
 __all__ = ["Geometry", "gaussian_geometry"]
@@ -169,7 +169,7 @@ def _full_rank(auto: Any) -> Geometry:
     """Cholesky guide: loc and the lower triangular factor of the covariance."""
     dim, constraint = auto.latent_dim, auto.scale_tril_constraint
     loc, tril = f"{auto.prefix}_loc", f"{auto.prefix}_scale_tril"
-    rows, columns = np.tril_indices(dim)
+    rows, columns = own_constants(*np.tril_indices(dim))
     weights = np.where(rows == columns, 0.5, 1.0)
 
     def square(vector: Array) -> Array:
