@@ -170,7 +170,7 @@ def _full_rank(auto: Any) -> Geometry:
     dim, constraint = auto.latent_dim, auto.scale_tril_constraint
     loc, tril = f"{auto.prefix}_loc", f"{auto.prefix}_scale_tril"
     rows, columns = own_constants(*np.tril_indices(dim))
-    weights = np.where(rows == columns, 0.5, 1.0)
+    (weights,) = own_constants(np.where(rows == columns, 0.5, 1.0))
 
     def square(vector: Array) -> Array:
         return jnp.zeros((dim, dim), vector.dtype).at[rows, columns].set(vector)
