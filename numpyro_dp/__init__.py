@@ -19,17 +19,18 @@ from numpyro_dp.posterior import (
     to_arviz,
 )
 from numpyro_dp.privacy.accounting import GDP, PLD, PRV, RDP, Best, UnsupportedEventError
-from numpyro_dp.privacy.adaptive import AdaptiveClip
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.calibration import CalibrationError
 from numpyro_dp.privacy.comparison import compare_accountants
+from numpyro_dp.privacy.mechanism.adaptive import AdaptiveClip
+from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
 from numpyro_dp.privacy.once import NoiseReuseError
 from numpyro_dp.privacy.permutation import Permutation
 from numpyro_dp.privacy.plan import BudgetError, PrivacyReport
 from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.privacy.sampling import FixedSize, FullBatch, Poisson
+from numpyro_dp.run.loss import LossRelease
 from numpyro_dp.run.results import RunResult, SensitiveValueError
-from numpyro_dp.run.session import LossRelease
 from numpyro_dp.vi.estimators import (
     aligned,
     aligned_natural,
@@ -64,6 +65,7 @@ __all__ = [
     "CalibrationError",
     "FixedSize",
     "FullBatch",
+    "GaussianMechanism",
     "LossRelease",
     "NoiseReuseError",
     "Permutation",

@@ -25,8 +25,11 @@ __all__ = [
     "FactoredSignal",
     "Fold",
     "Mechanism",
+    "MechanismBuilder",
+    "MechanismState",
     "Problem",
     "PyTree",
+    "Released",
     "Sampler",
 ]
 
@@ -94,8 +97,8 @@ class Problem(Protocol):
         """Whether an example ends with a number, by which the record draws for itself."""
         ...
 
-    def at(self, shared: tuple[Array, ...], noise_scale: Array | float = 0.0) -> Problem:
-        """Returns the same with these public arrays, and the noise of a step."""
+    def at(self, shared: tuple[Array, ...]) -> Problem:
+        """Returns the same with these public arrays."""
         ...
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,15 +114,27 @@ class Problem(Protocol):
         ...
 
 
+class Released(NamedTuple):
+    """What a step releases.
+
+    Attributes:
+        total: The privatised sum of the signals, divided by the inclusion probability.
+        noise_scale: Standard deviation of the noise in each of its numbers; public.
+    """
+
+    total: PyTree
+    noise_scale: Array | float
+
+
 class Estimator(NamedTuple):
-    """A gradient estimator: the rows of the package's table of methods.
+    """What a step releases of each record, and what it makes of the sum: a row of the method table.
 
     Attributes:
         prepare: ``(rng_key, params) -> public``. Sees no data.
         signal: ``(public, example) -> signal``. Sees one example.
-        pull_back: ``(public, released) -> gradient`` of the loss to be minimised with respect to
-            ``params``. ``released`` is the privatised sum divided by the inclusion probability.
-            Sees no data.
+        pull_back: ``(public, released) -> update``, with :class:`Released`. The update is what the
+            optimiser takes: the gradient of the loss in variational inference, a score in Markov
+            chain Monte Carlo, a change of natural parameters in message passing. Sees no data.
         factored: The same signal as a :class:`FactoredSignal`, or ``None``.
         check: ``params -> None``: raises where something declared of the model does not hold. Sees
             no data. ``None`` where nothing is.
@@ -127,45 +142,84 @@ class Estimator(NamedTuple):
 
     prepare: Callable[[Array, PyTree], PyTree]
     signal: Callable[[PyTree, PyTree], PyTree]
-    pull_back: Callable[[PyTree, PyTree], PyTree]
+    pull_back: Callable[[PyTree, Released], PyTree]
     factored: FactoredSignal | None = None
     check: Callable[[PyTree], None] | None = None
 
 
-class Mechanism(NamedTuple):
-    """Bounds one record's signal and privatises the sum.
+class MechanismState(NamedTuple):
+    """What a mechanism carries from one step to the next.
 
     Attributes:
-        init: ``() -> state``.
-        blocks: ``names -> blocks`` of entries of the signal that are clipped together.
+        clip_norm: The clip norms of the step to come; public.
+        memory: What else it carries, such as earlier noise; secret.
+    """
+
+    clip_norm: Any
+    memory: PyTree = ()
+
+
+class Mechanism(NamedTuple):
+    """Bounds one record's signal and privatises the sum; states its own sensitivity and event.
+
+    A signal is a dict of entries; entries that are bounded together are a block.
+
+    Attributes:
+        init: ``total -> memory``, from the shapes of the sum: the memory of the first step.
+        blocks: ``names -> blocks`` of entries of the signal.
         norms: ``names -> clip norm of each block``; ``None`` where nothing is clipped.
         scales: ``(names, squared norm of each block, margin) -> factor of each block``, which
-            brings its norm down to ``margin`` times the clip norm.
-        bound: ``signal -> (bounded, norm)``. A signal with a non-finite entry becomes 0.
-        privatise: ``(key, total, state) -> (released, state)``.
+            brings its norm down to at most ``margin`` times the clip norm, and to 0 where any
+            block is not finite. Blocks have the norms of one record, or of many along an axis.
+        privatise: ``(key, total, state) -> (released, state)`` with :class:`MechanismState`.
         sensitivity: Largest change of ``total`` in Euclidean norm when one record is added or
-            removed.
+            removed, in the first step.
+        noise_scale: Standard deviation of the noise in each number that this step releases.
         event: The ``dp_accounting`` event of one call of ``privatise`` (add or remove one).
         extras: ``(names, squared norm of each block, margin) -> {entry: (numbers, norm)}``: what
             each record adds to the sum besides its signal, to tune the mechanism itself: one number
             a record and entry, at most ``margin * norm``, and 0 where the signal is not finite.
             ``privatise`` reads and removes these entries. ``None`` where nothing is tuned.
+        compose: ``(sampler, num_examples, num_steps) -> event`` of a whole run, for noise that
+            depends on that of earlier steps (correlated noise). ``None`` where each call has fresh
+            noise: the sampler amplifies the event of a step, and the steps compose.
     """
 
-    init: Callable[[], PyTree]
+    init: Callable[[PyTree], PyTree]
     blocks: Callable[[tuple[str, ...]], Blocks]
-    norms: Callable[[tuple[str, ...]], tuple[Array, ...] | None]
+    norms: Callable[[tuple[str, ...]], tuple[Any, ...] | None]
     scales: Callable[[tuple[str, ...], tuple[Array, ...], float], tuple[Array, ...]]
-    bound: Callable[[PyTree], tuple[PyTree, Array]]
-    privatise: Callable[[Array, PyTree, PyTree], tuple[PyTree, PyTree]]
-    sensitivity: float
-    event: DpEvent
+    privatise: Callable[[Array, PyTree, MechanismState], tuple[PyTree, MechanismState]]
+    sensitivity: Any
+    noise_scale: Any
+    event: DpEvent | None
     extras: (
         Callable[
             [tuple[str, ...], tuple[Array, ...], float], dict[str, tuple[Array, Array | float]]
         ]
         | None
     ) = None
+    compose: Callable[[Sampler, int, int], DpEvent] | None = None
+
+
+@runtime_checkable
+class MechanismBuilder(Protocol):
+    """What ``mechanism=`` takes: a value that can be compared, hashed and pickled.
+
+    A frozen dataclass with ``__call__`` is one; see ``examples/extending/automatic_clipping.py``.
+    """
+
+    def __call__(self, clip_norm: Any, noise_multiplier: Any) -> Mechanism:
+        """Returns the mechanism of a step.
+
+        Args:
+            clip_norm: The norms of the step, with ``blocks(names)``, ``of_blocks(names)`` and
+                ``sensitivity``. Its numbers may be traced.
+            noise_multiplier: Noise standard deviation over sensitivity; may be traced, and then
+                ``event`` may be ``None``. Under replace-one the plan passes half of it to find the
+                event, because the sensitivity is twice as large.
+        """
+        ...
 
 
 @runtime_checkable

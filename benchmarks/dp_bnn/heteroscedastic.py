@@ -111,7 +111,7 @@ def variational(guide_type, dropout, setting, private):
     )  # fmt: skip
 
     def fit(seed, train):
-        svi.secret_key, svi.repetition = secret_key(seed), True
+        svi.settings = svi.settings.changed(secret_key=secret_key(seed), repetition=True)
         result = svi.run(jax.random.key(seed), STEPS, train, progress_bar=False)
         draws = posterior_samples(jax.random.key(1), guide, result.params, DRAWS)
         return draws, {"dropout": dropout}

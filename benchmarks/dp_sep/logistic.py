@@ -111,7 +111,7 @@ def sep_runs(family, quick):
         )
 
         def run(x, y, seed, driver=driver, num_steps=num_steps):
-            driver.secret_key = secret_key(seed)
+            driver.settings = driver.settings.changed(secret_key=secret_key(seed))
             result = driver.run(jax.random.key(seed), num_steps, x, y, progress_bar=False)
             return from_natural(result.params)
 
@@ -133,7 +133,8 @@ def svi_runs(guide, quick):
         )
 
         def run(x, y, seed, driver=driver):
-            driver.secret_key, fold = secret_key(seed), tail_average(NUM_STEPS, 0.25)
+            driver.settings = driver.settings.changed(secret_key=secret_key(seed))
+            fold = tail_average(NUM_STEPS, 0.25)
             result = driver.run(
                 jax.random.key(seed), NUM_STEPS, x, y, progress_bar=False, fold=fold
             )

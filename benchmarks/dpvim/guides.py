@@ -210,7 +210,11 @@ def cell(problem, name, args):
     row["non-private"] = score(non_private(problem, guide))
     for method in METHODS:
         svi, step_size, tried = choose(problem, guide, method, grid, score, args)
-        row[f"{method} chosen"] = {"clip": svi.clip_norm, "step": step_size, "tried": tried}
+        row[f"{method} chosen"] = {
+            "clip": svi.settings.clip_norm.given,
+            "step": step_size,
+            "tried": tried,
+        }
         found = [fit(svi, step_size, seed, problem) for seed in range(args.seeds)]
         runs[method] = [score(params) for params in found]
     gaps = [

@@ -11,20 +11,17 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
-from jax.sharding import Mesh
 
 from numpyro_dp._validate import check_int, check_probs, check_real
-from numpyro_dp.core import Sampler
 from numpyro_dp.em.estimator import MStep, expected_statistics
 from numpyro_dp.ep.problem import read_conjugate_model
 from numpyro_dp.ep.records import RecordsProblem
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frontend import Prepared
 from numpyro_dp.model.structure import ModelStructure
-from numpyro_dp.privacy.accounting import Accountant
-from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
+from numpyro_dp.run.settings import Method, RunSettings, takes_settings
 from numpyro_dp.run.step import SensitiveState
 
 __all__ = ["DPEM"]
@@ -43,8 +40,8 @@ class DPEM(Driver):
         clip_norm: Bound on one record's statistics: their joint norm, or a dict of norms of
             ``counts`` (at most 1), ``sums`` (at most the norm of x) and ``squares`` (at most its
             square). Scale x by public constants so that records lie in a ball of known radius.
-        sampler, budget, noise_multiplier, secret_key, num_steps, accountant, microbatch_size,
-            mesh, repetition: As for :class:`~numpyro_dp.DPSVI`.
+        sampler, mechanism, budget, noise_multiplier, secret_key, num_steps, accountant,
+            microbatch_size, mesh, repetition: As for :class:`~numpyro_dp.DPSVI`.
         damping: Part of the statistics that a step replaces, in (0, 1], or a function of the step
             number; 1 is the algorithm of the paper, less averages noise over steps.
         scale: Known standard deviation of every component in every direction; by default
@@ -80,25 +77,17 @@ class DPEM(Driver):
         maximization, AISTATS.
     """
 
+    @takes_settings(without=("loss_release", "allow_sensitive", "public"))
     def __init__(
         self,
         num_components: int,
         *,
-        clip_norm: Any,
-        sampler: Sampler,
-        budget: PrivacyBudget | None = None,
-        noise_multiplier: float | None = None,
-        secret_key: Any = None,
-        num_steps: int | None = None,
-        accountant: Accountant | None = None,
-        microbatch_size: int | str = "auto",
-        mesh: Mesh | None = None,
-        repetition: bool = False,
         damping: float | Callable[[Array], Array] = 1.0,
         scale: float | None = None,
         probs: Any = None,
         init_scale: float = 1.0,
         smallest_variance: float = 1e-3,
+        settings: dict[str, Any],
     ) -> None:
         self.num_components = check_int("num_components", num_components, low=1)
         self.init_scale = check_real("init_scale", init_scale, low=0, low_open=True)
@@ -110,21 +99,10 @@ class DPEM(Driver):
         known = None if probs is None else check_probs(probs, num_components)
         given = {"covariances": scale, "probs": probs}
         self._known = {name for name, value in given.items() if value is not None}
-        self.method = f"mixture of {num_components}, {scale}, {probs}, {smallest_variance}"
-        super().__init__(
-            estimator=expected_statistics(scale is None),
-            optim=MStep(damping, scale, known, smallest_variance),
-            clip_norm=clip_norm,
-            sampler=sampler,
-            budget=budget,
-            noise_multiplier=noise_multiplier,
-            secret_key=secret_key,
-            num_steps=num_steps,
-            accountant=accountant,
-            microbatch_size=microbatch_size,
-            mesh=mesh,
-            repetition=repetition,
-        )
+        text = f"mixture of {num_components}, {scale}, {probs}, {smallest_variance}"
+        step = MStep(damping, scale, known, smallest_variance)
+        method = Method(expected_statistics(scale is None), step, text)
+        super().__init__(method, RunSettings(**settings))
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the parameters at a state; they may be published."""
@@ -157,7 +135,7 @@ class DPEM(Driver):
         if init_params is not None:
             params = params | _check_init(init_params, params, self._known)
         problem = RecordsProblem(Model(_placeholder, structure), structure.layout.num_examples)
-        return Prepared(problem, self.optim.init(params), rng_key)
+        return Prepared(problem, self.method.optim.init(params), rng_key)
 
     def _start(self, rng_key: Array, size: int) -> dict[str, Array]:
         number = self.num_components

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from numpyro_dp.core import Estimator
+from numpyro_dp.core import Estimator, Released
 from numpyro_dp.ep.families._matrix import raise_eigenvalues
 from numpyro_dp.ep.gaussian import inverse_and_log_det
 from numpyro_dp.ep.records import RecordsProblem
@@ -36,7 +36,7 @@ __all__ = ["MStep", "expected_statistics"]
 Params = dict[str, Array]
 
 
-class Released(NamedTuple):
+class Statistics(NamedTuple):
     """What the M step reads.
 
     Attributes:
@@ -83,14 +83,14 @@ def expected_statistics(with_squares: bool) -> Callable[[RecordsProblem], Estima
                 found["squares"] = share[:, None] * (jnp.outer(x, x)[rows, cols] * weight)
             return found
 
-        def pull_back(public: _Public, released: dict[str, Array]) -> Released:
-            sums = dict(released)
+        def pull_back(public: _Public, released: Released) -> Statistics:
+            sums = dict(released.total)
             if with_squares:
                 number = len(public.means)
                 upper = jnp.zeros((number, size, size))
-                upper = upper.at[:, rows, cols].set(released["squares"] / weight)
+                upper = upper.at[:, rows, cols].set(sums["squares"] / weight)
                 sums["squares"] = upper + jnp.triu(upper, 1).swapaxes(1, 2)
-            return Released(sums, jnp.asarray(problem.noise_scale))
+            return Statistics(sums, jnp.asarray(released.noise_scale))
 
         return Estimator(prepare, signal, pull_back)
 
@@ -154,12 +154,12 @@ class MStep:
         """Returns the parameters."""
         return state.params
 
-    def update(self, gradient: Released, state: MStepState, **_: Any) -> MStepState:
+    def update(self, statistics: Statistics, state: MStepState, **_: Any) -> MStepState:
         """Takes a step: a count is at least 1, and twice the noise in it."""
         rate = jnp.clip(jnp.asarray(self._rate(state.step), jnp.result_type(float)), 0, 1)
         rate = jnp.where(state.step == 0, 1.0, rate)  # there is nothing to mix with yet
-        sums = jax.tree.map(lambda old, new: old + rate * (new - old), state.sums, gradient.sums)
-        noise = (1 - rate) ** 2 * state.noise + (rate * gradient.noise_scale) ** 2
+        sums = jax.tree.map(lambda old, new: old + rate * (new - old), state.sums, statistics.sums)
+        noise = (1 - rate) ** 2 * state.noise + (rate * statistics.noise_scale) ** 2
         counts = jnp.maximum(sums["counts"], jnp.maximum(1.0, 2 * jnp.sqrt(noise)))
         means = sums["sums"] / counts[:, None]
         params = {"probs": counts / jnp.sum(counts), "means": means}

@@ -66,15 +66,13 @@ class Damped:
         """Returns the natural parameters."""
         return state.natural
 
-    def update(self, gradient: Move, state: DampedState, **_: Any) -> DampedState:
+    def update(self, move: Move, state: DampedState, **_: Any) -> DampedState:
         """Takes a step."""
-        problem = gradient.problem
+        problem = move.problem
         family, prior = problem.latents.family, problem.prior
         rate = jnp.clip(jnp.asarray(self._rate(state.step), jnp.result_type(float)), 0, 1)
-        noise = (1 - rate) ** 2 * state.noise + (rate * gradient.noise_scale) ** 2
-        moved = {
-            name: value + rate * gradient.direction[name] for name, value in state.natural.items()
-        }
+        noise = (1 - rate) ** 2 * state.noise + (rate * move.noise_scale) ** 2
+        moved = {name: value + rate * move.direction[name] for name, value in state.natural.items()}
         if problem.latents.is_normal:
             smallest = self._floor * jnp.sqrt(noise)
             at = cavity_of(state.natural).mean

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array
-from jax.sharding import Mesh
 
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Sampler
@@ -23,12 +22,11 @@ from numpyro_dp.model.frontend import Prepared, arguments_key
 from numpyro_dp.model.public import declare
 from numpyro_dp.model.records import Rows
 from numpyro_dp.model.structure import ModelStructure
-from numpyro_dp.privacy.accounting import Accountant
-from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.session import Session
+from numpyro_dp.run.settings import Method, RunSettings, takes_settings
 from numpyro_dp.run.step import SensitiveState
 from numpyro_dp.run.sweep import SweepResult
 
@@ -121,8 +119,8 @@ class DPSEP(Driver):
         form: ``"centred"``, or ``"paper"`` for Algorithm 3 as printed: its :math:`\gamma`, 1 there
             and N for the update of SEP, is ``damping``; see :mod:`numpyro_dp.ep.paper_form`. It
             wants one number as ``clip_norm``, and the three arguments before at their defaults.
-        sampler, budget, noise_multiplier, secret_key, num_steps, accountant, microbatch_size,
-            mesh, public, repetition: As for :class:`~numpyro_dp.DPSVI`.
+        sampler, mechanism, budget, noise_multiplier, secret_key, num_steps, accountant,
+            microbatch_size, mesh, public, repetition: As for :class:`~numpyro_dp.DPSVI`.
         data_plate: Name of the plate over records, where the trace is ambiguous.
         **static_kwargs: Public, constant keywords of the model.
 
@@ -156,52 +154,30 @@ class DPSEP(Driver):
         differs, and why: :mod:`numpyro_dp.ep.estimator`.
     """
 
+    @takes_settings(without=("loss_release", "allow_sensitive"))
     def __init__(
         self,
         model: Callable[..., Any],
         family: Callable[[int], Family] | Mapping[str, Family] = normal,
         *,
-        clip_norm: Any,
-        sampler: Sampler,
         site: SiteBuilder | None = None,
         damping: float | Callable[[Array], Array] = 0.5,
         precision_weight: float = 1.0,
         shared_precision: bool | int = False,
         floor: float = 2.0,
         form: str = "centred",
-        budget: PrivacyBudget | None = None,
-        noise_multiplier: float | None = None,
-        secret_key: Any = None,
-        num_steps: int | None = None,
-        accountant: Accountant | None = None,
-        microbatch_size: int | str = "auto",
-        mesh: Mesh | None = None,
         data_plate: str | None = None,
-        public: Any = (),
-        repetition: bool = False,
+        settings: dict[str, Any],
         **static_kwargs: Any,
     ) -> None:
-        release = Release(precision_weight, shared_precision, floor)
+        own, release = RunSettings(**settings), Release(precision_weight, shared_precision, floor)
         release.check(family)
-        estimator, optim = choose_form(form, release, damping, clip_norm, sampler)
+        estimator, optim = choose_form(form, release, damping, own.clip_norm, own.sampler)
         self._form = form
-        self._reader = _Reader(model, family, site, data_plate, static_kwargs, public)
+        self._reader = _Reader(model, family, site, data_plate, static_kwargs, own.public)
         self.guide = self._reader.guide
-        self.method = f"{self._reader}, {tuple(release)}, {form}"
-        super().__init__(
-            estimator=estimator,
-            optim=optim,
-            clip_norm=clip_norm,
-            sampler=sampler,
-            budget=budget,
-            noise_multiplier=noise_multiplier,
-            secret_key=secret_key,
-            num_steps=num_steps,
-            accountant=accountant,
-            microbatch_size=microbatch_size,
-            mesh=mesh,
-            repetition=repetition,
-        )
+        text = f"{self._reader}, {tuple(release)}, {form}"
+        super().__init__(Method(estimator, optim, text), own)
 
     def sweep(self, *args: Any, **kwargs: Any) -> SweepResult:
         """As :meth:`~numpyro_dp.DPSVI.sweep`; without norms where ``form="paper"``."""
@@ -215,7 +191,7 @@ class DPSEP(Driver):
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters at a state; they may be published."""
         checks.check_state(state)
-        natural = self.optim.get_params(state.optim_state)
+        natural = self.method.optim.get_params(state.optim_state)
         return {PREFIX + name: value for name, value in natural.items()}
 
     def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
@@ -235,7 +211,7 @@ class DPSEP(Driver):
         else:
             problem = known.problem.at(structure.layout.rows(args, kwargs).shared)
         self.guide.prototype_trace = problem
-        return Prepared(problem, self.optim.init(problem.start(init_params)), rng_key)
+        return Prepared(problem, self.method.optim.init(problem.start(init_params)), rng_key)
 
     def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
         session = super()._session(args, kwargs)

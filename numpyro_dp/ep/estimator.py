@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_dp.core import Estimator
+from numpyro_dp.core import Estimator, Released
 from numpyro_dp.ep.families import divide, power
 from numpyro_dp.ep.gaussian import cavity_of, centre
 from numpyro_dp.ep.problem import EPProblem
@@ -92,11 +92,11 @@ def stochastic_ep(
             found = method.approximate(public.site, example)
             return packing.pack(divide(finite_or_nothing(found), public.factor))
 
-        def pull_back(public: _Public, released: dict[str, Array]) -> Move:
-            direction = packing.unpack(released)
+        def pull_back(public: _Public, released: Released) -> Move:
+            direction = packing.unpack(released.total)
             if public.centre is not None:
                 direction = centre(direction, -public.centre)
-            return Move(direction, problem.noise_scale * packing.noise, problem)
+            return Move(direction, released.noise_scale * packing.noise, problem)
 
         return Estimator(prepare, signal, pull_back)
 

@@ -12,7 +12,7 @@ from numpyro_dp.ep.estimator import stochastic_ep
 from numpyro_dp.ep.families import isotropic_normal
 from numpyro_dp.ep.paper_form import Printed, paper_form
 from numpyro_dp.ep.problem import EPProblem
-from numpyro_dp.privacy.mechanism import check_clip_norm
+from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 
 __all__ = ["Release", "choose_form"]
 
@@ -45,7 +45,7 @@ class Release(NamedTuple):
 
 
 def choose_form(
-    form: str, release: Release, damping: Any, clip_norm: Any, sampler: Sampler
+    form: str, release: Release, damping: Any, clip_norm: ClipNorm, sampler: Sampler
 ) -> tuple[Callable[[EPProblem], Estimator], Damped]:
     """Returns estimator and optimiser of ``DPSEP(form=...)``.
 
@@ -60,7 +60,7 @@ def choose_form(
         return estimator, Damped(damping, release.floor)
     if release != Release():
         raise ValueError(f"Expected {Release()} with form='paper', got {release}. Leave them out.")
-    if not isinstance(check_clip_norm(clip_norm), float):
-        raise ValueError(f"Expected one number as clip_norm with form='paper', got {clip_norm!r}.")
+    if not isinstance(clip_norm.given, float):
+        raise ValueError(f"Expected one number as clip_norm with form='paper', got {clip_norm}.")
     gamma = check_real("damping", damping, low=0, low_open=True, remedy="It is gamma.")
-    return paper_form(gamma, sampler), Printed(clip_norm)
+    return paper_form(gamma, sampler), Printed(clip_norm.given)

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_dp.core import Estimator, Sampler
+from numpyro_dp.core import Estimator, Released, Sampler
 from numpyro_dp.ep.damping import Damped, DampedState
 from numpyro_dp.ep.estimator import finite_or_nothing, packing_of
 from numpyro_dp.ep.families import divide, multiply, power
@@ -82,8 +82,8 @@ def paper_form(gamma: float, sampler: Sampler) -> Callable[[EPProblem], Estimato
                 found = centre(found, -public.centre)
             return packing.pack(finite_or_nothing(found))
 
-        def pull_back(public: _Public, released: dict[str, Array]) -> _Direction:
-            sites = packing.unpack(released)
+        def pull_back(public: _Public, released: Released) -> _Direction:
+            sites = packing.unpack(released.total)
             return _Direction(power(divide(sites, power(public.factor, number)), rate), problem)
 
         return Estimator(prepare, signal, pull_back)
@@ -102,10 +102,10 @@ class Printed(Damped):
         super().__init__(1.0, 0.0)  # its rate is in the direction
         self._bound = bound
 
-    def update(self, gradient: _Direction, state: DampedState, **_: Any) -> DampedState:
+    def update(self, move: _Direction, state: DampedState, **_: Any) -> DampedState:
         """Takes a step, and brings the posterior and the mean site back into their domains."""
-        problem = gradient.problem
-        moved = problem.latents.family.project(multiply(state.natural, gradient.direction), 1e-6)
+        problem = move.problem
+        moved = problem.latents.family.project(multiply(state.natural, move.direction), 1e-6)
         extra = divide(moved, problem.prior)
         leaves = jax.tree.leaves(packing_of(problem, 1.0, False).pack(extra))
         norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in leaves)) / problem.num_examples

@@ -60,8 +60,6 @@ class EPProblem(NamedTuple):
         shared: Public arrays among the model's arguments.
         prior_at: Public arrays -> natural parameters of the prior; may be traced.
         site: The kind of site.
-        noise_scale: Standard deviation of the noise in the released sum over the inclusion
-            probability; public.
     """
 
     model: Model
@@ -70,7 +68,6 @@ class EPProblem(NamedTuple):
     shared: tuple[Array, ...]
     prior_at: Callable[[tuple[Array, ...]], Natural]
     site: Any = None
-    noise_scale: Array | float = 0.0
 
     @property
     def num_examples(self) -> int:
@@ -82,10 +79,10 @@ class EPProblem(NamedTuple):
         """No record draws for itself."""
         return False
 
-    def at(self, shared: tuple[Array, ...], noise_scale: Array | float = 0.0) -> EPProblem:
+    def at(self, shared: tuple[Array, ...]) -> EPProblem:
         """The same with the public arrays and the noise of a step."""
         prior = self.prior_at(shared) if shared else self.prior
-        return self._replace(shared=shared, prior=prior, noise_scale=noise_scale)
+        return self._replace(shared=shared, prior=prior)
 
     def log_likelihood(self, z: Any, example: tuple[Array, ...]) -> Array:
         """Log likelihood of one record."""

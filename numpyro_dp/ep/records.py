@@ -18,13 +18,11 @@ class RecordsProblem(NamedTuple):
     Attributes:
         model: A model over them, of which the layout counts.
         num_examples: Number of records.
-        noise_scale: Standard deviation of the noise in the released sums; public.
         shared: Public arrays; none.
     """
 
     model: Model
     num_examples: int
-    noise_scale: Array | float = 0.0
     shared: tuple[Array, ...] = ()
 
     @property
@@ -32,9 +30,9 @@ class RecordsProblem(NamedTuple):
         """No record draws for itself."""
         return False
 
-    def at(self, shared: tuple[Array, ...], noise_scale: Array | float = 0.0) -> RecordsProblem:
-        """The same with the noise of a step."""
-        return self._replace(shared=shared, noise_scale=noise_scale)
+    def at(self, shared: tuple[Array, ...]) -> RecordsProblem:
+        """The same with these public arrays."""
+        return self._replace(shared=shared)
 
     def constrain(self, params: dict[str, Array]) -> dict[str, Array]:
         """Returns the parameters as they are published."""

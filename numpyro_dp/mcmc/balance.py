@@ -31,10 +31,9 @@ import numpy as np
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.mcmc.kernels import SGLD
 from numpyro_dp.privacy.accounting import TotalVariationError
-from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.privacy.mechanism import clip_sensitivity, is_bounded
+from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.plan import BudgetError
-from numpyro_dp.run.checks import check_budget
+from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.spending import plan_for
 from numpyro_dp.run.step import SensitiveState
 
@@ -83,40 +82,44 @@ class SGLDSettings(NamedTuple):
 
 
 class ChainSettings(NamedTuple):
-    """What a user asked for; see :class:`~numpyro_dp.DPMCMC`."""
+    """What a user asked for; see :class:`~numpyro_dp.DPMCMC`.
+
+    Attributes:
+        kernel: With the step size, which may be left out.
+        num_warmup: Steps of a chain before its first sample.
+        num_samples: Steps after that, or ``None``.
+        num_chains: Chains.
+        thinning: Every so many steps are kept.
+        clip_norm: C, or ``None``.
+        noise_multiplier: If given.
+        run: The settings that all drivers share; a norm or noise that is left out stands there as
+            1, until :func:`resolve` has found it.
+    """
 
     kernel: SGLD
     num_warmup: int
     num_samples: int | None
     num_chains: int
     thinning: int
-    clip_norm: Any
-    sampler: Any
-    budget: PrivacyBudget | None
+    clip_norm: ClipNorm | None
     noise_multiplier: float | None
-    secret_key: Any
-    accountant: Any
-    microbatch_size: int | str = "auto"
-    mesh: Any = None
-    repetition: bool = False
+    run: RunSettings
 
-    def __repr__(self) -> str:
-        """Shows no key."""
-        known = {**self._asdict(), "secret_key": None if self.secret_key is None else "<secret>"}
-        return f"ChainSettings({', '.join(f'{name}={value!r}' for name, value in known.items())})"
+    @property
+    def noise_is_open(self) -> bool:
+        """Whether neither budget nor noise is given."""
+        return self.run.budget is None and self.noise_multiplier is None
 
 
 class Resolved(NamedTuple):
     """What was found for a run.
 
     Attributes:
-        clip_norm: C.
-        noise_multiplier: If not to be found from the budget.
+        run: Settings with the clip norm and, where no budget finds it, the noise multiplier.
         num_samples: Steps of a chain after warm-up.
     """
 
-    clip_norm: Any
-    noise_multiplier: float | None
+    run: RunSettings
     num_samples: int
 
 
@@ -196,10 +199,9 @@ def check_settings(settings: ChainSettings) -> None:
 
     Reads nothing but the settings.
     """
-    budget, noise, norm = settings.budget, settings.noise_multiplier, settings.clip_norm
-    step_size = settings.kernel.step_size
+    budget, norm, step_size = settings.run.budget, settings.clip_norm, settings.kernel.step_size
     given = {
-        "budget": None if _noise_is_open(settings) else 0,
+        "budget": None if settings.noise_is_open else 0,
         "step_size": step_size,
         "clip_norm": norm,
         "num_samples": settings.num_samples,
@@ -215,40 +217,36 @@ def check_settings(settings: ChainSettings) -> None:
             "Expected a budget and a constant step size where num_samples=None. They say how "
             "many steps there may be."
         )
-    if missing and noise == 0:
+    if missing and settings.noise_multiplier == 0:
         raise ValueError(
             f"Expected {missing[0]} to be given where noise_multiplier=0: without noise nothing "
             "follows from the rest."
         )
-    if _noise_is_open(settings) and not is_bounded(norm):
-        raise ValueError(
-            f"Expected a finite clip_norm where the noise is to be found, got {norm!r}. Pass "
-            "noise_multiplier=0.0 for a chain without privacy."
-        )
-    check_budget(budget, 1.0 if _noise_is_open(settings) else noise, 1.0 if norm is None else norm)
 
 
 def resolve(settings: ChainSettings, num_examples: int) -> Resolved:
     """Finds what was left out. Reads no record."""
-    kernel, noise, norm = settings.kernel, settings.noise_multiplier, settings.clip_norm
-    samples, chains = settings.num_samples, settings.num_chains
+    kernel, run, samples = settings.kernel, settings.run, settings.num_samples
+    chains = settings.num_chains
     known = 1 if samples is None else settings.num_warmup + samples
     sizes = step_sizes(kernel, known)
     if samples is not None:
-        _check_epochs(settings.sampler, num_examples, known, chains)
-    if sizes is not None and (norm is None or samples is None or _noise_is_open(settings)):
+        _check_epochs(run.sampler, num_examples, known, chains)
+    if sizes is not None and (
+        settings.clip_norm is None or samples is None or settings.noise_is_open
+    ):
         # Noise multiplier times sensitivity at which the privacy noise is all the noise.
-        prob = settings.sampler.inclusion_prob(num_examples)
+        prob = run.sampler.inclusion_prob(num_examples)
         product = prob * math.sqrt(kernel.largest_step_size(1.0) / float(sizes.max()))
-        if norm is None:
-            plan = plan_for(_planned(settings), num_examples, chains * known)
-            norm = product / plan.noise_multiplier
-        elif noise is None:
-            noise = product / float(clip_sensitivity(norm))
+        if settings.clip_norm is None:  # no noise multiplier depends on the clip norm
+            plan = plan_for(run, num_examples, chains * known)
+            run = run.changed(clip_norm=product / plan.noise_multiplier)
+        elif settings.noise_multiplier is None:
+            run = run.changed(noise_multiplier=product / float(settings.clip_norm.sensitivity))
     if samples is None:
-        samples = _most_samples(settings, num_examples, noise)
-        _check_epochs(settings.sampler, num_examples, settings.num_warmup + samples, chains)
-    return Resolved(norm, noise, samples)
+        samples = _most_samples(settings, run, num_examples)
+        _check_epochs(run.sampler, num_examples, settings.num_warmup + samples, chains)
+    return Resolved(run, samples)
 
 
 def check_heat(
@@ -259,8 +257,8 @@ def check_heat(
     multiplier = float(state.noise_multiplier)
     if sizes is None or multiplier == 0:
         return
-    prob = settings.sampler.inclusion_prob(num_examples)
-    noise = multiplier * float(clip_sensitivity(found.clip_norm)) / prob
+    prob = found.run.sampler.inclusion_prob(num_examples)
+    noise = multiplier * float(found.run.clip_norm.sensitivity) / prob
     largest = settings.kernel.largest_step_size(noise)
     if sizes.max() > largest * (1 + _SLACK):
         raise ValueError(
@@ -288,18 +286,14 @@ def step_sizes(kernel: SGLD, num_steps: int) -> np.ndarray | None:
     return sizes
 
 
-def _noise_is_open(settings: ChainSettings) -> bool:
-    return settings.budget is None and settings.noise_multiplier is None
-
-
-def _most_samples(settings: ChainSettings, num_examples: int, noise: float) -> int:
+def _most_samples(settings: ChainSettings, run: RunSettings, num_examples: int) -> int:
     """The largest number of samples, a multiple of ``thinning``, that the budget covers."""
-    planned, thinning = _planned(settings), settings.thinning
+    thinning = settings.thinning
 
     def fits(units: int) -> bool:
         steps = settings.num_chains * (settings.num_warmup + units * thinning)
         try:
-            plan_for(planned, num_examples, steps, noise_multiplier=noise)
+            plan_for(run, num_examples, steps)
         except (BudgetError, TotalVariationError):
             return False
         return True
@@ -307,8 +301,8 @@ def _most_samples(settings: ChainSettings, num_examples: int, noise: float) -> i
     if not fits(1):
         raise BudgetError(
             f"Expected room for one sample after {settings.num_warmup} steps of warm-up, but at "
-            f"the noise multiplier {noise:.4g} that step size and clip norm make, they exceed "
-            f"{settings.budget}. Take smaller steps, a smaller clip norm or less warm-up."
+            f"the noise multiplier {run.noise_multiplier:.4g} that step size and clip norm make, "
+            f"they exceed {run.budget}. Take smaller steps, a smaller clip norm or less warm-up."
         )
     low, high = 1, 2
     while fits(high) and high * thinning < _MOST_STEPS:
@@ -327,25 +321,6 @@ def _check_epochs(sampler: Any, num_examples: int, num_steps: int, chains: int) 
             f"Expected whole epochs in each of {chains} chains, got {num_steps} steps by "
             f"{sampler!r}. Choose num_warmup + num_samples to end with an epoch."
         )
-
-
-class _Planned(NamedTuple):
-    """What a plan reads of a driver."""
-
-    sampler: Any
-    budget: Any
-    noise_multiplier: float | None
-    clip_norm: Any
-    accountant: Any
-    loss_release: None = None
-
-
-def _planned(settings: ChainSettings) -> _Planned:
-    # The noise multiplier does not depend on the clip norm.
-    noise, norm = settings.noise_multiplier, settings.clip_norm
-    return _Planned(
-        settings.sampler, settings.budget, noise, 1.0 if norm is None else norm, settings.accountant
-    )
 
 
 def _check(**values: float) -> None:

@@ -10,28 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 from numpyro.diagnostics import print_summary
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_dp._validate import check_int
-from numpyro_dp.core import Sampler
-from numpyro_dp.mcmc.balance import ChainSettings, Resolved, check_heat, check_settings, resolve
+from numpyro_dp.mcmc.balance import ChainSettings, check_heat, check_settings, resolve
 from numpyro_dp.mcmc.kernels import SGLD, as_optimizer
 from numpyro_dp.mcmc.langevin import POINT_SUFFIX, langevin
 from numpyro_dp.model.frontend import Frontend, Prepared
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
-from numpyro_dp.privacy.accounting import Accountant
-from numpyro_dp.privacy.adaptive import AdaptiveClip
-from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.privacy.mechanism import check_clip_norm
+from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.privacy.random import as_secret_key
 from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
+from numpyro_dp.run.settings import Method, RunSettings, takes_settings
 from numpyro_dp.run.spending import begun, noise_fields, plan_for, secret_of, spent_by
 from numpyro_dp.run.step import SensitiveState
 
@@ -62,8 +57,8 @@ class DPMCMC:
         thinning: Every so many steps are kept; divides ``num_samples``.
         clip_norm: Bound on the norm of one record's score: a number, a dict by latent site, or
             ``None``.
-        sampler, budget, noise_multiplier, secret_key, accountant, data_plate, microbatch_size,
-            mesh, public, repetition: As for :class:`~numpyro_dp.DPSVI`.
+        sampler, mechanism, budget, noise_multiplier, secret_key, accountant, data_plate,
+            microbatch_size, mesh, public, repetition: As for :class:`~numpyro_dp.DPSVI`.
         progress_bar: Shows steps and epsilon spent, for one chain.
         **static_kwargs: Public, constant keywords of the model.
 
@@ -97,6 +92,9 @@ class DPMCMC:
         privacy and reliability, Algorithm 2. Their Theorem 1: :func:`~numpyro_dp.sgld_as_sgd`.
     """
 
+    @takes_settings(
+        without=("clip_norm", "noise_multiplier", "num_steps", "loss_release", "allow_sensitive")
+    )
     def __init__(
         self,
         kernel: SGLD,
@@ -106,33 +104,34 @@ class DPMCMC:
         num_chains: int = 1,
         thinning: int = 1,
         clip_norm: Any,
-        sampler: Sampler,
-        budget: PrivacyBudget | None = None,
         noise_multiplier: float | None = None,
-        secret_key: Any = None,
-        accountant: Accountant | None = None,
         data_plate: str | None = None,
-        microbatch_size: int | str = "auto",
-        mesh: Mesh | None = None,
         progress_bar: bool = True,
-        public: Any = (),
-        repetition: bool = False,
+        settings: dict[str, Any],
         **static_kwargs: Any,
     ) -> None:
         check_int("num_warmup", num_warmup, low=0)
         check_int("num_chains", num_chains, low=1)
         check_int("thinning", thinning, low=1)
+        norm = None if clip_norm is None else _check_norm(clip_norm)
+        noise = checks.check_noise(noise_multiplier)
+        found = settings.get("budget") is None and noise is None
+        if found and norm is not None and not norm.bounded:
+            raise ValueError(
+                f"Expected a finite clip_norm where the noise is to be found, got {norm}. Pass "
+                "noise_multiplier=0.0 for a chain without privacy."
+            )
+        run = RunSettings(
+            clip_norm=1.0 if norm is None else norm,
+            noise_multiplier=1.0 if found else noise, **settings,
+        )  # fmt: skip
         self.settings = ChainSettings(
             _check_kernel(kernel), num_warmup, _check_samples(num_samples, thinning), num_chains,
-            thinning, None if clip_norm is None else _check_norm(clip_norm),
-            checks.check_sampler(sampler), budget, checks.check_noise(noise_multiplier),
-            None if secret_key is None else as_secret_key(secret_key),
-            checks.check_accountant(accountant), checks.check_microbatch_size(microbatch_size),
-            checks.check_mesh(mesh), checks.check_repetition(repetition, secret_key),
+            thinning, norm, noise, run,
         )  # fmt: skip
         check_settings(self.settings)
         self._progress_bar = progress_bar
-        self._frontend = _frontend(kernel, data_plate, static_kwargs, public)
+        self._frontend = _frontend(kernel, data_plate, static_kwargs, run.public)
         self._drivers: dict[str, _Chain] = {}
         self._samples: dict[str, Array] | None = None
         self._report: PrivacyReport | None = None
@@ -159,7 +158,7 @@ class DPMCMC:
         checks.check_rng_key(rng_key)
         structure, settings = self._frontend.structure(args, kwargs), self.settings
         found = resolve(settings, structure.layout.num_examples)
-        driver = self._drivers.setdefault(repr(found), _Chain(self._frontend, settings, found))
+        driver = self._drivers.setdefault(repr(found), _Chain(self._frontend, found.run))
         if init_params is not None:
             init_params = _named(init_params, structure.latents)
         chains = settings.num_chains
@@ -168,9 +167,9 @@ class DPMCMC:
         starts = [driver._init(key, total, args, kwargs, init_params, structure) for key in keys]
         check_heat(settings, found, starts[0], structure.layout.num_examples)
         states = driver.with_own_noise(starts, total)
-        report = dataclasses.replace(spent_by(driver, states[0], total), chains=chains)
+        report = dataclasses.replace(spent_by(found.run, states[0], total), chains=chains)
         sizes = settings.num_warmup, found.num_samples, settings.thinning
-        with begun(driver, *states):
+        with begun(found.run, *states):
             draws = driver.chains(states, sizes, args, kwargs, report, self._progress_bar)
         self._report = report  # samples and report of an earlier run stay where this one fails
         self._samples = {site: draws[f"{site}{POINT_SUFFIX}"] for site in structure.latents}
@@ -209,22 +208,9 @@ class DPMCMC:
 class _Chain(Driver):
     """The driver of the chains, with every number known."""
 
-    def __init__(self, frontend: Frontend, settings: ChainSettings, found: Resolved) -> None:
+    def __init__(self, frontend: Frontend, settings: RunSettings) -> None:
+        super().__init__(Method(langevin(), frontend.svi.optim), settings)
         self._frontend = frontend
-        super().__init__(
-            estimator=langevin(),
-            optim=frontend.svi.optim,
-            clip_norm=found.clip_norm,
-            sampler=settings.sampler,
-            budget=settings.budget,
-            noise_multiplier=found.noise_multiplier,
-            secret_key=settings.secret_key,
-            num_steps=None,
-            accountant=settings.accountant,
-            microbatch_size=settings.microbatch_size,
-            mesh=settings.mesh,
-            repetition=settings.repetition,
-        )
 
     def get_params(self, state: SensitiveState) -> dict[str, Any]:
         """Returns the constrained position."""
@@ -234,10 +220,11 @@ class _Chain(Driver):
         """Gives each chain noise and batches of its own."""
         if len(starts) == 1:
             return starts
-        secret = secret_of(self)
-        plan = plan_for(self, starts[0].setting.num_examples, total)
+        settings = self.settings
+        secret, first = secret_of(settings), starts[0]
+        plan = plan_for(settings, first.identity.num_examples, total)
         own = [jax.random.fold_in(secret, chain) for chain in range(len(starts))]
-        fields = [noise_fields(self, each, plan, self.clip_norm) for each in own]
+        fields = [noise_fields(settings, each, plan, first.mechanism_state) for each in own]
         return [start._replace(**each) for start, each in zip(starts, fields, strict=True)]
 
     def chains(
@@ -276,7 +263,7 @@ class _Chain(Driver):
         init_params: dict[str, Any] | None,
     ) -> Prepared:
         prepared = self._frontend.prepare(structure, rng_key, args, kwargs, init_params)
-        position = self.optim.get_params(prepared.optim_state)
+        position = self.method.optim.get_params(prepared.optim_state)
         # Those of random_flax_module have no entry left: all of them are latent sites.
         if own := [name for name in structure.params if jax.tree.leaves(position[name])]:
             raise UnsupportedModelError(
@@ -325,12 +312,11 @@ def _check_samples(num_samples: int | None, thinning: int) -> int | None:
     return num_samples
 
 
-def _check_norm(clip_norm: Any) -> Any:
-    check_clip_norm(clip_norm)
-    norms = clip_norm.values() if isinstance(clip_norm, Mapping) else [clip_norm]
-    if any(isinstance(norm, AdaptiveClip) for norm in norms):
+def _check_norm(clip_norm: Any) -> ClipNorm:
+    norm = ClipNorm.of(clip_norm)
+    if norm.adaptive:
         raise TypeError(
             "Expected clip_norm as a number, or numbers by site, got an AdaptiveClip: the noise "
             "would follow it, and the temperature with it. Use simulated_clip_norm for a number."
         )
-    return clip_norm
+    return norm

@@ -19,13 +19,13 @@ Reference:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import Array
 
 from numpyro_dp._tree import add
-from numpyro_dp.core import Estimator
+from numpyro_dp.core import Estimator, Released
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.vi.estimators.aligned import DrawnPublic, aligned
 
@@ -58,14 +58,14 @@ def langevin() -> Callable[[VariationalProblem], Estimator]:
     def build(problem: VariationalProblem) -> Estimator:
         base = aligned()(problem)
 
-        def pull_back(public: DrawnPublic, released: dict[str, Any]) -> Score:
+        def pull_back(public: DrawnPublic, released: Released) -> Score:
             prior = jax.grad(problem.log_prior)(public.latents, public.params)
-            score = add(prior, {site: released[site] for site in prior})
+            score = add(prior, {site: released.total[site] for site in prior})
             gradient = {f"{site}{POINT_SUFFIX}": score[site] for site in public.latents}
             # Parameters of which nothing is left: all their entries are latents.
             gradient |= {name: public.params[name] for name in problem.record_params}
             key = jax.random.fold_in(public.rng_key, 1)  # child 0 is for what records draw
-            return Score(gradient, problem.noise_scale, key)
+            return Score(gradient, released.noise_scale, key)
 
         return base._replace(pull_back=pull_back)
 

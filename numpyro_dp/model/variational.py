@@ -48,7 +48,6 @@ class VariationalProblem(NamedTuple):
         constrain: Unconstrained parameters -> constrained parameters.
         shared: Public arrays among the model's arguments.
         num_particles: Draws per step, K.
-        noise_scale: Standard deviation of the noise in the released sums; public.
     """
 
     model: Model
@@ -56,11 +55,10 @@ class VariationalProblem(NamedTuple):
     constrain: Callable[[dict[str, Any]], dict[str, Any]]
     shared: tuple[Array, ...]
     num_particles: int
-    noise_scale: Array | float = 0.0
 
-    def at(self, shared: tuple[Array, ...], noise_scale: Array | float = 0.0) -> VariationalProblem:
-        """The same with other public arrays and the noise of a step."""
-        return self._replace(shared=shared, noise_scale=noise_scale)
+    def at(self, shared: tuple[Array, ...]) -> VariationalProblem:
+        """The same with other public arrays."""
+        return self._replace(shared=shared)
 
     def draw(self, params: dict[str, Any], rng_key: Array) -> tuple[dict[str, Array], Array]:
         """Draws the latents; with K > 1 draws they have a leading axis K.

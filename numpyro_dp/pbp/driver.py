@@ -11,10 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 
 from numpyro_dp._validate import check_in, check_int, check_real
-from numpyro_dp.core import Sampler
 from numpyro_dp.ep.driver import SensitiveEPResult
 from numpyro_dp.ep.problem import read_conjugate_model
 from numpyro_dp.ep.records import RecordsProblem
@@ -25,10 +23,9 @@ from numpyro_dp.pbp.estimator import network_ep
 from numpyro_dp.pbp.model import NetworkGuide, RegressionNetwork
 from numpyro_dp.pbp.reference import ep_sweep, filter_sweeps, start_network_sites
 from numpyro_dp.pbp.steps import NetworkSteps
-from numpyro_dp.privacy.accounting import Accountant
-from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
+from numpyro_dp.run.settings import Method, RunSettings, takes_settings
 from numpyro_dp.run.step import SensitiveState
 
 __all__ = ["DPPBP", "PBP"]
@@ -55,8 +52,8 @@ class DPPBP(Driver):
             (0.5 to 1 suit). ``{"linear": 0.7, ...: 0.2}`` bounds slopes by themselves, and
             ``precision`` and ``noise`` together: large residuals, whose slopes are cut, still tell
             how large the noise is. ``math.inf`` (with ``noise_multiplier=0``) is plain SEP.
-        sampler, budget, noise_multiplier, secret_key, num_steps, accountant, microbatch_size,
-            mesh, repetition: As for :class:`~numpyro_dp.DPSVI`.
+        sampler, mechanism, budget, noise_multiplier, secret_key, num_steps, accountant,
+            microbatch_size, mesh, repetition: As for :class:`~numpyro_dp.DPSVI`.
         damping: Part of the precisions and of the noise that a step replaces, in (0, 1], or a
             function of the step number.
         step_size: Rate of the mean, likewise; that of ``damping`` by default, as in SEP.
@@ -100,20 +97,11 @@ class DPPBP(Driver):
         section 6.2; Hernández-Lobato, Adams (2015), ICML.
     """
 
+    @takes_settings(without=("loss_release", "allow_sensitive", "public"))
     def __init__(
         self,
         network: RegressionNetwork,
         *,
-        clip_norm: Any,
-        sampler: Sampler,
-        budget: PrivacyBudget | None = None,
-        noise_multiplier: float | None = None,
-        secret_key: Any = None,
-        num_steps: int | None = None,
-        accountant: Accountant | None = None,
-        microbatch_size: int | str = "auto",
-        mesh: Mesh | None = None,
-        repetition: bool = False,
         damping: float | Callable[[Array], Array] = 0.05,
         step_size: float | Callable[[Array], Array] | None = None,
         ridge: float | None = None,
@@ -122,6 +110,7 @@ class DPPBP(Driver):
         noise_weight: float = 0.3,
         floor: float = 2.0,
         init_scale: float = 1.0,
+        settings: dict[str, Any],
     ) -> None:
         self.network = _check_network(network)
         for name, rate in (("damping", damping), ("step_size", step_size)):
@@ -135,23 +124,10 @@ class DPPBP(Driver):
         check_real("floor", floor, low=0)
         self.init_scale = check_real("init_scale", init_scale, low=0, low_open=True)
         self.guide, self._by_layer = NetworkGuide(network), precision == "layer"
-        self.method = (
-            f"{network}, {precision}, {precision_weight}, {noise_weight}, {ridge}, {floor}"
-        )
-        super().__init__(
-            estimator=network_ep(network, self._by_layer, precision_weight, noise_weight, ridge),
-            optim=NetworkSteps(network, damping, step_size, floor),
-            clip_norm=clip_norm,
-            sampler=sampler,
-            budget=budget,
-            noise_multiplier=noise_multiplier,
-            secret_key=secret_key,
-            num_steps=num_steps,
-            accountant=accountant,
-            microbatch_size=microbatch_size,
-            mesh=mesh,
-            repetition=repetition,
-        )
+        text = f"{network}, {precision}, {precision_weight}, {noise_weight}, {ridge}, {floor}"
+        estimator = network_ep(network, self._by_layer, precision_weight, noise_weight, ridge)
+        steps = NetworkSteps(network, damping, step_size, floor)
+        super().__init__(Method(estimator, steps, text), RunSettings(**settings))
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters at a state; they may be published."""
@@ -180,7 +156,7 @@ class DPPBP(Driver):
             params["weights_precision"] = jnp.concatenate(means)
             params["weights_linear"] = mean * params["weights_precision"]
         problem = RecordsProblem(Model(self.network, structure), number)
-        return Prepared(problem, self.optim.init(params), rng_key)
+        return Prepared(problem, self.method.optim.init(params), rng_key)
 
 
 class PBP:

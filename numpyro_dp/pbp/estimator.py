@@ -43,7 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp.core import Estimator
+from numpyro_dp.core import Estimator, Released
 from numpyro_dp.ep.gaussian import Cavity, site_from_slopes
 from numpyro_dp.ep.records import RecordsProblem
 from numpyro_dp.pbp.curvature import Curvature, network_curvature
@@ -162,12 +162,13 @@ def network_ep(
                 "noise": noise_weight * noise,
             }
 
-        def pull_back(public: _Public, released: dict[str, Array]) -> Move:
-            precision = released["precision"] / (public.unit * precision_weight)
+        def pull_back(public: _Public, released: Released) -> Move:
+            total = released.total
+            precision = total["precision"] / (public.unit * precision_weight)
             precision = precision[groups] if by_layer else precision
-            noise = jnp.asarray(problem.noise_scale) / (public.unit * precision_weight)
-            rate = released["noise"] / noise_weight
-            return _move(public, released["linear"], precision, rate, noise, number)
+            noise = released.noise_scale / (public.unit * precision_weight)
+            rate = total["noise"] / noise_weight
+            return _move(public, total["linear"], precision, rate, noise, number)
 
         return Estimator(prepare, signal, pull_back)
 

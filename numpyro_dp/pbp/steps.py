@@ -75,24 +75,24 @@ class NetworkSteps:
         """Returns the natural parameters."""
         return state.params
 
-    def update(self, gradient: Move, state: NetworkStepsState, **_: Any) -> NetworkStepsState:
+    def update(self, move: Move, state: NetworkStepsState, **_: Any) -> NetworkStepsState:
         """Takes a step."""
         rate, size = self._rate(state.step), self._step_size(state.step)
-        noise = (1 - rate) ** 2 * state.noise + (rate * gradient.precision_noise) ** 2
+        noise = (1 - rate) ** 2 * state.noise + (rate * move.precision_noise) ** 2
         old, prior = state.params, self._network.prior_precision(state.params)
-        sites = old["weights_precision"] + rate * gradient.precision - prior
+        sites = old["weights_precision"] + rate * move.precision - prior
         precision = prior + jnp.maximum(sites, self._floor * jnp.sqrt(noise))
         mean = old["weights_linear"] / old["weights_precision"]
-        direction = gradient.direction
+        direction = move.direction
         if direction is None:
-            direction = gradient.slope / precision
+            direction = move.slope / precision
         mean = mean + size * direction
         own = self._network.noise_prior[1]
-        smallest = own + gradient.num_examples / 2 * _SMALLEST_NOISE
+        smallest = own + move.num_examples / 2 * _SMALLEST_NOISE
         params = old | {
             "weights_linear": mean * precision,
             "weights_precision": precision,
-            "noise_rate": jnp.maximum(old["noise_rate"] + rate * gradient.rate, smallest),
+            "noise_rate": jnp.maximum(old["noise_rate"] + rate * move.rate, smallest),
         }
         return NetworkStepsState(state.step + 1, params, noise)
 

@@ -25,6 +25,7 @@ from dp_accounting import DpEvent, GaussianDpEvent, NeighboringRelation, NonPriv
 from numpyro_dp._validate import check_in, check_real
 
 __all__ = [
+    "SENSITIVITY",
     "PrivacyBudget",
     "Relation",
     "Spending",
@@ -39,7 +40,8 @@ _LIBRARY_RELATIONS: dict[str, NeighboringRelation] = {
     "add_or_remove_one": NeighboringRelation.ADD_OR_REMOVE_ONE,
     "replace_one": NeighboringRelation.REPLACE_ONE,
 }
-_SENSITIVITY: dict[str, float] = {"add_or_remove_one": 1.0, "replace_one": 2.0}
+# How far the sums of two neighbours may be apart, in clip norms.
+SENSITIVITY: dict[str, float] = {"add_or_remove_one": 1.0, "replace_one": 2.0}
 _DELTA_REMEDY = (
     "Gaussian noise gives no guarantee with delta=0; choose a delta below 1 / num_examples, "
     "for example 1e-5."
@@ -256,4 +258,4 @@ def gaussian_event(noise_multiplier: float, relation: Relation = "add_or_remove_
     )
     if noise == 0.0:
         return NonPrivateDpEvent()
-    return GaussianDpEvent(noise / _SENSITIVITY[relation])
+    return GaussianDpEvent(noise / SENSITIVITY[relation])

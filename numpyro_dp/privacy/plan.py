@@ -25,7 +25,7 @@ from numpyro_dp.privacy.accounting import (
     epsilon_spent,
 )
 from numpyro_dp.privacy.accounting.steps import canonical_event, gaussian_steps
-from numpyro_dp.privacy.budget import PrivacyBudget, Relation, Spending, gaussian_event
+from numpyro_dp.privacy.budget import SENSITIVITY, PrivacyBudget, Relation, Spending
 from numpyro_dp.privacy.calibration import calibrate_noise
 
 __all__ = ["BudgetError", "Plan", "PrivacyReport", "default_delta", "make_plan"]
@@ -327,12 +327,16 @@ def default_delta(num_examples: int) -> float:
 
 
 def _run_event(plan: Plan, noise_multiplier: float, num_steps: int) -> DpEvent:
-    event = plan.mechanism(noise_multiplier).event
-    if isinstance(event, NonPrivateDpEvent):
-        return event
-    own = gaussian_event(event.noise_multiplier, plan.relation)
-    step = plan.sampler.amplify(own, plan.num_examples)
-    return SelfComposedDpEvent(step, plan.sampler.compositions(plan.num_examples, num_steps))
+    # The sum of two neighbours may differ by so many times the sensitivity of add-or-remove: in
+    # its units there is so much less noise.
+    mechanism = plan.mechanism(noise_multiplier / SENSITIVITY[plan.relation])
+    sampler, number = plan.sampler, plan.num_examples
+    if mechanism.event is None or isinstance(mechanism.event, NonPrivateDpEvent):
+        return NonPrivateDpEvent()
+    if mechanism.compose is not None:
+        return mechanism.compose(sampler, number, num_steps)
+    step = sampler.amplify(mechanism.event, number)
+    return SelfComposedDpEvent(step, sampler.compositions(number, num_steps))
 
 
 def _with_earlier(plan: Plan, event: DpEvent) -> DpEvent:

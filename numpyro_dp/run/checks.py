@@ -15,14 +15,15 @@ import optax
 from jax.sharding import AxisType, Mesh
 
 from numpyro_dp._tree import shapes_of
-from numpyro_dp._validate import check_in, check_int, check_real
-from numpyro_dp.core import Fold, PyTree, Sampler
+from numpyro_dp._validate import check_int, check_real
+from numpyro_dp.core import Fold, Mechanism, PyTree, Sampler
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.privacy.mechanism import is_bounded
+from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
+from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.plan import BudgetError
-from numpyro_dp.run.session import LossRelease
-from numpyro_dp.run.step import RunSetting, SensitiveState
+from numpyro_dp.run.loss import LossRelease
+from numpyro_dp.run.step import RunIdentity, SensitiveState
 
 __all__ = [
     "check_accountant",
@@ -30,9 +31,10 @@ __all__ = [
     "check_callable",
     "check_estimator",
     "check_fold",
+    "check_identity",
     "check_loss_release",
+    "check_mechanism",
     "check_mesh",
-    "check_microbatch_size",
     "check_noise",
     "check_not_spent",
     "check_num_steps",
@@ -43,7 +45,6 @@ __all__ = [
     "check_rng_key",
     "check_rng_keys",
     "check_sampler",
-    "check_setting",
     "check_sizes",
     "check_state",
     "check_steps_fit",
@@ -98,18 +99,18 @@ def check_accountant(accountant: Any) -> Accountant | None:
     return accountant
 
 
-def check_budget(budget: Any, noise_multiplier: Any, clip_norm: Any) -> PrivacyBudget | None:
+def check_budget(budget: Any, noise_multiplier: Any, clip_norm: ClipNorm) -> PrivacyBudget | None:
     """Returns the budget; raises unless there is one or a noise, and both make sense."""
     if budget is None and noise_multiplier is None:
         raise ValueError(
             "Expected a budget or a noise_multiplier, got neither. Pass "
             "budget=PrivacyBudget(epsilon=1.0, delta=1e-5)."
         )
-    unbounded = not is_bounded(clip_norm)
+    unbounded = not clip_norm.bounded
     if budget is None:
         if unbounded and noise_multiplier != 0:
             raise ValueError(
-                f"Expected noise_multiplier=0.0 together with clip_norm={clip_norm!r}, got "
+                f"Expected noise_multiplier=0.0 together with clip_norm={clip_norm}, got "
                 f"{noise_multiplier!r}: no noise covers an unbounded record. Give a finite "
                 "clip_norm."
             )
@@ -118,7 +119,7 @@ def check_budget(budget: Any, noise_multiplier: Any, clip_norm: Any) -> PrivacyB
         raise TypeError(f"Expected budget=PrivacyBudget(epsilon, delta), got {budget!r}.")
     if unbounded:
         raise BudgetError(
-            f"Expected a finite clip_norm together with a budget, got clip_norm={clip_norm!r}: an "
+            f"Expected a finite clip_norm together with a budget, got clip_norm={clip_norm}: an "
             "unbounded record has no privacy. Give a finite clip_norm, or noise_multiplier=0.0 "
             "without a budget."
         )
@@ -128,6 +129,21 @@ def check_budget(budget: Any, noise_multiplier: Any, clip_norm: Any) -> PrivacyB
             "is private. Leave noise_multiplier out and let the budget choose it."
         )
     return budget
+
+
+def check_mechanism(builder: Any, clip_norm: ClipNorm) -> None:
+    """Raises TypeError unless a builder is a value that makes a mechanism with an event."""
+    try:
+        hash(builder)
+        found = build_mechanism(builder, clip_norm, 1.0)
+    except TypeError as error:
+        found = error
+    if not isinstance(found, Mechanism) or found.event is None:
+        raise TypeError(
+            "Expected mechanism to be a hashable value such as GaussianMechanism(), which makes a "
+            f"core.Mechanism with an event of clip_norm and noise_multiplier, got {builder!r} "
+            f"({found if isinstance(found, TypeError) else type(found).__name__})."
+        )
 
 
 def check_noise(noise_multiplier: Any) -> float | None:
@@ -153,14 +169,6 @@ def check_repetition(repetition: Any, secret_key: Any) -> bool:
             "has new noise. Pass the secret_key of the run that is repeated."
         )
     return repetition
-
-
-def check_microbatch_size(size: Any) -> int | str:
-    """Returns the number of rows in memory at a time, or ``"auto"``."""
-    if isinstance(size, str):
-        check_in("microbatch_size", size, ("auto",), remedy="Or give an integer >= 1.")
-        return size
-    return check_int("microbatch_size", size, low=1, remedy="'auto' finds a suitable one.")
 
 
 def check_mesh(mesh: Any) -> Mesh | None:
@@ -360,12 +368,13 @@ def check_params(params: PyTree, expected: PyTree) -> None:
         )
 
 
-def check_setting(
-    state: SensitiveState, setting: RunSetting, further: tuple[str, ...] = ()
+def check_identity(
+    state: SensitiveState, identity: RunIdentity, further: tuple[str, ...] = ()
 ) -> None:
     """Raises unless a state is used with the data size, sampler and clip norm of its run."""
-    for field in ("num_examples", "sampler", "clip_norm", "loss_release", "method", *further):
-        before, now = getattr(state.setting, field), getattr(setting, field)
+    fields = "num_examples", "sampler", "clip_norm", "mechanism", "loss_release", "method"
+    for field in (*fields, *further):
+        before, now = getattr(state.identity, field), getattr(identity, field)
         if before != now:
             raise BudgetError(
                 f"Expected {field}={before}, with which the state's steps were taken and accounted "

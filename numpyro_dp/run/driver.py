@@ -1,4 +1,4 @@
-"""What every driver is: a budget, a sampler and a mechanism around one private step."""
+"""What every driver is: settings and a method around one private step."""
 
 from __future__ import annotations
 
@@ -10,24 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 
 from numpyro_dp._validate import check_int
-from numpyro_dp.core import Fold, Sampler
+from numpyro_dp.core import Fold
 from numpyro_dp.model.frontend import Prepared, arguments_key
 from numpyro_dp.model.public import first_values
 from numpyro_dp.model.records import array_shapes
 from numpyro_dp.model.structure import ModelStructure
-from numpyro_dp.privacy.accounting import Accountant
-from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.privacy.mechanism import check_clip_norm
 from numpyro_dp.privacy.once import check_outside_trace, check_passed_to_trace, in_trace
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.privacy.random import as_secret_key
 from numpyro_dp.run import checks
 from numpyro_dp.run.results import RunResult
-from numpyro_dp.run.session import LossRelease, Session
+from numpyro_dp.run.session import Session
 from numpyro_dp.run.session_checks import check_fold_holds_no_records
+from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.spending import (
     begun,
     noise_fields,
@@ -38,7 +34,7 @@ from numpyro_dp.run.spending import (
     with_new_noise,
 )
 from numpyro_dp.run.step import SensitiveState
-from numpyro_dp.run.sweep import SweepResult, run_sweep
+from numpyro_dp.run.sweep import SweepPlan, SweepResult, combinations, run_sweep
 from numpyro_dp.sums.devices import copied
 
 __all__ = ["Driver"]
@@ -49,51 +45,14 @@ _UNLIMITED = np.iinfo(np.int32).max
 class Driver(abc.ABC):
     """Plans, runs and accounts for private steps; what is fitted is up to the subclass.
 
-    Attributes:
-        method: What the numbers of a state mean beyond the other settings, as text.
-
     Args:
-        estimator: Problem -> estimator.
-        optim: With NumPyro's ``get_params`` and ``update``.
-        clip_norm, sampler, budget, noise_multiplier, secret_key, num_steps, accountant,
-            loss_release, allow_sensitive, microbatch_size, mesh, repetition: As for
-            :class:`~numpyro_dp.DPSVI`.
+        method: Estimator and optimiser.
+        settings: What all drivers share.
     """
 
-    method = ""
-
-    def __init__(
-        self,
-        *,
-        estimator: Any,
-        optim: Any,
-        clip_norm: Any,
-        sampler: Sampler,
-        budget: PrivacyBudget | None,
-        noise_multiplier: float | None,
-        secret_key: Any,
-        num_steps: int | None,
-        accountant: Accountant | None,
-        loss_release: LossRelease | None = None,
-        allow_sensitive: bool = False,
-        microbatch_size: int | str = "auto",
-        mesh: Mesh | None = None,
-        repetition: bool = False,
-    ) -> None:
-        self.clip_norm = check_clip_norm(clip_norm)
-        self.sampler = checks.check_sampler(sampler)
-        self.noise_multiplier = checks.check_noise(noise_multiplier)
-        self.budget = checks.check_budget(budget, noise_multiplier, self.clip_norm)
-        self.num_steps = None if num_steps is None else check_int("num_steps", num_steps, low=1)
-        self.estimator = checks.check_estimator(estimator)
-        self.accountant = checks.check_accountant(accountant)
-        self.loss_release = checks.check_loss_release(loss_release)
-        self.allow_sensitive = allow_sensitive
-        self.microbatch_size = checks.check_microbatch_size(microbatch_size)
-        self.mesh = checks.check_mesh(mesh)
-        self.secret_key = None if secret_key is None else as_secret_key(secret_key)
-        self.repetition = checks.check_repetition(repetition, secret_key)
-        self.optim = optim
+    def __init__(self, method: Method, settings: RunSettings) -> None:
+        checks.check_estimator(method.estimator)
+        self.method, self.settings = method, settings
         self._sessions: dict[Any, Session] = {}
 
     @abc.abstractmethod
@@ -137,8 +96,8 @@ class Driver(abc.ABC):
         """
         check_outside_trace(f"{type(self).__name__}.init")
         checks.check_rng_key(rng_key)
-        state = self._init(rng_key, self.num_steps, args, kwargs, init_params)
-        with begun(self, state):
+        state = self._init(rng_key, self.settings.num_steps, args, kwargs, init_params)
+        with begun(self.settings, state):
             return state
 
     def update(
@@ -179,9 +138,9 @@ class Driver(abc.ABC):
         if in_trace():
             return session.update(svi_state, args, kwargs)
         checks.check_not_spent(svi_state)
-        with used(self, svi_state, 1) as known:
-            state = svi_state if known else with_new_noise(self, svi_state)
-            return session.update(copied(self.mesh, state), args, kwargs)
+        with used(self.settings, svi_state, 1) as known:
+            state = svi_state if known else with_new_noise(self.settings, svi_state)
+            return session.update(copied(self.settings.mesh, state), args, kwargs)
 
     def privacy(self, svi_state: SensitiveState) -> PrivacyReport:
         """Returns what the steps so far have spent, for a loop of :meth:`update`.
@@ -195,12 +154,13 @@ class Driver(abc.ABC):
         """
         checks.check_state(svi_state)
         check_int("number of steps taken", int(svi_state.step), low=1, remedy="Call update first.")
-        own = dataclasses.replace(
-            svi_state.setting, sampler=self.sampler, clip_norm=repr(self.clip_norm),
-            loss_release=self.loss_release, method=self.method,
+        own = self.settings
+        identity = dataclasses.replace(
+            svi_state.identity, sampler=own.sampler, clip_norm=own.clip_norm,
+            mechanism=own.mechanism, loss_release=own.loss_release, method=self.method.text,
         )  # fmt: skip
-        checks.check_setting(svi_state, own)
-        return spent_by(self, svi_state, int(svi_state.step))
+        checks.check_identity(svi_state, identity)
+        return spent_by(own, svi_state, int(svi_state.step))
 
     def run(
         self,
@@ -251,12 +211,14 @@ class Driver(abc.ABC):
         session = self._session(args, kwargs)
         self._check_fits(start, session)
         checks.check_steps_fit(start, num_steps)
-        report = spent_by(self, start, int(start.step) + num_steps)
+        settings = self.settings
+        report = spent_by(settings, start, int(start.step) + num_steps)
         checks.check_fold(fold, lambda: self.get_params(start), num_steps)
         report = check_fold_holds_no_records(fold, session, start, report)
         rows = (session.host_rows if stream else session.rows)(args, kwargs)
-        with begun(self, *([start] if init_state is None else [])), used(self, start, num_steps):
-            first = start if init_state is None else with_new_noise(self, start)
+        new = [start] if init_state is None else []
+        with begun(settings, *new), used(settings, start, num_steps):
+            first = start if new else with_new_noise(settings, start)
             found = session.run(first, rows, num_steps, trace_size, progress_bar, report, fold)
         state, losses, trace, folded = found
         return RunResult(self.get_params(state), state, losses, trace, report, folded)
@@ -315,12 +277,16 @@ class Driver(abc.ABC):
         check_outside_trace(f"{type(self).__name__}.sweep")
         checks.check_num_steps(num_steps, _UNLIMITED - 1)
         checks.check_sizes(trace_size=trace_size, chunk_size=chunk_size)
-        axes = {
-            "epsilon": epsilon, "noise_multiplier": noise_multiplier, "clip_norm": clip_norm,
-            "learning_rate": learning_rate,
-        }  # fmt: skip
-        sizes = trace_size, chunk_size, folder
-        return run_sweep(self, rng_keys, num_steps, args, kwargs, init_params, axes, *sizes)
+        checks.check_rng_keys(rng_keys)
+        settings, grid = self.settings, (epsilon, noise_multiplier, clip_norm)
+        plan = SweepPlan(settings, rng_keys, num_steps, learning_rate, trace_size, chunk_size)
+        axes = combinations(settings, folder, *grid)
+        structure = self._structure(args, kwargs)
+        starts = [
+            self._init(key, num_steps, args, kwargs, init_params, structure) for key in rng_keys
+        ]
+        session = self._session(args, kwargs)
+        return run_sweep(plan, axes, starts, session, session.rows(args, kwargs), folder)
 
     def _init(
         self,
@@ -332,23 +298,29 @@ class Driver(abc.ABC):
         structure: ModelStructure | None = None,
     ) -> SensitiveState:
         structure = self._structure(args, kwargs) if structure is None else structure
-        plan = plan_for(self, structure.layout.num_examples, num_steps)
+        settings = self.settings
+        plan = plan_for(settings, structure.layout.num_examples, num_steps)
         prepared = self._prepare(structure, rng_key, args, kwargs, init_params)
         key = arguments_key(args, kwargs)
         if key not in self._sessions:
-            self._sessions[key] = Session(self, prepared)
+            self._sessions[key] = Session(settings, self.method, prepared)
+        session = self._sessions[key]
+        identity = dataclasses.replace(
+            session.identity(*first_values(init_params)),
+            reproducible=settings.secret_key is not None, repetition=settings.repetition,
+        )  # fmt: skip
         state = SensitiveState(
             optim_state=prepared.optim_state,
             mutable_state=None,
             rng_key=prepared.rng_key,
             step=jnp.zeros((), jnp.int32),
-            max_steps=jnp.asarray(_UNLIMITED if self.budget is None else num_steps, jnp.int32),
-            setting=self._sessions[key].setting(
-                self.secret_key is not None, self.repetition, first_values(init_params)
+            max_steps=jnp.asarray(_UNLIMITED if settings.budget is None else num_steps, jnp.int32),
+            identity=identity,
+            **noise_fields(
+                settings, secret_of(settings), plan, session.mechanism_state(settings.clip_norm)
             ),
-            **noise_fields(self, secret_of(self), plan, self.clip_norm),
         )
-        return copied(self.mesh, state)
+        return copied(settings.mesh, state)
 
     def _first_state(
         self,
@@ -362,22 +334,22 @@ class Driver(abc.ABC):
         """The state that a run starts with: a new one, or the given one."""
         if init_state is not None:
             checks.check_state(init_state)
-            return self._marked(copied(self.mesh, init_state))
-        covered = self.num_steps if self.num_steps is not None else num_steps
+            return self._marked(copied(self.settings.mesh, init_state))
+        covered = self.settings.num_steps or num_steps
         return self._init(rng_key, covered, args, kwargs, init_params)
 
     def _marked(self, state: SensitiveState) -> SensitiveState:
         """The state, marked if this driver shows losses."""
-        if not self.allow_sensitive or state.setting.sensitive:
+        if not self.settings.allow_sensitive or state.identity.sensitive:
             return state
-        return state._replace(setting=dataclasses.replace(state.setting, sensitive=True))
+        return state._replace(identity=dataclasses.replace(state.identity, sensitive=True))
 
     def _check_fits(
         self, state: SensitiveState, session: Session, further: tuple[str, ...] = ()
     ) -> None:
-        """Raises unless a state belongs to the setting and to records of these shapes."""
-        checks.check_setting(state, session.setting(False, False), further)
-        checks.check_params(self.optim.get_params(state.optim_state), session.param_shapes)
+        """Raises unless a state belongs to these settings and to records of these shapes."""
+        checks.check_identity(state, session.identity(), further)
+        checks.check_params(self.method.optim.get_params(state.optim_state), session.param_shapes)
 
     def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
         key = arguments_key(args, kwargs)
@@ -390,5 +362,5 @@ class Driver(abc.ABC):
                 )
             structure = self._structure(args, kwargs)
             prepared = self._prepare(structure, jax.random.key(0), args, kwargs, None)
-            self._sessions[key] = Session(self, prepared)
+            self._sessions[key] = Session(self.settings, self.method, prepared)
         return self._sessions[key]

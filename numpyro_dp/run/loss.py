@@ -6,17 +6,43 @@ joins the signal as one more entry, clipped by a norm of its own and covered by 
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_dp.core import Estimator, FactoredSignal, PyTree
+from numpyro_dp.core import Estimator, FactoredSignal, PyTree, Released
+from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 
-__all__ = ["LOSS_ENTRY", "with_loss"]
+__all__ = ["LOSS_ENTRY", "LossRelease", "with_loss", "with_loss_norm"]
 
 LOSS_ENTRY = "log_likelihood (released)"
+
+
+class LossRelease(NamedTuple):
+    r"""Releases a loss curve along with the gradients, at a stated part of the budget.
+
+    The log likelihood of each record, clipped to ``[-clip, clip]``, joins its signal as one more
+    coordinate. Of the squared sensitivity, ``share`` belongs to it: at equal epsilon the gradients
+    get :math:`1/\sqrt{1 - share}` times as much noise.
+
+    Attributes:
+        clip: Bound on the absolute log likelihood of one record, in nats.
+        share: Part of the privacy cost, in (0, 1).
+    """
+
+    clip: float
+    share: float = 0.01
+
+
+def with_loss_norm(clip_norm: ClipNorm, release: LossRelease | None) -> ClipNorm:
+    """Adds the norm of the loss entry, which makes its part of the squared sensitivity."""
+    if release is None:
+        return clip_norm
+    norm = clip_norm.sensitivity * math.sqrt(release.share / (1 - release.share))
+    return clip_norm.joined({LOSS_ENTRY: norm})
 
 
 def with_loss(estimator: Estimator, scale: float | Array) -> Estimator:
@@ -52,9 +78,9 @@ def with_loss(estimator: Estimator, scale: float | Array) -> Estimator:
         entry = scale * inner.scalar(public, inner.point(public), example)
         return estimator.signal(public, example) | {LOSS_ENTRY: entry}
 
-    def pull_back(public: PyTree, released: dict[str, Any]) -> PyTree:
-        rest = {name: value for name, value in released.items() if name != LOSS_ENTRY}
-        return estimator.pull_back(public, rest)
+    def pull_back(public: PyTree, released: Released) -> PyTree:
+        rest = {name: value for name, value in released.total.items() if name != LOSS_ENTRY}
+        return estimator.pull_back(public, released._replace(total=rest))
 
     factored = FactoredSignal(point, scalar, core, expand, inner.selects)
     return Estimator(estimator.prepare, signal, pull_back, factored, estimator.check)

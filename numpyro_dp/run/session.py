@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +13,17 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp._tree import shapes_of
-from numpyro_dp.core import Batch, Estimator, Fold, Mechanism, PyTree, Sampler
+from numpyro_dp.core import Batch, Estimator, Fold, Mechanism, MechanismState, PyTree
 from numpyro_dp.model.frontend import Prepared
 from numpyro_dp.model.public import PublicArray
 from numpyro_dp.model.records import Rows
 from numpyro_dp.model.variational import VariationalProblem, likelihood_key
-from numpyro_dp.privacy.mechanism import (
-    adapted_norms,
-    clip_sensitivity,
-    gaussian,
-    is_bounded,
-)
+from numpyro_dp.privacy.mechanism.adaptive import indicator_entry
+from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
+from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.once import key_of_lane
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.run.loss import LOSS_ENTRY, with_loss
+from numpyro_dp.run.loss import LOSS_ENTRY, with_loss, with_loss_norm
 from numpyro_dp.run.results import (
     PrivateLosses,
     SensitiveLosses,
@@ -35,79 +32,51 @@ from numpyro_dp.run.results import (
     progress_ranges,
 )
 from numpyro_dp.run.session_checks import check_holds_no_records, check_signal
-from numpyro_dp.run.step import RunSetting, SensitiveState, Step, build_loop, build_step
+from numpyro_dp.run.settings import Method, RunSettings
+from numpyro_dp.run.step import RunIdentity, SensitiveState, Step, build_loop, build_step
 from numpyro_dp.run.streaming import Fetched, HostRows, StreamedLoop, drawn_size
 from numpyro_dp.sums.devices import copied, spread
 from numpyro_dp.sums.factored import record_lengths
 
-__all__ = ["LossRelease", "Session", "with_loss_norm"]
+__all__ = ["Session"]
 
 _MAX_TRACE = 1000
 _MAX_TRACE_NUMBERS = 10**7
-
-
-class LossRelease(NamedTuple):
-    r"""Releases a loss curve along with the gradients, at a stated part of the budget.
-
-    The log likelihood of each record, clipped to ``[-clip, clip]``, joins its signal as one more
-    coordinate. Of the squared sensitivity, ``share`` belongs to it: at equal epsilon the gradients
-    get :math:`1/\sqrt{1 - share}` times as much noise.
-
-    Attributes:
-        clip: Bound on the absolute log likelihood of one record, in nats.
-        share: Part of the privacy cost, in (0, 1).
-    """
-
-    clip: float
-    share: float = 0.01
-
-
-@runtime_checkable
-class _Settings(Protocol):
-    """What a session reads of its driver."""
-
-    estimator: Any
-    clip_norm: Any
-    sampler: Sampler
-    optim: Any
-    loss_release: LossRelease | None
-    allow_sensitive: bool
-    budget: Any
-    method: str
-    microbatch_size: Any
-    mesh: Any
 
 
 class Session:
     """Compiled functions for one model, guide and shape of arguments.
 
     Args:
-        settings: The driver.
+        settings: Of the driver.
+        method: Estimator and optimiser.
         prepared: Model and guide as functions, and the first state of the optimiser.
 
     Attributes:
+        problem: What is fitted.
+        num_examples: Number of records.
         param_shapes: Shapes of the parameters, by their place.
     """
 
-    def __init__(self, settings: _Settings, prepared: Prepared) -> None:
+    def __init__(self, settings: RunSettings, method: Method, prepared: Prepared) -> None:
         self.problem = problem = prepared.problem
-        self.settings = settings
+        self.settings, self.method = settings, method
         self.num_examples = problem.num_examples
         self.inclusion_prob = settings.sampler.inclusion_prob(self.num_examples)
-        self._batch_size = self.inclusion_prob * self.num_examples
-        self._clip_norm = with_loss_norm(settings.clip_norm, settings.loss_release)
         self._build(settings.sampler.next)
-        params = settings.optim.get_params(prepared.optim_state)
+        params = method.optim.get_params(prepared.optim_state)
         self.param_shapes = shapes_of(params)
-        estimator = self._estimator(problem.shared, gaussian(settings.clip_norm, 0.0).init(), 0.0)
-        check_signal(problem, estimator, params, self._clip_norm)
-        check_holds_no_records(problem, self._estimator, settings, prepared.optim_state)
+        estimator = self._estimator(problem.shared, MechanismState(settings.clip_norm.as_arrays()))
+        check_signal(problem, estimator, params, settings.norm_with_loss)
+        self._total = check_holds_no_records(
+            problem, self._estimator, method, settings, prepared.optim_state
+        )
 
     def _build(self, draw: Callable[[PyTree], tuple[Batch, PyTree]]) -> None:
         """Sets the functions of a step, with batches that this function draws."""
         settings = self.settings
         self._step = build_step(
-            self._estimator, self._mechanism, draw, settings.optim,
+            self._estimator, self._mechanism, draw, self.method.optim,
             self.inclusion_prob, settings.microbatch_size, settings.mesh,
             self.problem.numbered,
         )  # fmt: skip
@@ -117,24 +86,35 @@ class Session:
         self._loop_many = jax.jit(jax.vmap(self._loop, in_axes=(0, 0, None, None, None, None)))
         self._streams: dict[int, Session] = {}  # the same for batches of a size that were fetched
 
-    def setting(
-        self, reproducible: bool, repetition: bool, public: tuple[PublicArray, ...] = ()
-    ) -> RunSetting:
-        """What all steps of a run have in common, for a state that starts here."""
+    def identity(self, *public: PublicArray) -> RunIdentity:
+        """What all steps of a run have in common, for a state that starts here.
+
+        Args:
+            public: Arrays that were taken as public besides those of model and guide.
+        """
         settings, structure = self.settings, self.problem.model.structure
-        return RunSetting(
+        return RunIdentity(
             self.num_examples,
             settings.sampler,
-            repr(settings.clip_norm),
+            settings.clip_norm,
+            settings.mechanism,
             settings.loss_release,
-            reproducible,
-            settings.allow_sensitive,
             settings.budget,
-            settings.method,
-            repetition,
+            settings.allow_sensitive,
+            settings.secret_key is not None,
+            settings.repetition,
+            self.method.text,
             structure.data_plate,
             structure.public.arrays + public,
         )
+
+    def mechanism_state(self, clip_norm: ClipNorm) -> MechanismState:
+        """The mechanism's state before the first step."""
+        state = MechanismState(clip_norm.as_arrays())
+        mechanism, total = self._mechanism(state, 1.0), dict(self._total)
+        if mechanism.extras is not None:
+            total |= {indicator_entry(group): jnp.zeros(()) for group in clip_norm.adaptive}
+        return state._replace(memory=mechanism.init(total))
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Splits arguments into records and public arrays."""
@@ -203,7 +183,7 @@ class Session:
         (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:, :slots], buffer)
         steps = rest + stride * np.arange(1, slots + 1)
         constrain = jax.vmap(self.problem.constrain)
-        params = constrain(jax.vmap(self.settings.optim.get_params)(states.optim_state))
+        params = constrain(jax.vmap(self.method.optim.get_params)(states.optim_state))
         trace = Trace(steps, jax.vmap(constrain)(iterates), norms)
         return states, params, trace, self._losses(steps, values)
 
@@ -212,7 +192,7 @@ class Session:
         batch, _ = jax.eval_shape(self.settings.sampler.next, state.sampler_state)
         drawn = batch.indices is not None
         size = batch.indices.size if drawn else self.num_examples
-        params = jax.tree.leaves(self.settings.optim.get_params(state.optim_state))
+        params = jax.tree.leaves(self.method.optim.get_params(state.optim_state))
         numbers = sum(leaf.size for leaf in params)
         gradients = jax.ShapeDtypeStruct((min(size * numbers, 2**20) + 4 * numbers,), jnp.float32)
         taken = [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in rows.arrays * drawn]
@@ -243,7 +223,7 @@ class Session:
 
     def _folding_loop(self, update: Callable[..., PyTree]) -> Callable[..., Any]:
         """The loop that also updates a fold after every step, compiled once for each update."""
-        optim = self.settings.optim
+        optim = self.method.optim
 
         def step(carry: tuple[SensitiveState, PyTree], rows: Rows) -> tuple[PyTree, Array]:
             state, value = self._step_and_value(carry[0], rows)
@@ -260,7 +240,7 @@ class Session:
 
     def _start(self, fold: Fold, state: SensitiveState) -> PyTree:
         """A fold's first state; of a definite dtype, so that all calls share a compilation."""
-        params = self.problem.constrain(self.settings.optim.get_params(state.optim_state))
+        params = self.problem.constrain(self.method.optim.get_params(state.optim_state))
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), fold.init(params))
 
     def _slots(
@@ -277,50 +257,31 @@ class Session:
 
     def _kept(self, state: SensitiveState) -> PyTree:
         """What a trace keeps of a state: parameters, and clip norms where they adapt."""
-        params = self.settings.optim.get_params(state.optim_state)
-        return params, adapted_norms(self._own_clip(state.mechanism_state))
+        params = self.method.optim.get_params(state.optim_state)
+        return params, state.mechanism_state.clip_norm.adapted
 
-    def _estimator(
-        self, shared: tuple[Array, ...], mechanism_state: PyTree, noise_multiplier: Any
-    ) -> Estimator:
-        sensitivity = clip_sensitivity(self._traced_clip(mechanism_state))
-        noise = jnp.where(noise_multiplier == 0, 0.0, noise_multiplier * sensitivity)
-        estimator = self.settings.estimator(self.problem.at(shared, noise / self.inclusion_prob))
-        if not isinstance(estimator, Estimator):
-            raise TypeError(
-                f"Expected estimator= to build an Estimator, got {type(estimator).__name__}. See "
-                "the skeleton in CONTRIBUTING.md."
-            )
+    def _estimator(self, shared: tuple[Array, ...], state: MechanismState) -> Estimator:
+        estimator = self.method.estimator_of(self.problem.at(shared))
         if self.settings.loss_release is None:
             return estimator
-        return with_loss(estimator, self._loss_scale(mechanism_state))
+        return with_loss(estimator, self._loss_scale(state))
 
-    def _mechanism(self, noise_multiplier: Array, mechanism_state: PyTree) -> Mechanism:
-        clip_norm, batch_size = self._traced_clip(mechanism_state), self._batch_size
-        return gaussian(clip_norm, noise_multiplier, is_bounded(self._clip_norm), batch_size)
-
-    def _own_clip(self, mechanism_state: PyTree) -> Any:
-        """The clip norms of a state, in the form in which they were given."""
-        base = self.settings.clip_norm
-        if isinstance(base, Mapping):
-            return dict(zip(base, mechanism_state, strict=True))
-        return mechanism_state[0]
-
-    def _traced_clip(self, mechanism_state: PyTree) -> Any:
-        """The clip norms of a state, with that of the loss."""
-        return with_loss_norm(self._own_clip(mechanism_state), self.settings.loss_release)
+    def _mechanism(self, state: MechanismState, noise_multiplier: Array | float) -> Mechanism:
+        norm = with_loss_norm(state.clip_norm, self.settings.loss_release)
+        batch_size = self.inclusion_prob * self.num_examples
+        return build_mechanism(self.settings.mechanism, norm, noise_multiplier, batch_size)
 
     def _measure(self, state: SensitiveState, rows: Rows) -> Rows:
         """Finds once what the steps of a loop need to know of each record."""
-        estimator = self._estimator(rows.shared, state.mechanism_state, state.noise_multiplier)
-        params = self.settings.optim.get_params(state.optim_state)
+        estimator = self._estimator(rows.shared, state.mechanism_state)
+        params = self.method.optim.get_params(state.optim_state)
         public = estimator.prepare(state.rng_key, params)
         return rows._replace(lengths=record_lengths(estimator, public, rows.arrays))
 
-    def _loss_scale(self, mechanism_state: PyTree) -> Array:
+    def _loss_scale(self, state: MechanismState) -> Array:
         """What a log likelihood is multiplied with in the signal."""
-        norm = self._traced_clip(mechanism_state)[LOSS_ENTRY]
-        return norm / self.settings.loss_release.clip
+        release = self.settings.loss_release
+        return with_loss_norm(state.clip_norm, release).by_entry[LOSS_ENTRY] / release.clip
 
     def _guarded_step(self, state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Array]:
         """A step that leaves the state alone once the budget is spent; each lane has own noise."""
@@ -336,7 +297,7 @@ class Session:
         problem = self.problem.at(rows.shared)
         if self.settings.loss_release is not None:
             scale = self._loss_scale(state.mechanism_state)  # that of this step
-            log_likelihood = step.released[LOSS_ENTRY] / scale
+            log_likelihood = step.released.total[LOSS_ENTRY] / scale
         elif self.settings.allow_sensitive:
             log_likelihood = self._sensitive_log_likelihood(problem, step)
         else:
@@ -358,15 +319,6 @@ class Session:
         if self.settings.allow_sensitive:
             return SensitiveLosses(steps, values)
         return None
-
-
-def with_loss_norm(clip_norm: Any, release: LossRelease | None) -> Any:
-    """Adds the norm of the loss entry, which makes its part of the squared sensitivity."""
-    if release is None:
-        return clip_norm
-    norm = clip_sensitivity(clip_norm) * math.sqrt(release.share / (1 - release.share))
-    blocks = dict(clip_norm) if isinstance(clip_norm, Mapping) else {...: clip_norm}
-    return blocks | {LOSS_ENTRY: norm}
 
 
 def _ints(*values: int) -> tuple[Array, ...]:

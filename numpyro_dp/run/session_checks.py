@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_dp._tree import filled
-from numpyro_dp.core import Estimator, Fold, PyTree
+from numpyro_dp._tree import filled, widen
+from numpyro_dp.core import Estimator, Fold, MechanismState, PyTree, Released
 from numpyro_dp.model.held import held_by_function
 from numpyro_dp.model.public import UnsupportedModelError
-from numpyro_dp.privacy.mechanism import check_blocks, gaussian
+from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.step import SensitiveState, optimised
 
 __all__ = ["check_fold_holds_no_records", "check_holds_no_records", "check_signal"]
 
 
 def check_signal(
-    problem: Any, estimator: Estimator, params: dict[str, Any], clip_norm: Any
+    problem: Any, estimator: Estimator, params: dict[str, Any], clip_norm: ClipNorm
 ) -> None:
     """Raises unless the estimator fits the model, and ``clip_norm`` the signal's entries."""
     if estimator.check is not None:
@@ -33,8 +34,9 @@ def check_signal(
 
     if problem.model.structure.summed:
         _check_finite(problem, jax.jit(signal), params)
-    if isinstance(clip_norm, Mapping):
-        check_blocks(clip_norm, filled(jax.eval_shape(signal, params, problem.blank_example())))
+    if clip_norm.entries != (...,):
+        entries = filled(jax.eval_shape(signal, params, problem.blank_example()))
+        clip_norm.check_entries(entries)
 
 
 def _check_finite(problem: Any, signal: Callable[..., PyTree], params: dict[str, Any]) -> None:
@@ -53,37 +55,66 @@ def _check_finite(problem: Any, signal: Callable[..., PyTree], params: dict[str,
 
 def check_holds_no_records(
     problem: Any,
-    build_estimator: Callable[[tuple[Array, ...], PyTree, Any], Estimator],
-    settings: Any,
+    build_estimator: Callable[[tuple[Array, ...], MechanismState], Estimator],
+    method: Method,
+    settings: RunSettings,
     optim_state: PyTree,
-) -> None:
-    """Holds what estimator, optimiser and sampler captured to the rule of public values.
+) -> PyTree:
+    """Holds what estimator, optimiser, mechanism and sampler captured to the rule of public values.
 
     The program of a step on one record has the derivative rules of the model in it too.
 
     Args:
         problem: Model and guide as functions.
-        build_estimator: (public arrays, mechanism state, noise multiplier) -> estimator.
-        settings: The driver, with ``clip_norm``, ``optim`` and ``sampler``.
+        build_estimator: (public arrays, mechanism state) -> estimator.
+        method: With the optimiser.
+        settings: With the clip norm, the mechanism and the sampler.
         optim_state: State of the optimiser.
+
+    Returns:
+        Shapes of the sum of the signals.
     """
-    public, optim, sampler = problem.model.structure.public, settings.optim, settings.sampler
+    public, optim, shapes = problem.model.structure.public, method.optim, {}
 
     def step(
-        optim_state: PyTree, mechanism_state: PyTree, example: PyTree, shared: PyTree
+        optim_state: PyTree, state: MechanismState, example: PyTree, shared: PyTree
     ) -> list[Array]:
-        estimator = build_estimator(shared, mechanism_state, 0.0)
+        estimator = build_estimator(shared, state)
         prepared = estimator.prepare(jax.random.key(0), optim.get_params(optim_state))
-        update = estimator.pull_back(prepared, estimator.signal(prepared, example))
+        signal = estimator.signal(prepared, example)
+        shapes.update(jax.eval_shape(widen, signal))
+        update = estimator.pull_back(prepared, Released(signal, jnp.zeros(())))
         return jax.tree.leaves(optim.get_params(optimised(optim, update, optim_state)))
 
-    mechanism_state = gaussian(settings.clip_norm, 0.0).init()
+    state = MechanismState(settings.clip_norm.as_arrays())
     what = "step (the model's derivative, the estimator or the optimiser)"
-    example = problem.blank_example()
-    public.check(what, step, optim_state, mechanism_state, example, problem.shared)
-    if not type(sampler).__module__.startswith("numpyro_dp."):  # written by somebody else
-        start = sampler.init(jax.random.key(0), problem.model.structure.layout.num_examples)
-        public.check("sampler", sampler.next, start)
+    public.check(what, step, optim_state, state, problem.blank_example(), problem.shared)
+    if not _is_ours(settings.sampler):
+        start = settings.sampler.init(jax.random.key(0), problem.num_examples)
+        public.check("sampler", settings.sampler.next, start)
+    if not _is_ours(settings.mechanism):
+        _check_mechanism(public, settings, shapes)
+    return shapes
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.startswith("numpyro_dp.")
+
+
+def _check_mechanism(public: Any, settings: RunSettings, shapes: PyTree) -> None:
+    """Holds a mechanism that somebody else wrote to the rule of public values."""
+    names = filled(shapes)
+
+    def one_call(noise: Array, norm: ClipNorm, total: PyTree, squares: Any) -> Any:
+        found = settings.mechanism(norm, noise)
+        state = MechanismState(norm, found.init(shapes))
+        noisy, _ = found.privatise(jax.random.key(0), total, state)
+        return noisy, found.scales(names, squares, 1.0)
+
+    norm = settings.norm_with_loss.fixed().as_arrays()
+    squares = tuple(jnp.ones(()) for _ in norm.blocks(names))
+    total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), dict(shapes))
+    public.check("mechanism", one_call, jnp.ones(()), norm, total, squares)
 
 
 def check_fold_holds_no_records(
@@ -103,7 +134,7 @@ def check_fold_holds_no_records(
     if fold is None:
         return report
     public = session.problem.model.structure.public.copy()
-    params = session.problem.constrain(session.settings.optim.get_params(state.optim_state))
+    params = session.problem.constrain(session.method.optim.get_params(state.optim_state))
     before = public.arrays
     public.check("fold", fold.init, params)
     public.check("fold", fold.update, jax.eval_shape(fold.init, params), params)

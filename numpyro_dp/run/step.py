@@ -15,47 +15,58 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from numpyro_dp.core import Batch, Estimator, Mechanism, PyTree
+from numpyro_dp.core import (
+    Batch,
+    Estimator,
+    Mechanism,
+    MechanismBuilder,
+    MechanismState,
+    PyTree,
+    Released,
+)
 from numpyro_dp.model.public import PublicArray
 from numpyro_dp.model.records import Rows
+from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.once import joined, next_nonce, renewed
 from numpyro_dp.sums.bounded import bounded_sum
 from numpyro_dp.sums.devices import copied, on_devices
 from numpyro_dp.sums.microbatches import Shards
 
-__all__ = ["RunSetting", "SensitiveState", "Step", "build_loop", "build_step", "optimised"]
+__all__ = ["RunIdentity", "SensitiveState", "Step", "build_loop", "build_step", "optimised"]
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class RunSetting:
+class RunIdentity:
     """What all steps of a run must have in common for its accounting to hold; public.
 
     Attributes:
         num_examples: Number of records.
         sampler: Draws the batches.
-        clip_norm: The clip norm, as text.
+        clip_norm: The clip norm of the first step.
+        mechanism: Builds the mechanism.
         loss_release: Whether and how a loss curve is released.
-        reproducible: Whether the caller supplied the secret key.
-        sensitive: Whether a driver that shows losses took part.
         budget: What the noise was found for.
-        method: What else the state's numbers mean, as text; empty for most drivers.
+        sensitive: Whether a driver that shows losses took part.
+        reproducible: Whether the caller supplied the secret key.
         repetition: Whether the run may have the noise of another one.
+        method: What else the state's numbers mean, as text; empty for most drivers.
         data_plate: Name of the plate over records.
         public: Arrays that were taken as public.
     """
 
     num_examples: int
     sampler: Any
-    clip_norm: str
+    clip_norm: ClipNorm
+    mechanism: MechanismBuilder
     loss_release: Any
-    reproducible: bool
-    sensitive: bool
     budget: Any
-    method: str = ""
-    repetition: bool = False
-    data_plate: str = ""
-    public: tuple[PublicArray, ...] = ()
+    sensitive: bool
+    reproducible: bool
+    repetition: bool
+    method: str
+    data_plate: str
+    public: tuple[PublicArray, ...]
 
 
 class _SensitiveState(NamedTuple):
@@ -64,13 +75,13 @@ class _SensitiveState(NamedTuple):
     rng_key: Array
     secret_key: Array
     sampler_state: PyTree
-    mechanism_state: PyTree
+    mechanism_state: MechanismState
     noise_multiplier: Array
     step: Array
     max_steps: Array
     run_id: Array
     nonce: Any
-    setting: RunSetting
+    identity: RunIdentity
 
 
 class SensitiveState(_SensitiveState):
@@ -86,8 +97,8 @@ class SensitiveState(_SensitiveState):
         rng_key: Key of the (public) draws from the guide.
         secret_key: Key of the noise to come, and of the numbers by which records draw.
         sampler_state: State of the sampler, with the key of the batches to come.
-        mechanism_state: The clip norms of the step to come, as a tuple in the order in which they
-            were given; public, or functions of what was released.
+        mechanism_state: The clip norms of the step to come (public, or functions of what was
+            released), and what else the mechanism carries.
         noise_multiplier: Noise standard deviation over sensitivity.
         step: Number of steps taken.
         max_steps: Number of steps the plan covers.
@@ -95,7 +106,7 @@ class SensitiveState(_SensitiveState):
         nonce: 256 bits that join the keys in the next update; ``None`` where the secret key was
             given, and where several processes share a run. JAX reads new bits each time the state
             enters a function that is compiled or transformed.
-        setting: What the steps so far have in common.
+        identity: What the steps so far have in common.
 
     Guarantee:
         A copy that is read from a pickle goes on with noise and batches of its own
@@ -162,7 +173,7 @@ class _Unprinted(dict[str, Any]):
 
 def _copy(*fields: Any) -> SensitiveState:
     state = SensitiveState(*fields)
-    return state if state.setting.repetition else state.with_new_keys()
+    return state if state.identity.repetition else state.with_new_keys()
 
 
 class Step(NamedTuple):
@@ -171,33 +182,33 @@ class Step(NamedTuple):
     Attributes:
         params: The iterate before the step.
         rng_key: Key of the step's draw from the guide.
-        released: The privatised sum divided by the inclusion probability.
+        released: What the step released.
         examples: The batch; sensitive.
         mask: Which entries of the batch count; sensitive.
     """
 
     params: PyTree
     rng_key: Array
-    released: PyTree
+    released: Released
     examples: PyTree
     mask: Array
 
 
 def build_step(
-    estimator: Callable[[tuple[Array, ...], PyTree, Array], Estimator],
-    mechanism: Callable[[Array, PyTree], Mechanism],
+    estimator: Callable[[tuple[Array, ...], MechanismState], Estimator],
+    mechanism: Callable[[MechanismState, Array], Mechanism],
     draw: Callable[[PyTree], tuple[Batch, PyTree]],
     optim: Any,
     inclusion_prob: float,
-    microbatch_size: int | str = "auto",
+    microbatch_size: int | None = None,
     mesh: Mesh | None = None,
     numbered: bool = False,
 ) -> Callable[[SensitiveState, Rows], tuple[SensitiveState, Step]]:
     """Composes prepare, signal, bound, sum, privatise and pull back to one step.
 
     Args:
-        estimator: (public arrays of the arguments, mechanism state, noise multiplier) -> estimator.
-        mechanism: (noise multiplier, mechanism state) -> mechanism.
+        estimator: (public arrays of the arguments, mechanism state) -> estimator.
+        mechanism: (mechanism state, noise multiplier) -> mechanism.
         draw: ``next`` of a sampler.
         optim: An optimiser of NumPyro.
         inclusion_prob: The public probability that a record is in a batch.
@@ -217,14 +228,15 @@ def build_step(
         rng_key, step_key = jax.random.split(state.rng_key)
         secret_key, noise_key = jax.random.split(state.secret_key)
         params = optim.get_params(state.optim_state)
-        est = estimator(shared, state.mechanism_state, state.noise_multiplier)
+        est = estimator(shared, state.mechanism_state)
         public = est.prepare(step_key, params)
-        mech = mechanism(state.noise_multiplier, state.mechanism_state)
+        mech = mechanism(state.mechanism_state, state.noise_multiplier)
         live = state.step >= 0  # always, but no compiler knows
         how = mask, lengths, live, microbatch_size, shards
         total = bounded_sum(est, mech, public, examples, *how)
         noisy, adapted = mech.privatise(noise_key, total, state.mechanism_state)
-        released = jax.tree.map(lambda leaf: leaf / inclusion_prob, noisy)
+        total = jax.tree.map(lambda leaf: leaf / inclusion_prob, noisy)
+        released = Released(total, mech.noise_scale / inclusion_prob)
         state = state._replace(
             optim_state=optimised(optim, est.pull_back(public, released), state.optim_state),
             rng_key=rng_key, secret_key=secret_key, mechanism_state=adapted, step=state.step + 1,
@@ -291,11 +303,11 @@ def build_loop(
     return jax.jit(loop)
 
 
-def optimised(optim: Any, gradient: PyTree, state: PyTree) -> PyTree:
+def optimised(optim: Any, update: PyTree, state: PyTree) -> PyTree:
     """Returns the state of an optimiser after a step."""
     # Optax transformations that read the loss are given nan: it is sensitive.
     extra = {"value": jnp.nan} if getattr(optim, "update_with_value", False) else {}
-    return optim.update(gradient, state, **extra)
+    return optim.update(update, state, **extra)
 
 
 def _numbers(secret_key: Array, size: int) -> Array:

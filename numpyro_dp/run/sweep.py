@@ -20,16 +20,17 @@ from jax import Array
 from numpyro_dp._validate import check_real
 from numpyro_dp.core import PyTree
 from numpyro_dp.model.records import Rows
-from numpyro_dp.privacy.adaptive import AdaptiveClip
-from numpyro_dp.privacy.mechanism import check_clip_norm, is_bounded
+from numpyro_dp.privacy.mechanism.adaptive import AdaptiveClip
+from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.run.checks import check_budget, check_noise, check_rng_keys
 from numpyro_dp.run.results import PrivateLosses, SensitiveLosses, Trace
+from numpyro_dp.run.session import Session
+from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.spending import begun, noise_fields, plan_for, report_for, secret_of
 from numpyro_dp.run.step import SensitiveState
 from numpyro_dp.run.sweep_folder import SweepFolder, fingerprint, traced
 
-__all__ = ["SweepResult", "SweepRun", "run_sweep"]
+__all__ = ["SweepPlan", "SweepResult", "SweepRun", "combinations", "run_sweep"]
 
 
 class SweepRun(NamedTuple):
@@ -80,64 +81,86 @@ class SweepResult(NamedTuple):
         )
 
 
+class SweepPlan(NamedTuple):
+    """What the runs of a sweep have in common; see ``DPSVI.sweep``."""
+
+    settings: RunSettings
+    rng_keys: Array
+    num_steps: int
+    learning_rates: Any
+    trace_size: int | None
+    chunk_size: int | None
+
+
 def run_sweep(
-    driver: Any,
-    rng_keys: Array,
-    num_steps: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    init_params: dict[str, Any] | None,
-    axes: dict[str, Any],
-    trace_size: int | None,
-    chunk_size: int | None,
+    sweep: SweepPlan,
+    axes: list[RunSettings],
+    starts: list[SensitiveState],
+    session: Session,
+    rows: Rows,
     folder: Any,
 ) -> SweepResult:
-    """Plans every combination before a record is read, then runs all; see ``DPSVI.sweep``."""
-    check_rng_keys(rng_keys)
-    if folder:
-        _check_keeps(driver, folder)
-    rates = axes.pop("learning_rate")
-    settings = _settings(driver, **axes)
-    secret = secret_of(driver)
-    common = num_steps, args, kwargs, init_params, driver._structure(args, kwargs)
-    starts = [driver._init(key, *common) for key in rng_keys]
-    number = len(starts)
+    """Plans every combination before a record is read, then runs all.
+
+    Args:
+        sweep: What the runs have in common.
+        axes: Settings of each combination, from :func:`combinations`.
+        starts: A first state for each seed.
+        session: Compiled functions.
+        rows: The records.
+        folder: Keeps finished chunks; ``None`` keeps nothing.
+    """
+    settings, num_steps, rates = sweep.settings, sweep.num_steps, sweep.learning_rates
+    secret, number = secret_of(settings), len(starts)
     starts = [_at_rate(start, rate) for rate in _rates(rates) for start in starts]
-    session = driver._session(args, kwargs)
-    plans = [plan_for(driver, session.num_examples, num_steps, **each) for each in settings]
-    reports = [report_for(driver, plan, num_steps, starts[0].setting) for plan in plans]
+    plans = [plan_for(each, session.num_examples, num_steps) for each in axes]
+    reports = [report_for(plan, num_steps, starts[0].identity) for plan in plans]
     states: list[SensitiveState] = []
-    for plan, each in zip(plans, settings, strict=True):
+    for plan, each in zip(plans, axes, strict=True):
+        mechanism_state = session.mechanism_state(each.clip_norm)
         for start in starts:
             own = jax.random.fold_in(secret, len(states))
-            states.append(start._replace(**noise_fields(driver, own, plan, each["clip_norm"])))
-    rows = session.rows(args, kwargs)
+            fields = noise_fields(settings, own, plan, mechanism_state)
+            states.append(start._replace(**fields))
     fitting = len(states)
-    if not _of_several_processes(driver):  # which would have to agree
-        fitting = runs_that_fit(session.shapes_of_run(states[0], rows, trace_size), rows)
-    chunk = min(chunk_size or fitting, len(states))
-    labels = _labels(settings, reports, number, rates)
-    meaning = {name: column.tolist() for name, column in labels.items()} | {
-        "rng_keys": np.asarray(jax.vmap(_key_data)(rng_keys)).tolist(),
-        "num_steps": num_steps, "trace_size": trace_size, "chunk_size": chunk,
-        "records": session.num_examples,
-        "reports": [str(dataclasses.replace(each, repetition=False)) for each in reports],
-        "clip_norms": [str(each["clip_norm"]) for each in settings],
-        "secret": fingerprint(driver.secret_key),
-        "versions": {name: metadata.version(name) for name in ("jax", "numpyro")},
-    }  # fmt: skip
+    if not settings.several_processes:  # which would have to agree
+        fitting = runs_that_fit(session.shapes_of_run(states[0], rows, sweep.trace_size), rows)
+    chunk = min(sweep.chunk_size or fitting, len(states))
+    labels = _labels(axes, reports, number, rates)
 
     def run(states: SensitiveState, rows: Rows = rows) -> PyTree:
-        return session.run_many(states, rows, num_steps, trace_size)[1:]
+        return session.run_many(states, rows, num_steps, sweep.trace_size)[1:]
 
     store = None
     if folder:
+        meaning = _meaning(sweep, axes, reports, labels, session.num_examples, chunk)
         public = [state.optim_state for state in states], rows.shared
         program, like = traced(run, (_stacked(states[:chunk]), rows), public)
         store = SweepFolder(folder, meaning | {"program": program}, like)
-    found = _in_chunks(run, states, chunk, store, functools.partial(begun, driver))
+    found = _in_chunks(run, states, chunk, store, functools.partial(begun, settings))
     own = tuple(report.of_another_run() for report in reports for _ in starts)
     return SweepResult(*found, labels, own)
+
+
+def _meaning(
+    sweep: SweepPlan,
+    axes: list[RunSettings],
+    reports: list[PrivacyReport],
+    labels: dict[str, np.ndarray],
+    num_examples: int,
+    chunk: int,
+) -> dict[str, Any]:
+    """What must be the same where a folder's chunks are read again."""
+    return {name: column.tolist() for name, column in labels.items()} | {
+        "rng_keys": np.asarray(jax.vmap(_key_data)(sweep.rng_keys)).tolist(),
+        "num_steps": sweep.num_steps, "trace_size": sweep.trace_size, "chunk_size": chunk,
+        "records": num_examples,
+        "reports": [str(dataclasses.replace(each, repetition=False)) for each in reports],
+        "clip_norms": [str(each.clip_norm) for each in axes],
+        "mechanism": repr(sweep.settings.mechanism),
+        "secret": fingerprint(sweep.settings.secret_key),
+        "versions": {name: metadata.version(name) for name in ("jax", "numpyro")},
+    }  # fmt: skip
 
 
 def runs_that_fit(of_a_run: PyTree, rows: Rows) -> int:
@@ -189,21 +212,17 @@ def _at_rate(start: SensitiveState, rate: float | None) -> SensitiveState:
     )
 
 
-def _check_keeps(driver: Any, folder: Any) -> None:
-    if driver.allow_sensitive:
+def _check_keeps(settings: RunSettings, folder: Any) -> None:
+    if settings.allow_sensitive:
         raise ValueError(
             f"Expected no folder={str(folder)!r} with allow_sensitive=True: it would keep losses "
             "that nothing protects. Sweep without a folder, or without losses."
         )
-    if _of_several_processes(driver):
+    if settings.several_processes:
         raise ValueError(
             f"Expected a mesh of one process for a sweep with folder={str(folder)!r}, got one of "
             "several, which would have to agree on what is finished. Sweep without a folder."
         )
-
-
-def _of_several_processes(driver: Any) -> bool:
-    return driver.mesh is not None and driver.mesh.is_multi_process
 
 
 def _stacked(states: list[SensitiveState]) -> SensitiveState:
@@ -243,18 +262,23 @@ def _in_chunks(
     return params, trace, losses
 
 
-def _settings(
-    driver: Any, epsilon: Any, noise_multiplier: Any, clip_norm: Any
-) -> list[dict[str, Any]]:
-    """Returns budget, noise multiplier and clip norm of each combination, the last slowest."""
-    usual = {name: getattr(driver, name) for name in ("budget", "noise_multiplier", "clip_norm")}
+def combinations(
+    settings: RunSettings, folder: Any, epsilon: Any, noise_multiplier: Any, clip_norm: Any
+) -> list[RunSettings]:
+    """Returns the settings of each combination of budget, noise and clip norm, the last slowest.
+
+    Raises:
+        ValueError: If they contradict each other or the driver.
+    """
+    if folder:
+        _check_keeps(settings, folder)
     noises: list[dict[str, Any]] = [{}]
     if epsilon is not None and noise_multiplier is not None:
         raise ValueError(
             "Expected epsilon or noise_multiplier, got both. The budget sets the noise."
         )
     if epsilon is not None:
-        budget = driver.budget
+        budget = settings.budget
         if budget is None:
             raise ValueError(
                 f"Expected a driver with a budget for a sweep over epsilon={list(epsilon)}: its "
@@ -266,33 +290,30 @@ def _settings(
         noises = [{"budget": each, "noise_multiplier": None} for each in budgets]
     elif noise_multiplier is not None:
         values = _items("noise_multiplier", noise_multiplier)
-        noises = [{"noise_multiplier": check_noise(value)} for value in values]
-    norms = _clip_norms(clip_norm, usual["clip_norm"])
-    axes = [usual | {"clip_norm": norm} | noise for norm in norms for noise in noises]
-    for each in axes:
-        check_budget(**each)
-        if is_bounded(each["clip_norm"]) != is_bounded(usual["clip_norm"]):
+        noises = [{"noise_multiplier": value} for value in values]
+    norms = _clip_norms(clip_norm, settings.clip_norm)
+    axes = [settings.changed(clip_norm=norm, **noise) for norm in norms for noise in noises]
+    for norm in norms:
+        if norm.bounded != settings.clip_norm.bounded:
             raise ValueError(
                 f"Expected clip norms that are all finite or all infinite, as that of "
-                f"DPSVI(clip_norm={usual['clip_norm']!r}), got {each['clip_norm']!r}. Use another "
-                "driver for unbounded runs."
+                f"DPSVI(clip_norm={settings.clip_norm}), got {norm}. Use another driver for "
+                "unbounded runs."
             )
     return axes
 
 
 def _labels(
-    axes: list[dict[str, Any]], reports: list[PrivacyReport], seeds: int, rates: Any
+    axes: list[RunSettings], reports: list[PrivacyReport], seeds: int, rates: Any
 ) -> dict[str, np.ndarray]:
-    norms: list[Any] = []
-    for each in axes:
-        norms += [] if each["clip_norm"] in norms else [each["clip_norm"]]
+    norms = list(dict.fromkeys(each.clip_norm for each in axes))
     columns = {
         "clip_norm": [
-            each["clip_norm"] if isinstance(each["clip_norm"], float)
-            else norms.index(each["clip_norm"]) for each in axes
+            each.clip_norm.given if isinstance(each.clip_norm.given, float)
+            else norms.index(each.clip_norm) for each in axes
         ],
         "epsilon": [
-            each["budget"].epsilon if each["budget"] else report.epsilon
+            each.budget.epsilon if each.budget else report.epsilon
             for each, report in zip(axes, reports, strict=True)
         ],
         "noise_multiplier": [report.noise_multiplier for report in reports],
@@ -313,21 +334,15 @@ def _items(name: str, values: Any) -> list[Any]:
     return list(values)
 
 
-def _clip_norms(clip_norm: Any, usual: Any) -> list[Any]:
+def _clip_norms(clip_norm: Any, usual: ClipNorm) -> list[ClipNorm]:
     if clip_norm is None:
         return [usual]
-    norms = [check_clip_norm(norm) for norm in _items("clip_norm", clip_norm)]
+    norms = [ClipNorm.of(norm) for norm in _items("clip_norm", clip_norm)]
     for norm in norms:
-        if _form(norm) != _form(usual):
+        if (norm.entries, norm.adaptive) != (usual.entries, usual.adaptive):
             raise ValueError(
-                f"Expected clip norms of the form of DPSVI(clip_norm={usual!r}), got {norm!r}. "
-                "Name the same entries in the same order, each with a number in all runs or with "
-                "an AdaptiveClip in all of them."
+                f"Expected clip norms of the form of DPSVI(clip_norm={usual}), got {norm}. Name "
+                "the same entries, each with a number in all runs or with an AdaptiveClip in all "
+                "of them."
             )
     return norms
-
-
-def _form(norm: Any) -> Any:
-    if isinstance(norm, Mapping):
-        return tuple((name, type(each)) for name, each in norm.items())
-    return type(norm)

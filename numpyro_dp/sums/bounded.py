@@ -42,7 +42,7 @@ def bounded_sum(
     mask: Bool[Array, " batch"],
     lengths: tuple[Array, ...] = (),
     live: Array | None = None,
-    rows: int | str = "auto",
+    rows: int | None = None,
     shards: Shards = WHOLE,
 ) -> dict[str, Any]:
     """Returns the sum of the bounded signals of a batch.
@@ -56,7 +56,7 @@ def bounded_sum(
         lengths: What :func:`record_lengths` returned for the records; found anew if empty.
         live: True, where the compiler cannot know it (:func:`numpyro_dp._tree.pinned`);
             whether any entry counts, if ``None``.
-        rows: Rows of the batch that are in memory at a time; with ``"auto"``, so many that what is
+        rows: Rows of the batch that are in memory at a time; by default so many that what is
             kept of them has about a million numbers.
         shards: What part of the batch these rows are, where devices share it.
 
@@ -82,7 +82,7 @@ def bounded_sum_by_definition(
     examples: PyTree,
     mask: Bool[Array, " batch"],
     live: Array | None = None,
-    rows: int | str = "auto",
+    rows: int | None = None,
     shards: Shards = WHOLE,
 ) -> dict[str, Any]:
     """The same sum, signal by signal, by microbatches: the whole batch is never in memory."""
@@ -105,7 +105,7 @@ def bounded_sum_by_definition(
         ]
         return sums, squares
 
-    few = suitable_rows(struct) if rows == "auto" else rows
+    few = suitable_rows(struct) if rows is None else rows
     sums, squares = over_microbatches(of_rows, examples, mask, few, shards)
     total = like | extra_sums(mechanism, names, squares, margin, mask, shards)
     for members, found in zip(blocks, sums, strict=True):

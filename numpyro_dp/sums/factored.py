@@ -79,7 +79,7 @@ def factored_sum(
     mask: Bool[Array, " batch"],
     lengths: tuple[Array, ...],
     live: Array,
-    rows: int | str = "auto",
+    rows: int | None = None,
     shards: Shards = WHOLE,
 ) -> dict[str, Any]:
     """The sum of :func:`numpyro_dp.sums.bounded.bounded_sum`, ``rows`` of the batch at a time."""
@@ -124,7 +124,7 @@ def factored_sum(
         return sums, squares
 
     kept = first_of(shapes), [] if factored.selects else [plan.like for plan in plans]
-    few = suitable_rows(kept) if rows == "auto" else rows
+    few = suitable_rows(kept) if rows is None else rows
     sums, squares = over_microbatches(of_rows, (examples, lengths), mask, few, shards)
     total = struct | extra_sums(mechanism, names, squares, margin, mask, shards)
     for plan, members, norm, found in zip(plans, blocks, norms, sums, strict=True):

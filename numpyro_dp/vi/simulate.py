@@ -114,9 +114,9 @@ def _without_privacy(svi: DPSVI, key: Array) -> DPSVI:
     """The same driver without clip and noise; its batches follow from the key."""
     secret = np.asarray(jax.random.bits(key, (8,), jnp.uint32)).tobytes()
     return DPSVI(
-        svi.model, svi.guide, svi.optim, svi.loss, estimator=svi.estimator, clip_norm=math.inf,
-        sampler=svi.sampler, noise_multiplier=0.0, secret_key=secret,
-        data_plate=svi._frontend.data_plate, public=svi.public, **svi.static_kwargs,
+        svi.model, svi.guide, svi.optim, svi.loss, estimator=svi.method.estimator,
+        clip_norm=math.inf, sampler=svi.settings.sampler, noise_multiplier=0.0, secret_key=secret,
+        data_plate=svi._frontend.data_plate, public=svi.settings.public, **svi.static_kwargs,
     )  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def _norms(
         args, kwargs = simulate(data_key)
         result = driver.run(run_key, num_steps, *args, progress_bar=False, trace_size=1, **kwargs)
         session = driver._session(args, kwargs)  # the same for all sets
-        signal_norms = signal_norms or _signal_norms(driver.estimator(session.problem))
+        signal_norms = signal_norms or _signal_norms(driver.method.estimator(session.problem))
         params = driver.optim.get_params(result.state.optim_state)
         draws = jax.random.split(draw_key, num_draws)
         yield np.asarray(signal_norms(params, draws, session.rows(args, kwargs).arrays))

@@ -6,20 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 from jax import Array
-from jax.sharding import Mesh
 from numpyro.infer import SVI
 
-from numpyro_dp.core import Estimator, Sampler
+from numpyro_dp.core import Estimator
 from numpyro_dp.model.frontend import Frontend, Prepared, check_loss
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.variational import VariationalProblem
-from numpyro_dp.privacy.accounting import Accountant
-from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.results import SensitiveValueError
-from numpyro_dp.run.session import LossRelease
+from numpyro_dp.run.settings import Method, RunSettings, takes_settings
 from numpyro_dp.run.step import SensitiveState
 from numpyro_dp.sums.devices import copied
 
@@ -49,6 +46,8 @@ class DPSVI(Driver):
         sampler: :class:`~numpyro_dp.Poisson`, :class:`~numpyro_dp.FixedSize`,
             :class:`~numpyro_dp.Permutation` or
             :class:`~numpyro_dp.FullBatch`.
+        mechanism: Bounds and privatises: :class:`~numpyro_dp.GaussianMechanism` by default, or a
+            builder of your own (:class:`numpyro_dp.core.MechanismBuilder`).
         budget: What may be spent; the noise is calibrated to it.
         noise_multiplier: Noise over sensitivity instead of a budget, or, with one, checked
             against it. 0 is not private.
@@ -66,9 +65,9 @@ class DPSVI(Driver):
             Those of ``update`` and ``run`` have the entropy in closed form where it is known: their
             mean is that of SVI's losses, single values are not.
         microbatch_size: Records of a batch that are in memory at a time: bounds the memory of a
-            step, and changes its result by rounding at most. ``"auto"`` takes so many that what is
-            kept of them (gradients, or the factors of those of layers) has about a million numbers;
-            besides, a step needs about four times the memory of the parameters.
+            step, and changes its result by rounding at most. By default as many as keep about a
+            million numbers in memory (gradients, or the factors of those of layers); besides, a
+            step needs about four times the memory of the parameters.
             Runs side by side need that memory each; losses shown by ``allow_sensitive`` more.
         mesh: Devices that share the work: each bounds and sums its part of a batch. Records are
             spread over them where their number is divisible by that of the devices, else copied;
@@ -113,6 +112,7 @@ class DPSVI(Driver):
         Jälkö, Prediger, Honkela, Kaski (2024), DPVIm, TMLR.
     """
 
+    @takes_settings()
     def __init__(
         self,
         model: Callable[..., Any],
@@ -121,47 +121,21 @@ class DPSVI(Driver):
         loss: Any = None,
         *,
         estimator: Callable[[VariationalProblem], Estimator],
-        clip_norm: Any,
-        sampler: Sampler,
-        budget: PrivacyBudget | None = None,
-        noise_multiplier: float | None = None,
-        secret_key: Any = None,
-        num_steps: int | None = None,
-        accountant: Accountant | None = None,
         data_plate: str | None = None,
-        loss_release: LossRelease | None = None,
-        allow_sensitive: bool = False,
-        microbatch_size: int | str = "auto",
-        mesh: Mesh | None = None,
-        public: Any = (),
-        repetition: bool = False,
+        settings: dict[str, Any],
         **static_kwargs: Any,
     ) -> None:
         checks.check_callable("model", model)
         checks.check_callable("guide", guide)
         self.loss = check_loss(loss)
         svi = SVI(model, guide, checks.check_optim(optim), self.loss, **static_kwargs)
-        super().__init__(
-            estimator=estimator,
-            optim=svi.optim,
-            clip_norm=clip_norm,
-            sampler=sampler,
-            budget=budget,
-            noise_multiplier=noise_multiplier,
-            secret_key=secret_key,
-            num_steps=num_steps,
-            accountant=accountant,
-            loss_release=loss_release,
-            allow_sensitive=allow_sensitive,
-            microbatch_size=microbatch_size,
-            mesh=mesh,
-            repetition=repetition,
-        )
-        self.model, self.guide, self.static_kwargs = model, guide, static_kwargs
-        self.public = public
+        super().__init__(Method(estimator, svi.optim), RunSettings(**settings))
+        self.model, self.guide, self.optim = model, guide, svi.optim
+        self.static_kwargs = static_kwargs
         self._frontend = Frontend(
-            model, guide, svi, static_kwargs, data_plate, declare(public, static_kwargs)
-        )
+            model, guide, svi, static_kwargs, data_plate,
+            declare(self.settings.public, static_kwargs),
+        )  # fmt: skip
 
     def stable_update(
         self, svi_state: SensitiveState, *args: Any, **kwargs: Any
@@ -182,7 +156,7 @@ class DPSVI(Driver):
         Raises:
             SensitiveValueError: Unless ``allow_sensitive=True``.
         """
-        if not self.allow_sensitive:
+        if not self.settings.allow_sensitive:
             raise SensitiveValueError(
                 "Expected allow_sensitive=True for evaluate: the loss on the records is not "
                 "protected. Use loss_release= for a loss curve within the budget, or evaluate on "
@@ -193,8 +167,8 @@ class DPSVI(Driver):
                 "Expected a model without discrete latent sites for evaluate, which is NumPyro's "
                 "and draws them. Use loss_release=, or sum them out in the model."
             )
-        args, kwargs = copied(self.mesh, (args, kwargs))
-        return self._frontend.svi.evaluate(copied(self.mesh, svi_state), *args, **kwargs)
+        args, kwargs = copied(self.settings.mesh, (args, kwargs))
+        return self._frontend.svi.evaluate(copied(self.settings.mesh, svi_state), *args, **kwargs)
 
     def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         return self._frontend.structure(args, kwargs)

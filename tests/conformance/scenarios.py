@@ -12,6 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from gaussian import gaussian
 from numpyro import handlers
 from numpyro.contrib.module import random_flax_module
 from numpyro.distributions import constraints
@@ -20,7 +21,6 @@ from numpyro.infer import SVI, Trace_ELBO, autoguide
 from numpyro_dp import DPSVI, FullBatch
 from numpyro_dp._tree import filled
 from numpyro_dp.model.variational import VariationalProblem
-from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.sums.bounded import bounded_sum, bounded_sum_by_definition
 
 from .registry import ESTIMATORS, EstimatorRow, x64

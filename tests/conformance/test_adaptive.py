@@ -12,11 +12,11 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from gaussian import gaussian
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import AdaptiveClip
-from numpyro_dp.privacy.adaptive import indicator_norm
-from numpyro_dp.privacy.mechanism import clip_sensitivity, gaussian
+from numpyro_dp.privacy.mechanism.adaptive import indicator_norm
 from numpyro_dp.sums.bounded import bounded_sum, bounded_sum_by_definition
 
 from .registry import ESTIMATORS
@@ -69,7 +69,7 @@ def test_indicators_are_counted_and_fast_is_the_definition(row, blocks):
     every = jnp.ones(size, bool)
     found = both(pieces.arrays, every)
     for fast_leaf, leaf in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_allclose(fast_leaf, leaf, atol=1e-5 * clip_sensitivity(clip))
+        np.testing.assert_allclose(fast_leaf, leaf, atol=1e-5 * gaussian(clip, 0.0).sensitivity)
     if not blocks:  # five records of ten are below the norm
         side = clip.initial * math.sqrt(SHARE / (1 - SHARE))
         assert float(found[0][INDICATOR]) == pytest.approx(0, abs=1e-6)
@@ -88,7 +88,7 @@ def test_indicators_are_counted_and_fast_is_the_definition(row, blocks):
 def test_dropping_a_record_moves_the_sum_by_at_most_the_sensitivity(row, blocks):
     pieces = single("diagonal")
     both, clip = sums(row, blocks)
-    bound, largest = clip_sensitivity(clip), 0.0
+    bound, largest = gaussian(clip, 0.0).sensitivity, 0.0
     if not blocks:
         assert bound == pytest.approx(clip.initial / math.sqrt(1 - SHARE))
 
@@ -138,7 +138,7 @@ def test_sums_of_many_indicators_are_exact():
             return bounded_sum(estimator, mechanism, public, pieces.arrays, mask)
 
         sums = [total(jnp.arange(size) >= number) for number in range(30)]
-        moves = [change(*two) / clip_sensitivity(clip) for two in itertools.pairwise(sums)]
+        moves = [change(*two) / gaussian(clip, 0.0).sensitivity for two in itertools.pairwise(sums)]
         assert 0.98 < max(moves) <= 1
         entries = [float(found[INDICATOR]) for found in sums]
         assert 0.98 < max(abs(np.diff(entries))) / indicator_norm(clip) <= 1
@@ -151,7 +151,7 @@ def test_an_estimator_does_not_see_the_indicators():
         estimator = ESTIMATORS[0].build()(problem)
 
         def pull_back(public, released):
-            seen.append(set(released))
+            seen.append(set(released.total))
             return estimator.pull_back(public, released)
 
         return estimator._replace(pull_back=pull_back)
@@ -161,6 +161,6 @@ def test_an_estimator_does_not_see_the_indicators():
     state = pieces.dpsvi.init(jax.random.key(0), *pieces.args)
     session = pieces.dpsvi._session(pieces.args, {})
     step = jax.eval_shape(session._step, state, session.rows(pieces.args, {}))[1]
-    seen.append(set(step.released))
+    seen.append(set(step.released.total))
     assert len(seen) > 1
     assert all(names == set(pieces.entries(ESTIMATORS[0])) for names in seen)

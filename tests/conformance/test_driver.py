@@ -156,7 +156,7 @@ def test_parameters_keep_their_dtype(dtype):
 
 def secrets_of(svi, state):
     """Words of every key that a run holds or was given."""
-    keys = [svi.secret_key, state.secret_key, state.sampler_state.key]
+    keys = [svi.settings.secret_key, state.secret_key, state.sampler_state.key]
     return {int(word) for key in keys for word in np.ravel(jax.random.key_data(key))}
 
 
@@ -252,7 +252,7 @@ def test_a_record_that_is_not_finite_changes_nothing_else(row, bad):
         state = svi.init(jax.random.key(0), data)
         session = svi._session((data,), {})
         rows = session.rows((data,), {})
-        released = jax.jit(lambda s, r, session=session: session._step(s, r)[1].released)
+        released = jax.jit(lambda s, r, session=session: session._step(s, r)[1].released.total)
         steps[len(data)] = released(state, rows)
     for name, value in steps[12].items():
         np.testing.assert_allclose(steps[13][name], value, rtol=0, atol=2e-6)

@@ -9,12 +9,12 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from gaussian import gaussian
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import DPSVI, FullBatch, aligned, linear, vanilla
 from numpyro_dp.model.frontend import Frontend
-from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.sums.bounded import bounded_sum
 from numpyro_dp.sums.factored import record_lengths
 

@@ -10,12 +10,12 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from gaussian import gaussian
 from jax import lax
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
 from numpyro_dp import DPSVI, FullBatch, aligned, vanilla
 from numpyro_dp.core import Estimator, FactoredSignal
-from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.sums.bounded import bounded_sum, bounded_sum_by_definition
 from numpyro_dp.sums.contraction import split_scalar
 from numpyro_dp.sums.microbatches import Compensated, Shards, over_microbatches
@@ -89,7 +89,7 @@ def sums(model: Any, number: int, norm: float, bad: bool, size: Any) -> tuple[An
 
 
 @pytest.mark.parametrize("model", [dense, convolutional])
-@pytest.mark.parametrize("size", ["auto", 7])
+@pytest.mark.parametrize("size", [None, 7])
 @pytest.mark.parametrize(("number", "norm", "bad"), [(30, np.inf, False), (400, 1e-3, True)])
 def test_the_sum_is_the_definition(
     model: Any, number: int, norm: float, bad: bool, size: Any
@@ -208,7 +208,7 @@ def norm_of(tree: Any) -> float:
     return np.sqrt(sum(np.square(np.asarray(leaf, np.float64)).sum() for leaf in tree.values()))
 
 
-@pytest.mark.parametrize("size", ["auto", 64])
+@pytest.mark.parametrize("size", [None, 64])
 @pytest.mark.parametrize("model", [dense, convolutional])
 def test_a_record_moves_the_sum_by_the_clip_norm_at_most(model: Any, size: Any) -> None:
     estimator, public = prepared(model, 300)

@@ -10,10 +10,10 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from compiled import program_of
+from gaussian import gaussian
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoMultivariateNormal
 
 from numpyro_dp import DPSVI, FullBatch, aligned
-from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.sums.bounded import bounded_sum
 
 from .registry import rows_to_run

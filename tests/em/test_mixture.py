@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from gaussian import gaussian
 from jax.scipy.stats import multivariate_normal
 from numpyro.infer import MCMC, NUTS, init_to_value
 from scipy.optimize import linear_sum_assignment
@@ -26,7 +27,6 @@ from numpyro_dp.em.estimator import expected_statistics
 from numpyro_dp.ep.families import beta, diagonal_normal, isotropic_normal, normal
 from numpyro_dp.ep.problem import make_problem, read_conjugate_model
 from numpyro_dp.ep.sites import evidence, normal_mixture
-from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.sums.bounded import bounded_sum
 
 KEY = jax.random.key(0)

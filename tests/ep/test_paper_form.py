@@ -8,13 +8,13 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from gaussian import gaussian
 
 from numpyro_dp import DPSEP, SEP, AdaptiveClip, FixedSize, FullBatch, PrivacyBudget
 from numpyro_dp.ep.families import beta, normal
 from numpyro_dp.ep.paper_form import paper_form
 from numpyro_dp.ep.problem import make_problem, read_conjugate_model
 from numpyro_dp.ep.sites import quadrature
-from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.sums.bounded import bounded_sum
 
 KEY = jax.random.key(0)

@@ -10,6 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
+from gaussian import gaussian
 from numpyro.infer import MCMC, NUTS, Predictive
 from sklearn.datasets import load_breast_cancer
 
@@ -34,7 +35,6 @@ from numpyro_dp.ep.families import beta, diagonal_normal, gamma, isotropic_norma
 from numpyro_dp.ep.problem import make_problem, read_conjugate_model
 from numpyro_dp.ep.sites import conjugate, importance, normal_mixture, quadrature
 from numpyro_dp.ep.sites import probit as probit_site
-from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.privacy.plan import default_delta
 from numpyro_dp.sums.bounded import bounded_sum
 
@@ -133,8 +133,8 @@ def test_one_record_at_a_time_is_the_sequential_form():
     sep = SEP(logistic, diagonal_normal, sampler=sampler, damping=1 / 50, secret_key=5)
     state = sep.init(KEY, x, y)
     batch, _ = sampler.next(state.sampler_state)
-    before = sep.optim.get_params(state.optim_state)
-    after = sep.optim.get_params(sep.update(state, x, y)[0].optim_state)
+    before = sep.method.optim.get_params(state.optim_state)
+    after = sep.method.optim.get_params(sep.update(state, x, y)[0].optim_state)
     problem = sep.guide.prototype_trace
     site = quadrature().build(problem)
     row = int(batch.indices[0])

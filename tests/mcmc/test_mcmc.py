@@ -161,7 +161,7 @@ def test_the_score_is_that_of_the_unconstrained_posterior():
 
 
 def balance(mcmc, number, temperature=1.0):
-    report, prob = mcmc.privacy, mcmc.settings.sampler.inclusion_prob(number)
+    report, prob = mcmc.privacy, mcmc.settings.run.sampler.inclusion_prob(number)
     return report.noise_multiplier**2 / (2 * temperature * prob**2)
 
 

@@ -88,7 +88,7 @@ def signals(model, x, key):
     svi = driver(model)
     state = svi.init(jax.random.key(0), x)
     (session,) = svi._sessions.values()
-    estimator = svi.estimator(session.problem)
+    estimator = svi.method.estimator(session.problem)
     public = estimator.prepare(key, svi.optim.get_params(state.optim_state))
     rows = session.rows((x,), {}).arrays
     return np.asarray(jax.vmap(lambda row: estimator.signal(public, row)["w"])(rows))

@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from gaussian import gaussian
 from jax.flatten_util import ravel_pytree
 from jax.scipy.special import logsumexp
 from numpyro import handlers
@@ -16,9 +17,9 @@ from numpyro.infer import SVI, Predictive, Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoGuideList, AutoNormal
 
 from numpyro_dp import DPSVI, FullBatch, Poisson, UnsupportedModelError, aligned, vanilla
+from numpyro_dp.core import Released
 from numpyro_dp.model.frontend import Frontend
 from numpyro_dp.model.variational import likelihood_key
-from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.sums.bounded import bounded_sum
 
 N, D = 40, 3
@@ -101,7 +102,7 @@ def gradient(build: Any, problem: Any, params: Any) -> Any:
     public = estimator.prepare(KEY, params)
     rows = problem.rows((X,), {})
     total = bounded_sum(estimator, gaussian(jnp.inf, 0.0), public, rows.arrays, jnp.ones(N, bool))
-    return estimator.pull_back(public, total)
+    return estimator.pull_back(public, Released(total, 0.0))
 
 
 @pytest.mark.parametrize(

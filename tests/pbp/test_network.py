@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conformance.registry import x64
+from gaussian import gaussian
 from numpyro.infer import MCMC, NUTS, Predictive
 from scipy import stats
 
@@ -18,6 +19,7 @@ from numpyro_dp import (
     PrivacyBudget,
     RegressionNetwork,
 )
+from numpyro_dp.core import Released
 from numpyro_dp.ep.gaussian import Cavity
 from numpyro_dp.ep.problem import read_conjugate_model
 from numpyro_dp.ep.records import RecordsProblem
@@ -27,7 +29,6 @@ from numpyro_dp.pbp.curvature import network_curvature
 from numpyro_dp.pbp.estimator import NetworkCavity, network_ep, network_site
 from numpyro_dp.pbp.moments import layout_of, output_moments, record_slopes
 from numpyro_dp.pbp.steps import NetworkSteps
-from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.sums.bounded import bounded_sum
 
 KEY = jax.random.key(0)
@@ -559,7 +560,7 @@ def test_what_is_released_in_those_coordinates_comes_back():
         total = bounded_sum(
             estimator, gaussian(math.inf, 0.0), public, (x, y), jnp.ones(number, bool)
         )
-        moves.append(estimator.pull_back(public, total))
+        moves.append(estimator.pull_back(public, Released(total, 0.0)))
     plain, curved = moves
     np.testing.assert_allclose(curved.precision, plain.precision, rtol=1e-4)
     assert float(curved.rate) == pytest.approx(float(plain.rate), rel=1e-4)

@@ -26,7 +26,7 @@ from numpyro_dp import (
     aligned,
     secret_key,
 )
-from numpyro_dp.privacy.adaptive import LARGEST_NORM, SMALLEST_NORM, follow
+from numpyro_dp.privacy.mechanism.adaptive import LARGEST_NORM, SMALLEST_NORM, follow
 
 KEY = jax.random.key(0)
 NUMBER = 400
@@ -156,8 +156,10 @@ def test_the_noise_of_the_gradient_grows_by_the_share():
     def step(state, _):
         new, noisy = session._step(state, rows)
         _, sure = session._step(state._replace(noise_multiplier=jnp.zeros(())), rows)
-        noise = ravel_pytree(jax.tree.map(jnp.subtract, noisy.released, sure.released))[0]
-        norm = state.mechanism_state[0].initial
+        noise = ravel_pytree(jax.tree.map(jnp.subtract, noisy.released.total, sure.released.total))[
+            0
+        ]
+        norm = state.mechanism_state.clip_norm.given.initial
         return new, (noise * session.inclusion_prob / norm, norm)
 
     draws, norms = jax.jit(lambda state: lax.scan(step, state, None, length=8_000)[1])(state)
@@ -179,10 +181,12 @@ def test_updates_and_resumed_runs_are_one_run_at_the_cost_of_a_fixed_norm():
     joined = np.concatenate([first.trace.clip_norm, second.trace.clip_norm])
     np.testing.assert_allclose(joined, whole.trace.clip_norm, rtol=1e-5)
     state = svi.init(KEY, records())
-    shapes = [(leaf.shape, leaf.dtype, leaf.weak_type) for leaf in state.mechanism_state[0]]
+    shapes = [
+        (leaf.shape, leaf.dtype, leaf.weak_type) for leaf in state.mechanism_state.clip_norm.given
+    ]
     for _ in range(12):
         state, _ = svi.update(state, records())
-    (clip,) = state.mechanism_state
+    clip = state.mechanism_state.clip_norm.given
     assert [(leaf.shape, leaf.dtype, leaf.weak_type) for leaf in clip] == shapes
     np.testing.assert_allclose(clip.initial, joined[-1], rtol=1e-5)
     np.testing.assert_allclose(clip[1:], (0.5, 0.2, 0.36))

@@ -12,6 +12,7 @@ import pytest
 from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting import SelfComposedDpEvent as Several
 from dp_accounting.pld import PLDAccountant
+from gaussian import gaussian
 from numpyro.infer.autoguide import AutoDelta
 
 import numpyro_dp.privacy.plan as plan_module
@@ -26,7 +27,6 @@ from numpyro_dp import (
     compare_accountants,
     vanilla,
 )
-from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.privacy.plan import BudgetError, PrivacyReport, make_plan
 
 NUMBER = 10_000

@@ -10,6 +10,7 @@ import time
 
 import dp_accounting as dpa
 import pytest
+from gaussian import gaussian
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,6 @@ from numpyro_dp.privacy.accounting import (
 )
 from numpyro_dp.privacy.budget import PrivacyBudget, gaussian_event
 from numpyro_dp.privacy.calibration import CalibrationError, calibrate_noise
-from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.privacy.plan import make_plan
 from numpyro_dp.privacy.sampling import Poisson
 

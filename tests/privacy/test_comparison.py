@@ -4,10 +4,10 @@ import functools
 import math
 
 import pytest
+from gaussian import gaussian
 from scipy.stats import norm
 
 from numpyro_dp import FixedSize, FullBatch, Poisson, PrivacyBudget, compare_accountants
-from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.privacy.plan import PrivacyReport, make_plan
 
 

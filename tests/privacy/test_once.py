@@ -211,7 +211,7 @@ def test_a_sweep_and_the_run_that_it_equals_share_a_key():
     driver.sweep(KEY[None], 2, X, noise_multiplier=[1.0, 2.0])
     with pytest.raises(NoiseReuseError, match="has made no noise"):
         driver.sweep(KEY[None], 2, X)
-    own = jax.random.fold_in(driver.secret_key, 1)
+    own = jax.random.fold_in(driver.settings.secret_key, 1)
     with pytest.raises(NoiseReuseError, match="has made no noise"):
         svi(secret_key=own).run(KEY, 2, X, **run)
 
@@ -595,5 +595,5 @@ def test_a_sampler_that_is_refused_keeps_its_samples_and_shows_no_key():
     with pytest.raises(NoiseReuseError, match="has made no noise"):
         sampler.run(KEY, X)
     np.testing.assert_array_equal(sampler.get_samples()["mean"], before)
-    words = np.asarray(jax.random.key_data(sampler.settings.secret_key)).tolist()
+    words = np.asarray(jax.random.key_data(sampler.settings.run.secret_key)).tolist()
     assert not any(str(word) in repr(sampler.settings) for word in words)

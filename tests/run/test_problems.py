@@ -43,4 +43,4 @@ def test_every_method_fits_a_problem(name):
     rows = problem.rows(args, {})
     assert [leaf.shape for leaf in blank] == [leaf.shape[1:] for leaf in rows.arrays]
     assert problem.numbered == (len(blank) > len(args))
-    assert isinstance(problem.at(rows.shared, 0.5), Problem)
+    assert isinstance(problem.at(rows.shared), Problem)

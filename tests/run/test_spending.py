@@ -9,11 +9,11 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from gaussian import gaussian
 from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_dp import DPSVI, FixedSize, FullBatch, Poisson, PrivacyBudget, aligned
 from numpyro_dp.privacy.accounting import epsilon_spent
-from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.privacy.plan import make_plan
 
 

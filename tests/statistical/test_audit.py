@@ -93,7 +93,9 @@ def scores(name, noise_factor):
     rows = [session.rows(records(canary), {}) for canary in (False, True)]
 
     def released(state, rows):
-        return ravel_pytree(session._step(state, rows)[1].released)[0] * session.inclusion_prob
+        return (
+            ravel_pytree(session._step(state, rows)[1].released.total)[0] * session.inclusion_prob
+        )
 
     noise = state.noise_multiplier * noise_factor
     keys = jax.random.split(secret_key(9), (2, DRAWS, 2))
@@ -200,7 +202,7 @@ def first_samples(kernel):
     def position(key, rows):
         state = start._replace(secret_key=key[0], rng_key=jax.random.fold_in(start.rng_key, key[1]))
         found = session._step(state, rows)[0].optim_state
-        return driver.optim.get_params(found)["coef_auto_loc"][2]
+        return driver.method.optim.get_params(found)["coef_auto_loc"][2]
 
     keys = jax.random.split(secret_key(9), (2, DRAWS))
     worlds = []

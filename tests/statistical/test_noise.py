@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from gaussian import gaussian
 from jax import lax
 from jax.flatten_util import ravel_pytree
 from numpyro.infer.autoguide import AutoDiagonalNormal
@@ -24,7 +25,6 @@ from numpyro_dp import (
     secret_key,
     vanilla,
 )
-from numpyro_dp.privacy.mechanism import gaussian
 
 CLIPS = {"one norm": 0.8, "norms by entry": {"auto_loc": 0.5, ...: 0.3, "extra": 0.2}}
 SIGMA = 5.0  # of the statistic's own standard error
@@ -114,7 +114,7 @@ def noise_of_a_run(estimator, key):
     def step(state, _):
         new, noisy = session._step(state, rows)
         _, sure = session._step(state._replace(noise_multiplier=jnp.zeros(())), rows)
-        difference = jax.tree.map(jnp.subtract, noisy.released, sure.released)
+        difference = jax.tree.map(jnp.subtract, noisy.released.total, sure.released.total)
         return new, ravel_pytree(difference)[0] * session.inclusion_prob
 
     return np.asarray(jax.jit(lambda s: lax.scan(step, s, None, length=4_000))(state)[1])

@@ -62,7 +62,7 @@ def test_it_follows_from_the_key_and_reads_no_observed_value():
     first = norm(svi=svi, steps=20)
     again = norm(gaussian, np.full(500, np.nan), svi=svi, steps=20)
     assert type(first) is float and first == again
-    assert svi.clip_norm == 7.0 and svi._sessions == {}
+    assert svi.settings.clip_norm.given == 7.0 and svi._sessions == {}
 
 
 def test_covariates_and_several_observed_sites_of_any_dtype():

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp._tree import add, select
-from numpyro_dp.core import Estimator, FactoredSignal
+from numpyro_dp.core import Estimator, FactoredSignal, Released
 from numpyro_dp.model.variational import VariationalProblem, likelihood_key
 
 __all__ = ["DrawnPublic", "aligned", "prepare_draw", "pull_back_draw"]
@@ -93,9 +93,11 @@ def aligned() -> Callable[[VariationalProblem], Estimator]:
         def signal(public: DrawnPublic, example: Any) -> dict[str, Any]:
             return merge(jax.grad(scalar, 1)(public, point(public), example))
 
-        def pull_back(public: DrawnPublic, released: dict[str, Any]) -> dict[str, Any]:
-            latents = select(released, public.latents)
-            return pull_back_draw(problem, public, latents, select(released, problem.record_params))
+        def pull_back(public: DrawnPublic, released: Released) -> dict[str, Any]:
+            latents = select(released.total, public.latents)
+            return pull_back_draw(
+                problem, public, latents, select(released.total, problem.record_params)
+            )
 
         prepare = prepare_draw(problem)
         factored = FactoredSignal(point, scalar, core, expand, selects=True)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from numpyro_dp._tree import select
-from numpyro_dp.core import Estimator
+from numpyro_dp.core import Estimator, Released
 from numpyro_dp.model.geometry import gaussian_geometry
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.vi.estimators.aligned import DrawnPublic, aligned, pull_back_draw
@@ -69,9 +69,9 @@ def aligned_natural() -> Callable[[VariationalProblem], Estimator]:
         def signal(public: DrawnPublic, example: Any) -> dict[str, Any]:
             return whole(public, jax.grad(plain.scalar, 1)(public, plain.point(public), example))
 
-        def pull_back(public: DrawnPublic, released: dict[str, Any]) -> dict[str, Any]:
-            latents = each(geometry.mean_gradient, public, select(released, public.latents))
-            own = select(released, problem.record_params)
+        def pull_back(public: DrawnPublic, released: Released) -> dict[str, Any]:
+            latents = each(geometry.mean_gradient, public, select(released.total, public.latents))
+            own = select(released.total, problem.record_params)
             gradient = pull_back_draw(problem, public, latents, own)
             values = problem.constrain(public.params)
             guide = {name: value for name, value in gradient.items() if name not in own}

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp._tree import add, select, widen
-from numpyro_dp.core import Estimator, FactoredSignal
+from numpyro_dp.core import Estimator, FactoredSignal, Released
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.vi.estimators.aligned import DrawnPublic, prepare_draw, pull_back_draw
 
@@ -125,11 +125,11 @@ def parametric(problem: VariationalProblem, chart: Chart) -> Estimator:
         drawn = chart.prepare(rng_key, params)
         return VanillaPublic(drawn, {} if general else _entries(chart, drawn, names))
 
-    def pull_back(public: VanillaPublic, released: dict[str, Any]) -> dict[str, Any]:
+    def pull_back(public: VanillaPublic, released: Released) -> dict[str, Any]:
         zeros = jax.tree.map(jnp.zeros_like, public.drawn.latents)
         rest = jax.tree.map(jnp.negative, pull_back_draw(problem, public.drawn, zeros, {}))
-        own = {name: add(rest.pop(name), released[name]) for name in names}
-        guide = select(released, rest)
+        own = {name: add(rest.pop(name), released.total[name]) for name in names}
+        guide = select(released.total, rest)
         gradient = chart.finish(public.drawn.params, guide, rest) | own
         return jax.tree.map(jnp.negative, gradient)
 

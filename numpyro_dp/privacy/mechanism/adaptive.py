@@ -23,24 +23,29 @@ Reference:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp._validate import check_real
+from numpyro_dp.core import Mechanism, MechanismState, PyTree
+
+if TYPE_CHECKING:
+    from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 
 __all__ = [
     "LARGEST_NORM",
     "SMALLEST_NORM",
     "AdaptiveClip",
+    "adaptive",
     "check_adaptive",
     "follow",
+    "indicator_entry",
     "indicator_norm",
-    "indicators",
 ]
 
-# Beyond these bounds squares leave the range of float32, and norms are no norms any more.
+# Squares of norms beyond these bounds leave the range of float32.
 SMALLEST_NORM, LARGEST_NORM = 1e-12, 1e12
 
 
@@ -114,30 +119,57 @@ def indicator_norm(clip: AdaptiveClip) -> Any:
     return clip.initial * (clip.share / (1 - clip.share)) ** 0.5
 
 
-def indicators(clip: AdaptiveClip, squares: Array, finite: Array, margin: float) -> Array:
-    """Returns the indicator of each record, scaled to ``margin`` times :func:`indicator_norm`.
+def indicator_entry(group: Any) -> str:
+    """Returns the name of the entry of the sum that holds the indicators of a group."""
+    return f"below the clip norm of {'the rest' if group is ... else repr(group)} (released)"
+
+
+def adaptive(base: Mechanism, clip_norm: ClipNorm, batch_size: Any) -> Mechanism:
+    """Returns a mechanism that also releases indicators, and lets clip norms follow them.
 
     Args:
-        clip: With the norm of this step.
-        squares: Squared norms of the signals.
-        finite: Which signals are finite; the others give exactly 0.
-        margin: Leaves room for rounding.
+        base: A mechanism for ``clip_norm.fixed()``, which has the norms of the indicators too.
+        clip_norm: With the norms of this step.
+        batch_size: Public number of records in a batch to be expected, q N.
 
-    Guarantee: each number is a function of one record and public values, and bounded.
+    Guarantee:
+        Each indicator is a function of one record and public values, and bounded. The next norms
+        are functions of what was released.
     """
-    size = jnp.asarray(indicator_norm(clip) * margin, squares.dtype)
-    signs = jnp.where(jnp.sqrt(squares) <= clip.initial, size, -size)
-    return jnp.where(finite, signs, 0)
+
+    def extras(
+        names: tuple[str, ...], squares: tuple[Array, ...], margin: float = 1.0
+    ) -> dict[str, tuple[Array, Any]]:
+        finite = jnp.all(jnp.stack([jnp.isfinite(square) for square in squares]), axis=0)
+        found = {}
+        for group, square in zip(clip_norm.groups(names), squares, strict=True):
+            if group in clip_norm.adaptive:
+                clip = clip_norm.by_entry[group]
+                # Shorter by a few units in the last place: rounding must not make it longer.
+                room = margin * (1 - 8 * float(jnp.finfo(square.dtype).eps))
+                size = jnp.asarray(indicator_norm(clip) * room, square.dtype)
+                signs = jnp.where(jnp.sqrt(square) <= clip.initial, size, -size)
+                numbers = jnp.where(finite, signs, 0)  # no finite signal counts as half
+                found[indicator_entry(group)] = numbers, indicator_norm(clip)
+        return found
+
+    def privatise(
+        key: Array, total: PyTree, state: MechanismState
+    ) -> tuple[PyTree, MechanismState]:
+        noisy, state = base.privatise(key, total, state)
+        own = {group: indicator_entry(group) for group in clip_norm.adaptive}
+
+        def after(group: Any, norm: Any) -> Any:
+            return follow(norm, noisy[own[group]], batch_size) if group in own else norm
+
+        rest = {name: leaf for name, leaf in noisy.items() if name not in own.values()}
+        return rest, state._replace(clip_norm=state.clip_norm.map(after))
+
+    return base._replace(extras=extras, privatise=privatise)
 
 
 def follow(clip: AdaptiveClip, released: Array, batch_size: Any) -> AdaptiveClip:
-    """Returns the clip norm of the next step; post-processing.
-
-    Args:
-        clip: With the norm of this step.
-        released: Noisy sum of the indicators.
-        batch_size: Public number of records in a batch to be expected.
-    """
+    """The clip norm of the next step, from the noisy sum of the indicators."""
     below = 0.5 + released / (2 * indicator_norm(clip) * batch_size)
     norm = clip.initial * jnp.exp(-clip.learning_rate * (below - clip.quantile))
     norm = jnp.clip(norm, SMALLEST_NORM, LARGEST_NORM)

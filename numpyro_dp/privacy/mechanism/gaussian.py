@@ -1,0 +1,138 @@
+r"""The Gaussian mechanism on a sum of clipped signals: the one place that adds noise.
+
+.. math::
+    \mathcal{M}(D) = \sum_{i \in D} \min\!\Big(1, \frac{C}{\lVert s_i \rVert_2}\Big)\, s_i
+        + \mathcal{N}(0, \sigma^2 C^2 I).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from dp_accounting.dp_event import DpEvent, GaussianDpEvent, NonPrivateDpEvent
+from jax import Array
+
+from numpyro_dp._tree import widen
+from numpyro_dp.core import Mechanism, MechanismState, PyTree
+from numpyro_dp.privacy.mechanism.adaptive import adaptive
+from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
+from numpyro_dp.privacy.random import standard_normal
+
+__all__ = ["GaussianMechanism", "build_mechanism"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GaussianMechanism:
+    r"""Clips signals to their norm and adds Gaussian noise to the sum: the default ``mechanism``.
+
+    With one norm C each signal is scaled to :math:`\lVert s_i\rVert_2 \le C`. With norms by entry,
+    each named entry is scaled alone and all others together, to the norm under the key ``...``
+    (Ellipsis); the sensitivity is :math:`\sqrt{\sum_b C_b^2}`. The noise has standard deviation
+    ``noise_multiplier`` times the sensitivity in every coordinate, in float32 or wider.
+
+    Example:
+        >>> from numpyro_dp import GaussianMechanism
+        >>> from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
+        >>> mechanism = GaussianMechanism()(ClipNorm.of({"b": 3.0, ...: 4.0}), 1.5)
+        >>> mechanism.sensitivity, mechanism.event
+        (5.0, GaussianDpEvent(noise_multiplier=1.5))
+
+    Guarantee:
+        ``total`` changes by at most ``sensitivity`` in Euclidean norm when one record is added or
+        removed (twice that when one is replaced): a signal with a NaN or an infinity counts as 0,
+        every other one is scaled into the ball. One call of ``privatise`` is the Gaussian
+        mechanism with the stated noise multiplier, up to floating-point arithmetic (Mironov 2012).
+
+    Reference:
+        Abadi et al. (2016), Deep learning with differential privacy, CCS.
+    """
+
+    def __call__(self, clip_norm: ClipNorm, noise_multiplier: Any) -> Mechanism:
+        """Returns the mechanism for these norms and this noise; see ``core.MechanismBuilder``."""
+        sensitivity = clip_norm.sensitivity
+        std = _product(noise_multiplier, sensitivity)
+
+        def scales(
+            names: tuple[str, ...], squares: tuple[Array, ...], margin: float = 1.0
+        ) -> tuple[Array, ...]:
+            # A block that is not finite makes the whole record count as 0.
+            finite = jnp.all(jnp.stack([jnp.isfinite(square) for square in squares]), axis=0)
+            return tuple(
+                _factor(norm * margin, square, finite)
+                for norm, square in zip(clip_norm.of_blocks(names), squares, strict=True)
+            )
+
+        def privatise(
+            key: Array, total: PyTree, state: MechanismState
+        ) -> tuple[PyTree, MechanismState]:
+            return _with_noise(key, widen(total), std), state
+
+        return Mechanism(
+            init=lambda _: (),
+            blocks=clip_norm.blocks,
+            norms=lambda names: clip_norm.of_blocks(names) if clip_norm.bounded else None,
+            scales=scales,
+            privatise=privatise,
+            sensitivity=sensitivity,
+            noise_scale=std,
+            event=_event(noise_multiplier, clip_norm),
+        )
+
+
+def build_mechanism(
+    builder: Any, clip_norm: ClipNorm, noise_multiplier: Any, batch_size: Any = None
+) -> Mechanism:
+    """Returns the mechanism of a step; norms that are an ``AdaptiveClip`` follow their quantile.
+
+    Args:
+        builder: A ``core.MechanismBuilder``.
+        clip_norm: With the norms of the step, which may be traced.
+        noise_multiplier: Noise standard deviation over sensitivity; may be traced.
+        batch_size: Public number of records in a batch to be expected, q N.
+    """
+    base = builder(clip_norm.fixed(), noise_multiplier)
+    return adaptive(base, clip_norm, batch_size) if clip_norm.adaptive else base
+
+
+def _with_noise(key: Array, total: PyTree, std: Any) -> PyTree:
+    """Adds one vector of noise to the leaves, which are not joined: that would form sums slowly."""
+    leaves, treedef = jax.tree.flatten(total)
+    ends = np.cumsum([leaf.size for leaf in leaves])
+    dtype = jnp.result_type(*leaves)
+    noise = jnp.split(jnp.asarray(std, dtype) * standard_normal(key, (ends[-1],), dtype), ends[:-1])
+    return treedef.unflatten([
+        (leaf + part.reshape(leaf.shape)).astype(leaf.dtype)
+        for leaf, part in zip(leaves, noise, strict=True)
+    ])  # fmt: skip
+
+
+def _product(noise_multiplier: Any, sensitivity: Any) -> Any:
+    """The standard deviation of the noise: 0 without noise, also where nothing is clipped."""
+    if isinstance(noise_multiplier, float | int) and isinstance(sensitivity, float | int):
+        return noise_multiplier * sensitivity if noise_multiplier else 0.0
+    return jnp.where(noise_multiplier == 0, 0.0, noise_multiplier * sensitivity)
+
+
+def _factor(clip_norm: Any, squared_norm: Array, finite: Array) -> Array:
+    """min(1, C / norm), and 0 where the signal is not finite."""
+    norm = jnp.sqrt(squared_norm)
+    safe = jnp.where(finite & (norm > 0), norm, 1)
+    # Shorter by a few units in the last place: rounding must not push a norm above its bound.
+    limit = clip_norm * (1 - 8 * float(jnp.finfo(norm.dtype).eps))
+    factor = jnp.where(norm > limit, limit / safe, 1)
+    return jnp.where(finite & jnp.isfinite(norm), factor, 0).astype(norm.dtype)
+
+
+def _event(noise_multiplier: Any, clip_norm: ClipNorm) -> DpEvent | None:
+    """The event of one call; ``None`` where the multiplier is traced and the host knows it."""
+    if any(
+        isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((noise_multiplier, clip_norm))
+    ):
+        return None
+    if float(noise_multiplier) == 0 or not clip_norm.bounded:
+        return NonPrivateDpEvent()
+    return GaussianDpEvent(float(noise_multiplier))

@@ -1,0 +1,155 @@
+"""The settings that all drivers share, as one frozen value."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+from numpyro_dp._validate import check_int
+from numpyro_dp.core import Estimator, MechanismBuilder, Problem, Sampler
+from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
+from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
+from numpyro_dp.privacy.random import as_secret_key
+from numpyro_dp.run import checks
+from numpyro_dp.run.loss import LossRelease, with_loss_norm
+
+__all__ = ["Method", "RunSettings", "takes_settings"]
+
+
+class Method(NamedTuple):
+    """What is fitted, and how.
+
+    Attributes:
+        estimator: Problem -> estimator.
+        optim: An optimiser with NumPyro's ``get_params`` and ``update``.
+        text: What the numbers of a state mean beyond the settings of the run.
+    """
+
+    estimator: Callable[[Any], Estimator]
+    optim: Any
+    text: str = ""
+
+    def estimator_of(self, problem: Problem) -> Estimator:
+        """Builds the estimator, or raises TypeError."""
+        found = self.estimator(problem)
+        if not isinstance(found, Estimator):
+            raise TypeError(
+                f"Expected estimator= to build an Estimator, got {type(found).__name__}. See "
+                "the skeleton in CONTRIBUTING.md."
+            )
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RunSettings:
+    """What every driver's constructor takes besides its own arguments; :class:`~numpyro_dp.DPSVI`.
+
+    A driver passes this value down, and never itself. Its fields are checked when it is made.
+    """
+
+    clip_norm: Any
+    sampler: Sampler
+    mechanism: MechanismBuilder = GaussianMechanism()  # noqa: RUF009, a frozen value
+    budget: PrivacyBudget | None = None
+    noise_multiplier: float | None = None
+    secret_key: Any = dataclasses.field(default=None, repr=False)
+    num_steps: int | None = None
+    accountant: Accountant | None = None
+    loss_release: LossRelease | None = None
+    allow_sensitive: bool = False
+    microbatch_size: int | None = None
+    mesh: Mesh | None = None
+    public: Any = ()
+    repetition: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks every field; each error names the value, the range and the remedy."""
+        norm, noise, key = ClipNorm.of(self.clip_norm), self.noise_multiplier, self.secret_key
+        found = {
+            "clip_norm": norm,
+            "sampler": checks.check_sampler(self.sampler),
+            "noise_multiplier": checks.check_noise(noise),
+            "budget": checks.check_budget(self.budget, noise, norm),
+            "accountant": checks.check_accountant(self.accountant),
+            "loss_release": checks.check_loss_release(self.loss_release),
+            "mesh": checks.check_mesh(self.mesh),
+            "secret_key": None if key is None else as_secret_key(key),
+            "repetition": checks.check_repetition(self.repetition, key),
+        }
+        if self.num_steps is not None:
+            check_int("num_steps", self.num_steps, low=1)
+        if self.microbatch_size is not None:
+            check_int("microbatch_size", self.microbatch_size, low=1,
+                      remedy="None finds a suitable one.")  # fmt: skip
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
+        checks.check_mechanism(self.mechanism, self.norm_with_loss)
+
+    @property
+    def norm_with_loss(self) -> ClipNorm:
+        """The clip norm, with that of a loss that is released."""
+        return with_loss_norm(self.clip_norm, self.loss_release)
+
+    @property
+    def several_processes(self) -> bool:
+        """Whether the processes of a mesh share a run."""
+        return self.mesh is not None and self.mesh.is_multi_process
+
+    def changed(self, **fields: Any) -> RunSettings:
+        """Returns the same settings with other values in some fields, checked."""
+        return dataclasses.replace(self, **fields)
+
+
+def takes_settings(without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Any]:
+    """Lets a constructor take the fields of :class:`RunSettings` as keywords of its own.
+
+    The constructor gets those that were given in one dict, ``settings``. Its signature shows all of
+    them, so that editors and ``help`` do too.
+
+    Args:
+        without: Fields that the constructor does not take, or takes by itself.
+    """
+    fields = [field for field in dataclasses.fields(RunSettings) if field.name not in without]
+
+    def decorate(constructor: Callable[..., None]) -> Any:
+        own = inspect.signature(constructor).parameters.values()
+        rest = [each for each in own if each.name != "settings"]
+        shared = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty
+                if field.default is dataclasses.MISSING
+                else field.default,
+                annotation=field.type,
+            )
+            for field in fields
+        ]
+        # What has no default comes first among the keywords, and **static_kwargs last.
+        parameters = sorted(
+            [*rest, *shared],
+            key=lambda each: (each.kind, each.kind is each.KEYWORD_ONLY and not _required(each)),
+        )
+        signature = inspect.Signature(parameters)
+
+        @functools.wraps(constructor)
+        def with_settings(*args: Any, **kwargs: Any) -> None:
+            signature.bind(*args, **kwargs)  # raises where an argument is missing or unknown
+            given = {e.name: kwargs.pop(e.name) for e in shared if e.name in kwargs}
+            constructor(*args, settings=given, **kwargs)
+
+        with_settings.__signature__ = signature  # type: ignore[attr-defined]
+        return with_settings
+
+    return decorate
+
+
+def _required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is inspect.Parameter.empty
