@@ -382,11 +382,15 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "steps no integer": (lambda: run(1e3), T, "num_steps=1000.0 | integer"),
     "steps of the driver": (lambda: driver(num_steps=0), V, "num_steps=0 | >= 1"),
     "no mesh": (lambda: driver(mesh=jax.devices()), T, "mesh=None | jax.sharding.Mesh | list"),
-    "no microbatch": (lambda: driver(microbatch_size=0), V, "microbatch_size=0 | >= 1 | 'auto'"),
+    "no microbatch": (
+        lambda: driver(microbatch_size=0),
+        V,
+        "microbatch_size=0 | >= 1 | None finds",
+    ),
     "microbatch no number": (
         lambda: driver(microbatch_size="all"),
-        V,
-        "microbatch_size='all' | 'auto' | integer >= 1",
+        T,
+        "microbatch_size='all' | integer >= 1 | None finds",
     ),
     "steps forgotten": (
         lambda: driver().run(KEY, X, progress_bar=False),

@@ -25,6 +25,7 @@ from numpyro.infer import autoguide
 
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.locals import fill_locals, is_local
+from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import Arguments
 from numpyro_dp.model.separation import (
     one_record,
@@ -79,6 +80,53 @@ class Guide(NamedTuple):
         if self.auto is None:
             return _generic_draw(self, trace, params, shared, self.model.structure.latents)
         return _auto_draw(self, self.auto, trace, params, shared)
+
+    def log_density(
+        self, params: dict[str, Any], latents: dict[str, Array], shared: tuple[Array, ...] = ()
+    ) -> Array:
+        r"""Returns :math:`\log q(u)` of global latents in unconstrained coordinates.
+
+        Args:
+            params: Constrained parameters.
+            latents: Unconstrained latents by site, such as :meth:`draw` returns.
+            shared: Public arrays among the model's arguments.
+
+        Raises:
+            UnsupportedModelError: If the guide has latents besides those of the model, or a flow
+                that cannot be inverted (``AutoBNAFNormal``).
+
+        Guarantee: reads no record.
+        """
+        prior = self.model.trace_prior(latents, params, shared)
+        values = {name: prior[name]["value"] for name in latents}
+        flat, parts = {}, {}
+        for part in auto_parts(self.auto):
+            if isinstance(part, autoguide.AutoContinuous):
+                names = part._unpack_latent(np.arange(part.latent_dim))
+                parts |= dict.fromkeys(names, part)
+                flat[f"_{part.prefix}_latent"] = _packed(part, latents)
+        trace = guide_trace(self, params | values | flat, jax.random.key(0), shared)
+        plate = self.model.structure.data_plate
+        total = jnp.zeros(())
+        for name, site in trace.items():
+            if not _is_draw(site) or is_local(site, plate) or name in parts:
+                continue  # the sites of a flat latent are its entries
+            if name not in flat and name not in latents:
+                raise UnsupportedModelError(
+                    f"Expected a guide without auxiliary latents for log_density, got {name!r}: "
+                    "the density of the others is an integral over it. Leave it out."
+                )
+            try:
+                total += log_density(site)
+            except NotImplementedError as error:
+                raise UnsupportedModelError(
+                    f"Expected a guide whose density has a closed form, got {site['fn']}, which "
+                    "cannot be inverted. Use AutoIAFNormal or a normal guide."
+                ) from error
+            if name in latents:
+                transform = biject_to(prior[name]["fn"].support)
+                total += jnp.sum(transform.log_abs_det_jacobian(latents[name], values[name]))
+        return total
 
     def local_bound(
         self,
@@ -227,6 +275,14 @@ def _unpacked(auto: Any, flat: Array) -> dict[str, Array]:
         name: part.reshape(np.shape(place))
         for (name, place), part in zip(places.items(), parts, strict=True)
     }
+
+
+def _packed(auto: Any, latents: dict[str, Array]) -> Array:
+    """The flat latent of an automatic guide: the reverse of :func:`_unpacked`."""
+    places = dict(auto._unpack_latent(np.arange(auto.latent_dim)))
+    values = jnp.concatenate([jnp.ravel(latents[name]) for name in places])
+    order = np.concatenate([np.ravel(place) for place in places.values()])
+    return jnp.zeros_like(values).at[order].set(values)
 
 
 def _generic_draw(

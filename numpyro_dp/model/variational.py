@@ -76,6 +76,14 @@ class VariationalProblem(NamedTuple):
         latents, entropies = jax.vmap(self._draw_one, in_axes=(None, 0))(values, keys)
         return latents, jnp.mean(entropies)
 
+    def log_density(self, latents: dict[str, Array], params: dict[str, Any]) -> Array:
+        """Mean over draws of the guide's log density in unconstrained coordinates."""
+
+        def one(values: dict[str, Array]) -> Array:
+            return self.guide.log_density(self.constrain(params), values, self.shared)
+
+        return one(latents) if self.num_particles == 1 else jnp.mean(jax.vmap(one)(latents))
+
     def log_prior(self, latents: dict[str, Array], params: dict[str, Any]) -> Array:
         """Mean over draws of the log prior in unconstrained coordinates."""
 

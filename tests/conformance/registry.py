@@ -1,16 +1,77 @@
-"""Every estimator of the package: one row here, and the whole suite runs on it."""
+"""Everything that can be added to the package: one row here, and the whole suite runs on it."""
 
+import importlib.util
+import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import optax
 import pytest
+from correlated import CorrelatedNoise
+from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import aligned, aligned_natural, natural, preconditioned, vanilla
-from numpyro_dp.core import Estimator
+from numpyro_dp import (
+    DPEM,
+    DPMCMC,
+    DPPBP,
+    DPSEP,
+    DPSVI,
+    GDP,
+    PLD,
+    PRV,
+    RDP,
+    SGLD,
+    AdaptiveClip,
+    Best,
+    FixedSize,
+    FullBatch,
+    GaussianMechanism,
+    Permutation,
+    Poisson,
+    RegressionNetwork,
+    aligned,
+    aligned_natural,
+    exponential_average,
+    natural,
+    preconditioned,
+    tail_average,
+    vanilla,
+)
+from numpyro_dp.core import Estimator, Fold, MechanismBuilder, Sampler
 from numpyro_dp.model.variational import VariationalProblem
+from numpyro_dp.privacy.accounting import Accountant
 
-__all__ = ["ESTIMATORS", "EstimatorRow", "rows_to_run", "x64"]
+from . import references
+
+__all__ = [
+    "ACCOUNTANTS",
+    "DRIVERS",
+    "ESTIMATORS",
+    "FOLDS",
+    "MECHANISMS",
+    "SAMPLERS",
+    "EstimatorRow",
+    "by_row",
+    "example",
+    "rows_to_run",
+    "x64",
+]
+
+
+def example(name: str) -> Any:
+    """Returns a module of ``examples/extending``, read from its file as a user's own would be."""
+    path = pathlib.Path(__file__).parents[2] / "examples" / "extending" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def by_row(rows: tuple[Any, ...]) -> Any:
+    """``parametrize`` over rows, with their names in the ids of the tests."""
+    return pytest.mark.parametrize("row", rows, ids=lambda row: row.name)
 
 
 class EstimatorRow(NamedTuple):
@@ -19,16 +80,18 @@ class EstimatorRow(NamedTuple):
     Attributes:
         name: For test ids.
         build: Makes what ``DPSVI(estimator=...)`` takes.
-        equals_elbo: Whether, without clip and noise, it gives the gradient of the evidence lower
-            bound itself. The others give it times the inverse Fisher information.
+        reference: ``(bench, key, gradient of NumPyro's loss) -> gradient`` that it must equal
+            without clip and noise.
         guides: Names of the automatic guides that it is for; ``None`` means every guide.
+        without: Names of guides that it is not for.
         size: Of its signals where the guide's scale is 0.1, in units of those of ``aligned``.
     """
 
     name: str
     build: Callable[[], Callable[[VariationalProblem], Estimator]]
-    equals_elbo: bool = True
+    reference: Callable[..., Any] = references.elbo
     guides: tuple[str, ...] | None = None
+    without: tuple[str, ...] = ()
     size: float = 1.0
 
 
@@ -38,8 +101,115 @@ ESTIMATORS: tuple[EstimatorRow, ...] = (
     EstimatorRow("aligned", aligned),
     EstimatorRow("vanilla", vanilla),
     EstimatorRow("preconditioned", preconditioned, guides=GAUSSIAN),
-    EstimatorRow("natural", natural, equals_elbo=False, guides=GAUSSIAN, size=0.1),
-    EstimatorRow("aligned_natural", aligned_natural, equals_elbo=False, guides=GAUSSIAN, size=0.01),
+    EstimatorRow("natural", natural, references.natural, GAUSSIAN, size=0.1),
+    EstimatorRow("aligned_natural", aligned_natural, references.natural, GAUSSIAN, size=0.01),
+    EstimatorRow(
+        "sticking_the_landing",
+        example("sticking_the_landing").sticking_the_landing,
+        references.path_derivative,
+        without=("AutoBNAFNormal",),  # its flow has no inverse, so no density at a given draw
+    ),
+)
+
+
+class MechanismRow(NamedTuple):
+    """One mechanism with a clip norm.
+
+    Attributes:
+        name: For test ids.
+        mechanism: What ``DPSVI(mechanism=...)`` takes.
+        clip_norm: A clip norm, as a user writes it.
+    """
+
+    name: str
+    mechanism: MechanismBuilder
+    clip_norm: Any = 1.5
+
+
+MECHANISMS: tuple[MechanismRow, ...] = (
+    MechanismRow("gaussian", GaussianMechanism()),
+    MechanismRow("gaussian by entry", GaussianMechanism(), {"b": 0.5, ...: 2.0}),
+    MechanismRow("adaptive", GaussianMechanism(), AdaptiveClip(1.5, share=0.1)),
+    MechanismRow("automatic", example("automatic_clipping").AutomaticClipping()),
+    MechanismRow(
+        "automatic by entry", example("automatic_clipping").AutomaticClipping(0.5),
+        {"b": 0.5, ...: 2.0},
+    ),
+    MechanismRow("correlated", CorrelatedNoise(0.5)),
+)  # fmt: skip
+
+
+class SamplerRow(NamedTuple):
+    """One sampler, for 40 records."""
+
+    name: str
+    sampler: Sampler
+
+
+SAMPLERS: tuple[SamplerRow, ...] = (
+    SamplerRow("poisson", Poisson(0.2)),
+    SamplerRow("fixed size", FixedSize(8)),
+    SamplerRow("permutation", Permutation(8)),
+    SamplerRow("full batch", FullBatch()),
+)
+
+
+class AccountantRow(NamedTuple):
+    """One accountant."""
+
+    name: str
+    accountant: Accountant
+
+
+ACCOUNTANTS: tuple[AccountantRow, ...] = tuple(
+    AccountantRow(type(each).__name__, each) for each in (Best(), PLD(), PRV(), RDP(), GDP())
+)
+
+
+class FoldRow(NamedTuple):
+    """One fold, for 80 steps."""
+
+    name: str
+    fold: Fold
+
+
+FOLDS: tuple[FoldRow, ...] = (
+    FoldRow("tail_average", tail_average(80)),
+    FoldRow("exponential_average", exponential_average(0.9)),
+)
+
+
+class DriverRow(NamedTuple):
+    """One driver.
+
+    Attributes:
+        name: For test ids.
+        build: ``(model of a mean, settings) -> driver``.
+        columns: Axes of its records x: 1 or 2; a regression has y as well.
+    """
+
+    name: str
+    build: Callable[..., Any]
+    columns: int = 1
+    targets: bool = False
+
+
+DRIVERS: tuple[DriverRow, ...] = (
+    DriverRow(
+        "DPSVI",
+        lambda model, **settings: DPSVI(
+            model, AutoDiagonalNormal(model), optax.sgd(0.1), estimator=aligned(), **settings
+        ),
+    ),
+    DriverRow("DPSEP", lambda model, **settings: DPSEP(model, **settings)),
+    DriverRow(
+        "DPMCMC",
+        lambda model, **settings: DPMCMC(
+            SGLD(model), num_warmup=2, num_samples=6, progress_bar=False, **settings
+        ),
+    ),
+    DriverRow("DPEM", lambda _, **settings: DPEM(2, **settings), 2),
+    DriverRow("DPPBP", lambda _, **settings: DPPBP(RegressionNetwork((2,)), **settings), 2, True),
 )
 
 

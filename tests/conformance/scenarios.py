@@ -402,7 +402,10 @@ def rows_for(pieces: Bench) -> tuple[EstimatorRow, ...]:
     kinds = {kind.__name__ for kind in type(pieces.guide).__mro__}
     apart = not pieces.problem.guide_params & set(pieces.problem.record_params)
     return tuple(
-        row for row in ESTIMATORS if row.guides is None or (kinds & set(row.guides) and apart)
+        row
+        for row in ESTIMATORS
+        if not kinds & set(row.without)
+        and (row.guides is None or (kinds & set(row.guides) and apart))
     )
 
 

@@ -25,6 +25,7 @@ from numpyro_dp import (
 )
 from numpyro_dp.run.results import PrivateLosses, SensitiveLosses, SensitiveValueError
 
+from .references import elbo
 from .registry import ESTIMATORS
 from .scenarios import bench, by_name, reference_svi
 
@@ -42,7 +43,7 @@ def slow_row(name):
 
 
 SAMPLERS = (Poisson(0.3), FixedSize(4), Permutation(4), FullBatch())
-REFERENCED = tuple(row for row in ESTIMATORS if row.equals_elbo and row.guides is None)
+REFERENCED = tuple(row for row in ESTIMATORS if row.reference is elbo and row.guides is None)
 
 
 @pytest.mark.parametrize("name", [*FAST_RUNS, *(slow_row(name) for name in SLOW_RUNS)])

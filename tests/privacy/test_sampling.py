@@ -17,7 +17,6 @@ from dp_accounting.dp_event import (
 from jax import lax
 from scipy import stats
 
-from numpyro_dp.core import Sampler
 from numpyro_dp.privacy import sampling
 from numpyro_dp.privacy._sampling_distribution import WORD_BITS, binomial_tail, poisson_plan
 from numpyro_dp.privacy.permutation import Permutation
@@ -335,69 +334,7 @@ def test_one_record():
     assert abs(mask.mean() - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 20_000)
 
 
-# Contracts.
-
 SAMPLERS = [Poisson(0.1), FixedSize(10), FixedSize(60), Permutation(30), FullBatch()]
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
-def test_protocol_and_state(sampler):
-    assert isinstance(sampler, Sampler)
-    assert hash(sampler) == hash(type(sampler)(**vars(sampler)))
-    state = sampler.init(secret_key(1), 100)
-    batch, after = sampler.next(state)
-    assert jax.tree.structure(state) == jax.tree.structure(after)
-    assert after.num_examples == 100
-    assert after.key.dtype == state.key.dtype
-    jitted, jitted_after = jax.jit(sampler.next)(state)
-    for a, b in zip(jax.tree.leaves(batch), jax.tree.leaves(jitted), strict=True):
-        np.testing.assert_array_equal(a, b)
-        assert a.dtype in (jnp.int32, bool)
-    same = jax.random.key_data(after.key) == jax.random.key_data(jitted_after.key)
-    assert bool(same.all())
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS[:4], ids=repr)
-def test_ratchet_and_vmap(sampler):
-    keys = jax.random.split(secret_key(2), 4)
-
-    def draw(key):
-        return sampler.next(sampler.init(key, 100))
-
-    several, states = jax.jit(jax.vmap(draw))(keys)
-    for i, key in enumerate(keys):
-        batch, state = draw(key)
-        np.testing.assert_array_equal(several.indices[i], batch.indices)
-        np.testing.assert_array_equal(several.mask[i], batch.mask)
-        assert (jax.random.key_data(state.key) == jax.random.key_data(states.key[i])).all()
-        # The key has moved on by a split, so the state does not hold what drew the batch.
-        assert not (jax.random.key_data(state.key) == jax.random.key_data(key)).any()
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
-def test_one_compile(sampler):
-    traces = []
-
-    @jax.jit
-    def step(state):
-        traces.append(1)
-        return sampler.next(state)
-
-    state = sampler.init(secret_key(1), 100)
-    for _ in range(4):
-        _, state = step(state)
-    step(sampler.init(secret_key(2), 100))
-    assert len(traces) == 1
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS[:4], ids=repr)
-def test_64_bit_mode_draws_the_same(sampler):
-    plain = batches(sampler, 100, 5)
-    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
-        wide = batches(sampler, 100, 5)
-    for a, b in zip(plain, wide, strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
 
 
 def test_amplification():

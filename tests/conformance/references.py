@@ -1,0 +1,66 @@
+"""What an estimator must equal without clip and noise, from NumPyro and autodiff alone."""
+
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import lax
+from jax.flatten_util import ravel_pytree
+from numpyro import handlers
+from numpyro.infer.autoguide import AutoNormal
+from numpyro.infer.util import log_density
+
+__all__ = ["elbo", "natural", "path_derivative"]
+
+
+def elbo(pieces, key, gradient):
+    """The gradient of NumPyro's loss itself."""
+    return gradient
+
+
+def natural(pieces, key, gradient):
+    """The gradient times the inverse Fisher information: the Hessian of KL(q || q')."""
+    guide, params = pieces.guide, pieces.params
+    own = set(pieces.problem.record_params)
+    flat, unravel = ravel_pytree({name: params[name] for name in params if name not in own})
+
+    def posterior(flat):
+        values = pieces.problem.constrain(params | unravel(flat))
+        if isinstance(guide, AutoNormal):
+            sites = [(values[f"{s}_auto_loc"], values[f"{s}_auto_scale"]) for s in guide._init_locs]
+            columns = zip(*sites, strict=True)
+            loc, scale = (jnp.concatenate([jnp.ravel(v) for v in vs]) for vs in columns)
+            return dist.Normal(loc, scale)
+        return guide.get_posterior(values)
+
+    def divergence(other):
+        return jnp.sum(dist.kl_divergence(posterior(flat), posterior(other)))
+
+    fisher = jax.jit(jax.hessian(divergence))(flat)
+    rest = {name: gradient[name] for name in gradient if name not in own}
+    found = jnp.linalg.solve(fisher, ravel_pytree(rest)[0])
+    return gradient | unravel(found)
+
+
+def path_derivative(pieces, key, gradient):
+    """The gradient of log q - log p along the draw, the parameters of q held fixed."""
+    model = pieces.scenario.reference or pieces.scenario.model
+    args, kwargs, number = pieces.args, pieces.kwargs, pieces.scenario.particles
+
+    def loss(params, key):
+        values = pieces.problem.constrain(params)
+        seed = jax.random.split(key)[1]  # NumPyro splits into the seeds of model and guide
+        guide = handlers.substitute(handlers.seed(pieces.guide, seed), data=values)
+        trace = handlers.trace(guide).get_trace(*args, **kwargs)
+        latents = {name: s["value"] for name, s in trace.items() if s["type"] == "sample"}
+        seeded = handlers.seed(model, 0)
+        log_p, _ = log_density(seeded, args, kwargs, values | latents)
+        fixed = lax.stop_gradient(values) | latents
+        log_q, _ = log_density(handlers.seed(pieces.guide, seed), args, kwargs, fixed)
+        return log_q - log_p
+
+    def mean(params):
+        if number == 1:
+            return loss(params, key)
+        return jnp.mean(jax.vmap(loss, (None, 0))(params, jax.random.split(key, number)))
+
+    return jax.jit(jax.grad(mean))(pieces.params)
