@@ -278,13 +278,11 @@ class Driver(abc.ABC):
         checks.check_num_steps(num_steps, _UNLIMITED - 1)
         checks.check_sizes(trace_size=trace_size, chunk_size=chunk_size)
         checks.check_rng_keys(rng_keys)
-        settings, grid = self.settings, (epsilon, noise_multiplier, clip_norm)
-        plan = SweepPlan(settings, rng_keys, num_steps, learning_rate, trace_size, chunk_size)
-        axes = combinations(settings, folder, *grid)
+        plan = SweepPlan(self.settings, rng_keys, num_steps, learning_rate, trace_size, chunk_size)
+        axes = combinations(self.settings, folder, epsilon, noise_multiplier, clip_norm)
         structure = self._structure(args, kwargs)
-        starts = [
-            self._init(key, num_steps, args, kwargs, init_params, structure) for key in rng_keys
-        ]
+        common = num_steps, args, kwargs, init_params, structure
+        starts = [self._init(key, *common) for key in rng_keys]
         session = self._session(args, kwargs)
         return run_sweep(plan, axes, starts, session, session.rows(args, kwargs), folder)
 

@@ -235,8 +235,7 @@ def build_step(
         how = mask, lengths, live, microbatch_size, shards
         total = bounded_sum(est, mech, public, examples, *how)
         noisy, adapted = mech.privatise(noise_key, total, state.mechanism_state)
-        total = jax.tree.map(lambda leaf: leaf / inclusion_prob, noisy)
-        released = Released(total, mech.noise_scale / inclusion_prob)
+        released = _over(inclusion_prob, Released(noisy, mech.noise_scale))
         state = state._replace(
             optim_state=optimised(optim, est.pull_back(public, released), state.optim_state),
             rng_key=rng_key, secret_key=secret_key, mechanism_state=adapted, step=state.step + 1,
@@ -255,6 +254,11 @@ def build_step(
         return state._replace(sampler_state=sampler_state), Step(*found, examples, mask)
 
     return step
+
+
+def _over(inclusion_prob: float, released: Released) -> Released:
+    """Estimates of sums over all records: a public constant divides, never the size of a batch."""
+    return jax.tree.map(lambda leaf: leaf / inclusion_prob, released)
 
 
 def build_loop(

@@ -96,7 +96,7 @@ def test_imports_go_downwards(path):
         ("privacy", "from ..vi.estimators.aligned import aligned"),
         ("privacy", "def f():\n    import numpyro_dp.run.step"),
         ("privacy", "from numpyro_dp import run"),
-        ("vi.estimators", "from gaussian import gaussian"),
+        ("vi.estimators", "from numpyro_dp.privacy.mechanism import gaussian"),
         ("model", "from numpyro_dp.privacy.random import secret_key"),
         ("sums", "from numpyro.infer import SVI"),
         ("core", "import numpyro_dp.privacy.plan"),
