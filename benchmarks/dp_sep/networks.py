@@ -133,7 +133,9 @@ def plain_sep(setting, seed, x, y):
     """SEP, clipped or not, with a precision of each weight."""
     clip_norm, damping, steps = setting
     none = {"noise_multiplier": 0.0}
-    return sep(clip_norm, none, poisson(x), steps, seed, x, y, damping=damping, precision="weight")
+    return sep(
+        clip_norm, none, poisson(x), steps, seed, x, y, damping=damping, precision_per_weight=True
+    )
 
 
 def private_sep(setting, seed, x, y):
@@ -162,7 +164,7 @@ def filtering(sweeps, seed, x, y):
 def per_record(setting, seed, x, y):
     damping, updates = setting
     sweeps = -(-updates // len(x))
-    driver = PBP(NETWORK, "ep", damping=damping)
+    driver = PBP(NETWORK, keep_sites=True, damping=damping)
     return by_moments(driver.run(jax.random.key(seed), sweeps, x, y).params)
 
 

@@ -116,9 +116,9 @@ class DPSEP(Driver):
             vector (a component of a mixture). Not for ``isotropic_normal``, which has one.
         floor: What the records add to the precision of a normal family is at least so many
             standard deviations of the noise in it.
-        form: ``"centred"``, or ``"paper"`` for Algorithm 3 as printed: its :math:`\gamma`, 1 there
-            and N for the update of SEP, is ``damping``; see :mod:`numpyro_dp.ep.paper_form`. It
-            wants one number as ``clip_norm``, and the three arguments before at their defaults.
+        as_printed: Takes the steps of Algorithm 3 as printed, with :math:`\gamma` as ``damping`` (1
+            there, N for the update of SEP); see :mod:`numpyro_dp.ep.paper_form`. ``clip_norm`` is
+            one number then, and the three arguments above have their defaults.
         sampler, mechanism, budget, noise_multiplier, secret_key, num_steps, accountant,
             microbatch_size, mesh, public, repetition: As for :class:`~numpyro_dp.DPSVI`.
         data_plate: Name of the plate over records, where the trace is ambiguous.
@@ -165,26 +165,27 @@ class DPSEP(Driver):
         precision_weight: float = 1.0,
         shared_precision: bool | int = False,
         floor: float = 2.0,
-        form: str = "centred",
+        as_printed: bool = False,
         data_plate: str | None = None,
         settings: dict[str, Any],
         **static_kwargs: Any,
     ) -> None:
         own, release = RunSettings(**settings), Release(precision_weight, shared_precision, floor)
         release.check(family)
-        estimator, optim = choose_form(form, release, damping, own.clip_norm, own.sampler)
-        self._form = form
+        estimator, optim = choose_form(as_printed, release, damping, own.clip_norm, own.sampler)
+        self._as_printed = as_printed
         self._reader = _Reader(model, family, site, data_plate, static_kwargs, own.public)
         self.guide = self._reader.guide
-        text = f"{self._reader}, {tuple(release)}, {form}"
+        text = f"{self._reader}, {tuple(release)}" + ", as printed" * as_printed
         super().__init__(Method(estimator, optim, text), own)
 
     def sweep(self, *args: Any, **kwargs: Any) -> SweepResult:
-        """As :meth:`~numpyro_dp.DPSVI.sweep`; without norms where ``form="paper"``."""
-        if self._form == "paper" and kwargs.get("clip_norm") is not None:
+        """As :meth:`~numpyro_dp.DPSVI.sweep`; without norms where ``as_printed``."""
+        if self._as_printed and kwargs.get("clip_norm") is not None:
             raise ValueError(
-                f"Expected no clip_norm in a sweep with form='paper', got {kwargs['clip_norm']!r}: "
-                "the mean site is bounded by that of the driver. Use a driver for each."
+                "Expected no clip_norm in a sweep with as_printed=True, got "
+                f"{kwargs['clip_norm']!r}: that of the driver bounds the mean site too. Use a "
+                "driver for each."
             )
         return super().sweep(*args, **kwargs)
 

@@ -1,11 +1,11 @@
-"""The two forms of private stochastic expectation propagation, chosen by ``DPSEP(form=...)``."""
+"""The two forms of private stochastic expectation propagation; see ``DPSEP(as_printed=...)``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from numpyro_dp._validate import check_in, check_int, check_real
+from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Estimator, Sampler
 from numpyro_dp.ep.damping import Damped
 from numpyro_dp.ep.estimator import stochastic_ep
@@ -45,22 +45,23 @@ class Release(NamedTuple):
 
 
 def choose_form(
-    form: str, release: Release, damping: Any, clip_norm: ClipNorm, sampler: Sampler
+    as_printed: bool, release: Release, damping: Any, clip_norm: ClipNorm, sampler: Sampler
 ) -> tuple[Callable[[EPProblem], Estimator], Damped]:
-    """Returns estimator and optimiser of ``DPSEP(form=...)``.
+    """Returns estimator and optimiser of ``DPSEP(as_printed=...)``.
 
     Raises:
-        ValueError: If an argument is out of range, or has no place in the form.
+        ValueError: If an argument is out of range, or belongs to the other form.
     """
-    check_in("form", form, ("centred", "paper"))
-    if form == "centred":
+    if not as_printed:
         if not callable(damping):
             check_real("damping", damping, low=0, low_open=True, high=1)
         estimator = stochastic_ep(release.precision_weight, release.shared_precision)
         return estimator, Damped(damping, release.floor)
     if release != Release():
-        raise ValueError(f"Expected {Release()} with form='paper', got {release}. Leave them out.")
+        raise ValueError(
+            f"Expected {Release()} with as_printed=True, got {release}. Leave them out."
+        )
     if not isinstance(clip_norm.given, float):
-        raise ValueError(f"Expected one number as clip_norm with form='paper', got {clip_norm}.")
+        raise ValueError(f"Expected one number as clip_norm with as_printed=True, got {clip_norm}.")
     gamma = check_real("damping", damping, low=0, low_open=True, remedy="It is gamma.")
     return paper_form(gamma, sampler), Printed(clip_norm.given)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp._validate import check_in, check_int, check_real
+from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.ep.driver import SensitiveEPResult
 from numpyro_dp.ep.problem import read_conjugate_model
 from numpyro_dp.ep.records import RecordsProblem
@@ -61,8 +61,8 @@ class DPPBP(Driver):
             for invented N(0, I) inputs, plus this precision, and the mean moves by it: less noise
             in the output, and fewer and larger steps. 20 to 200 suit some thousand records and
             epsilon = 1; far less lets the noise lead, far more makes small steps.
-        precision: ``"layer"`` releases one precision a layer (the means of given
-            ``init_params`` are taken), ``"weight"`` one a weight.
+        precision_per_weight: Releases one precision a weight; by default one a layer (of given
+            ``init_params`` their means are taken).
         precision_weight: Weight of precisions beside slopes in the joint norm.
         noise_weight: Weight of half a squared residual there. With ``ridge`` the square is in
             units of the predictive variance, and a tenth of the default suits.
@@ -105,7 +105,7 @@ class DPPBP(Driver):
         damping: float | Callable[[Array], Array] = 0.05,
         step_size: float | Callable[[Array], Array] | None = None,
         ridge: float | None = None,
-        precision: str = "layer",
+        precision_per_weight: bool = False,
         precision_weight: float = 10.0,
         noise_weight: float = 0.3,
         floor: float = 2.0,
@@ -118,13 +118,13 @@ class DPPBP(Driver):
                 check_real(name, rate, low=0, low_open=True, high=1)
         if ridge is not None:
             check_real("ridge", ridge, low=0, low_open=True)
-        check_in("precision", precision, ("layer", "weight"))
         check_real("precision_weight", precision_weight, low=0, low_open=True)
         check_real("noise_weight", noise_weight, low=0, low_open=True)
         check_real("floor", floor, low=0)
         self.init_scale = check_real("init_scale", init_scale, low=0, low_open=True)
-        self.guide, self._by_layer = NetworkGuide(network), precision == "layer"
-        text = f"{network}, {precision}, {precision_weight}, {noise_weight}, {ridge}, {floor}"
+        self.guide, self._by_layer = NetworkGuide(network), not precision_per_weight
+        numbers = precision_per_weight, precision_weight, noise_weight, ridge, floor
+        text = ", ".join(map(str, (network, *numbers)))
         estimator = network_ep(network, self._by_layer, precision_weight, noise_weight, ridge)
         steps = NetworkSteps(network, damping, step_size, floor)
         super().__init__(Method(estimator, steps, text), RunSettings(**settings))
@@ -166,9 +166,9 @@ class PBP:
 
     Args:
         network: The model.
-        method: ``"adf"``, assumed density filtering record by record as in the reference, or
-            ``"ep"``, with a site for each record.
-        damping: Part of a site's change that ``"ep"`` takes, in (0, 1].
+        keep_sites: Expectation propagation with a site for each record, instead of assumed density
+            filtering record by record, as in the reference.
+        damping: Part of a site's change that expectation propagation takes, in (0, 1].
         init_scale: Standard deviation of the first means.
 
     Example:
@@ -193,13 +193,13 @@ class PBP:
     def __init__(
         self,
         network: RegressionNetwork,
-        method: str = "adf",
         *,
+        keep_sites: bool = False,
         damping: float = 0.05,
         init_scale: float = 1.0,
     ) -> None:
         self.network = _check_network(network)
-        self.method = check_in("method", method, ("adf", "ep"))
+        self.keep_sites = keep_sites
         self.damping = check_real("damping", damping, low=0, low_open=True, high=1)
         self.init_scale = check_real("init_scale", init_scale, low=0, low_open=True)
         self.guide = NetworkGuide(network)
@@ -216,7 +216,7 @@ class PBP:
         checks.check_rng_key(rng_key)
         check_int("num_sweeps", num_sweeps, low=1)
         _read(self.network, (x, y), {})
-        filtering = self.method == "adf"
+        filtering = not self.keep_sites
         first = (self.network.weight_precision or 1.0) if filtering else _START
         scale = self.init_scale / math.sqrt(first) if filtering else self.init_scale
         start_key, rng_key = jax.random.split(rng_key)

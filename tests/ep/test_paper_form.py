@@ -51,7 +51,7 @@ def moved(gamma, steps=1, **form):
 
 
 def test_the_printed_update_with_gamma_n_is_that_of_sep():
-    before, printed = moved(float(NUMBER), 5, form="paper")
+    before, printed = moved(float(NUMBER), 5, as_printed=True)
     _, expected = moved(1 / NUMBER, 5)
     for name in before:
         assert np.abs(np.asarray(expected[name] - before[name])).max() > 0.05
@@ -60,8 +60,8 @@ def test_the_printed_update_with_gamma_n_is_that_of_sep():
 
 @pytest.mark.extended
 def test_the_printed_update_with_gamma_one_moves_by_a_part_of_it():
-    before, after = moved(1.0, form="paper")
-    _, whole = moved(float(NUMBER), form="paper")
+    before, after = moved(1.0, as_printed=True)
+    _, whole = moved(float(NUMBER), as_printed=True)
     for name in before:
         part, all_of_it = after[name] - before[name], whole[name] - before[name]
         np.testing.assert_allclose(NUMBER * part, all_of_it, rtol=1e-2, atol=1e-4)
@@ -93,7 +93,7 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm():
 
 
 def test_a_private_run_keeps_the_mean_site_bounded_and_is_accounted_for():
-    sep = DPSEP(logistic, form="paper", clip_norm=0.05, damping=float(NUMBER),
+    sep = DPSEP(logistic, as_printed=True, clip_norm=0.05, damping=float(NUMBER),
                 sampler=FixedSize(1), budget=REPLACE, secret_key=2, repetition=True)  # fmt: skip
     result = sep.run(KEY, 3 * NUMBER, *binary_data(), progress_bar=False)
     assert result.privacy.epsilon <= 1.0 and result.privacy.relation == "replace_one"
@@ -106,7 +106,7 @@ def test_a_private_run_keeps_the_mean_site_bounded_and_is_accounted_for():
 
 def test_other_families_have_the_printed_form_too():
     ones = (jnp.arange(200) % 4 == 0).astype(jnp.int32)
-    sep = SEP(coin, {"p": beta()}, form="paper", damping=200.0)
+    sep = SEP(coin, {"p": beta()}, as_printed=True, damping=200.0)
     found = sep.run(KEY, 1, ones, progress_bar=False).params
     assert float(found["auto_p_log"]) == pytest.approx(50, rel=1e-3)
 
@@ -124,13 +124,13 @@ def test_other_families_have_the_printed_form_too():
     ],
 )
 def test_what_has_no_place_in_the_printed_form_is_refused(options, message):
-    usual = {"form": "paper", "clip_norm": 1.0, "sampler": FixedSize(1), "budget": REPLACE}
+    usual = {"as_printed": True, "clip_norm": 1.0, "sampler": FixedSize(1), "budget": REPLACE}
     with pytest.raises((TypeError, ValueError), match=message):
         DPSEP(logistic, **usual | options)
 
 
 def test_a_sweep_over_norms_is_refused_where_the_mean_site_is_bounded():
-    sep = DPSEP(logistic, form="paper", clip_norm=1.0, damping=1.0, sampler=FixedSize(1),
+    sep = DPSEP(logistic, as_printed=True, clip_norm=1.0, damping=1.0, sampler=FixedSize(1),
                 budget=REPLACE)  # fmt: skip
     with pytest.raises(ValueError, match="clip_norm in a sweep"):
         sep.sweep(jax.random.split(KEY, 2), 2, *binary_data(), clip_norm=[1.0, 2.0])

@@ -115,12 +115,12 @@ def test_all_forms_learn_and_agree_with_nuts_on_predictions():
     nuts = float(jnp.sqrt(jnp.mean((outputs.mean(0) - rest[1]) ** 2)))
     found = {
         "adf": PBP(NETWORK).run(KEY, 30, x, y).params,
-        "ep": PBP(NETWORK, "ep", damping=0.05).run(KEY, 400, x, y).params,
+        "ep": PBP(NETWORK, keep_sites=True, damping=0.05).run(KEY, 400, x, y).params,
     }
     for name, options in (("sep", {"damping": 0.05}), ("curved", {"damping": 0.1, "ridge": 1.0})):
         sep = DPPBP(
             NETWORK, clip_norm=math.inf, noise_multiplier=0.0, sampler=FullBatch(),
-            precision="weight", step_size=0.3 if name == "curved" else None, **options,
+            precision_per_weight=True, step_size=0.3 if name == "curved" else None, **options,
         )  # fmt: skip
         steps = 600 if name == "sep" else 60
         found[name] = sep.run(KEY, steps, x, y, progress_bar=False).params
@@ -207,7 +207,7 @@ def test_a_step_without_noise_is_that_of_natural_parameters(weight_precision):
     x, y = records(5)
     sep = DPPBP(
         network, clip_norm=math.inf, noise_multiplier=0.0, sampler=FullBatch(),
-        precision="weight", damping=rate,
+        precision_per_weight=True, damping=rate,
     )  # fmt: skip
     size = sum(network.layout(2).sizes)
     start = sep.get_params(sep.init(KEY, x, y)) | {
@@ -242,7 +242,7 @@ def test_precisions_are_floored_at_the_noise_that_is_in_them():
     x, y = records(50)
     options = {"clip_norm": 1.0, "sampler": FullBatch(), "damping": 1.0, "secret_key": 2,
                "repetition": True}  # fmt: skip
-    loud = DPPBP(NETWORK, noise_multiplier=1e4, precision="weight", floor=0.0, **options)
+    loud = DPPBP(NETWORK, noise_multiplier=1e4, precision_per_weight=True, floor=0.0, **options)
     state = loud.init(KEY, x, y)
     unit = state.optim_state.params["noise_rate"]
     unit = unit / (state.optim_state.params["noise_concentration"] - 1)
@@ -253,7 +253,7 @@ def test_precisions_are_floored_at_the_noise_that_is_in_them():
     expected = 1e4 / (10.0 * float(unit))
     assert spread == pytest.approx(expected, rel=0.5)
     assert np.sqrt(float(state.optim_state.noise)) == pytest.approx(expected, rel=1e-4)
-    quiet = DPPBP(NETWORK, noise_multiplier=1e4, precision="weight", floor=3.0, **options)
+    quiet = DPPBP(NETWORK, noise_multiplier=1e4, precision_per_weight=True, floor=3.0, **options)
     params = quiet.run(KEY, 1, x, y, progress_bar=False).params
     assert float(jnp.min(params["weights_precision"])) >= 3 * expected
 
@@ -264,11 +264,11 @@ def test_a_sharp_prior_is_the_posterior(method):
     x, y = records(30)
     if method == "sep":
         options = {"clip_norm": math.inf, "noise_multiplier": 0.0, "sampler": FullBatch()}
-        sep = DPPBP(network, precision="weight", damping=0.3, **options)
+        sep = DPPBP(network, precision_per_weight=True, damping=0.3, **options)
         params = sep.run(KEY, 100, x, y, progress_bar=False).params
     else:
         sweeps = 60 if method == "ep" else 2  # filtering counts the records in each of them
-        params = PBP(network, method, damping=0.3).run(KEY, sweeps, x, y).params
+        params = PBP(network, keep_sites=method == "ep", damping=0.3).run(KEY, sweeps, x, y).params
     mean = params["weights_linear"] / params["weights_precision"]
     np.testing.assert_allclose(params["weights_precision"], 1e4, rtol=0.05)
     assert float(jnp.abs(mean).max()) < 0.05
@@ -347,7 +347,7 @@ def test_a_private_run_learns_is_accounted_for_and_predicts():
 @pytest.mark.extended
 def test_a_private_posterior_is_one_however_large_the_noise():
     x, y = records(30)
-    for options in ({}, {"ridge": 10.0, "step_size": 0.5}, {"precision": "weight"}):
+    for options in ({}, {"ridge": 10.0, "step_size": 0.5}, {"precision_per_weight": True}):
         pbp = DPPBP(
             RegressionNetwork((4,), weight_precision=None), clip_norm=1.0, noise_multiplier=1e3,
             sampler=FullBatch(), secret_key=1, repetition=True, **options,
