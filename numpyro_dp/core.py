@@ -83,6 +83,11 @@ class Problem(Protocol):
     """What is fitted to records: a model and guide, a family of sites, a mixture, a network."""
 
     @property
+    def records(self) -> Any:
+        """How arguments split into records and public values (``model.records.Records``)."""
+        ...
+
+    @property
     def shared(self) -> tuple[Array, ...]:
         """Public arrays among the arguments."""
         ...

@@ -8,17 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_dp._validate import check_int, check_probs, check_real
 from numpyro_dp.em.estimator import MStep, expected_statistics
-from numpyro_dp.ep.problem import read_conjugate_model
 from numpyro_dp.ep.records import RecordsProblem
-from numpyro_dp.model.density import Model
 from numpyro_dp.model.frontend import Prepared
-from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.model.records import Records, read_records
 from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.settings import Method, RunSettings, takes_settings
@@ -109,7 +105,7 @@ class DPEM(Driver):
         checks.check_state(state)
         return state.optim_state.params
 
-    def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+    def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
         given = [*args, *kwargs.values()]
         if len(given) != 1 or not isinstance(given[0], np.ndarray | jax.Array):
             kinds = ", ".join(type(each).__name__ for each in given)
@@ -120,22 +116,21 @@ class DPEM(Driver):
                 f"Expected one real array x of shape (records, d), got {[*kwargs, x.shape]} of "
                 f"type {x.dtype}. Write x[:, None] for records of one number."
             )
-        return read_conjugate_model(_placeholder, args, kwargs, "records")
+        return read_records(lambda x: None, args, kwargs, len(x))
 
     def _prepare(
         self,
-        structure: ModelStructure,
+        structure: Records,
         rng_key: Array,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         init_params: dict[str, Any] | None,
     ) -> Prepared:
-        (shape, _) = structure.layout.shapes[0]
+        shape, _ = structure.layout.shapes[0]
         params = self._start(rng_key, *shape)
         if init_params is not None:
             params = params | _check_init(init_params, params, self._known)
-        problem = RecordsProblem(Model(_placeholder, structure), structure.layout.num_examples)
-        return Prepared(problem, self.method.optim.init(params), rng_key)
+        return Prepared(RecordsProblem(structure), self.method.optim.init(params), rng_key)
 
     def _start(self, rng_key: Array, size: int) -> dict[str, Array]:
         number = self.num_components
@@ -144,13 +139,6 @@ class DPEM(Driver):
         return {
             "probs": jnp.full(number, 1 / number), "means": means, "covariances": covariances
         }  # fmt: skip
-
-
-def _placeholder(x: Array) -> None:
-    """A model over the records, from which their layout is read."""
-    mean = numpyro.sample("mean", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("x", dist.Normal(mean, 1).to_event(1), obs=x)
 
 
 def _check_init(

@@ -65,7 +65,7 @@ def expected_statistics(with_squares: bool) -> Callable[[RecordsProblem], Estima
     """
 
     def build(problem: RecordsProblem) -> Estimator:
-        (size,) = problem.model.structure.layout.shapes[0][0]
+        (size,) = problem.records.layout.shapes[0][0]
         rows, cols = np.triu_indices(size)
         weight = jnp.where(rows == cols, 1.0, math.sqrt(2))
 

@@ -21,7 +21,7 @@ from numpyro.distributions import biject_to
 from numpyro_dp.ep.families import Family, product
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.public import Declared, UnsupportedModelError
-from numpyro_dp.model.records import Rows
+from numpyro_dp.model.records import Records, Rows
 from numpyro_dp.model.structure import ModelStructure, read_model
 
 __all__ = ["EPProblem", "Latents", "make_problem", "read_conjugate_model"]
@@ -68,6 +68,11 @@ class EPProblem(NamedTuple):
     shared: tuple[Array, ...]
     prior_at: Callable[[tuple[Array, ...]], Natural]
     site: Any = None
+
+    @property
+    def records(self) -> Records:
+        """How arguments split into records and public values."""
+        return self.model.structure.records
 
     @property
     def num_examples(self) -> int:

@@ -1,4 +1,4 @@
-"""A problem that is nothing but records: what a session needs where no family is read."""
+"""A problem that is nothing but records: what a session needs where no model is read."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
-from numpyro_dp.model.density import Model
-from numpyro_dp.model.records import Rows
+from numpyro_dp.model.records import Records, Rows
 
 __all__ = ["RecordsProblem"]
 
@@ -16,14 +15,17 @@ class RecordsProblem(NamedTuple):
     """What a session needs to know of the records.
 
     Attributes:
-        model: A model over them, of which the layout counts.
-        num_examples: Number of records.
+        records: How arguments split into records and public values.
         shared: Public arrays; none.
     """
 
-    model: Model
-    num_examples: int
+    records: Records
     shared: tuple[Array, ...] = ()
+
+    @property
+    def num_examples(self) -> int:
+        """Number of records."""
+        return self.records.layout.num_examples
 
     @property
     def numbered(self) -> bool:
@@ -31,7 +33,7 @@ class RecordsProblem(NamedTuple):
         return False
 
     def at(self, shared: tuple[Array, ...]) -> RecordsProblem:
-        """The same with these public arrays."""
+        """Returns the same with these public arrays."""
         return self._replace(shared=shared)
 
     def constrain(self, params: dict[str, Array]) -> dict[str, Array]:
@@ -40,8 +42,8 @@ class RecordsProblem(NamedTuple):
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Returns the records."""
-        return self.model.structure.layout.rows(args, kwargs)
+        return self.records.layout.rows(args, kwargs)
 
     def blank_example(self) -> tuple[Array, ...]:
         """Returns zeros in the place of a record."""
-        return self.model.structure.layout.blank()
+        return self.records.layout.blank()

@@ -17,14 +17,22 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp.model.held import is_array
-from numpyro_dp.model.public import Declared, PublicArray, argument_names, smallness
+from numpyro_dp.model.public import (
+    Declared,
+    PublicArray,
+    PublicValues,
+    argument_names,
+    smallness,
+)
 
 __all__ = [
     "Arguments",
     "Layout",
+    "Records",
     "Rows",
     "array_shapes",
     "check_arrays",
+    "read_records",
     "split_arguments",
 ]
 
@@ -105,6 +113,20 @@ class Layout(NamedTuple):
             for key, leaf in zip(keys, ones, strict=True)
         )  # fmt: skip
         return normal, ones
+
+
+class Records(NamedTuple):
+    """What is a record among the arguments, and what is public.
+
+    Attributes:
+        layout: How arguments split.
+        public: Arrays that were taken as public, and the rule for further ones.
+        data_plate: Name of the plate over records.
+    """
+
+    layout: Layout
+    public: PublicValues
+    data_plate: str
 
 
 class Arguments(NamedTuple):
@@ -201,6 +223,27 @@ def split_arguments(
     layout = Layout(treedef, kinds, tuple(constants), shapes, num_examples, tuple(public))
     _check_hashable(layout)
     return layout
+
+
+def read_records(
+    signature: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    num_examples: int,
+    data_plate: str = "records",
+) -> Records:
+    """Returns the records of a method without a NumPyro model: every array has one a row.
+
+    Args:
+        signature: A function whose signature names the arguments; it is not called.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        num_examples: Number of records.
+        data_plate: What the report calls them.
+    """
+    check_arrays(args, kwargs)
+    layout = split_arguments(args, kwargs, num_examples, signature, data_plate, Declared())
+    return Records(layout, PublicValues(Declared(), data_plate, num_examples), data_plate)
 
 
 def _check_there_are_records(

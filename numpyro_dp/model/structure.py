@@ -22,6 +22,7 @@ from numpyro_dp.model.public import Declared, PublicValues, UnsupportedModelErro
 from numpyro_dp.model.records import (
     Arguments,
     Layout,
+    Records,
     array_shapes,
     check_arrays,
     split_arguments,
@@ -88,6 +89,11 @@ class ModelStructure(NamedTuple):
     summed: dict[str, np.ndarray] = {}  # noqa: RUF012 - never written to
     draws: bool = False
     public: Any = None
+
+    @property
+    def records(self) -> Records:
+        """What is a record among the arguments, and what is public."""
+        return Records(self.layout, self.public, self.data_plate)
 
 
 def find_data_plate(

@@ -13,7 +13,7 @@ from numpyro.infer import autoguide
 
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.guide import Guide
-from numpyro_dp.model.records import Rows
+from numpyro_dp.model.records import Records, Rows
 
 __all__ = ["VariationalProblem", "guide_kind", "likelihood_key"]
 
@@ -126,6 +126,11 @@ class VariationalProblem(NamedTuple):
             return local(latents, rng_key)
         keys = jax.random.split(rng_key, self.num_particles)
         return jnp.mean(jax.vmap(local)(latents, keys))
+
+    @property
+    def records(self) -> Records:
+        """How arguments split into records and public values."""
+        return self.model.structure.records
 
     @property
     def num_examples(self) -> int:

@@ -14,11 +14,9 @@ from jax import Array
 
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.ep.driver import SensitiveEPResult
-from numpyro_dp.ep.problem import read_conjugate_model
 from numpyro_dp.ep.records import RecordsProblem
-from numpyro_dp.model.density import Model
 from numpyro_dp.model.frontend import Prepared
-from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.model.records import Records, read_records
 from numpyro_dp.pbp.estimator import network_ep
 from numpyro_dp.pbp.model import NetworkGuide, RegressionNetwork
 from numpyro_dp.pbp.reference import ep_sweep, filter_sweeps, start_network_sites
@@ -134,12 +132,12 @@ class DPPBP(Driver):
         checks.check_state(state)
         return state.optim_state.params
 
-    def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+    def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
         return _read(self.network, args, kwargs)
 
     def _prepare(
         self,
-        structure: ModelStructure,
+        structure: Records,
         rng_key: Array,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -155,8 +153,7 @@ class DPPBP(Driver):
             mean = params["weights_linear"] / params["weights_precision"]
             params["weights_precision"] = jnp.concatenate(means)
             params["weights_linear"] = mean * params["weights_precision"]
-        problem = RecordsProblem(Model(self.network, structure), number)
-        return Prepared(problem, self.method.optim.init(params), rng_key)
+        return Prepared(RecordsProblem(structure), self.method.optim.init(params), rng_key)
 
 
 class PBP:
@@ -282,9 +279,7 @@ def _check_network(network: Any) -> RegressionNetwork:
     return network
 
 
-def _read(
-    network: RegressionNetwork, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> ModelStructure:
+def _read(network: RegressionNetwork, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
     """Reads the records' layout, after a check of their shapes and types."""
     given = dict(zip(("x", "y"), args, strict=False)) | kwargs
     if set(given) != {"x", "y"} or len(args) + len(kwargs) != 2:
@@ -304,7 +299,7 @@ def _read(
             "Expected real x of shape (records, inputs) and y of shape (records,), got shapes "
             f"{shapes}. Write x[:, None] for one input, y[:, 0] for targets in a column."
         )
-    return read_conjugate_model(network, (given["x"], given["y"]), {}, "records")
+    return read_records(network, (given["x"], given["y"]), {}, len(given["x"]))
 
 
 def _check_init(init_params: dict[str, Any], like: dict[str, Array]) -> dict[str, Array]:

@@ -136,7 +136,7 @@ def network_ep(
     """
 
     def build(problem: RecordsProblem) -> Estimator:
-        (shape, _), *_ = problem.model.structure.layout.shapes
+        (shape, _), *_ = problem.records.layout.shapes
         layout, number = network.layout(*shape), problem.num_examples
         groups = np.repeat(np.arange(len(layout.sizes)), layout.sizes)
 

@@ -92,7 +92,7 @@ class Session:
         Args:
             public: Arrays that were taken as public besides those of model and guide.
         """
-        settings, structure = self.settings, self.problem.model.structure
+        settings, records = self.settings, self.problem.records
         return RunIdentity(
             self.num_examples,
             settings.sampler,
@@ -104,8 +104,8 @@ class Session:
             settings.secret_key is not None,
             settings.repetition,
             self.method.text,
-            structure.data_plate,
-            structure.public.arrays + public,
+            records.data_plate,
+            records.public.arrays + public,
         )
 
     def mechanism_state(self, clip_norm: ClipNorm) -> MechanismState:
@@ -207,7 +207,7 @@ class Session:
                 "Expected a mesh of one process for stream=True, got one of several. Put the rows "
                 "of each together with jax.make_array_from_process_local_data, without stream."
             )
-        arrays, shared, _ = self.problem.model.structure.layout.rows(args, kwargs)
+        arrays, shared, _ = self.problem.records.layout.rows(args, kwargs)
         return HostRows(arrays, shared, self.num_examples, self.problem.numbered)
 
     def _streamed(self, state: SensitiveState) -> Session:

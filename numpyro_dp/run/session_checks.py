@@ -32,8 +32,7 @@ def check_signal(
     def signal(params: dict[str, Any], example: PyTree) -> PyTree:
         return estimator.signal(estimator.prepare(jax.random.key(0), params), example)
 
-    if problem.model.structure.summed:
-        _check_finite(problem, jax.jit(signal), params)
+    _check_finite(problem, jax.jit(signal), params)
     if clip_norm.entries != (...,):
         entries = filled(jax.eval_shape(signal, params, problem.blank_example()))
         clip_norm.check_entries(entries)
@@ -41,7 +40,7 @@ def check_signal(
 
 def _check_finite(problem: Any, signal: Callable[..., PyTree], params: dict[str, Any]) -> None:
     """Raises if no invented record has a signal: impossible values of a summed latent, say."""
-    for rows in problem.model.structure.layout.invented():
+    for rows in problem.records.layout.invented():
         extra = problem.blank_example()[len(rows) :]
         found = signal(params, tuple(leaf[0] for leaf in rows) + extra)
         if all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(found)):
@@ -74,7 +73,7 @@ def check_holds_no_records(
     Returns:
         Shapes of the sum of the signals.
     """
-    public, optim, shapes = problem.model.structure.public, method.optim, {}
+    public, optim, shapes = problem.records.public, method.optim, {}
 
     def step(
         optim_state: PyTree, state: MechanismState, example: PyTree, shared: PyTree
@@ -133,7 +132,7 @@ def check_fold_holds_no_records(
     """
     if fold is None:
         return report
-    public = session.problem.model.structure.public.copy()
+    public = session.problem.records.public.copy()
     params = session.problem.constrain(session.method.optim.get_params(state.optim_state))
     before = public.arrays
     public.check("fold", fold.init, params)
