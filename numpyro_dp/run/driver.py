@@ -240,8 +240,7 @@ class Driver(abc.ABC):
     ) -> SweepResult:
         """Runs seeds x learning rates x budgets x clip norms at once, in one compiled call.
 
-        Run r draws its noise and batches from the key ``fold_in(secret_key, r)``; each is the run
-        that ``run`` would make with that secret key, the same seed, noise and clip norm.
+        Run r has the key ``fold_in(secret_key, r)``; ``run`` would give the same with that key.
 
         Args:
             rng_keys: Keys of initial values and draws from the guide, shape ``(seeds,)``.

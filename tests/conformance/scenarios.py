@@ -400,6 +400,7 @@ class Bench(NamedTuple):
 def rows_for(pieces: Bench) -> tuple[EstimatorRow, ...]:
     """The estimators that are for the guide of a scenario."""
     kinds = {kind.__name__ for kind in type(pieces.guide).__mro__}
+    kinds.add(getattr(pieces.guide, "__name__", ""))
     apart = not pieces.problem.guide_params & set(pieces.problem.record_params)
     return tuple(
         row

@@ -290,7 +290,7 @@ def test_memory_does_not_hold_a_gradient_for_each_record() -> None:
     estimator, public = prepared(wide, 256)
     mask, mechanism = jnp.ones(256, bool), gaussian(1.0, 1.0)
 
-    def planned(sum_of: Any, size: Any = "auto") -> int:
+    def planned(sum_of: Any, size: Any = None) -> int:
         call = jax.jit(lambda rows: sum_of(estimator, mechanism, public, rows, mask, rows=size))
         return call.lower(data(256)).compile().memory_analysis().temp_size_in_bytes
 

@@ -25,7 +25,9 @@ from numpyro_dp import (
     secret_key,
     vanilla,
 )
+from numpyro_dp.core import MechanismState
 
+STATE = MechanismState(())
 CLIPS = {"one norm": 0.8, "norms by entry": {"auto_loc": 0.5, ...: 0.3, "extra": 0.2}}
 SIGMA = 5.0  # of the statistic's own standard error
 
@@ -74,7 +76,7 @@ def test_noise_of_the_mechanism(clip, dtype):
         "extra": jnp.zeros((1, 2), dtype),
     }
     keys = jax.random.split(secret_key(1), 8_000)
-    released = jax.jit(jax.vmap(lambda key: mechanism.privatise(key, total, ())[0]))(keys)
+    released = jax.jit(jax.vmap(lambda key: mechanism.privatise(key, total, STATE)[0]))(keys)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(released))
     noise = jax.tree.map(lambda leaf, sure: leaf - sure.astype(jnp.float32), released, total)
     draws = np.asarray(jax.vmap(lambda tree: ravel_pytree(tree)[0])(noise))
