@@ -105,12 +105,15 @@ class Layout(NamedTuple):
 
         Integers are 1 in both: a valid label, count or index.
         """
-        ones = tuple(jnp.ones((num_rows, *shape), dtype) for shape, dtype in self.shapes)
-        keys = jax.random.split(jax.random.key(1), len(ones))
+        # Made by NumPy, which compiles nothing.
+        ones = tuple(
+            jnp.asarray(np.ones((num_rows, *shape), dtype)) for shape, dtype in self.shapes
+        )
+        rng = np.random.default_rng(1)
         normal = tuple(
-            jax.random.normal(key, leaf.shape).astype(leaf.dtype)
+            jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
             if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-            for key, leaf in zip(keys, ones, strict=True)
+            for leaf in ones
         )  # fmt: skip
         return normal, ones
 

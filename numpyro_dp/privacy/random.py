@@ -324,6 +324,9 @@ def _counters(number: int) -> Array:
     return lax.iota(jnp.uint32, number)
 
 
+# Compiled, because JAX runs these operation by operation outside of traces: some thirty programs in
+# a process that starts. Inside a trace nothing is left of it.
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def _random_bits(key: Array, bit_width: int, shape: tuple[int, ...]) -> Array:
     """The keystream's words in a fixed order: the first word of every block, then the second, ...
 
@@ -341,11 +344,13 @@ def _random_bits(key: Array, bit_width: int, shape: tuple[int, ...]) -> Array:
     return bits[:size].reshape(shape)
 
 
+@functools.partial(jax.jit, static_argnums=1, inline=True)
 def _split(key: Array, shape: tuple[int, ...]) -> Array:
     children = _blocks(key, (_SPLIT, 0, 0), _counters(math.prod(shape)))[:_KEY_WORDS]
     return children.T.reshape(*shape, _KEY_WORDS)
 
 
+@functools.partial(jax.jit, inline=True)
 def _fold_in(key: Array, data: Array) -> Array:
     return _blocks(key, (_FOLD, data, 0), _counters(1))[:_KEY_WORDS, 0]
 

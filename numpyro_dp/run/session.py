@@ -110,11 +110,11 @@ class Session:
 
     def mechanism_state(self, clip_norm: ClipNorm) -> MechanismState:
         """The mechanism's state before the first step."""
-        state = MechanismState(clip_norm.as_arrays())
+        state = MechanismState(clip_norm)
         mechanism, total = self._mechanism(state, 1.0), dict(self._total)
         if mechanism.extras is not None:
             total |= {indicator_entry(group): jnp.zeros(()) for group in clip_norm.adaptive}
-        return state._replace(memory=mechanism.init(total))
+        return MechanismState(clip_norm.as_arrays(), mechanism.init(total))
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Splits arguments into records and public arrays."""
@@ -251,8 +251,11 @@ class Session:
         numbers = number * sum(leaf.size for leaf in jax.tree.leaves(kept))
         size = trace_size or min(_MAX_TRACE, max(10, _MAX_TRACE_NUMBERS // max(numbers, 1)))
         stride = math.ceil(num_steps / size)
-        start = (kept, jnp.zeros((), jnp.float32))
-        buffer = jax.tree.map(lambda leaf: jnp.zeros((size, *leaf.shape), leaf.dtype), start)
+        start = (kept, np.zeros((), np.float32))
+        # Made by NumPy, which compiles nothing.
+        buffer = jax.tree.map(
+            lambda leaf: jnp.asarray(np.zeros((size, *leaf.shape), leaf.dtype)), start
+        )
         return buffer, stride, *divmod(num_steps, stride)
 
     def _kept(self, state: SensitiveState) -> PyTree:

@@ -57,7 +57,7 @@ def noise_fields(
     # of another one after earlier runs, so that noise is never that of one of them.
     spent = repr([each._replace(run="") for each in plan.earlier])
     child = int.from_bytes(hashlib.sha256(spent.encode()).digest()[:4]) if plan.earlier else 0
-    noise_key, batch_key = jax.random.split(jax.random.fold_in(secret, child))
+    noise_key, batch_key = _children(secret, child)
     without_nonce = settings.secret_key is not None or settings.several_processes
     fields = {
         "secret_key": noise_key,
@@ -68,6 +68,13 @@ def noise_fields(
         "nonce": None if without_nonce else np.zeros(8, np.uint32),
     }
     return copied(settings.mesh, fields)
+
+
+@jax.jit
+def _children(secret: Array, child: Array) -> tuple[Array, Array]:
+    """The keys of noise and of batches, in one program."""
+    noise_key, batch_key = jax.random.split(jax.random.fold_in(secret, child))
+    return noise_key, batch_key
 
 
 def begun(
