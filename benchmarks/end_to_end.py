@@ -83,6 +83,7 @@ def private(data, sampler, estimator):
         sampler=sampler,
         noise_multiplier=10.0,
         accountant=RDP(),
+        data_plate="records",  # with (1000, 1000) numbers either axis could count records
     )
 
     def run(num_steps):

@@ -38,6 +38,7 @@ def driver(method, guide, size=1e-3, **options):
     guide = GUIDES[guide](model)
     if method == "SVI":
         return SVI(model, guide, optax.adam(size), Trace_ELBO())
+    options["data_plate"] = "records"  # with (1000, 1000) numbers either axis could count records
     return DPSVI(model, guide, optax.adam(size), estimator=ESTIMATORS[method](), **options)
 
 

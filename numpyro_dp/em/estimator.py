@@ -30,6 +30,7 @@ from numpyro_dp.core import Estimator, Released
 from numpyro_dp.ep.families._matrix import raise_eigenvalues
 from numpyro_dp.ep.gaussian import inverse_and_log_det
 from numpyro_dp.ep.records import RecordsProblem
+from numpyro_dp.model.public import own_constants
 
 __all__ = ["MStep", "expected_statistics"]
 
@@ -66,8 +67,9 @@ def expected_statistics(with_squares: bool) -> Callable[[RecordsProblem], Estima
 
     def build(problem: RecordsProblem) -> Estimator:
         (size,) = problem.records.layout.shapes[0][0]
-        rows, cols = np.triu_indices(size)
-        weight = jnp.where(rows == cols, 1.0, math.sqrt(2))
+        # Unsigned, so that JAX keeps no table of which are negative.
+        rows, cols = np.asarray(np.triu_indices(size), np.uint32)
+        (weight,) = own_constants(np.where(rows == cols, 1.0, math.sqrt(2)))
 
         def prepare(_: Array, params: Params) -> _Public:
             inverse, _, log_det = jax.vmap(inverse_and_log_det)(params["covariances"])

@@ -209,7 +209,10 @@ def make_problem(
         def prior_at(shared: tuple[Array, ...]) -> Natural:
             return _normal_prior(model, latents, shared)
 
-    return EPProblem(model, latents, jax.jit(prior_at)(shared), shared, prior_at)
+    structure.public.check("prior", prior_at, shared)
+    prior = jax.jit(prior_at)(shared)
+    structure.public.trust(prior.values())  # made of what has been looked at
+    return EPProblem(model, latents, prior, shared, prior_at)
 
 
 def _joint_latents(family: Callable[[int], Family], draw: dict[str, Any]) -> Latents:

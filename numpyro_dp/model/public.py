@@ -15,6 +15,7 @@ import copy
 import functools
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -319,13 +320,16 @@ def _arrays_in(value: Any) -> Iterator[Any]:
 
 
 def _says_nothing(array: Any, number: int) -> bool:
-    """Whether one or two numbers say all of an array: an identity, or equal entries or steps."""
+    """Whether one or two numbers say all of an array: an identity, or equal entries or steps.
+
+    So do those of a triangle: its mask, and the rows and columns of its entries.
+    """
     if np.size(array) < 2:
         return False
     values = np.asarray(array)
     first = values.flat[0]
-    square = values.ndim == 2 and values.shape[0] == values.shape[1]
-    if square and (values == first * np.eye(len(values))).all():
+    matrix = values.reshape(-1, *values.shape[-2:])[0] if values.ndim > 2 else values
+    if any((values == each).all() for each in _of_triangles(matrix)):
         return True
     if holds_records(values.shape, number):  # records may happen to be all alike
         return False
@@ -335,6 +339,23 @@ def _says_nothing(array: Any, number: int) -> bool:
         return False
     steps = np.diff(values)
     return bool((steps == steps[0]).all())
+
+
+def _of_triangles(values: Any) -> Iterator[np.ndarray]:
+    """Tables of a given shape that make triangular matrices, in NumPyro's transforms, say."""
+    rows = len(values)
+    if values.ndim == 2 and values.shape[1] == rows:
+        yield values[0, 0] * np.eye(rows)
+        for lower in (np.tri(rows, k=offset) for offset in (-1, 0)):
+            yield from (lower, lower.T, 1 - lower, 1 - lower.T)
+    elif values.ndim == 2 and values.shape[1] == 2:
+        yield np.stack([np.arange(rows)] * 2, 1)  # places of a diagonal
+    elif values.ndim == 1 and np.issubdtype(values.dtype, np.integer):
+        size = math.isqrt(2 * rows)  # there are size * (size + 1) / 2 entries, or as many less size
+        for side, offset in ((size, 0), (size + 1, 1)):
+            if side * (side + 1 - 2 * offset) == 2 * rows:
+                yield from np.tril_indices(side, -offset)
+                yield from np.triu_indices(side, offset)
 
 
 def _described(place: str, array: Any) -> PublicArray:

@@ -40,7 +40,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from numpyro_dp.core import Estimator, Released
@@ -138,7 +137,6 @@ def network_ep(
     def build(problem: RecordsProblem) -> Estimator:
         (shape, _), *_ = problem.records.layout.shapes
         layout, number = network.layout(*shape), problem.num_examples
-        groups = np.repeat(np.arange(len(layout.sizes)), layout.sizes)
 
         def prepare(_: Array, params: Params) -> _Public:
             public = _public(network, number, params)
@@ -165,7 +163,9 @@ def network_ep(
         def pull_back(public: _Public, released: Released) -> Move:
             total = released.total
             precision = total["precision"] / (public.unit * precision_weight)
-            precision = precision[groups] if by_layer else precision
+            if by_layer:  # the mean of a layer is that of each weight in it
+                sizes = zip(precision, layout.sizes, strict=True)
+                precision = layout.join([jnp.broadcast_to(*each) for each in sizes])
             noise = released.noise_scale / (public.unit * precision_weight)
             rate = total["noise"] / noise_weight
             return _move(public, total["linear"], precision, rate, noise, number)

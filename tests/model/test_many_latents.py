@@ -1,0 +1,169 @@
+"""No driver refuses this package's own tables, or NumPyro's, for a model with many latents.
+
+Sizes are those at which a table would look like records: as many latents as records, and a number
+of entries of a triangle that is a multiple of the number of records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from hostile import svi
+from numpyro.infer.autoguide import (
+    AutoDiagonalNormal,
+    AutoIAFNormal,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+)
+
+from numpyro_dp import (
+    DPEM,
+    DPMCMC,
+    DPPBP,
+    DPSEP,
+    DPSVI,
+    SGLD,
+    AdaptiveClip,
+    FullBatch,
+    LossRelease,
+    RegressionNetwork,
+    aligned,
+    aligned_natural,
+    natural,
+    preconditioned,
+    vanilla,
+)
+from numpyro_dp.ep.families import diagonal_normal, dirichlet, normal, wishart
+from numpyro_dp.ep.sites import importance
+from numpyro_dp.model.public import PublicValues, declare
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+SQUARE = RNG.normal(size=(60, 60)).astype(np.float32)
+WIDE = RNG.normal(size=(100, 200)).astype(np.float32)
+PRIVATE = {"clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 1.0}
+NAMED = {"data_plate": "records"}  # a square matrix has two axes of the number of records
+GAUSSIAN = AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal
+ANY = *GAUSSIAN, AutoLowRankMultivariateNormal, AutoIAFNormal
+FITS = {
+    vanilla: ANY, aligned: ANY,
+    preconditioned: GAUSSIAN, natural: GAUSSIAN, aligned_natural: GAUSSIAN,
+}  # fmt: skip
+
+
+def labels(x: np.ndarray) -> np.ndarray:
+    """A label for each record."""
+    return (x[:, 0] > 0).astype(np.int32)
+
+
+def logistic(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def begin(x: np.ndarray, guide: Any, estimator: Any, **options: Any) -> None:
+    """Goes as far as all checks."""
+    options = PRIVATE | {"optim": optax.adam(0.1)} | options
+    driver = DPSVI(logistic, guide(logistic), estimator=estimator, **options, **NAMED)
+    driver.init(KEY, x, labels(x))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "guide"),
+    [pytest.param(e, g, id=f"{e.__name__}, {g.__name__}") for e in FITS for g in FITS[e]],
+)
+def test_every_estimator_takes_as_many_latents_as_records(estimator: Any, guide: Any) -> None:
+    begin(SQUARE, guide, estimator())
+
+
+@pytest.mark.parametrize("estimator", FITS)
+def test_a_triangle_with_a_multiple_of_the_records_is_taken(estimator: Any) -> None:
+    """200 latents have a triangle of 20,100 entries, 201 for each of 100 records."""
+    begin(WIDE, AutoMultivariateNormal, estimator())
+
+
+def test_other_mechanisms_take_as_many_latents_as_records() -> None:
+    begin(SQUARE, AutoMultivariateNormal, natural(), clip_norm=AdaptiveClip(1.0))
+    begin(SQUARE, AutoMultivariateNormal, natural(), loss_release=LossRelease(2.0))
+
+
+def correlated(x):
+    size = x.shape[1]
+    chol = numpyro.sample("chol", dist.LKJCholesky(size, 1.0))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.MultivariateNormal(jnp.zeros(size), scale_tril=chol), obs=x)
+
+
+def precise(x):
+    size = x.shape[1]
+    prior = dist.Wishart(size + 10.0, jnp.eye(size))
+    precision = numpyro.sample("precision", prior)
+    with numpyro.plate("records", x.shape[0]):
+        normal = dist.MultivariateNormal(jnp.zeros(size), precision_matrix=precision)
+        numpyro.sample("x", normal, obs=x)
+
+
+def shares(x):
+    p = numpyro.sample("p", dist.Dirichlet(jnp.ones(60)))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Categorical(p), obs=x)
+
+
+def sep(model: Any, *args: Any, **options: Any) -> None:
+    DPSEP(model, **options, **PRIVATE, **NAMED).init(KEY, *args)
+
+
+def chain(x: np.ndarray) -> None:
+    kernel = SGLD(logistic, step_size=1e-3)
+    counts = {"num_warmup": 0, "num_samples": 1, "progress_bar": False}
+    DPMCMC(kernel, **counts, **PRIVATE, **NAMED).run(KEY, x, labels(x))
+
+
+DRIVERS: dict[str, Callable[[], Any]] = {
+    "DPEM": lambda: DPEM(3, **PRIVATE).init(KEY, SQUARE),
+    "DPEM, 200 columns": lambda: DPEM(3, **PRIVATE).init(KEY, WIDE),
+    "DPPBP": lambda: DPPBP(RegressionNetwork((50,)), **PRIVATE).init(KEY, SQUARE, SQUARE[:, 0]),
+    "DPPBP by curvature": lambda: DPPBP(
+        RegressionNetwork((50,)), ridge=1.0, step_size=0.1, **PRIVATE
+    ).init(KEY, SQUARE, SQUARE[:, 0]),
+    "DPSEP": lambda: sep(logistic, SQUARE, labels(SQUARE), family=normal),
+    "DPSEP, diagonal": lambda: sep(logistic, SQUARE, labels(SQUARE), family=diagonal_normal),
+    "DPSEP, draws": lambda: sep(logistic, SQUARE, labels(SQUARE), family=normal, site=importance()),
+    "DPSEP, Dirichlet": lambda: sep(shares, labels(SQUARE), family={"p": dirichlet(60)}),
+    "DPSEP, Wishart": lambda: sep(precise, SQUARE[:, :3], family={"precision": wishart(3)}),
+    "DPMCMC": lambda: chain(SQUARE),
+    "a triangle of NumPyro": lambda: svi(correlated, SQUARE, **NAMED).initialise(),
+}
+
+
+@pytest.mark.parametrize("name", DRIVERS)
+def test_every_driver_takes_many_latents(name: str) -> None:
+    DRIVERS[name]()
+
+
+def taken(array: np.ndarray) -> int:
+    """How many arrays a function that holds one is found to hold, with 100 records."""
+    public = PublicValues(declare(), "records", 100)
+    public.check("function", lambda x: x + jnp.sum(jnp.asarray(array)), jnp.zeros(()))
+    return len(public.arrays)
+
+
+def test_a_triangle_says_nothing_and_what_is_nearly_one_does() -> None:
+    masks = np.tri(9), 1 - np.tri(9, k=-1), np.tri(9, dtype=bool).T
+    lower = *np.tril_indices(8), *np.tril_indices(8, -1)
+    upper = *np.triu_indices(8), *np.triu_indices(8, 1)
+    for table in masks + lower + upper:
+        assert taken(table) == 0
+        changed = table.copy()
+        changed.flat[5] = not changed.flat[5] if changed.dtype == bool else changed.flat[5] + 3
+        assert taken(changed) == 1
