@@ -32,7 +32,7 @@ _ROWS = 3
 # of the number of rows is still found; a shift by a hundredth of a record's rank is not.
 _TOLERANCE, _HALF_TOLERANCE = 1e-4, 1e-2
 
-Values = dict[str, Array]  # log densities by site
+Values = dict[str, Any]  # log densities by site
 
 _REMEDY = (
     "Records enter one by one here. Compute scales and averages from public values, and pass them "
