@@ -42,6 +42,18 @@ def test_documents_link_to_files_that_exist():
             assert (document.parent / target).exists(), f"{document.name} -> {target}"
 
 
+def test_the_ways_through_the_package_are_those_of_the_code():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    ways = re.split(r"^## The way of ", text, flags=re.M)[1:]
+    assert len(ways) == 3
+    for way in ways:
+        steps = re.findall(r"^\d\. `([\w/]+\.py)`, `(\w+)`", way, flags=re.M)
+        assert 6 <= len(steps) <= 8
+        for file, name in steps:
+            source = (ROOT / "numpyro_dp" / file).read_text()
+            assert re.search(rf"^ *(def|class) {name}\b", source, flags=re.M), (file, name)
+
+
 def test_the_public_names_exist_and_have_docstrings():
     import numpyro_dp
 
