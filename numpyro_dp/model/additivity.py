@@ -10,6 +10,7 @@ private, but wrong. So the model is run on a few invented records, together and 
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -71,23 +72,7 @@ def check_additive(
         return
 
     # One program for all: evaluated operation by operation, a model of four lines takes a second.
-    @jax.jit
-    def densities(rows: tuple[Array, ...]) -> tuple[Values, list[Values]]:
-        together = _densities(model, plate, layout, shared, rows, jnp.arange(_ROWS))
-        try:
-            return together, [
-                _densities(
-                    model, plate, layout, shared, tuple(leaf[i : i + 1] for leaf in rows),
-                    jnp.arange(i, i + 1),
-                )
-                for i in range(_ROWS)
-            ]  # fmt: skip
-        except (TypeError, ValueError, IndexError) as error:
-            raise UnsupportedModelError(
-                f"The model can be run on {_ROWS} records and not on each of them: it mixes "
-                f"records, or reads x.shape[0] ({error}). {_REMEDY}"
-            ) from error
-
+    densities = jax.jit(functools.partial(_together_and_alone, model, plate, layout, shared))
     for rows in layout.invented(_ROWS):
         try:
             together, singles = jax.device_get(densities(rows))
@@ -106,6 +91,28 @@ def check_additive(
                     f"The {what} depends on the number of records that the model is given at once "
                     f"(sites {list(names)}): it mixes records, or reads x.shape[0]. {_REMEDY}"
                 )
+
+
+def _together_and_alone(
+    model: Callable[..., Any],
+    plate: str,
+    layout: Layout,
+    shared: tuple[Array, ...],
+    rows: tuple[Array, ...],
+) -> tuple[Values, list[Values]]:
+    """Log densities of the records together, and of each alone."""
+    densities = functools.partial(_densities, model, plate, layout, shared)
+    together = densities(rows, jnp.arange(_ROWS))
+    try:
+        return together, [
+            densities(tuple(leaf[i : i + 1] for leaf in rows), jnp.arange(i, i + 1))
+            for i in range(_ROWS)
+        ]
+    except (TypeError, ValueError, IndexError) as error:
+        raise UnsupportedModelError(
+            f"The model can be run on {_ROWS} records and not on each of them: it mixes "
+            f"records, or reads x.shape[0] ({error}). {_REMEDY}"
+        ) from error
 
 
 def _densities(

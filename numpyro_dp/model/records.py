@@ -245,7 +245,7 @@ def read_records(
         data_plate: What the report calls them.
     """
     check_arrays(args, kwargs)
-    layout = split_arguments(args, kwargs, num_examples, signature, data_plate, Declared())
+    layout = split_arguments(args, kwargs, num_examples, signature, data_plate, Declared(), True)
     return Records(layout, PublicValues(Declared(), data_plate, num_examples), data_plate)
 
 

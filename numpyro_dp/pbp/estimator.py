@@ -151,8 +151,7 @@ def network_ep(
             found = {name: site[name] - public.factor[name] for name in site}
             precision = found["precision"]
             if by_layer:
-                parts = layout.split(precision)
-                precision = jnp.stack([jnp.mean(part) for part in parts])
+                precision = jnp.stack([jnp.mean(part) for part in layout.split(precision)])
             linear, noise = _scaled(public, found["linear"], found["rate"])
             return {
                 "linear": linear,

@@ -292,6 +292,9 @@ def _double_round(_: Array, state: Array) -> Array:
     return jnp.stack([a, _roll(b, 3), _roll(c, 2), _roll(d, 1)])
 
 
+# Compiled, because outside of traces JAX runs the operations of a key one by one: some thirty
+# programs in a process that starts. Inside a trace nothing is left of it.
+@functools.partial(jax.jit, inline=True)
 def _blocks(key: Array, nonce: tuple[Array | int, ...], counters: Array) -> Array:
     """ChaCha20 blocks of one key and nonce, shape (16, counters), uint32.
 
@@ -324,9 +327,6 @@ def _counters(number: int) -> Array:
     return lax.iota(jnp.uint32, number)
 
 
-# Compiled, because JAX runs these operation by operation outside of traces: some thirty programs in
-# a process that starts. Inside a trace nothing is left of it.
-@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def _random_bits(key: Array, bit_width: int, shape: tuple[int, ...]) -> Array:
     """The keystream's words in a fixed order: the first word of every block, then the second, ...
 
@@ -344,13 +344,11 @@ def _random_bits(key: Array, bit_width: int, shape: tuple[int, ...]) -> Array:
     return bits[:size].reshape(shape)
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=True)
 def _split(key: Array, shape: tuple[int, ...]) -> Array:
     children = _blocks(key, (_SPLIT, 0, 0), _counters(math.prod(shape)))[:_KEY_WORDS]
     return children.T.reshape(*shape, _KEY_WORDS)
 
 
-@functools.partial(jax.jit, inline=True)
 def _fold_in(key: Array, data: Array) -> Array:
     return _blocks(key, (_FOLD, data, 0), _counters(1))[:_KEY_WORDS, 0]
 

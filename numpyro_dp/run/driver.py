@@ -253,8 +253,8 @@ class Driver(abc.ABC):
             init_params: Initial values of parameters by name.
             trace_size: At most so many iterates are kept of each run.
             chunk_size: Runs in lockstep; by default what fits a quarter of memory.
-            folder: Keeps finished chunks (releases); the same call on the same records (which it
-                cannot know) goes on from there. It confirms a secret key that was guessed.
+            folder: Keeps finished chunks (releases); the same call on the same records goes on
+                from there. It confirms a secret key that was guessed.
             **kwargs: Keyword arguments of the model (and guide).
 
         Returns:
@@ -265,8 +265,7 @@ class Driver(abc.ABC):
             ...                    epsilon=[1.0, 2.0, 4.0, 10.0])  # doctest: +SKIP
 
         Raises:
-            BudgetError: If a run does not fit the budget. No record has been read then.
-            NoiseReuseError: As :meth:`run`.
+            BudgetError, NoiseReuseError: As :meth:`run`.
             ValueError: If the folder holds another sweep, or the optimiser no learning rate.
 
         Guarantee:

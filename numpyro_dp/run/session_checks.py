@@ -39,16 +39,35 @@ def check_signal(
 
 
 def _check_finite(problem: Any, signal: Callable[..., PyTree], params: dict[str, Any]) -> None:
-    """Raises if no invented record has a signal: impossible values of a summed latent, say."""
-    for rows in problem.records.layout.invented():
+    """Raises if no invented record has a finite signal.
+
+    A record without one counts as 0. Where that holds of all, a run would return the prior and
+    noise, at the whole cost of privacy.
+    """
+    normal, ones = problem.records.layout.invented()
+    # One is in the support of most sites: a half is a proportion, an identity a covariance.
+    halves = tuple(leaf // 2 if leaf.dtype.kind in "iub" else leaf / 2 for leaf in ones)
+    squares = tuple(_identity_like(leaf) for leaf in ones)
+    for rows in (normal, ones, halves, squares):
         extra = problem.blank_example()[len(rows) :]
         found = signal(params, tuple(leaf[0] for leaf in rows) + extra)
         if all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(found)):
             return
     raise UnsupportedModelError(
-        "No invented record has a finite gradient; records without one count as 0. Where a "
-        "discrete latent is summed out, every value of it must leave the density finite: "
-        "Poisson(rate * k + 1e-6) instead of Poisson(rate * k), say."
+        "Expected a model whose likelihood has a finite gradient for some record, got NaN or "
+        "infinity for every invented one (normal numbers, ones, halves, identities). Such records "
+        "count as 0, and the run would return the prior. Look for sqrt or log at 0, a where() "
+        "whose other branch is not finite, or first values that overflow (init_params= or the "
+        "guide's init_loc_fn=). Where a discrete latent is summed out, every value of it must "
+        "leave the density finite: Poisson(rate * k + 1e-6) instead of Poisson(rate * k), say."
+    )
+
+
+def _identity_like(rows: Array) -> Array:
+    """Identities where rows are square matrices, the rows themselves elsewhere."""
+    square = rows.ndim > 2 and rows.shape[-1] == rows.shape[-2]
+    return (
+        jnp.broadcast_to(jnp.eye(rows.shape[-1], dtype=rows.dtype), rows.shape) if square else rows
     )
 
 

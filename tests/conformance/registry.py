@@ -1,5 +1,6 @@
 """Everything that can be added to the package: one row here, and the whole suite runs on it."""
 
+import functools
 import importlib.util
 import pathlib
 import sys
@@ -60,6 +61,7 @@ __all__ = [
 ]
 
 
+@functools.cache
 def example(name: str) -> Any:
     """Returns a module of ``examples/extending``, read from its file as a user's own would be."""
     path = pathlib.Path(__file__).parents[2] / "examples" / "extending" / f"{name}.py"

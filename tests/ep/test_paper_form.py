@@ -114,7 +114,6 @@ def test_other_families_have_the_printed_form_too():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"form": "printed"}, "form"),
         ({"precision_weight": 2.0}, "Leave them out"),
         ({"shared_precision": True}, "Leave them out"),
         ({"floor": 1.0}, "Leave them out"),

@@ -24,6 +24,7 @@ from numpyro.infer.autoguide import (
     AutoMultivariateNormal,
     AutoNormal,
 )
+from numpyro.infer.initialization import init_to_feasible
 
 from numpyro_dp import (
     DPEM,
@@ -142,7 +143,12 @@ DRIVERS: dict[str, Callable[[], Any]] = {
     "DPSEP, Dirichlet": lambda: sep(shares, labels(SQUARE), family={"p": dirichlet(60)}),
     "DPSEP, Wishart": lambda: sep(precise, SQUARE[:, :3], family={"precision": wishart(3)}),
     "DPMCMC": lambda: chain(SQUARE),
-    "a triangle of NumPyro": lambda: svi(correlated, SQUARE, **NAMED).initialise(),
+    "a triangle of NumPyro": lambda: svi(
+        correlated,
+        SQUARE,
+        **NAMED,
+        guide=AutoDiagonalNormal(correlated, init_loc_fn=init_to_feasible),
+    ).initialise(),
 }
 
 
