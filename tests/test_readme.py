@@ -42,6 +42,51 @@ def test_documents_link_to_files_that_exist():
             assert (document.parent / target).exists(), f"{document.name} -> {target}"
 
 
+def test_the_worked_additions_run():
+    import dataclasses
+
+    import jax
+    import jax.numpy as jnp
+    import numpyro
+    import numpyro.distributions as dist
+    import optax
+    from dp_accounting import PoissonSampledDpEvent
+    from numpyro.infer.autoguide import AutoDiagonalNormal
+
+    from numpyro_dp import DPSVI, PrivacyBudget, aligned
+    from numpyro_dp.core import Batch, Estimator, Fold, Sampler
+
+    names = {
+        "dataclasses": dataclasses, "jax": jax, "jnp": jnp, "Batch": Batch, "Fold": Fold,
+        "Estimator": Estimator, "PoissonSampledDpEvent": PoissonSampledDpEvent, "Sampler": Sampler,
+        "__name__": "additions",
+    }  # fmt: skip
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block, names)
+
+    def model(x):
+        mean = numpyro.sample("mean", dist.Normal(0, 10))
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+
+    def run(estimator, clip_norm):
+        svi = DPSVI(
+            model, AutoDiagonalNormal(model), optax.adam(0.1), estimator=estimator,
+            clip_norm=clip_norm, sampler=names["Half"](), budget=PrivacyBudget(8.0, 1e-4),
+            secret_key=5, repetition=True,
+        )  # fmt: skip
+        x = 3 + jax.random.normal(jax.random.key(1), (500,))
+        fold = names["largest"]
+        return svi.run(jax.random.key(0), 60, x, progress_bar=False, fold=fold)
+
+    plain, scaled = run(aligned(), 2.0), run(names["scaled"](aligned(), 3.0), 6.0)
+    assert abs(plain.params["auto_loc"][0] - 3) < 0.5 and plain.privacy.epsilon <= 8.0
+    assert abs(scaled.params["auto_loc"][0] - plain.params["auto_loc"][0]) < 1e-3
+    assert plain.folded["auto_loc"][0] >= plain.params["auto_loc"][0]
+
+
 def test_the_ways_through_the_package_are_those_of_the_code():
     text = (ROOT / "docs" / "architecture.md").read_text()
     ways = re.split(r"^## The way of ", text, flags=re.M)[1:]

@@ -44,8 +44,8 @@ class DPMCMC:
 
     .. math:: \eta\,\sigma^2 C^2 \le 2\,T q^2 \quad (\text{SGHMC: } 2\,a\,T q^2),
 
-    with equality where something is left out. With all of them given, what is missing to the
-    Langevin noise is added; too large a step is an error.
+    with equality where something is left out. With all of them given, any shortfall from
+    the Langevin noise is added, and too large a step is an error.
 
     Args:
         kernel: :class:`~numpyro_dp.SGLD`, :class:`~numpyro_dp.PreconditionedSGLD` or

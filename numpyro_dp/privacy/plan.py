@@ -239,8 +239,8 @@ class PrivacyReport:
             )
         if self.delta > 1 / plan.num_examples:
             lines.append(
-                f"delta > 1 / {plan.num_examples}: so large a delta allows to publish a record as "
-                "it is. Choose one below 1 / number of records."
+                f"delta > 1 / {plan.num_examples}: a delta this large permits publishing a record "
+                "verbatim. Choose one below 1 / number of records."
             )
         if self.loss_released:
             lines.append("The loss curve is part of the release.")

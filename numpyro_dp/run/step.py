@@ -317,8 +317,8 @@ def optimised(optim: Any, update: PyTree, state: PyTree) -> PyTree:
 def _numbers(secret_key: Array, size: int) -> Array:
     """Numbers by which the rows of a batch draw for themselves (masks, latents).
 
-    They are independent, identically distributed and secret: removing one record leaves the draws
-    of the others as likely as they were. Made of a third child of the key; the first two are taken.
+    They are secret and i.i.d. across records, so removing one leaves the others' distribution
+    unchanged. They come from a third child of the key; the first two are taken.
     """
     return jax.random.bits(jax.random.split(secret_key, 3)[2], (size,), jnp.uint32)
 

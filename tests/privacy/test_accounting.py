@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from dp_accounting import rdp as library_rdp
 from dp_accounting.pld import PLDAccountant, privacy_loss_mechanism
+from dp_accounting.pld import privacy_loss_distribution as library
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from privacy.pairs import deltas, loss_range
 from scipy import stats
 
 from numpyro_dp.privacy.accounting import (
@@ -28,15 +30,8 @@ from numpyro_dp.privacy.accounting import (
     epsilon_spent,
     supported_by,
 )
-from numpyro_dp.privacy.accounting.composition import (
-    Composition,
-    fourier_epsilon,
-    renyi_bound,
-    window,
-)
-from numpyro_dp.privacy.accounting.discretise import LossGrid, discretise
 from numpyro_dp.privacy.accounting.gdp import gaussian_epsilon, gaussian_log_delta
-from numpyro_dp.privacy.accounting.pairs import deltas, directions, loss_range
+from numpyro_dp.privacy.accounting.pld import _rounding
 from numpyro_dp.privacy.accounting.steps import gaussian_steps
 from numpyro_dp.privacy.budget import PrivacyBudget, gaussian_event, neighboring_relation
 
@@ -153,7 +148,7 @@ def test_rdp_is_mironovs_formula():
     assert RDP(orders).epsilon(event, delta, ADD).epsilon == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-12, 1e-30])
+@pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-10])
 @pytest.mark.parametrize(("rate", "noise"), [(0.5, 3.0), (0.1, 0.7), (0.01, 1.0), (0.001, 0.5)])
 def test_one_sampled_step_in_closed_form(rate, noise, delta):
     # Balle, Barthe, Gaboardi (2018), Theorem 8: delta' = q delta at log(1 + q (e^eps - 1)).
@@ -214,16 +209,16 @@ def test_replace_one_pair_dominates_other_replacements():
 def test_pairs_are_the_librarys(rate, noise, direction):
     scale = 2.0 if direction == "replace" else 1.0
     step = gaussian_steps(poisson(rate, noise, 1))[0]._replace(rate=rate)
-    library = privacy_loss_mechanism.GaussianPrivacyLoss(
+    theirs = privacy_loss_mechanism.GaussianPrivacyLoss(
         scale * noise,
         sampling_prob=rate,
         adjacency_type=privacy_loss_mechanism.AdjacencyType[direction.upper()],
         log_mass_truncation_bound=-30.0 + math.log(2.0),  # it halves that mass
     )
     low, high = loss_range(step, direction, -30.0)
-    assert high == pytest.approx(library.connect_dots_bounds().epsilon_upper, rel=1e-6)
+    assert high == pytest.approx(theirs.connect_dots_bounds().epsilon_upper, rel=1e-6)
     eps = np.linspace(low, high, 201)
-    got, want = deltas(step, direction, eps), library.get_delta_for_epsilon(eps)
+    got, want = deltas(step, direction, eps), theirs.get_delta_for_epsilon(eps)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=3e-15)
     # Masses that may be cut off are as small as promised.
     assert got[-1] <= math.exp(-30.0)
@@ -265,48 +260,44 @@ def test_add_direction_of_prv_is_not_the_remove_direction():
     remove, add = (PRV()._directed(steps, 1e-5, direction) for direction in (False, True))
     assert add[1] < remove[1] - 0.1  # here remove is the worse one
     # and the add direction is right on its own: the library's PLD of the pair in that order.
-    from dp_accounting.pld import privacy_loss_distribution as library
-
     whole = library.from_gaussian_mechanism(1.0, sampling_prob=0.4).self_compose(4)
     assert add[1] == pytest.approx(whole._pmf_add.get_epsilon_for_delta(1e-5), rel=5e-3)
 
 
-@pytest.mark.parametrize("delta", [1e-5, 1e-9, 1e-12])
+@pytest.mark.parametrize("delta", [1e-3, 1e-5, 1e-7])
 @pytest.mark.parametrize("noise", [0.2, 1.0, 10.0, 100.0])
 def test_pld_is_above_exact_gaussian(noise, delta):
-    # 10^4 unsampled steps, composed as the grid does it, against the closed form.
-    step = gaussian_steps(dpa.GaussianDpEvent(100 * noise))[0]._replace(count=10_000)
-    direction = directions((step,), REPLACE)[0]
-    got, _ = PLD()._directed((step,), direction, delta, 0.0)
+    # A thousand unsampled steps, composed on the grid, against the closed form.
+    step = gaussian_steps(dpa.GaussianDpEvent(math.sqrt(1000) * noise))[0]._replace(count=1000)
+    got, excess = PLD()._composed((step,), delta, ADD)
     exact = gaussian_epsilon(1 / noise, delta)
     assert exact <= got <= exact * 1.002 + 1e-4
+    assert got - 2 * excess <= exact + 1e-6
 
 
-@pytest.mark.parametrize("delta", [1e-4, 1e-12, 1e-20])
-def test_fourier_against_direct_convolution(delta):
-    # Sums of positive numbers have no cancellation: direct convolution is right at any delta.
-    step = gaussian_steps(poisson(0.2, 1.5, 1))[0]
-    direction = directions((step,), ADD)[0]
-    grid = discretise(step, direction, -60.0, 0.02)
-    probs = grid.probs
+@pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-9])
+def test_composition_against_direct_convolution(delta):
+    """Sums of positive numbers have no cancellation: direct convolution is right at any delta."""
+    one = library.from_gaussian_mechanism(
+        1.5, sampling_prob=0.2, value_discretization_interval=0.02, log_mass_truncation_bound=-60
+    )
+    pmf = one._pmf_remove.to_dense_pmf()
+    probs, infinity = np.asarray(pmf._probs), -math.expm1(8 * math.log1p(-pmf._infinity_mass))
     for _ in range(3):
         probs = np.convolve(probs, probs)
-    losses = (8 * grid.first + np.arange(probs.size)) * grid.interval
-    composition = Composition([grid], [8])
-    start = renyi_bound(composition, delta)
-    got, slope = fourier_epsilon(composition, delta, start, window(composition, start.theta))
+    losses = (8 * pmf._lower_loss + np.arange(probs.size)) * 0.02
 
     def exact(epsilon):
         above = losses > epsilon
-        return composition.infinity + float(
-            np.dot(probs[above], -np.expm1(epsilon - losses[above]))
-        )
+        return infinity + float(np.dot(probs[above], -np.expm1(epsilon - losses[above])))
 
-    assert exact(got) <= delta
-    assert exact(got - 1e-5 * got) > delta
-    assert got < start.epsilon
-    step_up = exact(got * (1 + 1e-4)) / exact(got)
-    assert slope == pytest.approx(-math.log(step_up) / (1e-4 * got), rel=0.05)
+    whole = one.self_compose(8, 1e-6 * delta)
+    error = max(_rounding(each, 8) for each in (whole._pmf_remove, whole._pmf_add))
+    assert error < 0.1 * delta
+    assert exact(whole._pmf_remove.get_epsilon_for_delta(delta - error)) <= delta
+    # The library alone is wrong by less than what is charged.
+    alone = exact(whole._pmf_remove.get_epsilon_for_delta(delta))
+    assert abs(alone / delta - 1) < error / delta + 3e-6  # and what it cuts off
 
 
 def test_heterogeneous_grids_are_composed():
@@ -322,14 +313,14 @@ def test_heterogeneous_grids_are_composed():
 
 def test_tiny_rates_do_not_round_to_zero():
     # dp_accounting turns a divergence that rounds to a negative number into epsilon 0.
-    event = poisson(1e-7, 5.0, 10**6)
-    tight = PLD().epsilon(event, 1e-10, ADD)
-    assert 0.0 < tight.epsilon <= RDP().epsilon(event, 1e-10, ADD).epsilon
+    event = poisson(1e-7, 5.0, 10**5)
+    tight = PLD().epsilon(event, 1e-6, ADD)
+    assert 0.0 < tight.epsilon <= RDP().epsilon(event, 1e-6, ADD).epsilon
 
 
 def test_grid_limit_loosens_but_stays_valid():
-    event = poisson(0.01, 22.0, 400_000)
-    fine, coarse = (PLD(max_points=n).epsilon(event, 1e-6, ADD) for n in (1 << 20, 1 << 14))
+    event = poisson(0.01, 1.0, 4000)
+    fine, coarse = (PLD(max_points=n).epsilon(event, 1e-6, ADD) for n in (1 << 17, 1 << 10))
     assert fine.epsilon < coarse.epsilon
     assert coarse.epsilon - coarse.estimate > fine.epsilon - fine.estimate
     assert coarse.estimate < fine.epsilon * 1.05
@@ -340,7 +331,7 @@ def test_grid_limit_loosens_but_stays_valid():
     rate=st.floats(0.002, 0.9),
     noise=st.floats(0.5, 20.0),
     steps=st.integers(1, 2000),
-    exponent=st.floats(-12, -3),
+    exponent=st.floats(-8, -3),
     relation=st.sampled_from([ADD, REPLACE]),
 )
 def test_bounds_are_ordered(rate, noise, steps, exponent, relation):
@@ -446,19 +437,19 @@ def test_prv_refuses_deltas_below_its_rounding():
     assert Best((PRV(), RDP())).epsilon(event, 1e-12, ADD).accountant == "RDP"
 
 
-def test_pld_refuses_what_doubles_cannot_resolve():
-    for event, delta in [(poisson(0.01, 1e-4, 3), 1e-5), (poisson(0.01, 1.0, 3), 1e-300)]:
-        with pytest.raises(UnreliableBoundError, match="Expected"):
-            PLD().epsilon(event, delta, ADD)
-    step = gaussian_steps(poisson(0.1, 1e9, 1))[0]
-    with pytest.raises(UnreliableBoundError, match="grid interval"):
-        discretise(step, directions((step,), ADD)[0], -30.0, 1e-15)
-
-
-def test_infinite_mass_above_delta_is_refused():
-    grid = LossGrid(0, 0.1, np.array([0.5, 0.4]), 0.1)
-    with pytest.raises(UnreliableBoundError, match="truncated mass"):
-        renyi_bound(Composition([grid], [1]), 0.05)
+@pytest.mark.parametrize(
+    ("event", "delta", "words"),
+    [
+        (poisson(0.01, 1e-4, 3), 1e-5, "the noise multiplier 0.0001 protects nothing"),
+        (poisson(0.01, 1.0, 3), 1e-300, "ten times its rounding error"),
+        (poisson(0.02, 3.456, 2000), 1e-10, r"Expected delta >= \d\.\d+e-10 .* Use RDP\(\)"),
+    ],
+)
+def test_pld_refuses_what_doubles_cannot_resolve(event, delta, words):
+    with pytest.raises(UnreliableBoundError, match=words):
+        PLD().epsilon(event, delta, ADD)
+    if delta == 1e-10:
+        assert Best().epsilon(event, delta, ADD).accountant in ("PRV", "RDP")
 
 
 def test_best_takes_the_smallest_and_names_it():
@@ -495,7 +486,8 @@ def test_total_variation_is_paid_for():
     left = delta - (1 + math.exp(real.epsilon)) * tau
     assert PLD().epsilon(event, left, ADD).epsilon <= real.epsilon * (1 + 1e-9)
     small = epsilon_spent(event, delta, ADD, total_variation=1e-12)
-    assert small.epsilon == PLD().epsilon(event, 0.999 * delta, ADD).epsilon
+    other = PLD().epsilon(event, 0.999 * delta, ADD).epsilon
+    assert small.epsilon == pytest.approx(other, rel=1e-6)
     with pytest.raises(TotalVariationError, match=r"total_variation <= [0-9.e-]+ is enough"):
         epsilon_spent(event, delta, ADD, total_variation=1e-5)
 
@@ -503,10 +495,12 @@ def test_total_variation_is_paid_for():
 def test_failures_are_paid_for():
     event, delta = poisson(0.01, 1.2, 1000), 1e-5
     real = epsilon_spent(event, delta, ADD, accountant=PLD(), failure_prob=3e-6)
-    assert real.epsilon == PLD().epsilon(event, 7e-6, ADD).epsilon
+    # To rounding of delta, by which the grid follows too.
+    assert real.epsilon == pytest.approx(PLD().epsilon(event, 7e-6, ADD).epsilon, rel=1e-6)
     assert real.delta == delta
     both = epsilon_spent(event, delta, ADD, failure_prob=3e-6, total_variation=1e-12)
-    assert both.epsilon == PLD().epsilon(event, 0.999 * 7e-6, ADD).epsilon
+    other = PLD().epsilon(event, 0.999 * 7e-6, ADD).epsilon
+    assert both.epsilon == pytest.approx(other, rel=1e-6)
     assert both.delta == delta
     with pytest.raises(TotalVariationError, match=r"failure_prob=1e-05 < delta=1e-05"):
         epsilon_spent(event, delta, ADD, failure_prob=1e-5)

@@ -46,7 +46,7 @@ from numpyro_dp.privacy.accounting.steps import (
 )
 from numpyro_dp.privacy.budget import Relation, check_relation, neighboring_relation
 
-__all__ = ["RDP"]
+__all__ = ["RDP", "epsilon_and_order"]
 
 
 def _orders(largest: float, ratio: float) -> tuple[float, ...]:
@@ -123,15 +123,27 @@ class RDP:
         elif steps and steps[0].noise_multiplier == 0.0:
             upper = math.inf
         else:
-            sampled = steps is None or any(step.sampling != "none" for step in steps)
-            orders = self.orders or (_SAMPLED_ORDERS if sampled else _CLOSED_FORM_ORDERS)
-            library = rdp_privacy_accountant.RdpAccountant(orders, neighboring_relation(relation))
-            with _quiet():
-                divergence = library.compose(canonical).rdp
-            array = np.asarray(orders, dtype=np.float64)
-            divergence = np.maximum(divergence + _rounding(array, steps), 0.0)
-            upper = float(rdp_privacy_accountant.compute_epsilon(array, divergence, delta)[0])
+            upper, _ = epsilon_and_order(canonical, steps, delta, relation, self.orders)
         return EpsilonBound(math.nan, math.nan, upper, delta, relation, event, self.name)
+
+
+def epsilon_and_order(
+    canonical: DpEvent,
+    steps: tuple[GaussianStep, ...] | None,
+    delta: float,
+    relation: Relation,
+    orders: tuple[float, ...] | None = None,
+) -> tuple[float, float]:
+    """Returns the bound of a private event in normal form, and the order that gives it."""
+    sampled = steps is None or any(step.sampling != "none" for step in steps)
+    orders = orders or (_SAMPLED_ORDERS if sampled else _CLOSED_FORM_ORDERS)
+    library = rdp_privacy_accountant.RdpAccountant(orders, neighboring_relation(relation))
+    with _quiet():
+        divergence = library.compose(canonical).rdp
+    array = np.asarray(orders, dtype=np.float64)
+    divergence = np.maximum(divergence + _rounding(array, steps), 0.0)
+    epsilon, order = rdp_privacy_accountant.compute_epsilon(array, divergence, delta)
+    return float(epsilon), float(order)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-r"""Dominating pairs of one Gaussian step: how distinguishable it makes neighbours.
+r"""Closed forms of the dominating pairs of one Gaussian step, which the library is held against.
 
 A pair :math:`(P, Q)` *dominates* a step if no neighbours are easier to tell apart; its privacy loss
 is :math:`L = \log dP/dQ` under :math:`P`, and :math:`\delta(\varepsilon) = E_P[(1 - e^{\varepsilon
@@ -10,21 +10,10 @@ direction          P                        Q                        source
 =================  =======================  =======================  =====================
 remove             (1-q) N(0) + q N(1)      N(0)                     Zhu et al., Thm. 11
 add                N(0)                     (1-q) N(0) + q N(1)      Zhu et al., Thm. 11
-replace            (1-q) N(0) + q N(1)      (1-q) N(0) + q N(-1)     proof below
+replace            (1-q) N(0) + q N(1)      (1-q) N(0) + q N(-1)     proof in pld.py
 =================  =======================  =======================  =====================
 
-*Replace, under Poisson sampling.* Fix the sample of the other records (joint convexity of the
-divergence) and shift it away. The outputs are :math:`(1-q) N(0) + q N(x)` and :math:`(1-q) N(0) + q
-N(x')` with :math:`\|x\|, \|x'\| \le 1`. For a set :math:`A` with :math:`N(0)(A) = a`, Neyman and
-Pearson give :math:`N(x)(A) \le \Phi(\Phi^{-1}(a) + 1/\sigma)` and :math:`N(x')(A) \ge
-\Phi(\Phi^{-1}(a) - 1/\sigma)`, so
-
-.. math:: P(A) - e^\varepsilon Q(A) \le (1-q)(1 - e^\varepsilon) a
-    + q\,\Phi(\Phi^{-1}(a) + \tfrac1\sigma) - q e^\varepsilon\,\Phi(\Phi^{-1}(a) - \tfrac1\sigma),
-
-with equality for :math:`x = -x' = 1` and half-lines :math:`A`. Hence that pair dominates.
-
-With :math:`\delta_G` the curve of the Gaussian mechanism (see :mod:`.gdp`), the first two are
+With :math:`\delta_G` the curve of the Gaussian mechanism (see ``gdp.py``), the first two are
 
 .. math:: \delta_{remove}(\varepsilon) = q\,\delta_G(\lambda), \;
     \lambda = \log(1 + \tfrac{e^\varepsilon - 1}{q}),
@@ -53,9 +42,8 @@ import numpy.typing as npt
 from scipy import special
 
 from numpyro_dp.privacy.accounting.steps import GaussianStep
-from numpyro_dp.privacy.budget import Relation
 
-__all__ = ["Direction", "deltas", "directions", "loss_range"]
+__all__ = ["deltas", "loss_range"]
 
 Direction = Literal["remove", "add", "replace"]
 Floats = npt.NDArray[np.float64]
@@ -63,20 +51,6 @@ Floats = npt.NDArray[np.float64]
 # Mass of the left tail that a grid may move up to its first point: it costs less than
 # 1e-9 sqrt(count) standard deviations, and keeps rounding noise out of the grid.
 _LOG_LEFT_TAIL = math.log(1e-9)
-
-
-def directions(steps: tuple[GaussianStep, ...], relation: Relation) -> tuple[Direction, ...]:
-    """Returns the directions to account for; the epsilon is the largest of theirs.
-
-    Example:
-        >>> directions((GaussianStep("poisson", 0.1, None, 1.0, 5),), "add_or_remove_one")
-        ('remove', 'add')
-    """
-    if relation == "replace_one":
-        return ("replace",)
-    if all(step.sampling == "none" for step in steps):
-        return ("remove",)  # Without sampling the pair is symmetric.
-    return ("remove", "add")
 
 
 def loss_range(step: GaussianStep, direction: Direction, log_tail: float) -> tuple[float, float]:
