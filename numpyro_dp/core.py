@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from dp_accounting.dp_event import DpEvent
 from jax import Array
 from jaxtyping import Bool, Int
+
+from numpyro_dp._lazy import dpa
 
 __all__ = [
     "Batch",
@@ -197,14 +198,14 @@ class Mechanism(NamedTuple):
     privatise: Callable[[Array, PyTree, MechanismState], tuple[PyTree, MechanismState]]
     sensitivity: Any
     noise_scale: Any
-    event: DpEvent | None
+    event: dpa.DpEvent | None
     extras: (
         Callable[
             [tuple[str, ...], tuple[Array, ...], float], dict[str, tuple[Array, Array | float]]
         ]
         | None
     ) = None
-    compose: Callable[[Sampler, int, int], DpEvent] | None = None
+    compose: Callable[[Sampler, int, int], dpa.DpEvent] | None = None
 
 
 @runtime_checkable
@@ -248,7 +249,7 @@ class Sampler(Protocol):
         """Draws one batch of fixed shape and returns the following state."""
         ...
 
-    def amplify(self, event: DpEvent, num_examples: int) -> DpEvent:
+    def amplify(self, event: dpa.DpEvent, num_examples: int) -> dpa.DpEvent:
         """Turns the event on a batch into the event on the data set."""
         ...
 

@@ -30,8 +30,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 from numpyro.infer import Predictive
-from scipy import stats
 
+from numpyro_dp._lazy import stats
 from numpyro_dp._validate import check_in, check_int, check_real
 from numpyro_dp.posterior.samples import check_guide_set_up
 

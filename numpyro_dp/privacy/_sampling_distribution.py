@@ -16,7 +16,7 @@ import math
 from decimal import Context, Decimal, localcontext
 from typing import NamedTuple
 
-from scipy import stats
+from numpyro_dp._lazy import stats
 
 __all__ = [
     "WORD_BITS",

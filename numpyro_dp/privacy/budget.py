@@ -20,8 +20,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
-from dp_accounting import DpEvent, GaussianDpEvent, NeighboringRelation, NonPrivateDpEvent
-
+from numpyro_dp._lazy import dpa
 from numpyro_dp._validate import check_in, check_real
 
 __all__ = [
@@ -36,10 +35,6 @@ __all__ = [
 
 Relation = Literal["add_or_remove_one", "replace_one"]
 
-_LIBRARY_RELATIONS: dict[str, NeighboringRelation] = {
-    "add_or_remove_one": NeighboringRelation.ADD_OR_REMOVE_ONE,
-    "replace_one": NeighboringRelation.REPLACE_ONE,
-}
 # How far the sums of two neighbours may be apart, in clip norms.
 SENSITIVITY: dict[str, float] = {"add_or_remove_one": 1.0, "replace_one": 2.0}
 _DELTA_REMEDY = (
@@ -63,14 +58,14 @@ def check_relation(relation: object) -> Relation:
     return relation  # type: ignore[return-value]
 
 
-def neighboring_relation(relation: Relation) -> NeighboringRelation:
+def neighboring_relation(relation: Relation) -> dpa.NeighboringRelation:
     """Returns the ``dp_accounting`` name of a relation.
 
     Example:
         >>> neighboring_relation("replace_one").name
         'REPLACE_ONE'
     """
-    return _LIBRARY_RELATIONS[check_relation(relation)]
+    return dpa.NeighboringRelation[check_relation(relation).upper()]
 
 
 class Spending(NamedTuple):
@@ -162,7 +157,7 @@ class PrivacyBudget:
                 )
 
     @property
-    def neighboring_relation(self) -> NeighboringRelation:
+    def neighboring_relation(self) -> dpa.NeighboringRelation:
         """The relation as ``dp_accounting`` names it."""
         return neighboring_relation(self.relation)
 
@@ -218,7 +213,9 @@ class PrivacyBudget:
         return f"(epsilon={self.epsilon:g}, delta={self.delta:g}) under {self.relation}{shared}"
 
 
-def gaussian_event(noise_multiplier: float, relation: Relation = "add_or_remove_one") -> DpEvent:
+def gaussian_event(
+    noise_multiplier: float, relation: Relation = "add_or_remove_one"
+) -> dpa.DpEvent:
     r"""The event of one noisy sum, under a relation.
 
     .. math:: \sum_i v_i + \mathcal N(0, (zC)^2 I), \quad \|v_i\| \le C
@@ -257,5 +254,5 @@ def gaussian_event(noise_multiplier: float, relation: Relation = "add_or_remove_
         remedy="It is the noise's standard deviation divided by clip_norm.",
     )
     if noise == 0.0:
-        return NonPrivateDpEvent()
-    return GaussianDpEvent(noise / SENSITIVITY[relation])
+        return dpa.NonPrivateDpEvent()
+    return dpa.GaussianDpEvent(noise / SENSITIVITY[relation])

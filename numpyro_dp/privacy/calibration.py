@@ -23,9 +23,9 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dp_accounting import DpEvent
 from scipy import optimize
 
+from numpyro_dp._lazy import dpa
 from numpyro_dp._validate import check_real
 from numpyro_dp.privacy.accounting.best import Best
 from numpyro_dp.privacy.accounting.bounds import (
@@ -54,7 +54,7 @@ class CalibrationError(ValueError):
 
 
 def calibrate_noise(
-    make_event: Callable[[float], DpEvent],
+    make_event: Callable[[float], dpa.DpEvent],
     budget: PrivacyBudget,
     *,
     accountant: Accountant | None = None,
@@ -139,7 +139,7 @@ class _Point(NamedTuple):
 class _Search:
     """A bracketed secant for log(epsilon) as a function of log(noise multiplier)."""
 
-    make_event: Callable[[float], DpEvent]
+    make_event: Callable[[float], dpa.DpEvent]
     budget: PrivacyBudget
     accountant: Accountant
     failure_prob: float
@@ -219,7 +219,7 @@ class _Search:
         )
 
 
-def _first_guess(make_event: Callable[[float], DpEvent], budget: PrivacyBudget) -> float:
+def _first_guess(make_event: Callable[[float], dpa.DpEvent], budget: PrivacyBudget) -> float:
     """Returns the central limit theorem's log noise multiplier, or 0 where it has none."""
 
     def excess(log_noise: float) -> float:
@@ -236,7 +236,7 @@ def _first_guess(make_event: Callable[[float], DpEvent], budget: PrivacyBudget) 
         return 0.0
 
 
-def _clt_mu(event: DpEvent) -> float:
+def _clt_mu(event: dpa.DpEvent) -> float:
     """Returns mu of the module's formula; infinite where nothing is private."""
     total = 0.0
     for step in gaussian_steps(event):

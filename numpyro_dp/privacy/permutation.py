@@ -8,8 +8,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dp_accounting.dp_event import DpEvent
 from jax import Array, lax
+
+from numpyro_dp._lazy import dpa
 
 from .._validate import check_int
 from ..core import Batch, Sampler
@@ -100,7 +101,7 @@ class Permutation(Sampler):
         position = (state.position + 1) % (len(edges) - 1)
         return batch, PermutationState(key, order, position.astype(jnp.int32), number)
 
-    def amplify(self, event: DpEvent, num_examples: int) -> DpEvent:
+    def amplify(self, event: dpa.DpEvent, num_examples: int) -> dpa.DpEvent:
         """Returns ``event``: nothing is amplified."""
         self._edges(num_examples)
         return event

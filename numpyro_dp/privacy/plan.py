@@ -8,14 +8,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from dp_accounting.dp_event import (
-    ComposedDpEvent,
-    DpEvent,
-    NonPrivateDpEvent,
-    NoOpDpEvent,
-    SelfComposedDpEvent,
-)
-
+from numpyro_dp._lazy import dpa
 from numpyro_dp.core import Mechanism, Sampler
 from numpyro_dp.privacy.accounting import (
     Accountant,
@@ -69,7 +62,7 @@ class Plan:
         """Whether that is the sensitivity of the first step alone, as the clip norm adapts."""
         return self.mechanism(self.noise_multiplier).extras is not None
 
-    def event(self, num_steps: int) -> DpEvent:
+    def event(self, num_steps: int) -> dpa.DpEvent:
         """The event of ``num_steps`` steps and of earlier runs, under the plan's relation."""
         return _with_earlier(self, _run_event(self, self.noise_multiplier, num_steps))
 
@@ -155,7 +148,7 @@ class PrivacyReport:
         return self.bound.relation
 
     @property
-    def event(self) -> DpEvent:
+    def event(self) -> dpa.DpEvent:
         """The ``dp_accounting`` event of the run."""
         return self.bound.event
 
@@ -310,7 +303,7 @@ def _check_left(plan: Plan, num_steps: int) -> None:
     """Raises if earlier runs alone have spent the budget."""
     if not plan.earlier:
         return
-    nothing = _with_earlier(plan, NoOpDpEvent())
+    nothing = _with_earlier(plan, dpa.NoOpDpEvent())
     beside = _beside_the_event(plan, num_steps)
     budget = plan.budget
     spent = epsilon_spent(nothing, plan.delta, plan.relation, accountant=plan.accountant, **beside)
@@ -326,23 +319,23 @@ def default_delta(num_examples: int) -> float:
     return min(1e-2, float(num_examples) ** -1.1)
 
 
-def _run_event(plan: Plan, noise_multiplier: float, num_steps: int) -> DpEvent:
+def _run_event(plan: Plan, noise_multiplier: float, num_steps: int) -> dpa.DpEvent:
     # The sum of two neighbours may differ by so many times the sensitivity of add-or-remove: in
     # its units there is so much less noise.
     mechanism = plan.mechanism(noise_multiplier / SENSITIVITY[plan.relation])
     sampler, number = plan.sampler, plan.num_examples
-    if mechanism.event is None or isinstance(mechanism.event, NonPrivateDpEvent):
-        return NonPrivateDpEvent()
+    if mechanism.event is None or isinstance(mechanism.event, dpa.NonPrivateDpEvent):
+        return dpa.NonPrivateDpEvent()
     if mechanism.compose is not None:
         return mechanism.compose(sampler, number, num_steps)
     step = sampler.amplify(mechanism.event, number)
-    return SelfComposedDpEvent(step, sampler.compositions(number, num_steps))
+    return dpa.SelfComposedDpEvent(step, sampler.compositions(number, num_steps))
 
 
-def _with_earlier(plan: Plan, event: DpEvent) -> DpEvent:
+def _with_earlier(plan: Plan, event: dpa.DpEvent) -> dpa.DpEvent:
     if not plan.earlier:
         return event
-    return ComposedDpEvent([*(canonical_event(each.steps) for each in plan.earlier), event])
+    return dpa.ComposedDpEvent([*(canonical_event(each.steps) for each in plan.earlier), event])
 
 
 def _of_batches(plan: Plan, num_steps: int) -> dict[str, float]:

@@ -33,8 +33,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dp_accounting.dp_event import DpEvent, PoissonSampledDpEvent, SampledWithoutReplacementDpEvent
 from jax import Array, lax
+
+from numpyro_dp._lazy import dpa
 
 from .._validate import check_int, check_real
 from ..core import Batch, Sampler
@@ -115,10 +116,10 @@ class Poisson(Sampler):
         """Returns the padded size M of a batch."""
         return self._plan(_check_examples(num_examples)).size
 
-    def amplify(self, event: DpEvent, num_examples: int) -> DpEvent:
+    def amplify(self, event: dpa.DpEvent, num_examples: int) -> dpa.DpEvent:
         """Returns ``PoissonSampledDpEvent(rate, event)``."""
         _check_examples(num_examples)
-        return PoissonSampledDpEvent(float(self.rate), event)
+        return dpa.PoissonSampledDpEvent(float(self.rate), event)
 
     def inclusion_prob(self, num_examples: int) -> float:
         """Returns ``rate``."""
@@ -180,9 +181,9 @@ class FixedSize(Sampler):
         key, batch = _fixed_size_batch(state.key, int(self.batch_size), state.num_examples)
         return batch, SamplerState(key, state.num_examples)
 
-    def amplify(self, event: DpEvent, num_examples: int) -> DpEvent:
+    def amplify(self, event: dpa.DpEvent, num_examples: int) -> dpa.DpEvent:
         """Returns ``SampledWithoutReplacementDpEvent(num_examples, batch_size, event)``."""
-        return SampledWithoutReplacementDpEvent(
+        return dpa.SampledWithoutReplacementDpEvent(
             self._check(num_examples), int(self.batch_size), event
         )
 
@@ -238,7 +239,7 @@ class FullBatch(Sampler):
         """Returns ``Batch(None, None)``: every row in order."""
         return Batch(None, None), state
 
-    def amplify(self, event: DpEvent, num_examples: int) -> DpEvent:
+    def amplify(self, event: dpa.DpEvent, num_examples: int) -> dpa.DpEvent:
         """Returns ``event``."""
         _check_examples(num_examples)
         return event

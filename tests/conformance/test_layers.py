@@ -16,6 +16,7 @@ ROOT = pathlib.Path(numpyro_dp.__file__).parent
 LEVELS = {
     "_validate": 0,
     "_tree": 0,
+    "_lazy": 0,
     "core": 1,
     "datasets": 2,
     "model": 2,

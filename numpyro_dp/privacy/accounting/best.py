@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from dp_accounting import DpEvent
-
+from numpyro_dp._lazy import dpa
 from numpyro_dp._validate import check_real
 from numpyro_dp.privacy.accounting.bounds import (
     Accountant,
@@ -66,7 +65,7 @@ class Best:
         """Name, with those of the accountants."""
         return f"Best({', '.join(accountant.name for accountant in self.accountants)})"
 
-    def epsilon(self, event: DpEvent, delta: float, relation: Relation) -> EpsilonBound:
+    def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> EpsilonBound:
         """Returns the smallest upper bound; its ``accountant`` names who found it.
 
         Raises:

@@ -7,9 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Protocol, TypeVar, get_args, runtime_checkable
 
-import dp_accounting as dpa
-from dp_accounting import DpEvent
-
+from numpyro_dp._lazy import dpa
 from numpyro_dp.privacy.budget import Relation
 
 __all__ = [
@@ -51,7 +49,7 @@ class EpsilonBound:
     upper: float
     delta: float
     relation: Relation
-    event: DpEvent
+    event: dpa.DpEvent
     accountant: str
 
     @property
@@ -77,7 +75,7 @@ class Accountant(Protocol):
         """Shown beside every epsilon."""
         ...
 
-    def epsilon(self, event: DpEvent, delta: float, relation: Relation) -> EpsilonBound:
+    def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> EpsilonBound:
         """Bounds the epsilon of ``event`` at ``delta`` under ``relation``.
 
         Raises:
@@ -88,7 +86,7 @@ class Accountant(Protocol):
 
 
 class _Registered(Accountant, Protocol):
-    def refusal(self, event: DpEvent, relation: Relation) -> str | None: ...
+    def refusal(self, event: dpa.DpEvent, relation: Relation) -> str | None: ...
 
 
 class UnreliableBoundError(ValueError):
@@ -108,7 +106,7 @@ class UnsupportedEventError(ValueError):
         reasons: Accountant's name -> why it has none.
     """
 
-    def __init__(self, event: DpEvent, relation: Relation, reasons: dict[str, str]) -> None:
+    def __init__(self, event: dpa.DpEvent, relation: Relation, reasons: dict[str, str]) -> None:
         """Composes the message; who does support the event is found by asking."""
         self.event, self.relation, self.reasons = event, relation, dict(reasons)
         told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
@@ -139,7 +137,7 @@ def known_accountants() -> tuple[_Registered, ...]:
     return tuple(_KNOWN)
 
 
-def supported_by(event: DpEvent) -> tuple[str, ...]:
+def supported_by(event: dpa.DpEvent) -> tuple[str, ...]:
     """Returns who supports the event, and under which relation.
 
     Example:
@@ -156,7 +154,7 @@ def supported_by(event: DpEvent) -> tuple[str, ...]:
     )
 
 
-def describe_event(event: DpEvent) -> str:
+def describe_event(event: dpa.DpEvent) -> str:
     """Returns a readable one-line form of an event.
 
     Example:

@@ -22,9 +22,9 @@ import dataclasses
 import math
 
 import numpy as np
-from dp_accounting import DpEvent
 from scipy import optimize, special
 
+from numpyro_dp._lazy import dpa
 from numpyro_dp.privacy.accounting.bounds import EpsilonBound, UnsupportedEventError, register
 from numpyro_dp.privacy.accounting.steps import StepError, gaussian_steps
 from numpyro_dp.privacy.budget import Relation, check_relation
@@ -55,7 +55,7 @@ class GDP:
         """Name."""
         return "GDP"
 
-    def refusal(self, event: DpEvent, relation: Relation) -> str | None:
+    def refusal(self, event: dpa.DpEvent, relation: Relation) -> str | None:
         """Returns why the event is not supported, or ``None``."""
         check_relation(relation)
         try:
@@ -66,7 +66,7 @@ class GDP:
             return "it is exact for full batches only"
         return None
 
-    def epsilon(self, event: DpEvent, delta: float, relation: Relation) -> EpsilonBound:
+    def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> EpsilonBound:
         """Returns the exact epsilon; see :class:`Accountant`.
 
         Raises:

@@ -50,9 +50,8 @@ import math
 from typing import Any
 
 import numpy as np
-from dp_accounting import DpEvent
-from dp_accounting.pld import privacy_loss_distribution
 
+from numpyro_dp._lazy import dpa
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.privacy.accounting.bounds import (
     EpsilonBound,
@@ -124,7 +123,7 @@ class PLD:
         """Name."""
         return "PLD"
 
-    def refusal(self, event: DpEvent, relation: Relation) -> str | None:
+    def refusal(self, event: dpa.DpEvent, relation: Relation) -> str | None:
         """Returns why the event is not supported, or ``None``."""
         check_relation(relation)
         try:
@@ -135,7 +134,7 @@ class PLD:
             return "no dominating pair is known for fixed-size samples under composition"
         return None
 
-    def epsilon(self, event: DpEvent, delta: float, relation: Relation) -> EpsilonBound:
+    def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> EpsilonBound:
         """Bounds epsilon; see :class:`Accountant`.
 
         Raises:
@@ -183,7 +182,7 @@ class PLD:
         """Returns the upper bound of the composition on a grid, and how fast delta falls there."""
         total, whole = sum(step.count for step in steps), None
         for step in steps:
-            one = privacy_loss_distribution.from_gaussian_mechanism(
+            one = dpa.pld.privacy_loss_distribution.from_gaussian_mechanism(
                 step.noise_multiplier * SENSITIVITY[relation],
                 value_discretization_interval=interval,
                 log_mass_truncation_bound=_log_tail(total) + math.log(delta),

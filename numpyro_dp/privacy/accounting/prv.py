@@ -27,21 +27,15 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from typing import Any
 
 import numpy as np
-from dp_accounting import DpEvent
-from prv_accountant import PRVAccountant
-from prv_accountant.accountant import compute_safe_domain_size
-from prv_accountant.privacy_random_variables import (
-    GaussianMechanism,
-    PoissonSubsampledGaussianMechanism,
-)
 from scipy import special
-from scipy.integrate import IntegrationWarning
 
+from numpyro_dp._lazy import dpa
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.privacy.accounting.bounds import (
     EpsilonBound,
@@ -56,20 +50,6 @@ __all__ = ["PRV"]
 
 _QUADRATURE = 11 * 1.5e-8
 _DELTA_ERROR = 1e-3  # part of delta
-
-
-class _AddDirection(PoissonSubsampledGaussianMechanism):
-    """The privacy random variable of the add direction; see the module's docstring."""
-
-    def cdf(self, t: Any) -> Any:
-        """P(Y <= t): the loss falls with x; it is t at x = 1/2 + s^2 log((e^-t - 1 + q) / q)."""
-        rate, sigma = float(self.p), float(self.sigma)
-        t = np.asarray(t, dtype=np.float64)
-        with np.errstate(over="ignore"):  # exp(-t) = inf for very negative t: the cdf is 0 there.
-            ratio = (np.expm1(-t) + rate) / rate
-        inside = ratio > 0.0
-        x = 0.5 + sigma**2 * np.log(np.where(inside, ratio, 1.0))
-        return np.where(inside, special.ndtr(-x / sigma), 1.0).astype(np.longdouble)
 
 
 @register
@@ -107,7 +87,7 @@ class PRV:
         """Name."""
         return "PRV"
 
-    def refusal(self, event: DpEvent, relation: Relation) -> str | None:
+    def refusal(self, event: dpa.DpEvent, relation: Relation) -> str | None:
         """Returns why the event is not supported, or ``None``."""
         check_relation(relation)
         try:
@@ -120,7 +100,7 @@ class PRV:
             return "prv_accountant has Poisson samples under 'add_or_remove_one' only"
         return None
 
-    def epsilon(self, event: DpEvent, delta: float, relation: Relation) -> EpsilonBound:
+    def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> EpsilonBound:
         """Bounds epsilon from both sides; see :class:`Accountant`.
 
         Raises:
@@ -158,6 +138,9 @@ class PRV:
         self, steps: tuple[GaussianStep, ...], delta: float, add: bool
     ) -> tuple[float, float, float]:
         """Returns (lower, estimate, upper) of one direction."""
+        from prv_accountant import accountant as library  # with scipy.signal, which is slow to come
+        from scipy.integrate import IntegrationWarning
+
         variables = [_variable(step, add) for step in steps]
         counts = [step.count for step in steps]
         total, error = sum(counts), _DELTA_ERROR * delta
@@ -167,13 +150,13 @@ class PRV:
             warnings.simplefilter("ignore", RuntimeWarning)
             warnings.simplefilter("error", IntegrationWarning)
             try:
-                domain = compute_safe_domain_size(variables, counts, 1e-6, error)
+                domain = library.compute_safe_domain_size(variables, counts, 1e-6, error)
                 wanted = self.relative_error * max(float(domain) - 3.0, 1e-6)
                 mesh = math.sqrt(total / 2.0 * math.log(12.0 / error))
                 smallest = 2.0 * float(domain) * mesh / (0.99 * self.max_points)
                 eps_error = max(wanted, smallest)
-                library = PRVAccountant(variables, eps_error, error, counts)
-                lower, estimate, upper = library.compute_epsilon(delta, counts)
+                found = library.PRVAccountant(variables, eps_error, error, counts)
+                lower, estimate, upper = found.compute_epsilon(delta, counts)
             except (ArithmeticError, RuntimeError, ValueError, Warning) as reason:
                 raise UnreliableBoundError(
                     f"prv_accountant refuses {total} steps at delta={delta:g}: {reason}"
@@ -183,7 +166,31 @@ class PRV:
 
 
 def _variable(step: GaussianStep, add: bool) -> Any:
+    from prv_accountant.privacy_random_variables import (
+        GaussianMechanism,
+        PoissonSubsampledGaussianMechanism,
+    )
+
     if step.sampling == "none":
         return GaussianMechanism(step.noise_multiplier)
-    cls = _AddDirection if add else PoissonSubsampledGaussianMechanism
+    cls = _add_direction() if add else PoissonSubsampledGaussianMechanism
     return cls(sampling_probability=step.rate, noise_multiplier=step.noise_multiplier)
+
+
+@functools.cache
+def _add_direction() -> type:
+    """The privacy random variable of the add direction; see the module's docstring."""
+    from prv_accountant.privacy_random_variables import PoissonSubsampledGaussianMechanism
+
+    class AddDirection(PoissonSubsampledGaussianMechanism):
+        def cdf(self, t: Any) -> Any:
+            """P(Y <= t): the loss falls in x, and is t at 1/2 + s^2 log((e^-t - 1 + q) / q)."""
+            rate, sigma = float(self.p), float(self.sigma)
+            t = np.asarray(t, dtype=np.float64)
+            with np.errstate(over="ignore"):  # exp(-t) = inf for very negative t: the cdf is 0.
+                ratio = (np.expm1(-t) + rate) / rate
+            inside = ratio > 0.0
+            x = 0.5 + sigma**2 * np.log(np.where(inside, ratio, 1.0))
+            return np.where(inside, special.ndtr(-x / sigma), 1.0).astype(np.longdouble)
+
+    return AddDirection

@@ -27,11 +27,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
-from absl import logging
-from dp_accounting import DpEvent
-from dp_accounting.rdp import rdp_privacy_accountant
 from scipy import special
 
+from numpyro_dp._lazy import dpa
 from numpyro_dp.privacy.accounting.bounds import (
     EpsilonBound,
     UnsupportedEventError,
@@ -97,9 +95,9 @@ class RDP:
         """Name."""
         return "RDP"
 
-    def refusal(self, event: DpEvent, relation: Relation) -> str | None:
+    def refusal(self, event: dpa.DpEvent, relation: Relation) -> str | None:
         """Returns why the event is not supported, or ``None``."""
-        library = rdp_privacy_accountant.RdpAccountant([2.0], neighboring_relation(relation))
+        library = dpa.rdp.RdpAccountant([2.0], neighboring_relation(relation))
         canonical, steps = _canonical(event)
         if library.supports(canonical):
             return None
@@ -107,7 +105,7 @@ class RDP:
         what = f"{' or '.join(sorted(sampled))} samples" if sampled else describe_event(event)
         return f"dp_accounting has no Renyi divergence for {what} under {relation!r}"
 
-    def epsilon(self, event: DpEvent, delta: float, relation: Relation) -> EpsilonBound:
+    def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> EpsilonBound:
         """Bounds epsilon; see :class:`Accountant`.
 
         Raises:
@@ -128,7 +126,7 @@ class RDP:
 
 
 def epsilon_and_order(
-    canonical: DpEvent,
+    canonical: dpa.DpEvent,
     steps: tuple[GaussianStep, ...] | None,
     delta: float,
     relation: Relation,
@@ -137,18 +135,20 @@ def epsilon_and_order(
     """Returns the bound of a private event in normal form, and the order that gives it."""
     sampled = steps is None or any(step.sampling != "none" for step in steps)
     orders = orders or (_SAMPLED_ORDERS if sampled else _CLOSED_FORM_ORDERS)
-    library = rdp_privacy_accountant.RdpAccountant(orders, neighboring_relation(relation))
+    library = dpa.rdp.RdpAccountant(orders, neighboring_relation(relation))
     with _quiet():
         divergence = library.compose(canonical).rdp
     array = np.asarray(orders, dtype=np.float64)
     divergence = np.maximum(divergence + _rounding(array, steps), 0.0)
-    epsilon, order = rdp_privacy_accountant.compute_epsilon(array, divergence, delta)
+    epsilon, order = dpa.rdp.compute_epsilon(array, divergence, delta)
     return float(epsilon), float(order)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps the library from logging orders it leaves out, which only loosens the bound."""
+    from absl import logging
+
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)
     try:
@@ -157,7 +157,7 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _canonical(event: DpEvent) -> tuple[DpEvent, tuple[GaussianStep, ...] | None]:
+def _canonical(event: dpa.DpEvent) -> tuple[dpa.DpEvent, tuple[GaussianStep, ...] | None]:
     """Returns the event in normal form and its steps, or as it is and ``None`` if not Gaussian."""
     try:
         steps = gaussian_steps(event)

@@ -25,8 +25,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from dp_accounting import DpEvent
-
+from numpyro_dp._lazy import dpa
 from numpyro_dp._validate import check_real
 from numpyro_dp.privacy.accounting.best import Best
 from numpyro_dp.privacy.accounting.bounds import Accountant, EpsilonBound, TotalVariationError
@@ -39,7 +38,7 @@ _ITERATIONS = 20
 
 
 def epsilon_spent(
-    event: DpEvent,
+    event: dpa.DpEvent,
     delta: float,
     relation: Relation = "add_or_remove_one",
     *,
@@ -106,7 +105,7 @@ def _check_prob(name: str, value: float, meaning: str) -> float:
 
 
 def _with_total_variation(
-    event: DpEvent, delta: float, relation: Relation, judge: Accountant, tau: float
+    event: dpa.DpEvent, delta: float, relation: Relation, judge: Accountant, tau: float
 ) -> EpsilonBound:
     inner = (1.0 - _SHARE) * delta
     needed = 0.0

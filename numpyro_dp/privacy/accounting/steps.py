@@ -15,9 +15,7 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-import dp_accounting as dpa
-from dp_accounting import DpEvent
-
+from numpyro_dp._lazy import dpa
 from numpyro_dp.privacy.accounting.bounds import describe_event
 
 __all__ = ["GaussianStep", "StepError", "canonical_event", "gaussian_steps"]
@@ -47,7 +45,7 @@ class GaussianStep(NamedTuple):
     count: int
 
 
-def gaussian_steps(event: DpEvent) -> tuple[GaussianStep, ...]:
+def gaussian_steps(event: dpa.DpEvent) -> tuple[GaussianStep, ...]:
     """Returns the normal form of an event; the empty tuple spends nothing.
 
     Args:
@@ -79,11 +77,11 @@ def gaussian_steps(event: DpEvent) -> tuple[GaussianStep, ...]:
     return tuple(steps)
 
 
-def canonical_event(steps: tuple[GaussianStep, ...]) -> DpEvent:
+def canonical_event(steps: tuple[GaussianStep, ...]) -> dpa.DpEvent:
     """Returns the event that the steps are the normal form of."""
-    events: list[DpEvent] = []
+    events: list[dpa.DpEvent] = []
     for step in steps:
-        event: DpEvent = dpa.GaussianDpEvent(step.noise_multiplier)
+        event: dpa.DpEvent = dpa.GaussianDpEvent(step.noise_multiplier)
         if step.sampling == "poisson":
             event = dpa.PoissonSampledDpEvent(step.rate, event)
         elif step.size is not None:
@@ -92,7 +90,7 @@ def canonical_event(steps: tuple[GaussianStep, ...]) -> DpEvent:
     return dpa.ComposedDpEvent(events)
 
 
-def _walk(event: DpEvent, count: int) -> list[GaussianStep]:
+def _walk(event: dpa.DpEvent, count: int) -> list[GaussianStep]:
     match event:
         case dpa.NoOpDpEvent():
             return []
@@ -121,7 +119,7 @@ def _walk(event: DpEvent, count: int) -> list[GaussianStep]:
 
 
 def _sampled(
-    sampling: Sampling, rate: float, size: tuple[int, int] | None, event: DpEvent, count: int
+    sampling: Sampling, rate: float, size: tuple[int, int] | None, event: dpa.DpEvent, count: int
 ) -> list[GaussianStep]:
     if not 0.0 <= rate <= 1.0:
         raise ValueError(f"Expected a sampling rate in [0, 1], got {rate} in {event!r}.")

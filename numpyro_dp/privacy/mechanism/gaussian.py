@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dp_accounting.dp_event import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 from jax import Array
 
+from numpyro_dp._lazy import dpa
 from numpyro_dp._tree import widen
 from numpyro_dp.core import Mechanism, MechanismState, PyTree
 from numpyro_dp.privacy.mechanism.adaptive import adaptive
@@ -127,12 +127,12 @@ def _factor(clip_norm: Any, squared_norm: Array, finite: Array) -> Array:
     return jnp.where(finite & jnp.isfinite(norm), factor, 0).astype(norm.dtype)
 
 
-def _event(noise_multiplier: Any, clip_norm: ClipNorm) -> DpEvent | None:
+def _event(noise_multiplier: Any, clip_norm: ClipNorm) -> dpa.DpEvent | None:
     """The event of one call; ``None`` where the multiplier is traced and the host knows it."""
     if any(
         isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((noise_multiplier, clip_norm))
     ):
         return None
     if float(noise_multiplier) == 0 or not clip_norm.bounded:
-        return NonPrivateDpEvent()
-    return GaussianDpEvent(float(noise_multiplier))
+        return dpa.NonPrivateDpEvent()
+    return dpa.GaussianDpEvent(float(noise_multiplier))
