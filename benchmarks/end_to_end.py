@@ -159,7 +159,7 @@ def compare(base, data, sampler, rounds, num_steps):
 
 def main():
     args = parse_args(__doc__.splitlines()[0])
-    rounds, num_steps = (3, 10_000) if args.quick else (9, 20_000)
+    rounds, num_steps = (3, 2_000) if args.quick else (9, 20_000)
     rows, full = [], []
     for dim, batch in CASES:
         data = logistic_data(NUM_EXAMPLES, dim)

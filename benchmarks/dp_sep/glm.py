@@ -108,7 +108,7 @@ def sep_run(setting, budget, seed, quick, x, y):
     family, clip_norm, damping, steps = setting
     driver = DPSEP(
         POISSON, family, clip_norm=clip_norm, damping=damping, sampler=FullBatch(),
-        budget=budget, secret_key=secret_key(seed),
+        budget=budget, secret_key=secret_key(seed), repetition=True,
     )  # fmt: skip
     result = driver.run(jax.random.key(seed), 5 if quick else steps, x, y, progress_bar=False)
     return from_natural(result.params)
@@ -120,7 +120,7 @@ def svi_run(setting, budget, seed, quick, x, y):
     svi = DPSVI(
         POISSON, AutoMultivariateNormal(POISSON, init_loc_fn=init_to_feasible), optax.adam(size),
         estimator=aligned(), clip_norm=clip_norm, sampler=Poisson(0.05), budget=budget,
-        secret_key=secret_key(seed),
+        secret_key=secret_key(seed), repetition=True,
     )  # fmt: skip
     fold = tail_average(steps, 0.25)
     result = svi.run(jax.random.key(seed), steps, x, y, progress_bar=False, fold=fold)

@@ -111,7 +111,7 @@ def sep_runs(family, quick):
         )
 
         def run(x, y, seed, driver=driver, num_steps=num_steps):
-            driver.settings = driver.settings.changed(secret_key=secret_key(seed))
+            driver.settings = driver.settings.changed(secret_key=secret_key(seed), repetition=True)
             result = driver.run(jax.random.key(seed), num_steps, x, y, progress_bar=False)
             return from_natural(result.params)
 
@@ -133,7 +133,7 @@ def svi_runs(guide, quick):
         )
 
         def run(x, y, seed, driver=driver):
-            driver.settings = driver.settings.changed(secret_key=secret_key(seed))
+            driver.settings = driver.settings.changed(secret_key=secret_key(seed), repetition=True)
             fold = tail_average(NUM_STEPS, 0.25)
             result = driver.run(
                 jax.random.key(seed), NUM_STEPS, x, y, progress_bar=False, fold=fold

@@ -123,8 +123,8 @@ def poisson(x):
 
 def sep(clip_norm, noise, sampler, steps, seed, x, y, **options):
     driver = DPPBP(
-        NETWORK, clip_norm=clip_norm, sampler=sampler, secret_key=secret_key(seed), **noise,
-        **options,
+        NETWORK, clip_norm=clip_norm, sampler=sampler, secret_key=secret_key(seed), repetition=True,
+        **noise, **options,
     )  # fmt: skip
     return by_moments(driver.run(jax.random.key(seed), steps, x, y, progress_bar=False).params)
 
@@ -176,7 +176,7 @@ def variational(guide_type, estimator, noise):
         svi = DPSVI(
             NETWORK, guide, optax.adam(optax.cosine_decay_schedule(size, steps)),
             estimator=estimator, clip_norm=clip_norm, sampler=poisson(x),
-            secret_key=secret_key(seed), **noise,
+            secret_key=secret_key(seed), repetition=True, **noise,
         )  # fmt: skip
         result = svi.run(jax.random.key(seed), steps, x, y, progress_bar=False)
         return by_draws(guide, result.params, 1 if guide_type is AutoDelta else 200)
