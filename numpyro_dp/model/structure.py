@@ -367,11 +367,12 @@ def _in_scan_message(name: str, observed: bool) -> str:
         "with numpyro.plate('people', N): sample(name, Normal(states, 1).to_event(1), obs=y)"
         if observed
         else "Draw the noise of all steps outside, numpyro.sample(name, Normal(0, 1).expand([T])"
-        ".to_event(1)), and turn it into the states with jax.lax.scan"
+        ".to_event(1)), and turn it into the states with jax.lax.scan; draw what a branch of cond "
+        "needs outside too, and choose with jnp.where"
     )
     return (
-        f"Site {name!r} is inside numpyro.contrib.control_flow.scan, whose sites cannot be read "
-        f"one record at a time. {remedy}."
+        f"Site {name!r} is inside scan or cond of numpyro.contrib.control_flow, whose sites cannot "
+        f"be read one record at a time. {remedy}."
     )
 
 

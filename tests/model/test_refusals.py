@@ -350,7 +350,7 @@ def test_latents_inside_a_scan_of_numpyro() -> None:
         with numpyro.plate("records", x.shape[0]):
             numpyro.sample("x", dist.Normal(states, 1.0).to_event(1), obs=x)
 
-    match = "Site 'state' is inside numpyro.contrib.control_flow.scan.*jax.lax.scan"
+    match = "Site 'state' is inside scan or cond of numpyro.contrib.control_flow.*jax.lax.scan"
     with pytest.raises(UnsupportedModelError, match=match):
         driver(model, AutoNormal(model)).init(jax.random.key(0), X)
 
@@ -365,7 +365,7 @@ def test_a_plate_inside_a_scan_of_numpyro() -> None:
 
         scan(step, jnp.zeros(x.shape[0]), x.T)
 
-    match = "Site 'x' is inside numpyro.contrib.control_flow.scan.*observe the whole series"
+    match = "Site 'x' is inside scan or cond of numpyro.contrib.*observe the whole series"
     with pytest.raises(UnsupportedModelError, match=match):
         driver(model, AutoNormal(model)).init(jax.random.key(0), X)
 
