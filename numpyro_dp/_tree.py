@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from numpyro_dp._compat import custom_vmap
+
 __all__ = ["add", "column", "filled", "pinned", "select", "shapes_of", "squared_norm", "widen"]
 
 _ROW = 1024
@@ -85,7 +87,7 @@ def pinned(live: Array, compute: Callable[..., Any], *operands: Any) -> Any:
     return lax.cond(_for_all(live), compute, nothing, *operands)
 
 
-@jax.custom_batching.custom_vmap
+@custom_vmap
 def _for_all(live: Array) -> Array:
     """Stays one number under ``vmap``, which would make a conditional of many a choice by entry."""
     return live

@@ -14,10 +14,11 @@ from numpyro.diagnostics import print_summary
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 
+from numpyro_dp._compat import POINT_SUFFIX
 from numpyro_dp._validate import check_int
 from numpyro_dp.mcmc.balance import ChainSettings, check_heat, check_settings, resolve
 from numpyro_dp.mcmc.kernels import SGLD, as_optimizer
-from numpyro_dp.mcmc.langevin import POINT_SUFFIX, langevin
+from numpyro_dp.mcmc.langevin import langevin
 from numpyro_dp.model.frontend import Frontend, Prepared
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure

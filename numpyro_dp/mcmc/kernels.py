@@ -38,9 +38,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.flatten_util import ravel_pytree
-from numpyro.infer.initialization import init_to_median
-from numpyro.optim import _NumPyroOptim
+from numpyro.infer import init_to_median
 
+from numpyro_dp._compat import numpyro_optimiser
 from numpyro_dp._validate import check_real
 from numpyro_dp.mcmc.langevin import Score
 
@@ -230,7 +230,7 @@ class SGHMC(SGLD):
         return position + momentum, momentum
 
 
-def as_optimizer(kernel: SGLD) -> _NumPyroOptim:
+def as_optimizer(kernel: SGLD) -> Any:
     """Returns the kernel as an optimiser of NumPyro that takes a :class:`Score` for a gradient."""
 
     def init(params: dict[str, Array]) -> tuple[dict[str, Array], ...]:
@@ -246,4 +246,4 @@ def as_optimizer(kernel: SGLD) -> _NumPyroOptim:
         parts = tuple(ravel_pytree(part)[0] for part in state)
         return tuple(unravel(part) for part in kernel.move(step, gradient, noise, draw, parts))
 
-    return _NumPyroOptim(lambda *functions: functions, init, update, lambda state: state[0])
+    return numpyro_optimiser(init, update, lambda state: state[0])

@@ -24,14 +24,13 @@ from typing import NamedTuple
 import jax
 from jax import Array
 
+from numpyro_dp._compat import POINT_SUFFIX
 from numpyro_dp._tree import add
 from numpyro_dp.core import Estimator, Released
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.vi.estimators.aligned import DrawnPublic, aligned
 
-__all__ = ["POINT_SUFFIX", "Score", "langevin"]
-
-POINT_SUFFIX = "_auto_loc"  # of the parameters of NumPyro's AutoDelta
+__all__ = ["Score", "langevin"]
 
 
 class Score(NamedTuple):

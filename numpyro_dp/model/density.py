@@ -19,8 +19,8 @@ from jax import Array
 from jaxtyping import Float
 from numpyro import handlers
 from numpyro.distributions import biject_to
-from numpyro.primitives import Messenger
 
+from numpyro_dp._compat import Messenger
 from numpyro_dp.model.locals import fill_locals, masked_away
 from numpyro_dp.model.records import Arguments
 from numpyro_dp.model.separation import one_record

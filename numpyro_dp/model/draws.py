@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 from numpyro import handlers
-from numpyro.infer.initialization import init_to_uniform
-from numpyro.primitives import Messenger
+from numpyro.infer import init_to_uniform
 
+from numpyro_dp._compat import Messenger
 from numpyro_dp.model.records import Arguments
 
 __all__ = ["draws_keys"]

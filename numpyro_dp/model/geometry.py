@@ -20,6 +20,7 @@ Reference:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from jax import Array, lax
 from numpyro.distributions import biject_to
 from numpyro.infer import autoguide
 
+from numpyro_dp._compat import latent_sites, unpack_latent
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
 from numpyro_dp.model.variational import VariationalProblem, guide_kind
 
@@ -96,11 +98,11 @@ def gaussian_geometry(problem: VariationalProblem, method: str) -> Geometry:
     kind = guide_kind(auto)
     if kind is autoguide.AutoDiagonalNormal:
         names = {None: (f"{auto.prefix}_loc", f"{auto.prefix}_scale")}
-        return _mean_field(names, auto._unpack_latent, auto.scale_constraint)
+        return _mean_field(names, functools.partial(unpack_latent, auto), auto.scale_constraint)
     if kind is autoguide.AutoNormal:
         names = {
             site: (f"{site}_{auto.prefix}_loc", f"{site}_{auto.prefix}_scale")
-            for site in auto._init_locs
+            for site in latent_sites(auto)
         }
         return _mean_field(names, None, auto.scale_constraint)
     if kind is autoguide.AutoMultivariateNormal:
@@ -183,7 +185,8 @@ def _full_rank(auto: Any) -> Geometry:
         return packed | {tril: square(packed[tril])}
 
     def flat(latents: Any) -> Array:
-        _, transpose = jax.vjp(auto._unpack_latent, jnp.zeros(dim, _dtype(latents)))
+        split = functools.partial(unpack_latent, auto)
+        _, transpose = jax.vjp(split, jnp.zeros(dim, _dtype(latents)))
         return transpose(dict(latents))[0]
 
     def to_unconstrained(values: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
@@ -209,15 +212,15 @@ def _full_rank(auto: Any) -> Geometry:
         return packed | {tril: weights.astype(packed[tril].dtype) * packed[tril]}
 
     def frame(values: dict[str, Any], latents: Any) -> Any:
-        return auto._unpack_latent(_product(values[tril].T, flat(latents)))
+        return unpack_latent(auto, _product(values[tril].T, flat(latents)))
 
     def mean_gradient(values: dict[str, Any], latents: Any) -> Any:
         solved = jax.scipy.linalg.solve_triangular(values[tril], flat(latents), trans=1, lower=True)
-        return auto._unpack_latent(solved)
+        return unpack_latent(auto, solved)
 
     sums = {
-        loc: auto._unpack_latent,
-        tril: lambda v: auto._unpack_latent(jax.ops.segment_sum(v, rows, num_segments=dim)),
+        loc: functools.partial(unpack_latent, auto),
+        tril: lambda v: unpack_latent(auto, jax.ops.segment_sum(v, rows, num_segments=dim)),
     }
     return Geometry(
         pack, unpack, to_unconstrained, local, from_local, local_entries, frame,

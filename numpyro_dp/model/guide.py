@@ -23,6 +23,7 @@ from numpyro import handlers
 from numpyro.distributions import LowRankMultivariateNormal, biject_to
 from numpyro.infer import autoguide
 
+from numpyro_dp._compat import flat_latent, forget_prototype, prototype_sites, unpack_latent
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.locals import fill_locals, is_local
 from numpyro_dp.model.public import UnsupportedModelError
@@ -102,9 +103,9 @@ class Guide(NamedTuple):
         flat, parts = {}, {}
         for part in auto_parts(self.auto):
             if isinstance(part, autoguide.AutoContinuous):
-                names = part._unpack_latent(np.arange(part.latent_dim))
+                names = unpack_latent(part, np.arange(part.latent_dim))
                 parts |= dict.fromkeys(names, part)
-                flat[f"_{part.prefix}_latent"] = _packed(part, latents)
+                flat[flat_latent(part)] = _packed(part, latents)
         trace = guide_trace(self, params | values | flat, jax.random.key(0), shared)
         plate = self.model.structure.data_plate
         total = jnp.zeros(())
@@ -185,7 +186,7 @@ def prototype_without_records(guide: Any, plate: str) -> Iterator[None]:
     originals = [part.model for part in parts]
     for part in parts:
         part.model = hide_likelihood(part.model, plate)
-        part.prototype_trace = None
+        forget_prototype(part)
     try:
         yield
     finally:
@@ -244,13 +245,9 @@ def _auto_draw(
             entropy += part_entropy
         return latents, entropy
     if isinstance(auto, autoguide.AutoContinuous):
-        site = trace[f"_{auto.prefix}_latent"]
+        site = trace[flat_latent(auto)]
         return _unpacked(auto, site["value"]), _entropy(site)
-    names = [
-        name
-        for name, site in auto.prototype_trace.items()
-        if site["type"] == "sample" and not site["is_observed"]
-    ]
+    names = prototype_sites(auto)
     if isinstance(auto, autoguide.AutoNormal):
         latents = {name: _base_value(trace[name]) for name in names}
         scales = [jnp.log(params[f"{name}_{auto.prefix}_scale"]) for name in names]
@@ -267,9 +264,9 @@ def _unpacked(auto: Any, flat: Array) -> dict[str, Array]:
     takes them, adds up a vector of the whole length for each site.
     """
     order = np.arange(flat.size)
-    places = dict(auto._unpack_latent(order))
+    places = dict(unpack_latent(auto, order))
     if not np.array_equal(np.concatenate([np.ravel(p) for p in places.values()]), order):
-        return dict(auto._unpack_latent(flat))
+        return dict(unpack_latent(auto, flat))
     parts = jnp.split(flat, np.cumsum([np.size(place) for place in places.values()])[:-1])
     return {
         name: part.reshape(np.shape(place))
@@ -279,7 +276,7 @@ def _unpacked(auto: Any, flat: Array) -> dict[str, Array]:
 
 def _packed(auto: Any, latents: dict[str, Array]) -> Array:
     """The flat latent of an automatic guide: the reverse of :func:`_unpacked`."""
-    places = dict(auto._unpack_latent(np.arange(auto.latent_dim)))
+    places = dict(unpack_latent(auto, np.arange(auto.latent_dim)))
     values = jnp.concatenate([jnp.ravel(latents[name]) for name in places])
     order = np.concatenate([np.ravel(place) for place in places.values()])
     return jnp.zeros_like(values).at[order].set(values)

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to
-from numpyro.infer import autoguide
-from numpyro.infer.initialization import init_to_uniform
+from numpyro.infer import autoguide, init_to_uniform
 
+from numpyro_dp._compat import guide_functions, init_scale, make_program, setup_of
 from numpyro_dp.model.additivity import is_sum
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.dependence import depends_on_inputs
@@ -290,7 +290,7 @@ def _check_holds_no_records(
         written = _written_by_hand(guide)
         if not written:
             # Masks of autoregressive networks, say.
-            public.trust(held_by_program(jax.make_jaxpr(drawn)(params)))
+            public.trust(held_by_program(make_program(drawn, params)[0]))
             return
 
     def first_values() -> Any:
@@ -334,7 +334,7 @@ def check_first_values(
     """
     what, public = "initialiser (init_loc_fn, init_strategy)", structure.public
     for part in auto_parts(guide):
-        setup = type(part)._setup_prototype
+        setup = setup_of(part)
         if not setup.__module__.startswith("numpyro."):
             raise UnsupportedModelError(
                 f"{type(part).__name__} has a _setup_prototype of its own, which could set first "
@@ -343,10 +343,10 @@ def check_first_values(
             )
         if isinstance(part, autoguide.AutoGuideList):
             continue
-        for name in ("_nonlinearity", "create_plates"):  # functions inside NumPyro's own guides
-            public.take("guide", held_by_function(getattr(part, name, None)))
+        for fn in guide_functions(part):
+            public.take("guide", held_by_function(fn))
         held = held_by_function(part.init_loc_fn)
-        public.take(what, [*held, *held_by_function(getattr(part, "_init_scale", None))],
+        public.take(what, [*held, *held_by_function(init_scale(part))],
                     any_size=True)  # fmt: skip
         if held or not _is_numpyros_own_function(part.init_loc_fn):
             run = handlers.seed(one_record(model, structure.data_plate), jax.random.key(0))

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from numpyro_dp._compat import CUSTOM_BATCHING, HOST_CALLS, as_program, literal, programs_in
 
 __all__ = [
-    "CUSTOM_BATCHING",
     "computes_in_half",
     "held_by_function",
     "held_by_program",
@@ -27,8 +27,6 @@ __all__ = [
     "refused_calls",
 ]
 
-_HOST_CALLS = ("callback", "debug_print", "infeed", "outfeed", "ffi_call", "call_exported")
-CUSTOM_BATCHING = "custom_vmap_call"
 _LIBRARIES = ("builtins", "equinox", "flax", "jax", "jaxlib", "numpy", "numpyro", "optax", "scipy")
 
 
@@ -44,12 +42,11 @@ def is_key(array: Any) -> bool:
 
 def held_by_program(found: Any) -> Iterator[Any]:
     """Arrays in a traced program and in all programs inside it: constants and literals."""
-    if isinstance(found, ClosedJaxpr):
-        yield from held_by_program([*found.consts, found.jaxpr])
-    elif isinstance(found, Jaxpr):
-        for equation in found.eqns:
-            literals = [x.val for x in equation.invars if isinstance(x, Literal)]
-            yield from held_by_program(literals)
+    program = as_program(found)
+    if program is not None:
+        yield from (value for _, value in program.constants)
+        for equation in program.equations:
+            yield from (value for atom in equation.invars for value in literal(atom))
             yield from held_by_program(list(equation.params.values()))
     elif isinstance(found, jax.Array | np.ndarray):
         yield found
@@ -62,15 +59,13 @@ def held_by_program(found: Any) -> Iterator[Any]:
 
 def numbers_in_program(found: Any) -> set[float]:
     """The different single numbers that a traced program, or one inside it, has as literals."""
-    if isinstance(found, ClosedJaxpr):
-        return numbers_in_program(found.jaxpr)
-    if isinstance(found, Jaxpr):
-        literals = (x.val for each in found.eqns for x in each.invars if isinstance(x, Literal))
-        own = {_number(x) for x in literals if np.ndim(x) == 0 and not is_key(x)}
-        return own.union(*(numbers_in_program(list(each.params.values())) for each in found.eqns))
-    if isinstance(found, list | tuple):
-        return set().union(*map(numbers_in_program, found))
-    return set()
+    own: set[float] = set()
+    for program in programs_in(found):
+        for equation in program.equations:
+            literals = (value for atom in equation.invars for value in literal(atom))
+            own |= {_number(x) for x in literals if np.ndim(x) == 0 and not is_key(x)}
+            own |= numbers_in_program(list(equation.params.values()))
+    return own
 
 
 def _number(value: Any) -> float:
@@ -138,37 +133,24 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
-def computes_in_half(program: ClosedJaxpr) -> bool:
+def computes_in_half(found: Any) -> bool:
     """Whether a number in a program, or in one inside it, has at most 16 bits and is no integer."""
-
-    def inside(jaxpr: Jaxpr) -> bool:
-        for equation in jaxpr.eqns:
+    for program in programs_in(found):
+        for equation in program.equations:
             for atom in [*equation.invars, *equation.outvars]:
                 dtype = getattr(atom.aval, "dtype", None)
                 if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
                     return True
-            if any(map(inside, _programs(list(equation.params.values())))):
+            if computes_in_half(list(equation.params.values())):
                 return True
-        return False
-
-    return inside(program.jaxpr)
+    return False
 
 
-def refused_calls(jaxpr: Jaxpr) -> Iterator[str]:
+def refused_calls(found: Any) -> Iterator[str]:
     """Names of calls to the host, and of rules for batches, in a program and all inside it."""
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name == CUSTOM_BATCHING or any(word in name for word in _HOST_CALLS):
-            yield name
-        for inner in _programs(list(equation.params.values())):
-            yield from refused_calls(inner)
-
-
-def _programs(found: Any) -> Iterator[Jaxpr]:
-    if isinstance(found, ClosedJaxpr):
-        yield found.jaxpr
-    elif isinstance(found, Jaxpr):
-        yield found
-    elif isinstance(found, list | tuple):
-        for each in found:
-            yield from _programs(each)
+    for program in programs_in(found):
+        for equation in program.equations:
+            name = equation.primitive.name
+            if name == CUSTOM_BATCHING or any(word in name for word in HOST_CALLS):
+                yield name
+            yield from refused_calls(list(equation.params.values()))

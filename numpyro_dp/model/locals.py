@@ -31,9 +31,9 @@ import numpy as np
 from jax import Array
 from numpyro import handlers
 from numpyro.distributions import MaskedDistribution, biject_to
-from numpyro.infer.initialization import init_to_uniform
-from numpyro.primitives import Messenger
+from numpyro.infer import init_to_uniform
 
+from numpyro_dp._compat import Messenger, mask_of
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import Arguments, Layout
@@ -195,7 +195,7 @@ def masked_away(name: str, fn: Any) -> Array:
         if not hasattr(fn, "base_dist"):
             return jnp.zeros(())
         fn = fn.base_dist
-    hidden = ~jnp.broadcast_to(jnp.asarray(fn._mask, bool), fn.batch_shape)
+    hidden = ~jnp.broadcast_to(jnp.asarray(mask_of(fn), bool), fn.batch_shape)
     return jnp.sum(hidden) * math.log(len(_support(name, fn)))
 
 

@@ -12,7 +12,6 @@ records, so the report lists each array that was taken as public.
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import inspect
 import math
@@ -22,11 +21,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
-from numpyro.primitives import Messenger
 
+from numpyro_dp._compat import CUSTOM_BATCHING, Program, make_program, wrapped_model
 from numpyro_dp.model.held import (
-    CUSTOM_BATCHING,
     held_by_function,
     held_by_program,
     is_array,
@@ -135,11 +132,7 @@ def argument_names(model: Callable[..., Any], args: tuple[Any, ...]) -> list[str
     """Returns the names of positional arguments by the model's signature."""
     inner = model
     while inner is not None:
-        model = inner
-        inner = getattr(model, "__wrapped__", None)
-        inner = model.fn if isinstance(model, Messenger) else inner
-        if isinstance(model, functools.partial) and not model.args:
-            inner = model.func
+        model, inner = inner, wrapped_model(inner)
     try:
         parameters = list(inspect.signature(model).parameters.values())
     except (TypeError, ValueError):
@@ -225,11 +218,11 @@ class PublicValues:
         Raises:
             UnsupportedModelError: Names the shape and the remedies.
         """
-        self.check_program(what, jax.make_jaxpr(fn)(*args), any_size=any_size)
+        self.check_program(what, make_program(fn, *args)[0], any_size=any_size)
 
-    def check_program(self, what: str, program: ClosedJaxpr, *, any_size: bool = False) -> None:
+    def check_program(self, what: str, program: Program, *, any_size: bool = False) -> None:
         """The same for a program that has been traced."""
-        for name in refused_calls(program.jaxpr):
+        for name in refused_calls(program):
             if name == CUSTOM_BATCHING:
                 raise UnsupportedModelError(
                     f"The {what} has a rule of its own for batches (jax.custom_batching."

@@ -16,9 +16,9 @@ import numpy as np
 from jax import Array
 from numpyro import handlers
 from numpyro.distributions import Unit
-from numpyro.infer.initialization import init_to_uniform
-from numpyro.primitives import Messenger
+from numpyro.infer import init_to_uniform
 
+from numpyro_dp._compat import Messenger
 from numpyro_dp.model.dependence import looks_up
 from numpyro_dp.model.held import computes_in_half
 from numpyro_dp.model.public import PublicValues, UnsupportedModelError

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from numpyro import handlers
-from numpyro.infer.initialization import init_to_uniform
+from numpyro.infer import init_to_uniform
 
+from numpyro_dp._compat import in_control_flow
 from numpyro_dp.model.additivity import check_additive
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.draws import draws_keys
@@ -338,7 +339,7 @@ def _sites_of(
             plates[name] = site["args"][0]
         elif site["type"] == "sample":
             fn, stack = site["fn"], site["cond_indep_stack"]
-            if site.get("_control_flow_done"):
+            if in_control_flow(site):
                 raise UnsupportedModelError(_in_scan_message(name, bool(site["is_observed"])))
             sites.append(
                 Site(

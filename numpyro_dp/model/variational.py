@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from jax import Array
 from numpyro.distributions import constraints
 from numpyro.infer import autoguide
 
+from numpyro_dp._compat import latent_sites, same_distribution, unpack_latent
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.guide import Guide
 from numpyro_dp.model.records import Records, Rows
@@ -31,7 +33,6 @@ _KINDS = (
     autoguide.AutoLowRankMultivariateNormal,
     autoguide.AutoMultivariateNormal,
 )
-_LAW = {"__call__", "_get_posterior", "_sample_latent", "_unpack_latent", "get_transform"}
 
 
 def likelihood_key(rng_key: Array) -> Array:
@@ -198,8 +199,7 @@ def guide_kind(auto: Any) -> type | None:
     """
     for kind in _KINDS:
         if isinstance(auto, kind):
-            own = (vars(base) for base in type(auto).__mro__[: type(auto).__mro__.index(kind)])
-            return None if any(_LAW & set(names) for names in own) else kind
+            return kind if same_distribution(auto, kind) else None
     return None
 
 
@@ -207,25 +207,25 @@ def _coordinate_sums(auto: Any) -> dict[str, Callable[[Array], Any]] | None:
     kind = guide_kind(auto)
     if kind in (autoguide.AutoNormal, autoguide.AutoDelta):
         suffixes = ("loc",) if kind is autoguide.AutoDelta else ("loc", "scale")
-        sites = list(auto._init_locs)
+        sites = latent_sites(auto)
         return {
             f"{site}_{auto.prefix}_{suffix}": lambda v, site=site: {site: v}
             for site in sites
             for suffix in suffixes
         }
-    prefix = getattr(auto, "prefix", "")
+    prefix, unpack = getattr(auto, "prefix", ""), functools.partial(unpack_latent, auto)
     if kind is autoguide.AutoDiagonalNormal:
-        return {f"{prefix}_{name}": auto._unpack_latent for name in ("loc", "scale")}
+        return {f"{prefix}_{name}": unpack for name in ("loc", "scale")}
     if kind is autoguide.AutoLowRankMultivariateNormal:
-        per_row = {f"{prefix}_{name}": auto._unpack_latent for name in ("loc", "scale")}
-        per_row[f"{prefix}_cov_factor"] = lambda v: auto._unpack_latent(v.sum(-1))
+        per_row = {f"{prefix}_{name}": unpack for name in ("loc", "scale")}
+        per_row[f"{prefix}_cov_factor"] = lambda v: unpack(v.sum(-1))
         return per_row
     if kind is autoguide.AutoMultivariateNormal and auto.scale_tril_constraint in _LOWER_CHOLESKY:
         dim = auto.latent_dim
         rows = jnp.concatenate([jnp.tril_indices(dim, -1)[0], jnp.arange(dim)])
         return {
-            f"{prefix}_loc": auto._unpack_latent,
-            f"{prefix}_scale_tril": lambda v: auto._unpack_latent(
+            f"{prefix}_loc": unpack,
+            f"{prefix}_scale_tril": lambda v: unpack(
                 jax.ops.segment_sum(v, rows, num_segments=dim)
             ),
         }

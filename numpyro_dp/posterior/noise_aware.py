@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpyro.infer import autoguide
 
+from numpyro_dp._compat import latent_sites
 from numpyro_dp.model.variational import guide_kind
 from numpyro_dp.posterior.averaging import Average, average
 from numpyro_dp.posterior.convergence import Check
@@ -129,7 +130,7 @@ def _pairs(guide: Any) -> list[tuple[str, str]]:
     if kind is autoguide.AutoNormal:
         return [
             (f"{site}_{guide.prefix}_loc", f"{site}_{guide.prefix}_scale")
-            for site in guide._init_locs
+            for site in latent_sites(guide)
         ]
     raise TypeError(
         "Expected guide to be an AutoDiagonalNormal, AutoNormal or AutoMultivariateNormal, got "

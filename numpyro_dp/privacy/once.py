@@ -39,11 +39,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.core
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+
+from numpyro_dp import _compat
 
 __all__ = [
     "NoiseReuseError",
@@ -59,8 +59,6 @@ __all__ = [
     "use",
 ]
 
-# JAX moved these between versions.
-_core: Any = jax.extend.core if hasattr(jax.extend.core, "get_opaque_trace_state") else jax.core
 _RUN, _RENEWED = b"numpyro_dp run, version 1: ", b"numpyro_dp resumed run, version 1: "
 
 
@@ -68,14 +66,10 @@ class NoiseReuseError(ValueError):
     """Noise that would be used a second time."""
 
 
-def _trace_state() -> Any:
-    return _core.get_opaque_trace_state(convention="flax")
-
-
 def _outside() -> Any:
     """The trace state of a thread that traces nothing, even if this module is imported in one."""
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(_trace_state()))
+    thread = threading.Thread(target=lambda: found.append(_compat.trace_state()))
     thread.start()
     thread.join()
     return found[0]
@@ -92,7 +86,7 @@ _traced: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 def in_trace() -> bool:
     """Whether JAX traces the calling function (``jit``, ``vmap``, ``grad``, ``scan`` ...)."""
-    return _trace_state() != _OUTSIDE
+    return _compat.trace_state() != _OUTSIDE
 
 
 def check_outside_trace(call: str) -> None:
@@ -120,16 +114,15 @@ def check_passed_to_trace(call: str, keys: Sequence[Any]) -> None:
     """
     if not in_trace():
         return
-    if _core.nonempty_axis_env_DO_NOT_USE():
+    if _compat.has_named_axes():
         raise NoiseReuseError(
             f"Expected {call} outside of pmap, shard_map and a vmap with axis_name, got one of "
             "them: every device would add the same noise. Pass mesh= to the driver: it shares "
             "the rows of a batch among devices, and adds noise once."
         )
-    with _core.take_current_trace() as trace:
-        current = trace
+    current = _compat.traced_by()
     for key in keys:
-        if getattr(key, "_trace", None) is not current:
+        if _compat.trace_of(key) is not current:
             raise NoiseReuseError(_held(call))
         if _traced.get(id(key)) is key:
             raise NoiseReuseError(
@@ -266,7 +259,7 @@ def next_nonce(key: Any, nonce: Any) -> Any:
     """
     if nonce is None or not isinstance(key, jax.Array):  # shapes, or positions of axes
         return nonce
-    if not isinstance(key, jax.core.Tracer):
+    if not _compat.is_tracer(key):
         if in_trace():
             raise NoiseReuseError(_held("the update"))
         size = np.shape(nonce)
@@ -296,7 +289,7 @@ def joined(tree: Any, nonce: Array) -> Any:
     return jax.tree.map(one, tree)
 
 
-@jax.custom_batching.custom_vmap
+@_compat.custom_vmap
 def key_of_lane(keys: Any, rest: Any) -> Any:
     """Returns the keys; under ``vmap`` over keys or over the rest, different ones in each lane."""
     return keys

@@ -35,8 +35,9 @@ import secrets
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.random import define_prng_impl
 from jax.typing import DTypeLike
+
+from numpyro_dp._compat import define_prng_impl
 
 from .._validate import check_int
 from .once import check_outside_trace

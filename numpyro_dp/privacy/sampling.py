@@ -35,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from numpyro_dp._compat import custom_vmap
 from numpyro_dp._lazy import dpa
 
 from .._validate import check_int, check_real
@@ -316,7 +317,7 @@ def _geometric(coarse: Array, fine: Array, plan: PoissonPlan, limit: int) -> Arr
     return lax.cond(_any(rare), refined, common, None)
 
 
-@jax.custom_batching.custom_vmap
+@custom_vmap
 def _any(flags: Array) -> Array:
     """Whether any flag is set; under ``vmap``, in any batch: the digits are the same either way."""
     return flags.any()

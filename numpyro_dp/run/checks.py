@@ -14,6 +14,7 @@ import numpyro
 import optax
 from jax.sharding import AxisType, Mesh
 
+from numpyro_dp._compat import make_program
 from numpyro_dp._tree import shapes_of
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Fold, Mechanism, PyTree, Sampler
@@ -239,11 +240,11 @@ def _reads_loss(optim: optax.GradientTransformationExtraArgs) -> bool:
         return optim.update(params, optim.init(params), params, value=value)
 
     try:
-        jaxpr = jax.make_jaxpr(update)(jnp.ones(())).jaxpr
+        program, _ = make_program(update, jnp.ones(()))
     except TypeError:  # further arguments, such as the loss as a function
         return True
-    (value,) = jaxpr.invars
-    return any(value is atom for eqn in jaxpr.eqns for atom in eqn.invars)
+    (value,) = program.inputs
+    return any(value is atom for eqn in program.equations for atom in eqn.invars)
 
 
 def check_rng_key(rng_key: Any) -> None:

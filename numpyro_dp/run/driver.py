@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_dp._compat import is_tracer
 from numpyro_dp._validate import check_int
 from numpyro_dp.core import Fold
 from numpyro_dp.model.frontend import Prepared, arguments_key
@@ -350,7 +351,7 @@ class Driver(abc.ABC):
     def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
         key = arguments_key(args, kwargs)
         if key not in self._sessions:
-            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+            if any(is_tracer(leaf) for leaf in jax.tree.leaves((args, kwargs))):
                 raise ValueError(
                     "Expected init to have been called before update is compiled, with arguments "
                     "of the same shapes, each passed in the same way (by place or by name), got "

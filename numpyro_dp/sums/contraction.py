@@ -33,14 +33,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from numpyro_dp._compat import (
+    CALLED,
+    CALLS,
+    MOVES,
+    Program,
+    as_program,
+    bind,
+    literal,
+    make_program,
+)
 
 __all__ = ["Contraction", "Split", "split_scalar"]
-
-_MOVES = (
-    "reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim", "copy", "copy_p", "slice",
-)  # fmt: skip
-_CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
 class _Constant:
@@ -316,13 +321,13 @@ def _moves(program: _Program, op: _Op) -> bool:
     source, target = program.shapes[op.inputs[0]], program.shapes[op.outputs[0]]
     if op.primitive.name == "convert_element_type":
         return jnp.issubdtype(target.dtype, jnp.floating) and jnp.finfo(target.dtype).bits >= 32
-    return op.primitive.name in _MOVES and math.prod(source.shape) == math.prod(target.shape)
+    return op.primitive.name in MOVES and math.prod(source.shape) == math.prod(target.shape)
 
 
 def _trace(scalar: Callable[[Any, Any], Array], point: Any, example: Any) -> _Program:
     # Of shapes alone: where arrays lie is no part of the program.
     bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (point, example))
-    closed = jax.make_jaxpr(scalar)(*bare)
+    program, _ = make_program(scalar, *bare)
     ops: list[_Op] = []
     shapes: dict[int, Any] = {}
 
@@ -330,33 +335,33 @@ def _trace(scalar: Callable[[Any, Any], Array], point: Any, example: Any) -> _Pr
         shapes[len(shapes)] = variable.aval
         return len(shapes) - 1
 
-    numbers = [fresh(variable) for variable in closed.jaxpr.invars]
-    (output,) = _flatten(closed.jaxpr, numbers, closed.consts, ops, fresh)
+    numbers = [fresh(variable) for variable in program.inputs]
+    (output,) = _flatten(program, numbers, ops, fresh)
     split = len(jax.tree.leaves(point))
     return _Program(tuple(ops), tuple(numbers[:split]), tuple(numbers[split:]), output, shapes)
 
 
 def _flatten(
-    jaxpr: Jaxpr, inputs: Sequence[Any], consts: Sequence[Any], ops: list[_Op],
-    fresh: Callable[[Any], int],
-) -> list[Any]:  # fmt: skip
-    """Appends the operations of a jaxpr, calls written out, and returns its outputs."""
-    environment = dict(zip(jaxpr.invars, inputs, strict=True))
-    environment |= {v: _Constant(c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+    program: Program, inputs: Sequence[Any], ops: list[_Op], fresh: Callable[[Any], int]
+) -> list[Any]:
+    """Appends the operations of a program, calls written out, and returns its outputs."""
+    environment = dict(zip(program.inputs, inputs, strict=True))
+    environment |= {variable: _Constant(held) for variable, held in program.constants}
 
     def read(atom: Any) -> Any:
-        return _Constant(atom.val) if isinstance(atom, Literal) else environment[atom]
+        found = literal(atom)
+        return _Constant(found[0]) if found else environment[atom]
 
-    for eqn in jaxpr.eqns:
+    for eqn in program.equations:
         values = [read(atom) for atom in eqn.invars]
-        body = eqn.params.get("jaxpr")
-        if eqn.primitive.name in _CALLS and isinstance(body, ClosedJaxpr):
-            outputs = _flatten(body.jaxpr, values, body.consts, ops, fresh)
+        bodies = [as_program(eqn.params[name]) for name in CALLED if name in eqn.params]
+        if eqn.primitive.name in CALLS and (body := next(iter(bodies), None)):
+            outputs = _flatten(body, values, ops, fresh)
         else:
             outputs = [fresh(variable) for variable in eqn.outvars]
             ops.append(_Op(eqn.primitive, eqn.params, tuple(values), tuple(outputs)))
         environment |= dict(zip(eqn.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return [read(atom) for atom in program.outputs]
 
 
 def _evaluate(
@@ -364,10 +369,8 @@ def _evaluate(
 ) -> dict[int, Any]:
     for number, op in enumerate(ops):
         values = [_read(environment, value) for value in op.inputs]
-        bound = op.primitive.get_bind_params(op.params)
-        functions, params = bound if isinstance(bound, tuple) else ((), bound)  # jax < 0.8, later
-        results = op.primitive.bind(*functions, *values, **params)
-        results = results if op.primitive.multiple_results else [change(number, results)]
+        results = bind(op.primitive, op.params, values)
+        results = results if op.primitive.multiple_results else [change(number, results[0])]
         environment |= dict(zip(op.outputs, results, strict=True))
     return environment
 

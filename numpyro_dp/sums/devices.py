@@ -22,6 +22,7 @@ from jax import Array, lax
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from numpyro_dp._compat import is_tracer
 from numpyro_dp.core import PyTree
 from numpyro_dp.sums.microbatches import WHOLE, Shards
 
@@ -95,7 +96,7 @@ def _check_context(mesh: Mesh) -> None:
 
 def _placed(array: Any, mesh: Mesh, divided: bool) -> Array:
     spec = PartitionSpec(mesh.axis_names) if divided else PartitionSpec()
-    if isinstance(array, jax.core.Tracer):
+    if is_tracer(array):
         return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
     known = getattr(array, "sharding", None)
     if isinstance(known, NamedSharding) and known.device_set == set(mesh.devices.flat):

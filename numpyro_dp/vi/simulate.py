@@ -27,6 +27,7 @@ import numpy as np
 from jax import Array, lax
 from numpyro import handlers
 
+from numpyro_dp._compat import make_program
 from numpyro_dp._tree import squared_norm
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Estimator
@@ -171,10 +172,10 @@ def _observed_arguments(
         trace = traced(jax.random.key(0), arrays)
         return [trace[name]["value"] for name in sites]
 
-    jaxpr = jax.make_jaxpr(values)(*arrays).jaxpr
+    program, _ = make_program(values, *arrays)
     observed: dict[str, int] = {}
-    for name, value in zip(sites, jaxpr.outvars, strict=True):
-        number = next((n for n, var in enumerate(jaxpr.invars) if var is value), None)
+    for name, value in zip(sites, program.outputs, strict=True):
+        number = next((n for n, var in enumerate(program.inputs) if var is value), None)
         if number is None or number in observed.values():
             raise UnsupportedModelError(
                 f"Expected the value of observed site {name!r} to be an argument of the model "

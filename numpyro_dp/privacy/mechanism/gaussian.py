@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_dp._compat import is_tracer
 from numpyro_dp._lazy import dpa
 from numpyro_dp._tree import widen
 from numpyro_dp.core import Mechanism, MechanismState, PyTree
@@ -129,9 +130,7 @@ def _factor(clip_norm: Any, squared_norm: Array, finite: Array) -> Array:
 
 def _event(noise_multiplier: Any, clip_norm: ClipNorm) -> dpa.DpEvent | None:
     """The event of one call; ``None`` where the multiplier is traced and the host knows it."""
-    if any(
-        isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((noise_multiplier, clip_norm))
-    ):
+    if any(is_tracer(leaf) for leaf in jax.tree.leaves((noise_multiplier, clip_norm))):
         return None
     if float(noise_multiplier) == 0 or not clip_norm.bounded:
         return dpa.NonPrivateDpEvent()

@@ -1,0 +1,262 @@
+"""Every private or unstable name of JAX and NumPyro that this package uses, one function each.
+
+A release of JAX or NumPyro may change these names without notice. ``tests/test_compat.py`` has one
+test for each function here, so that a change shows itself by name. No function compares version
+numbers: it tries the thing itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.extend.core
+from jax.extend.random import define_prng_impl
+from numpyro.optim import _NumPyroOptim
+from numpyro.primitives import Messenger
+
+__all__ = [
+    "CALLED",
+    "CALLS",
+    "CUSTOM_BATCHING",
+    "HOST_CALLS",
+    "LOOKUPS",
+    "LOOPS",
+    "MOVES",
+    "POINT_SUFFIX",
+    "Messenger",
+    "Program",
+    "as_program",
+    "bind",
+    "custom_vmap",
+    "define_prng_impl",
+    "flat_latent",
+    "forget_prototype",
+    "guide_functions",
+    "has_named_axes",
+    "in_control_flow",
+    "init_scale",
+    "is_tracer",
+    "latent_sites",
+    "literal",
+    "make_program",
+    "mask_of",
+    "numpyro_optimiser",
+    "programs_in",
+    "prototype_sites",
+    "reads_loss",
+    "same_distribution",
+    "setup_of",
+    "trace_of",
+    "trace_state",
+    "traced_by",
+    "unpack_latent",
+    "wrapped_model",
+]
+
+# JAX moved get_opaque_trace_state and its neighbours from jax.core to jax.extend.core.
+_core: Any = jax.extend.core if hasattr(jax.extend.core, "get_opaque_trace_state") else jax.core
+
+# Names of operations in a traced program. JAX documents none of them.
+CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")  # call a program as it stands
+CALLED = ("jaxpr", "call_jaxpr")  # parameters with the program that an operation calls
+LOOPS = ("scan", "while", "cond")  # call programs on other values than their own inputs
+MOVES = (
+    "reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim", "copy", "copy_p", "slice",
+)  # fmt: skip
+LOOKUPS = ("gather", "dynamic_slice")
+HOST_CALLS = ("callback", "debug_print", "infeed", "outfeed", "ffi_call", "call_exported")
+CUSTOM_BATCHING = "custom_vmap_call"
+
+POINT_SUFFIX = "_auto_loc"  # of the parameters of NumPyro's AutoDelta
+
+
+class Program(NamedTuple):
+    """A traced program (a jaxpr), whichever class JAX has for it.
+
+    Attributes:
+        inputs: Its input variables.
+        constants: Pairs of a variable and the array that the program holds for it.
+        equations: Its operations, each with ``primitive``, ``params``, ``invars`` and ``outvars``.
+        outputs: Its output variables or literals.
+    """
+
+    inputs: Sequence[Any]
+    constants: Sequence[tuple[Any, Any]]
+    equations: Sequence[Any]
+    outputs: Sequence[Any]
+
+
+def as_program(value: Any) -> Program | None:
+    """Returns a traced program, or ``None`` if the value is not one.
+
+    Until jax 0.10 a ``ClosedJaxpr`` holds the constants of a ``Jaxpr``. Since 0.11 both names are
+    one class, whose ``jaxpr`` is the object itself. Constants are read wherever they are.
+    """
+    if isinstance(value, Program):
+        return value
+    if not isinstance(value, jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr):
+        return None
+    constants = getattr(value, "consts", ())
+    jaxpr = getattr(value, "jaxpr", value)
+    # A Jaxpr without constants of its own is called with them as inputs.
+    pairs = zip(jaxpr.constvars, constants, strict=True) if constants else ()
+    return Program(jaxpr.invars, tuple(pairs), jaxpr.eqns, jaxpr.outvars)
+
+
+def make_program(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
+    """Traces a function on arrays or their shapes.
+
+    Returns:
+        The program, and the shapes of what the function returns.
+    """
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    program = as_program(closed)
+    if program is None:
+        raise TypeError(f"jax.make_jaxpr returned a {type(closed).__name__}, which is not a jaxpr.")
+    return program, shapes
+
+
+def programs_in(found: Any) -> Iterator[Program]:
+    """The programs that stand directly in a parameter of an operation, or in a list of them."""
+    program = as_program(found)
+    if program is not None:
+        yield program
+    elif isinstance(found, Mapping):
+        yield from programs_in(list(found.values()))
+    elif isinstance(found, list | tuple):
+        for each in found:
+            yield from programs_in(each)
+
+
+def literal(atom: Any) -> tuple[Any, ...]:
+    """Returns ``(value,)`` if an input of an operation is a literal, and ``()`` for a variable."""
+    return (atom.val,) if isinstance(atom, jax.extend.core.Literal) else ()
+
+
+def bind(primitive: Any, params: Mapping[str, Any], values: Sequence[Any]) -> list[Any]:
+    """Evaluates an operation; returns the list of its results.
+
+    ``get_bind_params`` returned a list of functions beside the parameters until jax 0.8.
+    """
+    bound = primitive.get_bind_params(params)
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    results = primitive.bind(*functions, *values, **params)
+    return list(results) if primitive.multiple_results else [results]
+
+
+def trace_state() -> Any:
+    """What JAX traces at present; compared with ``==``. JAX lets Flax read it."""
+    return _core.get_opaque_trace_state(convention="flax")
+
+
+def has_named_axes() -> bool:
+    """Whether the caller runs inside ``pmap``, ``shard_map`` or a ``vmap`` with ``axis_name``."""
+    return bool(_core.nonempty_axis_env_DO_NOT_USE())
+
+
+def trace_of(array: Any) -> Any:
+    """The trace that made a traced array; ``None`` for an array with values."""
+    return getattr(array, "_trace", None)
+
+
+def traced_by() -> Any:
+    """The innermost trace of the caller, which :func:`trace_of` its arguments returns."""
+    with _core.take_current_trace() as trace:
+        return trace
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether a value is traced: it has a shape and no numbers."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def custom_vmap(fn: Callable[..., Any]) -> Any:
+    """A function with a rule of its own under ``vmap``, set with ``def_vmap``."""
+    return jax.custom_batching.custom_vmap(fn)
+
+
+def wrapped_model(model: Any) -> Any:
+    """The model inside a handler, a partial application or a decorated function, or ``None``."""
+    if isinstance(model, Messenger):
+        return model.fn
+    if isinstance(model, functools.partial) and not model.args:
+        return model.func
+    return getattr(model, "__wrapped__", None)
+
+
+def in_control_flow(site: Mapping[str, Any]) -> bool:
+    """Whether a site of a trace was drawn inside ``numpyro.contrib.control_flow``."""
+    return bool(site.get("_control_flow_done"))
+
+
+def mask_of(masked: Any) -> Any:
+    """The mask of a ``MaskedDistribution``: True where an entry counts."""
+    return masked._mask
+
+
+def reads_loss(optim: Any) -> bool:
+    """Whether an optimiser of NumPyro wraps an optax transformation that takes ``value=``."""
+    return bool(getattr(optim, "update_with_value", False))
+
+
+def numpyro_optimiser(
+    init: Callable[..., Any], update: Callable[..., Any], get_params: Callable[..., Any]
+) -> Any:
+    """An optimiser of NumPyro from three functions of one state."""
+    return _NumPyroOptim(lambda: (init, update, get_params))
+
+
+def unpack_latent(auto: Any, flat: Any) -> dict[str, Any]:
+    """Splits the flat latent of an ``AutoContinuous`` guide by site; linear, keeps each entry."""
+    return auto._unpack_latent(flat)
+
+
+def flat_latent(auto: Any) -> str:
+    """The name of the site of an ``AutoContinuous`` guide that holds its flat latent."""
+    return f"_{auto.prefix}_latent"
+
+
+def latent_sites(auto: Any) -> list[str]:
+    """The sites of an ``AutoNormal`` or ``AutoDelta`` guide that has been set up."""
+    return list(auto._init_locs)
+
+
+def prototype_sites(auto: Any) -> list[str]:
+    """The latent sites of the model that an automatic guide was set up on."""
+    sites = auto.prototype_trace.items()
+    return [n for n, site in sites if site["type"] == "sample" and not site["is_observed"]]
+
+
+def forget_prototype(auto: Any) -> None:
+    """Lets an automatic guide set itself up anew when it is next called."""
+    auto.prototype_trace = None
+
+
+def setup_of(auto: Any) -> Callable[..., Any]:
+    """The function by which an automatic guide finds its initial values."""
+    return type(auto)._setup_prototype
+
+
+def guide_functions(auto: Any) -> Iterator[Any]:
+    """Functions that an automatic guide calls inside, beside its ``init_loc_fn``."""
+    for name in ("_nonlinearity", "create_plates"):
+        yield getattr(auto, name, None)
+
+
+def init_scale(auto: Any) -> Any:
+    """The initial scale of an automatic guide, if it has one."""
+    return getattr(auto, "_init_scale", None)
+
+
+def same_distribution(auto: Any, kind: type) -> bool:
+    """Whether a guide of a subclass of ``kind`` has the distribution that ``kind`` has.
+
+    It has one of its own if it redefines any method that NumPyro's guides draw with.
+    """
+    draws = {"__call__", "_get_posterior", "_sample_latent", "_unpack_latent", "get_transform"}
+    own = type(auto).__mro__[: type(auto).__mro__.index(kind)]
+    return not any(draws & set(vars(base)) for base in own)
