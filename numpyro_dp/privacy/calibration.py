@@ -164,8 +164,7 @@ class _Search:
         except (TotalVariationError, UnreliableBoundError) as error:
             # No epsilon is promised at this noise, which is as good as infinity.
             self.refused = str(error)
-            nan, inf = math.nan, math.inf
-            bound = EpsilonBound(nan, nan, inf, budget.delta, budget.relation, event, "none")
+            bound = EpsilonBound(None, None, math.inf, budget.delta, budget.relation, event, "none")
         ratio = max(bound.upper / (_AIM * budget.epsilon), 1e-30)
         point = _Point(log_noise, math.log(ratio), bound)
         self.points.append(point)

@@ -35,7 +35,7 @@ def made():
     svi = DPSVI(model, guide, optax.adam(0.05), estimator=aligned(), clip_norm=1.0,
                 sampler=Poisson(0.2), budget=PrivacyBudget(1.0, 1e-3))  # fmt: skip
     result = svi.run(jax.random.key(0), 20, X, Y, progress_bar=False)
-    draws = posterior_samples(jax.random.key(1), guide, result.params, 40)
+    draws = posterior_samples(jax.random.key(1), guide, result.params, 100)
     predicted = Predictive(model, posterior_samples=draws)(jax.random.key(2), X[:3])
     return result, draws, predicted
 
@@ -102,7 +102,7 @@ def test_labels_of_coordinates(made):
     tree = to_arviz(
         draws, result.privacy, coords={"column": ["a", "b"]}, dims={"net.w": ["column"]}
     )
-    assert tree["posterior"]["net.w"].sel(column="b").shape == (1, 40)
+    assert tree["posterior"]["net.w"].sel(column="b").shape == (1, 100)
 
 
 def test_numbers_of_draws_may_differ(made):

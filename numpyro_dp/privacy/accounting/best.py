@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from numpyro_dp._lazy import dpa
 from numpyro_dp._validate import check_real
@@ -102,7 +101,7 @@ class Best:
 
     def _settles(self, bound: EpsilonBound) -> bool:
         """Whether the bound is so tight, by its accountant's own estimate, that asking may stop."""
-        if math.isnan(bound.estimate):
+        if bound.estimate is None:
             return False
         return bound.upper == bound.estimate or (
             bound.upper - bound.estimate <= self.good_enough * bound.upper

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Protocol, TypeVar, get_args, runtime_checkable
 
@@ -28,8 +27,8 @@ class EpsilonBound:
     """What an event spends at a delta, with error bounds.
 
     Attributes:
-        lower: A value that the true epsilon is not below; NaN where the accountant has none.
-        estimate: The accountant's best guess; NaN where it has none.
+        lower: A value that the true epsilon is not below; ``None`` if the accountant has none.
+        estimate: The accountant's best guess; ``None`` if it has none.
         upper: A value that the true epsilon does not exceed: the one that counts.
         delta: The delta it holds for.
         relation: The relation it holds under.
@@ -44,8 +43,8 @@ class EpsilonBound:
     **Guarantee**: the event is (``epsilon``, ``delta``)-differentially private under ``relation``.
     """
 
-    lower: float
-    estimate: float
+    lower: float | None
+    estimate: float | None
     upper: float
     delta: float
     relation: Relation
@@ -59,7 +58,7 @@ class EpsilonBound:
 
     def __str__(self) -> str:
         """One line."""
-        known = "" if math.isnan(self.lower) else f" (in [{self.lower:.5g}, {self.upper:.5g}])"
+        known = "" if self.lower is None else f" (in [{self.lower:.5g}, {self.upper:.5g}])"
         return (
             f"epsilon <= {self.upper:.5g}{known} at delta={self.delta:g} "
             f"under {self.relation}, by {self.accountant}"

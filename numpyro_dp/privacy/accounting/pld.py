@@ -151,7 +151,7 @@ class PLD:
         elif steps:
             upper, excess = self._composed(steps, delta, relation)
             estimate = max(upper - excess, 0.0)
-        return EpsilonBound(math.nan, estimate, upper, delta, relation, event, self.name)
+        return EpsilonBound(None, estimate, upper, delta, relation, event, self.name)
 
     def _composed(
         self, steps: tuple[GaussianStep, ...], delta: float, relation: Relation

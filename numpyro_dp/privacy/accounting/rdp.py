@@ -122,7 +122,7 @@ class RDP:
             upper = math.inf
         else:
             upper, _ = epsilon_and_order(canonical, steps, delta, relation, self.orders)
-        return EpsilonBound(math.nan, math.nan, upper, delta, relation, event, self.name)
+        return EpsilonBound(None, None, upper, delta, relation, event, self.name)
 
 
 def epsilon_and_order(

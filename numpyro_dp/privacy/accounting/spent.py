@@ -112,10 +112,10 @@ def _with_total_variation(
     for attempt in range(_ITERATIONS):
         bound = judge.epsilon(event, inner, relation)
         if math.isinf(bound.upper):
-            return dataclasses.replace(bound, lower=math.nan, delta=delta)
+            return dataclasses.replace(bound, lower=None, delta=delta)
         leak = (1.0 + math.exp(min(bound.upper, 700.0))) * tau
         if inner + leak <= delta:
-            return dataclasses.replace(bound, lower=math.nan, delta=delta)
+            return dataclasses.replace(bound, lower=None, delta=delta)
         if attempt == 0:
             needed = _SHARE * delta * tau / leak
         inner = delta - 1.01 * leak
