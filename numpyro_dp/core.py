@@ -188,7 +188,8 @@ class Mechanism(NamedTuple):
             ``privatise`` reads and removes these entries. ``None`` where nothing is tuned.
         compose: ``(sampler, num_examples, num_steps) -> event`` of a whole run, for noise that
             depends on that of earlier steps (correlated noise). ``None`` where each call has fresh
-            noise: the sampler amplifies the event of a step, and the steps compose.
+            noise: the sampler amplifies the event of a step, and the steps compose. Drivers that
+            need independent noise refuse a mechanism with this field (all but ``DPSVI``).
     """
 
     init: Callable[[PyTree], PyTree]

@@ -22,6 +22,8 @@ from numpyro_dp.run.step import SensitiveState
 
 __all__ = ["DPEM"]
 
+_INDEPENDENT = "DPEM adds up the variances of independent noise to find the smallest count"
+
 
 class DPEM(Driver):
     r"""Fits a mixture of normals by expectation maximisation on noisy sums.
@@ -97,7 +99,7 @@ class DPEM(Driver):
         self._known = {name for name, value in given.items() if value is not None}
         text = f"mixture of {num_components}, {scale}, {probs}, {smallest_variance}"
         step = MStep(damping, scale, known, smallest_variance)
-        method = Method(expected_statistics(scale is None), step, text)
+        method = Method(expected_statistics(scale is None), step, text, _INDEPENDENT)
         super().__init__(method, RunSettings(**settings))
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:

@@ -33,6 +33,7 @@ from numpyro_dp.run.sweep import SweepResult
 __all__ = ["DPSEP", "EP", "SEP", "SensitiveEPResult"]
 
 _NORMAL = (normal, diagonal_normal, isotropic_normal)
+_INDEPENDENT = "DPSEP adds up the variances of independent noise to find the floor of a precision"
 
 
 class _Reader:
@@ -177,7 +178,7 @@ class DPSEP(Driver):
         self._reader = _Reader(model, family, site, data_plate, static_kwargs, own.public)
         self.guide = self._reader.guide
         text = f"{self._reader}, {tuple(release)}" + ", as printed" * as_printed
-        super().__init__(Method(estimator, optim, text), own)
+        super().__init__(Method(estimator, optim, text, _INDEPENDENT), own)
 
     def sweep(self, *args: Any, **kwargs: Any) -> SweepResult:
         """As :meth:`~numpyro_dp.DPSVI.sweep`; without norms where ``as_printed``."""

@@ -32,6 +32,7 @@ from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.mcmc.kernels import SGLD
 from numpyro_dp.privacy.accounting import TotalVariationError
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
+from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.spending import plan_for
@@ -235,14 +236,14 @@ def resolve(settings: ChainSettings, num_examples: int) -> Resolved:
     if sizes is not None and (
         settings.clip_norm is None or samples is None or settings.noise_is_open
     ):
-        # Noise multiplier times sensitivity at which the privacy noise is all the noise.
+        # Standard deviation in the sum at which the privacy noise is all the noise.
         prob = run.sampler.inclusion_prob(num_examples)
-        product = prob * math.sqrt(kernel.largest_step_size(1.0) / float(sizes.max()))
+        scale = prob * math.sqrt(kernel.largest_step_size(1.0) / float(sizes.max()))
         if settings.clip_norm is None:  # no noise multiplier depends on the clip norm
             plan = plan_for(run, num_examples, chains * known)
-            run = run.changed(clip_norm=product / plan.noise_multiplier)
+            run = run.changed(clip_norm=scale / _noise_scale(run, plan.noise_multiplier))
         elif settings.noise_multiplier is None:
-            run = run.changed(noise_multiplier=product / float(settings.clip_norm.sensitivity))
+            run = run.changed(noise_multiplier=scale / _noise_scale(run, 1.0))
     if samples is None:
         samples = _most_samples(settings, run, num_examples)
         _check_epochs(run.sampler, num_examples, settings.num_warmup + samples, chains)
@@ -258,8 +259,7 @@ def check_heat(
     if sizes is None or multiplier == 0:
         return
     prob = found.run.sampler.inclusion_prob(num_examples)
-    noise = multiplier * float(found.run.clip_norm.sensitivity) / prob
-    largest = settings.kernel.largest_step_size(noise)
+    largest = settings.kernel.largest_step_size(_noise_scale(found.run, multiplier) / prob)
     if sizes.max() > largest * (1 + _SLACK):
         raise ValueError(
             f"Expected step_size <= {largest:.4g}, where privacy noise is all the noise of "
@@ -267,6 +267,13 @@ def check_heat(
             "step, or step_size=None for the largest; less noise (fewer steps, a smaller clip "
             "norm, a larger batch) allows larger ones."
         )
+
+
+def _noise_scale(run: RunSettings, noise_multiplier: float) -> float:
+    """The standard deviation of the noise in the sum, which grows with multiplier and norm."""
+    mechanism = build_mechanism(run.mechanism, run.clip_norm, noise_multiplier)
+    return check_real("noise_scale of mechanism", float(mechanism.noise_scale), low=0,
+                      low_open=True, remedy="The noise is the thermal noise.")  # fmt: skip
 
 
 def step_sizes(kernel: SGLD, num_steps: int) -> np.ndarray | None:

@@ -33,6 +33,8 @@ from numpyro_dp.run.step import SensitiveState
 
 __all__ = ["DPMCMC"]
 
+_INDEPENDENT = "DPMCMC takes the noise for the thermal noise of its chains, which is independent"
+
 
 class DPMCMC:
     r"""Differentially private Markov chain Monte Carlo by stochastic gradient Langevin dynamics.
@@ -133,6 +135,7 @@ class DPMCMC:
         check_settings(self.settings)
         self._progress_bar = progress_bar
         self._frontend = _frontend(kernel, data_plate, static_kwargs, run.public)
+        _Chain(self._frontend, run)  # checks the settings; run makes the one that is used
         self._drivers: dict[str, _Chain] = {}
         self._samples: dict[str, Array] | None = None
         self._report: PrivacyReport | None = None
@@ -210,7 +213,8 @@ class _Chain(Driver):
     """The driver of the chains, with every number known."""
 
     def __init__(self, frontend: Frontend, settings: RunSettings) -> None:
-        super().__init__(Method(langevin(), frontend.svi.optim), settings)
+        method = Method(langevin(), frontend.svi.optim, independent_noise=_INDEPENDENT)
+        super().__init__(method, settings)
         self._frontend = frontend
 
     def get_params(self, state: SensitiveState) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from numpyro_dp.run.step import SensitiveState
 
 __all__ = ["DPPBP", "PBP"]
 
+_INDEPENDENT = "DPPBP adds up the variances of independent noise to find the floor of a precision"
 _START = 100.0  # first precision of the weights, so that the first means differ
 
 
@@ -125,7 +126,8 @@ class DPPBP(Driver):
         text = ", ".join(map(str, (network, *numbers)))
         estimator = network_ep(network, self._by_layer, precision_weight, noise_weight, ridge)
         steps = NetworkSteps(network, damping, step_size, floor)
-        super().__init__(Method(estimator, steps, text), RunSettings(**settings))
+        method = Method(estimator, steps, text, _INDEPENDENT)
+        super().__init__(method, RunSettings(**settings))
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters at a state; they may be published."""

@@ -33,6 +33,7 @@ __all__ = [
     "check_estimator",
     "check_fold",
     "check_identity",
+    "check_independent_noise",
     "check_loss_release",
     "check_mechanism",
     "check_mesh",
@@ -144,6 +145,21 @@ def check_mechanism(builder: Any, clip_norm: ClipNorm) -> None:
             "Expected mechanism to be a hashable value such as GaussianMechanism(), which makes a "
             f"core.Mechanism with an event of clip_norm and noise_multiplier, got {builder!r} "
             f"({found if isinstance(found, TypeError) else type(found).__name__})."
+        )
+
+
+def check_independent_noise(builder: Any, clip_norm: ClipNorm, reason: str) -> None:
+    """Raises ValueError if a driver needs independent noise and the mechanism has a memory.
+
+    Args:
+        builder: Makes the mechanism.
+        clip_norm: Of the run.
+        reason: Why the driver needs independent noise; empty if it does not.
+    """
+    if reason and build_mechanism(builder, clip_norm, 1.0).compose is not None:
+        raise ValueError(
+            f"mechanism={builder!r} adds noise that depends on the noise of earlier steps. "
+            f"{reason}, so the result would be wrong. Use mechanism=GaussianMechanism(), or DPSVI."
         )
 
 

@@ -53,6 +53,9 @@ class Driver(abc.ABC):
 
     def __init__(self, method: Method, settings: RunSettings) -> None:
         checks.check_estimator(method.estimator)
+        checks.check_independent_noise(
+            settings.mechanism, settings.norm_with_loss, method.independent_noise
+        )
         self.method, self.settings = method, settings
         self._sessions: dict[Any, Session] = {}
 

@@ -16,6 +16,7 @@ from numpyro_dp.model.held import held_by_function
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.run.mechanism_trial import try_mechanism
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.step import SensitiveState, optimised
 
@@ -112,6 +113,7 @@ def check_holds_no_records(
         public.check("sampler", settings.sampler.next, start)
     if not _is_ours(settings.mechanism):
         _check_mechanism(public, settings, shapes)
+        try_mechanism(settings, shapes, problem.num_examples)
     return shapes
 
 

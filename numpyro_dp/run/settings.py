@@ -30,11 +30,14 @@ class Method(NamedTuple):
         estimator: Problem -> estimator.
         optim: An optimiser with NumPyro's ``get_params`` and ``update``.
         text: What the numbers of a state mean beyond the settings of the run.
+        independent_noise: Why the noise of a step must not depend on that of earlier steps. Empty
+            if it may.
     """
 
     estimator: Callable[[Any], Estimator]
     optim: Any
     text: str = ""
+    independent_noise: str = ""
 
     def estimator_of(self, problem: Problem) -> Estimator:
         """Builds the estimator, or raises TypeError."""

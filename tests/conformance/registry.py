@@ -56,6 +56,7 @@ __all__ = [
     "EstimatorRow",
     "by_row",
     "example",
+    "pairs_to_run",
     "rows_to_run",
     "x64",
 ]
@@ -188,13 +189,17 @@ class DriverRow(NamedTuple):
     Attributes:
         name: For test ids.
         build: ``(model of a mean, settings) -> driver``.
+        entry: An entry of its signal, of several.
         columns: Axes of its records x: 1 or 2; a regression has y as well.
+        refuses: Part of the message, by name of the mechanism that the driver does not take.
     """
 
     name: str
     build: Callable[..., Any]
+    entry: str
     columns: int = 1
     targets: bool = False
+    refuses: dict[str, str] = {}
 
 
 DRIVERS: tuple[DriverRow, ...] = (
@@ -203,17 +208,45 @@ DRIVERS: tuple[DriverRow, ...] = (
         lambda model, **settings: DPSVI(
             model, AutoDiagonalNormal(model), optax.sgd(0.1), estimator=aligned(), **settings
         ),
+        "mean",
     ),
-    DriverRow("DPSEP", lambda model, **settings: DPSEP(model, **settings)),
+    DriverRow(
+        "DPSEP", lambda model, **settings: DPSEP(model, **settings), "linear",
+        refuses={"correlated": "DPSEP adds up the variances of independent noise"},
+    ),
     DriverRow(
         "DPMCMC",
         lambda model, **settings: DPMCMC(
             SGLD(model), num_warmup=2, num_samples=6, progress_bar=False, **settings
         ),
+        "mean",
+        refuses={
+            "correlated": "DPMCMC takes the noise for the thermal noise",
+            "adaptive": "Expected clip_norm as a number",
+        },
     ),
-    DriverRow("DPEM", lambda _, **settings: DPEM(2, **settings), 2),
-    DriverRow("DPPBP", lambda _, **settings: DPPBP(RegressionNetwork((2,)), **settings), 2, True),
-)
+    DriverRow(
+        "DPEM", lambda _, **settings: DPEM(2, **settings), "counts", 2,
+        refuses={"correlated": "DPEM adds up the variances of independent noise"},
+    ),
+    DriverRow(
+        "DPPBP", lambda _, **settings: DPPBP(RegressionNetwork((2,)), **settings), "linear",
+        2, True,
+        refuses={"correlated": "DPPBP adds up the variances of independent noise"},
+    ),
+)  # fmt: skip
+
+
+def pairs_to_run() -> list[Any]:
+    """Every driver with every mechanism; those that other tests nearly cover are extended."""
+    quick = {"adaptive", "automatic", "correlated"}
+    return [
+        pytest.param(
+            row, each, id=f"{row.name}-{each.name}",
+            marks=() if each.name in quick else pytest.mark.extended,
+        )
+        for row in DRIVERS for each in MECHANISMS
+    ]  # fmt: skip
 
 
 def rows_to_run(guides_only: bool = False) -> list[Any]:

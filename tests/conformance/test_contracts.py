@@ -21,6 +21,7 @@ from scipy import stats
 
 from numpyro_dp import (
     DPSVI,
+    SEP,
     BudgetError,
     FullBatch,
     GaussianMechanism,
@@ -39,7 +40,17 @@ from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.sums.bounded import bounded_sum, bounded_sum_by_definition
 
-from .registry import ACCOUNTANTS, DRIVERS, ESTIMATORS, FOLDS, MECHANISMS, SAMPLERS, by_row, x64
+from .registry import (
+    ACCOUNTANTS,
+    DRIVERS,
+    ESTIMATORS,
+    FOLDS,
+    MECHANISMS,
+    SAMPLERS,
+    by_row,
+    pairs_to_run,
+    x64,
+)
 from .scenarios import single
 from .test_neighbours import ROUNDING, change, fast, norm, numbers, seeds
 
@@ -212,6 +223,11 @@ def test_correlated_noise_is_accounted_for_as_a_whole():
         run_of(row, sampler=Poisson(0.2)).run(KEY, 8, X, progress_bar=False)
 
 
+def test_a_driver_without_noise_refuses_correlated_noise_too():
+    with pytest.raises(ValueError, match=r"mechanism=CorrelatedNoise\(decay=0.5\) adds noise that"):
+        SEP(mean_model, mechanism=MECHANISMS[-1].mechanism)
+
+
 @pytest.mark.parametrize("wrong", [GaussianMechanism, lambda clip_norm, noise: 3, [1], None])
 def test_what_makes_no_mechanism_is_refused(wrong):
     with pytest.raises(TypeError, match="Expected mechanism to be a hashable value such as"):
@@ -375,6 +391,13 @@ def mean_model(x):
         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
 
 
+def two_latents(x):
+    mean = numpyro.sample("mean", dist.Normal(0, 3))
+    shift = numpyro.sample("shift", dist.Normal(0, 1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean + shift, 1), obs=x)
+
+
 def data_of(row):
     x = jnp.linspace(-1.0, 1.0, 40)
     x = x[:, None] if row.columns == 2 else x
@@ -426,12 +449,24 @@ def test_a_driver_reports_what_it_spent(row):
     assert any(np.any(a != b) for a, b in pairs)  # noise of its own in each run
 
 
-@by_row(DRIVERS)
-def test_a_driver_takes_a_mechanism(row):
-    automatic = next(each for each in MECHANISMS if each.name == "automatic").mechanism
-    data, found = data_of(row), []
-    for mechanism in (GaussianMechanism(), automatic):
-        driver = driver_of(row, mechanism=mechanism, secret_key=9, repetition=True)
-        found.append(result_of(driver, data)[0])
-    leaves = zip(*map(jax.tree.leaves, found), strict=True)
-    assert any(np.any(np.abs(a - b) > 1e-4) for a, b in leaves)  # another bound, the same noise
+@pytest.mark.parametrize(("row", "each"), pairs_to_run())
+def test_a_driver_takes_a_mechanism_or_refuses_it(row, each):
+    each, data = renamed(each, row.entry), data_of(row)
+
+    def build(mechanism, clip_norm):
+        return row.build(
+            two_latents, mechanism=mechanism, clip_norm=clip_norm, sampler=FullBatch(),
+            noise_multiplier=3.0, secret_key=9, repetition=True,
+        )  # fmt: skip
+
+    if each.name in row.refuses:
+        with pytest.raises((TypeError, ValueError), match=row.refuses[each.name]):
+            build(each.mechanism, each.clip_norm)
+        return
+    found, report = result_of(build(each.mechanism, each.clip_norm), data)
+    assert report.num_steps == 8 and report.epsilon < math.inf
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
+    if each.name == "automatic":  # another factor, the same noise
+        plain, _ = result_of(build(GaussianMechanism(), each.clip_norm), data)
+        leaves = zip(*map(jax.tree.leaves, (found, plain)), strict=True)
+        assert any(np.any(np.abs(a - b) > 1e-4) for a, b in leaves)

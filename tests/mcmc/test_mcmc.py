@@ -1,5 +1,6 @@
 """Langevin samplers: exact posteriors, Theorem 1, what follows from what, and chains."""
 
+import dataclasses
 import math
 
 import flax.linen as nn
@@ -23,6 +24,7 @@ from numpyro_dp import (
     AdaptiveClip,
     BudgetError,
     FullBatch,
+    GaussianMechanism,
     Permutation,
     Poisson,
     PreconditionedSGLD,
@@ -32,6 +34,7 @@ from numpyro_dp import (
     sgd_as_sgld,
     sgld_as_sgd,
 )
+from numpyro_dp.mcmc.balance import resolve
 
 KEY = jax.random.key(0)
 DIM, NUMBER = 8, 100
@@ -217,6 +220,39 @@ def test_the_largest_step_is_the_default():
     np.testing.assert_allclose(
         mcmc.get_samples()["mean"], spelled.get_samples()["mean"], rtol=0.02, atol=0.002
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class MoreNoise:
+    """The Gaussian mechanism with twice the noise, and the event of half of it."""
+
+    def __call__(self, clip_norm, noise_multiplier):
+        base = GaussianMechanism()(clip_norm, noise_multiplier)
+        return GaussianMechanism()(clip_norm, 2 * noise_multiplier)._replace(event=base.event)
+
+
+def test_the_noise_of_the_mechanism_is_the_thermal_noise():
+    def chain(mechanism, **options):
+        options = {"clip_norm": 3.0, "budget": BUDGET, "mechanism": mechanism} | options
+        return sampler(SGLD(gaussian_mean, options.pop("step_size", 1e-5)), **options)
+
+    for missing, name in (("budget", "noise_multiplier"), ("clip_norm", "clip_norm")):
+        usual, more = (
+            getattr(resolve(chain(each, **{missing: None}).settings, 2000).run, name)
+            for each in (GaussianMechanism(), MoreNoise())
+        )
+        usual, more = (float(getattr(each, "given", each)) for each in (usual, more))
+        assert more == pytest.approx(usual / 2, rel=1e-6)
+    largest = 2 / 6.0**2  # of the noise 2 * 1.0 * 3.0
+    options = {"budget": None, "noise_multiplier": 1.0, "num_warmup": 0, "num_samples": 2}
+    chain(MoreNoise(), step_size=0.999 * largest, **options).run(KEY, records())
+    with pytest.raises(ValueError, match=f"Expected step_size <= {largest:.4g}"):
+        chain(MoreNoise(), step_size=1.01 * largest, **options).run(KEY, records())
+    silent = dataclasses.make_dataclass("Silent", [], bases=(MoreNoise,), frozen=True, namespace={
+        "__call__": lambda self, *args: GaussianMechanism()(*args)._replace(noise_scale=0.0)
+    })()  # fmt: skip
+    with pytest.raises(ValueError, match="noise_scale of mechanism=0.0"):
+        chain(silent, budget=None).run(KEY, records())
 
 
 def test_chains_share_the_budget_and_nothing_else():
