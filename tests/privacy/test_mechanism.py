@@ -10,6 +10,7 @@ from dp_accounting.dp_event import GaussianDpEvent, NonPrivateDpEvent
 from gaussian import gaussian
 
 from numpyro_dp import AdaptiveClip, GaussianMechanism
+from numpyro_dp._tree import squared_norm
 from numpyro_dp.core import Estimator, MechanismState
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.random import secret_key
@@ -77,6 +78,44 @@ def test_a_signal_that_is_not_finite_counts_as_nothing(clip, bad, name):
     assert (
         norm(bounded(gaussian(clip, 1.0), spoilt)) == 0.0
     )  # every entry of the record, whatever its block
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.7, 3e-3, {"a": 0.7, ...: 1.1}], ids=str)
+@pytest.mark.parametrize("traced", [False, True], ids=["numbers", "traced"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_no_clipped_signal_is_longer_than_its_norm_by_rounding(clip, traced, dtype):
+    """Norms are taken in higher precision: a factor that is 8 eps too large fails here.
+
+    In a sum of few records the margin of :func:`clip_margin` would hide it.
+    """
+    wide = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+    rng = np.random.default_rng(0)
+    with wide(dtype == "float64"):
+        names = ("a", "b")
+        norms = ClipNorm.of(clip).fixed()
+        limits = np.asarray(norms.of_blocks(names), np.longdouble)
+        mechanism = GaussianMechanism()(norms.as_arrays() if traced else norms, 1.0)
+        signals, squares = [], []
+        for limit in limits:
+            rows = rng.normal(size=(4000, 4)).astype(dtype)
+            rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+            # Within 32 eps of the norm, a little above it, and far above it.
+            near = 1 + np.finfo(dtype).eps * rng.uniform(-32, 32, 2000)
+            above = 10.0 ** np.concatenate([rng.uniform(-6, 0, 1000), rng.uniform(0, 15, 1000)])
+            size = np.concatenate([near, 1 + above])
+            signals.append((rows * (float(limit) * size)[:, None]).astype(dtype))
+            squares.append(jax.vmap(squared_norm)(signals[-1]))
+        factors = jax.jit(lambda squares: mechanism.scales(names, squares))(tuple(squares))
+        largest = []
+        for limit, rows, factor in zip(limits, signals, factors, strict=True):
+            # As the exact product, and as each number is rounded.
+            rounded = rows * np.asarray(factor)[:, None]
+            product = rows.astype(np.longdouble) * np.asarray(factor, np.longdouble)[:, None]
+            for clipped in (rounded.astype(np.longdouble), product):
+                lengths = np.sqrt((clipped**2).sum(1))
+                assert (lengths <= limit).all()
+                largest.append(float(lengths.max() / limit))
+    assert min(largest) > 1 - 20 * np.finfo(dtype).eps  # the bound is reached
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

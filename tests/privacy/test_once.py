@@ -34,6 +34,7 @@ from numpyro_dp import (
     aligned,
     secret_key,
 )
+from numpyro_dp.privacy import once
 
 KEY = jax.random.key(0)
 N = 12
@@ -338,6 +339,33 @@ def test_lanes_that_share_a_state_have_noise_of_their_own():
     assert len(np.unique(words, axis=0)) == 6
 
 
+def broadcast(state):
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (3, *leaf.shape)), state)
+
+
+# Ways to give three lanes one state whose keys nothing else distinguishes.
+LANES = {
+    # Of a compiled update, whose program has the state as an argument of its own.
+    "in_axes=None": lambda update, state, xs: jax.jit(jax.vmap(jax.jit(update), in_axes=(None, 0)))(
+        state, xs
+    ),
+    "equal copies": lambda update, state, xs: jax.jit(jax.vmap(update))(broadcast(state), xs),
+}
+
+
+@pytest.mark.parametrize("lanes", LANES.values(), ids=LANES)
+def test_lanes_with_one_state_and_a_given_key_have_noise_of_their_own(lanes):
+    """A given key has no nonce, so only the number of the lane can make the noise differ."""
+    driver = svi(secret_key=3)
+    state = driver.init(KEY, X)
+    assert state.nonce is None
+    found, _ = lanes(driver.update, state, jnp.stack([X, X, X]))
+    locs = np.asarray(driver.get_params(found)["auto_loc"]).reshape(3, -1)
+    assert len(np.unique(locs.round(5), axis=0)) == 3
+    for keys in (found.secret_key, found.sampler_state.key):
+        assert len(np.unique(np.asarray(jax.random.key_data(keys)), axis=0)) == 3
+
+
 def test_transformed_updates_that_pass_the_state_work():
     driver = svi()
     for transform in (jax.jit, jax.checkpoint):
@@ -446,6 +474,24 @@ def test_a_given_key_makes_the_same_noise_in_compiled_updates():
     np.testing.assert_allclose(
         driver.get_params(state)["auto_loc"], other.params["auto_loc"], rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("given", [None, 11], ids=["fresh key", "given key"])
+def test_copies_from_a_pickle_have_keys_and_noise_of_their_own(given):
+    driver = svi(secret_key=given, num_steps=4)
+    state = driver.init(KEY, X)
+    states = [state, *(pickle.loads(pickle.dumps(state)) for _ in range(2))]
+    for read in (lambda s: s.secret_key, lambda s: s.sampler_state.key):
+        words = [np.asarray(jax.random.key_data(read(each))) for each in states]
+        assert len(np.unique(words, axis=0)) == 3
+    step = jax.jit(driver.update)
+    compiled = [step(each, X)[0] for each in states]
+    resumed = []
+    for each in states:
+        once._used.clear()  # each run in a process of its own: nothing else distinguishes them
+        resumed.append(driver.run(KEY, 1, X, init_state=each, **run).state)
+    noise = noise_of(driver, compiled + resumed)
+    assert len(np.unique(noise.round(5))) == 6
 
 
 def in_new_process(code, *paths, **environment):
