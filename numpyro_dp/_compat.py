@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import jax.extend.core
+import numpyro
 from jax.extend.random import define_prng_impl
 from numpyro.optim import _NumPyroOptim
 from numpyro.primitives import Messenger
@@ -47,9 +48,9 @@ __all__ = [
     "numpyro_optimiser",
     "programs_in",
     "prototype_sites",
-    "reads_loss",
     "same_distribution",
     "setup_of",
+    "takes_value",
     "trace_of",
     "trace_state",
     "traced_by",
@@ -110,10 +111,14 @@ def as_program(value: Any) -> Program | None:
 def make_program(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     """Traces a function on arrays or their shapes.
 
+    NumPyro's validation of arguments is off meanwhile. It changes no value, and would leave tables
+    in the program: masks of triangles, say, as large as a covariance matrix.
+
     Returns:
         The program, and the shapes of what the function returns.
     """
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    with numpyro.validation_enabled(False):
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     program = as_program(closed)
     if program is None:
         raise TypeError(f"jax.make_jaxpr returned a {type(closed).__name__}, which is not a jaxpr.")
@@ -198,8 +203,8 @@ def mask_of(masked: Any) -> Any:
     return masked._mask
 
 
-def reads_loss(optim: Any) -> bool:
-    """Whether an optimiser of NumPyro wraps an optax transformation that takes ``value=``."""
+def takes_value(optim: Any) -> bool:
+    """Whether an optimiser of NumPyro has to be given the loss, ``update(..., value=)``."""
     return bool(getattr(optim, "update_with_value", False))
 
 

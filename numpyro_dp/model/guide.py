@@ -26,7 +26,7 @@ from numpyro.infer import autoguide
 from numpyro_dp._compat import flat_latent, forget_prototype, prototype_sites, unpack_latent
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.locals import fill_locals, is_local
-from numpyro_dp.model.public import UnsupportedModelError
+from numpyro_dp.model.public import UnsupportedModelError, own_constants
 from numpyro_dp.model.records import Arguments
 from numpyro_dp.model.separation import (
     one_record,
@@ -279,6 +279,8 @@ def _packed(auto: Any, latents: dict[str, Array]) -> Array:
     places = dict(unpack_latent(auto, np.arange(auto.latent_dim)))
     values = jnp.concatenate([jnp.ravel(latents[name]) for name in places])
     order = np.concatenate([np.ravel(place) for place in places.values()])
+    # Unsigned, so that JAX keeps no table of which are negative.
+    (order,) = own_constants(order.astype(np.uint32))
     return jnp.zeros_like(values).at[order].set(values)
 
 

@@ -24,7 +24,7 @@ from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.guide import Guide, auto_parts, guide_trace, log_density
 from numpyro_dp.model.held import held_by_function, held_by_program
 from numpyro_dp.model.locals import is_local
-from numpyro_dp.model.public import UnsupportedModelError, holds_records
+from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.separation import (
     check_one_row,
     one_record,
@@ -132,7 +132,7 @@ def _with_local_params(guide: Guide, params: dict[str, Any], shared: tuple[Array
     own = reading(local)
     number = structure.layout.num_examples
     for name in own:
-        if any(holds_records(leaf.shape, number) for leaf in jax.tree.leaves(params[name])):
+        if any(1 < number in leaf.shape for leaf in jax.tree.leaves(params[name])):
             raise UnsupportedModelError(
                 f"Parameter {name!r} of the guide has an entry for each of the {number} records, "
                 "and draws their latents: it would release them. Use parameters of another shape."

@@ -9,15 +9,24 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax.scipy.special
 import numpy as np
 
-from numpyro_dp._compat import CUSTOM_BATCHING, HOST_CALLS, as_program, literal, programs_in
+from numpyro_dp._compat import (
+    CUSTOM_BATCHING,
+    HOST_CALLS,
+    as_program,
+    literal,
+    make_program,
+    programs_in,
+)
 
 __all__ = [
+    "Written",
     "computes_in_half",
     "held_by_function",
     "held_by_program",
@@ -25,6 +34,7 @@ __all__ = [
     "is_key",
     "numbers_in_program",
     "refused_calls",
+    "written_by_jax",
 ]
 
 _LIBRARIES = ("builtins", "equinox", "flax", "jax", "jaxlib", "numpy", "numpyro", "optax", "scipy")
@@ -58,14 +68,53 @@ def held_by_program(found: Any) -> Iterator[Any]:
 
 
 def numbers_in_program(found: Any) -> set[float]:
-    """The different single numbers that a traced program, or one inside it, has as literals."""
+    """The different single numbers that a traced program, or one inside it, writes out.
+
+    Those are its literals, and NumPy arrays of one entry.
+    """
     own: set[float] = set()
     for program in programs_in(found):
+        held = (x for _, x in program.constants if not isinstance(x, jax.Array) and np.size(x) == 1)
+        own |= {_number(np.ravel(x)[0]) for x in held}
         for equation in program.equations:
             literals = (value for atom in equation.invars for value in literal(atom))
             own |= {_number(x) for x in literals if np.ndim(x) == 0 and not is_key(x)}
             own |= numbers_in_program(list(equation.params.values()))
     return own
+
+
+class Written(NamedTuple):
+    """What a library writes into programs.
+
+    Attributes:
+        numbers: Single numbers.
+        arrays: Tables.
+    """
+
+    numbers: frozenset[float]
+    arrays: tuple[Any, ...]
+
+
+@functools.cache
+def written_by_jax() -> Written:
+    """What special functions and random draws of JAX, and their derivatives, write into programs.
+
+    ``random.binomial`` has a table of Stirling's approximation, ``expi`` its polynomials.
+    """
+    special, random, key = jax.scipy.special, jax.random, jax.random.key(0)
+    functions = [
+        *(special.ndtri, special.log_ndtr, special.erfinv, special.gammaln, special.digamma),
+        *(special.i0e, special.i1e, special.expi),
+        *(lambda x, draw=draw: draw(key, x) for draw in (random.gamma, random.poisson)),
+        *(lambda x, draw=draw: draw(key, x, x) for draw in (random.beta, random.binomial)),
+        *(lambda x, f=f: f(x, x) for f in (special.betaln, special.gammainc, special.zeta)),
+        lambda x: special.betainc(2.0, 3.0, x),
+        lambda x: (random.normal(key) + random.cauchy(key) + random.t(key, x)) * x,
+    ]
+    one = jnp.ones(())
+    programs = [make_program(lambda x, fn=fn: jax.jvp(fn, (x,), (x,)), one)[0] for fn in functions]
+    tables = [x for program in programs for x in held_by_program(program) if np.size(x) > 1]
+    return Written(frozenset().union(*map(numbers_in_program, programs)), tuple(tables))
 
 
 def _number(value: Any) -> float:

@@ -1,20 +1,23 @@
-"""What is public besides the records: what somebody said is, and what is small.
+"""What is public besides the records: what the user names, and what is small.
 
 A record is a row of an argument. Every other array that reaches a model, a guide, an initialiser or
-a callback was either named by the user (``public=``, a static keyword of the constructor), or is a
-constant that the function holds by itself: in a closure, a global, an object. Such constants are
-found in the traced program and in all programs inside it, those of ``jit``, ``scan``, ``cond`` and
-of derivative rules included. They pass if all of them together are few numbers and none has the
-shape of the records. Nobody can tell a small table of constants from a small statistic of the
-records, so the report lists each array that was taken as public.
+a callback is public only if the user named it (``public=``, a static keyword of the constructor) or
+if it is small. Arrays that a function holds by itself (in a closure, a global, an object) are found
+in the traced program and in all programs inside it.
+
+Small is one rule. All such arrays together may have at most :func:`allowance` entries: 100, and
+never more than a quarter of the number of records. Every entry counts, whatever the array looks
+like: if zeros or identities passed, what is accepted would depend on the values of records. The
+report lists every array that was accepted, because nobody can tell a table of constants from a
+statistic of the records.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -30,6 +33,7 @@ from numpyro_dp.model.held import (
     is_key,
     numbers_in_program,
     refused_calls,
+    written_by_jax,
 )
 
 __all__ = [
@@ -37,20 +41,16 @@ __all__ = [
     "PublicArray",
     "PublicValues",
     "UnsupportedModelError",
+    "allowance",
     "argument_names",
     "declare",
     "first_values",
-    "holds_records",
     "own_constants",
-    "smallness",
+    "single_allowance",
 ]
 
-_FEW, _MOST = 100, 1000  # numbers that a table of constants may have: of few records, of many
-_MANY = 50  # below, a multiple of the number of records is too common a size to mean anything
-_NEAR = 20  # below, a size near the number of records is too common to mean anything
-
-
 _own: set[Any] = set()
+_CAPTURED = "captured"
 
 
 class UnsupportedModelError(ValueError):
@@ -76,36 +76,42 @@ class PublicArray(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """What a user said is public.
+    """What a user named as public.
 
     Attributes:
         names: Names of arguments of the model.
         arrays: Arrays that model, guide or initialisers hold, with their places.
+        captured: Whether everything that model and guide hold is public.
     """
 
     names: tuple[str, ...] = ()
     arrays: tuple[tuple[str, Any], ...] = ()
+    captured: bool = False
 
 
 def declare(public: Any = (), static: Mapping[str, Any] | None = None) -> Declared:
-    """Returns what ``public=`` and the static keywords of a driver say.
+    """Returns what ``public=`` and the static keywords of a driver name.
 
     Args:
-        public: Names of arguments, and arrays (or pytrees of them, modules of flax.nnx included).
+        public: Names of arguments, arrays (or pytrees of them, modules of flax.nnx included), and
+            ``"captured"`` for everything that model and guide hold; or that word alone.
         static: Static keywords of model and guide.
 
     Raises:
-        TypeError: If an entry is neither a name nor holds an array.
+        TypeError: If an entry is not a name and holds no array.
     """
+    public = [public] if public == _CAPTURED else public
     if isinstance(public, str) or not isinstance(public, Iterable) or is_array(public):
         raise TypeError(
             "Expected public= to be a sequence of names of arguments and of arrays, got "
-            f"{type(public).__name__}. Write public=['table'], or public=[array]."
+            f"{type(public).__name__}. Write public=['table'], public=[array], or "
+            "public='captured' for everything that model and guide hold."
         )
-    names, arrays = [], []
+    names, arrays, captured = [], [], False
     for number, entry in enumerate(public):
         if isinstance(entry, str):
-            names.append(entry)
+            captured |= entry == _CAPTURED
+            names += [entry] if entry != _CAPTURED else []
             continue
         found = list(_arrays_in(entry))
         if not found:
@@ -116,11 +122,11 @@ def declare(public: Any = (), static: Mapping[str, Any] | None = None) -> Declar
         arrays += [(f"public=[...] number {number}", leaf) for leaf in found]
     for name, value in (static or {}).items():
         arrays += [(f"static keyword {name!r}", leaf) for leaf in _arrays_in(value)]
-    return Declared(tuple(names), tuple(arrays))
+    return Declared(tuple(names), tuple(arrays), captured)
 
 
 def first_values(init_params: Mapping[str, Any] | None) -> tuple[PublicArray, ...]:
-    """Returns what a report says of first values that the user passed."""
+    """Returns what a report lists of initial values that the user passed."""
     return tuple(
         PublicArray(f"init_params[{name!r}]", tuple(np.shape(leaf)), str(jnp.result_type(leaf)))
         for name, value in (init_params or {}).items()
@@ -148,30 +154,25 @@ def own_constants(*arrays: Any) -> tuple[Any, ...]:
     return arrays
 
 
-def smallness(number: int) -> int:
-    """How many undeclared numbers pass as constants where there are so many records."""
-    return max(_FEW, min(number, _MOST))
+def allowance(number: int) -> int:
+    """Returns how many entries undeclared arrays may have together, beside this many records."""
+    return min(100, number // 4)
 
 
-def holds_records(shape: tuple[int, ...], number: int) -> bool:
-    """Whether an array may hold all records: an axis of about their number, or a flattened table.
+def single_allowance(number: int) -> int:
+    """Returns how many different single numbers code and arguments may have.
 
-    Args:
-        shape: Its shape.
-        number: Number of records.
+    The same as :func:`allowance`, but 25 are always allowed: the constants of an optimiser and of
+    densities are among them.
     """
-    if number < 2:
-        return False
-    near = number // 10 if number >= _NEAR else 0
-    flattened = len(shape) == 1 and number >= _MANY and shape[0] % number == 0 and shape[0] > 0
-    return flattened or any(abs(size - number) <= near for size in shape)
+    return max(25, allowance(number))
 
 
 class PublicValues:
     """Arrays that were taken as public in one model and guide, and the rule for further ones.
 
     Args:
-        declared: What the user said is public.
+        declared: What the user named as public.
         plate: Name of the data plate.
         number: Number of records.
         arguments: Public arrays among the arguments.
@@ -181,18 +182,22 @@ class PublicValues:
         self, declared: Declared, plate: str, number: int, arguments: tuple[PublicArray, ...] = ()
     ) -> None:
         self.plate, self.number = plate, number
+        self._captured = declared.captured
         self._declared = {_digest(array): place for place, array in declared.arrays}
-        self._taken: dict[Any, PublicArray] = dict(enumerate(arguments))
+        # Arrays by their values; a tuple has as many entries as there are equal arrays.
+        self._taken: dict[Any, tuple[PublicArray, ...]] = {
+            place: (each,) for place, each in enumerate(arguments)
+        }
         self._trusted: set[Any] = set()
         self._numbers = 0
         for place, array in declared.arrays:
             if place.startswith("static"):
-                self._taken[_digest(array)] = _described(place, array)
+                self._taken[_digest(array)] = (_described(place, array),)
 
     @property
     def arrays(self) -> tuple[PublicArray, ...]:
         """What was taken as public so far."""
-        return tuple(self._taken.values())
+        return tuple(each for equal in self._taken.values() for each in equal)
 
     def __eq__(self, other: object) -> bool:
         """Whether the same was taken."""
@@ -207,7 +212,7 @@ class PublicValues:
         return other
 
     def check(self, what: str, fn: Callable[..., Any], *args: Any, any_size: bool = False) -> None:
-        """Refuses a function that calls the host, or holds arrays that nobody said are public.
+        """Refuses a function that calls the host, or holds arrays that nobody declared public.
 
         Args:
             what: Words for the function.
@@ -220,8 +225,19 @@ class PublicValues:
         """
         self.check_program(what, make_program(fn, *args)[0], any_size=any_size)
 
-    def check_program(self, what: str, program: Program, *, any_size: bool = False) -> None:
-        """The same for a program that has been traced."""
+    def check_program(
+        self, what: str, program: Program, *, any_size: bool = False, once: bool = False
+    ) -> None:
+        """The same for a program that has been traced.
+
+        Args:
+            what: Words for the program.
+            program: The program.
+            any_size: Refuses an array of any size that was not declared or found before.
+            once: Whether the program evaluates the function once. Then equal arrays are counted
+                one by one, so that many small arrays cannot hold a column of few values. A program
+                that evaluates it several times makes new copies of what NumPy computes in it.
+        """
         for name in refused_calls(program):
             if name == CUSTOM_BATCHING:
                 raise UnsupportedModelError(
@@ -234,70 +250,84 @@ class PublicValues:
                 "kept without clip and noise. Take the callback out: leave out jax.debug.print, "
                 "and compute with jax.numpy instead of pure_callback."
             )
-        numbers, limit = len(numbers_in_program(program)), smallness(self.number)
-        if numbers > limit:
-            raise UnsupportedModelError(
-                f"The {what} has {numbers} different single numbers in its program, as a loop over "
-                f"a list of numbers writes them. At most {limit} pass beside {self.number} "
-                "records, since they might be values of records. Pass records as arguments; pass "
-                "public numbers as one array, and say so: public=[array] of the driver."
-            )
+        self._check_numbers(what, program)
         held = held_by_program(program)
         held = (jax.random.key_data(x) if is_key(x) and x.size > 1 else x for x in held)
         held = (x for x in held if not is_key(x))
-        # A single number of NumPy is like one of Python: part of the program's text.
+        # One number of NumPy is part of the program's text, as a number of Python is.
         held = (x for x in held if isinstance(x, jax.Array) or np.size(x) > 1)
-        held = (x for x in held if not _says_nothing(x, self.number))
-        self.take(what, held, any_size=any_size)
+        self.take(what, held, any_size=any_size, once=once)
+
+    def _check_numbers(self, what: str, program: Program) -> None:
+        """Refuses a program with many single numbers, as a loop over records writes them."""
+        limit = single_allowance(self.number)
+        numbers = numbers_in_program(program)
+        if self._captured or len(numbers) <= limit:
+            return
+        own = len(numbers - written_by_jax().numbers)
+        if own > limit:
+            raise UnsupportedModelError(
+                f"The {what} has {own} different single numbers in its program, as a loop over a "
+                f"list of numbers writes them. At most {limit} are allowed beside {self.number} "
+                "records, because they might be values of records. Pass records as arguments. Put "
+                "public numbers into one array and name it: public=[array] of the driver."
+            )
 
     def trust(self, arrays: Iterable[Any]) -> None:
-        """Lets constants pass that a library made."""
+        """Accepts constants that a library made, without listing them."""
         self._trusted |= {_digest(array) for array in arrays if not is_key(array)}
 
-    def take(self, what: str, arrays: Iterable[Any], *, any_size: bool = False) -> None:
+    def take(
+        self, what: str, arrays: Iterable[Any], *, any_size: bool = False, once: bool = False
+    ) -> None:
         """Takes arrays as public, or refuses them.
 
         Args:
             what: Words for what holds them.
             arrays: The arrays.
             any_size: Refuses an array of any size that was not declared.
+            once: Whether equal arrays are counted one by one.
         """
-        for array in arrays:
+        objects = {_identity(array): array for array in arrays}
+        found: dict[Any, int] = {}
+        for array in objects.values():
             digest = _digest(array)
+            found[digest] = found.get(digest, 0) + 1
             if digest in self._declared:
-                self._taken[digest] = _described(self._declared[digest], array)
-            elif digest in self._taken or digest in self._trusted | _own:
+                self._taken[digest] = (_described(self._declared[digest], array),)
+            elif digest in self._trusted | _own or digest in _of_jax():
                 continue
-            elif any_size:
-                raise UnsupportedModelError(
-                    f"The {what} holds an array of shape {np.shape(array)}, which becomes a first "
-                    "value and is published without noise. Where it reads no record, pass it as "
-                    "init_params= of run or init, or say that it is public: public=[array]."
-                )
-            else:
+            elif len(self._taken.get(digest, ())) < (found[digest] if once else 1):
+                if any_size and not self._captured:
+                    raise UnsupportedModelError(
+                        f"The {what} holds an array of shape {np.shape(array)}, which becomes an "
+                        "initial value and is published without noise. If it comes from no "
+                        "record, pass it as init_params= of run or init, or name it as public: "
+                        "public=[array] of the driver."
+                    )
                 self._take_small(what, digest, array)
 
     def _take_small(self, what: str, digest: Any, array: Any) -> None:
-        shape, limit = np.shape(array), smallness(self.number)
-        remedy = (
-            "Pass records as arguments, with one row for each. If the array is public, say so: "
-            "public=[array] of the driver, or pass it to the model as a static keyword of the "
-            "constructor."
-        )
-        if holds_records(shape, self.number):
+        limit = allowance(self.number)
+        self._numbers += int(np.size(array))
+        if self._numbers > limit and not self._captured:
             raise UnsupportedModelError(
-                f"The {what} holds an array of shape {shape}, with an entry for each record of "
-                f"plate {self.plate!r} (or about as many), that is no argument: it would be read "
-                f"without clip and noise. {remedy}"
+                f"The {what} holds an array of shape {np.shape(array)} that is not an argument. "
+                f"With it, such arrays have {self._numbers} entries. At most {limit} are allowed "
+                f"beside {self.number} records (plate {self.plate!r}), because they are read "
+                "without clip and noise, and might come from records. Pass records as arguments, "
+                "with one row for each. If the array is public, name it: public=[array] of the "
+                "driver, or pass it as a static keyword of the constructor. If NumPy computes it "
+                "from public arrays, that array is not the one that you name: pass "
+                "public='captured', for everything that model and guide hold."
             )
-        self._numbers += int(np.prod(shape))
-        if self._numbers > limit:
-            raise UnsupportedModelError(
-                f"The {what} holds an array of shape {shape} that is no argument; with it, arrays "
-                f"that nobody declared have {self._numbers} numbers. At most {limit} pass as "
-                f"constants beside {self.number} records. {remedy}"
-            )
-        self._taken[digest] = _described(f"held by the {what}", array)
+        place = _described(f"held by the {what}", array)
+        self._taken[digest] = (*self._taken.get(digest, ()), place)
+
+
+@functools.cache
+def _of_jax() -> frozenset[Any]:
+    return frozenset(map(_digest, written_by_jax().arrays))
 
 
 def _arrays_in(value: Any) -> Iterator[Any]:
@@ -312,43 +342,12 @@ def _arrays_in(value: Any) -> Iterator[Any]:
         yield from held_by_function(value)
 
 
-def _says_nothing(array: Any, number: int) -> bool:
-    """Whether one or two numbers say all of an array: an identity, or equal entries or steps.
-
-    So do those of a triangle: its mask, and the rows and columns of its entries.
-    """
-    if np.size(array) < 2:
-        return False
-    values = np.asarray(array)
-    first = values.flat[0]
-    matrix = values.reshape(-1, *values.shape[-2:])[0] if values.ndim > 2 else values
-    if any((values == each).all() for each in _of_triangles(matrix)):
-        return True
-    if holds_records(values.shape, number):  # records may happen to be all alike
-        return False
-    if (values == first).all():
-        return True
-    if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
-        return False
-    steps = np.diff(values)
-    return bool((steps == steps[0]).all())
-
-
-def _of_triangles(values: Any) -> Iterator[np.ndarray]:
-    """Tables of a given shape that make triangular matrices, in NumPyro's transforms, say."""
-    rows = len(values)
-    if values.ndim == 2 and values.shape[1] == rows:
-        yield values[0, 0] * np.eye(rows)
-        for lower in (np.tri(rows, k=offset) for offset in (-1, 0)):
-            yield from (lower, lower.T, 1 - lower, 1 - lower.T)
-    elif values.ndim == 2 and values.shape[1] == 2:
-        yield np.stack([np.arange(rows)] * 2, 1)  # places of a diagonal
-    elif values.ndim == 1 and np.issubdtype(values.dtype, np.integer):
-        size = math.isqrt(2 * rows)  # there are size * (size + 1) / 2 entries, or as many less size
-        for side, offset in ((size, 0), (size + 1, 1)):
-            if side * (side + 1 - 2 * offset) == 2 * rows:
-                yield from np.tril_indices(side, -offset)
-                yield from np.triu_indices(side, offset)
+def _identity(array: Any) -> Any:
+    """What distinguishes array objects: for NumPy the memory, since JAX wraps its arrays anew."""
+    if isinstance(array, jax.Array):
+        return id(array)
+    view = np.asarray(array)
+    return view.__array_interface__["data"][0], view.shape, view.strides
 
 
 def _described(place: str, array: Any) -> PublicArray:

@@ -22,7 +22,7 @@ from numpyro_dp.model.public import (
     PublicArray,
     PublicValues,
     argument_names,
-    smallness,
+    single_allowance,
 )
 
 __all__ = [
@@ -305,7 +305,7 @@ def _check_few_numbers(constants: list[Any], scalars: int, num_examples: int) ->
     """Refuses lists of records: Python numbers, and arrays without an axis, are public."""
     numbers = [leaf for leaf in constants if isinstance(leaf, int | float | complex)]
     for found, what in ((len(numbers), "Python numbers"), (scalars, "arrays of one number")):
-        if 1 < num_examples <= found or found > smallness(num_examples):
+        if 1 < num_examples <= found or found > single_allowance(num_examples):
             raise TypeError(
                 f"Expected arrays, got {found} {what} among the arguments for {num_examples} "
                 "records. Convert lists of records with jnp.asarray: numbers are public constants."

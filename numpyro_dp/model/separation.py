@@ -99,7 +99,7 @@ def check_separable(
                 "Pass records as arguments, and let latents and parameters be the same for all "
                 "records, or index them by a column of the data."
             )
-    public.check_program("model", program)
+    public.check_program("model", program, once=True)
     return computes_in_half(program)
 
 

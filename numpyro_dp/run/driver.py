@@ -23,7 +23,7 @@ from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run import checks
 from numpyro_dp.run.results import RunResult
 from numpyro_dp.run.session import Session
-from numpyro_dp.run.session_checks import check_fold_holds_no_records
+from numpyro_dp.run.session_checks import check_fold_holds_no_records, finite_start
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.spending import (
     begun,
@@ -300,10 +300,18 @@ class Driver(abc.ABC):
         structure = self._structure(args, kwargs) if structure is None else structure
         settings = self.settings
         plan = plan_for(settings, structure.layout.num_examples, num_steps)
-        prepared = self._prepare(structure, rng_key, args, kwargs, init_params)
         key = arguments_key(args, kwargs)
-        if key not in self._sessions:
-            self._sessions[key] = Session(settings, self.method, prepared)
+
+        def prepare(attempt: int) -> Prepared:
+            own = jax.random.fold_in(rng_key, attempt) if attempt else rng_key
+            return self._prepare(structure, own, args, kwargs, init_params)
+
+        def finite(prepared: Prepared) -> bool:
+            if key not in self._sessions:
+                self._sessions[key] = Session(settings, self.method, prepared)
+            return self._sessions[key].has_finite_signals(prepared)
+
+        prepared = finite_start(prepare, finite)
         session = self._sessions[key]
         identity = dataclasses.replace(
             session.identity(*first_values(init_params)),

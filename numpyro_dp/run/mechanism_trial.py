@@ -116,7 +116,7 @@ def _try_privatise(
     stated, names = build(clip_norm), filled(shapes)
     sensitivity, scale = float(stated.sensitivity), float(stated.noise_scale)
     event, fresh = stated.event, stated.compose is None
-    if stated.compose is not None:
+    if not fresh:
         with contextlib.suppress(Exception):  # it may be for other samplers alone
             event = stated.compose(FullBatch(), num_examples, 1)
     if isinstance(event, dpa.NonPrivateDpEvent):  # epsilon is infinite then
@@ -139,8 +139,7 @@ def _try_privatise(
 
     start = stated.init(zeros | dict.fromkeys(extras, jnp.zeros(())))
     noise, memory = noise_of(1, zeros, start)
-    variance = noise.var(-1)
-    fourth = np.mean((noise - noise.mean(-1, keepdims=True)) ** 4, -1)
+    variance, fourth = noise.var(-1), np.mean((noise - noise.mean(-1, keepdims=True)) ** 4, -1)
     error = 5 * np.sqrt(abs(fourth - variance**2) / _NUMBERS)  # five standard errors
     least = event.noise_multiplier * sensitivity if isinstance(event, dpa.GaussianDpEvent) else 0
     added = f"privatise added noise of standard deviation {np.sqrt(variance).min():.4g}"
@@ -164,8 +163,8 @@ def _try_privatise(
             "privatise added other noise with another memory and the same key, but compose is "
             "None. Epsilon counts steps as independent. Give compose, the event of a whole run."
         )
-    correlation = np.corrcoef(np.concatenate([noise, noise_of(2, zeros, start)[0]]))
-    if not (most := abs(np.triu(correlation, 1)).max()) <= 6 / np.sqrt(_NUMBERS):
+    most = abs(np.triu(np.corrcoef([*noise, *noise_of(2, zeros, start)[0]]), 1)).max()
+    if not most <= 6 / np.sqrt(_NUMBERS):
         raise _TrialError(
             f"privatise added noise with a correlation of {most:.2g} between two keys or entries. "
             "Noise that occurs twice can be subtracted. Draw it from key, with a split per entry."

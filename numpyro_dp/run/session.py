@@ -67,7 +67,7 @@ class Session:
         params = method.optim.get_params(prepared.optim_state)
         self.param_shapes = shapes_of(params)
         estimator = self._estimator(problem.shared, MechanismState(settings.clip_norm.as_arrays()))
-        check_signal(problem, estimator, params, settings.norm_with_loss)
+        self._finite = check_signal(problem, estimator, params, settings.norm_with_loss)
         self._total = check_holds_no_records(
             problem, self._estimator, method, settings, prepared.optim_state
         )
@@ -115,6 +115,10 @@ class Session:
         if mechanism.extras is not None:
             total |= {indicator_entry(group): jnp.zeros(()) for group in clip_norm.adaptive}
         return MechanismState(clip_norm.as_arrays(), mechanism.init(total))
+
+    def has_finite_signals(self, prepared: Prepared) -> bool:
+        """Whether an invented record has a finite signal at the start of a run."""
+        return self._finite(self.method.optim.get_params(prepared.optim_state))
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Splits arguments into records and public arrays."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,31 +21,66 @@ from numpyro_dp.run.mechanism_trial import try_mechanism
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.step import SensitiveState, optimised
 
-__all__ = ["check_fold_holds_no_records", "check_holds_no_records", "check_signal"]
+__all__ = [
+    "check_fold_holds_no_records",
+    "check_holds_no_records",
+    "check_signal",
+    "finite_start",
+]
+
+_ATTEMPTS = 10
 
 
 def check_signal(
     problem: Any, estimator: Estimator, params: dict[str, Any], clip_norm: ClipNorm
-) -> None:
-    """Raises unless the estimator fits the model, and ``clip_norm`` the signal's entries."""
+) -> Callable[[dict[str, Any]], bool]:
+    """Raises unless the estimator fits the model, and ``clip_norm`` the signal's entries.
+
+    Returns:
+        ``params -> bool``: whether any invented record has a finite signal there.
+    """
     if estimator.check is not None:
         estimator.check(params)
 
     def signal(params: dict[str, Any], example: PyTree) -> PyTree:
         return estimator.signal(estimator.prepare(jax.random.key(0), params), example)
 
-    _check_finite(problem, jax.jit(signal), params)
     if clip_norm.entries != (...,):
         entries = filled(jax.eval_shape(signal, params, problem.blank_example()))
         clip_norm.check_entries(entries)
+    return functools.partial(_finite, problem, jax.jit(signal))
 
 
-def _check_finite(problem: Any, signal: Callable[..., PyTree], params: dict[str, Any]) -> None:
-    """Raises if no invented record has a finite signal.
+def finite_start(prepare: Callable[[int], Any], finite: Callable[[Any], bool]) -> Any:
+    """Returns the first of some starts at which an invented record has a finite signal.
 
-    A record without one counts as 0. Where that holds of all, a run would return the prior and
+    ``SVI`` too draws initial values anew until the gradient is finite; it looks at the records for
+    that. A record without a finite signal counts as 0. If all do, a run would return the prior and
     noise, at the whole cost of privacy.
+
+    Args:
+        prepare: Number of an attempt -> start.
+        finite: Start -> whether it will do.
+
+    Raises:
+        UnsupportedModelError: If none will.
     """
+    for attempt in range(_ATTEMPTS):
+        start = prepare(attempt)
+        if finite(start):
+            return start
+    raise UnsupportedModelError(
+        "The likelihood has no finite gradient for any invented record (normal numbers, ones, "
+        f"halves, identities), at {_ATTEMPTS} initial values. Records without a finite gradient "
+        "count as 0, and the run would return the prior. Look for sqrt or log at 0, a where() "
+        "whose other branch is not finite, or initial values that overflow (init_params= or the "
+        "guide's init_loc_fn=). If a discrete latent is summed out, every value of it must leave "
+        "the density finite: for example Poisson(rate * k + 1e-6) instead of Poisson(rate * k)."
+    )
+
+
+def _finite(problem: Any, signal: Callable[..., PyTree], params: dict[str, Any]) -> bool:
+    """Whether any invented record has a finite signal."""
     normal, ones = problem.records.layout.invented()
     # One is in the support of most sites: a half is a proportion, an identity a covariance.
     halves = tuple(leaf // 2 if leaf.dtype.kind in "iub" else leaf / 2 for leaf in ones)
@@ -53,15 +89,8 @@ def _check_finite(problem: Any, signal: Callable[..., PyTree], params: dict[str,
         extra = problem.blank_example()[len(rows) :]
         found = signal(params, tuple(leaf[0] for leaf in rows) + extra)
         if all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(found)):
-            return
-    raise UnsupportedModelError(
-        "Expected a model whose likelihood has a finite gradient for some record, got NaN or "
-        "infinity for every invented one (normal numbers, ones, halves, identities). Such records "
-        "count as 0, and the run would return the prior. Look for sqrt or log at 0, a where() "
-        "whose other branch is not finite, or first values that overflow (init_params= or the "
-        "guide's init_loc_fn=). Where a discrete latent is summed out, every value of it must "
-        "leave the density finite: Poisson(rate * k + 1e-6) instead of Poisson(rate * k), say."
-    )
+            return True
+    return False
 
 
 def _identity_like(rows: Array) -> Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from numpyro_dp._compat import reads_loss
+from numpyro_dp._compat import takes_value
 from numpyro_dp.core import (
     Batch,
     Estimator,
@@ -311,7 +311,7 @@ def build_loop(
 def optimised(optim: Any, update: PyTree, state: PyTree) -> PyTree:
     """Returns the state of an optimiser after a step."""
     # Optax transformations that read the loss are given nan: it is sensitive.
-    extra = {"value": jnp.nan} if reads_loss(optim) else {}
+    extra = {"value": jnp.nan} if takes_value(optim) else {}
     return optim.update(update, state, **extra)
 
 

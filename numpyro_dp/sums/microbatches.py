@@ -214,5 +214,8 @@ def rows_of(tree: PyTree) -> Callable[[slice], PyTree]:
 
 
 def first_of(examples: PyTree) -> PyTree:
-    """Shapes and types of one record."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), examples)
+    """Shapes of one record, and types as JAX takes them."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], jax.dtypes.canonicalize_dtype(x.dtype)),
+        examples,
+    )

@@ -1,6 +1,7 @@
 """One record changes the sum by at most the stated sensitivity, whatever the record is."""
 
 import functools
+import itertools
 import math
 
 import hypothesis
@@ -8,13 +9,18 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 from gaussian import gaussian
 
 from numpyro_dp import FixedSize, FullBatch, LossRelease, Permutation, Poisson
+from numpyro_dp.mcmc.balance import resolve
+from numpyro_dp.mcmc.driver import _Chain
+from numpyro_dp.sums.bounded import bounded_sum
 
-from .registry import ESTIMATORS, EstimatorRow, rows_to_run
-from .scenarios import SCENARIOS, bench, by_name, rows_for, single
+from .registry import DRIVERS, ESTIMATORS, EstimatorRow, by_row, rows_to_run
+from .scenarios import DIM, SCENARIOS, bench, by_name, rows_for, single
 
 ROWS = 6
 KEY = jax.random.key(11)
@@ -200,6 +206,58 @@ def test_what_a_step_releases(row, sampler, release):
     check()
     # With a loss both parts must be at their bounds at once.
     assert largest > (0.9 if release is None else 0.8)
+
+
+def line(x, y):
+    coef = numpyro.sample("coef", dist.Normal(0, 1).expand([DIM]).to_event(1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ coef, 1.0), obs=y)
+
+
+def sum_of(row, args):
+    """The sum of clipped signals before noise, as ``(arrays, mask) -> total``."""
+    driver = row.build(line, clip_norm=1.0, noise_multiplier=0.5, sampler=FullBatch())
+    if row.name == "DPMCMC":  # the driver of its chains
+        driver = _Chain(driver._frontend, resolve(driver.settings, len(args[0])).run)
+    session = driver._session(args, {})
+    state = driver.init(KEY, *args)
+    # Away from the start, where the mean site of DPSEP is 0.
+    params = session.method.optim.get_params(state.optim_state)
+    params = jax.tree.map(lambda leaf: 1.5 * leaf, params)
+    estimator = session._estimator((), state.mechanism_state)
+    mechanism = session._mechanism(state.mechanism_state, 0.0)
+
+    @jax.jit
+    def total(arrays, mask):
+        public = estimator.prepare(KEY, params)
+        return bounded_sum(estimator, mechanism, public, arrays, mask)
+
+    return total
+
+
+@by_row(DRIVERS)
+def test_a_record_with_nan_or_infinity_says_nothing(row):
+    """The sum is the one with the record's row masked.
+
+    Message passing adds the term of a record whose site is nothing: minus the mean site, clipped.
+    """
+    rng, every, who = np.random.default_rng(5), np.ones(12, bool), 4
+    x = rng.normal(size=(12, DIM)).astype(np.float32)
+    y = x[:, 0] + (3 * (np.arange(12) == who)).astype(np.float32)
+    arrays = (x, y) if row.name != "DPEM" else (x,)
+    total = sum_of(row, arrays)
+    without = total(arrays, np.arange(12) != who)
+    assert change(total(arrays, every), without) > 0.1
+    if row.name in ("DPSEP", "DPPBP"):
+        nothing = total((np.where(np.arange(12)[:, None] == who, np.nan, x), y), every)
+        assert 0 < change(nothing, without) <= 1
+        without = nothing
+    for number, bad in itertools.product(range(len(arrays)), (np.nan, np.inf, -np.inf)):
+        spoilt = [np.array(array) for array in arrays]
+        spoilt[number].reshape(12, -1)[who, -1] = bad  # one number of the record
+        found = total(tuple(spoilt), every)
+        for one, other in zip(*map(jax.tree.leaves, (found, without)), strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=f"{number} {bad}")
 
 
 def test_rows_of_the_registry_are_distinct_and_the_named_guides_are_there():

@@ -567,10 +567,83 @@ def a_captured_copy_reshaped():
     return svi(located(lambda x, w: x @ w + jnp.asarray(X.reshape(30, 6)).mean()), X, Y)
 
 
-@refused("(10,)", "110 numbers", "public=")
+@refused("(5,)", "20 entries", "At most 15", "public=")
 def many_small_captured_arrays():
-    tables = [jnp.asarray(X.ravel()[10 * i : 10 * i + 10]) for i in range(12)]
+    tables = [jnp.asarray(X.ravel()[5 * i : 5 * i + 5]) for i in range(12)]
     return svi(located(lambda x, w: x @ w + sum(table.mean() for table in tables)), X, Y)
+
+
+def many_records(number):
+    rng = np.random.default_rng(1)
+    return [rng.normal(size=shape).astype(np.float32) for shape in ((number, D), number)]
+
+
+@refused("(100, 3)", "300 entries", "At most 100", "public=")
+def inducing_points_that_are_every_fourth_record():
+    x, y = many_records(400)
+    points = jnp.asarray(x[::4])
+    return svi(
+        located(lambda x, w: jnp.exp(-jnp.square(x[:, None] - points).sum(-1)).sum(-1) * w[0]), x, y
+    )
+
+
+@refused("(100, 2)", "200 entries", "public=")
+def a_column_reshaped_among_few_records():
+    x, y = many_records(200)
+    table = jnp.asarray(y.reshape(100, 2))
+    return svi(located(lambda x, w: x @ w + table.mean()), x, y)
+
+
+def summed(arrays):
+    """A model that holds a list of arrays."""
+    return svi(located(lambda x, w: x @ w + sum(array.sum() for array in arrays)), X, Y)
+
+
+@refused("()", "16 entries", "public=")
+def a_column_as_arrays_without_an_axis():
+    return summed([jnp.asarray(value) for value in Y])
+
+
+@refused("(2,)", "16 entries", "public=")
+def a_column_as_arrays_of_equal_entries():
+    return summed([jnp.full(2, value) for value in Y])
+
+
+@refused("(2,)", "16 entries", "public=")
+def a_column_of_two_values_as_many_arrays():
+    """Arrays of equal values are counted one by one."""
+    return summed([jnp.full(2, int(label)) for label in LABELS])
+
+
+@refused("(2,)", "16 entries", "public=")
+def a_column_of_two_values_as_many_arrays_of_numpy():
+    tables = [np.full(2, label) for label in LABELS]
+    return svi(
+        located(lambda x, w: x @ w + sum(jnp.sum(jnp.asarray(each)) for each in tables)), X, Y
+    )
+
+
+@refused("(2, 2)", "16 entries", "public=")
+def a_column_as_scaled_identities():
+    return summed([value * jnp.eye(2) for value in Y])
+
+
+@refused("(60,)", "60 entries", "public=")
+def a_column_of_records_that_are_all_alike():
+    """What is accepted must not depend on whether they are."""
+    return summed([jnp.ones(N)])
+
+
+@refused("(60,)", "60 entries", "public=")
+def a_column_of_zeros_of_numpy():
+    zeros = np.zeros(N, np.float32)
+    return svi(located(lambda x, w: x @ w + jnp.asarray(zeros).mean()), X, Y)
+
+
+@refused("(60,)", "60 entries", "public=")
+def numbers_of_the_records():
+    order = np.arange(N)
+    return svi(located(lambda x, w: x @ w + jnp.asarray(order).mean()), X, Y)
 
 
 @refused("(60", "public=")
@@ -1488,7 +1561,7 @@ def message_passing_of_counts():
     return sep(model, LABELS, family={"p": beta()})._replace(records=(0,))
 
 
-@refused("single numbers in its program", "At most 100 pass", "public=[array]")
+@refused("single numbers in its program", "At most 25 are allowed", "public=[array]")
 def records_written_out_by_a_loop_over_a_list():
     numbers = [float(number) for number in np.concatenate([Y, X[:, 0]])]
 

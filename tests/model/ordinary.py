@@ -34,6 +34,7 @@ from hostile import (
     weights,
 )
 from numpyro import handlers
+from numpyro.contrib.hsgp.approximation import hsgp_squared_exponential
 from numpyro.contrib.module import flax_module, random_flax_module
 from numpyro.distributions import constraints
 from numpyro.infer.autoguide import (
@@ -470,11 +471,11 @@ def answers_by_ability_and_difficulty():
 
 
 @ordinary
-def a_captured_table_of_a_hundred_numbers():
-    table = np.linspace(-1, 1, 100, dtype=np.float32).reshape(10, 10)
+def a_captured_table_of_a_quarter_of_the_records():
+    table = np.linspace(-1, 1, 15, dtype=np.float32).reshape(3, 5)
 
     def loc(x, w):
-        return x @ w + (jnp.tanh(x @ jnp.ones((D, 10))) @ jnp.asarray(table)).mean(-1)
+        return x @ w + (jnp.tanh(x @ jnp.ones((D, 3))) @ jnp.asarray(table)).mean(-1)
 
     return svi(located(loc), X, Y)
 
@@ -552,9 +553,47 @@ def a_jitted_helper_with_small_constants():
 
 @ordinary
 def interpolation_on_a_captured_grid():
-    grid = jnp.linspace(-3, 3, 25)
+    grid = jnp.linspace(-3, 3, 7)
     values = jnp.tanh(grid)
     return svi(located(lambda x, w: jnp.interp(x[:, 0], grid, values) * w[0]), X, Y)
+
+
+@ordinary
+def a_captured_grid_with_as_many_points_as_records():
+    grid = jnp.linspace(-3, 3, N)
+    return svi(located(lambda x, w: jnp.interp(x[:, 0], grid, grid) * w[0]), X, Y, public=[grid])
+
+
+@ordinary
+def a_sparse_gaussian_process_with_inducing_points_of_numpy():
+    """NumPy subtracts the points from each other before JAX sees them."""
+    points = np.linspace(-2, 2, 9).astype(np.float32)
+
+    def model(x, y):
+        length = numpyro.sample("length", dist.LogNormal(0, 0.3))
+        prior = jnp.exp(-0.5 * jnp.square((points[:, None] - points[None]) / length))
+        chol = jnp.linalg.cholesky(prior + 1e-3 * jnp.eye(9))
+        noise = numpyro.sample("noise", dist.Normal(0, 1).expand([9]).to_event(1))
+        cross = jnp.exp(-0.5 * jnp.square((x[:, :1] - points) / length))
+        weights = jax.scipy.linalg.cho_solve((chol, True), chol @ noise)
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.Normal(cross @ weights, 1), obs=y)
+
+    return svi(model, X, Y, public="captured")
+
+
+@ordinary
+def a_gaussian_process_by_hilbert_space_bases():
+    """Some initial values make its spectral density 0 in float32, and the gradient NaN."""
+
+    def model(x, y):
+        length = numpyro.sample("length", dist.InverseGamma(5.0, 5.0))
+        with numpyro.handlers.scope(prefix="gp"):
+            f = hsgp_squared_exponential(x=x, alpha=1.0, length=length, ell=1.5, m=20)
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.Normal(f, 1), obs=y)
+
+    return svi(model, X[:, 0], Y)
 
 
 @slow

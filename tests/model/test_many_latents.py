@@ -45,7 +45,6 @@ from numpyro_dp import (
 )
 from numpyro_dp.ep.families import diagonal_normal, dirichlet, normal, wishart
 from numpyro_dp.ep.sites import importance
-from numpyro_dp.model.public import PublicValues, declare
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -155,21 +154,3 @@ DRIVERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", DRIVERS)
 def test_every_driver_takes_many_latents(name: str) -> None:
     DRIVERS[name]()
-
-
-def taken(array: np.ndarray) -> int:
-    """How many arrays a function that holds one is found to hold, with 100 records."""
-    public = PublicValues(declare(), "records", 100)
-    public.check("function", lambda x: x + jnp.sum(jnp.asarray(array)), jnp.zeros(()))
-    return len(public.arrays)
-
-
-def test_a_triangle_says_nothing_and_what_is_nearly_one_does() -> None:
-    masks = np.tri(9), 1 - np.tri(9, k=-1), np.tri(9, dtype=bool).T
-    lower = *np.tril_indices(8), *np.tril_indices(8, -1)
-    upper = *np.triu_indices(8), *np.triu_indices(8, 1)
-    for table in masks + lower + upper:
-        assert taken(table) == 0
-        changed = table.copy()
-        changed.flat[5] = not changed.flat[5] if changed.dtype == bool else changed.flat[5] + 3
-        assert taken(changed) == 1
