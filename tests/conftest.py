@@ -53,7 +53,7 @@ def keys_of_other_tests_are_forgotten():
     """Tests of one process may be given the same secret key; one test may not use it twice."""
     from numpyro_dp.privacy import once
 
-    once._used.clear()
+    once.forget()
 
 
 @pytest.hookimpl(wrapper=True)

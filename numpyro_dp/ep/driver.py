@@ -27,7 +27,7 @@ from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Method, RunSettings, takes_settings
-from numpyro_dp.run.step import SensitiveState
+from numpyro_dp.run.state import SensitiveState
 from numpyro_dp.run.sweep import SweepResult
 
 __all__ = ["DPSEP", "EP", "SEP", "SensitiveEPResult"]

@@ -36,7 +36,7 @@ from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.spending import plan_for
-from numpyro_dp.run.step import SensitiveState
+from numpyro_dp.run.state import SensitiveState
 
 __all__ = [
     "ChainSettings",

@@ -29,7 +29,7 @@ from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.settings import Method, RunSettings, takes_settings
 from numpyro_dp.run.spending import begun, noise_fields, plan_for, secret_of, spent_by
-from numpyro_dp.run.step import SensitiveState
+from numpyro_dp.run.state import SensitiveState
 
 __all__ = ["DPMCMC"]
 
@@ -251,7 +251,8 @@ class _Chain(Driver):
                 state = session.run(state, rows, warmup, 1, progress_bar, report)[0]
             trace = session.run(state, rows, samples, kept, progress_bar, report)[2]
             return jax.tree.map(lambda leaf: leaf[None], trace.params)
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+        opened = (state.opened for state in states)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *opened)
         if warmup:
             stacked = session.run_many(stacked, rows, warmup, 1)[0]
         return session.run_many(stacked, rows, samples, kept)[2].params

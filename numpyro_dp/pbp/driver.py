@@ -24,7 +24,7 @@ from numpyro_dp.pbp.steps import NetworkSteps
 from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.settings import Method, RunSettings, takes_settings
-from numpyro_dp.run.step import SensitiveState
+from numpyro_dp.run.state import SensitiveState
 
 __all__ = ["DPPBP", "PBP"]
 

@@ -50,6 +50,7 @@ __all__ = [
     "begin",
     "check_outside_trace",
     "check_passed_to_trace",
+    "forget",
     "in_trace",
     "joined",
     "key_of_lane",
@@ -78,8 +79,19 @@ def _outside() -> Any:
 _OUTSIDE = _outside()
 _lock = threading.Lock()
 _used: dict[bytes, int] = {}  # run id -> number of steps whose noise is used up
-if hasattr(os, "register_at_fork"):  # a child knows no state: each goes on with keys of its own
-    os.register_at_fork(after_in_child=_used.clear)
+_nonces: list[Array] = []  # drawn and not handed out yet
+_NONCE, _AT_ONCE = 8, 32  # words of a nonce; nonces that are drawn together
+
+
+def forget() -> None:
+    """Forgets all runs and all nonces, as a new process does."""
+    _used.clear()
+    _nonces.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    # A child knows no state: each goes on with keys of its own. Nor may it share nonces.
+    os.register_at_fork(after_in_child=forget)
 _entered: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
 _traced: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -251,7 +263,7 @@ def next_nonce(key: Any, nonce: Any) -> Any:
     differ by that number; ChaCha20 is taken as a pseudorandom function under related keys there.)
 
     Args:
-        key: The secret key of the state.
+        key: The array with the secret key of the state.
         nonce: Its nonce, uint32[..., 8]; ``None`` stays.
 
     Raises:
@@ -262,14 +274,34 @@ def next_nonce(key: Any, nonce: Any) -> Any:
     if not _compat.is_tracer(key):
         if in_trace():
             raise NoiseReuseError(_held("the update"))
-        size = np.shape(nonce)
-        bits = np.frombuffer(secrets.token_bytes(4 * math.prod(size)), "<u4").reshape(size)
-        return jnp.asarray(bits)  # of NumPy, it would keep jit from its fast path
+        return _new_nonce(np.shape(nonce))
     count = 0
     while _entered.get((id(key), count)) is key:
         count += 1
     _entered[id(key), count] = key
     return nonce ^ np.uint32(count) if count else nonce
+
+
+def _new_nonce(shape: tuple[int, ...]) -> Array:
+    """Returns new bits as an array of JAX: NumPy's would keep a compiled call off its fast path.
+
+    Bits for many calls are drawn and moved to the device at once, since each move takes longer than
+    a small step. Each is handed out once: ``list.pop`` is atomic, and a forked process starts anew.
+    """
+    if shape != (_NONCE,):
+        bits = np.frombuffer(secrets.token_bytes(4 * math.prod(shape)), "<u4")
+        return jnp.asarray(bits.reshape(shape))
+    while True:
+        try:
+            return _nonces.pop()
+        except IndexError:
+            bits = np.frombuffer(secrets.token_bytes(4 * _NONCE * _AT_ONCE), "<u4")
+            _nonces.extend(_rows(bits.reshape(_AT_ONCE, _NONCE)))
+
+
+@jax.jit
+def _rows(table: Array) -> list[Array]:
+    return list(table)
 
 
 def joined(tree: Any, nonce: Array) -> Any:

@@ -24,7 +24,7 @@ from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.run.loss import LossRelease
-from numpyro_dp.run.step import RunIdentity, SensitiveState
+from numpyro_dp.run.state import RunIdentity, SensitiveState
 
 __all__ = [
     "check_accountant",

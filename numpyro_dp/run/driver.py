@@ -34,7 +34,7 @@ from numpyro_dp.run.spending import (
     used,
     with_new_noise,
 )
-from numpyro_dp.run.step import SensitiveState
+from numpyro_dp.run.state import RunState, SensitiveState
 from numpyro_dp.run.sweep import SweepPlan, SweepResult, combinations, run_sweep
 from numpyro_dp.sums.devices import copied
 
@@ -135,8 +135,7 @@ class Driver(abc.ABC):
         """
         checks.check_reverse_mode(forward_mode_differentiation)
         checks.check_state(svi_state)
-        keys = jax.tree.leaves((svi_state.secret_key, svi_state.sampler_state))
-        check_passed_to_trace(f"{type(self).__name__}.update", [keys[0]])
+        check_passed_to_trace(f"{type(self).__name__}.update", [svi_state.small])
         session = self._session(args, kwargs)
         self._check_fits(svi_state, session, ("budget", "sensitive"))
         if in_trace():
@@ -317,18 +316,18 @@ class Driver(abc.ABC):
             session.identity(*first_values(init_params)),
             reproducible=settings.secret_key is not None, repetition=settings.repetition,
         )  # fmt: skip
-        state = SensitiveState(
+        noise = noise_fields(
+            settings, secret_of(settings), plan, session.mechanism_state(settings.clip_norm)
+        )
+        nonce = noise.pop("nonce")
+        state = RunState(
             optim_state=prepared.optim_state,
-            mutable_state=None,
             rng_key=prepared.rng_key,
             step=jnp.zeros((), jnp.int32),
             max_steps=jnp.asarray(_UNLIMITED if settings.budget is None else num_steps, jnp.int32),
-            identity=identity,
-            **noise_fields(
-                settings, secret_of(settings), plan, session.mechanism_state(settings.clip_norm)
-            ),
+            **noise,
         )
-        return copied(settings.mesh, state)
+        return copied(settings.mesh, SensitiveState(state, nonce, identity))
 
     def _first_state(
         self,

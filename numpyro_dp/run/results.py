@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from numpyro_dp.privacy.accounting import RDP, UnsupportedEventError
 from numpyro_dp.privacy.plan import Plan, PrivacyReport
-from numpyro_dp.run.step import SensitiveState
+from numpyro_dp.run.state import SensitiveState
 
 __all__ = [
     "PrivateLosses",

@@ -33,7 +33,8 @@ from numpyro_dp.run.results import (
 )
 from numpyro_dp.run.session_checks import check_holds_no_records, check_signal
 from numpyro_dp.run.settings import Method, RunSettings
-from numpyro_dp.run.step import RunIdentity, SensitiveState, Step, build_loop, build_step
+from numpyro_dp.run.state import RunIdentity, RunState, SensitiveState
+from numpyro_dp.run.step import Step, build_loop, build_step
 from numpyro_dp.run.streaming import Fetched, HostRows, StreamedLoop, drawn_size
 from numpyro_dp.sums.devices import copied, spread
 from numpyro_dp.sums.factored import record_lengths
@@ -143,17 +144,18 @@ class Session:
         fold: Fold | None = None,
     ) -> tuple[SensitiveState, PrivateLosses | SensitiveLosses | None, Trace, PyTree]:
         """Runs steps; returns the state, the losses, the thinned trace and the fold's result."""
-        buffer, stride, slots, rest = self._slots(state, num_steps, trace_size)
-        done = int(state.step)
+        opened = state.opened
+        buffer, stride, slots, rest = self._slots(opened, num_steps, trace_size)
+        done = int(opened.step)
         ranges = progress_ranges(slots) if progress_bar else [(0, slots)]
-        loop, carry = self._loop_for(fold), state
+        loop, carry = self._loop_for(fold), opened
         if fold is not None:
-            carry = (state, self._start(fold, state))
+            carry = (opened, self._start(fold, opened))
         if isinstance(rows, HostRows):
             calls = [(0, 1, rest)] * (rest > 0) + [(*some, stride) for some in ranges]
-            stream = self._streamed(state)
+            stream = self._streamed(opened)
             loop = StreamedLoop(
-                stream._loop_for(fold), self.settings.sampler, state.sampler_state, rows, calls
+                stream._loop_for(fold), self.settings.sampler, opened.sampler_state, rows, calls
             )
         if rest:  # first the steps that do not fill a slot, so that the last iterate is kept
             carry, buffer = loop(carry, buffer, rows, *_ints(0, 1, rest))
@@ -163,15 +165,15 @@ class Session:
         for first, count in chunks:
             carry, buffer = loop(carry, buffer, rows, *_ints(first, count, stride))
             jax.block_until_ready(buffer)
-        state, folded = (carry, None) if fold is None else (carry[0], fold.result(carry[1]))
+        last, folded = (carry, None) if fold is None else (carry[0], fold.result(carry[1]))
         (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:slots], buffer)
         steps = done + rest + stride * np.arange(1, slots + 1)
         trace = Trace(steps, jax.vmap(self.problem.constrain)(iterates), norms)
-        return state, self._losses(steps, np.asarray(values)), trace, folded
+        return state.closed(last), self._losses(steps, np.asarray(values)), trace, folded
 
     def run_many(
-        self, states: SensitiveState, rows: Rows, num_steps: int, trace_size: int | None
-    ) -> tuple[SensitiveState, PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
+        self, states: RunState, rows: Rows, num_steps: int, trace_size: int | None
+    ) -> tuple[RunState, PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
         """Runs many states, stacked along a leading axis, in lockstep.
 
         Returns:
@@ -214,7 +216,7 @@ class Session:
         arrays, shared, _ = self.problem.records.layout.rows(args, kwargs)
         return HostRows(arrays, shared, self.num_examples, self.problem.numbered)
 
-    def _streamed(self, state: SensitiveState) -> Session:
+    def _streamed(self, state: RunState) -> Session:
         """This session for batches that were fetched."""
         size = drawn_size(self.settings.sampler, state.sampler_state)
         if size not in self._streams:
@@ -229,7 +231,7 @@ class Session:
         """The loop that also updates a fold after every step, compiled once for each update."""
         optim = self.method.optim
 
-        def step(carry: tuple[SensitiveState, PyTree], rows: Rows) -> tuple[PyTree, Array]:
+        def step(carry: tuple[RunState, PyTree], rows: Rows) -> tuple[PyTree, Array]:
             state, value = self._step_and_value(carry[0], rows)
             params = self.problem.constrain(optim.get_params(state.optim_state))
             return (state, update(carry[1], params)), value
@@ -242,13 +244,13 @@ class Session:
             )
         return self._folding_loops[update]
 
-    def _start(self, fold: Fold, state: SensitiveState) -> PyTree:
+    def _start(self, fold: Fold, state: RunState) -> PyTree:
         """A fold's first state; of a definite dtype, so that all calls share a compilation."""
         params = self.problem.constrain(self.method.optim.get_params(state.optim_state))
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), fold.init(params))
 
     def _slots(
-        self, state: SensitiveState, num_steps: int, trace_size: int | None, number: int = 1
+        self, state: RunState, num_steps: int, trace_size: int | None, number: int = 1
     ) -> tuple[PyTree, int, int, int]:
         """Buffer of iterates, steps between two of them, their number, and steps before."""
         kept = self._kept(state)
@@ -262,7 +264,7 @@ class Session:
         )
         return buffer, stride, *divmod(num_steps, stride)
 
-    def _kept(self, state: SensitiveState) -> PyTree:
+    def _kept(self, state: RunState) -> PyTree:
         """What a trace keeps of a state: parameters, and clip norms where they adapt."""
         params = self.method.optim.get_params(state.optim_state)
         return params, state.mechanism_state.clip_norm.adapted
@@ -278,7 +280,7 @@ class Session:
         batch_size = self.inclusion_prob * self.num_examples
         return build_mechanism(self.settings.mechanism, norm, noise_multiplier, batch_size)
 
-    def _measure(self, state: SensitiveState, rows: Rows) -> Rows:
+    def _measure(self, state: RunState, rows: Rows) -> Rows:
         """Finds once what the steps of a loop need to know of each record."""
         estimator = self._estimator(rows.shared, state.mechanism_state)
         params = self.method.optim.get_params(state.optim_state)
@@ -292,14 +294,14 @@ class Session:
 
     def _guarded_step(self, state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Array]:
         """A step that leaves the state alone once the budget is spent; each lane has own noise."""
-        before = state = state.with_nonce_used()
-        state = state.with_new_keys(lambda keys: key_of_lane(keys, (state, rows)))
-        new, value = self._step_and_value(state, rows)
-        active = state.step < state.max_steps
+        before = state.opened_once()
+        start = before.with_new_keys(lambda keys: key_of_lane(keys, (before, rows)))
+        new, value = self._step_and_value(start, rows)
+        active = before.step < before.max_steps
         new = jax.tree.map(lambda after, before: jnp.where(active, after, before), new, before)
-        return new, value if self.settings.allow_sensitive else jnp.full((), jnp.nan)
+        return state.closed(new), value if self.settings.allow_sensitive else jnp.full((), jnp.nan)
 
-    def _step_and_value(self, state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Array]:
+    def _step_and_value(self, state: RunState, rows: Rows) -> tuple[RunState, Array]:
         new, step = self._step(state, rows)
         problem = self.problem.at(rows.shared)
         if self.settings.loss_release is not None:

@@ -19,7 +19,8 @@ from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.mechanism_trial import try_mechanism
 from numpyro_dp.run.settings import Method, RunSettings
-from numpyro_dp.run.step import SensitiveState, optimised
+from numpyro_dp.run.state import SensitiveState
+from numpyro_dp.run.step import optimised
 
 __all__ = [
     "check_fold_holds_no_records",

@@ -18,7 +18,7 @@ from numpyro_dp.privacy.once import begin, renewed, run_id, use
 from numpyro_dp.privacy.plan import BudgetError, Plan, PrivacyReport, make_plan
 from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.run.settings import RunSettings
-from numpyro_dp.run.step import RunIdentity, SensitiveState
+from numpyro_dp.run.state import RunIdentity, SensitiveState
 from numpyro_dp.sums.devices import agreed, copied
 
 __all__ = [
@@ -99,7 +99,8 @@ def with_new_noise(settings: RunSettings, state: SensitiveState) -> SensitiveSta
     if _repeats(settings, state) or not _has_noise(state):
         return state
     bits = np.asarray(jax.random.key_data(agreed(settings.mesh, secret_key()))).tobytes()
-    return copied(settings.mesh, state.with_new_keys(lambda keys: renewed(keys, bits)))
+    opened = state.opened.with_new_keys(lambda keys: renewed(keys, bits))
+    return copied(settings.mesh, SensitiveState(opened, state.nonce, state.identity))
 
 
 def _has_noise(state: SensitiveState) -> bool:

@@ -6,7 +6,6 @@ The composition is the privacy argument. Records enter in one place, between ``p
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,161 +19,17 @@ from numpyro_dp.core import (
     Batch,
     Estimator,
     Mechanism,
-    MechanismBuilder,
     MechanismState,
     PyTree,
     Released,
 )
-from numpyro_dp.model.public import PublicArray
 from numpyro_dp.model.records import Rows
-from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
-from numpyro_dp.privacy.once import joined, next_nonce, renewed
+from numpyro_dp.run.state import RunState
 from numpyro_dp.sums.bounded import bounded_sum
 from numpyro_dp.sums.devices import copied, on_devices
 from numpyro_dp.sums.microbatches import Shards
 
-__all__ = ["RunIdentity", "SensitiveState", "Step", "build_loop", "build_step", "optimised"]
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class RunIdentity:
-    """What all steps of a run must have in common for its accounting to hold; public.
-
-    Attributes:
-        num_examples: Number of records.
-        sampler: Draws the batches.
-        clip_norm: The clip norm of the first step.
-        mechanism: Builds the mechanism.
-        loss_release: Whether and how a loss curve is released.
-        budget: What the noise was found for.
-        sensitive: Whether a driver that shows losses took part.
-        reproducible: Whether the caller supplied the secret key.
-        repetition: Whether the run may have the noise of another one.
-        method: What else the state's numbers mean, as text; empty for most drivers.
-        data_plate: Name of the plate over records.
-        public: Arrays that were taken as public.
-    """
-
-    num_examples: int
-    sampler: Any
-    clip_norm: ClipNorm
-    mechanism: MechanismBuilder
-    loss_release: Any
-    budget: Any
-    sensitive: bool
-    reproducible: bool
-    repetition: bool
-    method: str
-    data_plate: str
-    public: tuple[PublicArray, ...]
-
-
-class _SensitiveState(NamedTuple):
-    optim_state: PyTree
-    mutable_state: None
-    rng_key: Array
-    secret_key: Array
-    sampler_state: PyTree
-    mechanism_state: MechanismState
-    noise_multiplier: Array
-    step: Array
-    max_steps: Array
-    run_id: Array
-    nonce: Any
-    identity: RunIdentity
-
-
-class SensitiveState(_SensitiveState):
-    """State of a run between two steps. Sensitive: never publish it.
-
-    It holds the keys of all noise, batches and draws of records to come. (Those of the past cannot
-    be computed from it: every step replaces a key by a child of it.) Its first three fields are
-    those of ``numpyro.infer.svi.SVIState``.
-
-    Attributes:
-        optim_state: State of the optimiser; the iterate itself is private and may be published.
-        mutable_state: Always ``None``: mutable sites are refused.
-        rng_key: Key of the (public) draws from the guide.
-        secret_key: Key of the noise to come, and of the numbers by which records draw.
-        sampler_state: State of the sampler, with the key of the batches to come.
-        mechanism_state: The clip norms of the step to come (public, or functions of what was
-            released), and what else the mechanism carries.
-        noise_multiplier: Noise standard deviation over sensitivity.
-        step: Number of steps taken.
-        max_steps: Number of steps the plan covers.
-        run_id: What tells the run from others in this process; a hash of its first noise key.
-        nonce: 256 bits that join the keys in the next update; ``None`` where the secret key was
-            given, and where several processes share a run. JAX reads new bits each time the state
-            enters a function that is compiled or transformed.
-        identity: What the steps so far have in common.
-
-    Guarantee:
-        A copy that is read from a pickle goes on with noise and batches of its own
-        (:mod:`numpyro_dp.privacy.once`), unless the run is a repetition. So do two calls of one
-        compiled update with the same state, unless the secret key was given.
-    """
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        """Shows no key."""
-        return (
-            "SensitiveState(<holds the keys of noise, batches and draws to come: never publish it>)"
-        )
-
-    def _asdict(self) -> dict[str, Any]:
-        """Returns the fields by name, in a dict that shows no key when it is printed."""
-        return _Unprinted(zip(self._fields, self, strict=True))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Makes copies that share no noise with this state."""
-        return _copy, tuple(self)
-
-    def with_new_keys(self, renew: Callable[[PyTree], PyTree] = renewed) -> SensitiveState:
-        """The same state with noise and batches of its own to come.
-
-        Args:
-            renew: Tree -> the same with other keys.
-        """
-        keys = renew((self.secret_key, self.sampler_state))
-        return self._replace(secret_key=keys[0], sampler_state=keys[1])
-
-    def with_nonce_used(self) -> SensitiveState:
-        """The same state with its nonce joined to the keys; the next one is 0."""
-        if self.nonce is None:
-            return self
-        nonce = jnp.asarray(self.nonce)
-        state = self.with_new_keys(lambda keys: joined(keys, nonce))
-        return state._replace(nonce=jnp.zeros_like(nonce))
-
-    def _leaves(self) -> tuple[Any, ...]:
-        """The fields as JAX reads them, with a new nonce."""
-        nonce = next_nonce(self.secret_key, self.nonce)
-        return self if nonce is self.nonce else self._replace(nonce=nonce)
-
-
-jax.tree_util.register_pytree_with_keys(
-    SensitiveState,
-    lambda state: (
-        tuple(zip(map(jax.tree_util.GetAttrKey, state._fields), state._leaves(), strict=True)),
-        None,
-    ),
-    lambda _, leaves: SensitiveState(*leaves),
-    lambda state: (tuple(state._leaves()), None),
-)
-
-
-class _Unprinted(dict[str, Any]):
-    """A dict that shows its keys alone."""
-
-    def __repr__(self) -> str:
-        return f"{{{', '.join(self)}: <sensitive values, not shown>}}"
-
-
-def _copy(*fields: Any) -> SensitiveState:
-    state = SensitiveState(*fields)
-    return state if state.identity.repetition else state.with_new_keys()
+__all__ = ["Step", "build_loop", "build_step", "optimised"]
 
 
 class Step(NamedTuple):
@@ -204,7 +59,7 @@ def build_step(
     microbatch_size: int | None = None,
     mesh: Mesh | None = None,
     numbered: bool = False,
-) -> Callable[[SensitiveState, Rows], tuple[SensitiveState, Step]]:
+) -> Callable[[RunState, Rows], tuple[RunState, Step]]:
     """Composes prepare, signal, bound, sum, privatise and pull back to one step.
 
     Args:
@@ -245,7 +100,7 @@ def build_step(
 
     everywhere = on_devices(on_batch, mesh)
 
-    def step(state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Step]:
+    def step(state: RunState, rows: Rows) -> tuple[RunState, Step]:
         batch, sampler_state = copied(mesh, draw(state.sampler_state))
         rows = rows._replace(arrays=rows.arrays[: len(rows.arrays) - numbered])
         (examples, lengths), mask = _take(rows, batch.indices, batch.mask)
@@ -271,7 +126,7 @@ def build_loop(
 
     Args:
         step: ``(state, rows) -> (state, value)`` with a scalar value, averaged between records.
-            The state is a :class:`SensitiveState`, alone or in a pair with that of a fold.
+            The state is a :class:`RunState`, alone or in a pair with that of a fold.
         read: ``state -> iterate``, what is kept.
         measure: ``(state, rows) -> rows`` with the lengths of each record.
 

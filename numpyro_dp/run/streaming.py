@@ -22,7 +22,7 @@ from jax import Array, lax
 
 from numpyro_dp.core import Batch, PyTree, Sampler
 from numpyro_dp.model.records import Rows
-from numpyro_dp.run.step import SensitiveState
+from numpyro_dp.run.state import RunState
 
 __all__ = ["Fetched", "HostRows", "StreamedLoop", "drawn_size"]
 
@@ -163,7 +163,7 @@ def drawn_size(sampler: Sampler, state: PyTree) -> int:
 
 def _with_batches(carry: PyTree, sampler_state: PyTree) -> PyTree:
     """A state, alone or in a pair with that of a fold, with another state of the sampler."""
-    if isinstance(carry, SensitiveState):
+    if isinstance(carry, RunState):
         return carry._replace(sampler_state=sampler_state)
     return (carry[0]._replace(sampler_state=sampler_state), carry[1])
 

@@ -27,7 +27,7 @@ from numpyro_dp.run.results import PrivateLosses, SensitiveLosses, Trace
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.spending import begun, noise_fields, plan_for, report_for, secret_of
-from numpyro_dp.run.step import SensitiveState
+from numpyro_dp.run.state import RunState, SensitiveState
 from numpyro_dp.run.sweep_folder import SweepFolder, fingerprint, traced
 
 __all__ = ["SweepPlan", "SweepResult", "SweepRun", "combinations", "run_sweep"]
@@ -128,7 +128,7 @@ def run_sweep(
     chunk = min(sweep.chunk_size or fitting, len(states))
     labels = _labels(axes, reports, number, rates)
 
-    def run(states: SensitiveState, rows: Rows = rows) -> PyTree:
+    def run(states: RunState, rows: Rows = rows) -> PyTree:
         return session.run_many(states, rows, num_steps, sweep.trace_size)[1:]
 
     store = None
@@ -225,12 +225,12 @@ def _check_keeps(settings: RunSettings, folder: Any) -> None:
         )
 
 
-def _stacked(states: list[SensitiveState]) -> SensitiveState:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+def _stacked(states: list[SensitiveState]) -> RunState:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(state.opened for state in states))
 
 
 def _in_chunks(
-    run: Callable[[SensitiveState], PyTree],
+    run: Callable[[RunState], PyTree],
     states: list[SensitiveState],
     chunk: int,
     store: SweepFolder | None,

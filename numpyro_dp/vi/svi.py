@@ -17,7 +17,7 @@ from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.results import SensitiveValueError
 from numpyro_dp.run.settings import Method, RunSettings, takes_settings
-from numpyro_dp.run.step import SensitiveState
+from numpyro_dp.run.state import SensitiveState
 from numpyro_dp.sums.devices import copied
 
 __all__ = ["DPSVI"]

@@ -158,7 +158,7 @@ def test_an_estimator_does_not_see_the_indicators():
 
     row = ESTIMATORS[0]._replace(build=lambda: build)
     pieces = bench(single("diagonal").scenario, row, clip_norm=AdaptiveClip(), noise_multiplier=1.0)
-    state = pieces.dpsvi.init(jax.random.key(0), *pieces.args)
+    state = pieces.dpsvi.init(jax.random.key(0), *pieces.args).opened
     session = pieces.dpsvi._session(pieces.args, {})
     step = jax.eval_shape(session._step, state, session.rows(pieces.args, {}))[1]
     seen.append(set(step.released.total))

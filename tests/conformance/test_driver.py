@@ -177,7 +177,7 @@ def test_nothing_sensitive_is_in_the_result_or_on_the_screen(progress_bar, capfd
     assert result.losses is None
     public = [result.params, tuple(result.trace), result.privacy]
     assert leaves_with_keys(public) == []
-    assert len(leaves_with_keys(result.state)) == 3  # public, noise, batches: the check can fail
+    assert len(leaves_with_keys(result.state.opened)) == 3  # public, noise, batches: the check can fail
     screen = capfd.readouterr()
     assert screen.out == "" and caplog.text == ""
     texts = [repr(result), str(result), repr(result.state), str(result.privacy), screen.err]
@@ -250,7 +250,7 @@ def test_a_record_that_is_not_finite_changes_nothing_else(row, bad):
     )
     steps = {}
     for data in (x, longer):
-        state = svi.init(jax.random.key(0), data)
+        state = svi.init(jax.random.key(0), data).opened
         session = svi._session((data,), {})
         rows = session.rows((data,), {})
         released = jax.jit(lambda s, r, session=session: session._step(s, r)[1].released.total)

@@ -167,7 +167,7 @@ def test_what_a_step_releases(row, sampler, release):
         loss_release=release,
     )  # fmt: skip
     session = pieces.dpsvi._session(pieces.args, pieces.kwargs)
-    state = pieces.dpsvi.init(jax.random.key(1), *pieces.args, **pieces.kwargs)
+    state = pieces.dpsvi.init(jax.random.key(1), *pieces.args, **pieces.kwargs).opened
     step = jax.jit(lambda state, rows: session._step(state, rows)[1])
     mechanism = session._mechanism(state.mechanism_state, jnp.zeros(()))
     bound = mechanism.sensitivity

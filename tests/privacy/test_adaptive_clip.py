@@ -149,7 +149,7 @@ def test_the_noise_of_the_gradient_grows_by_the_share():
     """What steps release less their noiseless sums, in units of the norm of the step."""
     share = 0.3
     svi = driver(AdaptiveClip(2.0, share=share), noise_multiplier=1.3, sampler=Poisson(0.2))
-    state = svi.init(KEY, records())
+    state = svi.init(KEY, records()).opened
     session = svi._session((records(),), {})
     rows = session.rows((records(),), {})
 

@@ -370,7 +370,7 @@ def test_transformed_updates_that_pass_the_state_work():
     driver = svi()
     for transform in (jax.jit, jax.checkpoint):
         assert int(transform(driver.update)(driver.init(KEY, X), X)[0].step) == 1
-    assert jax.eval_shape(driver.update, driver.init(KEY, X), X)[0].step.shape == ()
+    assert jax.eval_shape(driver.update, driver.init(KEY, X), X)[0].small.ndim == 1
 
 
 def noise_of(driver, states):
@@ -601,10 +601,9 @@ def test_what_is_printed_shows_no_key(sampler):
     state = svi(sampler=sampler).init(KEY, X)
     words = np.asarray(jax.random.key_data(state.secret_key)).tolist()
     words += np.asarray(jax.random.key_data(state.sampler_state.key)).tolist()
-    for shown in (state, state.sampler_state, state._asdict()):
+    for shown in (state, state.sampler_state, state.opened.sampler_state):
         for text in (repr(shown), str(shown), f"{shown}"):
             assert not any(str(word) in text for word in words)
-    assert state._asdict()["step"] == 0
 
 
 def test_another_drivers_state_is_not_accounted_for():

@@ -88,7 +88,7 @@ def scores(name, noise_factor):
         repetition=True,
     )  # fmt: skip
     claim = svi.run(jax.random.key(0), 1, *records(True), progress_bar=False).privacy.epsilon
-    state = svi.init(jax.random.key(0), *records(True))
+    state = svi.init(jax.random.key(0), *records(True)).opened
     session = svi._session(records(True), {})
     rows = [session.rows(records(canary), {}) for canary in (False, True)]
 
@@ -196,7 +196,7 @@ def first_samples(kernel):
                   budget=BUDGET, secret_key=2, repetition=True, progress_bar=False)  # fmt: skip
     mcmc.run(jax.random.key(0), *records(True))
     (driver,) = mcmc._drivers.values()
-    start = driver._init(jax.random.key(0), 1, records(True), {}, None)
+    start = driver._init(jax.random.key(0), 1, records(True), {}, None).opened
     session = driver._session(records(True), {})
 
     def position(key, rows):

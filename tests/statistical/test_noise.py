@@ -109,7 +109,7 @@ def driver(estimator=aligned, **options):
 def noise_of_a_run(estimator, key):
     """What consecutive steps of a run release, less the same steps' noiseless sums."""
     svi = driver(estimator, secret_key=key, repetition=True)
-    state = svi.init(jax.random.key(0), *records())
+    state = svi.init(jax.random.key(0), *records()).opened
     session = svi._session(records(), {})
     rows = session.rows(records(), {})
 

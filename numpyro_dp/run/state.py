@@ -1,0 +1,263 @@
+"""The state of a run: as its steps see it, and as it is handed to a user.
+
+Inside a compiled loop a state is a :class:`RunState`. Between two calls it is a
+:class:`SensitiveState`, whose small numbers are one array: every array that a compiled call takes
+and returns costs some five microseconds, as much as the arithmetic of a small step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from numpyro_dp._compat import is_tracer
+from numpyro_dp.core import MechanismBuilder, MechanismState, PyTree
+from numpyro_dp.model.held import is_key
+from numpyro_dp.model.public import PublicArray
+from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
+from numpyro_dp.privacy.once import joined, next_nonce, renewed
+
+__all__ = ["RunIdentity", "RunState", "SensitiveState"]
+
+_SMALL = 64  # words of a number, or an array, that joins the others
+
+
+@dataclasses.dataclass(frozen=True)
+class RunIdentity:
+    """What all steps of a run must have in common for its accounting to hold; public.
+
+    Attributes:
+        num_examples: Number of records.
+        sampler: Draws the batches.
+        clip_norm: The clip norm of the first step.
+        mechanism: Builds the mechanism.
+        loss_release: Whether and how a loss curve is released.
+        budget: What the noise was found for.
+        sensitive: Whether a driver that shows losses took part.
+        reproducible: Whether the caller supplied the secret key.
+        repetition: Whether the run may have the noise of another one.
+        method: What else the state's numbers mean, as text; empty for most drivers.
+        data_plate: Name of the plate over records.
+        public: Arrays that were taken as public.
+    """
+
+    num_examples: int
+    sampler: Any
+    clip_norm: ClipNorm
+    mechanism: MechanismBuilder
+    loss_release: Any
+    budget: Any
+    sensitive: bool
+    reproducible: bool
+    repetition: bool
+    method: str
+    data_plate: str
+    public: tuple[PublicArray, ...]
+
+
+class RunState(NamedTuple):
+    """State of a run inside its loop. Sensitive: it holds the keys of what is to come.
+
+    Attributes:
+        optim_state: State of the optimiser; the iterate itself is private and may be published.
+        rng_key: Key of the (public) draws from the guide.
+        secret_key: Key of the noise to come, and of the numbers by which records draw.
+        sampler_state: State of the sampler, with the key of the batches to come.
+        mechanism_state: The clip norms of the step to come (public, or functions of what was
+            released), and what else the mechanism carries.
+        noise_multiplier: Noise standard deviation over sensitivity.
+        step: Number of steps taken.
+        max_steps: Number of steps the plan covers.
+        run_id: What distinguishes the run from others in this process; a hash of its first noise
+            key.
+    """
+
+    optim_state: PyTree
+    rng_key: Array
+    secret_key: Array
+    sampler_state: PyTree
+    mechanism_state: MechanismState
+    noise_multiplier: Array
+    step: Array
+    max_steps: Array
+    run_id: Array
+
+    def with_new_keys(self, renew: Any = renewed) -> RunState:
+        """The same state with noise and batches of its own to come.
+
+        Args:
+            renew: Tree -> the same with other keys.
+        """
+        keys = renew((self.secret_key, self.sampler_state))
+        return self._replace(secret_key=keys[0], sampler_state=keys[1])
+
+
+class SensitiveState:
+    """State of a run between two calls. Sensitive: never publish it.
+
+    It holds the keys of all noise, batches and draws of records to come. (Those of the past cannot
+    be computed from it: every step replaces a key by a child of it.) It has the fields of
+    :class:`RunState`, and ``mutable_state``, which is always ``None``, as in
+    ``numpyro.infer.svi.SVIState``.
+
+    Args:
+        state: The state inside a loop.
+        nonce: 256 bits that join the keys in the next update; ``None`` if the secret key was given,
+            or several processes share a run. JAX reads new bits each time the state enters a
+            function that is compiled or transformed.
+        identity: What the steps so far have in common.
+
+    Guarantee:
+        A copy that is read from a pickle goes on with noise and batches of its own
+        (:mod:`numpyro_dp.privacy.once`), unless the run is a repetition. So do two calls of one
+        compiled update with the same state, unless the secret key was given.
+    """
+
+    __slots__ = ("_small", "identity", "large", "layout", "mutable_state", "nonce", "optim_state",
+                 "rng_key")  # fmt: skip
+
+    def __init__(self, state: RunState, nonce: Any, identity: RunIdentity) -> None:
+        self.optim_state, self.rng_key, self.mutable_state = state.optim_state, state.rng_key, None
+        self._small, self.large, self.layout = _packed(state[2:])
+        self.nonce, self.identity = nonce, identity
+
+    @property
+    def small(self) -> Array:
+        """Keys, counters and scales as words; a traced update is given a state if it has these."""
+        return self._small
+
+    @property
+    def opened(self) -> RunState:
+        """The state as a loop takes it."""
+        rest = _unpacked(self._small, self.large, self.layout)
+        return RunState(self.optim_state, self.rng_key, *rest)
+
+    def opened_once(self) -> RunState:
+        """The same with its nonce joined to the keys."""
+        if self.nonce is None:
+            return self.opened
+        nonce = jnp.asarray(self.nonce)
+        return self.opened.with_new_keys(lambda keys: joined(keys, nonce))
+
+    def closed(self, state: RunState) -> SensitiveState:
+        """A later state of the same run.
+
+        Its nonce stays until it enters another function: JAX hands on at no cost what a compiled
+        function does not change.
+        """
+        return SensitiveState(state, self.nonce, self.identity)
+
+    def _replace(self, **fields: Any) -> SensitiveState:
+        """The same with other values in some fields: of :class:`RunState`, nonce or identity."""
+        own = {name: fields.pop(name, getattr(self, name)) for name in ("nonce", "identity")}
+        return SensitiveState(self.opened._replace(**fields), **own)
+
+    def __getattr__(self, name: str) -> Any:
+        """The fields that are packed."""
+        if name in RunState._fields:
+            return getattr(self.opened, name)
+        raise AttributeError(f"A SensitiveState has no {name!r}.")
+
+    def __repr__(self) -> str:
+        """Shows no key."""
+        return (
+            "SensitiveState(<holds the keys of noise, batches and draws to come: never publish it>)"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Makes copies that share no noise with this state."""
+        return _copy, (self.opened, self.nonce, self.identity)
+
+
+def _copy(state: RunState, nonce: Any, identity: RunIdentity) -> SensitiveState:
+    return SensitiveState(state if identity.repetition else state.with_new_keys(), nonce, identity)
+
+
+def _flattened(state: SensitiveState) -> tuple[tuple[Any, ...], Any]:
+    nonce = next_nonce(state._small, state.nonce)
+    children = state.optim_state, state.rng_key, state._small, state.large, nonce
+    return children, (state.layout, state.identity)
+
+
+def _unflattened(public: Any, children: Any) -> SensitiveState:
+    state = object.__new__(SensitiveState)
+    state.optim_state, state.rng_key, state._small, state.large, state.nonce = children
+    state.layout, state.identity = public
+    state.mutable_state = None
+    return state
+
+
+def _flattened_with_paths(state: SensitiveState) -> tuple[tuple[Any, ...], Any]:
+    names = "optim_state", "rng_key", "small", "large", "nonce"
+    children, public = _flattened(state)
+    return tuple(zip(map(jax.tree_util.GetAttrKey, names), children, strict=True)), public
+
+
+jax.tree_util.register_pytree_with_keys(
+    SensitiveState, _flattened_with_paths, _unflattened, _flattened
+)
+
+
+class _Slot(NamedTuple):
+    """Where a leaf is: among the words from ``first`` on, or by itself (``first`` is -1)."""
+
+    first: int
+    shape: tuple[int, ...]
+    dtype: Any
+    generator: Any  # of a key
+
+
+class _Layout(NamedTuple):
+    treedef: Any
+    slots: tuple[_Slot, ...]
+
+
+def _packed(tree: Any) -> tuple[Array, tuple[Any, ...], _Layout]:
+    """Returns the small leaves as one array of words, the large ones, and where they are."""
+    leaves, treedef = jax.tree.flatten(tree)
+    slots, words, large, first = [], [], [], 0
+    for leaf in leaves:
+        key = is_key(leaf)
+        generator = jax.random.key_impl(leaf) if key else None
+        data = jax.random.key_data(leaf) if key else leaf
+        if data.dtype.itemsize != 4 or data.size > _SMALL:
+            slots.append(_Slot(-1, data.shape, data.dtype, generator))
+            large.append(data)
+            continue
+        slots.append(_Slot(first, data.shape, data.dtype, generator))
+        words.append(data)
+        first += data.size
+    layout = _Layout(treedef, tuple(slots))
+    if any(map(is_tracer, words)):
+        flat = [lax.bitcast_convert_type(x, jnp.uint32).reshape(-1) for x in words]
+        return jnp.concatenate(flat), tuple(large), layout
+    # By NumPy, which compiles nothing.
+    flat = [np.asarray(x).reshape(-1).view(np.uint32) for x in words]
+    return jnp.asarray(np.concatenate(flat)), tuple(large), layout
+
+
+def _unpacked(small: Any, large: tuple[Any, ...], layout: _Layout) -> Any:
+    """The reverse; of several states at once if the arrays have further axes in front."""
+    rest, leaves = iter(large), []
+    traced = is_tracer(small)
+    small = small if traced else np.asarray(small)
+    for slot in layout.slots:
+        if slot.first < 0:
+            data = next(rest)
+        else:
+            words = small[..., slot.first : slot.first + math.prod(slot.shape)]
+            shape = (*small.shape[:-1], *slot.shape)
+            if traced:
+                data = lax.bitcast_convert_type(words, slot.dtype).reshape(shape)
+            else:
+                data = jnp.asarray(np.ascontiguousarray(words).view(slot.dtype).reshape(shape))
+        if slot.generator is not None:
+            data = jax.random.wrap_key_data(data, impl=slot.generator)
+        leaves.append(data)
+    return jax.tree.unflatten(layout.treedef, leaves)
