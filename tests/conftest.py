@@ -5,10 +5,14 @@ import hashlib
 import itertools
 import types
 
-import hypothesis
-import jax
-import pytest
-from jaxtyping import install_import_hook
+import quick_compilation
+
+quick_compilation.set_up()
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from jaxtyping import install_import_hook  # noqa: E402
 
 _CHECKED = (
     "core", "sums.bounded", "run.step", "run.session", "run.results", "vi.svi", "model",

@@ -185,7 +185,7 @@ def test_a_run_that_goes_on_draws_as_one_that_did_not_stop():
 def test_numbers_of_records_are_drawn_in_each_step():
     x = np.ones(3000, np.float32)
     svi = driver(masked)
-    state = svi.init(jax.random.key(0), x)
+    state = svi.init(jax.random.key(0), x).opened
     (session,) = svi._sessions.values()
     rows, found = session.rows((x,), {}), []
     for _ in range(2):
