@@ -116,8 +116,8 @@ class SGLD:
         return jnp.asarray(self.step_size)
 
     def _change(self, rate: Array, score: Array, noise: Array, draw: Array) -> Array:
-        rest = 2 * rate * self.temperature - (rate * noise) ** 2
-        return rate * score + jnp.sqrt(jnp.maximum(rest, 0)) * draw
+        rest = _rest(2 * rate * self.temperature, (rate * noise) ** 2)
+        return rate * score + jnp.sqrt(rest) * draw
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -224,10 +224,16 @@ class SGHMC(SGLD):
         """Takes a step."""
         position, momentum = state
         rate = self._rate(step, noise)
-        rest = 2 * self.friction * rate * self.temperature - (rate * noise) ** 2
-        kick = rate * score + jnp.sqrt(jnp.maximum(rest, 0)) * draw
+        rest = _rest(2 * self.friction * rate * self.temperature, (rate * noise) ** 2)
+        kick = rate * score + jnp.sqrt(rest) * draw
         momentum = (1 - self.friction) * momentum + kick
         return position + momentum, momentum
+
+
+def _rest(wanted: Array, present: Array) -> Array:
+    """The variance that is missing. One that is only the rounding of the two counts as none."""
+    rest = wanted - present
+    return jnp.where(rest > 8 * jnp.finfo(rest.dtype).eps * wanted, rest, 0)
 
 
 def as_optimizer(kernel: SGLD) -> Any:

@@ -177,9 +177,8 @@ def test_nothing_sensitive_is_in_the_result_or_on_the_screen(progress_bar, capfd
     assert result.losses is None
     public = [result.params, tuple(result.trace), result.privacy]
     assert leaves_with_keys(public) == []
-    assert (
-        len(leaves_with_keys(result.state.opened)) == 3
-    )  # public, noise, batches: the check can fail
+    # The keys of draws, noise and batches: the check can fail.
+    assert len(leaves_with_keys(result.state.opened)) == 3
     screen = capfd.readouterr()
     assert screen.out == "" and caplog.text == ""
     texts = [repr(result), str(result), repr(result.state), str(result.privacy), screen.err]

@@ -86,7 +86,7 @@ def driver(model, guide=None, **options):
 
 def signals(model, x, key):
     svi = driver(model)
-    state = svi.init(jax.random.key(0), x).opened
+    state = svi.init(jax.random.key(0), x)
     (session,) = svi._sessions.values()
     estimator = svi.method.estimator(session.problem)
     public = estimator.prepare(key, svi.optim.get_params(state.optim_state))
