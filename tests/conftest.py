@@ -22,6 +22,20 @@ _CHECKED = (
 install_import_hook([f"numpyro_dp.{name}" for name in _CHECKED], "_typecheck.checked")
 
 
+def pytest_collection_modifyitems(items):
+    """The README's tests finish in minutes: of each test the first case, and every case of some.
+
+    The other cases get the mark ``full``. They are further scenarios of what the first one shows.
+    """
+    seen = set()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if name in seen and not item.get_closest_marker("every_case"):
+            item.add_marker("full")
+        if not {"slow", "full", "extended"} & {mark.name for mark in item.iter_markers()}:
+            seen.add(name)
+
+
 @pytest.fixture
 def empty_caches():
     """For tests that count compilations: JAX drops the oldest of 4096 programs of a process."""

@@ -75,7 +75,9 @@ class DPSVI(Driver):
             ``microbatch_size`` counts the rows of each device.
         public: What is public besides: names of arguments that hold no record (``["table"]``),
             whatever their shape, and arrays that model, guide or initialisers hold by themselves.
-            The report lists all of them. Small constants need no word.
+            ``"captured"`` stands for everything that model and guide hold. Arrays that are not
+            named may have 100 entries together, and at most a quarter of the number of records.
+            The report lists all of them.
         repetition: Lets a given ``secret_key`` make the noise of an earlier run again, and a state
             be resumed twice. The caller promises that records and settings are the same.
         **static_kwargs: Public, constant keywords of model and guide.
