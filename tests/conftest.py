@@ -22,18 +22,25 @@ _CHECKED = (
 install_import_hook([f"numpyro_dp.{name}" for name in _CHECKED], "_typecheck.checked")
 
 
-def pytest_collection_modifyitems(items):
-    """The README's tests finish in minutes: of each test the first case, and every case of some.
+_FURTHER = 4  # cases of a test that .ci/run adds to the first
 
-    The other cases get the mark ``full``. They are further scenarios of what the first one shows.
+
+def pytest_collection_modifyitems(items):
+    """Sorts the cases of each test into tiers.
+
+    The first case is in the README's tier. A few further ones, spread over the rest, are ``full``,
+    and all others ``extended``. ``every_case`` keeps all in the first tier, ``table`` in the first
+    two.
     """
-    seen = set()
+    cases = {}
     for item in items:
-        name = item.nodeid.partition("[")[0]
-        if name in seen and not item.get_closest_marker("every_case"):
-            item.add_marker("full")
-        if not {"slow", "full", "extended"} & {mark.name for mark in item.iter_markers()}:
-            seen.add(name)
+        if not {"slow", "full", "extended", "every_case"} & {m.name for m in item.iter_markers()}:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for _, *rest in cases.values():
+        kept = {round(place * (len(rest) - 1) / (_FURTHER - 1)) for place in range(_FURTHER)}
+        for place, item in enumerate(rest):
+            further = place in kept or item.get_closest_marker("table")
+            item.add_marker("full" if further else "extended")
 
 
 @pytest.fixture

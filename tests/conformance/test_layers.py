@@ -3,6 +3,7 @@
 import ast
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -84,11 +85,23 @@ def test_the_house_has_few_rooms_on_few_floors():
 FILES = sorted(ROOT.rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_downwards(path):
-    assert group(path) in LEVELS, "a new module: give it a level"
-    package = ["numpyro_dp", *path.relative_to(ROOT).parts[:-1]]
-    assert violations(group(path), path.read_text(), package) == []
+def test_imports_go_downwards():
+    for path in FILES:
+        assert group(path) in LEVELS, f"{path.name} is a new module: give it a level"
+        package = ["numpyro_dp", *path.relative_to(ROOT).parts[:-1]]
+        assert violations(group(path), path.read_text(), package) == [], path.name
+
+
+def test_private_names_of_jax_and_numpyro_stand_in_one_file():
+    """Those that can be seen in the text: modules, attributes of guides and of arrays."""
+    private = re.compile(
+        r"jax\.(core|extend|interpreters|_src|custom_batching)\b|from numpyro\.(primitives|optim) |"
+        r"\._(unpack_latent|init_locs|setup_prototype|NumPyroOptim|control_flow_done)\b"
+    )
+    for path in FILES:
+        if path.name != "_compat.py":
+            found = [line for line in path.read_text().splitlines() if private.search(line)]
+            assert [line for line in found if '"' not in line] == [], path.name
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from .registry import rows_to_run
 def change_by_one(model, guide, args, row, init_params=None):
     """Change of the sum, clipped to 1, when the first record is dropped."""
     svi = DPSVI(model, guide, optax.adam(0.1), estimator=row.build(), clip_norm=1.0,
-                noise_multiplier=0.0, sampler=FullBatch())  # fmt: skip
+                noise_multiplier=0.0, sampler=FullBatch(), public="captured")  # fmt: skip
     state = svi.init(jax.random.key(0), *args, init_params=init_params)
     params = svi.optim.get_params(state.optim_state)
     estimator = row.build()(svi._session(args, {}).problem)

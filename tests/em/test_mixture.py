@@ -27,6 +27,7 @@ from numpyro_dp.em.estimator import expected_statistics
 from numpyro_dp.ep.families import beta, diagonal_normal, isotropic_normal, normal
 from numpyro_dp.ep.problem import make_problem, read_conjugate_model
 from numpyro_dp.ep.sites import evidence, normal_mixture
+from numpyro_dp.model.public import declare
 from numpyro_dp.sums.bounded import bounded_sum
 
 KEY = jax.random.key(0)
@@ -78,7 +79,7 @@ def apart(found, expected):
 def test_sites_are_those_of_the_closed_form_of_the_evidence(family):
     """Differentiated automatically, of a cavity whose components are correlated."""
     x = np.random.default_rng(0).normal(size=(5, 2)).astype(np.float32)
-    structure = read_conjugate_model(three, (x,), {}, None)
+    structure = read_conjugate_model(three, (x,), {}, None, declare("captured"))
     problem = make_problem(three, structure, family, (), KEY)
 
     def log_evidence(mean, covariance, x):
@@ -126,7 +127,7 @@ def test_sites_are_those_of_the_closed_form_of_the_evidence(family):
 def test_what_is_declared_of_a_mixture_is_checked_on_invented_records(site, message):
     x = np.zeros((5, 2), np.float32)
     with pytest.raises(UnsupportedModelError, match=message):
-        SEP(three, site=site).run(KEY, 1, x, progress_bar=False)
+        SEP(three, site=site, public="captured").run(KEY, 1, x, progress_bar=False)
 
 
 def test_what_is_no_mixture_is_refused():
@@ -304,4 +305,5 @@ def test_weights_of_narrow_components_are_checked_too():
         mixture(x, 3, 0.01, PROBS)
 
     with pytest.raises(UnsupportedModelError, match="weights"):
-        SEP(narrow, site=normal_mixture(first, 0.01)).run(KEY, 1, np.zeros((5, 2), np.float32))
+        sep = SEP(narrow, site=normal_mixture(first, 0.01), public="captured")
+        sep.run(KEY, 1, np.zeros((5, 2), np.float32))

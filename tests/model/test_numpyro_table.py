@@ -46,6 +46,7 @@ def test_the_page_names_all_that_numpyro_has() -> None:
             assert re.search(rf"`[^`]*\b{name}\b[^`]*`", page), name
 
 
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore:init_to_uniform.. skipping initialization")
 @pytest.mark.parametrize(("name", "verdict", "remark"), [pytest.param(*r, id=r[0]) for r in rows()])
 def test_a_row_says_what_happens(name: str, verdict: str, remark: str) -> None:
