@@ -23,6 +23,7 @@ install_import_hook([f"numpyro_dp.{name}" for name in _CHECKED], "_typecheck.che
 
 
 _FURTHER = 4  # cases of a test that .ci/run adds to the first
+_LONG_EXAMPLES = {"DPPBP", "EP", "PBP", "tempering_model", "tempered", "simulated_clip_norm"}
 
 
 def pytest_collection_modifyitems(items):
@@ -34,7 +35,9 @@ def pytest_collection_modifyitems(items):
     """
     cases = {}
     for item in items:
-        if not {"slow", "full", "extended", "every_case"} & {m.name for m in item.iter_markers()}:
+        if isinstance(item, pytest.DoctestItem) and item.name.rpartition(".")[2] in _LONG_EXAMPLES:
+            item.add_marker("full")
+        if not {"slow", "extended", "every_case"} & {mark.name for mark in item.iter_markers()}:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for _, *rest in cases.values():
         kept = {round(place * (len(rest) - 1) / (_FURTHER - 1)) for place in range(_FURTHER)}

@@ -69,6 +69,7 @@ def finite(*arrays):
 # Published facts
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("design", ["public", "paper"])
 def test_adult_has_the_published_counts_and_rates(stored, design):
     stored("adult")
@@ -97,6 +98,7 @@ def test_adult_public_design_reads_no_statistic_from_the_records(stored, monkeyp
     assert part.row_norm_bound == whole.row_norm_bound
 
 
+@pytest.mark.full
 def test_adult_rows_keep_the_public_norm_bound(stored):
     stored("adult")
     data = load_adult_once(design="public")
@@ -205,6 +207,7 @@ def test_doctor_visits_has_the_published_moments(stored):
     assert finite(data.X)
 
 
+@pytest.mark.full
 def test_rwm5yr_keeps_persons(stored):
     stored("rwm5yr")
     data = datasets.load_rwm5yr()
@@ -352,6 +355,7 @@ def raw_csv(columns, ending, first, quote=False):
     return {ending: ("\n".join(lines) + "\n").encode()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, load, build",
     [
@@ -393,6 +397,7 @@ def idx(array):
     return b"\x00\x00\x08" + bytes([array.ndim]) + sizes + array.tobytes()
 
 
+@pytest.mark.full
 def test_mnist_comes_from_the_second_mirror_when_the_first_fails(stored, tmp_path, monkeypatch):
     stored("mnist")
     expected = datasets.load_mnist()
@@ -508,6 +513,7 @@ def test_the_stand_in_for_adult_says_that_it_is_one(empty_home):
         datasets.load_adult_or_bundled(download=True)  # an error, not a silent stand-in
 
 
+@pytest.mark.full
 def test_adult_itself_is_taken_where_it_is(stored):
     stored("adult")
     data = datasets.load_adult_or_bundled()

@@ -499,6 +499,7 @@ def test_the_table_is_long_enough() -> None:
     assert len(TABLE) >= 50
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_no_record_is_read")
 def test_the_guard_notices_a_read() -> None:
     with pytest.raises(AssertionError, match="a record was read"):
@@ -515,6 +516,7 @@ def test_what_has_no_default_must_be_given(missing: str) -> None:
         DPSVI(model, AutoNormal(model), optax.adam(0.1), noise_multiplier=1.0, **options)
 
 
+@pytest.mark.full
 def test_an_error_leaves_no_trace_in_the_driver() -> None:
     """After a refused run the same object runs, with the whole budget."""
     svi = driver(num_steps=3, **WITH_BUDGET)

@@ -6,9 +6,12 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 
+@pytest.mark.full
 def test_the_code_runs_as_pasted(capsys):
     first, *rest = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     scope = {}
@@ -40,6 +43,7 @@ def test_documents_link_to_files_that_exist():
             assert (document.parent / target).exists(), f"{document.name} -> {target}"
 
 
+@pytest.mark.full
 def test_the_worked_additions_run():
     import dataclasses
 
@@ -104,6 +108,7 @@ def test_the_public_names_exist_and_have_docstrings():
         assert getattr(numpyro_dp, name).__doc__
 
 
+@pytest.mark.full
 def test_import_is_quiet():
     code = "import numpyro_dp, sys; assert 'matplotlib' not in sys.modules"
     done = subprocess.run(

@@ -51,6 +51,7 @@ KINDS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["update", "updates", "loop", "sweep"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_records_are_computed_in_a_branch_and_nowhere_else(kind, form):

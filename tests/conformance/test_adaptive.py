@@ -61,6 +61,7 @@ def sums(row, blocks):
     return jax.jit(both), clip
 
 
+@pytest.mark.full
 @CASES
 def test_indicators_are_counted_and_fast_is_the_definition(row, blocks):
     pieces = single("diagonal")
@@ -84,6 +85,7 @@ def test_indicators_are_counted_and_fast_is_the_definition(row, blocks):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(nothing))
 
 
+@pytest.mark.full
 @CASES
 def test_dropping_a_record_moves_the_sum_by_at_most_the_sensitivity(row, blocks):
     pieces = single("diagonal")
@@ -118,6 +120,7 @@ def linear(x):
         numpyro.factor("y", x @ w)
 
 
+@pytest.mark.full
 def test_sums_of_many_indicators_are_exact():
     """Floats added up would move by more: the bound holds without any allowance for rounding."""
     size = 30_000
@@ -144,6 +147,7 @@ def test_sums_of_many_indicators_are_exact():
         assert 0.98 < max(abs(np.diff(entries))) / indicator_norm(clip) <= 1
 
 
+@pytest.mark.full
 def test_an_estimator_does_not_see_the_indicators():
     seen = []
 

@@ -68,6 +68,7 @@ def test_other_uses_are_left_alone(scalar: Any) -> None:
     assert split_scalar(scalar, W, X).contractions == ()
 
 
+@pytest.mark.full
 def test_lengths_found_once_give_the_same_sum() -> None:
     pieces = single("logistic")
     estimator = aligned()(pieces.problem)

@@ -130,6 +130,7 @@ def test_a_mechanism_moves_by_at_most_its_sensitivity(row):
     assert largest > 0.97
 
 
+@pytest.mark.full
 @by_row(MECHANISMS)
 def test_fast_sums_are_the_definition(row):
     """Norms first, then one weighted product: whatever the factors of the mechanism are."""
@@ -175,6 +176,7 @@ def test_a_mechanism_is_a_value_and_states_its_event(row):
     np.testing.assert_allclose(traced, mechanism.noise_scale, rtol=1e-6)
 
 
+@pytest.mark.full
 @by_row(MECHANISMS)
 def test_a_run_of_a_mechanism(row):
     """Plan, loop, resume, update and sweep: nothing outside of the mechanism's file knows it."""
@@ -196,6 +198,7 @@ def test_a_run_of_a_mechanism(row):
     assert np.isfinite(released.losses.values).all() and released.privacy.epsilon <= 2.0
 
 
+@pytest.mark.full
 @by_row(MECHANISMS)
 def test_a_replaced_record_costs_twice_the_sensitivity(row):
     row = renamed(row, "a")
@@ -207,6 +210,7 @@ def test_a_replaced_record_costs_twice_the_sensitivity(row):
     assert noise[1] == pytest.approx(2 * noise[0], rel=0.01)
 
 
+@pytest.mark.full
 def test_a_state_goes_on_with_its_mechanism_alone():
     first, other = MECHANISMS[0], next(row for row in MECHANISMS if row.name == "automatic")
     half = run_of(first).run(KEY, 4, X, progress_bar=False)
@@ -216,6 +220,7 @@ def test_a_state_goes_on_with_its_mechanism_alone():
         )
 
 
+@pytest.mark.full
 def test_correlated_noise_is_accounted_for_as_a_whole():
     row = next(row for row in MECHANISMS if row.name == "correlated")
     result = run_of(row, budget=None, noise_multiplier=4.0).run(KEY, 8, X, progress_bar=False)
@@ -258,6 +263,7 @@ def test_a_sampler_is_a_value_with_a_stable_state(row):
     assert bool(same.all())
 
 
+@pytest.mark.full
 @by_row(SAMPLERS)
 def test_a_sampler_moves_its_key_on_and_draws_side_by_side(row):
     keys = jax.random.split(secret_key(2), 4)
@@ -276,6 +282,7 @@ def test_a_sampler_moves_its_key_on_and_draws_side_by_side(row):
             assert not (jax.random.key_data(state.key) == jax.random.key_data(key)).any()
 
 
+@pytest.mark.full
 @by_row(SAMPLERS)
 def test_a_sampler_is_compiled_once(row):
     traces = []
@@ -292,6 +299,7 @@ def test_a_sampler_is_compiled_once(row):
     assert len(traces) == 1
 
 
+@pytest.mark.full
 @by_row(SAMPLERS)
 def test_a_sampler_draws_the_same_in_double_precision(row):
     def draws():
@@ -309,6 +317,7 @@ def test_a_sampler_draws_the_same_in_double_precision(row):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.full
 @by_row(SAMPLERS)
 def test_a_sampler_includes_each_record_as_often_as_it_says(row):
     sampler, steps = row.sampler, 4000

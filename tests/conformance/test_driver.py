@@ -46,6 +46,7 @@ SAMPLERS = (Poisson(0.3), FixedSize(4), Permutation(4), FullBatch())
 REFERENCED = tuple(row for row in ESTIMATORS if row.reference is elbo and row.guides is None)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*FAST_RUNS, *(slow_row(name) for name in SLOW_RUNS)])
 def test_thirty_steps_are_those_of_svi(name):
     scenario = by_name(name)
@@ -106,6 +107,7 @@ def pairs():
             yield pytest.param(row, sampler, id=f"{row.name}-{sampler}", marks=marks)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("empty_caches")
 @pytest.mark.parametrize(("row", "sampler"), list(pairs()))
 def test_state_is_stable_and_every_length_uses_one_compilation(row, sampler):
@@ -130,6 +132,7 @@ def test_state_is_stable_and_every_length_uses_one_compilation(row, sampler):
     assert session._update._cache_size() == 1
 
 
+@pytest.mark.full
 def test_a_loop_of_updates_is_a_run():
     x = points()
     svi = driver(secret_key=4, repetition=True)
@@ -144,6 +147,7 @@ def test_a_loop_of_updates_is_a_run():
     assert np.isnan(values).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parameters_keep_their_dtype(dtype):
     svi = driver()
@@ -169,6 +173,7 @@ def leaves_with_keys(tree):
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("progress_bar", [False, True])
 def test_nothing_sensitive_is_in_the_result_or_on_the_screen(progress_bar, capfd, caplog):
     x = points()
@@ -195,6 +200,7 @@ def test_nothing_sensitive_is_in_the_result_or_on_the_screen(progress_bar, capfd
         assert screen.err == ""
 
 
+@pytest.mark.full
 def test_fields_of_the_result_hold_no_batch():
     result = driver().run(jax.random.key(0), 4, points(), progress_bar=False)
     assert result._fields == ("params", "state", "losses")
@@ -206,6 +212,7 @@ def test_fields_of_the_result_hold_no_batch():
     assert sizes == {(2,), (4, 2)}
 
 
+@pytest.mark.full
 def test_losses_are_named_sensitive_or_are_released():
     x = points()
     open_svi = driver(allow_sensitive=True)
@@ -223,6 +230,7 @@ def test_losses_are_named_sensitive_or_are_released():
         closed.evaluate(result.state, x)
 
 
+@pytest.mark.full
 def test_a_released_loss_is_the_loss_where_nothing_is_clipped():
     x = points()
     quiet = {"noise_multiplier": 0.0, "sampler": FullBatch(), "secret_key": 1}
@@ -236,6 +244,7 @@ def test_a_released_loss_is_the_loss_where_nothing_is_clipped():
     assert np.all(found < losses[1].values - 1)  # every log likelihood was cut to -0.001
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bad", [np.nan, pytest.param(np.inf, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("row", ESTIMATORS, ids=lambda row: row.name)
 def test_a_record_that_is_not_finite_changes_nothing_else(row, bad):
@@ -266,6 +275,7 @@ def test_a_record_that_is_not_finite_changes_nothing_else(row, bad):
     assert np.abs(other["auto_loc"] - runs[0]["auto_loc"]).max() > 1e-4
 
 
+@pytest.mark.full
 def test_public_functions_of_the_estimators_take_no_records():
     """``prepare`` and ``pull_back`` have no argument through which a record could come."""
     pieces = bench(by_name("diagonal"))
@@ -277,6 +287,7 @@ def test_public_functions_of_the_estimators_take_no_records():
         assert len(parameters(estimator.signal)) == 2
 
 
+@pytest.mark.full
 def test_the_budget_is_what_the_noise_costs():
     svi = driver(budget=PrivacyBudget(1.0, 1e-3), noise_multiplier=None, sampler=FullBatch())
     result = svi.run(jax.random.key(0), 10, points(), progress_bar=False)

@@ -147,6 +147,7 @@ assert xla_bridge._backends, "the check cannot fail"
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_nothing_is_printed_or_logged_by_the_package():
     """``print`` and ``logging`` do not occur, so nothing sensitive can leave by them."""
     for path in FILES:

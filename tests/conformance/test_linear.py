@@ -44,6 +44,7 @@ def prepared() -> Any:
     return found.problem, svi.optim.get_params(found.optim_state)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("build", [aligned, vanilla], ids=["aligned", "vanilla"])
 def test_the_sum_is_the_same(prepared: Any, build: Any) -> None:
     problem, params = prepared
@@ -65,6 +66,7 @@ def driver(declared: Any, **changes: Any) -> DPSVI:
     )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("declared", "error", "parts"),
     [
@@ -85,16 +87,19 @@ def test_a_wrong_declaration_is_refused(declared: Any, error: Any, parts: Any) -
         assert part in str(caught.value)
 
 
+@pytest.mark.full
 def test_a_right_declaration_runs() -> None:
     result = driver({"w": features}).run(jax.random.key(0), 3, X, Y, progress_bar=False)
     assert np.isfinite(result.params["auto_loc"]).all()
 
 
+@pytest.mark.full
 def test_several_draws_are_refused() -> None:
     with pytest.raises(ValueError, match="num_particles=2"):
         driver({"w": features}, loss=Trace_ELBO(num_particles=2)).init(jax.random.key(0), X, Y)
 
 
+@pytest.mark.full
 def test_what_cannot_be_verified_is_refused() -> None:
     def silent(x, y):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))

@@ -113,6 +113,7 @@ def totals(name, blocks):
     return jax.jit(sums), {name: gaussian(clip, 0.0).sensitivity for name, clip in clips.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [

@@ -88,6 +88,7 @@ def sums(model: Any, number: int, norm: float, bad: bool, size: Any) -> tuple[An
     return of(bounded_sum), of(bounded_sum_by_definition)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", [dense, convolutional])
 @pytest.mark.parametrize("size", [None, 7])
 @pytest.mark.parametrize(("number", "norm", "bad"), [(30, np.inf, False), (400, 1e-3, True)])
@@ -172,6 +173,7 @@ def test_what_rounding_loses_is_carried_along(rows: int) -> None:
     assert np.linalg.norm(found - expected) < 2 * number * 2.0**-24
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("devices", [2, 7, 64])
 def test_devices_add_up_without_an_order(devices: int) -> None:
     rng = np.random.default_rng(devices)
@@ -208,6 +210,7 @@ def norm_of(tree: Any) -> float:
     return np.sqrt(sum(np.square(np.asarray(leaf, np.float64)).sum() for leaf in tree.values()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [None, 64])
 @pytest.mark.parametrize("model", [dense, convolutional])
 def test_a_record_moves_the_sum_by_the_clip_norm_at_most(model: Any, size: Any) -> None:
@@ -227,6 +230,7 @@ def test_a_record_moves_the_sum_by_the_clip_norm_at_most(model: Any, size: Any) 
     assert max(sizes) > 0.98
 
 
+@pytest.mark.full
 def test_the_room_for_rounding_is_left() -> None:
     """One clipped record alone: what it adds is shorter than the clip norm by the bound."""
     estimator, public = prepared(dense, 1_000)
@@ -244,6 +248,7 @@ def test_the_room_for_rounding_is_left() -> None:
     assert 0.985 < 1e3 * norm_of(total(x, y)) < 1
 
 
+@pytest.mark.full
 def test_the_room_for_records_in_single_precision_in_double_precision_mode() -> None:
     with x64():
         estimator, public = prepared(dense, 20_000)
@@ -254,6 +259,7 @@ def test_the_room_for_records_in_single_precision_in_double_precision_mode() -> 
         assert 0.985 < 1e3 * norm_of(total(*rows)) < 1
 
 
+@pytest.mark.full
 def test_single_precision_leaves_in_double_precision_mode() -> None:
     with x64():
         for leaf, inner in ((jnp.float32, jnp.float32), (jnp.float64, jnp.float32)):
@@ -281,6 +287,7 @@ def test_single_precision_leaves_in_double_precision_mode() -> None:
             assert 0.98 < 1e3 * max(sizes) <= 1
 
 
+@pytest.mark.full
 def test_memory_does_not_hold_a_gradient_for_each_record() -> None:
     def wide(x: Any, y: Any) -> None:
         first, last = layer("first", 24, 2_000), layer("last", 2_000)
@@ -302,6 +309,7 @@ def test_memory_does_not_hold_a_gradient_for_each_record() -> None:
     assert planned(bounded_sum_by_definition, 2) < 0.3 * planned(bounded_sum_by_definition)
 
 
+@pytest.mark.full
 def test_vanilla_gradients_of_a_network_need_no_more_memory() -> None:
     def network(x: Any, y: Any) -> None:
         first = numpyro.param("first", lambda key: jax.random.normal(key, (24, 2_000)) / 5)

@@ -38,6 +38,7 @@ def change_by_one(model, guide, args, row, init_params=None):
     return np.sqrt(sum(float(jnp.sum((a - b) ** 2)) for a, b in leaves)), sums[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", rows_to_run())
 def test_contributions_of_one_record_that_cancel(row):
     def model(x, w):
@@ -50,6 +51,7 @@ def test_contributions_of_one_record_that_cancel(row):
     assert change <= 1  # 999 where the paths are summed apart
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", rows_to_run())
 def test_a_model_that_computes_in_half_precision(row):
     def model(x):
@@ -75,6 +77,7 @@ def plane(x):
         numpyro.sample("y", dist.Normal(x @ z, 1), obs=jnp.zeros(x.shape[0]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", rows_to_run())
 def test_a_covariance_that_is_nearly_singular(row):
     guide = AutoMultivariateNormal(plane)
@@ -88,6 +91,7 @@ def test_a_covariance_that_is_nearly_singular(row):
     assert 1e-3 < change <= 1  # a full covariance times g is hardly known in float32
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", rows_to_run(guides_only=True))
 def test_a_guide_that_is_nearly_degenerate(row):
     mixing = jnp.asarray(BASIS * [1.0, 1e-2, 1e-4])
@@ -103,6 +107,7 @@ def test_a_guide_that_is_nearly_degenerate(row):
     assert 0.9 < change <= 1  # 1.0145 from g^T (J J^T) g
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", rows_to_run())
 def test_records_whose_squares_vanish(row):
     def model(x, y):
@@ -115,6 +120,7 @@ def test_records_whose_squares_vanish(row):
     assert change <= 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", rows_to_run())
 def test_several_observations_of_one_record_that_cancel(row):
     def model(x, y):
@@ -130,6 +136,7 @@ def test_several_observations_of_one_record_that_cancel(row):
     assert change <= 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", rows_to_run())
 def test_a_likelihood_that_recomputes_its_backward_pass(row):
     length = jax.checkpoint(lambda w, r: jnp.sqrt(jnp.sum(r**2 * w**2)))
@@ -151,6 +158,7 @@ def linear(x):
         numpyro.factor("y", x @ w)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", rows_to_run())
 @pytest.mark.parametrize(
     "size", [pytest.param(464, marks=pytest.mark.extended), 30_000], ids=["small", "large"]
@@ -165,6 +173,7 @@ def test_partial_sums_about_a_power_of_two(row, size):
     assert 0.9 < change <= 1  # 14 for 30,000 records where floats are added up
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", rows_to_run())
 def test_many_signals_along_a_narrow_direction(row):
     """What maps the gradient to the signal must not act on a sum that is much larger than it."""
@@ -179,6 +188,7 @@ def test_many_signals_along_a_narrow_direction(row):
     assert 0.9 < change <= 1  # 9.1 from the covariance times the sum
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", rows_to_run())
 def test_parameters_and_latents_of_half_precision(row):
     def parameter(x):
@@ -206,6 +216,7 @@ def test_parameters_and_latents_of_half_precision(row):
         assert 0.9 < change <= 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "prior",
     [
@@ -232,6 +243,7 @@ def test_a_point_at_the_edge_of_its_support(row, prior):
     assert 0.5 < change <= 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["update", "updates", "loop", "sweep"])
 def test_what_is_added_up_is_what_was_measured_and_not_computed_again(form):
     def model(x, y, u):
@@ -246,6 +258,7 @@ def test_what_is_added_up_is_what_was_measured_and_not_computed_again(form):
     assert len(re.findall(r"f32\[(?:2,)?37,1\]\S* subtract\(", text)) == 1  # y u - x z
 
 
+@pytest.mark.full
 def test_a_state_that_a_compiled_function_holds_is_refused():
     def model(x):
         z = numpyro.sample("z", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))

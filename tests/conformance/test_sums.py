@@ -128,6 +128,7 @@ def check_sums(sums, pieces, clips, sizes):
             assert is_zero(zero[row.name])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", fast_where(FAST))
 def test_fast_sum_is_the_definition(name):
     pieces = single(name)
@@ -150,6 +151,7 @@ def block_clips(pieces, wrap):
     return clips, sizes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [n if n in FAST_BLOCKS else pytest.param(n, marks=pytest.mark.extended) for n in BLOCKS]
 )
@@ -172,6 +174,7 @@ def test_fast_sum_is_the_definition_with_norms_by_entry_and_a_loss(name):
     check_sums(sums, pieces, values, sizes)
 
 
+@pytest.mark.full
 def test_every_block_is_clipped_to_its_own_norm():
     pieces = single("multivariate")
     mask = jnp.zeros(ROWS, bool).at[2].set(True)
@@ -186,6 +189,7 @@ def test_every_block_is_clipped_to_its_own_norm():
         assert others == pytest.approx(2e-3, rel=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param("lowrank", marks=pytest.mark.extended), "two_sites"])
 def test_compiled_is_eager(name):
     pieces = single(name)
@@ -196,6 +200,7 @@ def test_compiled_is_eager(name):
         assert distance(compiled[row.name], eager[row.name]) < 2e-6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_records_of_half_precision_are_summed_in_single(dtype):
     pieces = single("logistic")
@@ -211,6 +216,7 @@ def test_records_of_half_precision_are_summed_in_single(dtype):
         assert distance(total, jax.tree.map(lambda x: copies * x, one)) < 1e-3 * 0.5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sum_of", [bounded_sum, bounded_sum_by_definition])
 @pytest.mark.parametrize("clip", [0.4, np.inf])
 def test_microbatches_have_the_sum_of_the_whole(clip, sum_of):

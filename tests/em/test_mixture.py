@@ -72,6 +72,7 @@ def apart(found, expected):
     return math.sqrt(squares[linear_sum_assignment(squares)].sum())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "family",
     [pytest.param(normal, marks=pytest.mark.extended), diagonal_normal, isotropic_normal],
@@ -130,6 +131,7 @@ def test_what_is_declared_of_a_mixture_is_checked_on_invented_records(site, mess
         SEP(three, site=site, public="captured").run(KEY, 1, x, progress_bar=False)
 
 
+@pytest.mark.full
 def test_what_is_no_mixture_is_refused():
     with pytest.raises(ValueError, match="scale"):
         normal_mixture(first, 0.0)
@@ -179,6 +181,7 @@ def test_private_means_are_found_from_a_start_without_data():
     assert sum(distance < 0.5 for distance in found) >= 4
 
 
+@pytest.mark.full
 def test_shared_precision_of_each_component():
     x, means = simulate(3, 4000)
     start = {"auto_linear": jnp.asarray(100 * means.ravel(), jnp.float32),
@@ -196,6 +199,7 @@ def test_shared_precision_of_each_component():
               num_steps=2).init(KEY, x)  # fmt: skip
 
 
+@pytest.mark.full
 def test_expectation_maximisation_without_noise_is_that_of_scikit_learn():
     x, means = simulate(1, 600)
     start = means + 0.3
@@ -211,6 +215,7 @@ def test_expectation_maximisation_without_noise_is_that_of_scikit_learn():
     np.testing.assert_allclose(params["covariances"], peer.covariances_, atol=2e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("with_squares", [True, False])
 def test_one_record_moves_the_statistics_by_at_most_the_clip_norm(with_squares):
     em = DPEM(3, clip_norm=0.7, noise_multiplier=1.0, sampler=FullBatch(),
@@ -238,6 +243,7 @@ def test_one_record_moves_the_statistics_by_at_most_the_clip_norm(with_squares):
     assert 0.6 < max(moved) <= 0.7 * (1 + 1e-5)
 
 
+@pytest.mark.full
 def test_a_private_mixture_is_one_however_large_the_noise():
     x, _ = simulate(0, 200)
     em = DPEM(4, clip_norm={"counts": 1.0, "sums": 2.0, "squares": 4.0}, sampler=Poisson(0.1),
@@ -290,6 +296,7 @@ def test_wrong_starts_of_expectation_maximisation(begin, message):
         em.init(KEY, np.ones((5, 2)), init_params=begin)
 
 
+@pytest.mark.full
 def test_what_is_known_has_no_start_and_a_state_no_other_width():
     x, _ = simulate(0, 50)
     em = DPEM(2, clip_norm=1.0, sampler=FullBatch(), budget=BUDGET, num_steps=4, scale=0.5)

@@ -120,6 +120,7 @@ def canonical(natural):
     return natural
 
 
+@pytest.mark.full
 @every_family
 def test_the_mean_is_the_gradient_of_the_log_partition(double, name):
     family, natural = make(name), members(name)
@@ -169,6 +170,7 @@ def test_the_series_against_scipy():
     np.testing.assert_allclose(single, value, rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, 20])
 def test_concentrations_from_exact_means_in_both_precisions(size):
     rng = np.random.default_rng(size)
@@ -193,6 +195,7 @@ def test_concentrations_from_exact_means_in_both_precisions(size):
     np.testing.assert_allclose(solve(jnp.asarray(means, "float32")), truth, rtol=1e-5)
 
 
+@pytest.mark.full
 @every_family
 def test_jit_and_vmap_change_nothing(double, name):
     family, natural = make(name), members(name, count=3)
@@ -236,6 +239,7 @@ def drawn(name):
         return natural, jax.tree.map(np.asarray, draws(make(name), natural, 20_000))
 
 
+@pytest.mark.full
 @every_family
 def test_the_density_is_that_of_numpyro(double, name):
     family, (natural, z) = make(name), drawn(name)
@@ -278,6 +282,7 @@ def test_the_distribution_comes_back(double, name):
     close(family.from_dist(family.to_dist(natural)), natural, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.full
 def test_usual_spellings_are_the_same_member():
     loc, scale = jnp.array([1.0, 2.0]), 0.5
     expected = {"linear": jnp.array([4.0, 8.0]), "precision": jnp.array([4.0, 4.0])}
@@ -518,6 +523,7 @@ def test_a_wishart_matrix_of_one_row_is_a_gamma_variable(double):
     )
 
 
+@pytest.mark.full
 def test_product_family(double):
     inner = ep.product(a=ep.diagonal_normal(1), b=ep.categorical(3))
     family = ep.product(x=ep.isotropic_normal(2), y=inner)

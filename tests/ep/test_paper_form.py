@@ -50,6 +50,7 @@ def moved(gamma, steps=1, **form):
     return before, sep.get_params(state)
 
 
+@pytest.mark.full
 def test_the_printed_update_with_gamma_n_is_that_of_sep():
     before, printed = moved(float(NUMBER), 5, as_printed=True)
     _, expected = moved(1 / NUMBER, 5)
@@ -67,6 +68,7 @@ def test_the_printed_update_with_gamma_one_moves_by_a_part_of_it():
         np.testing.assert_allclose(NUMBER * part, all_of_it, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.full
 def test_one_record_moves_the_sum_by_at_most_the_clip_norm():
     x, y = (jnp.asarray(array) for array in binary_data())
     structure = read_conjugate_model(logistic, (x, y), {}, None)
@@ -92,6 +94,7 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm():
     assert 0.19 < max(changes) <= 0.2 * (1 + 1e-5)
 
 
+@pytest.mark.full
 def test_a_private_run_keeps_the_mean_site_bounded_and_is_accounted_for():
     sep = DPSEP(logistic, as_printed=True, clip_norm=0.05, damping=float(NUMBER),
                 sampler=FixedSize(1), budget=REPLACE, secret_key=2, repetition=True)  # fmt: skip
@@ -104,6 +107,7 @@ def test_a_private_run_keeps_the_mean_site_bounded_and_is_accounted_for():
     assert np.linalg.eigvalsh(np.asarray(result.trace.params["auto_precision"])).min() > 0
 
 
+@pytest.mark.full
 def test_other_families_have_the_printed_form_too():
     ones = (jnp.arange(200) % 4 == 0).astype(jnp.int32)
     sep = SEP(coin, {"p": beta()}, as_printed=True, damping=200.0)

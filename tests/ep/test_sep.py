@@ -114,6 +114,7 @@ def test_conjugate_regression_is_exact(driver):
     np.testing.assert_allclose(moments(result.params)[0], mean, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("driver", [EP, SEP])
 def test_other_conjugate_families_are_exact(driver):
     ones = (jnp.arange(200) % 4 == 0).astype(jnp.int32)
@@ -148,6 +149,7 @@ def test_one_record_at_a_time_is_the_sequential_form():
         np.testing.assert_allclose(after[name], expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full
 def test_batched_and_sequential_expectation_propagation_agree():
     x, y = binary_data(80)
     one = EP(logistic, damping=0.7).run(KEY, 30, x, y).params
@@ -200,6 +202,7 @@ FAMILIES = [normal, diagonal_normal, isotropic_normal]
 PAIRS = [(k, f) for k in KINDS for f in FAMILIES if (k, f) != ("conjugate", isotropic_normal)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "family"), PAIRS)
 def test_one_record_moves_the_sum_by_at_most_the_clip_norm(kind, family):
     model, site, make = KINDS[kind]
@@ -229,6 +232,7 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm(kind, family):
     assert max(moved) > 0.6  # the bound is reached
 
 
+@pytest.mark.full
 def test_a_record_that_is_not_a_number_counts_as_nothing():
     x, y = binary_data(40)
     expected = SEP(logistic).run(KEY, 60, x, y, progress_bar=False).params
@@ -240,6 +244,7 @@ def test_a_record_that_is_not_a_number_counts_as_nothing():
             np.testing.assert_allclose(moments_by_name(found)[name], value, rtol=0.03)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_private_posterior_is_one_however_large_the_noise(family):
     x, y = binary_data()
@@ -253,6 +258,7 @@ def test_a_private_posterior_is_one_however_large_the_noise(family):
     assert result.privacy.epsilon <= 0.01
 
 
+@pytest.mark.full
 def test_a_private_posterior_learns_and_says_what_it_spent():
     x, y = binary_data(5000)
     exact = moments(SEP(logistic).run(KEY, 30, x, y, progress_bar=False).params)
@@ -265,6 +271,7 @@ def test_a_private_posterior_learns_and_says_what_it_spent():
     assert 1.9 < result.privacy.epsilon <= 2.0 and result.privacy.num_steps == 12
 
 
+@pytest.mark.full
 def test_the_account_is_that_of_any_other_driver():
     x, y = binary_data(100)
     sep = DPSEP(logistic, clip_norm=1.0, sampler=FixedSize(10),
@@ -278,6 +285,7 @@ def test_the_account_is_that_of_any_other_driver():
     assert "NOT PRIVATE" in str(SEP(logistic).run(KEY, 2, x, y, progress_bar=False).privacy)
 
 
+@pytest.mark.full
 def test_what_people_use_takes_the_posterior():
     x, y = binary_data()
     sep = SEP(logistic)
@@ -293,6 +301,7 @@ def test_what_people_use_takes_the_posterior():
     assert average(result.trace, window=20).params["auto_precision"].shape == (3, 3)
 
 
+@pytest.mark.full
 def test_many_runs_at_once():
     x, y = binary_data(100)
     sep = DPSEP(logistic, diagonal_normal, clip_norm=1.0, sampler=FullBatch(), budget=BUDGET)
@@ -331,6 +340,7 @@ def with_unequal_scales(x, y):
         numpyro.sample("y", dist.Bernoulli(logits=x @ weights), obs=y)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [
@@ -365,6 +375,7 @@ def test_bad_settings_are_refused_with_their_value(options, message):
         DPSEP(logistic, **settings)
 
 
+@pytest.mark.full
 def test_bad_starts_are_refused():
     x, y = binary_data(10)
     sep = SEP(logistic, diagonal_normal)
@@ -400,6 +411,7 @@ def scaled(x, y, scale):
         numpyro.sample("y", dist.Normal(x @ weights, 0.5), obs=y)
 
 
+@pytest.mark.full
 def test_each_run_has_the_prior_of_its_own_arguments():
     """Whether it comes as a public array or as a constant, and whatever was prepared between."""
     x, y = linear_data(20, 3)
@@ -411,6 +423,7 @@ def test_each_run_has_the_prior_of_its_own_arguments():
             np.testing.assert_allclose(found["auto_precision"], expected, rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.full
 def test_states_of_one_driver_and_data_set_do_not_serve_another():
     x, y = binary_data(30)
     sep = SEP(logistic)
@@ -430,6 +443,7 @@ def named_like_a_parameter(x):
         numpyro.sample("x", dist.Normal(0, precision**-0.5), obs=x)
 
 
+@pytest.mark.full
 def test_sites_may_have_the_names_of_natural_parameters():
     x = np.random.default_rng(0).normal(size=50).astype(np.float32)
     sep = SEP(named_like_a_parameter, site=importance(2000))
@@ -438,6 +452,7 @@ def test_sites_may_have_the_names_of_natural_parameters():
     assert 0.5 < float(draws["precision"].mean()) < 2
 
 
+@pytest.mark.full
 def test_shared_precision_is_one_noisy_number():
     x, y = binary_data(2000)
     sep = DPSEP(logistic, clip_norm=2.0, sampler=FullBatch(), budget=BUDGET, damping=0.5,
@@ -447,6 +462,7 @@ def test_shared_precision_is_one_noisy_number():
     assert found[0, 0] > 50
 
 
+@pytest.mark.full
 def test_permuted_epochs_cost_one_gaussian_event_each():
     x, y = linear_data(120)
     sep = DPSEP(

@@ -116,6 +116,7 @@ LIKELIHOODS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", LIKELIHOODS)
 @pytest.mark.parametrize(("mean", "variance"), [(0.0, 1.0), (-2.0, 4.0), (0.5, 0.01)])
 def test_the_slopes_give_the_moments_of_the_tilted_distribution(name, mean, variance):
@@ -127,6 +128,7 @@ def test_the_slopes_give_the_moments_of_the_tilted_distribution(name, mean, vari
     assert abs(variance * float(h) - (1 - second / variance)) < tolerance
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("count", "variance"), [(0, 100.0), (10, 9.0), (50, 25.0), (1000, 100.0), (1000, 0.01)]
 )
@@ -170,6 +172,7 @@ def test_a_site_times_its_cavity_has_the_projected_moments(family):
     np.testing.assert_allclose(shift, mean, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_slopes_of_any_likelihood_give_the_exact_site_of_a_normal_one():
     rng = np.random.default_rng(2)
     covariance = np.cov(rng.normal(size=(4, 30)))
@@ -183,6 +186,7 @@ def test_slopes_of_any_likelihood_give_the_exact_site_of_a_normal_one():
     np.testing.assert_allclose(site["linear"], slope, rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dim", [1, 2, 6])
 def test_no_record_narrows_a_cavity_by_more_than_the_floor(dim):
     cavity = Cavity(jnp.zeros(dim), jnp.eye(dim))
@@ -194,6 +198,7 @@ def test_no_record_narrows_a_cavity_by_more_than_the_floor(dim):
     assert float(flat["precision"][0, 0]) == pytest.approx(5 / LARGEST_NARROWING)
 
 
+@pytest.mark.full
 def test_definiteness_is_that_of_the_eigenvalues():
     rng = np.random.default_rng(3)
     for _ in range(20):
@@ -207,6 +212,7 @@ def test_definiteness_is_that_of_the_eigenvalues():
             np.testing.assert_allclose(inverse @ matrix, np.eye(5), atol=1e-3)
 
 
+@pytest.mark.full
 def test_conjugate_sites_do_not_depend_on_the_cavity():
     model = glm(lambda t: dist.Normal(t, 0.5))
     x, y = records()
@@ -220,6 +226,7 @@ def test_conjugate_sites_do_not_depend_on_the_cavity():
         np.testing.assert_allclose(site["linear"], design * y[0] / 0.25, rtol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", [normal, diagonal_normal, isotropic_normal])
 def test_conjugate_sites_of_a_mean(family):
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -248,6 +255,7 @@ def counts(x, hours):
         numpyro.sample("x", dist.Poisson(rate * hours), obs=x)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "family", "record", "expected"),
     [
@@ -271,6 +279,7 @@ def zero_inflated(x):
         numpyro.sample("x", dist.ZeroInflatedPoisson(0.5, rate), obs=x)
 
 
+@pytest.mark.full
 def test_a_likelihood_that_is_conjugate_for_some_records_only_is_not():
     problem = problem_of(zero_inflated, {"rate": gamma()}, jnp.arange(5))
     with pytest.raises(UnsupportedModelError, match="conjugate"):
@@ -283,6 +292,7 @@ def small(x, y):
         numpyro.sample("y", dist.Bernoulli(logits=x @ weights / 255), obs=y)
 
 
+@pytest.mark.full
 def test_a_likelihood_that_is_nearly_quadratic_for_small_records_is_not_conjugate():
     x, y = records("binary")
     problem = problem_of(small, normal, x, y)
@@ -291,6 +301,7 @@ def test_a_likelihood_that_is_nearly_quadratic_for_small_records_is_not_conjugat
     choose_site(problem).check(problem)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "prior", [dist.Cauchy(0, 100), dist.StudentT(3, 0, 50), dist.Laplace(0, 2000)]
 )
@@ -304,6 +315,7 @@ def test_wide_priors_that_are_not_normal_are_refused(prior):
         problem_of(model, normal, jnp.arange(4.0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("builder", [quadrature(), importance(50)])
 def test_a_record_that_says_nothing_has_the_site_nought(builder):
     x, y = records("binary")
@@ -319,6 +331,7 @@ def test_a_record_that_says_nothing_has_the_site_nought(builder):
         np.testing.assert_allclose(value, 0, atol=1e-6)
 
 
+@pytest.mark.full
 def test_probit_has_the_sites_that_quadrature_finds():
     model = glm(lambda t: dist.Bernoulli(probs=jax.scipy.stats.norm.cdf(t)))
     x, y = records("binary")
@@ -332,6 +345,7 @@ def test_probit_has_the_sites_that_quadrature_finds():
             np.testing.assert_allclose(found[name], known[name], atol=2e-4)
 
 
+@pytest.mark.full
 def test_evidence_of_a_mean_with_one_variance():
     def log_evidence(mean, covariance, x):
         return jnp.sum(dist.Normal(mean, jnp.sqrt(covariance + 0.25)).log_prob(x[0]))
@@ -348,6 +362,7 @@ def test_evidence_of_a_mean_with_one_variance():
             assert float(site["precision"]) == pytest.approx(4.0, rel=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", [normal, diagonal_normal])
 def test_importance_sampling_agrees_with_quadrature(family):
     model = glm(lambda t: dist.Bernoulli(logits=t))
@@ -360,6 +375,7 @@ def test_importance_sampling_agrees_with_quadrature(family):
         np.testing.assert_allclose(found[name], exact[name], atol=0.02)
 
 
+@pytest.mark.full
 def test_importance_sampling_in_another_family():
     problem = problem_of(bernoulli, {"p": beta()}, jnp.array([0, 1, 1]))
     site = site_of(importance(100_000), problem, problem.prior, (jnp.asarray(1),))
@@ -367,6 +383,7 @@ def test_importance_sampling_in_another_family():
     assert float(site["p_log_complement"]) == pytest.approx(0.0, abs=0.05)
 
 
+@pytest.mark.full
 def test_a_record_that_is_not_a_number_gives_no_number():
     model = glm(lambda t: dist.Bernoulli(logits=t))
     x, y = records("binary")
@@ -375,6 +392,7 @@ def test_a_record_that_is_not_a_number_gives_no_number():
     assert not np.isfinite(np.asarray(site["linear"])).any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("likelihood", "kind"),
     [
@@ -398,6 +416,7 @@ def test_the_kind_of_site_is_read_off_the_likelihood(likelihood, kind):
         conjugate().check(problem)
 
 
+@pytest.mark.full
 def test_a_likelihood_of_no_known_kind_is_refused_with_the_remedies():
     x, y = records()
     problem = problem_of(two_products, normal, x, y)

@@ -30,6 +30,7 @@ def fit(log_probabilities, labels, **noise):
     return result.params["coefficients"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sharpening", [0.5, 1.0, 2.0])
 def test_the_temperature_of_the_labels_is_found(sharpening):
     log_probabilities, labels = drawn(sharpening)
@@ -42,6 +43,7 @@ def test_the_temperature_of_the_labels_is_found(sharpening):
         assert calibration_error(*top(log_probabilities, labels))[0] > 3 * error
 
 
+@pytest.mark.full
 def test_doubt_in_small_margins_alone_is_found():
     log_probabilities, labels = drawn(1.0)
     crooked = tempered(log_probabilities, jnp.array([0.6, -0.5, 0.0]))
@@ -69,6 +71,7 @@ def top(log_probabilities, labels):
     return p.max(1), p.argmax(1) == labels
 
 
+@pytest.mark.full
 def test_slopes_are_seldom_above_a_clip_norm_of_one():
     rng = np.random.default_rng(0)
 
@@ -90,6 +93,7 @@ def test_slopes_are_seldom_above_a_clip_norm_of_one():
             assert np.mean(norms > 1) < 0.1  # of labels as likely as predicted
 
 
+@pytest.mark.full
 def test_a_record_of_impossible_numbers_changes_little():
     log_probabilities, labels = drawn(2.0)
     worst = jnp.asarray([[300.0] + [0.0] * 9, [jnp.nan] * 10])
@@ -99,6 +103,7 @@ def test_a_record_of_impossible_numbers_changes_little():
     np.testing.assert_allclose(found, plain, atol=5e-3)
 
 
+@pytest.mark.full
 def test_probabilities_of_nought_count_as_very_small_ones():
     log_probabilities, labels = drawn(2.0)
     small = log_probabilities.at[::2, 1:].set(-80.0)

@@ -52,6 +52,7 @@ def test_each_chain_has_noise_of_its_own():
             check_unrelated(noise[one], noise[other])
 
 
+@pytest.mark.full
 def test_each_chain_has_batches_of_its_own():
     """Record i pulls at coordinate i alone: without noise each step shows who was in its batch."""
     rate, step = 0.4, 1e-3

@@ -67,6 +67,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "temperature"),
     [
@@ -94,6 +95,7 @@ def test_the_conjugate_posterior_where_nothing_is_clipped(name, temperature):
     assert spread == pytest.approx(sd, rel=0.05)
 
 
+@pytest.mark.full
 def test_draws_fill_what_the_privacy_noise_leaves():
     x = records()
     mcmc = sampler(
@@ -106,6 +108,7 @@ def test_draws_fill_what_the_privacy_noise_leaves():
     assert spread == pytest.approx(1 / math.sqrt(NUMBER + 1), rel=0.05)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "batch",
     [pytest.param(FullBatch(), id="full", marks=pytest.mark.extended), Poisson(0.2)],
@@ -143,6 +146,7 @@ def positive(x):
         numpyro.sample("x", dist.Normal(weights[0] - weights[1], scale), obs=x)
 
 
+@pytest.mark.full
 def test_the_score_is_that_of_the_unconstrained_posterior():
     x = records()[:, 0]
     start = {"scale": jnp.asarray(1.7), "weights": jnp.array([0.2, 0.5, 0.3])}
@@ -168,6 +172,7 @@ def balance(mcmc, number, temperature=1.0):
     return report.noise_multiplier**2 / (2 * temperature * prob**2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "missing", ["budget", pytest.param("clip_norm", marks=pytest.mark.extended), "num_samples"]
 )
@@ -193,6 +198,7 @@ def test_what_is_left_out_follows_from_the_rest(missing):
             more.run(KEY, records(number))
 
 
+@pytest.mark.full
 def test_a_clip_norm_that_was_left_out_balances_the_step():
     number, step_size = 2000, 1e-5
     mcmc = sampler(SGLD(gaussian_mean, step_size), clip_norm=None, budget=BUDGET)
@@ -209,6 +215,7 @@ def test_a_clip_norm_that_was_left_out_balances_the_step():
         hot.run(KEY, records(number))
 
 
+@pytest.mark.full
 def test_the_largest_step_is_the_default():
     x = records(2000)
     mcmc = sampler(SGLD(gaussian_mean), budget=BUDGET, clip_norm=10.0)
@@ -231,6 +238,7 @@ class MoreNoise:
         return GaussianMechanism()(clip_norm, 2 * noise_multiplier)._replace(event=base.event)
 
 
+@pytest.mark.full
 def test_the_noise_of_the_mechanism_is_the_thermal_noise():
     def chain(mechanism, **options):
         options = {"clip_norm": 3.0, "budget": BUDGET, "mechanism": mechanism} | options
@@ -255,6 +263,7 @@ def test_the_noise_of_the_mechanism_is_the_thermal_noise():
         chain(silent, budget=None).run(KEY, records())
 
 
+@pytest.mark.full
 def test_chains_share_the_budget_and_nothing_else():
     x = records(1000)
     alone = sampler(SGLD(gaussian_mean), budget=BUDGET, num_warmup=20, num_samples=60)
@@ -275,6 +284,7 @@ def test_chains_share_the_budget_and_nothing_else():
     assert len(np.unique(grouped[:, -1, 0])) == 3
 
 
+@pytest.mark.full
 def test_samples_go_where_those_of_mcmc_go(capsys):
     x = records(500)
     mcmc = sampler(SGLD(gaussian_mean), budget=BUDGET)
@@ -290,6 +300,7 @@ def test_samples_go_where_those_of_mcmc_go(capsys):
     assert "epsilon" in str(mcmc.privacy)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_record_that_is_not_a_number_counts_as_nothing(name):
     x = records(300)
@@ -344,6 +355,7 @@ def test_chains_that_leave_epochs_unfinished_are_refused_whatever_is_left_out(ch
         mcmc.run(KEY, records(100))
 
 
+@pytest.mark.full
 def test_bad_steps_and_first_values_are_named():
     for bad in (lambda t: -1e-4 + 0 * t, lambda t: 1e-4 * t):
         with pytest.raises(ValueError, match="finite numbers > 0"):
@@ -394,6 +406,7 @@ def test_networks_of_flax_are_sampled():
     assert np.mean((draws.mean(0) - y) ** 2) < 0.5 * y.var()
 
 
+@pytest.mark.full
 def test_bad_kernels_and_models_are_named():
     for bad in ({"step_size": -1.0}, {"temperature": 0.0}):
         with pytest.raises(ValueError, match=next(iter(bad))):
@@ -412,6 +425,7 @@ def test_bad_kernels_and_models_are_named():
         )
 
 
+@pytest.mark.full
 def test_decaying_steps_keep_the_temperature_bound():
     x = records(1000)
     kernel = SGLD(gaussian_mean, lambda t: 2e-5 / (1 + t / 50))

@@ -256,6 +256,7 @@ def _quick_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_prior_plus_likelihood_of_each_record_is_the_log_density(name: str) -> None:
     with x64():
@@ -292,6 +293,7 @@ def test_prior_plus_likelihood_of_each_record_is_the_log_density(name: str) -> N
         assert abs(float(likelihood.sum())) > 1e-3  # the likelihood is not in the prior
 
 
+@pytest.mark.full
 def test_the_likelihood_of_a_record_is_the_density_of_a_data_set_of_one_row() -> None:
     with x64():
         x, y = _x(), _y()
@@ -308,6 +310,7 @@ def test_the_likelihood_of_a_record_is_the_density_of_a_data_set_of_one_row() ->
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.full
 def test_the_structure_names_what_it_found() -> None:
     structure = read_model(custom_likelihood, (_x(), _y()), {})
     assert structure.latents == ("w",)
@@ -318,6 +321,7 @@ def test_the_structure_names_what_it_found() -> None:
     assert structure.layout.shapes == (((D,), "float32"), ((), "float32"))
 
 
+@pytest.mark.full
 def test_reading_a_model_looks_at_no_number() -> None:
     """Records of NaN, and shapes alone, give the same structure as the records."""
     x, y = _x(), _y()

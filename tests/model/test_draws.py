@@ -63,6 +63,7 @@ def with_flax(dropout):
 X = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "args", "draws"),
     [
@@ -94,6 +95,7 @@ def signals(model, x, key):
     return np.asarray(jax.vmap(lambda row: estimator.signal(public, row)["w"])(rows))
 
 
+@pytest.mark.full
 def test_each_record_has_a_mask_of_its_own_in_each_step():
     x = np.ones(50, np.float32)
     one, again, other = (signals(masked, x, jax.random.key(seed)) for seed in (1, 1, 2))
@@ -104,6 +106,7 @@ def test_each_record_has_a_mask_of_its_own_in_each_step():
     assert (kept != (other != 0)).mean() > 0.4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("model", "same"), [(masked, False), (plain, True)])
 def test_what_records_draw_is_secret(model, same):
     """Masks by public keys and row numbers would all be others where one record is taken out."""
@@ -118,6 +121,7 @@ def test_what_records_draw_is_secret(model, same):
     assert np.array_equal(one, other) is same
 
 
+@pytest.mark.full
 def test_a_record_that_draws_counts_as_any_other():
     """One that is not finite as nothing, one that is huge by the clip norm."""
 
@@ -133,6 +137,7 @@ def test_a_record_that_draws_counts_as_any_other():
     assert 0.99 < np.linalg.norm(moved(1e6) - nothing) <= 1 + 1e-6
 
 
+@pytest.mark.full
 def test_a_record_of_a_network_with_dropout_counts_as_any_other():
     model, y = with_flax(True), jnp.zeros(40)
 
@@ -149,6 +154,7 @@ def test_a_record_of_a_network_with_dropout_counts_as_any_other():
     assert 0.98 < np.linalg.norm(moved(1e4) - nothing) <= 1 + 1e-6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by_place", [False, True])
 def test_a_record_taken_out_leaves_the_draws_of_others(monkeypatch, by_place):
     """With matched numbers one record moves a sum by the clip norm; by their places, by more."""
@@ -169,6 +175,7 @@ def test_a_record_taken_out_leaves_the_draws_of_others(monkeypatch, by_place):
         assert 0.99 < moved <= 1 + 1e-6
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_draws_as_one_that_did_not_stop():
     x = np.ones(50, np.float32)
 
@@ -182,6 +189,7 @@ def test_a_run_that_goes_on_draws_as_one_that_did_not_stop():
         np.testing.assert_array_equal(value, rest.params[name])
 
 
+@pytest.mark.full
 def test_numbers_of_records_are_drawn_in_each_step():
     x = np.ones(3000, np.float32)
     svi = driver(masked)
@@ -198,6 +206,7 @@ def test_numbers_of_records_are_drawn_in_each_step():
     assert abs(np.corrcoef(*found)[0, 1]) < 0.08
 
 
+@pytest.mark.full
 def test_microbatches_change_no_draw():
     whole, parts = (
         driver(masked, **options).run(jax.random.key(0), 2, np.ones(50, np.float32),
@@ -207,6 +216,7 @@ def test_microbatches_change_no_draw():
     np.testing.assert_allclose(whole, parts, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.full
 def test_each_run_of_a_sweep_draws_by_secret_numbers_of_its_own():
     x, key = np.ones(50, np.float32), jax.random.key(0)
     found = driver(masked).sweep(key[None], 1, x, clip_norm=[1.0, 1.0])
@@ -222,6 +232,7 @@ def test_each_run_of_a_sweep_draws_by_secret_numbers_of_its_own():
         np.testing.assert_allclose(params, alone["w_auto_loc"], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full
 def test_each_chain_draws_by_secret_numbers_of_its_own(monkeypatch):
     numbers, drawn = [], step._numbers
 
@@ -245,6 +256,7 @@ def test_message_passing_refuses_a_model_that_draws():
         sep.run(jax.random.key(0), 1, X[:, 0])
 
 
+@pytest.mark.full
 def test_dropout_of_nnx_draws_where_it_is_called():
     class Dropping(nnx.Module):
         def __init__(self, rngs, own):
@@ -268,6 +280,7 @@ def test_dropout_of_nnx_draws_where_it_is_called():
         read_model(model_of(True), (X, X[:, 0]), {})
 
 
+@pytest.mark.full
 def test_dropout_of_flax_is_kept_on_in_prediction():
     rng = np.random.default_rng(1)
     x = rng.normal(size=(400, 3)).astype(np.float32)

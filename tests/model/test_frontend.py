@@ -239,6 +239,7 @@ def _marks(name: str) -> list[Any]:
     return [pytest.mark.slow] * (name in SLOW) + [pytest.mark.extended] * (name in EXTENDED)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in CASES])
 def test_without_clip_and_noise_the_run_is_that_of_svi(name: str) -> None:
     with x64():
@@ -290,6 +291,7 @@ def test_a_subsampled_plate_gives_the_run_of_the_full_plate() -> None:
         np.testing.assert_allclose(subsampled[name], value, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.full
 def test_public_arguments_may_change_between_runs() -> None:
     """A shared array is an argument of the compiled step, not a constant in it."""
 
@@ -323,6 +325,7 @@ def test_public_arguments_may_change_between_runs() -> None:
     assert abs(second - first) > 0.05
 
 
+@pytest.mark.full
 def test_a_flax_module_with_parameters_in_the_signal() -> None:
     nn = pytest.importorskip("flax.linen", reason="flax is not installed")
 
@@ -380,6 +383,7 @@ def _list(model):
     return guide
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [AutoNormal, _list])
 def test_the_guide_holds_no_record_after_a_run(make: Callable[..., Any]) -> None:
     x, y = _x().astype(np.float32), _y().astype(np.float32)

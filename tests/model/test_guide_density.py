@@ -36,6 +36,7 @@ def problem_of(guide):
     return svi._session((X,), {}).problem, svi.optim.get_params(state.optim_state)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind",
     [
@@ -68,6 +69,7 @@ def test_automatic_guides(kind):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slope))
 
 
+@pytest.mark.full
 def test_a_guide_by_hand():
     problem, params = problem_of(by_hand)
     latents = {"mean": jnp.asarray(0.4), "scale": jnp.array([0.2, -0.7])}
@@ -77,6 +79,7 @@ def test_a_guide_by_hand():
     np.testing.assert_allclose(problem.log_density(latents, params), expected, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_a_flow_without_an_inverse_is_refused():
     problem, params = problem_of(autoguide.AutoBNAFNormal(model, hidden_factors=[2]))
     latents, _ = problem.draw(params, jax.random.key(0))

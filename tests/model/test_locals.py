@@ -143,6 +143,7 @@ def test_a_record_s_part_is_its_evidence_lower_bound(guide: Any) -> None:
     assert np.abs(correlation).max() < 6 / np.sqrt(len(draws))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("build", [aligned, vanilla], ids=["aligned", "vanilla"])
 def test_the_gradient_is_that_of_the_whole_bound(build: Any) -> None:
     problem, params = problem_of(decoder, encoder)
@@ -160,6 +161,7 @@ def test_the_gradient_is_that_of_the_whole_bound(build: Any) -> None:
         np.testing.assert_allclose(found[name], expected[name], rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.full
 def test_summing_out_is_the_mixture() -> None:
     problem, params = problem_of(mixture, AutoDiagonalNormal(mixture))
     other, other_params = problem_of(mixture_by_hand, AutoDiagonalNormal(mixture_by_hand))
@@ -172,6 +174,7 @@ def test_summing_out_is_the_mixture() -> None:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.full
 def test_every_combination_is_summed() -> None:
     problem, params = problem_of(nested, AutoNormal(nested))
     assert {k: v.shape for k, v in problem.model.structure.summed.items()} == {
@@ -187,6 +190,7 @@ def test_every_combination_is_summed() -> None:
     np.testing.assert_allclose(found, logsumexp(np.array(parts)), rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "guide"), [(decoder, lambda: encoder), (mixture, lambda: AutoNormal(mixture))],
     ids=["encoder", "mixture"],
@@ -209,6 +213,7 @@ def test_a_record_moves_the_sum_by_the_clip_norm_at_most(model: Any, guide: Any)
         assert max(moves) > 0.25  # it is not all zero
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "loss",
     [pytest.param(Trace_ELBO(), marks=pytest.mark.extended), Trace_ELBO(num_particles=3)],
@@ -397,6 +402,7 @@ def test_a_record_s_latent_that_cannot_be_private(model: Any, guide: Any, parts:
         assert part in str(error.value)
 
 
+@pytest.mark.full
 def test_a_masked_entry_is_counted_once() -> None:
     def partly(x):
         share = numpyro.sample("share", dist.Beta(2, 2))
@@ -413,6 +419,7 @@ def test_a_masked_entry_is_counted_once() -> None:
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.full
 def test_numpyro_s_evaluate_is_refused_where_latents_are_summed_out() -> None:
     svi = driver(mixture, AutoDiagonalNormal(mixture), allow_sensitive=True)
     state = svi.init(jax.random.key(0), X)
@@ -420,6 +427,7 @@ def test_numpyro_s_evaluate_is_refused_where_latents_are_summed_out() -> None:
         svi.evaluate(state, X)
 
 
+@pytest.mark.full
 def test_static_keywords_reach_every_part_of_a_guide() -> None:
     def model(x, dim):
         mean = numpyro.sample("mean", dist.Normal(0, 1).expand([dim]).to_event(1))

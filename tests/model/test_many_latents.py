@@ -78,6 +78,7 @@ def begin(x: np.ndarray, guide: Any, estimator: Any, **options: Any) -> None:
     driver.init(KEY, x, labels(x))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("estimator", "guide"),
     [pytest.param(e, g, id=f"{e.__name__}, {g.__name__}") for e in FITS for g in FITS[e]],
@@ -86,12 +87,14 @@ def test_every_estimator_takes_as_many_latents_as_records(estimator: Any, guide:
     begin(SQUARE, guide, estimator())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("estimator", FITS)
 def test_a_triangle_with_a_multiple_of_the_records_is_taken(estimator: Any) -> None:
     """200 latents have a triangle of 20,100 entries, 201 for each of 100 records."""
     begin(WIDE, AutoMultivariateNormal, estimator())
 
 
+@pytest.mark.full
 def test_other_mechanisms_take_as_many_latents_as_records() -> None:
     begin(SQUARE, AutoMultivariateNormal, natural(), clip_norm=AdaptiveClip(1.0))
     begin(SQUARE, AutoMultivariateNormal, natural(), loss_release=LossRelease(2.0))
@@ -151,6 +154,7 @@ DRIVERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", DRIVERS)
 def test_every_driver_takes_many_latents(name: str) -> None:
     DRIVERS[name]()

@@ -106,6 +106,7 @@ def private(model, **options):
 FAST = ("flax, group norm", "random flax", "nnx", "equinox")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "make",
     [
@@ -133,6 +134,7 @@ SCALE_MIXTURE = dist.MixtureSameFamily(
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("prior", [dist.Laplace(0, 0.5), SCALE_MIXTURE], ids=["Laplace", "mixture"])
 def test_weights_may_have_other_priors(prior):
     """By Bayes by backprop; without noise and clip the most probable weights are those of SVI."""
@@ -154,6 +156,7 @@ def test_weights_may_have_other_priors(prior):
     assert all(np.isfinite(value).all() for value in draws.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["nnx", "random equinox", "flax, half precision"])
 def test_a_record_moves_the_gradient_by_at_most_the_clip_norm(name):
     svi = private(model_of(NETWORKS[name]), noise_multiplier=0.0)
@@ -174,6 +177,7 @@ def test_a_record_moves_the_gradient_by_at_most_the_clip_norm(name):
     assert 0.1 < distance < 2.001  # one record is replaced: twice the clip norm
 
 
+@pytest.mark.full
 def test_norms_by_entry_need_not_name_an_entry_without_numbers():
     """``random_flax_module`` leaves one, of the shapes of the weights, in the parameters."""
     model = model_of(NETWORKS["random flax"])
@@ -211,6 +215,7 @@ class Wide(nn.Module):
         return nn.Dense(1)(jnp.tanh(x))
 
 
+@pytest.mark.full
 def test_small_microbatches_give_the_same_run():
     model = model_of(lambda: flax_module("net", Wide(), input_shape=(1, D)))
     options = {"secret_key": 1, "repetition": True, "sampler": Poisson(0.6)}
@@ -222,6 +227,7 @@ def test_small_microbatches_give_the_same_run():
         np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full
 def test_small_microbatches_give_the_same_chains():
     model = model_of(lambda: random_flax_module("net", Wide(), PRIOR, input_shape=(1, D)))
     runs = []

@@ -203,6 +203,7 @@ def assert_listed(privacy: Any, place: str, shape: tuple[int, ...], dtype: str) 
     assert str(list(shape))[1:-1] in text
 
 
+@pytest.mark.full
 def test_a_report_of_records_alone_lists_nothing() -> None:
     privacy = svi(regression, X, Y).report()
     assert privacy.data_plate == "records"
@@ -210,6 +211,7 @@ def test_a_report_of_records_alone_lists_nothing() -> None:
     assert "records" in str(privacy)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [svi, sep])
 def test_a_report_lists_public_arguments(make: Any) -> None:
     call = make(visits, X, Y, PATIENTS, PATIENT_OF, public=["patients"])
@@ -220,6 +222,7 @@ def test_a_report_lists_public_arguments(make: Any) -> None:
     assert len(privacy.public) == 1
 
 
+@pytest.mark.full
 def test_the_report_of_a_sampler_lists_public_arguments() -> None:
     call = mcmc(SGLD(visits, 1e-3), X, Y, PATIENTS, PATIENT_OF, public=["patients"])
     privacy = call.report()
@@ -227,6 +230,7 @@ def test_the_report_of_a_sampler_lists_public_arguments() -> None:
     assert_listed(privacy, "patients", (25, 2), "float32")
 
 
+@pytest.mark.full
 def test_a_report_lists_static_keywords() -> None:
     def model(x, y, grid, name):
         w = weights()
@@ -252,6 +256,7 @@ def test_a_report_lists_captured_arrays() -> None:
     assert_listed(privacy, "guide", (2,), "float32")
 
 
+@pytest.mark.full
 def test_a_report_lists_what_an_inner_program_captures() -> None:
     table = jnp.linspace(-1, 1, 12)
     inner = jax.jit(lambda x: jnp.interp(x, table, table))
@@ -259,6 +264,7 @@ def test_a_report_lists_what_an_inner_program_captures() -> None:
     assert ((12,), "float32") in entries(privacy)
 
 
+@pytest.mark.full
 def test_a_report_lists_a_start() -> None:
     start = X.mean(0)
     guide = AutoNormal(regression, init_loc_fn=init_to_value(values={"w": start}))
@@ -266,6 +272,7 @@ def test_a_report_lists_a_start() -> None:
     assert ((3,), "float32") in entries(privacy)
 
 
+@pytest.mark.full
 def test_captured_records_may_be_declared_public() -> None:
     """By the array itself, in whatever program it is captured."""
     table = jnp.asarray(X) + 0
@@ -274,6 +281,7 @@ def test_captured_records_may_be_declared_public() -> None:
     assert ((N, D), "float32") in entries(call.report())
 
 
+@pytest.mark.full
 def test_a_pytree_may_be_declared_public() -> None:
     tables = {"first": jnp.asarray(X) + 0, "second": (jnp.asarray(Y) + 0,)}
 
@@ -311,6 +319,7 @@ def test_all_records_declared_public() -> None:
         svi(regression, X, Y, public=["x", "y"]).initialise()
 
 
+@pytest.mark.full
 def test_declared_records_are_not_clipped_and_the_others_are() -> None:
     """The same model with its table public and as records: the report tells them apart."""
 
@@ -323,6 +332,7 @@ def test_declared_records_are_not_clipped_and_the_others_are() -> None:
     assert_listed(privacy, "z", (N,), "float32")
 
 
+@pytest.mark.full
 def test_scalars_are_small_while_they_are_few() -> None:
     def model(x, y, scalars):
         w = weights()
@@ -359,6 +369,7 @@ def test_undeclared_arrays_have_a_quarter_of_the_records_and_at_most_a_hundred_e
         held(3.5 * np.eye(21))
 
 
+@pytest.mark.full
 def test_a_small_statistic_is_listed() -> None:
     table = X.var() * np.eye(D, dtype=np.float32)
     privacy = svi(located(lambda x, w: x @ jnp.asarray(table) @ w), X, Y).report()
@@ -380,6 +391,7 @@ def test_everything_that_is_captured_may_be_declared_public() -> None:
     call.initialise()
 
 
+@pytest.mark.full
 def test_numbers_of_special_functions_are_not_counted() -> None:
     """The inverse of the normal distribution has more than forty of them."""
     special = jax.scipy.special
@@ -397,6 +409,7 @@ def test_a_sweep_refuses_as_a_run_does() -> None:
         driver.sweep(jax.random.split(KEY, 2), 2, X, Y, PATIENTS, PATIENT_OF)
 
 
+@pytest.mark.full
 def test_a_guide_of_another_driver_is_checked_again() -> None:
     """A guide that one driver has set up is read anew by the next."""
     guide = AutoDelta(regression)

@@ -410,6 +410,7 @@ def test_a_list_of_labels_would_be_public_constants() -> None:
         driver(model, AutoNormal(model)).init(jax.random.key(0), X, Y.tolist())
 
 
+@pytest.mark.full
 def test_a_public_array_with_as_many_rows_as_records_is_a_static_keyword() -> None:
     """The remedy that the message names works."""
 
@@ -423,6 +424,7 @@ def test_a_public_array_with_as_many_rows_as_records_is_a_static_keyword() -> No
     assert int(state.step) == 0
 
 
+@pytest.mark.full
 def test_refusals_look_at_no_record() -> None:
     """Shapes decide: records of NaN give the same message, and good models pass."""
     nan = np.full_like(X, np.nan), np.full_like(Y, np.nan)

@@ -53,6 +53,7 @@ def error(network, params, x, y):
     return float(jnp.sqrt(jnp.mean((mean - y) ** 2)))
 
 
+@pytest.mark.full
 def test_moments_of_one_hidden_layer_are_those_of_draws():
     layout = layout_of(3, (40,))
     mean, variance = weights(layout)
@@ -66,6 +67,7 @@ def test_moments_of_one_hidden_layer_are_those_of_draws():
     assert abs(spread / outputs.var() - 1) < 0.02
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hidden", [(5,), (4, 3), (4, 3, 2)])
 def test_factored_slopes_are_derivatives_of_the_log_evidence(hidden):
     layout = layout_of(3, hidden)
@@ -82,6 +84,7 @@ def test_factored_slopes_are_derivatives_of_the_log_evidence(hidden):
     np.testing.assert_allclose(found.variance, expected[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_site_moves_the_cavity_to_the_tilted_moments():
     layout = layout_of(2, (3,))
     mean, variance = weights(layout)
@@ -96,6 +99,7 @@ def test_a_site_moves_the_cavity_to_the_tilted_moments():
     )
 
 
+@pytest.mark.full
 def test_the_network_of_the_model_is_that_of_the_moments():
     x, _ = records(5)
     layout = NETWORK.layout(2)
@@ -105,6 +109,7 @@ def test_the_network_of_the_model_is_that_of_the_moments():
     np.testing.assert_allclose(found, NETWORK.apply(mean, x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_all_forms_learn_and_agree_with_nuts_on_predictions():
     x, y = records(300)
     rest = records(500, seed=1)
@@ -134,6 +139,7 @@ def test_all_forms_learn_and_agree_with_nuts_on_predictions():
 TWO_NORMS = {"linear": 0.4, ...: 0.3}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("by_layer", "ridge", "norm"),
     [
@@ -199,6 +205,7 @@ def natural_sums(network, params, x, y):
     return total
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weight_precision", [4.0, None])
 def test_a_step_without_noise_is_that_of_natural_parameters(weight_precision):
     network, rate = RegressionNetwork((3,), weight_precision=weight_precision), 0.2
@@ -236,6 +243,7 @@ def test_a_step_without_noise_is_that_of_natural_parameters(weight_precision):
     )
 
 
+@pytest.mark.full
 def test_precisions_are_floored_at_the_noise_that_is_in_them():
     x, y = records(50)
     options = {"clip_norm": 1.0, "sampler": FullBatch(), "damping": 1.0, "secret_key": 2,
@@ -256,6 +264,7 @@ def test_precisions_are_floored_at_the_noise_that_is_in_them():
     assert float(jnp.min(params["weights_precision"])) >= 3 * expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["adf", "ep", "sep"])
 def test_a_sharp_prior_is_the_posterior(method):
     network = RegressionNetwork((4,), weight_precision=1e4)
@@ -272,6 +281,7 @@ def test_a_sharp_prior_is_the_posterior(method):
     assert float(jnp.abs(mean).max()) < 0.05
 
 
+@pytest.mark.full
 def test_records_that_are_not_numbers_do_not_narrow_the_noise():
     x, y = records(200)
     broken = x.copy()
@@ -308,6 +318,7 @@ def test_variance_of_a_rectified_unit_does_not_cancel():
         assert float(found) == pytest.approx(exact(a, v), rel=2e-3)
 
 
+@pytest.mark.full
 def test_layers_have_one_precision_each_from_the_start():
     x, y = records(20)
     pbp = DPPBP(
@@ -326,6 +337,7 @@ def test_layers_have_one_precision_each_from_the_start():
         assert float(jnp.std(layer)) < 1e-3 * float(jnp.mean(layer))
 
 
+@pytest.mark.full
 def test_a_private_run_learns_is_accounted_for_and_predicts():
     x, y = records(4000)
     pbp = DPPBP(
@@ -356,6 +368,7 @@ def test_a_private_posterior_is_one_however_large_the_noise():
         assert params["noise_rate"] > 0
 
 
+@pytest.mark.full
 def test_a_prior_on_the_precision_of_weights_follows_their_size():
     network = RegressionNetwork((4,), weight_precision=None)
     size = sum(network.layout(2).sizes)
@@ -366,6 +379,7 @@ def test_a_prior_on_the_precision_of_weights_follows_their_size():
     assert stats.kstest(draws["weight_precision"], stats.gamma(6, scale=1 / 6).cdf).pvalue > 1e-3
 
 
+@pytest.mark.full
 def test_updates_and_runs_give_the_same():
     x, y = records(40)
     pbp = DPPBP(
@@ -426,6 +440,7 @@ def test_what_is_no_network_or_no_record_is_refused(make, error, message):
         make()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -443,6 +458,7 @@ def test_bad_starts_are_refused(change, message):
         pbp.init(KEY, x, y, init_params=change(params))
 
 
+@pytest.mark.full
 def test_a_sweep_of_expectation_propagation_is_that_of_its_sites():
     network, damping = RegressionNetwork((3,)), 0.4
     x, y = (jnp.asarray(array) for array in records(4))
@@ -485,6 +501,7 @@ def curvature_by_hand(network, params, number):
     return number / 1000 * (slopes.T / (spread + noise)) @ slopes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weight_precision", [pytest.param(1.0, marks=pytest.mark.extended), 500.0])
 def test_slopes_in_coordinates_of_the_curvature(weight_precision):
     network, number, ridge = RegressionNetwork((2,), weight_precision=weight_precision), 50, 3.0
@@ -541,6 +558,7 @@ def test_a_slope_in_those_coordinates_has_the_size_of_the_residual_in_standard_d
     assert float(half_squares) == pytest.approx(0.3 * square / 2, rel=0.01)
 
 
+@pytest.mark.full
 def test_what_is_released_in_those_coordinates_comes_back():
     number, ridge = 60, 2.0
     x, y = records(number)
@@ -573,6 +591,7 @@ def test_what_is_released_in_those_coordinates_comes_back():
     np.testing.assert_allclose(found, 0.5 * curved.direction, atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_rectified_unit_has_its_slopes_twice():
     """Against finite differences of the moments in double precision, and at 0, where tails swap."""
     with x64():

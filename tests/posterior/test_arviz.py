@@ -47,6 +47,7 @@ def names(tree):
     return {name.strip("/") for name in found} - {""}
 
 
+@pytest.mark.full
 def test_draws_are_one_chain(made):
     result, draws, predicted = made
     tree = to_arviz(draws, result.privacy, posterior_predictive=predicted)
@@ -60,6 +61,7 @@ def test_draws_are_one_chain(made):
     assert arviz.summary(tree)["mean"].shape == (3,)
 
 
+@pytest.mark.full
 def test_no_record_is_there_unless_asked_for(made):
     result, draws, predicted = made
     assert names(to_arviz(draws, result.privacy)) == {"posterior"}
@@ -112,6 +114,7 @@ def test_numbers_of_draws_may_differ(made):
     assert tree["posterior_predictive"]["y"].shape == (1, 7, 3)
 
 
+@pytest.mark.full
 def test_chains_of_a_sampler():
     mcmc = DPMCMC(
         SGLD(model), num_warmup=5, num_samples=20, num_chains=2, clip_norm=1.0,

@@ -79,6 +79,7 @@ def batch_means(values, num_batches):
 # Tail averages.
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_steps", "last", "num_batches", "number"),
     [(200, 0.5, 32, 100), (150, 1.0, 20, 150), (151, 0.3, 20, 45), (40, 0.05, 2, 2)],
@@ -93,6 +94,7 @@ def test_a_tail_average_is_that_of_the_whole_trace(svi, num_steps, last, num_bat
         assert result.folded.params[name].dtype == result.params[name].dtype
 
 
+@pytest.mark.full
 def test_its_standard_deviation_is_that_of_average(svi):
     """Two estimates of one number: batch means, and an AR(1) fit to the trace."""
     result = run(svi, 4000, tail_average(4000), trace_size=4000)
@@ -105,6 +107,7 @@ def test_its_standard_deviation_is_that_of_average(svi):
     assert 0.7 < np.sqrt(np.mean(np.square(ratio))) < 1.3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("phi", "low", "high"),
     [pytest.param(0.0, 0.95, 1.2, marks=pytest.mark.extended), (0.5, 0.95, 1.2)],
@@ -145,6 +148,7 @@ def test_by_hand_and_incomplete():
     np.testing.assert_allclose(beyond.dp_sd["x"], sd, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_trees_and_low_precision():
     fold = tail_average(64, last=1.0)
     state = fold.init({"net": {"kernel": jnp.zeros((2, 3), jnp.bfloat16)}, "s": jnp.zeros(())})
@@ -160,6 +164,7 @@ def test_trees_and_low_precision():
 # Exponential averages.
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.99])
 def test_an_exponential_average_is_its_closed_form(svi, decay):
     result = run(svi, 60, exponential_average(decay))
@@ -177,12 +182,14 @@ def test_constants_stay_constant():
 # In the loop.
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_steps", [60, 61])
 @pytest.mark.parametrize("trace_size", [None, 7])
 def test_a_fold_reads_every_step_whatever_is_kept(svi, num_steps, trace_size):
     assert run(svi, num_steps, COUNT, trace_size=trace_size).folded == num_steps
 
 
+@pytest.mark.full
 def test_a_fold_leaves_the_run_alone(svi):
     plain, with_fold = run(svi, 60), run(svi, 60, exponential_average())
     assert plain.folded is None
@@ -206,6 +213,7 @@ def test_one_compilation_for_every_length_and_share():
     assert exponential_average(0.5).update is exponential_average(0.9).update
 
 
+@pytest.mark.full
 def test_a_resumed_run_folds_its_own_steps(svi):
     first = run(svi, 40, COUNT)
     second = run(svi, 64, tail_average(64, last=1.0), init_state=first.state)

@@ -73,6 +73,7 @@ def test_standard_errors_match_the_spread_over_runs(data):
     assert 0.82 < covered.mean() < 0.97
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("guide_type", [AutoDiagonalNormal, AutoNormal, AutoMultivariateNormal])
 def test_widened_by_what_the_noise_did(guide_type, data):
     guide = guide_type(model)
@@ -93,6 +94,7 @@ def test_widened_by_what_the_noise_did(guide_type, data):
     np.testing.assert_allclose(sd, expected, rtol=0.06)
 
 
+@pytest.mark.full
 def test_says_what_is_not_to_be_trusted(data):
     guide = AutoDiagonalNormal(model)
     (climbing,) = runs(guide, data, 1, 60, noise_multiplier=1e-3, step=1e-4)
@@ -112,6 +114,7 @@ def test_diverged_runs_are_not_converged():
     )
 
 
+@pytest.mark.full
 def test_other_guides_are_refused(data):
     guide = AutoIAFNormal(model)
     svi = DPSVI(model, guide, optax.adam(1e-3), estimator=aligned(), clip_norm=1.0,

@@ -44,6 +44,7 @@ def in_parts(model):
     return guide
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "build",
     [AutoDelta, AutoDiagonalNormal, AutoIAFNormal, AutoMultivariateNormal, AutoNormal, in_parts],
@@ -66,6 +67,7 @@ def test_draws_follow_the_parameters():
     np.testing.assert_allclose(jnp.log(draws["scale"]).std(), 0.5, rtol=0.05)
 
 
+@pytest.mark.full
 def test_parts_of_a_guide_are_drawn_independently():
     """AutoGuideList.sample_posterior gives all parts one key."""
     guide = in_parts(model)

@@ -49,6 +49,7 @@ def test_intervals_cover_where_the_rule_fits():
     assert np.median(narrow.sd) > np.median(full.sd) * 0.9
 
 
+@pytest.mark.full
 def test_synthetic_sets_follow_the_posterior_predictive():
     def model(x, number):
         mean = numpyro.sample("mean", dist.Normal(0, 10))

@@ -254,6 +254,7 @@ def test_rdp_is_above_the_tight_value(rate, noise, steps):
     assert RDP().epsilon(event, 1e-5, ADD).epsilon > tight.estimate
 
 
+@pytest.mark.full
 def test_add_direction_of_prv_is_not_the_remove_direction():
     event = poisson(0.4, 1.0, 4)
     steps = gaussian_steps(event)
@@ -300,6 +301,7 @@ def test_composition_against_direct_convolution(delta):
     assert abs(alone / delta - 1) < error / delta + 3e-6  # and what it cuts off
 
 
+@pytest.mark.full
 def test_heterogeneous_grids_are_composed():
     events = [poisson(0.01, 1.0, 300), poisson(0.1, 5.0, 40), dpa.GaussianDpEvent(4.0)]
     event = dpa.ComposedDpEvent([*events, dpa.NoOpDpEvent()])
@@ -326,6 +328,7 @@ def test_grid_limit_loosens_but_stays_valid():
     assert coarse.estimate < fine.epsilon * 1.05
 
 
+@pytest.mark.full
 @settings(max_examples=25, deadline=None)
 @given(
     rate=st.floats(0.002, 0.9),
@@ -395,6 +398,7 @@ def test_several_gaussians_on_one_sample_are_one():
     assert gaussian_steps(nested) == gaussian_steps(poisson(0.1, 2.0, 10))
 
 
+@pytest.mark.full
 def test_fixed_size_samples_need_replace_one():
     event = without_replacement(10, 1000, 1.0, 100)
     bound = Best().epsilon(event, 1e-5, REPLACE)
@@ -452,6 +456,7 @@ def test_pld_refuses_what_doubles_cannot_resolve(event, delta, words):
         assert Best().epsilon(event, delta, ADD).accountant in ("PRV", "RDP")
 
 
+@pytest.mark.full
 def test_best_takes_the_smallest_and_names_it():
     event = poisson(0.05, 1.0, 50)
     everyone = Best((RDP(), PRV(), PLD()), good_enough=0.0)
@@ -475,6 +480,7 @@ def test_best_stops_when_nobody_can_improve():
         Best((RDP(), Untouchable())).epsilon(poisson(0.1, 1.0, 10), 1e-5, ADD)
 
 
+@pytest.mark.full
 def test_total_variation_is_paid_for():
     event, delta, tau = poisson(0.01, 1.2, 1000), 1e-5, 3e-7
     ideal = PLD().epsilon(event, delta, ADD)

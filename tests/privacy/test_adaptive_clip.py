@@ -73,6 +73,7 @@ def swept():
     return driver(AdaptiveClip()).sweep(KEYS, 300, records(), **SWEPT)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("index", "quantile"), [(0, 0.5), (2, 0.9)])
 def test_without_noise_the_norm_goes_to_the_quantile(swept, index, quantile):
     norms = np.linalg.norm(records(), axis=1)
@@ -83,6 +84,7 @@ def test_without_noise_the_norm_goes_to_the_quantile(swept, index, quantile):
     assert math.isinf(swept.one(index).privacy.epsilon)
 
 
+@pytest.mark.full
 def test_each_run_of_a_sweep_is_the_run_of_its_settings(swept):
     np.testing.assert_array_equal(swept.labels["clip_norm"], [0, 0, 1, 1])
     alone = run(
@@ -104,6 +106,7 @@ def test_a_sweep_refuses_norms_of_another_form():
         svi.sweep(KEYS, 3, records(), clip_norm=AdaptiveClip())
 
 
+@pytest.mark.full
 def test_norms_by_entry_go_to_quantiles_of_their_own_and_a_released_loss_follows_them():
     clips = {"a": AdaptiveClip(5.0, quantile=0.8), ...: AdaptiveClip(5.0, learning_rate=0.5)}
     released = run(driver(clips, loss_release=LossRelease(1e4, 0.1)), 150)
@@ -127,6 +130,7 @@ def noisy_run():
     return clip, np.asarray(run(svi, 16_000, trace_size=16_000).trace.clip_norm, np.float64)
 
 
+@pytest.mark.full
 def test_with_noise_the_norm_stays_about_the_quantile():
     clip, norms = noisy_run()
     kept = norms[1000:]
@@ -145,6 +149,7 @@ def test_the_noise_of_the_estimate_is_that_of_its_share_of_the_sensitivity():
     check_law(noise[:, None], 20.0 / (2 * math.sqrt(clip.share) * NUMBER))
 
 
+@pytest.mark.full
 def test_the_noise_of_the_gradient_grows_by_the_share():
     """What steps release less their noiseless sums, in units of the norm of the step."""
     share = 0.3
@@ -171,6 +176,7 @@ def test_the_noise_of_the_gradient_grows_by_the_share():
 # What it costs, and how it runs.
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("empty_caches")
 def test_updates_and_resumed_runs_are_one_run_at_the_cost_of_a_fixed_norm():
     options = {"noise_multiplier": None, "budget": PrivacyBudget(1.0, 1e-5), "num_steps": 12}

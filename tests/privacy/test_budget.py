@@ -42,6 +42,7 @@ def report(sampler, steps, budget, noise=None):
     return PrivacyReport(plan.spent(steps), steps, plan, False)
 
 
+@pytest.mark.full
 def test_the_later_run_has_the_noise_that_the_rest_allows():
     total = PrivacyBudget(1.0, 1e-5)
     first = report(Poisson(0.02), 500, PrivacyBudget(0.9, 1e-5))
@@ -108,6 +109,7 @@ def test_earlier_runs_are_accounted_under_the_relation():
         PrivacyBudget(1.0, 1e-5, earlier=(one,))
 
 
+@pytest.mark.full
 def test_what_batches_do_beside_the_event_adds_up():
     often, seldom = Poisson(0.02, overflow_prob=1e-9), Poisson(0.05, overflow_prob=1e-8)
     high = PrivacyBudget(50.0, 1e-5)
@@ -142,6 +144,7 @@ def driver(budget, **options):
     )  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_run_after_another_resumes_with_its_budget_alone():
     x, key, high = jnp.ones(50), jax.random.key(0), PrivacyBudget(1.0, 1e-5)
     first = driver(PrivacyBudget(0.7, 1e-5)).run(key, 5, x, progress_bar=False)
@@ -164,6 +167,7 @@ def test_a_run_after_another_resumes_with_its_budget_alone():
         svi.privacy(alone)
 
 
+@pytest.mark.full
 def test_noise_differs_from_that_of_an_earlier_run_with_the_same_key():
     x, key, high = jnp.ones(50), jax.random.key(0), PrivacyBudget(1.0, 1e-5)
     states = [driver(PrivacyBudget(0.7, 1e-5), num_steps=5).init(key, x)]
@@ -173,6 +177,7 @@ def test_noise_differs_from_that_of_an_earlier_run_with_the_same_key():
     assert keys[0] != keys[1] == keys[2]  # and can be repeated
 
 
+@pytest.mark.full
 def test_sweeps_and_chains_count_earlier_runs():
     x, key, high = jnp.ones(50), jax.random.key(0), PrivacyBudget(1.0, 1e-5)
     first = driver(PrivacyBudget(0.7, 1e-5)).run(key, 5, x, progress_bar=False).privacy
@@ -188,6 +193,7 @@ def test_sweeps_and_chains_count_earlier_runs():
     assert "1 earlier" in str(mcmc.privacy)
 
 
+@pytest.mark.full
 def test_what_can_not_be_added_is_refused():
     total = PrivacyBudget(1.0, 1e-5)
     other = report(FixedSize(100), 10, PrivacyBudget(1.0, 1e-5, "replace_one"))

@@ -103,6 +103,7 @@ def test_budget_is_spent_anywhere(log_rate, log_steps, log_epsilon, exponent, re
         check(run(rate, steps, relation), budget)
 
 
+@pytest.mark.full
 def test_rare_records_need_no_noise():
     with pytest.raises(CalibrationError, match="needs no noise"):
         calibrate_noise(run(9e-4, 1), PrivacyBudget(1.0, 1e-3))
@@ -130,6 +131,7 @@ def test_other_accountants_ask_for_more_noise(accountant):
     assert check(make_event, budget, accountant=accountant) > check(make_event, budget)
 
 
+@pytest.mark.full
 def test_fixed_size_samples():
     def make_event(noise):
         step = dpa.SampledWithoutReplacementDpEvent(1000, 10, gaussian_event(noise, REPLACE))
@@ -140,6 +142,7 @@ def test_fixed_size_samples():
         calibrate_noise(make_event, PrivacyBudget(2.0, 1e-5, ADD))
 
 
+@pytest.mark.full
 def test_total_variation_costs_noise_and_is_covered():
     make_event, budget = run(0.01, 1000), PrivacyBudget(1.0, 1e-5)
     plain = check(make_event, budget)
@@ -159,6 +162,7 @@ def test_events_unknown_to_the_guess_are_searched():
     assert noise == pytest.approx(1 / bound.epsilon, rel=0.05)  # Laplace: epsilon = 1 / noise.
 
 
+@pytest.mark.full
 def test_few_evaluations(monkeypatch):
     calls = []
     spent = calibration.epsilon_spent
@@ -269,6 +273,7 @@ def test_time_and_memory(code, limit):
     assert memory < 1024.0
 
 
+@pytest.mark.full
 def test_many_small_calibrations_are_quick():
     start = time.perf_counter()
     for steps in (10, 100, 1000):

@@ -18,6 +18,7 @@ def report(sampler, noise, steps, relation="add_or_remove_one", number=60_000):
     return PrivacyReport(plan.spent(steps), steps, plan, False)
 
 
+@pytest.mark.full
 def test_the_limit_theorem_can_lie_below_the_truth():
     # Batches of 256 of 60,000 in 15 epochs.
     found = compare_accountants(report(Poisson(256 / 60_000), 1.3, 15 * 234))
@@ -39,6 +40,7 @@ def test_full_batches_are_exact_for_all_but_renyi():
     assert found.bounds["PLD"] == pytest.approx(found.bounds["GDP"], rel=5e-3)
 
 
+@pytest.mark.full
 def test_what_has_no_approximation_says_so():
     found = compare_accountants(report(FixedSize(100), 2.0, 10, "replace_one", 10_000))
     assert math.isnan(found.approximation)

@@ -118,6 +118,7 @@ def test_no_clipped_signal_is_longer_than_its_norm_by_rounding(clip, traced, dty
     assert min(largest) > 1 - 20 * np.finfo(dtype).eps  # the bound is reached
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_bounds_and_noise_have_at_least_single_precision(dtype):
     mechanism = gaussian(2.0, 1.0)
@@ -182,6 +183,7 @@ def test_constants_captured_by_a_compiled_function():
     np.testing.assert_allclose(released(secret_key(1))["a"], expected["a"], rtol=1e-5)
 
 
+@pytest.mark.full
 def test_an_adaptive_norm_is_a_norm_with_a_coordinate_of_its_own():
     clip = {"b": AdaptiveClip(0.5, share=0.2), ...: 2.0}
     mechanism = gaussian(clip, 0.0, batch_size=10.0)

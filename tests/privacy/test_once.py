@@ -171,6 +171,7 @@ def test_two_runs_share_no_noise_however_they_are_started():
         assert abs(x - y) > 1e-4, (a, b)
 
 
+@pytest.mark.full
 def test_chains_share_no_noise_among_them_or_with_another_sampler():
     samples = []
     for _ in range(2):
@@ -207,6 +208,7 @@ def test_a_given_key_starts_one_run(name):
         other(secret_key=4 + len(again) + again.index(other))
 
 
+@pytest.mark.full
 def test_a_sweep_and_the_run_that_it_equals_share_a_key():
     driver = svi(secret_key=3)
     driver.sweep(KEY[None], 2, X, noise_multiplier=[1.0, 2.0])
@@ -217,6 +219,7 @@ def test_a_sweep_and_the_run_that_it_equals_share_a_key():
         svi(secret_key=own).run(KEY, 2, X, **run)
 
 
+@pytest.mark.full
 def test_a_sweep_that_failed_uses_up_no_key(monkeypatch):
     driver = svi(secret_key=3)
     session = driver._session((X,), {})
@@ -232,6 +235,7 @@ def test_a_sweep_that_failed_uses_up_no_key(monkeypatch):
     driver.sweep(jnp.stack([KEY, KEY]), 2, X, chunk_size=1)
 
 
+@pytest.mark.full
 def test_a_repetition_is_a_function_of_its_key():
     found = [svi(secret_key=3, repetition=True).run(KEY, 2, X, **run) for _ in range(2)]
     np.testing.assert_array_equal(*(each.params["auto_loc"] for each in found))
@@ -260,6 +264,7 @@ def test_a_state_is_resumed_once(changed):
         other.update(state, records)
 
 
+@pytest.mark.full
 def test_a_state_is_updated_once():
     driver = svi()
     state = driver.init(KEY, X)
@@ -271,6 +276,7 @@ def test_a_state_is_updated_once():
     driver.update(new, X)
 
 
+@pytest.mark.full
 def test_a_copy_of_a_used_state_is_used():
     driver = svi()
     state = driver.init(KEY, X)
@@ -281,6 +287,7 @@ def test_a_copy_of_a_used_state_is_used():
             driver.update(other, X)
 
 
+@pytest.mark.full
 def test_a_run_that_failed_gives_its_noise_back(monkeypatch):
     driver = svi(secret_key=3)
     session = driver._session((X,), {})
@@ -326,6 +333,7 @@ def test_a_state_that_a_transformed_function_holds_is_refused():
         jax.pmap(driver.update, in_axes=(None, 0))(state, X[None])
 
 
+@pytest.mark.full
 def test_lanes_that_share_a_state_have_noise_of_their_own():
     driver = svi(sampler=Permutation(4))
     state = driver.init(KEY, X)
@@ -366,6 +374,7 @@ def test_lanes_with_one_state_and_a_given_key_have_noise_of_their_own(lanes):
         assert len(np.unique(np.asarray(jax.random.key_data(keys)), axis=0)) == 3
 
 
+@pytest.mark.full
 def test_transformed_updates_that_pass_the_state_work():
     driver = svi()
     for transform in (jax.jit, jax.checkpoint):
@@ -443,6 +452,7 @@ def test_a_compiled_update_that_is_given_one_state_twice_draws_other_noise(calls
         assert len(np.unique(keys, axis=0)) == len(keys)
 
 
+@pytest.mark.full
 def test_a_compiled_update_cannot_be_called_with_a_state_that_a_function_holds():
     driver = svi()
     state = driver.init(KEY, X)
@@ -464,6 +474,7 @@ def test_a_compiled_update_cannot_be_called_with_a_state_that_a_function_holds()
             pytest.fail(name)
 
 
+@pytest.mark.full
 def test_a_given_key_makes_the_same_noise_in_compiled_updates():
     """It is reproducible: the loop of compiled updates is the run."""
     driver = svi(secret_key=3, num_steps=3)
@@ -580,6 +591,7 @@ def test_a_persistent_cache_of_programs_holds_no_key(tmp_path):
     assert int(of_a_constant) >= 1
 
 
+@pytest.mark.full
 def test_a_pickled_result_holds_no_key():
     result = svi(secret_key=bytes(range(32))).run(KEY, 2, X, **run)
     words = np.asarray(jax.random.key_data(result.state.secret_key)).tobytes()
@@ -617,6 +629,7 @@ def test_another_drivers_state_is_not_accounted_for():
         svi().privacy(other)
 
 
+@pytest.mark.full
 def test_a_driver_without_noise_or_of_repetitions_does_not_reuse_the_noise_of_a_state():
     state = svi().run(KEY, 2, X, **run).state
     svi(noise_multiplier=0.0).run(KEY, 1, X, init_state=state, **run)
@@ -633,6 +646,7 @@ def test_a_driver_without_noise_or_of_repetitions_does_not_reuse_the_noise_of_a_
         quiet.sweep(KEY[None], 2, X, noise_multiplier=[1.0])
 
 
+@pytest.mark.full
 def test_a_sampler_that_is_refused_keeps_its_samples_and_shows_no_key():
     sampler = mcmc(secret_key=3)
     sampler.run(KEY, X)

@@ -179,6 +179,7 @@ def test_transformations_agree_with_the_plain_call():
     np.testing.assert_array_equal(jax.random.key_data(folded), np.stack(single))
 
 
+@pytest.mark.full
 def test_jax_random_functions_take_the_keys():
     key = secret_key(4)
     copy = jax.random.wrap_key_data(jax.random.key_data(key), impl=CHACHA20)
@@ -195,6 +196,7 @@ def test_jax_random_functions_take_the_keys():
     assert not bool((jax.random.normal(key, (4,)) == standard_normal(key, (4,))).any())
 
 
+@pytest.mark.full
 def test_import_makes_no_array():
     code = (
         "import jax.numpy as jnp, jax._src.xla_bridge as bridge\n"
@@ -275,6 +277,7 @@ def law_rejects(z):
     return max(map(abs, scores)) > 5 or stats.kstest(z[:1_000_000], "norm").pvalue < 1e-5
 
 
+@pytest.mark.full
 def test_normal_law(sample):
     assert np.isfinite(sample).all()
     assert not law_rejects(sample)
@@ -327,6 +330,7 @@ def test_coordinates_are_independent(sample):
     assert abs(((radius**2 / 2 - 1) ** 2).mean() / 2 * root) > 5
 
 
+@pytest.mark.full
 def test_extreme_words_are_finite():
     extreme = jnp.array([0, 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1], jnp.uint32)
     high, low = (x.reshape(-1) for x in jnp.meshgrid(extreme, extreme))
@@ -347,6 +351,7 @@ def test_extreme_words_are_finite():
     assert float(jnp.abs(sin).min()) > 0
 
 
+@pytest.mark.full
 def test_float64_normals():
     with pytest.raises(TypeError, match="64-bit mode"):
         standard_normal(secret_key(0), (3,), jnp.float64)
@@ -378,5 +383,6 @@ def test_normal_errors():
         standard_normal(jax.random.split(secret_key(0)), (3,))
 
 
+@pytest.mark.full
 def test_docstring_examples():
     assert doctest.testmod(random).failed == 0

@@ -88,6 +88,7 @@ def gap_distribution(plan, limit):
     return distribution
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rate", "number"),
     [(0.01, 3000), (0.3, 500), (0.003, 1), (0.01, 40), (1e-7, 1500), (0.999, 50), (0.5, 33)],
@@ -122,6 +123,7 @@ def test_words_against_thresholds(place):
         assert bool(sampling._below(words, sampling._parts(threshold))[0]) == (value < threshold)
 
 
+@pytest.mark.full
 def test_ties_are_refined():
     # With thresholds whose first word is 0 or all ones, ties are certain and the rest decides.
     half = (2**31) << (WORD_BITS - 64)
@@ -140,6 +142,7 @@ def test_ties_are_refined():
     assert abs(taken.mean() - 0.5) < 5 * 0.5 / 100
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("rate", "number"), [(0.01, 30_000), (3e-4, 10**6), (0.7, 40)])
 def test_long_gaps_are_the_same_by_either_way(rate, number):
     # Thresholds beyond the common ones are looked at only where a word asks for it.
@@ -216,6 +219,7 @@ def test_failures_cost_their_probability_and_no_more():
     assert worst > 1.02 * ideal  # cutting does cost something
 
 
+@pytest.mark.full
 def test_overflow_is_cut_and_counted():
     sampler, number, steps = Poisson(0.2, overflow_prob=0.3), 50, 20_000
     size = sampler.padded_size(number)
@@ -247,6 +251,7 @@ def test_poisson_inclusion(rate):
         assert count_pvalue(taken.sum(1), number, wrong) < 1e-8
 
 
+@pytest.mark.full
 def test_poisson_control_with_the_wrong_sampler():
     number, steps, rate = 40, 40_000, 0.3
     taken = membership(*batches(Poisson(1.1 * rate), number, steps), number)
@@ -257,6 +262,7 @@ def test_poisson_control_with_the_wrong_sampler():
     assert single < 5 < 6 < pair
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "rate"),
     [
@@ -296,6 +302,7 @@ def test_poisson_inclusion_long():
     assert inclusion_scores(taken.astype(np.float32), 1.02 * rate)[0] > 5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sampler", [Poisson(0.3), FixedSize(3)])
 def test_steps_are_independent(sampler):
     number, steps = 20, 20_000
@@ -372,6 +379,7 @@ def test_errors(make, error, match):
         make()
 
 
+@pytest.mark.full
 def test_docstring_examples():
     assert doctest.testmod(sampling).failed == 0
 

@@ -174,6 +174,7 @@ def test_a_mechanism_that_does_what_it_states_is_taken(mechanism, clip_norm):
     try_mechanism(settings_of(mechanism, clip_norm, noise_multiplier=noise), SHAPES, 12)
 
 
+@pytest.mark.full
 def test_an_adaptive_norm_and_a_loss_are_tried_too():
     norm, shapes = AdaptiveClip(1.5, share=0.1), SHAPES | {"log_likelihood (released)": SHAPES["a"]}
     release = LossRelease(5.0)
@@ -206,6 +207,7 @@ def run(mechanism, secret_key):
     return svi.run(KEY, 2, np.ones(12, np.float32), progress_bar=False)
 
 
+@pytest.mark.full
 def test_a_refusal_uses_up_no_noise():
     with pytest.raises(ValueError, match="scales left a block"):
         run(Changed(no_clipping), 77)

@@ -36,6 +36,7 @@ def state():
     return driver(secret_key=3).run(jax.random.key(0), 3, jnp.ones(50), progress_bar=False).state
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("changes", "rows", "field"),
     [
@@ -54,12 +55,14 @@ def test_another_setting_is_refused(state, changes, rows, field):
         other.update(state, jnp.ones(rows))
 
 
+@pytest.mark.full
 def test_a_reproducible_run_stays_marked(state):
     result = driver().run(jax.random.key(0), 2, jnp.ones(50), progress_bar=False, init_state=state)
     assert result.privacy.reproducible
     assert result.privacy.num_steps == 5
 
 
+@pytest.mark.full
 def test_a_run_that_showed_losses_stays_marked(state):
     shown = driver(allow_sensitive=True).run(
         jax.random.key(0), 2, jnp.ones(50), progress_bar=False, init_state=state
@@ -73,6 +76,7 @@ def test_a_run_that_showed_losses_stays_marked(state):
         driver(allow_sensitive=True).update(state, jnp.ones(50))
 
 
+@pytest.mark.full
 def test_a_loop_of_updates_says_what_it_spent(state):
     svi = driver()
     assert svi.privacy(state).num_steps == 3
@@ -83,6 +87,7 @@ def test_a_loop_of_updates_says_what_it_spent(state):
         svi.privacy(svi.init(jax.random.key(0), jnp.ones(50)))
 
 
+@pytest.mark.full
 def test_updates_within_a_budget_need_a_state_of_that_budget(state):
     other = driver(noise_multiplier=None, budget=PrivacyBudget(0.1, 1e-5), num_steps=2)
     with pytest.raises(BudgetError, match="budget=None"):
@@ -97,6 +102,7 @@ def test_noise_and_batches_have_no_key_in_common_with_a_public_key():
     assert len({jax.random.key_data(k).tobytes() for k in keys}) == len(keys)
 
 
+@pytest.mark.full
 def test_the_result_unpacks_like_that_of_svi():
     params, state, losses = driver().run(jax.random.key(0), 2, jnp.ones(50), progress_bar=False)
     assert set(params) == {"auto_loc", "auto_scale"}

@@ -61,6 +61,7 @@ def test_what_batches_do_beside_the_event_is_paid_for_in_every_step():
         assert less.epsilon < 0.998 * paid.epsilon
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sampler", [FullBatch(), Poisson(0.2)])
 def test_replacing_a_record_moves_a_sum_by_twice_its_norm(sampler):
     noise = {}
@@ -73,6 +74,7 @@ def test_replacing_a_record_moves_a_sum_by_twice_its_norm(sampler):
     assert ratio > 1.2
 
 
+@pytest.mark.full
 def test_a_run_with_batches_of_fixed_size_is_reported_for_the_relation_that_has_a_bound():
     svi = driver(FixedSize(5), noise_multiplier=3.0)
     privacy = svi.run(jax.random.key(0), 2, jnp.ones(50), progress_bar=False).privacy

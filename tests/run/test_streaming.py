@@ -117,6 +117,7 @@ def test_a_streamed_run_is_the_run(name, longest, monkeypatch):
     assert np.array_equal(*keys)  # the batches to come are the same too
 
 
+@pytest.mark.full
 def test_a_streamed_run_is_resumed_by_one_that_is_not():
     x, y = data()
     svi = driver(num_steps=9)
@@ -126,6 +127,7 @@ def test_a_streamed_run_is_resumed_by_one_that_is_not():
     np.testing.assert_allclose(rest.params["auto_loc"], whole.params["auto_loc"], rtol=1e-5)
 
 
+@pytest.mark.full
 def test_a_bar_shows_a_streamed_run(capsys):
     driver().run(KEY, 60, *data(), stream=True)
     assert "60/60" in capsys.readouterr().err
@@ -154,6 +156,7 @@ print(json.dumps({"MB": (after - before) / 1e3, "finite": bool(np.isfinite(loc).
 """
 
 
+@pytest.mark.full
 def test_a_file_larger_than_memory_need_not_be_in_it(tmp_path):
     command = [sys.executable, "-c", LARGE, "tests/run", str(tmp_path / "records")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -53,6 +53,7 @@ def driver(**changes):
 KEYS = jax.random.split(jax.random.key(0), 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("estimator", "sampler"),
     [
@@ -103,6 +104,7 @@ def test_labels_and_reports(data):
     assert "together at most epsilon" in repr(found)
 
 
+@pytest.mark.full
 def test_no_two_runs_share_noise_or_batches(data, monkeypatch):
     seen, many = [], Session.run_many
 
@@ -124,6 +126,7 @@ def test_no_two_runs_share_noise_or_batches(data, monkeypatch):
     assert len(np.unique(np.concatenate(keys), axis=0)) == 6
 
 
+@pytest.mark.full
 def test_chunks_change_nothing(data):
     whole = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 3.0], trace_size=5)
     parts = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 3.0], trace_size=5, chunk_size=4)
@@ -135,6 +138,7 @@ def test_chunks_change_nothing(data):
     )
 
 
+@pytest.mark.full
 def test_losses_and_blocks(data):
     found = driver(loss_release=LossRelease(10.0, 0.1), clip_norm={"mean": 1.0}).sweep(
         KEYS, STEPS, data, clip_norm=[{"mean": 1.0}, {"mean": 2.0}]
@@ -144,6 +148,7 @@ def test_losses_and_blocks(data):
     assert found.one(2).losses.values.shape == (STEPS,)
 
 
+@pytest.mark.full
 def test_one_compilation_for_all_noise_and_clip_norms(data):
     svi, counts = driver(), []
     for num_steps, settings in ((STEPS, {}), (STEPS + 7, {}), (STEPS, {"clip_norm": [3.0]})):
@@ -192,6 +197,7 @@ def test_bounded_and_unbounded_norms_do_not_mix(data):
             svi.sweep(KEYS, 3, data, clip_norm=[given], noise_multiplier=[0.0])
 
 
+@pytest.mark.full
 def test_learning_rates_are_swept(data):
     adam = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
     swept = DPSVI(
@@ -210,6 +216,7 @@ def test_learning_rates_are_swept(data):
         driver().sweep(KEYS, STEPS, data, learning_rate=[-0.1])
 
 
+@pytest.mark.full
 def test_a_sweep_that_was_stopped_goes_on(data, tmp_path, monkeypatch):
     sizes = {"epsilon": [0.5, 1.0, 2.0], "chunk_size": 2}
     losses = {"loss_release": LossRelease(10.0, 0.1)}
@@ -236,6 +243,7 @@ def test_a_sweep_that_was_stopped_goes_on(data, tmp_path, monkeypatch):
     assert again.labels.keys() == whole.labels.keys()
 
 
+@pytest.mark.full
 def test_a_folder_of_another_sweep_is_refused(data, tmp_path):
     def sweep(chunk_size=2, guide=AutoDiagonalNormal, rate=0.05, init=0.1, **changes):
         settings = {
@@ -260,6 +268,7 @@ def test_a_folder_of_another_sweep_is_refused(data, tmp_path):
             sweep(**changes)
 
 
+@pytest.mark.full
 def test_a_folder_knows_arrays_that_a_model_captured(data, tmp_path):
     def sweep(scales):
         def captured(x):
@@ -280,6 +289,7 @@ def test_a_folder_knows_arrays_that_a_model_captured(data, tmp_path):
             sweep(kind.array([1.0, 2.5], np.float32))
 
 
+@pytest.mark.full
 def test_chunks_fit_the_memory(data, tmp_path, monkeypatch):
     whole = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 2.0], folder=tmp_path / "whole")
     assert len(list((tmp_path / "whole").glob("*.npz"))) == 1

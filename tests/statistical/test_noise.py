@@ -66,6 +66,7 @@ def check_independent(draws):
     assert largest_correlation(repeated, 1) > 3 * SIGMA
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_noise_of_the_mechanism(clip, dtype):
@@ -122,6 +123,7 @@ def noise_of_a_run(estimator, key):
     return np.asarray(jax.jit(lambda s: lax.scan(step, s, None, length=4_000))(state)[1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("estimator", "entries"),
     [
@@ -140,6 +142,7 @@ def test_noise_of_whole_steps(estimator, entries):
     assert len(np.unique(draws[:, 0])) > 3_900
 
 
+@pytest.mark.full
 def test_keys_decide_the_noise():
     again = noise_of_a_run.__wrapped__(aligned, 7)
     other = noise_of_a_run(aligned, 8)
@@ -149,6 +152,7 @@ def test_keys_decide_the_noise():
     assert not np.any(again == other)
 
 
+@pytest.mark.full
 def test_runs_without_a_secret_key_differ_and_with_one_do_not():
     svi, fixed = driver(), driver(secret_key=5, repetition=True)
     keys = [
@@ -170,6 +174,7 @@ def test_runs_without_a_secret_key_differ_and_with_one_do_not():
     assert not np.any(results[0]["auto_loc"] == results[2]["auto_loc"])
 
 
+@pytest.mark.full
 def test_the_guide_key_does_not_decide_the_noise():
     """The public key may be known to everybody: noise and batches must not follow from it."""
     states = [

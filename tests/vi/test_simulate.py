@@ -51,11 +51,13 @@ def norm(model=gaussian, *args, key=KEY, steps=150, quantile=0.5, svi=None, **kw
     )
 
 
+@pytest.mark.full
 def test_the_scale_of_a_gaussian_mean():
     """At the posterior the norms are |x - mean| / sigma^2, half-normal with scale 1 / sigma."""
     assert norm(quantile=0.9) == pytest.approx(1.6449 / SIGMA, rel=0.1)
 
 
+@pytest.mark.full
 def test_it_follows_from_the_key_and_reads_no_observed_value():
     svi = driver(sigma=SIGMA, sampler=Poisson(0.5), estimator=vanilla(), noise_multiplier=None,
                  budget=PrivacyBudget(1.0, 1e-5))  # fmt: skip
@@ -65,6 +67,7 @@ def test_it_follows_from_the_key_and_reads_no_observed_value():
     assert svi.settings.clip_norm.given == 7.0 and svi._sessions == {}
 
 
+@pytest.mark.full
 def test_covariates_and_several_observed_sites_of_any_dtype():
     x = np.random.default_rng(0).normal(size=(80, 2))
     keep, y = np.ones(80, bool), np.zeros(80, np.float64)

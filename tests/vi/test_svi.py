@@ -78,6 +78,7 @@ def flat(params: dict[str, Any]) -> np.ndarray:
 # What a run returns.
 
 
+@pytest.mark.full
 def test_a_run_learns_and_stays_float32(result: Any) -> None:
     np.testing.assert_allclose(result.params["w_auto_loc"], [1.0, -0.5], atol=0.5)
     assert flat(result.params).dtype == np.float32
@@ -107,6 +108,7 @@ def test_the_report_says_what_was_spent(result: Any) -> None:
     assert "NOT PRIVATE" not in text
 
 
+@pytest.mark.full
 def test_a_run_without_noise_says_that_it_is_not_private() -> None:
     svi = driver(
         budget=None, noise_multiplier=0.0, sampler=FullBatch(), secret_key=None, repetition=False,
@@ -126,6 +128,7 @@ def test_nothing_sensitive_is_shown(result: Any) -> None:
         assert words not in shown.replace("keys of noise", "")
 
 
+@pytest.mark.full
 def test_a_secret_key_reproduces_a_run_and_says_so(svi: DPSVI, result: Any) -> None:
     again = svi.run(KEY, 60, X, Y, progress_bar=False)
     np.testing.assert_array_equal(flat(again.params), flat(result.params))
@@ -133,6 +136,7 @@ def test_a_secret_key_reproduces_a_run_and_says_so(svi: DPSVI, result: Any) -> N
     assert "Reproducible run" in str(again.privacy)
 
 
+@pytest.mark.full
 def test_runs_of_different_length_compile_once(svi: DPSVI, result: Any) -> None:
     before = len(TRACES)
     svi.run(KEY, 13, X, Y, progress_bar=False)
@@ -145,6 +149,7 @@ def test_runs_of_different_length_compile_once(svi: DPSVI, result: Any) -> None:
 # Traces.
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("steps", "size"), [(60, None), (60, 7), (59, 7), (5, 7)])
 def test_the_trace_is_thinned_and_ends_with_the_last_iterate(
     svi: DPSVI, steps: int, size: int | None
@@ -170,6 +175,7 @@ def test_the_trace_holds_the_iterates_of_the_run(svi: DPSVI, result: Any) -> Non
 # Loops written for SVI.
 
 
+@pytest.mark.full
 def test_a_loop_of_jitted_updates_is_the_run(svi: DPSVI, update: Any, result: Any) -> None:
     state = svi.init(KEY, X, Y)
     for _ in range(60):
@@ -180,6 +186,7 @@ def test_a_loop_of_jitted_updates_is_the_run(svi: DPSVI, update: Any, result: An
     )
 
 
+@pytest.mark.full
 def test_updates_inside_scan_stop_at_the_budget(svi: DPSVI, update: Any, result: Any) -> None:
     def body(state, _):
         state, loss = svi.update(state, X, Y)
@@ -203,6 +210,7 @@ def test_updates_inside_scan_stop_at_the_budget(svi: DPSVI, update: Any, result:
     assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_one_long_run(svi: DPSVI, result: Any) -> None:
     first = svi.run(KEY, 25, X, Y, progress_bar=False)
     second = svi.run(KEY, 35, X, Y, progress_bar=False, init_state=first.state)
@@ -223,11 +231,13 @@ def test_another_driver_resumes_a_state(svi: DPSVI, result: Any) -> None:
     assert second.privacy.num_steps == 60
 
 
+@pytest.mark.full
 def test_the_flag_for_stable_updates_is_accepted(svi: DPSVI, result: Any) -> None:
     found = svi.run(KEY, 60, X, Y, progress_bar=False, stable_update=True)
     np.testing.assert_array_equal(flat(found.params), flat(result.params))
 
 
+@pytest.mark.full
 def test_a_record_of_nan_changes_nothing_but_its_own_share(svi: DPSVI) -> None:
     broken = Y.copy()
     broken[::10] = np.nan
@@ -235,6 +245,7 @@ def test_a_record_of_nan_changes_nothing_but_its_own_share(svi: DPSVI) -> None:
     assert np.isfinite(flat(found.params)).all()
 
 
+@pytest.mark.full
 def test_numpyros_optimisers_and_fresh_keys(result: Any) -> None:
     """Without a secret key no two runs are alike; Adam is Adam in both libraries."""
     svi = driver(optim=numpyro.optim.Adam(0.05), secret_key=None, repetition=False, num_steps=60)
@@ -247,6 +258,7 @@ def test_numpyros_optimisers_and_fresh_keys(result: Any) -> None:
     np.testing.assert_allclose(flat(again.params), flat(result.params), rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.full
 def test_init_params_set_parameters_and_raw_keys_work(svi: DPSVI) -> None:
     start = {"w_auto_loc": jnp.array([5.0, 6.0])}
     state = svi.init(jax.random.PRNGKey(0), X, Y, init_params=start)
@@ -257,6 +269,7 @@ def test_init_params_set_parameters_and_raw_keys_work(svi: DPSVI) -> None:
     assert 0 < np.abs(moved - np.array([5.0, 6.0])).max() < 0.2
 
 
+@pytest.mark.full
 def test_the_posterior_is_used_as_after_svi(svi: DPSVI, result: Any) -> None:
     draws = Predictive(model, guide=svi.guide, params=result.params, num_samples=50)(
         jax.random.key(1), X[:4]
@@ -283,6 +296,7 @@ def test_float64_input_is_that_in_float32(svi: DPSVI, result: Any) -> None:
 # Progress, losses, states.
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [60, 7])
 def test_the_progress_bar_shows_steps_and_epsilon_and_nothing_else(
     svi: DPSVI, result: Any, steps: int, capfd: pytest.CaptureFixture[str]
@@ -300,6 +314,7 @@ def test_the_progress_bar_shows_steps_and_epsilon_and_nothing_else(
         np.testing.assert_allclose(flat(found.params), flat(result.params), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_no_bar_writes_nothing(svi: DPSVI, capfd: pytest.CaptureFixture[str]) -> None:
     svi.run(KEY, 3, X, Y, progress_bar=False)
     assert capfd.readouterr() == ("", "")
@@ -320,6 +335,7 @@ def with_losses() -> tuple[Any, Any]:
     return runs[0], runs[1]
 
 
+@pytest.mark.full
 def test_a_released_loss_curve_is_private_and_plausible(with_losses: tuple[Any, Any]) -> None:
     released, sensitive = with_losses
     assert type(released.losses) is PrivateLosses
@@ -334,6 +350,7 @@ def test_a_released_loss_curve_is_private_and_plausible(with_losses: tuple[Any, 
     assert abs(values[-10:].mean() - exact[-10:].mean()) < 0.15 * exact[-10:].mean()
 
 
+@pytest.mark.full
 def test_a_released_loss_costs_its_share_of_the_noise(with_losses: tuple[Any, Any]) -> None:
     released, sensitive = with_losses
     assert released.privacy.epsilon <= 50.0
@@ -343,6 +360,7 @@ def test_a_released_loss_costs_its_share_of_the_noise(with_losses: tuple[Any, An
     )
 
 
+@pytest.mark.full
 def test_sensitive_values_need_permission_and_are_marked(with_losses: tuple[Any, Any]) -> None:
     _, sensitive = with_losses
     assert "never publish" in repr(sensitive.losses)
@@ -361,6 +379,7 @@ def test_sensitive_values_need_permission_and_are_marked(with_losses: tuple[Any,
     assert abs(loss - expected) < 5 * np.sqrt(3 / 2) < 0.02 * expected
 
 
+@pytest.mark.full
 def test_results_and_states_can_be_stored(svi: DPSVI, result: Any) -> None:
     published = (result.params, result.trace, result.privacy, result.losses)
     params, trace, privacy, losses = pickle.loads(pickle.dumps(published))
