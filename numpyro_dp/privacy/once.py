@@ -269,12 +269,14 @@ def next_nonce(key: Any, nonce: Any) -> Any:
     Raises:
         NoiseReuseError: If a function that is traced holds the state.
     """
-    if nonce is None or not isinstance(key, jax.Array):  # shapes, or positions of axes
-        return nonce
+    if nonce is None:
+        return None
     if not _compat.is_tracer(key):
+        if not isinstance(key, jax.Array):  # shapes, or positions of axes
+            return nonce
         if in_trace():
             raise NoiseReuseError(_held("the update"))
-        return _new_nonce(np.shape(nonce))
+        return _new_nonce(nonce.shape)
     count = 0
     while _entered.get((id(key), count)) is key:
         count += 1
