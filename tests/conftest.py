@@ -22,28 +22,25 @@ _CHECKED = (
 install_import_hook([f"numpyro_dp.{name}" for name in _CHECKED], "_typecheck.checked")
 
 
-_FURTHER = 4  # cases of a test that .ci/run adds to the first
 _LONG_EXAMPLES = {"DPPBP", "EP", "PBP", "tempering_model", "tempered", "simulated_clip_norm"}
 
 
 def pytest_collection_modifyitems(items):
     """Sorts the cases of each test into tiers.
 
-    The first case is in the README's tier. A few further ones, spread over the rest, are ``full``,
-    and all others ``extended``. ``every_case`` keeps all in the first tier, ``table`` in the first
-    two.
+    The first case is in the README's tier and the others are ``extended``. A mark changes that:
+    ``every_case`` keeps all in the first tier, ``table`` runs the others in ``.ci/run``.
     """
-    cases = {}
+    seen = set()
     for item in items:
         if isinstance(item, pytest.DoctestItem) and item.name.rpartition(".")[2] in _LONG_EXAMPLES:
             item.add_marker("full")
-        if not {"slow", "extended", "every_case"} & {mark.name for mark in item.iter_markers()}:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for _, *rest in cases.values():
-        kept = {round(place * (len(rest) - 1) / (_FURTHER - 1)) for place in range(_FURTHER)}
-        for place, item in enumerate(rest):
-            further = place in kept or item.get_closest_marker("table")
-            item.add_marker("full" if further else "extended")
+        if {"slow", "extended", "every_case"} & {mark.name for mark in item.iter_markers()}:
+            continue
+        name = item.nodeid.partition("[")[0]
+        if name in seen:
+            item.add_marker("full" if item.get_closest_marker("table") else "extended")
+        seen.add(name)
 
 
 @pytest.fixture

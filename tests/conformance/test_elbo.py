@@ -59,7 +59,7 @@ def test_gradient_is_the_elbo_gradient(name):
     assert max(errors.values()) < 1e-5, errors
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("name", fast_where(FAST_DOUBLE))
 def test_gradient_is_the_elbo_gradient_in_double_precision(name):
     with x64():

@@ -287,7 +287,7 @@ def test_single_precision_leaves_in_double_precision_mode() -> None:
             assert 0.98 < 1e3 * max(sizes) <= 1
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_memory_does_not_hold_a_gradient_for_each_record() -> None:
     def wide(x: Any, y: Any) -> None:
         first, last = layer("first", 24, 2_000), layer("last", 2_000)

@@ -189,7 +189,7 @@ def test_every_block_is_clipped_to_its_own_norm():
         assert others == pytest.approx(2e-3, rel=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("name", [pytest.param("lowrank", marks=pytest.mark.extended), "two_sites"])
 def test_compiled_is_eager(name):
     pieces = single(name)

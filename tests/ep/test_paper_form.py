@@ -50,7 +50,7 @@ def moved(gamma, steps=1, **form):
     return before, sep.get_params(state)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_the_printed_update_with_gamma_n_is_that_of_sep():
     before, printed = moved(float(NUMBER), 5, as_printed=True)
     _, expected = moved(1 / NUMBER, 5)

@@ -301,7 +301,7 @@ def test_what_people_use_takes_the_posterior():
     assert average(result.trace, window=20).params["auto_precision"].shape == (3, 3)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_many_runs_at_once():
     x, y = binary_data(100)
     sep = DPSEP(logistic, diagonal_normal, clip_norm=1.0, sampler=FullBatch(), budget=BUDGET)
@@ -411,7 +411,7 @@ def scaled(x, y, scale):
         numpyro.sample("y", dist.Normal(x @ weights, 0.5), obs=y)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_each_run_has_the_prior_of_its_own_arguments():
     """Whether it comes as a public array or as a constant, and whatever was prepared between."""
     x, y = linear_data(20, 3)
@@ -423,7 +423,7 @@ def test_each_run_has_the_prior_of_its_own_arguments():
             np.testing.assert_allclose(found["auto_precision"], expected, rtol=1e-3, atol=1e-2)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_states_of_one_driver_and_data_set_do_not_serve_another():
     x, y = binary_data(30)
     sep = SEP(logistic)
@@ -443,7 +443,7 @@ def named_like_a_parameter(x):
         numpyro.sample("x", dist.Normal(0, precision**-0.5), obs=x)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_sites_may_have_the_names_of_natural_parameters():
     x = np.random.default_rng(0).normal(size=50).astype(np.float32)
     sep = SEP(named_like_a_parameter, site=importance(2000))
@@ -452,7 +452,7 @@ def test_sites_may_have_the_names_of_natural_parameters():
     assert 0.5 < float(draws["precision"].mean()) < 2
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_shared_precision_is_one_noisy_number():
     x, y = binary_data(2000)
     sep = DPSEP(logistic, clip_norm=2.0, sampler=FullBatch(), budget=BUDGET, damping=0.5,
@@ -462,7 +462,7 @@ def test_shared_precision_is_one_noisy_number():
     assert found[0, 0] > 50
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_permuted_epochs_cost_one_gaussian_event_each():
     x, y = linear_data(120)
     sep = DPSEP(

@@ -331,7 +331,7 @@ def test_a_record_that_says_nothing_has_the_site_nought(builder):
         np.testing.assert_allclose(value, 0, atol=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_probit_has_the_sites_that_quadrature_finds():
     model = glm(lambda t: dist.Bernoulli(probs=jax.scipy.stats.norm.cdf(t)))
     x, y = records("binary")

@@ -109,7 +109,7 @@ def test_the_network_of_the_model_is_that_of_the_moments():
     np.testing.assert_allclose(found, NETWORK.apply(mean, x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_all_forms_learn_and_agree_with_nuts_on_predictions():
     x, y = records(300)
     rest = records(500, seed=1)
