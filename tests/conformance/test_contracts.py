@@ -176,7 +176,7 @@ def test_a_mechanism_is_a_value_and_states_its_event(row):
     np.testing.assert_allclose(traced, mechanism.noise_scale, rtol=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @by_row(MECHANISMS)
 def test_a_run_of_a_mechanism(row):
     """Plan, loop, resume, update and sweep: nothing outside of the mechanism's file knows it."""

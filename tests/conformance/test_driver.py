@@ -46,7 +46,7 @@ SAMPLERS = (Poisson(0.3), FixedSize(4), Permutation(4), FullBatch())
 REFERENCED = tuple(row for row in ESTIMATORS if row.reference is elbo and row.guides is None)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("name", [*FAST_RUNS, *(slow_row(name) for name in SLOW_RUNS)])
 def test_thirty_steps_are_those_of_svi(name):
     scenario = by_name(name)
@@ -107,7 +107,7 @@ def pairs():
             yield pytest.param(row, sampler, id=f"{row.name}-{sampler}", marks=marks)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.usefixtures("empty_caches")
 @pytest.mark.parametrize(("row", "sampler"), list(pairs()))
 def test_state_is_stable_and_every_length_uses_one_compilation(row, sampler):

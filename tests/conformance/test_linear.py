@@ -44,7 +44,7 @@ def prepared() -> Any:
     return found.problem, svi.optim.get_params(found.optim_state)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("build", [aligned, vanilla], ids=["aligned", "vanilla"])
 def test_the_sum_is_the_same(prepared: Any, build: Any) -> None:
     problem, params = prepared

@@ -248,7 +248,7 @@ def test_the_room_for_rounding_is_left() -> None:
     assert 0.985 < 1e3 * norm_of(total(x, y)) < 1
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_the_room_for_records_in_single_precision_in_double_precision_mode() -> None:
     with x64():
         estimator, public = prepared(dense, 20_000)

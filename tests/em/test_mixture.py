@@ -181,7 +181,7 @@ def test_private_means_are_found_from_a_start_without_data():
     assert sum(distance < 0.5 for distance in found) >= 4
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_shared_precision_of_each_component():
     x, means = simulate(3, 4000)
     start = {"auto_linear": jnp.asarray(100 * means.ravel(), jnp.float32),

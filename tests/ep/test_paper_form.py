@@ -94,7 +94,7 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm():
     assert 0.19 < max(changes) <= 0.2 * (1 + 1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_private_run_keeps_the_mean_site_bounded_and_is_accounted_for():
     sep = DPSEP(logistic, as_printed=True, clip_norm=0.05, damping=float(NUMBER),
                 sampler=FixedSize(1), budget=REPLACE, secret_key=2, repetition=True)  # fmt: skip
@@ -107,7 +107,7 @@ def test_a_private_run_keeps_the_mean_site_bounded_and_is_accounted_for():
     assert np.linalg.eigvalsh(np.asarray(result.trace.params["auto_precision"])).min() > 0
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_other_families_have_the_printed_form_too():
     ones = (jnp.arange(200) % 4 == 0).astype(jnp.int32)
     sep = SEP(coin, {"p": beta()}, as_printed=True, damping=200.0)

@@ -114,7 +114,7 @@ def test_conjugate_regression_is_exact(driver):
     np.testing.assert_allclose(moments(result.params)[0], mean, atol=1e-4)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("driver", [EP, SEP])
 def test_other_conjugate_families_are_exact(driver):
     ones = (jnp.arange(200) % 4 == 0).astype(jnp.int32)
@@ -149,7 +149,7 @@ def test_one_record_at_a_time_is_the_sequential_form():
         np.testing.assert_allclose(after[name], expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_batched_and_sequential_expectation_propagation_agree():
     x, y = binary_data(80)
     one = EP(logistic, damping=0.7).run(KEY, 30, x, y).params
@@ -232,7 +232,7 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm(kind, family):
     assert max(moved) > 0.6  # the bound is reached
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_record_that_is_not_a_number_counts_as_nothing():
     x, y = binary_data(40)
     expected = SEP(logistic).run(KEY, 60, x, y, progress_bar=False).params
@@ -244,7 +244,7 @@ def test_a_record_that_is_not_a_number_counts_as_nothing():
             np.testing.assert_allclose(moments_by_name(found)[name], value, rtol=0.03)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_private_posterior_is_one_however_large_the_noise(family):
     x, y = binary_data()
@@ -258,7 +258,7 @@ def test_a_private_posterior_is_one_however_large_the_noise(family):
     assert result.privacy.epsilon <= 0.01
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_private_posterior_learns_and_says_what_it_spent():
     x, y = binary_data(5000)
     exact = moments(SEP(logistic).run(KEY, 30, x, y, progress_bar=False).params)
@@ -271,7 +271,7 @@ def test_a_private_posterior_learns_and_says_what_it_spent():
     assert 1.9 < result.privacy.epsilon <= 2.0 and result.privacy.num_steps == 12
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_the_account_is_that_of_any_other_driver():
     x, y = binary_data(100)
     sep = DPSEP(logistic, clip_norm=1.0, sampler=FixedSize(10),
@@ -285,7 +285,7 @@ def test_the_account_is_that_of_any_other_driver():
     assert "NOT PRIVATE" in str(SEP(logistic).run(KEY, 2, x, y, progress_bar=False).privacy)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_what_people_use_takes_the_posterior():
     x, y = binary_data()
     sep = SEP(logistic)

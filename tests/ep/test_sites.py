@@ -116,7 +116,7 @@ LIKELIHOODS = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("name", LIKELIHOODS)
 @pytest.mark.parametrize(("mean", "variance"), [(0.0, 1.0), (-2.0, 4.0), (0.5, 0.01)])
 def test_the_slopes_give_the_moments_of_the_tilted_distribution(name, mean, variance):
@@ -362,7 +362,7 @@ def test_evidence_of_a_mean_with_one_variance():
             assert float(site["precision"]) == pytest.approx(4.0, rel=1e-4)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("family", [normal, diagonal_normal])
 def test_importance_sampling_agrees_with_quadrature(family):
     model = glm(lambda t: dist.Bernoulli(logits=t))
@@ -375,7 +375,7 @@ def test_importance_sampling_agrees_with_quadrature(family):
         np.testing.assert_allclose(found[name], exact[name], atol=0.02)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_importance_sampling_in_another_family():
     problem = problem_of(bernoulli, {"p": beta()}, jnp.array([0, 1, 1]))
     site = site_of(importance(100_000), problem, problem.prior, (jnp.asarray(1),))

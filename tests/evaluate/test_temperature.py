@@ -30,7 +30,7 @@ def fit(log_probabilities, labels, **noise):
     return result.params["coefficients"]
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("sharpening", [0.5, 1.0, 2.0])
 def test_the_temperature_of_the_labels_is_found(sharpening):
     log_probabilities, labels = drawn(sharpening)
@@ -103,7 +103,7 @@ def test_a_record_of_impossible_numbers_changes_little():
     np.testing.assert_allclose(found, plain, atol=5e-3)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_probabilities_of_nought_count_as_very_small_ones():
     log_probabilities, labels = drawn(2.0)
     small = log_probabilities.at[::2, 1:].set(-80.0)

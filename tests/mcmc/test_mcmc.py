@@ -67,7 +67,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "temperature"),
     [
@@ -146,7 +146,7 @@ def positive(x):
         numpyro.sample("x", dist.Normal(weights[0] - weights[1], scale), obs=x)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_the_score_is_that_of_the_unconstrained_posterior():
     x = records()[:, 0]
     start = {"scale": jnp.asarray(1.7), "weights": jnp.array([0.2, 0.5, 0.3])}
@@ -172,7 +172,7 @@ def balance(mcmc, number, temperature=1.0):
     return report.noise_multiplier**2 / (2 * temperature * prob**2)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "missing", ["budget", pytest.param("clip_norm", marks=pytest.mark.extended), "num_samples"]
 )
@@ -198,7 +198,7 @@ def test_what_is_left_out_follows_from_the_rest(missing):
             more.run(KEY, records(number))
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_clip_norm_that_was_left_out_balances_the_step():
     number, step_size = 2000, 1e-5
     mcmc = sampler(SGLD(gaussian_mean, step_size), clip_norm=None, budget=BUDGET)
@@ -215,7 +215,7 @@ def test_a_clip_norm_that_was_left_out_balances_the_step():
         hot.run(KEY, records(number))
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_the_largest_step_is_the_default():
     x = records(2000)
     mcmc = sampler(SGLD(gaussian_mean), budget=BUDGET, clip_norm=10.0)
@@ -263,7 +263,7 @@ def test_the_noise_of_the_mechanism_is_the_thermal_noise():
         chain(silent, budget=None).run(KEY, records())
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_chains_share_the_budget_and_nothing_else():
     x = records(1000)
     alone = sampler(SGLD(gaussian_mean), budget=BUDGET, num_warmup=20, num_samples=60)
@@ -300,7 +300,7 @@ def test_samples_go_where_those_of_mcmc_go(capsys):
     assert "epsilon" in str(mcmc.privacy)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_record_that_is_not_a_number_counts_as_nothing(name):
     x = records(300)

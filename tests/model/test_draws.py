@@ -95,7 +95,7 @@ def signals(model, x, key):
     return np.asarray(jax.vmap(lambda row: estimator.signal(public, row)["w"])(rows))
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_each_record_has_a_mask_of_its_own_in_each_step():
     x = np.ones(50, np.float32)
     one, again, other = (signals(masked, x, jax.random.key(seed)) for seed in (1, 1, 2))
@@ -137,7 +137,7 @@ def test_a_record_that_draws_counts_as_any_other():
     assert 0.99 < np.linalg.norm(moved(1e6) - nothing) <= 1 + 1e-6
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_record_of_a_network_with_dropout_counts_as_any_other():
     model, y = with_flax(True), jnp.zeros(40)
 
@@ -175,7 +175,7 @@ def test_a_record_taken_out_leaves_the_draws_of_others(monkeypatch, by_place):
         assert 0.99 < moved <= 1 + 1e-6
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_run_that_goes_on_draws_as_one_that_did_not_stop():
     x = np.ones(50, np.float32)
 
@@ -216,7 +216,7 @@ def test_microbatches_change_no_draw():
     np.testing.assert_allclose(whole, parts, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_each_run_of_a_sweep_draws_by_secret_numbers_of_its_own():
     x, key = np.ones(50, np.float32), jax.random.key(0)
     found = driver(masked).sweep(key[None], 1, x, clip_norm=[1.0, 1.0])
@@ -280,7 +280,7 @@ def test_dropout_of_nnx_draws_where_it_is_called():
         read_model(model_of(True), (X, X[:, 0]), {})
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_dropout_of_flax_is_kept_on_in_prediction():
     rng = np.random.default_rng(1)
     x = rng.normal(size=(400, 3)).astype(np.float32)

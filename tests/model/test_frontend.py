@@ -239,7 +239,7 @@ def _marks(name: str) -> list[Any]:
     return [pytest.mark.slow] * (name in SLOW) + [pytest.mark.extended] * (name in EXTENDED)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in CASES])
 def test_without_clip_and_noise_the_run_is_that_of_svi(name: str) -> None:
     with x64():
@@ -325,7 +325,7 @@ def test_public_arguments_may_change_between_runs() -> None:
     assert abs(second - first) > 0.05
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_flax_module_with_parameters_in_the_signal() -> None:
     nn = pytest.importorskip("flax.linen", reason="flax is not installed")
 

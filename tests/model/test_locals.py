@@ -143,7 +143,7 @@ def test_a_record_s_part_is_its_evidence_lower_bound(guide: Any) -> None:
     assert np.abs(correlation).max() < 6 / np.sqrt(len(draws))
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("build", [aligned, vanilla], ids=["aligned", "vanilla"])
 def test_the_gradient_is_that_of_the_whole_bound(build: Any) -> None:
     problem, params = problem_of(decoder, encoder)
@@ -161,7 +161,7 @@ def test_the_gradient_is_that_of_the_whole_bound(build: Any) -> None:
         np.testing.assert_allclose(found[name], expected[name], rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_summing_out_is_the_mixture() -> None:
     problem, params = problem_of(mixture, AutoDiagonalNormal(mixture))
     other, other_params = problem_of(mixture_by_hand, AutoDiagonalNormal(mixture_by_hand))
@@ -174,7 +174,7 @@ def test_summing_out_is_the_mixture() -> None:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_every_combination_is_summed() -> None:
     problem, params = problem_of(nested, AutoNormal(nested))
     assert {k: v.shape for k, v in problem.model.structure.summed.items()} == {

@@ -94,7 +94,7 @@ def test_a_triangle_with_a_multiple_of_the_records_is_taken(estimator: Any) -> N
     begin(WIDE, AutoMultivariateNormal, estimator())
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_other_mechanisms_take_as_many_latents_as_records() -> None:
     begin(SQUARE, AutoMultivariateNormal, natural(), clip_norm=AdaptiveClip(1.0))
     begin(SQUARE, AutoMultivariateNormal, natural(), loss_release=LossRelease(2.0))

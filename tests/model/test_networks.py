@@ -106,7 +106,7 @@ def private(model, **options):
 FAST = ("flax, group norm", "random flax", "nnx", "equinox")
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "make",
     [

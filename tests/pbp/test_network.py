@@ -53,7 +53,7 @@ def error(network, params, x, y):
     return float(jnp.sqrt(jnp.mean((mean - y) ** 2)))
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_moments_of_one_hidden_layer_are_those_of_draws():
     layout = layout_of(3, (40,))
     mean, variance = weights(layout)
@@ -337,7 +337,7 @@ def test_layers_have_one_precision_each_from_the_start():
         assert float(jnp.std(layer)) < 1e-3 * float(jnp.mean(layer))
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_private_run_learns_is_accounted_for_and_predicts():
     x, y = records(4000)
     pbp = DPPBP(
@@ -458,7 +458,7 @@ def test_bad_starts_are_refused(change, message):
         pbp.init(KEY, x, y, init_params=change(params))
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_sweep_of_expectation_propagation_is_that_of_its_sites():
     network, damping = RegressionNetwork((3,)), 0.4
     x, y = (jnp.asarray(array) for array in records(4))
@@ -501,7 +501,7 @@ def curvature_by_hand(network, params, number):
     return number / 1000 * (slopes.T / (spread + noise)) @ slopes
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("weight_precision", [pytest.param(1.0, marks=pytest.mark.extended), 500.0])
 def test_slopes_in_coordinates_of_the_curvature(weight_precision):
     network, number, ridge = RegressionNetwork((2,), weight_precision=weight_precision), 50, 3.0
@@ -558,7 +558,7 @@ def test_a_slope_in_those_coordinates_has_the_size_of_the_residual_in_standard_d
     assert float(half_squares) == pytest.approx(0.3 * square / 2, rel=0.01)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_what_is_released_in_those_coordinates_comes_back():
     number, ridge = 60, 2.0
     x, y = records(number)
@@ -591,7 +591,7 @@ def test_what_is_released_in_those_coordinates_comes_back():
     np.testing.assert_allclose(found, 0.5 * curved.direction, atol=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_rectified_unit_has_its_slopes_twice():
     """Against finite differences of the moments in double precision, and at 0, where tails swap."""
     with x64():

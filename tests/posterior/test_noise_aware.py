@@ -114,7 +114,7 @@ def test_diverged_runs_are_not_converged():
     )
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_other_guides_are_refused(data):
     guide = AutoIAFNormal(model)
     svi = DPSVI(model, guide, optax.adam(1e-3), estimator=aligned(), clip_norm=1.0,

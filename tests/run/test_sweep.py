@@ -148,7 +148,7 @@ def test_losses_and_blocks(data):
     assert found.one(2).losses.values.shape == (STEPS,)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_one_compilation_for_all_noise_and_clip_norms(data):
     svi, counts = driver(), []
     for num_steps, settings in ((STEPS, {}), (STEPS + 7, {}), (STEPS, {"clip_norm": [3.0]})):

@@ -57,7 +57,7 @@ def test_the_scale_of_a_gaussian_mean():
     assert norm(quantile=0.9) == pytest.approx(1.6449 / SIGMA, rel=0.1)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_it_follows_from_the_key_and_reads_no_observed_value():
     svi = driver(sigma=SIGMA, sampler=Poisson(0.5), estimator=vanilla(), noise_multiplier=None,
                  budget=PrivacyBudget(1.0, 1e-5))  # fmt: skip
@@ -67,7 +67,7 @@ def test_it_follows_from_the_key_and_reads_no_observed_value():
     assert svi.settings.clip_norm.given == 7.0 and svi._sessions == {}
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_covariates_and_several_observed_sites_of_any_dtype():
     x = np.random.default_rng(0).normal(size=(80, 2))
     keep, y = np.ones(80, bool), np.zeros(80, np.float64)

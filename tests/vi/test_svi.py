@@ -245,7 +245,7 @@ def test_a_record_of_nan_changes_nothing_but_its_own_share(svi: DPSVI) -> None:
     assert np.isfinite(flat(found.params)).all()
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_numpyros_optimisers_and_fresh_keys(result: Any) -> None:
     """Without a secret key no two runs are alike; Adam is Adam in both libraries."""
     svi = driver(optim=numpyro.optim.Adam(0.05), secret_key=None, repetition=False, num_steps=60)
