@@ -7,6 +7,7 @@ numbers: it tries the thing itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -108,16 +109,20 @@ def as_program(value: Any) -> Program | None:
     return Program(jaxpr.invars, tuple(pairs), jaxpr.eqns, jaxpr.outvars)
 
 
-def make_program(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
+def make_program(fn: Callable[..., Any], *args: Any, validated: bool = True) -> tuple[Program, Any]:
     """Traces a function on arrays or their shapes.
 
-    NumPyro's validation of arguments is off meanwhile. It changes no value, and would leave tables
-    in the program: masks of triangles, say, as large as a covariance matrix.
+    Args:
+        fn: The function.
+        *args: Its arguments.
+        validated: Whether NumPyro's validation of arguments is what it is otherwise, or off. It
+            leaves tables in a program: masks of triangles, as large as a covariance matrix.
 
     Returns:
         The program, and the shapes of what the function returns.
     """
-    with numpyro.validation_enabled(False):
+    quiet = contextlib.nullcontext() if validated else numpyro.validation_enabled(False)
+    with quiet:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     program = as_program(closed)
     if program is None:

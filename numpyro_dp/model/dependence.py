@@ -43,7 +43,7 @@ def looks_up(
         index: The array of indices, or its shape.
         *args: Arrays or shapes.
     """
-    program, out = make_program(fn, index, *args)
+    program, out = make_program(fn, index, *args, validated=False)
     index_dependent, picked = 1, 2
 
     def rule(eqn: Any, flags: list[int]) -> int:

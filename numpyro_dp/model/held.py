@@ -80,6 +80,8 @@ def numbers_in_program(found: Any) -> set[float]:
             literals = (value for atom in equation.invars for value in literal(atom))
             own |= {_number(x) for x in literals if np.ndim(x) == 0 and not is_key(x)}
             own |= numbers_in_program(list(equation.params.values()))
+        returned = (value for atom in program.outputs for value in literal(atom))
+        own |= {_number(x) for x in returned if np.ndim(x) == 0 and not is_key(x)}
     return own
 
 

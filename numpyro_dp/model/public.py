@@ -223,7 +223,8 @@ class PublicValues:
         Raises:
             UnsupportedModelError: Names the shape and the remedies.
         """
-        self.check_program(what, make_program(fn, *args)[0], any_size=any_size)
+        program, _ = make_program(fn, *args, validated=False)
+        self.check_program(what, program, any_size=any_size)
 
     def check_program(
         self, what: str, program: Program, *, any_size: bool = False, once: bool = False

@@ -259,8 +259,8 @@ def next_nonce(key: Any, nonce: Any) -> Any:
     """Returns the nonce that a state takes along into a compiled or transformed function.
 
     Outside a trace: new bits. Inside one, where a state is handed on to a further function: the
-    nonce of the state, with a number in it from the second time on. (The keys of two such uses
-    differ by that number; ChaCha20 is taken as a pseudorandom function under related keys there.)
+    nonce of the state, to which a number is added from the second time on. (The keys of two such
+    uses are related by it; ChaCha20 is taken as a pseudorandom function under related keys there.)
 
     Args:
         key: The array with the secret key of the state.
@@ -272,7 +272,7 @@ def next_nonce(key: Any, nonce: Any) -> Any:
     if nonce is None:
         return None
     if not _compat.is_tracer(key):
-        if not isinstance(key, jax.Array):  # shapes, or positions of axes
+        if not isinstance(key, jax.Array | np.ndarray):  # shapes, or positions of axes
             return nonce
         if in_trace():
             raise NoiseReuseError(_held("the update"))
@@ -281,7 +281,7 @@ def next_nonce(key: Any, nonce: Any) -> Any:
     while _entered.get((id(key), count)) is key:
         count += 1
     _entered[id(key), count] = key
-    return nonce ^ np.uint32(count) if count else nonce
+    return nonce + np.uint32(count) if count else nonce
 
 
 def _new_nonce(shape: tuple[int, ...]) -> Array:

@@ -135,7 +135,7 @@ class Driver(abc.ABC):
         """
         checks.check_reverse_mode(forward_mode_differentiation)
         checks.check_state(svi_state)
-        check_passed_to_trace(f"{type(self).__name__}.update", [svi_state.small])
+        check_passed_to_trace(f"{type(self).__name__}.update", [svi_state.origin])
         session = self._session(args, kwargs)
         self._check_fits(svi_state, session, ("budget", "sensitive"))
         if in_trace():

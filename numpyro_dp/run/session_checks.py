@@ -55,9 +55,9 @@ def check_signal(
 def finite_start(prepare: Callable[[int], Any], finite: Callable[[Any], bool]) -> Any:
     """Returns the first of some starts at which an invented record has a finite signal.
 
-    ``SVI`` too draws initial values anew until the gradient is finite; it looks at the records for
-    that. A record without a finite signal counts as 0. If all do, a run would return the prior and
-    noise, at the whole cost of privacy.
+    NumPyro's automatic guides too draw initial values anew until the gradient is finite; with
+    ``SVI`` they look at the records for that. A record without a finite signal counts as 0. If all
+    do, a run would return the prior and noise, at the whole cost of privacy.
 
     Args:
         prepare: Number of an attempt -> start.

@@ -88,6 +88,10 @@ class RunState(NamedTuple):
     max_steps: Array
     run_id: Array
 
+    def __repr__(self) -> str:
+        """Shows no key."""
+        return "RunState(<holds the keys of noise, batches and draws to come: never publish it>)"
+
     def with_new_keys(self, renew: Any = renewed) -> RunState:
         """The same state with noise and batches of its own to come.
 
@@ -112,6 +116,7 @@ class SensitiveState:
             or several processes share a run. JAX reads new bits each time the state enters a
             function that is compiled or transformed.
         identity: What the steps so far have in common.
+        axes: Number of axes in front of every array, for states that are stacked.
 
     Guarantee:
         A copy that is read from a pickle goes on with noise and batches of its own
@@ -119,18 +124,26 @@ class SensitiveState:
         compiled update with the same state, unless the secret key was given.
     """
 
-    __slots__ = ("_small", "identity", "large", "layout", "mutable_state", "nonce", "optim_state",
-                 "rng_key")  # fmt: skip
+    __slots__ = (
+        "_origin", "_small", "identity", "large", "layout", "mutable_state", "nonce",
+        "optim_state", "rng_key",
+    )  # fmt: skip
 
-    def __init__(self, state: RunState, nonce: Any, identity: RunIdentity) -> None:
+    def __init__(self, state: RunState, nonce: Any, identity: RunIdentity, axes: int = 0) -> None:
         self.optim_state, self.rng_key, self.mutable_state = state.optim_state, state.rng_key, None
-        self._small, self.large, self.layout = _packed(state[2:])
+        self._small, self.large, self.layout = _packed(state[2:], axes)
+        self._origin = self._small
         self.nonce, self.identity = nonce, identity
 
     @property
     def small(self) -> Array:
-        """Keys, counters and scales as words; a traced update is given a state if it has these."""
+        """Keys, counters and scales as words."""
         return self._small
+
+    @property
+    def origin(self) -> Array:
+        """The words that the keys came with: by these a traced function knows the state."""
+        return self._origin
 
     @property
     def opened(self) -> RunState:
@@ -156,7 +169,10 @@ class SensitiveState:
     def _replace(self, **fields: Any) -> SensitiveState:
         """The same with other values in some fields: of :class:`RunState`, nonce or identity."""
         own = {name: fields.pop(name, getattr(self, name)) for name in ("nonce", "identity")}
-        return SensitiveState(self.opened._replace(**fields), **own)
+        state = SensitiveState(self.opened._replace(**fields), **own, axes=self._small.ndim - 1)
+        if not {"secret_key", "sampler_state"} & set(fields):
+            state._origin = self._origin
+        return state
 
     def __getattr__(self, name: str) -> Any:
         """The fields that are packed."""
@@ -172,15 +188,16 @@ class SensitiveState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Makes copies that share no noise with this state."""
-        return _copy, (self.opened, self.nonce, self.identity)
+        return _copy, (self.opened, self.nonce, self.identity, self._small.ndim - 1)
 
 
-def _copy(state: RunState, nonce: Any, identity: RunIdentity) -> SensitiveState:
-    return SensitiveState(state if identity.repetition else state.with_new_keys(), nonce, identity)
+def _copy(state: RunState, nonce: Any, identity: RunIdentity, axes: int) -> SensitiveState:
+    state = state if identity.repetition else state.with_new_keys()
+    return SensitiveState(state, nonce, identity, axes)
 
 
 def _flattened(state: SensitiveState) -> tuple[tuple[Any, ...], Any]:
-    nonce = next_nonce(state._small, state.nonce)
+    nonce = next_nonce(state._origin, state.nonce)
     children = state.optim_state, state.rng_key, state._small, state.large, nonce
     return children, (state.layout, state.identity)
 
@@ -189,6 +206,7 @@ def _unflattened(public: Any, children: Any) -> SensitiveState:
     state = object.__new__(SensitiveState)
     state.optim_state, state.rng_key, state._small, state.large, state.nonce = children
     state.layout, state.identity = public
+    state._origin = state._small
     state.mutable_state = None
     return state
 
@@ -218,7 +236,7 @@ class _Layout(NamedTuple):
     slots: tuple[_Slot, ...]
 
 
-def _packed(tree: Any) -> tuple[Array, tuple[Any, ...], _Layout]:
+def _packed(tree: Any, axes: int) -> tuple[Array, tuple[Any, ...], _Layout]:
     """Returns the small leaves as one array of words, the large ones, and where they are."""
     leaves, treedef = jax.tree.flatten(tree)
     slots, words, large, first = [], [], [], 0
@@ -226,20 +244,23 @@ def _packed(tree: Any) -> tuple[Array, tuple[Any, ...], _Layout]:
         key = is_key(leaf)
         generator = jax.random.key_impl(leaf) if key else None
         data = jax.random.key_data(leaf) if key else leaf
-        if data.dtype.itemsize != 4 or data.size > _SMALL:
-            slots.append(_Slot(-1, data.shape, data.dtype, generator))
+        data = data if hasattr(data, "dtype") else jnp.asarray(data)
+        shape = data.shape[axes:]
+        if data.dtype.itemsize != 4 or math.prod(shape) > _SMALL:
+            slots.append(_Slot(-1, shape, data.dtype, generator))
             large.append(data)
             continue
-        slots.append(_Slot(first, data.shape, data.dtype, generator))
+        slots.append(_Slot(first, shape, data.dtype, generator))
         words.append(data)
-        first += data.size
+        first += math.prod(shape)
     layout = _Layout(treedef, tuple(slots))
     if any(map(is_tracer, words)):
-        flat = [lax.bitcast_convert_type(x, jnp.uint32).reshape(-1) for x in words]
-        return jnp.concatenate(flat), tuple(large), layout
+        bits = [lax.bitcast_convert_type(x, jnp.uint32) for x in words]
+        flat = [x.reshape(*x.shape[:axes], -1) for x in bits]
+        return jnp.concatenate(flat, axis=-1), tuple(large), layout
     # By NumPy, which compiles nothing.
-    flat = [np.asarray(x).reshape(-1).view(np.uint32) for x in words]
-    return jnp.asarray(np.concatenate(flat)), tuple(large), layout
+    flat = [np.asarray(x).reshape(*x.shape[:axes], -1).view(np.uint32) for x in words]
+    return jnp.asarray(np.concatenate(flat, axis=-1)), tuple(large), layout
 
 
 def _unpacked(small: Any, large: tuple[Any, ...], layout: _Layout) -> Any:

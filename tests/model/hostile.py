@@ -1575,6 +1575,39 @@ def records_written_out_by_a_loop_over_a_list():
 
 
 @refused("single numbers in its program")
+def records_returned_by_branches():
+    values = [float(number) for number in np.concatenate([Y, X[:, 0]])]
+    branches = [lambda number=number: number for number in values]
+
+    def loc(x, w):
+        return x @ w + jax.lax.switch(x[:, 0].astype(int)[0], branches)
+
+    return svi(located(loc), X, Y)
+
+
+@refused("(60,)", "public=")
+def a_support_that_holds_a_column():
+    """Densities read it where NumPyro validates."""
+    column = jnp.asarray(Y)
+
+    class Above(dist.constraints.Constraint):
+        event_dim = 0
+
+        def __call__(self, x):
+            return x > column.min()
+
+    class Shifted(dist.Normal):
+        support = Above()
+
+    def model(x, y):
+        w = weights()
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", Shifted(x @ w, 1), obs=y)
+
+    return svi(model, X, Y)
+
+
+@refused("single numbers in its program")
 def records_written_out_by_a_loop_in_a_compiled_helper():
     numbers = [float(number) for number in np.concatenate([Y, X[:, 0]])]
 

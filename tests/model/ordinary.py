@@ -498,7 +498,7 @@ def captured_nodes_of_a_quadrature():
             each = dist.Bernoulli(logits=eta).log_prob(y[:, None])
             numpyro.factor("y", jax.nn.logsumexp(each + jnp.asarray(shares), -1))
 
-    return svi(model, X, LABELS)
+    return svi(model, X, LABELS, public="captured")
 
 
 @ordinary
@@ -610,7 +610,7 @@ def a_smoother_with_inducing_points():
         with numpyro.plate("records", x.shape[0]):
             numpyro.sample("y", dist.Normal(kernel(x[:, 0], grid) @ solved, 1), obs=y)
 
-    return svi(model, X, Y)
+    return svi(model, X, Y, public="captured")
 
 
 @ordinary

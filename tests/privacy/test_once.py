@@ -656,3 +656,46 @@ def test_a_sampler_that_is_refused_keeps_its_samples_and_shows_no_key():
     np.testing.assert_array_equal(sampler.get_samples()["mean"], before)
     words = np.asarray(jax.random.key_data(sampler.settings.run.secret_key)).tolist()
     assert not any(str(word) in repr(sampler.settings) for word in words)
+
+
+def test_a_state_on_the_host_draws_other_noise_in_each_compiled_update():
+    driver = svi()
+    host = jax.device_get(driver.init(KEY, X))
+    step = jax.jit(driver.update)
+    noise = noise_of(driver, [step(host, X)[0] for _ in range(3)])
+    assert len(np.unique(noise.round(5))) == 3
+
+
+def test_a_state_with_another_field_is_known_by_its_keys():
+    driver = svi()
+    state = driver.init(KEY, X)
+
+    def twice(state, x):
+        other = state._replace(rng_key=jax.random.key(5))
+        return driver.update(state, x)[0], driver.update(other, x + 1)[0]
+
+    with pytest.raises(NoiseReuseError, match="the same state in two calls"):
+        jax.jit(twice)(state, X)
+    with pytest.raises(NoiseReuseError, match="to be an argument of the function"):
+        jax.jit(lambda noise: driver.update(state._replace(noise_multiplier=noise), X))(1.0)
+
+
+def test_stacked_states_may_be_copied():
+    driver = svi()
+    states = [driver.init(KEY, X) for _ in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    for copied in (copy.deepcopy(stacked), stacked._replace(step=stacked.step + 0)):
+        found = jax.vmap(driver.update, in_axes=(0, None))(copied, X)[0]
+        assert found.step.tolist() == [1, 1, 1]
+    assert "key" in repr(stacked.opened) and not any(map(str.isdigit, repr(stacked.opened)))
+
+
+def test_a_scan_that_keeps_its_state_has_other_noise_in_each_step():
+    driver = svi()
+
+    def body(state, _):
+        return state, driver.update(state, X)[0].optim_state
+
+    _, found = jax.lax.scan(body, driver.init(KEY, X), None, length=4)
+    locs = np.asarray(jax.tree.leaves(found)[1]).reshape(4, -1)
+    assert len(np.unique(locs.round(5), axis=0)) == 4
