@@ -70,19 +70,22 @@ def held_by_program(found: Any) -> Iterator[Any]:
 def numbers_in_program(found: Any) -> set[float]:
     """The different single numbers that a traced program, or one inside it, writes out.
 
-    Those are its literals, and NumPy arrays of one entry.
+    Those are its literals, returned ones too, and NumPy arrays of one entry.
     """
     own: set[float] = set()
     for program in programs_in(found):
-        held = (x for _, x in program.constants if not isinstance(x, jax.Array) and np.size(x) == 1)
-        own |= {_number(np.ravel(x)[0]) for x in held}
-        for equation in program.equations:
-            literals = (value for atom in equation.invars for value in literal(atom))
-            own |= {_number(x) for x in literals if np.ndim(x) == 0 and not is_key(x)}
-            own |= numbers_in_program(list(equation.params.values()))
-        returned = (value for atom in program.outputs for value in literal(atom))
-        own |= {_number(x) for x in returned if np.ndim(x) == 0 and not is_key(x)}
+        atoms = [atom for each in program.equations for atom in each.invars]
+        values = [value for atom in [*atoms, *program.outputs] for value in literal(atom)]
+        values += [x for _, x in program.constants if not isinstance(x, jax.Array)]
+        own |= {_number(np.ravel(x)[0]) for x in values if _is_number(x)}
+        inner = [list(each.params.values()) for each in program.equations]
+        own |= numbers_in_program(inner)
     return own
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is one number: no key, and no tangent of an integer (``float0``)."""
+    return not is_key(value) and np.size(value) == 1 and np.result_type(value).kind in "biufc"
 
 
 class Written(NamedTuple):
