@@ -2,7 +2,7 @@
 
 Inside a compiled loop a state is a :class:`RunState`. Between two calls it is a
 :class:`SensitiveState`, whose small numbers are one array: every array that a compiled call takes
-and returns costs some five microseconds, as much as the arithmetic of a small step.
+and returns costs time, and many of them cost more than the arithmetic of a small step.
 """
 
 from __future__ import annotations
