@@ -67,7 +67,7 @@ def expected_statistics(with_squares: bool) -> Callable[[RecordsProblem], Estima
 
     def build(problem: RecordsProblem) -> Estimator:
         (size,) = problem.records.layout.shapes[0][0]
-        # Unsigned, so that JAX keeps no table of which are negative.
+        # JAX checks signed indices for negative ones, and would keep a table of that.
         rows, cols = own_constants(*np.asarray(np.triu_indices(size), np.uint32))
         (weight,) = own_constants(np.where(rows == cols, 1.0, math.sqrt(2)))
 

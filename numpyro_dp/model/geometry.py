@@ -171,7 +171,7 @@ def _full_rank(auto: Any) -> Geometry:
     """Cholesky guide: loc and the lower triangular factor of the covariance."""
     dim, constraint = auto.latent_dim, auto.scale_tril_constraint
     loc, tril = f"{auto.prefix}_loc", f"{auto.prefix}_scale_tril"
-    # Unsigned, so that JAX keeps no table of which are negative.
+    # JAX checks signed indices for negative ones, and would keep a table of that.
     rows, columns = own_constants(*np.asarray(np.tril_indices(dim), np.uint32))
     (weights,) = own_constants(np.where(rows == columns, 0.5, 1.0))
 

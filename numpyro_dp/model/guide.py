@@ -279,7 +279,7 @@ def _packed(auto: Any, latents: dict[str, Array]) -> Array:
     places = dict(unpack_latent(auto, np.arange(auto.latent_dim)))
     values = jnp.concatenate([jnp.ravel(latents[name]) for name in places])
     order = np.concatenate([np.ravel(place) for place in places.values()])
-    # Unsigned, so that JAX keeps no table of which are negative.
+    # JAX checks signed indices for negative ones, and would keep a table of that.
     (order,) = own_constants(order.astype(np.uint32))
     return jnp.zeros_like(values).at[order].set(values)
 
