@@ -73,9 +73,12 @@ def _fresh_keys_of(name):
         random.secrets = once.secrets = before
 
 
-@pytest.fixture(autouse=True)
-def keys_of_other_tests_are_forgotten():
-    """Tests of one process may be given the same secret key; one test may not use it twice."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Tests of one process may be given the same secret key; one test may not use it twice.
+
+    A hook, since fixtures of a module are made before those of a test, and use keys too.
+    """
     from numpyro_dp.privacy import once
 
     once.forget()
