@@ -149,7 +149,7 @@ def test_what_is_no_mixture_is_refused():
         SEP(coin, {"p": beta()}, site=normal_mixture(first, 0.5)).run(KEY, 1, jnp.ones(3, int))
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_batch_sep_is_near_a_long_nuts_run():
     x, means = simulate(0)
     kernel = NUTS(mixture, init_strategy=init_to_value(values={"means": jnp.asarray(means)}))

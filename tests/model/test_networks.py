@@ -134,7 +134,7 @@ SCALE_MIXTURE = dist.MixtureSameFamily(
 )
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("prior", [dist.Laplace(0, 0.5), SCALE_MIXTURE], ids=["Laplace", "mixture"])
 def test_weights_may_have_other_priors(prior):
     """By Bayes by backprop; without noise and clip the most probable weights are those of SVI."""
@@ -227,7 +227,7 @@ def test_small_microbatches_give_the_same_run():
         np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_small_microbatches_give_the_same_chains():
     model = model_of(lambda: random_flax_module("net", Wide(), PRIOR, input_shape=(1, D)))
     runs = []

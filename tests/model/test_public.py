@@ -159,7 +159,7 @@ def test_what_is_ordinary_is_accepted(row: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(r, marks=pytest.mark.extended) if i % 4 else r for i, r in enumerate(ORDINARY)],
+    [pytest.param(r, marks=pytest.mark.extended) if i % 12 else r for i, r in enumerate(ORDINARY)],
     ids=names(ORDINARY),
 )
 def test_what_is_ordinary_runs(row: Any) -> None:

@@ -318,7 +318,7 @@ def test_variance_of_a_rectified_unit_does_not_cancel():
         assert float(found) == pytest.approx(exact(a, v), rel=2e-3)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_layers_have_one_precision_each_from_the_start():
     x, y = records(20)
     pbp = DPPBP(
@@ -379,7 +379,7 @@ def test_a_prior_on_the_precision_of_weights_follows_their_size():
     assert stats.kstest(draws["weight_precision"], stats.gamma(6, scale=1 / 6).cdf).pvalue > 1e-3
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_updates_and_runs_give_the_same():
     x, y = records(40)
     pbp = DPPBP(

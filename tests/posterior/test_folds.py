@@ -107,7 +107,7 @@ def test_its_standard_deviation_is_that_of_average(svi):
     assert 0.7 < np.sqrt(np.mean(np.square(ratio))) < 1.3
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("phi", "low", "high"),
     [pytest.param(0.0, 0.95, 1.2, marks=pytest.mark.extended), (0.5, 0.95, 1.2)],

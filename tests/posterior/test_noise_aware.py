@@ -58,7 +58,7 @@ def runs(guide, data, seeds, num_steps, **settings):
     ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_standard_errors_match_the_spread_over_runs(data):
     guide = AutoDiagonalNormal(model)
     found = [average(result.trace) for result in runs(guide, data, 60, 4000)]
@@ -94,7 +94,7 @@ def test_widened_by_what_the_noise_did(guide_type, data):
     np.testing.assert_allclose(sd, expected, rtol=0.06)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_says_what_is_not_to_be_trusted(data):
     guide = AutoDiagonalNormal(model)
     (climbing,) = runs(guide, data, 1, 60, noise_multiplier=1e-3, step=1e-4)

@@ -176,7 +176,7 @@ def test_the_noise_of_the_gradient_grows_by_the_share():
 # What it costs, and how it runs.
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.usefixtures("empty_caches")
 def test_updates_and_resumed_runs_are_one_run_at_the_cost_of_a_fixed_norm():
     options = {"noise_multiplier": None, "budget": PrivacyBudget(1.0, 1e-5), "num_steps": 12}

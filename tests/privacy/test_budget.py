@@ -144,7 +144,7 @@ def driver(budget, **options):
     )  # fmt: skip
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_run_after_another_resumes_with_its_budget_alone():
     x, key, high = jnp.ones(50), jax.random.key(0), PrivacyBudget(1.0, 1e-5)
     first = driver(PrivacyBudget(0.7, 1e-5)).run(key, 5, x, progress_bar=False)
@@ -177,7 +177,7 @@ def test_noise_differs_from_that_of_an_earlier_run_with_the_same_key():
     assert keys[0] != keys[1] == keys[2]  # and can be repeated
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_sweeps_and_chains_count_earlier_runs():
     x, key, high = jnp.ones(50), jax.random.key(0), PrivacyBudget(1.0, 1e-5)
     first = driver(PrivacyBudget(0.7, 1e-5)).run(key, 5, x, progress_bar=False).privacy

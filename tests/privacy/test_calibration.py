@@ -73,7 +73,7 @@ def test_budget_is_spent_and_not_exceeded(rate, steps, epsilon, delta, relation)
     check(run(rate, steps, relation), PrivacyBudget(epsilon, delta, relation))
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("relation", [ADD, REPLACE])
 @pytest.mark.parametrize("delta", [1e-5, 1e-12])
 @pytest.mark.parametrize("epsilon", [0.01, 0.1, 1.0, 10.0, 50.0])
@@ -82,7 +82,7 @@ def test_budget_is_spent_in_long_and_rare_runs(rate, steps, epsilon, delta, rela
     check(run(rate, steps, relation), PrivacyBudget(epsilon, delta, relation))
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @settings(max_examples=60, deadline=None)
 @given(
     log_rate=st.floats(math.log(1e-4), 0.0),
@@ -103,7 +103,7 @@ def test_budget_is_spent_anywhere(log_rate, log_steps, log_epsilon, exponent, re
         check(run(rate, steps, relation), budget)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_rare_records_need_no_noise():
     with pytest.raises(CalibrationError, match="needs no noise"):
         calibrate_noise(run(9e-4, 1), PrivacyBudget(1.0, 1e-3))
@@ -131,7 +131,7 @@ def test_other_accountants_ask_for_more_noise(accountant):
     assert check(make_event, budget, accountant=accountant) > check(make_event, budget)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_fixed_size_samples():
     def make_event(noise):
         step = dpa.SampledWithoutReplacementDpEvent(1000, 10, gaussian_event(noise, REPLACE))

@@ -183,7 +183,7 @@ def test_constants_captured_by_a_compiled_function():
     np.testing.assert_allclose(released(secret_key(1))["a"], expected["a"], rtol=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_an_adaptive_norm_is_a_norm_with_a_coordinate_of_its_own():
     clip = {"b": AdaptiveClip(0.5, share=0.2), ...: 2.0}
     mechanism = gaussian(clip, 0.0, batch_size=10.0)
