@@ -1,0 +1,1 @@
+"""A Gaussian posterior from a few noisy sums over all records: scores and curvatures."""

@@ -1,0 +1,303 @@
+r"""What noisy curvatures say: their denoised values, and the whitening of the next release.
+
+A stage releases the sum :math:`A` of the records' curvatures, in whitened coordinates, with noise
+of standard deviation :math:`t` on the diagonal and :math:`t / \sqrt 2` off it. Write :math:`G` for
+such a noise matrix with :math:`t = 1` (a Gaussian orthogonal ensemble, GOE). Its "GOE variance" is
+the variance of an entry on the diagonal.
+
+Everything here is a function of released values and costs no privacy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+
+import numpy as np
+from scipy.special import log_ndtr, softmax
+
+from numpyro_dp.laplace._algebra import inverse, spectral_power, symmetric, trace_of
+
+__all__ = [
+    "Prior",
+    "Stage",
+    "denoise_curvature",
+    "denoise_scales",
+    "first_whitening",
+    "next_whitening",
+    "read_stage",
+    "seen_coordinates",
+    "start",
+]
+
+SCALE_SD = 3.0  # prior sd of a curvature's size, relative to the guess of it
+SMALLEST_SCALE = 0.05  # a curvature is never believed to be less than this part of the guess
+FLOOR = 0.03  # eigenvalues are raised to this part of the mean positive one
+GRID = np.linspace(0.01, 1.0, 60)  # spreads of a curvature around its guess, relative to its level
+RIDGE = 1.5  # sds of the curvature's error that the next whitening adds
+NEXT_POWER = 0.4
+FIRST_POWER = 0.25  # weak: with a full whitening, rare columns would take all of the noise
+SCREENING_NOISE = 0.1  # above this noise sd of the scales, no coordinate is left out
+FEWEST_SEEN = 4
+SMALLEST_DIAGONAL = 0.003  # of a denoised scale, whose public guess is 1
+LEFT_ON_DIAGONAL = 0.1  # part of the diagonal that the mean row cannot explain away
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prior:
+    """The normal prior that is used while decoding.
+
+    Attributes:
+        mean: Its mean (d,).
+        precision: Its precision matrix (d, d), positive definite.
+    """
+
+    mean: np.ndarray
+    precision: np.ndarray
+
+    @cached_property
+    def covariance(self) -> np.ndarray:
+        """The inverse of the precision (d, d)."""
+        return inverse(self.precision)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stage:
+    """The released values of one stage, with what was learnt from them.
+
+    Attributes:
+        mean: Mean of the normal from which the stage drew its parameters (d,).
+        covariance: Covariance of that normal (d, d).
+        whitening: The whitening W, symmetric and positive definite (d, d).
+        unwhitening: Its inverse (d, d).
+        score: The noisy sum of scores, in the coordinates of theta (d,).
+        score_noise: Standard deviation of the noise on each coordinate of W times ``score``.
+        noisy_curvature: The noisy sum of curvatures, whitened (d, d).
+        curvature_noise: Standard deviation of its noise on the diagonal.
+        template: Whitened guess of the curvature, which ``noisy_curvature`` was shrunk to (d, d).
+        template_scale_variance: Variance of the size of ``template`` that is left in ``curvature``.
+        curvature: The denoised curvature, in the coordinates of theta (d, d).
+        curvature_floored: The same with positive eigenvalues (d, d).
+        curvature_error: GOE variance of the error that is left in ``curvature``, whitened.
+        discrepancy: GOE variance of this stage's own curvature, whitened, around the newest one.
+    """
+
+    mean: np.ndarray
+    covariance: np.ndarray
+    whitening: np.ndarray
+    unwhitening: np.ndarray
+    score: np.ndarray
+    score_noise: float
+    noisy_curvature: np.ndarray
+    curvature_noise: float
+    template: np.ndarray
+    template_scale_variance: float
+    curvature: np.ndarray
+    curvature_floored: np.ndarray
+    curvature_error: float
+    discrepancy: float = 0.0
+
+
+def denoise_curvature(
+    noisy: np.ndarray, template: np.ndarray, noise_sd: float
+) -> tuple[np.ndarray, float, float]:
+    r"""Shrinks a noisy curvature towards a guess of its shape.
+
+    The model is :math:`A = H + t G` with :math:`H \sim c B + v G'`. The size :math:`c` has the
+    prior :math:`N(1, 3^2)`. The spread :math:`v` is uniform on (0, tr(cB) / d], on a grid.
+
+    Args:
+        noisy: The released matrix A, symmetric (d, d).
+        template: The guess B, positive definite (d, d).
+        noise_sd: The noise t on the diagonal.
+
+    Returns:
+        The posterior mean of H (d, d), the GOE variance of its error, and the part of the variance
+        of c that is still in it.
+    """
+    size = len(noisy)
+    entries = size * (size + 1) / 2
+    smallest = 1e-9 * np.trace(template) / size  # a noise of 0 would divide by 0
+    noise = max(noise_sd, smallest) ** 2
+    size_variance = 1 / (np.sum(template**2) / noise + SCALE_SD**-2)
+    size_mean = size_variance * (np.sum(noisy * template) / noise + SCALE_SD**-2)
+    guess = max(size_mean, SMALLEST_SCALE) * template
+    distance = np.sum((noisy - guess) ** 2)
+    spread = (GRID * np.trace(guess) / size) ** 2
+    total = spread + noise
+    weight = softmax(-(entries * np.log(total) + distance / total) / 2)
+    gains = spread / total
+    gain = weight @ gains
+    # An unknown gain is an error of its own: it multiplies the distance to the guess.
+    error = noise * gain + weight @ (gains - gain) ** 2 * distance / entries
+    return guess + gain * (noisy - guess), float(error), float(size_variance * (1 - gain) ** 2)
+
+
+def read_stage(
+    mean: np.ndarray,
+    covariance: np.ndarray,
+    whitening: np.ndarray,
+    template: np.ndarray,
+    whitened_score: np.ndarray,
+    noisy_curvature: np.ndarray,
+    score_noise: float,
+    curvature_noise: float,
+) -> Stage:
+    """Denoises what a stage released.
+
+    Args:
+        mean: Mean of the stage's draws (d,).
+        covariance: Covariance of the stage's draws (d, d).
+        whitening: The whitening W, symmetric and positive definite (d, d).
+        template: Whitened guess of the curvature, positive definite (d, d).
+        whitened_score: Sum over records of their whitened scores, plus noise (d,).
+        noisy_curvature: Sum over records of their whitened curvatures, plus noise (d, d).
+        score_noise: Standard deviation of the noise on each coordinate of the score.
+        curvature_noise: Standard deviation of the noise on the diagonal of the curvature. It is
+            smaller by the square root of 2 off the diagonal.
+
+    Returns:
+        The stage, with its discrepancy still 0: see
+        :func:`~numpyro_dp.laplace.decode.with_discrepancies`.
+    """
+    noisy_curvature = symmetric(noisy_curvature)
+    denoised, error, scale_variance = denoise_curvature(noisy_curvature, template, curvature_noise)
+    values, vectors = _floored(denoised, template)
+    unwhitening = inverse(whitening)
+    return Stage(
+        mean=mean,
+        covariance=covariance,
+        whitening=whitening,
+        unwhitening=unwhitening,
+        score=unwhitening @ whitened_score,
+        score_noise=score_noise,
+        noisy_curvature=noisy_curvature,
+        curvature_noise=curvature_noise,
+        template=template,
+        template_scale_variance=scale_variance,
+        curvature=symmetric(unwhitening @ denoised @ unwhitening),
+        curvature_floored=symmetric(unwhitening @ (vectors * values) @ vectors.T @ unwhitening),
+        curvature_error=error,
+    )
+
+
+def next_whitening(stage: Stage, prior: Prior, kappa: float) -> np.ndarray:
+    r"""Returns the whitening of the next stage.
+
+    .. math:: W \propto (\Lambda + H + 1.5\, p \sqrt d\, W_{old}^{-2})^{-0.4}, \qquad
+        \mathrm{tr}(W H W) = \kappa d
+
+    Here :math:`\Lambda` is the prior precision and :math:`p^2` the GOE variance of the error of
+    :math:`H`. A GOE matrix has eigenvalues of the order of :math:`p \sqrt d`. Adding them keeps
+    the whitening from stretching a direction whose curvature is small by chance.
+
+    Args:
+        stage: The newest stage.
+        prior: The prior.
+        kappa: See :func:`~numpyro_dp.laplace.decode.sampling_ratio`. Clipping lowers the released
+            curvature. Without kappa the whitening would grow to make up for that, and the next
+            stage would clip still more.
+    """
+    size = len(prior.mean)
+    whitened = stage.whitening @ stage.curvature @ stage.whitening
+    values, vectors = _floored(whitened, stage.template)
+    values = values + RIDGE * np.sqrt(stage.curvature_error * size)
+    raised = stage.unwhitening @ (vectors * values) @ vectors.T @ stage.unwhitening
+    whitening = spectral_power(prior.precision + raised, -NEXT_POWER)
+    return whitening * np.sqrt(kappa * size / trace_of(whitening, stage.curvature_floored))
+
+
+def first_whitening(prior: Prior, curvature: np.ndarray) -> np.ndarray:
+    """Returns W proportional to (prior precision + H)^(-1/4), with tr(W H W) = d.
+
+    Args:
+        prior: The prior.
+        curvature: A guess H of the curvature, positive definite: see :func:`start` (d, d).
+    """
+    whitening = spectral_power(prior.precision + curvature, -FIRST_POWER)
+    return whitening * np.sqrt(len(curvature) / trace_of(whitening, curvature))
+
+
+def denoise_scales(scales: np.ndarray, noise_sd: float) -> np.ndarray:
+    """Returns posterior means of non-negative scales whose public guess is 1.
+
+    The prior of each scale is exponential with mean 1. Its posterior is a normal distribution with
+    mean ``scale - noise_sd**2``, cut off below 0.
+
+    Args:
+        scales: Scales plus noise (d,).
+        noise_sd: Standard deviation of the noise.
+    """
+    noise_sd = max(noise_sd, 1e-12)
+    place = scales / noise_sd - noise_sd
+    # Far below 0, the two terms of the exact mean cancel: an expansion in 1 / depth replaces it.
+    depth = np.maximum(-place, 30.0)
+    near = np.maximum(place, -30.0)
+    hazard = np.exp(-(near**2) / 2 - np.log(2 * np.pi) / 2 - log_ndtr(near))
+    tail = (1 - 2 / depth**2 + 10 / depth**4) / depth
+    mean = noise_sd * np.where(place < -30.0, tail, near + hazard)
+    return np.maximum(mean, SMALLEST_DIAGONAL)
+
+
+def seen_coordinates(scales: np.ndarray, noise_sd: float) -> np.ndarray:
+    """Returns which coordinates the data may say something about (d,).
+
+    A coordinate is left out if its scale is below one standard deviation of the noise. It then
+    keeps its prior. If the noise is large, a small scale proves nothing, and all coordinates stay.
+
+    Args:
+        scales: Noisy diagonal of the whitened curvature, whose public guess is 1 (d,).
+        noise_sd: Standard deviation of its noise.
+    """
+    if noise_sd > SCREENING_NOISE:
+        return np.ones(len(scales), bool)
+    seen = scales > noise_sd
+    if np.sum(seen) < FEWEST_SEEN:
+        seen[np.argsort(-scales, kind="stable")[:FEWEST_SEEN]] = True
+    return seen
+
+
+def start(
+    whitening: np.ndarray,
+    scales: np.ndarray,
+    noise_sd: float,
+    mean_row: tuple[np.ndarray, float] | None = None,
+    num_examples: int = 1,
+) -> np.ndarray:
+    r"""Returns a guess of the curvature from the small releases that come before the stages.
+
+    The guess is a diagonal matrix. With ``mean_row`` a matrix of rank one is added, along the mean
+    row of the design, and the diagonal is lowered accordingly. Let record i have the curvature
+    :math:`h_i h_i'` and let :math:`r = \sum_i h_i`. Then :math:`r r' / N` is at most the sum of
+    the records' curvatures, by the inequality of Cauchy and Schwarz.
+
+    Args:
+        whitening: The public whitening, of the seen coordinates only (d, d).
+        scales: Noisy diagonal of the whitened curvature, of the seen coordinates only (d,).
+        noise_sd: Standard deviation of the noise on ``scales``.
+        mean_row: Sum over records of the whitened :math:`h_i` plus noise (d,), and the standard
+            deviation of that noise on each coordinate.
+        num_examples: Number of records N.
+
+    Returns:
+        A positive definite matrix in the coordinates of theta (d, d).
+    """
+    diagonal = denoise_scales(scales, noise_sd) / np.diag(whitening) ** 2
+    if mean_row is None:
+        return np.diag(diagonal)
+    total, row_noise = mean_row
+    power = np.sum(total**2)
+    signal = max(0.0, 1 - len(total) * row_noise**2 / power) if power > 0 else 0.0
+    row = np.sqrt(signal) * (inverse(whitening) @ total)
+    along = np.outer(row, row) / num_examples
+    return np.diag(np.maximum(diagonal - np.diag(along), LEFT_ON_DIAGONAL * diagonal)) + along
+
+
+def _floored(whitened: np.ndarray, template: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eigenvalues, raised to 3 % of their mean, and eigenvectors.
+
+    If noise left no positive eigenvalue, 3 % of the smallest size that the guess may have is used.
+    """
+    values, vectors = np.linalg.eigh(symmetric(whitened))
+    level = max(np.mean(np.maximum(values, 0)), SMALLEST_SCALE * np.trace(template) / len(values))
+    return np.maximum(values, FLOOR * level), vectors

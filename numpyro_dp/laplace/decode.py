@@ -1,0 +1,271 @@
+r"""The posterior of theta given everything that was released: a linear model, solved exactly.
+
+Stage j releases the sum of its records' scores around :math:`m_j`. All stages together are
+
+.. math::
+
+    S_j = H (\phi - m_j) + \text{noise}_j + E (\phi - m_j), \qquad
+    \phi \mid \theta \sim N(\theta, \kappa H^{-1}), \qquad \theta \sim N(p_0, \Lambda^{-1}).
+
+Here :math:`\phi` is the optimum of the data, :math:`H` the denoised curvature of the newest stage
+and :math:`E` its error. All stages share :math:`\phi` and :math:`E`: the records are the same ones
+at each stage, and counting them again would make intervals too narrow.
+
+Everything here is a function of released values and costs no privacy.
+
+Reference:
+    A linear model with errors in its matrix, the project's own method.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from numpyro_dp.laplace._algebra import inverse, roots, solve, symmetric, trace_of
+from numpyro_dp.laplace.curvature import (
+    Prior,
+    Stage,
+    denoise_curvature,
+    denoise_scales,
+    first_whitening,
+    next_whitening,
+    read_stage,
+    seen_coordinates,
+    start,
+)
+
+__all__ = [
+    "Prior",
+    "Stage",
+    "capped",
+    "decode",
+    "denoise_curvature",
+    "denoise_scales",
+    "first_whitening",
+    "next_whitening",
+    "read_stage",
+    "released_likelihood",
+    "sampling_ratio",
+    "seen_coordinates",
+    "start",
+    "with_discrepancies",
+]
+
+FIRST_DISCREPANCY = 0.3  # non-linearity that is assumed before a stage has measured it, relative
+SMALLEST_KAPPA = 0.1
+ROUNDS = 8  # the covariance of the errors depends on theta: it is updated at most this often
+UNDAMPED = 4  # rounds that take the full step; later ones take half of it
+SETTLED = 0.02  # change of the mean, in posterior sds, that ends the rounds
+WIDENINGS = 4  # how often stages that do not fit are widened
+
+
+def with_discrepancies(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    r"""Returns the stages, each with how far its own curvature is from the newest one.
+
+    For an earlier stage this is the mean square of :math:`A_j - W_j H W_j` that its noise does not
+    explain. Nothing has measured the newest stage yet. A share of the square of its level,
+    :math:`\mathrm{tr}(W H W) / d`, is assumed: :math:`0.3^2`, or the share measured for the stage
+    before if that is less, times the fall in the width of the draws since then.
+
+    Args:
+        stages: All stages so far, oldest first.
+    """
+    newest, size = stages[-1], len(stages[-1].mean)
+    entries = size * (size + 1) / 2
+    found = []
+    for stage in stages[:-1]:
+        gap = stage.noisy_curvature - stage.whitening @ newest.curvature @ stage.whitening
+        excess = np.sum(gap**2) / entries - stage.curvature_noise**2
+        found.append(dataclasses.replace(stage, discrepancy=max(0.0, float(excess))))
+    share = FIRST_DISCREPANCY**2
+    if found:
+        before = found[-1]
+        move = newest.mean - before.mean
+        # A move of the mean counts as width: draws that moved far have seen another curvature.
+        width_before = trace_of(newest.whitening, before.covariance + np.outer(move, move))
+        fall = trace_of(newest.whitening, newest.covariance) / max(width_before, 1e-300)
+        level = trace_of(before.whitening, newest.curvature_floored) / size
+        share = min(share, before.discrepancy / level**2) * min(1.0, fall)
+    level = trace_of(newest.whitening, newest.curvature_floored) / size
+    return (*found, dataclasses.replace(newest, discrepancy=float(share * level**2)))
+
+
+def sampling_ratio(stage: Stage, noisy_power: float, power_noise: float) -> float:
+    r"""Returns kappa, the sampling variance of the clipped scores over their slope.
+
+    .. math:: \kappa = (\text{power} + \text{its noise sd}) / \mathrm{tr}(W H W),
+
+    kept between 0.1 and 1. It is 1 for scores that are not clipped. Clipping lowers the variance
+    of the scores more than their slope. One standard deviation of noise is added for caution.
+
+    Args:
+        stage: The stage that released the power.
+        noisy_power: Sum over records of their expected squared whitened scores, plus noise.
+        power_noise: Standard deviation of that noise.
+    """
+    slope = max(trace_of(stage.whitening, stage.curvature_floored), 1e-9)
+    return float(np.clip((noisy_power + power_noise) / slope, SMALLEST_KAPPA, 1.0))
+
+
+def decode(
+    prior: Prior,
+    stages: tuple[Stage, ...],
+    kappa: float,
+    begin: tuple[np.ndarray, np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""Returns mean (d,) and covariance (d, d) of theta given all stages.
+
+    The released scores of each stage are compared with their prediction. The squared residual over
+    its variance has mean 1 for each coordinate. If a stage has more than
+    :math:`1 + 2 \sqrt{2 / d}`, its noise is widened by what it has, and all is decoded again.
+
+    Args:
+        prior: The prior of theta.
+        stages: All stages so far, oldest first: see :func:`with_discrepancies`.
+        kappa: See :func:`sampling_ratio`.
+        begin: Mean and covariance from which the rounds start: those found after the stage
+            before. The prior if ``None``.
+    """
+    stages = tuple(stages)
+    limit = 1 + 2 * np.sqrt(2 / len(prior.mean))
+    widening = np.ones(len(stages))
+    mean, covariance = begin or (prior.mean, prior.covariance)
+    for _ in range(WIDENINGS + 1):
+        mean, covariance, misfit = _decode_rounds(prior, stages, kappa, widening, mean, covariance)
+        bad = misfit > limit
+        if not np.any(bad):
+            break
+        widening = np.where(bad, widening * misfit, widening)
+    return mean, covariance
+
+
+def released_likelihood(
+    mean: np.ndarray, covariance: np.ndarray, prior: Prior
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""Returns the Gaussian likelihood of what was released, for use with another prior.
+
+    The likelihood is :math:`\exp(b' \theta - \theta' P \theta / 2)` with
+    :math:`P = V^{-1} - \Lambda`, without its negative part, and
+    :math:`b = (P + \Lambda) m - \Lambda p_0`.
+
+    Args:
+        mean: Posterior mean m (d,).
+        covariance: Posterior covariance V (d, d).
+        prior: The prior that was used while decoding.
+
+    Returns:
+        P, positive semidefinite (d, d), and b (d,).
+    """
+    root, _ = roots(prior.precision)
+    ratios, vectors = _over_prior(covariance, root)
+    turned = root @ vectors
+    precision = symmetric((turned * (1 / ratios - 1)) @ turned.T)
+    return precision, precision @ mean + prior.precision @ (mean - prior.mean)
+
+
+def capped(mean: np.ndarray, covariance: np.ndarray, prior: Prior) -> np.ndarray:
+    """Returns the covariance, lowered to the prior's in directions in which it is wider (d, d).
+
+    It is the covariance that :func:`released_likelihood` has together with the prior.
+
+    Args:
+        mean: Posterior mean (d,). The cap does not depend on it.
+        covariance: Posterior covariance (d, d).
+        prior: The prior that was used while decoding.
+    """
+    root, inverse_root = roots(prior.precision)
+    ratios, vectors = _over_prior(covariance, root)
+    turned = inverse_root.T @ vectors
+    return symmetric((turned * ratios) @ turned.T)
+
+
+def _over_prior(covariance: np.ndarray, root: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Variances over the prior's, at most 1, along directions that are independent under both.
+
+    In coordinates that the prior makes standard normal, the result has no units.
+    """
+    values, vectors = np.linalg.eigh(symmetric(root.T @ covariance @ root))
+    return np.clip(values, 1e-14, 1.0), vectors
+
+
+def _decode_rounds(
+    prior: Prior,
+    stages: tuple[Stage, ...],
+    kappa: float,
+    widening: np.ndarray,
+    mean: np.ndarray,
+    covariance: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    r"""Mean and covariance for given widenings, and each stage's squared residual a coordinate.
+
+    Let R be the covariance of the errors and X = R^-1 (I, ..., I)'. Then, with
+    :math:`J = H (I, ..., I) X H` and :math:`H_+ = H / \kappa`, the posterior has
+
+    .. math:: V^{-1} = \Lambda + J (J + H_+)^{-1} H_+, \qquad
+        m = V (H_+ (J + H_+)^{-1} H X' y + \Lambda p_0), \qquad y_j = S_j + H m_j.
+    """
+    size, count = len(prior.mean), len(stages)
+    curvature, sampling = stages[-1].curvature, stages[-1].curvature_floored / kappa
+    target = np.concatenate([stage.score + curvature @ stage.mean for stage in stages])
+    everywhere = np.tile(np.eye(size), (count, 1))
+    for index in range(ROUNDS):
+        errors = _error_covariance(stages, mean, covariance, sampling, widening)
+        weights = solve(errors, everywhere)
+        precision = symmetric(curvature @ (everywhere.T @ weights) @ curvature)
+        pull = curvature @ (weights.T @ target)
+        parts = solve(precision + sampling, np.column_stack([sampling, pull]))
+        new_covariance = inverse(prior.precision + symmetric(precision @ parts[:, :-1]))
+        new_mean = new_covariance @ (sampling @ parts[:, -1] + prior.precision @ prior.mean)
+        sds = np.sqrt(np.maximum(np.diag(new_covariance), 1e-300))
+        settled = np.max(np.abs(new_mean - mean) / sds) < SETTLED
+        step = 1.0 if settled or index < UNDAMPED else 0.5
+        mean = mean + step * (new_mean - mean)
+        covariance = covariance + step * (new_covariance - covariance)
+        if settled and index > 0:
+            break
+    misfit = np.empty(count)
+    for j, stage in enumerate(stages):
+        residual = stage.score - curvature @ (mean - stage.mean)
+        own = slice(j * size, (j + 1) * size)
+        misfit[j] = residual @ solve(errors[own, own], residual) / size
+    return mean, covariance, misfit
+
+
+def _error_covariance(
+    stages: tuple[Stage, ...],
+    mean: np.ndarray,
+    covariance: np.ndarray,
+    sampling: np.ndarray,
+    widening: np.ndarray,
+) -> np.ndarray:
+    r"""The (K d, K d) covariance of :math:`S_j - H (\phi - m_j)` over all K stages.
+
+    With :math:`M_{jk} = V + a_j a_k'`, :math:`a_j = m - m_j`, and :math:`Q = W^{-2}`, a GOE error
+    of variance v has the covariance :math:`v (\mathrm{tr}(Q M) Q + Q M' Q) / 2`. An error in the
+    size of the template B has its variance times :math:`T M T`, with :math:`T = W^{-1} B W^{-1}`.
+    These two are the newest stage's and couple all stages. Noise, discrepancy and widening belong
+    to one stage each, on the diagonal.
+    """
+    newest, size, count = stages[-1], len(mean), len(stages)
+    away = np.stack([mean - stage.mean for stage in stages])
+    square = newest.unwhitening @ newest.unwhitening
+    shape = symmetric(newest.unwhitening @ newest.template @ newest.unwhitening)
+    pulled, shaped = away @ square, away @ shape
+    traces = np.sum(square * covariance) + pulled @ away.T
+    ensemble = (
+        traces[:, None, :, None] * square[:, None, :]
+        + (square @ covariance @ square)[:, None, :]
+        + np.einsum("ka,jb->jakb", pulled, pulled)
+    )
+    scaling = (shape @ covariance @ shape)[:, None, :] + np.einsum("ja,kb->jakb", shaped, shaped)
+    blocks = newest.curvature_error / 2 * ensemble + newest.template_scale_variance * scaling
+    for j, stage in enumerate(stages):
+        square = stage.unwhitening @ stage.unwhitening
+        moment = covariance + np.outer(away[j], away[j])
+        own = stage.score_noise**2 * square + stage.discrepancy / 2 * (
+            np.sum(square * moment) * square + square @ moment @ square
+        )
+        blocks[j, :, j] += widening[j] * own + (widening[j] - 1) * sampling
+    return blocks.reshape(count * size, count * size)

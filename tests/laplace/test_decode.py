@@ -1,0 +1,384 @@
+"""The decode on releases that a Gaussian linear model made: no records, no JAX."""
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import types
+
+import numpy as np
+import pytest
+
+from numpyro_dp.laplace import decode as decoding
+
+N = 2_000
+BUDGET_SHARES = np.array([0.05, 0.06, 0.08, 0.11, 0.15, 0.20, 0.35])
+CURVATURE_SHARES = np.array([0.7, 0.7, 0.6, 0.5, 0.5, 0.4, 0.3])
+NORMAL_90 = 1.6448536269514722
+
+
+def goe(size, rng):
+    """Standard deviation 1 on the diagonal and 1 / sqrt 2 off it."""
+    upper = np.triu(rng.normal(size=(size, size)), 1) / np.sqrt(2)
+    return upper + upper.T + np.diag(rng.normal(size=size))
+
+
+def precision_of(size, rng, kind="full"):
+    if kind == "diagonal":
+        return np.diag(1 / rng.uniform(0.5, 2, size) ** 2)
+    root = rng.normal(size=(size, 2 * size)) / np.sqrt(2 * size)
+    return root @ root.T + 0.2 * np.eye(size)
+
+
+def truth(size, rng, kind="full"):
+    """Prior, theta, the true curvature of N records, and the optimum of their data."""
+    prior = decoding.Prior(rng.normal(size=size), precision_of(size, rng, kind))
+    theta = rng.multivariate_normal(prior.mean, prior.covariance)
+    mixing = np.eye(size) + 0.4 * rng.normal(size=(size, size)) / np.sqrt(size)
+    curvature = 0.25 * N * mixing @ mixing.T
+    return prior, theta, curvature, rng.multivariate_normal(theta, np.linalg.inv(curvature))
+
+
+def releases(size, mu, index):
+    """Noise of score, curvature and power in one stage of a run with Gaussian privacy mu."""
+    radius = np.sqrt(size) + 1.2
+    clip, curvature_clip = 1.2 * radius / np.sqrt(N), 1.2 * radius**2 / N
+    stage = mu * np.sqrt(BUDGET_SHARES[index])
+    part = CURVATURE_SHARES[index]
+    score = stage * np.sqrt(0.98 * (1 - part))
+    return clip / score, curvature_clip / (stage * np.sqrt(0.98 * part)), clip**2 / (0.14 * stage)
+
+
+def run(size, mu, rng, kind="full", watch=None, rounds=7):
+    """Seven stages on releases of a linear model; returns the prior, theta, mean and covariance."""
+    prior, theta, curvature, optimum = truth(size, rng, kind)
+    guess = np.diag(np.diag(curvature) * rng.uniform(0.7, 1.4, size))
+    whitening = decoding.first_whitening(prior, guess)
+    template = whitening @ guess @ whitening
+    mean, covariance, stages = prior.mean, prior.covariance, ()
+    for index in range(rounds):
+        score_noise, curvature_noise, power_noise = releases(size, mu, index)
+        whitened = whitening @ curvature @ whitening
+        released = types.SimpleNamespace(
+            score=whitening @ curvature @ (optimum - mean) + score_noise * rng.normal(size=size),
+            curvature=whitened + curvature_noise * goe(size, rng),
+            power=np.trace(whitened) + power_noise * rng.normal(),
+        )
+        stage = decoding.read_stage(
+            mean, covariance, whitening, template, released.score, released.curvature,
+            score_noise, curvature_noise,
+        )  # fmt: skip
+        stages = decoding.with_discrepancies((*stages, stage))
+        kappa = decoding.sampling_ratio(stages[-1], released.power, power_noise)
+        begin = mean, covariance
+        mean, covariance = decoding.decode(prior, stages, kappa, begin)
+        whitening = decoding.next_whitening(stages[-1], prior, kappa)
+        if watch:
+            watch(prior, released, power_noise, stages, kappa, begin, mean, covariance, whitening)
+        template = whitening @ stages[-1].curvature_floored @ whitening
+    return prior, theta, mean, decoding.capped(mean, covariance, prior)
+
+
+def score_of(found):
+    """Coverage of 90 % intervals, mean square of standardised errors and mean log density."""
+    _, theta, mean, covariance = found
+    variance = np.diag(covariance)
+    square = (theta - mean) ** 2 / variance
+    log_density = -(square + np.log(2 * np.pi * variance)) / 2
+    return np.mean(square < NORMAL_90**2), np.mean(square), np.mean(log_density)
+
+
+def test_intervals_cover_and_budgets_pay():
+    rng = np.random.default_rng(1)
+    log_scores = []
+    for mu, repeats in ((0.1, 200), (1.0, 50)):
+        scores = [score_of(run(4, mu, rng)) for _ in range(repeats)]
+        coverage, square, log_score = np.mean(scores, axis=0)
+        assert 0.80 < coverage < 0.98, mu
+        # With half of the noise the intervals still cover .83, but the square is 1.5.
+        assert 0.6 < square < 1.25, mu
+        log_scores.append(log_score)
+    assert log_scores[0] + 0.2 < log_scores[1]
+
+
+def exact_stages(rng, size=3, kappa=0.6):
+    """Three stages with a known curvature, and the posterior from the joint normal."""
+    prior, _, curvature, optimum = truth(size, rng)
+    stages, precision, linear = [], np.zeros((size, size)), np.zeros(size)
+    for noise in (2.0, 0.7, 1.3):
+        whitening = decoding.first_whitening(prior, curvature * rng.uniform(0.3, 3))
+        whitened = whitening @ curvature @ whitening
+        mean = optimum + 0.1 * rng.normal(size=size)
+        score = whitening @ curvature @ (optimum - mean) + noise * rng.normal(size=size)
+        stages.append(
+            decoding.read_stage(
+                mean, prior.covariance, whitening, whitened, score, whitened, noise, 1e-7
+            )
+        )
+        slope = whitening @ curvature / noise
+        precision += slope.T @ slope
+        linear += slope.T @ (score / noise + slope @ mean)
+    # What the stages say of the optimum, widened by the sampling of the optimum around theta.
+    spread = np.linalg.inv(precision) + kappa * np.linalg.inv(curvature)
+    total = np.linalg.inv(np.linalg.inv(spread) + prior.precision)
+    pull = np.linalg.solve(spread, np.linalg.solve(precision, linear))
+    return prior, tuple(stages), kappa, total @ (pull + prior.precision @ prior.mean), total
+
+
+def test_a_known_curvature_gives_the_exact_posterior():
+    rng = np.random.default_rng(8)
+    for _ in range(5):
+        prior, stages, kappa, exact_mean, exact = exact_stages(rng)
+        mean, covariance = decoding.decode(prior, stages, kappa)
+        widths = np.sqrt(np.diag(exact))
+        np.testing.assert_allclose((mean - exact_mean) / widths, 0, atol=1e-3)
+        np.testing.assert_allclose(covariance / np.outer(widths, widths),
+                                   exact / np.outer(widths, widths), atol=1e-3)  # fmt: skip
+
+
+def test_the_error_covariance_is_that_of_simulated_errors():
+    rng = np.random.default_rng(9)
+    size, repeats = 2, 40_000
+    _, stages, _, mean, covariance = exact_stages(rng, size)
+    changes = {"curvature_error": 0.5, "template_scale_variance": 0.3}
+    changes |= {"discrepancy": 0.4, "score_noise": 0.5}
+    stages = tuple(
+        dataclasses.replace(stage, template=stage.template + np.diag([0.4, 0]), **changes)
+        for stage in stages[:2]
+    )
+    covariance = 0.01 * covariance / np.max(covariance)
+    newest = stages[-1]
+    theta = rng.multivariate_normal(mean, covariance, size=repeats)
+
+    def ensemble(variance):
+        upper = np.triu(rng.normal(size=(repeats, size, size)), 1) / np.sqrt(2)
+        diagonal = rng.normal(size=(repeats, size))[:, :, None] * np.eye(size)
+        return np.sqrt(variance) * (upper + upper.transpose(0, 2, 1) + diagonal)
+
+    size_error = np.sqrt(newest.template_scale_variance) * rng.normal(size=(repeats, 1, 1))
+    shared = ensemble(newest.curvature_error) + size_error * newest.template
+    errors = []
+    for stage in stages:
+        away = theta - stage.mean
+        common = np.einsum("rab,rb->ra", shared, away @ newest.unwhitening) @ newest.unwhitening
+        own = np.einsum("rab,rb->ra", ensemble(stage.discrepancy), away @ stage.unwhitening)
+        own = own + stage.score_noise * rng.normal(size=(repeats, size))
+        errors.append(common + own @ stage.unwhitening)
+    errors = np.concatenate(errors, axis=1)
+    simulated = errors.T @ errors / repeats
+    nothing = np.zeros((size, size))
+    ones = np.ones(len(stages))
+    found = decoding._error_covariance(stages, mean, covariance, nothing, ones)
+    widths = np.sqrt(np.diag(simulated))
+    difference = (found - simulated) / np.outer(widths, widths)
+    np.testing.assert_allclose(difference, 0, atol=0.04)
+    assert np.max(np.abs(found[:size, size:] / np.outer(widths[:size], widths[size:]))) > 0.2
+
+
+def test_without_information_the_prior_is_left():
+    rng = np.random.default_rng(2)
+    for kind in ("full", "diagonal"):
+        for _ in range(10):
+            prior, _, mean, covariance = run(4, 1e-4, rng, kind)
+            ratios = np.linalg.eigvals(prior.precision @ covariance).real
+            assert np.all(ratios > 0.95)
+            assert np.all(ratios < 1 + 1e-9)
+            assert np.all(np.abs(mean - prior.mean) < 0.3 * np.sqrt(np.diag(prior.covariance)))
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The project's NumPy reference, which is not part of the package."""
+    beside = pathlib.Path(__file__).parents[3] / "shared" / "reference"
+    folder = pathlib.Path(os.environ.get("NUMPYRO_DP_REFERENCE", beside))
+    path = folder / "staged_gaussian.py"
+    if not path.is_file():
+        pytest.skip("The reference is not here: set NUMPYRO_DP_REFERENCE to its folder.")
+    spec = importlib.util.spec_from_file_location("staged_gaussian", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_agrees_with_the_reference(reference):
+    theirs, settings, compared = [], reference.DEFAULT, []
+
+    def close(ours, other):
+        np.testing.assert_allclose(ours, other, rtol=1e-6, atol=1e-6 * np.max(np.abs(other)))
+
+    def watch(prior, released, power_noise, stages, kappa, begin, mean, covariance, whitening):
+        if len(stages) == 1:
+            theirs.clear()
+        new = stages[-1]
+        curvature, error, scale_variance = reference.denoise_curvature(
+            released.curvature, new.template, new.curvature_noise, settings.curvature_scale_sd
+        )
+        close(new.curvature, new.unwhitening @ curvature @ new.unwhitening)
+        close([new.curvature_error, new.template_scale_variance], [error, scale_variance])
+        values, vectors = reference.floored_eigen(curvature)
+        inverse = np.linalg.inv(new.whitening)
+        floored = inverse @ (vectors * values) @ vectors.T @ inverse
+        theirs.append(
+            reference.Stage(
+                new.mean, new.covariance, new.whitening, inverse, inverse @ released.score,
+                new.score_noise, released.curvature, new.curvature_noise, new.template,
+                scale_variance, inverse @ curvature @ inverse, floored, error,
+            )
+        )  # fmt: skip
+        reference.update_discrepancies(theirs, settings.first_discrepancy)
+        for ours, other in zip(stages, theirs, strict=True):
+            close(ours.discrepancy, other.discrepancy)
+        close(new.curvature_floored, floored)
+        clip = np.sqrt(power_noise)
+        silent = types.SimpleNamespace(normal=lambda: 0.0)
+        close(
+            kappa,
+            reference.release_kappa(
+                released.power, clip, 1.0, theirs[-1], settings.kappa_floor, silent
+            ),
+        )
+        sds = np.sqrt(np.diag(prior.covariance))
+        their_mean, their_covariance = reference.decode_with_guard(
+            prior.mean, sds, theirs, kappa, begin
+        )
+        close(mean, their_mean)
+        close(covariance, their_covariance)
+        close(whitening, reference.next_whitening(theirs[-1], sds, kappa, settings))
+        compared.append(len(stages))
+
+    rng = np.random.default_rng(3)
+    for size, mu in [(1, 1.0), (4, 0.1), (4, 1.0), (4, 10.0), (9, 0.5), (15, 2.0)] * 3:
+        run(size, mu, rng, "diagonal", watch)
+    assert len(compared) == 18 * 7
+
+
+def test_scales_agree_with_the_reference(reference):
+    for noise_sd in (0.01, 0.3, 1.0):
+        scales = np.linspace(-2, 3, 21) * max(noise_sd, 0.3)
+        np.testing.assert_allclose(
+            decoding.denoise_scales(scales, noise_sd),
+            reference.denoise_scales(scales, noise_sd),
+            rtol=1e-6,
+        )
+    assert decoding.denoise_scales(np.array([0.0]), 1e4) == pytest.approx(1.0, rel=1e-3)
+
+
+def misfit_stages():
+    """Prior, seven stages with one that contradicts the others, kappa, begin, and the honest V."""
+    kept = []
+    run(4, 5.0, np.random.default_rng(4), "diagonal", lambda *values: kept.append(values))
+    prior, _, _, stages, kappa, begin, _, honest, _ = kept[-1]
+    wrong = dataclasses.replace(stages[3], score=stages[3].score + 20 * np.abs(stages[3].score))
+    return prior, (*stages[:3], wrong, *stages[4:]), kappa, begin, honest
+
+
+def test_a_stage_that_does_not_fit_is_widened():
+    prior, stages, kappa, begin, honest = misfit_stages()
+    _, covariance = decoding.decode(prior, stages, kappa, begin)
+    assert np.trace(covariance) > 1.015 * np.trace(honest)
+
+
+def test_the_widening_agrees_with_the_reference(reference):
+    prior, stages, kappa, begin, _ = misfit_stages()
+    mean, covariance = decoding.decode(prior, stages, kappa, begin)
+    theirs = [reference.Stage(**dataclasses.asdict(stage)) for stage in stages]
+    sds = np.sqrt(np.diag(prior.covariance))
+    other = reference.decode_with_guard(prior.mean, sds, theirs, kappa, begin)
+    np.testing.assert_allclose(mean, other[0], rtol=1e-6)
+    np.testing.assert_allclose(covariance, other[1], rtol=1e-6, atol=1e-6 * np.max(other[1]))
+
+
+def test_the_next_whitening_of_a_diagonal_curvature():
+    prior = decoding.Prior(np.zeros(3), np.diag([1.0, 2.0, 3.0]))
+    whitening, curvature = np.diag([0.5, 0.2, 0.1]), np.diag([4.0, 25.0, 100.0])
+    whitened = whitening @ curvature @ whitening
+    stage = decoding.read_stage(
+        prior.mean, prior.covariance, whitening, whitened, np.zeros(3), whitened, 1.0, 1e-6
+    )
+    stage = dataclasses.replace(stage, curvature_error=0.04)
+    ridge = 1.5 * 0.2 * np.sqrt(3) / np.diag(whitening) ** 2
+    expected = (np.diag(prior.precision) + np.diag(curvature) + ridge) ** -0.4
+    found = decoding.next_whitening(stage, prior, 0.5)
+    np.testing.assert_allclose(np.diag(found) / found[0, 0], expected / expected[0], rtol=1e-6)
+    assert np.trace(found @ curvature @ found) == pytest.approx(0.5 * 3)
+    assert decoding.sampling_ratio(stage, 1.5, 0.3) == pytest.approx(1.8 / 3)
+    assert decoding.sampling_ratio(stage, 9.0, 0.3) == 1.0
+    assert decoding.sampling_ratio(stage, -9.0, 0.3) == 0.1
+    # An earlier stage with half of the curvature: the gap is half of it, in that stage's units.
+    half = decoding.read_stage(
+        prior.mean, prior.covariance, whitening, whitened, np.zeros(3), whitened / 2, 1.0, 1e-6
+    )
+    earlier, newest = decoding.with_discrepancies((half, stage))
+    assert earlier.discrepancy == pytest.approx(np.sum((whitened / 2) ** 2) / 6, rel=1e-5)
+    assert newest.discrepancy == pytest.approx(0.3**2, rel=1e-5)
+    assert half.discrepancy == 0.0
+
+
+@pytest.mark.parametrize("size", [1, 2, 6])
+@pytest.mark.every_case
+def test_odd_releases_leave_everything_finite(size):
+    rng = np.random.default_rng(size)
+    for case in range(12):
+        prior = decoding.Prior(np.zeros(size), precision_of(size, rng))
+        mean, covariance, stages = prior.mean, prior.covariance, ()
+        whitening = decoding.first_whitening(prior, np.diag(10.0 ** rng.uniform(-3, 5, size)))
+        template = np.eye(size)
+        for _ in range(4):
+            noise = 10.0 ** rng.uniform(-8, 6) * (case != 3)
+            curvature = (-3.0 if case % 2 else 0.0) * noise * np.eye(size) - 50.0 * (case == 3)
+            stage = decoding.read_stage(
+                mean, covariance, whitening, template, 30 * noise * rng.normal(size=size),
+                curvature + noise * goe(size, rng), noise, noise,
+            )  # fmt: skip
+            stages = decoding.with_discrepancies((*stages, stage))
+            kappa = decoding.sampling_ratio(stages[-1], -noise, noise)
+            mean, covariance = decoding.decode(prior, stages, kappa, (mean, covariance))
+            whitening = decoding.next_whitening(stages[-1], prior, kappa)
+            template = whitening @ stages[-1].curvature_floored @ whitening
+            assert np.all(np.isfinite(mean)) and np.all(np.isfinite(whitening))
+            assert np.all(np.linalg.eigvalsh(whitening) > 0)
+            assert np.all(np.linalg.eigvalsh(decoding.capped(mean, covariance, prior)) > 0)
+
+
+def test_the_cap_and_the_likelihood():
+    rng = np.random.default_rng(6)
+    for _ in range(20):
+        prior = decoding.Prior(rng.normal(size=5), precision_of(5, rng))
+        factors = np.exp(rng.normal(size=5))
+        turn = np.linalg.qr(rng.normal(size=(5, 5)))[0]
+        root = np.linalg.cholesky(prior.covariance) @ turn
+        wide, mean = (root * factors) @ root.T, rng.normal(size=5)
+        covariance = decoding.capped(mean, wide, prior)
+        np.testing.assert_allclose(covariance, (root * np.minimum(factors, 1)) @ root.T, atol=1e-9)
+        assert np.linalg.eigvalsh(prior.covariance - covariance)[0] > -1e-9
+        precision, linear = decoding.released_likelihood(mean, wide, prior)
+        assert np.linalg.eigvalsh(precision)[0] > -1e-9
+        total = precision + prior.precision
+        np.testing.assert_allclose(np.linalg.inv(total), covariance, atol=1e-9)
+        back = np.linalg.solve(total, linear + prior.precision @ prior.mean)
+        np.testing.assert_allclose(back, mean, atol=1e-9)
+
+
+def test_screening_keeps_what_may_matter():
+    scales = np.array([1.0, 0.01, 2.0, -0.02, 0.5, 0.8, 0.7])
+    seen = decoding.seen_coordinates(scales, 0.05)
+    assert seen.tolist() == [True, False, True, False, True, True, True]
+    assert decoding.seen_coordinates(scales, 0.2).all()
+    assert decoding.seen_coordinates(np.full(6, 1e-3), 0.05).sum() == 4
+    assert decoding.seen_coordinates(np.array([-1.0, -2.0]), 0.05).all()
+
+
+def test_the_start_finds_a_curvature_along_the_mean_row():
+    rng = np.random.default_rng(7)
+    rows = 0.05 * (rng.normal(size=(500, 3)) + np.array([3, 0, -2]))  # h_i: curvature h_i h_i'
+    exact = rows.T @ rows
+    whitening = np.diag([0.5, 2.0, 1.0])
+    scales = np.diag(whitening @ exact @ whitening)
+    total = (rows @ whitening).sum(axis=0)
+    found = decoding.start(whitening, scales, 1e-3, (total, 1e-6), len(rows))
+    np.testing.assert_allclose(np.diag(found), np.diag(exact), rtol=1e-2)
+    np.testing.assert_allclose(found, exact, atol=0.06 * exact.max())
+    noise_only = decoding.start(whitening, scales, 1e-3, (total, 1e6), len(rows))
+    np.testing.assert_allclose(noise_only, decoding.start(whitening, scales, 1e-3))
+    first = decoding.first_whitening(decoding.Prior(np.zeros(3), np.eye(3)), found)
+    assert np.trace(first @ found @ first) == pytest.approx(3)
