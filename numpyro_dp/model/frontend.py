@@ -19,7 +19,7 @@ from numpyro_dp.model.records import check_arrays
 from numpyro_dp.model.structure import ModelStructure, read_model
 from numpyro_dp.model.variational import VariationalProblem
 
-__all__ = ["Frontend", "Prepared", "arguments_key", "check_loss"]
+__all__ = ["Frontend", "Prepared", "arguments_key", "check_loss", "with_static"]
 
 
 class Prepared(NamedTuple):
@@ -57,7 +57,7 @@ class Frontend(NamedTuple):
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         """Reads the model; raises what :func:`read_model` raises."""
-        model = _bind(self.model, self.static)
+        model = with_static(self.model, self.static)
         return read_model(model, args, kwargs, self.data_plate, self.declared)
 
     def prepare(
@@ -76,7 +76,7 @@ class Frontend(NamedTuple):
         layout = structure.layout
         shared = layout.rows(args, kwargs).shared
         check_supported(self.guide, structure, shared, self.static)
-        check_first_values(self.guide, _bind(self.model, self.static), structure, shared)
+        check_first_values(self.guide, with_static(self.model, self.static), structure, shared)
         placeholder = layout.placeholder(shared)
         plate = structure.data_plate
         hidden = SVI(
@@ -107,8 +107,8 @@ class Frontend(NamedTuple):
         structure.public.check("optimiser", self.svi.optim.init, unconstrained)
         self.svi.constrain_fn = hidden.constrain_fn
         params = hidden.get_params(state)
-        model = Model(_bind(self.model, self.static), structure)
-        fn = _bind(self.guide, self.static)
+        model = Model(with_static(self.model, self.static), structure)
+        fn = with_static(self.guide, self.static)
         guide = read_guide(fn, self.guide, model, params, shared, self.static)
         problem = VariationalProblem(
             model, guide, hidden.constrain_fn, shared, self.svi.loss.num_particles
@@ -150,7 +150,8 @@ def check_loss(loss: Any) -> Trace_ELBO | TraceMeanField_ELBO:
     return loss
 
 
-def _bind(fn: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:
+def with_static(fn: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:
+    """Returns a model or guide with its static keywords filled in."""
     if not static:
         return fn
 

@@ -308,7 +308,7 @@ class Driver(abc.ABC):
         def finite(prepared: Prepared) -> bool:
             if key not in self._sessions:
                 self._sessions[key] = Session(settings, self.method, prepared)
-            return self._sessions[key].has_finite_signals(prepared)
+            return self._can_start(self._sessions[key], prepared)
 
         prepared = finite_start(prepare, finite)
         session = self._sessions[key]
@@ -328,6 +328,10 @@ class Driver(abc.ABC):
             **noise,
         )
         return copied(settings.mesh, SensitiveState(state, nonce, identity))
+
+    def _can_start(self, session: Session, prepared: Prepared) -> bool:
+        """Whether an invented record has a finite signal at the start."""
+        return session.has_finite_signals(prepared)
 
     def _first_state(
         self,

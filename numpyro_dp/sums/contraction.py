@@ -45,10 +45,10 @@ from numpyro_dp._compat import (
     make_program,
 )
 
-__all__ = ["Contraction", "Split", "split_scalar"]
+__all__ = ["Constant", "Contraction", "Split", "evaluate", "split_scalar", "trace_scalar"]
 
 
-class _Constant:
+class Constant:
     """A value that the program holds; compared by identity."""
 
     def __init__(self, value: Any) -> None:
@@ -135,7 +135,7 @@ def split_scalar(
     Returns:
         The split; with no contraction if none is recognised.
     """
-    program = _trace(scalar, point, example)
+    program = trace_scalar(scalar, point, example)
     found = [_contraction(program, leaf, layers) for leaf in range(len(program.point))]
     contractions = _apart(found)
     kept = {contraction.leaf for contraction in contractions}
@@ -150,7 +150,7 @@ def split_scalar(
             values[leaf] = value
         inputs = (*zip(program.point, values, strict=True),
                   *zip(program.example, example_leaves, strict=True))  # fmt: skip
-        environment = _evaluate(program.ops, dict(inputs), lambda op, value: (
+        environment = evaluate(program.ops, dict(inputs), lambda op, value: (
             value + shifts[cuts[op]] if op in cuts else value
         ))  # fmt: skip
         factors = [environment[c.factor] if c.derived else None for c in contractions]
@@ -194,7 +194,7 @@ def _product(
     op = program.ops[chain[-1]]
     left, right = op.inputs
     others = {left, right} - {current}
-    if left == right or any(isinstance(value, _Constant) for value in others):
+    if left == right or any(isinstance(value, Constant) for value in others):
         return None
     if not layers and others - set(alone):
         return None
@@ -219,12 +219,12 @@ def _product(
 
     def product(value: Array, record_value: Array) -> Array:
         inputs = {program.point[leaf]: value, factor: record_value}
-        environment = _evaluate(needed, inputs, lambda _, result: result)
+        environment = evaluate(needed, inputs, lambda _, result: result)
         return environment[op.outputs[0]]
 
     def record(example_leaves: Sequence[Array]) -> Array:
         inputs = dict(zip(program.example, example_leaves, strict=True))
-        return _evaluate(made, inputs, lambda _, result: result)[factor]
+        return evaluate(made, inputs, lambda _, result: result)[factor]
 
     struct = jax.ShapeDtypeStruct(out.shape, out.dtype)
     derived = not alone.get(factor, False)
@@ -244,14 +244,14 @@ def _convolution(
     numbers = program.point[leaf], *op.outputs
     plain = groups == (1, 1) and all(step == 1 for step in op.params["lhs_dilation"])
     wide = all(program.shapes[number].dtype in (jnp.float32, jnp.float64) for number in numbers)
-    apart = kernel == current and kernel != factor and not isinstance(factor, _Constant)
+    apart = kernel == current and kernel != factor and not isinstance(factor, Constant)
     if not (plain and wide and apart):
         return None
     moves = tuple(program.ops[number] for number in chain[:-1])
 
     def moved(value: Array) -> Array:
         inputs = {program.point[leaf]: value}
-        return _evaluate(moves, inputs, lambda _, result: result)[kernel]
+        return evaluate(moves, inputs, lambda _, result: result)[kernel]
 
     def gradient(value: Array, factor_value: Array, slope: Array) -> Array:
         like, pull = jax.vjp(moved, value)
@@ -304,7 +304,7 @@ def _of_the_record(program: _Program) -> dict[int, bool]:
     alone = dict.fromkeys(program.example, True)
     public: set[int] = set()  # made of constants
     for op in program.ops:
-        own = [number for number in op.inputs if not isinstance(number, _Constant)]
+        own = [number for number in op.inputs if not isinstance(number, Constant)]
         own = [number for number in own if number not in public]
         if not own:
             public |= set(op.outputs)
@@ -316,7 +316,7 @@ def _of_the_record(program: _Program) -> dict[int, bool]:
 
 def _moves(program: _Program, op: _Op) -> bool:
     """Whether an operation has one input and keeps each of its entries once."""
-    if len(op.inputs) != 1 or len(op.outputs) != 1 or isinstance(op.inputs[0], _Constant):
+    if len(op.inputs) != 1 or len(op.outputs) != 1 or isinstance(op.inputs[0], Constant):
         return False
     source, target = program.shapes[op.inputs[0]], program.shapes[op.outputs[0]]
     if op.primitive.name == "convert_element_type":
@@ -324,7 +324,14 @@ def _moves(program: _Program, op: _Op) -> bool:
     return op.primitive.name in MOVES and math.prod(source.shape) == math.prod(target.shape)
 
 
-def _trace(scalar: Callable[[Any, Any], Array], point: Any, example: Any) -> _Program:
+def trace_scalar(scalar: Callable[[Any, Any], Array], point: Any, example: Any) -> _Program:
+    """Returns the program of a scalar as a list of operations.
+
+    Args:
+        scalar: ``(point, example) -> scalar``.
+        point: Its first argument, or the shapes of it.
+        example: Its second, likewise.
+    """
     # Of shapes alone: where arrays lie is no part of the program.
     bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (point, example))
     program, _ = make_program(scalar, *bare)
@@ -346,11 +353,11 @@ def _flatten(
 ) -> list[Any]:
     """Appends the operations of a program, calls written out, and returns its outputs."""
     environment = dict(zip(program.inputs, inputs, strict=True))
-    environment |= {variable: _Constant(held) for variable, held in program.constants}
+    environment |= {variable: Constant(held) for variable, held in program.constants}
 
     def read(atom: Any) -> Any:
         found = literal(atom)
-        return _Constant(found[0]) if found else environment[atom]
+        return Constant(found[0]) if found else environment[atom]
 
     for eqn in program.equations:
         values = [read(atom) for atom in eqn.invars]
@@ -364,9 +371,16 @@ def _flatten(
     return [read(atom) for atom in program.outputs]
 
 
-def _evaluate(
+def evaluate(
     ops: Sequence[_Op], environment: dict[int, Any], change: Callable[[int, Any], Any]
 ) -> dict[int, Any]:
+    """Runs operations.
+
+    Args:
+        ops: The operations, in order.
+        environment: Values by their number; those of outputs are added.
+        change: ``(number of the operation, its value) -> value to go on with``.
+    """
     for number, op in enumerate(ops):
         values = [_read(environment, value) for value in op.inputs]
         results = bind(op.primitive, op.params, values)
@@ -376,4 +390,4 @@ def _evaluate(
 
 
 def _read(environment: dict[int, Any], value: Any) -> Any:
-    return value.value if isinstance(value, _Constant) else environment[value]
+    return value.value if isinstance(value, Constant) else environment[value]

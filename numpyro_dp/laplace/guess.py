@@ -1,0 +1,106 @@
+"""The first whitening, from invented records: a public guess of how large scores are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.flatten_util import ravel_pytree
+
+from numpyro_dp.laplace.prior import ModelPrior
+from numpyro_dp.model.public import UnsupportedModelError
+
+__all__ = ["first_guess"]
+
+_RECORDS = 200
+_DRAWS = 40
+_MEDIAN = 0.6745  # of |x| for a standard normal x
+
+
+def first_guess(
+    prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the diagonal of the first whitening, and scores of invented records.
+
+    Invented records have normal columns of the given scales (1 by default) and outcomes that the
+    model simulates. The scores of a site share one scale unless columns were given scales, so a
+    site of group effects is not left with zeros. The typical whitened score then has norm
+    sqrt(d / N).
+
+    Args:
+        prior: Of the model.
+        scales: Scale of the columns of some record arrays, by their number.
+        rng_key: Public.
+
+    Raises:
+        UnsupportedModelError: If no invented record has a finite score.
+    """
+    outcomes = prior.outcomes
+    layout = outcomes.model.structure.layout
+    normal, ones = layout.invented(_RECORDS)
+    candidates = (normal, tuple(abs(x) for x in normal), ones)
+    for rows in candidates:
+        rows = tuple(
+            (x * jnp.asarray(scales[n], x.dtype)) if n in scales else x for n, x in enumerate(rows)
+        )
+        scores = _scores(prior, rows, rng_key)
+        finite = np.all(np.isfinite(scores), axis=1)
+        if np.mean(finite) > 0.5 and np.any(scores[finite]):
+            break
+    else:
+        raise UnsupportedModelError(
+            "The likelihood has no finite gradient, or a gradient of 0, for all invented records "
+            "(normal numbers, ones). Records without a finite gradient count as 0, and the run "
+            "would return the prior at the whole cost of privacy. Look for sqrt or log at 0, or a "
+            "where() whose other branch is not finite; scale columns to about 1."
+        )
+    scores = np.asarray(scores[finite], np.float64)
+    widths = _widths(prior, np.abs(scores), bool(scales))
+    white = np.linalg.norm(scores / widths, axis=1)
+    typical = np.median(white[white > 0]) if np.any(white > 0) else 1.0
+    number, size = layout.num_examples, scores.shape[1]
+    return np.sqrt(size / number) / (typical * widths), scores
+
+
+def _scores(prior: ModelPrior, rows: tuple[Array, ...], rng_key: Array) -> np.ndarray:
+    """Scores at one draw from the prior, of outcomes that were simulated at another."""
+    outcomes, decoded = prior.outcomes, prior.decoded
+    factor = np.linalg.cholesky(decoded.covariance)
+    draw_key, outcome_key = jax.random.split(rng_key)
+    noise = np.asarray(jax.random.normal(draw_key, (2, _DRAWS, len(factor))), np.float64)
+    held, drawn = jnp.asarray(decoded.mean + noise @ factor.T, jnp.float32)
+
+    def one(held: Array, drawn: Array, row: Any, key: Array) -> Array:
+        return outcomes.score(held, row, outcomes.simulate(drawn, row, key))
+
+    keys = jax.random.split(outcome_key, (_DRAWS, _RECORDS))
+    over_rows = jax.vmap(one, (None, None, 0, 0))
+    found = jax.jit(jax.vmap(over_rows, (0, 0, None, 0)))(held, drawn, rows, keys)
+    return np.asarray(found).reshape(-1, len(factor))
+
+
+def _widths(prior: ModelPrior, sizes: np.ndarray, by_column: bool) -> np.ndarray:
+    """A robust standard deviation of each score."""
+    outcomes = prior.outcomes
+    numbers = {
+        name: jnp.full(outcomes.shapes[name], float(n)) for n, name in enumerate(outcomes.seen)
+    }
+    site = np.asarray(ravel_pytree(numbers)[0], int)
+    widths = np.ones(len(site))
+    for n in range(len(outcomes.seen)):
+        own = sizes[:, site == n]
+        norm = np.linalg.norm(own, axis=1)
+        some = norm[norm > 0]
+        if not len(some):
+            continue
+        count = own.shape[1]
+        parts = np.mean((own[norm > 0] / some[:, None]) ** 2, axis=0) * count
+        if not by_column or np.sum(parts > 0) < count:
+            parts = np.ones(count)
+        middle = np.median(some) / (_MEDIAN if count == 1 else 1) / np.sqrt(count)
+        widths[site == n] = middle * np.sqrt(np.maximum(parts, 1e-3))
+    return widths

@@ -1,0 +1,93 @@
+"""How a run splits its budget, and how far one record may go in each stage. All of it is public.
+
+The numbers were found on simulated logistic, Poisson, linear and mixture models and on four real
+designs; they are flat: other splits, clip norms of 1.2 to 2 and 4 to 24 draws move a log score by
+.03.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["Schedule", "clip_norms", "first_bounds", "schedule"]
+
+PAIRS = 24  # antithetic pairs of draws in a stage
+_FIRST = (0.02, 0.03)  # of mu^2: the mean row, and scales of the curvature
+_STAGES = (0.05, 0.06, 0.08, 0.11, 0.15, 0.20, 0.35)  # of what the first release leaves
+_CURVATURE = (0.7, 0.7, 0.6, 0.5, 0.5, 0.4, 0.3)  # of a stage, the rest for scores
+_POWER = 0.02  # of a stage
+_CLIP = 1.2
+_GROWTH = 0.2
+_SCALE_CLIP = 3.0
+_ROW_CLIP = 1.3
+
+
+class Schedule(NamedTuple):
+    """The releases of a run.
+
+    Attributes:
+        mu: Of Gaussian differential privacy, what all releases spend together.
+        first: Parts of the squared budget of the mean row and of scales; empty if the first release
+            would be all noise and is left out.
+        stages: For each stage, the part of the squared budget of scores, curvature and power.
+    """
+
+    mu: float
+    first: tuple[float, ...]
+    stages: tuple[tuple[float, float, float], ...]
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Part of the squared budget of each release; they sum to 1."""
+        parts = [self.first] if self.first else []
+        found = [math.fsum(part) for part in (*parts, *self.stages)]
+        return tuple(share / math.fsum(found) for share in found)
+
+    def weights(self, release: int) -> np.ndarray:
+        """Roots of the parts of one release, shape (3,); the squares sum to 1."""
+        parts = [(*self.first, 0.0)] if self.first else []
+        part = np.array((*parts, *self.stages)[release])
+        return np.sqrt(part / part.sum())
+
+    def mu_of(self, release: int) -> np.ndarray:
+        """What each entry of a release spends, shape (3,)."""
+        return self.mu * math.sqrt(self.shares[release]) * self.weights(release)
+
+
+def schedule(mu: float, size: int, number: int) -> Schedule:
+    """Returns the releases of a run.
+
+    Args:
+        mu: What all releases may spend.
+        size: Number of latents.
+        number: Number of records.
+    """
+    noise = first_bounds(size, number)[1] / (mu * math.sqrt(_FIRST[1]))
+    first = _FIRST if noise <= 1 else ()
+    left = 1 - math.fsum(first)
+    stages = tuple(
+        (left * share * (1 - _POWER) * (1 - c), left * share * (1 - _POWER) * c,
+         left * share * _POWER)
+        for share, c in zip(_STAGES, _CURVATURE, strict=True)
+    )  # fmt: skip
+    return Schedule(mu, first, stages)
+
+
+def clip_norms(size: int, number: int, mu: float) -> np.ndarray:
+    """Bounds of one record's score and curvature in a stage that spends ``mu``.
+
+    A whitened normal score has norm near sqrt(size / number) with a standard deviation of .7 /
+    sqrt(number): few reach the bound. Where noise is small heavy rows cost more than it, and the
+    bound grows.
+    """
+    radius = math.sqrt(size) + 1.2
+    factor = _CLIP * max(1.0, mu * math.sqrt(number / size)) ** _GROWTH
+    return np.array([factor * radius / math.sqrt(number), factor * radius**2 / number])
+
+
+def first_bounds(size: int, number: int) -> np.ndarray:
+    """Bounds of one record's row and scales in the first release."""
+    return np.array([_ROW_CLIP * math.sqrt(size / number), _SCALE_CLIP * math.sqrt(size) / number])

@@ -1,0 +1,69 @@
+"""Which models ``DPLaplace`` takes; the others are told which driver does."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpyro.distributions import biject_to
+from numpyro.distributions.transforms import ExpTransform
+
+from numpyro_dp.laplace.prior import ModelPrior
+from numpyro_dp.model.public import UnsupportedModelError
+
+__all__ = ["check_suitable"]
+
+_MOST_LATENTS = 300
+
+
+def check_suitable(prior: ModelPrior, rng_key: Array) -> None:
+    """Raises for a model that another driver should take; reads no record.
+
+    Raises:
+        UnsupportedModelError: Names the reason and the remedy.
+    """
+    outcomes = prior.outcomes
+    if outcomes.size > _MOST_LATENTS:
+        raise UnsupportedModelError(
+            f"Expected at most {_MOST_LATENTS} latents that records see, got {outcomes.size}: a "
+            "release holds a curvature for each pair of them. Use DPSVI with aligned()."
+        )
+    scale, effect = _scaled_effect(prior, rng_key)
+    if scale:
+        raise UnsupportedModelError(
+            f"Expected effects in their centred form, got {effect!r} multiplied by {scale!r}: no "
+            "normal distribution fits that product. Let the records see the effect itself, "
+            f"numpyro.sample({effect!r}, dist.Normal(location, {scale})), without a reparam "
+            "handler; or use DPSVI."
+        )
+
+
+def _scaled_effect(prior: ModelPrior, rng_key: Array) -> tuple[str, str]:
+    """A scale s and an effect b of which records see the product s * b alone, if there are such.
+
+    Such a likelihood does not change along (log s + t, exp(-t) b), so that its slope in log s is
+    the sum of b times its slope in b.
+    """
+    outcomes = prior.outcomes
+    trace = outcomes.model.draw_prior(outcomes.shared, rng_key)
+    supports = {name: biject_to(trace[name]["fn"].support) for name in outcomes.seen}
+    scales = [n for n, t in supports.items() if isinstance(t, ExpTransform)]
+    effects = [n for n in outcomes.seen if n not in scales and np.size(trace[n]["value"]) > 1]
+    if not scales or not effects:
+        return "", ""
+    normal, _ = outcomes.model.structure.layout.invented(8)
+    flat = jax.random.normal(rng_key, (outcomes.size,)) * 0.5 + 0.1
+
+    def slopes(row: tuple[Array, ...]) -> dict[str, Array]:
+        outcome = outcomes.simulate(flat, row, rng_key)
+        return outcomes.latents(outcomes.score(flat, row, outcome))
+
+    found, at = jax.jit(jax.vmap(slopes))(normal), outcomes.latents(flat)
+    for scale in scales:
+        for effect in effects:
+            along = jnp.sum(found[effect] * at[effect], axis=tuple(range(1, found[effect].ndim)))
+            own = found[scale].reshape(8, -1).sum(1)
+            if np.all(np.abs(own) > 0) and np.allclose(own, along, rtol=1e-3, atol=1e-7):
+                return scale, effect
+    return "", ""

@@ -1,0 +1,313 @@
+r"""What a model says a record's outcome could have been: simulated, or listed.
+
+The observed sites in the data plate are the outcome y of a record, and all else it holds is x. A
+model that can be simulated gives, besides the score of what was observed, the scores of what might
+have been observed at the same x. Their mean is the expectation that a private score is centred by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.flatten_util import ravel_pytree
+from numpyro import handlers
+from numpyro.distributions import ExpandedDistribution, MaskedDistribution, biject_to
+
+from numpyro_dp._compat import Messenger
+from numpyro_dp.model.density import Model
+from numpyro_dp.model.dependence import depends_on_inputs
+from numpyro_dp.model.public import UnsupportedModelError
+from numpyro_dp.model.separation import is_factor, one_record
+
+__all__ = ["Outcomes", "read_outcomes"]
+
+_MOST_VALUES = 16  # listed; beyond that simulated outcomes cost less
+
+
+class Listed(NamedTuple):
+    """All outcomes that a record could have had.
+
+    Attributes:
+        observed: Which of them is the record's own, shape (K,); none if it is outside the support.
+        values: The outcomes, shape (K,).
+        probabilities: Of each, shape (K,).
+    """
+
+    observed: Array
+    values: Array
+    probabilities: Array
+
+
+class Outcomes(NamedTuple):
+    """The outcome of one record as a model has it.
+
+    Attributes:
+        model: The model.
+        shared: Public arrays among its arguments.
+        seen: Names of the latent sites that the likelihood of a record depends on.
+        shapes: Unconstrained shapes of the latent sites.
+        number: How many outcomes there are, where they can be listed; else 0.
+        scalar: Whether the outcome is a single number.
+        weighted: Whether records have weights (``handlers.scale``).
+    """
+
+    model: Model
+    shared: tuple[Array, ...]
+    seen: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    number: int
+    scalar: bool
+    weighted: bool
+
+    @property
+    def size(self) -> int:
+        """Number of latents that records see."""
+        return sum(int(np.prod(self.shapes[name])) for name in self.seen)
+
+    def latents(self, flat: Array) -> dict[str, Array]:
+        """Values by site from one vector of those that are seen; zeros for the others."""
+        zeros = {name: jnp.zeros(self.shapes[name], flat.dtype) for name in self.seen}
+        found = ravel_pytree(zeros)[1](flat)
+        return {n: found.get(n, jnp.zeros(s, flat.dtype)) for n, s in self.shapes.items()}
+
+    def log_likelihood(
+        self, flat: Array, example: tuple[Array, ...], outcome: Any, *, weighted: bool = True
+    ) -> Array:
+        """Log likelihood of one record with this outcome in the place of its own.
+
+        Args:
+            flat: Latents, shape (size,).
+            example: One row of each record array.
+            outcome: Value of each observed site; ``None`` for the record's own.
+            weighted: Whether the record's weight counts.
+        """
+        fn = self.model.fn if outcome is None else _observing(self.model.fn, outcome)
+        if self.weighted and not weighted:
+            fn = _without_weights(fn, self._names, self.model.structure.layout.num_examples)
+        model, key = self.model._replace(fn=fn), self._any_key()
+        return model.log_likelihood(self.latents(flat), {}, example, self.shared, key)
+
+    def score(self, flat: Array, example: tuple[Array, ...], outcome: Any, **how: Any) -> Array:
+        """Gradient of :meth:`log_likelihood` in the latents."""
+        return jax.grad(self.log_likelihood)(flat, example, outcome, **how)
+
+    def simulate(self, flat: Array, example: tuple[Array, ...], rng_key: Array) -> Any:
+        """Draws an outcome of one record; what was observed is not read."""
+        trace = self._trace(_unobserved(self.model.fn, self._names), flat, example, rng_key)
+        return {name: trace[name]["value"] for name in self._names}
+
+    def listed(self, flat: Array, example: tuple[Array, ...]) -> Listed:
+        """Lists the outcomes of one record, with their probabilities at these latents."""
+        (site,) = self._sites(flat, example)
+        values = site["fn"].enumerate_support(expand=False).reshape(-1)
+        value = jnp.reshape(site["value"], ())
+        shape = jnp.shape(site["value"])
+        logs = jax.vmap(lambda v: _plain(site["fn"]).log_prob(jnp.broadcast_to(v, shape)).sum())
+        probabilities = jnp.clip(jnp.nan_to_num(jnp.exp(logs(values)), nan=0.0), 0, 1)
+        probabilities = probabilities / jnp.maximum(jnp.sum(probabilities), 1)
+        return Listed(values == value.astype(values.dtype), values, probabilities)
+
+    def own(self, example: tuple[Array, ...]) -> dict[str, Array]:
+        """The record's own outcome: the value of each observed site."""
+        sites = self._sites(jnp.zeros(self.size), example)
+        return {site["name"]: jnp.asarray(site["value"]) for site in sites}
+
+    def as_outcome(self, value: Array, own: dict[str, Array]) -> dict[str, Array]:
+        """One listed value in the place of a record's own."""
+        return {name: jnp.full(x.shape, value.astype(x.dtype)) for name, x in own.items()}
+
+    def moments(self, flat: Array, example: tuple[Array, ...]) -> tuple[Array, Array]:
+        """Mean and variance of a single outcome."""
+        (site,) = self._sites(flat, example)
+        fn = _plain(site["fn"])
+        return jnp.reshape(fn.mean, ()), jnp.reshape(fn.variance, ())
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return self.model.structure.likelihood
+
+    def _any_key(self) -> Array | None:
+        return jax.random.key(0) if self.model.structure.draws else None
+
+    def _sites(self, flat: Array, example: tuple[Array, ...]) -> list[dict[str, Any]]:
+        trace = self._trace(self.model.fn, flat, example, jax.random.key(0))
+        return [trace[name] for name in self._names]
+
+    def _trace(
+        self, fn: Callable[..., Any], flat: Array, example: tuple[Array, ...], rng_key: Array
+    ) -> dict[str, Any]:
+        layout = self.model.structure.layout
+        fn = one_record(fn, self.model.structure.data_plate)
+        fn = _at(handlers.seed(fn, rng_key), self.latents(flat))
+        return layout.example(example, self.shared).call(handlers.trace(fn).get_trace)
+
+
+def read_outcomes(model: Model, shared: tuple[Array, ...]) -> Outcomes:
+    """Reads what the records' outcomes are, on shapes alone.
+
+    Raises:
+        UnsupportedModelError: If they cannot be simulated; names the site and another driver.
+    """
+    structure = model.structure
+    _check(structure)
+    drawn = jax.eval_shape(lambda: unconstrained_prior(model, shared, jax.random.key(0)))
+    shapes = {name: value.shape for name, value in drawn.items()}
+    found = Outcomes(model, shared, structure.latents, shapes, 0, False, False)
+    example = structure.layout.blank()
+
+    def densities(latents: dict[str, Array]) -> dict[str, Array]:
+        key = jax.random.key(0) if structure.draws else None
+        return {"all": model.log_likelihood(latents, {}, example, shared, key)}
+
+    floats = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    seen = tuple(
+        name
+        for name in structure.latents
+        if depends_on_inputs(lambda v, n=name: densities(floats | {n: v}), floats[name])["all"]
+    )
+    if not seen:
+        raise UnsupportedModelError(
+            "Expected a likelihood that depends on a latent site, got one that depends on none."
+        )
+    found = found._replace(seen=seen)
+    number, scalar, weighted = _kind(found, example)
+    return found._replace(number=number, scalar=scalar, weighted=weighted)
+
+
+def unconstrained_prior(
+    model: Model, shared: tuple[Array, ...], rng_key: Array
+) -> dict[str, Array]:
+    """Draws the latent sites from their prior, in unconstrained coordinates."""
+    trace = model.draw_prior(shared, rng_key)
+    return {
+        name: biject_to(trace[name]["fn"].support).inv(trace[name]["value"])
+        for name in model.structure.latents
+    }
+
+
+def _check(structure: Any) -> None:
+    if structure.params:
+        raise UnsupportedModelError(
+            f"Expected latent sites alone, got the parameters {list(structure.params)}: they have "
+            "no prior. Use numpyro.sample for them, or DPSVI, which optimises parameters."
+        )
+    if structure.local_latents:
+        raise UnsupportedModelError(
+            f"Expected latents that all records share, got {list(structure.local_latents)} in the "
+            "data plate. Integrate them out, or use DPSVI with a guide that has an encoder."
+        )
+
+
+def _kind(outcomes: Outcomes, example: tuple[Array, ...]) -> tuple[int, bool, bool]:
+    """Number of outcomes that can be listed, whether they are single numbers, and have weights."""
+    size, facts = outcomes.model.structure.layout.num_examples, {}
+
+    def look(flat: Array, example: tuple[Array, ...]) -> Any:
+        sites = outcomes._sites(flat, example)
+        for site in sites:
+            _check_drawable(site)
+        single = len(sites) == 1 and all(np.size(site["value"]) == 1 for site in sites)
+        facts["scalar"] = single and sites[0]["fn"].event_dim == 0
+        scales = [site["scale"] for site in sites]
+        facts["weighted"] = any(not (s is None or np.isscalar(s)) for s in scales)
+        facts["weighted"] |= any(np.isscalar(s) and s not in (1, size) for s in scales)
+        return outcomes.simulate(flat, example, jax.random.key(0))
+
+    try:
+        jax.eval_shape(look, jnp.zeros(outcomes.size), example)
+    except NotImplementedError as error:
+        raise UnsupportedModelError(
+            "Expected an outcome that can be simulated, got a distribution without sample: "
+            f"{error or type(error).__name__}. Use DPSVI for this model."
+        ) from error
+    number = 0
+    if facts["scalar"] and not outcomes.model.structure.summed:
+        number = _number_of_values(outcomes, example)
+    return number, facts["scalar"], facts["weighted"]
+
+
+def _number_of_values(outcomes: Outcomes, example: tuple[Array, ...]) -> int:
+    """How many values the outcome may have; 0 if they are too many, or the record decides it."""
+
+    def values(flat: Array, example: tuple[Array, ...]) -> Array:
+        return outcomes.listed(flat, example).values
+
+    try:
+        found = jax.eval_shape(values, jnp.zeros(outcomes.size), example).size
+    except (NotImplementedError, TypeError, ValueError, jax.errors.JAXTypeError):
+        return 0
+    return found if found <= _MOST_VALUES else 0
+
+
+def _check_drawable(site: dict[str, Any]) -> None:
+    name, fn = site["name"], _plain(site["fn"])
+    if is_factor(fn):
+        raise UnsupportedModelError(
+            f"Expected outcomes that can be simulated, got the factor {name!r}, whose outcome the "
+            "model does not name. Write it as numpyro.sample(..., obs=y), or use DPSVI."
+        )
+    if "Censored" in type(fn).__name__:
+        raise UnsupportedModelError(
+            f"Expected outcomes that can be simulated, got the censored site {name!r}: when an "
+            "uncensored record would have been censored is not in the model. Use DPSVI."
+        )
+
+
+def _plain(fn: Any) -> Any:
+    """A distribution without its mask and expansion: that of the outcome."""
+    while type(fn) in (MaskedDistribution, ExpandedDistribution):
+        fn = fn.base_dist
+    return fn
+
+
+class _observing(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
+    """Gives observed sites other values."""
+
+    def __init__(self, fn: Callable[..., Any], values: Mapping[str, Array]) -> None:
+        self.values = values
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "sample" and msg["name"] in self.values:
+            msg["value"] = self.values[msg["name"]]
+
+
+class _unobserved(Messenger):  # noqa: N801
+    """Lets observed sites be drawn."""
+
+    def __init__(self, fn: Callable[..., Any], names: tuple[str, ...]) -> None:
+        self.names = names
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "sample" and msg["name"] in self.names:
+            msg["value"], msg["is_observed"] = None, False
+
+
+class _without_weights(Messenger):  # noqa: N801
+    """Leaves observed sites the scale that the size of the plate gives them alone."""
+
+    def __init__(self, fn: Callable[..., Any], names: tuple[str, ...], size: int) -> None:
+        self.names, self.size = names, size
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "sample" and msg["name"] in self.names:
+            msg["scale"] = float(self.size)
+
+
+class _at(Messenger):  # noqa: N801
+    """Puts latent sites at unconstrained values."""
+
+    def __init__(self, fn: Callable[..., Any], latents: Mapping[str, Array]) -> None:
+        self.latents = latents
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "sample" and msg["value"] is None and msg["name"] in self.latents:
+            msg["value"] = biject_to(msg["fn"].support)(self.latents[msg["name"]])
