@@ -22,6 +22,8 @@ from numpyro_dp.mcmc.langevin import langevin
 from numpyro_dp.model.frontend import Frontend, Prepared
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.posterior.from_model import ModelSource
+from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.plan import PrivacyReport
@@ -139,6 +141,7 @@ class DPMCMC:
         self._drivers: dict[str, _Chain] = {}
         self._samples: dict[str, Array] | None = None
         self._report: PrivacyReport | None = None
+        self._posterior: Posterior | None = None
 
     def run(
         self, rng_key: Array, *args: Any, init_params: dict[str, Any] | None = None, **kwargs: Any
@@ -177,6 +180,36 @@ class DPMCMC:
             draws = driver.chains(states, sizes, args, kwargs, report, self._progress_bar)
         self._report = report  # samples and report of an earlier run stay where this one fails
         self._samples = {site: draws[f"{site}{POINT_SUFFIX}"] for site in structure.latents}
+        shared = structure.layout.rows(args, kwargs).shared
+        self._posterior = self._posterior_of(structure, shared, report)
+
+    @property
+    def posterior(self) -> Posterior:
+        """The :class:`~numpyro_dp.Posterior` of the last run.
+
+        Its draws are the samples of all chains in a random order, each as often as the others or
+        once more.
+        """
+        if self._posterior is None:
+            raise ValueError("Expected run to have been called before posterior.")
+        return self._posterior
+
+    def _posterior_of(
+        self, structure: ModelStructure, shared: tuple[Array, ...], report: PrivacyReport
+    ) -> Posterior:
+        kernel, samples = self.settings.kernel, self.get_samples()
+        source = ModelSource.of(kernel.model, self._frontend.static, structure, shared, {})
+        number = len(next(iter(samples.values())))
+
+        def draws(rng_key: Array, num_samples: int) -> dict[str, Array]:
+            keys = jax.random.split(rng_key, -(-num_samples // number))
+            rounds = [jax.random.permutation(key, number) for key in keys]
+            chosen = jnp.concatenate(rounds)[:num_samples]
+            return {name: value[chosen] for name, value in samples.items()}
+
+        chains = "1 chain" if report.chains == 1 else f"{report.chains} chains"
+        method = f"DPMCMC by {type(kernel).__name__}, {number} samples of {chains}"
+        return source.posterior(draws, report, method)
 
     @property
     def privacy(self) -> PrivacyReport:

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from jax import Array
-from numpyro.infer import SVI
+from numpyro.infer import SVI, autoguide
 
 from numpyro_dp.core import Estimator
 from numpyro_dp.model.frontend import Frontend, Prepared, check_loss
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
-from numpyro_dp.model.variational import VariationalProblem
+from numpyro_dp.model.variational import VariationalProblem, guide_kind
+from numpyro_dp.posterior.from_model import ModelSource
+from numpyro_dp.posterior.posterior import Posterior
+from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.results import SensitiveValueError
@@ -21,6 +24,10 @@ from numpyro_dp.run.state import SensitiveState
 from numpyro_dp.sums.devices import copied
 
 __all__ = ["DPSVI"]
+
+_WIDENED = (
+    autoguide.AutoNormal, autoguide.AutoDiagonalNormal, autoguide.AutoMultivariateNormal
+)  # fmt: skip
 
 
 class DPSVI(Driver):
@@ -184,3 +191,18 @@ class DPSVI(Driver):
         init_params: dict[str, Any] | None,
     ) -> Prepared:
         return self._frontend.prepare(structure, rng_key, args, kwargs, init_params)
+
+    def _posterior(
+        self, problem: VariationalProblem, params: dict[str, Any], privacy: PrivacyReport
+    ) -> Posterior:
+        structure, static = problem.model.structure, self.static_kwargs
+        source = ModelSource.of(self.model, static, structure, problem.shared, params)
+        guide = getattr(self.guide, "__name__", type(self.guide).__name__)
+        notes = ()
+        if privacy.noise_multiplier > 0:
+            remedy = ": noise_aware adds it" if guide_kind(self.guide) in _WIDENED else ""
+            notes = (f"The intervals do not contain the privacy noise of the run{remedy}.",)
+        return source.posterior(
+            source.guide_draws(self.guide, params, static), privacy,
+            f"{type(self).__name__} with {guide}, {privacy.num_steps} steps", notes,
+        )  # fmt: skip
