@@ -24,10 +24,10 @@ from numpyro_dp.model.records import Rows
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
-from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
+from numpyro_dp.run.results import RunResult
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Method, RunSettings, takes_settings
 from numpyro_dp.run.state import SensitiveState
@@ -218,9 +218,8 @@ class DPSEP(Driver):
         self.guide.prototype_trace = problem
         return Prepared(problem, self.method.optim.init(problem.start(init_params)), rng_key)
 
-    def _posterior(
-        self, problem: EPProblem, params: dict[str, Array], privacy: PrivacyReport
-    ) -> Posterior:
+    def _posterior(self, problem: EPProblem, result: RunResult) -> Posterior:
+        params, privacy = result.params, result.privacy
         reader, guide = self._reader, PosteriorGuide()
         guide.prototype_trace = problem  # that of this run: the driver's guide is of its last
         structure = problem.model.structure

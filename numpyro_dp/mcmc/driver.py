@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from numpyro.diagnostics import print_summary
+from numpyro.diagnostics import print_summary, split_gelman_rubin
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 
@@ -35,6 +36,7 @@ from numpyro_dp.run.state import SensitiveState
 
 __all__ = ["DPMCMC"]
 
+_MIXED = 1.05  # largest split R-hat, as in split_rhat_check
 _INDEPENDENT = "DPMCMC takes the noise for the thermal noise of its chains, which is independent"
 
 
@@ -209,7 +211,10 @@ class DPMCMC:
 
         chains = "1 chain" if report.chains == 1 else f"{report.chains} chains"
         method = f"DPMCMC by {type(kernel).__name__}, {number} samples of {chains}"
-        return source.posterior(draws, report, method)
+        worst = _largest_rhat(self.get_samples(group_by_chain=True))
+        mixed = worst <= _MIXED
+        notes = () if mixed else (f"The chains have not mixed: the largest R-hat is {worst:.2f}.",)
+        return source.posterior(draws, report, method, notes, mixed)
 
     @property
     def privacy(self) -> PrivacyReport:
@@ -310,6 +315,16 @@ class _Chain(Driver):
                 "for each. Use numpyro.sample, or random_flax_module with a prior for all of them."
             )
         return prepared
+
+
+def _largest_rhat(samples: dict[str, Array]) -> float:
+    """Infinite if the chains are too short for two halves."""
+    values = [np.asarray(value, np.float64) for value in samples.values()]
+    if values[0].shape[1] < 4:
+        return math.inf
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found = [np.ravel(split_gelman_rubin(value)) for value in values]
+    return float(np.nanmax(np.concatenate(found), initial=1.0))  # nan: entries that are constant
 
 
 def _frontend(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to
@@ -14,11 +15,15 @@ from numpyro.distributions import biject_to
 from numpyro_dp.model.records import Arguments
 from numpyro_dp.model.separation import one_record
 from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.posterior.convergence import drift_check
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.samples import posterior_samples
 from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.run.results import Trace
 
-__all__ = ["ModelSource"]
+__all__ = ["ModelSource", "drift_notes"]
+
+_SHORTEST = 20  # iterates, as for average
 
 Draws = Callable[[Array, int], dict[str, Array]]
 
@@ -67,7 +72,12 @@ class ModelSource(NamedTuple):
         )  # fmt: skip
 
     def posterior(
-        self, draws: Draws, privacy: PrivacyReport, method: str, notes: tuple[str, ...] = ()
+        self,
+        draws: Draws,
+        privacy: PrivacyReport,
+        method: str,
+        notes: tuple[str, ...] = (),
+        converged: bool = True,
     ) -> Posterior:
         """Makes the posterior whose draws these are; other sites than the latents are left out.
 
@@ -76,6 +86,7 @@ class ModelSource(NamedTuple):
             privacy: What was spent.
             method: One line that says how the posterior was found.
             notes: What a reader has to know.
+            converged: Whether nothing speaks against the run having converged.
         """
         prior: Draws | None = self._prior
         try:
@@ -91,7 +102,7 @@ class ModelSource(NamedTuple):
 
         return Posterior(
             model=self._filled, draws=kept, prior=prior, unconstrain=self._unconstrain,
-            privacy=privacy, method=method, notes=notes,
+            privacy=privacy, method=method, notes=notes, converged=converged,
         )  # fmt: skip
 
     def guide_draws(
@@ -142,3 +153,23 @@ class ModelSource(NamedTuple):
             }
 
         return jax.jit(jax.vmap(one))(draws)
+
+
+def drift_notes(trace: Trace) -> tuple[str, ...]:
+    """Returns a note if parameters fail the drift check in the last half of a trace, else none.
+
+    The start of a run is often narrow: before it has converged it may seem to know much. A trace
+    that is too short to tell fails.
+
+    Args:
+        trace: ``result.trace`` of a run.
+    """
+    length = len(trace.steps)
+    values = [np.asarray(value, np.float64) for value in jax.tree.leaves(trace.params)]
+    total, passed = sum(value[0].size for value in values), 0
+    if length >= _SHORTEST:
+        check, half = drift_check(), max(_SHORTEST, length // 2)
+        passed = sum(int(check(x[-half:].reshape(half, -1)).sum()) for x in values if x[0].size)
+    if passed == total:
+        return ()
+    return (f"{total - passed} of {total} parameters have not converged by drift_check.",)

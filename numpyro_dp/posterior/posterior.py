@@ -34,7 +34,7 @@ __all__ = ["Posterior"]
 
 _NUM_DRAWS, _FEWEST = 4000, 200
 _MOST_VALUES = 10**8  # of all draws together: 400 MB in float32
-_LINES, _ROWS = 12, 5
+_LINES, _MOST_ROWS, _FEWEST_ROWS = 12, 5, 2
 _HALF = 0.5
 
 Draws = Callable[[Array, int], dict[str, Array]]
@@ -56,6 +56,8 @@ class Posterior:
         privacy: What was spent.
         method: One line that says how the posterior was found.
         notes: What a reader has to know, one sentence each.
+        converged: Whether nothing speaks against the run having converged; else the verdict is
+            conditional.
 
     Attributes:
         privacy: The :class:`~numpyro_dp.PrivacyReport` of the run.
@@ -78,8 +80,10 @@ class Posterior:
         (5,)
         >>> posterior.predict(jax.random.key(3), None, size=2, num_samples=7)["x"].shape
         (7, 2)
+        >>> sorted(posterior.summary()["mean"])
+        ['lower', 'mean', 'prior_share', 'sd', 'upper']
         >>> print(str(posterior).splitlines()[-1])  # doctest: +ELLIPSIS
-        Every latent is known well beyond its prior (largest share of the prior: 0.0...).
+        If the run has converged: every latent is known well beyond its prior (largest share ...).
 
     Guarantee:
         Reads what the run released, and no record. Draws, summaries and predictions at public
@@ -97,7 +101,9 @@ class Posterior:
         privacy: PrivacyReport,
         method: str,
         notes: tuple[str, ...] = (),
+        converged: bool = True,
     ) -> None:
+        self._converged = converged
         self.privacy, self.method, self.notes = privacy, method, tuple(notes)
         self._model, self._draws, self._prior, self._unconstrain = model, draws, prior, unconstrain
 
@@ -189,18 +195,26 @@ class Posterior:
 
     def __str__(self) -> str:
         """What was spent, some latents, notes and a verdict, in at most twelve lines."""
-        entries = list(itertools.islice(self._rows(), _ROWS))
+        notes = [" ".join(note.split()) for note in self.notes]
+        rows = min(_MOST_ROWS, max(_FEWEST_ROWS, _LINES - 5 - len(notes)))  # five other lines
+        entries = list(itertools.islice(self._rows(), rows))
         total = sum(share.size for share in self._prior_shares.values())
         private = math.isfinite(self.privacy.epsilon)
-        spent = str(self.privacy.bound) if private else "NOT PRIVATE: epsilon is infinite"
+        spent = "NOT PRIVATE: epsilon is infinite"
+        if private:
+            bound = self.privacy.bound
+            spent = f"epsilon <= {bound.upper:.5g} at delta={bound.delta:g} under {bound.relation}"
         lines = [f"Posterior of {_count(total)}, {spent}", self.method]
         lines += table_lines([["", "mean", "sd", "share of the prior"], *entries])
         if total > len(entries):
             lines.append(f"... and {total - len(entries)} more: summary()")
-        room, notes = _LINES - len(lines) - 1, [" ".join(note.split()) for note in self.notes]
+        room = _LINES - len(lines) - 1
         if len(notes) > room:
             notes = [*notes[: room - 1], f"... and {len(notes) - room + 1} more: notes"]
-        return "\n".join([*lines, *notes, self._verdict(private)])
+        verdict = self._verdict(private)
+        if not self._converged:
+            verdict = f"If the run has converged: {verdict[0].lower()}{verdict[1:]}"
+        return "\n".join([*lines, *notes, verdict])
 
     __repr__ = __str__
 

@@ -290,7 +290,7 @@ class Driver(abc.ABC):
         session = self._session(args, kwargs)
         return run_sweep(plan, axes, starts, session, session.rows(args, kwargs), folder)
 
-    def _posterior(self, problem: Any, params: dict[str, Any], privacy: PrivacyReport) -> Any:
+    def _posterior(self, problem: Any, result: RunResult) -> Any:
         """Makes ``result.posterior``; drivers with a posterior do."""
         raise ValueError(
             f"Expected a driver with a posterior over latents, got {type(self).__name__}, which "

@@ -116,7 +116,7 @@ class RunResult(_RunResult):
     ) -> RunResult:
         """Makes the triple and adds what SVI's result does not have.
 
-        ``make_posterior`` is called with params and report when the posterior is first asked for.
+        ``make_posterior`` is called with the result when the posterior is first asked for.
         """
         result = super().__new__(cls, params, state, losses)
         result.trace, result.privacy, result.folded = trace, privacy, folded
@@ -138,7 +138,7 @@ class RunResult(_RunResult):
                 "result.params, num_samples), or pickle what you need of the posterior."
             )
         if self._posterior is None:
-            self._posterior = self._make_posterior(self.params, self.privacy)
+            self._posterior = self._make_posterior(self)
         return self._posterior
 
     def __reduce__(self) -> tuple[Any, ...]:
