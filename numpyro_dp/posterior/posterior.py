@@ -97,7 +97,7 @@ class Posterior:
         model: Callable[..., Any],
         draws: Draws,
         prior: Draws | None,
-        unconstrain: Callable[[dict[str, Array]], dict[str, Array]],
+        unconstrain: Callable[[dict[str, Any]], dict[str, Any]],
         privacy: PrivacyReport,
         method: str,
         notes: tuple[str, ...] = (),
@@ -196,9 +196,11 @@ class Posterior:
     def __str__(self) -> str:
         """What was spent, some latents, notes and a verdict, in at most twelve lines."""
         notes = [" ".join(note.split()) for note in self.notes]
-        rows = min(_MOST_ROWS, max(_FEWEST_ROWS, _LINES - 5 - len(notes)))  # five other lines
-        entries = list(itertools.islice(self._rows(), rows))
         total = sum(share.size for share in self._prior_shares.values())
+        free = _LINES - 4 - len(notes)  # besides four lines that are always there
+        if total > min(_MOST_ROWS, free):
+            free -= 1  # for the line that says how many more there are
+        entries = list(itertools.islice(self._rows(), min(_MOST_ROWS, max(_FEWEST_ROWS, free))))
         private = math.isfinite(self.privacy.epsilon)
         spent = "NOT PRIVATE: epsilon is infinite"
         if private:
@@ -221,8 +223,9 @@ class Posterior:
     def _rows(self) -> Iterator[list[str]]:
         for name, (mean, sd) in self._moments.items():
             for index in np.ndindex(mean.shape):
-                share = share_text(self._prior_shares[name][index])
-                values = shown(mean[index], sd[index]), shown(sd[index], sd[index])
+                share = share_text(float(self._prior_shares[name][index]))
+                own_mean, own_sd = float(mean[index]), float(sd[index])
+                values = shown(own_mean, own_sd), shown(own_sd, own_sd)
                 yield [entry_name(name, index), *values, share]
 
     def _verdict(self, private: bool) -> str:

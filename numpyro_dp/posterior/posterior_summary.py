@@ -12,7 +12,7 @@ from numpyro_dp.posterior._table import shown, table_lines
 
 __all__ = ["PosteriorSummary", "entry_name", "share_text"]
 
-_SHOWN = 60
+_SHOWN, _SHOWN_KEYS = 60, ("mean", "sd", "lower", "upper")
 
 
 class PosteriorSummary(Mapping):
@@ -49,9 +49,9 @@ class PosteriorSummary(Mapping):
         for name, site in self.items():
             total += site["mean"].size
             for index in itertools.islice(np.ndindex(site["mean"].shape), _SHOWN - len(rows)):
-                sd = site["sd"][index]
-                numbers = [shown(site[key][index], sd) for key in ("mean", "sd", "lower", "upper")]
-                share = share_text(site["prior_share"][index])
+                sd = float(site["sd"][index])
+                numbers = [shown(float(site[key][index]), sd) for key in _SHOWN_KEYS]
+                share = share_text(float(site["prior_share"][index]))
                 rows.append([entry_name(name, index), *numbers, share])
         lines = table_lines([header, *rows])
         if total > len(rows):
