@@ -7,6 +7,7 @@ from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.pbp import RegressionNetwork
 from numpyro_dp.pbp.driver import DPPBP, PBP
 from numpyro_dp.posterior import (
+    Posterior,
     average,
     drift_check,
     exponential_average,
@@ -70,6 +71,7 @@ __all__ = [
     "NoiseReuseError",
     "Permutation",
     "Poisson",
+    "Posterior",
     "PreconditionedSGLD",
     "PrivacyBudget",
     "PrivacyReport",

@@ -22,9 +22,12 @@ from numpyro_dp.model.frontend import Prepared, arguments_key
 from numpyro_dp.model.public import declare
 from numpyro_dp.model.records import Rows
 from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.posterior.from_model import ModelSource
+from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
+from numpyro_dp.run.results import RunResult
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Method, RunSettings, takes_settings
 from numpyro_dp.run.state import SensitiveState
@@ -214,6 +217,17 @@ class DPSEP(Driver):
             problem = known.problem.at(structure.layout.rows(args, kwargs).shared)
         self.guide.prototype_trace = problem
         return Prepared(problem, self.method.optim.init(problem.start(init_params)), rng_key)
+
+    def _posterior(self, problem: EPProblem, result: RunResult) -> Posterior:
+        params, privacy = result.params, result.privacy
+        reader, guide = self._reader, PosteriorGuide()
+        guide.prototype_trace = problem  # that of this run: the driver's guide is of its last
+        structure = problem.model.structure
+        source = ModelSource.of(reader.model, reader.static, structure, problem.shared, params)
+        method = f"{type(self).__name__} with {reader}, {privacy.num_steps} steps"
+        noise = privacy.noise_multiplier > 0
+        notes = ("The intervals do not contain the privacy noise of the run.",) * noise
+        return source.posterior(source.guide_draws(guide, params, {}), privacy, method, notes)
 
     def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
         session = super()._session(args, kwargs)

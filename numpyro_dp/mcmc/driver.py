@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from numpyro.diagnostics import print_summary
+from numpyro.diagnostics import print_summary, split_gelman_rubin
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 
@@ -22,6 +23,8 @@ from numpyro_dp.mcmc.langevin import langevin
 from numpyro_dp.model.frontend import Frontend, Prepared
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.posterior.from_model import ModelSource
+from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.plan import PrivacyReport
@@ -33,6 +36,7 @@ from numpyro_dp.run.state import SensitiveState
 
 __all__ = ["DPMCMC"]
 
+_MIXED = 1.05  # largest split R-hat, as in split_rhat_check
 _INDEPENDENT = "DPMCMC takes the noise for the thermal noise of its chains, which is independent"
 
 
@@ -139,6 +143,7 @@ class DPMCMC:
         self._drivers: dict[str, _Chain] = {}
         self._samples: dict[str, Array] | None = None
         self._report: PrivacyReport | None = None
+        self._posterior: Posterior | None = None
 
     def run(
         self, rng_key: Array, *args: Any, init_params: dict[str, Any] | None = None, **kwargs: Any
@@ -177,6 +182,39 @@ class DPMCMC:
             draws = driver.chains(states, sizes, args, kwargs, report, self._progress_bar)
         self._report = report  # samples and report of an earlier run stay where this one fails
         self._samples = {site: draws[f"{site}{POINT_SUFFIX}"] for site in structure.latents}
+        shared = structure.layout.rows(args, kwargs).shared
+        self._posterior = self._posterior_of(structure, shared, report)
+
+    @property
+    def posterior(self) -> Posterior:
+        """The :class:`~numpyro_dp.Posterior` of the last run.
+
+        Its draws are the samples of all chains in a random order, each as often as the others or
+        once more.
+        """
+        if self._posterior is None:
+            raise ValueError("Expected run to have been called before posterior.")
+        return self._posterior
+
+    def _posterior_of(
+        self, structure: ModelStructure, shared: tuple[Array, ...], report: PrivacyReport
+    ) -> Posterior:
+        kernel, samples = self.settings.kernel, self.get_samples()
+        source = ModelSource.of(kernel.model, self._frontend.static, structure, shared, {})
+        number = len(next(iter(samples.values())))
+
+        def draws(rng_key: Array, num_samples: int) -> dict[str, Array]:
+            keys = jax.random.split(rng_key, -(-num_samples // number))
+            rounds = [jax.random.permutation(key, number) for key in keys]
+            chosen = jnp.concatenate(rounds)[:num_samples]
+            return {name: value[chosen] for name, value in samples.items()}
+
+        chains = "1 chain" if report.chains == 1 else f"{report.chains} chains"
+        method = f"DPMCMC by {type(kernel).__name__}, {number} samples of {chains}"
+        worst = _largest_rhat(self.get_samples(group_by_chain=True))
+        mixed = worst <= _MIXED
+        notes = () if mixed else (f"The chains have not mixed: the largest R-hat is {worst:.2f}.",)
+        return source.posterior(draws, report, method, notes, mixed)
 
     @property
     def privacy(self) -> PrivacyReport:
@@ -277,6 +315,16 @@ class _Chain(Driver):
                 "for each. Use numpyro.sample, or random_flax_module with a prior for all of them."
             )
         return prepared
+
+
+def _largest_rhat(samples: dict[str, Array]) -> float:
+    """Infinite if the chains are too short for two halves."""
+    values = [np.asarray(value, np.float64) for value in samples.values()]
+    if values[0].shape[1] < 4:
+        return math.inf
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found = [np.ravel(split_gelman_rubin(value)) for value in values]
+    return float(np.nanmax(np.concatenate(found), initial=1.0))  # nan: entries that are constant
 
 
 def _frontend(

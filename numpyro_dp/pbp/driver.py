@@ -21,8 +21,11 @@ from numpyro_dp.pbp.estimator import network_ep
 from numpyro_dp.pbp.model import NetworkGuide, RegressionNetwork
 from numpyro_dp.pbp.reference import ep_sweep, filter_sweeps, start_network_sites
 from numpyro_dp.pbp.steps import NetworkSteps
+from numpyro_dp.posterior.from_model import ModelSource, drift_notes
+from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
+from numpyro_dp.run.results import RunResult
 from numpyro_dp.run.settings import Method, RunSettings, takes_settings
 from numpyro_dp.run.state import SensitiveState
 
@@ -156,6 +159,22 @@ class DPPBP(Driver):
             params["weights_precision"] = jnp.concatenate(means)
             params["weights_linear"] = mean * params["weights_precision"]
         return Prepared(RecordsProblem(structure), self.method.optim.init(params), rng_key)
+
+    def _posterior(self, problem: RecordsProblem, result: RunResult) -> Posterior:
+        params, privacy = result.params, result.privacy
+        records, network = problem.records, self.network
+        known = network.weight_precision is not None
+        latents = ("weights", "noise_precision", *("weight_precision",) * (not known))
+        arguments = records.layout.placeholder(())
+        source = ModelSource(network, latents, records.data_plate, arguments, {})
+        method = f"{type(self).__name__} of {network}, {privacy.num_steps} steps"
+        drift = notes = drift_notes(result.trace)
+        if privacy.noise_multiplier > 0:
+            notes += ("The intervals do not contain the privacy noise of the run.",)
+        if not known:
+            notes += ("weight_precision is a point estimate.",)
+        draws = source.guide_draws(self.guide, params, {})
+        return source.posterior(draws, privacy, method, notes, not drift)
 
 
 class PBP:

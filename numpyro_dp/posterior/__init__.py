@@ -10,6 +10,8 @@ from numpyro_dp.posterior.ornstein_uhlenbeck import (
     guide_curvature,
     stationary_covariance,
 )
+from numpyro_dp.posterior.posterior import Posterior
+from numpyro_dp.posterior.posterior_summary import PosteriorSummary
 from numpyro_dp.posterior.samples import posterior_samples
 from numpyro_dp.posterior.summary import Summary, summary
 from numpyro_dp.posterior.synthetic import Combined, combine, synthetic_data
@@ -18,6 +20,8 @@ __all__ = [
     "Average",
     "Combined",
     "NoiseAware",
+    "Posterior",
+    "PosteriorSummary",
     "Summary",
     "TailAverage",
     "average",

@@ -12,7 +12,7 @@ from numpyro_dp.privacy.plan import PrivacyReport
 
 __all__ = ["to_arviz"]
 
-_INDEPENDENT = "independent draws of a differentially private variational posterior"
+_INDEPENDENT = "independent draws of a differentially private posterior"
 _NEVER = "observed_data holds private records: never publish it"
 
 

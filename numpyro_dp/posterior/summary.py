@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +9,7 @@ from jaxtyping import Float
 
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.posterior._draws import draws_by_name
+from numpyro_dp.posterior._table import shown, table_lines
 
 __all__ = ["Summary", "summary"]
 
@@ -47,26 +47,15 @@ class Summary(NamedTuple):
         header = ["", "mean", "sd", "median", f"{100 * tail:.4g}%", f"{100 * (1 - tail):.4g}%"]
         columns = zip(self.mean, self.sd, self.median, self.low, self.high, strict=True)
         rows = [
-            [name, *(_shown(value, values[1]) for value in values)]
+            [name, *(shown(value, values[1]) for value in values)]
             for name, values, _ in zip(self.names, columns, range(_SHOWN), strict=False)
         ]
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-            for row in [header, *rows]
-        ]
+        lines = table_lines([header, *rows])
         if len(self.names) > _SHOWN:
             lines.append(f"... and {len(self.names) - _SHOWN} more rows, in the fields.")
         return "\n".join(lines)
 
     __repr__ = __str__
-
-
-def _shown(value: float, sd: float) -> str:
-    """A value with the decimals that give the standard deviation three digits."""
-    if not 1e-6 < sd < 1e6:
-        return f"{value:.4g}"
-    return f"{value:.{max(0, 2 - math.floor(math.log10(sd)))}f}"
 
 
 def summary(samples: dict[str, Any], level: float = 0.95) -> Summary:

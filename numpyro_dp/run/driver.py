@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -224,7 +225,9 @@ class Driver(abc.ABC):
             first = start if new else with_new_noise(settings, start)
             found = session.run(first, rows, num_steps, trace_size, progress_bar, report, fold)
         state, losses, trace, folded = found
-        return RunResult(self.get_params(state), state, losses, trace, report, folded)
+        # Of the public arguments of this call; it holds no record.
+        make = functools.partial(self._posterior, session.problem.at(rows.shared))
+        return RunResult(self.get_params(state), state, losses, trace, report, folded, make)
 
     def sweep(
         self,
@@ -286,6 +289,13 @@ class Driver(abc.ABC):
         starts = [self._init(key, *common) for key in rng_keys]
         session = self._session(args, kwargs)
         return run_sweep(plan, axes, starts, session, session.rows(args, kwargs), folder)
+
+    def _posterior(self, problem: Any, result: RunResult) -> Any:
+        """Makes ``result.posterior``; drivers with a posterior do."""
+        raise ValueError(
+            f"Expected a driver with a posterior over latents, got {type(self).__name__}, which "
+            "gives point estimates. Use result.params."
+        )
 
     def _init(
         self,

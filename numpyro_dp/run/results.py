@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,11 +95,14 @@ class RunResult(_RunResult):
         privacy: What was spent; may be published.
         folded: What ``run(..., fold=...)`` made of the iterates after every step, else ``None``;
             may be published.
+        posterior: Draws, predictions and a summary of the latents; may be published.
     """
 
     trace: Trace
     privacy: PrivacyReport
     folded: Any
+    _make_posterior: Callable[..., Any] | None
+    _posterior: Any
 
     def __new__(
         cls,
@@ -109,24 +112,51 @@ class RunResult(_RunResult):
         trace: Trace,
         privacy: PrivacyReport,
         folded: Any = None,
+        make_posterior: Callable[..., Any] | None = None,
     ) -> RunResult:
-        """Makes the triple and adds what SVI's result does not have."""
+        """Makes the triple and adds what SVI's result does not have.
+
+        ``make_posterior`` is called with the result when the posterior is first asked for.
+        """
         result = super().__new__(cls, params, state, losses)
         result.trace, result.privacy, result.folded = trace, privacy, folded
+        result._make_posterior, result._posterior = make_posterior, None
         return result
 
+    @property
+    def posterior(self) -> Any:
+        """The :class:`~numpyro_dp.Posterior` of the latents, at ``params``.
+
+        Raises:
+            ValueError: If the result comes from a pickle, which cannot hold the model, or from a
+                driver of point estimates.
+        """
+        if self._make_posterior is None:
+            raise ValueError(
+                "Expected the result of a run of this process for posterior, got one without its "
+                "model: a pickle does not hold it. Draw with posterior_samples(rng_key, guide, "
+                "result.params, num_samples), or pickle what you need of the posterior."
+            )
+        if self._posterior is None:
+            self._posterior = self._make_posterior(self)
+        return self._posterior
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles all but the state, which is sensitive: pickle ``result.state`` by itself."""
+        """Pickles all but the state, which is sensitive, and the model, which may not be picklable.
+
+        Pickle ``result.state`` by itself.
+        """
         return RunResult, (self.params, None, self.losses, self.trace, self.privacy, self.folded)
 
     def __copy__(self) -> RunResult:
         """A copy in this process has the same state."""
-        return RunResult(*self, self.trace, self.privacy, self.folded)
+        return RunResult(*self, self.trace, self.privacy, self.folded, self._make_posterior)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RunResult:
         """A copy in this process has the same state."""
         rest = copy.deepcopy((self.losses, self.trace, self.privacy, self.folded), memo)
-        return RunResult(copy.deepcopy(self.params, memo), self.state, *rest)
+        params = copy.deepcopy(self.params, memo)
+        return RunResult(params, self.state, *rest, self._make_posterior)
 
     def __repr__(self) -> str:
         """Names the fields and shows what was spent."""

@@ -6,21 +6,27 @@ from collections.abc import Callable
 from typing import Any
 
 from jax import Array
-from numpyro.infer import SVI
+from numpyro.infer import SVI, autoguide
 
 from numpyro_dp.core import Estimator
 from numpyro_dp.model.frontend import Frontend, Prepared, check_loss
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
-from numpyro_dp.model.variational import VariationalProblem
+from numpyro_dp.model.variational import VariationalProblem, guide_kind
+from numpyro_dp.posterior.from_model import ModelSource, drift_notes
+from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
-from numpyro_dp.run.results import SensitiveValueError
+from numpyro_dp.run.results import RunResult, SensitiveValueError
 from numpyro_dp.run.settings import Method, RunSettings, takes_settings
 from numpyro_dp.run.state import SensitiveState
 from numpyro_dp.sums.devices import copied
 
 __all__ = ["DPSVI"]
+
+_WIDENED = (
+    autoguide.AutoNormal, autoguide.AutoDiagonalNormal, autoguide.AutoMultivariateNormal
+)  # fmt: skip
 
 
 class DPSVI(Driver):
@@ -184,3 +190,17 @@ class DPSVI(Driver):
         init_params: dict[str, Any] | None,
     ) -> Prepared:
         return self._frontend.prepare(structure, rng_key, args, kwargs, init_params)
+
+    def _posterior(self, problem: VariationalProblem, result: RunResult) -> Posterior:
+        params, privacy = result.params, result.privacy
+        structure, static = problem.model.structure, self.static_kwargs
+        source = ModelSource.of(self.model, static, structure, problem.shared, params)
+        guide = getattr(self.guide, "__name__", type(self.guide).__name__)
+        drift = notes = drift_notes(result.trace)
+        if privacy.noise_multiplier > 0:
+            remedy = ": noise_aware adds it" if guide_kind(self.guide) in _WIDENED else ""
+            notes += (f"The intervals do not contain the privacy noise of the run{remedy}.",)
+        return source.posterior(
+            source.guide_draws(self.guide, params, static), privacy,
+            f"{type(self).__name__} with {guide}, {privacy.num_steps} steps", notes, not drift,
+        )  # fmt: skip

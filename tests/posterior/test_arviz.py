@@ -94,7 +94,7 @@ def test_attributes_say_what_was_spent(made):
         assert (attrs["delta"], attrs["relation"]) == (1e-3, "add_or_remove_one")
         assert (attrs["accountant"], attrs["num_steps"]) == (result.privacy.accountant, 20)
         assert "Poisson(rate=0.2" in attrs["privacy"]
-        assert "private variational posterior" in attrs["draws"]
+        assert "differentially private posterior" in attrs["draws"]
         kinds = {type(value) for name, value in attrs.items() if name != "sample_dims"}
         assert kinds == {str, int, float}  # what netCDF can hold
 

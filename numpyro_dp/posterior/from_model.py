@@ -1,0 +1,175 @@
+"""A :class:`Posterior` from a NumPyro model and draws of its latent sites."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+from numpyro import handlers
+from numpyro.distributions import biject_to
+
+from numpyro_dp.model.records import Arguments
+from numpyro_dp.model.separation import one_record
+from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.posterior.convergence import drift_check
+from numpyro_dp.posterior.posterior import Posterior
+from numpyro_dp.posterior.samples import posterior_samples
+from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.run.results import Trace
+
+__all__ = ["ModelSource", "drift_notes"]
+
+_SHORTEST = 20  # iterates, as for average
+
+Draws = Callable[[Array, int], dict[str, Array]]
+
+
+class ModelSource(NamedTuple):
+    """What a posterior needs to know of a NumPyro model. Holds no record.
+
+    Attributes:
+        fn: The model, with static keywords filled in; a call may give others.
+        latents: Names of the global latent sites.
+        plate: Name of the plate over records.
+        arguments: Arguments with a placeholder for the records.
+        params: Constrained value of each ``numpyro.param`` of the model.
+        factors: Names of the factors and observed sites that read no record.
+    """
+
+    fn: Callable[..., Any]
+    latents: tuple[str, ...]
+    plate: str
+    arguments: Arguments
+    params: dict[str, Any]
+    factors: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        model: Callable[..., Any],
+        static: dict[str, Any],
+        structure: ModelStructure,
+        shared: tuple[Array, ...],
+        params: dict[str, Any],
+    ) -> ModelSource:
+        """Makes it from what a driver has.
+
+        Args:
+            model: The NumPyro model.
+            static: Static keywords of the driver.
+            structure: What was read of the model.
+            shared: Public arrays among the model's arguments.
+            params: Constrained parameters of the run; those of the model are taken.
+        """
+        own = {name: params[name] for name in structure.params if name in params}
+        return cls(
+            functools.partial(model, **static), structure.latents, structure.data_plate,
+            structure.layout.placeholder(shared), own, structure.prior_factors,
+        )  # fmt: skip
+
+    def posterior(
+        self,
+        draws: Draws,
+        privacy: PrivacyReport,
+        method: str,
+        notes: tuple[str, ...] = (),
+        converged: bool = True,
+    ) -> Posterior:
+        """Makes the posterior whose draws these are; other sites than the latents are left out.
+
+        Args:
+            draws: ``(rng_key, num_samples)`` -> draws by site.
+            privacy: What was spent.
+            method: One line that says how the posterior was found.
+            notes: What a reader has to know.
+            converged: Whether nothing speaks against the run having converged.
+        """
+        prior: Draws | None = self._prior
+        try:
+            jax.eval_shape(self._prior_draw, jax.random.key(0))
+        except NotImplementedError:  # an improper prior
+            prior = None
+        if prior is not None and self.factors:
+            notes += (f"The share of the prior leaves out the factors {list(self.factors)}.",)
+
+        def kept(rng_key: Array, num_samples: int) -> dict[str, Array]:
+            found = draws(rng_key, num_samples)
+            return {name: found[name] for name in self.latents}
+
+        return Posterior(
+            model=self._filled, draws=kept, prior=prior, unconstrain=self._unconstrain,
+            privacy=privacy, method=method, notes=notes, converged=converged,
+        )  # fmt: skip
+
+    def guide_draws(
+        self, guide: Callable[..., Any], params: dict[str, Any], static: dict[str, Any]
+    ) -> Draws:
+        """Returns the draws of a guide, called on the placeholder for the records.
+
+        Args:
+            guide: An automatic guide that a run has set up, or a hand-written one.
+            params: Constrained parameters of the run.
+            static: Static keywords of the driver.
+        """
+        args, kwargs = self.arguments
+        # Bound here: an argument of the guide may have a name that posterior_samples knows too.
+        alone = one_record(lambda: guide(*args, **kwargs, **static), self.plate)
+
+        def draws(rng_key: Array, num_samples: int) -> dict[str, Array]:
+            return posterior_samples(rng_key, alone, params, num_samples)
+
+        return draws
+
+    @property
+    def _filled(self) -> Callable[..., Any]:
+        return handlers.substitute(self.fn, data=self.params) if self.params else self.fn
+
+    def _trace(self, rng_key: Array, values: dict[str, Array]) -> dict[str, Any]:
+        """The latent sites on the placeholder, drawn from the prior or of given values."""
+        alone = one_record(self._filled, self.plate)
+        fn = handlers.seed(handlers.substitute(alone, data=values), rng_key)
+        trace = self.arguments.call(handlers.trace(fn).get_trace)
+        return {name: trace[name] for name in self.latents}
+
+    def _prior_draw(self, rng_key: Array) -> dict[str, Array]:
+        return {name: site["value"] for name, site in self._trace(rng_key, {}).items()}
+
+    def _prior(self, rng_key: Array, num_samples: int) -> dict[str, Array]:
+        keys = jax.random.split(rng_key, num_samples)
+        return jax.jit(jax.vmap(self._prior_draw))(keys)
+
+    def _unconstrain(self, draws: dict[str, Array]) -> dict[str, Array]:
+        """Supports may depend on other latents, so the model is traced at each draw."""
+
+        def one(values: dict[str, Array]) -> dict[str, Array]:
+            sites = self._trace(jax.random.key(0), values)
+            return {
+                name: biject_to(site["fn"].support).inv(values[name])
+                for name, site in sites.items()
+            }
+
+        return jax.jit(jax.vmap(one))(draws)
+
+
+def drift_notes(trace: Trace) -> tuple[str, ...]:
+    """Returns a note if parameters fail the drift check in the last half of a trace, else none.
+
+    The start of a run is often narrow: before it has converged it may seem to know much. A trace
+    that is too short to tell fails.
+
+    Args:
+        trace: ``result.trace`` of a run.
+    """
+    length = len(trace.steps)
+    values = [np.asarray(value, np.float64) for value in jax.tree.leaves(trace.params)]
+    total, passed = sum(value[0].size for value in values), 0
+    if length >= _SHORTEST:
+        check, half = drift_check(), max(_SHORTEST, length // 2)
+        passed = sum(int(check(x[-half:].reshape(half, -1)).sum()) for x in values if x[0].size)
+    if passed == total:
+        return ()
+    return (f"{total - passed} of {total} parameters have not converged by drift_check.",)

@@ -1,0 +1,77 @@
+"""The numbers of each latent site, as a mapping that prints as a table."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from numpyro_dp.posterior._table import shown, table_lines
+
+__all__ = ["PosteriorSummary", "entry_name", "share_text"]
+
+_SHOWN, _SHOWN_KEYS = 60, ("mean", "sd", "lower", "upper")
+
+
+class PosteriorSummary(Mapping):
+    """A mapping from sites to their numbers; prints itself as a table.
+
+    Args:
+        sites: ``{"mean", "sd", "lower", "upper", "prior_share"}`` by site.
+        prob: Mass of the intervals.
+
+    Attributes:
+        prob: Mass of the intervals.
+    """
+
+    def __init__(self, sites: dict[str, dict[str, np.ndarray]], prob: float) -> None:
+        self._sites, self.prob = sites, prob
+
+    def __getitem__(self, site: str) -> dict[str, np.ndarray]:
+        """The numbers of one site."""
+        return self._sites[site]
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of the sites."""
+        return iter(self._sites)
+
+    def __len__(self) -> int:
+        """Number of sites."""
+        return len(self._sites)
+
+    def __str__(self) -> str:
+        """The table; of long ones the first rows."""
+        tail = 50 * (1 - self.prob)
+        header = ["", "mean", "sd", _percent(tail), _percent(100 - tail), "prior share"]
+        rows, total = [], 0
+        for name, site in self.items():
+            total += site["mean"].size
+            for index in itertools.islice(np.ndindex(site["mean"].shape), _SHOWN - len(rows)):
+                sd = float(site["sd"][index])
+                numbers = [shown(float(site[key][index]), sd) for key in _SHOWN_KEYS]
+                share = share_text(float(site["prior_share"][index]))
+                rows.append([entry_name(name, index), *numbers, share])
+        lines = table_lines([header, *rows])
+        if total > len(rows):
+            lines.append(f"... and {total - len(rows)} more rows, by site.")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def entry_name(name: str, index: tuple[int, ...]) -> str:
+    """Returns the name of one entry of a site, such as ``w[0,1]``."""
+    return name + (f"[{','.join(map(str, index))}]" if index else "")
+
+
+def share_text(share: float) -> str:
+    """Returns the share of the prior as text, ``-`` for one that is not known."""
+    return "-" if math.isnan(share) else f"{share:.2f}"
+
+
+def _percent(value: float) -> str:
+    """With a decimal at least, and with all that are needed."""
+    text = f"{value:.6g}"
+    return f"{text}%" if "." in text else f"{text}.0%"

@@ -1,0 +1,380 @@
+"""``Posterior``: draws, summaries and words about it, for distributions that are known."""
+
+import copy
+import pickle
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
+
+from numpyro_dp import (
+    DPEM,
+    DPMCMC,
+    DPPBP,
+    DPSEP,
+    DPSVI,
+    SEP,
+    SGLD,
+    FullBatch,
+    Posterior,
+    PrivacyBudget,
+    RegressionNetwork,
+    aligned,
+    posterior_samples,
+)
+from numpyro_dp.ep.families import diagonal_normal
+
+X = np.random.default_rng(0).normal(size=(400, 2)).astype(np.float32)
+Y = (X @ np.array([1.0, -0.5], np.float32)).astype(np.float32)
+KEY = jax.random.key(0)
+BUDGET = PrivacyBudget(2.0, 1e-4)
+COMMON = {"sampler": FullBatch(), "budget": BUDGET}
+
+
+def model(x, y=None, *, scale=1.0):
+    w = numpyro.sample("w", dist.Normal(0, scale).expand([2]).to_event(1))
+    sd = numpyro.sample("sd", dist.HalfNormal(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, sd), obs=y)
+
+
+def report(epsilon=1.0):
+    bound = types.SimpleNamespace(upper=epsilon, delta=1e-5, relation="add_or_remove_one")
+    return types.SimpleNamespace(epsilon=epsilon, bound=bound)
+
+
+def normal(scale, shape):
+    scale = jnp.broadcast_to(jnp.asarray(scale, float), shape)
+    return lambda key, n: {"w": scale * jax.random.normal(key, (n, *shape))}
+
+
+def made(draws, prior, *, unconstrain=lambda draws: draws, epsilon=1.0, **others):
+    return Posterior(
+        model=model, draws=draws, prior=prior, unconstrain=unconstrain,
+        privacy=report(epsilon), method="by hand", **others,
+    )  # fmt: skip
+
+
+def run_svi(guide=None, steps=60, **others):
+    guide = AutoDiagonalNormal(model) if guide is None else guide
+    svi = DPSVI(model, guide, optax.adam(0.05), estimator=aligned(), clip_norm=2.0,
+                **COMMON, **others)  # fmt: skip
+    return svi.run(KEY, steps, X, Y, progress_bar=False)
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    guide = AutoDiagonalNormal(model)
+    return guide, run_svi(guide, scale=3.0)
+
+
+def test_summary_of_known_normals():
+    scales = np.array([0.2, 0.5, 1.0])
+    found = made(normal(scales, (3,)), normal(1.0, (3,))).summary(prob=0.9)["w"]
+    n = 4000
+    np.testing.assert_allclose(found["mean"], 0, atol=4 * scales.max() / np.sqrt(n))
+    np.testing.assert_allclose(found["sd"], scales, rtol=4 / np.sqrt(2 * n))
+    # The density at the 5 % quantile is 0.103 / sd: a standard error of 0.218 / (0.103 sqrt(n)).
+    for end, sign in (("lower", -1), ("upper", 1)):
+        np.testing.assert_allclose(
+            found[end] / scales, sign * 1.645, atol=4 * 0.218 / 0.103 / np.sqrt(n)
+        )
+    np.testing.assert_allclose(found["prior_share"], scales**2, rtol=4 * 2.7 / np.sqrt(n))
+    assert found["prior_share"].max() <= 1
+
+
+def test_a_share_above_one_is_shown_and_chance_is_not():
+    share = made(normal([1.0, 1.2], (2,)), normal(1.0, (2,))).summary()["w"]["prior_share"]
+    assert share[0] <= 1
+    assert share[1] == pytest.approx(1.44, rel=4 * 2.7 / np.sqrt(4000))
+
+
+def test_the_share_is_robust_and_in_unconstrained_coordinates():
+    """Log-Cauchy draws have no moments."""
+
+    def heavy(scale):
+        def draws(key, n):
+            return {"w": jnp.exp(scale * jnp.clip(jax.random.cauchy(key, (n,)), -80, 80))}
+
+        return draws
+
+    posterior = made(heavy(0.5), heavy(1.0), unconstrain=lambda d: {"w": jnp.log(d["w"])})
+    assert posterior.summary()["w"]["prior_share"] == pytest.approx(0.25, rel=0.3)
+
+
+def test_sites_without_a_coordinate_for_each_entry_use_their_own_units():
+    def simplex(strength):
+        return lambda key, n: {"w": jax.random.dirichlet(key, strength * jnp.ones(3), (n,))}
+
+    posterior = made(
+        simplex(100.0), simplex(1.0), unconstrain=lambda d: {"w": jnp.log(d["w"][:, :-1])}
+    )
+    share = posterior.summary()["w"]["prior_share"]
+    assert share.shape == (3,)
+    assert (share < 0.05).all()
+
+
+@pytest.mark.parametrize(
+    ("scale", "size", "epsilon", "others", "words"),
+    [
+        (0.1, 3, 1.0, {}, "Every latent is known well beyond its prior (largest share"),
+        (0.5, 3, 1.0, {}, "The records say more than the prior about every latent (largest"),
+        (0.95, 4, 1.0, {}, "The budget buys little here: 4 of 4 latents are more than half prior."),
+        (0.95, 1, 1.0, {}, "The budget buys little here: 1 of 1 latent is more than half prior."),
+        (0.95, 3, np.inf, {}, "The records say little here: 3 of 3 latents are more than half"),
+        ([0.95, 0.1, 0.1], 3, 1.0, {}, "1 of 3 latents is more than half prior (largest share"),
+        (0.0, 2, 1.0, {}, "No latent has a spread"),
+        (0.1, 3, 1.0, {"converged": False}, "If the run has converged: every latent is known"),
+    ],
+)
+@pytest.mark.every_case
+def test_verdicts(scale, size, epsilon, others, words):
+    posterior = made(normal(scale, (size,)), normal(1.0, (size,)), epsilon=epsilon, **others)
+    assert str(posterior).splitlines()[-1].startswith(words)
+    assert ("NOT PRIVATE" in repr(posterior)) == np.isinf(epsilon)
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 0), (5, 3), (30, 2), (30, 20)])
+@pytest.mark.every_case
+def test_at_most_twelve_lines(size, count):
+    notes = tuple(f"The scale\nof column {i} was a guess: pass scales=." for i in range(count))
+    posterior = made(normal(0.1, (size,)), normal(1.0, (size,)), notes=notes)
+    lines = repr(posterior).splitlines()
+    assert len(lines) <= 12
+    assert lines[:2] == [
+        f"Posterior of {size} latent{'s' * (size > 1)}, epsilon <= 1 at delta=1e-05 under "
+        "add_or_remove_one",
+        "by hand",
+    ]
+    assert ("more: summary()" in repr(posterior)) == (size > 5)
+    assert ("more: notes" in repr(posterior)) == (count > 5)
+    if count:
+        assert "The scale of column 0 was a guess: pass scales=." in lines
+
+
+def test_one_set_of_draws_serves_all_summaries():
+    calls = []
+
+    def draws(key, n):
+        calls.append(n)
+        return normal(0.5, (2,))(key, n)
+
+    posterior = made(draws, normal(1.0, (2,)))
+    str(posterior), posterior.summary(), posterior.summary(0.5), repr(posterior)
+    assert calls == [1, 4000]
+
+
+def test_large_models_take_fewer_draws(monkeypatch):
+    monkeypatch.setattr("numpyro_dp.posterior.posterior._MOST_VALUES", 6000)
+    posterior = made(normal(0.5, (10,)), normal(1.0, (10,)))
+    assert len(posterior._fixed_draws["w"]) == 600
+    monkeypatch.setattr("numpyro_dp.posterior.posterior._MOST_VALUES", 10)
+    assert len(made(normal(0.5, (10,)), normal(1.0, (10,)))._fixed_draws["w"]) == 200
+
+
+def test_the_table():
+    summary = made(normal(0.5, (80,)), normal(1.0, (80,))).summary(prob=0.9)
+    assert list(summary) == ["w"] and len(summary) == 1 and summary.prob == 0.9
+    lines = repr(summary).splitlines()
+    assert lines[0].split() == ["mean", "sd", "5.0%", "95.0%", "prior", "share"]
+    assert lines[1].startswith("w[0] ") and lines[-1] == "... and 20 more rows, by site."
+    narrow = made(normal(0.5, ()), normal(1.0, ())).summary(prob=0.999)
+    assert "0.05%  99.95%" in " ".join(str(narrow).splitlines()[0].split("   "))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda p: p.sample(KEY, 0), ValueError, "num_samples=0"),
+        (lambda p: p.sample(KEY, 2.0), TypeError, r"num_samples=2\.0"),
+        (lambda p: p.sample(0, 3), TypeError, "rng_key"),
+        (lambda p: p.predict(3, X), TypeError, "rng_key"),
+        (lambda p: p.predict(KEY, X, num_samples=-1), ValueError, "num_samples=-1"),
+        (lambda p: p.summary(1.0), ValueError, r"prob=1\.0"),
+        (lambda p: p.summary("all"), TypeError, "prob='all'"),
+    ],
+)
+@pytest.mark.every_case
+def test_bad_input(call, error, words):
+    with pytest.raises(error, match=words):
+        call(made(normal(0.5, ()), normal(1.0, ())))
+
+
+def test_of_svi(fitted):
+    guide, result = fitted
+    posterior = result.posterior
+    assert posterior is result.posterior
+    assert posterior.privacy is result.privacy
+    assert posterior.method == "DPSVI with AutoDiagonalNormal, 60 steps"
+    draws = posterior.sample(KEY, 7)
+    same = posterior_samples(KEY, guide, result.params, 7)
+    assert set(draws) == {"w", "sd"}
+    for name, value in draws.items():
+        np.testing.assert_array_equal(value, same[name])
+    predicted = posterior.predict(KEY, X[:3], num_samples=11)
+    assert {name: value.shape for name, value in predicted.items()} == {"y": (11, 3)}
+    assert posterior.predict(KEY, X[:3], None)["y"].shape == (1000, 3)
+    assert any("noise_aware" in note for note in posterior.notes)
+
+
+def test_shares_of_svi_are_of_the_prior_with_static_keywords(fitted):
+    """w has a normal prior of scale 3; log sd has a density that is known."""
+    result = fitted[1]
+    scale = result.params["auto_scale"]  # of w[0], w[1] and log sd
+    summary = result.posterior.summary()
+    log_prior = np.log(np.abs(np.random.default_rng(1).normal(size=100_000)))
+    width = np.diff(np.quantile(log_prior, [0.16, 0.84]))[0]
+    quantile = 2 * 0.99446  # of a normal distribution, from 16 to 84 %
+    rtol = 4 * 2.7 / np.sqrt(4000)
+    np.testing.assert_allclose(
+        summary["sd"]["prior_share"], (quantile * scale[2] / width) ** 2, rtol=rtol
+    )
+    np.testing.assert_allclose(summary["w"]["prior_share"], (scale[:2] / 3) ** 2, rtol=rtol)
+
+
+def test_a_pickle_has_no_posterior_and_copies_do(fitted):
+    result = fitted[1]
+    with pytest.raises(ValueError, match=r"posterior_samples\(rng_key, guide, result.params"):
+        pickle.loads(pickle.dumps(result)).posterior  # noqa: B018
+    for other in (copy.copy(result), copy.deepcopy(result)):
+        assert str(other.posterior) == str(result.posterior)
+
+
+def test_arviz(fitted):
+    pytest.importorskip("arviz")
+    tree = fitted[1].posterior.to_arviz(50)
+    assert tree["posterior"]["w"].shape == (1, 50, 2)
+    assert tree.attrs["epsilon"] == fitted[1].privacy.epsilon
+
+
+def test_of_a_point_estimate():
+    posterior = run_svi(AutoDelta(model), steps=3).posterior
+    assert "no latent has a spread" in str(posterior)
+    assert np.isnan(posterior.summary()["w"]["prior_share"]).all()
+
+
+def test_local_latents_are_left_out_and_models_keep_their_parameters():
+    def with_locals(y, size=None):
+        mean = numpyro.sample("mean", dist.Normal(0, 2))
+        offset = numpyro.param("offset", 100.0)
+        with numpyro.plate("records", len(y) if size is None else size):
+            z = numpyro.sample("z", dist.Normal(mean, 1))
+            numpyro.sample("y", dist.Normal(z + offset, 1), obs=y)
+
+    def guide(y, size=None):
+        location = numpyro.param("location", 0.0)
+        numpyro.sample("mean", dist.Normal(location, 0.1))
+        slope = numpyro.param("slope", 0.1)
+        with numpyro.plate("records", len(y)):
+            numpyro.sample("z", dist.Normal(slope * y, 1))
+
+    svi = DPSVI(with_locals, guide, optax.adam(0.05), estimator=aligned(), clip_norm=2.0, **COMMON)
+    posterior = svi.run(KEY, 2, Y, progress_bar=False).posterior
+    assert set(posterior.sample(KEY, 3)) == {"mean"}
+    assert posterior.method == "DPSVI with guide, 2 steps"
+    predicted = posterior.predict(KEY, None, size=4, num_samples=5)["y"]
+    assert predicted.shape == (5, 4)
+    assert abs(predicted.mean() - 100) < 5
+
+
+def test_factors_and_improper_priors_are_said():
+    def flat(y):
+        mean = numpyro.sample("mean", dist.ImproperUniform(dist.constraints.real, (), ()))
+        numpyro.factor("belief", -(mean**2))
+        with numpyro.plate("records", len(y)):
+            numpyro.sample("y", dist.Normal(mean, 1), obs=y)
+
+    def guide(y):
+        numpyro.sample("mean", dist.Normal(numpyro.param("location", 0.0), 0.1))
+
+    svi = DPSVI(flat, guide, optax.adam(0.05), estimator=aligned(), clip_norm=2.0, **COMMON)
+    posterior = svi.run(KEY, 2, Y, progress_bar=False).posterior
+    assert np.isnan(posterior.summary()["mean"]["prior_share"])
+    assert str(posterior).endswith("the share of the prior is not known.")
+
+    def proper(y):
+        mean = numpyro.sample("mean", dist.Normal(0, 1))
+        numpyro.factor("belief", -(mean**2))
+        with numpyro.plate("records", len(y)):
+            numpyro.sample("y", dist.Normal(mean, 1), obs=y)
+
+    svi = DPSVI(proper, guide, optax.adam(0.05), estimator=aligned(), clip_norm=2.0, **COMMON)
+    notes = svi.run(KEY, 2, Y, progress_bar=False).posterior.notes
+    assert "The share of the prior leaves out the factors ['belief']." in notes
+
+
+def test_supports_may_depend_on_other_latents():
+    def nested(y):
+        top = numpyro.sample("top", dist.LogNormal(0, 1))
+        part = numpyro.sample("part", dist.Uniform(0, top))
+        with numpyro.plate("records", len(y)):
+            numpyro.sample("y", dist.Normal(part, 1), obs=y)
+
+    def guide(y):
+        top = numpyro.sample("top", dist.LogNormal(numpyro.param("location", 0.0), 1.0))
+        numpyro.sample("part", dist.Uniform(0, top))
+
+    svi = DPSVI(nested, guide, optax.sgd(0.0), estimator=aligned(), clip_norm=2.0, **COMMON)
+    posterior = svi.run(KEY, 1, Y, progress_bar=False).posterior
+    shares = [posterior.summary()[name]["prior_share"] for name in ("top", "part")]
+    np.testing.assert_allclose(shares, 1, rtol=3 * 2.7 / np.sqrt(4000))  # guide and prior agree
+
+
+def test_of_message_passing():
+    def known(y):
+        mean = numpyro.sample("mean", dist.Normal(0, 2))
+        with numpyro.plate("records", len(y)):
+            numpyro.sample("y", dist.Normal(mean, 1), obs=y)
+
+    driver = SEP(known, damping=1.0)
+    first = driver.run(KEY, 2, Y, progress_bar=False)
+    assert first.posterior.sample(KEY, 4)["mean"].shape == (4,)
+    share = first.posterior.summary()["mean"]["prior_share"]
+    assert share == pytest.approx(1 / (1 + 4 * len(Y)), rel=4 * 2.7 / np.sqrt(4000))
+    assert first.posterior.notes == ()
+    assert "NOT PRIVATE" in str(first.posterior)
+
+    private = DPSEP(known, diagonal_normal, clip_norm=1.0, **COMMON)
+    posterior = private.run(KEY, 2, Y, progress_bar=False).posterior
+    assert posterior.method == "DPSEP with diagonal_normal, 2 steps"
+    assert posterior.notes == ("The intervals do not contain the privacy noise of the run.",)
+
+
+def test_of_a_sampler():
+    mcmc = DPMCMC(SGLD(model), num_warmup=2, num_samples=6, num_chains=2, clip_norm=5.0,
+                  progress_bar=False, scale=3.0, **COMMON)  # fmt: skip
+    with pytest.raises(ValueError, match="Expected run to have been called before posterior"):
+        mcmc.posterior  # noqa: B018
+    mcmc.run(KEY, X, Y)
+    posterior, samples = mcmc.posterior, mcmc.get_samples()
+    assert posterior.method == "DPMCMC by SGLD, 12 samples of 2 chains"
+    draws = posterior.sample(KEY, 24)
+    for name, value in samples.items():  # each twice, and pairs of sites stay together
+        np.testing.assert_array_equal(np.sort(draws[name], 0), np.sort(np.repeat(value, 2, 0), 0))
+    rows = [set(zip(np.asarray(x["w"][:, 0]).tolist(), np.asarray(x["sd"]).tolist(), strict=True))
+            for x in (draws, samples)]  # fmt: skip
+    assert rows[0] == rows[1]
+    assert posterior.predict(KEY, X[:3], num_samples=5)["y"].shape == (5, 3)
+    assert posterior.privacy is mcmc.privacy
+
+
+def test_of_a_network():
+    network = RegressionNetwork((3,), weight_precision=None)
+    result = DPPBP(network, clip_norm=1.0, **COMMON).run(KEY, 2, X, Y, progress_bar=False)
+    posterior = result.posterior
+    assert set(posterior.sample(KEY, 2)) == {"weights", "noise_precision", "weight_precision"}
+    assert np.isnan(posterior.summary()["weight_precision"]["prior_share"])
+    assert "weight_precision is a point estimate." in posterior.notes
+    assert posterior.predict(KEY, X[:4], None, num_samples=3)["y"].shape == (3, 4)
+
+
+def test_point_estimates_of_mixtures_have_none():
+    result = DPEM(2, clip_norm=4.0, scale=0.3, **COMMON).run(KEY, 2, X, progress_bar=False)
+    with pytest.raises(ValueError, match="got DPEM, which gives point estimates"):
+        result.posterior  # noqa: B018
