@@ -2,6 +2,8 @@
 
 from numpyro_dp.em.driver import DPEM
 from numpyro_dp.ep.driver import DPSEP, EP, SEP
+from numpyro_dp.fit import fit
+from numpyro_dp.laplace.driver import DPLaplace
 from numpyro_dp.mcmc import DPMCMC, SGHMC, SGLD, PreconditionedSGLD, sgd_as_sgld, sgld_as_sgd
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.pbp import RegressionNetwork
@@ -64,6 +66,7 @@ __all__ = [
     "Best",
     "BudgetError",
     "CalibrationError",
+    "DPLaplace",
     "FixedSize",
     "FullBatch",
     "GaussianMechanism",
@@ -86,6 +89,7 @@ __all__ = [
     "compare_accountants",
     "drift_check",
     "exponential_average",
+    "fit",
     "linear",
     "natural",
     "noise_aware",

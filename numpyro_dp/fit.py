@@ -1,0 +1,87 @@
+"""``fit``: a private posterior from one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+from jax import Array
+from numpyro.infer.autoguide import AutoDiagonalNormal
+
+from numpyro_dp.laplace.driver import DPLaplace
+from numpyro_dp.model.public import UnsupportedModelError
+from numpyro_dp.model.structure import find_data_plate
+from numpyro_dp.posterior.posterior import Posterior
+from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.plan import default_delta
+from numpyro_dp.privacy.sampling import FullBatch, Poisson
+from numpyro_dp.vi.estimators import aligned
+from numpyro_dp.vi.svi import DPSVI
+
+__all__ = ["fit"]
+
+_STEPS, _BATCH, _CLIP = 2000, 1000, 1.0
+
+
+def fit(
+    model: Callable[..., Any],
+    *args: Any,
+    epsilon: float,
+    delta: float | None = None,
+    rng_key: Array,
+    public: Any = (),
+    **kwargs: Any,
+) -> Posterior:
+    r"""Returns a private posterior of a NumPyro model, and chooses how.
+
+    The driver is :class:`~numpyro_dp.DPLaplace` where it takes the model, and else
+    :class:`~numpyro_dp.DPSVI` with :func:`~numpyro_dp.aligned` gradients and a mean-field guide.
+    ``print`` of the result says which, and why. The choice and all settings depend on the model and
+    on shapes alone.
+
+    Args:
+        model: A NumPyro model with a plate over records.
+        *args: Its arguments, with the whole data set: arrays with one row for each record.
+        epsilon: What may be spent, under adding or removing one record.
+        delta: By default :math:`N^{-1.1}`, at most .01, for N records.
+        rng_key: Key of draws of the posterior; not of noise.
+        public: Names of public arguments, or public arrays that the model holds.
+        **kwargs: Keyword arguments of the model.
+
+    Raises:
+        UnsupportedModelError: If the model cannot be private as it is written. No budget has been
+            spent then.
+        TypeError, ValueError: Name the value, the range and the remedy.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import fit
+        >>> def model(y):
+        ...     rate = numpyro.sample("rate", dist.Gamma(2, 1))
+        ...     with numpyro.plate("people", len(y)):
+        ...         numpyro.sample("y", dist.Poisson(rate), obs=y)
+        >>> y = jax.random.poisson(jax.random.key(1), 3.0, (2000,))
+        >>> posterior = fit(model, y, epsilon=1.0, rng_key=jax.random.key(0))
+        >>> bool(abs(posterior.sample(jax.random.key(2), 1000)["rate"].mean() - 3) < 0.5)
+        True
+
+    Guarantee:
+        That of the driver, at this epsilon and delta.
+    """
+    number = find_data_plate(model, args, kwargs)[1]
+    budget = PrivacyBudget(epsilon, default_delta(number) if delta is None else delta)
+    try:
+        return DPLaplace(model, budget=budget, public=public).run(rng_key, *args, **kwargs)
+    except UnsupportedModelError as refusal:
+        reason = str(refusal)
+    rate = _BATCH / number
+    svi = DPSVI(
+        model, AutoDiagonalNormal(model), optax.adam(5e-3), estimator=aligned(), clip_norm=_CLIP,
+        sampler=FullBatch() if rate >= 1 else Poisson(rate), budget=budget, public=public,
+    )  # fmt: skip
+    result = svi.run(rng_key, _STEPS, *args, progress_bar=False, **kwargs)
+    found = result.posterior
+    note = f"DPLaplace does not take this model: {reason.split('. ')[0]}."
+    found.notes = (*found.notes, note, "Its intervals do not hold the noise of privacy.")
+    return found
