@@ -24,7 +24,7 @@ from numpyro_dp.laplace.signal import (
 )
 from numpyro_dp.laplace.suitable import check_suitable
 from numpyro_dp.model.density import Model
-from numpyro_dp.model.frontend import Prepared, with_static
+from numpyro_dp.model.frontend import Prepared, arguments_key, with_static
 from numpyro_dp.model.outcomes import Outcomes, read_outcomes
 from numpyro_dp.model.public import argument_names, declare
 from numpyro_dp.model.structure import ModelStructure, read_model
@@ -131,6 +131,7 @@ class DPLaplace:
                 "Write budget=PrivacyBudget(1.0, 1e-5)."
             )
         self._declared = declare(self.settings.public, static_kwargs)
+        self._prepared: dict[Any, tuple[Any, ModelPrior, np.ndarray]] = {}
         self._drivers: dict[Any, _Stages] = {}
 
     def run(self, rng_key: Array, *args: Any, **kwargs: Any) -> Posterior:
@@ -149,31 +150,40 @@ class DPLaplace:
         """
         check_outside_trace("DPLaplace.run")
         checks.check_rng_key(rng_key)
-        fn = with_static(self.model, self.static_kwargs)
-        structure = read_model(fn, args, kwargs, self.data_plate, self._declared)
-        outcomes = read_outcomes(Model(fn, structure), structure.layout.rows(args, kwargs).shared)
-        guess_key, run_key, sample_key = jax.random.split(rng_key, 3)
-        prior = read_prior(outcomes, guess_key)
-        scales = self._scales_by_number(structure, args, kwargs)
-        whitening, _ = first_guess(prior, scales, guess_key)
-        check_suitable(prior, guess_key)
-        plan = self._schedule(structure, outcomes.size)
-        driver = self._driver(plan, outcomes)
-        stages = _Run(prior, plan, whitening)
+        key, prior, whitening = self._prepared_for(args, kwargs)
+        outcomes, (run_key, sample_key) = prior.outcomes, jax.random.split(rng_key)
+        plan = self._schedule(outcomes.model.structure, outcomes.size)
+        if (key, plan.shares) not in self._drivers:
+            settings = self.settings.changed(mechanism=StagedGaussian(plan.shares))
+            self._drivers[key, plan.shares] = _Stages(settings, outcomes)
+        driver, stages = self._drivers[key, plan.shares], _Run(prior, plan, whitening)
         state = driver.start(run_key, stages, args, kwargs)
         report = spent_by(driver.settings, state, len(plan.shares))
         with begun(driver.settings, state):
             driver.stages(state, stages, args, kwargs, report)
-        return self._posterior(stages, report, sample_key, not scales)
+        return self._posterior(stages, report, sample_key)
+
+    def _prepared_for(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ModelPrior, np.ndarray]:
+        """What is public of a model and arguments: a key, the prior and the first whitening."""
+        fn = with_static(self.model, self.static_kwargs)
+        structure = read_model(fn, args, kwargs, self.data_plate, self._declared)
+        shared = structure.layout.rows(args, kwargs).shared
+        key = arguments_key(args, kwargs), tuple(np.asarray(each).tobytes() for each in shared)
+        if key not in self._prepared:
+            outcomes = read_outcomes(Model(fn, structure), shared)
+            public_key = jax.random.key(0)  # the same in every run: nothing here is a result
+            prior = read_prior(outcomes, public_key)
+            check_suitable(prior, public_key)
+            scales = self._scales_by_number(structure, args, kwargs)
+            self._prepared[key] = key, prior, first_guess(prior, scales, public_key)
+        return self._prepared[key]
 
     def _schedule(self, structure: ModelStructure, size: int) -> Schedule:
         number = structure.layout.num_examples
         noise = plan_for(self.settings, number, 1).noise_multiplier
         return schedule(1 / noise, size, number)
-
-    def _driver(self, plan: Schedule, outcomes: Outcomes) -> _Stages:
-        settings = self.settings.changed(mechanism=StagedGaussian(plan.shares))
-        return _Stages(settings, outcomes)
 
     def _scales_by_number(
         self, structure: ModelStructure, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -198,11 +208,11 @@ class DPLaplace:
                 found[number] = _check_scale(name, self.scales[name], shape)
         return found
 
-    def _posterior(self, stages: _Run, report: Any, rng_key: Array, guessed: bool) -> Posterior:
+    def _posterior(self, stages: _Run, report: Any, rng_key: Array) -> Posterior:
         prior = stages.prior
         precision, linear = stages.likelihood()
         notes = []
-        if guessed:
+        if not self.scales:
             notes.append("The scale of columns was guessed to be about 1: scales= says it better.")
         return Posterior(
             model=with_static(self.model, self.static_kwargs),

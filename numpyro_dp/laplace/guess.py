@@ -21,10 +21,8 @@ _DRAWS = 40
 _MEDIAN = 0.6745  # of |x| for a standard normal x
 
 
-def first_guess(
-    prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the diagonal of the first whitening, and scores of invented records.
+def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) -> np.ndarray:
+    """Returns the diagonal of the first whitening.
 
     Invented records have normal columns of the given scales (1 by default) and outcomes that the
     model simulates. The scores of a site share one scale unless columns were given scales, so a
@@ -63,7 +61,7 @@ def first_guess(
     white = np.linalg.norm(scores / widths, axis=1)
     typical = np.median(white[white > 0]) if np.any(white > 0) else 1.0
     number, size = layout.num_examples, scores.shape[1]
-    return np.sqrt(size / number) / (typical * widths), scores
+    return np.sqrt(size / number) / (typical * widths)
 
 
 def _scores(prior: ModelPrior, rows: tuple[Array, ...], rng_key: Array) -> np.ndarray:

@@ -72,7 +72,7 @@ def apart(found, expected):
     return math.sqrt(squares[linear_sum_assignment(squares)].sum())
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "family",
     [pytest.param(normal, marks=pytest.mark.extended), diagonal_normal, isotropic_normal],

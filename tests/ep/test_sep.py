@@ -179,7 +179,7 @@ RUNS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize(("model", "driver", "steps", "in_means", "in_variances"), RUNS)
 def test_breast_cancer_is_near_a_long_nuts_run(model, driver, steps, in_means, in_variances):
     x, y, mean, variance = breast_cancer(model)

@@ -95,7 +95,7 @@ def test_the_conjugate_posterior_where_nothing_is_clipped(name, temperature):
     assert spread == pytest.approx(sd, rel=0.05)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_draws_fill_what_the_privacy_noise_leaves():
     x = records()
     mcmc = sampler(

@@ -275,7 +275,7 @@ def _run(model: Any, guide: Any, *args: Any, steps: int = 5, **kwargs: Any) -> d
     return svi.run(KEY, steps, *args, progress_bar=False, **kwargs).params
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_subsampled_plate_gives_the_run_of_the_full_plate() -> None:
     """Batches are drawn by the sampler: the model's own subsampling changes nothing."""
 

@@ -79,7 +79,7 @@ def test_a_guide_by_hand():
     np.testing.assert_allclose(problem.log_density(latents, params), expected, rtol=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_flow_without_an_inverse_is_refused():
     problem, params = problem_of(autoguide.AutoBNAFNormal(model, hidden_factors=[2]))
     latents, _ = problem.draw(params, jax.random.key(0))

@@ -213,7 +213,7 @@ def test_a_record_moves_the_sum_by_the_clip_norm_at_most(model: Any, guide: Any)
         assert max(moves) > 0.25  # it is not all zero
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "loss",
     [pytest.param(Trace_ELBO(), marks=pytest.mark.extended), Trace_ELBO(num_particles=3)],

@@ -215,7 +215,7 @@ class Wide(nn.Module):
         return nn.Dense(1)(jnp.tanh(x))
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_small_microbatches_give_the_same_run():
     model = model_of(lambda: flax_module("net", Wide(), input_shape=(1, D)))
     options = {"secret_key": 1, "repetition": True, "sampler": Poisson(0.6)}

@@ -159,7 +159,7 @@ def test_what_is_ordinary_is_accepted(row: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(r, marks=pytest.mark.extended) if i % 12 else r for i, r in enumerate(ORDINARY)],
+    [pytest.param(r, marks=pytest.mark.extended) if i % 24 else r for i, r in enumerate(ORDINARY)],
     ids=names(ORDINARY),
 )
 def test_what_is_ordinary_runs(row: Any) -> None:
@@ -222,7 +222,7 @@ def test_a_report_lists_public_arguments(make: Any) -> None:
     assert len(privacy.public) == 1
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_the_report_of_a_sampler_lists_public_arguments() -> None:
     call = mcmc(SGLD(visits, 1e-3), X, Y, PATIENTS, PATIENT_OF, public=["patients"])
     privacy = call.report()
@@ -391,7 +391,7 @@ def test_everything_that_is_captured_may_be_declared_public() -> None:
     call.initialise()
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_numbers_of_special_functions_are_not_counted() -> None:
     """The inverse of the normal distribution has more than forty of them."""
     special = jax.scipy.special

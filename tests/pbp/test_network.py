@@ -67,7 +67,7 @@ def test_moments_of_one_hidden_layer_are_those_of_draws():
     assert abs(spread / outputs.var() - 1) < 0.02
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("hidden", [(5,), (4, 3), (4, 3, 2)])
 def test_factored_slopes_are_derivatives_of_the_log_evidence(hidden):
     layout = layout_of(3, hidden)
@@ -243,7 +243,7 @@ def test_a_step_without_noise_is_that_of_natural_parameters(weight_precision):
     )
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_precisions_are_floored_at_the_noise_that_is_in_them():
     x, y = records(50)
     options = {"clip_norm": 1.0, "sampler": FullBatch(), "damping": 1.0, "secret_key": 2,
@@ -368,7 +368,7 @@ def test_a_private_posterior_is_one_however_large_the_noise():
         assert params["noise_rate"] > 0
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_prior_on_the_precision_of_weights_follows_their_size():
     network = RegressionNetwork((4,), weight_precision=None)
     size = sum(network.layout(2).sizes)
@@ -440,7 +440,7 @@ def test_what_is_no_network_or_no_record_is_refused(make, error, message):
         make()
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -47,7 +47,7 @@ def names(tree):
     return {name.strip("/") for name in found} - {""}
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_draws_are_one_chain(made):
     result, draws, predicted = made
     tree = to_arviz(draws, result.privacy, posterior_predictive=predicted)

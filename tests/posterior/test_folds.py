@@ -164,7 +164,7 @@ def test_trees_and_low_precision():
 # Exponential averages.
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.99])
 def test_an_exponential_average_is_its_closed_form(svi, decay):
     result = run(svi, 60, exponential_average(decay))

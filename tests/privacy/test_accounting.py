@@ -328,7 +328,7 @@ def test_grid_limit_loosens_but_stays_valid():
     assert coarse.estimate < fine.epsilon * 1.05
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @settings(max_examples=25, deadline=None)
 @given(
     rate=st.floats(0.002, 0.9),

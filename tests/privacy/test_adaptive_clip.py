@@ -84,7 +84,7 @@ def test_without_noise_the_norm_goes_to_the_quantile(swept, index, quantile):
     assert math.isinf(swept.one(index).privacy.epsilon)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_each_run_of_a_sweep_is_the_run_of_its_settings(swept):
     np.testing.assert_array_equal(swept.labels["clip_norm"], [0, 0, 1, 1])
     alone = run(
@@ -106,7 +106,7 @@ def test_a_sweep_refuses_norms_of_another_form():
         svi.sweep(KEYS, 3, records(), clip_norm=AdaptiveClip())
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_norms_by_entry_go_to_quantiles_of_their_own_and_a_released_loss_follows_them():
     clips = {"a": AdaptiveClip(5.0, quantile=0.8), ...: AdaptiveClip(5.0, learning_rate=0.5)}
     released = run(driver(clips, loss_release=LossRelease(1e4, 0.1)), 150)
@@ -149,7 +149,7 @@ def test_the_noise_of_the_estimate_is_that_of_its_share_of_the_sensitivity():
     check_law(noise[:, None], 20.0 / (2 * math.sqrt(clip.share) * NUMBER))
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_the_noise_of_the_gradient_grows_by_the_share():
     """What steps release less their noiseless sums, in units of the norm of the step."""
     share = 0.3

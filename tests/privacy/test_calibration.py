@@ -162,7 +162,7 @@ def test_events_unknown_to_the_guess_are_searched():
     assert noise == pytest.approx(1 / bound.epsilon, rel=0.05)  # Laplace: epsilon = 1 / noise.
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_few_evaluations(monkeypatch):
     calls = []
     spent = calibration.epsilon_spent

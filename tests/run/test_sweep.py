@@ -243,7 +243,7 @@ def test_a_sweep_that_was_stopped_goes_on(data, tmp_path, monkeypatch):
     assert again.labels.keys() == whole.labels.keys()
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_folder_of_another_sweep_is_refused(data, tmp_path):
     def sweep(chunk_size=2, guide=AutoDiagonalNormal, rate=0.05, init=0.1, **changes):
         settings = {
@@ -289,7 +289,7 @@ def test_a_folder_knows_arrays_that_a_model_captured(data, tmp_path):
             sweep(kind.array([1.0, 2.5], np.float32))
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_chunks_fit_the_memory(data, tmp_path, monkeypatch):
     whole = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 2.0], folder=tmp_path / "whole")
     assert len(list((tmp_path / "whole").glob("*.npz"))) == 1

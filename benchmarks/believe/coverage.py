@@ -1,0 +1,194 @@
+"""Do intervals of DPLaplace hold the true parameter as often as they say, at every budget?
+
+For each cell, parameters are drawn from the prior, records from the model, and a posterior from the
+records; a nominal 90 % interval should hold the parameter in 90 % of cases. Columns are normal with
+standard deviation 2 / sqrt(d) and the given correlation. "not private" is the normal approximation
+at the mode of the same records. Figures are means over sets and coordinates, with standard errors
+over sets.
+
+    python benchmarks/believe/coverage.py --json coverage.json
+"""
+
+import pathlib
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from common import average_row, experiment_parser, save
+from jax.flatten_util import ravel_pytree
+from numpyro.infer.util import initialize_model
+
+from numpyro_dp import DPLaplace, PrivacyBudget
+
+DELTA = 1e-5
+Z50, Z90 = 0.6744898, 1.6448536
+
+
+def weights(dim, scale=1.0):
+    return numpyro.sample("w", dist.Normal(0, scale).expand([dim]).to_event(1))
+
+
+def logistic(x, y=None):
+    w = weights(x.shape[1])
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def poisson(x, y=None):
+    w = weights(x.shape[1], 0.5)
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(x @ w)), obs=y)
+
+
+def linear(x, y=None):
+    w = weights(x.shape[1])
+    noise = numpyro.sample("noise", dist.LogNormal(0, 0.5))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, noise), obs=y)
+
+
+def categorical(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1], 3]).to_event(2))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Categorical(logits=x @ w), obs=y)
+
+
+def mixture(x, y=None):
+    """Of the columns only their number of rows is used."""
+    share = numpyro.sample("share", dist.TransformedDistribution(
+        dist.Normal(0, 0.8), dist.transforms.SigmoidTransform()))  # fmt: skip
+    low = numpyro.sample("low", dist.Normal(-1, 0.5))
+    gap = numpyro.sample("gap", dist.LogNormal(1.1, 0.25))
+    noise = numpyro.sample("noise", dist.LogNormal(0, 0.3))
+    with numpyro.plate("records", x.shape[0]):
+        parts = dist.Normal(jnp.stack([low, low + gap]), noise)
+        mixing = dist.Categorical(probs=jnp.stack([1 - share, share]))
+        numpyro.sample("y", dist.MixtureSameFamily(mixing, parts), obs=y)
+
+
+MODELS = {f.__name__: f for f in (logistic, poisson, linear, categorical, mixture)}
+
+
+def columns(number, dim, correlation, rng):
+    covariance = correlation * np.ones((dim, dim)) + (1 - correlation) * np.eye(dim)
+    found = rng.normal(size=(number, dim)) @ np.linalg.cholesky(covariance).T
+    return jnp.asarray(found * 2 / np.sqrt(dim), jnp.float32)
+
+
+def unconstrained(model, draws, x):
+    """Draws by site -> vectors of unconstrained numbers, sites in alphabetical order."""
+    info = initialize_model(jax.random.key(0), model, model_args=(x[:2], jnp.zeros(2, int)))
+    trace = info.model_trace
+    parts = []
+    for name in sorted(draws):
+        transform = dist.biject_to(trace[name]["fn"].support)
+        value = np.asarray(transform.inv(jnp.asarray(draws[name])), np.float64)
+        parts.append(value.reshape(len(value), -1))
+    return np.concatenate(parts, axis=1)
+
+
+def truth_of(model, x, rng_key):
+    """A draw from the prior and records from it."""
+    with numpyro.handlers.seed(rng_seed=rng_key), numpyro.handlers.trace() as trace:
+        model(x)
+    latents = {n: s["value"] for n, s in trace.items() if s["type"] == "sample" and n != "y"}
+    return latents, trace["y"]["value"]
+
+
+def figures(truth, mean, sd):
+    z = np.abs(truth - mean) / sd
+    score = np.mean(-0.5 * z**2 - np.log(sd) - 0.5 * np.log(2 * np.pi))
+    return {
+        "cover 50": np.mean(z < Z50), "cover 90": np.mean(z < Z90), "log score": score,
+        "squared error": np.mean((truth - mean) ** 2), "sd": np.mean(sd),
+    }  # fmt: skip
+
+
+def normal_at_the_mode(model, x, y, start):
+    """Mean and standard deviations of the normal approximation of the exact posterior."""
+    info = initialize_model(jax.random.key(0), model, model_args=(x, y), validate_grad=False)
+    zero, unravel = ravel_pytree({n: info.param_info.z[n] for n in sorted(info.param_info.z)})
+
+    def value(flat):
+        return info.potential_fn(unravel(flat))
+
+    gradient, hessian = jax.jit(jax.grad(value)), jax.jit(jax.hessian(value))
+    at = jnp.asarray(start, zero.dtype)
+    for _ in range(40):
+        bend = np.asarray(hessian(at), np.float64)
+        bend += max(0.0, 1e-3 - np.linalg.eigvalsh(bend).min()) * np.eye(len(at))
+        step = np.linalg.solve(bend, np.asarray(gradient(at), np.float64))
+        at = at - jnp.asarray(step * min(1.0, 1 / np.abs(step).max()), at.dtype)
+        if np.abs(step).max() < 1e-4:
+            break
+    covariance = np.linalg.inv(np.asarray(hessian(at), np.float64))
+    return np.asarray(at, np.float64), np.sqrt(np.diag(covariance))
+
+
+def cell(name, dim, number, correlation, epsilons, sets, exact=True):
+    """Rows of one cell: one for each budget, and one without privacy."""
+    model, found = MODELS[name], {}
+    drivers = {e: DPLaplace(model, budget=PrivacyBudget(e, DELTA)) for e in epsilons}
+    for seed in range(sets):
+        rng = np.random.default_rng([seed, dim, number])
+        x = columns(number, dim, correlation, rng)
+        latents, y = truth_of(model, x, jax.random.key(rng.integers(2**31)))
+        truth = unconstrained(model, jax.tree.map(lambda v: v[None], latents), x)[0]
+        for epsilon, driver in drivers.items():
+            start = time.perf_counter()
+            posterior = driver.run(jax.random.key(seed), x, y)
+            draws = unconstrained(model, posterior.sample(jax.random.key(1), 4000), x)
+            row = figures(truth, draws.mean(0), draws.std(0))
+            row["seconds"] = time.perf_counter() - start
+            found.setdefault(epsilon, []).append(row)
+        if exact:
+            found.setdefault("not private", []).append(
+                figures(truth, *normal_at_the_mode(model, x, y, truth)))  # fmt: skip
+    rows = []
+    for epsilon, each in found.items():
+        row = {"model": name, "d": dim, "N": number, "correlation": correlation,
+               "epsilon": epsilon, **average_row(each)}  # fmt: skip
+        row["rmse"] = row["squared error"] ** 0.5
+        show(row)
+        rows.append(row)
+    return rows
+
+
+def show(row):
+    print(
+        f"{row['model']:12s} d {row['d']:3d} N {row['N']:6d} corr {row['correlation']:.1f} "
+        f"eps {row['epsilon']!s:11s} cover 50 {row['cover 50']:.3f} ({row['cover 50 se'] or 0:.3f})"
+        f"  cover 90 {row['cover 90']:.3f} ({row['cover 90 se'] or 0:.3f})  log score "
+        f"{row['log score']:.2f}  rmse {row['rmse']:.3f}  sd {row['sd']:.3f}",
+        flush=True,
+    )
+
+
+def main():
+    parser = experiment_parser(__doc__, "one cell of each model, 5 sets")
+    parser.add_argument("--sets", type=int, default=20, help="data sets in a cell")
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--epsilons", nargs="*", type=float, default=[0.2, 1.0, 3.0])
+    parser.add_argument("--dims", nargs="*", type=int, default=[5, 12, 20])
+    parser.add_argument("--numbers", nargs="*", type=int, default=[1000, 3000, 30000])
+    parser.add_argument("--correlations", nargs="*", type=float, default=[0.0, 0.5, 0.8])
+    args = parser.parse_args()
+    sets, rows = 5 if args.quick else args.sets, []
+    for name in args.models:
+        grid = name == "logistic" and not args.quick
+        for dim in args.dims if grid else args.dims[1:2] or args.dims:
+            for number in args.numbers if grid else args.numbers[1:2] or args.numbers:
+                for correlation in args.correlations if grid else args.correlations[1:2]:
+                    rows += cell(name, dim, number, correlation, args.epsilons, sets)
+                jax.clear_caches()
+    save(args, rows=rows)
+
+
+if __name__ == "__main__":
+    main()
