@@ -131,6 +131,7 @@ class DPLaplace:
                 "Write budget=PrivacyBudget(1.0, 1e-5)."
             )
         self._declared = declare(self.settings.public, static_kwargs)
+        self._structures: dict[Any, ModelStructure] = {}
         self._prepared: dict[Any, tuple[Any, ModelPrior, np.ndarray]] = {}
         self._drivers: dict[Any, _Stages] = {}
 
@@ -151,26 +152,29 @@ class DPLaplace:
         check_outside_trace("DPLaplace.run")
         checks.check_rng_key(rng_key)
         key, prior, whitening = self._prepared_for(args, kwargs)
-        outcomes, (run_key, sample_key) = prior.outcomes, jax.random.split(rng_key)
+        outcomes = prior.outcomes
         plan = self._schedule(outcomes.model.structure, outcomes.size)
         if (key, plan.shares) not in self._drivers:
             settings = self.settings.changed(mechanism=StagedGaussian(plan.shares))
             self._drivers[key, plan.shares] = _Stages(settings, outcomes)
         driver, stages = self._drivers[key, plan.shares], _Run(prior, plan, whitening)
-        state = driver.start(run_key, stages, args, kwargs)
+        state = driver.start(rng_key, stages, args, kwargs)
         report = spent_by(driver.settings, state, len(plan.shares))
         with begun(driver.settings, state):
             driver.stages(state, stages, args, kwargs, report)
-        return self._posterior(stages, report, sample_key)
+        return self._posterior(stages, report, rng_key)
 
     def _prepared_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ModelPrior, np.ndarray]:
         """What is public of a model and arguments: a key, the prior and the first whitening."""
+        shapes = arguments_key(args, kwargs)
         fn = with_static(self.model, self.static_kwargs)
-        structure = read_model(fn, args, kwargs, self.data_plate, self._declared)
+        if shapes not in self._structures:
+            self._structures[shapes] = read_model(fn, args, kwargs, self.data_plate, self._declared)
+        structure = self._structures[shapes]
         shared = structure.layout.rows(args, kwargs).shared
-        key = arguments_key(args, kwargs), tuple(np.asarray(each).tobytes() for each in shared)
+        key = shapes, tuple(np.asarray(each).tobytes() for each in shared)
         if key not in self._prepared:
             outcomes = read_outcomes(Model(fn, structure), shared)
             public_key = jax.random.key(0)  # the same in every run: nothing here is a result
@@ -326,7 +330,7 @@ class _Stages(Driver):
     """The driver of the releases of one schedule."""
 
     def __init__(self, settings: RunSettings, outcomes: Outcomes) -> None:
-        method = Method(staged_scores(PAIRS), StageOptimizer(), "DPLaplace")
+        method = Method(staged_scores(outcomes, PAIRS), StageOptimizer(), "DPLaplace")
         super().__init__(method, settings)
         self._outcomes = outcomes
 

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.flatten_util import ravel_pytree
 
-from numpyro_dp.laplace.prior import ModelPrior
+from numpyro_dp.laplace.prior import ModelPrior, generator
 from numpyro_dp.model.public import UnsupportedModelError
 
 __all__ = ["first_guess"]
@@ -66,16 +65,16 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
 
 def _scores(prior: ModelPrior, rows: tuple[Array, ...], rng_key: Array) -> np.ndarray:
     """Scores at one draw from the prior, of outcomes that were simulated at another."""
-    outcomes, decoded = prior.outcomes, prior.decoded
+    outcomes, decoded, rng = prior.outcomes, prior.decoded, generator(rng_key)
     factor = np.linalg.cholesky(decoded.covariance)
-    draw_key, outcome_key = jax.random.split(rng_key)
-    noise = np.asarray(jax.random.normal(draw_key, (2, _DRAWS, len(factor))), np.float64)
+    noise = rng.normal(size=(2, _DRAWS, len(factor)))
     held, drawn = jnp.asarray(decoded.mean + noise @ factor.T, jnp.float32)
+    words = rng.integers(2**32, size=(_DRAWS, _RECORDS, 2), dtype=np.uint32)
+    keys = jax.random.wrap_key_data(words, impl="threefry2x32")
 
     def one(held: Array, drawn: Array, row: Any, key: Array) -> Array:
         return outcomes.score(held, row, outcomes.simulate(drawn, row, key))
 
-    keys = jax.random.split(outcome_key, (_DRAWS, _RECORDS))
     over_rows = jax.vmap(one, (None, None, 0, 0))
     found = jax.jit(jax.vmap(over_rows, (0, 0, None, 0)))(held, drawn, rows, keys)
     return np.asarray(found).reshape(-1, len(factor))
@@ -84,10 +83,9 @@ def _scores(prior: ModelPrior, rows: tuple[Array, ...], rng_key: Array) -> np.nd
 def _widths(prior: ModelPrior, sizes: np.ndarray, by_column: bool) -> np.ndarray:
     """A robust standard deviation of each score."""
     outcomes = prior.outcomes
-    numbers = {
-        name: jnp.full(outcomes.shapes[name], float(n)) for n, name in enumerate(outcomes.seen)
-    }
-    site = np.asarray(ravel_pytree(numbers)[0], int)
+    names = sorted(outcomes.seen)
+    counts = [int(np.prod(outcomes.shapes[name])) for name in names]
+    site = np.repeat(np.arange(len(names)), counts)
     widths = np.ones(len(site))
     for n in range(len(outcomes.seen)):
         own = sizes[:, site == n]

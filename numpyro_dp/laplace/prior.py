@@ -26,7 +26,7 @@ from numpyro_dp.laplace.curvature import Prior
 from numpyro_dp.model.outcomes import Outcomes, unconstrained_prior
 from numpyro_dp.model.public import UnsupportedModelError
 
-__all__ = ["ModelPrior", "read_prior", "unconstrained"]
+__all__ = ["ModelPrior", "generator", "read_prior", "unconstrained"]
 
 _DRAWS = 4000
 _KEPT = 4000  # draws of NUTS
@@ -54,8 +54,10 @@ class ModelPrior(NamedTuple):
 
     def draw(self, rng_key: Array, num_samples: int) -> dict[str, Array]:
         """Draws from the prior by site, in the model's own units."""
-        outcomes = self.outcomes
-        keys = jax.random.split(rng_key, num_samples)
+        if self.normal is not None:
+            mean, covariance = self.normal[0], np.linalg.inv(self.normal[1])
+            return self._normal_draws(mean, np.linalg.cholesky(covariance), rng_key, num_samples)
+        outcomes, keys = self.outcomes, jax.random.split(rng_key, num_samples)
 
         def one(key: Array) -> dict[str, Array]:
             trace = outcomes.model.draw_prior(outcomes.shared, key)
@@ -90,8 +92,8 @@ class ModelPrior(NamedTuple):
     def _normal_draws(
         self, mean: np.ndarray, factor: np.ndarray, rng_key: Array, num_samples: int
     ) -> dict[str, Array]:
-        noise = jax.random.normal(rng_key, (num_samples, len(mean)))
-        return self.constrain(jnp.asarray(mean + np.asarray(noise) @ factor.T, noise.dtype))
+        noise = generator(rng_key).normal(size=(num_samples, len(mean)))
+        return self.constrain(jnp.asarray(mean + noise @ factor.T, jnp.result_type(float)))
 
     def _kept_draws(self, kept: Array, rng_key: Array, num_samples: int) -> dict[str, Array]:
         again = num_samples > len(kept)
@@ -126,6 +128,13 @@ def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:
     Raises:
         UnsupportedModelError: If the prior cannot be drawn from.
     """
+    names = sorted(outcomes.shapes)  # as ravel_pytree takes them
+    marks = [np.full(int(np.prod(outcomes.shapes[n])), n in outcomes.seen) for n in names]
+    seen = np.flatnonzero(np.concatenate(marks))
+    normal = _normal(outcomes, sum(map(len, marks)))
+    if normal is not None:
+        covariance = np.linalg.inv(normal[1])[np.ix_(seen, seen)]
+        return ModelPrior(outcomes, normal, seen, Prior(normal[0][seen], np.linalg.inv(covariance)))
     try:
         flat = np.asarray(_flat_prior(outcomes, rng_key, _DRAWS), np.float64)
     except NotImplementedError as error:
@@ -133,15 +142,14 @@ def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:
             "Expected priors that can be drawn from, got one that cannot (ImproperUniform, say): "
             "without a proper prior a small budget has no answer. Give it a proper prior."
         ) from error
-    marks = {name: jnp.full(s, float(name in outcomes.seen)) for name, s in outcomes.shapes.items()}
-    seen = np.flatnonzero(np.asarray(ravel_pytree(marks)[0]))
-    normal = _normal(outcomes, flat[:3])
-    if normal is not None:
-        covariance = np.linalg.inv(normal[1])[np.ix_(seen, seen)]
-        return ModelPrior(outcomes, normal, seen, Prior(normal[0][seen], np.linalg.inv(covariance)))
     low, middle, high = np.quantile(flat[:, seen], [0.1587, 0.5, 0.8413], axis=0)
     widths = np.maximum((high - low) / 2, 1e-6)
     return ModelPrior(outcomes, None, seen, Prior(middle, np.diag(widths**-2.0)))
+
+
+def generator(rng_key: Array) -> np.random.Generator:
+    """NumPy's generator of a JAX key, for draws that need no compiled program."""
+    return np.random.default_rng(np.asarray(jax.random.key_data(rng_key)).ravel())
 
 
 def _unravel(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:
@@ -158,21 +166,24 @@ def _flat_prior(outcomes: Outcomes, rng_key: Array, number: int) -> Array:
     return jax.jit(jax.vmap(one))(jax.random.split(rng_key, number))
 
 
-def _normal(outcomes: Outcomes, points: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+def _normal(outcomes: Outcomes, size: int) -> tuple[np.ndarray, np.ndarray] | None:
     """Mean and precision of all latents if their log density is quadratic, else ``None``."""
     unravel = _unravel(outcomes)
 
     def log_prior(flat: Array) -> Array:
         return outcomes.model.log_prior(unravel(flat), {}, outcomes.shared)
 
-    at = jnp.asarray(points, jnp.float32)
-    bend = jax.jit(jax.vmap(jax.hessian(log_prior)))
-    slopes, bends = jax.jit(jax.vmap(jax.grad(log_prior)))(at), np.asarray(bend(at), np.float64)
-    size = np.max(np.abs(bends))
-    if not np.all(np.isfinite(bends)) or np.max(np.abs(bends - bends[0])) > 1e-4 * size:
+    def derivatives(flat: Array) -> tuple[Array, Array]:
+        return jax.grad(log_prior)(flat), jax.hessian(log_prior)(flat)
+
+    points = np.random.default_rng(0).normal(size=(3, size))
+    slopes, bends = jax.jit(jax.vmap(derivatives))(jnp.asarray(points, jnp.float32))
+    bends = np.asarray(bends, np.float64)
+    largest = np.max(np.abs(bends))
+    if not np.all(np.isfinite(bends)) or np.max(np.abs(bends - bends[0])) > 1e-4 * largest:
         return None
     precision = -(bends[0] + bends[0].T) / 2
-    if np.min(np.linalg.eigvalsh(precision)) <= 1e-9 * size:
+    if np.min(np.linalg.eigvalsh(precision)) <= 1e-9 * largest:
         return None
     return points[0] + np.linalg.solve(precision, np.asarray(slopes[0], np.float64)), precision
 

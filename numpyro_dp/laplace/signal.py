@@ -130,7 +130,7 @@ class StageOptimizer:
         return state[0], released
 
 
-def staged_scores(pairs: int) -> Callable[[LaplaceProblem], Estimator]:
+def staged_scores(outcomes: Outcomes, pairs: int) -> Callable[[LaplaceProblem], Estimator]:
     """Returns problem -> estimator.
 
     The signal has three entries: the score, the upper triangle of the curvature (off the diagonal
@@ -138,6 +138,7 @@ def staged_scores(pairs: int) -> Callable[[LaplaceProblem], Estimator]:
     and times its weight. Its norm is at most 1.
 
     Args:
+        outcomes: Of the model.
         pairs: Antithetic pairs of draws in a stage.
 
     Guarantee:
@@ -147,9 +148,20 @@ def staged_scores(pairs: int) -> Callable[[LaplaceProblem], Estimator]:
         number of the record.
     """
 
-    def build(problem: LaplaceProblem) -> Estimator:
-        outcomes = problem.outcomes
+    @jax.jit  # so that it is traced once, whoever asks
+    def signal_of(public: tuple[Request, Array, Array], shared: Any, example: PyTree) -> Any:
+        request, draws, key = public
+        own = outcomes._replace(shared=shared)
+        if not own.number:
+            *rows, number = example
+            example, key = tuple(rows), jax.random.fold_in(key, number)
+        scores = _Scores(own, request.whitening, example)
+        one = _listed if own.number else _simulated
+        parts = one(scores, request, draws, key)
+        names = ("score", "curvature", "power")
+        return {n: w * part for n, w, part in zip(names, request.weights, parts, strict=True)}
 
+    def build(problem: LaplaceProblem) -> Estimator:
         def prepare(rng_key: Array, request: Request) -> tuple[Request, Array, Array]:
             draw_key, outcome_key = jax.random.split(rng_key)
             half = jax.random.normal(draw_key, (pairs, request.mean.size), request.mean.dtype)
@@ -158,15 +170,7 @@ def staged_scores(pairs: int) -> Callable[[LaplaceProblem], Estimator]:
             return request, draws, outcome_key
 
         def signal(public: tuple[Request, Array, Array], example: PyTree) -> dict[str, Array]:
-            request, draws, key = public
-            if problem.numbered:
-                *rows, number = example
-                example, key = tuple(rows), jax.random.fold_in(key, number)
-            scores = _Scores(outcomes, request.whitening, example)
-            one = _listed if outcomes.number else _simulated
-            parts = one(scores, request, draws, key)
-            names = ("score", "curvature", "power")
-            return {n: w * part for n, w, part in zip(names, request.weights, parts, strict=True)}
+            return signal_of(public, problem.shared, example)
 
         def pull_back(public: Any, released: Released) -> Array:
             total = released.total

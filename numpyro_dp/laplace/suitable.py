@@ -9,7 +9,7 @@ from jax import Array
 from numpyro.distributions import biject_to
 from numpyro.distributions.transforms import ExpTransform
 
-from numpyro_dp.laplace.prior import ModelPrior
+from numpyro_dp.laplace.prior import ModelPrior, generator
 from numpyro_dp.model.public import UnsupportedModelError
 
 __all__ = ["check_suitable"]
@@ -46,6 +46,8 @@ def _scaled_effect(prior: ModelPrior, rng_key: Array) -> tuple[str, str]:
     the sum of b times its slope in b.
     """
     outcomes = prior.outcomes
+    if len(outcomes.seen) < 2:
+        return "", ""
     trace = outcomes.model.draw_prior(outcomes.shared, rng_key)
     supports = {name: biject_to(trace[name]["fn"].support) for name in outcomes.seen}
     scales = [n for n, t in supports.items() if isinstance(t, ExpTransform)]
@@ -53,7 +55,7 @@ def _scaled_effect(prior: ModelPrior, rng_key: Array) -> tuple[str, str]:
     if not scales or not effects:
         return "", ""
     normal, _ = outcomes.model.structure.layout.invented(8)
-    flat = jax.random.normal(rng_key, (outcomes.size,)) * 0.5 + 0.1
+    flat = jnp.asarray(generator(rng_key).normal(0.1, 0.5, outcomes.size), jnp.float32)
 
     def slopes(row: tuple[Array, ...]) -> dict[str, Array]:
         outcome = outcomes.simulate(flat, row, rng_key)
