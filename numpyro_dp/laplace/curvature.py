@@ -37,7 +37,7 @@ GRID = np.linspace(0.01, 1.0, 60)  # spreads of a curvature around its guess, re
 RIDGE = 1.5  # sds of the curvature's error that the next whitening adds
 NEXT_POWER = 0.4
 FIRST_POWER = 0.25  # weak: with a full whitening, rare columns would take all of the noise
-SCREENING_NOISE = 0.1  # above this noise sd of the scales, no coordinate is left out
+SCREENING_NOISE = 0.1  # above this noise sd over the mean scale, no coordinate is left out
 FEWEST_SEEN = 4
 SMALLEST_DIAGONAL = 0.003  # of a denoised scale, whose public guess is 1
 LEFT_ON_DIAGONAL = 0.1  # part of the diagonal that the mean row cannot explain away
@@ -243,13 +243,14 @@ def seen_coordinates(scales: np.ndarray, noise_sd: float) -> np.ndarray:
     """Returns which coordinates the data may say something about (d,).
 
     A coordinate is left out if its scale is below one standard deviation of the noise. It then
-    keeps its prior. If the noise is large, a small scale proves nothing, and all coordinates stay.
+    keeps its prior. If the noise is large beside the mean scale, a small scale proves nothing, and
+    all coordinates stay. (Where the public guess of all scales is too high, they are all small.)
 
     Args:
         scales: Noisy diagonal of the whitened curvature, whose public guess is 1 (d,).
         noise_sd: Standard deviation of its noise.
     """
-    if noise_sd > SCREENING_NOISE:
+    if noise_sd > SCREENING_NOISE * min(1.0, max(float(np.mean(scales)), 0.0)):
         return np.ones(len(scales), bool)
     seen = scales > noise_sd
     if np.sum(seen) < FEWEST_SEEN:

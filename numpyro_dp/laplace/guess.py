@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -40,11 +40,12 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
     layout = outcomes.model.structure.layout
     normal, ones = layout.invented(_RECORDS)
     candidates = (normal, tuple(abs(x) for x in normal), ones)
+    scorer = _scorer(prior, rng_key)
     for rows in candidates:
         rows = tuple(
             (x * jnp.asarray(scales[n], x.dtype)) if n in scales else x for n, x in enumerate(rows)
         )
-        scores = _scores(prior, rows, rng_key)
+        scores = scorer(rows)
         finite = np.all(np.isfinite(scores), axis=1)
         if np.mean(finite) > 0.5 and np.any(scores[finite]):
             break
@@ -55,7 +56,7 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
             "would return the prior at the whole cost of privacy. Look for sqrt or log at 0, or a "
             "where() whose other branch is not finite; scale columns to about 1."
         )
-    scores = np.asarray(scores[finite], np.float64)
+    scores = scores[finite]
     widths = _widths(prior, np.abs(scores), bool(scales))
     white = np.linalg.norm(scores / widths, axis=1)
     typical = np.median(white[white > 0]) if np.any(white > 0) else 1.0
@@ -63,21 +64,28 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
     return np.sqrt(size / number) / (typical * widths)
 
 
-def _scores(prior: ModelPrior, rows: tuple[Array, ...], rng_key: Array) -> np.ndarray:
-    """Scores at one draw from the prior, of outcomes that were simulated at another."""
+def _scorer(prior: ModelPrior, rng_key: Array) -> Callable[[Any], np.ndarray]:
+    """Returns ``rows -> scores`` at draws from the prior, of outcomes simulated there.
+
+    Not at another draw: residuals would be as wide as the prior, and W far too small. Too large a
+    W clips more, and later stages mend that; too small a one hides the signal in noise.
+    """
     outcomes, decoded, rng = prior.outcomes, prior.decoded, generator(rng_key)
     factor = np.linalg.cholesky(decoded.covariance)
-    noise = rng.normal(size=(2, _DRAWS, len(factor)))
-    held, drawn = jnp.asarray(decoded.mean + noise @ factor.T, jnp.float32)
+    noise = rng.normal(size=(_DRAWS, len(factor)))
+    draws = jnp.asarray(decoded.mean + noise @ factor.T, jnp.float32)
     words = rng.integers(2**32, size=(_DRAWS, _RECORDS, 2), dtype=np.uint32)
     keys = jax.random.wrap_key_data(words, impl="threefry2x32")
 
-    def one(held: Array, drawn: Array, row: Any, key: Array) -> Array:
-        return outcomes.score(held, row, outcomes.simulate(drawn, row, key))
+    def one(draw: Array, row: Any, key: Array) -> Array:
+        return outcomes.score(draw, row, outcomes.simulate(draw, row, key))
 
-    over_rows = jax.vmap(one, (None, None, 0, 0))
-    found = jax.jit(jax.vmap(over_rows, (0, 0, None, 0)))(held, drawn, rows, keys)
-    return np.asarray(found).reshape(-1, len(factor))
+    every = jax.jit(jax.vmap(jax.vmap(one, (None, 0, 0)), (0, None, 0)))
+
+    def scores(rows: tuple[Array, ...]) -> np.ndarray:
+        return np.asarray(every(draws, rows, keys), np.float64).reshape(-1, len(factor))
+
+    return scores
 
 
 def _widths(prior: ModelPrior, sizes: np.ndarray, by_column: bool) -> np.ndarray:

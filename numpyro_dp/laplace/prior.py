@@ -29,7 +29,7 @@ from numpyro_dp.model.public import UnsupportedModelError
 __all__ = ["ModelPrior", "generator", "read_prior", "unconstrained"]
 
 _DRAWS = 4000
-_KEPT = 4000  # draws of NUTS
+_KEPT = 2000  # draws of NUTS
 
 
 class ModelPrior(NamedTuple):
@@ -117,7 +117,7 @@ class ModelPrior(NamedTuple):
         right = self.decoded.precision @ self.decoded.mean + linear
         start = start.at[seen].set(jnp.asarray(np.linalg.solve(wide, right), start.dtype))
         kernel = NUTS(potential_fn=potential, dense_mass=len(start) <= 50, target_accept_prob=0.9)
-        mcmc = MCMC(kernel, num_warmup=1000, num_samples=_KEPT, progress_bar=False)
+        mcmc = MCMC(kernel, num_warmup=500, num_samples=_KEPT, progress_bar=False)
         mcmc.run(run_key, init_params=start)
         return mcmc.get_samples()
 
