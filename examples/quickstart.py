@@ -21,10 +21,7 @@ from statsmodels.datasets import randhie
 
 from numpyro_dp import fit
 
-SCALES = {
-    "lncoins": 2, "idp": 1, "lpi": 5, "fmde": 5, "physlm": 1,
-    "disea": 10, "hlthg": 1, "hlthf": 1, "hlthp": 1,
-}  # fmt: skip
+SCALES = dict(lncoins=2, idp=1, lpi=5, fmde=5, physlm=1, disea=10, hlthg=1, hlthf=1, hlthp=1)
 
 
 def model(X, y=None):
@@ -33,48 +30,38 @@ def model(X, y=None):
         numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
 
 
-def load(num_rows):
-    rows = randhie.load_pandas().data.sample(num_rows, random_state=0)
-    columns = [rows[name] / scale for name, scale in SCALES.items()]
-    return np.stack([np.ones(num_rows), *columns], 1, dtype=np.float32), (rows.mdvis > 0).to_numpy()
-
-
 def draw(draws, title, path):
     fig, ax = plt.subplots(figsize=(6, 4.5), layout="constrained")
-    place = np.arange(len(SCALES) + 1)
-    for shift, (label, w) in zip((-0.15, 0.15), draws.items(), strict=True):
-        low, middle, high = np.quantile(w, [0.05, 0.5, 0.95], axis=0)
+    place = -np.arange(len(SCALES) + 1)
+    for shift, (label, sites) in zip((0.15, -0.15), draws.items(), strict=True):
+        low, middle, high = np.quantile(sites["w"], [0.05, 0.5, 0.95], axis=0)
         ax.errorbar(middle, place + shift, xerr=[middle - low, high - middle], fmt="o", label=label)
-    names = [f"{n} / {s}" if s > 1 else n for n, s in SCALES.items()]
+    names = [f"{name} / {scale}" if scale > 1 else name for name, scale in SCALES.items()]
     ax.set(yticks=place, yticklabels=["intercept", *names], ylabel="column of X", title=title)
-    ax.set_xlabel("coefficient w, in log odds of a visit to a doctor (90 % intervals)")
-    ax.invert_yaxis()
-    ax.axvline(0, color="0.7", zorder=0)
-    ax.legend()
+    ax.set_xlabel("coefficient w in log odds of a visit: median and 90 % interval")
+    fig.legend(loc="outside lower center", ncols=2)
     fig.savefig(path, dpi=200)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epsilon", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0, help="of all draws, but not of the noise")
-    parser.add_argument("--out", default="quickstart.png")
-    parser.add_argument("--quick", action="store_true", help="5,000 rows, 200 + 300 draws of NUTS")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws, not of the noise")
+    parser.add_argument("--out", default="quickstart.png", help="where the picture goes")
+    parser.add_argument("--quick", action="store_true", help="5,000 rows and fewer draws of NUTS")
     args = parser.parse_args()
+    size, warmup, kept = (5000, 200, 300) if args.quick else (20190, 500, 1000)
     fit_key, draw_key, nuts_key = jax.random.split(jax.random.key(args.seed), 3)
-    X, y = load(5000 if args.quick else 20190)
+    rows = randhie.load_pandas().data.sample(size, random_state=0)
+    columns = [np.ones(size), *(rows[name] / scale for name, scale in SCALES.items())]
+    X, y = np.stack(columns, axis=1, dtype=np.float32), rows.mdvis.to_numpy() > 0
     posterior = fit(model, X, y, epsilon=args.epsilon, rng_key=fit_key)
-    print(posterior)  # what was spent, the coefficients, and how much the records say
-    mcmc = MCMC(NUTS(model), num_warmup=200 if args.quick else 500,
-                num_samples=300 if args.quick else 1000, progress_bar=False)  # fmt: skip
+    print(posterior)
+    mcmc = MCMC(NUTS(model), num_warmup=warmup, num_samples=kept, progress_bar=False)
     mcmc.run(nuts_key, X, y)
-    spent = posterior.privacy
-    draw(
-        {f"private, ε = {args.epsilon:g}": posterior.sample(draw_key, 4000)["w"],
-         "NUTS, not private": mcmc.get_samples()["w"]},
-        f"{len(y):,} rows, ε = {args.epsilon:g}, δ = {spent.bound.delta:.2g}, seed {args.seed}",
-        args.out,
-    )  # fmt: skip
+    spent = f"{size:,} rows, ε = {args.epsilon:g}, δ = {posterior.privacy.bound.delta:.2g}"
+    draws = {"private": posterior.sample(draw_key, 4000), "NUTS, not private": mcmc.get_samples()}
+    draw(draws, f"{spent}, seed {args.seed}", args.out)
 
 
 if __name__ == "__main__":
