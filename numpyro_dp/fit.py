@@ -80,8 +80,7 @@ def fit(
         model, AutoDiagonalNormal(model), optax.adam(5e-3), estimator=aligned(), clip_norm=_CLIP,
         sampler=FullBatch() if rate >= 1 else Poisson(rate), budget=budget, public=public,
     )  # fmt: skip
-    result = svi.run(rng_key, _STEPS, *args, progress_bar=False, **kwargs)
-    found = result.posterior
+    found = svi.run(rng_key, _STEPS, *args, progress_bar=False, **kwargs).posterior
     note = f"DPLaplace does not take this model: {reason.split('. ')[0]}."
     found.notes = (*found.notes, note, "Its intervals do not hold the noise of privacy.")
     return found
