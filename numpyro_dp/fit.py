@@ -82,5 +82,5 @@ def fit(
     )  # fmt: skip
     found = svi.run(rng_key, _STEPS, *args, progress_bar=False, **kwargs).posterior
     note = f"DPLaplace does not take this model: {reason.split('. ')[0]}."
-    found.notes = (*found.notes, note, "Its intervals do not hold the noise of privacy.")
+    found.notes = (*found.notes, note)
     return found

@@ -7,25 +7,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp.laplace import curvature, decode
 from numpyro_dp.laplace.guess import first_guess
 from numpyro_dp.laplace.prior import ModelPrior, read_prior, unconstrained
-from numpyro_dp.laplace.schedule import PAIRS, Schedule, clip_norms, first_bounds, schedule
-from numpyro_dp.laplace.signal import (
-    LaplaceProblem,
-    Request,
-    StageOptimizer,
-    staged_scores,
-    symmetric,
-)
+from numpyro_dp.laplace.schedule import Schedule, schedule
+from numpyro_dp.laplace.stages import Run, Stages
 from numpyro_dp.laplace.suitable import check_suitable
 from numpyro_dp.model.density import Model
-from numpyro_dp.model.frontend import Prepared, arguments_key, with_static
-from numpyro_dp.model.outcomes import Outcomes, read_outcomes
+from numpyro_dp.model.frontend import arguments_key, with_static
+from numpyro_dp.model.outcomes import read_outcomes
 from numpyro_dp.model.public import argument_names, declare
 from numpyro_dp.model.structure import ModelStructure, read_model
 from numpyro_dp.posterior.posterior import Posterior
@@ -33,10 +25,8 @@ from numpyro_dp.privacy.mechanism.staged import StagedGaussian
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run import checks
-from numpyro_dp.run.driver import Driver
-from numpyro_dp.run.settings import Method, RunSettings, takes_settings
+from numpyro_dp.run.settings import RunSettings, takes_settings
 from numpyro_dp.run.spending import begun, plan_for, spent_by
-from numpyro_dp.run.state import SensitiveState
 
 __all__ = ["DPLaplace"]
 
@@ -133,7 +123,7 @@ class DPLaplace:
         self._declared = declare(self.settings.public, static_kwargs)
         self._structures: dict[Any, ModelStructure] = {}
         self._prepared: dict[Any, tuple[Any, ModelPrior, np.ndarray]] = {}
-        self._drivers: dict[Any, _Stages] = {}
+        self._drivers: dict[Any, Stages] = {}
 
     def run(self, rng_key: Array, *args: Any, **kwargs: Any) -> Posterior:
         """Returns the private posterior.
@@ -156,8 +146,8 @@ class DPLaplace:
         plan = self._schedule(outcomes.model.structure, outcomes.size)
         if (key, plan.shares) not in self._drivers:
             settings = self.settings.changed(mechanism=StagedGaussian(plan.shares))
-            self._drivers[key, plan.shares] = _Stages(settings, outcomes)
-        driver, stages = self._drivers[key, plan.shares], _Run(prior, plan, whitening)
+            self._drivers[key, plan.shares] = Stages(settings, outcomes)
+        driver, stages = self._drivers[key, plan.shares], Run(prior, plan, whitening)
         state = driver.start(rng_key, stages, args, kwargs)
         report = spent_by(driver.settings, state, len(plan.shares))
         with begun(driver.settings, state):
@@ -212,12 +202,17 @@ class DPLaplace:
                 found[number] = _check_scale(name, self.scales[name], shape)
         return found
 
-    def _posterior(self, stages: _Run, report: Any, rng_key: Array) -> Posterior:
+    def _posterior(self, stages: Run, report: Any, rng_key: Array) -> Posterior:
         prior = stages.prior
         precision, linear = stages.likelihood()
         notes = []
+        if left := stages.left_out():
+            shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+            notes.append(f"The records say too little about {shown}: the prior was kept.")
         if not self.scales:
-            notes.append("The scale of columns was guessed to be about 1: scales= says it better.")
+            notes.append(
+                "Columns were taken to be of about unit scale: DPLaplace(..., scales=) takes more."
+            )
         return Posterior(
             model=with_static(self.model, self.static_kwargs),
             draws=prior.posterior(precision, linear, rng_key),
@@ -228,158 +223,6 @@ class DPLaplace:
             "records",
             notes=tuple(notes),
         )
-
-
-class _Run:
-    """What a run has learnt so far: what was released, and what follows from it.
-
-    Attributes:
-        prior: Of the model.
-        plan: Releases to come and past.
-    """
-
-    def __init__(self, prior: ModelPrior, plan: Schedule, diagonal: np.ndarray) -> None:
-        self.prior, self.plan = prior, plan
-        size = len(diagonal)
-        self.seen = np.ones(size, bool)
-        self.whitening, self.template = np.diag(diagonal), np.eye(size)
-        self.mean, self.covariance = prior.decoded.mean, prior.decoded.covariance
-        self.kappa, self.stages = 1.0, ()
-        self.size = size
-        self.number = prior.outcomes.model.structure.layout.num_examples
-
-    def request(self, release: int) -> Request:
-        """What to ask for in a release, in all coordinates."""
-        first = bool(self.plan.first) and release == 0
-        kept = np.ix_(self.seen, self.seen)
-        factor, whitening = np.zeros((self.size, self.size)), np.zeros((self.size, self.size))
-        factor[kept] = np.linalg.cholesky(self.covariance)
-        whitening[kept] = self.whitening
-        mean = np.array(self.prior.decoded.mean)
-        mean[self.seen] = self.mean
-        numbers = mean, factor, whitening, self._clips(release, first), self.plan.weights(release)
-        return Request(jnp.asarray(first), *(jnp.asarray(x, jnp.float32) for x in numbers))
-
-    def read(self, release: int, released: np.ndarray) -> None:
-        """Decodes what a release gave."""
-        released = np.asarray(released, np.float64)
-        score, triangle, power = np.split(released, [self.size, len(released) - 1])
-        first = bool(self.plan.first) and release == 0
-        clips, weights = self._clips(release, first), self.plan.weights(release)
-        mu = self.plan.mu_of(release)
-        if first:
-            row, scales = clips[0] * score / weights[0], clips[1] * triangle[: self.size]
-            noise = clips[0] / mu[0], clips[1] / mu[1]
-            self._read_first(scales / weights[1], row, *noise)
-            return
-        kept = np.ix_(self.seen, self.seen)
-        stage = curvature.read_stage(
-            self.mean, self.covariance, self.whitening, self.template,
-            clips[0] * score[self.seen] / weights[0],
-            clips[1] * symmetric(triangle / weights[1])[kept],
-            clips[0] / mu[0], clips[1] / mu[1],
-        )  # fmt: skip
-        self.stages = decode.with_discrepancies((*self.stages, stage))
-        noise = clips[0] ** 2 / mu[2]
-        noisy = clips[0] ** 2 * power[0] / weights[2]
-        stage = self.stages[-1]
-        self.kappa = decode.sampling_ratio(stage, noisy, noise)
-        begin = self.mean, self.covariance
-        self.mean, self.covariance = decode.decode(self._prior, self.stages, self.kappa, begin)
-        self.whitening = curvature.next_whitening(stage, self._prior, self.kappa)
-        self.template = self.whitening @ stage.curvature_floored @ self.whitening
-
-    def likelihood(self) -> tuple[np.ndarray, np.ndarray]:
-        """Precision and linear term of what was released, in all coordinates."""
-        precision, linear = decode.released_likelihood(self.mean, self.covariance, self._prior)
-        whole, right = np.zeros((self.size, self.size)), np.zeros(self.size)
-        whole[np.ix_(self.seen, self.seen)], right[self.seen] = precision, linear
-        return whole, right
-
-    @property
-    def _prior(self) -> curvature.Prior:
-        """That of the coordinates that were seen."""
-        mean, covariance = self.prior.decoded.mean, self.prior.decoded.covariance
-        if self.seen.all():
-            return self.prior.decoded
-        kept = np.ix_(self.seen, self.seen)
-        return curvature.Prior(mean[self.seen], np.linalg.inv(covariance[kept]))
-
-    def _clips(self, release: int, first: bool) -> np.ndarray:
-        """Of the coordinates that were seen."""
-        size = int(self.seen.sum())
-        if first:
-            return first_bounds(size, self.number)
-        return clip_norms(size, self.number, float(np.linalg.norm(self.plan.mu_of(release))))
-
-    def _read_first(
-        self, scales: np.ndarray, row: np.ndarray, row_noise: float, scale_noise: float
-    ) -> None:
-        seen = curvature.seen_coordinates(scales, scale_noise)
-        prior, diagonal = self.prior.decoded, np.diag(self.whitening)
-        self.seen = seen
-        self.mean = prior.mean[seen]
-        self.covariance = prior.covariance[np.ix_(seen, seen)]
-        whitening, mean_row = np.diag(diagonal[seen]), (row[seen], row_noise)
-        guess = curvature.start(whitening, scales[seen], scale_noise, mean_row, self.number)
-        self.whitening = curvature.first_whitening(self._prior, guess)
-        self.template = self.whitening @ guess @ self.whitening
-
-
-class _Stages(Driver):
-    """The driver of the releases of one schedule."""
-
-    def __init__(self, settings: RunSettings, outcomes: Outcomes) -> None:
-        method = Method(staged_scores(outcomes, PAIRS), StageOptimizer(), "DPLaplace")
-        super().__init__(method, settings)
-        self._outcomes = outcomes
-
-    def get_params(self, state: SensitiveState) -> Any:
-        """Returns what is asked of the records."""
-        return state.optim_state[0]
-
-    def start(
-        self, rng_key: Array, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> SensitiveState:
-        """Returns the state before the first release."""
-        self._first = run.request(0)
-        structure = self._outcomes.model.structure
-        return self._init(rng_key, len(run.plan.shares), args, kwargs, None, structure)
-
-    def stages(
-        self,
-        state: SensitiveState,
-        run: _Run,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        report: Any,
-    ) -> None:
-        """Makes all releases; what they gave is in ``run``."""
-        session = self._session(args, kwargs)
-        rows = session.rows(args, kwargs)
-        for release in range(len(run.plan.shares)):
-            _, empty = state.optim_state
-            state = state._replace(optim_state=(run.request(release), empty))
-            state = session.run(state, rows, 1, 1, False, report)[0]
-            run.read(release, state.optim_state[1])
-
-    def _can_start(self, session: Any, prepared: Prepared) -> bool:
-        """The first guess has seen finite scores; a signal is finite in any case."""
-        return True
-
-    def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
-        return self._outcomes.model.structure
-
-    def _prepare(
-        self,
-        structure: ModelStructure,
-        rng_key: Array,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        init_params: dict[str, Any] | None,
-    ) -> Prepared:
-        problem = LaplaceProblem(self._outcomes)
-        return Prepared(problem, self.method.optim.init(self._first), rng_key)
 
 
 def _check_scales(scales: Any) -> dict[str, Any]:

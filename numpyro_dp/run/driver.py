@@ -190,9 +190,8 @@ class Driver(abc.ABC):
             progress_bar: Shows steps and epsilon spent, and nothing else.
             stable_update: Accepted for ``SVI``'s sake; steps are always stable.
             forward_mode_differentiation: Not supported.
-            init_state: To resume from, once. The plan of the first run must cover all steps. 256
-                new bits join the keys of the state, so that two processes that resume it share no
-                noise (:mod:`numpyro_dp.privacy.once`).
+            init_state: To resume from, once. The plan of the first run must cover all steps. New
+                bits join the keys of the state: processes that resume it share no noise.
             init_params: Initial values of parameters by name.
             trace_size: At most so many iterates are kept, evenly spaced; by default 1000, or
                 fewer where they would hold more than 10 million numbers.
@@ -225,8 +224,7 @@ class Driver(abc.ABC):
             first = start if new else with_new_noise(settings, start)
             found = session.run(first, rows, num_steps, trace_size, progress_bar, report, fold)
         state, losses, trace, folded = found
-        # Of the public arguments of this call; it holds no record.
-        make = functools.partial(self._posterior, session.problem.at(rows.shared))
+        make = functools.partial(self._posterior, session.problem.at(rows.shared))  # no record
         return RunResult(self.get_params(state), state, losses, trace, report, folded, make)
 
     def sweep(
