@@ -4,8 +4,8 @@ While releases are decoded, the prior of the latents that records see is a norma
 where the model's prior is normal, else with its median and the width that holds its central 68 %.
 What was released is then turned into a likelihood
 :math:`\exp(b^\top\theta - \theta^\top P \theta / 2)`, and the posterior is that likelihood times
-the model's *own* prior: in closed form if it is normal, by NUTS otherwise. That is post-processing,
-free of privacy cost.
+the model's *own* prior: in closed form if it is normal, by weighted draws if it is nearly so, and
+by NUTS otherwise. That is post-processing, free of privacy cost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from numpyro_dp.model.public import UnsupportedModelError
 __all__ = ["ModelPrior", "generator", "read_prior", "unconstrained"]
 
 _DRAWS = 4000
-_KEPT = 2000  # draws of NUTS
+_KEPT = 4000  # draws from a posterior that is not normal
+_PROPOSED = 20_000
 
 
 class ModelPrior(NamedTuple):
@@ -78,7 +79,9 @@ class ModelPrior(NamedTuple):
         if self.normal is not None:
             mean, covariance = self._closed_form(precision, linear)
             return functools.partial(self._normal_draws, mean, np.linalg.cholesky(covariance))
-        kept = self._sampled(precision, linear, rng_key)
+        kept = self._resampled(precision, linear, rng_key)
+        if kept is None:
+            kept = self._sampled(precision, linear, rng_key)
         return functools.partial(self._kept_draws, kept)
 
     def _closed_form(self, precision: np.ndarray, linear: np.ndarray) -> tuple[Any, Any]:
@@ -100,6 +103,34 @@ class ModelPrior(NamedTuple):
         rows = jax.random.choice(rng_key, len(kept), (num_samples,), replace=again)
         return self.constrain(kept[rows])
 
+    def _resampled(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> Array | None:
+        """Draws under the normal prior, drawn again by weight; ``None`` where few would count."""
+        outcomes, prior = self.outcomes, self.decoded
+        if len(outcomes.seen) < len(outcomes.shapes):
+            return None
+        total = precision + prior.precision
+        factor = np.linalg.cholesky(np.linalg.inv((total + total.T) / 2))
+        mean = np.linalg.solve(total, linear + prior.precision @ prior.mean)
+        rng = generator(rng_key)
+        theta = mean + rng.normal(size=(_PROPOSED, len(mean))) @ factor.T
+        unravel = _unravel(outcomes)
+
+        def log_prior(flat: Array) -> Array:
+            return outcomes.model.log_prior(unravel(flat), {}, outcomes.shared)
+
+        off = theta - prior.mean
+        exact = jax.jit(jax.vmap(log_prior))(jnp.asarray(theta, jnp.result_type(float)))
+        logs = (
+            np.asarray(exact, np.float64) + np.einsum("nd,de,ne->n", off, prior.precision, off) / 2
+        )
+        logs = np.where(np.isfinite(logs), logs, -np.inf)
+        weights = np.exp(logs - logs.max())
+        weights = weights / weights.sum()
+        if not np.isfinite(weights).all() or 1 / np.sum(weights**2) < _PROPOSED / 4:
+            return None
+        rows = rng.choice(_PROPOSED, _KEPT, p=weights)
+        return jnp.asarray(theta[rows], jnp.result_type(float))
+
     def _sampled(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> Array:
         outcomes, seen = self.outcomes, jnp.asarray(self.seen)
         unravel = _unravel(outcomes)
@@ -117,7 +148,7 @@ class ModelPrior(NamedTuple):
         right = self.decoded.precision @ self.decoded.mean + linear
         start = start.at[seen].set(jnp.asarray(np.linalg.solve(wide, right), start.dtype))
         kernel = NUTS(potential_fn=potential, dense_mass=len(start) <= 50, target_accept_prob=0.9)
-        mcmc = MCMC(kernel, num_warmup=500, num_samples=_KEPT, progress_bar=False)
+        mcmc = MCMC(kernel, num_warmup=500, num_samples=_KEPT // 2, progress_bar=False)
         mcmc.run(run_key, init_params=start)
         return mcmc.get_samples()
 
