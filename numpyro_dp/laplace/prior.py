@@ -24,7 +24,6 @@ from numpyro.infer import MCMC, NUTS
 
 from numpyro_dp.laplace.curvature import Prior
 from numpyro_dp.model.outcomes import Outcomes, unconstrained_prior
-from numpyro_dp.model.public import UnsupportedModelError
 
 __all__ = ["ModelPrior", "read_prior", "unconstrained"]
 
@@ -121,18 +120,8 @@ class ModelPrior(NamedTuple):
 
 
 def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:
-    """Reads the prior of a model; no record is read.
-
-    Raises:
-        UnsupportedModelError: If the prior cannot be drawn from.
-    """
-    try:
-        flat = np.asarray(_flat_prior(outcomes, rng_key, _DRAWS), np.float64)
-    except NotImplementedError as error:
-        raise UnsupportedModelError(
-            "Expected priors that can be drawn from, got one that cannot (ImproperUniform, say): "
-            "without a proper prior a small budget has no answer. Give it a proper prior."
-        ) from error
+    """Reads the prior of a model; no record is read."""
+    flat = np.asarray(_flat_prior(outcomes, rng_key, _DRAWS), np.float64)
     marks = {name: jnp.full(s, float(name in outcomes.seen)) for name, s in outcomes.shapes.items()}
     seen = np.flatnonzero(np.asarray(ravel_pytree(marks)[0]))
     normal = _normal(outcomes, flat[:3])

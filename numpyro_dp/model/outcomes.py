@@ -182,8 +182,18 @@ def read_outcomes(model: Model, shared: tuple[Array, ...]) -> Outcomes:
 def unconstrained_prior(
     model: Model, shared: tuple[Array, ...], rng_key: Array
 ) -> dict[str, Array]:
-    """Draws the latent sites from their prior, in unconstrained coordinates."""
-    trace = model.draw_prior(shared, rng_key)
+    """Draws the latent sites from their prior, in unconstrained coordinates.
+
+    Raises:
+        UnsupportedModelError: If a prior cannot be drawn from.
+    """
+    try:
+        trace = model.draw_prior(shared, rng_key)
+    except NotImplementedError as error:
+        raise UnsupportedModelError(
+            "Expected priors that can be drawn from, got one that cannot (ImproperUniform, say): "
+            "without a proper prior a small budget has no answer. Give it a proper prior."
+        ) from error
     return {
         name: biject_to(trace[name]["fn"].support).inv(trace[name]["value"])
         for name in model.structure.latents
