@@ -250,15 +250,25 @@ def _listed(scores: _Scores, request: Request, draws: Array, _: Array) -> tuple[
     """Score, curvature and power over their bounds, for outcomes that can be listed."""
     outcomes, (score_clip, curvature_clip) = scores.outcomes, request.clips
 
-    def at(draw: Array) -> tuple[Array, Array, Array, Array]:
+    def at(draw: Array) -> tuple[Array, ...]:
         listed = outcomes.listed(draw, scores.example)
-        slope = jax.vmap(lambda value: scores.at(draw, outcomes.as_outcome(value, scores.own)))
-        return listed.observed, listed.values, listed.probabilities, slope(listed.values)
 
-    observed, values, chances, slopes = jax.vmap(at)(draws)
+        def slopes(value: Array) -> tuple[Array, Array]:
+            outcome = outcomes.as_outcome(value, scores.own)
+            return scores.at(draw, outcome), scores.at(draw, outcome, weighted=False)
+
+        return (
+            listed.observed,
+            listed.values,
+            listed.probabilities,
+            *jax.vmap(slopes)(listed.values),
+        )
+
+    observed, values, chances, slopes, slope = jax.vmap(at)(draws)
     slopes, norm = scores.bounded(slopes)
-    square = jnp.sum(chances * norm**2, axis=1)
-    limits = score_clip / (jnp.max(norm, axis=1) + _TINY), curvature_clip / (square + _TINY)
+    slope, slope_norm = scores.bounded(slope)  # differs where the record has a weight
+    bound = jnp.sum(chances * norm * slope_norm, axis=1)
+    limits = score_clip / (jnp.max(norm, axis=1) + _TINY), curvature_clip / (bound + _TINY)
     weight = jnp.where(request.first, 1, jnp.minimum(1, jnp.minimum(*limits)))
     each = weight[:, None] * chances / len(draws)
     centred = values - jnp.sum(chances * values, axis=1, keepdims=True)
@@ -268,8 +278,8 @@ def _listed(scores: _Scores, request: Request, draws: Array, _: Array) -> tuple[
         request.first, each * centred / spread, weight[:, None] * observed / len(draws)
     )
     score = jnp.einsum("rk,rkp->p", sent, slopes)
-    product = jnp.einsum("rk,rkp,rkq->pq", each, slopes, slopes)
-    power = jnp.mean(weight**2 * square)
+    product = jnp.einsum("rk,rkp,rkq->pq", each, slopes, slope)
+    power = jnp.mean(weight**2 * jnp.sum(chances * norm**2, axis=1))
     return _parts(scores, request, score, product, power)
 
 
