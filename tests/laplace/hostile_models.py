@@ -91,6 +91,12 @@ def weighted_poisson(x, y, weight):
         numpyro.sample("y", dist.Poisson(jnp.exp(x @ w)), obs=y)
 
 
+def weighted_in_a_plate_of_known_size(x, y, weight):
+    w = normal("w", D)
+    with numpyro.plate("rows", 20), handlers.scale(scale=jnp.abs(weight)):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
 def masked(x, y, weight):
     w, s = normal("w", D), noise()
     with numpyro.plate("rows", x.shape[0]), handlers.mask(mask=weight > 0):
@@ -127,6 +133,7 @@ MODELS = {
     "mixture": (mixture, "f", False),
     "summed out": (summed_out, "f", False),
     "weighted": (weighted, "if", True),
+    "weighted, known size": (weighted_in_a_plate_of_known_size, "if", True),
     "weighted poisson": (weighted_poisson, "if", False),
     "masked": (masked, "ff", False),
 }  # fmt: skip

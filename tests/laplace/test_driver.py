@@ -75,14 +75,14 @@ def test_the_budget_is_spent_and_no_more(relation):
     budget = PrivacyBudget(0.7, 1e-5, relation)
     privacy = run(budget=budget).privacy
     assert 0.69 < privacy.epsilon <= 0.7
-    assert (privacy.spent.relation, privacy.spent.delta) == (relation, 1e-5)
+    assert (privacy.relation, privacy.delta) == (relation, 1e-5)
     assert privacy.num_steps in (7, 8)
     assert "rows" in str(privacy)
 
 
 @pytest.mark.full
 def test_replacing_needs_twice_the_noise():
-    found = [run(budget=PrivacyBudget(1.0, 1e-5, relation)).privacy.plan.noise_multiplier
+    found = [run(budget=PrivacyBudget(1.0, 1e-5, relation)).privacy.noise_multiplier
              for relation in ("add_or_remove_one", "replace_one")]  # fmt: skip
     assert found[1] == pytest.approx(2 * found[0], rel=0.02)
 
@@ -93,7 +93,7 @@ def test_a_budget_that_is_spent():
     left = PrivacyBudget(1.5, 1e-5).after(first)
     second = run(budget=left).privacy
     assert 1.45 < second.epsilon <= 1.5
-    assert second.plan.noise_multiplier > first.plan.noise_multiplier
+    assert second.noise_multiplier > first.noise_multiplier
     with pytest.raises(BudgetError):
         run(budget=PrivacyBudget(0.9, 1e-5).after(first))
 
