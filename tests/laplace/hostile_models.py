@@ -187,6 +187,17 @@ def request_of(size, *, first=False, mean=None, factor=None, whitening=None, cli
     return Request(jnp.asarray(first), *(jnp.asarray(array, jnp.float32) for array in arrays))
 
 
+def random_request(size, first, rng):
+    weights = np.sqrt(rng.dirichlet(np.ones(3)))
+    if first:
+        weights = np.append(np.sqrt(rng.dirichlet(np.ones(2))), 0)
+    return request_of(
+        size, first=first, mean=rng.normal(size=size),
+        factor=np.linalg.cholesky(rooted(rng, size, 1)) * np.exp(rng.normal()),
+        whitening=rooted(rng, size, 2), clips=np.exp(rng.normal(size=2) * (2, 5)), weights=weights,
+    )  # fmt: skip
+
+
 def signals(problem, pairs):
     """Compiled ``(request, key, record arrays) -> signal of each record``."""
     estimator = staged_scores(pairs)(problem)

@@ -11,6 +11,7 @@ from hostile_models import (
     norms,
     ordinary_records,
     problem_of,
+    random_request,
     request_of,
     rooted,
     signals,
@@ -21,17 +22,6 @@ from numpyro_dp.laplace.signal import symmetric
 
 ROUNDING = 1 + 1e-5
 LISTED = [name for name, row in MODELS.items() if row[2]]
-
-
-def random_request(size, first, rng):
-    weights = np.sqrt(rng.dirichlet(np.ones(3)))
-    if first:
-        weights = np.append(np.sqrt(rng.dirichlet(np.ones(2))), 0)
-    return request_of(
-        size, first=first, mean=rng.normal(size=size),
-        factor=np.linalg.cholesky(rooted(rng, size, 1)) * np.exp(rng.normal()),
-        whitening=rooted(rng, size, 2), clips=np.exp(rng.normal(size=2) * (2, 5)), weights=weights,
-    )  # fmt: skip
 
 
 @pytest.mark.table
