@@ -30,6 +30,7 @@ from jax import Array
 from jaxtyping import Float
 
 from numpyro_dp.core import Estimator, PyTree, Released
+from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.public import own_constants
 from numpyro_dp.model.records import Records, Rows
@@ -211,6 +212,8 @@ class _Scores:
             self._waists = {w: Waist(zero.size, lambda z, _: z, _scalar(outcomes, w))
                             for w in (True, False)}  # fmt: skip
         waist = self._waists[True]
+        if waist.size < zero.size and _frame_reads_outcome(waist, zero, given):
+            waist = self._waists[True] = Waist(zero.size, lambda z, _: z, _scalar(outcomes, True))
         self._narrow = waist.size < zero.size
         frame = whitening
         if self._narrow:
@@ -233,6 +236,16 @@ class _Scores:
         norm = jnp.sqrt(jnp.maximum(square, 0))
         good = norm < 1e18  # whose square is finite in float32; false for NaN
         return jnp.where(good[..., None], slopes, 0), jnp.where(good, norm, 0)
+
+
+def _frame_reads_outcome(waist: Waist, zero: Array, given: PyTree) -> bool:
+    """Whether scores of other outcomes have another frame than that of the record's own."""
+    example, own = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), leaf.dtype), given)
+
+    def frame(own: PyTree) -> dict[str, Array]:
+        return {"frame": jax.jacrev(waist.values)(zero, (example, own))}
+
+    return depends_on_inputs(frame, own)["frame"]
 
 
 def _scalar(outcomes: Outcomes, weighted: bool) -> Callable[[Array, Any], Array]:

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 from hostile_models import (
     KEY,
@@ -18,7 +20,7 @@ from hostile_models import (
     with_numbers,
 )
 
-from numpyro_dp.laplace.signal import symmetric
+from numpyro_dp.laplace.signal import _Scores, symmetric
 
 ROUNDING = 1 + 1e-5
 LISTED = [name for name, row in MODELS.items() if row[2]]
@@ -182,3 +184,37 @@ def test_simulated_outcomes_have_score_0_on_average_and_the_curvature_is_its_slo
     products = scores[:, :, None] * own[:, None, :]
     gap = (products + products.swapaxes(1, 2)) / 2 - curvatures
     assert np.all(np.abs(gap.mean(0)) <= 4.5 * gap.std(0) / np.sqrt(number) + 1e-6)
+
+
+class _Paired(dist.Distribution):
+    """log p = y . eta - (1 . eta)^2 / 2 + ...: what is affine in z depends on the outcome."""
+
+    support = dist.constraints.real_vector
+
+    def __init__(self, eta):
+        self.eta = eta
+        super().__init__(jnp.shape(eta)[:-1], jnp.shape(eta)[-1:])
+
+    def sample(self, key, sample_shape=()):
+        return self.eta.sum(-1, keepdims=True) + jax.random.normal(key, self.eta.shape)
+
+    def log_prob(self, value):
+        along = jnp.einsum("...k,...k->...", value, self.eta)
+        return along - self.eta.sum(-1) ** 2 / 2
+
+
+def _paired(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3, 2]).to_event(2))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", _Paired(jnp.einsum("nk,kj->nj", x, w)), obs=y)
+
+
+def test_scores_of_other_outcomes_where_the_record_s_own_is_in_the_affine_part():
+    rng = np.random.default_rng(8)
+    x, y = (rng.normal(size=(20, k)).astype(np.float32) for k in (3, 2))
+    outcomes = problem_of(_paired, (x, y)).outcomes
+    z, row = jnp.asarray(rng.normal(size=6), jnp.float32), (jnp.asarray(x[0]), jnp.asarray(y[0]))
+    scores = _Scores(outcomes, jnp.eye(6), row)
+    for outcome in (outcomes.own(row), outcomes.simulate(z, row, KEY)):
+        found = scores.at(z, outcome) @ scores.frame
+        np.testing.assert_allclose(found, outcomes.score(z, row, outcome), rtol=1e-4, atol=1e-5)
