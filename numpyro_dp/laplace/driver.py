@@ -237,10 +237,10 @@ def _check_scales(scales: Any) -> dict[str, Any]:
 
 
 def _check_scale(name: str, scale: Any, shape: tuple[int, ...]) -> np.ndarray:
-    found = np.asarray(scale, np.float64)
     try:
+        found = np.asarray(scale, np.float64)
         np.broadcast_to(found, shape)
-    except ValueError:
+    except (TypeError, ValueError):
         found = np.zeros(())
     if not np.all(np.isfinite(found)) or np.any(found <= 0):
         raise ValueError(

@@ -24,7 +24,6 @@ from numpyro.infer import MCMC, NUTS
 
 from numpyro_dp.laplace.curvature import Prior
 from numpyro_dp.model.outcomes import Outcomes, unconstrained_prior
-from numpyro_dp.model.public import UnsupportedModelError
 
 __all__ = ["ModelPrior", "generator", "read_prior", "unconstrained"]
 
@@ -154,11 +153,7 @@ class ModelPrior(NamedTuple):
 
 
 def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:
-    """Reads the prior of a model; no record is read.
-
-    Raises:
-        UnsupportedModelError: If the prior cannot be drawn from.
-    """
+    """Reads the prior of a model; no record is read."""
     names = sorted(outcomes.shapes)  # as ravel_pytree takes them
     marks = [np.full(int(np.prod(outcomes.shapes[n])), n in outcomes.seen) for n in names]
     seen = np.flatnonzero(np.concatenate(marks))
@@ -166,13 +161,7 @@ def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:
     if normal is not None:
         covariance = np.linalg.inv(normal[1])[np.ix_(seen, seen)]
         return ModelPrior(outcomes, normal, seen, Prior(normal[0][seen], np.linalg.inv(covariance)))
-    try:
-        flat = np.asarray(_flat_prior(outcomes, rng_key, _DRAWS), np.float64)
-    except NotImplementedError as error:
-        raise UnsupportedModelError(
-            "Expected priors that can be drawn from, got one that cannot (ImproperUniform, say): "
-            "without a proper prior a small budget has no answer. Give it a proper prior."
-        ) from error
+    flat = np.asarray(_flat_prior(outcomes, rng_key, _DRAWS), np.float64)
     low, middle, high = np.quantile(flat[:, seen], [0.1587, 0.5, 0.8413], axis=0)
     widths = np.maximum((high - low) / 2, 1e-6)
     return ModelPrior(outcomes, None, seen, Prior(middle, np.diag(widths**-2.0)))

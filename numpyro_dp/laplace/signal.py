@@ -30,6 +30,7 @@ from jax import Array
 from jaxtyping import Float
 
 from numpyro_dp.core import Estimator, PyTree, Released
+from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.public import own_constants
 from numpyro_dp.model.records import Records, Rows
@@ -215,6 +216,8 @@ class _Scores:
             self._waists = {w: Waist(zero.size, lambda z, _: z, _scalar(outcomes, w))
                             for w in (True, False)}  # fmt: skip
         waist = self._waists[True]
+        if waist.size < zero.size and _frame_reads_outcome(waist, zero, given):
+            waist = self._waists[True] = Waist(zero.size, lambda z, _: z, _scalar(outcomes, True))
         self._narrow = waist.size < zero.size
         frame = whitening
         if self._narrow:
@@ -239,6 +242,16 @@ class _Scores:
         return jnp.where(good[..., None], slopes, 0), jnp.where(good, norm, 0)
 
 
+def _frame_reads_outcome(waist: Waist, zero: Array, given: PyTree) -> bool:
+    """Whether scores of other outcomes have another frame than that of the record's own."""
+    example, own = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), leaf.dtype), given)
+
+    def frame(own: PyTree) -> dict[str, Array]:
+        return {"frame": jax.jacrev(waist.values)(zero, (example, own))}
+
+    return depends_on_inputs(frame, own)["frame"]
+
+
 def _scalar(outcomes: Outcomes, weighted: bool) -> Callable[[Array, Any], Array]:
     def scalar(draw: Array, given: Any) -> Array:
         return outcomes.log_likelihood(draw, *given, weighted=weighted)
@@ -254,15 +267,25 @@ def _listed(scores: _Scores, request: Request, draws: Array, _: Array) -> tuple[
     """Score, curvature and power over their bounds, for outcomes that can be listed."""
     outcomes, (score_clip, curvature_clip) = scores.outcomes, request.clips
 
-    def at(draw: Array) -> tuple[Array, Array, Array, Array]:
+    def at(draw: Array) -> tuple[Array, ...]:
         listed = outcomes.listed(draw, scores.example)
-        slope = jax.vmap(lambda value: scores.at(draw, outcomes.as_outcome(value, scores.own)))
-        return listed.observed, listed.values, listed.probabilities, slope(listed.values)
 
-    observed, values, chances, slopes = jax.vmap(at)(draws)
+        def slopes(value: Array) -> tuple[Array, Array]:
+            outcome = outcomes.as_outcome(value, scores.own)
+            return scores.at(draw, outcome), scores.at(draw, outcome, weighted=False)
+
+        return (
+            listed.observed,
+            listed.values,
+            listed.probabilities,
+            *jax.vmap(slopes)(listed.values),
+        )
+
+    observed, values, chances, slopes, slope = jax.vmap(at)(draws)
     slopes, norm = scores.bounded(slopes)
-    square = jnp.sum(chances * norm**2, axis=1)
-    limits = score_clip / (jnp.max(norm, axis=1) + _TINY), curvature_clip / (square + _TINY)
+    slope, slope_norm = scores.bounded(slope)  # differs where the record has a weight
+    bound = jnp.sum(chances * norm * slope_norm, axis=1)
+    limits = score_clip / (jnp.max(norm, axis=1) + _TINY), curvature_clip / (bound + _TINY)
     weight = jnp.where(request.first, 1, jnp.minimum(1, jnp.minimum(*limits)))
     each = weight[:, None] * chances / len(draws)
     centred = values - jnp.sum(chances * values, axis=1, keepdims=True)
@@ -272,8 +295,8 @@ def _listed(scores: _Scores, request: Request, draws: Array, _: Array) -> tuple[
         request.first, each * centred / spread, weight[:, None] * observed / len(draws)
     )
     score = jnp.einsum("rk,rkp->p", sent, slopes)
-    product = jnp.einsum("rk,rkp,rkq->pq", each, slopes, slopes)
-    power = jnp.mean(weight**2 * square)
+    product = jnp.einsum("rk,rkp,rkq->pq", each, slopes, slope)
+    power = jnp.mean(weight**2 * jnp.sum(chances * norm**2, axis=1))
     return _parts(scores, request, score, product, power)
 
 

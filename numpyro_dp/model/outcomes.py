@@ -88,7 +88,7 @@ class Outcomes(NamedTuple):
         """
         fn = self.model.fn if outcome is None else _observing(self.model.fn, outcome)
         if self.weighted and not weighted:
-            fn = _without_weights(fn, self._names, self.model.structure.layout.num_examples)
+            fn = _without_weights(fn, self._names, self.model.structure.data_plate)
         model, key = self.model._replace(fn=fn), self._any_key()
         return model.log_likelihood(self.latents(flat), {}, example, self.shared, key)
 
@@ -182,8 +182,18 @@ def read_outcomes(model: Model, shared: tuple[Array, ...]) -> Outcomes:
 def unconstrained_prior(
     model: Model, shared: tuple[Array, ...], rng_key: Array
 ) -> dict[str, Array]:
-    """Draws the latent sites from their prior, in unconstrained coordinates."""
-    trace = model.draw_prior(shared, rng_key)
+    """Draws the latent sites from their prior, in unconstrained coordinates.
+
+    Raises:
+        UnsupportedModelError: If a prior cannot be drawn from.
+    """
+    try:
+        trace = model.draw_prior(shared, rng_key)
+    except NotImplementedError as error:
+        raise UnsupportedModelError(
+            "Expected priors that can be drawn from, got one that cannot (ImproperUniform, say): "
+            "without a proper prior a small budget has no answer. Give it a proper prior."
+        ) from error
     return {
         name: biject_to(trace[name]["fn"].support).inv(trace[name]["value"])
         for name in model.structure.latents
@@ -292,11 +302,13 @@ class _unobserved(Messenger):  # noqa: N801
 class _without_weights(Messenger):  # noqa: N801
     """Leaves observed sites the scale that the size of the plate gives them alone."""
 
-    def __init__(self, fn: Callable[..., Any], names: tuple[str, ...], size: int) -> None:
-        self.names, self.size = names, size
+    def __init__(self, fn: Callable[..., Any], names: tuple[str, ...], plate: str) -> None:
+        self.names, self.plate, self.size = names, plate, 1
         super().__init__(fn)
 
     def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "plate" and msg["name"] == self.plate:
+            self.size = msg["args"][0]  # 1 if it is the length of an array of records
         if msg["type"] == "sample" and msg["name"] in self.names:
             msg["scale"] = float(self.size)
 

@@ -23,6 +23,8 @@ from numpyro_dp.privacy.sampling import FullBatch
 
 __all__ = ["StagedGaussian"]
 
+_UP = 1 + 1e-6  # in single precision, noise is not narrower than what is accounted for
+
 
 @dataclasses.dataclass(frozen=True)
 class StagedGaussian:
@@ -44,7 +46,8 @@ class StagedGaussian:
 
     def __post_init__(self) -> None:
         """Checks the shares."""
-        if not self.shares or min(self.shares) <= 0 or abs(math.fsum(self.shares) - 1) > 1e-9:
+        positive = bool(self.shares) and all(share > 0 for share in self.shares)  # false for NaN
+        if not (positive and abs(math.fsum(self.shares) - 1) <= 1e-9):
             raise ValueError(f"Expected positive shares that sum to 1, got {self.shares}.")
 
     def __call__(self, clip_norm: ClipNorm, noise_multiplier: Any) -> Mechanism:
@@ -55,7 +58,7 @@ class StagedGaussian:
             key: Array, total: PyTree, state: MechanismState
         ) -> tuple[PyTree, MechanismState]:
             # Beyond the last step the table ends: infinite noise, and so NaN.
-            widths = jnp.asarray([1 / math.sqrt(share) for share in self.shares])
+            widths = jnp.asarray([_UP / math.sqrt(share) for share in self.shares])
             width = widths.at[state.memory].get(mode="fill", fill_value=jnp.nan)
             step = GaussianMechanism()(clip_norm, noise_multiplier * width)
             noisy, _ = step.privatise(key, total, state)

@@ -1,0 +1,224 @@
+"""Models with outcomes of every kind, and records that no model would make."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro import handlers
+
+from numpyro_dp.laplace.signal import LaplaceProblem, Request, staged_scores
+from numpyro_dp.model.density import Model
+from numpyro_dp.model.outcomes import read_outcomes
+from numpyro_dp.model.public import declare
+from numpyro_dp.model.structure import read_model
+
+D = 3
+KEY = jax.random.key(5)
+
+
+def normal(name, *shape):
+    return numpyro.sample(name, dist.Normal(0, 1).expand(shape).to_event(len(shape)))
+
+
+def observed(likelihood, *latents):
+    """A model with weights w and the likelihood ``(x, w, *latents) -> distribution``."""
+
+    def model(x, y, *others):
+        values = normal("w", D), *[latent() for latent in latents]
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", likelihood(x, *values, *others), obs=y)
+
+    return model
+
+
+def noise():
+    return numpyro.sample("noise", dist.LogNormal(0, 0.5))
+
+
+bernoulli = observed(lambda x, w: dist.Bernoulli(logits=x @ w))
+poisson = observed(lambda x, w: dist.Poisson(jnp.exp(x @ w)))
+linear = observed(lambda x, w, s: dist.Normal(x @ w, s), noise)
+
+
+def categorical(x, y):
+    w = normal("w", D, 4)
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Categorical(logits=x @ w), obs=y)
+
+
+def ordered(x, y):
+    w = normal("w", D)
+    cuts = dist.TransformedDistribution(
+        dist.Normal(0, 1).expand([3]).to_event(1), dist.transforms.OrderedTransform()
+    )
+    cuts = numpyro.sample("cuts", cuts)
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.OrderedLogistic(x @ w, cuts), obs=y)
+
+
+def two_sites(x, y, count):
+    w, s = normal("w", D), noise()
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, s), obs=y)
+        numpyro.sample("count", dist.Poisson(jnp.exp(x[:, 0] * w[1] + w[0])), obs=count)
+
+
+def mixture(x, y):
+    loc, s, w = normal("loc", 2), noise(), numpyro.sample("p", dist.Beta(2, 2))
+    with numpyro.plate("rows", x.shape[0]):
+        parts = dist.Normal(loc + x[:, :1], s)
+        weights = dist.Categorical(probs=jnp.stack([w, 1 - w]))
+        numpyro.sample("y", dist.MixtureSameFamily(weights, parts), obs=y)
+
+
+def summed_out(x, y):
+    loc, p = normal("loc", 2), numpyro.sample("p", dist.Dirichlet(jnp.ones(2)))
+    with numpyro.plate("rows", x.shape[0]):
+        part = numpyro.sample("part", dist.Categorical(p), infer={"enumerate": "parallel"})
+        numpyro.sample("y", dist.Normal(loc[part] + x[:, 0], 1.0), obs=y)
+
+
+def weighted(x, y, weight):
+    w = normal("w", D)
+    with numpyro.plate("rows", x.shape[0]), handlers.scale(scale=jnp.abs(weight)):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def weighted_poisson(x, y, weight):
+    w = normal("w", D)
+    with numpyro.plate("rows", x.shape[0]), handlers.scale(scale=jnp.abs(weight)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(x @ w)), obs=y)
+
+
+def weighted_in_a_plate_of_known_size(x, y, weight):
+    w = normal("w", D)
+    with numpyro.plate("rows", 20), handlers.scale(scale=jnp.abs(weight)):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def masked(x, y, weight):
+    w, s = normal("w", D), noise()
+    with numpyro.plate("rows", x.shape[0]), handlers.mask(mask=weight > 0):
+        numpyro.sample("y", dist.Normal(x @ w, s), obs=y)
+
+
+def binomial(x, y):
+    w = normal("w", D)
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Binomial(5, logits=x @ w), obs=y)
+
+
+def concentration():
+    return numpyro.sample("concentration", dist.Gamma(2, 1))
+
+
+# name: (model, kinds of the arrays after x, whether outcomes are listed)
+MODELS = {
+    "bernoulli": (bernoulli, "i", True),
+    "poisson": (poisson, "i", False),
+    "linear": (linear, "f", False),
+    "categorical": (categorical, "i", True),
+    "ordered": (ordered, "i", True),
+    "binomial": (binomial, "i", True),
+    "negative binomial": (
+        observed(lambda x, w, c: dist.NegativeBinomial2(jnp.exp(x @ w), c), concentration),
+        "i", False,
+    ),
+    "gamma": (
+        observed(lambda x, w, c: dist.Gamma(c, c * jnp.exp(-x @ w)), concentration), "f", False,
+    ),
+    "student": (observed(lambda x, w, s: dist.StudentT(4.0, x @ w, s), noise), "f", False),
+    "two sites": (two_sites, "fi", False),
+    "mixture": (mixture, "f", False),
+    "summed out": (summed_out, "f", False),
+    "weighted": (weighted, "if", True),
+    "weighted, known size": (weighted_in_a_plate_of_known_size, "if", True),
+    "weighted poisson": (weighted_poisson, "if", False),
+    "masked": (masked, "ff", False),
+}  # fmt: skip
+
+
+def hostile_records(kinds, number, seed):
+    """Heavy-tailed rows, 1e30, infinity and NaN; outcomes inside and outside the support."""
+    rng = np.random.default_rng(seed)
+
+    def floats(*shape):
+        values = rng.standard_cauchy(shape) * 10.0 ** rng.integers(-3, 5, (number, 1)[: len(shape)])
+        bad = rng.choice([np.nan, np.inf, -np.inf, 1e30, -1e30, 1e18, 1e-30, 0.0], shape)
+        with np.errstate(over="ignore"):
+            return np.where(rng.random(shape) < 0.06, bad, values).astype(np.float32)
+
+    def integers(*shape):
+        odd = rng.choice([-1, 7, 77, 2**30, -(2**31)], shape)
+        return np.where(rng.random(shape) < 0.2, odd, rng.integers(0, 4, shape)).astype(np.int32)
+
+    return floats(number, D), *({"f": floats, "i": integers}[kind](number) for kind in kinds)
+
+
+def ordinary_records(kinds, number, seed):
+    rng = np.random.default_rng(seed)
+    made = {"f": lambda: rng.gamma(2.0, size=number), "i": lambda: rng.integers(0, 2, number)}
+    floats = [made[kind]().astype({"f": "float32", "i": "int32"}[kind]) for kind in kinds]
+    return rng.normal(size=(number, D)).astype(np.float32), *floats
+
+
+def problem_of(model, args):
+    structure = read_model(model, args, {}, None, declare())
+    rows = structure.layout.rows(args, {})
+    return LaplaceProblem(read_outcomes(Model(model, structure), rows.shared))
+
+
+def rooted(rng, size, spread):
+    """A symmetric, positive definite matrix whose coordinates have different scales."""
+    root = rng.normal(size=(size, size)) * np.exp(spread * rng.normal(size=size))
+    values, vectors = np.linalg.eigh(root @ root.T + 1e-3 * np.eye(size))
+    return (vectors * np.sqrt(values)) @ vectors.T
+
+
+def request_of(size, *, first=False, mean=None, factor=None, whitening=None, clips=(1, 1),
+               weights=(0.6, 0.64, 0.48)):  # fmt: skip
+    arrays = (
+        np.zeros(size) if mean is None else mean,
+        np.zeros((size, size)) if factor is None else factor,
+        np.eye(size) if whitening is None else whitening,
+        clips, weights,
+    )  # fmt: skip
+    return Request(jnp.asarray(first), *(jnp.asarray(array, jnp.float32) for array in arrays))
+
+
+def random_request(size, first, rng):
+    weights = np.sqrt(rng.dirichlet(np.ones(3)))
+    if first:
+        weights = np.append(np.sqrt(rng.dirichlet(np.ones(2))), 0)
+    return request_of(
+        size, first=first, mean=rng.normal(size=size),
+        factor=np.linalg.cholesky(rooted(rng, size, 1)) * np.exp(rng.normal()),
+        whitening=rooted(rng, size, 2), clips=np.exp(rng.normal(size=2) * (2, 5)), weights=weights,
+    )  # fmt: skip
+
+
+def signals(problem, pairs):
+    """Compiled ``(request, key, record arrays) -> signal of each record``."""
+    estimator = staged_scores(pairs)(problem)
+
+    @jax.jit
+    def all_records(request, key, arrays):
+        public = estimator.prepare(key, request)
+        return jax.vmap(estimator.signal, (None, 0))(public, arrays)
+
+    return all_records
+
+
+def norms(signal):
+    """Of each record's signal, in double precision."""
+    leaves = [np.asarray(leaf, np.float64) for leaf in signal.values()]
+    return np.sqrt(sum((leaf.reshape(len(leaf), -1) ** 2).sum(1) for leaf in leaves))
+
+
+def with_numbers(problem, arrays, seed=0):
+    """Record arrays, with the secret number of each record where it has one."""
+    if not problem.numbered:
+        return arrays
+    numbers = np.random.default_rng(seed).integers(0, 2**32, len(arrays[0]), dtype=np.uint32)
+    return (*arrays, numbers)

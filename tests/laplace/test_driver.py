@@ -1,0 +1,242 @@
+"""DPLaplace: what a run spends, repeats and finds."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_dp import DPLaplace, NoiseReuseError, PrivacyBudget, fit
+from numpyro_dp.privacy.plan import BudgetError
+
+KEY = jax.random.key(0)
+D = 3
+BUDGET = PrivacyBudget(1.0, 1e-5)
+
+
+def logistic(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def intercepts(group, y):
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    with numpyro.plate("groups", 6):
+        effect = numpyro.sample("effect", dist.Normal(0, scale))
+    with numpyro.plate("rows", group.shape[0]):
+        numpyro.sample("y", dist.Normal(effect[group], 1.0), obs=y)
+
+
+def counts(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 0.5).expand([D]).to_event(1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(x @ w)), obs=y)
+
+
+@functools.cache
+def records(number=2000, seed=1):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(number, D)).astype(np.float32)
+    p = 1 / (1 + np.exp(-x @ np.array([1.0, -0.5, 0.0])))
+    return jnp.asarray(x), jnp.asarray((rng.random(number) < p).astype(np.int32))
+
+
+@functools.cache
+def outcome_counts(number=1000):
+    x, _ = records(number)
+    rng = np.random.default_rng(2)
+    return x, jnp.asarray(rng.poisson(np.exp(x @ np.array([0.3, -0.3, 0.0]))).astype(np.int32))
+
+
+def draws(posterior, name="w", number=4000):
+    return np.asarray(posterior.sample(jax.random.key(3), number)[name], np.float64)
+
+
+def run(model=logistic, args=None, key=KEY, **options):
+    options = {"budget": BUDGET} | options
+    return DPLaplace(model, **options).run(key, *(records() if args is None else args))
+
+
+@functools.cache
+def first_run():
+    return run(secret_key=7)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "relation",
+    ["add_or_remove_one", pytest.param("replace_one", marks=pytest.mark.full)],
+)
+def test_the_budget_is_spent_and_no_more(relation):
+    budget = PrivacyBudget(0.7, 1e-5, relation)
+    privacy = run(budget=budget).privacy
+    assert 0.69 < privacy.epsilon <= 0.7
+    assert (privacy.relation, privacy.delta) == (relation, 1e-5)
+    assert privacy.num_steps in (7, 8)
+    assert "rows" in str(privacy)
+
+
+@pytest.mark.full
+def test_replacing_needs_twice_the_noise():
+    found = [run(budget=PrivacyBudget(1.0, 1e-5, relation)).privacy.noise_multiplier
+             for relation in ("add_or_remove_one", "replace_one")]  # fmt: skip
+    assert found[1] == pytest.approx(2 * found[0], rel=0.02)
+
+
+@pytest.mark.full
+def test_a_budget_that_is_spent():
+    first = first_run().privacy
+    left = PrivacyBudget(1.5, 1e-5).after(first)
+    second = run(budget=left).privacy
+    assert 1.45 < second.epsilon <= 1.5
+    with pytest.raises(BudgetError):
+        run(budget=PrivacyBudget(0.9, 1e-5).after(first))
+
+
+@pytest.mark.full
+def test_a_secret_key_repeats_a_run_where_that_was_asked_for():
+    posterior = first_run()
+    with pytest.raises(NoiseReuseError, match="secret_key"):
+        run(secret_key=7)
+    again = run(secret_key=7, repetition=True)
+    np.testing.assert_array_equal(draws(posterior), draws(again))
+    assert again.privacy.repetition
+    other = run()
+    assert np.abs(draws(posterior).mean(0) - draws(other).mean(0)).max() > 1e-4
+    assert not other.privacy.reproducible
+
+
+@pytest.mark.full
+def test_the_same_driver_runs_twice_with_new_noise():
+    laplace = DPLaplace(logistic, budget=BUDGET)
+    one, other = (draws(laplace.run(KEY, *records())).mean(0) for _ in range(2))
+    assert np.abs(one - other).max() > 1e-4
+
+
+def exact(x, y, prior_sd=1.0):
+    """Mode and covariance of the logistic posterior."""
+    x, y, z = np.asarray(x, float), np.asarray(y, float), np.zeros(x.shape[1])
+    for _ in range(30):
+        p = 1 / (1 + np.exp(-x @ z))
+        precision = x.T * (p * (1 - p)) @ x + np.eye(len(z)) / prior_sd**2
+        z = z + np.linalg.solve(precision, x.T @ (y - p) - z / prior_sd**2)
+    return z, np.linalg.inv(precision)
+
+
+def test_with_a_large_budget_it_is_the_posterior():
+    found = draws(run(budget=PrivacyBudget(1e3, 1e-5), scales={"x": 1.0}))
+    mean, covariance = exact(*records())
+    sd = np.sqrt(np.diag(covariance))
+    assert np.abs((found.mean(0) - mean) / sd).max() < 0.35
+    np.testing.assert_allclose(found.std(0) / sd, 1, atol=0.15)
+    gap = np.corrcoef(found.T) - covariance / np.outer(sd, sd)
+    assert np.abs(gap).max() < 0.15
+
+
+@pytest.mark.full
+def test_with_a_budget_of_nothing_it_is_the_prior():
+    means, widths = [], []
+    for seed in range(6):
+        found = draws(run(budget=PrivacyBudget(1e-3, 1e-5), key=jax.random.key(seed)), number=20000)
+        means.append(found.mean(0))
+        widths.append(found.std(0))
+    assert np.mean(widths) > 0.97
+    assert np.max(widths) < 1 + 4 / np.sqrt(2 * 20000)
+    assert np.sqrt(np.mean(np.square(means))) <= 0.2
+
+
+@pytest.mark.full
+def test_intervals_hold_the_noise_of_privacy():
+    """Standardised errors over runs with fresh noise and fresh records."""
+    errors = []
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        w = rng.normal(size=D)
+        x = records()[0][:1000]
+        y = (rng.random(1000) < 1 / (1 + np.exp(-np.asarray(x) @ w))).astype(np.int32)
+        found = draws(run(args=(x, jnp.asarray(y)), key=jax.random.key(seed)))
+        errors.append((found.mean(0) - w) / found.std(0))
+    inside = np.mean(np.abs(errors) < 1.6449)
+    assert inside > 0.9 - 4 * np.sqrt(0.09 / 36)
+    assert 0.6 < np.sqrt(np.mean(np.square(errors))) < 1.5
+
+
+@pytest.mark.full
+def test_a_hierarchy_is_sampled_under_its_own_prior():
+    rng = np.random.default_rng(4)
+    group = jnp.asarray(rng.integers(0, 6, 3000))
+    effect = np.array([1.0, -1.0, 0.5, -0.5, 0.2, 0.0])
+    y = jnp.asarray(effect[group] + rng.normal(size=3000), jnp.float32)
+    posterior = run(intercepts, (group, y), budget=PrivacyBudget(3.0, 1e-5))
+    scale, found = draws(posterior, "scale"), draws(posterior, "effect")
+    assert scale.min() > 0
+    assert 0.3 < np.median(scale) < 1.3
+    assert np.all(np.abs(found.mean(0) - effect) < 4 * found.std(0))
+    assert found.std(0).max() < 0.5
+
+
+@pytest.mark.full
+@pytest.mark.every_case
+@pytest.mark.parametrize("model", [logistic, counts], ids=lambda fn: fn.__name__)
+def test_microbatches_change_the_rounding_alone(model):
+    args = records() if model is logistic else outcome_counts()
+    found = [
+        draws(run(model, args, secret_key=8, repetition=True, microbatch_size=size))
+        for size in (None, 37, 300)
+    ]
+    width = found[0].std(0)
+    for other in found[1:]:
+        assert np.abs((other - found[0]) / width).max() < 0.02
+
+
+@pytest.mark.full
+def test_an_outcome_that_is_simulated():
+    found = draws(run(counts, outcome_counts(), budget=PrivacyBudget(100.0, 1e-5)))
+    error = found.mean(0) - np.array([0.3, -0.3, 0.0])
+    assert np.all(np.abs(error) < 5 * found.std(0))
+    assert found.std(0).max() < 0.08
+
+
+@pytest.mark.full
+def test_scales_are_noted_and_change_the_first_guess_alone():
+    guessed, told = run(secret_key=9), run(secret_key=10, scales={"x": [1.0, 1.0, 1.0]})
+    assert any("guessed" in note for note in guessed.notes)
+    assert not told.notes
+    far = draws(run(args=(records()[0] * jnp.array([1.0, 100.0, 0.01]), records()[1]),
+                    scales={"x": [1.0, 100.0, 0.01]}))  # fmt: skip
+    assert np.isfinite(far).all()
+    assert abs(far.mean(0)[0] - 1) < 5 * far.std(0)[0]
+    assert far.std(0)[2] > 0.8  # a column of .01 says nothing
+
+
+@pytest.mark.full
+def test_one_record_of_nan_and_outcomes_outside_the_support_change_little():
+    """They count as nothing; the same noise shows it."""
+    x, y = records()
+    bad = x.at[5].set(jnp.nan), y.at[9].set(7)
+    one, other = (draws(run(args=args, secret_key=11, repetition=True)) for args in ((x, y), bad))
+    assert np.isfinite(other).all()
+    assert np.abs((one.mean(0) - other.mean(0)) / one.std(0)).max() < 0.3
+
+
+@pytest.mark.full
+def test_fit_takes_it_where_it_can_and_says_why_not():
+    x, y = records()
+    posterior = fit(logistic, x, y, epsilon=1.0, rng_key=KEY)
+    assert posterior.method.startswith("DPLaplace")
+    assert posterior.privacy.epsilon <= 1
+
+    def improper(x, y):
+        support = dist.constraints.real_vector
+        w = numpyro.sample("w", dist.ImproperUniform(support, (), (D,)))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+    notes = fit(improper, x, y, epsilon=1.0, rng_key=KEY).notes
+    assert any(
+        note.startswith("DPLaplace does not take this model: Expected priors") for note in notes
+    )

@@ -1,0 +1,220 @@
+"""What one record sends: bounded whatever it is, of mean 0 at the truth, with its exact slope."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from hostile_models import (
+    KEY,
+    MODELS,
+    hostile_records,
+    norms,
+    ordinary_records,
+    problem_of,
+    random_request,
+    request_of,
+    rooted,
+    signals,
+    with_numbers,
+)
+
+from numpyro_dp.laplace.signal import _Scores, symmetric
+
+ROUNDING = 1 + 1e-5
+LISTED = [name for name, row in MODELS.items() if row[2]]
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("name", MODELS)
+def test_no_record_sends_more_than_its_bound(name):
+    """For random whitenings, clips and draws, in the first release and in a stage."""
+    model, kinds, listed = MODELS[name]
+    number = 20 if "known" in name else 200
+    problem = problem_of(model, ordinary_records(kinds, number, 0))
+    assert (problem.outcomes.number > 0) == listed
+    every, largest, rng = signals(problem, 3), np.zeros(3), np.random.default_rng(1)
+    for trial in range(6):
+        arrays = with_numbers(problem, hostile_records(kinds, number, trial))
+        for first in (True, False):
+            request = random_request(problem.outcomes.size, first, rng)
+            found = every(request, jax.random.key(trial), arrays)
+            assert all(np.isfinite(leaf).all() for leaf in found.values())
+            assert norms(found).max() <= ROUNDING
+            for at, entry in enumerate(("score", "curvature", "power")):
+                weight = float(request.weights[at])
+                sizes = norms({"one": found[entry]})
+                assert sizes.max() <= weight * ROUNDING
+                largest[at] = max(largest[at], sizes.max() / max(weight, 1e-9))
+    assert largest[1] > 0.9  # the bound is reached
+
+
+def at_one_point(problem, rng, **options):
+    """A request whose draws are one point, with a whitening that is not diagonal."""
+    size = problem.outcomes.size
+    mean, whitening = 0.3 * rng.normal(size=size), np.eye(size) + 0.3 * rooted(rng, size, 0.1)
+    return request_of(size, mean=mean, whitening=whitening, **options), mean, whitening
+
+
+def clipping(request, share):
+    """The request with clips at which about half or none of the records are clipped."""
+    return request._replace(clips=jnp.asarray(share, jnp.float32))
+
+
+def score_of(found, request):
+    return np.asarray(found["score"], np.float64) * float(request.clips[0] / request.weights[0])
+
+
+def curvature_of(found, request):
+    factor = float(request.clips[1] / request.weights[1])
+    return np.stack([symmetric(np.asarray(row, np.float64)) for row in found["curvature"]]) * factor
+
+
+def repeated(arrays, place, values):
+    """All records with each of the outcomes: arrays of len(values) * N rows."""
+    size = len(arrays[0])
+    rows = [np.tile(array, (len(values),) + (1,) * (array.ndim - 1)) for array in arrays]
+    rows[place] = np.repeat(values, size).astype(arrays[place].dtype)
+    return tuple(rows)
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("name", LISTED)
+@pytest.mark.parametrize("clips", [(1.0, 1.0), (100.0, 1000.0)], ids=["clipped", "free"])
+def test_listed_outcomes_have_score_0_on_average_and_the_curvature_is_its_slope(name, clips):
+    model, kinds, _ = MODELS[name]
+    size = 20
+    arrays = ordinary_records(kinds, size, 3)
+    problem, rng = problem_of(model, arrays), np.random.default_rng(2)
+    outcomes = problem.outcomes
+    request, mean, whitening = at_one_point(problem, rng, clips=clips)
+    every = signals(problem, 2)
+
+    def chances(z):
+        return np.asarray(
+            jax.vmap(lambda row: outcomes.listed(jnp.asarray(z, jnp.float32), row).probabilities)(
+                tuple(map(jnp.asarray, arrays))
+            ), np.float64,
+        )  # fmt: skip
+
+    number = outcomes.number
+    found = every(request, KEY, repeated(arrays, 1, np.arange(number)))
+    scores = score_of(found, request).reshape(number, size, -1)
+    curvature = curvature_of(found, request).reshape(number, size, *whitening.shape)
+    # It does not see the outcome.
+    np.testing.assert_allclose(curvature[1:], curvature[:-1], atol=2e-6 * np.abs(curvature).max())
+    at_z = chances(mean)
+    middle = np.einsum("nk,knd->nd", at_z, scores)
+    np.testing.assert_allclose(middle, 0, atol=1e-5 * np.abs(scores).max())
+    step = 1e-2
+    slope = np.stack([
+        np.einsum("nk,knd->nd",
+                  (chances(mean + step * axis) - chances(mean - step * axis)) / (2 * step), scores)
+        for axis in whitening
+    ], axis=-1)  # fmt: skip
+    slope = (slope + slope.swapaxes(1, 2)) / 2
+    np.testing.assert_allclose(curvature[0], slope, atol=3e-3 * np.abs(slope).max())
+    # Outside the support.
+    for odd in (-1, number, 99):
+        outside = every(request, KEY, repeated(arrays, 1, [odd]))
+        np.testing.assert_array_equal(np.asarray(outside["score"]), 0)
+
+
+def test_bernoulli_in_closed_form():
+    model, kinds, _ = MODELS["bernoulli"]
+    x, y = ordinary_records(kinds, 40, 4)
+    x[:5] *= 30
+    problem, rng = problem_of(model, (x, y)), np.random.default_rng(5)
+    for clips in ((0.5, 0.2), (2.0, 0.3), (1e3, 1e6)):
+        request, mean, whitening = at_one_point(problem, rng, clips=clips)
+        found = signals(problem, 2)(request, KEY, (x, y))
+        p = 1 / (1 + np.exp(-x.astype(float) @ mean))
+        rows = x @ whitening
+        norm = np.linalg.norm(rows, axis=1)
+        weight = np.minimum(clips[0] / (np.maximum(p, 1 - p) * norm),
+                            clips[1] / (p * (1 - p) * norm**2))  # fmt: skip
+        weight = np.minimum(1, weight)
+        score = (weight * (y - p))[:, None] * rows
+        curvature = (weight * p * (1 - p))[:, None, None] * rows[:, :, None] * rows[:, None, :]
+        power = weight**2 * p * (1 - p) * norm**2 / clips[0] ** 2
+        np.testing.assert_allclose(score_of(found, request), score, atol=2e-5 * np.abs(score).max())
+        scale = np.abs(curvature).max()
+        np.testing.assert_allclose(curvature_of(found, request), curvature, atol=2e-5 * scale)
+        sent = np.asarray(found["power"]) / float(request.weights[2])
+        np.testing.assert_allclose(sent, power, rtol=1e-4, atol=1e-7)
+
+
+def simulated_copies(name, number, seed, pairs, clips):
+    """Copies of one record whose outcomes are simulated at the point of all draws."""
+    model, kinds, _ = MODELS[name]
+    arrays = ordinary_records(kinds, 20, seed)
+    problem, rng = problem_of(model, arrays), np.random.default_rng(seed)
+    outcomes = problem.outcomes
+    request, mean, whitening = at_one_point(problem, rng, clips=clips)
+    one = tuple(jnp.asarray(array[0]) for array in arrays)
+    keys = jax.random.split(jax.random.key(seed), number)
+    z = jnp.asarray(mean, jnp.float32)
+    drawn = jax.jit(jax.vmap(lambda key: outcomes.simulate(z, one, key)))(keys)
+    copies = [np.repeat(np.asarray(array)[None], number, 0) for array in one]
+    sites = ["y"] if "count" not in drawn else ["y", "count"]
+    for place, site in enumerate(sites, 1):
+        copies[place] = np.asarray(drawn[site]).reshape(number).astype(copies[place].dtype)
+    found = signals(problem, pairs)(request, KEY, with_numbers(problem, tuple(copies), seed))
+
+    def slope(key):
+        outcome = outcomes.simulate(z, one, key)
+        return outcomes.score(z, one, outcome) / (1 if "weighted" not in name else one[2])
+
+    own = np.asarray(jax.jit(jax.vmap(slope))(keys), np.float64) @ whitening
+    return score_of(found, request), curvature_of(found, request), own
+
+
+SIMULATED = [name for name in MODELS if name not in LISTED]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize("clips", [(1.5, 2.0), (1e3, 1e6)], ids=["clipped", "free"])
+def test_simulated_outcomes_have_score_0_on_average_and_the_curvature_is_its_slope(name, clips):
+    number = 8_000
+    scores, curvatures, own = simulated_copies(name, number, 6, 12, clips)
+    error = scores.std(0) / np.sqrt(number)
+    assert np.all(np.abs(scores.mean(0)) <= 4 * error + 1e-7)
+    products = scores[:, :, None] * own[:, None, :]
+    gap = (products + products.swapaxes(1, 2)) / 2 - curvatures
+    assert np.all(np.abs(gap.mean(0)) <= 4.5 * gap.std(0) / np.sqrt(number) + 1e-6)
+
+
+class _Paired(dist.Distribution):
+    """log p = y . eta - (1 . eta)^2 / 2 + ...: what is affine in z depends on the outcome."""
+
+    support = dist.constraints.real_vector
+
+    def __init__(self, eta):
+        self.eta = eta
+        super().__init__(jnp.shape(eta)[:-1], jnp.shape(eta)[-1:])
+
+    def sample(self, key, sample_shape=()):
+        return self.eta.sum(-1, keepdims=True) + jax.random.normal(key, self.eta.shape)
+
+    def log_prob(self, value):
+        along = jnp.einsum("...k,...k->...", value, self.eta)
+        return along - self.eta.sum(-1) ** 2 / 2
+
+
+def _paired(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3, 2]).to_event(2))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", _Paired(jnp.einsum("nk,kj->nj", x, w)), obs=y)
+
+
+def test_scores_of_other_outcomes_where_the_record_s_own_is_in_the_affine_part():
+    rng = np.random.default_rng(8)
+    x, y = (rng.normal(size=(20, k)).astype(np.float32) for k in (3, 2))
+    outcomes = problem_of(_paired, (x, y)).outcomes
+    z, row = jnp.asarray(rng.normal(size=6), jnp.float32), (jnp.asarray(x[0]), jnp.asarray(y[0]))
+    scores = _Scores(outcomes, jnp.eye(6), row)
+    for outcome in (outcomes.own(row), outcomes.simulate(z, row, KEY)):
+        found = scores.at(z, outcome) @ scores.frame
+        np.testing.assert_allclose(found, outcomes.score(z, row, outcome), rtol=1e-4, atol=1e-5)

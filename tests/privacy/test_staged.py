@@ -1,0 +1,127 @@
+"""The Gaussian mechanism whose steps share a budget unequally."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dp_accounting.dp_event import GaussianDpEvent
+from scipy import stats
+
+from numpyro_dp import FixedSize, FullBatch, GaussianMechanism, Permutation, Poisson
+from numpyro_dp.core import MechanismState
+from numpyro_dp.privacy.accounting import epsilon_spent
+from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
+from numpyro_dp.privacy.mechanism.staged import StagedGaussian
+from numpyro_dp.privacy.random import secret_key
+
+SHARES = (0.05, 0.15, 0.3, 0.5)
+CLIP, SIGMA = 0.7, 1.5
+NUMBER = 40_000
+
+
+def mechanism(sigma=SIGMA):
+    return StagedGaussian(SHARES)(ClipNorm.of(CLIP).fixed(), sigma)
+
+
+def all_steps(key, sigma=SIGMA, number=NUMBER, steps=4):
+    """Noise of each step on a sum of zeros; every step has a key of its own, as in a run."""
+    staged, total = mechanism(sigma), {"a": jnp.zeros(number - 1), "b": jnp.zeros(())}
+    state, found = MechanismState((), staged.init(total)), []
+    for step in range(steps):
+        noisy, state = staged.privatise(jax.random.fold_in(key, step), total, state)
+        found.append(np.append(np.asarray(noisy["a"], np.float64), noisy["b"]))
+    return np.stack(found)
+
+
+def test_noise_of_a_step_has_its_width_and_steps_are_independent():
+    """5 sigma, at which 10 % more or less noise would be seen many times over."""
+    noise = all_steps(secret_key(3))
+    for row, share in zip(noise, SHARES, strict=True):
+        width = SIGMA * CLIP / math.sqrt(share)
+        error = 5 / math.sqrt(2 * NUMBER)
+        assert abs(row.std() / width - 1) < error < 0.05
+        assert stats.kstest(row / width, "norm").pvalue > 1e-4
+        for wrong in (0.9, 1.1):
+            assert abs(row.std() / (wrong * width) - 1) > error
+            assert stats.kstest(row / (wrong * width), "norm").pvalue < 1e-6
+    correlation = np.corrcoef(noise) - np.eye(len(SHARES))
+    assert np.abs(correlation).max() < 5 / math.sqrt(NUMBER)
+
+
+def test_noise_is_never_narrower_than_what_is_accounted_for():
+    """Rounding to single precision goes up: widths as the mechanism multiplies them."""
+    for shares in (SHARES, (1 / 3, 2 / 3), (0.02 / 1.02, 1 / 1.02), (1.0,)):
+        staged = StagedGaussian(shares)(ClipNorm.of(1.0).fixed(), 1.0)
+        plain = GaussianMechanism()(ClipNorm.of(1.0).fixed(), 1.0)
+        zero, state = jnp.zeros(1000), MechanismState((), staged.init(()))
+        for share in shares:
+            noisy, state = staged.privatise(secret_key(1), zero, state)
+            unit, _ = plain.privatise(secret_key(1), zero, MechanismState(()))
+            ratio = np.asarray(noisy, np.float64) / np.asarray(unit, np.float64)
+            assert 1 <= ratio.min() * math.sqrt(share) < 1 + 1e-5
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("sigma", [0.3, 1.5, 40.0])
+def test_all_steps_are_one_gaussian_event_and_some_are_their_part(sigma):
+    staged = mechanism(sigma)
+
+    def multiplier(steps):
+        event = staged.compose(FullBatch(), 100, steps)
+        assert isinstance(event, GaussianDpEvent)
+        return event.noise_multiplier
+
+    assert multiplier(len(SHARES)) == pytest.approx(sigma, rel=1e-12)
+    for steps in range(1, len(SHARES)):
+        spent = sum(SHARES[:steps])
+        assert multiplier(steps) == pytest.approx(sigma / math.sqrt(spent), rel=1e-12)
+    assert multiplier(len(SHARES) + 3) == pytest.approx(sigma, rel=1e-12)
+    found = [epsilon_spent(staged.compose(FullBatch(), 100, k), 1e-5).upper for k in (1, 4)]
+    assert found[0] < found[1]
+
+
+def test_the_exact_epsilon_of_all_steps():
+    """Of N(0, 1) against N(mu, 1), by Balle and Wang's formula."""
+    mu, delta = 1 / SIGMA, 1e-5
+    grid = np.linspace(0, 12, 200_001)
+    cdf = stats.norm.cdf
+    deltas = cdf(mu / 2 - grid / mu) - np.exp(grid) * cdf(-mu / 2 - grid / mu)
+    exact = grid[np.argmax(deltas <= delta)]
+    event = mechanism().compose(FullBatch(), 100, len(SHARES))
+    assert epsilon_spent(event, delta).upper == pytest.approx(exact, abs=2e-3)
+
+
+def test_a_step_beyond_the_last_is_no_release():
+    noise = all_steps(secret_key(4), number=10, steps=len(SHARES) + 3)
+    assert np.isfinite(noise[: len(SHARES)]).all()
+    assert np.isnan(noise[len(SHARES) :]).all()
+
+
+def test_under_jit_and_with_a_traced_multiplier():
+    def one(key, sigma):
+        staged = mechanism(sigma)
+        state = MechanismState((), staged.init(()) + 2)
+        return staged.privatise(key, jnp.zeros(5), state)[0]
+
+    key = secret_key(5)
+    np.testing.assert_allclose(jax.jit(one)(key, 2.0), one(key, 2.0), rtol=1e-6)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("sampler", [Poisson(0.5), FixedSize(4), Permutation(4)], ids=str)
+def test_other_samplers_are_refused(sampler):
+    with pytest.raises(ValueError, match=r"Expected sampler=FullBatch\(\)"):
+        mechanism().compose(sampler, 8, 2)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "shares",
+    [(), (0.5,), (0.5, 0.6), (1.5, -0.5), (1.0, 0.0), (math.nan, 1.0), (math.inf,)],
+    ids=str,
+)
+def test_bad_shares_are_refused(shares):
+    with pytest.raises(ValueError, match="Expected positive shares that sum to 1"):
+        StagedGaussian(shares)

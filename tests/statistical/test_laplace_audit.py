@@ -1,0 +1,114 @@
+"""A white-box audit of all releases of DPLaplace: the attack of test_audit on their sum."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax.flatten_util import ravel_pytree
+from test_audit import audit
+
+from numpyro_dp import FullBatch, PrivacyBudget, secret_key
+from numpyro_dp.core import MechanismState
+from numpyro_dp.laplace.driver import _Run, _Stages
+from numpyro_dp.laplace.prior import read_prior
+from numpyro_dp.laplace.schedule import schedule
+from numpyro_dp.laplace.signal import Request
+from numpyro_dp.model.density import Model
+from numpyro_dp.model.outcomes import read_outcomes
+from numpyro_dp.model.public import declare
+from numpyro_dp.model.structure import read_model
+from numpyro_dp.privacy.mechanism.staged import StagedGaussian
+from numpyro_dp.run.settings import RunSettings
+from numpyro_dp.run.spending import plan_for, spent_by
+
+DRAWS = 100_000
+BUDGET = PrivacyBudget(1.0, 0.02)
+
+
+def model(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def records(canary):
+    """The canary's score, curvature and power all reach their bounds: norms 1, 2 and 1."""
+    rng = np.random.default_rng(1)
+    x = np.concatenate([rng.normal(size=(7, 2)), np.zeros((7, 1))], axis=1)
+    last = [0.0, 0.0, 4.0] if canary else [np.nan] * 3
+    x = jnp.asarray(np.concatenate([x, [last]]), jnp.float32)
+    return x, jnp.asarray([0, 1, 1, 0, 1, 0, 1, 1])
+
+
+@functools.cache
+def worlds(noise_factor):
+    """The best statistic of all releases, without and with the canary; and the claim."""
+    args = records(True)
+    structure = read_model(model, args, {}, None, declare())
+    shared = structure.layout.rows(args, {}).shared
+    outcomes = read_outcomes(Model(model, structure), shared)
+    settings = RunSettings(clip_norm=1.0, sampler=FullBatch(), budget=BUDGET, secret_key=2,
+                           mechanism=StagedGaussian((1.0,)), repetition=True)  # fmt: skip
+    plan = schedule(1 / plan_for(settings, 8, 1).noise_multiplier, 3, 8)
+    driver = _Stages(settings.changed(mechanism=StagedGaussian(plan.shares)), outcomes)
+    prior = read_prior(outcomes, jax.random.key(0))
+    state = driver.start(jax.random.key(1), _Run(prior, plan, np.ones(3)), args, {})
+    claim = spent_by(driver.settings, state, len(plan.shares)).epsilon
+    session, state = driver._session(args, {}), state.opened
+    rows = [session.rows(records(canary), {}) for canary in (False, True)]
+
+    def released(state, rows, release):
+        request = Request(
+            jnp.asarray(False), jnp.zeros(3), jnp.zeros((3, 3)), jnp.eye(3),
+            jnp.asarray([1.0, 2.0]), jnp.asarray(plan.weights(release), jnp.float32),
+        )  # fmt: skip
+        state = state._replace(
+            optim_state=(request, state.optim_state[1]),
+            mechanism_state=MechanismState(
+                state.mechanism_state.clip_norm, jnp.asarray(release, jnp.int32)
+            ),
+        )
+        new, step = session._step(state, rows)
+        return new, ravel_pytree(step.released.total)[0]
+
+    quiet = state._replace(noise_multiplier=jnp.zeros(()))
+    directions = []
+    for release in range(len(plan.shares)):
+        without, with_it = (released(quiet, world, release)[1] for world in rows)
+        directions.append(with_it - without)
+        assert jnp.linalg.norm(directions[-1]) == pytest.approx(
+            1.0, rel=0.01
+        )  # the room for rounding
+
+    noise = state.noise_multiplier * noise_factor
+
+    def score(key, world):
+        now, total = state._replace(secret_key=key, noise_multiplier=noise), 0.0
+        for release, share in enumerate(plan.shares):
+            new, found = released(now, world, release)
+            now = now._replace(secret_key=new.secret_key)
+            total += share * (found @ directions[release])
+        return total
+
+    keys = jax.random.split(secret_key(9), (2, DRAWS))
+    found = [np.asarray(jax.jit(jax.vmap(functools.partial(score, world=world)))(own))
+             for world, own in zip(rows, keys, strict=True)]  # fmt: skip
+    return *found, claim
+
+
+@pytest.mark.slow
+def test_all_releases_are_as_private_as_claimed_and_no_more():
+    without, with_canary, claim = worlds(1.0)
+    assert 0.98 < claim <= BUDGET.epsilon
+    bound = audit(without, with_canary, BUDGET.delta)
+    assert 0.7 * claim < bound <= claim
+
+
+@pytest.mark.slow
+def test_the_audit_of_all_releases_finds_too_little_noise():
+    without, with_canary, claim = worlds(0.7)
+    assert audit(without, with_canary, BUDGET.delta) > claim
