@@ -200,7 +200,7 @@ def random_request(size, first, rng):
 
 def signals(problem, pairs):
     """Compiled ``(request, key, record arrays) -> signal of each record``."""
-    estimator = staged_scores(pairs)(problem)
+    estimator = staged_scores(problem.outcomes, pairs)(problem)
 
     @jax.jit
     def all_records(request, key, arrays):

@@ -13,10 +13,10 @@ from hostile_models import (
 )
 
 from numpyro_dp import FullBatch
-from numpyro_dp.laplace.driver import _Run, _Stages
 from numpyro_dp.laplace.guess import first_guess
 from numpyro_dp.laplace.prior import read_prior
 from numpyro_dp.laplace.schedule import schedule
+from numpyro_dp.laplace.stages import Run, Stages
 from numpyro_dp.privacy.mechanism.staged import StagedGaussian
 from numpyro_dp.run.settings import RunSettings
 
@@ -32,8 +32,8 @@ def step_of(model, args):
         clip_norm=1.0, sampler=FullBatch(), mechanism=StagedGaussian(plan.shares),
         noise_multiplier=1.0, secret_key=3, repetition=True,
     )  # fmt: skip
-    driver = _Stages(settings, outcomes)
-    run = _Run(prior, plan, first_guess(prior, {}, jax.random.key(0))[0])
+    driver = Stages(settings, outcomes)
+    run = Run(prior, plan, first_guess(prior, {}, jax.random.key(0)))
     state = driver.start(jax.random.key(1), run, args, {}).opened
     session = driver._session(args, {})
     quiet = state._replace(noise_multiplier=jnp.zeros(()))

@@ -13,10 +13,10 @@ from test_audit import audit
 
 from numpyro_dp import FullBatch, PrivacyBudget, secret_key
 from numpyro_dp.core import MechanismState
-from numpyro_dp.laplace.driver import _Run, _Stages
 from numpyro_dp.laplace.prior import read_prior
 from numpyro_dp.laplace.schedule import schedule
 from numpyro_dp.laplace.signal import Request
+from numpyro_dp.laplace.stages import Run, Stages
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.outcomes import read_outcomes
 from numpyro_dp.model.public import declare
@@ -54,9 +54,9 @@ def worlds(noise_factor):
     settings = RunSettings(clip_norm=1.0, sampler=FullBatch(), budget=BUDGET, secret_key=2,
                            mechanism=StagedGaussian((1.0,)), repetition=True)  # fmt: skip
     plan = schedule(1 / plan_for(settings, 8, 1).noise_multiplier, 3, 8)
-    driver = _Stages(settings.changed(mechanism=StagedGaussian(plan.shares)), outcomes)
+    driver = Stages(settings.changed(mechanism=StagedGaussian(plan.shares)), outcomes)
     prior = read_prior(outcomes, jax.random.key(0))
-    state = driver.start(jax.random.key(1), _Run(prior, plan, np.ones(3)), args, {})
+    state = driver.start(jax.random.key(1), Run(prior, plan, np.ones(3)), args, {})
     claim = spent_by(driver.settings, state, len(plan.shares)).epsilon
     session, state = driver._session(args, {}), state.opened
     rows = [session.rows(records(canary), {}) for canary in (False, True)]

@@ -144,7 +144,9 @@ def test_value_and_gradient_through_the_waist_are_those_of_the_scalar(scalar):
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("scalar", [without_covariates, weights_on_a_log_scale], ids=str)
+@pytest.mark.parametrize(
+    "scalar", [without_covariates, weights_on_a_log_scale], ids=lambda f: f.__name__
+)
 def test_where_nothing_is_narrow_all_latents_pass(scalar):
     waist = find_waist(scalar, jnp.zeros(D), record())
     z = jnp.arange(5.0)
