@@ -58,12 +58,12 @@ def fit(
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
         >>> from numpyro_dp import fit
         >>> def model(y):
-        ...     rate = numpyro.sample("rate", dist.Gamma(2, 1))
+        ...     share = numpyro.sample("share", dist.Beta(1, 1))
         ...     with numpyro.plate("people", len(y)):
-        ...         numpyro.sample("y", dist.Poisson(rate), obs=y)
-        >>> y = jax.random.poisson(jax.random.key(1), 3.0, (2000,))
+        ...         numpyro.sample("y", dist.Bernoulli(share), obs=y)
+        >>> y = jax.random.bernoulli(jax.random.key(1), 0.3, (2000,)) * 1
         >>> posterior = fit(model, y, epsilon=1.0, rng_key=jax.random.key(0))
-        >>> bool(abs(posterior.sample(jax.random.key(2), 1000)["rate"].mean() - 3) < 0.5)
+        >>> bool(abs(posterior.sample(jax.random.key(2), 1000)["share"].mean() - 0.3) < 0.1)
         True
 
     Guarantee:

@@ -73,7 +73,7 @@ class DPLaplace:
         ...         numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
         >>> x = jax.random.normal(jax.random.key(1), (5000, 3))
         >>> y = (jax.random.uniform(jax.random.key(2), 5000) < jax.nn.sigmoid(x[:, 0])) * 1
-        >>> laplace = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5), secret_key=2024)
+        >>> laplace = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5), secret_key=2026)
         >>> posterior = laplace.run(jax.random.key(0), x, y)
         >>> table = posterior.summary(prob=0.9)["w"]
         >>> bool(table["lower"][0] < 1 < table["upper"][0])

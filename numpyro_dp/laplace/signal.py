@@ -40,6 +40,10 @@ __all__ = ["LaplaceProblem", "Request", "StageOptimizer", "staged_scores", "symm
 
 _TINY = 1e-12
 _REPLICATES = 2
+# Draws stay near the mean: under a wide prior of a scale, a far one has scores a thousand times as
+# large as the others, and the weight that bounds them all would silence the record. Each draw alone
+# gives a score of mean 0 at the truth with the curvature as its slope, so that nothing is biased.
+_FARTHEST = 0.8
 _PARTNER = 4  # partners are a quarter of the draws away, so that none is a draw's mirror image
 
 
@@ -166,7 +170,7 @@ def staged_scores(outcomes: Outcomes, pairs: int) -> Callable[[LaplaceProblem], 
         def prepare(rng_key: Array, request: Request) -> tuple[Request, Array, Array]:
             draw_key, outcome_key = jax.random.split(rng_key)
             half = jax.random.normal(draw_key, (pairs, request.mean.size), request.mean.dtype)
-            half = half @ request.factor.T
+            half = jnp.clip(half, -_FARTHEST, _FARTHEST) @ request.factor.T
             draws = request.mean + jnp.concatenate([half, -half])
             return request, draws, outcome_key
 

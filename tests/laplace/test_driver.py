@@ -80,14 +80,14 @@ def test_the_budget_is_spent_and_no_more(relation):
     assert "rows" in str(privacy)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_replacing_needs_twice_the_noise():
     found = [run(budget=PrivacyBudget(1.0, 1e-5, relation)).privacy.noise_multiplier
              for relation in ("add_or_remove_one", "replace_one")]  # fmt: skip
     assert found[1] == pytest.approx(2 * found[0], rel=0.02)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_budget_that_is_spent():
     first = first_run().privacy
     left = PrivacyBudget(1.5, 1e-5).after(first)
@@ -179,7 +179,7 @@ def test_a_hierarchy_is_sampled_under_its_own_prior():
     assert found.std(0).max() < 0.5
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("model", [logistic, counts], ids=lambda fn: fn.__name__)
 def test_microbatches_change_the_rounding_alone(model):
     args = records() if model is logistic else outcome_counts()
@@ -200,7 +200,7 @@ def test_an_outcome_that_is_simulated():
     assert found.std(0).max() < 0.08
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_scales_are_noted_and_change_the_first_guess_alone():
     guessed, told = run(secret_key=9), run(secret_key=10, scales={"x": [1.0, 1.0, 1.0]})
     assert any("scales=" in note for note in guessed.notes)

@@ -246,6 +246,7 @@ def test_a_pickle_has_no_posterior_and_copies_do(fitted):
         assert str(other.posterior) == str(result.posterior)
 
 
+@pytest.mark.extended
 def test_arviz(fitted):
     pytest.importorskip("arviz")
     tree = fitted[1].posterior.to_arviz(50)
@@ -253,12 +254,14 @@ def test_arviz(fitted):
     assert tree.attrs["epsilon"] == fitted[1].privacy.epsilon
 
 
+@pytest.mark.extended
 def test_of_a_point_estimate():
     posterior = run_svi(AutoDelta(model), steps=3).posterior
     assert "no latent has a spread" in str(posterior)
     assert np.isnan(posterior.summary()["w"]["prior_share"]).all()
 
 
+@pytest.mark.extended
 def test_local_latents_are_left_out_and_models_keep_their_parameters():
     def with_locals(y, size=None):
         mean = numpyro.sample("mean", dist.Normal(0, 2))
@@ -283,6 +286,7 @@ def test_local_latents_are_left_out_and_models_keep_their_parameters():
     assert abs(predicted.mean() - 100) < 5
 
 
+@pytest.mark.extended
 def test_factors_and_improper_priors_are_said():
     def flat(y):
         mean = numpyro.sample("mean", dist.ImproperUniform(dist.constraints.real, (), ()))
@@ -309,6 +313,7 @@ def test_factors_and_improper_priors_are_said():
     assert "The share of the prior leaves out the factors ['belief']." in notes
 
 
+@pytest.mark.extended
 def test_supports_may_depend_on_other_latents():
     def nested(y):
         top = numpyro.sample("top", dist.LogNormal(0, 1))
@@ -326,6 +331,7 @@ def test_supports_may_depend_on_other_latents():
     np.testing.assert_allclose(shares, 1, rtol=3 * 2.7 / np.sqrt(4000))  # guide and prior agree
 
 
+@pytest.mark.full
 def test_of_message_passing():
     def known(y):
         mean = numpyro.sample("mean", dist.Normal(0, 2))
@@ -346,6 +352,7 @@ def test_of_message_passing():
     assert posterior.notes == ("The intervals do not contain the privacy noise of the run.",)
 
 
+@pytest.mark.full
 def test_of_a_sampler():
     mcmc = DPMCMC(SGLD(model), num_warmup=2, num_samples=6, num_chains=2, clip_norm=5.0,
                   progress_bar=False, scale=3.0, **COMMON)  # fmt: skip
@@ -364,6 +371,7 @@ def test_of_a_sampler():
     assert posterior.privacy is mcmc.privacy
 
 
+@pytest.mark.full
 def test_of_a_network():
     network = RegressionNetwork((3,), weight_precision=None)
     result = DPPBP(network, clip_norm=1.0, **COMMON).run(KEY, 2, X, Y, progress_bar=False)
