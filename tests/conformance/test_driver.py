@@ -204,8 +204,11 @@ def test_nothing_sensitive_is_in_the_result_or_on_the_screen(progress_bar, capfd
 def test_fields_of_the_result_hold_no_batch():
     result = driver().run(jax.random.key(0), 4, points(), progress_bar=False)
     assert result._fields == ("params", "state", "losses")
-    assert set(vars(result)) == {"trace", "privacy", "folded"}
-    assert result.folded is None
+    lazy = {"_make_posterior", "_posterior"}
+    assert set(vars(result)) == {"trace", "privacy", "folded"} | lazy
+    assert result.folded is None and result._posterior is None
+    (problem,) = result._make_posterior.args  # the model, and public arguments alone
+    assert problem.shared == ()
     assert set(result.trace._fields) == {"steps", "params", "clip_norm"}
     assert result.trace.clip_norm is None  # it is fixed
     sizes = {np.shape(leaf) for leaf in jax.tree.leaves([result.params, result.trace.params])}
