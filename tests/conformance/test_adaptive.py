@@ -120,7 +120,7 @@ def linear(x):
         numpyro.factor("y", x @ w)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_sums_of_many_indicators_are_exact():
     """Floats added up would move by more: the bound holds without any allowance for rounding."""
     size = 30_000

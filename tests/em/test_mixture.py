@@ -165,7 +165,7 @@ def test_batch_sep_is_near_a_long_nuts_run():
     assert (in_means + np.linalg.norm(covariance - np.cov(draws.T))) / 2 < 0.002
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_private_means_are_found_from_a_start_without_data():
     sep = DPSEP(mixture, diagonal_normal, site=normal_mixture(first, 0.5), clip_norm=5.0,
                 precision_weight=0.3, shared_precision=4, damping=0.1, sampler=FullBatch(),

@@ -43,7 +43,7 @@ def test_the_temperature_of_the_labels_is_found(sharpening):
         assert calibration_error(*top(log_probabilities, labels))[0] > 3 * error
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_doubt_in_small_margins_alone_is_found():
     log_probabilities, labels = drawn(1.0)
     crooked = tempered(log_probabilities, jnp.array([0.6, -0.5, 0.0]))

@@ -192,7 +192,7 @@ def test_microbatches_change_the_rounding_alone(model):
         assert np.abs((other - found[0]) / width).max() < 0.02
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_an_outcome_that_is_simulated():
     found = draws(run(counts, outcome_counts(), budget=PrivacyBudget(100.0, 1e-5)))
     error = found.mean(0) - np.array([0.3, -0.3, 0.0])

@@ -31,7 +31,7 @@ def check_same():
         assert np.abs((one - other) / one.std(0)).max() < 0.02
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_devices_share_the_records_of_a_release():
     others = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
     flags = " ".join([*others, "--xla_force_host_platform_device_count=3"])
