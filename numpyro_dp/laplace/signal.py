@@ -43,7 +43,7 @@ _REPLICATES = 2
 # Draws stay near the mean: under a wide prior of a scale, a far one has scores a thousand times as
 # large as the others, and the weight that bounds them all would silence the record. Each draw alone
 # gives a score of mean 0 at the truth with the curvature as its slope, so that nothing is biased.
-_FARTHEST = 0.8
+_FARTHEST = 0.4
 _PARTNER = 4  # partners are a quarter of the draws away, so that none is a draw's mirror image
 
 
