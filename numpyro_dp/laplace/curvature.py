@@ -240,7 +240,7 @@ def denoise_scales(scales: np.ndarray, noise_sd: float) -> np.ndarray:
 
 
 def seen_coordinates(scales: np.ndarray, noise_sd: float) -> np.ndarray:
-    """Returns which coordinates the data may say something about (d,).
+    """Returns which coordinates to keep in the stages, as booleans (d,).
 
     A coordinate is left out if its scale is below one standard deviation of the noise. It then
     keeps its prior. If the noise is large beside the mean scale, a small scale proves nothing, and

@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp.laplace import curvature, decode
+from numpyro_dp.laplace._algebra import roots
 from numpyro_dp.laplace.prior import ModelPrior
 from numpyro_dp.laplace.schedule import PAIRS, Schedule, clip_norms, first_bounds
 from numpyro_dp.laplace.signal import (
@@ -51,7 +52,7 @@ class Run:
         first = bool(self.plan.first) and release == 0
         kept = np.ix_(self.seen, self.seen)
         factor, whitening = np.zeros((self.size, self.size)), np.zeros((self.size, self.size))
-        factor[kept] = np.linalg.cholesky(self.covariance)
+        factor[kept] = roots(self.covariance)[0]
         whitening[kept] = self.whitening
         mean = np.array(self.prior.decoded.mean)
         mean[self.seen] = self.mean

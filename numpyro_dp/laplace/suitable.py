@@ -40,7 +40,7 @@ def check_suitable(prior: ModelPrior, rng_key: Array) -> None:
 
 
 def _scaled_effect(prior: ModelPrior, rng_key: Array) -> tuple[str, str]:
-    """A scale s and an effect b of which records see the product s * b alone, if there are such.
+    """Names a scale s and an effect b if the likelihood depends on them through s * b only.
 
     Such a likelihood does not change along (log s + t, exp(-t) b), so that its slope in log s is
     the sum of b times its slope in b.

@@ -172,7 +172,8 @@ def read_outcomes(model: Model, shared: tuple[Array, ...]) -> Outcomes:
     )
     if not seen:
         raise UnsupportedModelError(
-            "Expected a likelihood that depends on a latent site, got one that depends on none."
+            "No latent site changes the likelihood of a record, so the records cannot inform the "
+            "posterior. Use a latent site in the distribution of the observed site."
         )
     found = found._replace(seen=seen)
     number, scalar, weighted = _kind(found, example)
@@ -191,8 +192,8 @@ def unconstrained_prior(
         trace = model.draw_prior(shared, rng_key)
     except NotImplementedError as error:
         raise UnsupportedModelError(
-            "Expected priors that can be drawn from, got one that cannot (ImproperUniform, say): "
-            "without a proper prior a small budget has no answer. Give it a proper prior."
+            "A prior of this model has no sampler; ImproperUniform is an example. "
+            "Without a proper prior a small budget has no answer. Give it a proper prior."
         ) from error
     return {
         name: biject_to(trace[name]["fn"].support).inv(trace[name]["value"])

@@ -93,10 +93,10 @@ MODELS = {
     "effects that are not centred": (
         non_centred, (X, Y, GROUP), ["'effect' multiplied by 'scale'", "reparam", "DPSVI"],
     ),
-    "an improper prior": (improper, (X, Y), ["priors that can be drawn from", "proper prior"]),
+    "an improper prior": (improper, (X, Y), ["has no sampler", "proper prior"]),
     "301 latents": (logistic, (jnp.ones((N, 301)), Y), ["at most 300", "301", "aligned()"]),
     "gradients of NaN": (never_finite, (X, Y), ["no finite gradient", "sqrt"]),
-    "no latent in sight": (without_latents_in_sight, (X, Y), ["depends on none"]),
+    "no latent in sight": (without_latents_in_sight, (X, Y), ["No latent site changes the likelihood"]),
 }  # fmt: skip
 
 
