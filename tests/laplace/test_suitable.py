@@ -96,7 +96,7 @@ MODELS = {
     "an improper prior": (improper, (X, Y), ["has no sampler", "proper prior"]),
     "301 latents": (logistic, (jnp.ones((N, 301)), Y), ["at most 300", "301", "aligned()"]),
     "gradients of NaN": (never_finite, (X, Y), ["no finite gradient", "sqrt"]),
-    "no latent in sight": (without_latents_in_sight, (X, Y), ["No latent site changes the likelihood"]),
+    "no latent in sight": (without_latents_in_sight, (X, Y), ["No latent site changes"]),
 }  # fmt: skip
 
 
