@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import scipy.linalg
 
-__all__ = ["inverse", "roots", "solve", "spectral_power", "symmetric", "trace_of"]
+__all__ = ["factor", "inverse", "roots", "solve", "spectral_power", "symmetric", "trace_of"]
 
 TINY = 1e-300  # keeps a division by zero finite
 EDGE = 1e-13  # smallest eigenvalue that counts, relative to the largest
@@ -34,12 +34,20 @@ def roots(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scale[:, None] * vectors * widths, (vectors / widths).T / scale
 
 
+def factor(matrix: np.ndarray) -> np.ndarray:
+    """Returns F with F F' = M: the Cholesky factor where M has one, else a root."""
+    try:
+        return np.linalg.cholesky(symmetric(matrix))
+    except np.linalg.LinAlgError:
+        return roots(matrix)[0]
+
+
 def solve(matrix: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Solves M X = B for a matrix M that is positive definite up to rounding."""
     matrix = symmetric(matrix)
     try:
-        factor = scipy.linalg.cho_factor(matrix, lower=True, check_finite=False)
-        solution = scipy.linalg.cho_solve(factor, right, check_finite=False)
+        lower = scipy.linalg.cho_factor(matrix, lower=True, check_finite=False)
+        solution = scipy.linalg.cho_solve(lower, right, check_finite=False)
         if np.all(np.isfinite(solution)):
             return solution
     except np.linalg.LinAlgError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp.laplace.guess import first_guess
-from numpyro_dp.laplace.prior import ModelPrior, read_prior, unconstrained
+from numpyro_dp.laplace.prior import ModelPrior, read_prior
 from numpyro_dp.laplace.schedule import Schedule, schedule
 from numpyro_dp.laplace.stages import Run, Stages
 from numpyro_dp.laplace.suitable import check_suitable
@@ -20,6 +19,7 @@ from numpyro_dp.model.frontend import arguments_key, with_static
 from numpyro_dp.model.outcomes import read_outcomes
 from numpyro_dp.model.public import argument_names, declare
 from numpyro_dp.model.structure import ModelStructure, read_model
+from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.mechanism.staged import StagedGaussian
 from numpyro_dp.privacy.once import check_outside_trace
@@ -213,16 +213,13 @@ class DPLaplace:
             notes.append(
                 "Columns were taken to be of about unit scale: DPLaplace(..., scales=) takes more."
             )
-        return Posterior(
-            model=with_static(self.model, self.static_kwargs),
-            draws=prior.posterior(precision, linear, rng_key),
-            prior=prior.draw,
-            unconstrain=functools.partial(unconstrained, prior.outcomes),
-            privacy=report,
-            method=f"DPLaplace, {len(stages.plan.shares)} releases of {report.plan.num_examples} "
-            "records",
-            notes=tuple(notes),
+        outcomes, releases = prior.outcomes, len(stages.plan.shares)
+        source = ModelSource.of(
+            self.model, self.static_kwargs, outcomes.model.structure, outcomes.shared, {}
         )
+        method = f"DPLaplace, {releases} releases of {report.plan.num_examples} records"
+        draws = prior.posterior(precision, linear, rng_key)
+        return source.posterior(draws, report, method, tuple(notes))
 
 
 def _check_scales(scales: Any) -> dict[str, Any]:

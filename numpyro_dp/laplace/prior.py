@@ -19,13 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
-from numpyro.distributions import biject_to
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_dp.laplace.curvature import Prior
 from numpyro_dp.model.outcomes import Outcomes, unconstrained_prior
 
-__all__ = ["ModelPrior", "generator", "read_prior", "unconstrained"]
+__all__ = ["ModelPrior", "generator", "read_prior"]
 
 _DRAWS = 4000
 _KEPT = 4000  # draws from a posterior that is not normal
@@ -51,19 +50,6 @@ class ModelPrior(NamedTuple):
     def constrain(self, flat: Array) -> dict[str, Array]:
         """All latents, shape (draws, all), in the model's own units by site."""
         return _constrained(self.outcomes)(flat)
-
-    def draw(self, rng_key: Array, num_samples: int) -> dict[str, Array]:
-        """Draws from the prior by site, in the model's own units."""
-        if self.normal is not None:
-            mean, covariance = self.normal[0], np.linalg.inv(self.normal[1])
-            return self._normal_draws(mean, np.linalg.cholesky(covariance), rng_key, num_samples)
-        outcomes, keys = self.outcomes, jax.random.split(rng_key, num_samples)
-
-        def one(key: Array) -> dict[str, Array]:
-            trace = outcomes.model.draw_prior(outcomes.shared, key)
-            return {name: trace[name]["value"] for name in outcomes.model.structure.latents}
-
-        return jax.jit(jax.vmap(one))(keys)
 
     def posterior(
         self, precision: np.ndarray, linear: np.ndarray, rng_key: Array
@@ -218,13 +204,3 @@ def _constrained(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:
         return {name: trace[name]["value"] for name in outcomes.shapes}
 
     return jax.jit(jax.vmap(one))
-
-
-def unconstrained(outcomes: Outcomes, draws: dict[str, Array]) -> dict[str, Array]:
-    """Draws by site in unconstrained coordinates."""
-
-    def one(values: dict[str, Array]) -> dict[str, Array]:
-        trace = outcomes.model.draw_prior(outcomes.shared, jax.random.key(0))
-        return {n: biject_to(trace[n]["fn"].support).inv(v) for n, v in values.items()}
-
-    return jax.jit(jax.vmap(one))(draws)

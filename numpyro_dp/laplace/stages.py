@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp.laplace import curvature, decode
-from numpyro_dp.laplace._algebra import roots
+from numpyro_dp.laplace._algebra import factor
 from numpyro_dp.laplace.prior import ModelPrior
 from numpyro_dp.laplace.schedule import PAIRS, Schedule, clip_norms, first_bounds
 from numpyro_dp.laplace.signal import (
@@ -51,12 +51,12 @@ class Run:
         """What to ask for in a release, in all coordinates."""
         first = bool(self.plan.first) and release == 0
         kept = np.ix_(self.seen, self.seen)
-        factor, whitening = np.zeros((self.size, self.size)), np.zeros((self.size, self.size))
-        factor[kept] = roots(self.covariance)[0]
+        root, whitening = np.zeros((self.size, self.size)), np.zeros((self.size, self.size))
+        root[kept] = factor(self.covariance)
         whitening[kept] = self.whitening
         mean = np.array(self.prior.decoded.mean)
         mean[self.seen] = self.mean
-        numbers = mean, factor, whitening, self._clips(release, first), self.plan.weights(release)
+        numbers = mean, root, whitening, self._clips(release, first), self.plan.weights(release)
         return Request(jnp.asarray(first), *(jnp.asarray(x, jnp.float32) for x in numbers))
 
     def read(self, release: int, released: np.ndarray) -> None:
