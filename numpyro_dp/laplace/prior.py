@@ -40,16 +40,15 @@ class ModelPrior(NamedTuple):
             is normal; else ``None``.
         seen: Places of the latents that records see, among all.
         decoded: The normal prior of those, exact or not.
+        constrain: Vectors of all latents, shape (draws, all) -> values by site in the model's own
+            units; compiled once.
     """
 
     outcomes: Outcomes
     normal: tuple[np.ndarray, np.ndarray] | None
     seen: np.ndarray
     decoded: Prior
-
-    def constrain(self, flat: Array) -> dict[str, Array]:
-        """All latents, shape (draws, all), in the model's own units by site."""
-        return _constrained(self.outcomes)(flat)
+    constrain: Callable[[Array], dict[str, Array]]
 
     def posterior(
         self, precision: np.ndarray, linear: np.ndarray, rng_key: Array
@@ -146,11 +145,13 @@ def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:
     normal = _normal(outcomes, sum(map(len, marks)))
     if normal is not None:
         covariance = np.linalg.inv(normal[1])[np.ix_(seen, seen)]
-        return ModelPrior(outcomes, normal, seen, Prior(normal[0][seen], np.linalg.inv(covariance)))
+        decoded = Prior(normal[0][seen], np.linalg.inv(covariance))
+        return ModelPrior(outcomes, normal, seen, decoded, _constrained(outcomes))
     flat = np.asarray(_flat_prior(outcomes, rng_key, _DRAWS), np.float64)
     low, middle, high = np.quantile(flat[:, seen], [0.1587, 0.5, 0.8413], axis=0)
     widths = np.maximum((high - low) / 2, 1e-6)
-    return ModelPrior(outcomes, None, seen, Prior(middle, np.diag(widths**-2.0)))
+    decoded = Prior(middle, np.diag(widths**-2.0))
+    return ModelPrior(outcomes, None, seen, decoded, _constrained(outcomes))
 
 
 def generator(rng_key: Array) -> np.random.Generator:

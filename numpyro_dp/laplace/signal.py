@@ -214,7 +214,6 @@ class _Scores:
     def __init__(self, outcomes: Outcomes, whitening: Array, example: PyTree) -> None:
         self.outcomes, self.example, self.own = outcomes, example, outcomes.own(example)
         zero, given = jnp.zeros(outcomes.size, whitening.dtype), (example, self.own)
-        self._given = given
         self._waists = {True: find_waist(_scalar(outcomes, True), zero, given)}
         if outcomes.weighted:  # the same numbers for both
             self._waists = {w: Waist(zero.size, lambda z, _: z, _scalar(outcomes, w))
