@@ -186,7 +186,8 @@ def main():
         full.append({"d": dim, "N": number} | found)
     # Two equal runs differ by a tenth here: more rounds for a difference of a few percent.
     # SVI takes all records in each step, and so does DPSVI here.
-    bar = progress_bar(logistic_data(300, 100), 2 * num_steps, 2 * rounds)
+    # Few steps: under its bar SVI stacks one array a step, which takes minutes to compile for many.
+    bar = progress_bar(logistic_data(300, 100), 1000, 2 * rounds)
     num_steps = 2000
     alone = {n: sampling(n, 300 / n, num_steps) for n in (30_000, 1_000_000)}
     seconds = interleaved(alone, rounds)
