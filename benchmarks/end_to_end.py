@@ -174,14 +174,14 @@ def main():
     for dim, batch in CASES:
         data = logistic_data(NUM_EXAMPLES, dim)
         sampler = Poisson(batch / NUM_EXAMPLES)
-        # Long enough for the steps to outweigh the jitter of a run's fixed costs.
-        steps = num_steps // (8 if batch >= 1000 else 1)
+        # Long enough for the steps to outweigh the jitter of a run's fixed costs: a second or two.
+        steps = num_steps // max(1, dim * batch // 40_000)
         found = compare(floor(data, sampler), data, sampler, rounds, steps)
         rows.append({"d": dim, "qN": batch} | found)
     for dim, number in FULL:
         data = logistic_data(number, dim)
         # A second or more: the marginal cost of a step is a difference of two runs.
-        steps = num_steps // max(1, dim * number // 400_000)
+        steps = num_steps // max(1, dim * number // 150_000)
         found = compare(full_floor(data), data, FullBatch(), rounds, steps)
         full.append({"d": dim, "N": number} | found)
     # Two equal runs differ by a tenth here: more rounds for a difference of a few percent.

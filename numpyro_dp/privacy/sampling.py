@@ -341,19 +341,16 @@ def _place_digits(digits: list[Digit], words: Array, limit: int) -> Array:
 
 
 def _place_digits_exactly(digits: list[Digit], words: tuple[Array, ...], limit: int) -> Array:
-    """The same from all bits; a loop over the thresholds, for compiling it takes time too."""
-    total = jnp.zeros(words[0].shape[1:], jnp.uint32)
-    for row, digit in enumerate(digits):
-        table = jnp.asarray([_parts(threshold) for threshold in digit.thresholds])
-        bits = [word[row] for word in words]
-        count = lax.fori_loop(
-            0,
-            len(digit.thresholds),
-            lambda i, c, table=table, bits=bits: c + _below(bits, table[i]).astype(jnp.uint32),
-            jnp.zeros_like(total),
-        )
-        total = jnp.minimum(total + count * jnp.uint32(digit.place), jnp.uint32(limit))
-    return total
+    """The same from all bits; one loop over all thresholds, because compiling takes time too."""
+    each = [(row, digit.place, t) for row, digit in enumerate(digits) for t in digit.thresholds]
+    rows, places = (jnp.asarray(column, jnp.uint32) for column in list(zip(*each, strict=True))[:2])
+    table = jnp.asarray([_parts(threshold) for *_, threshold in each])
+
+    def add(i: Array, total: Array) -> Array:
+        below = _below([word[rows[i]] for word in words], table[i])
+        return jnp.minimum(total + below.astype(jnp.uint32) * places[i], jnp.uint32(limit))
+
+    return lax.fori_loop(0, len(each), add, jnp.zeros(words[0].shape[1:], jnp.uint32))
 
 
 def _parts(threshold: int) -> np.ndarray:
