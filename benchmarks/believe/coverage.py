@@ -170,6 +170,11 @@ def show(row):
     )
 
 
+def middle(values):
+    """The middle one of three, or all."""
+    return values[1:2] or values
+
+
 def main():
     parser = experiment_parser(__doc__, "one cell of each model, 5 sets")
     parser.add_argument("--sets", type=int, default=20, help="data sets in a cell")
@@ -182,9 +187,9 @@ def main():
     sets, rows = 5 if args.quick else args.sets, []
     for name in args.models:
         grid = name == "logistic" and not args.quick
-        for dim in args.dims if grid else args.dims[1:2] or args.dims:
-            for number in args.numbers if grid else args.numbers[1:2] or args.numbers:
-                for correlation in args.correlations if grid else args.correlations[1:2]:
+        for dim in args.dims if grid else middle(args.dims):
+            for number in args.numbers if grid else middle(args.numbers):
+                for correlation in args.correlations if grid else middle(args.correlations):
                     rows += cell(name, dim, number, correlation, args.epsilons, sets)
                 jax.clear_caches()
     save(args, rows=rows)
