@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Schedule", "clip_norms", "first_bounds", "schedule"]
+__all__ = ["GROWTH", "Schedule", "clip_norms", "first_bounds", "next_growth", "schedule"]
 
 PAIRS = 24  # antithetic pairs of draws in a stage
 _FIRST = (0.02, 0.03)  # of mu^2: the mean row, and scales of the curvature
@@ -20,7 +20,10 @@ _STAGES = (0.05, 0.06, 0.08, 0.11, 0.15, 0.20, 0.35)  # of what the first releas
 _CURVATURE = (0.7, 0.7, 0.6, 0.5, 0.5, 0.4, 0.3)  # of a stage, the rest for scores
 _POWER = 0.02  # of a stage
 _CLIP = 1.2
-_GROWTH = 0.2
+GROWTH = 0.2  # of clip norms, until many records are clipped
+_MOST_GROWTH = 0.6
+_UNCLIPPED = 0.97  # the kappa of a stage in which few records are clipped
+_LARGEST_NOISE = 0.25  # standard deviation of the noise over that of sampling, if clip norms grow
 _SCALE_CLIP = 3.0
 _ROW_CLIP = 1.3
 
@@ -76,16 +79,32 @@ def schedule(mu: float, size: int, number: int) -> Schedule:
     return Schedule(mu, first, stages)
 
 
-def clip_norms(size: int, number: int, mu: float) -> np.ndarray:
-    """Bounds of one record's score and curvature in a stage that spends ``mu``.
+def clip_norms(size: int, number: int, mu: float, growth: float) -> np.ndarray:
+    r"""Bounds of one record's score and curvature in a stage that spends ``mu``.
 
     A whitened normal score has norm near sqrt(size / number) with a standard deviation of .7 /
-    sqrt(number): few reach the bound. Where noise is small heavy rows cost more than it, and the
-    bound grows.
+    sqrt(number): few reach the bound. Where the noise is small, with
+    :math:`x = \mu \sqrt{N / d} > 1`, the bound grows as x to the power ``growth``. The noise is at
+    most a quarter of the sampling error then, or what the smallest growth leaves.
     """
     radius = math.sqrt(size) + 1.2
-    factor = _CLIP * max(1.0, mu * math.sqrt(number / size)) ** _GROWTH
+    over = max(1.0, mu * math.sqrt(number / size))
+    factor = max(_CLIP * over**GROWTH, min(_CLIP * over**growth, _LARGEST_NOISE * over))
     return np.array([factor * radius / math.sqrt(number), factor * radius**2 / number])
+
+
+def next_growth(growth: float, kappa: float) -> float:
+    """Returns how fast clip norms grow from the next stage on.
+
+    ``kappa`` falls below 1 where records are clipped. Clipping does not bias the parameters of a
+    model that is right. If the model is wrong, clipped records have too little say in which
+    parameters fit best. So a budget that can pay for larger clip norms does.
+
+    Args:
+        growth: Of the stage before.
+        kappa: What the stage released, see :func:`~numpyro_dp.laplace.decode.sampling_ratio`.
+    """
+    return min(_MOST_GROWTH, growth + 2 * max(0.0, _UNCLIPPED - kappa))
 
 
 def first_bounds(size: int, number: int) -> np.ndarray:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float
 
 from numpyro_dp.core import Estimator, PyTree, Released
@@ -44,6 +44,7 @@ _REPLICATES = 2
 # large as the others, and the weight that bounds them all would silence the record. Each draw alone
 # gives a score of mean 0 at the truth with the curvature as its slope, so that nothing is biased.
 _FARTHEST = 0.4
+_FEW = 4  # numbers through which a score depends on the latents
 _PARTNER = 4  # partners are a quarter of the draws away, so that none is a draw's mirror image
 
 
@@ -225,8 +226,10 @@ class _Scores:
         frame = whitening
         if self._narrow:
             frame = jax.jacrev(waist.values)(zero, given) @ whitening
-        self.frame = jnp.where(jnp.all(jnp.isfinite(frame)), frame, 0)
-        self._gram = self.frame @ self.frame.T if self._narrow else None
+        frame = jnp.where(jnp.all(jnp.isfinite(frame)), frame, 0)
+        gram = _product(frame, frame.T) if self._narrow else None
+        # Found once a record, not once a draw.
+        self.frame, self._gram = lax.optimization_barrier((frame, gram))
 
     def at(self, draw: Array, outcome: Any, *, weighted: bool = True) -> Array:
         """The numbers a of the score of an outcome, shape (p,)."""
@@ -237,12 +240,31 @@ class _Scores:
     def bounded(self, slopes: Array) -> tuple[Array, Array]:
         """The same numbers, 0 where the score is not finite, and the norms of the scores."""
         if self._narrow:
-            square = jnp.einsum("...p,pq,...q->...", slopes, self._gram, slopes)
+            square = jnp.sum(_product(slopes, self._gram) * slopes, axis=-1)
         else:
             square = jnp.sum((slopes @ self.frame) ** 2, axis=-1)
         norm = jnp.sqrt(jnp.maximum(square, 0))
         good = norm < 1e18  # whose square is finite in float32; false for NaN
         return jnp.where(good[..., None], slopes, 0), jnp.where(good, norm, 0)
+
+
+def _product(one: Array, other: Array) -> Array:
+    """``one @ other``. XLA multiplies small matrices record by record: sums are faster then."""
+    if min(*one.shape[-2:], *other.shape) > _FEW:
+        return one @ other
+    return jnp.sum(one[..., None] * other, axis=-2)
+
+
+def _products(slopes: Array, others: Array) -> Array:
+    """Sum of outer products of vectors over the first two axes, shape (p, p)."""
+    if slopes.shape[-1] > _FEW:
+        return jnp.einsum("abp,abq->pq", slopes, others)
+    return _total(slopes[..., :, None] * others[..., None, :])
+
+
+def _total(terms: Array) -> Array:
+    """Sum over the first two axes, as a product: XLA's sums take one term at a time on a CPU."""
+    return jnp.tensordot(jnp.ones(terms.shape[:2], terms.dtype), terms, 2)
 
 
 def _frame_reads_outcome(waist: Waist, zero: Array, given: PyTree) -> bool:
@@ -269,37 +291,31 @@ def _clipped(slopes: Array, norm: Array, limit: Array) -> Array:
 def _listed(scores: _Scores, request: Request, draws: Array, _: Array) -> tuple[Array, ...]:
     """Score, curvature and power over their bounds, for outcomes that can be listed."""
     outcomes, (score_clip, curvature_clip) = scores.outcomes, request.clips
+    listed = outcomes.listed(draws, scores.example)
+    chances = listed.probabilities
 
-    def at(draw: Array) -> tuple[Array, ...]:
-        listed = outcomes.listed(draw, scores.example)
+    def at(value: Array, draw: Array) -> tuple[Array, Array]:
+        outcome = outcomes.as_outcome(value, scores.own)
+        return scores.at(draw, outcome), scores.at(draw, outcome, weighted=False)
 
-        def slopes(value: Array) -> tuple[Array, Array]:
-            outcome = outcomes.as_outcome(value, scores.own)
-            return scores.at(draw, outcome), scores.at(draw, outcome, weighted=False)
-
-        return (
-            listed.observed,
-            listed.values,
-            listed.probabilities,
-            *jax.vmap(slopes)(listed.values),
-        )
-
-    observed, values, chances, slopes, slope = jax.vmap(at)(draws)
+    slopes, slope = jax.vmap(jax.vmap(at, (None, 0)), (0, None))(listed.values, draws)
+    # Found once: a sum that computes its terms itself takes one exponential at a time.
+    chances, slopes, slope = lax.optimization_barrier((chances, slopes, slope))
     slopes, norm = scores.bounded(slopes)
     slope, slope_norm = scores.bounded(slope)  # differs where the record has a weight
-    bound = jnp.sum(chances * norm * slope_norm, axis=1)
-    limits = score_clip / (jnp.max(norm, axis=1) + _TINY), curvature_clip / (bound + _TINY)
+    bound = jnp.sum(chances * norm * slope_norm, axis=0)
+    limits = score_clip / (jnp.max(norm, axis=0) + _TINY), curvature_clip / (bound + _TINY)
     weight = jnp.where(request.first, 1, jnp.minimum(1, jnp.minimum(*limits)))
-    each = weight[:, None] * chances / len(draws)
-    centred = values - jnp.sum(chances * values, axis=1, keepdims=True)
-    spread = jnp.sqrt(jnp.sum(chances * centred**2, axis=1, keepdims=True) + _TINY)
+    each = weight * chances / len(draws)
+    values = listed.values[:, None]
+    centred = values - jnp.sum(chances * values, axis=0)
+    spread = jnp.sqrt(jnp.sum(chances * centred**2, axis=0) + _TINY)
     # The first release asks for the vector along the row in the place of the score.
-    sent = jnp.where(
-        request.first, each * centred / spread, weight[:, None] * observed / len(draws)
-    )
-    score = jnp.einsum("rk,rkp->p", sent, slopes)
-    product = jnp.einsum("rk,rkp,rkq->pq", each, slopes, slope)
-    power = jnp.mean(weight**2 * jnp.sum(chances * norm**2, axis=1))
+    observed = weight * listed.observed[:, None] / len(draws)
+    sent = jnp.where(request.first, each * centred / spread, observed)
+    score = _total(sent[..., None] * slopes)
+    product = _products(each[..., None] * slopes, slope)
+    power = jnp.mean(weight**2 * jnp.sum(chances * norm**2, axis=0))
     return _parts(scores, request, score, product, power)
 
 
@@ -332,13 +348,13 @@ def _simulated(scores: _Scores, request: Request, draws: Array, key: Array) -> t
         (score_clip / (score_clip + size)),
     )
     weight = jnp.where(request.first, 1, jnp.minimum(1, jnp.minimum(*limits)))
-    product = weight * jnp.einsum("rkp,rkq->pq", clipped, slope) / norm.size
+    product = weight * _products(clipped, slope) / norm.size
     score = weight * (observed - centre)
     if outcomes.scalar:
         (value,) = outcome.values()
         centred = value.reshape(norm.shape).astype(norm.dtype) - mean[:, None]
         along = centred / jnp.sqrt(variance + _TINY)[:, None]
-        row = jnp.einsum("rk,rkp->p", along, clipped) / norm.size
+        row = _total(along[..., None] * clipped) / norm.size
         score = jnp.where(request.first, row, score)
     else:
         score = jnp.where(request.first, 0, score)
@@ -356,12 +372,12 @@ def _parts(
     (Cauchy), and equal to it in a generalised linear model.
     """
     frame, (score_clip, curvature_clip) = scores.frame, request.clips
-    curvature = frame.T @ ((product + product.T) / 2) @ frame
+    curvature = _product(frame.T, _product((product + product.T) / 2, frame))
     triangle = _triangle(curvature)
     scales = jnp.zeros_like(triangle).at[: len(curvature)].set(jnp.diagonal(curvature))
     triangle = jnp.where(request.first, scales, triangle)
     power = jnp.where(request.first, 0, power)
-    vector = score @ frame
+    vector = jnp.sum(score[:, None] * frame, axis=0)
     # By construction these are in their balls in a stage; the first release is clipped here.
     return _ball(vector, score_clip), _ball(triangle, curvature_clip), power / score_clip**2
 

@@ -11,7 +11,14 @@ from jax import Array
 from numpyro_dp.laplace import curvature, decode
 from numpyro_dp.laplace._algebra import factor
 from numpyro_dp.laplace.prior import ModelPrior
-from numpyro_dp.laplace.schedule import PAIRS, Schedule, clip_norms, first_bounds
+from numpyro_dp.laplace.schedule import (
+    GROWTH,
+    PAIRS,
+    Schedule,
+    clip_norms,
+    first_bounds,
+    next_growth,
+)
 from numpyro_dp.laplace.signal import (
     LaplaceProblem,
     Request,
@@ -43,7 +50,7 @@ class Run:
         self.seen = np.ones(size, bool)
         self.whitening, self.template = np.diag(diagonal), np.eye(size)
         self.mean, self.covariance = prior.decoded.mean, prior.decoded.covariance
-        self.kappa, self.stages = 1.0, ()
+        self.kappa, self.stages, self.growth = 1.0, (), GROWTH
         self.size = size
         self.number = prior.outcomes.model.structure.layout.num_examples
 
@@ -87,6 +94,8 @@ class Run:
         self.mean, self.covariance = decode.decode(self._prior, self.stages, self.kappa, begin)
         self.whitening = curvature.next_whitening(stage, self._prior, self.kappa)
         self.template = self.whitening @ stage.curvature_floored @ self.whitening
+        if len(self.stages) > 1:  # the first whitening is a guess, under which many are clipped
+            self.growth = next_growth(self.growth, self.kappa)
 
     def likelihood(self) -> tuple[np.ndarray, np.ndarray]:
         """Precision and linear term of what was released, in all coordinates."""
@@ -119,7 +128,8 @@ class Run:
         size = int(self.seen.sum())
         if first:
             return first_bounds(size, self.number)
-        return clip_norms(size, self.number, float(np.linalg.norm(self.plan.mu_of(release))))
+        mu = float(np.linalg.norm(self.plan.mu_of(release)))
+        return clip_norms(size, self.number, mu, self.growth)
 
     def _read_first(
         self, scales: np.ndarray, row: np.ndarray, row_noise: float, scale_noise: float

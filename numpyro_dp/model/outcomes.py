@@ -35,7 +35,7 @@ class Listed(NamedTuple):
     Attributes:
         observed: Which of them is the record's own, shape (K,); none if it is outside the support.
         values: The outcomes, shape (K,).
-        probabilities: Of each, shape (K,).
+        probabilities: Of each, shape (K, R).
     """
 
     observed: Array
@@ -101,15 +101,22 @@ class Outcomes(NamedTuple):
         trace = self._trace(_unobserved(self.model.fn, self._names), flat, example, rng_key)
         return {name: trace[name]["value"] for name in self._names}
 
-    def listed(self, flat: Array, example: tuple[Array, ...]) -> Listed:
-        """Lists the outcomes of one record, with their probabilities at these latents."""
-        (site,) = self._sites(flat, example)
+    def listed(self, flats: Array, example: tuple[Array, ...]) -> Listed:
+        """Lists the outcomes of one record, with their probabilities at R vectors of latents.
+
+        Outcomes are the first axis: sums over the few of them are then sums of long vectors.
+        """
+        (site,) = self._sites(flats[0], example)
         values = site["fn"].enumerate_support(expand=False).reshape(-1)
-        value = jnp.reshape(site["value"], ())
-        shape = jnp.shape(site["value"])
-        logs = jax.vmap(lambda v: _plain(site["fn"]).log_prob(jnp.broadcast_to(v, shape)).sum())
-        probabilities = jnp.clip(jnp.nan_to_num(jnp.exp(logs(values)), nan=0.0), 0, 1)
-        probabilities = probabilities / jnp.maximum(jnp.sum(probabilities), 1)
+        value, shape = jnp.reshape(site["value"], ()), jnp.shape(site["value"])
+
+        def log_prob(value: Array, flat: Array) -> Array:
+            (site,) = self._sites(flat, example)
+            return _plain(site["fn"]).log_prob(jnp.broadcast_to(value, shape)).sum()
+
+        logs = jax.vmap(jax.vmap(log_prob, (None, 0)), (0, None))(values, flats)
+        probabilities = jnp.clip(jnp.nan_to_num(jnp.exp(logs), nan=0.0), 0, 1)
+        probabilities = probabilities / jnp.maximum(jnp.sum(probabilities, axis=0), 1)
         return Listed(values == value.astype(values.dtype), values, probabilities)
 
     def own(self, example: tuple[Array, ...]) -> dict[str, Array]:
@@ -246,7 +253,7 @@ def _number_of_values(outcomes: Outcomes, example: tuple[Array, ...]) -> int:
     """How many values the outcome may have; 0 if they are too many, or the record decides it."""
 
     def values(flat: Array, example: tuple[Array, ...]) -> Array:
-        return outcomes.listed(flat, example).values
+        return outcomes.listed(flat[None], example).values
 
     try:
         found = jax.eval_shape(values, jnp.zeros(outcomes.size), example).size

@@ -93,9 +93,9 @@ def test_listed_outcomes_have_score_0_on_average_and_the_curvature_is_its_slope(
 
     def chances(z):
         return np.asarray(
-            jax.vmap(lambda row: outcomes.listed(jnp.asarray(z, jnp.float32), row).probabilities)(
-                tuple(map(jnp.asarray, arrays))
-            ), np.float64,
+            jax.vmap(
+                lambda row: outcomes.listed(jnp.asarray(z, jnp.float32)[None], row).probabilities
+            )(tuple(map(jnp.asarray, arrays)))[..., 0], np.float64,
         )  # fmt: skip
 
     number = outcomes.number
