@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from numpyro_dp.laplace import decode as decoding
+from numpyro_dp.laplace import schedule
 
 N = 2_000
 BUDGET_SHARES = np.array([0.05, 0.06, 0.08, 0.11, 0.15, 0.20, 0.35])
@@ -384,3 +385,16 @@ def test_the_start_finds_a_curvature_along_the_mean_row():
     np.testing.assert_allclose(noise_only, decoding.start(whitening, scales, 1e-3))
     first = decoding.first_whitening(decoding.Prior(np.zeros(3), np.eye(3)), found)
     assert np.trace(first @ found @ first) == pytest.approx(3)
+
+
+def test_clip_norms_grow_if_records_are_clipped_and_the_budget_can_pay():
+    size, number, slow = 10, 10_000, schedule.GROWTH
+    assert schedule.next_growth(slow, 1.0) == slow
+    fast = schedule.next_growth(slow, 0.8)
+    assert slow < fast == schedule.next_growth(fast, 1.0) <= schedule.next_growth(fast, 0.1) < 1
+    for mu in (0.01, 0.1, 0.3, 1.0):
+        few, many = (schedule.clip_norms(size, number, mu, growth) for growth in (slow, fast))
+        noise = many[0] / mu  # the sampling error of a whitened score is 1
+        paid = noise <= 0.251 * (np.sqrt(size) + 1.2) / np.sqrt(size)
+        assert np.all(many >= few) and (paid or np.array_equal(many, few))
+    assert np.all(many > few)  # at the largest budget
