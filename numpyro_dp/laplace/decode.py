@@ -54,6 +54,7 @@ __all__ = [
 ]
 
 FIRST_DISCREPANCY = 0.3  # non-linearity that is assumed before a stage has measured it, relative
+UNRESOLVED = 2.0  # standard errors of a measured non-linearity that may be there unseen
 SMALLEST_KAPPA = 0.1
 ROUNDS = 8  # the covariance of the errors depends on theta: it is updated at most this often
 UNDAMPED = 4  # rounds that take the full step; later ones take half of it
@@ -67,7 +68,8 @@ def with_discrepancies(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     For an earlier stage this is the mean square of :math:`A_j - W_j H W_j` that its noise does not
     explain. Nothing has measured the newest stage yet. A share of the square of its level,
     :math:`\mathrm{tr}(W H W) / d`, is assumed: :math:`0.3^2`, or the share measured for the stage
-    before if that is less, times the fall in the width of the draws since then.
+    before if that is less, times the fall in the width of the draws since then. Two standard errors
+    are added to what was measured, because a small budget measures little.
 
     Args:
         stages: All stages so far, oldest first.
@@ -87,7 +89,8 @@ def with_discrepancies(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
         width_before = trace_of(newest.whitening, before.covariance + np.outer(move, move))
         fall = trace_of(newest.whitening, newest.covariance) / max(width_before, 1e-300)
         level = trace_of(before.whitening, newest.curvature_floored) / size
-        share = min(share, before.discrepancy / level**2) * min(1.0, fall)
+        unresolved = UNRESOLVED * before.curvature_noise**2 * np.sqrt(2 / entries)
+        share = min(share, (before.discrepancy + unresolved) / level**2) * min(1.0, fall)
     level = trace_of(newest.whitening, newest.curvature_floored) / size
     return (*found, dataclasses.replace(newest, discrepancy=float(share * level**2)))
 

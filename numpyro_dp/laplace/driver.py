@@ -11,7 +11,7 @@ from jax import Array
 
 from numpyro_dp.laplace.guess import first_guess
 from numpyro_dp.laplace.prior import ModelPrior, read_prior
-from numpyro_dp.laplace.schedule import Schedule, schedule
+from numpyro_dp.laplace.schedule import Kind, Schedule, schedule
 from numpyro_dp.laplace.stages import Run, Stages
 from numpyro_dp.laplace.suitable import check_suitable
 from numpyro_dp.model.density import Model
@@ -35,7 +35,8 @@ class DPLaplace:
     r"""A differentially private posterior that knows its own noise, without settings.
 
     ``run(rng_key, *args)`` with the whole data set returns a
-    :class:`~numpyro_dp.posterior.Posterior`. Seven full batches each release the sum of
+    :class:`~numpyro_dp.posterior.Posterior`. Small releases find the size of scores and of each
+    coordinate. Seven full batches then each release the sum of
     model-centred scores and of their curvature at draws from the posterior so far
     (:mod:`numpyro_dp.laplace.signal`), and a linear model with errors in its matrix turns them into
     the next posterior (:mod:`numpyro_dp.laplace.decode`):
@@ -55,8 +56,9 @@ class DPLaplace:
         model: A NumPyro model.
         budget: What the run may spend.
         scales: Public scale of columns, by name of the argument: a number, or one for each column;
-            about their root mean square. By default 1 is guessed, and the result says so. A wrong
-            guess costs accuracy, not validity.
+            about their root mean square. By default all columns count as equal, and a small release
+            finds their common size (1 if that is too dear); the result says so. A wrong scale costs
+            accuracy, not validity.
         noise_multiplier, secret_key, accountant, data_plate, microbatch_size, mesh, public,
             repetition: As for :class:`~numpyro_dp.DPSVI`.
         **static_kwargs: Public, constant keywords of the model.
@@ -210,8 +212,9 @@ class DPLaplace:
             shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
             notes.append(f"The records say too little about {shown}: the prior was kept.")
         if not self.scales:
+            size = "equal" if Kind.SIZE in stages.plan.kinds else "unit"
             notes.append(
-                "Columns were taken to be of about unit scale: DPLaplace(..., scales=) takes more."
+                f"Columns were taken to have about {size} scale; DPLaplace(..., scales=) has more."
             )
         outcomes, releases = prior.outcomes, len(stages.plan.shares)
         source = ModelSource.of(

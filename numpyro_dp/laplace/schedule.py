@@ -7,14 +7,31 @@ designs; they are flat: other splits, clip norms of 1.2 to 2 and 4 to 24 draws m
 
 from __future__ import annotations
 
+import enum
 import math
 from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["GROWTH", "Schedule", "clip_norms", "first_bounds", "next_growth", "schedule"]
+__all__ = [
+    "GROWTH",
+    "PAIRS",
+    "SIZE_RANGE",
+    "Kind",
+    "Schedule",
+    "believed_size",
+    "bounds",
+    "clip_norms",
+    "first_bounds",
+    "next_growth",
+    "schedule",
+    "size_noise",
+]
 
 PAIRS = 24  # antithetic pairs of draws in a stage
+_SIZE = 0.01  # of mu^2: the size of a typical score
+SIZE_RANGE = 64.0  # it may be so many times smaller or larger than the public guess
+_PRIOR_SIZE = 1.0  # standard deviation of its log
 _FIRST = (0.02, 0.03)  # of mu^2: the mean row, and scales of the curvature
 _STAGES = (0.05, 0.06, 0.08, 0.11, 0.15, 0.20, 0.35)  # of what the first release leaves
 _CURVATURE = (0.7, 0.7, 0.6, 0.5, 0.5, 0.4, 0.3)  # of a stage, the rest for scores
@@ -28,31 +45,36 @@ _SCALE_CLIP = 3.0
 _ROW_CLIP = 1.3
 
 
+class Kind(enum.IntEnum):
+    """What a release asks of the records."""
+
+    STAGE = 0  # scores, their curvature and their power
+    FIRST = 1  # the mean row, and the scale of each coordinate
+    SIZE = 2  # the size of a typical score
+
+
 class Schedule(NamedTuple):
     """The releases of a run.
 
     Attributes:
         mu: Of Gaussian differential privacy, what all releases spend together.
-        first: Parts of the squared budget of the mean row and of scales; empty if the first release
-            would be all noise and is left out.
-        stages: For each stage, the part of the squared budget of scores, curvature and power.
+        kinds: Of each release.
+        parts: For each release, the part of the squared budget of score, curvature and power.
     """
 
     mu: float
-    first: tuple[float, ...]
-    stages: tuple[tuple[float, float, float], ...]
+    kinds: tuple[Kind, ...]
+    parts: tuple[tuple[float, float, float], ...]
 
     @property
     def shares(self) -> tuple[float, ...]:
         """Part of the squared budget of each release; they sum to 1."""
-        parts = [self.first] if self.first else []
-        found = [math.fsum(part) for part in (*parts, *self.stages)]
+        found = [math.fsum(part) for part in self.parts]
         return tuple(share / math.fsum(found) for share in found)
 
     def weights(self, release: int) -> np.ndarray:
         """Roots of the parts of one release, shape (3,); the squares sum to 1."""
-        parts = [(*self.first, 0.0)] if self.first else []
-        part = np.array((*parts, *self.stages)[release])
+        part = np.array(self.parts[release])
         return np.sqrt(part / part.sum())
 
     def mu_of(self, release: int) -> np.ndarray:
@@ -68,15 +90,47 @@ def schedule(mu: float, size: int, number: int) -> Schedule:
         size: Number of latents.
         number: Number of records.
     """
-    noise = first_bounds(size, number)[1] / (mu * math.sqrt(_FIRST[1]))
-    first = _FIRST if noise <= 1 else ()
-    left = 1 - math.fsum(first)
+    early = {}
+    if size_noise(number, mu * math.sqrt(_SIZE)) <= _PRIOR_SIZE:
+        early[Kind.SIZE] = (0.0, 0.0, _SIZE)
+    if first_bounds(size, number)[1] / (mu * math.sqrt(_FIRST[1])) <= 1:
+        early[Kind.FIRST] = (*_FIRST, 0.0)
+    left = 1 - math.fsum(part for parts in early.values() for part in parts)
     stages = tuple(
         (left * share * (1 - _POWER) * (1 - c), left * share * (1 - _POWER) * c,
          left * share * _POWER)
         for share, c in zip(_STAGES, _CURVATURE, strict=True)
     )  # fmt: skip
-    return Schedule(mu, first, stages)
+    kinds = (*early, *[Kind.STAGE] * len(stages))
+    return Schedule(mu, kinds, (*early.values(), *stages))
+
+
+def size_noise(number: int, mu: float) -> float:
+    """Standard deviation of the noise on the log size of a typical score."""
+    return 2 * math.log(SIZE_RANGE) / (number * mu)
+
+
+def believed_size(total: float, number: int, mu: float) -> float:
+    """Returns the log of the size of a typical whitened score, over its public guess.
+
+    The prior is normal around the guess. Each record sends a number in [0, 1], the half for a score
+    of the guessed size, see :func:`~numpyro_dp.laplace.signal.staged_scores`.
+
+    Args:
+        total: Sum over records, plus noise.
+        number: Number of records.
+        mu: What the release spends.
+    """
+    log_size = (total / number - 0.5) * 2 * math.log(SIZE_RANGE)
+    gain = _PRIOR_SIZE**2 / (_PRIOR_SIZE**2 + size_noise(number, mu) ** 2)
+    return gain * float(np.clip(log_size, -math.log(SIZE_RANGE), math.log(SIZE_RANGE)))
+
+
+def bounds(kind: Kind, size: int, number: int, mu: float, growth: float) -> np.ndarray:
+    """Bounds of one record's first and second entry in a release, shape (2,)."""
+    if kind is Kind.SIZE:
+        return np.array([SIZE_RANGE * math.sqrt(size / number), 1.0])
+    return first_bounds(size, number) if kind else clip_norms(size, number, mu, growth)
 
 
 def clip_norms(size: int, number: int, mu: float, growth: float) -> np.ndarray:

@@ -30,6 +30,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from numpyro_dp.core import Estimator, PyTree, Released
+from numpyro_dp.laplace.schedule import SIZE_RANGE, Kind
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.public import own_constants
@@ -52,16 +53,16 @@ class Request(NamedTuple):
     """What a stage asks of the records; public.
 
     Attributes:
-        first: Whether it is the first release, of scales and of the mean row.
+        kind: A :class:`~numpyro_dp.laplace.schedule.Kind`.
         mean: Of the draws, shape (d,).
         factor: Cholesky factor of their covariance, shape (d, d).
         whitening: W, symmetric, shape (d, d); zero in coordinates that are left out.
-        clips: (C, C_H), or in the first release the bounds of scales and of the row.
+        clips: (C, C_H); before the stages, bounds of the row and of scales, or of the size.
         weights: Roots of the parts of the stage's budget for the three entries of the signal, shape
             (3,); the squares sum to 1.
     """
 
-    first: Array
+    kind: Array
     mean: Float[Array, " d"]
     factor: Float[Array, "d d"]
     whitening: Float[Array, "d d"]
@@ -305,14 +306,14 @@ def _listed(scores: _Scores, request: Request, draws: Array, _: Array) -> tuple[
     slope, slope_norm = scores.bounded(slope)  # differs where the record has a weight
     bound = jnp.sum(chances * norm * slope_norm, axis=0)
     limits = score_clip / (jnp.max(norm, axis=0) + _TINY), curvature_clip / (bound + _TINY)
-    weight = jnp.where(request.first, 1, jnp.minimum(1, jnp.minimum(*limits)))
+    weight = jnp.where(request.kind > 0, 1, jnp.minimum(1, jnp.minimum(*limits)))
     each = weight * chances / len(draws)
     values = listed.values[:, None]
     centred = values - jnp.sum(chances * values, axis=0)
     spread = jnp.sqrt(jnp.sum(chances * centred**2, axis=0) + _TINY)
     # The first release asks for the vector along the row in the place of the score.
     observed = weight * listed.observed[:, None] / len(draws)
-    sent = jnp.where(request.first, each * centred / spread, observed)
+    sent = jnp.where(request.kind > 0, each * centred / spread, observed)
     score = _total(sent[..., None] * slopes)
     product = _products(each[..., None] * slopes, slope)
     power = jnp.mean(weight**2 * jnp.sum(chances * norm**2, axis=0))
@@ -324,7 +325,7 @@ def _simulated(scores: _Scores, request: Request, draws: Array, key: Array) -> t
     outcomes, (score_clip, curvature_clip) = scores.outcomes, request.clips
     number = len(draws)
     partners = jnp.roll(draws, number // _PARTNER + 1, axis=0)
-    partners = jnp.where(request.first, draws, partners)
+    partners = jnp.where(request.kind > 0, draws, partners)
     keys = jax.random.split(key, (number, _REPLICATES))
 
     def at(draw: Array, partner: Array, keys: Array) -> tuple[Any, ...]:
@@ -347,7 +348,7 @@ def _simulated(scores: _Scores, request: Request, draws: Array, key: Array) -> t
         curvature_clip / (jnp.mean(short * slope_norm) + _TINY),
         (score_clip / (score_clip + size)),
     )
-    weight = jnp.where(request.first, 1, jnp.minimum(1, jnp.minimum(*limits)))
+    weight = jnp.where(request.kind > 0, 1, jnp.minimum(1, jnp.minimum(*limits)))
     product = weight * _products(clipped, slope) / norm.size
     score = weight * (observed - centre)
     if outcomes.scalar:
@@ -355,9 +356,9 @@ def _simulated(scores: _Scores, request: Request, draws: Array, key: Array) -> t
         centred = value.reshape(norm.shape).astype(norm.dtype) - mean[:, None]
         along = centred / jnp.sqrt(variance + _TINY)[:, None]
         row = _total(along[..., None] * clipped) / norm.size
-        score = jnp.where(request.first, row, score)
+        score = jnp.where(request.kind > 0, row, score)
     else:
-        score = jnp.where(request.first, 0, score)
+        score = jnp.where(request.kind > 0, 0, score)
     return _parts(scores, request, score, product, weight**2 * jnp.mean(short**2))
 
 
@@ -369,17 +370,23 @@ def _parts(
     In a stage they are score, curvature and power. In the first release they are the vector along
     the record's row, :math:`u_i = E[W g (y - m)] / \mathrm{sd}(y)`, and the diagonal of the
     curvature in the first places of the second entry. :math:`u_i u_i^\top` is at most the curvature
-    (Cauchy), and equal to it in a generalised linear model.
+    (Cauchy), and equal to it in a generalised linear model. The release of the size has the third
+    entry alone, the log of the power, from 0 at 1 / range to 1 at range times the public guess.
     """
     frame, (score_clip, curvature_clip) = scores.frame, request.clips
     curvature = _product(frame.T, _product((product + product.T) / 2, frame))
     triangle = _triangle(curvature)
     scales = jnp.zeros_like(triangle).at[: len(curvature)].set(jnp.diagonal(curvature))
-    triangle = jnp.where(request.first, scales, triangle)
-    power = jnp.where(request.first, 0, power)
+    triangle = jnp.where(request.kind == Kind.FIRST, scales, triangle)
     vector = jnp.sum(score[:, None] * frame, axis=0)
-    # By construction these are in their balls in a stage; the first release is clipped here.
-    return _ball(vector, score_clip), _ball(triangle, curvature_clip), power / score_clip**2
+    # By construction these are in their balls in a stage; before the stages they are clipped here.
+    vector, triangle = _ball(vector, score_clip), _ball(triangle, curvature_clip)
+    power = power / score_clip**2
+    log_power = 1 + jnp.log(power) / (4 * np.log(SIZE_RANGE))
+    sized = jnp.clip(jnp.nan_to_num(log_power, nan=0.0), 0, 1)
+    power = jnp.where(request.kind == Kind.FIRST, 0, power)
+    alone = request.kind == Kind.SIZE
+    return *(jnp.where(alone, 0, x) for x in (vector, triangle)), jnp.where(alone, sized, power)
 
 
 def _ball(vector: Array, bound: Array) -> Array:

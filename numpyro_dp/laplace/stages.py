@@ -14,9 +14,10 @@ from numpyro_dp.laplace.prior import ModelPrior
 from numpyro_dp.laplace.schedule import (
     GROWTH,
     PAIRS,
+    Kind,
     Schedule,
-    clip_norms,
-    first_bounds,
+    believed_size,
+    bounds,
     next_growth,
 )
 from numpyro_dp.laplace.signal import (
@@ -56,24 +57,27 @@ class Run:
 
     def request(self, release: int) -> Request:
         """What to ask for in a release, in all coordinates."""
-        first = bool(self.plan.first) and release == 0
         kept = np.ix_(self.seen, self.seen)
         root, whitening = np.zeros((self.size, self.size)), np.zeros((self.size, self.size))
         root[kept] = factor(self.covariance)
         whitening[kept] = self.whitening
         mean = np.array(self.prior.decoded.mean)
         mean[self.seen] = self.mean
-        numbers = mean, root, whitening, self._clips(release, first), self.plan.weights(release)
-        return Request(jnp.asarray(first), *(jnp.asarray(x, jnp.float32) for x in numbers))
+        numbers = mean, root, whitening, self._bounds(release), self.plan.weights(release)
+        kind = jnp.asarray(int(self.plan.kinds[release]))
+        return Request(kind, *(jnp.asarray(x, jnp.float32) for x in numbers))
 
     def read(self, release: int, released: np.ndarray) -> None:
         """Decodes what a release gave."""
         released = np.asarray(released, np.float64)
         score, triangle, power = np.split(released, [self.size, len(released) - 1])
-        first = bool(self.plan.first) and release == 0
-        clips, weights = self._clips(release, first), self.plan.weights(release)
-        mu = self.plan.mu_of(release)
-        if first:
+        clips, weights = self._bounds(release), self.plan.weights(release)
+        mu, kind = self.plan.mu_of(release), self.plan.kinds[release]
+        if kind is Kind.SIZE:
+            size = believed_size(power[0] / weights[2], self.number, mu[2])
+            self.whitening = self.whitening * np.exp(-size)
+            return
+        if kind is Kind.FIRST:
             row, scales = clips[0] * score / weights[0], clips[1] * triangle[: self.size]
             noise = clips[0] / mu[0], clips[1] / mu[1]
             self._read_first(scales / weights[1], row, *noise)
@@ -123,13 +127,11 @@ class Run:
         kept = np.ix_(self.seen, self.seen)
         return curvature.Prior(mean[self.seen], np.linalg.inv(covariance[kept]))
 
-    def _clips(self, release: int, first: bool) -> np.ndarray:
+    def _bounds(self, release: int) -> np.ndarray:
         """Of the coordinates that were seen."""
-        size = int(self.seen.sum())
-        if first:
-            return first_bounds(size, self.number)
         mu = float(np.linalg.norm(self.plan.mu_of(release)))
-        return clip_norms(size, self.number, mu, self.growth)
+        kind, size = self.plan.kinds[release], int(self.seen.sum())
+        return bounds(kind, size, self.number, mu, self.growth)
 
     def _read_first(
         self, scales: np.ndarray, row: np.ndarray, row_noise: float, scale_noise: float

@@ -7,6 +7,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro import handlers
 
+from numpyro_dp.laplace.schedule import Kind
 from numpyro_dp.laplace.signal import LaplaceProblem, Request, staged_scores
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.outcomes import read_outcomes
@@ -176,7 +177,7 @@ def rooted(rng, size, spread):
     return (vectors * np.sqrt(values)) @ vectors.T
 
 
-def request_of(size, *, first=False, mean=None, factor=None, whitening=None, clips=(1, 1),
+def request_of(size, *, kind=Kind.STAGE, mean=None, factor=None, whitening=None, clips=(1, 1),
                weights=(0.6, 0.64, 0.48)):  # fmt: skip
     arrays = (
         np.zeros(size) if mean is None else mean,
@@ -184,15 +185,15 @@ def request_of(size, *, first=False, mean=None, factor=None, whitening=None, cli
         np.eye(size) if whitening is None else whitening,
         clips, weights,
     )  # fmt: skip
-    return Request(jnp.asarray(first), *(jnp.asarray(array, jnp.float32) for array in arrays))
+    return Request(jnp.asarray(int(kind)), *(jnp.asarray(array, jnp.float32) for array in arrays))
 
 
-def random_request(size, first, rng):
+def random_request(size, kind, rng):
     weights = np.sqrt(rng.dirichlet(np.ones(3)))
-    if first:
+    if kind is Kind.FIRST:
         weights = np.append(np.sqrt(rng.dirichlet(np.ones(2))), 0)
     return request_of(
-        size, first=first, mean=rng.normal(size=size),
+        size, kind=kind, mean=rng.normal(size=size),
         factor=np.linalg.cholesky(rooted(rng, size, 1)) * np.exp(rng.normal()),
         whitening=rooted(rng, size, 2), clips=np.exp(rng.normal(size=2) * (2, 5)), weights=weights,
     )  # fmt: skip

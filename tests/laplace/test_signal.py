@@ -20,6 +20,7 @@ from hostile_models import (
     with_numbers,
 )
 
+from numpyro_dp.laplace.schedule import Kind
 from numpyro_dp.laplace.signal import _Scores, symmetric
 
 ROUNDING = 1 + 1e-5
@@ -29,7 +30,7 @@ LISTED = [name for name, row in MODELS.items() if row[2]]
 @pytest.mark.table
 @pytest.mark.parametrize("name", MODELS)
 def test_no_record_sends_more_than_its_bound(name):
-    """For random whitenings, clips and draws, in the first release and in a stage."""
+    """For random whitenings, clips and draws, in each kind of release."""
     model, kinds, listed = MODELS[name]
     number = 20 if "known" in name else 200
     problem = problem_of(model, ordinary_records(kinds, number, 0))
@@ -37,8 +38,8 @@ def test_no_record_sends_more_than_its_bound(name):
     every, largest, rng = signals(problem, 3), np.zeros(3), np.random.default_rng(1)
     for trial in range(6):
         arrays = with_numbers(problem, hostile_records(kinds, number, trial))
-        for first in (True, False):
-            request = random_request(problem.outcomes.size, first, rng)
+        for kind in Kind:
+            request = random_request(problem.outcomes.size, kind, rng)
             found = every(request, jax.random.key(trial), arrays)
             assert all(np.isfinite(leaf).all() for leaf in found.values())
             assert norms(found).max() <= ROUNDING

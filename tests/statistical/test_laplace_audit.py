@@ -63,7 +63,7 @@ def worlds(noise_factor):
 
     def released(state, rows, release):
         request = Request(
-            jnp.asarray(False), jnp.zeros(3), jnp.zeros((3, 3)), jnp.eye(3),
+            jnp.asarray(int(plan.kinds[release])), jnp.zeros(3), jnp.zeros((3, 3)), jnp.eye(3),
             jnp.asarray([1.0, 2.0]), jnp.asarray(plan.weights(release), jnp.float32),
         )  # fmt: skip
         state = state._replace(
