@@ -22,8 +22,8 @@ __all__ = [
     "believed_size",
     "bounds",
     "clip_norms",
-    "first_bounds",
     "next_growth",
+    "scale_bounds",
     "schedule",
     "size_noise",
 ]
@@ -32,8 +32,8 @@ PAIRS = 24  # antithetic pairs of draws in a stage
 _SIZE = 0.01  # of mu^2: the size of a typical score
 SIZE_RANGE = 64.0  # it may be so many times smaller or larger than the public guess
 _PRIOR_SIZE = 1.0  # standard deviation of its log
-_FIRST = (0.02, 0.03)  # of mu^2: the mean row, and scales of the curvature
-_STAGES = (0.05, 0.06, 0.08, 0.11, 0.15, 0.20, 0.35)  # of what the first release leaves
+_SCALES = (0.02, 0.03)  # of mu^2: the mean row, and scales of the curvature
+_STAGES = (0.05, 0.06, 0.08, 0.11, 0.15, 0.20, 0.35)  # of what earlier releases leave
 _CURVATURE = (0.7, 0.7, 0.6, 0.5, 0.5, 0.4, 0.3)  # of a stage, the rest for scores
 _POWER = 0.02  # of a stage
 _CLIP = 1.2
@@ -49,7 +49,7 @@ class Kind(enum.IntEnum):
     """What a release asks of the records."""
 
     STAGE = 0  # scores, their curvature and their power
-    FIRST = 1  # the mean row, and the scale of each coordinate
+    SCALES = 1  # the mean row, and the scale of each coordinate
     SIZE = 2  # the size of a typical score
 
 
@@ -93,8 +93,8 @@ def schedule(mu: float, size: int, number: int) -> Schedule:
     early = {}
     if size_noise(number, mu * math.sqrt(_SIZE)) <= _PRIOR_SIZE:
         early[Kind.SIZE] = (0.0, 0.0, _SIZE)
-    if first_bounds(size, number)[1] / (mu * math.sqrt(_FIRST[1])) <= 1:
-        early[Kind.FIRST] = (*_FIRST, 0.0)
+    if scale_bounds(size, number)[1] / (mu * math.sqrt(_SCALES[1])) <= 1:
+        early[Kind.SCALES] = (*_SCALES, 0.0)
     left = 1 - math.fsum(part for parts in early.values() for part in parts)
     stages = tuple(
         (left * share * (1 - _POWER) * (1 - c), left * share * (1 - _POWER) * c,
@@ -130,7 +130,7 @@ def bounds(kind: Kind, size: int, number: int, mu: float, growth: float) -> np.n
     """Bounds of one record's first and second entry in a release, shape (2,)."""
     if kind is Kind.SIZE:
         return np.array([SIZE_RANGE * math.sqrt(size / number), 1.0])
-    return first_bounds(size, number) if kind else clip_norms(size, number, mu, growth)
+    return scale_bounds(size, number) if kind else clip_norms(size, number, mu, growth)
 
 
 def clip_norms(size: int, number: int, mu: float, growth: float) -> np.ndarray:
@@ -161,6 +161,6 @@ def next_growth(growth: float, kappa: float) -> float:
     return min(_MOST_GROWTH, growth + 2 * max(0.0, _UNCLIPPED - kappa))
 
 
-def first_bounds(size: int, number: int) -> np.ndarray:
-    """Bounds of one record's row and scales in the first release."""
+def scale_bounds(size: int, number: int) -> np.ndarray:
+    """Bounds of one record's row and scales in the release of scales."""
     return np.array([_ROW_CLIP * math.sqrt(size / number), _SCALE_CLIP * math.sqrt(size) / number])

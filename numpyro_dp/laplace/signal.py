@@ -311,7 +311,7 @@ def _listed(scores: _Scores, request: Request, draws: Array, _: Array) -> tuple[
     values = listed.values[:, None]
     centred = values - jnp.sum(chances * values, axis=0)
     spread = jnp.sqrt(jnp.sum(chances * centred**2, axis=0) + _TINY)
-    # The first release asks for the vector along the row in the place of the score.
+    # The release of scales asks for the vector along the row in the place of the score.
     observed = weight * listed.observed[:, None] / len(draws)
     sent = jnp.where(request.kind > 0, each * centred / spread, observed)
     score = _total(sent[..., None] * slopes)
@@ -367,8 +367,8 @@ def _parts(
 ) -> tuple[Array, Array, Array]:
     r"""The three entries over their bounds.
 
-    In a stage they are score, curvature and power. In the first release they are the vector along
-    the record's row, :math:`u_i = E[W g (y - m)] / \mathrm{sd}(y)`, and the diagonal of the
+    In a stage they are score, curvature and power. In the release of scales they are the vector
+    along the record's row, :math:`u_i = E[W g (y - m)] / \mathrm{sd}(y)`, and the diagonal of the
     curvature in the first places of the second entry. :math:`u_i u_i^\top` is at most the curvature
     (Cauchy), and equal to it in a generalised linear model. The release of the size has the third
     entry alone, the log of the power, from 0 at 1 / range to 1 at range times the public guess.
@@ -377,14 +377,14 @@ def _parts(
     curvature = _product(frame.T, _product((product + product.T) / 2, frame))
     triangle = _triangle(curvature)
     scales = jnp.zeros_like(triangle).at[: len(curvature)].set(jnp.diagonal(curvature))
-    triangle = jnp.where(request.kind == Kind.FIRST, scales, triangle)
+    triangle = jnp.where(request.kind == Kind.SCALES, scales, triangle)
     vector = jnp.sum(score[:, None] * frame, axis=0)
     # By construction these are in their balls in a stage; before the stages they are clipped here.
     vector, triangle = _ball(vector, score_clip), _ball(triangle, curvature_clip)
     power = power / score_clip**2
     log_power = 1 + jnp.log(power) / (4 * np.log(SIZE_RANGE))
     sized = jnp.clip(jnp.nan_to_num(log_power, nan=0.0), 0, 1)
-    power = jnp.where(request.kind == Kind.FIRST, 0, power)
+    power = jnp.where(request.kind == Kind.SCALES, 0, power)
     alone = request.kind == Kind.SIZE
     return *(jnp.where(alone, 0, x) for x in (vector, triangle)), jnp.where(alone, sized, power)
 

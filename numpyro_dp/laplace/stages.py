@@ -77,10 +77,10 @@ class Run:
             size = believed_size(power[0] / weights[2], self.number, mu[2])
             self.whitening = self.whitening * np.exp(-size)
             return
-        if kind is Kind.FIRST:
+        if kind is Kind.SCALES:
             row, scales = clips[0] * score / weights[0], clips[1] * triangle[: self.size]
             noise = clips[0] / mu[0], clips[1] / mu[1]
-            self._read_first(scales / weights[1], row, *noise)
+            self._read_scales(scales / weights[1], row, *noise)
             return
         kept = np.ix_(self.seen, self.seen)
         stage = curvature.read_stage(
@@ -133,7 +133,7 @@ class Run:
         kind, size = self.plan.kinds[release], int(self.seen.sum())
         return bounds(kind, size, self.number, mu, self.growth)
 
-    def _read_first(
+    def _read_scales(
         self, scales: np.ndarray, row: np.ndarray, row_noise: float, scale_noise: float
     ) -> None:
         seen = curvature.seen_coordinates(scales, scale_noise)

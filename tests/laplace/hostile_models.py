@@ -190,7 +190,7 @@ def request_of(size, *, kind=Kind.STAGE, mean=None, factor=None, whitening=None,
 
 def random_request(size, kind, rng):
     weights = np.sqrt(rng.dirichlet(np.ones(3)))
-    if kind is Kind.FIRST:
+    if kind is Kind.SCALES:
         weights = np.append(np.sqrt(rng.dirichlet(np.ones(2))), 0)
     return request_of(
         size, kind=kind, mean=rng.normal(size=size),
