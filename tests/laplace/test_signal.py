@@ -20,7 +20,7 @@ from hostile_models import (
     with_numbers,
 )
 
-from numpyro_dp.laplace.schedule import Kind
+from numpyro_dp.laplace.schedule import Kind, believed_size, bounds
 from numpyro_dp.laplace.signal import _Scores, symmetric
 
 ROUNDING = 1 + 1e-5
@@ -219,3 +219,19 @@ def test_scores_of_other_outcomes_where_the_record_s_own_is_in_the_affine_part()
     for outcome in (outcomes.own(row), outcomes.simulate(z, row, KEY)):
         found = scores.at(z, outcome) @ scores.frame
         np.testing.assert_allclose(found, outcomes.score(z, row, outcome), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("times", [0.1, 1.0, 8.0])
+def test_the_size_of_scores_is_found_whatever_the_scale_of_columns(times):
+    model, kinds, _ = MODELS["bernoulli"]
+    x, y = ordinary_records(kinds, N := 400, 3)
+    problem, size = problem_of(model, (x, y)), x.shape[1]
+    guess = np.eye(size) * np.sqrt(4 / N)  # p (1 - p) is 1 / 4 at 0, and columns have variance 1
+    clips = bounds(Kind.SIZE, size, N, 1.0, 0.2)
+    request = request_of(size, kind=Kind.SIZE, whitening=guess, clips=clips, weights=(0, 0, 1))
+    found = signals(problem, 2)(request, KEY, (times * x, y))
+    assert not np.any(found["score"]) and not np.any(found["curvature"])
+    total = np.sum(np.asarray(found["power"], np.float64))
+    typical = np.median(np.linalg.norm(times * x, axis=1)) / np.sqrt(size)
+    assert believed_size(total, N, 100.0) == pytest.approx(np.log(typical), abs=0.3)
+    assert abs(believed_size(total + 1e3, N, 1e-4)) < 0.01  # all noise: the public guess stays
