@@ -35,11 +35,11 @@ class DPLaplace:
     r"""A differentially private posterior that knows its own noise, without settings.
 
     ``run(rng_key, *args)`` with the whole data set returns a
-    :class:`~numpyro_dp.posterior.Posterior`. Small releases find the size of scores and of each
-    coordinate. Seven full batches then each release the sum of
-    model-centred scores and of their curvature at draws from the posterior so far
-    (:mod:`numpyro_dp.laplace.signal`), and a linear model with errors in its matrix turns them into
-    the next posterior (:mod:`numpyro_dp.laplace.decode`):
+    :class:`~numpyro_dp.posterior.Posterior`. Small releases find the size of scores and the scale
+    of each coordinate. Then seven full batches each release the sum of model-centred scores and of
+    their curvature, at draws from the posterior so far (:mod:`numpyro_dp.laplace.signal`). A linear
+    model with errors in its matrix turns them into the next posterior
+    (:mod:`numpyro_dp.laplace.decode`):
 
     .. math::
         S_j = H(\phi - m_j) + \text{noise}_j + E(\phi - m_j), \qquad
@@ -86,7 +86,9 @@ class DPLaplace:
         relation. A release has three parts, each a sum over records of what is at most its bound in
         norm: score C, curvature :math:`C_H` (Frobenius) and the score's power :math:`C^2`; each is
         divided by its bound and weighted, so that a record's whole signal has norm at most 1, and
-        the mechanism clips it to 1 all the same. Step k adds Gaussian noise of standard deviation
+        the mechanism clips it to 1 all the same. The release of the size has one entry in [0, 1],
+        that of scales two that are clipped to their bounds. N, the number of latents and the budget
+        decide which of these two are made. Step k adds Gaussian noise of standard deviation
         :math:`\sigma / \sqrt{a_k}` with shares that sum to 1: all steps together are one Gaussian
         mechanism of noise multiplier :math:`\sigma`. Draws, whitening, clip norms and decode read
         what was released before, the prior, N and invented records. Simulated outcomes come from

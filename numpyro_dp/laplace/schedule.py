@@ -23,9 +23,7 @@ __all__ = [
     "bounds",
     "clip_norms",
     "next_growth",
-    "scale_bounds",
     "schedule",
-    "size_noise",
 ]
 
 PAIRS = 24  # antithetic pairs of draws in a stage
@@ -91,9 +89,9 @@ def schedule(mu: float, size: int, number: int) -> Schedule:
         number: Number of records.
     """
     early = {}
-    if size_noise(number, mu * math.sqrt(_SIZE)) <= _PRIOR_SIZE:
+    if _size_noise(number, mu * math.sqrt(_SIZE)) <= _PRIOR_SIZE:
         early[Kind.SIZE] = (0.0, 0.0, _SIZE)
-    if scale_bounds(size, number)[1] / (mu * math.sqrt(_SCALES[1])) <= 1:
+    if _scale_bounds(size, number)[1] / (mu * math.sqrt(_SCALES[1])) <= 1:
         early[Kind.SCALES] = (*_SCALES, 0.0)
     left = 1 - math.fsum(part for parts in early.values() for part in parts)
     stages = tuple(
@@ -105,7 +103,7 @@ def schedule(mu: float, size: int, number: int) -> Schedule:
     return Schedule(mu, kinds, (*early.values(), *stages))
 
 
-def size_noise(number: int, mu: float) -> float:
+def _size_noise(number: int, mu: float) -> float:
     """Standard deviation of the noise on the log size of a typical score."""
     return 2 * math.log(SIZE_RANGE) / (number * mu)
 
@@ -122,7 +120,7 @@ def believed_size(total: float, number: int, mu: float) -> float:
         mu: What the release spends.
     """
     log_size = (total / number - 0.5) * 2 * math.log(SIZE_RANGE)
-    gain = _PRIOR_SIZE**2 / (_PRIOR_SIZE**2 + size_noise(number, mu) ** 2)
+    gain = _PRIOR_SIZE**2 / (_PRIOR_SIZE**2 + _size_noise(number, mu) ** 2)
     return gain * float(np.clip(log_size, -math.log(SIZE_RANGE), math.log(SIZE_RANGE)))
 
 
@@ -130,7 +128,7 @@ def bounds(kind: Kind, size: int, number: int, mu: float, growth: float) -> np.n
     """Bounds of one record's first and second entry in a release, shape (2,)."""
     if kind is Kind.SIZE:
         return np.array([SIZE_RANGE * math.sqrt(size / number), 1.0])
-    return scale_bounds(size, number) if kind else clip_norms(size, number, mu, growth)
+    return _scale_bounds(size, number) if kind else clip_norms(size, number, mu, growth)
 
 
 def clip_norms(size: int, number: int, mu: float, growth: float) -> np.ndarray:
@@ -161,6 +159,6 @@ def next_growth(growth: float, kappa: float) -> float:
     return min(_MOST_GROWTH, growth + 2 * max(0.0, _UNCLIPPED - kappa))
 
 
-def scale_bounds(size: int, number: int) -> np.ndarray:
+def _scale_bounds(size: int, number: int) -> np.ndarray:
     """Bounds of one record's row and scales in the release of scales."""
     return np.array([_ROW_CLIP * math.sqrt(size / number), _SCALE_CLIP * math.sqrt(size) / number])

@@ -140,9 +140,9 @@ class StageOptimizer:
 def staged_scores(outcomes: Outcomes, pairs: int) -> Callable[[LaplaceProblem], Estimator]:
     """Returns problem -> estimator.
 
-    The signal has three entries: the score, the upper triangle of the curvature (off the diagonal
-    times root 2, so that its norm is the Frobenius norm) and the score's power, each over its bound
-    and times its weight. Its norm is at most 1.
+    In a stage the signal has three entries: the score, the upper triangle of the curvature (off the
+    diagonal times root 2, so that its norm is the Frobenius norm) and the score's power, each over
+    its bound and times its weight. Its norm is at most 1.
 
     Args:
         outcomes: Of the model.
@@ -151,8 +151,9 @@ def staged_scores(outcomes: Outcomes, pairs: int) -> Callable[[LaplaceProblem], 
     Guarantee:
         The three bounds hold for any model, any record and any outcome, finite or not: weights
         bring sums of scores that are clipped one by one below them, and what is not finite counts
-        as 0. Draws come from ``rng_key`` and read no record; simulated outcomes come from a secret
-        number of the record.
+        as 0. Before the stages the entries are clipped to their bounds, and the size to [0, 1].
+        Draws come from ``rng_key`` and read no record; simulated outcomes come from a secret number
+        of the record.
     """
 
     @jax.jit  # so that it is traced once, whoever asks

@@ -74,8 +74,8 @@ class Run:
         clips, weights = self._bounds(release), self.plan.weights(release)
         mu, kind = self.plan.mu_of(release), self.plan.kinds[release]
         if kind is Kind.SIZE:
-            size = believed_size(power[0] / weights[2], self.number, mu[2])
-            self.whitening = self.whitening * np.exp(-size)
+            log_size = believed_size(power[0] / weights[2], self.number, mu[2])
+            self.whitening = self.whitening * np.exp(-log_size)
             return
         if kind is Kind.SCALES:
             row, scales = clips[0] * score / weights[0], clips[1] * triangle[: self.size]

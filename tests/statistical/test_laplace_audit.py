@@ -14,7 +14,7 @@ from test_audit import audit
 from numpyro_dp import FullBatch, PrivacyBudget, secret_key
 from numpyro_dp.core import MechanismState
 from numpyro_dp.laplace.prior import read_prior
-from numpyro_dp.laplace.schedule import schedule
+from numpyro_dp.laplace.schedule import Kind, Schedule, schedule
 from numpyro_dp.laplace.signal import Request
 from numpyro_dp.laplace.stages import Run, Stages
 from numpyro_dp.model.density import Model
@@ -54,6 +54,8 @@ def worlds(noise_factor):
     settings = RunSettings(clip_norm=1.0, sampler=FullBatch(), budget=BUDGET, secret_key=2,
                            mechanism=StagedGaussian((1.0,)), repetition=True)  # fmt: skip
     plan = schedule(1 / plan_for(settings, 8, 1).noise_multiplier, 3, 8)
+    early = ((0.0, 0.0, 0.01), (0.02, 0.03, 0.0))  # so few records would not get these
+    plan = Schedule(plan.mu, (Kind.SIZE, Kind.SCALES, *plan.kinds), (*early, *plan.parts))
     driver = Stages(settings.changed(mechanism=StagedGaussian(plan.shares)), outcomes)
     prior = read_prior(outcomes, jax.random.key(0))
     state = driver.start(jax.random.key(1), Run(prior, plan, np.ones(3)), args, {})
