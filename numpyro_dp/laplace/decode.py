@@ -53,8 +53,7 @@ __all__ = [
     "with_discrepancies",
 ]
 
-FIRST_DISCREPANCY = 0.3  # non-linearity that is assumed before a stage has measured it, relative
-UNRESOLVED = 2.0  # standard errors of a measured non-linearity that may be there unseen
+FIRST_DISCREPANCY = 0.3  # non-linearity that is assumed of draws from the prior, relative
 SMALLEST_KAPPA = 0.1
 ROUNDS = 8  # the covariance of the errors depends on theta: it is updated at most this often
 UNDAMPED = 4  # rounds that take the full step; later ones take half of it
@@ -66,33 +65,30 @@ def with_discrepancies(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     r"""Returns the stages, each with how far its own curvature is from the newest one.
 
     For an earlier stage this is the mean square of :math:`A_j - W_j H W_j` that its noise does not
-    explain. Nothing has measured the newest stage yet. A share of the square of its level,
-    :math:`\mathrm{tr}(W H W) / d`, is assumed: :math:`0.3^2`, or the share measured for the stage
-    before if that is less, times the fall in the width of the draws since then. Two standard errors
-    are added to what was measured, because a small budget measures little.
+    explain. Nothing has measured the newest stage yet, so that a share of the square of its level
+    :math:`\mathrm{tr}(W H W) / d` is assumed. It falls as the variance of the draws:
+
+    .. math:: \min(0.3^2, 1 / (d + 1)) \min(1, \mathrm{tr}(W V W) / \mathrm{tr}(W V_1 W)).
+
+    A GOE error of variance v lengthens or shortens :math:`H a` by :math:`v (d + 1) |a|^2 / 2`, so
+    that half of its square is assumed in many dimensions. What earlier stages measured does not
+    enter: the curvature changes most along the way from the mean to the optimum, which is one
+    direction of d, and a mean square over all entries hides it.
 
     Args:
         stages: All stages so far, oldest first.
     """
-    newest, size = stages[-1], len(stages[-1].mean)
+    first, newest, size = stages[0], stages[-1], len(stages[-1].mean)
     entries = size * (size + 1) / 2
     found = []
     for stage in stages[:-1]:
         gap = stage.noisy_curvature - stage.whitening @ newest.curvature @ stage.whitening
         excess = np.sum(gap**2) / entries - stage.curvature_noise**2
         found.append(dataclasses.replace(stage, discrepancy=max(0.0, float(excess))))
-    share = FIRST_DISCREPANCY**2
-    if found:
-        before = found[-1]
-        move = newest.mean - before.mean
-        # A move of the mean counts as width: draws that moved far have seen another curvature.
-        width_before = trace_of(newest.whitening, before.covariance + np.outer(move, move))
-        fall = trace_of(newest.whitening, newest.covariance) / max(width_before, 1e-300)
-        level = trace_of(before.whitening, newest.curvature_floored) / size
-        unresolved = UNRESOLVED * before.curvature_noise**2 * np.sqrt(2 / entries)
-        share = min(share, (before.discrepancy + unresolved) / level**2) * min(1.0, fall)
+    width, wide = (trace_of(newest.whitening, stage.covariance) for stage in (newest, first))
     level = trace_of(newest.whitening, newest.curvature_floored) / size
-    return (*found, dataclasses.replace(newest, discrepancy=float(share * level**2)))
+    assumed = min(FIRST_DISCREPANCY**2, 1 / (size + 1)) * level**2 * min(1.0, width / wide)
+    return (*found, dataclasses.replace(newest, discrepancy=float(assumed)))
 
 
 def sampling_ratio(stage: Stage, noisy_power: float, power_noise: float) -> float:

@@ -41,10 +41,12 @@ __all__ = ["LaplaceProblem", "Request", "StageOptimizer", "staged_scores", "symm
 
 _TINY = 1e-12
 _REPLICATES = 2
-# Draws stay near the mean: under a wide prior of a scale, a far one has scores a thousand times as
-# large as the others, and the weight that bounds them all would silence the record. Each draw alone
-# gives a score of mean 0 at the truth with the curvature as its slope, so that nothing is biased.
-_FARTHEST = 0.4
+# Draws stay near the mean. Each draw alone gives a score of mean 0 at the truth with the curvature
+# as its slope, so that nothing is biased. Under the wide prior of a scale, a far draw has scores a
+# thousand times as large as the others, and the weight that bounds the scores of all draws would
+# silence the record. Where outcomes are listed, each draw has a weight of its own: draws may then
+# be farther away, and their curvature is nearer to that of the way from the mean to the optimum.
+_FARTHEST_LISTED, _FARTHEST = 1.0, 0.4
 _FEW = 4  # numbers through which a score depends on the latents
 _PARTNER = 4  # partners are a quarter of the draws away, so that none is a draw's mirror image
 
@@ -173,7 +175,8 @@ def staged_scores(outcomes: Outcomes, pairs: int) -> Callable[[LaplaceProblem], 
         def prepare(rng_key: Array, request: Request) -> tuple[Request, Array, Array]:
             draw_key, outcome_key = jax.random.split(rng_key)
             half = jax.random.normal(draw_key, (pairs, request.mean.size), request.mean.dtype)
-            half = jnp.clip(half, -_FARTHEST, _FARTHEST) @ request.factor.T
+            farthest = _FARTHEST_LISTED if problem.outcomes.number else _FARTHEST
+            half = jnp.clip(half, -farthest, farthest) @ request.factor.T
             draws = request.mean + jnp.concatenate([half, -half])
             return request, draws, outcome_key
 
