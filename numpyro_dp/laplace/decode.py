@@ -58,7 +58,7 @@ SMALLEST_KAPPA = 0.1
 ROUNDS = 8  # the covariance of the errors depends on theta: it is updated at most this often
 UNDAMPED = 4  # rounds that take the full step; later ones take half of it
 SETTLED = 0.02  # change of the mean, in posterior sds, that ends the rounds
-WIDENINGS = 4  # how often stages that do not fit are widened
+WIDENINGS = 1  # how often stages that do not fit are widened: each time moves what others must fit
 
 
 def with_discrepancies(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
@@ -118,7 +118,7 @@ def decode(
 
     The released scores of each stage are compared with their prediction. The squared residual over
     its variance has mean 1 for each coordinate. If a stage has more than
-    :math:`1 + 2 \sqrt{2 / d}`, its noise is widened by what it has, and all is decoded again.
+    :math:`1 + 2 \sqrt{2 / d}`, its noise is widened by what it has, and all is decoded once more.
 
     Args:
         prior: The prior of theta.

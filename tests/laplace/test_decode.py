@@ -201,7 +201,8 @@ def reference():
     return module
 
 
-def test_agrees_with_the_reference(reference):
+def test_agrees_with_the_reference(reference, monkeypatch):
+    monkeypatch.setattr(decoding, "WIDENINGS", 4)  # of the reference
     theirs, settings, compared = [], reference.DEFAULT, []
 
     def close(ours, other):
