@@ -98,10 +98,15 @@ def rwm5yr():
     return with_intercept(data, scales, {"year": 1986}), data.y
 
 
-SETS = {f.__name__: (f, model) for f, model in (
-    (rand_hie, logistic_model), (doctor_visits, logistic_model), (contraception, logistic_model),
-    (rwm5yr, logistic_model), (adult, logistic_model),
-)} | {"rand_hie, number": (rand_hie, visits_model), "rwm5yr, number": (rwm5yr, visits_model)}  # fmt: skip
+SETS = {
+    "rand_hie": (rand_hie, logistic_model),
+    "doctor_visits": (doctor_visits, logistic_model),
+    "contraception": (contraception, logistic_model),
+    "rwm5yr": (rwm5yr, logistic_model),
+    "adult": (adult, logistic_model),
+    "rand_hie, number": (rand_hie, visits_model),
+    "rwm5yr, number": (rwm5yr, visits_model),
+}
 
 
 def sampler(number):
