@@ -71,8 +71,8 @@ def with_discrepancies(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     .. math:: \min(0.3^2, 1 / (d + 1)) \min(1, \mathrm{tr}(W V W) / \mathrm{tr}(W V_1 W)).
 
     A GOE error E of variance v has a mean :math:`|E a|^2 = v (d + 1) |a|^2 / 2`, so that in many
-    dimensions the error of :math:`H a` has half of its square. What earlier stages measured does not
-    enter: the curvature changes most along the way from the mean to the optimum, which is one
+    dimensions the error of :math:`H a` has half of its square. What earlier stages measured does
+    not enter. The curvature changes most along the way from the mean to the optimum, which is one
     direction of d, and a mean square over all entries hides it.
 
     Args:
