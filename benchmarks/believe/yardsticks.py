@@ -23,10 +23,23 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from common import average_row, experiment_parser, save
-from real import at_the_mode
+from scipy.special import expit
 
 from numpyro_dp import DPLaplace, PrivacyBudget
 from numpyro_dp.datasets import load_adult
+
+
+def at_the_mode(x, y):
+    """Mean and covariance of the normal approximation under weights N(0, 1)."""
+    w = np.zeros(x.shape[1])
+    for _ in range(50):
+        p = expit(x @ w)
+        bend = x.T @ (x * (p * (1 - p))[:, None]) + np.eye(len(w))
+        step = np.linalg.solve(bend, x.T @ (y - p) - w)
+        w = w + step
+        if np.abs(step).max() < 1e-8:
+            break
+    return w, np.linalg.inv(bend)
 
 
 def least_squares(x, y=None):
