@@ -129,12 +129,14 @@ class DPLaplace:
         self._prepared: dict[Any, tuple[Any, ModelPrior, np.ndarray]] = {}
         self._drivers: dict[Any, Stages] = {}
 
-    def run(self, rng_key: Array, *args: Any, **kwargs: Any) -> Posterior:
+    def run(self, rng_key: Array, *args: Any, stream: bool = False, **kwargs: Any) -> Posterior:
         """Returns the private posterior.
 
         Args:
             rng_key: Key of draws of the posterior, and of invented records; not of noise.
             *args: Arguments of the model, with the whole data set.
+            stream: Leaves the records on the host (arrays, memory maps, ``to_numpy()`` of an Arrow
+                column), for data larger than the device's memory; the result is the same.
             **kwargs: Keyword arguments of the model.
 
         Raises:
@@ -155,7 +157,7 @@ class DPLaplace:
         state = driver.start(rng_key, stages, args, kwargs)
         report = spent_by(driver.settings, state, len(plan.shares))
         with begun(driver.settings, state):
-            driver.stages(state, stages, args, kwargs, report)
+            driver.stages(state, stages, args, kwargs, report, stream)
         return self._posterior(stages, report, rng_key)
 
     def _prepared_for(

@@ -39,7 +39,13 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
     outcomes = prior.outcomes
     layout = outcomes.model.structure.layout
     normal, ones = layout.invented(_RECORDS)
-    candidates = (normal, tuple(abs(x) for x in normal), ones)
+    rng = generator(rng_key)
+    # Integers are 1: a valid label or count. As two indices that are equal, they may cancel.
+    mixed = tuple(
+        x if jnp.issubdtype(x.dtype, jnp.floating) else jnp.asarray(rng.integers(2, size=x.shape))
+        for x in normal
+    )
+    candidates = (normal, tuple(abs(x) for x in normal), ones, mixed)
     scorer = _scorer(prior, rng_key)
     for rows in candidates:
         rows = tuple(

@@ -33,6 +33,7 @@ from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import SensitiveState
+from numpyro_dp.run.streaming import HostRows
 
 __all__ = ["Run", "Stages"]
 
@@ -174,14 +175,18 @@ class Stages(Driver):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         report: Any,
+        stream: bool = False,
     ) -> None:
         """Makes all releases; what they gave is in ``run``."""
         session = self._session(args, kwargs)
-        rows = session.rows(args, kwargs)
+        rows = (session.host_rows if stream else session.rows)(args, kwargs)
         for release in range(len(run.plan.shares)):
             _, empty = state.optim_state
             state = state._replace(optim_state=(run.request(release), empty))
-            state = session.run(state, rows, 1, 1, False, report)[0]
+            if isinstance(rows, HostRows):
+                state = session.on_all(state, rows)
+            else:
+                state = session.run(state, rows, 1, 1, False, report)[0]
             run.read(release, state.optim_state[1])
 
     def _can_start(self, session: Any, prepared: Prepared) -> bool:

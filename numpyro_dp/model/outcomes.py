@@ -23,6 +23,7 @@ from numpyro_dp.model.density import Model
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.separation import is_factor, one_record
+from numpyro_dp.model.simulated import drawn
 
 __all__ = ["Outcomes", "read_outcomes"]
 
@@ -98,7 +99,9 @@ class Outcomes(NamedTuple):
 
     def simulate(self, flat: Array, example: tuple[Array, ...], rng_key: Array) -> Any:
         """Draws an outcome of one record; what was observed is not read."""
-        trace = self._trace(_unobserved(self.model.fn, self._names), flat, example, rng_key)
+        own_key, rest_key = jax.random.split(rng_key)
+        fn = _unobserved(self.model.fn, self._names, own_key)
+        trace = self._trace(fn, flat, example, rest_key)
         return {name: trace[name]["value"] for name in self._names}
 
     def listed(self, flats: Array, example: tuple[Array, ...]) -> Listed:
@@ -296,15 +299,22 @@ class _observing(Messenger):  # noqa: N801 - a NumPyro handler, named like its p
 
 
 class _unobserved(Messenger):  # noqa: N801
-    """Lets observed sites be drawn."""
+    """Draws observed sites in the place of what was observed."""
 
-    def __init__(self, fn: Callable[..., Any], names: tuple[str, ...]) -> None:
-        self.names = names
+    def __init__(self, fn: Callable[..., Any], names: tuple[str, ...], rng_key: Array) -> None:
+        self.keys = dict(zip(names, jax.random.split(rng_key, len(names)), strict=True))
         super().__init__(fn)
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "sample" and msg["name"] in self.names:
-            msg["value"], msg["is_observed"] = None, False
+        if msg["type"] == "sample" and msg["name"] in self.keys:
+            msg["value"], msg["is_observed"] = _drawn(msg["fn"], self.keys[msg["name"]]), False
+
+
+def _drawn(fn: Any, rng_key: Array) -> Array:
+    plain = _plain(fn)
+    if np.prod(plain.shape()) != np.prod(fn.shape()):
+        return fn.sample(rng_key)
+    return drawn(plain, rng_key).reshape(fn.shape())
 
 
 class _without_weights(Messenger):  # noqa: N801

@@ -34,7 +34,7 @@ from numpyro_dp.run.results import (
 from numpyro_dp.run.session_checks import check_holds_no_records, check_signal
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import RunIdentity, RunState, SensitiveState
-from numpyro_dp.run.step import Step, build_loop, build_step
+from numpyro_dp.run.step import Step, build_loop, build_step, build_whole_step
 from numpyro_dp.run.streaming import Fetched, HostRows, StreamedLoop, drawn_size
 from numpyro_dp.sums.devices import copied, spread
 from numpyro_dp.sums.factored import record_lengths
@@ -85,6 +85,7 @@ class Session:
         self._loop = build_loop(self._step_and_value, self._kept, self._measure)
         self._folding_loops: dict[Callable[..., PyTree], Callable[..., Any]] = {}
         self._loop_many = jax.jit(jax.vmap(self._loop, in_axes=(0, 0, None, None, None, None)))
+        self._whole: Callable[..., Any] | None = None
         self._streams: dict[int, Session] = {}  # the same for batches of a size that were fetched
 
     def identity(self, *public: PublicArray) -> RunIdentity:
@@ -248,6 +249,16 @@ class Session:
         """A fold's first state; of a definite dtype, so that all calls share a compilation."""
         params = self.problem.constrain(self.method.optim.get_params(state.optim_state))
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), fold.init(params))
+
+    def on_all(self, state: SensitiveState, rows: HostRows) -> SensitiveState:
+        """Takes a step on all records, which stay on the host and come in parts."""
+        if self._whole is None:
+            settings = self.settings
+            self._whole = build_whole_step(
+                self._estimator, self._mechanism, self.method.optim, settings.microbatch_size,
+                settings.mesh, self.problem.numbered,
+            )  # fmt: skip
+        return state.closed(self._whole(state.opened, rows))
 
     def _slots(
         self, state: RunState, num_steps: int, trace_size: int | None, number: int = 1

@@ -6,6 +6,7 @@ The composition is the privacy argument. Records enter in one place, between ``p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,11 +26,12 @@ from numpyro_dp.core import (
 )
 from numpyro_dp.model.records import Rows
 from numpyro_dp.run.state import RunState
-from numpyro_dp.sums.bounded import bounded_sum
+from numpyro_dp.run.streaming import HostRows
+from numpyro_dp.sums.bounded import SumInParts, bounded_sum
 from numpyro_dp.sums.devices import copied, on_devices
-from numpyro_dp.sums.microbatches import Shards
+from numpyro_dp.sums.microbatches import Shards, first_of
 
-__all__ = ["Step", "build_loop", "build_step", "optimised"]
+__all__ = ["Step", "build_loop", "build_step", "build_whole_step", "optimised"]
 
 
 class Step(NamedTuple):
@@ -78,25 +80,16 @@ def build_step(
     Guarantee:
         Only ``mechanism.privatise`` leads from records to the state; no shape, key or divisor does.
     """
+    private = _Private(estimator, mechanism, optim, inclusion_prob)
 
     def on_batch(rest: PyTree, batch: PyTree, mask: Array, shards: Shards) -> tuple[PyTree, ...]:
         (state, shared), (examples, lengths) = rest, batch
-        rng_key, step_key = jax.random.split(state.rng_key)
-        secret_key, noise_key = jax.random.split(state.secret_key)
-        params = optim.get_params(state.optim_state)
-        est = estimator(shared, state.mechanism_state)
-        public = est.prepare(step_key, params)
-        mech = mechanism(state.mechanism_state, state.noise_multiplier)
+        begun = private.begun(state, shared)
         live = state.step >= 0  # always, but no compiler knows
-        how = mask, lengths, live, microbatch_size, shards
-        total = bounded_sum(est, mech, public, examples, *how)
-        noisy, adapted = mech.privatise(noise_key, total, state.mechanism_state)
-        released = _over(inclusion_prob, Released(noisy, mech.noise_scale))
-        state = state._replace(
-            optim_state=optimised(optim, est.pull_back(public, released), state.optim_state),
-            rng_key=rng_key, secret_key=secret_key, mechanism_state=adapted, step=state.step + 1,
-        )  # fmt: skip
-        return state, params, step_key, released
+        asked = begun.estimator, begun.mechanism, begun.public
+        total = bounded_sum(*asked, examples, mask, lengths, live, microbatch_size, shards)
+        state, released = private.ended(state, begun, total)
+        return state, begun.params, begun.step_key, released
 
     everywhere = on_devices(on_batch, mesh)
 
@@ -110,6 +103,102 @@ def build_step(
         return state._replace(sampler_state=sampler_state), Step(*found, examples, mask)
 
     return step
+
+
+def build_whole_step(
+    estimator: Callable[[tuple[Array, ...], MechanismState], Estimator],
+    mechanism: Callable[[MechanismState, Array], Mechanism],
+    optim: Any,
+    microbatch_size: int | None = None,
+    mesh: Mesh | None = None,
+    numbered: bool = False,
+) -> Callable[[RunState, HostRows], RunState]:
+    """The same step on all records, which stay on the host and come in parts.
+
+    It gives what :func:`build_step` gives with a :class:`~numpyro_dp.FullBatch`, to the last bit:
+    the sums of parts are integers.
+
+    Returns:
+        ``(state, rows) -> state``, for methods whose signals are summed one by one, and mechanisms
+        without entries of their own.
+    """
+    private = _Private(estimator, mechanism, optim, 1.0)
+
+    @functools.partial(jax.jit, static_argnums=4)
+    def part(state: RunState, shared: Any, arrays: Any, start: Array, count: int) -> PyTree:
+        size = arrays[0].shape[0]
+        if numbered:
+            numbers = jnp.pad(_numbers(state.secret_key, count), (0, size))
+            arrays = (*arrays, copied(mesh, lax.dynamic_slice_in_dim(numbers, start, size)))
+
+        def on_part(rest: PyTree, examples: PyTree, mask: Array, shards: Shards) -> PyTree:
+            state, shared = rest
+            parts = private.begun(state, shared).parts(first_of(examples), count)
+            return parts.part(examples, mask, state.step >= 0, microbatch_size, shards)[0]
+
+        mask = start + jnp.arange(size) < count
+        return on_devices(on_part, mesh)((state, shared), arrays, mask)
+
+    @functools.partial(jax.jit, static_argnums=4)
+    def end(state: RunState, shared: Any, sums: PyTree, arrays: Any, count: int) -> RunState:
+        examples = (*arrays, jnp.zeros(1, jnp.uint32)) if numbered else arrays
+        begun = private.begun(state, shared)
+        total = begun.parts(first_of(examples), count).finished(sums)
+        return private.ended(state, begun, total)[0]
+
+    def step(state: RunState, rows: HostRows) -> RunState:
+        sums, count = None, rows.num_examples
+        for start, arrays in rows.parts():
+            found = part(state, rows.shared, arrays, jnp.asarray(start, jnp.int32), count)
+            sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
+        return end(state, rows.shared, sums, jax.tree.map(lambda x: x[:1], arrays), count)
+
+    return step
+
+
+class _Begun(NamedTuple):
+    """A step before the sum over records: all of it is public, or the mechanism's."""
+
+    rng_key: Array
+    step_key: Array
+    params: PyTree
+    estimator: Estimator
+    public: PyTree
+    mechanism: Mechanism
+
+    def parts(self, first: PyTree, count: int) -> SumInParts:
+        """The sum over records, of which this is the shape of one."""
+        return SumInParts(self.estimator, self.mechanism, self.public, first, count)
+
+
+class _Private(NamedTuple):
+    """What a step does before and after the sum over records."""
+
+    estimator: Callable[[tuple[Array, ...], MechanismState], Estimator]
+    mechanism: Callable[[MechanismState, Array], Mechanism]
+    optim: Any
+    inclusion_prob: float
+
+    def begun(self, state: RunState, shared: tuple[Array, ...]) -> _Begun:
+        """Asks."""
+        rng_key, step_key = jax.random.split(state.rng_key)
+        params = self.optim.get_params(state.optim_state)
+        est = self.estimator(shared, state.mechanism_state)
+        mech = self.mechanism(state.mechanism_state, state.noise_multiplier)
+        return _Begun(rng_key, step_key, params, est, est.prepare(step_key, params), mech)
+
+    def ended(self, state: RunState, begun: _Begun, total: PyTree) -> tuple[RunState, Released]:
+        """Privatises: the state after the step, and what it released."""
+        secret_key, noise_key = jax.random.split(state.secret_key)
+        noisy, adapted = begun.mechanism.privatise(noise_key, total, state.mechanism_state)
+        released = _over(self.inclusion_prob, Released(noisy, begun.mechanism.noise_scale))
+        update = begun.estimator.pull_back(begun.public, released)
+        state = state._replace(
+            optim_state=optimised(self.optim, update, state.optim_state),
+            rng_key=begun.rng_key, secret_key=secret_key, mechanism_state=adapted,
+            step=state.step + 1,
+        )  # fmt: skip
+        return state, released
 
 
 def _over(inclusion_prob: float, released: Released) -> Released:

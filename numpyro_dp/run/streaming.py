@@ -70,14 +70,32 @@ class HostRows(NamedTuple):
 
     def take(self, rows: np.ndarray, size: int) -> tuple[Array, ...]:
         """Returns these rows on the device, and zeros up to ``size``."""
+        return self._on_device([np.asarray(array[rows]) for array in self.arrays], size)
 
+    def parts(self) -> Iterator[tuple[int, tuple[Array, ...]]]:
+        """Yields all rows in parts of one size: the first row of each, and its arrays.
+
+        The last part ends with zeros. The numbers of records are left out.
+        """
+        size = min(self.num_examples, max(1, _BYTES // max(1, self.bytes_of_row)))
+        for start in range(0, self.num_examples, size):
+            own = [np.asarray(array[start : start + size]) for array in self.arrays]
+            yield start, self._on_device(own, size)[: len(own)]
+
+    @property
+    def bytes_of_row(self) -> int:
+        """Size of a row of all arrays."""
+        return sum(x.dtype.itemsize * math.prod(np.shape(x)[1:]) for x in self.arrays)
+
+    def _on_device(self, arrays: list[np.ndarray], size: int) -> tuple[Array, ...]:
         def padded(found: np.ndarray) -> Array:
+            if len(found) == size:
+                return jnp.asarray(found)
             whole = np.zeros((size, *found.shape[1:]), found.dtype)
             whole[: len(found)] = found
             return jnp.asarray(whole)
 
-        found = [padded(np.asarray(array[rows])) for array in self.arrays]
-        return (*found, *[jnp.zeros(size, jnp.uint32)] * self.numbered)
+        return (*map(padded, arrays), *[jnp.zeros(size, jnp.uint32)] * self.numbered)
 
 
 class _Chunk(NamedTuple):
@@ -108,8 +126,7 @@ class StreamedLoop:
         calls: list[tuple[int, int, int]],
     ) -> None:
         size = drawn_size(sampler, state)
-        row = sum(x.dtype.itemsize * math.prod(np.shape(x)[1:]) for x in host.arrays)
-        self._length = max(1, min(_LONGEST, _BYTES // max(1, row * size)))
+        self._length = max(1, min(_LONGEST, _BYTES // max(1, host.bytes_of_row * size)))
         draw = functools.partial(_drawn, sampler, host.num_examples, self._length)
         counts = [count * steps for call in calls for _, count, steps in self._parts(*call)]
         self._loop, self._shared = loop, host.shared

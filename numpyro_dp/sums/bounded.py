@@ -31,7 +31,7 @@ from numpyro_dp.sums.microbatches import (
     suitable_rows,
 )
 
-__all__ = ["bounded_sum", "bounded_sum_by_definition"]
+__all__ = ["SumInParts", "bounded_sum", "bounded_sum_by_definition"]
 
 
 def bounded_sum(
@@ -86,28 +86,67 @@ def bounded_sum_by_definition(
     shards: Shards = WHOLE,
 ) -> dict[str, Any]:
     """The same sum, signal by signal, by microbatches: the whole batch is never in memory."""
-    live = jnp.any(mask) if live is None else live
-    batch = mask.size * shards.number
-    struct = jax.eval_shape(estimator.signal, public, first_of(examples))
-    like, names = jax.eval_shape(widen, struct), filled(struct)
-    margin = margin_of(struct, batch)
-    blocks = mechanism.blocks(names)
-    norms = {members: norm_of(mechanism, names, at) for at, members in enumerate(blocks)}
+    count = mask.size * shards.number
+    parts = SumInParts(estimator, mechanism, public, first_of(examples), count)
+    sums, squares = parts.part(examples, mask, live, rows, shards)
+    extras = extra_sums(mechanism, parts.names, squares, parts.margin, mask, shards)
+    return parts.finished(sums) | extras
 
-    def of_rows(examples: PyTree, mask: Array) -> tuple[list[PyTree], tuple[Array, ...]]:
-        each = jax.vmap(lambda example: estimator.signal(public, example))
-        signals = widen(pinned(live, each, examples))
-        squares = tuple(jax.vmap(squared_norm)(select(signals, members)) for members in blocks)
-        factors = mechanism.scales(names, squares, margin)
-        sums = [
-            partial_sum(rows_of(select(signals, b)), jnp.where(mask, factor, 0), norms[b], batch)
-            for b, factor in zip(blocks, factors, strict=True)
-        ]
-        return sums, squares
 
-    few = suitable_rows(struct) if rows is None else rows
-    sums, squares = over_microbatches(of_rows, examples, mask, few, shards)
-    total = like | extra_sums(mechanism, names, squares, margin, mask, shards)
-    for members, found in zip(blocks, sums, strict=True):
-        total |= finished(found, select(like, members), norms[members], batch)
-    return total
+class SumInParts:
+    """A bounded sum whose records come in parts: integers, until all have been added up.
+
+    Args:
+        estimator: Whose signal.
+        mechanism: Bounds it.
+        public: What ``estimator.prepare`` returned.
+        first: Shapes of one record.
+        count: Records of all parts.
+
+    Attributes:
+        names: Entries of the signal.
+        margin: Part of the clip norm that signals are scaled to.
+    """
+
+    def __init__(
+        self, estimator: Estimator, mechanism: Mechanism, public: PyTree, first: PyTree, count: int
+    ) -> None:
+        self._signal, self._mechanism, self._count = estimator.signal, mechanism, count
+        self._public, self._struct = public, jax.eval_shape(estimator.signal, public, first)
+        self._like, self.names = jax.eval_shape(widen, self._struct), filled(self._struct)
+        self.margin = margin_of(self._struct, count)
+        self._blocks = mechanism.blocks(self.names)
+        self._norms = [norm_of(mechanism, self.names, at) for at in range(len(self._blocks))]
+
+    def part(
+        self,
+        examples: PyTree,
+        mask: Bool[Array, " batch"],
+        live: Array | None = None,
+        rows: int | None = None,
+        shards: Shards = WHOLE,
+    ) -> tuple[list[PyTree], tuple[Array, ...]]:
+        """Sums of some of the records, to be added to others, and their squared norms."""
+        live = jnp.any(mask) if live is None else live
+
+        def of_rows(examples: PyTree, mask: Array) -> tuple[list[PyTree], tuple[Array, ...]]:
+            each = jax.vmap(lambda example: self._signal(self._public, example))
+            signals = widen(pinned(live, each, examples))
+            own = [select(signals, members) for members in self._blocks]
+            squares = tuple(jax.vmap(squared_norm)(block) for block in own)
+            factors = self._mechanism.scales(self.names, squares, self.margin)
+            sums = [
+                partial_sum(rows_of(block), jnp.where(mask, factor, 0), norm, self._count)
+                for block, factor, norm in zip(own, factors, self._norms, strict=True)
+            ]
+            return sums, squares
+
+        few = suitable_rows(self._struct) if rows is None else rows
+        return over_microbatches(of_rows, examples, mask, few, shards)
+
+    def finished(self, sums: list[PyTree]) -> dict[str, Any]:
+        """The numbers of the sum of all parts."""
+        total = dict(self._like)
+        for members, found, norm in zip(self._blocks, sums, self._norms, strict=True):
+            total |= finished(found, select(self._like, members), norm, self._count)
+        return total

@@ -11,6 +11,7 @@ import pytest
 
 from numpyro_dp import DPLaplace, NoiseReuseError, PrivacyBudget, fit
 from numpyro_dp.privacy.plan import BudgetError
+from numpyro_dp.run import streaming
 
 KEY = jax.random.key(0)
 D = 3
@@ -237,3 +238,15 @@ def test_fit_takes_it_where_it_can_and_says_why_not():
 
     notes = fit(improper, x, y, epsilon=1.0, rng_key=KEY).notes
     assert any("not take this model: A prior of this model has no sampler" in n for n in notes)
+
+
+@pytest.mark.parametrize("model", [logistic, counts], ids=lambda f: f.__name__)
+def test_a_streamed_run_is_the_run(model, monkeypatch):
+    args = records(1003) if model is logistic else outcome_counts(1003)
+    host = [np.asarray(a) for a in args]
+    same = {"secret_key": 5, "repetition": True}
+    known = draws(run(model, args, **same))
+    monkeypatch.setattr(streaming, "_BYTES", 400 * 16)  # parts of 400, 400 and 203 records
+    laplace = DPLaplace(model, budget=BUDGET, **same)
+    found = draws(laplace.run(KEY, *host, stream=True))
+    np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
