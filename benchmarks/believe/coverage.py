@@ -72,7 +72,32 @@ def mixture(x, y=None):
         numpyro.sample("y", dist.MixtureSameFamily(mixing, parts), obs=y)
 
 
-MODELS = {f.__name__: f for f in (logistic, poisson, linear, categorical, mixture)}
+def survival(x, y=None):
+    """Weibull times; y has the time, and 1 where it is the end of observation."""
+    w = weights(x.shape[1], 0.5)
+    shape = numpyro.sample("shape", dist.LogNormal(0, 0.3))
+    time, late = (None, False) if y is None else (y[:, 0], y[:, 1] > 0)
+    with numpyro.plate("records", x.shape[0]):
+        times = dist.RightCensoredDistribution(dist.Weibull(jnp.exp(x @ w), shape), late)
+        numpyro.sample("y", times, obs=time)
+
+
+def intercepts(x, y=None):
+    """Of 30 groups, beside the columns; a record's group is made of its last column."""
+    w = weights(x.shape[1] - 1)
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    with numpyro.plate("groups", 30):
+        effect = numpyro.sample("effect", dist.Normal(0, scale))
+    with numpyro.plate("records", x.shape[0]):
+        group = jnp.clip(30 * jax.scipy.stats.norm.cdf(x[:, -1] * x.shape[1] ** 0.5 / 2), 0, 29)
+        logits = x[:, :-1] @ w + effect[group.astype(int)]
+        numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
+
+
+MODELS = {
+    f.__name__: f
+    for f in (logistic, poisson, linear, categorical, mixture, survival, intercepts)
+}  # fmt: skip
 
 
 def columns(number, dim, correlation, rng):
@@ -98,7 +123,11 @@ def truth_of(model, x, rng_key):
     with numpyro.handlers.seed(rng_seed=rng_key), numpyro.handlers.trace() as trace:
         model(x)
     latents = {n: s["value"] for n, s in trace.items() if s["type"] == "sample" and n != "y"}
-    return latents, trace["y"]["value"]
+    y = trace["y"]["value"]
+    if model is survival:  # about a third is still observed at the end
+        end = 1.5 * jax.random.exponential(jax.random.fold_in(rng_key, 1), y.shape)
+        y = jnp.stack([jnp.minimum(y, end), y > end], axis=-1)
+    return latents, y
 
 
 def figures(truth, mean, sd):

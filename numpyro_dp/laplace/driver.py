@@ -50,7 +50,8 @@ class DPLaplace:
 
     It takes models with latents that all records share and an outcome that can be simulated:
     generalised linear models, several outcomes a record, weights, masks, mixtures with summed-out
-    assignments, group effects in their centred form.
+    assignments, group effects in their centred form; and times that are censored from one side
+    (:mod:`numpyro_dp.laplace.censored`).
 
     Args:
         model: A NumPyro model.

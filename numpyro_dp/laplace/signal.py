@@ -30,16 +30,21 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from numpyro_dp.core import Estimator, PyTree, Released
-from numpyro_dp.laplace.schedule import SIZE_RANGE, Kind
-from numpyro_dp.model.dependence import depends_on_inputs
+from numpyro_dp.laplace.censored import censored
+from numpyro_dp.laplace.scores import (
+    TINY,
+    Scores,
+    entries,
+    outer_products,
+    partners,
+    shortened,
+    total,
+)
 from numpyro_dp.model.outcomes import Outcomes
-from numpyro_dp.model.public import own_constants
 from numpyro_dp.model.records import Records, Rows
-from numpyro_dp.sums.affine import Waist, find_waist
 
 __all__ = ["LaplaceProblem", "Request", "StageOptimizer", "staged_scores", "symmetric"]
 
-_TINY = 1e-12
 _REPLICATES = 2
 # Draws stay near the mean. Each draw alone gives a score of mean 0 at the truth with the curvature
 # as its slope, so that nothing is biased. Under the wide prior of a scale, a far draw has scores a
@@ -47,8 +52,6 @@ _REPLICATES = 2
 # silence the record. Where outcomes are listed, each draw has a weight of its own: draws may then
 # be farther away, and their curvature is nearer to that of the way from the mean to the optimum.
 _FARTHEST_LISTED, _FARTHEST = 1.0, 0.4
-_FEW = 4  # numbers through which a score depends on the latents
-_PARTNER = 4  # partners are a quarter of the draws away, so that none is a draw's mirror image
 
 
 class Request(NamedTuple):
@@ -165,8 +168,8 @@ def staged_scores(outcomes: Outcomes, pairs: int) -> Callable[[LaplaceProblem], 
         if not own.number:
             *rows, number = example
             example, key = tuple(rows), jax.random.fold_in(key, number)
-        scores = _Scores(own, request.whitening, example)
-        one = _listed if own.number else _simulated
+        scores = Scores(own, request.whitening, example)
+        one = _listed if own.number else censored if own.censored else _simulated
         parts = one(scores, request, draws, key)
         names = ("score", "curvature", "power")
         return {n: w * part for n, w, part in zip(names, request.weights, parts, strict=True)}
@@ -203,97 +206,7 @@ def symmetric(triangle: np.ndarray) -> np.ndarray:
     return found + np.triu(found, 1).T
 
 
-def _triangle(matrix: Array) -> Array:
-    """The upper triangle, off the diagonal times root 2."""
-    rows, columns = own_constants(*np.asarray(np.triu_indices(matrix.shape[0]), np.uint32))
-    (widths,) = own_constants(np.where(rows == columns, 1.0, np.sqrt(2.0)).astype(np.float32))
-    return matrix[rows, columns] * widths.astype(matrix.dtype)
-
-
-class _Scores:
-    """Whitened scores of one record, at many draws and for many outcomes.
-
-    A score is ``a @ frame`` with few numbers a (:mod:`numpyro_dp.sums.affine`), and the frame is
-    the record's own at all draws.
-    """
-
-    def __init__(self, outcomes: Outcomes, whitening: Array, example: PyTree) -> None:
-        self.outcomes, self.example, self.own = outcomes, example, outcomes.own(example)
-        zero, given = jnp.zeros(outcomes.size, whitening.dtype), (example, self.own)
-        self._waists = {True: find_waist(_scalar(outcomes, True), zero, given)}
-        if outcomes.weighted:  # the same numbers for both
-            self._waists = {w: Waist(zero.size, lambda z, _: z, _scalar(outcomes, w))
-                            for w in (True, False)}  # fmt: skip
-        waist = self._waists[True]
-        if waist.size < zero.size and _frame_reads_outcome(waist, zero, given):
-            waist = self._waists[True] = Waist(zero.size, lambda z, _: z, _scalar(outcomes, True))
-        self._narrow = waist.size < zero.size
-        frame = whitening
-        if self._narrow:
-            frame = jax.jacrev(waist.values)(zero, given) @ whitening
-        frame = jnp.where(jnp.all(jnp.isfinite(frame)), frame, 0)
-        gram = _product(frame, frame.T) if self._narrow else None
-        # Found once a record, not once a draw.
-        self.frame, self._gram = lax.optimization_barrier((frame, gram))
-
-    def at(self, draw: Array, outcome: Any, *, weighted: bool = True) -> Array:
-        """The numbers a of the score of an outcome, shape (p,)."""
-        waist = self._waists[weighted or not self.outcomes.weighted]
-        given = (self.example, outcome)
-        return jax.grad(waist.rest)(waist.values(draw, given), given)
-
-    def bounded(self, slopes: Array) -> tuple[Array, Array]:
-        """The same numbers, 0 where the score is not finite, and the norms of the scores."""
-        if self._narrow:
-            square = jnp.sum(_product(slopes, self._gram) * slopes, axis=-1)
-        else:
-            square = jnp.sum((slopes @ self.frame) ** 2, axis=-1)
-        norm = jnp.sqrt(jnp.maximum(square, 0))
-        good = norm < 1e18  # whose square is finite in float32; false for NaN
-        return jnp.where(good[..., None], slopes, 0), jnp.where(good, norm, 0)
-
-
-def _product(one: Array, other: Array) -> Array:
-    """``one @ other``. XLA multiplies small matrices record by record: sums are faster then."""
-    if min(*one.shape[-2:], *other.shape) > _FEW:
-        return one @ other
-    return jnp.sum(one[..., None] * other, axis=-2)
-
-
-def _products(slopes: Array, others: Array) -> Array:
-    """Sum of outer products of vectors over the first two axes, shape (p, p)."""
-    if slopes.shape[-1] > _FEW:
-        return jnp.einsum("abp,abq->pq", slopes, others)
-    return _total(slopes[..., :, None] * others[..., None, :])
-
-
-def _total(terms: Array) -> Array:
-    """Sum over the first two axes, as a product: XLA's sums take one term at a time on a CPU."""
-    return jnp.tensordot(jnp.ones(terms.shape[:2], terms.dtype), terms, 2)
-
-
-def _frame_reads_outcome(waist: Waist, zero: Array, given: PyTree) -> bool:
-    """Whether scores of other outcomes have another frame than that of the record's own."""
-    example, own = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), leaf.dtype), given)
-
-    def frame(own: PyTree) -> dict[str, Array]:
-        return {"frame": jax.jacrev(waist.values)(zero, (example, own))}
-
-    return depends_on_inputs(frame, own)["frame"]
-
-
-def _scalar(outcomes: Outcomes, weighted: bool) -> Callable[[Array, Any], Array]:
-    def scalar(draw: Array, given: Any) -> Array:
-        return outcomes.log_likelihood(draw, *given, weighted=weighted)
-
-    return scalar
-
-
-def _clipped(slopes: Array, norm: Array, limit: Array) -> Array:
-    return slopes * jnp.minimum(1, limit / (norm + _TINY))[..., None]
-
-
-def _listed(scores: _Scores, request: Request, draws: Array, _: Array) -> tuple[Array, ...]:
+def _listed(scores: Scores, request: Request, draws: Array, _: Array) -> tuple[Array, ...]:
     """Score, curvature and power over their bounds, for outcomes that can be listed."""
     outcomes, (score_clip, curvature_clip) = scores.outcomes, request.clips
     listed = outcomes.listed(draws, scores.example)
@@ -309,27 +222,26 @@ def _listed(scores: _Scores, request: Request, draws: Array, _: Array) -> tuple[
     slopes, norm = scores.bounded(slopes)
     slope, slope_norm = scores.bounded(slope)  # differs where the record has a weight
     bound = jnp.sum(chances * norm * slope_norm, axis=0)
-    limits = score_clip / (jnp.max(norm, axis=0) + _TINY), curvature_clip / (bound + _TINY)
+    limits = score_clip / (jnp.max(norm, axis=0) + TINY), curvature_clip / (bound + TINY)
     weight = jnp.where(request.kind > 0, 1, jnp.minimum(1, jnp.minimum(*limits)))
     each = weight * chances / len(draws)
     values = listed.values[:, None]
     centred = values - jnp.sum(chances * values, axis=0)
-    spread = jnp.sqrt(jnp.sum(chances * centred**2, axis=0) + _TINY)
+    spread = jnp.sqrt(jnp.sum(chances * centred**2, axis=0) + TINY)
     # The release of scales asks for the vector along the row in the place of the score.
     observed = weight * listed.observed[:, None] / len(draws)
     sent = jnp.where(request.kind > 0, each * centred / spread, observed)
-    score = _total(sent[..., None] * slopes)
-    product = _products(each[..., None] * slopes, slope)
+    score = total(sent[..., None] * slopes)
+    product = outer_products(each[..., None] * slopes, slope)
     power = jnp.mean(weight**2 * jnp.sum(chances * norm**2, axis=0))
-    return _parts(scores, request, score, product, power)
+    return entries(scores, request, score, product, power)
 
 
-def _simulated(scores: _Scores, request: Request, draws: Array, key: Array) -> tuple[Array, ...]:
+def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tuple[Array, ...]:
     """The same from outcomes that are simulated at each draw's partner."""
     outcomes, (score_clip, curvature_clip) = scores.outcomes, request.clips
     number = len(draws)
-    partners = jnp.roll(draws, number // _PARTNER + 1, axis=0)
-    partners = jnp.where(request.kind > 0, draws, partners)
+    others = partners(draws, request.kind)
     keys = jax.random.split(key, (number, _REPLICATES))
 
     def at(draw: Array, partner: Array, keys: Array) -> tuple[Any, ...]:
@@ -341,59 +253,26 @@ def _simulated(scores: _Scores, request: Request, draws: Array, key: Array) -> t
         moments = outcomes.moments(draw, scores.example) if outcomes.scalar else (0.0, 1.0)
         return moments, scores.at(draw, scores.own), *jax.vmap(replicate)(keys)
 
-    (mean, variance), own, outcome, there, slope = jax.vmap(at)(draws, partners, keys)
+    (mean, variance), own, outcome, there, slope = jax.vmap(at)(draws, others, keys)
     there, norm = scores.bounded(there)
     slope, slope_norm = scores.bounded(slope)
-    clipped, short = _clipped(there, norm, score_clip), jnp.minimum(norm, score_clip)
-    observed = jnp.mean(_clipped(*scores.bounded(own), score_clip), axis=0)
+    clipped, short = shortened(there, norm, score_clip), jnp.minimum(norm, score_clip)
+    observed = jnp.mean(shortened(*scores.bounded(own), score_clip), axis=0)
     centre = jnp.mean(clipped, axis=(0, 1))
     size = scores.bounded(centre)[1]
     limits = (
-        curvature_clip / (jnp.mean(short * slope_norm) + _TINY),
+        curvature_clip / (jnp.mean(short * slope_norm) + TINY),
         (score_clip / (score_clip + size)),
     )
     weight = jnp.where(request.kind > 0, 1, jnp.minimum(1, jnp.minimum(*limits)))
-    product = weight * _products(clipped, slope) / norm.size
+    product = weight * outer_products(clipped, slope) / norm.size
     score = weight * (observed - centre)
     if outcomes.scalar:
         (value,) = outcome.values()
         centred = value.reshape(norm.shape).astype(norm.dtype) - mean[:, None]
-        along = centred / jnp.sqrt(variance + _TINY)[:, None]
-        row = _total(along[..., None] * clipped) / norm.size
+        along = centred / jnp.sqrt(variance + TINY)[:, None]
+        row = total(along[..., None] * clipped) / norm.size
         score = jnp.where(request.kind > 0, row, score)
     else:
         score = jnp.where(request.kind > 0, 0, score)
-    return _parts(scores, request, score, product, weight**2 * jnp.mean(short**2))
-
-
-def _parts(
-    scores: _Scores, request: Request, score: Array, product: Array, power: Array
-) -> tuple[Array, Array, Array]:
-    r"""The three entries over their bounds.
-
-    In a stage they are score, curvature and power. In the release of scales they are the vector
-    along the record's row, :math:`u_i = E[W g (y - m)] / \mathrm{sd}(y)`, and the diagonal of the
-    curvature in the first places of the second entry. :math:`u_i u_i^\top` is at most the curvature
-    (Cauchy), and equal to it in a generalised linear model. The release of the size has the third
-    entry alone, the log of the power, from 0 at 1 / range to 1 at range times the public guess.
-    """
-    frame, (score_clip, curvature_clip) = scores.frame, request.clips
-    curvature = _product(frame.T, _product((product + product.T) / 2, frame))
-    triangle = _triangle(curvature)
-    scales = jnp.zeros_like(triangle).at[: len(curvature)].set(jnp.diagonal(curvature))
-    triangle = jnp.where(request.kind == Kind.SCALES, scales, triangle)
-    vector = jnp.sum(score[:, None] * frame, axis=0)
-    # By construction these are in their balls in a stage; before the stages they are clipped here.
-    vector, triangle = _ball(vector, score_clip), _ball(triangle, curvature_clip)
-    power = power / score_clip**2
-    log_power = 1 + jnp.log(power) / (4 * np.log(SIZE_RANGE))
-    sized = jnp.clip(jnp.nan_to_num(log_power, nan=0.0), 0, 1)
-    power = jnp.where(request.kind == Kind.SCALES, 0, power)
-    alone = request.kind == Kind.SIZE
-    return *(jnp.where(alone, 0, x) for x in (vector, triangle)), jnp.where(alone, sized, power)
-
-
-def _ball(vector: Array, bound: Array) -> Array:
-    """A vector over its bound, of norm at most 1; 0 where it is not finite."""
-    vector = jnp.where(jnp.all(jnp.isfinite(vector)), vector, 0)
-    return vector / jnp.maximum(jnp.linalg.norm(vector), bound)
+    return entries(scores, request, score, product, weight**2 * jnp.mean(short**2))

@@ -19,6 +19,7 @@ from numpyro import handlers
 from numpyro.distributions import ExpandedDistribution, MaskedDistribution, biject_to
 
 from numpyro_dp._compat import Messenger
+from numpyro_dp.model import censoring
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.public import UnsupportedModelError
@@ -55,6 +56,8 @@ class Outcomes(NamedTuple):
         number: How many outcomes there are, where they can be listed; else 0.
         scalar: Whether the outcome is a single number.
         weighted: Whether records have weights (``handlers.scale``).
+        censored: Whether the outcome is a censored one; its log likelihood is then the log hazard
+            of an event (the reversed one where it is censored from the left).
     """
 
     model: Model
@@ -64,6 +67,7 @@ class Outcomes(NamedTuple):
     number: int
     scalar: bool
     weighted: bool
+    censored: bool = False
 
     @property
     def size(self) -> int:
@@ -87,6 +91,8 @@ class Outcomes(NamedTuple):
             outcome: Value of each observed site; ``None`` for the record's own.
             weighted: Whether the record's weight counts.
         """
+        if self.censored:
+            return self._log_hazard(flat, example, outcome, weighted)
         fn = self.model.fn if outcome is None else _observing(self.model.fn, outcome)
         if self.weighted and not weighted:
             fn = _without_weights(fn, self._names, self.model.structure.data_plate)
@@ -137,6 +143,31 @@ class Outcomes(NamedTuple):
         fn = _plain(site["fn"])
         return jnp.reshape(fn.mean, ()), jnp.reshape(fn.variance, ())
 
+    def event(self, example: tuple[Array, ...]) -> Array:
+        """Whether a record has its event, and is not censored."""
+        (site,) = self._sites(jnp.zeros(self.size), example)
+        return ~jnp.reshape(_plain(site["fn"]).censored, ())
+
+    def passed(self, flat: Array, example: tuple[Array, ...], value: Array) -> Array:
+        """How much of the compensator has passed at a value: minus log of the survival function."""
+        (site,) = self._sites(flat, example)
+        return jnp.nan_to_num(-censoring.log_tail(_plain(site["fn"]), jnp.reshape(value, ())))
+
+    def time_of(self, flat: Array, example: tuple[Array, ...], passed: Array) -> Array:
+        """The value at which so much of it has passed."""
+        (site,) = self._sites(flat, example)
+        return censoring.value_at(_plain(site["fn"]), passed)
+
+    def _log_hazard(
+        self, flat: Array, example: tuple[Array, ...], outcome: Any, weighted: bool
+    ) -> Array:
+        (site,) = self._sites(flat, example)
+        fn, value = _plain(site["fn"]), site["value"] if outcome is None else outcome[site["name"]]
+        value = jnp.reshape(value, ())
+        found = fn.base_dist.log_prob(value).reshape(()) - censoring.log_tail(fn, value)
+        scale = 1 if site["scale"] is None or not weighted else site["scale"]
+        return found * jnp.reshape(scale, ()) * _mask_of(site["fn"])
+
     @property
     def _names(self) -> tuple[str, ...]:
         return self.model.structure.likelihood
@@ -186,8 +217,7 @@ def read_outcomes(model: Model, shared: tuple[Array, ...]) -> Outcomes:
             "posterior. Use a latent site in the distribution of the observed site."
         )
     found = found._replace(seen=seen)
-    number, scalar, weighted = _kind(found, example)
-    return found._replace(number=number, scalar=scalar, weighted=weighted)
+    return found._replace(**_kind(found, example))
 
 
 def unconstrained_prior(
@@ -224,8 +254,8 @@ def _check(structure: Any) -> None:
         )
 
 
-def _kind(outcomes: Outcomes, example: tuple[Array, ...]) -> tuple[int, bool, bool]:
-    """Number of outcomes that can be listed, whether they are single numbers, and have weights."""
+def _kind(outcomes: Outcomes, example: tuple[Array, ...]) -> dict[str, Any]:
+    """Number of outcomes that can be listed, and what else is known of them."""
     size, facts = outcomes.model.structure.layout.num_examples, {}
 
     def look(flat: Array, example: tuple[Array, ...]) -> Any:
@@ -234,6 +264,7 @@ def _kind(outcomes: Outcomes, example: tuple[Array, ...]) -> tuple[int, bool, bo
             _check_drawable(site)
         single = len(sites) == 1 and all(np.size(site["value"]) == 1 for site in sites)
         facts["scalar"] = single and sites[0]["fn"].event_dim == 0
+        facts["censored"] = any(censoring.is_censored(_plain(site["fn"])) for site in sites)
         scales = [site["scale"] for site in sites]
         facts["weighted"] = any(not (s is None or np.isscalar(s)) for s in scales)
         facts["weighted"] |= any(np.isscalar(s) and s not in (1, size) for s in scales)
@@ -246,10 +277,12 @@ def _kind(outcomes: Outcomes, example: tuple[Array, ...]) -> tuple[int, bool, bo
             "Expected an outcome that can be simulated, got a distribution without sample: "
             f"{error or type(error).__name__}. Use DPSVI for this model."
         ) from error
-    number = 0
-    if facts["scalar"] and not outcomes.model.structure.summed:
-        number = _number_of_values(outcomes, example)
-    return number, facts["scalar"], facts["weighted"]
+    facts["number"] = 0
+    if facts["censored"]:
+        censoring.check(outcomes._names, facts["scalar"])
+    elif facts["scalar"] and not outcomes.model.structure.summed:
+        facts["number"] = _number_of_values(outcomes, example)
+    return facts
 
 
 def _number_of_values(outcomes: Outcomes, example: tuple[Array, ...]) -> int:
@@ -272,11 +305,8 @@ def _check_drawable(site: dict[str, Any]) -> None:
             f"Expected outcomes that can be simulated, got the factor {name!r}, whose outcome the "
             "model does not name. Write it as numpyro.sample(..., obs=y), or use DPSVI."
         )
-    if "Censored" in type(fn).__name__:
-        raise UnsupportedModelError(
-            f"Expected outcomes that can be simulated, got the censored site {name!r}: when an "
-            "uncensored record would have been censored is not in the model. Use DPSVI."
-        )
+    if censoring.is_censored(fn):
+        censoring.check_base(name, fn)
 
 
 def _plain(fn: Any) -> Any:
@@ -284,6 +314,16 @@ def _plain(fn: Any) -> Any:
     while type(fn) in (MaskedDistribution, ExpandedDistribution):
         fn = fn.base_dist
     return fn
+
+
+def _mask_of(fn: Any) -> Any:
+    """1 where a distribution counts, 0 where it is masked."""
+    found = 1
+    while type(fn) in (MaskedDistribution, ExpandedDistribution):
+        if isinstance(fn, MaskedDistribution):
+            found = found * jnp.asarray(fn._mask, float).reshape(())
+        fn = fn.base_dist
+    return found
 
 
 class _observing(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers

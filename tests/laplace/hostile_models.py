@@ -137,6 +137,18 @@ MODELS = {
     "weighted, known size": (weighted_in_a_plate_of_known_size, "if", True),
     "weighted poisson": (weighted_poisson, "if", False),
     "masked": (masked, "ff", False),
+    "censored, Weibull": (
+        observed(lambda x, w, s, late: dist.RightCensoredDistribution(
+            dist.Weibull(jnp.exp(x @ w), s), late > 0), noise), "fi", False,
+    ),
+    "censored, log-normal": (
+        observed(lambda x, w, s, late: dist.RightCensoredDistribution(
+            dist.LogNormal(x @ w, s), late > 0), noise), "fi", False,
+    ),
+    "censored from the left": (
+        observed(lambda x, w, s, low: dist.LeftCensoredDistribution(
+            dist.Normal(x @ w, s), low > 0), noise), "fi", False,
+    ),
 }  # fmt: skip
 
 

@@ -54,8 +54,15 @@ def with_factor(x, y):
 def censored(x, y):
     w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
     with numpyro.plate("rows", x.shape[0]):
-        base = dist.Exponential(jnp.exp(x @ w))
+        base = dist.Gamma(2.0, jnp.exp(x @ w))
         numpyro.sample("time", dist.RightCensoredDistribution(base, y), obs=jnp.abs(x[:, 0]) + 0.1)
+
+
+def censored_on_both_sides(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", x.shape[0]):
+        fn = dist.IntervalCensoredDistribution(dist.Normal(x @ w, 1.0), y, y)
+        numpyro.sample("time", fn, obs=jnp.stack([x[:, 0], x[:, 0] + 1], axis=-1))
 
 
 def non_centred(x, y, group):
@@ -89,7 +96,10 @@ MODELS = {
     "a parameter": (with_parameter, (X, Y), ["['w']", "no prior", "DPSVI"]),
     "a local latent": (with_local_latent, (X, Y), ["['own']", "data plate", "encoder"]),
     "a factor": (with_factor, (X, Y), ["factor 'y'", "obs=y", "DPSVI"]),
-    "a censored site": (censored, (X, Y), ["censored site 'time'", "DPSVI"]),
+    "a censored site without quantiles": (censored, (X, Y), ["quantiles", "Gamma", "Weibull"]),
+    "censoring from both sides": (
+        censored_on_both_sides, (X, Y), ["from one side", "IntervalCensored", "DPSVI"],
+    ),
     "effects that are not centred": (
         non_centred, (X, Y, GROUP), ["'effect' multiplied by 'scale'", "reparam", "DPSVI"],
     ),

@@ -1,0 +1,116 @@
+r"""What a record with a censored outcome sends.
+
+A right-censored record is seen from the start of its time to T, where it has an event
+(:math:`\delta = 1`) or leaves. Until when it would have been seen at most is in no model, so that
+outcomes cannot be simulated. But whatever decides that, the event's counting process less its
+compensator is a martingale under the true latents. So is its integral over any function of time
+that does not look ahead. With the hazard :math:`\lambda_z` at latents z and
+:math:`h_z(u) = \nabla_z \log \lambda_z(u)`, the record sends
+
+.. math::
+    s_i &= v_i \operatorname{mean}_r \Big[ \delta\, c(W h_{z_r}(T))
+        - \int_0^T c(W h_{z_r}(u))\, \lambda_{t_r}(u)\, du \Big], \\
+    H_i &= v_i \operatorname{sym} \operatorname{mean}_r \int_0^T
+        c(W h_{z_r}(u))\, (W h_{t_r}(u))^\top \lambda_{t_r}(u)\, du,
+
+without the clip c the score itself. The integrals end at a time :math:`L_i`, if T is later, and an
+event after it does not count. It is the last time at which the score could not be longer than its
+bound yet. It is found from :math:`x_i` and the latents alone, so that it biases nothing. The weight
+:math:`v_i` of other outcomes does the same for the curvature. Left-censored outcomes
+are the same in a time that runs downwards from above, with the reversed hazard.
+
+Reference:
+    O. Aalen (1978), Nonparametric inference for a family of counting processes, Ann. Statist. 6,
+    for the martingale; the bounded version is the project's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from numpyro_dp.laplace.scores import TINY, Scores, entries, outer_products, partners, shortened
+from numpyro_dp.model.public import own_constants
+
+__all__ = ["censored"]
+
+_NODES = 6  # of the quadrature over time
+# Where it is asked whether the bound is reached, in units of the compensator. Events are later than
+# the last of them with a probability below .02.
+_GRID = 4.0 * (np.arange(1, 9) / 8) ** 2
+
+
+def censored(scores: Scores, request: Any, draws: Array, _: Array) -> tuple[Array, ...]:
+    """Score, curvature and power over their bounds, for a censored outcome."""
+    outcomes, (score_clip, curvature_clip) = scores.outcomes, request.clips
+    others, early = partners(draws, request.kind), request.kind > 0
+    places, widths, grid = _quadrature()
+
+    def at(passed: Array) -> tuple[Array, Array, Array]:
+        """At times (R, K): clipped scores, those of partners, and the product of norms."""
+
+        def one(draw: Array, partner: Array, passed: Array) -> tuple[Array, Array]:
+            def slopes(value: Array) -> tuple[Array, Array]:
+                outcome = outcomes.as_outcome(value, scores.own)
+                return scores.at(draw, outcome), scores.at(partner, outcome, weighted=False)
+
+            return jax.vmap(slopes)(outcomes.time_of(partner, scores.example, passed))
+
+        there, slope = lax.optimization_barrier(jax.vmap(one)(draws, others, passed))
+        there, norm = scores.bounded(there)
+        slope, slope_norm = scores.bounded(slope)
+        short = jnp.minimum(norm, score_clip)
+        return shortened(there, norm, score_clip), slope, short * slope_norm
+
+    there, _, curved = at(jnp.broadcast_to(grid, (len(draws), len(grid))))
+    steps = jnp.diff(grid, prepend=0.0)
+    gone = jnp.cumsum(steps[:, None] * _middles(there), axis=1)
+    spent = jnp.cumsum(steps * _middles(curved), axis=1)
+    fits = early | (_larger(scores, gone, there) <= score_clip)
+    fits = jnp.cumprod(fits, axis=1, dtype=grid.dtype)
+    end = jnp.max(fits * grid, axis=1)
+    most = jnp.mean(jnp.max(fits * spent, axis=1))
+    weight = jnp.where(early, 1, jnp.minimum(1, curvature_clip / (most + TINY)))
+
+    def own(draw: Array, partner: Array) -> tuple[Array, Array]:
+        (value,) = scores.own.values()
+        return outcomes.passed(partner, scores.example, value), scores.at(draw, scores.own)
+
+    passed, last = lax.optimization_barrier(jax.vmap(own)(draws, others))
+    seen = jnp.minimum(passed, end)
+    there, slope, _ = at(seen[:, None] * places)
+    mass = seen[:, None] * widths
+    gone = jnp.sum(mass[..., None] * there, axis=1)
+    event = outcomes.event(scores.example) & (passed < end)
+    each = event[:, None] * shortened(*scores.bounded(last), score_clip) - gone
+    # The release of scales asks for a vector along the row: by Cauchy, r r' is at most H.
+    row = gone / jnp.sqrt(seen + TINY)[:, None]
+    score = weight * jnp.mean(jnp.where(early, row, each), axis=0)
+    product = weight * outer_products(mass[..., None] * there, slope) / len(draws)
+    power = weight**2 * jnp.mean(jnp.sum(mass * scores.bounded(there)[1] ** 2, axis=1))
+    return entries(scores, request, score, product, jnp.minimum(power, score_clip**2))
+
+
+def _middles(values: Array) -> Array:
+    """Means of neighbours along the second axis; the first one for itself."""
+    return (values + jnp.concatenate([values[:, :1], values[:, :-1]], axis=1)) / 2
+
+
+def _larger(scores: Scores, gone: Array, jump: Array) -> Array:
+    """Norm of a score with an event now, or without: the larger one."""
+    return jnp.maximum(scores.bounded(gone)[1], scores.bounded(jump - gone)[1])
+
+
+def _quadrature() -> tuple[Array, Array, Array]:
+    """Nodes x^3 on (0, 1), x those of Gauss and Legendre, weights, and the grid.
+
+    Log hazards may grow as log u at 0.
+    """
+    nodes, weights = np.polynomial.legendre.leggauss(_NODES)
+    nodes = (nodes + 1) / 2
+    found = nodes**3, 3 * nodes**2 * weights / 2, _GRID
+    return own_constants(*(x.astype(np.float32) for x in found))

@@ -1,0 +1,153 @@
+r"""Scores of one record at many draws, in few numbers each, and the entries of its signal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from numpyro_dp.core import PyTree
+from numpyro_dp.laplace.schedule import SIZE_RANGE, Kind
+from numpyro_dp.model.dependence import depends_on_inputs
+from numpyro_dp.model.outcomes import Outcomes
+from numpyro_dp.model.public import own_constants
+from numpyro_dp.sums.affine import Waist, find_waist
+
+__all__ = ["TINY", "Scores", "entries", "outer_products", "partners", "shortened", "total"]
+
+TINY = 1e-12
+_PARTNER = 4  # partners are a quarter of the draws away, so that none is a draw's mirror image
+_FEW = 4  # numbers through which a score depends on the latents
+
+
+class Scores:
+    """Whitened scores of one record, at many draws and for many outcomes.
+
+    A score is ``a @ frame`` with few numbers a (:mod:`numpyro_dp.sums.affine`), and the frame is
+    the record's own at all draws.
+    """
+
+    def __init__(self, outcomes: Outcomes, whitening: Array, example: PyTree) -> None:
+        self.outcomes, self.example, self.own = outcomes, example, outcomes.own(example)
+        zero, given = jnp.zeros(outcomes.size, whitening.dtype), (example, self.own)
+        self._waists = {True: find_waist(_scalar(outcomes, True), zero, given)}
+        if outcomes.weighted:  # the same numbers for both
+            self._waists = {w: Waist(zero.size, lambda z, _: z, _scalar(outcomes, w))
+                            for w in (True, False)}  # fmt: skip
+        waist = self._waists[True]
+        if waist.size < zero.size and _frame_reads_outcome(waist, zero, given):
+            waist = self._waists[True] = Waist(zero.size, lambda z, _: z, _scalar(outcomes, True))
+        self._narrow = waist.size < zero.size
+        frame = whitening
+        if self._narrow:
+            frame = jax.jacrev(waist.values)(zero, given) @ whitening
+        frame = jnp.where(jnp.all(jnp.isfinite(frame)), frame, 0)
+        gram = _product(frame, frame.T) if self._narrow else None
+        # Found once a record, not once a draw.
+        self.frame, self._gram = lax.optimization_barrier((frame, gram))
+
+    def at(self, draw: Array, outcome: Any, *, weighted: bool = True) -> Array:
+        """The numbers a of the score of an outcome, shape (p,)."""
+        waist = self._waists[weighted or not self.outcomes.weighted]
+        given = (self.example, outcome)
+        return jax.grad(waist.rest)(waist.values(draw, given), given)
+
+    def bounded(self, slopes: Array) -> tuple[Array, Array]:
+        """The same numbers, 0 where the score is not finite, and the norms of the scores."""
+        if self._narrow:
+            square = jnp.sum(_product(slopes, self._gram) * slopes, axis=-1)
+        else:
+            square = jnp.sum((slopes @ self.frame) ** 2, axis=-1)
+        norm = jnp.sqrt(jnp.maximum(square, 0))
+        good = norm < 1e18  # whose square is finite in float32; false for NaN
+        return jnp.where(good[..., None], slopes, 0), jnp.where(good, norm, 0)
+
+
+def _product(one: Array, other: Array) -> Array:
+    """``one @ other``. XLA multiplies small matrices record by record: sums are faster then."""
+    if min(*one.shape[-2:], *other.shape) > _FEW:
+        return one @ other
+    return jnp.sum(one[..., None] * other, axis=-2)
+
+
+def outer_products(slopes: Array, others: Array) -> Array:
+    """Sum of outer products of vectors over the first two axes, shape (p, p)."""
+    if slopes.shape[-1] > _FEW:
+        return jnp.einsum("abp,abq->pq", slopes, others)
+    return total(slopes[..., :, None] * others[..., None, :])
+
+
+def total(terms: Array) -> Array:
+    """Sum over the first two axes, as a product: XLA's sums take one term at a time on a CPU."""
+    return jnp.tensordot(jnp.ones(terms.shape[:2], terms.dtype), terms, 2)
+
+
+def _frame_reads_outcome(waist: Waist, zero: Array, given: PyTree) -> bool:
+    """Whether scores of other outcomes have another frame than that of the record's own."""
+    example, own = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), leaf.dtype), given)
+
+    def frame(own: PyTree) -> dict[str, Array]:
+        return {"frame": jax.jacrev(waist.values)(zero, (example, own))}
+
+    return depends_on_inputs(frame, own)["frame"]
+
+
+def _scalar(outcomes: Outcomes, weighted: bool) -> Callable[[Array, Any], Array]:
+    def scalar(draw: Array, given: Any) -> Array:
+        return outcomes.log_likelihood(draw, *given, weighted=weighted)
+
+    return scalar
+
+
+def partners(draws: Array, kind: Array) -> Array:
+    """For each draw another one; before the stages, the draw itself."""
+    return jnp.where(kind > 0, draws, jnp.roll(draws, len(draws) // _PARTNER + 1, axis=0))
+
+
+def shortened(slopes: Array, norm: Array, limit: Array) -> Array:
+    """The same scores, of norm at most the limit."""
+    return slopes * jnp.minimum(1, limit / (norm + TINY))[..., None]
+
+
+def entries(
+    scores: Scores, request: Any, score: Array, product: Array, power: Array
+) -> tuple[Array, Array, Array]:
+    r"""The three entries over their bounds.
+
+    In a stage they are score, curvature and power. In the release of scales they are the vector
+    along the record's row, :math:`u_i = E[W g (y - m)] / \mathrm{sd}(y)`, and the diagonal of the
+    curvature in the first places of the second entry. :math:`u_i u_i^\top` is at most the curvature
+    (Cauchy), and equal to it in a generalised linear model. The release of the size has the third
+    entry alone, the log of the power, from 0 at 1 / range to 1 at range times the public guess.
+    """
+    frame, (score_clip, curvature_clip) = scores.frame, request.clips
+    curvature = _product(frame.T, _product((product + product.T) / 2, frame))
+    triangle = _triangle(curvature)
+    scales = jnp.zeros_like(triangle).at[: len(curvature)].set(jnp.diagonal(curvature))
+    triangle = jnp.where(request.kind == Kind.SCALES, scales, triangle)
+    vector = jnp.sum(score[:, None] * frame, axis=0)
+    # By construction these are in their balls in a stage; before the stages they are clipped here.
+    vector, triangle = _ball(vector, score_clip), _ball(triangle, curvature_clip)
+    power = power / score_clip**2
+    log_power = 1 + jnp.log(power) / (4 * np.log(SIZE_RANGE))
+    sized = jnp.clip(jnp.nan_to_num(log_power, nan=0.0), 0, 1)
+    power = jnp.where(request.kind == Kind.SCALES, 0, power)
+    alone = request.kind == Kind.SIZE
+    return *(jnp.where(alone, 0, x) for x in (vector, triangle)), jnp.where(alone, sized, power)
+
+
+def _ball(vector: Array, bound: Array) -> Array:
+    """A vector over its bound, of norm at most 1; 0 where it is not finite."""
+    vector = jnp.where(jnp.all(jnp.isfinite(vector)), vector, 0)
+    return vector / jnp.maximum(jnp.linalg.norm(vector), bound)
+
+
+def _triangle(matrix: Array) -> Array:
+    """The upper triangle, off the diagonal times root 2."""
+    rows, columns = own_constants(*np.asarray(np.triu_indices(matrix.shape[0]), np.uint32))
+    (widths,) = own_constants(np.where(rows == columns, 1.0, np.sqrt(2.0)).astype(np.float32))
+    return matrix[rows, columns] * widths.astype(matrix.dtype)
