@@ -16,7 +16,8 @@ from functools import cached_property
 import numpy as np
 from scipy.special import log_ndtr, softmax
 
-from numpyro_dp.laplace._algebra import inverse, spectral_power, symmetric, trace_of
+from numpyro_dp.laplace._algebra import inverse, symmetric, trace_of
+from numpyro_dp.laplace.pattern import pairs_of, power_of
 
 __all__ = [
     "Prior",
@@ -79,6 +80,7 @@ class Stage:
         curvature: The denoised curvature, in the coordinates of theta (d, d).
         curvature_floored: The same with positive eigenvalues (d, d).
         curvature_error: GOE variance of the error that is left in ``curvature``, whitened.
+        groups: Sites of group effects, see :func:`~numpyro_dp.laplace.pattern.group_sites` (d,).
         discrepancy: GOE variance of this stage's own curvature, whitened, around the newest one.
     """
 
@@ -95,11 +97,27 @@ class Stage:
     curvature: np.ndarray
     curvature_floored: np.ndarray
     curvature_error: float
+    groups: np.ndarray
     discrepancy: float = 0.0
+
+    @cached_property
+    def pairs(self) -> np.ndarray:
+        """Which entries of the curvature were released (d, d)."""
+        return pairs_of(self.groups)
+
+    @property
+    def entries(self) -> float:
+        """Number of pairs that were released."""
+        return (float(np.sum(self.pairs)) + len(self.pairs)) / 2
+
+    @property
+    def width(self) -> float:
+        """Pairs for each latent: d if all were released."""
+        return float(np.sum(self.pairs)) / len(self.pairs)
 
 
 def denoise_curvature(
-    noisy: np.ndarray, template: np.ndarray, noise_sd: float
+    noisy: np.ndarray, template: np.ndarray, noise_sd: float, entries: float | None = None
 ) -> tuple[np.ndarray, float, float]:
     r"""Shrinks a noisy curvature towards a guess of its shape.
 
@@ -110,13 +128,14 @@ def denoise_curvature(
         noisy: The released matrix A, symmetric (d, d).
         template: The guess B, positive definite (d, d).
         noise_sd: The noise t on the diagonal.
+        entries: Number of pairs that were released, if not all; others are 0 in A and B.
 
     Returns:
         The posterior mean of H (d, d), the GOE variance of its error, and the part of the variance
         of c that is still in it.
     """
     size = len(noisy)
-    entries = size * (size + 1) / 2
+    entries = size * (size + 1) / 2 if entries is None else entries
     smallest = 1e-9 * np.trace(template) / size  # a noise of 0 would divide by 0
     noise = max(noise_sd, smallest) ** 2
     size_variance = 1 / (np.sum(template**2) / noise + SCALE_SD**-2)
@@ -142,6 +161,7 @@ def read_stage(
     noisy_curvature: np.ndarray,
     score_noise: float,
     curvature_noise: float,
+    groups: np.ndarray | None = None,
 ) -> Stage:
     """Denoises what a stage released.
 
@@ -155,13 +175,19 @@ def read_stage(
         score_noise: Standard deviation of the noise on each coordinate of the score.
         curvature_noise: Standard deviation of the noise on the diagonal of the curvature. It is
             smaller by the square root of 2 off the diagonal.
+        groups: Sites of group effects (d,); by default there are none.
 
     Returns:
         The stage, with its discrepancy still 0: see
         :func:`~numpyro_dp.laplace.decode.with_discrepancies`.
     """
-    noisy_curvature = symmetric(noisy_curvature)
-    denoised, error, scale_variance = denoise_curvature(noisy_curvature, template, curvature_noise)
+    groups = np.zeros(len(mean), int) if groups is None else groups
+    pairs = pairs_of(groups)
+    noisy_curvature, template = symmetric(noisy_curvature), np.where(pairs, template, 0)
+    entries = (float(np.sum(pairs)) + len(pairs)) / 2
+    denoised, error, scale_variance = denoise_curvature(
+        noisy_curvature, template, curvature_noise, entries
+    )
     values, vectors = _floored(denoised, template)
     unwhitening = inverse(whitening)
     return Stage(
@@ -178,6 +204,7 @@ def read_stage(
         curvature=symmetric(unwhitening @ denoised @ unwhitening),
         curvature_floored=symmetric(unwhitening @ (vectors * values) @ vectors.T @ unwhitening),
         curvature_error=error,
+        groups=groups,
     )
 
 
@@ -201,20 +228,24 @@ def next_whitening(stage: Stage, prior: Prior, kappa: float) -> np.ndarray:
     size = len(prior.mean)
     whitened = stage.whitening @ stage.curvature @ stage.whitening
     values, vectors = _floored(whitened, stage.template)
-    values = values + RIDGE * np.sqrt(stage.curvature_error * size)
+    values = values + RIDGE * np.sqrt(stage.curvature_error * stage.width)
     raised = stage.unwhitening @ (vectors * values) @ vectors.T @ stage.unwhitening
-    whitening = spectral_power(prior.precision + raised, -NEXT_POWER)
+    whitening = power_of(prior.precision + raised, stage.groups, -NEXT_POWER)
     return whitening * np.sqrt(kappa * size / trace_of(whitening, stage.curvature_floored))
 
 
-def first_whitening(prior: Prior, curvature: np.ndarray) -> np.ndarray:
+def first_whitening(
+    prior: Prior, curvature: np.ndarray, groups: np.ndarray | None = None
+) -> np.ndarray:
     """Returns W proportional to (prior precision + H)^(-1/4), with tr(W H W) = d.
 
     Args:
         prior: The prior.
         curvature: A guess H of the curvature, positive definite: see :func:`start` (d, d).
+        groups: Sites of group effects (d,); by default there are none.
     """
-    whitening = spectral_power(prior.precision + curvature, -FIRST_POWER)
+    groups = np.zeros(len(curvature), int) if groups is None else groups
+    whitening = power_of(prior.precision + curvature, groups, -FIRST_POWER)
     return whitening * np.sqrt(len(curvature) / trace_of(whitening, curvature))
 
 

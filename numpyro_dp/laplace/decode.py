@@ -79,15 +79,15 @@ def with_discrepancies(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
         stages: All stages so far, oldest first.
     """
     first, newest, size = stages[0], stages[-1], len(stages[-1].mean)
-    entries = size * (size + 1) / 2
     found = []
     for stage in stages[:-1]:
         gap = stage.noisy_curvature - stage.whitening @ newest.curvature @ stage.whitening
-        excess = np.sum(gap**2) / entries - stage.curvature_noise**2
+        gap = np.where(stage.pairs, gap, 0)
+        excess = np.sum(gap**2) / newest.entries - stage.curvature_noise**2
         found.append(dataclasses.replace(stage, discrepancy=max(0.0, float(excess))))
     width, wide = (trace_of(newest.whitening, stage.covariance) for stage in (newest, first))
     level = trace_of(newest.whitening, newest.curvature_floored) / size
-    assumed = min(FIRST_DISCREPANCY**2, 1 / (size + 1)) * level**2 * min(1.0, width / wide)
+    assumed = min(FIRST_DISCREPANCY**2, 1 / (newest.width + 1)) * level**2 * min(1.0, width / wide)
     return (*found, dataclasses.replace(newest, discrepancy=float(assumed)))
 
 
@@ -241,30 +241,38 @@ def _error_covariance(
 ) -> np.ndarray:
     r"""The (K d, K d) covariance of :math:`S_j - H (\phi - m_j)` over all K stages.
 
-    With :math:`M_{jk} = V + a_j a_k'`, :math:`a_j = m - m_j`, and :math:`Q = W^{-2}`, a GOE error
-    of variance v has the covariance :math:`v (\mathrm{tr}(Q M) Q + Q M' Q) / 2`. An error in the
-    size of the template B has its variance times :math:`T M T`, with :math:`T = W^{-1} B W^{-1}`.
-    These two are the newest stage's and couple all stages. Noise, discrepancy and widening belong
-    to one stage each, on the diagonal.
+    With :math:`a_j = m - m_j` and :math:`M_{jk} = W^{-1} (V + a_j a_k') W^{-1}`, a GOE error of
+    variance v has the covariance :math:`v\, W^{-1} (\mathrm{tr}(M) I + M') W^{-1} / 2`. If only
+    some pairs P were released, it is :math:`v\, W^{-1} (\mathrm{diag}(P\, \mathrm{diag} M) + P
+    \circ M') W^{-1} / 2`. An error in the size of the template B has its variance times
+    :math:`T M T`, with :math:`T = W^{-1} B`. These two are the newest stage's and couple all
+    stages. Noise, discrepancy and widening belong to one stage each, on the diagonal.
     """
     newest, size, count = stages[-1], len(mean), len(stages)
     away = np.stack([mean - stage.mean for stage in stages])
-    square = newest.unwhitening @ newest.unwhitening
-    shape = symmetric(newest.unwhitening @ newest.template @ newest.unwhitening)
-    pulled, shaped = away @ square, away @ shape
-    traces = np.sum(square * covariance) + pulled @ away.T
-    ensemble = (
-        traces[:, None, :, None] * square[:, None, :]
-        + (square @ covariance @ square)[:, None, :]
-        + np.einsum("ka,jb->jakb", pulled, pulled)
-    )
-    scaling = (shape @ covariance @ shape)[:, None, :] + np.einsum("ja,kb->jakb", shaped, shaped)
-    blocks = newest.curvature_error / 2 * ensemble + newest.template_scale_variance * scaling
+    own, turn = away @ newest.unwhitening, newest.unwhitening
+    spread, shape = turn @ covariance @ turn, turn @ newest.template
+    blocks = np.empty((count, size, count, size))
+    for j in range(count):
+        for k in range(j, count):
+            moment = spread + np.outer(own[j], own[k])
+            blocks[j, :, k] = newest.curvature_error / 2 * (
+                turn @ _ensemble(newest, moment) @ turn
+            ) + newest.template_scale_variance * (shape @ moment @ shape.T)
+            blocks[k, :, j] = blocks[j, :, k].T
     for j, stage in enumerate(stages):
-        square = stage.unwhitening @ stage.unwhitening
-        moment = covariance + np.outer(away[j], away[j])
-        own = stage.score_noise**2 * square + stage.discrepancy / 2 * (
-            np.sum(square * moment) * square + square @ moment @ square
+        turn = stage.unwhitening
+        moment = turn @ (covariance + np.outer(away[j], away[j])) @ turn
+        own_errors = stage.score_noise**2 * np.eye(size) + stage.discrepancy / 2 * _ensemble(
+            stage, moment
         )
-        blocks[j, :, j] += widening[j] * own + (widening[j] - 1) * sampling
+        blocks[j, :, j] += widening[j] * (turn @ own_errors @ turn)
+        blocks[j, :, j] += (widening[j] - 1) * sampling
     return blocks.reshape(count * size, count * size)
+
+
+def _ensemble(stage: Stage, moment: np.ndarray) -> np.ndarray:
+    """Twice the covariance of E a and E b for a GOE error E of variance 1; the moment is of a b."""
+    if np.all(stage.pairs):
+        return np.trace(moment) * np.eye(len(moment)) + moment.T
+    return np.diag(stage.pairs @ np.diag(moment)) + np.where(stage.pairs, moment.T, 0)

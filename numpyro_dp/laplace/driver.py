@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from jax import Array
 
-from numpyro_dp.laplace.guess import first_guess
+from numpyro_dp.laplace.guess import FirstGuess, first_guess
+from numpyro_dp.laplace.pattern import pairs_of
 from numpyro_dp.laplace.prior import ModelPrior, read_prior
 from numpyro_dp.laplace.schedule import Kind, Schedule, schedule
 from numpyro_dp.laplace.stages import Run, Stages
@@ -127,7 +128,7 @@ class DPLaplace:
             )
         self._declared = declare(self.settings.public, static_kwargs)
         self._structures: dict[Any, ModelStructure] = {}
-        self._prepared: dict[Any, tuple[Any, ModelPrior, np.ndarray]] = {}
+        self._prepared: dict[Any, tuple[Any, ModelPrior, FirstGuess]] = {}
         self._drivers: dict[Any, Stages] = {}
 
     def run(self, rng_key: Array, *args: Any, stream: bool = False, **kwargs: Any) -> Posterior:
@@ -148,13 +149,13 @@ class DPLaplace:
         """
         check_outside_trace("DPLaplace.run")
         checks.check_rng_key(rng_key)
-        key, prior, whitening = self._prepared_for(args, kwargs)
+        key, prior, (whitening, groups) = self._prepared_for(args, kwargs)
         outcomes = prior.outcomes
         plan = self._schedule(outcomes.model.structure, outcomes.size)
         if (key, plan.shares) not in self._drivers:
             settings = self.settings.changed(mechanism=StagedGaussian(plan.shares))
-            self._drivers[key, plan.shares] = Stages(settings, outcomes)
-        driver, stages = self._drivers[key, plan.shares], Run(prior, plan, whitening)
+            self._drivers[key, plan.shares] = Stages(settings, outcomes, pairs_of(groups))
+        driver, stages = self._drivers[key, plan.shares], Run(prior, plan, whitening, groups)
         state = driver.start(rng_key, stages, args, kwargs)
         report = spent_by(driver.settings, state, len(plan.shares))
         with begun(driver.settings, state):
@@ -163,8 +164,8 @@ class DPLaplace:
 
     def _prepared_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, ModelPrior, np.ndarray]:
-        """What is public of a model and arguments: a key, the prior and the first whitening."""
+    ) -> tuple[Any, ModelPrior, FirstGuess]:
+        """What is public of a model and arguments: a key, the prior and the first guess."""
         shapes = arguments_key(args, kwargs)
         fn = with_static(self.model, self.static_kwargs)
         if shapes not in self._structures:

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_dp.laplace.pattern import ALL, MOST, group_sites
 from numpyro_dp.laplace.prior import ModelPrior, generator
 from numpyro_dp.model.public import UnsupportedModelError
 
-__all__ = ["first_guess"]
+__all__ = ["FirstGuess", "first_guess"]
 
 _RECORDS = 200
 _DRAWS = 40
 _MEDIAN = 0.6745  # of |x| for a standard normal x
 
 
-def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) -> np.ndarray:
-    """Returns the diagonal of the first whitening.
+class FirstGuess(NamedTuple):
+    """What invented records say.
+
+    Attributes:
+        whitening: Diagonal of the first whitening, shape (d,).
+        groups: Sites of group effects, see :func:`~numpyro_dp.laplace.pattern.group_sites`.
+    """
+
+    whitening: np.ndarray
+    groups: np.ndarray
+
+
+def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) -> FirstGuess:
+    """Returns the first whitening, and which latents are effects of groups.
 
     Invented records have normal columns of the given scales (1 by default) and outcomes that the
     model simulates. The scores of a site share one scale unless columns were given scales, so a
@@ -34,7 +47,8 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
         rng_key: Public.
 
     Raises:
-        UnsupportedModelError: If no invented record has a finite score.
+        UnsupportedModelError: If no invented record has a finite score, or there are too many
+            latents that are no effects of groups.
     """
     outcomes = prior.outcomes
     layout = outcomes.model.structure.layout
@@ -67,7 +81,25 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
     white = np.linalg.norm(scores / widths, axis=1)
     typical = np.median(white[white > 0]) if np.any(white > 0) else 1.0
     number, size = layout.num_examples, scores.shape[1]
-    return np.sqrt(size / number) / (typical * widths)
+    groups = group_sites(scores, _sites(prior))
+    _check_number(groups)
+    return FirstGuess(np.sqrt(size / number) / (typical * widths), groups)
+
+
+def _check_number(groups: np.ndarray) -> None:
+    dense, size = int(np.sum(groups == 0)), len(groups)
+    if dense > ALL or size > MOST:
+        raise UnsupportedModelError(
+            f"Expected at most {ALL} latents that records see, besides effects of groups, and "
+            f"{MOST} in all, got {dense} and {size}: a release holds a curvature for each pair. "
+            "Use DPSVI with aligned()."
+        )
+
+
+def _sites(prior: ModelPrior) -> np.ndarray:
+    """The number of the site of each latent that records see."""
+    counts = [int(np.prod(prior.outcomes.shapes[n])) for n in sorted(prior.outcomes.seen)]
+    return np.repeat(np.arange(len(counts)), counts)
 
 
 def _scorer(prior: ModelPrior, rng_key: Array) -> Callable[[Any], np.ndarray]:
@@ -97,9 +129,7 @@ def _scorer(prior: ModelPrior, rng_key: Array) -> Callable[[Any], np.ndarray]:
 def _widths(prior: ModelPrior, sizes: np.ndarray, by_column: bool) -> np.ndarray:
     """A robust standard deviation of each score."""
     outcomes = prior.outcomes
-    names = sorted(outcomes.seen)
-    counts = [int(np.prod(outcomes.shapes[name])) for name in names]
-    site = np.repeat(np.arange(len(names)), counts)
+    site = _sites(prior)
     widths = np.ones(len(site))
     for n in range(len(outcomes.seen)):
         own = sizes[:, site == n]

@@ -29,10 +29,20 @@ class Scores:
 
     A score is ``a @ frame`` with few numbers a (:mod:`numpyro_dp.sums.affine`), and the frame is
     the record's own at all draws.
+
+    Args:
+        outcomes: Of the model.
+        whitening: Symmetric, shape (d, d).
+        example: The record.
+        places: Rows and columns of the entries of the curvature that are released; by default those
+            of the upper triangle.
     """
 
-    def __init__(self, outcomes: Outcomes, whitening: Array, example: PyTree) -> None:
+    def __init__(
+        self, outcomes: Outcomes, whitening: Array, example: PyTree, places: Any = None
+    ) -> None:
         self.outcomes, self.example, self.own = outcomes, example, outcomes.own(example)
+        self.places = np.triu_indices(outcomes.size) if places is None else places
         zero, given = jnp.zeros(outcomes.size, whitening.dtype), (example, self.own)
         self._waists = {True: find_waist(_scalar(outcomes, True), zero, given)}
         if outcomes.weighted:  # the same numbers for both
@@ -125,9 +135,8 @@ def entries(
     entry alone, the log of the power, from 0 at 1 / range to 1 at range times the public guess.
     """
     frame, (score_clip, curvature_clip) = scores.frame, request.clips
-    curvature = _product(frame.T, _product((product + product.T) / 2, frame))
-    triangle = _triangle(curvature)
-    scales = jnp.zeros_like(triangle).at[: len(curvature)].set(jnp.diagonal(curvature))
+    triangle, diagonal = _released(frame, (product + product.T) / 2, scores.places)
+    scales = jnp.zeros_like(triangle).at[: len(diagonal)].set(diagonal)
     triangle = jnp.where(request.kind == Kind.SCALES, scales, triangle)
     vector = jnp.sum(score[:, None] * frame, axis=0)
     # By construction these are in their balls in a stage; before the stages they are clipped here.
@@ -146,8 +155,14 @@ def _ball(vector: Array, bound: Array) -> Array:
     return vector / jnp.maximum(jnp.linalg.norm(vector), bound)
 
 
-def _triangle(matrix: Array) -> Array:
-    """The upper triangle, off the diagonal times root 2."""
-    rows, columns = own_constants(*np.asarray(np.triu_indices(matrix.shape[0]), np.uint32))
-    (widths,) = own_constants(np.where(rows == columns, 1.0, np.sqrt(2.0)).astype(np.float32))
-    return matrix[rows, columns] * widths.astype(matrix.dtype)
+def _released(frame: Array, product: Array, places: Any) -> tuple[Array, Array]:
+    """Entries of F' P F at these places, off the diagonal times root 2, and its diagonal."""
+    half = _product(product, frame)
+    rows, columns = own_constants(*(np.asarray(place, np.uint32) for place in places))
+    (widths,) = own_constants(np.where(places[0] == places[1], 1.0, np.sqrt(2.0)).astype("f4"))
+    few = 4 * len(places[0]) < frame.shape[1] ** 2 and len(frame) <= _FEW
+    if few:  # the whole matrix would be larger than what is released
+        found = jnp.sum(frame[:, rows] * half[:, columns], axis=0)
+        return found * widths.astype(found.dtype), jnp.sum(frame * half, axis=0)
+    whole = _product(frame.T, half)
+    return whole[rows, columns] * widths.astype(whole.dtype), jnp.diagonal(whole)

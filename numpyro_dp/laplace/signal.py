@@ -124,12 +124,18 @@ class LaplaceProblem(NamedTuple):
 
 
 class StageOptimizer:
-    """Keeps what a stage released; the host decodes it and asks for the next."""
+    """Keeps what a stage released; the host decodes it and asks for the next.
+
+    Args:
+        pairs: Which entries of the curvature are released, shape (d, d).
+    """
+
+    def __init__(self, pairs: np.ndarray) -> None:
+        self._entries = int(np.sum(np.triu(pairs)))
 
     def init(self, request: Request) -> tuple[Request, Array]:
         """Returns the state: what is asked, and nothing released yet."""
-        size = request.mean.size
-        return request, jnp.zeros(size + size * (size + 1) // 2 + 1)
+        return request, jnp.zeros(request.mean.size + self._entries + 1)
 
     def get_params(self, state: tuple[Request, Array]) -> Request:
         """Returns what is asked."""
@@ -142,7 +148,9 @@ class StageOptimizer:
         return state[0], released
 
 
-def staged_scores(outcomes: Outcomes, pairs: int) -> Callable[[LaplaceProblem], Estimator]:
+def staged_scores(
+    outcomes: Outcomes, antithetic: int, pairs: np.ndarray | None = None
+) -> Callable[[LaplaceProblem], Estimator]:
     """Returns problem -> estimator.
 
     In a stage the signal has three entries: the score, the upper triangle of the curvature (off the
@@ -151,7 +159,8 @@ def staged_scores(outcomes: Outcomes, pairs: int) -> Callable[[LaplaceProblem], 
 
     Args:
         outcomes: Of the model.
-        pairs: Antithetic pairs of draws in a stage.
+        antithetic: Pairs of draws in a stage.
+        pairs: Which entries of the curvature are released, shape (d, d); all by default.
 
     Guarantee:
         The three bounds hold for any model, any record and any outcome, finite or not: weights
@@ -160,6 +169,8 @@ def staged_scores(outcomes: Outcomes, pairs: int) -> Callable[[LaplaceProblem], 
         Draws come from ``rng_key`` and read no record; simulated outcomes come from a secret number
         of the record.
     """
+    size = outcomes.size
+    places = np.nonzero(np.triu(np.ones((size, size), bool) if pairs is None else pairs))
 
     @jax.jit  # so that it is traced once, whoever asks
     def signal_of(public: tuple[Request, Array, Array], shared: Any, example: PyTree) -> Any:
@@ -168,7 +179,7 @@ def staged_scores(outcomes: Outcomes, pairs: int) -> Callable[[LaplaceProblem], 
         if not own.number:
             *rows, number = example
             example, key = tuple(rows), jax.random.fold_in(key, number)
-        scores = Scores(own, request.whitening, example)
+        scores = Scores(own, request.whitening, example, places)
         one = _listed if own.number else censored if own.censored else _simulated
         parts = one(scores, request, draws, key)
         names = ("score", "curvature", "power")
@@ -177,7 +188,7 @@ def staged_scores(outcomes: Outcomes, pairs: int) -> Callable[[LaplaceProblem], 
     def build(problem: LaplaceProblem) -> Estimator:
         def prepare(rng_key: Array, request: Request) -> tuple[Request, Array, Array]:
             draw_key, outcome_key = jax.random.split(rng_key)
-            half = jax.random.normal(draw_key, (pairs, request.mean.size), request.mean.dtype)
+            half = jax.random.normal(draw_key, (antithetic, request.mean.size), request.mean.dtype)
             farthest = _FARTHEST_LISTED if problem.outcomes.number else _FARTHEST
             half = jnp.clip(half, -farthest, farthest) @ request.factor.T
             draws = request.mean + jnp.concatenate([half, -half])
@@ -197,11 +208,13 @@ def staged_scores(outcomes: Outcomes, pairs: int) -> Callable[[LaplaceProblem], 
     return build
 
 
-def symmetric(triangle: np.ndarray) -> np.ndarray:
-    """The symmetric matrix of a released curvature."""
-    size = int((np.sqrt(8 * triangle.size + 1) - 1) / 2)
-    rows, columns = np.triu_indices(size)
-    found = np.zeros((size, size))
+def symmetric(triangle: np.ndarray, pairs: np.ndarray | None = None) -> np.ndarray:
+    """The symmetric matrix of a released curvature; 0 where it was not released."""
+    if pairs is None:
+        size = int((np.sqrt(8 * triangle.size + 1) - 1) / 2)
+        pairs = np.ones((size, size), bool)
+    rows, columns = np.nonzero(np.triu(pairs))
+    found = np.zeros(pairs.shape)
     found[rows, columns] = triangle / np.where(rows == columns, 1, np.sqrt(2))
     return found + np.triu(found, 1).T
 

@@ -10,6 +10,7 @@ from jax import Array
 
 from numpyro_dp.laplace import curvature, decode
 from numpyro_dp.laplace._algebra import factor
+from numpyro_dp.laplace.pattern import pairs_of
 from numpyro_dp.laplace.prior import ModelPrior
 from numpyro_dp.laplace.schedule import (
     GROWTH,
@@ -44,11 +45,14 @@ class Run:
     Attributes:
         prior: Of the model.
         plan: Releases to come and past.
+        groups: Sites of group effects, see :func:`~numpyro_dp.laplace.pattern.group_sites`.
     """
 
-    def __init__(self, prior: ModelPrior, plan: Schedule, diagonal: np.ndarray) -> None:
-        self.prior, self.plan = prior, plan
-        size = len(diagonal)
+    def __init__(
+        self, prior: ModelPrior, plan: Schedule, diagonal: np.ndarray, groups: np.ndarray
+    ) -> None:
+        self.prior, self.plan, self.groups = prior, plan, groups
+        size, self.pairs = len(diagonal), pairs_of(groups)
         self.seen = np.ones(size, bool)
         self.whitening, self.template = np.diag(diagonal), np.eye(size)
         self.mean, self.covariance = prior.decoded.mean, prior.decoded.covariance
@@ -87,8 +91,8 @@ class Run:
         stage = curvature.read_stage(
             self.mean, self.covariance, self.whitening, self.template,
             clips[0] * score[self.seen] / weights[0],
-            clips[1] * symmetric(triangle / weights[1])[kept],
-            clips[0] / mu[0], clips[1] / mu[1],
+            clips[1] * symmetric(triangle / weights[1], self.pairs)[kept],
+            clips[0] / mu[0], clips[1] / mu[1], self.groups[self.seen],
         )  # fmt: skip
         self.stages = decode.with_discrepancies((*self.stages, stage))
         noise = clips[0] ** 2 / mu[2]
@@ -144,15 +148,16 @@ class Run:
         self.covariance = prior.covariance[np.ix_(seen, seen)]
         whitening, mean_row = np.diag(diagonal[seen]), (row[seen], row_noise)
         guess = curvature.start(whitening, scales[seen], scale_noise, mean_row, self.number)
-        self.whitening = curvature.first_whitening(self._prior, guess)
+        self.whitening = curvature.first_whitening(self._prior, guess, self.groups[seen])
         self.template = self.whitening @ guess @ self.whitening
 
 
 class Stages(Driver):
     """The driver of the releases of one schedule."""
 
-    def __init__(self, settings: RunSettings, outcomes: Outcomes) -> None:
-        method = Method(staged_scores(outcomes, PAIRS), StageOptimizer(), "DPLaplace")
+    def __init__(self, settings: RunSettings, outcomes: Outcomes, pairs: np.ndarray) -> None:
+        scores = staged_scores(outcomes, PAIRS, pairs)
+        method = Method(scores, StageOptimizer(pairs), "DPLaplace")
         super().__init__(method, settings)
         self._outcomes = outcomes
 

@@ -14,8 +14,6 @@ from numpyro_dp.model.public import UnsupportedModelError
 
 __all__ = ["check_suitable"]
 
-_MOST_LATENTS = 300
-
 
 def check_suitable(prior: ModelPrior, rng_key: Array) -> None:
     """Raises for a model that another driver should take; reads no record.
@@ -23,12 +21,6 @@ def check_suitable(prior: ModelPrior, rng_key: Array) -> None:
     Raises:
         UnsupportedModelError: Names the reason and the remedy.
     """
-    outcomes = prior.outcomes
-    if outcomes.size > _MOST_LATENTS:
-        raise UnsupportedModelError(
-            f"Expected at most {_MOST_LATENTS} latents that records see, got {outcomes.size}: a "
-            "release holds a curvature for each pair of them. Use DPSVI with aligned()."
-        )
     scale, effect = _scaled_effect(prior, rng_key)
     if scale:
         raise UnsupportedModelError(

@@ -11,6 +11,7 @@ import pytest
 
 from numpyro_dp.laplace import decode as decoding
 from numpyro_dp.laplace import schedule
+from numpyro_dp.laplace.pattern import group_sites, pairs_of, power_of
 
 N = 2_000
 BUDGET_SHARES = np.array([0.05, 0.06, 0.08, 0.11, 0.15, 0.20, 0.35])
@@ -285,7 +286,8 @@ def test_a_stage_that_does_not_fit_is_widened():
 def test_the_widening_agrees_with_the_reference(reference):
     prior, stages, kappa, begin, _ = misfit_stages()
     mean, covariance = decoding.decode(prior, stages, kappa, begin)
-    theirs = [reference.Stage(**dataclasses.asdict(stage)) for stage in stages]
+    fields = [dataclasses.asdict(stage) for stage in stages]
+    theirs = [reference.Stage(**{k: v for k, v in f.items() if k != "groups"}) for f in fields]
     sds = np.sqrt(np.diag(prior.covariance))
     other = reference.decode_with_guard(prior.mean, sds, theirs, kappa, begin)
     np.testing.assert_allclose(mean, other[0], rtol=1e-6)
@@ -403,3 +405,35 @@ def test_clip_norms_grow_if_records_are_clipped_and_the_budget_can_pay():
         paid = noise <= 0.251 * (np.sqrt(size) + 1.2) / np.sqrt(size)
         assert np.all(many >= few) and (paid or np.array_equal(many, few))
     assert np.all(many > few)  # at the largest budget
+
+
+def test_errors_of_the_released_pairs_alone():
+    """A simulated error on some pairs has the covariance that is used."""
+    rng, size = np.random.default_rng(12), 6
+    groups = np.array([0, 0, 1, 1, 1, 2])
+    pairs = pairs_of(groups)
+    assert pairs.sum() == size**2 - 6
+    stage = decoding.read_stage(
+        np.zeros(size), np.eye(size), np.eye(size), np.eye(size), np.zeros(size), np.eye(size),
+        0.1, 0.1, groups,
+    )  # fmt: skip
+    assert stage.entries == np.triu(pairs).sum()
+    one, other = rng.normal(size=(2, size))
+    noise = rng.normal(size=(40_000, size, size))
+    errors = np.where(pairs, (noise + noise.swapaxes(1, 2)) / 2, 0)  # 1 on the diagonal
+    errors[:, range(size), range(size)] = noise[:, range(size), range(size)]
+    found = np.einsum("nij,j,nkl,l->ik", errors, one, errors, other) / len(errors)
+    expected = decoding._ensemble(stage, np.outer(one, other)) / 2
+    np.testing.assert_allclose(found, expected, atol=0.06)
+
+
+def test_a_power_of_the_dense_block_alone():
+    groups = np.array([0, 0, 3, 3])
+    matrix = np.array([[2.0, 1, 1, 0], [1, 3, 0, 1], [1, 0, 4, 1], [0, 1, 1, 9]])
+    found = power_of(matrix, groups, -0.5)
+    np.testing.assert_allclose(found[:2, :2] @ found[:2, :2], np.linalg.inv(matrix[:2, :2]))
+    np.testing.assert_allclose(np.diag(found)[2:], [1 / 2, 1 / 3])
+    assert not found[2, 3] and not found[:2, 2:].any()
+    np.testing.assert_array_equal(
+        group_sites(np.eye(5)[[0, 1, 2, 0]] > 0, np.arange(5)), np.zeros(5)
+    )

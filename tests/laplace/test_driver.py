@@ -10,6 +10,7 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_dp import DPLaplace, NoiseReuseError, PrivacyBudget, fit
+from numpyro_dp.laplace import guess, pattern
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.run import streaming
 
@@ -250,3 +251,19 @@ def test_a_streamed_run_is_the_run(model, monkeypatch):
     laplace = DPLaplace(model, budget=BUDGET, **same)
     found = draws(laplace.run(KEY, *host, stream=True))
     np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.full
+def test_pairs_of_group_effects_can_be_left_out(monkeypatch):
+    rng = np.random.default_rng(4)
+    group = rng.integers(0, 6, size=4000).astype(np.int32)
+    y = (rng.normal(size=6)[group] + rng.normal(size=4000)).astype(np.float32)
+    known = draws(run(intercepts, (group, y)), "effect")
+    for module in (pattern, guess):
+        monkeypatch.setattr(module, "ALL", 4)
+    monkeypatch.setattr(pattern, "_LARGE", 6)
+    found = draws(run(intercepts, (group, y)), "effect")
+    sd = np.sqrt(known.var(0) + found.var(0))
+    assert np.all(np.abs(found.mean(0) - known.mean(0)) < 4 * sd)
+    np.testing.assert_allclose(found.std(0), known.std(0), rtol=0.5)
+    assert np.all(np.abs(found.mean(0) - [y[group == g].mean() for g in range(6)]) < 4 * sd)

@@ -104,7 +104,7 @@ MODELS = {
         non_centred, (X, Y, GROUP), ["'effect' multiplied by 'scale'", "reparam", "DPSVI"],
     ),
     "an improper prior": (improper, (X, Y), ["has no sampler", "proper prior"]),
-    "301 latents": (logistic, (jnp.ones((N, 301)), Y), ["at most 300", "301", "aligned()"]),
+    "301 latents": (logistic, (jnp.ones((N, 301)), Y), ["at most 300", "301 and 301", "aligned()"]),
     "gradients of NaN": (never_finite, (X, Y), ["no finite gradient", "sqrt"]),
     "no latent in sight": (without_latents_in_sight, (X, Y), ["No latent site changes"]),
 }  # fmt: skip
