@@ -82,6 +82,8 @@ class Stage:
         curvature_error: GOE variance of the error that is left in ``curvature``, whitened.
         groups: Sites of group effects, see :func:`~numpyro_dp.laplace.pattern.group_sites` (d,).
         discrepancy: GOE variance of this stage's own curvature, whitened, around the newest one.
+        step: Standard deviation of how far the mean went in this stage, along its way, see
+            :func:`~numpyro_dp.laplace.decode.with_step` (d,); none yet for the newest stage.
     """
 
     mean: np.ndarray
@@ -99,6 +101,7 @@ class Stage:
     curvature_error: float
     groups: np.ndarray
     discrepancy: float = 0.0
+    step: np.ndarray | None = None
 
     @cached_property
     def pairs(self) -> np.ndarray:

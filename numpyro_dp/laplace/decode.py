@@ -51,9 +51,11 @@ __all__ = [
     "seen_coordinates",
     "start",
     "with_discrepancies",
+    "with_step",
 ]
 
 FIRST_DISCREPANCY = 0.3  # non-linearity that is assumed of draws from the prior, relative
+UNCERTAIN_STEP = 0.5  # of the way that the mean goes in the first stage, standard deviation
 SMALLEST_KAPPA = 0.1
 ROUNDS = 8  # the covariance of the errors depends on theta: it is updated at most this often
 UNDAMPED = 4  # rounds that take the full step; later ones take half of it
@@ -89,6 +91,32 @@ def with_discrepancies(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     level = trace_of(newest.whitening, newest.curvature_floored) / size
     assumed = min(FIRST_DISCREPANCY**2, 1 / (newest.width + 1)) * level**2 * min(1.0, width / wide)
     return (*found, dataclasses.replace(newest, discrepancy=float(assumed)))
+
+
+def with_step(
+    stages: tuple[Stage, ...], mean: np.ndarray, covariance: np.ndarray
+) -> tuple[tuple[Stage, ...], np.ndarray]:
+    r"""Returns the stages and the covariance, with how uncertain the newest step is.
+
+    The curvature changes along the way of the mean m, and the errors above spread that over all
+    directions. So the length of the step :math:`u = m - m_k` is uncertain by a share, which falls
+    as the variance of the draws:
+
+    .. math:: \tfrac12 \min(1, \mathrm{tr}(W V W) / \mathrm{tr}(W V_1 W))^{1/2}\, u.
+
+    It joins the covariance, and the errors of the stage from then on. It does not enter the mean of
+    its own stage: a prior of many latents would pull the mean back to its centre.
+
+    Args:
+        stages: All stages so far.
+        mean: What was decoded from them (d,).
+        covariance: The same (d, d).
+    """
+    newest = stages[-1]
+    width, wide = (trace_of(newest.whitening, s.covariance) for s in (newest, stages[0]))
+    step = UNCERTAIN_STEP * np.sqrt(min(1.0, width / wide)) * (mean - newest.mean)
+    done = dataclasses.replace(newest, step=step)
+    return (*stages[:-1], done), covariance + np.outer(step, step)
 
 
 def sampling_ratio(stage: Stage, noisy_power: float, power_noise: float) -> float:
@@ -268,6 +296,9 @@ def _error_covariance(
         )
         blocks[j, :, j] += widening[j] * (turn @ own_errors @ turn)
         blocks[j, :, j] += (widening[j] - 1) * sampling
+        if stage.step is not None:
+            pulled = newest.curvature @ stage.step
+            blocks[j, :, j] += np.outer(pulled, pulled)
     return blocks.reshape(count * size, count * size)
 
 

@@ -100,7 +100,8 @@ class Run:
         stage = self.stages[-1]
         self.kappa = decode.sampling_ratio(stage, noisy, noise)
         begin = self.mean, self.covariance
-        self.mean, self.covariance = decode.decode(self._prior, self.stages, self.kappa, begin)
+        self.mean, covariance = decode.decode(self._prior, self.stages, self.kappa, begin)
+        self.stages, self.covariance = decode.with_step(self.stages, self.mean, covariance)
         self.whitening = curvature.next_whitening(stage, self._prior, self.kappa)
         self.template = self.whitening @ stage.curvature_floored @ self.whitening
         if len(self.stages) > 1:  # the first whitening is a guess, under which many are clipped

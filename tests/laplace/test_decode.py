@@ -286,8 +286,8 @@ def test_a_stage_that_does_not_fit_is_widened():
 def test_the_widening_agrees_with_the_reference(reference):
     prior, stages, kappa, begin, _ = misfit_stages()
     mean, covariance = decoding.decode(prior, stages, kappa, begin)
-    fields = [dataclasses.asdict(stage) for stage in stages]
-    theirs = [reference.Stage(**{k: v for k, v in f.items() if k != "groups"}) for f in fields]
+    names = [field.name for field in dataclasses.fields(reference.Stage)]
+    theirs = [reference.Stage(**{n: getattr(stage, n) for n in names}) for stage in stages]
     sds = np.sqrt(np.diag(prior.covariance))
     other = reference.decode_with_guard(prior.mean, sds, theirs, kappa, begin)
     np.testing.assert_allclose(mean, other[0], rtol=1e-6)
@@ -437,3 +437,21 @@ def test_a_power_of_the_dense_block_alone():
     np.testing.assert_array_equal(
         group_sites(np.eye(5)[[0, 1, 2, 0]] > 0, np.arange(5)), np.zeros(5)
     )
+
+
+def test_the_length_of_a_step_is_uncertain_along_it_alone():
+    prior, stages, kappa, begin, _ = misfit_stages()
+    mean, covariance = decoding.decode(prior, stages, kappa, begin)
+    done, wider = decoding.with_step(stages, mean, covariance)
+    first, later = stages[0], done[-1].step
+    values = np.linalg.eigvalsh(wider - covariance)
+    assert values[-1] == pytest.approx(later @ later) and abs(values[:-1]).max() < 1e-9 * values[-1]
+    _, own = decoding.with_step((first,), mean, covariance)
+    step = 0.5 * (mean - first.mean)
+    np.testing.assert_allclose(own - covariance, np.outer(step, step), atol=1e-12)
+    # A stage whose step is uncertain says less, along the step.
+    newest = dataclasses.replace(done[-1], step=None)
+    older = (dataclasses.replace(done[0], step=4 * step), *done[1:-1], newest)
+    _, loose = decoding.decode(prior, older, kappa, begin)
+    along = step / np.linalg.norm(step)
+    assert along @ loose @ along >= along @ covariance @ along
