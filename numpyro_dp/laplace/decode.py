@@ -55,6 +55,7 @@ __all__ = [
 ]
 
 FIRST_DISCREPANCY = 0.3  # non-linearity that is assumed of draws from the prior, relative
+DOUBTED = 0.25  # see believed_curvature
 UNCERTAIN_STEP = 0.5  # of the way that the mean goes in the first stage, standard deviation
 SMALLEST_KAPPA = 0.1
 ROUNDS = 8  # the covariance of the errors depends on theta: it is updated at most this often
@@ -234,7 +235,7 @@ def _decode_rounds(
         m = V (H_+ (J + H_+)^{-1} H X' y + \Lambda p_0), \qquad y_j = S_j + H m_j.
     """
     size, count = len(prior.mean), len(stages)
-    curvature, sampling = stages[-1].curvature, stages[-1].curvature_floored / kappa
+    curvature, sampling = believed_curvature(stages[-1]), stages[-1].curvature_floored / kappa
     target = np.concatenate([stage.score + curvature @ stage.mean for stage in stages])
     everywhere = np.tile(np.eye(size), (count, 1))
     for index in range(ROUNDS):
@@ -258,6 +259,23 @@ def _decode_rounds(
         own = slice(j * size, (j + 1) * size)
         misfit[j] = residual @ solve(errors[own, own], residual) / size
     return mean, covariance, misfit
+
+
+def believed_curvature(stage: Stage) -> np.ndarray:
+    r"""The curvature without what may be noise alone, in the coordinates of theta (d, d).
+
+    In a direction that no record sees, the denoised curvature is not 0 but a vector of noise, and
+    would count as information. A GOE error of variance v has such vectors of squared length
+    :math:`v (d + 1) / 2`. So an eigenvalue x of the whitened curvature becomes
+    :math:`x^3 / (x^2 + v d / 4)`, and 0 if it is negative.
+    """
+    whitened = stage.whitening @ stage.curvature @ stage.whitening
+    values, vectors = np.linalg.eigh(symmetric(whitened))
+    values = np.maximum(values, 0)
+    doubt = DOUBTED * stage.curvature_error * stage.width
+    values = values * values**2 / np.maximum(values**2 + doubt, 1e-300)
+    turned = stage.unwhitening @ vectors
+    return symmetric((turned * values) @ turned.T)
 
 
 def _error_covariance(

@@ -1,8 +1,8 @@
 r"""The prior of a model as the decode takes it, and the posterior under the prior itself.
 
 While releases are decoded, the prior of the latents that records see is a normal one: exactly,
-where the model's prior is normal, else with its median and the width that holds its central 68 %.
-What was released is then turned into a likelihood
+where the model's prior is normal, else with its median and the wider one of the widths that hold
+its central 68 and 95 %. What was released is then turned into a likelihood
 :math:`\exp(b^\top\theta - \theta^\top P \theta / 2)`, and the posterior is that likelihood times
 the model's *own* prior: in closed form if it is normal, by weighted draws if it is nearly so, and
 by NUTS otherwise. That is post-processing, free of privacy cost.
@@ -148,8 +148,10 @@ def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:
         decoded = Prior(normal[0][seen], np.linalg.inv(covariance))
         return ModelPrior(outcomes, normal, seen, decoded, _constrained(outcomes))
     flat = np.asarray(_flat_prior(outcomes, rng_key, _DRAWS), np.float64)
-    low, middle, high = np.quantile(flat[:, seen], [0.1587, 0.5, 0.8413], axis=0)
-    widths = np.maximum((high - low) / 2, 1e-6)
+    quantiles = np.quantile(flat[:, seen], [0.025, 0.1587, 0.5, 0.8413, 0.975], axis=0)
+    lowest, low, middle, high, highest = quantiles
+    # Heavy tails need the wider one: a prior that is too narrow moves the other latents, too.
+    widths = np.maximum(np.maximum((high - low) / 2, (highest - lowest) / 3.92), 1e-6)
     decoded = Prior(middle, np.diag(widths**-2.0))
     return ModelPrior(outcomes, None, seen, decoded, _constrained(outcomes))
 

@@ -204,6 +204,7 @@ def reference():
 
 def test_agrees_with_the_reference(reference, monkeypatch):
     monkeypatch.setattr(decoding, "WIDENINGS", 4)  # of the reference
+    monkeypatch.setattr(decoding, "believed_curvature", lambda stage: stage.curvature)
     theirs, settings, compared = [], reference.DEFAULT, []
 
     def close(ours, other):
@@ -283,7 +284,8 @@ def test_a_stage_that_does_not_fit_is_widened():
     assert np.trace(covariance) > 1.015 * np.trace(honest)
 
 
-def test_the_widening_agrees_with_the_reference(reference):
+def test_the_widening_agrees_with_the_reference(reference, monkeypatch):
+    monkeypatch.setattr(decoding, "believed_curvature", lambda stage: stage.curvature)
     prior, stages, kappa, begin, _ = misfit_stages()
     mean, covariance = decoding.decode(prior, stages, kappa, begin)
     names = [field.name for field in dataclasses.fields(reference.Stage)]
@@ -455,3 +457,25 @@ def test_the_length_of_a_step_is_uncertain_along_it_alone():
     _, loose = decoding.decode(prior, older, kappa, begin)
     along = step / np.linalg.norm(step)
     assert along @ loose @ along >= along @ covariance @ along
+
+
+def test_a_direction_that_no_record_sees_gets_less_information(monkeypatch):
+    """Eleven of twelve eigenvalues are 1, the last one is 0; only noise is measured there."""
+    rng, size, number = np.random.default_rng(3), 12, 40
+    prior = decoding.Prior(np.zeros(size), np.eye(size))
+    found, plain = [], []
+    for _ in range(number):
+        noise = rng.normal(size=(size, size))
+        curvature = 50 * np.diag([1.0] * (size - 1) + [0]) + 2 * (noise + noise.T) / 2
+        whitening = np.eye(size) / np.sqrt(50)
+        stage = decoding.read_stage(
+            np.zeros(size), np.eye(size), whitening, np.eye(size), rng.normal(size=size),
+            whitening @ curvature @ whitening, 0.3, 2 / 50,
+        )  # fmt: skip
+        kept = decoding.believed_curvature(stage)
+        np.testing.assert_allclose(np.diag(kept)[:-1], np.diag(stage.curvature)[:-1], rtol=0.03)
+        found.append(decoding.decode(prior, (stage,), 1.0)[1][-1, -1])
+        with monkeypatch.context() as patch:
+            patch.setattr(decoding, "believed_curvature", lambda stage: stage.curvature)
+            plain.append(decoding.decode(prior, (stage,), 1.0)[1][-1, -1])
+    assert 1 - np.mean(found) < 0.8 * (1 - np.mean(plain))  # the prior's variance is 1
