@@ -109,7 +109,7 @@ def columns(number, dim, correlation, rng):
 def unconstrained(model, draws, x):
     """Draws by site -> vectors of unconstrained numbers, sites in alphabetical order."""
     with numpyro.handlers.seed(rng_seed=0), numpyro.handlers.trace() as trace:
-        model(x[:2])
+        model(x[:2], None)
     parts = []
     for name in sorted(draws):
         transform = dist.biject_to(trace[name]["fn"].support)

@@ -362,6 +362,16 @@ def one(name, number, epsilon, seed):
     return row | prior_figures(model, draws, train[0])
 
 
+def show(row):
+    """Prints one run in one line."""
+    numbers = {k: v for k, v in row.items() if isinstance(v, float) and k != "epsilon"}
+    print(
+        f"{row['model']:36s} N {row['N']:5d} eps {row['epsilon']:<5} {row['driver']:12.12s}",
+        "  ".join(f"{k} {v:.3f}" for k, v in numbers.items()),
+        flush=True,
+    )
+
+
 def main():
     parser = experiment_parser(__doc__, "three models, one seed")
     parser.add_argument("--seeds", type=int, default=3)
@@ -377,9 +387,7 @@ def main():
                 for seed in range(seeds):
                     found = one(name, number, epsilon, seed)
                     rows.append({"model": name, "N": number, "epsilon": epsilon, **found})
-                    shown = {k: round(v, 4) if isinstance(v, float) else v
-                             for k, v in rows[-1].items()}  # fmt: skip
-                    print(shown, flush=True)
+                    show(rows[-1])
         jax.clear_caches()
     save(args, rows=rows)
 
