@@ -10,7 +10,6 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp.laplace.guess import FirstGuess, first_guess
-from numpyro_dp.laplace.pattern import pairs_of
 from numpyro_dp.laplace.prior import ModelPrior, read_prior
 from numpyro_dp.laplace.schedule import Kind, Schedule, schedule
 from numpyro_dp.laplace.stages import Run, Stages
@@ -149,13 +148,13 @@ class DPLaplace:
         """
         check_outside_trace("DPLaplace.run")
         checks.check_rng_key(rng_key)
-        key, prior, (whitening, groups) = self._prepared_for(args, kwargs)
+        key, prior, guess = self._prepared_for(args, kwargs)
         outcomes = prior.outcomes
         plan = self._schedule(outcomes.model.structure, outcomes.size)
         if (key, plan.shares) not in self._drivers:
             settings = self.settings.changed(mechanism=StagedGaussian(plan.shares))
-            self._drivers[key, plan.shares] = Stages(settings, outcomes, pairs_of(groups))
-        driver, stages = self._drivers[key, plan.shares], Run(prior, plan, whitening, groups)
+            self._drivers[key, plan.shares] = Stages(settings, outcomes, guess.groups)
+        driver, stages = self._drivers[key, plan.shares], Run(prior, plan, guess)
         state = driver.start(rng_key, stages, args, kwargs)
         report = spent_by(driver.settings, state, len(plan.shares))
         with begun(driver.settings, state):

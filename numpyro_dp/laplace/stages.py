@@ -10,6 +10,7 @@ from jax import Array
 
 from numpyro_dp.laplace import curvature, decode
 from numpyro_dp.laplace._algebra import factor
+from numpyro_dp.laplace.guess import FirstGuess
 from numpyro_dp.laplace.pattern import pairs_of
 from numpyro_dp.laplace.prior import ModelPrior
 from numpyro_dp.laplace.schedule import (
@@ -48,13 +49,11 @@ class Run:
         groups: Sites of group effects, see :func:`~numpyro_dp.laplace.pattern.group_sites`.
     """
 
-    def __init__(
-        self, prior: ModelPrior, plan: Schedule, diagonal: np.ndarray, groups: np.ndarray
-    ) -> None:
-        self.prior, self.plan, self.groups = prior, plan, groups
-        size, self.pairs = len(diagonal), pairs_of(groups)
+    def __init__(self, prior: ModelPrior, plan: Schedule, guess: FirstGuess) -> None:
+        self.prior, self.plan, self.groups = prior, plan, guess.groups
+        size, self.pairs = len(guess.groups), pairs_of(guess.groups)
         self.seen = np.ones(size, bool)
-        self.whitening, self.template = np.diag(diagonal), np.eye(size)
+        self.whitening, self.template = np.diag(guess.whitening), np.eye(size)
         self.mean, self.covariance = prior.decoded.mean, prior.decoded.covariance
         self.kappa, self.stages, self.growth = 1.0, (), GROWTH
         self.size = size
@@ -156,7 +155,8 @@ class Run:
 class Stages(Driver):
     """The driver of the releases of one schedule."""
 
-    def __init__(self, settings: RunSettings, outcomes: Outcomes, pairs: np.ndarray) -> None:
+    def __init__(self, settings: RunSettings, outcomes: Outcomes, groups: np.ndarray) -> None:
+        pairs = pairs_of(groups)
         scores = staged_scores(outcomes, PAIRS, pairs)
         method = Method(scores, StageOptimizer(pairs), "DPLaplace")
         super().__init__(method, settings)

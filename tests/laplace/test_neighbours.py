@@ -32,8 +32,8 @@ def step_of(model, args):
         clip_norm=1.0, sampler=FullBatch(), mechanism=StagedGaussian(plan.shares),
         noise_multiplier=1.0, secret_key=3, repetition=True,
     )  # fmt: skip
-    driver = Stages(settings, outcomes)
-    run = Run(prior, plan, first_guess(prior, {}, jax.random.key(0)))
+    guess = first_guess(prior, {}, jax.random.key(0))
+    driver, run = Stages(settings, outcomes, guess.groups), Run(prior, plan, guess)
     state = driver.start(jax.random.key(1), run, args, {}).opened
     session = driver._session(args, {})
     quiet = state._replace(noise_multiplier=jnp.zeros(()))

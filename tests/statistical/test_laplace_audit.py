@@ -13,6 +13,7 @@ from test_audit import audit
 
 from numpyro_dp import FullBatch, PrivacyBudget, secret_key
 from numpyro_dp.core import MechanismState
+from numpyro_dp.laplace.guess import FirstGuess
 from numpyro_dp.laplace.prior import read_prior
 from numpyro_dp.laplace.schedule import Kind, Schedule, schedule
 from numpyro_dp.laplace.signal import Request
@@ -56,9 +57,10 @@ def worlds(noise_factor):
     plan = schedule(1 / plan_for(settings, 8, 1).noise_multiplier, 3, 8)
     early = ((0.0, 0.0, 0.01), (0.02, 0.03, 0.0))  # so few records would not get these
     plan = Schedule(plan.mu, (Kind.SIZE, Kind.SCALES, *plan.kinds), (*early, *plan.parts))
-    driver = Stages(settings.changed(mechanism=StagedGaussian(plan.shares)), outcomes)
+    guess = FirstGuess(np.ones(3), np.zeros(3, int))
+    driver = Stages(settings.changed(mechanism=StagedGaussian(plan.shares)), outcomes, guess.groups)
     prior = read_prior(outcomes, jax.random.key(0))
-    state = driver.start(jax.random.key(1), Run(prior, plan, np.ones(3)), args, {})
+    state = driver.start(jax.random.key(1), Run(prior, plan, guess), args, {})
     claim = spent_by(driver.settings, state, len(plan.shares)).epsilon
     session, state = driver._session(args, {}), state.opened
     rows = [session.rows(records(canary), {}) for canary in (False, True)]
