@@ -121,6 +121,10 @@ def build_whole_step(
     Returns:
         ``(state, rows) -> state``, for methods whose signals are summed one by one, and mechanisms
         without entries of their own.
+
+    Guarantee:
+        That of :func:`build_step`. Sums of parts stay on the device, and nothing reads them but
+        their total's privatisation.
     """
     private = _Private(estimator, mechanism, optim, 1.0)
 
