@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp.laplace.pattern import ALL, MOST, group_sites
+from numpyro_dp.laplace.pattern import MOST, MOST_DENSE, group_sites
 from numpyro_dp.laplace.prior import ModelPrior, generator
 from numpyro_dp.model.public import UnsupportedModelError
 
@@ -88,10 +88,10 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
 
 def _check_number(groups: np.ndarray) -> None:
     dense, size = int(np.sum(groups == 0)), len(groups)
-    if dense > ALL or size > MOST:
+    if dense > MOST_DENSE or size > MOST:
         raise UnsupportedModelError(
-            f"Expected at most {ALL} latents that records see, besides effects of groups, and "
-            f"{MOST} in all, got {dense} and {size}: a release holds a curvature for each pair. "
+            f"Expected at most {MOST_DENSE} latents that records see, besides effects of groups, "
+            f"and {MOST} in all, got {dense} and {size}: a release holds a curvature for each pair. "
             "Use DPSVI with aligned()."
         )
 

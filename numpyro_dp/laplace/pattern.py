@@ -14,10 +14,10 @@ import numpy as np
 
 from numpyro_dp.laplace._algebra import spectral_power
 
-__all__ = ["ALL", "MOST", "group_sites", "pairs_of", "power_of"]
+__all__ = ["MOST", "MOST_DENSE", "group_sites", "pairs_of", "power_of"]
 
-ALL = 300  # latents of which all pairs are released
-MOST = 600  # beyond them, decoding takes minutes
+MOST_DENSE = 300  # with up to so many latents, the curvature of every pair is released
+MOST = 600  # time and memory of decoding grow with the cube and the square of their number
 _LARGE = 20  # entries of a site of group effects that are worth leaving out
 
 
@@ -28,7 +28,7 @@ def group_sites(scores: np.ndarray, sites: np.ndarray) -> np.ndarray:
         scores: Of invented records, shape (records, d).
         sites: The site of each latent, shape (d,).
     """
-    if len(sites) <= ALL:
+    if len(sites) <= MOST_DENSE:
         return np.zeros(len(sites), int)
     found = np.zeros(len(sites), int)
     for site in np.unique(sites):

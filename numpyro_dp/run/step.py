@@ -171,7 +171,7 @@ class _Begun(NamedTuple):
     mechanism: Mechanism
 
     def parts(self, first: PyTree, count: int) -> SumInParts:
-        """The sum over records, of which this is the shape of one."""
+        """The sum over ``count`` records; ``first`` has the shapes of one of them."""
         return SumInParts(self.estimator, self.mechanism, self.public, first, count)
 
 
@@ -184,7 +184,7 @@ class _Private(NamedTuple):
     inclusion_prob: float
 
     def begun(self, state: RunState, shared: tuple[Array, ...]) -> _Begun:
-        """Asks."""
+        """Finds all that the sum over records needs."""
         rng_key, step_key = jax.random.split(state.rng_key)
         params = self.optim.get_params(state.optim_state)
         est = self.estimator(shared, state.mechanism_state)

@@ -260,7 +260,7 @@ def test_pairs_of_group_effects_can_be_left_out(monkeypatch):
     y = (rng.normal(size=6)[group] + rng.normal(size=4000)).astype(np.float32)
     known = draws(run(intercepts, (group, y)), "effect")
     for module in (pattern, guess):
-        monkeypatch.setattr(module, "ALL", 4)
+        monkeypatch.setattr(module, "MOST_DENSE", 4)
     monkeypatch.setattr(pattern, "_LARGE", 6)
     found = draws(run(intercepts, (group, y)), "effect")
     sd = np.sqrt(known.var(0) + found.var(0))
