@@ -91,8 +91,8 @@ def _check_number(groups: np.ndarray) -> None:
     if dense > MOST_DENSE or size > MOST:
         raise UnsupportedModelError(
             f"Expected at most {MOST_DENSE} latents that records see, besides effects of groups, "
-            f"and {MOST} in all, got {dense} and {size}: a release holds a curvature for each pair. "
-            "Use DPSVI with aligned()."
+            f"and {MOST} in all, got {dense} and {size}: a release holds a curvature for each "
+            "pair. Use DPSVI with aligned()."
         )
 
 
