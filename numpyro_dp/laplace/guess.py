@@ -18,6 +18,7 @@ __all__ = ["FirstGuess", "first_guess"]
 
 _RECORDS = 200
 _DRAWS = 40
+_SILENT = 0.1  # times its usual size, the score of a latent counts as 0
 _MEDIAN = 0.6745  # of |x| for a standard normal x
 
 
@@ -47,8 +48,8 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
         rng_key: Public.
 
     Raises:
-        UnsupportedModelError: If no invented record has a finite score, or there are too many
-            latents that are no effects of groups.
+        UnsupportedModelError: If no invented record has a finite score, the model is a neural
+            network, or there are too many latents that are no effects of groups.
     """
     outcomes = prior.outcomes
     layout = outcomes.model.structure.layout
@@ -65,7 +66,7 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
         rows = tuple(
             (x * jnp.asarray(scales[n], x.dtype)) if n in scales else x for n, x in enumerate(rows)
         )
-        scores = scorer(rows)
+        middle, scores = scorer(rows)
         finite = np.all(np.isfinite(scores), axis=1)
         if np.mean(finite) > 0.5 and np.any(scores[finite]):
             break
@@ -77,6 +78,7 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
             "where() whose other branch is not finite; scale columns to about 1."
         )
     scores = scores[finite]
+    _check_not_a_network(middle, scores)
     widths = _widths(prior, np.abs(scores), bool(scales))
     white = np.linalg.norm(scores / widths, axis=1)
     typical = np.median(white[white > 0]) if np.any(white > 0) else 1.0
@@ -84,6 +86,24 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
     groups = group_sites(scores, _sites(prior))
     _check_number(groups)
     return FirstGuess(np.sqrt(size / number) / (typical * widths), groups)
+
+
+def _check_not_a_network(middle: np.ndarray, scores: np.ndarray) -> None:
+    """Raises if most latents act only where others are not 0, as weights of a network do.
+
+    With all weights at 0 no layer hands anything on, so that their scores are 0 in the middle of
+    the prior, and not elsewhere.
+    """
+    usual = np.sqrt(np.mean(scores**2, axis=0))
+    middle = np.where(np.isfinite(middle), middle, np.inf)
+    silent = np.sqrt(np.mean(middle**2, axis=0)) < _SILENT * usual
+    if np.mean(silent) > 0.5:
+        raise UnsupportedModelError(
+            "Expected latents that act on the outcome by themselves, got a model where most act "
+            "through products with others, as the weights of a neural network do: its posterior "
+            "has many modes, and no normal distribution fits them. Use DPSVI, or "
+            "DPMCMC(SGLD(model), ...)."
+        )
 
 
 def _check_number(groups: np.ndarray) -> None:
@@ -102,8 +122,10 @@ def _sites(prior: ModelPrior) -> np.ndarray:
     return np.repeat(np.arange(len(counts)), counts)
 
 
-def _scorer(prior: ModelPrior, rng_key: Array) -> Callable[[Any], np.ndarray]:
-    """Returns ``rows -> scores`` at draws from the prior, of outcomes simulated there.
+def _scorer(prior: ModelPrior, rng_key: Array) -> Callable[[Any], tuple[np.ndarray, np.ndarray]]:
+    """Returns ``rows -> scores``: in the middle of the prior, and at draws from it.
+
+    Outcomes are simulated where the score is taken.
 
     Not at another draw: residuals would be as wide as the prior, and W far too small. Too large a
     W clips more, and later stages mend that; too small a one hides the signal in noise.
@@ -111,8 +133,10 @@ def _scorer(prior: ModelPrior, rng_key: Array) -> Callable[[Any], np.ndarray]:
     outcomes, decoded, rng = prior.outcomes, prior.decoded, generator(rng_key)
     factor = np.linalg.cholesky(decoded.covariance)
     noise = rng.normal(size=(_DRAWS, len(factor)))
-    draws = jnp.asarray(decoded.mean + noise @ factor.T, jnp.float32)
+    noise = np.vstack([np.zeros(len(factor)), noise])
+    points = jnp.asarray(decoded.mean + noise @ factor.T, jnp.float32)
     words = rng.integers(2**32, size=(_DRAWS, _RECORDS, 2), dtype=np.uint32)
+    words = np.concatenate([words[:1], words])
     keys = jax.random.wrap_key_data(words, impl="threefry2x32")
 
     def one(draw: Array, row: Any, key: Array) -> Array:
@@ -120,8 +144,9 @@ def _scorer(prior: ModelPrior, rng_key: Array) -> Callable[[Any], np.ndarray]:
 
     every = jax.jit(jax.vmap(jax.vmap(one, (None, 0, 0)), (0, None, 0)))
 
-    def scores(rows: tuple[Array, ...]) -> np.ndarray:
-        return np.asarray(every(draws, rows, keys), np.float64).reshape(-1, len(factor))
+    def scores(rows: tuple[Array, ...]) -> tuple[np.ndarray, np.ndarray]:
+        found = np.asarray(every(points, rows, keys), np.float64)
+        return found[0], found[1:].reshape(-1, len(factor))
 
     return scores
 

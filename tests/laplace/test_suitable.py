@@ -73,6 +73,14 @@ def non_centred(x, y, group):
         numpyro.sample("y", dist.Bernoulli(logits=scale * effect[group]), obs=y)
 
 
+def network(x, y):
+    first = numpyro.sample("first", dist.Normal(0, 1).expand([3, 4]).to_event(2))
+    last = numpyro.sample("last", dist.Normal(0, 1).expand([4]).to_event(1))
+    bias = numpyro.sample("bias", dist.Normal(0, 1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=jnp.tanh(x @ first) @ last + bias), obs=y)
+
+
 def improper(x, y):
     support = dist.constraints.real_vector
     w = numpyro.sample("w", dist.ImproperUniform(support, (), (3,)))
@@ -103,6 +111,7 @@ MODELS = {
     "effects that are not centred": (
         non_centred, (X, Y, GROUP), ["'effect' multiplied by 'scale'", "reparam", "DPSVI"],
     ),
+    "a network": (network, (X, Y), ["neural network", "many modes", "DPSVI"]),
     "an improper prior": (improper, (X, Y), ["has no sampler", "proper prior"]),
     "301 latents": (logistic, (jnp.ones((N, 301)), Y), ["at most 300", "301 and 301", "aligned()"]),
     "gradients of NaN": (never_finite, (X, Y), ["no finite gradient", "sqrt"]),
