@@ -37,7 +37,6 @@ from numpyro_dp.run.results import RunResult, SensitiveValueError
 from numpyro_dp.vi.estimators import (
     aligned,
     aligned_natural,
-    linear,
     natural,
     preconditioned,
     vanilla,
@@ -90,7 +89,6 @@ __all__ = [
     "drift_check",
     "exponential_average",
     "fit",
-    "linear",
     "natural",
     "noise_aware",
     "posterior_samples",

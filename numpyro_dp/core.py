@@ -142,15 +142,12 @@ class Estimator(NamedTuple):
             optimiser takes: the gradient of the loss in variational inference, a score in Markov
             chain Monte Carlo, a change of natural parameters in message passing. Sees no data.
         factored: The same signal as a :class:`FactoredSignal`, or ``None``.
-        check: ``params -> None``: raises where something declared of the model does not hold. Sees
-            no data. ``None`` where nothing is.
     """
 
     prepare: Callable[[Array, PyTree], PyTree]
     signal: Callable[[PyTree, PyTree], PyTree]
     pull_back: Callable[[PyTree, Released], PyTree]
     factored: FactoredSignal | None = None
-    check: Callable[[PyTree], None] | None = None
 
 
 class MechanismState(NamedTuple):

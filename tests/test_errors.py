@@ -34,7 +34,6 @@ from numpyro_dp import (
     UnsupportedEventError,
     UnsupportedModelError,
     aligned,
-    linear,
     natural,
     secret_key,
     tail_average,
@@ -315,12 +314,6 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: run(model=counts_groups, guide=AutoNormal(counts_groups)),
         UnsupportedModelError,
         "static keywords",
-    ),
-    "nothing declared": (lambda: linear(aligned(), {}), T, "linear(aligned() | for each site | []"),
-    "an array declared": (
-        lambda: linear(aligned(), {"w": X}),
-        T,
-        "function of the model's arguments",
     ),
     "no records": (lambda: run(data=X[:0]), V, "at least one record | args[0] | (0, | whole data"),
     "columns standardised in the model": (

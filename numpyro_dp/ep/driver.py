@@ -12,8 +12,9 @@ from jax import Array
 
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Sampler
+from numpyro_dp.ep.damping import Damped
+from numpyro_dp.ep.estimator import Release, stochastic_ep
 from numpyro_dp.ep.families import Family, diagonal_normal, isotropic_normal, normal
-from numpyro_dp.ep.forms import Release, choose_form
 from numpyro_dp.ep.guide import PosteriorGuide
 from numpyro_dp.ep.per_record import SensitiveSites, batched_sweep, sequential_sweep, start_sites
 from numpyro_dp.ep.problem import PREFIX, EPProblem, make_problem, read_conjugate_model
@@ -31,7 +32,6 @@ from numpyro_dp.run.results import RunResult
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Method, RunSettings, takes_settings
 from numpyro_dp.run.state import SensitiveState
-from numpyro_dp.run.sweep import SweepResult
 
 __all__ = ["DPSEP", "EP", "SEP", "SensitiveEPResult"]
 
@@ -120,9 +120,6 @@ class DPSEP(Driver):
             vector (a component of a mixture). Not for ``isotropic_normal``, which has one.
         floor: What the records add to the precision of a normal family is at least so many
             standard deviations of the noise in it.
-        as_printed: Takes the steps of Algorithm 3 as printed, with :math:`\gamma` as ``damping`` (1
-            there, N for the update of SEP); see :mod:`numpyro_dp.ep.paper_form`. ``clip_norm`` is
-            one number then, and the three arguments above have their defaults.
         sampler, mechanism, budget, noise_multiplier, secret_key, num_steps, accountant,
             microbatch_size, mesh, public, repetition: As for :class:`~numpyro_dp.DPSVI`.
         data_plate: Name of the plate over records, where the trace is ambiguous.
@@ -169,29 +166,19 @@ class DPSEP(Driver):
         precision_weight: float = 1.0,
         shared_precision: bool | int = False,
         floor: float = 2.0,
-        as_printed: bool = False,
         data_plate: str | None = None,
         settings: dict[str, Any],
         **static_kwargs: Any,
     ) -> None:
         own, release = RunSettings(**settings), Release(precision_weight, shared_precision, floor)
         release.check(family)
-        estimator, optim = choose_form(as_printed, release, damping, own.clip_norm, own.sampler)
-        self._as_printed = as_printed
+        if not callable(damping):
+            check_real("damping", damping, low=0, low_open=True, high=1)
+        estimator = stochastic_ep(precision_weight, shared_precision)
         self._reader = _Reader(model, family, site, data_plate, static_kwargs, own.public)
         self.guide = self._reader.guide
-        text = f"{self._reader}, {tuple(release)}" + ", as printed" * as_printed
-        super().__init__(Method(estimator, optim, text, _INDEPENDENT), own)
-
-    def sweep(self, *args: Any, **kwargs: Any) -> SweepResult:
-        """As :meth:`~numpyro_dp.DPSVI.sweep`; without norms where ``as_printed``."""
-        if self._as_printed and kwargs.get("clip_norm") is not None:
-            raise ValueError(
-                "Expected no clip_norm in a sweep with as_printed=True, got "
-                f"{kwargs['clip_norm']!r}: that of the driver bounds the mean site too. Use a "
-                "driver for each."
-            )
-        return super().sweep(*args, **kwargs)
+        text = f"{self._reader}, {tuple(release)}"
+        super().__init__(Method(estimator, Damped(damping, floor), text, _INDEPENDENT), own)
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters at a state; they may be published."""

@@ -24,21 +24,48 @@ Reference:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Estimator, Released
-from numpyro_dp.ep.families import divide, power
+from numpyro_dp.ep.families import divide, isotropic_normal, power
 from numpyro_dp.ep.gaussian import cavity_of, centre
 from numpyro_dp.ep.problem import EPProblem
 
-__all__ = ["Move", "finite_or_nothing", "packing_of", "stochastic_ep"]
+__all__ = ["Move", "Release", "stochastic_ep"]
 
 Natural = dict[str, Array]
+_SHARED = "True is one number for all coordinates, k is one for each of k blocks."
+
+
+class Release(NamedTuple):
+    """How precisions are released, and floored."""
+
+    precision_weight: float = 1.0
+    shared_precision: bool | int = False
+    floor: float = 2.0
+
+    def check(self, family: Any) -> None:
+        """Raises unless the numbers are in range and suit the family."""
+        check_real("precision_weight", self.precision_weight, low=0, low_open=True)
+        check_real("floor", self.floor, low=0)
+        if not isinstance(self.shared_precision, bool):
+            check_int("shared_precision", self.shared_precision, low=1, remedy=_SHARED)
+        if family is isotropic_normal and self.shared_precision:
+            raise ValueError(
+                "Expected shared_precision=False with isotropic_normal, which has one precision "
+                f"number, got {self.shared_precision}. Use diagonal_normal or normal."
+            )
+        if isinstance(family, Mapping) and (self.precision_weight != 1 or self.shared_precision):
+            raise ValueError(
+                "Expected precision_weight=1.0 and shared_precision=False with families by site, "
+                f"got {self.precision_weight} and {self.shared_precision}. Use a normal family."
+            )
 
 
 class Move(NamedTuple):
@@ -79,7 +106,7 @@ def stochastic_ep(
 
     def build(problem: EPProblem) -> Estimator:
         method = problem.site.build(problem)
-        packing = packing_of(problem, precision_weight, shared_precision)
+        packing = _packing_of(problem, precision_weight, shared_precision)
 
         def prepare(rng_key: Array, params: Natural) -> _Public:
             factor = power(divide(params, problem.prior), 1 / problem.num_examples)
@@ -90,7 +117,7 @@ def stochastic_ep(
 
         def signal(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
             found = method.approximate(public.site, example)
-            return packing.pack(divide(finite_or_nothing(found), public.factor))
+            return packing.pack(divide(_finite_or_nothing(found), public.factor))
 
         def pull_back(public: _Public, released: Released) -> Move:
             direction = packing.unpack(released.total)
@@ -103,7 +130,7 @@ def stochastic_ep(
     return build
 
 
-def finite_or_nothing(natural: Natural) -> Natural:
+def _finite_or_nothing(natural: Natural) -> Natural:
     """Returns a site, or that of a record that says nothing where it is not finite."""
     leaves = jax.tree.leaves(natural)
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
@@ -116,7 +143,7 @@ class _Packing(NamedTuple):
     noise: float  # in an eigenvalue of the precision, for unit noise in what is released
 
 
-def packing_of(problem: EPProblem, weight: float, shared: bool | int) -> _Packing:
+def _packing_of(problem: EPProblem, weight: float, shared: bool | int) -> _Packing:
     """Between natural parameters and the coordinates that are released."""
     if not problem.latents.is_normal:
         return _Packing(lambda natural: natural, lambda released: released, 0.0)

@@ -83,7 +83,7 @@ def with_loss(estimator: Estimator, scale: float | Array) -> Estimator:
         return estimator.pull_back(public, released._replace(total=rest))
 
     factored = FactoredSignal(point, scalar, core, expand, inner.selects)
-    return Estimator(estimator.prepare, signal, pull_back, factored, estimator.check)
+    return Estimator(estimator.prepare, signal, pull_back, factored)
 
 
 def _split(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

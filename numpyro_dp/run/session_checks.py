@@ -40,8 +40,6 @@ def check_signal(
     Returns:
         ``params -> bool``: whether any invented record has a finite signal there.
     """
-    if estimator.check is not None:
-        estimator.check(params)
 
     def signal(params: dict[str, Any], example: PyTree) -> PyTree:
         return estimator.signal(estimator.prepare(jax.random.key(0), params), example)

@@ -64,13 +64,6 @@ def members(name, count=MEMBERS, width=1.0, seed=0):
         made = {n: uniform((count, 2), small, large) - 1 for n in ("log", "log_complement")}
     elif name == "dirichlet":
         made = {"log": uniform((count, 4), small, large) - 1}
-    elif name == "categorical":
-        made = {"logits": 3 * width * rng.normal(size=(count, 4))}
-    elif name == "wishart":
-        made = {
-            "log_det": uniform((count,), small, large) - 1,
-            "scale_inverse": spd(rng, count, 3, 2 * width),
-        }
     else:
         sites = {"w": "normal", "s": "beta"}
         parts = {site: members(kind, count, width, seed) for site, kind in sites.items()}
@@ -87,15 +80,13 @@ def make(name):
         "gamma_array": lambda: ep.gamma((2,)),
         "beta": lambda: ep.beta((2,)),
         "dirichlet": lambda: ep.dirichlet(4),
-        "categorical": lambda: ep.categorical(4),
-        "wishart": lambda: ep.wishart(3),
         "product": lambda: ep.product(w=ep.normal(3), s=ep.beta((2,))),
     }
     return constructors[name]()
 
 
 NAMES = ("normal", "diagonal_normal", "isotropic_normal", "gamma_array", "beta",
-         "dirichlet", "categorical", "wishart", "product")  # fmt: skip
+         "dirichlet", "product")  # fmt: skip
 every_family = pytest.mark.parametrize("name", NAMES)
 
 
@@ -111,13 +102,6 @@ def close(actual, expected, rtol, atol=0.0):
     assert set(actual) == set(expected)
     for name in expected:
         np.testing.assert_allclose(actual[name], expected[name], rtol, atol, err_msg=name)
-
-
-def canonical(natural):
-    """Logits mean the same whatever is added to all of them."""
-    if "logits" in natural:
-        return {"logits": jax.nn.log_softmax(natural["logits"])}
-    return natural
 
 
 @pytest.mark.full
@@ -136,7 +120,7 @@ def test_the_mean_is_the_gradient_of_the_log_partition(double, name):
 def test_natural_parameters_come_back_from_the_means(double, name):
     family, natural = make(name), members(name, count=300)
     back = vmapped(lambda n: family.to_natural(family.to_mean(n)))(natural)
-    close(back, canonical(natural), rtol=1e-8, atol=1e-9)
+    close(back, natural, rtol=1e-8, atol=1e-9)
 
 
 @every_family
@@ -145,17 +129,16 @@ def test_natural_parameters_come_back_in_single_precision(name):
     assert all(value.dtype == jnp.float32 for value in natural.values())
     back = vmapped(lambda n: family.to_natural(family.to_mean(n)))(natural)
     # Shapes up to 16 and condition numbers up to 40: what rounding of the means is multiplied by.
-    close(back, canonical(natural), rtol=1e-4, atol=1e-5)
+    close(back, natural, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dim", [1, 3, 60])
-def test_shapes_from_exact_targets_in_both_precisions(dim):
+def test_shapes_from_exact_targets_in_both_precisions():
     shapes = np.geomspace(1e-4, 1e6, 400)
     with x64():
-        targets = np.asarray(_digamma.total_excess(jnp.asarray(shapes), dim))
-        found = jax.jit(_digamma.solve_shape, static_argnums=1)(jnp.asarray(targets), dim)
+        targets = np.asarray(_digamma.excess(jnp.asarray(shapes)))
+        found = _digamma.solve_shape(jnp.asarray(targets))
         np.testing.assert_allclose(found, shapes, rtol=1e-11)
-    single = jax.jit(_digamma.solve_shape, static_argnums=1)(jnp.asarray(targets, "float32"), dim)
+    single = _digamma.solve_shape(jnp.asarray(targets, "float32"))
     assert single.dtype == jnp.float32
     np.testing.assert_allclose(single, shapes, rtol=1e-5)
 
@@ -220,11 +203,15 @@ def test_the_precision_of_the_inputs_is_kept(double, name):
         lambda n: family.project(n, 0.1),
         lambda n: family.from_dist(family.to_dist(n)),
         family.log_partition,
-        lambda n: ep.kl(family, n, n),
         lambda n: ep.damp(n, n, 0.5),
     ):
         result = jax.eval_shape(function, natural)
         assert {leaf.dtype for leaf in jax.tree.leaves(result)} == {jnp.dtype("float32")}
+
+
+def inner(natural, statistics):
+    """The exponent of a density."""
+    return sum(jnp.sum(value * statistics[n]) for n, value in natural.items())
 
 
 def draws(family, natural, count, seed=0):
@@ -253,7 +240,7 @@ def test_the_density_is_that_of_numpyro(double, name):
         return dists.log_prob(z)
 
     def log_density(value):
-        linear = ep.inner(natural, family.statistics(value))
+        linear = inner(natural, family.statistics(value))
         return linear - family.log_partition(natural) + family.log_base(value)
 
     np.testing.assert_allclose(vmapped(log_density)(z), expected(z), rtol=1e-9, atol=1e-9)
@@ -317,9 +304,6 @@ def test_usual_spellings_are_the_same_member():
     assert origin["linear"].shape == (2,)
     exponential = ep.gamma((2,)).from_dist(dist.Exponential(3.0).expand([2]).to_event(1))
     close(exponential, {"log": jnp.zeros(2), "rate": jnp.full(2, 3.0)}, rtol=1e-6)
-    probs = jnp.array([0.2, 0.8])
-    by_probs = ep.categorical(2).from_dist(dist.Categorical(probs=probs))
-    np.testing.assert_allclose(jax.nn.softmax(by_probs["logits"]), probs, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -334,8 +318,7 @@ def test_usual_spellings_are_the_same_member():
         ("gamma", dist.Gamma(1.0, 1.0).expand([2]), ValueError, r"shape \(\), got shape \(2,\)"),
         ("beta", dist.Uniform(0.0, 1.0).expand([2]), TypeError, "Beta.*got Uniform"),
         ("dirichlet", dist.Dirichlet(jnp.ones(3)), ValueError, r"shape \(4,\), got shape \(3,\)"),
-        ("categorical", dist.Categorical(logits=jnp.zeros(3)), ValueError, "4 categories, got 3"),
-        ("wishart", 1.0, TypeError, "Wishart.*got float"),
+        ("gamma", 1.0, TypeError, "Gamma.*got float"),
         ("product", dist.Normal(0.0, 1.0), TypeError, "dict of distributions.*got Normal"),
         ("product", {"w": dist.Normal(jnp.zeros(3), 1.0)}, ValueError, r"\['s', 'w'\], got"),
     ],
@@ -351,9 +334,8 @@ def test_other_distributions_are_refused(family, given, error, words):
         (lambda: ep.normal(0), ValueError, "dim=0"),
         (lambda: ep.diagonal_normal(2.0), TypeError, "dim=2.0"),
         (lambda: ep.isotropic_normal(-1), ValueError, "dim=-1"),
-        (lambda: ep.wishart(True), TypeError, "dim=True"),
+        (lambda: ep.normal(True), TypeError, "dim=True"),
         (lambda: ep.dirichlet(1), ValueError, "size=1"),
-        (lambda: ep.categorical(1), ValueError, "size=1"),
         (lambda: ep.gamma(3), TypeError, "shape=3"),
         (lambda: ep.beta((2, 0)), ValueError, "size=0"),
         (ep.product, ValueError, "at least one site"),
@@ -379,11 +361,11 @@ def test_products_of_densities(double, name):
     z = jax.tree.map(lambda value: value[:8], drawn(name)[1])
 
     def log_density(natural, value):
-        return ep.inner(natural, family.statistics(value)) - family.log_partition(natural)
+        return inner(natural, family.statistics(value)) - family.log_partition(natural)
 
     def gap(value):
         both = log_density(a, value) + log_density(b, value)
-        return both - ep.inner(together, family.statistics(value))
+        return both - inner(together, family.statistics(value))
 
     gaps = vmapped(gap)(z)
     np.testing.assert_allclose(gaps, gaps[0], rtol=1e-9, atol=1e-9)
@@ -416,8 +398,7 @@ def test_projection_of_anything_is_valid_and_idempotent(name):
         )
         for n, v in family.unit.items()
     }
-    if name != "categorical":
-        assert not vmapped(family.is_valid)(natural).all()
+    assert not vmapped(family.is_valid)(natural).all()
     project = jax.jit(jax.vmap(family.project, in_axes=(0, None)))
     for floor in (1e-8, 0.1):
         projected = project(natural, floor)
@@ -448,10 +429,6 @@ def test_projection_raises_what_is_too_low(double):
     close(ep.gamma().project(low, 0.1), raised, rtol=1e-12)
     close(ep.dirichlet(2).project({"log": jnp.array([-3.0, 1.0])}, 0.1),
           {"log": jnp.array([-0.9, 1.0])}, rtol=1e-12)  # fmt: skip
-    bad = {"log_det": jnp.array(-5.0), "scale_inverse": precision}
-    scale = ep.wishart(2).project(bad, 0.5)
-    assert scale["log_det"] == -0.5
-    np.testing.assert_allclose(jnp.linalg.eigvalsh(scale["scale_inverse"]), [0.5, 3.0], rtol=1e-12)
 
 
 @every_family
@@ -465,7 +442,7 @@ def test_nan_and_infinity_are_not_valid(name):
 
 
 @pytest.mark.parametrize("name", ["normal", "diagonal_normal", "isotropic_normal", "gamma", "beta",
-                                  "dirichlet", "categorical", "wishart"])  # fmt: skip
+                                  "dirichlet"])  # fmt: skip
 def test_means_of_no_member_give_nothing_valid(name):
     """Moments that violate Jensen's inequality, as noise makes them."""
     family = make(name)
@@ -476,75 +453,32 @@ def test_means_of_no_member_give_nothing_valid(name):
         "gamma": {"log": jnp.array(1.0), "rate": jnp.array(-1.0)},
         "beta": {"log": jnp.full(2, -0.1), "log_complement": jnp.full(2, -0.2)},
         "dirichlet": {"log": jnp.full(4, -0.5)},
-        "categorical": {"logits": jnp.array([0.5, 0.7, -0.1, -0.1])},
-        "wishart": {"log_det": jnp.array(1.0), "scale_inverse": -0.5 * jnp.eye(3)},
     }[name]
     assert not family.is_valid(family.to_natural(impossible))
 
 
-def numpyro_kl(p, q):
-    if isinstance(p, dist.CategoricalLogits):
-        p, q = dist.Categorical(probs=p.probs), dist.Categorical(probs=q.probs)
-    return dist.kl_divergence(p, q)
-
-
-@every_family
-def test_kl(double, name):
-    family = make(name)
-    p, q = members(name, 8, width=0.4, seed=5), members(name, 8, width=0.4, seed=6)
-    found = vmapped(lambda a, b: ep.kl(family, a, b))(p, q)
-    assert (found > 0).all()
-    itself = vmapped(lambda a: ep.kl(family, a, a))(p)
-    np.testing.assert_allclose(itself, 0, atol=1e-9)
-    if name == "wishart":  # NumPyro has none: the mean of the log ratio
-        natural, z = drawn(name)
-        log_prob = jax.jit(lambda n: family.to_dist(n).log_prob(z))
-        terms = log_prob(natural) - log_prob(one(q))
-        expected = ep.kl(family, natural, one(q))
-        assert abs(terms.mean() - expected) < 5 * terms.std() / np.sqrt(len(terms))
-        return
-
-    def expected(a, b):
-        first, second = family.to_dist(a), family.to_dist(b)
-        if isinstance(first, dict):
-            return sum(numpyro_kl(first[site], second[site]) for site in first)
-        return numpyro_kl(first, second)
-
-    for index in range(2):
-        value = jax.jit(expected)(one(p, index), one(q, index))
-        np.testing.assert_allclose(found[index], value, rtol=1e-8, atol=1e-10)
-
-
-def test_a_wishart_matrix_of_one_row_is_a_gamma_variable(double):
-    wishart = {"log_det": jnp.array(0.7), "scale_inverse": jnp.array([[3.0]])}
-    gamma = {"log": jnp.array(0.7), "rate": jnp.array(1.5)}
-    np.testing.assert_allclose(
-        ep.wishart(1).log_partition(wishart), ep.gamma().log_partition(gamma), rtol=1e-12
-    )
-
-
 @pytest.mark.full
 def test_product_family(double):
-    inner = ep.product(a=ep.diagonal_normal(1), b=ep.categorical(3))
+    inner = ep.product(a=ep.diagonal_normal(1), b=ep.dirichlet(3))
     family = ep.product(x=ep.isotropic_normal(2), y=inner)
     assert set(family.unit) == {
         "x_linear",
         "x_precision",
         "y_a_linear",
         "y_a_precision",
-        "y_b_logits",
+        "y_b_log",
     }
     x = {"linear": jnp.array([1.0, -1.0]), "precision": jnp.array(2.0)}
     a = {"linear": jnp.array([1.0]), "precision": jnp.array([3.0])}
-    b = {"logits": jnp.array([0.0, 1.0, -1.0])}
+    b = {"log": jnp.array([0.0, 1.0, -0.5])}
     natural = {f"{site}_{n}": v for site, part in {"x": x, "y_a": a, "y_b": b}.items()
                for n, v in part.items()}  # fmt: skip
-    parts = [(ep.isotropic_normal(2), x), (ep.diagonal_normal(1), a), (ep.categorical(3), b)]
+    parts = [(ep.isotropic_normal(2), x), (ep.diagonal_normal(1), a), (ep.dirichlet(3), b)]
     total = sum(part.log_partition(n) for part, n in parts)
     np.testing.assert_allclose(family.log_partition(natural), total, rtol=1e-12)
     z = draws(family, natural, 5)
-    assert z["x"].shape == (5, 2) and z["y"]["a"].shape == (5, 1) and z["y"]["b"].shape == (5,)
-    assert vmapped(family.statistics)(z)["y_b_logits"].shape == (5, 3)
+    assert z["x"].shape == (5, 2) and z["y"]["a"].shape == (5, 1) and z["y"]["b"].shape == (5, 3)
+    assert vmapped(family.statistics)(z)["y_b_log"].shape == (5, 3)
     close(family.from_dist(family.to_dist(natural)), natural, rtol=1e-9)
     assert family.is_valid(natural)
     broken = natural | {"y_a_precision": jnp.array([-1.0])}

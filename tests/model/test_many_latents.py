@@ -43,7 +43,7 @@ from numpyro_dp import (
     preconditioned,
     vanilla,
 )
-from numpyro_dp.ep.families import diagonal_normal, dirichlet, normal, wishart
+from numpyro_dp.ep.families import diagonal_normal, dirichlet, normal
 from numpyro_dp.ep.sites import importance
 
 KEY = jax.random.key(0)
@@ -107,15 +107,6 @@ def correlated(x):
         numpyro.sample("x", dist.MultivariateNormal(jnp.zeros(size), scale_tril=chol), obs=x)
 
 
-def precise(x):
-    size = x.shape[1]
-    prior = dist.Wishart(size + 10.0, jnp.eye(size))
-    precision = numpyro.sample("precision", prior)
-    with numpyro.plate("records", x.shape[0]):
-        normal = dist.MultivariateNormal(jnp.zeros(size), precision_matrix=precision)
-        numpyro.sample("x", normal, obs=x)
-
-
 def shares(x):
     p = numpyro.sample("p", dist.Dirichlet(jnp.ones(60)))
     with numpyro.plate("records", x.shape[0]):
@@ -143,7 +134,6 @@ DRIVERS: dict[str, Callable[[], Any]] = {
     "DPSEP, diagonal": lambda: sep(logistic, SQUARE, labels(SQUARE), family=diagonal_normal),
     "DPSEP, draws": lambda: sep(logistic, SQUARE, labels(SQUARE), family=normal, site=importance()),
     "DPSEP, Dirichlet": lambda: sep(shares, labels(SQUARE), family={"p": dirichlet(60)}),
-    "DPSEP, Wishart": lambda: sep(precise, SQUARE[:, :3], family={"precision": wishart(3)}),
     "DPMCMC": lambda: chain(SQUARE),
     "a triangle of NumPyro": lambda: svi(
         correlated,

@@ -11,7 +11,7 @@ Reference:
 
 from __future__ import annotations
 
-from functools import partial
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.scipy.special import digamma, logsumexp
 from jaxtyping import Float
 
-__all__ = ["excess", "mean_logs", "solve_concentration", "solve_shape", "total_excess"]
+__all__ = ["excess", "mean_logs", "solve_concentration", "solve_shape"]
 
 _SHIFT = 8  # of small arguments, to where the series holds to 1e-12
 _SERIES = (1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132, -691 / 32760, 1 / 12)
@@ -40,32 +40,19 @@ def excess(a: Float[Array, ...]) -> Float[Array, ...]:
     return inverse * (0.5 + inverse * series) + jnp.where(small, recurrence, 0)
 
 
-@partial(jax.jit, static_argnames="dim")
-def total_excess(a: Float[Array, ...], dim: int) -> Float[Array, ...]:
-    r"""Returns :math:`d \log(a + \frac{d-1}{2}) - \sum_{i<d} \psi(a + \frac i2)`.
-
-    It is :math:`\log \det E X - E \log \det X` of a Wishart matrix with :math:`2a + d - 1` degrees
-    of freedom, and :func:`excess` for :math:`d = 1`.
-    """
-    halves = jnp.arange(dim, dtype=a.dtype) / 2
-    shapes = a[..., None] + halves
-    return jnp.sum(excess(shapes) + jnp.log1p((halves[-1] - halves) / shapes), -1)
-
-
-@partial(jax.jit, static_argnames="dim")
-def solve_shape(target: Float[Array, ...], dim: int = 1) -> Float[Array, ...]:
-    r"""Returns the :math:`a` with ``total_excess(a, dim) == target``; NaN unless it is positive."""
+@jax.jit
+def solve_shape(target: Float[Array, ...]) -> Float[Array, ...]:
+    r"""Returns the :math:`a` with ``excess(a) == target``; NaN unless it is positive."""
     goal = jnp.log(target)
 
     def log_excess(log_shape: Array) -> Array:
-        return jnp.log(total_excess(jnp.exp(log_shape), dim))
+        return jnp.log(excess(jnp.exp(log_shape)))
 
     def step(_: int, log_shape: Array) -> Array:
         value, slope = jax.jvp(log_excess, (log_shape,), (jnp.ones_like(log_shape),))
         return log_shape - jnp.clip((value - goal) / slope, -_LONGEST, _LONGEST)
 
-    # total_excess(a) >= min(1, d (d + 1) / 4) / a, with equality at one end.
-    start = jnp.log(min(1.0, dim * (dim + 1) / 4)) - goal
+    start = -math.log(2) - goal  # excess(a) > 1 / (2 a), which it tends to
     return jnp.exp(lax.fori_loop(0, _STEPS, step, start.astype(goal.dtype)))
 
 

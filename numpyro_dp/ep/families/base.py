@@ -24,7 +24,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float
 from numpyro.distributions import Distribution, ExpandedDistribution, Independent
 
-__all__ = ["Family", "Natural", "damp", "divide", "inner", "kl", "multiply", "power", "sample"]
+__all__ = ["Family", "Natural", "damp", "divide", "multiply", "power", "sample"]
 
 Natural = dict[str, Array]
 Number = float | Float[Array, ""]
@@ -114,42 +114,6 @@ def damp(old: Natural, new: Natural, rate: Number) -> Natural:
         Minka, Lafferty (2002), Expectation-Propagation for the Generative Aspect Model, UAI.
     """
     return jax.tree.map(lambda x, y: (1 - rate) * x + rate * y, old, new)
-
-
-def inner(natural: Natural, statistics: Natural) -> Float[Array, ""]:
-    r"""Returns :math:`\theta \cdot s`, of statistics or of their means.
-
-    Example:
-        >>> float(inner({"log": 1.0, "rate": 2.0}, {"log": 0.5, "rate": -1.0}))
-        -1.5
-    """
-    terms = jax.tree.map(lambda x, y: jnp.sum(x * y), natural, statistics)
-    return sum(jax.tree.leaves(terms))
-
-
-def kl(family: Family, p: Natural, q: Natural) -> Float[Array, ""]:
-    r"""Returns the Kullback-Leibler divergence of a member from another.
-
-    .. math:: KL(p\,\|\,q) = (\theta_p - \theta_q) \cdot \mu_p - A(\theta_p) + A(\theta_q).
-
-    It is a difference of large numbers where members are concentrated, and rounded up to 0 where
-    rounding makes it negative.
-
-    Args:
-        family: The family of both.
-        p: Natural parameters of a member.
-        q: Natural parameters of another.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from numpyro_dp.ep.families import gamma
-        >>> p = {"log": jnp.array(0.0), "rate": jnp.array(1.0)}
-        >>> q = {"log": jnp.array(0.0), "rate": jnp.array(2.0)}
-        >>> round(float(kl(gamma(), p, q)), 4)  # 1 - log 2
-        0.3069
-    """
-    linear = inner(divide(p, q), family.to_mean(p))
-    return jnp.maximum(linear - family.log_partition(p) + family.log_partition(q), 0)
 
 
 def sample(

@@ -1,4 +1,4 @@
-r"""Gamma, beta, Dirichlet and categorical families.
+r"""Gamma, beta and Dirichlet families.
 
 Shapes and concentrations less 1 are the coefficients of logarithms, so the natural parameters of
 the constant function are zeros. Below a shape of about 0.01 in single precision, the natural
@@ -14,12 +14,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
-from jax.scipy.special import gammaln, logsumexp
-from jaxtyping import Bool, Float, Int
+from jax.scipy.special import gammaln
+from jaxtyping import Bool, Float
 
 from numpyro_dp._validate import check_int
 from numpyro_dp.ep.families._digamma import excess, mean_logs, solve_concentration, solve_shape
@@ -35,7 +34,7 @@ from numpyro_dp.ep.families.base import (
     unwrap,
 )
 
-__all__ = ["beta", "categorical", "dirichlet", "gamma"]
+__all__ = ["beta", "dirichlet", "gamma"]
 
 
 def gamma(shape: tuple[int, ...] = ()) -> Family:
@@ -149,46 +148,6 @@ def dirichlet(size: int) -> Family:
     )
 
 
-def categorical(size: int) -> Family:
-    r"""Returns the family of categorical distributions.
-
-    Natural parameter ``logits`` of shape ``(size,)``, of which a common constant does not matter:
-    ``to_natural`` returns log probabilities. The statistic is the indicator of the category;
-    :math:`A = \log\sum_i e^{\theta_i}`. All finite logits are valid, so ``project`` changes
-    nothing. ``from_dist`` takes Categorical.
-
-    Args:
-        size: Number of categories, at least 2.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> categorical(2).to_mean({"logits": jnp.zeros(2)})["logits"]
-        Array([0.5, 0.5], dtype=float32)
-
-    Reference:
-        Wainwright, Jordan (2008), section 3.
-    """
-    check_int("size", size, low=2, remedy="The number of categories.")
-    name = f"categorical({size})"
-
-    def statistics(z: Int[Array, ""]) -> Natural:
-        return {"logits": jax.nn.one_hot(z, size)}
-
-    return Family(
-        name=name,
-        unit=unit(logits=(size,)),
-        log_partition=lambda natural: logsumexp(natural["logits"]),
-        statistics=statistics,
-        log_base=no_base,
-        to_mean=lambda natural: {"logits": jax.nn.softmax(natural["logits"])},
-        to_natural=lambda mean: {"logits": jnp.log(mean["logits"])},
-        is_valid=all_finite,
-        project=lambda natural, floor: natural,
-        to_dist=lambda natural: dist.Categorical(logits=natural["logits"]),
-        from_dist=partial(_categorical_from_dist, name, size),
-    )
-
-
 def _gamma_log_partition(natural: Natural) -> Float[Array, ""]:
     shape = natural["log"] + 1
     return jnp.sum(gammaln(shape) - shape * jnp.log(natural["rate"]))
@@ -276,18 +235,6 @@ def _dirichlet_log_partition(natural: Natural) -> Float[Array, ""]:
 def _dirichlet_from_dist(name: str, size: int, given: Any) -> Natural:
     base = unwrap(name, given, (dist.Dirichlet,), (size,))
     return {"log": full(base.concentration, (size,)) - 1}
-
-
-def _categorical_from_dist(name: str, size: int, given: Any) -> Natural:
-    classes = (dist.CategoricalLogits, dist.CategoricalProbs)
-    base = unwrap(name, given, classes, ())
-    logits = base.logits
-    if logits.shape != (size,):
-        raise ValueError(
-            f"Expected for {name} a distribution over {size} categories, got "
-            f"{logits.shape[-1]}. Use categorical({logits.shape[-1]})."
-        )
-    return {"logits": logits}
 
 
 def _above_minus_one(natural: Natural) -> Bool[Array, ""]:
