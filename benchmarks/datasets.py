@@ -243,7 +243,7 @@ def load_mnist():
     """60,000 and 10,000 images, uint8, in the original order."""
     with np.load(_path("mnist")) as stored:
         arrays = [stored[name] for name in ("X_train", "y_train", "X_test", "y_test")]
-    return SplitData(*arrays, (), "MNIST, Y. LeCun, C. Cortes, C. Burges.")
+    return SplitData(*arrays, (), "MNIST, Y. LeCun, C. Cortes, C. Burges")
 
 
 _YES = {"no": 0.0, "yes": 1.0, "male": 0.0, "female": 1.0, "N": 0.0, "Y": 1.0}
@@ -266,7 +266,7 @@ def load_contraception():
     columns = _columns("contraception")
     features = {name: _numbers(columns[name]) for name in ("age", "urban")}
     features |= {f"livch={level}": columns["livch"] == level for level in ("1", "2", "3+")}
-    source = "Bangladesh Fertility Survey 1988, Huq & Cleland 1990."
+    source = "Bangladesh Fertility Survey 1988, Huq & Cleland 1990"
     return _table(features, columns["use"], source, columns["district"])
 
 
@@ -275,7 +275,7 @@ def load_doctor_visits():
     columns = _columns("doctor_visits")
     names = "gender age income illness reduced health private freepoor freerepat nchronic lchronic"
     features = {name: _numbers(columns[name]) for name in names.split()}
-    source = "Australian Health Survey 1977-78, Cameron & Trivedi 1986."
+    source = "Australian Health Survey 1977-78, Cameron & Trivedi 1986"
     return _table(features, columns["visits"], source)
 
 
@@ -287,5 +287,5 @@ def load_rwm5yr():
     columns = _columns("rwm5yr")
     names = "year age outwork female married kids hhninc educ self edlevel2 edlevel3 edlevel4"
     features = {name: _numbers(columns[name]) for name in names.split()}
-    source = "German health registry 1984-88, Hilbe's COUNT."
+    source = "German health registry 1984-88, Hilbe's COUNT"
     return _table(features, columns["docvis"], source, columns["id"])
