@@ -8,13 +8,14 @@ record are normal, so the evidence lower bound is a one-dimensional integral per
     python examples/adult.py --seeds 5 --epsilon 1 10
     python examples/adult.py --quick         # fewer epochs, part of the test
 
-Without the Adult data (NUMPYRO_DP_DATA, or --download), a data set bundled with scikit-learn takes
-its place, and the script says so.
+Without the Adult data (NUMPYRO_DP_DATA names their folder), a data set bundled with scikit-learn
+takes its place, and the script says so.
 """
 
 import argparse
 import json
 import pathlib
+import sys
 import time
 
 import jax
@@ -28,8 +29,11 @@ from numpyro.infer.autoguide import AutoDiagonalNormal
 from numpyro.infer.initialization import init_to_mean
 from scipy.optimize import minimize
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from datasets import load_adult, load_adult_or_bundled
+
 from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned, vanilla
-from numpyro_dp.datasets import load_adult, load_adult_or_bundled
 
 ESTIMATORS = {"vanilla": vanilla, "aligned": aligned}
 
@@ -228,9 +232,6 @@ def parse_args():
     parser.add_argument("--design", choices=("public", "paper"), default="public")
     parser.add_argument("--figure", default="adult.png")
     parser.add_argument("--json", help="also write the table to this file")
-    parser.add_argument(
-        "--download", action="store_true", help="fetch Adult from its public source"
-    )
     parser.add_argument("--progress", action="store_true", help="show a progress bar")
     parser.add_argument("--quick", action="store_true", help="40 epochs and one seed")
     args = parser.parse_args()
@@ -241,10 +242,7 @@ def parse_args():
 
 def main():
     args = parse_args()
-    if args.design == "paper":
-        data = load_adult(design="paper", download=args.download)
-    else:
-        data = load_adult_or_bundled(download=args.download)
+    data = load_adult("paper") if args.design == "paper" else load_adult_or_bundled()
     table, params = experiment(data, args)
     show(table, data, args)
     draw(params, args.figure)

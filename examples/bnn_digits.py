@@ -22,6 +22,7 @@ import optax
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 from numpyro.infer.initialization import init_to_sample
+from sklearn.datasets import load_digits
 
 from numpyro_dp import (
     DPMCMC,
@@ -33,7 +34,6 @@ from numpyro_dp import (
     compare_accountants,
     posterior_samples,
 )
-from numpyro_dp.datasets import load_digits
 from numpyro_dp.evaluate import (
     accuracy,
     brier_score,
@@ -142,10 +142,12 @@ def main():
     parser.add_argument("--figure", help="draw reliability diagrams to this file")
     args = parser.parse_args()
     steps = 30 if args.quick else 300
-    data = load_digits()
-    images = [2 * x.reshape(len(x), -1) - 1 for x in (data.X_train, data.X_test)]
-    train, test = (images[0], data.y_train), (images[1], data.y_test)
-    print(f"{data.source}: {len(train[0])} images for training, {len(test[0])} held out")
+    pixels, digits = load_digits(return_X_y=True)
+    images, labels = (pixels / 8 - 1).astype(np.float32), digits.astype(np.int32)
+    order = np.random.default_rng(0).permutation(len(labels))
+    held, rest = np.sort(order[: len(order) // 5]), np.sort(order[len(order) // 5 :])
+    train, test = (images[rest], labels[rest]), (images[held], labels[held])
+    print(f"Digits of scikit-learn: {len(train[0])} images for training, {len(test[0])} held out")
     print(f"\n{'method':18} accuracy  log score  Brier    ECE    MCE  of the entropy, epistemic")
     found = {}
     for name, (fit, dropout, setting, _) in METHODS.items():

@@ -11,6 +11,8 @@ Without that survey, invented visits stand in, and the script says so.
 """
 
 import argparse
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +23,11 @@ import optax
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from datasets import DatasetNotFoundError, load_doctor_visits
+
 from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned
-from numpyro_dp.datasets import DatasetNotFoundError, load_doctor_visits
 
 
 def model(features, visits=None, groups=2):

@@ -26,6 +26,13 @@ import numpyro.distributions as dist
 import optax
 from common import average_row, experiment_parser, logistic_model, save
 from coverage import unconstrained
+from datasets import (
+    DatasetNotFoundError,
+    load_adult,
+    load_contraception,
+    load_doctor_visits,
+    load_rwm5yr,
+)
 from jax.scipy.special import logsumexp
 from numpyro.infer import MCMC, NUTS, init_to_value, log_likelihood
 from numpyro.infer.autoguide import AutoDiagonalNormal
@@ -41,13 +48,6 @@ from numpyro_dp import (
     PrivacyBudget,
     UnsupportedModelError,
     aligned,
-)
-from numpyro_dp.datasets import (
-    DatasetNotFoundError,
-    load_adult,
-    load_contraception,
-    load_doctor_visits,
-    load_rwm5yr,
 )
 
 DRAWS = 1000

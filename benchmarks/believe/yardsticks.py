@@ -23,10 +23,10 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from common import average_row, experiment_parser, save
+from datasets import load_adult
 from scipy.special import expit
 
 from numpyro_dp import DPLaplace, PrivacyBudget
-from numpyro_dp.datasets import load_adult
 
 
 def at_the_mode(x, y):

@@ -32,6 +32,7 @@ from numpyro.infer.initialization import init_to_sample, init_to_uniform
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from common import average_row, experiment_parser, panels, save
+from datasets import load_mnist
 from images import CNN, MLP, linear_model, model_of
 from scattering import scattering
 
@@ -48,7 +49,6 @@ from numpyro_dp import (
     secret_key,
     vanilla,
 )
-from numpyro_dp.datasets import load_mnist
 from numpyro_dp.evaluate import (
     accuracy,
     brier_score,

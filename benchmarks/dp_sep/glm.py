@@ -29,6 +29,7 @@ from sklearn.datasets import load_breast_cancer
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from common import average_row, experiment_parser, save
+from datasets import load_doctor_visits
 from logistic import from_guide, from_natural
 
 from numpyro_dp import (
@@ -43,7 +44,6 @@ from numpyro_dp import (
     secret_key,
     tail_average,
 )
-from numpyro_dp.datasets import load_doctor_visits
 from numpyro_dp.ep.families import diagonal_normal, normal
 
 LIKELIHOODS = {

@@ -28,6 +28,7 @@ from numpyro.infer.initialization import init_to_sample
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from common import average_row, experiment_parser, panels, save
+from datasets import load_kin8nm, load_power_plant, load_protein
 
 from numpyro_dp import (
     DPPBP,
@@ -40,7 +41,6 @@ from numpyro_dp import (
     secret_key,
     vanilla,
 )
-from numpyro_dp.datasets import load_kin8nm, load_power_plant, load_protein
 
 BUDGET = PrivacyBudget(1.0, 1e-5)
 BATCH = 1024  # expected

@@ -21,9 +21,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from adult_svi import adult_svi
 from common import experiment_parser, panels, save
+from datasets import load_adult_or_bundled
 
 from numpyro_dp import aligned_natural, drift_check, regression_check
-from numpyro_dp.datasets import load_adult_or_bundled
 from numpyro_dp.posterior import trace_sd
 
 CHECKS = {"slope below 0.05": regression_check(0.05), "drift check": drift_check()}
