@@ -22,7 +22,9 @@ import optax
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 from numpyro.infer.initialization import init_to_sample
+from scipy.special import entr
 from sklearn.datasets import load_digits
+from sklearn.metrics import accuracy_score, log_loss
 
 from numpyro_dp import (
     DPMCMC,
@@ -33,15 +35,6 @@ from numpyro_dp import (
     aligned,
     compare_accountants,
     posterior_samples,
-)
-from numpyro_dp.evaluate import (
-    accuracy,
-    brier_score,
-    calibration_error,
-    decompose_entropy,
-    log_score,
-    plot_class_probabilities,
-    plot_reliability,
 )
 
 BUDGET = PrivacyBudget(epsilon=4.0, delta=1e-4)
@@ -128,11 +121,29 @@ def tuned(name, steps, train):
     part, valid = [a[held:] for a in train], [a[:held] for a in train]
 
     def score(setting):
-        return log_score(predict(fit(setting, steps, part)[0], dropout, valid[0]), valid[1])
+        p = predict(fit(setting, steps, part)[0], dropout, valid[0]).mean(0)
+        return -log_loss(valid[1], p, labels=range(10))
 
     found = {setting: score(setting) for setting in settings}
     print(f"{name}: { ({k: round(float(v), 3) for k, v in found.items()}) }", flush=True)
     return max(found, key=found.get)
+
+
+def reliability(p, labels, bins):
+    """Confidence, accuracy and number of images in each bin of the largest probability."""
+    top, right = p.max(1), p.argmax(1) == labels
+    place = np.minimum((top * bins).astype(int), bins - 1)
+    count = np.bincount(place, minlength=bins)
+    held = count > 0
+    sums = [np.bincount(place, each, minlength=bins)[held] for each in (top, right)]
+    return sums[0] / count[held], sums[1] / count[held], count[held]
+
+
+def calibration_error(p, labels, bins=15):
+    """Expected and largest difference of accuracy and confidence over bins."""
+    confidence, accuracy, count = reliability(p, labels, bins)
+    gaps = np.abs(accuracy - confidence)
+    return gaps @ count / count.sum(), gaps.max()
 
 
 def main():
@@ -156,12 +167,13 @@ def main():
         draws, privacy = fit(setting, steps, train)
         p = found[name] = predict(draws, dropout, test[0])
         top = p.mean(0)
-        errors = calibration_error(top.max(1), top.argmax(1) == test[1])
-        parts = decompose_entropy(p)
-        share = parts.epistemic.sum() / (parts.epistemic.sum() + parts.aleatoric.sum())
+        errors = calibration_error(top, test[1])
+        share = 1 - entr(p).sum((1, 2)).mean() / entr(top).sum()  # mutual information over entropy
+        brier = np.mean(np.sum((top - np.eye(10)[test[1]]) ** 2, axis=1))
         print(
-            f"{name:18} {accuracy(p, test[1]):8.3f}  {log_score(p, test[1]):9.3f}"
-            f"  {brier_score(p, test[1]):.3f}  {errors[0]:.3f}  {errors[1]:.3f}  {share:.0%}",
+            f"{name:18} {accuracy_score(test[1], top.argmax(1)):8.3f}"
+            f"  {-log_loss(test[1], top, labels=range(10)):9.3f}"
+            f"  {brier:.3f}  {errors[0]:.3f}  {errors[1]:.3f}  {share:.0%}",
             flush=True,
         )
     print(f"\nEach has spent:\n{privacy}\n\nBy other accountants:\n{compare_accountants(privacy)}")
@@ -179,10 +191,23 @@ def draw(path, found, test):
     figure, axes = plt.subplots(2, len(found), figsize=(3.4 * len(found), 6.4))
     doubtful = int(found["SGLD"].mean(0).max(1).argmin())
     for column, (name, p) in enumerate(found.items()):
-        axis = plot_reliability(axes[0][column], p, test[1], bins=10)
-        axis.set_title(f"{name}\n{axis.get_title()}")
-        plot_class_probabilities(axes[1][column], p[:, doubtful], label=int(test[1][doubtful]))
-        axes[1][column].set_title("one image, true class red")
+        axis, below = axes[:, column]
+        confidence, accuracy, _ = reliability(p.mean(0), test[1], 10)
+        axis.bar(confidence, accuracy, width=0.09, label="accuracy")
+        axis.bar(
+            confidence, confidence - accuracy, width=0.09, bottom=accuracy,
+            facecolor="none", edgecolor="tab:red", hatch="///", label="gap",
+        )  # fmt: skip
+        axis.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle="--")
+        errors = calibration_error(p.mean(0), test[1], 10)
+        axis.set_title(f"{name}\nECE {errors[0]:.3f}, MCE {errors[1]:.3f}")
+        axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
+        axis.legend(loc="upper left", framealpha=0.9)
+        greys = [f"{0.35 + 0.5 * k / 9:.2f}" for k in range(10)]
+        greys[int(test[1][doubtful])] = "tab:red"
+        below.hist(list(p[:, doubtful].T), bins=np.linspace(0, 1, 11), color=greys)
+        below.set(xlim=(0, 1), xlabel="probability of a class", ylabel="draws")
+        below.set_title("one image, true class red")
     figure.tight_layout()
     figure.savefig(path, dpi=90)
     print(f"wrote {path}")

@@ -394,7 +394,7 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "fold not built": (
         lambda: run(fold=tail_average),
         T,
-        "tail_average(num_steps) | exponential_average(decay) | got function",
+        "tail_average(num_steps) | or a Fold | got function",
     ),
     "fold of another length": (
         lambda: run(fold=tail_average(40, num_batches=2)),

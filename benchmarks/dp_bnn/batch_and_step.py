@@ -20,11 +20,11 @@ from numpyro.infer.initialization import init_to_sample
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from common import average_row, experiment_parser, panels, save
+from evaluate import accuracy, log_score
 from images import MLP, model_of
 from mnist import DELTA, HELD, load, predict
 
 from numpyro_dp import DPMCMC, DPSVI, SGLD, Poisson, aligned, posterior_samples, secret_key
-from numpyro_dp.evaluate import accuracy, log_score
 
 EPOCHS, KEPT = 5, 20
 BATCHES = (256, 1024, 4096)

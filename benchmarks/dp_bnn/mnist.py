@@ -33,8 +33,17 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from common import average_row, experiment_parser, panels, save
 from datasets import load_mnist
+from evaluate import (
+    accuracy,
+    brier_score,
+    calibration_error,
+    log_score,
+    plot_class_probabilities,
+    plot_reliability,
+)
 from images import CNN, MLP, linear_model, model_of
 from scattering import scattering
+from tempering import tempered, tempering_guide, tempering_model
 
 from numpyro_dp import (
     DPMCMC,
@@ -48,17 +57,6 @@ from numpyro_dp import (
     posterior_samples,
     secret_key,
     vanilla,
-)
-from numpyro_dp.evaluate import (
-    accuracy,
-    brier_score,
-    calibration_error,
-    log_score,
-    plot_class_probabilities,
-    plot_reliability,
-    tempered,
-    tempering_guide,
-    tempering_model,
 )
 
 EPSILON, DELTA = {"MLP": 1.19, "CNN": 1.19, "linear": 3.0}, 1e-5
@@ -289,7 +287,8 @@ def draw(path, title, shown, labels):
     with panels(path, len(shown), len(kinds) + 1, size) as axes:
         for column, (method, by_kind) in enumerate(shown.items()):
             for row, (kind, p) in enumerate(by_kind.items()):
-                axis = plot_reliability(axes[row][column], p, labels, bins=15)
+                axis = axes[row][column]
+                plot_reliability(axis, p, labels, bins=15)
                 axis.set_title(f"{method}, {kind}\n{title}\n{axis.get_title()}")
             axis = axes[-1][column]
             draws = by_kind[kinds[0]][:, doubtful]

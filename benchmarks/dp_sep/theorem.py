@@ -56,7 +56,6 @@ from scipy import integrate
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from common import experiment_parser, panels, save
-
 from numpyro_dp.evaluate import gaussian_kl
 
 # dim, noise on the linear parameter, noise on the precision

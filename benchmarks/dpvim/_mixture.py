@@ -17,11 +17,10 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from datasets import load_doctor_visits, load_rwm5yr
+from evaluate import log_predictive_density
 from numpyro.distributions import constraints
 from numpyro.infer import Predictive, log_likelihood
 from scipy.optimize import minimize
-
-from numpyro_dp.evaluate import log_predictive_density
 
 NUM_COMPONENTS = 16
 

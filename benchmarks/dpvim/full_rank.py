@@ -29,9 +29,9 @@ from scipy import stats
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from common import experiment_parser, panels, save
+from evaluate import log_predictive_density
 
 from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned, average, vanilla
-from numpyro_dp.evaluate import log_predictive_density
 
 NUMBER, RATE, FLOOR, NODES, TRACE = 10_000, 0.01, 0.01, 32, 400
 ESTIMATORS = {"vanilla": vanilla, "aligned": aligned}

@@ -40,9 +40,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from common import experiment_parser, panels, save
 from datasets import load_contraception
+from evaluate import log_predictive_density
 
 from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned, vanilla
-from numpyro_dp.evaluate import log_predictive_density
 
 DIM, CORRELATION, DISTRICTS = 16, 0.9, 60
 # Step sizes, and clip norms in units of the problem's: a flow has gradients of larger norm.

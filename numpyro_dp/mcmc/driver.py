@@ -36,7 +36,7 @@ from numpyro_dp.run.state import SensitiveState
 
 __all__ = ["DPMCMC"]
 
-_MIXED = 1.05  # largest split R-hat, as in split_rhat_check
+_MIXED = 1.05  # largest split R-hat
 _INDEPENDENT = "DPMCMC takes the noise for the thermal noise of its chains, which is independent"
 
 

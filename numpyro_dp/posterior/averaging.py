@@ -13,7 +13,7 @@ from numpyro_dp.posterior._series import fit_ar1
 from numpyro_dp.posterior.convergence import Check, drift_check
 from numpyro_dp.run.results import Trace
 
-__all__ = ["Average", "average", "trace_sd"]
+__all__ = ["Average", "average"]
 
 _FRACTIONS = tuple(0.8**power for power in range(1, 13))  # of the trace: 0.8 down to 0.07
 _SHORTEST = 20
@@ -84,33 +84,6 @@ def average(trace: Trace, check: Check | None = None, window: int | None = None)
         for name, value in trace.params.items()
     }
     return Average(*({name: part[i] for name, part in parts.items()} for i in range(4)))
-
-
-def trace_sd(iterates: Shaped[np.ndarray, "length ..."]) -> Shaped[np.ndarray, ...]:
-    """Returns the standard deviation of a converged run's *last* iterate, from the run itself.
-
-    It is that of the iterates, corrected for what their autocorrelation takes away in a short
-    window. The mean of the window has a much smaller one: see :func:`average`.
-
-    Args:
-        iterates: Private iterates of a window in which the run has converged, at least 4.
-
-    Example:
-        >>> import numpy as np
-        >>> iterates = 2 * np.random.default_rng(0).normal(size=(1000, 1))
-        >>> trace_sd(iterates).round(1)
-        array([2.])
-
-    Guarantee:
-        Reads the private iterates alone.
-
-    Reference:
-        Jälkö, Prediger, Honkela, Kaski (2024), DPVIm, TMLR, section 3.2 and Fig. 5b.
-    """
-    values = np.asarray(iterates, np.float64)
-    check_int("number of iterates", values.shape[0], low=4)
-    fit = fit_ar1(values.reshape(values.shape[0], -1))
-    return np.sqrt(fit.variance).reshape(values.shape[1:])
 
 
 def _average(

@@ -14,12 +14,9 @@ The second is unbiased for independent batch means, so batches must be long agai
 autocorrelation time of the iterates. Sums run over deviations from the mean of the batches before,
 in at least float32, so that long runs do not lose digits.
 
-**Exponential average.** :math:`\sum_i d^{t-i} x_i / \sum_i d^{t-i}`, as
-:math:`m \leftarrow m + (x - m)(1 - d)/(1 - d^t)`.
-
 Reference:
     Polyak, Juditsky (1992), SIAM J. Control Optim. 30; for batch means Flegal, Jones (2010), Ann.
-    Statist. 38; for the bias correction Kingma, Ba (2015), Adam, ICLR.
+    Statist. 38.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from numpyro_dp._tree import widen
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Fold, PyTree
 
-__all__ = ["TailAverage", "exponential_average", "tail_average"]
+__all__ = ["TailAverage", "tail_average"]
 
 _MOST_STEPS = np.iinfo(np.int32).max
 
@@ -81,14 +78,6 @@ class _Tail(NamedTuple):
     mean: PyTree
     total: PyTree
     squares: PyTree
-
-
-class _Exponential(NamedTuple):
-    """State of an exponential average: 1 - d, 1 - d^t, and the average."""
-
-    rate: Array
-    weight: Array
-    mean: PyTree
 
 
 def tail_average(num_steps: int, last: float = 0.5, num_batches: int = 32) -> Fold:
@@ -150,41 +139,6 @@ def tail_average(num_steps: int, last: float = 0.5, num_batches: int = 32) -> Fo
     return Fold(init, _update_tail, _tail_average, num_steps)
 
 
-def exponential_average(decay: float = 0.999) -> Fold:
-    """Averages all iterates with weights that fall by a factor a step, without keeping them.
-
-    It averages over about ``1 / (1 - decay)`` iterates. The weights add up to 1 from the first
-    step on.
-
-    Args:
-        decay: Weight of an iterate over that of the next one, in [0, 1).
-
-    Returns:
-        A fold whose result is the tree of averaged constrained parameters.
-
-    Raises:
-        ValueError: If ``decay`` is outside its range.
-
-    Example:
-        >>> fold = exponential_average(0.5)
-        >>> state = fold.init({"x": 0.0})
-        >>> for value in (4.0, 1.0):
-        ...     state = fold.update(state, {"x": value})
-        >>> round(float(fold.result(state)["x"]), 6)  # (4 / 2 + 1) / (1 / 2 + 1)
-        2.0
-
-    Guarantee:
-        Reads the private iterates alone: post-processing, free of privacy cost.
-    """
-    check_real("decay", decay, low=0, high=1, high_open=True, remedy="0.999 averages over 1000.")
-
-    def init(params: PyTree) -> _Exponential:
-        rate = jnp.asarray(1 - decay, jnp.result_type(float))
-        return _Exponential(rate, jnp.zeros_like(rate), widen(jax.tree.map(jnp.asarray, params)))
-
-    return Fold(init, _update_exponential, lambda state: state.mean)
-
-
 def _update_tail(state: _Tail, params: PyTree) -> _Tail:
     active = state.wait == 0
     first = active & (state.before + state.inside == 0)
@@ -225,14 +179,3 @@ def _tail_average(state: _Tail) -> TailAverage:
     freedom = (state.batches - 1).astype(float) * state.before
     sd = jax.tree.map(lambda squares: jnp.sqrt(squares / freedom), state.squares)
     return TailAverage(mean, sd, number)
-
-
-def _update_exponential(state: _Exponential, params: PyTree) -> _Exponential:
-    weight = state.weight + state.rate * (1 - state.weight)
-    share = state.rate / weight
-
-    def update(mean: Array, x: Array) -> Array:
-        x = jnp.asarray(x, mean.dtype)
-        return jnp.where(state.weight > 0, mean + share.astype(mean.dtype) * (x - mean), x)
-
-    return state._replace(weight=weight, mean=jax.tree.map(update, state.mean, params))

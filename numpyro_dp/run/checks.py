@@ -343,8 +343,8 @@ def check_fold(fold: Any, params: Callable[[], dict[str, Any]], num_steps: int) 
         return
     if not isinstance(fold, Fold):
         raise TypeError(
-            "Expected fold to be built by a call, such as tail_average(num_steps) or "
-            f"exponential_average(decay), or a Fold, got {type(fold).__name__}."
+            "Expected fold to be built by a call, such as tail_average(num_steps), or a Fold, got "
+            f"{type(fold).__name__}."
         )
     if fold.num_steps not in (None, num_steps):
         raise ValueError(

@@ -34,7 +34,6 @@ from numpyro_dp import (
     RegressionNetwork,
     aligned,
     aligned_natural,
-    exponential_average,
     natural,
     preconditioned,
     tail_average,
@@ -177,10 +176,7 @@ class FoldRow(NamedTuple):
     fold: Fold
 
 
-FOLDS: tuple[FoldRow, ...] = (
-    FoldRow("tail_average", tail_average(80)),
-    FoldRow("exponential_average", exponential_average(0.9)),
-)
+FOLDS: tuple[FoldRow, ...] = (FoldRow("tail_average", tail_average(80)),)
 
 
 class DriverRow(NamedTuple):

@@ -29,7 +29,6 @@ LEVELS = {
     "laplace": 5,
     "vi": 5,
     "em": 6,
-    "evaluate": 6,
     "fit": 6,
     "mcmc": 6,
     "pbp": 6,
@@ -45,7 +44,6 @@ NUMPYRO = {
     "pbp",
     "em",
     "posterior",
-    "evaluate",
     "laplace",
     "fit",
 }

@@ -28,7 +28,6 @@ from numpyro_dp import (
     UnsupportedModelError,
     average,
     posterior_samples,
-    summary,
 )
 from numpyro_dp.ep.estimator import stochastic_ep
 from numpyro_dp.ep.families import beta, diagonal_normal, gamma, isotropic_normal, normal
@@ -296,8 +295,6 @@ def test_what_people_use_takes_the_posterior():
     np.testing.assert_allclose(np.cov(draws["w"].T), covariance, atol=0.1 * covariance.max())
     predicted = Predictive(logistic, guide=sep.guide, params=result.params, num_samples=9)(KEY, x)
     assert predicted["y"].shape == (9, 400)
-    table = summary(draws)
-    assert "w" in str(table)
     assert average(result.trace, window=20).params["auto_precision"].shape == (3, 3)
 
 

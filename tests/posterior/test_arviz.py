@@ -158,6 +158,8 @@ def test_wrong_input(made, monkeypatch):
         to_arviz(draws, result)
     with pytest.raises(TypeError, match="posterior_predictive to be a dict of draws"):
         to_arviz(draws, result.privacy, posterior_predictive=np.zeros(3))
+    with pytest.raises(ValueError, match=r"first axis.*\(5,\).*\(6, 2\)"):
+        to_arviz({"a": np.zeros(5), "b": np.zeros((6, 2))}, result.privacy)
     monkeypatch.setitem(sys.modules, "arviz", None)
     with pytest.raises(ImportError, match=r"numpyro-dp\[plot\]"):
         to_arviz(draws, result.privacy)

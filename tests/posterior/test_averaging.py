@@ -4,17 +4,9 @@ import numpy as np
 import pytest
 from scipy import signal
 
-from numpyro_dp.posterior import (
-    average,
-    drift_check,
-    regression_check,
-    split_rhat_check,
-    trace_sd,
-)
+from numpyro_dp.posterior import average, drift_check
 from numpyro_dp.posterior._series import fit_ar1
 from numpyro_dp.run.results import Trace
-
-CHECKS = {"drift": drift_check(), "rhat": split_rhat_check()}
 
 
 def ar1(length, series, phi, seed=0):
@@ -60,18 +52,12 @@ def test_intervals_cover():
     assert 0.86 < covered.mean() < 0.92
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_stationary_windows_pass_and_drifting_ones_do_not(name):
+def test_stationary_windows_pass_and_drifting_ones_do_not():
     values = ar1(1000, 500, 0.7)
-    assert CHECKS[name](values).mean() > 0.93
-    assert CHECKS[name](values + np.linspace(0, 3, 1000)[:, None]).mean() < 0.02
-
-
-def test_the_papers_check_depends_on_units():
-    """A drift of ten standard deviations passes if the parameter is small enough."""
-    values = 1e-3 * (ar1(1000, 20, 0.5) + np.linspace(0, 10, 1000)[:, None])
-    assert regression_check(0.05)(values).all()
-    assert not drift_check()(values).any()
+    assert drift_check()(values).mean() > 0.93
+    drifting = values + np.linspace(0, 3, 1000)[:, None]
+    for unit in (1.0, 1e-3):
+        assert drift_check()(unit * drifting).mean() < 0.02
 
 
 def test_transient_is_left_out_coordinate_by_coordinate():
@@ -116,21 +102,5 @@ def test_wrong_input():
         average(trace(np.zeros((5, 1))))
     with pytest.raises(ValueError, match=r"\[20, 100\], got window=300"):
         average(trace(np.zeros((100, 1))), window=300)
-    with pytest.raises(ValueError, match="threshold"):
-        regression_check(0.0)
     with pytest.raises(ValueError, match="level"):
         drift_check(level=-1.0)
-    with pytest.raises(ValueError, match="threshold"):
-        split_rhat_check(0.9)
-
-
-def test_the_last_iterate_s_spread_is_that_of_a_series() -> None:
-    rng = np.random.default_rng(3)
-    series = np.zeros((400, 500))
-    for step in range(1, 400):  # many runs of one AR(1) process of variance 1
-        series[step] = 0.9 * series[step - 1] + np.sqrt(1 - 0.81) * rng.normal(size=500)
-    found = trace_sd(series[100:])
-    assert abs(np.mean(found**2) - 1) < 0.05  # 15 autocorrelation times: uncorrected, 0.94
-    assert trace_sd(series[100:].reshape(300, 50, 10)).shape == (50, 10)
-    with pytest.raises(ValueError, match="number of iterates"):
-        trace_sd(series[:3])

@@ -14,7 +14,7 @@ from jax import lax
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from scipy import signal
 
-from numpyro_dp import DPSVI, FullBatch, Poisson, aligned, exponential_average, tail_average
+from numpyro_dp import DPSVI, FullBatch, Poisson, aligned, tail_average
 from numpyro_dp.core import Fold
 from numpyro_dp.posterior import average
 
@@ -161,24 +161,6 @@ def test_trees_and_low_precision():
     assert (found.params["s"], found.dp_sd["s"]) == (2, 0)
 
 
-# Exponential averages.
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("decay", [0.0, 0.5, 0.99])
-def test_an_exponential_average_is_its_closed_form(svi, decay):
-    result = run(svi, 60, exponential_average(decay))
-    weights = decay ** np.arange(59.0, -1, -1)
-    for name, values in result.trace.params.items():
-        expected = np.average(np.asarray(values, float), axis=0, weights=weights)
-        np.testing.assert_allclose(result.folded[name], expected, rtol=1e-5)
-
-
-def test_constants_stay_constant():
-    """Rounding of 1 - decay does not scale the average."""
-    assert folded(exponential_average(0.99999), np.full((5000, 1), 3.0, np.float32))["x"] == 3
-
-
 # In the loop.
 
 
@@ -191,7 +173,7 @@ def test_a_fold_reads_every_step_whatever_is_kept(svi, num_steps, trace_size):
 
 @pytest.mark.full
 def test_a_fold_leaves_the_run_alone(svi):
-    plain, with_fold = run(svi, 60), run(svi, 60, exponential_average())
+    plain, with_fold = run(svi, 60), run(svi, 60, tail_average(60, last=1.0))
     assert plain.folded is None
     np.testing.assert_array_equal(plain.trace.steps, with_fold.trace.steps)
     for name, value in plain.params.items():
@@ -210,7 +192,6 @@ def test_one_compilation_for_every_length_and_share():
     (session,) = svi._sessions.values()
     assert [loop._cache_size() for loop in session._folding_loops.values()] == [1, 1]
     assert session._loop._cache_size() == 0
-    assert exponential_average(0.5).update is exponential_average(0.9).update
 
 
 @pytest.mark.full
@@ -240,5 +221,3 @@ def test_wrong_input():
         tail_average(100, num_batches=1)
     with pytest.raises(ValueError, match=r">= 32, got number of iterates averaged=30.*num_batches"):
         tail_average(60)
-    with pytest.raises(ValueError, match=r"\[0, 1\), got decay=1.*0.999"):
-        exponential_average(1)

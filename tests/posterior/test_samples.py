@@ -1,4 +1,4 @@
-"""Posterior draws and their table."""
+"""Posterior draws."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from numpyro.infer.autoguide import (
     AutoNormal,
 )
 
-from numpyro_dp.posterior import posterior_samples, summary
+from numpyro_dp.posterior import posterior_samples
 
 KEY = jax.random.key(0)
 X = jnp.zeros((4, 2))
@@ -95,47 +95,3 @@ def test_wrong_draws():
         posterior_samples(KEY, AutoNormal(model), {}, 10, X)
     with pytest.raises(ValueError, match="num_samples=0"):
         posterior_samples(KEY, AutoNormal(model), {}, 0, X)
-
-
-@pytest.mark.parametrize("level", [0.5, 0.9])
-def test_the_values_are_those_of_numpy(level):
-    values = np.random.default_rng(0).gamma(2.0, size=(501, 2, 3)).astype(np.float32)
-    found = summary({"m": jnp.asarray(values), "b": values[:, 0, 0] > 1}, level)
-    assert found.names == ("b", "m[0,0]", "m[0,1]", "m[0,2]", "m[1,0]", "m[1,1]", "m[1,2]")
-    flat = values.reshape(501, -1).astype(float)
-    np.testing.assert_allclose(found.mean[1:], flat.mean(0))
-    np.testing.assert_allclose(found.sd[1:], flat.std(0, ddof=1))
-    np.testing.assert_allclose(found.median[1:], np.median(flat, 0))
-    inside = (flat >= found.low[1:]) & (flat <= found.high[1:])
-    np.testing.assert_allclose(inside.mean(0), level, atol=0.005)
-    assert found.mean[0] == np.mean(values[:, 0, 0] > 1)
-    assert (found.level, found.num_draws) == (level, 501)
-
-
-def test_it_prints_a_table():
-    rng = np.random.default_rng(0)
-    draws = {"net": {"kernel": 1 + 0.01 * rng.normal(size=(99, 2))}, "c": np.full(99, 12345.0)}
-    text = str(summary(draws))
-    header, *rows = text.split("\n")
-    assert header.split() == ["mean", "sd", "median", "2.5%", "97.5%"]
-    assert [row.split()[0] for row in rows] == ["c", "net.kernel[0]", "net.kernel[1]"]
-    assert rows[0].split()[1:] == ["1.234e+04", "0", "1.234e+04", "1.234e+04", "1.234e+04"]
-    assert len({len(line) for line in (header, *rows)}) == 1
-    assert repr(summary(draws)) == text
-
-
-def test_long_tables_are_cut():
-    text = str(summary({"w": np.zeros((9, 1000))}))
-    assert len(text.split("\n")) == 62
-    assert "940 more rows" in text
-
-
-def test_wrong_summaries():
-    with pytest.raises(ValueError, match=r"\(0, 1\), got level=95"):
-        summary({"w": np.zeros(5)}, 95)
-    with pytest.raises(TypeError, match="dict of draws by site, got ndarray"):
-        summary(np.zeros((5, 2)))
-    with pytest.raises(ValueError, match=r"first axis.*\(5,\).*\(6, 2\)"):
-        summary({"a": np.zeros(5), "b": np.zeros((6, 2))})
-    with pytest.raises(ValueError, match="number of draws=1"):
-        summary({"a": np.zeros((1, 4))})
