@@ -4,7 +4,7 @@ from numpyro_dp.em.driver import DPEM
 from numpyro_dp.ep.driver import DPSEP, EP, SEP
 from numpyro_dp.fit import fit
 from numpyro_dp.laplace.driver import DPLaplace
-from numpyro_dp.mcmc import DPMCMC, SGHMC, SGLD, PreconditionedSGLD, sgd_as_sgld, sgld_as_sgd
+from numpyro_dp.mcmc import DPMCMC, SGHMC, SGLD, PreconditionedSGLD
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.pbp import RegressionNetwork
 from numpyro_dp.pbp.driver import DPPBP, PBP
@@ -89,8 +89,6 @@ __all__ = [
     "posterior_samples",
     "preconditioned",
     "secret_key",
-    "sgd_as_sgld",
-    "sgld_as_sgd",
     "simulated_clip_norm",
     "tail_average",
     "to_arviz",

@@ -3,12 +3,13 @@
 Figure 2 of Zhang et al. (2021), which has a CNN. DP-SGD has no prior, clip norm 1 and noise of
 one multiplier, 1, whatever its step: there epsilon moves with the size of the batch alone. DP-SGLD
 has a normal prior and clip norm 2; its noise is that of its step, at temperature 0.3: a smaller
-step, or a larger batch, spends less. Five epochs; delta = 1e-5, add or remove one image, by PLD or
-PRV. Accuracy is that on the last 10,000 training images, which have no part in training here.
+step, or a larger batch, spends less. Five epochs; delta = 1e-5, add or remove one image, by PLD.
+Accuracy is that on the last 10,000 training images, which have no part in training here.
 
     NUMPYRO_DP_DATA=... python benchmarks/dp_bnn/batch_and_step.py --json x.json --figure x.png
 """
 
+import math
 import pathlib
 import sys
 
@@ -27,6 +28,7 @@ from mnist import DELTA, HELD, load, predict
 from numpyro_dp import DPMCMC, DPSVI, SGLD, Poisson, aligned, posterior_samples, secret_key
 
 EPOCHS, KEPT = 5, 20
+CLIP, TEMPERATURE = 2.0, 0.3  # of DP-SGLD
 BATCHES = (256, 1024, 4096)
 STEPS = {"DP-SGD": (0.03, 0.1, 0.3, 1.0, 3.0), "DP-SGLD": (0.3, 1.0, 3.0, 10.0)}  # times 1 / N
 
@@ -49,11 +51,13 @@ def langevin(batch, size, seed, train):
     steps = EPOCHS * number // batch
     apart = max(1, steps // 3 // KEPT)
     kept = apart * min(KEPT, steps // 3)
+    # Privacy noise is all the noise: step size times (noise multiplier * C)^2 = 2 T q^2.
+    noise = batch * math.sqrt(2 * TEMPERATURE / (size * number)) / CLIP
     mcmc = DPMCMC(
-        SGLD(model_of(MLP, "normal"), size / number, 0.3, init_strategy=init_to_sample),
-        num_warmup=steps - kept, num_samples=kept, thinning=apart, clip_norm=2.0,
-        sampler=Poisson(batch / number), secret_key=secret_key(seed), repetition=True,
-        progress_bar=False,
+        SGLD(model_of(MLP, "normal"), size / number, TEMPERATURE, init_strategy=init_to_sample),
+        num_warmup=steps - kept, num_samples=kept, thinning=apart, clip_norm=CLIP,
+        noise_multiplier=noise, sampler=Poisson(batch / number), secret_key=secret_key(seed),
+        repetition=True, progress_bar=False,
     )  # fmt: skip
     mcmc.run(jax.random.key(seed), *train)
     return mcmc.get_samples(), mcmc.privacy

@@ -1,7 +1,6 @@
 """Langevin samplers whose thermal noise is the noise of privacy."""
 
-from numpyro_dp.mcmc.balance import sgd_as_sgld, sgld_as_sgd
 from numpyro_dp.mcmc.driver import DPMCMC
 from numpyro_dp.mcmc.kernels import SGHMC, SGLD, PreconditionedSGLD
 
-__all__ = ["DPMCMC", "SGHMC", "SGLD", "PreconditionedSGLD", "sgd_as_sgld", "sgld_as_sgd"]
+__all__ = ["DPMCMC", "SGHMC", "SGLD", "PreconditionedSGLD"]

@@ -17,7 +17,7 @@ from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_dp._compat import POINT_SUFFIX
 from numpyro_dp._validate import check_int
-from numpyro_dp.mcmc.balance import ChainSettings, check_heat, check_settings, resolve
+from numpyro_dp.mcmc.balance import ChainSettings, check_heat, check_steps
 from numpyro_dp.mcmc.kernels import SGLD, as_optimizer
 from numpyro_dp.mcmc.langevin import langevin
 from numpyro_dp.model.frontend import Frontend, Prepared
@@ -25,7 +25,6 @@ from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
-from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run import checks
@@ -45,25 +44,23 @@ class DPMCMC:
 
     Used as ``numpyro.infer.MCMC``: ``run(rng_key, *args)`` with the whole data set, then
     ``get_samples()`` for ``Predictive(model, posterior_samples=...)`` and ``print_summary()``.
-    The noise that makes the scores private is the noise of the dynamics, so that **of budget (or
-    noise), step size, clip norm and number of samples one may be left out** and follows from the
-    others, with q the inclusion probability and :math:`\sigma` the noise multiplier:
+    The noise that makes the scores private is the noise of the dynamics. It bounds the step size,
+    with q the inclusion probability and :math:`\sigma` the noise multiplier:
 
     .. math:: \eta\,\sigma^2 C^2 \le 2\,T q^2 \quad (\text{SGHMC: } 2\,a\,T q^2),
 
-    with equality where something is left out. With all of them given, any shortfall from
-    the Langevin noise is added, and too large a step is an error.
+    with equality where the step size is left out. With a smaller step, the shortfall from the
+    Langevin noise is added, and too large a step is an error.
 
     Args:
         kernel: :class:`~numpyro_dp.SGLD`, :class:`~numpyro_dp.PreconditionedSGLD` or
             :class:`~numpyro_dp.SGHMC`.
         num_warmup: Steps of a chain before its first sample. They cost budget like all others.
-        num_samples: Steps of a chain after that; ``None``: as many as the budget allows.
+        num_samples: Steps of a chain after that.
         num_chains: Chains, side by side in one compiled call. The budget is for all of them
             together: each has noise and batches of its own, and their steps compose.
         thinning: Every so many steps are kept; divides ``num_samples``.
-        clip_norm: Bound on the norm of one record's score: a number, a dict by latent site, or
-            ``None``.
+        clip_norm: Bound on the norm of one record's score: a number, or a dict by latent site.
         sampler, mechanism, budget, noise_multiplier, secret_key, accountant, data_plate,
             microbatch_size, mesh, public, repetition: As for :class:`~numpyro_dp.DPSVI`.
         progress_bar: Shows steps and epsilon spent, for one chain.
@@ -96,22 +93,18 @@ class DPMCMC:
 
     Reference:
         Zhang, Bu, Chen, Long (2021), Differentially private Bayesian neural networks on accuracy,
-        privacy and reliability, Algorithm 2. Their Theorem 1: :func:`~numpyro_dp.sgld_as_sgd`.
+        privacy and reliability, Algorithm 2.
     """
 
-    @takes_settings(
-        without=("clip_norm", "noise_multiplier", "num_steps", "loss_release", "allow_sensitive")
-    )
+    @takes_settings(without=("num_steps", "loss_release", "allow_sensitive"))
     def __init__(
         self,
         kernel: SGLD,
         *,
         num_warmup: int,
-        num_samples: int | None,
+        num_samples: int,
         num_chains: int = 1,
         thinning: int = 1,
-        clip_norm: Any,
-        noise_multiplier: float | None = None,
         data_plate: str | None = None,
         progress_bar: bool = True,
         settings: dict[str, Any],
@@ -120,27 +113,12 @@ class DPMCMC:
         check_int("num_warmup", num_warmup, low=0)
         check_int("num_chains", num_chains, low=1)
         check_int("thinning", thinning, low=1)
-        norm = None if clip_norm is None else _check_norm(clip_norm)
-        noise = checks.check_noise(noise_multiplier)
-        found = settings.get("budget") is None and noise is None
-        if found and norm is not None and not norm.bounded:
-            raise ValueError(
-                f"Expected a finite clip_norm where the noise is to be found, got {norm}. Pass "
-                "noise_multiplier=0.0 for a chain without privacy."
-            )
-        run = RunSettings(
-            clip_norm=1.0 if norm is None else norm,
-            noise_multiplier=1.0 if found else noise, **settings,
-        )  # fmt: skip
-        self.settings = ChainSettings(
-            _check_kernel(kernel), num_warmup, _check_samples(num_samples, thinning), num_chains,
-            thinning, norm, noise, run,
-        )  # fmt: skip
-        check_settings(self.settings)
+        _check_samples(num_samples, thinning)
+        run = _check_run(RunSettings(**settings), _check_kernel(kernel))
+        self.settings = ChainSettings(kernel, num_warmup, num_samples, num_chains, thinning, run)
         self._progress_bar = progress_bar
         self._frontend = _frontend(kernel, data_plate, static_kwargs, run.public)
-        _Chain(self._frontend, run)  # checks the settings; run makes the one that is used
-        self._drivers: dict[str, _Chain] = {}
+        self._driver = _Chain(self._frontend, run)
         self._samples: dict[str, Array] | None = None
         self._report: PrivacyReport | None = None
         self._posterior: Posterior | None = None
@@ -166,19 +144,19 @@ class DPMCMC:
         check_outside_trace("DPMCMC.run")
         checks.check_rng_key(rng_key)
         structure, settings = self._frontend.structure(args, kwargs), self.settings
-        found = resolve(settings, structure.layout.num_examples)
-        driver = self._drivers.setdefault(repr(found), _Chain(self._frontend, found.run))
+        driver, num_examples = self._driver, structure.layout.num_examples
+        check_steps(settings, num_examples)
         if init_params is not None:
             init_params = _named(init_params, structure.latents)
         chains = settings.num_chains
         keys = list(jax.random.split(rng_key, chains)) if chains > 1 else [rng_key]
-        total = chains * (settings.num_warmup + found.num_samples)
+        total = chains * settings.num_steps
         starts = [driver._init(key, total, args, kwargs, init_params, structure) for key in keys]
-        check_heat(settings, found, starts[0], structure.layout.num_examples)
+        check_heat(settings, starts[0], num_examples)
         states = driver.with_own_noise(starts, total)
-        report = dataclasses.replace(spent_by(found.run, states[0], total), chains=chains)
-        sizes = settings.num_warmup, found.num_samples, settings.thinning
-        with begun(found.run, *states):
+        report = dataclasses.replace(spent_by(settings.run, states[0], total), chains=chains)
+        sizes = settings.num_warmup, settings.num_samples, settings.thinning
+        with begun(settings.run, *states):
             draws = driver.chains(states, sizes, args, kwargs, report, self._progress_bar)
         self._report = report  # samples and report of an earlier run stay where this one fails
         self._samples = {site: draws[f"{site}{POINT_SUFFIX}"] for site in structure.latents}
@@ -354,23 +332,24 @@ def _named(init_params: Any, latents: tuple[str, ...]) -> dict[str, Any]:
     return {f"{site}{POINT_SUFFIX}": value for site, value in init_params.items()}
 
 
-def _check_samples(num_samples: int | None, thinning: int) -> int | None:
-    if num_samples is None:
-        return None
+def _check_samples(num_samples: int, thinning: int) -> None:
     check_int("num_samples", num_samples, low=1)
     if num_samples % thinning:
         raise ValueError(
             f"Expected num_samples to be a multiple of thinning={thinning}, got {num_samples}. "
             f"Take {num_samples + -num_samples % thinning}."
         )
-    return num_samples
 
 
-def _check_norm(clip_norm: Any) -> ClipNorm:
-    norm = ClipNorm.of(clip_norm)
-    if norm.adaptive:
+def _check_run(run: RunSettings, kernel: SGLD) -> RunSettings:
+    if run.clip_norm.adaptive:
         raise TypeError(
             "Expected clip_norm as a number, or numbers by site, got an AdaptiveClip: the noise "
             "would follow it, and the temperature with it. Use simulated_clip_norm for a number."
         )
-    return norm
+    if run.noise_multiplier == 0 and kernel.step_size is None:
+        raise ValueError(
+            "Expected step_size to be given where noise_multiplier=0: without noise there is no "
+            "largest one."
+        )
+    return run

@@ -109,13 +109,9 @@ class Poisson(Sampler):
         return SamplerState(check_typed_key(key), _check_examples(num_examples))
 
     def next(self, state: SamplerState) -> tuple[Batch, SamplerState]:
-        """Draws one batch of ``padded_size(num_examples)`` entries."""
+        """Draws one batch of M entries."""
         key, batch = _poisson_batch(state.key, self._plan(state.num_examples), state.num_examples)
         return batch, SamplerState(key, state.num_examples)
-
-    def padded_size(self, num_examples: int) -> int:
-        """Returns the padded size M of a batch."""
-        return self._plan(_check_examples(num_examples)).size
 
     def amplify(self, event: dpa.DpEvent, num_examples: int) -> dpa.DpEvent:
         """Returns ``PoissonSampledDpEvent(rate, event)``."""

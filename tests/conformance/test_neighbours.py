@@ -15,8 +15,6 @@ import pytest
 from gaussian import gaussian
 
 from numpyro_dp import FixedSize, FullBatch, LossRelease, Permutation, Poisson
-from numpyro_dp.mcmc.balance import resolve
-from numpyro_dp.mcmc.driver import _Chain
 from numpyro_dp.sums.bounded import bounded_sum
 
 from .registry import DRIVERS, ESTIMATORS, EstimatorRow, by_row, rows_to_run
@@ -219,7 +217,7 @@ def sum_of(row, args):
     """The sum of clipped signals before noise, as ``(arrays, mask) -> total``."""
     driver = row.build(line, clip_norm=1.0, noise_multiplier=0.5, sampler=FullBatch())
     if row.name == "DPMCMC":  # the driver of its chains
-        driver = _Chain(driver._frontend, resolve(driver.settings, len(args[0])).run)
+        driver = driver._driver
     session = driver._session(args, {})
     state = driver.init(KEY, *args)
     # Away from the start, where the mean site of DPSEP is 0.

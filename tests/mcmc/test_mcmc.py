@@ -1,8 +1,9 @@
-"""Langevin samplers: exact posteriors, Theorem 1, what follows from what, and chains."""
+"""Langevin samplers: exact posteriors, Theorem 1, the largest step size, and chains."""
 
 import dataclasses
 import math
 
+import dp_accounting as dpa
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -31,10 +32,7 @@ from numpyro_dp import (
     PrivacyBudget,
     UnsupportedModelError,
     aligned,
-    sgd_as_sgld,
-    sgld_as_sgd,
 )
-from numpyro_dp.mcmc.balance import resolve
 
 KEY = jax.random.key(0)
 DIM, NUMBER = 8, 100
@@ -50,6 +48,11 @@ def gaussian_mean(x):
 def records(number=NUMBER):
     rng = np.random.default_rng(1)
     return (rng.normal(size=(number, DIM)) + np.arange(DIM) / 4).astype(np.float32)
+
+
+def all_the_noise(step_size, clip_norm, temperature=1.0, prob=1.0, friction=1.0):
+    """The noise multiplier at which the privacy noise is the thermal noise."""
+    return prob * math.sqrt(2 * friction * temperature / step_size) / clip_norm
 
 
 def sampler(kernel, **options):
@@ -81,9 +84,12 @@ KERNELS = {
 )
 def test_the_conjugate_posterior_where_nothing_is_clipped(name, temperature):
     x = records()
-    # The noise multiplier follows: privacy noise is all the noise there is.
+    kernel = KERNELS[name](temperature=temperature)
+    noise = all_the_noise(
+        kernel.step_size, 100.0, temperature, friction=getattr(kernel, "friction", 1.0)
+    )
     mcmc = sampler(
-        KERNELS[name](temperature=temperature), clip_norm=100.0, num_warmup=1000,
+        kernel, clip_norm=100.0, noise_multiplier=noise, num_warmup=1000,
         num_samples=30_000, thinning=10, num_chains=4,
     )  # fmt: skip
     mcmc.run(KEY, x)
@@ -113,30 +119,26 @@ def test_draws_fill_what_the_privacy_noise_leaves():
     "batch",
     [pytest.param(FullBatch(), id="full", marks=pytest.mark.extended), Poisson(0.2)],
 )
-def test_theorem_1_both_ways(batch):
+def test_theorem_1(batch):
     x = records()
     prob = batch.inclusion_prob(NUMBER)
     step_size, clip_norm, steps = 3e-4, 2.0, 30
-    sgd = sgld_as_sgd(step_size, clip_norm, NUMBER, prob * NUMBER, temperature=0.5)
     printed = prob * NUMBER / (NUMBER * math.sqrt(step_size) * clip_norm)
-    assert sgd.noise_multiplier == pytest.approx(printed)
     mcmc = sampler(
         SGLD(gaussian_mean, step_size, 0.5), clip_norm=clip_norm, num_warmup=0, num_samples=steps,
-        sampler=batch,
+        sampler=batch, noise_multiplier=printed,
     )  # fmt: skip
     mcmc.run(KEY, x)
     svi = DPSVI(
-        gaussian_mean, AutoDelta(gaussian_mean), optax.sgd(sgd.learning_rate / NUMBER),
-        estimator=aligned(), clip_norm=sgd.clip_norm, sampler=batch,
-        noise_multiplier=sgd.noise_multiplier, secret_key=3, repetition=True,
+        gaussian_mean, AutoDelta(gaussian_mean), optax.sgd(step_size),
+        estimator=aligned(), clip_norm=clip_norm, sampler=batch,
+        noise_multiplier=printed, secret_key=3, repetition=True,
     )  # fmt: skip
     result = svi.run(KEY, steps, x, progress_bar=False, trace_size=steps)
     np.testing.assert_allclose(
         mcmc.get_samples()["mean"], result.trace.params["mean_auto_loc"], rtol=1e-4, atol=1e-6
     )
     assert mcmc.privacy.epsilon == pytest.approx(result.privacy.epsilon)
-    back = sgd_as_sgld(*sgd, NUMBER, prob * NUMBER)
-    assert back == pytest.approx((step_size, clip_norm, 0.5))
 
 
 def positive(x):
@@ -167,54 +169,6 @@ def test_the_score_is_that_of_the_unconstrained_posterior():
         assert np.abs(found[name] - start[name]).max() > 1e-4
 
 
-def balance(mcmc, number, temperature=1.0):
-    report, prob = mcmc.privacy, mcmc.settings.run.sampler.inclusion_prob(number)
-    return report.noise_multiplier**2 / (2 * temperature * prob**2)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "missing", ["budget", pytest.param("clip_norm", marks=pytest.mark.extended), "num_samples"]
-)
-def test_what_is_left_out_follows_from_the_rest(missing):
-    number, step_size, clip_norm = 2000, 1e-5, 3.0
-    options = {"clip_norm": clip_norm, "budget": BUDGET, "sampler": Poisson(0.1)}
-    mcmc = sampler(SGLD(gaussian_mean, step_size), **options | {missing: None})
-    mcmc.run(KEY, records(number))
-    if missing == "budget":
-        assert balance(mcmc, number) * step_size * clip_norm**2 == pytest.approx(1, rel=1e-4)
-        assert mcmc.privacy.num_steps == 150
-    else:
-        assert 1.9 < mcmc.privacy.epsilon <= 2.0
-    if missing == "num_samples":
-        assert balance(mcmc, number) * step_size * clip_norm**2 == pytest.approx(1, rel=1e-4)
-        kept = len(mcmc.get_samples()["mean"])
-        more = sampler(
-            SGLD(gaussian_mean, step_size),
-            **options | {"noise_multiplier": mcmc.privacy.noise_multiplier * (1 - 1e-6)},
-            num_samples=math.ceil(1.01 * kept),
-        )
-        with pytest.raises(BudgetError):
-            more.run(KEY, records(number))
-
-
-@pytest.mark.extended
-def test_a_clip_norm_that_was_left_out_balances_the_step():
-    number, step_size = 2000, 1e-5
-    mcmc = sampler(SGLD(gaussian_mean, step_size), clip_norm=None, budget=BUDGET)
-    mcmc.run(KEY, records(number))
-    norm = math.sqrt(2 / step_size) / mcmc.privacy.noise_multiplier
-    # The same chain with the norm spelled out, and a step that is a hundredth larger.
-    again = sampler(SGLD(gaussian_mean, step_size), clip_norm=norm, budget=BUDGET)
-    again.run(KEY, records(number))
-    np.testing.assert_allclose(
-        again.get_samples()["mean"], mcmc.get_samples()["mean"], rtol=1e-2, atol=1e-3
-    )
-    hot = sampler(SGLD(gaussian_mean, 1.01 * step_size), clip_norm=norm, budget=BUDGET)
-    with pytest.raises(ValueError, match="Expected step_size <= "):
-        hot.run(KEY, records(number))
-
-
 @pytest.mark.extended
 def test_the_largest_step_is_the_default():
     x = records(2000)
@@ -227,6 +181,9 @@ def test_the_largest_step_is_the_default():
     np.testing.assert_allclose(
         mcmc.get_samples()["mean"], spelled.get_samples()["mean"], rtol=0.02, atol=0.002
     )
+    hot = sampler(SGLD(gaussian_mean, 2.02 / (10 * sigma) ** 2), budget=BUDGET, clip_norm=10.0)
+    with pytest.raises(ValueError, match="Expected step_size <= "):
+        hot.run(KEY, x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,27 +197,20 @@ class MoreNoise:
 
 @pytest.mark.full
 def test_the_noise_of_the_mechanism_is_the_thermal_noise():
-    def chain(mechanism, **options):
-        options = {"clip_norm": 3.0, "budget": BUDGET, "mechanism": mechanism} | options
-        return sampler(SGLD(gaussian_mean, options.pop("step_size", 1e-5)), **options)
+    def chain(mechanism, step_size):
+        options = {"clip_norm": 3.0, "noise_multiplier": 1.0, "num_warmup": 0, "num_samples": 2}
+        return sampler(SGLD(gaussian_mean, step_size), mechanism=mechanism, **options)
 
-    for missing, name in (("budget", "noise_multiplier"), ("clip_norm", "clip_norm")):
-        usual, more = (
-            getattr(resolve(chain(each, **{missing: None}).settings, 2000).run, name)
-            for each in (GaussianMechanism(), MoreNoise())
-        )
-        usual, more = (float(getattr(each, "given", each)) for each in (usual, more))
-        assert more == pytest.approx(usual / 2, rel=1e-6)
     largest = 2 / 6.0**2  # of the noise 2 * 1.0 * 3.0
-    options = {"budget": None, "noise_multiplier": 1.0, "num_warmup": 0, "num_samples": 2}
-    chain(MoreNoise(), step_size=0.999 * largest, **options).run(KEY, records())
+    chain(MoreNoise(), 0.999 * largest).run(KEY, records())
     with pytest.raises(ValueError, match=f"Expected step_size <= {largest:.4g}"):
-        chain(MoreNoise(), step_size=1.01 * largest, **options).run(KEY, records())
+        chain(MoreNoise(), 1.01 * largest).run(KEY, records())
     silent = dataclasses.make_dataclass("Silent", [], bases=(MoreNoise,), frozen=True, namespace={
-        "__call__": lambda self, *args: GaussianMechanism()(*args)._replace(noise_scale=0.0)
+        "__call__": lambda self, *args: GaussianMechanism()(*args)._replace(
+            noise_scale=0.0, event=dpa.NonPrivateDpEvent())
     })()  # fmt: skip
     with pytest.raises(ValueError, match="noise_scale of mechanism=0.0"):
-        chain(silent, budget=None).run(KEY, records())
+        chain(silent, 1e-5).run(KEY, records())
 
 
 @pytest.mark.extended
@@ -308,7 +258,7 @@ def test_a_record_that_is_not_a_number_counts_as_nothing(name):
     broken[7] = np.nan
     runs = []
     for data in (np.delete(x, 7, axis=0), broken):
-        mcmc = sampler(KERNELS[name](), clip_norm=5.0, num_samples=40)
+        mcmc = sampler(KERNELS[name](), clip_norm=5.0, noise_multiplier=4.0, num_samples=40)
         mcmc.run(KEY, data, init_params={"mean": jnp.zeros(DIM)})
         runs.append(mcmc.get_samples()["mean"])
     np.testing.assert_allclose(*runs, rtol=1e-3, atol=1e-5)
@@ -324,15 +274,16 @@ def with_param(x):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"budget": None}, ValueError, "Expected all but one of budget"),
-        ({"clip_norm": None}, ValueError, "Expected all but one of budget"),
+        ({"budget": None}, ValueError, "Expected a budget or a noise_multiplier"),
+        ({"clip_norm": None}, TypeError, "clip_norm=None"),
+        ({"clip_norm": math.inf}, BudgetError, "finite clip_norm"),
+        ({"num_samples": None}, TypeError, "num_samples"),
         ({"num_samples": 10, "thinning": 4}, ValueError, "multiple of thinning=4, got 10"),
         ({"num_chains": 0}, ValueError, "num_chains=0"),
         ({"num_warmup": -1}, ValueError, "num_warmup=-1"),
         ({"clip_norm": AdaptiveClip(1.0)}, TypeError, "AdaptiveClip"),
         ({"clip_norm": -1.0}, ValueError, "clip_norm=-1.0"),
         ({"budget": None, "noise_multiplier": 0.0}, ValueError, "Expected step_size to be given"),
-        ({"clip_norm": None, "budget": None, "noise_multiplier": 0.0}, ValueError, "none of"),
         ({"budget": 1.0}, TypeError, "PrivacyBudget"),
         ({"sampler": Permutation(100), "num_chains": 2, "num_samples": 52}, ValueError, "epochs"),
     ],
@@ -343,14 +294,10 @@ def test_bad_settings_are_named(change, error, message):
         sampler(SGLD(gaussian_mean), **{"budget": BUDGET} | change).run(KEY, records(1000))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"clip_norm": None}, {"clip_norm": 5.0, "budget": None}, {"clip_norm": 1e-3}],
-    ids=lambda change: "-".join(change),
-)
-def test_chains_that_leave_epochs_unfinished_are_refused_whatever_is_left_out(change):
-    options = {"budget": BUDGET, "sampler": Permutation(10), "num_chains": 4} | change
-    mcmc = sampler(SGLD(gaussian_mean, 1e-4), num_warmup=0, num_samples=5, **options)
+@pytest.mark.parametrize("step_size", [None, 1e-4])
+def test_chains_that_leave_epochs_unfinished_are_refused(step_size):
+    options = {"budget": BUDGET, "sampler": Permutation(10), "num_chains": 4, "clip_norm": 5.0}
+    mcmc = sampler(SGLD(gaussian_mean, step_size), num_warmup=0, num_samples=5, **options)
     with pytest.raises(ValueError, match="whole epochs"):
         mcmc.run(KEY, records(100))
 
@@ -359,11 +306,11 @@ def test_chains_that_leave_epochs_unfinished_are_refused_whatever_is_left_out(ch
 def test_bad_steps_and_first_values_are_named():
     for bad in (lambda t: -1e-4 + 0 * t, lambda t: 1e-4 * t):
         with pytest.raises(ValueError, match="finite numbers > 0"):
-            sampler(SGLD(gaussian_mean, bad)).run(KEY, records())
-    with pytest.raises(ValueError, match="finite clip_norm"):
-        sampler(SGLD(gaussian_mean, 1e-4), clip_norm=math.inf)
+            sampler(SGLD(gaussian_mean, bad), noise_multiplier=1.0).run(KEY, records())
     with pytest.raises(ValueError, match="men"):
-        sampler(SGLD(gaussian_mean, 1e-4)).run(KEY, records(), init_params={"men": 0.0})
+        sampler(SGLD(gaussian_mean, 1e-4), noise_multiplier=1.0).run(
+            KEY, records(), init_params={"men": 0.0}
+        )
 
 
 def test_the_preconditioner_slows_coordinates_with_large_scores():
@@ -419,19 +366,17 @@ def test_bad_kernels_and_models_are_named():
         sampler(numpyro.infer.NUTS(gaussian_mean), budget=BUDGET)
     with pytest.raises(UnsupportedModelError, match="scale"):
         sampler(SGLD(with_param), budget=BUDGET).run(KEY, records())
-    with pytest.raises(BudgetError, match="one sample"):
-        sampler(SGLD(gaussian_mean, 1.0), num_samples=None, clip_norm=50.0, budget=BUDGET).run(
-            KEY, records()
-        )
 
 
 @pytest.mark.full
 def test_decaying_steps_keep_the_temperature_bound():
     x = records(1000)
     kernel = SGLD(gaussian_mean, lambda t: 2e-5 / (1 + t / 50))
-    mcmc = sampler(kernel, clip_norm=4.0, num_samples=100)
+    noise = all_the_noise(2e-5, 4.0)
+    mcmc = sampler(kernel, clip_norm=4.0, noise_multiplier=noise)
     mcmc.run(KEY, x)
-    assert balance(mcmc, 1000) * 2e-5 * 16 == pytest.approx(1, rel=1e-4)
+    with pytest.raises(ValueError, match="Expected step_size <= "):
+        sampler(kernel, clip_norm=4.0, noise_multiplier=1.01 * noise).run(KEY, x)
     with pytest.raises(ValueError, match="Expected step_size <= "):
         sampler(SGLD(gaussian_mean, lambda t: 2e-5 * (1 + t)), clip_norm=4.0,
-                noise_multiplier=mcmc.privacy.noise_multiplier).run(KEY, x)  # fmt: skip
+                noise_multiplier=noise).run(KEY, x)  # fmt: skip

@@ -8,7 +8,7 @@ import dp_accounting as dpa
 import pytest
 from dp_accounting.pld import privacy_loss_distribution as library
 
-from numpyro_dp.privacy.accounting import PLD, PRV
+from numpyro_dp.privacy.accounting import PLD, PRV, prv
 
 STEP = dpa.PoissonSampledDpEvent(0.3, dpa.GaussianDpEvent(1.0))
 EVENTS = {
@@ -34,10 +34,10 @@ def test_pld_takes_the_worse_direction(monkeypatch, event):
 @pytest.mark.parametrize("worse", ["remove", "add"])
 @pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS)
 def test_prv_takes_the_worse_direction(monkeypatch, event, worse):
-    def of_prv(self, steps, delta, add):
+    def of_prv(steps, delta, add):
         upper = 2.0 if add == (worse == "add") else 1.0
         return upper - 0.5, upper - 0.25, upper
 
-    monkeypatch.setattr(PRV, "_directed", of_prv)
+    monkeypatch.setattr(prv, "_directed", of_prv)
     bound = PRV().epsilon(event, 1e-5, "add_or_remove_one")
     assert (bound.estimate, bound.upper) == (1.75, 2.0)

@@ -176,7 +176,7 @@ def test_binomial_tail_is_a_tight_upper_bound(number, rate):
 @pytest.mark.parametrize("rate", [1e-7, 1e-3, 0.3])
 def test_padded_size_is_the_smallest(number, rate):
     sampler = Poisson(rate)
-    size = sampler.padded_size(number)
+    size = sampler._plan(number).size
     assert 1 <= size <= number
     assert sampler.total_variation(number) <= size * 100 * 2.0**-WORD_BITS
     assert sampler.failure_prob(number) <= 1e-18
@@ -222,7 +222,7 @@ def test_failures_cost_their_probability_and_no_more():
 @pytest.mark.full
 def test_overflow_is_cut_and_counted():
     sampler, number, steps = Poisson(0.2, overflow_prob=0.3), 50, 20_000
-    size = sampler.padded_size(number)
+    size = sampler._plan(number).size
     overflow = stats.binom.sf(size - 1, number - 1, 0.2)
     assert overflow <= 0.3 < stats.binom.sf(size - 2, number - 1, 0.2)
     assert sampler.failure_prob(number) == pytest.approx(overflow, rel=1e-6)

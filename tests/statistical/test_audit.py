@@ -195,7 +195,7 @@ def first_samples(kernel):
     mcmc = DPMCMC(kernel(model), num_warmup=0, num_samples=1, clip_norm=0.7, sampler=FullBatch(),
                   budget=BUDGET, secret_key=2, repetition=True, progress_bar=False)  # fmt: skip
     mcmc.run(jax.random.key(0), *records(True))
-    (driver,) = mcmc._drivers.values()
+    driver = mcmc._driver
     start = driver._init(jax.random.key(0), 1, records(True), {}, None).opened
     session = driver._session(records(True), {})
 

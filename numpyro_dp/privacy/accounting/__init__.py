@@ -5,10 +5,10 @@ accountant             what it supports          tightness
 =====================  ========================  ==================================================
 :class:`GDP`           full batch                exact
 :class:`PLD`           full batch, Poisson       0.05 % of epsilon, any delta
-:class:`PRV`           full batch, Poisson (*)   lower and upper bound; looser with many steps
 :class:`RDP`           full batch, Poisson (*),  3 to 15 %
                        fixed size (**)
 :class:`Best`          all of the above          smallest of their upper bounds; the default
+:class:`PRV`           full batch, Poisson (*)   lower and upper bound; for comparison
 =====================  ========================  ==================================================
 
 (*) under ``add_or_remove_one`` only. (**) without replacement, under ``replace_one`` only.

@@ -15,7 +15,6 @@ from numpyro_dp.privacy.accounting.bounds import (
 )
 from numpyro_dp.privacy.accounting.gdp import GDP
 from numpyro_dp.privacy.accounting.pld import PLD
-from numpyro_dp.privacy.accounting.prv import PRV
 from numpyro_dp.privacy.accounting.rdp import RDP
 from numpyro_dp.privacy.budget import Relation, check_relation
 
@@ -28,8 +27,8 @@ class Best:
 
     They are asked in order, and asking stops at the first whose own estimate is within
     ``good_enough`` of its upper bound, since none of the others can improve on that: GDP is exact,
-    PLD's grid costs 0.05 % of epsilon, while PRV's guaranteed error is 0.5 % or more and RDP's
-    conversion costs several percent. So PRV and RDP are asked for what GDP and PLD cannot do.
+    PLD's grid costs 0.05 % of epsilon, and RDP's conversion several percent. So RDP is asked for
+    what GDP and PLD cannot do.
 
     Args:
         accountants: Whom to ask, in this order.
@@ -50,7 +49,7 @@ class Best:
     **Guarantee**: each of the bounds is valid, hence their minimum.
     """
 
-    accountants: tuple[Accountant, ...] = (GDP(), PLD(), PRV(), RDP())
+    accountants: tuple[Accountant, ...] = (GDP(), PLD(), RDP())
     good_enough: float = 0.004
 
     def __post_init__(self) -> None:

@@ -16,7 +16,6 @@ __all__ = [
     "UnreliableBoundError",
     "UnsupportedEventError",
     "describe_event",
-    "known_accountants",
     "register",
     "supported_by",
 ]
@@ -129,11 +128,6 @@ def register(accountant: _AccountantType) -> _AccountantType:
     """Class decorator: error messages ask an instance of this accountant what it supports."""
     _KNOWN.append(accountant())
     return accountant
-
-
-def known_accountants() -> tuple[_Registered, ...]:
-    """Returns one default instance of each registered accountant."""
-    return tuple(_KNOWN)
 
 
 def supported_by(event: dpa.DpEvent) -> tuple[str, ...]:
