@@ -9,7 +9,8 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
 
 from adult import make_guide, mean_field_optimum, model, score, summarise
 
-from numpyro_dp import DPSVI, Poisson, PrivacyBudget
+from numpyro_dp import DPSVI, PrivacyBudget
+from numpyro_dp.samplers import Poisson
 
 __all__ = ["adult_svi", "mean_field_optimum", "score", "summarise"]
 

@@ -25,7 +25,8 @@ CASES = [
 CHILD = """
 import json, resource, sys, time
 from dp_accounting import PoissonSampledDpEvent, SelfComposedDpEvent
-from numpyro_dp import PLD, PRV, RDP, PrivacyBudget, UnsupportedEventError
+from numpyro_dp import PrivacyBudget
+from numpyro_dp.accounting import PLD, PRV, RDP, UnsupportedEventError
 from numpyro_dp.privacy.budget import gaussian_event
 from numpyro_dp.privacy.calibration import calibrate_noise
 rate, steps, epsilon, delta = json.loads(sys.argv[1])

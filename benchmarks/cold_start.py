@@ -28,7 +28,9 @@ from numpyro.infer.autoguide import AutoDiagonalNormal
 numpyro_seconds = time.perf_counter() - begin
 begin = time.perf_counter()
 if {private}:
-    from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned
+    from numpyro_dp import DPSVI, PrivacyBudget
+    from numpyro_dp.estimators import aligned
+    from numpyro_dp.samplers import Poisson
 own_seconds = time.perf_counter() - begin
 programs = []
 jax.monitoring.register_event_duration_secs_listener(

@@ -7,7 +7,7 @@ cells that say why.
 
     benchmarks/peers/environments.sh peers
     python benchmarks/compare.py --environments peers --json compare.json \
-        --figure docs/compare.png --write benchmarks/README.md README.md
+        --figure docs/compare.png --write docs/benchmarks/other-libraries.md
 """
 
 import functools

@@ -36,7 +36,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "dp_bnn"))
 
 from images import MLP, model_of, random_images
 
-from numpyro_dp import DPSVI, FullBatch, Poisson, aligned, vanilla
+from numpyro_dp import DPSVI
+from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.samplers import FullBatch, Poisson
 
 
 class Curve(NamedTuple):

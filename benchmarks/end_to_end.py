@@ -22,7 +22,10 @@ from jax import lax
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPSVI, RDP, FullBatch, Poisson, aligned, secret_key, vanilla
+from numpyro_dp import DPSVI, secret_key
+from numpyro_dp.accounting import RDP
+from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.samplers import FullBatch, Poisson
 
 ESTIMATORS = {"aligned": aligned, "vanilla": vanilla}
 NUM_EXAMPLES = 30_000

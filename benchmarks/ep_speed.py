@@ -15,10 +15,11 @@ import numpy as np
 from common import interleaved, logistic_data, logistic_model, parse_args, write
 from jax.scipy.stats import norm
 
-from numpyro_dp import DPPBP, DPSEP, FullBatch, Poisson, RegressionNetwork
+from numpyro_dp import DPPBP, DPSEP, RegressionNetwork
 from numpyro_dp.ep.families import diagonal_normal, normal
 from numpyro_dp.pbp import estimator as network_estimator
 from numpyro_dp.pbp import moments, reference
+from numpyro_dp.samplers import FullBatch, Poisson
 
 KEY = jax.random.key(0)
 NETWORK = RegressionNetwork((50,))

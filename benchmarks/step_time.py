@@ -14,15 +14,9 @@ from common import chained, interleaved_rounds, logistic_data, logistic_model, p
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
-from numpyro_dp import (
-    DPSVI,
-    FullBatch,
-    aligned,
-    aligned_natural,
-    natural,
-    preconditioned,
-    vanilla,
-)
+from numpyro_dp import DPSVI
+from numpyro_dp.estimators import aligned, aligned_natural, natural, preconditioned, vanilla
+from numpyro_dp.samplers import FullBatch
 
 MAIN = {"aligned": aligned, "vanilla": vanilla}
 OTHERS = {"preconditioned": preconditioned, "natural": natural, "aligned natural": aligned_natural}

@@ -14,7 +14,7 @@ from adult_svi import adult_svi
 from common import make_parser, write
 from datasets import load_adult_or_bundled
 
-from numpyro_dp import aligned
+from numpyro_dp.estimators import aligned
 
 EPSILONS = [1.0, 2.0, 4.0, 10.0]
 

@@ -33,7 +33,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks
 
 from datasets import load_adult, load_adult_or_bundled
 
-from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned, vanilla
+from numpyro_dp import DPSVI, PrivacyBudget
+from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.samplers import Poisson
 
 ESTIMATORS = {"vanilla": vanilla, "aligned": aligned}
 

@@ -26,16 +26,11 @@ from scipy.special import entr
 from sklearn.datasets import load_digits
 from sklearn.metrics import accuracy_score
 
-from numpyro_dp import (
-    DPMCMC,
-    DPSVI,
-    SGLD,
-    Poisson,
-    PrivacyBudget,
-    aligned,
-    compare_accountants,
-    posterior_samples,
-)
+from numpyro_dp import DPMCMC, DPSVI, SGLD, PrivacyBudget
+from numpyro_dp.accounting import compare_accountants
+from numpyro_dp.estimators import aligned
+from numpyro_dp.posterior import posterior_samples
+from numpyro_dp.samplers import Poisson
 
 BUDGET = PrivacyBudget(epsilon=4.0, delta=1e-4)
 HIDDEN, DRAWS = 32, 100

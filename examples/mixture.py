@@ -27,7 +27,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks
 
 from datasets import DatasetNotFoundError, load_doctor_visits
 
-from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned
+from numpyro_dp import DPSVI, PrivacyBudget
+from numpyro_dp.estimators import aligned
+from numpyro_dp.samplers import Poisson
 
 
 def model(features, visits=None, groups=2):

@@ -35,10 +35,9 @@ def fit(
 ) -> Posterior:
     r"""Returns a private posterior of a NumPyro model, and chooses how.
 
-    The driver is :class:`~numpyro_dp.DPLaplace` where it takes the model, and else
-    :class:`~numpyro_dp.DPSVI` with :func:`~numpyro_dp.aligned` gradients and a mean-field guide.
-    ``print`` of the result says which, and why. The choice and all settings depend on the model and
-    on shapes alone.
+    The driver is :class:`~numpyro_dp.DPLaplace` if it takes the model. Otherwise it is
+    :class:`~numpyro_dp.DPSVI` with ``aligned()`` gradients and a mean-field guide. ``print`` of the
+    result says which, and why. The choice and all settings depend on the model and on shapes alone.
 
     Args:
         model: A NumPyro model with a plate over records.

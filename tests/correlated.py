@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from dp_accounting.dp_event import GaussianDpEvent
 
-from numpyro_dp import FullBatch, GaussianMechanism
 from numpyro_dp.core import Mechanism
+from numpyro_dp.mechanisms import GaussianMechanism
+from numpyro_dp.samplers import FullBatch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,9 @@ import optax
 import pytest
 from scipy import stats
 
-from numpyro_dp import DPSVI, FullBatch, PrivacyBudget, vanilla
+from numpyro_dp import DPSVI, PrivacyBudget
+from numpyro_dp.estimators import vanilla
+from numpyro_dp.samplers import FullBatch
 
 
 def _loaded(name):

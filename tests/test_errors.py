@@ -17,31 +17,15 @@ from numpyro.infer import SVI, RenyiELBO, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 
 import numpyro_dp
-from numpyro_dp import (
-    DPSVI,
-    GDP,
-    PLD,
-    PRV,
-    RDP,
-    AdaptiveClip,
-    Best,
-    BudgetError,
-    FixedSize,
-    FullBatch,
-    LossRelease,
-    Poisson,
-    PrivacyBudget,
-    UnsupportedEventError,
-    UnsupportedModelError,
-    aligned,
-    natural,
-    secret_key,
-    tail_average,
-    vanilla,
-)
+from numpyro_dp import DPSVI, BudgetError, PrivacyBudget, UnsupportedModelError, secret_key
+from numpyro_dp.accounting import GDP, PLD, PRV, RDP, Best, UnsupportedEventError
 from numpyro_dp.core import Fold
+from numpyro_dp.estimators import aligned, natural, vanilla
+from numpyro_dp.mechanisms import AdaptiveClip, LossRelease
+from numpyro_dp.posterior import tail_average
 from numpyro_dp.run.results import SensitiveValueError
 from numpyro_dp.run.session import Session
+from numpyro_dp.samplers import FixedSize, FullBatch, Poisson
 
 N = 20
 KEY = jax.random.key(0)

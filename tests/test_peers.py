@@ -13,7 +13,9 @@ import numpyro.distributions as dist
 import optax
 import pytest
 
-from numpyro_dp import DPSVI, FullBatch, vanilla
+from numpyro_dp import DPSVI
+from numpyro_dp.estimators import vanilla
+from numpyro_dp.samplers import FullBatch
 
 WORKER = pathlib.Path(__file__).parents[1] / "benchmarks" / "peers" / "of_d3p.py"
 

@@ -1,11 +1,11 @@
 """The README's code runs as pasted, and the repository keeps its own rules."""
 
-import ast
 import pathlib
 import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -13,31 +13,24 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 @pytest.mark.full
 def test_the_code_runs_as_pasted(capsys):
-    first, *rest = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     scope = {}
-    exec(compile(first, "README.md", "exec"), scope)
-    printed = capsys.readouterr().out
-    assert "epsilon <= " in printed
-    assert "add_or_remove_one" in printed
-    assert scope["draws"]["y"].shape == (500, 5)
+    for page in ("README.md", "docs/svi.md", "docs/methods.md"):  # each goes on from the last one
+        for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S):
+            exec(compile(code, page, "exec"), scope)
+        printed = capsys.readouterr().out
+        if page == "README.md":
+            assert "epsilon <= " in printed and "add_or_remove_one" in printed
+            rows = [line for line in printed.splitlines() if line.startswith(("private", "NUTS"))]
+            found = [re.findall(r"-?\d+\.\d*", row) for row in rows]
+            private, exact = np.array(found, float)
+            np.testing.assert_allclose(private, exact, atol=0.3)
     assert scope["result"].privacy.epsilon <= 1.0
-    for code in rest:  # goes on from the ten lines
-        exec(compile(code, "README.md", "exec"), scope)
-    assert scope["posterior"].privacy.epsilon <= 1.0
     assert set(scope["posterior"].params) == {"auto_linear", "auto_precision"}
-
-
-def test_files_and_functions_stay_small():
-    for path in sorted((ROOT / "numpyro_dp").rglob("*.py")):
-        text = path.read_text()
-        assert len(text.splitlines()) <= 400, path.name
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                assert node.end_lineno - node.lineno < 60, f"{path.name}: {node.name}"
+    assert scope["draws"]["y"].shape == (500, 5)
 
 
 def test_documents_link_to_files_that_exist():
-    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     for document in documents:
         for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} -> {target}"
@@ -55,8 +48,9 @@ def test_the_worked_additions_run():
     from dp_accounting import PoissonSampledDpEvent
     from numpyro.infer.autoguide import AutoDiagonalNormal
 
-    from numpyro_dp import DPSVI, PrivacyBudget, aligned
+    from numpyro_dp import DPSVI, PrivacyBudget
     from numpyro_dp.core import Batch, Estimator, Fold, Sampler
+    from numpyro_dp.estimators import aligned
 
     names = {
         "dataclasses": dataclasses, "jax": jax, "jnp": jnp, "Batch": Batch, "Fold": Fold,

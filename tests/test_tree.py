@@ -10,7 +10,10 @@ import pytest
 from compiled import program_of
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPSVI, AdaptiveClip, FullBatch, aligned, vanilla
+from numpyro_dp import DPSVI
+from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.mechanisms import AdaptiveClip
+from numpyro_dp.samplers import FullBatch
 
 ROWS = 37
 RESIDUAL = rf"f32\[(?:2,)?{ROWS}(?:,1)?\]\S* subtract\("

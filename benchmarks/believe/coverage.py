@@ -27,16 +27,10 @@ from jax.flatten_util import ravel_pytree
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from numpyro.infer.util import initialize_model
 
-from numpyro_dp import (
-    DPSVI,
-    DPLaplace,
-    FullBatch,
-    Poisson,
-    PrivacyBudget,
-    aligned,
-    noise_aware,
-    posterior_samples,
-)
+from numpyro_dp import DPSVI, DPLaplace, PrivacyBudget
+from numpyro_dp.estimators import aligned
+from numpyro_dp.posterior import noise_aware, posterior_samples
+from numpyro_dp.samplers import FullBatch, Poisson
 
 DELTA = 1e-5
 Z50, Z90 = 0.6744898, 1.6448536

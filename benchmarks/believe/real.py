@@ -37,18 +37,9 @@ from jax.scipy.special import logsumexp
 from numpyro.infer import MCMC, NUTS, init_to_value, log_likelihood
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import (
-    DPMCMC,
-    DPSEP,
-    DPSVI,
-    SGLD,
-    DPLaplace,
-    FullBatch,
-    Poisson,
-    PrivacyBudget,
-    UnsupportedModelError,
-    aligned,
-)
+from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, DPLaplace, PrivacyBudget, UnsupportedModelError
+from numpyro_dp.estimators import aligned
+from numpyro_dp.samplers import FullBatch, Poisson
 
 DRAWS = 1000
 

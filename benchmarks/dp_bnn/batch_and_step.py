@@ -25,7 +25,10 @@ from evaluate import accuracy, log_score
 from images import MLP, model_of
 from mnist import DELTA, HELD, load, predict
 
-from numpyro_dp import DPMCMC, DPSVI, SGLD, Poisson, aligned, posterior_samples, secret_key
+from numpyro_dp import DPMCMC, DPSVI, SGLD, secret_key
+from numpyro_dp.estimators import aligned
+from numpyro_dp.posterior import posterior_samples
+from numpyro_dp.samplers import Poisson
 
 EPOCHS, KEPT = 5, 20
 CLIP, TEMPERATURE = 2.0, 0.3  # of DP-SGLD

@@ -28,7 +28,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from common import make_parser, write
 from images import CNN, MLP, Wide, model_of, random_images
 
-from numpyro_dp import DPMCMC, DPSVI, SGLD, FullBatch, aligned
+from numpyro_dp import DPMCMC, DPSVI, SGLD
+from numpyro_dp.estimators import aligned
+from numpyro_dp.samplers import FullBatch
 
 BATCH = 256
 CASES = [(MLP, BATCH, 300, 15), (MLP, 4 * BATCH, 150, 15), (CNN, BATCH, 50, 7)]  # steps, rounds

@@ -30,16 +30,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from common import average_row, experiment_parser, panels, save
 
-from numpyro_dp import (
-    DPMCMC,
-    DPSVI,
-    SGLD,
-    FullBatch,
-    PrivacyBudget,
-    aligned,
-    posterior_samples,
-    secret_key,
-)
+from numpyro_dp import DPMCMC, DPSVI, SGLD, PrivacyBudget, secret_key
+from numpyro_dp.estimators import aligned
+from numpyro_dp.posterior import posterior_samples
+from numpyro_dp.samplers import FullBatch
 
 NUMBER, HIDDEN, STEPS, DRAWS = 250, 50, 200, 200
 FREE_STEPS = 4000  # of a chain without privacy: nothing there pays for steps

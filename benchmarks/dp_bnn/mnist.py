@@ -45,19 +45,11 @@ from images import CNN, MLP, linear_model, model_of
 from scattering import scattering
 from tempering import tempered, tempering_guide, tempering_model
 
-from numpyro_dp import (
-    DPMCMC,
-    DPSVI,
-    SGLD,
-    FullBatch,
-    Poisson,
-    PrivacyBudget,
-    aligned,
-    compare_accountants,
-    posterior_samples,
-    secret_key,
-    vanilla,
-)
+from numpyro_dp import DPMCMC, DPSVI, SGLD, PrivacyBudget, secret_key
+from numpyro_dp.accounting import compare_accountants
+from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.posterior import posterior_samples
+from numpyro_dp.samplers import FullBatch, Poisson
 
 EPSILON, DELTA = {"MLP": 1.19, "CNN": 1.19, "linear": 3.0}, 1e-5
 SHARE = 0.97  # of epsilon, for the weights

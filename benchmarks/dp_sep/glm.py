@@ -32,19 +32,11 @@ from common import average_row, experiment_parser, save
 from datasets import load_doctor_visits
 from logistic import from_guide, from_natural
 
-from numpyro_dp import (
-    DPSEP,
-    DPSVI,
-    EP,
-    SEP,
-    FullBatch,
-    Poisson,
-    PrivacyBudget,
-    aligned,
-    secret_key,
-    tail_average,
-)
+from numpyro_dp import DPSEP, DPSVI, EP, SEP, PrivacyBudget, secret_key
 from numpyro_dp.ep.families import diagonal_normal, normal
+from numpyro_dp.estimators import aligned
+from numpyro_dp.posterior import tail_average
+from numpyro_dp.samplers import FullBatch, Poisson
 
 LIKELIHOODS = {
     "logistic": lambda eta: dist.Bernoulli(logits=eta),

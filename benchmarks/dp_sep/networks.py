@@ -30,17 +30,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from common import average_row, experiment_parser, panels, save
 from datasets import load_kin8nm, load_power_plant, load_protein
 
-from numpyro_dp import (
-    DPPBP,
-    DPSVI,
-    PBP,
-    Poisson,
-    PrivacyBudget,
-    RegressionNetwork,
-    aligned,
-    secret_key,
-    vanilla,
-)
+from numpyro_dp import DPPBP, DPSVI, PBP, PrivacyBudget, RegressionNetwork, secret_key
+from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.samplers import Poisson
 
 BUDGET = PrivacyBudget(1.0, 1e-5)
 BATCH = 1024  # expected

@@ -38,16 +38,10 @@ from dpvim._mixture import (
     two_way_distance,
 )
 
-from numpyro_dp import (
-    DPSVI,
-    Poisson,
-    PrivacyBudget,
-    aligned,
-    average,
-    noise_aware,
-    vanilla,
-)
-from numpyro_dp.posterior import combine, synthetic_data
+from numpyro_dp import DPSVI, PrivacyBudget
+from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.posterior import average, combine, noise_aware, synthetic_data
+from numpyro_dp.samplers import Poisson
 
 METHODS = {"vanilla": vanilla, "aligned": aligned}
 CLIP_NORMS = (1.0, 2.0, 4.0, 8.0, 16.0)

@@ -31,7 +31,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from common import experiment_parser, panels, save
 from evaluate import log_predictive_density
 
-from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned, average, vanilla
+from numpyro_dp import DPSVI, PrivacyBudget
+from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.posterior import average
+from numpyro_dp.samplers import Poisson
 
 NUMBER, RATE, FLOOR, NODES, TRACE = 10_000, 0.01, 0.01, 32, 400
 ESTIMATORS = {"vanilla": vanilla, "aligned": aligned}

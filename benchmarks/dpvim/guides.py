@@ -42,7 +42,9 @@ from common import experiment_parser, panels, save
 from datasets import load_contraception
 from evaluate import log_predictive_density
 
-from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned, vanilla
+from numpyro_dp import DPSVI, PrivacyBudget
+from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.samplers import Poisson
 
 DIM, CORRELATION, DISTRICTS = 16, 0.9, 60
 # Step sizes, and clip norms in units of the problem's: a flow has gradients of larger norm.

@@ -27,7 +27,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from common import experiment_parser, panels, save
 
-from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned, average
+from numpyro_dp import DPSVI, PrivacyBudget
+from numpyro_dp.estimators import aligned
+from numpyro_dp.posterior import average
+from numpyro_dp.samplers import Poisson
 
 NUMBER, DIM, NOISE = 10_000, 10, 1.0
 CORRELATIONS = {"independent": 0.0, "correlated": 0.8}

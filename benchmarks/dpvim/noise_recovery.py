@@ -23,7 +23,8 @@ from adult_svi import adult_svi
 from common import experiment_parser, panels, save
 from datasets import load_adult_or_bundled
 
-from numpyro_dp import aligned_natural, drift_check
+from numpyro_dp.estimators import aligned_natural
+from numpyro_dp.posterior import drift_check
 from numpyro_dp.posterior._series import fit_ar1
 
 

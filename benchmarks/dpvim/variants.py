@@ -22,7 +22,7 @@ from adult_svi import adult_svi, mean_field_optimum, score, summarise
 from common import experiment_parser, panels, save
 from datasets import load_adult_or_bundled
 
-from numpyro_dp import aligned, aligned_natural, natural, preconditioned, vanilla
+from numpyro_dp.estimators import aligned, aligned_natural, natural, preconditioned, vanilla
 
 STEPS = (1e-3, 2e-3, 4e-3, 8e-3)
 # Variant -> estimator, clip norms to choose from. Natural signals are in units of the latents.

@@ -18,7 +18,10 @@ from worker import serve
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from numpyro_dp import DPSVI, RDP, FullBatch, Poisson, PrivacyBudget, aligned, secret_key, vanilla
+from numpyro_dp import DPSVI, PrivacyBudget, secret_key
+from numpyro_dp.accounting import RDP
+from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.samplers import FullBatch, Poisson
 
 KEY = jax.random.key(0)
 GUIDES = {"mean field": AutoDiagonalNormal, "full rank": AutoMultivariateNormal}

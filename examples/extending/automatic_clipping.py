@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from numpyro_dp import GaussianMechanism
+from numpyro_dp.mechanisms import GaussianMechanism
 
 
 @dataclasses.dataclass(frozen=True)

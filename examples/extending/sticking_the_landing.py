@@ -14,8 +14,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from numpyro_dp import aligned
 from numpyro_dp.core import Estimator, Released
+from numpyro_dp.estimators import aligned
 
 
 def sticking_the_landing():

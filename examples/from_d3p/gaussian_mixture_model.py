@@ -19,7 +19,10 @@ import optax
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from numpyro.infer.initialization import init_to_value
 
-from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned, posterior_samples, secret_key
+from numpyro_dp import DPSVI, PrivacyBudget, secret_key
+from numpyro_dp.estimators import aligned
+from numpyro_dp.posterior import posterior_samples
+from numpyro_dp.samplers import Poisson
 
 
 def model(x, components=3):

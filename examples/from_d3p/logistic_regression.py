@@ -18,7 +18,9 @@ import optax
 from numpyro.distributions import constraints
 from numpyro.infer import Predictive
 
-from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned, secret_key
+from numpyro_dp import DPSVI, PrivacyBudget, secret_key
+from numpyro_dp.estimators import aligned
+from numpyro_dp.samplers import Poisson
 
 
 def model(features, label=None):

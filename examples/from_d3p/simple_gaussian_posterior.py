@@ -17,7 +17,9 @@ import numpyro.distributions as dist
 import optax
 from numpyro.distributions import constraints
 
-from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned, secret_key
+from numpyro_dp import DPSVI, PrivacyBudget, secret_key
+from numpyro_dp.estimators import aligned
+from numpyro_dp.samplers import Poisson
 
 SCALE = 0.1  # of the records
 

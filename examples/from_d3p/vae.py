@@ -26,7 +26,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks
 
 from datasets import DatasetNotFoundError, load_mnist
 
-from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned
+from numpyro_dp import DPSVI, PrivacyBudget
+from numpyro_dp.estimators import aligned
+from numpyro_dp.samplers import Poisson
 
 CODES = 8
 

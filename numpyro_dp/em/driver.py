@@ -54,7 +54,8 @@ class DPEM(Driver):
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from numpyro_dp import DPEM, FullBatch, PrivacyBudget
+        >>> from numpyro_dp import DPEM, PrivacyBudget
+        >>> from numpyro_dp.samplers import FullBatch
         >>> key, noise = jax.random.split(jax.random.key(0))
         >>> x = jnp.where(jnp.arange(4000)[:, None] % 4 == 0, 2.0, -2.0)
         >>> x = x + 0.3 * jax.random.normal(noise, (4000, 1))

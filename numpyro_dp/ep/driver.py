@@ -130,7 +130,8 @@ class DPSEP(Driver):
 
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
-        >>> from numpyro_dp import DPSEP, FullBatch, PrivacyBudget
+        >>> from numpyro_dp import DPSEP, PrivacyBudget
+        >>> from numpyro_dp.samplers import FullBatch
         >>> from numpyro_dp.ep.families import beta
         >>> def model(x):
         ...     p = numpyro.sample("p", dist.Beta(1.0, 1.0))

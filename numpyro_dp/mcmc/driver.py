@@ -71,7 +71,8 @@ class DPMCMC:
 
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
-        >>> from numpyro_dp import DPMCMC, SGLD, FullBatch, PrivacyBudget
+        >>> from numpyro_dp import DPMCMC, PrivacyBudget, SGLD
+        >>> from numpyro_dp.samplers import FullBatch
         >>> def model(x):
         ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
         ...     with numpyro.plate("records", x.shape[0]):

@@ -77,7 +77,8 @@ class DPPBP(Driver):
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from numpyro_dp import DPPBP, FullBatch, PrivacyBudget, RegressionNetwork
+        >>> from numpyro_dp import DPPBP, PrivacyBudget, RegressionNetwork
+        >>> from numpyro_dp.samplers import FullBatch
         >>> x = jax.random.normal(jax.random.key(1), (5000, 2))
         >>> y = jnp.abs(x[:, 0]) - 0.8
         >>> network = RegressionNetwork((10,))

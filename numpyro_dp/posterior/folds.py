@@ -105,7 +105,10 @@ def tail_average(num_steps: int, last: float = 0.5, num_batches: int = 32) -> Fo
     Example:
         >>> import jax, numpyro, numpyro.distributions as dist, optax
         >>> from numpyro.infer.autoguide import AutoDiagonalNormal
-        >>> from numpyro_dp import DPSVI, FullBatch, PrivacyBudget, aligned, tail_average
+        >>> from numpyro_dp import DPSVI, PrivacyBudget
+        >>> from numpyro_dp.estimators import aligned
+        >>> from numpyro_dp.posterior import tail_average
+        >>> from numpyro_dp.samplers import FullBatch
         >>> def model(x):
         ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
         ...     with numpyro.plate("records", x.shape[0]):

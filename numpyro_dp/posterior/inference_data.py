@@ -49,7 +49,10 @@ def to_arviz(
     Example:
         >>> import jax, numpyro, numpyro.distributions as dist, optax
         >>> from numpyro.infer.autoguide import AutoDiagonalNormal
-        >>> from numpyro_dp import DPSVI, FullBatch, PrivacyBudget, aligned, posterior_samples
+        >>> from numpyro_dp import DPSVI, PrivacyBudget
+        >>> from numpyro_dp.estimators import aligned
+        >>> from numpyro_dp.posterior import posterior_samples
+        >>> from numpyro_dp.samplers import FullBatch
         >>> def model(x):
         ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
         ...     with numpyro.plate("records", x.shape[0]):

@@ -67,7 +67,9 @@ class Posterior:
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
         >>> from numpyro.infer.autoguide import AutoDiagonalNormal
-        >>> from numpyro_dp import DPSVI, FullBatch, PrivacyBudget, aligned
+        >>> from numpyro_dp import DPSVI, PrivacyBudget
+        >>> from numpyro_dp.estimators import aligned
+        >>> from numpyro_dp.samplers import FullBatch
         >>> def model(x, size=None):
         ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
         ...     with numpyro.plate("records", len(x) if size is None else size):
@@ -182,7 +184,9 @@ class Posterior:
         return PosteriorSummary(found, prob)
 
     def to_arviz(self, num_samples: int = 1000) -> Any:
-        """Returns draws for ArviZ, marked with what was spent; see :func:`~numpyro_dp.to_arviz`.
+        """Returns draws for ArviZ, marked with what was spent.
+
+        See :func:`~numpyro_dp.posterior.to_arviz`.
 
         Args:
             num_samples: Number of draws, by a fixed key.

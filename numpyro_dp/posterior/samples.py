@@ -31,8 +31,8 @@ def posterior_samples(
     Args:
         rng_key: Key of the draws; it need not be secret.
         guide: The guide of the run.
-        params: ``result.params``, or those of :func:`~numpyro_dp.average`,
-            :func:`~numpyro_dp.noise_aware` or :func:`~numpyro_dp.tail_average`.
+        params: ``result.params``, or those of :func:`~numpyro_dp.posterior.average`,
+            :func:`~numpyro_dp.posterior.noise_aware` or :func:`~numpyro_dp.posterior.tail_average`.
         num_samples: Number of draws.
         *args: Arguments of a hand-written guide. Global latents do not depend on records, so any
             rows will do; latents of a record are drawn for the rows handed over. Automatic

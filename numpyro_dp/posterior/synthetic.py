@@ -122,8 +122,8 @@ def synthetic_data(
         model: The model, which must run without its records: give it the *shapes* it needs, say
             ``model(None, num_records)``.
         guide: The guide of the run, or one that has been called on data of the same kind.
-        params: ``result.params``, or those of :func:`~numpyro_dp.average` or
-            :func:`~numpyro_dp.noise_aware`.
+        params: ``result.params``, or those of :func:`~numpyro_dp.posterior.average` or
+            :func:`~numpyro_dp.posterior.noise_aware`.
         num_datasets: Number of sets m.
         *args: Arguments of the model without the private records.
         **kwargs: Keywords of the model.

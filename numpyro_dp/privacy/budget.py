@@ -179,7 +179,9 @@ class PrivacyBudget:
         Example:
             >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
             >>> from numpyro.infer.autoguide import AutoDiagonalNormal
-            >>> from numpyro_dp import DPSVI, FullBatch, PrivacyBudget, aligned
+            >>> from numpyro_dp import DPSVI, PrivacyBudget
+            >>> from numpyro_dp.estimators import aligned
+            >>> from numpyro_dp.samplers import FullBatch
             >>> def model(x):
             ...     mean = numpyro.sample("mean", dist.Normal(0, 1))
             ...     with numpyro.plate("records", x.shape[0]):

@@ -71,7 +71,9 @@ def compare_accountants(report: PrivacyReport) -> AccountantComparison:
 
     Example:
         >>> import jax, numpyro, numpyro.distributions as dist
-        >>> from numpyro_dp import DPMCMC, SGLD, Poisson, PrivacyBudget, compare_accountants
+        >>> from numpyro_dp import DPMCMC, PrivacyBudget, SGLD
+        >>> from numpyro_dp.accounting import compare_accountants
+        >>> from numpyro_dp.samplers import Poisson
         >>> def model(x):
         ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
         ...     with numpyro.plate("records", x.shape[0]):

@@ -36,8 +36,8 @@ class Trace(NamedTuple):
         steps: Number of the step after which each iterate was kept, shape ``(kept,)``.
         params: Constrained parameters with a leading axis ``kept``.
         clip_norm: The clip norm of the step after each of them, where it is an
-            :class:`~numpyro_dp.AdaptiveClip`: shape ``(kept,)``, or a dict by entry of the signal
-            (``"..."`` for those that are not named). ``None`` where all norms are fixed.
+            :class:`~numpyro_dp.mechanisms.AdaptiveClip`: shape ``(kept,)``, or a dict by entry of
+            the signal (``"..."`` for entries without a name). ``None`` if all norms are fixed.
     """
 
     steps: Int[np.ndarray, " kept"]

@@ -115,8 +115,8 @@ def build_whole_step(
 ) -> Callable[[RunState, HostRows], RunState]:
     """The same step on all records, which stay on the host and come in parts.
 
-    It gives what :func:`build_step` gives with a :class:`~numpyro_dp.FullBatch`, to the last bit:
-    the sums of parts are integers.
+    It gives what :func:`build_step` gives with a full batch, to the last bit: the sums of parts are
+    integers.
 
     Returns:
         ``(state, rows) -> state``, for methods whose signals are summed one by one, and mechanisms

@@ -11,7 +11,8 @@ quantile of the norms of their signals at the last iterate :math:`\varphi`,
 over K draws :math:`\eta_k` of the guide. The median over several simulated sets is returned.
 
 The answer is as good as the prior: where that allows records of quite another scale than the real
-ones, :class:`~numpyro_dp.AdaptiveClip` does better, perhaps with this norm as its ``initial``.
+ones, :class:`~numpyro_dp.mechanisms.AdaptiveClip` does better, perhaps with this norm as its
+``initial``.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ def simulated_clip_norm(
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
         >>> from numpyro.infer.autoguide import AutoDiagonalNormal
-        >>> from numpyro_dp import DPSVI, FullBatch, aligned, simulated_clip_norm
+        >>> from numpyro_dp import DPSVI
+        >>> from numpyro_dp.estimators import aligned
+        >>> from numpyro_dp.mechanisms import simulated_clip_norm
+        >>> from numpyro_dp.samplers import FullBatch
         >>> def model(x):
         ...     mean = numpyro.sample("mean", dist.Normal(0, 1))
         ...     with numpyro.plate("records", x.shape[0]):

@@ -45,15 +45,17 @@ class DPSVI(Driver):
             evidence lower bound of the whole data set.
         loss: ``None``, ``Trace_ELBO(num_particles=K)`` or ``TraceMeanField_ELBO(num_particles=K)``;
             all three are one here, since entropies have closed forms where these are known.
-        estimator: For example :func:`~numpyro_dp.aligned` ``()``.
+        estimator: For example :func:`~numpyro_dp.estimators.aligned` ``()``.
         clip_norm: Bound on the norm of one record's signal, in units of its log likelihood
-            gradient, unscaled by batch or data size; or an :class:`~numpyro_dp.AdaptiveClip`; or a
-            dict of either by entry of the signal.
-        sampler: :class:`~numpyro_dp.Poisson`, :class:`~numpyro_dp.FixedSize`,
-            :class:`~numpyro_dp.Permutation` or
-            :class:`~numpyro_dp.FullBatch`.
-        mechanism: Bounds and privatises: :class:`~numpyro_dp.GaussianMechanism` by default, or a
-            builder of your own (:class:`numpyro_dp.core.MechanismBuilder`).
+            gradient, unscaled by batch or data size. Or an
+            :class:`~numpyro_dp.mechanisms.AdaptiveClip`, or a dict of either by entry of the
+            signal.
+        sampler: :class:`~numpyro_dp.samplers.Poisson`, :class:`~numpyro_dp.samplers.FixedSize`,
+            :class:`~numpyro_dp.samplers.Permutation` or
+            :class:`~numpyro_dp.samplers.FullBatch`.
+        mechanism: Clips and adds noise:
+            :class:`~numpyro_dp.mechanisms.GaussianMechanism` by default, or a builder of your own
+            (:class:`numpyro_dp.core.MechanismBuilder`).
         budget: What may be spent; the noise is calibrated to it.
         noise_multiplier: Noise over sensitivity instead of a budget, or, with one, checked
             against it. 0 is not private.
@@ -94,7 +96,9 @@ class DPSVI(Driver):
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
         >>> from numpyro.infer.autoguide import AutoDiagonalNormal
-        >>> from numpyro_dp import DPSVI, Poisson, PrivacyBudget, aligned
+        >>> from numpyro_dp import DPSVI, PrivacyBudget
+        >>> from numpyro_dp.estimators import aligned
+        >>> from numpyro_dp.samplers import Poisson
         >>> def model(x):
         ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
         ...     with numpyro.plate("records", x.shape[0]):

@@ -13,35 +13,15 @@ import pytest
 from correlated import CorrelatedNoise
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import (
-    DPEM,
-    DPMCMC,
-    DPPBP,
-    DPSEP,
-    DPSVI,
-    GDP,
-    PLD,
-    PRV,
-    RDP,
-    SGLD,
-    AdaptiveClip,
-    Best,
-    FixedSize,
-    FullBatch,
-    GaussianMechanism,
-    Permutation,
-    Poisson,
-    RegressionNetwork,
-    aligned,
-    aligned_natural,
-    natural,
-    preconditioned,
-    tail_average,
-    vanilla,
-)
+from numpyro_dp import DPEM, DPMCMC, DPPBP, DPSEP, DPSVI, SGLD, RegressionNetwork
+from numpyro_dp.accounting import GDP, PLD, PRV, RDP, Best
 from numpyro_dp.core import Estimator, Fold, MechanismBuilder, Sampler
+from numpyro_dp.estimators import aligned, aligned_natural, natural, preconditioned, vanilla
+from numpyro_dp.mechanisms import AdaptiveClip, GaussianMechanism
 from numpyro_dp.model.variational import VariationalProblem
+from numpyro_dp.posterior import tail_average
 from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
 
 from . import references
 

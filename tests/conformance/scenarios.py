@@ -18,9 +18,10 @@ from numpyro.contrib.module import random_flax_module
 from numpyro.distributions import constraints
 from numpyro.infer import SVI, Trace_ELBO, autoguide
 
-from numpyro_dp import DPSVI, FullBatch
+from numpyro_dp import DPSVI
 from numpyro_dp._tree import filled
 from numpyro_dp.model.variational import VariationalProblem
+from numpyro_dp.samplers import FullBatch
 from numpyro_dp.sums.bounded import bounded_sum, bounded_sum_by_definition
 
 from .registry import ESTIMATORS, EstimatorRow, x64

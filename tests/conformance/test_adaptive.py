@@ -15,7 +15,7 @@ import pytest
 from gaussian import gaussian
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import AdaptiveClip
+from numpyro_dp.mechanisms import AdaptiveClip
 from numpyro_dp.privacy.mechanism.adaptive import indicator_norm
 from numpyro_dp.sums.bounded import bounded_sum, bounded_sum_by_definition
 

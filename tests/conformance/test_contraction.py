@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gaussian import gaussian
 
-from numpyro_dp import aligned
+from numpyro_dp.estimators import aligned
 from numpyro_dp.sums.bounded import bounded_sum
 from numpyro_dp.sums.contraction import split_scalar
 from numpyro_dp.sums.factored import record_lengths

@@ -19,25 +19,16 @@ from jax.flatten_util import ravel_pytree
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from scipy import stats
 
-from numpyro_dp import (
-    DPSVI,
-    SEP,
-    BudgetError,
-    FullBatch,
-    GaussianMechanism,
-    LossRelease,
-    Poisson,
-    PrivacyBudget,
-    PrivacyReport,
-    UnsupportedEventError,
-    aligned,
-    secret_key,
-)
+from numpyro_dp import DPSVI, SEP, BudgetError, PrivacyBudget, PrivacyReport, secret_key
+from numpyro_dp.accounting import UnsupportedEventError
 from numpyro_dp.core import Estimator, Fold, Mechanism, MechanismState, Sampler
+from numpyro_dp.estimators import aligned
+from numpyro_dp.mechanisms import GaussianMechanism, LossRelease
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.run.settings import RunSettings
+from numpyro_dp.samplers import FullBatch, Poisson
 from numpyro_dp.sums.bounded import bounded_sum, bounded_sum_by_definition
 
 from .registry import (

@@ -13,17 +13,11 @@ import optax
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import (
-    DPSVI,
-    FixedSize,
-    FullBatch,
-    LossRelease,
-    Permutation,
-    Poisson,
-    PrivacyBudget,
-    aligned,
-)
+from numpyro_dp import DPSVI, PrivacyBudget
+from numpyro_dp.estimators import aligned
+from numpyro_dp.mechanisms import LossRelease
 from numpyro_dp.run.results import PrivateLosses, SensitiveLosses, SensitiveValueError
+from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
 
 from .references import elbo
 from .registry import ESTIMATORS

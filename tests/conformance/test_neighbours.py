@@ -14,7 +14,8 @@ import numpyro.distributions as dist
 import pytest
 from gaussian import gaussian
 
-from numpyro_dp import FixedSize, FullBatch, LossRelease, Permutation, Poisson
+from numpyro_dp.mechanisms import LossRelease
+from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
 from numpyro_dp.sums.bounded import bounded_sum
 
 from .registry import DRIVERS, ESTIMATORS, EstimatorRow, by_row, rows_to_run

@@ -14,8 +14,10 @@ from gaussian import gaussian
 from jax import lax
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
-from numpyro_dp import DPSVI, FullBatch, aligned, vanilla
+from numpyro_dp import DPSVI
 from numpyro_dp.core import Estimator, FactoredSignal
+from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.samplers import FullBatch
 from numpyro_dp.sums.bounded import bounded_sum, bounded_sum_by_definition
 from numpyro_dp.sums.contraction import split_scalar
 from numpyro_dp.sums.microbatches import Compensated, Shards, over_microbatches

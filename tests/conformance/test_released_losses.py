@@ -12,7 +12,10 @@ import pytest
 from numpyro.infer.autoguide import AutoDelta
 from scipy import stats
 
-from numpyro_dp import DPSVI, FullBatch, LossRelease, aligned
+from numpyro_dp import DPSVI
+from numpyro_dp.estimators import aligned
+from numpyro_dp.mechanisms import LossRelease
+from numpyro_dp.samplers import FullBatch
 
 DIM, STEPS, RATE = 2, 4000, 1e-3
 NOISE, SHARE = 2.0, 0.2

@@ -13,7 +13,9 @@ from compiled import program_of
 from gaussian import gaussian
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoMultivariateNormal
 
-from numpyro_dp import DPSVI, FullBatch, aligned
+from numpyro_dp import DPSVI
+from numpyro_dp.estimators import aligned
+from numpyro_dp.samplers import FullBatch
 from numpyro_dp.sums.bounded import bounded_sum
 
 from .registry import rows_to_run

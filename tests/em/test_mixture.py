@@ -14,20 +14,13 @@ from numpyro.infer import MCMC, NUTS, init_to_value
 from scipy.optimize import linear_sum_assignment
 from sklearn.mixture import GaussianMixture
 
-from numpyro_dp import (
-    DPEM,
-    DPSEP,
-    SEP,
-    FullBatch,
-    Poisson,
-    PrivacyBudget,
-    UnsupportedModelError,
-)
+from numpyro_dp import DPEM, DPSEP, SEP, PrivacyBudget, UnsupportedModelError
 from numpyro_dp.em.estimator import expected_statistics
 from numpyro_dp.ep.families import beta, diagonal_normal, isotropic_normal, normal
 from numpyro_dp.ep.problem import make_problem, read_conjugate_model
 from numpyro_dp.ep.sites import evidence, normal_mixture
 from numpyro_dp.model.public import declare
+from numpyro_dp.samplers import FullBatch, Poisson
 from numpyro_dp.sums.bounded import bounded_sum
 
 KEY = jax.random.key(0)

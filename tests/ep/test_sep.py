@@ -14,27 +14,16 @@ from gaussian import gaussian
 from numpyro.infer import MCMC, NUTS, Predictive
 from sklearn.datasets import load_breast_cancer
 
-from numpyro_dp import (
-    DPSEP,
-    EP,
-    GDP,
-    SEP,
-    BudgetError,
-    FixedSize,
-    FullBatch,
-    Permutation,
-    Poisson,
-    PrivacyBudget,
-    UnsupportedModelError,
-    average,
-    posterior_samples,
-)
+from numpyro_dp import DPSEP, EP, SEP, BudgetError, PrivacyBudget, UnsupportedModelError
+from numpyro_dp.accounting import GDP
 from numpyro_dp.ep.estimator import stochastic_ep
 from numpyro_dp.ep.families import beta, diagonal_normal, gamma, isotropic_normal, normal
 from numpyro_dp.ep.problem import make_problem, read_conjugate_model
 from numpyro_dp.ep.sites import conjugate, importance, normal_mixture, quadrature
 from numpyro_dp.ep.sites import probit as probit_site
+from numpyro_dp.posterior import average, posterior_samples
 from numpyro_dp.privacy.plan import default_delta
+from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
 from numpyro_dp.sums.bounded import bounded_sum
 
 KEY = jax.random.key(0)

@@ -12,13 +12,13 @@ from hostile_models import (
     random_request,
 )
 
-from numpyro_dp import FullBatch
 from numpyro_dp.laplace.guess import first_guess
 from numpyro_dp.laplace.prior import read_prior
 from numpyro_dp.laplace.schedule import schedule
 from numpyro_dp.laplace.stages import Run, Stages
 from numpyro_dp.privacy.mechanism.staged import StagedGaussian
 from numpyro_dp.run.settings import RunSettings
+from numpyro_dp.samplers import FullBatch
 
 ROUNDING, N = 1 + 1e-5, 20
 

@@ -7,15 +7,10 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_dp import (
-    DPLaplace,
-    FullBatch,
-    NoiseReuseError,
-    PrivacyBudget,
-    UnsupportedModelError,
-)
+from numpyro_dp import DPLaplace, NoiseReuseError, PrivacyBudget, UnsupportedModelError
 from numpyro_dp.run import driver as drivers
 from numpyro_dp.run.session import Session
+from numpyro_dp.samplers import FullBatch
 
 KEY = jax.random.key(0)
 N = 400

@@ -7,7 +7,8 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_dp import DPMCMC, SGHMC, SGLD, FullBatch, Poisson, PreconditionedSGLD
+from numpyro_dp import DPMCMC, SGHMC, SGLD, PreconditionedSGLD
+from numpyro_dp.samplers import FullBatch, Poisson
 
 DIM, CHAINS, STEPS = 16, 3, 1500
 SIGMA = 5.0  # of the statistic's own standard error

@@ -22,17 +22,14 @@ from numpyro_dp import (
     DPSVI,
     SGHMC,
     SGLD,
-    AdaptiveClip,
     BudgetError,
-    FullBatch,
-    GaussianMechanism,
-    Permutation,
-    Poisson,
     PreconditionedSGLD,
     PrivacyBudget,
     UnsupportedModelError,
-    aligned,
 )
+from numpyro_dp.estimators import aligned
+from numpyro_dp.mechanisms import AdaptiveClip, GaussianMechanism
+from numpyro_dp.samplers import FullBatch, Permutation, Poisson
 
 KEY = jax.random.key(0)
 DIM, NUMBER = 8, 100

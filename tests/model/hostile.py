@@ -32,13 +32,13 @@ from numpyro_dp import (
     DPSVI,
     SGHMC,
     SGLD,
-    FullBatch,
     PrivacyBudget,
     RegressionNetwork,
-    aligned,
 )
 from numpyro_dp.core import Fold
 from numpyro_dp.ep.families import beta
+from numpyro_dp.estimators import aligned
+from numpyro_dp.samplers import FullBatch
 
 N, D = 60, 3
 RNG = np.random.default_rng(0)

@@ -55,8 +55,10 @@ from numpyro.infer.initialization import (
 )
 from numpyro.infer.reparam import LocScaleReparam, TransformReparam
 
-from numpyro_dp import SGHMC, SGLD, FixedSize, Poisson, tail_average
+from numpyro_dp import SGHMC, SGLD
 from numpyro_dp.ep.sites import quadrature
+from numpyro_dp.posterior import tail_average
+from numpyro_dp.samplers import FixedSize, Poisson
 
 RNG = np.random.default_rng(7)
 GROUP = RNG.integers(0, 5, N).astype(np.int32)

@@ -14,18 +14,11 @@ from numpyro.contrib.module import flax_module, nnx_module
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp import (
-    DPMCMC,
-    DPSEP,
-    DPSVI,
-    SGLD,
-    FullBatch,
-    UnsupportedModelError,
-    aligned,
-    secret_key,
-)
+from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, UnsupportedModelError, secret_key
+from numpyro_dp.estimators import aligned
 from numpyro_dp.model.structure import read_model
 from numpyro_dp.run import step
+from numpyro_dp.samplers import FullBatch
 
 
 def masked(x):

@@ -28,7 +28,9 @@ from numpyro.infer.autoguide import (
 )
 from numpyro.infer.reparam import LocScaleReparam
 
-from numpyro_dp import DPSVI, FullBatch, Poisson, aligned
+from numpyro_dp import DPSVI
+from numpyro_dp.estimators import aligned
+from numpyro_dp.samplers import FullBatch, Poisson
 
 N, D = 20, 3
 KEY = jax.random.key(4)

@@ -10,7 +10,9 @@ import pytest
 from jax.flatten_util import ravel_pytree
 from numpyro.infer import autoguide
 
-from numpyro_dp import DPSVI, FullBatch, UnsupportedModelError, aligned
+from numpyro_dp import DPSVI, UnsupportedModelError
+from numpyro_dp.estimators import aligned
+from numpyro_dp.samplers import FullBatch
 
 X = jnp.linspace(0.5, 2.0, 12)
 

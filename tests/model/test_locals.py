@@ -16,10 +16,12 @@ from numpyro import handlers
 from numpyro.infer import SVI, Predictive, Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoGuideList, AutoNormal
 
-from numpyro_dp import DPSVI, FullBatch, Poisson, UnsupportedModelError, aligned, vanilla
+from numpyro_dp import DPSVI, UnsupportedModelError
 from numpyro_dp.core import Released
+from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.model.frontend import Frontend
 from numpyro_dp.model.variational import likelihood_key
+from numpyro_dp.samplers import FullBatch, Poisson
 from numpyro_dp.sums.bounded import bounded_sum
 
 N, D = 40, 3

@@ -24,8 +24,10 @@ from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 from numpyro.infer.initialization import init_to_sample
 
-from numpyro_dp import DPMCMC, DPSVI, SGLD, FullBatch, Poisson, aligned, vanilla
+from numpyro_dp import DPMCMC, DPSVI, SGLD
+from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.model.separation import UnsupportedModelError
+from numpyro_dp.samplers import FullBatch, Poisson
 
 KEY, D, UNITS = jax.random.key(0), 3, 8
 X = np.random.default_rng(0).normal(size=(20, D)).astype(np.float32)

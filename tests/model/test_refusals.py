@@ -26,7 +26,9 @@ from numpyro.infer.autoguide import (
 )
 from numpyro.primitives import mutable
 
-from numpyro_dp import DPSVI, FullBatch, UnsupportedModelError, aligned
+from numpyro_dp import DPSVI, UnsupportedModelError
+from numpyro_dp.estimators import aligned
+from numpyro_dp.samplers import FullBatch
 
 N, D = 12, 3
 X = np.random.default_rng(0).normal(size=(N, D)).astype(np.float32)

@@ -11,14 +11,7 @@ from gaussian import gaussian
 from numpyro.infer import MCMC, NUTS, Predictive
 from scipy import stats
 
-from numpyro_dp import (
-    DPPBP,
-    PBP,
-    FullBatch,
-    Poisson,
-    PrivacyBudget,
-    RegressionNetwork,
-)
+from numpyro_dp import DPPBP, PBP, PrivacyBudget, RegressionNetwork
 from numpyro_dp.core import Released
 from numpyro_dp.ep.gaussian import Cavity
 from numpyro_dp.ep.records import RecordsProblem
@@ -28,6 +21,7 @@ from numpyro_dp.pbp.curvature import network_curvature
 from numpyro_dp.pbp.estimator import NetworkCavity, network_ep, network_site
 from numpyro_dp.pbp.moments import layout_of, output_moments, record_slopes
 from numpyro_dp.pbp.steps import NetworkSteps
+from numpyro_dp.samplers import FullBatch, Poisson
 from numpyro_dp.sums.bounded import bounded_sum
 
 KEY = jax.random.key(0)

@@ -13,8 +13,10 @@ import pytest
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_dp import DPMCMC, DPSVI, SGLD, Poisson, PrivacyBudget, aligned
+from numpyro_dp import DPMCMC, DPSVI, SGLD, PrivacyBudget
+from numpyro_dp.estimators import aligned
 from numpyro_dp.posterior import posterior_samples, to_arviz
+from numpyro_dp.samplers import Poisson
 
 SECRET = 77.125
 X = np.random.default_rng(0).normal(size=(50, 2)).astype(np.float32)

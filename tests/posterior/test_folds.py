@@ -14,9 +14,11 @@ from jax import lax
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from scipy import signal
 
-from numpyro_dp import DPSVI, FullBatch, Poisson, aligned, tail_average
+from numpyro_dp import DPSVI
 from numpyro_dp.core import Fold
-from numpyro_dp.posterior import average
+from numpyro_dp.estimators import aligned
+from numpyro_dp.posterior import average, tail_average
+from numpyro_dp.samplers import FullBatch, Poisson
 
 DIM, NUMBER = 3, 500
 COUNT = Fold(lambda params: 0, lambda state, params: state + 1, int)

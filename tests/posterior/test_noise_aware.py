@@ -15,9 +15,11 @@ from numpyro.infer.autoguide import (
     AutoNormal,
 )
 
-from numpyro_dp import DPSVI, FullBatch, PrivacyBudget, aligned
+from numpyro_dp import DPSVI, PrivacyBudget
+from numpyro_dp.estimators import aligned
 from numpyro_dp.posterior import average, noise_aware
 from numpyro_dp.run.results import Trace
+from numpyro_dp.samplers import FullBatch
 
 DIM, NUMBER = 3, 500
 

@@ -21,14 +21,14 @@ from numpyro_dp import (
     DPSVI,
     SEP,
     SGLD,
-    FullBatch,
     Posterior,
     PrivacyBudget,
     RegressionNetwork,
-    aligned,
-    posterior_samples,
 )
 from numpyro_dp.ep.families import diagonal_normal
+from numpyro_dp.estimators import aligned
+from numpyro_dp.posterior import posterior_samples
+from numpyro_dp.samplers import FullBatch
 
 X = np.random.default_rng(0).normal(size=(400, 2)).astype(np.float32)
 Y = (X @ np.array([1.0, -0.5], np.float32)).astype(np.float32)

@@ -15,18 +15,11 @@ from jax.flatten_util import ravel_pytree
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from statistical.test_noise import check_law
 
-from numpyro_dp import (
-    DPSVI,
-    AdaptiveClip,
-    BudgetError,
-    FullBatch,
-    LossRelease,
-    Poisson,
-    PrivacyBudget,
-    aligned,
-    secret_key,
-)
+from numpyro_dp import DPSVI, BudgetError, PrivacyBudget, secret_key
+from numpyro_dp.estimators import aligned
+from numpyro_dp.mechanisms import AdaptiveClip, LossRelease
 from numpyro_dp.privacy.mechanism.adaptive import LARGEST_NORM, SMALLEST_NORM, follow
+from numpyro_dp.samplers import FullBatch, Poisson
 
 KEY = jax.random.key(0)
 NUMBER = 400

@@ -16,18 +16,11 @@ from gaussian import gaussian
 from numpyro.infer.autoguide import AutoDelta
 
 import numpyro_dp.privacy.plan as plan_module
-from numpyro_dp import (
-    DPMCMC,
-    DPSVI,
-    SGLD,
-    FixedSize,
-    FullBatch,
-    Poisson,
-    PrivacyBudget,
-    compare_accountants,
-    vanilla,
-)
+from numpyro_dp import DPMCMC, DPSVI, SGLD, PrivacyBudget
+from numpyro_dp.accounting import compare_accountants
+from numpyro_dp.estimators import vanilla
 from numpyro_dp.privacy.plan import BudgetError, PrivacyReport, make_plan
+from numpyro_dp.samplers import FixedSize, FullBatch, Poisson
 
 NUMBER = 10_000
 

@@ -7,8 +7,10 @@ import pytest
 from gaussian import gaussian
 from scipy.stats import norm
 
-from numpyro_dp import FixedSize, FullBatch, Poisson, PrivacyBudget, compare_accountants
+from numpyro_dp import PrivacyBudget
+from numpyro_dp.accounting import compare_accountants
 from numpyro_dp.privacy.plan import PrivacyReport, make_plan
+from numpyro_dp.samplers import FixedSize, FullBatch, Poisson
 
 
 def report(sampler, noise, steps, relation="add_or_remove_one", number=60_000):

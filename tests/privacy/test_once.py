@@ -26,15 +26,13 @@ from numpyro_dp import (
     DPSEP,
     DPSVI,
     SGLD,
-    FullBatch,
     NoiseReuseError,
-    Permutation,
-    Poisson,
     RegressionNetwork,
-    aligned,
     secret_key,
 )
+from numpyro_dp.estimators import aligned
 from numpyro_dp.privacy import once
+from numpyro_dp.samplers import FullBatch, Permutation, Poisson
 
 KEY = jax.random.key(0)
 N = 12
@@ -510,7 +508,9 @@ def in_new_process(code, *paths, **environment):
         import pickle, sys, jax, jax.numpy as jnp, numpy as np, numpyro, optax
         import numpyro.distributions as dist
         from numpyro.infer.autoguide import AutoDiagonalNormal
-        from numpyro_dp import DPSVI, FullBatch, aligned
+        from numpyro_dp import DPSVI
+        from numpyro_dp.estimators import aligned
+        from numpyro_dp.samplers import FullBatch
         X, KEY = jnp.linspace(-1.0, 1.0, 12), jax.random.key(0)
         def model(x):
             mean = numpyro.sample("mean", dist.Normal(0, 1))

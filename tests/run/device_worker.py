@@ -15,21 +15,10 @@ from numpyro.contrib.module import flax_module
 from numpyro.infer import Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
-from numpyro_dp import (
-    DPMCMC,
-    DPSEP,
-    DPSVI,
-    SGLD,
-    AdaptiveClip,
-    FixedSize,
-    FullBatch,
-    LossRelease,
-    Permutation,
-    Poisson,
-    PrivacyBudget,
-    aligned,
-    vanilla,
-)
+from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, PrivacyBudget
+from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.mechanisms import AdaptiveClip, LossRelease
+from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
 
 N, DIM = 96, 5
 

@@ -15,10 +15,13 @@ from correlated import CorrelatedNoise
 from dp_accounting.dp_event import GaussianDpEvent, LaplaceDpEvent
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPSVI, AdaptiveClip, FullBatch, GaussianMechanism, LossRelease, aligned
+from numpyro_dp import DPSVI
+from numpyro_dp.estimators import aligned
+from numpyro_dp.mechanisms import AdaptiveClip, GaussianMechanism, LossRelease
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.run.mechanism_trial import try_mechanism
 from numpyro_dp.run.settings import RunSettings
+from numpyro_dp.samplers import FullBatch
 
 KEY = jax.random.key(0)
 SHAPES = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in "ab"}

@@ -13,7 +13,10 @@ import optax
 import pytest
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp import DPSVI, AdaptiveClip, FullBatch, Poisson, aligned, vanilla
+from numpyro_dp import DPSVI
+from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.mechanisms import AdaptiveClip
+from numpyro_dp.samplers import FullBatch, Poisson
 
 NUMBER, STEPS, RATE = 7, 2000, 1e-3  # three devices do not divide seven records
 SIGMA = 5.0  # of the statistic's own standard error

@@ -7,8 +7,10 @@ import optax
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPEM, DPPBP, DPSEP, DPSVI, FullBatch, RegressionNetwork, aligned
+from numpyro_dp import DPEM, DPPBP, DPSEP, DPSVI, RegressionNetwork
 from numpyro_dp.core import Problem
+from numpyro_dp.estimators import aligned
+from numpyro_dp.samplers import FullBatch
 
 X = jnp.linspace(-1.0, 1.0, 12)
 NOISE = {"clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 1.0}

@@ -8,16 +8,10 @@ import optax
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import (
-    DPSVI,
-    BudgetError,
-    FixedSize,
-    LossRelease,
-    Poisson,
-    PrivacyBudget,
-    aligned,
-    secret_key,
-)
+from numpyro_dp import DPSVI, BudgetError, PrivacyBudget, secret_key
+from numpyro_dp.estimators import aligned
+from numpyro_dp.mechanisms import LossRelease
+from numpyro_dp.samplers import FixedSize, Poisson
 
 
 def model(x):

@@ -12,9 +12,11 @@ import pytest
 from gaussian import gaussian
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp import DPSVI, FixedSize, FullBatch, Poisson, PrivacyBudget, aligned
+from numpyro_dp import DPSVI, PrivacyBudget
+from numpyro_dp.estimators import aligned
 from numpyro_dp.privacy.accounting import epsilon_spent
 from numpyro_dp.privacy.plan import make_plan
+from numpyro_dp.samplers import FixedSize, FullBatch, Poisson
 
 
 def model(x):

@@ -13,18 +13,12 @@ import optax
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import (
-    DPSEP,
-    DPSVI,
-    FixedSize,
-    FullBatch,
-    LossRelease,
-    Permutation,
-    Poisson,
-    aligned,
-)
+from numpyro_dp import DPSEP, DPSVI
 from numpyro_dp.core import Fold
+from numpyro_dp.estimators import aligned
+from numpyro_dp.mechanisms import LossRelease
 from numpyro_dp.run import streaming
+from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
 
 KEY = jax.random.key(0)
 N = 60
@@ -143,7 +137,7 @@ import json, resource, sys
 import jax, numpy as np, optax
 sys.path.insert(0, sys.argv[1])
 from test_streaming import driver
-from numpyro_dp import Poisson
+from numpyro_dp.samplers import Poisson
 rows, dim = 2_000_000, 250
 x = np.memmap(sys.argv[2], np.float64, "w+", shape=(rows, dim))  # 4 GB, sparse: zeros
 x[:1000] = 1.0

@@ -9,20 +9,12 @@ import optax
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
-from numpyro_dp import (
-    DPSVI,
-    BudgetError,
-    FixedSize,
-    FullBatch,
-    LossRelease,
-    Poisson,
-    PrivacyBudget,
-    aligned,
-    secret_key,
-    vanilla,
-)
+from numpyro_dp import DPSVI, BudgetError, PrivacyBudget, secret_key
+from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.mechanisms import LossRelease
 from numpyro_dp.run import sweep as sweep_module
 from numpyro_dp.run.session import Session
+from numpyro_dp.samplers import FixedSize, FullBatch, Poisson
 
 NUMBER, STEPS = 300, 25
 

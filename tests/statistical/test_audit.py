@@ -20,19 +20,9 @@ from jax.flatten_util import ravel_pytree
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 from scipy import stats
 
-from numpyro_dp import (
-    DPMCMC,
-    DPSVI,
-    SGHMC,
-    SGLD,
-    FullBatch,
-    Poisson,
-    PreconditionedSGLD,
-    PrivacyBudget,
-    aligned,
-    secret_key,
-    vanilla,
-)
+from numpyro_dp import DPMCMC, DPSVI, SGHMC, SGLD, PreconditionedSGLD, PrivacyBudget, secret_key
+from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.samplers import FullBatch, Poisson
 
 DRAWS = 400_000  # per world; half of them choose the threshold
 BUDGET = PrivacyBudget(1.5, 0.02)

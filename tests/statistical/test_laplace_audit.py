@@ -11,7 +11,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 from test_audit import audit
 
-from numpyro_dp import FullBatch, PrivacyBudget, secret_key
+from numpyro_dp import PrivacyBudget, secret_key
 from numpyro_dp.core import MechanismState
 from numpyro_dp.laplace.guess import FirstGuess
 from numpyro_dp.laplace.prior import read_prior
@@ -25,6 +25,7 @@ from numpyro_dp.model.structure import read_model
 from numpyro_dp.privacy.mechanism.staged import StagedGaussian
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.spending import plan_for, spent_by
+from numpyro_dp.samplers import FullBatch
 
 DRAWS = 100_000
 BUDGET = PrivacyBudget(1.0, 0.02)

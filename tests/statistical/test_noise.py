@@ -15,17 +15,10 @@ from jax.flatten_util import ravel_pytree
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from scipy import stats
 
-from numpyro_dp import (
-    DPSVI,
-    Poisson,
-    aligned,
-    aligned_natural,
-    natural,
-    preconditioned,
-    secret_key,
-    vanilla,
-)
+from numpyro_dp import DPSVI, secret_key
 from numpyro_dp.core import MechanismState
+from numpyro_dp.estimators import aligned, aligned_natural, natural, preconditioned, vanilla
+from numpyro_dp.samplers import Poisson
 
 STATE = MechanismState(())
 CLIPS = {"one norm": 0.8, "norms by entry": {"auto_loc": 0.5, ...: 0.3, "extra": 0.2}}

@@ -9,16 +9,10 @@ import optax
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import (
-    DPSVI,
-    FullBatch,
-    Poisson,
-    PrivacyBudget,
-    UnsupportedModelError,
-    aligned,
-    simulated_clip_norm,
-    vanilla,
-)
+from numpyro_dp import DPSVI, PrivacyBudget, UnsupportedModelError
+from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp.mechanisms import simulated_clip_norm
+from numpyro_dp.samplers import FullBatch, Poisson
 
 KEY = jax.random.key(0)
 SIGMA = 3.0

@@ -18,17 +18,12 @@ from jax.flatten_util import ravel_pytree
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_dp import (
-    DPSVI,
-    BudgetError,
-    FullBatch,
-    LossRelease,
-    Poisson,
-    PrivacyBudget,
-    aligned,
-)
+from numpyro_dp import DPSVI, BudgetError, PrivacyBudget
+from numpyro_dp.estimators import aligned
+from numpyro_dp.mechanisms import LossRelease
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.results import PrivateLosses, SensitiveLosses
+from numpyro_dp.samplers import FullBatch, Poisson
 
 N = 200
 KEY = jax.random.key(3)

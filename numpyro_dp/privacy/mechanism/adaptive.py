@@ -67,7 +67,7 @@ class AdaptiveClip(NamedTuple):
         share: Part of the privacy cost, in [1e-6, 0.99].
 
     Example:
-        >>> from numpyro_dp import AdaptiveClip
+        >>> from numpyro_dp.mechanisms import AdaptiveClip
         >>> AdaptiveClip(initial=5.0, quantile=0.9)
         AdaptiveClip(initial=5.0, quantile=0.9, learning_rate=0.2, share=0.01)
 

@@ -36,7 +36,7 @@ class GaussianMechanism:
     ``noise_multiplier`` times the sensitivity in every coordinate, in float32 or wider.
 
     Example:
-        >>> from numpyro_dp import GaussianMechanism
+        >>> from numpyro_dp.mechanisms import GaussianMechanism
         >>> from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
         >>> mechanism = GaussianMechanism()(ClipNorm.of({"b": 3.0, ...: 4.0}), 1.5)
         >>> mechanism.sensitivity, mechanism.event

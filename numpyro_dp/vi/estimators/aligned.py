@@ -63,7 +63,7 @@ def aligned() -> Callable[[VariationalProblem], Estimator]:
         it to :class:`~numpyro_dp.DPSVI` as ``estimator=``.
 
     Example:
-        >>> from numpyro_dp import aligned
+        >>> from numpyro_dp.estimators import aligned
         >>> estimator = aligned()
 
     Guarantee:

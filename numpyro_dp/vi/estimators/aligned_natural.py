@@ -2,8 +2,9 @@ r"""Aligned natural gradients: release the natural gradient of the mean, derive 
 
 .. math:: s_i = I_m^{-1} \nabla_z \log p(x_i \mid z), \qquad I_m^{-1} = \mathrm{Cov}_q(z).
 
-The released sum is turned back, pulled back through the guide as by
-:func:`~numpyro_dp.aligned`, joined by prior and entropy, and multiplied with :math:`F^{-1}`.
+The released sum is turned back and pulled back through the guide, as
+:func:`~numpyro_dp.estimators.aligned` does. Then prior and entropy are added, and the sum is
+multiplied by :math:`F^{-1}`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def aligned_natural() -> Callable[[VariationalProblem], Estimator]:
         :class:`~numpyro_dp.UnsupportedModelError` for other guides.
 
     Example:
-        >>> from numpyro_dp import aligned_natural
+        >>> from numpyro_dp.estimators import aligned_natural
         >>> estimator = aligned_natural()
 
     Guarantee:

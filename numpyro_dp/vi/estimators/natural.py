@@ -40,7 +40,7 @@ def natural() -> Callable[[VariationalProblem], Estimator]:
         :class:`~numpyro_dp.UnsupportedModelError` for other guides.
 
     Example:
-        >>> from numpyro_dp import natural
+        >>> from numpyro_dp.estimators import natural
         >>> estimator = natural()
 
     Guarantee:

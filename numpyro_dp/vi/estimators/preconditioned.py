@@ -41,7 +41,7 @@ def preconditioned() -> Callable[[VariationalProblem], Estimator]:
         :class:`~numpyro_dp.UnsupportedModelError` for other guides.
 
     Example:
-        >>> from numpyro_dp import preconditioned
+        >>> from numpyro_dp.estimators import preconditioned
         >>> estimator = preconditioned()
 
     Guarantee:

@@ -51,7 +51,7 @@ def vanilla() -> Callable[[VariationalProblem], Estimator]:
         it to :class:`~numpyro_dp.DPSVI` as ``estimator=``.
 
     Example:
-        >>> from numpyro_dp import vanilla
+        >>> from numpyro_dp.estimators import vanilla
         >>> estimator = vanilla()
 
     Guarantee:

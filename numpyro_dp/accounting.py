@@ -1,0 +1,16 @@
+"""Who bounds epsilon, for ``accountant=`` of every driver."""
+
+from numpyro_dp.privacy.accounting import GDP, PLD, PRV, RDP, Best, UnsupportedEventError
+from numpyro_dp.privacy.calibration import CalibrationError
+from numpyro_dp.privacy.comparison import compare_accountants
+
+__all__ = [
+    "GDP",
+    "PLD",
+    "PRV",
+    "RDP",
+    "Best",
+    "CalibrationError",
+    "UnsupportedEventError",
+    "compare_accountants",
+]

@@ -1,0 +1,6 @@
+"""How batches are drawn, for ``sampler=`` of every driver."""
+
+from numpyro_dp.privacy.permutation import Permutation
+from numpyro_dp.privacy.sampling import FixedSize, FullBatch, Poisson
+
+__all__ = ["FixedSize", "FullBatch", "Permutation", "Poisson"]
