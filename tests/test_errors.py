@@ -485,9 +485,9 @@ def test_the_guard_notices_a_read() -> None:
         driver().update(init(), X)
 
 
-@pytest.mark.parametrize("missing", ["estimator", "clip_norm", "sampler"])
+@pytest.mark.parametrize("missing", ["clip_norm", "sampler"])
 def test_what_has_no_default_must_be_given(missing: str) -> None:
-    options = {"estimator": aligned(), "clip_norm": 1.0, "sampler": FullBatch()}
+    options = {"clip_norm": 1.0, "sampler": FullBatch()}
     del options[missing]
     with pytest.raises(TypeError, match=missing):
         DPSVI(model, AutoNormal(model), optax.adam(0.1), noise_multiplier=1.0, **options)

@@ -9,15 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from numpyro_dp._validate import check_int, check_probs, check_real
+from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.em.estimator import MStep, expected_statistics
 from numpyro_dp.ep.records import RecordsProblem
 from numpyro_dp.model.frontend import Prepared
 from numpyro_dp.model.records import Records, read_records
+from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
 from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
-from numpyro_dp.run.settings import Method, RunSettings, takes_settings
+from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import SensitiveState
 
 __all__ = ["DPEM"]
@@ -76,17 +81,26 @@ class DPEM(Driver):
         maximization, AISTATS.
     """
 
-    @takes_settings(without=("loss_release", "allow_sensitive", "public"))
     def __init__(
         self,
         num_components: int,
         *,
+        clip_norm: Any,
+        sampler: Sampler,
         damping: float | Callable[[Array], Array] = 1.0,
         scale: float | None = None,
         probs: Any = None,
         init_scale: float = 1.0,
         smallest_variance: float = 1e-3,
-        settings: dict[str, Any],
+        mechanism: MechanismBuilder = GaussianMechanism(),
+        budget: PrivacyBudget | None = None,
+        noise_multiplier: float | None = None,
+        secret_key: Any = None,
+        num_steps: int | None = None,
+        accountant: Accountant | None = None,
+        microbatch_size: int | None = None,
+        mesh: Mesh | None = None,
+        repetition: bool = False,
     ) -> None:
         self.num_components = check_int("num_components", num_components, low=1)
         self.init_scale = check_real("init_scale", init_scale, low=0, low_open=True)
@@ -101,7 +115,13 @@ class DPEM(Driver):
         text = f"mixture of {num_components}, {scale}, {probs}, {smallest_variance}"
         step = MStep(damping, scale, known, smallest_variance)
         method = Method(expected_statistics(scale is None), step, text, _INDEPENDENT)
-        super().__init__(method, RunSettings(**settings))
+        settings = RunSettings(
+            clip_norm=clip_norm, sampler=sampler, mechanism=mechanism, budget=budget,
+            noise_multiplier=noise_multiplier, secret_key=secret_key, num_steps=num_steps,
+            accountant=accountant, microbatch_size=microbatch_size, mesh=mesh,
+            repetition=repetition
+        )  # fmt: skip
+        super().__init__(method, settings)
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the parameters at a state; they may be published."""

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array
+from jax.sharding import Mesh
 
 from numpyro_dp._validate import check_int, check_real
-from numpyro_dp.core import Sampler
+from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.ep.damping import Damped
 from numpyro_dp.ep.estimator import Release, stochastic_ep
 from numpyro_dp.ep.families import Family, diagonal_normal, isotropic_normal, normal
@@ -25,12 +26,15 @@ from numpyro_dp.model.records import Rows
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
+from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.results import RunResult
 from numpyro_dp.run.session import Session
-from numpyro_dp.run.settings import Method, RunSettings, takes_settings
+from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import SensitiveState
 
 __all__ = ["DPSEP", "EP", "SEP", "SensitiveEPResult"]
@@ -156,30 +160,46 @@ class DPSEP(Driver):
         differs, and why: :mod:`numpyro_dp.ep.estimator`.
     """
 
-    @takes_settings(without=("loss_release", "allow_sensitive"))
     def __init__(
         self,
         model: Callable[..., Any],
         family: Callable[[int], Family] | Mapping[str, Family] = normal,
         *,
+        clip_norm: Any,
+        sampler: Sampler,
         site: SiteBuilder | None = None,
         damping: float | Callable[[Array], Array] = 0.5,
         precision_weight: float = 1.0,
         shared_precision: bool | int = False,
         floor: float = 2.0,
         data_plate: str | None = None,
-        settings: dict[str, Any],
+        mechanism: MechanismBuilder = GaussianMechanism(),
+        budget: PrivacyBudget | None = None,
+        noise_multiplier: float | None = None,
+        secret_key: Any = None,
+        num_steps: int | None = None,
+        accountant: Accountant | None = None,
+        microbatch_size: int | None = None,
+        mesh: Mesh | None = None,
+        public: Any = (),
+        repetition: bool = False,
         **static_kwargs: Any,
     ) -> None:
-        own, release = RunSettings(**settings), Release(precision_weight, shared_precision, floor)
+        settings = RunSettings(
+            clip_norm=clip_norm, sampler=sampler, mechanism=mechanism, budget=budget,
+            noise_multiplier=noise_multiplier, secret_key=secret_key, num_steps=num_steps,
+            accountant=accountant, microbatch_size=microbatch_size, mesh=mesh, public=public,
+            repetition=repetition
+        )  # fmt: skip
+        release = Release(precision_weight, shared_precision, floor)
         release.check(family)
         if not callable(damping):
             check_real("damping", damping, low=0, low_open=True, high=1)
         estimator = stochastic_ep(precision_weight, shared_precision)
-        self._reader = _Reader(model, family, site, data_plate, static_kwargs, own.public)
+        self._reader = _Reader(model, family, site, data_plate, static_kwargs, settings.public)
         self.guide = self._reader.guide
         text = f"{self._reader}, {tuple(release)}"
-        super().__init__(Method(estimator, Damped(damping, floor), text, _INDEPENDENT), own)
+        super().__init__(Method(estimator, Damped(damping, floor), text, _INDEPENDENT), settings)
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters at a state; they may be published."""

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from numpyro_dp.laplace.guess import FirstGuess, first_guess
 from numpyro_dp.laplace.prior import ModelPrior, read_prior
@@ -21,11 +22,13 @@ from numpyro_dp.model.public import argument_names, declare
 from numpyro_dp.model.structure import ModelStructure, read_model
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
+from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism.staged import StagedGaussian
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run import checks
-from numpyro_dp.run.settings import RunSettings, takes_settings
+from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.spending import begun, plan_for, spent_by
 
 __all__ = ["DPLaplace"]
@@ -100,26 +103,30 @@ class DPLaplace:
         privacy, JRSS B, for the composition.
     """
 
-    @takes_settings(
-        without=(
-            "clip_norm", "sampler", "mechanism", "num_steps", "loss_release", "allow_sensitive",
-        )
-    )  # fmt: skip
     def __init__(
         self,
         model: Callable[..., Any],
         *,
         data_plate: str | None = None,
         scales: Mapping[str, Any] | None = None,
-        settings: dict[str, Any],
+        budget: PrivacyBudget | None = None,
+        noise_multiplier: float | None = None,
+        secret_key: Any = None,
+        accountant: Accountant | None = None,
+        microbatch_size: int | None = None,
+        mesh: Mesh | None = None,
+        public: Any = (),
+        repetition: bool = False,
         **static_kwargs: Any,
     ) -> None:
         checks.check_callable("model", model)
         self.model, self.static_kwargs, self.data_plate = model, static_kwargs, data_plate
         self.scales = _check_scales(scales)
         self.settings = RunSettings(
-            clip_norm=1.0, sampler=FullBatch(), mechanism=StagedGaussian((1.0,)), **settings
-        )
+            clip_norm=1.0, sampler=FullBatch(), mechanism=StagedGaussian((1.0,)), budget=budget,
+            noise_multiplier=noise_multiplier, secret_key=secret_key, accountant=accountant,
+            microbatch_size=microbatch_size, mesh=mesh, public=public, repetition=repetition
+        )  # fmt: skip
         if self.settings.budget is None and not self.settings.noise_multiplier:
             raise ValueError(
                 "Expected budget= (or a noise_multiplier above 0): the decode must know its noise. "

@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 from numpyro.diagnostics import print_summary, split_gelman_rubin
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_dp._compat import POINT_SUFFIX
 from numpyro_dp._validate import check_int
+from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.mcmc.balance import ChainSettings, check_heat, check_steps
 from numpyro_dp.mcmc.kernels import SGLD, as_optimizer
 from numpyro_dp.mcmc.langevin import langevin
@@ -25,11 +27,14 @@ from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
+from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
-from numpyro_dp.run.settings import Method, RunSettings, takes_settings
+from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.spending import begun, noise_fields, plan_for, secret_of, spent_by
 from numpyro_dp.run.state import SensitiveState
 
@@ -97,25 +102,39 @@ class DPMCMC:
         privacy and reliability, Algorithm 2.
     """
 
-    @takes_settings(without=("num_steps", "loss_release", "allow_sensitive"))
     def __init__(
         self,
         kernel: SGLD,
         *,
         num_warmup: int,
         num_samples: int,
+        clip_norm: Any,
+        sampler: Sampler,
         num_chains: int = 1,
         thinning: int = 1,
         data_plate: str | None = None,
         progress_bar: bool = True,
-        settings: dict[str, Any],
+        mechanism: MechanismBuilder = GaussianMechanism(),
+        budget: PrivacyBudget | None = None,
+        noise_multiplier: float | None = None,
+        secret_key: Any = None,
+        accountant: Accountant | None = None,
+        microbatch_size: int | None = None,
+        mesh: Mesh | None = None,
+        public: Any = (),
+        repetition: bool = False,
         **static_kwargs: Any,
     ) -> None:
         check_int("num_warmup", num_warmup, low=0)
         check_int("num_chains", num_chains, low=1)
         check_int("thinning", thinning, low=1)
         _check_samples(num_samples, thinning)
-        run = _check_run(RunSettings(**settings), _check_kernel(kernel))
+        settings = RunSettings(
+            clip_norm=clip_norm, sampler=sampler, mechanism=mechanism, budget=budget,
+            noise_multiplier=noise_multiplier, secret_key=secret_key, accountant=accountant,
+            microbatch_size=microbatch_size, mesh=mesh, public=public, repetition=repetition
+        )  # fmt: skip
+        run = _check_run(settings, _check_kernel(kernel))
         self.settings = ChainSettings(kernel, num_warmup, num_samples, num_chains, thinning, run)
         self._progress_bar = progress_bar
         self._frontend = _frontend(kernel, data_plate, static_kwargs, run.public)

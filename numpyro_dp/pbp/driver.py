@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from numpyro_dp._validate import check_int, check_real
+from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.ep.driver import SensitiveEPResult
 from numpyro_dp.ep.records import RecordsProblem
 from numpyro_dp.model.frontend import Prepared
@@ -23,10 +25,13 @@ from numpyro_dp.pbp.reference import ep_sweep, filter_sweeps, start_network_site
 from numpyro_dp.pbp.steps import NetworkSteps
 from numpyro_dp.posterior.from_model import ModelSource, drift_notes
 from numpyro_dp.posterior.posterior import Posterior
+from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
 from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.results import RunResult
-from numpyro_dp.run.settings import Method, RunSettings, takes_settings
+from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import SensitiveState
 
 __all__ = ["DPPBP", "PBP"]
@@ -100,11 +105,12 @@ class DPPBP(Driver):
         section 6.2; Hernández-Lobato, Adams (2015), ICML.
     """
 
-    @takes_settings(without=("loss_release", "allow_sensitive", "public"))
     def __init__(
         self,
         network: RegressionNetwork,
         *,
+        clip_norm: Any,
+        sampler: Sampler,
         damping: float | Callable[[Array], Array] = 0.05,
         step_size: float | Callable[[Array], Array] | None = None,
         ridge: float | None = None,
@@ -113,7 +119,15 @@ class DPPBP(Driver):
         noise_weight: float = 0.3,
         floor: float = 2.0,
         init_scale: float = 1.0,
-        settings: dict[str, Any],
+        mechanism: MechanismBuilder = GaussianMechanism(),
+        budget: PrivacyBudget | None = None,
+        noise_multiplier: float | None = None,
+        secret_key: Any = None,
+        num_steps: int | None = None,
+        accountant: Accountant | None = None,
+        microbatch_size: int | None = None,
+        mesh: Mesh | None = None,
+        repetition: bool = False,
     ) -> None:
         self.network = _check_network(network)
         for name, rate in (("damping", damping), ("step_size", step_size)):
@@ -131,7 +145,13 @@ class DPPBP(Driver):
         estimator = network_ep(network, self._by_layer, precision_weight, noise_weight, ridge)
         steps = NetworkSteps(network, damping, step_size, floor)
         method = Method(estimator, steps, text, _INDEPENDENT)
-        super().__init__(method, RunSettings(**settings))
+        settings = RunSettings(
+            clip_norm=clip_norm, sampler=sampler, mechanism=mechanism, budget=budget,
+            noise_multiplier=noise_multiplier, secret_key=secret_key, num_steps=num_steps,
+            accountant=accountant, microbatch_size=microbatch_size, mesh=mesh,
+            repetition=repetition
+        )  # fmt: skip
+        super().__init__(method, settings)
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters at a state; they may be published."""

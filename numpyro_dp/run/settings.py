@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ from numpyro_dp.privacy.random import as_secret_key
 from numpyro_dp.run import checks
 from numpyro_dp.run.loss import LossRelease, with_loss_norm
 
-__all__ = ["Method", "RunSettings", "takes_settings"]
+__all__ = ["Method", "RunSettings"]
 
 
 class Method(NamedTuple):
@@ -59,7 +57,7 @@ class RunSettings:
 
     clip_norm: Any
     sampler: Sampler
-    mechanism: MechanismBuilder = GaussianMechanism()  # noqa: RUF009, a frozen value
+    mechanism: MechanismBuilder = GaussianMechanism()
     budget: PrivacyBudget | None = None
     noise_multiplier: float | None = None
     secret_key: Any = dataclasses.field(default=None, repr=False)
@@ -108,51 +106,3 @@ class RunSettings:
     def changed(self, **fields: Any) -> RunSettings:
         """Returns the same settings with other values in some fields, checked."""
         return dataclasses.replace(self, **fields)
-
-
-def takes_settings(without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Any]:
-    """Lets a constructor take the fields of :class:`RunSettings` as keywords of its own.
-
-    The constructor gets those that were given in one dict, ``settings``. Its signature shows all of
-    them, so that editors and ``help`` do too.
-
-    Args:
-        without: Fields that the constructor does not take, or takes by itself.
-    """
-    fields = [field for field in dataclasses.fields(RunSettings) if field.name not in without]
-
-    def decorate(constructor: Callable[..., None]) -> Any:
-        own = inspect.signature(constructor).parameters.values()
-        rest = [each for each in own if each.name != "settings"]
-        shared = [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty
-                if field.default is dataclasses.MISSING
-                else field.default,
-                annotation=field.type,
-            )
-            for field in fields
-        ]
-        # What has no default comes first among the keywords, and **static_kwargs last.
-        parameters = sorted(
-            [*rest, *shared],
-            key=lambda each: (each.kind, each.kind is each.KEYWORD_ONLY and not _required(each)),
-        )
-        signature = inspect.Signature(parameters)
-
-        @functools.wraps(constructor)
-        def with_settings(*args: Any, **kwargs: Any) -> None:
-            signature.bind(*args, **kwargs)  # raises where an argument is missing or unknown
-            given = {e.name: kwargs.pop(e.name) for e in shared if e.name in kwargs}
-            constructor(*args, settings=given, **kwargs)
-
-        with_settings.__signature__ = signature  # type: ignore[attr-defined]
-        return with_settings
-
-    return decorate
-
-
-def _required(parameter: inspect.Parameter) -> bool:
-    return parameter.default is inspect.Parameter.empty

@@ -6,21 +6,27 @@ from collections.abc import Callable
 from typing import Any
 
 from jax import Array
+from jax.sharding import Mesh
 from numpyro.infer import SVI, autoguide
 
-from numpyro_dp.core import Estimator
+from numpyro_dp.core import Estimator, MechanismBuilder, Sampler
 from numpyro_dp.model.frontend import Frontend, Prepared, check_loss
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.variational import VariationalProblem, guide_kind
 from numpyro_dp.posterior.from_model import ModelSource, drift_notes
 from numpyro_dp.posterior.posterior import Posterior
+from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
 from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
+from numpyro_dp.run.loss import LossRelease
 from numpyro_dp.run.results import RunResult, SensitiveValueError
-from numpyro_dp.run.settings import Method, RunSettings, takes_settings
+from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import SensitiveState
 from numpyro_dp.sums.devices import copied
+from numpyro_dp.vi.estimators import aligned
 
 __all__ = ["DPSVI"]
 
@@ -45,7 +51,7 @@ class DPSVI(Driver):
             evidence lower bound of the whole data set.
         loss: ``None``, ``Trace_ELBO(num_particles=K)`` or ``TraceMeanField_ELBO(num_particles=K)``;
             all three are one here, since entropies have closed forms where these are known.
-        estimator: For example :func:`~numpyro_dp.estimators.aligned` ``()``.
+        estimator: Which gradient one record contributes; see :mod:`numpyro_dp.estimators`.
         clip_norm: Bound on the norm of one record's signal, in units of its log likelihood
             gradient, unscaled by batch or data size. Or an
             :class:`~numpyro_dp.mechanisms.AdaptiveClip`, or a dict of either by entry of the
@@ -124,7 +130,6 @@ class DPSVI(Driver):
         Jälkö, Prediger, Honkela, Kaski (2024), DPVIm, TMLR.
     """
 
-    @takes_settings()
     def __init__(
         self,
         model: Callable[..., Any],
@@ -132,16 +137,35 @@ class DPSVI(Driver):
         optim: Any,
         loss: Any = None,
         *,
-        estimator: Callable[[VariationalProblem], Estimator],
+        clip_norm: Any,
+        sampler: Sampler,
+        estimator: Callable[[VariationalProblem], Estimator] = aligned(),
         data_plate: str | None = None,
-        settings: dict[str, Any],
+        mechanism: MechanismBuilder = GaussianMechanism(),
+        budget: PrivacyBudget | None = None,
+        noise_multiplier: float | None = None,
+        secret_key: Any = None,
+        num_steps: int | None = None,
+        accountant: Accountant | None = None,
+        loss_release: LossRelease | None = None,
+        allow_sensitive: bool = False,
+        microbatch_size: int | None = None,
+        mesh: Mesh | None = None,
+        public: Any = (),
+        repetition: bool = False,
         **static_kwargs: Any,
     ) -> None:
         checks.check_callable("model", model)
         checks.check_callable("guide", guide)
         self.loss = check_loss(loss)
         svi = SVI(model, guide, checks.check_optim(optim), self.loss, **static_kwargs)
-        super().__init__(Method(estimator, svi.optim), RunSettings(**settings))
+        settings = RunSettings(
+            clip_norm=clip_norm, sampler=sampler, mechanism=mechanism, budget=budget,
+            noise_multiplier=noise_multiplier, secret_key=secret_key, num_steps=num_steps,
+            accountant=accountant, loss_release=loss_release, allow_sensitive=allow_sensitive,
+            microbatch_size=microbatch_size, mesh=mesh, public=public, repetition=repetition
+        )  # fmt: skip
+        super().__init__(Method(estimator, svi.optim), settings)
         self.model, self.guide, self.optim = model, guide, svi.optim
         self.static_kwargs = static_kwargs
         self._frontend = Frontend(
