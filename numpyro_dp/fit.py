@@ -14,7 +14,6 @@ from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.structure import find_data_plate
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.privacy.plan import default_delta
 from numpyro_dp.privacy.sampling import FullBatch, Poisson
 from numpyro_dp.vi.estimators import aligned
 from numpyro_dp.vi.svi import DPSVI
@@ -69,7 +68,7 @@ def fit(
         That of the driver, at this epsilon and delta.
     """
     number = find_data_plate(model, args, kwargs)[1]
-    budget = PrivacyBudget(epsilon, default_delta(number) if delta is None else delta)
+    budget = PrivacyBudget(epsilon, delta)
     try:
         return DPLaplace(model, budget=budget, public=public).run(rng_key, *args, **kwargs)
     except UnsupportedModelError as refusal:

@@ -29,6 +29,7 @@ __all__ = [
     "Relation",
     "Spending",
     "check_relation",
+    "default_delta",
     "gaussian_event",
     "neighboring_relation",
 ]
@@ -41,6 +42,11 @@ _DELTA_REMEDY = (
     "Gaussian noise gives no guarantee with delta=0; choose a delta below 1 / num_examples, "
     "for example 1e-5."
 )
+
+
+def default_delta(num_examples: int) -> float:
+    """The delta of a run for which the user gave none: N ** -1.1, and at most 0.01."""
+    return min(1e-2, float(num_examples) ** -1.1)
 
 
 def check_relation(relation: object) -> Relation:
@@ -102,7 +108,8 @@ class PrivacyBudget:
 
     Args:
         epsilon: Positive and finite; dimensionless.
-        delta: In (0, 1), a probability; usually well below ``1 / num_examples``.
+        delta: In (0, 1), a probability; usually well below ``1 / num_examples``. By default it is
+            ``min(0.01, num_examples ** -1.1)``, and the report says so.
         relation: ``"add_or_remove_one"`` (neighbours differ by the presence of one record) or
             ``"replace_one"`` (by the value of one record, so that their size is the same).
         earlier: Part of it that earlier runs have spent; set by :meth:`after`.
@@ -120,7 +127,7 @@ class PrivacyBudget:
     """
 
     epsilon: float
-    delta: float
+    delta: float | None = None
     relation: Relation = "add_or_remove_one"
     earlier: tuple[Spending, ...] = dataclasses.field(default=(), kw_only=True)
 
@@ -135,17 +142,13 @@ class PrivacyBudget:
             high_open=True,
             remedy="Choose a finite budget, for example epsilon=1.0.",
         )
-        delta = check_real(
-            "delta",
-            self.delta,
-            low=0.0,
-            high=1.0,
-            low_open=True,
-            high_open=True,
-            remedy=_DELTA_REMEDY,
-        )
+        if self.delta is not None:
+            delta = check_real(
+                "delta", self.delta, low=0.0, high=1.0, low_open=True, high_open=True,
+                remedy=_DELTA_REMEDY,
+            )  # fmt: skip
+            object.__setattr__(self, "delta", delta)
         object.__setattr__(self, "epsilon", epsilon)
-        object.__setattr__(self, "delta", delta)
         check_relation(self.relation)
         if not all(isinstance(each, Spending) for each in self.earlier):
             raise TypeError("Expected earlier to be set by PrivacyBudget.after(result.privacy).")
@@ -160,6 +163,10 @@ class PrivacyBudget:
     def neighboring_relation(self) -> dpa.NeighboringRelation:
         """The relation as ``dp_accounting`` names it."""
         return neighboring_relation(self.relation)
+
+    def for_records(self, num_examples: int) -> PrivacyBudget:
+        """The same budget, with the default delta for this many records if none was given."""
+        return dataclasses.replace(self, delta=self.delta or default_delta(num_examples))
 
     def after(self, *reports: _Report) -> PrivacyBudget:
         """Returns the budget of a further run on records of which others are released already.
@@ -212,7 +219,8 @@ class PrivacyBudget:
     def __str__(self) -> str:
         """One line, with the relation."""
         shared = ", together with earlier runs" if self.earlier else ""
-        return f"(epsilon={self.epsilon:g}, delta={self.delta:g}) under {self.relation}{shared}"
+        delta = "by default" if self.delta is None else f"{self.delta:g}"
+        return f"(epsilon={self.epsilon:g}, delta={delta}) under {self.relation}{shared}"
 
 
 def gaussian_event(

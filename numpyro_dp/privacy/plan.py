@@ -18,10 +18,10 @@ from numpyro_dp.privacy.accounting import (
     epsilon_spent,
 )
 from numpyro_dp.privacy.accounting.steps import canonical_event, gaussian_steps
-from numpyro_dp.privacy.budget import SENSITIVITY, PrivacyBudget, Relation, Spending
+from numpyro_dp.privacy.budget import SENSITIVITY, PrivacyBudget, Relation, Spending, default_delta
 from numpyro_dp.privacy.calibration import calibrate_noise
 
-__all__ = ["BudgetError", "Plan", "PrivacyReport", "default_delta", "make_plan"]
+__all__ = ["BudgetError", "Plan", "PrivacyReport", "make_plan"]
 
 
 class BudgetError(ValueError):
@@ -235,6 +235,8 @@ class PrivacyReport:
                 f"delta > 1 / {plan.num_examples}: a delta this large permits publishing a record "
                 "verbatim. Choose one below 1 / number of records."
             )
+        if self.delta == default_delta(plan.num_examples):
+            lines.append("delta is the default, min(0.01, N ** -1.1).")
         if self.loss_released:
             lines.append("The loss curve is part of the release.")
         lines += self._caveats()
@@ -269,6 +271,7 @@ def make_plan(
         BudgetError: If the run would spend more than the budget, or the number of steps that the
             budget must cover is not known.
     """
+    budget = budget and budget.for_records(num_examples)
     delta = budget.delta if budget else default_delta(num_examples)
     relation = budget.relation if budget else sampler.relation
     noise = 0.0 if noise_multiplier is None else noise_multiplier
@@ -312,11 +315,6 @@ def _check_left(plan: Plan, num_steps: int) -> None:
             f"Expected the {len(plan.earlier)} earlier runs to leave something of the budget "
             f"{budget}, got {spent}. Nothing more can be released within it."
         )
-
-
-def default_delta(num_examples: int) -> float:
-    """The delta at which a run without a budget is reported: N ** -1.1, capped at 0.01."""
-    return min(1e-2, float(num_examples) ** -1.1)
 
 
 def _run_event(plan: Plan, noise_multiplier: float, num_steps: int) -> dpa.DpEvent:

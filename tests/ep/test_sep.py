@@ -22,7 +22,7 @@ from numpyro_dp.ep.problem import make_problem, read_conjugate_model
 from numpyro_dp.ep.sites import conjugate, importance, normal_mixture, quadrature
 from numpyro_dp.ep.sites import probit as probit_site
 from numpyro_dp.posterior import average, posterior_samples
-from numpyro_dp.privacy.plan import default_delta
+from numpyro_dp.privacy.budget import default_delta
 from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
 from numpyro_dp.sums.bounded import bounded_sum
 

@@ -203,3 +203,11 @@ def test_an_event_of_the_whole_can_be_read():
     second = report(FullBatch(), 10, PrivacyBudget(1.0, 1e-5).after(first))
     assert isinstance(second.event, ComposedDpEvent)
     assert hash(PrivacyBudget(1.0, 1e-5).after(first))
+
+
+def test_delta_is_found_from_the_number_of_records():
+    budget = PrivacyBudget(1.0)
+    assert budget.delta is None and "by default" in str(budget)
+    assert budget.for_records(1000).delta == 1000**-1.1
+    assert budget.for_records(3).delta == 0.01
+    assert PrivacyBudget(1.0, 1e-5).for_records(1000).delta == 1e-5
