@@ -1,6 +1,6 @@
 """Differentially private Bayesian inference for NumPyro."""
 
-from numpyro_dp import accounting, core, estimators, mechanisms, posterior, samplers
+from numpyro_dp import accounting, core, estimators, extend, mechanisms, posterior, samplers
 from numpyro_dp.em.driver import DPEM
 from numpyro_dp.ep.driver import DPSEP, EP, SEP
 from numpyro_dp.fit import fit
@@ -44,6 +44,7 @@ __all__ = [
     "accounting",
     "core",
     "estimators",
+    "extend",
     "fit",
     "mechanisms",
     "posterior",

@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from numpyro_dp._validate import check_int, check_probs, check_real
 from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.em.estimator import MStep, expected_statistics
-from numpyro_dp.ep.records import RecordsProblem
 from numpyro_dp.model.frontend import Prepared
 from numpyro_dp.model.records import Records, read_records
+from numpyro_dp.model.records_problem import RecordsProblem
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
@@ -128,7 +128,8 @@ class DPEM(Driver):
         checks.check_state(state)
         return state.optim_state.params
 
-    def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
+    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
+        """Reads shapes alone."""
         given = [*args, *kwargs.values()]
         if len(given) != 1 or not isinstance(given[0], np.ndarray | jax.Array):
             kinds = ", ".join(type(each).__name__ for each in given)
@@ -141,7 +142,7 @@ class DPEM(Driver):
             )
         return read_records(lambda x: None, args, kwargs, len(x))
 
-    def _prepare(
+    def prepare(
         self,
         structure: Records,
         rng_key: Array,
@@ -149,6 +150,7 @@ class DPEM(Driver):
         kwargs: dict[str, Any],
         init_params: dict[str, Any] | None,
     ) -> Prepared:
+        """Reads no record."""
         shape, _ = structure.layout.shapes[0]
         params = self._start(rng_key, *shape)
         if init_params is not None:

@@ -26,11 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from numpyro_dp._matrix import raise_eigenvalues
 from numpyro_dp.core import Estimator, Released
-from numpyro_dp.ep.families._matrix import raise_eigenvalues
 from numpyro_dp.ep.gaussian import inverse_and_log_det
-from numpyro_dp.ep.records import RecordsProblem
 from numpyro_dp.model.public import own_constants
+from numpyro_dp.model.records_problem import RecordsProblem
 
 __all__ = ["MStep", "expected_statistics"]
 

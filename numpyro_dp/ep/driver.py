@@ -207,10 +207,11 @@ class DPSEP(Driver):
         natural = self.method.optim.get_params(state.optim_state)
         return {PREFIX + name: value for name, value in natural.items()}
 
-    def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+        """Reads shapes alone."""
         return self._reader.structure(args, kwargs)
 
-    def _prepare(
+    def prepare(
         self,
         structure: ModelStructure,
         rng_key: Array,
@@ -218,6 +219,7 @@ class DPSEP(Driver):
         kwargs: dict[str, Any],
         init_params: dict[str, Any] | None,
     ) -> Prepared:
+        """Reads no record."""
         known = self._sessions.get(arguments_key(args, kwargs))
         if known is None:
             problem = self._reader.problem(structure, rng_key, args, kwargs)

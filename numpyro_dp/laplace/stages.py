@@ -199,10 +199,11 @@ class Stages(Driver):
         """The first guess has seen finite scores; a signal is finite in any case."""
         return True
 
-    def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+        """Reads shapes alone."""
         return self._outcomes.model.structure
 
-    def _prepare(
+    def prepare(
         self,
         structure: ModelStructure,
         rng_key: Array,
@@ -210,5 +211,6 @@ class Stages(Driver):
         kwargs: dict[str, Any],
         init_params: dict[str, Any] | None,
     ) -> Prepared:
+        """Reads no record."""
         problem = LaplaceProblem(self._outcomes)
         return Prepared(problem, self.method.optim.init(self._first), rng_key)

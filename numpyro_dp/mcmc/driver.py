@@ -293,10 +293,11 @@ class _Chain(Driver):
             stacked = session.run_many(stacked, rows, warmup, 1)[0]
         return session.run_many(stacked, rows, samples, kept)[2].params
 
-    def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+        """Reads shapes alone."""
         return self._frontend.structure(args, kwargs)
 
-    def _prepare(
+    def prepare(
         self,
         structure: ModelStructure,
         rng_key: Array,
@@ -304,6 +305,7 @@ class _Chain(Driver):
         kwargs: dict[str, Any],
         init_params: dict[str, Any] | None,
     ) -> Prepared:
+        """Reads no record."""
         prepared = self._frontend.prepare(structure, rng_key, args, kwargs, init_params)
         position = self.method.optim.get_params(prepared.optim_state)
         # Those of random_flax_module have no entry left: all of them are latent sites.

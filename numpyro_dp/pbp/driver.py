@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.ep.driver import SensitiveEPResult
-from numpyro_dp.ep.records import RecordsProblem
 from numpyro_dp.model.frontend import Prepared
 from numpyro_dp.model.records import Records, read_records
+from numpyro_dp.model.records_problem import RecordsProblem
 from numpyro_dp.pbp.estimator import network_ep
 from numpyro_dp.pbp.model import NetworkGuide, RegressionNetwork
 from numpyro_dp.pbp.reference import ep_sweep, filter_sweeps, start_network_sites
@@ -158,10 +158,11 @@ class DPPBP(Driver):
         checks.check_state(state)
         return state.optim_state.params
 
-    def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
+    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
+        """Reads shapes alone."""
         return _read(self.network, args, kwargs)
 
-    def _prepare(
+    def prepare(
         self,
         structure: Records,
         rng_key: Array,
@@ -169,6 +170,7 @@ class DPPBP(Driver):
         kwargs: dict[str, Any],
         init_params: dict[str, Any] | None,
     ) -> Prepared:
+        """Reads no record."""
         (shape, _), *_ = structure.layout.shapes
         number = structure.layout.num_examples
         start = _start(self.network, rng_key, *shape, number, self.init_scale, _START)

@@ -65,11 +65,11 @@ class Driver(abc.ABC):
         """Returns the parameters at a state; they may be published."""
 
     @abc.abstractmethod
-    def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         """Reads the model on shapes alone."""
 
     @abc.abstractmethod
-    def _prepare(
+    def prepare(
         self,
         structure: ModelStructure,
         rng_key: Array,
@@ -282,7 +282,7 @@ class Driver(abc.ABC):
         checks.check_rng_keys(rng_keys)
         plan = SweepPlan(self.settings, rng_keys, num_steps, learning_rate, trace_size, chunk_size)
         axes = combinations(self.settings, folder, epsilon, noise_multiplier, clip_norm)
-        structure = self._structure(args, kwargs)
+        structure = self.structure(args, kwargs)
         common = num_steps, args, kwargs, init_params, structure
         starts = [self._init(key, *common) for key in rng_keys]
         session = self._session(args, kwargs)
@@ -304,14 +304,14 @@ class Driver(abc.ABC):
         init_params: dict[str, Any] | None,
         structure: ModelStructure | None = None,
     ) -> SensitiveState:
-        structure = self._structure(args, kwargs) if structure is None else structure
+        structure = self.structure(args, kwargs) if structure is None else structure
         settings = self.settings
         plan = plan_for(settings, structure.layout.num_examples, num_steps)
         key = arguments_key(args, kwargs)
 
         def prepare(attempt: int) -> Prepared:
             own = jax.random.fold_in(rng_key, attempt) if attempt else rng_key
-            return self._prepare(structure, own, args, kwargs, init_params)
+            return self.prepare(structure, own, args, kwargs, init_params)
 
         def finite(prepared: Prepared) -> bool:
             if key not in self._sessions:
@@ -379,7 +379,7 @@ class Driver(abc.ABC):
                     "of the same shapes, each passed in the same way (by place or by name), got "
                     f"{[s for _, s in array_shapes(args, kwargs)]}."
                 )
-            structure = self._structure(args, kwargs)
-            prepared = self._prepare(structure, jax.random.key(0), args, kwargs, None)
+            structure = self.structure(args, kwargs)
+            prepared = self.prepare(structure, jax.random.key(0), args, kwargs, None)
             self._sessions[key] = Session(self.settings, self.method, prepared)
         return self._sessions[key]

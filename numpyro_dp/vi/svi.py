@@ -206,10 +206,11 @@ class DPSVI(Driver):
         args, kwargs = copied(self.settings.mesh, (args, kwargs))
         return self._frontend.svi.evaluate(copied(self.settings.mesh, svi_state), *args, **kwargs)
 
-    def _structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+        """Reads shapes alone."""
         return self._frontend.structure(args, kwargs)
 
-    def _prepare(
+    def prepare(
         self,
         structure: ModelStructure,
         rng_key: Array,
@@ -217,6 +218,7 @@ class DPSVI(Driver):
         kwargs: dict[str, Any],
         init_params: dict[str, Any] | None,
     ) -> Prepared:
+        """Reads no record."""
         return self._frontend.prepare(structure, rng_key, args, kwargs, init_params)
 
     def _posterior(self, problem: VariationalProblem, result: RunResult) -> Posterior:

@@ -24,14 +24,14 @@ from jax import Array, lax
 from jax.scipy.linalg import cho_solve, solve_triangular
 from jaxtyping import Bool, Float
 
-from numpyro_dp._validate import check_int
-from numpyro_dp.ep.families._matrix import (
+from numpyro_dp._matrix import (
     log_det,
     positive_definite,
     raise_eigenvalues,
     spd_inverse,
     symmetric,
 )
+from numpyro_dp._validate import check_int
 from numpyro_dp.ep.families.base import (
     Family,
     Natural,
