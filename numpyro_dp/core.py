@@ -96,7 +96,7 @@ class Problem(Protocol):
 
     @property
     def num_examples(self) -> int:
-        """Number of records; public."""
+        """Number of records, which is public."""
         ...
 
     @property

@@ -85,8 +85,8 @@ def tail_average(num_steps: int, last: float = 0.5, num_batches: int = 32) -> Fo
 
     The fold needs three times the memory of the parameters. Unlike
     :func:`~numpyro_dp.posterior.average`, it does not check convergence: you choose the share of
-    the steps before the run. The average is taken over constrained parameters. It meets convex
-    constraints, such as those of scales and Cholesky factors.
+    the steps before the run. The average is taken over constrained parameters. So it meets convex
+    constraints, such as positive scales and Cholesky factors.
 
     Args:
         num_steps: Number of steps of the run.

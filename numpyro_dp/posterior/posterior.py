@@ -112,7 +112,7 @@ class Posterior:
         """Draws the global latent sites, in the model's own units.
 
         Args:
-            rng_key: Key of the draws; it need not be secret.
+            rng_key: Key of the draws. It need not be secret.
             num_samples: Number of draws. For MCMC they come from the stored chains. They repeat
                 if you ask for more than are stored.
 

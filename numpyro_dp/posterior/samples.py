@@ -29,7 +29,7 @@ def posterior_samples(
     draws, use ``Predictive(model, posterior_samples=draws, params=params)``.
 
     Args:
-        rng_key: Key of the draws; it need not be secret.
+        rng_key: Key of the draws. It need not be secret.
         guide: The guide of the run.
         params: ``result.params``, or the ``params`` of :func:`~numpyro_dp.posterior.average`,
             :func:`~numpyro_dp.posterior.noise_aware` or :func:`~numpyro_dp.posterior.tail_average`.

@@ -121,7 +121,7 @@ def synthetic_data(
     """Draws synthetic data sets from the posterior predictive, each with its own posterior draw.
 
     Args:
-        rng_key: Key of the draws; it need not be secret.
+        rng_key: Key of the draws. It need not be secret.
         model: The model. It must run without records, for example as
             ``model(None, num_records)``.
         guide: The guide of the run, or one that was called on data of the same kind.
