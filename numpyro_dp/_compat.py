@@ -1,8 +1,8 @@
-"""Every private or unstable name of JAX and NumPyro that this package uses, one function each.
+"""All private or unstable names of JAX and NumPyro that this package uses, one function for each.
 
 A release of JAX or NumPyro may change these names without notice. ``tests/test_compat.py`` has one
-test for each function here, so that a change shows itself by name. No function compares version
-numbers: it tries the thing itself.
+test for each function here, so a failing test names the change. Functions do not compare version
+numbers. They check for the feature itself.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ __all__ = [
 _core: Any = jax.extend.core if hasattr(jax.extend.core, "get_opaque_trace_state") else jax.core
 
 # Names of operations in a traced program. JAX documents none of them.
-CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")  # call a program as it stands
-CALLED = ("jaxpr", "call_jaxpr")  # parameters with the program that an operation calls
-LOOPS = ("scan", "while", "cond")  # call programs on other values than their own inputs
+CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")  # call a program on their inputs
+CALLED = ("jaxpr", "call_jaxpr")  # parameters that hold the program of such a call
+LOOPS = ("scan", "while", "cond")  # call programs on values other than their inputs
 MOVES = (
     "reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim", "copy", "copy_p", "slice",
 )  # fmt: skip
@@ -73,17 +73,17 @@ LOOKUPS = ("gather", "dynamic_slice")
 HOST_CALLS = ("callback", "debug_print", "infeed", "outfeed", "ffi_call", "call_exported")
 CUSTOM_BATCHING = "custom_vmap_call"
 
-POINT_SUFFIX = "_auto_loc"  # of the parameters of NumPyro's AutoDelta
+POINT_SUFFIX = "_auto_loc"  # NumPyro's suffix of the parameters of AutoDelta
 
 
 class Program(NamedTuple):
-    """A traced program (a jaxpr), whichever class JAX has for it.
+    """A traced program (a jaxpr), independent of JAX's own class.
 
     Attributes:
-        inputs: Its input variables.
-        constants: Pairs of a variable and the array that the program holds for it.
-        equations: Its operations, each with ``primitive``, ``params``, ``invars`` and ``outvars``.
-        outputs: Its output variables or literals.
+        inputs: Input variables.
+        constants: Pairs of a variable and its constant array.
+        equations: Operations, each with ``primitive``, ``params``, ``invars`` and ``outvars``.
+        outputs: Output variables or literals.
     """
 
     inputs: Sequence[Any]
@@ -95,8 +95,8 @@ class Program(NamedTuple):
 def as_program(value: Any) -> Program | None:
     """Returns a traced program, or ``None`` if the value is not one.
 
-    Until jax 0.10 a ``ClosedJaxpr`` holds the constants of a ``Jaxpr``. Since 0.11 both names are
-    one class, whose ``jaxpr`` is the object itself. Constants are read wherever they are.
+    Until jax 0.10, a ``ClosedJaxpr`` holds the constants of a ``Jaxpr``. Since 0.11, both names are
+    one class, and its ``jaxpr`` is the object itself. This function reads the constants of both.
     """
     if isinstance(value, Program):
         return value
@@ -104,7 +104,7 @@ def as_program(value: Any) -> Program | None:
         return None
     constants = getattr(value, "consts", ())
     jaxpr = getattr(value, "jaxpr", value)
-    # A Jaxpr without constants of its own is called with them as inputs.
+    # If a Jaxpr holds no constants, its caller passes them as inputs.
     pairs = zip(jaxpr.constvars, constants, strict=True) if constants else ()
     return Program(jaxpr.invars, tuple(pairs), jaxpr.eqns, jaxpr.outvars)
 
@@ -114,9 +114,9 @@ def make_program(fn: Callable[..., Any], *args: Any, validated: bool = True) -> 
 
     Args:
         fn: The function.
-        *args: Its arguments.
-        validated: Whether NumPyro's validation of arguments is what it is otherwise, or off. It
-            leaves tables in a program: masks of triangles, as large as a covariance matrix.
+        *args: Arguments of the function.
+        validated: False turns off NumPyro's validation of arguments. Validation adds large
+            constants to a program: triangular masks of the size of a covariance matrix.
 
     Returns:
         The program, and the shapes of what the function returns.
@@ -131,7 +131,7 @@ def make_program(fn: Callable[..., Any], *args: Any, validated: bool = True) -> 
 
 
 def programs_in(found: Any) -> Iterator[Program]:
-    """The programs that stand directly in a parameter of an operation, or in a list of them."""
+    """The programs in a parameter of an operation, also inside lists, tuples and mappings."""
     program = as_program(found)
     if program is not None:
         yield program
@@ -148,9 +148,9 @@ def literal(atom: Any) -> tuple[Any, ...]:
 
 
 def bind(primitive: Any, params: Mapping[str, Any], values: Sequence[Any]) -> list[Any]:
-    """Evaluates an operation; returns the list of its results.
+    """Evaluates an operation and returns the list of its results.
 
-    ``get_bind_params`` returned a list of functions beside the parameters until jax 0.8.
+    Until jax 0.8, ``get_bind_params`` returned a list of functions next to the parameters.
     """
     bound = primitive.get_bind_params(params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
@@ -159,7 +159,7 @@ def bind(primitive: Any, params: Mapping[str, Any], values: Sequence[Any]) -> li
 
 
 def trace_state() -> Any:
-    """What JAX traces at present; compared with ``==``. JAX lets Flax read it."""
+    """The current trace state of JAX, for comparison with ``==``. JAX exposes it for Flax."""
     return _core.get_opaque_trace_state(convention="flax")
 
 
@@ -169,23 +169,23 @@ def has_named_axes() -> bool:
 
 
 def trace_of(array: Any) -> Any:
-    """The trace that made a traced array; ``None`` for an array with values."""
+    """The trace that created a traced array, or ``None`` for an array with values."""
     return getattr(array, "_trace", None)
 
 
 def traced_by() -> Any:
-    """The innermost trace of the caller, which :func:`trace_of` its arguments returns."""
+    """The innermost trace of the caller. :func:`trace_of` returns it for the caller's arguments."""
     with _core.take_current_trace() as trace:
         return trace
 
 
 def is_tracer(value: Any) -> bool:
-    """Whether a value is traced: it has a shape and no numbers."""
+    """Whether a value is traced: it has a shape but no values."""
     return isinstance(value, jax.core.Tracer)
 
 
 def custom_vmap(fn: Callable[..., Any]) -> Any:
-    """A function with a rule of its own under ``vmap``, set with ``def_vmap``."""
+    """A function with a custom rule under ``vmap``, which ``def_vmap`` sets."""
     return jax.custom_batching.custom_vmap(fn)
 
 
@@ -204,24 +204,24 @@ def in_control_flow(site: Mapping[str, Any]) -> bool:
 
 
 def mask_of(masked: Any) -> Any:
-    """The mask of a ``MaskedDistribution``: True where an entry counts."""
+    """The mask of a ``MaskedDistribution``. It is True for entries that count."""
     return masked._mask
 
 
 def takes_value(optim: Any) -> bool:
-    """Whether an optimiser of NumPyro has to be given the loss, ``update(..., value=)``."""
+    """Whether a NumPyro optimiser needs the loss, as ``update(..., value=)``."""
     return bool(getattr(optim, "update_with_value", False))
 
 
 def numpyro_optimiser(
     init: Callable[..., Any], update: Callable[..., Any], get_params: Callable[..., Any]
 ) -> Any:
-    """An optimiser of NumPyro from three functions of one state."""
+    """A NumPyro optimiser made from three functions of one state."""
     return _NumPyroOptim(lambda: (init, update, get_params))
 
 
 def unpack_latent(auto: Any, flat: Any) -> dict[str, Any]:
-    """Splits the flat latent of an ``AutoContinuous`` guide by site; linear, keeps each entry."""
+    """Splits the flat latent of an ``AutoContinuous`` guide by site, without changing entries."""
     return auto._unpack_latent(flat)
 
 
@@ -231,7 +231,7 @@ def flat_latent(auto: Any) -> str:
 
 
 def latent_sites(auto: Any) -> list[str]:
-    """The sites of an ``AutoNormal`` or ``AutoDelta`` guide that has been set up."""
+    """The latent sites of an ``AutoNormal`` or ``AutoDelta`` guide that has been set up."""
     return list(auto._init_locs)
 
 
@@ -242,17 +242,17 @@ def prototype_sites(auto: Any) -> list[str]:
 
 
 def forget_prototype(auto: Any) -> None:
-    """Lets an automatic guide set itself up anew when it is next called."""
+    """Makes an automatic guide repeat its setup at its next call."""
     auto.prototype_trace = None
 
 
 def setup_of(auto: Any) -> Callable[..., Any]:
-    """The function by which an automatic guide finds its initial values."""
+    """The method that sets up an automatic guide and finds its initial values."""
     return type(auto)._setup_prototype
 
 
 def guide_functions(auto: Any) -> Iterator[Any]:
-    """Functions that an automatic guide calls inside, beside its ``init_loc_fn``."""
+    """Functions that an automatic guide calls, apart from its ``init_loc_fn``."""
     for name in ("_nonlinearity", "create_plates"):
         yield getattr(auto, name, None)
 
@@ -263,9 +263,9 @@ def init_scale(auto: Any) -> Any:
 
 
 def same_distribution(auto: Any, kind: type) -> bool:
-    """Whether a guide of a subclass of ``kind`` has the distribution that ``kind`` has.
+    """Whether a guide of a subclass of ``kind`` has the same distribution as ``kind``.
 
-    It has one of its own if it redefines any method that NumPyro's guides draw with.
+    A subclass may have another distribution if it overrides a method that draws samples.
     """
     draws = {"__call__", "_get_posterior", "_sample_latent", "_unpack_latent", "get_transform"}
     own = type(auto).__mro__[: type(auto).__mro__.index(kind)]

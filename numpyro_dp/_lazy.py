@@ -1,7 +1,7 @@
-"""Modules that are imported when something of them is first used.
+"""Modules that are imported at their first use.
 
-``dp_accounting`` and ``scipy.stats`` take half a second to import. Models are written, and
-posteriors are drawn from, without them.
+``dp_accounting`` and ``scipy.stats`` take half a second to import. Much of the package works
+without them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ __all__ = ["Lazy", "dpa", "stats"]
 
 
 class Lazy:
-    """Stands for a module.
+    """A placeholder that imports a module at the first access to an attribute.
 
     Args:
-        name: Of the module.
+        name: Name of the module.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        """Imports the module, and returns an attribute of it."""
+        """Imports the module and returns one of its attributes."""
         return getattr(importlib.import_module(self._name), attribute)
 
 

@@ -1,4 +1,4 @@
-"""Small operations on pytrees of arrays that several layers need."""
+"""Small operations on pytrees of arrays."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ROW = 1024
 
 
 def widen(tree: Any) -> Any:
-    """Returns the arrays in at least float32, so that squares and sums keep their digits."""
+    """Casts the arrays to at least float32. Squares and sums then keep their digits."""
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
 
 
 def squared_norm(tree: Any) -> Array:
     """Returns the squared Euclidean norm of all entries, in at least float32.
 
-    Long leaves are added up in rows of 1024: rounding is below that of 1024 + size / 1024 terms.
+    Long leaves are summed in rows of 1024. This rounds like 1024 + size / 1024 terms, or less.
     """
     squares = [_squared_norm(leaf.reshape(-1)) for leaf in jax.tree.leaves(widen(tree))]
     return sum(squares, start=jnp.zeros(()))
@@ -33,14 +33,14 @@ def squared_norm(tree: Any) -> Array:
 def _squared_norm(flat: Array) -> Array:
     rest = flat.size % _ROW
     if flat.size < 2 * _ROW:
-        # As a product, not as a sum of squares: XLA vectorises it on a CPU.
+        # A dot product, because XLA vectorises it on a CPU and not the sum of squares.
         return jnp.dot(flat, flat, precision=lax.Precision.HIGHEST)
     rows = jnp.pad(flat, (0, _ROW - rest if rest else 0)).reshape(-1, _ROW)
     return jnp.sum(jax.vmap(_squared_norm)(rows))
 
 
 def column(numbers: Array, leaf: Array) -> Array:
-    """Returns numbers of rows in a shape that multiplies the rows of a leaf."""
+    """Reshapes one value for each row to multiply the rows of a leaf."""
     return numbers.reshape((-1,) + (1,) * (leaf.ndim - 1))
 
 
@@ -55,29 +55,29 @@ def select(tree: dict[str, Any], names: Any) -> dict[str, Any]:
 
 
 def filled(tree: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the names of the entries with arrays: those of ``random_flax_module`` have none."""
+    """Returns the names of the entries with arrays. ``random_flax_module`` leaves empty ones."""
     return tuple(name for name, entry in tree.items() if jax.tree.leaves(entry))
 
 
 def shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each leaf by its place."""
+    """Returns the shape of each leaf by its path in the tree."""
     paths = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in paths}
 
 
 def pinned(live: Array, compute: Callable[..., Any], *operands: Any) -> Any:
-    """Returns ``compute(*operands)``, each number of it found once, whatever reads it.
+    """Evaluates ``compute(*operands)`` once. XLA may not recompute a value for one of its readers.
 
-    Without this a compiler may compute a number anew for each reader, and round it in another way
-    there: where huge terms cancel, what is added up need not be what was measured. An
-    ``optimization_barrier`` does not prevent it on a CPU; the branch of a conditional does.
+    Otherwise XLA may compute a value again for each reader, with different rounding. If huge terms
+    cancel, the gradient that is summed could then differ from the one whose norm was taken. On a
+    CPU, an ``optimization_barrier`` does not prevent this. A branch of a conditional does.
 
     Args:
-        live: A scalar that is true, in a way that the compiler cannot know: made of an argument of
-            the compiled function. Where it is false the result is 0; under ``vmap``, where it is
-            false for any.
+        live: A true scalar that the compiler cannot know, because it comes from an argument of the
+            compiled function. If it is false the result is 0. Under ``vmap`` the result is 0 if it
+            is false for any element.
         compute: Function of arrays to a tree of arrays.
-        operands: Its arguments.
+        operands: Arguments of ``compute``.
     """
     like = jax.eval_shape(compute, *operands)
 
@@ -89,7 +89,7 @@ def pinned(live: Array, compute: Callable[..., Any], *operands: Any) -> Any:
 
 @custom_vmap
 def _for_all(live: Array) -> Array:
-    """Stays one number under ``vmap``, which would make a conditional of many a choice by entry."""
+    """Stays a scalar under ``vmap``, which would turn a conditional on a vector into a select."""
     return live
 
 

@@ -1,4 +1,4 @@
-"""Checks of static arguments: each error names the value, the range and the remedy."""
+"""Checks of static arguments. Each error names the value, the range and the remedy."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def check_real(
     high_open: bool = False,
     remedy: str = "",
 ) -> float:
-    """Returns ``value`` as a float inside the interval, or raises with the interval named.
+    """Returns ``value`` as a float if it is in the interval, or raises.
 
     Raises:
-        TypeError: If the value is no real number.
+        TypeError: If the value is not a real number.
         ValueError: If the value is NaN or outside the interval.
     """
     expected = _interval(low, high, low_open, high_open)
-    # NumPy scalars are registered as numbers.Real; booleans are too, and are refused.
+    # NumPy scalars are registered as numbers.Real. So are booleans, which must not pass.
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(_message(f"{name}={value!r}", f"a real number {expected}", remedy))
     number = float(value)
@@ -44,7 +44,7 @@ def check_int(
     """Returns ``value`` as an int with ``low <= value <= high``, or raises.
 
     Raises:
-        TypeError: If the value is no integer.
+        TypeError: If the value is not an integer.
         ValueError: If the value is outside the range.
     """
     expected = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
@@ -61,7 +61,7 @@ def check_probs(value: object, number: int | None = None) -> np.ndarray:
 
     Args:
         value: Weights > 0 that add up to 1.
-        number: How many; any by default.
+        number: Expected number of weights, by default any.
     """
     try:
         probs = np.asarray(value, np.float64)

@@ -1,12 +1,12 @@
-"""The contracts that every method of this package fulfils.
+"""The interfaces that every method of this package implements.
 
 One private step is the composition::
 
     prepare -> signal of one example -> bound -> sum -> privatise -> pull back
 
-Only ``signal`` sees data, and only one example of it. What comes before it depends on public
-values; what comes after ``privatise`` is post-processing. The signatures below carry that
-argument, so the privacy of a new method is the privacy of these few functions.
+Only ``signal`` sees data, and only one example of it. Earlier functions see public values, and
+everything after ``privatise`` is post-processing. The signatures below enforce this. To check the
+privacy of a new method, check these few functions.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Batch(NamedTuple):
     """Row numbers of one batch, of fixed shape.
 
     Attributes:
-        indices: int32 row numbers, shape ``(size,)``; ``None`` means every row in order. Entries
-            whose mask is false are padding: valid row numbers that must not count.
-        mask: bool, shape ``(size,)``; ``None`` means that every entry counts.
+        indices: int32 row numbers, shape ``(size,)``. ``None`` means every row in order. Entries
+            with mask false are padding: valid row numbers that must not count.
+        mask: bool, shape ``(size,)``. ``None`` means that every entry counts.
     """
 
     indices: Int[Array, " size"] | None
@@ -55,20 +55,21 @@ class FactoredSignal(NamedTuple):
     r"""A signal that is a fixed linear map of the gradient of a scalar.
 
     ``signal(public, example) == expand(public, core(public, gradient, names), names)`` with
-    ``gradient = grad(scalar, 1)(public, point(public), example)``, and for every block of entries
+    ``gradient = grad(scalar, 1)(public, point(public), example)``. For every block of entries,
 
     .. math:: \Vert\mathrm{core}_b(g)\Vert = \Vert s_b\Vert, \qquad
         \sum_i w_i\, s_{i,b} = \mathrm{expand}_b\Big(\sum_i w_i\, \mathrm{core}_b(g_i)\Big),
 
-    so that what is added up may be smaller than the signal.
+    So the package can clip and sum the coordinates, which may be much fewer than the signal's
+    entries.
 
     Attributes:
-        point: ``public -> point``, where the scalar is differentiated.
+        point: ``public -> point`` at which the scalar is differentiated.
         scalar: ``(public, point, example) -> float``.
-        core: ``(public, gradient, names) -> tree``: coordinates of the named entries of the signal
-            with the same norm; linear in the gradient.
-        expand: ``(public, tree, names) -> entries``: linear, and each entry is one coordinate
-            times a number, so that it is rounded once.
+        core: ``(public, gradient, names) -> tree``. Returns coordinates of the named entries of
+            the signal, with the same norm. It is linear in the gradient.
+        expand: ``(public, tree, names) -> entries``. It is linear, and each entry is one
+            coordinate times a number. So each entry is rounded once.
         selects: Whether ``core`` only selects leaves of the gradient.
     """
 
@@ -81,7 +82,7 @@ class FactoredSignal(NamedTuple):
 
 @runtime_checkable
 class Problem(Protocol):
-    """What is fitted to records: a model and guide, a family of sites, a mixture, a network."""
+    """The object to fit to records: a model and guide, a family of sites, a mixture, a network."""
 
     @property
     def records(self) -> Any:
@@ -95,16 +96,16 @@ class Problem(Protocol):
 
     @property
     def num_examples(self) -> int:
-        """Number of records; public."""
+        """Number of records, which is public."""
         ...
 
     @property
     def numbered(self) -> bool:
-        """Whether an example ends with a number, by which the record draws for itself."""
+        """Whether the last entry of an example seeds that record's own random draws."""
         ...
 
     def at(self, shared: tuple[Array, ...]) -> Problem:
-        """Returns the same with these public arrays."""
+        """Returns the same problem with these public arrays."""
         ...
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,20 +113,20 @@ class Problem(Protocol):
         ...
 
     def blank_example(self) -> tuple[Array, ...]:
-        """Returns zeros in the place of one record."""
+        """Returns zeros with the shapes of one record."""
         ...
 
     def constrain(self, params: PyTree) -> PyTree:
-        """Returns the parameters as they are published."""
+        """Returns the parameters in the form that is published."""
         ...
 
 
 class Released(NamedTuple):
-    """What a step releases.
+    """The values that a step releases.
 
     Attributes:
-        total: The privatised sum of the signals, divided by the inclusion probability.
-        noise_scale: Standard deviation of the noise in each of its numbers; public.
+        total: The noisy sum of the signals, divided by the inclusion probability.
+        noise_scale: Standard deviation of the noise in each entry of ``total``. It is public.
     """
 
     total: PyTree
@@ -133,14 +134,14 @@ class Released(NamedTuple):
 
 
 class Estimator(NamedTuple):
-    """What a step releases of each record, and what it makes of the sum: a row of the method table.
+    """Computes each record's signal, and turns the released sum into an update.
 
     Attributes:
         prepare: ``(rng_key, params) -> public``. Sees no data.
         signal: ``(public, example) -> signal``. Sees one example.
-        pull_back: ``(public, released) -> update``, with :class:`Released`. The update is what the
-            optimiser takes: the gradient of the loss in variational inference, a score in Markov
-            chain Monte Carlo, a change of natural parameters in message passing. Sees no data.
+        pull_back: ``(public, released) -> update``, with :class:`Released`. Sees no data. The
+            optimiser receives the update: the gradient of the loss in variational inference, a
+            score in MCMC, a change of natural parameters in message passing.
         factored: The same signal as a :class:`FactoredSignal`, or ``None``.
     """
 
@@ -151,11 +152,11 @@ class Estimator(NamedTuple):
 
 
 class MechanismState(NamedTuple):
-    """What a mechanism carries from one step to the next.
+    """The state of a mechanism between two steps.
 
     Attributes:
-        clip_norm: The clip norms of the step to come; public.
-        memory: What else it carries, such as earlier noise; secret.
+        clip_norm: The clip norms of the next step. They are public.
+        memory: Other state, such as earlier noise. It is secret.
     """
 
     clip_norm: Any
@@ -163,30 +164,30 @@ class MechanismState(NamedTuple):
 
 
 class Mechanism(NamedTuple):
-    """Bounds one record's signal and privatises the sum; states its own sensitivity and event.
+    """Clips one record's signal and adds noise to the sum, with its own sensitivity and event.
 
-    A signal is a dict of entries; entries that are bounded together are a block.
+    A signal is a dict of entries. Entries that are clipped together form a block.
 
     Attributes:
-        init: ``total -> memory``, from the shapes of the sum: the memory of the first step.
+        init: ``total -> memory`` of the first step, from the shapes of the sum.
         blocks: ``names -> blocks`` of entries of the signal.
-        norms: ``names -> clip norm of each block``; ``None`` where nothing is clipped.
-        scales: ``(names, squared norm of each block, margin) -> factor of each block``, which
-            brings its norm down to at most ``margin`` times the clip norm, and to 0 where any
-            block is not finite. Blocks have the norms of one record, or of many along an axis.
+        norms: ``names -> clip norm of each block``. ``None`` if nothing is clipped.
+        scales: ``(names, squared norm of each block, margin) -> factor of each block``. The factor
+            brings the norm to at most ``margin`` times the clip norm. If any block is not finite,
+            all factors are 0. Norms are of one record, or of many along an axis.
         privatise: ``(key, total, state) -> (released, state)`` with :class:`MechanismState`.
         sensitivity: Largest change of ``total`` in Euclidean norm when one record is added or
             removed, in the first step.
-        noise_scale: Standard deviation of the noise in each number that this step releases.
+        noise_scale: Standard deviation of the noise in each value that this step releases.
         event: The ``dp_accounting`` event of one call of ``privatise`` (add or remove one).
-        extras: ``(names, squared norm of each block, margin) -> {entry: (numbers, norm)}``: what
-            each record adds to the sum besides its signal, to tune the mechanism itself: one number
-            a record and entry, at most ``margin * norm``, and 0 where the signal is not finite.
-            ``privatise`` reads and removes these entries. ``None`` where nothing is tuned.
+        extras: ``(names, squared norm of each block, margin) -> {entry: (values, norm)}``, which
+            tune the mechanism itself. Each record adds one value for each entry to the sum: at
+            most ``margin * norm``, and 0 if its signal is not finite. ``privatise`` reads and
+            removes these entries. ``None`` if the mechanism tunes nothing.
         compose: ``(sampler, num_examples, num_steps) -> event`` of a whole run, for noise that
-            depends on that of earlier steps (correlated noise). ``None`` where each call has fresh
-            noise: the sampler amplifies the event of a step, and the steps compose. Drivers that
-            need independent noise refuse a mechanism with this field (all but ``DPSVI``).
+            depends on earlier noise. ``None`` if each call has fresh noise: the sampler then
+            amplifies the event of a step, and the steps compose. Only ``DPSVI`` accepts a
+            mechanism with this field. All other drivers need independent noise.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -208,9 +209,10 @@ class Mechanism(NamedTuple):
 
 @runtime_checkable
 class MechanismBuilder(Protocol):
-    """What ``mechanism=`` takes: a value that can be compared, hashed and pickled.
+    """The type of ``mechanism=``: a callable that can be compared, hashed and pickled.
 
-    A frozen dataclass with ``__call__`` is one; see ``examples/extending/automatic_clipping.py``.
+    A frozen dataclass with ``__call__`` is enough, as in
+    ``examples/extending/automatic_clipping.py``.
     """
 
     def __call__(self, clip_norm: Any, noise_multiplier: Any) -> Mechanism:
@@ -218,10 +220,10 @@ class MechanismBuilder(Protocol):
 
         Args:
             clip_norm: The norms of the step, with ``blocks(names)``, ``of_blocks(names)`` and
-                ``sensitivity``. Its numbers may be traced.
-            noise_multiplier: Noise standard deviation over sensitivity; may be traced, and then
-                ``event`` may be ``None``. Under replace-one the plan passes half of it to find the
-                event, because the sensitivity is twice as large.
+                ``sensitivity``. Its values may be traced.
+            noise_multiplier: Noise standard deviation over sensitivity. If it is traced, ``event``
+                may be ``None``. To find the event under replace-one, the plan passes half of it,
+                because the sensitivity is twice as large.
         """
         ...
 
@@ -230,17 +232,17 @@ class MechanismBuilder(Protocol):
 class Sampler(Protocol):
     """Chooses the records of each step.
 
-    Fields of an implementation are public; the size of the data set is a call argument. A class
-    that inherits from this one need not define ``relation`` and ``compositions``.
+    Fields of an implementation are public. The size of the data set is an argument of each method.
+    A class that inherits from this one need not define ``relation`` and ``compositions``.
 
     Attributes:
-        relation: The neighbouring relation under which a run without a budget is reported.
+        relation: The neighbouring relation in the report of a run without a budget.
     """
 
     relation: ClassVar[str] = "add_or_remove_one"
 
     def init(self, key: Array, num_examples: int) -> PyTree:
-        """Returns the state from which batches are drawn; ``key`` is secret."""
+        """Returns the state that ``next`` draws batches from. ``key`` is secret."""
         ...
 
     def next(self, state: PyTree) -> tuple[Batch, PyTree]:
@@ -248,11 +250,11 @@ class Sampler(Protocol):
         ...
 
     def amplify(self, event: dpa.DpEvent, num_examples: int) -> dpa.DpEvent:
-        """Turns the event on a batch into the event on the data set."""
+        """Turns the event on a batch into the event on the whole data set."""
         ...
 
     def compositions(self, num_examples: int, num_steps: int) -> int:
-        """Returns how many events the first ``num_steps`` steps are together: one each."""
+        """Returns the number of events in the first ``num_steps`` steps, by default one each."""
         return num_steps
 
     def inclusion_prob(self, num_examples: int) -> float:
@@ -262,32 +264,32 @@ class Sampler(Protocol):
     def failure_prob(self, num_examples: int) -> float:
         """Returns the probability that a batch fails.
 
-        Whether it does must not depend on whether or what any single record is; given that it
-        does not, the batch has the distribution of :meth:`total_variation`.
+        A failure must not depend on the presence or the values of any record. Without a failure,
+        the batch has the distribution described by :meth:`total_variation`.
         """
         ...
 
     def total_variation(self, num_examples: int) -> float:
-        """Returns how far one batch's distribution is from the one ``amplify`` accounts for."""
+        """Returns the total variation between a batch and the distribution in ``amplify``."""
         ...
 
 
 class Fold(NamedTuple):
-    """Post-processing of the stream of private iterates, free of privacy cost.
+    """Post-processing of the stream of private iterates. It has no privacy cost.
 
-    ``DPSVI.run(..., fold=...)`` carries the state through its compiled loop. One compilation
-    serves all folds with the same function ``update``, so what differs between them, such as a
-    number of steps, belongs into the state.
+    ``DPSVI.run(..., fold=...)`` carries the state through its compiled loop. Folds with the same
+    function ``update`` share one compilation. So keep values that differ between folds in the
+    state, for example a number of steps.
 
     Attributes:
-        init: ``params -> state``, from the constrained parameters that the run starts with.
-        update: ``(state, params) -> state`` of the same shapes and dtypes, with the constrained
-            parameters after a step. It is compiled.
+        init: ``params -> state``, from the initial constrained parameters.
+        update: ``(state, params) -> state``, from the constrained parameters after a step. The
+            state keeps its shapes and dtypes. The function is compiled.
         result: ``state -> value``.
-        num_steps: Number of steps that the fold is made for; ``None`` for any.
+        num_steps: Number of steps of the run that the fold needs, or ``None`` for any.
 
     Guarantee:
-        The loop hands it the private iterates, and nothing else.
+        The loop passes only private iterates to the fold.
     """
 
     init: Callable[[PyTree], PyTree]

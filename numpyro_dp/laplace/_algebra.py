@@ -1,4 +1,4 @@
-"""Linear algebra on symmetric matrices that noise may have made indefinite: it never raises."""
+"""Linear algebra that never raises, on symmetric matrices that noise may make indefinite."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def trace_of(whitening: np.ndarray, matrix: np.ndarray) -> float:
 def roots(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Factors a positive semidefinite matrix as M = R R' and returns R and its inverse.
 
-    The matrix is scaled to a unit diagonal first, so that units of coordinates do not matter.
-    Eigenvalues that are not positive are raised to a small positive value.
+    The matrix is first scaled to a unit diagonal, which removes the units of coordinates.
+    Eigenvalues that are not positive become a small positive value.
     """
     diagonal = np.abs(np.diag(matrix))
     scale = np.sqrt(np.maximum(diagonal, EDGE * diagonal.max(initial=0.0) + TINY))
@@ -35,7 +35,7 @@ def roots(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def factor(matrix: np.ndarray) -> np.ndarray:
-    """Returns F with F F' = M: the Cholesky factor where M has one, else a root."""
+    """Returns F with F F' = M: the Cholesky factor if M has one, else a root."""
     try:
         return np.linalg.cholesky(symmetric(matrix))
     except np.linalg.LinAlgError:

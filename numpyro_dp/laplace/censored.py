@@ -1,11 +1,10 @@
-r"""What a record with a censored outcome sends.
+r"""The signal of a record with a censored outcome.
 
-A right-censored record is seen from the start of its time to T, where it has an event
-(:math:`\delta = 1`) or leaves. Until when it would have been seen at most is in no model, so that
-outcomes cannot be simulated. But whatever decides that, the event's counting process less its
-compensator is a martingale under the true latents. So is its integral over any function of time
-that does not look ahead. With the hazard :math:`\lambda_z` at latents z and
-:math:`h_z(u) = \nabla_z \log \lambda_z(u)`, the record sends
+A right-censored record is observed until a time T, at which it has an event (:math:`\delta = 1`)
+or leaves. The model does not describe how long a record could be observed at most. So outcomes
+cannot be simulated. Still, the event's counting process minus its compensator is a martingale under
+the true latents. So is its integral over any function of time that does not look ahead. With the
+hazard :math:`\lambda_z` at latents z and :math:`h_z(u) = \nabla_z \log \lambda_z(u)`, the signal is
 
 .. math::
     s_i &= v_i \operatorname{mean}_r \Big[ \delta\, c(W h_{z_r}(T))
@@ -13,15 +12,15 @@ that does not look ahead. With the hazard :math:`\lambda_z` at latents z and
     H_i &= v_i \operatorname{sym} \operatorname{mean}_r \int_0^T
         c(W h_{z_r}(u))\, (W h_{t_r}(u))^\top \lambda_{t_r}(u)\, du,
 
-without the clip c the score itself. The integrals end at a time :math:`L_i`, if T is later, and an
-event after it does not count. It is the last time at which the score could not be longer than its
-bound yet. It is found from :math:`x_i` and the latents alone, so that it biases nothing. The weight
-:math:`v_i` of other outcomes does the same for the curvature. Left-censored outcomes
-are the same in a time that runs downwards from above, with the reversed hazard.
+Without the clip c, :math:`s_i` is the score itself. If T is later than a time :math:`L_i`, the
+integrals end at :math:`L_i`, and a later event does not count. :math:`L_i` is the last time before
+the score could exceed its bound. It depends only on :math:`x_i` and the latents, and so causes no
+bias. The weight :math:`v_i` bounds the curvature, as for other outcomes. Left-censored outcomes use
+the reversed hazard, with time running backwards.
 
 Reference:
-    O. Aalen (1978), Nonparametric inference for a family of counting processes, Ann. Statist. 6,
-    for the martingale; the bounded version is the project's own.
+    For the martingale: O. Aalen (1978), Nonparametric inference for a family of counting processes,
+    Ann. Statist. 6. The bounded version is the project's own.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ from numpyro_dp.model.public import own_constants
 __all__ = ["censored"]
 
 _NODES = 6  # of the quadrature over time
-# Where it is asked whether the bound is reached, in units of the compensator. Events are later than
-# the last of them with a probability below .02.
+# Times, in units of the compensator, at which the bound is checked. An event is later than the last
+# of them with a probability below .02.
 _GRID = 4.0 * (np.arange(1, 9) / 8) ** 2
 
 
 def censored(scores: Scores, request: Any, draws: Array, _: Array) -> tuple[Array, ...]:
-    """Score, curvature and power over their bounds, for a censored outcome."""
+    """Score, curvature and power divided by their bounds, for a censored outcome."""
     outcomes, (score_clip, curvature_clip) = scores.outcomes, request.clips
     others, early = partners(draws, request.kind), request.kind > 0
     places, widths, grid = _quadrature()
 
     def at(passed: Array) -> tuple[Array, Array, Array]:
-        """At times (R, K): clipped scores, those of partners, and the product of norms."""
+        """Clipped scores, scores of partners, and products of norms, at times (R, K)."""
 
         def one(draw: Array, partner: Array, passed: Array) -> tuple[Array, Array]:
             def slopes(value: Array) -> tuple[Array, Array]:
@@ -87,7 +86,7 @@ def censored(scores: Scores, request: Any, draws: Array, _: Array) -> tuple[Arra
     gone = jnp.sum(mass[..., None] * there, axis=1)
     event = outcomes.event(scores.example) & (passed < end)
     each = event[:, None] * shortened(*scores.bounded(last), score_clip) - gone
-    # The release of scales asks for a vector along the row: by Cauchy, r r' is at most H.
+    # The release of scales needs a vector r along the row. By Cauchy, r r' is at most H.
     row = gone / jnp.sqrt(seen + TINY)[:, None]
     score = weight * jnp.mean(jnp.where(early, row, each), axis=0)
     product = weight * outer_products(mass[..., None] * there, slope) / len(draws)
@@ -96,19 +95,19 @@ def censored(scores: Scores, request: Any, draws: Array, _: Array) -> tuple[Arra
 
 
 def _middles(values: Array) -> Array:
-    """Means of neighbours along the second axis; the first one for itself."""
+    """Means of neighbours along the second axis. The first value stays as it is."""
     return (values + jnp.concatenate([values[:, :1], values[:, :-1]], axis=1)) / 2
 
 
 def _larger(scores: Scores, gone: Array, jump: Array) -> Array:
-    """Norm of a score with an event now, or without: the larger one."""
+    """The larger norm of the score with and without an event now."""
     return jnp.maximum(scores.bounded(gone)[1], scores.bounded(jump - gone)[1])
 
 
 def _quadrature() -> tuple[Array, Array, Array]:
-    """Nodes x^3 on (0, 1), x those of Gauss and Legendre, weights, and the grid.
+    """Nodes x^3 on (0, 1) with Gauss-Legendre nodes x, their weights, and the grid.
 
-    Log hazards may grow as log u at 0.
+    The cube puts more nodes near 0, because log hazards may grow as log u there.
     """
     nodes, weights = np.polynomial.legendre.leggauss(_NODES)
     nodes = (nodes + 1) / 2

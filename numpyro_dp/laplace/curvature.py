@@ -1,11 +1,11 @@
-r"""What noisy curvatures say: their denoised values, and the whitening of the next release.
+r"""Denoises the released curvatures, and computes the whitening of the next release.
 
-A stage releases the sum :math:`A` of the records' curvatures, in whitened coordinates, with noise
-of standard deviation :math:`t` on the diagonal and :math:`t / \sqrt 2` off it. Write :math:`G` for
-such a noise matrix with :math:`t = 1` (a Gaussian orthogonal ensemble, GOE). Its "GOE variance" is
-the variance of an entry on the diagonal.
+A stage releases the sum :math:`A` of the records' curvatures in whitened coordinates. Its noise has
+standard deviation :math:`t` on the diagonal and :math:`t / \sqrt 2` off the diagonal. Write
+:math:`G` for such a noise matrix with :math:`t = 1` (a Gaussian orthogonal ensemble, GOE). Its "GOE
+variance" is the variance of an entry on the diagonal.
 
-Everything here is a function of released values and costs no privacy.
+Everything here is a function of released values and has no privacy cost.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ __all__ = [
 ]
 
 SCALE_SD = 3.0  # prior sd of a curvature's size, relative to the guess of it
-SMALLEST_SCALE = 0.05  # a curvature is never believed to be less than this part of the guess
-FLOOR = 0.03  # eigenvalues are raised to this part of the mean positive one
+SMALLEST_SCALE = 0.05  # smallest size of a curvature, relative to the guess of it
+FLOOR = 0.03  # smallest eigenvalue, relative to the mean of the positive parts
 GRID = np.linspace(0.01, 1.0, 60)  # spreads of a curvature around its guess, relative to its level
 RIDGE = 1.5  # sds of the curvature's error that the next whitening adds
 NEXT_POWER = 0.4
-FIRST_POWER = 0.25  # weak: with a full whitening, rare columns would take all of the noise
-SCREENING_NOISE = 0.1  # above this noise sd over the mean scale, no coordinate is left out
+FIRST_POWER = 0.25  # weak, because a full whitening would give rare columns all of the noise
+SCREENING_NOISE = 0.1  # if noise sd / mean scale is larger, no coordinate is left out
 FEWEST_SEEN = 4
-SMALLEST_DIAGONAL = 0.003  # of a denoised scale, whose public guess is 1
-LEFT_ON_DIAGONAL = 0.1  # part of the diagonal that the mean row cannot explain away
+SMALLEST_DIAGONAL = 0.003  # smallest denoised scale. The public guess is 1
+LEFT_ON_DIAGONAL = 0.1  # smallest part of the diagonal that is left next to the mean row
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prior:
-    """The normal prior that is used while decoding.
+    """The normal prior that is used for decoding.
 
     Attributes:
-        mean: Its mean (d,).
-        precision: Its precision matrix (d, d), positive definite.
+        mean: Mean (d,).
+        precision: Precision matrix (d, d), positive definite.
     """
 
     mean: np.ndarray
@@ -64,26 +64,26 @@ class Prior:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
-    """The released values of one stage, with what was learnt from them.
+    """The released values of one stage, and estimates computed from them.
 
     Attributes:
-        mean: Mean of the normal from which the stage drew its parameters (d,).
-        covariance: Covariance of that normal (d, d).
+        mean: Mean of the stage's normal draws of the parameters (d,).
+        covariance: Covariance of these draws (d, d).
         whitening: The whitening W, symmetric and positive definite (d, d).
-        unwhitening: Its inverse (d, d).
+        unwhitening: The inverse of W (d, d).
         score: The noisy sum of scores, in the coordinates of theta (d,).
         score_noise: Standard deviation of the noise on each coordinate of W times ``score``.
         noisy_curvature: The noisy sum of curvatures, whitened (d, d).
-        curvature_noise: Standard deviation of its noise on the diagonal.
-        template: Whitened guess of the curvature, which ``noisy_curvature`` was shrunk to (d, d).
+        curvature_noise: Standard deviation of the noise on the diagonal of ``noisy_curvature``.
+        template: Whitened guess of the curvature, the target of the shrinkage (d, d).
         template_scale_variance: Variance of the size of ``template`` that is left in ``curvature``.
         curvature: The denoised curvature, in the coordinates of theta (d, d).
-        curvature_floored: The same with positive eigenvalues (d, d).
+        curvature_floored: ``curvature`` with all eigenvalues raised above 0 (d, d).
         curvature_error: GOE variance of the error that is left in ``curvature``, whitened.
         groups: Sites of group effects, see :func:`~numpyro_dp.laplace.pattern.group_sites` (d,).
         discrepancy: GOE variance of this stage's own curvature, whitened, around the newest one.
-        step: Standard deviation of how far the mean went in this stage, along its way, see
-            :func:`~numpyro_dp.laplace.decode.with_step` (d,); none yet for the newest stage.
+        step: Standard deviation of this stage's step of the mean, along the step (d,). See
+            :func:`~numpyro_dp.laplace.decode.with_step`. ``None`` for the newest stage.
     """
 
     mean: np.ndarray
@@ -110,12 +110,12 @@ class Stage:
 
     @property
     def entries(self) -> float:
-        """Number of pairs that were released."""
+        """Number of released pairs."""
         return (float(np.sum(self.pairs)) + len(self.pairs)) / 2
 
     @property
     def width(self) -> float:
-        """Pairs for each latent: d if all were released."""
+        """Mean number of released pairs for each latent, which is d if all were released."""
         return float(np.sum(self.pairs)) / len(self.pairs)
 
 
@@ -131,15 +131,15 @@ def denoise_curvature(
         noisy: The released matrix A, symmetric (d, d).
         template: The guess B, positive definite (d, d).
         noise_sd: The noise t on the diagonal.
-        entries: Number of pairs that were released, if not all; others are 0 in A and B.
+        entries: Number of released pairs, by default all. Other pairs are 0 in A and B.
 
     Returns:
         The posterior mean of H (d, d), the GOE variance of its error, and the part of the variance
-        of c that is still in it.
+        of c that is left in it.
     """
     size = len(noisy)
     entries = size * (size + 1) / 2 if entries is None else entries
-    smallest = 1e-9 * np.trace(template) / size  # a noise of 0 would divide by 0
+    smallest = 1e-9 * np.trace(template) / size  # noise of 0 would divide by 0
     noise = max(noise_sd, smallest) ** 2
     size_variance = 1 / (np.sum(template**2) / noise + SCALE_SD**-2)
     size_mean = size_variance * (np.sum(noisy * template) / noise + SCALE_SD**-2)
@@ -150,7 +150,7 @@ def denoise_curvature(
     weight = softmax(-(entries * np.log(total) + distance / total) / 2)
     gains = spread / total
     gain = weight @ gains
-    # An unknown gain is an error of its own: it multiplies the distance to the guess.
+    # The gain is uncertain too. Its error multiplies the distance to the guess.
     error = noise * gain + weight @ (gains - gain) ** 2 * distance / entries
     return guess + gain * (noisy - guess), float(error), float(size_variance * (1 - gain) ** 2)
 
@@ -166,7 +166,7 @@ def read_stage(
     curvature_noise: float,
     groups: np.ndarray | None = None,
 ) -> Stage:
-    """Denoises what a stage released.
+    """Denoises the released values of a stage.
 
     Args:
         mean: Mean of the stage's draws (d,).
@@ -176,13 +176,13 @@ def read_stage(
         whitened_score: Sum over records of their whitened scores, plus noise (d,).
         noisy_curvature: Sum over records of their whitened curvatures, plus noise (d, d).
         score_noise: Standard deviation of the noise on each coordinate of the score.
-        curvature_noise: Standard deviation of the noise on the diagonal of the curvature. It is
-            smaller by the square root of 2 off the diagonal.
-        groups: Sites of group effects (d,); by default there are none.
+        curvature_noise: Standard deviation of the noise on the diagonal of the curvature. Off the
+            diagonal it is smaller by the square root of 2.
+        groups: Sites of group effects (d,), by default none.
 
     Returns:
-        The stage, with its discrepancy still 0: see
-        :func:`~numpyro_dp.laplace.decode.with_discrepancies`.
+        The stage. Its discrepancy is still 0, and
+        :func:`~numpyro_dp.laplace.decode.with_discrepancies` sets it.
     """
     groups = np.zeros(len(mean), int) if groups is None else groups
     pairs = pairs_of(groups)
@@ -225,8 +225,8 @@ def next_whitening(stage: Stage, prior: Prior, kappa: float) -> np.ndarray:
         stage: The newest stage.
         prior: The prior.
         kappa: See :func:`~numpyro_dp.laplace.decode.sampling_ratio`. Clipping lowers the released
-            curvature. Without kappa the whitening would grow to make up for that, and the next
-            stage would clip still more.
+            curvature. Without kappa the whitening would grow in return, and the next stage would
+            clip even more.
     """
     size = len(prior.mean)
     whitened = stage.whitening @ stage.curvature @ stage.whitening
@@ -244,8 +244,8 @@ def first_whitening(
 
     Args:
         prior: The prior.
-        curvature: A guess H of the curvature, positive definite: see :func:`start` (d, d).
-        groups: Sites of group effects (d,); by default there are none.
+        curvature: A positive definite guess H of the curvature, from :func:`start` (d, d).
+        groups: Sites of group effects (d,), by default none.
     """
     groups = np.zeros(len(curvature), int) if groups is None else groups
     whitening = power_of(prior.precision + curvature, groups, -FIRST_POWER)
@@ -264,7 +264,7 @@ def denoise_scales(scales: np.ndarray, noise_sd: float) -> np.ndarray:
     """
     noise_sd = max(noise_sd, 1e-12)
     place = scales / noise_sd - noise_sd
-    # Far below 0, the two terms of the exact mean cancel: an expansion in 1 / depth replaces it.
+    # Far below 0, the two terms of the exact mean cancel. There we expand it in 1 / depth.
     depth = np.maximum(-place, 30.0)
     near = np.maximum(place, -30.0)
     hazard = np.exp(-(near**2) / 2 - np.log(2 * np.pi) / 2 - log_ndtr(near))
@@ -276,13 +276,13 @@ def denoise_scales(scales: np.ndarray, noise_sd: float) -> np.ndarray:
 def seen_coordinates(scales: np.ndarray, noise_sd: float) -> np.ndarray:
     """Returns which coordinates to keep in the stages, as booleans (d,).
 
-    A coordinate is left out if its scale is below one standard deviation of the noise. It then
-    keeps its prior. If the noise is large beside the mean scale, a small scale proves nothing, and
-    all coordinates stay. (Where the public guess of all scales is too high, they are all small.)
+    A coordinate is left out if its scale is below one standard deviation of the noise. Its
+    posterior is then its prior. All coordinates stay if the noise is large compared with the mean
+    scale. In that case small scales may only mean that the public guess is too high.
 
     Args:
         scales: Noisy diagonal of the whitened curvature, whose public guess is 1 (d,).
-        noise_sd: Standard deviation of its noise.
+        noise_sd: Standard deviation of the noise.
     """
     if noise_sd > SCREENING_NOISE * min(1.0, max(float(np.mean(scales)), 0.0)):
         return np.ones(len(scales), bool)
@@ -299,16 +299,16 @@ def start(
     mean_row: tuple[np.ndarray, float] | None = None,
     num_examples: int = 1,
 ) -> np.ndarray:
-    r"""Returns a guess of the curvature from the small releases that come before the stages.
+    r"""Returns a guess of the curvature from the small releases before the stages.
 
-    The guess is a diagonal matrix. With ``mean_row`` a matrix of rank one is added, along the mean
-    row of the design, and the diagonal is lowered accordingly. Let record i have the curvature
-    :math:`h_i h_i'` and let :math:`r = \sum_i h_i`. Then :math:`r r' / N` is at most the sum of
-    the records' curvatures, by the inequality of Cauchy and Schwarz.
+    The guess is a diagonal matrix. ``mean_row`` adds a matrix of rank one along the mean row of the
+    design, and the diagonal decreases by the same amount. Let record i have the curvature
+    :math:`h_i h_i'` and let :math:`r = \sum_i h_i`. By the Cauchy-Schwarz inequality,
+    :math:`r r' / N` is at most the sum of the records' curvatures.
 
     Args:
-        whitening: The public whitening, of the seen coordinates only (d, d).
-        scales: Noisy diagonal of the whitened curvature, of the seen coordinates only (d,).
+        whitening: The public whitening of the kept coordinates (d, d).
+        scales: Noisy diagonal of the whitened curvature of the kept coordinates (d,).
         noise_sd: Standard deviation of the noise on ``scales``.
         mean_row: Sum over records of the whitened :math:`h_i` plus noise (d,), and the standard
             deviation of that noise on each coordinate.
@@ -329,9 +329,10 @@ def start(
 
 
 def _floored(whitened: np.ndarray, template: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eigenvalues, raised to 3 % of their mean, and eigenvectors.
+    """Eigenvalues, raised to at least 3 % of their mean, and eigenvectors.
 
-    If noise left no positive eigenvalue, 3 % of the smallest size that the guess may have is used.
+    If no eigenvalue is positive because of the noise, the floor is 3 % of the smallest size that
+    the curvature may have.
     """
     values, vectors = np.linalg.eigh(symmetric(whitened))
     level = max(np.mean(np.maximum(values, 0)), SMALLEST_SCALE * np.trace(template) / len(values))

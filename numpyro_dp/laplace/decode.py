@@ -1,6 +1,6 @@
-r"""The posterior of theta given everything that was released: a linear model, solved exactly.
+r"""The posterior of theta given all released values, from a linear model.
 
-Stage j releases the sum of its records' scores around :math:`m_j`. All stages together are
+Stage j releases the sum of the records' scores around :math:`m_j`. The model of all stages is
 
 .. math::
 
@@ -8,13 +8,13 @@ Stage j releases the sum of its records' scores around :math:`m_j`. All stages t
     \phi \mid \theta \sim N(\theta, \kappa H^{-1}), \qquad \theta \sim N(p_0, \Lambda^{-1}).
 
 Here :math:`\phi` is the optimum of the data, :math:`H` the denoised curvature of the newest stage
-and :math:`E` its error. All stages share :math:`\phi` and :math:`E`: the records are the same ones
-at each stage, and counting them again would make intervals too narrow.
+and :math:`E` its error. All stages share :math:`\phi` and :math:`E`, because they use the same
+records. Counting the records again at each stage would make intervals too narrow.
 
-Everything here is a function of released values and costs no privacy.
+Everything here is a function of released values and has no privacy cost.
 
 Reference:
-    A linear model with errors in its matrix, the project's own method.
+    The project's own method: a linear model with errors in its matrix.
 """
 
 from __future__ import annotations
@@ -54,29 +54,30 @@ __all__ = [
     "with_step",
 ]
 
-FIRST_DISCREPANCY = 0.3  # non-linearity that is assumed of draws from the prior, relative
+FIRST_DISCREPANCY = 0.3  # relative non-linearity that is assumed for draws from the prior
 DOUBTED = 0.25  # see believed_curvature
-UNCERTAIN_STEP = 0.5  # of the way that the mean goes in the first stage, standard deviation
+UNCERTAIN_STEP = 0.5  # relative standard deviation of the step of the mean in the first stage
 SMALLEST_KAPPA = 0.1
-ROUNDS = 8  # the covariance of the errors depends on theta: it is updated at most this often
-UNDAMPED = 4  # rounds that take the full step; later ones take half of it
+ROUNDS = 8  # most updates of the covariance of the errors, which depends on theta
+UNDAMPED = 4  # number of rounds with a full step. Later rounds take half a step
 SETTLED = 0.02  # change of the mean, in posterior sds, that ends the rounds
-WIDENINGS = 1  # how often stages that do not fit are widened: each time moves what others must fit
+WIDENINGS = 1  # how often stages that do not fit are widened, which also moves the other stages
 
 
 def with_discrepancies(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    r"""Returns the stages, each with how far its own curvature is from the newest one.
+    r"""Returns the stages, each with the distance of its own curvature from the newest one.
 
-    For an earlier stage this is the mean square of :math:`A_j - W_j H W_j` that its noise does not
-    explain. Nothing has measured the newest stage yet, so that a share of the square of its level
-    :math:`\mathrm{tr}(W H W) / d` is assumed. It falls as the variance of the draws:
+    For an earlier stage, the discrepancy is the mean square of :math:`A_j - W_j H W_j` minus the
+    variance of its noise. The newest stage has no such estimate yet. Its discrepancy is assumed to
+    be a share of the square of its level :math:`\mathrm{tr}(W H W) / d`. The share falls with the
+    variance of the draws:
 
     .. math:: \min(0.3^2, 1 / (d + 1)) \min(1, \mathrm{tr}(W V W) / \mathrm{tr}(W V_1 W)).
 
-    A GOE error E of variance v has a mean :math:`|E a|^2 = v (d + 1) |a|^2 / 2`, so that in many
-    dimensions the error of :math:`H a` has half of its square. What earlier stages measured does
-    not enter. The curvature changes most along the way from the mean to the optimum, which is one
-    direction of d, and a mean square over all entries hides it.
+    A GOE error E of variance v has a mean :math:`|E a|^2 = v (d + 1) |a|^2 / 2`. In many dimensions
+    the error of :math:`H a` then has half of its square. The discrepancy of earlier stages is not
+    used here. The curvature changes most along the line from the mean to the optimum. That is one
+    direction of d, which a mean square over all entries hides.
 
     Args:
         stages: All stages so far, oldest first.
@@ -97,21 +98,21 @@ def with_discrepancies(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
 def with_step(
     stages: tuple[Stage, ...], mean: np.ndarray, covariance: np.ndarray
 ) -> tuple[tuple[Stage, ...], np.ndarray]:
-    r"""Returns the stages and the covariance, with how uncertain the newest step is.
+    r"""Returns the stages and the covariance, with the uncertainty of the newest step added.
 
-    The curvature changes along the way of the mean m, and the errors above spread that over all
-    directions. So the length of the step :math:`u = m - m_k` is uncertain by a share, which falls
-    as the variance of the draws:
+    The curvature changes along the step of the mean m, but a discrepancy spreads this over all
+    directions. So the length of the step :math:`u = m - m_k` gets a standard deviation. Relative to
+    the step, it falls with the variance of the draws:
 
     .. math:: \tfrac12 \min(1, \mathrm{tr}(W V W) / \mathrm{tr}(W V_1 W))^{1/2}\, u.
 
-    It joins the covariance, and the errors of the stage from then on. It does not enter the mean of
-    its own stage: a prior of many latents would pull the mean back to its centre.
+    This is added to the covariance, and to the errors of the stage in later decodes. It does not
+    change the mean of its own stage, because a prior of many latents would pull the mean back.
 
     Args:
         stages: All stages so far.
-        mean: What was decoded from them (d,).
-        covariance: The same (d, d).
+        mean: The mean that was decoded from them (d,).
+        covariance: The covariance that was decoded from them (d, d).
     """
     newest = stages[-1]
     width, wide = (trace_of(newest.whitening, s.covariance) for s in (newest, stages[0]))
@@ -121,12 +122,12 @@ def with_step(
 
 
 def sampling_ratio(stage: Stage, noisy_power: float, power_noise: float) -> float:
-    r"""Returns kappa, the sampling variance of the clipped scores over their slope.
+    r"""Returns kappa, the sampling variance of the clipped scores divided by their slope.
 
     .. math:: \kappa = (\text{power} + \text{its noise sd}) / \mathrm{tr}(W H W),
 
-    kept between 0.1 and 1. It is 1 for scores that are not clipped. Clipping lowers the variance
-    of the scores more than their slope. One standard deviation of noise is added for caution.
+    limited to [0.1, 1]. Without clipping it is 1. Clipping lowers the variance of the scores more
+    than their slope. One standard deviation of noise is added for caution.
 
     Args:
         stage: The stage that released the power.
@@ -145,16 +146,17 @@ def decode(
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""Returns mean (d,) and covariance (d, d) of theta given all stages.
 
-    The released scores of each stage are compared with their prediction. The squared residual over
-    its variance has mean 1 for each coordinate. If a stage has more than
-    :math:`1 + 2 \sqrt{2 / d}`, its noise is widened by what it has, and all is decoded once more.
+    The released scores of each stage are compared with their prediction. The squared residual,
+    divided by its variance, has mean 1 for each coordinate. If the ratio of a stage exceeds
+    :math:`1 + 2 \sqrt{2 / d}`, its noise is multiplied by the ratio. All stages are then decoded
+    again.
 
     Args:
         prior: The prior of theta.
-        stages: All stages so far, oldest first: see :func:`with_discrepancies`.
+        stages: All stages so far, oldest first, from :func:`with_discrepancies`.
         kappa: See :func:`sampling_ratio`.
-        begin: Mean and covariance from which the rounds start: those found after the stage
-            before. The prior if ``None``.
+        begin: Initial mean and covariance of the rounds, from the decode of the previous stage. By
+            default the prior's.
     """
     stages = tuple(stages)
     limit = 1 + 2 * np.sqrt(2 / len(prior.mean))
@@ -172,7 +174,7 @@ def decode(
 def released_likelihood(
     mean: np.ndarray, covariance: np.ndarray, prior: Prior
 ) -> tuple[np.ndarray, np.ndarray]:
-    r"""Returns the Gaussian likelihood of what was released, for use with another prior.
+    r"""Returns the Gaussian likelihood of the released values, for use with another prior.
 
     The likelihood is :math:`\exp(b' \theta - \theta' P \theta / 2)` with
     :math:`P = V^{-1} - \Lambda`, without its negative part, and
@@ -181,7 +183,7 @@ def released_likelihood(
     Args:
         mean: Posterior mean m (d,).
         covariance: Posterior covariance V (d, d).
-        prior: The prior that was used while decoding.
+        prior: The prior that was used for decoding.
 
     Returns:
         P, positive semidefinite (d, d), and b (d,).
@@ -194,14 +196,14 @@ def released_likelihood(
 
 
 def capped(mean: np.ndarray, covariance: np.ndarray, prior: Prior) -> np.ndarray:
-    """Returns the covariance, lowered to the prior's in directions in which it is wider (d, d).
+    """Returns the covariance, lowered to the prior's in each direction in which it is wider (d, d).
 
-    It is the covariance that :func:`released_likelihood` has together with the prior.
+    The likelihood of :func:`released_likelihood` times the prior has this covariance.
 
     Args:
         mean: Posterior mean (d,). The cap does not depend on it.
         covariance: Posterior covariance (d, d).
-        prior: The prior that was used while decoding.
+        prior: The prior that was used for decoding.
     """
     root, inverse_root = roots(prior.precision)
     ratios, vectors = _over_prior(covariance, root)
@@ -210,9 +212,9 @@ def capped(mean: np.ndarray, covariance: np.ndarray, prior: Prior) -> np.ndarray
 
 
 def _over_prior(covariance: np.ndarray, root: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Variances over the prior's, at most 1, along directions that are independent under both.
+    """Ratios of posterior to prior variance, at most 1, along directions independent under both.
 
-    In coordinates that the prior makes standard normal, the result has no units.
+    The coordinates make the prior standard normal. So the result does not depend on units.
     """
     values, vectors = np.linalg.eigh(symmetric(root.T @ covariance @ root))
     return np.clip(values, 1e-14, 1.0), vectors
@@ -226,7 +228,7 @@ def _decode_rounds(
     mean: np.ndarray,
     covariance: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    r"""Mean and covariance for given widenings, and each stage's squared residual a coordinate.
+    r"""Mean and covariance for given widenings, and the mean squared residual of each stage.
 
     Let R be the covariance of the errors and X = R^-1 (I, ..., I)'. Then, with
     :math:`J = H (I, ..., I) X H` and :math:`H_+ = H / \kappa`, the posterior has
@@ -262,12 +264,12 @@ def _decode_rounds(
 
 
 def believed_curvature(stage: Stage) -> np.ndarray:
-    r"""The curvature without what may be noise alone, in the coordinates of theta (d, d).
+    r"""The curvature without directions that may be only noise, in the coordinates of theta (d, d).
 
-    In a direction that no record sees, the denoised curvature is not 0 but a vector of noise, and
-    would count as information. A GOE error of variance v has such vectors of squared length
-    :math:`v (d + 1) / 2`. So an eigenvalue x of the whitened curvature becomes
-    :math:`x^3 / (x^2 + v d / 4)`, and 0 if it is negative.
+    In a direction without information from the records, the denoised curvature is not 0 but noise.
+    It would count as information. A GOE error of variance v maps a unit vector to a vector of mean
+    squared length :math:`v (d + 1) / 2`. So an eigenvalue x of the whitened curvature becomes
+    :math:`x^3 / (x^2 + v d / 4)`, or 0 if it is negative.
     """
     whitened = stage.whitening @ stage.curvature @ stage.whitening
     values, vectors = np.linalg.eigh(symmetric(whitened))
@@ -291,8 +293,8 @@ def _error_covariance(
     variance v has the covariance :math:`v\, W^{-1} (\mathrm{tr}(M) I + M') W^{-1} / 2`. If only
     some pairs P were released, it is :math:`v\, W^{-1} (\mathrm{diag}(P\, \mathrm{diag} M) + P
     \circ M') W^{-1} / 2`. An error in the size of the template B has its variance times
-    :math:`T M T`, with :math:`T = W^{-1} B`. These two are the newest stage's and couple all
-    stages. Noise, discrepancy and widening belong to one stage each, on the diagonal.
+    :math:`T M T`, with :math:`T = W^{-1} B`. These two errors come from the newest stage and couple
+    all stages. Noise, discrepancy and widening act on the diagonal block of their own stage.
     """
     newest, size, count = stages[-1], len(mean), len(stages)
     away = np.stack([mean - stage.mean for stage in stages])
@@ -321,7 +323,7 @@ def _error_covariance(
 
 
 def _ensemble(stage: Stage, moment: np.ndarray) -> np.ndarray:
-    """Twice the covariance of E a and E b for a GOE error E of variance 1; the moment is of a b."""
+    """Twice the covariance of E a and E b for a GOE error E of variance 1 and ``moment`` = a b'."""
     if np.all(stage.pairs):
         return np.trace(moment) * np.eye(len(moment)) + moment.T
     return np.diag(stage.pairs @ np.diag(moment)) + np.where(stage.pairs, moment.T, 0)

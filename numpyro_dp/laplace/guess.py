@@ -1,4 +1,4 @@
-"""The first whitening, from invented records: a public guess of how large scores are."""
+"""The first whitening: a public guess of the size of scores, from invented records."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["FirstGuess", "first_guess"]
 
 _RECORDS = 200
 _DRAWS = 40
-_SILENT = 0.1  # times its usual size, the score of a latent counts as 0
+_SILENT = 0.1  # below this part of its usual size, the score of a latent counts as 0
 _MEDIAN = 0.6745  # of |x| for a standard normal x
 
 
 class FirstGuess(NamedTuple):
-    """What invented records say.
+    """Results from invented records.
 
     Attributes:
         whitening: Diagonal of the first whitening, shape (d,).
@@ -35,27 +35,27 @@ class FirstGuess(NamedTuple):
 
 
 def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) -> FirstGuess:
-    """Returns the first whitening, and which latents are effects of groups.
+    """Returns the first whitening, and the sites of group effects.
 
-    Invented records have normal columns of the given scales (1 by default) and outcomes that the
-    model simulates. The scores of a site share one scale unless columns were given scales, so a
-    site of group effects is not left with zeros. The typical whitened score then has norm
-    sqrt(d / N).
+    Invented records have normal columns with the given scales (1 by default) and outcomes that the
+    model simulates. Without given scales, the scores of a site share one scale. So a site of group
+    effects is not left with zeros. The typical whitened score has norm sqrt(d / N).
 
     Args:
-        prior: Of the model.
-        scales: Scale of the columns of some record arrays, by their number.
-        rng_key: Public.
+        prior: The prior of the model.
+        scales: Scale of the columns of some record arrays, by the number of the array.
+        rng_key: A public key.
 
     Raises:
         UnsupportedModelError: If no invented record has a finite score, the model is a neural
-            network, or there are too many latents that are no effects of groups.
+            network, or the model has too many latents.
     """
     outcomes = prior.outcomes
     layout = outcomes.model.structure.layout
     normal, ones = layout.invented(_RECORDS)
     rng = generator(rng_key)
-    # Integers are 1: a valid label or count. As two indices that are equal, they may cancel.
+    # In `normal`, integers are 1, which is a valid label or count. Two equal indices may cancel, so
+    # `mixed` draws them from {0, 1}.
     mixed = tuple(
         x if jnp.issubdtype(x.dtype, jnp.floating) else jnp.asarray(rng.integers(2, size=x.shape))
         for x in normal
@@ -73,9 +73,9 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
     else:
         raise UnsupportedModelError(
             "The likelihood has no finite gradient, or a gradient of 0, for all invented records "
-            "(normal numbers, ones). Records without a finite gradient count as 0, and the run "
-            "would return the prior at the whole cost of privacy. Look for sqrt or log at 0, or a "
-            "where() whose other branch is not finite; scale columns to about 1."
+            "(normal values, ones). Records without a finite gradient count as 0. The run would "
+            "spend its budget and return the prior. Look for sqrt or log at 0, or a where() with a "
+            "branch that is not finite. Scale columns to about 1."
         )
     scores = scores[finite]
     _check_not_a_network(middle, scores)
@@ -89,20 +89,19 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
 
 
 def _check_not_a_network(middle: np.ndarray, scores: np.ndarray) -> None:
-    """Raises if most latents act only where others are not 0, as weights of a network do.
+    """Raises if most latents act only through products with others, as weights of a network do.
 
-    With all weights at 0 no layer hands anything on, so that their scores are 0 in the middle of
-    the prior, and not elsewhere.
+    With all weights at 0, the layers pass nothing on. So the scores of the weights are 0 at the
+    centre of the prior, but not elsewhere.
     """
     usual = np.sqrt(np.mean(scores**2, axis=0))
     middle = np.where(np.isfinite(middle), middle, np.inf)
     silent = np.sqrt(np.mean(middle**2, axis=0)) < _SILENT * usual
     if np.mean(silent) > 0.5:
         raise UnsupportedModelError(
-            "Expected latents that act on the outcome by themselves, got a model where most act "
-            "through products with others, as the weights of a neural network do: its posterior "
-            "has many modes, and no normal distribution fits them. Use DPSVI, or "
-            "DPMCMC(SGLD(model), ...)."
+            "Most latents of this model act on the outcome only through products with other "
+            "latents, like the weights of a neural network. Such a posterior has many modes, and "
+            "no normal distribution fits it. Use DPSVI, or DPMCMC(SGLD(model), ...)."
         )
 
 
@@ -110,25 +109,24 @@ def _check_number(groups: np.ndarray) -> None:
     dense, size = int(np.sum(groups == 0)), len(groups)
     if dense > MOST_DENSE or size > MOST:
         raise UnsupportedModelError(
-            f"Expected at most {MOST_DENSE} latents that records see, besides effects of groups, "
-            f"and {MOST} in all, got {dense} and {size}: a release holds a curvature for each "
-            "pair. Use DPSVI with aligned()."
+            f"DPLaplace takes at most {MOST_DENSE} latents that records see, apart from effects of "
+            f"groups, and {MOST} in all, got {dense} and {size}. Each release holds a curvature "
+            "for every pair of latents. Use DPSVI with aligned()."
         )
 
 
 def _sites(prior: ModelPrior) -> np.ndarray:
-    """The number of the site of each latent that records see."""
+    """The site number of each latent that records see."""
     counts = [int(np.prod(prior.outcomes.shapes[n])) for n in sorted(prior.outcomes.seen)]
     return np.repeat(np.arange(len(counts)), counts)
 
 
 def _scorer(prior: ModelPrior, rng_key: Array) -> Callable[[Any], tuple[np.ndarray, np.ndarray]]:
-    """Returns ``rows -> scores``: in the middle of the prior, and at draws from it.
+    """Returns ``rows -> scores``: at the centre of the prior, and at draws from it.
 
-    Outcomes are simulated where the score is taken.
-
-    Not at another draw: residuals would be as wide as the prior, and W far too small. Too large a
-    W clips more, and later stages mend that; too small a one hides the signal in noise.
+    The outcomes of a score are simulated at its own draw. At another draw, residuals would be as
+    wide as the prior, and W would be far too small. A W that is too large only clips more, and
+    later stages correct that. A W that is too small hides the signal in noise.
     """
     outcomes, decoded, rng = prior.outcomes, prior.decoded, generator(rng_key)
     factor = np.linalg.cholesky(decoded.covariance)
@@ -152,7 +150,7 @@ def _scorer(prior: ModelPrior, rng_key: Array) -> Callable[[Any], tuple[np.ndarr
 
 
 def _widths(prior: ModelPrior, sizes: np.ndarray, by_column: bool) -> np.ndarray:
-    """A robust standard deviation of each score."""
+    """Robust standard deviation of the score of each latent."""
     outcomes = prior.outcomes
     site = _sites(prior)
     widths = np.ones(len(site))

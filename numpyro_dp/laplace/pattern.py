@@ -1,11 +1,11 @@
-r"""Which pairs of latents a curvature is released for, where there are many of them.
+r"""The pairs of latents whose curvature is released, for models with many latents.
 
-A release holds a number for each pair. Beyond some hundreds of latents most of them are effects of
-groups: a record sees one effect of a site, so that the curvature of two effects of that site is 0
-for every record. Such pairs are left out, and the whitening is diagonal in these latents, so that
-they stay 0. All other pairs are released.
+A release holds one value for each pair. In models with hundreds of latents, most latents are
+effects of groups. A record sees one effect of such a site, so two effects of the site have a
+curvature of 0 for every record. These pairs are left out. The whitening is diagonal in these
+latents, which keeps the curvature at 0. All other pairs are released.
 
-What is left out depends on the model and on invented records alone.
+The choice depends only on the model and on invented records.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from numpyro_dp.laplace._algebra import spectral_power
 
 __all__ = ["MOST", "MOST_DENSE", "group_sites", "pairs_of", "power_of"]
 
-MOST_DENSE = 300  # with up to so many latents, the curvature of every pair is released
-MOST = 600  # time and memory of decoding grow with the cube and the square of their number
-_LARGE = 20  # entries of a site of group effects that are worth leaving out
+MOST_DENSE = 300  # up to this number of latents, the curvature of every pair is released
+MOST = 600  # decoding takes time of the order of the cube of their number, and memory of the square
+_LARGE = 20  # smallest site of group effects whose pairs are left out
 
 
 def group_sites(scores: np.ndarray, sites: np.ndarray) -> np.ndarray:
-    """Returns a number for each latent: 0, or that of its site if this has effects of groups.
+    """Returns 1 + the site number of each latent that is an effect of a group, and 0 for others.
 
     Args:
-        scores: Of invented records, shape (records, d).
-        sites: The site of each latent, shape (d,).
+        scores: Scores of invented records, shape (records, d).
+        sites: Site number of each latent, shape (d,).
     """
     if len(sites) <= MOST_DENSE:
         return np.zeros(len(sites), int)
@@ -40,15 +40,16 @@ def group_sites(scores: np.ndarray, sites: np.ndarray) -> np.ndarray:
 
 
 def pairs_of(groups: np.ndarray) -> np.ndarray:
-    """Returns which pairs are released, shape (d, d)."""
+    """Returns whether each pair is released, shape (d, d)."""
     same = (groups[:, None] == groups) & (groups > 0)
     return ~same | np.eye(len(groups), dtype=bool)
 
 
 def power_of(matrix: np.ndarray, groups: np.ndarray, power: float) -> np.ndarray:
-    """Returns M^power of the block of latents that are no effects of groups, and of the diagonal.
+    """Returns M^power of a positive definite M, with group effects treated as independent.
 
-    M is positive definite. Other entries of the result are 0.
+    The block of the other latents gets its matrix power, and each group effect the power of its
+    diagonal entry. All other entries of the result are 0.
     """
     dense = groups == 0
     if dense.all():

@@ -1,11 +1,13 @@
-r"""The prior of a model as the decode takes it, and the posterior under the prior itself.
+r"""The normal prior that decoding uses, and the posterior under the model's own prior.
 
-While releases are decoded, the prior of the latents that records see is a normal one: exactly,
-where the model's prior is normal, else with its median and the wider one of the widths that hold
-its central 68 and 95 %. What was released is then turned into a likelihood
-:math:`\exp(b^\top\theta - \theta^\top P \theta / 2)`, and the posterior is that likelihood times
-the model's *own* prior: in closed form if it is normal, by weighted draws if it is nearly so, and
-by NUTS otherwise. That is post-processing, free of privacy cost.
+Decoding needs a normal prior of the latents that records see. If the model's prior is normal, it is
+used as it is. Otherwise the normal prior has its median, and the larger of the two widths that hold
+its central 68 and 95 %.
+
+The released values then give a likelihood :math:`\exp(b^\top\theta - \theta^\top P \theta / 2)`.
+The posterior is this likelihood times the model's *own* prior. It is computed in closed form for a
+normal prior, by weighted draws for a nearly normal one, and by NUTS otherwise. This is
+post-processing and has no privacy cost.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ class ModelPrior(NamedTuple):
     """The prior of all latents.
 
     Attributes:
-        outcomes: With the model.
-        normal: Mean and precision of all latents in unconstrained coordinates, where their prior
-            is normal; else ``None``.
-        seen: Places of the latents that records see, among all.
-        decoded: The normal prior of those, exact or not.
+        outcomes: The outcomes of the model.
+        normal: Mean and precision of all latents in unconstrained coordinates, or ``None`` if
+            their prior is not normal.
+        seen: Indices, among all latents, of the latents that records see.
+        decoded: The exact or approximate normal prior of the latents that records see.
         constrain: Vectors of all latents, shape (draws, all) -> values by site in the model's own
-            units; compiled once.
+            units. It is compiled once.
     """
 
     outcomes: Outcomes
@@ -57,8 +59,8 @@ class ModelPrior(NamedTuple):
 
         Args:
             precision: P of the likelihood of the latents that records see.
-            linear: b of it.
-            rng_key: Key of NUTS, where it is needed.
+            linear: b of this likelihood.
+            rng_key: Key of the weighted draws or NUTS, for priors that are not normal.
         """
         if self.normal is not None:
             mean, covariance = self._closed_form(precision, linear)
@@ -88,7 +90,7 @@ class ModelPrior(NamedTuple):
         return self.constrain(kept[rows])
 
     def _resampled(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> Array | None:
-        """Draws under the normal prior, drawn again by weight; ``None`` where few would count."""
+        """Draws under the normal prior, resampled by weight, or ``None`` if few weights count."""
         outcomes, prior = self.outcomes, self.decoded
         if len(outcomes.seen) < len(outcomes.shapes):
             return None
@@ -138,8 +140,8 @@ class ModelPrior(NamedTuple):
 
 
 def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:
-    """Reads the prior of a model; no record is read."""
-    names = sorted(outcomes.shapes)  # as ravel_pytree takes them
+    """Reads the prior of a model, and no record."""
+    names = sorted(outcomes.shapes)  # the order of ravel_pytree
     marks = [np.full(int(np.prod(outcomes.shapes[n])), n in outcomes.seen) for n in names]
     seen = np.flatnonzero(np.concatenate(marks))
     normal = _normal(outcomes, sum(map(len, marks)))
@@ -150,14 +152,14 @@ def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:
     flat = np.asarray(_flat_prior(outcomes, rng_key, _DRAWS), np.float64)
     quantiles = np.quantile(flat[:, seen], [0.025, 0.1587, 0.5, 0.8413, 0.975], axis=0)
     lowest, low, middle, high, highest = quantiles
-    # Heavy tails need the wider one: a prior that is too narrow moves the other latents, too.
+    # Heavy tails need the larger width. A prior that is too narrow also moves the other latents.
     widths = np.maximum(np.maximum((high - low) / 2, (highest - lowest) / 3.92), 1e-6)
     decoded = Prior(middle, np.diag(widths**-2.0))
     return ModelPrior(outcomes, None, seen, decoded, _constrained(outcomes))
 
 
 def generator(rng_key: Array) -> np.random.Generator:
-    """NumPy's generator of a JAX key, for draws that need no compiled program."""
+    """A NumPy generator seeded by a JAX key, for draws without a compiled program."""
     return np.random.default_rng(np.asarray(jax.random.key_data(rng_key)).ravel())
 
 
@@ -166,7 +168,7 @@ def _unravel(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:
 
 
 def _flat_prior(outcomes: Outcomes, rng_key: Array, number: int) -> Array:
-    """Draws from the prior as vectors of all latents, unconstrained."""
+    """Draws from the prior, as unconstrained vectors of all latents."""
 
     def one(key: Array) -> Array:
         drawn = unconstrained_prior(outcomes.model, outcomes.shared, key)

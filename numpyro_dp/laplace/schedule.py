@@ -1,8 +1,8 @@
-"""How a run splits its budget, and how far one record may go in each stage. All of it is public.
+"""How a run splits its budget, and the clip norms of each stage. All of it is public.
 
-The numbers were found on simulated logistic, Poisson, linear and mixture models and on four real
-designs; they are flat: other splits, clip norms of 1.2 to 2 and 4 to 24 draws move a log score by
-.03.
+The constants were chosen on simulated logistic, Poisson, linear and mixture models and on four real
+designs. Results depend little on them. Other splits, clip norms of 1.2 to 2, and 4 to 24 draws
+change a log score by .03.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ __all__ = [
 ]
 
 PAIRS = 24  # antithetic pairs of draws in a stage
-_SIZE = 0.01  # of mu^2: the size of a typical score
-SIZE_RANGE = 64.0  # it may be so many times smaller or larger than the public guess
-_PRIOR_SIZE = 1.0  # standard deviation of its log
-_SCALES = (0.02, 0.03)  # of mu^2: the mean row, and scales of the curvature
-_STAGES = (0.05, 0.06, 0.08, 0.11, 0.15, 0.20, 0.35)  # of what earlier releases leave
-_CURVATURE = (0.7, 0.7, 0.6, 0.5, 0.5, 0.4, 0.3)  # of a stage, the rest for scores
-_POWER = 0.02  # of a stage
+_SIZE = 0.01  # part of mu^2 for the size of a typical score
+SIZE_RANGE = 64.0  # that size may be up to this factor below or above the public guess
+_PRIOR_SIZE = 1.0  # prior standard deviation of the log of that size
+_SCALES = (0.02, 0.03)  # parts of mu^2 for the mean row and the scales of the curvature
+_STAGES = (0.05, 0.06, 0.08, 0.11, 0.15, 0.20, 0.35)  # parts of the rest of mu^2
+_CURVATURE = (0.7, 0.7, 0.6, 0.5, 0.5, 0.4, 0.3)  # part of a stage, the rest for scores
+_POWER = 0.02  # part of a stage
 _CLIP = 1.2
-GROWTH = 0.2  # of clip norms, until many records are clipped
+GROWTH = 0.2  # growth of clip norms, until many records are clipped
 _MOST_GROWTH = 0.6
 _UNCLIPPED = 0.97  # the kappa of a stage in which few records are clipped
-_LARGEST_NOISE = 0.25  # standard deviation of the noise over that of sampling, if clip norms grow
+_LARGEST_NOISE = 0.25  # largest noise sd relative to the sampling error, if clip norms grow
 _SCALE_CLIP = 3.0
 _ROW_CLIP = 1.3
 
 
 class Kind(enum.IntEnum):
-    """What a release asks of the records."""
+    """The values that a release sums over the records."""
 
     STAGE = 0  # scores, their curvature and their power
     SCALES = 1  # the mean row, and the scale of each coordinate
@@ -55,9 +55,9 @@ class Schedule(NamedTuple):
     """The releases of a run.
 
     Attributes:
-        mu: Of Gaussian differential privacy, what all releases spend together.
-        kinds: Of each release.
-        parts: For each release, the part of the squared budget of score, curvature and power.
+        mu: Privacy cost of all releases together, in Gaussian differential privacy.
+        kinds: The kind of each release.
+        parts: Parts of the squared budget for score, curvature and power, for each release.
     """
 
     mu: float
@@ -66,17 +66,17 @@ class Schedule(NamedTuple):
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Part of the squared budget of each release; they sum to 1."""
+        """Part of the squared budget for each release. The parts sum to 1."""
         found = [math.fsum(part) for part in self.parts]
         return tuple(share / math.fsum(found) for share in found)
 
     def weights(self, release: int) -> np.ndarray:
-        """Roots of the parts of one release, shape (3,); the squares sum to 1."""
+        """Square roots of the parts of one release, shape (3,). Their squares sum to 1."""
         part = np.array(self.parts[release])
         return np.sqrt(part / part.sum())
 
     def mu_of(self, release: int) -> np.ndarray:
-        """What each entry of a release spends, shape (3,)."""
+        """The mu that each entry of a release spends, shape (3,)."""
         return self.mu * math.sqrt(self.shares[release]) * self.weights(release)
 
 
@@ -84,7 +84,7 @@ def schedule(mu: float, size: int, number: int) -> Schedule:
     """Returns the releases of a run.
 
     Args:
-        mu: What all releases may spend.
+        mu: The mu that all releases may spend.
         size: Number of latents.
         number: Number of records.
     """
@@ -109,15 +109,15 @@ def _size_noise(number: int, mu: float) -> float:
 
 
 def believed_size(total: float, number: int, mu: float) -> float:
-    """Returns the log of the size of a typical whitened score, over its public guess.
+    """Returns the estimated log of the size of a typical whitened score, over its public guess.
 
-    The prior is normal around the guess. Each record sends a number in [0, 1], the half for a score
-    of the guessed size, see :func:`~numpyro_dp.laplace.signal.staged_scores`.
+    The log size has a normal prior around the guess. Each record sends a value in [0, 1], which is
+    0.5 for a score of the guessed size. See :func:`~numpyro_dp.laplace.scores.entries`.
 
     Args:
-        total: Sum over records, plus noise.
+        total: Sum of these values over records, plus noise.
         number: Number of records.
-        mu: What the release spends.
+        mu: The mu that the release spends.
     """
     log_size = (total / number - 0.5) * 2 * math.log(SIZE_RANGE)
     gain = _PRIOR_SIZE**2 / (_PRIOR_SIZE**2 + _size_noise(number, mu) ** 2)
@@ -125,19 +125,19 @@ def believed_size(total: float, number: int, mu: float) -> float:
 
 
 def bounds(kind: Kind, size: int, number: int, mu: float, growth: float) -> np.ndarray:
-    """Bounds of one record's first and second entry in a release, shape (2,)."""
+    """Bounds on one record's first and second entry in a release, shape (2,)."""
     if kind is Kind.SIZE:
         return np.array([SIZE_RANGE * math.sqrt(size / number), 1.0])
     return _scale_bounds(size, number) if kind else clip_norms(size, number, mu, growth)
 
 
 def clip_norms(size: int, number: int, mu: float, growth: float) -> np.ndarray:
-    r"""Bounds of one record's score and curvature in a stage that spends ``mu``.
+    r"""Bounds on one record's score and curvature in a stage that spends ``mu``.
 
-    A whitened normal score has norm near sqrt(size / number) with a standard deviation of .7 /
-    sqrt(number): few reach the bound. Where the noise is small, with
-    :math:`x = \mu \sqrt{N / d} > 1`, the bound grows as x to the power ``growth``. The noise is at
-    most a quarter of the sampling error then, or what the smallest growth leaves.
+    A whitened normal score has a norm near sqrt(size / number), with a standard deviation of .7 /
+    sqrt(number). So few scores reach the bound. If the noise is small, with
+    :math:`x = \mu \sqrt{N / d} > 1`, the bound grows as x to the power ``growth``. The growth stops
+    when the noise is a quarter of the sampling error, but the power is never below ``GROWTH``.
     """
     radius = math.sqrt(size) + 1.2
     over = max(1.0, mu * math.sqrt(number / size))
@@ -146,19 +146,19 @@ def clip_norms(size: int, number: int, mu: float, growth: float) -> np.ndarray:
 
 
 def next_growth(growth: float, kappa: float) -> float:
-    """Returns how fast clip norms grow from the next stage on.
+    """Returns the growth of clip norms from the next stage on.
 
-    ``kappa`` falls below 1 where records are clipped. Clipping does not bias the parameters of a
-    model that is right. If the model is wrong, clipped records have too little say in which
-    parameters fit best. So a budget that can pay for larger clip norms does.
+    ``kappa`` falls below 1 if records are clipped. Clipping does not bias the parameters of a
+    correct model. In a wrong model, clipped records have too little influence on the best fit. So
+    the clip norms grow if the budget allows it.
 
     Args:
-        growth: Of the stage before.
-        kappa: What the stage released, see :func:`~numpyro_dp.laplace.decode.sampling_ratio`.
+        growth: The growth in the previous stage.
+        kappa: The kappa of the stage, see :func:`~numpyro_dp.laplace.decode.sampling_ratio`.
     """
     return min(_MOST_GROWTH, growth + 2 * max(0.0, _UNCLIPPED - kappa))
 
 
 def _scale_bounds(size: int, number: int) -> np.ndarray:
-    """Bounds of one record's row and scales in the release of scales."""
+    """Bounds on one record's row and scales in the release of scales."""
     return np.array([_ROW_CLIP * math.sqrt(size / number), _SCALE_CLIP * math.sqrt(size) / number])

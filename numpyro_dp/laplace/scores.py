@@ -1,4 +1,4 @@
-r"""Scores of one record at many draws, in few numbers each, and the entries of its signal."""
+r"""Scores of one record at many draws, as few coordinates each, and the entries of its signal."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from numpyro_dp.sums.affine import Waist, find_waist
 __all__ = ["TINY", "Scores", "entries", "outer_products", "partners", "shortened", "total"]
 
 TINY = 1e-12
-_PARTNER = 4  # partners are a quarter of the draws away, so that none is a draw's mirror image
-_FEW = 4  # numbers through which a score depends on the latents
+_PARTNER = 4  # partners are a quarter of the draws away. Half would be the antithetic draw
+_FEW = 4  # up to this size, sums are faster than matrix products
 
 
 class Scores:
     """Whitened scores of one record, at many draws and for many outcomes.
 
-    A score is ``a @ frame`` with few numbers a (:mod:`numpyro_dp.sums.affine`), and the frame is
-    the record's own at all draws.
+    A score is ``a @ frame`` with few coordinates a (:mod:`numpyro_dp.sums.affine`). The frame
+    depends on the record and is the same at all draws.
 
     Args:
-        outcomes: Of the model.
-        whitening: Symmetric, shape (d, d).
+        outcomes: The outcomes of the model.
+        whitening: Symmetric matrix, shape (d, d).
         example: The record.
-        places: Rows and columns of the entries of the curvature that are released; by default those
-            of the upper triangle.
+        places: Rows and columns of the released entries of the curvature, by default the upper
+            triangle.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Scores:
         self.places = np.triu_indices(outcomes.size) if places is None else places
         zero, given = jnp.zeros(outcomes.size, whitening.dtype), (example, self.own)
         self._waists = {True: find_waist(_scalar(outcomes, True), zero, given)}
-        if outcomes.weighted:  # the same numbers for both
+        if outcomes.weighted:  # same coordinates with and without the weight
             self._waists = {w: Waist(zero.size, lambda z, _: z, _scalar(outcomes, w))
                             for w in (True, False)}  # fmt: skip
         waist = self._waists[True]
@@ -57,28 +57,28 @@ class Scores:
             frame = jax.jacrev(waist.values)(zero, given) @ whitening
         frame = jnp.where(jnp.all(jnp.isfinite(frame)), frame, 0)
         gram = _product(frame, frame.T) if self._narrow else None
-        # Found once a record, not once a draw.
+        # Without the barrier, XLA may compute these again for each draw.
         self.frame, self._gram = lax.optimization_barrier((frame, gram))
 
     def at(self, draw: Array, outcome: Any, *, weighted: bool = True) -> Array:
-        """The numbers a of the score of an outcome, shape (p,)."""
+        """The coordinates a of the score of an outcome, shape (p,)."""
         waist = self._waists[weighted or not self.outcomes.weighted]
         given = (self.example, outcome)
         return jax.grad(waist.rest)(waist.values(draw, given), given)
 
     def bounded(self, slopes: Array) -> tuple[Array, Array]:
-        """The same numbers, 0 where the score is not finite, and the norms of the scores."""
+        """The coordinates, set to 0 for scores that are not finite, and the norms of the scores."""
         if self._narrow:
             square = jnp.sum(_product(slopes, self._gram) * slopes, axis=-1)
         else:
             square = jnp.sum((slopes @ self.frame) ** 2, axis=-1)
         norm = jnp.sqrt(jnp.maximum(square, 0))
-        good = norm < 1e18  # whose square is finite in float32; false for NaN
+        good = norm < 1e18  # so the square is finite in float32. False for NaN
         return jnp.where(good[..., None], slopes, 0), jnp.where(good, norm, 0)
 
 
 def _product(one: Array, other: Array) -> Array:
-    """``one @ other``. XLA multiplies small matrices record by record: sums are faster then."""
+    """``one @ other``. For small matrices it uses sums, as XLA multiplies them record by record."""
     if min(*one.shape[-2:], *other.shape) > _FEW:
         return one @ other
     return jnp.sum(one[..., None] * other, axis=-2)
@@ -92,12 +92,12 @@ def outer_products(slopes: Array, others: Array) -> Array:
 
 
 def total(terms: Array) -> Array:
-    """Sum over the first two axes, as a product: XLA's sums take one term at a time on a CPU."""
+    """Sum over the first two axes. It is a product, because XLA sums term by term on a CPU."""
     return jnp.tensordot(jnp.ones(terms.shape[:2], terms.dtype), terms, 2)
 
 
 def _frame_reads_outcome(waist: Waist, zero: Array, given: PyTree) -> bool:
-    """Whether scores of other outcomes have another frame than that of the record's own."""
+    """Whether the frame of a score depends on the outcome."""
     example, own = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), leaf.dtype), given)
 
     def frame(own: PyTree) -> dict[str, Array]:
@@ -114,32 +114,34 @@ def _scalar(outcomes: Outcomes, weighted: bool) -> Callable[[Array, Any], Array]
 
 
 def partners(draws: Array, kind: Array) -> Array:
-    """For each draw another one; before the stages, the draw itself."""
+    """Another draw for each draw. Before the stages, the draw itself."""
     return jnp.where(kind > 0, draws, jnp.roll(draws, len(draws) // _PARTNER + 1, axis=0))
 
 
 def shortened(slopes: Array, norm: Array, limit: Array) -> Array:
-    """The same scores, of norm at most the limit."""
+    """The scores, clipped to norm ``limit``."""
     return slopes * jnp.minimum(1, limit / (norm + TINY))[..., None]
 
 
 def entries(
     scores: Scores, request: Any, score: Array, product: Array, power: Array
 ) -> tuple[Array, Array, Array]:
-    r"""The three entries over their bounds.
+    r"""The three entries of the signal, divided by their bounds.
 
-    In a stage they are score, curvature and power. In the release of scales they are the vector
-    along the record's row, :math:`u_i = E[W g (y - m)] / \mathrm{sd}(y)`, and the diagonal of the
-    curvature in the first places of the second entry. :math:`u_i u_i^\top` is at most the curvature
-    (Cauchy), and equal to it in a generalised linear model. The release of the size has the third
-    entry alone, the log of the power, from 0 at 1 / range to 1 at range times the public guess.
+    In a stage they are score, curvature and power. In the release of scales, the first entry is a
+    vector along the record's row, :math:`u_i = E[W g (y - m)] / \mathrm{sd}(y)`. The second entry
+    starts with the diagonal of the curvature. :math:`u_i u_i^\top` is at most the curvature
+    (Cauchy), and equal to it in a generalised linear model.
+
+    The release of the size uses only the third entry, the log of the power. It is 0 at the public
+    guess divided by ``SIZE_RANGE``, and 1 at the guess times ``SIZE_RANGE``.
     """
     frame, (score_clip, curvature_clip) = scores.frame, request.clips
     triangle, diagonal = _released(frame, (product + product.T) / 2, scores.places)
     scales = jnp.zeros_like(triangle).at[: len(diagonal)].set(diagonal)
     triangle = jnp.where(request.kind == Kind.SCALES, scales, triangle)
     vector = jnp.sum(score[:, None] * frame, axis=0)
-    # By construction these are in their balls in a stage; before the stages they are clipped here.
+    # In a stage, both norms are below their bounds by construction. Before the stages, this clips.
     vector, triangle = _ball(vector, score_clip), _ball(triangle, curvature_clip)
     power = power / score_clip**2
     log_power = 1 + jnp.log(power) / (4 * np.log(SIZE_RANGE))
@@ -150,13 +152,13 @@ def entries(
 
 
 def _ball(vector: Array, bound: Array) -> Array:
-    """A vector over its bound, of norm at most 1; 0 where it is not finite."""
+    """A vector divided by its bound and clipped to norm 1, or 0 if it is not finite."""
     vector = jnp.where(jnp.all(jnp.isfinite(vector)), vector, 0)
     return vector / jnp.maximum(jnp.linalg.norm(vector), bound)
 
 
 def _released(frame: Array, product: Array, places: Any) -> tuple[Array, Array]:
-    """Entries of F' P F at these places, off the diagonal times root 2, and its diagonal."""
+    """Entries of F' P F at ``places``, off the diagonal times root 2, and its diagonal."""
     half = _product(product, frame)
     rows, columns = own_constants(*(np.asarray(place, np.uint32) for place in places))
     (widths,) = own_constants(np.where(places[0] == places[1], 1.0, np.sqrt(2.0)).astype("f4"))

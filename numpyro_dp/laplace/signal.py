@@ -1,7 +1,7 @@
-r"""What a record sends in one stage: its score, centred by the model, and its curvature.
+r"""The signal of a record in one stage: its score, centred by the model, and its curvature.
 
-Public: draws :math:`z_r` of the posterior so far, for each a partner :math:`t_r` among them, a
-symmetric whitening W, and clip norms C and :math:`C_H`. With
+The public values are draws :math:`z_r` of the posterior so far, a partner :math:`t_r` of each among
+them, a symmetric whitening W, and clip norms C and :math:`C_H`. With
 :math:`c(a) = a \min(1, C / \lVert a \rVert)` and :math:`g(z; x, y) = \nabla_z \log p(y \mid x, z)`,
 
 .. math::
@@ -11,11 +11,13 @@ symmetric whitening W, and clip norms C and :math:`C_H`. With
         E_{y' \sim p(\cdot \mid x_i, t_r)} \big[ c(W g(z_r; x_i, y'))\, (W g(t_r; x_i, y'))^\top
         \big],
 
-where the weight :math:`v_i \le 1` keeps :math:`\lVert s_i\rVert \le C` and
-:math:`\lVert H_i\rVert_F \le C_H` and never sees :math:`y_i`. So the mean of :math:`s_i` is zero at
-the truth whatever C is (clipping biases nothing), and :math:`H_i` is the exact slope of that mean
-(Stein's identity), clip included. Outcomes that can be listed are, with :math:`t_r = z_r` and
-weights by draw; of others two are simulated for each draw.
+The weight :math:`v_i \le 1` ensures :math:`\lVert s_i\rVert \le C` and
+:math:`\lVert H_i\rVert_F \le C_H`. It does not depend on :math:`y_i`. So the mean of :math:`s_i` is
+zero at the truth for any C: clipping causes no bias. :math:`H_i` is the exact slope of the clipped
+mean (Stein's identity).
+
+If the outcomes can be listed, the expectations are exact, with :math:`t_r = z_r` and a weight for
+each draw. Otherwise they use two simulated outcomes for each draw.
 """
 
 from __future__ import annotations
@@ -46,25 +48,25 @@ from numpyro_dp.model.records import Records, Rows
 __all__ = ["LaplaceProblem", "Request", "StageOptimizer", "staged_scores", "symmetric"]
 
 _REPLICATES = 2
-# Draws stay near the mean. Each draw alone gives a score of mean 0 at the truth with the curvature
-# as its slope, so that nothing is biased. Under the wide prior of a scale, a far draw has scores a
-# thousand times as large as the others, and the weight that bounds the scores of all draws would
-# silence the record. Where outcomes are listed, each draw has a weight of its own: draws may then
-# be farther away, and their curvature is nearer to that of the way from the mean to the optimum.
+# Draws stay near the mean. This causes no bias, because each draw alone gives a score of mean 0 at
+# the truth, with the curvature as its slope. Under the wide prior of a scale, a far draw has scores
+# a thousand times as large as the others. The weight that bounds all scores would then be nearly 0.
+# If outcomes are listed, each draw has its own weight, and draws may be farther away. Their
+# curvature is then nearer to the curvature between the mean and the optimum.
 _FARTHEST_LISTED, _FARTHEST = 1.0, 0.4
 
 
 class Request(NamedTuple):
-    """What a stage asks of the records; public.
+    """The public values that define one release.
 
     Attributes:
         kind: A :class:`~numpyro_dp.laplace.schedule.Kind`.
-        mean: Of the draws, shape (d,).
-        factor: Cholesky factor of their covariance, shape (d, d).
-        whitening: W, symmetric, shape (d, d); zero in coordinates that are left out.
-        clips: (C, C_H); before the stages, bounds of the row and of scales, or of the size.
-        weights: Roots of the parts of the stage's budget for the three entries of the signal, shape
-            (3,); the squares sum to 1.
+        mean: Mean of the draws, shape (d,).
+        factor: Cholesky factor of the covariance of the draws, shape (d, d).
+        whitening: Symmetric matrix W, shape (d, d). It is zero in coordinates that are left out.
+        clips: (C, C_H). Before the stages, bounds on the row and the scales, or on the size.
+        weights: Square roots of the parts of the release's budget for the three entries of the
+            signal, shape (3,). Their squares sum to 1.
     """
 
     kind: Array
@@ -76,10 +78,10 @@ class Request(NamedTuple):
 
 
 class LaplaceProblem(NamedTuple):
-    """A model as its outcomes have it, for the loop that all drivers share.
+    """A model and its outcomes, as a ``Problem`` for the loop of all drivers.
 
     Attributes:
-        outcomes: The outcomes of records.
+        outcomes: The outcomes of the model.
     """
 
     outcomes: Outcomes
@@ -101,11 +103,11 @@ class LaplaceProblem(NamedTuple):
 
     @property
     def numbered(self) -> bool:
-        """Whether a record has a secret number, by which its outcomes are simulated."""
+        """Whether each record has a secret number that seeds its simulated outcomes."""
         return not self.outcomes.number
 
     def at(self, shared: tuple[Array, ...]) -> LaplaceProblem:
-        """The same with other public arrays."""
+        """Returns the same problem with other public arrays."""
         return self._replace(outcomes=self.outcomes._replace(shared=shared))
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
@@ -115,64 +117,64 @@ class LaplaceProblem(NamedTuple):
         return rows._replace(arrays=(*rows.arrays, *numbers))
 
     def blank_example(self) -> tuple[Array, ...]:
-        """Returns zeros in the place of one record."""
+        """Returns zeros with the shapes of one record."""
         return (*self.records.layout.blank(), *(jnp.zeros((), jnp.uint32),) * self.numbered)
 
     def constrain(self, params: PyTree) -> PyTree:
-        """Returns what was asked, which is public."""
+        """Returns the request as it is, because it is public."""
         return params
 
 
 class StageOptimizer:
-    """Keeps what a stage released; the host decodes it and asks for the next.
+    """Stores the released values of a stage. The host decodes them and makes the next request.
 
     Args:
-        pairs: Which entries of the curvature are released, shape (d, d).
+        pairs: Whether each entry of the curvature is released, shape (d, d).
     """
 
     def __init__(self, pairs: np.ndarray) -> None:
         self._entries = int(np.sum(np.triu(pairs)))
 
     def init(self, request: Request) -> tuple[Request, Array]:
-        """Returns the state: what is asked, and nothing released yet."""
+        """Returns the state: the request, and zeros in place of released values."""
         return request, jnp.zeros(request.mean.size + self._entries + 1)
 
     def get_params(self, state: tuple[Request, Array]) -> Request:
-        """Returns what is asked."""
+        """Returns the request."""
         return state[0]
 
     def update(
         self, released: Array, state: tuple[Request, Array], **_: Any
     ) -> tuple[Request, Array]:
-        """Puts down what was released."""
+        """Stores the released values."""
         return state[0], released
 
 
 def staged_scores(
     outcomes: Outcomes, antithetic: int, pairs: np.ndarray | None = None
 ) -> Callable[[LaplaceProblem], Estimator]:
-    """Returns problem -> estimator.
+    """Returns the function ``problem -> estimator``.
 
-    In a stage the signal has three entries: the score, the upper triangle of the curvature (off the
-    diagonal times root 2, so that its norm is the Frobenius norm) and the score's power, each over
-    its bound and times its weight. Its norm is at most 1.
+    In a stage the signal has three entries: the score, the upper triangle of the curvature, and the
+    score's power. Entries off the diagonal are multiplied by root 2, which makes the norm of the
+    triangle the Frobenius norm. Each entry is divided by its bound and multiplied by its weight. So
+    the signal has norm at most 1.
 
     Args:
-        outcomes: Of the model.
-        antithetic: Pairs of draws in a stage.
-        pairs: Which entries of the curvature are released, shape (d, d); all by default.
+        outcomes: The outcomes of the model.
+        antithetic: Number of antithetic pairs of draws in a stage.
+        pairs: Whether each entry of the curvature is released, shape (d, d). By default all are.
 
     Guarantee:
-        The three bounds hold for any model, any record and any outcome, finite or not: weights
-        bring sums of scores that are clipped one by one below them, and what is not finite counts
-        as 0. Before the stages the entries are clipped to their bounds, and the size to [0, 1].
-        Draws come from ``rng_key`` and read no record; simulated outcomes come from a secret number
-        of the record.
+        The three bounds hold for any model, any record and any outcome, finite or not. Weights
+        bring sums of clipped scores below the bounds. Values that are not finite count as 0. Before
+        the stages, entries are clipped to their bounds, and the size to [0, 1]. Draws come from
+        ``rng_key`` and read no record. A secret number of the record seeds its simulated outcomes.
     """
     size = outcomes.size
     places = np.nonzero(np.triu(np.ones((size, size), bool) if pairs is None else pairs))
 
-    @jax.jit  # so that it is traced once, whoever asks
+    @jax.jit  # traced once for all callers
     def signal_of(public: tuple[Request, Array, Array], shared: Any, example: PyTree) -> Any:
         request, draws, key = public
         own = outcomes._replace(shared=shared)
@@ -209,7 +211,7 @@ def staged_scores(
 
 
 def symmetric(triangle: np.ndarray, pairs: np.ndarray | None = None) -> np.ndarray:
-    """The symmetric matrix of a released curvature; 0 where it was not released."""
+    """The symmetric matrix of a released curvature, with 0 for pairs that were not released."""
     if pairs is None:
         size = int((np.sqrt(8 * triangle.size + 1) - 1) / 2)
         pairs = np.ones((size, size), bool)
@@ -220,7 +222,7 @@ def symmetric(triangle: np.ndarray, pairs: np.ndarray | None = None) -> np.ndarr
 
 
 def _listed(scores: Scores, request: Request, draws: Array, _: Array) -> tuple[Array, ...]:
-    """Score, curvature and power over their bounds, for outcomes that can be listed."""
+    """Score, curvature and power divided by their bounds, for outcomes that can be listed."""
     outcomes, (score_clip, curvature_clip) = scores.outcomes, request.clips
     listed = outcomes.listed(draws, scores.example)
     chances = listed.probabilities
@@ -230,10 +232,10 @@ def _listed(scores: Scores, request: Request, draws: Array, _: Array) -> tuple[A
         return scores.at(draw, outcome), scores.at(draw, outcome, weighted=False)
 
     slopes, slope = jax.vmap(jax.vmap(at, (None, 0)), (0, None))(listed.values, draws)
-    # Found once: a sum that computes its terms itself takes one exponential at a time.
+    # The barrier keeps XLA from fusing this into sums, which would take one exponential at a time.
     chances, slopes, slope = lax.optimization_barrier((chances, slopes, slope))
     slopes, norm = scores.bounded(slopes)
-    slope, slope_norm = scores.bounded(slope)  # differs where the record has a weight
+    slope, slope_norm = scores.bounded(slope)  # differs if the record has a weight
     bound = jnp.sum(chances * norm * slope_norm, axis=0)
     limits = score_clip / (jnp.max(norm, axis=0) + TINY), curvature_clip / (bound + TINY)
     weight = jnp.where(request.kind > 0, 1, jnp.minimum(1, jnp.minimum(*limits)))
@@ -241,7 +243,7 @@ def _listed(scores: Scores, request: Request, draws: Array, _: Array) -> tuple[A
     values = listed.values[:, None]
     centred = values - jnp.sum(chances * values, axis=0)
     spread = jnp.sqrt(jnp.sum(chances * centred**2, axis=0) + TINY)
-    # The release of scales asks for the vector along the row in the place of the score.
+    # The release of scales needs the vector along the row in place of the score.
     observed = weight * listed.observed[:, None] / len(draws)
     sent = jnp.where(request.kind > 0, each * centred / spread, observed)
     score = total(sent[..., None] * slopes)
@@ -251,7 +253,7 @@ def _listed(scores: Scores, request: Request, draws: Array, _: Array) -> tuple[A
 
 
 def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tuple[Array, ...]:
-    """The same from outcomes that are simulated at each draw's partner."""
+    """Score, curvature and power over their bounds, from outcomes simulated at partners."""
     outcomes, (score_clip, curvature_clip) = scores.outcomes, request.clips
     number = len(draws)
     others = partners(draws, request.kind)

@@ -1,4 +1,4 @@
-"""The releases of a run, one after the other, and what is learnt between them."""
+"""Makes the releases of a run one after the other, and decodes each before the next."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ __all__ = ["Run", "Stages"]
 
 
 class Run:
-    """What a run has learnt so far: what was released, and what follows from it.
+    """The released values of a run so far, and the estimates from them.
 
     Attributes:
-        prior: Of the model.
-        plan: Releases to come and past.
+        prior: The prior of the model.
+        plan: All releases of the run.
         groups: Sites of group effects, see :func:`~numpyro_dp.laplace.pattern.group_sites`.
     """
 
@@ -60,7 +60,7 @@ class Run:
         self.number = prior.outcomes.model.structure.layout.num_examples
 
     def request(self, release: int) -> Request:
-        """What to ask for in a release, in all coordinates."""
+        """Returns the request for a release, in all coordinates."""
         kept = np.ix_(self.seen, self.seen)
         root, whitening = np.zeros((self.size, self.size)), np.zeros((self.size, self.size))
         root[kept] = factor(self.covariance)
@@ -72,7 +72,7 @@ class Run:
         return Request(kind, *(jnp.asarray(x, jnp.float32) for x in numbers))
 
     def read(self, release: int, released: np.ndarray) -> None:
-        """Decodes what a release gave."""
+        """Decodes the values of a release."""
         released = np.asarray(released, np.float64)
         score, triangle, power = np.split(released, [self.size, len(released) - 1])
         clips, weights = self._bounds(release), self.plan.weights(release)
@@ -103,18 +103,18 @@ class Run:
         self.stages, self.covariance = decode.with_step(self.stages, self.mean, covariance)
         self.whitening = curvature.next_whitening(stage, self._prior, self.kappa)
         self.template = self.whitening @ stage.curvature_floored @ self.whitening
-        if len(self.stages) > 1:  # the first whitening is a guess, under which many are clipped
+        if len(self.stages) > 1:  # the first whitening is a guess, which clips many records
             self.growth = next_growth(self.growth, self.kappa)
 
     def likelihood(self) -> tuple[np.ndarray, np.ndarray]:
-        """Precision and linear term of what was released, in all coordinates."""
+        """Precision and linear term of the released likelihood, in all coordinates."""
         precision, linear = decode.released_likelihood(self.mean, self.covariance, self._prior)
         whole, right = np.zeros((self.size, self.size)), np.zeros(self.size)
         whole[np.ix_(self.seen, self.seen)], right[self.seen] = precision, linear
         return whole, right
 
     def left_out(self) -> list[str]:
-        """Names of the entries whose prior was kept because the records say too little."""
+        """Names of the entries that keep their prior because of too little information."""
         shapes = self.prior.outcomes.shapes
         names = [
             name + (f"[{','.join(map(str, index))}]" if index else "")
@@ -125,7 +125,7 @@ class Run:
 
     @property
     def _prior(self) -> curvature.Prior:
-        """That of the coordinates that were seen."""
+        """The prior of the coordinates that were kept."""
         mean, covariance = self.prior.decoded.mean, self.prior.decoded.covariance
         if self.seen.all():
             return self.prior.decoded
@@ -133,7 +133,7 @@ class Run:
         return curvature.Prior(mean[self.seen], np.linalg.inv(covariance[kept]))
 
     def _bounds(self, release: int) -> np.ndarray:
-        """Of the coordinates that were seen."""
+        """Bounds of a release, for the coordinates that were kept."""
         mu = float(np.linalg.norm(self.plan.mu_of(release)))
         kind, size = self.plan.kinds[release], int(self.seen.sum())
         return bounds(kind, size, self.number, mu, self.growth)
@@ -163,7 +163,7 @@ class Stages(Driver):
         self._outcomes = outcomes
 
     def get_params(self, state: SensitiveState) -> Any:
-        """Returns what is asked of the records."""
+        """Returns the request."""
         return state.optim_state[0]
 
     def start(
@@ -183,7 +183,7 @@ class Stages(Driver):
         report: Any,
         stream: bool = False,
     ) -> None:
-        """Makes all releases; what they gave is in ``run``."""
+        """Makes all releases and stores the results in ``run``."""
         session = self._session(args, kwargs)
         rows = (session.host_rows if stream else session.rows)(args, kwargs)
         for release in range(len(run.plan.shares)):
@@ -196,7 +196,7 @@ class Stages(Driver):
             run.read(release, state.optim_state[1])
 
     def _can_start(self, session: Any, prepared: Prepared) -> bool:
-        """The first guess has seen finite scores; a signal is finite in any case."""
+        """True: the first guess found finite scores, and every signal is finite."""
         return True
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:

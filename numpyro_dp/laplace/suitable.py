@@ -1,4 +1,4 @@
-"""Which models ``DPLaplace`` takes; the others are told which driver does."""
+"""Checks that ``DPLaplace`` supports a model. The error names a driver that does."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ __all__ = ["check_suitable"]
 
 
 def check_suitable(prior: ModelPrior, rng_key: Array) -> None:
-    """Raises for a model that another driver should take; reads no record.
+    """Raises for a model that needs another driver. It reads no record.
 
     Raises:
-        UnsupportedModelError: Names the reason and the remedy.
+        UnsupportedModelError: With the reason and the remedy.
     """
     scale, effect = _scaled_effect(prior, rng_key)
     if scale:
         raise UnsupportedModelError(
-            f"Expected effects in their centred form, got {effect!r} multiplied by {scale!r}: no "
-            "normal distribution fits that product. Let the records see the effect itself, "
+            f"The likelihood uses {effect!r} multiplied by {scale!r}. No normal distribution fits "
+            "the posterior of the two. Write the effect in its centred form, "
             f"numpyro.sample({effect!r}, dist.Normal(location, {scale})), without a reparam "
-            "handler; or use DPSVI."
+            "handler. Or use DPSVI."
         )
 
 
 def _scaled_effect(prior: ModelPrior, rng_key: Array) -> tuple[str, str]:
-    """Names a scale s and an effect b if the likelihood depends on them through s * b only.
+    """Names a scale s and an effect b if the likelihood depends on them only through s * b.
 
-    Such a likelihood does not change along (log s + t, exp(-t) b), so that its slope in log s is
-    the sum of b times its slope in b.
+    Such a likelihood does not change along (log s + t, exp(-t) b). So its slope in log s equals the
+    sum of b times its slope in b.
     """
     outcomes = prior.outcomes
     if len(outcomes.seen) < 2:

@@ -1,4 +1,4 @@
-"""Post-processing of private iterates, free of privacy cost."""
+"""Post-processing of private iterates. It has no privacy cost."""
 
 from numpyro_dp.posterior.averaging import Average, average
 from numpyro_dp.posterior.convergence import drift_check

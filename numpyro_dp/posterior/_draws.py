@@ -1,4 +1,4 @@
-"""Draws of any tree of sites, as arrays by name."""
+"""Posterior draws of a tree of sites, as arrays by name."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["draws_by_name"]
 
 
 def draws_by_name(samples: Any, what: str = "samples") -> dict[str, np.ndarray]:
-    """Returns the leaves by name, checked to have one leading axis of draws.
+    """Returns the leaves by name, after checking that each has the same leading axis of draws.
 
-    Names of nested entries are joined with dots.
+    Dots join the names of nested entries.
 
     Raises:
-        TypeError: If there are no sites by name.
-        ValueError: If the numbers of draws differ.
+        TypeError: If ``samples`` is not a dict, or holds no arrays.
+        ValueError: If sites have different numbers of draws.
     """
     if not isinstance(samples, dict) or not jax.tree.leaves(samples):
         raise TypeError(
-            f"Expected {what} to be a dict of draws by site, got {type(samples).__name__}. "
-            "Pass those of posterior_samples or Predictive."
+            f"{what} must be a dict of draws by site name and must not be empty, got "
+            f"{type(samples).__name__}. Pass the draws of posterior_samples or Predictive."
         )
     leaves = jax.tree_util.tree_flatten_with_path(samples)[0]
     draws = {".".join(map(_part, path)): np.asarray(leaf) for path, leaf in leaves}
@@ -32,8 +32,8 @@ def draws_by_name(samples: Any, what: str = "samples") -> dict[str, np.ndarray]:
     if len(set(sizes.values())) > 1 or () in sizes.values():
         shapes = {name: value.shape for name, value in draws.items()}
         raise ValueError(
-            f"Expected {what} with the draws along the first axis of every site, as many for each, "
-            f"got shapes {shapes}."
+            f"Every site in {what} must have the same number of draws along its first axis, got "
+            f"shapes {shapes}. Pass the draws of one call of posterior_samples or Predictive."
         )
     check_int(f"number of draws in {what}", next(iter(sizes.values()))[0], low=1)
     return draws

@@ -1,4 +1,4 @@
-"""Iterate averaging: the mean of the last iterates, from where each coordinate has converged."""
+"""Iterate averaging: the mean of each coordinate's iterates after it has converged."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _SHORTEST = 20
 
 
 class Average(NamedTuple):
-    """Averaged iterates; post-processing, so they may be published.
+    """Averaged iterates. They are post-processing and may be published.
 
     Attributes:
-        params: Mean of the constrained parameters over each coordinate's window: ready for
+        params: Mean of the constrained parameters over each coordinate's window. Pass it to
             ``Predictive(model, guide=guide, params=...)``.
-        dp_sd: Standard deviation of that mean, by which noise and batches of the run put it off
-            the optimum; the same tree. Meaningless where ``converged`` is false.
-        window: Number of kept iterates averaged over; the same tree.
-        converged: Whether a window passed the check; the same tree.
+        dp_sd: Standard deviation of that mean around the optimum, caused by the noise and the
+            batches of the run. It is meaningless for coordinates with ``converged`` false.
+        window: Number of kept iterates in each average.
+        converged: Whether a window passed the check.
     """
 
     params: dict[str, Any]
@@ -38,15 +38,16 @@ class Average(NamedTuple):
 
 
 def average(trace: Trace, check: Check | None = None, window: int | None = None) -> Average:
-    """Averages private iterates over the longest window that has converged, by coordinate.
+    """Averages each coordinate over the longest window of last iterates that has converged.
 
-    Where no window passes the check, the last fifth of the trace is averaged and ``converged`` is
-    false.
+    If no window of a coordinate passes the check, ``average`` takes the last fifth of the trace
+    and sets ``converged`` to false.
 
     Args:
         trace: ``result.trace`` of a run.
-        check: What a window must pass; :func:`~numpyro_dp.posterior.drift_check` by default.
-        window: Number of kept iterates, instead of choosing one; it is checked all the same.
+        check: The check of a window, by default :func:`~numpyro_dp.posterior.drift_check`.
+        window: A fixed number of kept iterates, which is also checked. By default ``average``
+            chooses one for each coordinate.
 
     Raises:
         ValueError: If the trace holds fewer than 20 iterates, or fewer than ``window``.
@@ -61,7 +62,7 @@ def average(trace: Trace, check: Check | None = None, window: int | None = None)
         (array([ True,  True]), array([3., 3.]))
 
     Guarantee:
-        Reads the private iterates alone.
+        Reads only the private iterates.
 
     Reference:
         Polyak, Juditsky (1992), SIAM J. Control Optim. 30; Jälkö, Prediger, Honkela, Kaski (2024),
@@ -74,7 +75,13 @@ def average(trace: Trace, check: Check | None = None, window: int | None = None)
             "keep more of them with run(..., trace_size=)."
         )
     if window is not None:
-        check_int("window", window, low=_SHORTEST, high=length, remedy="In kept iterates.")
+        check_int(
+            "window",
+            window,
+            low=_SHORTEST,
+            high=length,
+            remedy="It counts kept iterates of the trace.",
+        )
     sizes = [window] if window else [math.ceil(share * length) for share in _FRACTIONS]
     sizes = [size for size in sizes if size >= _SHORTEST]
     fallback = window or max(_SHORTEST, length // 5)
@@ -92,7 +99,7 @@ def _average(
     shape, dtype = values.shape[1:], values.dtype
     flat = values.reshape(values.shape[0], -1).astype(np.float64)
     chosen = np.zeros(flat.shape[1], int)
-    for size in sizes:  # from the longest
+    for size in sizes:  # longest first: a coordinate takes the first window that passes
         open_ = chosen == 0
         if open_.any():
             passed = check(flat[-size:, open_])

@@ -1,8 +1,8 @@
-r"""Has a private run converged? Checks of a window of iterates, one answer for each coordinate.
+r"""Checks whether a private run has converged, for each coordinate of a window of iterates.
 
 A check is a function from a window, shape ``(length, coordinates)``, to a bool for each coordinate.
-The iterates of a converged run are an autocorrelated series about the optimum (an
-Ornstein-Uhlenbeck process, Jälkö et al. 2024, section 3.2); one that has not converged drifts.
+The iterates of a converged run are an autocorrelated series around the optimum: an
+Ornstein-Uhlenbeck process (Jälkö et al. 2024, section 3.2). Before convergence they drift.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Check = Callable[[Float[np.ndarray, "length coords"]], Bool[np.ndarray, " coords
 
 
 def drift_check(level: float = 2.0, min_times: float = 50.0) -> Check:
-    r"""The slope is within its own standard error, and the window is long enough to tell.
+    r"""Returns a check that a long enough window has no significant slope.
 
-    The residuals of the regression are fitted by an AR(1) of variance :math:`s^2` and
-    autocorrelation time :math:`\tau`; the slope over [0, 1] of n points then has the variance
-    :math:`12 s^2\tau/n`.
+    The check regresses n iterates on time, scaled to [0, 1], and fits an AR(1) to the residuals.
+    With variance :math:`s^2` and autocorrelation time :math:`\tau` of that fit, the slope has the
+    variance :math:`12 s^2\tau/n`.
 
     Args:
-        level: Largest absolute slope in standard errors.
-        min_times: Fewest autocorrelation times that the window must hold.
+        level: Largest absolute slope, in standard errors.
+        min_times: Smallest length of the window, in autocorrelation times.
 
     Example:
         >>> import numpy as np

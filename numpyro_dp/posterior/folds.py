@@ -1,18 +1,18 @@
-r"""Averages of every private iterate, streamed: for models too large to keep a trace of.
+r"""Streaming averages of every private iterate, for models that are too large for a trace.
 
-A fold is carried through the compiled loop of a run, ``svi.run(..., fold=...)``, and reads the
-constrained parameters after each step.
+The compiled loop of ``svi.run(..., fold=...)`` hands a fold the constrained parameters after each
+step.
 
-**Tail average.** The last n iterates are split into b batches of :math:`n_j` consecutive ones,
-which differ in length by one at most. With their means :math:`m_j`,
+**Tail average.** The last n iterates are split into b batches of :math:`n_j` consecutive iterates.
+The lengths of the batches differ by at most one. With their means :math:`m_j`,
 
 .. math::
     \bar x = \frac1n \sum_j n_j m_j, \qquad
     \widehat{\mathrm{Var}}(\bar x) = \frac{1}{n (b - 1)} \sum_j n_j (m_j - \bar x)^2.
 
-The second is unbiased for independent batch means, so batches must be long against the
-autocorrelation time of the iterates. Sums run over deviations from the mean of the batches before,
-in at least float32, so that long runs do not lose digits.
+The variance estimate is unbiased for independent batch means. So each batch must hold many
+autocorrelation times. Sums run over deviations from the mean of the earlier batches, in at least
+float32. Long runs then do not lose digits.
 
 Reference:
     Polyak, Juditsky (1992), SIAM J. Control Optim. 30; for batch means Flegal, Jones (2010), Ann.
@@ -38,15 +38,15 @@ _MOST_STEPS = np.iinfo(np.int32).max
 
 
 class TailAverage(NamedTuple):
-    r"""Mean of the last iterates of a run; may be published.
+    r"""Mean of the last iterates of a run. It may be published.
 
     Attributes:
-        params: Mean of the constrained parameters: ready for
+        params: Mean of the constrained parameters. Pass it to
             ``Predictive(model, guide=guide, params=...)``.
-        dp_sd: Standard deviation of that mean, by which noise and batches of the run put it off
-            the optimum; the same tree. It is itself known to a factor of
-            :math:`1 \pm 1/\sqrt{2(b-1)}`, and means nothing if the run had not converged.
-        num_iterates: Number of iterates averaged.
+        dp_sd: Standard deviation of that mean around the optimum, caused by the noise and the
+            batches of the run. It is itself known up to a factor of
+            :math:`1 \pm 1/\sqrt{2(b-1)}`. It is meaningless if the run had not converged.
+        num_iterates: Number of iterates in the average.
     """
 
     params: dict[str, Any]
@@ -55,18 +55,18 @@ class TailAverage(NamedTuple):
 
 
 class _Tail(NamedTuple):
-    """State of a tail average; the first four are constant or count.
+    """State of a tail average.
 
     Attributes:
-        wait: Iterates to come before the tail.
-        length: Length of a batch; the first ``longer`` batches have one iterate more.
-        longer: See there.
+        wait: Number of iterates still to come before the tail.
+        length: Length of a batch, without the extra iterate of the first ``longer`` batches.
+        longer: Number of batches with one extra iterate.
         batches: Number of closed batches.
-        before: Iterates in closed batches.
-        inside: Iterates in the open batch.
-        mean: Of the closed batches; the first iterate as long as there is none.
-        total: Deviations from ``mean`` of the iterates in the open batch, added up.
-        squares: Squared deviations of closed batches from their mean, times their length, added up.
+        before: Number of iterates in closed batches.
+        inside: Number of iterates in the open batch.
+        mean: Mean of the closed batches. Before the first one closes, the first iterate.
+        total: Sum of the deviations from ``mean`` in the open batch.
+        squares: Sum of the squared deviations of closed batches from their mean, times length.
     """
 
     wait: Array
@@ -81,19 +81,17 @@ class _Tail(NamedTuple):
 
 
 def tail_average(num_steps: int, last: float = 0.5, num_batches: int = 32) -> Fold:
-    r"""Averages the iterates of the last share of a run, all of them, without keeping them.
+    r"""Averages every iterate in the last part of a run without storing them.
 
-    It holds three times as many numbers as the parameters. Unlike
-    :func:`~numpyro_dp.posterior.average` it does not look for the iterates that have converged:
-    the share is yours to choose, before the run.
-
-    A mean of constrained parameters meets convex constraints, such as those of scales and Cholesky
-    factors.
+    The fold needs three times the memory of the parameters. Unlike
+    :func:`~numpyro_dp.posterior.average`, it does not check convergence: you choose the share of
+    the steps before the run. The average is taken over constrained parameters. So it meets convex
+    constraints, such as positive scales and Cholesky factors.
 
     Args:
-        num_steps: Of the run that it is for.
-        last: Share of the steps that is averaged over, in (0, 1], rounded to whole steps.
-        num_batches: Number of batches b for the standard deviation; each should hold many
+        num_steps: Number of steps of the run.
+        last: Share of the steps to average, in (0, 1], rounded to whole steps.
+        num_batches: Number of batches b for the standard deviation. Each should hold many
             autocorrelation times of the iterates.
 
     Returns:
@@ -122,7 +120,7 @@ def tail_average(num_steps: int, last: float = 0.5, num_batches: int = 32) -> Fo
         (1500, Array(True, dtype=bool))
 
     Guarantee:
-        Reads the private iterates alone: post-processing, free of privacy cost.
+        Reads only the private iterates. This is post-processing and has no privacy cost.
     """
     check_int("num_steps", num_steps, low=1, high=_MOST_STEPS)
     check_real("last", last, low=0, high=1, low_open=True, remedy="It is a share of the steps.")
@@ -130,7 +128,7 @@ def tail_average(num_steps: int, last: float = 0.5, num_batches: int = 32) -> Fo
     number = max(1, round(last * num_steps))
     check_int(
         "number of iterates averaged", number, low=num_batches,
-        remedy="Each batch needs one: take more steps, a larger share last=, or fewer num_batches.",
+        remedy="Each batch needs one. Take more steps, increase last=, or decrease num_batches.",
     )  # fmt: skip
     length, longer = divmod(number, num_batches)
 
@@ -149,6 +147,7 @@ def _update_tail(state: _Tail, params: PyTree) -> _Tail:
     closes = active & (inside == state.length + (state.batches < state.longer))
     known = state.before + inside
 
+    # The batch form of Welford's update, which loses no digits by cancellation.
     def update(x: Array, mean: Array, total: Array, squares: Array) -> tuple[Array, ...]:
         x, size = x.astype(mean.dtype), inside.astype(mean.dtype)
         share = size / jnp.maximum(known, 1).astype(mean.dtype)

@@ -29,14 +29,14 @@ Draws = Callable[[Array, int], dict[str, Array]]
 
 
 class ModelSource(NamedTuple):
-    """What a posterior needs to know of a NumPyro model. Holds no record.
+    """The parts of a NumPyro model that a posterior needs. It holds no record.
 
     Attributes:
-        fn: The model, with static keywords filled in; a call may give others.
+        fn: The model, with static keywords filled in. A call may override them.
         latents: Names of the global latent sites.
         plate: Name of the plate over records.
-        arguments: Arguments with a placeholder for the records.
-        params: Constrained value of each ``numpyro.param`` of the model.
+        arguments: Arguments of the model, with a placeholder for the records.
+        params: Constrained value of each ``numpyro.param`` in the model.
         factors: Names of the factors and observed sites that read no record.
     """
 
@@ -56,14 +56,14 @@ class ModelSource(NamedTuple):
         shared: tuple[Array, ...],
         params: dict[str, Any],
     ) -> ModelSource:
-        """Makes it from what a driver has.
+        """Collects these parts from the values that a driver holds.
 
         Args:
             model: The NumPyro model.
             static: Static keywords of the driver.
-            structure: What was read of the model.
+            structure: The structure of the model.
             shared: Public arrays among the model's arguments.
-            params: Constrained parameters of the run; those of the model are taken.
+            params: Constrained parameters of the run. Parameters of the guide are dropped.
         """
         own = {name: params[name] for name in structure.params if name in params}
         return cls(
@@ -79,14 +79,14 @@ class ModelSource(NamedTuple):
         notes: tuple[str, ...] = (),
         converged: bool = True,
     ) -> Posterior:
-        """Makes the posterior whose draws these are; other sites than the latents are left out.
+        """Returns a posterior with these draws of the global latent sites. It drops other sites.
 
         Args:
             draws: ``(rng_key, num_samples)`` -> draws by site.
-            privacy: What was spent.
-            method: One line that says how the posterior was found.
-            notes: What a reader has to know.
-            converged: Whether nothing speaks against the run having converged.
+            privacy: The privacy report of the run.
+            method: One line that describes the method.
+            notes: Warnings and remarks for the reader.
+            converged: False if the run may not have converged.
         """
         prior: Draws | None = self._prior
         try:
@@ -108,7 +108,7 @@ class ModelSource(NamedTuple):
     def guide_draws(
         self, guide: Callable[..., Any], params: dict[str, Any], static: dict[str, Any]
     ) -> Draws:
-        """Returns the draws of a guide, called on the placeholder for the records.
+        """Returns the draws of a guide that is called on the placeholder for the records.
 
         Args:
             guide: An automatic guide that a run has set up, or a hand-written one.
@@ -116,7 +116,7 @@ class ModelSource(NamedTuple):
             static: Static keywords of the driver.
         """
         args, kwargs = self.arguments
-        # Bound here: an argument of the guide may have a name that posterior_samples knows too.
+        # Bound here, because a keyword of the guide may have the name of a posterior_samples one.
         alone = one_record(lambda: guide(*args, **kwargs, **static), self.plate)
 
         def draws(rng_key: Array, num_samples: int) -> dict[str, Array]:
@@ -129,7 +129,7 @@ class ModelSource(NamedTuple):
         return handlers.substitute(self.fn, data=self.params) if self.params else self.fn
 
     def _trace(self, rng_key: Array, values: dict[str, Array]) -> dict[str, Any]:
-        """The latent sites on the placeholder, drawn from the prior or of given values."""
+        """Latent sites on the placeholder. Sites without given values are drawn from the prior."""
         alone = one_record(self._filled, self.plate)
         fn = handlers.seed(handlers.substitute(alone, data=values), rng_key)
         trace = self.arguments.call(handlers.trace(fn).get_trace)
@@ -143,7 +143,7 @@ class ModelSource(NamedTuple):
         return jax.jit(jax.vmap(self._prior_draw))(keys)
 
     def _unconstrain(self, draws: dict[str, Array]) -> dict[str, Array]:
-        """Supports may depend on other latents, so the model is traced at each draw."""
+        """Traces the model at each draw, because supports may depend on other latents."""
 
         def one(values: dict[str, Array]) -> dict[str, Array]:
             sites = self._trace(jax.random.key(0), values)
@@ -156,10 +156,10 @@ class ModelSource(NamedTuple):
 
 
 def drift_notes(trace: Trace) -> tuple[str, ...]:
-    """Returns a note if parameters fail the drift check in the last half of a trace, else none.
+    """Returns a note if parameters fail the drift check in the last half of a trace.
 
-    The start of a run is often narrow: before it has converged it may seem to know much. A trace
-    that is too short to tell fails.
+    A guide often starts narrow, so a run that has not converged may look too certain. A trace that
+    is too short for the check also fails.
 
     Args:
         trace: ``result.trace`` of a run.

@@ -1,4 +1,4 @@
-"""Posterior draws for ArviZ, marked with what they have spent."""
+"""Converts posterior draws for ArviZ, with the privacy report as attributes."""
 
 from __future__ import annotations
 
@@ -26,25 +26,29 @@ def to_arviz(
     dims: dict[str, Any] | None = None,
     group_by_chain: bool = False,
 ) -> Any:
-    """Returns draws in the form that ArviZ takes.
+    """Converts posterior draws to the data structure of ArviZ.
 
-    Independent draws are one chain, whose R-hat says nothing. Dots replace slashes in site names.
+    Independent draws become one chain. Its R-hat has no meaning. Site names get dots in place of
+    slashes.
 
     Args:
-        samples: Draws by site: ``posterior_samples``, ``Predictive``, ``DPMCMC.get_samples``.
-        privacy: ``result.privacy`` of the run behind the draws.
-        posterior_predictive: Draws of observed sites, for a group of their own.
+        samples: Draws by site, from ``posterior_samples``, ``Predictive`` or
+            ``DPMCMC.get_samples``.
+        privacy: ``result.privacy`` of the run that gave the draws.
+        posterior_predictive: Draws of observed sites, for a separate group.
         sensitive_observed_data: The private records by site, without an axis of draws, for plots
-            that you keep to yourself. By default they are left out.
-        coords: Labels by dimension, as ArviZ takes them.
-        dims: Names of the dimensions by site, as ArviZ takes them.
-        group_by_chain: Whether draws have leading axes of chains and of draws.
+            that you do not publish. By default they are left out.
+        coords: ``coords`` of ArviZ: labels by dimension.
+        dims: ``dims`` of ArviZ: names of dimensions by site.
+        group_by_chain: Whether draws have two leading axes, of chains and of draws.
 
     Returns:
-        An ``InferenceData`` (ArviZ before 1.0) or a ``DataTree``, with what was spent in ``attrs``.
+        An ``InferenceData`` (ArviZ before 1.0) or a ``DataTree``. Its ``attrs`` hold the privacy
+        report.
 
     Raises:
-        ImportError, TypeError, ValueError: Without ArviZ, or if draws or report are not as above.
+        ImportError: If ArviZ is not installed.
+        TypeError, ValueError: If draws or report have the wrong type or shape.
 
     Example:
         >>> import jax, numpyro, numpyro.distributions as dist, optax
@@ -67,9 +71,9 @@ def to_arviz(
         ((1, 500), 1e-05, 'add_or_remove_one')
 
     Guarantee:
-        Reads draws and report alone, and no record. What it returns may be published if
-        ``samples`` and ``posterior_predictive`` may: never with ``sensitive_observed_data``, and
-        not with pointwise likelihoods or predictions beside which private rows could be told.
+        Reads only its arguments. The result may be published if ``samples`` and
+        ``posterior_predictive`` may. Do not publish it with ``sensitive_observed_data``. Do not
+        publish pointwise likelihoods, or predictions that could reveal private rows.
     """
     spent = _attributes(privacy, group_by_chain)
     groups = _groups(samples, posterior_predictive, sensitive_observed_data, group_by_chain)
@@ -93,15 +97,15 @@ def _groups(
 
 
 def _chains(samples: dict[str, Any], what: str, grouped: bool) -> dict[str, np.ndarray]:
-    """Draws by published name, with axes of chains and draws."""
+    """Draws by their names for ArviZ, with axes of chains and draws."""
     found = draws_by_name(samples, what)
     if not grouped:
         return {_name(name): value[None] for name, value in found.items()}
     lengths = {name: value.shape[1:2] for name, value in found.items()}
     if len(set(lengths.values())) != 1 or () in lengths.values():
         raise ValueError(
-            f"Expected {what} with two leading axes, of chains and of draws, for "
-            f"group_by_chain=True, got the shapes { {n: v.shape for n, v in found.items()} }."
+            f"group_by_chain=True needs two leading axes, of chains and of draws, in {what}, got "
+            f"shapes { {n: v.shape for n, v in found.items()} }. Omit it for independent draws."
         )
     return {_name(name): value for name, value in found.items()}
 
@@ -111,11 +115,11 @@ def _name(name: str) -> str:
 
 
 def _attributes(privacy: PrivacyReport, chains: bool) -> dict[str, Any]:
-    """What was spent, as text and numbers that netCDF can hold."""
+    """The privacy report as text and numbers that netCDF can store."""
     if not isinstance(privacy, PrivacyReport):
         raise TypeError(
-            f"Expected privacy=result.privacy, got {type(privacy).__name__}. It says what the "
-            "draws have spent; for draws of another origin use arviz.from_dict."
+            f"privacy must be a PrivacyReport, got {type(privacy).__name__}. to_arviz stores it "
+            "with the draws. Pass result.privacy of the run. For other draws use arviz.from_dict."
         )
     return {
         "draws": "chains of a differentially private sampler" if chains else _INDEPENDENT,
@@ -135,8 +139,7 @@ def _from_dict(groups: dict[str, dict[str, np.ndarray]], coords: Any, dims: Any)
         import arviz
     except ImportError as error:
         raise ImportError(
-            "Expected ArviZ to be installed for to_arviz, got no module. Install it with "
-            'pip install "numpyro-dp[plot]".'
+            'to_arviz needs ArviZ, which is not installed. Run pip install "numpyro-dp[plot]".'
         ) from error
     if "data" in inspect.signature(arviz.from_dict).parameters:  # 1.0 and later
         return arviz.from_dict(groups, coords=coords, dims=dims)

@@ -1,13 +1,13 @@
-r"""Noise-aware posteriors: the guide, widened by what the privacy noise did to its location.
+r"""Noise-aware posteriors: the guide, widened by the effect of privacy noise on its location.
 
 With the averaged location :math:`\bar m`, its variance :math:`v` over runs, and the averaged
 covariance :math:`\Sigma` of the guide, the posterior is
 
 .. math:: N(\bar m,\; \Sigma + \mathrm{diag}(v)).
 
-:math:`v` is estimated from the iterates of the one run there is, by an AR(1) fit with finite-window
-corrections (:mod:`numpyro_dp.posterior._series`). The variance of the raw iterates would be too
-wide for their mean, and that over their number too narrow.
+:math:`v` is estimated from the iterates of a single run, by an AR(1) fit with finite-window
+corrections (:mod:`numpyro_dp.posterior._series`). The variance of n iterates would be too large
+for the variance of their mean. Divided by n it would be too small.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ __all__ = ["NoiseAware", "noise_aware"]
 
 
 class NoiseAware(NamedTuple):
-    """A posterior that knows of the privacy noise; may be published.
+    """A posterior that includes the effect of privacy noise. It may be published.
 
     Attributes:
         params: Parameters of the guide, for ``Predictive(model, guide=guide, params=...)``.
-        average: The averaged iterates behind it.
-        unconverged: Number of coordinates of the location whose run has not converged: for those
-            no variance is known, and the intervals are not to be trusted.
-        dominated: Number of coordinates of the location in which the privacy noise has a larger
-            variance than the posterior. Adding the two is then no Bayesian answer: the prior's
-            information should enter again, and does not. Spend more, or use a stronger prior.
+        average: The averaged iterates.
+        unconverged: Number of coordinates of the location that have not converged. Their variance
+            is not known. Do not trust their intervals.
+        dominated: Number of coordinates of the location with more privacy noise than posterior
+            variance. Their sum is not a Bayesian posterior, because the prior does not narrow it.
+            Use a larger budget or a stronger prior.
     """
 
     params: dict[str, Any]
@@ -45,34 +45,34 @@ class NoiseAware(NamedTuple):
     dominated: int
 
     def __str__(self) -> str:
-        """What to know before using it."""
+        """Size of the posterior, and warnings."""
         total = sum(np.size(value) for value in self.average.params.values())
         lines = [f"Noise-aware posterior of {total} averaged parameters."]
         if self.unconverged:
             lines.append(
-                f"NOT CONVERGED in {self.unconverged} coordinates of the location: their "
-                "intervals are not to be trusted. Take more steps, or larger ones at first."
+                f"NOT CONVERGED in {self.unconverged} coordinates of the location. Do not trust "
+                "their intervals. Take more steps, or start with larger ones."
             )
         if self.dominated:
             lines.append(
                 f"Privacy noise exceeds the posterior's own variance in {self.dominated} "
-                "coordinates: their intervals are wide, and the prior does not narrow them."
+                "coordinates. Their intervals are wide, and the prior does not narrow them."
             )
         return "\n".join(lines)
 
 
 def noise_aware(result: RunResult, guide: Any, check: Check | None = None) -> NoiseAware:
-    """Returns the guide's posterior with averaged iterates, widened by the privacy noise.
+    """Returns the guide at the averaged iterates, widened by the privacy noise.
 
     Args:
-        result: Of ``DPSVI.run``, with its trace.
+        result: The result of ``DPSVI.run``, with its trace.
         guide: The guide of the run: ``AutoDiagonalNormal``, ``AutoNormal`` or
             ``AutoMultivariateNormal``.
-        check: See :func:`~numpyro_dp.posterior.average`.
+        check: The check of a window, as for :func:`~numpyro_dp.posterior.average`.
 
     Raises:
-        TypeError: For another guide: its location is not a parameter.
-        ValueError: If the trace is too short.
+        TypeError: For other guides, whose location is not a parameter.
+        ValueError: If the trace has fewer than 20 iterates.
 
     Example:
         >>> import jax, numpyro, numpyro.distributions as dist, optax
@@ -94,7 +94,7 @@ def noise_aware(result: RunResult, guide: Any, check: Check | None = None) -> No
         np.True_
 
     Guarantee:
-        Reads the private iterates alone.
+        Reads only the private iterates.
 
     Reference:
         Jälkö, Prediger, Honkela, Kaski (2024), DPVIm, TMLR, section 3.2 and appendix E.
@@ -123,7 +123,7 @@ def _is_triangular(guide: Any) -> bool:
 
 
 def _pairs(guide: Any) -> list[tuple[str, str]]:
-    """Names of location and scale."""
+    """Names of the location and scale parameters of each normal factor."""
     kind = guide_kind(guide)
     if kind is autoguide.AutoDiagonalNormal:
         return [(f"{guide.prefix}_loc", f"{guide.prefix}_scale")]
@@ -135,6 +135,7 @@ def _pairs(guide: Any) -> list[tuple[str, str]]:
             for site in latent_sites(guide)
         ]
     raise TypeError(
-        "Expected guide to be an AutoDiagonalNormal, AutoNormal or AutoMultivariateNormal, got "
-        f"{type(guide).__name__}. For other guides use average() and its dp_sd."
+        "noise_aware needs a guide of type AutoDiagonalNormal, AutoNormal or "
+        f"AutoMultivariateNormal, got {type(guide).__name__}. It widens the covariance that these "
+        "have as a parameter. For other guides use average() and its dp_sd."
     )

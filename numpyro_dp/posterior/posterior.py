@@ -1,4 +1,4 @@
-r"""``Posterior``: what a private run knows of the latents, whatever the method.
+r"""``Posterior``: the posterior of the latents after a private run of any method.
 
 The share of the prior of one entry of a latent site is the squared ratio of two widths,
 
@@ -6,7 +6,8 @@ The share of the prior of one entry of a latent site is the squared ratio of two
     s = \Big(\frac{q_{.84} - q_{.16}}{p_{.84} - p_{.16}}\Big)^2,
 
 with quantiles q of the posterior and p of the prior, in unconstrained coordinates. For normal
-distributions it is the ratio of the variances: near 0 the records decide, at 1 the prior does.
+distributions it is the ratio of the variances. Near 0 the posterior follows the records. At 1 it
+is as wide as the prior.
 """
 
 from __future__ import annotations
@@ -41,28 +42,26 @@ Draws = Callable[[Array, int], dict[str, Array]]
 
 
 class Posterior:
-    r"""What a private run knows of the latents: draws, predictions and a summary.
+    r"""The posterior of the latents after a private run: draws, predictions and a summary.
 
-    ``print`` shows the privacy that was spent, some latents, and a verdict. Methods make it:
-    ``DPSVI.run(...).posterior``, say. All of it is of the global latents: those in the plate over
-    records are left out.
+    Drivers create it, for example ``DPSVI.run(...).posterior``. ``print`` shows the privacy that
+    was spent, some latents, and a verdict. Latents in the plate over records are left out.
 
     Args:
         model: The NumPyro model, with static keywords and its own parameters filled in.
         draws: ``(rng_key, num_samples)`` -> draws by site, in the model's own units, with a
             leading axis ``num_samples``.
-        prior: The same for the prior, or ``None`` if it cannot be drawn from.
-        unconstrain: Draws by site -> the same in unconstrained coordinates.
-        privacy: What was spent.
-        method: One line that says how the posterior was found.
-        notes: What a reader has to know, one sentence each.
-        converged: Whether nothing speaks against the run having converged; else the verdict is
-            conditional.
+        prior: The same function for the prior. ``None`` if the prior cannot be sampled.
+        unconstrain: Draws by site -> the same draws in unconstrained coordinates.
+        privacy: The privacy report of the run.
+        method: One line that describes the method.
+        notes: Warnings and remarks for the reader, one sentence each.
+        converged: False if the run may not have converged. The verdict is then conditional.
 
     Attributes:
         privacy: The :class:`~numpyro_dp.PrivacyReport` of the run.
-        method: One line that says how the posterior was found.
-        notes: What a reader has to know.
+        method: One line that describes the method.
+        notes: Warnings and remarks for the reader.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
@@ -88,9 +87,9 @@ class Posterior:
         If the run has converged: every latent is known well beyond its prior (largest share ...).
 
     Guarantee:
-        Reads what the run released, and no record. Draws, summaries and predictions at public
-        inputs may be published. Predictions at the inputs of records may not: they pair the
-        posterior with a private row.
+        Reads only released values and no record. You may publish draws, summaries, and
+        predictions at public inputs. Do not publish predictions at the inputs of private records:
+        they contain a private row.
     """
 
     def __init__(
@@ -113,9 +112,9 @@ class Posterior:
         """Draws the global latent sites, in the model's own units.
 
         Args:
-            rng_key: Key of the draws; it need not be secret.
-            num_samples: Number of draws. The draws of a sampler are taken from its chains, again
-                if more are asked for than there are.
+            rng_key: Key of the draws. It need not be secret.
+            num_samples: Number of draws. For MCMC they come from the stored chains. They repeat
+                if you ask for more than are stored.
 
         Returns:
             Draws by site, with a leading axis ``num_samples``.
@@ -130,23 +129,23 @@ class Posterior:
     def predict(
         self, rng_key: Array, *args: Any, num_samples: int = 1000, **kwargs: Any
     ) -> dict[str, Array]:
-        """Draws what the model observes, by ``numpyro.infer.Predictive``.
+        """Draws predictions of the observed sites, with ``numpyro.infer.Predictive``.
 
         Args:
-            rng_key: Key of the latents and of what the model draws given them.
-            *args: Arguments of the model, with ``None`` in the place of what is to be predicted.
+            rng_key: Key of the latents and of the predictions.
+            *args: Arguments of the model, with ``None`` in place of the values to predict.
             num_samples: Number of draws.
             **kwargs: Keywords of the model. Static keywords of the driver are filled in.
 
         Returns:
-            Draws of the other sites of the model by name, with a leading axis ``num_samples``.
+            Draws of all sites except the global latents, with a leading axis ``num_samples``.
 
         Raises:
             TypeError: If ``rng_key`` is not a JAX key, or ``num_samples`` not an integer.
             ValueError: If ``num_samples`` is below 1.
 
         Guarantee:
-            May be published for public arguments, and not for the rows of private records.
+            You may publish predictions for public arguments, but not for private records.
         """
         check_rng_key(rng_key)
         latent_key, rng_key = jax.random.split(rng_key)
@@ -156,18 +155,18 @@ class Posterior:
     def summary(self, prob: float = 0.9) -> PosteriorSummary:
         """Returns mean, standard deviation, interval and share of the prior of every latent.
 
-        They are found from 4,000 draws with a fixed key; from fewer, and 200 at least, if those
-        would hold more than 10^8 values.
+        The summary uses 4,000 draws with a fixed key. If these would hold more than 10^8 values,
+        it uses fewer, but at least 200.
 
         Args:
             prob: Mass of the equal-tailed interval, in (0, 1).
 
         Returns:
             A mapping from sites to ``{"mean", "sd", "lower", "upper", "prior_share"}``, arrays of
-            the site's shape; it prints as a table. The share is ``nan`` for what has no spread
-            (point estimates, entries that are constant), and if the prior cannot be drawn from.
-            For sites with fewer unconstrained coordinates than entries, such as a simplex, it is
-            found in the site's own units.
+            the site's shape. It prints as a table. The share is ``nan`` for entries without spread
+            (point estimates, constants), and if the prior cannot be sampled. If unconstrained
+            coordinates have another shape than the site (a simplex), the share is computed in the
+            site's own units.
 
         Raises:
             TypeError, ValueError: If ``prob`` is not a number in (0, 1).
@@ -184,26 +183,26 @@ class Posterior:
         return PosteriorSummary(found, prob)
 
     def to_arviz(self, num_samples: int = 1000) -> Any:
-        """Returns draws for ArviZ, marked with what was spent.
+        """Returns draws for ArviZ, with the privacy report as attributes.
 
         See :func:`~numpyro_dp.posterior.to_arviz`.
 
         Args:
-            num_samples: Number of draws, by a fixed key.
+            num_samples: Number of draws. Their key is fixed.
 
         Raises:
-            ImportError: Without ArviZ.
+            ImportError: If ArviZ is not installed.
             TypeError, ValueError: If ``num_samples`` is not an integer above 0.
         """
         return to_arviz(self.sample(jax.random.key(0), num_samples), self.privacy)
 
     def __str__(self) -> str:
-        """What was spent, some latents, notes and a verdict, in at most twelve lines."""
+        """The privacy spent, some latents, notes and a verdict, in at most twelve lines."""
         notes = [" ".join(note.split()) for note in self.notes]
         total = sum(share.size for share in self._prior_shares.values())
-        free = _LINES - 4 - len(notes)  # besides four lines that are always there
+        free = _LINES - 4 - len(notes)  # four lines are always shown
         if total > min(_MOST_ROWS, free):
-            free -= 1  # for the line that says how many more there are
+            free -= 1  # for the line that counts the latents not shown
         entries = list(itertools.islice(self._rows(), min(_MOST_ROWS, max(_FEWEST_ROWS, free))))
         private = math.isfinite(self.privacy.epsilon)
         spent = "NOT PRIVATE: epsilon is infinite"
@@ -254,7 +253,7 @@ class Posterior:
 
     @functools.cached_property
     def _fixed_draws(self) -> dict[str, np.ndarray]:
-        """Draws by a fixed key, so that two summaries of one posterior agree."""
+        """Draws with a fixed key. Two summaries of one posterior then agree."""
         one = draws_by_name(self.sample(jax.random.key(0), 1))
         entries = max(1, sum(value.size for value in one.values()))
         number = max(_FEWEST, min(_NUM_DRAWS, _MOST_VALUES // entries))
@@ -284,11 +283,11 @@ class Posterior:
 
 
 def _share(posterior: np.ndarray, prior: np.ndarray) -> np.ndarray:
-    """Squared ratio of the widths; ``nan`` for what has no spread.
+    """Squared ratio of the widths, or ``nan`` for entries without spread.
 
-    For normal draws the width has a relative standard error of 0.96 / sqrt(n), by the variances
-    of two quantiles and their covariance; the squared ratio of two widths one of 2.7 / sqrt(n).
-    Up to three of those above 1 a share is 1.
+    For n normal draws, the width has a relative standard error of 0.96 / sqrt(n), from the
+    variances and the covariance of two quantiles. The squared ratio of two widths has a standard
+    error of 2.7 / sqrt(n). A share less than three standard errors above 1 counts as 1.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         after, before = (np.diff(np.quantile(x, [0.16, 0.84], axis=0), axis=0)[0]

@@ -1,4 +1,4 @@
-"""The numbers of each latent site, as a mapping that prints as a table."""
+"""A summary of each latent site, as a mapping that prints as a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN, _SHOWN_KEYS = 60, ("mean", "sd", "lower", "upper")
 
 
 class PosteriorSummary(Mapping):
-    """A mapping from sites to their numbers; prints itself as a table.
+    """A mapping from sites to their summaries. It prints as a table.
 
     Args:
         sites: ``{"mean", "sd", "lower", "upper", "prior_share"}`` by site.
@@ -30,7 +30,7 @@ class PosteriorSummary(Mapping):
         self._sites, self.prob = sites, prob
 
     def __getitem__(self, site: str) -> dict[str, np.ndarray]:
-        """The numbers of one site."""
+        """The summary of one site."""
         return self._sites[site]
 
     def __iter__(self) -> Iterator[str]:
@@ -42,7 +42,7 @@ class PosteriorSummary(Mapping):
         return len(self._sites)
 
     def __str__(self) -> str:
-        """The table; of long ones the first rows."""
+        """The table, or its first 60 rows."""
         tail = 50 * (1 - self.prob)
         header = ["", "mean", "sd", _percent(tail), _percent(100 - tail), "prior share"]
         rows, total = [], 0
@@ -67,11 +67,11 @@ def entry_name(name: str, index: tuple[int, ...]) -> str:
 
 
 def share_text(share: float) -> str:
-    """Returns the share of the prior as text, ``-`` for one that is not known."""
+    """Returns the share of the prior as text, or ``-`` if it is not known."""
     return "-" if math.isnan(share) else f"{share:.2f}"
 
 
 def _percent(value: float) -> str:
-    """With a decimal at least, and with all that are needed."""
+    """A percentage as text, with at least one decimal and as many as it needs."""
     text = f"{value:.6g}"
     return f"{text}%" if "." in text else f"{text}.0%"

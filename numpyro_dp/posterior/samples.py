@@ -22,21 +22,21 @@ def posterior_samples(
     *args: Any,
     **kwargs: Any,
 ) -> dict[str, Array]:
-    """Draws the latent sites from a guide, automatic or hand-written, in the model's own units.
+    """Draws the latent sites from an automatic or hand-written guide, in the model's own units.
 
-    These are the draws of NumPyro's ``Predictive(guide, params=params, num_samples=...)`` without
-    auxiliary sites, such as the joint vector of an automatic guide. Hand them on for predictions
-    with the very same draws: ``Predictive(model, posterior_samples=draws, params=params)``.
+    The draws equal those of NumPyro's ``Predictive(guide, params=params, num_samples=...)``,
+    without auxiliary sites such as the joint vector of an automatic guide. To predict from these
+    draws, use ``Predictive(model, posterior_samples=draws, params=params)``.
 
     Args:
-        rng_key: Key of the draws; it need not be secret.
+        rng_key: Key of the draws. It need not be secret.
         guide: The guide of the run.
-        params: ``result.params``, or those of :func:`~numpyro_dp.posterior.average`,
+        params: ``result.params``, or the ``params`` of :func:`~numpyro_dp.posterior.average`,
             :func:`~numpyro_dp.posterior.noise_aware` or :func:`~numpyro_dp.posterior.tail_average`.
         num_samples: Number of draws.
-        *args: Arguments of a hand-written guide. Global latents do not depend on records, so any
-            rows will do; latents of a record are drawn for the rows handed over. Automatic
-            guides need no arguments.
+        *args: Arguments of a hand-written guide. Automatic guides need none. Global latents do not
+            depend on records, so you can pass any rows. Local latents are drawn for the rows that
+            you pass.
         **kwargs: Keywords of the guide.
 
     Returns:
@@ -61,8 +61,8 @@ def posterior_samples(
         {'mean': (100, 2), 'sd': (100,)}
 
     Guarantee:
-        Reads the private parameters and its arguments. Draws of global latents may be published;
-        those of a record's latents, by an encoder, describe the rows handed over.
+        Reads only its arguments. Draws of global latents may be published. Draws of local latents
+        from an encoder describe the rows that you pass.
     """
     check_int("num_samples", num_samples, low=1)
     check_guide_set_up(guide)
@@ -83,6 +83,6 @@ def check_guide_set_up(guide: Callable[..., Any]) -> None:
     """Raises ValueError if an automatic guide has never seen the model."""
     if getattr(guide, "prototype_trace", guide) is None:
         raise ValueError(
-            f"Expected a guide that a run has set up, got a new {type(guide).__name__}: without "
-            "records it would take the observed sites for latent ones. Pass the guide of the run."
+            f"This {type(guide).__name__} has not been set up by a run. Without records, it would "
+            "treat observed sites as latent. Pass the guide of the run."
         )

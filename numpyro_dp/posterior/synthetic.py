@@ -1,18 +1,18 @@
-r"""Private synthetic data, and what may be concluded from several synthetic sets.
+r"""Private synthetic data, and inference from several synthetic sets.
 
-Every set is drawn from the posterior predictive of a private posterior, one posterior draw a set,
-so it may be published. An analysis of m sets gives estimates :math:`q_l` with variances
-:math:`u_l`; with their means :math:`\bar q, \bar u` and the variance b of the estimates, Rubin's
-rules are
+Each set is drawn from the posterior predictive of a private posterior, with one posterior draw for
+each set. So it may be published. An analysis of m sets gives estimates :math:`q_l` with variances
+:math:`u_l`. Let :math:`\bar q, \bar u` be their means, and b the variance of the estimates.
+Rubin's rules for the variance of :math:`\bar q` are
 
 .. math::
     T_{missing} = \bar u + (1 + \tfrac1m)\, b, \qquad
     T_{partial} = \bar u + \tfrac1m b, \qquad
     T_{full} = (1 + \tfrac1m)\, b - \bar u.
 
-Which one holds depends on how the sets were made: *full* where every value is drawn anew from the
-posterior predictive, *partial* where records keep some of their own values, *missing* where
-synthetic values fill gaps.
+The rule depends on how the sets were made. Use *full* if every value is drawn from the posterior
+predictive, *partial* if records keep some of their own values, and *missing* if synthetic values
+fill gaps.
 
 Reference:
     J. P. Reiter, T. E. Raghunathan, "The multiple adaptations of multiple imputation", JASA 102
@@ -46,7 +46,7 @@ class Combined(NamedTuple):
     Attributes:
         estimate: Mean of the estimates.
         sd: Its standard deviation.
-        degrees: Degrees of freedom of the t distribution of the intervals.
+        degrees: Degrees of freedom of the t distribution behind the intervals.
     """
 
     estimate: Values
@@ -54,7 +54,7 @@ class Combined(NamedTuple):
     degrees: Values
 
     def interval(self, level: float = 0.95) -> tuple[Values, Values]:
-        """Returns the ends of the central intervals of a probability."""
+        """Returns the ends of the central intervals with probability ``level``."""
         check_real("level", level, low=0, high=1, low_open=True, high_open=True)
         half = stats.t.ppf((1 + level) / 2, self.degrees) * self.sd
         return self.estimate - half, self.estimate + half
@@ -65,14 +65,14 @@ def combine(
 ) -> Combined:
     """Combines estimates from several synthetic sets by Rubin's rules.
 
-    With ``"full"`` the variance can come out negative where m is small; then ``size_ratio`` times
-    the mean variance of a set takes its place (Reiter 2002), which is on the safe side.
+    With ``"full"`` and few sets, the variance can be negative. ``combine`` then uses ``size_ratio``
+    times the mean variance of a set (Reiter 2002), which is conservative.
 
     Args:
-        estimates: Of each set, shape ``(m, ...)``, m >= 2.
-        variances: Squared standard errors of the estimates, the same shape.
-        kind: ``"full"``, ``"partial"`` or ``"missing"``: how the sets were made.
-        size_ratio: Records of a synthetic set over records of the original.
+        estimates: Estimates from each set, shape ``(m, ...)``, m >= 2.
+        variances: Squared standard errors of the estimates, with the same shape.
+        kind: How the sets were made: ``"full"``, ``"partial"`` or ``"missing"``.
+        size_ratio: Records in a synthetic set, divided by records in the original data.
 
     Raises:
         ValueError: If a value is outside its range, or shapes differ.
@@ -90,9 +90,12 @@ def combine(
         raise ValueError(f"Expected variances of shape {q.shape}, got {u.shape}.")
     number = check_int("number of synthetic sets", q.shape[0], low=2)
     if not (u > 0).all():
-        raise ValueError(f"Expected variances > 0, got a smallest one of {u.min()}.")
+        raise ValueError(
+            f"variances must be above 0, got a smallest value of {u.min()}. Pass squared standard "
+            "errors."
+        )
     within = u.mean(0)
-    between = np.maximum(q.var(0, ddof=1), 1e-12 * within)  # equal estimates
+    between = np.maximum(q.var(0, ddof=1), 1e-12 * within)  # above 0 for equal estimates
     if kind == "full":
         total = (1 + 1 / number) * between - within
         ratio = 1 - within / ((1 + 1 / number) * between)
@@ -115,14 +118,14 @@ def synthetic_data(
     *args: Any,
     **kwargs: Any,
 ) -> dict[str, Array]:
-    """Draws synthetic sets from the posterior predictive, one posterior draw a set.
+    """Draws synthetic data sets from the posterior predictive, each with its own posterior draw.
 
     Args:
-        rng_key: Key of the draws; it need not be secret.
-        model: The model, which must run without its records: give it the *shapes* it needs, say
+        rng_key: Key of the draws. It need not be secret.
+        model: The model. It must run without records, for example as
             ``model(None, num_records)``.
-        guide: The guide of the run, or one that has been called on data of the same kind.
-        params: ``result.params``, or those of :func:`~numpyro_dp.posterior.average` or
+        guide: The guide of the run, or one that was called on data of the same kind.
+        params: ``result.params``, or the ``params`` of :func:`~numpyro_dp.posterior.average` or
             :func:`~numpyro_dp.posterior.noise_aware`.
         num_datasets: Number of sets m.
         *args: Arguments of the model without the private records.
@@ -149,7 +152,7 @@ def synthetic_data(
         (5, 100)
 
     Guarantee:
-        Reads the private parameters and public arguments alone.
+        Reads only the private parameters and public arguments.
     """
     check_int("num_datasets", num_datasets, low=1)
     check_guide_set_up(guide)

@@ -156,9 +156,9 @@ def test_its_plots(made):
 
 def test_wrong_input(made, monkeypatch):
     result, draws, _ = made
-    with pytest.raises(TypeError, match=r"privacy=result.privacy, got RunResult"):
+    with pytest.raises(TypeError, match=r"PrivacyReport, got RunResult.*result.privacy"):
         to_arviz(draws, result)
-    with pytest.raises(TypeError, match="posterior_predictive to be a dict of draws"):
+    with pytest.raises(TypeError, match="posterior_predictive must be a dict of draws"):
         to_arviz(draws, result.privacy, posterior_predictive=np.zeros(3))
     with pytest.raises(ValueError, match=r"first axis.*\(5,\).*\(6, 2\)"):
         to_arviz({"a": np.zeros(5), "b": np.zeros((6, 2))}, result.privacy)

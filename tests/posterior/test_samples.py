@@ -91,7 +91,7 @@ def test_hand_written_guides_take_their_arguments():
 
 
 def test_wrong_draws():
-    with pytest.raises(ValueError, match="new AutoNormal.*guide of the run"):
+    with pytest.raises(ValueError, match="AutoNormal has not been set up.*guide of the run"):
         posterior_samples(KEY, AutoNormal(model), {}, 10, X)
     with pytest.raises(ValueError, match="num_samples=0"):
         posterior_samples(KEY, AutoNormal(model), {}, 0, X)

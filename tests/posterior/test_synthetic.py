@@ -57,7 +57,7 @@ def test_synthetic_sets_follow_the_posterior_predictive():
             numpyro.sample("x", dist.Normal(mean, 1), obs=x)
 
     guide = AutoDiagonalNormal(model)
-    with pytest.raises(ValueError, match="a run has set up"):
+    with pytest.raises(ValueError, match="has not been set up"):
         synthetic_data(jax.random.key(0), model, guide, {}, 5, None, 50)
     numpyro.handlers.seed(guide, jax.random.key(0))(jnp.zeros(1), 1)
     params = {"auto_loc": jnp.array([3.0]), "auto_scale": jnp.array([0.5])}
@@ -73,7 +73,7 @@ def test_synthetic_sets_follow_the_posterior_predictive():
     [
         (lambda: combine(np.ones(1), np.ones(1)), "sets=1"),
         (lambda: combine(np.ones(3), np.ones(2)), "shape"),
-        (lambda: combine(np.ones(3), np.zeros(3)), "variances > 0"),
+        (lambda: combine(np.ones(3), np.zeros(3)), "variances must be above 0"),
         (lambda: combine(np.ones(3), np.ones(3), "rubin"), "kind='rubin'"),
         (lambda: combine(np.ones(3), np.ones(3)).interval(1.0), "level=1.0"),
     ],
