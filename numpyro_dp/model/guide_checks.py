@@ -200,8 +200,8 @@ def check_supported(
             if cls.__name__ in _REFUSED:
                 raise UnsupportedModelError(
                     f"{type(part).__name__} cannot be private, because {_REFUSED[cls.__name__]}. "
-                    "Use AutoDiagonalNormal, AutoMultivariateNormal, AutoLowRankMultivariateNormal, "
-                    "AutoIAFNormal, AutoBNAFNormal, AutoNormal or AutoDelta."
+                    "Use AutoDiagonalNormal, AutoMultivariateNormal, "
+                    "AutoLowRankMultivariateNormal, AutoIAFNormal, AutoBNAFNormal, AutoNormal or AutoDelta."
                 )
 
 

@@ -387,7 +387,7 @@ def discrete_guide(x):
         (centred_codes, encoder, ["depends on the number of records", "mixes records"]),
         (centred_groups, AutoNormal, ["depends on the number of records", "mixes records"]),
         (impossible, AutoNormal, ["finite gradient", "1e-6"]),
-        (trials_by_record, AutoNormal, ["'hits'", "depend on the records"]),
+        (trials_by_record, AutoNormal, ["'hits'", "depends on the records"]),
         (decoder, holds_records(decoder), ["guide holds an array of shape (40, 3)"]),
         (decoder, centres, ["'code'", "guide gets at once", "mixes records"]),
         (decoder, auxiliary, ["'more'", "redraw it"]),
