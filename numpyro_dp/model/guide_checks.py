@@ -201,7 +201,8 @@ def check_supported(
                 raise UnsupportedModelError(
                     f"{type(part).__name__} cannot be private, because {_REFUSED[cls.__name__]}. "
                     "Use AutoDiagonalNormal, AutoMultivariateNormal, "
-                    "AutoLowRankMultivariateNormal, AutoIAFNormal, AutoBNAFNormal, AutoNormal or AutoDelta."
+                    "AutoLowRankMultivariateNormal, AutoIAFNormal, AutoBNAFNormal, AutoNormal or "
+                    "AutoDelta."
                 )
 
 

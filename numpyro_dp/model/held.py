@@ -142,9 +142,9 @@ def held_by_function(fn: Any) -> list[Any]:
 
 def _search(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
     # Depth: hand-written nesting fits into eight levels. For example, a partial of a method of an
-    # object with a dict of lists of arrays needs five. The limit bounds the recursion in long chains
-    # of objects. Most callers also check the traced program, which shows any array in use.
-    # Ids: objects may be unhashable, and == on arrays compares entries. References may be cyclic.
+    # object with a dict of lists of arrays needs five. The limit bounds the recursion in chains of
+    # objects. Most callers also check the traced program, which shows any array in use.
+    # Ids: references may be cyclic, objects may be unhashable, and == compares arrays by entry.
     if id(value) in seen or depth > 8:
         return
     seen.add(id(value))

@@ -380,7 +380,7 @@ def discrete_guide(x):
         (unlisted, AutoNormal, ["'which' is discrete", "numpyro.factor"]),
         (too_many_in_plates, AutoNormal, ["8192 combinations", "at most 4096"]),
         (read_outside, AutoNormal, ["'top'", "outside the data plate", "'code'"]),
-        (decoder, draws_outside_the_plate, ["'code'", "not inside plate 'records'"]),
+        (decoder, draws_outside_the_plate, ["'code'", "outside plate 'records'"]),
         (decoder, one_each, ["'rows'", "each of the 40 records"]),
         (scaled_by_record, AutoNormal, ["is scaled", "numpyro.factor"]),
         (count_read_outside, AutoNormal, ["'top'", "outside the data plate", "'which'"]),
