@@ -94,6 +94,7 @@ class Model(NamedTuple):
         def total(choice: dict[str, Array]) -> Array:
             local = {"values": local_values, "choice": choice}
             trace, _ = self._trace(latents, params, arguments, rng_key, **local)
+            # A plate of constant size N scales its sites by N here, because it sees one row.
             size = trace[structure.data_plate]["args"][0]
             found = sum(_log_prob(trace[name]) for name in names)
             found -= size * sum(masked_away(name, trace[name]["fn"]) for name in choice)

@@ -47,7 +47,7 @@ def looks_up(
         The traced program, and for each entry whether it is looked up.
     """
     program, out = make_program(fn, index, *args, validated=False)
-    index_dependent, picked = 1, 2
+    index_dependent, picked = 1, 2  # 0 for neither: the largest flag of the inputs is passed on
 
     def rule(eqn: Any, flags: list[int]) -> int:
         reads = eqn.primitive.name in LOOKUPS and index_dependent in flags[1:]

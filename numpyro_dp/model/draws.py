@@ -38,6 +38,7 @@ def draws_keys(model: Callable[..., Any], arguments: Arguments) -> bool:
         )
         trace = handlers.trace(seeded).get_trace(*args, **kwargs)
         params = {name: site["value"] for name, site in trace.items() if site["type"] == "param"}
+        # With values for all parameters, no key of an initialiser is counted.
         with counter:
             handlers.substitute(seeded, data=params)(*args, **kwargs)
 

@@ -56,7 +56,7 @@ class Frontend(NamedTuple):
     declared: Declared = Declared()
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
-        """Reads the model; raises what :func:`read_model` raises."""
+        """Reads the model by :func:`read_model`."""
         model = with_static(self.model, self.static)
         return read_model(model, args, kwargs, self.data_plate, self.declared)
 

@@ -96,6 +96,7 @@ class fill_locals(Messenger):  # noqa: N801 - a NumPyro handler, named like its 
             transform = biject_to(fn.support)
             shape = transform.inverse_shape(fn.shape())
             row = self._row(msg).reshape(fn.batch_shape + (1,) * (len(shape) - len(fn.batch_shape)))
+            # Another value for each record, so that check_additive notices if a model mixes them.
             msg["value"] = transform(jnp.broadcast_to(jnp.sin(2.0 * row), shape))
 
     def _row(self, msg: dict[str, Any]) -> Array:

@@ -126,6 +126,7 @@ class Outcomes(NamedTuple):
 
         logs = jax.vmap(jax.vmap(log_prob, (None, 0)), (0, None))(values, flats)
         probabilities = jnp.clip(jnp.nan_to_num(jnp.exp(logs), nan=0.0), 0, 1)
+        # The sum is then at most 1, whatever values the record holds.
         probabilities = probabilities / jnp.maximum(jnp.sum(probabilities, axis=0), 1)
         return Listed(values == value.astype(values.dtype), values, probabilities)
 

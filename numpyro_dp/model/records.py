@@ -195,9 +195,9 @@ def split_arguments(
         plate_is_named: Whether the user named the plate. Then square arrays count as records.
 
     Raises:
-        ValueError: If an undeclared array does not have a row for each record, if it could be read
-            either way, if no array has a row for each record, or if ``public=`` has a name that is
-            not an argument.
+        ValueError: If an undeclared array does not have a row for each record, or if it could be
+            read either way. Also if no array has a row for each record, or if ``public=`` has a
+            name that is not an argument.
     """
     names = argument_names(model, args)
     _check_names(declared.names, (*names, *kwargs))

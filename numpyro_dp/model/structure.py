@@ -112,7 +112,7 @@ def find_data_plate(
         data_plate: Name of the plate. Needed if all observed sites share several plates.
 
     Raises:
-        UnsupportedModelError: If there is no such plate, or more than one.
+        UnsupportedModelError: If there is no such plate, or if there are several.
     """
     check_arrays(args, kwargs)
     sites, plates, _ = _abstract_sites(model, args, kwargs)
