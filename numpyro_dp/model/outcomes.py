@@ -307,8 +307,8 @@ def _check_drawable(site: dict[str, Any]) -> None:
     name, fn = site["name"], _plain(site["fn"])
     if is_factor(fn):
         raise UnsupportedModelError(
-            f"This method simulates outcomes, but site {name!r} is a factor, which does not show "
-            "which value is the outcome. Write it as numpyro.sample(..., obs=y), or use DPSVI."
+            f"This method simulates outcomes, but the factor {name!r} does not show which "
+            "value is the outcome. Write it as numpyro.sample(..., obs=y), or use DPSVI."
         )
     if censoring.is_censored(fn):
         censoring.check_base(name, fn)

@@ -100,8 +100,8 @@ def check_separable(
     for name, picks in found.items():
         if picks and number > 1:
             raise UnsupportedModelError(
-                f"Site {name!r} uses the index of plate {plate!r} to look up a value in an array "
-                f"of {number} entries that is not an argument, so every record would get the first "
+                f"Site {name!r} looks up a value by the index of plate {plate!r} in an array of "
+                f"{number} entries that is not an argument, so every record would get the first "
                 "entry. Pass records as arguments. Let latents and parameters be the same for all "
                 "records, or index them by a column of the data."
             )
