@@ -1,8 +1,8 @@
-r"""Is the likelihood of several records the sum of the likelihoods of single ones?
+r"""Checks that the log likelihood of several records is the sum over single records.
 
-A likelihood is evaluated record by record. A model that scales by the number of rows, or centres
-its columns by their mean, would mean something else there than it does for ``numpyro.infer.SVI``:
-private, but wrong. So the model is run on a few invented records, together and one by one,
+Drivers evaluate the likelihood record by record. If a model scales by the number of rows or centres
+columns by their mean, the run is still private, but it fits another model than
+``numpyro.infer.SVI``. This check runs the model on a few invented records, together and one by one:
 
 .. math:: \log p(x_1, x_2, x_3 \mid z) = \sum_i \log p(x_i \mid z), \qquad
           \log p(z \mid 3 \text{ rows}) = \log p(z \mid 1 \text{ row}).
@@ -29,15 +29,16 @@ from numpyro_dp.model.separation import one_record
 __all__ = ["check_additive", "is_sum"]
 
 _ROWS = 3
-# Relative: what rounding does to densities of few records, and no more. In half precision a factor
-# of the number of rows is still found; a shift by a hundredth of a record's rank is not.
+# Relative, and just above the rounding error for a few records. In half precision the check still
+# finds a factor of the number of rows, but not a shift by a hundredth of a record's rank.
 _TOLERANCE, _HALF_TOLERANCE = 1e-4, 1e-2
 
 Values = dict[str, Any]  # log densities by site
 
 _REMEDY = (
-    "Records enter one by one here. Compute scales and averages from public values, and pass them "
-    "as static keywords of the constructor."
+    "The likelihood is evaluated one record at a time, so the run would fit another model. "
+    "Compute scales and averages from public values, and pass them as static keywords of the "
+    "constructor."
 )
 
 
@@ -50,28 +51,28 @@ def check_additive(
     prior: tuple[str, ...],
     half: bool = False,
 ) -> None:
-    """Refuses a model whose densities depend on how many records it is given at once.
+    """Raises if the model's densities depend on how many records it gets at once.
 
-    Where the density of the invented records together is not finite, or the model cannot be run on
-    so few, the check says nothing.
+    The check is skipped if the joint density of the invented records is not finite, or if the model
+    cannot run on so few records.
 
     Args:
         model: The model, static keywords filled in.
         plate: Name of the data plate.
         layout: How arguments split.
         shared: Public arrays among the arguments.
-        likelihood: Names of the observed sites in the data plate; none where it is random by
-            itself, and there is nothing to compare.
+        likelihood: Names of the observed sites in the data plate. Empty if the likelihood makes
+            its own random draws, because then its values cannot be compared.
         prior: Names of the latent sites and of factors outside the plate.
         half: Whether the model computes in half precision.
 
     Raises:
-        UnsupportedModelError: Says which density depends on the number of rows, and the remedy.
+        UnsupportedModelError: If a density depends on the number of rows.
     """
     if layout.num_examples == 1:
         return
 
-    # One program for all: evaluated operation by operation, a model of four lines takes a second.
+    # Compiled as one program, because op-by-op evaluation takes a second for a small model.
     densities = jax.jit(functools.partial(_together_and_alone, model, plate, layout, shared))
     for rows in layout.invented(_ROWS):
         try:
@@ -79,7 +80,7 @@ def check_additive(
         except UnsupportedModelError:
             raise
         except (TypeError, ValueError, IndexError):
-            continue  # made for its own number of rows, or for particular values
+            continue  # the model needs its own number of rows, or particular values
         for names, what, parts in (
             (likelihood, "likelihood", singles),
             (prior, "prior", singles[:1]),
@@ -88,7 +89,7 @@ def check_additive(
             alone = [_total(single, names) for single in parts]
             if not is_sum(joint, alone, _HALF_TOLERANCE if half else _TOLERANCE):
                 raise UnsupportedModelError(
-                    f"The {what} depends on the number of records that the model is given at once "
+                    f"The {what} depends on the number of records that the model gets at once "
                     f"(sites {list(names)}): it mixes records, or reads x.shape[0]. {_REMEDY}"
                 )
 
@@ -100,7 +101,7 @@ def _together_and_alone(
     shared: tuple[Array, ...],
     rows: tuple[Array, ...],
 ) -> tuple[Values, list[Values]]:
-    """Log densities of the records together, and of each alone."""
+    """Log densities of all records together, and of each record alone."""
     densities = functools.partial(_densities, model, plate, layout, shared)
     together = densities(rows, jnp.arange(_ROWS))
     try:
@@ -110,7 +111,7 @@ def _together_and_alone(
         ]
     except (TypeError, ValueError, IndexError) as error:
         raise UnsupportedModelError(
-            f"The model can be run on {_ROWS} records and not on each of them: it mixes "
+            f"The model runs on {_ROWS} records but not on a single one: it mixes "
             f"records, or reads x.shape[0] ({error}). {_REMEDY}"
         ) from error
 
@@ -150,10 +151,10 @@ def _total(values: Values, names: tuple[str, ...]) -> float:
 
 
 def is_sum(joint: float, alone: list[float], tolerance: float = _TOLERANCE) -> bool:
-    """Whether a number is the sum of others, if it is finite."""
+    """Whether ``joint`` is the sum of ``alone``. A ``joint`` that is not finite passes."""
     if not math.isfinite(joint):
         return True
     if not all(map(math.isfinite, alone)):
-        return False  # three have a density, and one alone has none: its own mean and spread, say
+        return False  # for example, a model that divides by the standard deviation of its rows
     size = abs(joint) + sum(map(abs, alone))
     return abs(joint - sum(alone)) <= tolerance * size + 1e-6

@@ -1,4 +1,4 @@
-"""Censored distributions of NumPyro: the time at which an event has become so likely, and back."""
+"""Censored distributions of NumPyro: log survival function and its inverse."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ def is_censored(fn: Any) -> bool:
 
 
 def check(names: tuple[str, ...], scalar: bool) -> None:
-    """Raises unless a censored outcome is the only one of a record, and one number."""
+    """Raises unless a record has one censored outcome, and that outcome is a scalar."""
     if not scalar:
         raise UnsupportedModelError(
-            f"Expected a censored outcome of one number alone, got the sites {list(names)}. "
-            "Use DPSVI for this model."
+            "This method supports a censored outcome only if it is the record's one outcome and "
+            f"a scalar. The observed sites are {list(names)}. Use DPSVI for this model."
         )
 
 
 def check_base(name: str, fn: Any) -> None:
-    """Raises for censoring from both sides, and where no quantiles are known."""
+    """Raises for interval censoring, and if the base distribution has no quantile function."""
     if not isinstance(fn, dist.LeftCensoredDistribution | dist.RightCensoredDistribution):
         raise UnsupportedModelError(
-            f"Expected censoring from one side, got {type(fn).__name__} at {name!r}. Use DPSVI."
+            f"Site {name!r} is a {type(fn).__name__}, but this method supports censoring from one "
+            "side only (left or right). Use DPSVI for this model."
         )
     try:
         value_at(fn, jnp.full((), 0.5))
     except (NotImplementedError, ImportError, AttributeError) as error:
         raise UnsupportedModelError(
-            f"Expected a censored distribution with quantiles (icdf), got "
-            f"{type(fn.base_dist).__name__} at {name!r}. Weibull, LogNormal and Normal "
-            "have them; or use DPSVI."
+            f"The censored site {name!r} has the distribution {type(fn.base_dist).__name__}, for "
+            "which no quantiles (icdf) are available. Use Weibull, LogNormal or Normal, or use "
+            "DPSVI for this model."
         ) from error
 
 
 def log_tail(fn: Any, value: Array) -> Array:
-    """Log probability of an outcome beyond a value, on the side on which it is censored."""
+    """Log probability of an outcome beyond ``value``: above for right censoring, else below."""
     base = _inner(fn.base_dist)
     right = isinstance(fn, dist.RightCensoredDistribution)
     if isinstance(base, dist.Normal):
@@ -62,10 +63,13 @@ def log_tail(fn: Any, value: Array) -> Array:
 
 
 def value_at(fn: Any, passed: Array) -> Array:
-    """The value beyond which an outcome is with probability ``exp(-passed)``, the shape of that."""
+    """The value beyond which an outcome lies with probability ``exp(-passed)``.
+
+    The result has the shape of ``passed``.
+    """
     base = _inner(fn.base_dist)
     right = isinstance(fn, dist.RightCensoredDistribution)
-    if isinstance(base, dist.Weibull):  # without icdf in NumPyro
+    if isinstance(base, dist.Weibull):  # NumPyro has no icdf for it
         own = passed if right else -jnp.log1p(-jnp.exp(-passed))
         return base.scale * own ** (1 / base.concentration)
     tail = jnp.exp(-passed) if right else -jnp.expm1(-passed)  # above the value

@@ -1,11 +1,11 @@
-r"""A NumPyro model as two functions: a public prior and the likelihood of one record.
+r"""A NumPyro model as two functions: a public prior, and the likelihood of one record.
 
-In unconstrained coordinates :math:`u`, with :math:`z = T(u)` on each site's support,
+In unconstrained coordinates :math:`u`, with :math:`z = T(u)` on each site's support, they are
 
 .. math::
     \log p(z) + \log |\det T'(u)|  \quad\text{and}\quad  \log p(x_i \mid z),
 
-the first evaluated on a placeholder for the records, the second on a data set of one record.
+The prior is evaluated on a placeholder for the records, the likelihood on a data set of one record.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Model"]
 
 
 class Model(NamedTuple):
-    """A NumPyro model split at the line between public and private.
+    """A NumPyro model, split into a public and a private part.
 
     Attributes:
         fn: The NumPyro model, static keywords filled in.
@@ -51,9 +51,9 @@ class Model(NamedTuple):
             shared: Public arrays among the model's arguments.
 
         Returns:
-            A scalar: log prior, its Jacobian, and factors that read no data.
+            A scalar: the log prior, its Jacobian, and factors that do not read records.
 
-        Guarantee: reads no record; the model runs on :meth:`Layout.placeholder`.
+        Guarantee: reads no record. The model runs on :meth:`Layout.placeholder`.
         """
         layout = self.structure.layout
         trace, jacobian = self._trace(latents, params, layout.placeholder(shared), self._any_key())
@@ -71,20 +71,20 @@ class Model(NamedTuple):
         rng_key: Array | None = None,
         local_values: dict[str, Array] | None = None,
     ) -> Float[Array, ""]:
-        """Log likelihood of one record, ``handlers.scale`` and masks included.
+        """Log likelihood of one record, including ``handlers.scale`` and masks.
 
-        With latent sites in the data plate it is the joint density of the record and of their
-        given values, summed over the values of discrete ones.
+        If latent sites are in the data plate, this is the joint log density of the record and the
+        given latent values, summed over the values of discrete sites.
 
         Args:
             latents: Unconstrained value of each latent site.
             params: Constrained value of each ``numpyro.param`` of the model.
             example: One row of each record array.
             shared: Public arrays among the model's arguments.
-            rng_key: Seeds whatever the likelihood itself draws.
+            rng_key: Seeds random draws inside the likelihood, such as dropout.
             local_values: Values of the continuous latent sites in the data plate.
 
-        Guarantee: a function of one record and public values only; the plate's subsampling scale
+        Guarantee: a function of one record and public values only. The plate's subsampling scale
         is divided out, so the value does not depend on the size of the data set or batch.
         """
         structure = self.structure
@@ -94,6 +94,7 @@ class Model(NamedTuple):
         def total(choice: dict[str, Array]) -> Array:
             local = {"values": local_values, "choice": choice}
             trace, _ = self._trace(latents, params, arguments, rng_key, **local)
+            # A plate of constant size N scales its sites by N here, because it sees one row.
             size = trace[structure.data_plate]["args"][0]
             found = sum(_log_prob(trace[name]) for name in names)
             found -= size * sum(masked_away(name, trace[name]["fn"]) for name in choice)
@@ -116,7 +117,7 @@ class Model(NamedTuple):
         return self.structure.layout.placeholder(shared).call(handlers.trace(fn).get_trace)
 
     def _any_key(self) -> Array | None:
-        """For what the likelihood draws, where it alone does and is not looked at."""
+        """A fixed key, if the likelihood makes random draws. The prior does not depend on them."""
         return jax.random.key(0) if self.structure.draws else None
 
     def _trace(

@@ -1,7 +1,7 @@
-"""What in a traced function depends on what: a forward walk over its jaxpr.
+"""Which outputs of a traced function depend on which inputs: a forward walk over its jaxpr.
 
-Used to show that priors and guides do not read the records. The walk is conservative: where it does
-not know an operation, every output depends on every input.
+It shows that priors and guides do not read the records. The walk is conservative: every output of
+an unknown operation depends on every input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def depends_on_inputs(fn: Callable[..., dict[str, Any]], *args: Any) -> dict[str
 
     Args:
         fn: A function of arrays that returns a dict of pytrees of arrays.
-        *args: Arrays or ``jax.ShapeDtypeStruct``; only shapes are used.
+        *args: Arrays or ``jax.ShapeDtypeStruct``. Only shapes are used.
     """
     program, out = make_program(fn, *args)
     flags = _walk(program, [True] * len(program.inputs), lambda eqn, flags: any(flags))
@@ -35,16 +35,19 @@ def depends_on_inputs(fn: Callable[..., dict[str, Any]], *args: Any) -> dict[str
 def looks_up(
     fn: Callable[..., dict[str, Any]], size: int, index: Any, *args: Any
 ) -> tuple[Program, dict[str, bool]]:
-    """Returns a program, and which entries of ``fn(index, *args)`` pick from ``size`` entries.
+    """Finds entries of ``fn(index, *args)`` that use ``index`` to look up one of ``size`` entries.
 
     Args:
         fn: A function of arrays that returns a dict of pytrees of arrays.
-        size: Length of the axis that is looked for.
+        size: Length of the axis of the table.
         index: The array of indices, or its shape.
         *args: Arrays or shapes.
+
+    Returns:
+        The traced program, and for each entry whether it is looked up.
     """
     program, out = make_program(fn, index, *args, validated=False)
-    index_dependent, picked = 1, 2
+    index_dependent, picked = 1, 2  # 0 for neither: the largest flag of the inputs is passed on
 
     def rule(eqn: Any, flags: list[int]) -> int:
         reads = eqn.primitive.name in LOOKUPS and index_dependent in flags[1:]

@@ -1,4 +1,4 @@
-"""Does a model draw random keys of its own, for dropout, say?"""
+"""Whether a model asks for random keys inside its likelihood, for example for dropout."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["draws_keys"]
 def draws_keys(model: Callable[..., Any], arguments: Arguments) -> bool:
     """Returns whether a model calls ``numpyro.prng_key`` once its parameters have values.
 
-    Keys that initialise parameters, as those of ``flax_module``, do not count.
+    Keys that initialise parameters, as in ``flax_module``, do not count.
 
     Args:
         model: The model, static keywords filled in.
-        arguments: Invented ones; only their shapes matter.
+        arguments: Invented arguments. Only their shapes matter.
     """
     leaves, treedef = jax.tree.flatten((arguments.args, arguments.kwargs))
     slots = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
@@ -38,6 +38,7 @@ def draws_keys(model: Callable[..., Any], arguments: Arguments) -> bool:
         )
         trace = handlers.trace(seeded).get_trace(*args, **kwargs)
         params = {name: site["value"] for name, site in trace.items() if site["type"] == "param"}
+        # With values for all parameters, no key of an initialiser is counted.
         with counter:
             handlers.substitute(seeded, data=params)(*args, **kwargs)
 
@@ -46,7 +47,7 @@ def draws_keys(model: Callable[..., Any], arguments: Arguments) -> bool:
 
 
 class _Counter(Messenger):
-    """Counts the keys that are asked for."""
+    """Counts calls of ``numpyro.prng_key``."""
 
     def __init__(self) -> None:
         self.number = 0

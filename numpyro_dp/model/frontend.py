@@ -1,4 +1,4 @@
-"""From a NumPyro model, guide and their arguments to a :class:`VariationalProblem`."""
+"""Turns a NumPyro model, a guide and their arguments into a :class:`VariationalProblem`."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Frontend(NamedTuple):
     Attributes:
         model: The NumPyro model.
         guide: The NumPyro guide.
-        svi: Non-private ``SVI`` of the same; used for its parameter handling, on placeholders.
+        svi: Non-private ``SVI`` of the same model and guide. Handles parameters, on placeholders.
         static: Static keywords.
         data_plate: Name of the plate over records, or ``None``.
-        declared: What the user said is public.
+        declared: What the user declared public.
     """
 
     model: Callable[..., Any]
@@ -56,7 +56,7 @@ class Frontend(NamedTuple):
     declared: Declared = Declared()
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
-        """Reads the model; raises what :func:`read_model` raises."""
+        """Reads the model by :func:`read_model`."""
         model = with_static(self.model, self.static)
         return read_model(model, args, kwargs, self.data_plate, self.declared)
 
@@ -70,8 +70,8 @@ class Frontend(NamedTuple):
     ) -> Prepared:
         """Initialises guide and parameters on a placeholder for the records.
 
-        Guarantee: no record is read. With a guide whose initial values do not depend on the data,
-        the parameters and the key are those that ``numpyro.infer.SVI.init`` gives.
+        Guarantee: no record is read. If the guide's initial values do not depend on the data,
+        parameters and key are the same as from ``numpyro.infer.SVI.init``.
         """
         layout = structure.layout
         shared = layout.rows(args, kwargs).shared
@@ -84,7 +84,7 @@ class Frontend(NamedTuple):
             **self.static,
         )  # fmt: skip
         with prototype_without_records(self.guide, plate), warnings.catch_warnings():
-            # SVI warns of discrete sites; here they are refused below, with their name.
+            # SVI warns of discrete sites, but numpyro_dp raises an error with their name.
             warnings.filterwarnings("ignore", "Currently, SVI with Trace_ELBO loss does not")
             try:
                 state = hidden.init(
@@ -94,14 +94,15 @@ class Frontend(NamedTuple):
                 raise
             except ValueError as error:
                 raise UnsupportedModelError(
-                    f"The model cannot be initialised on a placeholder of ones for the records: "
-                    f"{error} Check init_params; and where the model computes statistics of the "
-                    "records (to standardise columns, say), pass public ones as static keywords."
+                    "The model cannot be initialised on ones in place of the records: "
+                    f"{error} Check init_params. If the model computes statistics of the "
+                    "records (for example to standardise columns), pass public values instead, as "
+                    "static keywords."
                 ) from error
         if state.mutable_state is not None:
             raise UnsupportedModelError(
-                f"Mutable state {sorted(state.mutable_state)} cannot be private: it mixes records. "
-                "Use group or layer norm, or freeze the state."
+                f"The mutable state {sorted(state.mutable_state)} cannot be private, because it "
+                "mixes records. Use group or layer norm, or freeze the state."
             )
         unconstrained = self.svi.optim.get_params(state.optim_state)
         structure.public.check("optimiser", self.svi.optim.init, unconstrained)
@@ -130,11 +131,11 @@ def arguments_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def check_loss(loss: Any) -> Trace_ELBO | TraceMeanField_ELBO:
-    """Returns the evidence lower bound to use, or raises for one that is not supported.
+    """Returns the evidence lower bound to use.
 
     Raises:
-        TypeError: If it is a class.
-        UnsupportedModelError: Names the loss and the supported one.
+        TypeError: If the loss is a class.
+        UnsupportedModelError: If the loss is not supported.
     """
     if loss is None:
         return Trace_ELBO()
@@ -145,7 +146,7 @@ def check_loss(loss: Any) -> Trace_ELBO | TraceMeanField_ELBO:
         raise UnsupportedModelError(
             "Expected loss=Trace_ELBO(num_particles=K) or TraceMeanField_ELBO(num_particles=K), "
             f"got {type(loss).__name__}{' of several samples or single sites' if plain else ''}. "
-            "Other bounds do not split into a sum over records."
+            "Other losses are not a sum over records, so records could not be clipped one by one."
         )
     return loss
 
@@ -158,5 +159,5 @@ def with_static(fn: Callable[..., Any], static: dict[str, Any]) -> Callable[...,
     def bound(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs, **static)
 
-    bound.__wrapped__ = fn  # whose signature names the arguments
+    bound.__wrapped__ = fn  # argument names are read from the signature of fn
     return bound

@@ -1,17 +1,17 @@
-r"""The information geometry of Gaussian guides: Fisher information, in closed form.
+r"""The Fisher information of Gaussian guides, in closed form.
 
 For :math:`q = N(m, LL^\top)` and a change :math:`(dm, dL)` with :math:`\Phi = L^{-1}dL`, the Fisher
 information is
 
-.. math:: |L^{-1} dm|^2 + \sum_{i>j}\Phi_{ij}^2 + 2\sum_i \Phi_{ii}^2,
+.. math:: |L^{-1} dm|^2 + \sum_{i>j}\Phi_{ij}^2 + 2\sum_i \Phi_{ii}^2.
 
-so a gradient :math:`(h_m, H)` with respect to :math:`(m, L)` becomes the natural direction
+Therefore a gradient :math:`(h_m, H)` with respect to :math:`(m, L)` has the natural direction
 
 .. math:: LL^\top h_m, \qquad L\,(D^{-1} \circ \mathrm{tril}(L^\top H)),
 
-with :math:`D` two on the diagonal and one below it. For a mean-field guide these are
-:math:`\sigma^2 h_m` and :math:`\tfrac12 \sigma^2 h_\sigma`. Directions are carried to the
-optimiser's unconstrained coordinates by the inverse of the guide's own transform :math:`T`.
+with :math:`D` equal to two on the diagonal and one below it. For a mean-field guide these are
+:math:`\sigma^2 h_m` and :math:`\tfrac12 \sigma^2 h_\sigma`. The inverse of the guide's own
+transform :math:`T` maps directions to the optimiser's unconstrained coordinates.
 
 Reference:
     Jälkö et al. (2024), DPVIm, Eqs. 13-16, for the mean-field guide; Amari (1998), Neural
@@ -43,24 +43,24 @@ _HIGHEST = lax.Precision.HIGHEST
 class Geometry(NamedTuple):
     """Linear maps of gradients, at the constrained parameters ``values``.
 
-    Gradients with respect to the constrained parameters of the guide are dicts; that of a
-    triangular matrix is the vector of the entries on and below the diagonal.
+    Gradients with respect to the constrained parameters of the guide are dicts. The gradient for a
+    triangular matrix is a vector of its entries on and below the diagonal.
 
     Attributes:
         pack: Constrained parameters -> the same without entries that are always zero.
-        unpack: The inverse of that.
+        unpack: The inverse of ``pack``.
         to_unconstrained: ``(values, packed) -> gradient`` in unconstrained coordinates.
-        local: ``(values, packed) -> natural gradient`` in the coordinates in which it is released:
-            for a mean-field guide unconstrained parameters, for a full-rank one its own frame,
+        local: ``(values, packed) -> natural gradient`` in the coordinates of the release. For a
+            mean-field guide these are the unconstrained parameters. For a full-rank guide they are
             :math:`L^{-1} dm` and the entries of :math:`L^{-1} dL`.
         from_local: ``(values, local) -> natural gradient`` in unconstrained coordinates.
-        local_entries: ``(values, packed) -> local`` of the gradient that has a 1 in every
-            coordinate of ``frame``; ``packed`` is that of a 1 in every coordinate of the draw.
-        frame: ``(values, latents) -> latents``, linear: the coordinates that move one entry of
-            ``local`` for each parameter.
-        mean_signal: ``(values, latents) ->`` natural gradient of the mean, as it is released.
-        mean_gradient: The inverse of that.
-        sums: For each parameter, adds up a packed array over the entries of each coordinate of
+        local_entries: ``(values, packed) -> local``, for the gradient with a 1 in every coordinate
+            of ``frame``. ``packed`` belongs to a gradient with a 1 in every coordinate of the draw.
+        frame: ``(values, latents) -> latents``, linear. Each of the new coordinates moves one entry
+            of ``local`` for each parameter.
+        mean_signal: ``(values, latents) ->`` natural gradient of the mean, as released.
+        mean_gradient: The inverse of ``mean_signal``.
+        sums: For each parameter, sums a packed array over the entries of each coordinate of
             the draw (see :meth:`~.variational.VariationalProblem.coordinate_sums`).
     """
 
@@ -81,7 +81,7 @@ def gaussian_geometry(problem: VariationalProblem, method: str) -> Geometry:
 
     Args:
         problem: Model and guide.
-        method: Who asks, for the error message.
+        method: Name of the estimator, for the error message.
 
     Raises:
         UnsupportedModelError: If the guide is not a Gaussian with a known Fisher information, or
@@ -91,9 +91,9 @@ def gaussian_geometry(problem: VariationalProblem, method: str) -> Geometry:
     shared = sorted(problem.guide_params & set(problem.record_params))
     if shared:
         raise UnsupportedModelError(
-            f"{method} needs the Fisher information of the guide alone, but parameter "
-            f"{shared[0]!r} belongs to the model too. Give the guide a parameter of its own, or "
-            "use aligned() or vanilla()."
+            f"Guide and model share the parameter {shared[0]!r}, but {method} needs the Fisher "
+            "information of the guide alone. Give the guide its own parameter, or use aligned() "
+            "or vanilla()."
         )
     kind = guide_kind(auto)
     if kind is autoguide.AutoDiagonalNormal:
@@ -109,8 +109,8 @@ def gaussian_geometry(problem: VariationalProblem, method: str) -> Geometry:
         return _full_rank(auto)
     name = "a hand-written guide" if auto is None else type(auto).__name__
     raise UnsupportedModelError(
-        f"{method} needs a guide with a known Fisher information, got {name}. Those are "
-        "AutoDiagonalNormal, AutoNormal and AutoMultivariateNormal; for any other guide use "
+        f"{method} needs a guide with a known Fisher information, got {name}. Use "
+        "AutoDiagonalNormal, AutoNormal or AutoMultivariateNormal. For any other guide use "
         "aligned() or vanilla()."
     )
 
@@ -118,7 +118,7 @@ def gaussian_geometry(problem: VariationalProblem, method: str) -> Geometry:
 def _mean_field(
     names: dict[Any, tuple[str, str]], unpack: Callable[[Array], Any] | None, constraint: Any
 ) -> Geometry:
-    """Mean-field guide: (loc, scale) by site, or of all sites in one vector."""
+    """Mean-field guide. ``names`` has (loc, scale) by site, or one pair for the flat vector."""
     scales = [scale for _, scale in names.values()]
 
     def by_site(values: dict[str, Any]) -> dict[str, Array]:
@@ -171,7 +171,7 @@ def _full_rank(auto: Any) -> Geometry:
     """Cholesky guide: loc and the lower triangular factor of the covariance."""
     dim, constraint = auto.latent_dim, auto.scale_tril_constraint
     loc, tril = f"{auto.prefix}_loc", f"{auto.prefix}_scale_tril"
-    # JAX checks signed indices for negative ones, and would keep a table of that.
+    # Unsigned, because JAX tests signed indices for negative values and stores a table for that.
     rows, columns = own_constants(*np.asarray(np.tril_indices(dim), np.uint32))
     (weights,) = own_constants(np.where(rows == columns, 0.5, 1.0))
 

@@ -1,10 +1,10 @@
 r"""A reparameterised guide as one public function: ``draw``.
 
-From the guide's parameters and a key it gives the latents :math:`u` in unconstrained coordinates
-and an estimate of :math:`-\log q(u)` whose gradient is that of the entropy: the entropy itself for
-Gaussian guides, a single draw otherwise (where the draw is an invertible map of as many normals,
-both have the same gradient, exactly; a low-rank guide is not such, and takes the single draw).
-Guides run on a placeholder for the records.
+``draw`` takes the guide's parameters and a key. It returns the latents :math:`u` in unconstrained
+coordinates, and an estimate of the entropy. For Gaussian guides the estimate is the entropy itself,
+for other guides :math:`-\log q(u)` at the draw. Both have exactly the same gradient if the draw
+is an invertible map of as many normals. For a low-rank guide it is not, so ``draw`` takes
+:math:`-\log q(u)`. Guides run on a placeholder for the records.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Guide(NamedTuple):
         auto: The ``AutoGuide`` behind ``fn``, or ``None`` for a hand-written guide.
         model: The model.
         params: Names of the parameters that the draw of the global latents reads.
-        public: Static keywords that the guide has been given.
-        local_params: Names of the parameters that draw a record's own latents from it; ``None``
-            where the model has none.
+        public: The guide's static keywords.
+        local_params: Names of the parameters of the encoder, which draws a record's own latents.
+            ``None`` if the model has no local latents.
     """
 
     fn: Callable[..., Any]
@@ -69,11 +69,11 @@ class Guide(NamedTuple):
 
         Args:
             params: Constrained parameters.
-            rng_key: A NumPyro key; the draw is the one that ``numpyro.infer.SVI`` makes with it.
+            rng_key: A NumPyro key. ``numpyro.infer.SVI`` makes the same draw with it.
             shared: Public arrays among the model's arguments.
 
         Returns:
-            The unconstrained latents by site, and a scalar whose gradient is the entropy's.
+            The unconstrained latents by site, and a scalar that estimates the entropy.
 
         Guarantee: reads no record.
         """
@@ -93,7 +93,7 @@ class Guide(NamedTuple):
             shared: Public arrays among the model's arguments.
 
         Raises:
-            UnsupportedModelError: If the guide has latents besides those of the model, or a flow
+            UnsupportedModelError: If the guide has latents that the model does not have, or a flow
                 that cannot be inverted (``AutoBNAFNormal``).
 
         Guarantee: reads no record.
@@ -111,18 +111,18 @@ class Guide(NamedTuple):
         total = jnp.zeros(())
         for name, site in trace.items():
             if not _is_draw(site) or is_local(site, plate) or name in parts:
-                continue  # the sites of a flat latent are its entries
+                continue  # its density is part of the density of the flat latent
             if name not in flat and name not in latents:
                 raise UnsupportedModelError(
-                    f"Expected a guide without auxiliary latents for log_density, got {name!r}: "
-                    "the density of the others is an integral over it. Leave it out."
+                    f"log_density does not support the auxiliary latent {name!r} of the guide, "
+                    "because the density of the other latents is an integral over it. Remove it."
                 )
             try:
                 total += log_density(site)
             except NotImplementedError as error:
                 raise UnsupportedModelError(
-                    f"Expected a guide whose density has a closed form, got {site['fn']}, which "
-                    "cannot be inverted. Use AutoIAFNormal or a normal guide."
+                    f"The guide has no density in closed form, because {site['fn']} cannot be "
+                    "inverted. Use AutoIAFNormal or a normal guide."
                 ) from error
             if name in latents:
                 transform = biject_to(prior[name]["fn"].support)
@@ -137,14 +137,14 @@ class Guide(NamedTuple):
         shared: tuple[Array, ...],
         rng_key: Array,
     ) -> Array:
-        """One record's part of the evidence lower bound, at one draw of its own latents.
+        """One record's part of the evidence lower bound, at one draw of that record's latents.
 
         Args:
             latents: Unconstrained global latents.
             params: Constrained parameters.
             example: One row of each record array.
             shared: Public arrays among the model's arguments.
-            rng_key: Of the draw; a key of its own for each record.
+            rng_key: Key of the draw. Each record has its own.
 
         Guarantee: a function of one record and public values only.
         """
@@ -165,7 +165,7 @@ class Guide(NamedTuple):
         shared: tuple[Array, ...],
         rng_key: Array,
     ) -> dict[str, Any]:
-        """The guide's plate and sites of a record, given the global latents."""
+        """The trace of the guide's plate and local sites for given global latents."""
         plate = self.model.structure.data_plate
         prior = self.model.trace_prior(latents, params, shared)
         values = params | {name: prior[name]["value"] for name in latents}
@@ -178,9 +178,9 @@ class Guide(NamedTuple):
 def prototype_without_records(guide: Any, plate: str) -> Iterator[None]:
     """Lets automatic guides set themselves up on a model whose likelihood is hidden.
 
-    ``AutoGuide`` looks for initial values of finite potential, which would be a choice made by
-    looking at the records, and keeps the arguments it was set up with. Inside this context the
-    guide's model has one record (the placeholder) and no observed sites.
+    ``AutoGuide`` searches for initial values with a finite potential, which would read the records.
+    It also stores the arguments of its setup. Inside this context the guide's model has one record
+    (the placeholder) and no observed sites.
     """
     parts = list(auto_parts(guide))
     originals = [part.model for part in parts]
@@ -195,7 +195,7 @@ def prototype_without_records(guide: Any, plate: str) -> Iterator[None]:
 
 
 def hide_likelihood(model: Callable[..., Any], plate: str) -> Callable[..., Any]:
-    """Hides the observed sites, and the discrete ones of a record, from the handlers around."""
+    """Hides observed sites and discrete local latents from outer handlers."""
 
     def hidden(site: dict[str, Any]) -> bool:
         return _is_observed(site) or (is_local(site, plate) and site["fn"].support.is_discrete)
@@ -205,7 +205,7 @@ def hide_likelihood(model: Callable[..., Any], plate: str) -> Callable[..., Any]
 
 
 def auto_parts(guide: Any) -> Iterator[Any]:
-    """The automatic guides that a guide consists of, lists of them included."""
+    """All automatic guides inside a guide, including ``AutoGuideList`` and its parts."""
     if isinstance(guide, autoguide.AutoGuide):
         yield guide
         if isinstance(guide, autoguide.AutoGuideList):
@@ -230,7 +230,7 @@ def guide_trace(
 def _auto_draw(
     guide: Guide, auto: Any, trace: dict[str, Any], params: Any, shared: Any
 ) -> tuple[dict[str, Array], Array]:
-    """Reads the unconstrained latents of an automatic guide off its trace."""
+    """Reads the unconstrained latents of an automatic guide from its trace."""
     if isinstance(auto, autoguide.AutoGuideList):
         latents, entropy = {}, jnp.zeros(())
         for part in auto:
@@ -258,10 +258,10 @@ def _auto_draw(
 
 
 def _unpacked(auto: Any, flat: Array) -> dict[str, Array]:
-    """The latents of a guide's flat draw.
+    """Splits a guide's flat draw into latents by site.
 
-    Where they follow each other, their gradient is joined in one piece; that of slices, as NumPyro
-    takes them, adds up a vector of the whole length for each site.
+    If the sites follow each other, ``split`` is used, because its gradient is one concatenation.
+    The gradient of NumPyro's slices adds up a full-length vector for each site.
     """
     order = np.arange(flat.size)
     places = dict(unpack_latent(auto, order))
@@ -275,11 +275,11 @@ def _unpacked(auto: Any, flat: Array) -> dict[str, Array]:
 
 
 def _packed(auto: Any, latents: dict[str, Array]) -> Array:
-    """The flat latent of an automatic guide: the reverse of :func:`_unpacked`."""
+    """Joins latents into a guide's flat draw: the inverse of :func:`_unpacked`."""
     places = dict(unpack_latent(auto, np.arange(auto.latent_dim)))
     values = jnp.concatenate([jnp.ravel(latents[name]) for name in places])
     order = np.concatenate([np.ravel(place) for place in places.values()])
-    # JAX checks signed indices for negative ones, and would keep a table of that.
+    # Unsigned, because JAX tests signed indices for negative values and stores a table for that.
     (order,) = own_constants(order.astype(np.uint32))
     return jnp.zeros_like(values).at[order].set(values)
 
@@ -287,7 +287,7 @@ def _packed(auto: Any, latents: dict[str, Array]) -> Array:
 def _generic_draw(
     guide: Guide, sites: Any, params: Any, shared: Any, names: Any, trace: Any = None
 ) -> tuple[dict[str, Array], Array]:
-    """Maps constrained draws to unconstrained ones with the model's own supports."""
+    """Maps constrained draws to unconstrained coordinates with the model's supports."""
     structure = guide.model.structure
     replayed = handlers.replay(one_record(guide.model.fn, structure.data_plate), trace or sites)
     substituted = handlers.substitute(handlers.seed(replayed, jax.random.key(0)), data=params)
@@ -315,22 +315,22 @@ def _is_draw(site: dict[str, Any]) -> bool:
 
 
 def log_density(site: dict[str, Any]) -> Array:
-    """Log density of a site of a guide, with its scale."""
+    """Log density of a guide's site, times the site's scale."""
     intermediates = [site["intermediates"]] if site["intermediates"] else []
     value = site["fn"].log_prob(site["value"], *intermediates)
     return jnp.sum(value if site["scale"] is None else value * site["scale"])
 
 
 def _base_value(site: dict[str, Any]) -> Array:
-    """Unconstrained draw behind an AutoNormal site."""
+    """The unconstrained draw of an AutoNormal site."""
     return site["intermediates"][0][0] if site["intermediates"] else site["value"]
 
 
 def _entropy(site: dict[str, Any]) -> Array:
-    """Entropy of a guide's joint latent where it has a closed form, else -log q of the draw.
+    """Entropy of a guide's joint latent in closed form if there is one, else -log q of the draw.
 
-    A low-rank normal has more noise than latents: there -log q of the draw depends on the noise,
-    and the loss that NumPyro differentiates is that, not the entropy.
+    A low-rank normal has more noise variables than latents, so the gradients of entropy and
+    -log q differ. NumPyro differentiates -log q, and this function returns the same.
     """
     if isinstance(site["fn"], LowRankMultivariateNormal):
         return -log_density(site)

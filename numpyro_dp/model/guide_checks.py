@@ -1,13 +1,13 @@
-"""Reads a NumPyro guide: what must hold of it before it may draw.
+"""Reads a NumPyro guide and checks that it can be private.
 
-Whatever cannot be private is refused here, with the name of the site or parameter and the remedy,
-before any budget is spent. No record is looked at.
+Errors name the site or parameter and the remedy, and are raised before any budget is spent. The
+checks do not read records.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -52,15 +52,15 @@ def read_guide(
     """Checks a guide against its model.
 
     Args:
-        fn: The guide as it is called, static keywords filled in.
+        fn: The guide with its static keywords filled in.
         auto: The guide object itself.
         model: The model.
-        params: Constrained parameters, as initialised.
+        params: Initial values of the constrained parameters.
         shared: Public arrays among the model's arguments.
-        public: Static keywords that the guide has been given.
+        public: The guide's static keywords.
 
     Raises:
-        UnsupportedModelError: Names the site or parameter and the remedy.
+        UnsupportedModelError: If the guide cannot be private, or does not fit the model.
     """
     known = auto if isinstance(auto, autoguide.AutoGuide) else None
     guide = Guide(fn, known, model, public=public or {})
@@ -76,28 +76,28 @@ def read_guide(
     missing = [name for name in latents if name not in found]
     if missing:
         raise UnsupportedModelError(
-            f"Latent sites {missing} of the model are not in the guide. Add them to the guide, or "
-            "give them a value with numpyro.handlers.substitute."
+            f"The guide does not draw the latent sites {missing} of the model. Add them to the "
+            "guide, or give them a value with numpyro.handlers.substitute."
         )
     for name, site in found.items():
         auxiliary = site["infer"].get("is_auxiliary", False)
         if name not in latents and not auxiliary and not site["is_observed"]:
             raise UnsupportedModelError(
-                f"Guide site {name!r} is not a latent site of the model {list(latents)}. Remove it "
-                "or mark it with infer={'is_auxiliary': True}."
+                f"Guide site {name!r} is not one of the model's latent sites {list(latents)}. "
+                "Remove it, or mark it with infer={'is_auxiliary': True}."
             )
         if not site["fn"].has_rsample:
             kind = type(getattr(site["fn"], "base_dist", site["fn"])).__name__
             raise UnsupportedModelError(
-                f"Guide site {name!r} has a {kind} distribution without a "
-                "reparameterised sampler. Use one that has (Normal, Gamma, Beta, LogNormal, ...)."
+                f"Guide site {name!r} has the distribution {kind}, which has no reparameterised "
+                "sampler, so the loss has no gradient. Use Normal, Gamma, Beta or LogNormal, say."
             )
     _check_holds_no_records(guide, params, shared)
     return _with_local_params(guide, params, shared) if model.structure.local_latents else guide
 
 
 def _with_local_params(guide: Guide, params: dict[str, Any], shared: tuple[Array, ...]) -> Guide:
-    """Finds out which parameters draw the local latents, and which the global ones."""
+    """Finds which parameters the local latents depend on, and which the global latents."""
     structure = guide.model.structure
     key, alone = jax.random.key(0), structure.layout.placeholder(shared)
     _check_auxiliary(guide, params, shared)
@@ -115,7 +115,7 @@ def _with_local_params(guide: Guide, params: dict[str, Any], shared: tuple[Array
         for site in structure.local_latents:
             if site not in found:
                 raise UnsupportedModelError(
-                    f"Guide site {site!r} is not inside plate {structure.data_plate!r}, as it is "
+                    f"Guide site {site!r} is outside plate {structure.data_plate!r}, but inside it "
                     "in the model. Draw it inside numpyro.plate over the records."
                 )
             check_one_row("Guide", site, found[site], structure.data_plate)
@@ -135,30 +135,31 @@ def _with_local_params(guide: Guide, params: dict[str, Any], shared: tuple[Array
         if any(1 < number in leaf.shape for leaf in jax.tree.leaves(params[name])):
             raise UnsupportedModelError(
                 f"Parameter {name!r} of the guide has an entry for each of the {number} records, "
-                "and draws their latents: it would release them. Use parameters of another shape."
+                "and draws their latents. Releasing it would release the records. Use parameters "
+                "of another shape."
             )
     _check_one_by_one(guide, params, values, shared)
     return guide._replace(params=reading(draw), local_params=own)
 
 
 def _check_auxiliary(guide: Guide, params: dict[str, Any], shared: tuple[Array, ...]) -> None:
-    """Refuses auxiliary sites outside the plate: each record would draw one of its own."""
+    """Raises for auxiliary sites outside the plate, because each record would redraw them."""
     plate = guide.model.structure.data_plate
     trace = guide_trace(guide, params, jax.random.key(0), shared) if guide.auto is None else {}
     for name, site in trace.items():
         auxiliary = site["type"] == "sample" and site["infer"].get("is_auxiliary", False)
         if auxiliary and not is_local(site, plate):
             raise UnsupportedModelError(
-                f"Auxiliary guide site {name!r} is outside plate {plate!r}, in a guide that draws "
-                "latents of a record: each record would draw it anew. Draw the latents from it "
-                "with numpyro.distributions.TransformedDistribution instead."
+                f"Auxiliary guide site {name!r} is outside plate {plate!r}, and the guide draws "
+                "local latents, so each record would redraw it. Remove the site, and draw the "
+                "latents with numpyro.distributions.TransformedDistribution instead."
             )
 
 
 def _check_one_by_one(
     guide: Guide, params: dict[str, Any], values: dict[str, Any], shared: tuple[Array, ...]
 ) -> None:
-    """Refuses an encoder that means something else for one record than for several."""
+    """Raises if an encoder gives other densities for single records than for several at once."""
     structure = guide.model.structure
     layout, plate = structure.layout, structure.data_plate
 
@@ -178,55 +179,56 @@ def _check_one_by_one(
         try:
             together = density(rows)
         except (TypeError, ValueError, IndexError):
-            continue  # made for its own number of rows
+            continue  # the guide needs its own number of rows
         each = [density(tuple(leaf[i : i + 1] for leaf in rows)) for i in range(3)]
         if not is_sum(together, each):
             raise UnsupportedModelError(
                 f"Guide sites {list(structure.local_latents)} depend on the number of records that "
-                "the guide is given at once: it mixes records, or reads x.shape[0]. Draw each "
-                "record's latents from that record alone; pass public scales as static keywords."
+                "the guide gets at once: it mixes records, or reads x.shape[0]. Draw each "
+                "record's latents from that record alone. Pass public scales as static keywords."
             )
 
 
 def check_supported(
     guide: Any, structure: ModelStructure, shared: tuple[Array, ...], static: dict[str, Any]
 ) -> None:
-    """Refuses automatic guides that read records when they draw, or would keep one of each."""
+    """Raises for automatic guides that read records, or have parameters for each record."""
     for part in auto_parts(guide):
         if structure.local_latents and not isinstance(part, autoguide.AutoGuideList):
             _check_global(part, structure, shared, static)
         for cls in type(part).__mro__:
             if cls.__name__ in _REFUSED:
                 raise UnsupportedModelError(
-                    f"{type(part).__name__} cannot be private: {_REFUSED[cls.__name__]}. Use "
-                    "AutoDiagonalNormal, AutoMultivariateNormal, AutoLowRankMultivariateNormal, "
-                    "AutoIAFNormal, AutoBNAFNormal, AutoNormal or AutoDelta."
+                    f"{type(part).__name__} cannot be private, because {_REFUSED[cls.__name__]}. "
+                    "Use AutoDiagonalNormal, AutoMultivariateNormal, "
+                    "AutoLowRankMultivariateNormal, AutoIAFNormal, AutoBNAFNormal, AutoNormal or "
+                    "AutoDelta."
                 )
 
 
 def _check_global(
     part: Any, structure: ModelStructure, shared: tuple[Array, ...], static: dict[str, Any]
 ) -> None:
-    """Refuses an automatic guide of latent sites in the data plate."""
+    """Raises if an automatic guide covers latent sites in the data plate."""
     model = functools.partial(part.model, **static)
     run = handlers.seed(one_record(model, structure.data_plate), jax.random.key(0))
     sites = structure.layout.placeholder(shared).call(handlers.trace(run).get_trace)
     for name in structure.local_latents:
         if name in sites:
             raise UnsupportedModelError(
-                f"Latent site {name!r} is inside the data plate {structure.data_plate!r}: "
-                f"{type(part).__name__} would hold one parameter per record, and releasing it "
-                "would release the record. Integrate the site out of the likelihood, make it "
-                "global (move it out of the plate), or draw it in a guide of your own from the "
-                "record by shared parameters (an encoder)."
+                f"Latent site {name!r} is inside the data plate {structure.data_plate!r}, so "
+                f"{type(part).__name__} would hold one parameter per record. Releasing it would "
+                "release the record. Integrate the site out of the likelihood, move it out of the "
+                "plate, or write a guide that draws it from the record with shared parameters (an "
+                "encoder)."
             )
 
 
 def _check_fixed_supports(guide: Guide, params: dict[str, Any], shared: tuple[Array, ...]) -> None:
-    """Refuses automatic guides for sites whose support depends on other sites.
+    """Raises for automatic guides of sites whose support depends on other sites.
 
-    NumPyro's automatic guides fix the support at its initial value when they draw, and not when
-    they sample the posterior: what is fitted would not be what is drawn.
+    NumPyro's automatic guides use the initial support during the fit, but the current one when they
+    sample the posterior. The samples would not come from the fitted distribution.
     """
     if guide.auto is None:
         return
@@ -242,10 +244,10 @@ def _check_fixed_supports(guide: Guide, params: dict[str, Any], shared: tuple[Ar
     for name, depends in depends_on_inputs(images, draws).items():
         if depends:
             raise UnsupportedModelError(
-                f"The support of latent site {name!r} depends on other latent sites, which "
-                f"{type(guide.auto).__name__} cannot follow: it draws from the support that the "
-                "site had at first. Sample a fraction of the range, Uniform(0, 1), and scale it, "
-                "or write the guide by hand."
+                f"The support of latent site {name!r} depends on other latent sites, but "
+                f"{type(guide.auto).__name__} keeps the support that the site had at first. "
+                "Sample a fraction of the range, Uniform(0, 1), and scale it, or write the guide "
+                "by hand."
             )
 
 
@@ -268,18 +270,18 @@ def _check_reads_no_records(
     for name, depends in depends_on_inputs(values, *rows).items():
         if depends:
             raise UnsupportedModelError(
-                f"Guide site {name!r} depends on the records: its value would release them outside "
-                "the mechanism. Let the guide read parameters and public arguments only."
+                f"Guide site {name!r} depends on the records, so its value would release them "
+                "without noise. Let the guide read parameters and public arguments only."
             )
 
 
 def _check_holds_no_records(
     guide: Guide, params: dict[str, Any], shared: tuple[Array, ...]
 ) -> None:
-    """Holds what a guide captured to the rule of public values; NumPyro's own guides hold none.
+    """Raises if a guide captures arrays that are not public. NumPyro's own guides capture none.
 
-    First values are looked at too, and the derivative of the draw: rules of ``jax.custom_jvp`` may
-    hold arrays of their own.
+    The check covers initial values, and the derivative of the draw, because rules of
+    ``jax.custom_jvp`` may hold other arrays.
     """
     public = guide.model.structure.public
 
@@ -289,7 +291,7 @@ def _check_holds_no_records(
     if guide.auto is not None and all(map(_is_numpyros_own, auto_parts(guide.auto))):
         written = _written_by_hand(guide)
         if not written:
-            # Masks of autoregressive networks, say.
+            # For example, masks of autoregressive networks.
             public.trust(held_by_program(make_program(drawn, params)[0]))
             return
 
@@ -314,7 +316,7 @@ def _is_numpyros_own(part: Any) -> bool:
 
 
 def _written_by_hand(guide: Guide) -> list[Any]:
-    """The functions of a guide that are no automatic guides."""
+    """The hand-written functions of a guide."""
     if guide.auto is None:
         return [guide.fn]
     lists = (part for part in auto_parts(guide.auto) if isinstance(part, autoguide.AutoGuideList))
@@ -324,27 +326,32 @@ def _written_by_hand(guide: Guide) -> list[Any]:
 def check_first_values(
     guide: Any, model: Callable[..., Any], structure: ModelStructure, shared: tuple[Array, ...]
 ) -> None:
-    """Refuses automatic guides whose first values come from arrays that nobody declared.
+    """Raises if the initial values of automatic guides come from undeclared arrays.
 
     Args:
         guide: The guide object.
         model: The model, static keywords filled in.
-        structure: What was read of it.
+        structure: Structure of the model.
         shared: Public arrays among its arguments.
+
+    Raises:
+        TypeError: If ``init_to_value`` has a value that is not an array or a number.
+        UnsupportedModelError: If an initial value could come from records.
     """
     what, public = "initialiser (init_loc_fn, init_strategy)", structure.public
     for part in auto_parts(guide):
         setup = setup_of(part)
         if not setup.__module__.startswith("numpyro."):
             raise UnsupportedModelError(
-                f"{type(part).__name__} has a _setup_prototype of its own, which could set first "
-                "values from records; these are published without noise. Leave it out, and pass "
-                "first values as init_params= of run or init."
+                f"{type(part).__name__} overrides _setup_prototype, which could compute initial "
+                "values from records. Initial values are published without noise. Remove the "
+                "method, and pass initial values as init_params= of run or init."
             )
         if isinstance(part, autoguide.AutoGuideList):
             continue
         for fn in guide_functions(part):
             public.take("guide", held_by_function(fn))
+        _check_values(part.init_loc_fn)
         held = held_by_function(part.init_loc_fn)
         public.take(what, [*held, *held_by_function(init_scale(part))],
                     any_size=True)  # fmt: skip
@@ -359,13 +366,25 @@ def check_first_values(
             public.check(what, values, any_size=True)
 
 
+def _check_values(init_loc_fn: Any) -> None:
+    """Raises for a list in ``init_to_value``: NumPyro passes it to the model as it is."""
+    values = init_loc_fn.keywords.get("values") if hasattr(init_loc_fn, "keywords") else None
+    for name, value in values.items() if isinstance(values, Mapping) else ():
+        if isinstance(value, list | tuple | str):
+            raise TypeError(
+                f"init_to_value(values=...) has a {type(value).__name__} for site {name!r}, but "
+                "the model computes with that value as an array. Convert it with jnp.asarray, and "
+                "list the array in public= of the driver if it comes from no record."
+            )
+
+
 def _is_numpyros_own_function(fn: Any) -> bool:
     fn = fn.func if isinstance(fn, functools.partial) else fn
     return (getattr(fn, "__module__", None) or "").startswith("numpyro.")
 
 
 def _check_parameter_shapes(guide: Guide, shared: tuple[Array, ...]) -> None:
-    """Refuses parameters of the model or guide whose shape grows with the number of records."""
+    """Raises if the shape of a parameter of model or guide depends on the number of records."""
     layout, plate = guide.model.structure.layout, guide.model.structure.data_plate
     for fn in (guide.fn, guide.model.fn):
         shapes = []
@@ -384,6 +403,6 @@ def _check_parameter_shapes(guide: Guide, shared: tuple[Array, ...]) -> None:
             if shapes[1].get(name) != shape:
                 raise UnsupportedModelError(
                     f"Parameter {name!r} has one entry per record (shapes {shape} for 1 record, "
-                    f"{shapes[1].get(name)} for 2): releasing it would release the records. Use "
+                    f"{shapes[1].get(name)} for 2). Releasing it would release the records. Use "
                     "parameters of fixed shape."
                 )

@@ -1,7 +1,8 @@
-"""Arrays that a function holds by itself, and calls in it that no check can see through.
+"""Finds the arrays that a function captures, and calls that cannot be checked.
 
-A traced program has them as constants and literals, and in programs inside it: those of ``jit``,
-``scan``, ``cond`` and of rules for derivatives. A function is also looked through as an object.
+In a traced program these arrays are constants and literals, also of inner programs (``jit``,
+``scan``, ``cond`` and rules for derivatives). Arrays that tracing does not show are found by a
+search through the function's closure, defaults and attributes.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ _LIBRARIES = ("builtins", "equinox", "flax", "jax", "jaxlib", "numpy", "numpyro"
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a value is an array of JAX or NumPy, or a scalar of theirs."""
+    """Whether a value is an array or scalar of JAX or NumPy."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def is_key(array: Any) -> bool:
-    """Whether an array is one of keys of a generator."""
+    """Whether an array holds random keys."""
     return isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def held_by_program(found: Any) -> Iterator[Any]:
-    """Arrays in a traced program and in all programs inside it: constants and literals."""
+    """Constants and literals of a traced program and of all programs inside it."""
     program = as_program(found)
     if program is not None:
         yield from (value for _, value in program.constants)
@@ -68,9 +69,9 @@ def held_by_program(found: Any) -> Iterator[Any]:
 
 
 def numbers_in_program(found: Any) -> set[float]:
-    """The different single numbers that a traced program, or one inside it, writes out.
+    """The distinct single numbers in a traced program and in all programs inside it.
 
-    Those are its literals, returned ones too, and NumPy arrays of one entry.
+    These are literals, including returned ones, and NumPy arrays with one entry.
     """
     own: set[float] = set()
     for program in programs_in(found):
@@ -84,16 +85,16 @@ def numbers_in_program(found: Any) -> set[float]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is one number: no key, and no tangent of an integer (``float0``)."""
+    """Whether a value is one number, not a key or the tangent of an integer (``float0``)."""
     return not is_key(value) and np.size(value) == 1 and np.result_type(value).kind in "biufc"
 
 
 class Written(NamedTuple):
-    """What a library writes into programs.
+    """Constants that a library writes into traced programs.
 
     Attributes:
         numbers: Single numbers.
-        arrays: Tables.
+        arrays: Tables, such as the coefficients of a polynomial.
     """
 
     numbers: frozenset[float]
@@ -102,9 +103,9 @@ class Written(NamedTuple):
 
 @functools.cache
 def written_by_jax() -> Written:
-    """What special functions and random draws of JAX, and their derivatives, write into programs.
+    """Constants of JAX's special functions and random draws, and of their derivatives.
 
-    ``random.binomial`` has a table of Stirling's approximation, ``expi`` its polynomials.
+    For example, ``random.binomial`` has a table for Stirling's approximation.
     """
     special, random, key = jax.scipy.special, jax.random, jax.random.key(0)
     functions = [
@@ -123,16 +124,16 @@ def written_by_jax() -> Written:
 
 
 def _number(value: Any) -> float:
-    """A literal as a number; all that are not finite are one."""
+    """A literal as a number. All values that are not finite count as one number."""
     number = complex(value).real
     return number if np.isfinite(number) else np.inf
 
 
 def held_by_function(fn: Any) -> list[Any]:
-    """Arrays within reach of a function that is no function of NumPyro's own.
+    """Arrays that a user's function can reach. Functions of libraries are not searched.
 
-    Looked through: partial arguments, closures, defaults, attributes of objects, and globals that
-    its code names. (An array that is read from a module's attribute is not found.)
+    The search covers partial arguments, closures, defaults, attributes of objects, and globals that
+    the code names. It does not find an array that the code reads from a module's attribute.
     """
     found: list[Any] = []
     _search(fn, found, set(), 0)
@@ -140,6 +141,10 @@ def held_by_function(fn: Any) -> list[Any]:
 
 
 def _search(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
+    # Depth: hand-written nesting fits into eight levels. For example, a partial of a method of an
+    # object with a dict of lists of arrays needs five. The limit bounds the recursion in chains of
+    # objects. Most callers also check the traced program, which shows any array in use.
+    # Ids: references may be cyclic, objects may be unhashable, and == compares arrays by entry.
     if id(value) in seen or depth > 8:
         return
     seen.add(id(value))
@@ -161,7 +166,7 @@ def _search(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
         parts = list(value.values())
     elif isinstance(value, list | tuple | set):
         parts = list(value)
-    elif hasattr(value, "__wrapped__"):  # by jax.jit, say
+    elif hasattr(value, "__wrapped__"):  # for example a function under jax.jit
         parts = [value.__wrapped__]
     elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType):
         parts = list(vars(value).values())
@@ -177,18 +182,18 @@ def _of_a_library(value: Any) -> bool:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not filled yet
+    except ValueError:  # the variable has no value yet
         return None
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Names that a function's code looks up, that of functions inside it included."""
+    """Names that a function's code looks up, including the code of inner functions."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return set(code.co_names).union(*map(_names, inner))
 
 
 def computes_in_half(found: Any) -> bool:
-    """Whether a number in a program, or in one inside it, has at most 16 bits and is no integer."""
+    """Whether a program, or a program inside it, has floating-point values of 16 bits or fewer."""
     for program in programs_in(found):
         for equation in program.equations:
             for atom in [*equation.invars, *equation.outvars]:
@@ -201,7 +206,7 @@ def computes_in_half(found: Any) -> bool:
 
 
 def refused_calls(found: Any) -> Iterator[str]:
-    """Names of calls to the host, and of rules for batches, in a program and all inside it."""
+    """Names of host calls and of custom batching rules in a program and all programs inside it."""
     for program in programs_in(found):
         for equation in program.equations:
             name = equation.primitive.name

@@ -5,15 +5,13 @@ With a local latent :math:`l_i` the record's part of the evidence lower bound at
 .. math::
     \log p(x_i, l_i \mid z) - \log q(l_i \mid x_i), \qquad l_i = l(x_i, \varphi, \eta_i),
 
-where the guide draws :math:`l_i` from the record by shared parameters :math:`\varphi` (an encoder).
-It is a function of one record, so its gradient in :math:`(z, \varphi)` joins the signal. Noise
-:math:`\eta_i` comes from a secret number, which every step draws for each record. These numbers
-are i.i.d. across records, so removing one record leaves the others' distribution unchanged.
-Discrete local latents are summed out instead,
+The guide draws :math:`l_i` from the record with shared parameters :math:`\varphi` (an encoder). The
+term is a function of one record, so its gradient in :math:`(z, \varphi)` is part of the signal. The
+noise :math:`\eta_i` comes from a secret number, which every step draws for each record. These
+numbers are i.i.d. across records, so removing one record does not change the distribution of the
+others. Discrete local latents are summed out over all combinations of their values,
 
-.. math:: \log \sum_k p(x_i, k \mid z),
-
-over all combinations of their values.
+.. math:: \log \sum_k p(x_i, k \mid z).
 
 Reference:
     D. P. Kingma, M. Welling, "Auto-encoding variational Bayes", ICLR 2014.
@@ -45,7 +43,7 @@ _MOST = 4096
 
 
 def start(site: dict[str, Any]) -> Any:
-    """An initial value for sites that have none."""
+    """An initial value for a site that has no value."""
     return init_to_uniform()(site) if site["value"] is None else None
 
 
@@ -56,16 +54,15 @@ def is_local(site: dict[str, Any], plate: str) -> bool:
 
 
 class fill_locals(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
-    """Gives the latent sites inside a plate values, so that nothing is drawn for them.
+    """Sets the latent sites inside a plate, instead of drawing them.
 
     Args:
         fn: The model.
         plate: Name of the plate.
-        values: Values of continuous sites; the image of 0 elsewhere.
-        choice: Numbers of the values of discrete sites among their support, flat; the first
-            elsewhere.
-        discrete_only: Leaves continuous sites alone.
-        rows: Numbers of the records: where nothing else is given, each has a value of its own.
+        values: Values of continuous sites. Default: the image of 0.
+        choice: Flat indices of values in the support of discrete sites. Default: the first value.
+        discrete_only: Leaves continuous sites unchanged.
+        rows: Indices of the records. Each index gets other default values.
     """
 
     def __init__(
@@ -99,10 +96,11 @@ class fill_locals(Messenger):  # noqa: N801 - a NumPyro handler, named like its 
             transform = biject_to(fn.support)
             shape = transform.inverse_shape(fn.shape())
             row = self._row(msg).reshape(fn.batch_shape + (1,) * (len(shape) - len(fn.batch_shape)))
+            # Another value for each record, so that check_additive notices if a model mixes them.
             msg["value"] = transform(jnp.broadcast_to(jnp.sin(2.0 * row), shape))
 
     def _row(self, msg: dict[str, Any]) -> Array:
-        """The number of the record that each entry of a site's batch belongs to."""
+        """The record index of each entry in a site's batch."""
         (frame,) = (frame for frame in msg["cond_indep_stack"] if frame.name == self.plate)
         batch = msg["fn"].batch_shape
         axes = [1] * len(batch)
@@ -131,12 +129,12 @@ def read_locals(
         discrete: Names of the discrete latent sites in the data plate.
 
     Returns:
-        For each discrete site the numbers of its values in each combination, shape
+        For each discrete site the indices of its values in each combination, shape
         ``(combinations, entries of the site)``.
 
     Raises:
-        UnsupportedModelError: If there are more than 4096 combinations, a site in the plate is
-            scaled, or a site outside reads one inside.
+        UnsupportedModelError: If there are more than 4096 combinations, if a site in the plate is
+            scaled, or if a site outside the plate reads a site inside.
     """
     alone = layout.placeholder(shared)
 
@@ -170,7 +168,7 @@ def _check_scales(
     shared: tuple[Array, ...],
     inside: tuple[str, ...],
 ) -> None:
-    """Refuses scaled sites where latents are summed out."""
+    """Raises for scaled sites if latents are summed out."""
 
     def scales(*rows: Array) -> dict[str, Any]:
         found = trace({}, layout.arguments(rows, shared))
@@ -183,14 +181,14 @@ def _check_scales(
         scale = sites[name]["scale"]
         if reads or (scale is not None and np.any(scale != size)):
             raise UnsupportedModelError(
-                f"Site {name!r} is scaled, and the model has discrete latent sites, which are "
-                "summed out: the scale of a sum is not that of its terms. Sum them out in the "
-                "model, with numpyro.factor inside the data plate."
+                f"Site {name!r} is scaled, but the model has discrete latent sites, which are "
+                "summed out. Scaling the terms of that sum is not the same as scaling the sum. Sum "
+                "the sites out in the model, with numpyro.factor inside the data plate."
             )
 
 
 def masked_away(name: str, fn: Any) -> Array:
-    """Logarithm of how often a masked entry of a summed site is counted: once for each value."""
+    """Log of the number of times that the sum counts a masked entry: once for each value."""
     while not isinstance(fn, MaskedDistribution):
         if not hasattr(fn, "base_dist"):
             return jnp.zeros(())
@@ -200,14 +198,14 @@ def masked_away(name: str, fn: Any) -> Array:
 
 
 def _support(name: str, fn: Any) -> Array:
-    """The values of a discrete distribution of one event, shape ``(number, *event_shape)``."""
+    """The support of a discrete distribution, shape ``(number of values, *event_shape)``."""
     try:
         support = fn.enumerate_support(expand=False)
     except jax.errors.ConcretizationTypeError as error:
         raise UnsupportedModelError(
-            f"The values that latent site {name!r} may take depend on the records or on other "
-            "latents, so they cannot be listed. Sum it out in the model, with numpyro.factor "
-            "inside the data plate."
+            f"The support of latent site {name!r} depends on the records or on other latents, so "
+            "its values cannot be listed. Sum it out in the model, with numpyro.factor inside the "
+            "data plate."
         ) from error
     return support.reshape(support.shape[0], *fn.event_shape)
 
@@ -220,9 +218,10 @@ def _combinations(sites: Mapping[str, Any]) -> dict[str, np.ndarray]:
     number = math.prod(every)
     if number > _MOST:
         raise UnsupportedModelError(
-            f"Discrete sites {sorted(sizes)} have {number} combinations of values for one record; "
-            f"at most {_MOST} are summed. Integrate them out by their structure (a forward "
-            "recursion, say) with numpyro.factor inside the data plate."
+            f"The discrete sites {sorted(sizes)} have {number} combinations of values for one "
+            f"record, but at most {_MOST} are summed. Sum them out with an algorithm that uses "
+            "their structure, such as a forward recursion, and pass the result to numpyro.factor "
+            "inside the data plate."
         )
     grid = np.stack([axis.reshape(-1) for axis in np.indices(every)], -1) if every else np.zeros(0)
     found, first = {}, 0

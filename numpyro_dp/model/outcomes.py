@@ -1,8 +1,8 @@
-r"""What a model says a record's outcome could have been: simulated, or listed.
+r"""The outcomes that a record could have had under a model, simulated or listed.
 
-The observed sites in the data plate are the outcome y of a record, and all else it holds is x. A
-model that can be simulated gives, besides the score of what was observed, the scores of what might
-have been observed at the same x. Their mean is the expectation that a private score is centred by.
+The observed sites in the data plate are the outcome y of a record, and its other values are x. A
+model that can be simulated gives the scores of other outcomes at the same x. Private scores are
+centred by the mean of these scores.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from numpyro_dp.model.simulated import drawn
 
 __all__ = ["Outcomes", "read_outcomes"]
 
-_MOST_VALUES = 16  # listed; beyond that simulated outcomes cost less
+_MOST_VALUES = 16  # With more values, simulating outcomes costs less than listing them.
 
 
 class Listed(NamedTuple):
     """All outcomes that a record could have had.
 
     Attributes:
-        observed: Which of them is the record's own, shape (K,); none if it is outside the support.
+        observed: Marks the record's own outcome, shape (K,). All false if it is outside the
+            support.
         values: The outcomes, shape (K,).
-        probabilities: Of each, shape (K, R).
+        probabilities: Probability of each outcome, shape (K, R).
     """
 
     observed: Array
@@ -46,18 +47,18 @@ class Listed(NamedTuple):
 
 
 class Outcomes(NamedTuple):
-    """The outcome of one record as a model has it.
+    """A model's distribution of the outcome of one record.
 
     Attributes:
         model: The model.
         shared: Public arrays among its arguments.
         seen: Names of the latent sites that the likelihood of a record depends on.
         shapes: Unconstrained shapes of the latent sites.
-        number: How many outcomes there are, where they can be listed; else 0.
-        scalar: Whether the outcome is a single number.
+        number: Number of possible outcomes, or 0 if they cannot be listed.
+        scalar: Whether the outcome is a scalar.
         weighted: Whether records have weights (``handlers.scale``).
-        censored: Whether the outcome is a censored one; its log likelihood is then the log hazard
-            of an event (the reversed one where it is censored from the left).
+        censored: Whether the outcome is censored. Its log likelihood is then the log hazard of an
+            event, or the log reversed hazard for left censoring.
     """
 
     model: Model
@@ -71,11 +72,11 @@ class Outcomes(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of latents that records see."""
+        """Number of latent entries that the likelihood depends on."""
         return sum(int(np.prod(self.shapes[name])) for name in self.seen)
 
     def latents(self, flat: Array) -> dict[str, Array]:
-        """Values by site from one vector of those that are seen; zeros for the others."""
+        """Latents by site from a vector of those in ``seen``. The other latents are zero."""
         zeros = {name: jnp.zeros(self.shapes[name], flat.dtype) for name in self.seen}
         found = ravel_pytree(zeros)[1](flat)
         return {n: found.get(n, jnp.zeros(s, flat.dtype)) for n, s in self.shapes.items()}
@@ -83,13 +84,13 @@ class Outcomes(NamedTuple):
     def log_likelihood(
         self, flat: Array, example: tuple[Array, ...], outcome: Any, *, weighted: bool = True
     ) -> Array:
-        """Log likelihood of one record with this outcome in the place of its own.
+        """Log likelihood of one record with the given outcome.
 
         Args:
             flat: Latents, shape (size,).
             example: One row of each record array.
-            outcome: Value of each observed site; ``None`` for the record's own.
-            weighted: Whether the record's weight counts.
+            outcome: Value of each observed site. ``None`` for the record's own.
+            weighted: Whether the record's weight is included.
         """
         if self.censored:
             return self._log_hazard(flat, example, outcome, weighted)
@@ -104,7 +105,7 @@ class Outcomes(NamedTuple):
         return jax.grad(self.log_likelihood)(flat, example, outcome, **how)
 
     def simulate(self, flat: Array, example: tuple[Array, ...], rng_key: Array) -> Any:
-        """Draws an outcome of one record; what was observed is not read."""
+        """Draws an outcome of one record. Does not read the observed outcome."""
         own_key, rest_key = jax.random.split(rng_key)
         fn = _unobserved(self.model.fn, self._names, own_key)
         trace = self._trace(fn, flat, example, rest_key)
@@ -113,7 +114,7 @@ class Outcomes(NamedTuple):
     def listed(self, flats: Array, example: tuple[Array, ...]) -> Listed:
         """Lists the outcomes of one record, with their probabilities at R vectors of latents.
 
-        Outcomes are the first axis: sums over the few of them are then sums of long vectors.
+        Outcomes are the first axis, so that a sum over them adds a few long vectors.
         """
         (site,) = self._sites(flats[0], example)
         values = site["fn"].enumerate_support(expand=False).reshape(-1)
@@ -125,16 +126,17 @@ class Outcomes(NamedTuple):
 
         logs = jax.vmap(jax.vmap(log_prob, (None, 0)), (0, None))(values, flats)
         probabilities = jnp.clip(jnp.nan_to_num(jnp.exp(logs), nan=0.0), 0, 1)
+        # The sum is then at most 1, whatever values the record holds.
         probabilities = probabilities / jnp.maximum(jnp.sum(probabilities, axis=0), 1)
         return Listed(values == value.astype(values.dtype), values, probabilities)
 
     def own(self, example: tuple[Array, ...]) -> dict[str, Array]:
-        """The record's own outcome: the value of each observed site."""
+        """The record's own outcome, by observed site."""
         sites = self._sites(jnp.zeros(self.size), example)
         return {site["name"]: jnp.asarray(site["value"]) for site in sites}
 
     def as_outcome(self, value: Array, own: dict[str, Array]) -> dict[str, Array]:
-        """One listed value in the place of a record's own."""
+        """One listed value in the form of ``own``."""
         return {name: jnp.full(x.shape, value.astype(x.dtype)) for name, x in own.items()}
 
     def moments(self, flat: Array, example: tuple[Array, ...]) -> tuple[Array, Array]:
@@ -144,17 +146,17 @@ class Outcomes(NamedTuple):
         return jnp.reshape(fn.mean, ()), jnp.reshape(fn.variance, ())
 
     def event(self, example: tuple[Array, ...]) -> Array:
-        """Whether a record has its event, and is not censored."""
+        """Whether a record's event was observed, so it is not censored."""
         (site,) = self._sites(jnp.zeros(self.size), example)
         return ~jnp.reshape(_plain(site["fn"]).censored, ())
 
     def passed(self, flat: Array, example: tuple[Array, ...], value: Array) -> Array:
-        """How much of the compensator has passed at a value: minus log of the survival function."""
+        """The compensator at a value: minus the log of the survival function."""
         (site,) = self._sites(flat, example)
         return jnp.nan_to_num(-censoring.log_tail(_plain(site["fn"]), jnp.reshape(value, ())))
 
     def time_of(self, flat: Array, example: tuple[Array, ...], passed: Array) -> Array:
-        """The value at which so much of it has passed."""
+        """The value at which the compensator is ``passed``: the inverse of :meth:`passed`."""
         (site,) = self._sites(flat, example)
         return censoring.value_at(_plain(site["fn"]), passed)
 
@@ -189,10 +191,10 @@ class Outcomes(NamedTuple):
 
 
 def read_outcomes(model: Model, shared: tuple[Array, ...]) -> Outcomes:
-    """Reads what the records' outcomes are, on shapes alone.
+    """Reads the kind of the records' outcomes, from shapes alone.
 
     Raises:
-        UnsupportedModelError: If they cannot be simulated; names the site and another driver.
+        UnsupportedModelError: If the outcomes cannot be simulated.
     """
     structure = model.structure
     _check(structure)
@@ -232,8 +234,9 @@ def unconstrained_prior(
         trace = model.draw_prior(shared, rng_key)
     except NotImplementedError as error:
         raise UnsupportedModelError(
-            "A prior of this model has no sampler; ImproperUniform is an example. "
-            "Without a proper prior a small budget has no answer. Give it a proper prior."
+            "A prior of this model has no sampler, as is the case for ImproperUniform. "
+            "Without a proper prior, the posterior under a small budget may not exist. Use a "
+            "proper prior."
         ) from error
     return {
         name: biject_to(trace[name]["fn"].support).inv(trace[name]["value"])
@@ -244,18 +247,20 @@ def unconstrained_prior(
 def _check(structure: Any) -> None:
     if structure.params:
         raise UnsupportedModelError(
-            f"Expected latent sites alone, got the parameters {list(structure.params)}: they have "
-            "no prior. Use numpyro.sample for them, or DPSVI, which optimises parameters."
+            f"The model has the parameters {list(structure.params)}, but this method supports "
+            "latent sites only, because parameters have no prior. Use numpyro.sample for them, or "
+            "DPSVI, which optimises parameters."
         )
     if structure.local_latents:
         raise UnsupportedModelError(
-            f"Expected latents that all records share, got {list(structure.local_latents)} in the "
-            "data plate. Integrate them out, or use DPSVI with a guide that has an encoder."
+            f"The latent sites {list(structure.local_latents)} are inside the data plate, but this "
+            "method supports only latents that all records share. Integrate them out, or use DPSVI "
+            "with a guide that has an encoder."
         )
 
 
 def _kind(outcomes: Outcomes, example: tuple[Array, ...]) -> dict[str, Any]:
-    """Number of outcomes that can be listed, and what else is known of them."""
+    """Number of outcomes that can be listed, and other facts about them."""
     size, facts = outcomes.model.structure.layout.num_examples, {}
 
     def look(flat: Array, example: tuple[Array, ...]) -> Any:
@@ -274,7 +279,7 @@ def _kind(outcomes: Outcomes, example: tuple[Array, ...]) -> dict[str, Any]:
         jax.eval_shape(look, jnp.zeros(outcomes.size), example)
     except NotImplementedError as error:
         raise UnsupportedModelError(
-            "Expected an outcome that can be simulated, got a distribution without sample: "
+            "This method simulates outcomes, but the distribution of the outcome has no sample: "
             f"{error or type(error).__name__}. Use DPSVI for this model."
         ) from error
     facts["number"] = 0
@@ -286,7 +291,7 @@ def _kind(outcomes: Outcomes, example: tuple[Array, ...]) -> dict[str, Any]:
 
 
 def _number_of_values(outcomes: Outcomes, example: tuple[Array, ...]) -> int:
-    """How many values the outcome may have; 0 if they are too many, or the record decides it."""
+    """Number of possible outcomes. 0 if there are too many, or if it depends on the record."""
 
     def values(flat: Array, example: tuple[Array, ...]) -> Array:
         return outcomes.listed(flat[None], example).values
@@ -302,22 +307,22 @@ def _check_drawable(site: dict[str, Any]) -> None:
     name, fn = site["name"], _plain(site["fn"])
     if is_factor(fn):
         raise UnsupportedModelError(
-            f"Expected outcomes that can be simulated, got the factor {name!r}, whose outcome the "
-            "model does not name. Write it as numpyro.sample(..., obs=y), or use DPSVI."
+            f"This method simulates outcomes, but the factor {name!r} does not show which "
+            "value is the outcome. Write it as numpyro.sample(..., obs=y), or use DPSVI."
         )
     if censoring.is_censored(fn):
         censoring.check_base(name, fn)
 
 
 def _plain(fn: Any) -> Any:
-    """A distribution without its mask and expansion: that of the outcome."""
+    """A distribution without its mask and expansion."""
     while type(fn) in (MaskedDistribution, ExpandedDistribution):
         fn = fn.base_dist
     return fn
 
 
 def _mask_of(fn: Any) -> Any:
-    """1 where a distribution counts, 0 where it is masked."""
+    """The mask of a distribution as a number: 1 if its entry counts, 0 if it is masked."""
     found = 1
     while type(fn) in (MaskedDistribution, ExpandedDistribution):
         if isinstance(fn, MaskedDistribution):
@@ -327,7 +332,7 @@ def _mask_of(fn: Any) -> Any:
 
 
 class _observing(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
-    """Gives observed sites other values."""
+    """Replaces the values of observed sites."""
 
     def __init__(self, fn: Callable[..., Any], values: Mapping[str, Array]) -> None:
         self.values = values
@@ -339,7 +344,7 @@ class _observing(Messenger):  # noqa: N801 - a NumPyro handler, named like its p
 
 
 class _unobserved(Messenger):  # noqa: N801
-    """Draws observed sites in the place of what was observed."""
+    """Draws new values for observed sites."""
 
     def __init__(self, fn: Callable[..., Any], names: tuple[str, ...], rng_key: Array) -> None:
         self.keys = dict(zip(names, jax.random.split(rng_key, len(names)), strict=True))
@@ -358,7 +363,7 @@ def _drawn(fn: Any, rng_key: Array) -> Array:
 
 
 class _without_weights(Messenger):  # noqa: N801
-    """Leaves observed sites the scale that the size of the plate gives them alone."""
+    """Removes record weights: the scale of observed sites is the plate's size only."""
 
     def __init__(self, fn: Callable[..., Any], names: tuple[str, ...], plate: str) -> None:
         self.names, self.plate, self.size = names, plate, 1
@@ -366,13 +371,13 @@ class _without_weights(Messenger):  # noqa: N801
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "plate" and msg["name"] == self.plate:
-            self.size = msg["args"][0]  # 1 if it is the length of an array of records
+            self.size = msg["args"][0]  # 1 if the model reads it from the shape of a record array
         if msg["type"] == "sample" and msg["name"] in self.names:
             msg["scale"] = float(self.size)
 
 
 class _at(Messenger):  # noqa: N801
-    """Puts latent sites at unconstrained values."""
+    """Sets latent sites to given unconstrained values."""
 
     def __init__(self, fn: Callable[..., Any], latents: Mapping[str, Array]) -> None:
         self.latents = latents

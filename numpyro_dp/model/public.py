@@ -1,15 +1,15 @@
-"""What is public besides the records: what the user names, and what is small.
+"""Decides which arrays are public: those that the user names, and small ones.
 
-A record is a row of an argument. Every other array that reaches a model, a guide, an initialiser or
-a callback is public only if the user named it (``public=``, a static keyword of the constructor) or
-if it is small. Arrays that a function holds by itself (in a closure, a global, an object) are found
-in the traced program and in all programs inside it.
+A record is a row of an argument. Any other array that reaches a model, a guide, an initialiser or a
+callback is public only if the user names it or if it is small. The user names it in ``public=`` or
+as a static keyword of the constructor. Arrays that a function captures (in a closure, a global or
+an object) are found in the traced program and in all programs inside it.
 
-Small is one rule. All such arrays together may have at most :func:`allowance` entries: 100, and
-never more than a quarter of the number of records. Every entry counts, whatever the array looks
-like: if zeros or identities passed, what is accepted would depend on the values of records. The
-report lists every array that was accepted, because nobody can tell a table of constants from a
-statistic of the records.
+Small means: all such arrays together have at most :func:`allowance` entries, which is 100 or a
+quarter of the number of records, whichever is less. Every entry counts, whatever its value. If
+zeros or identities were free, the decision would depend on the values of records. The report lists
+every accepted array, because code cannot distinguish a table of constants from a statistic of the
+records.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _CAPTURED = "captured"
 
 
 class UnsupportedModelError(ValueError):
-    """A model or guide that cannot be made private as it is written."""
+    """The model or guide cannot be made private as it is written."""
 
 
 class PublicArray(NamedTuple):
-    """An array that was taken as public.
+    """An array that was accepted as public.
 
     Attributes:
-        place: Where it came from.
+        place: Where the array was found.
         shape: Its shape.
         dtype: Name of its dtype.
     """
@@ -71,17 +71,17 @@ class PublicArray(NamedTuple):
     dtype: str
 
     def __str__(self) -> str:
-        """Place, dtype and shape in a few words."""
+        """Place, dtype and shape in one line."""
         return f"{self.place}: {self.dtype}{list(self.shape)}"
 
 
 class Declared(NamedTuple):
-    """What a user named as public.
+    """What the user declared public.
 
     Attributes:
         names: Names of arguments of the model.
-        arrays: Arrays that model, guide or initialisers hold, with their places.
-        captured: Whether everything that model and guide hold is public.
+        arrays: Arrays that model, guide or initialisers capture, with their places.
+        captured: Whether everything that model and guide capture is public.
     """
 
     names: tuple[str, ...] = ()
@@ -90,11 +90,12 @@ class Declared(NamedTuple):
 
 
 def declare(public: Any = (), static: Mapping[str, Any] | None = None) -> Declared:
-    """Returns what ``public=`` and the static keywords of a driver name.
+    """Returns what ``public=`` and the static keywords of a driver declare public.
 
     Args:
-        public: Names of arguments, arrays (or pytrees of them, modules of flax.nnx included), and
-            ``"captured"`` for everything that model and guide hold; or that word alone.
+        public: Names of arguments, arrays, pytrees of arrays or modules of flax.nnx. The entry
+            ``"captured"`` stands for everything that model and guide capture. It may also be passed
+            without a list.
         static: Static keywords of model and guide.
 
     Raises:
@@ -103,7 +104,7 @@ def declare(public: Any = (), static: Mapping[str, Any] | None = None) -> Declar
     public = [public] if public == _CAPTURED else public
     if isinstance(public, str) or not isinstance(public, Iterable) or is_array(public):
         raise TypeError(
-            "Expected public= to be a sequence of names of arguments and of arrays, got "
+            "public= must be a list of names of arguments and of arrays, got "
             f"{type(public).__name__}. Write public=['table'], public=[array], or "
             "public='captured' for everything that model and guide hold."
         )
@@ -116,8 +117,8 @@ def declare(public: Any = (), static: Mapping[str, Any] | None = None) -> Declar
         found = list(_arrays_in(entry))
         if not found:
             raise TypeError(
-                "Expected every entry of public= to be the name of an argument, or to hold an "
-                f"array, got a {type(entry).__name__}. Write public=['table'], or public=[array]."
+                "Every entry of public= must be the name of an argument, or hold an array, got a "
+                f"{type(entry).__name__}. Write public=['table'], or public=[array]."
             )
         arrays += [(f"public=[...] number {number}", leaf) for leaf in found]
     for name, value in (static or {}).items():
@@ -126,7 +127,7 @@ def declare(public: Any = (), static: Mapping[str, Any] | None = None) -> Declar
 
 
 def first_values(init_params: Mapping[str, Any] | None) -> tuple[PublicArray, ...]:
-    """Returns what a report lists of initial values that the user passed."""
+    """Returns the report's entries for initial values that the user passed."""
     return tuple(
         PublicArray(f"init_params[{name!r}]", tuple(np.shape(leaf)), str(jnp.result_type(leaf)))
         for name, value in (init_params or {}).items()
@@ -135,7 +136,7 @@ def first_values(init_params: Mapping[str, Any] | None) -> tuple[PublicArray, ..
 
 
 def argument_names(model: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
-    """Returns the names of positional arguments by the model's signature."""
+    """Returns the names of positional arguments from the model's signature."""
     inner = model
     while inner is not None:
         model, inner = inner, wrapped_model(inner)
@@ -149,30 +150,30 @@ def argument_names(model: Callable[..., Any], args: tuple[Any, ...]) -> list[str
 
 
 def own_constants(*arrays: Any) -> tuple[Any, ...]:
-    """Returns constants of this package, which pass wherever they are found."""
+    """Registers constants of this package, which are always accepted, and returns them."""
     _own.update(map(_digest, arrays))
     return arrays
 
 
 def allowance(number: int) -> int:
-    """Returns how many entries undeclared arrays may have together, beside this many records."""
+    """Returns how many entries all undeclared arrays together may have, for ``number`` records."""
     return min(100, number // 4)
 
 
 def single_allowance(number: int) -> int:
     """Returns how many different single numbers code and arguments may have.
 
-    The same as :func:`allowance`, but 25 are always allowed: the constants of an optimiser and of
-    densities are among them.
+    This is :func:`allowance`, but at least 25, because constants of the optimiser and of densities
+    count too.
     """
     return max(25, allowance(number))
 
 
 class PublicValues:
-    """Arrays that were taken as public in one model and guide, and the rule for further ones.
+    """The accepted public arrays of one model and guide, and the check of further arrays.
 
     Args:
-        declared: What the user named as public.
+        declared: What the user declared public.
         plate: Name of the data plate.
         number: Number of records.
         arguments: Public arrays among the arguments.
@@ -184,7 +185,7 @@ class PublicValues:
         self.plate, self.number = plate, number
         self._captured = declared.captured
         self._declared = {_digest(array): place for place, array in declared.arrays}
-        # Arrays by their values; a tuple has as many entries as there are equal arrays.
+        # Keys are digests of values. A tuple has one entry for each array with these values.
         self._taken: dict[Any, tuple[PublicArray, ...]] = {
             place: (each,) for place, each in enumerate(arguments)
         }
@@ -196,32 +197,33 @@ class PublicValues:
 
     @property
     def arrays(self) -> tuple[PublicArray, ...]:
-        """What was taken as public so far."""
+        """The arrays that were accepted as public so far."""
         return tuple(each for equal in self._taken.values() for each in equal)
 
     def __eq__(self, other: object) -> bool:
-        """Whether the same was taken."""
+        """Whether both have accepted the same arrays."""
         return isinstance(other, PublicValues) and self.arrays == other.arrays
 
     __hash__ = None  # type: ignore[assignment]
 
     def copy(self) -> PublicValues:
-        """The same, for what belongs to one run alone."""
+        """A copy, to which one run can add its own arrays."""
         other = copy.copy(self)
         other._taken = dict(self._taken)
         return other
 
     def check(self, what: str, fn: Callable[..., Any], *args: Any, any_size: bool = False) -> None:
-        """Refuses a function that calls the host, or holds arrays that nobody declared public.
+        """Raises if a function calls the host, or captures arrays that are not public.
 
         Args:
-            what: Words for the function.
-            fn: Traced on the shapes of its arguments.
+            what: Name of the function, for the message.
+            fn: The function. It is traced on the shapes of its arguments.
             *args: Arrays or shapes.
-            any_size: Refuses an array of any size that was not declared or found before.
+            any_size: Whether to refuse small arrays too, unless they were declared or accepted
+                before.
 
         Raises:
-            UnsupportedModelError: Names the shape and the remedies.
+            UnsupportedModelError: If the function calls the host, or captures such an array.
         """
         program, _ = make_program(fn, *args, validated=False)
         self.check_program(what, program, any_size=any_size)
@@ -229,38 +231,40 @@ class PublicValues:
     def check_program(
         self, what: str, program: Program, *, any_size: bool = False, once: bool = False
     ) -> None:
-        """The same for a program that has been traced.
+        """The check of :meth:`check` for a traced program.
 
         Args:
-            what: Words for the program.
+            what: Name of the program, for the message.
             program: The program.
-            any_size: Refuses an array of any size that was not declared or found before.
-            once: Whether the program evaluates the function once. Then equal arrays are counted
-                one by one, so that many small arrays cannot hold a column of few values. A program
-                that evaluates it several times makes new copies of what NumPy computes in it.
+            any_size: Whether to refuse small arrays too, unless they were declared or accepted
+                before.
+            once: Whether the program evaluates the function once. Then equal arrays count
+                separately, so that many small arrays cannot hold a column with few distinct values.
+                If it evaluates the function several times, NumPy code in it makes equal copies,
+                which count once.
         """
         for name in refused_calls(program):
             if name == CUSTOM_BATCHING:
                 raise UnsupportedModelError(
-                    f"The {what} has a rule of its own for batches (jax.custom_batching."
-                    "custom_vmap): the rule would see the records of a batch together, before "
-                    "they are clipped. Write the function without one; vmap finds a rule itself."
+                    f"The {what} has a custom batching rule (jax.custom_batching.custom_vmap). "
+                    "The rule would see all records of a batch together, before they are clipped. "
+                    "Write the function without it, and vmap derives a rule itself."
                 )
             raise UnsupportedModelError(
-                f"The {what} calls the host ({name}), where records could be read, printed or "
-                "kept without clip and noise. Take the callback out: leave out jax.debug.print, "
-                "and compute with jax.numpy instead of pure_callback."
+                f"The {what} calls the host ({name}), which could print or store records without "
+                "clipping and noise. Remove the callback: leave out jax.debug.print, and compute "
+                "with jax.numpy instead of pure_callback."
             )
         self._check_numbers(what, program)
         held = held_by_program(program)
         held = (jax.random.key_data(x) if is_key(x) and x.size > 1 else x for x in held)
         held = (x for x in held if not is_key(x))
-        # One number of NumPy is part of the program's text, as a number of Python is.
+        # A NumPy array with one entry is a literal, like a Python number. _check_numbers counts it.
         held = (x for x in held if isinstance(x, jax.Array) or np.size(x) > 1)
         self.take(what, held, any_size=any_size, once=once)
 
     def _check_numbers(self, what: str, program: Program) -> None:
-        """Refuses a program with many single numbers, as a loop over records writes them."""
+        """Raises if a program has many single numbers, as a Python loop over records would give."""
         limit = single_allowance(self.number)
         numbers = numbers_in_program(program)
         if self._captured or len(numbers) <= limit:
@@ -268,26 +272,27 @@ class PublicValues:
         own = len(numbers - written_by_jax().numbers)
         if own > limit:
             raise UnsupportedModelError(
-                f"The {what} has {own} different single numbers in its program, as a loop over a "
-                f"list of numbers writes them. At most {limit} are allowed beside {self.number} "
+                f"The {what} has {own} different single numbers in its program, for example from a "
+                f"loop over a list of numbers. At most {limit} are allowed with {self.number} "
                 "records, because they might be values of records. Pass records as arguments. Put "
-                "public numbers into one array and name it: public=[array] of the driver."
+                "public numbers into one array, and name it in public=[array] of the driver."
             )
 
     def trust(self, arrays: Iterable[Any]) -> None:
-        """Accepts constants that a library made, without listing them."""
+        """Accepts constants of a library, without listing them in the report."""
         self._trusted |= {_digest(array) for array in arrays if not is_key(array)}
 
     def take(
         self, what: str, arrays: Iterable[Any], *, any_size: bool = False, once: bool = False
     ) -> None:
-        """Takes arrays as public, or refuses them.
+        """Accepts arrays as public, or raises.
 
         Args:
-            what: Words for what holds them.
+            what: Name of the function that holds the arrays, for the message.
             arrays: The arrays.
-            any_size: Refuses an array of any size that was not declared.
-            once: Whether equal arrays are counted one by one.
+            any_size: Whether to refuse small arrays too, unless they were declared or accepted
+                before.
+            once: Whether equal arrays count separately.
         """
         objects = {_identity(array): array for array in arrays}
         found: dict[Any, int] = {}
@@ -303,7 +308,7 @@ class PublicValues:
                     raise UnsupportedModelError(
                         f"The {what} holds an array of shape {np.shape(array)}, which becomes an "
                         "initial value and is published without noise. If it comes from no "
-                        "record, pass it as init_params= of run or init, or name it as public: "
+                        "record, pass it as init_params= of run or init, or name it in "
                         "public=[array] of the driver."
                     )
                 self._take_small(what, digest, array)
@@ -315,12 +320,12 @@ class PublicValues:
             raise UnsupportedModelError(
                 f"The {what} holds an array of shape {np.shape(array)} that is not an argument. "
                 f"With it, such arrays have {self._numbers} entries. At most {limit} are allowed "
-                f"beside {self.number} records (plate {self.plate!r}), because they are read "
-                "without clip and noise, and might come from records. Pass records as arguments, "
-                "with one row for each. If the array is public, name it: public=[array] of the "
-                "driver, or pass it as a static keyword of the constructor. If NumPy computes it "
-                "from public arrays, that array is not the one that you name: pass "
-                "public='captured', for everything that model and guide hold."
+                f"with {self.number} records (plate {self.plate!r}), because they are read "
+                "without clipping and noise, and might come from records. Pass records as "
+                "arguments, with one row for each. If the array is public, name it in "
+                "public=[array] of the driver, or pass it as a static keyword of the constructor. "
+                "If NumPy computes it inside the model from public arrays, you cannot name it: "
+                "pass public='captured', for everything that model and guide hold."
             )
         place = _described(f"held by the {what}", array)
         self._taken[digest] = (*self._taken.get(digest, ()), place)
@@ -332,10 +337,7 @@ def _of_jax() -> frozenset[Any]:
 
 
 def _arrays_in(value: Any) -> Iterator[Any]:
-    """Arrays among the leaves of a value; those of an nnx module that is no pytree are its state's.
-
-    An object that is neither is looked through by its attributes.
-    """
+    """Arrays among the leaves of a value, or in its attributes if it is not a pytree."""
     leaves = jax.tree.leaves(value)
     if any(is_array(leaf) for leaf in leaves):
         yield from (leaf for leaf in leaves if is_array(leaf))
@@ -344,7 +346,7 @@ def _arrays_in(value: Any) -> Iterator[Any]:
 
 
 def _identity(array: Any) -> Any:
-    """What distinguishes array objects: for NumPy the memory, since JAX wraps its arrays anew."""
+    """Identifies an array object. For NumPy by memory, because JAX wraps such arrays again."""
     if isinstance(array, jax.Array):
         return id(array)
     view = np.asarray(array)
@@ -356,7 +358,7 @@ def _described(place: str, array: Any) -> PublicArray:
 
 
 def _digest(array: Any) -> Any:
-    """What tells arrays apart: shape and values, in the precision in which JAX takes them."""
+    """Identifies an array by shape, dtype and values, in JAX's precision."""
     values = np.asarray(array)
     values = values.astype(jax.dtypes.canonicalize_dtype(values.dtype))
     text = np.ascontiguousarray(values).tobytes()

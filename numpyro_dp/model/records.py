@@ -1,9 +1,9 @@
-"""Which part of a model's arguments is records, and which is public.
+"""Splits a model's arguments into records and public values.
 
-An argument array whose first axis has the size of the data plate holds one record a row. Every
-other array among the arguments has to be named as public (:mod:`numpyro_dp.model.public`). A
-likelihood is only ever evaluated on one record (:meth:`Layout.arguments`), priors and guides only
-on a placeholder, so that neither can see the data.
+An argument array whose first axis has the size of the data plate holds one record in each row. The
+user must declare every other argument array public (:mod:`numpyro_dp.model.public`). Likelihoods
+are evaluated on one record only (:meth:`Layout.arguments`). Priors and guides get a placeholder, so
+they cannot read records.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
     Attributes:
         arrays: The arrays whose first axis counts records.
         shared: Public arrays.
-        lengths: Numbers of each record that a loop has found once for all its steps.
+        lengths: Values of each record that a loop computes once for all its steps.
     """
 
     arrays: tuple[Array, ...]
@@ -52,15 +52,15 @@ class Rows(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How to put a model's arguments together again; hashable, so that it can be static.
+    """How to rebuild a model's arguments. Hashable, so it can be static under ``jit``.
 
     Attributes:
         treedef: Structure of ``(args, kwargs)``.
         kinds: One letter for each leaf: ``r`` record array, ``s`` shared array, ``c`` constant.
         constants: The constants, in order.
-        shapes: Shape without the first axis and dtype of each record array.
+        shapes: Shape without the first axis, and dtype, of each record array.
         num_examples: Number of records.
-        public: What the shared arrays are.
+        public: Descriptions of the shared arrays.
     """
 
     treedef: Any
@@ -83,29 +83,29 @@ class Layout(NamedTuple):
         return self.arguments(tuple(leaf[None] for leaf in example), shared)
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
-        """Splits call arguments into records, where they are, and public arrays."""
+        """Splits call arguments into records, on their present device, and public arrays."""
         leaves = list(zip(self.kinds, jax.tree.leaves((args, kwargs)), strict=True))
         shared = tuple(jnp.asarray(leaf) for kind, leaf in leaves if kind == "s")
         return Rows(tuple(leaf for kind, leaf in leaves if kind == "r"), shared)
 
     def blank(self) -> tuple[Array, ...]:
-        """Returns zeros in the place of a record."""
+        """Returns zeros in place of a record."""
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in self.shapes)
 
     def placeholder(self, shared: tuple[Array, ...], num_rows: int = 1) -> Arguments:
-        """Returns the call arguments with ones in the place of the records.
+        """Returns the call arguments with ones in place of the records.
 
-        Ones are valid scales, weights, counts and labels; zeros often are not.
+        Ones are valid scales, weights, counts and labels. Zeros often are not.
         """
         ones = tuple(jnp.ones((num_rows, *shape), dtype) for shape, dtype in self.shapes)
         return self.arguments(ones, shared)
 
     def invented(self, num_rows: int = 1) -> tuple[tuple[Array, ...], ...]:
-        """Returns record arrays to try a model on: normal numbers, and the ones of a placeholder.
+        """Returns two sets of invented records for checks: normal numbers, and ones.
 
-        Integers are 1 in both: a valid label, count or index.
+        Integers are 1 in both sets, because 1 is a valid label, count or index.
         """
-        # Made by NumPy, which compiles nothing.
+        # NumPy, because JAX would compile.
         ones = tuple(
             jnp.asarray(np.ones((num_rows, *shape), dtype)) for shape, dtype in self.shapes
         )
@@ -119,11 +119,11 @@ class Layout(NamedTuple):
 
 
 class Records(NamedTuple):
-    """What is a record among the arguments, and what is public.
+    """The split of the arguments, and the public arrays.
 
     Attributes:
         layout: How arguments split.
-        public: Arrays that were taken as public, and the rule for further ones.
+        public: The accepted public arrays, and the check of further arrays.
         data_plate: Name of the plate over records.
     """
 
@@ -150,9 +150,9 @@ def array_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[st
 
 
 def check_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises for arguments that look like data and are no arrays of numbers, or are empty.
+    """Raises for arguments that look like data but are not arrays of numbers, or are empty.
 
-    The message names the argument and its type, and shows no value.
+    The message names the argument and its type, but never a value, which could be a record's.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
         if is_array(leaf):
@@ -189,14 +189,15 @@ def split_arguments(
         args: Positional arguments of the model.
         kwargs: Keyword arguments of the model.
         num_examples: Full size of the data plate.
-        model: Whose signature names the arguments.
+        model: The model, whose signature has the names of the arguments.
         plate: Name of the data plate.
-        declared: What the user said is public.
-        plate_is_named: Whether the user named the plate: square arrays are records then.
+        declared: What the user declared public.
+        plate_is_named: Whether the user named the plate. Then square arrays count as records.
 
     Raises:
-        ValueError: If an array neither has a row for each record nor was declared public, or could
-            be either; if no array has a row for each record; if a name is no argument's.
+        ValueError: If an undeclared array does not have a row for each record, or if it could be
+            read either way. Also if no array has a row for each record, or if ``public=`` has a
+            name that is not an argument.
     """
     names = argument_names(model, args)
     _check_names(declared.names, (*names, *kwargs))
@@ -235,14 +236,14 @@ def read_records(
     num_examples: int,
     data_plate: str = "records",
 ) -> Records:
-    """Returns the records of a method without a NumPyro model: every array has one a row.
+    """Returns the records of a method without a NumPyro model. Each row of an array is a record.
 
     Args:
-        signature: A function whose signature names the arguments; it is not called.
+        signature: A function whose signature names the arguments. It is not called.
         args: Positional arguments.
         kwargs: Keyword arguments.
         num_examples: Number of records.
-        data_plate: What the report calls them.
+        data_plate: Name for the records in the report.
     """
     check_arrays(args, kwargs)
     layout = split_arguments(args, kwargs, num_examples, signature, data_plate, Declared(), True)
@@ -255,39 +256,46 @@ def _check_there_are_records(
     found = array_shapes(args, kwargs)
     if not any(shape[:1] == (number,) for _, shape in found):
         raise ValueError(
-            f"Expected an argument array with {number} rows, the size of the data plate, got "
-            f"{found}. Pass the whole data set (batches are drawn inside) to run, init and update, "
-            "not to the constructor, whose keywords are public; and let the plate's size be its "
-            "number of rows."
+            f"The data plate has size {number}, so an argument array with {number} rows is needed, "
+            f"got {found}. Pass the whole data set to run, init and update, and let the plate's "
+            "size be its number of rows. Do not pass records to the constructor, whose keywords "
+            "are public. Arrays inside an object count only if the object is a pytree "
+            "(jax.tree_util.register_dataclass)."
         )
     if not rows:
         raise ValueError(
-            f"Expected an argument array of {number} records that is not in public=, got public="
-            f"{list(public)} for {found}. Name public arguments alone."
+            f"No argument array holds the {number} records: public={list(public)} names all of "
+            f"{found}. Name only public arguments, not the records."
         )
 
 
 def _ambiguity(
     place: str, name: str, leaf: Any, number: int, plate: str, plate_is_named: bool
 ) -> list[str]:
-    """Says why an array can not be taken for records, if it can not."""
+    """Error messages for an array that is not clearly an array of records. Empty if it is."""
     shape = np.shape(leaf)
-    say = f"If it is public, say so: public=[{name!r}]."
+    say = f"If it comes from no record, declare it public: public=[{name!r}]."
     if shape[0] != number:
-        turn = ""
+        how = "If it holds values of records, give it one row for each record."
         if number > 1 and number in shape:
-            turn = "Transpose it (and transpose it back inside the model). "
+            how = f"Transpose it (and transpose it back inside the model). {how}"
+        elif len(shape) == 1 and jnp.issubdtype(leaf.dtype, np.integer):
+            # Declaring these public would publish which records they are.
+            how = (
+                "If it lists some of the records (missing rows, say), do not declare it public: "
+                f"pass a mask with one entry for each record instead. {how}"
+            )
         return [
-            f"Expected records along the first axis ({number} rows, plate {plate!r}) of every "
-            f"argument array, got {place} of shape {shape}. {turn}If it holds values of records, "
-            f"give it one row for each record. {say}"
+            f"Expected {number} rows (plate {plate!r}) in every argument array, got {place} of "
+            f"shape {shape}. {how} {say}"
         ]
     if number > 1 and number in shape[1:] and not plate_is_named:
         return [
-            f"Expected to see which axis of each argument array counts records, got {place} of "
-            f"shape {shape} with {number} records in plate {plate!r}. A matrix between records "
-            "(distances, a Gram matrix) has no row that is one record's alone: it cannot be "
-            f"passed. If each row is one record's, say so: data_plate={plate!r}. {say}"
+            f"Cannot tell which axis of {place} counts records: its shape {shape} has {number} "
+            f"entries along several axes, and plate {plate!r} has {number} records. If each row "
+            f"belongs to one record, pass data_plate={plate!r}. A matrix between records "
+            f"(distances, a Gram matrix) cannot be passed, because a row involves all records. "
+            f"{say}"
         ]
     return []
 
@@ -296,24 +304,25 @@ def _check_names(public: tuple[str, ...], names: tuple[str, ...]) -> None:
     unknown = [name for name in public if name not in names]
     if unknown:
         raise ValueError(
-            f"Expected public= to name arguments of the model among {sorted(names)}, got "
-            f"{unknown}. Name an argument as the model's signature does."
+            f"public= has {unknown}, but the model's arguments are {sorted(names)}. Use the names "
+            "in the model's signature."
         )
 
 
 def _check_few_numbers(constants: list[Any], scalars: int, num_examples: int) -> None:
-    """Refuses lists of records: Python numbers, and arrays without an axis, are public."""
+    """Raises for lists of records, because Python numbers and 0-d arrays count as public."""
     numbers = [leaf for leaf in constants if isinstance(leaf, int | float | complex)]
     for found, what in ((len(numbers), "Python numbers"), (scalars, "arrays of one number")):
         if 1 < num_examples <= found or found > single_allowance(num_examples):
             raise TypeError(
-                f"Expected arrays, got {found} {what} among the arguments for {num_examples} "
-                "records. Convert lists of records with jnp.asarray: numbers are public constants."
+                f"The arguments contain {found} {what} for {num_examples} records. Numbers count "
+                "as public constants, but these may be records. Convert lists of records with "
+                "jnp.asarray."
             )
 
 
 def _check_no_list_of_records(args: Any, kwargs: Any, number: int) -> None:
-    """Refuses a list with an array for each record: its arrays would be taken for columns."""
+    """Raises for a list with one array per record, which would be read as a list of columns."""
 
     def is_list(node: Any) -> bool:
         several = isinstance(node, list | tuple) and len(node) == number > 2
@@ -323,7 +332,7 @@ def _check_no_list_of_records(args: Any, kwargs: Any, number: int) -> None:
         if is_list(leaf) and len(path) > 1:
             raise ValueError(
                 f"Expected one array with a row for each record, got a {type(leaf).__name__} of "
-                f"{number} arrays as {_path_name(path)}. Put them together with jnp.stack."
+                f"{number} arrays as {_path_name(path)}. Join them with jnp.stack."
             )
 
 
@@ -334,7 +343,7 @@ def _path_name(path: tuple[Any, ...]) -> str:
 
 
 def _place(path: tuple[Any, ...], name: str) -> str:
-    """An argument by its name and its place."""
+    """Describes an argument by its name and its path."""
     where = _path_name(path)
     inside = jax.tree_util.keystr(tuple(path[2:]))
     return f"argument {where}" if name == where else f"argument {name}{inside} ({where})"
@@ -346,6 +355,9 @@ def _check_hashable(layout: Layout) -> None:
             hash(constant)
         except TypeError as error:
             raise TypeError(
-                "Expected arrays or hashable constants as arguments of the model, got a "
-                f"{type(constant).__name__}. Convert it to an array."
+                f"An argument of the model is a {type(constant).__name__}, which is neither an "
+                "array nor hashable, so it cannot be a constant. If it is public, pass it as a "
+                "static keyword of the constructor, or make it a frozen dataclass. If it holds "
+                "records, pass their arrays, or register its class as a pytree "
+                "(jax.tree_util.register_dataclass)."
             ) from error

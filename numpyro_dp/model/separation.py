@@ -1,8 +1,10 @@
-"""Does a likelihood split into records? The likelihood of one record may read that record alone.
+"""Checks that the likelihood of one record reads that record only.
 
-A model that sees one row cannot tell which row it is: a record that reaches it around its arguments
-(a closure, a list) would be read by the likelihood of every other record, outside its own clip, and
-a parameter looked up by the row's number would be the first one for all. Both are refused.
+The model sees one row at a time, and does not know its index. Two kinds of model are refused:
+
+* A model that captures records in a closure or a list. The likelihood of every record would read
+  them, and clipping would not limit their effect.
+* A model that looks up a parameter by the row's index. Every record would get the first entry.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ __all__ = [
 
 
 class one_record(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
-    """Lets a model see its data plate with a single index, as for a data set of one row."""
+    """Shows a model its data plate with a single index, as for a data set of one row."""
 
     def __init__(
         self, fn: Callable[..., Any], plate: str, num_rows: int = 1, index: Array | None = None
@@ -49,7 +51,7 @@ class one_record(Messenger):  # noqa: N801 - a NumPyro handler, named like its p
             msg["value"] = jnp.arange(self.num_rows) if self.index is None else self.index
             msg["args"] = (msg["args"][0], None)
         elif msg["type"] == "subsample" and self.num_rows > 1:
-            msg["kwargs"] = {}  # a plate of constant size would not let two rows pass
+            msg["kwargs"] = {}  # a plate of constant size would raise for two rows
 
 
 def check_separable(
@@ -60,7 +62,7 @@ def check_separable(
     likelihood: tuple[str, ...],
     public: PublicValues,
 ) -> bool:
-    """Refuses a likelihood of one record that reads more than its record and public values.
+    """Raises if the likelihood of one record reads more than its record and public values.
 
     Args:
         model: The model, static keywords filled in.
@@ -68,13 +70,14 @@ def check_separable(
         layout: How arguments split.
         shared: Public arrays among the arguments.
         likelihood: Names of the observed sites in the data plate.
-        public: What was taken as public, and the rule for arrays that the model holds.
+        public: The accepted public arrays, and the check of arrays that the model captures.
 
     Returns:
         Whether the model computes in half precision.
 
     Raises:
-        UnsupportedModelError: Names the site and the remedy.
+        UnsupportedModelError: If a site looks up a value by the plate's index, has several rows
+            for one record, or reads an array that is not public.
     """
     number = layout.num_examples
 
@@ -98,19 +101,19 @@ def check_separable(
         if picks and number > 1:
             raise UnsupportedModelError(
                 f"Site {name!r} looks up a value by the index of plate {plate!r} in an array of "
-                f"{number} entries that is no argument: every record would get the first entry. "
-                "Pass records as arguments, and let latents and parameters be the same for all "
+                f"{number} entries that is not an argument, so every record would get the first "
+                "entry. Pass records as arguments. Let latents and parameters be the same for all "
                 "records, or index them by a column of the data."
             )
     public.check_program("model", program, once=True)
-    # Densities read supports where NumPyro validates, which it does not in that program.
+    # Validation by NumPyro reads the supports, but is off in that program.
     held = (array for support in supports for array in held_by_function(support))
     public.take("model", (array for array in held if not is_tracer(array) and np.ndim(array)))
     return computes_in_half(program)
 
 
 def rows_along(site: dict[str, Any], frame: Any) -> int:
-    """Number of entries of a site along a plate: the plate's size, or what does not fit it."""
+    """Number of entries of a site along a plate. If a size does not fit the plate, that size."""
     fn, dim = site["fn"], frame.dim
     shapes = [fn.batch_shape]
     if not is_factor(fn):
@@ -121,20 +124,20 @@ def rows_along(site: dict[str, Any], frame: Any) -> int:
 
 
 def is_factor(fn: Any) -> bool:
-    """Whether a distribution is that of ``numpyro.factor``, masked or expanded."""
+    """Whether a distribution comes from ``numpyro.factor``, possibly masked or expanded."""
     while not isinstance(fn, Unit) and hasattr(fn, "base_dist"):
         fn = fn.base_dist
     return isinstance(fn, Unit)
 
 
 def check_one_row(kind: str, name: str, site: dict[str, Any], plate: str) -> None:
-    """Refuses a site that has several rows when it is given one record."""
+    """Raises if a site has several rows when the model sees one record."""
     for frame in site["cond_indep_stack"]:
         rows = rows_along(site, frame)
         if frame.name == plate and rows != 1:
             raise UnsupportedModelError(
                 f"{kind} site {name!r} has {rows} values in plate {plate!r} when the model sees "
-                "one record: it reads something else than its row of the arguments. Pass its data "
-                "as an argument array with one row per record (not as a list, a closure or a "
-                "static keyword), and nothing with one entry per record besides."
+                "one record, so it reads other values than the record's row. Pass its data as an "
+                "argument array with one row per record, not as a list, a closure or a static "
+                "keyword. Nothing else may have one entry per record."
             )

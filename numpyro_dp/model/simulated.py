@@ -1,8 +1,8 @@
-"""Outcomes drawn fast where many are drawn at once, one by one key.
+"""Fast samplers for many outcomes at once, each with its own key.
 
-Samplers of JAX draw new numbers in a loop until the last of many elements is accepted. Here a count
-takes one uniform number, or one normal number if its rate is large, and a gamma takes the best of
-few tries. Other distributions of this module are made of these.
+JAX's samplers loop until the last of many elements is accepted. Here, a count takes one uniform
+number, or one normal number if its rate is large. A gamma takes the first accepted of a few tries.
+The module's other distributions are built from these.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from numpyro.distributions.discrete import ZeroInflatedProbs
 
 __all__ = ["drawn"]
 
-_LARGE = 64.0  # rates from which a square of a normal number is as good
-_LONGEST = 160  # a count at a smaller rate is above this with a probability below 1e-20
-_TRIES = 4  # a gamma's are accepted with a probability of .95 each
+_LARGE = 64.0  # For larger rates, the square of a normal number is as accurate.
+_LONGEST = 160  # At smaller rates, a count exceeds this with probability below 1e-20.
+_TRIES = 4  # Each try of a gamma is accepted with probability 0.95.
 
 
 def drawn(fn: Any, rng_key: Array) -> Array:
-    """Draws from a distribution of numbers: its own sample, but for those whose sampler is slow."""
+    """Draws from a scalar distribution: with a fast sampler if there is one, else ``fn.sample``."""
     kind = type(fn)
     if kind is dist.Poisson:
         return _poisson(rng_key, fn.rate).astype(jnp.int32)
@@ -49,7 +49,7 @@ def drawn(fn: Any, rng_key: Array) -> Array:
 
 
 def _gamma(rng_key: Array, shape: Any) -> Array:
-    """The first of some tries of Marsaglia and Tsang (2000) that is accepted; scale 1."""
+    """A gamma of scale 1: the first accepted of some tries by Marsaglia and Tsang (2000)."""
     shape = jnp.asarray(shape, jnp.result_type(float))
     normal_key, uniform_key, boost_key = jax.random.split(rng_key, 3)
     few = shape < 1
@@ -60,7 +60,7 @@ def _gamma(rng_key: Array, shape: Any) -> Array:
     good = cube > 0
     log_cube = jnp.log(jnp.where(good, cube, 1))
     good &= jnp.log(uniform) < normal**2 / 2 + level * (1 - cube + log_cube)
-    found = jnp.ones_like(shape)  # the mean, where no try is accepted: once in 150,000 draws
+    found = jnp.ones_like(shape)  # the mean, if no try is accepted: once in 150,000 draws
     for one, accepted in zip(cube[::-1], good[::-1], strict=True):
         found = jnp.where(accepted, one, found)
     boost = jax.random.uniform(boost_key, shape.shape, shape.dtype, minval=1e-30)
@@ -68,10 +68,10 @@ def _gamma(rng_key: Array, shape: Any) -> Array:
 
 
 def _poisson(rng_key: Array, rate: Any) -> Array:
-    r"""Inverts the distribution function, or for a large rate squares a normal number.
+    r"""Inverts the distribution function, or squares a normal number if the rate is large.
 
-    With :math:`s^2 = \lambda - 0.2`, the integer next to :math:`(s + z / 2)^2 - 0.05` has the mean
-    :math:`\lambda` and the variance :math:`\lambda` up to 0.01.
+    With :math:`s^2 = \lambda - 0.2`, the integer nearest to :math:`(s + z / 2)^2 - 0.05` has mean
+    :math:`\lambda` and variance :math:`\lambda` up to 0.01.
     """
     rate = jnp.asarray(rate, jnp.result_type(float))
     large = rate > _LARGE

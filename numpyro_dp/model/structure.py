@@ -1,7 +1,7 @@
 """Reads a NumPyro model: its data plate, latent sites, likelihood sites and parameters.
 
-Whatever cannot be private is refused here, with the name of the site and the remedy, before any
-budget is spent. Models are traced on shapes alone; no record is looked at.
+Models that cannot be private raise an error here, before any budget is spent. It names the site and
+the remedy. Models are traced on shapes only, so no record is read.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ __all__ = ["ModelStructure", "find_data_plate", "read_model"]
 
 
 class Site(NamedTuple):
-    """What is kept of a sample site of a model's trace.
+    """Facts about a sample site in a model's trace.
 
     Attributes:
         name: Name of the site.
-        observed: Whether it has an observed value.
-        plates: The plates that it is in, with the number of indices of each.
-        discrete: Whether its support is discrete.
-        finite: Whether its values can be listed.
-        factor: Whether it stems from ``numpyro.factor``.
-        rows: Its number of entries along each of its plates.
-        shape: Shape of its value.
+        observed: Whether the site has an observed value.
+        plates: Name and number of indices of each plate around the site.
+        discrete: Whether the support is discrete.
+        finite: Whether the values can be listed.
+        factor: Whether the site comes from ``numpyro.factor``.
+        rows: Number of entries along each plate.
+        shape: Shape of the value.
     """
 
     name: str
@@ -70,14 +70,14 @@ class ModelStructure(NamedTuple):
         layout: How arguments split into records and public values.
         latents: Names of the (global) latent sites.
         likelihood: Names of the observed sites in the data plate.
-        prior_factors: Names of factors and observed sites outside the data plate; they read no
+        prior_factors: Names of factors and observed sites outside the data plate. They read no
             record.
         params: Names of the model's own ``numpyro.param`` sites.
         local_latents: Names of the continuous latent sites in the data plate.
-        summed: Names of the discrete latent sites in the data plate, and the numbers of their
-            values in each combination of them.
-        draws: Whether the model draws keys of its own, for dropout, say.
-        public: Arrays that were taken as public.
+        summed: The discrete latent sites in the data plate, with the indices of their values in
+            each combination.
+        draws: Whether the model asks for random keys, for example for dropout.
+        public: The accepted public arrays.
     """
 
     data_plate: str
@@ -93,7 +93,7 @@ class ModelStructure(NamedTuple):
 
     @property
     def records(self) -> Records:
-        """What is a record among the arguments, and what is public."""
+        """The split of the arguments, and the public arrays."""
         return Records(self.layout, self.public, self.data_plate)
 
 
@@ -109,10 +109,10 @@ def find_data_plate(
         model: A NumPyro model.
         args: Its positional arguments, with the whole data set.
         kwargs: Its keyword arguments.
-        data_plate: Name of the plate, where several would do.
+        data_plate: Name of the plate. Needed if all observed sites share several plates.
 
     Raises:
-        UnsupportedModelError: If there is no such plate, or more than one.
+        UnsupportedModelError: If there is no such plate, or if there are several.
     """
     check_arrays(args, kwargs)
     sites, plates, _ = _abstract_sites(model, args, kwargs)
@@ -126,23 +126,23 @@ def find_data_plate(
     observed = _likelihood_candidates(sites)
     rows = {shape[0] for _, shape in array_shapes(args, kwargs) if shape}
     over_rows = {name for name, size in plates.items() if size in rows}
-    if all(site.factor for site in observed):  # a factor over other plates may be a prior
+    if all(site.factor for site in observed):  # a factor in another plate may be a prior
         observed = [site for site in observed if over_rows & set(site.plates)] or observed
     shared = set(observed[0].plates).intersection(*(site.plates for site in observed))
     listing = {site.name: tuple(site.plates) for site in observed}
     if not shared:
         raise UnsupportedModelError(
-            "Expected exactly one plate that all observed sites share, got sites in plates "
-            f"{listing}. Put every observed site into one plate over records, or name it with "
-            "data_plate= (a site outside it may read public values alone)."
+            "The observed sites do not share exactly one plate, so records cannot be found. Their "
+            f"plates are {listing}. Put every observed site into one plate over records, or name "
+            "that plate with data_plate=. Observed sites outside it may read public values only."
         )
     if len(shared) > 1:
         sizes = {name: plates[name] for name in sorted(shared)}
         raise UnsupportedModelError(
-            f"Expected to know which plate counts records: the observed sites are in plates "
-            f"{listing}, of the sizes {sizes}. What is protected is one index of that plate. Name "
-            f"it: data_plate={max(sizes, key=lambda name: (name in over_rows, sizes[name]))!r}, "
-            "say."
+            f"Cannot tell which plate counts records: the observed sites are in the plates "
+            f"{listing}, of sizes {sizes}. Each index of that plate is one protected record. Name "
+            "the plate, for example "
+            f"data_plate={max(sizes, key=lambda name: (name in over_rows, sizes[name]))!r}."
         )
     name = shared.pop()
     return name, plates[name]
@@ -155,17 +155,17 @@ def read_model(
     data_plate: str | None = None,
     declared: Declared = Declared(),  # noqa: B008 - never written to
 ) -> ModelStructure:
-    """Reads the structure of a model, refusing what cannot be private.
+    """Reads the structure of a model, and raises if the model cannot be private.
 
     Args:
         model: A NumPyro model.
         args: Its positional arguments, with the whole data set.
         kwargs: Its keyword arguments.
-        data_plate: Name of the plate over records; found in the trace if ``None``.
-        declared: What the user said is public.
+        data_plate: Name of the plate over records. Found in the trace if ``None``.
+        declared: What the user declared public.
 
     Raises:
-        UnsupportedModelError: Names the site and the remedy.
+        UnsupportedModelError: If the model cannot be private.
     """
     plate, num_examples = find_data_plate(model, args, kwargs, data_plate)
     layout = split_arguments(
@@ -191,7 +191,10 @@ def read_model(
     _check_others(others, depends)
     kinds = _classify(sites, plate, depends)
     if not kinds["latent"] and not others.get("param"):
-        raise UnsupportedModelError("Expected a model with a latent site or a parameter, got none.")
+        raise UnsupportedModelError(
+            "The model has no latent site and no parameter, so there is nothing to fit. Draw the "
+            "unknown quantities with numpyro.sample."
+        )
     inside = kinds["likelihood"] + kinds["local"] + kinds["summed"]
     outside = kinds["latent"] + kinds["prior"]
     half = check_separable(model, plate, layout, shared, inside, public)
@@ -210,7 +213,7 @@ def read_model(
 def _classify(
     sites: list[Site], plate: str, depends: dict[str, bool]
 ) -> dict[str, tuple[str, ...]]:
-    """Returns the names of sites by what they are."""
+    """Returns the names of sites by kind."""
     kinds: dict[str, tuple[str, ...]] = dict.fromkeys(
         ("latent", "local", "summed", "likelihood", "prior"), ()
     )
@@ -228,7 +231,7 @@ def _classify(
 
 
 def _likelihood_candidates(sites: list[Site]) -> list[Site]:
-    """The observed sites in plates; factors count only where nothing else is observed in one."""
+    """The observed sites in plates. Factors count only if no other site is observed in a plate."""
     observed = [site for site in sites if site.observed]
     inside = [site for site in observed if site.plates]
     values = [site for site in inside if not site.factor]
@@ -237,24 +240,25 @@ def _likelihood_candidates(sites: list[Site]) -> list[Site]:
     if observed:
         raise UnsupportedModelError(_outside_message(observed[0].name, None))
     raise UnsupportedModelError(
-        f"Expected a model with an observed site, got none among {[site.name for site in sites]}. "
-        "Pass the data so that obs= is not None."
+        "The model has no observed site, so it has no likelihood. Its sites are "
+        f"{[site.name for site in sites]}. Pass the data so that obs= is not None."
     )
 
 
 def _check_rows(site: Site, plate: str, shape_alone: tuple[int, ...] | None) -> None:
-    """Refuses sites whose shape does not fit the plate, or grows with the records outside it."""
+    """Raises for sites whose shape does not fit the plate, or outside it depends on the records."""
     if site.observed and site.rows.get(plate) != site.plates.get(plate):
         raise UnsupportedModelError(
             f"Observed site {site.name!r} has {site.rows[plate]} rows in plate {plate!r} of size "
-            f"{site.plates[plate]}. Pass arrays with one row per record, and with subsample_size "
-            "index every one of them by the plate's indices."
+            f"{site.plates[plate]}. Pass arrays with one row per record. With subsample_size, "
+            "index each of them by the plate's indices."
         )
     if not site.observed and plate not in site.plates and site.shape != shape_alone:
         raise UnsupportedModelError(
-            f"Latent site {site.name!r} has one entry per record (shape {site.shape}; "
-            f"{shape_alone} for one record): a guide would hold one parameter per record, and "
-            "releasing it would release the record. Give it a fixed shape, or integrate it out."
+            f"Latent site {site.name!r} has one entry per record (shape {site.shape}, or "
+            f"{shape_alone} for one record). A guide would hold one parameter per record, and "
+            "releasing it would release the record. Give the site a fixed shape, or integrate it "
+            "out."
         )
 
 
@@ -263,14 +267,14 @@ def _kind_of_latent(site: Site, plate: str, reads_data: bool) -> str:
         return "summed" if site.discrete else "local"
     if site.discrete:
         raise UnsupportedModelError(
-            f"Latent site {site.name!r} is discrete and has no reparameterised gradient. "
+            f"Latent site {site.name!r} is discrete, so it has no reparameterised gradient. "
             "Marginalise it, for example with numpyro.distributions.MixtureSameFamily or "
             "numpyro.factor of a log-sum-exp inside the data plate."
         )
     if reads_data:
         raise UnsupportedModelError(
             f"The prior of latent site {site.name!r} depends on the records, which would release "
-            "them outside the mechanism. Compute it from public values and pass those as static "
+            "them without noise. Compute the prior from public values, and pass those as static "
             "keywords of the constructor."
         )
     return "latent"
@@ -281,21 +285,21 @@ def _check_others(others: dict[str, list[str]], depends: dict[str, bool]) -> Non
         if depends[name]:
             raise UnsupportedModelError(
                 f"The initial value of parameter {name!r} depends on the records, which would "
-                "release them outside the mechanism. Initialise it from public values."
+                "release them without noise. Initialise it from public values."
             )
     if others.get("mutable"):
         raise UnsupportedModelError(
-            f"Mutable state at {others['mutable']} (batch norm, say) mixes records and is released "
-            "without noise. Use group or layer norm, or freeze the state; give nnx.Dropout its "
-            "keys where it is called, rngs=nnx.Rngs(dropout=numpyro.prng_key())."
+            f"Mutable state at {others['mutable']} (batch norm, say) mixes records and would be "
+            "released without noise. Use group or layer norm, or freeze the state. For "
+            "nnx.Dropout, pass the key in the call: rngs=nnx.Rngs(dropout=numpyro.prng_key())."
         )
 
 
 def _outside_message(name: str, plate: str | None) -> str:
     where = "in no plate" if plate is None else f"outside the data plate {plate!r}"
     return (
-        f"Observed site {name!r} is {where}, so that its records cannot be told apart. Put it "
-        "inside numpyro.plate over the records (a site that reads no record may stay outside)."
+        f"Observed site {name!r} is {where}, so its records cannot be distinguished. Put it inside "
+        "numpyro.plate over the records. Only a site that reads no record may stay outside."
     )
 
 
@@ -318,9 +322,9 @@ def _abstract_sites(
         jax.eval_shape(run, _structs([leaves[i] for i in slots]))
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise UnsupportedModelError(
-            "The model reads values of its arguments to choose a shape or a branch (int(), if, "
-            "len(np.unique())): those would be public. Pass such numbers as static keywords of the "
-            "constructor, DPSVI(..., num_groups=5), or use jnp.where."
+            "The model reads values of its arguments to choose a shape or a branch, for example "
+            "with int(), if or len(np.unique()). These values would be public. Pass such numbers "
+            "as static keywords of the constructor, DPSVI(..., num_groups=5), or use jnp.where."
         ) from error
     return found[-1]
 
@@ -328,7 +332,7 @@ def _abstract_sites(
 def _sites_of(
     model: Callable[..., Any], arguments: Arguments, *, evaluate: bool = False
 ) -> tuple[Any, ...]:
-    """Runs the model from its prior; returns sites, plate sizes, other names, log densities."""
+    """Runs the model. Returns sites, plate sizes, names of other sites, and log densities."""
     seeded = handlers.seed(model, jax.random.key(0))
     trace = arguments.call(
         handlers.trace(handlers.substitute(seeded, substitute_fn=init_to_uniform())).get_trace
@@ -368,12 +372,12 @@ def _in_scan_message(name: str, observed: bool) -> str:
         "with numpyro.plate('people', N): sample(name, Normal(states, 1).to_event(1), obs=y)"
         if observed
         else "Draw the noise of all steps outside, numpyro.sample(name, Normal(0, 1).expand([T])"
-        ".to_event(1)), and turn it into the states with jax.lax.scan; draw what a branch of cond "
-        "needs outside too, and choose with jnp.where"
+        ".to_event(1)), and compute the states from it with jax.lax.scan. For cond, draw the "
+        "latents of both branches outside, and choose with jnp.where"
     )
     return (
-        f"Site {name!r} is inside scan or cond of numpyro.contrib.control_flow, whose sites cannot "
-        f"be read one record at a time. {remedy}."
+        f"Site {name!r} is inside scan or cond of numpyro.contrib.control_flow. Such sites cannot "
+        f"be evaluated one record at a time. {remedy}."
     )
 
 

@@ -1,4 +1,4 @@
-"""What a gradient estimator needs to know of a model and its guide."""
+"""The view of a model and its guide that gradient estimators use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KINDS = (
 
 
 def likelihood_key(rng_key: Array) -> Array:
-    """Key of what the likelihood draws in a step: of none of the step's draws from the guide."""
+    """Key for draws inside the likelihood in a step. Differs from all keys of the guide's draws."""
     return jax.random.fold_in(rng_key, 2**31)
 
 
@@ -62,7 +62,7 @@ class VariationalProblem(NamedTuple):
         return self._replace(shared=shared)
 
     def draw(self, params: dict[str, Any], rng_key: Array) -> tuple[dict[str, Array], Array]:
-        """Draws the latents; with K > 1 draws they have a leading axis K.
+        """Draws the latents. If K > 1, they have a leading axis K.
 
         Returns:
             Latents by site and the mean of the entropy estimates.
@@ -70,7 +70,7 @@ class VariationalProblem(NamedTuple):
         return self.draw_at(self.constrain(params), rng_key)
 
     def draw_at(self, values: dict[str, Any], rng_key: Array) -> tuple[dict[str, Array], Array]:
-        """The same from the *constrained* parameters."""
+        """Draws like :meth:`draw`, from the *constrained* parameters."""
         if self.num_particles == 1:
             return self._draw_one(values, rng_key)
         keys = jax.random.split(rng_key, self.num_particles)
@@ -103,8 +103,8 @@ class VariationalProblem(NamedTuple):
         """Mean over draws of the log likelihood of one record.
 
         With local latents it is the record's part of the evidence lower bound, see
-        :mod:`numpyro_dp.model.locals`. Where records are numbered, ``example`` ends with a number
-        by which the record draws what it draws: its row, or in a private step a secret number.
+        :mod:`numpyro_dp.model.locals`. If records are numbered, the last entry of ``example`` seeds
+        the record's own random draws. It is the row's index, or a secret number in a private step.
         """
         constrained = self.constrain(params)
         if self.numbered:
@@ -147,21 +147,21 @@ class VariationalProblem(NamedTuple):
         return Rows(arrays, shared)
 
     def blank_example(self) -> tuple[Array, ...]:
-        """Returns zeros in the place of a record."""
+        """Returns zeros in place of a record."""
         blank = self.model.structure.layout.blank()
         return (*blank, jnp.zeros((), jnp.uint32)) if self.numbered else blank
 
     @property
     def numbered(self) -> bool:
-        """Whether records come with a number, by which their own draws are made.
+        """Whether examples end with a number that seeds the record's own random draws.
 
-        They do with local latents, and where the model draws keys, for dropout, say.
+        They do if the guide draws local latents or the model asks for keys (for dropout, say).
         """
         return self.guide.local_params is not None or self.model.structure.draws
 
     @property
     def record_params(self) -> tuple[str, ...]:
-        """Names of the parameters that meet records: the model's, and an encoder's."""
+        """Names of the parameters whose gradients read records: the model's and the encoder's."""
         own = self.model.structure.params
         return own + tuple(sorted((self.guide.local_params or frozenset()) - set(own)))
 
@@ -171,14 +171,14 @@ class VariationalProblem(NamedTuple):
         return self.guide.params
 
     def coordinate_sums(self) -> dict[str, Callable[[Array], Any]] | None:
-        """How entries of each guide parameter belong to coordinates of the latents.
+        """Functions that sum each guide parameter over the entries for one latent coordinate.
 
-        For Gaussian guides every entry of the (unconstrained) parameters moves one coordinate of
-        the draw only. The returned function of each parameter adds up an array of the parameter's
-        shape over the entries of each coordinate, giving a tree of latents.
+        For Gaussian guides, each entry of the (unconstrained) parameters moves only one coordinate
+        of the draw. For each parameter, the returned function takes an array of its shape and
+        sums the entries of each coordinate. The result is a tree of latents.
 
         Returns:
-            ``None`` where that structure is not known to hold.
+            A dict of these functions, or ``None`` if that structure is not known to hold.
         """
         if self.guide.auto is None or self.num_particles > 1:
             return None
@@ -190,9 +190,9 @@ class VariationalProblem(NamedTuple):
 
 
 def guide_kind(auto: Any) -> type | None:
-    """Returns the class of NumPyro whose distribution an automatic guide has.
+    """Returns the NumPyro class that has the same distribution as an automatic guide.
 
-    A subclass that only changes constraints or initial values has that of its parent, say
+    A subclass that changes only constraints or initial values has its parent's distribution:
 
         class ExpNormal(AutoDiagonalNormal):
             scale_constraint = constraints.positive  # T = exp

@@ -380,7 +380,7 @@ def test_everything_that_is_captured_may_be_declared_public() -> None:
     """And is listed, whatever NumPy made of it before JAX saw it."""
     points = X[:20]
     loc = located(lambda x, w: x @ w + jnp.asarray(points[:, None] - points).mean())
-    with pytest.raises(ValueError, match="NumPy computes it from public arrays.*'captured'"):
+    with pytest.raises(ValueError, match="NumPy computes it inside the model.*'captured'"):
         svi(loc, X, Y, public=[points]).initialise()
     for public in ("captured", ["captured"]):
         assert_listed(svi(loc, X, Y, public=public).report(), "model", (20, 20, D), "float32")

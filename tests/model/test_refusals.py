@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -390,6 +391,33 @@ def test_records_along_a_later_axis() -> None:
 def test_one_array_with_too_few_rows() -> None:
     with pytest.raises(ValueError, match=r"y \(args\[1\]\) of shape \(11,\).*public=\['y'\]"):
         driver(scalar_mean, AutoNormal(scalar_mean)).init(jax.random.key(0), X, Y[:-1])
+
+
+def test_indices_of_records_are_not_offered_as_public() -> None:
+    def model(x, y, missing):
+        scalar_mean(x, y)
+
+    with pytest.raises(ValueError, match="missing rows, say.*do not declare it public.*a mask"):
+        driver(model, AutoNormal(model)).init(jax.random.key(0), X, Y, np.array([3, 5]))
+
+
+def test_an_object_that_is_neither_an_array_nor_hashable() -> None:
+    @dataclasses.dataclass
+    class Settings:
+        scale: float = 1.0
+
+    def model(x, y, settings):
+        scalar_mean(x, y)
+
+    match = "is a Settings, which is neither.*static keyword.*frozen dataclass.*register_dataclass"
+    with pytest.raises(TypeError, match=match):
+        driver(model, AutoNormal(model)).init(jax.random.key(0), X, Y, Settings())
+
+
+def test_a_list_in_init_to_value() -> None:
+    guide = AutoNormal(good, init_loc_fn=infer.init_to_value(values={"w": [0.0] * D}))
+    with pytest.raises(TypeError, match="has a list for site 'w'.*jnp.asarray"):
+        driver(good, guide).init(jax.random.key(0), X, Y)
 
 
 def test_no_array_with_the_plates_rows() -> None:
