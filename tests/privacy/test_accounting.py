@@ -437,7 +437,7 @@ def test_prv_refuses_deltas_below_its_rounding():
     event = poisson(0.01, 22.0, 400_000)
     with pytest.raises(UnreliableBoundError, match="at delta=1e-12: delta is too small"):
         PRV().epsilon(event, 1e-12, ADD)
-    with pytest.raises(UnreliableBoundError, match="PRV: prv_accountant has no reliable bound"):
+    with pytest.raises(UnreliableBoundError, match="PRV: prv_accountant has no bound"):
         Best((GDP(), PRV())).epsilon(event, 1e-12, ADD)
     assert Best((PRV(), RDP())).epsilon(event, 1e-12, ADD).accountant == "RDP"
 
