@@ -53,7 +53,7 @@ def check_relation(relation: object) -> Relation:
         "relation",
         relation,
         get_args(Relation),
-        remedy="'add_or_remove_one' is the usual choice; 'replace_one' keeps num_examples fixed.",
+        remedy="'add_or_remove_one' is the usual choice. 'replace_one' keeps num_examples fixed.",
     )
     return relation  # type: ignore[return-value]
 

@@ -106,7 +106,7 @@ class Poisson(Sampler):
         )
 
     def init(self, key: Array, num_examples: int) -> SamplerState:
-        """Returns the first state; ``key`` is a secret scalar typed key."""
+        """Returns the first state. ``key`` is a secret scalar typed key."""
         return SamplerState(check_typed_key(key), _check_examples(num_examples))
 
     def next(self, state: SamplerState) -> tuple[Batch, SamplerState]:
@@ -171,7 +171,7 @@ class FixedSize(Sampler):
         check_int("batch_size", self.batch_size, low=1)
 
     def init(self, key: Array, num_examples: int) -> SamplerState:
-        """Returns the first state; ``key`` is a secret scalar typed key."""
+        """Returns the first state. ``key`` is a secret scalar typed key."""
         return SamplerState(check_typed_key(key), self._check(num_examples))
 
     def next(self, state: SamplerState) -> tuple[Batch, SamplerState]:
@@ -227,7 +227,7 @@ class FullBatch(Sampler):
         >>> batch
         Batch(indices=None, mask=None)
 
-    **Guarantee**: exact; nothing random is drawn.
+    **Guarantee**: exact, because nothing random is drawn.
     """
 
     def init(self, key: Array, num_examples: int) -> SamplerState:

@@ -67,7 +67,7 @@ class GDP:
         return None
 
     def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> EpsilonBound:
-        """Returns the exact epsilon; see :class:`Accountant`.
+        """Returns the exact epsilon (see :class:`Accountant`).
 
         Raises:
             UnsupportedEventError: If the event samples, or is not Gaussian.

@@ -136,7 +136,7 @@ class PLD:
         return None
 
     def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> EpsilonBound:
-        """Bounds epsilon; see :class:`Accountant`.
+        """Bounds epsilon (see :class:`Accountant`).
 
         Raises:
             UnsupportedEventError: If the event draws fixed-size samples, or is not Gaussian.

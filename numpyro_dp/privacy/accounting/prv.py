@@ -33,7 +33,7 @@ class PRV:
     name = "PRV"
 
     def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> bounds.EpsilonBound:
-        """Bounds epsilon from both sides; see :class:`Accountant`."""
+        """Bounds epsilon from both sides (see :class:`Accountant`)."""
         check_relation(relation)
         try:
             steps = gaussian_steps(event)

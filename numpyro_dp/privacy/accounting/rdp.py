@@ -105,7 +105,7 @@ class RDP:
         return f"dp_accounting has no Renyi divergence for {what} under {relation!r}"
 
     def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> EpsilonBound:
-        """Bounds epsilon; see :class:`Accountant`.
+        """Bounds epsilon (see :class:`Accountant`).
 
         Raises:
             UnsupportedEventError: If ``dp_accounting`` has no divergence for the event.
