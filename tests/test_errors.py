@@ -103,7 +103,7 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "epsilon infinite": (lambda: PrivacyBudget(np.inf, 1e-5), V, "epsilon=inf | finite budget"),
     "epsilon text": (lambda: PrivacyBudget("1", 1e-5), T, "epsilon='1' | real number"),
     "delta 0": (lambda: PrivacyBudget(1.0, 0), V, "delta=0 | (0, 1) | 1 / num_examples"),
-    "delta 1": (lambda: PrivacyBudget(1.0, 1.0), V, "delta=1.0 | (0, 1) | choose a delta"),
+    "delta 1": (lambda: PrivacyBudget(1.0, 1.0), V, "delta=1.0 | (0, 1) | Choose a delta"),
     "relation": (
         lambda: PrivacyBudget(1.0, 1e-5, "replace"),
         V,

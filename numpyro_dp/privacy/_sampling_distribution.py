@@ -1,12 +1,13 @@
-r"""The host's side of the samplers: thresholds, padded sizes, and how far they are from exact.
+r"""Constants that the samplers compute once on the host: thresholds, padded sizes, error bounds.
 
-A geometric number :math:`G`, :math:`P(G \ge g) = (1-q)^g`, has independent digits in any mixed
-radix. A digit is the count of thresholds :math:`t_m = \mathrm{round}(2^{160} P(D \ge m))` above a
-uniform 160-bit word; its distribution is off by at most :math:`\sum_m |2^{-160} t_m - P(D \ge m)|`
-in total variation. Probabilities are decimals of 100 or more digits, computed once for each (q, N).
+A geometric number :math:`G` has :math:`P(G \ge g) = (1-q)^g`. Its digits in a mixed radix are
+independent. For each digit the sampler draws a uniform 160-bit word. The digit is the number of
+thresholds :math:`t_m = \mathrm{round}(2^{160} P(D \ge m))` above that word. Its total variation
+from the exact distribution is at most :math:`\sum_m |2^{-160} t_m - P(D \ge m)|`.
+Probabilities are decimals of 100 or more digits, computed once for each (q, N).
 
-**Guarantee.** The bounds in a plan are upper bounds: quantisation is summed from the thresholds
-in use, tails come from a geometric series that majorises them.
+**Guarantee.** The bounds in a plan are upper bounds. The quantisation error is summed from the
+thresholds in use. A geometric series bounds the far tails.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ __all__ = [
     "poisson_plan",
 ]
 
-WORD_BITS = 160  # a gap's distribution is off by so little that even exp(50) times as much is small
-_RADIX = 16  # at most, but for the last digit: of 8 to 64, these were the fastest on a CPU
+WORD_BITS = 160  # the error of a gap is so small that even exp(50) times as much is negligible
+_RADIX = 16  # largest radix of all digits but the last: of 8 to 64, the fastest on a CPU
 _RARE = 1e-4  # probability, for one batch, that a gap is long enough to need more thresholds
 _SHORTFALL_PROB = 1e-18
 
 
 class Digit(NamedTuple):
-    place: int  # B_j, what the digit is multiplied with
-    thresholds: tuple[int, ...]  # descending; the digit is the number of those above the word
-    common: int  # so many decide, unless the word is below the next one
+    place: int  # B_j, the weight of the digit
+    thresholds: tuple[int, ...]  # descending. The digit is the number of thresholds above the word
+    common: int  # this many thresholds decide, unless the word is below the next one
 
 
 class PoissonPlan(NamedTuple):
     size: int
     digits: tuple[Digit, ...]
-    jump: tuple[int, ...]  # threshold of the event that the gap is beyond all digits, if kept
+    jump: tuple[int, ...]  # threshold of the event that the gap exceeds all digits, if not 0
     failure_prob: float
     total_variation: float
 
@@ -62,7 +63,7 @@ def poisson_plan(rate: float, overflow_prob: float, num_examples: int) -> Poisso
     # Enough decimals for 2**-160 after the cancellations in 1 - q and 1 - s**r.
     with localcontext(Context(prec=100 + 2 * math.ceil(-math.log10(rate)))):
         log_keep = (1 - Decimal(rate)).ln()
-        # Digits up to N, or to where the tail is below half a unit of the words.
+        # Digits cover gaps up to N, or up to a tail of at most half a unit of the words.
         bits_each = -math.log1p(-rate) / math.log(2)
         beyond = num_examples * bits_each > WORD_BITS + 1
         reach = math.ceil((WORD_BITS + 1) / bits_each) if beyond else num_examples
@@ -80,7 +81,7 @@ def poisson_plan(rate: float, overflow_prob: float, num_examples: int) -> Poisso
 
 
 def _places(usual: int, reach: int) -> list[tuple[int, int]]:
-    """Radix and place of digits: as few and as small as reach ``usual``; the last to ``reach``."""
+    """Radix and place of each digit. Few small digits cover ``usual``, the last ``reach``."""
     number = 1
     while _RADIX**number < usual:
         number += 1
@@ -102,7 +103,7 @@ def _quantise(probs: list[Decimal]) -> tuple[tuple[int, ...], Decimal]:
 def _smallest_size(trials: int, prob: float, tail_prob: float) -> tuple[int, float]:
     """Smallest M with P(Binomial(trials - 1) >= M) <= ``tail_prob``, and a bound on that.
 
-    That is the probability that the other records leave a given one no place.
+    This tail is the probability that the other records leave a given record no place.
     """
     low, high = 1, trials
     while low < high:
@@ -121,7 +122,8 @@ def binomial_tail(size: int, trials: int, prob: float) -> float:
     if prob == 1:
         return 1.0
     tail = float(stats.binom.sf(size, trials, prob))
-    # Far tails do not rest on SciPy: the mass at size + 1 times a geometric series bounds them.
+    # SciPy's far tails may be inaccurate: bound them by the mass at size + 1 times a geometric
+    # series.
     first = size + 1
     ratio = (trials - first) * prob / ((first + 1) * (1 - prob))
     if tail < 1e-6 and ratio < 1:

@@ -1,18 +1,18 @@
-r"""The privacy budget, and what its relation does to the noise.
+r"""The privacy budget, and how its relation changes the noise.
 
 A mechanism is :math:`(\varepsilon, \delta)`-differentially private under a relation if
 
 .. math:: P[M(D) \in A] \le e^\varepsilon P[M(D') \in A] + \delta
 
-for every event :math:`A` and every pair of data sets that the relation calls neighbours. An
-epsilon without its relation says little: the same run spends about twice as much when a record is
-replaced as when it is added or removed.
+for every event :math:`A` and every pair of data sets that are neighbours under the relation. An
+epsilon means little without its relation: replacing a record costs about twice as much as adding
+or removing one.
 
 **Convention of this package.** A query adds noise of standard deviation ``noise_multiplier *
 clip_norm`` to a *sum* of vectors of norm at most ``clip_norm``. That sum moves by ``clip_norm``
 when a record is added or removed, and by ``2 * clip_norm`` when one is replaced. The
 ``noise_multiplier`` field of an *event* is always the noise divided by the sensitivity **under the
-relation of the budget**, and :func:`gaussian_event` is the only place that doubles the sensitivity.
+relation of the budget**. :func:`gaussian_event` doubles the sensitivity if the relation needs it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = [
 
 Relation = Literal["add_or_remove_one", "replace_one"]
 
-# How far the sums of two neighbours may be apart, in clip norms.
+# Largest distance between the sums of two neighbours, in clip norms.
 SENSITIVITY: dict[str, float] = {"add_or_remove_one": 1.0, "replace_one": 2.0}
 _DELTA_REMEDY = (
-    "Gaussian noise gives no guarantee with delta=0; choose a delta below 1 / num_examples, "
+    "Gaussian noise gives no guarantee with delta=0. Choose a delta below 1 / num_examples, "
     "for example 1e-5."
 )
 
@@ -50,16 +50,16 @@ def default_delta(num_examples: int) -> float:
 
 
 def check_relation(relation: object) -> Relation:
-    """Returns ``relation`` if it is one that this package accounts for.
+    """Returns ``relation`` if this package supports it.
 
     Raises:
-        ValueError: If it is not; the message lists the choices.
+        ValueError: If not. The message lists the choices.
     """
     check_in(
         "relation",
         relation,
         get_args(Relation),
-        remedy="'add_or_remove_one' is the usual choice; 'replace_one' keeps num_examples fixed.",
+        remedy="'add_or_remove_one' is the usual choice. 'replace_one' keeps num_examples fixed.",
     )
     return relation  # type: ignore[return-value]
 
@@ -78,12 +78,12 @@ class Spending(NamedTuple):
     """What one run has spent, as later runs on the same records account for it.
 
     Attributes:
-        run: Name of the run, by which it is counted once.
+        run: Name of the run, so that it is counted once.
         relation: The neighbouring relation.
         steps: Normal form of its event (:func:`~.accounting.steps.gaussian_steps`).
         failure_prob: See :func:`~.accounting.epsilon_spent`.
-        total_variation: See there.
-        caveats: What its report says that epsilon does not cover.
+        total_variation: See :func:`~.accounting.epsilon_spent`.
+        caveats: What epsilon does not cover, as the report says it.
     """
 
     run: str
@@ -96,7 +96,7 @@ class Spending(NamedTuple):
 
 @runtime_checkable
 class _Report(Protocol):
-    """What is read of a report."""
+    """The part of a report that budgets read."""
 
     @property
     def spending(self) -> tuple[Spending, ...]: ...
@@ -107,16 +107,16 @@ class PrivacyBudget:
     r"""The :math:`(\varepsilon, \delta)` that a run may spend, and the relation they refer to.
 
     Args:
-        epsilon: Positive and finite; dimensionless.
-        delta: In (0, 1), a probability; usually well below ``1 / num_examples``. By default it is
+        epsilon: Positive and finite.
+        delta: A probability in (0, 1), usually well below ``1 / num_examples``. The default is
             ``min(0.01, num_examples ** -1.1)``, and the report says so.
         relation: ``"add_or_remove_one"`` (neighbours differ by the presence of one record) or
-            ``"replace_one"`` (by the value of one record, so that their size is the same).
-        earlier: Part of it that earlier runs have spent; set by :meth:`after`.
+            ``"replace_one"`` (neighbours have the same size and differ by the value of one record).
+        earlier: What earlier runs have spent of the budget. Set by :meth:`after`.
 
     Raises:
-        TypeError: If ``epsilon`` or ``delta`` is no real number.
-        ValueError: If a value is outside its range; ``delta=0`` is refused.
+        TypeError: If ``epsilon`` or ``delta`` is not a real number.
+        ValueError: If a value is outside its range, such as ``delta=0``.
 
     Example:
         >>> print(PrivacyBudget(epsilon=1.0, delta=1e-5))
@@ -151,12 +151,16 @@ class PrivacyBudget:
         object.__setattr__(self, "epsilon", epsilon)
         check_relation(self.relation)
         if not all(isinstance(each, Spending) for each in self.earlier):
-            raise TypeError("Expected earlier to be set by PrivacyBudget.after(result.privacy).")
+            raise TypeError(
+                "earlier does not hold the spending of runs. Do not set it. Call "
+                "budget.after(result.privacy) instead."
+            )
         for each in self.earlier:
             if each.relation != self.relation:
                 raise ValueError(
-                    f"Expected reports under the relation {self.relation!r} of the budget, got "
-                    f"one under {each.relation!r}. Run both under the same."
+                    f"The relation {self.relation!r} of the budget is not the relation of an "
+                    f"earlier run, {each.relation!r}. One epsilon cannot cover both. Use the same "
+                    "relation for all runs."
                 )
 
     @property
@@ -169,19 +173,19 @@ class PrivacyBudget:
         return dataclasses.replace(self, delta=self.delta or default_delta(num_examples))
 
     def after(self, *reports: _Report) -> PrivacyBudget:
-        """Returns the budget of a further run on records of which others are released already.
+        """Returns the budget of a further run on records that earlier runs have used.
 
-        The noise of that run is found so that **all of them together** spend this budget, and its
-        report accounts for all of them together. A run has noise of its own even if it is given
-        the secret key of an earlier one.
+        The new run gets the noise with which **all runs together** spend this budget. Its report
+        covers all runs together. It has its own noise even if you pass the secret key of an
+        earlier run.
 
         Args:
-            *reports: ``result.privacy`` of each earlier run. One whose own budget came from here
-                brings those before it along; each run counts once.
+            *reports: ``result.privacy`` of each earlier run. If the budget of a run came from
+                ``after``, its report includes the runs before it. Each run counts once.
 
         Raises:
-            TypeError: If one is no report.
-            ValueError: If one refers to another relation, or to a run that was not private.
+            TypeError: If an argument is not a report.
+            ValueError: If a report has another relation, or its run was not private.
 
         Example:
             >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
@@ -203,11 +207,11 @@ class PrivacyBudget:
             >>> 0.99 < second.privacy.epsilon <= 1.0
             True
 
-        **Guarantee**: that of the report, for all of these runs together, where the total, which
-        runs there are, their samplers, numbers of steps and shares were fixed before the first.
-        Model, columns, initial values, step sizes and clip norms may depend on what was released.
-        Where all runs have full batches, steps and noise may too: whatever their order, they make
-        one Gaussian event (Smith and Thakurta 2022). What is left out is not accounted for.
+        **Guarantee**: the guarantee of the report covers all of these runs together. Fix the total
+        budget, the list of runs, their samplers, numbers of steps and shares before the first run.
+        Model, columns, initial values, step sizes and clip norms may depend on released values.
+        If all runs use full batches, steps and noise may too: in any order the runs are one
+        Gaussian event (Smith and Thakurta 2022). A run that you leave out is not accounted for.
         """
         found = {each.run: each for each in self.earlier}
         for report in reports:
@@ -226,25 +230,25 @@ class PrivacyBudget:
 def gaussian_event(
     noise_multiplier: float, relation: Relation = "add_or_remove_one"
 ) -> dpa.DpEvent:
-    r"""The event of one noisy sum, under a relation.
+    r"""Returns the event of one noisy sum under a relation.
 
     .. math:: \sum_i v_i + \mathcal N(0, (zC)^2 I), \quad \|v_i\| \le C
         \;\Rightarrow\; \mathrm{Gaussian}(z / s), \quad
         s = 1 \text{ (add or remove)}, \; s = 2 \text{ (replace)}
 
-    The libraries do not agree on this: ``dp_accounting``'s RDP accountant reads the multiplier of a
-    ``GaussianDpEvent`` as noise / sensitivity whatever the relation, and its PLD accountant reads
-    it as noise / norm of one record and doubles by itself under ``REPLACE_ONE``. The event returned
-    here has the first meaning; our accountants translate it. Handed to ``dp_accounting`` directly
-    it gives the right value (RDP) or a larger one (PLD), never a smaller one.
+    The accountants of ``dp_accounting`` read the multiplier of a ``GaussianDpEvent`` in two ways.
+    RDP reads it as noise / sensitivity under any relation. PLD reads it as noise / norm of one
+    record, and doubles the sensitivity itself under ``REPLACE_ONE``. The event returned here has
+    the first meaning, and the accountants of this package translate it. If you pass it to
+    ``dp_accounting`` directly, you get the right value (RDP) or a larger one (PLD).
 
     Args:
-        noise_multiplier: Noise standard deviation / ``clip_norm``, at least 0. With 0 nothing is
-            private, and the event is ``NonPrivateDpEvent``.
+        noise_multiplier: Noise standard deviation / ``clip_norm``, at least 0. With 0 the run is
+            not private, and the event is ``NonPrivateDpEvent``.
         relation: The relation of the budget.
 
     Raises:
-        TypeError: If ``noise_multiplier`` is no real number.
+        TypeError: If ``noise_multiplier`` is not a real number.
         ValueError: If it is negative or infinite, or the relation is unknown.
 
     Example:

@@ -1,19 +1,19 @@
-r"""Finds the noise that spends a budget.
+r"""Finds the noise multiplier that spends a budget.
 
 The noise multiplier :math:`z` solves :math:`\varepsilon_{up}(\mathrm{event}(z), \delta) \approx
-\varepsilon` from below. The first guess is the central limit theorem's: a run behaves like one
-Gaussian mechanism with
+\varepsilon` from below. The first guess comes from the central limit theorem, by which a run
+behaves like one Gaussian mechanism with
 
-.. math:: \mu(z) = \Big(\sum_i n_i\, q_i^2\, (e^{1/z_i^2} - 1)\Big)^{1/2},
+.. math:: \mu(z) = \Big(\sum_i n_i\, q_i^2\, (e^{1/z_i^2} - 1)\Big)^{1/2}.
 
-which costs microseconds and is often within 10 %. A safeguarded secant in :math:`(\log z,
-\log\varepsilon)` with the real accountant then takes a handful of evaluations. The bound returned
-is the very one that :func:`~numpyro_dp.privacy.accounting.epsilon_spent` gives for the event, so
-that a later report can not exceed the budget.
+A safeguarded secant in :math:`(\log z, \log\varepsilon)` with the accountant then needs a few
+evaluations. The returned bound is the one that
+:func:`~numpyro_dp.privacy.accounting.epsilon_spent` gives for the event, so a later report cannot
+exceed the budget.
 
 Reference:
     Bu, Dong, Long, Su: Deep Learning with Gaussian Differential Privacy (2020), section 3, for the
-    guess; it is an approximation and nothing rests on it.
+    guess. No guarantee depends on it.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ def calibrate_noise(
     """Returns the noise multiplier that spends the budget, and the bound on what it spends.
 
     Args:
-        make_event: ``noise_multiplier -> event`` of the whole run, under the budget's relation: it
-            uses :func:`~numpyro_dp.privacy.budget.gaussian_event`.
-        budget: What may be spent.
-        accountant: Who bounds epsilon; ``None`` means :class:`~.accounting.Best`.
+        make_event: ``noise_multiplier -> event`` of the whole run under the budget's relation, made
+            with :func:`~numpyro_dp.privacy.budget.gaussian_event`.
+        budget: The budget to spend.
+        accountant: Bounds epsilon. ``None`` means :class:`~.accounting.Best`.
         failure_prob: See :func:`~.accounting.epsilon_spent`.
-        total_variation: See there.
+        total_variation: See :func:`~.accounting.epsilon_spent`.
 
     Raises:
         UnsupportedEventError: If the accountant has no bound for such events.
-        CalibrationError: If the budget is out of reach: not even the largest noise is enough, or
-            the noise has no influence on what is spent.
-        TypeError: If ``budget`` is no :class:`PrivacyBudget`.
+        CalibrationError: If not even the largest noise is enough, or if even the smallest noise
+            spends less than the budget.
+        TypeError: If ``budget`` is not a :class:`PrivacyBudget`.
         TotalVariationError: If ``failure_prob`` or ``total_variation`` is too large for the budget.
 
     Example:
@@ -89,7 +89,7 @@ def calibrate_noise(
         (True, 1.4)
 
     **Guarantee**: ``bound.epsilon`` never exceeds ``budget.epsilon``, and is at least 0.99 of it,
-    unless the accountant's bound jumps over that range (ours do not).
+    unless the accountant's bound jumps over that range (those of this package do not).
     """
     _check_delta(budget, failure_prob, total_variation)
     judge = Best() if accountant is None else accountant
@@ -109,21 +109,22 @@ def calibrate_noise(
 
 
 def _check_delta(budget: PrivacyBudget, failure_prob: float, total_variation: float) -> None:
-    """Checks the arguments, and that the budget's delta can pay for what is not accounted."""
+    """Checks the arguments, and that delta covers the errors of the sampler."""
     if not isinstance(budget, PrivacyBudget):
         raise TypeError(f"Expected budget to be a PrivacyBudget, got {budget!r}.")
     check_real("total_variation", total_variation, low=0.0, high=1.0, high_open=True)
     check_real("failure_prob", failure_prob, low=0.0, high=1.0, high_open=True)
     if failure_prob >= budget.delta:
         raise TotalVariationError(
-            f"Expected failure_prob={failure_prob:g} < delta for the budget {budget}. Use a "
-            "smaller overflow_prob for Poisson batches, or a larger delta."
+            f"Expected failure_prob={failure_prob:g} < delta for the budget {budget}. Delta has to "
+            "cover batches that overflow. Use a smaller overflow_prob for Poisson batches, or a "
+            "larger delta."
         )
     largest = (budget.delta - failure_prob) / (1.0 + math.exp(min(budget.epsilon, 700.0)))
     if total_variation >= largest:
         raise TotalVariationError(
             f"Expected total_variation={total_variation:g} < {largest:.3g} for the budget "
-            f"{budget}. Use a smaller epsilon: this sampler is not exact enough for so large a one."
+            f"{budget}. This sampler is not exact enough for the budget. Use a smaller epsilon."
         )
 
 
@@ -144,8 +145,8 @@ class _Search:
     accountant: Accountant
     failure_prob: float
     total_variation: float
-    weak: _Point | None = None  # the most noise that is known to be too little
-    strong: _Point | None = None  # the least noise that is known to be enough
+    weak: _Point | None = None  # the largest noise known to be too little
+    strong: _Point | None = None  # the smallest noise known to be enough
     points: list[_Point] = dataclasses.field(default_factory=list)
     refused: str = ""
 
@@ -162,7 +163,7 @@ class _Search:
                 total_variation=self.total_variation,
             )
         except (TotalVariationError, UnreliableBoundError) as error:
-            # No epsilon is promised at this noise, which is as good as infinity.
+            # The accountant has no bound at this noise. An infinite one makes the search go up.
             self.refused = str(error)
             bound = EpsilonBound(None, None, math.inf, budget.delta, budget.relation, event, "none")
         ratio = max(bound.upper / (_AIM * budget.epsilon), 1e-30)
@@ -176,7 +177,7 @@ class _Search:
         return bound
 
     def propose(self) -> float | None:
-        """Returns the next log noise multiplier, or ``None`` if there is none left to try."""
+        """Returns the next log noise multiplier to try, or ``None`` if none is left."""
         guess = self._secant()
         if self.weak is not None and self.strong is not None:
             low, high = self.weak.log_noise, self.strong.log_noise
@@ -189,7 +190,7 @@ class _Search:
         return None if guess == self.points[-1].log_noise else guess
 
     def _secant(self) -> float:
-        """Steps along the line through the last two points, or at the central limit's slope."""
+        """Follows the line through the last two points, or the slope of the central limit."""
         last, slope = self.points[-1], -1.2
         if not math.isfinite(last.value):
             return last.log_noise + _WIDEST_STEP
@@ -208,18 +209,17 @@ class _Search:
         if self.strong is None:
             told = f" ({self.refused})" if self.refused else ""
             return (
-                f"Expected a noise_multiplier in [{_SMALLEST:g}, {_LARGEST:g}] for the budget "
-                f"{budget}, found {spent}{told}. Allow a larger epsilon or delta, or take "
-                "fewer steps."
+                f"No noise_multiplier in [{_SMALLEST:g}, {_LARGEST:g}] meets the budget {budget}: "
+                f"{spent}{told}. Allow a larger epsilon or delta, or take fewer steps."
             )
         return (
-            f"Expected the noise to decide what is spent, found {spent}, below the budget "
-            f"{budget}. Such a run needs no noise: check make_event, or lower the budget."
+            f"Even the smallest noise spends less than the budget {budget}: {spent}. Such a run "
+            "needs no noise. Check make_event, or lower the budget."
         )
 
 
 def _first_guess(make_event: Callable[[float], dpa.DpEvent], budget: PrivacyBudget) -> float:
-    """Returns the central limit theorem's log noise multiplier, or 0 where it has none."""
+    """Returns the log noise multiplier of the central limit theorem, or 0 if it has none."""
 
     def excess(log_noise: float) -> float:
         mu = _clt_mu(make_event(math.exp(log_noise)))
@@ -236,7 +236,7 @@ def _first_guess(make_event: Callable[[float], dpa.DpEvent], budget: PrivacyBudg
 
 
 def _clt_mu(event: dpa.DpEvent) -> float:
-    """Returns mu of the module's formula; infinite where nothing is private."""
+    """Returns mu of the formula above, or infinity if a step has no noise."""
     total = 0.0
     for step in gaussian_steps(event):
         if step.noise_multiplier == 0.0:
@@ -244,6 +244,6 @@ def _clt_mu(event: dpa.DpEvent) -> float:
         inverse = 1.0 / step.noise_multiplier**2
         if step.sampling == "none":
             total += step.count * inverse
-        else:  # exp is cut off where it says no more than "a great deal".
+        else:  # The exponent is cut at 50: beyond it mu is huge, and exp would overflow.
             total += step.count * step.rate**2 * math.expm1(min(inverse, 50.0))
     return math.sqrt(total)

@@ -1,12 +1,12 @@
-r"""One run in the eyes of several accountants, side by side.
+r"""Compares the bounds of several accountants for one run.
 
-The central limit theorem of Gaussian differential privacy takes T steps of Poisson batches at rate
-q with noise multiplier :math:`\sigma` for one Gaussian mechanism of
+The central limit theorem of Gaussian differential privacy replaces T steps of Poisson batches at
+rate q with noise multiplier :math:`\sigma` by one Gaussian mechanism with
 
-.. math:: \mu = q \sqrt{T\,(e^{1/\sigma^2} - 1)},
+.. math:: \mu = q \sqrt{T\,(e^{1/\sigma^2} - 1)}.
 
-which holds as T goes to infinity with :math:`q\sqrt T` fixed, without a bound on what is missing.
-It may lie below the true epsilon; it is shown for comparison with papers that report it.
+This holds as T goes to infinity with :math:`q\sqrt T` fixed. For finite T there is no bound on the
+error, so the value may lie below the true epsilon. It is shown because papers report it.
 
 Reference:
     Bu, Dong, Long, Su (2020), Deep learning with Gaussian differential privacy, Harvard Data
@@ -33,18 +33,18 @@ from numpyro_dp.privacy.plan import PrivacyReport
 
 __all__ = ["AccountantComparison", "compare_accountants"]
 
-_MOST = 700.0  # exp of more overflows
+_MOST = 700.0  # exp of a larger value overflows
 
 
 class AccountantComparison(NamedTuple):
-    """What accountants say of one run. Prints itself.
+    """Bounds of several accountants for one run. ``print`` shows one line for each.
 
     Attributes:
-        bounds: Accountant -> upper bound on epsilon, by those that support the run.
-        refusals: Accountant -> why it does not.
-        approximation: By the central limit theorem: **no guarantee**; ``nan`` where batches
-            are of fixed size.
-        delta: Of all of them.
+        bounds: Upper bound on epsilon by each accountant that supports the run.
+        refusals: Why each other accountant has no bound.
+        approximation: Epsilon by the central limit theorem, with **no guarantee**. ``nan`` for
+            batches of fixed size.
+        delta: The delta of all values.
     """
 
     bounds: dict[str, float]
@@ -53,7 +53,7 @@ class AccountantComparison(NamedTuple):
     delta: float
 
     def __str__(self) -> str:
-        """A line for each."""
+        """One line for each accountant."""
         lines = [f"{name:8} epsilon <= {bound:.4f}" for name, bound in self.bounds.items()]
         lines += [f"{name:8} refused: {reason}" for name, reason in self.refusals.items()]
         lines.append(f"{'GDP-CLT':8} epsilon ~  {self.approximation:.4f} (no guarantee)")
@@ -61,13 +61,13 @@ class AccountantComparison(NamedTuple):
 
 
 def compare_accountants(report: PrivacyReport) -> AccountantComparison:
-    """Bounds what a run has spent by each accountant, beside the approximation of papers.
+    """Bounds the epsilon of a run by each accountant, and adds the approximation of papers.
 
     Args:
         report: ``result.privacy``.
 
     Raises:
-        TypeError: If it is no report.
+        TypeError: If it is not a report.
 
     Example:
         >>> import jax, numpyro, numpyro.distributions as dist
@@ -89,7 +89,7 @@ def compare_accountants(report: PrivacyReport) -> AccountantComparison:
         True
 
     Guarantee:
-        Each of ``bounds`` is an upper bound; ``approximation`` is not. Reads the report alone.
+        Each of ``bounds`` is an upper bound. ``approximation`` is not. Only the report is read.
     """
     if not isinstance(report, PrivacyReport):
         raise TypeError(f"Expected result.privacy, got {type(report).__name__}.")

@@ -1,29 +1,29 @@
-r"""Noise is used once: no two runs share it, however they are started.
+r"""Makes sure that noise is used once: no two runs share it.
 
-Two releases with the same noise can be subtracted: what is left is the exact difference of their
-private sums. Four rules prevent it.
+If two releases have the same noise, their difference is the exact difference of their private
+sums. Four rules prevent this.
 
-1. A secret key comes into being outside every trace (:func:`check_outside_trace`). A function that
-   is traced runs once for many calls and many lanes, and all of them would share its key.
-2. Within a process each run is known by a hash of its first noise key, with the number of steps
-   whose noise is used up (:func:`begin`, :func:`use`). A key that was given twice, and a state that
-   was used before, are refused.
-3. A state has 256 further bits, its nonce, which are new each time it enters a function that is
-   compiled or transformed (:func:`next_nonce`). A compiled update runs without Python, so that
-   nobody could refuse its second call with one state: the nonce gives it keys of its own. There
-   is no nonce where the key was given, or where several processes have to agree on the noise.
-4. A state that goes on, in this process or in another, continues with keys of its own
-   (:func:`renewed`): with :math:`k` the state's key and :math:`e` 256 new bits from the operating
-   system,
+1. A secret key is made outside every trace (:func:`check_outside_trace`). JAX traces a function
+   once for many calls and lanes, and all of them would share a key made there.
+2. Within a process each run has an id, a hash of its first noise key. The process remembers for
+   each id how many steps of noise are used up (:func:`begin`, :func:`use`). A key that is passed
+   twice raises an error, and so does a state that was used before.
+3. A state has 256 further bits, its nonce. They are new each time the state enters a function that
+   is compiled or transformed (:func:`next_nonce`). JAX runs a compiled update without Python, so
+   this module cannot raise an error in its second call with the same state. The nonce gives that
+   call other keys. There is no nonce if you pass the secret key, or if several processes must agree
+   on the noise.
+4. A state that continues, in this or another process, gets new keys (:func:`renewed`). With
+   :math:`k` the state's key and :math:`e` 256 new bits from the operating system,
 
    .. math:: k' = \mathrm{SHA256}(c, k, e).
 
-   Two continuations have independent e, so that their keys are independent and uniform (SHA-256 as
-   a random oracle), in whatever process they run; and nobody who knows k alone can tell k'. A
-   counter would not do: two processes that read the same file would count alike.
+   Two continuations have independent e, so their keys are independent and uniform in any process
+   (SHA-256 as a random oracle). Nobody who knows only k can compute k'. A counter would not be
+   enough: two processes that read the same file would count the same values.
 
-``repetition=True`` of a driver switches rules 2 to 4 off: the run is then a function of its secret
-key. The caller promises that it repeats a release, on the same records and settings.
+``repetition=True`` of a driver switches rules 2 to 4 off. The run is then a function of its secret
+key. The caller promises that it repeats a release on the same records with the same settings.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ _RUN, _RENEWED = b"numpyro_dp run, version 1: ", b"numpyro_dp resumed run, versi
 
 
 class NoiseReuseError(ValueError):
-    """Noise that would be used a second time."""
+    """The same noise would be used a second time."""
 
 
 def _outside() -> Any:
-    """The trace state of a thread that traces nothing, even if this module is imported in one."""
+    """The trace state outside every trace. A new thread has it even if this import is traced."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(_compat.trace_state()))
     thread.start()
@@ -79,19 +79,22 @@ def _outside() -> Any:
 _OUTSIDE = _outside()
 _lock = threading.Lock()
 _used: dict[bytes, int] = {}  # run id -> number of steps whose noise is used up
-_nonces: list[Array] = []  # drawn and not handed out yet
-_NONCE, _AT_ONCE = 8, 32  # words of a nonce; nonces that are drawn together
+_nonces: list[Array] = []  # drawn but not handed out yet
+_NONCE, _AT_ONCE = 8, 32  # words of a nonce, nonces drawn at once
 
 
 def forget() -> None:
-    """Forgets all runs and all nonces, as a new process does."""
+    """Forgets all runs and all nonces, as in a new process."""
     _used.clear()
     _nonces.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    # A child knows no state: each goes on with keys of its own. Nor may it share nonces.
+    # A forked child must not share nonces with its parent. It also forgets all runs, so each state
+    # that continues there gets new keys.
     os.register_at_fork(after_in_child=forget)
+# Keys that were seen in a trace, by id. The references are weak, because Python may give the id of
+# a deleted key to a new one.
 _entered: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
 _traced: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -102,45 +105,45 @@ def in_trace() -> bool:
 
 
 def check_outside_trace(call: str) -> None:
-    """Raises where a call that makes a secret key is traced.
+    """Raises an error if JAX traces a call that makes a secret key.
 
     Args:
-        call: What was called, as ``DPSVI.run``.
+        call: Name of the call, such as ``DPSVI.run``.
     """
     if in_trace():
         raise NoiseReuseError(
-            f"Expected {call} outside of jit, vmap, pmap, shard_map, grad, scan, checkpoint and "
-            "eval_shape, got a call while JAX traces a function: its secret key would be made "
-            "once, and every call and every lane would have the same noise. Call it outside; for "
-            "many runs in one compiled call use sweep, for a compiled loop pass the state of init "
-            "to a compiled update."
+            f"{call} was called while JAX traces a function. Its secret key would be made once, "
+            f"and every call and every lane would have the same noise. Call {call} outside of jit, "
+            "vmap, pmap, shard_map, grad, scan, checkpoint and eval_shape. For many runs in one "
+            "compiled call use sweep. For a compiled loop pass the state of init to a compiled "
+            "update."
         )
 
 
 def check_passed_to_trace(call: str, keys: Sequence[Any]) -> None:
-    """Raises unless a traced call was given a state as an argument, and uses it once.
+    """Raises an error unless a traced call gets its state as an argument and uses it once.
 
     Args:
-        call: What was called.
+        call: Name of the call.
         keys: The secret keys of the state.
     """
     if not in_trace():
         return
     if _compat.has_named_axes():
         raise NoiseReuseError(
-            f"Expected {call} outside of pmap, shard_map and a vmap with axis_name, got one of "
-            "them: every device would add the same noise. Pass mesh= to the driver: it shares "
-            "the rows of a batch among devices, and adds noise once."
+            f"{call} was called inside pmap, shard_map or a vmap with axis_name: every device "
+            "would add the same noise. Pass mesh= to the driver instead. It spreads the rows of a "
+            "batch over the devices, and adds noise once."
         )
+    # A key of another trace is a constant of this function, which every call or iteration reuses.
     current = _compat.traced_by()
     for key in keys:
         if _compat.trace_of(key) is not current:
             raise NoiseReuseError(_held(call))
         if _traced.get(id(key)) is key:
             raise NoiseReuseError(
-                f"Expected each state to be used once, got the same state in two calls of {call} "
-                "in a compiled function: both would have the same noise. Pass the state that the "
-                "first call returned to the second."
+                f"A compiled function uses the same state in two calls of {call}: both would have "
+                "the same noise. Pass the state that the first call returned to the second."
             )
     for key in keys:
         _traced[id(key)] = key
@@ -148,26 +151,26 @@ def check_passed_to_trace(call: str, keys: Sequence[Any]) -> None:
 
 def _held(call: str) -> str:
     return (
-        "Expected the state to be an argument of the function that is compiled or transformed, "
-        f"for {call}, got one that the function holds: each call, lane or iteration would have "
-        "the same noise. Write jax.jit(lambda state, *data: dp.update(state, *data)), and carry "
+        f"The state for {call} is a constant of the function that JAX compiles or transforms. "
+        "Each call, lane or iteration would have the same noise. The state has to be an argument "
+        "of the function: write jax.jit(lambda state, *data: dp.update(state, *data)), and carry "
         "the state through a scan."
     )
 
 
 def run_id(noise_key: Array) -> Array:
-    """Returns 128 bits by which a run is known; a hash of its first noise key, uint32[4]."""
+    """Returns the id of a run: 128 bits of a hash of its first noise key, uint32[4]."""
     words = np.asarray(jax.random.key_data(noise_key)).astype("<u4").tobytes()
     return jnp.asarray(np.frombuffer(hashlib.sha256(_RUN + words).digest()[:16], "<u4"))
 
 
 @contextlib.contextmanager
 def begin(identities: Sequence[Array], *, repetition: bool) -> Iterator[None]:
-    """Registers runs that start; takes it back if they fail, since nothing was released then.
+    """Registers runs that start. Failed runs are removed again, because they released nothing.
 
     Args:
-        identities: Their :func:`run_id`.
-        repetition: Whether they may have the noise of earlier ones.
+        identities: The :func:`run_id` of each run.
+        repetition: Whether they may have the noise of earlier runs.
 
     Raises:
         NoiseReuseError: If a run with the same noise was started in this process.
@@ -176,10 +179,10 @@ def begin(identities: Sequence[Array], *, repetition: bool) -> Iterator[None]:
     with _lock:
         if not repetition and (len(set(names)) < len(names) or any(n in _used for n in names)):
             raise NoiseReuseError(
-                "Expected a secret_key that has made no noise in this process, got one that has: "
-                "two releases with the same noise can be subtracted, which reveals the records. "
-                "Leave secret_key out, pass another one, or, if this run repeats an earlier one on "
-                "the same records, say so: repetition=True."
+                "This secret_key was already used for a run in this process. A second run would "
+                "repeat the same noise, and the difference of the two results would reveal "
+                "records. Omit secret_key for fresh noise. To reproduce the earlier run on the "
+                "same records, pass repetition=True."
             )
         before = {name: _used.get(name) for name in names}
         _used.update(dict.fromkeys(names, 0))
@@ -194,29 +197,29 @@ def begin(identities: Sequence[Array], *, repetition: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def use(identity: Array, step: int, num_steps: int, *, repetition: bool) -> Iterator[bool]:
-    """Uses up the noise of steps of a run; gives it back if the steps fail.
+    """Marks the noise of some steps of a run as used, unless the steps fail.
 
     Args:
-        identity: Its :func:`run_id`.
-        step: Steps before.
-        num_steps: Steps to come.
+        identity: The :func:`run_id` of the run.
+        step: Steps taken so far.
+        num_steps: Steps to take.
         repetition: Whether noise may be used again.
 
     Yields:
         Whether the run was started in this process.
 
     Raises:
-        NoiseReuseError: If the noise of that step was used.
+        NoiseReuseError: If the noise of that step was used before.
     """
     name = _name(identity)
     with _lock:
         before = _used.get(name)
         if before is not None and step < before and not repetition:
             raise NoiseReuseError(
-                f"Expected a state whose noise is unused, got that of step {step} of a run whose "
-                f"steps up to {before} have been taken: the same noise on other records, or with "
-                "another learning rate, can be subtracted. Go on from the last state, or start "
-                "anew with init. (repetition=True of the driver repeats a run.)"
+                f"This state is from step {step} of a run whose steps up to {before} have been "
+                "taken, so its noise is used up. The same noise on other records, or with another "
+                "learning rate, would reveal records. Continue from the last state, or start again "
+                "with init. To repeat a run, pass repetition=True to the driver."
             )
         _used[name] = step + num_steps
     try:
@@ -232,11 +235,11 @@ def _name(identity: Array) -> bytes:
 
 
 def renewed(tree: Any, entropy: bytes | None = None) -> Any:
-    """Returns a tree whose secret keys go on from the old ones and from new bits.
+    """Returns a tree with new secret keys, made from the old ones and new random bits.
 
     Args:
-        tree: With typed keys among its leaves; all other leaves stay.
-        entropy: The new bits; from the operating system by default.
+        tree: A tree with typed keys among its leaves. All other leaves stay the same.
+        entropy: The new bits, by default from the operating system.
     """
     entropy = secrets.token_bytes(32) if entropy is None else entropy
     count = iter(range(2**31))
@@ -256,23 +259,24 @@ def renewed(tree: Any, entropy: bytes | None = None) -> Any:
 
 
 def next_nonce(key: Any, nonce: Any) -> Any:
-    """Returns the nonce that a state takes along into a compiled or transformed function.
+    """Returns the nonce with which a state enters a compiled or transformed function.
 
-    Outside a trace: new bits. Inside one, where a state is handed on to a further function: the
-    nonce of the state, to which a number is added from the second time on. (The keys of two such
-    uses are related by it; ChaCha20 is taken as a pseudorandom function under related keys there.)
+    Outside a trace the nonce is new. Inside a trace, a state may be passed on to further functions.
+    Its nonce stays the same for the first of them, and a counter is added to it for each further
+    one. The keys of these uses are related. The guarantee then needs ChaCha20 to be a pseudorandom
+    function under related keys.
 
     Args:
         key: The array with the secret key of the state.
-        nonce: Its nonce, uint32[..., 8]; ``None`` stays.
+        nonce: Its nonce, uint32[..., 8]. ``None`` stays ``None``.
 
     Raises:
-        NoiseReuseError: If a function that is traced holds the state.
+        NoiseReuseError: If a traced function holds the state as a constant.
     """
     if nonce is None:
         return None
     if not _compat.is_tracer(key):
-        if not isinstance(key, jax.Array | np.ndarray):  # shapes, or positions of axes
+        if not isinstance(key, jax.Array | np.ndarray):  # JAX passes shapes or axis numbers
             return nonce
         if in_trace():
             raise NoiseReuseError(_held("the update"))
@@ -285,10 +289,11 @@ def next_nonce(key: Any, nonce: Any) -> Any:
 
 
 def _new_nonce(shape: tuple[int, ...]) -> Array:
-    """Returns new bits as an array of JAX: NumPy's would keep a compiled call off its fast path.
+    """Returns new bits as a JAX array, because a NumPy array would slow a compiled call down.
 
-    Bits for many calls are drawn and moved to the device at once, since each move takes longer than
-    a small step. Each is handed out once: ``list.pop`` is atomic, and a forked process starts anew.
+    Bits for many calls are drawn and moved to the device at once, because one move takes longer
+    than a small step. Each nonce is handed out once: ``list.pop`` is atomic, and a forked process
+    starts with an empty list.
     """
     if shape != (_NONCE,):
         bits = np.frombuffer(secrets.token_bytes(4 * math.prod(shape)), "<u4")
@@ -307,9 +312,9 @@ def _rows(table: Array) -> list[Array]:
 
 
 def joined(tree: Any, nonce: Array) -> Any:
-    """Returns a tree whose keys have a nonce in them: the exclusive or of the two.
+    """Returns a tree in which each key is replaced by its exclusive or with the nonce.
 
-    For 256 uniform bits of nonce, each new key is uniform and independent of the old ones.
+    If the nonce has 256 uniform bits, each new key is uniform and independent of the old ones.
     """
 
     def one(leaf: Any) -> Any:
@@ -325,7 +330,7 @@ def joined(tree: Any, nonce: Array) -> Any:
 
 @_compat.custom_vmap
 def key_of_lane(keys: Any, rest: Any) -> Any:
-    """Returns the keys; under ``vmap`` over keys or over the rest, different ones in each lane."""
+    """Returns the keys. Under ``vmap`` over keys or ``rest`` each lane gets different keys."""
     return keys
 
 
@@ -335,8 +340,9 @@ def _(size: int, batched: Any, keys: Any, rest: Any) -> tuple[Any, Any]:
         lambda key, has: key if has else jnp.broadcast_to(key, (size, *key.shape)),
         keys, batched[0],
     )  # fmt: skip
-    spread = key_of_lane(spread, rest)  # a vmap around this one
+    spread = key_of_lane(spread, rest)  # for a vmap around this one
 
+    # Lanes that share a key would add the same noise, so each folds in its number.
     def fold(key: Array, lane: Array) -> Array:
         if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             return key

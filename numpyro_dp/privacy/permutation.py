@@ -29,10 +29,10 @@ class PermutationState:
     """State of :class:`Permutation`: a pytree for ``jit`` and ``scan``.
 
     Attributes:
-        key: Of the orders to come; secret.
+        key: Secret key of future orders.
         order: Rows in the order of this epoch, int32, shape ``(num_examples,)``.
         position: Number of the batch in the epoch.
-        num_examples: Rows of the data set; static.
+        num_examples: Rows of the data set, static.
     """
 
     key: Array = dataclasses.field(repr=False)
@@ -45,12 +45,12 @@ class PermutationState:
 class Permutation(Sampler):
     r"""Goes through the records in a new random order in each epoch.
 
-    An epoch has :math:`T = \lceil N / b \rceil` batches, whose sizes differ by one at most: batch
-    t is the rows at places :math:`\lfloor tN/T \rfloor` to :math:`\lfloor (t+1)N/T \rfloor` of
+    An epoch has :math:`T = \lceil N / b \rceil` batches, whose sizes differ by at most one. Batch
+    t has the rows at places :math:`\lfloor tN/T \rfloor` to :math:`\lfloor (t+1)N/T \rfloor` of
     the order.
 
     Args:
-        batch_size: b, the largest batch; at least 1.
+        batch_size: Largest size b of a batch, at least 1.
 
     Example:
         >>> import jax
@@ -61,10 +61,10 @@ class Permutation(Sampler):
         ((34,), 33, 3)
 
     **Guarantee**: a permuted epoch is *not* Poisson sampling, and is not amplified. A record is in
-    one batch of an epoch and the order reads no record, so given what was released before, and
-    whatever the order, the T releases of an epoch differ between neighbours in one of them alone:
-    an epoch is one Gaussian event, not T (parallel composition), and a run is as many as it has
-    epochs, the last begun one included. This holds though the order be known.
+    one batch of an epoch, and the order does not depend on the records. So, given earlier releases
+    and the order, neighbours differ in only one of the T releases of an epoch. An epoch is
+    therefore one Gaussian event, not T (parallel composition). A run counts one event for each
+    epoch that it begins. This holds even if the order is known.
 
     Reference:
         F. McSherry, "Privacy integrated queries", SIGMOD 2009 (parallel composition).
@@ -84,7 +84,7 @@ class Permutation(Sampler):
         return PermutationState(check_typed_key(key), order, zero, num_examples)
 
     def next(self, state: PermutationState) -> tuple[Batch, PermutationState]:
-        """Draws one batch; at the beginning of an epoch, its order."""
+        """Draws one batch, and a new order at the start of an epoch."""
         number, edges = state.num_examples, self._edges(state.num_examples)
 
         def begin(key: Array, _: Array) -> tuple[Array, Array]:
@@ -102,12 +102,12 @@ class Permutation(Sampler):
         return batch, PermutationState(key, order, position.astype(jnp.int32), number)
 
     def amplify(self, event: dpa.DpEvent, num_examples: int) -> dpa.DpEvent:
-        """Returns ``event``: nothing is amplified."""
+        """Returns ``event``, without amplification."""
         self._edges(num_examples)
         return event
 
     def compositions(self, num_examples: int, num_steps: int) -> int:
-        """Returns how many events that many steps are: the epochs begun."""
+        """Returns the number of events: the epochs that the steps begin."""
         return -(-num_steps // (len(self._edges(num_examples)) - 1))
 
     def inclusion_prob(self, num_examples: int) -> float:
@@ -120,7 +120,7 @@ class Permutation(Sampler):
         return 0.0
 
     def total_variation(self, num_examples: int) -> float:
-        """Returns 0: the guarantee holds for each order by itself."""
+        """Returns 0: the guarantee holds for every order."""
         self._edges(num_examples)
         return 0.0
 

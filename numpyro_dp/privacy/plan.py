@@ -1,4 +1,4 @@
-"""The plan of a run: what it will spend, found before it touches a record; and its report."""
+"""The plan of a run, made before the run reads a record, and the report of what it spent."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class BudgetError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run may do.
+    """How a run draws batches, adds noise and counts what it spends.
 
     Attributes:
         sampler: Draws the batches.
         num_examples: Public size of the data set.
-        noise_multiplier: Noise standard deviation over sensitivity (add or remove one).
-        mechanism: Noise multiplier -> mechanism of one step; states its sensitivity and event.
-        budget: What may be spent; ``None`` without one.
+        noise_multiplier: Noise standard deviation / sensitivity (add or remove one).
+        mechanism: Noise multiplier -> mechanism of one step, with its sensitivity and event.
+        budget: The budget of the run, or ``None``.
         delta: The delta at which epsilon is reported.
         relation: The neighbouring relation.
         accountant: Bounds epsilon.
@@ -54,12 +54,12 @@ class Plan:
 
     @property
     def sensitivity(self) -> float:
-        """Of the clipped sum of the first step, when one record is added or removed."""
+        """Sensitivity of the first step's clipped sum when one record is added or removed."""
         return self.mechanism(self.noise_multiplier).sensitivity
 
     @property
     def adaptive(self) -> bool:
-        """Whether that is the sensitivity of the first step alone, as the clip norm adapts."""
+        """Whether the clip norm adapts. Then ``sensitivity`` holds for the first step only."""
         return self.mechanism(self.noise_multiplier).extras is not None
 
     def event(self, num_steps: int) -> dpa.DpEvent:
@@ -78,12 +78,12 @@ class Plan:
 
         Args:
             num_steps: Steps taken.
-            delta: Where; the plan's own if ``None``.
-            accountant: By whom; the plan's own if ``None``.
+            delta: The delta, by default the plan's.
+            accountant: Bounds epsilon, by default the plan's.
 
         Raises:
-            TotalVariationError: If a budget is given and no epsilon can be promised. Without a
-                budget epsilon is infinite then: the run is reported as not private.
+            TotalVariationError: If the plan has a budget and no finite epsilon holds. Without a
+                budget the method returns an infinite epsilon: the run is not private.
         """
         event, delta = self.event(num_steps), self.delta if delta is None else delta
         try:
@@ -103,21 +103,21 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class PrivacyReport:
-    """What a run has spent, with the earlier ones in its budget. Prints itself; may be published.
+    """What a run and the earlier runs in its budget have spent. Print it. You may publish it.
 
     Attributes:
         bound: The epsilon bound with delta, relation, event and accountant.
-        num_steps: Steps taken, resumed ones included.
-        plan: How they were taken.
+        num_steps: Steps taken, including those before a resume.
+        plan: The plan of the run.
         reproducible: Whether the caller supplied the secret key.
-        loss_released: Whether a loss curve was part of the release.
+        loss_released: Whether the run released a loss curve.
         sensitive_allowed: Whether the run showed sensitive values to its caller.
         run: Name of the run.
-        chains: Chains of a sampler that share the steps, and so the budget.
-        repetition: Whether the caller said that the run repeats another one, with its noise.
-        data_plate: Name of the plate over records: one index of it is what is protected.
-        public: Arrays that were taken as public: arguments, static keywords, and constants that
-            model and guide hold. Each has a place, a shape and a dtype.
+        chains: Number of chains of a sampler. They share the steps, and so the budget.
+        repetition: Whether the caller declared that the run repeats another run with its noise.
+        data_plate: Name of the plate over records. Each index of it is one protected record.
+        public: Arrays that were taken as public: arguments, static keywords, and constants of
+            model and guide. Each has a place, a shape and a dtype.
     """
 
     bound: EpsilonBound
@@ -134,7 +134,7 @@ class PrivacyReport:
 
     @property
     def epsilon(self) -> float:
-        """Epsilon spent: an upper bound, earlier runs included; infinite if it is not private."""
+        """Upper bound on epsilon, earlier runs included. Infinite if the run is not private."""
         return self.bound.epsilon
 
     @property
@@ -154,7 +154,7 @@ class PrivacyReport:
 
     @property
     def accountant(self) -> str:
-        """Name of the accountant whose bound this is."""
+        """Name of the accountant that found the bound."""
         return self.bound.accountant
 
     @property
@@ -164,14 +164,15 @@ class PrivacyReport:
 
     @property
     def spending(self) -> tuple[Spending, ...]:
-        """What each earlier run in the budget, and this one, has spent by itself.
+        """What each earlier run in the budget and this run have spent, one entry for each.
 
         Raises:
             ValueError: If the run was not private.
         """
         if not math.isfinite(self.epsilon):
             raise ValueError(
-                "Expected a private run, got one with epsilon=inf. No budget is left after it."
+                "The run was not private: it spent epsilon=inf. No budget is left after it. Give "
+                "the earlier run a budget or noise."
             )
         plan = self.plan
         event = _run_event(plan, plan.noise_multiplier, self.num_steps)
@@ -182,7 +183,7 @@ class PrivacyReport:
         return (*plan.earlier, own)
 
     def of_another_run(self) -> PrivacyReport:
-        """Returns the same report for a run of the same plan, to be counted beside it."""
+        """Returns the same report for a separate run of the same plan."""
         return dataclasses.replace(self, run=uuid.uuid4().hex)
 
     def _caveats(self) -> tuple[str, ...]:
@@ -190,16 +191,16 @@ class PrivacyReport:
         found = []
         if self.reproducible:
             found.append(
-                "Reproducible run: the guarantee holds against those who do not know secret_key, "
-                "and only if it drives no other run on overlapping records."
+                "Reproducible run: the guarantee holds against people who do not know secret_key, "
+                "and only if no other run on overlapping records uses that key."
             )
         if self.repetition:
             found.append(
-                "repetition=True: another run may have had the same noise. The guarantee holds if "
-                "both were on the same records with the same settings, and counts for one of them."
+                "repetition=True: another run may have the same noise. The guarantee holds if both "
+                "used the same records and the same settings. The two then count as one run."
             )
         if self.sensitive_allowed:
-            found.append("allow_sensitive=True: losses shown to the caller are not covered.")
+            found.append("allow_sensitive=True: epsilon does not cover losses shown to the caller.")
         return tuple(found)
 
     def at(self, delta: float) -> EpsilonBound:
@@ -223,24 +224,25 @@ class PrivacyReport:
             lines.append("taken as public: " + "; ".join(map(str, self.public)))
         if self.chains > 1:
             lines.append(
-                f"These are {self.num_steps // self.chains} steps of each of {self.chains} chains, "
-                "which compose: epsilon is of all of them together."
+                f"Each of {self.chains} chains took {self.num_steps // self.chains} steps. Epsilon "
+                "covers all chains together."
             )
         if plan.earlier:
             lines.append(
-                f"Epsilon and event are of this run and {len(plan.earlier)} earlier in its budget."
+                f"Epsilon and event cover this run and the {len(plan.earlier)} earlier in its "
+                "budget."
             )
         if self.delta > 1 / plan.num_examples:
             lines.append(
-                f"delta > 1 / {plan.num_examples}: a delta this large permits publishing a record "
-                "verbatim. Choose one below 1 / number of records."
+                f"delta > 1 / {plan.num_examples}: so large a delta allows a run to publish a "
+                "whole record. Choose a delta below 1 / number of records."
             )
         if self.delta == default_delta(plan.num_examples):
             lines.append("delta is the default, min(0.01, N ** -1.1).")
         if self.loss_released:
             lines.append("The loss curve is part of the release.")
         lines += self._caveats()
-        lines += [f"Of an earlier run: {text}" for each in plan.earlier for text in each.caveats]
+        lines += [f"Earlier run: {text}" for each in plan.earlier for text in each.caveats]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -256,20 +258,20 @@ def make_plan(
     noise_multiplier: float | None,
     accountant: Accountant | None,
 ) -> Plan:
-    """Finds the noise for a run before it touches a record.
+    """Finds the noise for a run before it reads a record.
 
     Args:
         sampler: Draws the batches.
         num_examples: Public size of the data set.
         num_steps: Steps that the budget must cover.
         mechanism: Noise multiplier -> mechanism of one step.
-        budget: What may be spent. With a ``noise_multiplier`` it is a ceiling that is checked.
-        noise_multiplier: Given noise; found from the budget if ``None``.
+        budget: The budget of the run. A ``noise_multiplier`` is checked against it.
+        noise_multiplier: The noise. If ``None``, the function finds it from the budget.
         accountant: Bounds epsilon.
 
     Raises:
-        BudgetError: If the run would spend more than the budget, or the number of steps that the
-            budget must cover is not known.
+        BudgetError: If the run would spend more than the budget, or if a budget has no
+            ``num_steps``.
     """
     budget = budget and budget.for_records(num_examples)
     delta = budget.delta if budget else default_delta(num_examples)
@@ -280,8 +282,8 @@ def make_plan(
         return plan
     if num_steps is None:
         raise BudgetError(
-            "Expected num_steps together with a budget: without the number of steps no noise can "
-            "be found. Pass DPSVI(..., num_steps=T) for a loop of T updates, or use run()."
+            "Pass num_steps together with a budget: the noise depends on the number of steps. Use "
+            "DPSVI(..., num_steps=T) for a loop of T updates, or call run()."
         )
     if noise_multiplier is None:
         _check_left(plan, num_steps)
@@ -295,15 +297,15 @@ def make_plan(
     spent = plan.spent(num_steps).epsilon
     if spent > budget.epsilon:
         raise BudgetError(
-            f"Expected {num_steps} steps with noise_multiplier={noise} to spend at most epsilon="
-            f"{budget.epsilon}, got {spent:.4g}. Take fewer steps or more noise, or drop "
-            "noise_multiplier and let the budget choose it."
+            f"{num_steps} steps with noise_multiplier={noise} would spend epsilon={spent:.4g}. The "
+            f"budget allows at most epsilon={budget.epsilon}. Take fewer steps or more noise, or "
+            "omit noise_multiplier so that the budget sets it."
         )
     return plan
 
 
 def _check_left(plan: Plan, num_steps: int) -> None:
-    """Raises if earlier runs alone have spent the budget."""
+    """Raises an error if earlier runs alone have spent the budget."""
     if not plan.earlier:
         return
     nothing = _with_earlier(plan, dpa.NoOpDpEvent())
@@ -312,14 +314,14 @@ def _check_left(plan: Plan, num_steps: int) -> None:
     spent = epsilon_spent(nothing, plan.delta, plan.relation, accountant=plan.accountant, **beside)
     if spent.epsilon >= budget.epsilon:
         raise BudgetError(
-            f"Expected the {len(plan.earlier)} earlier runs to leave something of the budget "
-            f"{budget}, got {spent}. Nothing more can be released within it."
+            f"The {len(plan.earlier)} earlier runs have spent the budget {budget}: {spent}. "
+            "Nothing more can be released within it. A further run needs a larger budget."
         )
 
 
 def _run_event(plan: Plan, noise_multiplier: float, num_steps: int) -> dpa.DpEvent:
-    # The sum of two neighbours may differ by so many times the sensitivity of add-or-remove: in
-    # its units there is so much less noise.
+    # The mechanism states noise / sensitivity for add-or-remove. Sums of replace-one neighbours
+    # differ by up to twice that sensitivity, so relative to it the noise is half as large.
     mechanism = plan.mechanism(noise_multiplier / SENSITIVITY[plan.relation])
     sampler, number = plan.sampler, plan.num_examples
     if mechanism.event is None or isinstance(mechanism.event, dpa.NonPrivateDpEvent):
@@ -337,7 +339,7 @@ def _with_earlier(plan: Plan, event: dpa.DpEvent) -> dpa.DpEvent:
 
 
 def _of_batches(plan: Plan, num_steps: int) -> dict[str, float]:
-    """Union bounds over the steps of what the batches do that the event does not say."""
+    """Errors of the sampler that the event leaves out, by a union bound over the steps."""
     return {
         "failure_prob": plan.sampler.failure_prob(plan.num_examples) * num_steps,
         "total_variation": plan.sampler.total_variation(plan.num_examples) * num_steps,
@@ -345,7 +347,7 @@ def _of_batches(plan: Plan, num_steps: int) -> dict[str, float]:
 
 
 def _beside_the_event(plan: Plan, num_steps: int) -> dict[str, float]:
-    """The same, of earlier runs too."""
+    """The same errors, summed over this run and the earlier ones."""
     return {
         name: min(value + sum(getattr(each, name) for each in plan.earlier), 1.0 - 1e-12)
         for name, value in _of_batches(plan, num_steps).items()

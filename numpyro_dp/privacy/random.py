@@ -1,4 +1,4 @@
-r"""Cryptographically secure randomness: ChaCha20 as a JAX generator, and a Gaussian with tails.
+r"""Cryptographically secure randomness: ChaCha20 as a JAX generator, and normals with full tails.
 
 A key is 256 bits. With :math:`F_k(n, c)` the ChaCha20 block function (512 bits) of key :math:`k`,
 nonce :math:`n` and block counter :math:`c`,
@@ -9,16 +9,16 @@ nonce :math:`n` and block counter :math:`c`,
     \mathrm{fold}_d(k) = F_k((n_{fold}, d), 0)_{0..255}.
 
 The keys are ordinary typed JAX keys: ``jax.random`` functions, ``jit``, ``vmap`` and ``scan`` take
-them. (``jax.random.poisson`` is the exception: JAX offers it for threefry alone.)
+them. Exception: ``jax.random.poisson``, which JAX offers for threefry only.
 
 **Guarantee.** The three domains are distinct nonces, so bits, children and folded keys of one key
 are values of :math:`F_k` at distinct inputs. If :math:`F` is a pseudo-random function, each child
-is indistinguishable from a fresh uniform key, and by induction over the tree (a hybrid argument)
-all streams drawn from :math:`m` keys are indistinguishable from independent uniform bits, up to
-:math:`m` times the advantage against ChaCha20. A key cannot be computed from what it produced, so
-a state that holds only the child of a split cannot reproduce what came before it. This holds for
-keys with 256 unpredictable bits: those of :func:`secret_key`. ``jax.random.key(0, impl=CHACHA20)``
-works, has at most as much entropy as its seed, and is for tests.
+is indistinguishable from a fresh uniform key. By induction over the tree (a hybrid argument), all
+streams drawn from :math:`m` keys are then indistinguishable from independent uniform bits, up to
+:math:`m` times the advantage against ChaCha20. A key cannot be computed from its outputs, so
+a state that holds only the child of a split cannot reproduce earlier draws. This holds for keys
+with 256 unpredictable bits, as :func:`secret_key` makes them. A key from
+``jax.random.key(0, impl=CHACHA20)`` has at most as much entropy as its seed. Use it in tests only.
 
 Reference:
     Y. Nir, A. Langley, "ChaCha20 and Poly1305 for IETF Protocols", RFC 8439, 2018.
@@ -44,7 +44,9 @@ from .once import check_outside_trace
 
 __all__ = ["CHACHA20", "as_secret_key", "secret_key", "standard_normal"]
 
-_STRETCH = 4096  # normals whose bits stay in a CPU's nearest memory: 2.5 times as fast
+_STRETCH = (
+    4096  # normals drawn at once: their bits stay in a CPU's nearest cache, 2.5 times as fast
+)
 _KEY_WORDS = 8
 _BLOCK_WORDS = 16
 _MAX_BLOCKS = 2**32
@@ -58,14 +60,14 @@ def secret_key(seed: int | bytes | str | None = None) -> Array:
     """Returns a scalar ChaCha20 key with 256 bits from the operating system.
 
     Args:
-        seed: ``None`` for a secret key. Anything else gives a reproducible key, as
-            :func:`as_secret_key` does: whoever knows the seed can remove the noise.
+        seed: ``None`` for a secret key. Anything else gives a reproducible key by
+            :func:`as_secret_key`. People who know the seed can remove the noise.
 
     Raises:
-        NoiseReuseError: If it is called without a seed while JAX traces a function, for whose calls
-            and lanes the key would be the same.
+        NoiseReuseError: If it is called without a seed while JAX traces a function. Every call and
+            lane of that function would share the key.
         TypeError: If the seed is of another type.
-        ValueError: If a seed of bytes or hexadecimal digits has not 256 bits.
+        ValueError: If a seed of bytes or hexadecimal digits does not have 256 bits.
 
     Example:
         >>> import jax
@@ -87,13 +89,13 @@ def as_secret_key(key: Array | bytes | str | int) -> Array:
     """Returns a scalar ChaCha20 key made from, or equal to, the argument.
 
     Args:
-        key: A scalar ChaCha20 key (returned as it is, also under ``jit``); 32 bytes, or 64
-            hexadecimal digits, read as RFC 8439 reads a key; or an integer >= 0, hashed with
-            SHA-256: reproducible, and no more secret than the integer is.
+        key: A scalar ChaCha20 key is returned unchanged, also under ``jit``. 32 bytes or 64
+            hexadecimal digits are read as in RFC 8439. An integer >= 0 is hashed with SHA-256. Its
+            key is reproducible, and no more secret than the integer.
 
     Raises:
-        TypeError: For keys of another generator, such as ``jax.random.key(0)``, which has 64 bits
-            of state and at most 32 bits of entropy, and for any other type.
+        TypeError: If the key is of another generator or another type. ``jax.random.key(0)``, for
+            example, has 64 bits of state and at most 32 bits of entropy.
         ValueError: If the key is not a scalar, the bytes or digits are not 256 bits, or the
             integer is negative. The message never shows the value, which may be secret.
 
@@ -103,8 +105,8 @@ def as_secret_key(key: Array | bytes | str | int) -> Array:
         >>> bool((jax.random.bits(a, (4,)) == jax.random.bits(as_secret_key(a), (4,))).all())
         True
 
-    **Guarantee**: no generator but ChaCha20 passes; distinct integers give keys that collide with
-    the probability of a SHA-256 collision.
+    **Guarantee**: only keys of ChaCha20 pass. Distinct integers give distinct keys, unless SHA-256
+    collides.
     """
     if isinstance(key, jax.Array):
         return _check_typed(key)
@@ -112,10 +114,13 @@ def as_secret_key(key: Array | bytes | str | int) -> Array:
         try:
             key = bytes.fromhex(key)
         except ValueError:
-            raise ValueError("Expected a key of 64 hexadecimal digits, got other text.") from None
+            raise ValueError(
+                "A key given as text must have 64 hexadecimal digits. Use secret_key() for a fresh "
+                "secret key."
+            ) from None
     elif isinstance(key, numbers.Integral) and not isinstance(key, bool):
         if key < 0:
-            raise ValueError("Expected an integer seed >= 0, got a negative one.")
+            raise ValueError("The integer seed is negative. Use a seed >= 0.")
         key = hashlib.sha256(_INT_CONTEXT + hex(int(key)).encode()).digest()
     if not isinstance(key, (bytes, bytearray)):
         raise TypeError(
@@ -133,27 +138,27 @@ def as_secret_key(key: Array | bytes | str | int) -> Array:
 def standard_normal(
     key: Array, shape: tuple[int, ...] = (), dtype: DTypeLike = jnp.float32
 ) -> Array:
-    r"""Draws independent N(0, 1) numbers whose tails are not cut off.
+    r"""Draws independent N(0, 1) values whose tails are not cut off.
 
-    Box and Muller's transform, both outputs used, with 96 (float32) or 192 (float64) random bits
-    for each pair, and a child of the key for each 4096 numbers where there are more:
+    Box and Muller's transform gives a pair of values from 96 (float32) or 192 (float64) random
+    bits. Above 4096 values, each 4096 of them have their own child of the key.
 
     .. math:: r = \sqrt{-2 \log u}, \qquad (z_1, z_2) = (r \cos 2\pi v, r \sin 2\pi v).
 
-    :math:`u = (U + 1/2)\, 2^{-64}` has a 64-bit U (128 for float64), and keeps its relative
+    Here :math:`u = (U + 1/2)\, 2^{-64}` has a 64-bit U (128 for float64). It keeps its relative
     precision at both ends: :math:`\log u` near 1 is computed from :math:`1 - u`. The largest
-    magnitude is 9.49 (13.4 for float64); a Gaussian exceeds it with probability 2e-21 (1e-40).
-    (``jax.random.normal`` in float32 inverts a 23-bit uniform and never exceeds 5.42, where a
-    true Gaussian is once in 17 million draws.)
+    magnitude is 9.49 (13.4 for float64), which a Gaussian exceeds with probability 2e-21 (1e-40).
+    For comparison, ``jax.random.normal`` in float32 inverts a 23-bit uniform. It never exceeds
+    5.42, which a Gaussian does once in 17 million draws.
 
     Args:
-        key: A scalar typed key; the result is as unpredictable as the key's generator.
+        key: A scalar typed key. The result is as unpredictable as the key's generator.
         shape: Shape of the result.
-        dtype: ``float32``, or ``float64`` where 64-bit mode is on.
+        dtype: ``float32``, or ``float64`` in 64-bit mode.
 
     Raises:
-        TypeError: If ``key`` is no scalar typed key, or ``dtype`` is another type, or ``float64``
-            without 64-bit mode.
+        TypeError: If ``key`` is not a scalar typed key, ``dtype`` is another type, or ``float64``
+            is used without 64-bit mode.
 
     Example:
         >>> import jax
@@ -161,9 +166,9 @@ def standard_normal(
         >>> bool(jax.numpy.isfinite(z).all()), z.dtype
         (True, dtype('float32'))
 
-    **Guarantee**: finite for every outcome of the generator. What it does not promise: the values
-    are floating-point numbers, not a discrete Gaussian, so a sum released with all its low-order
-    bits can in principle tell neighbouring inputs apart (Mironov): the proof is for real numbers.
+    **Guarantee**: values are finite for every outcome of the generator. Limit: they are
+    floating-point numbers, not a discrete Gaussian, while the proof is for real numbers. A sum
+    released with all its low-order bits can in principle distinguish neighbours (Mironov).
 
     Reference:
         G. E. P. Box, M. E. Muller, Ann. Math. Statist. 29, 1958. I. Mironov, "On significance of
@@ -208,7 +213,7 @@ def _check_typed(key: Array) -> Array:
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if jax.random.key_impl(key) != CHACHA20:
             raise TypeError(
-                f"Expected a ChaCha20 key, got one of {jax.random.key_impl(key)}, whose state has "
+                f"Expected a ChaCha20 key, got a key of {jax.random.key_impl(key)}. Its state has "
                 "too few bits. Use secret_key(), or secret_key(seed) for a reproducible run."
             )
         if key.shape:
@@ -227,16 +232,14 @@ def _normal_types(dtype: DTypeLike) -> tuple[jnp.dtype, jnp.dtype]:
     if name != "float64":
         raise TypeError(f"Expected dtype float32 or float64, got {name}. Draw float32 and convert.")
     if not jax.config.jax_enable_x64:
-        raise TypeError(
-            "Expected 64-bit mode for dtype float64. Set jax_enable_x64, or use float32."
-        )
+        raise TypeError("dtype float64 needs 64-bit mode. Set jax_enable_x64, or use float32.")
     return jnp.dtype("float64"), jnp.dtype("uint64")
 
 
 def _log_uniform(high: Array, low: Array, dtype: jnp.dtype) -> Array:
     """log((2**w high + low + 1/2) / 2**2w) for w-bit words, accurate relative to its own size."""
     width = 8 * high.dtype.itemsize
-    # Complementing every bit maps u to 1 - u exactly: the smaller of both is `small`.
+    # Complementing every bit maps u to 1 - u exactly. `small` is the smaller of the two.
     above = (high >> (width - 1)).astype(bool)
     high, low = jnp.where(above, ~high, high), jnp.where(above, ~low, low)
     small = high.astype(dtype) * 2.0**-width + (low.astype(dtype) + 0.5) * 2.0 ** (-2 * width)
@@ -248,7 +251,7 @@ def _circle(bits: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
     width = 8 * bits.dtype.itemsize
     angle = ((bits >> 3).astype(dtype) + 0.5) * (math.pi / 4 * 2.0 ** (3 - width))
     square = angle * angle
-    # Taylor series, as far as [0, pi/4] needs: a library's functions must reduce any angle first.
+    # Taylor series for [0, pi/4]: a library's functions would first have to reduce the angle.
     last = 8 if dtype == jnp.float32 else 16
     cos, sin = _alternating(square, last), angle * _alternating(square, last + 1)
     swap = (bits & 1).astype(bool)
@@ -287,21 +290,21 @@ def _roll(x: Array, count: int) -> Array:
 
 def _double_round(_: Array, state: Array) -> Array:
     a, b, c, d = _quarter_rounds(*state)
-    # Half a double round is one pass over the state: without the barrier half would be done twice.
+    # Each half is one pass over the state. Without the barrier XLA would compute the first twice.
     state = lax.optimization_barrier(jnp.stack([a, _roll(b, 1), _roll(c, 2), _roll(d, 3)]))
     a, b, c, d = _quarter_rounds(*state)
     return jnp.stack([a, _roll(b, 3), _roll(c, 2), _roll(d, 1)])
 
 
-# Compiled, because outside of traces JAX runs the operations of a key one by one: some thirty
-# programs in a process that starts. Inside a trace nothing is left of it.
+# Compiled, because outside a trace JAX would compile the operations of a key one by one, some
+# thirty programs in a new process. Inside a trace, inline=True removes the call.
 @functools.partial(jax.jit, inline=True)
 def _blocks(key: Array, nonce: tuple[Array | int, ...], counters: Array) -> Array:
     """ChaCha20 blocks of one key and nonce, shape (16, counters), uint32.
 
-    The state has shape (4, 4, counters), RFC 8439's matrix for each block, so that four quarter
-    rounds of all blocks are one vector operation. The rounds stay in a loop: unrolled, XLA takes
-    minutes to compile them.
+    The state has shape (4, 4, counters), RFC 8439's matrix for each block. Four quarter rounds of
+    all blocks are then one vector operation. The rounds stay in a loop, because XLA takes minutes
+    to compile them unrolled.
     """
     rows = [jnp.uint32(word) for word in _CONSTANTS], [*key[:4]], [*key[4:]]
     last = [counters, *(jnp.asarray(word).astype(jnp.uint32) for word in nonce)]
@@ -316,7 +319,7 @@ def _blocks(key: Array, nonce: tuple[Array | int, ...], counters: Array) -> Arra
 
 
 def _whole_vectors(number: int) -> int:
-    """A number >= the given one that a CPU's vector instructions take whole.
+    """Rounds a number of blocks up to whole vectors of a CPU.
 
     Ten blocks take three times as long as twenty-four.
     """
@@ -331,8 +334,8 @@ def _counters(number: int) -> Array:
 def _random_bits(key: Array, bit_width: int, shape: tuple[int, ...]) -> Array:
     """The keystream's words in a fixed order: the first word of every block, then the second, ...
 
-    The RFC's order would transpose (16, blocks), which costs a consumer up to five times as much;
-    so would leaving out blocks that only fill a vector.
+    The RFC's order would transpose (16, blocks), which costs a consumer up to five times as much.
+    Leaving out blocks that only fill a vector would cost as much.
     """
     size = math.prod(shape)
     blocks = _counters(_whole_vectors(-(-size * bit_width // (32 * _BLOCK_WORDS))))
@@ -357,7 +360,7 @@ def _fold_in(key: Array, data: Array) -> Array:
 def _seed(seed: Array) -> Array:
     seed = jnp.asarray(seed)
     if seed.ndim:
-        raise TypeError(f"Expected a scalar seed, got one of shape {seed.shape}.")
+        raise TypeError(f"Expected a scalar seed, got an array of shape {seed.shape}.")
     wide = seed.dtype.itemsize == 8
     high = lax.shift_right_logical(seed, seed.dtype.type(32)) if wide else jnp.uint32(0)
     low = seed & seed.dtype.type(0xFFFFFFFF) if wide else seed
@@ -365,7 +368,7 @@ def _seed(seed: Array) -> Array:
     return _blocks(zero, (_SEED, low, high), _counters(1))[:_KEY_WORDS, 0]
 
 
-# Defining registers nothing by name and makes no array; one spec, so that its keys are one type.
+# Defined once, so that all its keys have one type. This makes no array and registers no name.
 CHACHA20 = define_prng_impl(
     key_shape=(_KEY_WORDS,),
     seed=_seed,

@@ -1,24 +1,25 @@
-r"""Batches: Poisson, fixed-size without replacement, and every record.
+r"""Samplers: Poisson, fixed-size without replacement, and full batch.
 
 Poisson sampling takes each record independently with probability :math:`q`. The gaps between
-neighbouring rows taken are geometric, :math:`P(G \ge g) = (1-q)^g`, so a batch costs
-:math:`O(qN)`: row :math:`i` of the batch is :math:`\sum_{j \le i} (1 + G_j) - 1`. No logarithm is
-taken of a rounded uniform. In a mixed radix, :math:`G = \sum_j D_j B_j`, the digits of a geometric
-number are independent, with
+neighbouring rows taken are geometric, :math:`P(G \ge g) = (1-q)^g`. So a batch costs
+:math:`O(qN)`, and its row :math:`i` is :math:`\sum_{j \le i} (1 + G_j) - 1`. The gaps do not come
+from the logarithm of a rounded uniform. In a mixed radix, :math:`G = \sum_j D_j B_j`, the digits
+of a geometric number are independent, with
 
 .. math::
     P(D_j \ge m) = \frac{s_j^m - s_j^{r_j}}{1 - s_j^{r_j}}, \quad s_j = (1-q)^{B_j},
-    \quad 0 \le m < r_j,
+    \quad 0 \le m < r_j.
 
-so each digit is one 160-bit uniform integer compared with constants of the host, and the
-distribution of a batch is Poisson's up to a total variation that is computed, not estimated.
+Each digit comes from one uniform 160-bit integer, which is compared with constants of the host.
+The total variation between a batch and Poisson sampling is computed, not estimated.
 
-**Guarantee.** A batch fails with probability at most ``failure_prob(N)``: more rows are drawn than
-it can hold. Otherwise its distribution is within ``total_variation(N)`` of the one that ``amplify``
-accounts for. Both belong in delta, see :func:`~numpyro_dp.privacy.accounting.epsilon_spent`.
-Whether a padded Poisson batch fails is decided by the *other* records: it fails if they alone fill
-it, so the event is the same with and without a given record, and if it does not happen that record
-is taken or not as accounted for. States hold a key from which no earlier batch can be computed.
+**Guarantee.** A batch fails if more rows are drawn than it can hold. The probability of this is at
+most ``failure_prob(N)``. Otherwise its distribution is within ``total_variation(N)`` of the one
+that ``amplify`` accounts for. Both are charged to delta, see
+:func:`~numpyro_dp.privacy.accounting.epsilon_spent`. For a given record, a padded Poisson batch
+fails if the *other* records alone fill it. So the failure is the same with and without the record.
+Without a failure the record is sampled as accounted for. Earlier batches cannot be computed from
+the key in a state.
 
 Reference:
     Y. Zhu, Y.-X. Wang, "Poisson subsampled Renyi differential privacy", ICML 2019. L. Devroye,
@@ -55,10 +56,10 @@ _SORT_WORDS = 3  # 32-bit words of a sort key
 )
 @dataclasses.dataclass(frozen=True)
 class SamplerState:
-    """State of every sampler here: a pytree for ``jit`` and ``scan``.
+    """State of the samplers in this module: a pytree for ``jit`` and ``scan``.
 
     Attributes:
-        key: Secret key of the batches to come; past batches do not follow from it.
+        key: Secret key of future batches. Past batches cannot be computed from it.
         num_examples: Size of the data set, static.
     """
 
@@ -71,14 +72,14 @@ class Poisson(Sampler):
     """Takes each record independently with probability ``rate``.
 
     A batch has the smallest fixed size M with P(Binomial(N - 1, rate) >= M) <= ``overflow_prob``.
-    A larger batch, should one come, loses its last rows; ``failure_prob`` pays for that.
+    If more rows are drawn, the last ones are dropped. ``failure_prob`` accounts for that.
 
     Args:
         rate: Probability q that a record is in a batch, in (0, 1].
         overflow_prob: Largest probability, for one step, that a batch does not fit.
 
     Raises:
-        TypeError: If an argument is no real number.
+        TypeError: If an argument is not a real number.
         ValueError: If an argument is outside its range.
 
     Example:
@@ -91,8 +92,8 @@ class Poisson(Sampler):
         >>> sampler.failure_prob(30_000) < 1e-18, sampler.total_variation(30_000) < 1e-42
         (True, True)
 
-    **Guarantee**: indices under the mask are sorted and distinct; the distribution of a batch that
-    does not fail is within ``total_variation`` of Poisson sampling, under ``vmap`` too.
+    **Guarantee**: indices under the mask are sorted and distinct. The distribution of a batch that
+    does not fail is within ``total_variation`` of Poisson sampling, also under ``vmap``.
     """
 
     rate: float
@@ -105,7 +106,7 @@ class Poisson(Sampler):
         )
 
     def init(self, key: Array, num_examples: int) -> SamplerState:
-        """Returns the first state; ``key`` is a secret scalar typed key."""
+        """Returns the first state. ``key`` is a secret scalar typed key."""
         return SamplerState(check_typed_key(key), _check_examples(num_examples))
 
     def next(self, state: SamplerState) -> tuple[Batch, SamplerState]:
@@ -137,17 +138,18 @@ class Poisson(Sampler):
 
 @dataclasses.dataclass(frozen=True)
 class FixedSize(Sampler):
-    """Takes ``batch_size`` distinct records, every subset of that size equally likely.
+    """Takes ``batch_size`` distinct records. Every subset of that size is equally likely.
 
-    Up to a quarter of the data set: independent uniform rows, of which the first ``batch_size``
-    distinct ones stay; O(b log b). Beyond: the first rows of a random permutation, O(N log N).
+    Up to a quarter of the data set, it draws independent uniform rows and keeps the first
+    ``batch_size`` distinct ones, in O(b log b). Above a quarter, it takes the first rows of a
+    random permutation, in O(N log N).
 
     Args:
         batch_size: Number b of records in a batch, at most the size of the data set.
 
     Raises:
-        TypeError: If ``batch_size`` is no integer.
-        ValueError: If ``batch_size`` < 1, or, in a call, larger than the data set.
+        TypeError: If ``batch_size`` is not an integer.
+        ValueError: If ``batch_size`` < 1. Calls also raise it if the data set is smaller.
 
     Example:
         >>> from numpyro_dp.privacy.random import secret_key
@@ -156,10 +158,10 @@ class FixedSize(Sampler):
         >>> len(set(batch.indices.tolist())), bool(batch.mask.all())
         (100, True)
 
-    **Guarantee**: a batch is uniform over subsets unless it fails, with at most ``failure_prob``:
-    below 1e-18 up to a quarter of the data set, and N**2 2**-97 beyond. The order of the
-    entries is random too. ``amplify`` is an event that accountants know under the replace-one
-    relation: a batch of fixed size is not a Poisson batch.
+    **Guarantee**: a batch is uniform over subsets unless it fails, with probability at most
+    ``failure_prob``. That is below 1e-18 up to a quarter of the data set, and N**2 2**-97 above.
+    The order of the entries is random too. A batch of fixed size is not a Poisson batch.
+    Accountants support the event of ``amplify`` under the replace-one relation.
     """
 
     relation = "replace_one"
@@ -169,11 +171,11 @@ class FixedSize(Sampler):
         check_int("batch_size", self.batch_size, low=1)
 
     def init(self, key: Array, num_examples: int) -> SamplerState:
-        """Returns the first state; ``key`` is a secret scalar typed key."""
+        """Returns the first state. ``key`` is a secret scalar typed key."""
         return SamplerState(check_typed_key(key), self._check(num_examples))
 
     def next(self, state: SamplerState) -> tuple[Batch, SamplerState]:
-        """Draws one batch; the mask is false only in a shortfall (probability below 1e-18)."""
+        """Draws one batch. The mask is false only in a shortfall (probability below 1e-18)."""
         self._check(state.num_examples)
         key, batch = _fixed_size_batch(state.key, int(self.batch_size), state.num_examples)
         return batch, SamplerState(key, state.num_examples)
@@ -191,7 +193,7 @@ class FixedSize(Sampler):
     def failure_prob(self, num_examples: int) -> float:
         """Returns P(too few distinct draws), or P(two equal sort keys) for large fractions.
 
-        Neither depends on the records. Otherwise every subset is equally likely, exactly.
+        Neither depends on the records. Without a failure all subsets are exactly equally likely.
         """
         number = self._check(num_examples)
         if 4 * self.batch_size > number:
@@ -225,11 +227,11 @@ class FullBatch(Sampler):
         >>> batch
         Batch(indices=None, mask=None)
 
-    **Guarantee**: exact; nothing random is drawn.
+    **Guarantee**: exact, because nothing random is drawn.
     """
 
     def init(self, key: Array, num_examples: int) -> SamplerState:
-        """Returns the state, which stays what it is."""
+        """Returns the state, which never changes."""
         return SamplerState(check_typed_key(key), _check_examples(num_examples))
 
     def next(self, state: SamplerState) -> tuple[Batch, SamplerState]:
@@ -265,7 +267,7 @@ def _check_examples(num_examples: int) -> int:
 def _poisson_batch(key: Array, plan: PoissonPlan, number: int) -> tuple[Array, Batch]:
     key, coarse, fine = jax.random.split(key, 3)
     gaps = _geometric(coarse, fine, plan, number)
-    # Saturating at N + 1 <= 2**31 - 1, a sum of two terms fits an unsigned 32-bit word.
+    # Sums saturate at N + 1 <= 2**31 - 1, so the sum of two terms fits an unsigned 32-bit word.
     end = jnp.uint32(number + 1)
     rows = lax.associative_scan(lambda a, b: jnp.minimum(a + b, end), gaps + jnp.uint32(1))
     mask = rows <= jnp.uint32(number)
@@ -285,15 +287,15 @@ def _fixed_size_batch(key: Array, size: int, number: int) -> tuple[Array, Batch]
 
 
 def _geometric(coarse: Array, fine: Array, plan: PoissonPlan, limit: int) -> Array:
-    """Geometric numbers, cut at ``limit``, one for each entry of the batch; uint32."""
+    """Geometric numbers (uint32), cut at ``limit``, one for each entry of the batch."""
     jump = [Digit(limit, plan.jump, len(plan.jump))] if plan.jump else []
     digits = [*plan.digits, *jump]
     if not digits:
         return jnp.zeros(plan.size, jnp.uint32)
     words = jax.random.bits(coarse, shape := (len(digits), plan.size), jnp.uint32)
     # One comparison for each threshold: XLA fuses these better than a reduction. The first 32 bits
-    # and the common thresholds decide, unless the bits equal those of a threshold or are below the
-    # common ones: then the rest of the bits is drawn.
+    # and the common thresholds usually decide. If the bits equal those of a threshold, or are below
+    # the common thresholds, the remaining bits are drawn.
     rare = jnp.zeros(plan.size, bool)
     for digit, word in zip(digits, words, strict=True):
         first = [jnp.uint32(t >> (WORD_BITS - 32)) for t in digit.thresholds]
@@ -315,7 +317,7 @@ def _geometric(coarse: Array, fine: Array, plan: PoissonPlan, limit: int) -> Arr
 
 @custom_vmap
 def _any(flags: Array) -> Array:
-    """Whether any flag is set; under ``vmap``, in any batch: the digits are the same either way."""
+    """Whether any flag is set, under ``vmap`` in any batch. It does not change the digits."""
     return flags.any()
 
 
@@ -325,7 +327,7 @@ _any.def_vmap(lambda size, batched, flags: (_any(flags.reshape(-1)), False))
 def _place_digits(digits: list[Digit], words: Array, limit: int) -> Array:
     """Sum of digit * place, cut at ``limit``, from the first 32 bits of each digit's word.
 
-    The reach of all digits is below 2 * limit.
+    The sum of all digits is below 2 * limit, so it does not overflow.
     """
     total = jnp.zeros(words.shape[1:], jnp.uint32)
     for digit, word in zip(digits, words, strict=True):
@@ -337,7 +339,7 @@ def _place_digits(digits: list[Digit], words: Array, limit: int) -> Array:
 
 
 def _place_digits_exactly(digits: list[Digit], words: tuple[Array, ...], limit: int) -> Array:
-    """The same from all bits; one loop over all thresholds, because compiling takes time too."""
+    """The same from all bits. One loop over all thresholds compiles fast."""
     each = [(row, digit.place, t) for row, digit in enumerate(digits) for t in digit.thresholds]
     rows, places = (jnp.asarray(column, jnp.uint32) for column in list(zip(*each, strict=True))[:2])
     table = jnp.asarray([_parts(threshold) for *_, threshold in each])
@@ -365,10 +367,10 @@ def _below(words: list[Array], parts: Array) -> Array:
 
 
 def _uniform_rows(key: Array, draws: int, number: int) -> Array:
-    """Exactly uniform rows in [0, number), or ``number`` for a rejected draw; uint32.
+    """Exactly uniform rows (uint32) in [0, number), or ``number`` for a rejected draw.
 
-    Lemire's method: the row is the high word of word * number, and a low word below
-    2**32 mod number is rejected, which leaves as many words for each row.
+    Lemire's method: the row is the high word of word * number. A low word below 2**32 mod number
+    is rejected, so that the same number of words remains for each row.
     """
     word = jax.random.bits(key, (draws,), jnp.uint32)
     low, high = word & 0xFFFF, word >> 16
@@ -382,7 +384,7 @@ def _uniform_rows(key: Array, draws: int, number: int) -> Array:
 
 
 def _first_distinct(rows: Array, size: int, number: int) -> Batch:
-    """The first ``size`` distinct rows in order of appearance, rejected draws left out."""
+    """The first ``size`` distinct rows in order of appearance, without rejected draws."""
     order = lax.iota(jnp.int32, rows.shape[0])
     rows, order = lax.sort((rows, order), num_keys=2)
     repeated = jnp.concatenate([jnp.zeros(1, bool), rows[1:] == rows[:-1]])

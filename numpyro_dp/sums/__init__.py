@@ -1,1 +1,1 @@
-"""Bounded sums over the records of a batch: exact, by products, by microbatches, on devices."""
+"""Clipped sums over the records of a batch: exact, by products, by microbatches, on devices."""

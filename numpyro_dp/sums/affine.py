@@ -1,12 +1,12 @@
-r"""Finds the few numbers through which a likelihood sees its latents.
+r"""Finds the few values through which a likelihood depends on its latents.
 
 For :math:`f(z, x) = h(\eta(z, x), x)` with :math:`\eta = J(x) z + a(x)`, affine in z,
 
 .. math:: \nabla_z f = J^\top \nabla_\eta h,
 
-and J does not depend on z: gradients at many z, and for many outcomes, differ in a few numbers
+and J does not depend on z. Gradients at many z, and for many outcomes, then differ in a few values
 only. In a generalised linear model :math:`\eta` is the linear predictor and J a row of the design.
-Where the program has no such waist, :math:`\eta` is z itself.
+If the program has no such waist, :math:`\eta` is z itself.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from numpyro_dp.sums.contraction import Constant, evaluate, trace_scalar
 
 __all__ = ["Waist", "find_waist"]
 
+# Operations that are linear in all inputs together, and those that are linear in the first one.
 _LINEAR = {
     "add", "add_any", "sub", "neg", "reduce_sum", "concatenate", "split", "cumsum", "rev",
     *MOVES,
@@ -33,11 +34,11 @@ _FREE, _AFFINE, _BENT = 0, 1, 2
 
 
 class Waist(NamedTuple):
-    """A scalar cut where it is narrow.
+    """A scalar function, cut where few values pass.
 
     Attributes:
-        size: How many numbers pass.
-        values: ``(z, example) -> eta``, shape (size,); affine in z.
+        size: Number of values that pass the cut.
+        values: ``(z, example) -> eta``, shape (size,), affine in z.
         rest: ``(eta, example) -> scalar``.
     """
 
@@ -47,7 +48,7 @@ class Waist(NamedTuple):
 
 
 def find_waist(scalar: Callable[[Array, Any], Array], point: Any, example: Any) -> Waist:
-    """Cuts a scalar function of a vector and a record behind what is affine in the vector.
+    """Cuts a scalar function of a vector and a record after its affine part in the vector.
 
     Args:
         scalar: ``(z, example) -> scalar`` with z of shape (d,).
@@ -115,7 +116,7 @@ def _degree(program: Any, op: Any, own: list[int]) -> int:
 
 
 def _frontier(program: Any, degree: dict[int, int]) -> set[int]:
-    """Affine values that something else is made of."""
+    """Affine values that an operation reads whose result is not affine."""
     found = {program.output} if degree.get(program.output) == _AFFINE else set()
     for op in program.ops:
         if any(degree[out] == _BENT for out in op.outputs):
@@ -126,7 +127,7 @@ def _frontier(program: Any, degree: dict[int, int]) -> set[int]:
 def _narrowed(program: Any, degree: dict[int, int], cut: set[int]) -> set[int]:
     """Moves the cut towards z past operations on one affine value that do not make it smaller.
 
-    So copies, multiples and negatives of one linear predictor become that predictor.
+    Copies, multiples and negatives of one linear predictor then become that predictor.
     """
     maker = {out: op for op in program.ops for out in op.outputs}
     moved = True
@@ -145,7 +146,7 @@ def _narrowed(program: Any, degree: dict[int, int], cut: set[int]) -> set[int]:
 
 
 def _slice(program: Any, wanted: set[int], known: set[int]) -> tuple[Any, ...] | None:
-    """The operations that some values are made of, from known ones and the record."""
+    """The operations that compute wanted values from known ones and the record, if possible."""
     needed, kept = set(wanted) - known, []
     for op in reversed(program.ops):
         if needed & set(op.outputs):

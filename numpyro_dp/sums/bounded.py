@@ -1,9 +1,9 @@
 r"""The clipped sum over a batch, :math:`\sum_i w_i s_i`, exact (:mod:`numpyro_dp.sums.exact`).
 
-What is weighted and added up is the very gradient whose norm was taken, found once
+The gradients that are summed are exactly those whose norms were taken, computed once
 (:func:`numpyro_dp._tree.pinned`). Signals that are a linear map of a scalar's gradient are summed
-from the gradient's factors (:mod:`numpyro_dp.sums.factored`), all others one by one; both by
-microbatches where a batch is not to be in memory as a whole.
+from the gradient's factors (:mod:`numpyro_dp.sums.factored`). All others are summed one by one.
+Both ways use microbatches if the batch is too large for memory.
 """
 
 from __future__ import annotations
@@ -48,17 +48,16 @@ def bounded_sum(
     """Returns the sum of the bounded signals of a batch.
 
     Args:
-        estimator: Whose signal.
-        mechanism: Bounds it.
-        public: What ``estimator.prepare`` returned.
+        estimator: Gives the signal of a record.
+        mechanism: Clips the signal.
+        public: The result of ``estimator.prepare``.
         examples: Records, leading axis batch.
         mask: bool, shape (batch,): which entries count.
-        lengths: What :func:`record_lengths` returned for the records; found anew if empty.
-        live: True, where the compiler cannot know it (:func:`numpyro_dp._tree.pinned`);
-            whether any entry counts, if ``None``.
-        rows: Rows of the batch that are in memory at a time; by default so many that what is
-            kept of them has about a million numbers.
-        shards: What part of the batch these rows are, where devices share it.
+        lengths: The result of :func:`record_lengths` for the records. Computed here if empty.
+        live: A true value that the compiler does not know (:func:`numpyro_dp._tree.pinned`). By
+            default, whether any entry counts.
+        rows: Rows of a microbatch. By default their gradients hold about a million values.
+        shards: The parts of the batch, if devices share it.
 
     Returns:
         A dict like the signal, in float32 or wider, with the entries of ``mechanism.extras``.
@@ -85,7 +84,7 @@ def bounded_sum_by_definition(
     rows: int | None = None,
     shards: Shards = WHOLE,
 ) -> dict[str, Any]:
-    """The same sum, signal by signal, by microbatches: the whole batch is never in memory."""
+    """The same sum, one signal at a time, in microbatches: the batch is never in memory at once."""
     count = mask.size * shards.number
     parts = SumInParts(estimator, mechanism, public, first_of(examples), count)
     sums, squares = parts.part(examples, mask, live, rows, shards)
@@ -94,18 +93,18 @@ def bounded_sum_by_definition(
 
 
 class SumInParts:
-    """A bounded sum whose records come in parts: integers, until all have been added up.
+    """A clipped sum whose records come in parts. Sums stay integers until all parts are added.
 
     Args:
-        estimator: Whose signal.
-        mechanism: Bounds it.
-        public: What ``estimator.prepare`` returned.
+        estimator: Gives the signal of a record.
+        mechanism: Clips the signal.
+        public: The result of ``estimator.prepare``.
         first: Shapes of one record.
-        count: Records of all parts.
+        count: Number of records in all parts.
 
     Attributes:
         names: Entries of the signal.
-        margin: Part of the clip norm that signals are scaled to.
+        margin: Part of the clip norm to which signals are clipped.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class SumInParts:
         rows: int | None = None,
         shards: Shards = WHOLE,
     ) -> tuple[list[PyTree], tuple[Array, ...]]:
-        """Sums of some of the records, to be added to others, and their squared norms."""
+        """Returns the sums of a part, which can be added to others, and its squared norms."""
         live = jnp.any(mask) if live is None else live
 
         def of_rows(examples: PyTree, mask: Array) -> tuple[list[PyTree], tuple[Array, ...]]:
@@ -145,7 +144,7 @@ class SumInParts:
         return over_microbatches(of_rows, examples, mask, few, shards)
 
     def finished(self, sums: list[PyTree]) -> dict[str, Any]:
-        """The numbers of the sum of all parts."""
+        """Returns the sum of all parts in floating point."""
         total = dict(self._like)
         for members, found, norm in zip(self._blocks, sums, self._norms, strict=True):
             total |= finished(found, select(self._like, members), norm, self._count)

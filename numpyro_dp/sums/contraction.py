@@ -1,26 +1,30 @@
-r"""Finds the parameters that a scalar sees through a single product with the record.
+r"""Finds the parameters that enter a scalar through a single product with the record.
 
-For :math:`f(\theta, x)` with :math:`\theta = (w, v)` that reads :math:`w` only through
-:math:`\eta = x \cdot w`, each coordinate of the gradient is one product,
+Let :math:`f(\theta, x)` with :math:`\theta = (w, v)` read :math:`w` only through
+:math:`\eta = x \cdot w`. Then each coordinate of the gradient is one product,
 
-.. math:: \nabla_w f = r\, x, \qquad r = \partial f/\partial\eta,
+.. math:: \nabla_w f = r\, x, \qquad r = \partial f/\partial\eta.
 
-so a sum :math:`\sum_i c_i r_i x_i` may be taken as one matrix-vector product without any array of
-(records, parameters), and no term of a record can be larger than its gradient. Where a coordinate
-is a *sum* of products (w used twice, several rows of x in one record), huge terms of one record may
-cancel in its gradient and not in the sum over records: rounding would then move the sum by more
-than the clip norm. Those parameters are not split, and their gradients are taken record by record.
+A sum :math:`\sum_i c_i r_i x_i` is then one matrix-vector product, without an array of (records,
+parameters). No term of a record can be larger than its gradient.
 
-The record's factor may be any function of the record alone: its entries, moved or converted, or
-features made of them (scaled columns, an intercept, products), which are marked as derived. On
-request it may depend on other parameters too, as the input of a layer of a network does: the
-gradient :math:`r\,x^\top` of the weights needs that input and the slope at the layer's output.
+A coordinate may also be a *sum* of products, because w is used twice or a record has several rows
+of x. Huge terms of one record may then cancel in its gradient but not in the sum over records, and
+rounding would move the sum by more than the clip norm. Such parameters are not split. Their
+gradients are computed record by record.
+
+The record's factor may be any function of the record alone. It may be its entries, moved or
+converted. It may also be features made of them (scaled columns, an intercept, products), which are
+marked as derived. On request it may depend on other parameters too, like the input of a layer of a
+network. The gradient :math:`r\,x^\top` of the weights then needs that input and the slope at the
+layer's output.
 
 The kernel of a convolution meets a record in many places, so its gradient is a sum,
 
 .. math:: \nabla_K f = \sum_p r_p\, x_p^\top
 
-over the patches :math:`x_p` of the input. It is taken record by record, as one product of matrices.
+over the patches :math:`x_p` of the input. It is computed record by record, as one product of
+matrices.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ __all__ = ["Constant", "Contraction", "Split", "evaluate", "split_scalar", "trac
 
 
 class Constant:
-    """A value that the program holds; compared by identity."""
+    """A constant of the program, compared by identity."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -78,14 +82,14 @@ class Contraction(NamedTuple):
         op: Number of the operation that forms the product.
         factor: Number of the value that the leaf is multiplied with.
         product: ``(leaf value, the record's factor) -> product`` of one record, linear in both.
-        record: ``example leaves -> the record's factor`` in the product, where it is a function of
-            the record alone; else ``None``, as the product of a convolution is, and the factor
-            comes from ``Split.with_factors``.
-        derived: Whether the factor is computed, not just moved: two programs may round it
+        record: ``example leaves -> the record's factor``, if it depends on the record alone. Else
+            ``None``, and the factor comes from ``Split.with_factors``.
+        derived: Whether the factor is computed, not just moved. Two programs may round it
             differently, so it must be computed once.
         outer: Whether the gradient is an outer product, of norm ``|r| |record|``.
         struct: Shape and dtype of the product.
-        gradient: ``(leaf value, factor, r) -> gradient`` where that is a sum of products.
+        gradient: ``(leaf value, factor, r) -> gradient`` of a convolution, a sum of products. Then
+            ``product`` and ``record`` are ``None``. Else ``None``.
     """
 
     leaf: int
@@ -100,13 +104,13 @@ class Contraction(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A scalar whose contractions have been cut out.
+    """A scalar function, cut at its contractions.
 
     Attributes:
         contractions: The leaves that enter through one product.
         rest: Numbers of the other leaves.
-        with_factors: The same, and the factor of each derived contraction (``None`` of others), as
-            it was in this very evaluation.
+        with_factors: Like :meth:`scalar`. It also returns the factor of each derived contraction
+            from the same evaluation (``None`` for the others).
     """
 
     contractions: tuple[Contraction, ...]
@@ -133,7 +137,7 @@ def split_scalar(
         layers: Whether the factor may depend on other parameters, and convolutions count.
 
     Returns:
-        The split; with no contraction if none is recognised.
+        The split, without contractions if none is recognised.
     """
     program = trace_scalar(scalar, point, example)
     found = [_contraction(program, leaf, layers) for leaf in range(len(program.point))]
@@ -150,6 +154,7 @@ def split_scalar(
             values[leaf] = value
         inputs = (*zip(program.point, values, strict=True),
                   *zip(program.example, example_leaves, strict=True))  # fmt: skip
+        # The gradient with respect to a shift of 0 is the slope r at that product.
         environment = evaluate(program.ops, dict(inputs), lambda op, value: (
             value + shifts[cuts[op]] if op in cuts else value
         ))  # fmt: skip
@@ -160,7 +165,7 @@ def split_scalar(
 
 
 def _apart(found: Sequence[Contraction | None]) -> tuple[Contraction, ...]:
-    """Those of which no two are factors of one product."""
+    """Keeps one contraction for each product: a product of two parameters is not linear in both."""
     kept: dict[int, Contraction] = {}
     for contraction in found:
         if contraction is not None:
@@ -174,6 +179,7 @@ def _contraction(program: _Program, leaf: int, layers: bool) -> Contraction | No
     current, chain = program.point[leaf], []
     while True:
         users = [number for number, op in enumerate(program.ops) if current in op.inputs]
+        # With two users the gradient would be a sum of products.
         if len(users) != 1 or program.output == current:
             return None
         op = program.ops[users[0]]
@@ -194,16 +200,19 @@ def _product(
     op = program.ops[chain[-1]]
     left, right = op.inputs
     others = {left, right} - {current}
+    # A product of the leaf with itself is not linear, and one with a constant has no record.
     if left == right or any(isinstance(value, Constant) for value in others):
         return None
     if not layers and others - set(alone):
         return None
-    side = 1 if left == current else 0  # where the record is
+    side = 1 if left == current else 0  # the operand with the record
     contracted, batch = op.params["dimension_numbers"]
     shape = program.shapes[op.inputs[side]].shape
     summed = {*contracted[side], *batch[side]}
     free = math.prod(size for axis, size in enumerate(shape) if axis not in summed)
     out = program.shapes[op.outputs[0]]
+    # Axes of the record that stay free would make the gradient a sum over them. In half precision
+    # products would be rounded by more than the margin of the clip norm covers.
     numbers = (program.point[leaf], left, right, *op.outputs)
     wide = all(
         jnp.finfo(program.shapes[number].dtype).bits >= 32 for number in numbers
@@ -212,6 +221,7 @@ def _product(
     if free != 1 or not wide or not jnp.issubdtype(out.dtype, jnp.floating):
         return None
     factor = op.inputs[side]
+    # In full precision, because accelerators may round the factors of a product by default.
     *moves, dot = (program.ops[number] for number in chain)
     exact = {"precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
     needed = (*moves, dot._replace(params=dot.params | exact))
@@ -240,6 +250,7 @@ def _convolution(
     """The kernel of a convolution without groups or dilated input."""
     op = program.ops[chain[-1]]
     factor, kernel = op.inputs
+    # Other kinds would need other patches than `_kernel_gradient` takes.
     groups = op.params["feature_group_count"], op.params["batch_group_count"]
     numbers = program.point[leaf], *op.outputs
     plain = groups == (1, 1) and all(step == 1 for step in op.params["lhs_dilation"])
@@ -254,6 +265,7 @@ def _convolution(
         return evaluate(moves, inputs, lambda _, result: result)[kernel]
 
     def gradient(value: Array, factor_value: Array, slope: Array) -> Array:
+        # The leaf may be moved before it is the kernel: its gradient is moved back.
         like, pull = jax.vjp(moved, value)
         return pull(_kernel_gradient(op.params, factor_value, slope, like))[0]
 
@@ -265,7 +277,10 @@ def _convolution(
 
 
 def _kernel_gradient(params: dict[str, Any], x: Array, slope: Array, kernel: Array) -> Array:
-    """Sum over places of slope times patch, as a product of matrices."""
+    """Sum over places of slope times patch, as a product of matrices.
+
+    Under ``vmap`` JAX's own gradient would be a convolution with a group for each record.
+    """
     numbers = params["dimension_numbers"]
     edges = [(low, high, 0) for low, high in params["padding"]]
     x = lax.pad(
@@ -275,6 +290,7 @@ def _kernel_gradient(params: dict[str, Any], x: Array, slope: Array, kernel: Arr
     kernel_shape = kernel.transpose(numbers.rhs_spec).shape
     strides, places = params["window_strides"], slope.shape[2:]
 
+    # For each entry of the kernel, the entries of the input that it is multiplied with.
     def patch(offset: tuple[int, ...]) -> Array:
         start = [at * step for at, step in zip(offset, params["rhs_dilation"], strict=True)]
         stop = [a + (n - 1) * s + 1 for a, n, s in zip(start, places, strides, strict=True)]
@@ -290,7 +306,7 @@ def _kernel_gradient(params: dict[str, Any], x: Array, slope: Array, kernel: Arr
 
 
 def _needed(program: _Program, value: int) -> tuple[_Op, ...]:
-    """The operations that a value is made of, in order."""
+    """The operations that compute a value, in order."""
     wanted, kept = {value}, []
     for op in reversed(program.ops):
         if wanted & set(op.outputs):
@@ -300,9 +316,9 @@ def _needed(program: _Program, value: int) -> tuple[_Op, ...]:
 
 
 def _of_the_record(program: _Program) -> dict[int, bool]:
-    """Values that are functions of the record alone, and whether they are its entries, moved."""
+    """Values that depend on the record alone -> whether they are just its entries, moved."""
     alone = dict.fromkeys(program.example, True)
-    public: set[int] = set()  # made of constants
+    public: set[int] = set()  # computed from constants
     for op in program.ops:
         own = [number for number in op.inputs if not isinstance(number, Constant)]
         own = [number for number in own if number not in public]
@@ -330,9 +346,9 @@ def trace_scalar(scalar: Callable[[Any, Any], Array], point: Any, example: Any) 
     Args:
         scalar: ``(point, example) -> scalar``.
         point: Its first argument, or the shapes of it.
-        example: Its second, likewise.
+        example: Its second argument, or the shapes of it.
     """
-    # Of shapes alone: where arrays lie is no part of the program.
+    # Shapes alone, because the program must not depend on the devices that hold the arrays.
     bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (point, example))
     program, _ = make_program(scalar, *bare)
     ops: list[_Op] = []
@@ -351,7 +367,7 @@ def trace_scalar(scalar: Callable[[Any, Any], Array], point: Any, example: Any) 
 def _flatten(
     program: Program, inputs: Sequence[Any], ops: list[_Op], fresh: Callable[[Any], int]
 ) -> list[Any]:
-    """Appends the operations of a program, calls written out, and returns its outputs."""
+    """Appends the operations of a program with calls inlined, and returns its outputs."""
     environment = dict(zip(program.inputs, inputs, strict=True))
     environment |= {variable: Constant(held) for variable, held in program.constants}
 
@@ -378,8 +394,8 @@ def evaluate(
 
     Args:
         ops: The operations, in order.
-        environment: Values by their number; those of outputs are added.
-        change: ``(number of the operation, its value) -> value to go on with``.
+        environment: Values by their number. The outputs are added to it.
+        change: ``(number of the operation, its value) -> value to continue with``.
     """
     for number, op in enumerate(ops):
         values = [_read(environment, value) for value in op.inputs]

@@ -1,11 +1,11 @@
-r"""Many devices: rows of a batch are spread over a mesh, each device bounds and sums its own.
+r"""Many devices: each device of a mesh clips and sums its own rows of a batch.
 
-The sums that devices add up are integers (:mod:`numpyro_dp.sums.exact`), so that their number and
-order change nothing; sums that are products of matrices (:mod:`numpyro_dp.sums.products`) become
-integers for that. Batches are drawn, noise is added once and the optimiser runs on every device
-alike, from the same keys: what a run returns is that of one device, but for rounding inside a
-record's own gradient and, for dense layers, that of the sum within its bound. The rows of a batch
-travel to the devices that sum them, those of other processes too.
+The devices add integers (:mod:`numpyro_dp.sums.exact`), so their number and order change nothing.
+Sums that are products of matrices (:mod:`numpyro_dp.sums.products`) become integers first. Every
+device draws the same batches, adds the same noise once and runs the same optimiser, from the same
+keys. A run returns the same values as on one device, up to rounding inside a record's own gradient.
+For dense layers the sum has a rounding error too, within its bound. The rows of a batch move to the
+devices that sum them, also between processes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = ["agreed", "copied", "on_devices", "spread"]
 def on_devices(
     step: Callable[[PyTree, PyTree, Array, Shards], PyTree], mesh: Mesh | None
 ) -> Callable[[PyTree, PyTree, Array], PyTree]:
-    """Runs a step on all devices: each has its part of the batch, and all of the rest.
+    """Runs a step on all devices. Each has its part of the batch, and all of the rest.
 
     Args:
-        step: ``(rest, batch, mask, shards) -> result``; what depends on the batch is to be added up
-            by ``shards`` first, so that the result is the same everywhere.
-        mesh: The devices; only this one, if ``None``.
+        step: ``(rest, batch, mask, shards) -> result``. It must add values that depend on the batch
+            by ``shards``, so that the result is the same on all devices.
+        mesh: The devices. ``None`` means this one only.
 
     Returns:
         ``(rest, batch, mask) -> result``.
@@ -64,10 +64,10 @@ def on_devices(
 
 
 def spread(mesh: Mesh | None, arrays: tuple[Any, ...]) -> tuple[Array, ...]:
-    """Places records on the devices: spread where their number is divisible, else copied.
+    """Places records on the devices: spread if their number is divisible, else copied.
 
-    Arrays of NumPy go straight to the devices that hold their rows; those that are there already
-    stay where they are.
+    NumPy arrays go straight to the devices that hold their rows. Arrays that are already on the
+    devices stay there.
     """
     if mesh is None:
         return tuple(map(jnp.asarray, arrays))
@@ -76,7 +76,7 @@ def spread(mesh: Mesh | None, arrays: tuple[Any, ...]) -> tuple[Array, ...]:
 
 
 def copied(mesh: Mesh | None, tree: PyTree) -> PyTree:
-    """Places what all devices have alike."""
+    """Copies a tree to all devices."""
     if mesh is None:
         return tree
     _check_context(mesh)
@@ -84,13 +84,13 @@ def copied(mesh: Mesh | None, tree: PyTree) -> PyTree:
 
 
 def _check_context(mesh: Mesh) -> None:
-    """Raises where a mesh of explicit axes is set around the run: its types forbid another."""
+    """Raises an error inside a mesh of explicit axes, because its types forbid another mesh."""
     around = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in around.axis_types:
         raise ValueError(
-            f"Expected mesh={dict(mesh.shape)} outside of jax.set_mesh with explicit axes, got "
-            f"{dict(around.shape)} set around the run. Leave that block, or set a mesh of "
-            "AxisType.Auto."
+            f"A run with mesh={dict(mesh.shape)} is inside jax.set_mesh with explicit axes, "
+            f"{dict(around.shape)}, whose types forbid another mesh. Leave that block, or set a "
+            "mesh of AxisType.Auto."
         )
 
 
@@ -108,7 +108,7 @@ def _placed(array: Any, mesh: Mesh, divided: bool) -> Array:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         data = _placed(jax.random.key_data(array), mesh, divided)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-    # Every process has all of it.
+    # Every process holds the whole array.
     whole = np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
     _check_same(whole)
     return jax.make_array_from_callback(
@@ -117,20 +117,20 @@ def _placed(array: Any, mesh: Mesh, divided: bool) -> Array:
 
 
 def _check_same(array: np.ndarray) -> None:
-    """Raises unless all processes have the same array."""
+    """Raises an error unless all processes have the same array."""
     text = f"{array.shape} {array.dtype}".encode() + np.ascontiguousarray(array).tobytes()
     digest = np.frombuffer(hashlib.sha256(text).digest(), np.int32)
     all_ = np.asarray(multihost_utils.process_allgather(digest))
     if (all_ != all_[0]).any():
         raise ValueError(
-            f"Expected an array that is the same in all processes, got different ones of shape "
-            f"{array.shape}. Where each process holds rows of its own, put them together with "
-            "jax.make_array_from_process_local_data; give all the same rng_key and parameters."
+            f"An array of shape {array.shape} must be the same in all processes, but it differs. "
+            "Give all processes the same rng_key and parameters. If each process holds its own "
+            "rows, join them with jax.make_array_from_process_local_data."
         )
 
 
 def agreed(mesh: Mesh | None, secret: Array) -> Array:
-    """The secret key of the first process, where a mesh has devices of several."""
+    """Returns the secret key of the first process, if a mesh has devices of several processes."""
     if mesh is None or not mesh.is_multi_process:
         return secret
     data = multihost_utils.broadcast_one_to_all(jax.random.key_data(secret))

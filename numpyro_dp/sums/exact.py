@@ -1,14 +1,14 @@
 r"""A weighted sum over records that does not depend on their order: integers on a grid.
 
-A sum of floating-point numbers moves by more than the number that is taken out of it: each partial
-sum is rounded, and how depends on all terms before it. With n terms near the clip norm C one term
-may move the sum by some :math:`n^2 2^{-24} C` more than C (Casacuberta et al. 2022). So what is
-added up here are integers: every bounded term is rounded to a grid of spacing :math:`2^{-k} C`, by
-itself, and integers add up exactly, in any order and on any number of devices.
+If one term is taken out of a floating-point sum, the sum may move by more than that term. Each
+partial sum is rounded, and its rounding depends on all terms before it. With n terms near the clip
+norm C, one term may move the sum by some :math:`n^2 2^{-24} C` more than C (Casacuberta et al.
+2022). So this module adds integers. It rounds every clipped term by itself to a grid of spacing
+:math:`2^{-k} C`. Integers add up exactly, in any order and on any number of devices.
 
-What remains is rounding of one record's own contribution and of the finished sum, each at a known
-multiple of the unit roundoff; the norm to which terms are scaled is smaller than C by a margin that
-covers both (:func:`clip_margin`), so the sensitivity of the result is C.
+Two rounding errors remain, of one record's own contribution and of the finished sum. Each is at
+most a known multiple of the unit roundoff. Terms are clipped to a norm that is smaller than C by a
+margin for both (:func:`clip_margin`), so the sensitivity of the result is C.
 
 Reference:
     S. Casacuberta, M. Shoemate, S. Vadhan, C. Wagaman, "Widespread underestimation of sensitivity
@@ -30,17 +30,17 @@ from numpyro_dp._tree import column, widen
 
 __all__ = ["clip_margin", "exact_sum", "finished", "partial_sum"]
 
-_LANES = 16  # compilers handle some twenty slices in one pass well, and forty badly
-_LANE_ROWS = 40  # a loop of 32 rows or fewer is unrolled, to code that is three times as slow
+_LANES = 16  # slices in one pass: compilers handle some twenty well, and forty badly
+_LANE_ROWS = 40  # a loop of up to 32 rows is unrolled, which is three times as slow
 
 
 class _Grid(NamedTuple):
-    """How numbers of one width become integers.
+    """How floating-point values of one width become integers.
 
     Attributes:
         bits: The grid has ``2**bits`` steps in a clip norm.
-        integer: Integers that hold the sum.
-        magic: 1.5 times the power of two whose last place is 1: adding it rounds to an integer.
+        integer: Integer type of the sum.
+        magic: 1.5 times the power of two whose last place is 1. Adding it rounds to an integer.
     """
 
     bits: int
@@ -59,18 +59,19 @@ def exact_sum(
 
     Args:
         terms: Rows -> their terms: a tree of arrays with a leading axis.
-        weights: Of each row, shape (batch,). Where it is 0, the term does not count, finite or not.
-        norm: The clip norm, which no weighted term exceeds but by rounding; ``None`` where nothing
-            is clipped: a plain sum, and nothing is private.
-        parts: Number of parts of the batch, of which this is one, all of the same size.
-        add: Adds up the sums of all parts.
+        weights: Weight of each row, shape (batch,). With weight 0 a term does not count, even if it
+            is not finite.
+        norm: The clip norm, which a weighted term exceeds by rounding only. ``None`` means that
+            nothing is clipped: the sum is a plain one, and not private.
+        parts: Number of equal parts of the batch. The terms are one of them.
+        add: Adds the sums of all parts.
 
     Returns:
         A tree like the terms, in float32 or wider, without the leading axis.
 
     Guarantee:
-        The sum of integers is exact: taking a row out moves the sum by that row's own term, rounded
-        to the grid, and by the rounding of the finished sum.
+        The sum of integers is exact. Without a row the sum moves by that row's own term, rounded to
+        the grid, and by the rounding of the finished sum.
     """
     like = jax.eval_shape(lambda: widen(terms(slice(0, 1))))
     count = parts * weights.size
@@ -80,7 +81,7 @@ def exact_sum(
 def partial_sum(terms: Callable[[slice], Any], weights: Array, norm: Any, count: int) -> Any:
     """Returns the same sum of some of ``count`` rows, in steps of the grid.
 
-    Such sums may be added to each other in any order; :func:`finished` makes numbers of them.
+    Such sums may be added in any order. :func:`finished` converts them to floating point.
     """
     rows, counts = weights.size, weights > 0
     if norm is None:
@@ -88,13 +89,14 @@ def partial_sum(terms: Callable[[slice], Any], weights: Array, norm: Any, count:
             lambda leaf: jnp.sum(_counted(leaf, counts) * column(weights, leaf), axis=0),
             widen(terms(slice(None))),
         )
-    # Found once a record, not once an entry.
+    # The barrier makes XLA compute these once for each record, not once for each entry.
     counts, scaled = lax.optimization_barrier((counts, weights / norm))
 
     def whole(rows: slice) -> Any:
         def rounded(leaf: Array) -> Array:
             grid = _grid(count, leaf.dtype)
             steps = scaled[rows].astype(leaf.dtype) * 2.0**grid.bits
+            # Adding magic leaves the rounded value in the last bits, where integers have theirs.
             shifted = _counted(leaf, counts[rows]) * column(steps, leaf) + grid.magic
             return lax.bitcast_convert_type(shifted.astype(leaf.dtype), grid.integer)
 
@@ -103,14 +105,14 @@ def partial_sum(terms: Callable[[slice], Any], weights: Array, norm: Any, count:
     def from_zero(total: Array, leaf: Array) -> Array:
         grid = _grid(count, leaf.dtype)
         start = lax.bitcast_convert_type(jnp.asarray(grid.magic, leaf.dtype), grid.integer)
-        return total - rows * start  # modulo the range of integers, as the sum was
+        return total - rows * start  # both wrap around in the same way
 
     like = jax.eval_shape(lambda: widen(terms(slice(0, 1))))
     return jax.tree.map(from_zero, _add_rows(whole, rows), like)
 
 
 def finished(total: Any, like: Any, norm: Any, count: int) -> Any:
-    """Returns the numbers of a sum over ``count`` rows; ``like`` has their types."""
+    """Converts a sum over ``count`` rows to floating point, in the types of ``like``."""
     if norm is None:
         return total
 
@@ -122,17 +124,17 @@ def finished(total: Any, like: Any, norm: Any, count: int) -> Any:
 
 
 def clip_margin(batch: int, size: int, dtype: Any) -> float:
-    r"""Returns what part of the clip norm signals are scaled to, so that rounding fits in the rest.
+    r"""Returns the part of the clip norm to clip to, so that rounding fits in the rest.
 
     Args:
         batch: Rows of the batch, n.
-        size: Numbers in a signal, d.
+        size: Values in a signal, d.
         dtype: float32 or float64, of unit roundoff u.
 
     Returns:
-        ``1 / (1 + e)`` with ``e`` the sum of: :math:`\sqrt d\, 2^{-k-1}`, by which the grid may
-        lengthen a contribution; :math:`d u`, by which a squared norm may be too small; and
-        :math:`8 n u`, three roundings of each of two sums of norm n C, and one to spare.
+        ``1 / (1 + e)``, where ``e`` is the sum of three errors. The grid may lengthen a
+        contribution by :math:`\sqrt d\, 2^{-k-1}`. A squared norm may be too small by :math:`d u`.
+        Three roundings of each of two sums of norm n C, with one to spare, make :math:`8 n u`.
     """
     unit = float(jnp.finfo(dtype).eps) / 2
     grid = math.sqrt(size) * 2.0 ** -(_grid(batch, dtype).bits + 1)
@@ -153,9 +155,8 @@ def _counted(leaf: Array, counts: Array) -> Array:
 def _add_rows(whole: Callable[[slice], Any], rows: int) -> Any:
     """Sum of integers over rows, modulo their range.
 
-    Rows far apart are added first. That compiles to one pass over long vectors, in which the terms
-    are formed too; a sum over the leading axis alone reads columns, up to five times as slowly on
-    a CPU.
+    Rows far apart are added first. That compiles to one pass over long vectors, which also forms
+    the terms. A sum over the leading axis alone reads columns, up to five times as slowly on a CPU.
     """
     number = min(max(rows // _LANE_ROWS, 1), _LANES)
     block = rows // number

@@ -1,11 +1,11 @@
-r"""Clipped sums of gradients that are found from their factors, a row of the batch at a time.
+r"""Clipped sums of gradients, computed from the factors of each record's gradient.
 
-Where an estimator says that its signal is a linear map of a scalar's gradient
-(:class:`~numpyro_dp.core.FactoredSignal`), coordinates of the same norm are summed before the map;
-leaves of the point that meet the record in a single product
-(:mod:`numpyro_dp.sums.contraction`) need no array of (batch, latents) to find the norm. Where such
-a leaf is much larger than the factors of its gradient, as the weights of a dense layer are, it
-needs none for the sum either, which then is not exact but as near as its margin allows
+An estimator may declare that its signal is a linear map of a scalar's gradient
+(:class:`~numpyro_dp.core.FactoredSignal`). Then coordinates of the same norm are summed before the
+map. A leaf of the point that meets the record in a single product
+(:mod:`numpyro_dp.sums.contraction`) needs no array of (batch, latents) for its norm. A leaf that is
+much larger than the factors of its gradient, like the weights of a dense layer, needs no such array
+for its sum either. That sum is not exact, but the margin covers its error
 (:mod:`numpyro_dp.sums.products`). Kernels of convolutions have a gradient for each record.
 """
 
@@ -50,20 +50,20 @@ __all__ = ["factored_sum", "record_lengths"]
 def record_lengths(
     estimator: Estimator, public: PyTree, arrays: tuple[Array, ...]
 ) -> tuple[Array, ...]:
-    """Returns numbers of each record that do not change from step to step, each of shape (N,).
+    """Returns lengths of the records' factors that are the same in each step, each of shape (N,).
 
-    They are the lengths of the records' factors in the products with parameters
-    (:mod:`numpyro_dp.sums.contraction`): with them a gradient's norm is found without an array of
-    (batch, latents).
+    They are the factors in the products with parameters (:mod:`numpyro_dp.sums.contraction`). With
+    their lengths, the norm of a gradient needs no array of (batch, latents).
 
     Args:
-        estimator: Whose signal.
-        public: What ``estimator.prepare`` returned; its values do not matter.
+        estimator: Gives the signal of a record.
+        public: The result of ``estimator.prepare``. Its values do not matter.
         arrays: All records.
     """
     if estimator.factored is None:
         return ()
     split, _, _ = _split(estimator.factored, public, arrays)
+    # A derived factor is computed in each step anyway, and must not be rounded in two ways.
     wanted = [c for c in split.contractions if c.outer and not c.derived]
     return tuple(
         jax.vmap(lambda example, c=c: _length(c.record(jax.tree.leaves(example))))(arrays)
@@ -82,7 +82,7 @@ def factored_sum(
     rows: int | None = None,
     shards: Shards = WHOLE,
 ) -> dict[str, Any]:
-    """The sum of :func:`numpyro_dp.sums.bounded.bounded_sum`, ``rows`` of the batch at a time."""
+    """The sum of :func:`numpyro_dp.sums.bounded.bounded_sum`, in microbatches of ``rows``."""
     factored: FactoredSignal = estimator.factored
     split, leaves, treedef = _split(factored, public, examples)
     struct = jax.eval_shape(estimator.signal, public, first_of(examples))
@@ -92,10 +92,12 @@ def factored_sum(
     shapes = jax.eval_shape(lambda rows: _gradient_parts(split, leaves, rows), examples)
     coarse = coarsest(jax.tree.leaves((shapes, struct, leaves, _record_factors(split, examples))))
     chosen: dict[int, int] = {}
+    # Products of matrices sum leaves of the gradient, so coordinates have to be such leaves.
     if factored.selects:
         chosen = _as_products(split, leaves, shapes, examples, coarse, total_rows)
     error = product_error(total_rows, coarse) if chosen else 0.0
     longest = longest_product(total_rows, coarse)
+    # One margin for both roundings: of the exact sums to a grid, and of the products of matrices.
     margin = 1 / (1 / margin_of(struct, total_rows, coarse) + error)
     plans = [_plan(factored, public, treedef, leaves, chosen, members) for members in blocks]
     core = _core(factored, public, split, leaves, treedef)
@@ -104,7 +106,9 @@ def factored_sum(
         examples, lengths = records
         parts = pinned(live, lambda rows: _gradient_parts(split, leaves, rows), examples)
         batch = parts, examples, lengths
-        if factored.selects:  # leaves of the gradient itself, which is pinned
+        # The norm and the sum must read the same rounded values. If the coordinates are leaves of
+        # the gradient, it is enough that its parts are pinned. Else the coordinates are pinned.
+        if factored.selects:
             terms = [lambda at, b=members: core(b, False, rows_of(batch)(at)) for members in blocks]
             sizes = [core(members, True, batch) for members in blocks]
         else:
@@ -136,7 +140,10 @@ def factored_sum(
 def _core(
     factored: FactoredSignal, public: PyTree, split: Split, leaves: list[Array], treedef: Any
 ) -> Callable[[tuple[str, ...], bool, PyTree], PyTree]:
-    """Coordinates of a block for rows of (parts, examples, lengths), or others of the same norm."""
+    """Returns a function from rows of (parts, examples, lengths) to the coordinates of a block.
+
+    With ``norms_only`` it may return smaller arrays of the same norm.
+    """
 
     @functools.partial(jax.jit, static_argnums=(0, 1))  # traced once for all microbatches
     def core(members: tuple[str, ...], norms_only: bool, rows: PyTree) -> PyTree:
@@ -151,7 +158,7 @@ def _core(
 
 
 def _placed(plan: _Plan, sums: PyTree, norm: Any, count: int) -> PyTree:
-    """The coordinates of a block from their sums, exact ones and those of products."""
+    """Joins the exact sums of a block and its sums by products."""
     exact, products = sums
     found = finished(exact, [plan.like[at] for at in plan.rest], norm, count)
     placed = dict(zip(plan.rest, found, strict=True))
@@ -165,8 +172,9 @@ class _Plan(NamedTuple):
     Attributes:
         structure: Of its coordinates.
         like: Shape and type of each leaf of them.
-        rest: Places of those that are summed exactly.
-        products: Place -> leaf of the point, for those that are summed as products of matrices.
+        rest: Places of the leaves that are summed exactly.
+        products: Place -> leaf of the point, for the leaves that are summed as products of
+            matrices.
     """
 
     structure: Any
@@ -187,7 +195,7 @@ def _plan(
     struct = jax.eval_shape(lambda g: widen(factored.core(public, g, members)), gradient)
     like, structure = jax.tree.flatten(struct)
     products: dict[int, int] = {}
-    if chosen:  # coordinates are leaves of the gradient: which?
+    if chosen:  # Coordinates are leaves of the gradient. Numbers in their place show which.
         numbers = factored.core(public, treedef.unflatten(range(len(leaves))), members)
         numbers = jax.tree.leaves(numbers)
         products = {at: leaf for at, leaf in enumerate(numbers) if leaf in chosen}
@@ -218,6 +226,7 @@ def _as_products(
     found = {}
     for number, c in enumerate(split.contractions):
         slopes = at_products[number]
+        # With one slope for each record the gradient is as small as the factor: nothing is saved.
         if not c.outer or len(slopes.shape) < 2:
             continue
         factor = factors[number]
@@ -242,7 +251,7 @@ def _product(
     weights: Array,
     longest: int,
 ) -> Compensated:
-    """The weighted sum of one leaf's gradients, ``longest`` rows to a product of matrices."""
+    """The weighted sum of one leaf's gradients, by products of matrices of ``longest`` rows."""
     at_products, _, factors = parts
     contraction = split.contractions[number]
     slopes, factor = at_products[number], factors[number]
@@ -254,6 +263,7 @@ def _product(
 def _multiplication(contraction: Contraction, value: Array) -> Callable[[Array, Array], Array]:
     """Slopes and factors of rows -> the sum of their outer products, in the shape of a leaf."""
 
+    # The transpose of all rows' products is one product of matrices, moved into the leaf's shape.
     def multiply(slopes: Array, factors: Array) -> Array:
         over_rows = jax.vmap(contraction.product, (None, 0))
         _, vjp = jax.vjp(lambda leaf: over_rows(leaf, factors), widen(value))
@@ -275,11 +285,12 @@ def _split(
 
 
 def _gradient_parts(split: Split, leaves: list[Array], examples: PyTree) -> Any:
-    """Gradients of one record each, at the products and of other leaves; derived factors.
+    """Returns each record's gradients at the products and of other leaves, and derived factors.
 
-    In the place of the gradient at a convolution is that of its kernel.
+    For a convolution, the gradient of the kernel replaces the gradient at the product.
     """
     rest = [leaves[leaf] for leaf in split.rest]
+    # Shifts of the products: the gradients with respect to them are the slopes.
     zeros = [jnp.zeros(c.struct.shape, c.struct.dtype) for c in split.contractions]
 
     def parts(example: PyTree) -> Any:
@@ -302,7 +313,10 @@ def _assemble(
     example: list[Array],
     lengths: tuple[Array, ...] | None,
 ) -> list[Array]:
-    """Returns the gradient of one record from its parts; with lengths, leaves of the same norms."""
+    """Returns the gradient of one record from its parts.
+
+    With ``lengths``, a leaf may be replaced by a smaller array of the same norm.
+    """
     gradient: list[Any] = [None] * len(leaves)
     at_products, at_rest, factors = parts
     known = iter(lengths or ())
@@ -314,6 +328,7 @@ def _assemble(
         if lengths is None or not contraction.outer:
             gradient[contraction.leaf] = _transposed(contraction, leaves, record)(part)
         else:
+            # An outer product has the norm |slope| |record|, which slope times |record| has too.
             length = None if contraction.derived else next(known, None)
             length = _length(record) if length is None else length
             gradient[contraction.leaf] = widen(part) * length
@@ -323,9 +338,10 @@ def _assemble(
 
 
 def _length(record: Array) -> Array:
-    """Euclidean norm of a record's factor, at least its exact one but for rounding."""
+    """Euclidean norm of a record's factor, not below the exact norm except for rounding."""
     square = squared_norm(record)
-    # Squares below the smallest number are lost: they count as that number.
+    # Squares below the smallest normal number are lost. Each counts as that number, so that the
+    # norm is not too small.
     return jnp.sqrt(square + record.size * jnp.finfo(square.dtype).tiny)
 
 

@@ -1,4 +1,4 @@
-"""What sums over a batch have in common: microbatches, margins, and what a mechanism adds."""
+"""Shared parts of all sums over a batch: microbatches, margins, and a mechanism's extra entries."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ __all__ = [
     "suitable_rows",
 ]
 
-_NUMBERS = 2**20  # of a microbatch: memory is used again while it is near
-_LEAST = 16  # rows of a microbatch
+_NUMBERS = 2**20  # values in a microbatch, few enough to stay in a cache
+_LEAST = 16  # fewest rows of a microbatch
 
 
 class Compensated(NamedTuple):
-    """A sum of floating-point numbers, and what its rounding has lost so far."""
+    """A floating-point sum, and the rounding error that it has lost so far."""
 
     total: Array
     lost: Array
 
     def add(self, other: Compensated) -> Compensated:
-        """Adds two such sums; one rounding is left, of what was lost."""
+        """Adds two such sums. Only the lost errors are rounded."""
         grown = self.total + other.total
         back = grown - self.total
         error = (self.total - (grown - back)) + (other.total - back)
@@ -48,10 +48,10 @@ class Compensated(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """How many parts of the same size a batch has, each on a device of its own.
+    """The number of equal parts of a batch, each on its own device.
 
     Attributes:
-        number: Of parts.
+        number: Number of parts.
         names: Axes of the mesh, inside ``jax.shard_map``.
     """
 
@@ -59,7 +59,7 @@ class Shards(NamedTuple):
     names: tuple[str, ...] = ()
 
     def add(self, tree: PyTree) -> PyTree:
-        """Adds up what every device has, whatever their order: integers exactly."""
+        """Adds the values of all devices, whose order does not matter. Integers add exactly."""
         if self.names:
             return jax.tree.map(self._added, tree, is_leaf=_is_compensated)
         return tree
@@ -71,18 +71,18 @@ class Shards(NamedTuple):
 
 
 def _added_on_a_grid(found: Compensated, number: int, names: tuple[str, ...]) -> Compensated:
-    """Adds up one such sum of each device, as two integers on a grid that all of them share.
+    """Adds one such sum of each device, as two integers on a grid that all devices share.
 
-    Integers of 32 (64) bits, the first in units of some 2**-30 (2**-62) times the devices of the
-    largest entry, the second in parts of a unit. At most 2**-48 (2**-98) times the square of their
-    number of the largest entry is lost; their order changes nothing. Where an entry is not finite,
-    nothing is.
+    For d devices, the first integer has a unit of some 2**-30 d times the largest entry. The second
+    counts parts of that unit. At most 2**-48 d**2 times the largest entry is lost. For float64 the
+    powers are 2**-62 and 2**-98. The order of the devices changes nothing. If an entry is not
+    finite, no entry of the result is.
     """
     total, lost = found
     wide = total.dtype == jnp.float64
     integer, bits, finer = (jnp.int64, 62, 50) if wide else (jnp.int32, 30, 21)
     bits -= math.ceil(math.log2(number))
-    finer = min(bits, finer)  # what is lost may be some units
+    finer = min(bits, finer)  # the lost part may be some units
     near = total + lost
     lost = lost - (near - total)
     largest = lax.pmax(jnp.max(jnp.abs(near), initial=0), names)
@@ -94,7 +94,7 @@ def _added_on_a_grid(found: Compensated, number: int, names: tuple[str, ...]) ->
     most = units.astype(total.dtype)
     less = (units - most.astype(integer)).astype(total.dtype)
     less = less + jnp.ldexp(rest.astype(total.dtype), -finer)
-    finite = lax.psum(jnp.sum(~jnp.isfinite(near)), names) == 0  # a maximum may pass over nan
+    finite = lax.psum(jnp.sum(~jnp.isfinite(near)), names) == 0  # a maximum may ignore nan
     return Compensated(
         jnp.where(finite, jnp.ldexp(most, exponent - bits), jnp.nan),
         jnp.where(finite, jnp.ldexp(less, exponent - bits), jnp.nan),
@@ -111,10 +111,10 @@ def over_microbatches(
     rows: int,
     shards: Shards = WHOLE,
 ) -> tuple[PyTree, PyTree]:
-    """Adds up the sums that a function finds for microbatches; keeps what it has of each row.
+    """Adds a function's sums over microbatches, and joins its values for each row.
 
-    The last microbatch ends with the last row; rows of it that the one before had do not count.
-    Sums are those of all devices, what is kept is of this one.
+    The last microbatch ends with the last row. Its rows that are also in the one before do not
+    count. Sums cover all devices, and the values for each row cover this device.
     """
     total, of_each = _over_microbatches(of_rows, examples, mask, rows)
     return shards.add(total), of_each
@@ -132,7 +132,7 @@ def _over_microbatches(
     number = -(-batch // rows)
     rows = min(rows, -(-batch // (number * _LEAST)) * _LEAST)
     number = -(-batch // rows)
-    last = batch - rows  # where the last one starts
+    last = batch - rows  # first row of the last one
 
     def at(start: Array) -> tuple[PyTree, Array]:
         taken = jax.tree.map(
@@ -156,7 +156,7 @@ def _over_microbatches(
 
 
 def suitable_rows(of_a_row: PyTree) -> int:
-    """Returns how many rows a microbatch suitably has, by the shapes of what is kept of one row."""
+    """Returns a suitable number of rows of a microbatch, by the shapes that one row needs."""
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(of_a_row))
     return max(_LEAST, _NUMBERS // max(size, 1) // _LEAST * _LEAST)
 
@@ -170,7 +170,7 @@ def _add(one: Any, other: Any) -> Any:
 
 
 def margin_of(of_a_row: PyTree, batch: int, coarse: Any = None) -> float:
-    """The margin of signals by the shapes of one; norms may be of a coarser type."""
+    """The margin of signals by the shapes of one. ``coarse`` is a coarser type of their norms."""
     leaves = jax.tree.leaves(jax.eval_shape(widen, of_a_row))
     size = sum(math.prod(leaf.shape) for leaf in leaves)
     dtypes = [leaf.dtype for leaf in leaves] + ([] if coarse is None else [coarse])
@@ -178,13 +178,13 @@ def margin_of(of_a_row: PyTree, batch: int, coarse: Any = None) -> float:
 
 
 def coarsest(arrays: list[Any]) -> Any:
-    """The widened type of least precision: norms and products are found in each of them."""
+    """The widened type of least precision. Norms and products are computed in each of them."""
     types = {jnp.promote_types(x.dtype, jnp.float32) for x in arrays}
     return max(types, key=lambda dtype: jnp.finfo(dtype).eps)
 
 
 def norm_of(mechanism: Mechanism, names: tuple[str, ...], block: int) -> Any:
-    """The clip norm of a block; ``None`` where nothing is clipped."""
+    """The clip norm of a block, or ``None`` without clipping."""
     norms = mechanism.norms(names)
     return None if norms is None else norms[block]
 
@@ -197,7 +197,7 @@ def extra_sums(
     mask: Bool[Array, " batch"],
     shards: Shards = WHOLE,
 ) -> dict[str, Any]:
-    """Sums of what the mechanism adds to the signals; each number is rounded to a grid too."""
+    """Sums of the entries that the mechanism adds to the signals, also rounded to a grid."""
     if mechanism.extras is None:
         return {}
     weights = mask.astype(squares[0].dtype)
@@ -209,12 +209,12 @@ def extra_sums(
 
 
 def rows_of(tree: PyTree) -> Callable[[slice], PyTree]:
-    """Returns rows -> these rows of the leaves."""
+    """Returns a function that takes rows of the leaves."""
     return lambda rows: jax.tree.map(lambda leaf: leaf[rows], tree)
 
 
 def first_of(examples: PyTree) -> PyTree:
-    """Shapes of one record, and types as JAX takes them."""
+    """Shapes of one record, with the types that JAX gives it."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape[1:], jax.dtypes.canonicalize_dtype(x.dtype)),
         examples,

@@ -4,17 +4,19 @@ The gradient of the weights of a layer is, for each record, slope times input. T
 
 .. math:: S = \sum_i w_i\, r_i\, x_i^\top
 
-needs no array of (records, weights). It is not exact as :mod:`numpyro_dp.sums.exact` is, and its
-rounding is bounded instead: one product of matrices over k rows is off by at most
-:math:`\gamma_k \sum_i \lvert w_i r_i x_i^\top\rvert` in each entry, in whatever order it is
-added up, :math:`\gamma_k = k u / (1 - k u)` with u the unit roundoff. More than four blocks are
-added with the rounding errors carried along (two-sum), sums of several parts of a batch as integers
-of twice the length; either costs at most 3 u more. By the triangle inequality the error of the sum
-of n terms of norm at most C is at most :math:`(k + 8)\, n\, u\, C` in norm, and two sums differ by
-at most twice that beyond what their terms do. The norm to which terms are scaled is smaller than C
-by that margin, too. It holds where products of matrices are taken in full precision by the usual
-sums, as libraries do for CPUs and GPUs; where a batch is too long for the margin to be small,
-gradients are summed one by one.
+needs no array of (records, weights). It is not exact like :mod:`numpyro_dp.sums.exact`, but its
+rounding is bounded. One product of matrices over k rows has an error of at most
+:math:`\gamma_k \sum_i \lvert w_i r_i x_i^\top\rvert` in each entry, in any order of addition. Here
+:math:`\gamma_k = k u / (1 - k u)`, with u the unit roundoff. More than four blocks are added with
+their rounding errors carried along (two-sum). Sums of several parts of a batch are added as
+integers of twice the length. Either costs at most 3 u more.
+
+By the triangle inequality, the sum of n terms of norm at most C has an error of at most
+:math:`(k + 8)\, n\, u\, C` in norm. Two sums differ by at most twice that, beyond what their
+terms do.
+Terms are clipped to a norm that is smaller than C by that margin, too. This holds if products of
+matrices are computed in full precision by the usual sums, as libraries do on CPUs and GPUs. If a
+batch is too long for a small margin, gradients are summed one by one.
 
 Reference:
     N. Higham, Accuracy and stability of numerical algorithms, 2nd ed. 2002, sections 3.5 and 4.3.
@@ -38,9 +40,9 @@ __all__ = ["is_worthwhile", "longest_product", "product_error", "product_sum"]
 
 _LONGEST = 64  # rows of one product of matrices
 _SHORTEST = 8
-_FEW = 4  # blocks that are added as they are
-_ALLOWED = 0.01  # of the clip norm
-_PLATFORMS = ("cpu", "gpu", "cuda", "rocm")  # whose products in full precision are usual sums
+_FEW = 4  # blocks that are added without compensation
+_ALLOWED = 0.01  # largest margin, as a part of the clip norm
+_PLATFORMS = ("cpu", "gpu", "cuda", "rocm")  # their products in full precision are usual sums
 
 
 def is_worthwhile(
@@ -48,9 +50,9 @@ def is_worthwhile(
 ) -> bool:
     """Whether to sum gradients of a shape as products.
 
-    They must have at least four times as many numbers as their factors together, and the rounding
-    of this many rows must be allowed for by a hundredth of the clip norm: up to some 5,200 rows in
-    float32.
+    They must have at least four times as many values as their factors together. The rounding of
+    this many rows must fit in a hundredth of the clip norm, which holds for up to some 5,200 rows
+    in float32.
     """
     shorter = math.prod(shape) >= 4 * sum(math.prod(factor) for factor in factors)
     allowed = product_error(batch, dtype) <= _ALLOWED
@@ -62,7 +64,7 @@ def product_error(batch: int, dtype: Any) -> float:
 
     Args:
         batch: Rows of the batch, n.
-        dtype: The coarsest of what is multiplied: float32 or float64.
+        dtype: The coarsest type of the factors: float32 or float64.
     """
     return _error(longest_product(batch, dtype), batch, dtype)
 
@@ -81,7 +83,8 @@ def product_sum(
             of matrices in full precision.
         slopes: With a leading axis of rows.
         factors: With a leading axis of rows.
-        weights: Of each row, shape (batch,). Where it is 0 a row does not count, finite or not.
+        weights: Weight of each row, shape (batch,). With weight 0 a row does not count, even if it
+            is not finite.
         longest: Rows of one product of matrices, :func:`longest_product` of the whole batch.
     """
     batch = weights.size
@@ -90,7 +93,7 @@ def product_sum(
     factors = jnp.where(column(counts, factors), factors, 0)
     rows = max(1, min(longest, batch))
     missing = -batch % rows
-    if missing:
+    if missing:  # rows of zeros fill the last block
         slopes, factors = (
             jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1))) for x in (slopes, factors)
         )
@@ -113,7 +116,7 @@ def _whole(total: Array) -> Compensated:
 
 
 def longest_product(batch: int, dtype: Any) -> int:
-    """Rows of one product of matrices: as many as the allowed error permits, in powers of two."""
+    """Rows of one product of matrices: the largest power of two with an allowed error."""
     rows = _LONGEST
     while rows > _SHORTEST and _error(rows, batch, dtype) > _ALLOWED:
         rows //= 2

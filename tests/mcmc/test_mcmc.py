@@ -220,7 +220,7 @@ def test_chains_share_the_budget_and_nothing_else():
     )
     both.run(KEY, x)
     assert both.privacy.num_steps == 3 * 80
-    assert "80 steps of each of 3 chains, which compose" in str(both.privacy)
+    assert "Each of 3 chains took 80 steps" in str(both.privacy)
     assert "chains" not in str(alone.privacy)
     assert both.privacy.epsilon <= 2.0
     assert both.privacy.noise_multiplier > 1.6 * alone.privacy.noise_multiplier

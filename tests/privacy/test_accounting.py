@@ -437,7 +437,7 @@ def test_prv_refuses_deltas_below_its_rounding():
     event = poisson(0.01, 22.0, 400_000)
     with pytest.raises(UnreliableBoundError, match="at delta=1e-12: delta is too small"):
         PRV().epsilon(event, 1e-12, ADD)
-    with pytest.raises(UnreliableBoundError, match="PRV: prv_accountant refuses"):
+    with pytest.raises(UnreliableBoundError, match="PRV: prv_accountant has no bound"):
         Best((GDP(), PRV())).epsilon(event, 1e-12, ADD)
     assert Best((PRV(), RDP())).epsilon(event, 1e-12, ADD).accountant == "RDP"
 
@@ -529,7 +529,7 @@ def test_bounds_print_themselves():
         (lambda: PrivacyBudget(math.inf, 1e-5), ValueError, "epsilon=inf"),
         (lambda: PrivacyBudget(math.nan, 1e-5), ValueError, "epsilon=nan"),
         (lambda: PrivacyBudget("1", 1e-5), TypeError, "epsilon='1'"),
-        (lambda: PrivacyBudget(1.0, 0.0), ValueError, "delta=0.0.*choose a delta"),
+        (lambda: PrivacyBudget(1.0, 0.0), ValueError, "delta=0.0.*Choose a delta"),
         (lambda: PrivacyBudget(1.0, 1.0), ValueError, r"delta=1\.0"),
         (lambda: PrivacyBudget(1.0, 1e-5, "swap"), ValueError, "relation='swap'"),
         (lambda: gaussian_event(-1.0), ValueError, "noise_multiplier"),

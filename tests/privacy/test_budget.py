@@ -67,7 +67,7 @@ def test_a_ceiling_counts_what_was_spent():
     planned(FullBatch(), 10, total, noise=20.0)  # alone it is within
     with pytest.raises(BudgetError, match="at most epsilon=1.0"):
         planned(FullBatch(), 10, total.after(first), noise=20.0)
-    with pytest.raises(BudgetError, match=r"1 earlier runs to leave .*epsilon=0.5"):
+    with pytest.raises(BudgetError, match=r"1 earlier runs have spent .*epsilon=0.5"):
         planned(FullBatch(), 10, PrivacyBudget(0.5, 1e-5).after(first))
 
 
@@ -120,8 +120,8 @@ def test_caveats_of_earlier_runs_are_told():
     plan = planned(FullBatch(), 3, PrivacyBudget(50.0, 1e-5), 30.0)
     shown = PrivacyReport(plan.spent(3), 3, plan, True, sensitive_allowed=True)
     later = str(report(FullBatch(), 2, PrivacyBudget(50.0, 1e-5).after(shown), 30.0))
-    assert "Of an earlier run: Reproducible run" in later
-    assert "Of an earlier run: allow_sensitive=True" in later
+    assert "Earlier run: Reproducible run" in later
+    assert "Earlier run: allow_sensitive=True" in later
 
 
 def model(x):

@@ -207,7 +207,7 @@ def test_unreliable_noise_is_passed_over():
 @pytest.mark.parametrize(
     ("make_event", "told"),
     [
-        (lambda z: dpa.NoOpDpEvent(), "Expected the noise to decide.*lower the budget"),
+        (lambda z: dpa.NoOpDpEvent(), "smallest noise.*lower the budget"),
         (lambda z: dpa.NonPrivateDpEvent(), "noise_multiplier in .*Allow a larger epsilon"),
         (
             lambda z: dpa.ComposedDpEvent([run(0.01, 10)(z), dpa.GaussianDpEvent(1.0)]),

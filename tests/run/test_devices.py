@@ -99,7 +99,7 @@ def test_states_and_records_may_come_from_other_devices():
         np.testing.assert_allclose(found[name]["params"], expected, rtol=2e-5, err_msg=name)
     np.testing.assert_allclose(found["foreign"]["params"], found["run"]["params"], rtol=2e-5)
     np.testing.assert_allclose(found["loss of eight"]["params"], found["loss"]["params"], rtol=2e-5)
-    assert "outside of jax.set_mesh" in found["explicit"]
+    assert "inside jax.set_mesh" in found["explicit"]
 
 
 @pytest.mark.slow

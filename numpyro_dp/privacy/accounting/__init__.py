@@ -1,17 +1,12 @@
-"""Accountants: from an event to the epsilon it spends, always by an upper bound.
+"""Accountants: each gives an upper bound on the epsilon that an event spends.
 
-=====================  ========================  ==================================================
-accountant             what it supports          tightness
-=====================  ========================  ==================================================
-:class:`GDP`           full batch                exact
-:class:`PLD`           full batch, Poisson       0.05 % of epsilon, any delta
-:class:`RDP`           full batch, Poisson (*),  3 to 15 %
-                       fixed size (**)
-:class:`Best`          all of the above          smallest of their upper bounds; the default
-:class:`PRV`           full batch, Poisson (*)   lower and upper bound; for comparison
-=====================  ========================  ==================================================
-
-(*) under ``add_or_remove_one`` only. (**) without replacement, under ``replace_one`` only.
+* :class:`Best`: The default. Takes the smallest upper bound of GDP, PLD and RDP.
+* :class:`GDP`: Full batches. Exact.
+* :class:`PLD`: Full and Poisson batches. Adds 0.05 % to epsilon, at any delta.
+* :class:`RDP`: Full batches, Poisson batches under ``add_or_remove_one``, and fixed-size batches
+  without replacement under ``replace_one``. Adds 3 to 15 % to epsilon.
+* :class:`PRV`: Full batches, and Poisson batches under ``add_or_remove_one``. Gives a lower and an
+  upper bound, for comparison.
 """
 
 from numpyro_dp.privacy.accounting.best import Best

@@ -25,15 +25,15 @@ __all__ = ["Best"]
 class Best:
     r"""Asks several accountants and keeps the smallest upper bound.
 
-    They are asked in order, and asking stops at the first whose own estimate is within
-    ``good_enough`` of its upper bound, since none of the others can improve on that: GDP is exact,
-    PLD's grid costs 0.05 % of epsilon, and RDP's conversion several percent. So RDP is asked for
-    what GDP and PLD cannot do.
+    The search stops at the first accountant whose own estimate is within ``good_enough`` of its
+    upper bound, because the others cannot improve on it. GDP is exact, PLD's grid costs 0.05 % of
+    epsilon, and RDP's conversion several percent. So RDP is asked only for events that GDP and PLD
+    do not support.
 
     Args:
-        accountants: Whom to ask, in this order.
-        good_enough: Relative distance of ``upper`` to ``estimate`` at which asking stops, in [0,
-            1]. With 0 all are asked, unless one is exact.
+        accountants: The accountants, in the order in which they are asked.
+        good_enough: Relative distance of ``upper`` to ``estimate`` at which the search stops, in
+            [0, 1]. With 0 all are asked, unless one is exact.
 
     Raises:
         ValueError: If there are no accountants, or ``good_enough`` is outside its range.
@@ -46,7 +46,7 @@ class Best:
         >>> Best().epsilon(step, 1e-5, "replace_one").accountant
         'PLD'
 
-    **Guarantee**: each of the bounds is valid, hence their minimum.
+    **Guarantee**: each of the bounds is valid, so their minimum is valid too.
     """
 
     accountants: tuple[Accountant, ...] = (GDP(), PLD(), RDP())
@@ -56,19 +56,19 @@ class Best:
         """Checks the fields."""
         check_real("good_enough", self.good_enough, low=0.0, high=1.0)
         if not self.accountants:
-            raise ValueError("Expected accountants=() to hold at least one accountant.")
+            raise ValueError("accountants=() is empty. Pass at least one accountant.")
 
     @property
     def name(self) -> str:
-        """Name, with those of the accountants."""
+        """Name, with the names of the accountants."""
         return f"Best({', '.join(accountant.name for accountant in self.accountants)})"
 
     def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> EpsilonBound:
-        """Returns the smallest upper bound; its ``accountant`` names who found it.
+        """Returns the smallest upper bound. Its ``accountant`` names the accountant that found it.
 
         Raises:
-            UnsupportedEventError: If nobody supports the event; lists each one's reason.
-            UnreliableBoundError: If some support it, but none can compute it reliably.
+            UnsupportedEventError: If no accountant supports the event. It lists each reason.
+            UnreliableBoundError: If some support it, but none can compute a reliable bound.
         """
         check_relation(relation)
         best: EpsilonBound | None = None
@@ -99,7 +99,7 @@ class Best:
         raise UnsupportedEventError(event, relation, reasons)
 
     def _settles(self, bound: EpsilonBound) -> bool:
-        """Whether the bound is so tight, by its accountant's own estimate, that asking may stop."""
+        """Whether the bound is tight enough, by its accountant's own estimate, to stop."""
         if bound.estimate is None:
             return False
         return bound.upper == bound.estimate or (

@@ -1,4 +1,4 @@
-"""What an accountant answers, what it is asked, and how it says no."""
+"""The interface of accountants: bounds, errors and descriptions of events."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class EpsilonBound:
     """What an event spends at a delta, with error bounds.
 
     Attributes:
-        lower: A value that the true epsilon is not below; ``None`` if the accountant has none.
-        estimate: The accountant's best guess; ``None`` if it has none.
-        upper: A value that the true epsilon does not exceed: the one that counts.
-        delta: The delta it holds for.
-        relation: The relation it holds under.
-        event: What was accounted.
+        lower: Lower bound on the true epsilon, or ``None``.
+        estimate: The accountant's best guess, or ``None``.
+        upper: Upper bound on the true epsilon. The guarantee uses this value.
+        delta: The delta of the bounds.
+        relation: The relation of the bounds.
+        event: The event that was accounted for.
         accountant: Name of the accountant that found it.
 
     Example:
@@ -70,15 +70,15 @@ class Accountant(Protocol):
 
     @property
     def name(self) -> str:
-        """Shown beside every epsilon."""
+        """Name, shown next to every epsilon."""
         ...
 
     def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> EpsilonBound:
         """Bounds the epsilon of ``event`` at ``delta`` under ``relation``.
 
         Raises:
-            UnsupportedEventError: If it has no bound for such an event under this relation.
-            UnreliableBoundError: If it has one, but cannot compute it reliably here.
+            UnsupportedEventError: If the accountant has no bound for the event and relation.
+            UnreliableBoundError: If it has a bound, but cannot compute it reliably.
         """
         ...
 
@@ -88,11 +88,11 @@ class _Registered(Accountant, Protocol):
 
 
 class UnreliableBoundError(ValueError):
-    """The bound exists, but rounding or the size of the grid makes its value untrustworthy."""
+    """The bound exists, but rounding or the size of the grid makes its value unreliable."""
 
 
 class TotalVariationError(ValueError):
-    """What runs differs from what is accounted by more than delta can pay for."""
+    """The run differs from the accounted mechanism by more than delta can cover."""
 
 
 class UnsupportedEventError(ValueError):
@@ -101,11 +101,11 @@ class UnsupportedEventError(ValueError):
     Args:
         event: The event.
         relation: The relation.
-        reasons: Accountant's name -> why it has none.
+        reasons: Accountant's name -> why it has no bound.
     """
 
     def __init__(self, event: dpa.DpEvent, relation: Relation, reasons: dict[str, str]) -> None:
-        """Composes the message; who does support the event is found by asking."""
+        """Composes the message, with the accountants that support the event."""
         self.event, self.relation, self.reasons = event, relation, dict(reasons)
         told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         able = supported_by(event)
@@ -125,13 +125,13 @@ _AccountantType = TypeVar("_AccountantType", bound=Callable[[], _Registered])
 
 
 def register(accountant: _AccountantType) -> _AccountantType:
-    """Class decorator: error messages ask an instance of this accountant what it supports."""
+    """Class decorator: error messages name this accountant if it supports an event."""
     _KNOWN.append(accountant())
     return accountant
 
 
 def supported_by(event: dpa.DpEvent) -> tuple[str, ...]:
-    """Returns who supports the event, and under which relation.
+    """Returns the accountants that support the event, each with the relation.
 
     Example:
         >>> from dp_accounting import GaussianDpEvent, SampledWithoutReplacementDpEvent

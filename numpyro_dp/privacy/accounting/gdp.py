@@ -1,15 +1,15 @@
 r"""Exact epsilon of Gaussian mechanisms without sampling.
 
-A composition of Gaussian mechanisms of noise multipliers :math:`z_t`, adaptive or not, is as
-private as one Gaussian mechanism with :math:`\mu = (\sum_t 1/z_t^2)^{1/2}`, and that one spends
+A composition of Gaussian mechanisms with noise multipliers :math:`z_t`, adaptive or not, is as
+private as one Gaussian mechanism with :math:`\mu = (\sum_t 1/z_t^2)^{1/2}`. That mechanism spends
 exactly
 
 .. math:: \delta(\varepsilon) = \Phi\!\big(\!-\tfrac\varepsilon\mu + \tfrac\mu2\big)
     - e^\varepsilon\, \Phi\!\big(\!-\tfrac\varepsilon\mu - \tfrac\mu2\big)
     = \varphi(x) \big(m(x) - m(x + \mu)\big), \quad x = \tfrac\varepsilon\mu - \tfrac\mu2,
 
-where :math:`m(x) = (1 - \Phi(x)) / \varphi(x)` is Mills' ratio: the second form neither overflows
-nor underflows, whatever the delta.
+where :math:`m(x) = (1 - \Phi(x)) / \varphi(x)` is Mills' ratio. The second form neither overflows
+nor underflows at any delta.
 
 Reference:
     Balle, Wang: Improving the Gaussian Mechanism (2018), Theorem 8. Dong, Roth, Su: Gaussian
@@ -37,7 +37,7 @@ _ROOT_ERROR = 1e-10
 @register
 @dataclasses.dataclass(frozen=True)
 class GDP:
-    """Exact accountant of full-batch runs, under both relations.
+    """Exact accountant for full-batch runs, under both relations.
 
     Example:
         >>> from dp_accounting import GaussianDpEvent
@@ -67,7 +67,7 @@ class GDP:
         return None
 
     def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> EpsilonBound:
-        """Returns the exact epsilon; see :class:`Accountant`.
+        """Returns the exact epsilon (see :class:`Accountant`).
 
         Raises:
             UnsupportedEventError: If the event samples, or is not Gaussian.

@@ -1,32 +1,32 @@
 r"""Tight epsilon of full-batch and Poisson-sampled Gaussian runs, by privacy loss distributions.
 
-The distributions and their composition are ``dp_accounting``'s, with its pessimistic rounding
+``dp_accounting`` computes and composes the distributions, with pessimistic rounding
 (Connect-the-Dots: a discrete loss that dominates the true one). This module chooses the grid and
-accounts for what the library leaves out.
+accounts for the errors that the library leaves out.
 
-**The grid follows the event.** Splitting a loss between two grid points that are :math:`h` apart,
-so that :math:`P`- and :math:`Q`-mass are kept, raises :math:`\log E[e^{\theta L}]` by about
-:math:`\theta(1+\theta)h^2/12`. With :math:`n` steps, and :math:`1 + \theta` the order at which
-Renyi DP meets delta, epsilon is therefore too large by about
+**The grid follows the event.** Splitting a loss between two grid points at distance :math:`h`, with
+:math:`P`- and :math:`Q`-mass kept, raises :math:`\log E[e^{\theta L}]` by about
+:math:`\theta(1+\theta)h^2/12`. Let :math:`n` be the number of steps and :math:`1 + \theta` the
+order at which Renyi DP meets delta. Epsilon is then too large by about
 
 .. math:: \Delta\varepsilon \approx n\,(1 + \theta)\,h^2 / 12,
 
-and :math:`h` is chosen so that this is a given small part of epsilon. The library's default, 1e-4
-whatever the event, is too coarse for many steps of little noise and too fine for others.
+and :math:`h` is chosen so that this is a given small part of epsilon. The library's default of 1e-4
+for every event is too coarse for many steps of little noise, and too fine for others.
 
 **Rounding.** The library composes by a Fourier transform of length m in double precision. With
 :math:`u = 2^{-52}`, each coefficient of a distribution is wrong by at most :math:`4 \log_2(m)\,u`
-(as Higham's theorem 24.2, in the 1-norm), and its n-th power by n times that, relative to the
-power before. So the 2-norm of the composed distribution p is wrong by the part
+(as in Higham's theorem 24.2, in the 1-norm). Its n-th power is wrong by n times that, relative to
+the power before. So the 2-norm of the composed distribution p has the relative error
 :math:`4 \log_2(m)\,(2 + n)\,u`, and a delta adds up at most m entries:
 
 .. math:: \mathrm{error} \le 4 \log_2(m)\,(2 + n)\,u\,\sqrt m\,\Vert p\Vert_2.
 
-This is charged to delta; where it exceeds a tenth of delta the event is refused. (With 2,000 steps
-it is about 5e-11. Smaller deltas are for :class:`.RDP`.)
+PLD charges this error to delta, and raises an error if it exceeds a tenth of delta. With 2,000
+steps it is about 5e-11. Use :class:`.RDP` for smaller deltas.
 
 **Relations.** Under ``add_or_remove_one`` the library composes the two directions, and epsilon is
-the larger of theirs. Under ``replace_one`` a Poisson-sampled step is dominated by the pair
+the larger of the two. Under ``replace_one`` a Poisson-sampled step is dominated by the pair
 
 .. math:: P = (1-q) N(0) + q N(1), \qquad Q = (1-q) N(0) + q N(-1).
 
@@ -38,9 +38,9 @@ The outputs are :math:`(1-q) N(0) + q N(x)` and :math:`(1-q) N(0) + q N(x')` wit
 .. math:: P(A) - e^\varepsilon Q(A) \le (1-q)(1 - e^\varepsilon) a
     + q\,\Phi(\Phi^{-1}(a) + \tfrac1\sigma) - q e^\varepsilon\,\Phi(\Phi^{-1}(a) - \tfrac1\sigma),
 
-with equality for :math:`x = -x' = 1` and half-lines :math:`A`. That is the library's
-``REPLACE_ONE``, whose standard deviation is in norms of one record, while the noise multiplier of
-our events is relative to the doubled sensitivity.
+with equality for :math:`x = -x' = 1` and half-lines :math:`A`. This is the library's
+``REPLACE_ONE``. Its standard deviation is in norms of one record, while the noise multiplier of our
+events is relative to the doubled sensitivity.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _TRUNCATED = 1e-6  # part of delta that truncated tails may use up
 _ROUNDING = 0.1  # part of delta that rounding may use up
 _LARGEST_LOSS = 1e6
 _SMALLEST_DELTA = 1e-14
-_FINEST = 0.01  # of epsilon, between two points of the grid
+_FINEST = 0.01  # largest spacing of the grid, as a part of epsilon
 _ORDERS = (1.25, 1.5, 2.0, 3.0, *(float(2**k) for k in range(2, 12)))
 _UNIT = float(np.finfo(np.float64).eps)
 
@@ -85,9 +85,10 @@ class PLD:
     r"""Privacy loss distributions of ``dp_accounting`` with a grid adapted to the event.
 
     Args:
-        relative_gap: Part of epsilon that the grid may add to it; in (0, 0.1].
+        relative_gap: Part of epsilon that the grid may add to it, in (0, 0.1].
         max_points: Largest number of points of one step's loss, at least 1024. Beyond it the grid
-            is coarser and the bound looser (``upper - estimate`` says how much), never invalid.
+            is coarser and the bound looser, but still valid. ``upper - estimate`` shows by how
+            much.
 
     Raises:
         ValueError: If an argument is outside its range.
@@ -99,8 +100,8 @@ class PLD:
         >>> round(bound.epsilon, 2)
         1.83
 
-    **Guarantee**: ``upper`` is not below the true epsilon, rounding included; ``estimate`` is it
-    less the first-order excess of the grid, and no bound.
+    **Guarantee**: ``upper`` is not below the true epsilon, rounding included. ``estimate`` is
+    ``upper`` minus the first-order excess of the grid, and is not a bound.
 
     Reference:
         Koskela, Jälkö, Honkela: Computing Tight DP Guarantees Using FFT (2020). Doroshenko et al.:
@@ -135,7 +136,7 @@ class PLD:
         return None
 
     def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> EpsilonBound:
-        """Bounds epsilon; see :class:`Accountant`.
+        """Bounds epsilon (see :class:`Accountant`).
 
         Raises:
             UnsupportedEventError: If the event draws fixed-size samples, or is not Gaussian.
@@ -163,13 +164,13 @@ class PLD:
                 f"one step, got delta={delta:g}. Use RDP(), or a larger delta."
             )
         total = sum(step.count for step in steps)
-        # Only to choose the grid: Renyi DP has no divergence for Poisson samples under replace-one,
-        # where that of add-or-remove at the same noise over sensitivity is near.
+        # Only to choose the grid. Renyi DP has no divergence for Poisson samples under replace-one.
+        # The divergence for add-or-remove at the same noise / sensitivity is close to it.
         event, near = canonical_event(steps), "add_or_remove_one"
         start, order = epsilon_and_order(event, steps, delta, near, _ORDERS)
         interval = self._interval(steps, start, total * order)
         value, slope = self._at(steps, delta, relation, interval)
-        # Of few steps epsilon may be far below what Renyi DP says, and delta fall much faster.
+        # For few steps epsilon may be far below its Renyi bound, and delta may fall much faster.
         order = max(order, slope)
         finer = self._interval(steps, value, total * order, value * _FINEST)
         if finer < 0.9 * interval:
@@ -193,7 +194,7 @@ class PLD:
             many = one.self_compose(step.count, cut) if step.count > 1 else one
             whole = many if whole is None else whole.compose(many, cut)
         error = max(_rounding(pmf, total) for pmf in (whole._pmf_remove, whole._pmf_add))
-        if not error <= _ROUNDING * delta:  # or not a number
+        if not error <= _ROUNDING * delta:  # also true for NaN
             raise UnreliableBoundError(
                 f"Expected delta >= {error / _ROUNDING:.3g} for PLD of {total} steps, ten times "
                 f"its rounding error, got delta={delta:g}. Use RDP(), or a larger delta."
@@ -211,13 +212,13 @@ class PLD:
         orders: float,
         most: float = math.inf,
     ) -> float:
-        """Returns the interval whose excess is ``relative_gap`` of epsilon, if it can be had.
+        """Returns the interval whose excess is ``relative_gap`` of epsilon, within limits.
 
         Args:
-            steps: Their noise, by which the loss of one step spreads.
-            epsilon: About what will come out.
+            steps: The steps. Their noise sets how far the loss of one step spreads.
+            epsilon: Rough value of the result.
             orders: Number of steps times the order of Renyi DP.
-            most: An interval that is fine enough for few steps.
+            most: Largest interval that is fine enough for few steps.
         """
         smallest = min(step.noise_multiplier for step in steps)
         total = sum(step.count for step in steps)
@@ -228,7 +229,7 @@ class PLD:
                 f"in one step: the noise multiplier {smallest:g} protects nothing. Use more noise."
             )
         wanted = math.sqrt(12.0 * self.relative_gap * max(epsilon, 1e-6) / orders)
-        # Finer, the rounding of one-step deltas would outweigh what the grid gains.
+        # On a finer grid the rounding of one-step deltas would outweigh the gain.
         resolved = math.sqrt(24.0 * _UNIT * width)
         return max(min(wanted, max(most, 1e-9)), width / self.max_points, resolved)
 
@@ -239,7 +240,7 @@ def _log_tail(total: int) -> float:
 
 
 def _rounding(pmf: Any, total: int) -> float:
-    """Bounds what rounding in the library's transforms may take from a delta."""
+    """Bounds the error of a delta by rounding in the library's transforms."""
     probs = np.asarray(pmf.to_dense_pmf()._probs)
     size = max(probs.size, 2)
     operations = 4.0 * math.log2(size) * (2.0 + total)

@@ -1,4 +1,4 @@
-"""Epsilon between two bounds, by ``prv_accountant``: an oracle beside the default accountants."""
+"""Lower and upper bounds on epsilon by ``prv_accountant``, to check the default accountants."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from numpyro_dp.privacy.budget import Relation, check_relation
 
 __all__ = ["PRV"]
 
-_ERROR, _POINTS = 0.005, 1 << 19  # wanted error, as a part of epsilon; most points of the mesh
-_DELTA_ERROR, _QUADRATURE = 1e-3, 11 * 1.5e-8  # part of delta; what a step's grid may be off
+_ERROR, _POINTS = 0.005, 1 << 19  # wanted error (part of epsilon), most points of the mesh
+_DELTA_ERROR, _QUADRATURE = 1e-3, 11 * 1.5e-8  # part of delta, error of a step's grid
 _library, _integrate = Lazy("prv_accountant.accountant"), Lazy("scipy.integrate")
 _variables: Any = Lazy("prv_accountant.privacy_random_variables")
 
 
 @dataclasses.dataclass(frozen=True)
 class PRV:
-    """Full and Poisson batches (Gopi et al., 2021, Theorem 5.5). Looser with more steps.
+    """Bounds full and Poisson batches (Gopi et al., 2021, Theorem 5.5). Looser with more steps.
 
     **Guarantee**: the true epsilon is in [``lower``, ``upper``].
     """
@@ -33,13 +33,15 @@ class PRV:
     name = "PRV"
 
     def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> bounds.EpsilonBound:
-        """Bounds epsilon from both sides; see :class:`Accountant`."""
+        """Bounds epsilon from both sides (see :class:`Accountant`)."""
         check_relation(relation)
         try:
             steps = gaussian_steps(event)
             sampling = {step.sampling for step in steps} - {"none"}
             if sampling - ({"poisson"} if relation == "add_or_remove_one" else set()):
-                raise StepError("prv_accountant has Poisson batches under 'add_or_remove_one' only")
+                raise StepError(
+                    "it supports full batches, and Poisson ones under 'add_or_remove_one'"
+                )
         except StepError as error:
             raise bounds.UnsupportedEventError(event, relation, {"PRV": str(error)}) from error
         if not steps or steps[0].noise_multiplier == 0.0:
@@ -51,14 +53,14 @@ class PRV:
 
 
 def _directed(steps: tuple[GaussianStep, ...], delta: float, add: bool) -> tuple[float, ...]:
-    """Returns (lower, estimate, upper) of one direction; none dominates (Lebeda et al., 2024)."""
+    """Returns (lower, estimate, upper) of a direction. None dominates (Lebeda et al., 2024)."""
     variables, counts = [_variable(step, add) for step in steps], [step.count for step in steps]
     total, error = sum(counts), _DELTA_ERROR * delta
-    with warnings.catch_warnings(), np.errstate(all="ignore"):  # overflow is masked there
+    with warnings.catch_warnings(), np.errstate(all="ignore"):  # the library masks overflow
         warnings.simplefilter("ignore", RuntimeWarning)
         warnings.simplefilter("error", _integrate.IntegrationWarning)
         try:
-            if total * 2.0**-50 > 0.1 * error:  # what rounding does to the cdf
+            if total * 2.0**-50 > 0.1 * error:  # rounding error of the cdf
                 raise ValueError("delta is too small for double precision, use PLD")
             domain = float(_library.compute_safe_domain_size(variables, counts, 1e-6, error))
             least = 2.0 * domain * math.sqrt(total / 2.0 * math.log(12.0 / error)) / _POINTS
@@ -66,7 +68,7 @@ def _directed(steps: tuple[GaussianStep, ...], delta: float, add: bool) -> tuple
             found = _library.PRVAccountant(variables, wanted, error, counts)
             lower, estimate, upper = found.compute_epsilon(delta, counts)
         except (ArithmeticError, RuntimeError, ValueError, Warning) as reason:
-            told = f"prv_accountant refuses {total} steps at delta={delta:g}: {reason}"
+            told = f"prv_accountant has no bound for {total} steps at delta={delta:g}: {reason}"
             raise bounds.UnreliableBoundError(told) from reason
     return lower - total * _QUADRATURE, estimate, upper + total * _QUADRATURE
 
@@ -78,7 +80,7 @@ def _variable(step: GaussianStep, add: bool) -> Any:
 
     class Add(remove):  # its Renyi divergence is at most that of remove (Mironov et al., 2019)
         def cdf(self, t: Any) -> Any:
-            """P(Y <= t): the loss falls in x, and is t at 1/2 + s^2 log((e^-t - 1 + q) / q)."""
+            """P(Y <= t). The loss falls in x, and is t at 1/2 + s^2 log((e^-t - 1 + q) / q)."""
             rate, sigma, t = float(self.p), float(self.sigma), np.asarray(t, dtype=np.float64)
             ratio = (np.expm1(-t) + rate) / rate  # infinite for very negative t: the cdf is 0
             x = 0.5 + sigma**2 * np.log(np.where(ratio > 0.0, ratio, 1.0))

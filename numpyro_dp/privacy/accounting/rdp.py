@@ -3,15 +3,14 @@ r"""Renyi differential privacy: the loosest accountant, and the only one for fix
 .. math:: \varepsilon = \min_\alpha \; n\,\rho(\alpha) + \log\tfrac{\alpha - 1}{\alpha}
     - \frac{\log(\delta \alpha)}{\alpha - 1}
 
-The divergences :math:`\rho(\alpha)` of one step are ``dp_accounting``'s. Their rounding error is
-bounded and added before it is multiplied by the number of steps: for very small sampling rates it
-exceeds the divergence itself, and the library would turn a negative one into epsilon 0.
+``dp_accounting`` computes the divergences :math:`\rho(\alpha)` of one step. This module bounds
+their rounding error and adds it for all steps. For very small sampling rates the error exceeds the
+divergence itself, and the library would turn a negative divergence into epsilon 0.
 
-**Relations.** The library reads a ``GaussianDpEvent`` as noise / sensitivity whatever the relation,
-which is this package's convention too. Under ``replace_one`` it supports full batches and
-fixed-size samples without replacement (noise relative to the doubled sensitivity), not Poisson
-samples; under ``add_or_remove_one`` it supports full batches and Poisson samples, not fixed-size
-ones.
+**Relations.** The library reads a ``GaussianDpEvent`` as noise / sensitivity under any relation,
+like this package. Under ``replace_one`` it supports full batches and fixed-size samples without
+replacement (noise relative to the doubled sensitivity), but not Poisson samples. Under
+``add_or_remove_one`` it supports full batches and Poisson samples, but not fixed-size samples.
 
 Reference:
     Mironov: Renyi Differential Privacy (2017). Mironov, Talwar, Zhang: Renyi DP of the Sampled
@@ -66,7 +65,7 @@ class RDP:
     """Renyi accountant of ``dp_accounting``, with rounding bounded.
 
     Args:
-        orders: Orders above 1 to minimise over; ``None`` chooses them for the event: up to 4e3 for
+        orders: Orders above 1 to minimise over. ``None`` chooses them for the event, up to 4e3 for
             sampled steps and up to 1e7 for full batches.
 
     Raises:
@@ -77,7 +76,7 @@ class RDP:
         >>> round(RDP().epsilon(GaussianDpEvent(1.0), 1e-5, "add_or_remove_one").epsilon, 2)
         4.73
 
-    **Guarantee**: ``upper`` is not below the true epsilon; it is usually 3 to 15 % above it.
+    **Guarantee**: ``upper`` is not below the true epsilon. It is usually 3 to 15 % above it.
     """
 
     orders: tuple[float, ...] | None = None
@@ -86,8 +85,8 @@ class RDP:
         """Checks the orders."""
         if self.orders is not None and not (self.orders and min(self.orders) > 1.01):
             raise ValueError(
-                f"Expected orders={self.orders!r} to be a non-empty tuple of numbers > 1.01. "
-                "Leave orders=None to have them chosen for the event."
+                f"orders={self.orders!r} is not a non-empty tuple of numbers > 1.01. Omit orders "
+                "to let RDP choose them for the event."
             )
 
     @property
@@ -106,7 +105,7 @@ class RDP:
         return f"dp_accounting has no Renyi divergence for {what} under {relation!r}"
 
     def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> EpsilonBound:
-        """Bounds epsilon; see :class:`Accountant`.
+        """Bounds epsilon (see :class:`Accountant`).
 
         Raises:
             UnsupportedEventError: If ``dp_accounting`` has no divergence for the event.
@@ -146,7 +145,7 @@ def epsilon_and_order(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the library from logging orders it leaves out, which only loosens the bound."""
+    """Hides the library's log of orders that it skips. A skipped order only loosens the bound."""
     from absl import logging
 
     verbosity = logging.get_verbosity()

@@ -1,23 +1,23 @@
-r"""What a run spent, including the chance that another mechanism ran than the one accounted for.
+r"""What a run spent, including the errors of its sampler.
 
-If the outputs of the mechanism that runs are within total variation :math:`\tau` of an
+If the outputs of a run are within total variation :math:`\tau` of an
 :math:`(\varepsilon, d)`-private one, on every data set, then
 
 .. math:: P'(A) \le P(A) + \tau \le e^\varepsilon Q(A) + d + \tau
     \le e^\varepsilon Q'(A) + d + (1 + e^\varepsilon)\,\tau,
 
-so it is :math:`(\varepsilon, d + (1 + e^\varepsilon)\tau)`-private. Batches drawn with
-probabilities rounded to 160 bits are such a case.
+so the run is :math:`(\varepsilon, d + (1 + e^\varepsilon)\tau)`-private. This covers batches drawn
+with probabilities rounded to 160 bits.
 
 A failure costs less. Let :math:`E` be an event that has the same probability under both
-neighbouring data sets, and given which the run is :math:`(\varepsilon, d)`-private; let
-:math:`1 - P(E) \le f`. Then
+neighbouring data sets, with :math:`1 - P(E) \le f`. Let the run be :math:`(\varepsilon, d)`-private
+given :math:`E`. Then
 
 .. math:: P'(A) \le P'(A \cap E) + f \le e^\varepsilon Q'(A \cap E) + d + f
     \le e^\varepsilon Q'(A) + d + f.
 
-A padded Poisson batch that overflows is such a case, with :math:`E` the event that the *other*
-records leave the one in question a place in every batch.
+This covers a padded Poisson batch that overflows. :math:`E` is then the event that the *other*
+records leave the given record a place in every batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from numpyro_dp.privacy.budget import Relation, check_relation
 
 __all__ = ["epsilon_spent"]
 
-_SHARE = 1e-3  # part of delta set aside for the total variation, when that suffices
+_SHARE = 1e-3  # part of delta reserved for the total variation, if that is enough
 _ITERATIONS = 20
 
 
@@ -48,26 +48,26 @@ def epsilon_spent(
 ) -> EpsilonBound:
     r"""Bounds the epsilon of a run.
 
-    With :math:`\delta' = \delta - f`, finds the largest :math:`d` with :math:`d + (1 +
-    e^{\varepsilon(d)})\tau \le \delta'`: normally :math:`d = 0.999\,\delta'`, else by iterating
-    :math:`d \leftarrow \delta' - (1 + e^{\varepsilon(d)})\tau` downwards.
+    With :math:`\delta' = \delta - f`, it looks for a large :math:`d` that satisfies
+    :math:`d + (1 + e^{\varepsilon(d)})\tau \le \delta'`. It starts at :math:`d = 0.999\,\delta'`.
+    If that is too large, it iterates :math:`d \leftarrow \delta' - (1 + e^{\varepsilon(d)})\tau`.
 
     Args:
-        event: What the accounted mechanism is; noise multipliers relative to the sensitivity under
+        event: The accounted mechanism, with noise multipliers relative to the sensitivity under
             ``relation`` (see :func:`~numpyro_dp.privacy.budget.gaussian_event`).
         delta: In (0, 1).
         relation: ``"add_or_remove_one"`` or ``"replace_one"``.
-        accountant: Who bounds epsilon; ``None`` means :class:`Best`.
-        failure_prob: Probability that any step of the *whole* run fails, where whether one does
-            has nothing to do with the record in question; in [0, 1).
-        total_variation: Distance of the mechanism that runs from the accounted one, over the
-            *whole* run (the sum over its steps will do); in [0, 1).
+        accountant: Bounds epsilon. ``None`` means :class:`Best`.
+        failure_prob: Probability in [0, 1) that any step of the *whole* run fails. The failure must
+            not depend on the protected record.
+        total_variation: Distance in [0, 1) of the run from the accounted mechanism, over the
+            *whole* run. The sum over its steps is enough.
 
     Raises:
         UnsupportedEventError: If the accountant has no bound for the event.
-        UnreliableBoundError: If it cannot compute one here.
+        UnreliableBoundError: If the accountant cannot compute a reliable bound.
         TotalVariationError: If ``failure_prob`` or ``total_variation`` is too large for any
-            epsilon to hold at ``delta``; the message says how small it must be.
+            epsilon to hold at ``delta``. The message says how small it must be.
         ValueError: If an argument is outside its range.
 
     Example:
@@ -77,7 +77,7 @@ def epsilon_spent(
         >>> round(epsilon_spent(GaussianDpEvent(2.0), 1e-5, total_variation=1e-7).epsilon, 3)
         2.004
 
-    **Guarantee**: the mechanism that runs is (``epsilon``, ``delta``)-differentially private.
+    **Guarantee**: the run is (``epsilon``, ``delta``)-differentially private.
 
     Reference:
         Dwork, Roth: Algorithmic Foundations (2014), section 3.5 (statistical distance).
@@ -88,8 +88,8 @@ def epsilon_spent(
     delta = check_real("delta", delta, low=0.0, high=1.0, low_open=True, high_open=True)
     if failure >= delta:
         raise TotalVariationError(
-            f"Expected failure_prob={failure:g} < delta={delta:g}. Use a smaller overflow_prob for "
-            "Poisson batches, or a larger delta."
+            f"Expected failure_prob={failure:g} < delta={delta:g}. Delta has to cover batches that "
+            "overflow. Use a smaller overflow_prob for Poisson batches, or a larger delta."
         )
     judge = Best() if accountant is None else accountant
     if tau == 0.0:
@@ -122,7 +122,7 @@ def _with_total_variation(
         if inner <= 0.0:
             break
     raise TotalVariationError(
-        f"Expected total_variation={tau:g} small enough for delta={delta:g}: found no epsilon "
-        "with d + (1 + exp(epsilon)) * total_variation <= delta. total_variation <= "
-        f"{needed:.3g} is enough; take more noise (epsilon is above 60 here), or raise delta."
+        f"total_variation={tau:g} is too large for delta={delta:g}: no epsilon was found with "
+        "d + (1 + exp(epsilon)) * total_variation <= delta. total_variation <= "
+        f"{needed:.3g} is enough. Otherwise use more noise, which lowers epsilon, or raise delta."
     )

@@ -1,12 +1,12 @@
 r"""Reads an event as a multiset of Gaussian steps.
 
-Every accountant here starts from the same normal form: a run is :math:`\{(s_i, q_i, z_i, n_i)\}`,
-that is, :math:`n_i` Gaussian mechanisms of noise multiplier :math:`z_i` on a sample drawn in the
-way :math:`s_i` at the rate :math:`q_i`. Several Gaussians on one sample are one,
+Every accountant here starts from the same normal form of a run, :math:`\{(s_i, q_i, z_i, n_i)\}`.
+Entry i stands for :math:`n_i` Gaussian mechanisms of noise multiplier :math:`z_i`, each on a sample
+drawn by method :math:`s_i` at rate :math:`q_i`. Several Gaussians on one sample are one Gaussian,
 
-.. math:: z = \big(\textstyle\sum_j n_j / z_j^2\big)^{-1/2},
+.. math:: z = \big(\textstyle\sum_j n_j / z_j^2\big)^{-1/2}.
 
-a Poisson sample of rate 1 and a sample of everybody are the full batch, and equal steps are counted
+A Poisson sample of rate 1 and a sample of all records are full batches. Equal steps are counted
 together.
 """
 
@@ -24,18 +24,18 @@ Sampling = Literal["none", "poisson", "without_replacement"]
 
 
 class StepError(ValueError):
-    """The event is no composition of (sampled) Gaussian mechanisms."""
+    """The event is not a composition of (sampled) Gaussian mechanisms."""
 
 
 class GaussianStep(NamedTuple):
-    """``count`` Gaussian mechanisms, each on a sample of its own.
+    """``count`` Gaussian mechanisms, each on its own sample.
 
     Attributes:
-        sampling: How the sample is drawn; ``"none"`` is the full batch.
-        rate: Probability of a record to be in the sample; 1 for the full batch.
+        sampling: How the sample is drawn. ``"none"`` is the full batch.
+        rate: Probability that a record is in the sample, 1 for the full batch.
         size: (sample size, data set's size) of a sample without replacement, else ``None``.
-        noise_multiplier: Noise / sensitivity under the relation. 0 is not private at all.
-        count: How many.
+        noise_multiplier: Noise / sensitivity under the relation. With 0 nothing is private.
+        count: Number of mechanisms.
     """
 
     sampling: Sampling
@@ -46,13 +46,13 @@ class GaussianStep(NamedTuple):
 
 
 def gaussian_steps(event: dpa.DpEvent) -> tuple[GaussianStep, ...]:
-    """Returns the normal form of an event; the empty tuple spends nothing.
+    """Returns the normal form of an event. The empty tuple spends nothing.
 
     Args:
         event: Any nesting of compositions, Poisson and fixed-size samples, and Gaussians.
 
     Raises:
-        StepError: If a part of the event is of another kind; the message names that part.
+        StepError: If a part of the event is of another kind. The message names that part.
         ValueError: If a count, rate or noise multiplier is outside its range.
 
     Example:
@@ -78,7 +78,7 @@ def gaussian_steps(event: dpa.DpEvent) -> tuple[GaussianStep, ...]:
 
 
 def canonical_event(steps: tuple[GaussianStep, ...]) -> dpa.DpEvent:
-    """Returns the event that the steps are the normal form of."""
+    """Returns the event whose normal form is ``steps``."""
     events: list[dpa.DpEvent] = []
     for step in steps:
         event: dpa.DpEvent = dpa.GaussianDpEvent(step.noise_multiplier)
@@ -115,7 +115,7 @@ def _walk(event: dpa.DpEvent, count: int) -> list[GaussianStep]:
                 raise ValueError(f"Expected source_dataset_size={size[1]} >= 1 in {event!r}.")
             return _sampled("without_replacement", size[0] / size[1], size, event, count)
         case _:
-            raise StepError(f"{describe_event(event)} is no (sampled) Gaussian mechanism")
+            raise StepError(f"{describe_event(event)} is not a (sampled) Gaussian mechanism")
 
 
 def _sampled(

@@ -1,1 +1,1 @@
-"""Mechanisms: what bounds one record's signal and privatises the sum, a small file each."""
+"""Mechanisms: they clip each record's signal and add noise to the sum."""

@@ -6,15 +6,15 @@ In a step with clip norm C every record adds one more coordinate to the sum,
     r_i = (2 b_i - 1)\, C_b, \qquad b_i = 1[\lVert s_i \rVert \le C], \qquad
     C_b = C \sqrt{\frac{\mathrm{share}}{1 - \mathrm{share}}},
 
-which is part of what is privatised. With the noisy sum :math:`\tilde r` and the public number of
-records in a batch to be expected, qN, the norm of the next step is
+which gets noise like the others. With the noisy sum :math:`\tilde r` and the public expected size
+of a batch, qN, the norm of the next step is
 
 .. math::
     C \exp\big(-\eta\, (\tilde b - \gamma)\big), \qquad
     \tilde b = \frac12 + \frac{\tilde r}{2 C_b\, q N}.
 
-The divisor is public, and half a record is what one that is not in the batch counts as, so the
-random size of a batch moves the estimate little.
+The divisor is public. A record outside the batch counts as half below the norm, so the random size
+of a batch changes the estimate little.
 
 Reference:
     G. Andrew, O. Thakkar, H. B. McMahan, S. Ramaswamy, "Differentially private learning with
@@ -52,19 +52,19 @@ SMALLEST_NORM, LARGEST_NORM = 1e-12, 1e12
 class AdaptiveClip(NamedTuple):
     r"""A clip norm that follows a quantile of the norms of the records' signals.
 
-    After each step the norm is multiplied by :math:`\exp(-\eta(\tilde b - \gamma))`, with
-    :math:`\tilde b` a private estimate of the share of signals that are not longer than it. Of the
-    squared sensitivity, ``share`` belongs to that estimate: at equal epsilon the gradients get
-    :math:`1/\sqrt{1 - share}` times as much noise as with a fixed norm, and the estimate has a
+    After each step the norm is multiplied by :math:`\exp(-\eta(\tilde b - \gamma))`. Here
+    :math:`\tilde b` is a private estimate of the share of signals that are at most as long as the
+    norm. The estimate takes ``share`` of the squared sensitivity. At equal epsilon the gradients
+    get :math:`1/\sqrt{1 - share}` times as much noise as with a fixed norm. The estimate has a
     standard deviation of ``noise_multiplier / (2 sqrt(share) q N)``.
 
     A record without a finite signal counts as half below the norm.
 
     Attributes:
         initial: Clip norm of the first step, > 0.
-        quantile: The part of the signals that should not be clipped, gamma, in (0, 1).
-        learning_rate: Of the logarithm of the norm, eta, > 0.
-        share: Part of the privacy cost, in [1e-6, 0.99].
+        quantile: Part gamma of the signals that should not be clipped, in (0, 1).
+        learning_rate: Step size eta of the logarithm of the norm, > 0.
+        share: Part of the privacy cost that the estimate takes, in [1e-6, 0.99].
 
     Example:
         >>> from numpyro_dp.mechanisms import AdaptiveClip
@@ -72,11 +72,11 @@ class AdaptiveClip(NamedTuple):
         AdaptiveClip(initial=5.0, quantile=0.9, learning_rate=0.2, share=0.01)
 
     Guarantee:
-        The event of a step is that of a fixed clip norm with the same noise multiplier: given what
-        was released before, it is a Gaussian mechanism on a sum of sensitivity
-        :math:`\sqrt{C^2 + C_b^2}`, noise in every coordinate is that times the multiplier, and
-        later norms are functions of earlier releases (adaptive composition). The norms themselves
-        are released: ``result.trace.clip_norm`` may be published.
+        A step has the same event as a step with a fixed clip norm and the same noise multiplier.
+        Given earlier releases, it is a Gaussian mechanism on a sum of sensitivity
+        :math:`\sqrt{C^2 + C_b^2}`. The noise in every coordinate is this sensitivity times the
+        multiplier. Later norms are functions of earlier releases (adaptive composition). The norms
+        themselves are released: you may publish ``result.trace.clip_norm``.
 
     Reference:
         Andrew, Thakkar, McMahan, Ramaswamy (2021), Differentially private learning with adaptive
@@ -90,17 +90,17 @@ class AdaptiveClip(NamedTuple):
 
 
 def check_adaptive(name: str, clip: AdaptiveClip) -> AdaptiveClip:
-    """Returns a valid adaptive clip norm, or raises naming the value and the range.
+    """Returns the clip norm if its fields are valid.
 
     Args:
-        name: Of the argument.
-        clip: To be checked.
+        name: Name of the argument.
+        clip: The clip norm.
 
     Raises:
-        TypeError: If a field is no number.
+        TypeError: If a field is not a number.
         ValueError: If a field is outside its range.
     """
-    start = "The norm of the first step; for norms by entry give a dict of AdaptiveClip(...)."
+    start = "It is the norm of the first step. For norms by entry pass a dict of AdaptiveClip(...)."
     either = {"low_open": True, "high_open": True}
     return AdaptiveClip(
         check_real(f"{name}.initial", clip.initial, low=SMALLEST_NORM, high=LARGEST_NORM,
@@ -108,9 +108,9 @@ def check_adaptive(name: str, clip: AdaptiveClip) -> AdaptiveClip:
         check_real(f"{name}.quantile", clip.quantile, low=0, high=1, **either,
                    remedy="It is the part of the records that should not be clipped."),
         check_real(f"{name}.learning_rate", clip.learning_rate, low=0, high=1e6, low_open=True,
-                   remedy="It is the step size of the logarithm of the norm; 0.2 is usual."),
+                   remedy="It is the step size of the logarithm of the norm. 0.2 is usual."),
         check_real(f"{name}.share", clip.share, low=1e-6, high=0.99,
-                   remedy="It is the part of the privacy cost that finding the norm takes."),
+                   remedy="It is the part of the privacy cost that is spent on the norm."),
     )  # fmt: skip
 
 
@@ -125,16 +125,16 @@ def indicator_entry(group: Any) -> str:
 
 
 def adaptive(base: Mechanism, clip_norm: ClipNorm, batch_size: Any) -> Mechanism:
-    """Returns a mechanism that also releases indicators, and lets clip norms follow them.
+    """Returns a mechanism that also releases indicators, and updates the clip norms from them.
 
     Args:
-        base: A mechanism for ``clip_norm.fixed()``, which has the norms of the indicators too.
-        clip_norm: With the norms of this step.
-        batch_size: Public number of records in a batch to be expected, q N.
+        base: A mechanism for ``clip_norm.fixed()``, which includes the norms of the indicators.
+        clip_norm: The norms of this step.
+        batch_size: Public expected size of a batch, q N.
 
     Guarantee:
-        Each indicator is a function of one record and public values, and bounded. The next norms
-        are functions of what was released.
+        Each indicator is bounded, and a function of one record and public values. The next norms
+        are functions of released values.
     """
 
     def extras(
@@ -145,7 +145,7 @@ def adaptive(base: Mechanism, clip_norm: ClipNorm, batch_size: Any) -> Mechanism
         for group, square in zip(clip_norm.groups(names), squares, strict=True):
             if group in clip_norm.adaptive:
                 clip = clip_norm.by_entry[group]
-                # Shorter by a few units in the last place: rounding must not make it longer.
+                # A few units in the last place shorter, so that rounding cannot make it too long.
                 room = margin * (1 - 8 * float(jnp.finfo(square.dtype).eps))
                 size = jnp.asarray(indicator_norm(clip) * room, square.dtype)
                 signs = jnp.where(jnp.sqrt(square) <= clip.initial, size, -size)

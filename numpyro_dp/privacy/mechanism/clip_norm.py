@@ -1,4 +1,4 @@
-"""A clip norm as a value: one norm for each group of entries of a signal."""
+"""The clip norm of a mechanism: one norm for each group of entries of a signal."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = ["ClipNorm"]
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class ClipNorm:
-    """The norm of each group of entries that a mechanism bounds together.
+    """The norm of each group of entries that a mechanism clips together.
 
-    Users write a number, an :class:`AdaptiveClip`, or a dict of either by entry of the signal;
-    :meth:`of` checks it. As a pytree its leaves are the numbers, so that they can be traced.
+    Users pass a number, an :class:`AdaptiveClip`, or a dict of either by entry of the signal.
+    :meth:`of` checks it. The norms are the leaves of a pytree, so they can be traced.
 
     Attributes:
-        entries: Names of the groups; ``...`` stands for all entries that are not named.
+        entries: Names of the groups. ``...`` stands for all entries that are not named.
         norms: Their norms: numbers, arrays, or an ``AdaptiveClip`` each.
         bounded: Whether all norms are finite.
     """
@@ -44,10 +44,10 @@ class ClipNorm:
 
     @classmethod
     def of(cls, given: Any) -> ClipNorm:
-        """Returns the checked value of what a user wrote.
+        """Checks the ``clip_norm`` that a user passed.
 
         Raises:
-            TypeError: If it is neither a number, nor an ``AdaptiveClip``, nor a dict of such.
+            TypeError: If it is not a number, an ``AdaptiveClip`` or a dict of these.
             ValueError: If a norm is not positive, or a dict is empty.
         """
         if isinstance(given, cls):
@@ -56,16 +56,17 @@ class ClipNorm:
             return cls((...,), (_check_norm("clip_norm", given),))._with_bounded()
         if not given:
             raise ValueError(
-                "Expected clip_norm to name the entries of the signal, got an empty dict."
+                "clip_norm is an empty dict. Give a norm for each entry of the signal, or for the "
+                "key ... that stands for all others."
             )
-        # In one order, so that two dicts with the same norms are the same value.
+        # Sorted, so that two dicts with the same norms give the same value.
         entries = tuple(sorted(given, key=lambda entry: (entry is ..., str(entry))))
         norms = tuple(_check_norm(f"clip_norm[{entry!r}]", given[entry]) for entry in entries)
         return cls(entries, norms)._with_bounded()
 
     @property
     def given(self) -> Any:
-        """What a user would write: one norm, or a dict of norms."""
+        """What a user would pass: one norm, or a dict of norms."""
         return self.norms[0] if self.entries == (...,) else self.by_entry
 
     @property
@@ -89,7 +90,7 @@ class ClipNorm:
 
     @property
     def adapted(self) -> Any:
-        """The present norm of every ``AdaptiveClip``: one, a dict by entry, or ``None``."""
+        """The current norm of every ``AdaptiveClip``: one, a dict by entry, or ``None``."""
         if not self.adaptive:
             return None
         if self.entries == (...,):
@@ -99,7 +100,7 @@ class ClipNorm:
         return {"..." if e is ... else e: by_entry[e].initial for e in self.adaptive}
 
     def fixed(self) -> ClipNorm:
-        """Returns numbers alone: of an ``AdaptiveClip`` those of its norm and its indicator."""
+        """Returns plain norms. An ``AdaptiveClip`` gives two: of the signal and its indicator."""
         found: dict[Any, Any] = {}
         for entry, norm in self.by_entry.items():
             if isinstance(norm, AdaptiveClip):
@@ -109,27 +110,27 @@ class ClipNorm:
         return ClipNorm(tuple(found), tuple(found.values()), self.bounded)
 
     def map(self, change: Callable[[Any, Any], Any]) -> ClipNorm:
-        """Returns ``change(entry, norm)`` in the place of each norm."""
+        """Returns a copy with each norm replaced by ``change(entry, norm)``."""
         return dataclasses.replace(
             self, norms=tuple(change(entry, norm) for entry, norm in self.by_entry.items())
         )
 
     def joined(self, others: Mapping[Any, Any]) -> ClipNorm:
-        """Returns the same with the norms of further entries."""
+        """Returns a copy with the norms of further entries added."""
         return ClipNorm((*self.entries, *others), (*self.norms, *others.values()), self.bounded)
 
     def as_arrays(self) -> ClipNorm:
-        """Returns the same with arrays in the place of numbers."""
+        """Returns a copy with arrays instead of numbers."""
         return jax.tree.map(lambda number: jnp.asarray(number, float), self)
 
     def groups(self, names: tuple[str, ...]) -> dict[Any, tuple[str, ...]]:
-        """Returns the entries of a signal that are bounded together, by group."""
+        """Returns the entries of a signal that are clipped together, by group."""
         own = {name: (name,) for name in names if name in self.entries}
         rest = tuple(name for name in names if name not in self.entries)
         return own | ({...: rest} if rest else {})
 
     def blocks(self, names: tuple[str, ...]) -> Blocks:
-        """Returns the same without the names of the groups."""
+        """Returns these entries without the names of the groups."""
         return tuple(self.groups(names).values())
 
     def of_blocks(self, names: tuple[str, ...]) -> tuple[Any, ...]:
@@ -143,8 +144,8 @@ class ClipNorm:
         rest = set(names) - named
         if self.entries != (...,) and (named - set(names) or bool(rest) != (... in self.entries)):
             raise ValueError(
-                f"Expected clip_norm to have one norm for each of {sorted(names)} (or the key ... "
-                f"for all that are not named), got the keys {sorted(map(str, self.entries))}."
+                f"clip_norm must have one norm for each of {sorted(names)}, got the keys "
+                f"{sorted(map(str, self.entries))}. Use the key ... for all that are not named."
             )
 
     def _with_bounded(self) -> ClipNorm:
@@ -152,16 +153,16 @@ class ClipNorm:
         return dataclasses.replace(self, bounded=finite)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The norms, and what is static."""
+        """Returns the norms, and the static fields."""
         return self.norms, (self.entries, self.bounded)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], norms: tuple[Any, ...]) -> ClipNorm:
-        """The reverse."""
+        """Builds the value from its norms and static fields."""
         return cls(static[0], tuple(norms), static[1])
 
     def __str__(self) -> str:
-        """What a user would write."""
+        """What a user would pass."""
         return str(self.given)
 
 
@@ -170,7 +171,7 @@ def _check_norm(name: str, norm: Any) -> float | AdaptiveClip:
         return check_adaptive(name, norm)
     if norm is AdaptiveClip:
         raise TypeError(
-            f"Expected {name}=AdaptiveClip(initial=1.0), got the class. Add the parentheses."
+            f"{name} is the class AdaptiveClip. Add the parentheses: AdaptiveClip(initial=1.0)."
         )
     remedy = "It bounds the norm of one record's unscaled gradient, in the units of log p."
     if norm == math.inf:

@@ -31,9 +31,10 @@ class GaussianMechanism:
     r"""Clips signals to their norm and adds Gaussian noise to the sum: the default ``mechanism``.
 
     With one norm C each signal is scaled to :math:`\lVert s_i\rVert_2 \le C`. With norms by entry,
-    each named entry is scaled alone and all others together, to the norm under the key ``...``
-    (Ellipsis); the sensitivity is :math:`\sqrt{\sum_b C_b^2}`. The noise has standard deviation
-    ``noise_multiplier`` times the sensitivity in every coordinate, in float32 or wider.
+    each named entry is scaled alone. All others are scaled together to the norm under the key
+    ``...`` (Ellipsis). The sensitivity is :math:`\sqrt{\sum_b C_b^2}`. The noise in every
+    coordinate has standard deviation ``noise_multiplier`` times the sensitivity. It is drawn in
+    float32 or wider.
 
     Example:
         >>> from numpyro_dp.mechanisms import GaussianMechanism
@@ -44,16 +45,17 @@ class GaussianMechanism:
 
     Guarantee:
         ``total`` changes by at most ``sensitivity`` in Euclidean norm when one record is added or
-        removed (twice that when one is replaced): a signal with a NaN or an infinity counts as 0,
-        every other one is scaled into the ball. One call of ``privatise`` is the Gaussian
-        mechanism with the stated noise multiplier, up to floating-point arithmetic (Mironov 2012).
+        removed, and by at most twice that when one is replaced. A signal with a NaN or an infinity
+        counts as 0. Every other signal is scaled into the ball. One call of ``privatise`` is the
+        Gaussian mechanism with the stated noise multiplier, up to floating-point arithmetic
+        (Mironov 2012).
 
     Reference:
         Abadi et al. (2016), Deep learning with differential privacy, CCS.
     """
 
     def __call__(self, clip_norm: ClipNorm, noise_multiplier: Any) -> Mechanism:
-        """Returns the mechanism for these norms and this noise; see ``core.MechanismBuilder``."""
+        """Returns the mechanism for these norms and this noise (``core.MechanismBuilder``)."""
         sensitivity = clip_norm.sensitivity
         std = _product(noise_multiplier, sensitivity)
 
@@ -87,20 +89,20 @@ class GaussianMechanism:
 def build_mechanism(
     builder: Any, clip_norm: ClipNorm, noise_multiplier: Any, batch_size: Any = None
 ) -> Mechanism:
-    """Returns the mechanism of a step; norms that are an ``AdaptiveClip`` follow their quantile.
+    """Returns the mechanism of a step. Each ``AdaptiveClip`` follows its quantile.
 
     Args:
         builder: A ``core.MechanismBuilder``.
-        clip_norm: With the norms of the step, which may be traced.
-        noise_multiplier: Noise standard deviation over sensitivity; may be traced.
-        batch_size: Public number of records in a batch to be expected, q N.
+        clip_norm: The norms of the step, which may be traced.
+        noise_multiplier: Noise standard deviation / sensitivity, which may be traced.
+        batch_size: Public expected size of a batch, q N.
     """
     base = builder(clip_norm.fixed(), noise_multiplier)
     return adaptive(base, clip_norm, batch_size) if clip_norm.adaptive else base
 
 
 def _with_noise(key: Array, total: PyTree, std: Any) -> PyTree:
-    """Adds one vector of noise to the leaves, which are not joined: that would form sums slowly."""
+    """Adds one vector of noise to the leaves. Joining the leaves would slow their sums down."""
     leaves, treedef = jax.tree.flatten(total)
     ends = np.cumsum([leaf.size for leaf in leaves])
     dtype = jnp.result_type(*leaves)
@@ -112,24 +114,24 @@ def _with_noise(key: Array, total: PyTree, std: Any) -> PyTree:
 
 
 def _product(noise_multiplier: Any, sensitivity: Any) -> Any:
-    """The standard deviation of the noise: 0 without noise, also where nothing is clipped."""
+    """The standard deviation of the noise. It is 0 without noise, also for an infinite norm."""
     if isinstance(noise_multiplier, float | int) and isinstance(sensitivity, float | int):
         return noise_multiplier * sensitivity if noise_multiplier else 0.0
     return jnp.where(noise_multiplier == 0, 0.0, noise_multiplier * sensitivity)
 
 
 def _factor(clip_norm: Any, squared_norm: Array, finite: Array) -> Array:
-    """min(1, C / norm), and 0 where the signal is not finite."""
+    """min(1, C / norm), or 0 if the signal is not finite."""
     norm = jnp.sqrt(squared_norm)
     safe = jnp.where(finite & (norm > 0), norm, 1)
-    # Shorter by a few units in the last place: rounding must not push a norm above its bound.
+    # A few units in the last place shorter, so that rounding cannot push a norm above its bound.
     limit = clip_norm * (1 - 8 * float(jnp.finfo(norm.dtype).eps))
     factor = jnp.where(norm > limit, limit / safe, 1)
     return jnp.where(finite & jnp.isfinite(norm), factor, 0).astype(norm.dtype)
 
 
 def _event(noise_multiplier: Any, clip_norm: ClipNorm) -> dpa.DpEvent | None:
-    """The event of one call; ``None`` where the multiplier is traced and the host knows it."""
+    """The event of one call. ``None`` if a value is traced, because only the host knows it then."""
     if any(is_tracer(leaf) for leaf in jax.tree.leaves((noise_multiplier, clip_norm))):
         return None
     if float(noise_multiplier) == 0 or not clip_norm.bounded:

@@ -1,9 +1,9 @@
 r"""One Gaussian release in parts: each step spends its share of a budget.
 
 Step k adds noise of standard deviation :math:`\sigma C / \sqrt{a_k}` with
-:math:`\sum_k a_k = 1`. If :math:`\mu = 1 / \sigma` is the parameter of Gaussian differential
-privacy, step k spends :math:`a_k \mu^2` of :math:`\mu^2`, and all steps together are *one*
-Gaussian mechanism with noise multiplier :math:`\sigma`, however later steps choose what they ask.
+:math:`\sum_k a_k = 1`. Let :math:`\mu = 1 / \sigma` be the parameter of Gaussian differential
+privacy. Step k spends :math:`a_k \mu^2` of :math:`\mu^2`. All steps together are *one* Gaussian
+mechanism with noise multiplier :math:`\sigma`, even if later steps depend on earlier releases.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from numpyro_dp.privacy.sampling import FullBatch
 
 __all__ = ["StagedGaussian"]
 
-_UP = 1 + 1e-6  # in single precision, noise is not narrower than what is accounted for
+_UP = 1 + 1e-6  # keeps noise in single precision at least as wide as accounted for
 
 
 @dataclasses.dataclass(frozen=True)
 class StagedGaussian:
-    """The Gaussian mechanism of steps that share a budget unequally; every step reads all records.
+    """The Gaussian mechanism of full-batch steps that share a budget unequally.
 
     Args:
         shares: Part of the squared budget that each step spends. They sum to 1.
 
     Guarantee:
-        All steps together are ``GaussianDpEvent(noise_multiplier)``. Noise of the steps is
-        independent. A step beyond the last share is no release: it returns NaN.
+        All steps together are ``GaussianDpEvent(noise_multiplier)``. The noise of the steps is
+        independent. A step beyond the last share releases nothing: it returns NaN.
 
     Reference:
         J. Dong, A. Roth, W. J. Su (2022), Gaussian differential privacy, JRSS B, Corollary 2:
@@ -51,13 +51,13 @@ class StagedGaussian:
             raise ValueError(f"Expected positive shares that sum to 1, got {self.shares}.")
 
     def __call__(self, clip_norm: ClipNorm, noise_multiplier: Any) -> Mechanism:
-        """Returns the mechanism; ``noise_scale`` is that of a step with all of the budget."""
+        """Returns the mechanism. ``noise_scale`` is for a step that spends the whole budget."""
         base = GaussianMechanism()(clip_norm, noise_multiplier)
 
         def privatise(
             key: Array, total: PyTree, state: MechanismState
         ) -> tuple[PyTree, MechanismState]:
-            # Beyond the last step the table ends: infinite noise, and so NaN.
+            # Beyond the table the noise is NaN, so that such a step releases nothing.
             widths = jnp.asarray([_UP / math.sqrt(share) for share in self.shares])
             width = widths.at[state.memory].get(mode="fill", fill_value=jnp.nan)
             step = GaussianMechanism()(clip_norm, noise_multiplier * width)
