@@ -12,7 +12,7 @@ or removing one.
 clip_norm`` to a *sum* of vectors of norm at most ``clip_norm``. That sum moves by ``clip_norm``
 when a record is added or removed, and by ``2 * clip_norm`` when one is replaced. The
 ``noise_multiplier`` field of an *event* is always the noise divided by the sensitivity **under the
-relation of the budget**. :func:`gaussian_event` doubles the sensitivity if the relation needs it.
+relation of the budget** (:data:`SENSITIVITY`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ __all__ = [
     "Spending",
     "check_relation",
     "default_delta",
-    "gaussian_event",
     "neighboring_relation",
 ]
 
@@ -225,48 +224,3 @@ class PrivacyBudget:
         shared = ", together with earlier runs" if self.earlier else ""
         delta = "by default" if self.delta is None else f"{self.delta:g}"
         return f"(epsilon={self.epsilon:g}, delta={delta}) under {self.relation}{shared}"
-
-
-def gaussian_event(
-    noise_multiplier: float, relation: Relation = "add_or_remove_one"
-) -> dpa.DpEvent:
-    r"""Returns the event of one noisy sum under a relation.
-
-    .. math:: \sum_i v_i + \mathcal N(0, (zC)^2 I), \quad \|v_i\| \le C
-        \;\Rightarrow\; \mathrm{Gaussian}(z / s), \quad
-        s = 1 \text{ (add or remove)}, \; s = 2 \text{ (replace)}
-
-    The accountants of ``dp_accounting`` read the multiplier of a ``GaussianDpEvent`` in two ways.
-    RDP reads it as noise / sensitivity under any relation. PLD reads it as noise / norm of one
-    record, and doubles the sensitivity itself under ``REPLACE_ONE``. The event returned here has
-    the first meaning, and the accountants of this package translate it. If you pass it to
-    ``dp_accounting`` directly, you get the right value (RDP) or a larger one (PLD).
-
-    Args:
-        noise_multiplier: Noise standard deviation / ``clip_norm``, at least 0. With 0 the run is
-            not private, and the event is ``NonPrivateDpEvent``.
-        relation: The relation of the budget.
-
-    Raises:
-        TypeError: If ``noise_multiplier`` is not a real number.
-        ValueError: If it is negative or infinite, or the relation is unknown.
-
-    Example:
-        >>> gaussian_event(3.0, "replace_one")
-        GaussianDpEvent(noise_multiplier=1.5)
-
-    **Guarantee**: the noise of the event is exactly the noise added, in units of the largest change
-    of the sum between neighbours.
-    """
-    check_relation(relation)
-    noise = check_real(
-        "noise_multiplier",
-        noise_multiplier,
-        low=0.0,
-        high=float("inf"),
-        high_open=True,
-        remedy="It is the noise's standard deviation divided by clip_norm.",
-    )
-    if noise == 0.0:
-        return dpa.NonPrivateDpEvent()
-    return dpa.GaussianDpEvent(noise / SENSITIVITY[relation])

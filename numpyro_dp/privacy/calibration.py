@@ -64,8 +64,8 @@ def calibrate_noise(
     """Returns the noise multiplier that spends the budget, and the bound on what it spends.
 
     Args:
-        make_event: ``noise_multiplier -> event`` of the whole run under the budget's relation, made
-            with :func:`~numpyro_dp.privacy.budget.gaussian_event`.
+        make_event: ``noise_multiplier -> event`` of the whole run under the budget's relation. Noise
+            multipliers are relative to the sensitivity under that relation.
         budget: The budget to spend.
         accountant: Bounds epsilon. ``None`` means :class:`~.accounting.Best`.
         failure_prob: See :func:`~.accounting.epsilon_spent`.
@@ -79,10 +79,9 @@ def calibrate_noise(
         TotalVariationError: If ``failure_prob`` or ``total_variation`` is too large for the budget.
 
     Example:
-        >>> from dp_accounting import PoissonSampledDpEvent, SelfComposedDpEvent
-        >>> from numpyro_dp.privacy.budget import gaussian_event
+        >>> from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
         >>> def run(noise_multiplier):
-        ...     step = PoissonSampledDpEvent(0.01, gaussian_event(noise_multiplier))
+        ...     step = PoissonSampledDpEvent(0.01, GaussianDpEvent(noise_multiplier))
         ...     return SelfComposedDpEvent(step, 1000)
         >>> noise_multiplier, bound = calibrate_noise(run, PrivacyBudget(1.0, 1e-5))
         >>> 0.99 < bound.epsilon <= 1.0, round(noise_multiplier, 1)

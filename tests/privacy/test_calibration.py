@@ -25,12 +25,17 @@ from numpyro_dp.privacy.accounting import (
     UnsupportedEventError,
     epsilon_spent,
 )
-from numpyro_dp.privacy.budget import PrivacyBudget, gaussian_event
+from numpyro_dp.privacy.budget import SENSITIVITY, PrivacyBudget
 from numpyro_dp.privacy.calibration import CalibrationError, calibrate_noise
 from numpyro_dp.privacy.plan import make_plan
 from numpyro_dp.privacy.sampling import Poisson
 
 ADD, REPLACE = "add_or_remove_one", "replace_one"
+
+
+def gaussian_event(noise_multiplier, relation="add_or_remove_one"):
+    """The event of one noisy sum."""
+    return dpa.GaussianDpEvent(noise_multiplier / SENSITIVITY[relation])
 
 
 def run(rate: float, steps: int, relation: str = ADD):
@@ -240,11 +245,11 @@ def _cost(code: str) -> tuple[float, float]:
 import resource, time
 import dp_accounting as dpa
 from numpyro_dp.privacy.accounting import Best
-from numpyro_dp.privacy.budget import PrivacyBudget, gaussian_event
+from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.calibration import calibrate_noise
 def run(rate, steps):
     return lambda z: dpa.SelfComposedDpEvent(
-        dpa.PoissonSampledDpEvent(rate, gaussian_event(z)), steps)
+        dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(z)), steps)
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before, start = peak(), time.perf_counter()
 {code}

@@ -54,7 +54,7 @@ def epsilon_spent(
 
     Args:
         event: The accounted mechanism, with noise multipliers relative to the sensitivity under
-            ``relation`` (see :func:`~numpyro_dp.privacy.budget.gaussian_event`).
+            ``relation``.
         delta: In (0, 1).
         relation: ``"add_or_remove_one"`` or ``"replace_one"``.
         accountant: Bounds epsilon. ``None`` means :class:`Best`.
