@@ -163,6 +163,7 @@ class MStep:
         rate = jnp.where(state.step == 0, 1.0, rate)  # the initial sums are zeros, not statistics
         sums = jax.tree.map(lambda old, new: old + rate * (new - old), state.sums, statistics.sums)
         noise = (1 - rate) ** 2 * state.noise + (rate * statistics.noise_scale) ** 2
+        # Noise can make the count of a rare component negative, or its mean arbitrarily large.
         counts = jnp.maximum(sums["counts"], jnp.maximum(1.0, 2 * jnp.sqrt(noise)))
         means = sums["sums"] / counts[:, None]
         params = {"probs": counts / jnp.sum(counts), "means": means}

@@ -74,6 +74,7 @@ class Damped:
         moved = {name: value + rate * move.direction[name] for name, value in state.natural.items()}
         if problem.latents.is_normal:
             smallest = self._floor * jnp.sqrt(noise)
+            # Centre at the last mean, so that the floor keeps the records' slope there.
             at = cavity_of(state.natural).mean
             floored = family.project(centre(divide(moved, prior), at), smallest)
             natural = multiply(prior, centre(floored, -at))

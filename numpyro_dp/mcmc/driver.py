@@ -263,6 +263,7 @@ class _Chain(Driver):
         """Gives each chain its own noise and batches."""
         if len(starts) == 1:
             return starts
+        # Chains with the same noise would reveal the difference of their clipped sums.
         settings = self.settings
         secret, first = secret_of(settings), starts[0]
         plan = plan_for(settings, first.identity.num_examples, total)

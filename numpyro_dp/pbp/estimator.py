@@ -92,7 +92,7 @@ class _Public(NamedTuple):
     cavity: NetworkCavity
     factor: Params  # the mean factor, centred at the cavity's mean
     unit: Array
-    shift: Array  # from the mean of q to that of the cavity
+    shift: Array  # mean of the cavity minus mean of q
     curvature: Curvature | None
 
 

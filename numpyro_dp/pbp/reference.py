@@ -59,6 +59,7 @@ def filter_sweeps(
     def sweep(carry: Any, key: Array) -> tuple[Any, Params]:
         params, drawn, prior = carry
         params = _filtered(network, params, x, y, key)
+        # Replace the prior precision of the last sweep, and the drawn means after the first.
         now = network.prior_precision(params)
         precision = jnp.maximum(params["weights_precision"] + now - prior, 1e-3 * now)
         params = params | {

@@ -88,6 +88,7 @@ class NetworkSteps:
         if direction is None:
             direction = move.slope / precision
         mean = mean + size * direction
+        # The released rate is noisy: the floor keeps the noise variance positive.
         own = self._network.noise_prior[1]
         smallest = own + move.num_examples / 2 * _SMALLEST_NOISE
         params = old | {

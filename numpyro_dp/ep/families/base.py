@@ -164,7 +164,7 @@ def all_finite(natural: Natural) -> Bool[Array, ""]:
 
 
 def least_log(natural: Array, floor: Number) -> Array:
-    """Returns ``max(natural, floor - 1)``, so that the shape, ``natural + 1``, is >= ``floor``.
+    """Returns ``max(natural, floor - 1)``: the shape, ``natural + 1``, is then >= ``floor``.
 
     The floor is at least the machine epsilon. For a smaller shape, ``natural`` would round to -1.
     """
