@@ -33,29 +33,31 @@ _INDEPENDENT = "DPEM adds up the variances of independent noise to find the smal
 class DPEM(Driver):
     r"""Fits a mixture of normals by expectation maximisation on noisy sums.
 
-    ``run(rng_key, num_steps, x)`` with x of shape (N, d) gives ``result.params`` with ``probs``
-    (k,), ``means`` (k, d) and ``covariances`` (k, d, d): a point estimate, and no posterior; for
-    one over the means see ``DPSEP(..., site=normal_mixture(...))``. ``init``, ``update`` and
-    ``sweep`` are those of :class:`~numpyro_dp.DPSVI`.
+    ``run(rng_key, num_steps, x)`` takes x of shape (N, d). ``result.params`` is a point estimate
+    with ``probs`` (k,), ``means`` (k, d) and ``covariances`` (k, d, d). For a posterior of the
+    means, use ``DPSEP(..., site=normal_mixture(...))``. ``init``, ``update`` and ``sweep`` work as
+    in :class:`~numpyro_dp.DPSVI`.
 
     Args:
-        num_components: k.
-        clip_norm: Bound on one record's statistics: their joint norm, or a dict of norms of
-            ``counts`` (at most 1), ``sums`` (at most the norm of x) and ``squares`` (at most its
-            square). Scale x by public constants so that records lie in a ball of known radius.
+        num_components: Number of components k.
+        clip_norm: Largest norm of one record's statistics. Pass one number for their joint norm, or
+            a dict with a norm for each entry. ``counts`` has norm at most 1, ``sums`` at most the
+            norm of x, and ``squares`` at most its square. Scale x by public constants first. Then
+            all records are in a ball of known radius.
         sampler, mechanism, budget, noise_multiplier, secret_key, num_steps, accountant,
-            microbatch_size, mesh, repetition: As for :class:`~numpyro_dp.DPSVI`.
-        damping: Part of the statistics that a step replaces, in (0, 1], or a function of the step
-            number; 1 is the algorithm of the paper, less averages noise over steps.
-        scale: Known standard deviation of every component in every direction; by default
-            covariances are estimated.
-        probs: Known weights; by default they are estimated.
-        init_scale: Standard deviation of the first means around 0, which are drawn; covariances
-            start with its square.
+            microbatch_size, mesh, repetition: See :class:`~numpyro_dp.DPSVI`.
+        damping: Fraction of the statistics that a step replaces, in (0, 1], or a function of the
+            step number. 1 is the algorithm of the paper. Smaller values average the noise over
+            steps.
+        scale: Known standard deviation of every component in every direction. By default ``DPEM``
+            estimates covariances.
+        probs: Known weights. By default ``DPEM`` estimates them.
+        init_scale: Standard deviation of the initial means, which are drawn around 0. The initial
+            covariances are its square times the identity.
         smallest_variance: Floor of the eigenvalues of an estimated covariance.
 
     Raises:
-        TypeError, ValueError: Name the value, the range and the remedy.
+        TypeError, ValueError: If an argument is out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -72,9 +74,9 @@ class DPEM(Driver):
 
     Guarantee:
         ``result.params``, ``result.trace`` and ``result.privacy`` are (epsilon, delta)-
-        differentially private under the budget's relation: each step is the Gaussian mechanism on
-        a sum of clipped statistics, each a function of one record and of what was released before;
-        the M step, its floors and the first parameters read no record. N is public.
+        differentially private under the budget's relation. Each step is the Gaussian mechanism on
+        a sum of clipped statistics. Each term depends on one record and on released values only.
+        The M step, its floors and the initial parameters read no record. N is public.
 
     Reference:
         Park, Foulds, Chaudhuri, Welling (2017), DP-EM: Differentially private expectation
@@ -124,21 +126,21 @@ class DPEM(Driver):
         super().__init__(method, settings)
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
-        """Returns the parameters at a state; they may be published."""
+        """Returns the parameters of a state. They may be published."""
         checks.check_state(state)
         return state.optim_state.params
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
-        """Reads shapes alone."""
+        """Reads only the shapes of the arguments."""
         given = [*args, *kwargs.values()]
         if len(given) != 1 or not isinstance(given[0], np.ndarray | jax.Array):
             kinds = ", ".join(type(each).__name__ for each in given)
-            raise TypeError(f"Expected the records as one array, and nothing else, got ({kinds}).")
+            raise TypeError(f"Expected one array with all records, x, got ({kinds}).")
         (x,) = given
         if set(kwargs) - {"x"} or x.ndim != 2 or 0 in x.shape or np.iscomplexobj(x):
             raise ValueError(
                 f"Expected one real array x of shape (records, d), got {[*kwargs, x.shape]} of "
-                f"type {x.dtype}. Write x[:, None] for records of one number."
+                f"type {x.dtype}. If each record is one number, pass x[:, None]."
             )
         return read_records(lambda x: None, args, kwargs, len(x))
 
@@ -170,21 +172,27 @@ def _check_init(
     init_params: dict[str, Any], like: dict[str, Array], known: set[str]
 ) -> dict[str, Array]:
     if both := sorted(known & set(init_params)):
-        raise ValueError(f"Expected no init_params of {both}, which are known. Leave them out.")
+        raise ValueError(
+            f"init_params has the entries {both}, but DPEM was built with known values for them "
+            "(scale or probs). Remove these entries."
+        )
     shapes = {name: value.shape for name, value in like.items()}
     given = {name: np.shape(value) for name, value in init_params.items()}
     if any(shapes.get(name) != shape for name, shape in given.items()):
-        raise ValueError(f"Expected init_params among {shapes}, got {given}.")
+        raise ValueError(f"Expected init_params with shapes among {shapes}, got {given}.")
     found = {name: np.asarray(value, np.float64) for name, value in init_params.items()}
     if "probs" in found:
         check_probs(found["probs"])
-    good = all(np.isfinite(value).all() for value in found.values())
-    if good and "covariances" in found:
-        covariances = found["covariances"]
-        good = np.allclose(covariances, covariances.swapaxes(1, 2), rtol=1e-5)
-        good = good and bool((np.linalg.eigvalsh(covariances) > 0).all())
-    if not good:
-        raise ValueError(
-            "Expected finite init_params with symmetric, positive definite covariances, got others."
-        )
+    for name, value in found.items():
+        if not np.isfinite(value).all():
+            raise ValueError(f"init_params[{name!r}] must be finite, but has inf or nan entries.")
+    for number, covariance in enumerate(found.get("covariances", ())):
+        where = f"init_params['covariances'][{number}]"
+        if not np.allclose(covariance, covariance.T, rtol=1e-5):
+            raise ValueError(f"{where} is not symmetric. Pass (c + c.T) / 2.")
+        if not (smallest := np.linalg.eigvalsh(covariance).min()) > 0:
+            raise ValueError(
+                f"{where} is not positive definite (smallest eigenvalue {smallest:.3g}). Add a "
+                "multiple of the identity to it."
+            )
     return {name: jnp.asarray(value, like[name].dtype) for name, value in found.items()}

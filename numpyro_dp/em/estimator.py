@@ -1,17 +1,17 @@
 r"""Expectation maximisation for mixtures of normals, in the form of a private step.
 
-With responsibilities :math:`r_{ij} \propto \pi_j N(x_i; \mu_j, \Sigma_j)` what a step needs of the
-records are sums of one record's statistics,
+With responsibilities :math:`r_{ij} \propto \pi_j N(x_i; \mu_j, \Sigma_j)`, a step needs the sum
+over records of the statistics
 
 .. math:: u_i = \big(r_i,\; r_{ij} x_i,\; r_{ij}\,\mathrm{svec}(x_i x_i^\top)\big),
 
-off-diagonal entries times :math:`\sqrt 2`. Each is clipped, the sum gets noise, and the M step
-reads what was released alone.
+in which svec multiplies off-diagonal entries by :math:`\sqrt 2`. The run clips each record's
+statistics and adds noise to their sum. The M step reads only this released sum.
 
 Reference:
     Park, Foulds, Chaudhuri, Welling (2017), DP-EM: Differentially private expectation maximization,
-    AISTATS (there data are scaled to norm 1, and each moment gets noise of its own); Cappé,
-    Moulines (2009), On-line expectation-maximization algorithm for latent data models, JRSS B, for
+    AISTATS. The paper scales data to norm 1 and adds separate noise to each moment. Cappé,
+    Moulines (2009), On-line expectation-maximization algorithm for latent data models, JRSS B, has
     the damped form.
 """
 
@@ -38,11 +38,11 @@ Params = dict[str, Array]
 
 
 class Statistics(NamedTuple):
-    """What the M step reads.
+    """Input of the M step.
 
     Attributes:
         sums: Estimates of the sums over all records: ``counts``, ``sums``, ``squares``.
-        noise_scale: Standard deviation of the noise in each of their numbers.
+        noise_scale: Standard deviation of the noise in each entry of the sums.
     """
 
     sums: dict[str, Array]
@@ -59,15 +59,15 @@ def expected_statistics(with_squares: bool) -> Callable[[RecordsProblem], Estima
     """Builds the estimator.
 
     Args:
-        with_squares: Whether second moments are released too; not where covariances are known.
+        with_squares: Whether to release second moments also. Known covariances need none.
 
     Guarantee:
-        The signal reads one record; ``prepare`` and ``pull_back`` read none.
+        The signal reads one record. ``prepare`` and ``pull_back`` read none.
     """
 
     def build(problem: RecordsProblem) -> Estimator:
         (size,) = problem.records.layout.shapes[0][0]
-        # JAX checks signed indices for negative ones, and would keep a table of that.
+        # Unsigned: JAX tests signed indices for negative values and keeps the result as a constant.
         rows, cols = own_constants(*np.asarray(np.triu_indices(size), np.uint32))
         (weight,) = own_constants(np.where(rows == cols, 1.0, math.sqrt(2)))
 
@@ -100,13 +100,13 @@ def expected_statistics(with_squares: bool) -> Callable[[RecordsProblem], Estima
 
 
 class MStepState(NamedTuple):
-    """State of :class:`MStep`: all of it may be published.
+    """State of :class:`MStep`. All of it may be published.
 
     Attributes:
-        step: Steps taken.
+        step: Number of steps taken.
         params: ``probs``, ``means`` and ``covariances``.
         sums: Damped statistics.
-        noise: Squared standard deviation of the noise in each of their numbers.
+        noise: Variance of the noise in each entry of ``sums``.
     """
 
     step: Array
@@ -119,9 +119,10 @@ class MStep:
     """The M step, as an optimiser with NumPyro's ``init``, ``get_params`` and ``update``.
 
     Args:
-        damping: Part of the statistics that a step replaces: a number, or a function of the step.
-        scale: Standard deviation of every component in every direction, where it is known.
-        probs: Weights, where they are known.
+        damping: Fraction of the statistics that a step replaces: a number, or a function of the
+            step.
+        scale: Standard deviation of every component in every direction, if it is known.
+        probs: Weights, if they are known.
         smallest_variance: Floor of the eigenvalues of an estimated covariance.
     """
 
@@ -136,7 +137,7 @@ class MStep:
         self._scale, self._probs, self._floor = scale, probs, smallest_variance
 
     def init(self, params: Params) -> MStepState:
-        """Returns the first state: the parameters, but for those that are known."""
+        """Returns the initial state. Known parameters replace those given."""
         params = params | self._known(params["means"])
         sums = {"counts": jnp.zeros_like(params["probs"]), "sums": jnp.zeros_like(params["means"])}
         if self._scale is None:
@@ -157,11 +158,12 @@ class MStep:
         return state.params
 
     def update(self, statistics: Statistics, state: MStepState, **_: Any) -> MStepState:
-        """Takes a step: a count is at least 1, and twice the noise in it."""
+        """Takes a step. Counts are floored at 1 and at twice the standard deviation of noise."""
         rate = jnp.clip(jnp.asarray(self._rate(state.step), jnp.result_type(float)), 0, 1)
-        rate = jnp.where(state.step == 0, 1.0, rate)  # there is nothing to mix with yet
+        rate = jnp.where(state.step == 0, 1.0, rate)  # the initial sums are zeros, not statistics
         sums = jax.tree.map(lambda old, new: old + rate * (new - old), state.sums, statistics.sums)
         noise = (1 - rate) ** 2 * state.noise + (rate * statistics.noise_scale) ** 2
+        # Noise can make the count of a rare component negative, or its mean arbitrarily large.
         counts = jnp.maximum(sums["counts"], jnp.maximum(1.0, 2 * jnp.sqrt(noise)))
         means = sums["sums"] / counts[:, None]
         params = {"probs": counts / jnp.sum(counts), "means": means}

@@ -1,1 +1,1 @@
-"""Expectation propagation: the algebra of exponential families."""
+"""Expectation propagation, with and without privacy."""

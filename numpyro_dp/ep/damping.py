@@ -2,17 +2,16 @@ r"""Damped steps in natural parameters, kept inside the domain: the optimiser of
 
 .. math:: \theta \leftarrow \Pi\big(\theta + \rho_t\, \Delta\big).
 
-For a normal family :math:`\Pi` floors the eigenvalues of what the records add to the prior's
-precision at a multiple of the standard deviation that privacy noise has in them,
+For a normal family, the records add a matrix to the prior's precision. :math:`\Pi` floors the
+eigenvalues of this matrix at a multiple of the standard deviation of their privacy noise,
 
-.. math:: s_t = \sigma \sqrt{\textstyle\sum_{u \le t} \rho_u^2 \prod_{u < v \le t} (1 - \rho_v)^2},
+.. math:: s_t = \sigma \sqrt{\textstyle\sum_{u \le t} \rho_u^2 \prod_{u < v \le t} (1 - \rho_v)^2}.
 
-times the largest eigenvalue :math:`\sqrt{2d}` of a matrix of such noise where one is released,
-so that a direction of which the noise tells more than the records is not taken for a precise one,
-nor for one without a posterior. The slope that the records have at the posterior's last mean stays
-what it was: floored at the origin, a precision would take the mean along with it. Other families
-are only kept inside their domain. All of it is a function of public values and of what was
-released.
+If a full matrix is released, :math:`s_t` is multiplied by :math:`\sqrt{2d}`, the largest eigenvalue
+of a matrix of such noise. Without the floor, noise alone could make a direction look precise or
+improper. :math:`\Pi` keeps the slope that the records have at the posterior's last mean, because a
+floor on natural parameters centred at the origin would move the mean. Other families are only kept
+inside their domain. The step reads only public and released values.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class DampedState(NamedTuple):
     """State of :class:`Damped`.
 
     Attributes:
-        step: Steps taken.
-        natural: Natural parameters of the posterior; private iterates, may be published.
-        noise: Squared standard deviation of the noise in the precision.
+        step: Number of steps taken.
+        natural: Natural parameters of the posterior. They may be published.
+        noise: Variance of the noise in the precision.
     """
 
     step: Array
@@ -51,7 +50,7 @@ class Damped:
 
     Args:
         damping: The rate, or a function of the step number.
-        floor: Multiple of the noise's standard deviation that a site precision is floored at.
+        floor: Smallest precision from records, in standard deviations of its noise.
     """
 
     def __init__(self, damping: float | Callable[[Array], Array], floor: float) -> None:
@@ -59,7 +58,7 @@ class Damped:
         self._floor = floor
 
     def init(self, params: Natural) -> DampedState:
-        """Returns the first state."""
+        """Returns the initial state."""
         return DampedState(jnp.zeros((), jnp.int32), params, jnp.zeros(()))
 
     def get_params(self, state: DampedState) -> Natural:
@@ -75,6 +74,7 @@ class Damped:
         moved = {name: value + rate * move.direction[name] for name, value in state.natural.items()}
         if problem.latents.is_normal:
             smallest = self._floor * jnp.sqrt(noise)
+            # Centre at the last mean, so that the floor keeps the records' slope there.
             at = cavity_of(state.natural).mean
             floored = family.project(centre(divide(moved, prior), at), smallest)
             natural = multiply(prior, centre(floored, -at))

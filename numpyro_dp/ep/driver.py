@@ -44,7 +44,7 @@ _INDEPENDENT = "DPSEP adds up the variances of independent noise to find the flo
 
 
 class _Reader:
-    """Reads a model for message passing; what the drivers here have in common."""
+    """Reads a model for message passing. ``DPSEP``, ``SEP`` and ``EP`` share it."""
 
     def __init__(
         self,
@@ -58,35 +58,35 @@ class _Reader:
         checks.check_callable("model", model)
         if not isinstance(family, Mapping) and family not in _NORMAL:
             raise TypeError(
-                "Expected family to be normal, diagonal_normal or isotropic_normal of "
-                "numpyro_dp.ep.families, as they are, or a dict of families by latent site, such "
-                f"as {{'p': beta()}}, got {getattr(family, 'name', family)!r}."
+                "Expected family to be one of the functions normal, diagonal_normal or "
+                "isotropic_normal of numpyro_dp.ep.families, not called, or a dict of families by "
+                f"latent site, such as {{'p': beta()}}, got {getattr(family, 'name', family)!r}."
             )
         if site is not None and not isinstance(site, SiteBuilder):
             raise TypeError(
-                "Expected site to be built by a call, such as quadrature() or importance(), got "
-                f"{site!r}. See numpyro_dp.ep.sites."
+                "Expected site to be built by a call, such as quadrature() or importance() of "
+                f"numpyro_dp.ep.sites, got {site!r}."
             )
         self.model, self.family, self.site, self.static = model, family, site, static
         self.data_plate, self.declared = data_plate, declare(public, static)
         self.guide = PosteriorGuide()
 
     def __str__(self) -> str:
-        """Names of the families."""
+        """Shows the names of the families."""
         families = self.family
         if isinstance(families, Mapping):
             return ", ".join(f"{name}: {each.name}" for name, each in families.items())
         return families.__name__
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
-        """Reads the model on shapes alone."""
+        """Reads the model, using only the shapes of the arguments."""
         fn = functools.partial(self.model, **self.static)
         return read_conjugate_model(fn, args, kwargs, self.data_plate, self.declared)
 
     def problem(
         self, structure: ModelStructure, rng_key: Array, args: Any, kwargs: dict[str, Any]
     ) -> EPProblem:
-        """Finds prior and kind of site; reads no record."""
+        """Finds the prior and the kind of site. Reads no record."""
         shared = structure.layout.rows(args, kwargs).shared
         fn = functools.partial(self.model, **self.static)
         problem = make_problem(fn, structure, self.family, shared, rng_key)
@@ -98,39 +98,41 @@ class _Reader:
 class DPSEP(Driver):
     r"""Differentially private stochastic expectation propagation.
 
-    Approximates the posterior by a member of an exponential family, moving its natural parameters
-    by noisy clipped sums of the records' sites; see :mod:`numpyro_dp.ep.estimator` for the formula.
-    ``init``, ``update``, ``run`` and ``sweep`` are those of :class:`~numpyro_dp.DPSVI`;
-    ``result.params`` are natural parameters (``auto_linear`` and ``auto_precision``, or
-    ``auto_{site}_{statistic}`` with families by site), and ``guide`` draws the latents from them:
+    Approximates the posterior by a member of an exponential family. Each step moves its natural
+    parameters by a noisy, clipped sum of the records' sites (:mod:`numpyro_dp.ep.estimator`).
+    The methods ``init``, ``update``, ``run`` and ``sweep`` work as in :class:`~numpyro_dp.DPSVI`.
+
+    ``result.params`` are natural parameters: ``auto_linear`` and ``auto_precision``, or
+    ``auto_{site}_{statistic}`` with families by site. The guide draws the latents from them. Use
     ``Predictive(model, guide=sep.guide, params=result.params, num_samples=1000)``.
 
     Args:
-        model: A NumPyro model with a plate over records and global latents alone.
+        model: A NumPyro model with a plate over records. All latents are global.
         family: ``normal`` (one precision matrix over all latents), ``diagonal_normal`` or
-            ``isotropic_normal``, in unconstrained coordinates, where the prior must be normal; or
-            a dict of families by latent site, each of which the prior is a member of.
+            ``isotropic_normal``. These need a prior that is normal in unconstrained coordinates.
+            Or a dict of families by latent site, in which each prior is a member of its family.
         site: How a record's likelihood is approximated: ``conjugate()``, ``quadrature()``,
             ``evidence(log_evidence)``, ``probit(...)``, ``normal_mixture(...)`` or
-            ``importance()``. By default the first of the first two that the likelihood allows.
-        damping: Part of a step that is taken, in (0, 1], or a function of the step number (a JAX
-            array; results outside [0, 1] are cut off there).
-        clip_norm: Bound on the norm of one record's site less the mean site, in centred
-            coordinates: the linear part is in units of the slope of its log likelihood.
-        precision_weight: Unit of the precision beside the linear part in that norm. Where
-            coordinates have scale s, 1/s is natural.
-        shared_precision: Releases one precision number for all coordinates; or, with a number k,
-            k of them, each for ``dim / k`` coordinates that follow each other in the latents'
-            vector (a component of a mixture). Not for ``isotropic_normal``, which has one.
-        floor: What the records add to the precision of a normal family is at least so many
-            standard deviations of the noise in it.
+            ``importance()``. By default ``conjugate()`` if it fits the likelihood, else
+            ``quadrature()``.
+        damping: Fraction of a step that is taken, in (0, 1], or a function of the step number (a
+            JAX array). Results outside [0, 1] are clipped to it.
+        clip_norm: Largest norm of one record's site minus the mean site, in centred coordinates.
+            The linear part has the unit of the slope of its log likelihood.
+        precision_weight: Weight of the precision relative to the linear part in that norm. If
+            coordinates have scale s, 1/s is a natural choice.
+        shared_precision: ``True`` releases one precision for all coordinates. A number k releases
+            k of them, each for ``dim / k`` consecutive coordinates of the latents' vector (a
+            component of a mixture). Not available for ``isotropic_normal``.
+        floor: The records add at least this many standard deviations of its noise to the precision
+            of a normal family.
         sampler, mechanism, budget, noise_multiplier, secret_key, num_steps, accountant,
-            microbatch_size, mesh, public, repetition: As for :class:`~numpyro_dp.DPSVI`.
-        data_plate: Name of the plate over records, where the trace is ambiguous.
+            microbatch_size, mesh, public, repetition: See :class:`~numpyro_dp.DPSVI`.
+        data_plate: Name of the plate over records, if the model has several candidates.
         **static_kwargs: Public, constant keywords of the model.
 
     Raises:
-        TypeError, ValueError: Name the value, the range and the remedy.
+        TypeError, ValueError: If an argument is out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
@@ -150,14 +152,14 @@ class DPSEP(Driver):
 
     Guarantee:
         ``result.params``, ``result.trace`` and ``result.privacy`` are (epsilon, delta)-
-        differentially private under the budget's relation: each step is the Gaussian mechanism on
-        a sum of clipped sites, each a function of one record and of what was released before; the
-        prior, the mean site, damping, projection and floor read no record. No site of a record is
-        kept. The number of records is public.
+        differentially private under the budget's relation. Each step is the Gaussian mechanism on
+        a sum of clipped sites. Each site depends on one record and on released values only. The
+        prior, the mean site, damping, projection and floor read no record. No record's site is
+        stored. The number of records is public.
 
     Reference:
-        Vinaroz, Park (2022), Differentially private stochastic expectation propagation, TMLR. What
-        differs, and why: :mod:`numpyro_dp.ep.estimator`.
+        Vinaroz, Park (2022), Differentially private stochastic expectation propagation, TMLR.
+        :mod:`numpyro_dp.ep.estimator` has the differences.
     """
 
     def __init__(
@@ -202,13 +204,13 @@ class DPSEP(Driver):
         super().__init__(Method(estimator, Damped(damping, floor), text, _INDEPENDENT), settings)
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
-        """Returns the natural parameters at a state; they may be published."""
+        """Returns the natural parameters of a state. They may be published."""
         checks.check_state(state)
         natural = self.method.optim.get_params(state.optim_state)
         return {PREFIX + name: value for name, value in natural.items()}
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
-        """Reads shapes alone."""
+        """Reads only the shapes of the arguments."""
         return self._reader.structure(args, kwargs)
 
     def prepare(
@@ -231,7 +233,7 @@ class DPSEP(Driver):
     def _posterior(self, problem: EPProblem, result: RunResult) -> Posterior:
         params, privacy = result.params, result.privacy
         reader, guide = self._reader, PosteriorGuide()
-        guide.prototype_trace = problem  # that of this run: the driver's guide is of its last
+        guide.prototype_trace = problem  # self.guide may already belong to a later run
         structure = problem.model.structure
         source = ModelSource.of(reader.model, reader.static, structure, problem.shared, params)
         method = f"{type(self).__name__} with {reader}, {privacy.num_steps} steps"
@@ -246,13 +248,14 @@ class DPSEP(Driver):
 
 
 class SEP(DPSEP):
-    """Stochastic expectation propagation without privacy: no noise, and a clip norm if wanted.
+    """Stochastic expectation propagation without privacy: no noise, and no clipping by default.
 
     Args:
-        model: As for :class:`DPSEP`, as all other arguments.
-        family: Of the posterior.
-        clip_norm: Bounds a record's site ("clipped SEP"); not at all by default.
-        sampler: Every record in each step by default.
+        model: A NumPyro model with a plate over records. See :class:`DPSEP`.
+        family: Family of the posterior. See :class:`DPSEP`.
+        clip_norm: Largest norm of a record's site ("clipped SEP"). By default sites are not
+            clipped.
+        sampler: How batches are drawn. By default each step uses every record.
         **others: Further arguments of :class:`DPSEP`.
 
     Example:
@@ -284,7 +287,7 @@ class SEP(DPSEP):
         **others: Any,
     ) -> None:
         if refused := {"budget", "noise_multiplier"} & set(others):
-            raise TypeError(f"Expected SEP without {sorted(refused)}: it adds no noise. Use DPSEP.")
+            raise TypeError(f"SEP adds no noise, so it takes no {sorted(refused)}. Use DPSEP.")
         sampler = FullBatch() if sampler is None else sampler
         super().__init__(
             model, family, clip_norm=clip_norm, sampler=sampler, noise_multiplier=0.0, **others
@@ -311,13 +314,14 @@ class EP:
     """Expectation propagation with one site per record: the non-private reference.
 
     Args:
-        model: As for :class:`DPSEP`.
-        family: Of the posterior.
-        site: How a record's likelihood is approximated; chosen by the model by default.
-        damping: Part of a site's change that is taken, in (0, 1].
-        sequential: Moves one site after the other, as Minka does, and not all from one posterior.
-        data_plate: Name of the plate over records, where the trace is ambiguous.
-        public: Names of the arguments that hold no record, as for :class:`DPSEP`.
+        model: A NumPyro model with a plate over records. See :class:`DPSEP`.
+        family: Family of the posterior. See :class:`DPSEP`.
+        site: How a record's likelihood is approximated. By default the model determines it.
+        damping: Fraction of a site's change that is taken, in (0, 1].
+        sequential: Updates the posterior after each site, as Minka does. By default all sites move
+            from the same posterior.
+        data_plate: Name of the plate over records, if the model has several candidates.
+        public: Names of the arguments that hold no records. See :class:`DPSEP`.
         **static_kwargs: Public, constant keywords of the model.
 
     Example:
@@ -370,10 +374,10 @@ class EP:
         """Sweeps over all records ``num_sweeps`` times.
 
         Args:
-            rng_key: Key of draws and orders.
+            rng_key: Key of draws and of the order of records.
             num_sweeps: Number of sweeps.
             *args: Arguments of the model, with the whole data set.
-            init_params: Natural parameters to start with, instead of the prior's.
+            init_params: Initial natural parameters. By default those of the prior.
             **kwargs: Keyword arguments of the model.
         """
         checks.check_rng_key(rng_key)

@@ -1,20 +1,20 @@
-r"""Stochastic expectation propagation as a row of the package's table of methods.
+r"""Stochastic expectation propagation in the form of a private step.
 
-One factor f stands for the average record, :math:`q \propto p_0 f^N`. Seen from the cavity
+One factor f stands for the average record, :math:`q \propto p_0 f^N`. Given the cavity
 :math:`q / f`, record i has a site :math:`\theta_i` (tilted over cavity), and a step moves
 
 .. math:: \theta_q \leftarrow \theta_q + \rho\, \frac{1}{q} \sum_{i \in B} (\theta_i - \theta_f),
 
-with inclusion probability q and damping :math:`\rho`: at the fixed point the sites average to f.
-What is released is that sum, each record's term clipped to the norm C: sensitivity C when a record
-is added or removed. Its coordinates are chosen for the noise:
+with inclusion probability q and damping :math:`\rho`. At the fixed point the sites average to f.
+The step releases this sum after clipping each record's term to the norm C. The sensitivity is C
+when a record is added or removed. The coordinates need little noise:
 
-.. math:: u_i = \big(\eta_i - \Lambda_i m,\; w\,\Lambda_i\big)
+.. math:: u_i = \big(\eta_i - \Lambda_i m,\; w\,\Lambda_i\big).
 
-*centred* at the cavity's mean m, where the linear part is a slope and not the difference of two
-large numbers, one joint clip, and one weight w between the two parts. A precision matrix is
-released with all its entries and made symmetric afterwards: in norm and in noise that is the upper
-triangle with off-diagonal entries times :math:`\sqrt 2`, without picking entries of each record.
+They are *centred* at the cavity's mean m. There the linear part is a slope and not the difference
+of two large numbers. The two parts have one joint clip norm and a relative weight w. A precision
+matrix is released with all its entries and made symmetric afterwards. Norm and noise are the same
+as for the upper triangle with off-diagonal entries times :math:`\sqrt 2`.
 
 Reference:
     Li, Hernández-Lobato, Turner (2015), Stochastic expectation propagation, NeurIPS; Vinaroz,
@@ -40,11 +40,11 @@ from numpyro_dp.ep.problem import EPProblem
 __all__ = ["Move", "Release", "stochastic_ep"]
 
 Natural = dict[str, Array]
-_SHARED = "True is one number for all coordinates, k is one for each of k blocks."
+_SHARED = "True releases one number for all coordinates, k one for each of k blocks."
 
 
 class Release(NamedTuple):
-    """How precisions are released, and floored."""
+    """How precisions are released and floored."""
 
     precision_weight: float = 1.0
     shared_precision: bool | int = False
@@ -58,24 +58,25 @@ class Release(NamedTuple):
             check_int("shared_precision", self.shared_precision, low=1, remedy=_SHARED)
         if family is isotropic_normal and self.shared_precision:
             raise ValueError(
-                "Expected shared_precision=False with isotropic_normal, which has one precision "
-                f"number, got {self.shared_precision}. Use diagonal_normal or normal."
+                "isotropic_normal already has one precision number: expected "
+                f"shared_precision=False, got {self.shared_precision}. To share precisions, use "
+                "diagonal_normal or normal."
             )
         if isinstance(family, Mapping) and (self.precision_weight != 1 or self.shared_precision):
             raise ValueError(
-                "Expected precision_weight=1.0 and shared_precision=False with families by site, "
+                "With families by site, expected precision_weight=1.0 and shared_precision=False, "
                 f"got {self.precision_weight} and {self.shared_precision}. Use a normal family."
             )
 
 
 class Move(NamedTuple):
-    """What a step asks the damped optimiser to do.
+    """Input of the damped optimiser.
 
     Attributes:
-        direction: Estimate of the sum over all records of site less mean factor.
-        noise_scale: Standard deviation that the noise of this step has in an eigenvalue of the
-            precision; 0 where there is none.
-        problem: With the prior and the family.
+        direction: Estimate of the sum over all records of site minus mean factor.
+        noise_scale: Standard deviation of this step's noise in an eigenvalue of the precision. 0 if
+            the family has none.
+        problem: The problem, which has the prior and the family.
     """
 
     direction: Natural
@@ -95,13 +96,14 @@ def stochastic_ep(
     """Builds the estimator.
 
     Args:
-        precision_weight: w above, > 0: the unit of precision in the joint norm.
-        shared_precision: Releases the mean of the diagonal of a precision alone, one number; or a
-            number k, and then k such means, each over a block of ``dim / k`` coordinates.
+        precision_weight: w above, > 0: the weight of the precision in the joint norm.
+        shared_precision: ``True`` releases only the mean of a precision's diagonal. A number k
+            releases k such means, each over a block of ``dim / k`` coordinates.
 
     Guarantee:
-        The signal reads one record; ``prepare`` and ``pull_back`` read none. A record whose site
-        is not finite has none, like one that says nothing; its term is clipped like any other.
+        The signal reads one record. ``prepare`` and ``pull_back`` read none. A site that is not
+        finite is replaced by zeros, as if the record had no information. Its term is clipped like
+        any other.
     """
 
     def build(problem: EPProblem) -> Estimator:
@@ -131,7 +133,7 @@ def stochastic_ep(
 
 
 def _finite_or_nothing(natural: Natural) -> Natural:
-    """Returns a site, or that of a record that says nothing where it is not finite."""
+    """Returns the site if it is finite, else zeros."""
     leaves = jax.tree.leaves(natural)
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
     return jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), natural)
@@ -144,7 +146,7 @@ class _Packing(NamedTuple):
 
 
 def _packing_of(problem: EPProblem, weight: float, shared: bool | int) -> _Packing:
-    """Between natural parameters and the coordinates that are released."""
+    """Maps natural parameters to the released coordinates, and back."""
     if not problem.latents.is_normal:
         return _Packing(lambda natural: natural, lambda released: released, 0.0)
     dim, axes = problem.latents.dim, problem.prior["precision"].ndim
@@ -170,6 +172,6 @@ def _packing_of(problem: EPProblem, weight: float, shared: bool | int) -> _Packi
             precision = (precision + precision.T) / 2
         return {"linear": released["linear"], "precision": precision}
 
-    # The largest eigenvalue of a symmetric matrix of such noise is some sqrt(2 d).
+    # The largest eigenvalue of a symmetric matrix of such noise is about sqrt(2 d).
     spread = math.sqrt(2 * dim) if axes == 2 and not shared else 1.0
     return _Packing(pack, unpack, spread / weight)

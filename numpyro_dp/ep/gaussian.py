@@ -6,16 +6,16 @@ With a cavity N(m, V) and the evidence :math:`Z = \int p(x \mid z) N(z; m, V)\, 
     g = \frac{\partial \log Z}{\partial m}, \quad H = g g^T - 2\frac{\partial \log Z}{\partial V},
     \qquad m' = m + V g, \quad V' = V - V H V
 
-are the moments of the tilted distribution. The site, tilted over cavity, has in coordinates centred
-at m the natural parameters
+are the moments of the tilted distribution. The site is the tilted distribution divided by the
+cavity. In coordinates centred at m its natural parameters are
 
 .. math::
-    \Lambda_s = (I - HV)^{-1} H, \qquad \eta_s - \Lambda_s m = (I - HV)^{-1} g,
+    \Lambda_s = (I - HV)^{-1} H, \qquad \eta_s - \Lambda_s m = (I - HV)^{-1} g.
 
-which do not cancel where the record says little. The eigenvalues of I - HV, each the ratio of a
-tilted to a cavity variance, are floored: a record must not narrow a posterior at once by more.
+They do not cancel for records with little information. Each eigenvalue of I - HV is the ratio of a
+tilted to a cavity variance. A floor on these ratios limits how much one record narrows a posterior.
 
-A precision is a matrix, a vector (its diagonal) or a number, and its number of axes says which.
+A precision is a matrix, a vector (its diagonal) or a number. Its number of axes shows which.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Cavity(NamedTuple):
 
     Attributes:
         mean: Shape ``(dim,)``.
-        covariance: With as many axes as the precision.
+        covariance: A matrix, its diagonal or one number, like the precision.
     """
 
     mean: Float[Array, " dim"]
     covariance: Precision
 
     def variance_along(self, direction: Float[Array, " dim"]) -> Float[Array, ""]:
-        """Variance of the product with a direction."""
+        """Variance of the inner product with a direction."""
         if self.covariance.ndim == 2:
             return direction @ self.covariance @ direction
         return jnp.sum(self.covariance * direction**2)
@@ -77,17 +77,17 @@ def is_definite(natural: Natural) -> Bool[Array, ""]:
 
 
 def centre(natural: Natural, at: Float[Array, " dim"]) -> Natural:
-    """Moves the origin to ``at``: the linear part becomes the slope there."""
+    """Moves the origin to ``at``. The linear part becomes the slope at this point."""
     linear, precision = natural["linear"], natural["precision"]
     slope = precision @ at if precision.ndim == 2 else precision * at
     return {"linear": linear - slope, "precision": precision}
 
 
 def site_along(cavity: Cavity, direction: Float[Array, " dim"], g: Array, h: Array) -> Natural:
-    r"""The site of a record that sees z only through :math:`t = \phi\cdot z`.
+    r"""The site of a record whose likelihood depends on z only through :math:`t = \phi\cdot z`.
 
     Args:
-        cavity: What it is seen from.
+        cavity: Moments of the cavity.
         direction: :math:`\phi`.
         g: Slope of log Z in the mean of t.
         h: :math:`g^2 - 2\,\partial\log Z/\partial v` with the variance v of t.
@@ -109,9 +109,9 @@ def site_from_slopes(cavity: Cavity, g: Float[Array, " dim"], h: Precision) -> N
     """The site of a record with any likelihood.
 
     Args:
-        cavity: What it is seen from.
+        cavity: Moments of the cavity.
         g: Slope of log Z in the mean.
-        h: H above; its diagonal for a diagonal covariance, the mean of that for a single number.
+        h: H above. For a diagonal covariance its diagonal, for a single number the diagonal's mean.
 
     Returns:
         Natural parameters, centred at the mean of the cavity.
@@ -122,7 +122,8 @@ def site_from_slopes(cavity: Cavity, g: Float[Array, " dim"], h: Precision) -> N
     h = (h + h.T) / 2
     narrowing = _largest_eigenvalue(h @ cavity.covariance)
     h = h * jnp.minimum(1, (1 - LARGEST_NARROWING) / jnp.maximum(narrowing, 1e-6))
-    # I - HV = (P - H) V with P the cavity's precision: both are symmetric, and inverted as such.
+    # I - HV = (P - H) V with P the cavity's precision. Both factors are symmetric, so each can be
+    # inverted as a symmetric matrix.
     precision, *_ = inverse_and_log_det(cavity.covariance)
     narrowed, *_ = inverse_and_log_det(precision - h)
     site = h + h @ narrowed @ h
@@ -136,10 +137,10 @@ def _floored(ratio: Array) -> Array:
 def inverse_and_log_det(
     matrix: Float[Array, "dim dim"],
 ) -> tuple[Float[Array, "dim dim"], Bool[Array, ""], Float[Array, ""]]:
-    """Inverts a positive definite matrix by sweeping its pivots, and says whether it is one.
+    """Inverts a positive definite matrix by sweeping its pivots, and tests whether it is one.
 
-    Sites of many records are found side by side. Batches of LAPACK calls in one loop can wait for
-    each other for ever on a CPU with few cores (jaxlib 0.10); this has none.
+    It avoids LAPACK, because sites of many records are computed in one batch. Batches of LAPACK
+    calls in one loop can deadlock on a CPU with few cores (jaxlib 0.10).
     """
 
     def sweep(k: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -158,12 +159,12 @@ def inverse_and_log_det(
 
 
 def _largest_eigenvalue(matrix: Float[Array, "dim dim"]) -> Float[Array, ""]:
-    """Bounds the largest eigenvalue of a matrix that is similar to a symmetric one from above.
+    """An upper bound of the largest eigenvalue of a matrix that is similar to a symmetric one.
 
-    By the trace of the 64th power after a shift that makes all eigenvalues positive: too large by
-    at most a factor dim ** (1 / 64), of the shifted one.
+    A shift makes all eigenvalues positive, and the bound is the trace of the 64th power to the
+    power 1 / 64. For the shifted matrix it is too large by at most a factor dim ** (1 / 64).
     """
-    shift = jnp.linalg.norm(matrix) * 1.001  # so that not all of them can become 0
+    shift = jnp.linalg.norm(matrix) * 1.001  # above the norm, so shifted eigenvalues are not all 0
     power = (matrix + shift * jnp.eye(len(matrix), dtype=matrix.dtype)) / jnp.maximum(shift, 1e-30)
     log_scale = jnp.zeros((), matrix.dtype)
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""The posterior of message passing as a NumPyro guide: for ``Predictive``, summaries and ArviZ."""
+"""The posterior of message passing as a NumPyro guide, for ``Predictive``, summaries and ArviZ."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ __all__ = ["PosteriorGuide"]
 
 
 class PosteriorGuide:
-    """Draws the model's latent sites from the family, at natural parameters given by name.
+    """Draws the model's latent sites from the family at given natural parameters.
 
-    A run sets it up; then ``Predictive(model, guide=guide, params=result.params, ...)`` works as
-    with an automatic guide.
+    After a run, ``Predictive(model, guide=guide, params=result.params, ...)`` works as with an
+    automatic guide.
 
     Attributes:
-        prototype_trace: The problem of the last run, ``None`` before.
+        prototype_trace: The problem of the last run, ``None`` before the first run.
     """
 
     def __init__(self) -> None:
         self.prototype_trace: EPProblem | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """Draws the latent sites; the arguments play no part."""
+        """Draws the latent sites. Ignores the arguments."""
         problem = self.prototype_trace
         if problem is None:
             raise ValueError(
-                "Expected run to have been called before the guide: it does not know the model."
+                "The guide does not know the latent sites before the first run. Call run first."
             )
         natural = {}
         for name, value in problem.prior.items():
             natural[name] = numpyro.param(PREFIX + name, value)
             if jnp.shape(natural[name]) != jnp.shape(value):
                 raise ValueError(
-                    f"Expected {PREFIX + name} of shape {jnp.shape(value)}, that of the driver's "
-                    f"last run, got {jnp.shape(natural[name])}. Use a driver for each data set."
+                    f"Expected {PREFIX + name} of shape {jnp.shape(value)}, as in the last run of "
+                    f"the driver, got {jnp.shape(natural[name])}. Use one driver per data set."
                 )
         found = problem.latents.family.to_dist(natural)
         if not problem.latents.is_normal:

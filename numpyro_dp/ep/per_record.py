@@ -1,11 +1,11 @@
-r"""Expectation propagation with one site per record. Not private: it keeps a state of each record.
+r"""Expectation propagation with one site per record. Not private: it stores each record's site.
 
 .. math::
     q_{-i} = q / f_i, \qquad f_i \leftarrow f_i^{1-\rho}
     \Big(\frac{\mathrm{proj}[p(x_i \mid z)\, q_{-i}]}{q_{-i}}\Big)^{\rho},
     \qquad q \propto p_0 \prod_i f_i,
 
-for all records at once from one q (batched), or one after the other (sequential).
+for all records at once from the same q (batched), or for one record after the other (sequential).
 
 Reference:
     Minka (2001), Expectation propagation for approximate Bayesian inference, UAI.
@@ -42,7 +42,7 @@ class SensitiveSites(NamedTuple):
 
 
 def start_sites(problem: EPProblem, start: Natural) -> SensitiveSites:
-    """Returns sites that share what ``start`` has beyond the prior evenly."""
+    """Returns equal sites whose product with the prior is ``start``."""
     number = problem.num_examples
     extra = divide(start, problem.prior)
     sites = jax.tree.map(lambda x: jnp.broadcast_to(x / number, (number, *x.shape)), extra)
@@ -52,7 +52,7 @@ def start_sites(problem: EPProblem, start: Natural) -> SensitiveSites:
 def batched_sweep(
     problem: EPProblem, site: Site, state: SensitiveSites, records: Any, rng_key: Array, rate: Array
 ) -> SensitiveSites:
-    """Moves the sites of all records, each seen from the same posterior."""
+    """Moves the sites of all records, each starting from the same posterior."""
     keys = jax.random.split(rng_key, problem.num_examples)
     refine = jax.vmap(lambda own, key, example: _refined(
         problem, site, state.posterior, own, key, example, rate
@@ -79,7 +79,7 @@ def sequential_sweep(
         return SensitiveSites(posterior, sites), None
 
     state, _ = lax.scan(move, state, order)
-    total = jax.tree.map(lambda leaf: leaf.sum(0), state.sites)  # without the rounding of updates
+    total = jax.tree.map(lambda leaf: leaf.sum(0), state.sites)  # drops accumulated rounding errors
     return SensitiveSites(multiply(problem.prior, total), state.sites)
 
 
@@ -92,7 +92,7 @@ def _refined(
     example: Any,
     rate: Array,
 ) -> Natural:
-    """The new site of one record; the old one where its cavity is no member of the family."""
+    """The new site of one record, or the old site if its cavity is not a member of the family."""
     normal = problem.latents.is_normal
     cavity = divide(posterior, own)
     found = site.approximate(site.prepare(rng_key, cavity), example)

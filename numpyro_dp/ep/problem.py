@@ -1,9 +1,9 @@
-r"""A NumPyro model as message passing sees it: a prior in a family, and one record's factor.
+r"""A NumPyro model in the form of message passing: a prior in a family, and one factor per record.
 
 .. math:: q(z) \propto p_0(z) \prod_i f_i(z), \qquad f_i(z) \approx p(x_i \mid z).
 
-A normal family is one over all latents, joined to one vector in unconstrained coordinates; any
-other is given by site, over the values of that site themselves.
+A normal family covers all latents, joined to one vector in unconstrained coordinates. Every other
+family belongs to one site and covers the constrained values of that site.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Natural = dict[str, Array]
 
 
 class Latents(NamedTuple):
-    """What z is in terms of the model's latent sites.
+    """The variable z, and its maps to the model's latent sites.
 
     Attributes:
-        family: Of z.
+        family: Family of z.
         unconstrain: z -> unconstrained value of each latent site.
         constrain: z -> value of each latent site.
-        is_normal: Whether the family is normal over one vector, so that sites are centred.
+        is_normal: Whether the family is normal over one vector. If so, sites are centred.
         dim: Length of that vector, else 0.
     """
 
@@ -58,7 +58,7 @@ class EPProblem(NamedTuple):
         latents: Family and coordinates.
         prior: Natural parameters of the prior.
         shared: Public arrays among the model's arguments.
-        prior_at: Public arrays -> natural parameters of the prior; may be traced.
+        prior_at: Public arrays -> natural parameters of the prior. May be traced.
         site: The kind of site.
     """
 
@@ -71,7 +71,7 @@ class EPProblem(NamedTuple):
 
     @property
     def records(self) -> Records:
-        """How arguments split into records and public values."""
+        """How the arguments divide into records and public values."""
         return self.model.structure.records
 
     @property
@@ -81,11 +81,11 @@ class EPProblem(NamedTuple):
 
     @property
     def numbered(self) -> bool:
-        """No record draws for itself."""
+        """False: no record has its own random key."""
         return False
 
     def at(self, shared: tuple[Array, ...]) -> EPProblem:
-        """The same with the public arrays and the noise of a step."""
+        """The same problem with other public arrays."""
         prior = self.prior_at(shared) if shared else self.prior
         return self._replace(shared=shared, prior=prior)
 
@@ -94,10 +94,10 @@ class EPProblem(NamedTuple):
         return self.model.log_likelihood(self.latents.unconstrain(z), {}, example, self.shared)
 
     def constrain(self, params: Natural) -> Natural:
-        """Natural parameters under the names by which they are published.
+        """Natural parameters under their published names.
 
-        Those have a prefix, as the parameters of automatic guides do: sites of the model may well
-        be called ``precision``.
+        These have a prefix, like the parameters of automatic guides, because a site of the model
+        may be called ``precision``.
         """
         return {PREFIX + name: value for name, value in params.items()}
 
@@ -106,14 +106,14 @@ class EPProblem(NamedTuple):
         return self.model.structure.layout.rows(args, kwargs)
 
     def blank_example(self) -> tuple[Array, ...]:
-        """Returns zeros in the place of a record."""
+        """Returns a record of zeros."""
         return self.model.structure.layout.blank()
 
     def start(self, init_params: dict[str, Any] | None) -> Natural:
-        """Returns the first natural parameters: the prior's unless others are given.
+        """Returns the initial natural parameters: ``init_params``, or by default the prior's.
 
         Raises:
-            ValueError: If names or shapes are others, or they are outside the domain.
+            ValueError: If names or shapes do not match, or values are outside the domain.
         """
         if init_params is None:
             return self.prior
@@ -121,18 +121,19 @@ class EPProblem(NamedTuple):
         wanted = {name: np.shape(value) for name, value in self.constrain(self.prior).items()}
         if given != wanted:
             raise ValueError(
-                f"Expected init_params with natural parameters of the shapes {wanted}, got {given}."
+                f"Expected init_params with the names and shapes {wanted}, got {given}."
             )
         params = {n: jnp.asarray(init_params[PREFIX + n], v.dtype) for n, v in self.prior.items()}
         if not bool(self.latents.family.is_valid(params)):
             raise ValueError(
-                f"Expected init_params inside the domain of {self.latents.family.name}: finite, "
-                "with a positive definite precision, or positive concentrations and rates."
+                f"init_params are not inside the domain of {self.latents.family.name}. They must "
+                "be finite, with a positive definite precision or positive concentrations and "
+                "rates."
             )
         return params
 
     def invented(self) -> list[tuple[Array, ...]]:
-        """Returns records to try things on: of several sizes, and integers from 0 to 2."""
+        """Returns invented records for checks: real values of several sizes, integers 0 to 2."""
         normal, ones = self.model.structure.layout.invented()
         found = []
         for number, scale in enumerate((1.0, 0.01, 100.0)):
@@ -151,24 +152,24 @@ def read_conjugate_model(
     data_plate: str | None,
     declared: Declared = Declared(),  # noqa: B008 - never written to
 ) -> ModelStructure:
-    """Reads a model, refusing what message passing does not support.
+    """Reads a model and checks that message passing supports it.
 
     Raises:
-        UnsupportedModelError: If it has parameters of its own or latent sites in the data plate or
-            draws keys, and what :func:`~numpyro_dp.model.structure.read_model` raises.
+        UnsupportedModelError: If the model has parameters, latent sites in the data plate, or draws
+            random keys. :func:`~numpyro_dp.model.structure.read_model` has further reasons.
     """
     structure = read_model(model, args, kwargs, data_plate, declared)
     if structure.params or structure.local_latents:
         raise UnsupportedModelError(
-            "Expected a model whose latents are global and which has no parameters of its own, got "
-            f"{sorted(structure.params + structure.local_latents)}. Give parameters a prior, "
-            "integrate out a record's own latents, or use DPSVI."
+            "Message passing needs a model with no parameters of its own and no latents per "
+            f"record, but this model has {sorted(structure.params + structure.local_latents)}. "
+            "Give parameters a prior, integrate out latents of records, or use DPSVI."
         )
     if structure.draws:
         raise UnsupportedModelError(
-            "Expected a model whose likelihood is a function of record and latents, got one that "
-            "draws keys of its own (dropout, say). Take the draw out, or use DPSVI, where each "
-            "record draws in each step."
+            "The model draws random keys (for dropout, for example), but message passing needs a "
+            "likelihood that depends only on record and latents. Remove the draw, or use DPSVI, "
+            "which gives each record its own key in each step."
         )
     return structure
 
@@ -183,12 +184,12 @@ def make_problem(
     """Returns the problem of a model and a family.
 
     Args:
-        fn: The model, static keywords filled in.
-        structure: What was read of it.
-        family: A constructor of a normal family, called with the number of latent coordinates, or
+        fn: The model, with static keywords filled in.
+        structure: The structure of the model.
+        family: A constructor of a normal family, which takes the number of latent coordinates, or
             a dict of families by latent site.
         shared: Public arrays among the model's arguments.
-        rng_key: Of a draw from the prior, which shows the shapes of the latents.
+        rng_key: Key of a draw from the prior, which gives the shapes of the latents.
 
     Raises:
         UnsupportedModelError: If the prior is not in the family.
@@ -211,7 +212,7 @@ def make_problem(
 
     structure.public.check("prior", prior_at, shared)
     prior = jax.jit(prior_at)(shared)
-    structure.public.trust(prior.values())  # made of what has been looked at
+    structure.public.trust(prior.values())  # computed from arrays that were checked above
     return EPProblem(model, latents, prior, shared, prior_at)
 
 
@@ -247,7 +248,7 @@ def _another(rng_key: Array) -> Array:
 
 
 def _normal_prior(model: Model, latents: Latents, shared: tuple[Array, ...]) -> Natural:
-    """Natural parameters of a normal prior, by the derivatives of its log density at 0."""
+    """Natural parameters of a normal prior, from the derivatives of its log density at 0."""
 
     def log_prior(z: Array) -> Array:
         return model.log_prior(latents.unconstrain(z), {}, shared)
@@ -277,18 +278,18 @@ def _check_normal_prior(model: Model, latents: Latents, shared: tuple[Array, ...
     normal = np.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
     if not (normal and np.isfinite(scaled).all() and np.linalg.eigvalsh(scaled).min() > 1e-6):
         raise UnsupportedModelError(
-            "Expected a prior that is normal in unconstrained coordinates, jointly over "
-            f"{list(model.structure.latents)}: the log density is not quadratic, or flat. Use "
-            "normal or log-normal priors with fixed scales, give families by site, or use DPSVI."
+            f"The joint prior of {list(model.structure.latents)} is not normal in unconstrained "
+            "coordinates: its log density is not quadratic, or flat. Use normal or log-normal "
+            "priors with fixed scales, give families by site, or use DPSVI."
         )
     axes = latents.family.unit["precision"].ndim
     correlated = np.abs(scaled - np.diag(np.diag(scaled))).max() > _TOLERANCE
     unequal = sd.max() > (1 + _TOLERANCE) * sd.min()
     if axes < 2 and (correlated or (axes == 0 and unequal)):
         raise UnsupportedModelError(
-            f"Expected a prior with the structure of {latents.family.name}, got one with other "
-            "variances or correlations. Use family=normal, or diagonal_normal if the coordinates "
-            "are independent."
+            f"The variances or correlations of the prior do not have the structure of "
+            f"{latents.family.name}. Use family=normal, or diagonal_normal if the coordinates are "
+            "independent."
         )
 
 
@@ -304,7 +305,7 @@ def _check_product_prior(
     shared: tuple[Array, ...],
     draws: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:
-    """Raises unless the priors are members of the families, whatever other latents are."""
+    """Raises unless the priors are members of the families for all values of other latents."""
     if set(families) != set(draws[0]):
         raise UnsupportedModelError(
             f"Expected a family for each of the latent sites {sorted(draws[0])}, got "
@@ -312,18 +313,18 @@ def _check_product_prior(
         )
     if model.structure.prior_factors:
         raise UnsupportedModelError(
-            f"Expected priors alone with families by site, got factors "
-            f"{list(model.structure.prior_factors)}. Leave them out."
+            f"The factors or observed sites {list(model.structure.prior_factors)} are outside the "
+            "plate over records, but families by site allow only priors there. Remove them."
         )
     for name in draws[0]:
         try:
             found, again = (families[name].from_dist(draw[name]["fn"]) for draw in draws)
         except (TypeError, ValueError) as error:
             raise UnsupportedModelError(
-                f"Expected the prior of latent site {name!r} to be in its family. {error}"
+                f"The prior of latent site {name!r} is not in its family. {error}"
             ) from error
         if not all(np.allclose(found[k], again[k], rtol=1e-6) for k in again):
             raise UnsupportedModelError(
-                f"Expected the prior of latent site {name!r} not to depend on other latent sites. "
-                "Write it with fixed parameters, or use DPSVI."
+                f"The prior of latent site {name!r} depends on other latent sites, which families "
+                "by site do not allow. Use fixed parameters in the prior, or use DPSVI."
             )

@@ -1,4 +1,4 @@
-"""Langevin samplers whose thermal noise is the noise of privacy."""
+"""Langevin samplers that use the privacy noise as their thermal noise."""
 
 from numpyro_dp.mcmc.driver import DPMCMC
 from numpyro_dp.mcmc.kernels import SGHMC, SGLD, PreconditionedSGLD

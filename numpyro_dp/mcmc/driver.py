@@ -47,32 +47,34 @@ _INDEPENDENT = "DPMCMC takes the noise for the thermal noise of its chains, whic
 class DPMCMC:
     r"""Differentially private Markov chain Monte Carlo by stochastic gradient Langevin dynamics.
 
-    Used as ``numpyro.infer.MCMC``: ``run(rng_key, *args)`` with the whole data set, then
-    ``get_samples()`` for ``Predictive(model, posterior_samples=...)`` and ``print_summary()``.
-    The noise that makes the scores private is the noise of the dynamics. It bounds the step size,
-    with q the inclusion probability and :math:`\sigma` the noise multiplier:
+    Use it like ``numpyro.infer.MCMC``. Call ``run(rng_key, *args)`` with the whole data set, then
+    ``print_summary()``, or ``get_samples()`` for ``Predictive(model, posterior_samples=...)``.
 
-    .. math:: \eta\,\sigma^2 C^2 \le 2\,T q^2 \quad (\text{SGHMC: } 2\,a\,T q^2),
+    The noise that makes the scores private is also the noise of the dynamics. It limits the step
+    size :math:`\eta`. With clip norm C, inclusion probability q, noise multiplier :math:`\sigma`
+    and temperature T,
 
-    with equality where the step size is left out. With a smaller step, the shortfall from the
-    Langevin noise is added, and too large a step is an error.
+    .. math:: \eta\,\sigma^2 C^2 \le 2\,T q^2 \quad (\text{SGHMC with friction a: } 2\,a\,T q^2).
+
+    The default is the largest step size. If the step is smaller, the kernel adds the missing
+    Langevin noise. If it is larger, ``run`` raises an error.
 
     Args:
         kernel: :class:`~numpyro_dp.SGLD`, :class:`~numpyro_dp.PreconditionedSGLD` or
             :class:`~numpyro_dp.SGHMC`.
         num_warmup: Steps of a chain before its first sample. They cost budget like all others.
-        num_samples: Steps of a chain after that.
-        num_chains: Chains, side by side in one compiled call. The budget is for all of them
-            together: each has noise and batches of its own, and their steps compose.
-        thinning: Every so many steps are kept; divides ``num_samples``.
-        clip_norm: Bound on the norm of one record's score: a number, or a dict by latent site.
+        num_samples: Steps of a chain after warmup.
+        num_chains: Number of chains, which run in one compiled call. All chains share the budget:
+            each has its own noise and batches, and their steps compose.
+        thinning: One of this many steps is kept. Must divide ``num_samples``.
+        clip_norm: Largest norm of one record's score: a number, or a dict by latent site.
         sampler, mechanism, budget, noise_multiplier, secret_key, accountant, data_plate,
-            microbatch_size, mesh, public, repetition: As for :class:`~numpyro_dp.DPSVI`.
-        progress_bar: Shows steps and epsilon spent, for one chain.
+            microbatch_size, mesh, public, repetition: See :class:`~numpyro_dp.DPSVI`.
+        progress_bar: Shows steps and epsilon spent, if there is one chain.
         **static_kwargs: Public, constant keywords of the model.
 
     Raises:
-        TypeError, ValueError: Name the value, the range and the remedy.
+        TypeError, ValueError: If an argument is out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
@@ -92,10 +94,10 @@ class DPMCMC:
         ((300,), True)
 
     Guarantee:
-        Samples, summaries and ``privacy`` are (epsilon, delta)-differentially private under the
-        budget's relation, all chains together: each step of each chain is the Gaussian mechanism
-        on a clipped sum over a sampled batch; priors, step sizes, preconditioners (of released
-        scores) and further noise read no record. The number of records is public.
+        Samples, summaries and ``privacy`` of all chains together are (epsilon, delta)-
+        differentially private under the budget's relation. Each step of each chain is the Gaussian
+        mechanism on a clipped sum over a sampled batch. Priors, step sizes and further noise read
+        no record. Preconditioners read released scores. The number of records is public.
 
     Reference:
         Zhang, Bu, Chen, Long (2021), Differentially private Bayesian neural networks on accuracy,
@@ -149,16 +151,16 @@ class DPMCMC:
         """Runs the chains.
 
         Args:
-            rng_key: Key of first positions and of what the dynamics draws beside privacy noise.
+            rng_key: Key of initial positions and of the Langevin noise that ``run`` adds.
             *args: Arguments of the model, with the whole data set.
-            init_params: First values of latent sites, of all chains; public. By default each chain
-                starts where the kernel's ``init_strategy`` says.
+            init_params: Initial values of latent sites, the same for all chains. They are public.
+                By default the kernel's ``init_strategy`` chooses them for each chain.
             **kwargs: Keyword arguments of the model.
 
         Raises:
             UnsupportedModelError: If the model cannot be private as it is written.
-            BudgetError: If the steps do not fit the budget. No record has been read then.
-            ValueError: If a step is too large for the noise, likewise.
+            BudgetError: If the steps do not fit the budget. ``run`` has read no record then.
+            ValueError: If a step is too large for the noise. ``run`` has read no record then.
             NoiseReuseError: If JAX traces the call, or another run had the same ``secret_key``.
         """
         check_outside_trace("DPMCMC.run")
@@ -178,7 +180,7 @@ class DPMCMC:
         sizes = settings.num_warmup, settings.num_samples, settings.thinning
         with begun(settings.run, *states):
             draws = driver.chains(states, sizes, args, kwargs, report, self._progress_bar)
-        self._report = report  # samples and report of an earlier run stay where this one fails
+        self._report = report  # set last: if this run fails, results of the run before it stay
         self._samples = {site: draws[f"{site}{POINT_SUFFIX}"] for site in structure.latents}
         shared = structure.layout.rows(args, kwargs).shared
         self._posterior = self._posterior_of(structure, shared, report)
@@ -187,11 +189,11 @@ class DPMCMC:
     def posterior(self) -> Posterior:
         """The :class:`~numpyro_dp.Posterior` of the last run.
 
-        Its draws are the samples of all chains in a random order, each as often as the others or
-        once more.
+        It draws the samples of all chains in random order. No sample is drawn twice before every
+        other sample is drawn once.
         """
         if self._posterior is None:
-            raise ValueError("Expected run to have been called before posterior.")
+            raise ValueError("There is no posterior yet. Call run first.")
         return self._posterior
 
     def _posterior_of(
@@ -216,27 +218,27 @@ class DPMCMC:
 
     @property
     def privacy(self) -> PrivacyReport:
-        """What all chains of the last run have spent together."""
+        """The privacy report of the last run, for all chains together."""
         if self._report is None:
-            raise ValueError("Expected run to have been called before privacy.")
+            raise ValueError("There is no privacy report yet. Call run first.")
         return self._report
 
     def get_samples(self, group_by_chain: bool = False) -> dict[str, Array]:
-        """Returns the samples by site, in the model's own units; they may be published.
+        """Returns the constrained samples by site. They may be published.
 
         Args:
             group_by_chain: Keeps a leading axis of chains.
         """
         if self._samples is None:
-            raise ValueError("Expected run to have been called before get_samples.")
+            raise ValueError("There are no samples yet. Call run first.")
         if group_by_chain:
             return dict(self._samples)
         return {name: value.reshape(-1, *value.shape[2:]) for name, value in self._samples.items()}
 
     def print_summary(self, prob: float = 0.9) -> None:
-        """Prints NumPyro's summary of the samples; what they have spent is in ``privacy``.
+        """Prints NumPyro's summary of the samples. For the privacy report, see ``privacy``.
 
-        Effective sizes and R-hat are those of the chain at the temperature it had.
+        Effective sample sizes and R-hat refer to the chain at the kernel's temperature.
 
         Args:
             prob: Probability of the intervals.
@@ -246,7 +248,7 @@ class DPMCMC:
 
 
 class _Chain(Driver):
-    """The driver of the chains, with every number known."""
+    """The driver of the chains, with all arguments checked."""
 
     def __init__(self, frontend: Frontend, settings: RunSettings) -> None:
         method = Method(langevin(), frontend.svi.optim, independent_noise=_INDEPENDENT)
@@ -258,9 +260,10 @@ class _Chain(Driver):
         return self._frontend.svi.get_params(state)
 
     def with_own_noise(self, starts: list[SensitiveState], total: int) -> list[SensitiveState]:
-        """Gives each chain noise and batches of its own."""
+        """Gives each chain its own noise and batches."""
         if len(starts) == 1:
             return starts
+        # Chains with the same noise would reveal the difference of their clipped sums.
         settings = self.settings
         secret, first = secret_of(settings), starts[0]
         plan = plan_for(settings, first.identity.num_examples, total)
@@ -277,7 +280,7 @@ class _Chain(Driver):
         report: PrivacyReport,
         progress_bar: bool,
     ) -> dict[str, Array]:
-        """Returns the kept positions by parameter, with leading axes of chains and draws."""
+        """Returns the kept positions by parameter, with leading axes for chains and draws."""
         warmup, samples, thinning = sizes
         session = self._session(args, kwargs)
         rows, kept = session.rows(args, kwargs), samples // thinning
@@ -294,7 +297,7 @@ class _Chain(Driver):
         return session.run_many(stacked, rows, samples, kept)[2].params
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
-        """Reads shapes alone."""
+        """Reads only the shapes of the arguments."""
         return self._frontend.structure(args, kwargs)
 
     def prepare(
@@ -308,23 +311,23 @@ class _Chain(Driver):
         """Reads no record."""
         prepared = self._frontend.prepare(structure, rng_key, args, kwargs, init_params)
         position = self.method.optim.get_params(prepared.optim_state)
-        # Those of random_flax_module have no entry left: all of them are latent sites.
+        # random_flax_module leaves parameters without entries: all entries became latent sites.
         if own := [name for name in structure.params if jax.tree.leaves(position[name])]:
             raise UnsupportedModelError(
-                f"Expected latent sites alone, got the parameters {own}: a sampler needs a prior "
-                "for each. Use numpyro.sample, or random_flax_module with a prior for all of them."
+                f"The model has the parameters {own}, but a sampler needs a prior for each. Use "
+                "numpyro.sample, or random_flax_module with a prior for all of them."
             )
         return prepared
 
 
 def _largest_rhat(samples: dict[str, Array]) -> float:
-    """Infinite if the chains are too short for two halves."""
+    """The largest split R-hat, infinite if the chains are too short to split."""
     values = [np.asarray(value, np.float64) for value in samples.values()]
     if values[0].shape[1] < 4:
         return math.inf
     with np.errstate(invalid="ignore", divide="ignore"):
         found = [np.ravel(split_gelman_rubin(value)) for value in values]
-    return float(np.nanmax(np.concatenate(found), initial=1.0))  # nan: entries that are constant
+    return float(np.nanmax(np.concatenate(found), initial=1.0))  # constant entries give nan
 
 
 def _frontend(
@@ -349,7 +352,7 @@ def _named(init_params: Any, latents: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(init_params, Mapping) or set(init_params) - set(latents):
         given = sorted(init_params) if isinstance(init_params, Mapping) else init_params
         raise ValueError(
-            f"Expected init_params as a dict by latent site, of {list(latents)}, got {given!r}."
+            f"Expected init_params as a dict by latent site, among {list(latents)}, got {given!r}."
         )
     return {f"{site}{POINT_SUFFIX}": value for site, value in init_params.items()}
 
@@ -359,19 +362,20 @@ def _check_samples(num_samples: int, thinning: int) -> None:
     if num_samples % thinning:
         raise ValueError(
             f"Expected num_samples to be a multiple of thinning={thinning}, got {num_samples}. "
-            f"Take {num_samples + -num_samples % thinning}."
+            f"Use {num_samples + -num_samples % thinning}."
         )
 
 
 def _check_run(run: RunSettings, kernel: SGLD) -> RunSettings:
     if run.clip_norm.adaptive:
         raise TypeError(
-            "Expected clip_norm as a number, or numbers by site, got an AdaptiveClip: the noise "
-            "would follow it, and the temperature with it. Use simulated_clip_norm for a number."
+            "Expected clip_norm as a number, or numbers by site, got an AdaptiveClip. It would "
+            "change the noise, and so the temperature, during the run. Use simulated_clip_norm to "
+            "find a number."
         )
     if run.noise_multiplier == 0 and kernel.step_size is None:
         raise ValueError(
-            "Expected step_size to be given where noise_multiplier=0: without noise there is no "
-            "largest one."
+            "Without noise (noise_multiplier=0) there is no largest step size. Pass a step_size to "
+            "the kernel."
         )
     return run

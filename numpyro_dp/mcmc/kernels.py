@@ -11,15 +11,15 @@ its coordinates, step size :math:`\eta`, temperature T and standard normal draws
     v &\leftarrow (1 - a) v + \eta\,\tilde g + \sqrt{2 a \eta T - \eta^2 s^2}\;\xi, \quad
         u \leftarrow u + v && \text{SGHMC, friction a,}
 
-so that privacy noise and draws together have the variance of the dynamics at temperature T. No draw
-is needed at the **largest step size**, :math:`2T/s^2` (SGHMC: :math:`2aT/s^2`), which is the
-default; beyond it the privacy noise alone would heat the chain above T, and an error says so.
-Scores are those of the whole data set: of the posterior, not of an average record.
+in which privacy noise and draws together have the variance of the dynamics at temperature T.
+At the **largest step size**, :math:`2T/s^2` (SGHMC: :math:`2aT/s^2`), no draw is needed. This is
+the default. With a larger step the privacy noise alone would heat the chain above T, and ``DPMCMC``
+raises an error. Scores are slopes of the log posterior of the whole data set, not of a mean loss.
 
-T = 1 has the posterior as its target as the step size goes to 0; T = 1/2 is the update as printed
-by Zhang et al., :math:`w - \eta\nabla U + N(0, \eta)`. The noise of subsampling and what clipping
-cuts off come on top, in every such sampler: full batches and a norm that few records reach keep
-both small.
+With T = 1 the target is the posterior as the step size goes to 0. T = 1/2 is the update as printed
+by Zhang et al., :math:`w - \eta\nabla U + N(0, \eta)`. Subsampling adds further noise, and clipping
+adds bias, in every such sampler. Full batches and a clip norm that few records reach keep both
+small.
 
 Reference:
     Welling, Teh (2011), Bayesian learning via stochastic gradient Langevin dynamics, ICML; Li,
@@ -57,10 +57,10 @@ class SGLD:
 
     Args:
         model: A NumPyro model with a plate over records.
-        step_size: A number, or a function of the step number (a JAX array); by default the largest
+        step_size: A number, or a function of the step number (a JAX array). By default the largest
             that the privacy noise allows.
         temperature: T > 0.
-        init_strategy: Of NumPyro; it sees no record.
+        init_strategy: One of NumPyro's strategies for initial values. It sees no record.
 
     Example:
         >>> import numpyro, numpyro.distributions as dist
@@ -81,7 +81,7 @@ class SGLD:
         """Checks the arguments."""
         if not callable(self.model):
             raise TypeError(
-                f"Expected a model with NumPyro primitives, got {type(self.model).__name__}."
+                f"Expected model to be a NumPyro model, got {type(self.model).__name__}."
             )
         if self.step_size is not None and not callable(self.step_size):
             check_real("step_size", self.step_size, low=0, low_open=True, high=_LARGEST)
@@ -89,21 +89,21 @@ class SGLD:
 
     @property
     def draws(self) -> bool:
-        """Whether there is noise beside that of privacy."""
+        """Whether the kernel adds noise to the privacy noise."""
         return self.step_size is not None
 
     def start(self, position: Array) -> tuple[Array, ...]:
-        """Returns the state; its first entry is the position."""
+        """Returns the initial state. Its first entry is the position."""
         return (position,)
 
     def largest_step_size(self, noise_scale: Any) -> Any:
         """Returns the step size at which privacy noise is all the noise."""
-        return 2 * self.temperature / noise_scale**2
+        return 2 * self.temperature / noise_scale**2  # where 2 eta T = (eta s)^2
 
     def move(
         self, step: Array, score: Array, noise: Array, draw: Array, state: tuple[Array, ...]
     ) -> tuple[Array, ...]:
-        """Takes a step; ``noise`` is s, ``draw`` standard normal."""
+        """Takes a step. ``noise`` is s, and ``draw`` is standard normal."""
         (position,) = state
         rate = self._rate(step, noise)
         return (position + self._change(rate, score, noise, draw),)
@@ -122,23 +122,24 @@ class SGLD:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PreconditionedSGLD(SGLD):
-    r"""SGLD with RMSprop's preconditioner, from released scores alone.
+    r"""SGLD with RMSprop's preconditioner, computed from released scores only.
 
     .. math:: V \leftarrow \beta V + (1 - \beta)\,\tilde g^2, \qquad
         G = \frac{\lambda + \sqrt{\min V}}{\lambda + \sqrt V},
 
-    with :math:`\lambda` a part of the root mean square of V, and V from the steps before, so that G
-    does not depend on the noise it multiplies. Coordinates with large scores take smaller steps
-    than SGLD, none takes a larger one. Beside much privacy noise all V are alike, and so are the
-    steps. The term of the dynamics in the divergence of G is left out, as in the paper's code.
+    with :math:`\lambda` a fraction of :math:`\sqrt{\mathrm{mean}\,V}`. V comes from earlier steps,
+    so G does not depend on the noise that it multiplies. Coordinates with large scores take smaller
+    steps than in SGLD. None takes a larger step. If the privacy noise dominates, all V are alike,
+    and so are the steps. The term of the dynamics with the divergence of G is left out, as in the
+    paper's code.
 
     Args:
-        model: As for :class:`SGLD`, as the next two and the last.
-        step_size: Of the coordinate with the smallest scores.
+        model: See :class:`SGLD`.
+        step_size: Step size of the coordinate with the smallest scores. See :class:`SGLD`.
         temperature: T > 0.
         decay: beta in [0, 1).
-        damping: lambda as a part of the root mean square of all coordinates' roots, > 0.
-        init_strategy: Of NumPyro.
+        damping: lambda as a fraction of the square root of V's mean, > 0.
+        init_strategy: See :class:`SGLD`.
 
     Example:
         >>> import numpyro, numpyro.distributions as dist
@@ -161,11 +162,11 @@ class PreconditionedSGLD(SGLD):
 
     @property
     def draws(self) -> bool:
-        """Whether there is noise beside that of privacy: coordinates have steps of their own."""
+        """True: coordinates with smaller steps need more noise than the privacy noise."""
         return True
 
     def start(self, position: Array) -> tuple[Array, ...]:
-        """Returns the state: position and mean square."""
+        """Returns the initial state: position and mean square."""
         return position, jnp.zeros_like(position)
 
     def move(
@@ -173,7 +174,7 @@ class PreconditionedSGLD(SGLD):
     ) -> tuple[Array, ...]:
         """Takes a step."""
         position, squares = state
-        seen = squares / jnp.maximum(1 - self.decay**step, 1e-30)  # as Adam has it
+        seen = squares / jnp.maximum(1 - self.decay**step, 1e-30)  # Adam's bias correction
         least = self.damping * jnp.sqrt(jnp.mean(seen)) + jnp.finfo(position.dtype).tiny
         scale = (least + jnp.sqrt(jnp.min(seen))) / (least + jnp.sqrt(seen))
         rate = scale * self._rate(step, noise)
@@ -186,12 +187,12 @@ class SGHMC(SGLD):
     """Stochastic gradient Hamiltonian Monte Carlo with friction.
 
     Args:
-        model: As for :class:`SGLD`, as the next two and the last.
-        step_size: Learning rate in the momentum form; SGLD's with the same long-run pace has it
-            divided by the friction.
+        model: See :class:`SGLD`.
+        step_size: Learning rate in the momentum form. SGLD moves at the same long-run pace with
+            this step size divided by the friction. See :class:`SGLD`.
         temperature: T > 0.
-        friction: Part of the momentum that a step loses, in (0, 1].
-        init_strategy: Of NumPyro.
+        friction: Fraction of the momentum that a step loses, in (0, 1].
+        init_strategy: See :class:`SGLD`.
 
     Example:
         >>> import numpyro, numpyro.distributions as dist
@@ -211,7 +212,7 @@ class SGHMC(SGLD):
         check_real("friction", self.friction, low=0, low_open=True, high=1)
 
     def start(self, position: Array) -> tuple[Array, ...]:
-        """Returns the state: position and momentum."""
+        """Returns the initial state: position and momentum."""
         return position, jnp.zeros_like(position)
 
     def largest_step_size(self, noise_scale: Any) -> Any:
@@ -231,13 +232,13 @@ class SGHMC(SGLD):
 
 
 def _rest(wanted: Array, present: Array) -> Array:
-    """The variance that is missing. One that is only the rounding of the two counts as none."""
+    """The missing variance. A difference within rounding error counts as 0."""
     rest = wanted - present
     return jnp.where(rest > 8 * jnp.finfo(rest.dtype).eps * wanted, rest, 0)
 
 
 def as_optimizer(kernel: SGLD) -> Any:
-    """Returns the kernel as an optimiser of NumPyro that takes a :class:`Score` for a gradient."""
+    """Returns the kernel as a NumPyro optimiser that takes a :class:`Score` as its gradient."""
 
     def init(params: dict[str, Array]) -> tuple[dict[str, Array], ...]:
         flat, unravel = ravel_pytree(params)

@@ -1,4 +1,4 @@
-r"""The score of the posterior at a point, with the noise that is in it.
+r"""A noisy score of the posterior at a point, and the scale of its noise.
 
 For a sampler's position u (the latents in unconstrained coordinates) the signal of one record is
 
@@ -8,8 +8,8 @@ and the released sum :math:`\tilde s`, divided by the inclusion probability q, g
 
 .. math:: \tilde g = \tilde s / q + \nabla_u \log p(u),
 
-the score of the posterior with normal noise of the known standard deviation
-:math:`\sigma C / q` in every coordinate, and that of subsampling and clipping.
+an estimate of the score of the posterior. Its privacy noise is normal with known standard deviation
+:math:`\sigma C / q` in every coordinate. Subsampling and clipping add further errors.
 
 Reference:
     Zhang, Bu, Chen, Long (2021), Differentially private Bayesian neural networks on accuracy,
@@ -34,12 +34,12 @@ __all__ = ["Score", "langevin"]
 
 
 class Score(NamedTuple):
-    """What a step tells a sampler.
+    """Input of a sampler's step.
 
     Attributes:
         gradient: Estimate of the score, by parameter of the point guide.
-        noise_scale: Standard deviation of the privacy noise in each of its coordinates.
-        rng_key: Key of what the sampler draws; not secret.
+        noise_scale: Standard deviation of the privacy noise in each coordinate of the score.
+        rng_key: Key of the sampler's own draws. It is not secret.
     """
 
     gradient: dict[str, Array]
@@ -48,10 +48,10 @@ class Score(NamedTuple):
 
 
 def langevin() -> Callable[[VariationalProblem], Estimator]:
-    """The estimator of samplers: for a point guide, whose parameters are the position.
+    """The estimator of samplers, for a point guide. The guide's parameters are the position.
 
     Guarantee:
-        The signal reads one record; ``prepare`` and ``pull_back`` read none.
+        The signal reads one record. ``prepare`` and ``pull_back`` read none.
     """
 
     def build(problem: VariationalProblem) -> Estimator:
@@ -61,9 +61,9 @@ def langevin() -> Callable[[VariationalProblem], Estimator]:
             prior = jax.grad(problem.log_prior)(public.latents, public.params)
             score = add(prior, {site: released.total[site] for site in prior})
             gradient = {f"{site}{POINT_SUFFIX}": score[site] for site in public.latents}
-            # Parameters of which nothing is left: all their entries are latents.
+            # Parameters without entries: all their entries became latent sites.
             gradient |= {name: public.params[name] for name in problem.record_params}
-            key = jax.random.fold_in(public.rng_key, 1)  # child 0 is for what records draw
+            key = jax.random.fold_in(public.rng_key, 1)  # child 0 is for draws of records
             return Score(gradient, released.noise_scale, key)
 
         return base._replace(pull_back=pull_back)

@@ -1,4 +1,4 @@
-"""Private message passing for the weights of a network: probabilistic backpropagation."""
+"""Probabilistic backpropagation for the weights of a network, with and without privacy."""
 
 from numpyro_dp.pbp.driver import DPPBP, PBP
 from numpyro_dp.pbp.model import RegressionNetwork

@@ -1,7 +1,7 @@
 r"""The curvature that a network has for invented inputs, and coordinates in which it is 1.
 
-With f the mean of the output, :math:`s_f` its variance, r a ridge and inputs that no record has a
-part in,
+With f the mean of the output, :math:`s_f` its variance, r a ridge and random inputs that do not
+depend on records,
 
 .. math::
     K = (\lambda_0 + r) I + N\, E_{x \sim N(0, I)}\Big[
@@ -9,19 +9,21 @@ part in,
     \Big] = L L^\top.
 
 A slope g of one record is released as :math:`L^{-1} g`. Let :math:`\nu_j` be the eigenvalues of
-the second term. Of all linear maps A with noise of equal size in each coordinate of A g, this one
-makes the expected error of the next mean, in the network's output, least: it is proportional to
+the second term. Consider all linear maps A with noise of equal size in each coordinate of A g.
+:math:`A = L^{-1}` makes the expected error of the network's output after the step smallest. This
+error is proportional to
 
 .. math::
     N E\lVert A g\rVert^2\;
     \mathrm{tr}\big(\mathrm{Cov}(K^{-1} A^{-1} \xi)\, (K - (\lambda_0 + r) I)\big) \ge d^2,
     \qquad d = \sum_j \frac{\nu_j}{\nu_j + \lambda_0 + r},
 
-by Cauchy and Schwarz, with equality at :math:`A = L^{-1}` (up to a rotation and a factor); d counts
-the directions that the records decide. This is for inputs as invented and residuals as predicted,
-:math:`E\,g g^\top` being the expectation above, and for mean squares, not for norms after clipping.
-:math:`\sqrt{N/d}\,L^{-1} g` then has in mean square the norm of the standardised residual.
-To r belongs a millionth of the trace of the expectation, which keeps L from failing.
+by Cauchy and Schwarz, with equality at :math:`A = L^{-1}` (up to a rotation and a factor). d counts
+the directions that the records determine. The bound assumes that inputs and residuals have the
+distribution of the invented ones, so :math:`E\,g g^\top` is the expectation above. It holds for
+mean squares, not for norms after clipping. The mean squared norm of :math:`\sqrt{N/d}\,L^{-1} g` is
+then that of the standardised residual. r includes a millionth of the trace of the second term, to
+keep the Cholesky factorisation stable.
 """
 
 from __future__ import annotations
@@ -39,15 +41,15 @@ from numpyro_dp.pbp.moments import output_moments
 __all__ = ["Curvature", "network_curvature"]
 
 _INVENTED = 1000  # inputs
-_EXACT = jax.lax.Precision.HIGHEST  # accelerators round products to ten bits otherwise
+_EXACT = jax.lax.Precision.HIGHEST  # by default, accelerators round products to ten bits
 
 
 class Curvature(NamedTuple):
     """The curvature, factorised.
 
     Attributes:
-        unit: Its part that inputs make, of one record.
-        inverse: Inverse of the lower Cholesky factor L of all of it.
+        unit: The expectation above, the expected curvature of one record.
+        inverse: Inverse of the lower Cholesky factor L of K.
         scale: Square root of N / d.
         predicted: Mean of s_f + E[1/gamma] for the invented inputs.
     """
@@ -62,7 +64,7 @@ class Curvature(NamedTuple):
         return self.scale * jnp.matmul(self.inverse, slope, precision=_EXACT)
 
     def direction(self, whitened: Array) -> Array:
-        """Returns K^-1 g from g whitened, shortened to one predictive standard deviation."""
+        """Returns K^-1 g from the whitened g, shortened to one predictive standard deviation."""
         found = jnp.matmul(self.inverse.T, whitened, precision=_EXACT) / self.scale
         change = jnp.sqrt(jnp.maximum(found @ self.unit @ found, 0))
         shorter = found / jnp.maximum(change, 1)
@@ -76,7 +78,7 @@ def network_curvature(
     params: dict[str, Array],
     ridge: float,
 ) -> Curvature:
-    """Returns the curvature at natural parameters; reads no record."""
+    """Returns the curvature at the given natural parameters. Reads no record."""
     layout = network.layout(num_inputs)
     mean = params["weights_linear"] / params["weights_precision"]
     variance = 1 / params["weights_precision"]
@@ -95,6 +97,6 @@ def network_curvature(
     factor = jnp.linalg.cholesky(num_examples * unit + least * eye)
     inverse = jax.scipy.linalg.solve_triangular(factor, eye, lower=True)
     directions = num_examples * jnp.sum((inverse @ unit) * inverse)
-    directions = jnp.maximum(directions, 1e-6)  # the ridge may be far above the rest
+    directions = jnp.maximum(directions, 1e-6)  # d is near 0 if the ridge is far above the rest
     scale = math.sqrt(num_examples) / jnp.sqrt(directions)
     return Curvature(unit, inverse, scale, jnp.mean(predicted))

@@ -37,48 +37,50 @@ from numpyro_dp.run.state import SensitiveState
 __all__ = ["DPPBP", "PBP"]
 
 _INDEPENDENT = "DPPBP adds up the variances of independent noise to find the floor of a precision"
-_START = 100.0  # first precision of the weights, so that the first means differ
+_START = 100.0  # initial precision of the weights: small variances keep the initial means distinct
 
 
 class DPPBP(Driver):
     r"""Differentially private probabilistic backpropagation: DP-SEP of a regression network.
 
-    ``run(rng_key, num_steps, x, y)`` gives ``result.params``, natural parameters of independent
-    normal weights and a gamma noise precision; ``network.predict(result.params, x)`` has mean and
-    variance of y, and ``Predictive(network, guide=pbp.guide, params=result.params, ...)`` draws.
-    ``init``, ``update`` and ``sweep`` are those of :class:`~numpyro_dp.DPSVI`. Formulas:
+    Call ``run(rng_key, num_steps, x, y)``. The posterior has independent normal weights and a gamma
+    noise precision, and ``result.params`` are its natural parameters. For mean and variance of y,
+    call ``network.predict(result.params, x)``. For draws, use
+    ``Predictive(network, guide=pbp.guide, params=result.params, ...)``. The methods ``init``,
+    ``update`` and ``sweep`` work as in :class:`~numpyro_dp.DPSVI`. For formulas, see
     :mod:`numpyro_dp.pbp.estimator` and :mod:`numpyro_dp.pbp.steps`.
 
-    Inputs and targets should have about unit scale, **by public constants**: means and standard
-    deviations of the records are releases of their own, and in no budget here.
+    Scale inputs and targets to about unit variance **by public constants**. Means and standard
+    deviations of the records would be further releases, which this budget does not cover.
 
     Args:
         network: The model.
-        clip_norm: Bound on what one record sends: in units of a residual times the slope of the
-            network in its weights; with ``ridge``, in predictive standard deviations of a residual
-            (0.5 to 1 suit). ``{"linear": 0.7, ...: 0.2}`` bounds slopes by themselves, and
-            ``precision`` and ``noise`` together: large residuals, whose slopes are cut, still tell
-            how large the noise is. ``math.inf`` (with ``noise_multiplier=0``) is plain SEP.
+        clip_norm: Largest norm of one record's contribution. Its unit is a residual times the slope
+            of the network in its weights. With ``ridge``, the unit is a residual in predictive
+            standard deviations, and 0.5 to 1 works well. ``{"linear": 0.7, ...: 0.2}`` clips slopes
+            separately, and ``precision`` and ``noise`` together. Then large residuals, whose slopes
+            are clipped, still inform the noise. ``math.inf`` with ``noise_multiplier=0`` is SEP.
         sampler, mechanism, budget, noise_multiplier, secret_key, num_steps, accountant,
-            microbatch_size, mesh, repetition: As for :class:`~numpyro_dp.DPSVI`.
-        damping: Part of the precisions and of the noise that a step replaces, in (0, 1], or a
-            function of the step number.
-        step_size: Rate of the mean, likewise; that of ``damping`` by default, as in SEP.
-        ridge: If given, slopes are released in coordinates of the curvature that the network has
-            for invented N(0, I) inputs, plus this precision, and the mean moves by it: less noise
-            in the output, and fewer and larger steps. 20 to 200 suit some thousand records and
-            epsilon = 1; far less lets the noise lead, far more makes small steps.
-        precision_per_weight: Releases one precision a weight; by default one a layer (of given
-            ``init_params`` their means are taken).
-        precision_weight: Weight of precisions beside slopes in the joint norm.
-        noise_weight: Weight of half a squared residual there. With ``ridge`` the square is in
-            units of the predictive variance, and a tenth of the default suits.
-        floor: What the records add to a precision is at least so many standard deviations of the
-            noise in it.
-        init_scale: Standard deviation of the first means, which are drawn from ``rng_key``.
+            microbatch_size, mesh, repetition: See :class:`~numpyro_dp.DPSVI`.
+        damping: Fraction of the precisions and of the noise rate that a step replaces, in (0, 1],
+            or a function of the step number.
+        step_size: Rate of the mean, in (0, 1], or a function of the step number. By default it
+            equals ``damping``, as in SEP.
+        ridge: If given, slopes are released in coordinates of a curvature: the network's curvature
+            for invented N(0, I) inputs, plus this precision. The mean moves by the same curvature.
+            This puts less noise into the output and needs fewer, larger steps. 20 to 200 works for
+            a few thousand records at epsilon = 1. With a much smaller ridge noise dominates, and a
+            much larger one makes small steps.
+        precision_per_weight: Releases one precision per weight, not one per layer. Without it, a
+            layer starts with the mean of the precisions in ``init_params``.
+        precision_weight: Weight of precisions relative to slopes in the joint norm.
+        noise_weight: Weight of half a squared residual in the joint norm. With ``ridge`` the square
+            is in units of the predictive variance, and a tenth of the default works well.
+        floor: The records add at least this many standard deviations of its noise to a precision.
+        init_scale: Standard deviation of the initial means, which are drawn from ``rng_key``.
 
     Raises:
-        TypeError, ValueError: Name the value, the range and the remedy.
+        TypeError, ValueError: If an argument is out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -96,9 +98,9 @@ class DPPBP(Driver):
 
     Guarantee:
         ``result.params``, ``result.trace`` and ``result.privacy`` are (epsilon, delta)-
-        differentially private under the budget's relation: each step is the Gaussian mechanism on
-        a sum of clipped sites, each a function of one record and of what was released before;
-        prior, mean factor, curvature and floors read no record. N is public.
+        differentially private under the budget's relation. Each step is the Gaussian mechanism on
+        a sum of clipped sites. Each site depends on one record and on released values only. Prior,
+        mean factor, curvature and floors read no record. N is public.
 
     Reference:
         Vinaroz, Park (2022), Differentially private stochastic expectation propagation, TMLR,
@@ -154,12 +156,12 @@ class DPPBP(Driver):
         super().__init__(method, settings)
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
-        """Returns the natural parameters at a state; they may be published."""
+        """Returns the natural parameters of a state. They may be published."""
         checks.check_state(state)
         return state.optim_state.params
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
-        """Reads shapes alone."""
+        """Reads only the shapes of the arguments."""
         return _read(self.network, args, kwargs)
 
     def prepare(
@@ -175,7 +177,7 @@ class DPPBP(Driver):
         number = structure.layout.num_examples
         start = _start(self.network, rng_key, *shape, number, self.init_scale, _START)
         params = start if init_params is None else _check_init(init_params, start)
-        if self._by_layer:  # what a step cannot move away must not be there
+        if self._by_layer:  # a step moves all weights of a layer alike, so they must start alike
             layers = self.network.layout(*shape).split(params["weights_precision"])
             means = [jnp.full(layer.size, jnp.mean(layer)) for layer in layers]
             mean = params["weights_linear"] / params["weights_precision"]
@@ -201,16 +203,17 @@ class DPPBP(Driver):
 
 
 class PBP:
-    """Probabilistic backpropagation and expectation propagation of a network: not private.
+    """Probabilistic backpropagation and expectation propagation of a network. Not private.
 
-    (Stochastic expectation propagation is ``DPPBP(..., clip_norm=math.inf, noise_multiplier=0)``.)
+    For stochastic expectation propagation, use
+    ``DPPBP(..., clip_norm=math.inf, noise_multiplier=0)``.
 
     Args:
         network: The model.
-        keep_sites: Expectation propagation with a site for each record, instead of assumed density
-            filtering record by record, as in the reference.
-        damping: Part of a site's change that expectation propagation takes, in (0, 1].
-        init_scale: Standard deviation of the first means.
+        keep_sites: Runs expectation propagation with a site for each record. By default ``PBP``
+            runs assumed density filtering record by record, as in the reference.
+        damping: Fraction of a site's change that expectation propagation takes, in (0, 1].
+        init_scale: Standard deviation of the initial means.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -249,7 +252,7 @@ class PBP:
         """Sweeps over all records ``num_sweeps`` times.
 
         Args:
-            rng_key: Key of the first means and of orders.
+            rng_key: Key of the initial means and of the order of records.
             num_sweeps: Number of sweeps.
             x: Inputs, shape (records, inputs).
             y: Targets, shape (records,).
@@ -300,10 +303,11 @@ def _start(
     init_scale: float,
     precision: float,
 ) -> dict[str, Array]:
-    """The first parameters; they read no record."""
+    """The initial parameters. Reads no record."""
     size = sum(network.layout(num_inputs).sizes)
     concentration, rate = network.noise_prior
-    # The noise starts where the prior has it, in the strength that N records will give it.
+    # Steps never change the concentration, so it starts at its value for N records. The rate gives
+    # 1 / gamma its prior mean.
     total = concentration + number / 2
     mean = init_scale * jax.random.normal(rng_key, (size,))
     return {
@@ -317,19 +321,19 @@ def _start(
 def _check_network(network: Any) -> RegressionNetwork:
     if not isinstance(network, RegressionNetwork):
         raise TypeError(
-            f"Expected a RegressionNetwork, got {type(network).__name__}. Write "
-            "RegressionNetwork((50,)); for other models use DPSEP or DPSVI."
+            f"Expected a RegressionNetwork, such as RegressionNetwork((50,)), got "
+            f"{type(network).__name__}. For other models use DPSEP or DPSVI."
         )
     return network
 
 
 def _read(network: RegressionNetwork, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
-    """Reads the records' layout, after a check of their shapes and types."""
+    """Checks shapes and types of the records, then reads their layout."""
     given = dict(zip(("x", "y"), args, strict=False)) | kwargs
     if set(given) != {"x", "y"} or len(args) + len(kwargs) != 2:
         raise TypeError(
-            f"Expected two arrays x and y, got {len(args)} by place and {sorted(kwargs)} by name. "
-            "Pass inputs and targets of all records."
+            f"Expected two arrays x and y, got {len(args)} positional arguments and the keywords "
+            f"{sorted(kwargs)}. Pass inputs and targets of all records."
         )
     for name, value in given.items():
         if not isinstance(value, np.ndarray | jax.Array):
@@ -341,7 +345,7 @@ def _read(network: RegressionNetwork, args: tuple[Any, ...], kwargs: dict[str, A
     if not good or any(np.iscomplexobj(value) for value in given.values()):
         raise ValueError(
             "Expected real x of shape (records, inputs) and y of shape (records,), got shapes "
-            f"{shapes}. Write x[:, None] for one input, y[:, 0] for targets in a column."
+            f"{shapes}. Pass x[:, None] if there is one input, y[:, 0] if y has a second axis."
         )
     return read_records(network, (given["x"], given["y"]), {}, len(given["x"]))
 
@@ -352,15 +356,19 @@ def _check_init(init_params: dict[str, Any], like: dict[str, Array]) -> dict[str
     given = {name: np.shape(value) for name, value in init_params.items()}
     wanted = {name: value.shape for name, value in like.items()}
     if given != wanted:
-        raise ValueError(f"Expected init_params of the shapes {wanted}, got {given}.")
+        raise ValueError(f"Expected init_params with shapes {wanted}, got {given}.")
     found = {name: np.asarray(value, np.float64) for name, value in init_params.items()}
-    positive = all((found[name] > 0).all() for name in found if name != "weights_linear")
+    for name, value in found.items():
+        if not np.isfinite(value).all():
+            raise ValueError(f"init_params[{name!r}] must be finite, but has inf or nan entries.")
+        if name != "weights_linear" and not (value > 0).all():
+            raise ValueError(
+                f"init_params[{name!r}] must be positive, but its smallest entry is {value.min()}."
+            )
     concentration = float(like["noise_concentration"])
-    if not positive or not all(np.isfinite(value).all() for value in found.values()):
-        raise ValueError("Expected finite init_params with positive precisions and rate.")
     if not math.isclose(found["noise_concentration"], concentration, rel_tol=1e-5):
         raise ValueError(
-            f"Expected noise_concentration={concentration}, which N says, got "
-            f"{found['noise_concentration']}. Leave it as it was."
+            "The number of records sets init_params['noise_concentration']: expected "
+            f"{concentration}, got {found['noise_concentration']}. Leave that entry unchanged."
         )
     return {name: jnp.asarray(value, like[name].dtype) for name, value in found.items()}

@@ -1,37 +1,38 @@
 r"""Stochastic expectation propagation of a network, in the form of a private step.
 
-The posterior is :math:`q = \prod_j N(w_j; m_j, \lambda_j^{-1})\,\mathrm{Gamma}(\gamma; a, b)`, with
-one factor f for the average record. Seen from the cavity q / f, record i has the site
+The posterior is :math:`q = \prod_j N(w_j; m_j, \lambda_j^{-1})\,\mathrm{Gamma}(\gamma; a, b)`. One
+factor f stands for the average record. Given the cavity q / f, record i has the site
 
 .. math::
     h = g^2 - 2\,\frac{\partial\log Z}{\partial v}, \quad \Lambda_i = \frac{h}{1 - v h}, \quad
     \eta_i - \Lambda_i m = \frac{g}{1 - v h}, \quad \Delta a_i = \tfrac12, \quad
     \Delta b_i = \tfrac12\big((y - f)^2 + s_f\big)
 
-(:mod:`numpyro_dp.pbp.moments`; 1 - vh is floored at 0.1), and what is released is the sum over
-records of its difference to f, in three parts with one joint clip:
+(see :mod:`numpyro_dp.pbp.moments`). 1 - vh is floored at 0.1. A step releases the sum over records
+of the site's difference to f, in three parts that are clipped jointly:
 
 .. math:: u_i = \big(\tau\,(\eta_i - \Lambda_i m),\; \tau w\,\Lambda_i,\; w_b\,\Delta b_i\big),
 
-:math:`\tau = E[1/\gamma]` at the iterate. With it the first part is a residual times the slope of
-the network, and stays of one size while the noise that is found shrinks. Precisions are released
-for each weight, or as one number a layer. :math:`\Delta a` needs no release: N is public.
+with :math:`\tau = E[1/\gamma]` at the iterate. :math:`\tau` makes the first part a residual times
+the slope of the network, so its size does not change when the estimate of the noise shrinks.
+Precisions are released for each weight, or as one number per layer. :math:`\Delta a` is not
+released, because N is public.
 
 In coordinates of the curvature (:mod:`numpyro_dp.pbp.curvature`) the parts are
 
 .. math:: u_i = \big(\sqrt{N / d}\; L^{-1} (\eta_i - \Lambda_i m),\; \pi w\,\Lambda_i,\;
     w_b\,\Delta b_i / \pi\big),
 
-with :math:`\pi` the mean of :math:`s_f + E[1/\gamma]` for the invented inputs. The first then has
-in mean square about the size of the record's residual in predictive standard deviations, whatever
-the units of y and the network, and equal noise in each direction costs the output least. The last
-is half a squared residual in those units.
+with :math:`\pi` the mean of :math:`s_f + E[1/\gamma]` for the invented inputs. The root mean square
+of the first part is then about the record's residual in predictive standard deviations. This holds
+for any network and any units of y. Equal noise in each direction adds the least error to the
+output. The last part is half a squared residual in the same units.
 
 Reference:
     Hernández-Lobato, Adams (2015), Probabilistic backpropagation, ICML; Vinaroz, Park (2022),
-    Differentially private stochastic expectation propagation, TMLR, section 6.2. There the moments
-    of :math:`\gamma` are matched by differences of log Z that cancel in single precision;
-    :math:`\Delta b` here is that of a variational step.
+    Differentially private stochastic expectation propagation, TMLR, section 6.2. The papers match
+    the moments of :math:`\gamma` by differences of log Z, which cancel in single precision.
+    Here :math:`\Delta b` comes from a variational step.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ Params = dict[str, Array]
 
 
 class NetworkCavity(NamedTuple):
-    r"""What a record's site is seen from.
+    r"""The cavity from which a record's site is computed.
 
     Attributes:
         weights: Moments of the weights.
@@ -67,15 +68,15 @@ class NetworkCavity(NamedTuple):
 
 
 class Move(NamedTuple):
-    """What a step asks the optimiser to do.
+    """Input of the optimiser.
 
     Attributes:
-        slope: Estimate of the slope of log q's target in the mean of the weights, at the mean of
-            q; none where it was released in coordinates of the network's curvature.
-        direction: There, the change of the mean that it asks for; none elsewhere.
+        slope: Estimated slope of the log posterior in the mean of the weights, at the mean of q.
+            ``None`` if it was released in coordinates of the network's curvature.
+        direction: Change of the mean in coordinates of the curvature, ``None`` without them.
         precision: Estimated change of the precision of each weight.
         rate: Estimated change of the rate of the noise precision.
-        precision_noise: Standard deviation of the noise in each number of ``precision``.
+        precision_noise: Standard deviation of the noise in each entry of ``precision``.
         num_examples: Number of records.
     """
 
@@ -91,17 +92,17 @@ class _Public(NamedTuple):
     cavity: NetworkCavity
     factor: Params  # the mean factor, centred at the cavity's mean
     unit: Array
-    shift: Array  # from the mean of q to that of the cavity
+    shift: Array  # mean of the cavity minus mean of q
     curvature: Curvature | None
 
 
 def network_site(layout: Layout, cavity: NetworkCavity, x: Array, y: Array) -> dict[str, Array]:
     """Returns the site of one record, centred at the cavity's mean.
 
-    Where it is not finite, the record says nothing of the weights and leaves the noise as it is.
+    A site that is not finite is replaced by one that leaves weights and noise as they are.
 
     Returns:
-        ``linear`` and ``precision``, one number a weight, and ``rate``.
+        ``linear`` and ``precision``, one number per weight, and ``rate``.
     """
     mean, variance = cavity.weights
     found = record_slopes(layout, mean, variance, cavity.noise, x, y)
@@ -123,15 +124,15 @@ def network_ep(
 
     Args:
         network: The model.
-        by_layer: Releases the mean of the precisions of each layer, not those of each weight.
+        by_layer: Releases the mean precision of each layer, not the precision of each weight.
         precision_weight: w above.
         noise_weight: w_b above.
-        ridge: r in :mod:`numpyro_dp.pbp.curvature`, if slopes are released by curvature.
+        ridge: r in :mod:`numpyro_dp.pbp.curvature`, or ``None`` for no curvature.
 
     Guarantee:
-        The signal reads one record; ``prepare`` and ``pull_back`` read none. A record whose site
-        is not finite says nothing of the weights and fits the noise as it is; its term is
-        clipped like any other. One whose term overflows counts as 0.
+        The signal reads one record. ``prepare`` and ``pull_back`` read none. If a record's site is
+        not finite, ``network_site`` replaces it, and its term is clipped like any other. A term
+        that overflows counts as 0.
     """
 
     def build(problem: RecordsProblem) -> Estimator:
@@ -162,7 +163,7 @@ def network_ep(
         def pull_back(public: _Public, released: Released) -> Move:
             total = released.total
             precision = total["precision"] / (public.unit * precision_weight)
-            if by_layer:  # the mean of a layer is that of each weight in it
+            if by_layer:  # each weight of a layer gets the mean of its layer
                 sizes = zip(precision, layout.sizes, strict=True)
                 precision = layout.join([jnp.broadcast_to(*each) for each in sizes])
             noise = released.noise_scale / (public.unit * precision_weight)
@@ -175,7 +176,7 @@ def network_ep(
 
 
 def _scaled(public: _Public, linear: Array, noise: Array) -> tuple[Array, Array]:
-    """The first and the last part of the signal; ``_move`` takes their scales off again."""
+    """Scales the first and the last part of the signal. ``_move`` undoes this."""
     if public.curvature is None:
         return public.unit * linear, noise
     return public.curvature.whiten(linear), noise / public.unit
@@ -193,7 +194,7 @@ def _move(
 
 
 def _public(network: RegressionNetwork, number: int, params: Params) -> _Public:
-    """The cavity and the mean factor, from natural parameters that were released."""
+    """Cavity and mean factor, computed from released natural parameters."""
     linear, precision = params["weights_linear"], params["weights_precision"]
     concentration, rate = params["noise_concentration"], params["noise_rate"]
     own = {

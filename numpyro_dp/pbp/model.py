@@ -29,11 +29,11 @@ class RegressionNetwork:
         y \sim N(f(x, w), \gamma^{-1}), \quad
         f = \frac{W_L^\top}{\sqrt{n_L}} \max\Big(0, \frac{W_{L-1}^\top}{\sqrt{n_{L-1}}} \dots\Big),
 
-    each layer with a bias. Sites: ``weights``, one vector, ``noise_precision``, and
-    ``weight_precision`` where :math:`\lambda` has a prior.
+    each layer with a bias. Sites: ``weights`` (one vector), ``noise_precision``, and
+    ``weight_precision`` if :math:`\lambda` has a prior.
 
     Args:
-        hidden: Units of each hidden layer.
+        hidden: Number of units of each hidden layer.
         weight_precision: :math:`\lambda`, > 0, or ``None`` for a Gamma(6, 6) prior.
         noise_prior: :math:`a_0 > 1` and :math:`b_0 > 0`, for y of about unit variance.
 
@@ -67,7 +67,7 @@ class RegressionNetwork:
             raise ValueError(f"Expected noise_prior=(concentration, rate), got {noise_prior!r}.")
         self.hidden = tuple(check_int("units of a hidden layer", h, low=1) for h in hidden)
         if not self.hidden:
-            raise ValueError("Expected at least one hidden layer, got none. Use hidden=(50,).")
+            raise ValueError("The network needs at least one hidden layer, such as hidden=(50,).")
         if weight_precision is not None:
             check_real("weight_precision", weight_precision, low=0, low_open=True)
         concentration, rate = noise_prior
@@ -89,14 +89,14 @@ class RegressionNetwork:
             return numpyro.sample("y", dist.Normal(output, 1 / jnp.sqrt(noise)), obs=y)
 
     def __repr__(self) -> str:
-        """Its arguments."""
+        """Shows the arguments."""
         return (
             f"RegressionNetwork({self.hidden}, weight_precision={self.weight_precision}, "
             f"noise_prior={self.noise_prior})"
         )
 
     def layout(self, num_inputs: int) -> Layout:
-        """Where the weights of each layer are in ``weights``."""
+        """Returns where the weights of each layer are in ``weights``."""
         return layout_of(num_inputs, self.hidden)
 
     def apply(
@@ -112,11 +112,11 @@ class RegressionNetwork:
     def predict(
         self, params: Params, x: Float[Array, "records inputs"]
     ) -> tuple[Float[Array, " records"], Float[Array, " records"]]:
-        """Returns mean and variance of y, by moments and not by draws.
+        """Returns mean and variance of y, computed from moments without draws.
 
         Args:
             params: ``result.params`` of ``DPPBP`` or ``PBP``.
-            x: Inputs, scaled as those of the run.
+            x: Inputs, scaled as in the run.
         """
         variance = 1 / params["weights_precision"]
         layout = self.layout(x.shape[-1])
@@ -127,11 +127,11 @@ class RegressionNetwork:
         return mean, spread + params["noise_rate"] / (params["noise_concentration"] - 1)
 
     def prior_precision(self, params: Params) -> Float[Array, ""]:
-        r"""Returns :math:`\lambda`; where it has a prior, its mean given the posterior of weights.
+        r"""Returns :math:`\lambda`, or its mean given the posterior of weights if it has a prior.
 
         .. math:: E\lambda = \frac{6 + P/2}{6 + \sum_j (m_j^2 + v_j)/2}
 
-        for P weights. It reads what was released alone.
+        for P weights. It reads only released values.
         """
         if self.weight_precision is not None:
             return jnp.asarray(self.weight_precision)
@@ -147,7 +147,7 @@ class NetworkGuide:
         self.network = network
 
     def __call__(self, x: Array, y: Any = None) -> None:
-        """Draws the latent sites; y plays no part."""
+        """Draws the latent sites. Ignores y."""
         size = sum(self.network.layout(x.shape[-1]).sizes)
         start = {
             "weights_linear": jnp.zeros(size),

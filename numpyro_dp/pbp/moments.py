@@ -1,7 +1,7 @@
 r"""Moments of a network's output under independent normal weights, and their slopes.
 
-With inputs of mean z and variance s (an entry 1 of variance 0 appended for the bias, n entries in
-all) and weights of mean M and variance V, a layer has
+A layer has n inputs of mean z and variance s, of which the last is the bias, 1 with variance 0.
+With weights of mean M and variance V, its values before the activation have moments
 
 .. math::
     a = \frac{M^\top z}{\sqrt n}, \qquad
@@ -14,7 +14,8 @@ and a unit :math:`\max(0, t)` of :math:`t \sim N(a, v)`, with :math:`\alpha = a/
     \mathrm{Var} = v\,\big(\Phi + \alpha^2\,\Phi\bar\Phi + \alpha\varphi\,(\bar\Phi - \Phi)
         - \varphi^2\big), \qquad \bar\Phi = 1 - \Phi,
 
-which is the difference of moments, without its cancellation where a is large. Their slopes are
+which equals the second moment minus the squared mean but does not cancel for large a. The slopes
+are
 
 .. math::
     \frac{\partial E}{\partial a} = \Phi, \quad
@@ -22,16 +23,16 @@ which is the difference of moments, without its cancellation where a is large. T
     \frac{\partial\mathrm{Var}}{\partial a} = 2 E\,\bar\Phi, \quad
     \frac{\partial\mathrm{Var}}{\partial v} = \Phi - \frac{E\,\varphi}{\sqrt v}.
 
-Units of a layer are treated as independent normals. One record's evidence is
-:math:`\log Z = \log N(y; f, s_f + E[1/\gamma])`. Its slopes are taken at each layer's a and v,
-:math:`\delta_a` and :math:`\delta_v`; those in the weights are outer products,
+Units of a layer are treated as independent normals. One record's log evidence is
+:math:`\log Z = \log N(y; f, s_f + E[1/\gamma])`. With :math:`\delta_a` and :math:`\delta_v` its
+slopes at each layer's a and v, the slopes in the weights are outer products,
 
 .. math::
     \frac{\partial\log Z}{\partial M} = \frac{z\,\delta_a^\top}{\sqrt n}
         + \frac{2 M \odot s\,\delta_v^\top}{n}, \qquad
     \frac{\partial\log Z}{\partial V} = \frac{(z^2 + s)\,\delta_v^\top}{n},
 
-so that no derivative is taken through an array of (records, weights).
+so differentiation needs no array of shape (records, weights).
 
 Reference:
     Hernández-Lobato, Adams (2015), Probabilistic backpropagation for scalable learning of Bayesian
@@ -54,10 +55,10 @@ __all__ = ["Layout", "Slopes", "layout_of", "output_moments", "record_slopes"]
 
 
 class Layout(NamedTuple):
-    """Where the weights of each layer are in the vector of all of them.
+    """Where the weights of each layer are in the vector of all weights.
 
     Attributes:
-        shapes: Of each layer: (inputs and bias, outputs).
+        shapes: Shape of each layer: (inputs and bias, outputs).
     """
 
     shapes: tuple[tuple[int, int], ...]
@@ -76,18 +77,18 @@ class Layout(NamedTuple):
         return parts
 
     def join(self, layers: Sequence[Array]) -> Float[Array, " weights"]:
-        """The inverse of that."""
+        """The inverse of ``split``."""
         return jnp.concatenate([layer.reshape(-1) for layer in layers])
 
 
 class Slopes(NamedTuple):
-    """What one record says.
+    """Slopes of one record's log evidence log Z.
 
     Attributes:
-        mean: Slope of log Z in the mean of each weight.
-        variance: In its variance.
+        mean: Slope in the mean of each weight.
+        variance: Slope in the variance of each weight.
         output: Mean of the network's output.
-        spread: Its variance.
+        spread: Variance of the network's output.
     """
 
     mean: Float[Array, " weights"]
@@ -97,7 +98,7 @@ class Slopes(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    inputs: list[tuple[Array, Array]]  # of each layer, with the bias
+    inputs: list[tuple[Array, Array]]  # moments of the inputs of each layer, with the bias
     output: Array
     spread: Array
 
@@ -124,12 +125,12 @@ def record_slopes(
     x: Float[Array, " inputs"],
     y: Float[Array, ""],
 ) -> Slopes:
-    r"""Returns the slopes of one record's log evidence, in factored form multiplied out.
+    r"""Returns the slopes of one record's log evidence.
 
     Args:
-        layout: Of the weights.
-        mean: Of the weights.
-        variance: Of the weights, independent.
+        layout: Layout of the weights.
+        mean: Mean of each weight.
+        variance: Variance of each weight. Weights are independent.
         noise: :math:`E[1/\gamma]`, the variance of y around the output.
         x: Inputs.
         y: Target.
@@ -158,7 +159,7 @@ def _forward(
     x: Array,
     shifts: list[tuple[Array, Array]] | None,
 ) -> _Seen:
-    """Moments of the output; shifts are added to those of each layer before its units."""
+    """Moments of the output. ``shifts`` are added to a and v of each layer."""
     z, s = _with_bias(x, jnp.zeros_like(x))
     inputs = []
     for number, (weights, variance) in enumerate(zip(means, variances, strict=True)):
@@ -184,7 +185,7 @@ def _rectified(a: Array, v: Array) -> tuple[Array, Array]:
 
 @_rectified.defjvp
 def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> Any:
-    """By the closed forms, of the numbers that the moments are made of."""
+    """Slopes in closed form, from the terms that the moments are made of."""
     mean, variance, above, below, ratio_density = _rectified_parts(*primals)
     in_a, in_v = tangents
     in_mean = above * in_a + ratio_density / 2 * in_v
@@ -193,7 +194,7 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> Any:
 
 
 def _rectified_parts(a: Array, v: Array) -> tuple[Array, Array, Array, Array, Array]:
-    """The two moments, the two tails, and the density over the standard deviation."""
+    """The two moments, the two tail probabilities, and the density divided by sqrt(v)."""
     sd = jnp.sqrt(jnp.maximum(v, jnp.finfo(v.dtype).tiny))
     ratio = a / sd
     smaller = jax.lax.erfc(jnp.abs(ratio) * math.sqrt(0.5)) / 2

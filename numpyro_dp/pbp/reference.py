@@ -5,11 +5,11 @@ Filtering goes through the records one by one and moves the posterior by each,
 .. math:: m \leftarrow m + v g, \quad v \leftarrow v - v^2 h, \quad a \leftarrow a + \tfrac12,
     \quad b \leftarrow b + \Delta b_i,
 
-as probabilistic backpropagation does; sweep after sweep counts the records again. It starts at the
-prior with means that are drawn, to tell units apart, and that are taken out again after the first
-sweep; a prior precision that is not fixed follows the weights between sweeps. Expectation
-propagation keeps a site of each record (memory for N times the number of weights) and moves all of
-them at once.
+as probabilistic backpropagation does. Every sweep counts the records again. Filtering starts at the
+prior with randomly drawn means, which make the units differ, and removes these means after the
+first sweep. A prior precision that is not fixed is updated from the weights between sweeps.
+Expectation propagation keeps a site for each record and moves all sites at once. This needs memory
+for N times the number of weights.
 
 Reference:
     Hernández-Lobato, Adams (2015), Probabilistic backpropagation for scalable learning of Bayesian
@@ -30,7 +30,7 @@ from numpyro_dp.pbp.model import RegressionNetwork
 
 __all__ = ["SensitiveNetworkSites", "ep_sweep", "filter_sweeps", "start_network_sites"]
 
-_CHUNK = 256  # records whose sites are found side by side
+_CHUNK = 256  # number of records whose sites are computed at once
 
 Params = dict[str, Array]
 
@@ -50,15 +50,16 @@ class SensitiveNetworkSites(NamedTuple):
 def filter_sweeps(
     network: RegressionNetwork, params: Params, x: Array, y: Array, rng_keys: Array
 ) -> tuple[Params, Params]:
-    """Filters all records once for each key, from a normal start around means that were drawn.
+    """Filters all records once for each key, from a normal distribution with drawn means.
 
     Returns:
-        The posterior, and that after each sweep with a leading axis.
+        The final posterior, and the posterior after each sweep with a leading axis.
     """
 
     def sweep(carry: Any, key: Array) -> tuple[Any, Params]:
         params, drawn, prior = carry
         params = _filtered(network, params, x, y, key)
+        # Replace the prior precision of the last sweep, and the drawn means after the first.
         now = network.prior_precision(params)
         precision = jnp.maximum(params["weights_precision"] + now - prior, 1e-3 * now)
         params = params | {
@@ -100,7 +101,7 @@ def _filtered(
 def start_network_sites(
     network: RegressionNetwork, params: Params, number: int
 ) -> SensitiveNetworkSites:
-    """Returns sites that share what the parameters have beyond the prior evenly."""
+    """Returns equal sites whose product with the prior has the given parameters."""
     extra = {
         "linear": params["weights_linear"],
         "precision": params["weights_precision"] - network.prior_precision(params),
@@ -113,7 +114,7 @@ def start_network_sites(
 def ep_sweep(
     network: RegressionNetwork, state: SensitiveNetworkSites, x: Array, y: Array, damping: Array
 ) -> SensitiveNetworkSites:
-    """Moves the sites of all records, each seen from the same posterior."""
+    """Moves the sites of all records, each starting from the same posterior."""
     layout, params = network.layout(x.shape[1]), state.params
 
     def refined(record: tuple[dict[str, Array], Array, Array]) -> dict[str, Array]:

@@ -1,17 +1,17 @@
-r"""Steps of a network's posterior: an optimiser, fed with what was released and nothing else.
+r"""Steps of a network's posterior: an optimiser that reads only released values.
 
-Precisions and the rate of the noise move by a part :math:`\rho` of the released change, as in
-:mod:`numpyro_dp.ep.damping`; what the records add to a precision is floored at a multiple of the
-noise in it. The mean moves along the released slope G,
+Precisions and the rate of the noise move by a fraction :math:`\rho` of the released change, as in
+:mod:`numpyro_dp.ep.damping`. The part of a precision that comes from records is floored at a
+multiple of its noise. The mean moves along the released slope G,
 
 .. math:: m \leftarrow m + \rho_m\, \Lambda^{-1} G, \qquad\text{or}\qquad
     m \leftarrow m + \rho_m\, K^{-1} G.
 
-The first is the step of stochastic expectation propagation. Weights of a network depend on each
-other, so that their precisions tell little of how far a step may go; it needs hundreds of small
-ones. The second takes the curvature K of :mod:`numpyro_dp.pbp.curvature`; a direction that
-would change the output for its inputs by more than one predictive standard deviation (root mean
-square) is shortened to that. Both have the same fixed points, where the slope is 0.
+The first is the step of stochastic expectation propagation. The weights of a network depend on each
+other, so their separate precisions are a poor guide to the length of a step, and this form needs
+hundreds of small steps. The second uses the curvature K of :mod:`numpyro_dp.pbp.curvature`. It
+shortens a step that would change the output for the invented inputs by more than one predictive
+standard deviation (root mean square). Both have the same fixed points, at which the slope is 0.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from numpyro_dp.pbp.model import RegressionNetwork
 
 __all__ = ["NetworkSteps", "NetworkStepsState"]
 
-_SMALLEST_NOISE = 1e-4  # of the variance that y may be found to have around the output
+_SMALLEST_NOISE = 1e-4  # smallest noise variance that the records may give
 
 Params = dict[str, Array]
 
 
 class NetworkStepsState(NamedTuple):
-    """State of :class:`NetworkSteps`; all of it may be published.
+    """State of :class:`NetworkSteps`. All of it may be published.
 
     Attributes:
-        step: Steps taken.
+        step: Number of steps taken.
         params: Natural parameters of the posterior.
-        noise: Squared standard deviation of the noise in each precision.
+        noise: Variance of the noise in each precision.
     """
 
     step: Array
@@ -52,8 +52,9 @@ class NetworkSteps:
     Args:
         network: The model.
         damping: Rate of precisions and noise: a number, or a function of the step number.
-        step_size: Rate of the mean, likewise; that of the precisions if ``None``.
-        floor: Multiple of the noise's standard deviation that a site precision is floored at.
+        step_size: Rate of the mean: a number or a function of the step number. ``None`` means
+            ``damping``.
+        floor: Smallest precision from records, in standard deviations of its noise.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class NetworkSteps:
         self._step_size = self._rate if step_size is None else _schedule(step_size)
 
     def init(self, params: Params) -> NetworkStepsState:
-        """Returns the first state."""
+        """Returns the initial state."""
         return NetworkStepsState(jnp.zeros((), jnp.int32), params, jnp.zeros(()))
 
     def get_params(self, state: NetworkStepsState) -> Params:
@@ -87,6 +88,7 @@ class NetworkSteps:
         if direction is None:
             direction = move.slope / precision
         mean = mean + size * direction
+        # The released rate is noisy: the floor keeps the noise variance positive.
         own = self._network.noise_prior[1]
         smallest = own + move.num_examples / 2 * _SMALLEST_NOISE
         params = old | {

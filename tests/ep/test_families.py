@@ -338,7 +338,7 @@ def test_other_distributions_are_refused(family, given, error, words):
         (lambda: ep.dirichlet(1), ValueError, "size=1"),
         (lambda: ep.gamma(3), TypeError, "shape=3"),
         (lambda: ep.beta((2, 0)), ValueError, "size=0"),
-        (ep.product, ValueError, "at least one site"),
+        (ep.product, ValueError, "needs at least one site"),
         (lambda: ep.product(z=ep.normal), TypeError, "Family for site 'z'"),
         (
             lambda: ep.product(a=ep.product(b=ep.gamma()), a_b=ep.gamma()),

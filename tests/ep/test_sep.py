@@ -334,7 +334,7 @@ def with_unequal_scales(x, y):
         (lambda: SEP(with_a_parameter), 1, "no parameters of its own"),
         (lambda: SEP(with_unequal_scales, isotropic_normal), 2, "structure of isotropic_normal"),
         (lambda: SEP(coin, {"q": beta()}), 1, "a family for each of the latent sites"),
-        (lambda: SEP(coin, {"p": gamma()}), 1, "prior of latent site 'p' to be in its family"),
+        (lambda: SEP(coin, {"p": gamma()}), 1, "prior of latent site 'p' is not in its family"),
         (lambda: SEP(scale_of_the_prior, {"scale": gamma(), "mean": gamma()}), 1, "family"),
     ],
 )
@@ -370,7 +370,7 @@ def test_bad_starts_are_refused():
         sep.run(KEY, 1, x, y, init_params=start | {"auto_linear": jnp.zeros(2)})
     with pytest.raises(ValueError, match="inside the domain"):
         sep.run(KEY, 1, x, y, init_params=start | {"auto_precision": -jnp.ones(3)})
-    with pytest.raises(ValueError, match="run to have been called"):
+    with pytest.raises(ValueError, match="Call run first"):
         SEP(logistic).guide()
 
 
@@ -378,8 +378,8 @@ def test_bad_starts_are_refused():
     ("make", "message"),
     [
         (lambda: SEP(logistic, site=quadrature), "built by a call"),
-        (lambda: SEP(logistic, normal(3)), "as they are"),
-        (lambda: SEP(logistic, beta), "as they are"),
+        (lambda: SEP(logistic, normal(3)), "not called"),
+        (lambda: SEP(logistic, beta), "not called"),
         (lambda: SEP(logistic, budget=BUDGET), "Use DPSEP"),
         (lambda: SEP(logistic, shared_precision="no"), "shared_precision"),
         (lambda: SEP(logistic, isotropic_normal, shared_precision=True), "isotropic_normal"),
@@ -415,7 +415,7 @@ def test_states_of_one_driver_and_data_set_do_not_serve_another():
     sep = SEP(logistic)
     first = sep.run(KEY, 2, x, y, progress_bar=False)
     sep.run(KEY, 2, x[:, :2], y, progress_bar=False)
-    with pytest.raises(ValueError, match="last run"):
+    with pytest.raises(ValueError, match="as in the last run"):
         Predictive(logistic, guide=sep.guide, params=first.params, num_samples=2)(KEY, x)
     sep.run(KEY, 2, x, y, init_state=first.state, progress_bar=False)  # and the guide is its own
     Predictive(logistic, guide=sep.guide, params=first.params, num_samples=2)(KEY, x)

@@ -236,7 +236,7 @@ def test_samples_go_where_those_of_mcmc_go(capsys):
     x = records(500)
     mcmc = sampler(SGLD(gaussian_mean), budget=BUDGET)
     for early in (mcmc.get_samples, lambda: mcmc.privacy):
-        with pytest.raises(ValueError, match="Expected run to have been called"):
+        with pytest.raises(ValueError, match="Call run first"):
             early()
     mcmc.run(KEY, x)
     draws = Predictive(gaussian_mean, mcmc.get_samples())(KEY, np.zeros((4, DIM)))
@@ -280,7 +280,7 @@ def with_param(x):
         ({"num_warmup": -1}, ValueError, "num_warmup=-1"),
         ({"clip_norm": AdaptiveClip(1.0)}, TypeError, "AdaptiveClip"),
         ({"clip_norm": -1.0}, ValueError, "clip_norm=-1.0"),
-        ({"budget": None, "noise_multiplier": 0.0}, ValueError, "Expected step_size to be given"),
+        ({"budget": None, "noise_multiplier": 0.0}, ValueError, "Pass a step_size"),
         ({"budget": 1.0}, TypeError, "PrivacyBudget"),
         ({"sampler": Permutation(100), "num_chains": 2, "num_samples": 52}, ValueError, "epochs"),
     ],

@@ -245,7 +245,7 @@ def test_each_chain_draws_by_secret_numbers_of_its_own(monkeypatch):
 
 def test_message_passing_refuses_a_model_that_draws():
     sep = DPSEP(masked, clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0)
-    with pytest.raises(UnsupportedModelError, match="draws keys of its own"):
+    with pytest.raises(UnsupportedModelError, match="draws random keys"):
         sep.run(jax.random.key(0), 1, X[:, 0])
 
 

@@ -356,7 +356,7 @@ def test_of_message_passing():
 def test_of_a_sampler():
     mcmc = DPMCMC(SGLD(model), num_warmup=2, num_samples=6, num_chains=2, clip_norm=5.0,
                   progress_bar=False, scale=3.0, **COMMON)  # fmt: skip
-    with pytest.raises(ValueError, match="Expected run to have been called before posterior"):
+    with pytest.raises(ValueError, match="no posterior yet. Call run first"):
         mcmc.posterior  # noqa: B018
     mcmc.run(KEY, X, Y)
     posterior, samples = mcmc.posterior, mcmc.get_samples()

@@ -1,7 +1,7 @@
 """Natural-parameter algebra of exponential families.
 
-A member of a family is a flat dict of arrays, its natural parameters; products of densities are
-sums of those. Each constructor returns a :class:`Family`, the functions that go with them.
+A member of a family is a flat dict of arrays, its natural parameters. To multiply densities, add
+natural parameters. Each constructor returns a :class:`Family`, which holds the family's functions.
 """
 
 from numpyro_dp.ep.families.base import (

@@ -1,8 +1,8 @@
 r"""Gamma and Dirichlet parameters from their mean parameters, by a fixed number of Newton steps.
 
-Everything is written in :math:`e(a) = \log a - \psi(a) \in (1/2a, 1/a)` and its derivative, which
-a series gives without the cancellation of the difference, and solved in :math:`\log a`, in which
-:math:`\log e` is nearly linear.
+The equations use :math:`e(a) = \log a - \psi(a) \in (1/2a, 1/a)` and its derivative. A series
+computes e without cancellation. Newton's method solves for :math:`\log a`, in which :math:`\log e`
+is nearly linear.
 
 Reference:
     Minka (2000), Estimating a Dirichlet Distribution; Minka (2002), Estimating a Gamma
@@ -21,15 +21,15 @@ from jaxtyping import Float
 
 __all__ = ["excess", "mean_logs", "solve_concentration", "solve_shape"]
 
-_SHIFT = 8  # of small arguments, to where the series holds to 1e-12
+_SHIFT = 8  # added to small arguments, because the series is accurate to 1e-12 from here
 _SERIES = (1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132, -691 / 32760, 1 / 12)
 _STEPS = 20
-_LONGEST = 2.0  # Newton step in the logarithm
+_LONGEST = 2.0  # longest Newton step in the logarithm
 
 
 @jax.jit
 def excess(a: Float[Array, ...]) -> Float[Array, ...]:
-    r"""Returns :math:`\log a - \psi(a)`, accurate relative to itself for all :math:`a > 0`."""
+    r"""Returns :math:`\log a - \psi(a)` with a small relative error for all :math:`a > 0`."""
     small = a < _SHIFT
     inverse = 1 / jnp.where(small, a + _SHIFT, a)
     series = jnp.zeros_like(a)
@@ -42,7 +42,7 @@ def excess(a: Float[Array, ...]) -> Float[Array, ...]:
 
 @jax.jit
 def solve_shape(target: Float[Array, ...]) -> Float[Array, ...]:
-    r"""Returns the :math:`a` with ``excess(a) == target``; NaN unless it is positive."""
+    r"""Returns the :math:`a` with ``excess(a) == target``, or NaN unless ``target`` > 0."""
     goal = jnp.log(target)
 
     def log_excess(log_shape: Array) -> Array:
@@ -52,7 +52,7 @@ def solve_shape(target: Float[Array, ...]) -> Float[Array, ...]:
         value, slope = jax.jvp(log_excess, (log_shape,), (jnp.ones_like(log_shape),))
         return log_shape - jnp.clip((value - goal) / slope, -_LONGEST, _LONGEST)
 
-    start = -math.log(2) - goal  # excess(a) > 1 / (2 a), which it tends to
+    start = -math.log(2) - goal  # for large a, excess(a) tends to 1 / (2 a) from above
     return jnp.exp(lax.fori_loop(0, _STEPS, step, start.astype(goal.dtype)))
 
 
@@ -67,12 +67,14 @@ def mean_logs(concentration: Float[Array, "... n"]) -> Float[Array, "... n"]:
 def solve_concentration(means: Float[Array, "... n"]) -> Float[Array, "... n"]:
     r"""Returns the concentrations with ``mean_logs(concentration) == means``.
 
-    Newton's method for :math:`v = \log\alpha`, with :math:`k(a) = a\psi'(a) - 1`: the Jacobian is
-    :math:`\mathrm{diag}(1 + k(\alpha_i)) - (1 + k(\bar\alpha))\,1 p^\top` with
-    :math:`p = \alpha / \bar\alpha`, :math:`\bar\alpha = \sum_j\alpha_j`, inverted in closed form.
+    Runs Newton's method for :math:`v = \log\alpha`. With :math:`k(a) = a\psi'(a) - 1`,
+    :math:`\bar\alpha = \sum_j\alpha_j` and :math:`p = \alpha / \bar\alpha`, the Jacobian is
+    :math:`\mathrm{diag}(1 + k(\alpha_i)) - (1 + k(\bar\alpha))\,1 p^\top`, which has an inverse in
+    closed form.
 
     Returns:
-        NaN unless :math:`\sum_i e^{m_i} < 1`, which all means of Dirichlet distributions satisfy.
+        The concentrations, or NaN unless :math:`\sum_i e^{m_i} < 1`. All means of Dirichlet
+        distributions satisfy this.
     """
     size = means.shape[-1]
 
@@ -90,13 +92,13 @@ def solve_concentration(means: Float[Array, "... n"]) -> Float[Array, "... n"]:
         return logs - jnp.clip(change, -_LONGEST, _LONGEST)
 
     gap = -logsumexp(means, axis=-1, keepdims=True)
-    guess = jnp.where(gap > 0, (size - 1) / (2 * gap), jnp.nan)  # of the sum, where it is large
+    guess = jnp.where(gap > 0, (size - 1) / (2 * gap), jnp.nan)  # the sum, good if it is large
     start = jnp.log(_inverse_digamma(means + digamma(guess)))
     return jnp.exp(lax.fori_loop(0, _STEPS, step, start))
 
 
 def _curvature(a: Array) -> Array:
-    r"""Returns :math:`a\psi'(a) - 1`, positive."""
+    r"""Returns :math:`a\psi'(a) - 1 > 0`."""
     return -a * jax.jvp(excess, (a,), (jnp.ones_like(a),))[1]
 
 

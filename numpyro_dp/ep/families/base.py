@@ -1,10 +1,10 @@
-r"""What an exponential family is, and what its natural parameters can do.
+r"""Exponential families, and operations on their natural parameters.
 
 .. math:: p(z \mid \theta) = h(z) \exp(\theta \cdot s(z) - A(\theta)).
 
 Natural parameters :math:`\theta`, mean parameters :math:`\mu = E\,s(z) = \nabla A(\theta)` and
-statistics :math:`s(z)` are flat dicts of arrays with the same names and shapes. Densities multiply
-where natural parameters add, up to the constant :math:`A` and the base measure :math:`h`, which is
+statistics :math:`s(z)` are flat dicts of arrays with the same names and shapes. Sums of natural
+parameters give products of densities, up to the constant :math:`A`. The base measure :math:`h` is
 counted once.
 
 Reference:
@@ -31,28 +31,28 @@ Number = float | Float[Array, ""]
 
 
 class Family(NamedTuple):
-    r"""An exponential family; its functions are of one member, safe under ``jit`` and ``vmap``.
+    r"""An exponential family. Its functions take one member and work under ``jit`` and ``vmap``.
 
-    Functions work in the precision of their inputs. Outside the domain (``is_valid`` false) the
-    results of the others mean nothing; ``to_natural`` returns NaN or natural parameters that are
-    not valid for means that no member has, as far as rounding lets it tell.
+    Functions work in the precision of their inputs. If ``is_valid`` is false, the results of the
+    other functions have no meaning. For means that no member has, ``to_natural`` returns NaN or
+    natural parameters that are not valid, up to rounding.
 
     Attributes:
         name: Constructor and size.
-        unit: Natural parameters of the constant function 1, all zeros; says names and shapes.
+        unit: Natural parameters of the constant function 1, all zeros. Shows names and shapes.
         log_partition: Natural parameters -> :math:`A`.
         statistics: One value -> :math:`s(z)`. A value of a product is a dict by site.
         log_base: One value -> :math:`\log h(z)`.
         to_mean: Natural parameters -> mean parameters.
-        to_natural: Mean parameters -> natural parameters. As accurate as the means determine them:
-            where a member is concentrated, its means lose digits to cancellation.
+        to_natural: Mean parameters -> natural parameters. The means of a concentrated member lose
+            digits to cancellation, which limits the accuracy.
         is_valid: Natural parameters -> whether finite and inside the domain.
-        project: ``(natural, floor)`` -> natural parameters inside the domain, at least ``floor``,
-            a positive number, away from its boundary in the sense that each constructor states.
-            Those that are so already do not change.
-        to_dist: Natural parameters -> NumPyro distribution; a dict by site for a product.
-        from_dist: The inverse of that. Raises TypeError for a distribution of another class, and
-            ValueError for one of another shape.
+        project: ``(natural, floor)`` -> natural parameters inside the domain, at least ``floor``
+            > 0 away from its boundary. Each constructor defines this distance. Parameters that
+            are far enough from the boundary do not change.
+        to_dist: Natural parameters -> NumPyro distribution, or a dict by site for a product.
+        from_dist: The inverse of ``to_dist``. Raises TypeError for a distribution of another class,
+            and ValueError for another shape.
     """
 
     name: str
@@ -123,9 +123,9 @@ def sample(
 
     Args:
         family: The family.
-        rng_key: A JAX key; it is split between the sites of a product.
+        rng_key: A JAX key. It is split between the sites of a product.
         natural: Natural parameters of one member.
-        sample_shape: Shape in front of that of one value.
+        sample_shape: Leading axes of the draws, in front of the shape of one value.
 
     Example:
         >>> import jax
@@ -153,7 +153,7 @@ def no_base(z: Any) -> Float[Array, ""]:
 
 
 def full(value: Any, shape: tuple[int, ...]) -> Array:
-    """Returns a parameter of a distribution as a floating-point array of that shape."""
+    """Returns a parameter of a distribution as a floating-point array of the given shape."""
     typed = lax.convert_element_type(value, jnp.result_type(value, float))
     return jnp.broadcast_to(typed, shape)
 
@@ -164,9 +164,9 @@ def all_finite(natural: Natural) -> Bool[Array, ""]:
 
 
 def least_log(natural: Array, floor: Number) -> Array:
-    """Returns ``max(natural, floor - 1)``: a shape less 1, with the shape at least ``floor``.
+    """Returns ``max(natural, floor - 1)``: the shape, ``natural + 1``, is then >= ``floor``.
 
-    The floor is at least the machine epsilon, below which the shape less 1 would round to -1.
+    The floor is at least the machine epsilon. For a smaller shape, ``natural`` would round to -1.
     """
     smallest = jnp.maximum(jnp.asarray(floor, natural.dtype), jnp.finfo(natural.dtype).eps)
     return jnp.maximum(natural, smallest - 1)
@@ -175,17 +175,17 @@ def least_log(natural: Array, floor: Number) -> Array:
 def unwrap(
     family: str, dist: Any, accepted: tuple[type[Distribution], ...], shape: tuple[int, ...]
 ) -> Any:
-    """Returns the distribution below ``expand`` and ``to_event``, of a known class.
+    """Returns the distribution without ``expand`` and ``to_event``, after checks.
 
     Args:
         family: Name of the family, for the error messages.
-        dist: What the user gave.
-        accepted: Classes that it may be of.
+        dist: A NumPyro distribution.
+        accepted: Allowed classes.
         shape: Shape of one value, batch and event dimensions together.
 
     Raises:
-        TypeError: If it is of another class.
-        ValueError: If its values have another shape.
+        TypeError: If the class is not allowed.
+        ValueError: If values have another shape.
     """
     base = dist
     while isinstance(base, (ExpandedDistribution, Independent)):
@@ -193,8 +193,8 @@ def unwrap(
     if not isinstance(base, accepted):
         names = ", ".join(cls.__name__ for cls in accepted)
         raise TypeError(
-            f"Expected for {family} a distribution of class {names}, also after expand() and "
-            f"to_event(), got {type(base).__name__}. Use one of these, or the family that has it."
+            f"Expected for {family} a distribution of class {names}, with or without expand() and "
+            f"to_event(), got {type(base).__name__}. Use an allowed class, or another family."
         )
     if dist.shape() != shape:
         raise ValueError(

@@ -1,8 +1,8 @@
 r"""Gamma, beta and Dirichlet families.
 
-Shapes and concentrations less 1 are the coefficients of logarithms, so the natural parameters of
-the constant function are zeros. Below a shape of about 0.01 in single precision, the natural
-parameter, close to -1, holds fewer than 5 digits of the shape.
+The coefficients of logarithms are shapes and concentrations minus 1, so the natural parameters of
+the constant function are zeros. For a shape below about 0.01 in single precision, the natural
+parameter is close to -1 and holds fewer than 5 digits of the shape.
 
 Reference:
     Wainwright, Jordan (2008), section 3; Minka (2000), Estimating a Dirichlet Distribution, and
@@ -40,10 +40,10 @@ __all__ = ["beta", "dirichlet", "gamma"]
 def gamma(shape: tuple[int, ...] = ()) -> Family:
     r"""Returns the family of independent gamma distributions.
 
-    Natural parameters ``log`` :math:`a - 1` and ``rate`` :math:`b`, both of the shape given;
-    statistics :math:`(\log z, -z)`; :math:`A = \sum \log\Gamma(a) - a\log b`. Mean parameters are
-    turned into natural ones by Newton's method. ``project`` raises :math:`a` and :math:`b` to the
-    floor, each alone. ``from_dist`` takes Gamma and Exponential.
+    The natural parameters are ``log`` :math:`a - 1` and ``rate`` :math:`b`, both with this shape.
+    The statistics are :math:`(\log z, -z)`, and :math:`A = \sum \log\Gamma(a) - a\log b`. Newton's
+    method turns mean parameters into natural parameters. ``project`` raises :math:`a` and
+    :math:`b` separately to the floor. ``from_dist`` takes Gamma and Exponential.
 
     Args:
         shape: Shape of one value.
@@ -77,11 +77,11 @@ def gamma(shape: tuple[int, ...] = ()) -> Family:
 def beta(shape: tuple[int, ...] = ()) -> Family:
     r"""Returns the family of independent beta distributions.
 
-    Natural parameters ``log`` :math:`\alpha - 1` and ``log_complement`` :math:`\beta - 1`, both of
-    the shape given; statistics :math:`(\log z, \log(1 - z))`;
-    :math:`A = \sum \log B(\alpha, \beta)`. Mean parameters are turned into natural ones by Newton's
-    method. ``project`` raises :math:`\alpha` and :math:`\beta` to the floor. ``from_dist`` takes
-    Beta.
+    The natural parameters are ``log`` :math:`\alpha - 1` and ``log_complement`` :math:`\beta - 1`,
+    both with this shape. The statistics are :math:`(\log z, \log(1 - z))`, and
+    :math:`A = \sum \log B(\alpha, \beta)`. Newton's method turns mean parameters into natural
+    parameters. ``project`` raises :math:`\alpha` and :math:`\beta` to the floor. ``from_dist``
+    takes Beta.
 
     Args:
         shape: Shape of one value.
@@ -115,10 +115,10 @@ def beta(shape: tuple[int, ...] = ()) -> Family:
 def dirichlet(size: int) -> Family:
     r"""Returns the family of Dirichlet distributions.
 
-    Natural parameter ``log`` :math:`\alpha - 1` of shape ``(size,)``; statistic :math:`\log z`;
-    :math:`A = \sum_i \log\Gamma(\alpha_i) - \log\Gamma(\sum_i\alpha_i)`. Mean parameters are turned
-    into natural ones by Newton's method. ``project`` raises each :math:`\alpha_i` to the floor.
-    ``from_dist`` takes Dirichlet.
+    The natural parameter is ``log`` :math:`\alpha - 1` of shape ``(size,)``. The statistic is
+    :math:`\log z`, and :math:`A = \sum_i \log\Gamma(\alpha_i) - \log\Gamma(\sum_i\alpha_i)`.
+    Newton's method turns mean parameters into natural parameters. ``project`` raises each
+    :math:`\alpha_i` to the floor. ``from_dist`` takes Dirichlet.
 
     Args:
         size: Number of proportions, at least 2.
@@ -254,7 +254,7 @@ def _joint(given: dist.Distribution) -> dist.Distribution:
 def _check_shape(shape: tuple[int, ...]) -> None:
     if not isinstance(shape, tuple):
         raise TypeError(
-            f"Expected a tuple of sizes, got shape={shape!r}. Write shape=(3,), or leave it out."
+            f"Expected a tuple of sizes, got shape={shape!r}. Write shape=(3,), or omit shape."
         )
     for size in shape:
         check_int("size", size, low=1, remedy="Each size of shape counts entries.")

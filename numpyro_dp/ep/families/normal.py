@@ -4,8 +4,8 @@ r"""Normal families: full, diagonal and isotropic precision.
     A = \tfrac12\eta^\top\Lambda^{-1}\eta - \tfrac12\log\det\Lambda + \tfrac d2\log 2\pi.
 
 The mean is :math:`\Lambda^{-1}\eta`. In all three families ``project`` raises the eigenvalues of
-the precision to the floor and leaves the linear coefficient alone: in the directions that were
-above the floor the mean stays, in the others it shrinks with the variance.
+the precision to the floor and does not change the linear coefficient. So the mean does not change
+in directions above the floor, and shrinks with the variance in the others.
 
 Reference:
     Wainwright, Jordan (2008), section 3; Minka (2001).
@@ -52,9 +52,10 @@ _DIM = "The number of coordinates."
 def normal(dim: int) -> Family:
     r"""Returns the family of multivariate normal distributions.
 
-    Natural parameters ``linear`` :math:`\eta = \Sigma^{-1}m` of shape ``(dim,)`` and ``precision``
-    :math:`\Lambda = \Sigma^{-1}` of shape ``(dim, dim)``, of which only the symmetric part matters;
-    statistics :math:`(z, -zz^\top/2)`. ``from_dist`` takes MultivariateNormal and Normal.
+    The natural parameters are ``linear`` :math:`\eta = \Sigma^{-1}m` of shape ``(dim,)`` and
+    ``precision`` :math:`\Lambda = \Sigma^{-1}` of shape ``(dim, dim)``. Only the symmetric part of
+    the precision matters. The statistics are :math:`(z, -zz^\top/2)`. ``from_dist`` takes
+    MultivariateNormal and Normal.
 
     Args:
         dim: Number of coordinates, at least 1.
@@ -88,8 +89,8 @@ def normal(dim: int) -> Family:
 def diagonal_normal(dim: int) -> Family:
     r"""Returns the family of normal distributions of independent coordinates.
 
-    Natural parameters ``linear`` :math:`m/\sigma^2` and ``precision`` :math:`1/\sigma^2`, both of
-    shape ``(dim,)``; statistics :math:`(z, -z^2/2)`. ``from_dist`` takes Normal.
+    The natural parameters are ``linear`` :math:`m/\sigma^2` and ``precision`` :math:`1/\sigma^2`,
+    both of shape ``(dim,)``. The statistics are :math:`(z, -z^2/2)`. ``from_dist`` takes Normal.
 
     Args:
         dim: Number of coordinates, at least 1.
@@ -123,9 +124,10 @@ def diagonal_normal(dim: int) -> Family:
 def isotropic_normal(dim: int) -> Family:
     r"""Returns the family of normal distributions with one variance for all coordinates.
 
-    Natural parameters ``linear`` :math:`m/\sigma^2` of shape ``(dim,)`` and ``precision``
-    :math:`1/\sigma^2`, a scalar; statistics :math:`(z, -|z|^2/2)`. ``from_dist`` takes Normal, and
-    raises ValueError where its scales differ; it can look at several of them outside ``jit`` only.
+    The natural parameters are ``linear`` :math:`m/\sigma^2` of shape ``(dim,)`` and ``precision``
+    :math:`1/\sigma^2`, a scalar. The statistics are :math:`(z, -|z|^2/2)`. ``from_dist`` takes
+    Normal, and raises ValueError if its scales differ. With several scales, call it outside
+    ``jit``.
 
     Args:
         dim: Number of coordinates, at least 1.
@@ -224,7 +226,7 @@ def _diagonal_to_natural(mean: Natural) -> Natural:
 
 
 def _diagonal_to_dist(natural: Natural) -> dist.Distribution:
-    """Of the diagonal and of the isotropic family."""
+    """Serves the diagonal and the isotropic family."""
     loc = natural["linear"] / natural["precision"]
     return dist.Normal(loc, 1 / jnp.sqrt(natural["precision"])).to_event(1)
 
@@ -261,8 +263,8 @@ def _isotropic_from_dist(name: str, dim: int, given: Any) -> Natural:
         scales = np.asarray(base.scale)
         if np.any(scales != scales.flat[0]):
             raise ValueError(
-                f"Expected for {name} one scale for all coordinates, got {scales}. Use "
-                f"diagonal_normal({dim})."
+                f"Expected for {name} one scale for all coordinates, got {scales}. For different "
+                f"scales, use diagonal_normal({dim})."
             )
     natural = _coordinates(base, dim)
     return {"linear": natural["linear"], "precision": natural["precision"][0]}

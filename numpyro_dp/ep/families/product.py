@@ -12,18 +12,18 @@ __all__ = ["product"]
 
 
 def product(**families: Family) -> Family:
-    r"""Returns the family of independent sites, each of a family of its own.
+    r"""Returns the family of independent sites, each with its own family.
 
-    Natural parameters, mean parameters and statistics are named ``{site}_{statistic}``; values and
-    distributions are dicts by site. :math:`A` and :math:`\log h` are sums over the sites.
+    Natural parameters, mean parameters and statistics have the names ``{site}_{statistic}``. Values
+    and distributions are dicts by site. :math:`A` and :math:`\log h` are sums over the sites.
     ``project`` uses the same floor at all sites.
 
     Args:
-        **families: A family for each site; a product is one too.
+        **families: A family for each site. It may be a product.
 
     Raises:
-        TypeError: If a value is no Family.
-        ValueError: If there is no site, or two sites have a name of a statistic in common.
+        TypeError: If a value is not a Family.
+        ValueError: If there is no site, or the same name results from two sites.
 
     Example:
         >>> from numpyro_dp.ep.families import gamma, normal
@@ -84,21 +84,21 @@ def _join(names: dict[str, dict[str, str]], parts: dict[str, Natural]) -> Natura
 
 
 def _names(families: dict[str, Family]) -> dict[str, dict[str, str]]:
-    """Names of the product by site and statistic."""
+    """Names in the product, by site and statistic."""
     if not families:
-        raise ValueError("Expected at least one site, got none. Name one: product(z=normal(2)).")
+        raise ValueError("product() needs at least one site, such as product(z=normal(2)).")
     seen: dict[str, str] = {}
     for site, family in families.items():
         if not isinstance(family, Family):
             raise TypeError(
                 f"Expected a Family for site {site!r}, got {type(family).__name__}. Call a "
-                "constructor: normal(2), gamma()."
+                "constructor, such as normal(2) or gamma()."
             )
         for statistic in family.unit:
             name = f"{site}_{statistic}"
             if name in seen:
                 raise ValueError(
-                    f"Expected different names, but sites {seen[name]!r} and {site!r} both have "
+                    f"Names must differ, but the sites {seen[name]!r} and {site!r} both have "
                     f"{name!r}. Rename one of the sites."
                 )
             seen[name] = site
@@ -111,11 +111,11 @@ def _names(families: dict[str, Family]) -> dict[str, dict[str, str]]:
 def _check_sites(families: dict[str, Family], dists: Any) -> None:
     if not isinstance(dists, dict):
         raise TypeError(
-            f"Expected a dict of distributions by site, got {type(dists).__name__}. The sites are "
-            f"{sorted(families)}."
+            f"Expected a dict of distributions by site, got {type(dists).__name__}. Use the sites "
+            f"{sorted(families)} as keys."
         )
     if set(dists) != set(families):
         raise ValueError(
-            f"Expected distributions for the sites {sorted(families)}, got {sorted(dists)}. Name "
-            "each site once."
+            f"Expected distributions for the sites {sorted(families)}, got {sorted(dists)}. Pass "
+            "one for each site."
         )

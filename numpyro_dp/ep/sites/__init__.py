@@ -23,17 +23,17 @@ __all__ = [
 
 
 def choose_site(problem: EPProblem) -> SiteBuilder:
-    """Returns the kind for a model: exact sites where it is conjugate, else those by quadrature.
+    """Returns the kind of site for a model: ``conjugate()`` if it fits, else ``quadrature()``.
 
     Raises:
-        UnsupportedModelError: If the likelihood is neither.
+        UnsupportedModelError: If neither fits the likelihood.
     """
     if is_conjugate(problem):
         return conjugate()
     if is_linear(problem):
         return quadrature()
     raise UnsupportedModelError(
-        "Expected a likelihood that is conjugate to the family or sees all latents through one "
-        "product with the record. Name another: site=evidence(log_evidence) with a closed form of "
-        "its evidence, or site=importance(); or use DPSVI."
+        "The likelihood is not conjugate to the family, and does not depend on the latents only "
+        "through one product with the record, x @ w + b. Pass site=evidence(log_evidence) with a "
+        "closed form of its evidence, or site=importance(), or use DPSVI."
     )

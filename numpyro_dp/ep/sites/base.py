@@ -1,4 +1,4 @@
-"""The protocol of sites: how one record's likelihood is approximated, seen from a cavity."""
+"""The protocol of sites: how one record's likelihood is approximated, given a cavity."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Site(NamedTuple):
     """Approximates the likelihood of one record by a member of the family.
 
     Attributes:
-        prepare: ``(rng_key, cavity) -> public``, from the cavity's natural parameters. Sees no
-            data.
-        approximate: ``(public, example) -> site``: the natural parameters of the projected tilted
-            distribution over the cavity. Where the family is normal they are centred at the
-            cavity's mean. Sees one example.
+        prepare: ``(rng_key, cavity) -> public``, from the cavity's natural parameters. Reads no
+            record.
+        approximate: ``(public, example) -> site``, the natural parameters of the projected tilted
+            distribution divided by the cavity. For normal families they are centred at the
+            cavity's mean. Reads one record.
     """
 
     prepare: Callable[[Array, Natural], Any]
@@ -33,9 +33,9 @@ class SiteBuilder(NamedTuple):
     """A kind of site, before the model is known.
 
     Attributes:
-        build: Problem -> site; may be traced.
-        check: Problem -> nothing: raises ``UnsupportedModelError`` where the kind does not suit
-            the model. Reads no record.
+        build: Problem -> site. May be traced.
+        check: Problem -> ``None``. Raises ``UnsupportedModelError`` if the kind does not fit the
+            model. Reads no record.
     """
 
     build: Callable[[EPProblem], Site]

@@ -1,8 +1,8 @@
-r"""Sites of conjugate likelihoods, which are members of the family: exact, whatever the cavity.
+r"""Sites of conjugate likelihoods, which are members of the family and exact for every cavity.
 
 For a normal family the log likelihood is quadratic, and its derivatives at any point are the site.
-For another one :math:`\log p(x \mid z) = \theta\cdot s(z) + c`, and :math:`\theta` solves the
-linear equations of its values at a few public points z.
+For other families :math:`\log p(x \mid z) = \theta\cdot s(z) + c`. Its values at a few public
+points z give linear equations for :math:`\theta`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def conjugate() -> SiteBuilder:
     """Exact sites, for likelihoods that are conjugate to the family.
 
     Raises:
-        UnsupportedModelError: When the run is prepared, if the likelihood is not.
+        UnsupportedModelError: When the run is prepared, if the likelihood is not conjugate.
     """
 
     def check(problem: EPProblem) -> None:
         if not is_conjugate(problem):
             raise UnsupportedModelError(
-                f"Expected a likelihood that is conjugate to the family "
-                f"{problem.latents.family.name}, for conjugate(): for an invented record it is no "
-                "member of it. Use site=quadrature() or importance(), or DPSVI."
+                f"The likelihood is not conjugate to the family {problem.latents.family.name}, but "
+                "conjugate() needs this. A check on invented records found it. Use "
+                "site=quadrature() or importance(), or DPSVI."
             )
 
     def build(problem: EPProblem) -> Site:
@@ -83,7 +83,7 @@ def _derivatives(problem: EPProblem, z: Array, example: Any) -> tuple[Array, Arr
 
 
 def _quadratic(problem: EPProblem) -> Callable[[Any], bool | None]:
-    """Whether the log likelihood of a record is quadratic; ``None`` where it cannot tell."""
+    """Whether a record's log likelihood is quadratic, ``None`` if this record cannot show it."""
 
     @jax.jit
     def derivatives(example: Any) -> tuple[Array, Array]:
@@ -120,7 +120,7 @@ def _linear_site(problem: EPProblem) -> Site:
 
 
 def _equations(problem: EPProblem) -> tuple[Any, Array, Any]:
-    """Points z, the inverse of their equations, and what gives a vector its names back."""
+    """Points z, the pseudo-inverse of their equations, and the function that names the solution."""
     family = problem.latents.family
     with jax.ensure_compile_time_eval():
         unit, unravel = ravel_pytree(family.unit)

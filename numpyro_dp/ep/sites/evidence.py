@@ -1,7 +1,7 @@
 r"""Sites from a closed form of the evidence: :math:`\log Z(m, V)` of one record, differentiated.
 
-With it, sites of probit regression, mixtures of normals and the like are exact; derivatives are
-taken automatically, and are those of :mod:`numpyro_dp.ep.gaussian`.
+With it, sites of probit regression, mixtures of normals and similar models are exact. JAX computes
+the derivatives that :mod:`numpyro_dp.ep.gaussian` needs.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def evidence(log_evidence: Callable[..., Array]) -> SiteBuilder:
     def check(problem: EPProblem) -> None:
         if not problem.latents.is_normal:
             raise UnsupportedModelError(
-                "Expected a normal family for evidence(), got "
-                f"{problem.latents.family.name}. Use site=importance()."
+                f"evidence() needs a normal family, got {problem.latents.family.name}. Use "
+                "site=importance()."
             )
 
     def build(problem: EPProblem) -> Site:
@@ -75,7 +75,7 @@ def probit(features: Callable[..., Array], label: Callable[..., Array]) -> SiteB
     Args:
         features: The model's arguments for one record -> :math:`\phi(x)`, in the order of the
             latents' vector.
-        label: The same -> 0 or 1.
+        label: The model's arguments for one record -> 0 or 1.
 
     Reference:
         Minka (2001), A family of algorithms for approximate Bayesian inference, section 4.2.

@@ -1,8 +1,8 @@
 r"""Sites by importance sampling, for any likelihood.
 
-Public draws :math:`z_k` from the cavity are weighted by :math:`p(x \mid z_k)`. The site is the
-difference of two members of the family: one fitted to the weighted draws, one to the draws as they
-are, so that the error of the draws cancels where the record says little.
+Public draws :math:`z_k` from the cavity have weights :math:`p(x \mid z_k)`. The site is the
+difference of two members of the family. One is fitted to the weighted draws and the other to the
+draws without weights. So the sampling error cancels for records with little information.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["importance"]
 
 
 def importance(num_draws: int = 1000) -> SiteBuilder:
-    """Sites by importance sampling; noisy, and slow.
+    """Sites by importance sampling. They are noisy and slow.
 
     Args:
-        num_draws: Draws from the cavity in each step, shared by all records.
+        num_draws: Number of draws from the cavity in each step. All records share them.
     """
     check_int("num_draws", num_draws, low=10)
 
@@ -56,7 +56,7 @@ def importance(num_draws: int = 1000) -> SiteBuilder:
 
 
 def _normal_site(cavity: Cavity, draws: Array, weights: Array) -> dict[str, Array]:
-    """By the slopes of log Z, which are moments of the weighted draws less those of the draws."""
+    """Uses slopes of log Z: moments of the weighted draws minus moments of the draws."""
     extra = weights - 1 / len(weights)
     centred = draws - cavity.mean
     shift = extra @ centred  # V g

@@ -4,13 +4,13 @@ r"""Exact sites of a mixture of normals whose means are the latents.
     Z = \sum_j \pi_j\, N(x;\, m_j, S_j), \quad S_j = V_{jj} + \sigma^2 I,
 
 for a normal cavity with means m and covariance V. With :math:`r_j \propto \pi_j N(x; m_j, S_j)` and
-:math:`a_j = S_j^{-1}(x - m_j)` the slope of log Z in :math:`m_j` is :math:`r_j a_j`, and what
-:func:`~numpyro_dp.ep.gaussian.site_from_slopes` calls H is
+:math:`a_j = S_j^{-1}(x - m_j)` the slope of log Z in :math:`m_j` is :math:`r_j a_j`. The matrix H
+of :func:`~numpyro_dp.ep.gaussian.site_from_slopes` is
 
-.. math:: H_{jk} = r_j r_k\, a_j a_k^\top + \delta_{jk}\, r_j (S_j^{-1} - a_j a_j^\top):
+.. math:: H_{jk} = r_j r_k\, a_j a_k^\top + \delta_{jk}\, r_j (S_j^{-1} - a_j a_j^\top).
 
-the components are correlated where it is open which one the record is from. The matrices
-:math:`S_j^{-1}` belong to the cavity: they are found once for all records.
+Components are correlated if the record may come from several of them. The matrices
+:math:`S_j^{-1}` depend only on the cavity, so they are computed once for all records.
 
 Reference:
     Minka (2001), A family of algorithms for approximate Bayesian inference, section 3.2 (the
@@ -37,11 +37,11 @@ from numpyro_dp.model.public import UnsupportedModelError
 __all__ = ["normal_mixture"]
 
 _TOLERANCE = 1e-3
-_LARGEST = 1e12  # scales beyond it square to infinity
+_LARGEST = 1e12  # the square of much larger scales is infinite
 
 
 class _Public(NamedTuple):
-    r"""What the cavity alone determines.
+    r"""Values that depend only on the cavity.
 
     Attributes:
         cavity: The cavity.
@@ -60,17 +60,18 @@ def normal_mixture(
     r"""Exact sites of a mixture of isotropic normals with known scale and weights.
 
     Args:
-        observation: The model's arguments for one record -> x, of d numbers. The latents are one
-            site of shape (components, d), the means.
+        observation: The model's arguments for one record -> x, with d entries. The latents must be
+            the means, one site of shape (components, d).
         scale: :math:`\sigma`, the standard deviation of every component in every direction.
-        probs: Weights of the components; equal ones by default.
+        probs: Weights of the components. By default they are equal.
 
     Raises:
-        UnsupportedModelError: When the run is prepared, if the family is not normal, or the
-            likelihood of an invented record is another one.
+        UnsupportedModelError: When the run is prepared, if the family is not normal, or if the
+            model's likelihood of an invented record differs from the declared one.
 
     Example:
-        (numpyro 0.20 refuses these components: there add up the densities in ``numpyro.factor``.)
+        (numpyro 0.20 does not accept these components. With it, sum the densities in
+        ``numpyro.factor``.)
 
         >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist
         >>> from numpyro_dp.ep.sites import normal_mixture
@@ -94,25 +95,25 @@ def normal_mixture(
 
 
 class _Mixture(NamedTuple):
-    """What was declared."""
+    """The declared mixture."""
 
     observation: Callable[..., Array]
     scale: float
     probs: np.ndarray | None
 
     def shape(self, problem: EPProblem) -> tuple[int, int]:
-        """Number of components, and of coordinates of one."""
+        """Number of components, and number of coordinates of each."""
         size = self.read(problem, problem.blank_example()).size
         if size == 0 or problem.latents.dim % size:
             raise UnsupportedModelError(
-                f"Expected a multiple of {size} latent coordinates, a mean for each component, got "
-                f"{problem.latents.dim}. Return all of one record's x from observation."
+                f"Expected a multiple of {size} latent coordinates (one mean per component), got "
+                f"{problem.latents.dim}. observation must return all {size} entries of a record's "
+                "x and nothing else."
             )
         number = problem.latents.dim // size
         if self.probs is not None and self.probs.size != number:
             raise UnsupportedModelError(
-                f"Expected probs of {number} components, as many as the latents have, got "
-                f"{self.probs.size}."
+                f"Expected probs of {number} components, as in the latents, got {self.probs.size}."
             )
         return number, size
 
@@ -124,7 +125,7 @@ class _Mixture(NamedTuple):
         return jnp.reshape(self.observation(*arguments.args, **arguments.kwargs), -1)
 
     def log_likelihood(self, x: Array, means: Array) -> Array:
-        """That of one record."""
+        """The declared log likelihood of one record."""
         number, size = means.shape
         distance = (x - means) / self.scale
         each = self.log_weights(number) - jnp.sum(distance**2, -1) / 2
@@ -132,10 +133,10 @@ class _Mixture(NamedTuple):
         return jax.nn.logsumexp(each) - constant
 
     def check(self, problem: EPProblem) -> None:
-        """Raises unless the likelihood of invented records is the declared one."""
+        """Raises unless model and declaration have the same likelihood for invented records."""
         if not problem.latents.is_normal:
             raise UnsupportedModelError(
-                f"Expected a normal family for normal_mixture(), got {problem.latents.family.name}."
+                f"normal_mixture() needs a normal family, got {problem.latents.family.name}."
             )
         number, size = self.shape(problem)
 
@@ -146,16 +147,16 @@ class _Mixture(NamedTuple):
 
         normals = jax.random.normal(jax.random.key(0), (4, number, size))
         for example in problem.invented():
-            # Means around the record: which component it is from is open, and weights matter.
+            # With means near the record, several components are likely, so wrong weights show.
             near = self.read(problem, example) + self.scale * normals[:2]
             for z in (*(2 * normals[2:]).reshape(2, -1), *near.reshape(2, -1)):
                 found, expected = map(float, both(z, example))
                 if not abs(found - expected) <= _TOLERANCE * max(1.0, abs(expected)):
                     raise UnsupportedModelError(
-                        "Expected the likelihood to be a mixture of normals with the latents as "
-                        f"means, scale {self.scale} and the given weights: for an invented record "
-                        f"its logarithm is {found:.4g}, not {expected:.4g}. Correct scale, probs "
-                        "or observation, or use site=importance()."
+                        "The likelihood is not a mixture of normals with the latents as means, "
+                        f"scale {self.scale} and the given weights. For an invented record its "
+                        f"logarithm is {found:.4g}, not {expected:.4g}. Correct scale, probs or "
+                        "observation, or use site=importance()."
                     )
 
     def build(self, problem: EPProblem) -> Site:

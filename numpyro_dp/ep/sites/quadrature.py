@@ -1,18 +1,19 @@
 r"""Sites of generalised linear models: one integral along :math:`\phi(x)\cdot z` per record.
 
-A likelihood that sees z only through :math:`t = \phi\cdot z` has a one-dimensional tilted
-distribution :math:`p(t) \propto e^{\ell(t)} N(t; m, v)`. With its moments by adaptive Gauss-Hermite
-quadrature (nodes about its mode, scaled by its curvature there),
+A likelihood that depends on z only through :math:`t = \phi\cdot z` has a one-dimensional tilted
+distribution :math:`p(t) \propto e^{\ell(t)} N(t; m, v)`. Its moments come from adaptive
+Gauss-Hermite quadrature, with nodes around its mode, scaled by its curvature there. Then
 
 .. math::
     g = \frac{E\,t - m}{v} = E\,\ell'(t), \qquad
     h = \frac{1 - \mathrm{Var}(t)/v}{v} = -\frac{\mathrm{Cov}(\ell'(t), t)}{v},
 
-the second forms by partial integration. They do not cancel where the record says little, and are
-taken there; the first forms do not read the slope of a rough likelihood, and are taken elsewhere.
+in which the second forms follow by partial integration. They do not cancel, so they serve records
+with little information. The first forms do not need the slope of a rough likelihood, so they serve
+all other records.
 
-:math:`\phi` is found from the likelihood itself: its gradient in z is a multiple of it wherever it
-is taken. Whether the likelihood is of this kind is checked on invented records.
+:math:`\phi` comes from the likelihood itself, whose gradient in z is a multiple of :math:`\phi` at
+every point. ``is_linear`` checks this property on invented records.
 
 Reference:
     J. Naylor, A. Smith, "Applications of a method for the efficient computation of posterior
@@ -42,18 +43,18 @@ __all__ = ["is_linear", "quadrature", "tilted_slopes"]
 _TOLERANCE = 1e-3
 _CLIMBS = 4
 _SHARES, _WIDTHS = own_constants(
-    np.array([0.0, 0.03, 0.2, 1.0], np.float32),  # of a step of Newton's method
-    np.linspace(-8, 8, 33, dtype=np.float32),  # where the mode may be, in cavity sd
+    np.array([0.0, 0.03, 0.2, 1.0], np.float32),  # fractions of a Newton step
+    np.linspace(-8, 8, 33, dtype=np.float32),  # starts of the search for the mode, in cavity sd
 )
 (_HALVINGS,) = own_constants((0.5 ** np.arange(16)).astype(np.float32))
-_STRONG = 0.1
+_STRONG = 0.1  # relative change of the variance above which a record has much information
 
 
 def quadrature(num_nodes: int = 31) -> SiteBuilder:
-    """Sites by one-dimensional quadrature, for likelihoods that see z through one product.
+    """Sites by one-dimensional quadrature, for likelihoods that depend on z through one product.
 
     Args:
-        num_nodes: Nodes of the Gauss-Hermite rule, at least 3.
+        num_nodes: Number of nodes of the Gauss-Hermite rule, at least 3.
 
     Raises:
         UnsupportedModelError: When the run is prepared, if the likelihood is of another kind.
@@ -70,8 +71,8 @@ def quadrature(num_nodes: int = 31) -> SiteBuilder:
     def check(problem: EPProblem) -> None:
         if not is_linear(problem):
             raise UnsupportedModelError(
-                "Expected a likelihood that sees all latents through one product with the record, "
-                "x @ w + b, and a normal family, for quadrature(): for an invented record the "
+                "quadrature() needs a normal family and a likelihood that depends on all latents "
+                "through one product with the record, x @ w + b. For an invented record the "
                 "gradient changes its direction. Use site=importance(), or DPSVI."
             )
 
@@ -101,11 +102,11 @@ def tilted_slopes(
     """Slopes g and h of log Z for a likelihood of one number t.
 
     Args:
-        log_likelihood: Of t.
+        log_likelihood: t -> log likelihood.
         mean: Cavity mean of t.
         variance: Cavity variance of t, > 0.
-        rule: Nodes, log weights and halves of the squared nodes of a Gauss-Hermite rule for the
-            standard normal.
+        rule: Nodes, log weights and half the squared nodes of a Gauss-Hermite rule for the standard
+            normal.
     """
     slope = jax.grad(log_likelihood)
 
@@ -134,7 +135,7 @@ def tilted_slopes(
     nodes, log_weights, halves_of_squares = rule
     t = mode + sd * nodes
     values, slopes = jax.vmap(jax.value_and_grad(log_likelihood))(t)
-    # Where a likelihood underflows it has no slope, and its node no weight.
+    # A likelihood that underflows has no slope, so its node gets no weight.
     good = jnp.isfinite(values) & jnp.isfinite(slopes)
     logits = log_weights + values - (t - mean) ** 2 / (2 * variance) + halves_of_squares
     probabilities = jax.nn.softmax(jnp.where(good, logits, -jnp.inf))  # nan if no node is good
@@ -149,7 +150,7 @@ def tilted_slopes(
 
 
 def is_linear(problem: EPProblem) -> bool:
-    """Whether the gradients of each invented record at several points have one direction."""
+    """Whether each invented record's gradients at several points have the same direction."""
     if not problem.latents.is_normal:
         return False
 
@@ -179,7 +180,7 @@ class _Public(NamedTuple):
 
 
 def _probes(problem: EPProblem, mean: Array) -> Array:
-    """Public points; at some of them the gradient of a record may vanish or overflow."""
+    """Three public points, because a record's gradient may vanish or overflow at one of them."""
     prior = cavity_of(problem.prior)
     spread = prior.covariance if prior.covariance.ndim < 2 else jnp.diag(prior.covariance)
     near = 1e-3 * jnp.sqrt(spread) * jnp.ones_like(mean)
@@ -191,9 +192,9 @@ def _along(
 ) -> Callable[[Array], Array]:
     """Returns the log likelihood of z = direction * t as a function of t.
 
-    Where the record meets the latents in single products
-    (:mod:`numpyro_dp.sums.contraction`), these are taken once, and each t costs no
-    more than the likelihood of one number.
+    If the model combines the record with the latents in single products
+    (:mod:`numpyro_dp.sums.contraction`), these are computed once. Each t then costs no more than
+    the likelihood of one number.
     """
     leaves, treedef = jax.tree.flatten(problem.latents.unconstrain(direction))
     structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in (*leaves, *example)]
@@ -214,7 +215,7 @@ def _along(
 
 
 def _direction(problem: EPProblem, probes: Array, example: tuple[Array, ...]) -> Array:
-    """The unit vector along which a record sees z; 0 where the record says nothing."""
+    """The unit vector phi of a record, or 0 if its likelihood does not depend on z."""
     gradients = jax.vmap(jax.grad(problem.log_likelihood), in_axes=(0, None))(probes, example)
     largest = jnp.max(jnp.abs(gradients), axis=1)
     best = jnp.argmax(jnp.where(jnp.isfinite(largest), largest, -1))
