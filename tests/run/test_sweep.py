@@ -172,7 +172,7 @@ def test_wrong_input(settings, error, match, data):
 
 
 def test_epsilon_needs_a_budget(data):
-    with pytest.raises(ValueError, match="driver with a budget"):
+    with pytest.raises(ValueError, match="needs a driver with a budget"):
         driver(noise_multiplier=1.0).sweep(KEYS, STEPS, data, epsilon=[1.0])
 
 
