@@ -176,7 +176,7 @@ class DPSVI(Driver):
     def stable_update(
         self, svi_state: SensitiveState, *args: Any, **kwargs: Any
     ) -> tuple[SensitiveState, Array]:
-        """Calls :meth:`update`, which counts a record without a finite signal as 0 in every step."""
+        """Calls :meth:`update`, which always counts a record without a finite signal as 0."""
         return self.update(svi_state, *args, **kwargs)
 
     def get_params(self, svi_state: SensitiveState) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def test_labels_and_reports(data):
     for asked, report in zip(labels["epsilon"], found.privacy, strict=True):
         assert 0.99 * asked < report.epsilon <= asked
     assert found.privacy[6].plan.sensitivity == 2.0
-    assert "together at most epsilon" in repr(found)
+    assert "together spend at most epsilon" in repr(found)
 
 
 @pytest.mark.full

@@ -2,8 +2,8 @@ r"""Natural gradients: vanilla gradients times the inverse Fisher information of
 
 .. math:: s_i = F^{-1} J^\top g_i, \qquad F = E_q[\nabla_\varphi\log q\,\nabla_\varphi\log q^\top],
 
-in closed form for Gaussian guides. Post-processing multiplies prior and entropy by :math:`F^{-1}`. For
-a mean-field guide, :math:`F = \mathrm{diag}(\sigma^{-2},\, 2 T'^2
+in closed form for Gaussian guides. Post-processing multiplies prior and entropy by
+:math:`F^{-1}`. For a mean-field guide, :math:`F = \mathrm{diag}(\sigma^{-2},\, 2 T'^2
 \sigma^{-2})`.
 """
 
