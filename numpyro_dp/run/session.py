@@ -133,7 +133,7 @@ class Session:
     def update(
         self, state: SensitiveState, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[SensitiveState, Array]:
-        """One step; the value is ``nan`` unless sensitive values are allowed."""
+        """Takes one step. The value is ``nan`` unless sensitive values are allowed."""
         return self._update(state, self.rows(args, kwargs))
 
     def run(

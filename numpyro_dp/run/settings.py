@@ -50,7 +50,7 @@ class Method(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RunSettings:
-    """The settings that all drivers share; :class:`~numpyro_dp.DPSVI` describes them.
+    """The settings that all drivers share. :class:`~numpyro_dp.DPSVI` describes them.
 
     A driver passes this value to its parts, and never passes itself.
     """

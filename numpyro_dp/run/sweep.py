@@ -242,7 +242,7 @@ def _in_chunks(
     with started(*([] if store else states)):
         for first in range(0, len(states), chunk):
             own = states[first : first + chunk]
-            # A shorter last chunk would be compiled again. Repeat a run instead; `join` drops it.
+            # A shorter last chunk would be compiled again. Repeat a run instead: `join` drops it.
             some = own + own[-1:] * (chunk - len(own))
             found = store and store.load(first)
             if found is None:

@@ -78,7 +78,7 @@ class DPSVI(Driver):
         allow_sensitive: Lets ``update``, ``evaluate`` and ``run`` return losses without protection.
             Losses of ``update`` and ``run`` use a closed-form entropy if one is known. They agree
             with the losses of ``SVI`` on average, not value by value.
-        microbatch_size: Records of a batch in memory at a time. Lower it if you run out of memory;
+        microbatch_size: Records of a batch in memory at a time. Lower it if you run out of memory:
             the result changes by rounding at most. By default about a million values (gradients, or
             factors of the gradients of layers) are in memory. A step also needs about four times
             the memory of the parameters. Each run of a sweep needs this memory. ``allow_sensitive``
