@@ -32,24 +32,24 @@ def fit(
     public: Any = (),
     **kwargs: Any,
 ) -> Posterior:
-    r"""Returns a private posterior of a NumPyro model, and chooses how.
+    r"""Fits a NumPyro model with a method that it chooses, and returns a private posterior.
 
     The driver is :class:`~numpyro_dp.DPLaplace` if it takes the model. Otherwise it is
     :class:`~numpyro_dp.DPSVI` with ``aligned()`` gradients and a mean-field guide. ``print`` of the
-    result says which, and why. The choice and all settings depend on the model and on shapes alone.
+    result shows the method and the reason. Choice and settings depend on model and shapes alone.
 
     Args:
         model: A NumPyro model with a plate over records.
-        *args: Its arguments, with the whole data set: arrays with one row for each record.
-        epsilon: What may be spent, under adding or removing one record.
+        *args: Arguments of the model, with the whole data set: arrays with one row for each record.
+        epsilon: Privacy to spend, under adding or removing one record.
         delta: By default :math:`N^{-1.1}`, at most .01, for N records.
-        rng_key: Key of draws of the posterior; not of noise.
+        rng_key: Key of draws from the posterior, not of noise.
         public: Names of public arguments, or public arrays that the model holds.
         **kwargs: Keyword arguments of the model.
 
     Raises:
-        UnsupportedModelError: If the model cannot be private as it is written. No budget has been
-            spent then.
+        UnsupportedModelError: If the model cannot be private as it is written. The call then spends
+            no budget.
         TypeError, ValueError: Name the value, the range and the remedy.
 
     Example:
@@ -65,7 +65,7 @@ def fit(
         True
 
     Guarantee:
-        That of the driver, at this epsilon and delta.
+        The guarantee of the driver, at this epsilon and delta.
     """
     number = find_data_plate(model, args, kwargs)[1]
     budget = PrivacyBudget(epsilon, delta)

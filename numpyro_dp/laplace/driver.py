@@ -1,4 +1,4 @@
-"""``DPLaplace``: a normal approximation of the posterior whose intervals hold, from one call."""
+"""``DPLaplace``: a normal approximation of the posterior, from one call."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ __all__ = ["DPLaplace"]
 
 
 class DPLaplace:
-    r"""A differentially private posterior that knows its own noise, without settings.
+    r"""A differentially private posterior with intervals that include the privacy noise.
 
-    ``run(rng_key, *args)`` with the whole data set returns a
-    :class:`~numpyro_dp.posterior.Posterior`. Small releases find the size of scores and the scale
-    of each coordinate. Then seven full batches each release the sum of model-centred scores and of
-    their curvature, at draws from the posterior so far (:mod:`numpyro_dp.laplace.signal`). A linear
-    model with errors in its matrix turns them into the next posterior
-    (:mod:`numpyro_dp.laplace.decode`):
+    ``run(rng_key, *args)`` takes the whole data set and returns a
+    :class:`~numpyro_dp.posterior.Posterior`. You choose no settings. Small releases find the size
+    of scores and the scale of each coordinate. Then seven full batches each release the sum of
+    model-centred scores and of their curvature, at draws from the posterior so far
+    (:mod:`numpyro_dp.laplace.signal`). A linear model with errors in its matrix turns them into the
+    next posterior (:mod:`numpyro_dp.laplace.decode`):
 
     .. math::
         S_j = H(\phi - m_j) + \text{noise}_j + E(\phi - m_j), \qquad
         \phi \mid \theta \sim N(\theta, \kappa H^{-1}), \qquad \theta \sim \text{prior}.
 
-    So intervals hold the noise of privacy, whatever the budget: without any information the
-    posterior is the prior. The result is multiplied by the model's exact prior.
+    So intervals include the privacy noise for every budget. With no information from the records
+    the posterior is the prior. The result is multiplied by the model's exact prior.
 
-    It takes models with latents that all records share and an outcome that can be simulated:
-    generalised linear models, several outcomes a record, weights, masks, mixtures with summed-out
-    assignments, group effects in their centred form; and times that are censored from one side
-    (:mod:`numpyro_dp.laplace.censored`).
+    It supports models with latents that all records share and an outcome that can be simulated.
+    Examples are generalised linear models, several outcomes a record, weights, masks, mixtures with
+    summed-out assignments, and group effects in their centred form. It also supports times that are
+    censored from one side (:mod:`numpyro_dp.laplace.censored`).
 
     Args:
         model: A NumPyro model.
-        budget: What the run may spend.
-        scales: Public scale of columns, by name of the argument: a number, or one for each column;
-            about their root mean square. By default all columns count as equal, and a small release
-            finds their common size (1 if that is too dear); the result says so. A wrong scale costs
-            accuracy, not validity.
+        budget: Epsilon and delta that the run may spend.
+        scales: Public scale of columns by name of the argument: a number, or one for each column,
+            of about their root mean square. By default all columns have one scale. A small release
+            finds it, or it is 1 if the release would cost too much. The result shows which. A wrong
+            scale costs accuracy, not validity.
         noise_multiplier, secret_key, accountant, data_plate, microbatch_size, mesh, public,
-            repetition: As for :class:`~numpyro_dp.DPSVI`.
+            repetition: See :class:`~numpyro_dp.DPSVI`.
         **static_kwargs: Public, constant keywords of the model.
 
     Raises:
@@ -87,20 +87,24 @@ class DPLaplace:
 
     Guarantee:
         Everything in the posterior is (epsilon, delta)-differentially private under the budget's
-        relation. A release has three parts, each a sum over records of what is at most its bound in
-        norm: score C, curvature :math:`C_H` (Frobenius) and the score's power :math:`C^2`; each is
-        divided by its bound and weighted, so that a record's whole signal has norm at most 1, and
-        the mechanism clips it to 1 all the same. The release of the size has one entry in [0, 1],
-        that of scales two that are clipped to their bounds. N, the number of latents and the budget
-        decide which of these two are made. Step k adds Gaussian noise of standard deviation
-        :math:`\sigma / \sqrt{a_k}` with shares that sum to 1: all steps together are one Gaussian
-        mechanism of noise multiplier :math:`\sigma`. Draws, whitening, clip norms and decode read
-        what was released before, the prior, N and invented records. Simulated outcomes come from
-        secret numbers, one for each record.
+        relation. A release sums three parts of each record: score, curvature and the score's power.
+        Their norms are at most C, :math:`C_H` (Frobenius) and :math:`C^2`. Each part is divided by
+        its bound and weighted, so a record's whole signal has norm at most 1. The mechanism also
+        clips it to 1.
+
+        The release of the size has one entry in [0, 1]. The release of scales has two entries that
+        are clipped to their bounds. N, the number of latents and the budget decide whether each of
+        these two is made.
+
+        Step k adds Gaussian noise of standard deviation :math:`\sigma / \sqrt{a_k}` with shares
+        :math:`a_k` that sum to 1. So all steps together are one Gaussian mechanism of noise
+        multiplier :math:`\sigma`. Draws, whitening, clip norms and decode read earlier releases,
+        the prior, N and invented records. Simulated outcomes come from secret seeds, one for each
+        record.
 
     Reference:
-        The method is the project's own; J. Dong, A. Roth, W. J. Su (2022), Gaussian differential
-        privacy, JRSS B, for the composition.
+        The method is the project's own. For the composition: J. Dong, A. Roth, W. J. Su (2022),
+        Gaussian differential privacy, JRSS B.
     """
 
     def __init__(
@@ -129,8 +133,8 @@ class DPLaplace:
         )  # fmt: skip
         if self.settings.budget is None and not self.settings.noise_multiplier:
             raise ValueError(
-                "Expected budget= (or a noise_multiplier above 0): the decode must know its noise. "
-                "Write budget=PrivacyBudget(1.0, 1e-5)."
+                "DPLaplace needs privacy noise, because the decode models it. Pass "
+                "budget=PrivacyBudget(1.0, 1e-5), or a noise_multiplier above 0."
             )
         self._declared = declare(self.settings.public, static_kwargs)
         self._structures: dict[Any, ModelStructure] = {}
@@ -141,16 +145,16 @@ class DPLaplace:
         """Returns the private posterior.
 
         Args:
-            rng_key: Key of draws of the posterior, and of invented records; not of noise.
+            rng_key: Key of draws from the posterior and of invented records, not of noise.
             *args: Arguments of the model, with the whole data set.
             stream: Leaves the records on the host (arrays, memory maps, ``to_numpy()`` of an Arrow
-                column), for data larger than the device's memory; the result is the same.
+                column), for data larger than the device's memory. The result is the same.
             **kwargs: Keyword arguments of the model.
 
         Raises:
-            UnsupportedModelError: If the model cannot be private as it is written, or another
-                driver is the one that takes it.
-            BudgetError: If earlier runs have spent the budget. No record has been read then.
+            UnsupportedModelError: If the model cannot be private as it is written, or needs another
+                driver.
+            BudgetError: If earlier runs have spent the budget. The run has then read no record.
             NoiseReuseError: If JAX traces the call, or another run had the same ``secret_key``.
         """
         check_outside_trace("DPLaplace.run")
@@ -171,7 +175,7 @@ class DPLaplace:
     def _prepared_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ModelPrior, FirstGuess]:
-        """What is public of a model and arguments: a key, the prior and the first guess."""
+        """Returns a cache key, the prior and the first guess. All are public."""
         shapes = arguments_key(args, kwargs)
         fn = with_static(self.model, self.static_kwargs)
         if shapes not in self._structures:
@@ -181,7 +185,7 @@ class DPLaplace:
         key = shapes, tuple(np.asarray(each).tobytes() for each in shared)
         if key not in self._prepared:
             outcomes = read_outcomes(Model(fn, structure), shared)
-            public_key = jax.random.key(0)  # the same in every run: nothing here is a result
+            public_key = jax.random.key(0)  # fixed, so that runs can share what is computed here
             prior = read_prior(outcomes, public_key)
             check_suitable(prior, public_key)
             scales = self._scales_by_number(structure, args, kwargs)
@@ -196,14 +200,15 @@ class DPLaplace:
     def _scales_by_number(
         self, structure: ModelStructure, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[int, Any]:
-        """Scales by the number of the record array."""
+        """Returns scales by the number of the record array."""
         if not self.scales:
             return {}
         names = [*argument_names(self.model, args), *kwargs]
         unknown = sorted(set(self.scales) - set(names))
         if unknown:
             raise ValueError(
-                f"Expected scales= to name arguments of the model among {names}, got {unknown}."
+                f"Expected scales= to name arguments of the model among {names}, got {unknown}. "
+                "Correct the names."
             )
         leaves = jax.tree.leaves_with_path((args, kwargs))
         found: dict[int, Any] = {}
@@ -257,6 +262,6 @@ def _check_scale(name: str, scale: Any, shape: tuple[int, ...]) -> np.ndarray:
     if not np.all(np.isfinite(found)) or np.any(found <= 0):
         raise ValueError(
             f"Expected scales of {name!r} as positive numbers, one for all or one for each of its "
-            f"columns {shape}, got {scale!r}."
+            f"columns {shape}, got {scale!r}. Use about the root mean square of each column."
         )
     return found

@@ -58,7 +58,7 @@ def check_callable(name: str, value: Any) -> None:
     if not callable(value):
         raise TypeError(
             f"Expected {name} to be a function with NumPyro primitives, got "
-            f"{type(value).__name__}. The order is DPSVI(model, guide, optim, ...)."
+            f"{type(value).__name__}. Pass arguments in the order DPSVI(model, guide, optim, ...)."
         )
 
 
@@ -83,8 +83,8 @@ def check_estimator(estimator: Any) -> Callable[..., Any]:
         callable_with_problem = not isinstance(estimator, type)
     if not callable_with_problem:
         raise TypeError(
-            "Expected estimator to be built by a call, such as aligned(), aligned_natural() or "
-            f"vanilla(), got {estimator!r}. Add the parentheses."
+            f"estimator={estimator!r} does not build an estimator. Add the parentheses: aligned(), "
+            "aligned_natural() or vanilla()."
         )
     return estimator
 
@@ -96,13 +96,13 @@ def check_accountant(accountant: Any) -> Accountant | None:
     if isinstance(accountant, type) or not isinstance(accountant, Accountant):
         raise TypeError(
             "Expected accountant to be Best(), PLD(), PRV(), RDP() or GDP(), got "
-            f"{accountant!r}. Leave it out for the smallest of the valid bounds."
+            f"{accountant!r}. Leave it out to use the smallest valid bound."
         )
     return accountant
 
 
 def check_budget(budget: Any, noise_multiplier: Any, clip_norm: ClipNorm) -> PrivacyBudget | None:
-    """Returns the budget; raises unless there is one or a noise, and both make sense."""
+    """Returns the budget, or raises if budget, noise and clip norm do not fit together."""
     if budget is None and noise_multiplier is None:
         raise ValueError(
             "Expected a budget or a noise_multiplier, got neither. Pass "
@@ -112,29 +112,28 @@ def check_budget(budget: Any, noise_multiplier: Any, clip_norm: ClipNorm) -> Pri
     if budget is None:
         if unbounded and noise_multiplier != 0:
             raise ValueError(
-                f"Expected noise_multiplier=0.0 together with clip_norm={clip_norm}, got "
-                f"{noise_multiplier!r}: no noise covers an unbounded record. Give a finite "
-                "clip_norm."
+                f"clip_norm={clip_norm} does not limit a record, so noise_multiplier="
+                f"{noise_multiplier!r} cannot make the run private. Give a finite clip_norm, or "
+                "noise_multiplier=0.0 for a run without privacy."
             )
         return None
     if not isinstance(budget, PrivacyBudget):
         raise TypeError(f"Expected budget=PrivacyBudget(epsilon, delta), got {budget!r}.")
     if unbounded:
         raise BudgetError(
-            f"Expected a finite clip_norm together with a budget, got clip_norm={clip_norm}: an "
-            "unbounded record has no privacy. Give a finite clip_norm, or noise_multiplier=0.0 "
-            "without a budget."
+            f"clip_norm={clip_norm} does not limit a record, so no noise can keep to the budget. "
+            "Give a finite clip_norm, or noise_multiplier=0.0 without a budget."
         )
     if noise_multiplier == 0:
         raise BudgetError(
-            "Expected noise_multiplier > 0 together with a budget, got 0.0: without noise nothing "
-            "is private. Leave noise_multiplier out and let the budget choose it."
+            "Expected noise_multiplier > 0 with a budget, got 0.0. A run without noise is not "
+            "private. Leave noise_multiplier out and let the budget choose it."
         )
     return budget
 
 
 def check_mechanism(builder: Any, clip_norm: ClipNorm) -> None:
-    """Raises TypeError unless a builder is a value that makes a mechanism with an event."""
+    """Raises TypeError unless a builder is hashable and makes a mechanism with an event."""
     try:
         hash(builder)
         found = build_mechanism(builder, clip_norm, 1.0)
@@ -142,19 +141,20 @@ def check_mechanism(builder: Any, clip_norm: ClipNorm) -> None:
         found = error
     if not isinstance(found, Mechanism) or found.event is None:
         raise TypeError(
-            "Expected mechanism to be a hashable value such as GaussianMechanism(), which makes a "
-            f"core.Mechanism with an event of clip_norm and noise_multiplier, got {builder!r} "
-            f"({found if isinstance(found, TypeError) else type(found).__name__})."
+            f"Expected mechanism to be a hashable value such as GaussianMechanism(), got "
+            f"{builder!r} ({found if isinstance(found, TypeError) else type(found).__name__}). A "
+            "call of it with clip_norm and noise_multiplier must return a core.Mechanism with an "
+            "event."
         )
 
 
 def check_independent_noise(builder: Any, clip_norm: ClipNorm, reason: str) -> None:
-    """Raises ValueError if a driver needs independent noise and the mechanism has a memory.
+    """Raises ValueError if a driver needs independent noise and the mechanism correlates steps.
 
     Args:
         builder: Makes the mechanism.
-        clip_norm: Of the run.
-        reason: Why the driver needs independent noise; empty if it does not.
+        clip_norm: The clip norm of the run.
+        reason: Why the driver needs independent noise. Empty if it does not need it.
     """
     if reason and build_mechanism(builder, clip_norm, 1.0).compose is not None:
         raise ValueError(
@@ -172,18 +172,18 @@ def check_noise(noise_multiplier: Any) -> float | None:
         noise_multiplier,
         low=0,
         high=1e30,
-        remedy="It is the noise's standard deviation over the sensitivity; 0 is not private.",
+        remedy="It is the noise's standard deviation over the sensitivity. 0 is not private.",
     )
 
 
 def check_repetition(repetition: Any, secret_key: Any) -> bool:
-    """Returns whether a run may have the noise of an earlier one, or raises."""
+    """Returns whether a run may repeat the noise of an earlier run, or raises."""
     if not isinstance(repetition, bool):
         raise TypeError(f"Expected repetition to be True or False, got {repetition!r}.")
     if repetition and secret_key is None:
         raise ValueError(
-            "Expected a secret_key together with repetition=True, got none: without one each run "
-            "has new noise. Pass the secret_key of the run that is repeated."
+            "Expected a secret_key together with repetition=True, got none. A run without one has "
+            "new noise. Pass the secret_key of the run to repeat."
         )
     return repetition
 
@@ -196,13 +196,13 @@ def check_mesh(mesh: Any) -> Mesh | None:
         present = {device.process_index for device in mesh.devices.flat}
         if mesh.is_multi_process and len(present) < jax.process_count():
             raise ValueError(
-                f"Expected devices of one process or of all {jax.process_count()} in mesh, got "
-                f"those of {sorted(present)}."
+                f"mesh has devices of the processes {sorted(present)}, but JAX runs "
+                f"{jax.process_count()} processes. Use devices of one process, or of all."
             )
         return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
     raise TypeError(
         f"Expected mesh=None or a jax.sharding.Mesh, got {type(mesh).__name__}. "
-        "jax.make_mesh((jax.device_count(),), ('records',)) has all devices."
+        "For all devices pass jax.make_mesh((jax.device_count(),), ('records',))."
     )
 
 
@@ -219,7 +219,7 @@ def check_loss_release(release: Any) -> LossRelease | None:
         high=math.inf,
         low_open=True,
         high_open=True,
-        remedy="It bounds the log likelihood of one record, in nats; 10.0 is a start.",
+        remedy="It bounds the log likelihood of one record, in nats. Try 10.0 first.",
     )
     check_real(
         "LossRelease.share",
@@ -228,28 +228,29 @@ def check_loss_release(release: Any) -> LossRelease | None:
         high=1,
         low_open=True,
         high_open=True,
-        remedy="It is the part of the privacy cost that the loss curve takes.",
+        remedy="It is the part of the privacy cost that the loss curve uses.",
     )
     return release
 
 
 def check_optim(optim: Any) -> Any:
-    """Returns the optimiser; refuses those that evaluate or read the loss."""
+    """Returns the optimiser, or raises TypeError if it evaluates or reads the loss."""
     if isinstance(optim, numpyro.optim.Minimize):
         raise TypeError(
-            "Expected an optimiser that takes gradient steps, got numpyro.optim.Minimize, which "
-            "evaluates the loss many times a step. Use numpyro.optim.Adam or optax."
+            "numpyro.optim.Minimize evaluates the loss many times a step, and the loss is private. "
+            "Use numpyro.optim.Adam or optax."
         )
     if isinstance(optim, optax.GradientTransformationExtraArgs) and _reads_loss(optim):
         raise TypeError(
-            "Expected an optimiser that reads gradients alone, got an optax transformation that "
-            "reads the loss (such as reduce_on_plateau, polyak_sgd or lbfgs): the loss is private. "
-            "Use optax.adam with a schedule."
+            "optim reads the loss, as reduce_on_plateau, polyak_sgd and lbfgs do. The loss is "
+            "private. Use an optimiser that reads gradients only, such as optax.adam with a "
+            "schedule."
         )
     return optim
 
 
 def _reads_loss(optim: optax.GradientTransformationExtraArgs) -> bool:
+    """Traces an update, and looks for an operation that reads the loss."""
     params = {"x": jnp.ones(2)}
 
     def update(value: Any) -> Any:
@@ -257,7 +258,7 @@ def _reads_loss(optim: optax.GradientTransformationExtraArgs) -> bool:
 
     try:
         program, _ = make_program(update, jnp.ones(()))
-    except TypeError:  # further arguments, such as the loss as a function
+    except TypeError:  # it needs more arguments, such as the loss as a function
         return True
     (value,) = program.inputs
     return any(value is atom for eqn in program.equations for atom in eqn.invars)
@@ -288,33 +289,33 @@ def check_rng_keys(rng_keys: Any) -> None:
 
 
 def check_num_steps(num_steps: Any, most: int) -> int:
-    """Returns the number of steps; an array in its place is not shown, it may be records."""
+    """Returns the number of steps. The error does not print an array: it may hold records."""
     if np.ndim(num_steps):
         raise TypeError(
             f"Expected num_steps to be an integer >= 1, got an array of shape "
-            f"{np.shape(num_steps)}. The order is run(rng_key, num_steps, *args)."
+            f"{np.shape(num_steps)}. Call run(rng_key, num_steps, *args)."
         )
     return check_int("num_steps", num_steps, low=1, high=most)
 
 
 def check_sizes(**sizes: int | None) -> None:
-    """Raises unless each is left out or an integer >= 1."""
+    """Raises unless each value is None or an integer >= 1."""
     for name, value in sizes.items():
         if value is not None:
             check_int(name, value, low=1)
 
 
 def check_state(state: Any) -> None:
-    """Raises TypeError unless a state stems from this package."""
+    """Raises TypeError unless this package created the state."""
     if state is None:
         raise TypeError(
-            "Expected a state, got None. A result that was pickled has none: its state is "
-            "sensitive. Pickle result.state by itself to go on in another process."
+            "Expected a state, got None. A pickled result has no state, because a state is "
+            "sensitive. Pickle result.state by itself to continue in another process."
         )
     if not isinstance(state, SensitiveState):
         raise TypeError(
             f"Expected a state of DPSVI.init, DPSVI.update or result.state, got "
-            f"{type(state).__name__}. States of numpyro.infer.SVI do not say what was spent."
+            f"{type(state).__name__}. States of numpyro.infer.SVI do not record what was spent."
         )
 
 
@@ -322,23 +323,23 @@ def check_not_spent(state: SensitiveState) -> None:
     """Raises BudgetError once all steps of the plan have been taken."""
     if int(state.step) >= int(state.max_steps):
         raise BudgetError(
-            f"Expected fewer than {int(state.max_steps)} updates, the steps that the budget "
-            "covers; all have been taken. Plan for more with DPSVI(..., num_steps=T)."
+            f"The budget covers {int(state.max_steps)} updates, and all have been taken. Plan for "
+            "more with DPSVI(..., num_steps=T)."
         )
 
 
 def check_steps_fit(state: SensitiveState, num_steps: int) -> None:
-    """Raises BudgetError unless the plan covers so many steps more."""
+    """Raises BudgetError unless the plan covers ``num_steps`` more steps."""
     left = int(state.max_steps) - int(state.step)
     if num_steps > left:
         raise BudgetError(
-            f"Expected num_steps <= {left}, what the budget still covers after {int(state.step)} "
-            f"steps, got {num_steps}. Plan for all steps with DPSVI(..., num_steps=T)."
+            f"Expected num_steps <= {left}, got {num_steps}. The budget covers no more after "
+            f"{int(state.step)} steps. Plan for all steps with DPSVI(..., num_steps=T)."
         )
 
 
 def check_fold(fold: Any, params: Callable[[], dict[str, Any]], num_steps: int) -> None:
-    """Raises unless a fold, if there is one, can be carried through so many steps."""
+    """Raises unless a fold is None or fits a loop of ``num_steps`` steps."""
     if fold is None:
         return
     if not isinstance(fold, Fold):
@@ -349,16 +350,15 @@ def check_fold(fold: Any, params: Callable[[], dict[str, Any]], num_steps: int) 
     if fold.num_steps not in (None, num_steps):
         raise ValueError(
             f"Expected a fold for the {num_steps} steps of this run, got one for "
-            f"{fold.num_steps}. Pass the same num_steps to both; a fold starts anew with each run."
+            f"{fold.num_steps}. Pass the same num_steps to both: every run starts a new fold."
         )
     start = params()
     before = jax.eval_shape(lambda state: state, fold.init(start))
     after = jax.eval_shape(fold.update, before, start)
     if jax.tree.map(_form, before) != jax.tree.map(_form, after):
         raise TypeError(
-            f"Expected fold.update to return a state of the form of fold.init's, "
-            f"{jax.tree.map(_form, before)}, got {jax.tree.map(_form, after)}. Keep shapes and "
-            "dtypes constant."
+            f"Expected fold.update to return the shapes and dtypes of fold.init, "
+            f"{jax.tree.map(_form, before)}, got {jax.tree.map(_form, after)}. Keep them constant."
         )
 
 
@@ -370,30 +370,30 @@ def check_reverse_mode(forward_mode_differentiation: bool) -> None:
     """Raises ValueError if forward mode is asked for."""
     if forward_mode_differentiation:
         raise ValueError(
-            "Expected forward_mode_differentiation=False, got True: gradients of single "
-            "records are taken in reverse mode. Leave it out."
+            "Expected forward_mode_differentiation=False, got True. Gradients of single records "
+            "use reverse mode. Leave it out."
         )
 
 
 def check_params(params: PyTree, expected: PyTree) -> None:
-    """Raises unless the parameters of a state have the shapes that these records ask for."""
+    """Raises unless the parameters of a state have the shapes that these records need."""
     found = shapes_of(params)
     if found != expected:
         raise ValueError(
-            f"Expected a state with parameters of the shapes {expected}, as these records ask for, "
-            f"got {found}. Resume with the records of the run, or start anew with init."
+            f"Expected a state with parameters of the shapes {expected} for these records, got "
+            f"{found}. Resume with the records of the run, or start again with init."
         )
 
 
 def check_identity(
     state: SensitiveState, identity: RunIdentity, further: tuple[str, ...] = ()
 ) -> None:
-    """Raises unless a state is used with the data size, sampler and clip norm of its run."""
+    """Raises unless the settings are those with which the state's steps were accounted for."""
     fields = "num_examples", "sampler", "clip_norm", "mechanism", "loss_release", "method"
     for field in (*fields, *further):
         before, now = getattr(state.identity, field), getattr(identity, field)
         if before != now:
             raise BudgetError(
-                f"Expected {field}={before}, with which the state's steps were taken and accounted "
-                f"for, got {field}={now}. Resume with the same setting, or start anew with init."
+                f"The state's steps were taken and accounted for with {field}={before}, but this "
+                f"driver has {field}={now}. Resume with the same setting, or start again with init."
             )

@@ -1,4 +1,4 @@
-"""What every driver is: settings and a method around one private step."""
+"""The base class of all drivers: settings and a method around one private step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _UNLIMITED = np.iinfo(np.int32).max
 
 
 class Driver(abc.ABC):
-    """Plans, runs and accounts for private steps; what is fitted is up to the subclass.
+    """Plans, runs and accounts for private steps. A subclass says what is fitted.
 
     Args:
         method: Estimator and optimiser.
@@ -62,11 +62,11 @@ class Driver(abc.ABC):
 
     @abc.abstractmethod
     def get_params(self, state: SensitiveState) -> dict[str, Any]:
-        """Returns the parameters at a state; they may be published."""
+        """Returns the parameters at a state. You may publish them."""
 
     @abc.abstractmethod
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
-        """Reads the model on shapes alone."""
+        """Reads the model from shapes alone."""
 
     @abc.abstractmethod
     def prepare(
@@ -77,7 +77,7 @@ class Driver(abc.ABC):
         kwargs: dict[str, Any],
         init_params: dict[str, Any] | None,
     ) -> Prepared:
-        """Returns the problem and the first state of the optimiser; reads no record."""
+        """Returns the problem and the first state of the optimiser. Reads no record."""
 
     def init(
         self,
@@ -86,10 +86,10 @@ class Driver(abc.ABC):
         init_params: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> SensitiveState:
-        """Returns the initial state; reads shapes, and no record.
+        """Returns the initial state. Reads shapes, but no record.
 
         Args:
-            rng_key: Key of initial values and draws from the posterior (not of noise or batches).
+            rng_key: Key of initial values and draws from the posterior, not of noise or batches.
             *args: Arguments of the model (and guide), with the whole data set.
             init_params: Initial values of parameters by name, as for ``SVI.init``.
             **kwargs: Keyword arguments of the model (and guide).
@@ -97,7 +97,7 @@ class Driver(abc.ABC):
         Raises:
             UnsupportedModelError: If the model or guide cannot be private as it is written.
             BudgetError: If the plan exceeds the budget, or has a budget but no ``num_steps``.
-            NoiseReuseError: If JAX traces the call, or a given ``secret_key`` has been used.
+            NoiseReuseError: If JAX traces the call, or the ``secret_key`` was used before.
         """
         check_outside_trace(f"{type(self).__name__}.init")
         checks.check_rng_key(rng_key)
@@ -114,25 +114,25 @@ class Driver(abc.ABC):
     ) -> tuple[SensitiveState, Array]:
         """Takes one private step on a batch drawn from the data set.
 
-        Beyond the number of steps that the budget covers, the state does not change any more
-        (an error is raised where the step number is known, outside ``jit``).
+        A call beyond the steps of the budget raises an error outside ``jit``. Inside ``jit`` it
+        returns the state unchanged.
 
         Args:
-            svi_state: From :meth:`init` or :meth:`update`; each state may be used once. One that
-                comes from another process goes on with noise of its own.
+            svi_state: From :meth:`init` or :meth:`update`. Use each state once. A state from
+                another process continues with new noise.
             *args: Arguments of the model (and guide), with the whole data set.
             forward_mode_differentiation: Not supported.
             **kwargs: Keyword arguments of the model (and guide).
 
         Returns:
-            The new state, and ``nan`` in the place of the loss unless ``allow_sensitive``.
+            The new state, and the loss if ``allow_sensitive``, else ``nan``.
 
         Raises:
-            NoiseReuseError: If the state was used before, or a traced function holds it.
+            NoiseReuseError: If the state was used before, or a traced function captures it.
 
         Guarantee:
-            Under ``vmap`` each lane has noise and batches of its own, whatever states it is given.
-            So has each call of a compiled update, unless the ``secret_key`` was given.
+            Under ``vmap`` each lane has its own noise and batches, even if lanes share a state.
+            Each call of a compiled update has its own too, unless you gave the ``secret_key``.
         """
         checks.check_reverse_mode(forward_mode_differentiation)
         checks.check_state(svi_state)
@@ -150,11 +150,11 @@ class Driver(abc.ABC):
         """Returns what the steps so far have spent, for a loop of :meth:`update`.
 
         Args:
-            svi_state: A state outside ``jit``, of this driver.
+            svi_state: A state of this driver, outside ``jit``.
 
         Raises:
             ValueError: If no step has been taken.
-            BudgetError: If the state is one of another sampler, clip norm or method.
+            BudgetError: If the state belongs to another sampler, clip norm or method.
         """
         checks.check_state(svi_state)
         check_int("number of steps taken", int(svi_state.step), low=1, remedy="Call update first.")
@@ -187,23 +187,23 @@ class Driver(abc.ABC):
             rng_key: Key of initial values and draws from the posterior.
             num_steps: Number of steps.
             *args: Arguments of the model (and guide), with the whole data set.
-            progress_bar: Shows steps and epsilon spent, and nothing else.
-            stable_update: Accepted for ``SVI``'s sake; steps are always stable.
+            progress_bar: Shows only the steps and the epsilon spent.
+            stable_update: Has no effect: steps are always stable. ``SVI`` has this argument.
             forward_mode_differentiation: Not supported.
-            init_state: To resume from, once. The plan of the first run must cover all steps. New
-                bits join the keys of the state: processes that resume it share no noise.
+            init_state: State to resume from, once. The plan of the first run must cover all steps.
+                Fresh random bits join its keys, so processes that resume it share no noise.
             init_params: Initial values of parameters by name.
-            trace_size: At most so many iterates are kept, evenly spaced; by default 1000, or
-                fewer where they would hold more than 10 million numbers.
-            fold: Reads the iterate after every step, for ``result.folded``; it starts anew here.
+            trace_size: Largest number of iterates to keep, evenly spaced. By default 1000, or
+                fewer if those would hold more than 10 million values.
+            fold: Reads the iterate after every step, for ``result.folded``. Each run restarts it.
             stream: Leaves the records on the host (arrays, memory maps, ``to_numpy()`` of an Arrow
-                column), for data larger than the device's memory; the result is the same.
+                column), for data larger than the device's memory. The result is the same.
             **kwargs: Keyword arguments of the model (and guide).
 
         Raises:
-            BudgetError: If the steps do not fit the budget. No record has been read then.
-            NoiseReuseError: If JAX traces the call, or noise would be used twice: by a state that
-                was used before, or a ``secret_key`` that another run was given.
+            BudgetError: If the steps do not fit the budget. The run has then read no record.
+            NoiseReuseError: If JAX traces the call, or if noise would be used twice: the state was
+                used before, or another run had the same ``secret_key``.
         """
         check_outside_trace(f"{type(self).__name__}.run")
         checks.check_rng_key(rng_key)
@@ -244,25 +244,26 @@ class Driver(abc.ABC):
     ) -> SweepResult:
         """Runs seeds x learning rates x budgets x clip norms at once, in one compiled call.
 
-        Run r has the key ``fold_in(secret_key, r)``; ``run`` would give the same with that key.
+        Run r has the secret key ``fold_in(secret_key, r)``. ``run`` gives the same with that key.
 
         Args:
             rng_keys: Keys of initial values and draws from the guide, shape ``(seeds,)``.
             num_steps: Number of steps.
             *args: Arguments of the model (and guide), with the whole data set.
-            epsilon: Sequence of what the runs may spend; delta and relation are the budget's.
-            noise_multiplier: Sequence of their noise instead.
+            epsilon: Sequence of epsilons to spend. Delta and relation come from the budget.
+            noise_multiplier: Sequence of noise multipliers, instead of ``epsilon``.
             clip_norm: Sequence of clip norms.
-            learning_rate: Sequence, for ``optax.inject_hyperparams(optax.adam)(learning_rate=1)``.
+            learning_rate: Sequence of step sizes. Needs an optimiser that keeps it in its state:
+                ``optax.inject_hyperparams(optax.adam)(learning_rate=1)``.
             init_params: Initial values of parameters by name.
-            trace_size: At most so many iterates are kept of each run.
-            chunk_size: Runs in lockstep; by default what fits a quarter of memory.
-            folder: Keeps finished chunks (releases); the same call on the same records goes on
-                from there. It confirms a secret key that was guessed.
+            trace_size: Largest number of iterates to keep of each run.
+            chunk_size: Runs computed in lockstep. By default as many as fit a quarter of memory.
+            folder: Keeps finished chunks (releases). The same call on the same records continues
+                from there. The folder holds a hash of ``secret_key``, which confirms a guess of it.
             **kwargs: Keyword arguments of the model (and guide).
 
         Returns:
-            A :class:`~numpyro_dp.run.sweep.SweepResult`; seeds vary fastest, then learning rates.
+            A :class:`~numpyro_dp.run.sweep.SweepResult`. Seeds vary fastest, then learning rates.
 
         Example:
             >>> result = svi.sweep(jax.random.split(key, 20), 4000, X, y,
@@ -270,11 +271,11 @@ class Driver(abc.ABC):
 
         Raises:
             BudgetError, NoiseReuseError: As :meth:`run`.
-            ValueError: If the folder holds another sweep, or the optimiser no learning rate.
+            ValueError: If the folder holds another sweep, or the optimiser has no learning rate.
 
         Guarantee:
-            Each run spends what its report says; publishing several of them, or the best of them,
-            spends the sum.
+            Each run spends what its report says. If you publish several runs, or the best of them,
+            you spend the sum.
         """
         check_outside_trace(f"{type(self).__name__}.sweep")
         checks.check_num_steps(num_steps, _UNLIMITED - 1)
@@ -289,10 +290,10 @@ class Driver(abc.ABC):
         return run_sweep(plan, axes, starts, session, session.rows(args, kwargs), folder)
 
     def _posterior(self, problem: Any, result: RunResult) -> Any:
-        """Makes ``result.posterior``; drivers with a posterior do."""
+        """Makes ``result.posterior``. Drivers with a posterior override this."""
         raise ValueError(
-            f"Expected a driver with a posterior over latents, got {type(self).__name__}, which "
-            "gives point estimates. Use result.params."
+            f"{type(self).__name__} gives point estimates and has no posterior over latents. Use "
+            "result.params."
         )
 
     def _init(
@@ -306,6 +307,7 @@ class Driver(abc.ABC):
     ) -> SensitiveState:
         structure = self.structure(args, kwargs) if structure is None else structure
         settings = self.settings
+        # First, so that a plan that exceeds the budget raises before anything is compiled.
         plan = plan_for(settings, structure.layout.num_examples, num_steps)
         key = arguments_key(args, kwargs)
 
@@ -350,7 +352,7 @@ class Driver(abc.ABC):
         init_state: SensitiveState | None,
         init_params: dict[str, Any] | None,
     ) -> SensitiveState:
-        """The state that a run starts with: a new one, or the given one."""
+        """Returns the state that a run starts with: the given one, or a new one."""
         if init_state is not None:
             checks.check_state(init_state)
             return self._marked(copied(self.settings.mesh, init_state))
@@ -358,7 +360,7 @@ class Driver(abc.ABC):
         return self._init(rng_key, covered, args, kwargs, init_params)
 
     def _marked(self, state: SensitiveState) -> SensitiveState:
-        """The state, marked if this driver shows losses."""
+        """Marks the state as sensitive if this driver shows losses."""
         if not self.settings.allow_sensitive or state.identity.sensitive:
             return state
         return state._replace(identity=dataclasses.replace(state.identity, sensitive=True))
@@ -375,9 +377,9 @@ class Driver(abc.ABC):
         if key not in self._sessions:
             if any(is_tracer(leaf) for leaf in jax.tree.leaves((args, kwargs))):
                 raise ValueError(
-                    "Expected init to have been called before update is compiled, with arguments "
-                    "of the same shapes, each passed in the same way (by place or by name), got "
-                    f"{[s for _, s in array_shapes(args, kwargs)]}."
+                    "A compiled update needs a call of init before, with arguments of the same "
+                    "shapes, each passed in the same way (by place or by name). init has not seen "
+                    f"the shapes {[s for _, s in array_shapes(args, kwargs)]}. Call it outside jit."
                 )
             structure = self.structure(args, kwargs)
             prepared = self.prepare(structure, jax.random.key(0), args, kwargs, None)

@@ -1,7 +1,7 @@
 r"""Adds the loss of one record to its signal, so that a loss curve can be released privately.
 
-The value of a scalar is a gradient too, :math:`f = \partial_t\,(1 + t) f` at :math:`t = 0`, so it
-joins the signal as one more entry, clipped by a norm of its own and covered by the same noise.
+The value of a scalar is also a gradient, :math:`f = \partial_t\,(1 + t) f` at :math:`t = 0`. So the
+loss joins the signal as one more entry. It has its own clip norm and the same noise.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ LOSS_ENTRY = "log_likelihood (released)"
 
 
 class LossRelease(NamedTuple):
-    r"""Releases a loss curve along with the gradients, at a stated part of the budget.
+    r"""Releases a loss curve along with the gradients, for a part of the budget.
 
     The log likelihood of each record, clipped to ``[-clip, clip]``, joins its signal as one more
-    coordinate. Of the squared sensitivity, ``share`` belongs to it: at equal epsilon the gradients
-    get :math:`1/\sqrt{1 - share}` times as much noise.
+    coordinate, which takes ``share`` of the squared sensitivity. At equal epsilon the gradients get
+    :math:`1/\sqrt{1 - share}` times as much noise.
 
     Attributes:
         clip: Bound on the absolute log likelihood of one record, in nats.
@@ -38,7 +38,7 @@ class LossRelease(NamedTuple):
 
 
 def with_loss_norm(clip_norm: ClipNorm, release: LossRelease | None) -> ClipNorm:
-    """Adds the norm of the loss entry, which makes its part of the squared sensitivity."""
+    """Adds a norm for the loss entry that gives it its share of the squared sensitivity."""
     if release is None:
         return clip_norm
     norm = clip_norm.sensitivity * math.sqrt(release.share / (1 - release.share))
@@ -49,14 +49,17 @@ def with_loss(estimator: Estimator, scale: float | Array) -> Estimator:
     """Returns the estimator with the log likelihood of the record as an entry of the signal.
 
     Args:
-        estimator: One whose signal is factored.
-        scale: What the log likelihood is multiplied with in the signal.
+        estimator: An estimator with a factored signal.
+        scale: Factor of the log likelihood in the signal.
 
-    Guarantee: the new entry reads one record; ``pull_back`` ignores it.
+    Guarantee: the new entry reads one record, and ``pull_back`` ignores it.
     """
     inner = estimator.factored
     if inner is None:
-        raise ValueError("Expected an estimator with a factored signal to release its loss.")
+        raise ValueError(
+            "loss_release needs an estimator with a factored signal. Give the estimator a "
+            "FactoredSignal, or leave loss_release out."
+        )
 
     def scalar(public: PyTree, point: Any, example: PyTree) -> Array:
         value = inner.scalar(public, point[0], example)
@@ -87,6 +90,6 @@ def with_loss(estimator: Estimator, scale: float | Array) -> Estimator:
 
 
 def _split(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of the estimator's own entries, and that of the loss if it is among them."""
+    """Splits names into the estimator's own entries and the entry of the loss."""
     rest = tuple(name for name in names if name != LOSS_ENTRY)
     return rest, tuple(name for name in names if name == LOSS_ENTRY)

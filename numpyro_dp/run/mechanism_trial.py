@@ -1,7 +1,8 @@
-"""A trial of a mechanism that this package did not write: does it do what it states?
+"""Tests a mechanism from outside this package: does it do what it states?
 
 Epsilon follows from the sensitivity and the event that a mechanism states. The trial calls
-``scales`` and ``privatise`` on invented numbers with invented keys. It finds mistakes, and no more.
+``scales`` and ``privatise`` on invented values with invented keys. It finds mistakes, but it proves
+nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from numpyro_dp.run.settings import RunSettings
 
 __all__ = ["try_mechanism"]
 
-_NOISE, _MARGIN = 1.7, 0.9  # not 1, to find a mechanism that ignores them
+_NOISE, _MARGIN = 1.7, 0.9  # not 1, which would hide a mechanism that ignores them
 _LENGTHS = np.array([0, 1e-6, 0.999, 1, 1.001, 10, 1e10, np.inf, np.nan])  # in clip norms
-_NUMBERS = 4096  # invented numbers in each array of the sum
+_NUMBERS = 4096  # invented values in each array of the sum
 
 Build = Callable[[ClipNorm], Mechanism]
 
@@ -37,9 +38,9 @@ def try_mechanism(settings: RunSettings, shapes: PyTree, num_examples: int) -> N
     """Raises ValueError unless ``scales`` and ``privatise`` do what the mechanism states.
 
     Args:
-        settings: With the mechanism and a clip norm.
+        settings: Settings with the mechanism and the clip norm.
         shapes: Shapes of the sum of the signals.
-        num_examples: Number of records; public.
+        num_examples: Public number of records.
     """
 
     def build(norm: ClipNorm) -> Mechanism:
@@ -55,16 +56,16 @@ def try_mechanism(settings: RunSettings, shapes: PyTree, num_examples: int) -> N
     except _TrialError as error:
         raise ValueError(
             f"mechanism={settings.mechanism!r} does not do what it states. In a trial on invented "
-            f"numbers with noise_multiplier={_NOISE}, {error}"
+            f"values with noise_multiplier={_NOISE}, {error}"
         ) from None
 
 
 class _TrialError(Exception):
-    """What is wrong, why it matters, and what to do."""
+    """Says what is wrong, why it matters, and what to do."""
 
 
 def _try_scales(build: Build, clip_norm: ClipNorm, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Tries records of many lengths, in each block and in all; returns the names of extras."""
+    """Tries records of many norms, in each block and in all. Returns the names of extras."""
     stated = build(clip_norm)
     sensitivity, blocks = float(stated.sensitivity), stated.blocks(names)
     norms = np.array(stated.norms(names) or [sensitivity] * len(blocks), float)
@@ -104,7 +105,7 @@ def _try_scales(build: Build, clip_norm: ClipNorm, names: tuple[str, ...]) -> tu
         raise _TrialError(
             f"scales left a record at the norm {total:.4g} over all blocks (and extras), more than "
             f"margin * sensitivity = {_MARGIN * sensitivity:.4g}. One record could change the sum "
-            "by more than epsilon covers. Scale further down, or state the larger sensitivity."
+            "by more than epsilon covers. Scale further down, or state a larger sensitivity."
         )
     return tuple(extras)
 
@@ -117,9 +118,9 @@ def _try_privatise(
     sensitivity, scale = float(stated.sensitivity), float(stated.noise_scale)
     event, fresh = stated.event, stated.compose is None
     if not fresh:
-        with contextlib.suppress(Exception):  # it may be for other samplers alone
+        with contextlib.suppress(Exception):  # compose may support only other samplers
             event = stated.compose(FullBatch(), num_examples, 1)
-    if isinstance(event, dpa.NonPrivateDpEvent):  # epsilon is infinite then
+    if isinstance(event, dpa.NonPrivateDpEvent):  # epsilon is infinite, so nothing is claimed
         return
     zeros = jax.tree.map(lambda leaf: jnp.zeros(_NUMBERS, leaf.dtype), shapes)
     ramp = jax.tree.map(lambda x: x + jnp.linspace(-30, 30, _NUMBERS) * sensitivity, zeros)
@@ -146,26 +147,26 @@ def _try_privatise(
     if not (variance + error >= least**2).all() or not variance.all():
         raise _TrialError(
             f"{added}, but {event} with sensitivity {sensitivity:.4g} means {least:.4g} or more. "
-            "Epsilon would be too small. Add noise to every number, and state its own event."
+            "Epsilon would be too small. Add noise to every value, and state the event of it."
         )
     if fresh and (abs(variance - scale**2) > error).any():
         raise _TrialError(
             f"{added} to {np.sqrt(variance).max():.4g}, but noise_scale is {scale:.4g}. DPMCMC and "
-            "DPSEP rely on noise_scale. State the standard deviation of the noise in a number."
+            "DPSEP rely on noise_scale. Set it to the standard deviation of the noise of a value."
         )
     if abs(noise_of(1, ramp, start)[0] - noise).max() > 1e-3 * sensitivity:
         raise _TrialError(
             "privatise added other noise to another sum with the same key. Noise that depends on "
-            "the sum reveals records. Return total + noise, and draw the noise from key alone."
+            "the sum can reveal records. Return total + noise, and draw the noise from key alone."
         )
     if fresh and abs(noise_of(1, zeros, memory)[0] - noise).max() > 1e-3 * sensitivity:
         raise _TrialError(
             "privatise added other noise with another memory and the same key, but compose is "
-            "None. Epsilon counts steps as independent. Give compose, the event of a whole run."
+            "None. Epsilon counts steps as independent. Set compose to the event of a whole run."
         )
     most = abs(np.triu(np.corrcoef([*noise, *noise_of(2, zeros, start)[0]]), 1)).max()
     if not most <= 6 / np.sqrt(_NUMBERS):
         raise _TrialError(
             f"privatise added noise with a correlation of {most:.2g} between two keys or entries. "
-            "Noise that occurs twice can be subtracted. Draw it from key, with a split per entry."
+            "Anyone can subtract noise that occurs twice. Draw it from key, with a split per entry."
         )

@@ -26,18 +26,18 @@ __all__ = [
 
 
 class SensitiveValueError(ValueError):
-    """A value was asked for that only the holder of the records may see."""
+    """Raised for a value that only the holder of the records may see."""
 
 
 class Trace(NamedTuple):
-    """Private iterates, thinned; post-processing of the release, so they may be published.
+    """Thinned private iterates. They post-process released values, so you may publish them.
 
     Attributes:
-        steps: Number of the step after which each iterate was kept, shape ``(kept,)``.
+        steps: Step after which each iterate was kept, shape ``(kept,)``.
         params: Constrained parameters with a leading axis ``kept``.
-        clip_norm: The clip norm of the step after each of them, where it is an
-            :class:`~numpyro_dp.mechanisms.AdaptiveClip`: shape ``(kept,)``, or a dict by entry of
-            the signal (``"..."`` for entries without a name). ``None`` if all norms are fixed.
+        clip_norm: Clip norm of the step after each iterate, for an
+            :class:`~numpyro_dp.mechanisms.AdaptiveClip`. Shape ``(kept,)``, or a dict by entry of
+            the signal, with ``"..."`` for all other entries. ``None`` if all norms are fixed.
     """
 
     steps: Int[np.ndarray, " kept"]
@@ -45,17 +45,17 @@ class Trace(NamedTuple):
     clip_norm: Any = None
 
     def __repr__(self) -> str:
-        """Shows the size, not the numbers."""
+        """Shows the size, not the values."""
         return f"Trace({len(self.steps)} iterates of {sorted(self.params)})"
 
 
 class PrivateLosses(NamedTuple):
-    """A loss curve released through the mechanism; may be published.
+    """A loss curve released through the mechanism. You may publish it.
 
     Attributes:
         steps: Last step of each window.
-        values: Mean over the window of the noisy negative evidence lower bound of clipped
-            log likelihoods.
+        values: Mean over each window of the noisy negative evidence lower bound. Its log
+            likelihoods are clipped.
     """
 
     steps: Int[np.ndarray, " kept"]
@@ -63,11 +63,11 @@ class PrivateLosses(NamedTuple):
 
 
 class SensitiveLosses(NamedTuple):
-    """A loss curve without protection; never publish it.
+    """A loss curve without protection. Never publish it.
 
     Attributes:
         steps: Last step of each window.
-        values: Mean over the window of the negative evidence lower bound on the batch.
+        values: Mean over each window of the negative evidence lower bound on the batch.
     """
 
     steps: Int[np.ndarray, " kept"]
@@ -85,17 +85,16 @@ class _RunResult(NamedTuple):
 
 
 class RunResult(_RunResult):
-    """Result of a private run: a triple like ``SVIRunResult``, and more.
+    """Result of a private run: a triple like ``SVIRunResult``, with more attributes.
 
     Attributes:
-        params: Constrained parameters; may be published.
-        state: To resume from; sensitive. A pickle of the result leaves it out (``None``).
+        params: Constrained parameters. You may publish them.
+        state: Sensitive state to resume from. A pickle of the result leaves it out (``None``).
         losses: :class:`PrivateLosses`, :class:`SensitiveLosses`, or ``None``.
-        trace: Thinned private iterates; may be published.
-        privacy: What was spent; may be published.
-        folded: What ``run(..., fold=...)`` made of the iterates after every step, else ``None``;
-            may be published.
-        posterior: Draws, predictions and a summary of the latents; may be published.
+        trace: Thinned private iterates. You may publish them.
+        privacy: Report of the privacy spent. You may publish it.
+        folded: Result of ``run(..., fold=...)``, else ``None``. You may publish it.
+        posterior: Draws, predictions and a summary of the latents. You may publish them.
     """
 
     trace: Trace
@@ -114,9 +113,9 @@ class RunResult(_RunResult):
         folded: Any = None,
         make_posterior: Callable[..., Any] | None = None,
     ) -> RunResult:
-        """Makes the triple and adds what SVI's result does not have.
+        """Makes the triple and adds the attributes that SVI's result does not have.
 
-        ``make_posterior`` is called with the result when the posterior is first asked for.
+        The first use of ``posterior`` calls ``make_posterior`` with the result.
         """
         result = super().__new__(cls, params, state, losses)
         result.trace, result.privacy, result.folded = trace, privacy, folded
@@ -128,23 +127,23 @@ class RunResult(_RunResult):
         """The :class:`~numpyro_dp.Posterior` of the latents, at ``params``.
 
         Raises:
-            ValueError: If the result comes from a pickle, which cannot hold the model, or from a
-                driver of point estimates.
+            ValueError: If the driver gives point estimates, or the result comes from a pickle. A
+                pickle does not hold the model.
         """
         if self._make_posterior is None:
             raise ValueError(
-                "Expected the result of a run of this process for posterior, got one without its "
-                "model: a pickle does not hold it. Draw with posterior_samples(rng_key, guide, "
-                "result.params, num_samples), or pickle what you need of the posterior."
+                "This result comes from a pickle, which does not hold the model that posterior "
+                "needs. Draw with posterior_samples(rng_key, guide, result.params, num_samples), "
+                "or pickle the draws that you need."
             )
         if self._posterior is None:
             self._posterior = self._make_posterior(self)
         return self._posterior
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles all but the state, which is sensitive, and the model, which may not be picklable.
+        """Leaves out the state, which is sensitive, and the model, which pickle may not support.
 
-        Pickle ``result.state`` by itself.
+        To keep the state, pickle ``result.state`` by itself.
         """
         return RunResult, (self.params, None, self.losses, self.trace, self.privacy, self.folded)
 
@@ -175,18 +174,18 @@ def progress_chunks(
     """Yields ``(first_slot, count)`` chunks under a bar that shows steps and epsilon spent.
 
     The epsilon shown is an upper bound for the steps so far: the smaller of the RDP bound and the
-    bound of the whole run. It is refreshed only while that costs little of the time passed.
+    bound of the whole run. The bar updates it only if that takes at most 1% of the time.
 
     Args:
-        num_slots: Slots to run in all.
+        num_slots: Total number of slots.
         stride: Steps per slot.
-        done: Steps taken before.
-        plan: What the steps spend.
+        done: Steps taken before this run.
+        plan: Plan of the run.
         total_epsilon: Bound of the whole run.
     """
-    from tqdm.auto import tqdm  # as in NumPyro; slow to import, so only for those who watch
+    from tqdm.auto import tqdm  # NumPyro's choice. Imported here, because the import is slow
 
-    start, spent, cost = time.perf_counter(), 0.0, 0.1  # seconds: so far, of the next bound
+    start, spent, cost = time.perf_counter(), 0.0, 0.1  # seconds: all bounds, the next bound
     with tqdm(total=num_slots * stride, unit="step") as bar:
         for first, count in progress_ranges(num_slots):
             yield first, count

@@ -1,4 +1,4 @@
-"""The compiled side of a driver, for arguments of one shape: one private step, and its loop."""
+"""The compiled functions of a driver for arguments of one shape: a private step and its loop."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Session:
     """Compiled functions for one model, guide and shape of arguments.
 
     Args:
-        settings: Of the driver.
+        settings: Settings of the driver.
         method: Estimator and optimiser.
         prepared: Model and guide as functions, and the first state of the optimiser.
 
     Attributes:
-        problem: What is fitted.
+        problem: Model and guide as functions.
         num_examples: Number of records.
-        param_shapes: Shapes of the parameters, by their place.
+        param_shapes: Shapes of the parameters by path.
     """
 
     def __init__(self, settings: RunSettings, method: Method, prepared: Prepared) -> None:
@@ -67,6 +67,7 @@ class Session:
         self._build(settings.sampler.next)
         params = method.optim.get_params(prepared.optim_state)
         self.param_shapes = shapes_of(params)
+        # Checks that need no record run here, so that errors come before any budget is spent.
         estimator = self._estimator(problem.shared, MechanismState(settings.clip_norm.as_arrays()))
         self._finite = check_signal(problem, estimator, params, settings.norm_with_loss)
         self._total = check_holds_no_records(
@@ -74,7 +75,7 @@ class Session:
         )
 
     def _build(self, draw: Callable[[PyTree], tuple[Batch, PyTree]]) -> None:
-        """Sets the functions of a step, with batches that this function draws."""
+        """Sets the functions of a step whose batches come from ``draw``."""
         settings = self.settings
         self._step = build_step(
             self._estimator, self._mechanism, draw, self.method.optim,
@@ -83,16 +84,17 @@ class Session:
         )  # fmt: skip
         self._update = jax.jit(self._guarded_step)
         self._loop = build_loop(self._step_and_value, self._kept, self._measure)
+        # One per fold.update, so that runs with the same fold share a compilation.
         self._folding_loops: dict[Callable[..., PyTree], Callable[..., Any]] = {}
         self._loop_many = jax.jit(jax.vmap(self._loop, in_axes=(0, 0, None, None, None, None)))
         self._whole: Callable[..., Any] | None = None
-        self._streams: dict[int, Session] = {}  # the same for batches of a size that were fetched
+        self._streams: dict[int, Session] = {}  # sessions for streamed batches, by batch size
 
     def identity(self, *public: PublicArray) -> RunIdentity:
-        """What all steps of a run have in common, for a state that starts here.
+        """Returns what all steps of a new run have in common.
 
         Args:
-            public: Arrays that were taken as public besides those of model and guide.
+            public: Further public arrays, besides those of model and guide.
         """
         settings, records = self.settings, self.problem.records
         return RunIdentity(
@@ -111,7 +113,7 @@ class Session:
         )
 
     def mechanism_state(self, clip_norm: ClipNorm) -> MechanismState:
-        """The mechanism's state before the first step."""
+        """Returns the mechanism's state before the first step."""
         state = MechanismState(clip_norm)
         mechanism, total = self._mechanism(state, 1.0), dict(self._total)
         if mechanism.extras is not None:
@@ -131,7 +133,7 @@ class Session:
     def update(
         self, state: SensitiveState, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[SensitiveState, Array]:
-        """One step; the value is ``nan`` unless sensitive values are allowed."""
+        """Takes one step. The value is ``nan`` unless sensitive values are allowed."""
         return self._update(state, self.rows(args, kwargs))
 
     def run(
@@ -144,7 +146,7 @@ class Session:
         report: PrivacyReport,
         fold: Fold | None = None,
     ) -> tuple[SensitiveState, PrivateLosses | SensitiveLosses | None, Trace, PyTree]:
-        """Runs steps; returns the state, the losses, the thinned trace and the fold's result."""
+        """Runs steps. Returns the state, losses, thinned trace and result of the fold."""
         opened = state.opened
         buffer, stride, slots, rest = self._slots(opened, num_steps, trace_size)
         done = int(opened.step)
@@ -158,15 +160,16 @@ class Session:
             loop = StreamedLoop(
                 stream._loop_for(fold), self.settings.sampler, opened.sampler_state, rows, calls
             )
-        if rest:  # first the steps that do not fill a slot, so that the last iterate is kept
+        if rest:  # steps that fill no slot come first, so that the trace ends with the last iterate
             carry, buffer = loop(carry, buffer, rows, *_ints(0, 1, rest))
         chunks = ranges
         if progress_bar:
             chunks = progress_chunks(slots, stride, done + rest, report.plan, report.epsilon)
         for first, count in chunks:
             carry, buffer = loop(carry, buffer, rows, *_ints(first, count, stride))
-            jax.block_until_ready(buffer)
+            jax.block_until_ready(buffer)  # or the bar would run ahead of the device
         last, folded = (carry, None) if fold is None else (carry[0], fold.result(carry[1]))
+        # Rounding up the stride can leave slots at the end without an iterate.
         (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:slots], buffer)
         steps = done + rest + stride * np.arange(1, slots + 1)
         trace = Trace(steps, jax.vmap(self.problem.constrain)(iterates), norms)
@@ -195,30 +198,31 @@ class Session:
         return states, params, trace, self._losses(steps, values)
 
     def shapes_of_run(self, state: SensitiveState, rows: Rows, trace_size: int | None) -> PyTree:
-        """Shapes of what a run among others has in memory, besides the records that all share."""
+        """Returns shapes of what one run of a sweep keeps in memory, besides the shared records."""
         batch, _ = jax.eval_shape(self.settings.sampler.next, state.sampler_state)
         drawn = batch.indices is not None
         size = batch.indices.size if drawn else self.num_examples
         params = jax.tree.leaves(self.method.optim.get_params(state.optim_state))
         numbers = sum(leaf.size for leaf in params)
+        # Microbatches hold about a million values. The step needs four times the parameters.
         gradients = jax.ShapeDtypeStruct((min(size * numbers, 2**20) + 4 * numbers,), jnp.float32)
         taken = [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in rows.arrays * drawn]
         trace = [jax.ShapeDtypeStruct((trace_size or 10, *x.shape), x.dtype) for x in params]
         return state.optim_state, gradients, taken, trace
 
     def host_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HostRows:
-        """The same arguments, with the records left where they are."""
+        """Splits arguments as :meth:`rows` does, but leaves the records on the host."""
         mesh = self.settings.mesh
         if mesh is not None and mesh.is_multi_process:
             raise ValueError(
-                "Expected a mesh of one process for stream=True, got one of several. Put the rows "
-                "of each together with jax.make_array_from_process_local_data, without stream."
+                "stream=True does not support a mesh of several processes. Leave stream out, and "
+                "pass arrays from jax.make_array_from_process_local_data."
             )
         arrays, shared, _ = self.problem.records.layout.rows(args, kwargs)
         return HostRows(arrays, shared, self.num_examples, self.problem.numbered)
 
     def _streamed(self, state: RunState) -> Session:
-        """This session for batches that were fetched."""
+        """Returns this session with batches that the host has fetched."""
         size = drawn_size(self.settings.sampler, state.sampler_state)
         if size not in self._streams:
             self._streams[size] = copy.copy(self)
@@ -229,7 +233,7 @@ class Session:
         return self._loop if fold is None else self._folding_loop(fold.update)
 
     def _folding_loop(self, update: Callable[..., PyTree]) -> Callable[..., Any]:
-        """The loop that also updates a fold after every step, compiled once for each update."""
+        """Returns a loop that also updates a fold after every step."""
         optim = self.method.optim
 
         def step(carry: tuple[RunState, PyTree], rows: Rows) -> tuple[PyTree, Array]:
@@ -246,12 +250,12 @@ class Session:
         return self._folding_loops[update]
 
     def _start(self, fold: Fold, state: RunState) -> PyTree:
-        """A fold's first state; of a definite dtype, so that all calls share a compilation."""
+        """Returns a fold's first state, with fixed dtypes so that all calls share a compilation."""
         params = self.problem.constrain(self.method.optim.get_params(state.optim_state))
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), fold.init(params))
 
     def on_all(self, state: SensitiveState, rows: HostRows) -> SensitiveState:
-        """Takes a step on all records, which stay on the host and come in parts."""
+        """Takes a step on all records, which the host sends in parts."""
         if self._whole is None:
             settings = self.settings
             self._whole = build_whole_step(
@@ -263,20 +267,20 @@ class Session:
     def _slots(
         self, state: RunState, num_steps: int, trace_size: int | None, number: int = 1
     ) -> tuple[PyTree, int, int, int]:
-        """Buffer of iterates, steps between two of them, their number, and steps before."""
+        """Returns a buffer for iterates, the steps per slot, the full slots and the steps left."""
         kept = self._kept(state)
         numbers = number * sum(leaf.size for leaf in jax.tree.leaves(kept))
         size = trace_size or min(_MAX_TRACE, max(10, _MAX_TRACE_NUMBERS // max(numbers, 1)))
         stride = math.ceil(num_steps / size)
         start = (kept, np.zeros((), np.float32))
-        # Made by NumPy, which compiles nothing.
+        # NumPy makes the buffer, because jnp.zeros would compile a program for each shape.
         buffer = jax.tree.map(
             lambda leaf: jnp.asarray(np.zeros((size, *leaf.shape), leaf.dtype)), start
         )
         return buffer, stride, *divmod(num_steps, stride)
 
     def _kept(self, state: RunState) -> PyTree:
-        """What a trace keeps of a state: parameters, and clip norms where they adapt."""
+        """Returns what a trace keeps of a state: parameters, and clip norms that adapt."""
         params = self.method.optim.get_params(state.optim_state)
         return params, state.mechanism_state.clip_norm.adapted
 
@@ -288,26 +292,30 @@ class Session:
 
     def _mechanism(self, state: MechanismState, noise_multiplier: Array | float) -> Mechanism:
         norm = with_loss_norm(state.clip_norm, self.settings.loss_release)
+        # The expected size: the size of a drawn batch is private.
         batch_size = self.inclusion_prob * self.num_examples
         return build_mechanism(self.settings.mechanism, norm, noise_multiplier, batch_size)
 
     def _measure(self, state: RunState, rows: Rows) -> Rows:
-        """Finds once what the steps of a loop need to know of each record."""
+        """Finds the lengths of the records once for a loop, because no step changes them."""
         estimator = self._estimator(rows.shared, state.mechanism_state)
         params = self.method.optim.get_params(state.optim_state)
         public = estimator.prepare(state.rng_key, params)
         return rows._replace(lengths=record_lengths(estimator, public, rows.arrays))
 
     def _loss_scale(self, state: MechanismState) -> Array:
-        """What a log likelihood is multiplied with in the signal."""
+        """Returns the factor that maps the bound on a log likelihood to its clip norm."""
         release = self.settings.loss_release
         return with_loss_norm(state.clip_norm, release).by_entry[LOSS_ENTRY] / release.clip
 
     def _guarded_step(self, state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Array]:
-        """A step that leaves the state alone once the budget is spent; each lane has own noise."""
+        """A step for :meth:`update`, safe inside compiled code, which cannot raise errors."""
+        # The nonce gives two calls with one state different noise. Lanes of a vmap can share a
+        # state, so each lane gets its own keys, also if only the rows differ between lanes.
         before = state.opened_once()
         start = before.with_new_keys(lambda keys: key_of_lane(keys, (before, rows)))
         new, value = self._step_and_value(start, rows)
+        # Beyond the budget the result is dropped, so no more is released.
         active = before.step < before.max_steps
         new = jax.tree.map(lambda after, before: jnp.where(active, after, before), new, before)
         return state.closed(new), value if self.settings.allow_sensitive else jnp.full((), jnp.nan)
@@ -316,12 +324,15 @@ class Session:
         new, step = self._step(state, rows)
         problem = self.problem.at(rows.shared)
         if self.settings.loss_release is not None:
-            scale = self._loss_scale(state.mechanism_state)  # that of this step
+            scale = self._loss_scale(
+                state.mechanism_state
+            )  # not of new: an adaptive norm has moved
             log_likelihood = step.released.total[LOSS_ENTRY] / scale
         elif self.settings.allow_sensitive:
             log_likelihood = self._sensitive_log_likelihood(problem, step)
         else:
             return new, jnp.zeros(())
+        # Key and parameters of the step give its draw again.
         latents, entropy = problem.draw(step.params, step.rng_key)
         return new, -(log_likelihood + problem.log_prior(latents, step.params) + entropy)
 

@@ -1,4 +1,4 @@
-"""What must hold of an estimator, an optimiser, a sampler and a fold before they run."""
+"""Checks of an estimator, an optimiser, a sampler, a mechanism and a fold before they run."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _ATTEMPTS = 10
 def check_signal(
     problem: Any, estimator: Estimator, params: dict[str, Any], clip_norm: ClipNorm
 ) -> Callable[[dict[str, Any]], bool]:
-    """Raises unless the estimator fits the model, and ``clip_norm`` the signal's entries.
+    """Raises unless ``clip_norm`` names entries of the estimator's signal.
 
     Returns:
-        ``params -> bool``: whether any invented record has a finite signal there.
+        ``params -> bool``: whether any invented record has a finite signal at ``params``.
     """
 
     def signal(params: dict[str, Any], example: PyTree) -> PyTree:
@@ -51,25 +51,25 @@ def check_signal(
 
 
 def finite_start(prepare: Callable[[int], Any], finite: Callable[[Any], bool]) -> Any:
-    """Returns the first of some starts at which an invented record has a finite signal.
+    """Returns the first start at which an invented record has a finite signal.
 
-    NumPyro's automatic guides too draw initial values anew until the gradient is finite; with
-    ``SVI`` they look at the records for that. A record without a finite signal counts as 0. If all
-    do, a run would return the prior and noise, at the whole cost of privacy.
+    NumPyro's automatic guides also draw initial values until the gradient is finite, but with
+    ``SVI`` they read the records. A record without a finite signal counts as 0. If all records
+    count as 0, a run spends its whole budget and returns the prior and noise.
 
     Args:
         prepare: Number of an attempt -> start.
-        finite: Start -> whether it will do.
+        finite: Start -> whether an invented record has a finite signal.
 
     Raises:
-        UnsupportedModelError: If none will.
+        UnsupportedModelError: If no attempt gives such a start.
     """
     for attempt in range(_ATTEMPTS):
         start = prepare(attempt)
         if finite(start):
             return start
     raise UnsupportedModelError(
-        "The likelihood has no finite gradient for any invented record (normal numbers, ones, "
+        "The likelihood has no finite gradient for any invented record (normal values, ones, "
         f"halves, identities), at {_ATTEMPTS} initial values. Records without a finite gradient "
         "count as 0, and the run would return the prior. Look for sqrt or log at 0, a where() "
         "whose other branch is not finite, or initial values that overflow (init_params= or the "
@@ -81,7 +81,7 @@ def finite_start(prepare: Callable[[int], Any], finite: Callable[[Any], bool]) -
 def _finite(problem: Any, signal: Callable[..., PyTree], params: dict[str, Any]) -> bool:
     """Whether any invented record has a finite signal."""
     normal, ones = problem.records.layout.invented()
-    # One is in the support of most sites: a half is a proportion, an identity a covariance.
+    # Most sites support 1. Halves serve sites on proportions, and identities those on matrices.
     halves = tuple(leaf // 2 if leaf.dtype.kind in "iub" else leaf / 2 for leaf in ones)
     squares = tuple(_identity_like(leaf) for leaf in ones)
     for rows in (normal, ones, halves, squares):
@@ -93,7 +93,7 @@ def _finite(problem: Any, signal: Callable[..., PyTree], params: dict[str, Any])
 
 
 def _identity_like(rows: Array) -> Array:
-    """Identities where rows are square matrices, the rows themselves elsewhere."""
+    """Returns identities if rows are square matrices, else the rows."""
     square = rows.ndim > 2 and rows.shape[-1] == rows.shape[-2]
     return (
         jnp.broadcast_to(jnp.eye(rows.shape[-1], dtype=rows.dtype), rows.shape) if square else rows
@@ -107,15 +107,15 @@ def check_holds_no_records(
     settings: RunSettings,
     optim_state: PyTree,
 ) -> PyTree:
-    """Holds what estimator, optimiser, mechanism and sampler captured to the rule of public values.
+    """Raises if estimator, optimiser, mechanism or sampler captured arrays that may be records.
 
-    The program of a step on one record has the derivative rules of the model in it too.
+    It traces a step on one record, so arrays in the model's derivative rules are found too.
 
     Args:
         problem: Model and guide as functions.
         build_estimator: (public arrays, mechanism state) -> estimator.
-        method: With the optimiser.
-        settings: With the clip norm, the mechanism and the sampler.
+        method: Method with the optimiser.
+        settings: Settings with the clip norm, the mechanism and the sampler.
         optim_state: State of the optimiser.
 
     Returns:
@@ -150,7 +150,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _check_mechanism(public: Any, settings: RunSettings, shapes: PyTree) -> None:
-    """Holds a mechanism that somebody else wrote to the rule of public values."""
+    """Raises if a mechanism from outside this package captured arrays that may be records."""
     names = filled(shapes)
 
     def one_call(noise: Array, norm: ClipNorm, total: PyTree, squares: Any) -> Any:
@@ -168,16 +168,16 @@ def _check_mechanism(public: Any, settings: RunSettings, shapes: PyTree) -> None
 def check_fold_holds_no_records(
     fold: Fold | None, session: Any, state: SensitiveState, report: PrivacyReport
 ) -> PrivacyReport:
-    """Holds what a fold captured to the same rule.
+    """Raises if a fold captured arrays that may be records.
 
     Args:
-        fold: The fold, if there is one.
-        session: Whose problem has model and guide.
-        state: That the run starts with.
-        report: Of the run.
+        fold: The fold, or ``None``.
+        session: Session with the problem.
+        state: State with which the run starts.
+        report: Report of the run.
 
     Returns:
-        The report with what the fold holds.
+        The report, with the public arrays of the fold.
     """
     if fold is None:
         return report

@@ -22,14 +22,14 @@ __all__ = ["Method", "RunSettings"]
 
 
 class Method(NamedTuple):
-    """What is fitted, and how.
+    """The estimator and optimiser of a driver.
 
     Attributes:
         estimator: Problem -> estimator.
         optim: An optimiser with NumPyro's ``get_params`` and ``update``.
-        text: What the numbers of a state mean beyond the settings of the run.
-        independent_noise: Why the noise of a step must not depend on that of earlier steps. Empty
-            if it may.
+        text: Settings of the method. A state can be resumed only if this text is the same.
+        independent_noise: Reason why the noise of steps must be independent. Empty if it may be
+            correlated.
     """
 
     estimator: Callable[[Any], Estimator]
@@ -42,17 +42,17 @@ class Method(NamedTuple):
         found = self.estimator(problem)
         if not isinstance(found, Estimator):
             raise TypeError(
-                f"Expected estimator= to build an Estimator, got {type(found).__name__}. See "
-                "the skeleton in CONTRIBUTING.md."
+                f"Expected estimator= to build an Estimator, got {type(found).__name__}. Copy the "
+                "skeleton in CONTRIBUTING.md."
             )
         return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RunSettings:
-    """What every driver's constructor takes besides its own arguments; :class:`~numpyro_dp.DPSVI`.
+    """The settings that all drivers share. :class:`~numpyro_dp.DPSVI` describes them.
 
-    A driver passes this value down, and never itself. Its fields are checked when it is made.
+    A driver passes this value to its parts, and never passes itself.
     """
 
     clip_norm: Any
@@ -71,7 +71,7 @@ class RunSettings:
     repetition: bool = False
 
     def __post_init__(self) -> None:
-        """Checks every field; each error names the value, the range and the remedy."""
+        """Checks every field. Each error names the value, the range and the remedy."""
         norm, noise, key = ClipNorm.of(self.clip_norm), self.noise_multiplier, self.secret_key
         found = {
             "clip_norm": norm,
@@ -95,7 +95,7 @@ class RunSettings:
 
     @property
     def norm_with_loss(self) -> ClipNorm:
-        """The clip norm, with that of a loss that is released."""
+        """The clip norm, with a norm for the loss if ``loss_release`` is set."""
         return with_loss_norm(self.clip_norm, self.loss_release)
 
     @property
@@ -104,5 +104,5 @@ class RunSettings:
         return self.mesh is not None and self.mesh.is_multi_process
 
     def changed(self, **fields: Any) -> RunSettings:
-        """Returns the same settings with other values in some fields, checked."""
+        """Returns settings with other values in some fields, and checks them."""
         return dataclasses.replace(self, **fields)

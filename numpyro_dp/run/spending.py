@@ -1,4 +1,4 @@
-"""What a run plans to spend, what it has spent, and the noise that follows."""
+"""Plans and reports of the privacy spent, and the noise of a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def secret_of(settings: RunSettings) -> Array:
-    """Returns the secret key of a run: the caller's, or a new one, the same in all processes."""
+    """Returns the caller's secret key or a new one. It is the same in all processes."""
     given = settings.secret_key
     return agreed(settings.mesh, secret_key() if given is None else given)
 
@@ -52,12 +52,13 @@ def plan_for(settings: RunSettings, num_examples: int, num_steps: int | None) ->
 def noise_fields(
     settings: RunSettings, secret: Array, plan: Plan, mechanism_state: MechanismState
 ) -> dict[str, Any]:
-    """Returns the fields of a state that make its noise and its batches."""
-    # Of a child, so that a public rng_key that is the same key has no key in common with it; and
-    # of another one after earlier runs, so that noise is never that of one of them.
+    """Returns the fields of a state that decide its noise and its batches."""
+    # A child of the key: the caller may have used the same key as the public rng_key. Earlier runs
+    # of the budget select another child, so that no run repeats their noise.
     spent = repr([each._replace(run="") for each in plan.earlier])
     child = int.from_bytes(hashlib.sha256(spent.encode()).digest()[:4]) if plan.earlier else 0
     noise_key, batch_key = _children(secret, child)
+    # A given key must reproduce the run, and several processes must agree on the noise.
     without_nonce = settings.secret_key is not None or settings.several_processes
     fields = {
         "secret_key": noise_key,
@@ -72,7 +73,7 @@ def noise_fields(
 
 @jax.jit
 def _children(secret: Array, child: Array) -> tuple[Array, Array]:
-    """The keys of noise and of batches, in one program."""
+    """Returns the keys of noise and of batches. One program is faster than two calls."""
     noise_key, batch_key = jax.random.split(jax.random.fold_in(secret, child))
     return noise_key, batch_key
 
@@ -80,7 +81,7 @@ def _children(secret: Array, child: Array) -> tuple[Array, Array]:
 def begun(
     settings: RunSettings, *states: SensitiveState
 ) -> contextlib.AbstractContextManager[None]:
-    """Registers runs that start; raises where one has the noise of an earlier one."""
+    """Registers new runs. Raises if a run has the noise of an earlier run."""
     noisy = [state.run_id for state in states if _has_noise(state)]
     return begin(noisy, repetition=settings.repetition)
 
@@ -88,14 +89,14 @@ def begun(
 def used(
     settings: RunSettings, state: SensitiveState, num_steps: int
 ) -> contextlib.AbstractContextManager[bool]:
-    """Uses up the noise of so many steps; gives it back where they fail."""
+    """Marks the noise of ``num_steps`` steps as used. Takes this back if the steps fail."""
     if not _has_noise(state):
         return contextlib.nullcontext(True)
     return use(state.run_id, int(state.step), num_steps, repetition=_repeats(settings, state))
 
 
 def with_new_noise(settings: RunSettings, state: SensitiveState) -> SensitiveState:
-    """The state with noise of its own to come, the same in all processes of a mesh."""
+    """Gives the state fresh keys for its next noise, the same in all processes of a mesh."""
     if _repeats(settings, state) or not _has_noise(state):
         return state
     bits = np.asarray(jax.random.key_data(agreed(settings.mesh, secret_key()))).tobytes()
@@ -108,7 +109,7 @@ def _has_noise(state: SensitiveState) -> bool:
 
 
 def _repeats(settings: RunSettings, state: SensitiveState) -> bool:
-    """Whether both the run of the state and the one that goes on are repetitions."""
+    """Whether the run of the state and the run that continues it are both repetitions."""
     return settings.repetition and state.identity.repetition
 
 
@@ -118,16 +119,16 @@ def spent_by(settings: RunSettings, state: SensitiveState, num_steps: int) -> Pr
     for one, other in ((identity.budget, budget), (budget, identity.budget)):
         if one is not None and one.earlier != getattr(other, "earlier", ()):
             raise BudgetError(
-                f"Expected the budget of the state, {identity.budget}, with the "
-                f"{len(getattr(identity.budget, 'earlier', ()))} earlier runs that it knows of, "
-                f"got {budget}. Resume with the driver that the state is of."
+                f"The state has a budget with {len(getattr(identity.budget, 'earlier', ()))} "
+                f"earlier runs, {identity.budget}, but the driver has {budget}. Resume this state "
+                "with the driver that created it."
             )
     own = settings.changed(noise_multiplier=float(state.noise_multiplier))
     return report_for(plan_for(own, identity.num_examples, num_steps), num_steps, identity)
 
 
 def report_for(plan: Plan, num_steps: int, identity: RunIdentity) -> PrivacyReport:
-    """Returns the report of a plan that a run has carried out."""
+    """Returns the report of a run that followed a plan."""
     return PrivacyReport(
         plan.spent(num_steps),
         num_steps,
@@ -144,7 +145,7 @@ def report_for(plan: Plan, num_steps: int, identity: RunIdentity) -> PrivacyRepo
 def _round_up(noise_multiplier: float) -> np.float32:
     """Rounds to float32 so that the noise is never less than what was accounted for."""
     rounded = np.float32(noise_multiplier)
-    # As Python numbers: NumPy would compare in float32, where every number is its own rounding.
+    # Python floats, because NumPy would round noise_multiplier to float32 before it compares.
     return (
         rounded if float(rounded) >= noise_multiplier else np.nextafter(rounded, np.float32(np.inf))
     )

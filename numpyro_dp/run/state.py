@@ -1,8 +1,8 @@
-"""The state of a run: as its steps see it, and as it is handed to a user.
+"""The state of a run, inside its loop and between two calls.
 
 Inside a compiled loop a state is a :class:`RunState`. Between two calls it is a
-:class:`SensitiveState`, whose small numbers are one array: every array that a compiled call takes
-and returns costs time, and many of them cost more than the arithmetic of a small step.
+:class:`SensitiveState`, which packs small leaves into one array. Every array that a compiled call
+takes and returns costs time. Many arrays would cost more than the arithmetic of a small step.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from numpyro_dp.privacy.once import joined, next_nonce, renewed
 
 __all__ = ["RunIdentity", "RunState", "SensitiveState"]
 
-_SMALL = 64  # words of a number, or an array, that joins the others
+_SMALL = 64  # largest number of words of a leaf that is packed
 
 
 @dataclasses.dataclass(frozen=True)
 class RunIdentity:
-    """What all steps of a run must have in common for its accounting to hold; public.
+    """Public settings that all steps of a run must share for its accounting to hold.
 
     Attributes:
         num_examples: Number of records.
@@ -38,13 +38,13 @@ class RunIdentity:
         clip_norm: The clip norm of the first step.
         mechanism: Builds the mechanism.
         loss_release: Whether and how a loss curve is released.
-        budget: What the noise was found for.
-        sensitive: Whether a driver that shows losses took part.
+        budget: Budget to which the noise was calibrated.
+        sensitive: Whether a driver with ``allow_sensitive`` took steps.
         reproducible: Whether the caller supplied the secret key.
-        repetition: Whether the run may have the noise of another one.
-        method: What else the state's numbers mean, as text; empty for most drivers.
+        repetition: Whether the run may repeat the noise of another run.
+        method: Settings of the method as text. Empty for most drivers.
         data_plate: Name of the plate over records.
-        public: Arrays that were taken as public.
+        public: Arrays that the run accepted as public.
     """
 
     num_examples: int
@@ -62,20 +62,19 @@ class RunIdentity:
 
 
 class RunState(NamedTuple):
-    """State of a run inside its loop. Sensitive: it holds the keys of what is to come.
+    """State of a run inside its loop. Sensitive: it holds the keys of all later steps.
 
     Attributes:
-        optim_state: State of the optimiser; the iterate itself is private and may be published.
+        optim_state: State of the optimiser. You may publish the iterate in it.
         rng_key: Key of the (public) draws from the guide.
-        secret_key: Key of the noise to come, and of the numbers by which records draw.
-        sampler_state: State of the sampler, with the key of the batches to come.
-        mechanism_state: The clip norms of the step to come (public, or functions of what was
-            released), and what else the mechanism carries.
+        secret_key: Key of later noise, and of the seeds of each record's own random draws.
+        sampler_state: State of the sampler, with the key of later batches.
+        mechanism_state: Clip norms of the next step, and the mechanism's memory. The norms are
+            public, or functions of released values.
         noise_multiplier: Noise standard deviation over sensitivity.
         step: Number of steps taken.
-        max_steps: Number of steps the plan covers.
-        run_id: What distinguishes the run from others in this process; a hash of its first noise
-            key.
+        max_steps: Number of steps that the plan covers.
+        run_id: Hash of the first noise key. Distinguishes the run from others in this process.
     """
 
     optim_state: PyTree
@@ -93,10 +92,10 @@ class RunState(NamedTuple):
         return "RunState(<holds the keys of noise, batches and draws to come: never publish it>)"
 
     def with_new_keys(self, renew: Any = renewed) -> RunState:
-        """The same state with noise and batches of its own to come.
+        """Returns the state with new keys for later noise and batches.
 
         Args:
-            renew: Tree -> the same with other keys.
+            renew: Tree -> the same tree with other keys.
         """
         keys = renew((self.secret_key, self.sampler_state))
         return self._replace(secret_key=keys[0], sampler_state=keys[1])
@@ -105,23 +104,22 @@ class RunState(NamedTuple):
 class SensitiveState:
     """State of a run between two calls. Sensitive: never publish it.
 
-    It holds the keys of all noise, batches and draws of records to come. (Those of the past cannot
-    be computed from it: every step replaces a key by a child of it.) It has the fields of
-    :class:`RunState`, and ``mutable_state``, which is always ``None``, as in
-    ``numpyro.infer.svi.SVIState``.
+    It holds the keys of all later noise, batches and draws of records. Every step replaces a key by
+    its child, so nobody can compute keys of past steps from it. It has the fields of
+    :class:`RunState`, and ``mutable_state`` as in ``numpyro.infer.svi.SVIState``, always ``None``.
 
     Args:
         state: The state inside a loop.
-        nonce: 256 bits that join the keys in the next update; ``None`` if the secret key was given,
-            or several processes share a run. JAX reads new bits each time the state enters a
-            function that is compiled or transformed.
-        identity: What the steps so far have in common.
-        axes: Number of axes in front of every array, for states that are stacked.
+        nonce: 256 bits that join the keys in the next update. They are new each time the state
+            enters a compiled or transformed function. ``None`` if the secret key was given, or
+            several processes share a run.
+        identity: Settings that the steps so far share.
+        axes: Number of leading axes of every array, for stacked states.
 
     Guarantee:
-        A copy that is read from a pickle goes on with noise and batches of its own
-        (:mod:`numpyro_dp.privacy.once`), unless the run is a repetition. So do two calls of one
-        compiled update with the same state, unless the secret key was given.
+        A copy from a pickle continues with new noise and batches, unless the run is a repetition
+        (:mod:`numpyro_dp.privacy.once`). Two calls of one compiled update with the same state also
+        have different noise and batches, unless the secret key was given.
     """
 
     __slots__ = (
@@ -142,7 +140,7 @@ class SensitiveState:
 
     @property
     def origin(self) -> Array:
-        """The words that the keys came with: by these a traced function knows the state."""
+        """The words that held the keys first. A traced function recognises the state by them."""
         return self._origin
 
     @property
@@ -152,22 +150,22 @@ class SensitiveState:
         return RunState(self.optim_state, self.rng_key, *rest)
 
     def opened_once(self) -> RunState:
-        """The same with its nonce joined to the keys."""
+        """The state as a loop takes it, with the nonce joined to its keys."""
         if self.nonce is None:
             return self.opened
         nonce = jnp.asarray(self.nonce)
         return self.opened.with_new_keys(lambda keys: joined(keys, nonce))
 
     def closed(self, state: RunState) -> SensitiveState:
-        """A later state of the same run.
+        """Packs a later state of the same run.
 
-        Its nonce stays until it enters another function: JAX hands on at no cost what a compiled
-        function does not change.
+        The nonce stays until the state enters another function. JAX returns at no cost what a
+        compiled function does not change.
         """
         return SensitiveState(state, self.nonce, self.identity)
 
     def _replace(self, **fields: Any) -> SensitiveState:
-        """The same with other values in some fields: of :class:`RunState`, nonce or identity."""
+        """Returns the state with other values of fields of :class:`RunState`, nonce or identity."""
         own = {name: fields.pop(name, getattr(self, name)) for name in ("nonce", "identity")}
         state = SensitiveState(self.opened._replace(**fields), **own, axes=self._small.ndim - 1)
         if not {"secret_key", "sampler_state"} & set(fields):
@@ -175,7 +173,7 @@ class SensitiveState:
         return state
 
     def __getattr__(self, name: str) -> Any:
-        """The fields that are packed."""
+        """Returns packed fields."""
         if name in RunState._fields:
             return getattr(self.opened, name)
         raise AttributeError(f"A SensitiveState has no {name!r}.")
@@ -197,6 +195,7 @@ def _copy(state: RunState, nonce: Any, identity: RunIdentity, axes: int) -> Sens
 
 
 def _flattened(state: SensitiveState) -> tuple[tuple[Any, ...], Any]:
+    # JAX flattens a state whenever it enters a function, so this is where it gets new bits.
     nonce = next_nonce(state._origin, state.nonce)
     children = state.optim_state, state.rng_key, state._small, state.large, nonce
     return children, (state.layout, state.identity)
@@ -223,12 +222,12 @@ jax.tree_util.register_pytree_with_keys(
 
 
 class _Slot(NamedTuple):
-    """Where a leaf is: among the words from ``first`` on, or by itself (``first`` is -1)."""
+    """Position of a leaf: among the words from ``first`` on, or -1 for an array of its own."""
 
     first: int
     shape: tuple[int, ...]
     dtype: Any
-    generator: Any  # of a key
+    generator: Any  # of a key, else None
 
 
 class _Layout(NamedTuple):
@@ -237,7 +236,7 @@ class _Layout(NamedTuple):
 
 
 def _packed(tree: Any, axes: int) -> tuple[Array, tuple[Any, ...], _Layout]:
-    """Returns the small leaves as one array of words, the large ones, and where they are."""
+    """Returns the small leaves as one array of words, the large leaves, and all positions."""
     leaves, treedef = jax.tree.flatten(tree)
     slots, words, large, first = [], [], [], 0
     for leaf in leaves:
@@ -258,13 +257,13 @@ def _packed(tree: Any, axes: int) -> tuple[Array, tuple[Any, ...], _Layout]:
         bits = [lax.bitcast_convert_type(x, jnp.uint32) for x in words]
         flat = [x.reshape(*x.shape[:axes], -1) for x in bits]
         return jnp.concatenate(flat, axis=-1), tuple(large), layout
-    # By NumPy, which compiles nothing.
+    # Outside a trace NumPy packs them, because JAX would compile a program for it.
     flat = [np.asarray(x).reshape(*x.shape[:axes], -1).view(np.uint32) for x in words]
     return jnp.asarray(np.concatenate(flat, axis=-1)), tuple(large), layout
 
 
 def _unpacked(small: Any, large: tuple[Any, ...], layout: _Layout) -> Any:
-    """The reverse; of several states at once if the arrays have further axes in front."""
+    """Reverses :func:`_packed`. Leading axes of the arrays stand for several states."""
     rest, leaves = iter(large), []
     traced = is_tracer(small)
     small = small if traced else np.asarray(small)

@@ -1,7 +1,7 @@
-"""One private step, and the loop that runs it: compiled once, whatever the method.
+"""One private step and the loop that runs it, the same for all methods.
 
-The composition is the privacy argument. Records enter in one place, between ``prepare`` and
-``privatise``; what leaves that place is the privatised sum and nothing else.
+The order of calls is the privacy argument. Records enter between ``prepare`` and ``privatise``, and
+only the noisy sum leaves.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = ["Step", "build_loop", "build_step", "build_whole_step", "optimised"]
 
 
 class Step(NamedTuple):
-    """What one step leaves behind besides the new state.
+    """What one step returns besides the new state.
 
     Attributes:
         params: The iterate before the step.
         rng_key: Key of the step's draw from the guide.
-        released: What the step released.
-        examples: The batch; sensitive.
-        mask: Which entries of the batch count; sensitive.
+        released: The noisy sum of the step.
+        examples: The batch. Sensitive.
+        mask: Which entries of the batch count. Sensitive.
     """
 
     params: PyTree
@@ -62,30 +62,33 @@ def build_step(
     mesh: Mesh | None = None,
     numbered: bool = False,
 ) -> Callable[[RunState, Rows], tuple[RunState, Step]]:
-    """Composes prepare, signal, bound, sum, privatise and pull back to one step.
+    """Composes prepare, signal, clip, sum, privatise and pull back to one step.
 
     Args:
         estimator: (public arrays of the arguments, mechanism state) -> estimator.
         mechanism: (mechanism state, noise multiplier) -> mechanism.
         draw: ``next`` of a sampler.
         optim: An optimiser of NumPyro.
-        inclusion_prob: The public probability that a record is in a batch.
-        microbatch_size: Rows that are in memory at a time (:mod:`numpyro_dp.sums.bounded`).
+        inclusion_prob: Public probability that a record is in a batch.
+        microbatch_size: Rows in memory at a time (:mod:`numpyro_dp.sums.bounded`).
         mesh: Devices that share the rows of a batch.
-        numbered: Whether the last array numbers the records; a step numbers its rows afresh.
+        numbered: Whether the last array seeds each record's own draws. A step makes new seeds.
 
     Returns:
         ``(state, rows) -> (state, step)``.
 
     Guarantee:
-        Only ``mechanism.privatise`` leads from records to the state; no shape, key or divisor does.
+        Only ``mechanism.privatise`` leads from records to the state. No shape, key or divisor does.
     """
     private = _Private(estimator, mechanism, optim, inclusion_prob)
 
     def on_batch(rest: PyTree, batch: PyTree, mask: Array, shards: Shards) -> tuple[PyTree, ...]:
         (state, shared), (examples, lengths) = rest, batch
         begun = private.begun(state, shared)
-        live = state.step >= 0  # always, but no compiler knows
+        # Always true, but made of an argument, so XLA cannot know it. `pinned` puts the gradients
+        # into a branch on it: XLA would drop a constant condition, compute a gradient twice, and
+        # could round the copy that is summed in another way than the copy whose norm was taken.
+        live = state.step >= 0
         asked = begun.estimator, begun.mechanism, begun.public
         total = bounded_sum(*asked, examples, mask, lengths, live, microbatch_size, shards)
         state, released = private.ended(state, begun, total)
@@ -95,6 +98,7 @@ def build_step(
 
     def step(state: RunState, rows: Rows) -> tuple[RunState, Step]:
         batch, sampler_state = copied(mesh, draw(state.sampler_state))
+        # The row numbers in the last array are public, and seeds must be secret: replace them.
         rows = rows._replace(arrays=rows.arrays[: len(rows.arrays) - numbered])
         (examples, lengths), mask = _take(rows, batch.indices, batch.mask)
         if numbered:
@@ -113,18 +117,18 @@ def build_whole_step(
     mesh: Mesh | None = None,
     numbered: bool = False,
 ) -> Callable[[RunState, HostRows], RunState]:
-    """The same step on all records, which stay on the host and come in parts.
+    """Builds the same step on all records, which the host sends in parts.
 
-    It gives what :func:`build_step` gives with a full batch, to the last bit: the sums of parts are
-    integers.
+    The result equals a full batch of :func:`build_step` to the last bit, because the sums of parts
+    are integers.
 
     Returns:
-        ``(state, rows) -> state``, for methods whose signals are summed one by one, and mechanisms
-        without entries of their own.
+        ``(state, rows) -> state``. It supports methods that sum signals one by one, and mechanisms
+        without extra entries.
 
     Guarantee:
-        That of :func:`build_step`. Sums of parts stay on the device, and nothing reads them but
-        their total's privatisation.
+        Only ``mechanism.privatise`` leads from records to the state. Sums of parts stay on the
+        device, and only ``privatise`` reads their total.
     """
     private = _Private(estimator, mechanism, optim, 1.0)
 
@@ -132,19 +136,23 @@ def build_whole_step(
     def part(state: RunState, shared: Any, arrays: Any, start: Array, count: int) -> PyTree:
         size = arrays[0].shape[0]
         if numbered:
+            # Padded, because a slice beyond the end would be moved back to other records' seeds.
             numbers = jnp.pad(_numbers(state.secret_key, count), (0, size))
             arrays = (*arrays, copied(mesh, lax.dynamic_slice_in_dim(numbers, start, size)))
 
         def on_part(rest: PyTree, examples: PyTree, mask: Array, shards: Shards) -> PyTree:
             state, shared = rest
             parts = private.begun(state, shared).parts(first_of(examples), count)
+            # Always true, but unknown to XLA: see `live` in build_step.
             return parts.part(examples, mask, state.step >= 0, microbatch_size, shards)[0]
 
+        # The last part ends with zeros that are not records.
         mask = start + jnp.arange(size) < count
         return on_devices(on_part, mesh)((state, shared), arrays, mask)
 
     @functools.partial(jax.jit, static_argnums=4)
     def end(state: RunState, shared: Any, sums: PyTree, arrays: Any, count: int) -> RunState:
+        # `arrays` is one row, for its shapes: nothing reads its values.
         examples = (*arrays, jnp.zeros(1, jnp.uint32)) if numbered else arrays
         begun = private.begun(state, shared)
         total = begun.parts(first_of(examples), count).finished(sums)
@@ -161,7 +169,7 @@ def build_whole_step(
 
 
 class _Begun(NamedTuple):
-    """A step before the sum over records: all of it is public, or the mechanism's."""
+    """Values of a step before the sum over records. They do not depend on the batch."""
 
     rng_key: Array
     step_key: Array
@@ -171,12 +179,12 @@ class _Begun(NamedTuple):
     mechanism: Mechanism
 
     def parts(self, first: PyTree, count: int) -> SumInParts:
-        """The sum over ``count`` records; ``first`` has the shapes of one of them."""
+        """Returns the sum over ``count`` records. ``first`` has the shapes of one record."""
         return SumInParts(self.estimator, self.mechanism, self.public, first, count)
 
 
 class _Private(NamedTuple):
-    """What a step does before and after the sum over records."""
+    """The parts of a step before and after the sum over records."""
 
     estimator: Callable[[tuple[Array, ...], MechanismState], Estimator]
     mechanism: Callable[[MechanismState, Array], Mechanism]
@@ -184,7 +192,7 @@ class _Private(NamedTuple):
     inclusion_prob: float
 
     def begun(self, state: RunState, shared: tuple[Array, ...]) -> _Begun:
-        """Finds all that the sum over records needs."""
+        """Prepares the sum over records."""
         rng_key, step_key = jax.random.split(state.rng_key)
         params = self.optim.get_params(state.optim_state)
         est = self.estimator(shared, state.mechanism_state)
@@ -192,7 +200,8 @@ class _Private(NamedTuple):
         return _Begun(rng_key, step_key, params, est, est.prepare(step_key, params), mech)
 
     def ended(self, state: RunState, begun: _Begun, total: PyTree) -> tuple[RunState, Released]:
-        """Privatises: the state after the step, and what it released."""
+        """Adds noise to the sum. Returns the state after the step, and the released values."""
+        # The state keeps only a child of its key, so it does not reveal the noise of past steps.
         secret_key, noise_key = jax.random.split(state.secret_key)
         noisy, adapted = begun.mechanism.privatise(noise_key, total, state.mechanism_state)
         released = _over(self.inclusion_prob, Released(noisy, begun.mechanism.noise_scale))
@@ -206,7 +215,7 @@ class _Private(NamedTuple):
 
 
 def _over(inclusion_prob: float, released: Released) -> Released:
-    """Estimates of sums over all records: a public constant divides, never the size of a batch."""
+    """Scales to all records by a public constant: the size of the batch is private."""
     return jax.tree.map(lambda leaf: leaf / inclusion_prob, released)
 
 
@@ -215,17 +224,17 @@ def build_loop(
     read: Callable[[PyTree], PyTree],
     measure: Callable[[PyTree, Rows], Rows],
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """Returns a compiled loop that runs steps and keeps every so many iterates.
+    """Returns a compiled loop that runs steps and keeps an iterate of each slot.
 
     Args:
-        step: ``(state, rows) -> (state, value)`` with a scalar value, averaged between records.
-            The state is a :class:`RunState`, alone or in a pair with that of a fold.
-        read: ``state -> iterate``, what is kept.
-        measure: ``(state, rows) -> rows`` with the lengths of each record.
+        step: ``(state, rows) -> (state, value)`` with a scalar value. The state is a
+            :class:`RunState`, alone or in a pair with the state of a fold.
+        read: ``state -> iterate``, the iterate to keep.
+        measure: ``(state, rows) -> rows`` with the lengths of the records.
 
     Returns:
-        ``loop(state, buffer, rows, first, count, stride)``: for each slot from ``first``, runs
-        ``stride`` steps and writes the iterate and the mean value into the slot of the buffer.
+        ``loop(state, buffer, rows, first, count, stride)``. For each slot from ``first``, it runs
+        ``stride`` steps, then writes the iterate and the mean value into that slot of the buffer.
         ``first``, ``count`` and ``stride`` are traced, so one compilation serves every length.
     """
 
@@ -258,27 +267,29 @@ def build_loop(
 
 def optimised(optim: Any, update: PyTree, state: PyTree) -> PyTree:
     """Returns the state of an optimiser after a step."""
-    # Optax transformations that read the loss are given nan: it is sensitive.
+    # The loss is sensitive, so Optax transformations that ask for it get nan.
     extra = {"value": jnp.nan} if takes_value(optim) else {}
     return optim.update(update, state, **extra)
 
 
 def _numbers(secret_key: Array, size: int) -> Array:
-    """Numbers by which the rows of a batch draw for themselves (masks, latents).
+    """Returns seeds of the random draws (masks, latents) of each row of a batch.
 
-    They are secret and i.i.d. across records, so removing one leaves the others' distribution
-    unchanged. They come from a third child of the key; the first two are taken.
+    They are secret and i.i.d. across records, so removing one record leaves the distribution of the
+    others unchanged. They come from a third child of the key: ``ended`` uses the first two.
     """
     return jax.random.bits(jax.random.split(secret_key, 3)[2], (size,), jnp.uint32)
 
 
 def _take(rows: Rows, indices: Array | None, mask: Array | None) -> tuple[PyTree, Array]:
-    """Returns the examples of a batch with their lengths, and which of them count."""
+    """Returns the examples of a batch with their lengths, and a mask of those that count."""
     arrays = rows.arrays, rows.lengths
     size = rows.arrays[0].shape[0]
     if indices is None:
         return arrays, jnp.ones(size, bool) if mask is None else mask
+    # Padding has indices out of range: it reads some row, and the mask below drops it.
     taken = jax.tree.map(lambda array: array.at[indices].get(mode="clip"), arrays)
-    taken = lax.optimization_barrier(taken)  # gathered once, not in each sum that reads it
+    # XLA gathers the rows once: without a barrier each sum that reads them could gather again.
+    taken = lax.optimization_barrier(taken)
     inside = (indices >= 0) & (indices < size)
     return taken, inside if mask is None else inside & mask

@@ -1,10 +1,9 @@
-"""Records that stay on the host: batches are drawn on the device, and fetched ahead of the steps.
+"""Runs on records that stay on the host, and fetches each batch ahead of its step.
 
-The batches are those that the same keys give where all records are on the device, so a run spends
-and returns the same. Rows are read from whatever NumPy can index by an array of row numbers: an
-array in memory, a memory map of a file, an Arrow column in one piece by its ``to_numpy()``, which
-copies nothing. A thread fetches the rows of the next few steps while the device works on the last
-ones.
+The device draws the batches. The same keys give the same batches as with all records on the device,
+so a run spends and returns the same. Rows come from anything that NumPy can index by row numbers:
+an array in memory, a memory map of a file, or an Arrow column in one piece by its ``to_numpy()``. A
+thread fetches the rows of the next steps while the device works.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from numpyro_dp.run.state import RunState
 
 __all__ = ["Fetched", "HostRows", "StreamedLoop", "drawn_size"]
 
-_BYTES = 2**26  # of the rows of a chunk
-_LONGEST = 256  # steps of a chunk
+_BYTES = 2**26  # largest size of the rows of a chunk
+_LONGEST = 256  # largest number of steps of a chunk
 
 
 class FetchedState(NamedTuple):
-    """State of :class:`Fetched`: a pytree.
+    """State of :class:`Fetched`.
 
     Attributes:
-        step: Which batch of the chunk is next.
+        step: Number of the next batch of the chunk.
         mask: Which rows count, shape (steps, batch).
     """
 
@@ -43,7 +42,7 @@ class FetchedState(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """A sampler of batches that have been drawn: rows of a chunk in their order."""
+    """A sampler that returns the rows of a chunk in their order, because they are drawn already."""
 
     size: int
 
@@ -57,10 +56,10 @@ class HostRows(NamedTuple):
     """The records, on the host.
 
     Attributes:
-        arrays: What NumPy can index by an array of row numbers; the first axis counts records.
+        arrays: Arrays that NumPy can index by row numbers. The first axis counts records.
         shared: Public arrays.
         num_examples: Number of records.
-        numbered: Whether a last array numbers the records. (A step numbers its rows afresh.)
+        numbered: Whether a last array seeds each record's own draws. A step makes new seeds.
     """
 
     arrays: tuple[Any, ...]
@@ -69,13 +68,13 @@ class HostRows(NamedTuple):
     numbered: bool
 
     def take(self, rows: np.ndarray, size: int) -> tuple[Array, ...]:
-        """Returns these rows on the device, and zeros up to ``size``."""
+        """Returns rows on the device, with zeros up to ``size``."""
         return self._on_device([np.asarray(array[rows]) for array in self.arrays], size)
 
     def parts(self) -> Iterator[tuple[int, tuple[Array, ...]]]:
-        """Yields all rows in parts of one size: the first row of each, and its arrays.
+        """Yields parts of equal size: the number of the first row, and the arrays.
 
-        The last part ends with zeros. The numbers of records are left out.
+        The last part ends with zeros. Seeds of records are left out.
         """
         size = min(self.num_examples, max(1, _BYTES // max(1, self.bytes_of_row)))
         for start in range(0, self.num_examples, size):
@@ -88,6 +87,7 @@ class HostRows(NamedTuple):
         return sum(x.dtype.itemsize * math.prod(np.shape(x)[1:]) for x in self.arrays)
 
     def _on_device(self, arrays: list[np.ndarray], size: int) -> tuple[Array, ...]:
+        # All chunks have one size, so that they share a compilation.
         def padded(found: np.ndarray) -> Array:
             if len(found) == size:
                 return jnp.asarray(found)
@@ -99,7 +99,7 @@ class HostRows(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Rows of some steps, the state of :class:`Fetched`, and that of the sampler after them."""
+    """Rows of some steps, the state of :class:`Fetched`, and the sampler's state after them."""
 
     arrays: tuple[Array, ...]
     state: FetchedState
@@ -107,14 +107,15 @@ class _Chunk(NamedTuple):
 
 
 class StreamedLoop:
-    """A loop as of :func:`numpyro_dp.run.step.build_loop` that fetches its rows.
+    """A loop like that from :func:`numpyro_dp.run.step.build_loop`, which fetches its rows.
 
     Args:
-        loop: Such a loop, whose steps take batches of :class:`Fetched`.
+        loop: A loop of ``build_loop`` whose steps take batches of :class:`Fetched`.
         sampler: Draws the batches.
-        state: Its state before the first.
+        state: State of the sampler before the first batch.
         host: The records.
-        calls: Arguments ``(first, count, stride)`` of all calls to come, in their order.
+        calls: Arguments ``(first, count, stride)`` of all calls, in order. The thread needs them to
+            fetch ahead.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class StreamedLoop:
         self, carry: PyTree, buffer: PyTree, _: HostRows, first: Any, count: Any, stride: Any
     ) -> tuple[PyTree, PyTree]:
         """Runs ``stride`` steps for each of ``count`` slots."""
-        means: dict[int, Any] = {}  # of slots that several chunks fill
+        means: dict[int, Any] = {}  # mean value of each slot that several chunks fill
         for slot, number, steps in self._parts(int(first), int(count), int(stride)):
             chunk = next(self._chunks)
             rows = Rows(chunk.arrays, self._shared)
@@ -152,7 +153,7 @@ class StreamedLoop:
         return carry, buffer
 
     def _parts(self, first: int, count: int, stride: int) -> Iterator[tuple[int, int, int]]:
-        """Yields ``(first, count, steps per slot)`` of at most so many steps as are fetched."""
+        """Splits a call into parts ``(first, count, steps per slot)`` that fit a chunk."""
         if stride <= self._length:
             few = self._length // stride
             for slot in range(first, first + count, few):
@@ -172,14 +173,14 @@ def drawn_size(sampler: Sampler, state: PyTree) -> int:
     batch = jax.eval_shape(sampler.next, state)[0]
     if batch.indices is None:
         raise ValueError(
-            f"Expected a sampler that draws some of the records for stream=True, got {sampler!r}, "
-            "which takes all of them in every step. Take Poisson(rate), say."
+            f"Expected a sampler that draws some records with stream=True, got {sampler!r}. "
+            "It reads all records in every step. Use Poisson(rate), for example."
         )
     return batch.indices.size
 
 
 def _with_batches(carry: PyTree, sampler_state: PyTree) -> PyTree:
-    """A state, alone or in a pair with that of a fold, with another state of the sampler."""
+    """Sets the sampler's state in a run's state, alone or in a pair with a fold's state."""
     if isinstance(carry, RunState):
         return carry._replace(sampler_state=sampler_state)
     return (carry[0]._replace(sampler_state=sampler_state), carry[1])
@@ -188,7 +189,7 @@ def _with_batches(carry: PyTree, sampler_state: PyTree) -> PyTree:
 def _fetch(
     draw: Callable[..., Any], state: PyTree, host: HostRows, counts: list[int]
 ) -> Iterator[_Chunk]:
-    """Yields the rows of so many steps each; those of the next are fetched meanwhile."""
+    """Yields chunks of ``counts`` steps, and fetches the next chunk meanwhile."""
 
     def prepare(state: PyTree, count: int) -> _Chunk:
         rows, mask, after = draw(state, count)
@@ -208,7 +209,7 @@ def _fetch(
 def _drawn(
     sampler: Sampler, num_examples: int, length: int, state: PyTree, count: Array
 ) -> tuple[Array, Array, PyTree]:
-    """Rows and masks of ``count`` batches, room for ``length``, and the sampler's state after."""
+    """Returns rows and masks of ``count`` batches, padded to ``length``, and the new state."""
 
     def one(state: PyTree, at: Array) -> tuple[PyTree, tuple[Array, Array]]:
         batch, new = sampler.next(state)

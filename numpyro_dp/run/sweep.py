@@ -34,7 +34,7 @@ __all__ = ["SweepPlan", "SweepResult", "SweepRun", "combinations", "run_sweep"]
 
 
 class SweepRun(NamedTuple):
-    """One run of a sweep; its fields are those of :class:`SweepResult` without the leading axis."""
+    """One run of a sweep: the fields of :class:`SweepResult` without the leading axis."""
 
     params: dict[str, Any]
     trace: Trace
@@ -47,14 +47,15 @@ class SweepResult(NamedTuple):
 
     Attributes:
         params: Constrained parameters.
-        trace: Thinned private iterates, ``params`` of shape ``(runs, kept, ...)``.
-        losses: Loss curves where they were asked for, values of shape ``(runs, kept)``.
-        labels: What each run is: arrays ``seed``, ``clip_norm`` and ``noise_multiplier`` of shape
-            ``(runs,)``, and ``epsilon``: what it was asked to spend, or has spent without a budget.
-            Clip norms that are no numbers are numbered. ``learning_rate``, where it was swept.
-        privacy: What each run spends *by itself* (or with earlier runs in the driver's budget).
-            Whoever publishes several of them, or the best of them, spends at most the sum of their
-            epsilons at the sum of their deltas; ``PrivacyBudget.after`` composes them.
+        trace: Thinned private iterates, with ``params`` of shape ``(runs, kept, ...)``.
+        losses: Loss curves if the driver returns them, with values of shape ``(runs, kept)``.
+        labels: Settings of each run, as arrays of shape ``(runs,)``: ``seed``, ``clip_norm``,
+            ``noise_multiplier``, ``epsilon``, and ``learning_rate`` if you swept it. ``epsilon`` is
+            the budget, or the epsilon spent without a budget. A clip norm that is not a number
+            appears as its position.
+        privacy: What each run spends *by itself*, or with earlier runs in the driver's budget. If
+            you publish several runs, or the best of them, you spend at most the sum of their
+            epsilons at the sum of their deltas. ``PrivacyBudget.after`` composes them.
     """
 
     params: dict[str, Any]
@@ -64,25 +65,25 @@ class SweepResult(NamedTuple):
     privacy: tuple[PrivacyReport, ...]
 
     def one(self, index: int) -> SweepRun:
-        """Returns one run, as post-processing takes it."""
+        """Returns one run, for post-processing."""
         pick = lambda tree: jax.tree.map(lambda leaf: leaf[index], tree)  # noqa: E731
         losses = self.losses and self.losses._replace(values=self.losses.values[index])
         trace = Trace(self.trace.steps, *pick(self.trace[1:]))
         return SweepRun(pick(self.params), trace, losses, self.privacy[index])
 
     def __repr__(self) -> str:
-        """Names the fields, and what publishing costs."""
+        """Names the fields and the cost of publishing."""
         number = len(self.privacy)
         total = sum(report.epsilon for report in self.privacy)
         return (
             f"SweepResult({number} runs, params of {sorted(self.params)}, {self.trace!r}). Each "
-            f"run spends its own epsilon; all of them together at most epsilon = {total:.4g} at "
+            f"run spends its own epsilon. All runs together spend at most epsilon = {total:.4g} at "
             "the sum of their deltas."
         )
 
 
 class SweepPlan(NamedTuple):
-    """What the runs of a sweep have in common; see ``DPSVI.sweep``."""
+    """Arguments that the runs of a sweep share. ``DPSVI.sweep`` describes them."""
 
     settings: RunSettings
     rng_keys: Array
@@ -100,15 +101,15 @@ def run_sweep(
     rows: Rows,
     folder: Any,
 ) -> SweepResult:
-    """Plans every combination before a record is read, then runs all.
+    """Plans all combinations before it reads a record, then runs them.
 
     Args:
-        sweep: What the runs have in common.
+        sweep: Arguments that the runs share.
         axes: Settings of each combination, from :func:`combinations`.
         starts: A first state for each seed.
         session: Compiled functions.
         rows: The records.
-        folder: Keeps finished chunks; ``None`` keeps nothing.
+        folder: Folder for finished chunks, or ``None``.
     """
     settings, num_steps, rates = sweep.settings, sweep.num_steps, sweep.learning_rates
     secret, number = secret_of(settings), len(starts)
@@ -123,7 +124,7 @@ def run_sweep(
             fields = noise_fields(settings, own, plan, mechanism_state)
             states.append(start._replace(**fields))
     fitting = len(states)
-    if not settings.several_processes:  # which would have to agree
+    if not settings.several_processes:  # they would have to agree on the size of a chunk
         fitting = runs_that_fit(session.shapes_of_run(states[0], rows, sweep.trace_size), rows)
     chunk = min(sweep.chunk_size or fitting, len(states))
     labels = _labels(axes, reports, number, rates)
@@ -150,7 +151,7 @@ def _meaning(
     num_examples: int,
     chunk: int,
 ) -> dict[str, Any]:
-    """What must be the same where a folder's chunks are read again."""
+    """Returns what must be the same when a sweep reads a folder's chunks again."""
     return {name: column.tolist() for name, column in labels.items()} | {
         "rng_keys": np.asarray(jax.vmap(_key_data)(sweep.rng_keys)).tolist(),
         "num_steps": sweep.num_steps, "trace_size": sweep.trace_size, "chunk_size": chunk,
@@ -164,10 +165,10 @@ def _meaning(
 
 
 def runs_that_fit(of_a_run: PyTree, rows: Rows) -> int:
-    """How many runs side by side need at most a quarter of the device's memory, one at least.
+    """Returns how many runs fit in a quarter of the device's memory, at least one.
 
     Args:
-        of_a_run: Shapes and types of what one run keeps; twice that is reckoned with.
+        of_a_run: Shapes and dtypes of what one run keeps. The result allows twice that memory.
         rows: The records, on the devices.
     """
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(of_a_run))
@@ -176,7 +177,7 @@ def runs_that_fit(of_a_run: PyTree, rows: Rows) -> int:
 
 
 def _memory(device: jax.Device) -> int:
-    """Bytes of a device's memory, the host's if it does not say; 4 GB if neither does."""
+    """Returns the bytes of the device's memory, else of the host's memory, else 4 GB."""
     known = (device.memory_stats() or {}).get("bytes_limit")
     if known is None and hasattr(os, "sysconf"):
         known = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -197,14 +198,14 @@ def _rates(rates: Any) -> list[Any]:
 
 
 def _at_rate(start: SensitiveState, rate: float | None) -> SensitiveState:
-    """The state with another step size in its optimiser."""
+    """Sets the step size in the state's optimiser."""
     if rate is None:
         return start
     named = optax.tree_utils.tree_get_all_with_path(start.optim_state, "learning_rate")
     if not named:
         raise ValueError(
-            "Expected an optimiser that keeps its learning_rate in its state, for a sweep over "
-            "them. Pass DPSVI(..., optax.inject_hyperparams(optax.adam)(learning_rate=1e-3))."
+            "A sweep over learning_rate needs an optimiser that keeps it in its state. Pass "
+            "DPSVI(..., optax.inject_hyperparams(optax.adam)(learning_rate=1e-3))."
         )
     value = jnp.asarray(rate, jnp.asarray(named[0][1]).dtype)
     return start._replace(
@@ -215,13 +216,13 @@ def _at_rate(start: SensitiveState, rate: float | None) -> SensitiveState:
 def _check_keeps(settings: RunSettings, folder: Any) -> None:
     if settings.allow_sensitive:
         raise ValueError(
-            f"Expected no folder={str(folder)!r} with allow_sensitive=True: it would keep losses "
-            "that nothing protects. Sweep without a folder, or without losses."
+            f"Expected no folder={str(folder)!r} with allow_sensitive=True. The folder would keep "
+            "losses without protection. Leave out the folder, or allow_sensitive."
         )
     if settings.several_processes:
         raise ValueError(
-            f"Expected a mesh of one process for a sweep with folder={str(folder)!r}, got one of "
-            "several, which would have to agree on what is finished. Sweep without a folder."
+            f"A sweep with folder={str(folder)!r} does not support a mesh of several processes: "
+            "they would have to agree on which chunks are finished. Leave out the folder."
         )
 
 
@@ -237,11 +238,11 @@ def _in_chunks(
     started: Callable[..., AbstractContextManager[None]],
 ) -> tuple[PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
     parts = []
-    # Without a store nothing is left of a sweep that fails: it gives all its keys back.
+    # A sweep that fails without a store returns nothing, so all its keys become free again.
     with started(*([] if store else states)):
         for first in range(0, len(states), chunk):
             own = states[first : first + chunk]
-            # A last chunk of another size would be compiled again: repeats, dropped below.
+            # A shorter last chunk would be compiled again. Repeat a run instead: `join` drops it.
             some = own + own[-1:] * (chunk - len(own))
             found = store and store.load(first)
             if found is None:
@@ -265,24 +266,24 @@ def _in_chunks(
 def combinations(
     settings: RunSettings, folder: Any, epsilon: Any, noise_multiplier: Any, clip_norm: Any
 ) -> list[RunSettings]:
-    """Returns the settings of each combination of budget, noise and clip norm, the last slowest.
+    """Returns settings for all combinations of budget, noise and clip norm, which varies slowest.
 
     Raises:
-        ValueError: If they contradict each other or the driver.
+        ValueError: If the arguments contradict each other or the driver.
     """
     if folder:
         _check_keeps(settings, folder)
     noises: list[dict[str, Any]] = [{}]
     if epsilon is not None and noise_multiplier is not None:
         raise ValueError(
-            "Expected epsilon or noise_multiplier, got both. The budget sets the noise."
+            "Expected epsilon or noise_multiplier, got both. The budget sets the noise. Drop one."
         )
     if epsilon is not None:
         budget = settings.budget
         if budget is None:
             raise ValueError(
-                f"Expected a driver with a budget for a sweep over epsilon={list(epsilon)}: its "
-                "delta and relation hold for all runs. Pass DPSVI(..., budget=PrivacyBudget(...))."
+                f"A sweep over epsilon={list(epsilon)} needs a driver with a budget, for delta and "
+                "relation. Pass DPSVI(..., budget=PrivacyBudget(...))."
             )
         budgets = [
             dataclasses.replace(budget, epsilon=value) for value in _items("epsilon", epsilon)
@@ -296,9 +297,9 @@ def combinations(
     for norm in norms:
         if norm.bounded != settings.clip_norm.bounded:
             raise ValueError(
-                f"Expected clip norms that are all finite or all infinite, as that of "
-                f"DPSVI(clip_norm={settings.clip_norm}), got {norm}. Use another driver for "
-                "unbounded runs."
+                "Expected clip norms that are all finite or all infinite, like "
+                f"DPSVI(clip_norm={settings.clip_norm}), got {norm}. Use another driver for runs "
+                "without clipping."
             )
     return axes
 
@@ -342,7 +343,6 @@ def _clip_norms(clip_norm: Any, usual: ClipNorm) -> list[ClipNorm]:
         if (norm.entries, norm.adaptive) != (usual.entries, usual.adaptive):
             raise ValueError(
                 f"Expected clip norms of the form of DPSVI(clip_norm={usual}), got {norm}. Name "
-                "the same entries, each with a number in all runs or with an AdaptiveClip in all "
-                "of them."
+                "the same entries. Give each a number in all runs, or an AdaptiveClip in all runs."
             )
     return norms

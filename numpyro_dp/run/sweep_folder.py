@@ -1,4 +1,4 @@
-"""What a sweep has finished, kept in a folder, so that one that stopped goes on."""
+"""Keeps finished parts of a sweep in a folder, so that an interrupted sweep can continue."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["SweepFolder", "fingerprint", "traced"]
 
 
 class SweepFolder:
-    """Results of chunks by the number of their first run; holds releases alone.
+    """Results of chunks by the number of their first run. It holds released values only.
 
     Args:
-        path: The folder; made where it is missing.
-        meaning: What the runs are, as JSON takes it.
-        like: What a chunk gives; only structure, shapes and types matter.
+        path: The folder. It is created if it does not exist.
+        meaning: Description of the runs, as JSON values.
+        like: A tree like the result of a chunk. Only structure, shapes and dtypes matter.
 
     Raises:
-        ValueError: If the folder holds runs of another meaning; the message says of what.
+        ValueError: If the folder holds other runs. The message names the difference.
     """
 
     def __init__(self, path: str | os.PathLike[str], meaning: dict[str, Any], like: PyTree) -> None:
@@ -44,13 +44,13 @@ class SweepFolder:
         for name in sorted(found.keys() | meaning.keys()):
             if found.get(name) != meaning.get(name):
                 raise ValueError(
-                    f"Expected folder={str(path)!r} to be of this sweep, got one with {name}="
-                    f"{_short(found.get(name))} instead of {_short(meaning.get(name))}. Take "
-                    "another folder, or the arguments that it was begun with."
+                    f"folder={str(path)!r} holds another sweep, with {name}="
+                    f"{_short(found.get(name))} instead of {_short(meaning.get(name))}. Use "
+                    "another folder, or the arguments of the sweep that created it."
                 )
 
     def load(self, first: int) -> PyTree | None:
-        """Returns a finished chunk; ``None`` if it is not there."""
+        """Returns a finished chunk, or ``None``."""
         path = self._chunk(first)
         if not path.exists():
             return None
@@ -58,19 +58,19 @@ class SweepFolder:
             with np.load(path) as stored:
                 leaves = [stored[f"leaf{number}"] for number in range(len(stored.files))]
         except (zipfile.BadZipFile, OSError, KeyError, ValueError) as error:
-            raise ValueError(f"Expected a whole file, got {path}: {error}. Remove it.") from error
+            raise ValueError(f"{path} is damaged: {error}. Remove it.") from error
         expected, structure = jax.tree.flatten(self._like)
         if [x.shape for x in leaves] != [x.shape for x in expected]:
             raise ValueError(
                 f"Expected arrays of {[x.shape for x in expected]} in {path}, got "
                 f"{[x.shape for x in leaves]}. Remove it."
             )
-        both = zip(leaves, expected, strict=True)  # NumPy's files do not name bfloat16
+        both = zip(leaves, expected, strict=True)  # NumPy's files do not store the name bfloat16
         leaves = [x.view(known.dtype) if x.dtype.kind == "V" else x for x, known in both]
         return jax.tree.unflatten(structure, leaves)
 
     def save(self, first: int, found: PyTree) -> None:
-        """Keeps a chunk; a file appears when it is whole."""
+        """Writes a chunk. The file appears only when it is complete."""
         leaves = {f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(found))}
         path = self._chunk(first)
         begun = path.with_suffix(".begun.npz")
@@ -82,7 +82,7 @@ class SweepFolder:
 
 
 def fingerprint(secret: Array | None) -> str:
-    """What tells one secret key from another; it confirms a key that was guessed."""
+    """Returns a hash that distinguishes secret keys. It can confirm a guessed key."""
     if secret is None:
         return "drawn anew by each call"
     data = np.asarray(jax.random.key_data(secret)).tobytes()
@@ -90,12 +90,13 @@ def fingerprint(secret: Array | None) -> str:
 
 
 def traced(run: Callable[..., PyTree], arguments: Any, public: PyTree) -> tuple[str, PyTree]:
-    """A hash of what a function computes and from what values; and the shapes of what it gives.
+    """Returns a hash of a function and its public values, and the shapes of its result.
 
-    Of the arguments only shapes matter, of ``public`` the values. The program is the traced one:
-    model, guide, estimator, optimiser and sampler are in it, and the arrays that they captured.
+    Of ``arguments`` only the shapes matter, of ``public`` also the values. The hash covers the
+    traced program: model, guide, estimator, optimiser, sampler and the arrays they captured.
     """
     program, like = jax.make_jaxpr(run, return_shape=True)(*arguments)
+    # Addresses of Python objects in the text differ between processes.
     found = hashlib.sha256(re.sub("0x[0-9a-f]+", "", str(program)).encode())
     for leaf in [*jax.tree.leaves(public), *held_by_program(program)]:
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -1,18 +1,17 @@
-r"""A clip norm from simulated records: it touches no private data, and costs no budget.
+r"""Finds a clip norm on simulated records, which reads no private data and costs no budget.
 
-Records :math:`\hat x_i` are drawn from the model's own prior predictive, latents and all, given
-public or invented covariates; the method runs on them without clip and noise; the norm is a
-quantile of the norms of their signals at the last iterate :math:`\varphi`,
+The model draws records :math:`\hat x_i` from its prior predictive, with public or invented
+covariates. The method runs on them without clip and noise. The norm is a quantile of the norms of
+their signals at the last iterate :math:`\varphi`,
 
 .. math::
     Q_\gamma\big\{\, \lVert s(\varphi, \eta_k, \hat x_i) \rVert
         \;:\; i \le n,\; k \le K \,\big\},
 
-over K draws :math:`\eta_k` of the guide. The median over several simulated sets is returned.
+over K draws :math:`\eta_k` of the guide. The result is the median over several simulated sets.
 
-The answer is as good as the prior: where that allows records of quite another scale than the real
-ones, :class:`~numpyro_dp.mechanisms.AdaptiveClip` does better, perhaps with this norm as its
-``initial``.
+The norm is as good as the prior. If the prior allows records on a very different scale than the
+real ones, use :class:`~numpyro_dp.mechanisms.AdaptiveClip`, perhaps with this norm as ``initial``.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from numpyro_dp.vi.svi import DPSVI
 
 __all__ = ["simulated_clip_norm"]
 
-_AT_ONCE = 256  # records whose signals are held in memory together
+_AT_ONCE = 256  # records whose signals are in memory together
 
 
 def simulated_clip_norm(
@@ -52,26 +51,26 @@ def simulated_clip_norm(
     num_draws: int = 10,
     **kwargs: Any,
 ) -> float:
-    """Returns a clip norm found on records that are simulated from the model.
+    """Returns a clip norm found on records simulated from the model.
 
-    The estimator, optimiser and sampler of a driver run on each of ``num_sets`` simulated sets
-    without clip and noise; the norm is a quantile of the norms of the signals at the end.
+    The estimator, optimiser and sampler of ``svi`` run on each of ``num_sets`` simulated sets,
+    without clip and noise. The norm is a quantile of the norms of the signals at the end.
 
     Args:
-        svi: A driver like that of the private run; clip norm, noise and budget are not read.
-        rng_key: Key of everything that is drawn; it need not be secret.
-        num_steps: Steps on each simulated set: enough to converge without noise.
-        *args: *Stand-in* arguments of the model: public or invented covariates, any number of rows.
-            An array that is observed (``obs=y``) gives its shape and dtype alone.
-        quantile: The part of the signals that the norm should not clip, in (0, 1).
+        svi: A driver like the one of the private run. Its clip norm, noise and budget are ignored.
+        rng_key: Key of all draws. It need not be secret.
+        num_steps: Steps on each simulated set, enough to converge without noise.
+        *args: *Stand-in* arguments of the model: public or invented covariates, with any number of
+            rows. Only the shape and dtype of an observed array (``obs=y``) matter.
+        quantile: Fraction of the signals that the norm should not clip, in (0, 1).
         num_sets: Number of simulated sets.
         num_draws: Draws of the guide at the last iterate.
         **kwargs: Stand-in keyword arguments of the model.
 
     Raises:
         TypeError, ValueError: Name the value, the range and the remedy.
-        UnsupportedModelError: If an observed site's value is not one of the arguments itself, or a
-            prior cannot be drawn from.
+        UnsupportedModelError: If the value of an observed site is not itself an argument, or the
+            model cannot draw from a prior.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
@@ -91,8 +90,8 @@ def simulated_clip_norm(
         True
 
     Guarantee:
-        Reads no private record, *provided that no argument holds one*: arguments that are not
-        observed reach the norm, so they must be public. Choosing it costs no budget then.
+        Reads no private record *if no argument holds one*, and then costs no budget. Arguments that
+        are not observed influence the norm, so they must be public.
     """
     _check(svi, rng_key, num_steps, quantile, num_sets, num_draws)
     first, rest = jax.random.split(rng_key)
@@ -104,19 +103,19 @@ def simulated_clip_norm(
 def _check(svi: Any, rng_key: Any, num_steps: Any, quantile: Any, *numbers: Any) -> None:
     if not isinstance(svi, DPSVI):
         raise TypeError(
-            f"Expected svi to be a DPSVI, got {type(svi).__name__}. Its clip_norm is not read: "
-            "pass clip_norm=1.0 for the time being."
+            f"Expected svi to be a DPSVI, got {type(svi).__name__}. Its clip_norm is ignored: pass "
+            "clip_norm=1.0 for now."
         )
     checks.check_rng_key(rng_key)
     checks.check_num_steps(num_steps, np.iinfo(np.int32).max - 1)
     check_real("quantile", quantile, low=0, high=1, low_open=True, high_open=True,
-               remedy="It is the part of the records that should not be clipped.")  # fmt: skip
+               remedy="It is the fraction of the records that should not be clipped.")  # fmt: skip
     for name, number in zip(("num_sets", "num_draws"), numbers, strict=True):
         check_int(name, number, low=1)
 
 
 def _without_privacy(svi: DPSVI, key: Array) -> DPSVI:
-    """The same driver without clip and noise; its batches follow from the key."""
+    """Returns the same driver without clip and noise. ``key`` decides its batches."""
     secret = np.asarray(jax.random.bits(key, (8,), jnp.uint32)).tobytes()
     return DPSVI(
         svi.model, svi.guide, svi.optim, svi.loss, estimator=svi.method.estimator,
@@ -126,7 +125,7 @@ def _without_privacy(svi: DPSVI, key: Array) -> DPSVI:
 
 
 def _simulator(svi: DPSVI, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """Returns ``key -> (args, kwargs)``, observed arrays drawn from the prior predictive."""
+    """Returns ``key -> (args, kwargs)`` with observed arrays from the prior predictive."""
     check_arrays(args, kwargs)
     leaves, treedef = jax.tree.flatten((args, kwargs))
     slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
@@ -145,8 +144,8 @@ def _simulator(svi: DPSVI, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cal
             return run.get_trace(*args, **kwargs, **svi.static_kwargs)
         except NotImplementedError as error:
             raise UnsupportedModelError(
-                "Expected distributions that can be drawn from, to simulate records; the model has "
-                "one that cannot (ImproperUniform, say). Give it a proper prior, or use "
+                "The model has a distribution that cannot be drawn from, such as ImproperUniform, "
+                "so it cannot simulate records. Use a proper prior, or "
                 "clip_norm=AdaptiveClip(...)."
             ) from error
 
@@ -156,6 +155,7 @@ def _simulator(svi: DPSVI, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cal
     hidden = set(observed.values())
 
     def draw(key: Array, values: list[Array]) -> list[Array]:
+        # Ones, so that nothing but the shape of an observed argument can reach the norm.
         values = [jnp.ones_like(v) if n in hidden else v for n, v in enumerate(values)]
         sampled, drawn = trace(handlers.uncondition(svi.model), key, values), list(values)
         for name, number in observed.items():
@@ -170,7 +170,7 @@ def _simulator(svi: DPSVI, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cal
 def _observed_arguments(
     traced: Callable[..., dict[str, Any]], sites: tuple[str, ...], arrays: list[Array]
 ) -> dict[str, int]:
-    """Returns which argument array is the value of each observed site, on shapes alone."""
+    """Finds from shapes alone which argument is the value of each observed site."""
 
     def values(*arrays: Array) -> list[Any]:
         trace = traced(jax.random.key(0), arrays)
@@ -183,8 +183,8 @@ def _observed_arguments(
         if number is None or number in observed.values():
             raise UnsupportedModelError(
                 f"Expected the value of observed site {name!r} to be an argument of the model "
-                "itself (obs=y) and of no other site: otherwise simulated records cannot take its "
-                "place. Compute it before the call, or use clip_norm=AdaptiveClip(...)."
+                "itself (obs=y), and of no other site. Otherwise simulated values cannot replace "
+                "it. Compute it before the call, or use clip_norm=AdaptiveClip(...)."
             )
         observed[name] = number
     return observed
@@ -193,12 +193,12 @@ def _observed_arguments(
 def _norms(
     driver: DPSVI, simulate: Callable[[Array], Any], keys: Array, num_steps: int, num_draws: int
 ) -> Iterator[np.ndarray]:
-    """Yields norms of the signals of a set, for several draws of the guide at the last iterate."""
+    """Yields the norms of the signals of each set, for several draws of the guide."""
     signal_norms = None
     for data_key, run_key, draw_key in keys:
         args, kwargs = simulate(data_key)
         result = driver.run(run_key, num_steps, *args, progress_bar=False, trace_size=1, **kwargs)
-        session = driver._session(args, kwargs)  # the same for all sets
+        session = driver._session(args, kwargs)  # all sets have one shape, so they share a session
         signal_norms = signal_norms or _signal_norms(driver.method.estimator(session.problem))
         params = driver.optim.get_params(result.state.optim_state)
         draws = jax.random.split(draw_key, num_draws)
@@ -223,7 +223,7 @@ def _signal_norms(estimator: Estimator) -> Callable[..., Array]:
 
 
 def _quantile(norms: np.ndarray, quantile: float) -> float:
-    """Of the finite norms: the others would count as 0."""
+    """Takes the finite norms only: a run counts other records as 0."""
     finite = norms[np.isfinite(norms)]
     return float(np.quantile(finite, quantile)) if finite.size else math.nan
 
@@ -232,6 +232,6 @@ def _checked(norm: float) -> float:
     if not 0 < norm < math.inf:
         raise ValueError(
             f"Expected signals of finite norms > 0 on simulated records, got {norm}. Priors may be "
-            "too wide or steps too large: narrow them, or use clip_norm=AdaptiveClip(...)."
+            "too wide, or steps too large. Make them smaller, or use clip_norm=AdaptiveClip(...)."
         )
     return norm

@@ -38,62 +38,61 @@ _WIDENED = (
 class DPSVI(Driver):
     r"""Differentially private stochastic variational inference.
 
-    Where ``numpyro.infer.SVI`` is used, ``DPSVI`` can be: ``init``, ``update``, ``run``,
-    ``evaluate`` and ``get_params`` have the same signatures and meaning. Batches are drawn inside,
-    so ``update`` and ``run`` take the *whole* data set: every argument array whose first axis has
-    the size of the data plate holds one record a row. An array that holds no record has to be named
-    in ``public``; numbers are public.
+    A replacement for ``numpyro.infer.SVI``: ``init``, ``update``, ``run``, ``evaluate`` and
+    ``get_params`` have the same signatures and meaning. Pass the *whole* data set to ``update`` and
+    ``run``, which draw the batches. In an argument array whose first axis has the size of the data
+    plate, each row is one record. Name arrays that hold no record in ``public``. Numbers are
+    public.
 
     Args:
         model: A NumPyro model with a plate over records.
-        guide: A reparameterised guide: automatic or hand-written.
-        optim: An optax or ``numpyro.optim`` optimiser. It is given the gradient of the negative
+        guide: A reparameterised guide, automatic or hand-written.
+        optim: An optax or ``numpyro.optim`` optimiser. It sees the gradient of the negative
             evidence lower bound of the whole data set.
-        loss: ``None``, ``Trace_ELBO(num_particles=K)`` or ``TraceMeanField_ELBO(num_particles=K)``;
-            all three are one here, since entropies have closed forms where these are known.
-        estimator: Which gradient one record contributes; see :mod:`numpyro_dp.estimators`.
-        clip_norm: Bound on the norm of one record's signal, in units of its log likelihood
-            gradient, unscaled by batch or data size. Or an
+        loss: ``None``, ``Trace_ELBO(num_particles=K)`` or ``TraceMeanField_ELBO(num_particles=K)``.
+            All give the same loss: entropies are in closed form if one is known.
+        estimator: Which gradient one record contributes (:mod:`numpyro_dp.estimators`).
+        clip_norm: Largest norm of one record's signal, in units of its log likelihood gradient,
+            unscaled by batch or data size. A number, an
             :class:`~numpyro_dp.mechanisms.AdaptiveClip`, or a dict of either by entry of the
             signal.
         sampler: :class:`~numpyro_dp.samplers.Poisson`, :class:`~numpyro_dp.samplers.FixedSize`,
             :class:`~numpyro_dp.samplers.Permutation` or
             :class:`~numpyro_dp.samplers.FullBatch`.
-        mechanism: Clips and adds noise:
-            :class:`~numpyro_dp.mechanisms.GaussianMechanism` by default, or a builder of your own
+        mechanism: Clips and adds noise. By default
+            :class:`~numpyro_dp.mechanisms.GaussianMechanism`, or your own builder
             (:class:`numpyro_dp.core.MechanismBuilder`).
-        budget: What may be spent; the noise is calibrated to it.
-        noise_multiplier: Noise over sensitivity instead of a budget, or, with one, checked
-            against it. 0 is not private.
+        budget: Epsilon and delta that the run may spend. They determine the noise.
+        noise_multiplier: Standard deviation of the noise over the sensitivity, instead of a budget.
+            With a budget, it is checked against the budget. 0 is not private.
         secret_key: 32 bytes, 64 hexadecimal digits, an integer, or a key of
-            :func:`~numpyro_dp.secret_key`; makes noise and batches reproducible, and is marked in
-            the report. By default the operating system gives a fresh key to every ``init``. A key
-            makes noise once: a second run with it is refused (see ``repetition``).
-        num_steps: Steps that the budget must cover, for loops of ``update`` and resumed runs;
-            ``run`` covers its own steps by default.
-        accountant: Bounds epsilon; the smallest of several valid bounds by default.
-        data_plate: Name of the plate over records, where several plates surround the observed
+            :func:`~numpyro_dp.secret_key`. It makes noise and batches reproducible, and the report
+            says so. By default every ``init`` takes a fresh key from the operating system. A second
+            run with the same key raises an error (see ``repetition``).
+        num_steps: Steps that the budget must cover, for loops of ``update`` and resumed runs. By
+            default ``run`` covers its own steps.
+        accountant: Bounds epsilon. By default the smallest of several valid bounds.
+        data_plate: Name of the plate over records. Needed if several plates surround the observed
             sites, or an argument has the number of records along two axes.
-        loss_release: Releases a loss curve, at a cost.
+        loss_release: Releases a loss curve, for a part of the budget.
         allow_sensitive: Lets ``update``, ``evaluate`` and ``run`` return losses without protection.
-            Those of ``update`` and ``run`` have the entropy in closed form where it is known: their
-            mean is that of SVI's losses, single values are not.
-        microbatch_size: Records of a batch that are in memory at a time: bounds the memory of a
-            step, and changes its result by rounding at most. By default as many as keep about a
-            million numbers in memory (gradients, or the factors of those of layers); besides, a
-            step needs about four times the memory of the parameters.
-            Runs side by side need that memory each; losses shown by ``allow_sensitive`` more.
-        mesh: Devices that share the work: each bounds and sums its part of a batch. Records are
-            spread over them where their number is divisible by that of the devices, else copied;
-            arrays that are spread over them already stay, those of several processes too. Then
-            ``microbatch_size`` counts the rows of each device.
-        public: What is public besides: names of arguments that hold no record (``["table"]``),
-            whatever their shape, and arrays that model, guide or initialisers hold by themselves.
-            ``"captured"`` stands for everything that model and guide hold. Arrays that are not
-            named may have 100 entries together, and at most a quarter of the number of records.
-            The report lists all of them.
-        repetition: Lets a given ``secret_key`` make the noise of an earlier run again, and a state
-            be resumed twice. The caller promises that records and settings are the same.
+            Losses of ``update`` and ``run`` use a closed-form entropy if one is known. They agree
+            with the losses of ``SVI`` on average, not value by value.
+        microbatch_size: Records of a batch in memory at a time. Lower it if you run out of memory:
+            the result changes by rounding at most. By default about a million values (gradients, or
+            factors of the gradients of layers) are in memory. A step also needs about four times
+            the memory of the parameters. Each run of a sweep needs this memory. ``allow_sensitive``
+            needs more.
+        mesh: Devices that share the work: each clips and sums its part of a batch. Records are
+            spread over the devices if their number is divisible by the number of devices, else
+            copied. Arrays that are already spread over them stay, also over several processes.
+            ``microbatch_size`` then counts the rows of each device.
+        public: Names of arguments that hold no record (``["table"]``), whatever their shape, and
+            arrays that model, guide or initialisers hold. ``"captured"`` stands for everything that
+            model and guide hold. Arrays that you do not list may have 100 entries together, and at
+            most a quarter of the number of records. The report lists all of them.
+        repetition: Allows a given ``secret_key`` to repeat the noise of an earlier run, and a state
+            to be resumed twice. You promise that records and settings are the same.
         **static_kwargs: Public, constant keywords of model and guide.
 
     Raises:
@@ -118,12 +117,13 @@ class DPSVI(Driver):
 
     Guarantee:
         ``result.params``, ``result.trace``, ``result.folded``, ``result.privacy`` and private
-        losses are (epsilon, delta)-differentially private under the budget's relation: each step
-        is the Gaussian mechanism on a clipped sum over a sampled batch, everything else is
+        losses are (epsilon, delta)-differentially private under the budget's relation. Each step is
+        the Gaussian mechanism on a clipped sum over a sampled batch. Everything else is
         post-processing or reads no record. The number of records, shapes and dtypes are public.
-        ``result.state`` and everything in a type named ``Sensitive...`` is not covered.
-        No two runs share noise, however they are started, but where ``repetition`` says so, or
-        where a loop inside a function that the caller compiled reads one state twice
+        The guarantee does not cover ``result.state`` and types named ``Sensitive...``.
+
+        No two runs share noise, however you start them. Two exceptions: ``repetition=True``, and a
+        loop inside a function that you compiled, which reads one state twice
         (:mod:`numpyro_dp.privacy.once`).
 
     Reference:
@@ -176,38 +176,40 @@ class DPSVI(Driver):
     def stable_update(
         self, svi_state: SensitiveState, *args: Any, **kwargs: Any
     ) -> tuple[SensitiveState, Array]:
-        """The same as :meth:`update`: a record that is not finite counts as 0 in every step."""
+        """Calls :meth:`update`, which always counts a record without a finite signal as 0."""
         return self.update(svi_state, *args, **kwargs)
 
     def get_params(self, svi_state: SensitiveState) -> dict[str, Any]:
-        """Returns the constrained parameters at a state; they may be published."""
+        """Returns the constrained parameters at a state. You may publish them."""
         checks.check_state(svi_state)
         if self._frontend.svi.constrain_fn is None:
-            raise ValueError("Expected init or run to have been called before get_params.")
+            raise ValueError(
+                "get_params needs an earlier call of init or run. Call one of them first."
+            )
         return self._frontend.svi.get_params(svi_state)
 
     def evaluate(self, svi_state: SensitiveState, *args: Any, **kwargs: Any) -> Array:
-        """Returns the negative evidence lower bound on the data: sensitive.
+        """Returns the negative evidence lower bound on the data, which is sensitive.
 
         Raises:
             SensitiveValueError: Unless ``allow_sensitive=True``.
         """
         if not self.settings.allow_sensitive:
             raise SensitiveValueError(
-                "Expected allow_sensitive=True for evaluate: the loss on the records is not "
+                "evaluate needs allow_sensitive=True, because the loss on the records is not "
                 "protected. Use loss_release= for a loss curve within the budget, or evaluate on "
                 "public data with numpyro.infer.SVI."
             )
         if self._frontend.structure(args, kwargs).summed:
             raise UnsupportedModelError(
-                "Expected a model without discrete latent sites for evaluate, which is NumPyro's "
-                "and draws them. Use loss_release=, or sum them out in the model."
+                "evaluate does not support discrete latent sites: NumPyro would draw them, and a "
+                "run sums them out. Use loss_release=, or sum them out in the model."
             )
         args, kwargs = copied(self.settings.mesh, (args, kwargs))
         return self._frontend.svi.evaluate(copied(self.settings.mesh, svi_state), *args, **kwargs)
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
-        """Reads shapes alone."""
+        """Reads the model from shapes alone."""
         return self._frontend.structure(args, kwargs)
 
     def prepare(
@@ -218,7 +220,7 @@ class DPSVI(Driver):
         kwargs: dict[str, Any],
         init_params: dict[str, Any] | None,
     ) -> Prepared:
-        """Reads no record."""
+        """Returns the problem and the first state of the optimiser. Reads no record."""
         return self._frontend.prepare(structure, rng_key, args, kwargs, init_params)
 
     def _posterior(self, problem: VariationalProblem, result: RunResult) -> Posterior:

@@ -176,7 +176,7 @@ def test_scales_of_another_type():
     ("options", "text"),
     [
         ({}, "Expected a budget or a noise_multiplier"),
-        ({"noise_multiplier": 0.0}, "Expected budget="),
+        ({"noise_multiplier": 0.0}, "DPLaplace needs privacy noise"),
         ({"budget": BUDGET, "sampler": FullBatch()}, "sampler"),
         ({"budget": BUDGET, "clip_norm": 1.0}, "clip_norm"),
     ],

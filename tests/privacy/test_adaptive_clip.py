@@ -93,7 +93,7 @@ def test_each_run_of_a_sweep_is_the_run_of_its_settings(swept):
 
 def test_a_sweep_refuses_norms_of_another_form():
     svi = driver(AdaptiveClip())
-    with pytest.raises(ValueError, match="an AdaptiveClip in all of them"):
+    with pytest.raises(ValueError, match="an AdaptiveClip in all runs"):
         svi.sweep(KEYS, 3, records(), clip_norm=[1.0])
     with pytest.raises(TypeError, match=r"Expected a sequence.*AdaptiveClip"):
         svi.sweep(KEYS, 3, records(), clip_norm=AdaptiveClip())

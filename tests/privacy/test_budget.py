@@ -151,12 +151,12 @@ def test_a_run_after_another_resumes_with_its_budget_alone():
         sampler=FullBatch(), noise_multiplier=40.0,
     )  # fmt: skip
     for other in others:
-        with pytest.raises(BudgetError, match="1 earlier runs that it knows of"):
+        with pytest.raises(BudgetError, match="state has a budget with 1 earlier runs"):
             other.run(key, 3, x, init_state=begun.state, progress_bar=False)
-        with pytest.raises(BudgetError, match="1 earlier runs that it knows of"):
+        with pytest.raises(BudgetError, match="state has a budget with 1 earlier runs"):
             other.privacy(begun.state)
     alone = others[0].run(key, 3, x, progress_bar=False).state
-    with pytest.raises(BudgetError, match="0 earlier runs"):
+    with pytest.raises(BudgetError, match="state has a budget with 0 earlier runs"):
         svi.privacy(alone)
 
 

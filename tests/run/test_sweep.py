@@ -93,7 +93,7 @@ def test_labels_and_reports(data):
     for asked, report in zip(labels["epsilon"], found.privacy, strict=True):
         assert 0.99 * asked < report.epsilon <= asked
     assert found.privacy[6].plan.sensitivity == 2.0
-    assert "together at most epsilon" in repr(found)
+    assert "together spend at most epsilon" in repr(found)
 
 
 @pytest.mark.full
@@ -172,7 +172,7 @@ def test_wrong_input(settings, error, match, data):
 
 
 def test_epsilon_needs_a_budget(data):
-    with pytest.raises(ValueError, match="driver with a budget"):
+    with pytest.raises(ValueError, match="needs a driver with a budget"):
         driver(noise_multiplier=1.0).sweep(KEYS, STEPS, data, epsilon=[1.0])
 
 

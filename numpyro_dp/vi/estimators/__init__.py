@@ -1,4 +1,4 @@
-"""Gradient estimators: one file each, three functions each."""
+"""Gradient estimators, one file for each."""
 
 from numpyro_dp.vi.estimators.aligned import aligned
 from numpyro_dp.vi.estimators.aligned_natural import aligned_natural

@@ -1,17 +1,17 @@
-r"""Aligned gradients: release the gradient with respect to the draw, derive the rest from it.
+r"""Aligned gradients: release the gradient of the draw, and derive the rest from it.
 
 With a draw :math:`z = z_\varphi(\eta)` shared by the batch, only
 
 .. math:: s_i = \nabla_z \log p(x_i \mid z)
 
 is clipped and summed. The released sum :math:`\tilde s` gives the gradient of the evidence lower
-bound for *all* variational parameters by post-processing,
+bound for *all* variational parameters by post-processing:
 
 .. math::
     \tilde g = \Big(\frac{\partial z}{\partial\varphi}\Big)^{\!\top}
-        \big(\tilde s / q + \nabla_z \log p(z)\big) + \nabla_\varphi H(q_\varphi),
+        \big(\tilde s / q + \nabla_z \log p(z)\big) + \nabla_\varphi H(q_\varphi).
 
-so that the noise of the scale parameters is aligned with their signal.
+So the noise of the scale parameters is aligned with their signal.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class DrawnPublic(NamedTuple):
     Attributes:
         params: Unconstrained parameters.
         latents: The draw.
-        entropy: Its entropy estimate.
-        vjp: Maps cotangents of (latents, entropy) to those of the parameters, in the coordinates
-            of the estimator.
-        rng_key: Seeds what the likelihood draws.
+        entropy: Entropy estimate of the draw.
+        vjp: Maps cotangents of (latents, entropy) to cotangents of the parameters, in the
+            coordinates of the estimator.
+        rng_key: Seeds draws in the likelihood.
     """
 
     params: dict[str, Any]
@@ -52,14 +52,15 @@ class DrawnPublic(NamedTuple):
 def aligned() -> Callable[[VariationalProblem], Estimator]:
     r"""The aligned gradient estimator, for every reparameterised guide.
 
-    The signal of one example is a dict with the gradient with respect to each latent site's
-    unconstrained value (leading axis K with K draws) and to each parameter of the model itself;
-    ``clip_norm`` may be a dict with the same keys. For a mean-field guide this is Algorithm 1 of
-    the paper, for a Cholesky guide its section 3.1.2; low-rank and flow guides follow from the
-    same vector-Jacobian product.
+    The signal of one example is a dict of gradients: with respect to the unconstrained value of
+    each latent site (leading axis K with K draws), and to each parameter of the model.
+    ``clip_norm`` may be a dict with the same keys.
+
+    For a mean-field guide this is Algorithm 1 of the paper, for a Cholesky guide its section 3.1.2.
+    Low-rank and flow guides use the same vector-Jacobian product.
 
     Returns:
-        A function that builds the :class:`~numpyro_dp.core.Estimator` for a model and guide; pass
+        A function that builds the :class:`~numpyro_dp.core.Estimator` for a model and guide. Pass
         it to :class:`~numpyro_dp.DPSVI` as ``estimator=``.
 
     Example:
@@ -67,7 +68,7 @@ def aligned() -> Callable[[VariationalProblem], Estimator]:
         >>> estimator = aligned()
 
     Guarantee:
-        The signal reads one record; ``prepare`` and ``pull_back`` read none.
+        The signal reads one record. ``prepare`` and ``pull_back`` read none.
 
     Reference:
         Jälkö, Prediger, Honkela, Kaski (2024), DPVIm: Differentially private variational
@@ -130,7 +131,7 @@ def pull_back_draw(
         problem: Model and guide.
         public: Public values of the step.
         latents: Gradient of the log likelihood with respect to the draw.
-        record_params: The same with respect to the parameters that meet records.
+        record_params: Gradient of the log likelihood with respect to ``problem.record_params``.
     """
     prior, prior_params = jax.grad(problem.log_prior, (0, 1))(public.latents, public.params)
     (gradient,) = public.vjp((add(prior, latents), jnp.ones_like(public.entropy)))

@@ -1,10 +1,10 @@
-r"""Aligned natural gradients: release the natural gradient of the mean, derive the rest from it.
+r"""Aligned natural gradients: release the natural gradient of the mean, and derive the rest.
 
 .. math:: s_i = I_m^{-1} \nabla_z \log p(x_i \mid z), \qquad I_m^{-1} = \mathrm{Cov}_q(z).
 
-The released sum is turned back and pulled back through the guide, as
-:func:`~numpyro_dp.estimators.aligned` does. Then prior and entropy are added, and the sum is
-multiplied by :math:`F^{-1}`.
+``pull_back`` inverts this map for the released sum, pulls the sum back through the guide as
+:func:`~numpyro_dp.estimators.aligned` does, and adds prior and entropy. It multiplies the result by
+the inverse Fisher information :math:`F^{-1}`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ def aligned_natural() -> Callable[[VariationalProblem], Estimator]:
     r"""The estimator that clips the natural gradient of the draw.
 
     For ``AutoDiagonalNormal``, ``AutoNormal`` and ``AutoMultivariateNormal``. The signal of one
-    example is a dict with the covariance of the guide times the gradient with respect to each
-    latent site's unconstrained value (leading axis K with K draws), and the plain gradient of each
-    parameter of the model. ``clip_norm`` is in units of the latents here, not of their gradient:
-    the covariance makes signals smaller, so norms that suit are smaller than for ``aligned()``.
-    For ``AutoMultivariateNormal``, of covariance :math:`LL^\top`, the signal is in the frame of the
-    guide, :math:`L^\top g`: in posterior standard deviations.
+    example is a dict. Each latent site has the covariance of the guide times the gradient with
+    respect to its unconstrained value (leading axis K with K draws). Each parameter of the model
+    has its plain gradient.
+
+    ``clip_norm`` is in units of the latents, not of their gradient. The covariance makes signals
+    smaller, so use smaller norms than for ``aligned()``. For ``AutoMultivariateNormal`` with
+    covariance :math:`LL^\top`, the signal is :math:`L^\top g`, in posterior standard deviations.
 
     Returns:
-        A function that builds the :class:`~numpyro_dp.core.Estimator` for a model and guide; pass
+        A function that builds the :class:`~numpyro_dp.core.Estimator` for a model and guide. Pass
         it to :class:`~numpyro_dp.DPSVI` as ``estimator=``. It raises
         :class:`~numpyro_dp.UnsupportedModelError` for other guides.
 
@@ -45,7 +46,7 @@ def aligned_natural() -> Callable[[VariationalProblem], Estimator]:
         >>> estimator = aligned_natural()
 
     Guarantee:
-        The signal reads one record; ``prepare`` and ``pull_back`` read none.
+        The signal reads one record. ``prepare`` and ``pull_back`` read none.
 
     Reference:
         Jälkö, Prediger, Honkela, Kaski (2024), DPVIm, TMLR, Algorithm 2 (mean-field).

@@ -1,12 +1,12 @@
-r"""Preconditioned gradients: vanilla ones without the factor of the guide's transform.
+r"""Preconditioned gradients: vanilla gradients without the factor of the guide's transform.
 
 The gradient with respect to an unconstrained scale :math:`s`, :math:`\sigma = T(s)`, carries the
-factor :math:`T'(s)`, which is small where :math:`\sigma` is. Released is the gradient without it,
+factor :math:`T'(s)`, which is small if :math:`\sigma` is. The release is the gradient without it,
 
 .. math:: s_i = S\, J^\top g_i, \qquad S = (\partial T/\partial s)^{-\top},
 
-that is, the gradient with respect to the *constrained* parameters; :math:`S^{-1}` follows as
-post-processing, so the noise of the scale shrinks with the signal.
+that is, the gradient with respect to the *constrained* parameters. Post-processing multiplies it by
+:math:`S^{-1}`, so the noise of the scale shrinks with the signal.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def preconditioned() -> Callable[[VariationalProblem], Estimator]:
     r"""The estimator that clips the gradient with respect to the constrained parameters.
 
     For ``AutoDiagonalNormal``, ``AutoNormal`` and ``AutoMultivariateNormal``. The signal of one
-    example is a dict with the gradient with respect to each constrained parameter of the guide (of
-    a Cholesky factor, the entries on and below the diagonal) and each parameter of the model.
+    example is a dict with the gradient with respect to each constrained parameter of the guide and
+    each parameter of the model. A Cholesky factor has its entries on and below the diagonal.
     Without clip and noise it gives the gradient of the evidence lower bound.
 
     Returns:
-        A function that builds the :class:`~numpyro_dp.core.Estimator` for a model and guide; pass
+        A function that builds the :class:`~numpyro_dp.core.Estimator` for a model and guide. Pass
         it to :class:`~numpyro_dp.DPSVI` as ``estimator=``. It raises
         :class:`~numpyro_dp.UnsupportedModelError` for other guides.
 
@@ -45,12 +45,12 @@ def preconditioned() -> Callable[[VariationalProblem], Estimator]:
         >>> estimator = preconditioned()
 
     Guarantee:
-        The signal reads one record; ``prepare`` and ``pull_back`` read none.
+        The signal reads one record. ``prepare`` and ``pull_back`` read none.
 
     Reference:
-        Jälkö, Prediger, Honkela, Kaski (2024), DPVIm, TMLR, Eq. 17. There the preconditioned
-        gradient drives the optimiser; here it is turned back first, so that only what the noise
-        does changes, and with it Adam's steps.
+        Jälkö, Prediger, Honkela, Kaski (2024), DPVIm, TMLR, Eq. 17. There the optimiser sees
+        the preconditioned gradient. Here it sees the gradient times :math:`S^{-1}`, so only the
+        noise changes, and Adam's steps with it.
     """
 
     def build(problem: VariationalProblem) -> Estimator:
@@ -76,7 +76,7 @@ def prepare_constrained(
     """Returns ``prepare``: one draw and its vjp with respect to packed constrained parameters."""
 
     def prepare(rng_key: Array, params: dict[str, Any]) -> DrawnPublic:
-        # The guide reads none of the model's parameters: they stay as they are.
+        # The guide does not read the model's parameters, so they are not transformed.
         packed = geometry.pack(problem.constrain(params)) | select(params, problem.record_params)
         (latents, entropy), vjp = jax.vjp(
             lambda p: problem.draw_at(geometry.unpack(p), rng_key), packed

@@ -4,9 +4,9 @@ r"""Vanilla gradients: per-example gradients with respect to all variational par
     \qquad J = \partial z/\partial\varphi,\; g_i = \nabla_z \log p(x_i \mid z).
 
 For Gaussian guides each parameter entry moves one coordinate of the draw, so :math:`JJ^\top` is a
-diagonal :math:`R^2`. With :math:`v_i = R g_i`, of the same norm as :math:`s_i`, the clipped sum is
-:math:`J^\top R^{-1} \sum_i w_i v_i`: no array of (batch, parameters) is needed. For other guides it
-is.
+diagonal :math:`R^2`. Then :math:`v_i = R g_i` has the same norm as :math:`s_i`, and the clipped sum
+is :math:`J^\top R^{-1} \sum_i w_i v_i`. So Gaussian guides need no array of shape (batch,
+parameters). Other guides do.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class VanillaPublic(NamedTuple):
 
     Attributes:
         drawn: The draw and its vector-Jacobian product.
-        entries: For each parameter of the guide the entries of J, where each belongs to one
-            coordinate of the draw; empty elsewhere.
+        entries: Entries of J by parameter of the guide, if each belongs to one coordinate of the
+            draw. Empty for other guides.
     """
 
     drawn: DrawnPublic
@@ -40,14 +40,14 @@ class VanillaPublic(NamedTuple):
 
 
 def vanilla() -> Callable[[VariationalProblem], Estimator]:
-    r"""The estimator of the first DPVI: clip the gradient of all variational parameters together.
+    r"""The estimator of the first DPVI, which clips the gradient of all variational parameters.
 
     The signal of one example is a dict with the gradient with respect to each unconstrained
-    parameter; ``clip_norm`` may be a dict with the same keys. Prior and entropy see no data and
-    stay outside the clip.
+    parameter. ``clip_norm`` may be a dict with the same keys. Prior and entropy read no data, so
+    they are not clipped.
 
     Returns:
-        A function that builds the :class:`~numpyro_dp.core.Estimator` for a model and guide; pass
+        A function that builds the :class:`~numpyro_dp.core.Estimator` for a model and guide. Pass
         it to :class:`~numpyro_dp.DPSVI` as ``estimator=``.
 
     Example:
@@ -55,7 +55,7 @@ def vanilla() -> Callable[[VariationalProblem], Estimator]:
         >>> estimator = vanilla()
 
     Guarantee:
-        The signal reads one record; ``prepare`` and ``pull_back`` read none.
+        The signal reads one record. ``prepare`` and ``pull_back`` read none.
 
     Reference:
         Jälkö, Dikmen, Honkela (2017), Differentially private variational inference for
@@ -79,18 +79,17 @@ class Chart(NamedTuple):
     """Coordinates in which the gradient of all variational parameters is released.
 
     Attributes:
-        prepare: ``(rng_key, params) -> DrawnPublic``; its vector-Jacobian product gives gradients
-            in coordinates of its own.
-        release: ``(params, gradient) -> signal``: a linear map from those coordinates, of the
-            guide's own parameters, to the entries of the signal.
-        entries: ``(params, J^T 1) -> entries``: those of the signal that a 1 in every coordinate
-            of the ``frame`` would have.
-        finish: ``(params, released, rest) -> gradient`` in unconstrained coordinates; ``rest`` is
-            that of prior and entropy, in the coordinates of ``prepare``.
-        sums: How entries of the signal belong to coordinates of the draw, where each belongs to
-            one (see :meth:`~numpyro_dp.model.variational.VariationalProblem.coordinate_sums`).
-        frame: ``(params, latents) -> latents``: the linear map to the coordinates that ``sums``
-            means.
+        prepare: ``(rng_key, params) -> DrawnPublic``. Its vector-Jacobian product gives gradients
+            in the coordinates of ``prepare``.
+        release: ``(params, gradient) -> signal``. A linear map from the coordinates of ``prepare``,
+            for the guide's own parameters, to the entries of the signal.
+        entries: ``(params, J^T 1) -> entries``. The signal of a gradient with a 1 in every
+            coordinate of ``frame``.
+        finish: ``(params, released, rest) -> gradient`` in unconstrained coordinates. ``rest`` is
+            the gradient of prior and entropy, in the coordinates of ``prepare``.
+        sums: Maps entries of the signal to coordinates of the draw, if each belongs to one (see
+            :meth:`~numpyro_dp.model.variational.VariationalProblem.coordinate_sums`).
+        frame: ``(params, latents) -> latents``. The linear map to the coordinates of ``sums``.
     """
 
     prepare: Callable[[Array, dict[str, Any]], DrawnPublic]
@@ -102,7 +101,7 @@ class Chart(NamedTuple):
 
 
 def parametric(problem: VariationalProblem, chart: Chart) -> Estimator:
-    """Returns the estimator that releases the gradient of all parameters in some coordinates."""
+    """Returns the estimator that releases the gradient of all parameters in a chart."""
     names = problem.record_params
     shared = bool(set(names) & problem.guide_params)
 
@@ -133,13 +132,13 @@ def parametric(problem: VariationalProblem, chart: Chart) -> Estimator:
         gradient = chart.finish(public.drawn.params, guide, rest) | own
         return jax.tree.map(jnp.negative, gradient)
 
-    # A parameter of model and guide at once has entries of both kinds.
+    # A parameter that model and guide share has entries of both kinds.
     general = bool(problem.guide_params) and (shared or chart.sums is None)
     if general:
         core, expand = _general(whole)
     else:
         core, expand = _by_coordinate(chart)
-    # Without a guide's own parameters the gradient is that of the model's, leaf by leaf.
+    # Without parameters of the guide, each entry is the gradient of one parameter of the model.
     selects = not problem.guide_params
     return Estimator(
         prepare, signal, pull_back, FactoredSignal(point, scalar, core, expand, selects)
@@ -147,7 +146,7 @@ def parametric(problem: VariationalProblem, chart: Chart) -> Estimator:
 
 
 def _general(whole: Callable[..., dict[str, Any]]) -> tuple[Any, Any]:
-    """The signal itself is summed: (batch, parameters) numbers."""
+    """Sums the signal itself, which needs an array of shape (batch, parameters)."""
 
     def core(public: VanillaPublic, gradient: Any, names: tuple[str, ...]) -> dict[str, Any]:
         return select(whole(public, gradient), names)
@@ -159,14 +158,14 @@ def _general(whole: Callable[..., dict[str, Any]]) -> tuple[Any, Any]:
 
 
 def _by_coordinate(chart: Chart) -> tuple[Any, Any]:
-    """Coordinates of the draw are summed, each scaled by the length of its row of J."""
+    """Sums coordinates of the draw, each scaled by the norm of its row of J."""
     sums = chart.sums or {}
 
     def roots(public: VanillaPublic, names: tuple[str, ...]) -> dict[str, Array]:
         squares: dict[str, Array] = {}
         for name in names:
             entries = widen(public.entries[name])
-            # What would vanish below the smallest number becomes that number.
+            # Squares may underflow to 0: the smallest normal number keeps the division finite.
             for site, value in sums[name](jnp.square(entries)).items():
                 squares[site] = squares.get(site, jnp.finfo(value.dtype).tiny) + value
         return {site: jnp.sqrt(square) for site, square in squares.items()}
@@ -192,13 +191,13 @@ def _by_coordinate(chart: Chart) -> tuple[Any, Any]:
 
 
 def _entries(chart: Chart, drawn: DrawnPublic, record_params: tuple[str, ...]) -> dict[str, Array]:
-    """The entries of J: rows share none, so they are the entries of J^T 1."""
+    """Returns the entries of J. Rows do not overlap, so these are the entries of J^T 1."""
     pulled = _pulled(drawn, jax.tree.map(jnp.ones_like, drawn.latents))
     return chart.entries(drawn.params, {n: v for n, v in pulled.items() if n not in record_params})
 
 
 def _pulled(drawn: DrawnPublic, latents: Any) -> dict[str, Any]:
-    """Gradient of all parameters from that of the draw, in the coordinates of the chart."""
+    """Pulls the gradient of the draw back to all parameters, in the coordinates of the chart."""
     like = jax.tree.map(lambda g, z: g.astype(z.dtype), latents, drawn.latents)
     (gradient,) = drawn.vjp((like, jnp.zeros_like(drawn.entropy)))
     return dict(gradient)
