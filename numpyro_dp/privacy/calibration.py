@@ -64,8 +64,8 @@ def calibrate_noise(
     """Returns the noise multiplier that spends the budget, and the bound on what it spends.
 
     Args:
-        make_event: ``noise_multiplier -> event`` of the whole run under the budget's relation. Noise
-            multipliers are relative to the sensitivity under that relation.
+        make_event: ``noise_multiplier -> event`` of the whole run. Noise multipliers are relative
+            to the sensitivity under the budget's relation.
         budget: The budget to spend.
         accountant: Bounds epsilon. ``None`` means :class:`~.accounting.Best`.
         failure_prob: See :func:`~.accounting.epsilon_spent`.

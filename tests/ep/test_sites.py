@@ -267,7 +267,7 @@ def counts(x, hours):
 )
 def test_conjugate_sites_of_other_families(model, family, record, expected):
     example = tuple(jnp.asarray(value) for value in record)
-    problem = problem_of(model, family, *(jnp.stack([value] * 7) for value in example))
+    problem = problem_of(model, family, *(jnp.stack([value] * 12) for value in example))
     site = site_of(choose_site(problem), problem, problem.prior, example)
     for name, value in expected.items():
         np.testing.assert_allclose(site[name], value, atol=2e-4)
