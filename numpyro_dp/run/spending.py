@@ -57,7 +57,7 @@ def noise_fields(
     # of the budget select another child, so that no run repeats their noise.
     spent = repr([each._replace(run="") for each in plan.earlier])
     child = int.from_bytes(hashlib.sha256(spent.encode()).digest()[:4]) if plan.earlier else 0
-    noise_key, batch_key = _children(secret, child)
+    noise_key, batch_key = _children(secret, np.uint32(child))
     # A given key must reproduce the run, and several processes must agree on the noise.
     without_nonce = settings.secret_key is not None or settings.several_processes
     fields = {
