@@ -97,7 +97,6 @@ class SGLD:
     init_strategy: Any = dataclasses.field(default=init_to_median, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Checks the arguments."""
         if not callable(self.model):
             raise TypeError(
                 f"Expected model to be a NumPyro model, got {type(self.model).__name__}."
@@ -125,12 +124,12 @@ class SGLD:
         Raises:
             ValueError: If they are not finite numbers > 0.
         """
-        if self.step_size is None:
+        size = self.step_size
+        if size is None:
             return None
-        if not callable(self.step_size):
-            return np.asarray([self.step_size], np.float64)
-        steps = jnp.arange(num_steps)
-        sizes = jax.vmap(lambda step: jnp.asarray(self.step_size(step), float))(steps)
+        if not callable(size):
+            return np.asarray([size], np.float64)
+        sizes = jax.vmap(lambda step: jnp.asarray(size(step), float))(jnp.arange(num_steps))
         sizes = np.asarray(sizes, np.float64)
         if not (np.isfinite(sizes).all() and (sizes > 0).all()):
             raise ValueError(
@@ -194,7 +193,6 @@ class PreconditionedSGLD(SGLD):
     damping: float = 0.1
 
     def __post_init__(self) -> None:
-        """Checks the arguments."""
         super().__post_init__()
         check_real("decay", self.decay, low=0, high=1, high_open=True)
         check_real("damping", self.damping, low=0, low_open=True)
@@ -246,7 +244,6 @@ class SGHMC(SGLD):
     friction: float = 0.1
 
     def __post_init__(self) -> None:
-        """Checks the arguments."""
         super().__post_init__()
         check_real("friction", self.friction, low=0, low_open=True, high=1)
 

@@ -44,7 +44,6 @@ class NoiseAware(NamedTuple):
     dominated: int
 
     def __str__(self) -> str:
-        """Size of the posterior, and warnings."""
         total = sum(np.size(value) for value in self.average.params.values())
         lines = [f"Noise-aware posterior of {total} averaged parameters."]
         if self.unconverged:

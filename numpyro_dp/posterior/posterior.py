@@ -295,15 +295,12 @@ class PosteriorSummary(Mapping):
         self._sites, self.prob = sites, prob
 
     def __getitem__(self, site: str) -> dict[str, np.ndarray]:
-        """The summary of one site."""
         return self._sites[site]
 
     def __iter__(self) -> Iterator[str]:
-        """Names of the sites."""
         return iter(self._sites)
 
     def __len__(self) -> int:
-        """Number of sites."""
         return len(self._sites)
 
     def __str__(self) -> str:
