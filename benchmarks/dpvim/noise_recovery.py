@@ -25,7 +25,7 @@ from datasets import load_adult_or_bundled
 
 from numpyro_dp.estimators import aligned_natural
 from numpyro_dp.posterior import drift_check
-from numpyro_dp.posterior._series import fit_ar1
+from numpyro_dp.posterior.averaging import fit_ar1
 
 
 def slope_check(window):

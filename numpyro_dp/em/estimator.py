@@ -28,6 +28,7 @@ from jax import Array, lax
 
 from numpyro_dp._matrix import raise_eigenvalues
 from numpyro_dp.core import Estimator, Released
+from numpyro_dp.ep.estimator import schedule
 from numpyro_dp.ep.gaussian import inverse_and_log_det
 from numpyro_dp.model.public import own_constants
 from numpyro_dp.model.records_problem import RecordsProblem
@@ -133,8 +134,8 @@ class MStep:
         probs: np.ndarray | None,
         smallest_variance: float,
     ) -> None:
-        self._rate = damping if callable(damping) else lambda _: jnp.asarray(damping)
-        self._scale, self._probs, self._floor = scale, probs, smallest_variance
+        self._rate, self._floor = schedule(damping), smallest_variance
+        self._scale, self._probs = scale, probs
 
     def init(self, params: Params) -> MStepState:
         """Returns the initial state. Known parameters replace those given."""
@@ -159,8 +160,8 @@ class MStep:
 
     def update(self, statistics: Statistics, state: MStepState, **_: Any) -> MStepState:
         """Takes a step. Counts are floored at 1 and at twice the standard deviation of noise."""
-        rate = jnp.clip(jnp.asarray(self._rate(state.step), jnp.result_type(float)), 0, 1)
-        rate = jnp.where(state.step == 0, 1.0, rate)  # the initial sums are zeros, not statistics
+        # The initial sums are zeros, not statistics.
+        rate = jnp.where(state.step == 0, 1.0, self._rate(state.step))
         sums = jax.tree.map(lambda old, new: old + rate * (new - old), state.sums, statistics.sums)
         noise = (1 - rate) ** 2 * state.noise + (rate * statistics.noise_scale) ** 2
         # Noise can make the count of a rare component negative, or its mean arbitrarily large.

@@ -13,12 +13,10 @@ from jax.sharding import Mesh
 
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import MechanismBuilder, Sampler
-from numpyro_dp.ep.damping import Damped
-from numpyro_dp.ep.estimator import Release, stochastic_ep
+from numpyro_dp.ep.estimator import Damped, Release, stochastic_ep
 from numpyro_dp.ep.families import Family, diagonal_normal, isotropic_normal, normal
-from numpyro_dp.ep.guide import PosteriorGuide
 from numpyro_dp.ep.per_record import SensitiveSites, batched_sweep, sequential_sweep, start_sites
-from numpyro_dp.ep.problem import PREFIX, EPProblem, make_problem, read_conjugate_model
+from numpyro_dp.ep.problem import EPProblem, PosteriorGuide, make_problem, read_conjugate_model
 from numpyro_dp.ep.sites import SiteBuilder, choose_site
 from numpyro_dp.model.frontend import Prepared, arguments_key
 from numpyro_dp.model.public import declare
@@ -206,8 +204,7 @@ class DPSEP(Driver):
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters of a state. They may be published."""
         checks.check_state(state)
-        natural = self.method.optim.get_params(state.optim_state)
-        return {PREFIX + name: value for name, value in natural.items()}
+        return EPProblem.constrain(self.method.optim.get_params(state.optim_state))
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         """Reads only the shapes of the arguments."""
@@ -306,7 +303,6 @@ class SensitiveEPResult(NamedTuple):
     trace: dict[str, Array]
 
     def __repr__(self) -> str:
-        """Shows no value."""
         return f"SensitiveEPResult(params of {sorted(self.params)}: not private)"
 
 

@@ -16,6 +16,22 @@ of two large numbers. The two parts have one joint clip norm and a relative weig
 matrix is released with all its entries and made symmetric afterwards. Norm and noise are the same
 as for the upper triangle with off-diagonal entries times :math:`\sqrt 2`.
 
+**Damped steps.** The optimiser of message passing moves natural parameters and keeps them inside
+the domain,
+
+.. math:: \theta \leftarrow \Pi\big(\theta + \rho_t\, \Delta\big).
+
+For a normal family, the records add a matrix to the prior's precision. :math:`\Pi` floors the
+eigenvalues of this matrix at a multiple of the standard deviation of their privacy noise,
+
+.. math:: s_t = \sigma \sqrt{\textstyle\sum_{u \le t} \rho_u^2 \prod_{u < v \le t} (1 - \rho_v)^2}.
+
+If a full matrix is released, :math:`s_t` is multiplied by :math:`\sqrt{2d}`, the largest eigenvalue
+of a matrix of such noise. Without the floor, noise alone could make a direction look precise or
+improper. :math:`\Pi` keeps the slope that the records have at the posterior's last mean, because a
+floor on natural parameters centred at the origin would move the mean. Other families are only kept
+inside their domain. The step reads only public and released values.
+
 Reference:
     Li, Hernández-Lobato, Turner (2015), Stochastic expectation propagation, NeurIPS; Vinaroz,
     Park (2022), Differentially private stochastic expectation propagation, TMLR.
@@ -33,13 +49,12 @@ from jax import Array
 
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Estimator, Released
-from numpyro_dp.ep.families import divide, isotropic_normal, power
+from numpyro_dp.ep.families import Natural, divide, isotropic_normal, multiply, power
 from numpyro_dp.ep.gaussian import cavity_of, centre
 from numpyro_dp.ep.problem import EPProblem
 
-__all__ = ["Move", "Release", "stochastic_ep"]
+__all__ = ["Damped", "Move", "Release", "schedule", "stochastic_ep"]
 
-Natural = dict[str, Array]
 _SHARED = "True releases one number for all coordinates, k one for each of k blocks."
 
 
@@ -175,3 +190,60 @@ def _packing_of(problem: EPProblem, weight: float, shared: bool | int) -> _Packi
     # The largest eigenvalue of a symmetric matrix of such noise is about sqrt(2 d).
     spread = math.sqrt(2 * dim) if axes == 2 and not shared else 1.0
     return _Packing(pack, unpack, spread / weight)
+
+
+class DampedState(NamedTuple):
+    """State of :class:`Damped`.
+
+    Attributes:
+        step: Number of steps taken.
+        natural: Natural parameters of the posterior. They may be published.
+        noise: Variance of the noise in the precision.
+    """
+
+    step: Array
+    natural: Natural
+    noise: Array
+
+
+class Damped:
+    """An optimiser with NumPyro's ``init``, ``get_params`` and ``update``.
+
+    Args:
+        damping: The rate, or a function of the step number.
+        floor: Smallest precision from records, in standard deviations of its noise.
+    """
+
+    def __init__(self, damping: float | Callable[[Array], Array], floor: float) -> None:
+        self._rate, self._floor = schedule(damping), floor
+
+    def init(self, params: Natural) -> DampedState:
+        """Returns the initial state."""
+        return DampedState(jnp.zeros((), jnp.int32), params, jnp.zeros(()))
+
+    def get_params(self, state: DampedState) -> Natural:
+        """Returns the natural parameters."""
+        return state.natural
+
+    def update(self, move: Move, state: DampedState, **_: Any) -> DampedState:
+        """Takes a step."""
+        problem = move.problem
+        family, prior = problem.latents.family, problem.prior
+        rate = self._rate(state.step)
+        noise = (1 - rate) ** 2 * state.noise + (rate * move.noise_scale) ** 2
+        moved = {name: value + rate * move.direction[name] for name, value in state.natural.items()}
+        if problem.latents.is_normal:
+            smallest = self._floor * jnp.sqrt(noise)
+            # Centre at the last mean, so that the floor keeps the records' slope there.
+            at = cavity_of(state.natural).mean
+            floored = family.project(centre(divide(moved, prior), at), smallest)
+            natural = multiply(prior, centre(floored, -at))
+        else:
+            natural = family.project(moved, 1e-6)
+        return DampedState(state.step + 1, natural, noise)
+
+
+def schedule(rate: Any) -> Callable[[Array], Array]:
+    """Returns a rate, a number or a function of the step number, as a function into [0, 1]."""
+    chosen = rate if callable(rate) else lambda _: jnp.asarray(rate)
+    return lambda step: jnp.clip(jnp.asarray(chosen(step), jnp.result_type(float)), 0, 1)

@@ -19,14 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_dp.ep.families import damp, divide, multiply
+from numpyro_dp.ep.families import Natural, damp, divide, multiply
 from numpyro_dp.ep.gaussian import cavity_of, centre, is_definite
-from numpyro_dp.ep.problem import EPProblem
-from numpyro_dp.ep.sites import Site
+from numpyro_dp.ep.problem import EPProblem, Site
 
 __all__ = ["SensitiveSites", "batched_sweep", "sequential_sweep", "start_sites"]
-
-Natural = dict[str, Array]
 
 
 class SensitiveSites(NamedTuple):

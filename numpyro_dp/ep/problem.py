@@ -14,22 +14,30 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 from jax import Array
 from jax.flatten_util import ravel_pytree
 from numpyro.distributions import biject_to
 
-from numpyro_dp.ep.families import Family, product
+from numpyro_dp.ep.families import Family, Natural, product
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.public import Declared, UnsupportedModelError
 from numpyro_dp.model.records import Records, Rows
 from numpyro_dp.model.structure import ModelStructure, read_model
 
-__all__ = ["EPProblem", "Latents", "make_problem", "read_conjugate_model"]
+__all__ = [
+    "EPProblem",
+    "Latents",
+    "PosteriorGuide",
+    "Site",
+    "SiteBuilder",
+    "make_problem",
+    "read_conjugate_model",
+]
 
 _TOLERANCE = 1e-3
-PREFIX = "auto_"
-
-Natural = dict[str, Array]
+_PREFIX = "auto_"
 
 
 class Latents(NamedTuple):
@@ -93,13 +101,14 @@ class EPProblem(NamedTuple):
         """Log likelihood of one record."""
         return self.model.log_likelihood(self.latents.unconstrain(z), {}, example, self.shared)
 
-    def constrain(self, params: Natural) -> Natural:
+    @staticmethod
+    def constrain(params: Natural) -> Natural:
         """Natural parameters under their published names.
 
         These have a prefix, like the parameters of automatic guides, because a site of the model
         may be called ``precision``.
         """
-        return {PREFIX + name: value for name, value in params.items()}
+        return {_PREFIX + name: value for name, value in params.items()}
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Splits arguments into records and public arrays."""
@@ -123,7 +132,7 @@ class EPProblem(NamedTuple):
             raise ValueError(
                 f"Expected init_params with the names and shapes {wanted}, got {given}."
             )
-        params = {n: jnp.asarray(init_params[PREFIX + n], v.dtype) for n, v in self.prior.items()}
+        params = {n: jnp.asarray(init_params[_PREFIX + n], v.dtype) for n, v in self.prior.items()}
         if not bool(self.latents.family.is_valid(params)):
             raise ValueError(
                 f"init_params are not inside the domain of {self.latents.family.name}. They must "
@@ -143,6 +152,74 @@ class EPProblem(NamedTuple):
                     else (leaf[0] * whole).astype(leaf.dtype) for leaf in normal
                 ))  # fmt: skip
         return [tuple(leaf[0] for leaf in ones), *found]
+
+
+class Site(NamedTuple):
+    """Approximates the likelihood of one record by a member of the family.
+
+    Attributes:
+        prepare: ``(rng_key, cavity) -> public``, from the cavity's natural parameters. Reads no
+            record.
+        approximate: ``(public, example) -> site``, the natural parameters of the projected tilted
+            distribution divided by the cavity. For normal families they are centred at the
+            cavity's mean. Reads one record.
+    """
+
+    prepare: Callable[[Array, Natural], Any]
+    approximate: Callable[[Any, tuple[Array, ...]], Natural]
+
+
+class SiteBuilder(NamedTuple):
+    """A kind of site, before the model is known.
+
+    Attributes:
+        build: Problem -> site. May be traced.
+        check: Problem -> ``None``. Raises ``UnsupportedModelError`` if the kind does not fit the
+            model. Reads no record.
+    """
+
+    build: Callable[[EPProblem], Site]
+    check: Callable[[EPProblem], None]
+
+
+class PosteriorGuide:
+    """Draws the model's latent sites from the family at given natural parameters.
+
+    After a run, ``Predictive(model, guide=guide, params=result.params, ...)`` works as with an
+    automatic guide.
+
+    Attributes:
+        prototype_trace: The problem of the last run, ``None`` before the first run.
+    """
+
+    def __init__(self) -> None:
+        self.prototype_trace: EPProblem | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Draws the latent sites. Ignores the arguments."""
+        problem = self.prototype_trace
+        if problem is None:
+            raise ValueError(
+                "The guide does not know the latent sites before the first run. Call run first."
+            )
+        natural = {}
+        for name, value in problem.prior.items():
+            natural[name] = numpyro.param(_PREFIX + name, value)
+            if jnp.shape(natural[name]) != jnp.shape(value):
+                raise ValueError(
+                    f"Expected {_PREFIX + name} of shape {jnp.shape(value)}, as in the last run of "
+                    f"the driver, got {jnp.shape(natural[name])}. Use one driver per data set."
+                )
+        found = problem.latents.family.to_dist(natural)
+        if not problem.latents.is_normal:
+            return {name: numpyro.sample(name, each) for name, each in found.items()}
+        joint = numpyro.sample("_joint_latent", found, infer={"is_auxiliary": True})
+        values = problem.latents.constrain(joint)
+        events = {name: value.ndim for name, value in values.items()}
+        return {
+            name: numpyro.sample(name, dist.Delta(value, event_dim=events[name]))
+            for name, value in values.items()
+        }
 
 
 def read_conjugate_model(
@@ -197,7 +274,8 @@ def make_problem(
     model = Model(fn, structure)
     draw = _draw(model, shared, rng_key)
     if isinstance(family, Mapping):
-        _check_product_prior(model, family, shared, (draw, _draw(model, shared, _another(rng_key))))
+        again = _draw(model, shared, jax.random.fold_in(rng_key, 1))
+        _check_product_prior(model, family, draw, again)
 
         def prior_at(shared: tuple[Array, ...]) -> Natural:
             return _product_prior(family, _draw(model, shared, rng_key))
@@ -241,10 +319,6 @@ def _draw(model: Model, shared: tuple[Array, ...], rng_key: Array) -> dict[str, 
     """The latent sites of a draw from the prior, on a placeholder for the records."""
     trace = model.draw_prior(shared, rng_key)
     return {name: trace[name] for name in model.structure.latents}
-
-
-def _another(rng_key: Array) -> Array:
-    return jax.random.fold_in(rng_key, 1)
 
 
 def _normal_prior(model: Model, latents: Latents, shared: tuple[Array, ...]) -> Natural:
@@ -300,15 +374,12 @@ def _product_prior(families: Mapping[str, Family], draw: dict[str, Any]) -> Natu
 
 
 def _check_product_prior(
-    model: Model,
-    families: Mapping[str, Family],
-    shared: tuple[Array, ...],
-    draws: tuple[dict[str, Any], dict[str, Any]],
+    model: Model, families: Mapping[str, Family], draw: dict[str, Any], other: dict[str, Any]
 ) -> None:
     """Raises unless the priors are members of the families for all values of other latents."""
-    if set(families) != set(draws[0]):
+    if set(families) != set(draw):
         raise UnsupportedModelError(
-            f"Expected a family for each of the latent sites {sorted(draws[0])}, got "
+            f"Expected a family for each of the latent sites {sorted(draw)}, got "
             f"{sorted(families)}."
         )
     if model.structure.prior_factors:
@@ -316,9 +387,9 @@ def _check_product_prior(
             f"The factors or observed sites {list(model.structure.prior_factors)} are outside the "
             "plate over records, but families by site allow only priors there. Remove them."
         )
-    for name in draws[0]:
+    for name in draw:
         try:
-            found, again = (families[name].from_dist(draw[name]["fn"]) for draw in draws)
+            found, again = (families[name].from_dist(d[name]["fn"]) for d in (draw, other))
         except (TypeError, ValueError) as error:
             raise UnsupportedModelError(
                 f"The prior of latent site {name!r} is not in its family. {error}"

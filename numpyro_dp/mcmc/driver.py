@@ -17,11 +17,9 @@ from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_dp._compat import POINT_SUFFIX
-from numpyro_dp._validate import check_int
+from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import MechanismBuilder, Sampler
-from numpyro_dp.mcmc.balance import ChainSettings, check_heat, check_steps
-from numpyro_dp.mcmc.kernels import SGLD, as_optimizer
-from numpyro_dp.mcmc.langevin import langevin
+from numpyro_dp.mcmc.kernels import SGLD, as_optimizer, langevin
 from numpyro_dp.model.frontend import Frontend, Prepared
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
@@ -29,7 +27,7 @@ from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
+from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism, build_mechanism
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run import checks
@@ -41,6 +39,7 @@ from numpyro_dp.run.state import SensitiveState
 __all__ = ["DPMCMC"]
 
 _MIXED = 1.05  # largest split R-hat
+_SLACK = 1e-5  # noise multipliers are rounded up to float32
 _INDEPENDENT = "DPMCMC takes the noise for the thermal noise of its chains, which is independent"
 
 
@@ -130,17 +129,26 @@ class DPMCMC:
         check_int("num_warmup", num_warmup, low=0)
         check_int("num_chains", num_chains, low=1)
         check_int("thinning", thinning, low=1)
-        _check_samples(num_samples, thinning)
-        settings = RunSettings(
+        check_int("num_samples", num_samples, low=1)
+        if num_samples % thinning:
+            raise ValueError(
+                f"Expected num_samples to be a multiple of thinning={thinning}, got {num_samples}. "
+                f"Use {num_samples + -num_samples % thinning}."
+            )
+        self.settings = RunSettings(
             clip_norm=clip_norm, sampler=sampler, mechanism=mechanism, budget=budget,
             noise_multiplier=noise_multiplier, secret_key=secret_key, accountant=accountant,
             microbatch_size=microbatch_size, mesh=mesh, public=public, repetition=repetition
         )  # fmt: skip
-        run = _check_run(settings, _check_kernel(kernel))
-        self.settings = ChainSettings(kernel, num_warmup, num_samples, num_chains, thinning, run)
+        _check(kernel, self.settings)
+        self.kernel, self.num_chains = kernel, num_chains
+        self._sizes, self._num_steps = (num_warmup, num_samples, thinning), num_warmup + num_samples
         self._progress_bar = progress_bar
-        self._frontend = _frontend(kernel, data_plate, static_kwargs, run.public)
-        self._driver = _Chain(self._frontend, run)
+        guide = AutoDelta(kernel.model, init_loc_fn=kernel.init_strategy)
+        svi = SVI(kernel.model, guide, as_optimizer(kernel), Trace_ELBO(), **static_kwargs)
+        declared = declare(self.settings.public, static_kwargs)
+        self._frontend = Frontend(kernel.model, guide, svi, static_kwargs, data_plate, declared)
+        self._driver = _Chain(self._frontend, self.settings)
         self._samples: dict[str, Array] | None = None
         self._report: PrivacyReport | None = None
         self._posterior: Posterior | None = None
@@ -167,23 +175,53 @@ class DPMCMC:
         checks.check_rng_key(rng_key)
         structure, settings = self._frontend.structure(args, kwargs), self.settings
         driver, num_examples = self._driver, structure.layout.num_examples
-        check_steps(settings, num_examples)
+        step_sizes, chains = self.kernel.step_sizes(self._num_steps), self.num_chains
+        self._check_epochs(num_examples)
         if init_params is not None:
             init_params = _named(init_params, structure.latents)
-        chains = settings.num_chains
         keys = list(jax.random.split(rng_key, chains)) if chains > 1 else [rng_key]
-        total = chains * settings.num_steps
+        total = chains * self._num_steps
         starts = [driver._init(key, total, args, kwargs, init_params, structure) for key in keys]
-        check_heat(settings, starts[0], num_examples)
+        self._check_heat(step_sizes, float(starts[0].noise_multiplier), num_examples)
         states = driver.with_own_noise(starts, total)
-        report = dataclasses.replace(spent_by(settings.run, states[0], total), chains=chains)
-        sizes = settings.num_warmup, settings.num_samples, settings.thinning
-        with begun(settings.run, *states):
-            draws = driver.chains(states, sizes, args, kwargs, report, self._progress_bar)
+        report = dataclasses.replace(spent_by(settings, states[0], total), chains=chains)
+        with begun(settings, *states):
+            draws = driver.chains(states, self._sizes, args, kwargs, report, self._progress_bar)
         self._report = report  # set last: if this run fails, results of the run before it stay
         self._samples = {site: draws[f"{site}{POINT_SUFFIX}"] for site in structure.latents}
         shared = structure.layout.rows(args, kwargs).shared
         self._posterior = self._posterior_of(structure, shared, report)
+
+    def _check_epochs(self, num_examples: int) -> None:
+        """The accountant counts epochs of all chains together, but a chain cannot finish another's.
+
+        Reads no record.
+        """
+        sampler, chains, steps = self.settings.sampler, self.num_chains, self._num_steps
+        count = sampler.compositions
+        if count(num_examples, chains * steps) != chains * count(num_examples, steps):
+            raise ValueError(
+                f"Each of {chains} chains must run whole epochs, but num_warmup + num_samples="
+                f"{steps} steps of {sampler!r} end inside one. Choose a multiple of an epoch."
+            )
+
+    def _check_heat(self, sizes: np.ndarray | None, multiplier: float, num_examples: int) -> None:
+        """Raises ValueError if the privacy noise alone heats the chain above its temperature."""
+        if sizes is None or multiplier == 0:
+            return
+        kernel, run = self.kernel, self.settings
+        mechanism = build_mechanism(run.mechanism, run.clip_norm, multiplier)
+        scale = check_real("noise_scale of mechanism", float(mechanism.noise_scale), low=0,
+                           low_open=True, remedy="It is the thermal noise.")  # fmt: skip
+        largest = kernel.largest_step_size(scale / run.sampler.inclusion_prob(num_examples))
+        if sizes.max() > largest * (1 + _SLACK):
+            raise ValueError(
+                f"Expected step_size <= {largest:.4g}, got {sizes.max():.4g}. With a larger step, "
+                "the privacy noise alone heats the chain above temperature "
+                f"{kernel.temperature:g}. Take a smaller step, or step_size=None for the largest. "
+                "Less noise allows larger steps: fewer steps, a smaller clip norm or a larger "
+                "batch."
+            )
 
     @property
     def posterior(self) -> Posterior:
@@ -199,7 +237,7 @@ class DPMCMC:
     def _posterior_of(
         self, structure: ModelStructure, shared: tuple[Array, ...], report: PrivacyReport
     ) -> Posterior:
-        kernel, samples = self.settings.kernel, self.get_samples()
+        kernel, samples = self.kernel, self.get_samples()
         source = ModelSource.of(kernel.model, self._frontend.static, structure, shared, {})
         number = len(next(iter(samples.values())))
 
@@ -330,24 +368,6 @@ def _largest_rhat(samples: dict[str, Array]) -> float:
     return float(np.nanmax(np.concatenate(found), initial=1.0))  # constant entries give nan
 
 
-def _frontend(
-    kernel: SGLD, data_plate: str | None, static: dict[str, Any], public: Any
-) -> Frontend:
-    guide = AutoDelta(kernel.model, init_loc_fn=kernel.init_strategy)
-    svi = SVI(kernel.model, guide, as_optimizer(kernel), Trace_ELBO(), **static)
-    declared = declare(public, static)
-    return Frontend(kernel.model, guide, svi, static, data_plate, declared)
-
-
-def _check_kernel(kernel: Any) -> SGLD:
-    if not isinstance(kernel, SGLD):
-        raise TypeError(
-            f"Expected a kernel such as SGLD(model), got {type(kernel).__name__}. NumPyro's "
-            "own kernels evaluate the whole likelihood in each step and cannot be private."
-        )
-    return kernel
-
-
 def _named(init_params: Any, latents: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(init_params, Mapping) or set(init_params) - set(latents):
         given = sorted(init_params) if isinstance(init_params, Mapping) else init_params
@@ -357,16 +377,12 @@ def _named(init_params: Any, latents: tuple[str, ...]) -> dict[str, Any]:
     return {f"{site}{POINT_SUFFIX}": value for site, value in init_params.items()}
 
 
-def _check_samples(num_samples: int, thinning: int) -> None:
-    check_int("num_samples", num_samples, low=1)
-    if num_samples % thinning:
-        raise ValueError(
-            f"Expected num_samples to be a multiple of thinning={thinning}, got {num_samples}. "
-            f"Use {num_samples + -num_samples % thinning}."
+def _check(kernel: Any, run: RunSettings) -> None:
+    if not isinstance(kernel, SGLD):
+        raise TypeError(
+            f"Expected a kernel such as SGLD(model), got {type(kernel).__name__}. NumPyro's "
+            "own kernels evaluate the whole likelihood in each step and cannot be private."
         )
-
-
-def _check_run(run: RunSettings, kernel: SGLD) -> RunSettings:
     if run.clip_norm.adaptive:
         raise TypeError(
             "Expected clip_norm as a number, or numbers by site, got an AdaptiveClip. It would "
@@ -378,4 +394,3 @@ def _check_run(run: RunSettings, kernel: SGLD) -> RunSettings:
             "Without noise (noise_multiplier=0) there is no largest step size. Pass a step_size to "
             "the kernel."
         )
-    return run

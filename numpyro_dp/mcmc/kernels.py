@@ -14,7 +14,19 @@ its coordinates, step size :math:`\eta`, temperature T and standard normal draws
 in which privacy noise and draws together have the variance of the dynamics at temperature T.
 At the **largest step size**, :math:`2T/s^2` (SGHMC: :math:`2aT/s^2`), no draw is needed. This is
 the default. With a larger step the privacy noise alone would heat the chain above T, and ``DPMCMC``
-raises an error. Scores are slopes of the log posterior of the whole data set, not of a mean loss.
+raises an error. With noise multiplier :math:`\sigma`, clip norm C and inclusion probability q,
+
+.. math:: \tilde g = \frac{\tilde s}{q} + \nabla_u \log p(u), \qquad s = \frac{\sigma C}{q},
+
+for the released sum :math:`\tilde s` of the signals :math:`\nabla_u \log p(x_i \mid u)`, with u the
+latents in unconstrained coordinates. It estimates the slope of the log posterior of the whole data
+set, not of a mean loss. Budget, clip norm and number of steps determine :math:`\sigma`, and so the
+largest step size.
+
+SGLD is a sub-class of DP-SGD (Theorem 1 of Zhang et al.). With n records and expected batches of B,
+SGLD with step size :math:`\eta` takes the steps of DP-SGD on the *mean* loss with learning rate
+:math:`n\eta` and noise multiplier :math:`B\sqrt{2T} / (n \sqrt\eta\, C)`. At T = 1/2 this is the
+paper's :math:`|B| / (n \sqrt\eta\, C)`.
 
 With T = 1 the target is the posterior as the step size goes to 0. T = 1/2 is the update as printed
 by Zhang et al., :math:`w - \eta\nabla U + N(0, \eta)`. Subsampling adds further noise, and clipping
@@ -25,26 +37,33 @@ Reference:
     Welling, Teh (2011), Bayesian learning via stochastic gradient Langevin dynamics, ICML; Li,
     Chen, Carlson, Carin (2016), Preconditioned stochastic gradient Langevin dynamics, AAAI (without
     its term :math:`\Gamma`, as there); Chen, Fox, Guestrin (2014), Stochastic gradient Hamiltonian
-    Monte Carlo, ICML, Eq. 15; Zhang, Bu, Chen, Long (2021), Algorithm 2.
+    Monte Carlo, ICML, Eq. 15; Zhang, Bu, Chen, Long (2021), Differentially private Bayesian neural
+    networks on accuracy, privacy and reliability, Algorithm 2, Theorem 1 and appendix D. Their
+    accountant, a central limit theorem for Gaussian differential privacy, is an approximation and
+    not a bound. It is not used here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 from numpyro.infer import init_to_median
 
-from numpyro_dp._compat import numpyro_optimiser
+from numpyro_dp._compat import POINT_SUFFIX, numpyro_optimiser
+from numpyro_dp._tree import add
 from numpyro_dp._validate import check_real
-from numpyro_dp.mcmc.langevin import Score
+from numpyro_dp.core import Estimator, Released
+from numpyro_dp.model.variational import VariationalProblem
+from numpyro_dp.vi.estimators.aligned import DrawnPublic, aligned
 
-__all__ = ["SGHMC", "SGLD", "PreconditionedSGLD", "as_optimizer"]
+__all__ = ["SGHMC", "SGLD", "PreconditionedSGLD", "Score", "as_optimizer", "langevin"]
 
 _LARGEST = 1e12
 
@@ -78,7 +97,6 @@ class SGLD:
     init_strategy: Any = dataclasses.field(default=init_to_median, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Checks the arguments."""
         if not callable(self.model):
             raise TypeError(
                 f"Expected model to be a NumPyro model, got {type(self.model).__name__}."
@@ -99,6 +117,26 @@ class SGLD:
     def largest_step_size(self, noise_scale: Any) -> Any:
         """Returns the step size at which privacy noise is all the noise."""
         return 2 * self.temperature / noise_scale**2  # where 2 eta T = (eta s)^2
+
+    def step_sizes(self, num_steps: int) -> np.ndarray | None:
+        """Returns the step size of each step, or ``None`` for the largest.
+
+        Raises:
+            ValueError: If they are not finite numbers > 0.
+        """
+        size = self.step_size
+        if size is None:
+            return None
+        if not callable(size):
+            return np.asarray([size], np.float64)
+        sizes = jax.vmap(lambda step: jnp.asarray(size(step), float))(jnp.arange(num_steps))
+        sizes = np.asarray(sizes, np.float64)
+        if not (np.isfinite(sizes).all() and (sizes > 0).all()):
+            raise ValueError(
+                f"Expected step_size to return finite numbers > 0, got {sizes.min()} to "
+                f"{sizes.max()} in {num_steps} steps. Set a positive lower limit."
+            )
+        return sizes
 
     def move(
         self, step: Array, score: Array, noise: Array, draw: Array, state: tuple[Array, ...]
@@ -155,7 +193,6 @@ class PreconditionedSGLD(SGLD):
     damping: float = 0.1
 
     def __post_init__(self) -> None:
-        """Checks the arguments."""
         super().__post_init__()
         check_real("decay", self.decay, low=0, high=1, high_open=True)
         check_real("damping", self.damping, low=0, low_open=True)
@@ -207,7 +244,6 @@ class SGHMC(SGLD):
     friction: float = 0.1
 
     def __post_init__(self) -> None:
-        """Checks the arguments."""
         super().__post_init__()
         check_real("friction", self.friction, low=0, low_open=True, high=1)
 
@@ -235,6 +271,44 @@ def _rest(wanted: Array, present: Array) -> Array:
     """The missing variance. A difference within rounding error counts as 0."""
     rest = wanted - present
     return jnp.where(rest > 8 * jnp.finfo(rest.dtype).eps * wanted, rest, 0)
+
+
+class Score(NamedTuple):
+    """Input of a sampler's step.
+
+    Attributes:
+        gradient: Estimate of the score, by parameter of the point guide.
+        noise_scale: Standard deviation of the privacy noise in each coordinate of the score.
+        rng_key: Key of the sampler's own draws. It is not secret.
+    """
+
+    gradient: dict[str, Array]
+    noise_scale: Array
+    rng_key: Array
+
+
+def langevin() -> Callable[[VariationalProblem], Estimator]:
+    """The estimator of samplers, for a point guide. The guide's parameters are the position.
+
+    Guarantee:
+        The signal reads one record. ``prepare`` and ``pull_back`` read none.
+    """
+
+    def build(problem: VariationalProblem) -> Estimator:
+        base = aligned()(problem)
+
+        def pull_back(public: DrawnPublic, released: Released) -> Score:
+            prior = jax.grad(problem.log_prior)(public.latents, public.params)
+            score = add(prior, {site: released.total[site] for site in prior})
+            gradient = {f"{site}{POINT_SUFFIX}": score[site] for site in public.latents}
+            # Parameters without entries: all their entries became latent sites.
+            gradient |= {name: public.params[name] for name in problem.record_params}
+            key = jax.random.fold_in(public.rng_key, 1)  # child 0 is for draws of records
+            return Score(gradient, released.noise_scale, key)
+
+        return base._replace(pull_back=pull_back)
+
+    return build
 
 
 def as_optimizer(kernel: SGLD) -> Any:

@@ -19,10 +19,9 @@ from numpyro_dp.ep.driver import SensitiveEPResult
 from numpyro_dp.model.frontend import Prepared
 from numpyro_dp.model.records import Records, read_records
 from numpyro_dp.model.records_problem import RecordsProblem
-from numpyro_dp.pbp.estimator import network_ep
+from numpyro_dp.pbp.estimator import NetworkSteps, network_ep
 from numpyro_dp.pbp.model import NetworkGuide, RegressionNetwork
 from numpyro_dp.pbp.reference import ep_sweep, filter_sweeps, start_network_sites
-from numpyro_dp.pbp.steps import NetworkSteps
 from numpyro_dp.posterior.from_model import ModelSource, drift_notes
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.accounting import Accountant
@@ -48,7 +47,7 @@ class DPPBP(Driver):
     call ``network.predict(result.params, x)``. For draws, use
     ``Predictive(network, guide=pbp.guide, params=result.params, ...)``. The methods ``init``,
     ``update`` and ``sweep`` work as in :class:`~numpyro_dp.DPSVI`. For formulas, see
-    :mod:`numpyro_dp.pbp.estimator` and :mod:`numpyro_dp.pbp.steps`.
+    :mod:`numpyro_dp.pbp.estimator`.
 
     Scale inputs and targets to about unit variance **by public constants**. Means and standard
     deviations of the records would be further releases, which this budget does not cover.

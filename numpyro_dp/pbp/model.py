@@ -89,7 +89,6 @@ class RegressionNetwork:
             return numpyro.sample("y", dist.Normal(output, 1 / jnp.sqrt(noise)), obs=y)
 
     def __repr__(self) -> str:
-        """Shows the arguments."""
         return (
             f"RegressionNetwork({self.hidden}, weight_precision={self.weight_precision}, "
             f"noise_prior={self.noise_prior})"

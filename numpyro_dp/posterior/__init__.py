@@ -1,12 +1,10 @@
 """Post-processing of private iterates. It has no privacy cost."""
 
-from numpyro_dp.posterior.averaging import Average, average
-from numpyro_dp.posterior.convergence import drift_check
+from numpyro_dp.posterior.averaging import Average, average, drift_check
 from numpyro_dp.posterior.folds import TailAverage, tail_average
 from numpyro_dp.posterior.inference_data import to_arviz
 from numpyro_dp.posterior.noise_aware import NoiseAware, noise_aware
-from numpyro_dp.posterior.posterior import Posterior
-from numpyro_dp.posterior.posterior_summary import PosteriorSummary
+from numpyro_dp.posterior.posterior import Posterior, PosteriorSummary
 from numpyro_dp.posterior.samples import posterior_samples
 from numpyro_dp.posterior.synthetic import Combined, combine, synthetic_data
 

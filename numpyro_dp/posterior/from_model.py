@@ -15,17 +15,13 @@ from numpyro.distributions import biject_to
 from numpyro_dp.model.records import Arguments
 from numpyro_dp.model.separation import one_record
 from numpyro_dp.model.structure import ModelStructure
-from numpyro_dp.posterior.convergence import drift_check
-from numpyro_dp.posterior.posterior import Posterior
+from numpyro_dp.posterior.averaging import SHORTEST, drift_check
+from numpyro_dp.posterior.posterior import Draws, Posterior
 from numpyro_dp.posterior.samples import posterior_samples
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.results import Trace
 
 __all__ = ["ModelSource", "drift_notes"]
-
-_SHORTEST = 20  # iterates, as for average
-
-Draws = Callable[[Array, int], dict[str, Array]]
 
 
 class ModelSource(NamedTuple):
@@ -56,15 +52,7 @@ class ModelSource(NamedTuple):
         shared: tuple[Array, ...],
         params: dict[str, Any],
     ) -> ModelSource:
-        """Collects these parts from the values that a driver holds.
-
-        Args:
-            model: The NumPyro model.
-            static: Static keywords of the driver.
-            structure: The structure of the model.
-            shared: Public arrays among the model's arguments.
-            params: Constrained parameters of the run. Parameters of the guide are dropped.
-        """
+        """Collects these parts from a driver's values. Parameters of the guide are dropped."""
         own = {name: params[name] for name in structure.params if name in params}
         return cls(
             functools.partial(model, **static), structure.latents, structure.data_plate,
@@ -79,15 +67,7 @@ class ModelSource(NamedTuple):
         notes: tuple[str, ...] = (),
         converged: bool = True,
     ) -> Posterior:
-        """Returns a posterior with these draws of the global latent sites. It drops other sites.
-
-        Args:
-            draws: ``(rng_key, num_samples)`` -> draws by site.
-            privacy: The privacy report of the run.
-            method: One line that describes the method.
-            notes: Warnings and remarks for the reader.
-            converged: False if the run may not have converged.
-        """
+        """Returns a :class:`Posterior` with these draws of the global latents, and no others."""
         prior: Draws | None = self._prior
         try:
             jax.eval_shape(self._prior_draw, jax.random.key(0))
@@ -108,13 +88,7 @@ class ModelSource(NamedTuple):
     def guide_draws(
         self, guide: Callable[..., Any], params: dict[str, Any], static: dict[str, Any]
     ) -> Draws:
-        """Returns the draws of a guide that is called on the placeholder for the records.
-
-        Args:
-            guide: An automatic guide that a run has set up, or a hand-written one.
-            params: Constrained parameters of the run.
-            static: Static keywords of the driver.
-        """
+        """Returns the draws of a guide that is called on the placeholder for the records."""
         args, kwargs = self.arguments
         # Bound here, because a keyword of the guide may have the name of a posterior_samples one.
         alone = one_record(lambda: guide(*args, **kwargs, **static), self.plate)
@@ -160,15 +134,12 @@ def drift_notes(trace: Trace) -> tuple[str, ...]:
 
     A guide often starts narrow, so a run that has not converged may look too certain. A trace that
     is too short for the check also fails.
-
-    Args:
-        trace: ``result.trace`` of a run.
     """
     length = len(trace.steps)
     values = [np.asarray(value, np.float64) for value in jax.tree.leaves(trace.params)]
     total, passed = sum(value[0].size for value in values), 0
-    if length >= _SHORTEST:
-        check, half = drift_check(), max(_SHORTEST, length // 2)
+    if length >= SHORTEST:
+        check, half = drift_check(), max(SHORTEST, length // 2)
         passed = sum(int(check(x[-half:].reshape(half, -1)).sum()) for x in values if x[0].size)
     if passed == total:
         return ()

@@ -1,16 +1,17 @@
-"""Converts posterior draws for ArviZ, with the privacy report as attributes."""
+"""Posterior draws as arrays by name, and for ArviZ, with the privacy report as attributes."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
+import jax
 import numpy as np
 
-from numpyro_dp.posterior._draws import draws_by_name
+from numpyro_dp._validate import check_int
 from numpyro_dp.privacy.plan import PrivacyReport
 
-__all__ = ["to_arviz"]
+__all__ = ["draws_by_name", "to_arviz"]
 
 _INDEPENDENT = "independent draws of a differentially private posterior"
 _NEVER = "observed_data holds private records: never publish it"
@@ -83,6 +84,37 @@ def to_arviz(
     for part in (tree, *(tree[group] for group in groups if group != "observed_data")):
         part.attrs.update(spent)
     return tree
+
+
+def draws_by_name(samples: Any, what: str = "samples") -> dict[str, np.ndarray]:
+    """Returns the leaves by name, after checking that each has the same leading axis of draws.
+
+    Dots join the names of nested entries.
+
+    Raises:
+        TypeError: If ``samples`` is not a dict, or holds no arrays.
+        ValueError: If sites have different numbers of draws.
+    """
+    if not isinstance(samples, dict) or not jax.tree.leaves(samples):
+        raise TypeError(
+            f"{what} must be a dict of draws by site name and must not be empty, got "
+            f"{type(samples).__name__}. Pass the draws of posterior_samples or Predictive."
+        )
+    leaves = jax.tree_util.tree_flatten_with_path(samples)[0]
+    draws = {".".join(map(_part, path)): np.asarray(leaf) for path, leaf in leaves}
+    sizes = {name: value.shape[:1] for name, value in draws.items()}
+    if len(set(sizes.values())) > 1 or () in sizes.values():
+        shapes = {name: value.shape for name, value in draws.items()}
+        raise ValueError(
+            f"Every site in {what} must have the same number of draws along its first axis, got "
+            f"shapes {shapes}. Pass the draws of one call of posterior_samples or Predictive."
+        )
+    check_int(f"number of draws in {what}", next(iter(sizes.values()))[0], low=1)
+    return draws
+
+
+def _part(entry: Any) -> str:
+    return str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry))))
 
 
 def _groups(

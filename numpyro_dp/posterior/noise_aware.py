@@ -6,7 +6,7 @@ covariance :math:`\Sigma` of the guide, the posterior is
 .. math:: N(\bar m,\; \Sigma + \mathrm{diag}(v)).
 
 :math:`v` is estimated from the iterates of a single run, by an AR(1) fit with finite-window
-corrections (:mod:`numpyro_dp.posterior._series`). The variance of n iterates would be too large
+corrections (:mod:`numpyro_dp.posterior.averaging`). The variance of n iterates would be too large
 for the variance of their mean. Divided by n it would be too small.
 """
 
@@ -19,8 +19,7 @@ from numpyro.infer import autoguide
 
 from numpyro_dp._compat import latent_sites
 from numpyro_dp.model.variational import guide_kind
-from numpyro_dp.posterior.averaging import Average, average
-from numpyro_dp.posterior.convergence import Check
+from numpyro_dp.posterior.averaging import Average, Check, average
 from numpyro_dp.run.results import RunResult
 
 __all__ = ["NoiseAware", "noise_aware"]
@@ -45,7 +44,6 @@ class NoiseAware(NamedTuple):
     dominated: int
 
     def __str__(self) -> str:
-        """Size of the posterior, and warnings."""
         total = sum(np.size(value) for value in self.average.params.values())
         lines = [f"Noise-aware posterior of {total} averaged parameters."]
         if self.unconverged:

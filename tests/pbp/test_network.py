@@ -18,9 +18,8 @@ from numpyro_dp.model.records import read_records
 from numpyro_dp.model.records_problem import RecordsProblem
 from numpyro_dp.pbp import moments, reference
 from numpyro_dp.pbp.curvature import network_curvature
-from numpyro_dp.pbp.estimator import NetworkCavity, network_ep, network_site
+from numpyro_dp.pbp.estimator import NetworkCavity, NetworkSteps, network_ep, network_site
 from numpyro_dp.pbp.moments import layout_of, output_moments, record_slopes
-from numpyro_dp.pbp.steps import NetworkSteps
 from numpyro_dp.samplers import FullBatch, Poisson
 from numpyro_dp.sums.bounded import bounded_sum
 

@@ -5,7 +5,7 @@ import pytest
 from scipy import signal
 
 from numpyro_dp.posterior import average, drift_check
-from numpyro_dp.posterior._series import fit_ar1
+from numpyro_dp.posterior.averaging import fit_ar1
 from numpyro_dp.run.results import Trace
 
 

@@ -654,7 +654,7 @@ def test_a_sampler_that_is_refused_keeps_its_samples_and_shows_no_key():
     with pytest.raises(NoiseReuseError, match="already used for a run"):
         sampler.run(KEY, X)
     np.testing.assert_array_equal(sampler.get_samples()["mean"], before)
-    words = np.asarray(jax.random.key_data(sampler.settings.run.secret_key)).tolist()
+    words = np.asarray(jax.random.key_data(sampler.settings.secret_key)).tolist()
     assert not any(str(word) in repr(sampler.settings) for word in words)
 
 

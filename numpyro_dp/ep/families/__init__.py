@@ -11,11 +11,11 @@ from numpyro_dp.ep.families.base import (
     divide,
     multiply,
     power,
+    product,
     sample,
 )
 from numpyro_dp.ep.families.gamma import beta, dirichlet, gamma
 from numpyro_dp.ep.families.normal import diagonal_normal, isotropic_normal, normal
-from numpyro_dp.ep.families.product import product
 
 __all__ = [
     "Family",

@@ -4,24 +4,30 @@ The coefficients of logarithms are shapes and concentrations minus 1, so the nat
 the constant function are zeros. For a shape below about 0.01 in single precision, the natural
 parameter is close to -1 and holds fewer than 5 digits of the shape.
 
+A fixed number of Newton steps turns mean parameters into natural parameters. The equations use
+:math:`e(a) = \log a - \psi(a) \in (1/2a, 1/a)` and its derivative. A series computes e without
+cancellation. Newton's method solves for :math:`\log a`, in which :math:`\log e` is nearly linear.
+
 Reference:
     Wainwright, Jordan (2008), section 3; Minka (2000), Estimating a Dirichlet Distribution, and
-    Minka (2002), Estimating a Gamma Distribution, for the inverse maps.
+    Minka (2002), Estimating a Gamma Distribution, for the inverse maps; Abramowitz, Stegun (1964),
+    6.3.18, for the series.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jax import Array
-from jax.scipy.special import gammaln
+from jax import Array, lax
+from jax.scipy.special import digamma, gammaln, logsumexp
 from jaxtyping import Bool, Float
 
 from numpyro_dp._validate import check_int
-from numpyro_dp.ep.families._digamma import excess, mean_logs, solve_concentration, solve_shape
 from numpyro_dp.ep.families.base import (
     Family,
     Natural,
@@ -34,16 +40,29 @@ from numpyro_dp.ep.families.base import (
     unwrap,
 )
 
-__all__ = ["beta", "dirichlet", "gamma"]
+__all__ = [
+    "beta",
+    "dirichlet",
+    "excess",
+    "gamma",
+    "mean_logs",
+    "solve_concentration",
+    "solve_shape",
+]
+
+_SHIFT = 8  # added to small arguments, because the series is accurate to 1e-12 from here
+_SERIES = (1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132, -691 / 32760, 1 / 12)
+_STEPS = 20
+_LONGEST = 2.0  # longest Newton step in the logarithm
 
 
 def gamma(shape: tuple[int, ...] = ()) -> Family:
     r"""Returns the family of independent gamma distributions.
 
     The natural parameters are ``log`` :math:`a - 1` and ``rate`` :math:`b`, both with this shape.
-    The statistics are :math:`(\log z, -z)`, and :math:`A = \sum \log\Gamma(a) - a\log b`. Newton's
-    method turns mean parameters into natural parameters. ``project`` raises :math:`a` and
-    :math:`b` separately to the floor. ``from_dist`` takes Gamma and Exponential.
+    The statistics are :math:`(\log z, -z)`, and :math:`A = \sum \log\Gamma(a) - a\log b`.
+    ``project`` raises :math:`a` and :math:`b` separately to the floor. ``from_dist`` takes Gamma
+    and Exponential.
 
     Args:
         shape: Shape of one value.
@@ -53,9 +72,6 @@ def gamma(shape: tuple[int, ...] = ()) -> Family:
         >>> natural = {"log": jnp.array(1.0), "rate": jnp.array(4.0)}
         >>> float(gamma().to_dist(natural).mean)
         0.5
-
-    Reference:
-        Wainwright, Jordan (2008), section 3; Minka (2002), Estimating a Gamma Distribution.
     """
     _check_shape(shape)
     name = f"gamma({shape})"
@@ -63,13 +79,13 @@ def gamma(shape: tuple[int, ...] = ()) -> Family:
         name=name,
         unit=unit(log=shape, rate=shape),
         log_partition=_gamma_log_partition,
-        statistics=_gamma_statistics,
+        statistics=lambda z: {"log": jnp.log(z), "rate": -z},
         log_base=no_base,
         to_mean=_gamma_to_mean,
         to_natural=_gamma_to_natural,
         is_valid=_gamma_is_valid,
         project=_gamma_project,
-        to_dist=_gamma_to_dist,
+        to_dist=lambda natural: _joint(dist.Gamma(natural["log"] + 1, natural["rate"])),
         from_dist=partial(_gamma_from_dist, name, shape),
     )
 
@@ -79,9 +95,8 @@ def beta(shape: tuple[int, ...] = ()) -> Family:
 
     The natural parameters are ``log`` :math:`\alpha - 1` and ``log_complement`` :math:`\beta - 1`,
     both with this shape. The statistics are :math:`(\log z, \log(1 - z))`, and
-    :math:`A = \sum \log B(\alpha, \beta)`. Newton's method turns mean parameters into natural
-    parameters. ``project`` raises :math:`\alpha` and :math:`\beta` to the floor. ``from_dist``
-    takes Beta.
+    :math:`A = \sum \log B(\alpha, \beta)`. ``project`` raises :math:`\alpha` and :math:`\beta` to
+    the floor. ``from_dist`` takes Beta.
 
     Args:
         shape: Shape of one value.
@@ -91,9 +106,6 @@ def beta(shape: tuple[int, ...] = ()) -> Family:
         >>> natural = {"log": jnp.array(0.0), "log_complement": jnp.array(2.0)}
         >>> float(beta().to_dist(natural).mean)
         0.25
-
-    Reference:
-        Wainwright, Jordan (2008), section 3; Minka (2000), Estimating a Dirichlet Distribution.
     """
     _check_shape(shape)
     name = f"beta({shape})"
@@ -101,7 +113,7 @@ def beta(shape: tuple[int, ...] = ()) -> Family:
         name=name,
         unit=unit(log=shape, log_complement=shape),
         log_partition=_beta_log_partition,
-        statistics=_beta_statistics,
+        statistics=lambda z: {"log": jnp.log(z), "log_complement": jnp.log1p(-z)},
         log_base=no_base,
         to_mean=_beta_to_mean,
         to_natural=_beta_to_natural,
@@ -117,8 +129,7 @@ def dirichlet(size: int) -> Family:
 
     The natural parameter is ``log`` :math:`\alpha - 1` of shape ``(size,)``. The statistic is
     :math:`\log z`, and :math:`A = \sum_i \log\Gamma(\alpha_i) - \log\Gamma(\sum_i\alpha_i)`.
-    Newton's method turns mean parameters into natural parameters. ``project`` raises each
-    :math:`\alpha_i` to the floor. ``from_dist`` takes Dirichlet.
+    ``project`` raises each :math:`\alpha_i` to the floor. ``from_dist`` takes Dirichlet.
 
     Args:
         size: Number of proportions, at least 2.
@@ -127,9 +138,6 @@ def dirichlet(size: int) -> Family:
         >>> import jax.numpy as jnp
         >>> dirichlet(3).to_dist({"log": jnp.array([0.0, 1.0, 0.0])}).mean
         Array([0.25, 0.5 , 0.25], dtype=float32)
-
-    Reference:
-        Wainwright, Jordan (2008), section 3; Minka (2000), Estimating a Dirichlet Distribution.
     """
     check_int("size", size, low=2, remedy="The number of proportions.")
     name = f"dirichlet({size})"
@@ -151,10 +159,6 @@ def dirichlet(size: int) -> Family:
 def _gamma_log_partition(natural: Natural) -> Float[Array, ""]:
     shape = natural["log"] + 1
     return jnp.sum(gammaln(shape) - shape * jnp.log(natural["rate"]))
-
-
-def _gamma_statistics(z: Float[Array, ...]) -> Natural:
-    return {"log": jnp.log(z), "rate": -z}
 
 
 def _gamma_to_mean(natural: Natural) -> Natural:
@@ -180,10 +184,6 @@ def _gamma_project(natural: Natural, floor: Number) -> Natural:
     return {"log": least_log(natural["log"], floor), "rate": jnp.maximum(rate, least)}
 
 
-def _gamma_to_dist(natural: Natural) -> dist.Distribution:
-    return _joint(dist.Gamma(natural["log"] + 1, natural["rate"]))
-
-
 def _gamma_from_dist(name: str, shape: tuple[int, ...], given: Any) -> Natural:
     base = unwrap(name, given, (dist.Gamma, dist.Exponential), shape)
     rate = full(base.rate, shape)
@@ -198,10 +198,6 @@ def _beta_concentration(natural: Natural) -> Float[Array, "... 2"]:
 
 def _beta_log_partition(natural: Natural) -> Float[Array, ""]:
     return _dirichlet_log_partition({"log": _beta_concentration(natural) - 1})
-
-
-def _beta_statistics(z: Float[Array, ...]) -> Natural:
-    return {"log": jnp.log(z), "log_complement": jnp.log1p(-z)}
 
 
 def _beta_to_mean(natural: Natural) -> Natural:
@@ -258,3 +254,85 @@ def _check_shape(shape: tuple[int, ...]) -> None:
         )
     for size in shape:
         check_int("size", size, low=1, remedy="Each size of shape counts entries.")
+
+
+@jax.jit
+def excess(a: Float[Array, ...]) -> Float[Array, ...]:
+    r"""Returns :math:`\log a - \psi(a)` with a small relative error for all :math:`a > 0`."""
+    small = a < _SHIFT
+    inverse = 1 / jnp.where(small, a + _SHIFT, a)
+    series = jnp.zeros_like(a)
+    for coefficient in reversed(_SERIES):
+        series = coefficient + jnp.square(inverse) * series
+    steps = jnp.arange(_SHIFT, dtype=a.dtype)
+    recurrence = jnp.sum(1 / (a[..., None] + steps), -1) - jnp.log1p(_SHIFT / a)
+    return inverse * (0.5 + inverse * series) + jnp.where(small, recurrence, 0)
+
+
+@jax.jit
+def solve_shape(target: Float[Array, ...]) -> Float[Array, ...]:
+    r"""Returns the :math:`a` with ``excess(a) == target``, or NaN unless ``target`` > 0."""
+    goal = jnp.log(target)
+
+    def log_excess(log_shape: Array) -> Array:
+        return jnp.log(excess(jnp.exp(log_shape)))
+
+    def step(_: int, log_shape: Array) -> Array:
+        value, slope = jax.jvp(log_excess, (log_shape,), (jnp.ones_like(log_shape),))
+        return log_shape - jnp.clip((value - goal) / slope, -_LONGEST, _LONGEST)
+
+    start = -math.log(2) - goal  # for large a, excess(a) tends to 1 / (2 a) from above
+    return jnp.exp(lax.fori_loop(0, _STEPS, step, start.astype(goal.dtype)))
+
+
+@jax.jit
+def mean_logs(concentration: Float[Array, "... n"]) -> Float[Array, "... n"]:
+    r"""Returns :math:`\psi(\alpha_i) - \psi(\sum_j \alpha_j)`, the mean of the log proportions."""
+    total = jnp.sum(concentration, -1, keepdims=True)
+    return jnp.log(concentration / total) - excess(concentration) + excess(total)
+
+
+@jax.jit
+def solve_concentration(means: Float[Array, "... n"]) -> Float[Array, "... n"]:
+    r"""Returns the concentrations with ``mean_logs(concentration) == means``.
+
+    Runs Newton's method for :math:`v = \log\alpha`. With :math:`k(a) = a\psi'(a) - 1`,
+    :math:`\bar\alpha = \sum_j\alpha_j` and :math:`p = \alpha / \bar\alpha`, the Jacobian is
+    :math:`\mathrm{diag}(1 + k(\alpha_i)) - (1 + k(\bar\alpha))\,1 p^\top`, which has an inverse in
+    closed form.
+
+    Returns:
+        The concentrations, or NaN unless :math:`\sum_i e^{m_i} < 1`. All means of Dirichlet
+        distributions satisfy this.
+    """
+    size = means.shape[-1]
+
+    def total(values: Array) -> Array:
+        return jnp.sum(values, -1, keepdims=True)
+
+    def step(_: int, logs: Array) -> Array:
+        concentration = jnp.exp(logs)
+        residual = mean_logs(concentration) - means
+        curvature, of_total = _curvature(concentration), _curvature(total(concentration))
+        weights = concentration / total(concentration) / (1 + curvature)
+        determinant = total(weights * (curvature - of_total))
+        shift = (1 + of_total) * total(weights * residual) / determinant
+        change = (residual + shift) / (1 + curvature)
+        return logs - jnp.clip(change, -_LONGEST, _LONGEST)
+
+    gap = -logsumexp(means, axis=-1, keepdims=True)
+    guess = jnp.where(gap > 0, (size - 1) / (2 * gap), jnp.nan)  # the sum, good if it is large
+    start = jnp.log(_inverse_digamma(means + digamma(guess)))
+    return jnp.exp(lax.fori_loop(0, _STEPS, step, start))
+
+
+def _curvature(a: Array) -> Array:
+    r"""Returns :math:`a\psi'(a) - 1 > 0`."""
+    return -a * jax.jvp(excess, (a,), (jnp.ones_like(a),))[1]
+
+
+def _inverse_digamma(y: Array) -> Array:
+    """A rough inverse of the digamma function (Minka 2000, appendix C)."""
+    switch, euler = -2.22, 0.5772156649
+    low = -1 / (jnp.minimum(y, switch) + euler)
+    return jnp.where(y >= switch, jnp.exp(jnp.maximum(y, switch)) + 0.5, low)

@@ -65,9 +65,6 @@ def normal(dim: int) -> Family:
         >>> natural = {"linear": jnp.array([1.0, 2.0]), "precision": jnp.diag(jnp.array([1.0, 2]))}
         >>> normal(2).to_dist(natural).mean.round(3)
         Array([1., 1.], dtype=float32)
-
-    Reference:
-        Wainwright, Jordan (2008), section 3; Minka (2001), section 3.
     """
     check_int("dim", dim, low=1, remedy=_DIM)
     name = f"normal({dim})"
@@ -75,7 +72,7 @@ def normal(dim: int) -> Family:
         name=name,
         unit=unit(linear=(dim,), precision=(dim, dim)),
         log_partition=_full_log_partition,
-        statistics=_full_statistics,
+        statistics=lambda z: {"linear": z, "precision": -jnp.outer(z, z) / 2},
         log_base=no_base,
         to_mean=_full_to_mean,
         to_natural=_full_to_natural,
@@ -100,9 +97,6 @@ def diagonal_normal(dim: int) -> Family:
         >>> natural = diagonal_normal(2).from_dist(dist.Normal(3.0, 0.5).expand([2]).to_event())
         >>> natural["linear"], natural["precision"]
         (Array([12., 12.], dtype=float32), Array([4., 4.], dtype=float32))
-
-    Reference:
-        Wainwright, Jordan (2008), section 3; Minka (2001), section 3.
     """
     check_int("dim", dim, low=1, remedy=_DIM)
     name = f"diagonal_normal({dim})"
@@ -110,14 +104,14 @@ def diagonal_normal(dim: int) -> Family:
         name=name,
         unit=unit(linear=(dim,), precision=(dim,)),
         log_partition=_diagonal_log_partition,
-        statistics=_diagonal_statistics,
+        statistics=lambda z: {"linear": z, "precision": -jnp.square(z) / 2},
         log_base=no_base,
         to_mean=_diagonal_to_mean,
         to_natural=_diagonal_to_natural,
         is_valid=_positive_precision,
         project=_raise_precision,
         to_dist=_diagonal_to_dist,
-        from_dist=partial(_diagonal_from_dist, name, dim),
+        from_dist=lambda given: _coordinates(unwrap(name, given, (dist.Normal,), (dim,)), dim),
     )
 
 
@@ -137,9 +131,6 @@ def isotropic_normal(dim: int) -> Family:
         >>> natural = {"linear": jnp.array([2.0, 4.0]), "precision": jnp.array(2.0)}
         >>> isotropic_normal(2).to_mean(natural)["precision"]  # -(1 + 4 + 2 / 2) / 2
         Array(-3., dtype=float32)
-
-    Reference:
-        Wainwright, Jordan (2008), section 3; Minka (2001), section 3.
     """
     check_int("dim", dim, low=1, remedy=_DIM)
     name = f"isotropic_normal({dim})"
@@ -147,7 +138,7 @@ def isotropic_normal(dim: int) -> Family:
         name=name,
         unit=unit(linear=(dim,), precision=()),
         log_partition=_isotropic_log_partition,
-        statistics=_isotropic_statistics,
+        statistics=lambda z: {"linear": z, "precision": -jnp.sum(jnp.square(z)) / 2},
         log_base=no_base,
         to_mean=_isotropic_to_mean,
         to_natural=_isotropic_to_natural,
@@ -162,10 +153,6 @@ def _full_log_partition(natural: Natural) -> Float[Array, ""]:
     linear, factor = natural["linear"], jnp.linalg.cholesky(natural["precision"])
     whitened = solve_triangular(factor, linear, lower=True)
     return (jnp.sum(jnp.square(whitened)) - log_det(factor) + linear.size * _LOG_2PI) / 2
-
-
-def _full_statistics(z: Float[Array, " d"]) -> Natural:
-    return {"linear": z, "precision": -jnp.outer(z, z) / 2}
 
 
 def _full_to_mean(natural: Natural) -> Natural:
@@ -211,10 +198,6 @@ def _diagonal_log_partition(natural: Natural) -> Float[Array, ""]:
     return jnp.sum(jnp.square(linear) / precision - jnp.log(precision) + _LOG_2PI) / 2
 
 
-def _diagonal_statistics(z: Float[Array, " d"]) -> Natural:
-    return {"linear": z, "precision": -jnp.square(z) / 2}
-
-
 def _diagonal_to_mean(natural: Natural) -> Natural:
     mean = natural["linear"] / natural["precision"]
     return {"linear": mean, "precision": -(1 / natural["precision"] + jnp.square(mean)) / 2}
@@ -231,18 +214,10 @@ def _diagonal_to_dist(natural: Natural) -> dist.Distribution:
     return dist.Normal(loc, 1 / jnp.sqrt(natural["precision"])).to_event(1)
 
 
-def _diagonal_from_dist(name: str, dim: int, given: Any) -> Natural:
-    return _coordinates(unwrap(name, given, (dist.Normal,), (dim,)), dim)
-
-
 def _isotropic_log_partition(natural: Natural) -> Float[Array, ""]:
     linear, precision = natural["linear"], natural["precision"]
     square = jnp.sum(jnp.square(linear)) / precision
     return (square + linear.size * (_LOG_2PI - jnp.log(precision))) / 2
-
-
-def _isotropic_statistics(z: Float[Array, " d"]) -> Natural:
-    return {"linear": z, "precision": -jnp.sum(jnp.square(z)) / 2}
 
 
 def _isotropic_to_mean(natural: Natural) -> Natural:

@@ -1,10 +1,8 @@
-"""Sites: approximations of one record's likelihood, one file each."""
+"""Sites: approximations of one record's likelihood."""
 
-from numpyro_dp.ep.problem import EPProblem
-from numpyro_dp.ep.sites.base import Site, SiteBuilder
+from numpyro_dp.ep.problem import EPProblem, Site, SiteBuilder
+from numpyro_dp.ep.sites.any_likelihood import evidence, importance, probit
 from numpyro_dp.ep.sites.conjugate import conjugate, is_conjugate
-from numpyro_dp.ep.sites.evidence import evidence, probit
-from numpyro_dp.ep.sites.importance import importance
 from numpyro_dp.ep.sites.mixture import normal_mixture
 from numpyro_dp.ep.sites.quadrature import is_linear, quadrature
 from numpyro_dp.model.public import UnsupportedModelError

@@ -19,8 +19,7 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_dp.ep.families import sample
 from numpyro_dp.ep.gaussian import cavity_of
-from numpyro_dp.ep.problem import EPProblem
-from numpyro_dp.ep.sites.base import Site, SiteBuilder
+from numpyro_dp.ep.problem import EPProblem, Site, SiteBuilder
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
 
 __all__ = ["conjugate", "is_conjugate"]
@@ -66,20 +65,16 @@ def _normal_site(problem: EPProblem) -> Site:
         return cavity_of(cavity).mean
 
     def approximate(mean: Array, example: tuple[Array, ...]) -> dict[str, Array]:
-        linear, precision = _derivatives(problem, mean, example)
-        return {"linear": linear, "precision": precision}
+        slope = jax.grad(problem.log_likelihood)
+        precision = -jax.jacfwd(slope)(mean, example)
+        axes = problem.prior["precision"].ndim  # the structure of the family's precision
+        if axes < 2:
+            precision = jnp.diag(precision)
+        if axes == 0:
+            precision = jnp.mean(precision)
+        return {"linear": slope(mean, example), "precision": precision}
 
     return Site(prepare, approximate)
-
-
-def _derivatives(problem: EPProblem, z: Array, example: Any) -> tuple[Array, Array]:
-    """Slope and negative curvature, in the structure of the family's precision."""
-    slope = jax.grad(problem.log_likelihood)
-    precision = -jax.jacfwd(slope)(z, example)
-    axes = problem.prior["precision"].ndim
-    if axes < 2:
-        precision = jnp.diag(precision)
-    return slope(z, example), jnp.mean(precision) if axes == 0 else precision
 
 
 def _quadratic(problem: EPProblem) -> Callable[[Any], bool | None]:
@@ -89,9 +84,8 @@ def _quadratic(problem: EPProblem) -> Callable[[Any], bool | None]:
     def derivatives(example: Any) -> tuple[Array, Array]:
         points = 2 * jax.random.normal(jax.random.key(0), (3, problem.latents.dim))
         log_likelihood = partial(problem.log_likelihood, example=example)
-        return jax.vmap(jax.grad(log_likelihood))(points), jax.vmap(jax.hessian(log_likelihood))(
-            points
-        )
+        slopes, found = (jax.vmap(f(log_likelihood)) for f in (jax.grad, jax.hessian))
+        return slopes(points), found(points)
 
     def is_member(example: Any) -> bool | None:
         slopes, found = (np.asarray(each, np.float64) for each in derivatives(example))

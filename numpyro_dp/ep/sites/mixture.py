@@ -30,8 +30,7 @@ from jax import Array
 
 from numpyro_dp._validate import check_probs, check_real
 from numpyro_dp.ep.gaussian import Cavity, cavity_of, inverse_and_log_det, site_from_slopes
-from numpyro_dp.ep.problem import EPProblem
-from numpyro_dp.ep.sites.base import Site, SiteBuilder
+from numpyro_dp.ep.problem import EPProblem, Site, SiteBuilder
 from numpyro_dp.model.public import UnsupportedModelError
 
 __all__ = ["normal_mixture"]

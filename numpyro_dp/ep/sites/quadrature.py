@@ -33,8 +33,7 @@ from jaxtyping import Float
 
 from numpyro_dp._validate import check_int
 from numpyro_dp.ep.gaussian import Cavity, cavity_of, site_along
-from numpyro_dp.ep.problem import EPProblem
-from numpyro_dp.ep.sites.base import Site, SiteBuilder
+from numpyro_dp.ep.problem import EPProblem, Site, SiteBuilder
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
 from numpyro_dp.sums.contraction import split_scalar
 
