@@ -132,7 +132,7 @@ class ModelSource(NamedTuple):
         """Latent sites on the placeholder. Sites without given values are drawn from the prior."""
         alone = one_record(self._filled, self.plate)
         fn = handlers.seed(handlers.substitute(alone, data=values), rng_key)
-        trace = self.arguments.call(handlers.trace(fn).get_trace)
+        trace = self.arguments.trace(fn)
         return {name: trace[name] for name in self.latents}
 
     def _prior_draw(self, rng_key: Array) -> dict[str, Array]:
