@@ -20,11 +20,11 @@ from numpyro.distributions import biject_to
 
 from numpyro_dp.ep.families import Family, product
 from numpyro_dp.model.density import Model
-from numpyro_dp.model.public import Declared, UnsupportedModelError
+from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import Records, Rows
-from numpyro_dp.model.structure import ModelStructure, read_model
+from numpyro_dp.model.structure import ModelStructure
 
-__all__ = ["EPProblem", "Latents", "make_problem", "read_conjugate_model"]
+__all__ = ["EPProblem", "Latents", "check_conjugate", "make_problem"]
 
 _TOLERANCE = 1e-3
 PREFIX = "auto_"
@@ -145,20 +145,13 @@ class EPProblem(NamedTuple):
         return [tuple(leaf[0] for leaf in ones), *found]
 
 
-def read_conjugate_model(
-    model: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    data_plate: str | None,
-    declared: Declared = Declared(),  # noqa: B008 - never written to
-) -> ModelStructure:
-    """Reads a model and checks that message passing supports it.
+def check_conjugate(structure: ModelStructure) -> ModelStructure:
+    """Returns the structure of a model, if message passing supports the model.
 
     Raises:
         UnsupportedModelError: If the model has parameters, latent sites in the data plate, or draws
-            random keys. :func:`~numpyro_dp.model.structure.read_model` has further reasons.
+            random keys.
     """
-    structure = read_model(model, args, kwargs, data_plate, declared)
     if structure.params or structure.local_latents:
         raise UnsupportedModelError(
             "Message passing needs a model with no parameters of its own and no latents per "

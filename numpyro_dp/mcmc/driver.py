@@ -22,7 +22,8 @@ from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.mcmc.balance import ChainSettings, check_heat, check_steps
 from numpyro_dp.mcmc.kernels import SGLD, as_optimizer
 from numpyro_dp.mcmc.langevin import langevin
-from numpyro_dp.model.frontend import Frontend, Prepared
+from numpyro_dp.model.density import Model
+from numpyro_dp.model.frontend import Frontend, GivenModel, Prepared
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.from_model import ModelSource
@@ -165,7 +166,7 @@ class DPMCMC:
         """
         check_outside_trace("DPMCMC.run")
         checks.check_rng_key(rng_key)
-        structure, settings = self._frontend.structure(args, kwargs), self.settings
+        structure, settings = self._frontend.given.structure(args, kwargs), self.settings
         driver, num_examples = self._driver, structure.layout.num_examples
         check_steps(settings, num_examples)
         if init_params is not None:
@@ -200,7 +201,7 @@ class DPMCMC:
         self, structure: ModelStructure, shared: tuple[Array, ...], report: PrivacyReport
     ) -> Posterior:
         kernel, samples = self.settings.kernel, self.get_samples()
-        source = ModelSource.of(kernel.model, self._frontend.static, structure, shared, {})
+        source = ModelSource.of(Model(self._frontend.given.fn, structure), shared, {})
         number = len(next(iter(samples.values())))
 
         def draws(rng_key: Array, num_samples: int) -> dict[str, Array]:
@@ -298,7 +299,7 @@ class _Chain(Driver):
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         """Reads only the shapes of the arguments."""
-        return self._frontend.structure(args, kwargs)
+        return self._frontend.given.structure(args, kwargs)
 
     def prepare(
         self,
@@ -336,7 +337,7 @@ def _frontend(
     guide = AutoDelta(kernel.model, init_loc_fn=kernel.init_strategy)
     svi = SVI(kernel.model, guide, as_optimizer(kernel), Trace_ELBO(), **static)
     declared = declare(public, static)
-    return Frontend(kernel.model, guide, svi, static, data_plate, declared)
+    return Frontend(GivenModel(kernel.model, static, data_plate, declared), svi)
 
 
 def _check_kernel(kernel: Any) -> SGLD:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,9 +11,9 @@ from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to
 
+from numpyro_dp.model.density import Model
 from numpyro_dp.model.records import Arguments
 from numpyro_dp.model.separation import one_record
-from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.convergence import drift_check
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.samples import posterior_samples
@@ -48,26 +47,18 @@ class ModelSource(NamedTuple):
     factors: tuple[str, ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        model: Callable[..., Any],
-        static: dict[str, Any],
-        structure: ModelStructure,
-        shared: tuple[Array, ...],
-        params: dict[str, Any],
-    ) -> ModelSource:
+    def of(cls, model: Model, shared: tuple[Array, ...], params: dict[str, Any]) -> ModelSource:
         """Collects these parts from the values that a driver holds.
 
         Args:
-            model: The NumPyro model.
-            static: Static keywords of the driver.
-            structure: The structure of the model.
+            model: The model.
             shared: Public arrays among the model's arguments.
             params: Constrained parameters of the run. Parameters of the guide are dropped.
         """
+        structure = model.structure
         own = {name: params[name] for name in structure.params if name in params}
         return cls(
-            functools.partial(model, **static), structure.latents, structure.data_plate,
+            model.fn, structure.latents, structure.data_plate,
             structure.layout.placeholder(shared), own, structure.prior_factors,
         )  # fmt: skip
 

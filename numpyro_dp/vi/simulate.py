@@ -120,7 +120,7 @@ def _without_privacy(svi: DPSVI, key: Array) -> DPSVI:
     return DPSVI(
         svi.model, svi.guide, svi.optim, svi.loss, estimator=svi.method.estimator,
         clip_norm=math.inf, sampler=svi.settings.sampler, noise_multiplier=0.0, secret_key=secret,
-        data_plate=svi._frontend.data_plate, public=svi.settings.public, **svi.static_kwargs,
+        data_plate=svi._frontend.given.data_plate, public=svi.settings.public, **svi.static_kwargs,
     )  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def _simulator(svi: DPSVI, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cal
                 "clip_norm=AdaptiveClip(...)."
             ) from error
 
-    sites = svi._frontend.structure(*fill(arrays)).likelihood
+    sites = svi.structure(*fill(arrays)).likelihood
     observed = _observed_arguments(functools.partial(trace, svi.model), sites, arrays)
 
     hidden = set(observed.values())
