@@ -7,8 +7,7 @@ samplers and mechanisms: :mod:`numpyro_dp.core`.
 """
 
 from numpyro_dp.model.frontend import Prepared
-from numpyro_dp.model.records import Records, read_records
-from numpyro_dp.model.records_problem import RecordsProblem
+from numpyro_dp.model.records import Records, RecordsProblem, read_records
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.settings import Method, RunSettings
 

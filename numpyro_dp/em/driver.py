@@ -15,8 +15,7 @@ from numpyro_dp._validate import check_int, check_probs, check_real
 from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.em.estimator import MStep, expected_statistics
 from numpyro_dp.model.frontend import Prepared
-from numpyro_dp.model.records import Records, read_records
-from numpyro_dp.model.records_problem import RecordsProblem
+from numpyro_dp.model.records import Records, RecordsProblem, read_records
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism

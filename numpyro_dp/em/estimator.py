@@ -31,7 +31,7 @@ from numpyro_dp.core import Estimator, Released
 from numpyro_dp.ep.estimator import schedule
 from numpyro_dp.ep.gaussian import inverse_and_log_det
 from numpyro_dp.model.public import own_constants
-from numpyro_dp.model.records_problem import RecordsProblem
+from numpyro_dp.model.records import RecordsProblem
 
 __all__ = ["MStep", "expected_statistics"]
 

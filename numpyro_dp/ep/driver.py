@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,9 +15,9 @@ from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.ep.estimator import Damped, Release, stochastic_ep
 from numpyro_dp.ep.families import Family, diagonal_normal, isotropic_normal, normal
 from numpyro_dp.ep.per_record import SensitiveSites, batched_sweep, sequential_sweep, start_sites
-from numpyro_dp.ep.problem import EPProblem, PosteriorGuide, make_problem, read_conjugate_model
+from numpyro_dp.ep.problem import EPProblem, PosteriorGuide, check_conjugate, make_problem
 from numpyro_dp.ep.sites import SiteBuilder, choose_site
-from numpyro_dp.model.frontend import Prepared, arguments_key
+from numpyro_dp.model.frontend import GivenModel, Prepared, arguments_key
 from numpyro_dp.model.public import declare
 from numpyro_dp.model.records import Rows
 from numpyro_dp.model.structure import ModelStructure
@@ -65,8 +64,8 @@ class _Reader:
                 "Expected site to be built by a call, such as quadrature() or importance() of "
                 f"numpyro_dp.ep.sites, got {site!r}."
             )
-        self.model, self.family, self.site, self.static = model, family, site, static
-        self.data_plate, self.declared = data_plate, declare(public, static)
+        self.given = GivenModel(model, static, data_plate, declare(public, static))
+        self.family, self.site = family, site
         self.guide = PosteriorGuide()
 
     def __str__(self) -> str:
@@ -78,16 +77,14 @@ class _Reader:
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         """Reads the model, using only the shapes of the arguments."""
-        fn = functools.partial(self.model, **self.static)
-        return read_conjugate_model(fn, args, kwargs, self.data_plate, self.declared)
+        return check_conjugate(self.given.structure(args, kwargs))
 
     def problem(
         self, structure: ModelStructure, rng_key: Array, args: Any, kwargs: dict[str, Any]
     ) -> EPProblem:
         """Finds the prior and the kind of site. Reads no record."""
         shared = structure.layout.rows(args, kwargs).shared
-        fn = functools.partial(self.model, **self.static)
-        problem = make_problem(fn, structure, self.family, shared, rng_key)
+        problem = make_problem(self.given.fn, structure, self.family, shared, rng_key)
         site = choose_site(problem) if self.site is None else self.site
         site.check(problem)
         return problem._replace(site=site)
@@ -231,8 +228,7 @@ class DPSEP(Driver):
         params, privacy = result.params, result.privacy
         reader, guide = self._reader, PosteriorGuide()
         guide.prototype_trace = problem  # self.guide may already belong to a later run
-        structure = problem.model.structure
-        source = ModelSource.of(reader.model, reader.static, structure, problem.shared, params)
+        source = ModelSource.of(problem.model, problem.shared, params)
         method = f"{type(self).__name__} with {reader}, {privacy.num_steps} steps"
         noise = privacy.noise_multiplier > 0
         notes = ("The intervals do not contain the privacy noise of the run.",) * noise

@@ -22,9 +22,9 @@ from numpyro.distributions import biject_to
 
 from numpyro_dp.ep.families import Family, Natural, product
 from numpyro_dp.model.density import Model
-from numpyro_dp.model.public import Declared, UnsupportedModelError
+from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import Records, Rows
-from numpyro_dp.model.structure import ModelStructure, read_model
+from numpyro_dp.model.structure import ModelStructure
 
 __all__ = [
     "EPProblem",
@@ -32,8 +32,8 @@ __all__ = [
     "PosteriorGuide",
     "Site",
     "SiteBuilder",
+    "check_conjugate",
     "make_problem",
-    "read_conjugate_model",
 ]
 
 _TOLERANCE = 1e-3
@@ -222,20 +222,13 @@ class PosteriorGuide:
         }
 
 
-def read_conjugate_model(
-    model: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    data_plate: str | None,
-    declared: Declared = Declared(),  # noqa: B008 - never written to
-) -> ModelStructure:
-    """Reads a model and checks that message passing supports it.
+def check_conjugate(structure: ModelStructure) -> ModelStructure:
+    """Returns the structure of a model, if message passing supports the model.
 
     Raises:
         UnsupportedModelError: If the model has parameters, latent sites in the data plate, or draws
-            random keys. :func:`~numpyro_dp.model.structure.read_model` has further reasons.
+            random keys.
     """
-    structure = read_model(model, args, kwargs, data_plate, declared)
     if structure.params or structure.local_latents:
         raise UnsupportedModelError(
             "Message passing needs a model with no parameters of its own and no latents per "

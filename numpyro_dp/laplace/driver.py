@@ -16,10 +16,10 @@ from numpyro_dp.laplace.schedule import Kind, Schedule, schedule
 from numpyro_dp.laplace.stages import Run, Stages
 from numpyro_dp.laplace.suitable import check_suitable
 from numpyro_dp.model.density import Model
-from numpyro_dp.model.frontend import arguments_key, with_static
+from numpyro_dp.model.frontend import GivenModel, arguments_key
 from numpyro_dp.model.outcomes import read_outcomes
 from numpyro_dp.model.public import argument_names, declare
-from numpyro_dp.model.structure import ModelStructure, read_model
+from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.accounting import Accountant
@@ -136,7 +136,8 @@ class DPLaplace:
                 "DPLaplace needs privacy noise, because the decode models it. Pass "
                 "budget=PrivacyBudget(1.0, 1e-5), or a noise_multiplier above 0."
             )
-        self._declared = declare(self.settings.public, static_kwargs)
+        declared = declare(self.settings.public, static_kwargs)
+        self._given = GivenModel(model, static_kwargs, data_plate, declared)
         self._structures: dict[Any, ModelStructure] = {}
         self._prepared: dict[Any, tuple[Any, ModelPrior, FirstGuess]] = {}
         self._drivers: dict[Any, Stages] = {}
@@ -176,15 +177,16 @@ class DPLaplace:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ModelPrior, FirstGuess]:
         """Returns a cache key, the prior and the first guess. All are public."""
+        if twice := sorted(set(kwargs) & set(self.static_kwargs)):
+            raise TypeError(f"Expected {twice} in the constructor or in the call, not in both.")
         shapes = arguments_key(args, kwargs)
-        fn = with_static(self.model, self.static_kwargs)
         if shapes not in self._structures:
-            self._structures[shapes] = read_model(fn, args, kwargs, self.data_plate, self._declared)
+            self._structures[shapes] = self._given.structure(args, kwargs)
         structure = self._structures[shapes]
         shared = structure.layout.rows(args, kwargs).shared
         key = shapes, tuple(np.asarray(each).tobytes() for each in shared)
         if key not in self._prepared:
-            outcomes = read_outcomes(Model(fn, structure), shared)
+            outcomes = read_outcomes(Model(self._given.fn, structure), shared)
             public_key = jax.random.key(0)  # fixed, so that runs can share what is computed here
             prior = read_prior(outcomes, public_key)
             check_suitable(prior, public_key)
@@ -234,9 +236,7 @@ class DPLaplace:
                 f"Columns were taken to have about {size} scale; DPLaplace(..., scales=) has more."
             )
         outcomes, releases = prior.outcomes, len(stages.plan.shares)
-        source = ModelSource.of(
-            self.model, self.static_kwargs, outcomes.model.structure, outcomes.shared, {}
-        )
+        source = ModelSource.of(outcomes.model, outcomes.shared, {})
         method = f"DPLaplace, {releases} releases of {report.plan.num_examples} records"
         draws = prior.posterior(precision, linear, rng_key)
         return source.posterior(draws, report, method, tuple(notes))

@@ -20,6 +20,7 @@ from numpyro_dp._compat import POINT_SUFFIX
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.mcmc.kernels import SGLD, as_optimizer, langevin
+from numpyro_dp.model.density import Model
 from numpyro_dp.model.frontend import Frontend, Prepared
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
@@ -147,7 +148,9 @@ class DPMCMC:
         guide = AutoDelta(kernel.model, init_loc_fn=kernel.init_strategy)
         svi = SVI(kernel.model, guide, as_optimizer(kernel), Trace_ELBO(), **static_kwargs)
         declared = declare(self.settings.public, static_kwargs)
-        self._frontend = Frontend(kernel.model, guide, svi, static_kwargs, data_plate, declared)
+        self._frontend = Frontend(
+            GivenModel(kernel.model, static_kwargs, data_plate, declared), svi
+        )
         self._driver = _Chain(self._frontend, self.settings)
         self._samples: dict[str, Array] | None = None
         self._report: PrivacyReport | None = None
@@ -173,7 +176,7 @@ class DPMCMC:
         """
         check_outside_trace("DPMCMC.run")
         checks.check_rng_key(rng_key)
-        structure, settings = self._frontend.structure(args, kwargs), self.settings
+        structure, settings = self._frontend.given.structure(args, kwargs), self.settings
         driver, num_examples = self._driver, structure.layout.num_examples
         step_sizes, chains = self.kernel.step_sizes(self._num_steps), self.num_chains
         self._check_epochs(num_examples)
@@ -238,7 +241,7 @@ class DPMCMC:
         self, structure: ModelStructure, shared: tuple[Array, ...], report: PrivacyReport
     ) -> Posterior:
         kernel, samples = self.kernel, self.get_samples()
-        source = ModelSource.of(kernel.model, self._frontend.static, structure, shared, {})
+        source = ModelSource.of(Model(self._frontend.given.fn, structure), shared, {})
         number = len(next(iter(samples.values())))
 
         def draws(rng_key: Array, num_samples: int) -> dict[str, Array]:
@@ -336,7 +339,7 @@ class _Chain(Driver):
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         """Reads only the shapes of the arguments."""
-        return self._frontend.structure(args, kwargs)
+        return self._frontend.given.structure(args, kwargs)
 
     def prepare(
         self,

@@ -23,8 +23,8 @@ from numpyro import handlers
 
 from numpyro_dp.model.locals import fill_locals, start
 from numpyro_dp.model.public import UnsupportedModelError
-from numpyro_dp.model.records import Arguments, Layout
-from numpyro_dp.model.separation import one_record
+from numpyro_dp.model.records import ModelStructure
+from numpyro_dp.model.separation import log_density, one_record
 
 __all__ = ["check_additive", "is_sum"]
 
@@ -43,13 +43,7 @@ _REMEDY = (
 
 
 def check_additive(
-    model: Callable[..., Any],
-    plate: str,
-    layout: Layout,
-    shared: tuple[Array, ...],
-    likelihood: tuple[str, ...],
-    prior: tuple[str, ...],
-    half: bool = False,
+    model: Callable[..., Any], structure: ModelStructure, shared: tuple[Array, ...], half: bool
 ) -> None:
     """Raises if the model's densities depend on how many records it gets at once.
 
@@ -58,23 +52,21 @@ def check_additive(
 
     Args:
         model: The model, static keywords filled in.
-        plate: Name of the data plate.
-        layout: How arguments split.
+        structure: Its structure.
         shared: Public arrays among the arguments.
-        likelihood: Names of the observed sites in the data plate. Empty if the likelihood makes
-            its own random draws, because then its values cannot be compared.
-        prior: Names of the latent sites and of factors outside the plate.
         half: Whether the model computes in half precision.
 
     Raises:
         UnsupportedModelError: If a density depends on the number of rows.
     """
-    if layout.num_examples == 1:
+    if structure.layout.num_examples == 1:
         return
 
+    # Values of a likelihood that makes its own random draws cannot be compared.
+    likelihood = () if structure.draws else structure.inside
     # Compiled as one program, because op-by-op evaluation takes a second for a small model.
-    densities = jax.jit(functools.partial(_together_and_alone, model, plate, layout, shared))
-    for rows in layout.invented(_ROWS):
+    densities = jax.jit(functools.partial(_together_and_alone, model, structure, shared))
+    for rows in structure.layout.invented(_ROWS):
         try:
             together, singles = jax.device_get(densities(rows))
         except UnsupportedModelError:
@@ -83,7 +75,7 @@ def check_additive(
             continue  # the model needs its own number of rows, or particular values
         for names, what, parts in (
             (likelihood, "likelihood", singles),
-            (prior, "prior", singles[:1]),
+            (structure.outside, "prior", singles[:1]),
         ):
             joint = _total(together, names)
             alone = [_total(single, names) for single in parts]
@@ -96,13 +88,12 @@ def check_additive(
 
 def _together_and_alone(
     model: Callable[..., Any],
-    plate: str,
-    layout: Layout,
+    structure: ModelStructure,
     shared: tuple[Array, ...],
     rows: tuple[Array, ...],
 ) -> tuple[Values, list[Values]]:
     """Log densities of all records together, and of each record alone."""
-    densities = functools.partial(_densities, model, plate, layout, shared)
+    densities = functools.partial(_densities, model, structure, shared)
     together = densities(rows, jnp.arange(_ROWS))
     try:
         return together, [
@@ -118,32 +109,25 @@ def _together_and_alone(
 
 def _densities(
     model: Callable[..., Any],
-    plate: str,
-    layout: Layout,
+    structure: ModelStructure,
     shared: tuple[Array, ...],
     rows: tuple[Array, ...],
     numbers: Array,
 ) -> Values:
-    number = rows[0].shape[0]
+    plate, number = structure.data_plate, rows[0].shape[0]
     filled = fill_locals(one_record(model, plate, num_rows=number), plate, rows=numbers)
     run = handlers.seed(filled, jax.random.key(0))
     run = handlers.substitute(run, substitute_fn=start)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invented values may be outside a site's support
-        return _evaluate(layout.arguments(rows, shared), run, plate, number)
-
-
-def _evaluate(arguments: Arguments, run: Any, plate: str, number: int) -> Values:
-    trace = arguments.call(handlers.trace(run).get_trace)
-    size = trace[plate]["args"][0]
-    values = {}
-    for name, site in trace.items():
-        if site["type"] == "sample":
-            value = site["fn"].log_prob(site["value"])
-            value = jnp.sum(value if site["scale"] is None else value * site["scale"])
-            in_plate = any(frame.name == plate for frame in site["cond_indep_stack"])
-            values[name] = value * (number / size if in_plate else 1)
-    return values
+        trace = structure.layout.arguments(rows, shared).trace(run)
+        size = trace[plate]["args"][0]
+        values = {}
+        for name, site in trace.items():
+            if site["type"] == "sample":
+                in_plate = any(frame.name == plate for frame in site["cond_indep_stack"])
+                values[name] = log_density(site) * (number / size if in_plate else 1)
+        return values
 
 
 def _total(values: Values, names: tuple[str, ...]) -> float:

@@ -22,11 +22,10 @@ from numpyro.distributions import biject_to
 
 from numpyro_dp._compat import Messenger
 from numpyro_dp.model.locals import fill_locals, masked_away
-from numpyro_dp.model.records import Arguments
-from numpyro_dp.model.separation import one_record
-from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.model.records import Arguments, ModelStructure
+from numpyro_dp.model.separation import log_density, one_record
 
-__all__ = ["Model"]
+__all__ = ["Model", "constraining"]
 
 
 class Model(NamedTuple):
@@ -56,11 +55,9 @@ class Model(NamedTuple):
         Guarantee: reads no record. The model runs on :meth:`Layout.placeholder`.
         """
         layout = self.structure.layout
-        trace, jacobian = self._trace(latents, params, layout.placeholder(shared), self._any_key())
-        names = self.structure.latents + self.structure.prior_factors
-        return jacobian + sum(
-            (_log_prob(trace[name]) for name in names), start=jnp.zeros((), jacobian.dtype)
-        )
+        trace, jacobian = self._trace(latents, params, layout.placeholder(shared), self.any_key())
+        densities = (log_density(trace[name]) for name in self.structure.outside)
+        return jacobian + sum(densities, start=jnp.zeros((), jacobian.dtype))
 
     def log_likelihood(
         self,
@@ -89,14 +86,13 @@ class Model(NamedTuple):
         """
         structure = self.structure
         arguments = structure.layout.example(example, shared)
-        names = structure.likelihood + structure.local_latents + tuple(structure.summed)
 
         def total(choice: dict[str, Array]) -> Array:
             local = {"values": local_values, "choice": choice}
             trace, _ = self._trace(latents, params, arguments, rng_key, **local)
             # A plate of constant size N scales its sites by N here, because it sees one row.
             size = trace[structure.data_plate]["args"][0]
-            found = sum(_log_prob(trace[name]) for name in names)
+            found = sum(log_density(trace[name]) for name in structure.inside)
             found -= size * sum(masked_away(name, trace[name]["fn"]) for name in choice)
             return found / size if size != 1 else found
 
@@ -109,14 +105,14 @@ class Model(NamedTuple):
     ) -> dict[str, Any]:
         """NumPyro's trace of the model at the latents, on a placeholder for the records."""
         arguments = self.structure.layout.placeholder(shared)
-        return self._trace(latents, params, arguments, self._any_key())[0]
+        return self._trace(latents, params, arguments, self.any_key())[0]
 
     def draw_prior(self, shared: tuple[Array, ...], rng_key: Array) -> dict[str, Any]:
         """NumPyro's trace of a draw from the prior, on a placeholder for the records."""
         fn = handlers.seed(one_record(self.fn, self.structure.data_plate), rng_key)
-        return self.structure.layout.placeholder(shared).call(handlers.trace(fn).get_trace)
+        return self.structure.layout.placeholder(shared).trace(fn)
 
-    def _any_key(self) -> Array | None:
+    def any_key(self) -> Array | None:
         """A fixed key, if the likelihood makes random draws. The prior does not depend on them."""
         return jax.random.key(0) if self.structure.draws else None
 
@@ -133,12 +129,12 @@ class Model(NamedTuple):
         fn = handlers.substitute(filled, data=params)
         if rng_key is not None:
             fn = handlers.seed(fn, rng_key)
-        constrain = _Constrain(fn, latents)
-        trace = arguments.call(handlers.trace(constrain).get_trace)
+        constrain = constraining(fn, latents)
+        trace = arguments.trace(constrain)
         return trace, constrain.log_det
 
 
-class _Constrain(Messenger):
+class constraining(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
     """Substitutes unconstrained values and adds up the log Jacobian of their transforms."""
 
     def __init__(self, fn: Callable[..., Any], latents: dict[str, Array]) -> None:
@@ -148,13 +144,9 @@ class _Constrain(Messenger):
         super().__init__(fn)
 
     def process_message(self, msg: dict[str, Any]) -> None:
+        """Sets the value of a latent site that has none."""
         if msg["type"] == "sample" and msg["name"] in self.latents and msg["value"] is None:
             unconstrained = self.latents[msg["name"]]
             transform = biject_to(msg["fn"].support)
             msg["value"] = transform(unconstrained)
             self.log_det += jnp.sum(transform.log_abs_det_jacobian(unconstrained, msg["value"]))
-
-
-def _log_prob(site: dict[str, Any]) -> Array:
-    value = site["fn"].log_prob(site["value"])
-    return jnp.sum(value if site["scale"] is None else value * site["scale"])

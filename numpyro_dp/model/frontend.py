@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from numpyro_dp.model.records import check_arrays
 from numpyro_dp.model.structure import ModelStructure, read_model
 from numpyro_dp.model.variational import VariationalProblem
 
-__all__ = ["Frontend", "Prepared", "arguments_key", "check_loss", "with_static"]
+__all__ = ["Frontend", "GivenModel", "Prepared", "arguments_key", "check_loss"]
 
 
 class Prepared(NamedTuple):
@@ -36,29 +37,45 @@ class Prepared(NamedTuple):
     rng_key: Array
 
 
-class Frontend(NamedTuple):
-    """The model, guide and optimiser of a driver.
+class GivenModel(NamedTuple):
+    """A NumPyro model as a driver was given it.
 
     Attributes:
         model: The NumPyro model.
-        guide: The NumPyro guide.
-        svi: Non-private ``SVI`` of the same model and guide. Handles parameters, on placeholders.
         static: Static keywords.
         data_plate: Name of the plate over records, or ``None``.
         declared: What the user declared public.
     """
 
     model: Callable[..., Any]
-    guide: Callable[..., Any]
-    svi: SVI
     static: dict[str, Any]
-    data_plate: str | None
+    data_plate: str | None = None
     declared: Declared = Declared()
 
+    @property
+    def fn(self) -> Callable[..., Any]:
+        """The model, static keywords filled in."""
+        return self.filled(self.model)
+
+    def filled(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a model or guide with the static keywords filled in."""
+        return functools.partial(fn, **self.static) if self.static else fn
+
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
-        """Reads the model by :func:`read_model`."""
-        model = with_static(self.model, self.static)
-        return read_model(model, args, kwargs, self.data_plate, self.declared)
+        """Reads the model from shapes alone, by :func:`read_model`."""
+        return read_model(self.fn, args, kwargs, self.data_plate, self.declared)
+
+
+class Frontend(NamedTuple):
+    """The model, guide and optimiser of a driver.
+
+    Attributes:
+        given: The model.
+        svi: Non-private ``SVI`` of the same model and guide. Handles parameters, on placeholders.
+    """
+
+    given: GivenModel
+    svi: SVI
 
     def prepare(
         self,
@@ -73,17 +90,17 @@ class Frontend(NamedTuple):
         Guarantee: no record is read. If the guide's initial values do not depend on the data,
         parameters and key are the same as from ``numpyro.infer.SVI.init``.
         """
-        layout = structure.layout
+        layout, given, own = structure.layout, self.given, self.svi.guide
         shared = layout.rows(args, kwargs).shared
-        check_supported(self.guide, structure, shared, self.static)
-        check_first_values(self.guide, with_static(self.model, self.static), structure, shared)
+        check_supported(own, structure, shared, given.static)
+        check_first_values(own, given.fn, structure, shared)
         placeholder = layout.placeholder(shared)
         plate = structure.data_plate
         hidden = SVI(
-            hide_likelihood(self.model, plate), self.guide, self.svi.optim, self.svi.loss,
-            **self.static,
+            hide_likelihood(given.model, plate), own, self.svi.optim, self.svi.loss,
+            **given.static,
         )  # fmt: skip
-        with prototype_without_records(self.guide, plate), warnings.catch_warnings():
+        with prototype_without_records(own, plate), warnings.catch_warnings():
             # SVI warns of discrete sites, but numpyro_dp raises an error with their name.
             warnings.filterwarnings("ignore", "Currently, SVI with Trace_ELBO loss does not")
             try:
@@ -108,9 +125,8 @@ class Frontend(NamedTuple):
         structure.public.check("optimiser", self.svi.optim.init, unconstrained)
         self.svi.constrain_fn = hidden.constrain_fn
         params = hidden.get_params(state)
-        model = Model(with_static(self.model, self.static), structure)
-        fn = with_static(self.guide, self.static)
-        guide = read_guide(fn, self.guide, model, params, shared, self.static)
+        model = Model(given.fn, structure)
+        guide = read_guide(given.filled(own), own, model, params, shared, given.static)
         problem = VariationalProblem(
             model, guide, hidden.constrain_fn, shared, self.svi.loss.num_particles
         )
@@ -149,15 +165,3 @@ def check_loss(loss: Any) -> Trace_ELBO | TraceMeanField_ELBO:
             "Other losses are not a sum over records, so records could not be clipped one by one."
         )
     return loss
-
-
-def with_static(fn: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:
-    """Returns a model or guide with its static keywords filled in."""
-    if not static:
-        return fn
-
-    def bound(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs, **static)
-
-    bound.__wrapped__ = fn  # argument names are read from the signature of fn
-    return bound

@@ -150,17 +150,9 @@ def _mean_field(
         for name in pair:
             sums[name] = unpack or (lambda v, site=site: {site: v})
     return Geometry(
-        pack=dict,
-        unpack=dict,
-        to_unconstrained=to_unconstrained,
-        local=local,
-        from_local=_second,
-        local_entries=local,
-        frame=_second,
-        mean_signal=mean_signal,
-        mean_gradient=mean_gradient,
-        sums=sums,
-    )
+        dict, dict, to_unconstrained, local, _second, local, _second,
+        mean_signal=mean_signal, mean_gradient=mean_gradient, sums=sums,
+    )  # fmt: skip
 
 
 def _second(values: dict[str, Any], given: Any) -> Any:

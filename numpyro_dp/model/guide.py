@@ -28,16 +28,13 @@ from numpyro_dp.model.density import Model
 from numpyro_dp.model.locals import fill_locals, is_local
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
 from numpyro_dp.model.records import Arguments
-from numpyro_dp.model.separation import (
-    one_record,
-)
+from numpyro_dp.model.separation import log_density, one_record
 
 __all__ = [
     "Guide",
     "auto_parts",
     "guide_trace",
     "hide_likelihood",
-    "log_density",
     "prototype_without_records",
 ]
 
@@ -170,7 +167,7 @@ class Guide(NamedTuple):
         prior = self.model.trace_prior(latents, params, shared)
         values = params | {name: prior[name]["value"] for name in latents}
         seeded = handlers.seed(one_record(self.fn, plate), rng_key)
-        trace = arguments.call(handlers.trace(handlers.substitute(seeded, data=values)).get_trace)
+        trace = arguments.trace(handlers.substitute(seeded, data=values))
         return {n: s for n, s in trace.items() if n == plate or is_local(s, plate)}
 
 
@@ -224,7 +221,7 @@ def guide_trace(
     structure = guide.model.structure
     seeded = handlers.seed(one_record(guide.fn, structure.data_plate), rng_key)
     substituted = handlers.substitute(seeded, data=params)
-    return structure.layout.placeholder(shared).call(handlers.trace(substituted).get_trace)
+    return structure.layout.placeholder(shared).trace(substituted)
 
 
 def _auto_draw(
@@ -291,7 +288,7 @@ def _generic_draw(
     structure = guide.model.structure
     replayed = handlers.replay(one_record(guide.model.fn, structure.data_plate), trace or sites)
     substituted = handlers.substitute(handlers.seed(replayed, jax.random.key(0)), data=params)
-    model_trace = structure.layout.placeholder(shared).call(handlers.trace(substituted).get_trace)
+    model_trace = structure.layout.placeholder(shared).trace(substituted)
     plate = structure.data_plate
     draws = [site for site in sites.values() if _is_draw(site) and not is_local(site, plate)]
     total = sum(map(log_density, draws), start=jnp.zeros(()))
@@ -312,13 +309,6 @@ def _part_sites(part: Any, guide: Guide, params: Any, shared: Any) -> list[str]:
 
 def _is_draw(site: dict[str, Any]) -> bool:
     return site["type"] == "sample" and not site["is_observed"]
-
-
-def log_density(site: dict[str, Any]) -> Array:
-    """Log density of a guide's site, times the site's scale."""
-    intermediates = [site["intermediates"]] if site["intermediates"] else []
-    value = site["fn"].log_prob(site["value"], *intermediates)
-    return jnp.sum(value if site["scale"] is None else value * site["scale"])
 
 
 def _base_value(site: dict[str, Any]) -> Array:

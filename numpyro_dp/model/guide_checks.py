@@ -21,15 +21,12 @@ from numpyro_dp._compat import guide_functions, init_scale, make_program, setup_
 from numpyro_dp.model.additivity import is_sum
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.dependence import depends_on_inputs
-from numpyro_dp.model.guide import Guide, auto_parts, guide_trace, log_density
+from numpyro_dp.model.guide import Guide, auto_parts, guide_trace
 from numpyro_dp.model.held import held_by_function, held_by_program
 from numpyro_dp.model.locals import is_local
 from numpyro_dp.model.public import UnsupportedModelError
-from numpyro_dp.model.separation import (
-    check_one_row,
-    one_record,
-)
-from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.model.records import ModelStructure
+from numpyro_dp.model.separation import check_one_row, log_density, one_record
 
 __all__ = ["check_first_values", "check_supported", "read_guide"]
 
@@ -166,7 +163,7 @@ def _check_one_by_one(
     def density(rows: tuple[Array, ...]) -> float:
         run = handlers.seed(one_record(guide.fn, plate, len(rows[0])), jax.random.key(0))
         run = handlers.substitute(run, data=values)
-        trace = layout.arguments(rows, shared).call(handlers.trace(run).get_trace)
+        trace = layout.arguments(rows, shared).trace(run)
         total = 0.0
         for name in structure.local_latents:
             fn = trace[name]["fn"]
@@ -212,7 +209,7 @@ def _check_global(
     """Raises if an automatic guide covers latent sites in the data plate."""
     model = functools.partial(part.model, **static)
     run = handlers.seed(one_record(model, structure.data_plate), jax.random.key(0))
-    sites = structure.layout.placeholder(shared).call(handlers.trace(run).get_trace)
+    sites = structure.layout.placeholder(shared).trace(run)
     for name in structure.local_latents:
         if name in sites:
             raise UnsupportedModelError(
@@ -259,15 +256,14 @@ def _check_reads_no_records(
 
     def values(*arrays: Array, fn: Any = guide.fn) -> dict[str, Any]:
         seeded = handlers.seed(one_record(fn, structure.data_plate), jax.random.key(0))
-        trace = layout.arguments(arrays, shared).call(handlers.trace(seeded).get_trace)
+        trace = layout.arguments(arrays, shared).trace(seeded)
         return {
             name: site["value"]
             for name, site in trace.items()
             if site["type"] in ("sample", "param") and name not in structure.local_latents
         }
 
-    rows = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in layout.shapes]
-    for name, depends in depends_on_inputs(values, *rows).items():
+    for name, depends in depends_on_inputs(values, *layout.one_row()).items():
         if depends:
             raise UnsupportedModelError(
                 f"Guide site {name!r} depends on the records, so its value would release them "
@@ -299,8 +295,7 @@ def _check_holds_no_records(
         seeded = handlers.seed(
             one_record(guide.fn, guide.model.structure.data_plate), jax.random.key(0)
         )
-        alone = guide.model.structure.layout.placeholder(shared)
-        trace = alone.call(handlers.trace(seeded).get_trace)
+        trace = guide.model.structure.layout.placeholder(shared).trace(seeded)
         return {n: s["value"] for n, s in trace.items() if s["type"] in ("sample", "param")}
 
     def derivative(params: dict[str, Any]) -> Any:
@@ -360,7 +355,7 @@ def check_first_values(
             run = handlers.substitute(run, substitute_fn=part.init_loc_fn)
 
             def values(run: Any = run) -> list[Any]:
-                trace = structure.layout.placeholder(shared).call(handlers.trace(run).get_trace)
+                trace = structure.layout.placeholder(shared).trace(run)
                 return [trace[name]["value"] for name in structure.latents]
 
             public.check(what, values, any_size=True)
@@ -394,7 +389,7 @@ def _check_parameter_shapes(guide: Guide, shared: tuple[Array, ...]) -> None:
             def params(fn: Any = fn, arguments: Any = arguments, rows: int = num_rows) -> Any:
                 run = handlers.seed(one_record(fn, plate, rows), jax.random.key(0))
                 run = handlers.substitute(run, substitute_fn=init_to_uniform())
-                trace = arguments.call(handlers.trace(run).get_trace)
+                trace = arguments.trace(run)
                 return {n: s["value"] for n, s in trace.items() if s["type"] == "param"}
 
             found = jax.eval_shape(params)

@@ -34,7 +34,7 @@ from numpyro.infer import init_to_uniform
 from numpyro_dp._compat import Messenger, mask_of
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.public import UnsupportedModelError
-from numpyro_dp.model.records import Arguments, Layout
+from numpyro_dp.model.records import ModelStructure
 from numpyro_dp.model.separation import one_record
 
 __all__ = ["fill_locals", "is_local", "masked_away", "read_locals", "start"]
@@ -109,24 +109,15 @@ class fill_locals(Messenger):  # noqa: N801 - a NumPyro handler, named like its 
 
 
 def read_locals(
-    model: Callable[..., Any],
-    plate: str,
-    layout: Layout,
-    shared: tuple[Array, ...],
-    inside: tuple[str, ...],
-    outside: tuple[str, ...],
-    discrete: tuple[str, ...],
+    model: Callable[..., Any], structure: ModelStructure, shared: tuple[Array, ...]
 ) -> dict[str, np.ndarray]:
     """Checks a model with latent sites inside its data plate.
 
     Args:
         model: The model, static keywords filled in.
-        plate: Name of the data plate.
-        layout: How arguments split.
+        structure: Its structure. ``summed`` has the names of the discrete latent sites in the
+            data plate.
         shared: Public arrays among the model's arguments.
-        inside: Names of the sites in the data plate.
-        outside: Names of the other latent sites, and of factors.
-        discrete: Names of the discrete latent sites in the data plate.
 
     Returns:
         For each discrete site the indices of its values in each combination, shape
@@ -136,55 +127,40 @@ def read_locals(
         UnsupportedModelError: If there are more than 4096 combinations, if a site in the plate is
             scaled, or if a site outside the plate reads a site inside.
     """
-    alone = layout.placeholder(shared)
+    plate, layout = structure.data_plate, structure.layout
 
-    def trace(values: dict[str, Array], arguments: Arguments = alone) -> dict[str, Any]:
+    def trace(values: dict[str, Array], *rows: Array) -> dict[str, Any]:
         filled = fill_locals(one_record(model, plate), plate, values)
         run = handlers.substitute(handlers.seed(filled, jax.random.key(0)), substitute_fn=start)
-        return arguments.call(handlers.trace(run).get_trace)
-
-    sites = trace({})
+        arguments = layout.arguments(rows, shared) if rows else layout.placeholder(shared)
+        return arguments.trace(run)
 
     def densities(values: dict[str, Array]) -> dict[str, Any]:
         found = trace(values)
-        return {name: found[name]["fn"].log_prob(found[name]["value"]) for name in outside}
+        return {n: found[n]["fn"].log_prob(found[n]["value"]) for n in structure.outside}
 
-    latent = {name: sites[name]["value"] for name in inside if is_local(sites[name], plate)}
+    def scales(*rows: Array) -> dict[str, Any]:
+        found = trace({}, *rows)
+        return {n: [s for s in [found[n]["scale"]] if s is not None] for n in structure.inside}
+
+    sites = trace({})
+    latent = {n: sites[n]["value"] for n in structure.inside if is_local(sites[n], plate)}
     for name, depends in depends_on_inputs(densities, latent).items():
         if depends:
             raise UnsupportedModelError(
                 f"Site {name!r} outside the data plate {plate!r} reads a latent value of a record "
                 f"(one of {sorted(latent)}). Move it into the plate."
             )
-    if discrete:
-        _check_scales(trace, plate, layout, shared, inside)
-    return _combinations({name: sites[name]["fn"] for name in discrete})
-
-
-def _check_scales(
-    trace: Callable[..., dict[str, Any]],
-    plate: str,
-    layout: Layout,
-    shared: tuple[Array, ...],
-    inside: tuple[str, ...],
-) -> None:
-    """Raises for scaled sites if latents are summed out."""
-
-    def scales(*rows: Array) -> dict[str, Any]:
-        found = trace({}, layout.arguments(rows, shared))
-        return {name: [s for s in [found[name]["scale"]] if s is not None] for name in inside}
-
-    sites = trace({})
-    size = sites[plate]["args"][0]
-    rows = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in layout.shapes]
-    for name, reads in depends_on_inputs(scales, *rows).items():
-        scale = sites[name]["scale"]
+    reading = depends_on_inputs(scales, *layout.one_row()) if structure.summed else {}
+    for name, reads in reading.items():
+        scale, size = sites[name]["scale"], sites[plate]["args"][0]
         if reads or (scale is not None and np.any(scale != size)):
             raise UnsupportedModelError(
                 f"Site {name!r} is scaled, but the model has discrete latent sites, which are "
                 "summed out. Scaling the terms of that sum is not the same as scaling the sum. Sum "
                 "the sites out in the model, with numpyro.factor inside the data plate."
             )
+    return _combinations({name: sites[name]["fn"] for name in structure.summed})
 
 
 def masked_away(name: str, fn: Any) -> Array:

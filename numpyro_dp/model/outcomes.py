@@ -20,7 +20,7 @@ from numpyro.distributions import ExpandedDistribution, MaskedDistribution, bije
 
 from numpyro_dp._compat import Messenger
 from numpyro_dp.model import censoring
-from numpyro_dp.model.density import Model
+from numpyro_dp.model.density import Model, constraining
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.separation import is_factor, one_record
@@ -94,11 +94,11 @@ class Outcomes(NamedTuple):
         """
         if self.censored:
             return self._log_hazard(flat, example, outcome, weighted)
-        fn = self.model.fn if outcome is None else _observing(self.model.fn, outcome)
+        fn = handlers.substitute(self.model.fn, data=outcome or {})
         if self.weighted and not weighted:
             fn = _without_weights(fn, self._names, self.model.structure.data_plate)
-        model, key = self.model._replace(fn=fn), self._any_key()
-        return model.log_likelihood(self.latents(flat), {}, example, self.shared, key)
+        model, latents = self.model._replace(fn=fn), self.latents(flat)
+        return model.log_likelihood(latents, {}, example, self.shared, model.any_key())
 
     def score(self, flat: Array, example: tuple[Array, ...], outcome: Any, **how: Any) -> Array:
         """Gradient of :meth:`log_likelihood` in the latents."""
@@ -174,9 +174,6 @@ class Outcomes(NamedTuple):
     def _names(self) -> tuple[str, ...]:
         return self.model.structure.likelihood
 
-    def _any_key(self) -> Array | None:
-        return jax.random.key(0) if self.model.structure.draws else None
-
     def _sites(self, flat: Array, example: tuple[Array, ...]) -> list[dict[str, Any]]:
         trace = self._trace(self.model.fn, flat, example, jax.random.key(0))
         return [trace[name] for name in self._names]
@@ -186,8 +183,8 @@ class Outcomes(NamedTuple):
     ) -> dict[str, Any]:
         layout = self.model.structure.layout
         fn = one_record(fn, self.model.structure.data_plate)
-        fn = _at(handlers.seed(fn, rng_key), self.latents(flat))
-        return layout.example(example, self.shared).call(handlers.trace(fn).get_trace)
+        fn = constraining(handlers.seed(fn, rng_key), self.latents(flat))
+        return layout.example(example, self.shared).trace(fn)
 
 
 def read_outcomes(model: Model, shared: tuple[Array, ...]) -> Outcomes:
@@ -204,8 +201,7 @@ def read_outcomes(model: Model, shared: tuple[Array, ...]) -> Outcomes:
     example = structure.layout.blank()
 
     def densities(latents: dict[str, Array]) -> dict[str, Array]:
-        key = jax.random.key(0) if structure.draws else None
-        return {"all": model.log_likelihood(latents, {}, example, shared, key)}
+        return {"all": model.log_likelihood(latents, {}, example, shared, model.any_key())}
 
     floats = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     seen = tuple(
@@ -331,19 +327,7 @@ def _mask_of(fn: Any) -> Any:
     return found
 
 
-class _observing(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
-    """Replaces the values of observed sites."""
-
-    def __init__(self, fn: Callable[..., Any], values: Mapping[str, Array]) -> None:
-        self.values = values
-        super().__init__(fn)
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "sample" and msg["name"] in self.values:
-            msg["value"] = self.values[msg["name"]]
-
-
-class _unobserved(Messenger):  # noqa: N801
+class _unobserved(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
     """Draws new values for observed sites."""
 
     def __init__(self, fn: Callable[..., Any], names: tuple[str, ...], rng_key: Array) -> None:
@@ -374,15 +358,3 @@ class _without_weights(Messenger):  # noqa: N801
             self.size = msg["args"][0]  # 1 if the model reads it from the shape of a record array
         if msg["type"] == "sample" and msg["name"] in self.names:
             msg["scale"] = float(self.size)
-
-
-class _at(Messenger):  # noqa: N801
-    """Sets latent sites to given unconstrained values."""
-
-    def __init__(self, fn: Callable[..., Any], latents: Mapping[str, Array]) -> None:
-        self.latents = latents
-        super().__init__(fn)
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "sample" and msg["value"] is None and msg["name"] in self.latents:
-            msg["value"] = biject_to(msg["fn"].support)(self.latents[msg["name"]])

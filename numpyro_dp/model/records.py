@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from numpyro import handlers
 
 from numpyro_dp.model.held import is_array
 from numpyro_dp.model.public import (
@@ -28,12 +29,15 @@ from numpyro_dp.model.public import (
 __all__ = [
     "Arguments",
     "Layout",
+    "ModelStructure",
     "Records",
+    "RecordsProblem",
     "Rows",
     "array_shapes",
     "check_arrays",
     "read_records",
     "split_arguments",
+    "split_arrays",
 ]
 
 
@@ -92,6 +96,10 @@ class Layout(NamedTuple):
         """Returns zeros in place of a record."""
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in self.shapes)
 
+    def one_row(self) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of the record arrays of a data set of one row."""
+        return [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in self.shapes]
+
     def placeholder(self, shared: tuple[Array, ...], num_rows: int = 1) -> Arguments:
         """Returns the call arguments with ones in place of the records.
 
@@ -132,6 +140,51 @@ class Records(NamedTuple):
     data_plate: str
 
 
+class ModelStructure(NamedTuple):
+    """Static facts about a model.
+
+    Attributes:
+        data_plate: Name of the plate over records.
+        layout: How arguments split into records and public values.
+        latents: Names of the (global) latent sites.
+        likelihood: Names of the observed sites in the data plate.
+        prior_factors: Names of factors and observed sites outside the data plate. They read no
+            record.
+        params: Names of the model's own ``numpyro.param`` sites.
+        local_latents: Names of the continuous latent sites in the data plate.
+        summed: The discrete latent sites in the data plate, with the indices of their values in
+            each combination.
+        draws: Whether the model asks for random keys, for example for dropout.
+        public: The accepted public arrays.
+    """
+
+    data_plate: str
+    layout: Layout
+    latents: tuple[str, ...]
+    likelihood: tuple[str, ...]
+    prior_factors: tuple[str, ...]
+    params: tuple[str, ...]
+    local_latents: tuple[str, ...] = ()
+    summed: dict[str, np.ndarray] = {}  # noqa: RUF012 - never written to
+    draws: bool = False
+    public: Any = None
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """Names of all sites in the data plate."""
+        return self.likelihood + self.local_latents + tuple(self.summed)
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """Names of the global latent sites and of factors that read no record."""
+        return self.latents + self.prior_factors
+
+    @property
+    def records(self) -> Records:
+        """The split of the arguments, and the public arrays."""
+        return Records(self.layout, self.public, self.data_plate)
+
+
 class Arguments(NamedTuple):
     """Positional and keyword arguments of a model or guide."""
 
@@ -141,6 +194,62 @@ class Arguments(NamedTuple):
     def call(self, fn: Callable[..., Any]) -> Any:
         """Calls ``fn`` with these arguments."""
         return fn(*self.args, **self.kwargs)
+
+    def trace(self, fn: Callable[..., Any]) -> dict[str, Any]:
+        """NumPyro's trace of ``fn`` on these arguments."""
+        return self.call(handlers.trace(fn).get_trace)
+
+
+class RecordsProblem(NamedTuple):
+    """A problem that is nothing but records: what a session needs where no model is read.
+
+    Attributes:
+        records: How arguments split into records and public values.
+        shared: Public arrays; none.
+    """
+
+    records: Records
+    shared: tuple[Array, ...] = ()
+
+    @property
+    def num_examples(self) -> int:
+        """Number of records."""
+        return self.records.layout.num_examples
+
+    @property
+    def numbered(self) -> bool:
+        """No record draws for itself."""
+        return False
+
+    def at(self, shared: tuple[Array, ...]) -> RecordsProblem:
+        """Returns the same with these public arrays."""
+        return self._replace(shared=shared)
+
+    def constrain(self, params: dict[str, Array]) -> dict[str, Array]:
+        """Returns the parameters as they are published."""
+        return params
+
+    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
+        """Returns the records."""
+        return self.records.layout.rows(args, kwargs)
+
+    def blank_example(self) -> tuple[Array, ...]:
+        """Returns zeros in the place of a record."""
+        return self.records.layout.blank()
+
+
+def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
+    """Returns the arrays in a tree, and a function that puts other arrays in their places."""
+    leaves, treedef = jax.tree.flatten(tree)
+    slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
+
+    def fill(arrays: Any) -> Any:
+        filled = list(leaves)
+        for slot, array in zip(slots, arrays, strict=True):
+            filled[slot] = array
+        return jax.tree.unflatten(treedef, filled)
+
+    return [leaves[slot] for slot in slots], fill
 
 
 def array_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -23,12 +23,14 @@ from numpyro.infer import init_to_uniform
 from numpyro_dp._compat import Messenger, is_tracer
 from numpyro_dp.model.dependence import looks_up
 from numpyro_dp.model.held import computes_in_half, held_by_function
-from numpyro_dp.model.public import PublicValues, UnsupportedModelError
-from numpyro_dp.model.records import Layout
+from numpyro_dp.model.public import UnsupportedModelError
+from numpyro_dp.model.records import ModelStructure
 
 __all__ = [
     "check_one_row",
     "check_separable",
+    "is_factor",
+    "log_density",
     "one_record",
     "rows_along",
 ]
@@ -55,22 +57,14 @@ class one_record(Messenger):  # noqa: N801 - a NumPyro handler, named like its p
 
 
 def check_separable(
-    model: Callable[..., Any],
-    plate: str,
-    layout: Layout,
-    shared: tuple[Array, ...],
-    likelihood: tuple[str, ...],
-    public: PublicValues,
+    model: Callable[..., Any], structure: ModelStructure, shared: tuple[Array, ...]
 ) -> bool:
     """Raises if the likelihood of one record reads more than its record and public values.
 
     Args:
         model: The model, static keywords filled in.
-        plate: Name of the data plate.
-        layout: How arguments split.
+        structure: Its structure. Arrays that the model captures are added to its public values.
         shared: Public arrays among the arguments.
-        likelihood: Names of the observed sites in the data plate.
-        public: The accepted public arrays, and the check of arrays that the model captures.
 
     Returns:
         Whether the model computes in half precision.
@@ -79,24 +73,21 @@ def check_separable(
         UnsupportedModelError: If a site looks up a value by the plate's index, has several rows
             for one record, or reads an array that is not public.
     """
-    number = layout.num_examples
-
+    plate, layout, public = structure.data_plate, structure.layout, structure.public
+    number, inside = layout.num_examples, structure.inside
     supports: list[Any] = []
 
     def densities(index: Array, *rows: Array) -> dict[str, Any]:
         run = handlers.seed(one_record(model, plate, index=index), jax.random.key(0))
         run = handlers.substitute(run, substitute_fn=init_to_uniform())
-        trace = layout.arguments(rows, shared).call(handlers.trace(run).get_trace)
-        for name in likelihood:
+        trace = layout.arguments(rows, shared).trace(run)
+        for name in inside:
             check_one_row("Observed", name, trace[name], plate)
-        supports.extend(trace[name]["fn"].support for name in likelihood)
-        return {
-            n: [trace[n]["fn"].log_prob(trace[n]["value"]), trace[n]["scale"]] for n in likelihood
-        }
+        supports.extend(trace[name]["fn"].support for name in inside)
+        return {n: [trace[n]["fn"].log_prob(trace[n]["value"]), trace[n]["scale"]] for n in inside}
 
     index = jax.ShapeDtypeStruct((1,), jnp.result_type(int))
-    rows = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in layout.shapes]
-    program, found = looks_up(densities, number, index, *rows)
+    program, found = looks_up(densities, number, index, *layout.one_row())
     for name, picks in found.items():
         if picks and number > 1:
             raise UnsupportedModelError(
@@ -128,6 +119,13 @@ def is_factor(fn: Any) -> bool:
     while not isinstance(fn, Unit) and hasattr(fn, "base_dist"):
         fn = fn.base_dist
     return isinstance(fn, Unit)
+
+
+def log_density(site: dict[str, Any]) -> Array:
+    """Log density of a site, times its scale."""
+    intermediates = [site["intermediates"]] if site["intermediates"] else []
+    value = site["fn"].log_prob(site["value"], *intermediates)
+    return jnp.sum(value if site["scale"] is None else value * site["scale"])
 
 
 def check_one_row(kind: str, name: str, site: dict[str, Any], plate: str) -> None:

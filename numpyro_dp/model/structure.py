@@ -14,19 +14,18 @@ import numpy as np
 from numpyro import handlers
 from numpyro.infer import init_to_uniform
 
-from numpyro_dp._compat import in_control_flow
+from numpyro_dp._compat import Messenger, in_control_flow
 from numpyro_dp.model.additivity import check_additive
 from numpyro_dp.model.dependence import depends_on_inputs
-from numpyro_dp.model.draws import draws_keys
 from numpyro_dp.model.locals import read_locals
 from numpyro_dp.model.public import Declared, PublicValues, UnsupportedModelError
 from numpyro_dp.model.records import (
     Arguments,
-    Layout,
-    Records,
+    ModelStructure,
     array_shapes,
     check_arrays,
     split_arguments,
+    split_arrays,
 )
 from numpyro_dp.model.separation import (
     check_separable,
@@ -62,41 +61,6 @@ class Site(NamedTuple):
     shape: tuple[int, ...]
 
 
-class ModelStructure(NamedTuple):
-    """Static facts about a model.
-
-    Attributes:
-        data_plate: Name of the plate over records.
-        layout: How arguments split into records and public values.
-        latents: Names of the (global) latent sites.
-        likelihood: Names of the observed sites in the data plate.
-        prior_factors: Names of factors and observed sites outside the data plate. They read no
-            record.
-        params: Names of the model's own ``numpyro.param`` sites.
-        local_latents: Names of the continuous latent sites in the data plate.
-        summed: The discrete latent sites in the data plate, with the indices of their values in
-            each combination.
-        draws: Whether the model asks for random keys, for example for dropout.
-        public: The accepted public arrays.
-    """
-
-    data_plate: str
-    layout: Layout
-    latents: tuple[str, ...]
-    likelihood: tuple[str, ...]
-    prior_factors: tuple[str, ...]
-    params: tuple[str, ...]
-    local_latents: tuple[str, ...] = ()
-    summed: dict[str, np.ndarray] = {}  # noqa: RUF012 - never written to
-    draws: bool = False
-    public: Any = None
-
-    @property
-    def records(self) -> Records:
-        """The split of the arguments, and the public arrays."""
-        return Records(self.layout, self.public, self.data_plate)
-
-
 def find_data_plate(
     model: Callable[..., Any],
     args: tuple[Any, ...],
@@ -115,7 +79,7 @@ def find_data_plate(
         UnsupportedModelError: If there is no such plate, or if there are several.
     """
     check_arrays(args, kwargs)
-    sites, plates, _ = _abstract_sites(model, args, kwargs)
+    sites, plates, _ = _abstract_sites(model, Arguments(args, kwargs))
     if data_plate is not None:
         if data_plate not in plates:
             raise UnsupportedModelError(
@@ -175,12 +139,9 @@ def read_model(
     public = PublicValues(declared, plate, num_examples, layout.public)
     public.trust(shared)  # listed as arguments
 
-    sites, _, others = _abstract_sites(model, args, kwargs)
+    sites, _, others = _abstract_sites(model, Arguments(args, kwargs))
     alone = layout.placeholder(shared)
-    shapes = {
-        site.name: site.shape
-        for site in _abstract_sites(one_record(model, plate), alone.args, alone.kwargs)[0]
-    }
+    shapes = {s.name: s.shape for s in _abstract_sites(one_record(model, plate), alone)[0]}
     for site in sites:
         _check_rows(site, plate, shapes.get(site.name))
 
@@ -195,19 +156,18 @@ def read_model(
             "The model has no latent site and no parameter, so there is nothing to fit. Draw the "
             "unknown quantities with numpyro.sample."
         )
-    inside = kinds["likelihood"] + kinds["local"] + kinds["summed"]
-    outside = kinds["latent"] + kinds["prior"]
-    half = check_separable(model, plate, layout, shared, inside, public)
-    summed = {}
-    if len(inside) > len(kinds["likelihood"]):
-        summed = read_locals(model, plate, layout, shared, inside, outside, kinds["summed"])
-        public.trust(summed.values())
-    draws = draws_keys(one_record(model, plate), alone)
-    check_additive(model, plate, layout, shared, () if draws else inside, outside, half)
-    return ModelStructure(
+    structure = ModelStructure(
         plate, layout, kinds["latent"], kinds["likelihood"], kinds["prior"],
-        tuple(others.get("param", ())), kinds["local"], summed, draws, public,
+        tuple(others.get("param", ())), kinds["local"],
+        dict.fromkeys(kinds["summed"], np.zeros(0)), public=public,
     )  # fmt: skip
+    half = check_separable(model, structure, shared)
+    if structure.local_latents or structure.summed:
+        structure = structure._replace(summed=read_locals(model, structure, shared))
+        public.trust(structure.summed.values())
+    structure = structure._replace(draws=_draws_keys(one_record(model, plate), alone))
+    check_additive(model, structure, shared, half)
+    return structure
 
 
 def _classify(
@@ -304,22 +264,13 @@ def _outside_message(name: str, plate: str | None) -> str:
 
 
 def _abstract_sites(
-    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: Callable[..., Any], arguments: Arguments
 ) -> tuple[list[Site], dict[str, int], dict[str, list[str]]]:
     """Traces the model on the shapes of its array arguments."""
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
+    arrays, fill = split_arrays(arguments)
     found: list[Any] = []
-
-    def run(arrays: list[Any]) -> None:
-        filled = list(leaves)
-        for slot, array in zip(slots, arrays, strict=True):
-            filled[slot] = array
-        run_args, run_kwargs = jax.tree.unflatten(treedef, filled)
-        found.append(_sites_of(model, Arguments(run_args, run_kwargs))[:3])
-
     try:
-        jax.eval_shape(run, _structs([leaves[i] for i in slots]))
+        jax.eval_shape(lambda a: found.append(_sites_of(model, fill(a))[:3]), _structs(arrays))
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise UnsupportedModelError(
             "The model reads values of its arguments to choose a shape or a branch, for example "
@@ -333,10 +284,7 @@ def _sites_of(
     model: Callable[..., Any], arguments: Arguments, *, evaluate: bool = False
 ) -> tuple[Any, ...]:
     """Runs the model. Returns sites, plate sizes, names of other sites, and log densities."""
-    seeded = handlers.seed(model, jax.random.key(0))
-    trace = arguments.call(
-        handlers.trace(handlers.substitute(seeded, substitute_fn=init_to_uniform())).get_trace
-    )
+    trace = arguments.trace(_initialised(model))
     sites, plates, others, densities = [], {}, {}, {}
     for name, site in trace.items():
         if site["type"] == "plate":
@@ -364,6 +312,42 @@ def _sites_of(
             if site["type"] == "param":
                 densities[name] = [site["value"]]
     return sites, plates, others, densities
+
+
+def _initialised(model: Callable[..., Any]) -> Callable[..., Any]:
+    seeded = handlers.seed(model, jax.random.key(0))
+    return handlers.substitute(seeded, substitute_fn=init_to_uniform())
+
+
+def _draws_keys(model: Callable[..., Any], arguments: Arguments) -> bool:
+    """Whether a model calls ``numpyro.prng_key`` once its parameters have values (dropout).
+
+    Keys that initialise parameters, as in ``flax_module``, do not count.
+    """
+    arrays, fill = split_arrays(arguments)
+    counter = _Counter()
+
+    def run(arrays: list[Any]) -> None:
+        filled, seeded = fill(arrays), _initialised(model)
+        trace = filled.trace(seeded)
+        params = {name: site["value"] for name, site in trace.items() if site["type"] == "param"}
+        # With values for all parameters, no key of an initialiser is counted.
+        with counter:
+            filled.call(handlers.substitute(seeded, data=params))
+
+    jax.eval_shape(run, arrays)
+    return counter.number > 0
+
+
+class _Counter(Messenger):
+    """Counts calls of ``numpyro.prng_key``."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        super().__init__()
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        self.number += msg["type"] == "prng_key"
 
 
 def _in_scan_message(name: str, observed: bool) -> str:

@@ -17,8 +17,7 @@ from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.ep.driver import SensitiveEPResult
 from numpyro_dp.model.frontend import Prepared
-from numpyro_dp.model.records import Records, read_records
-from numpyro_dp.model.records_problem import RecordsProblem
+from numpyro_dp.model.records import Records, RecordsProblem, read_records
 from numpyro_dp.pbp.estimator import NetworkSteps, network_ep
 from numpyro_dp.pbp.model import NetworkGuide, RegressionNetwork
 from numpyro_dp.pbp.reference import ep_sweep, filter_sweeps, start_network_sites

@@ -60,7 +60,7 @@ from jax import Array
 from numpyro_dp.core import Estimator, Released
 from numpyro_dp.ep.estimator import schedule
 from numpyro_dp.ep.gaussian import Cavity, site_from_slopes
-from numpyro_dp.model.records_problem import RecordsProblem
+from numpyro_dp.model.records import RecordsProblem
 from numpyro_dp.pbp.curvature import Curvature, network_curvature
 from numpyro_dp.pbp.model import RegressionNetwork
 from numpyro_dp.pbp.moments import Layout, record_slopes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,9 +11,9 @@ from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to
 
+from numpyro_dp.model.density import Model
 from numpyro_dp.model.records import Arguments
 from numpyro_dp.model.separation import one_record
-from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.averaging import SHORTEST, drift_check
 from numpyro_dp.posterior.posterior import Draws, Posterior
 from numpyro_dp.posterior.samples import posterior_samples
@@ -44,18 +43,18 @@ class ModelSource(NamedTuple):
     factors: tuple[str, ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        model: Callable[..., Any],
-        static: dict[str, Any],
-        structure: ModelStructure,
-        shared: tuple[Array, ...],
-        params: dict[str, Any],
-    ) -> ModelSource:
-        """Collects these parts from a driver's values. Parameters of the guide are dropped."""
+    def of(cls, model: Model, shared: tuple[Array, ...], params: dict[str, Any]) -> ModelSource:
+        """Collects these parts from the values that a driver holds.
+
+        Args:
+            model: The model.
+            shared: Public arrays among the model's arguments.
+            params: Constrained parameters of the run. Parameters of the guide are dropped.
+        """
+        structure = model.structure
         own = {name: params[name] for name in structure.params if name in params}
         return cls(
-            functools.partial(model, **static), structure.latents, structure.data_plate,
+            model.fn, structure.latents, structure.data_plate,
             structure.layout.placeholder(shared), own, structure.prior_factors,
         )  # fmt: skip
 
@@ -106,7 +105,7 @@ class ModelSource(NamedTuple):
         """Latent sites on the placeholder. Sites without given values are drawn from the prior."""
         alone = one_record(self._filled, self.plate)
         fn = handlers.seed(handlers.substitute(alone, data=values), rng_key)
-        trace = self.arguments.call(handlers.trace(fn).get_trace)
+        trace = self.arguments.trace(fn)
         return {name: trace[name] for name in self.latents}
 
     def _prior_draw(self, rng_key: Array) -> dict[str, Array]:

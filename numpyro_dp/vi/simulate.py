@@ -32,7 +32,7 @@ from numpyro_dp._tree import squared_norm
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Estimator
 from numpyro_dp.model.public import UnsupportedModelError
-from numpyro_dp.model.records import check_arrays
+from numpyro_dp.model.records import check_arrays, split_arrays
 from numpyro_dp.run import checks
 from numpyro_dp.vi.svi import DPSVI
 
@@ -120,22 +120,15 @@ def _without_privacy(svi: DPSVI, key: Array) -> DPSVI:
     return DPSVI(
         svi.model, svi.guide, svi.optim, svi.loss, estimator=svi.method.estimator,
         clip_norm=math.inf, sampler=svi.settings.sampler, noise_multiplier=0.0, secret_key=secret,
-        data_plate=svi._frontend.data_plate, public=svi.settings.public, **svi.static_kwargs,
+        data_plate=svi._frontend.given.data_plate, public=svi.settings.public, **svi.static_kwargs,
     )  # fmt: skip
 
 
 def _simulator(svi: DPSVI, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
     """Returns ``key -> (args, kwargs)`` with observed arrays from the prior predictive."""
     check_arrays(args, kwargs)
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
-    arrays = [jnp.asarray(leaves[slot]) for slot in slots]
-
-    def fill(values: Any) -> Any:
-        filled = list(leaves)
-        for slot, value in zip(slots, values, strict=True):
-            filled[slot] = value
-        return jax.tree.unflatten(treedef, filled)
+    found, fill = split_arrays((args, kwargs))
+    arrays = [jnp.asarray(array) for array in found]
 
     def trace(model: Callable[..., Any], key: Array, values: Any) -> dict[str, Any]:
         args, kwargs = fill(values)
@@ -149,7 +142,7 @@ def _simulator(svi: DPSVI, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cal
                 "clip_norm=AdaptiveClip(...)."
             ) from error
 
-    sites = svi._frontend.structure(*fill(arrays)).likelihood
+    sites = svi.structure(*fill(arrays)).likelihood
     observed = _observed_arguments(functools.partial(trace, svi.model), sites, arrays)
 
     hidden = set(observed.values())

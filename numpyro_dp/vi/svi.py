@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from numpyro.infer import SVI, autoguide
 
 from numpyro_dp.core import Estimator, MechanismBuilder, Sampler
-from numpyro_dp.model.frontend import Frontend, Prepared, check_loss
+from numpyro_dp.model.frontend import Frontend, GivenModel, Prepared, check_loss
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.variational import VariationalProblem, guide_kind
@@ -168,10 +168,8 @@ class DPSVI(Driver):
         super().__init__(Method(estimator, svi.optim), settings)
         self.model, self.guide, self.optim = model, guide, svi.optim
         self.static_kwargs = static_kwargs
-        self._frontend = Frontend(
-            model, guide, svi, static_kwargs, data_plate,
-            declare(self.settings.public, static_kwargs),
-        )  # fmt: skip
+        declared = declare(self.settings.public, static_kwargs)
+        self._frontend = Frontend(GivenModel(model, static_kwargs, data_plate, declared), svi)
 
     def stable_update(
         self, svi_state: SensitiveState, *args: Any, **kwargs: Any
@@ -200,7 +198,7 @@ class DPSVI(Driver):
                 "protected. Use loss_release= for a loss curve within the budget, or evaluate on "
                 "public data with numpyro.infer.SVI."
             )
-        if self._frontend.structure(args, kwargs).summed:
+        if self.structure(args, kwargs).summed:
             raise UnsupportedModelError(
                 "evaluate does not support discrete latent sites: NumPyro would draw them, and a "
                 "run sums them out. Use loss_release=, or sum them out in the model."
@@ -210,7 +208,7 @@ class DPSVI(Driver):
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         """Reads the model from shapes alone."""
-        return self._frontend.structure(args, kwargs)
+        return self._frontend.given.structure(args, kwargs)
 
     def prepare(
         self,
@@ -225,14 +223,13 @@ class DPSVI(Driver):
 
     def _posterior(self, problem: VariationalProblem, result: RunResult) -> Posterior:
         params, privacy = result.params, result.privacy
-        structure, static = problem.model.structure, self.static_kwargs
-        source = ModelSource.of(self.model, static, structure, problem.shared, params)
+        source = ModelSource.of(problem.model, problem.shared, params)
         guide = getattr(self.guide, "__name__", type(self.guide).__name__)
         drift = notes = drift_notes(result.trace)
         if privacy.noise_multiplier > 0:
             remedy = ": noise_aware adds it" if guide_kind(self.guide) in _WIDENED else ""
             notes += (f"The intervals do not contain the privacy noise of the run{remedy}.",)
         return source.posterior(
-            source.guide_draws(self.guide, params, static), privacy,
+            source.guide_draws(self.guide, params, self.static_kwargs), privacy,
             f"{type(self).__name__} with {guide}, {privacy.num_steps} steps", notes, not drift,
         )  # fmt: skip

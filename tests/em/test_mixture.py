@@ -17,9 +17,10 @@ from sklearn.mixture import GaussianMixture
 from numpyro_dp import DPEM, DPSEP, SEP, PrivacyBudget, UnsupportedModelError
 from numpyro_dp.em.estimator import expected_statistics
 from numpyro_dp.ep.families import beta, diagonal_normal, isotropic_normal, normal
-from numpyro_dp.ep.problem import make_problem, read_conjugate_model
+from numpyro_dp.ep.problem import check_conjugate, make_problem
 from numpyro_dp.ep.sites import evidence, normal_mixture
 from numpyro_dp.model.public import declare
+from numpyro_dp.model.structure import read_model
 from numpyro_dp.samplers import FullBatch, Poisson
 from numpyro_dp.sums.bounded import bounded_sum
 
@@ -73,7 +74,7 @@ def apart(found, expected):
 def test_sites_are_those_of_the_closed_form_of_the_evidence(family):
     """Differentiated automatically, of a cavity whose components are correlated."""
     x = np.random.default_rng(0).normal(size=(5, 2)).astype(np.float32)
-    structure = read_conjugate_model(three, (x,), {}, None, declare("captured"))
+    structure = check_conjugate(read_model(three, (x,), {}, None, declare("captured")))
     problem = make_problem(three, structure, family, (), KEY)
 
     def log_evidence(mean, covariance, x):

@@ -18,9 +18,10 @@ from numpyro_dp import DPSEP, EP, SEP, BudgetError, PrivacyBudget, UnsupportedMo
 from numpyro_dp.accounting import GDP
 from numpyro_dp.ep.estimator import stochastic_ep
 from numpyro_dp.ep.families import beta, diagonal_normal, gamma, isotropic_normal, normal
-from numpyro_dp.ep.problem import make_problem, read_conjugate_model
+from numpyro_dp.ep.problem import check_conjugate, make_problem
 from numpyro_dp.ep.sites import conjugate, importance, normal_mixture, quadrature
 from numpyro_dp.ep.sites import probit as probit_site
+from numpyro_dp.model.structure import read_model
 from numpyro_dp.posterior import average, posterior_samples
 from numpyro_dp.privacy.budget import default_delta
 from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
@@ -195,7 +196,7 @@ PAIRS = [(k, f) for k in KINDS for f in FAMILIES if (k, f) != ("conjugate", isot
 def test_one_record_moves_the_sum_by_at_most_the_clip_norm(kind, family):
     model, site, make = KINDS[kind]
     x, y = (jnp.asarray(array) for array in make(20, 3))
-    structure = read_conjugate_model(model, (x, y), {}, None)
+    structure = check_conjugate(read_model(model, (x, y), {}, None))
     problem = make_problem(model, structure, family, (), KEY)
     estimator = stochastic_ep(precision_weight=2.0)(problem._replace(site=site))
     mechanism = gaussian(0.7, 1.0)

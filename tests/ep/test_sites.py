@@ -26,9 +26,10 @@ from numpyro_dp.ep.gaussian import (
     site_along,
     site_from_slopes,
 )
-from numpyro_dp.ep.problem import make_problem, read_conjugate_model
+from numpyro_dp.ep.problem import check_conjugate, make_problem
 from numpyro_dp.ep.sites import choose_site, conjugate, evidence, importance, probit, quadrature
 from numpyro_dp.ep.sites.quadrature import tilted_slopes
+from numpyro_dp.model.structure import read_model
 
 KEY = jax.random.key(0)
 NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(31)
@@ -73,7 +74,7 @@ def records(kind="float", number=5):
 
 
 def problem_of(model, family, *args):
-    structure = read_conjugate_model(model, args, {}, None)
+    structure = check_conjugate(read_model(model, args, {}, None))
     return make_problem(model, structure, family, (), KEY)
 
 

@@ -14,8 +14,7 @@ from scipy import stats
 from numpyro_dp import DPPBP, PBP, PrivacyBudget, RegressionNetwork
 from numpyro_dp.core import Released
 from numpyro_dp.ep.gaussian import Cavity
-from numpyro_dp.model.records import read_records
-from numpyro_dp.model.records_problem import RecordsProblem
+from numpyro_dp.model.records import RecordsProblem, read_records
 from numpyro_dp.pbp import moments, reference
 from numpyro_dp.pbp.curvature import network_curvature
 from numpyro_dp.pbp.estimator import NetworkCavity, NetworkSteps, network_ep, network_site

@@ -16,8 +16,7 @@ from numpyro_dp._tree import add
 from numpyro_dp.core import Estimator
 from numpyro_dp.model.geometry import gaussian_geometry
 from numpyro_dp.model.variational import VariationalProblem
-from numpyro_dp.vi.estimators.preconditioned import prepare_constrained
-from numpyro_dp.vi.estimators.vanilla import Chart, parametric
+from numpyro_dp.vi.estimators.preconditioned import in_coordinates
 
 __all__ = ["natural"]
 
@@ -55,21 +54,10 @@ def natural() -> Callable[[VariationalProblem], Estimator]:
     def build(problem: VariationalProblem) -> Estimator:
         geometry = gaussian_geometry(problem, "natural()")
 
-        def release(params: Any, gradient: dict[str, Any]) -> dict[str, Any]:
-            return geometry.local(problem.constrain(params), gradient)
-
-        def entries(params: Any, gradient: dict[str, Any]) -> dict[str, Any]:
-            return geometry.local_entries(problem.constrain(params), gradient)
-
-        def finish(params: Any, released: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
-            values = problem.constrain(params)
+        def finish(values: Any, released: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
             return geometry.from_local(values, add(geometry.local(values, rest), released))
 
-        def frame(params: Any, latents: Any) -> Any:
-            return geometry.frame(problem.constrain(params), latents)
-
-        sums = geometry.sums if problem.num_particles == 1 else None
-        prepare = prepare_constrained(problem, geometry)
-        return parametric(problem, Chart(prepare, release, entries, finish, sums, frame))
+        maps = geometry.local, geometry.local_entries, finish, geometry.frame
+        return in_coordinates(problem, geometry, *maps)
 
     return build

@@ -24,7 +24,7 @@ from numpyro_dp.model.variational import VariationalProblem, likelihood_key
 from numpyro_dp.vi.estimators.aligned import DrawnPublic
 from numpyro_dp.vi.estimators.vanilla import Chart, parametric
 
-__all__ = ["preconditioned", "prepare_constrained"]
+__all__ = ["in_coordinates", "preconditioned", "prepare_constrained"]
 
 
 def preconditioned() -> Callable[[VariationalProblem], Estimator]:
@@ -56,18 +56,27 @@ def preconditioned() -> Callable[[VariationalProblem], Estimator]:
     def build(problem: VariationalProblem) -> Estimator:
         geometry = gaussian_geometry(problem, "preconditioned()")
 
-        def unchanged(params: Any, gradient: dict[str, Any]) -> dict[str, Any]:
+        def unchanged(values: Any, gradient: Any) -> Any:
             return gradient
 
-        def finish(params: Any, released: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
-            values = problem.constrain(params)
+        def finish(values: Any, released: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
             return geometry.to_unconstrained(values, add(rest, released))
 
-        sums = geometry.sums if problem.num_particles == 1 else None
-        prepare = prepare_constrained(problem, geometry)
-        return parametric(problem, Chart(prepare, unchanged, unchanged, finish, sums))
+        return in_coordinates(problem, geometry, unchanged, unchanged, finish, unchanged)
 
     return build
+
+
+def in_coordinates(problem: VariationalProblem, geometry: Geometry, *maps: Any) -> Estimator:
+    """The estimator of a chart. Its ``maps`` take *constrained* parameters first."""
+
+    def at(apply: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda params, *given: apply(problem.constrain(params), *given)
+
+    release, entries, finish, frame = map(at, maps)
+    sums = geometry.sums if problem.num_particles == 1 else None
+    prepare = prepare_constrained(problem, geometry)
+    return parametric(problem, Chart(prepare, release, entries, finish, sums, frame))
 
 
 def prepare_constrained(
