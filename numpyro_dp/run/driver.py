@@ -24,7 +24,6 @@ from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run import checks
 from numpyro_dp.run.results import RunResult
 from numpyro_dp.run.session import Session
-from numpyro_dp.run.session_checks import check_fold_holds_no_records, finite_start
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.spending import (
     begun,
@@ -216,8 +215,7 @@ class Driver(abc.ABC):
         checks.check_steps_fit(start, num_steps)
         settings = self.settings
         report = spent_by(settings, start, int(start.step) + num_steps)
-        checks.check_fold(fold, lambda: self.get_params(start), num_steps)
-        report = check_fold_holds_no_records(fold, session, start, report)
+        report = checks.check_fold(fold, session, start, num_steps, report)
         rows = (session.host_rows if stream else session.rows)(args, kwargs)
         new = [start] if init_state is None else []
         with begun(settings, *new), used(settings, start, num_steps):
@@ -320,7 +318,7 @@ class Driver(abc.ABC):
                 self._sessions[key] = Session(settings, self.method, prepared)
             return self._can_start(self._sessions[key], prepared)
 
-        prepared = finite_start(prepare, finite)
+        prepared = checks.finite_start(prepare, finite)
         session = self._sessions[key]
         identity = dataclasses.replace(
             session.identity(*first_values(init_params)),

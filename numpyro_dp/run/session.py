@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,20 +19,15 @@ from numpyro_dp.model.frontend import Prepared
 from numpyro_dp.model.public import PublicArray
 from numpyro_dp.model.records import Rows
 from numpyro_dp.model.variational import VariationalProblem, likelihood_key
+from numpyro_dp.privacy.accounting import RDP, UnsupportedEventError
 from numpyro_dp.privacy.mechanism.adaptive import indicator_entry
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.once import key_of_lane
 from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.run.checks import check_holds_no_records, check_signal
 from numpyro_dp.run.loss import LOSS_ENTRY, with_loss, with_loss_norm
-from numpyro_dp.run.results import (
-    PrivateLosses,
-    SensitiveLosses,
-    Trace,
-    progress_chunks,
-    progress_ranges,
-)
-from numpyro_dp.run.session_checks import check_holds_no_records, check_signal
+from numpyro_dp.run.results import PrivateLosses, SensitiveLosses, Trace
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import RunIdentity, RunState, SensitiveState
 from numpyro_dp.run.step import Step, build_loop, build_step, build_whole_step
@@ -150,7 +146,8 @@ class Session:
         opened = state.opened
         buffer, stride, slots, rest = self._slots(opened, num_steps, trace_size)
         done = int(opened.step)
-        ranges = progress_ranges(slots) if progress_bar else [(0, slots)]
+        chunk = max(1, slots // 25) if progress_bar else slots
+        ranges = [(at, min(chunk, slots - at)) for at in range(0, slots, chunk)]
         loop, carry = self._loop_for(fold), opened
         if fold is not None:
             carry = (opened, self._start(fold, opened))
@@ -162,10 +159,8 @@ class Session:
             )
         if rest:  # steps that fill no slot come first, so that the trace ends with the last iterate
             carry, buffer = loop(carry, buffer, rows, *_ints(0, 1, rest))
-        chunks = ranges
-        if progress_bar:
-            chunks = progress_chunks(slots, stride, done + rest, report.plan, report.epsilon)
-        for first, count in chunks:
+        shown = _with_bar(ranges, stride, done + rest, report) if progress_bar else ranges
+        for first, count in shown:
             carry, buffer = loop(carry, buffer, rows, *_ints(first, count, stride))
             jax.block_until_ready(buffer)  # or the bar would run ahead of the device
         last, folded = (carry, None) if fold is None else (carry[0], fold.result(carry[1]))
@@ -354,3 +349,42 @@ class Session:
 
 def _ints(*values: int) -> tuple[Array, ...]:
     return tuple(jnp.asarray(value, jnp.int32) for value in values)
+
+
+def _with_bar(
+    ranges: list[tuple[int, int]], stride: int, done: int, report: PrivacyReport
+) -> Iterator[tuple[int, int]]:
+    """Yields ``(first_slot, count)`` under a bar that shows steps and epsilon spent.
+
+    The epsilon shown is an upper bound for the steps so far: the smaller of the RDP bound and the
+    bound of the whole run. The bar updates it only if that takes at most 1% of the time.
+
+    Args:
+        ranges: What to yield.
+        stride: Steps per slot.
+        done: Steps taken before.
+        report: Report of the whole run.
+    """
+    from tqdm.auto import tqdm  # NumPyro's choice. Imported here, because the import is slow
+
+    def bound(num_steps: int) -> float:
+        try:
+            spent = report.plan.spent(num_steps, accountant=RDP()).epsilon
+        except UnsupportedEventError:
+            return report.epsilon
+        return min(spent, report.epsilon)
+
+    start, spent, cost = time.perf_counter(), 0.0, 0.1  # seconds: all bounds, the next bound
+    num_slots = sum(ranges[-1])
+    with tqdm(total=num_slots * stride, unit="step") as bar:
+        for first, count in ranges:
+            yield first, count
+            finished, now = first + count, time.perf_counter()
+            if finished == num_slots:
+                bar.set_postfix_str(f"epsilon <= {report.epsilon:.3g}", refresh=False)
+            elif spent + cost < 0.01 * (now - start):
+                shown = bound(done + finished * stride)
+                cost = time.perf_counter() - now
+                spent += cost
+                bar.set_postfix_str(f"epsilon <= {shown:.3g}", refresh=False)
+            bar.update(count * stride)
