@@ -61,30 +61,22 @@ def check_callable(name: str, value: Any) -> None:
         )
 
 
-def check_estimator(estimator: Any) -> Callable[..., Any]:
-    """Returns the estimator's builder, or raises TypeError."""
+def check_estimator(estimator: Any) -> None:
+    """Raises TypeError unless a builder of an estimator can be called with a problem."""
+    builds = not isinstance(estimator, type)
     try:
         inspect.signature(estimator).bind(object())
     except (TypeError, ValueError):
-        callable_with_problem = False
-    else:
-        callable_with_problem = not isinstance(estimator, type)
-    if not callable_with_problem:
+        builds = False
+    if not builds:
         raise TypeError(
             f"estimator={estimator!r} does not build an estimator. Add the parentheses: aligned(), "
             "aligned_natural() or vanilla()."
         )
-    return estimator
 
 
 def check_independent_noise(builder: Any, clip_norm: ClipNorm, reason: str) -> None:
-    """Raises ValueError if a driver needs independent noise and the mechanism correlates steps.
-
-    Args:
-        builder: Makes the mechanism.
-        clip_norm: The clip norm of the run.
-        reason: Why the driver needs independent noise. Empty if it does not need it.
-    """
+    """Raises ValueError if a mechanism correlates steps and a driver gives a reason against it."""
     if reason and build_mechanism(builder, clip_norm, 1.0).compose is not None:
         raise ValueError(
             f"mechanism={builder!r} adds noise that depends on the noise of earlier steps. "
@@ -277,13 +269,6 @@ def check_holds_no_records(
     """Raises if estimator, optimiser, mechanism or sampler captured arrays that may be records.
 
     It traces a step on one record, so arrays in the model's derivative rules are found too.
-
-    Args:
-        problem: Model and guide as functions.
-        build_estimator: (public arrays, mechanism state) -> estimator.
-        method: Method with the optimiser.
-        settings: Settings with the clip norm, the mechanism and the sampler.
-        optim_state: State of the optimiser.
 
     Returns:
         Shapes of the sum of the signals.

@@ -29,14 +29,14 @@ class Method(NamedTuple):
     Attributes:
         estimator: Problem -> estimator.
         optim: An optimiser with NumPyro's ``get_params`` and ``update``.
-        text: Settings of the method. A state can be resumed only if this text is the same.
+        values: Settings of the method. A state can be resumed only if these are the same.
         independent_noise: Reason why the noise of steps must be independent. Empty if it may be
             correlated.
     """
 
     estimator: Callable[[Any], Estimator]
     optim: Any
-    text: str = ""
+    values: tuple[Any, ...] = ()
     independent_noise: str = ""
 
     def estimator_of(self, problem: Problem) -> Estimator:
@@ -77,15 +77,31 @@ class RunSettings:
         norm, noise, key = ClipNorm.of(self.clip_norm), self.noise_multiplier, self.secret_key
         found = {
             "clip_norm": norm,
-            "sampler": _check_sampler(self.sampler),
-            "noise_multiplier": _check_noise(noise),
-            "budget": _check_budget(self.budget, noise, norm),
-            "accountant": _check_accountant(self.accountant),
-            "loss_release": _check_loss_release(self.loss_release),
-            "mesh": _check_mesh(self.mesh),
+            "noise_multiplier": None if noise is None else _noise(noise),
+            "mesh": None if self.mesh is None else _mesh(self.mesh),
             "secret_key": None if key is None else as_secret_key(key),
-            "repetition": _check_repetition(self.repetition, key),
         }
+        if isinstance(self.sampler, type) or not isinstance(self.sampler, Sampler):
+            raise TypeError(
+                "Expected sampler to be Poisson(rate), FixedSize(batch_size), "
+                f"Permutation(batch_size) or FullBatch(), got {self.sampler!r}."
+            )
+        _check_budget(self.budget, noise, norm)
+        accountant = self.accountant
+        if isinstance(accountant, type) or not isinstance(accountant, Accountant | None):
+            raise TypeError(
+                "Expected accountant to be Best(), PLD(), PRV(), RDP() or GDP(), got "
+                f"{accountant!r}. Leave it out to use the smallest valid bound."
+            )
+        if self.loss_release is not None:
+            _check_loss_release(self.loss_release)
+        if not isinstance(self.repetition, bool):
+            raise TypeError(f"Expected repetition to be True or False, got {self.repetition!r}.")
+        if self.repetition and key is None:
+            raise ValueError(
+                "Expected a secret_key together with repetition=True, got none. A run without one "
+                "has new noise. Pass the secret_key of the run to repeat."
+            )
         if self.num_steps is not None:
             check_int("num_steps", self.num_steps, low=1)
         if self.microbatch_size is not None:
@@ -110,31 +126,8 @@ class RunSettings:
         return dataclasses.replace(self, **fields)
 
 
-def _check_sampler(sampler: Any) -> Sampler:
-    """Returns the sampler, or raises TypeError."""
-    if isinstance(sampler, type) or not isinstance(sampler, Sampler):
-        raise TypeError(
-            "Expected sampler to be Poisson(rate), FixedSize(batch_size), "
-            "Permutation(batch_size) or FullBatch(), got "
-            f"{sampler!r}."
-        )
-    return sampler
-
-
-def _check_accountant(accountant: Any) -> Accountant | None:
-    """Returns the accountant, or raises TypeError."""
-    if accountant is None:
-        return None
-    if isinstance(accountant, type) or not isinstance(accountant, Accountant):
-        raise TypeError(
-            "Expected accountant to be Best(), PLD(), PRV(), RDP() or GDP(), got "
-            f"{accountant!r}. Leave it out to use the smallest valid bound."
-        )
-    return accountant
-
-
-def _check_budget(budget: Any, noise_multiplier: Any, clip_norm: ClipNorm) -> PrivacyBudget | None:
-    """Returns the budget, or raises if budget, noise and clip norm do not fit together."""
+def _check_budget(budget: Any, noise_multiplier: Any, clip_norm: ClipNorm) -> None:
+    """Raises if budget, noise and clip norm do not fit together."""
     if budget is None and noise_multiplier is None:
         raise ValueError(
             "Expected a budget or a noise_multiplier, got neither. Pass "
@@ -148,7 +141,7 @@ def _check_budget(budget: Any, noise_multiplier: Any, clip_norm: ClipNorm) -> Pr
                 f"{noise_multiplier!r} cannot make the run private. Give a finite clip_norm, or "
                 "noise_multiplier=0.0 for a run without privacy."
             )
-        return None
+        return
     if not isinstance(budget, PrivacyBudget):
         raise TypeError(f"Expected budget=PrivacyBudget(epsilon, delta), got {budget!r}.")
     if unbounded:
@@ -161,7 +154,6 @@ def _check_budget(budget: Any, noise_multiplier: Any, clip_norm: ClipNorm) -> Pr
             "Expected noise_multiplier > 0 with a budget, got 0.0. A run without noise is not "
             "private. Leave noise_multiplier out and let the budget choose it."
         )
-    return budget
 
 
 def _check_mechanism(builder: Any, clip_norm: ClipNorm) -> None:
@@ -180,35 +172,8 @@ def _check_mechanism(builder: Any, clip_norm: ClipNorm) -> None:
         )
 
 
-def _check_noise(noise_multiplier: Any) -> float | None:
-    """Returns the noise multiplier, or raises."""
-    if noise_multiplier is None:
-        return None
-    return check_real(
-        "noise_multiplier",
-        noise_multiplier,
-        low=0,
-        high=1e30,
-        remedy="It is the noise's standard deviation over the sensitivity. 0 is not private.",
-    )
-
-
-def _check_repetition(repetition: Any, secret_key: Any) -> bool:
-    """Returns whether a run may repeat the noise of an earlier run, or raises."""
-    if not isinstance(repetition, bool):
-        raise TypeError(f"Expected repetition to be True or False, got {repetition!r}.")
-    if repetition and secret_key is None:
-        raise ValueError(
-            "Expected a secret_key together with repetition=True, got none. A run without one has "
-            "new noise. Pass the secret_key of the run to repeat."
-        )
-    return repetition
-
-
-def _check_mesh(mesh: Any) -> Mesh | None:
+def _mesh(mesh: Any) -> Mesh:
     """Returns a mesh of the same devices whose axes the compiler may use, or raises."""
-    if mesh is None:
-        return None
     if isinstance(mesh, Mesh):
         present = {device.process_index for device in mesh.devices.flat}
         if mesh.is_multi_process and len(present) < jax.process_count():
@@ -223,28 +188,18 @@ def _check_mesh(mesh: Any) -> Mesh | None:
     )
 
 
-def _check_loss_release(release: Any) -> LossRelease | None:
-    """Returns the loss release, or raises."""
-    if release is None:
-        return None
+def _noise(noise_multiplier: Any) -> float:
+    remedy = "It is the noise's standard deviation over the sensitivity. 0 is not private."
+    return check_real("noise_multiplier", noise_multiplier, low=0, high=1e30, remedy=remedy)
+
+
+def _check_loss_release(release: Any) -> None:
     if not isinstance(release, LossRelease):
         raise TypeError(f"Expected loss_release=LossRelease(clip, share), got {release!r}.")
-    check_real(
-        "LossRelease.clip",
-        release.clip,
-        low=0,
-        high=math.inf,
-        low_open=True,
-        high_open=True,
-        remedy="It bounds the log likelihood of one record, in nats. Try 10.0 first.",
-    )
-    check_real(
-        "LossRelease.share",
-        release.share,
-        low=0,
-        high=1,
-        low_open=True,
-        high_open=True,
-        remedy="It is the part of the privacy cost that the loss curve uses.",
-    )
-    return release
+    for name, high, remedy in (
+        ("clip", math.inf, "It bounds the log likelihood of one record, in nats. Try 10.0 first."),
+        ("share", 1, "It is the part of the privacy cost that the loss curve uses."),
+    ):
+        value = getattr(release, name)
+        check_real(f"LossRelease.{name}", value, low=0, high=high, low_open=True, high_open=True,
+                   remedy=remedy)  # fmt: skip

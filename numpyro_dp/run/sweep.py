@@ -110,11 +110,11 @@ def run_sweep(
 
     Args:
         sweep: Arguments that the runs share.
-        axes: Settings of each combination, from :func:`combinations`.
+        axes: From :func:`combinations`.
         starts: A first state for each seed.
         session: Compiled functions.
         rows: The records.
-        folder: Folder for finished chunks, or ``None``.
+        folder: For finished chunks, or ``None``.
     """
     settings, num_steps, rates = sweep.settings, sweep.num_steps, sweep.learning_rates
     secret, number = secret_of(settings), len(starts)
@@ -158,7 +158,7 @@ def _meaning(
 ) -> dict[str, Any]:
     """Returns what must be the same when a sweep reads a folder's chunks again."""
     return {name: column.tolist() for name, column in labels.items()} | {
-        "rng_keys": np.asarray(jax.vmap(_key_data)(sweep.rng_keys)).tolist(),
+        "rng_keys": np.asarray(jax.random.key_data(sweep.rng_keys)).tolist(),
         "num_steps": sweep.num_steps, "trace_size": sweep.trace_size, "chunk_size": chunk,
         "records": num_examples,
         "reports": [str(dataclasses.replace(each, repetition=False)) for each in reports],
@@ -189,10 +189,6 @@ def _memory(device: jax.Device) -> int:
     return known or 2**32
 
 
-def _key_data(key: Array) -> Array:
-    return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-
-
 def _rates(rates: Any) -> list[Any]:
     if rates is None:
         return [None]
@@ -216,19 +212,6 @@ def _at_rate(start: SensitiveState, rate: float | None) -> SensitiveState:
     return start._replace(
         optim_state=optax.tree_utils.tree_set(start.optim_state, learning_rate=value)
     )
-
-
-def _check_keeps(settings: RunSettings, folder: Any) -> None:
-    if settings.allow_sensitive:
-        raise ValueError(
-            f"Expected no folder={str(folder)!r} with allow_sensitive=True. The folder would keep "
-            "losses without protection. Leave out the folder, or allow_sensitive."
-        )
-    if settings.several_processes:
-        raise ValueError(
-            f"A sweep with folder={str(folder)!r} does not support a mesh of several processes: "
-            "they would have to agree on which chunks are finished. Leave out the folder."
-        )
 
 
 def _stacked(states: list[SensitiveState]) -> RunState:
@@ -276,8 +259,16 @@ def combinations(
     Raises:
         ValueError: If the arguments contradict each other or the driver.
     """
-    if folder:
-        _check_keeps(settings, folder)
+    if folder and settings.allow_sensitive:
+        raise ValueError(
+            f"Expected no folder={str(folder)!r} with allow_sensitive=True. The folder would keep "
+            "losses without protection. Leave out the folder, or allow_sensitive."
+        )
+    if folder and settings.several_processes:
+        raise ValueError(
+            f"A sweep with folder={str(folder)!r} does not support a mesh of several processes: "
+            "they would have to agree on which chunks are finished. Leave out the folder."
+        )
     noises: list[dict[str, Any]] = [{}]
     if epsilon is not None and noise_multiplier is not None:
         raise ValueError(
@@ -371,7 +362,9 @@ class _Folder:
         meaning = json.loads(json.dumps(meaning))
         sheet = self.path / "sweep.json"
         if not sheet.exists():
-            _replace(sheet, json.dumps(meaning, indent=1).encode())
+            begun = sheet.with_suffix(".begun")
+            begun.write_text(json.dumps(meaning, indent=1))
+            begun.replace(sheet)
         found = json.loads(sheet.read_text())
         for name in sorted(found.keys() | meaning.keys()):
             if found.get(name) != meaning.get(name):
@@ -435,12 +428,6 @@ def _traced(run: Callable[..., PyTree], arguments: Any, public: PyTree) -> tuple
             leaf = jax.random.key_data(leaf)
         found.update(np.asarray(leaf).tobytes())
     return found.hexdigest(), like
-
-
-def _replace(path: pathlib.Path, text: bytes) -> None:
-    begun = path.with_suffix(".begun")
-    begun.write_bytes(text)
-    begun.replace(path)
 
 
 def _short(value: Any) -> str:
