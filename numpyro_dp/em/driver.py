@@ -113,9 +113,10 @@ class DPEM(Driver):
         known = None if probs is None else check_probs(probs, num_components)
         given = {"covariances": scale, "probs": probs}
         self._known = {name for name, value in given.items() if value is not None}
-        text = f"mixture of {num_components}, {scale}, {probs}, {smallest_variance}"
+        fixed = None if known is None else tuple(known.tolist())
+        values = num_components, scale, fixed, smallest_variance
         step = MStep(damping, scale, known, smallest_variance)
-        method = Method(expected_statistics(scale is None), step, text, _INDEPENDENT)
+        method = Method(expected_statistics(scale is None), step, values, _INDEPENDENT)
         settings = RunSettings(
             clip_norm=clip_norm, sampler=sampler, mechanism=mechanism, budget=budget,
             noise_multiplier=noise_multiplier, secret_key=secret_key, num_steps=num_steps,

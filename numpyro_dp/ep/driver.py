@@ -195,8 +195,8 @@ class DPSEP(Driver):
         estimator = stochastic_ep(precision_weight, shared_precision)
         self._reader = _Reader(model, family, site, data_plate, static_kwargs, settings.public)
         self.guide = self._reader.guide
-        text = f"{self._reader}, {tuple(release)}"
-        super().__init__(Method(estimator, Damped(damping, floor), text, _INDEPENDENT), settings)
+        values = str(self._reader), *release
+        super().__init__(Method(estimator, Damped(damping, floor), values, _INDEPENDENT), settings)
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters of a state. They may be published."""

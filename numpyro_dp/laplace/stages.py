@@ -158,7 +158,7 @@ class Stages(Driver):
     def __init__(self, settings: RunSettings, outcomes: Outcomes, groups: np.ndarray) -> None:
         pairs = pairs_of(groups)
         scores = staged_scores(outcomes, PAIRS, pairs)
-        method = Method(scores, StageOptimizer(pairs), "DPLaplace")
+        method = Method(scores, StageOptimizer(pairs), ("DPLaplace",))
         super().__init__(method, settings)
         self._outcomes = outcomes
 

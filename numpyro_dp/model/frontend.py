@@ -138,7 +138,7 @@ def arguments_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     check_arrays(args, kwargs)
     leaves, treedef = jax.tree.flatten((args, kwargs))
     described = tuple(
-        (np.shape(leaf), str(jax.dtypes.canonicalize_dtype(leaf.dtype)))
+        (np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))
         if isinstance(leaf, jax.Array | np.ndarray | np.generic)
         else (type(leaf), leaf)
         for leaf in leaves

@@ -140,11 +140,10 @@ class DPPBP(Driver):
         check_real("floor", floor, low=0)
         self.init_scale = check_real("init_scale", init_scale, low=0, low_open=True)
         self.guide, self._by_layer = NetworkGuide(network), not precision_per_weight
-        numbers = precision_per_weight, precision_weight, noise_weight, ridge, floor
-        text = ", ".join(map(str, (network, *numbers)))
+        values = str(network), precision_per_weight, precision_weight, noise_weight, ridge, floor
         estimator = network_ep(network, self._by_layer, precision_weight, noise_weight, ridge)
         steps = NetworkSteps(network, damping, step_size, floor)
-        method = Method(estimator, steps, text, _INDEPENDENT)
+        method = Method(estimator, steps, values, _INDEPENDENT)
         settings = RunSettings(
             clip_norm=clip_norm, sampler=sampler, mechanism=mechanism, budget=budget,
             noise_multiplier=noise_multiplier, secret_key=secret_key, num_steps=num_steps,

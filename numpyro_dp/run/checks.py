@@ -1,56 +1,55 @@
-"""Checks of a driver's arguments: each error names the value, the range and the remedy."""
+"""Checks of arguments, and of an estimator, an optimiser, a sampler, a mechanism and a fold.
+
+Each error names the value, the range and the remedy. No check reads a record.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import optax
-from jax.sharding import AxisType, Mesh
+from jax import Array
 
-from numpyro_dp._compat import make_program
-from numpyro_dp._tree import shapes_of
-from numpyro_dp._validate import check_int, check_real
-from numpyro_dp.core import Fold, Mechanism, PyTree, Sampler
-from numpyro_dp.privacy.accounting import Accountant
-from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp._tree import filled, shapes_of, widen
+from numpyro_dp._validate import check_int
+from numpyro_dp.core import Estimator, Fold, MechanismState, PyTree, Released
+from numpyro_dp.model.held import held_by_function
+from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
-from numpyro_dp.privacy.plan import BudgetError
-from numpyro_dp.run.loss import LossRelease
+from numpyro_dp.privacy.plan import BudgetError, PrivacyReport
+from numpyro_dp.run.mechanism_trial import try_mechanism
+from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import RunIdentity, SensitiveState
+from numpyro_dp.run.step import optimised
 
 __all__ = [
-    "check_accountant",
-    "check_budget",
     "check_callable",
     "check_estimator",
     "check_fold",
+    "check_holds_no_records",
     "check_identity",
     "check_independent_noise",
-    "check_loss_release",
-    "check_mechanism",
-    "check_mesh",
-    "check_noise",
     "check_not_spent",
     "check_num_steps",
-    "check_optim",
     "check_params",
-    "check_repetition",
     "check_reverse_mode",
     "check_rng_key",
     "check_rng_keys",
-    "check_sampler",
+    "check_signal",
     "check_sizes",
     "check_state",
     "check_steps_fit",
+    "finite_start",
 ]
+
+_ATTEMPTS = 10  # initial values that finite_start tries
 
 
 def check_callable(name: str, value: Any) -> None:
@@ -62,206 +61,27 @@ def check_callable(name: str, value: Any) -> None:
         )
 
 
-def check_sampler(sampler: Any) -> Sampler:
-    """Returns the sampler, or raises TypeError."""
-    if isinstance(sampler, type) or not isinstance(sampler, Sampler):
-        raise TypeError(
-            "Expected sampler to be Poisson(rate), FixedSize(batch_size), "
-            "Permutation(batch_size) or FullBatch(), got "
-            f"{sampler!r}."
-        )
-    return sampler
-
-
-def check_estimator(estimator: Any) -> Callable[..., Any]:
-    """Returns the estimator's builder, or raises TypeError."""
+def check_estimator(estimator: Any) -> None:
+    """Raises TypeError unless a builder of an estimator can be called with a problem."""
+    builds = not isinstance(estimator, type)
     try:
         inspect.signature(estimator).bind(object())
     except (TypeError, ValueError):
-        callable_with_problem = False
-    else:
-        callable_with_problem = not isinstance(estimator, type)
-    if not callable_with_problem:
+        builds = False
+    if not builds:
         raise TypeError(
             f"estimator={estimator!r} does not build an estimator. Add the parentheses: aligned(), "
             "aligned_natural() or vanilla()."
         )
-    return estimator
-
-
-def check_accountant(accountant: Any) -> Accountant | None:
-    """Returns the accountant, or raises TypeError."""
-    if accountant is None:
-        return None
-    if isinstance(accountant, type) or not isinstance(accountant, Accountant):
-        raise TypeError(
-            "Expected accountant to be Best(), PLD(), PRV(), RDP() or GDP(), got "
-            f"{accountant!r}. Leave it out to use the smallest valid bound."
-        )
-    return accountant
-
-
-def check_budget(budget: Any, noise_multiplier: Any, clip_norm: ClipNorm) -> PrivacyBudget | None:
-    """Returns the budget, or raises if budget, noise and clip norm do not fit together."""
-    if budget is None and noise_multiplier is None:
-        raise ValueError(
-            "Expected a budget or a noise_multiplier, got neither. Pass "
-            "budget=PrivacyBudget(epsilon=1.0, delta=1e-5)."
-        )
-    unbounded = not clip_norm.bounded
-    if budget is None:
-        if unbounded and noise_multiplier != 0:
-            raise ValueError(
-                f"clip_norm={clip_norm} does not limit a record, so noise_multiplier="
-                f"{noise_multiplier!r} cannot make the run private. Give a finite clip_norm, or "
-                "noise_multiplier=0.0 for a run without privacy."
-            )
-        return None
-    if not isinstance(budget, PrivacyBudget):
-        raise TypeError(f"Expected budget=PrivacyBudget(epsilon, delta), got {budget!r}.")
-    if unbounded:
-        raise BudgetError(
-            f"clip_norm={clip_norm} does not limit a record, so no noise can keep to the budget. "
-            "Give a finite clip_norm, or noise_multiplier=0.0 without a budget."
-        )
-    if noise_multiplier == 0:
-        raise BudgetError(
-            "Expected noise_multiplier > 0 with a budget, got 0.0. A run without noise is not "
-            "private. Leave noise_multiplier out and let the budget choose it."
-        )
-    return budget
-
-
-def check_mechanism(builder: Any, clip_norm: ClipNorm) -> None:
-    """Raises TypeError unless a builder is hashable and makes a mechanism with an event."""
-    try:
-        hash(builder)
-        found = build_mechanism(builder, clip_norm, 1.0)
-    except TypeError as error:
-        found = error
-    if not isinstance(found, Mechanism) or found.event is None:
-        raise TypeError(
-            f"Expected mechanism to be a hashable value such as GaussianMechanism(), got "
-            f"{builder!r} ({found if isinstance(found, TypeError) else type(found).__name__}). A "
-            "call of it with clip_norm and noise_multiplier must return a core.Mechanism with an "
-            "event."
-        )
 
 
 def check_independent_noise(builder: Any, clip_norm: ClipNorm, reason: str) -> None:
-    """Raises ValueError if a driver needs independent noise and the mechanism correlates steps.
-
-    Args:
-        builder: Makes the mechanism.
-        clip_norm: The clip norm of the run.
-        reason: Why the driver needs independent noise. Empty if it does not need it.
-    """
+    """Raises ValueError if a mechanism correlates steps and a driver gives a reason against it."""
     if reason and build_mechanism(builder, clip_norm, 1.0).compose is not None:
         raise ValueError(
             f"mechanism={builder!r} adds noise that depends on the noise of earlier steps. "
             f"{reason}, so the result would be wrong. Use mechanism=GaussianMechanism(), or DPSVI."
         )
-
-
-def check_noise(noise_multiplier: Any) -> float | None:
-    """Returns the noise multiplier, or raises."""
-    if noise_multiplier is None:
-        return None
-    return check_real(
-        "noise_multiplier",
-        noise_multiplier,
-        low=0,
-        high=1e30,
-        remedy="It is the noise's standard deviation over the sensitivity. 0 is not private.",
-    )
-
-
-def check_repetition(repetition: Any, secret_key: Any) -> bool:
-    """Returns whether a run may repeat the noise of an earlier run, or raises."""
-    if not isinstance(repetition, bool):
-        raise TypeError(f"Expected repetition to be True or False, got {repetition!r}.")
-    if repetition and secret_key is None:
-        raise ValueError(
-            "Expected a secret_key together with repetition=True, got none. A run without one has "
-            "new noise. Pass the secret_key of the run to repeat."
-        )
-    return repetition
-
-
-def check_mesh(mesh: Any) -> Mesh | None:
-    """Returns a mesh of the same devices whose axes the compiler may use, or raises."""
-    if mesh is None:
-        return None
-    if isinstance(mesh, Mesh):
-        present = {device.process_index for device in mesh.devices.flat}
-        if mesh.is_multi_process and len(present) < jax.process_count():
-            raise ValueError(
-                f"mesh has devices of the processes {sorted(present)}, but JAX runs "
-                f"{jax.process_count()} processes. Use devices of one process, or of all."
-            )
-        return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
-    raise TypeError(
-        f"Expected mesh=None or a jax.sharding.Mesh, got {type(mesh).__name__}. "
-        "For all devices pass jax.make_mesh((jax.device_count(),), ('records',))."
-    )
-
-
-def check_loss_release(release: Any) -> LossRelease | None:
-    """Returns the loss release, or raises."""
-    if release is None:
-        return None
-    if not isinstance(release, LossRelease):
-        raise TypeError(f"Expected loss_release=LossRelease(clip, share), got {release!r}.")
-    check_real(
-        "LossRelease.clip",
-        release.clip,
-        low=0,
-        high=math.inf,
-        low_open=True,
-        high_open=True,
-        remedy="It bounds the log likelihood of one record, in nats. Try 10.0 first.",
-    )
-    check_real(
-        "LossRelease.share",
-        release.share,
-        low=0,
-        high=1,
-        low_open=True,
-        high_open=True,
-        remedy="It is the part of the privacy cost that the loss curve uses.",
-    )
-    return release
-
-
-def check_optim(optim: Any) -> Any:
-    """Returns the optimiser, or raises TypeError if it evaluates or reads the loss."""
-    if isinstance(optim, numpyro.optim.Minimize):
-        raise TypeError(
-            "numpyro.optim.Minimize evaluates the loss many times a step, and the loss is private. "
-            "Use numpyro.optim.Adam or optax."
-        )
-    if isinstance(optim, optax.GradientTransformationExtraArgs) and _reads_loss(optim):
-        raise TypeError(
-            "optim reads the loss, as reduce_on_plateau, polyak_sgd and lbfgs do. The loss is "
-            "private. Use an optimiser that reads gradients only, such as optax.adam with a "
-            "schedule."
-        )
-    return optim
-
-
-def _reads_loss(optim: optax.GradientTransformationExtraArgs) -> bool:
-    """Traces an update, and looks for an operation that reads the loss."""
-    params = {"x": jnp.ones(2)}
-
-    def update(value: Any) -> Any:
-        return optim.update(params, optim.init(params), params, value=value)
-
-    try:
-        program, _ = make_program(update, jnp.ones(()))
-    except TypeError:  # it needs more arguments, such as the loss as a function
-        return True
-    (value,) = program.inputs
-    return any(value is atom for eqn in program.equations for atom in eqn.invars)
 
 
 def check_rng_key(rng_key: Any) -> None:
@@ -338,34 +158,6 @@ def check_steps_fit(state: SensitiveState, num_steps: int) -> None:
         )
 
 
-def check_fold(fold: Any, params: Callable[[], dict[str, Any]], num_steps: int) -> None:
-    """Raises unless a fold is None or fits a loop of ``num_steps`` steps."""
-    if fold is None:
-        return
-    if not isinstance(fold, Fold):
-        raise TypeError(
-            "Expected fold to be built by a call, such as tail_average(num_steps), or a Fold, got "
-            f"{type(fold).__name__}."
-        )
-    if fold.num_steps not in (None, num_steps):
-        raise ValueError(
-            f"Expected a fold for the {num_steps} steps of this run, got one for "
-            f"{fold.num_steps}. Pass the same num_steps to both: every run starts a new fold."
-        )
-    start = params()
-    before = jax.eval_shape(lambda state: state, fold.init(start))
-    after = jax.eval_shape(fold.update, before, start)
-    if jax.tree.map(_form, before) != jax.tree.map(_form, after):
-        raise TypeError(
-            f"Expected fold.update to return the shapes and dtypes of fold.init, "
-            f"{jax.tree.map(_form, before)}, got {jax.tree.map(_form, after)}. Keep them constant."
-        )
-
-
-def _form(array: Any) -> str:
-    return f"{array.dtype}{list(array.shape)}"
-
-
 def check_reverse_mode(forward_mode_differentiation: bool) -> None:
     """Raises ValueError if forward mode is asked for."""
     if forward_mode_differentiation:
@@ -397,3 +189,169 @@ def check_identity(
                 f"The state's steps were taken and accounted for with {field}={before}, but this "
                 f"driver has {field}={now}. Resume with the same setting, or start again with init."
             )
+
+
+def check_signal(
+    problem: Any, estimator: Estimator, params: dict[str, Any], clip_norm: ClipNorm
+) -> Callable[[dict[str, Any]], bool]:
+    """Raises unless ``clip_norm`` names entries of the estimator's signal.
+
+    Returns:
+        ``params -> bool``: whether any invented record has a finite signal at ``params``.
+    """
+
+    def signal(params: dict[str, Any], example: PyTree) -> PyTree:
+        return estimator.signal(estimator.prepare(jax.random.key(0), params), example)
+
+    if clip_norm.entries != (...,):
+        entries = filled(jax.eval_shape(signal, params, problem.blank_example()))
+        clip_norm.check_entries(entries)
+    return functools.partial(_finite, problem, jax.jit(signal))
+
+
+def finite_start(prepare: Callable[[int], Any], finite: Callable[[Any], bool]) -> Any:
+    """Returns the first start at which an invented record has a finite signal.
+
+    NumPyro's automatic guides also draw initial values until the gradient is finite, but with
+    ``SVI`` they read the records. A record without a finite signal counts as 0. If all records
+    count as 0, a run spends its whole budget and returns the prior and noise.
+
+    Args:
+        prepare: Number of an attempt -> start.
+        finite: Start -> whether an invented record has a finite signal.
+
+    Raises:
+        UnsupportedModelError: If no attempt gives such a start.
+    """
+    for attempt in range(_ATTEMPTS):
+        start = prepare(attempt)
+        if finite(start):
+            return start
+    raise UnsupportedModelError(
+        "The likelihood has no finite gradient for any invented record (normal values, ones, "
+        f"halves, identities), at {_ATTEMPTS} initial values. Records without a finite gradient "
+        "count as 0, and the run would return the prior. Look for sqrt or log at 0, a where() "
+        "whose other branch is not finite, or initial values that overflow (init_params= or the "
+        "guide's init_loc_fn=). If a discrete latent is summed out, every value of it must leave "
+        "the density finite: for example Poisson(rate * k + 1e-6) instead of Poisson(rate * k)."
+    )
+
+
+def _finite(problem: Any, signal: Callable[..., PyTree], params: dict[str, Any]) -> bool:
+    """Whether any invented record has a finite signal."""
+    normal, ones = problem.records.layout.invented()
+    # Most sites support 1. Halves serve sites on proportions, and identities those on matrices.
+    halves = tuple(leaf // 2 if leaf.dtype.kind in "iub" else leaf / 2 for leaf in ones)
+    squares = tuple(_identity_like(leaf) for leaf in ones)
+    for rows in (normal, ones, halves, squares):
+        extra = problem.blank_example()[len(rows) :]
+        found = signal(params, tuple(leaf[0] for leaf in rows) + extra)
+        if all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(found)):
+            return True
+    return False
+
+
+def _identity_like(rows: Array) -> Array:
+    """Returns identities if rows are square matrices, else the rows."""
+    square = rows.ndim > 2 and rows.shape[-1] == rows.shape[-2]
+    return (
+        jnp.broadcast_to(jnp.eye(rows.shape[-1], dtype=rows.dtype), rows.shape) if square else rows
+    )
+
+
+def check_holds_no_records(
+    problem: Any,
+    build_estimator: Callable[[tuple[Array, ...], MechanismState], Estimator],
+    method: Method,
+    settings: RunSettings,
+    optim_state: PyTree,
+) -> PyTree:
+    """Raises if estimator, optimiser, mechanism or sampler captured arrays that may be records.
+
+    It traces a step on one record, so arrays in the model's derivative rules are found too.
+
+    Returns:
+        Shapes of the sum of the signals.
+    """
+    public, optim, shapes = problem.records.public, method.optim, {}
+
+    def step(
+        optim_state: PyTree, state: MechanismState, example: PyTree, shared: PyTree
+    ) -> list[Array]:
+        estimator = build_estimator(shared, state)
+        prepared = estimator.prepare(jax.random.key(0), optim.get_params(optim_state))
+        signal = estimator.signal(prepared, example)
+        shapes.update(jax.eval_shape(widen, signal))
+        update = estimator.pull_back(prepared, Released(signal, jnp.zeros(())))
+        return jax.tree.leaves(optim.get_params(optimised(optim, update, optim_state)))
+
+    state = MechanismState(settings.clip_norm.as_arrays())
+    what = "step (the model's derivative, the estimator or the optimiser)"
+    public.check(what, step, optim_state, state, problem.blank_example(), problem.shared)
+    if not _is_ours(settings.sampler):
+        start = settings.sampler.init(jax.random.key(0), problem.num_examples)
+        public.check("sampler", settings.sampler.next, start)
+    if not _is_ours(settings.mechanism):
+        _check_mechanism(public, settings, shapes)
+        try_mechanism(settings, shapes, problem.num_examples)
+    return shapes
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.startswith("numpyro_dp.")
+
+
+def _check_mechanism(public: Any, settings: RunSettings, shapes: PyTree) -> None:
+    """Raises if a mechanism from outside this package captured arrays that may be records."""
+    names = filled(shapes)
+
+    def one_call(noise: Array, norm: ClipNorm, total: PyTree, squares: Any) -> Any:
+        found = settings.mechanism(norm, noise)
+        state = MechanismState(norm, found.init(shapes))
+        noisy, _ = found.privatise(jax.random.key(0), total, state)
+        return noisy, found.scales(names, squares, 1.0)
+
+    norm = settings.norm_with_loss.fixed().as_arrays()
+    squares = tuple(jnp.ones(()) for _ in norm.blocks(names))
+    total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), dict(shapes))
+    public.check("mechanism", one_call, jnp.ones(()), norm, total, squares)
+
+
+def check_fold(
+    fold: Fold | None, session: Any, state: SensitiveState, num_steps: int, report: PrivacyReport
+) -> PrivacyReport:
+    """Raises unless a fold fits a loop of ``num_steps`` steps and captured no records.
+
+    Returns:
+        The report of the run, with the public arrays of the fold.
+    """
+    if fold is None:
+        return report
+    if not isinstance(fold, Fold):
+        raise TypeError(
+            "Expected fold to be built by a call, such as tail_average(num_steps), or a Fold, got "
+            f"{type(fold).__name__}."
+        )
+    if fold.num_steps not in (None, num_steps):
+        raise ValueError(
+            f"Expected a fold for the {num_steps} steps of this run, got one for "
+            f"{fold.num_steps}. Pass the same num_steps to both: every run starts a new fold."
+        )
+    params = session.problem.constrain(session.method.optim.get_params(state.optim_state))
+    first = jax.eval_shape(fold.init, params)
+    before, after = (
+        jax.tree.map(lambda array: (array.dtype.name, *array.shape), each)
+        for each in (first, jax.eval_shape(fold.update, first, params))
+    )
+    if before != after:
+        raise TypeError(
+            "Expected fold.update to return the shapes and dtypes of fold.init, "
+            f"{before}, got {after}. Keep them constant."
+        )
+    public = session.problem.records.public.copy()
+    known = public.arrays
+    public.check("fold", fold.init, params)
+    public.check("fold", fold.update, first, params)
+    public.take("fold", held_by_function(fold.result))
+    further = tuple(each for each in public.arrays if each not in known)
+    return dataclasses.replace(report, public=report.public + further)

@@ -24,7 +24,6 @@ from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run import checks
 from numpyro_dp.run.results import RunResult
 from numpyro_dp.run.session import Session
-from numpyro_dp.run.session_checks import check_fold_holds_no_records, finite_start
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.spending import (
     begun,
@@ -161,7 +160,7 @@ class Driver(abc.ABC):
         own = self.settings
         identity = dataclasses.replace(
             svi_state.identity, sampler=own.sampler, clip_norm=own.clip_norm,
-            mechanism=own.mechanism, loss_release=own.loss_release, method=self.method.text,
+            mechanism=own.mechanism, loss_release=own.loss_release, method=self.method.values,
         )  # fmt: skip
         checks.check_identity(svi_state, identity)
         return spent_by(own, svi_state, int(svi_state.step))
@@ -210,14 +209,21 @@ class Driver(abc.ABC):
         checks.check_num_steps(num_steps, _UNLIMITED - 1)
         checks.check_sizes(trace_size=trace_size)
         checks.check_reverse_mode(forward_mode_differentiation)
-        start = self._first_state(rng_key, num_steps, args, kwargs, init_state, init_params)
+        settings = self.settings
+        if init_state is None:
+            covered = settings.num_steps or num_steps
+            start = self._init(rng_key, covered, args, kwargs, init_params)
+        else:
+            checks.check_state(init_state)
+            start = copied(settings.mesh, init_state)
+            if settings.allow_sensitive:  # this run shows losses
+                marked = dataclasses.replace(start.identity, sensitive=True)
+                start = start._replace(identity=marked)
         session = self._session(args, kwargs)
         self._check_fits(start, session)
         checks.check_steps_fit(start, num_steps)
-        settings = self.settings
         report = spent_by(settings, start, int(start.step) + num_steps)
-        checks.check_fold(fold, lambda: self.get_params(start), num_steps)
-        report = check_fold_holds_no_records(fold, session, start, report)
+        report = checks.check_fold(fold, session, start, num_steps, report)
         rows = (session.host_rows if stream else session.rows)(args, kwargs)
         new = [start] if init_state is None else []
         with begun(settings, *new), used(settings, start, num_steps):
@@ -320,7 +326,7 @@ class Driver(abc.ABC):
                 self._sessions[key] = Session(settings, self.method, prepared)
             return self._can_start(self._sessions[key], prepared)
 
-        prepared = finite_start(prepare, finite)
+        prepared = checks.finite_start(prepare, finite)
         session = self._sessions[key]
         identity = dataclasses.replace(
             session.identity(*first_values(init_params)),
@@ -341,29 +347,7 @@ class Driver(abc.ABC):
 
     def _can_start(self, session: Session, prepared: Prepared) -> bool:
         """Whether an invented record has a finite signal at the start."""
-        return session.has_finite_signals(prepared)
-
-    def _first_state(
-        self,
-        rng_key: Array,
-        num_steps: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        init_state: SensitiveState | None,
-        init_params: dict[str, Any] | None,
-    ) -> SensitiveState:
-        """Returns the state that a run starts with: the given one, or a new one."""
-        if init_state is not None:
-            checks.check_state(init_state)
-            return self._marked(copied(self.settings.mesh, init_state))
-        covered = self.settings.num_steps or num_steps
-        return self._init(rng_key, covered, args, kwargs, init_params)
-
-    def _marked(self, state: SensitiveState) -> SensitiveState:
-        """Marks the state as sensitive if this driver shows losses."""
-        if not self.settings.allow_sensitive or state.identity.sensitive:
-            return state
-        return state._replace(identity=dataclasses.replace(state.identity, sensitive=True))
+        return session.finite(self.method.optim.get_params(prepared.optim_state))
 
     def _check_fits(
         self, state: SensitiveState, session: Session, further: tuple[str, ...] = ()

@@ -46,11 +46,7 @@ def with_loss_norm(clip_norm: ClipNorm, release: LossRelease | None) -> ClipNorm
 
 
 def with_loss(estimator: Estimator, scale: float | Array) -> Estimator:
-    """Returns the estimator with the log likelihood of the record as an entry of the signal.
-
-    Args:
-        estimator: An estimator with a factored signal.
-        scale: Factor of the log likelihood in the signal.
+    """Adds ``scale`` times the log likelihood of the record to the signal, as an entry of its own.
 
     Guarantee: the new entry reads one record, and ``pull_back`` ignores it.
     """

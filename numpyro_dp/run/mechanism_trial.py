@@ -37,10 +37,7 @@ Build = Callable[[ClipNorm], Mechanism]
 def try_mechanism(settings: RunSettings, shapes: PyTree, num_examples: int) -> None:
     """Raises ValueError unless ``scales`` and ``privatise`` do what the mechanism states.
 
-    Args:
-        settings: Settings with the mechanism and the clip norm.
-        shapes: Shapes of the sum of the signals.
-        num_examples: Public number of records.
+    The ``shapes`` are those of the sum of the signals.
     """
 
     def build(norm: ClipNorm) -> Mechanism:

@@ -1,17 +1,15 @@
-"""What a run returns, and its progress bar."""
+"""What a run returns."""
 
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from numpyro_dp.privacy.accounting import RDP, UnsupportedEventError
-from numpyro_dp.privacy.plan import Plan, PrivacyReport
+from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.state import SensitiveState
 
 __all__ = [
@@ -20,8 +18,6 @@ __all__ = [
     "SensitiveLosses",
     "SensitiveValueError",
     "Trace",
-    "progress_chunks",
-    "progress_ranges",
 ]
 
 
@@ -160,50 +156,3 @@ class RunResult(_RunResult):
     def __repr__(self) -> str:
         """Names the fields and shows what was spent."""
         return f"RunResult(params of {sorted(self.params)}, {self.trace!r}, {self.privacy})"
-
-
-def progress_ranges(num_slots: int) -> list[tuple[int, int]]:
-    """Returns ``(first_slot, count)`` of each chunk of :func:`progress_chunks`."""
-    chunk = max(1, num_slots // 25)
-    return [(at, min(chunk, num_slots - at)) for at in range(0, num_slots, chunk)]
-
-
-def progress_chunks(
-    num_slots: int, stride: int, done: int, plan: Plan, total_epsilon: float
-) -> Iterator[tuple[int, int]]:
-    """Yields ``(first_slot, count)`` chunks under a bar that shows steps and epsilon spent.
-
-    The epsilon shown is an upper bound for the steps so far: the smaller of the RDP bound and the
-    bound of the whole run. The bar updates it only if that takes at most 1% of the time.
-
-    Args:
-        num_slots: Total number of slots.
-        stride: Steps per slot.
-        done: Steps taken before this run.
-        plan: Plan of the run.
-        total_epsilon: Bound of the whole run.
-    """
-    from tqdm.auto import tqdm  # NumPyro's choice. Imported here, because the import is slow
-
-    start, spent, cost = time.perf_counter(), 0.0, 0.1  # seconds: all bounds, the next bound
-    with tqdm(total=num_slots * stride, unit="step") as bar:
-        for first, count in progress_ranges(num_slots):
-            yield first, count
-            finished = (first + count) * stride
-            now = time.perf_counter()
-            last = first + count == num_slots
-            if spent + cost < 0.01 * (now - start) and not last:
-                shown = min(_rdp_epsilon(plan, done + finished), total_epsilon)
-                cost = time.perf_counter() - now
-                spent += cost
-                bar.set_postfix_str(f"epsilon <= {shown:.3g}", refresh=False)
-            elif last:
-                bar.set_postfix_str(f"epsilon <= {total_epsilon:.3g}", refresh=False)
-            bar.update(count * stride)
-
-
-def _rdp_epsilon(plan: Plan, num_steps: int) -> float:
-    try:
-        return plan.spent(num_steps, accountant=RDP()).epsilon
-    except UnsupportedEventError:
-        return float("inf")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,20 +19,15 @@ from numpyro_dp.model.frontend import Prepared
 from numpyro_dp.model.public import PublicArray
 from numpyro_dp.model.records import Rows
 from numpyro_dp.model.variational import VariationalProblem, likelihood_key
+from numpyro_dp.privacy.accounting import RDP, UnsupportedEventError
 from numpyro_dp.privacy.mechanism.adaptive import indicator_entry
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.once import key_of_lane
 from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.run.checks import check_holds_no_records, check_signal
 from numpyro_dp.run.loss import LOSS_ENTRY, with_loss, with_loss_norm
-from numpyro_dp.run.results import (
-    PrivateLosses,
-    SensitiveLosses,
-    Trace,
-    progress_chunks,
-    progress_ranges,
-)
-from numpyro_dp.run.session_checks import check_holds_no_records, check_signal
+from numpyro_dp.run.results import PrivateLosses, SensitiveLosses, Trace
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import RunIdentity, RunState, SensitiveState
 from numpyro_dp.run.step import Step, build_loop, build_step, build_whole_step
@@ -48,15 +44,11 @@ _MAX_TRACE_NUMBERS = 10**7
 class Session:
     """Compiled functions for one model, guide and shape of arguments.
 
-    Args:
-        settings: Settings of the driver.
-        method: Estimator and optimiser.
-        prepared: Model and guide as functions, and the first state of the optimiser.
-
     Attributes:
         problem: Model and guide as functions.
         num_examples: Number of records.
         param_shapes: Shapes of the parameters by path.
+        finite: Parameters -> whether an invented record has a finite signal.
     """
 
     def __init__(self, settings: RunSettings, method: Method, prepared: Prepared) -> None:
@@ -69,7 +61,7 @@ class Session:
         self.param_shapes = shapes_of(params)
         # Checks that need no record run here, so that errors come before any budget is spent.
         estimator = self._estimator(problem.shared, MechanismState(settings.clip_norm.as_arrays()))
-        self._finite = check_signal(problem, estimator, params, settings.norm_with_loss)
+        self.finite = check_signal(problem, estimator, params, settings.norm_with_loss)
         self._total = check_holds_no_records(
             problem, self._estimator, method, settings, prepared.optim_state
         )
@@ -91,11 +83,7 @@ class Session:
         self._streams: dict[int, Session] = {}  # sessions for streamed batches, by batch size
 
     def identity(self, *public: PublicArray) -> RunIdentity:
-        """Returns what all steps of a new run have in common.
-
-        Args:
-            public: Further public arrays, besides those of model and guide.
-        """
+        """Returns what all steps of a new run share. ``public`` joins the model's public arrays."""
         settings, records = self.settings, self.problem.records
         return RunIdentity(
             self.num_examples,
@@ -107,7 +95,7 @@ class Session:
             settings.allow_sensitive,
             settings.secret_key is not None,
             settings.repetition,
-            self.method.text,
+            self.method.values,
             records.data_plate,
             records.public.arrays + public,
         )
@@ -119,10 +107,6 @@ class Session:
         if mechanism.extras is not None:
             total |= {indicator_entry(group): jnp.zeros(()) for group in clip_norm.adaptive}
         return MechanismState(clip_norm.as_arrays(), mechanism.init(total))
-
-    def has_finite_signals(self, prepared: Prepared) -> bool:
-        """Whether an invented record has a finite signal at the start of a run."""
-        return self._finite(self.method.optim.get_params(prepared.optim_state))
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Splits arguments into records and public arrays."""
@@ -150,10 +134,13 @@ class Session:
         opened = state.opened
         buffer, stride, slots, rest = self._slots(opened, num_steps, trace_size)
         done = int(opened.step)
-        ranges = progress_ranges(slots) if progress_bar else [(0, slots)]
+        chunk = max(1, slots // 25) if progress_bar else slots
+        ranges = [(at, min(chunk, slots - at)) for at in range(0, slots, chunk)]
         loop, carry = self._loop_for(fold), opened
         if fold is not None:
-            carry = (opened, self._start(fold, opened))
+            # With fixed dtypes, so that all calls share a compilation.
+            started = fold.init(self.problem.constrain(self._params(opened)))
+            carry = opened, jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), started)
         if isinstance(rows, HostRows):
             calls = [(0, 1, rest)] * (rest > 0) + [(*some, stride) for some in ranges]
             stream = self._streamed(opened)
@@ -162,10 +149,8 @@ class Session:
             )
         if rest:  # steps that fill no slot come first, so that the trace ends with the last iterate
             carry, buffer = loop(carry, buffer, rows, *_ints(0, 1, rest))
-        chunks = ranges
-        if progress_bar:
-            chunks = progress_chunks(slots, stride, done + rest, report.plan, report.epsilon)
-        for first, count in chunks:
+        shown = _with_bar(ranges, stride, done + rest, report) if progress_bar else ranges
+        for first, count in shown:
             carry, buffer = loop(carry, buffer, rows, *_ints(first, count, stride))
             jax.block_until_ready(buffer)  # or the bar would run ahead of the device
         last, folded = (carry, None) if fold is None else (carry[0], fold.result(carry[1]))
@@ -229,16 +214,18 @@ class Session:
             self._streams[size]._build(Fetched(size).next)
         return self._streams[size]
 
-    def _loop_for(self, fold: Fold | None) -> Callable[..., Any]:
-        return self._loop if fold is None else self._folding_loop(fold.update)
+    def _params(self, state: RunState) -> PyTree:
+        return self.method.optim.get_params(state.optim_state)
 
-    def _folding_loop(self, update: Callable[..., PyTree]) -> Callable[..., Any]:
-        """Returns a loop that also updates a fold after every step."""
-        optim = self.method.optim
+    def _loop_for(self, fold: Fold | None) -> Callable[..., Any]:
+        """Returns a loop that also updates a fold, if there is one, after every step."""
+        if fold is None:
+            return self._loop
+        update = fold.update  # not the fold: folds with the same update share the loop
 
         def step(carry: tuple[RunState, PyTree], rows: Rows) -> tuple[PyTree, Array]:
             state, value = self._step_and_value(carry[0], rows)
-            params = self.problem.constrain(optim.get_params(state.optim_state))
+            params = self.problem.constrain(self._params(state))
             return (state, update(carry[1], params)), value
 
         if update not in self._folding_loops:
@@ -248,11 +235,6 @@ class Session:
                 lambda carry, rows: self._measure(carry[0], rows),
             )
         return self._folding_loops[update]
-
-    def _start(self, fold: Fold, state: RunState) -> PyTree:
-        """Returns a fold's first state, with fixed dtypes so that all calls share a compilation."""
-        params = self.problem.constrain(self.method.optim.get_params(state.optim_state))
-        return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), fold.init(params))
 
     def on_all(self, state: SensitiveState, rows: HostRows) -> SensitiveState:
         """Takes a step on all records, which the host sends in parts."""
@@ -281,8 +263,7 @@ class Session:
 
     def _kept(self, state: RunState) -> PyTree:
         """Returns what a trace keeps of a state: parameters, and clip norms that adapt."""
-        params = self.method.optim.get_params(state.optim_state)
-        return params, state.mechanism_state.clip_norm.adapted
+        return self._params(state), state.mechanism_state.clip_norm.adapted
 
     def _estimator(self, shared: tuple[Array, ...], state: MechanismState) -> Estimator:
         estimator = self.method.estimator_of(self.problem.at(shared))
@@ -299,8 +280,7 @@ class Session:
     def _measure(self, state: RunState, rows: Rows) -> Rows:
         """Finds the lengths of the records once for a loop, because no step changes them."""
         estimator = self._estimator(rows.shared, state.mechanism_state)
-        params = self.method.optim.get_params(state.optim_state)
-        public = estimator.prepare(state.rng_key, params)
+        public = estimator.prepare(state.rng_key, self._params(state))
         return rows._replace(lengths=record_lengths(estimator, public, rows.arrays))
 
     def _loss_scale(self, state: MechanismState) -> Array:
@@ -324,9 +304,7 @@ class Session:
         new, step = self._step(state, rows)
         problem = self.problem.at(rows.shared)
         if self.settings.loss_release is not None:
-            scale = self._loss_scale(
-                state.mechanism_state
-            )  # not of new: an adaptive norm has moved
+            scale = self._loss_scale(state.mechanism_state)  # of new, an adaptive norm has moved
             log_likelihood = step.released.total[LOSS_ENTRY] / scale
         elif self.settings.allow_sensitive:
             log_likelihood = self._sensitive_log_likelihood(problem, step)
@@ -354,3 +332,36 @@ class Session:
 
 def _ints(*values: int) -> tuple[Array, ...]:
     return tuple(jnp.asarray(value, jnp.int32) for value in values)
+
+
+def _with_bar(
+    ranges: list[tuple[int, int]], stride: int, done: int, report: PrivacyReport
+) -> Iterator[tuple[int, int]]:
+    """Yields the ranges under a bar that shows steps and epsilon spent.
+
+    The epsilon shown is an upper bound for the steps so far: the smaller of the RDP bound and the
+    bound of the whole run. The bar updates it only if that takes at most 1% of the time.
+    """
+    from tqdm.auto import tqdm  # NumPyro's choice. Imported here, because the import is slow
+
+    def bound(num_steps: int) -> float:
+        try:
+            spent = report.plan.spent(num_steps, accountant=RDP()).epsilon
+        except UnsupportedEventError:
+            return report.epsilon
+        return min(spent, report.epsilon)
+
+    start, spent, cost = time.perf_counter(), 0.0, 0.1  # seconds: all bounds, the next bound
+    num_slots = sum(ranges[-1])
+    with tqdm(total=num_slots * stride, unit="step") as bar:
+        for first, count in ranges:
+            yield first, count
+            finished, now = first + count, time.perf_counter()
+            if finished == num_slots:
+                bar.set_postfix_str(f"epsilon <= {report.epsilon:.3g}", refresh=False)
+            elif spent + cost < 0.01 * (now - start):
+                shown = bound(done + finished * stride)
+                cost = time.perf_counter() - now
+                spent += cost
+                bar.set_postfix_str(f"epsilon <= {shown:.3g}", refresh=False)
+            bar.update(count * stride)

@@ -42,7 +42,7 @@ class RunIdentity:
         sensitive: Whether a driver with ``allow_sensitive`` took steps.
         reproducible: Whether the caller supplied the secret key.
         repetition: Whether the run may repeat the noise of another run.
-        method: Settings of the method as text. Empty for most drivers.
+        method: Settings of the method. Empty for most drivers.
         data_plate: Name of the plate over records.
         public: Arrays that the run accepted as public.
     """
@@ -56,7 +56,7 @@ class RunIdentity:
     sensitive: bool
     reproducible: bool
     repetition: bool
-    method: str
+    method: tuple[Any, ...]
     data_plate: str
     public: tuple[PublicArray, ...]
 

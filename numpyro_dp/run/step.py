@@ -16,14 +16,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 
 from numpyro_dp._compat import takes_value
-from numpyro_dp.core import (
-    Batch,
-    Estimator,
-    Mechanism,
-    MechanismState,
-    PyTree,
-    Released,
-)
+from numpyro_dp.core import Batch, Estimator, Mechanism, MechanismState, PyTree, Released
 from numpyro_dp.model.records import Rows
 from numpyro_dp.run.state import RunState
 from numpyro_dp.run.streaming import HostRows
@@ -204,7 +197,9 @@ class _Private(NamedTuple):
         # The state keeps only a child of its key, so it does not reveal the noise of past steps.
         secret_key, noise_key = jax.random.split(state.secret_key)
         noisy, adapted = begun.mechanism.privatise(noise_key, total, state.mechanism_state)
-        released = _over(self.inclusion_prob, Released(noisy, begun.mechanism.noise_scale))
+        released = Released(noisy, begun.mechanism.noise_scale)
+        # Scaled to all records by a public constant: the size of the batch is private.
+        released = jax.tree.map(lambda leaf: leaf / self.inclusion_prob, released)
         update = begun.estimator.pull_back(begun.public, released)
         state = state._replace(
             optim_state=optimised(self.optim, update, state.optim_state),
@@ -212,11 +207,6 @@ class _Private(NamedTuple):
             step=state.step + 1,
         )  # fmt: skip
         return state, released
-
-
-def _over(inclusion_prob: float, released: Released) -> Released:
-    """Scales to all records by a public constant: the size of the batch is private."""
-    return jax.tree.map(lambda leaf: leaf / inclusion_prob, released)
 
 
 def build_loop(

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
 import math
 import os
+import pathlib
+import re
+import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from importlib import metadata
@@ -19,6 +24,7 @@ from jax import Array
 
 from numpyro_dp._validate import check_real
 from numpyro_dp.core import PyTree
+from numpyro_dp.model.held import held_by_program
 from numpyro_dp.model.records import Rows
 from numpyro_dp.privacy.mechanism.adaptive import AdaptiveClip
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
@@ -28,7 +34,6 @@ from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.spending import begun, noise_fields, plan_for, report_for, secret_of
 from numpyro_dp.run.state import RunState, SensitiveState
-from numpyro_dp.run.sweep_folder import SweepFolder, fingerprint, traced
 
 __all__ = ["SweepPlan", "SweepResult", "SweepRun", "combinations", "run_sweep"]
 
@@ -105,11 +110,11 @@ def run_sweep(
 
     Args:
         sweep: Arguments that the runs share.
-        axes: Settings of each combination, from :func:`combinations`.
+        axes: From :func:`combinations`.
         starts: A first state for each seed.
         session: Compiled functions.
         rows: The records.
-        folder: Folder for finished chunks, or ``None``.
+        folder: For finished chunks, or ``None``.
     """
     settings, num_steps, rates = sweep.settings, sweep.num_steps, sweep.learning_rates
     secret, number = secret_of(settings), len(starts)
@@ -136,8 +141,8 @@ def run_sweep(
     if folder:
         meaning = _meaning(sweep, axes, reports, labels, session.num_examples, chunk)
         public = [state.optim_state for state in states], rows.shared
-        program, like = traced(run, (_stacked(states[:chunk]), rows), public)
-        store = SweepFolder(folder, meaning | {"program": program}, like)
+        program, like = _traced(run, (_stacked(states[:chunk]), rows), public)
+        store = _Folder(folder, meaning | {"program": program}, like)
     found = _in_chunks(run, states, chunk, store, functools.partial(begun, settings))
     own = tuple(report.of_another_run() for report in reports for _ in starts)
     return SweepResult(*found, labels, own)
@@ -153,13 +158,13 @@ def _meaning(
 ) -> dict[str, Any]:
     """Returns what must be the same when a sweep reads a folder's chunks again."""
     return {name: column.tolist() for name, column in labels.items()} | {
-        "rng_keys": np.asarray(jax.vmap(_key_data)(sweep.rng_keys)).tolist(),
+        "rng_keys": np.asarray(jax.random.key_data(sweep.rng_keys)).tolist(),
         "num_steps": sweep.num_steps, "trace_size": sweep.trace_size, "chunk_size": chunk,
         "records": num_examples,
         "reports": [str(dataclasses.replace(each, repetition=False)) for each in reports],
         "clip_norms": [str(each.clip_norm) for each in axes],
         "mechanism": repr(sweep.settings.mechanism),
-        "secret": fingerprint(sweep.settings.secret_key),
+        "secret": _fingerprint(sweep.settings.secret_key),
         "versions": {name: metadata.version(name) for name in ("jax", "numpyro")},
     }  # fmt: skip
 
@@ -182,10 +187,6 @@ def _memory(device: jax.Device) -> int:
     if known is None and hasattr(os, "sysconf"):
         known = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return known or 2**32
-
-
-def _key_data(key: Array) -> Array:
-    return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
 
 
 def _rates(rates: Any) -> list[Any]:
@@ -213,19 +214,6 @@ def _at_rate(start: SensitiveState, rate: float | None) -> SensitiveState:
     )
 
 
-def _check_keeps(settings: RunSettings, folder: Any) -> None:
-    if settings.allow_sensitive:
-        raise ValueError(
-            f"Expected no folder={str(folder)!r} with allow_sensitive=True. The folder would keep "
-            "losses without protection. Leave out the folder, or allow_sensitive."
-        )
-    if settings.several_processes:
-        raise ValueError(
-            f"A sweep with folder={str(folder)!r} does not support a mesh of several processes: "
-            "they would have to agree on which chunks are finished. Leave out the folder."
-        )
-
-
 def _stacked(states: list[SensitiveState]) -> RunState:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(state.opened for state in states))
 
@@ -234,7 +222,7 @@ def _in_chunks(
     run: Callable[[RunState], PyTree],
     states: list[SensitiveState],
     chunk: int,
-    store: SweepFolder | None,
+    store: _Folder | None,
     started: Callable[..., AbstractContextManager[None]],
 ) -> tuple[PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
     parts = []
@@ -271,8 +259,16 @@ def combinations(
     Raises:
         ValueError: If the arguments contradict each other or the driver.
     """
-    if folder:
-        _check_keeps(settings, folder)
+    if folder and settings.allow_sensitive:
+        raise ValueError(
+            f"Expected no folder={str(folder)!r} with allow_sensitive=True. The folder would keep "
+            "losses without protection. Leave out the folder, or allow_sensitive."
+        )
+    if folder and settings.several_processes:
+        raise ValueError(
+            f"A sweep with folder={str(folder)!r} does not support a mesh of several processes: "
+            "they would have to agree on which chunks are finished. Leave out the folder."
+        )
     noises: list[dict[str, Any]] = [{}]
     if epsilon is not None and noise_multiplier is not None:
         raise ValueError(
@@ -346,3 +342,94 @@ def _clip_norms(clip_norm: Any, usual: ClipNorm) -> list[ClipNorm]:
                 "the same entries. Give each a number in all runs, or an AdaptiveClip in all runs."
             )
     return norms
+
+
+class _Folder:
+    """Results of chunks by the number of their first run. It holds released values only.
+
+    Args:
+        path: The folder. It is created if it does not exist.
+        meaning: Description of the runs, as JSON values.
+        like: A tree like the result of a chunk. Only structure, shapes and dtypes matter.
+
+    Raises:
+        ValueError: If the folder holds other runs. The message names the difference.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], meaning: dict[str, Any], like: PyTree) -> None:
+        self.path, self._like = pathlib.Path(path), like
+        self.path.mkdir(parents=True, exist_ok=True)
+        meaning = json.loads(json.dumps(meaning))
+        sheet = self.path / "sweep.json"
+        if not sheet.exists():
+            begun = sheet.with_suffix(".begun")
+            begun.write_text(json.dumps(meaning, indent=1))
+            begun.replace(sheet)
+        found = json.loads(sheet.read_text())
+        for name in sorted(found.keys() | meaning.keys()):
+            if found.get(name) != meaning.get(name):
+                raise ValueError(
+                    f"folder={str(path)!r} holds another sweep, with {name}="
+                    f"{_short(found.get(name))} instead of {_short(meaning.get(name))}. Use "
+                    "another folder, or the arguments of the sweep that created it."
+                )
+
+    def load(self, first: int) -> PyTree | None:
+        """Returns a finished chunk, or ``None``."""
+        path = self._chunk(first)
+        if not path.exists():
+            return None
+        try:
+            with np.load(path) as stored:
+                leaves = [stored[f"leaf{number}"] for number in range(len(stored.files))]
+        except (zipfile.BadZipFile, OSError, KeyError, ValueError) as error:
+            raise ValueError(f"{path} is damaged: {error}. Remove it.") from error
+        expected, structure = jax.tree.flatten(self._like)
+        if [x.shape for x in leaves] != [x.shape for x in expected]:
+            raise ValueError(
+                f"Expected arrays of {[x.shape for x in expected]} in {path}, got "
+                f"{[x.shape for x in leaves]}. Remove it."
+            )
+        both = zip(leaves, expected, strict=True)  # NumPy's files do not store the name bfloat16
+        leaves = [x.view(known.dtype) if x.dtype.kind == "V" else x for x, known in both]
+        return jax.tree.unflatten(structure, leaves)
+
+    def save(self, first: int, found: PyTree) -> None:
+        """Writes a chunk. The file appears only when it is complete."""
+        leaves = {f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(found))}
+        path = self._chunk(first)
+        begun = path.with_suffix(".begun.npz")
+        np.savez(begun, **leaves)
+        begun.replace(path)
+
+    def _chunk(self, first: int) -> pathlib.Path:
+        return self.path / f"runs_{first:06d}.npz"
+
+
+def _fingerprint(secret: Array | None) -> str:
+    """Returns a hash that distinguishes secret keys. It can confirm a guessed key."""
+    if secret is None:
+        return "drawn anew by each call"
+    data = np.asarray(jax.random.key_data(secret)).tobytes()
+    return hashlib.sha256(b"numpyro_dp sweep" + data).hexdigest()
+
+
+def _traced(run: Callable[..., PyTree], arguments: Any, public: PyTree) -> tuple[str, PyTree]:
+    """Returns a hash of a function and its public values, and the shapes of its result.
+
+    Of ``arguments`` only the shapes matter, of ``public`` also the values. The hash covers the
+    traced program: model, guide, estimator, optimiser, sampler and the arrays they captured.
+    """
+    program, like = jax.make_jaxpr(run, return_shape=True)(*arguments)
+    # Addresses of Python objects in the text differ between processes.
+    found = hashlib.sha256(re.sub("0x[0-9a-f]+", "", str(program)).encode())
+    for leaf in [*jax.tree.leaves(public), *held_by_program(program)]:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        found.update(np.asarray(leaf).tobytes())
+    return found.hexdigest(), like
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 200 else text[:200] + " ..."

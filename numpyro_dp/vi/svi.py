@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+import numpyro
+import optax
 from jax import Array
 from jax.sharding import Mesh
 from numpyro.infer import SVI, autoguide
 
+from numpyro_dp._compat import make_program
 from numpyro_dp.core import Estimator, MechanismBuilder, Sampler
 from numpyro_dp.model.frontend import Frontend, GivenModel, Prepared, check_loss
 from numpyro_dp.model.public import UnsupportedModelError, declare
@@ -158,7 +162,7 @@ class DPSVI(Driver):
         checks.check_callable("model", model)
         checks.check_callable("guide", guide)
         self.loss = check_loss(loss)
-        svi = SVI(model, guide, checks.check_optim(optim), self.loss, **static_kwargs)
+        svi = SVI(model, guide, _check_optim(optim), self.loss, **static_kwargs)
         settings = RunSettings(
             clip_norm=clip_norm, sampler=sampler, mechanism=mechanism, budget=budget,
             noise_multiplier=noise_multiplier, secret_key=secret_key, num_steps=num_steps,
@@ -233,3 +237,34 @@ class DPSVI(Driver):
             source.guide_draws(self.guide, params, self.static_kwargs), privacy,
             f"{type(self).__name__} with {guide}, {privacy.num_steps} steps", notes, not drift,
         )  # fmt: skip
+
+
+def _check_optim(optim: Any) -> Any:
+    """Returns the optimiser, or raises TypeError if it evaluates or reads the loss."""
+    if isinstance(optim, numpyro.optim.Minimize):
+        raise TypeError(
+            "numpyro.optim.Minimize evaluates the loss many times a step, and the loss is private. "
+            "Use numpyro.optim.Adam or optax."
+        )
+    if isinstance(optim, optax.GradientTransformationExtraArgs) and _reads_loss(optim):
+        raise TypeError(
+            "optim reads the loss, as reduce_on_plateau, polyak_sgd and lbfgs do. The loss is "
+            "private. Use an optimiser that reads gradients only, such as optax.adam with a "
+            "schedule."
+        )
+    return optim
+
+
+def _reads_loss(optim: optax.GradientTransformationExtraArgs) -> bool:
+    """Traces an update, and looks for an operation that reads the loss."""
+    params = {"x": jnp.ones(2)}
+
+    def update(value: Any) -> Any:
+        return optim.update(params, optim.init(params), params, value=value)
+
+    try:
+        program, _ = make_program(update, jnp.ones(()))
+    except TypeError:  # it needs more arguments, such as the loss as a function
+        return True
+    (value,) = program.inputs
+    return any(value is atom for eqn in program.equations for atom in eqn.invars)
