@@ -79,7 +79,7 @@ class Spending(NamedTuple):
     Attributes:
         run: Name of the run, so that it is counted once.
         relation: The neighbouring relation.
-        steps: Normal form of its event (:func:`~.accounting.steps.gaussian_steps`).
+        steps: Normal form of its event (:func:`~.accounting.bounds.gaussian_steps`).
         failure_prob: See :func:`~.accounting.epsilon_spent`.
         total_variation: See :func:`~.accounting.epsilon_spent`.
         caveats: What epsilon does not cover, as the report says it.

@@ -1,12 +1,9 @@
 r"""Compares the bounds of several accountants for one run.
 
-The central limit theorem of Gaussian differential privacy replaces T steps of Poisson batches at
-rate q with noise multiplier :math:`\sigma` by one Gaussian mechanism with
-
-.. math:: \mu = q \sqrt{T\,(e^{1/\sigma^2} - 1)}.
-
-This holds as T goes to infinity with :math:`q\sqrt T` fixed. For finite T there is no bound on the
-error, so the value may lie below the true epsilon. It is shown because papers report it.
+The central limit theorem replaces T steps of Poisson batches at rate q by one Gaussian mechanism
+(:mod:`numpyro_dp.privacy.calibration` has the formula). This holds as T goes to infinity with
+:math:`q\sqrt T` fixed. For finite T there is no bound on the error, so the value may lie below the
+true epsilon. It is shown because papers report it.
 
 Reference:
     Bu, Dong, Long, Su (2020), Deep learning with Gaussian differential privacy, Harvard Data
@@ -27,13 +24,14 @@ from numpyro_dp.privacy.accounting import (
     UnreliableBoundError,
     UnsupportedEventError,
 )
+from numpyro_dp.privacy.accounting.bounds import gaussian_steps
 from numpyro_dp.privacy.accounting.gdp import gaussian_epsilon
-from numpyro_dp.privacy.accounting.steps import gaussian_steps
+from numpyro_dp.privacy.calibration import clt_mu
 from numpyro_dp.privacy.plan import PrivacyReport
 
 __all__ = ["AccountantComparison", "compare_accountants"]
 
-_MOST = 700.0  # exp of a larger value overflows
+_MOST = 700.0  # of mu. Beyond it nothing is private.
 
 
 class AccountantComparison(NamedTuple):
@@ -107,15 +105,7 @@ def compare_accountants(report: PrivacyReport) -> AccountantComparison:
 
 
 def _by_limit(report: PrivacyReport) -> float:
-    total = 0.0
-    for step in gaussian_steps(report.event):
-        if step.sampling == "without_replacement":
-            return math.nan
-        if step.noise_multiplier == 0 or step.noise_multiplier**-2 > _MOST:
-            return math.inf
-        inverse = step.noise_multiplier**-2
-        total += step.count * (
-            inverse if step.sampling == "none" else step.rate**2 * math.expm1(inverse)
-        )
-    mu = math.sqrt(total)
+    if any(step.sampling == "without_replacement" for step in gaussian_steps(report.event)):
+        return math.nan
+    mu = clt_mu(report.event)
     return gaussian_epsilon(mu, report.delta) if mu < _MOST else math.inf

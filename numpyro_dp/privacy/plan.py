@@ -17,7 +17,7 @@ from numpyro_dp.privacy.accounting import (
     describe_event,
     epsilon_spent,
 )
-from numpyro_dp.privacy.accounting.steps import canonical_event, gaussian_steps
+from numpyro_dp.privacy.accounting.bounds import canonical_event, gaussian_steps
 from numpyro_dp.privacy.budget import SENSITIVITY, PrivacyBudget, Relation, Spending, default_delta
 from numpyro_dp.privacy.calibration import calibrate_noise
 

@@ -25,8 +25,13 @@ import numpy as np
 from scipy import optimize, special
 
 from numpyro_dp._lazy import dpa
-from numpyro_dp.privacy.accounting.bounds import EpsilonBound, UnsupportedEventError, register
-from numpyro_dp.privacy.accounting.steps import StepError, gaussian_steps
+from numpyro_dp.privacy.accounting.bounds import (
+    EpsilonBound,
+    StepError,
+    check_supported,
+    gaussian_steps,
+    register,
+)
 from numpyro_dp.privacy.budget import Relation, check_relation
 
 __all__ = ["GDP", "gaussian_epsilon", "gaussian_log_delta"]
@@ -50,10 +55,7 @@ class GDP:
         Dong, Roth, Su: Gaussian Differential Privacy (2022).
     """
 
-    @property
-    def name(self) -> str:
-        """Name."""
-        return "GDP"
+    name = "GDP"
 
     def refusal(self, event: dpa.DpEvent, relation: Relation) -> str | None:
         """Returns why the event is not supported, or ``None``."""
@@ -72,9 +74,7 @@ class GDP:
         Raises:
             UnsupportedEventError: If the event samples, or is not Gaussian.
         """
-        reason = self.refusal(event, relation)
-        if reason is not None:
-            raise UnsupportedEventError(event, relation, {self.name: reason})
+        check_supported(self, event, relation)
         steps = gaussian_steps(event)
         if not steps:
             value = 0.0
