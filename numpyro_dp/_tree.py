@@ -11,9 +11,24 @@ from jax import Array, lax
 
 from numpyro_dp._compat import custom_vmap
 
-__all__ = ["add", "column", "filled", "pinned", "select", "shapes_of", "squared_norm", "widen"]
+__all__ = [
+    "add",
+    "column",
+    "filled",
+    "is_key",
+    "pinned",
+    "select",
+    "shapes_of",
+    "squared_norm",
+    "widen",
+]
 
 _ROW = 1024
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of random keys."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def widen(tree: Any) -> Any:

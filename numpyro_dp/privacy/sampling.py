@@ -108,7 +108,7 @@ class Poisson(_Exact):
 
     Example:
         >>> import jax
-        >>> from numpyro_dp.privacy.random import secret_key
+        >>> from numpyro_dp.privacy.keys import secret_key
         >>> sampler = Poisson(0.01)
         >>> batch, state = sampler.next(sampler.init(secret_key(0), 30_000))
         >>> batch.indices.shape, sampler.inclusion_prob(30_000)
@@ -172,7 +172,7 @@ class FixedSize(_Exact):
         ValueError: If ``batch_size`` < 1. Calls also raise it if the data set is smaller.
 
     Example:
-        >>> from numpyro_dp.privacy.random import secret_key
+        >>> from numpyro_dp.privacy.keys import secret_key
         >>> sampler = FixedSize(100)
         >>> batch, state = sampler.next(sampler.init(secret_key(0), 30_000))
         >>> len(set(batch.indices.tolist())), bool(batch.mask.all())
@@ -232,7 +232,7 @@ class FullBatch(_Exact):
     """Takes every record at each step: no subsampling, so no amplification.
 
     Example:
-        >>> from numpyro_dp.privacy.random import secret_key
+        >>> from numpyro_dp.privacy.keys import secret_key
         >>> sampler = FullBatch()
         >>> batch, _ = sampler.next(sampler.init(secret_key(0), 100))
         >>> batch
@@ -286,7 +286,7 @@ class Permutation(_Exact):
 
     Example:
         >>> import jax
-        >>> from numpyro_dp.privacy.random import secret_key
+        >>> from numpyro_dp.privacy.keys import secret_key
         >>> sampler = Permutation(40)
         >>> batch, state = sampler.next(sampler.init(secret_key(0), 100))
         >>> batch.indices.shape, int(batch.mask.sum()), sampler.compositions(100, 7)

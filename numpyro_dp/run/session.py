@@ -18,10 +18,10 @@ from numpyro_dp.model.frontend import Prepared
 from numpyro_dp.model.public import PublicArray
 from numpyro_dp.model.records import Rows
 from numpyro_dp.model.variational import VariationalProblem, likelihood_key
+from numpyro_dp.privacy.keys import key_of_lane
 from numpyro_dp.privacy.mechanism.adaptive import indicator_entry
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
-from numpyro_dp.privacy.once import key_of_lane
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.loss import LOSS_ENTRY, with_loss, with_loss_norm
 from numpyro_dp.run.results import (

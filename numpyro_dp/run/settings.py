@@ -12,9 +12,9 @@ from numpyro_dp._validate import check_int
 from numpyro_dp.core import Estimator, MechanismBuilder, Problem, Sampler
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.keys import as_secret_key
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
-from numpyro_dp.privacy.random import as_secret_key
 from numpyro_dp.run import checks
 from numpyro_dp.run.loss import LossRelease, with_loss_norm
 

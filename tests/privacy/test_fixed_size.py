@@ -11,7 +11,7 @@ from scipy import stats
 
 from numpyro_dp.privacy import _batches
 from numpyro_dp.privacy._batches import distinct_plan
-from numpyro_dp.privacy.random import secret_key
+from numpyro_dp.privacy.keys import secret_key
 from numpyro_dp.privacy.sampling import FixedSize
 
 

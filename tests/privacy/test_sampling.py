@@ -19,7 +19,7 @@ from scipy import stats
 
 from numpyro_dp.privacy import _batches, sampling
 from numpyro_dp.privacy._batches import WORD_BITS, binomial_tail, poisson_plan
-from numpyro_dp.privacy.random import secret_key
+from numpyro_dp.privacy.keys import secret_key
 from numpyro_dp.privacy.sampling import FixedSize, FullBatch, Permutation, Poisson
 
 
