@@ -63,13 +63,8 @@ def calibrate_noise(
 ) -> tuple[float, EpsilonBound]:
     """Returns the noise multiplier that spends the budget, and the bound on what it spends.
 
-    Args:
-        make_event: ``noise_multiplier -> event`` of the whole run. Noise multipliers are relative
-            to the sensitivity under the budget's relation.
-        budget: The budget to spend.
-        accountant: Bounds epsilon. ``None`` means :class:`~.accounting.Best`.
-        failure_prob: See :func:`~.accounting.epsilon_spent`.
-        total_variation: See :func:`~.accounting.epsilon_spent`.
+    ``make_event`` maps a noise multiplier, relative to the sensitivity under the budget's relation,
+    to the event of the whole run. The last three are as in :func:`~.accounting.epsilon_spent`.
 
     Raises:
         UnsupportedEventError: If the accountant has no bound for such events.

@@ -183,9 +183,7 @@ def run_id(noise_key: Array) -> Array:
 def renewed(tree: Any, entropy: bytes | None = None) -> Any:
     """Returns a tree with new secret keys, made from the old ones and new random bits.
 
-    Args:
-        tree: A tree with typed keys among its leaves.
-        entropy: The new bits, by default from the operating system.
+    By default the operating system gives the new bits.
     """
     entropy = secrets.token_bytes(32) if entropy is None else entropy
     count = iter(range(2**31))

@@ -83,11 +83,7 @@ def in_trace() -> bool:
 
 
 def check_outside_trace(call: str) -> None:
-    """Raises an error if JAX traces a call that makes a secret key.
-
-    Args:
-        call: Name of the call, such as ``DPSVI.run``.
-    """
+    """Raises an error if JAX traces a call that makes a secret key."""
     if in_trace():
         raise NoiseReuseError(
             f"{call} was called while JAX traces a function. Its secret key would be made once, "
@@ -99,12 +95,7 @@ def check_outside_trace(call: str) -> None:
 
 
 def check_passed_to_trace(call: str, keys: Sequence[Any]) -> None:
-    """Raises an error unless a traced call gets its state as an argument and uses it once.
-
-    Args:
-        call: Name of the call.
-        keys: The secret keys of the state.
-    """
+    """Raises an error unless a traced call gets its state as an argument and uses it once."""
     if not in_trace():
         return
     if _compat.has_named_axes():
@@ -141,14 +132,10 @@ def held_by_a_function(call: str) -> str:
 def begin(identities: Sequence[Array], *, repetition: bool) -> Iterator[None]:
     """Registers runs that start. Failed runs are removed again, because they released nothing.
 
-    Args:
-        identities: The :func:`~.keys.run_id` of each run.
-        repetition: Whether they may have the noise of earlier runs.
-
     Raises:
         NoiseReuseError: If a run with the same noise was started in this process.
     """
-    names = [_name(identity) for identity in identities]
+    names = [np.asarray(identity).tobytes() for identity in identities]
     with _lock:
         if not repetition and (len(set(names)) < len(names) or any(n in _used for n in names)):
             raise NoiseReuseError(
@@ -159,6 +146,13 @@ def begin(identities: Sequence[Array], *, repetition: bool) -> Iterator[None]:
             )
         before = {name: _used.get(name) for name in names}
         _used.update(dict.fromkeys(names, 0))
+    with _taken_back(before):
+        yield
+
+
+@contextlib.contextmanager
+def _taken_back(before: dict[bytes, int | None]) -> Iterator[None]:
+    """If the runs fail, the numbers of used steps are again what they were."""
     try:
         yield
     except BaseException:
@@ -172,19 +166,13 @@ def begin(identities: Sequence[Array], *, repetition: bool) -> Iterator[None]:
 def use(identity: Array, step: int, num_steps: int, *, repetition: bool) -> Iterator[bool]:
     """Marks the noise of some steps of a run as used, unless the steps fail.
 
-    Args:
-        identity: The :func:`~.keys.run_id` of the run.
-        step: Steps taken so far.
-        num_steps: Steps to take.
-        repetition: Whether noise may be used again.
-
     Yields:
         Whether the run was started in this process.
 
     Raises:
         NoiseReuseError: If the noise of that step was used before.
     """
-    name = _name(identity)
+    name = np.asarray(identity).tobytes()
     with _lock:
         before = _used.get(name)
         if before is not None and step < before and not repetition:
@@ -195,13 +183,5 @@ def use(identity: Array, step: int, num_steps: int, *, repetition: bool) -> Iter
                 "with init. To repeat a run, pass repetition=True to the driver."
             )
         _used[name] = step + num_steps
-    try:
+    with _taken_back({name: before}):
         yield before is not None
-    except BaseException:
-        with _lock:
-            _used.pop(name) if before is None else _used.update({name: before})
-        raise
-
-
-def _name(identity: Array) -> bytes:
-    return np.asarray(identity).tobytes()

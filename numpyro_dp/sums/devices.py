@@ -35,13 +35,8 @@ def on_devices(
 ) -> Callable[[PyTree, PyTree, Array], PyTree]:
     """Runs a step on all devices. Each has its part of the batch, and all of the rest.
 
-    Args:
-        step: ``(rest, batch, mask, shards) -> result``. It must add values that depend on the batch
-            by ``shards``, so that the result is the same on all devices.
-        mesh: The devices. ``None`` means this one only.
-
-    Returns:
-        ``(rest, batch, mask) -> result``.
+    The step must add values that depend on the batch by its ``shards``, so that the result is the
+    same on all devices.
     """
     if mesh is None:
         return functools.partial(step, shards=WHOLE)

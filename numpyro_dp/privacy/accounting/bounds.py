@@ -72,7 +72,6 @@ class EpsilonBound:
         return self.upper
 
     def __str__(self) -> str:
-        """One line."""
         known = "" if self.lower is None else f" (in [{self.lower:.5g}, {self.upper:.5g}])"
         return (
             f"epsilon <= {self.upper:.5g}{known} at delta={self.delta:g} "
@@ -116,10 +115,7 @@ class TotalVariationError(ValueError):
 class UnsupportedEventError(ValueError):
     """An accountant has no bound for an event under a relation.
 
-    Args:
-        event: The event.
-        relation: The relation.
-        reasons: Accountant's name -> why it has no bound.
+    ``reasons`` maps the name of an accountant to why it has no bound.
     """
 
     def __init__(self, event: dpa.DpEvent, relation: Relation, reasons: dict[str, str]) -> None:
@@ -134,7 +130,7 @@ class UnsupportedEventError(ValueError):
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Rebuilds the error from its arguments, for instance in another process."""
+        # Rebuilds the error from its arguments, for instance in another process.
         return type(self), (self.event, self.relation, self.reasons)
 
 

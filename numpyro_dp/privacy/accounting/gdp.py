@@ -50,9 +50,6 @@ class GDP:
         epsilon <= 4.3772 (in [4.3772, 4.3772]) at delta=1e-05 under add_or_remove_one, by GDP
 
     **Guarantee**: ``upper`` is the true epsilon, up to a relative excess of 1e-10.
-
-    Reference:
-        Dong, Roth, Su: Gaussian Differential Privacy (2022).
     """
 
     name = "GDP"
@@ -87,11 +84,9 @@ class GDP:
 
 
 def gaussian_log_delta(epsilon: float, mu: float) -> float:
-    r"""Returns :math:`\log \delta(\varepsilon)` of a Gaussian mechanism with ratio ``mu``.
+    r"""Returns :math:`\log \delta(\varepsilon)` of a Gaussian mechanism.
 
-    Args:
-        epsilon: At least 0.
-        mu: Sensitivity / noise, positive.
+    ``mu`` is sensitivity / noise.
 
     Example:
         >>> round(math.exp(gaussian_log_delta(1.0, 1.0)), 6)
@@ -110,11 +105,7 @@ def gaussian_log_delta(epsilon: float, mu: float) -> float:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Returns the smallest epsilon of a Gaussian mechanism with ratio ``mu`` at ``delta``.
-
-    Args:
-        mu: Sensitivity / noise, positive.
-        delta: In (0, 1).
+    """Returns the smallest epsilon of a Gaussian mechanism with ``mu`` = sensitivity / noise.
 
     Example:
         >>> round(gaussian_epsilon(1.0, 1e-5), 4)

@@ -114,7 +114,6 @@ class PLD:
     max_points: int = 1 << 17
 
     def __post_init__(self) -> None:
-        """Checks the fields."""
         check_real("relative_gap", self.relative_gap, low=0.0, low_open=True, high=0.1)
         check_int("max_points", self.max_points, low=1024)
 
@@ -204,13 +203,10 @@ class PLD:
         orders: float,
         most: float = math.inf,
     ) -> float:
-        """Returns the interval whose excess is ``relative_gap`` of epsilon, within limits.
+        """Returns the interval whose excess is ``relative_gap`` of a rough epsilon, within limits.
 
-        Args:
-            steps: The steps. Their noise sets how far the loss of one step spreads.
-            epsilon: Rough value of the result.
-            orders: Number of steps times the order of Renyi DP.
-            most: Largest interval that is fine enough for few steps.
+        ``orders`` is the number of steps times the order of Renyi DP. ``most`` is the largest
+        interval that is fine enough for few steps.
         """
         smallest = min(step.noise_multiplier for step in steps)
         total = sum(step.count for step in steps)

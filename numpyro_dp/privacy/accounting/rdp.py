@@ -81,7 +81,6 @@ class RDP:
     orders: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Checks the orders."""
         if self.orders is not None and not (self.orders and min(self.orders) > 1.01):
             raise ValueError(
                 f"orders={self.orders!r} is not a non-empty tuple of numbers > 1.01. Omit orders "

@@ -78,7 +78,6 @@ class Best:
     good_enough: float = 0.004
 
     def __post_init__(self) -> None:
-        """Checks the fields."""
         check_real("good_enough", self.good_enough, low=0.0, high=1.0)
         if not self.accountants:
             raise ValueError("accountants=() is empty. Pass at least one accountant.")
@@ -111,7 +110,10 @@ class Best:
                 continue
             if best is None or bound.upper < best.upper:
                 best = bound
-            if self._settles(bound):
+            if bound.estimate is not None and (
+                bound.upper == bound.estimate
+                or bound.upper - bound.estimate <= self.good_enough * bound.upper
+            ):
                 break
         if best is not None:
             return best
@@ -122,14 +124,6 @@ class Best:
                 f"relation={relation!r} ({told})."
             )
         raise UnsupportedEventError(event, relation, reasons)
-
-    def _settles(self, bound: EpsilonBound) -> bool:
-        """Whether the bound is tight enough, by its accountant's own estimate, to stop."""
-        if bound.estimate is None:
-            return False
-        return bound.upper == bound.estimate or (
-            bound.upper - bound.estimate <= self.good_enough * bound.upper
-        )
 
 
 def epsilon_spent(
