@@ -11,9 +11,9 @@ from numpyro_dp.pbp import RegressionNetwork
 from numpyro_dp.pbp.driver import DPPBP, PBP
 from numpyro_dp.posterior import Posterior
 from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.keys import secret_key
 from numpyro_dp.privacy.once import NoiseReuseError
 from numpyro_dp.privacy.plan import BudgetError, PrivacyReport
-from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.run.results import RunResult, SensitiveValueError
 from numpyro_dp.vi.svi import DPSVI
 

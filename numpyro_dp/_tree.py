@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_dp._compat import custom_vmap
-
-__all__ = ["add", "column", "filled", "pinned", "select", "shapes_of", "squared_norm", "widen"]
+__all__ = ["add", "column", "filled", "is_key", "select", "shapes_of", "squared_norm", "widen"]
 
 _ROW = 1024
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of random keys."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def widen(tree: Any) -> Any:
@@ -63,36 +65,3 @@ def shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each leaf by its path in the tree."""
     paths = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in paths}
-
-
-def pinned(live: Array, compute: Callable[..., Any], *operands: Any) -> Any:
-    """Evaluates ``compute(*operands)`` once. XLA may not recompute a value for one of its readers.
-
-    Otherwise XLA may compute a value again for each reader, with different rounding. If huge terms
-    cancel, the gradient that is summed could then differ from the one whose norm was taken. On a
-    CPU, an ``optimization_barrier`` does not prevent this. A branch of a conditional does.
-
-    Args:
-        live: A true scalar that the compiler cannot know, because it comes from an argument of the
-            compiled function. If it is false the result is 0. Under ``vmap`` the result is 0 if it
-            is false for any element.
-        compute: Function of arrays to a tree of arrays.
-        operands: Arguments of ``compute``.
-    """
-    like = jax.eval_shape(compute, *operands)
-
-    def nothing(*_: Any) -> Any:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-
-    return lax.cond(_for_all(live), compute, nothing, *operands)
-
-
-@custom_vmap
-def _for_all(live: Array) -> Array:
-    """Stays a scalar under ``vmap``, which would turn a conditional on a vector into a select."""
-    return live
-
-
-@_for_all.def_vmap
-def _(size: int, batched: list[bool], live: Array) -> tuple[Array, bool]:
-    return jnp.all(live), False

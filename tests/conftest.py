@@ -59,18 +59,18 @@ def _fresh_keys_of(name):
 
     Privacy noise that differs from run to run would fail one honest bound of many now and then.
     """
-    from numpyro_dp.privacy import once, random
+    from numpyro_dp.privacy import keys
 
     count = itertools.count()
     known = types.SimpleNamespace(
         token_bytes=lambda size: hashlib.shake_256(f"{name} {next(count)}".encode()).digest(size)
     )
-    before = random.secrets
-    random.secrets = once.secrets = known
+    before = keys.secrets
+    keys.secrets = known
     try:
         yield
     finally:
-        random.secrets = once.secrets = before
+        keys.secrets = before
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -79,9 +79,10 @@ def pytest_runtest_setup():
 
     A hook, since fixtures of a module are made before those of a test, and use keys too.
     """
-    from numpyro_dp.privacy import once
+    from numpyro_dp.privacy import keys, once
 
-    once.forget()
+    once._used.clear()
+    keys._nonces.clear()
 
 
 @pytest.hookimpl(wrapper=True)

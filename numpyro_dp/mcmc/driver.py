@@ -21,7 +21,7 @@ from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.mcmc.kernels import SGLD, as_optimizer, langevin
 from numpyro_dp.model.density import Model
-from numpyro_dp.model.frontend import Frontend, Prepared
+from numpyro_dp.model.frontend import Frontend, GivenModel, Prepared
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.from_model import ModelSource

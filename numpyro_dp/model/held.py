@@ -25,6 +25,7 @@ from numpyro_dp._compat import (
     make_program,
     programs_in,
 )
+from numpyro_dp._tree import is_key
 
 __all__ = [
     "Written",
@@ -32,7 +33,6 @@ __all__ = [
     "held_by_function",
     "held_by_program",
     "is_array",
-    "is_key",
     "numbers_in_program",
     "refused_calls",
     "written_by_jax",
@@ -44,11 +44,6 @@ _LIBRARIES = ("builtins", "equinox", "flax", "jax", "jaxlib", "numpy", "numpyro"
 def is_array(leaf: Any) -> bool:
     """Whether a value is an array or scalar of JAX or NumPy."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
-
-
-def is_key(array: Any) -> bool:
-    """Whether an array holds random keys."""
-    return isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def held_by_program(found: Any) -> Iterator[Any]:

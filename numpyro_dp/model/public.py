@@ -26,11 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_dp._compat import CUSTOM_BATCHING, Program, make_program, wrapped_model
+from numpyro_dp._tree import is_key
 from numpyro_dp.model.held import (
     held_by_function,
     held_by_program,
     is_array,
-    is_key,
     numbers_in_program,
     refused_calls,
     written_by_jax,

@@ -79,9 +79,8 @@ class Spending(NamedTuple):
     Attributes:
         run: Name of the run, so that it is counted once.
         relation: The neighbouring relation.
-        steps: Normal form of its event (:func:`~.accounting.steps.gaussian_steps`).
-        failure_prob: See :func:`~.accounting.epsilon_spent`.
-        total_variation: See :func:`~.accounting.epsilon_spent`.
+        steps: Normal form of its event (:func:`~.accounting.bounds.gaussian_steps`).
+        failure_prob, total_variation: See :func:`~.accounting.epsilon_spent`.
         caveats: What epsilon does not cover, as the report says it.
     """
 
@@ -131,7 +130,6 @@ class PrivacyBudget:
     earlier: tuple[Spending, ...] = dataclasses.field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        """Checks the fields."""
         epsilon = check_real(
             "epsilon",
             self.epsilon,
@@ -220,7 +218,6 @@ class PrivacyBudget:
         return dataclasses.replace(self, earlier=tuple(found.values()))
 
     def __str__(self) -> str:
-        """One line, with the relation."""
         shared = ", together with earlier runs" if self.earlier else ""
         delta = "by default" if self.delta is None else f"{self.delta:g}"
         return f"(epsilon={self.epsilon:g}, delta={delta}) under {self.relation}{shared}"

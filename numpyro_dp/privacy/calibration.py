@@ -27,20 +27,20 @@ from scipy import optimize
 
 from numpyro_dp._lazy import dpa
 from numpyro_dp._validate import check_real
-from numpyro_dp.privacy.accounting.best import Best
 from numpyro_dp.privacy.accounting.bounds import (
     Accountant,
     EpsilonBound,
+    StepError,
     TotalVariationError,
     UnreliableBoundError,
     describe_event,
+    gaussian_steps,
 )
 from numpyro_dp.privacy.accounting.gdp import gaussian_epsilon
-from numpyro_dp.privacy.accounting.spent import epsilon_spent
-from numpyro_dp.privacy.accounting.steps import StepError, gaussian_steps
+from numpyro_dp.privacy.accounting.spent import Best, epsilon_spent
 from numpyro_dp.privacy.budget import PrivacyBudget
 
-__all__ = ["CalibrationError", "calibrate_noise"]
+__all__ = ["CalibrationError", "calibrate_noise", "clt_mu"]
 
 _SMALLEST, _LARGEST = 1e-3, 1e8
 _ACCEPT, _AIM = 0.992, 0.9965
@@ -63,13 +63,8 @@ def calibrate_noise(
 ) -> tuple[float, EpsilonBound]:
     """Returns the noise multiplier that spends the budget, and the bound on what it spends.
 
-    Args:
-        make_event: ``noise_multiplier -> event`` of the whole run. Noise multipliers are relative
-            to the sensitivity under the budget's relation.
-        budget: The budget to spend.
-        accountant: Bounds epsilon. ``None`` means :class:`~.accounting.Best`.
-        failure_prob: See :func:`~.accounting.epsilon_spent`.
-        total_variation: See :func:`~.accounting.epsilon_spent`.
+    ``make_event`` maps a noise multiplier, relative to the sensitivity under the budget's relation,
+    to the event of the whole run. The last three are as in :func:`~.accounting.epsilon_spent`.
 
     Raises:
         UnsupportedEventError: If the accountant has no bound for such events.
@@ -221,7 +216,7 @@ def _first_guess(make_event: Callable[[float], dpa.DpEvent], budget: PrivacyBudg
     """Returns the log noise multiplier of the central limit theorem, or 0 if it has none."""
 
     def excess(log_noise: float) -> float:
-        mu = _clt_mu(make_event(math.exp(log_noise)))
+        mu = clt_mu(make_event(math.exp(log_noise)))
         epsilon = gaussian_epsilon(min(mu, 1e3), budget.delta) if mu > 1e-12 else 0.0
         return math.log(max(epsilon, 1e-20) / budget.epsilon)
 
@@ -234,7 +229,7 @@ def _first_guess(make_event: Callable[[float], dpa.DpEvent], budget: PrivacyBudg
         return 0.0
 
 
-def _clt_mu(event: dpa.DpEvent) -> float:
+def clt_mu(event: dpa.DpEvent) -> float:
     """Returns mu of the formula above, or infinity if a step has no noise."""
     total = 0.0
     for step in gaussian_steps(event):
@@ -243,6 +238,6 @@ def _clt_mu(event: dpa.DpEvent) -> float:
         inverse = 1.0 / step.noise_multiplier**2
         if step.sampling == "none":
             total += step.count * inverse
-        else:  # The exponent is cut at 50: beyond it mu is huge, and exp would overflow.
-            total += step.count * step.rate**2 * math.expm1(min(inverse, 50.0))
+        else:  # The exponent is cut at 700: beyond it mu is huge, and exp would overflow.
+            total += step.count * step.rate**2 * math.expm1(min(inverse, 700.0))
     return math.sqrt(total)

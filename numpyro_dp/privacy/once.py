@@ -9,11 +9,11 @@ sums. Four rules prevent this.
    each id how many steps of noise are used up (:func:`begin`, :func:`use`). A key that is passed
    twice raises an error, and so does a state that was used before.
 3. A state has 256 further bits, its nonce. They are new each time the state enters a function that
-   is compiled or transformed (:func:`next_nonce`). JAX runs a compiled update without Python, so
-   this module cannot raise an error in its second call with the same state. The nonce gives that
-   call other keys. There is no nonce if you pass the secret key, or if several processes must agree
-   on the noise.
-4. A state that continues, in this or another process, gets new keys (:func:`renewed`). With
+   is compiled or transformed (:func:`~.keys.next_nonce`). JAX runs a compiled update without
+   Python, so this module cannot raise an error in its second call with the same state. The nonce
+   gives that call other keys. There is no nonce if you pass the secret key, or if several
+   processes must agree on the noise.
+4. A state that continues, in this or another process, gets new keys (:func:`~.keys.renewed`). With
    :math:`k` the state's key and :math:`e` 256 new bits from the operating system,
 
    .. math:: k' = \mathrm{SHA256}(c, k, e).
@@ -29,17 +29,12 @@ key. The caller promises that it repeats a release on the same records with the 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import math
 import os
-import secrets
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -50,17 +45,10 @@ __all__ = [
     "begin",
     "check_outside_trace",
     "check_passed_to_trace",
-    "forget",
+    "held_by_a_function",
     "in_trace",
-    "joined",
-    "key_of_lane",
-    "next_nonce",
-    "renewed",
-    "run_id",
     "use",
 ]
-
-_RUN, _RENEWED = b"numpyro_dp run, version 1: ", b"numpyro_dp resumed run, version 1: "
 
 
 class NoiseReuseError(ValueError):
@@ -79,23 +67,13 @@ def _outside() -> Any:
 _OUTSIDE = _outside()
 _lock = threading.Lock()
 _used: dict[bytes, int] = {}  # run id -> number of steps whose noise is used up
-_nonces: list[Array] = []  # drawn but not handed out yet
-_NONCE, _AT_ONCE = 8, 32  # words of a nonce, nonces drawn at once
-
-
-def forget() -> None:
-    """Forgets all runs and all nonces, as in a new process."""
-    _used.clear()
-    _nonces.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    # A forked child must not share nonces with its parent. It also forgets all runs, so each state
-    # that continues there gets new keys.
-    os.register_at_fork(after_in_child=forget)
+    # A forked child forgets all runs, so each state that continues there gets new keys.
+    os.register_at_fork(after_in_child=_used.clear)
 # Keys that were seen in a trace, by id. The references are weak, because Python may give the id of
 # a deleted key to a new one.
-_entered: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
 _traced: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -105,11 +83,7 @@ def in_trace() -> bool:
 
 
 def check_outside_trace(call: str) -> None:
-    """Raises an error if JAX traces a call that makes a secret key.
-
-    Args:
-        call: Name of the call, such as ``DPSVI.run``.
-    """
+    """Raises an error if JAX traces a call that makes a secret key."""
     if in_trace():
         raise NoiseReuseError(
             f"{call} was called while JAX traces a function. Its secret key would be made once, "
@@ -121,12 +95,7 @@ def check_outside_trace(call: str) -> None:
 
 
 def check_passed_to_trace(call: str, keys: Sequence[Any]) -> None:
-    """Raises an error unless a traced call gets its state as an argument and uses it once.
-
-    Args:
-        call: Name of the call.
-        keys: The secret keys of the state.
-    """
+    """Raises an error unless a traced call gets its state as an argument and uses it once."""
     if not in_trace():
         return
     if _compat.has_named_axes():
@@ -139,7 +108,7 @@ def check_passed_to_trace(call: str, keys: Sequence[Any]) -> None:
     current = _compat.traced_by()
     for key in keys:
         if _compat.trace_of(key) is not current:
-            raise NoiseReuseError(_held(call))
+            raise NoiseReuseError(held_by_a_function(call))
         if _traced.get(id(key)) is key:
             raise NoiseReuseError(
                 f"A compiled function uses the same state in two calls of {call}: both would have "
@@ -149,7 +118,8 @@ def check_passed_to_trace(call: str, keys: Sequence[Any]) -> None:
         _traced[id(key)] = key
 
 
-def _held(call: str) -> str:
+def held_by_a_function(call: str) -> str:
+    """Returns the message of an error about a state that is a constant of a function."""
     return (
         f"The state for {call} is a constant of the function that JAX compiles or transforms. "
         "Each call, lane or iteration would have the same noise. The state has to be an argument "
@@ -158,24 +128,14 @@ def _held(call: str) -> str:
     )
 
 
-def run_id(noise_key: Array) -> Array:
-    """Returns the id of a run: 128 bits of a hash of its first noise key, uint32[4]."""
-    words = np.asarray(jax.random.key_data(noise_key)).astype("<u4").tobytes()
-    return jnp.asarray(np.frombuffer(hashlib.sha256(_RUN + words).digest()[:16], "<u4"))
-
-
 @contextlib.contextmanager
 def begin(identities: Sequence[Array], *, repetition: bool) -> Iterator[None]:
     """Registers runs that start. Failed runs are removed again, because they released nothing.
 
-    Args:
-        identities: The :func:`run_id` of each run.
-        repetition: Whether they may have the noise of earlier runs.
-
     Raises:
         NoiseReuseError: If a run with the same noise was started in this process.
     """
-    names = [_name(identity) for identity in identities]
+    names = [np.asarray(identity).tobytes() for identity in identities]
     with _lock:
         if not repetition and (len(set(names)) < len(names) or any(n in _used for n in names)):
             raise NoiseReuseError(
@@ -186,6 +146,13 @@ def begin(identities: Sequence[Array], *, repetition: bool) -> Iterator[None]:
             )
         before = {name: _used.get(name) for name in names}
         _used.update(dict.fromkeys(names, 0))
+    with _taken_back(before):
+        yield
+
+
+@contextlib.contextmanager
+def _taken_back(before: dict[bytes, int | None]) -> Iterator[None]:
+    """If the runs fail, the numbers of used steps are again what they were."""
     try:
         yield
     except BaseException:
@@ -199,19 +166,13 @@ def begin(identities: Sequence[Array], *, repetition: bool) -> Iterator[None]:
 def use(identity: Array, step: int, num_steps: int, *, repetition: bool) -> Iterator[bool]:
     """Marks the noise of some steps of a run as used, unless the steps fail.
 
-    Args:
-        identity: The :func:`run_id` of the run.
-        step: Steps taken so far.
-        num_steps: Steps to take.
-        repetition: Whether noise may be used again.
-
     Yields:
         Whether the run was started in this process.
 
     Raises:
         NoiseReuseError: If the noise of that step was used before.
     """
-    name = _name(identity)
+    name = np.asarray(identity).tobytes()
     with _lock:
         before = _used.get(name)
         if before is not None and step < before and not repetition:
@@ -222,133 +183,5 @@ def use(identity: Array, step: int, num_steps: int, *, repetition: bool) -> Iter
                 "with init. To repeat a run, pass repetition=True to the driver."
             )
         _used[name] = step + num_steps
-    try:
+    with _taken_back({name: before}):
         yield before is not None
-    except BaseException:
-        with _lock:
-            _used.pop(name) if before is None else _used.update({name: before})
-        raise
-
-
-def _name(identity: Array) -> bytes:
-    return np.asarray(identity).tobytes()
-
-
-def renewed(tree: Any, entropy: bytes | None = None) -> Any:
-    """Returns a tree with new secret keys, made from the old ones and new random bits.
-
-    Args:
-        tree: A tree with typed keys among its leaves. All other leaves stay the same.
-        entropy: The new bits, by default from the operating system.
-    """
-    entropy = secrets.token_bytes(32) if entropy is None else entropy
-    count = iter(range(2**31))
-
-    def one(leaf: Any) -> Any:
-        if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)):
-            return leaf
-        old = np.asarray(jax.random.key_data(leaf)).astype("<u4")
-        rows = [
-            hashlib.sha256(_RENEWED + entropy + next(count).to_bytes(4) + row.tobytes()).digest()
-            for row in old.reshape(-1, old.shape[-1])
-        ]
-        words = np.frombuffer(b"".join(rows), "<u4").reshape(old.shape)
-        return jax.random.wrap_key_data(jnp.asarray(words), impl=jax.random.key_impl(leaf))
-
-    return jax.tree.map(one, tree)
-
-
-def next_nonce(key: Any, nonce: Any) -> Any:
-    """Returns the nonce with which a state enters a compiled or transformed function.
-
-    Outside a trace the nonce is new. Inside a trace, a state may be passed on to further functions.
-    Its nonce stays the same for the first of them, and a counter is added to it for each further
-    one. The keys of these uses are related. The guarantee then needs ChaCha20 to be a pseudorandom
-    function under related keys.
-
-    Args:
-        key: The array with the secret key of the state.
-        nonce: Its nonce, uint32[..., 8]. ``None`` stays ``None``.
-
-    Raises:
-        NoiseReuseError: If a traced function holds the state as a constant.
-    """
-    if nonce is None:
-        return None
-    if not _compat.is_tracer(key):
-        if not isinstance(key, jax.Array | np.ndarray):  # JAX passes shapes or axis numbers
-            return nonce
-        if in_trace():
-            raise NoiseReuseError(_held("the update"))
-        return _new_nonce(nonce.shape)
-    count = 0
-    while _entered.get((id(key), count)) is key:
-        count += 1
-    _entered[id(key), count] = key
-    return nonce + np.uint32(count) if count else nonce
-
-
-def _new_nonce(shape: tuple[int, ...]) -> Array:
-    """Returns new bits as a JAX array, because a NumPy array would slow a compiled call down.
-
-    Bits for many calls are drawn and moved to the device at once, because one move takes longer
-    than a small step. Each nonce is handed out once: ``list.pop`` is atomic, and a forked process
-    starts with an empty list.
-    """
-    if shape != (_NONCE,):
-        bits = np.frombuffer(secrets.token_bytes(4 * math.prod(shape)), "<u4")
-        return jnp.asarray(bits.reshape(shape))
-    while True:
-        try:
-            return _nonces.pop()
-        except IndexError:
-            bits = np.frombuffer(secrets.token_bytes(4 * _NONCE * _AT_ONCE), "<u4")
-            _nonces.extend(_rows(bits.reshape(_AT_ONCE, _NONCE)))
-
-
-@jax.jit
-def _rows(table: Array) -> list[Array]:
-    return list(table)
-
-
-def joined(tree: Any, nonce: Array) -> Any:
-    """Returns a tree in which each key is replaced by its exclusive or with the nonce.
-
-    If the nonce has 256 uniform bits, each new key is uniform and independent of the old ones.
-    """
-
-    def one(leaf: Any) -> Any:
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return leaf
-        words = jax.random.key_data(leaf)
-        return jax.random.wrap_key_data(
-            words ^ nonce[: words.shape[-1]], impl=jax.random.key_impl(leaf)
-        )
-
-    return jax.tree.map(one, tree)
-
-
-@_compat.custom_vmap
-def key_of_lane(keys: Any, rest: Any) -> Any:
-    """Returns the keys. Under ``vmap`` over keys or ``rest`` each lane gets different keys."""
-    return keys
-
-
-@key_of_lane.def_vmap
-def _(size: int, batched: Any, keys: Any, rest: Any) -> tuple[Any, Any]:
-    spread = jax.tree.map(
-        lambda key, has: key if has else jnp.broadcast_to(key, (size, *key.shape)),
-        keys, batched[0],
-    )  # fmt: skip
-    spread = key_of_lane(spread, rest)  # for a vmap around this one
-
-    # Lanes that share a key would add the same noise, so each folds in its number.
-    def fold(key: Array, lane: Array) -> Array:
-        if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-            return key
-        folded = jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), lane)
-        return folded.reshape(key.shape)
-
-    lanes = jnp.arange(size)
-    own = jax.tree.map(lambda leaf: jax.vmap(fold)(leaf, lanes), spread)
-    return own, jax.tree.map(lambda _: True, keys)

@@ -17,7 +17,7 @@ is indistinguishable from a fresh uniform key. By induction over the tree (a hyb
 streams drawn from :math:`m` keys are then indistinguishable from independent uniform bits, up to
 :math:`m` times the advantage against ChaCha20. A key cannot be computed from its outputs, so
 a state that holds only the child of a split cannot reproduce earlier draws. This holds for keys
-with 256 unpredictable bits, as :func:`secret_key` makes them. A key from
+with 256 unpredictable bits, as :func:`numpyro_dp.privacy.keys.secret_key` makes them. A key from
 ``jax.random.key(0, impl=CHACHA20)`` has at most as much entropy as its seed. Use it in tests only.
 
 Reference:
@@ -27,10 +27,7 @@ Reference:
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
-import numbers
-import secrets
 
 import jax
 import jax.numpy as jnp
@@ -38,101 +35,20 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from numpyro_dp._compat import define_prng_impl
+from numpyro_dp._tree import is_key
+from numpyro_dp._validate import check_int
 
-from .._validate import check_int
-from .once import check_outside_trace
-
-__all__ = ["CHACHA20", "as_secret_key", "secret_key", "standard_normal"]
+__all__ = ["CHACHA20", "KEY_WORDS", "check_typed_key", "standard_normal"]
 
 _STRETCH = (
     4096  # normals drawn at once: their bits stay in a CPU's nearest cache, 2.5 times as fast
 )
-_KEY_WORDS = 8
+KEY_WORDS = 8
 _BLOCK_WORDS = 16
 _MAX_BLOCKS = 2**32
 _CONSTANTS = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)  # "expand 32-byte k"
 # First word of the nonce: what the block is for. The values are arbitrary, and must differ.
 _BITS, _SPLIT, _FOLD, _SEED = 0x62697473, 0x73706C74, 0x666F6C64, 0x73656564
-_INT_CONTEXT = b"numpyro_dp.privacy.random: integer seed, version 1: "
-
-
-def secret_key(seed: int | bytes | str | None = None) -> Array:
-    """Returns a scalar ChaCha20 key with 256 bits from the operating system.
-
-    Args:
-        seed: ``None`` for a secret key. Anything else gives a reproducible key by
-            :func:`as_secret_key`. People who know the seed can remove the noise.
-
-    Raises:
-        NoiseReuseError: If it is called without a seed while JAX traces a function. Every call and
-            lane of that function would share the key.
-        TypeError: If the seed is of another type.
-        ValueError: If a seed of bytes or hexadecimal digits does not have 256 bits.
-
-    Example:
-        >>> import jax
-        >>> key = secret_key()
-        >>> key.shape, jax.random.key_data(key).shape
-        ((), (8,))
-        >>> jax.random.normal(key, (3,)).shape
-        (3,)
-
-    **Guarantee**: without a seed the key comes from ``secrets.token_bytes(32)`` and nothing else.
-    """
-    if seed is None:
-        check_outside_trace("secret_key()")
-        seed = secrets.token_bytes(4 * _KEY_WORDS)
-    return as_secret_key(seed)
-
-
-def as_secret_key(key: Array | bytes | str | int) -> Array:
-    """Returns a scalar ChaCha20 key made from, or equal to, the argument.
-
-    Args:
-        key: A scalar ChaCha20 key is returned unchanged, also under ``jit``. 32 bytes or 64
-            hexadecimal digits are read as in RFC 8439. An integer >= 0 is hashed with SHA-256. Its
-            key is reproducible, and no more secret than the integer.
-
-    Raises:
-        TypeError: If the key is of another generator or another type. ``jax.random.key(0)``, for
-            example, has 64 bits of state and at most 32 bits of entropy.
-        ValueError: If the key is not a scalar, the bytes or digits are not 256 bits, or the
-            integer is negative. The message never shows the value, which may be secret.
-
-    Example:
-        >>> import jax
-        >>> a, b = as_secret_key(7), as_secret_key(bytes(range(32)).hex())
-        >>> bool((jax.random.bits(a, (4,)) == jax.random.bits(as_secret_key(a), (4,))).all())
-        True
-
-    **Guarantee**: only keys of ChaCha20 pass. Distinct integers give distinct keys, unless SHA-256
-    collides.
-    """
-    if isinstance(key, jax.Array):
-        return _check_typed(key)
-    if isinstance(key, str):
-        try:
-            key = bytes.fromhex(key)
-        except ValueError:
-            raise ValueError(
-                "A key given as text must have 64 hexadecimal digits. Use secret_key() for a fresh "
-                "secret key."
-            ) from None
-    elif isinstance(key, numbers.Integral) and not isinstance(key, bool):
-        if key < 0:
-            raise ValueError("The integer seed is negative. Use a seed >= 0.")
-        key = hashlib.sha256(_INT_CONTEXT + hex(int(key)).encode()).digest()
-    if not isinstance(key, (bytes, bytearray)):
-        raise TypeError(
-            "Expected a ChaCha20 key, 32 bytes, 64 hexadecimal digits or an integer, got "
-            f"{type(key).__name__}. Use secret_key() for a fresh secret key."
-        )
-    if len(key) != 4 * _KEY_WORDS:
-        raise ValueError(
-            f"Expected a key of 32 bytes (64 hexadecimal digits), got {len(key)} bytes."
-        )
-    words = [int.from_bytes(key[i : i + 4], "little") for i in range(0, len(key), 4)]
-    return jax.random.wrap_key_data(jnp.array(words, jnp.uint32), impl=CHACHA20)
 
 
 def standard_normal(
@@ -162,6 +78,7 @@ def standard_normal(
 
     Example:
         >>> import jax
+        >>> from numpyro_dp.privacy.keys import secret_key
         >>> z = standard_normal(secret_key(0), (1000,))
         >>> bool(jax.numpy.isfinite(z).all()), z.dtype
         (True, dtype('float32'))
@@ -199,7 +116,7 @@ def _normal_pairs(key: Array, pairs: int, dtype: jnp.dtype, word: jnp.dtype) -> 
 
 def check_typed_key(key: Array) -> Array:
     """Returns ``key`` if it is a scalar typed key of any generator, or raises TypeError."""
-    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+    if not is_key(key):
         raise TypeError(
             f"Expected a typed key, got {type(key).__name__}. Use secret_key(), or "
             "jax.random.wrap_key_data(data, impl=CHACHA20) for raw words."
@@ -207,22 +124,6 @@ def check_typed_key(key: Array) -> Array:
     if key.shape:
         raise TypeError(f"Expected a scalar key, got keys of shape {key.shape}. Use jax.vmap.")
     return key
-
-
-def _check_typed(key: Array) -> Array:
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        if jax.random.key_impl(key) != CHACHA20:
-            raise TypeError(
-                f"Expected a ChaCha20 key, got a key of {jax.random.key_impl(key)}. Its state has "
-                "too few bits. Use secret_key(), or secret_key(seed) for a reproducible run."
-            )
-        if key.shape:
-            raise ValueError(f"Expected a scalar key, got keys of shape {key.shape}.")
-        return key
-    raise TypeError(
-        f"Expected a ChaCha20 key, got a raw {key.dtype} array of shape {key.shape}. Use "
-        "secret_key(), or jax.random.wrap_key_data(data, impl=CHACHA20) for eight words."
-    )
 
 
 def _normal_types(dtype: DTypeLike) -> tuple[jnp.dtype, jnp.dtype]:
@@ -349,12 +250,12 @@ def _random_bits(key: Array, bit_width: int, shape: tuple[int, ...]) -> Array:
 
 
 def _split(key: Array, shape: tuple[int, ...]) -> Array:
-    children = _blocks(key, (_SPLIT, 0, 0), _counters(math.prod(shape)))[:_KEY_WORDS]
-    return children.T.reshape(*shape, _KEY_WORDS)
+    children = _blocks(key, (_SPLIT, 0, 0), _counters(math.prod(shape)))[:KEY_WORDS]
+    return children.T.reshape(*shape, KEY_WORDS)
 
 
 def _fold_in(key: Array, data: Array) -> Array:
-    return _blocks(key, (_FOLD, data, 0), _counters(1))[:_KEY_WORDS, 0]
+    return _blocks(key, (_FOLD, data, 0), _counters(1))[:KEY_WORDS, 0]
 
 
 def _seed(seed: Array) -> Array:
@@ -364,13 +265,13 @@ def _seed(seed: Array) -> Array:
     wide = seed.dtype.itemsize == 8
     high = lax.shift_right_logical(seed, seed.dtype.type(32)) if wide else jnp.uint32(0)
     low = seed & seed.dtype.type(0xFFFFFFFF) if wide else seed
-    zero = jnp.zeros(_KEY_WORDS, jnp.uint32)
-    return _blocks(zero, (_SEED, low, high), _counters(1))[:_KEY_WORDS, 0]
+    zero = jnp.zeros(KEY_WORDS, jnp.uint32)
+    return _blocks(zero, (_SEED, low, high), _counters(1))[:KEY_WORDS, 0]
 
 
 # Defined once, so that all its keys have one type. This makes no array and registers no name.
 CHACHA20 = define_prng_impl(
-    key_shape=(_KEY_WORDS,),
+    key_shape=(KEY_WORDS,),
     seed=_seed,
     split=_split,
     random_bits=_random_bits,

@@ -1,17 +1,11 @@
-r"""Samplers: Poisson, fixed-size without replacement, and full batch.
+r"""Samplers: Poisson, fixed-size without replacement, full batch, and epochs in a random order.
 
 Poisson sampling takes each record independently with probability :math:`q`. The gaps between
 neighbouring rows taken are geometric, :math:`P(G \ge g) = (1-q)^g`. So a batch costs
 :math:`O(qN)`, and its row :math:`i` is :math:`\sum_{j \le i} (1 + G_j) - 1`. The gaps do not come
-from the logarithm of a rounded uniform. In a mixed radix, :math:`G = \sum_j D_j B_j`, the digits
-of a geometric number are independent, with
-
-.. math::
-    P(D_j \ge m) = \frac{s_j^m - s_j^{r_j}}{1 - s_j^{r_j}}, \quad s_j = (1-q)^{B_j},
-    \quad 0 \le m < r_j.
-
-Each digit comes from one uniform 160-bit integer, which is compared with constants of the host.
-The total variation between a batch and Poisson sampling is computed, not estimated.
+from the logarithm of a rounded uniform. Each of their digits comes from one uniform 160-bit integer
+(:mod:`numpyro_dp.privacy._batches`). The total variation between a batch and Poisson sampling is
+computed, not estimated.
 
 **Guarantee.** A batch fails if more rows are drawn than it can hold. The probability of this is at
 most ``failure_prob(N)``. Otherwise its distribution is within ``total_variation(N)`` of the one
@@ -36,19 +30,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from numpyro_dp._compat import custom_vmap
 from numpyro_dp._lazy import dpa
+from numpyro_dp._validate import check_int, check_real
+from numpyro_dp.core import Batch, Sampler
+from numpyro_dp.privacy._batches import (
+    SORT_WORDS,
+    PoissonPlan,
+    distinct_plan,
+    fixed_size_batch,
+    poisson_batch,
+    poisson_plan,
+)
+from numpyro_dp.privacy.random import check_typed_key
 
-from .._validate import check_int, check_real
-from ..core import Batch, Sampler
-from ._sampling_distribution import WORD_BITS, Digit, PoissonPlan, distinct_plan, poisson_plan
-from .random import check_typed_key
-
-__all__ = ["FixedSize", "FullBatch", "Poisson", "SamplerState"]
+__all__ = ["FixedSize", "FullBatch", "Permutation", "PermutationState", "Poisson", "SamplerState"]
 
 _MAX_EXAMPLES = 2**31 - 2
 _SPLIT = "Row numbers are 32-bit: split a larger data set."
-_SORT_WORDS = 3  # 32-bit words of a sort key
 
 
 @functools.partial(
@@ -67,8 +65,34 @@ class SamplerState:
     num_examples: int
 
 
+class _Exact(Sampler):
+    """What most samplers share: nothing fails, and a batch has its exact distribution."""
+
+    def init(self, key: Array, num_examples: int) -> SamplerState:
+        """Returns the first state. ``key`` is a secret scalar typed key."""
+        return SamplerState(check_typed_key(key), self._check(num_examples))
+
+    def amplify(self, event: dpa.DpEvent, num_examples: int) -> dpa.DpEvent:
+        """Returns ``event``, without amplification."""
+        self._check(num_examples)
+        return event
+
+    def failure_prob(self, num_examples: int) -> float:
+        """Returns 0."""
+        self._check(num_examples)
+        return 0.0
+
+    def total_variation(self, num_examples: int) -> float:
+        """Returns 0."""
+        self._check(num_examples)
+        return 0.0
+
+    def _check(self, num_examples: int) -> int:
+        return check_int("num_examples", num_examples, low=1, high=_MAX_EXAMPLES, remedy=_SPLIT)
+
+
 @dataclasses.dataclass(frozen=True)
-class Poisson(Sampler):
+class Poisson(_Exact):
     """Takes each record independently with probability ``rate``.
 
     A batch has the smallest fixed size M with P(Binomial(N - 1, rate) >= M) <= ``overflow_prob``.
@@ -84,7 +108,7 @@ class Poisson(Sampler):
 
     Example:
         >>> import jax
-        >>> from numpyro_dp.privacy.random import secret_key
+        >>> from numpyro_dp.privacy.keys import secret_key
         >>> sampler = Poisson(0.01)
         >>> batch, state = sampler.next(sampler.init(secret_key(0), 30_000))
         >>> batch.indices.shape, sampler.inclusion_prob(30_000)
@@ -105,39 +129,35 @@ class Poisson(Sampler):
             "overflow_prob", self.overflow_prob, low=0, low_open=True, high=1, high_open=True
         )
 
-    def init(self, key: Array, num_examples: int) -> SamplerState:
-        """Returns the first state. ``key`` is a secret scalar typed key."""
-        return SamplerState(check_typed_key(key), _check_examples(num_examples))
-
     def next(self, state: SamplerState) -> tuple[Batch, SamplerState]:
         """Draws one batch of M entries."""
-        key, batch = _poisson_batch(state.key, self._plan(state.num_examples), state.num_examples)
+        key, batch = poisson_batch(state.key, self._plan(state.num_examples), state.num_examples)
         return batch, SamplerState(key, state.num_examples)
 
     def amplify(self, event: dpa.DpEvent, num_examples: int) -> dpa.DpEvent:
         """Returns ``PoissonSampledDpEvent(rate, event)``."""
-        _check_examples(num_examples)
+        self._check(num_examples)
         return dpa.PoissonSampledDpEvent(float(self.rate), event)
 
     def inclusion_prob(self, num_examples: int) -> float:
         """Returns ``rate``."""
-        _check_examples(num_examples)
+        self._check(num_examples)
         return float(self.rate)
 
     def failure_prob(self, num_examples: int) -> float:
         """Returns P(Binomial(N - 1, rate) >= M): the other records fill the batch."""
-        return self._plan(_check_examples(num_examples)).failure_prob
+        return self._plan(self._check(num_examples)).failure_prob
 
     def total_variation(self, num_examples: int) -> float:
         """Returns M * (distance of one gap's distribution from the geometric distribution)."""
-        return self._plan(_check_examples(num_examples)).total_variation
+        return self._plan(self._check(num_examples)).total_variation
 
     def _plan(self, num_examples: int) -> PoissonPlan:
         return poisson_plan(float(self.rate), float(self.overflow_prob), num_examples)
 
 
 @dataclasses.dataclass(frozen=True)
-class FixedSize(Sampler):
+class FixedSize(_Exact):
     """Takes ``batch_size`` distinct records. Every subset of that size is equally likely.
 
     Up to a quarter of the data set, it draws independent uniform rows and keeps the first
@@ -152,7 +172,7 @@ class FixedSize(Sampler):
         ValueError: If ``batch_size`` < 1. Calls also raise it if the data set is smaller.
 
     Example:
-        >>> from numpyro_dp.privacy.random import secret_key
+        >>> from numpyro_dp.privacy.keys import secret_key
         >>> sampler = FixedSize(100)
         >>> batch, state = sampler.next(sampler.init(secret_key(0), 30_000))
         >>> len(set(batch.indices.tolist())), bool(batch.mask.all())
@@ -170,14 +190,10 @@ class FixedSize(Sampler):
     def __post_init__(self) -> None:
         check_int("batch_size", self.batch_size, low=1)
 
-    def init(self, key: Array, num_examples: int) -> SamplerState:
-        """Returns the first state. ``key`` is a secret scalar typed key."""
-        return SamplerState(check_typed_key(key), self._check(num_examples))
-
     def next(self, state: SamplerState) -> tuple[Batch, SamplerState]:
         """Draws one batch. The mask is false only in a shortfall (probability below 1e-18)."""
         self._check(state.num_examples)
-        key, batch = _fixed_size_batch(state.key, int(self.batch_size), state.num_examples)
+        key, batch = fixed_size_batch(state.key, int(self.batch_size), state.num_examples)
         return batch, SamplerState(key, state.num_examples)
 
     def amplify(self, event: dpa.DpEvent, num_examples: int) -> dpa.DpEvent:
@@ -197,31 +213,26 @@ class FixedSize(Sampler):
         """
         number = self._check(num_examples)
         if 4 * self.batch_size > number:
-            return min(number * (number - 1) / 2 * 2.0 ** (-32 * _SORT_WORDS), 1.0)
+            return min(number * (number - 1) / 2 * 2.0 ** (-32 * SORT_WORDS), 1.0)
         return distinct_plan(self.batch_size, number).shortfall
-
-    def total_variation(self, num_examples: int) -> float:
-        """Returns 0."""
-        self._check(num_examples)
-        return 0.0
 
     def _check(self, num_examples: int) -> int:
         check_int(
             "batch_size",
             self.batch_size,
             low=1,
-            high=_check_examples(num_examples),
+            high=super()._check(num_examples),
             remedy=f"The data set has {num_examples} records. Use a smaller batch, or FullBatch().",
         )
         return int(num_examples)
 
 
 @dataclasses.dataclass(frozen=True)
-class FullBatch(Sampler):
+class FullBatch(_Exact):
     """Takes every record at each step: no subsampling, so no amplification.
 
     Example:
-        >>> from numpyro_dp.privacy.random import secret_key
+        >>> from numpyro_dp.privacy.keys import secret_key
         >>> sampler = FullBatch()
         >>> batch, _ = sampler.next(sampler.init(secret_key(0), 100))
         >>> batch
@@ -230,165 +241,107 @@ class FullBatch(Sampler):
     **Guarantee**: exact, because nothing random is drawn.
     """
 
-    def init(self, key: Array, num_examples: int) -> SamplerState:
-        """Returns the state, which never changes."""
-        return SamplerState(check_typed_key(key), _check_examples(num_examples))
-
     def next(self, state: SamplerState) -> tuple[Batch, SamplerState]:
         """Returns ``Batch(None, None)``: every row in order."""
         return Batch(None, None), state
 
-    def amplify(self, event: dpa.DpEvent, num_examples: int) -> dpa.DpEvent:
-        """Returns ``event``."""
-        _check_examples(num_examples)
-        return event
-
     def inclusion_prob(self, num_examples: int) -> float:
         """Returns 1."""
-        _check_examples(num_examples)
+        self._check(num_examples)
         return 1.0
 
-    def failure_prob(self, num_examples: int) -> float:
-        """Returns 0."""
-        _check_examples(num_examples)
-        return 0.0
 
-    def total_variation(self, num_examples: int) -> float:
-        """Returns 0."""
-        _check_examples(num_examples)
-        return 0.0
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["key", "order", "position"],
+    meta_fields=["num_examples"],
+)
+@dataclasses.dataclass(frozen=True)
+class PermutationState:
+    """State of :class:`Permutation`: a pytree for ``jit`` and ``scan``.
 
-
-def _check_examples(num_examples: int) -> int:
-    return check_int("num_examples", num_examples, low=1, high=_MAX_EXAMPLES, remedy=_SPLIT)
-
-
-@functools.partial(jax.jit, static_argnames=("plan", "number"))
-def _poisson_batch(key: Array, plan: PoissonPlan, number: int) -> tuple[Array, Batch]:
-    key, coarse, fine = jax.random.split(key, 3)
-    gaps = _geometric(coarse, fine, plan, number)
-    # Sums saturate at N + 1 <= 2**31 - 1, so the sum of two terms fits an unsigned 32-bit word.
-    end = jnp.uint32(number + 1)
-    rows = lax.associative_scan(lambda a, b: jnp.minimum(a + b, end), gaps + jnp.uint32(1))
-    mask = rows <= jnp.uint32(number)
-    indices = jnp.where(mask, rows - jnp.uint32(1), jnp.uint32(0)).astype(jnp.int32)
-    return key, Batch(indices, mask)
-
-
-@functools.partial(jax.jit, static_argnames=("size", "number"))
-def _fixed_size_batch(key: Array, size: int, number: int) -> tuple[Array, Batch]:
-    key, draw = jax.random.split(key)
-    if 4 * size <= number:
-        rows = _uniform_rows(draw, distinct_plan(size, number).draws, number)
-        return key, _first_distinct(rows, size, number)
-    words = jax.random.bits(draw, (_SORT_WORDS, number), jnp.uint32)
-    rows = lax.sort((*words, lax.iota(jnp.int32, number)), num_keys=_SORT_WORDS)[-1]
-    return key, Batch(rows[:size], jnp.ones(size, bool))
-
-
-def _geometric(coarse: Array, fine: Array, plan: PoissonPlan, limit: int) -> Array:
-    """Geometric numbers (uint32), cut at ``limit``, one for each entry of the batch."""
-    jump = [Digit(limit, plan.jump, len(plan.jump))] if plan.jump else []
-    digits = [*plan.digits, *jump]
-    if not digits:
-        return jnp.zeros(plan.size, jnp.uint32)
-    words = jax.random.bits(coarse, shape := (len(digits), plan.size), jnp.uint32)
-    # One comparison for each threshold: XLA fuses these better than a reduction. The first 32 bits
-    # and the common thresholds usually decide. If the bits equal those of a threshold, or are below
-    # the common thresholds, the remaining bits are drawn.
-    rare = jnp.zeros(plan.size, bool)
-    for digit, word in zip(digits, words, strict=True):
-        first = [jnp.uint32(t >> (WORD_BITS - 32)) for t in digit.thresholds]
-        for threshold in first[: digit.common]:
-            rare |= word == threshold
-        for threshold in first[digit.common : digit.common + 1]:
-            rare |= word <= threshold
-
-    def refined(_: None) -> Array:
-        rest = jax.random.bits(fine, (WORD_BITS // 32 - 1, *shape), jnp.uint32)
-        return _place_digits_exactly(digits, (words, *rest), limit)
-
-    def common(_: None) -> Array:
-        few = [digit._replace(thresholds=digit.thresholds[: digit.common]) for digit in digits]
-        return _place_digits(few, words, limit)
-
-    return lax.cond(_any(rare), refined, common, None)
-
-
-@custom_vmap
-def _any(flags: Array) -> Array:
-    """Whether any flag is set, under ``vmap`` in any batch. It does not change the digits."""
-    return flags.any()
-
-
-_any.def_vmap(lambda size, batched, flags: (_any(flags.reshape(-1)), False))
-
-
-def _place_digits(digits: list[Digit], words: Array, limit: int) -> Array:
-    """Sum of digit * place, cut at ``limit``, from the first 32 bits of each digit's word.
-
-    The sum of all digits is below 2 * limit, so it does not overflow.
+    Attributes:
+        key: Secret key of future orders.
+        order: Rows in the order of this epoch, int32, shape ``(num_examples,)``.
+        position: Number of the batch in the epoch.
+        num_examples: Rows of the data set, static.
     """
-    total = jnp.zeros(words.shape[1:], jnp.uint32)
-    for digit, word in zip(digits, words, strict=True):
-        count = jnp.zeros_like(total)
-        for threshold in digit.thresholds:
-            count += (word < jnp.uint32(threshold >> (WORD_BITS - 32))).astype(jnp.uint32)
-        total = jnp.minimum(total + count * jnp.uint32(digit.place), jnp.uint32(limit))
-    return total
+
+    key: Array = dataclasses.field(repr=False)
+    order: Array = dataclasses.field(repr=False)
+    position: Array
+    num_examples: int
 
 
-def _place_digits_exactly(digits: list[Digit], words: tuple[Array, ...], limit: int) -> Array:
-    """The same from all bits. One loop over all thresholds compiles fast."""
-    each = [(row, digit.place, t) for row, digit in enumerate(digits) for t in digit.thresholds]
-    rows, places = (jnp.asarray(column, jnp.uint32) for column in list(zip(*each, strict=True))[:2])
-    table = jnp.asarray([_parts(threshold) for *_, threshold in each])
+@dataclasses.dataclass(frozen=True)
+class Permutation(_Exact):
+    r"""Goes through the records in a new random order in each epoch.
 
-    def add(i: Array, total: Array) -> Array:
-        below = _below([word[rows[i]] for word in words], table[i])
-        return jnp.minimum(total + below.astype(jnp.uint32) * places[i], jnp.uint32(limit))
+    An epoch has :math:`T = \lceil N / b \rceil` batches, whose sizes differ by at most one. Batch
+    t has the rows at places :math:`\lfloor tN/T \rfloor` to :math:`\lfloor (t+1)N/T \rfloor` of
+    the order.
 
-    return lax.fori_loop(0, len(each), add, jnp.zeros(words[0].shape[1:], jnp.uint32))
+    Args:
+        batch_size: Largest size b of a batch, at least 1.
 
+    Example:
+        >>> import jax
+        >>> from numpyro_dp.privacy.keys import secret_key
+        >>> sampler = Permutation(40)
+        >>> batch, state = sampler.next(sampler.init(secret_key(0), 100))
+        >>> batch.indices.shape, int(batch.mask.sum()), sampler.compositions(100, 7)
+        ((34,), 33, 3)
 
-def _parts(threshold: int) -> np.ndarray:
-    """The 32-bit words of a threshold, most significant first."""
-    shifts = range(WORD_BITS - 32, -1, -32)
-    return np.array([threshold >> shift & 0xFFFFFFFF for shift in shifts], np.uint32)
+    **Guarantee**: a permuted epoch is *not* Poisson sampling, and is not amplified. A record is in
+    one batch of an epoch, and the order does not depend on the records. So, given earlier releases
+    and the order, neighbours differ in only one of the T releases of an epoch. An epoch is
+    therefore one Gaussian event, not T (parallel composition). A run counts one event for each
+    epoch that it begins. This holds even if the order is known.
 
-
-def _below(words: list[Array], parts: Array) -> Array:
-    """Whether the integer of the words, most significant first, is below that of the parts."""
-    below = jnp.zeros(words[0].shape, bool)
-    for position in reversed(range(len(words))):
-        part = parts[position]
-        below = (words[position] < part) | ((words[position] == part) & below)
-    return below
-
-
-def _uniform_rows(key: Array, draws: int, number: int) -> Array:
-    """Exactly uniform rows (uint32) in [0, number), or ``number`` for a rejected draw.
-
-    Lemire's method: the row is the high word of word * number. A low word below 2**32 mod number
-    is rejected, so that the same number of words remains for each row.
+    Reference:
+        F. McSherry, "Privacy integrated queries", SIGMOD 2009 (parallel composition).
     """
-    word = jax.random.bits(key, (draws,), jnp.uint32)
-    low, high = word & 0xFFFF, word >> 16
-    n_low, n_high = jnp.uint32(number & 0xFFFF), jnp.uint32(number >> 16)
-    cross = high * n_low + (low * n_low >> 16)
-    middle = low * n_high + (cross & 0xFFFF)
-    row = high * n_high + (cross >> 16) + (middle >> 16)
-    return jnp.where(
-        word * jnp.uint32(number) < jnp.uint32(2**32 % number), jnp.uint32(number), row
-    )
 
+    batch_size: int
 
-def _first_distinct(rows: Array, size: int, number: int) -> Batch:
-    """The first ``size`` distinct rows in order of appearance, without rejected draws."""
-    order = lax.iota(jnp.int32, rows.shape[0])
-    rows, order = lax.sort((rows, order), num_keys=2)
-    repeated = jnp.concatenate([jnp.zeros(1, bool), rows[1:] == rows[:-1]])
-    order = jnp.where(repeated | (rows == number), jnp.int32(rows.shape[0]), order)
-    order, rows = lax.sort((order, rows), num_keys=1, is_stable=True)
-    mask = order[:size] < rows.shape[0]
-    return Batch(jnp.where(mask, rows[:size], 0).astype(jnp.int32), mask)
+    def __post_init__(self) -> None:
+        check_int("batch_size", self.batch_size, low=1)
+
+    def init(self, key: Array, num_examples: int) -> PermutationState:
+        """Returns the state before the first epoch."""
+        self._check(num_examples)
+        zero = jnp.zeros((), jnp.int32)
+        order = lax.iota(jnp.int32, num_examples)
+        return PermutationState(check_typed_key(key), order, zero, num_examples)
+
+    def next(self, state: PermutationState) -> tuple[Batch, PermutationState]:
+        """Draws one batch, and a new order at the start of an epoch."""
+        number, edges = state.num_examples, self._edges(state.num_examples)
+
+        def begin(key: Array, _: Array) -> tuple[Array, Array]:
+            key, own = jax.random.split(key)
+            return key, jax.random.permutation(own, lax.iota(jnp.int32, number))
+
+        key, order = lax.cond(
+            state.position == 0, begin, lambda *held: held, state.key, state.order
+        )
+        first = jnp.asarray(edges[:-1])[state.position]
+        last = jnp.asarray(edges[1:])[state.position]
+        places = first + lax.iota(jnp.int32, int(np.diff(edges).max()))
+        batch = Batch(order[jnp.minimum(places, number - 1)], places < last)
+        position = (state.position + 1) % (len(edges) - 1)
+        return batch, PermutationState(key, order, position.astype(jnp.int32), number)
+
+    def compositions(self, num_examples: int, num_steps: int) -> int:
+        """Returns the number of events: the epochs that the steps begin."""
+        return -(-num_steps // (len(self._edges(num_examples)) - 1))
+
+    def inclusion_prob(self, num_examples: int) -> float:
+        """Returns 1 / T."""
+        return 1 / (len(self._edges(num_examples)) - 1)
+
+    def _edges(self, num_examples: int) -> np.ndarray:
+        """First place of each batch in the order, and N."""
+        number = -(-self._check(num_examples) // self.batch_size)
+        places = np.arange(number + 1, dtype=np.int64) * num_examples // number
+        return places.astype(np.int32)

@@ -18,9 +18,9 @@ import numpy as np
 from numpyro_dp._lazy import dpa
 from numpyro_dp._tree import filled
 from numpyro_dp.core import Mechanism, MechanismState, PyTree
+from numpyro_dp.privacy.keys import as_secret_key
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
-from numpyro_dp.privacy.random import as_secret_key
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run.loss import with_loss_norm
 from numpyro_dp.run.settings import RunSettings

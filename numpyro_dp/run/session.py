@@ -20,10 +20,9 @@ from numpyro_dp.model.public import PublicArray
 from numpyro_dp.model.records import Rows
 from numpyro_dp.model.variational import VariationalProblem, likelihood_key
 from numpyro_dp.privacy.accounting import RDP, UnsupportedEventError
-from numpyro_dp.privacy.mechanism.adaptive import indicator_entry
-from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
+from numpyro_dp.privacy.keys import key_of_lane
+from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm, indicator_entry
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
-from numpyro_dp.privacy.once import key_of_lane
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.checks import check_holds_no_records, check_signal
 from numpyro_dp.run.loss import LOSS_ENTRY, with_loss, with_loss_norm

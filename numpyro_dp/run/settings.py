@@ -14,10 +14,10 @@ from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Estimator, Mechanism, MechanismBuilder, Problem, Sampler
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.keys import as_secret_key
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism, build_mechanism
 from numpyro_dp.privacy.plan import BudgetError
-from numpyro_dp.privacy.random import as_secret_key
 from numpyro_dp.run.loss import LossRelease, with_loss_norm
 
 __all__ = ["Method", "RunSettings"]

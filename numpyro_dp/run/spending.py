@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 from typing import Any
 
 import jax
@@ -13,13 +12,13 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp.core import MechanismState
+from numpyro_dp.privacy.keys import agreed, keys_of_run, renewed, run_id, secret_key
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
-from numpyro_dp.privacy.once import begin, renewed, run_id, use
+from numpyro_dp.privacy.once import begin, use
 from numpyro_dp.privacy.plan import BudgetError, Plan, PrivacyReport, make_plan
-from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.state import RunIdentity, SensitiveState
-from numpyro_dp.sums.devices import agreed, copied
+from numpyro_dp.sums.devices import copied
 
 __all__ = [
     "begun",
@@ -53,11 +52,7 @@ def noise_fields(
     settings: RunSettings, secret: Array, plan: Plan, mechanism_state: MechanismState
 ) -> dict[str, Any]:
     """Returns the fields of a state that decide its noise and its batches."""
-    # A child of the key: the caller may have used the same key as the public rng_key. Earlier runs
-    # of the budget select another child, so that no run repeats their noise.
-    spent = repr([each._replace(run="") for each in plan.earlier])
-    child = int.from_bytes(hashlib.sha256(spent.encode()).digest()[:4]) if plan.earlier else 0
-    noise_key, batch_key = _children(secret, np.uint32(child))
+    noise_key, batch_key = keys_of_run(secret, plan.earlier)
     # A given key must reproduce the run, and several processes must agree on the noise.
     without_nonce = settings.secret_key is not None or settings.several_processes
     fields = {
@@ -69,13 +64,6 @@ def noise_fields(
         "nonce": None if without_nonce else np.zeros(8, np.uint32),
     }
     return copied(settings.mesh, fields)
-
-
-@jax.jit
-def _children(secret: Array, child: Array) -> tuple[Array, Array]:
-    """Returns the keys of noise and of batches. One program is faster than two calls."""
-    noise_key, batch_key = jax.random.split(jax.random.fold_in(secret, child))
-    return noise_key, batch_key
 
 
 def begun(

@@ -17,11 +17,11 @@ import numpy as np
 from jax import Array, lax
 
 from numpyro_dp._compat import is_tracer
+from numpyro_dp._tree import is_key
 from numpyro_dp.core import MechanismBuilder, MechanismState, PyTree
-from numpyro_dp.model.held import is_key
 from numpyro_dp.model.public import PublicArray
+from numpyro_dp.privacy.keys import joined, next_nonce, renewed
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
-from numpyro_dp.privacy.once import joined, next_nonce, renewed
 
 __all__ = ["RunIdentity", "RunState", "SensitiveState"]
 

@@ -26,8 +26,7 @@ from numpyro_dp._validate import check_real
 from numpyro_dp.core import PyTree
 from numpyro_dp.model.held import held_by_program
 from numpyro_dp.model.records import Rows
-from numpyro_dp.privacy.mechanism.adaptive import AdaptiveClip
-from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
+from numpyro_dp.privacy.mechanism.clip_norm import AdaptiveClip, ClipNorm
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.results import PrivateLosses, SensitiveLosses, Trace
 from numpyro_dp.run.session import Session

@@ -50,10 +50,7 @@ class Waist(NamedTuple):
 def find_waist(scalar: Callable[[Array, Any], Array], point: Any, example: Any) -> Waist:
     """Cuts a scalar function of a vector and a record after its affine part in the vector.
 
-    Args:
-        scalar: ``(z, example) -> scalar`` with z of shape (d,).
-        point: z, or its shape.
-        example: One record, or its shapes.
+    ``scalar(z, example)`` has z of shape (d,). ``point`` and ``example`` may be shapes.
     """
     program = trace_scalar(scalar, point, example)
     (start,), whole = program.point, Waist(point.size, lambda z, _: z, scalar)

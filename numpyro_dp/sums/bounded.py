@@ -1,7 +1,7 @@
 r"""The clipped sum over a batch, :math:`\sum_i w_i s_i`, exact (:mod:`numpyro_dp.sums.exact`).
 
 The gradients that are summed are exactly those whose norms were taken, computed once
-(:func:`numpyro_dp._tree.pinned`). Signals that are a linear map of a scalar's gradient are summed
+(:func:`~.microbatches.pinned`). Signals that are a linear map of a scalar's gradient are summed
 from the gradient's factors (:mod:`numpyro_dp.sums.factored`). All others are summed one by one.
 Both ways use microbatches if the batch is too large for memory.
 """
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool
 
-from numpyro_dp._tree import filled, pinned, select, squared_norm, widen
+from numpyro_dp._tree import filled, select, squared_norm, widen
 from numpyro_dp.core import Estimator, Mechanism, PyTree
 from numpyro_dp.sums.exact import finished, partial_sum
 from numpyro_dp.sums.factored import factored_sum
@@ -27,6 +27,7 @@ from numpyro_dp.sums.microbatches import (
     margin_of,
     norm_of,
     over_microbatches,
+    pinned,
     rows_of,
     suitable_rows,
 )
@@ -54,8 +55,8 @@ def bounded_sum(
         examples: Records, leading axis batch.
         mask: bool, shape (batch,): which entries count.
         lengths: The result of :func:`record_lengths` for the records. Computed here if empty.
-        live: A true value that the compiler does not know (:func:`numpyro_dp._tree.pinned`). By
-            default, whether any entry counts.
+        live: A true value that the compiler does not know (:func:`~.microbatches.pinned`). The
+            default is whether any entry counts.
         rows: Rows of a microbatch. By default their gradients hold about a million values.
         shards: The parts of the batch, if devices share it.
 
@@ -95,12 +96,7 @@ def bounded_sum_by_definition(
 class SumInParts:
     """A clipped sum whose records come in parts. Sums stay integers until all parts are added.
 
-    Args:
-        estimator: Gives the signal of a record.
-        mechanism: Clips the signal.
-        public: The result of ``estimator.prepare``.
-        first: Shapes of one record.
-        count: Number of records in all parts.
+    There are ``count`` records in all parts. ``first`` has the shapes of one.
 
     Attributes:
         names: Entries of the signal.

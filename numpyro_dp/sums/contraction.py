@@ -130,11 +130,8 @@ def split_scalar(
 ) -> Split:
     """Cuts a scalar at the single products of its parameters with the record.
 
-    Args:
-        scalar: ``(point, example) -> scalar``.
-        point: Where it will be differentiated.
-        example: One record, or its shapes.
-        layers: Whether the factor may depend on other parameters, and convolutions count.
+    ``point`` and ``example`` may be shapes. With ``layers``, a factor may depend on other
+    parameters, and convolutions count.
 
     Returns:
         The split, without contractions if none is recognised.
@@ -341,13 +338,7 @@ def _moves(program: _Program, op: _Op) -> bool:
 
 
 def trace_scalar(scalar: Callable[[Any, Any], Array], point: Any, example: Any) -> _Program:
-    """Returns the program of a scalar as a list of operations.
-
-    Args:
-        scalar: ``(point, example) -> scalar``.
-        point: Its first argument, or the shapes of it.
-        example: Its second argument, or the shapes of it.
-    """
+    """Returns the program of a scalar, of arguments with these shapes, as a list of operations."""
     # Shapes alone, because the program must not depend on the devices that hold the arrays.
     bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (point, example))
     program, _ = make_program(scalar, *bare)

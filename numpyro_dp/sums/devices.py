@@ -23,10 +23,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from numpyro_dp._compat import is_tracer
+from numpyro_dp._tree import is_key
 from numpyro_dp.core import PyTree
 from numpyro_dp.sums.microbatches import WHOLE, Shards
 
-__all__ = ["agreed", "copied", "on_devices", "spread"]
+__all__ = ["copied", "on_devices", "spread"]
 
 
 def on_devices(
@@ -34,13 +35,8 @@ def on_devices(
 ) -> Callable[[PyTree, PyTree, Array], PyTree]:
     """Runs a step on all devices. Each has its part of the batch, and all of the rest.
 
-    Args:
-        step: ``(rest, batch, mask, shards) -> result``. It must add values that depend on the batch
-            by ``shards``, so that the result is the same on all devices.
-        mesh: The devices. ``None`` means this one only.
-
-    Returns:
-        ``(rest, batch, mask) -> result``.
+    The step must add values that depend on the batch by its ``shards``, so that the result is the
+    same on all devices.
     """
     if mesh is None:
         return functools.partial(step, shards=WHOLE)
@@ -105,7 +101,7 @@ def _placed(array: Any, mesh: Mesh, divided: bool) -> Array:
         return jax.device_put(array, NamedSharding(mesh, spec))
     if not mesh.is_multi_process:
         return jax.device_put(array, NamedSharding(mesh, spec))
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_key(array):
         data = _placed(jax.random.key_data(array), mesh, divided)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     # Every process holds the whole array.
@@ -127,11 +123,3 @@ def _check_same(array: np.ndarray) -> None:
             "Give all processes the same rng_key and parameters. If each process holds its own "
             "rows, join them with jax.make_array_from_process_local_data."
         )
-
-
-def agreed(mesh: Mesh | None, secret: Array) -> Array:
-    """Returns the secret key of the first process, if a mesh has devices of several processes."""
-    if mesh is None or not mesh.is_multi_process:
-        return secret
-    data = multihost_utils.broadcast_one_to_all(jax.random.key_data(secret))
-    return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(secret))

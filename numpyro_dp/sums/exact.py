@@ -126,15 +126,10 @@ def finished(total: Any, like: Any, norm: Any, count: int) -> Any:
 def clip_margin(batch: int, size: int, dtype: Any) -> float:
     r"""Returns the part of the clip norm to clip to, so that rounding fits in the rest.
 
-    Args:
-        batch: Rows of the batch, n.
-        size: Values in a signal, d.
-        dtype: float32 or float64, of unit roundoff u.
-
-    Returns:
-        ``1 / (1 + e)``, where ``e`` is the sum of three errors. The grid may lengthen a
-        contribution by :math:`\sqrt d\, 2^{-k-1}`. A squared norm may be too small by :math:`d u`.
-        Three roundings of each of two sums of norm n C, with one to spare, make :math:`8 n u`.
+    It is ``1 / (1 + e)`` for a batch of n rows, signals of d values and a type of unit roundoff u.
+    Here ``e`` is the sum of three errors. The grid may lengthen a contribution by
+    :math:`\sqrt d\, 2^{-k-1}`. A squared norm may be too small by :math:`d u`. Three roundings of
+    each of two sums of norm n C, with one to spare, make :math:`8 n u`.
     """
     unit = float(jnp.finfo(dtype).eps) / 2
     grid = math.sqrt(size) * 2.0 ** -(_grid(batch, dtype).bits + 1)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool
 
-from numpyro_dp._tree import filled, pinned, squared_norm, widen
+from numpyro_dp._tree import filled, squared_norm, widen
 from numpyro_dp.core import Estimator, FactoredSignal, Mechanism, PyTree
 from numpyro_dp.sums.contraction import Contraction, Split, split_scalar
 from numpyro_dp.sums.exact import finished, partial_sum
@@ -34,6 +34,7 @@ from numpyro_dp.sums.microbatches import (
     margin_of,
     norm_of,
     over_microbatches,
+    pinned,
     rows_of,
     suitable_rows,
 )
@@ -55,16 +56,13 @@ def record_lengths(
     They are the factors in the products with parameters (:mod:`numpyro_dp.sums.contraction`). With
     their lengths, the norm of a gradient needs no array of (batch, latents).
 
-    Args:
-        estimator: Gives the signal of a record.
-        public: The result of ``estimator.prepare``. Its values do not matter.
-        arrays: All records.
+    The values of ``public`` do not matter.
     """
     if estimator.factored is None:
         return ()
-    split, _, _ = _split(estimator.factored, public, arrays)
+    cut = _cut(estimator.factored, public, arrays)
     # A derived factor is computed in each step anyway, and must not be rounded in two ways.
-    wanted = [c for c in split.contractions if c.outer and not c.derived]
+    wanted = [c for c in cut.contractions if c.outer and not c.derived]
     return tuple(
         jax.vmap(lambda example, c=c: _length(c.record(jax.tree.leaves(example))))(arrays)
         for c in wanted
@@ -84,27 +82,27 @@ def factored_sum(
 ) -> dict[str, Any]:
     """The sum of :func:`numpyro_dp.sums.bounded.bounded_sum`, in microbatches of ``rows``."""
     factored: FactoredSignal = estimator.factored
-    split, leaves, treedef = _split(factored, public, examples)
+    cut = _cut(factored, public, examples)
     struct = jax.eval_shape(estimator.signal, public, first_of(examples))
     names, total_rows = filled(struct), mask.size * shards.number
     blocks = mechanism.blocks(names)
     norms = [norm_of(mechanism, names, at) for at in range(len(blocks))]
-    shapes = jax.eval_shape(lambda rows: _gradient_parts(split, leaves, rows), examples)
-    coarse = coarsest(jax.tree.leaves((shapes, struct, leaves, _record_factors(split, examples))))
+    shapes = jax.eval_shape(cut.gradient_parts, examples)
+    coarse = coarsest(jax.tree.leaves((shapes, struct, cut.leaves, cut.record_factors(examples))))
     chosen: dict[int, int] = {}
     # Products of matrices sum leaves of the gradient, so coordinates have to be such leaves.
     if factored.selects:
-        chosen = _as_products(split, leaves, shapes, examples, coarse, total_rows)
+        chosen = _as_products(cut, shapes, examples, coarse, total_rows)
     error = product_error(total_rows, coarse) if chosen else 0.0
     longest = longest_product(total_rows, coarse)
     # One margin for both roundings: of the exact sums to a grid, and of the products of matrices.
     margin = 1 / (1 / margin_of(struct, total_rows, coarse) + error)
-    plans = [_plan(factored, public, treedef, leaves, chosen, members) for members in blocks]
-    core = _core(factored, public, split, leaves, treedef)
+    plans = [_plan(factored, public, cut, chosen, members) for members in blocks]
+    core = _core(factored, public, cut)
 
     def of_rows(records: PyTree, mask: Array) -> tuple[list[PyTree], tuple[Array, ...]]:
         examples, lengths = records
-        parts = pinned(live, lambda rows: _gradient_parts(split, leaves, rows), examples)
+        parts = pinned(live, cut.gradient_parts, examples)
         batch = parts, examples, lengths
         # The norm and the sum must read the same rounded values. If the coordinates are leaves of
         # the gradient, it is enough that its parts are pinned. Else the coordinates are pinned.
@@ -118,10 +116,14 @@ def factored_sum(
         sums = []
         for at, factor in enumerate(mechanism.scales(names, squares, margin)):
             weights = jnp.where(mask, factor, 0)
-            rest = _some(terms[at], plans[at].rest)
+
+            def rest(rows: slice, at: int = at) -> list[Array]:
+                found = jax.tree.leaves(terms[at](rows))
+                return [found[place] for place in plans[at].rest]
+
             exact = partial_sum(rest, weights, norms[at], total_rows) if plans[at].rest else []
             each = {
-                place: _product(split, leaves, parts, examples, chosen[leaf], weights, longest)
+                place: _product(cut, parts, examples, chosen[leaf], weights, longest)
                 for place, leaf in plans[at].products.items()
             }
             sums.append((exact, each))
@@ -138,7 +140,7 @@ def factored_sum(
 
 
 def _core(
-    factored: FactoredSignal, public: PyTree, split: Split, leaves: list[Array], treedef: Any
+    factored: FactoredSignal, public: PyTree, cut: _Cut
 ) -> Callable[[tuple[str, ...], bool, PyTree], PyTree]:
     """Returns a function from rows of (parts, examples, lengths) to the coordinates of a block.
 
@@ -149,7 +151,7 @@ def _core(
     def core(members: tuple[str, ...], norms_only: bool, rows: PyTree) -> PyTree:
         def one(parts: Any, example: PyTree, lengths: tuple[Array, ...]) -> PyTree:
             arrays, known = jax.tree.leaves(example), lengths if norms_only else None
-            gradient = treedef.unflatten(_assemble(split, leaves, parts, arrays, known))
+            gradient = cut.treedef.unflatten(_assemble(cut, parts, arrays, known))
             return widen(factored.core(public, gradient, members))
 
         return jax.vmap(one)(*rows)
@@ -186,45 +188,29 @@ class _Plan(NamedTuple):
 def _plan(
     factored: FactoredSignal,
     public: PyTree,
-    treedef: Any,
-    leaves: list[Array],
+    cut: _Cut,
     chosen: dict[int, int],
     members: tuple[str, ...],
 ) -> _Plan:
-    gradient = treedef.unflatten(leaves)
+    gradient = cut.treedef.unflatten(cut.leaves)
     struct = jax.eval_shape(lambda g: widen(factored.core(public, g, members)), gradient)
     like, structure = jax.tree.flatten(struct)
     products: dict[int, int] = {}
     if chosen:  # Coordinates are leaves of the gradient. Numbers in their place show which.
-        numbers = factored.core(public, treedef.unflatten(range(len(leaves))), members)
+        numbers = factored.core(public, cut.treedef.unflatten(range(len(cut.leaves))), members)
         numbers = jax.tree.leaves(numbers)
         products = {at: leaf for at, leaf in enumerate(numbers) if leaf in chosen}
     rest = [at for at in range(len(like)) if at not in products]
     return _Plan(structure, like, rest, products)
 
 
-def _some(terms: Callable[[slice], PyTree], places: list[int]) -> Callable[[slice], list[Array]]:
-    def some(rows: slice) -> list[Array]:
-        found = jax.tree.leaves(terms(rows))
-        return [found[at] for at in places]
-
-    return some
-
-
-def _record_factors(split: Split, examples: PyTree) -> list[Any]:
-    """Shapes and types of the records' own factors."""
-    first = jax.tree.leaves(first_of(examples))
-    own = [c.record for c in split.contractions if not c.derived]
-    return [jax.eval_shape(lambda *leaves, r=record: r(leaves), *first) for record in own]
-
-
 def _as_products(
-    split: Split, leaves: list[Array], shapes: Any, examples: PyTree, coarse: Any, batch: int
+    cut: _Cut, shapes: Any, examples: PyTree, coarse: Any, batch: int
 ) -> dict[int, int]:
     """Leaves that are summed as products of matrices -> numbers of their contractions."""
     at_products, _, factors = shapes
     found = {}
-    for number, c in enumerate(split.contractions):
+    for number, c in enumerate(cut.contractions):
         slopes = at_products[number]
         # With one slope for each record the gradient is as small as the factor: nothing is saved.
         if not c.outer or len(slopes.shape) < 2:
@@ -232,7 +218,7 @@ def _as_products(
         factor = factors[number]
         if factor is None:
             factor = jax.eval_shape(lambda rows, c=c: _own_factors(c, rows), examples)
-        sizes = leaves[c.leaf].shape, slopes.shape[1:], factor.shape[1:]
+        sizes = cut.leaves[c.leaf].shape, slopes.shape[1:], factor.shape[1:]
         if is_worthwhile(batch, coarse, *sizes):
             found[c.leaf] = number
     return found
@@ -243,96 +229,98 @@ def _own_factors(contraction: Contraction, examples: PyTree) -> Array:
 
 
 def _product(
-    split: Split,
-    leaves: list[Array],
-    parts: Any,
-    examples: PyTree,
-    number: int,
-    weights: Array,
-    longest: int,
+    cut: _Cut, parts: Any, examples: PyTree, number: int, weights: Array, longest: int
 ) -> Compensated:
     """The weighted sum of one leaf's gradients, by products of matrices of ``longest`` rows."""
     at_products, _, factors = parts
-    contraction = split.contractions[number]
+    contraction = cut.contractions[number]
     slopes, factor = at_products[number], factors[number]
     factor = _own_factors(contraction, examples) if factor is None else factor
-    multiply = _multiplication(contraction, leaves[contraction.leaf])
-    return product_sum(multiply, widen(slopes), widen(factor), weights, longest)
-
-
-def _multiplication(contraction: Contraction, value: Array) -> Callable[[Array, Array], Array]:
-    """Slopes and factors of rows -> the sum of their outer products, in the shape of a leaf."""
 
     # The transpose of all rows' products is one product of matrices, moved into the leaf's shape.
     def multiply(slopes: Array, factors: Array) -> Array:
         over_rows = jax.vmap(contraction.product, (None, 0))
-        _, vjp = jax.vjp(lambda leaf: over_rows(leaf, factors), widen(value))
+        leaf = widen(cut.leaves[contraction.leaf])
+        _, vjp = jax.vjp(lambda leaf: over_rows(leaf, factors), leaf)
         return vjp(slopes)[0]
 
-    return multiply
+    return product_sum(multiply, widen(slopes), widen(factor), weights, longest)
 
 
-def _split(
-    factored: FactoredSignal, public: PyTree, examples: PyTree
-) -> tuple[Split, list[Array], Any]:
-    """The scalar cut at its products, the leaves of the point, and their structure."""
+class _Cut(NamedTuple):
+    """A scalar cut at its products, the leaves of its point, and their structure."""
+
+    split: Split
+    leaves: list[Array]
+    treedef: Any
+
+    @property
+    def contractions(self) -> tuple[Contraction, ...]:
+        return self.split.contractions
+
+    def record_factors(self, examples: PyTree) -> list[Any]:
+        """Shapes and types of the records' own factors."""
+        first = jax.tree.leaves(first_of(examples))
+        own = [c.record for c in self.contractions if not c.derived]
+        return [jax.eval_shape(lambda *leaves, r=record: r(leaves), *first) for record in own]
+
+    def gradient_parts(self, examples: PyTree) -> Any:
+        """Each record's gradients at the products and of other leaves, and derived factors.
+
+        For a convolution, the gradient of the kernel replaces the gradient at the product.
+        """
+        rest = [self.leaves[leaf] for leaf in self.split.rest]
+        # Shifts of the products: the gradients with respect to them are the slopes.
+        zeros = [jnp.zeros(c.struct.shape, c.struct.dtype) for c in self.contractions]
+
+        def parts(example: PyTree) -> Any:
+            arrays = jax.tree.leaves(example)
+            differentiated = jax.grad(self.split.with_factors, (0, 1), has_aux=True)
+            (at_products, at_rest), factors = differentiated(zeros, rest, self.leaves, arrays)
+            for number, (c, factor) in enumerate(zip(self.contractions, factors, strict=True)):
+                if c.gradient is not None:
+                    slope = at_products[number]
+                    at_products[number] = c.gradient(self.leaves[c.leaf], factor, slope)
+                    factors[number] = None
+            return at_products, at_rest, factors
+
+        return jax.vmap(parts)(examples)
+
+
+def _cut(factored: FactoredSignal, public: PyTree, examples: PyTree) -> _Cut:
     leaves, treedef = jax.tree.flatten(factored.point(public))
     point = treedef.unflatten(leaves)
     split = split_scalar(
         lambda p, x: factored.scalar(public, p, x), point, first_of(examples), layers=True
     )
-    return split, leaves, treedef
-
-
-def _gradient_parts(split: Split, leaves: list[Array], examples: PyTree) -> Any:
-    """Returns each record's gradients at the products and of other leaves, and derived factors.
-
-    For a convolution, the gradient of the kernel replaces the gradient at the product.
-    """
-    rest = [leaves[leaf] for leaf in split.rest]
-    # Shifts of the products: the gradients with respect to them are the slopes.
-    zeros = [jnp.zeros(c.struct.shape, c.struct.dtype) for c in split.contractions]
-
-    def parts(example: PyTree) -> Any:
-        arrays = jax.tree.leaves(example)
-        differentiated = jax.grad(split.with_factors, (0, 1), has_aux=True)
-        (at_products, at_rest), factors = differentiated(zeros, rest, leaves, arrays)
-        for number, (c, factor) in enumerate(zip(split.contractions, factors, strict=True)):
-            if c.gradient is not None:
-                at_products[number] = c.gradient(leaves[c.leaf], factor, at_products[number])
-                factors[number] = None
-        return at_products, at_rest, factors
-
-    return jax.vmap(parts)(examples)
+    return _Cut(split, leaves, treedef)
 
 
 def _assemble(
-    split: Split,
-    leaves: list[Array],
-    parts: Any,
-    example: list[Array],
-    lengths: tuple[Array, ...] | None,
+    cut: _Cut, parts: Any, example: list[Array], lengths: tuple[Array, ...] | None
 ) -> list[Array]:
     """Returns the gradient of one record from its parts.
 
     With ``lengths``, a leaf may be replaced by a smaller array of the same norm.
     """
-    gradient: list[Any] = [None] * len(leaves)
+    gradient: list[Any] = [None] * len(cut.leaves)
     at_products, at_rest, factors = parts
     known = iter(lengths or ())
-    for contraction, part, factor in zip(split.contractions, at_products, factors, strict=True):
+    for contraction, part, factor in zip(cut.contractions, at_products, factors, strict=True):
         if contraction.gradient is not None:
             gradient[contraction.leaf] = part
             continue
         record = contraction.record(example) if factor is None else factor
         if lengths is None or not contraction.outer:
-            gradient[contraction.leaf] = _transposed(contraction, leaves, record)(part)
+            value = cut.leaves[contraction.leaf]
+            _, vjp = jax.vjp(lambda leaf, c=contraction, r=record: c.product(leaf, r), value)
+            gradient[contraction.leaf] = vjp(part)[0]
         else:
             # An outer product has the norm |slope| |record|, which slope times |record| has too.
             length = None if contraction.derived else next(known, None)
             length = _length(record) if length is None else length
             gradient[contraction.leaf] = widen(part) * length
-    for leaf, part in zip(split.rest, at_rest, strict=True):
+    for leaf, part in zip(cut.split.rest, at_rest, strict=True):
         gradient[leaf] = part
     return gradient
 
@@ -343,9 +331,3 @@ def _length(record: Array) -> Array:
     # Squares below the smallest normal number are lost. Each counts as that number, so that the
     # norm is not too small.
     return jnp.sqrt(square + record.size * jnp.finfo(square.dtype).tiny)
-
-
-def _transposed(contraction: Contraction, leaves: list[Array], record: Array) -> Any:
-    value = leaves[contraction.leaf]
-    _, vjp = jax.vjp(lambda leaf: contraction.product(leaf, record), value)
-    return lambda part: vjp(part)[0]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool
 
+from numpyro_dp._compat import custom_vmap
 from numpyro_dp._tree import widen
 from numpyro_dp.core import Mechanism, PyTree
 from numpyro_dp.sums.exact import clip_margin, exact_sum
@@ -25,6 +26,7 @@ __all__ = [
     "margin_of",
     "norm_of",
     "over_microbatches",
+    "pinned",
     "rows_of",
     "suitable_rows",
 ]
@@ -116,19 +118,10 @@ def over_microbatches(
     The last microbatch ends with the last row. Its rows that are also in the one before do not
     count. Sums cover all devices, and the values for each row cover this device.
     """
-    total, of_each = _over_microbatches(of_rows, examples, mask, rows)
-    return shards.add(total), of_each
-
-
-def _over_microbatches(
-    of_rows: Callable[[PyTree, Array], tuple[PyTree, PyTree]],
-    examples: PyTree,
-    mask: Array,
-    rows: int,
-) -> tuple[PyTree, PyTree]:
     batch = mask.size
     if batch <= rows:
-        return of_rows(examples, mask)
+        total, of_each = of_rows(examples, mask)
+        return shards.add(total), of_each
     number = -(-batch // rows)
     rows = min(rows, -(-batch // (number * _LEAST)) * _LEAST)
     number = -(-batch // rows)
@@ -150,9 +143,42 @@ def _over_microbatches(
     zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
     total, of_each = lax.scan(step, zero, rows * jnp.arange(number))
     rest = batch - (number - 1) * rows
-    return total, jax.tree.map(
+    return shards.add(total), jax.tree.map(
         lambda x: jnp.concatenate([x[:-1].reshape(-1, *x.shape[2:]), x[-1, rows - rest :]]), of_each
     )
+
+
+def pinned(live: Array, compute: Callable[..., Any], *operands: Any) -> Any:
+    """Evaluates ``compute(*operands)`` once. XLA may not recompute a value for one of its readers.
+
+    Otherwise XLA may compute a value again for each reader, with different rounding. If huge terms
+    cancel, the gradient that is summed could then differ from the one whose norm was taken. On a
+    CPU, an ``optimization_barrier`` does not prevent this. A branch of a conditional does.
+
+    Args:
+        live: A true scalar that the compiler cannot know, because it comes from an argument of the
+            compiled function. If it is false the result is 0. Under ``vmap`` the result is 0 if it
+            is false for any element.
+        compute: Function of arrays to a tree of arrays.
+        operands: Arguments of ``compute``.
+    """
+    like = jax.eval_shape(compute, *operands)
+
+    def nothing(*_: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+
+    return lax.cond(_for_all(live), compute, nothing, *operands)
+
+
+@custom_vmap
+def _for_all(live: Array) -> Array:
+    """Stays a scalar under ``vmap``, which would turn a conditional on a vector into a select."""
+    return live
+
+
+@_for_all.def_vmap
+def _(size: int, batched: list[bool], live: Array) -> tuple[Array, bool]:
+    return jnp.all(live), False
 
 
 def suitable_rows(of_a_row: PyTree) -> int:

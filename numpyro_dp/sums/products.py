@@ -62,9 +62,7 @@ def is_worthwhile(
 def product_error(batch: int, dtype: Any) -> float:
     """Returns the bound on what rounding adds to the sensitivity, in clip norms.
 
-    Args:
-        batch: Rows of the batch, n.
-        dtype: The coarsest type of the factors: float32 or float64.
+    The type is the coarsest one of the factors.
     """
     return _error(longest_product(batch, dtype), batch, dtype)
 
@@ -78,14 +76,9 @@ def product_sum(
 ) -> Compensated:
     """Returns the weighted sum of products of each row's slope and factor.
 
-    Args:
-        multiply: Slopes and factors of some rows -> the sum of their outer products, by one product
-            of matrices in full precision.
-        slopes: With a leading axis of rows.
-        factors: With a leading axis of rows.
-        weights: Weight of each row, shape (batch,). With weight 0 a row does not count, even if it
-            is not finite.
-        longest: Rows of one product of matrices, :func:`longest_product` of the whole batch.
+    ``multiply`` maps slopes and factors of some rows to the sum of their outer products, by one
+    product of matrices in full precision. A row of weight 0 does not count, even if it is not
+    finite. One product has at most ``longest`` rows, :func:`longest_product` of the whole batch.
     """
     batch = weights.size
     counts, weights = weights > 0, weights.astype(slopes.dtype)

@@ -16,7 +16,7 @@ from gaussian import gaussian
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp.mechanisms import AdaptiveClip
-from numpyro_dp.privacy.mechanism.adaptive import indicator_norm
+from numpyro_dp.privacy.mechanism.clip_norm import indicator_norm
 from numpyro_dp.sums.bounded import bounded_sum, bounded_sum_by_definition
 
 from .registry import ESTIMATORS

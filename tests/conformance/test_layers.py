@@ -131,7 +131,7 @@ def test_private_names_of_jax_and_numpyro_stand_in_one_file():
         ("privacy", "def f():\n    import numpyro_dp.run.step"),
         ("privacy", "from numpyro_dp import run"),
         ("vi.estimators", "from numpyro_dp.privacy.mechanism import gaussian"),
-        ("model", "from numpyro_dp.privacy.random import secret_key"),
+        ("model", "from numpyro_dp.privacy.keys import secret_key"),
         ("sums", "from numpyro.infer import SVI"),
         ("core", "import numpyro_dp.privacy.plan"),
         ("run", "from numpyro_dp.new_module import thing"),

@@ -41,7 +41,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from numpyro_dp.privacy.accounting.steps import GaussianStep
+from numpyro_dp.privacy.accounting.bounds import GaussianStep
 
 __all__ = ["deltas", "loss_range"]
 

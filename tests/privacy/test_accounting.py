@@ -31,9 +31,9 @@ from numpyro_dp.privacy.accounting import (
     prv,
     supported_by,
 )
+from numpyro_dp.privacy.accounting.bounds import gaussian_steps
 from numpyro_dp.privacy.accounting.gdp import gaussian_epsilon, gaussian_log_delta
 from numpyro_dp.privacy.accounting.pld import _rounding
-from numpyro_dp.privacy.accounting.steps import gaussian_steps
 from numpyro_dp.privacy.budget import SENSITIVITY, PrivacyBudget, neighboring_relation
 
 ADD, REPLACE = "add_or_remove_one", "replace_one"

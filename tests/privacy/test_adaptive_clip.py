@@ -18,7 +18,7 @@ from statistical.test_noise import check_law
 from numpyro_dp import DPSVI, BudgetError, PrivacyBudget, secret_key
 from numpyro_dp.estimators import aligned
 from numpyro_dp.mechanisms import AdaptiveClip, LossRelease
-from numpyro_dp.privacy.mechanism.adaptive import LARGEST_NORM, SMALLEST_NORM, follow
+from numpyro_dp.privacy.mechanism.clip_norm import _LARGEST, _SMALLEST, follow
 from numpyro_dp.samplers import FullBatch, Poisson
 
 KEY = jax.random.key(0)
@@ -202,7 +202,7 @@ def test_updates_and_resumed_runs_are_one_run_at_the_cost_of_a_fixed_norm():
         run(driver(AdaptiveClip(2.5, share=0.36), **options), 1, init_state=first.state)
 
 
-@pytest.mark.parametrize(("quantile", "end"), [(0.01, SMALLEST_NORM), (0.99, LARGEST_NORM)])
+@pytest.mark.parametrize(("quantile", "end"), [(0.01, _SMALLEST), (0.99, _LARGEST)])
 def test_norms_stop_at_the_ends_of_their_range(quantile, end):
     clip = AdaptiveClip(3.0, quantile, learning_rate=1e5)
     nothing = jnp.zeros(())  # blank records count as half below the norm

@@ -9,9 +9,9 @@ import pytest
 from jax import lax
 from scipy import stats
 
-from numpyro_dp.privacy import _sampling_distribution, sampling
-from numpyro_dp.privacy._sampling_distribution import distinct_plan
-from numpyro_dp.privacy.random import secret_key
+from numpyro_dp.privacy import _batches
+from numpyro_dp.privacy._batches import distinct_plan
+from numpyro_dp.privacy.keys import secret_key
 from numpyro_dp.privacy.sampling import FixedSize
 
 
@@ -84,7 +84,7 @@ def test_uniform_rows_are_lemires(number):
     words = np.asarray(jax.random.bits(secret_key(5), (4000,))).astype(object)
     products = [int(w) * number for w in words]
     expected = [number if p % 2**32 < 2**32 % number else p >> 32 for p in products]
-    rows = sampling._uniform_rows(secret_key(5), 4000, number)
+    rows = _batches._uniform_rows(secret_key(5), 4000, number)
     assert np.asarray(rows).tolist() == expected
 
 
@@ -108,9 +108,9 @@ def test_shortfall_bound(size, number):
 def test_shortfall_is_masked(monkeypatch):
     # A size of its own: what is compiled for other sizes is not compiled again.
     monkeypatch.setattr(
-        sampling,
+        _batches,
         "distinct_plan",
-        lambda *_: _sampling_distribution.DistinctPlan(draws=4, shortfall=0.4),
+        lambda *_: _batches.DistinctPlan(draws=4, shortfall=0.4),
     )
     indices, mask = batches(FixedSize(4), 16, 20_000)
     counts = membership(indices, mask, 16).sum(1)

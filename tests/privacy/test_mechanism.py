@@ -12,8 +12,8 @@ from gaussian import gaussian
 from numpyro_dp._tree import squared_norm
 from numpyro_dp.core import Estimator, MechanismState
 from numpyro_dp.mechanisms import AdaptiveClip, GaussianMechanism
+from numpyro_dp.privacy.keys import secret_key
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
-from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.sums.bounded import bounded_sum
 
 STATE = MechanismState(())

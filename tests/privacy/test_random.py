@@ -15,8 +15,9 @@ import pytest
 from jax import lax
 from scipy import stats
 
-from numpyro_dp.privacy import random
-from numpyro_dp.privacy.random import CHACHA20, as_secret_key, secret_key, standard_normal
+from numpyro_dp.privacy import keys, random
+from numpyro_dp.privacy.keys import as_secret_key, secret_key
+from numpyro_dp.privacy.random import CHACHA20, standard_normal
 
 KEY = bytes(range(32))
 
@@ -208,7 +209,7 @@ def test_import_makes_no_array():
 
 @pytest.mark.operating_system_keys
 def test_keys_come_from_the_operating_system():
-    assert random.secrets is secrets
+    assert keys.secrets is secrets
     first, second = secret_key(), secret_key()
     assert jax.random.key_data(first).tolist() != jax.random.key_data(second).tolist()
 

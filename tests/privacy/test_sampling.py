@@ -17,11 +17,10 @@ from dp_accounting.dp_event import (
 from jax import lax
 from scipy import stats
 
-from numpyro_dp.privacy import sampling
-from numpyro_dp.privacy._sampling_distribution import WORD_BITS, binomial_tail, poisson_plan
-from numpyro_dp.privacy.permutation import Permutation
-from numpyro_dp.privacy.random import secret_key
-from numpyro_dp.privacy.sampling import FixedSize, FullBatch, Poisson
+from numpyro_dp.privacy import _batches, sampling
+from numpyro_dp.privacy._batches import WORD_BITS, binomial_tail, poisson_plan
+from numpyro_dp.privacy.keys import secret_key
+from numpyro_dp.privacy.sampling import FixedSize, FullBatch, Permutation, Poisson
 
 
 def batches(sampler, num_examples, steps, seed=0):
@@ -120,15 +119,15 @@ def test_words_against_thresholds(place):
     for shift in (-(2**128), -(2**64), -(2**32), -1, 0, 1, 2**32, 2**64, 2**128):
         value = threshold + shift * (place + 1)
         words = [jnp.uint32((value >> s) & 0xFFFFFFFF)[None] for s in (128, 96, 64, 32, 0)]
-        assert bool(sampling._below(words, sampling._parts(threshold))[0]) == (value < threshold)
+        assert bool(_batches._below(words, _batches._parts(threshold))[0]) == (value < threshold)
 
 
 @pytest.mark.full
 def test_ties_are_refined():
     # With thresholds whose first word is 0 or all ones, ties are certain and the rest decides.
     half = (2**31) << (WORD_BITS - 64)
-    plan = sampling.PoissonPlan(4, (), (half,), 0.0, 0.0)
-    low = sampling._geometric(secret_key(1), secret_key(2), plan, 7)
+    plan = _batches.PoissonPlan(4, (), (half,), 0.0, 0.0)
+    low = _batches._geometric(secret_key(1), secret_key(2), plan, 7)
     assert set(np.asarray(low).tolist()) <= {0, 7}
 
     def draw(key):
@@ -136,7 +135,7 @@ def test_ties_are_refined():
             jnp.zeros((1, 100), jnp.uint32),
             *jax.random.bits(key, (WORD_BITS // 32 - 1, 1, 100)),
         )
-        return sampling._place_digits_exactly([sampling.Digit(7, (half,), 1)], words, 7)
+        return _batches._place_digits_exactly([_batches.Digit(7, (half,), 1)], words, 7)
 
     taken = np.asarray(jax.vmap(draw)(jax.random.split(secret_key(3), 100))) == 7
     assert abs(taken.mean() - 0.5) < 5 * 0.5 / 100
@@ -150,7 +149,7 @@ def test_long_gaps_are_the_same_by_either_way(rate, number):
     assert any(digit.common < len(digit.thresholds) for digit in plan.digits)
     fewer = plan._replace(digits=tuple(d._replace(common=d.common // 2) for d in plan.digits))
     usual, careful = (
-        jax.jit(lambda keys, p=p: sampling._geometric(*keys, p, number)) for p in (plan, fewer)
+        jax.jit(lambda keys, p=p: _batches._geometric(*keys, p, number)) for p in (plan, fewer)
     )
     for seed in range(20):
         keys = jax.random.split(secret_key(seed))

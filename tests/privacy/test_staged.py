@@ -12,9 +12,9 @@ from scipy import stats
 from numpyro_dp.core import MechanismState
 from numpyro_dp.mechanisms import GaussianMechanism
 from numpyro_dp.privacy.accounting import epsilon_spent
+from numpyro_dp.privacy.keys import secret_key
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.staged import StagedGaussian
-from numpyro_dp.privacy.random import secret_key
 from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
 
 SHARES = (0.05, 0.15, 0.3, 0.5)

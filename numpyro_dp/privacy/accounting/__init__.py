@@ -9,7 +9,6 @@
   upper bound, for comparison.
 """
 
-from numpyro_dp.privacy.accounting.best import Best
 from numpyro_dp.privacy.accounting.bounds import (
     Accountant,
     EpsilonBound,
@@ -23,7 +22,7 @@ from numpyro_dp.privacy.accounting.gdp import GDP
 from numpyro_dp.privacy.accounting.pld import PLD
 from numpyro_dp.privacy.accounting.prv import PRV
 from numpyro_dp.privacy.accounting.rdp import RDP
-from numpyro_dp.privacy.accounting.spent import epsilon_spent
+from numpyro_dp.privacy.accounting.spent import Best, epsilon_spent
 
 __all__ = [
     "GDP",

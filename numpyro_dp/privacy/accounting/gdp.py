@@ -25,8 +25,13 @@ import numpy as np
 from scipy import optimize, special
 
 from numpyro_dp._lazy import dpa
-from numpyro_dp.privacy.accounting.bounds import EpsilonBound, UnsupportedEventError, register
-from numpyro_dp.privacy.accounting.steps import StepError, gaussian_steps
+from numpyro_dp.privacy.accounting.bounds import (
+    EpsilonBound,
+    StepError,
+    check_supported,
+    gaussian_steps,
+    register,
+)
 from numpyro_dp.privacy.budget import Relation, check_relation
 
 __all__ = ["GDP", "gaussian_epsilon", "gaussian_log_delta"]
@@ -45,15 +50,9 @@ class GDP:
         epsilon <= 4.3772 (in [4.3772, 4.3772]) at delta=1e-05 under add_or_remove_one, by GDP
 
     **Guarantee**: ``upper`` is the true epsilon, up to a relative excess of 1e-10.
-
-    Reference:
-        Dong, Roth, Su: Gaussian Differential Privacy (2022).
     """
 
-    @property
-    def name(self) -> str:
-        """Name."""
-        return "GDP"
+    name = "GDP"
 
     def refusal(self, event: dpa.DpEvent, relation: Relation) -> str | None:
         """Returns why the event is not supported, or ``None``."""
@@ -72,9 +71,7 @@ class GDP:
         Raises:
             UnsupportedEventError: If the event samples, or is not Gaussian.
         """
-        reason = self.refusal(event, relation)
-        if reason is not None:
-            raise UnsupportedEventError(event, relation, {self.name: reason})
+        check_supported(self, event, relation)
         steps = gaussian_steps(event)
         if not steps:
             value = 0.0
@@ -87,11 +84,9 @@ class GDP:
 
 
 def gaussian_log_delta(epsilon: float, mu: float) -> float:
-    r"""Returns :math:`\log \delta(\varepsilon)` of a Gaussian mechanism with ratio ``mu``.
+    r"""Returns :math:`\log \delta(\varepsilon)` of a Gaussian mechanism.
 
-    Args:
-        epsilon: At least 0.
-        mu: Sensitivity / noise, positive.
+    ``mu`` is sensitivity / noise.
 
     Example:
         >>> round(math.exp(gaussian_log_delta(1.0, 1.0)), 6)
@@ -110,11 +105,7 @@ def gaussian_log_delta(epsilon: float, mu: float) -> float:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Returns the smallest epsilon of a Gaussian mechanism with ratio ``mu`` at ``delta``.
-
-    Args:
-        mu: Sensitivity / noise, positive.
-        delta: In (0, 1).
+    """Returns the smallest epsilon of a Gaussian mechanism with ``mu`` = sensitivity / noise.
 
     Example:
         >>> round(gaussian_epsilon(1.0, 1e-5), 4)

@@ -55,17 +55,15 @@ from numpyro_dp._lazy import dpa
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.privacy.accounting.bounds import (
     EpsilonBound,
+    GaussianStep,
+    StepError,
     UnreliableBoundError,
-    UnsupportedEventError,
+    canonical_event,
+    check_supported,
+    gaussian_steps,
     register,
 )
 from numpyro_dp.privacy.accounting.rdp import epsilon_and_order
-from numpyro_dp.privacy.accounting.steps import (
-    GaussianStep,
-    StepError,
-    canonical_event,
-    gaussian_steps,
-)
 from numpyro_dp.privacy.budget import SENSITIVITY, Relation, check_relation, neighboring_relation
 
 __all__ = ["PLD"]
@@ -111,18 +109,13 @@ class PLD:
         of Numerical Algorithms (2002).
     """
 
+    name = "PLD"
     relative_gap: float = 5e-4
     max_points: int = 1 << 17
 
     def __post_init__(self) -> None:
-        """Checks the fields."""
         check_real("relative_gap", self.relative_gap, low=0.0, low_open=True, high=0.1)
         check_int("max_points", self.max_points, low=1024)
-
-    @property
-    def name(self) -> str:
-        """Name."""
-        return "PLD"
 
     def refusal(self, event: dpa.DpEvent, relation: Relation) -> str | None:
         """Returns why the event is not supported, or ``None``."""
@@ -142,9 +135,7 @@ class PLD:
             UnsupportedEventError: If the event draws fixed-size samples, or is not Gaussian.
             UnreliableBoundError: If double precision does not resolve the delta of the event.
         """
-        reason = self.refusal(event, relation)
-        if reason is not None:
-            raise UnsupportedEventError(event, relation, {self.name: reason})
+        check_supported(self, event, relation)
         steps = gaussian_steps(event)
         estimate = upper = 0.0
         if steps and steps[0].noise_multiplier == 0.0:
@@ -212,13 +203,10 @@ class PLD:
         orders: float,
         most: float = math.inf,
     ) -> float:
-        """Returns the interval whose excess is ``relative_gap`` of epsilon, within limits.
+        """Returns the interval whose excess is ``relative_gap`` of a rough epsilon, within limits.
 
-        Args:
-            steps: The steps. Their noise sets how far the loss of one step spreads.
-            epsilon: Rough value of the result.
-            orders: Number of steps times the order of Renyi DP.
-            most: Largest interval that is fine enough for few steps.
+        ``orders`` is the number of steps times the order of Renyi DP. ``most`` is the largest
+        interval that is fine enough for few steps.
         """
         smallest = min(step.noise_multiplier for step in steps)
         total = sum(step.count for step in steps)

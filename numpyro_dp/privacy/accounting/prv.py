@@ -12,7 +12,7 @@ from scipy import special
 
 from numpyro_dp._lazy import Lazy, dpa
 from numpyro_dp.privacy.accounting import bounds
-from numpyro_dp.privacy.accounting.steps import GaussianStep, StepError, gaussian_steps
+from numpyro_dp.privacy.accounting.bounds import GaussianStep, StepError, gaussian_steps
 from numpyro_dp.privacy.budget import Relation, check_relation
 
 __all__ = ["PRV"]

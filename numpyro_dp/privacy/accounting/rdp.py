@@ -31,17 +31,15 @@ from scipy import special
 from numpyro_dp._lazy import dpa
 from numpyro_dp.privacy.accounting.bounds import (
     EpsilonBound,
-    UnsupportedEventError,
-    describe_event,
-    register,
-)
-from numpyro_dp.privacy.accounting.steps import (
     GaussianStep,
     StepError,
     canonical_event,
+    check_supported,
+    describe_event,
     gaussian_steps,
+    register,
 )
-from numpyro_dp.privacy.budget import Relation, check_relation, neighboring_relation
+from numpyro_dp.privacy.budget import Relation, neighboring_relation
 
 __all__ = ["RDP", "epsilon_and_order"]
 
@@ -79,20 +77,15 @@ class RDP:
     **Guarantee**: ``upper`` is not below the true epsilon. It is usually 3 to 15 % above it.
     """
 
+    name = "RDP"
     orders: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Checks the orders."""
         if self.orders is not None and not (self.orders and min(self.orders) > 1.01):
             raise ValueError(
                 f"orders={self.orders!r} is not a non-empty tuple of numbers > 1.01. Omit orders "
                 "to let RDP choose them for the event."
             )
-
-    @property
-    def name(self) -> str:
-        """Name."""
-        return "RDP"
 
     def refusal(self, event: dpa.DpEvent, relation: Relation) -> str | None:
         """Returns why the event is not supported, or ``None``."""
@@ -110,10 +103,7 @@ class RDP:
         Raises:
             UnsupportedEventError: If ``dp_accounting`` has no divergence for the event.
         """
-        check_relation(relation)
-        reason = self.refusal(event, relation)
-        if reason is not None:
-            raise UnsupportedEventError(event, relation, {self.name: reason})
+        check_supported(self, event, relation)
         canonical, steps = _canonical(event)
         if steps == ():
             upper = 0.0

@@ -19,8 +19,7 @@ from numpyro_dp._compat import is_tracer
 from numpyro_dp._lazy import dpa
 from numpyro_dp._tree import widen
 from numpyro_dp.core import Mechanism, MechanismState, PyTree
-from numpyro_dp.privacy.mechanism.adaptive import adaptive
-from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
+from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm, adaptive, shorter
 from numpyro_dp.privacy.random import standard_normal
 
 __all__ = ["GaussianMechanism", "build_mechanism"]
@@ -91,11 +90,7 @@ def build_mechanism(
 ) -> Mechanism:
     """Returns the mechanism of a step. Each ``AdaptiveClip`` follows its quantile.
 
-    Args:
-        builder: A ``core.MechanismBuilder``.
-        clip_norm: The norms of the step, which may be traced.
-        noise_multiplier: Noise standard deviation / sensitivity, which may be traced.
-        batch_size: Public expected size of a batch, q N.
+    Norms and noise may be traced. ``batch_size`` is the public expected size of a batch, q N.
     """
     base = builder(clip_norm.fixed(), noise_multiplier)
     return adaptive(base, clip_norm, batch_size) if clip_norm.adaptive else base
@@ -124,8 +119,7 @@ def _factor(clip_norm: Any, squared_norm: Array, finite: Array) -> Array:
     """min(1, C / norm), or 0 if the signal is not finite."""
     norm = jnp.sqrt(squared_norm)
     safe = jnp.where(finite & (norm > 0), norm, 1)
-    # A few units in the last place shorter, so that rounding cannot push a norm above its bound.
-    limit = clip_norm * (1 - 8 * float(jnp.finfo(norm.dtype).eps))
+    limit = shorter(clip_norm, norm.dtype)
     factor = jnp.where(norm > limit, limit / safe, 1)
     return jnp.where(finite & jnp.isfinite(norm), factor, 0).astype(norm.dtype)
 

@@ -45,7 +45,6 @@ class StagedGaussian:
     shares: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Checks the shares."""
         positive = bool(self.shares) and all(share > 0 for share in self.shares)  # false for NaN
         if not (positive and abs(math.fsum(self.shares) - 1) <= 1e-9):
             raise ValueError(f"Expected positive shares that sum to 1, got {self.shares}.")
