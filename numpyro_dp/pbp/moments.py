@@ -1,6 +1,6 @@
 r"""Moments of a network's output under independent normal weights, and their slopes.
 
-A layer has n inputs of mean z and variance s, of which the last is the bias, 1 with variance 0.
+A layer has n inputs with mean z and variance s. The last input is the bias: it is always 1.
 With weights of mean M and variance V, its values before the activation have moments
 
 .. math::

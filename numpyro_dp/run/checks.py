@@ -340,7 +340,7 @@ def check_fold(
     params = session.problem.constrain(session.method.optim.get_params(state.optim_state))
     first = jax.eval_shape(fold.init, params)
     before, after = (
-        jax.tree.map(lambda array: (array.dtype.name, *array.shape), each)
+        jax.tree.map(lambda array: f"{array.dtype.name}{list(array.shape)}", each)
         for each in (first, jax.eval_shape(fold.update, first, params))
     )
     if before != after:
