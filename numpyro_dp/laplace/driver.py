@@ -177,8 +177,6 @@ class DPLaplace:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ModelPrior, FirstGuess]:
         """Returns a cache key, the prior and the first guess. All are public."""
-        if twice := sorted(set(kwargs) & set(self.static_kwargs)):
-            raise TypeError(f"Expected {twice} in the constructor or in the call, not in both.")
         shapes = arguments_key(args, kwargs)
         if shapes not in self._structures:
             self._structures[shapes] = self._given.structure(args, kwargs)

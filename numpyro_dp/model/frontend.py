@@ -63,6 +63,11 @@ class GivenModel(NamedTuple):
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         """Reads the model from shapes alone, by :func:`read_model`."""
+        if twice := sorted(set(kwargs) & set(self.static)):
+            raise TypeError(
+                f"The keywords {twice} are given twice: to the constructor, and in this call. The "
+                "values could differ, so leave one of them out."
+            )
         return read_model(self.fn, args, kwargs, self.data_plate, self.declared)
 
 
