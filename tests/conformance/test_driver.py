@@ -216,7 +216,7 @@ def test_losses_are_named_sensitive_or_are_released():
     result = open_svi.run(jax.random.key(0), 4, x, progress_bar=False)
     assert isinstance(result.losses, SensitiveLosses) and np.isfinite(result.losses.values).all()
     assert not re.search(r"\d\.\d", repr(result.losses))
-    assert "not covered" in str(result.privacy)
+    assert "does not cover losses" in str(result.privacy)
     assert np.isfinite(open_svi.update(open_svi.init(jax.random.key(0), x), x)[1])
     assert np.isfinite(open_svi.evaluate(result.state, x))
     closed = driver(loss_release=LossRelease(10.0))

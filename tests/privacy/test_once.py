@@ -237,7 +237,7 @@ def test_a_sweep_that_failed_uses_up_no_key(monkeypatch):
 def test_a_repetition_is_a_function_of_its_key():
     found = [svi(secret_key=3, repetition=True).run(KEY, 2, X, **run) for _ in range(2)]
     np.testing.assert_array_equal(*(each.params["auto_loc"] for each in found))
-    assert "another run may have had the same noise" in str(found[0].privacy)
+    assert "another run may have the same noise" in str(found[0].privacy)
     with pytest.raises(ValueError, match="secret_key together with repetition=True"):
         svi(repetition=True)
     with pytest.raises(TypeError, match="True or False, got 'yes'|type: <class 'bool'>"):
