@@ -83,7 +83,9 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
     white = np.linalg.norm(scores / widths, axis=1)
     typical = np.median(white[white > 0]) if np.any(white > 0) else 1.0
     number, size = layout.num_examples, scores.shape[1]
-    groups = group_sites(scores, _sites(prior))
+    # With equal indices, a record of w[i] + w[j] would seem to see one group.
+    distinct = scorer(mixed)[1]
+    groups = group_sites(np.concatenate([scores, np.nan_to_num(distinct)]), _sites(prior))
     _check_number(groups)
     return FirstGuess(np.sqrt(size / number) / (typical * widths), groups)
 

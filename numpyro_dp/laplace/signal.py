@@ -17,7 +17,9 @@ zero at the truth for any C: clipping causes no bias. :math:`H_i` is the exact s
 mean (Stein's identity).
 
 If the outcomes can be listed, the expectations are exact, with :math:`t_r = z_r` and a weight for
-each draw. Otherwise they use two simulated outcomes for each draw.
+each draw. Otherwise they use two simulated outcomes for each draw. Then :math:`v_i` depends on the
+same simulated outcomes as the centre, and the mean of :math:`s_i` is only close to zero. For rare
+counts this moved the posterior by up to 0.2 of its standard deviations with a million records.
 """
 
 from __future__ import annotations
@@ -239,6 +241,7 @@ def _listed(scores: Scores, request: Request, draws: Array, _: Array) -> tuple[A
     bound = jnp.sum(chances * norm * slope_norm, axis=0)
     limits = score_clip / (jnp.max(norm, axis=0) + TINY), curvature_clip / (bound + TINY)
     weight = jnp.where(request.kind > 0, 1, jnp.minimum(1, jnp.minimum(*limits)))
+    weight = weight * jnp.any(listed.observed)  # an outcome outside the support adds nothing
     each = weight * chances / len(draws)
     values = listed.values[:, None]
     centred = values - jnp.sum(chances * values, axis=0)
@@ -280,6 +283,8 @@ def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tu
         (score_clip / (score_clip + size)),
     )
     weight = jnp.where(request.kind > 0, 1, jnp.minimum(1, jnp.minimum(*limits)))
+    # Without an outcome, the centre alone would be a bias.
+    weight = weight * jnp.any(jnp.all(jnp.isfinite(own), axis=-1))
     product = weight * outer_products(clipped, slope) / norm.size
     score = weight * (observed - centre)
     if outcomes.scalar:

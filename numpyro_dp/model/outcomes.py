@@ -128,7 +128,9 @@ class Outcomes(NamedTuple):
         probabilities = jnp.clip(jnp.nan_to_num(jnp.exp(logs), nan=0.0), 0, 1)
         # The sum is then at most 1, whatever values the record holds.
         probabilities = probabilities / jnp.maximum(jnp.sum(probabilities, axis=0), 1)
-        return Listed(values == value.astype(values.dtype), values, probabilities)
+        # A cast of the outcome to an integer would turn NaN and 0.7 into 0.
+        wide = jnp.promote_types(value.dtype, values.dtype)
+        return Listed(values.astype(wide) == value.astype(wide), values, probabilities)
 
     def own(self, example: tuple[Array, ...]) -> dict[str, Array]:
         """The record's own outcome, by observed site."""

@@ -9,7 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_dp import DPLaplace, NoiseReuseError, PrivacyBudget, fit
+from numpyro_dp import DPLaplace, NoiseReuseError, PrivacyBudget, UnsupportedModelError, fit
 from numpyro_dp.laplace import guess, pattern
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.run import streaming
@@ -251,6 +251,21 @@ def test_a_streamed_run_is_the_run(model, monkeypatch):
     laplace = DPLaplace(model, budget=BUDGET, **same)
     found = draws(laplace.run(KEY, *host, stream=True))
     np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
+
+
+def two_memberships(first, second, y):
+    effect = numpyro.sample("effect", dist.Normal(0, 1).expand([6]).to_event(1))
+    with numpyro.plate("rows", first.shape[0]):
+        numpyro.sample("y", dist.Normal(effect[first] + effect[second], 1.0), obs=y)
+
+
+def test_pairs_stay_if_a_record_sees_two_effects_of_a_site(monkeypatch):
+    for module in (pattern, guess):
+        monkeypatch.setattr(module, "MOST_DENSE", 4)
+    monkeypatch.setattr(pattern, "_LARGE", 6)
+    first = jnp.arange(600, dtype=jnp.int32) % 6
+    with pytest.raises(UnsupportedModelError, match="4 latents"):
+        run(two_memberships, (first, first[::-1], jnp.zeros(600)))
 
 
 @pytest.mark.full

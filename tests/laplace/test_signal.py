@@ -120,7 +120,22 @@ def test_listed_outcomes_have_score_0_on_average_and_the_curvature_is_its_slope(
     # Outside the support.
     for odd in (-1, number, 99):
         outside = every(request, KEY, repeated(arrays, 1, [odd]))
-        np.testing.assert_array_equal(np.asarray(outside["score"]), 0)
+        for entry in outside.values():
+            np.testing.assert_array_equal(np.asarray(entry), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "odd"), [("bernoulli", [np.nan, 0.7, -0.5, 2]), ("poisson", [np.nan, np.inf])]
+)
+def test_outcomes_that_are_missing_or_in_between_add_nothing(name, odd):
+    model, kinds, _ = MODELS[name]
+    x, y = ordinary_records(kinds, len(odd) + 1, 4)
+    x, y = np.tile(x[-1:], (len(y), 1)), np.array([*odd, 1], np.float32)
+    problem = problem_of(model, (x, y))
+    request, *_ = at_one_point(problem, np.random.default_rng(5))
+    for entry in signals(problem, 2)(request, KEY, (x, y)).values():
+        np.testing.assert_array_equal(np.asarray(entry)[:-1], 0)
+        assert np.any(np.asarray(entry)[-1])
 
 
 def test_bernoulli_in_closed_form():
