@@ -18,8 +18,8 @@ mean (Stein's identity).
 
 If the outcomes can be listed, the expectations are exact, with :math:`t_r = z_r` and a weight for
 each draw. Otherwise they use two simulated outcomes for each draw. Then :math:`v_i` depends on the
-same simulated outcomes as the centre, and the mean of :math:`s_i` is only close to zero. For rare
-counts this moved the posterior by up to 0.2 of its standard deviations with a million records.
+same simulated outcomes as the centre, and the mean of :math:`s_i` is only close to zero. It
+matters for rare counts and a million records or more.
 """
 
 from __future__ import annotations
