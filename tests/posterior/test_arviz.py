@@ -2,7 +2,10 @@
 
 import sys
 
-import arviz
+try:
+    import arviz
+except FileNotFoundError:  # ArviZ 0.23 writes today's date to a file; two workers at once collide.
+    import arviz
 import jax
 import matplotlib
 import numpy as np
