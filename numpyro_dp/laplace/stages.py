@@ -99,16 +99,23 @@ class Run:
         stage = self.stages[-1]
         self.kappa = decode.sampling_ratio(stage, noisy, noise)
         begin = self.mean, self.covariance
-        self.mean, covariance = decode.decode(self._prior, self.stages, self.kappa, begin)
-        self.stages, self.covariance = decode.with_step(self.stages, self.mean, covariance)
+        self.mean, self._decoded = decode.decode(self._prior, self.stages, self.kappa, begin)
+        self.stages, self.covariance = decode.with_step(self.stages, self.mean, self._decoded)
         self.whitening = curvature.next_whitening(stage, self._prior, self.kappa)
         self.template = self.whitening @ stage.curvature_floored @ self.whitening
         if len(self.stages) > 1:  # the first whitening is a guess, which clips many records
             self.growth = next_growth(self.growth, self.kappa)
 
     def likelihood(self) -> tuple[np.ndarray, np.ndarray]:
-        """Precision and linear term of the released likelihood, in all coordinates."""
-        precision, linear = decode.released_likelihood(self.mean, self.covariance, self._prior)
+        """Precision and linear term of the released likelihood, in all coordinates.
+
+        ``with_step`` widens the covariance and keeps the mean. This is right under the prior of the
+        decode. In a direction that is as wide as this prior, the likelihood then has precision 0
+        and a linear term that is not 0. Another prior, such as that of group effects with an
+        unknown scale, would follow it without limit. So other priors get the likelihood without it.
+        """
+        covariance = self._decoded if self.prior.normal is None else self.covariance
+        precision, linear = decode.released_likelihood(self.mean, covariance, self._prior)
         whole, right = np.zeros((self.size, self.size)), np.zeros(self.size)
         whole[np.ix_(self.seen, self.seen)], right[self.seen] = precision, linear
         return whole, right

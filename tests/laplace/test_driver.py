@@ -10,7 +10,8 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_dp import DPLaplace, NoiseReuseError, PrivacyBudget, UnsupportedModelError, fit
-from numpyro_dp.laplace import guess, pattern
+from numpyro_dp.laplace import decode, guess, pattern
+from numpyro_dp.laplace.prior import ModelPrior
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.run import streaming
 
@@ -266,6 +267,25 @@ def test_pairs_stay_if_a_record_sees_two_effects_of_a_site(monkeypatch):
     first = jnp.arange(600, dtype=jnp.int32) % 6
     with pytest.raises(UnsupportedModelError, match="4 latents"):
         run(two_memberships, (first, first[::-1], jnp.zeros(600)))
+
+
+def test_other_priors_do_not_follow_an_uncertain_step(monkeypatch):
+    """The likelihood has no linear term in a direction without precision."""
+    monkeypatch.setattr(decode, "UNCERTAIN_STEP", 20.0)
+    seen = []
+    posterior = ModelPrior.posterior
+
+    def spy(self, precision, linear, rng_key):
+        seen.append((precision, linear))
+        return posterior(self, precision, linear, rng_key)
+
+    monkeypatch.setattr(ModelPrior, "posterior", spy)
+    group = np.arange(3000) % 6
+    y = jnp.asarray(np.linspace(-2, 2, 6)[group], jnp.float32)
+    run(intercepts, (jnp.asarray(group), y), budget=PrivacyBudget(0.3, 1e-5))
+    ((precision, linear),) = seen
+    values, vectors = np.linalg.eigh(precision)
+    assert np.all(np.abs(vectors.T @ linear) < 10 * (np.sqrt(np.abs(values)) + values))
 
 
 @pytest.mark.full
