@@ -7,17 +7,12 @@ from jax import Array, lax
 from jax.scipy.linalg import cho_solve
 from jaxtyping import Bool, Float
 
-__all__ = ["log_det", "positive_definite", "raise_eigenvalues", "spd_inverse", "symmetric"]
+__all__ = ["positive_definite", "raise_eigenvalues", "spd_inverse", "symmetric"]
 
 
 def symmetric(matrix: Float[Array, "d d"]) -> Float[Array, "d d"]:
     """Returns the symmetric part."""
     return (matrix + matrix.T) / 2
-
-
-def log_det(factor: Float[Array, "d d"]) -> Float[Array, ""]:
-    """Returns the logarithm of the determinant of the matrix with this Cholesky factor."""
-    return 2 * jnp.sum(jnp.log(jnp.diagonal(factor)))
 
 
 def spd_inverse(factor: Float[Array, "d d"]) -> Float[Array, "d d"]:

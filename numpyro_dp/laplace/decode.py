@@ -39,7 +39,6 @@ from numpyro_dp.laplace.curvature import (
 __all__ = [
     "Prior",
     "Stage",
-    "capped",
     "decode",
     "denoise_curvature",
     "denoise_scales",
@@ -193,22 +192,6 @@ def released_likelihood(
     turned = root @ vectors
     precision = symmetric((turned * (1 / ratios - 1)) @ turned.T)
     return precision, precision @ mean + prior.precision @ (mean - prior.mean)
-
-
-def capped(mean: np.ndarray, covariance: np.ndarray, prior: Prior) -> np.ndarray:
-    """Returns the covariance, lowered to the prior's in each direction in which it is wider (d, d).
-
-    The likelihood of :func:`released_likelihood` times the prior has this covariance.
-
-    Args:
-        mean: Posterior mean (d,). The cap does not depend on it.
-        covariance: Posterior covariance (d, d).
-        prior: The prior that was used for decoding.
-    """
-    root, inverse_root = roots(prior.precision)
-    ratios, vectors = _over_prior(covariance, root)
-    turned = inverse_root.T @ vectors
-    return symmetric((turned * ratios) @ turned.T)
 
 
 def _over_prior(covariance: np.ndarray, root: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -104,12 +104,32 @@ def close(actual, expected, rtol, atol=0.0):
         np.testing.assert_allclose(actual[name], expected[name], rtol, atol, err_msg=name)
 
 
+def log_prob(family, natural, value):
+    """The log density by NumPyro."""
+    dists = family.to_dist(natural)
+    if isinstance(dists, dict):
+        return sum(dists[site].log_prob(value[site]) for site in dists)
+    return dists.log_prob(value)
+
+
+def to_mean(family):
+    """Mean parameters: the gradient of A, which is the exponent minus the log density anywhere."""
+
+    def log_partition(natural, value):
+        return inner(natural, family.statistics(value)) - log_prob(family, natural, value)
+
+    def mean(natural):
+        dists = family.to_dist(natural)
+        value = jax.tree.map(lambda d: d.mean, dists, is_leaf=lambda d: hasattr(d, "log_prob"))
+        return jax.grad(log_partition)(natural, jax.lax.stop_gradient(value))
+
+    return mean
+
+
 @pytest.mark.full
 @every_family
-def test_the_mean_is_the_gradient_of_the_log_partition(double, name):
+def test_members_are_valid_and_have_the_shapes_of_the_unit(double, name):
     family, natural = make(name), members(name)
-    gradient = vmapped(jax.grad(family.log_partition))(natural)
-    close(vmapped(family.to_mean)(natural), gradient, rtol=1e-9, atol=1e-11)
     assert vmapped(family.is_valid)(natural).all()
     assert set(family.unit) == set(natural)
     assert all(family.unit[n].shape == natural[n].shape[1:] for n in natural)
@@ -119,15 +139,19 @@ def test_the_mean_is_the_gradient_of_the_log_partition(double, name):
 @every_family
 def test_natural_parameters_come_back_from_the_means(double, name):
     family, natural = make(name), members(name, count=300)
-    back = vmapped(lambda n: family.to_natural(family.to_mean(n)))(natural)
+    back = vmapped(lambda n: family.to_natural(to_mean(family)(n)))(natural)
     close(back, natural, rtol=1e-8, atol=1e-9)
 
 
 @every_family
 def test_natural_parameters_come_back_in_single_precision(name):
-    family, natural = make(name), members(name, count=300, width=0.4)
-    assert all(value.dtype == jnp.float32 for value in natural.values())
-    back = vmapped(lambda n: family.to_natural(family.to_mean(n)))(natural)
+    family = make(name)
+    with x64():
+        natural = members(name, count=300, width=0.4)
+        means = jax.tree.map(np.asarray, vmapped(to_mean(family))(natural))
+        natural = jax.tree.map(np.asarray, natural)
+    back = vmapped(family.to_natural)({n: jnp.asarray(v, "float32") for n, v in means.items()})
+    assert all(value.dtype == jnp.float32 for value in back.values())
     # Shapes up to 16 and condition numbers up to 40: what rounding of the means is multiplied by.
     close(back, natural, rtol=1e-4, atol=1e-5)
 
@@ -182,9 +206,8 @@ def test_concentrations_from_exact_means_in_both_precisions(size):
 @every_family
 def test_jit_and_vmap_change_nothing(double, name):
     family, natural = make(name), members(name, count=3)
-    mean = vmapped(family.to_mean)(natural)
+    mean = vmapped(to_mean(family))(natural)
     for function, given in [
-        (family.log_partition, natural),
         (family.to_natural, mean),
         (lambda n: family.project(n, 0.5), natural),
     ]:
@@ -199,10 +222,9 @@ def test_the_precision_of_the_inputs_is_kept(double, name):
     family = make(name)
     natural = {n: v.astype(jnp.float32) for n, v in one(members(name, width=0.3)).items()}
     for function in (
-        lambda n: family.to_natural(family.to_mean(n)),
+        family.to_natural,
         lambda n: family.project(n, 0.1),
         lambda n: family.from_dist(family.to_dist(n)),
-        family.log_partition,
         lambda n: ep.damp(n, n, 0.5),
     ):
         result = jax.eval_shape(function, natural)
@@ -228,22 +250,15 @@ def drawn(name):
 
 @pytest.mark.full
 @every_family
-def test_the_density_is_that_of_numpyro(double, name):
+def test_the_exponent_is_that_of_numpyro(double, name):
     family, (natural, z) = make(name), drawn(name)
     z = jax.tree.map(lambda value: value[:20], z)
 
-    @jax.jit
-    def expected(z):
-        dists = family.to_dist(natural)
-        if isinstance(dists, dict):
-            return sum(dists[site].log_prob(z[site]) for site in dists)
-        return dists.log_prob(z)
+    def constant(value):
+        return inner(natural, family.statistics(value)) - log_prob(family, natural, value)
 
-    def log_density(value):
-        linear = inner(natural, family.statistics(value))
-        return linear - family.log_partition(natural) + family.log_base(value)
-
-    np.testing.assert_allclose(vmapped(log_density)(z), expected(z), rtol=1e-9, atol=1e-9)
+    found = vmapped(constant)(z)
+    np.testing.assert_allclose(found, found[0], rtol=1e-9, atol=1e-9)
 
 
 @every_family
@@ -259,8 +274,9 @@ def test_means_of_draws(double, name):
         ]
         return max(np.max(score) for score in scores)
 
-    assert worst(family.to_mean(natural)) < 5
-    assert worst(family.to_mean(ep.power(natural, 1.5))) > 8
+    mean = to_mean(family)
+    assert worst(mean(natural)) < 5
+    assert worst(mean(ep.power(natural, 1.5))) > 8
 
 
 @every_family
@@ -360,11 +376,8 @@ def test_products_of_densities(double, name):
     together = ep.multiply(a, b)
     z = jax.tree.map(lambda value: value[:8], drawn(name)[1])
 
-    def log_density(natural, value):
-        return inner(natural, family.statistics(value)) - family.log_partition(natural)
-
     def gap(value):
-        both = log_density(a, value) + log_density(b, value)
+        both = log_prob(family, a, value) + log_prob(family, b, value)
         return both - inner(together, family.statistics(value))
 
     gaps = vmapped(gap)(z)
@@ -473,9 +486,6 @@ def test_product_family(double):
     b = {"log": jnp.array([0.0, 1.0, -0.5])}
     natural = {f"{site}_{n}": v for site, part in {"x": x, "y_a": a, "y_b": b}.items()
                for n, v in part.items()}  # fmt: skip
-    parts = [(ep.isotropic_normal(2), x), (ep.diagonal_normal(1), a), (ep.dirichlet(3), b)]
-    total = sum(part.log_partition(n) for part, n in parts)
-    np.testing.assert_allclose(family.log_partition(natural), total, rtol=1e-12)
     z = draws(family, natural, 5)
     assert z["x"].shape == (5, 2) and z["y"]["a"].shape == (5, 1) and z["y"]["b"].shape == (5, 3)
     assert vmapped(family.statistics)(z)["y_b_log"].shape == (5, 3)

@@ -40,10 +40,7 @@ class Family(NamedTuple):
     Attributes:
         name: Constructor and size.
         unit: Natural parameters of the constant function 1, all zeros. Shows names and shapes.
-        log_partition: Natural parameters -> :math:`A`.
         statistics: One value -> :math:`s(z)`. A value of a product is a dict by site.
-        log_base: One value -> :math:`\log h(z)`.
-        to_mean: Natural parameters -> mean parameters.
         to_natural: Mean parameters -> natural parameters. The means of a concentrated member lose
             digits to cancellation, which limits the accuracy.
         is_valid: Natural parameters -> whether finite and inside the domain.
@@ -57,10 +54,7 @@ class Family(NamedTuple):
 
     name: str
     unit: Natural
-    log_partition: Callable[[Natural], Float[Array, ""]]
     statistics: Callable[[Any], Natural]
-    log_base: Callable[[Any], Float[Array, ""]]
-    to_mean: Callable[[Natural], Natural]
     to_natural: Callable[[Natural], Natural]
     is_valid: Callable[[Natural], Bool[Array, ""]]
     project: Callable[[Natural, Number], Natural]
@@ -184,10 +178,7 @@ def product(**families: Family) -> Family:
     return Family(
         name=f"product({', '.join(f'{site}={f.name}' for site, f in families.items())})",
         unit=join({site: f.unit for site, f in families.items()}),
-        log_partition=lambda natural: sum(map_sites("log_partition", natural).values()),
         statistics=lambda z: join({site: f.statistics(z[site]) for site, f in families.items()}),
-        log_base=lambda z: sum(f.log_base(z[site]) for site, f in families.items()),
-        to_mean=lambda natural: join(map_sites("to_mean", natural)),
         to_natural=lambda mean: join(map_sites("to_natural", mean)),
         is_valid=is_valid,
         project=project,
@@ -252,11 +243,6 @@ def _check_sites(families: dict[str, Family], dists: Any) -> None:
 def unit(**shapes: tuple[int, ...]) -> Natural:
     """Returns the natural parameters of the constant function 1."""
     return {name: jnp.zeros(shape) for name, shape in shapes.items()}
-
-
-def no_base(z: Any) -> Float[Array, ""]:
-    """Returns the logarithm of the base measure of a family that has none."""
-    return jnp.zeros((), jnp.result_type(z, float))
 
 
 def full(value: Any, shape: tuple[int, ...]) -> Array:

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array, lax
-from jax.scipy.special import digamma, gammaln, logsumexp
+from jax.scipy.special import digamma, logsumexp
 from jaxtyping import Bool, Float
 
 from numpyro_dp._validate import check_int
@@ -35,7 +35,6 @@ from numpyro_dp.ep.families.base import (
     all_finite,
     full,
     least_log,
-    no_base,
     unit,
     unwrap,
 )
@@ -60,7 +59,7 @@ def gamma(shape: tuple[int, ...] = ()) -> Family:
     r"""Returns the family of independent gamma distributions.
 
     The natural parameters are ``log`` :math:`a - 1` and ``rate`` :math:`b`, both with this shape.
-    The statistics are :math:`(\log z, -z)`, and :math:`A = \sum \log\Gamma(a) - a\log b`.
+    The statistics are :math:`(\log z, -z)`.
     ``project`` raises :math:`a` and :math:`b` separately to the floor. ``from_dist`` takes Gamma
     and Exponential.
 
@@ -78,10 +77,7 @@ def gamma(shape: tuple[int, ...] = ()) -> Family:
     return Family(
         name=name,
         unit=unit(log=shape, rate=shape),
-        log_partition=_gamma_log_partition,
         statistics=lambda z: {"log": jnp.log(z), "rate": -z},
-        log_base=no_base,
-        to_mean=_gamma_to_mean,
         to_natural=_gamma_to_natural,
         is_valid=_gamma_is_valid,
         project=_gamma_project,
@@ -112,10 +108,7 @@ def beta(shape: tuple[int, ...] = ()) -> Family:
     return Family(
         name=name,
         unit=unit(log=shape, log_complement=shape),
-        log_partition=_beta_log_partition,
         statistics=lambda z: {"log": jnp.log(z), "log_complement": jnp.log1p(-z)},
-        log_base=no_base,
-        to_mean=_beta_to_mean,
         to_natural=_beta_to_natural,
         is_valid=_above_minus_one,
         project=_raise_logs,
@@ -144,27 +137,13 @@ def dirichlet(size: int) -> Family:
     return Family(
         name=name,
         unit=unit(log=(size,)),
-        log_partition=_dirichlet_log_partition,
         statistics=lambda z: {"log": jnp.log(z)},
-        log_base=no_base,
-        to_mean=lambda natural: {"log": mean_logs(natural["log"] + 1)},
         to_natural=lambda mean: {"log": solve_concentration(mean["log"]) - 1},
         is_valid=_above_minus_one,
         project=_raise_logs,
         to_dist=lambda natural: dist.Dirichlet(natural["log"] + 1),
         from_dist=partial(_dirichlet_from_dist, name, size),
     )
-
-
-def _gamma_log_partition(natural: Natural) -> Float[Array, ""]:
-    shape = natural["log"] + 1
-    return jnp.sum(gammaln(shape) - shape * jnp.log(natural["rate"]))
-
-
-def _gamma_to_mean(natural: Natural) -> Natural:
-    shape = natural["log"] + 1
-    value = shape / natural["rate"]
-    return {"log": jnp.log(value) - excess(shape), "rate": -value}
 
 
 def _gamma_to_natural(mean: Natural) -> Natural:
@@ -192,19 +171,6 @@ def _gamma_from_dist(name: str, shape: tuple[int, ...], given: Any) -> Natural:
     return {"log": full(base.concentration, shape) - 1, "rate": rate}
 
 
-def _beta_concentration(natural: Natural) -> Float[Array, "... 2"]:
-    return jnp.stack([natural["log"], natural["log_complement"]], -1) + 1
-
-
-def _beta_log_partition(natural: Natural) -> Float[Array, ""]:
-    return _dirichlet_log_partition({"log": _beta_concentration(natural) - 1})
-
-
-def _beta_to_mean(natural: Natural) -> Natural:
-    means = mean_logs(_beta_concentration(natural))
-    return {"log": means[..., 0], "log_complement": means[..., 1]}
-
-
 def _beta_to_natural(mean: Natural) -> Natural:
     means = jnp.stack([mean["log"], mean["log_complement"]], -1)
     concentration = solve_concentration(means)
@@ -221,11 +187,6 @@ def _beta_from_dist(name: str, shape: tuple[int, ...], given: Any) -> Natural:
         "log": full(base.concentration1, shape) - 1,
         "log_complement": full(base.concentration0, shape) - 1,
     }
-
-
-def _dirichlet_log_partition(natural: Natural) -> Float[Array, ""]:
-    concentration = natural["log"] + 1
-    return jnp.sum(jnp.sum(gammaln(concentration), -1) - gammaln(jnp.sum(concentration, -1)))
 
 
 def _dirichlet_from_dist(name: str, size: int, given: Any) -> Natural:

@@ -1,7 +1,6 @@
 r"""Normal families: full, diagonal and isotropic precision.
 
-.. math:: \log p(z) = \eta^\top z - \tfrac12 z^\top\Lambda z - A, \quad
-    A = \tfrac12\eta^\top\Lambda^{-1}\eta - \tfrac12\log\det\Lambda + \tfrac d2\log 2\pi.
+.. math:: \log p(z) = \eta^\top z - \tfrac12 z^\top\Lambda z + \mathrm{const}.
 
 The mean is :math:`\Lambda^{-1}\eta`. In all three families ``project`` raises the eigenvalues of
 the precision to the floor and does not change the linear coefficient. So the mean does not change
@@ -13,7 +12,6 @@ Reference:
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -21,11 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array, lax
-from jax.scipy.linalg import cho_solve, solve_triangular
-from jaxtyping import Bool, Float
+from jax.scipy.linalg import cho_solve
+from jaxtyping import Bool
 
 from numpyro_dp._matrix import (
-    log_det,
     positive_definite,
     raise_eigenvalues,
     spd_inverse,
@@ -38,14 +35,12 @@ from numpyro_dp.ep.families.base import (
     Number,
     all_finite,
     full,
-    no_base,
     unit,
     unwrap,
 )
 
 __all__ = ["diagonal_normal", "isotropic_normal", "normal"]
 
-_LOG_2PI = math.log(2 * math.pi)
 _DIM = "The number of coordinates."
 
 
@@ -71,10 +66,7 @@ def normal(dim: int) -> Family:
     return Family(
         name=name,
         unit=unit(linear=(dim,), precision=(dim, dim)),
-        log_partition=_full_log_partition,
         statistics=lambda z: {"linear": z, "precision": -jnp.outer(z, z) / 2},
-        log_base=no_base,
-        to_mean=_full_to_mean,
         to_natural=_full_to_natural,
         is_valid=_full_is_valid,
         project=_full_project,
@@ -103,10 +95,7 @@ def diagonal_normal(dim: int) -> Family:
     return Family(
         name=name,
         unit=unit(linear=(dim,), precision=(dim,)),
-        log_partition=_diagonal_log_partition,
         statistics=lambda z: {"linear": z, "precision": -jnp.square(z) / 2},
-        log_base=no_base,
-        to_mean=_diagonal_to_mean,
         to_natural=_diagonal_to_natural,
         is_valid=_positive_precision,
         project=_raise_precision,
@@ -129,36 +118,21 @@ def isotropic_normal(dim: int) -> Family:
     Example:
         >>> import jax.numpy as jnp
         >>> natural = {"linear": jnp.array([2.0, 4.0]), "precision": jnp.array(2.0)}
-        >>> isotropic_normal(2).to_mean(natural)["precision"]  # -(1 + 4 + 2 / 2) / 2
-        Array(-3., dtype=float32)
+        >>> isotropic_normal(2).to_dist(natural).mean
+        Array([1., 2.], dtype=float32)
     """
     check_int("dim", dim, low=1, remedy=_DIM)
     name = f"isotropic_normal({dim})"
     return Family(
         name=name,
         unit=unit(linear=(dim,), precision=()),
-        log_partition=_isotropic_log_partition,
         statistics=lambda z: {"linear": z, "precision": -jnp.sum(jnp.square(z)) / 2},
-        log_base=no_base,
-        to_mean=_isotropic_to_mean,
         to_natural=_isotropic_to_natural,
         is_valid=_positive_precision,
         project=_raise_precision,
         to_dist=_diagonal_to_dist,
         from_dist=partial(_isotropic_from_dist, name, dim),
     )
-
-
-def _full_log_partition(natural: Natural) -> Float[Array, ""]:
-    linear, factor = natural["linear"], jnp.linalg.cholesky(natural["precision"])
-    whitened = solve_triangular(factor, linear, lower=True)
-    return (jnp.sum(jnp.square(whitened)) - log_det(factor) + linear.size * _LOG_2PI) / 2
-
-
-def _full_to_mean(natural: Natural) -> Natural:
-    factor = jnp.linalg.cholesky(natural["precision"])
-    mean = cho_solve((factor, True), natural["linear"])
-    return {"linear": mean, "precision": -(spd_inverse(factor) + jnp.outer(mean, mean)) / 2}
 
 
 def _full_to_natural(mean: Natural) -> Natural:
@@ -193,16 +167,6 @@ def _full_from_dist(name: str, dim: int, given: Any) -> Natural:
     return {"linear": linear, "precision": precision}
 
 
-def _diagonal_log_partition(natural: Natural) -> Float[Array, ""]:
-    linear, precision = natural["linear"], natural["precision"]
-    return jnp.sum(jnp.square(linear) / precision - jnp.log(precision) + _LOG_2PI) / 2
-
-
-def _diagonal_to_mean(natural: Natural) -> Natural:
-    mean = natural["linear"] / natural["precision"]
-    return {"linear": mean, "precision": -(1 / natural["precision"] + jnp.square(mean)) / 2}
-
-
 def _diagonal_to_natural(mean: Natural) -> Natural:
     precision = 1 / (-2 * mean["precision"] - jnp.square(mean["linear"]))
     return {"linear": precision * mean["linear"], "precision": precision}
@@ -212,18 +176,6 @@ def _diagonal_to_dist(natural: Natural) -> dist.Distribution:
     """Serves the diagonal and the isotropic family."""
     loc = natural["linear"] / natural["precision"]
     return dist.Normal(loc, 1 / jnp.sqrt(natural["precision"])).to_event(1)
-
-
-def _isotropic_log_partition(natural: Natural) -> Float[Array, ""]:
-    linear, precision = natural["linear"], natural["precision"]
-    square = jnp.sum(jnp.square(linear)) / precision
-    return (square + linear.size * (_LOG_2PI - jnp.log(precision))) / 2
-
-
-def _isotropic_to_mean(natural: Natural) -> Natural:
-    mean = natural["linear"] / natural["precision"]
-    square = mean.size / natural["precision"] + jnp.sum(jnp.square(mean))
-    return {"linear": mean, "precision": -square / 2}
 
 
 def _isotropic_to_natural(mean: Natural) -> Natural:
