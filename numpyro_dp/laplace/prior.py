@@ -6,8 +6,8 @@ its central 68 and 95 %.
 
 The released values then give a likelihood :math:`\exp(b^\top\theta - \theta^\top P \theta / 2)`.
 The posterior is this likelihood times the model's *own* prior. It is computed in closed form for a
-normal prior, by weighted draws for a nearly normal one, and by NUTS otherwise. This is
-post-processing and has no privacy cost.
+normal prior. Otherwise draws of the prior, or of its normal approximation, are weighted. If few
+weights count, NUTS samples it. This is post-processing and has no privacy cost.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class ModelPrior(NamedTuple):
         decoded: The exact or approximate normal prior of the latents that records see.
         constrain: Vectors of all latents, shape (draws, all) -> values by site in the model's own
             units. It is compiled once.
+        draws: Draws of all latents from their prior, shape (draws, all), or ``None`` if it is
+            normal.
     """
 
     outcomes: Outcomes
@@ -51,6 +53,7 @@ class ModelPrior(NamedTuple):
     seen: np.ndarray
     decoded: Prior
     constrain: Callable[[Array], dict[str, Array]]
+    draws: np.ndarray | None = None
 
     def posterior(
         self, precision: np.ndarray, linear: np.ndarray, rng_key: Array
@@ -65,7 +68,9 @@ class ModelPrior(NamedTuple):
         if self.normal is not None:
             mean, covariance = self._closed_form(precision, linear)
             return functools.partial(self._normal_draws, mean, np.linalg.cholesky(covariance))
-        kept = self._resampled(precision, linear, rng_key)
+        kept = self._from_prior(precision, linear, rng_key)
+        if kept is None:
+            kept = self._resampled(precision, linear, rng_key)
         if kept is None:
             kept = self._sampled(precision, linear, rng_key)
         return functools.partial(self._kept_draws, kept)
@@ -89,6 +94,19 @@ class ModelPrior(NamedTuple):
         rows = jax.random.choice(rng_key, len(kept), (num_samples,), replace=again)
         return self.constrain(kept[rows])
 
+    def _from_prior(
+        self, precision: np.ndarray, linear: np.ndarray, rng_key: Array
+    ) -> Array | None:
+        """Draws from the prior, resampled by weight, or ``None`` if few weights count.
+
+        If a small budget leaves the prior, NUTS would sample a hierarchy badly: the scale of group
+        effects makes a funnel.
+        """
+        theta = self.draws[:, self.seen]
+        fit = theta @ linear - np.einsum("nd,de,ne->n", theta, precision, theta) / 2
+        rows = _rows_by_weight(fit, generator(rng_key))
+        return None if rows is None else jnp.asarray(self.draws[rows], jnp.result_type(float))
+
     def _resampled(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> Array | None:
         """Draws under the normal prior, resampled by weight, or ``None`` if few weights count."""
         outcomes, prior = self.outcomes, self.decoded
@@ -109,13 +127,8 @@ class ModelPrior(NamedTuple):
         logs = (
             np.asarray(exact, np.float64) + np.einsum("nd,de,ne->n", off, prior.precision, off) / 2
         )
-        logs = np.where(np.isfinite(logs), logs, -np.inf)
-        weights = np.exp(logs - logs.max())
-        weights = weights / weights.sum()
-        if not np.isfinite(weights).all() or 1 / np.sum(weights**2) < _PROPOSED / 4:
-            return None
-        rows = rng.choice(_PROPOSED, _KEPT, p=weights)
-        return jnp.asarray(theta[rows], jnp.result_type(float))
+        rows = _rows_by_weight(logs, rng)
+        return None if rows is None else jnp.asarray(theta[rows], jnp.result_type(float))
 
     def _sampled(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> Array:
         outcomes, seen = self.outcomes, jnp.asarray(self.seen)
@@ -155,12 +168,22 @@ def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:
     # Heavy tails need the larger width. A prior that is too narrow also moves the other latents.
     widths = np.maximum(np.maximum((high - low) / 2, (highest - lowest) / 3.92), 1e-6)
     decoded = Prior(middle, np.diag(widths**-2.0))
-    return ModelPrior(outcomes, None, seen, decoded, _constrained(outcomes))
+    return ModelPrior(outcomes, None, seen, decoded, _constrained(outcomes), flat)
 
 
 def generator(rng_key: Array) -> np.random.Generator:
     """A NumPy generator seeded by a JAX key, for draws without a compiled program."""
     return np.random.default_rng(np.asarray(jax.random.key_data(rng_key)).ravel())
+
+
+def _rows_by_weight(logs: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
+    """Numbers of draws, drawn by weight, or ``None`` if fewer than a quarter of them count."""
+    logs = np.where(np.isfinite(logs), logs, -np.inf)
+    weights = np.exp(logs - logs.max())
+    weights = weights / weights.sum()
+    if not np.isfinite(weights).all() or 1 / np.sum(weights**2) < len(logs) / 4:
+        return None
+    return rng.choice(len(logs), _KEPT, p=weights)
 
 
 def _unravel(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:

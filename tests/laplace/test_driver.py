@@ -288,6 +288,23 @@ def test_other_priors_do_not_follow_an_uncertain_step(monkeypatch):
     assert np.all(np.abs(vectors.T @ linear) < 10 * (np.sqrt(np.abs(values)) + values))
 
 
+def test_without_information_a_hierarchy_is_drawn_from_its_prior(monkeypatch):
+    """NUTS would sample the funnel of scale and effects badly."""
+    monkeypatch.delattr(ModelPrior, "_sampled")
+    group = np.arange(3000) % 6
+    y = jnp.asarray(np.linspace(-2, 2, 6)[group], jnp.float32)
+    found = run(intercepts, (jnp.asarray(group), y), budget=PrivacyBudget(0.001, 1e-5))
+    scale = np.abs(np.random.default_rng(0).normal(size=100_000))
+    sample = draws(found, "scale"), draws(found, "effect")
+    expected = (
+        scale,
+        np.repeat(scale[:, None], 6, axis=1) * np.random.default_rng(1).normal(size=(100_000, 6)),
+    )
+    for ours, exact in zip(sample, expected, strict=True):
+        assert np.all(np.abs(ours.mean(0) - exact.mean(0)) < 0.1 * exact.std(0))
+        assert np.all(np.abs(ours.std(0) / exact.std(0) - 1) < 0.1)
+
+
 @pytest.mark.full
 def test_pairs_of_group_effects_can_be_left_out(monkeypatch):
     rng = np.random.default_rng(4)
