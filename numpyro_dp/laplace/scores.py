@@ -162,6 +162,7 @@ def _released(frame: Array, product: Array, places: Any) -> tuple[Array, Array]:
     half = _product(product, frame)
     rows, columns = own_constants(*(np.asarray(place, np.uint32) for place in places))
     (widths,) = own_constants(np.where(places[0] == places[1], 1.0, np.sqrt(2.0)).astype("f4"))
+    widths = jnp.asarray(widths)  # a NumPy array in another precision would be a new constant
     few = 4 * len(places[0]) < frame.shape[1] ** 2 and len(frame) <= _FEW
     if few:  # the whole matrix would be larger than what is released
         found = jnp.sum(frame[:, rows] * half[:, columns], axis=0)

@@ -137,13 +137,16 @@ def first_values(init_params: Mapping[str, Any] | None) -> tuple[PublicArray, ..
 
 def argument_names(model: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
     """Returns the names of positional arguments from the model's signature."""
-    inner = model
+    inner, parameters = model, []
     while inner is not None:
-        model, inner = inner, wrapped_model(inner)
-    try:
-        parameters = list(inspect.signature(model).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
+        try:
+            parameters = list(inspect.signature(inner, follow_wrapped=False).parameters.values())
+        except (TypeError, ValueError):
+            parameters = []
+        # A wrapper may order arguments in its own way. Only `*args` has those of what it wraps.
+        if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+            break
+        inner = wrapped_model(inner)
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     known = [each.name for each in parameters if each.kind in by_place]
     return [known[i] if i < len(known) else f"args[{i}]" for i in range(len(args))]

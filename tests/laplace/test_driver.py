@@ -305,6 +305,19 @@ def test_without_information_a_hierarchy_is_drawn_from_its_prior(monkeypatch):
         assert np.all(np.abs(ours.std(0) / exact.std(0) - 1) < 0.1)
 
 
+def test_double_precision_adds_no_public_array():
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        rng = np.random.default_rng(0)
+        x, y = jnp.asarray(rng.normal(size=(400, 14))), jnp.asarray(rng.integers(2, size=400))
+
+        def model(x, y):
+            w = numpyro.sample("w", dist.Normal(0, 1).expand([14]).to_event(1))
+            with numpyro.plate("rows", x.shape[0]):
+                numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+        assert run(model, (x, y)).privacy.public == ()
+
+
 @pytest.mark.full
 def test_pairs_of_group_effects_can_be_left_out(monkeypatch):
     rng = np.random.default_rng(4)

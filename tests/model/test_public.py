@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -37,7 +38,7 @@ from numpyro.infer.initialization import init_to_value
 from ordinary import ORDINARY
 
 from numpyro_dp import DPSEP, DPSVI, SGLD
-from numpyro_dp.model.public import PublicValues, declare
+from numpyro_dp.model.public import PublicValues, argument_names, declare
 
 REFUSED = [row for row in HOSTILE if row.parts is not None]
 SAFE = [row for row in HOSTILE if row.parts is None]
@@ -417,3 +418,21 @@ def test_a_guide_of_another_driver_is_checked_again() -> None:
     holding = located(lambda x, w: (x - column_means()) @ w)
     with pytest.raises(ValueError, match=r"\(60, 3\)"):
         svi(holding, X, Y, guide=guide).initialise()
+
+
+def test_names_of_arguments_are_those_of_the_wrapper() -> None:
+    """``public=["t"]`` must not declare the argument that stands where an inner model has t."""
+
+    def inner(y: Any, z: Any, t: Any) -> None: ...
+
+    @functools.wraps(inner)
+    def reordered(t: Any, y: Any, z: Any) -> None: ...
+
+    @functools.wraps(inner)
+    def passed_on(*args: Any) -> None: ...
+
+    args = (1, 2, 3)
+    assert argument_names(reordered, args) == ["t", "y", "z"]
+    for model in (inner, passed_on, jax.jit(inner), numpyro.handlers.seed(inner, 0)):
+        assert argument_names(model, args) == ["y", "z", "t"]
+    assert argument_names(lambda *values: None, args) == ["args[0]", "args[1]", "args[2]"]
