@@ -35,13 +35,37 @@ from numpyro_dp._compat import latent_sites, unpack_latent
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
 from numpyro_dp.model.variational import VariationalProblem, guide_kind
 
-__all__ = ["Geometry", "gaussian_geometry"]
+__all__ = ["Coordinates", "Geometry", "gaussian_geometry"]
 
 _HIGHEST = lax.Precision.HIGHEST
 
 
+def _same(values: dict[str, Any], given: Any) -> Any:
+    return given
+
+
+class Coordinates(NamedTuple):
+    """Linear maps into the coordinates of a release and back, at the constrained ``values``.
+
+    Attributes:
+        to: ``(values, gradient) -> release``. The gradient is with respect to the packed
+            constrained parameters, or to the latents.
+        back: ``(values, release) ->`` direction in unconstrained coordinates, or the gradient with
+            respect to the latents.
+        frame: ``(values, latents) -> latents``. Each of the new coordinates moves one entry of the
+            release for each parameter.
+        entries: ``(values, packed) -> release``, for the gradient with a 1 in every coordinate of
+            ``frame``. ``packed`` belongs to a gradient with a 1 in every coordinate of the draw.
+    """
+
+    to: Callable[[dict[str, Any], Any], Any]
+    back: Callable[[dict[str, Any], Any], Any]
+    frame: Callable[[dict[str, Any], Any], Any] = _same
+    entries: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] = _same
+
+
 class Geometry(NamedTuple):
-    """Linear maps of gradients, at the constrained parameters ``values``.
+    """Coordinates of the gradients of a guide.
 
     Gradients with respect to the constrained parameters of the guide are dicts. The gradient for a
     triangular matrix is a vector of its entries on and below the diagonal.
@@ -49,31 +73,21 @@ class Geometry(NamedTuple):
     Attributes:
         pack: Constrained parameters -> the same without entries that are always zero.
         unpack: The inverse of ``pack``.
-        to_unconstrained: ``(values, packed) -> gradient`` in unconstrained coordinates.
-        local: ``(values, packed) -> natural gradient`` in the coordinates of the release. For a
-            mean-field guide these are the unconstrained parameters. For a full-rank guide they are
-            :math:`L^{-1} dm` and the entries of :math:`L^{-1} dL`.
-        from_local: ``(values, local) -> natural gradient`` in unconstrained coordinates.
-        local_entries: ``(values, packed) -> local``, for the gradient with a 1 in every coordinate
-            of ``frame``. ``packed`` belongs to a gradient with a 1 in every coordinate of the draw.
-        frame: ``(values, latents) -> latents``, linear. Each of the new coordinates moves one entry
-            of ``local`` for each parameter.
-        mean_signal: ``(values, latents) ->`` natural gradient of the mean, as released.
-        mean_gradient: The inverse of ``mean_signal``.
         sums: For each parameter, sums a packed array over the entries of each coordinate of
             the draw (see :meth:`~.variational.VariationalProblem.coordinate_sums`).
+        constrained: Gradients with respect to the constrained parameters.
+        natural: Natural gradients. For a mean-field guide with respect to the unconstrained
+            parameters, for a full-rank guide :math:`L^{-1} dm` and the entries of
+            :math:`L^{-1} dL`.
+        mean: Natural gradients of the mean, for gradients with respect to the latents.
     """
 
     pack: Callable[[dict[str, Any]], dict[str, Any]]
     unpack: Callable[[dict[str, Any]], dict[str, Any]]
-    to_unconstrained: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
-    local: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
-    from_local: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
-    local_entries: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
-    frame: Callable[[dict[str, Any], Any], Any]
-    mean_signal: Callable[[dict[str, Any], Any], Any]
-    mean_gradient: Callable[[dict[str, Any], Any], Any]
     sums: dict[str, Callable[[Array], Any]]
+    constrained: Coordinates
+    natural: Coordinates
+    mean: Coordinates
 
 
 def gaussian_geometry(problem: VariationalProblem, method: str) -> Geometry:
@@ -149,14 +163,9 @@ def _mean_field(
     for site, pair in names.items():
         for name in pair:
             sums[name] = unpack or (lambda v, site=site: {site: v})
-    return Geometry(
-        dict, dict, to_unconstrained, local, _second, local, _second,
-        mean_signal=mean_signal, mean_gradient=mean_gradient, sums=sums,
-    )  # fmt: skip
-
-
-def _second(values: dict[str, Any], given: Any) -> Any:
-    return given
+    natural = Coordinates(local, _same, entries=local)
+    mean = Coordinates(mean_signal, mean_gradient)
+    return Geometry(dict, dict, sums, Coordinates(_same, to_unconstrained), natural, mean)
 
 
 def _full_rank(auto: Any) -> Geometry:
@@ -214,10 +223,9 @@ def _full_rank(auto: Any) -> Geometry:
         loc: functools.partial(unpack_latent, auto),
         tril: lambda v: unpack_latent(auto, jax.ops.segment_sum(v, rows, num_segments=dim)),
     }
-    return Geometry(
-        pack, unpack, to_unconstrained, local, from_local, local_entries, frame,
-        mean_signal=frame, mean_gradient=mean_gradient, sums=sums,
-    )  # fmt: skip
+    constrained = Coordinates(_same, to_unconstrained)
+    natural = Coordinates(local, from_local, frame, local_entries)
+    return Geometry(pack, unpack, sums, constrained, natural, Coordinates(frame, mean_gradient))
 
 
 def _pull(constraint: Any, value: Array, gradient: Array) -> Array:

@@ -63,7 +63,7 @@ def aligned_natural() -> Callable[[VariationalProblem], Estimator]:
             return jax.vmap(apply, in_axes=(None, 0))(values, latents)
 
         def whole(public: DrawnPublic, gradient: Any) -> dict[str, Any]:
-            return each(geometry.mean_signal, public, gradient[0]) | gradient[1]
+            return each(geometry.mean.to, public, gradient[0]) | gradient[1]
 
         def core(public: DrawnPublic, gradient: Any, names: tuple[str, ...]) -> dict[str, Any]:
             return select(whole(public, gradient), names)
@@ -72,12 +72,12 @@ def aligned_natural() -> Callable[[VariationalProblem], Estimator]:
             return whole(public, jax.grad(plain.scalar, 1)(public, plain.point(public), example))
 
         def pull_back(public: DrawnPublic, released: Released) -> dict[str, Any]:
-            latents = each(geometry.mean_gradient, public, select(released.total, public.latents))
+            latents = each(geometry.mean.back, public, select(released.total, public.latents))
             own = select(released.total, problem.record_params)
             gradient = pull_back_draw(problem, public, latents, own)
             values = problem.constrain(public.params)
             guide = {name: value for name, value in gradient.items() if name not in own}
-            natural = geometry.from_local(values, geometry.local(values, guide))
+            natural = geometry.natural.back(values, geometry.natural.to(values, guide))
             return natural | select(gradient, own)
 
         factored = plain._replace(core=core, selects=False)

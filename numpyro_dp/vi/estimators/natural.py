@@ -10,9 +10,7 @@ in closed form for Gaussian guides. Post-processing multiplies prior and entropy
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from numpyro_dp._tree import add
 from numpyro_dp.core import Estimator
 from numpyro_dp.model.geometry import gaussian_geometry
 from numpyro_dp.model.variational import VariationalProblem
@@ -53,11 +51,6 @@ def natural() -> Callable[[VariationalProblem], Estimator]:
 
     def build(problem: VariationalProblem) -> Estimator:
         geometry = gaussian_geometry(problem, "natural()")
-
-        def finish(values: Any, released: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
-            return geometry.from_local(values, add(geometry.local(values, rest), released))
-
-        maps = geometry.local, geometry.local_entries, finish, geometry.frame
-        return in_coordinates(problem, geometry, *maps)
+        return in_coordinates(problem, geometry, geometry.natural)
 
     return build

@@ -19,7 +19,7 @@ from jax import Array
 
 from numpyro_dp._tree import add, select
 from numpyro_dp.core import Estimator
-from numpyro_dp.model.geometry import Geometry, gaussian_geometry
+from numpyro_dp.model.geometry import Coordinates, Geometry, gaussian_geometry
 from numpyro_dp.model.variational import VariationalProblem, likelihood_key
 from numpyro_dp.vi.estimators.aligned import DrawnPublic
 from numpyro_dp.vi.estimators.vanilla import Chart, parametric
@@ -55,28 +55,27 @@ def preconditioned() -> Callable[[VariationalProblem], Estimator]:
 
     def build(problem: VariationalProblem) -> Estimator:
         geometry = gaussian_geometry(problem, "preconditioned()")
-
-        def unchanged(values: Any, gradient: Any) -> Any:
-            return gradient
-
-        def finish(values: Any, released: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
-            return geometry.to_unconstrained(values, add(rest, released))
-
-        return in_coordinates(problem, geometry, unchanged, unchanged, finish, unchanged)
+        return in_coordinates(problem, geometry, geometry.constrained)
 
     return build
 
 
-def in_coordinates(problem: VariationalProblem, geometry: Geometry, *maps: Any) -> Estimator:
-    """The estimator of a chart. Its ``maps`` take *constrained* parameters first."""
+def in_coordinates(
+    problem: VariationalProblem, geometry: Geometry, coordinates: Coordinates
+) -> Estimator:
+    """The estimator that releases gradients in these coordinates."""
 
     def at(apply: Callable[..., Any]) -> Callable[..., Any]:
         return lambda params, *given: apply(problem.constrain(params), *given)
 
-    release, entries, finish, frame = map(at, maps)
+    def finish(values: Any, released: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+        return coordinates.back(values, add(coordinates.to(values, rest), released))
+
+    maps = coordinates.to, coordinates.entries, finish, coordinates.frame
+    release, entries, finish_at, frame = map(at, maps)
     sums = geometry.sums if problem.num_particles == 1 else None
     prepare = prepare_constrained(problem, geometry)
-    return parametric(problem, Chart(prepare, release, entries, finish, sums, frame))
+    return parametric(problem, Chart(prepare, release, entries, finish_at, sums, frame))
 
 
 def prepare_constrained(
