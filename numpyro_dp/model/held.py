@@ -38,6 +38,8 @@ __all__ = [
     "written_by_jax",
 ]
 
+# Their functions hold no records of the user. A search through them would reach their registries,
+# caches and half of the interpreter.
 _LIBRARIES = ("builtins", "equinox", "flax", "jax", "jaxlib", "numpy", "numpyro", "optax", "scipy")
 
 
@@ -53,6 +55,7 @@ def held_by_program(found: Any) -> Iterator[Any]:
         yield from (value for _, value in program.constants)
         for equation in program.equations:
             yield from (value for atom in equation.invars for value in literal(atom))
+            # Inner programs of scan, cond, jit and custom rules are parameters of their equation.
             yield from held_by_program(list(equation.params.values()))
     elif isinstance(found, jax.Array | np.ndarray):
         yield found
@@ -68,6 +71,8 @@ def numbers_in_program(found: Any) -> set[float]:
 
     These are literals, including returned ones, and NumPy arrays with one entry.
     """
+    # A set, because a constant that code repeats tells no more than one. Many different numbers may
+    # be a table of records, written out.
     own: set[float] = set()
     for program in programs_in(found):
         atoms = [atom for each in program.equations for atom in each.invars]
@@ -145,6 +150,7 @@ def _search(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
     seen.add(id(value))
     parts: list[Any] = []
     if is_array(value):
+        # Models may hold keys, for example of a fixed random projection.
         found += [] if is_key(value) else [value]
     elif isinstance(value, functools.partial):
         parts = [value.func, *value.args, *value.keywords.values()]
@@ -165,6 +171,7 @@ def _search(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
         parts = [value.__wrapped__]
     elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType):
         parts = list(vars(value).values())
+        # A call of an object runs the __call__ of its class, whose closure may hold arrays.
         parts += [vars(each).get("__call__") for each in type(value).__mro__]
     for part in parts:
         _search(part, found, seen, depth + 1)

@@ -65,7 +65,7 @@ def _outside() -> Any:
 
 
 _OUTSIDE = _outside()
-_lock = threading.Lock()
+_lock = threading.Lock()  # two threads may start runs with one key: check and mark at once
 _used: dict[bytes, int] = {}  # run id -> number of steps whose noise is used up
 
 
@@ -145,6 +145,8 @@ def begin(identities: Sequence[Array], *, repetition: bool) -> Iterator[None]:
                 "same records, pass repetition=True."
             )
         before = {name: _used.get(name) for name in names}
+        # Marked before the run, not after it, or a second run could start while this one is under
+        # way.
         _used.update(dict.fromkeys(names, 0))
     with _taken_back(before):
         yield
@@ -182,6 +184,8 @@ def use(identity: Array, step: int, num_steps: int, *, repetition: bool) -> Iter
                 "learning rate, would reveal records. Continue from the last state, or start again "
                 "with init. To repeat a run, pass repetition=True to the driver."
             )
+        # Also for a state from another process, which this process did not start: from now on its
+        # earlier steps are used up here.
         _used[name] = step + num_steps
     with _taken_back({name: before}):
         yield before is not None

@@ -73,6 +73,8 @@ class Session:
             self.inclusion_prob, settings.microbatch_size, settings.mesh,
             self.problem.numbered,
         )  # fmt: skip
+        # The loop is another program. It needs no guard, because `run` checks budget and noise on
+        # the host.
         self._update = jax.jit(self._guarded_step)
         self._loop = build_loop(self._step_and_value, self._kept, self._measure)
         # One per fold.update, so that runs with the same fold share a compilation.
@@ -133,6 +135,7 @@ class Session:
         opened = state.opened
         buffer, stride, slots, rest = self._slots(opened, num_steps, trace_size)
         done = int(opened.step)
+        # A bar needs 25 calls of the loop. Without a bar, one call never waits for the host.
         chunk = max(1, slots // 25) if progress_bar else slots
         ranges = [(at, min(chunk, slots - at)) for at in range(0, slots, chunk)]
         loop, carry = self._loop_for(fold), opened
@@ -168,6 +171,7 @@ class Session:
             States, constrained parameters, traces and losses, each with the leading axis.
         """
         number = states.step.shape[0]
+        # Runs of a sweep differ in numbers alone, so the first one gives the shapes of all.
         first = jax.tree.map(lambda leaf: leaf[0], states)
         buffer, stride, slots, rest = self._slots(first, num_steps, trace_size, number)
         buffer = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (number, *leaf.shape)), buffer)
@@ -209,6 +213,7 @@ class Session:
         """Returns this session with batches that the host has fetched."""
         size = drawn_size(self.settings.sampler, state.sampler_state)
         if size not in self._streams:
+            # A copy shares the checks and shapes, and gets its own compiled step.
             self._streams[size] = copy.copy(self)
             self._streams[size]._build(Fetched(size).next)
         return self._streams[size]

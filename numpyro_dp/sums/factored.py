@@ -88,6 +88,7 @@ def factored_sum(
     blocks = mechanism.blocks(names)
     norms = [norm_of(mechanism, names, at) for at in range(len(blocks))]
     shapes = jax.eval_shape(cut.gradient_parts, examples)
+    # The least precise dtype of any value decides how much rounding the margin has to cover.
     coarse = coarsest(jax.tree.leaves((shapes, struct, cut.leaves, cut.record_factors(examples))))
     chosen: dict[int, int] = {}
     # Products of matrices sum leaves of the gradient, so coordinates have to be such leaves.
@@ -115,6 +116,7 @@ def factored_sum(
         squares = tuple(jax.vmap(squared_norm)(size) for size in sizes)
         sums = []
         for at, factor in enumerate(mechanism.scales(names, squares, margin)):
+            # Padding of a batch is some record too. Its weight is 0, so it adds exactly 0.
             weights = jnp.where(mask, factor, 0)
 
             def rest(rows: slice, at: int = at) -> list[Array]:
@@ -129,6 +131,8 @@ def factored_sum(
             sums.append((exact, each))
         return sums, squares
 
+    # Rows are chosen by what a record keeps in memory: parts of its gradient, and coordinates that
+    # are not such parts.
     kept = first_of(shapes), [] if factored.selects else [plan.like for plan in plans]
     few = suitable_rows(kept) if rows is None else rows
     sums, squares = over_microbatches(of_rows, (examples, lengths), mask, few, shards)
@@ -305,6 +309,7 @@ def _assemble(
     """
     gradient: list[Any] = [None] * len(cut.leaves)
     at_products, at_rest, factors = parts
+    # Lengths come in the order of `record_lengths`: outer contractions with a factor of the record.
     known = iter(lengths or ())
     for contraction, part, factor in zip(cut.contractions, at_products, factors, strict=True):
         if contraction.gradient is not None:
