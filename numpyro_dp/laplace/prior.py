@@ -103,7 +103,7 @@ class ModelPrior(NamedTuple):
         effects makes a funnel.
         """
         theta = self.draws[:, self.seen]
-        fit = theta @ linear - np.einsum("nd,de,ne->n", theta, precision, theta) / 2
+        fit = theta @ linear - np.sum((theta @ precision) * theta, axis=1) / 2
         rows = _rows_by_weight(fit, generator(rng_key))
         return None if rows is None else jnp.asarray(self.draws[rows], jnp.result_type(float))
 
@@ -124,9 +124,7 @@ class ModelPrior(NamedTuple):
 
         off = theta - prior.mean
         exact = jax.jit(jax.vmap(log_prior))(jnp.asarray(theta, jnp.result_type(float)))
-        logs = (
-            np.asarray(exact, np.float64) + np.einsum("nd,de,ne->n", off, prior.precision, off) / 2
-        )
+        logs = np.asarray(exact, np.float64) + np.sum((off @ prior.precision) * off, axis=1) / 2
         rows = _rows_by_weight(logs, rng)
         return None if rows is None else jnp.asarray(theta[rows], jnp.result_type(float))
 

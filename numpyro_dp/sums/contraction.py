@@ -155,8 +155,7 @@ def split_scalar(
         environment = evaluate(program.ops, dict(inputs), lambda op, value: (
             value + shifts[cuts[op]] if op in cuts else value
         ))  # fmt: skip
-        # From this evaluation, since a second one could round a derived factor in another way than
-        # the slope that multiplies it.
+        # From this evaluation, since a second one could round a derived factor in another way.
         factors = [environment[c.factor] if c.derived else None for c in contractions]
         return _read(environment, program.output), factors
 
@@ -168,7 +167,7 @@ def _apart(found: Sequence[Contraction | None]) -> tuple[Contraction, ...]:
     kept: dict[int, Contraction] = {}
     for contraction in found:
         if contraction is not None:
-            # The first leaf keeps the product. The other one joins `rest`: its own gradient.
+            # The other leaf joins `rest`.
             kept.setdefault(contraction.op, contraction)
     return tuple(kept.values())
 
@@ -176,8 +175,7 @@ def _apart(found: Sequence[Contraction | None]) -> tuple[Contraction, ...]:
 def _contraction(program: _Program, leaf: int, layers: bool) -> Contraction | None:
     """Follows a leaf through operations that only move it to one product with the record."""
     alone = _of_the_record(program)
-    # Only moves may come before the product. After any arithmetic, the gradient of the leaf would
-    # have a further factor, and its norm would not be |r| |x|.
+    # Only moves may come before the product: arithmetic would add a factor to the norm |r| |x|.
     current, chain = program.point[leaf], []
     while True:
         users = [number for number, op in enumerate(program.ops) if current in op.inputs]
@@ -310,7 +308,6 @@ def _kernel_gradient(params: dict[str, Any], x: Array, slope: Array, kernel: Arr
 def _needed(program: _Program, value: int) -> tuple[_Op, ...]:
     """The operations that compute a value, in order."""
     wanted, kept = {value}, []
-    # Backwards, so that one pass finds all operations that anything wanted depends on.
     for op in reversed(program.ops):
         if wanted & set(op.outputs):
             wanted |= {number for number in op.inputs if isinstance(number, int)}

@@ -1,11 +1,10 @@
 r"""Exponential families, and operations on their natural parameters.
 
-.. math:: p(z \mid \theta) = h(z) \exp(\theta \cdot s(z) - A(\theta)).
+.. math:: p(z \mid \theta) = \exp(\theta \cdot s(z) - A(\theta)).
 
 Natural parameters :math:`\theta`, mean parameters :math:`\mu = E\,s(z) = \nabla A(\theta)` and
 statistics :math:`s(z)` are flat dicts of arrays with the same names and shapes. Sums of natural
-parameters give products of densities, up to the constant :math:`A`. The base measure :math:`h` is
-counted once.
+parameters give products of densities, up to the constant :math:`A`.
 
 Reference:
     Wainwright, Jordan (2008), Graphical Models, Exponential Families, and Variational Inference,
@@ -140,8 +139,7 @@ def product(**families: Family) -> Family:
     r"""Returns the family of independent sites, each with its own family.
 
     Natural parameters, mean parameters and statistics have the names ``{site}_{statistic}``. Values
-    and distributions are dicts by site. :math:`A` and :math:`\log h` are sums over the sites.
-    ``project`` uses the same floor at all sites.
+    and distributions are dicts by site. ``project`` uses the same floor at all sites.
 
     Args:
         **families: A family for each site. It may be a product.

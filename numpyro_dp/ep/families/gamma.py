@@ -90,9 +90,8 @@ def beta(shape: tuple[int, ...] = ()) -> Family:
     r"""Returns the family of independent beta distributions.
 
     The natural parameters are ``log`` :math:`\alpha - 1` and ``log_complement`` :math:`\beta - 1`,
-    both with this shape. The statistics are :math:`(\log z, \log(1 - z))`, and
-    :math:`A = \sum \log B(\alpha, \beta)`. ``project`` raises :math:`\alpha` and :math:`\beta` to
-    the floor. ``from_dist`` takes Beta.
+    both with this shape. The statistics are :math:`(\log z, \log(1 - z))`.
+    ``project`` raises :math:`\alpha` and :math:`\beta` to the floor. ``from_dist`` takes Beta.
 
     Args:
         shape: Shape of one value.
@@ -121,8 +120,8 @@ def dirichlet(size: int) -> Family:
     r"""Returns the family of Dirichlet distributions.
 
     The natural parameter is ``log`` :math:`\alpha - 1` of shape ``(size,)``. The statistic is
-    :math:`\log z`, and :math:`A = \sum_i \log\Gamma(\alpha_i) - \log\Gamma(\sum_i\alpha_i)`.
-    ``project`` raises each :math:`\alpha_i` to the floor. ``from_dist`` takes Dirichlet.
+    :math:`\log z`. ``project`` raises each :math:`\alpha_i` to the floor. ``from_dist`` takes
+    Dirichlet.
 
     Args:
         size: Number of proportions, at least 2.
