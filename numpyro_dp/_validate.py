@@ -7,7 +7,15 @@ import numbers
 
 import numpy as np
 
-__all__ = ["check_in", "check_int", "check_probs", "check_real"]
+__all__ = [
+    "check_callable",
+    "check_in",
+    "check_int",
+    "check_num_steps",
+    "check_probs",
+    "check_real",
+    "check_sizes",
+]
 
 
 def check_real(
@@ -93,3 +101,29 @@ def _interval(low: float, high: float, low_open: bool, high_open: bool) -> str:
 def _message(got: str, expected: str, remedy: str) -> str:
     text = f"Expected {expected}, got {got}."
     return f"{text} {remedy}" if remedy else text
+
+
+def check_callable(name: str, value: object) -> None:
+    """Raises TypeError unless a model or guide can be called."""
+    if not callable(value):
+        raise TypeError(
+            f"Expected {name} to be a function with NumPyro primitives, got "
+            f"{type(value).__name__}. Pass arguments in the order DPSVI(model, guide, optim, ...)."
+        )
+
+
+def check_num_steps(num_steps: object, most: int) -> int:
+    """Returns the number of steps. The error does not print an array: it may hold records."""
+    if np.ndim(num_steps):
+        raise TypeError(
+            f"Expected num_steps to be an integer >= 1, got an array of shape "
+            f"{np.shape(num_steps)}. Call run(rng_key, num_steps, *args)."
+        )
+    return check_int("num_steps", num_steps, low=1, high=most)
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Raises unless each value is None or an integer >= 1."""
+    for name, value in sizes.items():
+        if value is not None:
+            check_int(name, value, low=1)

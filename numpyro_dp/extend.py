@@ -6,12 +6,13 @@ clipping, noise, accounting, ``run``, ``update``, streaming and sweeps. Contract
 samplers and mechanisms: :mod:`numpyro_dp.core`.
 """
 
-from numpyro_dp.model.frontend import Prepared
+from numpyro_dp.model.frontend import Call, Prepared
 from numpyro_dp.model.records import Records, RecordsProblem, read_records
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.settings import Method, RunSettings
 
 __all__ = [
+    "Call",
     "Driver",
     "Method",
     "Prepared",

@@ -48,9 +48,9 @@ class ClippedMean(Driver):
         (x,) = args
         return read_records(lambda x: None, args, kwargs, len(x))
 
-    def prepare(self, structure, rng_key, args, kwargs, init_params):
+    def prepare(self, structure, rng_key, call):
         columns = structure.layout.shapes[0][0]
-        first = init_params or {"mean": jnp.zeros(columns)}
+        first = call.init_params or {"mean": jnp.zeros(columns)}
         return Prepared(RecordsProblem(structure), self.method.optim.init(first), rng_key)
 
     def get_params(self, state):

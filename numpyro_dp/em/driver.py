@@ -14,15 +14,14 @@ from jax.sharding import Mesh
 from numpyro_dp._validate import check_int, check_probs, check_real
 from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.em.estimator import MStep, expected_statistics
-from numpyro_dp.model.frontend import Prepared
+from numpyro_dp.model.frontend import Call, Prepared
 from numpyro_dp.model.records import Records, RecordsProblem, read_records
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
-from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.settings import Method, RunSettings
-from numpyro_dp.run.state import SensitiveState
+from numpyro_dp.run.state import SensitiveState, check_state
 
 __all__ = ["DPEM"]
 
@@ -127,7 +126,7 @@ class DPEM(Driver):
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the parameters of a state. They may be published."""
-        checks.check_state(state)
+        check_state(state)
         return state.optim_state.params
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
@@ -144,19 +143,12 @@ class DPEM(Driver):
             )
         return read_records(lambda x: None, args, kwargs, len(x))
 
-    def prepare(
-        self,
-        structure: Records,
-        rng_key: Array,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        init_params: dict[str, Any] | None,
-    ) -> Prepared:
+    def prepare(self, structure: Records, rng_key: Array, call: Call) -> Prepared:
         """Reads no record."""
         shape, _ = structure.layout.shapes[0]
         params = self._start(rng_key, *shape)
-        if init_params is not None:
-            params = params | _check_init(init_params, params, self._known)
+        if call.init_params is not None:
+            params = params | _check_init(call.init_params, params, self._known)
         return Prepared(RecordsProblem(structure), self.method.optim.init(params), rng_key)
 
     def _start(self, rng_key: Array, size: int) -> dict[str, Array]:

@@ -10,14 +10,14 @@ import jax
 from jax import Array
 from jax.sharding import Mesh
 
-from numpyro_dp._validate import check_int, check_real
+from numpyro_dp._validate import check_callable, check_int, check_real
 from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.ep.estimator import Damped, Release, stochastic_ep
 from numpyro_dp.ep.families import Family, diagonal_normal, isotropic_normal, normal
 from numpyro_dp.ep.per_record import SensitiveSites, batched_sweep, sequential_sweep, start_sites
 from numpyro_dp.ep.problem import EPProblem, PosteriorGuide, check_conjugate, make_problem
 from numpyro_dp.ep.sites import SiteBuilder, choose_site
-from numpyro_dp.model.frontend import GivenModel, Prepared, arguments_key
+from numpyro_dp.model.frontend import Call, GivenModel, Prepared, arguments_key
 from numpyro_dp.model.public import declare
 from numpyro_dp.model.records import Rows
 from numpyro_dp.model.structure import ModelStructure
@@ -25,14 +25,14 @@ from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
 from numpyro_dp.privacy.sampling import FullBatch
-from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.results import RunResult
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Method, RunSettings
-from numpyro_dp.run.state import SensitiveState
+from numpyro_dp.run.state import SensitiveState, check_state
 
 __all__ = ["DPSEP", "EP", "SEP", "SensitiveEPResult"]
 
@@ -52,7 +52,7 @@ class _Reader:
         static: dict[str, Any],
         public: Any,
     ) -> None:
-        checks.check_callable("model", model)
+        check_callable("model", model)
         if not isinstance(family, Mapping) and family not in _NORMAL:
             raise TypeError(
                 "Expected family to be one of the functions normal, diagonal_normal or "
@@ -200,29 +200,22 @@ class DPSEP(Driver):
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters of a state. They may be published."""
-        checks.check_state(state)
+        check_state(state)
         return EPProblem.constrain(self.method.optim.get_params(state.optim_state))
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         """Reads only the shapes of the arguments."""
         return self._reader.structure(args, kwargs)
 
-    def prepare(
-        self,
-        structure: ModelStructure,
-        rng_key: Array,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        init_params: dict[str, Any] | None,
-    ) -> Prepared:
+    def prepare(self, structure: ModelStructure, rng_key: Array, call: Call) -> Prepared:
         """Reads no record."""
-        known = self._sessions.get(arguments_key(args, kwargs))
+        known = self._sessions.get(arguments_key(call.args, call.kwargs))
         if known is None:
-            problem = self._reader.problem(structure, rng_key, args, kwargs)
+            problem = self._reader.problem(structure, rng_key, call.args, call.kwargs)
         else:
-            problem = known.problem.at(structure.layout.rows(args, kwargs).shared)
+            problem = known.problem.at(structure.layout.rows(call.args, call.kwargs).shared)
         self.guide.prototype_trace = problem
-        return Prepared(problem, self.method.optim.init(problem.start(init_params)), rng_key)
+        return Prepared(problem, self.method.optim.init(problem.start(call.init_params)), rng_key)
 
     def _posterior(self, problem: EPProblem, result: RunResult) -> Posterior:
         params, privacy = result.params, result.privacy
@@ -372,7 +365,7 @@ class EP:
             init_params: Initial natural parameters. By default those of the prior.
             **kwargs: Keyword arguments of the model.
         """
-        checks.check_rng_key(rng_key)
+        check_rng_key(rng_key)
         check_int("num_sweeps", num_sweeps, low=1)
         structure = self._reader.structure(args, kwargs)
         problem = self._reader.problem(structure, rng_key, args, kwargs)

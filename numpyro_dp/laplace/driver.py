@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from numpyro_dp._validate import check_callable
 from numpyro_dp.laplace.guess import FirstGuess, first_guess
 from numpyro_dp.laplace.prior import ModelPrior, read_prior
 from numpyro_dp.laplace.schedule import Kind, Schedule, schedule
@@ -24,10 +25,10 @@ from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.mechanism.staged import StagedGaussian
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.sampling import FullBatch
-from numpyro_dp.run import checks
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.spending import begun, plan_for, spent_by
 
@@ -123,7 +124,7 @@ class DPLaplace:
         repetition: bool = False,
         **static_kwargs: Any,
     ) -> None:
-        checks.check_callable("model", model)
+        check_callable("model", model)
         self.model, self.static_kwargs, self.data_plate = model, static_kwargs, data_plate
         self.scales = _check_scales(scales)
         self.settings = RunSettings(
@@ -159,7 +160,7 @@ class DPLaplace:
             NoiseReuseError: If JAX traces the call, or another run had the same ``secret_key``.
         """
         check_outside_trace("DPLaplace.run")
-        checks.check_rng_key(rng_key)
+        check_rng_key(rng_key)
         key, prior, guess = self._prepared_for(args, kwargs)
         outcomes = prior.outcomes
         plan = self._schedule(outcomes.model.structure, outcomes.size)

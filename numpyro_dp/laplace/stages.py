@@ -29,7 +29,7 @@ from numpyro_dp.laplace.signal import (
     staged_scores,
     symmetric,
 )
-from numpyro_dp.model.frontend import Prepared
+from numpyro_dp.model.frontend import Call, Prepared
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.run.driver import Driver
@@ -210,14 +210,7 @@ class Stages(Driver):
         """Reads shapes alone."""
         return self._outcomes.model.structure
 
-    def prepare(
-        self,
-        structure: ModelStructure,
-        rng_key: Array,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        init_params: dict[str, Any] | None,
-    ) -> Prepared:
+    def prepare(self, structure: ModelStructure, rng_key: Array, call: Call) -> Prepared:
         """Reads no record."""
         problem = LaplaceProblem(self._outcomes)
         return Prepared(problem, self.method.optim.init(self._first), rng_key)

@@ -21,17 +21,17 @@ from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.mcmc.kernels import SGLD, as_optimizer, langevin
 from numpyro_dp.model.density import Model
-from numpyro_dp.model.frontend import Frontend, GivenModel, Prepared
+from numpyro_dp.model.frontend import Call, Frontend, GivenModel, Prepared
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism, build_mechanism
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.spending import begun, noise_fields, plan_for, secret_of, spent_by
@@ -175,7 +175,7 @@ class DPMCMC:
             NoiseReuseError: If JAX traces the call, or another run had the same ``secret_key``.
         """
         check_outside_trace("DPMCMC.run")
-        checks.check_rng_key(rng_key)
+        check_rng_key(rng_key)
         structure, settings = self._frontend.given.structure(args, kwargs), self.settings
         driver, num_examples = self._driver, structure.layout.num_examples
         step_sizes, chains = self.kernel.step_sizes(self._num_steps), self.num_chains
@@ -341,16 +341,9 @@ class _Chain(Driver):
         """Reads only the shapes of the arguments."""
         return self._frontend.given.structure(args, kwargs)
 
-    def prepare(
-        self,
-        structure: ModelStructure,
-        rng_key: Array,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        init_params: dict[str, Any] | None,
-    ) -> Prepared:
+    def prepare(self, structure: ModelStructure, rng_key: Array, call: Call) -> Prepared:
         """Reads no record."""
-        prepared = self._frontend.prepare(structure, rng_key, args, kwargs, init_params)
+        prepared = self._frontend.prepare(structure, rng_key, call)
         position = self.method.optim.get_params(prepared.optim_state)
         # random_flax_module leaves parameters without entries: all entries became latent sites.
         if own := [name for name in structure.params if jax.tree.leaves(position[name])]:
@@ -389,8 +382,7 @@ def _check(kernel: Any, run: RunSettings) -> None:
     if run.clip_norm.adaptive:
         raise TypeError(
             "Expected clip_norm as a number, or numbers by site, got an AdaptiveClip. It would "
-            "change the noise, and so the temperature, during the run. Use simulated_clip_norm to "
-            "find a number."
+            "change the noise, and so the temperature, during the run. Pass a number."
         )
     if run.noise_multiplier == 0 and kernel.step_size is None:
         raise ValueError(

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 
+from numpyro_dp.core import Problem
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.guide import hide_likelihood, prototype_without_records
 from numpyro_dp.model.guide_checks import check_first_values, check_supported, read_guide
@@ -20,21 +21,35 @@ from numpyro_dp.model.records import check_arrays
 from numpyro_dp.model.structure import ModelStructure, read_model
 from numpyro_dp.model.variational import VariationalProblem
 
-__all__ = ["Frontend", "GivenModel", "Prepared", "arguments_key", "check_loss"]
+__all__ = ["Call", "Frontend", "GivenModel", "Prepared", "arguments_key", "check_loss"]
 
 
 class Prepared(NamedTuple):
     """A problem together with its initial optimiser state.
 
     Attributes:
-        problem: Model and guide as functions.
+        problem: What is fitted.
         optim_state: Initial state of the optimiser.
         rng_key: The key that ``numpyro.infer.SVI.init`` leaves for the steps.
     """
 
-    problem: VariationalProblem
+    problem: Problem
     optim_state: Any
     rng_key: Array
+
+
+class Call(NamedTuple):
+    """What a user passes to ``run`` or ``init`` for the model.
+
+    Attributes:
+        args: Arguments, with the whole data set.
+        kwargs: Keyword arguments.
+        init_params: Initial values of parameters by name, or ``None``.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    init_params: dict[str, Any] | None = None
 
 
 class GivenModel(NamedTuple):
@@ -82,21 +97,14 @@ class Frontend(NamedTuple):
     given: GivenModel
     svi: SVI
 
-    def prepare(
-        self,
-        structure: ModelStructure,
-        rng_key: Array,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        init_params: dict[str, Any] | None,
-    ) -> Prepared:
+    def prepare(self, structure: ModelStructure, rng_key: Array, call: Call) -> Prepared:
         """Initialises guide and parameters on a placeholder for the records.
 
         Guarantee: no record is read. If the guide's initial values do not depend on the data,
         parameters and key are the same as from ``numpyro.infer.SVI.init``.
         """
         layout, given, own = structure.layout, self.given, self.svi.guide
-        shared = layout.rows(args, kwargs).shared
+        shared = layout.rows(call.args, call.kwargs).shared
         check_supported(own, structure, shared, given.static)
         check_first_values(own, given.fn, structure, shared)
         placeholder = layout.placeholder(shared)
@@ -110,7 +118,7 @@ class Frontend(NamedTuple):
             warnings.filterwarnings("ignore", "Currently, SVI with Trace_ELBO loss does not")
             try:
                 state = hidden.init(
-                    rng_key, *placeholder.args, init_params=init_params, **placeholder.kwargs
+                    rng_key, *placeholder.args, init_params=call.init_params, **placeholder.kwargs
                 )
             except UnsupportedModelError:
                 raise

@@ -150,7 +150,7 @@ def _search(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
     seen.add(id(value))
     parts: list[Any] = []
     if is_array(value):
-        # Models may hold keys, for example of a fixed random projection.
+        # Keys tell nothing about records. Models may hold them, as a fixed random projection does.
         found += [] if is_key(value) else [value]
     elif isinstance(value, functools.partial):
         parts = [value.func, *value.args, *value.keywords.values()]

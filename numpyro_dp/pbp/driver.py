@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.ep.driver import SensitiveEPResult
-from numpyro_dp.model.frontend import Prepared
+from numpyro_dp.model.frontend import Call, Prepared
 from numpyro_dp.model.records import Records, RecordsProblem, read_records
 from numpyro_dp.pbp.estimator import NetworkSteps, network_ep
 from numpyro_dp.pbp.model import NetworkGuide, RegressionNetwork
@@ -25,12 +25,12 @@ from numpyro_dp.posterior.from_model import ModelSource, drift_notes
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
-from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.results import RunResult
 from numpyro_dp.run.settings import Method, RunSettings
-from numpyro_dp.run.state import SensitiveState
+from numpyro_dp.run.state import SensitiveState, check_state
 
 __all__ = ["DPPBP", "PBP"]
 
@@ -154,26 +154,20 @@ class DPPBP(Driver):
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters of a state. They may be published."""
-        checks.check_state(state)
+        check_state(state)
         return state.optim_state.params
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
         """Reads only the shapes of the arguments."""
         return _read(self.network, args, kwargs)
 
-    def prepare(
-        self,
-        structure: Records,
-        rng_key: Array,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        init_params: dict[str, Any] | None,
-    ) -> Prepared:
+    def prepare(self, structure: Records, rng_key: Array, call: Call) -> Prepared:
         """Reads no record."""
         (shape, _), *_ = structure.layout.shapes
         number = structure.layout.num_examples
         start = _start(self.network, rng_key, *shape, number, self.init_scale, _START)
-        params = start if init_params is None else _check_init(init_params, start)
+        given = call.init_params
+        params = start if given is None else _check_init(given, start)
         if self._by_layer:  # a step moves all weights of a layer alike, so they must start alike
             layers = self.network.layout(*shape).split(params["weights_precision"])
             means = [jnp.full(layer.size, jnp.mean(layer)) for layer in layers]
@@ -254,7 +248,7 @@ class PBP:
             x: Inputs, shape (records, inputs).
             y: Targets, shape (records,).
         """
-        checks.check_rng_key(rng_key)
+        check_rng_key(rng_key)
         check_int("num_sweeps", num_sweeps, low=1)
         _read(self.network, (x, y), {})
         filtering = not self.keep_sites

@@ -25,8 +25,8 @@ from numpyro.infer import Predictive
 
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.posterior.inference_data import draws_by_name, to_arviz
+from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.run.checks import check_rng_key
 
 __all__ = ["Draws", "Posterior", "PosteriorSummary"]
 

@@ -35,6 +35,8 @@ from numpyro_dp.privacy.random import CHACHA20, KEY_WORDS
 __all__ = [
     "agreed",
     "as_secret_key",
+    "check_rng_key",
+    "check_rng_keys",
     "joined",
     "key_of_lane",
     "keys_of_run",
@@ -295,3 +297,27 @@ def _(size: int, batched: Any, keys: Any, rest: Any) -> tuple[Any, Any]:
     lanes = jnp.arange(size)
     own = _with_keys(lambda key: jax.vmap(fold)(key, lanes), spread)
     return own, jax.tree.map(lambda _: True, keys)
+
+
+def check_rng_key(rng_key: Any) -> None:
+    """Raises TypeError unless ``rng_key`` is a JAX key, typed or raw."""
+    if isinstance(rng_key, jax.Array | np.ndarray):
+        typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key) and rng_key.shape == ()
+        if typed or (rng_key.dtype == np.uint32 and rng_key.ndim == 1):
+            return
+    raise TypeError(
+        f"Expected rng_key to be a JAX key, got {type(rng_key).__name__}. Pass jax.random.key(0)."
+    )
+
+
+def check_rng_keys(rng_keys: Any) -> None:
+    """Raises TypeError unless ``rng_keys`` is a vector of JAX keys, typed or raw."""
+    if isinstance(rng_keys, jax.Array | np.ndarray) and rng_keys.shape and rng_keys.shape[0]:
+        typed = jnp.issubdtype(rng_keys.dtype, jax.dtypes.prng_key)
+        if rng_keys.ndim == 1 if typed else rng_keys.dtype == np.uint32 and rng_keys.ndim == 2:
+            return
+    shown = type(rng_keys).__name__ + str(getattr(rng_keys, "shape", ""))
+    raise TypeError(
+        f"Expected rng_keys to be a vector of JAX keys, one for each seed, got {shown}. Pass "
+        "jax.random.split(jax.random.key(0), number_of_seeds)."
+    )

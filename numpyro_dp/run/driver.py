@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -13,15 +14,17 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp._compat import is_tracer
-from numpyro_dp._validate import check_int
+from numpyro_dp._validate import check_int, check_num_steps, check_sizes
 from numpyro_dp.core import Fold
-from numpyro_dp.model.frontend import Prepared, arguments_key
+from numpyro_dp.model.frontend import Call, Prepared, arguments_key
 from numpyro_dp.model.public import first_values
-from numpyro_dp.model.records import array_shapes
+from numpyro_dp.model.records import Records, array_shapes
 from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.privacy.keys import check_rng_key, check_rng_keys
+from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
+from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.once import check_outside_trace, check_passed_to_trace, in_trace
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.run import checks
 from numpyro_dp.run.results import RunResult
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Method, RunSettings
@@ -34,8 +37,17 @@ from numpyro_dp.run.spending import (
     used,
     with_new_noise,
 )
-from numpyro_dp.run.state import RunState, SensitiveState
+from numpyro_dp.run.state import (
+    RunState,
+    SensitiveState,
+    check_identity,
+    check_not_spent,
+    check_params,
+    check_state,
+    check_steps_fit,
+)
 from numpyro_dp.run.sweep import SweepPlan, SweepResult, combinations, run_sweep
+from numpyro_dp.run.trial import check_fold, finite_start
 from numpyro_dp.sums.devices import copied
 
 __all__ = ["Driver"]
@@ -52,8 +64,8 @@ class Driver(abc.ABC):
     """
 
     def __init__(self, method: Method, settings: RunSettings) -> None:
-        checks.check_estimator(method.estimator)
-        checks.check_independent_noise(
+        _check_estimator(method.estimator)
+        _check_independent_noise(
             settings.mechanism, settings.norm_with_loss, method.independent_noise
         )
         self.method, self.settings = method, settings
@@ -64,18 +76,11 @@ class Driver(abc.ABC):
         """Returns the parameters at a state. You may publish them."""
 
     @abc.abstractmethod
-    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure | Records:
         """Reads the model from shapes alone."""
 
     @abc.abstractmethod
-    def prepare(
-        self,
-        structure: ModelStructure,
-        rng_key: Array,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        init_params: dict[str, Any] | None,
-    ) -> Prepared:
+    def prepare(self, structure: Any, rng_key: Array, call: Call) -> Prepared:
         """Returns the problem and the first state of the optimiser. Reads no record."""
 
     def init(
@@ -99,7 +104,7 @@ class Driver(abc.ABC):
             NoiseReuseError: If JAX traces the call, or the ``secret_key`` was used before.
         """
         check_outside_trace(f"{type(self).__name__}.init")
-        checks.check_rng_key(rng_key)
+        check_rng_key(rng_key)
         state = self._init(rng_key, self.settings.num_steps, args, kwargs, init_params)
         with begun(self.settings, state):
             return state
@@ -133,14 +138,14 @@ class Driver(abc.ABC):
             Under ``vmap`` each lane has its own noise and batches, even if lanes share a state.
             Each call of a compiled update has its own too, unless you gave the ``secret_key``.
         """
-        checks.check_reverse_mode(forward_mode_differentiation)
-        checks.check_state(svi_state)
+        _check_reverse_mode(forward_mode_differentiation)
+        check_state(svi_state)
         check_passed_to_trace(f"{type(self).__name__}.update", [svi_state.origin])
         session = self._session(args, kwargs)
         self._check_fits(svi_state, session, ("budget", "sensitive"))
         if in_trace():
             return session.update(svi_state, args, kwargs)
-        checks.check_not_spent(svi_state)
+        check_not_spent(svi_state)
         with used(self.settings, svi_state, 1) as known:
             state = svi_state if known else with_new_noise(self.settings, svi_state)
             return session.update(copied(self.settings.mesh, state), args, kwargs)
@@ -155,14 +160,14 @@ class Driver(abc.ABC):
             ValueError: If no step has been taken.
             BudgetError: If the state belongs to another sampler, clip norm or method.
         """
-        checks.check_state(svi_state)
+        check_state(svi_state)
         check_int("number of steps taken", int(svi_state.step), low=1, remedy="Call update first.")
         own = self.settings
         identity = dataclasses.replace(
             svi_state.identity, sampler=own.sampler, clip_norm=own.clip_norm,
             mechanism=own.mechanism, loss_release=own.loss_release, method=self.method.values,
         )  # fmt: skip
-        checks.check_identity(svi_state, identity)
+        check_identity(svi_state, identity)
         return spent_by(own, svi_state, int(svi_state.step))
 
     def run(
@@ -205,25 +210,25 @@ class Driver(abc.ABC):
                 used before, or another run had the same ``secret_key``.
         """
         check_outside_trace(f"{type(self).__name__}.run")
-        checks.check_rng_key(rng_key)
-        checks.check_num_steps(num_steps, _UNLIMITED - 1)
-        checks.check_sizes(trace_size=trace_size)
-        checks.check_reverse_mode(forward_mode_differentiation)
+        check_rng_key(rng_key)
+        check_num_steps(num_steps, _UNLIMITED - 1)
+        check_sizes(trace_size=trace_size)
+        _check_reverse_mode(forward_mode_differentiation)
         settings = self.settings
         if init_state is None:
             covered = settings.num_steps or num_steps
             start = self._init(rng_key, covered, args, kwargs, init_params)
         else:
-            checks.check_state(init_state)
+            check_state(init_state)
             start = copied(settings.mesh, init_state)
             if settings.allow_sensitive:  # this run shows losses
                 marked = dataclasses.replace(start.identity, sensitive=True)
                 start = start._replace(identity=marked)
         session = self._session(args, kwargs)
         self._check_fits(start, session)
-        checks.check_steps_fit(start, num_steps)
+        check_steps_fit(start, num_steps)
         report = spent_by(settings, start, int(start.step) + num_steps)
-        report = checks.check_fold(fold, session, start, num_steps, report)
+        report = check_fold(fold, session, start, num_steps, report)
         rows = (session.host_rows if stream else session.rows)(args, kwargs)
         new = [start] if init_state is None else []
         with begun(settings, *new), used(settings, start, num_steps):
@@ -284,9 +289,9 @@ class Driver(abc.ABC):
             you spend the sum.
         """
         check_outside_trace(f"{type(self).__name__}.sweep")
-        checks.check_num_steps(num_steps, _UNLIMITED - 1)
-        checks.check_sizes(trace_size=trace_size, chunk_size=chunk_size)
-        checks.check_rng_keys(rng_keys)
+        check_num_steps(num_steps, _UNLIMITED - 1)
+        check_sizes(trace_size=trace_size, chunk_size=chunk_size)
+        check_rng_keys(rng_keys)
         plan = SweepPlan(self.settings, rng_keys, num_steps, learning_rate, trace_size, chunk_size)
         axes = combinations(self.settings, folder, epsilon, noise_multiplier, clip_norm)
         structure = self.structure(args, kwargs)
@@ -319,14 +324,14 @@ class Driver(abc.ABC):
 
         def prepare(attempt: int) -> Prepared:
             own = jax.random.fold_in(rng_key, attempt) if attempt else rng_key
-            return self.prepare(structure, own, args, kwargs, init_params)
+            return self.prepare(structure, own, Call(args, kwargs, init_params))
 
         def finite(prepared: Prepared) -> bool:
             if key not in self._sessions:
                 self._sessions[key] = Session(settings, self.method, prepared)
             return self._can_start(self._sessions[key], prepared)
 
-        prepared = checks.finite_start(prepare, finite)
+        prepared = finite_start(prepare, finite)
         session = self._sessions[key]
         identity = dataclasses.replace(
             session.identity(*first_values(init_params)),
@@ -353,8 +358,8 @@ class Driver(abc.ABC):
         self, state: SensitiveState, session: Session, further: tuple[str, ...] = ()
     ) -> None:
         """Raises unless a state belongs to these settings and to records of these shapes."""
-        checks.check_identity(state, session.identity(), further)
-        checks.check_params(self.method.optim.get_params(state.optim_state), session.param_shapes)
+        check_identity(state, session.identity(), further)
+        check_params(self.method.optim.get_params(state.optim_state), session.param_shapes)
 
     def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
         key = arguments_key(args, kwargs)
@@ -366,6 +371,38 @@ class Driver(abc.ABC):
                     f"the shapes {[s for _, s in array_shapes(args, kwargs)]}. Call it outside jit."
                 )
             structure = self.structure(args, kwargs)
-            prepared = self.prepare(structure, jax.random.key(0), args, kwargs, None)
+            prepared = self.prepare(structure, jax.random.key(0), Call(args, kwargs))
             self._sessions[key] = Session(self.settings, self.method, prepared)
         return self._sessions[key]
+
+
+def _check_estimator(estimator: Any) -> None:
+    """Raises TypeError unless a builder of an estimator can be called with a problem."""
+    builds = not isinstance(estimator, type)
+    try:
+        inspect.signature(estimator).bind(object())
+    except (TypeError, ValueError):
+        builds = False
+    if not builds:
+        raise TypeError(
+            f"estimator={estimator!r} does not build an estimator. Add the parentheses: aligned(), "
+            "aligned_natural() or vanilla()."
+        )
+
+
+def _check_independent_noise(builder: Any, clip_norm: ClipNorm, reason: str) -> None:
+    """Raises ValueError if a mechanism correlates steps and a driver gives a reason against it."""
+    if reason and build_mechanism(builder, clip_norm, 1.0).compose is not None:
+        raise ValueError(
+            f"mechanism={builder!r} adds noise that depends on the noise of earlier steps. "
+            f"{reason}, so the result would be wrong. Use mechanism=GaussianMechanism(), or DPSVI."
+        )
+
+
+def _check_reverse_mode(forward_mode_differentiation: bool) -> None:
+    """Raises ValueError if forward mode is asked for."""
+    if forward_mode_differentiation:
+        raise ValueError(
+            "Expected forward_mode_differentiation=False, got True. Gradients of single records "
+            "use reverse mode. Leave it out."
+        )

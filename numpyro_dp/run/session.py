@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -14,23 +15,22 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp._tree import shapes_of
-from numpyro_dp.core import Batch, Estimator, Fold, Mechanism, MechanismState, PyTree
+from numpyro_dp.core import Batch, Estimator, Fold, Mechanism, MechanismState, Problem, PyTree
 from numpyro_dp.model.frontend import Prepared
 from numpyro_dp.model.public import PublicArray
 from numpyro_dp.model.records import Rows
-from numpyro_dp.model.variational import VariationalProblem, likelihood_key
 from numpyro_dp.privacy.accounting import RDP, UnsupportedEventError
 from numpyro_dp.privacy.keys import key_of_lane
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm, indicator_entry
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.run.checks import check_holds_no_records, check_signal
 from numpyro_dp.run.loss import LOSS_ENTRY, with_loss, with_loss_norm
 from numpyro_dp.run.results import PrivateLosses, SensitiveLosses, Trace
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import RunIdentity, RunState, SensitiveState
 from numpyro_dp.run.step import Step, build_loop, build_step, build_whole_step
 from numpyro_dp.run.streaming import Fetched, HostRows, StreamedLoop, drawn_size
+from numpyro_dp.run.trial import check_holds_no_records, check_signal
 from numpyro_dp.sums.devices import copied, spread
 from numpyro_dp.sums.factored import record_lengths
 
@@ -55,6 +55,7 @@ class Session:
         self.settings, self.method = settings, method
         self.num_examples = problem.num_examples
         self.inclusion_prob = settings.sampler.inclusion_prob(self.num_examples)
+        # The size of the data set is public and fixed, so one session serves one size.
         self._build(settings.sampler.next)
         params = method.optim.get_params(prepared.optim_state)
         self.param_shapes = shapes_of(params)
@@ -145,6 +146,7 @@ class Session:
             carry = opened, jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), started)
         if isinstance(rows, HostRows):
             calls = [(0, 1, rest)] * (rest > 0) + [(*some, stride) for some in ranges]
+            # Only the host knows which rows it fetched, so it gives the batches to the step.
             stream = self._streamed(opened)
             loop = StreamedLoop(
                 stream._loop_for(fold), self.settings.sampler, opened.sampler_state, rows, calls
@@ -173,6 +175,7 @@ class Session:
         number = states.step.shape[0]
         # Runs of a sweep differ in numbers alone, so the first one gives the shapes of all.
         first = jax.tree.map(lambda leaf: leaf[0], states)
+        # Fewer slots than for one run, because the traces of all runs are in memory at once.
         buffer, stride, slots, rest = self._slots(first, num_steps, trace_size, number)
         buffer = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (number, *leaf.shape)), buffer)
         if rest:
@@ -257,6 +260,7 @@ class Session:
         kept = self._kept(state)
         numbers = number * sum(leaf.size for leaf in jax.tree.leaves(kept))
         size = trace_size or min(_MAX_TRACE, max(10, _MAX_TRACE_NUMBERS // max(numbers, 1)))
+        # Even distances, because averages over the trace weigh every slot alike.
         stride = math.ceil(num_steps / size)
         start = (kept, np.zeros((), np.float32))
         # NumPy makes the buffer, because jnp.zeros would compile a program for each shape.
@@ -289,6 +293,7 @@ class Session:
 
     def _loss_scale(self, state: MechanismState) -> Array:
         """Returns the factor that maps the bound on a log likelihood to its clip norm."""
+        # The norm may adapt, and the share of the loss in the sensitivity must stay the same.
         release = self.settings.loss_release
         return with_loss_norm(state.clip_norm, release).by_entry[LOSS_ENTRY] / release.clip
 
@@ -315,15 +320,14 @@ class Session:
         else:
             return new, jnp.zeros(())
         # Key and parameters of the step give its draw again.
-        latents, entropy = problem.draw(step.params, step.rng_key)
-        return new, -(log_likelihood + problem.log_prior(latents, step.params) + entropy)
+        rest = self.method.objective.rest(problem, step.params, step.rng_key)
+        return new, -(log_likelihood + rest)
 
-    def _sensitive_log_likelihood(self, problem: VariationalProblem, step: Step) -> Array:
-        latents, _ = problem.draw(step.params, step.rng_key)
-        key = likelihood_key(step.rng_key)
-        values = jax.vmap(
-            lambda example: problem.log_likelihood(latents, step.params, example, key)
-        )(step.examples)
+    def _sensitive_log_likelihood(self, problem: Problem, step: Step) -> Array:
+        of_record = functools.partial(self.method.objective.of_record, problem)
+        values = jax.vmap(of_record, in_axes=(None, None, 0))(
+            step.params, step.rng_key, step.examples
+        )
         return jnp.sum(jnp.where(step.mask, values, 0)) / self.inclusion_prob
 
     def _losses(self, steps: np.ndarray, values: Any) -> PrivateLosses | SensitiveLosses | None:

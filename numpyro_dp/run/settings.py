@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax import Array
 from jax.sharding import AxisType, Mesh
 
 from numpyro_dp._validate import check_int, check_real
-from numpyro_dp.core import Estimator, Mechanism, MechanismBuilder, Problem, Sampler
+from numpyro_dp.core import Estimator, Mechanism, MechanismBuilder, Problem, PyTree, Sampler
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.keys import as_secret_key
@@ -20,7 +21,20 @@ from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism, build_mecha
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.run.loss import LossRelease, with_loss_norm
 
-__all__ = ["Method", "RunSettings"]
+__all__ = ["Method", "Objective", "RunSettings"]
+
+
+class Objective(NamedTuple):
+    """The terms of the loss of a step, for runs that show or release it.
+
+    Attributes:
+        of_record: ``(problem, params, rng_key, example) -> float``. The log likelihood of one
+            record.
+        rest: ``(problem, params, rng_key) -> float``. The terms that see no record.
+    """
+
+    of_record: Callable[[Any, PyTree, Array, PyTree], Array]
+    rest: Callable[[Any, PyTree, Array], Array]
 
 
 class Method(NamedTuple):
@@ -32,12 +46,14 @@ class Method(NamedTuple):
         values: Settings of the method. A state can be resumed only if these are the same.
         independent_noise: Reason why the noise of steps must be independent. Empty if it may be
             correlated.
+        objective: Terms of the loss. ``None`` for drivers that offer no loss.
     """
 
     estimator: Callable[[Any], Estimator]
     optim: Any
     values: tuple[Any, ...] = ()
     independent_noise: str = ""
+    objective: Objective | None = None
 
     def estimator_of(self, problem: Problem) -> Estimator:
         """Builds the estimator, or raises TypeError."""

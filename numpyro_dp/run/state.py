@@ -17,13 +17,23 @@ import numpy as np
 from jax import Array, lax
 
 from numpyro_dp._compat import is_tracer
-from numpyro_dp._tree import is_key
+from numpyro_dp._tree import is_key, shapes_of
 from numpyro_dp.core import MechanismBuilder, MechanismState, PyTree
 from numpyro_dp.model.public import PublicArray
 from numpyro_dp.privacy.keys import joined, next_nonce, renewed
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
+from numpyro_dp.privacy.plan import BudgetError
 
-__all__ = ["RunIdentity", "RunState", "SensitiveState"]
+__all__ = [
+    "RunIdentity",
+    "RunState",
+    "SensitiveState",
+    "check_identity",
+    "check_not_spent",
+    "check_params",
+    "check_state",
+    "check_steps_fit",
+]
 
 _SMALL = 64  # largest number of words of a leaf that is packed
 
@@ -281,3 +291,60 @@ def _unpacked(small: Any, large: tuple[Any, ...], layout: _Layout) -> Any:
             data = jax.random.wrap_key_data(data, impl=slot.generator)
         leaves.append(data)
     return jax.tree.unflatten(layout.treedef, leaves)
+
+
+def check_state(state: Any) -> None:
+    """Raises TypeError unless this package created the state."""
+    if state is None:
+        raise TypeError(
+            "Expected a state, got None. A pickled result has no state, because a state is "
+            "sensitive. Pickle result.state by itself to continue in another process."
+        )
+    if not isinstance(state, SensitiveState):
+        raise TypeError(
+            f"Expected a state of DPSVI.init, DPSVI.update or result.state, got "
+            f"{type(state).__name__}. States of numpyro.infer.SVI do not record what was spent."
+        )
+
+
+def check_not_spent(state: SensitiveState) -> None:
+    """Raises BudgetError once all steps of the plan have been taken."""
+    if int(state.step) >= int(state.max_steps):
+        raise BudgetError(
+            f"The budget covers {int(state.max_steps)} updates, and all have been taken. Plan for "
+            "more with DPSVI(..., num_steps=T)."
+        )
+
+
+def check_steps_fit(state: SensitiveState, num_steps: int) -> None:
+    """Raises BudgetError unless the plan covers ``num_steps`` more steps."""
+    left = int(state.max_steps) - int(state.step)
+    if num_steps > left:
+        raise BudgetError(
+            f"Expected num_steps <= {left}, got {num_steps}. The budget covers no more after "
+            f"{int(state.step)} steps. Plan for all steps with DPSVI(..., num_steps=T)."
+        )
+
+
+def check_params(params: PyTree, expected: PyTree) -> None:
+    """Raises unless the parameters of a state have the shapes that these records need."""
+    found = shapes_of(params)
+    if found != expected:
+        raise ValueError(
+            f"Expected a state with parameters of the shapes {expected} for these records, got "
+            f"{found}. Resume with the records of the run, or start again with init."
+        )
+
+
+def check_identity(
+    state: SensitiveState, identity: RunIdentity, further: tuple[str, ...] = ()
+) -> None:
+    """Raises unless the settings are those with which the state's steps were accounted for."""
+    fields = "num_examples", "sampler", "clip_norm", "mechanism", "loss_release", "method"
+    for field in (*fields, *further):
+        before, now = getattr(state.identity, field), getattr(identity, field)
+        if before != now:
+            raise BudgetError(
+                f"The state's steps were taken and accounted for with {field}={before}, but this "
+                f"driver has {field}={now}. Resume with the same setting, or start again with init."
+            )

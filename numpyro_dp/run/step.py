@@ -155,6 +155,7 @@ def build_whole_step(
         sums, count = None, rows.num_examples
         for start, arrays in rows.parts():
             found = part(state, rows.shared, arrays, jnp.asarray(start, jnp.int32), count)
+            # Sums of integers: their order does not matter, and no rounding depends on a record.
             sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
         return end(state, rows.shared, sums, jax.tree.map(lambda x: x[:1], arrays), count)
 
@@ -196,6 +197,7 @@ class _Private(NamedTuple):
         """Adds noise to the sum. Returns the state after the step, and the released values."""
         # The state keeps only a child of its key, so it does not reveal the noise of past steps.
         secret_key, noise_key = jax.random.split(state.secret_key)
+        # The only line of the package that adds privacy noise.
         noisy, adapted = begun.mechanism.privatise(noise_key, total, state.mechanism_state)
         released = Released(noisy, begun.mechanism.noise_scale)
         # Scaled to all records by a public constant: the size of the batch is private.
@@ -231,6 +233,7 @@ def build_loop(
     def loop(
         state: PyTree, buffer: PyTree, rows: Rows, first: Array, count: Array, stride: Array
     ) -> tuple[PyTree, PyTree]:
+        # Before the loop: XLA does not always move what is constant out of a loop.
         rows = measure(state, rows)
 
         def one_step(_: Array, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:

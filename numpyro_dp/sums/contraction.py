@@ -59,6 +59,7 @@ class Constant:
         self.value = value
 
 
+# Values have numbers here, not JAX's variables: inlined calls of one function share variables.
 class _Op(NamedTuple):
     primitive: Any
     params: dict[str, Any]
@@ -137,6 +138,7 @@ def split_scalar(
         The split, without contractions if none is recognised.
     """
     program = trace_scalar(scalar, point, example)
+    # The program is read, not the model's source: a model may write X @ w, einsum or vmap of a dot.
     found = [_contraction(program, leaf, layers) for leaf in range(len(program.point))]
     contractions = _apart(found)
     kept = {contraction.leaf for contraction in contractions}
@@ -209,6 +211,7 @@ def _product(
     contracted, batch = op.params["dimension_numbers"]
     shape = program.shapes[op.inputs[side]].shape
     summed = {*contracted[side], *batch[side]}
+    # Axes that the operation sums over, or that it runs over in step with the leaf.
     free = math.prod(size for axis, size in enumerate(shape) if axis not in summed)
     out = program.shapes[op.outputs[0]]
     # Axes of the record that stay free would make the gradient a sum over them. In half precision
@@ -271,6 +274,7 @@ def _convolution(
 
     aval = program.shapes[op.outputs[0]]
     struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    # Neither a product nor an outer product: the patches of one record overlap.
     return Contraction(
         leaf, chain[-1], factor, None, None, True, False, struct, gradient
     )  # fmt: skip
@@ -307,6 +311,7 @@ def _kernel_gradient(params: dict[str, Any], x: Array, slope: Array, kernel: Arr
 
 def _needed(program: _Program, value: int) -> tuple[_Op, ...]:
     """The operations that compute a value, in order."""
+    # Backwards, so that each operation comes after all that read its outputs.
     wanted, kept = {value}, []
     for op in reversed(program.ops):
         if wanted & set(op.outputs):
@@ -338,6 +343,7 @@ def _moves(program: _Program, op: _Op) -> bool:
     source, target = program.shapes[op.inputs[0]], program.shapes[op.outputs[0]]
     if op.primitive.name == "convert_element_type":
         return jnp.issubdtype(target.dtype, jnp.floating) and jnp.finfo(target.dtype).bits >= 32
+    # The same number of entries: an operation that repeats or drops entries changes the norm.
     return op.primitive.name in MOVES and math.prod(source.shape) == math.prod(target.shape)
 
 
@@ -354,6 +360,7 @@ def trace_scalar(scalar: Callable[[Any, Any], Array], point: Any, example: Any) 
         return len(shapes) - 1
 
     numbers = [fresh(variable) for variable in program.inputs]
+    # One output, because the scalar is the log likelihood of one record.
     (output,) = _flatten(program, numbers, ops, fresh)
     split = len(jax.tree.leaves(point))
     return _Program(tuple(ops), tuple(numbers[:split]), tuple(numbers[split:]), output, shapes)
@@ -373,6 +380,7 @@ def _flatten(
     for eqn in program.equations:
         values = [read(atom) for atom in eqn.invars]
         bodies = [as_program(eqn.params[name]) for name in CALLED if name in eqn.params]
+        # A call hides operations. A loop stays one operation: its body runs more than once.
         if eqn.primitive.name in CALLS and (body := next(iter(bodies), None)):
             outputs = _flatten(body, values, ops, fresh)
         else:

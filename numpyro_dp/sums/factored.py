@@ -84,6 +84,7 @@ def factored_sum(
     factored: FactoredSignal = estimator.factored
     cut = _cut(factored, public, examples)
     struct = jax.eval_shape(estimator.signal, public, first_of(examples))
+    # All devices use one grid, so it is chosen for the rows of all of them.
     names, total_rows = filled(struct), mask.size * shards.number
     blocks = mechanism.blocks(names)
     norms = [norm_of(mechanism, names, at) for at in range(len(blocks))]
@@ -113,6 +114,7 @@ def factored_sum(
         else:
             sizes = pinned(live, lambda rows: [core(b, False, rows) for b in blocks], batch)
             terms = [rows_of(size) for size in sizes]
+        # Squares, because a mechanism may join blocks, and the root would round once more.
         squares = tuple(jax.vmap(squared_norm)(size) for size in sizes)
         sums = []
         for at, factor in enumerate(mechanism.scales(names, squares, margin)):
@@ -168,6 +170,7 @@ def _placed(plan: _Plan, sums: PyTree, norm: Any, count: int) -> PyTree:
     exact, products = sums
     found = finished(exact, [plan.like[at] for at in plan.rest], norm, count)
     placed = dict(zip(plan.rest, found, strict=True))
+    # Compensated sums keep the low bits that the total lost. They are added back once, at the end.
     placed |= {at: product.total + product.lost for at, product in products.items()}
     return plan.structure.unflatten([placed[at] for at in range(len(plan.like))])
 
@@ -229,6 +232,7 @@ def _as_products(
 
 
 def _own_factors(contraction: Contraction, examples: PyTree) -> Array:
+    # Computed again instead of kept: it only moves entries of the record.
     return jax.vmap(lambda example: contraction.record(jax.tree.leaves(example)))(examples)
 
 
@@ -275,6 +279,7 @@ class _Cut(NamedTuple):
         """
         rest = [self.leaves[leaf] for leaf in self.split.rest]
         # Shifts of the products: the gradients with respect to them are the slopes.
+        # A product itself is not an argument, so JAX cannot differentiate with respect to it.
         zeros = [jnp.zeros(c.struct.shape, c.struct.dtype) for c in self.contractions]
 
         def parts(example: PyTree) -> Any:

@@ -13,22 +13,22 @@ from jax.sharding import Mesh
 from numpyro.infer import SVI, autoguide
 
 from numpyro_dp._compat import make_program
-from numpyro_dp.core import Estimator, MechanismBuilder, Sampler
-from numpyro_dp.model.frontend import Frontend, GivenModel, Prepared, check_loss
+from numpyro_dp._validate import check_callable
+from numpyro_dp.core import Estimator, MechanismBuilder, PyTree, Sampler
+from numpyro_dp.model.frontend import Call, Frontend, GivenModel, Prepared, check_loss
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
-from numpyro_dp.model.variational import VariationalProblem, guide_kind
+from numpyro_dp.model.variational import VariationalProblem, guide_kind, likelihood_key
 from numpyro_dp.posterior.from_model import ModelSource, drift_notes
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
-from numpyro_dp.run import checks
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.loss import LossRelease
 from numpyro_dp.run.results import RunResult, SensitiveValueError
-from numpyro_dp.run.settings import Method, RunSettings
-from numpyro_dp.run.state import SensitiveState
+from numpyro_dp.run.settings import Method, Objective, RunSettings
+from numpyro_dp.run.state import SensitiveState, check_state
 from numpyro_dp.sums.devices import copied
 from numpyro_dp.vi.estimators import aligned
 
@@ -159,8 +159,8 @@ class DPSVI(Driver):
         repetition: bool = False,
         **static_kwargs: Any,
     ) -> None:
-        checks.check_callable("model", model)
-        checks.check_callable("guide", guide)
+        check_callable("model", model)
+        check_callable("guide", guide)
         self.loss = check_loss(loss)
         svi = SVI(model, guide, _check_optim(optim), self.loss, **static_kwargs)
         settings = RunSettings(
@@ -169,7 +169,7 @@ class DPSVI(Driver):
             accountant=accountant, loss_release=loss_release, allow_sensitive=allow_sensitive,
             microbatch_size=microbatch_size, mesh=mesh, public=public, repetition=repetition
         )  # fmt: skip
-        super().__init__(Method(estimator, svi.optim), settings)
+        super().__init__(Method(estimator, svi.optim, objective=_ELBO), settings)
         self.model, self.guide, self.optim = model, guide, svi.optim
         self.static_kwargs = static_kwargs
         declared = declare(self.settings.public, static_kwargs)
@@ -183,7 +183,7 @@ class DPSVI(Driver):
 
     def get_params(self, svi_state: SensitiveState) -> dict[str, Any]:
         """Returns the constrained parameters at a state. You may publish them."""
-        checks.check_state(svi_state)
+        check_state(svi_state)
         if self._frontend.svi.constrain_fn is None:
             raise ValueError(
                 "get_params needs an earlier call of init or run. Call one of them first."
@@ -214,16 +214,9 @@ class DPSVI(Driver):
         """Reads the model from shapes alone."""
         return self._frontend.given.structure(args, kwargs)
 
-    def prepare(
-        self,
-        structure: ModelStructure,
-        rng_key: Array,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        init_params: dict[str, Any] | None,
-    ) -> Prepared:
+    def prepare(self, structure: ModelStructure, rng_key: Array, call: Call) -> Prepared:
         """Returns the problem and the first state of the optimiser. Reads no record."""
-        return self._frontend.prepare(structure, rng_key, args, kwargs, init_params)
+        return self._frontend.prepare(structure, rng_key, call)
 
     def _posterior(self, problem: VariationalProblem, result: RunResult) -> Posterior:
         params, privacy = result.params, result.privacy
@@ -237,6 +230,23 @@ class DPSVI(Driver):
             source.guide_draws(self.guide, params, self.static_kwargs), privacy,
             f"{type(self).__name__} with {guide}, {privacy.num_steps} steps", notes, not drift,
         )  # fmt: skip
+
+
+def _log_likelihood(
+    problem: VariationalProblem, params: dict[str, Any], rng_key: Array, example: PyTree
+) -> Array:
+    latents, _ = problem.draw(params, rng_key)
+    return problem.log_likelihood(latents, params, example, likelihood_key(rng_key))
+
+
+def _prior_and_entropy(
+    problem: VariationalProblem, params: dict[str, Any], rng_key: Array
+) -> Array:
+    latents, entropy = problem.draw(params, rng_key)
+    return problem.log_prior(latents, params) + entropy
+
+
+_ELBO = Objective(_log_likelihood, _prior_and_entropy)
 
 
 def _check_optim(optim: Any) -> Any:

@@ -19,7 +19,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal, AutoGuideList, AutoNorma
 from numpyro_dp import DPSVI, UnsupportedModelError
 from numpyro_dp.core import Released
 from numpyro_dp.estimators import aligned, vanilla
-from numpyro_dp.model.frontend import Frontend, GivenModel
+from numpyro_dp.model.frontend import Call, Frontend, GivenModel
 from numpyro_dp.model.variational import likelihood_key
 from numpyro_dp.samplers import FullBatch, Poisson
 from numpyro_dp.sums.bounded import bounded_sum
@@ -94,7 +94,7 @@ def driver(model: Any, guide: Any, **changes: Any) -> DPSVI:
 def problem_of(model: Any, guide: Any, loss: Any = None) -> tuple[Any, Any]:
     svi = SVI(model, guide, optax.adam(0.05), loss or Trace_ELBO())
     frontend = Frontend(GivenModel(model, {}, "records"), svi)
-    prepared = frontend.prepare(frontend.given.structure((X,), {}), KEY, (X,), {}, None)
+    prepared = frontend.prepare(frontend.given.structure((X,), {}), KEY, Call((X,), {}))
     return prepared.problem, svi.optim.get_params(prepared.optim_state)
 
 

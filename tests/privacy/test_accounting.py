@@ -464,7 +464,7 @@ def test_pld_refuses_what_doubles_cannot_resolve(event, delta, words):
 @pytest.mark.full
 def test_best_takes_the_smallest_and_names_it():
     event = poisson(0.05, 1.0, 50)
-    everyone = Best((RDP(), PRV(), PLD()), good_enough=0.0)
+    everyone = Best((RDP(), PRV(), PLD()))
     bound = everyone.epsilon(event, 1e-5, ADD)
     assert bound.accountant == "PLD"
     assert bound == PLD().epsilon(event, 1e-5, ADD)

@@ -19,8 +19,8 @@ from numpyro_dp import DPSVI
 from numpyro_dp.estimators import aligned
 from numpyro_dp.mechanisms import AdaptiveClip, GaussianMechanism, LossRelease
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
-from numpyro_dp.run.mechanism_trial import try_mechanism
 from numpyro_dp.run.settings import RunSettings
+from numpyro_dp.run.trial import try_mechanism
 from numpyro_dp.samplers import FullBatch
 
 KEY = jax.random.key(0)

@@ -12,7 +12,6 @@ from scipy import special
 
 from numpyro_dp._lazy import Lazy, dpa
 from numpyro_dp.privacy.accounting import bounds
-from numpyro_dp.privacy.accounting.bounds import GaussianStep, StepError, gaussian_steps
 from numpyro_dp.privacy.budget import Relation, check_relation
 
 __all__ = ["PRV"]
@@ -25,24 +24,20 @@ _variables: Any = Lazy("prv_accountant.privacy_random_variables")
 
 @dataclasses.dataclass(frozen=True)
 class PRV:
-    """Bounds full and Poisson batches (Gopi et al., 2021, Theorem 5.5). Looser with more steps.
-
-    **Guarantee**: the true epsilon is in [``lower``, ``upper``].
-    """
+    """Bounds full and Poisson batches from both sides (Gopi et al., 2021, Theorem 5.5)."""
 
     name = "PRV"
 
     def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> bounds.EpsilonBound:
-        """Bounds epsilon from both sides (see :class:`Accountant`)."""
+        """Returns ``lower`` and ``upper``. Guarantee: the true epsilon is between them."""
         check_relation(relation)
         try:
-            steps = gaussian_steps(event)
+            steps = bounds.gaussian_steps(event)
             sampling = {step.sampling for step in steps} - {"none"}
-            if sampling - ({"poisson"} if relation == "add_or_remove_one" else set()):
-                raise StepError(
-                    "it supports full batches, and Poisson ones under 'add_or_remove_one'"
-                )
-        except StepError as error:
+            if sampling and (sampling, relation) != ({"poisson"}, "add_or_remove_one"):
+                told = "it supports full batches, and Poisson ones under 'add_or_remove_one'"
+                raise bounds.StepError(told)
+        except bounds.StepError as error:
             raise bounds.UnsupportedEventError(event, relation, {"PRV": str(error)}) from error
         if not steps or steps[0].noise_multiplier == 0.0:
             found = [(math.inf if steps else 0.0,) * 3]
@@ -52,7 +47,7 @@ class PRV:
         return bounds.EpsilonBound(*triple, delta, relation, event, "PRV")
 
 
-def _directed(steps: tuple[GaussianStep, ...], delta: float, add: bool) -> tuple[float, ...]:
+def _directed(steps: tuple[Any, ...], delta: float, add: bool) -> tuple[float, ...]:
     """Returns (lower, estimate, upper) of a direction. None dominates (Lebeda et al., 2024)."""
     variables, counts = [_variable(step, add) for step in steps], [step.count for step in steps]
     total, error = sum(counts), _DELTA_ERROR * delta
@@ -67,15 +62,13 @@ def _directed(steps: tuple[GaussianStep, ...], delta: float, add: bool) -> tuple
             wanted = max(_ERROR * max(domain - 3.0, 1e-6), least / 0.99)
             found = _library.PRVAccountant(variables, wanted, error, counts)
             lower, estimate, upper = found.compute_epsilon(delta, counts)
-        except (ArithmeticError, RuntimeError, ValueError, Warning) as reason:
-            told = f"prv_accountant has no bound for {total} steps at delta={delta:g}: {reason}"
-            raise bounds.UnreliableBoundError(told) from reason
+        except (ArithmeticError, RuntimeError, ValueError, Warning) as why:
+            told = f"prv_accountant has no bound for {total} steps at delta={delta:g}: {why}"
+            raise bounds.UnreliableBoundError(told) from why
     return lower - total * _QUADRATURE, estimate, upper + total * _QUADRATURE
 
 
-def _variable(step: GaussianStep, add: bool) -> Any:
-    if step.sampling == "none":
-        return _variables.GaussianMechanism(step.noise_multiplier)
+def _variable(step: bounds.GaussianStep, add: bool) -> Any:
     remove = _variables.PoissonSubsampledGaussianMechanism
 
     class Add(remove):  # its Renyi divergence is at most that of remove (Mironov et al., 2019)
@@ -86,4 +79,6 @@ def _variable(step: GaussianStep, add: bool) -> Any:
             x = 0.5 + sigma**2 * np.log(np.where(ratio > 0.0, ratio, 1.0))
             return np.where(ratio > 0.0, special.ndtr(-x / sigma), 1.0).astype(np.longdouble)
 
+    if step.sampling == "none":
+        return _variables.GaussianMechanism(step.noise_multiplier)
     return (Add if add else remove)(step.rate, step.noise_multiplier)

@@ -44,24 +44,23 @@ __all__ = ["Best", "epsilon_spent"]
 
 _SHARE = 1e-3  # part of delta reserved for the total variation, if that is enough
 _ITERATIONS = 20
+_CLOSE = 0.004  # relative distance of an upper bound to its estimate that ends the search
 
 
 @dataclasses.dataclass(frozen=True)
 class Best:
     r"""Asks several accountants and keeps the smallest upper bound.
 
-    The search stops at the first accountant whose own estimate is within ``good_enough`` of its
-    upper bound, because the others cannot improve on it. GDP is exact, PLD's grid costs 0.05 % of
+    The search stops at the first accountant whose own estimate is within 0.4 % of its upper bound,
+    because the others cannot improve much on it. GDP is exact, PLD's grid costs 0.05 % of
     epsilon, and RDP's conversion several percent. So RDP is asked only for events that GDP and PLD
     do not support.
 
     Args:
         accountants: The accountants, in the order in which they are asked.
-        good_enough: Relative distance of ``upper`` to ``estimate`` at which the search stops, in
-            [0, 1]. With 0 all are asked, unless one is exact.
 
     Raises:
-        ValueError: If there are no accountants, or ``good_enough`` is outside its range.
+        ValueError: If there are no accountants.
 
     Example:
         >>> from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
@@ -75,10 +74,8 @@ class Best:
     """
 
     accountants: tuple[Accountant, ...] = (GDP(), PLD(), RDP())
-    good_enough: float = 0.004
 
     def __post_init__(self) -> None:
-        check_real("good_enough", self.good_enough, low=0.0, high=1.0)
         if not self.accountants:
             raise ValueError("accountants=() is empty. Pass at least one accountant.")
 
@@ -112,7 +109,7 @@ class Best:
                 best = bound
             if bound.estimate is not None and (
                 bound.upper == bound.estimate
-                or bound.upper - bound.estimate <= self.good_enough * bound.upper
+                or bound.upper - bound.estimate <= _CLOSE * bound.upper
             ):
                 break
         if best is not None:
