@@ -22,12 +22,14 @@ from numpyro_dp._lazy import dpa
 __all__ = [
     "Batch",
     "Blocks",
+    "Centring",
     "Estimator",
     "FactoredSignal",
     "Fold",
     "Mechanism",
     "MechanismBuilder",
     "MechanismState",
+    "Observation",
     "Problem",
     "PyTree",
     "Released",
@@ -133,6 +135,39 @@ class Released(NamedTuple):
     noise_scale: Array | float
 
 
+class Observation(NamedTuple):
+    """What a step released about the likelihood of all records, as vectors of d latents.
+
+    Attributes:
+        point: The public point at which the score was taken, unconstrained (d,).
+        shift: A part of ``point`` that was drawn fresh in this step, with mean 0 (d,). It is
+            uncorrelated with the rest of ``point``. ``None`` if there is no such part.
+        score: The noisy slope of the log likelihood of all records at ``point`` (d,).
+        noise_scale: Standard deviation of the noise in each entry of ``score`` (d,).
+    """
+
+    point: Array
+    shift: Array | None
+    score: Array
+    noise_scale: Array
+
+
+class Centring(NamedTuple):
+    """Rows for a record and for other outcomes that it could have had (``sums/centred.py``).
+
+    Attributes:
+        estimator: The estimator of these rows, with the same ``prepare``.
+        number: Number K of other outcomes. K + 1 is a power of 2, at most 16.
+        rows: ``(public, example, seed) -> K + 1 rows``: the record, then the record with other
+            outcomes. The last leaf of a row is the probability of its outcome. ``seed`` is a
+            secret uint32.
+    """
+
+    estimator: Any
+    number: int
+    rows: Callable[[PyTree, PyTree, Array], PyTree]
+
+
 class Estimator(NamedTuple):
     """Computes each record's signal, and turns the released sum into an update.
 
@@ -143,12 +178,17 @@ class Estimator(NamedTuple):
             optimiser receives the update: the gradient of the loss in variational inference, a
             score in MCMC, a change of natural parameters in message passing.
         factored: The same signal as a :class:`FactoredSignal`, or ``None``.
+        observe: ``(public, released) -> Observation``, for posteriors that include the noise of
+            privacy. Sees no data. ``None`` if the release is no score of the latents.
+        centring: How clipped signals are centred, or ``None``. ``signal`` is the plain signal.
     """
 
     prepare: Callable[[Array, PyTree], PyTree]
     signal: Callable[[PyTree, PyTree], PyTree]
     pull_back: Callable[[PyTree, Released], PyTree]
     factored: FactoredSignal | None = None
+    observe: Callable[[PyTree, Released], Observation] | None = None
+    centring: Centring | None = None
 
 
 class MechanismState(NamedTuple):

@@ -217,7 +217,7 @@ class DPSEP(Driver):
         self.guide.prototype_trace = problem
         return Prepared(problem, self.method.optim.init(problem.start(call.init_params)), rng_key)
 
-    def _posterior(self, problem: EPProblem, result: RunResult) -> Posterior:
+    def _posterior(self, problem: EPProblem, result: RunResult, plain: bool) -> Posterior:
         params, privacy = result.params, result.privacy
         reader, guide = self._reader, PosteriorGuide()
         guide.prototype_trace = problem  # self.guide may already belong to a later run

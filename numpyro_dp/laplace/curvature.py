@@ -14,15 +14,14 @@ import dataclasses
 from functools import cached_property
 
 import numpy as np
-from scipy.special import log_ndtr, softmax
+from scipy.special import log_ndtr
 
-from numpyro_dp.laplace._algebra import inverse, symmetric, trace_of
 from numpyro_dp.laplace.pattern import pairs_of, power_of
+from numpyro_dp.posterior.algebra import inverse, symmetric, trace_of
+from numpyro_dp.posterior.likelihood import SMALLEST_SCALE, Prior, denoise_curvature
 
 __all__ = [
-    "Prior",
     "Stage",
-    "denoise_curvature",
     "denoise_scales",
     "first_whitening",
     "next_whitening",
@@ -31,10 +30,7 @@ __all__ = [
     "start",
 ]
 
-SCALE_SD = 3.0  # prior sd of a curvature's size, relative to the guess of it
-SMALLEST_SCALE = 0.05  # smallest size of a curvature, relative to the guess of it
 FLOOR = 0.03  # smallest eigenvalue, relative to the mean of the positive parts
-GRID = np.linspace(0.01, 1.0, 60)  # spreads of a curvature around its guess, relative to its level
 RIDGE = 1.5  # sds of the curvature's error that the next whitening adds
 NEXT_POWER = 0.4
 FIRST_POWER = 0.25  # weak, because a full whitening would give rare columns all of the noise
@@ -42,24 +38,6 @@ SCREENING_NOISE = 0.1  # if noise sd / mean scale is larger, no coordinate is le
 FEWEST_SEEN = 4
 SMALLEST_DIAGONAL = 0.003  # smallest denoised scale. The public guess is 1
 LEFT_ON_DIAGONAL = 0.1  # smallest part of the diagonal that is left next to the mean row
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Prior:
-    """The normal prior that is used for decoding.
-
-    Attributes:
-        mean: Mean (d,).
-        precision: Precision matrix (d, d), positive definite.
-    """
-
-    mean: np.ndarray
-    precision: np.ndarray
-
-    @cached_property
-    def covariance(self) -> np.ndarray:
-        """The inverse of the precision (d, d)."""
-        return inverse(self.precision)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,42 +95,6 @@ class Stage:
     def width(self) -> float:
         """Mean number of released pairs for each latent, which is d if all were released."""
         return float(np.sum(self.pairs)) / len(self.pairs)
-
-
-def denoise_curvature(
-    noisy: np.ndarray, template: np.ndarray, noise_sd: float, entries: float | None = None
-) -> tuple[np.ndarray, float, float]:
-    r"""Shrinks a noisy curvature towards a guess of its shape.
-
-    The model is :math:`A = H + t G` with :math:`H \sim c B + v G'`. The size :math:`c` has the
-    prior :math:`N(1, 3^2)`. The spread :math:`v` is uniform on (0, tr(cB) / d], on a grid.
-
-    Args:
-        noisy: The released matrix A, symmetric (d, d).
-        template: The guess B, positive definite (d, d).
-        noise_sd: The noise t on the diagonal.
-        entries: Number of released pairs, by default all. Other pairs are 0 in A and B.
-
-    Returns:
-        The posterior mean of H (d, d), the GOE variance of its error, and the part of the variance
-        of c that is left in it.
-    """
-    size = len(noisy)
-    entries = size * (size + 1) / 2 if entries is None else entries
-    smallest = 1e-9 * np.trace(template) / size  # noise of 0 would divide by 0
-    noise = max(noise_sd, smallest) ** 2
-    size_variance = 1 / (np.sum(template**2) / noise + SCALE_SD**-2)
-    size_mean = size_variance * (np.sum(noisy * template) / noise + SCALE_SD**-2)
-    guess = max(size_mean, SMALLEST_SCALE) * template
-    distance = np.sum((noisy - guess) ** 2)
-    spread = (GRID * np.trace(guess) / size) ** 2
-    total = spread + noise
-    weight = softmax(-(entries * np.log(total) + distance / total) / 2)
-    gains = spread / total
-    gain = weight @ gains
-    # The gain is uncertain too. Its error multiplies the distance to the guess.
-    error = noise * gain + weight @ (gains - gain) ** 2 * distance / entries
-    return guess + gain * (noisy - guess), float(error), float(size_variance * (1 - gain) ** 2)
 
 
 def read_stage(

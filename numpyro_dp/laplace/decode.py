@@ -23,11 +23,8 @@ import dataclasses
 
 import numpy as np
 
-from numpyro_dp.laplace._algebra import inverse, roots, solve, symmetric, trace_of
 from numpyro_dp.laplace.curvature import (
-    Prior,
     Stage,
-    denoise_curvature,
     denoise_scales,
     first_whitening,
     next_whitening,
@@ -35,17 +32,16 @@ from numpyro_dp.laplace.curvature import (
     seen_coordinates,
     start,
 )
+from numpyro_dp.posterior.algebra import inverse, solve, symmetric, trace_of
+from numpyro_dp.posterior.likelihood import Prior
 
 __all__ = [
-    "Prior",
     "Stage",
     "decode",
-    "denoise_curvature",
     "denoise_scales",
     "first_whitening",
     "next_whitening",
     "read_stage",
-    "released_likelihood",
     "sampling_ratio",
     "seen_coordinates",
     "start",
@@ -168,39 +164,6 @@ def decode(
             break
         widening = np.where(bad, widening * misfit, widening)
     return mean, covariance
-
-
-def released_likelihood(
-    mean: np.ndarray, covariance: np.ndarray, prior: Prior
-) -> tuple[np.ndarray, np.ndarray]:
-    r"""Returns the Gaussian likelihood of the released values, for use with another prior.
-
-    The likelihood is :math:`\exp(b' \theta - \theta' P \theta / 2)` with
-    :math:`P = V^{-1} - \Lambda`, without its negative part, and
-    :math:`b = (P + \Lambda) m - \Lambda p_0`.
-
-    Args:
-        mean: Posterior mean m (d,).
-        covariance: Posterior covariance V (d, d).
-        prior: The prior that was used for decoding.
-
-    Returns:
-        P, positive semidefinite (d, d), and b (d,).
-    """
-    root, _ = roots(prior.precision)
-    ratios, vectors = _over_prior(covariance, root)
-    turned = root @ vectors
-    precision = symmetric((turned * (1 / ratios - 1)) @ turned.T)
-    return precision, precision @ mean + prior.precision @ (mean - prior.mean)
-
-
-def _over_prior(covariance: np.ndarray, root: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Ratios of posterior to prior variance, at most 1, along directions independent under both.
-
-    The coordinates make the prior standard normal. So the result does not depend on units.
-    """
-    values, vectors = np.linalg.eigh(symmetric(root.T @ covariance @ root))
-    return np.clip(values, 1e-14, 1.0), vectors
 
 
 def _decode_rounds(

@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 from numpyro_dp._validate import check_callable
 from numpyro_dp.laplace.guess import FirstGuess, first_guess
-from numpyro_dp.laplace.prior import ModelPrior, read_prior
 from numpyro_dp.laplace.schedule import Kind, Schedule, schedule
 from numpyro_dp.laplace.stages import Run, Stages
 from numpyro_dp.laplace.suitable import check_suitable
@@ -23,6 +22,7 @@ from numpyro_dp.model.public import argument_names, declare
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
+from numpyro_dp.posterior.prior import ModelPrior, read_prior
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.keys import check_rng_key

@@ -11,8 +11,8 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp.laplace.pattern import MOST, MOST_DENSE, group_sites
-from numpyro_dp.laplace.prior import ModelPrior, generator
 from numpyro_dp.model.public import UnsupportedModelError
+from numpyro_dp.posterior.prior import ModelPrior, generator
 
 __all__ = ["FirstGuess", "first_guess"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from numpyro_dp.laplace._algebra import spectral_power
+from numpyro_dp.posterior.algebra import spectral_power
 
 __all__ = ["MOST", "MOST_DENSE", "group_sites", "pairs_of", "power_of"]
 

@@ -9,10 +9,8 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp.laplace import curvature, decode
-from numpyro_dp.laplace._algebra import factor
 from numpyro_dp.laplace.guess import FirstGuess
 from numpyro_dp.laplace.pattern import pairs_of
-from numpyro_dp.laplace.prior import ModelPrior
 from numpyro_dp.laplace.schedule import (
     GROWTH,
     PAIRS,
@@ -32,6 +30,9 @@ from numpyro_dp.laplace.signal import (
 from numpyro_dp.model.frontend import Call, Prepared
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.posterior.algebra import factor
+from numpyro_dp.posterior.likelihood import Prior, released_likelihood
+from numpyro_dp.posterior.prior import ModelPrior
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import SensitiveState
@@ -115,7 +116,7 @@ class Run:
         unknown scale, would follow it without limit. So other priors get the likelihood without it.
         """
         covariance = self._decoded if self.prior.normal is None else self.covariance
-        precision, linear = decode.released_likelihood(self.mean, covariance, self._prior)
+        precision, linear = released_likelihood(self.mean, covariance, self._prior)
         whole, right = np.zeros((self.size, self.size)), np.zeros(self.size)
         whole[np.ix_(self.seen, self.seen)], right[self.seen] = precision, linear
         return whole, right
@@ -131,13 +132,13 @@ class Run:
         return [name for name, seen in zip(names, self.seen, strict=True) if not seen]
 
     @property
-    def _prior(self) -> curvature.Prior:
+    def _prior(self) -> Prior:
         """The prior of the coordinates that were kept."""
         mean, covariance = self.prior.decoded.mean, self.prior.decoded.covariance
         if self.seen.all():
             return self.prior.decoded
         kept = np.ix_(self.seen, self.seen)
-        return curvature.Prior(mean[self.seen], np.linalg.inv(covariance[kept]))
+        return Prior(mean[self.seen], np.linalg.inv(covariance[kept]))
 
     def _bounds(self, release: int) -> np.ndarray:
         """Bounds of a release, for the coordinates that were kept."""

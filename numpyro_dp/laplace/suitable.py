@@ -9,8 +9,8 @@ from jax import Array
 from numpyro.distributions import biject_to
 from numpyro.distributions.transforms import ExpTransform
 
-from numpyro_dp.laplace.prior import ModelPrior, generator
 from numpyro_dp.model.public import UnsupportedModelError
+from numpyro_dp.posterior.prior import ModelPrior, generator
 
 __all__ = ["check_suitable"]
 

@@ -329,7 +329,8 @@ class _Chain(Driver):
             state = states[0]
             if warmup:
                 state = session.run(state, rows, warmup, 1, progress_bar, report)[0]
-            trace = session.run(state, rows, samples, kept, progress_bar, report)[2]
+            found = session.run(state, rows, samples, kept, progress_bar, report)
+            self.scores, trace = found.scores, found.trace
             return jax.tree.map(lambda leaf: leaf[None], trace.params)
         opened = (state.opened for state in states)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *opened)

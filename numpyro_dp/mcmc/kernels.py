@@ -57,9 +57,9 @@ from jax.flatten_util import ravel_pytree
 from numpyro.infer import init_to_median
 
 from numpyro_dp._compat import POINT_SUFFIX, numpyro_optimiser
-from numpyro_dp._tree import add
+from numpyro_dp._tree import add, select
 from numpyro_dp._validate import check_real
-from numpyro_dp.core import Estimator, Released
+from numpyro_dp.core import Estimator, Observation, Released
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.vi.estimators.aligned import DrawnPublic, aligned
 
@@ -306,7 +306,12 @@ def langevin() -> Callable[[VariationalProblem], Estimator]:
             key = jax.random.fold_in(public.rng_key, 1)  # child 0 is for draws of records
             return Score(gradient, released.noise_scale, key)
 
-        return base._replace(pull_back=pull_back)
+        def observe(public: DrawnPublic, released: Released) -> Observation:
+            values = ravel_pytree(select(released.total, public.latents))[0]
+            noise = released.noise_scale * jnp.ones_like(values)
+            return Observation(ravel_pytree(public.latents)[0], None, values, noise)
+
+        return base._replace(pull_back=pull_back, observe=observe)
 
     return build
 

@@ -26,7 +26,7 @@ from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.separation import is_factor, one_record
 from numpyro_dp.model.simulated import drawn
 
-__all__ = ["Outcomes", "read_outcomes"]
+__all__ = ["OutcomeModel", "Outcomes", "read_latents", "read_outcomes"]
 
 _MOST_VALUES = 16  # With more values, simulating outcomes costs less than listing them.
 
@@ -80,6 +80,10 @@ class Outcomes(NamedTuple):
         zeros = {name: jnp.zeros(self.shapes[name], flat.dtype) for name in self.seen}
         found = ravel_pytree(zeros)[1](flat)
         return {n: found.get(n, jnp.zeros(s, flat.dtype)) for n, s in self.shapes.items()}
+
+    def flat(self, latents: dict[str, Array]) -> Array:
+        """The vector of the latents in ``seen``."""
+        return ravel_pytree({name: latents[name] for name in self.seen})[0]
 
     def log_likelihood(
         self, flat: Array, example: tuple[Array, ...], outcome: Any, *, weighted: bool = True
@@ -189,11 +193,49 @@ class Outcomes(NamedTuple):
         return layout.example(example, self.shared).trace(fn)
 
 
+class OutcomeModel(NamedTuple):
+    """A model whose examples are (record, outcome to use for it, probability).
+
+    Attributes:
+        model: The model.
+    """
+
+    model: Model
+
+    @property
+    def structure(self) -> Any:
+        """The structure of the model."""
+        return self.model.structure
+
+    def log_prior(self, *arguments: Any) -> Array:
+        """The prior of the model."""
+        return self.model.log_prior(*arguments)
+
+    def log_likelihood(
+        self, latents: Any, params: Any, example: Any, shared: Any, rng_key: Any = None
+    ) -> Array:
+        """Log likelihood of one record with the given outcome."""
+        record, outcome, _ = example
+        model = self.model._replace(fn=handlers.substitute(self.model.fn, data=outcome))
+        return model.log_likelihood(latents, params, record, shared, rng_key)
+
+
 def read_outcomes(model: Model, shared: tuple[Array, ...]) -> Outcomes:
     """Reads the kind of the records' outcomes, from shapes alone.
 
     Raises:
         UnsupportedModelError: If the outcomes cannot be simulated.
+    """
+    found = read_latents(model, shared)
+    return found._replace(**_kind(found, model.structure.layout.blank()))
+
+
+def read_latents(model: Model, shared: tuple[Array, ...]) -> Outcomes:
+    """Reads the latents alone: the outcomes need not be such that they can be simulated.
+
+    Raises:
+        UnsupportedModelError: If the model has parameters, or latents of single records, or a prior
+            that cannot be drawn from, or if no latent changes the likelihood.
     """
     structure = model.structure
     _check(structure)
@@ -216,8 +258,7 @@ def read_outcomes(model: Model, shared: tuple[Array, ...]) -> Outcomes:
             "No latent site changes the likelihood of a record, so the records cannot inform the "
             "posterior. Use a latent site in the distribution of the observed site."
         )
-    found = found._replace(seen=seen)
-    return found._replace(**_kind(found, example))
+    return found._replace(seen=seen)
 
 
 def unconstrained_prior(

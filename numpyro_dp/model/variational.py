@@ -97,7 +97,7 @@ class VariationalProblem(NamedTuple):
         self,
         latents: dict[str, Array],
         params: dict[str, Any],
-        example: tuple[Array, ...],
+        example: Any,
         rng_key: Array,
     ) -> Array:
         """Mean over draws of the log likelihood of one record.

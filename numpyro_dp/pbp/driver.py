@@ -176,7 +176,7 @@ class DPPBP(Driver):
             params["weights_linear"] = mean * params["weights_precision"]
         return Prepared(RecordsProblem(structure), self.method.optim.init(params), rng_key)
 
-    def _posterior(self, problem: RecordsProblem, result: RunResult) -> Posterior:
+    def _posterior(self, problem: RecordsProblem, result: RunResult, plain: bool) -> Posterior:
         params, privacy = result.params, result.privacy
         records, network = problem.records, self.network
         known = network.weight_precision is not None

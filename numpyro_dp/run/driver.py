@@ -234,9 +234,11 @@ class Driver(abc.ABC):
         with begun(settings, *new), used(settings, start, num_steps):
             first = start if new else with_new_noise(settings, start)
             found = session.run(first, rows, num_steps, trace_size, progress_bar, report, fold)
-        state, losses, trace, folded = found
         make = functools.partial(self._posterior, session.problem.at(rows.shared))  # no record
-        return RunResult(self.get_params(state), state, losses, trace, report, folded, make)
+        return RunResult(
+            self.get_params(found.state), found.state, found.losses, found.trace, report,
+            found.folded, make, found.scores,
+        )  # fmt: skip
 
     def sweep(
         self,
@@ -300,7 +302,7 @@ class Driver(abc.ABC):
         session = self._session(args, kwargs)
         return run_sweep(plan, axes, starts, session, session.rows(args, kwargs), folder)
 
-    def _posterior(self, problem: Any, result: RunResult) -> Any:
+    def _posterior(self, problem: Any, result: RunResult, plain: bool) -> Any:
         """Makes ``result.posterior``. Drivers with a posterior override this."""
         raise ValueError(
             f"{type(self).__name__} gives point estimates and has no posterior over latents. Use "

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.run.scores import ScoreSums
 from numpyro_dp.run.state import SensitiveState
 
 __all__ = [
@@ -90,12 +91,15 @@ class RunResult(_RunResult):
         trace: Thinned private iterates. You may publish them.
         privacy: Report of the privacy spent. You may publish it.
         folded: Result of ``run(..., fold=...)``, else ``None``. You may publish it.
+        scores: Sums of the released scores, from which ``posterior`` is computed, or ``None``. You
+            may publish them.
         posterior: Draws, predictions and a summary of the latents. You may publish them.
     """
 
     trace: Trace
     privacy: PrivacyReport
     folded: Any
+    scores: ScoreSums | None
     _make_posterior: Callable[..., Any] | None
     _posterior: Any
 
@@ -108,50 +112,64 @@ class RunResult(_RunResult):
         privacy: PrivacyReport,
         folded: Any = None,
         make_posterior: Callable[..., Any] | None = None,
+        scores: ScoreSums | None = None,
     ) -> RunResult:
         """Makes the triple and adds the attributes that SVI's result does not have.
 
-        The first use of ``posterior`` calls ``make_posterior`` with the result.
+        ``posterior`` calls ``make_posterior`` with the result and ``False`` at its first use.
         """
         result = super().__new__(cls, params, state, losses)
         result.trace, result.privacy, result.folded = trace, privacy, folded
-        result._make_posterior, result._posterior = make_posterior, None
+        result._make_posterior, result._posterior, result.scores = make_posterior, None, scores
         return result
 
     @property
     def posterior(self) -> Any:
-        """The :class:`~numpyro_dp.Posterior` of the latents, at ``params``.
+        """The :class:`~numpyro_dp.Posterior` of the latents.
+
+        Its intervals include the noise of privacy if ``scores`` is not ``None``. Its first notes
+        say so.
 
         Raises:
             ValueError: If the driver gives point estimates, or the result comes from a pickle. A
                 pickle does not hold the model.
         """
+        if self._posterior is None:
+            self._posterior = self._made(plain=False)
+        return self._posterior
+
+    @property
+    def plain_posterior(self) -> Any:
+        """The same from the parameters alone, whose intervals leave out the noise of privacy."""
+        return self._made(plain=True)
+
+    def _made(self, plain: bool) -> Any:
         if self._make_posterior is None:
             raise ValueError(
                 "This result comes from a pickle, which does not hold the model that posterior "
                 "needs. Draw with posterior_samples(rng_key, guide, result.params, num_samples), "
                 "or pickle the draws that you need."
             )
-        if self._posterior is None:
-            self._posterior = self._make_posterior(self)
-        return self._posterior
+        return self._make_posterior(self, plain)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leaves out the state, which is sensitive, and the model, which pickle may not support.
 
         To keep the state, pickle ``result.state`` by itself.
         """
-        return RunResult, (self.params, None, self.losses, self.trace, self.privacy, self.folded)
+        kept = self.losses, self.trace, self.privacy, self.folded, None, self.scores
+        return RunResult, (self.params, None, *kept)
 
     def __copy__(self) -> RunResult:
         """A copy in this process has the same state."""
-        return RunResult(*self, self.trace, self.privacy, self.folded, self._make_posterior)
+        rest = self.trace, self.privacy, self.folded, self._make_posterior, self.scores
+        return RunResult(*self, *rest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RunResult:
         """A copy in this process has the same state."""
         rest = copy.deepcopy((self.losses, self.trace, self.privacy, self.folded), memo)
         params = copy.deepcopy(self.params, memo)
-        return RunResult(params, self.state, *rest, self._make_posterior)
+        return RunResult(params, self.state, *rest, self._make_posterior, self.scores)
 
     def __repr__(self) -> str:
         """Names the fields and shows what was spent."""

@@ -7,7 +7,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,17 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp._tree import shapes_of
-from numpyro_dp.core import Batch, Estimator, Fold, Mechanism, MechanismState, Problem, PyTree
+from numpyro_dp.core import (
+    Batch,
+    Estimator,
+    Fold,
+    Mechanism,
+    MechanismState,
+    Observation,
+    Problem,
+    PyTree,
+    Released,
+)
 from numpyro_dp.model.frontend import Prepared
 from numpyro_dp.model.public import PublicArray
 from numpyro_dp.model.records import Rows
@@ -26,6 +36,7 @@ from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.loss import LOSS_ENTRY, with_loss, with_loss_norm
 from numpyro_dp.run.results import PrivateLosses, SensitiveLosses, Trace
+from numpyro_dp.run.scores import MOST_LATENTS, ScoreSums, score_sums, with_observation
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import RunIdentity, RunState, SensitiveState
 from numpyro_dp.run.step import Step, build_loop, build_step, build_whole_step
@@ -34,7 +45,7 @@ from numpyro_dp.run.trial import check_holds_no_records, check_signal
 from numpyro_dp.sums.devices import copied, spread
 from numpyro_dp.sums.factored import record_lengths
 
-__all__ = ["Session"]
+__all__ = ["Finished", "Session"]
 
 _MAX_TRACE = 1000
 _MAX_TRACE_NUMBERS = 10**7
@@ -56,15 +67,32 @@ class Session:
         self.num_examples = problem.num_examples
         self.inclusion_prob = settings.sampler.inclusion_prob(self.num_examples)
         # The size of the data set is public and fixed, so one session serves one size.
+        estimator = self._estimator(problem.shared, MechanismState(settings.clip_norm.as_arrays()))
+        self._centred = estimator.centring is not None
         self._build(settings.sampler.next)
         params = method.optim.get_params(prepared.optim_state)
         self.param_shapes = shapes_of(params)
         # Checks that need no record run here, so that errors come before any budget is spent.
-        estimator = self._estimator(problem.shared, MechanismState(settings.clip_norm.as_arrays()))
         self.finite = check_signal(problem, estimator, params, settings.norm_with_loss)
+        self._latents = self._number_of_latents(estimator, params)
         self._total = check_holds_no_records(
             problem, self._estimator, method, settings, prepared.optim_state
         )
+
+    def _number_of_latents(self, estimator: Estimator, params: PyTree) -> int:
+        """Size of the sums of scores, or 0 for none."""
+        mechanism = self._mechanism(MechanismState(self.settings.clip_norm.as_arrays()), 1.0)
+        # The sums treat the noise of steps as independent.
+        if estimator.observe is None or mechanism.compose is not None:
+            return 0
+
+        def point(params: PyTree, example: PyTree) -> Array:
+            public = estimator.prepare(jax.random.key(0), params)
+            total = estimator.signal(public, example)
+            return estimator.observe(public, Released(total, jnp.zeros(()))).point
+
+        size = jax.eval_shape(point, params, self.problem.blank_example()).size
+        return size if size <= MOST_LATENTS else 0
 
     def _build(self, draw: Callable[[PyTree], tuple[Batch, PyTree]]) -> None:
         """Sets the functions of a step whose batches come from ``draw``."""
@@ -72,15 +100,15 @@ class Session:
         self._step = build_step(
             self._estimator, self._mechanism, draw, self.method.optim,
             self.inclusion_prob, settings.microbatch_size, settings.mesh,
-            self.problem.numbered,
+            self.problem.numbered, self._centred,
         )  # fmt: skip
         # The loop is another program. It needs no guard, because `run` checks budget and noise on
         # the host.
         self._update = jax.jit(self._guarded_step)
-        self._loop = build_loop(self._step_and_value, self._kept, self._measure)
         # One per fold.update, so that runs with the same fold share a compilation.
-        self._folding_loops: dict[Callable[..., PyTree], Callable[..., Any]] = {}
-        self._loop_many = jax.jit(jax.vmap(self._loop, in_axes=(0, 0, None, None, None, None)))
+        self._folding_loops: dict[Callable[..., PyTree] | None, Callable[..., Any]] = {}
+        alone = build_loop(self._step_and_value, self._kept, self._measure)
+        self._loop_many = jax.jit(jax.vmap(alone, in_axes=(0, 0, None, None, None, None)))
         self._whole: Callable[..., Any] | None = None
         self._streams: dict[int, Session] = {}  # sessions for streamed batches, by batch size
 
@@ -131,19 +159,23 @@ class Session:
         progress_bar: bool,
         report: PrivacyReport,
         fold: Fold | None = None,
-    ) -> tuple[SensitiveState, PrivateLosses | SensitiveLosses | None, Trace, PyTree]:
-        """Runs steps. Returns the state, losses, thinned trace and result of the fold."""
+    ) -> Finished:
+        """Runs steps."""
         opened = state.opened
         buffer, stride, slots, rest = self._slots(opened, num_steps, trace_size)
         done = int(opened.step)
         # A bar needs 25 calls of the loop. Without a bar, one call never waits for the host.
         chunk = max(1, slots // 25) if progress_bar else slots
         ranges = [(at, min(chunk, slots - at)) for at in range(0, slots, chunk)]
-        loop, carry = self._loop_for(fold), opened
+        loop, folded = self._loop_for(fold), None
         if fold is not None:
             # With fixed dtypes, so that all calls share a compilation.
             started = fold.init(self.problem.constrain(self._params(opened)))
-            carry = opened, jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), started)
+            folded = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), started)
+        scores = None
+        if self._latents:
+            scores = score_sums(self._latents, opened.step, jnp.asarray(num_steps, jnp.int32))
+        carry = _Carry(opened, scores, folded)
         if isinstance(rows, HostRows):
             calls = [(0, 1, rest)] * (rest > 0) + [(*some, stride) for some in ranges]
             # Only the host knows which rows it fetched, so it gives the batches to the step.
@@ -157,12 +189,13 @@ class Session:
         for first, count in shown:
             carry, buffer = loop(carry, buffer, rows, *_ints(first, count, stride))
             jax.block_until_ready(buffer)  # or the bar would run ahead of the device
-        last, folded = (carry, None) if fold is None else (carry[0], fold.result(carry[1]))
+        folded = None if fold is None else fold.result(carry.folded)
         # Rounding up the stride can leave slots at the end without an iterate.
         (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:slots], buffer)
         steps = done + rest + stride * np.arange(1, slots + 1)
         trace = Trace(steps, jax.vmap(self.problem.constrain)(iterates), norms)
-        return state.closed(last), self._losses(steps, np.asarray(values)), trace, folded
+        losses = self._losses(steps, np.asarray(values))
+        return Finished(state.closed(carry.state), losses, trace, folded, carry.scores)
 
     def run_many(
         self, states: RunState, rows: Rows, num_steps: int, trace_size: int | None
@@ -225,23 +258,32 @@ class Session:
         return self.method.optim.get_params(state.optim_state)
 
     def _loop_for(self, fold: Fold | None) -> Callable[..., Any]:
-        """Returns a loop that also updates a fold, if there is one, after every step."""
-        if fold is None:
-            return self._loop
-        update = fold.update  # not the fold: folds with the same update share the loop
+        """Returns a loop that also updates sums of scores, and a fold if there is one."""
+        update = fold and fold.update  # not the fold: folds with the same update share the loop
 
-        def step(carry: tuple[RunState, PyTree], rows: Rows) -> tuple[PyTree, Array]:
-            state, value = self._step_and_value(carry[0], rows)
-            params = self.problem.constrain(self._params(state))
-            return (state, update(carry[1], params)), value
+        def step(carry: _Carry, rows: Rows) -> tuple[_Carry, Array]:
+            before, scores, folded = carry
+            state, taken = self._step(before, rows)
+            if scores is not None:
+                seen = self._observation(before, rows, taken)
+                scores = with_observation(scores, before.step, seen)
+            if update is not None:
+                folded = update(folded, self.problem.constrain(self._params(state)))
+            return _Carry(state, scores, folded), self._value(before, rows, taken)
 
         if update not in self._folding_loops:
             self._folding_loops[update] = build_loop(
                 step,
-                lambda carry: self._kept(carry[0]),
-                lambda carry, rows: self._measure(carry[0], rows),
+                lambda carry: self._kept(carry.state),
+                lambda carry, rows: self._measure(carry.state, rows),
             )
         return self._folding_loops[update]
+
+    def _observation(self, state: RunState, rows: Rows, step: Step) -> Observation:
+        """What a step released about the likelihood, from public and released values."""
+        estimator = self._estimator(rows.shared, state.mechanism_state)
+        # Key and parameters of the step give the values of `prepare` again.
+        return estimator.observe(estimator.prepare(step.rng_key, step.params), step.released)
 
     def on_all(self, state: SensitiveState, rows: HostRows) -> SensitiveState:
         """Takes a step on all records, which the host sends in parts."""
@@ -311,17 +353,21 @@ class Session:
 
     def _step_and_value(self, state: RunState, rows: Rows) -> tuple[RunState, Array]:
         new, step = self._step(state, rows)
+        return new, self._value(state, rows, step)
+
+    def _value(self, state: RunState, rows: Rows, step: Step) -> Array:
+        """The loss of a step from ``state``, if there is one to show."""
         problem = self.problem.at(rows.shared)
         if self.settings.loss_release is not None:
-            scale = self._loss_scale(state.mechanism_state)  # of new, an adaptive norm has moved
+            # The norm of this step. In the state after it, an adaptive norm has moved.
+            scale = self._loss_scale(state.mechanism_state)
             log_likelihood = step.released.total[LOSS_ENTRY] / scale
         elif self.settings.allow_sensitive:
             log_likelihood = self._sensitive_log_likelihood(problem, step)
         else:
-            return new, jnp.zeros(())
+            return jnp.zeros(())
         # Key and parameters of the step give its draw again.
-        rest = self.method.objective.rest(problem, step.params, step.rng_key)
-        return new, -(log_likelihood + rest)
+        return -(log_likelihood + self.method.objective.rest(problem, step.params, step.rng_key))
 
     def _sensitive_log_likelihood(self, problem: Problem, step: Step) -> Array:
         of_record = functools.partial(self.method.objective.of_record, problem)
@@ -336,6 +382,30 @@ class Session:
         if self.settings.allow_sensitive:
             return SensitiveLosses(steps, values)
         return None
+
+
+class Finished(NamedTuple):
+    """What a run leaves.
+
+    Attributes:
+        state: The state after its last step.
+        losses: Losses, if the run shows or releases them.
+        trace: Thinned iterates.
+        folded: Result of the fold.
+        scores: Sums of released scores, if the method has them.
+    """
+
+    state: SensitiveState
+    losses: PrivateLosses | SensitiveLosses | None
+    trace: Trace
+    folded: PyTree
+    scores: ScoreSums | None
+
+
+class _Carry(NamedTuple):
+    state: RunState
+    scores: ScoreSums | None
+    folded: PyTree
 
 
 def _ints(*values: int) -> tuple[Array, ...]:

@@ -54,6 +54,7 @@ def build_step(
     microbatch_size: int | None = None,
     mesh: Mesh | None = None,
     numbered: bool = False,
+    centred: bool = False,
 ) -> Callable[[RunState, Rows], tuple[RunState, Step]]:
     """Composes prepare, signal, clip, sum, privatise and pull back to one step.
 
@@ -66,6 +67,7 @@ def build_step(
         microbatch_size: Rows in memory at a time (:mod:`numpyro_dp.sums.bounded`).
         mesh: Devices that share the rows of a batch.
         numbered: Whether the last array seeds each record's own draws. A step makes new seeds.
+        centred: Whether the estimator draws outcomes for each record, which needs seeds too.
 
     Returns:
         ``(state, rows) -> (state, step)``.
@@ -76,14 +78,14 @@ def build_step(
     private = _Private(estimator, mechanism, optim, inclusion_prob)
 
     def on_batch(rest: PyTree, batch: PyTree, mask: Array, shards: Shards) -> tuple[PyTree, ...]:
-        (state, shared), (examples, lengths) = rest, batch
+        (state, shared), (examples, lengths, seeds) = rest, batch
         begun = private.begun(state, shared)
         # Always true, but made of an argument, so XLA cannot know it. `pinned` puts the gradients
         # into a branch on it: XLA would drop a constant condition, compute a gradient twice, and
         # could round the copy that is summed in another way than the copy whose norm was taken.
         live = state.step >= 0
         asked = begun.estimator, begun.mechanism, begun.public
-        total = bounded_sum(*asked, examples, mask, lengths, live, microbatch_size, shards)
+        total = bounded_sum(*asked, examples, mask, lengths, live, microbatch_size, shards, seeds)
         state, released = private.ended(state, begun, total)
         return state, begun.params, begun.step_key, released
 
@@ -94,9 +96,12 @@ def build_step(
         # The row numbers in the last array are public, and seeds must be secret: replace them.
         rows = rows._replace(arrays=rows.arrays[: len(rows.arrays) - numbered])
         (examples, lengths), mask = _take(rows, batch.indices, batch.mask)
+        seeds = None
+        if numbered or centred:
+            seeds = copied(mesh, _numbers(state.secret_key, mask.size))
         if numbered:
-            examples = (*examples, copied(mesh, _numbers(state.secret_key, mask.size)))
-        state, *found = everywhere((state, rows.shared), (examples, lengths), mask)
+            examples = (*examples, seeds)
+        state, *found = everywhere((state, rows.shared), (examples, lengths, seeds), mask)
         return state._replace(sampler_state=sampler_state), Step(*found, examples, mask)
 
     return step

@@ -183,7 +183,7 @@ def _with_batches(carry: PyTree, sampler_state: PyTree) -> PyTree:
     """Sets the sampler's state in a run's state, alone or in a pair with a fold's state."""
     if isinstance(carry, RunState):
         return carry._replace(sampler_state=sampler_state)
-    return (carry[0]._replace(sampler_state=sampler_state), carry[1])
+    return carry._replace(state=carry.state._replace(sampler_state=sampler_state))
 
 
 def _fetch(

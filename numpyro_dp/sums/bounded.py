@@ -17,6 +17,7 @@ from jaxtyping import Bool
 
 from numpyro_dp._tree import filled, select, squared_norm, widen
 from numpyro_dp.core import Estimator, Mechanism, PyTree
+from numpyro_dp.sums.centred import centred_mechanism, with_partners
 from numpyro_dp.sums.exact import finished, partial_sum
 from numpyro_dp.sums.factored import factored_sum
 from numpyro_dp.sums.microbatches import (
@@ -45,6 +46,7 @@ def bounded_sum(
     live: Array | None = None,
     rows: int | None = None,
     shards: Shards = WHOLE,
+    seeds: Array | None = None,
 ) -> dict[str, Any]:
     """Returns the sum of the bounded signals of a batch.
 
@@ -59,6 +61,7 @@ def bounded_sum(
             default is whether any entry counts.
         rows: Rows of a microbatch. By default their gradients hold about a million values.
         shards: The parts of the batch, if devices share it.
+        seeds: A secret seed for each record (batch,), if the signals are centred.
 
     Returns:
         A dict like the signal, in float32 or wider, with the entries of ``mechanism.extras``.
@@ -69,10 +72,20 @@ def bounded_sum(
         ``mechanism.sensitivity`` in norm, rounding included.
     """
     live = jnp.any(mask) if live is None else live
+    if (centring := estimator.centring) is not None:
+        examples, mask = with_partners(centring, public, examples, mask, seeds)
+        mechanism, lengths = centred_mechanism(mechanism, centring.number), ()
+        rows = None if rows is None else rows * (centring.number + 1)
+        estimator = centring.estimator
     if estimator.factored is None:
         one_by_one = bounded_sum_by_definition
-        return one_by_one(estimator, mechanism, public, examples, mask, live, rows, shards)
-    return factored_sum(estimator, mechanism, public, examples, mask, lengths, live, rows, shards)
+        return one_by_one(
+            estimator, mechanism, public, examples, mask, live, rows, shards, centring is not None
+        )
+    return factored_sum(
+        estimator, mechanism, public, examples, mask, lengths, live, rows, shards,
+        centring is not None,
+    )  # fmt: skip
 
 
 def bounded_sum_by_definition(
@@ -84,10 +97,11 @@ def bounded_sum_by_definition(
     live: Array | None = None,
     rows: int | None = None,
     shards: Shards = WHOLE,
+    centred: bool = False,
 ) -> dict[str, Any]:
     """The same sum, one signal at a time, in microbatches: the batch is never in memory at once."""
     count = mask.size * shards.number
-    parts = SumInParts(estimator, mechanism, public, first_of(examples), count)
+    parts = SumInParts(estimator, mechanism, public, first_of(examples), count, centred)
     sums, squares = parts.part(examples, mask, live, rows, shards)
     extras = extra_sums(mechanism, parts.names, squares, parts.margin, mask, shards)
     return parts.finished(sums) | extras
@@ -96,7 +110,8 @@ def bounded_sum_by_definition(
 class SumInParts:
     """A clipped sum whose records come in parts. Sums stay integers until all parts are added.
 
-    There are ``count`` records in all parts. ``first`` has the shapes of one.
+    There are ``count`` records in all parts. ``first`` has the shapes of one. If signals are
+    ``centred``, the last array of the records has the probabilities of the rows.
 
     Attributes:
         names: Entries of the signal.
@@ -104,8 +119,15 @@ class SumInParts:
     """
 
     def __init__(
-        self, estimator: Estimator, mechanism: Mechanism, public: PyTree, first: PyTree, count: int
+        self,
+        estimator: Estimator,
+        mechanism: Mechanism,
+        public: PyTree,
+        first: PyTree,
+        count: int,
+        centred: bool = False,
     ) -> None:
+        self._centred = centred
         self._signal, self._mechanism, self._count = estimator.signal, mechanism, count
         self._public, self._struct = public, jax.eval_shape(estimator.signal, public, first)
         self._like, self.names = jax.eval_shape(widen, self._struct), filled(self._struct)
@@ -129,7 +151,8 @@ class SumInParts:
             signals = widen(pinned(live, each, examples))
             own = [select(signals, members) for members in self._blocks]
             squares = tuple(jax.vmap(squared_norm)(block) for block in own)
-            factors = self._mechanism.scales(self.names, squares, self.margin)
+            probs = examples[-1:] if self._centred else ()
+            factors = self._mechanism.scales(self.names, squares, self.margin, *probs)
             sums = [
                 partial_sum(rows_of(block), jnp.where(mask, factor, 0), norm, self._count)
                 for block, factor, norm in zip(own, factors, self._norms, strict=True)

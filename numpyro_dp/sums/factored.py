@@ -79,6 +79,7 @@ def factored_sum(
     live: Array,
     rows: int | None = None,
     shards: Shards = WHOLE,
+    centred: bool = False,
 ) -> dict[str, Any]:
     """The sum of :func:`numpyro_dp.sums.bounded.bounded_sum`, in microbatches of ``rows``."""
     factored: FactoredSignal = estimator.factored
@@ -117,7 +118,8 @@ def factored_sum(
         # Squares, because a mechanism may join blocks, and the root would round once more.
         squares = tuple(jax.vmap(squared_norm)(size) for size in sizes)
         sums = []
-        for at, factor in enumerate(mechanism.scales(names, squares, margin)):
+        probs = examples[-1:] if centred else ()
+        for at, factor in enumerate(mechanism.scales(names, squares, margin, *probs)):
             # Padding of a batch is some record too. Its weight is 0, so it adds exactly 0.
             weights = jnp.where(mask, factor, 0)
 

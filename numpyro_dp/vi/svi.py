@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.variational import VariationalProblem, guide_kind, likelihood_key
 from numpyro_dp.posterior.from_model import ModelSource, drift_notes
 from numpyro_dp.posterior.posterior import Posterior
+from numpyro_dp.posterior.scores import NOISE_INCLUDED, scores_draws
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
@@ -31,6 +33,7 @@ from numpyro_dp.run.settings import Method, Objective, RunSettings
 from numpyro_dp.run.state import SensitiveState, check_state
 from numpyro_dp.sums.devices import copied
 from numpyro_dp.vi.estimators import aligned
+from numpyro_dp.vi.estimators.centred import centred_if_possible
 
 __all__ = ["DPSVI"]
 
@@ -55,7 +58,10 @@ class DPSVI(Driver):
             evidence lower bound of the whole data set.
         loss: ``None``, ``Trace_ELBO(num_particles=K)`` or ``TraceMeanField_ELBO(num_particles=K)``.
             All give the same loss: entropies are in closed form if one is known.
-        estimator: Which gradient one record contributes (:mod:`numpyro_dp.estimators`).
+        estimator: Which gradient one record contributes (:mod:`numpyro_dp.estimators`). By default
+            ``centred(aligned())``, whose fit does not depend on the clip norm. It is ``aligned()``
+            if the model cannot simulate an outcome, has more than 300 latents, or if a loss is
+            released.
         clip_norm: Largest norm of one record's signal, in units of its log likelihood gradient,
             unscaled by batch or data size. A number, an
             :class:`~numpyro_dp.mechanisms.AdaptiveClip`, or a dict of either by entry of the
@@ -120,8 +126,9 @@ class DPSVI(Driver):
         (True, Array(True, dtype=bool))
 
     Guarantee:
-        ``result.params``, ``result.trace``, ``result.folded``, ``result.privacy`` and private
-        losses are (epsilon, delta)-differentially private under the budget's relation. Each step is
+        ``result.params``, ``result.posterior``, ``result.scores``, ``result.trace``,
+        ``result.folded``, ``result.privacy`` and private losses are (epsilon, delta)-
+        differentially private under the budget's relation. Each step is
         the Gaussian mechanism on a clipped sum over a sampled batch. Everything else is
         post-processing or reads no record. The number of records, shapes and dtypes are public.
         The guarantee does not cover ``result.state`` and types named ``Sensitive...``.
@@ -143,7 +150,7 @@ class DPSVI(Driver):
         *,
         clip_norm: Any,
         sampler: Sampler,
-        estimator: Callable[[VariationalProblem], Estimator] = aligned(),
+        estimator: Callable[[VariationalProblem], Estimator] | None = None,
         data_plate: str | None = None,
         mechanism: MechanismBuilder = GaussianMechanism(),
         budget: PrivacyBudget | None = None,
@@ -169,6 +176,8 @@ class DPSVI(Driver):
             accountant=accountant, loss_release=loss_release, allow_sensitive=allow_sensitive,
             microbatch_size=microbatch_size, mesh=mesh, public=public, repetition=repetition
         )  # fmt: skip
+        if estimator is None:
+            estimator = centred_if_possible if loss_release is None else aligned()
         super().__init__(Method(estimator, svi.optim, objective=_ELBO), settings)
         self.model, self.guide, self.optim = model, guide, svi.optim
         self.static_kwargs = static_kwargs
@@ -218,17 +227,22 @@ class DPSVI(Driver):
         """Returns the problem and the first state of the optimiser. Reads no record."""
         return self._frontend.prepare(structure, rng_key, call)
 
-    def _posterior(self, problem: VariationalProblem, result: RunResult) -> Posterior:
+    def _posterior(self, problem: VariationalProblem, result: RunResult, plain: bool) -> Posterior:
         params, privacy = result.params, result.privacy
         source = ModelSource.of(problem.model, problem.shared, params)
         guide = getattr(self.guide, "__name__", type(self.guide).__name__)
+        method = f"{type(self).__name__} with {guide}, {privacy.num_steps} steps"
+        if result.scores is not None and privacy.noise_multiplier > 0 and not plain:
+            with contextlib.suppress(UnsupportedModelError):
+                draws = scores_draws(problem.model, problem.shared, result.scores, privacy)
+                return source.posterior(draws, privacy, method, (NOISE_INCLUDED,))
         drift = notes = drift_notes(result.trace)
         if privacy.noise_multiplier > 0:
             remedy = ": noise_aware adds it" if guide_kind(self.guide) in _WIDENED else ""
             notes += (f"The intervals do not contain the privacy noise of the run{remedy}.",)
         return source.posterior(
-            source.guide_draws(self.guide, params, self.static_kwargs), privacy,
-            f"{type(self).__name__} with {guide}, {privacy.num_steps} steps", notes, not drift,
+            source.guide_draws(self.guide, params, self.static_kwargs), privacy, method, notes,
+            not drift,
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import pytest
 from numpyro_dp.laplace import decode as decoding
 from numpyro_dp.laplace import schedule
 from numpyro_dp.laplace.pattern import group_sites, pairs_of, power_of
+from numpyro_dp.posterior import likelihood
 
 N = 2_000
 BUDGET_SHARES = np.array([0.05, 0.06, 0.08, 0.11, 0.15, 0.20, 0.35])
@@ -34,7 +35,7 @@ def precision_of(size, rng, kind="full"):
 
 def truth(size, rng, kind="full"):
     """Prior, theta, the true curvature of N records, and the optimum of their data."""
-    prior = decoding.Prior(rng.normal(size=size), precision_of(size, rng, kind))
+    prior = likelihood.Prior(rng.normal(size=size), precision_of(size, rng, kind))
     theta = rng.multivariate_normal(prior.mean, prior.covariance)
     mixing = np.eye(size) + 0.4 * rng.normal(size=(size, size)) / np.sqrt(size)
     curvature = 0.25 * N * mixing @ mixing.T
@@ -53,7 +54,7 @@ def releases(size, mu, index):
 
 def capped(mean, covariance, prior):
     """The covariance of the posterior under the prior of the decode, which is never wider."""
-    precision, _ = decoding.released_likelihood(mean, covariance, prior)
+    precision, _ = likelihood.released_likelihood(mean, covariance, prior)
     return np.linalg.inv(precision + prior.precision)
 
 
@@ -303,7 +304,7 @@ def test_the_widening_agrees_with_the_reference(reference, monkeypatch):
 
 
 def test_the_next_whitening_of_a_diagonal_curvature():
-    prior = decoding.Prior(np.zeros(3), np.diag([1.0, 2.0, 3.0]))
+    prior = likelihood.Prior(np.zeros(3), np.diag([1.0, 2.0, 3.0]))
     whitening, curvature = np.diag([0.5, 0.2, 0.1]), np.diag([4.0, 25.0, 100.0])
     whitened = whitening @ curvature @ whitening
     stage = decoding.read_stage(
@@ -335,7 +336,7 @@ def test_the_next_whitening_of_a_diagonal_curvature():
 def test_odd_releases_leave_everything_finite(size):
     rng = np.random.default_rng(size)
     for case in range(12):
-        prior = decoding.Prior(np.zeros(size), precision_of(size, rng))
+        prior = likelihood.Prior(np.zeros(size), precision_of(size, rng))
         mean, covariance, stages = prior.mean, prior.covariance, ()
         whitening = decoding.first_whitening(prior, np.diag(10.0 ** rng.uniform(-3, 5, size)))
         template = np.eye(size)
@@ -359,12 +360,12 @@ def test_odd_releases_leave_everything_finite(size):
 def test_the_cap_and_the_likelihood():
     rng = np.random.default_rng(6)
     for _ in range(20):
-        prior = decoding.Prior(rng.normal(size=5), precision_of(5, rng))
+        prior = likelihood.Prior(rng.normal(size=5), precision_of(5, rng))
         factors = np.exp(rng.normal(size=5))
         turn = np.linalg.qr(rng.normal(size=(5, 5)))[0]
         root = np.linalg.cholesky(prior.covariance) @ turn
         wide, mean = (root * factors) @ root.T, rng.normal(size=5)
-        precision, linear = decoding.released_likelihood(mean, wide, prior)
+        precision, linear = likelihood.released_likelihood(mean, wide, prior)
         assert np.linalg.eigvalsh(precision)[0] > -1e-9
         total = precision + prior.precision
         narrowed = (root * np.minimum(factors, 1)) @ root.T
@@ -396,7 +397,7 @@ def test_the_start_finds_a_curvature_along_the_mean_row():
     np.testing.assert_allclose(found, exact, atol=0.06 * exact.max())
     noise_only = decoding.start(whitening, scales, 1e-3, (total, 1e6), len(rows))
     np.testing.assert_allclose(noise_only, decoding.start(whitening, scales, 1e-3))
-    first = decoding.first_whitening(decoding.Prior(np.zeros(3), np.eye(3)), found)
+    first = decoding.first_whitening(likelihood.Prior(np.zeros(3), np.eye(3)), found)
     assert np.trace(first @ found @ first) == pytest.approx(3)
 
 
@@ -466,7 +467,7 @@ def test_the_length_of_a_step_is_uncertain_along_it_alone():
 def test_a_direction_that_no_record_sees_gets_less_information(monkeypatch):
     """Eleven of twelve eigenvalues are 1, the last one is 0; only noise is measured there."""
     rng, size, number = np.random.default_rng(3), 12, 40
-    prior = decoding.Prior(np.zeros(size), np.eye(size))
+    prior = likelihood.Prior(np.zeros(size), np.eye(size))
     found, plain = [], []
     for _ in range(number):
         noise = rng.normal(size=(size, size))

@@ -11,7 +11,7 @@ import pytest
 
 from numpyro_dp import DPLaplace, NoiseReuseError, PrivacyBudget, UnsupportedModelError, fit
 from numpyro_dp.laplace import decode, guess, pattern
-from numpyro_dp.laplace.prior import ModelPrior
+from numpyro_dp.posterior.prior import ModelPrior
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.run import streaming
 

@@ -13,9 +13,9 @@ from hostile_models import (
 )
 
 from numpyro_dp.laplace.guess import first_guess
-from numpyro_dp.laplace.prior import read_prior
 from numpyro_dp.laplace.schedule import schedule
 from numpyro_dp.laplace.stages import Run, Stages
+from numpyro_dp.posterior.prior import read_prior
 from numpyro_dp.privacy.mechanism.staged import StagedGaussian
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.samplers import FullBatch

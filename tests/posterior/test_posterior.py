@@ -208,8 +208,9 @@ def test_bad_input(call, error, words):
 
 def test_of_svi(fitted):
     guide, result = fitted
-    posterior = result.posterior
-    assert posterior is result.posterior
+    assert result.posterior is result.posterior
+    assert result.posterior.notes == ("The intervals include the noise of privacy.",)
+    posterior = result.plain_posterior
     assert posterior.privacy is result.privacy
     assert posterior.method == "DPSVI with AutoDiagonalNormal, 60 steps"
     draws = posterior.sample(KEY, 7)
@@ -227,7 +228,7 @@ def test_shares_of_svi_are_of_the_prior_with_static_keywords(fitted):
     """w has a normal prior of scale 3; log sd has a density that is known."""
     result = fitted[1]
     scale = result.params["auto_scale"]  # of w[0], w[1] and log sd
-    summary = result.posterior.summary()
+    summary = result.plain_posterior.summary()
     log_prior = np.log(np.abs(np.random.default_rng(1).normal(size=100_000)))
     width = np.diff(np.quantile(log_prior, [0.16, 0.84]))[0]
     quantile = 2 * 0.99446  # of a normal distribution, from 16 to 84 %

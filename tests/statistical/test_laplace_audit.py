@@ -14,7 +14,6 @@ from test_audit import audit
 from numpyro_dp import PrivacyBudget, secret_key
 from numpyro_dp.core import MechanismState
 from numpyro_dp.laplace.guess import FirstGuess
-from numpyro_dp.laplace.prior import read_prior
 from numpyro_dp.laplace.schedule import Kind, Schedule, schedule
 from numpyro_dp.laplace.signal import Request
 from numpyro_dp.laplace.stages import Run, Stages
@@ -22,6 +21,7 @@ from numpyro_dp.model.density import Model
 from numpyro_dp.model.outcomes import read_outcomes
 from numpyro_dp.model.public import declare
 from numpyro_dp.model.structure import read_model
+from numpyro_dp.posterior.prior import read_prior
 from numpyro_dp.privacy.mechanism.staged import StagedGaussian
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.spending import plan_for, spent_by

@@ -22,12 +22,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.flatten_util import ravel_pytree
 
 from numpyro_dp._tree import add, select
-from numpyro_dp.core import Estimator, FactoredSignal, Released
+from numpyro_dp.core import Estimator, FactoredSignal, Observation, Released
 from numpyro_dp.model.variational import VariationalProblem, likelihood_key
 
-__all__ = ["DrawnPublic", "aligned", "prepare_draw", "pull_back_draw"]
+__all__ = ["DrawnPublic", "aligned", "observed", "prepare_draw", "pull_back_draw"]
+
+_OTHER_DRAWS = 4
 
 
 class DrawnPublic(NamedTuple):
@@ -100,9 +103,12 @@ def aligned() -> Callable[[VariationalProblem], Estimator]:
                 problem, public, latents, select(released.total, problem.record_params)
             )
 
+        def observe(public: DrawnPublic, released: Released) -> Observation:
+            return observed(problem, public, released, select(released.total, public.latents))
+
         prepare = prepare_draw(problem)
         factored = FactoredSignal(point, scalar, core, expand, selects=True)
-        return Estimator(prepare, signal, pull_back, factored)
+        return Estimator(prepare, signal, pull_back, factored, observe)
 
     return build
 
@@ -115,6 +121,54 @@ def prepare_draw(problem: VariationalProblem) -> Callable[[Array, dict[str, Any]
         return DrawnPublic(params, latents, entropy, vjp, likelihood_key(rng_key))
 
     return prepare
+
+
+def observed(
+    problem: VariationalProblem,
+    public: DrawnPublic,
+    released: Released,
+    score: dict[str, Any],
+    change: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> Observation:
+    """Returns the draw of a step and the score that was released at it.
+
+    With K draws a step, it is their mean and the sum of their scores.
+
+    Args:
+        problem: Model and guide.
+        public: Public values of the step.
+        released: Gives the noise in each entry of ``score``.
+        score: Released values by latent site.
+        change: The linear map from ``score`` to the gradient with respect to the draw, if there is
+            one.
+    """
+    many = problem.num_particles > 1
+
+    def mean_of(latents: dict[str, Array]) -> Array:
+        return _joined(latents, jnp.mean if many else None)
+
+    # Not all guides know their mean, so the mean of a few other draws stands for it.
+    keys = jax.random.split(jax.random.fold_in(public.rng_key, 2), _OTHER_DRAWS)
+    others = jax.vmap(lambda key: mean_of(problem.draw(public.params, key)[0]))(keys)
+    squares = jax.tree.map(jnp.ones_like, score)
+    if change is not None:
+        values, unravel = ravel_pytree(score)
+        units = jax.vmap(unravel)(jnp.eye(values.size, dtype=values.dtype))
+        score, rows = change(score), jax.vmap(change)(units)
+        squares = jax.tree.map(lambda leaf: jnp.sum(leaf**2, axis=0), rows)
+    total = jnp.sum if many else None
+    noise = released.noise_scale * jnp.sqrt(_joined(squares, total))
+    point = mean_of(public.latents)
+    # With K others, point - mean has a variance larger by 1 / K than its covariance with the point.
+    shift = (point - jnp.mean(others, axis=0)) * (_OTHER_DRAWS / (_OTHER_DRAWS + 1))
+    return Observation(point, shift, _joined(score, total), noise)
+
+
+def _joined(tree: dict[str, Array], reduce: Callable[..., Array] | None) -> Array:
+    """Values of all sites as one vector, reduced over the draws of a step if there are several."""
+    if reduce is not None:
+        tree = jax.tree.map(lambda leaf: reduce(leaf, axis=0), tree)
+    return ravel_pytree(tree)[0]
 
 
 def pull_back_draw(

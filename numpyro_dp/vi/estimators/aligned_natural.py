@@ -9,16 +9,17 @@ the inverse Fisher information :math:`F^{-1}`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from numpyro_dp._tree import select
-from numpyro_dp.core import Estimator, Released
+from numpyro_dp.core import Estimator, Observation, Released
 from numpyro_dp.model.geometry import gaussian_geometry
 from numpyro_dp.model.variational import VariationalProblem
-from numpyro_dp.vi.estimators.aligned import DrawnPublic, aligned, pull_back_draw
+from numpyro_dp.vi.estimators.aligned import DrawnPublic, aligned, observed, pull_back_draw
 from numpyro_dp.vi.estimators.preconditioned import prepare_constrained
 
 __all__ = ["aligned_natural"]
@@ -80,7 +81,13 @@ def aligned_natural() -> Callable[[VariationalProblem], Estimator]:
             natural = geometry.natural.back(values, geometry.natural.to(values, guide))
             return natural | select(gradient, own)
 
+        def observe(public: DrawnPublic, released: Released) -> Observation:
+            latents = select(released.total, public.latents)
+            back = functools.partial(each, geometry.mean.back, public)
+            return observed(problem, public, released, latents, back)
+
         factored = plain._replace(core=core, selects=False)
-        return Estimator(prepare_constrained(problem, geometry), signal, pull_back, factored)
+        prepare = prepare_constrained(problem, geometry)
+        return Estimator(prepare, signal, pull_back, factored, observe)
 
     return build

@@ -73,9 +73,10 @@ def in_coordinates(
 
     maps = coordinates.to, coordinates.entries, finish, coordinates.frame
     release, entries, finish_at, frame = map(at, maps)
+    back = None if coordinates is geometry.constrained else at(geometry.mean.back)
     sums = geometry.sums if problem.num_particles == 1 else None
     prepare = prepare_constrained(problem, geometry)
-    return parametric(problem, Chart(prepare, release, entries, finish_at, sums, frame))
+    return parametric(problem, Chart(prepare, release, entries, finish_at, sums, frame, back))
 
 
 def prepare_constrained(

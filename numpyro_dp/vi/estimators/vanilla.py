@@ -11,6 +11,7 @@ parameters). Other guides do.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,9 +20,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp._tree import add, select, widen
-from numpyro_dp.core import Estimator, FactoredSignal, Released
+from numpyro_dp.core import Estimator, FactoredSignal, Observation, Released
 from numpyro_dp.model.variational import VariationalProblem
-from numpyro_dp.vi.estimators.aligned import DrawnPublic, prepare_draw, pull_back_draw
+from numpyro_dp.vi.estimators.aligned import DrawnPublic, observed, prepare_draw, pull_back_draw
 
 __all__ = ["Chart", "parametric", "vanilla"]
 
@@ -90,6 +91,8 @@ class Chart(NamedTuple):
         sums: Maps entries of the signal to coordinates of the draw, if each belongs to one (see
             :meth:`~numpyro_dp.model.variational.VariationalProblem.coordinate_sums`).
         frame: ``(params, latents) -> latents``. The linear map to the coordinates of ``sums``.
+        back: ``(params, entries of the locations by site) -> gradient with respect to the draw``.
+            ``None`` if they are the same.
     """
 
     prepare: Callable[[Array, dict[str, Any]], DrawnPublic]
@@ -98,6 +101,7 @@ class Chart(NamedTuple):
     finish: Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], dict[str, Any]]
     sums: dict[str, Callable[[Array], Any]] | None
     frame: Callable[[dict[str, Any], Any], Any] = lambda params, latents: latents
+    back: Callable[[dict[str, Any], Any], Any] | None = None
 
 
 def parametric(problem: VariationalProblem, chart: Chart) -> Estimator:
@@ -132,6 +136,16 @@ def parametric(problem: VariationalProblem, chart: Chart) -> Estimator:
         gradient = chart.finish(public.drawn.params, guide, rest) | own
         return jax.tree.map(jnp.negative, gradient)
 
+    # The slope of a location is the slope of the draw.
+    locations = [name for name in chart.sums or () if name.endswith("loc")]
+
+    def observe(public: VanillaPublic, released: Released) -> Observation:
+        score: dict[str, Array] = {}
+        for name in locations:
+            score |= chart.sums[name](released.total[name])
+        back = chart.back and functools.partial(chart.back, public.drawn.params)
+        return observed(problem, public.drawn, released, score, back)
+
     # A parameter that model and guide share has entries of both kinds.
     general = bool(problem.guide_params) and (shared or chart.sums is None)
     if general:
@@ -140,9 +154,9 @@ def parametric(problem: VariationalProblem, chart: Chart) -> Estimator:
         core, expand = _by_coordinate(chart)
     # Without parameters of the guide, each entry is the gradient of one parameter of the model.
     selects = not problem.guide_params
-    return Estimator(
-        prepare, signal, pull_back, FactoredSignal(point, scalar, core, expand, selects)
-    )
+    factored = FactoredSignal(point, scalar, core, expand, selects)
+    known = None if general or not locations else observe
+    return Estimator(prepare, signal, pull_back, factored, known)
 
 
 def _general(whole: Callable[..., dict[str, Any]]) -> tuple[Any, Any]:

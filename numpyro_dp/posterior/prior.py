@@ -23,8 +23,8 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 from numpyro.infer import MCMC, NUTS
 
-from numpyro_dp.laplace.curvature import Prior
 from numpyro_dp.model.outcomes import Outcomes, unconstrained_prior
+from numpyro_dp.posterior.likelihood import Prior
 
 __all__ = ["ModelPrior", "generator", "read_prior"]
 

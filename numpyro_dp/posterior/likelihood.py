@@ -1,0 +1,111 @@
+r"""A normal prior, and a normal likelihood of released values: how both are found and multiplied.
+
+Decoding of released values needs a normal prior. Its result is divided by that prior again, so that
+the likelihood that is left can be multiplied by the model's own prior
+(:mod:`numpyro_dp.posterior.prior`).
+
+Everything here is a function of released values and has no privacy cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+
+import numpy as np
+from scipy.special import softmax
+
+from numpyro_dp.posterior.algebra import inverse, roots, symmetric
+
+__all__ = ["SMALLEST_SCALE", "Prior", "denoise_curvature", "released_likelihood"]
+
+SCALE_SD = 3.0  # prior sd of a curvature's size, relative to the guess of it
+SMALLEST_SCALE = 0.05  # smallest size of a curvature, relative to the guess of it
+GRID = np.linspace(0.01, 1.0, 60)  # spreads of a curvature around its guess, relative to its level
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prior:
+    """The normal prior that is used for decoding.
+
+    Attributes:
+        mean: Mean (d,).
+        precision: Precision matrix (d, d), positive definite.
+    """
+
+    mean: np.ndarray
+    precision: np.ndarray
+
+    @cached_property
+    def covariance(self) -> np.ndarray:
+        """The inverse of the precision (d, d)."""
+        return inverse(self.precision)
+
+
+def denoise_curvature(
+    noisy: np.ndarray, template: np.ndarray, noise_sd: float, entries: float | None = None
+) -> tuple[np.ndarray, float, float]:
+    r"""Shrinks a noisy curvature towards a guess of its shape.
+
+    The model is :math:`A = H + t G` with :math:`H \sim c B + v G'`. The size :math:`c` has the
+    prior :math:`N(1, 3^2)`. The spread :math:`v` is uniform on (0, tr(cB) / d], on a grid.
+
+    Args:
+        noisy: The released matrix A, symmetric (d, d).
+        template: The guess B, positive definite (d, d).
+        noise_sd: The noise t on the diagonal.
+        entries: Number of released pairs, by default all. Other pairs are 0 in A and B.
+
+    Returns:
+        The posterior mean of H (d, d), the GOE variance of its error, and the part of the variance
+        of c that is left in it.
+    """
+    size = len(noisy)
+    entries = size * (size + 1) / 2 if entries is None else entries
+    smallest = 1e-9 * np.trace(template) / size  # noise of 0 would divide by 0
+    noise = max(noise_sd, smallest) ** 2
+    size_variance = 1 / (np.sum(template**2) / noise + SCALE_SD**-2)
+    size_mean = size_variance * (np.sum(noisy * template) / noise + SCALE_SD**-2)
+    guess = max(size_mean, SMALLEST_SCALE) * template
+    distance = np.sum((noisy - guess) ** 2)
+    spread = (GRID * np.trace(guess) / size) ** 2
+    total = spread + noise
+    weight = softmax(-(entries * np.log(total) + distance / total) / 2)
+    gains = spread / total
+    gain = weight @ gains
+    # The gain is uncertain too. Its error multiplies the distance to the guess.
+    error = noise * gain + weight @ (gains - gain) ** 2 * distance / entries
+    return guess + gain * (noisy - guess), float(error), float(size_variance * (1 - gain) ** 2)
+
+
+def released_likelihood(
+    mean: np.ndarray, covariance: np.ndarray, prior: Prior
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""Returns the Gaussian likelihood of the released values, for use with another prior.
+
+    The likelihood is :math:`\exp(b' \theta - \theta' P \theta / 2)` with
+    :math:`P = V^{-1} - \Lambda`, without its negative part, and
+    :math:`b = (P + \Lambda) m - \Lambda p_0`.
+
+    Args:
+        mean: Posterior mean m (d,).
+        covariance: Posterior covariance V (d, d).
+        prior: The prior that was used for decoding.
+
+    Returns:
+        P, positive semidefinite (d, d), and b (d,).
+    """
+    root, _ = roots(prior.precision)
+    ratios, vectors = _over_prior(covariance, root)
+    turned = root @ vectors
+    precision = symmetric((turned * (1 / ratios - 1)) @ turned.T)
+    return precision, precision @ mean + prior.precision @ (mean - prior.mean)
+
+
+def _over_prior(covariance: np.ndarray, root: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ratios of posterior to prior variance, at most 1, along directions independent under both.
+
+    The coordinates make the prior standard normal. So the result does not depend on units.
+    """
+    values, vectors = np.linalg.eigh(symmetric(root.T @ covariance @ root))
+    return np.clip(values, 1e-14, 1.0), vectors

@@ -1,0 +1,273 @@
+r"""The likelihood of released scores: where the optimum of the data is, and how sure that is.
+
+Near the optimum :math:`\phi` of the data, step t released
+
+.. math:: S_t = H (\phi - z_t) + \text{noise}_t
+
+at the public point :math:`z_t` (:mod:`numpyro_dp.run.scores`). With the fresh part
+:math:`\delta_t` of each point, the curvature follows from
+
+.. math::
+    \sum_t (S_t - \bar S)\,\delta_t^\top = -H \sum_t \delta_t\,\delta_t^\top + \text{noise}.
+
+A regression on :math:`z_t` itself would be biased: points follow the noise of earlier steps. The
+curvature is shrunk towards a guess of its shape. The guess is the inverse covariance of
+:math:`\delta` times one size, changed in the few directions that stand out of the noise.
+
+Then :math:`\bar S = H (\phi - \bar z) + \overline{\text{noise}} + E (\phi - \bar z)` with the error
+E of the curvature, and :math:`\phi \mid \theta \sim N(\theta, H^{-1})`. E has a part from the noise
+and a part because no likelihood is exactly quadratic. If the noise is larger than the curvature,
+the result is flat, so the posterior is the prior.
+
+Everything here is a function of released values and has no privacy cost.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+from numpyro_dp.model.density import Model
+from numpyro_dp.model.outcomes import read_latents
+from numpyro_dp.posterior.algebra import inverse, solve, symmetric, trace_of
+from numpyro_dp.posterior.likelihood import Prior, denoise_curvature, released_likelihood
+from numpyro_dp.posterior.posterior import Draws
+from numpyro_dp.posterior.prior import read_prior
+from numpyro_dp.privacy.plan import PrivacyReport
+
+__all__ = ["NOISE_INCLUDED", "Averages", "averages_of", "scores_draws", "scores_likelihood"]
+
+NOISE_INCLUDED = "The intervals include the noise of privacy."
+
+_BEND = 0.6  # relative change of the curvature over a distance of one prior standard deviation
+_FLOOR = 0.03  # smallest eigenvalue, relative to the mean of the positive parts
+_DOUBT = 2.0  # standard errors of an eigenvalue at which half of it counts
+_FLATTEST = 1e-3  # smallest variance of the shifts in a direction, relative to the largest
+_PASSES = 2  # how often the uncertainty of phi enters the error of the curvature
+_ROUNDS = 10  # updates of the mean in each pass
+
+
+class Averages(NamedTuple):
+    """Averages over the steps of a run, for d latents.
+
+    Attributes:
+        count: Number of steps.
+        point: Mean of the points (d,).
+        spread: Variances of the points (d,).
+        score: Mean of the scores (d,).
+        noise: Variances of the noise of one score (d,).
+        shift_shift, score_shift: Covariances of shifts and of scores with the shifts (d, d).
+    """
+
+    count: int
+    point: np.ndarray
+    spread: np.ndarray
+    score: np.ndarray
+    noise: np.ndarray
+    shift_shift: np.ndarray
+    score_shift: np.ndarray
+
+
+def averages_of(sums: Any, seen: np.ndarray) -> Averages | None:
+    """Returns averages of the latents ``seen``, or ``None`` if there are none that are finite.
+
+    Args:
+        sums: A :class:`~numpyro_dp.run.scores.ScoreSums`.
+        seen: Numbers of the latents that records inform.
+    """
+    count = int(sums.count)
+    if count < 2:
+        return None
+    parts = {n: np.asarray(x, np.float64) / count for n, x in sums._asdict().items()}
+    row = {n: x[seen] for n, x in parts.items() if x.ndim == 1}
+    block = {n: x[np.ix_(seen, seen)] for n, x in parts.items() if x.ndim == 2}
+    found = Averages(
+        count,
+        np.asarray(sums.origin, np.float64)[seen] + row["point"],
+        np.maximum(row["point_square"] - row["point"] ** 2, 0),
+        row["score"],
+        row["noise_square"],
+        block["shift_shift"] - np.outer(row["shift"], row["shift"]),
+        block["score_shift"] - np.outer(row["score"], row["shift"]),
+    )
+    finite = all(np.all(np.isfinite(part)) for part in found[1:])
+    return found if finite and np.trace(found.shift_shift) > 0 else None
+
+
+def scores_draws(
+    model: Model, shared: tuple[Array, ...], sums: Any, privacy: PrivacyReport
+) -> Draws:
+    """Returns draws of the posterior that a run's scores give, with the noise of privacy in it.
+
+    Args:
+        model: The model.
+        shared: Public arrays among its arguments.
+        sums: A :class:`~numpyro_dp.run.scores.ScoreSums`.
+        privacy: The report of the run.
+
+    Raises:
+        UnsupportedModelError: If the model has no prior to multiply the likelihood with.
+    """
+    public_key = jax.random.key(0)
+    prior = read_prior(read_latents(model, shared), public_key)
+    averages = averages_of(sums, prior.seen)
+    size = len(prior.seen)
+    precision, linear = np.zeros((size, size)), np.zeros(size)  # of a run that tells nothing
+    if averages is not None:
+        plan = privacy.plan
+        prob = plan.sampler.inclusion_prob(plan.num_examples)
+        precision, linear = scores_likelihood(averages, prior.decoded, prob)
+    return prior.posterior(precision, linear, public_key)
+
+
+def scores_likelihood(
+    averages: Averages, prior: Prior, inclusion_prob: float
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""Returns the normal likelihood :math:`\exp(b' \theta - \theta' P \theta / 2)` of a run.
+
+    Args:
+        averages: Averages of the released scores.
+        prior: A normal prior of the latents. The likelihood is used with another prior later.
+        inclusion_prob: Probability that a record is in a batch.
+
+    Returns:
+        P (d, d), positive semidefinite, and b (d,).
+    """
+    noise = np.diag(averages.noise)
+    found = _curvature(averages, float(np.mean(averages.noise)))
+    # A batch has more or fewer records than expected. Its sum varies by (1 - q) / q H.
+    noise = noise + (1 - inclusion_prob) / inclusion_prob * found.floored
+    # In the regression, the part of a point that is no shift is noise too.
+    rest = np.maximum(averages.spread - np.diag(averages.shift_shift), 0)
+    moved = np.sum(found.floored**2 * rest)
+    found = _curvature(averages, float(np.trace(noise) + moved) / len(noise))
+    mean, covariance = _decoded(averages, found, prior, noise / averages.count)
+    return released_likelihood(mean, covariance, prior)
+
+
+class _Curvature(NamedTuple):
+    """The curvature in the coordinates of theta, and its error in whitened ones."""
+
+    whitening: np.ndarray
+    unwhitening: np.ndarray
+    template: np.ndarray  # whitened
+    scale_variance: float  # of the size of the template
+    error: float  # GOE variance of the error, whitened
+    believed: np.ndarray
+    floored: np.ndarray
+
+
+def _curvature(averages: Averages, noise: float) -> _Curvature:
+    r"""Finds the curvature, for scores with this variance of their noise.
+
+    Let C be the covariance of the shifts and B that of scores and shifts. The symmetric least
+    squares solution of :math:`H C = -B` solves :math:`H C + C H = -(B + B')`. In coordinates
+    whitened by :math:`C^{1/4}` its error is at most that of a GOE matrix with variance
+    noise / count.
+    """
+    shifts = symmetric(averages.shift_shift)
+    values, vectors = np.linalg.eigh(shifts)
+    values = np.maximum(values, _FLATTEST * values.max())
+    both = vectors.T @ (averages.score_shift + averages.score_shift.T) @ vectors
+    raw = -vectors @ (both / (values[:, None] + values)) @ vectors.T
+    whitening = (vectors * values**0.25) @ vectors.T
+    unwhitening = inverse(whitening)
+    noisy = symmetric(whitening @ raw @ whitening)
+    sd = np.sqrt(noise / averages.count)
+    template, doubt = _template(noisy, whitening, unwhitening, sd)
+    denoised, error, scale_variance = denoise_curvature(noisy, template, sd)
+
+    def unwhitened(values: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+        turned = unwhitening @ vectors
+        return symmetric((turned * values) @ turned.T)
+
+    own, axes = np.linalg.eigh(denoised)
+    level = max(np.mean(np.maximum(own, 0)), 0.05 * np.trace(template) / len(own))
+    # Of an eigenvalue within the noise only a part counts, or noise would count as information.
+    inside = whitening @ denoised @ whitening
+    relative, frame = np.linalg.eigh(symmetric(inside))
+    wrong = np.sum((frame.T @ doubt) * frame.T, axis=1)  # variance along each direction
+    sizes = np.maximum(relative, 0)
+    sizes = sizes**3 / np.maximum(sizes**2 + _DOUBT**2 * wrong, 1e-300)
+    turned = unwhitening @ unwhitening @ frame
+    believed = symmetric((turned * sizes) @ turned.T)
+    return _Curvature(
+        whitening, unwhitening, template, scale_variance, error,
+        believed, unwhitened(np.maximum(own, _FLOOR * level), axes),
+    )  # fmt: skip
+
+
+def _template(
+    noisy: np.ndarray, whitening: np.ndarray, unwhitening: np.ndarray, noise_sd: float
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""A guess of the whitened curvature: C^-1 times a size, and what stands out of the noise.
+
+    A GOE matrix of variance :math:`v` has its largest eigenvalue at :math:`\sqrt{2 d v}`, the edge.
+    An eigenvalue :math:`\lambda` that exceeds the others by more is due to one of size
+    :math:`(\lambda + \sqrt{\lambda^2 - \text{edge}^2}) / 2` (Benaych-Georges, Nadakuditi, 2011).
+
+    Returns:
+        The guess, and the variances of its sizes as a matrix, relative to C^-1.
+    """
+    size = len(noisy)
+    values, vectors = np.linalg.eigh(symmetric(whitening @ noisy @ whitening))
+    noise_sd = noise_sd * float(np.sum(whitening**2)) / size
+    edge, rest, large = np.sqrt(2 * size) * noise_sd, list(values), []
+    # One in a thousand noise matrices has a larger eigenvalue (Tracy, Widom, 1996).
+    enough = edge * (1 + 1.7 * size ** (-2 / 3)) * size / max(size - 1, 1)
+    while len(rest) > 1:
+        others = max(float(np.mean(rest[:-1])), 0.0)
+        excess = rest[-1] - others
+        if excess <= enough:
+            break
+        rest.pop()
+        large.append(others + (excess + np.sqrt(excess**2 - edge**2)) / 2)
+    # The trace is known best of all, so what does not stand out has the size that is left of it.
+    left = (float(np.sum(values)) - sum(large)) / len(rest)
+    left = max(left, noise_sd / np.sqrt(size), _FLOOR * abs(float(np.mean(values))), 1e-12)
+    sizes = np.concatenate([np.full(len(rest), left), large[::-1]])
+    turned = unwhitening @ vectors
+    # The variance of each size: of a mean of many entries, or of a largest eigenvalue.
+    variances = np.concatenate(
+        [np.full(len(rest), noise_sd**2 / len(rest)), [edge**2] * len(large)]
+    )
+    return symmetric((turned * sizes) @ turned.T), symmetric((vectors * variances) @ vectors.T)
+
+
+def _decoded(
+    averages: Averages, found: _Curvature, prior: Prior, noise: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and covariance of theta. ``noise`` is the covariance of the mean of the noise."""
+    size, turn = len(noise), found.unwhitening
+    level = trace_of(found.whitening, found.floored) / size
+    widest = trace_of(found.whitening, prior.covariance)
+    shape = turn @ found.template
+
+    def errors(moment: np.ndarray) -> np.ndarray:
+        """Covariance of E a, for a with the second moments ``moment``."""
+        far = trace_of(found.whitening, moment + np.diag(averages.spread)) / widest
+        bend = 2 * (_BEND * level) ** 2 / (size + 1) * far
+        own = turn @ moment @ turn
+        both = turn @ (np.trace(own) * np.eye(size) + own) @ turn
+        return (found.error + bend) / 2 * both + found.scale_variance * shape @ own @ shape.T
+
+    def given(covariance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        weights = solve(covariance, found.believed)
+        precision = symmetric(found.believed @ weights)
+        pull = weights.T @ (averages.score + found.believed @ averages.point)
+        # phi is theta with the sampling variance of the records: H^-1.
+        parts = solve(precision + found.floored, np.column_stack([found.floored, pull]))
+        wide = inverse(prior.precision + symmetric(precision @ parts[:, :-1]))
+        return wide @ (found.floored @ parts[:, -1] + prior.precision @ prior.mean), wide
+
+    mean, covariance = given(noise)[0], np.zeros_like(noise)
+    for _ in range(_PASSES + 1):
+        for index in range(_ROUNDS):
+            away = mean - averages.point
+            new, wide = given(noise + errors(covariance + np.outer(away, away)))
+            mean = new if index < _ROUNDS // 3 else (mean + new) / 2
+        covariance = wide
+    return mean, covariance

@@ -1,0 +1,91 @@
+r"""Clipped signals minus their expectation under the model, so that clipping does not bias a fit.
+
+Clipping moves the root of a sum of scores: the mean of a clipped score is not 0 at the truth. Let
+:math:`s_1, \dots, s_K` be the scores of other outcomes of a record, with probabilities :math:`p_k`
+under the model at the public draw of the step. These are all possible outcomes, or a few that the
+model draws. Let :math:`f(s)` be the factor that clips s to the norm C. Scores have mean 0 under the
+model, so the mean of clipped scores is the mean of :math:`(f(s_k) - 1)\,s_k`. A record contributes
+
+.. math::
+    w \Big(f(s)\,s + \sum_k p_k (1 - f(s_k))\,s_k\Big), \qquad
+    w = \frac{C}{C + \sum_k p_k |1 - f(s_k)|\,|s_k|},
+
+which has norm at most C. The weight w does not see the outcome of the record, so it biases nothing
+if all outcomes are listed. If they are drawn, w and the sum share the draws, which leaves a small
+bias where most records are clipped. A record that is not clipped, nor would be with other outcomes,
+contributes its plain score.
+
+Each of the K + 1 terms is a row of its own in the sum. So all ways to sum signals serve here too.
+
+Reference:
+    The project's own method. Weights that do not see the outcome: Künsch, Stefanski, Carroll
+    (1989), Conditionally unbiased bounded-influence estimation in general regression models, JASA.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool
+
+from numpyro_dp.core import Centring, Mechanism, PyTree
+
+__all__ = ["centred_mechanism", "with_partners"]
+
+
+def with_partners(
+    centring: Centring, public: PyTree, examples: PyTree, mask: Bool[Array, " batch"], seeds: Array
+) -> tuple[PyTree, Bool[Array, " rows"]]:
+    """Returns K + 1 rows for each record: its own, then those with other outcomes."""
+    rows = jax.vmap(lambda example, seed: centring.rows(public, example, seed))(examples, seeds)
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), rows)
+    return flat, jnp.repeat(mask, centring.number + 1)
+
+
+def centred_mechanism(mechanism: Mechanism, number: int) -> Mechanism:
+    """Returns a mechanism for rows that come in groups of ``number`` + 1, one group for a record.
+
+    Its ``scales`` takes the probability of each row as one more argument. The probability of a
+    record's own row is not read.
+
+    Guarantee:
+        The rows of a record add up to a norm of at most the clip norm of each block, rounding of
+        all rows included. If a row of a record is not finite, all of its rows count as 0.
+    """
+
+    def grouped(leaf: Array) -> Array:
+        return leaf.reshape(-1, number + 1)
+
+    def scales(
+        names: tuple[str, ...], squares: tuple[Array, ...], margin: float, probs: Array
+    ) -> tuple[Array, ...]:
+        # A record has number + 1 roundings, so it needs that many times the room of one. A few
+        # units more, because the terms of a record are added after each was scaled.
+        unit = float(jnp.finfo(squares[0].dtype).eps)
+        room = 1 - (number + 1) * (1 - margin + 8 * unit)
+        probs = grouped(probs)[:, 1:].astype(squares[0].dtype)
+        finite = jnp.all(jnp.stack([jnp.isfinite(square) for square in squares]), axis=0)
+        whole = jnp.all(grouped(finite), axis=1, keepdims=True)
+        norms, found = mechanism.norms(names), []
+        for at, factor in enumerate(mechanism.scales(names, squares, room)):
+            sizes = grouped(jnp.sqrt(jnp.where(finite, squares[at], 0)))
+            own, others = jnp.split(grouped(factor), [1], axis=1)
+            rest = probs * (1 - others)
+            added = jnp.sum(jnp.abs(rest) * sizes[:, 1:], axis=1, keepdims=True)
+            limit = room * jnp.asarray(norms[at], added.dtype)
+            weights = jnp.where(whole, limit / (limit + added), 0)
+            found.append((weights * jnp.concatenate([own, rest], axis=1)).reshape(-1))
+        return tuple(found)
+
+    def extras(
+        names: tuple[str, ...], squares: tuple[Array, ...], margin: float = 1.0
+    ) -> dict[str, tuple[Array, Array | float]]:
+        own = tuple(grouped(square)[:, 0] for square in squares)
+        found = {}
+        for name, (values, norm) in mechanism.extras(names, own, margin).items():
+            wide = jnp.zeros((len(values), number + 1), values.dtype)
+            found[name] = wide.at[:, 0].set(values).reshape(-1), norm
+        return found
+
+    return mechanism._replace(scales=scales, extras=mechanism.extras and extras)

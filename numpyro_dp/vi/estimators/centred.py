@@ -1,0 +1,128 @@
+r"""Centred signals: clipping that does not bias the fit (:mod:`numpyro_dp.sums.centred`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_dp.core import Centring, Estimator
+from numpyro_dp.model.outcomes import OutcomeModel, Outcomes, read_outcomes
+from numpyro_dp.model.public import UnsupportedModelError
+from numpyro_dp.model.variational import VariationalProblem
+from numpyro_dp.run.scores import MOST_LATENTS
+from numpyro_dp.vi.estimators.aligned import aligned
+
+__all__ = ["centred", "centred_if_possible"]
+
+_DRAWN = 3  # outcomes that are drawn for each record, if they cannot be listed
+
+
+def centred(
+    estimator: Callable[[VariationalProblem], Estimator],
+) -> Callable[[VariationalProblem], Estimator]:
+    r"""Subtracts from each clipped signal its expectation under the model.
+
+    Without this, clipping moves the fit by an amount that grows with the number of records. With
+    it, the fit is almost the same for every clip norm, and a small norm only costs information. The
+    expectation is over all outcomes of a record if there are at most 16, such as 0 and 1. Otherwise
+    it is over three outcomes that the model draws in each step. So a step computes several
+    gradients for each record.
+
+    Args:
+        estimator: :func:`~numpyro_dp.estimators.aligned`, or another estimator of this module.
+
+    Returns:
+        A function that builds the :class:`~numpyro_dp.core.Estimator` for a model and guide. Pass
+        it to :class:`~numpyro_dp.DPSVI` as ``estimator=``. It raises
+        :class:`~numpyro_dp.UnsupportedModelError` if the model cannot simulate an outcome.
+
+    Example:
+        >>> from numpyro_dp.estimators import aligned, centred
+        >>> estimator = centred(aligned())
+
+    Guarantee:
+        A record's signals have a sum of norm at most the clip norm. They read the record, public
+        values, and seeds that are secret and independent of all records.
+
+    Reference:
+        The project's own method, see :mod:`numpyro_dp.sums.centred`.
+    """
+
+    def build(problem: VariationalProblem) -> Estimator:
+        outcomes = outcomes_of(problem)
+        plain = estimator(problem)
+        inner = estimator(problem._replace(model=OutcomeModel(problem.model)))
+
+        number = outcomes.number + 1 if outcomes.number else _DRAWN + 1
+        number = 2 ** math.ceil(math.log2(number)) - 1
+
+        def others(flat: Array, example: Any, own: Any, seed: Array) -> tuple[Any, Array]:
+            """Outcomes and their probabilities, with rows that do not count at the end."""
+            if not outcomes.number:
+                keys = jax.random.split(jax.random.key(seed), number)
+                drawn = jax.vmap(lambda key: outcomes.simulate(flat, example, key))(keys)
+                return drawn, jnp.full(number, 1 / number)
+            listed = outcomes.listed(flat[None], example)
+            missing = number - outcomes.number
+            values = jnp.pad(listed.values, (0, missing), mode="edge")
+            values = jax.vmap(lambda value: outcomes.as_outcome(value, own))(values)
+            return values, jnp.pad(listed.probabilities[:, 0], (0, missing))
+
+        def rows(public: Any, example: tuple[Array, ...], seed: Array) -> Any:
+            flat, own = outcomes.flat(_first(problem, _latents(public))), outcomes.own(example)
+            values, probs = others(flat, example, own, seed)
+            values = jax.tree.map(
+                lambda one, rest: jnp.stack([one, *rest.astype(one.dtype)]), own, values
+            )
+            record = tuple(jnp.broadcast_to(x, (number + 1, *jnp.shape(x))) for x in example)
+            return record, values, jnp.concatenate([jnp.zeros(1, probs.dtype), probs])
+
+        return plain._replace(factored=None, centring=Centring(inner, number, rows))
+
+    return build
+
+
+def centred_if_possible(problem: VariationalProblem) -> Estimator:
+    """The default of ``DPSVI``: centred aligned gradients for models that allow them, else aligned.
+
+    Models with more than 300 latents count as networks, where the gradients of other outcomes
+    would cost too much.
+    """
+    try:
+        small = outcomes_of(problem).size <= MOST_LATENTS
+    except UnsupportedModelError:
+        small = False
+    return (centred(aligned()) if small else aligned())(problem)
+
+
+def outcomes_of(problem: VariationalProblem) -> Outcomes:
+    """Returns the outcomes of a problem, or raises UnsupportedModelError if there are none."""
+    if problem.numbered:
+        raise UnsupportedModelError(
+            "centred() does not support models or guides that draw random values for each record. "
+            "Use the estimator without centred()."
+        )
+    outcomes = read_outcomes(problem.model, problem.shared)
+    if outcomes.censored:
+        raise UnsupportedModelError(
+            "centred() does not support censored outcomes, because the model does not say until "
+            "when a record would have been observed. Use the estimator without centred()."
+        )
+    return outcomes
+
+
+def _latents(public: Any) -> dict[str, Array]:
+    """The draw of a step."""
+    return getattr(public, "drawn", public).latents
+
+
+def _first(problem: VariationalProblem, latents: dict[str, Array]) -> dict[str, Array]:
+    """With K draws, the first one."""
+    if problem.num_particles == 1:
+        return latents
+    return {name: value[0] for name, value in latents.items()}

@@ -1,0 +1,112 @@
+"""Posteriors from sums of released scores, on scores that are simulated."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_dp.core import Observation
+from numpyro_dp.posterior.likelihood import Prior
+from numpyro_dp.posterior.scores import averages_of, scores_likelihood
+from numpyro_dp.run.scores import score_sums, with_observation
+
+
+def sums_of(points, shifts, scores, noise):
+    """The sums that a loop would keep of these steps."""
+    size = points.shape[1]
+    sums = score_sums(size, jnp.asarray(0, jnp.int32), jnp.asarray(len(points), jnp.int32))
+
+    def step(sums, each):
+        index, point, shift, score = each
+        seen = Observation(point, shift, score, jnp.full(size, noise))
+        return with_observation(sums, index, seen), None
+
+    each = jnp.arange(len(points)), *map(jnp.asarray, (points, shifts, scores))
+    return jax.lax.scan(step, sums, each)[0]
+
+
+def simulated(size, tau, rng, steps=1000, width=0.3, strong=0.0):
+    """A quadratic likelihood whose truth is drawn from the prior; points follow the noise."""
+    basis = np.linalg.qr(rng.normal(size=(size, size)))[0]
+    curvature = (basis * np.exp(rng.normal(size=size) * 0.5)) @ basis.T * 50
+    curvature += strong * 50 * np.ones((size, size))
+    truth = rng.normal(size=size)
+    optimum = truth + np.linalg.solve(np.linalg.cholesky(curvature).T, rng.normal(size=size))
+    position, points, shifts, scores = np.zeros(size), [], [], []
+    rate = 0.5 / (np.linalg.eigvalsh(curvature)[-1] + tau)
+    for _ in range(steps):
+        shift = width * rng.normal(size=size)
+        score = curvature @ (optimum - position - shift) + tau * rng.normal(size=size)
+        points.append(position + shift)
+        shifts.append(shift)
+        scores.append(score)
+        position = position + rate * (score - position - shift)
+    return truth, sums_of(*(np.asarray(x, np.float32) for x in (points, shifts, scores)), tau)
+
+
+def posterior(sums, size):
+    prior = Prior(np.zeros(size), np.eye(size))
+    precision, linear = scores_likelihood(averages_of(sums, np.arange(size)), prior, 1.0)
+    covariance = np.linalg.inv(precision + np.eye(size))
+    return covariance @ linear, np.sqrt(np.diag(covariance))
+
+
+@pytest.mark.parametrize("strong", [0.0, 2.0])
+@pytest.mark.parametrize("tau", [1.0, 30.0, 300.0, 3000.0])
+def test_intervals_hold_the_truth(tau, strong):
+    """Nominal 90 %: between 82 and 98 % of 30 x 6 latents, whatever the noise."""
+    rng, size = np.random.default_rng(int(tau + strong)), 6
+    held, widths = [], []
+    for _ in range(30):
+        truth, sums = simulated(size, tau, rng, strong=strong)
+        mean, sd = posterior(sums, size)
+        held.append(np.abs(truth - mean) < 1.645 * sd)
+        widths.append(sd)
+    assert 0.82 <= np.mean(held) <= 0.98, (np.mean(held), np.mean(widths))
+    if tau == 1.0:
+        assert np.mean(widths) < 0.25
+    if tau == 3000.0:
+        assert np.mean(widths) > 0.85
+
+
+def test_no_information_gives_the_prior():
+    rng = np.random.default_rng(0)
+    for size in (1, 2, 10) * 5:
+        _, sums = simulated(size, 1e5, rng)
+        mean, sd = posterior(sums, size)
+        assert (np.abs(mean) < 0.3).all()
+        assert (sd > 0.93).all()
+
+
+def test_sums_leave_out_the_first_steps_and_what_is_not_finite_in_them():
+    rng = np.random.default_rng(1)
+    points, shifts, scores = (rng.normal(size=(10, 2)).astype(np.float32) for _ in range(3))
+    scores[:3] = np.inf
+    sums = sums_of(points, shifts, scores, 1.0)
+    assert int(sums.count) == 5
+    found = averages_of(sums, np.arange(2))
+    np.testing.assert_allclose(found.point, points[5:].mean(0), rtol=1e-5)
+    np.testing.assert_allclose(found.score, scores[5:].mean(0), rtol=1e-5)
+    expected = np.cov(shifts[5:].T, ddof=0)
+    np.testing.assert_allclose(found.shift_shift, expected, rtol=1e-4, atol=1e-6)
+    expected = np.cov(scores[5:].T, shifts[5:].T, ddof=0)[:2, 2:]
+    np.testing.assert_allclose(found.score_shift, expected, rtol=1e-4, atol=1e-6)
+    one = averages_of(sums, np.array([1]))
+    np.testing.assert_allclose(one.shift_shift, found.shift_shift[1:, 1:])
+
+
+def test_runs_without_finite_values_have_no_averages():
+    points = np.full((10, 2), np.nan, np.float32)
+    assert averages_of(sums_of(points, points, points, 1.0), np.arange(2)) is None
+    empty = types.SimpleNamespace(count=0)
+    assert averages_of(empty, np.arange(2)) is None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_few_latents(size):
+    truth, sums = simulated(size, 10.0, np.random.default_rng(size))
+    mean, sd = posterior(sums, size)
+    assert (np.abs(truth - mean) < 4 * sd).all()
+    assert (sd < 0.5).all()

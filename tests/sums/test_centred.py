@@ -1,0 +1,192 @@
+"""Centred signals: within the clip norm, and with mean 0 under the model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal
+
+from numpyro_dp import DPSVI, UnsupportedModelError
+from numpyro_dp.core import MechanismState
+from numpyro_dp.estimators import aligned, centred, vanilla
+from numpyro_dp.mechanisms import AdaptiveClip, GaussianMechanism
+from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
+from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
+from numpyro_dp.samplers import FullBatch, Poisson
+from numpyro_dp.sums.bounded import bounded_sum
+
+D = 3
+KEY = jax.random.key(3)
+
+
+def weights():
+    return numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+
+
+def logistic(x, y=None):
+    w = weights()
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def counts(x, y=None):
+    w = weights()
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(x @ w)), obs=y)
+
+
+def grades(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([D, 4]).to_event(2))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Categorical(logits=x @ w), obs=y)
+
+
+def noisy(x, y=None):
+    w = weights()
+    scale = numpyro.sample("scale", dist.LogNormal(0, 0.5))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, scale), obs=y)
+
+
+def problem_of(model, x, y, estimator):
+    """Estimator, public values of a step and its draw."""
+    svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), estimator=estimator,
+                clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0)  # fmt: skip
+    state = svi.init(jax.random.key(0), x, y)
+    session = svi._session((x, y), {})
+    params = svi.method.optim.get_params(state.optim_state)
+    found = session._estimator((), state.mechanism_state)
+    return found, found.prepare(KEY, params)
+
+
+def contribution(estimator, public, x, y, clip, seed=0, mechanism=None):
+    """What one record adds to the sum."""
+    mechanism = mechanism or build_mechanism(GaussianMechanism(), ClipNorm.of(clip), 1.0, 1.0)
+    total = bounded_sum(
+        estimator, mechanism, public, (x[None], y[None]), jnp.ones(1, bool), live=jnp.asarray(True),
+        seeds=jnp.full(1, seed, jnp.uint32),
+    )  # fmt: skip
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(total)])
+
+
+X = np.asarray(np.random.default_rng(0).normal(size=(6, D)) * 3, np.float32)
+
+
+@pytest.mark.parametrize("clip", [0.05, 0.7, 100.0])
+@pytest.mark.parametrize("base", [aligned, vanilla])
+@pytest.mark.parametrize(("model", "values"), [(logistic, 2), (grades, 4)])
+def test_the_mean_over_listed_outcomes_is_0(model, values, base, clip):
+    y = jnp.zeros(len(X), int)
+    estimator, public = problem_of(model, X, y, centred(base()))
+    latents = {"w": getattr(public, "drawn", public).latents["w"]}
+    plain = 0.0
+    for x in X:
+        logits = x @ latents["w"]
+        logits = logits if values > 2 else jnp.stack([0.0, logits])
+        probs = np.asarray(jax.nn.softmax(logits), np.float64)
+        each = [contribution(estimator, public, x, jnp.asarray(k), clip) for k in range(values)]
+        size = max(np.linalg.norm(one) for one in each)
+        assert size <= clip
+        assert np.linalg.norm(probs @ each) < 1e-5 * clip  # the grid of sums is 2^-21 clip norms
+        own = estimator._replace(centring=None)
+        clipped = [contribution(own, public, x, jnp.asarray(k), clip) for k in range(values)]
+        plain += np.linalg.norm(probs @ clipped)
+    if clip == 0.7:  # some records are clipped: without centring their mean is not 0
+        assert plain > 0.1
+
+
+@pytest.mark.parametrize("model", [counts, noisy])
+def test_drawn_outcomes_center_and_stay_within_the_norm(model):
+    """Within five standard errors of 0, where the clipped scores alone are far from it."""
+    x, clip, number = X[0] / 3, 1.5, 4000
+    estimator, public = problem_of(model, X, jnp.zeros(len(X)), centred(aligned()))
+    draw = jax.vmap(lambda key: _drawn(model, public, x, key))
+    ys = draw(jax.random.split(jax.random.key(1), number))
+    mechanism = build_mechanism(GaussianMechanism(), ClipNorm.of(clip), 1.0, 1.0)
+
+    def of(y, seed, estimator=estimator):
+        total = bounded_sum(
+            estimator, mechanism, public, (jnp.asarray(x)[None], y[None]), jnp.ones(1, bool),
+            live=jnp.asarray(True), seeds=seed[None],
+        )  # fmt: skip
+        return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(total)])
+
+    each = np.asarray(jax.jit(jax.vmap(of))(ys, jnp.arange(number, dtype=jnp.uint32)), np.float64)
+    assert np.linalg.norm(each, axis=1).max() <= clip
+    errors = each.std(0) / np.sqrt(number)
+    assert (np.abs(each.mean(0)) < 5 * errors + 0.02 * clip).all()
+
+
+def _drawn(model, public, x, key):
+    latents = public.latents
+    mean = x @ latents["w"]
+    if model is counts:
+        return jax.random.poisson(key, jnp.exp(mean)).astype(float)
+    return mean + jnp.exp(latents["scale"]) * jax.random.normal(key)
+
+
+def test_a_record_that_is_not_finite_counts_as_0():
+    estimator, public = problem_of(logistic, X, jnp.zeros(len(X), int), centred(aligned()))
+    for bad in (np.nan, np.inf, 1e30):
+        found = contribution(estimator, public, jnp.full(D, bad), jnp.asarray(1), 1.0)
+        np.testing.assert_array_equal(found, 0)
+
+
+def test_batches_are_the_sum_of_their_records_in_any_microbatch():
+    y = jnp.asarray(np.random.default_rng(1).integers(2, size=200))
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(200, D)), jnp.float32)
+    estimator, public = problem_of(logistic, x, y, centred(aligned()))
+    norm = ClipNorm.of(AdaptiveClip(0.5))
+    mechanism = build_mechanism(GaussianMechanism(), norm, 1.0, 100.0)
+    mask = jnp.arange(200) % 3 > 0
+    seeds = jnp.zeros(200, jnp.uint32)
+    whole, parts = (
+        bounded_sum(estimator, mechanism, public, (x, y), mask, live=jnp.asarray(True), rows=rows,
+                    seeds=seeds)
+        for rows in (None, 7)
+    )  # fmt: skip
+    each = sum(
+        contribution(estimator, public, x[i], y[i], 0.5, mechanism=mechanism)
+        for i in range(200) if mask[i]
+    )  # fmt: skip
+    for found in (whole, parts):
+        flat = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(found)])
+        np.testing.assert_allclose(flat, each, rtol=5e-3)  # one record has another margin
+    state = MechanismState(norm.as_arrays(), ())
+    assert mechanism.privatise(jax.random.key(0), whole, state)[0].keys() == {"w"}
+
+
+def test_a_model_without_outcomes_is_refused():
+    def local(x):
+        mean = numpyro.sample("mean", dist.Normal(0, 1))
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.factor("x", -((x - mean) ** 2))
+
+    svi = DPSVI(local, AutoDiagonalNormal(local), optax.adam(0.1), estimator=centred(aligned()),
+                clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0)  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="factor"):
+        svi.init(jax.random.key(0), jnp.zeros(5))
+
+
+def test_a_clip_norm_moves_plain_fits_and_not_centred_ones():
+    """Columns of different lengths, two thirds of the records clipped, no noise to speak of."""
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(4000, D)) * np.array([2.0, 1.0, 0.5])
+    truth = np.array([1.0, -1.0, 0.5])
+    y = (rng.random(4000) < 1 / (1 + np.exp(-x @ truth))).astype(int)
+    x = x.astype(np.float32)
+    found = {}
+    for name, estimator, clip in (
+        ("reference", aligned(), 100.0), ("plain", aligned(), 0.2),
+        ("centred", centred(aligned()), 0.2),
+    ):  # fmt: skip
+        svi = DPSVI(logistic, AutoDiagonalNormal(logistic), optax.adam(0.02), estimator=estimator,
+                    clip_norm=clip, sampler=Poisson(0.2), noise_multiplier=1e-3)  # fmt: skip
+        result = svi.run(KEY, 1500, x, y, progress_bar=False)
+        found[name] = np.asarray(result.posterior.summary()["w"]["mean"])
+    errors = {name: np.abs(found[name] - found["reference"]).max() for name in found}
+    assert errors["plain"] > 0.4
+    assert errors["centred"] < 0.2, errors
