@@ -144,12 +144,18 @@ class Observation(NamedTuple):
             uncorrelated with the rest of ``point``. ``None`` if there is no such part.
         score: The noisy slope of the log likelihood of all records at ``point`` (d,).
         noise_scale: Standard deviation of the noise in each entry of ``score`` (d,).
+        curvature: The noisy curvature of all records at ``point``, a matrix (d, d) or its diagonal
+            (d,), if it was released too. Then ``shift`` is not needed.
+        curvature_noise: Standard deviation of the noise in an entry of its diagonal. Off the
+            diagonal it is smaller by the square root of 2.
     """
 
     point: Array
     shift: Array | None
     score: Array
     noise_scale: Array
+    curvature: Array | None = None
+    curvature_noise: Array | None = None
 
 
 class Centring(NamedTuple):

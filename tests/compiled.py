@@ -14,8 +14,11 @@ def program_of(svi, args, form):
         called = (states, *args)
     elif form != "update":
         start = state.opened, session._slots(state.opened, 6, 2)[0]
+        program = session._loop_many
         if form == "sweep":
             start = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start)
-        program = session._loop_many if form == "sweep" else session._loop
+        else:
+            start = session._carry(state.opened, 6, None), start[1]
+            program = session._loop_for(None)
         called = (*start, session.rows(args, {}), *map(jnp.int32, (0, 2, 3)))
     return program.lower(*called).compile().as_text()

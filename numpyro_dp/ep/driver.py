@@ -23,6 +23,7 @@ from numpyro_dp.model.records import Rows
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
+from numpyro_dp.posterior.scores import NOISE_INCLUDED, scores_draws
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.keys import check_rng_key
@@ -37,7 +38,7 @@ from numpyro_dp.run.state import SensitiveState, check_state
 __all__ = ["DPSEP", "EP", "SEP", "SensitiveEPResult"]
 
 _NORMAL = (normal, diagonal_normal, isotropic_normal)
-_INDEPENDENT = "DPSEP adds up the variances of independent noise to find the floor of a precision"
+_INDEPENDENT = "DPSEP adds up the variances of independent noise to find what of a precision counts"
 
 
 class _Reader:
@@ -119,8 +120,6 @@ class DPSEP(Driver):
         shared_precision: ``True`` releases one precision for all coordinates. A number k releases
             k of them, each for ``dim / k`` consecutive coordinates of the latents' vector (a
             component of a mixture). Not available for ``isotropic_normal``.
-        floor: The records add at least this many standard deviations of its noise to the precision
-            of a normal family.
         sampler, mechanism, budget, noise_multiplier, secret_key, num_steps, accountant,
             microbatch_size, mesh, public, repetition: See :class:`~numpyro_dp.DPSVI`.
         data_plate: Name of the plate over records, if the model has several candidates.
@@ -149,7 +148,7 @@ class DPSEP(Driver):
         ``result.params``, ``result.trace`` and ``result.privacy`` are (epsilon, delta)-
         differentially private under the budget's relation. Each step is the Gaussian mechanism on
         a sum of clipped sites. Each site depends on one record and on released values only. The
-        prior, the mean site, damping, projection and floor read no record. No record's site is
+        prior, the mean site, damping and shrinkage read no record. No record's site is
         stored. The number of records is public.
 
     Reference:
@@ -168,7 +167,6 @@ class DPSEP(Driver):
         damping: float | Callable[[Array], Array] = 0.5,
         precision_weight: float = 1.0,
         shared_precision: bool | int = False,
-        floor: float = 2.0,
         data_plate: str | None = None,
         mechanism: MechanismBuilder = GaussianMechanism(),
         budget: PrivacyBudget | None = None,
@@ -188,7 +186,7 @@ class DPSEP(Driver):
             accountant=accountant, microbatch_size=microbatch_size, mesh=mesh, public=public,
             repetition=repetition
         )  # fmt: skip
-        release = Release(precision_weight, shared_precision, floor)
+        release = Release(precision_weight, shared_precision)
         release.check(family)
         if not callable(damping):
             check_real("damping", damping, low=0, low_open=True, high=1)
@@ -196,7 +194,7 @@ class DPSEP(Driver):
         self._reader = _Reader(model, family, site, data_plate, static_kwargs, settings.public)
         self.guide = self._reader.guide
         values = str(self._reader), *release
-        super().__init__(Method(estimator, Damped(damping, floor), values, _INDEPENDENT), settings)
+        super().__init__(Method(estimator, Damped(damping), values, _INDEPENDENT), settings)
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters of a state. They may be published."""
@@ -223,6 +221,9 @@ class DPSEP(Driver):
         guide.prototype_trace = problem  # self.guide may already belong to a later run
         source = ModelSource.of(problem.model, problem.shared, params)
         method = f"{type(self).__name__} with {reader}, {privacy.num_steps} steps"
+        if result.scores is not None and privacy.noise_multiplier > 0 and not plain:
+            draws = scores_draws(problem.model, problem.shared, result.scores, privacy)
+            return source.posterior(draws, privacy, method, (NOISE_INCLUDED,))
         noise = privacy.noise_multiplier > 0
         notes = ("The intervals do not contain the privacy noise of the run.",) * noise
         return source.posterior(source.guide_draws(guide, params, {}), privacy, method, notes)

@@ -16,21 +16,22 @@ of two large numbers. The two parts have one joint clip norm and a relative weig
 matrix is released with all its entries and made symmetric afterwards. Norm and noise are the same
 as for the upper triangle with off-diagonal entries times :math:`\sqrt 2`.
 
-**Damped steps.** The optimiser of message passing moves natural parameters and keeps them inside
-the domain,
-
-.. math:: \theta \leftarrow \Pi\big(\theta + \rho_t\, \Delta\big).
-
-For a normal family, the records add a matrix to the prior's precision. :math:`\Pi` floors the
-eigenvalues of this matrix at a multiple of the standard deviation of their privacy noise,
+**Damped steps.** The optimiser of message passing keeps a running mean r of the released sums of
+sites, in natural parameters. Its noise has the standard deviation
 
 .. math:: s_t = \sigma \sqrt{\textstyle\sum_{u \le t} \rho_u^2 \prod_{u < v \le t} (1 - \rho_v)^2}.
 
+A released value counts only as far as it exceeds its noise. For a normal family this is a rule for
+the eigenvalues x of the precision, and for the slope at the posterior's last mean along their
+directions,
+
+.. math:: x \to g(x)\,x, \quad \text{slope} \to g(x)\,\text{slope}, \qquad
+    g(x) = \frac{x_+^2}{x_+^2 + (2 s_t)^2}.
+
 If a full matrix is released, :math:`s_t` is multiplied by :math:`\sqrt{2d}`, the largest eigenvalue
-of a matrix of such noise. Without the floor, noise alone could make a direction look precise or
-improper. :math:`\Pi` keeps the slope that the records have at the posterior's last mean, because a
-floor on natural parameters centred at the origin would move the mean. Other families are only kept
-inside their domain. The step reads only public and released values.
+of a matrix of such noise. For other families the rule holds for each natural parameter. The
+posterior is the prior times what counts. So noise alone gives the prior, and not certainty. The
+step reads only public and released values.
 
 Reference:
     Li, Hernández-Lobato, Turner (2015), Stochastic expectation propagation, NeurIPS; Vinaroz,
@@ -48,27 +49,26 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp._validate import check_int, check_real
-from numpyro_dp.core import Estimator, Released
+from numpyro_dp.core import Estimator, Observation, Released
 from numpyro_dp.ep.families import Natural, divide, isotropic_normal, multiply, power
-from numpyro_dp.ep.gaussian import cavity_of, centre
+from numpyro_dp.ep.gaussian import cavity_of, centre, counted_share, shrunk
 from numpyro_dp.ep.problem import EPProblem
 
 __all__ = ["Damped", "Move", "Release", "schedule", "stochastic_ep"]
 
+_COUNTS_HALF = 2.0  # a value of that many standard deviations of its noise counts half
 _SHARED = "True releases one number for all coordinates, k one for each of k blocks."
 
 
 class Release(NamedTuple):
-    """How precisions are released and floored."""
+    """How precisions are released."""
 
     precision_weight: float = 1.0
     shared_precision: bool | int = False
-    floor: float = 2.0
 
     def check(self, family: Any) -> None:
         """Raises unless the numbers are in range and suit the family."""
         check_real("precision_weight", self.precision_weight, low=0, low_open=True)
-        check_real("floor", self.floor, low=0)
         if not isinstance(self.shared_precision, bool):
             check_int("shared_precision", self.shared_precision, low=1, remedy=_SHARED)
         if family is isotropic_normal and self.shared_precision:
@@ -89,8 +89,8 @@ class Move(NamedTuple):
 
     Attributes:
         direction: Estimate of the sum over all records of site minus mean factor.
-        noise_scale: Standard deviation of this step's noise in an eigenvalue of the precision. 0 if
-            the family has none.
+        noise_scale: Standard deviation of this step's noise in an eigenvalue of the precision. For
+            families that are not normal, in each natural parameter.
         problem: The problem, which has the prior and the family.
     """
 
@@ -142,7 +142,19 @@ def stochastic_ep(
                 direction = centre(direction, -public.centre)
             return Move(direction, released.noise_scale * packing.noise, problem)
 
-        return Estimator(prepare, signal, pull_back)
+        def observe(public: _Public, released: Released) -> Observation:
+            """The sum of the sites themselves, at the cavity's mean."""
+            sites = multiply(packing.unpack(released.total), power(public.factor, number))
+            ones = jnp.ones(problem.latents.dim)
+            precision = sites["precision"] * (ones if sites["precision"].ndim == 0 else 1)
+            noise = released.noise_scale * packing.entry_noise
+            return Observation(
+                public.centre, None, sites["linear"], released.noise_scale * ones, precision, noise
+            )
+
+        number = problem.num_examples
+        known = observe if problem.latents.is_normal else None
+        return Estimator(prepare, signal, pull_back, observe=known)
 
     return build
 
@@ -157,13 +169,17 @@ def _finite_or_nothing(natural: Natural) -> Natural:
 class _Packing(NamedTuple):
     pack: Callable[[Natural], dict[str, Array]]
     unpack: Callable[[dict[str, Array]], Natural]
-    noise: float  # in an eigenvalue of the precision, for unit noise in what is released
+    # Standard deviations for unit noise in what is released: in an eigenvalue of the precision, and
+    # in an entry of its diagonal. If entries share one noise, that of independent entries with a
+    # trace as uncertain.
+    noise: float
+    entry_noise: float
 
 
 def _packing_of(problem: EPProblem, weight: float, shared: bool | int) -> _Packing:
     """Maps natural parameters to the released coordinates, and back."""
     if not problem.latents.is_normal:
-        return _Packing(lambda natural: natural, lambda released: released, 0.0)
+        return _Packing(lambda natural: natural, lambda released: released, 1.0, 1.0)
     dim, axes = problem.latents.dim, problem.prior["precision"].ndim
     groups = int(shared)
     if shared and dim % groups:
@@ -189,7 +205,8 @@ def _packing_of(problem: EPProblem, weight: float, shared: bool | int) -> _Packi
 
     # The largest eigenvalue of a symmetric matrix of such noise is about sqrt(2 d).
     spread = math.sqrt(2 * dim) if axes == 2 and not shared else 1.0
-    return _Packing(pack, unpack, spread / weight)
+    alike = dim if axes == 0 else dim // groups if shared else 1
+    return _Packing(pack, unpack, spread / weight, math.sqrt(alike) / weight)
 
 
 class DampedState(NamedTuple):
@@ -198,11 +215,13 @@ class DampedState(NamedTuple):
     Attributes:
         step: Number of steps taken.
         natural: Natural parameters of the posterior. They may be published.
-        noise: Variance of the noise in the precision.
+        released: Running mean of the released sums of sites, without shrinkage.
+        noise: Variance of its noise, in an eigenvalue or a natural parameter.
     """
 
     step: Array
     natural: Natural
+    released: Natural
     noise: Array
 
 
@@ -211,15 +230,15 @@ class Damped:
 
     Args:
         damping: The rate, or a function of the step number.
-        floor: Smallest precision from records, in standard deviations of its noise.
     """
 
-    def __init__(self, damping: float | Callable[[Array], Array], floor: float) -> None:
-        self._rate, self._floor = schedule(damping), floor
+    def __init__(self, damping: float | Callable[[Array], Array]) -> None:
+        self._rate = schedule(damping)
 
     def init(self, params: Natural) -> DampedState:
-        """Returns the initial state."""
-        return DampedState(jnp.zeros((), jnp.int32), params, jnp.zeros(()))
+        """Returns the initial state, as if no sites had been released."""
+        nothing = jax.tree.map(jnp.zeros_like, params)
+        return DampedState(jnp.zeros((), jnp.int32), params, nothing, jnp.zeros(()))
 
     def get_params(self, state: DampedState) -> Natural:
         """Returns the natural parameters."""
@@ -228,19 +247,30 @@ class Damped:
     def update(self, move: Move, state: DampedState, **_: Any) -> DampedState:
         """Takes a step."""
         problem = move.problem
-        family, prior = problem.latents.family, problem.prior
-        rate = self._rate(state.step)
+        family, prior, rate = problem.latents.family, problem.prior, self._rate(state.step)
         noise = (1 - rate) ** 2 * state.noise + (rate * move.noise_scale) ** 2
-        moved = {name: value + rate * move.direction[name] for name, value in state.natural.items()}
+        # The direction is the released sum of sites minus what the posterior has.
+        had = divide(state.natural, prior)
+        before = jax.tree.map(lambda own, given: jnp.where(state.step == 0, given, own),
+                              state.released, had)  # fmt: skip
+        released = {
+            name: before[name] + rate * (had[name] + move.direction[name] - before[name])
+            for name in before
+        }
+        sd = _COUNTS_HALF * jnp.sqrt(noise)
         if problem.latents.is_normal:
-            smallest = self._floor * jnp.sqrt(noise)
-            # Centre at the last mean, so that the floor keeps the records' slope there.
-            at = cavity_of(state.natural).mean
-            floored = family.project(centre(divide(moved, prior), at), smallest)
-            natural = multiply(prior, centre(floored, -at))
+            at = cavity_of(state.natural).mean  # so that the slope there counts as its precision
+            natural = multiply(prior, centre(shrunk(centre(released, at), sd), -at))
         else:
-            natural = family.project(moved, 1e-6)
-        return DampedState(state.step + 1, natural, noise)
+            counted = {n: value * _share(value, sd, n) for n, value in released.items()}
+            natural = family.project(multiply(prior, counted), 1e-6)
+        return DampedState(state.step + 1, natural, released, noise)
+
+
+def _share(value: Array, sd: Array, name: str) -> Array:
+    """The part of a natural parameter that counts. Only linear ones may be negative."""
+    size = value if name.endswith("linear") else jnp.maximum(value, 0)
+    return counted_share(size, sd)
 
 
 def schedule(rate: Any) -> Callable[[Array], Array]:

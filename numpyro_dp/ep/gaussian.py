@@ -31,8 +31,10 @@ __all__ = [
     "Cavity",
     "cavity_of",
     "centre",
+    "counted_share",
     "inverse_and_log_det",
     "is_definite",
+    "shrunk",
     "site_along",
     "site_from_slopes",
 ]
@@ -81,6 +83,36 @@ def centre(natural: Natural, at: Float[Array, " dim"]) -> Natural:
     linear, precision = natural["linear"], natural["precision"]
     slope = precision @ at if precision.ndim == 2 else precision * at
     return {"linear": linear - slope, "precision": precision}
+
+
+def counted_share(value: Array, sd: Array) -> Array:
+    """Returns x^2 / (x^2 + sd^2): near 1 far above the noise, near 0 within it, 1 without noise."""
+    square = value**2
+    return jnp.where(sd > 0, square / jnp.maximum(square + sd**2, jnp.finfo(square.dtype).tiny), 1)
+
+
+def shrunk(natural: Natural, sd: Array) -> Natural:
+    """Shrinks precision and slope along each eigenvector, by how far its eigenvalue exceeds noise.
+
+    Args:
+        natural: Natural parameters of all records, centred at a mean.
+        sd: Standard deviation at which an eigenvalue counts half. Negative ones count 0.
+    """
+    linear, precision = natural["linear"], natural["precision"]
+    values, turn = precision, None
+    if precision.ndim == 2:
+        values, turn = jnp.linalg.eigh((precision + precision.T) / 2)
+    share = counted_share(jnp.maximum(values, 0), sd)
+    kept = share * jnp.maximum(values, 0)
+    if turn is None:
+        return {"linear": share * linear, "precision": kept}
+    exact = lax.Precision.HIGHEST
+    along = share * jnp.matmul(turn.T, linear, precision=exact)
+    matrix = jnp.matmul(turn * kept, turn.T, precision=exact)
+    return {
+        "linear": jnp.matmul(turn, along, precision=exact),
+        "precision": (matrix + matrix.T) / 2,
+    }
 
 
 def site_along(cavity: Cavity, direction: Float[Array, " dim"], g: Array, h: Array) -> Natural:

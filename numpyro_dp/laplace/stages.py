@@ -200,7 +200,7 @@ class Stages(Driver):
             if isinstance(rows, HostRows):
                 state = session.on_all(state, rows)
             else:
-                state = session.run(state, rows, 1, 1, False, report)[0]
+                state = session.run(state, rows, 1, 1, False, report).state
             run.read(release, state.optim_state[1])
 
     def _can_start(self, session: Any, prepared: Prepared) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
-from numpyro.diagnostics import print_summary, split_gelman_rubin
+from numpyro.diagnostics import print_summary
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 
@@ -20,12 +20,14 @@ from numpyro_dp._compat import POINT_SUFFIX
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.mcmc.kernels import SGLD, as_optimizer, langevin
+from numpyro_dp.mcmc.mixing import draws_of_chains, mixing_of, permuted
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frontend import Call, Frontend, GivenModel, Prepared
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
+from numpyro_dp.posterior.scores import NOISE_INCLUDED
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.keys import check_rng_key
@@ -33,13 +35,13 @@ from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism, build_mecha
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.driver import Driver
+from numpyro_dp.run.scores import MOST_LATENTS
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.spending import begun, noise_fields, plan_for, secret_of, spent_by
 from numpyro_dp.run.state import SensitiveState
 
 __all__ = ["DPMCMC"]
 
-_MIXED = 1.05  # largest split R-hat
 _SLACK = 1e-5  # noise multipliers are rounded up to float32
 _INDEPENDENT = "DPMCMC takes the noise for the thermal noise of its chains, which is independent"
 
@@ -212,11 +214,10 @@ class DPMCMC:
         """Raises ValueError if the privacy noise alone heats the chain above its temperature."""
         if sizes is None or multiplier == 0:
             return
-        kernel, run = self.kernel, self.settings
-        mechanism = build_mechanism(run.mechanism, run.clip_norm, multiplier)
-        scale = check_real("noise_scale of mechanism", float(mechanism.noise_scale), low=0,
-                           low_open=True, remedy="It is the thermal noise.")  # fmt: skip
-        largest = kernel.largest_step_size(scale / run.sampler.inclusion_prob(num_examples))
+        kernel = self.kernel
+        scale = check_real("noise_scale of mechanism", self._noise_scale(multiplier, num_examples),
+                           low=0, low_open=True, remedy="It is the thermal noise.")  # fmt: skip
+        largest = kernel.largest_step_size(scale)
         if sizes.max() > largest * (1 + _SLACK):
             raise ValueError(
                 f"Expected step_size <= {largest:.4g}, got {sizes.max():.4g}. With a larger step, "
@@ -230,8 +231,10 @@ class DPMCMC:
     def posterior(self) -> Posterior:
         """The :class:`~numpyro_dp.Posterior` of the last run.
 
-        It draws the samples of all chains in random order. No sample is drawn twice before every
-        other sample is drawn once.
+        It draws the samples of all chains in random order, each with the error that privacy noise
+        leaves in the mean of the chains. If the chains have not mixed, it is the prior and says so
+        (:mod:`numpyro_dp.mcmc.mixing`). :meth:`get_samples` has the samples as they are. Models
+        with more than 300 latents get the samples as they are here, too.
         """
         if self._posterior is None:
             raise ValueError("There is no posterior yet. Call run first.")
@@ -241,21 +244,39 @@ class DPMCMC:
         self, structure: ModelStructure, shared: tuple[Array, ...], report: PrivacyReport
     ) -> Posterior:
         kernel, samples = self.kernel, self.get_samples()
-        source = ModelSource.of(Model(self._frontend.given.fn, structure), shared, {})
+        model = Model(self._frontend.given.fn, structure)
+        source = ModelSource.of(model, shared, {})
         number = len(next(iter(samples.values())))
-
-        def draws(rng_key: Array, num_samples: int) -> dict[str, Array]:
-            keys = jax.random.split(rng_key, -(-num_samples // number))
-            rounds = [jax.random.permutation(key, number) for key in keys]
-            chosen = jnp.concatenate(rounds)[:num_samples]
-            return {name: value[chosen] for name, value in samples.items()}
-
+        size = sum(value[0].size for value in samples.values())
         chains = "1 chain" if report.chains == 1 else f"{report.chains} chains"
         method = f"DPMCMC by {type(kernel).__name__}, {number} samples of {chains}"
-        worst = _largest_rhat(self.get_samples(group_by_chain=True))
-        mixed = worst <= _MIXED
-        notes = () if mixed else (f"The chains have not mixed: the largest R-hat is {worst:.2f}.",)
-        return source.posterior(draws, report, method, notes, mixed)
+        mixing = mixing_of(self.get_samples(group_by_chain=True))
+        said = (
+            f"the largest R-hat is {mixing.rhat:.2f}, the fewest effective draws {mixing.size:.0f}"
+        )
+        scale = self._noise_scale(report.noise_multiplier, report.plan.num_examples)
+        if scale > 0 and size <= MOST_LATENTS:
+            notes = (NOISE_INCLUDED,)
+            if not mixing.good:
+                notes = (f"The chains have not mixed ({said}), so this is the prior.",)
+            variance = scale**2 / (report.chains * self._sizes[1])
+            with contextlib.suppress(UnsupportedModelError):
+                free = source.unconstrained(samples)
+                draws = draws_of_chains(model, shared, free, mixing.good, variance)
+                return source.posterior(draws, report, method, notes)
+
+        def plain(rng_key: Array, num_samples: int) -> dict[str, Array]:
+            chosen = permuted(rng_key, number, num_samples)
+            return {name: value[chosen] for name, value in samples.items()}
+
+        notes = () if mixing.good else (f"The chains have not mixed: {said}.",)
+        return source.posterior(plain, report, method, notes, mixing.good)
+
+    def _noise_scale(self, multiplier: float, num_examples: int) -> float:
+        """Standard deviation of the privacy noise in an entry of a score of all records."""
+        run = self.settings
+        mechanism = build_mechanism(run.mechanism, run.clip_norm, multiplier)
+        return float(mechanism.noise_scale) / run.sampler.inclusion_prob(num_examples)
 
     @property
     def privacy(self) -> PrivacyReport:
@@ -328,9 +349,8 @@ class _Chain(Driver):
         if len(states) == 1:
             state = states[0]
             if warmup:
-                state = session.run(state, rows, warmup, 1, progress_bar, report)[0]
-            found = session.run(state, rows, samples, kept, progress_bar, report)
-            self.scores, trace = found.scores, found.trace
+                state = session.run(state, rows, warmup, 1, progress_bar, report).state
+            trace = session.run(state, rows, samples, kept, progress_bar, report).trace
             return jax.tree.map(lambda leaf: leaf[None], trace.params)
         opened = (state.opened for state in states)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *opened)
@@ -353,16 +373,6 @@ class _Chain(Driver):
                 "numpyro.sample, or random_flax_module with a prior for all of them."
             )
         return prepared
-
-
-def _largest_rhat(samples: dict[str, Array]) -> float:
-    """The largest split R-hat, infinite if the chains are too short to split."""
-    values = [np.asarray(value, np.float64) for value in samples.values()]
-    if values[0].shape[1] < 4:
-        return math.inf
-    with np.errstate(invalid="ignore", divide="ignore"):
-        found = [np.ravel(split_gelman_rubin(value)) for value in values]
-    return float(np.nanmax(np.concatenate(found), initial=1.0))  # constant entries give nan
 
 
 def _named(init_params: Any, latents: tuple[str, ...]) -> dict[str, Any]:

@@ -57,11 +57,12 @@ from jax.flatten_util import ravel_pytree
 from numpyro.infer import init_to_median
 
 from numpyro_dp._compat import POINT_SUFFIX, numpyro_optimiser
-from numpyro_dp._tree import add, select
+from numpyro_dp._tree import add
 from numpyro_dp._validate import check_real
-from numpyro_dp.core import Estimator, Observation, Released
+from numpyro_dp.core import Estimator, Released
 from numpyro_dp.model.variational import VariationalProblem
-from numpyro_dp.vi.estimators.aligned import DrawnPublic, aligned
+from numpyro_dp.vi.estimators.aligned import DrawnPublic
+from numpyro_dp.vi.estimators.centred import centred_if_possible
 
 __all__ = ["SGHMC", "SGLD", "PreconditionedSGLD", "Score", "as_optimizer", "langevin"]
 
@@ -295,7 +296,7 @@ def langevin() -> Callable[[VariationalProblem], Estimator]:
     """
 
     def build(problem: VariationalProblem) -> Estimator:
-        base = aligned()(problem)
+        base = centred_if_possible(problem)
 
         def pull_back(public: DrawnPublic, released: Released) -> Score:
             prior = jax.grad(problem.log_prior)(public.latents, public.params)
@@ -306,12 +307,8 @@ def langevin() -> Callable[[VariationalProblem], Estimator]:
             key = jax.random.fold_in(public.rng_key, 1)  # child 0 is for draws of records
             return Score(gradient, released.noise_scale, key)
 
-        def observe(public: DrawnPublic, released: Released) -> Observation:
-            values = ravel_pytree(select(released.total, public.latents))[0]
-            noise = released.noise_scale * jnp.ones_like(values)
-            return Observation(ravel_pytree(public.latents)[0], None, values, noise)
-
-        return base._replace(pull_back=pull_back, observe=observe)
+        # A regression on the positions of a chain would be biased: they follow earlier noise.
+        return base._replace(pull_back=pull_back, observe=None)
 
     return build
 

@@ -34,7 +34,7 @@ from numpyro_dp.run.state import SensitiveState, check_state
 
 __all__ = ["DPPBP", "PBP"]
 
-_INDEPENDENT = "DPPBP adds up the variances of independent noise to find the floor of a precision"
+_INDEPENDENT = "DPPBP adds up the variances of independent noise to find what of a precision counts"
 _START = 100.0  # initial precision of the weights: small variances keep the initial means distinct
 
 
@@ -74,7 +74,6 @@ class DPPBP(Driver):
         precision_weight: Weight of precisions relative to slopes in the joint norm.
         noise_weight: Weight of half a squared residual in the joint norm. With ``ridge`` the square
             is in units of the predictive variance, and a tenth of the default works well.
-        floor: The records add at least this many standard deviations of its noise to a precision.
         init_scale: Standard deviation of the initial means, which are drawn from ``rng_key``.
 
     Raises:
@@ -98,7 +97,7 @@ class DPPBP(Driver):
         ``result.params``, ``result.trace`` and ``result.privacy`` are (epsilon, delta)-
         differentially private under the budget's relation. Each step is the Gaussian mechanism on
         a sum of clipped sites. Each site depends on one record and on released values only. Prior,
-        mean factor, curvature and floors read no record. N is public.
+        mean factor, curvature and shrinkage read no record. N is public.
 
     Reference:
         Vinaroz, Park (2022), Differentially private stochastic expectation propagation, TMLR,
@@ -117,7 +116,6 @@ class DPPBP(Driver):
         precision_per_weight: bool = False,
         precision_weight: float = 10.0,
         noise_weight: float = 0.3,
-        floor: float = 2.0,
         init_scale: float = 1.0,
         mechanism: MechanismBuilder = GaussianMechanism(),
         budget: PrivacyBudget | None = None,
@@ -137,12 +135,11 @@ class DPPBP(Driver):
             check_real("ridge", ridge, low=0, low_open=True)
         check_real("precision_weight", precision_weight, low=0, low_open=True)
         check_real("noise_weight", noise_weight, low=0, low_open=True)
-        check_real("floor", floor, low=0)
         self.init_scale = check_real("init_scale", init_scale, low=0, low_open=True)
         self.guide, self._by_layer = NetworkGuide(network), not precision_per_weight
-        values = str(network), precision_per_weight, precision_weight, noise_weight, ridge, floor
+        values = str(network), precision_per_weight, precision_weight, noise_weight, ridge
         estimator = network_ep(network, self._by_layer, precision_weight, noise_weight, ridge)
-        steps = NetworkSteps(network, damping, step_size, floor)
+        steps = NetworkSteps(network, damping, step_size)
         method = Method(estimator, steps, values, _INDEPENDENT)
         settings = RunSettings(
             clip_norm=clip_norm, sampler=sampler, mechanism=mechanism, budget=budget,

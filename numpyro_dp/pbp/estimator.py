@@ -29,9 +29,9 @@ for any network and any units of y. Equal noise in each direction adds the least
 output. The last part is half a squared residual in the same units.
 
 **Steps.** The optimiser reads only released values. Precisions and the rate of the noise move by a
-fraction :math:`\rho` of the released change, as in :mod:`numpyro_dp.ep.estimator`. The part of a
-precision that comes from records is floored at a multiple of its noise. The mean moves along the
-released slope G,
+fraction :math:`\rho` of the released change, as in :mod:`numpyro_dp.ep.estimator`. A precision
+that comes from records counts as far as it exceeds its noise, and so does its slope. The mean moves
+along the released slope G,
 
 .. math:: m \leftarrow m + \rho_m\, \Lambda^{-1} G, \qquad\text{or}\qquad
     m \leftarrow m + \rho_m\, K^{-1} G.
@@ -59,7 +59,7 @@ from jax import Array
 
 from numpyro_dp.core import Estimator, Released
 from numpyro_dp.ep.estimator import schedule
-from numpyro_dp.ep.gaussian import Cavity, site_from_slopes
+from numpyro_dp.ep.gaussian import Cavity, counted_share, site_from_slopes
 from numpyro_dp.model.records import RecordsProblem
 from numpyro_dp.pbp.curvature import Curvature, network_curvature
 from numpyro_dp.pbp.model import RegressionNetwork
@@ -67,6 +67,7 @@ from numpyro_dp.pbp.moments import Layout, record_slopes
 
 __all__ = ["Move", "NetworkCavity", "NetworkSteps", "network_ep", "network_site"]
 
+_COUNTS_HALF = 2.0  # a precision of that many standard deviations of its noise counts half
 _SMALLEST_NOISE = 1e-4  # smallest noise variance that the records may give
 
 Params = dict[str, Array]
@@ -233,11 +234,13 @@ class NetworkStepsState(NamedTuple):
     Attributes:
         step: Number of steps taken.
         params: Natural parameters of the posterior.
+        released: Running mean of the released precisions, without shrinkage.
         noise: Variance of the noise in each precision.
     """
 
     step: Array
     params: Params
+    released: Array
     noise: Array
 
 
@@ -249,23 +252,17 @@ class NetworkSteps:
         damping: Rate of precisions and noise: a number, or a function of the step number.
         step_size: Rate of the mean: a number or a function of the step number. ``None`` means
             ``damping``.
-        floor: Smallest precision from records, in standard deviations of its noise.
     """
 
-    def __init__(
-        self,
-        network: RegressionNetwork,
-        damping: Any,
-        step_size: Any,
-        floor: float,
-    ) -> None:
-        self._network, self._floor = network, floor
+    def __init__(self, network: RegressionNetwork, damping: Any, step_size: Any) -> None:
+        self._network = network
         self._rate = schedule(damping)
         self._step_size = self._rate if step_size is None else schedule(step_size)
 
     def init(self, params: Params) -> NetworkStepsState:
         """Returns the initial state."""
-        return NetworkStepsState(jnp.zeros((), jnp.int32), params, jnp.zeros(()))
+        nothing = jnp.zeros_like(params["weights_precision"])
+        return NetworkStepsState(jnp.zeros((), jnp.int32), params, nothing, jnp.zeros(()))
 
     def get_params(self, state: NetworkStepsState) -> Params:
         """Returns the natural parameters."""
@@ -276,12 +273,19 @@ class NetworkSteps:
         rate, size = self._rate(state.step), self._step_size(state.step)
         noise = (1 - rate) ** 2 * state.noise + (rate * move.precision_noise) ** 2
         old, prior = state.params, self._network.prior_precision(state.params)
-        sites = old["weights_precision"] + rate * move.precision - prior
-        precision = prior + jnp.maximum(sites, self._floor * jnp.sqrt(noise))
+        had = old["weights_precision"] - prior
+        before = jnp.where(state.step == 0, had, state.released)
+        released = before + rate * (had + move.precision - before)
+        # A released precision counts as far as it exceeds its noise, and its slope with it.
+        sites = jnp.maximum(released, 0)
+        share = counted_share(sites, _COUNTS_HALF * jnp.sqrt(noise))
+        precision = prior + share * sites
         mean = old["weights_linear"] / old["weights_precision"]
         direction = move.direction
         if direction is None:
-            direction = move.slope / precision
+            direction = share * move.slope / precision
+        else:
+            direction = jnp.mean(share) * direction
         mean = mean + size * direction
         # The released rate is noisy: the floor keeps the noise variance positive.
         own = self._network.noise_prior[1]
@@ -291,4 +295,4 @@ class NetworkSteps:
             "weights_precision": precision,
             "noise_rate": jnp.maximum(old["noise_rate"] + rate * move.rate, smallest),
         }
-        return NetworkStepsState(state.step + 1, params, noise)
+        return NetworkStepsState(state.step + 1, params, released, noise)

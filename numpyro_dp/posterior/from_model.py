@@ -80,7 +80,7 @@ class ModelSource(NamedTuple):
             return {name: found[name] for name in self.latents}
 
         return Posterior(
-            model=self._filled, draws=kept, prior=prior, unconstrain=self._unconstrain,
+            model=self._filled, draws=kept, prior=prior, unconstrain=self.unconstrained,
             privacy=privacy, method=method, notes=notes, converged=converged,
         )  # fmt: skip
 
@@ -115,7 +115,7 @@ class ModelSource(NamedTuple):
         keys = jax.random.split(rng_key, num_samples)
         return jax.jit(jax.vmap(self._prior_draw))(keys)
 
-    def _unconstrain(self, draws: dict[str, Array]) -> dict[str, Array]:
+    def unconstrained(self, draws: dict[str, Array]) -> dict[str, Array]:
         """Traces the model at each draw, because supports may depend on other latents."""
 
         def one(values: dict[str, Array]) -> dict[str, Array]:

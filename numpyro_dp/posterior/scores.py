@@ -44,7 +44,7 @@ NOISE_INCLUDED = "The intervals include the noise of privacy."
 
 _BEND = 0.6  # relative change of the curvature over a distance of one prior standard deviation
 _FLOOR = 0.03  # smallest eigenvalue, relative to the mean of the positive parts
-_DOUBT = 2.0  # standard errors of an eigenvalue at which half of it counts
+_DOUBT = 1.5  # standard errors of an eigenvalue at which half of it counts
 _FLATTEST = 1e-3  # smallest variance of the shifts in a direction, relative to the largest
 _PASSES = 2  # how often the uncertainty of phi enters the error of the curvature
 _ROUNDS = 10  # updates of the mean in each pass
@@ -60,6 +60,10 @@ class Averages(NamedTuple):
         score: Mean of the scores (d,).
         noise: Variances of the noise of one score (d,).
         shift_shift, score_shift: Covariances of shifts and of scores with the shifts (d, d).
+            ``None`` if the curvature was released.
+        curvature: Mean of the released curvatures (d, d), or ``None``.
+        curvature_noise: Variance of the noise of one of them, in an entry of the diagonal.
+        entries: Number of different entries of such a curvature.
     """
 
     count: int
@@ -67,8 +71,11 @@ class Averages(NamedTuple):
     spread: np.ndarray
     score: np.ndarray
     noise: np.ndarray
-    shift_shift: np.ndarray
-    score_shift: np.ndarray
+    shift_shift: np.ndarray | None = None
+    score_shift: np.ndarray | None = None
+    curvature: np.ndarray | None = None
+    curvature_noise: float = 0.0
+    entries: int = 0
 
 
 def averages_of(sums: Any, seen: np.ndarray) -> Averages | None:
@@ -81,7 +88,8 @@ def averages_of(sums: Any, seen: np.ndarray) -> Averages | None:
     count = int(sums.count)
     if count < 2:
         return None
-    parts = {n: np.asarray(x, np.float64) / count for n, x in sums._asdict().items()}
+    given = {n: x for n, x in sums._asdict().items() if x is not None}
+    parts = {n: np.asarray(x, np.float64) / count for n, x in given.items()}
     row = {n: x[seen] for n, x in parts.items() if x.ndim == 1}
     block = {n: x[np.ix_(seen, seen)] for n, x in parts.items() if x.ndim == 2}
     found = Averages(
@@ -90,11 +98,22 @@ def averages_of(sums: Any, seen: np.ndarray) -> Averages | None:
         np.maximum(row["point_square"] - row["point"] ** 2, 0),
         row["score"],
         row["noise_square"],
-        block["shift_shift"] - np.outer(row["shift"], row["shift"]),
-        block["score_shift"] - np.outer(row["score"], row["shift"]),
     )
-    finite = all(np.all(np.isfinite(part)) for part in found[1:])
-    return found if finite and np.trace(found.shift_shift) > 0 else None
+    size = len(seen)
+    if sums.curvature is None:
+        found = found._replace(
+            shift_shift=block["shift_shift"] - np.outer(row["shift"], row["shift"]),
+            score_shift=block["score_shift"] - np.outer(row["score"], row["shift"]),
+        )
+    else:
+        full = "curvature" in block
+        matrix = block["curvature"] if full else np.diag(row["curvature"])
+        entries = size * (size + 1) // 2 if full else size
+        noise = float(parts["curvature_square"])
+        found = found._replace(curvature=matrix, curvature_noise=noise, entries=entries)
+    finite = all(np.all(np.isfinite(part)) for part in found if part is not None)
+    moved = found.shift_shift is None or np.trace(found.shift_shift) > 0
+    return found if finite and moved else None
 
 
 def scores_draws(
@@ -141,9 +160,10 @@ def scores_likelihood(
     # A batch has more or fewer records than expected. Its sum varies by (1 - q) / q H.
     noise = noise + (1 - inclusion_prob) / inclusion_prob * found.floored
     # In the regression, the part of a point that is no shift is noise too.
-    rest = np.maximum(averages.spread - np.diag(averages.shift_shift), 0)
-    moved = np.sum(found.floored**2 * rest)
-    found = _curvature(averages, float(np.trace(noise) + moved) / len(noise))
+    if averages.curvature is None:
+        rest = np.maximum(averages.spread - np.diag(averages.shift_shift), 0)
+        moved = np.sum(found.floored**2 * rest)
+        found = _curvature(averages, float(np.trace(noise) + moved) / len(noise))
     mean, covariance = _decoded(averages, found, prior, noise / averages.count)
     return released_likelihood(mean, covariance, prior)
 
@@ -168,17 +188,22 @@ def _curvature(averages: Averages, noise: float) -> _Curvature:
     whitened by :math:`C^{1/4}` its error is at most that of a GOE matrix with variance
     noise / count.
     """
-    shifts = symmetric(averages.shift_shift)
-    values, vectors = np.linalg.eigh(shifts)
-    values = np.maximum(values, _FLATTEST * values.max())
-    both = vectors.T @ (averages.score_shift + averages.score_shift.T) @ vectors
-    raw = -vectors @ (both / (values[:, None] + values)) @ vectors.T
-    whitening = (vectors * values**0.25) @ vectors.T
-    unwhitening = inverse(whitening)
-    noisy = symmetric(whitening @ raw @ whitening)
-    sd = np.sqrt(noise / averages.count)
+    if averages.curvature is None:
+        entries = None
+        values, vectors = np.linalg.eigh(symmetric(averages.shift_shift))
+        values = np.maximum(values, _FLATTEST * values.max())
+        both = vectors.T @ (averages.score_shift + averages.score_shift.T) @ vectors
+        raw = -vectors @ (both / (values[:, None] + values)) @ vectors.T
+        whitening = (vectors * values**0.25) @ vectors.T
+        unwhitening = inverse(whitening)
+        noisy = symmetric(whitening @ raw @ whitening)
+        sd = np.sqrt(noise / averages.count)
+    else:  # it was released in the coordinates of theta
+        entries, noisy = averages.entries, symmetric(averages.curvature)
+        whitening = unwhitening = np.eye(len(noisy))
+        sd = np.sqrt(averages.curvature_noise / averages.count)
     template, doubt = _template(noisy, whitening, unwhitening, sd)
-    denoised, error, scale_variance = denoise_curvature(noisy, template, sd)
+    denoised, error, scale_variance = denoise_curvature(noisy, template, sd, entries)
 
     def unwhitened(values: np.ndarray, vectors: np.ndarray) -> np.ndarray:
         turned = unwhitening @ vectors

@@ -33,10 +33,14 @@ class ScoreSums(NamedTuple):
         begins: First step of the sums.
         count: Number of steps in the sums.
         origin: First point (d,).
-        point, score, shift: Sums of points, scores and shifts (d,).
+        point, score: Sums of points and scores (d,).
         point_square: Sum of the squared entries of the points (d,).
         noise_square: Sum of the squared standard deviations of the noise of each score (d,).
+        shift: Sum of the shifts (d,).
         shift_shift, score_shift: Sums of the products of shifts and scores with the shifts (d, d).
+        curvature: Sum of the released curvatures (d, d) or (d,). If there are any, the three
+            fields above are ``None``.
+        curvature_square: Sum of the squared standard deviations of their noise.
     """
 
     begins: Array
@@ -44,30 +48,52 @@ class ScoreSums(NamedTuple):
     origin: Array
     point: Array
     score: Array
-    shift: Array
     point_square: Array
     noise_square: Array
-    shift_shift: Array
-    score_shift: Array
+    shift: Array | None
+    shift_shift: Array | None
+    score_shift: Array | None
+    curvature: Array | None
+    curvature_square: Array | None
 
 
-def score_sums(size: int, first_step: Array, num_steps: Array) -> ScoreSums:
-    """Returns empty sums for a run of ``num_steps`` steps from ``first_step`` on."""
+def score_sums(like: Observation, first_step: Array, num_steps: Array) -> ScoreSums:
+    """Returns empty sums for a run of ``num_steps`` steps from ``first_step`` on.
+
+    ``like`` has the shapes of an observation.
+    """
     begins = first_step + jnp.floor(WARMUP * num_steps).astype(jnp.int32)
-    row, matrix, count = jnp.zeros(size), jnp.zeros((size, size)), jnp.zeros((), jnp.int32)
-    return ScoreSums(begins, count, *[row] * 6, matrix, matrix)
+    origin, count = jnp.zeros(like.point.shape), jnp.zeros((), jnp.int32)
+    shapes = jax.eval_shape(lambda seen: _terms(seen, seen.point), like)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return ScoreSums(begins, count, origin, **zeros)
 
 
 def with_observation(sums: ScoreSums, step: Array, seen: Observation) -> ScoreSums:
     """Adds what was released in a step."""
     counts = step >= sums.begins
     origin = jnp.where(counts & (sums.count == 0), seen.point, sums.origin)
-    point, weight = seen.point - origin, counts.astype(origin.dtype)
-    shift = point if seen.shift is None else seen.shift
-    terms = (
-        point, seen.score, shift, point**2, seen.noise_scale**2,
-        jnp.outer(shift, shift), jnp.outer(seen.score, shift),
-    )  # fmt: skip
     # `where`, not a product: a value that overflows before the sums begin must not enter them.
-    added = jax.tree.map(lambda sum_, x: sum_ + jnp.where(counts, x, 0), tuple(sums[3:]), terms)
-    return ScoreSums(sums.begins, sums.count + weight.astype(jnp.int32), origin, *added)
+    added = {
+        name: None if term is None else getattr(sums, name) + jnp.where(counts, term, 0)
+        for name, term in _terms(seen, origin).items()
+    }
+    return ScoreSums(sums.begins, sums.count + counts.astype(jnp.int32), origin, **added)
+
+
+def _terms(seen: Observation, origin: Array) -> dict[str, Array | None]:
+    """What an observation adds to each sum."""
+    point = seen.point - origin
+    found: dict[str, Array | None] = dict.fromkeys(ScoreSums._fields[3:])
+    found |= {"point": point, "score": seen.score, "point_square": point**2}
+    found["noise_square"] = seen.noise_scale**2
+    if seen.curvature is not None:
+        return found | {
+            "curvature": seen.curvature, "curvature_square": jnp.asarray(seen.curvature_noise) ** 2,
+        }  # fmt: skip
+    shift = point if seen.shift is None else seen.shift
+    return found | {
+        "shift": shift,
+        "shift_shift": jnp.outer(shift, shift),
+        "score_shift": jnp.outer(seen.score, shift),
+    }

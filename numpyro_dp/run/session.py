@@ -74,25 +74,25 @@ class Session:
         self.param_shapes = shapes_of(params)
         # Checks that need no record run here, so that errors come before any budget is spent.
         self.finite = check_signal(problem, estimator, params, settings.norm_with_loss)
-        self._latents = self._number_of_latents(estimator, params)
+        self._like = self._shapes_seen(estimator, params)
         self._total = check_holds_no_records(
             problem, self._estimator, method, settings, prepared.optim_state
         )
 
-    def _number_of_latents(self, estimator: Estimator, params: PyTree) -> int:
-        """Size of the sums of scores, or 0 for none."""
+    def _shapes_seen(self, estimator: Estimator, params: PyTree) -> Observation | None:
+        """Shapes of what a step releases about the likelihood, or ``None`` for no sums of it."""
         mechanism = self._mechanism(MechanismState(self.settings.clip_norm.as_arrays()), 1.0)
         # The sums treat the noise of steps as independent.
         if estimator.observe is None or mechanism.compose is not None:
-            return 0
+            return None
 
-        def point(params: PyTree, example: PyTree) -> Array:
+        def observation(params: PyTree, example: PyTree) -> Observation:
             public = estimator.prepare(jax.random.key(0), params)
             total = estimator.signal(public, example)
-            return estimator.observe(public, Released(total, jnp.zeros(()))).point
+            return estimator.observe(public, Released(total, jnp.zeros(())))
 
-        size = jax.eval_shape(point, params, self.problem.blank_example()).size
-        return size if size <= MOST_LATENTS else 0
+        found = jax.eval_shape(observation, params, self.problem.blank_example())
+        return found if found.point.size <= MOST_LATENTS else None
 
     def _build(self, draw: Callable[[PyTree], tuple[Batch, PyTree]]) -> None:
         """Sets the functions of a step whose batches come from ``draw``."""
@@ -167,15 +167,7 @@ class Session:
         # A bar needs 25 calls of the loop. Without a bar, one call never waits for the host.
         chunk = max(1, slots // 25) if progress_bar else slots
         ranges = [(at, min(chunk, slots - at)) for at in range(0, slots, chunk)]
-        loop, folded = self._loop_for(fold), None
-        if fold is not None:
-            # With fixed dtypes, so that all calls share a compilation.
-            started = fold.init(self.problem.constrain(self._params(opened)))
-            folded = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), started)
-        scores = None
-        if self._latents:
-            scores = score_sums(self._latents, opened.step, jnp.asarray(num_steps, jnp.int32))
-        carry = _Carry(opened, scores, folded)
+        loop, carry = self._loop_for(fold), self._carry(opened, num_steps, fold)
         if isinstance(rows, HostRows):
             calls = [(0, 1, rest)] * (rest > 0) + [(*some, stride) for some in ranges]
             # Only the host knows which rows it fetched, so it gives the batches to the step.
@@ -256,6 +248,17 @@ class Session:
 
     def _params(self, state: RunState) -> PyTree:
         return self.method.optim.get_params(state.optim_state)
+
+    def _carry(self, state: RunState, num_steps: int, fold: Fold | None) -> _Carry:
+        """What a loop of :meth:`_loop_for` starts with."""
+        scores = folded = None
+        if self._like is not None:
+            scores = score_sums(self._like, state.step, jnp.asarray(num_steps, jnp.int32))
+        if fold is not None:
+            # With fixed dtypes, so that all calls share a compilation.
+            started = fold.init(self.problem.constrain(self._params(state)))
+            folded = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), started)
+        return _Carry(state, scores, folded)
 
     def _loop_for(self, fold: Fold | None) -> Callable[..., Any]:
         """Returns a loop that also updates sums of scores, and a fold if there is one."""

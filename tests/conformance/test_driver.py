@@ -118,7 +118,7 @@ def test_state_is_stable_and_every_length_uses_one_compilation(row, sampler):
     for steps in (1, 7, 1100, 2500):
         result = svi.run(jax.random.key(steps), steps, x, progress_bar=False)
         assert int(result.state.step) == steps
-    assert session._loop._cache_size() == 1
+    assert session._loop_for(None)._cache_size() == 1
     assert svi._session((x,), {}) is session
     for _ in range(3):
         state, _ = svi.update(state, x)

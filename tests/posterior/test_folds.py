@@ -193,7 +193,7 @@ def test_one_compilation_for_every_length_and_share():
     run(svi, 30, COUNT, progress_bar=True, trace_size=9)
     (session,) = svi._sessions.values()
     assert [loop._cache_size() for loop in session._folding_loops.values()] == [1, 1]
-    assert session._loop._cache_size() == 0
+    assert session._loop_for(None)._cache_size() == 0
 
 
 @pytest.mark.full

@@ -16,7 +16,9 @@ from numpyro_dp.run.scores import score_sums, with_observation
 def sums_of(points, shifts, scores, noise):
     """The sums that a loop would keep of these steps."""
     size = points.shape[1]
-    sums = score_sums(size, jnp.asarray(0, jnp.int32), jnp.asarray(len(points), jnp.int32))
+    row = jnp.zeros(size)
+    like = Observation(row, row, row, row)
+    sums = score_sums(like, jnp.asarray(0, jnp.int32), jnp.asarray(len(points), jnp.int32))
 
     def step(sums, each):
         index, point, shift, score = each

@@ -190,7 +190,7 @@ def test_updates_and_resumed_runs_are_one_run_at_the_cost_of_a_fixed_norm():
     np.testing.assert_allclose(clip.initial, joined[-1], rtol=1e-5)
     np.testing.assert_allclose(clip[1:], (0.5, 0.2, 0.36))
     session = svi._session((records(),), {})
-    assert session._loop._cache_size() == session._update._cache_size() == 1
+    assert session._loop_for(None)._cache_size() == session._update._cache_size() == 1
     assert np.isfinite(svi.evaluate(state, jnp.asarray(records())))
 
     report = svi.privacy(state)
