@@ -4,10 +4,13 @@ For each cell, parameters are drawn from the prior, records from the model, and 
 records; a nominal 90 % interval should hold the parameter in 90 % of cases. Columns are normal with
 standard deviation 2 / sqrt(d) and the given correlation. "not private" is the normal approximation
 at the mode of the same records. Figures are means over sets and coordinates, with standard errors
-over sets. DPSVI has an aligned estimator, clip norm 1, batches of 1,000 on average and 2,000 steps.
-"noise aware" is the same run with averaged iterates, widened by noise_aware().
+over sets. DPSVI has its default estimator, clip norm 1, batches of 1,000 on average and 2,000 steps.
+DPSEP has clip norm 2 and 20 steps, DPMCMC (SGLD) clip norm 1, 1,000 steps of warmup and 2,000 more;
+both have full batches. "plain" are the same runs without the noise of privacy in their posteriors.
 
     python benchmarks/believe/coverage.py --json coverage.json
+    python benchmarks/believe/coverage.py --models logistic --sets 40 --dims 5 20 \
+        --numbers 1000 5000 --correlations 0 0.5 --drivers DPLaplace DPSVI DPSEP DPMCMC
 """
 
 import pathlib
@@ -27,9 +30,7 @@ from jax.flatten_util import ravel_pytree
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from numpyro.infer.util import initialize_model
 
-from numpyro_dp import DPSVI, DPLaplace, PrivacyBudget
-from numpyro_dp.estimators import aligned
-from numpyro_dp.posterior import noise_aware, posterior_samples
+from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, DPLaplace, PrivacyBudget
 from numpyro_dp.samplers import FullBatch, Poisson
 
 DELTA = 1e-5
@@ -176,24 +177,48 @@ def laplace(model, budget, number):
     return run
 
 
+def both(posterior, plain):
+    return posterior.sample(jax.random.key(1), 4000), plain.sample(jax.random.key(1), 4000)
+
+
 def svi(model, budget, number):
-    """As :func:`laplace`, plain and noise aware."""
-    guide = AutoDiagonalNormal(model)
+    """As :func:`laplace`, with and without the noise of privacy."""
     sampler = Poisson(1000 / number) if number > 1000 else FullBatch()
-    driver = DPSVI(model, guide, optax.adam(5e-3), estimator=aligned(), clip_norm=1.0,
+    driver = DPSVI(model, AutoDiagonalNormal(model), optax.adam(5e-3), clip_norm=1.0,
                    sampler=sampler, budget=budget)  # fmt: skip
 
     def run(key, x, y):
         result = driver.run(key, 2000, x, y, progress_bar=False)
-        plain = result.posterior.sample(jax.random.key(1), 4000)
-        aware = noise_aware(result, guide).params
-        widened = posterior_samples(jax.random.key(1), guide, aware, 4000)
-        return {"DPSVI": plain, "DPSVI, noise aware": widened}
+        return dict(zip(("DPSVI", "DPSVI, plain"),
+                        both(result.posterior, result.plain_posterior), strict=True))  # fmt: skip
 
     return run
 
 
-DRIVERS = {"DPLaplace": laplace, "DPSVI": svi}
+def sep(model, budget, number):
+    driver = DPSEP(model, clip_norm=2.0, sampler=FullBatch(), budget=budget)
+
+    def run(key, x, y):
+        result = driver.run(key, 20, x, y, progress_bar=False)
+        return dict(zip(("DPSEP", "DPSEP, plain"),
+                        both(result.posterior, result.plain_posterior), strict=True))  # fmt: skip
+
+    return run
+
+
+def chain(model, budget, number):
+    driver = DPMCMC(SGLD(model), num_warmup=1000, num_samples=2000, clip_norm=1.0,
+                    sampler=FullBatch(), budget=budget, progress_bar=False)  # fmt: skip
+
+    def run(key, x, y):
+        driver.run(key, x, y)
+        draws = driver.posterior.sample(jax.random.key(1), 4000)
+        return {"DPMCMC": draws, "DPMCMC, plain": driver.get_samples()}
+
+    return run
+
+
+DRIVERS = {"DPLaplace": laplace, "DPSVI": svi, "DPSEP": sep, "DPMCMC": chain}
 
 
 def cell(name, dim, number, correlation, epsilons, sets, drivers, exact=True):
@@ -245,7 +270,7 @@ def main():
     parser = experiment_parser(__doc__, "one cell of each model, 5 sets")
     parser.add_argument("--sets", type=int, default=20, help="data sets in a cell")
     parser.add_argument("--models", nargs="*", default=list(MODELS))
-    parser.add_argument("--drivers", nargs="*", default=list(DRIVERS))
+    parser.add_argument("--drivers", nargs="*", default=["DPLaplace", "DPSVI"])
     parser.add_argument("--epsilons", nargs="*", type=float, default=[0.2, 1.0, 3.0])
     parser.add_argument("--dims", nargs="*", type=int, default=[5, 12, 20])
     parser.add_argument("--numbers", nargs="*", type=int, default=[1000, 3000, 30000])

@@ -44,7 +44,7 @@ NOISE_INCLUDED = "The intervals include the noise of privacy."
 
 _BEND = 0.6  # relative change of the curvature over a distance of one prior standard deviation
 _FLOOR = 0.03  # smallest eigenvalue, relative to the mean of the positive parts
-_DOUBT = 1.5  # standard errors of an eigenvalue at which half of it counts
+_DOUBT = 2.0  # standard errors of an eigenvalue at which half of it counts
 _FLATTEST = 1e-3  # smallest variance of the shifts in a direction, relative to the largest
 _PASSES = 2  # how often the uncertainty of phi enters the error of the curvature
 _ROUNDS = 10  # updates of the mean in each pass

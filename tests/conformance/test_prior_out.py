@@ -1,0 +1,163 @@
+"""No information in, prior out: at epsilon 0.001 every driver reports the prior, and not noise."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
+
+from numpyro_dp import (
+    DPMCMC,
+    DPSEP,
+    DPSVI,
+    SGHMC,
+    SGLD,
+    DPLaplace,
+    PreconditionedSGLD,
+    PrivacyBudget,
+)
+from numpyro_dp.estimators import (
+    aligned,
+    aligned_natural,
+    centred,
+    natural,
+    preconditioned,
+    vanilla,
+)
+from numpyro_dp.samplers import FullBatch, Poisson
+
+N, D = 400, 3
+BUDGET = PrivacyBudget(0.001, 1e-5)
+X = np.asarray(np.random.default_rng(0).normal(size=(N, D)), np.float32)
+
+
+def logistic(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def counts(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 0.5).expand([D]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(x @ w)), obs=y)
+
+
+def linear(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+    scale = numpyro.sample("scale", dist.LogNormal(0, 0.5))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, scale), obs=y)
+
+
+def groups(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+    scale = numpyro.sample("scale", dist.LogNormal(-1, 0.5))
+    with numpyro.plate("groups", 4):
+        effect = numpyro.sample("effect", dist.Normal(0, scale))
+    with numpyro.plate("records", x.shape[0]):
+        group = jnp.clip(jnp.floor(x[:, 0] + 2), 0, 3).astype(int)
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w + effect[group]), obs=y)
+
+
+MODELS = {fn.__name__: fn for fn in (logistic, counts, linear, groups)}
+
+
+def by_svi(estimator, guide=AutoDiagonalNormal, rate=None):
+    def run(model, key, x, y):
+        sampler = FullBatch() if rate is None else Poisson(rate)
+        svi = DPSVI(model, guide(model), optax.adam(1e-2), estimator=estimator, clip_norm=1.0,
+                    sampler=sampler, budget=BUDGET)  # fmt: skip
+        return svi.run(key, 400, x, y, progress_bar=False).posterior
+
+    return run
+
+
+def by_sep(model, key, x, y):
+    sep = DPSEP(model, clip_norm=1.0, sampler=FullBatch(), budget=BUDGET)
+    return sep.run(key, 20, x, y, progress_bar=False).posterior
+
+
+def by_chain(kernel):
+    def run(model, key, x, y):
+        mcmc = DPMCMC(kernel(model), num_warmup=100, num_samples=400, clip_norm=1.0,
+                      sampler=FullBatch(), budget=BUDGET, progress_bar=False)  # fmt: skip
+        mcmc.run(key, x, y)
+        return mcmc.posterior
+
+    return run
+
+
+def by_laplace(model, key, x, y):
+    return DPLaplace(model, budget=BUDGET).run(key, x, y)
+
+
+DRIVERS = {
+    "DPSVI": by_svi(None),
+    "DPSVI, Poisson": by_svi(None, rate=0.1),
+    "DPSVI, full rank": by_svi(None, AutoMultivariateNormal),
+    **{
+        f"DPSVI, {build.__name__}": by_svi(build())
+        for build in (aligned, vanilla, preconditioned, natural, aligned_natural)
+    },
+    "DPSVI, centred vanilla": by_svi(centred(vanilla())),
+    "DPSEP": by_sep,
+    **{f"DPMCMC, {k.__name__}": by_chain(k) for k in (SGLD, PreconditionedSGLD, SGHMC)},
+    "DPLaplace": by_laplace,
+}
+
+
+@functools.cache
+def prior_of(name):
+    draws = {}
+    keys = jax.random.split(jax.random.key(9), 4000)
+
+    def one(key):
+        with numpyro.handlers.seed(rng_seed=key), numpyro.handlers.trace() as trace:
+            MODELS[name](X[:1])
+        return {n: s["value"] for n, s in trace.items() if s["type"] == "sample" and n != "y"}
+
+    draws = jax.vmap(one)(keys)
+    return {name: np.asarray(value, np.float64) for name, value in draws.items()}
+
+
+def unconstrained(draws):
+    found = {n: np.log(v) if n == "scale" else np.asarray(v, np.float64) for n, v in draws.items()}
+    return np.concatenate([found[n].reshape(len(found[n]), -1) for n in sorted(found)], axis=1)
+
+
+def held_out(draws, x, y):
+    """Log of the mean likelihood of a record under draws of the weights of ``logistic``."""
+    logits = x @ np.asarray(draws["w"], np.float64).T
+    logs = np.where(y[:, None] > 0, -np.logaddexp(0, -logits), -np.logaddexp(0, logits))
+    return float(np.mean(np.log(np.mean(np.exp(logs), axis=1))))
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_the_posterior_is_the_prior(driver, model):
+    if driver == "DPSEP" and model in ("groups", "linear"):
+        pytest.skip("DPSEP takes normal priors, and likelihoods of one product x @ w")
+    prior = unconstrained(prior_of(model))
+    rng = np.random.default_rng(3)
+    # Far from the prior's mean, so that a leak of the records would show.
+    y = (X @ np.ones(D) > 0).astype(int) if model in ("logistic", "groups") else None
+    y = rng.poisson(np.exp(X @ np.full(D, 0.7))) if model == "counts" else y
+    y = X @ np.full(D, 2.0) + rng.normal(size=N) if y is None else y
+    y = np.asarray(y, np.float32 if model == "linear" else np.int32)
+    draws = DRIVERS[driver](MODELS[model], jax.random.key(1), X, y).sample(jax.random.key(2), 4000)
+    found = unconstrained(draws)
+    ratio = found.std(0) / prior.std(0)
+    moved = (found.mean(0) - prior.mean(0)) / prior.std(0)
+    assert ratio.min() > 0.85, ratio
+    assert 0.95 < ratio.mean() < 1.1, ratio
+    assert np.abs(moved).max() < 0.5, moved
+    assert np.sqrt(np.mean(moved**2)) < 0.25, moved
+    if model == "logistic":
+        assert held_out(draws, X, y) > held_out(prior_of(model), X, y) - 0.01
