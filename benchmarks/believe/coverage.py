@@ -4,7 +4,7 @@ For each cell, parameters are drawn from the prior, records from the model, and 
 records; a nominal 90 % interval should hold the parameter in 90 % of cases. Columns are normal with
 standard deviation 2 / sqrt(d) and the given correlation. "not private" is the normal approximation
 at the mode of the same records. Figures are means over sets and coordinates, with standard errors
-over sets. DPSVI has its default estimator, clip norm 1, batches of 1,000 on average and 2,000 steps.
+over sets. DPSVI has its default estimator, clip norm 1, 2,000 steps on batches of 1,000 on average.
 DPSEP has clip norm 2 and 20 steps, DPMCMC (SGLD) clip norm 1, 1,000 steps of warmup and 2,000 more;
 both have full batches. "plain" are the same runs without the noise of privacy in their posteriors.
 

@@ -21,6 +21,7 @@ from numpyro_dp.model.frontend import Call, GivenModel, Prepared, arguments_key
 from numpyro_dp.model.public import declare
 from numpyro_dp.model.records import Rows
 from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.posterior.diagnosis import findings_of_run, without_noise
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.scores import NOISE_INCLUDED, scores_draws
@@ -222,11 +223,19 @@ class DPSEP(Driver):
         source = ModelSource.of(problem.model, problem.shared, params)
         method = f"{type(self).__name__} with {reader}, {privacy.num_steps} steps"
         if result.scores is not None and privacy.noise_multiplier > 0 and not plain:
-            draws = scores_draws(problem.model, problem.shared, result.scores, privacy)
-            return source.posterior(draws, privacy, method, (NOISE_INCLUDED,))
+            draws, found = scores_draws(problem.model, problem.shared, result.scores, privacy)
+            return source.posterior(
+                draws,
+                privacy,
+                method,
+                (NOISE_INCLUDED,),
+                findings=(*found, *findings_of_run(result)),
+            )
         noise = privacy.noise_multiplier > 0
         notes = ("The intervals do not contain the privacy noise of the run.",) * noise
-        return source.posterior(source.guide_draws(guide, params, {}), privacy, method, notes)
+        findings = (*findings_of_run(result), *without_noise(noise))
+        draws = source.guide_draws(guide, params, {})
+        return source.posterior(draws, privacy, method, notes, findings=findings)
 
     def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
         session = super()._session(args, kwargs)

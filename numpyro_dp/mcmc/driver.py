@@ -25,6 +25,7 @@ from numpyro_dp.model.density import Model
 from numpyro_dp.model.frontend import Call, Frontend, GivenModel, Prepared
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.posterior.diagnosis import Finding, without_noise
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.scores import NOISE_INCLUDED
@@ -196,6 +197,7 @@ class DPMCMC:
         self._samples = {site: draws[f"{site}{POINT_SUFFIX}"] for site in structure.latents}
         shared = structure.layout.rows(args, kwargs).shared
         self._posterior = self._posterior_of(structure, shared, report)
+        self._posterior.warn()
 
     def _check_epochs(self, num_examples: int) -> None:
         """The accountant counts epochs of all chains together, but a chain cannot finish another's.
@@ -255,6 +257,10 @@ class DPMCMC:
             f"the largest R-hat is {mixing.rhat:.2f}, the fewest effective draws {mixing.size:.0f}"
         )
         scale = self._noise_scale(report.noise_multiplier, report.plan.num_examples)
+        remedy = "Take more steps, or DPLaplace or DPSEP, which need no mixing."
+        found = [] if mixing.good else [
+            Finding("mixing", True, f"The chains have not mixed: {said}. {remedy}")
+        ]  # fmt: skip
         if scale > 0 and size <= MOST_LATENTS:
             notes = (NOISE_INCLUDED,)
             if not mixing.good:
@@ -263,14 +269,15 @@ class DPMCMC:
             with contextlib.suppress(UnsupportedModelError):
                 free = source.unconstrained(samples)
                 draws = draws_of_chains(model, shared, free, mixing.good, variance)
-                return source.posterior(draws, report, method, notes)
+                return source.posterior(draws, report, method, notes, findings=found)
 
         def plain(rng_key: Array, num_samples: int) -> dict[str, Array]:
             chosen = permuted(rng_key, number, num_samples)
             return {name: value[chosen] for name, value in samples.items()}
 
         notes = () if mixing.good else (f"The chains have not mixed: {said}.",)
-        return source.posterior(plain, report, method, notes, mixing.good)
+        found += without_noise(scale > 0)
+        return source.posterior(plain, report, method, notes, mixing.good, found)
 
     def _noise_scale(self, multiplier: float, num_examples: int) -> float:
         """Standard deviation of the privacy noise in an entry of a score of all records."""

@@ -21,6 +21,7 @@ from numpyro_dp.model.records import Records, RecordsProblem, read_records
 from numpyro_dp.pbp.estimator import NetworkSteps, network_ep
 from numpyro_dp.pbp.model import NetworkGuide, RegressionNetwork
 from numpyro_dp.pbp.reference import ep_sweep, filter_sweeps, start_network_sites
+from numpyro_dp.posterior.diagnosis import findings_of_run, without_noise
 from numpyro_dp.posterior.from_model import ModelSource, drift_notes
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.accounting import Accountant
@@ -187,7 +188,8 @@ class DPPBP(Driver):
         if not known:
             notes += ("weight_precision is a point estimate.",)
         draws = source.guide_draws(self.guide, params, {})
-        return source.posterior(draws, privacy, method, notes, not drift)
+        found = (*findings_of_run(result), *without_noise(privacy.noise_multiplier > 0))
+        return source.posterior(draws, privacy, method, notes, not drift, found)
 
 
 class PBP:

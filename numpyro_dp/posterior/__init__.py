@@ -1,6 +1,7 @@
 """Post-processing of private iterates. It has no privacy cost."""
 
 from numpyro_dp.posterior.averaging import Average, average, drift_check
+from numpyro_dp.posterior.diagnosis import Diagnosis, Finding, PosteriorWarning
 from numpyro_dp.posterior.folds import TailAverage, tail_average
 from numpyro_dp.posterior.inference_data import to_arviz
 from numpyro_dp.posterior.noise_aware import NoiseAware, noise_aware
@@ -11,9 +12,12 @@ from numpyro_dp.posterior.synthetic import Combined, combine, synthetic_data
 __all__ = [
     "Average",
     "Combined",
+    "Diagnosis",
+    "Finding",
     "NoiseAware",
     "Posterior",
     "PosteriorSummary",
+    "PosteriorWarning",
     "TailAverage",
     "average",
     "combine",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from numpyro_dp.model.density import Model
 from numpyro_dp.model.records import Arguments
 from numpyro_dp.model.separation import one_record
 from numpyro_dp.posterior.averaging import SHORTEST, drift_check
+from numpyro_dp.posterior.diagnosis import Finding
 from numpyro_dp.posterior.posterior import Draws, Posterior
 from numpyro_dp.posterior.samples import posterior_samples
 from numpyro_dp.privacy.plan import PrivacyReport
@@ -65,6 +66,7 @@ class ModelSource(NamedTuple):
         method: str,
         notes: tuple[str, ...] = (),
         converged: bool = True,
+        findings: Iterable[Finding] = (),
     ) -> Posterior:
         """Returns a :class:`Posterior` with these draws of the global latents, and no others."""
         prior: Draws | None = self._prior
@@ -82,6 +84,7 @@ class ModelSource(NamedTuple):
         return Posterior(
             model=self._filled, draws=kept, prior=prior, unconstrain=self.unconstrained,
             privacy=privacy, method=method, notes=notes, converged=converged,
+            findings=tuple(findings),
         )  # fmt: skip
 
     def guide_draws(

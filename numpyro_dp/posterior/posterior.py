@@ -24,6 +24,12 @@ from jax import Array
 from numpyro.infer import Predictive
 
 from numpyro_dp._validate import check_int, check_real
+from numpyro_dp.posterior.diagnosis import (
+    Diagnosis,
+    Finding,
+    findings_of_report,
+    findings_of_shares,
+)
 from numpyro_dp.posterior.inference_data import draws_by_name, to_arviz
 from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.plan import PrivacyReport
@@ -55,6 +61,7 @@ class Posterior:
         method: One line that describes the method.
         notes: Warnings and remarks for the reader, one sentence each.
         converged: False if the run may not have converged. The verdict is then conditional.
+        findings: What the run showed, for :meth:`diagnose`.
 
     Attributes:
         privacy: The :class:`~numpyro_dp.PrivacyReport` of the run.
@@ -101,7 +108,9 @@ class Posterior:
         method: str,
         notes: tuple[str, ...] = (),
         converged: bool = True,
+        findings: tuple[Finding, ...] = (),
     ) -> None:
+        self._findings = tuple(findings)
         self._converged = converged
         self.privacy, self.method, self.notes = privacy, method, tuple(notes)
         self._model, self._draws, self._prior, self._unconstrain = model, draws, prior, unconstrain
@@ -179,6 +188,21 @@ class Posterior:
                 "prior_share": self._prior_shares[name],
             }  # fmt: skip
         return PosteriorSummary(found, prob)
+
+    def diagnose(self) -> Diagnosis:
+        """Returns what is wrong with this posterior, from released and public values alone.
+
+        Findings are about parameters that are not finite, the convergence of the run, chains that
+        have not mixed, intervals without the noise of privacy, a clip norm that slid, delta and
+        budget, and latents that are mostly prior.
+        """
+        shares = np.concatenate([share.ravel() for share in self._prior_shares.values()])
+        shown = findings_of_shares(shares, math.isfinite(self.privacy.epsilon))
+        return Diagnosis.of(*self._findings, *findings_of_report(self.privacy), *shown)
+
+    def warn(self) -> None:
+        """Warns if the run showed that its posterior should not be believed as it is."""
+        Diagnosis.of(*self._findings, *findings_of_report(self.privacy)).warn()
 
     def to_arviz(self, num_samples: int = 1000) -> Any:
         """Returns draws for ArviZ, with the privacy report as attributes.

@@ -33,6 +33,7 @@ from jax import Array
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.outcomes import read_latents
 from numpyro_dp.posterior.algebra import inverse, solve, symmetric, trace_of
+from numpyro_dp.posterior.diagnosis import Finding, finding_of_distance
 from numpyro_dp.posterior.likelihood import Prior, denoise_curvature, released_likelihood
 from numpyro_dp.posterior.posterior import Draws
 from numpyro_dp.posterior.prior import read_prior
@@ -118,8 +119,8 @@ def averages_of(sums: Any, seen: np.ndarray) -> Averages | None:
 
 def scores_draws(
     model: Model, shared: tuple[Array, ...], sums: Any, privacy: PrivacyReport
-) -> Draws:
-    """Returns draws of the posterior that a run's scores give, with the noise of privacy in it.
+) -> tuple[Draws, list[Finding]]:
+    """Returns draws of the posterior that a run's scores give, and what they show about the run.
 
     Args:
         model: The model.
@@ -135,11 +136,26 @@ def scores_draws(
     averages = averages_of(sums, prior.seen)
     size = len(prior.seen)
     precision, linear = np.zeros((size, size)), np.zeros(size)  # of a run that tells nothing
+    findings = finding_of_distance(np.inf)
     if averages is not None:
         plan = privacy.plan
         prob = plan.sampler.inclusion_prob(plan.num_examples)
         precision, linear = scores_likelihood(averages, prior.decoded, prob)
-    return prior.posterior(precision, linear, public_key)
+        findings = finding_of_distance(_distance(averages, precision, linear, prior.decoded))
+    return prior.posterior(precision, linear, public_key), findings
+
+
+def _distance(averages: Averages, precision: np.ndarray, linear: np.ndarray, prior: Prior) -> float:
+    """Root mean square distance of points and posterior, in posterior standard deviations.
+
+    Latents that are mostly prior do not count: their points say nothing.
+    """
+    covariance = inverse(precision + prior.precision)
+    mean = covariance @ (linear + prior.precision @ prior.mean)
+    variances = np.diag(covariance)
+    known = variances < np.diag(prior.covariance) / 2
+    squares = (mean - averages.point) ** 2 / variances
+    return float(np.sqrt(np.mean(squares[known]))) if known.any() else 0.0
 
 
 def scores_likelihood(

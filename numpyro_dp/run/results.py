@@ -136,12 +136,17 @@ class RunResult(_RunResult):
         """
         if self._posterior is None:
             self._posterior = self._made(plain=False)
+            self._posterior.warn()
         return self._posterior
 
     @property
     def plain_posterior(self) -> Any:
         """The same from the parameters alone, whose intervals leave out the noise of privacy."""
         return self._made(plain=True)
+
+    def diagnose(self) -> Any:
+        """Returns what is wrong with the posterior (:meth:`numpyro_dp.Posterior.diagnose`)."""
+        return self.posterior.diagnose()
 
     def _made(self, plain: bool) -> Any:
         if self._make_posterior is None:

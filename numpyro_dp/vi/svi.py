@@ -20,6 +20,7 @@ from numpyro_dp.model.frontend import Call, Frontend, GivenModel, Prepared, chec
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.variational import VariationalProblem, guide_kind, likelihood_key
+from numpyro_dp.posterior.diagnosis import findings_of_run, without_noise
 from numpyro_dp.posterior.from_model import ModelSource, drift_notes
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.scores import NOISE_INCLUDED, scores_draws
@@ -234,15 +235,22 @@ class DPSVI(Driver):
         method = f"{type(self).__name__} with {guide}, {privacy.num_steps} steps"
         if result.scores is not None and privacy.noise_multiplier > 0 and not plain:
             with contextlib.suppress(UnsupportedModelError):
-                draws = scores_draws(problem.model, problem.shared, result.scores, privacy)
-                return source.posterior(draws, privacy, method, (NOISE_INCLUDED,))
+                draws, found = scores_draws(problem.model, problem.shared, result.scores, privacy)
+                return source.posterior(
+                    draws,
+                    privacy,
+                    method,
+                    (NOISE_INCLUDED,),
+                    findings=(*found, *findings_of_run(result)),
+                )
         drift = notes = drift_notes(result.trace)
+        found = (*findings_of_run(result), *without_noise(privacy.noise_multiplier > 0))
         if privacy.noise_multiplier > 0:
             remedy = ": noise_aware adds it" if guide_kind(self.guide) in _WIDENED else ""
             notes += (f"The intervals do not contain the privacy noise of the run{remedy}.",)
         return source.posterior(
             source.guide_draws(self.guide, params, self.static_kwargs), privacy, method, notes,
-            not drift,
+            not drift, found,
         )  # fmt: skip
 
 

@@ -27,7 +27,6 @@ from numpyro_dp import (
     PrivacyBudget,
     UnsupportedModelError,
 )
-from numpyro_dp.estimators import aligned
 from numpyro_dp.mechanisms import AdaptiveClip, GaussianMechanism
 from numpyro_dp.samplers import FullBatch, Permutation, Poisson
 
@@ -127,8 +126,8 @@ def test_theorem_1(batch):
     )  # fmt: skip
     mcmc.run(KEY, x)
     svi = DPSVI(
-        gaussian_mean, AutoDelta(gaussian_mean), optax.sgd(step_size),
-        estimator=aligned(), clip_norm=clip_norm, sampler=batch,
+        gaussian_mean, AutoDelta(gaussian_mean), optax.sgd(step_size), clip_norm=clip_norm,
+        sampler=batch,
         noise_multiplier=printed, secret_key=3, repetition=True,
     )  # fmt: skip
     result = svi.run(KEY, steps, x, progress_bar=False, trace_size=steps)

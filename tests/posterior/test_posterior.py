@@ -348,9 +348,11 @@ def test_of_message_passing():
     assert "NOT PRIVATE" in str(first.posterior)
 
     private = DPSEP(known, diagonal_normal, clip_norm=1.0, **COMMON)
-    posterior = private.run(KEY, 2, Y, progress_bar=False).posterior
-    assert posterior.method == "DPSEP with diagonal_normal, 2 steps"
-    assert posterior.notes == ("The intervals do not contain the privacy noise of the run.",)
+    result = private.run(KEY, 2, Y, progress_bar=False)
+    assert result.posterior.method == "DPSEP with diagonal_normal, 2 steps"
+    assert result.posterior.notes == ("The intervals include the noise of privacy.",)
+    plain = result.plain_posterior
+    assert plain.notes == ("The intervals do not contain the privacy noise of the run.",)
 
 
 @pytest.mark.full
@@ -362,6 +364,15 @@ def test_of_a_sampler():
     mcmc.run(KEY, X, Y)
     posterior, samples = mcmc.posterior, mcmc.get_samples()
     assert posterior.method == "DPMCMC by SGLD, 12 samples of 2 chains"
+    assert samples["w"].shape == (12, 2)
+    assert posterior.notes[0].startswith("The chains have not mixed")
+    draws = posterior.sample(KEY, 4000)  # of the prior
+    np.testing.assert_allclose(draws["w"].std(0), 3.0, rtol=0.1)
+    mcmc = DPMCMC(SGLD(model, 1e-3), num_warmup=2, num_samples=6, num_chains=2, clip_norm=5.0,
+                  progress_bar=False, scale=3.0, noise_multiplier=0.0,
+                  sampler=FullBatch())  # fmt: skip
+    mcmc.run(KEY, X, Y)
+    posterior, samples = mcmc.posterior, mcmc.get_samples()
     draws = posterior.sample(KEY, 24)
     for name, value in samples.items():  # each twice, and pairs of sites stay together
         np.testing.assert_array_equal(np.sort(draws[name], 0), np.sort(np.repeat(value, 2, 0), 0))
