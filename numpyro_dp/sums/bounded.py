@@ -72,20 +72,21 @@ def bounded_sum(
         ``mechanism.sensitivity`` in norm, rounding included.
     """
     live = jnp.any(mask) if live is None else live
+    rows_each = 1
     if (centring := estimator.centring) is not None:
+        rows_each = centring.number + 1
         examples, mask = with_partners(centring, public, examples, mask, seeds)
         mechanism, lengths = centred_mechanism(mechanism, centring.number), ()
-        rows = None if rows is None else rows * (centring.number + 1)
+        rows = None if rows is None else rows * rows_each
         estimator = centring.estimator
     if estimator.factored is None:
         one_by_one = bounded_sum_by_definition
         return one_by_one(
-            estimator, mechanism, public, examples, mask, live, rows, shards, centring is not None
+            estimator, mechanism, public, examples, mask, live, rows, shards, rows_each
         )
     return factored_sum(
-        estimator, mechanism, public, examples, mask, lengths, live, rows, shards,
-        centring is not None,
-    )  # fmt: skip
+        estimator, mechanism, public, examples, mask, lengths, live, rows, shards, rows_each
+    )
 
 
 def bounded_sum_by_definition(
@@ -97,11 +98,11 @@ def bounded_sum_by_definition(
     live: Array | None = None,
     rows: int | None = None,
     shards: Shards = WHOLE,
-    centred: bool = False,
+    rows_each: int = 1,
 ) -> dict[str, Any]:
     """The same sum, one signal at a time, in microbatches: the batch is never in memory at once."""
-    count = mask.size * shards.number
-    parts = SumInParts(estimator, mechanism, public, first_of(examples), count, centred)
+    count = mask.size * shards.number // rows_each
+    parts = SumInParts(estimator, mechanism, public, first_of(examples), count, rows_each)
     sums, squares = parts.part(examples, mask, live, rows, shards)
     extras = extra_sums(mechanism, parts.names, squares, parts.margin, mask, shards)
     return parts.finished(sums) | extras
@@ -110,8 +111,8 @@ def bounded_sum_by_definition(
 class SumInParts:
     """A clipped sum whose records come in parts. Sums stay integers until all parts are added.
 
-    There are ``count`` records in all parts. ``first`` has the shapes of one. If signals are
-    ``centred``, the last array of the records has the probabilities of the rows.
+    There are ``count`` records in all parts, and ``rows_each`` rows of a record. ``first`` has the
+    shapes of a row. If signals are centred, its last array has the probability of the row.
 
     Attributes:
         names: Entries of the signal.
@@ -125,13 +126,13 @@ class SumInParts:
         public: PyTree,
         first: PyTree,
         count: int,
-        centred: bool = False,
+        rows_each: int = 1,
     ) -> None:
-        self._centred = centred
+        self._each = rows_each
         self._signal, self._mechanism, self._count = estimator.signal, mechanism, count
         self._public, self._struct = public, jax.eval_shape(estimator.signal, public, first)
         self._like, self.names = jax.eval_shape(widen, self._struct), filled(self._struct)
-        self.margin = margin_of(self._struct, count)
+        self.margin = margin_of(self._struct, count, rows=rows_each)
         self._blocks = mechanism.blocks(self.names)
         self._norms = [norm_of(mechanism, self.names, at) for at in range(len(self._blocks))]
 
@@ -151,7 +152,7 @@ class SumInParts:
             signals = widen(pinned(live, each, examples))
             own = [select(signals, members) for members in self._blocks]
             squares = tuple(jax.vmap(squared_norm)(block) for block in own)
-            probs = examples[-1:] if self._centred else ()
+            probs = examples[-1:] if self._each > 1 else ()
             factors = self._mechanism.scales(self.names, squares, self.margin, *probs)
             sums = [
                 partial_sum(rows_of(block), jnp.where(mask, factor, 0), norm, self._count)

@@ -60,10 +60,9 @@ def centred_mechanism(mechanism: Mechanism, number: int) -> Mechanism:
     def scales(
         names: tuple[str, ...], squares: tuple[Array, ...], margin: float, probs: Array
     ) -> tuple[Array, ...]:
-        # A record has number + 1 roundings, so it needs that many times the room of one. A few
-        # units more, because the terms of a record are added after each was scaled.
-        unit = float(jnp.finfo(squares[0].dtype).eps)
-        room = 1 - (number + 1) * (1 - margin + 8 * unit)
+        # The margin has room for the roundings of all rows. A few units more, because the norms of
+        # a record's rows are added.
+        room = margin * (1 - 8 * (number + 1) * float(jnp.finfo(squares[0].dtype).eps))
         probs = grouped(probs)[:, 1:].astype(squares[0].dtype)
         finite = jnp.all(jnp.stack([jnp.isfinite(square) for square in squares]), axis=0)
         whole = jnp.all(grouped(finite), axis=1, keepdims=True)

@@ -123,17 +123,19 @@ def finished(total: Any, like: Any, norm: Any, count: int) -> Any:
     return jax.tree.map(number, total, like)
 
 
-def clip_margin(batch: int, size: int, dtype: Any) -> float:
+def clip_margin(batch: int, size: int, dtype: Any, rows: int = 1) -> float:
     r"""Returns the part of the clip norm to clip to, so that rounding fits in the rest.
 
     It is ``1 / (1 + e)`` for a batch of n rows, signals of d values and a type of unit roundoff u.
     Here ``e`` is the sum of three errors. The grid may lengthen a contribution by
     :math:`\sqrt d\, 2^{-k-1}`. A squared norm may be too small by :math:`d u`. Three roundings of
-    each of two sums of norm n C, with one to spare, make :math:`8 n u`.
+    each of two sums of norm n C, with one to spare, make :math:`8 n u`. If a record has several
+    rows, the first two errors occur in each.
     """
     unit = float(jnp.finfo(dtype).eps) / 2
     grid = math.sqrt(size) * 2.0 ** -(_grid(batch, dtype).bits + 1)
-    return 1 / (1 + grid + min(size, 2048 + size // 1024) * unit + 8 * batch * unit)
+    each = grid + min(size, 2048 + size // 1024) * unit
+    return 1 / (1 + rows * each + 8 * batch * unit)
 
 
 def _grid(batch: int, dtype: Any) -> _Grid:

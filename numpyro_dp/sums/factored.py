@@ -79,14 +79,18 @@ def factored_sum(
     live: Array,
     rows: int | None = None,
     shards: Shards = WHOLE,
-    centred: bool = False,
+    rows_each: int = 1,
 ) -> dict[str, Any]:
-    """The sum of :func:`numpyro_dp.sums.bounded.bounded_sum`, in microbatches of ``rows``."""
+    """The sum of :func:`numpyro_dp.sums.bounded.bounded_sum`, in microbatches of ``rows``.
+
+    A record has ``rows_each`` rows. The rows of a record together are within the clip norm.
+    """
     factored: FactoredSignal = estimator.factored
     cut = _cut(factored, public, examples)
     struct = jax.eval_shape(estimator.signal, public, first_of(examples))
     # All devices use one grid, so it is chosen for the rows of all of them.
     names, total_rows = filled(struct), mask.size * shards.number
+    count = total_rows // rows_each
     blocks = mechanism.blocks(names)
     norms = [norm_of(mechanism, names, at) for at in range(len(blocks))]
     shapes = jax.eval_shape(cut.gradient_parts, examples)
@@ -99,7 +103,7 @@ def factored_sum(
     error = product_error(total_rows, coarse) if chosen else 0.0
     longest = longest_product(total_rows, coarse)
     # One margin for both roundings: of the exact sums to a grid, and of the products of matrices.
-    margin = 1 / (1 / margin_of(struct, total_rows, coarse) + error)
+    margin = 1 / (1 / margin_of(struct, count, coarse, rows_each) + error)
     plans = [_plan(factored, public, cut, chosen, members) for members in blocks]
     core = _core(factored, public, cut)
 
@@ -118,7 +122,7 @@ def factored_sum(
         # Squares, because a mechanism may join blocks, and the root would round once more.
         squares = tuple(jax.vmap(squared_norm)(size) for size in sizes)
         sums = []
-        probs = examples[-1:] if centred else ()
+        probs = examples[-1:] if rows_each > 1 else ()
         for at, factor in enumerate(mechanism.scales(names, squares, margin, *probs)):
             # Padding of a batch is some record too. Its weight is 0, so it adds exactly 0.
             weights = jnp.where(mask, factor, 0)
@@ -127,7 +131,7 @@ def factored_sum(
                 found = jax.tree.leaves(terms[at](rows))
                 return [found[place] for place in plans[at].rest]
 
-            exact = partial_sum(rest, weights, norms[at], total_rows) if plans[at].rest else []
+            exact = partial_sum(rest, weights, norms[at], count) if plans[at].rest else []
             each = {
                 place: _product(cut, parts, examples, chosen[leaf], weights, longest)
                 for place, leaf in plans[at].products.items()
@@ -142,7 +146,7 @@ def factored_sum(
     sums, squares = over_microbatches(of_rows, (examples, lengths), mask, few, shards)
     total = struct | extra_sums(mechanism, names, squares, margin, mask, shards)
     for plan, members, norm, found in zip(plans, blocks, norms, sums, strict=True):
-        summed = _placed(plan, found, norm, total_rows)
+        summed = _placed(plan, found, norm, count)
         total |= widen(factored.expand(public, summed, members))
     return total
 

@@ -195,12 +195,15 @@ def _add(one: Any, other: Any) -> Any:
     return one.add(other) if _is_compensated(one) else one + other
 
 
-def margin_of(of_a_row: PyTree, batch: int, coarse: Any = None) -> float:
-    """The margin of signals by the shapes of one. ``coarse`` is a coarser type of their norms."""
+def margin_of(of_a_row: PyTree, batch: int, coarse: Any = None, rows: int = 1) -> float:
+    """The margin of signals by the shapes of one. ``coarse`` is a coarser type of their norms.
+
+    A record has ``rows`` such signals.
+    """
     leaves = jax.tree.leaves(jax.eval_shape(widen, of_a_row))
     size = sum(math.prod(leaf.shape) for leaf in leaves)
     dtypes = [leaf.dtype for leaf in leaves] + ([] if coarse is None else [coarse])
-    return min(clip_margin(batch, size, dtype) for dtype in dtypes)
+    return min(clip_margin(batch, size, dtype, rows) for dtype in dtypes)
 
 
 def coarsest(arrays: list[Any]) -> Any:

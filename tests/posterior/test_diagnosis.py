@@ -48,7 +48,7 @@ CASES = {
     "clip norm": {"clip_norm": AdaptiveClip(100.0, learning_rate=0.5)},
     "values": {"rate": float("inf")},
     "intervals": {"guide": AutoIAFNormal, "estimator": None},
-    "convergence": {"steps": 300, "rate": 1e-3, "epsilon": 100.0},
+    "convergence": {"steps": 200, "rate": 2e-4, "epsilon": 100.0},
 }
 
 
