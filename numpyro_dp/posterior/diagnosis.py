@@ -129,11 +129,15 @@ def findings_of_shares(shares: np.ndarray, private: bool) -> list[Finding]:
 
 def finding_of_distance(distance: float) -> list[Finding]:
     """What the distance of a run's points from its optimum shows, in posterior sds."""
-    if not distance > 3:
+    if not math.isfinite(distance):
+        return [Finding("convergence", True, (
+            "The run left no finite scores, so this is the prior. Take smaller steps, or more."
+        ))]  # fmt: skip
+    if distance < 1:
         return []
-    return [Finding("convergence", not math.isfinite(distance) or distance > 10, (
-        f"The run ended {distance:.0f} posterior standard deviations from the optimum that its "
-        "scores point to. Take more or larger steps."
+    return [Finding("convergence", False, (
+        f"The run ended {distance:.1f} posterior standard deviations from the optimum that its "
+        "scores point to. The intervals allow for that. More or larger steps make them narrower."
     ))]  # fmt: skip
 
 

@@ -192,9 +192,8 @@ class Posterior:
     def diagnose(self) -> Diagnosis:
         """Returns what is wrong with this posterior, from released and public values alone.
 
-        Findings are about parameters that are not finite, the convergence of the run, chains that
-        have not mixed, intervals without the noise of privacy, a clip norm that slid, delta and
-        budget, and latents that are mostly prior.
+        It looks at convergence, the mixing of chains, values that are not finite, and clip norms
+        that slid. It also looks at delta, the budget, and the shares of the prior.
         """
         shares = np.concatenate([share.ravel() for share in self._prior_shares.values()])
         shown = findings_of_shares(shares, math.isfinite(self.privacy.epsilon))

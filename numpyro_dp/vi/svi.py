@@ -20,8 +20,10 @@ from numpyro_dp.model.frontend import Call, Frontend, GivenModel, Prepared, chec
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.variational import VariationalProblem, guide_kind, likelihood_key
+from numpyro_dp.posterior.averaging import SHORTEST
 from numpyro_dp.posterior.diagnosis import findings_of_run, without_noise
 from numpyro_dp.posterior.from_model import ModelSource, drift_notes
+from numpyro_dp.posterior.noise_aware import noise_aware
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.scores import NOISE_INCLUDED, scores_draws
 from numpyro_dp.privacy.accounting import Accountant
@@ -244,14 +246,22 @@ class DPSVI(Driver):
                     findings=(*found, *findings_of_run(result)),
                 )
         drift = notes = drift_notes(result.trace)
-        found = (*findings_of_run(result), *without_noise(privacy.noise_multiplier > 0))
-        if privacy.noise_multiplier > 0:
-            remedy = ": noise_aware adds it" if guide_kind(self.guide) in _WIDENED else ""
-            notes += (f"The intervals do not contain the privacy noise of the run{remedy}.",)
+        noise, found = privacy.noise_multiplier > 0, findings_of_run(result)
+        if noise and not plain and _can_be_widened(self.guide, result):
+            params = noise_aware(result, self.guide).params
+            notes += ("The intervals are widened by the noise of averaged iterates.",)
+        elif noise:
+            notes += ("The intervals do not contain the privacy noise of the run.",)
+            found += without_noise(True)
         return source.posterior(
             source.guide_draws(self.guide, params, self.static_kwargs), privacy, method, notes,
             not drift, found,
         )  # fmt: skip
+
+
+def _can_be_widened(guide: Any, result: RunResult) -> bool:
+    """Whether the averaged iterates of a Gaussian guide can be widened."""
+    return guide_kind(guide) in _WIDENED and len(result.trace.steps) >= SHORTEST
 
 
 def _log_likelihood(

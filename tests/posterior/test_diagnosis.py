@@ -48,7 +48,6 @@ CASES = {
     "clip norm": {"clip_norm": AdaptiveClip(100.0, learning_rate=0.5)},
     "values": {"rate": float("inf")},
     "intervals": {"guide": AutoIAFNormal, "estimator": None},
-    "convergence": {"steps": 200, "rate": 2e-4, "epsilon": 100.0},
 }
 
 
@@ -64,6 +63,15 @@ def test_bad_runs_are_found(name):
             diagnosis = result.posterior.diagnose()
     assert name in bad(diagnosis), diagnosis
     assert str(diagnosis).startswith("BAD ")
+
+
+def test_a_run_that_stopped_early_has_wide_intervals_that_hold_and_a_note():
+    result = run(steps=200, rate=2e-4, epsilon=100.0)
+    findings = {finding.name: finding for finding in result.diagnose().findings}
+    assert not findings["convergence"].bad
+    table = result.posterior.summary()["w"]
+    assert (table["sd"] > 0.2).all()
+    assert (np.abs(table["mean"] - np.array([1.0, -1.0])) < 1.645 * table["sd"]).all()
 
 
 def test_a_small_budget_is_a_note():
