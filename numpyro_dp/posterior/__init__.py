@@ -6,6 +6,7 @@ from numpyro_dp.posterior.folds import TailAverage, tail_average
 from numpyro_dp.posterior.inference_data import to_arviz
 from numpyro_dp.posterior.noise_aware import NoiseAware, noise_aware
 from numpyro_dp.posterior.posterior import Posterior, PosteriorSummary
+from numpyro_dp.posterior.rehearsal import Rehearsal, rehearse
 from numpyro_dp.posterior.samples import posterior_samples
 from numpyro_dp.posterior.synthetic import Combined, combine, synthetic_data
 
@@ -18,12 +19,14 @@ __all__ = [
     "Posterior",
     "PosteriorSummary",
     "PosteriorWarning",
+    "Rehearsal",
     "TailAverage",
     "average",
     "combine",
     "drift_check",
     "noise_aware",
     "posterior_samples",
+    "rehearse",
     "synthetic_data",
     "tail_average",
     "to_arviz",

@@ -133,6 +133,16 @@ class Posterior:
         check_rng_key(rng_key)
         return self._draws(rng_key, check_int("num_samples", num_samples, low=1))
 
+    def prior_draws(self, rng_key: Array, num_samples: int) -> dict[str, Array]:
+        """Draws the global latent sites from the prior, like :meth:`sample`.
+
+        Raises:
+            ValueError: If the prior cannot be drawn from.
+        """
+        if self._prior is None:
+            raise ValueError("The prior of this model has no sampler, as an improper prior.")
+        return self._prior(rng_key, num_samples)
+
     def predict(
         self, rng_key: Array, *args: Any, num_samples: int = 1000, **kwargs: Any
     ) -> dict[str, Array]:

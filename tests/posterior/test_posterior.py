@@ -221,7 +221,7 @@ def test_of_svi(fitted):
     predicted = posterior.predict(KEY, X[:3], num_samples=11)
     assert {name: value.shape for name, value in predicted.items()} == {"y": (11, 3)}
     assert posterior.predict(KEY, X[:3], None)["y"].shape == (1000, 3)
-    assert any("noise_aware" in note for note in posterior.notes)
+    assert any("do not contain the privacy noise" in note for note in posterior.notes)
 
 
 def test_shares_of_svi_are_of_the_prior_with_static_keywords(fitted):

@@ -1,0 +1,244 @@
+r"""Rehearsals: the complete private run on simulated records, whose truth is known.
+
+For each simulation, latents are drawn from the prior, outcomes from the model at public or invented
+covariates, and the driver runs on them with its own budget. A nominal interval should hold the
+truth in as many cases as it says. Arguments have the names of
+``numpyro.infer.calibration.vsbc_diagnostic``.
+
+A rehearsal reads no record and costs no budget.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpyro import handlers
+from numpyro.distributions import biject_to
+
+from numpyro_dp._validate import check_int
+from numpyro_dp.model.frontend import GivenModel
+from numpyro_dp.model.public import argument_names
+from numpyro_dp.posterior.diagnosis import PosteriorWarning
+from numpyro_dp.privacy.keys import check_rng_key
+
+__all__ = ["Rehearsal", "rehearse"]
+
+_PROBS = (0.5, 0.8, 0.9)
+
+
+class Rehearsal(NamedTuple):
+    """What the simulations showed. It prints as a few lines.
+
+    All values are means over the latents of each simulation, shape ``(num_simulations,)``, in
+    unconstrained coordinates.
+
+    Attributes:
+        cover: Share of latents inside the nominal interval, by its mass: 0.5, 0.8 and 0.9.
+        log_score: Log density of the truth under a normal distribution with the posterior's mean
+            and standard deviation. Higher is better. ``prior_log_score`` is that of the prior.
+        prior_log_score: The same for the prior.
+        bias: Mean of posterior mean minus truth, in posterior standard deviations.
+        rmse: Root mean square of posterior mean minus truth, in prior standard deviations.
+        sd: Posterior standard deviation, in prior standard deviations.
+    """
+
+    cover: dict[float, np.ndarray]
+    log_score: np.ndarray
+    prior_log_score: np.ndarray
+    bias: np.ndarray
+    rmse: np.ndarray
+    sd: np.ndarray
+
+    def __str__(self) -> str:
+        """Means with standard errors over simulations."""
+        lines = [f"{len(self.sd)} simulations"]
+        for prob, held in self.cover.items():
+            lines.append(f"{100 * prob:.0f} % intervals hold the truth in {_shown(100 * held)} %")
+        lines.append(f"log score {_shown(self.log_score)} (prior: {_shown(self.prior_log_score)})")
+        lines.append(f"bias {_shown(self.bias)} posterior standard deviations")
+        lines.append(f"rmse {_shown(self.rmse)}, sd {_shown(self.sd)} prior standard deviations")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def rehearse(
+    driver: Any,
+    rng_key: Array,
+    *args: Any,
+    num_steps: int | None = None,
+    num_simulations: int = 20,
+    num_samples: int = 1000,
+    simulated_data_to_args: Callable[..., Any] | None = None,
+    **kwargs: Any,
+) -> Rehearsal:
+    """Runs a driver on records that its own model simulates.
+
+    Args:
+        driver: A :class:`~numpyro_dp.DPLaplace`, :class:`~numpyro_dp.DPSVI`,
+            :class:`~numpyro_dp.DPSEP` or :class:`~numpyro_dp.DPMCMC`, without a ``secret_key``.
+        rng_key: Key of latents, outcomes and runs.
+        *args: Arguments of the model: public or invented covariates, with as many rows as there
+            are records, and ``None`` in place of the outcome. Do not pass private records.
+        num_steps: Number of steps of a run, for drivers whose ``run`` needs it.
+        num_simulations: Number of simulated data sets.
+        num_samples: Draws from each posterior.
+        simulated_data_to_args: ``(simulated, args, kwargs) -> (args, kwargs)``, with simulated
+            values by observed site. By default they replace the argument of the same name, or the
+            only one that is ``None``.
+        **kwargs: Keyword arguments of the model.
+
+    Raises:
+        ValueError: If the driver has a ``secret_key``, or if it is not clear which argument is the
+            outcome.
+
+    Example:
+        >>> import jax, numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import DPLaplace, PrivacyBudget
+        >>> from numpyro_dp.posterior import rehearse
+        >>> def model(x, y=None):
+        ...     w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+        ...     with numpyro.plate("people", x.shape[0]):
+        ...         numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+        >>> invented = jax.random.normal(jax.random.key(1), (2000, 2))
+        >>> laplace = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5))
+        >>> found = rehearse(laplace, jax.random.key(0), invented, None, num_simulations=5)
+        >>> print(str(found).splitlines()[0])
+        5 simulations
+
+    Guarantee:
+        Reads only its arguments, which you declare public. No budget is spent.
+    """
+    check_rng_key(rng_key)
+    check_int("num_simulations", num_simulations, low=2)
+    given = _given_of(driver)
+    if driver.settings.secret_key is not None:
+        raise ValueError(
+            "A driver with a secret_key can run once, but a rehearsal runs it many times. Build "
+            "the driver without secret_key for the rehearsal."
+        )
+    steps = () if num_steps is None else (num_steps,)
+    rows = []
+    for key in jax.random.split(rng_key, num_simulations):
+        draw_key, run_key, sample_key = jax.random.split(key, 3)
+        latents, simulated, maps = _simulated(given, draw_key, args, kwargs)
+        fill = simulated_data_to_args or _filler(given, args)
+        own_args, own_kwargs = fill(simulated, args, kwargs)
+        quiet = {"progress_bar": False} if steps else {}
+        with warnings.catch_warnings():
+            # The figures say what becomes of runs that would be warned of.
+            warnings.simplefilter("ignore", PosteriorWarning)
+            result = driver.run(run_key, *steps, *own_args, **quiet, **own_kwargs)
+            posterior = driver.posterior if result is None else getattr(result, "posterior", result)
+        draws = posterior.sample(sample_key, num_samples)
+        prior = posterior.prior_draws(sample_key, num_samples)
+        flat = [_vectors(each, maps) for each in (draws, prior)]
+        truth = _vectors({n: jnp.asarray(v)[None] for n, v in latents.items()}, maps)[0]
+        rows.append(_figures(truth, *flat))
+    columns = zip(*rows, strict=True)
+    cover, *rest = (np.asarray(column) for column in columns)
+    return Rehearsal(dict(zip(_PROBS, cover.T, strict=True)), *rest)
+
+
+def _given_of(driver: Any) -> GivenModel:
+    """The model of a driver."""
+    for holder in (driver, getattr(driver, "_frontend", None), getattr(driver, "_reader", None)):
+        found = getattr(holder, "_given", None) or getattr(holder, "given", None)
+        if isinstance(found, GivenModel):
+            return found
+    raise TypeError(
+        f"rehearse needs a driver of a NumPyro model, got {type(driver).__name__}. Use DPLaplace, "
+        "DPSVI, DPSEP or DPMCMC."
+    )
+
+
+def _simulated(
+    given: GivenModel, rng_key: Array, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Array], dict[str, Array], dict[str, Any]]:
+    """Latents, outcomes, and the maps to unconstrained coordinates."""
+    trace = handlers.trace(handlers.seed(given.fn, rng_key)).get_trace(*args, **kwargs)
+    plate = given.data_plate
+    latents, simulated, maps = {}, {}, {}
+    for name, site in trace.items():
+        if site["type"] != "sample" or site["is_observed"]:
+            continue
+        plates = {frame.name for frame in site["cond_indep_stack"]}
+        outcome = plate in plates if plate else any(f.size == _rows(args, kwargs) for f in
+                                                    site["cond_indep_stack"])  # fmt: skip
+        if outcome:
+            simulated[name] = site["value"]
+        else:
+            latents[name] = site["value"]
+            maps[name] = biject_to(site["fn"].support).inv
+    if not simulated:
+        raise ValueError(
+            "The model simulated no outcome. Pass None in place of the outcome, and covariates "
+            "with as many rows as there are records."
+        )
+    return latents, simulated, maps
+
+
+def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Number of rows of the first array among the arguments."""
+    return next(len(leaf) for leaf in jax.tree.leaves((args, kwargs)) if np.ndim(leaf))
+
+
+def _filler(given: GivenModel, args: tuple[Any, ...]) -> Callable[..., Any]:
+    """Puts simulated outcomes into the arguments of the same name, or into the only ``None``."""
+    names = list(inspect.signature(given.model).parameters)
+    known = argument_names(given.model, args)
+
+    def fill(simulated: dict[str, Array], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own, rest = list(args), dict(kwargs)
+        empty = [at for at, value in enumerate(args) if value is None]
+        for site, value in simulated.items():
+            if site in known and args[known.index(site)] is None:
+                own[known.index(site)] = value
+            elif len(simulated) == 1 and len(empty) == 1:
+                own[empty[0]] = value
+            elif site in names and rest.get(site) is None:
+                rest[site] = value
+            else:
+                raise ValueError(
+                    f"No argument is named like the observed site {site!r}, and not exactly one "
+                    "argument is None. Pass simulated_data_to_args."
+                )
+        return tuple(own), rest
+
+    return fill
+
+
+def _vectors(draws: dict[str, Array], maps: dict[str, Any]) -> np.ndarray:
+    """Draws by site as unconstrained vectors."""
+    parts = [np.asarray(maps[name](jnp.asarray(draws[name])), np.float64) for name in sorted(maps)]
+    return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
+
+
+def _figures(truth: np.ndarray, draws: np.ndarray, prior: np.ndarray) -> tuple[Any, ...]:
+    held = []
+    for prob in _PROBS:
+        lower, upper = np.quantile(draws, [(1 - prob) / 2, (1 + prob) / 2], axis=0)
+        held.append(np.mean((lower < truth) & (truth < upper)))
+    (mean, sd), (prior_mean, prior_sd) = ((x.mean(0), x.std(0)) for x in (draws, prior))
+    off = mean - truth
+    return (
+        held, _log_density(truth, mean, sd), _log_density(truth, prior_mean, prior_sd),
+        np.mean(off / sd), np.sqrt(np.mean((off / prior_sd) ** 2)), np.mean(sd / prior_sd),
+    )  # fmt: skip
+
+
+def _log_density(truth: np.ndarray, mean: np.ndarray, sd: np.ndarray) -> float:
+    z = (truth - mean) / sd
+    return float(np.mean(-(z**2) / 2 - np.log(sd) - np.log(2 * np.pi) / 2))
+
+
+def _shown(values: np.ndarray) -> str:
+    error = np.std(values, ddof=1) / np.sqrt(len(values))
+    return f"{np.mean(values):.3g} ({error:.2g})"

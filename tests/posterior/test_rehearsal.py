@@ -1,0 +1,89 @@
+"""Rehearsals: runs on simulated records, and what they say about intervals."""
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal
+
+from numpyro_dp import DPEM, DPMCMC, DPSEP, DPSVI, SGLD, DPLaplace, PrivacyBudget
+from numpyro_dp.posterior import rehearse
+from numpyro_dp.samplers import FullBatch
+
+KEY = jax.random.key(0)
+X = np.asarray(np.random.default_rng(0).normal(size=(1500, 2)), np.float32)
+BUDGET = PrivacyBudget(2.0, 1e-5)
+COMMON = {"clip_norm": 1.0, "sampler": FullBatch(), "budget": BUDGET}
+
+
+def model(x, y=None, *, scale=1.0):
+    w = numpyro.sample("w", dist.Normal(0, scale).expand([2]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+DRIVERS = {
+    "DPLaplace": (lambda: DPLaplace(model, budget=BUDGET, scale=0.5), {}),
+    "DPSVI": (
+        lambda: DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.02), scale=0.5, **COMMON),
+        {"num_steps": 500},
+    ),
+    # Its sites are not centred, so its clip norm must not bite.
+    "DPSEP": (lambda: DPSEP(model, scale=0.5, **COMMON | {"clip_norm": 3.0}), {"num_steps": 15}),
+    "DPMCMC": (
+        lambda: DPMCMC(SGLD(model), num_warmup=200, num_samples=500, progress_bar=False,
+                       scale=0.5, **COMMON),
+        {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("name", DRIVERS)
+def test_intervals_hold_the_truth_and_know_more_than_the_prior(name):
+    build, settings = DRIVERS[name]
+    found = rehearse(build(), KEY, X, None, num_simulations=12, **settings)
+    assert found.cover[0.9].shape == (12,)
+    assert found.cover[0.9].mean() > 0.7
+    assert found.cover[0.5].mean() < 0.9
+    assert found.log_score.mean() > found.prior_log_score.mean()
+    # Latents are drawn from the prior of the static keyword, and rmse is in its units.
+    assert 0.01 < found.rmse.mean() < 0.9
+    assert "12 simulations" in str(found)
+
+
+def test_the_prior_rehearses_as_the_prior():
+    laplace = DPLaplace(model, budget=PrivacyBudget(0.001, 1e-5))
+    found = rehearse(laplace, KEY, X, None, num_simulations=6)
+    np.testing.assert_allclose(found.sd, 1, atol=0.1)
+    np.testing.assert_allclose(found.log_score, found.prior_log_score, atol=0.2)
+
+
+def test_outcomes_go_where_they_belong():
+    def named(x, *, label=None):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("label", dist.Normal(x @ w, 1), obs=label)
+
+    found = rehearse(DPLaplace(named, budget=BUDGET), KEY, X, num_simulations=2)
+    assert np.isfinite(found.log_score).all()
+    calls = []
+
+    def fill(simulated, args, kwargs):
+        calls.append(sorted(simulated))
+        return (args[0], simulated["y"]), kwargs
+
+    rehearse(DPLaplace(model, budget=BUDGET), KEY, X, None, num_simulations=2,
+             simulated_data_to_args=fill)  # fmt: skip
+    assert calls == [["y"], ["y"]]
+
+
+def test_what_cannot_be_rehearsed_is_refused():
+    with pytest.raises(ValueError, match="secret_key can run once"):
+        rehearse(DPLaplace(model, budget=BUDGET, secret_key=1), KEY, X, None)
+    with pytest.raises(ValueError, match="simulated no outcome"):
+        rehearse(DPLaplace(model, budget=BUDGET), KEY, X, np.zeros(len(X), int))
+    with pytest.raises(TypeError, match="needs a driver of a NumPyro model"):
+        rehearse(DPEM(2, **COMMON), KEY, X)
