@@ -15,7 +15,6 @@ from numpyro_dp.model.structure import find_data_plate
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.sampling import FullBatch, Poisson
-from numpyro_dp.vi.estimators import aligned
 from numpyro_dp.vi.svi import DPSVI
 
 __all__ = ["fit"]
@@ -75,7 +74,7 @@ def fit(
         reason = str(refusal)
     rate = _BATCH / number
     svi = DPSVI(
-        model, AutoDiagonalNormal(model), optax.adam(5e-3), estimator=aligned(), clip_norm=_CLIP,
+        model, AutoDiagonalNormal(model), optax.adam(5e-3), clip_norm=_CLIP,
         sampler=FullBatch() if rate >= 1 else Poisson(rate), budget=budget, public=public,
     )  # fmt: skip
     found = svi.run(rng_key, _STEPS, *args, progress_bar=False, **kwargs).posterior

@@ -41,7 +41,6 @@ from numpyro.infer.autoguide import AutoDiagonalNormal
 from numpyro.infer.util import initialize_model, potential_energy
 
 from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, DPLaplace, PrivacyBudget, UnsupportedModelError
-from numpyro_dp.estimators import aligned
 from numpyro_dp.samplers import FullBatch, Poisson
 
 DRAWS = 1000
@@ -114,7 +113,7 @@ def by_laplace(model, budget, key, x, y):
 
 def by_svi(model, budget, key, x, y):
     guide = AutoDiagonalNormal(model)
-    svi = DPSVI(model, guide, optax.adam(5e-3), estimator=aligned(), clip_norm=1.0,
+    svi = DPSVI(model, guide, optax.adam(5e-3), clip_norm=1.0,
                 sampler=sampler(len(y)), budget=budget)  # fmt: skip
     result = svi.run(key, 2000, x, y, progress_bar=False)
     return result.posterior.sample(jax.random.key(1), DRAWS)
@@ -130,7 +129,7 @@ def by_sampling(model, budget, key, x, y):
     mcmc = DPMCMC(SGLD(model), num_warmup=500, num_samples=DRAWS, clip_norm=1.0,
                   sampler=sampler(len(y)), budget=budget, progress_bar=False)  # fmt: skip
     mcmc.run(key, x, y)
-    return mcmc.get_samples()
+    return mcmc.posterior.sample(jax.random.key(1), DRAWS)
 
 
 DRIVERS = {
