@@ -51,6 +51,7 @@ CASES = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", CASES)
 def test_bad_runs_are_found(name):
     settings = {k: v for k, v in CASES[name].items() if v is not None}

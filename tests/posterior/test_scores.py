@@ -55,6 +55,7 @@ def posterior(sums, size):
     return covariance @ linear, np.sqrt(np.diag(covariance))
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("strong", [0.0, 2.0])
 @pytest.mark.parametrize("tau", [1.0, 30.0, 300.0, 3000.0])
 def test_intervals_hold_the_truth(tau, strong):
@@ -106,6 +107,7 @@ def test_runs_without_finite_values_have_no_averages():
     assert averages_of(empty, np.arange(2)) is None
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("size", [1, 2])
 def test_few_latents(size):
     truth, sums = simulated(size, 10.0, np.random.default_rng(size))

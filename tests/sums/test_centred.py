@@ -7,6 +7,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from numpyro.infer import Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import DPSVI, UnsupportedModelError
@@ -75,6 +76,7 @@ def contribution(estimator, public, x, y, clip, seed=0, mechanism=None):
 X = np.asarray(np.random.default_rng(0).normal(size=(6, D)) * 3, np.float32)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("clip", [0.05, 0.7, 100.0])
 @pytest.mark.parametrize("base", [aligned, vanilla])
 @pytest.mark.parametrize(("model", "values"), [(logistic, 2), (grades, 4)])
@@ -98,6 +100,7 @@ def test_the_mean_over_listed_outcomes_is_0(model, values, base, clip):
         assert plain > 0.1
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("model", [counts, noisy])
 def test_drawn_outcomes_center_and_stay_within_the_norm(model):
     """Within five standard errors of 0, where the clipped scores alone are far from it."""
@@ -169,6 +172,17 @@ def test_a_model_without_outcomes_is_refused():
                 clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0)  # fmt: skip
     with pytest.raises(UnsupportedModelError, match="factor"):
         svi.init(jax.random.key(0), jnp.zeros(5))
+
+
+def test_several_draws_a_step_are_refused_and_the_default_does_without():
+    svi = DPSVI(logistic, AutoDiagonalNormal(logistic), optax.adam(0.1), Trace_ELBO(2),
+                estimator=centred(aligned()), clip_norm=1.0, sampler=FullBatch(),
+                noise_multiplier=1.0)  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="needs one draw a step, got num_particles=2"):
+        svi.init(KEY, X, np.zeros(len(X), int))
+    svi = DPSVI(logistic, AutoDiagonalNormal(logistic), optax.adam(0.1), Trace_ELBO(2),
+                clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0)  # fmt: skip
+    assert svi.run(KEY, 3, X, np.zeros(len(X), int), progress_bar=False).scores is not None
 
 
 def test_a_clip_norm_moves_plain_fits_and_not_centred_ones():

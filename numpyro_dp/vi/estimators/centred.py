@@ -74,7 +74,7 @@ def centred(
             return values, jnp.pad(listed.probabilities[:, 0], (0, missing))
 
         def rows(public: Any, example: tuple[Array, ...], seed: Array) -> Any:
-            flat, own = outcomes.flat(_first(problem, _latents(public))), outcomes.own(example)
+            flat, own = outcomes.flat(_latents(public)), outcomes.own(example)
             values, probs = others(flat, example, own, seed)
             values = jax.tree.map(
                 lambda one, rest: jnp.stack([one, *rest.astype(one.dtype)]), own, values
@@ -107,6 +107,12 @@ def outcomes_of(problem: VariationalProblem) -> Outcomes:
             "centred() does not support models or guides that draw random values for each record. "
             "Use the estimator without centred()."
         )
+    if problem.num_particles > 1:
+        # Scores at one draw have mean 0 for outcomes of that draw, and not for those of another.
+        raise UnsupportedModelError(
+            f"centred() needs one draw a step, got num_particles={problem.num_particles}. Use "
+            "Trace_ELBO(), or the estimator without centred()."
+        )
     outcomes = read_outcomes(problem.model, problem.shared)
     if outcomes.censored:
         raise UnsupportedModelError(
@@ -119,10 +125,3 @@ def outcomes_of(problem: VariationalProblem) -> Outcomes:
 def _latents(public: Any) -> dict[str, Array]:
     """The draw of a step."""
     return getattr(public, "drawn", public).latents
-
-
-def _first(problem: VariationalProblem, latents: dict[str, Array]) -> dict[str, Array]:
-    """With K draws, the first one."""
-    if problem.num_particles == 1:
-        return latents
-    return {name: value[0] for name, value in latents.items()}
