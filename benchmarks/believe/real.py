@@ -121,7 +121,7 @@ def by_svi(model, budget, key, x, y):
 
 def by_message_passing(model, budget, key, x, y):
     sep = DPSEP(model, clip_norm=2.0, sampler=FullBatch(), budget=budget)
-    result = sep.run(key, 10, x, y, progress_bar=False)
+    result = sep.run(key, 20, x, y, progress_bar=False)
     return result.posterior.sample(jax.random.key(1), DRAWS)
 
 

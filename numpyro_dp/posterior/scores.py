@@ -32,7 +32,7 @@ from jax import Array
 
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.outcomes import read_latents
-from numpyro_dp.posterior.algebra import inverse, solve, symmetric, trace_of
+from numpyro_dp.posterior.algebra import inverse, solve, spectral_power, symmetric
 from numpyro_dp.posterior.diagnosis import Finding, finding_of_distance
 from numpyro_dp.posterior.likelihood import Prior, denoise_curvature, released_likelihood
 from numpyro_dp.posterior.posterior import Draws
@@ -283,17 +283,18 @@ def _decoded(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Mean and covariance of theta. ``noise`` is the covariance of the mean of the noise."""
     size, turn = len(noise), found.unwhitening
-    level = trace_of(found.whitening, found.floored) / size
-    widest = trace_of(found.whitening, prior.covariance)
-    shape = turn @ found.template
+    shape, root = turn @ found.template, spectral_power(found.floored, 0.5)
 
     def errors(moment: np.ndarray) -> np.ndarray:
         """Covariance of E a, for a with the second moments ``moment``."""
-        far = trace_of(found.whitening, moment + np.diag(averages.spread)) / widest
-        bend = 2 * (_BEND * level) ** 2 / (size + 1) * far
         own = turn @ moment @ turn
-        both = turn @ (np.trace(own) * np.eye(size) + own) @ turn
-        return (found.error + bend) / 2 * both + found.scale_variance * shape @ own @ shape.T
+        noisy = found.error / 2 * (turn @ (np.trace(own) * np.eye(size) + own) @ turn)
+        noisy += found.scale_variance * shape @ own @ shape.T
+        # No likelihood is exactly quadratic. The change is relative to H, in its own coordinates.
+        far = np.trace(prior.precision @ (moment + np.diag(averages.spread))) / size
+        inside = root @ moment @ root
+        bent = root @ (np.trace(inside) * np.eye(size) + inside) @ root
+        return noisy + _BEND**2 * far / (size + 1) * bent
 
     def given(covariance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         weights = solve(covariance, found.believed)
