@@ -6,12 +6,13 @@ from numpyro_dp.posterior.folds import TailAverage, tail_average
 from numpyro_dp.posterior.inference_data import to_arviz
 from numpyro_dp.posterior.noise_aware import NoiseAware, noise_aware
 from numpyro_dp.posterior.posterior import Posterior, PosteriorSummary
-from numpyro_dp.posterior.rehearsal import Rehearsal, rehearse
+from numpyro_dp.posterior.rehearsal import Choice, Rehearsal, choose, rehearse
 from numpyro_dp.posterior.samples import posterior_samples
 from numpyro_dp.posterior.synthetic import Combined, combine, synthetic_data
 
 __all__ = [
     "Average",
+    "Choice",
     "Combined",
     "Diagnosis",
     "Finding",
@@ -22,6 +23,7 @@ __all__ = [
     "Rehearsal",
     "TailAverage",
     "average",
+    "choose",
     "combine",
     "drift_check",
     "noise_aware",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,9 +28,10 @@ from numpyro_dp.model.public import argument_names
 from numpyro_dp.posterior.diagnosis import PosteriorWarning
 from numpyro_dp.privacy.keys import check_rng_key
 
-__all__ = ["Rehearsal", "rehearse"]
+__all__ = ["Choice", "Rehearsal", "choose", "rehearse"]
 
 _PROBS = (0.5, 0.8, 0.9)
+_FIRST_ROUND = 4  # data sets that every setting sees
 
 
 class Rehearsal(NamedTuple):
@@ -145,6 +146,103 @@ def rehearse(
     columns = zip(*rows, strict=True)
     cover, *rest = (np.asarray(column) for column in columns)
     return Rehearsal(dict(zip(_PROBS, cover.T, strict=True)), *rest)
+
+
+class Choice(NamedTuple):
+    """The settings with the highest log score in rehearsals. It prints all of them.
+
+    Attributes:
+        settings: The chosen settings.
+        driver: A driver with these settings, ready to run.
+        scores: Pairs of settings and the mean log score of their last rehearsal, best first.
+    """
+
+    settings: dict[str, Any]
+    driver: Any
+    scores: tuple[tuple[dict[str, Any], float], ...]
+
+    def __str__(self) -> str:
+        """One line for each setting."""
+        return "\n".join(f"{score:9.3f}  {settings}" for settings, score in self.scores)
+
+    __repr__ = __str__
+
+
+def choose(
+    build: Callable[..., Any],
+    grid: Sequence[Mapping[str, Any]],
+    rng_key: Array,
+    *args: Any,
+    num_simulations: int = 16,
+    **kwargs: Any,
+) -> Choice:
+    """Chooses settings by rehearsals: those with the highest mean log score.
+
+    All settings see the same simulated records, first four data sets. The better half of the
+    settings then sees twice as many, and so on up to ``num_simulations``. Settings whose score is
+    not finite come last.
+
+    Args:
+        build: ``(**settings) -> driver``, without a ``secret_key``.
+        grid: The settings to try, as dicts. An entry ``num_steps`` goes to ``run`` instead of
+            ``build``.
+        rng_key: Key of the rehearsals.
+        *args: Public or invented arguments, as for :func:`rehearse`.
+        num_simulations: Data sets in the last round.
+        **kwargs: Further arguments of :func:`rehearse`.
+
+    Returns:
+        The choice. Its driver is new and has made no noise.
+
+    Raises:
+        ValueError: If the grid is empty.
+
+    Example:
+        >>> import jax, numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import DPSEP, PrivacyBudget
+        >>> from numpyro_dp.posterior import choose
+        >>> from numpyro_dp.samplers import FullBatch
+        >>> def model(x, y=None):
+        ...     w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+        ...     with numpyro.plate("people", x.shape[0]):
+        ...         numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+        >>> def build(clip_norm):
+        ...     return DPSEP(model, clip_norm=clip_norm, sampler=FullBatch(),
+        ...                  budget=PrivacyBudget(1.0, 1e-5))
+        >>> invented = jax.random.normal(jax.random.key(1), (2000, 2))
+        >>> grid = [{"clip_norm": c, "num_steps": 10} for c in (0.01, 2.0)]
+        >>> choose(build, grid, jax.random.key(0), invented, None, num_simulations=4).settings
+        {'clip_norm': 2.0, 'num_steps': 10}
+
+    Guarantee:
+        Reads only its arguments, which you declare public. So the choice leaks nothing.
+    """
+    left = [dict(settings) for settings in grid]
+    if not left:
+        raise ValueError("Expected at least one dict of settings in grid, got an empty grid.")
+    scores: list[tuple[dict[str, Any], float]] = []
+    number = min(_FIRST_ROUND, num_simulations)
+    while True:
+        found = []
+        for settings in left:
+            own = dict(settings)
+            steps = own.pop("num_steps", None)
+            rehearsal = rehearse(
+                build(**own), rng_key, *args, num_steps=steps, num_simulations=number, **kwargs
+            )
+            score = float(np.mean(rehearsal.log_score))
+            found.append((settings, score if np.isfinite(score) else -np.inf))
+        found.sort(key=lambda pair: -pair[1])
+        half = max(1, len(found) // 2)
+        scores = found[half:] + scores
+        left = [settings for settings, _ in found[:half]]
+        if len(left) == 1 or number >= num_simulations:
+            break
+        number = min(2 * number, num_simulations)
+    ranked = sorted(found[:half], key=lambda pair: -pair[1]) + scores
+    settings = ranked[0][0]
+    own = {name: value for name, value in settings.items() if name != "num_steps"}
+    return Choice(settings, build(**own), tuple(ranked))
 
 
 def _given_of(driver: Any) -> GivenModel:

@@ -9,7 +9,7 @@ import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import DPEM, DPMCMC, DPSEP, DPSVI, SGLD, DPLaplace, PrivacyBudget
-from numpyro_dp.posterior import rehearse
+from numpyro_dp.posterior import choose, rehearse
 from numpyro_dp.samplers import FullBatch
 
 KEY = jax.random.key(0)
@@ -87,3 +87,20 @@ def test_what_cannot_be_rehearsed_is_refused():
         rehearse(DPLaplace(model, budget=BUDGET), KEY, X, np.zeros(len(X), int))
     with pytest.raises(TypeError, match="needs a driver of a NumPyro model"):
         rehearse(DPEM(2, **COMMON), KEY, X)
+
+
+def test_the_better_half_goes_on_and_bad_settings_lose():
+    built = []
+
+    def build(clip_norm):
+        built.append(clip_norm)
+        return DPSEP(model, clip_norm=clip_norm, sampler=FullBatch(), budget=BUDGET)
+
+    grid = [{"clip_norm": c, "num_steps": 10} for c in (1e-3, 3.0, 1e3, 1e6)]
+    found = choose(build, grid, KEY, X, None, num_simulations=8)
+    assert found.settings == {"clip_norm": 3.0, "num_steps": 10}
+    assert built == [1e-3, 3.0, 1e3, 1e6, *built[4:6], 3.0]  # two go on, and one is built to run
+    assert len(found.scores) == 4
+    assert found.driver.run(KEY, 10, X, np.zeros(len(X), int), progress_bar=False)
+    with pytest.raises(ValueError, match="empty grid"):
+        choose(build, [], KEY, X, None)
