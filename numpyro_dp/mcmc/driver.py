@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -158,6 +159,7 @@ class DPMCMC:
         self._samples: dict[str, Array] | None = None
         self._report: PrivacyReport | None = None
         self._posterior: Posterior | None = None
+        self._make_posterior: Callable[[], Posterior] | None = None
 
     def run(
         self, rng_key: Array, *args: Any, init_params: dict[str, Any] | None = None, **kwargs: Any
@@ -196,8 +198,8 @@ class DPMCMC:
         self._report = report  # set last: if this run fails, results of the run before it stay
         self._samples = {site: draws[f"{site}{POINT_SUFFIX}"] for site in structure.latents}
         shared = structure.layout.rows(args, kwargs).shared
-        self._posterior = self._posterior_of(structure, shared, report)
-        self._posterior.warn()
+        self._posterior = None
+        self._make_posterior = functools.partial(self._posterior_of, structure, shared, report)
 
     def _check_epochs(self, num_examples: int) -> None:
         """The accountant counts epochs of all chains together, but a chain cannot finish another's.
@@ -238,8 +240,11 @@ class DPMCMC:
         (:mod:`numpyro_dp.mcmc.mixing`). :meth:`get_samples` has the samples as they are. Models
         with more than 300 latents get the samples as they are here, too.
         """
-        if self._posterior is None:
+        if self._make_posterior is None:
             raise ValueError("There is no posterior yet. Call run first.")
+        if self._posterior is None:
+            self._posterior = self._make_posterior()
+            self._posterior.warn()
         return self._posterior
 
     def _posterior_of(

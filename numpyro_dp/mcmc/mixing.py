@@ -59,7 +59,8 @@ def mixing_of(samples: dict[str, Array]) -> Mixing:
         sizes = [np.ravel(effective_sample_size(value)) for value in values]
     return Mixing(
         float(np.nanmax(np.concatenate(rhat), initial=1.0)),
-        float(np.nanmin(np.concatenate(sizes), initial=np.inf)),
+        # Estimates from a few correlated draws may be negative.
+        max(0.0, float(np.nanmin(np.concatenate(sizes), initial=np.inf))),
     )
 
 

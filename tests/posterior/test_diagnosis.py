@@ -84,7 +84,8 @@ def test_a_small_budget_is_a_note():
 def test_chains_that_stand_still_are_found_and_are_the_prior():
     mcmc = DPMCMC(SGLD(model), num_warmup=50, num_samples=200, clip_norm=1.0, sampler=FullBatch(),
                   budget=PrivacyBudget(0.01, 1e-5), progress_bar=False)  # fmt: skip
+    mcmc.run(jax.random.key(0), X, Y)
     with pytest.warns(PosteriorWarning, match="have not mixed"):
-        mcmc.run(jax.random.key(0), X, Y)
+        mcmc.posterior  # noqa: B018
     assert "mixing" in bad(mcmc.posterior.diagnose())
     assert jnp.allclose(mcmc.posterior.summary()["w"]["sd"], 1.0, rtol=0.1)
