@@ -22,7 +22,7 @@ _CHECKED = (
 install_import_hook([f"numpyro_dp.{name}" for name in _CHECKED], "_typecheck.checked")
 
 
-_LONG_EXAMPLES = {"DPPBP", "EP", "PBP", "tempering_model", "tempered"}
+_LONG_EXAMPLES = {"DPPBP", "EP", "PBP", "tempering_model", "tempered", "choose"}
 
 
 def pytest_collection_modifyitems(items):

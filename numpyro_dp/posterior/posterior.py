@@ -89,7 +89,7 @@ class Posterior:
         >>> sorted(posterior.summary()["mean"])
         ['lower', 'mean', 'prior_share', 'sd', 'upper']
         >>> print(str(posterior).splitlines()[-1])  # doctest: +ELLIPSIS
-        If the run has converged: every latent is known well beyond its prior (largest share ...).
+        Every latent is known well beyond its prior (largest share ...).
 
     Guarantee:
         Reads only released values and no record. You may publish draws, summaries, and

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from numpyro_dp._tree import shapes_of
 from numpyro_dp.core import (
@@ -268,8 +268,14 @@ class Session:
             before, scores, folded = carry
             state, taken = self._step(before, rows)
             if scores is not None:
-                seen = self._observation(before, rows, taken)
-                scores = with_observation(scores, before.step, seen)
+                # A branch, so that the steps before the sums begin do not pay for them.
+                scores = lax.cond(
+                    before.step >= scores.begins,
+                    lambda: with_observation(
+                        scores, before.step, self._observation(before, rows, taken)
+                    ),
+                    lambda: scores,
+                )
             if update is not None:
                 folded = update(folded, self.problem.constrain(self._params(state)))
             return _Carry(state, scores, folded), self._value(before, rows, taken)

@@ -61,6 +61,7 @@ def test_the_prior_rehearses_as_the_prior():
     np.testing.assert_allclose(found.log_score, found.prior_log_score, atol=0.2)
 
 
+@pytest.mark.full
 def test_outcomes_go_where_they_belong():
     def named(x, *, label=None):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
@@ -89,6 +90,7 @@ def test_what_cannot_be_rehearsed_is_refused():
         rehearse(DPEM(2, **COMMON), KEY, X)
 
 
+@pytest.mark.full
 def test_the_better_half_goes_on_and_bad_settings_lose():
     built = []
 

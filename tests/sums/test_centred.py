@@ -138,6 +138,7 @@ def test_a_record_that_is_not_finite_counts_as_0():
         np.testing.assert_array_equal(found, 0)
 
 
+@pytest.mark.full
 def test_batches_are_the_sum_of_their_records_in_any_microbatch():
     y = jnp.asarray(np.random.default_rng(1).integers(2, size=200))
     x = jnp.asarray(np.random.default_rng(2).normal(size=(200, D)), jnp.float32)
@@ -185,6 +186,7 @@ def test_several_draws_a_step_are_refused_and_the_default_does_without():
     assert svi.run(KEY, 3, X, np.zeros(len(X), int), progress_bar=False).scores is not None
 
 
+@pytest.mark.full
 def test_a_clip_norm_moves_plain_fits_and_not_centred_ones():
     """Columns of different lengths, two thirds of the records clipped, no noise to speak of."""
     rng = np.random.default_rng(5)
