@@ -164,7 +164,7 @@ def _search(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         parts = [*cells, *defaults, *named]
     elif isinstance(value, Mapping):
-        parts = list(value.values())
+        parts = list(value.values())  # not the keys: arrays cannot be keys
     elif isinstance(value, list | tuple | set):
         parts = list(value)
     elif hasattr(value, "__wrapped__"):  # for example a function under jax.jit

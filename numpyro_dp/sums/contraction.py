@@ -140,6 +140,7 @@ def split_scalar(
     program = trace_scalar(scalar, point, example)
     # The program is read, not the model's source: a model may write X @ w, einsum or vmap of a dot.
     found = [_contraction(program, leaf, layers) for leaf in range(len(program.point))]
+    # Two leaves may meet in one product: then it is linear in one of them at a time.
     contractions = _apart(found)
     kept = {contraction.leaf for contraction in contractions}
     rest = tuple(leaf for leaf in range(len(found)) if leaf not in kept)

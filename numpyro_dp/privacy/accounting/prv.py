@@ -35,13 +35,11 @@ class PRV:
             steps = bounds.gaussian_steps(event)
             sampling = {step.sampling for step in steps} - {"none"}
             if sampling and (sampling, relation) != ({"poisson"}, "add_or_remove_one"):
-                told = "it supports full batches, and Poisson ones under 'add_or_remove_one'"
-                raise bounds.StepError(told)
+                raise bounds.StepError("it needs full batches, or Poisson and 'add_or_remove_one'")
         except bounds.StepError as error:
             raise bounds.UnsupportedEventError(event, relation, {"PRV": str(error)}) from error
-        if not steps or steps[0].noise_multiplier == 0.0:
-            found = [(math.inf if steps else 0.0,) * 3]
-        else:
+        found = [(math.inf if steps else 0.0,) * 3]
+        if steps and steps[0].noise_multiplier:
             found = [_directed(steps, delta, add) for add in {False, bool(sampling)}]
         triple = (max(0.0, *values) for values in zip(*found, strict=True))
         return bounds.EpsilonBound(*triple, delta, relation, event, "PRV")
