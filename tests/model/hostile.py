@@ -129,10 +129,10 @@ def accepted(build: Callable[[], Call]) -> Callable[[], Call]:
 
 
 def svi(model: Any, *args: Any, guide: Any = AutoNormal, **options: Any) -> Call:
-    """``DPSVI`` with aligned gradients; ``guide`` is a class, or a guide as it is."""
+    """``DPSVI`` with its default gradients; ``guide`` is a class, or a guide as it is."""
     guide = guide(model) if isinstance(guide, type) else guide
     settings = {
-        "model": model, "guide": guide, "optim": optax.adam(0.1), "estimator": aligned(),
+        "model": model, "guide": guide, "optim": optax.adam(0.1), "estimator": None,
         "clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 1.0,
     }  # fmt: skip
     return Call(DPSVI, settings | options, args)

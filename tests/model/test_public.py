@@ -85,8 +85,12 @@ def test_what_is_hostile_is_refused(row: Any) -> None:
 
 
 def without_noise(call: Call) -> Call:
-    """The same call with steps that move by what is released."""
-    changes: dict[str, Any] = {"noise_multiplier": 0.0}
+    """The same call with steps that move by what is released.
+
+    One secret key for all calls: other records then have the same seeds of their own draws, as
+    under a distribution that does not depend on the record that changes.
+    """
+    changes: dict[str, Any] = {"noise_multiplier": 0.0, "secret_key": 11, "repetition": True}
     if call.driver is DPSVI:
         changes["optim"] = optax.sgd(1.0)
     if call.driver is DPSEP:
