@@ -199,7 +199,7 @@ def test_fields_of_the_result_hold_no_batch():
     result = driver().run(jax.random.key(0), 4, points(), progress_bar=False)
     assert result._fields == ("params", "state", "losses")
     lazy = {"_make_posterior", "_posterior"}
-    assert set(vars(result)) == {"trace", "privacy", "folded"} | lazy
+    assert set(vars(result)) == {"trace", "privacy", "folded", "scores"} | lazy
     assert result.folded is None and result._posterior is None
     (problem,) = result._make_posterior.args  # the model, and public arguments alone
     assert problem.shared == ()
@@ -207,6 +207,9 @@ def test_fields_of_the_result_hold_no_batch():
     assert result.trace.clip_norm is None  # it is fixed
     sizes = {np.shape(leaf) for leaf in jax.tree.leaves([result.params, result.trace.params])}
     assert sizes == {(2,), (4, 2)}
+    # Counters, vectors and matrices of the two latents: nothing has the shape of records or a batch.
+    sums = {np.shape(leaf) for leaf in jax.tree.leaves(result.scores)}
+    assert sums <= {(), (2,), (2, 2)}
 
 
 @pytest.mark.full
