@@ -177,33 +177,27 @@ def laplace(model, budget, number):
     return run
 
 
-def both(posterior, plain):
-    return posterior.sample(jax.random.key(1), 4000), plain.sample(jax.random.key(1), 4000)
+def with_and_without_noise(driver, name, steps):
+    """As :func:`laplace`, with and without the noise of privacy in the posterior."""
+
+    def run(key, x, y):
+        result = driver.run(key, steps, x, y, progress_bar=False)
+        posteriors = {name: result.posterior, f"{name}, plain": result.plain_posterior}
+        return {n: each.sample(jax.random.key(1), 4000) for n, each in posteriors.items()}
+
+    return run
 
 
 def svi(model, budget, number):
-    """As :func:`laplace`, with and without the noise of privacy."""
     sampler = Poisson(1000 / number) if number > 1000 else FullBatch()
     driver = DPSVI(model, AutoDiagonalNormal(model), optax.adam(5e-3), clip_norm=1.0,
                    sampler=sampler, budget=budget)  # fmt: skip
-
-    def run(key, x, y):
-        result = driver.run(key, 2000, x, y, progress_bar=False)
-        return dict(zip(("DPSVI", "DPSVI, plain"),
-                        both(result.posterior, result.plain_posterior), strict=True))  # fmt: skip
-
-    return run
+    return with_and_without_noise(driver, "DPSVI", 2000)
 
 
 def sep(model, budget, number):
     driver = DPSEP(model, clip_norm=2.0, sampler=FullBatch(), budget=budget)
-
-    def run(key, x, y):
-        result = driver.run(key, 20, x, y, progress_bar=False)
-        return dict(zip(("DPSEP", "DPSEP, plain"),
-                        both(result.posterior, result.plain_posterior), strict=True))  # fmt: skip
-
-    return run
+    return with_and_without_noise(driver, "DPSEP", 20)
 
 
 def chain(model, budget, number):

@@ -24,7 +24,7 @@ from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.diagnosis import findings_of_run, without_noise
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
-from numpyro_dp.posterior.scores import NOISE_INCLUDED, scores_draws
+from numpyro_dp.posterior.scores import posterior_of_scores
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.keys import check_rng_key
@@ -223,14 +223,7 @@ class DPSEP(Driver):
         source = ModelSource.of(problem.model, problem.shared, params)
         method = f"{type(self).__name__} with {reader}, {privacy.num_steps} steps"
         if result.scores is not None and privacy.noise_multiplier > 0 and not plain:
-            draws, found = scores_draws(problem.model, problem.shared, result.scores, privacy)
-            return source.posterior(
-                draws,
-                privacy,
-                method,
-                (NOISE_INCLUDED,),
-                findings=(*found, *findings_of_run(result)),
-            )
+            return posterior_of_scores(source, problem, result, method)
         noise = privacy.noise_multiplier > 0
         notes = ("The intervals do not contain the privacy noise of the run.",) * noise
         findings = (*findings_of_run(result), *without_noise(noise))

@@ -45,7 +45,7 @@ class Mixing(NamedTuple):
 
     @property
     def good(self) -> bool:
-        """Whether the draws say something about the posterior."""
+        """Whether the chains have mixed well enough to use their draws."""
         return self.rhat <= _LARGEST_RHAT and self.size >= _FEWEST
 
 

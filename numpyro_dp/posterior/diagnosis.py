@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 
     Attributes:
         name: What was looked at.
-        bad: Whether the posterior should not be believed because of it.
+        bad: Whether it makes the posterior unreliable.
         text: What was found, and what to do about it.
     """
 
@@ -55,7 +55,7 @@ class Diagnosis(NamedTuple):
 
     @property
     def bad(self) -> tuple[Finding, ...]:
-        """The findings because of which the posterior should not be believed."""
+        """The findings that make the posterior unreliable."""
         return tuple(finding for finding in self.findings if finding.bad)
 
     def warn(self) -> None:

@@ -33,13 +33,20 @@ from jax import Array
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.outcomes import read_latents
 from numpyro_dp.posterior.algebra import inverse, solve, spectral_power, symmetric
-from numpyro_dp.posterior.diagnosis import Finding, finding_of_distance
-from numpyro_dp.posterior.likelihood import Prior, denoise_curvature, released_likelihood
-from numpyro_dp.posterior.posterior import Draws
+from numpyro_dp.posterior.diagnosis import Finding, finding_of_distance, findings_of_run
+from numpyro_dp.posterior.from_model import ModelSource
+from numpyro_dp.posterior.likelihood import (
+    SMALLEST_SCALE,
+    Prior,
+    denoise_curvature,
+    released_likelihood,
+)
+from numpyro_dp.posterior.posterior import Draws, Posterior
 from numpyro_dp.posterior.prior import read_prior
 from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.run.results import RunResult
 
-__all__ = ["NOISE_INCLUDED", "Averages", "averages_of", "scores_draws", "scores_likelihood"]
+__all__ = ["NOISE_INCLUDED", "Averages", "averages_of", "posterior_of_scores", "scores_likelihood"]
 
 NOISE_INCLUDED = "The intervals include the noise of privacy."
 
@@ -117,7 +124,7 @@ def averages_of(sums: Any, seen: np.ndarray) -> Averages | None:
     return found if finite and moved else None
 
 
-def scores_draws(
+def _draws_of(
     model: Model, shared: tuple[Array, ...], sums: Any, privacy: PrivacyReport
 ) -> tuple[Draws, list[Finding]]:
     """Returns draws of the posterior that a run's scores give, and what they show about the run.
@@ -143,6 +150,25 @@ def scores_draws(
         precision, linear = scores_likelihood(averages, prior.decoded, prob)
         findings = finding_of_distance(_distance(averages, precision, linear, prior.decoded))
     return prior.posterior(precision, linear, public_key), findings
+
+
+def posterior_of_scores(
+    source: ModelSource, problem: Any, result: RunResult, method: str
+) -> Posterior:
+    """Returns the posterior of a run that kept sums of its scores.
+
+    Args:
+        source: The model of the posterior.
+        problem: Has the ``model``, and the ``shared`` public arrays.
+        result: The result of the run.
+        method: One line that describes the method.
+
+    Raises:
+        UnsupportedModelError: If the model has no prior to multiply the likelihood with.
+    """
+    draws, found = _draws_of(problem.model, problem.shared, result.scores, result.privacy)
+    findings = (*found, *findings_of_run(result))
+    return source.posterior(draws, result.privacy, method, (NOISE_INCLUDED,), findings=findings)
 
 
 def _distance(averages: Averages, precision: np.ndarray, linear: np.ndarray, prior: Prior) -> float:
@@ -220,13 +246,11 @@ def _curvature(averages: Averages, noise: float) -> _Curvature:
         sd = np.sqrt(averages.curvature_noise / averages.count)
     template, doubt = _template(noisy, whitening, unwhitening, sd)
     denoised, error, scale_variance = denoise_curvature(noisy, template, sd, entries)
-
-    def unwhitened(values: np.ndarray, vectors: np.ndarray) -> np.ndarray:
-        turned = unwhitening @ vectors
-        return symmetric((turned * values) @ turned.T)
-
     own, axes = np.linalg.eigh(denoised)
-    level = max(np.mean(np.maximum(own, 0)), 0.05 * np.trace(template) / len(own))
+    positive = np.mean(np.maximum(own, 0))
+    level = max(positive, SMALLEST_SCALE * np.trace(template) / len(own))
+    turned = unwhitening @ axes
+    floored = symmetric((turned * np.maximum(own, _FLOOR * level)) @ turned.T)
     # Of an eigenvalue within the noise only a part counts, or noise would count as information.
     inside = whitening @ denoised @ whitening
     relative, frame = np.linalg.eigh(symmetric(inside))
@@ -237,7 +261,7 @@ def _curvature(averages: Averages, noise: float) -> _Curvature:
     believed = symmetric((turned * sizes) @ turned.T)
     return _Curvature(
         whitening, unwhitening, template, scale_variance, error,
-        believed, unwhitened(np.maximum(own, _FLOOR * level), axes),
+        believed, floored,
     )  # fmt: skip
 
 

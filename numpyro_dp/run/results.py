@@ -127,8 +127,8 @@ class RunResult(_RunResult):
     def posterior(self) -> Any:
         """The :class:`~numpyro_dp.Posterior` of the latents.
 
-        Its intervals include the noise of privacy if ``scores`` is not ``None``. Its first notes
-        say so.
+        Its intervals include the noise of privacy if ``scores`` is not ``None``. Its ``notes`` tell
+        which kind of intervals it has.
 
         Raises:
             ValueError: If the driver gives point estimates, or the result comes from a pickle. A

@@ -25,7 +25,7 @@ from numpyro_dp.posterior.diagnosis import findings_of_run, without_noise
 from numpyro_dp.posterior.from_model import ModelSource, drift_notes
 from numpyro_dp.posterior.noise_aware import noise_aware
 from numpyro_dp.posterior.posterior import Posterior
-from numpyro_dp.posterior.scores import NOISE_INCLUDED, scores_draws
+from numpyro_dp.posterior.scores import posterior_of_scores
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
@@ -237,14 +237,7 @@ class DPSVI(Driver):
         method = f"{type(self).__name__} with {guide}, {privacy.num_steps} steps"
         if result.scores is not None and privacy.noise_multiplier > 0 and not plain:
             with contextlib.suppress(UnsupportedModelError):
-                draws, found = scores_draws(problem.model, problem.shared, result.scores, privacy)
-                return source.posterior(
-                    draws,
-                    privacy,
-                    method,
-                    (NOISE_INCLUDED,),
-                    findings=(*found, *findings_of_run(result)),
-                )
+                return posterior_of_scores(source, problem, result, method)
         drift = notes = drift_notes(result.trace)
         noise, found = privacy.noise_multiplier > 0, findings_of_run(result)
         if noise and not plain and _can_be_widened(self.guide, result):
