@@ -72,7 +72,8 @@ def centred_mechanism(mechanism: Mechanism, number: int) -> Mechanism:
             own, others = jnp.split(grouped(factor), [1], axis=1)
             rest = probs * (1 - others)
             added = jnp.sum(jnp.abs(rest) * sizes[:, 1:], axis=1, keepdims=True)
-            limit = room * jnp.asarray(norms[at], added.dtype)
+            # Without a clip norm nothing is clipped, so nothing is added.
+            limit = 1.0 if norms is None else room * jnp.asarray(norms[at], added.dtype)
             weights = jnp.where(whole, limit / (limit + added), 0)
             found.append((weights * jnp.concatenate([own, rest], axis=1)).reshape(-1))
         return tuple(found)

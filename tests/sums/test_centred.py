@@ -175,6 +175,16 @@ def test_a_model_without_outcomes_is_refused():
         svi.init(jax.random.key(0), jnp.zeros(5))
 
 
+def test_without_a_clip_norm_a_record_adds_its_plain_signal():
+    y = np.arange(len(X)) % 2
+    found = []
+    for estimator in (None, aligned()):
+        svi = DPSVI(logistic, AutoDiagonalNormal(logistic), optax.sgd(0.1), estimator=estimator,
+                    clip_norm=np.inf, sampler=FullBatch(), noise_multiplier=0.0)  # fmt: skip
+        found.append(svi.run(KEY, 2, X, y, progress_bar=False).params["auto_loc"])
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
 def test_several_draws_a_step_are_refused_and_the_default_does_without():
     svi = DPSVI(logistic, AutoDiagonalNormal(logistic), optax.adam(0.1), Trace_ELBO(2),
                 estimator=centred(aligned()), clip_norm=1.0, sampler=FullBatch(),
