@@ -167,11 +167,16 @@ class Centring(NamedTuple):
         rows: ``(public, example, seed) -> K + 1 rows``: the record, then the record with other
             outcomes. The last leaf of a row is the probability of its outcome. ``seed`` is a
             secret uint32.
+        listed: Whether these are all outcomes that a record could have had.
+        scaled: Whether a record's signal is only multiplied by a factor, because other entries than
+            scores must keep their ratio to the scores. Outcomes must be listed.
     """
 
     estimator: Any
     number: int
     rows: Callable[[PyTree, PyTree, Array], PyTree]
+    listed: bool = False
+    scaled: bool = False
 
 
 class Estimator(NamedTuple):

@@ -11,6 +11,12 @@ when a record is added or removed. The coordinates need little noise:
 
 .. math:: u_i = \big(\eta_i - \Lambda_i m,\; w\,\Lambda_i\big).
 
+With ``centred``, a site is multiplied by the smallest factor that clips it with any outcome that
+the record could have had (:mod:`numpyro_dp.sums.centred`). This factor does not see the outcome. So
+the mean of the slopes stays 0 under the model, and slope and precision keep their ratio. Then
+:math:`\theta_i` is clipped without :math:`\theta_f`: a multiple of :math:`\theta_f` would stay
+wherever a factor is below 1, and with it the noise of earlier steps.
+
 They are *centred* at the cavity's mean m. There the linear part is a slope and not the difference
 of two large numbers. The two parts have one joint clip norm and a relative weight w. A precision
 matrix is released with all its entries and made symmetric afterwards. Norm and noise are the same
@@ -52,7 +58,10 @@ from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Estimator, Observation, Released
 from numpyro_dp.ep.families import Natural, divide, isotropic_normal, multiply, power
 from numpyro_dp.ep.gaussian import cavity_of, centre, counted_share, shrunk
-from numpyro_dp.ep.problem import EPProblem
+from numpyro_dp.ep.problem import EPProblem, Site
+from numpyro_dp.model.outcomes import Outcomes, read_outcomes
+from numpyro_dp.model.partners import OutcomeModel, centring
+from numpyro_dp.model.public import UnsupportedModelError
 
 __all__ = ["Damped", "Move", "Release", "schedule", "stochastic_ep"]
 
@@ -106,7 +115,7 @@ class _Public(NamedTuple):
 
 
 def stochastic_ep(
-    precision_weight: float = 1.0, shared_precision: bool | int = False
+    precision_weight: float = 1.0, shared_precision: bool | int = False, centred: bool = False
 ) -> Callable[[EPProblem], Estimator]:
     """Builds the estimator.
 
@@ -114,14 +123,17 @@ def stochastic_ep(
         precision_weight: w above, > 0: the weight of the precision in the joint norm.
         shared_precision: ``True`` releases only the mean of a precision's diagonal. A number k
             releases k such means, each over a block of ``dim / k`` coordinates.
+        centred: Whether clipping does not see the outcome, where all outcomes can be listed.
 
     Guarantee:
-        The signal reads one record. ``prepare`` and ``pull_back`` read none. A site that is not
-        finite is replaced by zeros, as if the record had no information. Its term is clipped like
-        any other.
+        The signal reads one record. ``prepare`` and ``pull_back`` read none. Centred, a site is
+        multiplied by at most its own factor, and a record with a site that is not finite for some
+        outcome counts as 0. Else a site that is not finite is replaced by zeros, as if the record
+        had no information, and its term is clipped like any other.
     """
 
     def build(problem: EPProblem) -> Estimator:
+        outcomes = _outcomes_of(problem) if centred else None
         method = problem.site.build(problem)
         packing = _packing_of(problem, precision_weight, shared_precision)
 
@@ -132,19 +144,29 @@ def stochastic_ep(
             centred = factor if at is None else centre(factor, at)
             return _Public(method.prepare(rng_key, cavity), centred, at)
 
-        def signal(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
-            found = method.approximate(public.site, example)
-            return packing.pack(divide(_finite_or_nothing(found), public.factor))
+        def signal_of(method: Site) -> Callable[[_Public, Any], dict[str, Array]]:
+            def signal(public: _Public, example: Any) -> dict[str, Array]:
+                found = method.approximate(public.site, example)
+                if outcomes is None:  # else a record that is not finite counts as 0 anyway
+                    found = divide(_finite_or_nothing(found), public.factor)
+                return packing.pack(found)
+
+            return signal
+
+        def sites_of(public: _Public, released: Released) -> Natural:
+            """The noisy sum of the sites of all records."""
+            total = packing.unpack(released.total)
+            return multiply(total, power(public.factor, number)) if outcomes is None else total
 
         def pull_back(public: _Public, released: Released) -> Move:
-            direction = packing.unpack(released.total)
+            direction = divide(sites_of(public, released), power(public.factor, number))
             if public.centre is not None:
                 direction = centre(direction, -public.centre)
             return Move(direction, released.noise_scale * packing.noise, problem)
 
         def observe(public: _Public, released: Released) -> Observation:
             """The sum of the sites themselves, at the cavity's mean."""
-            sites = multiply(packing.unpack(released.total), power(public.factor, number))
+            sites = sites_of(public, released)
             ones = jnp.ones(problem.latents.dim)
             precision = sites["precision"] * (ones if sites["precision"].ndim == 0 else 1)
             noise = released.noise_scale * packing.entry_noise
@@ -154,9 +176,27 @@ def stochastic_ep(
 
         number = problem.num_examples
         known = observe if problem.latents.is_normal else None
-        return Estimator(prepare, signal, pull_back, observe=known)
+        plain = Estimator(prepare, signal_of(method), pull_back, observe=known)
+        if outcomes is None:
+            return plain
+        other = problem._replace(model=OutcomeModel(problem.model))
+        inner = plain._replace(signal=signal_of(problem.site.build(other)))
+        latents = problem.latents.unconstrain
+        found = centring(outcomes, inner, lambda public: latents(public.centre))
+        return plain._replace(centring=found._replace(scaled=True))
 
     return build
+
+
+def _outcomes_of(problem: EPProblem) -> Outcomes | None:
+    """The outcomes of a record, or ``None`` if sites of all outcomes cannot be computed."""
+    if not (problem.latents.is_normal and problem.site.reads_likelihood):
+        return None
+    try:
+        found = read_outcomes(problem.model, problem.shared)
+    except UnsupportedModelError:
+        return None
+    return found if found.number else None
 
 
 def _finite_or_nothing(natural: Natural) -> Natural:

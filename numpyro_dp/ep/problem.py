@@ -176,10 +176,13 @@ class SiteBuilder(NamedTuple):
         build: Problem -> site. May be traced.
         check: Problem -> ``None``. Raises ``UnsupportedModelError`` if the kind does not fit the
             model. Reads no record.
+        reads_likelihood: Whether a record enters only through ``problem.log_likelihood``. Then
+            there are sites for its other outcomes too.
     """
 
     build: Callable[[EPProblem], Site]
     check: Callable[[EPProblem], None]
+    reads_likelihood: bool = False
 
 
 class PosteriorGuide:

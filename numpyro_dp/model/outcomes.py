@@ -26,7 +26,7 @@ from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.separation import is_factor, one_record
 from numpyro_dp.model.simulated import drawn
 
-__all__ = ["OutcomeModel", "Outcomes", "read_latents", "read_outcomes"]
+__all__ = ["Outcomes", "read_latents", "read_outcomes"]
 
 _MOST_VALUES = 16  # With more values, simulating outcomes costs less than listing them.
 
@@ -191,33 +191,6 @@ class Outcomes(NamedTuple):
         fn = one_record(fn, self.model.structure.data_plate)
         fn = constraining(handlers.seed(fn, rng_key), self.latents(flat))
         return layout.example(example, self.shared).trace(fn)
-
-
-class OutcomeModel(NamedTuple):
-    """A model whose examples are (record, outcome to use for it, probability).
-
-    Attributes:
-        model: The model.
-    """
-
-    model: Model
-
-    @property
-    def structure(self) -> Any:
-        """The structure of the model."""
-        return self.model.structure
-
-    def log_prior(self, *arguments: Any) -> Array:
-        """The prior of the model."""
-        return self.model.log_prior(*arguments)
-
-    def log_likelihood(
-        self, latents: Any, params: Any, example: Any, shared: Any, rng_key: Any = None
-    ) -> Array:
-        """Log likelihood of one record with the given outcome."""
-        record, outcome, _ = example
-        model = self.model._replace(fn=handlers.substitute(self.model.fn, data=outcome))
-        return model.log_likelihood(latents, params, record, shared, rng_key)
 
 
 def read_outcomes(model: Model, shared: tuple[Array, ...]) -> Outcomes:

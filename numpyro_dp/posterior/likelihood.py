@@ -43,7 +43,11 @@ class Prior:
 
 
 def denoise_curvature(
-    noisy: np.ndarray, template: np.ndarray, noise_sd: float, entries: float | None = None
+    noisy: np.ndarray,
+    template: np.ndarray,
+    noise_sd: float,
+    entries: float | None = None,
+    noise_share: float = 1.0,
 ) -> tuple[np.ndarray, float, float]:
     r"""Shrinks a noisy curvature towards a guess of its shape.
 
@@ -55,6 +59,8 @@ def denoise_curvature(
         template: The guess B, positive definite (d, d).
         noise_sd: The noise t on the diagonal.
         entries: Number of released pairs, by default all. Other pairs are 0 in A and B.
+        noise_share: Sum of the variances of all entries of the noise, relative to that of t G. If t
+            is a bound, a spread would otherwise seem to be noise.
 
     Returns:
         The posterior mean of H (d, d), the GOE variance of its error, and the part of the variance
@@ -69,9 +75,9 @@ def denoise_curvature(
     guess = max(size_mean, SMALLEST_SCALE) * template
     distance = np.sum((noisy - guess) ** 2)
     spread = (GRID * np.trace(guess) / size) ** 2
-    total = spread + noise
+    total = spread + noise_share * noise
     weight = softmax(-(entries * np.log(total) + distance / total) / 2)
-    gains = spread / total
+    gains = spread / (spread + noise)
     gain = weight @ gains
     # The gain is uncertain too. Its error multiplies the distance to the guess.
     error = noise * gain + weight @ (gains - gain) ** 2 * distance / entries

@@ -52,9 +52,10 @@ NOISE_INCLUDED = "The intervals include the noise of privacy."
 
 _BEND = 0.6  # relative change of the curvature over a distance of one prior standard deviation
 _FLOOR = 0.03  # smallest eigenvalue, relative to the mean of the positive parts
+_ALONG = 0.25  # part of the error of a curvature that is along its own eigenvectors
 _DOUBT = 2.0  # standard errors of an eigenvalue at which half of it counts
 _FLATTEST = 1e-3  # smallest variance of the shifts in a direction, relative to the largest
-_PASSES = 2  # how often the uncertainty of phi enters the error of the curvature
+_PASSES = 8  # how often the uncertainty of phi enters the error of the curvature
 _ROUNDS = 10  # updates of the mean in each pass
 
 
@@ -67,8 +68,8 @@ class Averages(NamedTuple):
         spread: Variances of the points (d,).
         score: Mean of the scores (d,).
         noise: Variances of the noise of one score (d,).
-        shift_shift, score_shift: Covariances of shifts and of scores with the shifts (d, d).
-            ``None`` if the curvature was released.
+        shift_shift, score_shift, score_score: Covariances of shifts with shifts, of scores with
+            shifts, and of scores with scores (d, d). ``None`` if the curvature was released.
         curvature: Mean of the released curvatures (d, d), or ``None``.
         curvature_noise: Variance of the noise of one of them, in an entry of the diagonal.
         entries: Number of different entries of such a curvature.
@@ -81,6 +82,7 @@ class Averages(NamedTuple):
     noise: np.ndarray
     shift_shift: np.ndarray | None = None
     score_shift: np.ndarray | None = None
+    score_score: np.ndarray | None = None
     curvature: np.ndarray | None = None
     curvature_noise: float = 0.0
     entries: int = 0
@@ -112,6 +114,7 @@ def averages_of(sums: Any, seen: np.ndarray) -> Averages | None:
         found = found._replace(
             shift_shift=block["shift_shift"] - np.outer(row["shift"], row["shift"]),
             score_shift=block["score_shift"] - np.outer(row["score"], row["shift"]),
+            score_score=block["score_score"] - np.outer(row["score"], row["score"]),
         )
     else:
         full = "curvature" in block
@@ -197,15 +200,10 @@ def scores_likelihood(
     Returns:
         P (d, d), positive semidefinite, and b (d,).
     """
-    noise = np.diag(averages.noise)
-    found = _curvature(averages, float(np.mean(averages.noise)))
+    found = _curvature(averages)
     # A batch has more or fewer records than expected. Its sum varies by (1 - q) / q H.
-    noise = noise + (1 - inclusion_prob) / inclusion_prob * found.floored
-    # In the regression, the part of a point that is no shift is noise too.
-    if averages.curvature is None:
-        rest = np.maximum(averages.spread - np.diag(averages.shift_shift), 0)
-        moved = np.sum(found.floored**2 * rest)
-        found = _curvature(averages, float(np.trace(noise) + moved) / len(noise))
+    batches = (1 - inclusion_prob) / inclusion_prob * found.floored
+    noise = np.diag(averages.noise) + batches
     mean, covariance = _decoded(averages, found, prior, noise / averages.count)
     return released_likelihood(mean, covariance, prior)
 
@@ -213,7 +211,6 @@ def scores_likelihood(
 class _Curvature(NamedTuple):
     """The curvature in the coordinates of theta, and its error in whitened ones."""
 
-    whitening: np.ndarray
     unwhitening: np.ndarray
     template: np.ndarray  # whitened
     scale_variance: float  # of the size of the template
@@ -222,51 +219,87 @@ class _Curvature(NamedTuple):
     floored: np.ndarray
 
 
-def _curvature(averages: Averages, noise: float) -> _Curvature:
-    r"""Finds the curvature, for scores with this variance of their noise.
-
-    Let C be the covariance of the shifts and B that of scores and shifts. The symmetric least
-    squares solution of :math:`H C = -B` solves :math:`H C + C H = -(B + B')`. In coordinates
-    whitened by :math:`C^{1/4}` its error is at most that of a GOE matrix with variance
-    noise / count.
-    """
+def _curvature(averages: Averages) -> _Curvature:
+    """Finds the curvature."""
     if averages.curvature is None:
-        entries = None
-        values, vectors = np.linalg.eigh(symmetric(averages.shift_shift))
-        values = np.maximum(values, _FLATTEST * values.max())
-        both = vectors.T @ (averages.score_shift + averages.score_shift.T) @ vectors
-        raw = -vectors @ (both / (values[:, None] + values)) @ vectors.T
-        whitening = (vectors * values**0.25) @ vectors.T
-        unwhitening = inverse(whitening)
-        noisy = symmetric(whitening @ raw @ whitening)
-        sd = np.sqrt(noise / averages.count)
+        entries, (whitening, noisy, sizes) = None, _regression(averages)
+        noise_sd, noise_share = averages.count**-0.5, _noise_share(sizes)
     else:  # it was released in the coordinates of theta
         entries, noisy = averages.entries, symmetric(averages.curvature)
-        whitening = unwhitening = np.eye(len(noisy))
-        sd = np.sqrt(averages.curvature_noise / averages.count)
-    template, doubt = _template(noisy, whitening, unwhitening, sd)
-    denoised, error, scale_variance = denoise_curvature(noisy, template, sd, entries)
+        whitening, sizes = np.eye(len(noisy)), np.ones(len(noisy))
+        noise_sd, noise_share = np.sqrt(averages.curvature_noise / averages.count), 1.0
+    unwhitening = np.linalg.inv(whitening)
+    template, doubt = _template(noisy, sizes, noise_sd)
+    denoised, error, scale_variance = denoise_curvature(
+        noisy, template, noise_sd, entries, noise_share
+    )
     own, axes = np.linalg.eigh(denoised)
     positive = np.mean(np.maximum(own, 0))
     level = max(positive, SMALLEST_SCALE * np.trace(template) / len(own))
-    turned = unwhitening @ axes
+    turned = unwhitening.T @ axes
     floored = symmetric((turned * np.maximum(own, _FLOOR * level)) @ turned.T)
     # Of an eigenvalue within the noise only a part counts, or noise would count as information.
-    inside = whitening @ denoised @ whitening
+    inside = sizes[:, None] * denoised * sizes
     relative, frame = np.linalg.eigh(symmetric(inside))
     wrong = np.sum((frame.T @ doubt) * frame.T, axis=1)  # variance along each direction
-    sizes = np.maximum(relative, 0)
-    sizes = sizes**3 / np.maximum(sizes**2 + _DOUBT**2 * wrong, 1e-300)
-    turned = unwhitening @ unwhitening @ frame
-    believed = symmetric((turned * sizes) @ turned.T)
-    return _Curvature(
-        whitening, unwhitening, template, scale_variance, error,
-        believed, floored,
-    )  # fmt: skip
+    # Points stay away from the optimum where the curvature is small. So what counts is the error of
+    # eigenvalues, whose mean square is d / 2 times the variance of the error of an entry.
+    wrong += _ALONG * len(own) / 2 * error * ((frame**2).T @ sizes**2) ** 2
+    counted = np.maximum(relative, 0)
+    counted = counted**3 / np.maximum(counted**2 + _DOUBT**2 * wrong, 1e-300)
+    turned = unwhitening.T @ (frame / sizes[:, None])
+    believed = symmetric((turned * counted) @ turned.T)
+    return _Curvature(unwhitening, template, scale_variance, error, believed, floored)
+
+
+def _noise_share(sizes: np.ndarray) -> float:
+    """Sum of the variances of the noise of all entries, relative to that of a GOE matrix.
+
+    The variances are 1 / count on the diagonal. Elsewhere they are smaller by the factor
+    sqrt(l_i l_j) / (l_i + l_j), which is at most 1 / 2.
+    """
+    squares, size = sizes**2, len(sizes)
+    shares = np.outer(squares, squares) / np.add.outer(squares**2, squares**2)
+    return float(np.sum(shares) + size / 2) / (size * (size + 1) / 2)
+
+
+def _regression(averages: Averages) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    r"""Regresses scores on shifts.
+
+    Let C be the covariance of the shifts, B that of scores and shifts, and R that of the residuals.
+    The symmetric least squares solution of :math:`H C = -B` solves
+
+    .. math:: R^{-1} H C + C H R^{-1} = -(R^{-1} B + B' R^{-1}).
+
+    A matrix M with :math:`R^{-1} = M M'` and :math:`C = M \Lambda M'` makes this an equation for
+    each entry of :math:`M' H M`. With :math:`W = M \Lambda^{1/4}`, the error of :math:`W' H W` is
+    at most that of a GOE matrix with variance 1 / count.
+
+    Returns:
+        W, the solution :math:`W' H W`, and :math:`\Lambda^{1/4}`: divided by it twice, an identity
+        matrix becomes :math:`W' C^{-1} W`.
+    """
+    values, vectors = np.linalg.eigh(symmetric(averages.shift_shift))
+    values = np.maximum(values, _FLATTEST * values.max())
+    shifts, cross = (vectors * values) @ vectors.T, averages.score_shift
+    explained = cross @ ((vectors / values) @ vectors.T) @ cross.T
+    # The residuals have at least the noise of privacy.
+    known = np.sqrt(np.maximum(averages.noise, 1e-30))
+    dof = max(averages.count - len(known), 1) / averages.count
+    residual = symmetric((averages.score_score - explained) / dof / np.outer(known, known))
+    sizes, axes = np.linalg.eigh(residual)
+    residual = (axes * np.maximum(sizes, 1)) @ axes.T * np.outer(known, known)
+    root, inverse_root = spectral_power(residual, 0.5), spectral_power(residual, -0.5)
+    ratios, turn = np.linalg.eigh(symmetric(root @ shifts @ root))
+    ratios = np.maximum(ratios, 1e-12 * ratios.max())
+    both = turn.T @ inverse_root @ cross @ root @ turn
+    solution = -(both + both.T) / (ratios[:, None] + ratios)
+    sizes = ratios**0.25
+    return inverse_root @ (turn * sizes), sizes[:, None] * solution * sizes, sizes
 
 
 def _template(
-    noisy: np.ndarray, whitening: np.ndarray, unwhitening: np.ndarray, noise_sd: float
+    noisy: np.ndarray, sizes: np.ndarray, noise_sd: float
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""A guess of the whitened curvature: C^-1 times a size, and what stands out of the noise.
 
@@ -278,8 +311,8 @@ def _template(
         The guess, and the variances of its sizes as a matrix, relative to C^-1.
     """
     size = len(noisy)
-    values, vectors = np.linalg.eigh(symmetric(whitening @ noisy @ whitening))
-    noise_sd = noise_sd * float(np.sum(whitening**2)) / size
+    values, vectors = np.linalg.eigh(symmetric(sizes[:, None] * noisy * sizes))
+    noise_sd = noise_sd * float(np.mean(sizes**2))
     edge, rest, large = np.sqrt(2 * size) * noise_sd, list(values), []
     # One in a thousand noise matrices has a larger eigenvalue (Tracy, Widom, 1996).
     enough = edge * (1 + 1.7 * size ** (-2 / 3)) * size / max(size - 1, 1)
@@ -293,13 +326,13 @@ def _template(
     # The trace is known best of all, so what does not stand out has the size that is left of it.
     left = (float(np.sum(values)) - sum(large)) / len(rest)
     left = max(left, noise_sd / np.sqrt(size), _FLOOR * abs(float(np.mean(values))), 1e-12)
-    sizes = np.concatenate([np.full(len(rest), left), large[::-1]])
-    turned = unwhitening @ vectors
+    found = np.concatenate([np.full(len(rest), left), large[::-1]])
+    turned = vectors / sizes[:, None]
     # The variance of each size: of a mean of many entries, or of a largest eigenvalue.
     variances = np.concatenate(
         [np.full(len(rest), noise_sd**2 / len(rest)), [edge**2] * len(large)]
     )
-    return symmetric((turned * sizes) @ turned.T), symmetric((vectors * variances) @ vectors.T)
+    return symmetric((turned * found) @ turned.T), symmetric((vectors * variances) @ vectors.T)
 
 
 def _decoded(
@@ -307,12 +340,12 @@ def _decoded(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Mean and covariance of theta. ``noise`` is the covariance of the mean of the noise."""
     size, turn = len(noise), found.unwhitening
-    shape, root = turn @ found.template, spectral_power(found.floored, 0.5)
+    shape, root = turn.T @ found.template, spectral_power(found.floored, 0.5)
 
     def errors(moment: np.ndarray) -> np.ndarray:
         """Covariance of E a, for a with the second moments ``moment``."""
-        own = turn @ moment @ turn
-        noisy = found.error / 2 * (turn @ (np.trace(own) * np.eye(size) + own) @ turn)
+        own = turn @ moment @ turn.T
+        noisy = found.error / 2 * (turn.T @ (np.trace(own) * np.eye(size) + own) @ turn)
         noisy += found.scale_variance * shape @ own @ shape.T
         # No likelihood is exactly quadratic. The change is relative to H, in its own coordinates.
         far = np.trace(prior.precision @ (moment + np.diag(averages.spread))) / size
@@ -329,8 +362,9 @@ def _decoded(
         wide = inverse(prior.precision + symmetric(precision @ parts[:, :-1]))
         return wide @ (found.floored @ parts[:, -1] + prior.precision @ prior.mean), wide
 
-    mean, covariance = given(noise)[0], np.zeros_like(noise)
-    for _ in range(_PASSES + 1):
+    # From the prior on: the larger of two solutions, if an uncertain curvature allows both.
+    mean, covariance = given(noise + errors(prior.covariance))[0], prior.covariance
+    for _ in range(_PASSES):
         for index in range(_ROUNDS):
             away = mean - averages.point
             new, wide = given(noise + errors(covariance + np.outer(away, away)))

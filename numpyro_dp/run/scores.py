@@ -20,7 +20,7 @@ from numpyro_dp.core import Observation
 
 __all__ = ["MOST_LATENTS", "WARMUP", "ScoreSums", "score_sums", "with_observation"]
 
-MOST_LATENTS = 300  # sums hold two matrices of this size
+MOST_LATENTS = 300  # sums hold three matrices of this size
 WARMUP = 0.5  # part of the steps of a run that come before the sums
 
 
@@ -37,8 +37,9 @@ class ScoreSums(NamedTuple):
         point_square: Sum of the squared entries of the points (d,).
         noise_square: Sum of the squared standard deviations of the noise of each score (d,).
         shift: Sum of the shifts (d,).
-        shift_shift, score_shift: Sums of the products of shifts and scores with the shifts (d, d).
-        curvature: Sum of the released curvatures (d, d) or (d,). If there are any, the three
+        shift_shift, score_shift, score_score: Sums of the products of shifts with shifts, of
+            scores with shifts, and of scores with scores (d, d).
+        curvature: Sum of the released curvatures (d, d) or (d,). If there are any, the four
             fields above are ``None``.
         curvature_square: Sum of the squared standard deviations of their noise.
     """
@@ -53,6 +54,7 @@ class ScoreSums(NamedTuple):
     shift: Array | None
     shift_shift: Array | None
     score_shift: Array | None
+    score_score: Array | None
     curvature: Array | None
     curvature_square: Array | None
 
@@ -96,4 +98,5 @@ def _terms(seen: Observation, origin: Array) -> dict[str, Array | None]:
         "shift": shift,
         "shift_shift": jnp.outer(shift, shift),
         "score_shift": jnp.outer(seen.score, shift),
+        "score_score": jnp.outer(seen.score, seen.score),
     }

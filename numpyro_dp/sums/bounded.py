@@ -76,7 +76,7 @@ def bounded_sum(
     if (centring := estimator.centring) is not None:
         rows_each = centring.number + 1
         examples, mask = with_partners(centring, public, examples, mask, seeds)
-        mechanism, lengths = centred_mechanism(mechanism, centring.number), ()
+        mechanism, lengths = centred_mechanism(mechanism, centring), ()
         rows = None if rows is None else rows * rows_each
         estimator = centring.estimator
     if estimator.factored is None:

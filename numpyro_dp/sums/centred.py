@@ -15,6 +15,15 @@ if all outcomes are listed. If they are drawn, w and the sum share the draws, wh
 bias where most records are clipped. A record that is not clipped, nor would be with other outcomes,
 contributes its plain score.
 
+**Listed outcomes** allow a second form without a bias, the score times the smallest of all factors:
+
+.. math:: \min_k f(s_k)\; s.
+
+The score counts with the information :math:`\sum_k p_k f_k |s_k|^2 / \sum_k p_k |s_k|^2` times w in
+the first form, and with the smallest factor in the second. Each record takes the form in which it
+counts more, which does not see its outcome either. If all outcomes have scores of one length, the
+first form counts with the square of f, and the second with f.
+
 Each of the K + 1 terms is a row of its own in the sum. So all ways to sum signals serve here too.
 
 Reference:
@@ -43,8 +52,8 @@ def with_partners(
     return flat, jnp.repeat(mask, centring.number + 1)
 
 
-def centred_mechanism(mechanism: Mechanism, number: int) -> Mechanism:
-    """Returns a mechanism for rows that come in groups of ``number`` + 1, one group for a record.
+def centred_mechanism(mechanism: Mechanism, centring: Centring) -> Mechanism:
+    """Returns a mechanism for rows that come in groups, one group for a record.
 
     Its ``scales`` takes the probability of each row as one more argument. The probability of a
     record's own row is not read.
@@ -53,6 +62,7 @@ def centred_mechanism(mechanism: Mechanism, number: int) -> Mechanism:
         The rows of a record add up to a norm of at most the clip norm of each block, rounding of
         all rows included. If a row of a record is not finite, all of its rows count as 0.
     """
+    number = centring.number
 
     def grouped(leaf: Array) -> Array:
         return leaf.reshape(-1, number + 1)
@@ -74,8 +84,15 @@ def centred_mechanism(mechanism: Mechanism, number: int) -> Mechanism:
             added = jnp.sum(jnp.abs(rest) * sizes[:, 1:], axis=1, keepdims=True)
             # Without a clip norm nothing is clipped, so nothing is added.
             limit = 1.0 if norms is None else room * jnp.asarray(norms[at], added.dtype)
-            weights = jnp.where(whole, limit / (limit + added), 0)
-            found.append((weights * jnp.concatenate([own, rest], axis=1)).reshape(-1))
+            scales = limit / (limit + added) * jnp.concatenate([own, rest], axis=1)
+            if centring.listed:
+                least = jnp.min(grouped(factor), axis=1, keepdims=True)
+                sole = jnp.zeros_like(scales).at[:, :1].set(least)
+                informed = probs * sizes[:, 1:] ** 2
+                counted = limit / (limit + added) * jnp.sum(informed * others, 1, keepdims=True)
+                better = counted > least * jnp.sum(informed, 1, keepdims=True)
+                scales = jnp.where(better & (not centring.scaled), scales, sole)
+            found.append(jnp.where(whole, scales, 0).reshape(-1))
         return tuple(found)
 
     def extras(

@@ -191,20 +191,40 @@ FAMILIES = [normal, diagonal_normal, isotropic_normal]
 PAIRS = [(k, f) for k in KINDS for f in FAMILIES if (k, f) != ("conjugate", isotropic_normal)]
 
 
+@pytest.mark.parametrize("clip_norm", [0.1, 0.5])
+def test_a_small_clip_norm_does_not_bias_centred_sites(clip_norm):
+    rng, truth = np.random.default_rng(4), np.array([1.0, -2.0, 0.5])
+    x = rng.exponential(size=(5000, 3)).astype(np.float32)
+    y = rng.random(len(x)) < 1 / (1 + np.exp(-x @ truth))
+    exact, _ = moments(SEP(logistic).run(KEY, 20, x, y, progress_bar=False).params)
+
+    def error(centred):
+        sep = DPSEP(logistic, clip_norm=clip_norm, centred=centred, sampler=FullBatch(),
+                    noise_multiplier=1e-3, secret_key=0, repetition=True)  # fmt: skip
+        mean, _ = moments(sep.run(KEY, 60, x, y, progress_bar=False).params)
+        return np.abs(mean - exact).max()
+
+    assert error(True) < 0.3
+    assert error(False) > 0.5
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "family"), PAIRS)
-def test_one_record_moves_the_sum_by_at_most_the_clip_norm(kind, family):
+@pytest.mark.parametrize("centred", [False, pytest.param(True, marks=pytest.mark.table)])
+def test_one_record_moves_the_sum_by_at_most_the_clip_norm(kind, family, centred):
     model, site, make = KINDS[kind]
     x, y = (jnp.asarray(array) for array in make(20, 3))
     structure = check_conjugate(read_model(model, (x, y), {}, None))
     problem = make_problem(model, structure, family, (), KEY)
-    estimator = stochastic_ep(precision_weight=2.0)(problem._replace(site=site))
+    build = stochastic_ep(precision_weight=2.0, centred=centred)
+    estimator, seeds = build(problem._replace(site=site)), jnp.arange(20, dtype=jnp.uint32)
     mechanism = gaussian(0.7, 1.0)
 
     @jax.jit
     def total(x, y, mask):
         params = {name: 1.5 * value for name, value in problem.prior.items()}
-        return bounded_sum(estimator, mechanism, estimator.prepare(KEY, params), (x, y), mask)
+        public = estimator.prepare(KEY, params)
+        return bounded_sum(estimator, mechanism, public, (x, y), mask, seeds=seeds)
 
     rng = np.random.default_rng(2)
     full, moved = jnp.ones(20, bool), []

@@ -126,7 +126,7 @@ def importance(num_draws: int = 1000) -> SiteBuilder:
 
         return Site(prepare, approximate)
 
-    return SiteBuilder(build, lambda problem: None)
+    return SiteBuilder(build, lambda problem: None, reads_likelihood=True)
 
 
 def _normal_site(cavity: Cavity, draws: Array, weights: Array) -> dict[str, Array]:

@@ -45,7 +45,7 @@ def conjugate() -> SiteBuilder:
     def build(problem: EPProblem) -> Site:
         return _normal_site(problem) if problem.latents.is_normal else _linear_site(problem)
 
-    return SiteBuilder(build, check)
+    return SiteBuilder(build, check, reads_likelihood=True)
 
 
 def is_conjugate(problem: EPProblem) -> bool:

@@ -92,7 +92,7 @@ def quadrature(num_nodes: int = 31) -> SiteBuilder:
 
         return Site(prepare, approximate)
 
-    return SiteBuilder(build, check)
+    return SiteBuilder(build, check, reads_likelihood=True)
 
 
 def tilted_slopes(
@@ -196,19 +196,19 @@ def _along(
     the likelihood of one number.
     """
     leaves, treedef = jax.tree.flatten(problem.latents.unconstrain(direction))
-    structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in (*leaves, *example)]
-    point, record = treedef.unflatten(structs[: len(leaves)]), tuple(structs[len(leaves) :])
+    point, record = jax.eval_shape(lambda *given: given, treedef.unflatten(leaves), example)
     split = split_scalar(
         lambda z, x: problem.model.log_likelihood(z, {}, x, problem.shared), point, record
     )
     if not split.contractions:
         return lambda t: problem.log_likelihood(direction * t, example)
-    factors = [c.product(leaves[c.leaf], c.record(example)) for c in split.contractions]
+    values = jax.tree.leaves(example)
+    factors = [c.product(leaves[c.leaf], c.record(values)) for c in split.contractions]
     zeros = [jnp.zeros_like(leaf) for leaf in leaves]
 
     def log_likelihood(t: Array) -> Array:
         shifts = [t * factor for factor in factors]
-        return split.scalar(shifts, [t * leaves[leaf] for leaf in split.rest], zeros, example)
+        return split.scalar(shifts, [t * leaves[leaf] for leaf in split.rest], zeros, values)
 
     return log_likelihood
 

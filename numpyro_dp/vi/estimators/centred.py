@@ -2,24 +2,20 @@ r"""Centred signals: clipping that does not bias the fit (:mod:`numpyro_dp.sums.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax import Array
 
-from numpyro_dp.core import Centring, Estimator
-from numpyro_dp.model.outcomes import OutcomeModel, Outcomes, read_outcomes
+from numpyro_dp.core import Estimator
+from numpyro_dp.model.outcomes import Outcomes, read_outcomes
+from numpyro_dp.model.partners import OutcomeModel, centring
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.run.scores import MOST_LATENTS
 from numpyro_dp.vi.estimators.aligned import aligned
 
 __all__ = ["centred", "centred_if_possible"]
-
-_DRAWN = 3  # outcomes that are drawn for each record, if they cannot be listed
 
 
 def centred(
@@ -57,32 +53,7 @@ def centred(
         outcomes = outcomes_of(problem)
         plain = estimator(problem)
         inner = estimator(problem._replace(model=OutcomeModel(problem.model)))
-
-        number = outcomes.number + 1 if outcomes.number else _DRAWN + 1
-        number = 2 ** math.ceil(math.log2(number)) - 1
-
-        def others(flat: Array, example: Any, own: Any, seed: Array) -> tuple[Any, Array]:
-            """Outcomes and their probabilities, with rows that do not count at the end."""
-            if not outcomes.number:
-                keys = jax.random.split(jax.random.key(seed), number)
-                drawn = jax.vmap(lambda key: outcomes.simulate(flat, example, key))(keys)
-                return drawn, jnp.full(number, 1 / number)
-            listed = outcomes.listed(flat[None], example)
-            missing = number - outcomes.number
-            values = jnp.pad(listed.values, (0, missing), mode="edge")
-            values = jax.vmap(lambda value: outcomes.as_outcome(value, own))(values)
-            return values, jnp.pad(listed.probabilities[:, 0], (0, missing))
-
-        def rows(public: Any, example: tuple[Array, ...], seed: Array) -> Any:
-            flat, own = outcomes.flat(_latents(public)), outcomes.own(example)
-            values, probs = others(flat, example, own, seed)
-            values = jax.tree.map(
-                lambda one, rest: jnp.stack([one, *rest.astype(one.dtype)]), own, values
-            )
-            record = tuple(jnp.broadcast_to(x, (number + 1, *jnp.shape(x))) for x in example)
-            return record, values, jnp.concatenate([jnp.zeros(1, probs.dtype), probs])
-
-        return plain._replace(factored=None, centring=Centring(inner, number, rows))
+        return plain._replace(factored=None, centring=centring(outcomes, inner, _latents))
 
     return build
 

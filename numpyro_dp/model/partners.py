@@ -1,0 +1,84 @@
+r"""The record with other outcomes: the rows that centre a clipped signal (``sums/centred.py``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from numpyro import handlers
+
+from numpyro_dp.core import Centring, Estimator
+from numpyro_dp.model.density import Model
+from numpyro_dp.model.outcomes import Outcomes
+
+__all__ = ["OutcomeModel", "centring"]
+
+_DRAWN = 3  # outcomes that are drawn for each record, if they cannot be listed
+
+
+class OutcomeModel(NamedTuple):
+    """A model whose examples are (record, outcome to use for it, probability).
+
+    Attributes:
+        model: The model.
+    """
+
+    model: Model
+
+    @property
+    def structure(self) -> Any:
+        """The structure of the model."""
+        return self.model.structure
+
+    def log_prior(self, *arguments: Any) -> Array:
+        """The prior of the model."""
+        return self.model.log_prior(*arguments)
+
+    def log_likelihood(
+        self, latents: Any, params: Any, example: Any, shared: Any, rng_key: Any = None
+    ) -> Array:
+        """Log likelihood of one record with the given outcome."""
+        record, outcome, _ = example
+        model = self.model._replace(fn=handlers.substitute(self.model.fn, data=outcome))
+        return model.log_likelihood(latents, params, record, shared, rng_key)
+
+
+def centring(
+    outcomes: Outcomes, inner: Estimator, latents: Callable[[Any], dict[str, Array]]
+) -> Centring:
+    """Returns the centring of an estimator of scores.
+
+    Args:
+        outcomes: The outcomes of a record.
+        inner: The estimator, built on an :class:`OutcomeModel`.
+        latents: ``public -> latents`` of the step, at which the scores are taken.
+    """
+    number = outcomes.number + 1 if outcomes.number else _DRAWN + 1
+    number = 2 ** math.ceil(math.log2(number)) - 1
+
+    def others(flat: Array, example: Any, own: Any, seed: Array) -> tuple[Any, Array]:
+        """Outcomes and their probabilities, with rows that do not count at the end."""
+        if not outcomes.number:
+            keys = jax.random.split(jax.random.key(seed), number)
+            drawn = jax.vmap(lambda key: outcomes.simulate(flat, example, key))(keys)
+            return drawn, jnp.full(number, 1 / number)
+        listed = outcomes.listed(flat[None], example)
+        missing = number - outcomes.number
+        values = jnp.pad(listed.values, (0, missing), mode="edge")
+        values = jax.vmap(lambda value: outcomes.as_outcome(value, own))(values)
+        return values, jnp.pad(listed.probabilities[:, 0], (0, missing))
+
+    def rows(public: Any, example: tuple[Array, ...], seed: Array) -> Any:
+        flat, own = outcomes.flat(latents(public)), outcomes.own(example)
+        values, probs = others(flat, example, own, seed)
+        values = jax.tree.map(
+            lambda one, rest: jnp.stack([one, *rest.astype(one.dtype)]), own, values
+        )
+        record = tuple(jnp.broadcast_to(x, (number + 1, *jnp.shape(x))) for x in example)
+        return record, values, jnp.concatenate([jnp.zeros(1, probs.dtype), probs])
+
+    return Centring(inner, number, rows, listed=bool(outcomes.number))
