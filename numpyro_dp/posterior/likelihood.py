@@ -21,7 +21,7 @@ __all__ = ["SMALLEST_SCALE", "Prior", "denoise_curvature", "released_likelihood"
 
 SCALE_SD = 3.0  # prior sd of a curvature's size, relative to the guess of it
 SMALLEST_SCALE = 0.05  # smallest size of a curvature, relative to the guess of it
-GRID = np.linspace(0.01, 1.0, 60)  # spreads of a curvature around its guess, relative to its level
+LEAST_SPREAD = 0.01  # of a curvature around its guess, relative to its level
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,11 +48,12 @@ def denoise_curvature(
     noise_sd: float,
     entries: float | None = None,
     noise_share: float = 1.0,
+    least_spread: float = LEAST_SPREAD,
 ) -> tuple[np.ndarray, float, float]:
     r"""Shrinks a noisy curvature towards a guess of its shape.
 
     The model is :math:`A = H + t G` with :math:`H \sim c B + v G'`. The size :math:`c` has the
-    prior :math:`N(1, 3^2)`. The spread :math:`v` is uniform on (0, tr(cB) / d], on a grid.
+    prior :math:`N(1, 3^2)`. The spread :math:`v` is uniform up to tr(cB) / d, on a grid.
 
     Args:
         noisy: The released matrix A, symmetric (d, d).
@@ -61,6 +62,7 @@ def denoise_curvature(
         entries: Number of released pairs, by default all. Other pairs are 0 in A and B.
         noise_share: Sum of the variances of all entries of the noise, relative to that of t G. If t
             is a bound, a spread would otherwise seem to be noise.
+        least_spread: Smallest spread, relative to tr(cB) / d.
 
     Returns:
         The posterior mean of H (d, d), the GOE variance of its error, and the part of the variance
@@ -74,7 +76,7 @@ def denoise_curvature(
     size_mean = size_variance * (np.sum(noisy * template) / noise + SCALE_SD**-2)
     guess = max(size_mean, SMALLEST_SCALE) * template
     distance = np.sum((noisy - guess) ** 2)
-    spread = (GRID * np.trace(guess) / size) ** 2
+    spread = (np.linspace(least_spread, 1, 60) * np.trace(guess) / size) ** 2
     total = spread + noise_share * noise
     weight = softmax(-(entries * np.log(total) + distance / total) / 2)
     gains = spread / (spread + noise)

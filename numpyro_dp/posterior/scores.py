@@ -52,7 +52,8 @@ NOISE_INCLUDED = "The intervals include the noise of privacy."
 
 _BEND = 0.6  # relative change of the curvature over a distance of one prior standard deviation
 _FLOOR = 0.03  # smallest eigenvalue, relative to the mean of the positive parts
-_ALONG = 0.25  # part of the error of a curvature that is along its own eigenvectors
+_SPREAD = 0.1  # columns of real data are correlated, which no guess of a curvature knows
+_ALONG = 0.1  # part of the error of a curvature that is along its own eigenvectors
 _DOUBT = 2.0  # standard errors of an eigenvalue at which half of it counts
 _FLATTEST = 1e-3  # smallest variance of the shifts in a direction, relative to the largest
 _PASSES = 8  # how often the uncertainty of phi enters the error of the curvature
@@ -231,7 +232,7 @@ def _curvature(averages: Averages) -> _Curvature:
     unwhitening = np.linalg.inv(whitening)
     template, doubt = _template(noisy, sizes, noise_sd)
     denoised, error, scale_variance = denoise_curvature(
-        noisy, template, noise_sd, entries, noise_share
+        noisy, template, noise_sd, entries, noise_share, _SPREAD
     )
     own, axes = np.linalg.eigh(denoised)
     positive = np.mean(np.maximum(own, 0))
