@@ -230,7 +230,8 @@ class DPSEP(Driver):
         source = ModelSource.of(problem.model, problem.shared, params)
         method = f"{type(self).__name__} with {reader}, {privacy.num_steps} steps"
         if result.scores is not None and privacy.noise_multiplier > 0 and not plain:
-            return posterior_of_scores(source, problem, result, method)
+            centred = self.method.estimator_of(problem).centring is not None
+            return posterior_of_scores(source, problem, result, method, centred)
         noise = privacy.noise_multiplier > 0
         notes = ("The intervals do not contain the privacy noise of the run.",) * noise
         findings = (*findings_of_run(result), *without_noise(noise))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from numpyro_dp.model.frontend import GivenModel, arguments_key
 from numpyro_dp.model.outcomes import read_outcomes
 from numpyro_dp.model.public import argument_names, declare
 from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.posterior.diagnosis import findings_of_normal
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.prior import ModelPrior, read_prior
@@ -238,7 +240,13 @@ class DPLaplace:
         source = ModelSource.of(outcomes.model, outcomes.shared, {})
         method = f"DPLaplace, {releases} releases of {report.plan.num_examples} records"
         draws = prior.posterior(precision, linear, rng_key)
-        return source.posterior(draws, report, method, tuple(notes))
+        findings = ()
+        if math.isfinite(report.epsilon):
+            moments = prior.decoded.updated(precision, linear)
+            findings = findings_of_normal(*moments, prior.decoded)
+        posterior = source.posterior(draws, report, method, tuple(notes), findings=findings)
+        posterior.warn()
+        return posterior
 
 
 def _check_scales(scales: Any) -> dict[str, Any]:

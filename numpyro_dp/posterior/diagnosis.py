@@ -9,19 +9,27 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from numpyro_dp.posterior.likelihood import Prior
 from numpyro_dp.privacy.plan import PrivacyReport
 
 __all__ = [
     "Diagnosis",
     "Finding",
     "PosteriorWarning",
-    "finding_of_distance",
+    "finding_of_clipping",
+    "findings_of_normal",
+    "findings_of_path",
     "findings_of_report",
     "findings_of_run",
     "findings_of_shares",
     "without_noise",
 ]
 
+# Good runs stay below these (benchmarks/believe/zoo.py).
+_FARTHEST = 3.0  # posterior sds between the points of a run and the optimum of its scores
+_WIDEST = 4.0  # posterior sds over which the points of a run move
+_MOST_PRIOR = 0.8  # part of the variance of the prior, as a mean over latents
+_CONFLICT = 2.0  # prior sds between the means of posterior and prior, root mean square
 _SLID = 10.0  # factor by which an adaptive clip norm may change
 _UNUSED = 0.9  # part of the budget
 
@@ -115,6 +123,15 @@ def findings_of_run(result: Any) -> list[Finding]:
     return found
 
 
+def finding_of_clipping(avoidable: bool) -> Finding:
+    """A finding about clipping that sees outcomes. ``avoidable``: if it need not have seen them."""
+    remedy = "Use centred(), the default." if avoidable else "DPLaplace may support this model."
+    return Finding("clipping", avoidable, (
+        "Clipped gradients were not centred. If many were clipped, the posterior is biased, and "
+        f"nothing that was released shows it. {remedy}"
+    ))  # fmt: skip
+
+
 def findings_of_shares(shares: np.ndarray, private: bool) -> list[Finding]:
     """What the shares of the prior show."""
     known = shares[np.isfinite(shares)]
@@ -127,18 +144,48 @@ def findings_of_shares(shares: np.ndarray, private: bool) -> list[Finding]:
     ))]  # fmt: skip
 
 
-def finding_of_distance(distance: float) -> list[Finding]:
-    """What the distance of a run's points from its optimum shows, in posterior sds."""
+def findings_of_path(distance: float, width: float) -> list[Finding]:
+    """What the points of a run show, in posterior standard deviations.
+
+    Args:
+        distance: Of their mean from the optimum that the scores point to.
+        width: Of the points from their mean.
+    """
     if not math.isfinite(distance):
         return [Finding("convergence", True, (
             "The run left no finite scores, so this is the prior. Take smaller steps, or more."
         ))]  # fmt: skip
-    if distance < 1:
-        return []
-    return [Finding("convergence", False, (
-        f"The run ended {distance:.1f} posterior standard deviations from the optimum that its "
-        "scores point to. The intervals allow for that. More or larger steps make them narrower."
-    ))]  # fmt: skip
+    found = []
+    if distance >= 1:
+        found.append(Finding("convergence", distance > _FARTHEST, (
+            f"The run ended {distance:.1f} posterior standard deviations from the optimum that its "
+            "scores point to. The intervals allow for that as far as the likelihood is quadratic. "
+            "More or larger steps make them narrower."
+        )))  # fmt: skip
+    if width > _WIDEST:
+        found.append(Finding("steps", True, (
+            f"The points of the run move over {width:.1f} posterior standard deviations, where the "
+            "likelihood is not quadratic. Take smaller steps, or give columns a scale near 1."
+        )))  # fmt: skip
+    return found
+
+
+def findings_of_normal(mean: np.ndarray, covariance: np.ndarray, prior: Prior) -> list[Finding]:
+    """What a normal posterior shows beside its prior."""
+    found, before = [], np.diag(prior.covariance)
+    share = float(np.mean(np.diag(covariance) / before))
+    if share > _MOST_PRIOR:
+        found.append(Finding("prior", True, (
+            f"This is nearly the prior: latents keep {100 * share:.0f} % of its variance. More "
+            "records, a larger epsilon or fewer latents would tell more."
+        )))  # fmt: skip
+    away = float(np.sqrt(np.mean((mean - prior.mean) ** 2 / before)))
+    if away > _CONFLICT:
+        found.append(Finding("conflict", True, (
+            f"The posterior is {away:.1f} prior standard deviations from the prior. Separable "
+            "outcomes, columns of another scale than the prior expects, or a wrong model do that."
+        )))  # fmt: skip
+    return found
 
 
 def without_noise(noise: bool) -> list[Finding]:

@@ -41,6 +41,11 @@ class Prior:
         """The inverse of the precision (d, d)."""
         return inverse(self.precision)
 
+    def updated(self, precision: np.ndarray, linear: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and covariance of its product with a normal likelihood of natural parameters."""
+        covariance = inverse(precision + self.precision)
+        return covariance @ (linear + self.precision @ self.mean), covariance
+
 
 def denoise_curvature(
     noisy: np.ndarray,

@@ -206,7 +206,9 @@ class Posterior:
         that slid. It also looks at delta, the budget, and the shares of the prior.
         """
         shares = np.concatenate([share.ravel() for share in self._prior_shares.values()])
-        shown = findings_of_shares(shares, math.isfinite(self.privacy.epsilon))
+        told = any(finding.name == "prior" for finding in self._findings)
+        private = math.isfinite(self.privacy.epsilon) and not told
+        shown = findings_of_shares(shares, private)
         return Diagnosis.of(*self._findings, *findings_of_report(self.privacy), *shown)
 
     def warn(self) -> None:

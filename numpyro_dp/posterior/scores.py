@@ -31,9 +31,16 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp.model.density import Model
-from numpyro_dp.model.outcomes import read_latents
+from numpyro_dp.model.outcomes import read_latents, read_outcomes
+from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.posterior.algebra import inverse, solve, spectral_power, symmetric
-from numpyro_dp.posterior.diagnosis import Finding, finding_of_distance, findings_of_run
+from numpyro_dp.posterior.diagnosis import (
+    Finding,
+    finding_of_clipping,
+    findings_of_normal,
+    findings_of_path,
+    findings_of_run,
+)
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.likelihood import (
     SMALLEST_SCALE,
@@ -147,17 +154,21 @@ def _draws_of(
     averages = averages_of(sums, prior.seen)
     size = len(prior.seen)
     precision, linear = np.zeros((size, size)), np.zeros(size)  # of a run that tells nothing
-    findings = finding_of_distance(np.inf)
+    path, decoded = (np.inf, np.inf), prior.decoded
     if averages is not None:
         plan = privacy.plan
         prob = plan.sampler.inclusion_prob(plan.num_examples)
-        precision, linear = scores_likelihood(averages, prior.decoded, prob)
-        findings = finding_of_distance(_distance(averages, precision, linear, prior.decoded))
+        precision, linear = scores_likelihood(averages, decoded, prob)
+    mean, covariance = decoded.updated(precision, linear)
+    if averages is not None:
+        path = _path(averages, mean, np.diag(covariance), np.diag(decoded.covariance))
+    findings = findings_of_path(*path)
+    findings += findings_of_normal(mean, covariance, decoded)
     return prior.posterior(precision, linear, public_key), findings
 
 
 def posterior_of_scores(
-    source: ModelSource, problem: Any, result: RunResult, method: str
+    source: ModelSource, problem: Any, result: RunResult, method: str, centred: bool
 ) -> Posterior:
     """Returns the posterior of a run that kept sums of its scores.
 
@@ -166,26 +177,34 @@ def posterior_of_scores(
         problem: Has the ``model``, and the ``shared`` public arrays.
         result: The result of the run.
         method: One line that describes the method.
+        centred: Whether clipping did not see the outcomes.
 
     Raises:
         UnsupportedModelError: If the model has no prior to multiply the likelihood with.
     """
     draws, found = _draws_of(problem.model, problem.shared, result.scores, result.privacy)
-    findings = (*found, *findings_of_run(result))
+    findings = [*found, *findings_of_run(result)]
+    if not centred:
+        try:
+            avoidable = read_outcomes(problem.model, problem.shared).number > 0
+        except UnsupportedModelError:
+            avoidable = False
+        findings.append(finding_of_clipping(avoidable))
     return source.posterior(draws, result.privacy, method, (NOISE_INCLUDED,), findings=findings)
 
 
-def _distance(averages: Averages, precision: np.ndarray, linear: np.ndarray, prior: Prior) -> float:
-    """Root mean square distance of points and posterior, in posterior standard deviations.
+def _path(
+    averages: Averages, mean: np.ndarray, variances: np.ndarray, prior: np.ndarray
+) -> tuple[float, float]:
+    """Root mean square distance of the points from the mean, and of each from their own mean.
 
-    Latents that are mostly prior do not count: their points say nothing.
+    Both are in posterior standard deviations. Latents that are mostly prior do not count in the
+    first, because their points say nothing.
     """
-    covariance = inverse(precision + prior.precision)
-    mean = covariance @ (linear + prior.precision @ prior.mean)
-    variances = np.diag(covariance)
-    known = variances < np.diag(prior.covariance) / 2
+    known = variances < prior / 2
     squares = (mean - averages.point) ** 2 / variances
-    return float(np.sqrt(np.mean(squares[known]))) if known.any() else 0.0
+    distance = np.sqrt(np.mean(squares[known])) if known.any() else 0.0
+    return float(distance), float(np.sqrt(np.mean(averages.spread / variances)))
 
 
 def scores_likelihood(

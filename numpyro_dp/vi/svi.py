@@ -237,7 +237,8 @@ class DPSVI(Driver):
         method = f"{type(self).__name__} with {guide}, {privacy.num_steps} steps"
         if result.scores is not None and privacy.noise_multiplier > 0 and not plain:
             with contextlib.suppress(UnsupportedModelError):
-                return posterior_of_scores(source, problem, result, method)
+                centred = self.method.estimator_of(problem).centring is not None
+                return posterior_of_scores(source, problem, result, method, centred)
         drift = notes = drift_notes(result.trace)
         noise, found = privacy.noise_multiplier > 0, findings_of_run(result)
         if noise and not plain and _can_be_widened(self.guide, result):

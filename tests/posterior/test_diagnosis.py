@@ -10,8 +10,11 @@ import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoIAFNormal
 
 from numpyro_dp import DPMCMC, DPSVI, SGLD, PrivacyBudget
+from numpyro_dp.estimators import aligned
 from numpyro_dp.mechanisms import AdaptiveClip
 from numpyro_dp.posterior import PosteriorWarning
+from numpyro_dp.posterior.diagnosis import findings_of_normal, findings_of_path, findings_of_shares
+from numpyro_dp.posterior.likelihood import Prior
 from numpyro_dp.samplers import FullBatch
 
 N, D = 2000, 2
@@ -48,6 +51,8 @@ CASES = {
     "clip norm": {"clip_norm": AdaptiveClip(100.0, learning_rate=0.5)},
     "values": {"rate": float("inf")},
     "intervals": {"guide": AutoIAFNormal, "estimator": None},
+    "prior": {"epsilon": 0.01},
+    "clipping": {"estimator": aligned()},
 }
 
 
@@ -75,10 +80,18 @@ def test_a_run_that_stopped_early_has_wide_intervals_that_hold_and_a_note():
     assert (np.abs(table["mean"] - np.array([1.0, -1.0])) < 1.645 * table["sd"]).all()
 
 
-def test_a_small_budget_is_a_note():
-    diagnosis = run(epsilon=0.01).diagnose()
-    assert bad(diagnosis) == set()
-    assert any(f.name == "prior" and "2 of 2 latents" in f.text for f in diagnosis.findings)
+def test_a_posterior_that_is_partly_prior_is_a_note():
+    (finding,) = findings_of_shares(np.array([0.1, 0.9]), True)
+    assert not finding.bad
+    assert "1 of 2 latents" in finding.text
+
+
+def test_points_that_move_far_and_posteriors_far_from_the_prior_are_bad():
+    assert findings_of_path(0.5, 1.5) == []
+    assert {f.name for f in findings_of_path(4.0, 9.0) if f.bad} == {"convergence", "steps"}
+    prior = Prior(np.zeros(2), np.eye(2))
+    assert findings_of_normal(np.ones(2), np.eye(2) / 9, prior) == []
+    assert findings_of_normal(np.full(2, 5.0), np.eye(2) / 9, prior)[0].name == "conflict"
 
 
 def test_chains_that_stand_still_are_found_and_are_the_prior():
