@@ -31,6 +31,7 @@ from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.mechanism.staged import StagedGaussian
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.sampling import FullBatch
+from numpyro_dp.run.forecast import Forecast, forecast
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.spending import begun, plan_for, spent_by
 
@@ -175,6 +176,17 @@ class DPLaplace:
         with begun(driver.settings, state):
             driver.stages(state, stages, args, kwargs, report, stream)
         return self._posterior(stages, report, rng_key)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Forecast:
+        """Returns how far the noise will move the posterior, at best. Reads no record.
+
+        Args:
+            *args: Arguments of the model, or arrays of the same shapes.
+            **kwargs: Keyword arguments of the model.
+        """
+        _, prior, _ = self._prepared_for(args, kwargs)
+        number = prior.outcomes.model.structure.layout.num_examples
+        return forecast(plan_for(self.settings, number, 1), prior.outcomes.size, 1)
 
     def _prepared_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -37,6 +37,7 @@ from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism, build_mecha
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.driver import Driver
+from numpyro_dp.run.forecast import Forecast, forecast
 from numpyro_dp.run.scores import MOST_LATENTS
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.spending import begun, noise_fields, plan_for, secret_of, spent_by
@@ -200,6 +201,18 @@ class DPMCMC:
         shared = structure.layout.rows(args, kwargs).shared
         self._posterior = None
         self._make_posterior = functools.partial(self._posterior_of, structure, shared, report)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Forecast:
+        """Returns how far the noise will move the posterior, at best. Reads no record.
+
+        Args:
+            *args: Arguments of the model, or arrays of the same shapes.
+            **kwargs: Keyword arguments of the model.
+        """
+        session = self._driver._session(args, kwargs)
+        chains, number = self.num_chains, session.num_examples
+        plan = plan_for(self.settings, number, chains * self._num_steps)
+        return forecast(plan, session.num_latents, chains * self._sizes[1])
 
     def _check_epochs(self, num_examples: int) -> None:
         """The accountant counts epochs of all chains together, but a chain cannot finish another's.

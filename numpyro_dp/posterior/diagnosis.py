@@ -27,7 +27,7 @@ __all__ = [
 
 # Good runs stay below these (benchmarks/believe/zoo.py).
 _FARTHEST = 3.0  # posterior sds between the points of a run and the optimum of its scores
-_WIDEST = 4.0  # posterior sds over which the points of a run move
+_WIDEST = 2.2  # posterior sds over which the points of a run move
 _MOST_PRIOR = 0.8  # part of the variance of the prior, as a mean over latents
 _CONFLICT = 2.0  # prior sds between the means of posterior and prior, root mean square
 _SLID = 10.0  # factor by which an adaptive clip norm may change
@@ -145,11 +145,12 @@ def findings_of_shares(shares: np.ndarray, private: bool) -> list[Finding]:
 
 
 def findings_of_path(distance: float, width: float) -> list[Finding]:
-    """What the points of a run show, in posterior standard deviations.
+    """What the points of a run show.
 
     Args:
-        distance: Of their mean from the optimum that the scores point to.
-        width: Of the points from their mean.
+        distance: Distance of the mean point from the optimum that the scores point to, in posterior
+            standard deviations.
+        width: Root mean square distance of the points from their mean, in the same unit.
     """
     if not math.isfinite(distance):
         return [Finding("convergence", True, (

@@ -199,12 +199,14 @@ def _path(
     """Root mean square distance of the points from the mean, and of each from their own mean.
 
     Both are in posterior standard deviations. Latents that are mostly prior do not count in the
-    first, because their points say nothing.
+    first, because their points say nothing. The second is 0 if curvatures were released, because
+    the posterior then does not rest on how far points move.
     """
     known = variances < prior / 2
     squares = (mean - averages.point) ** 2 / variances
     distance = np.sqrt(np.mean(squares[known])) if known.any() else 0.0
-    return float(distance), float(np.sqrt(np.mean(averages.spread / variances)))
+    moves = averages.curvature is None
+    return float(distance), float(moves * np.sqrt(np.mean(averages.spread / variances)))
 
 
 def scores_likelihood(

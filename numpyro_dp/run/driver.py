@@ -25,7 +25,9 @@ from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.once import check_outside_trace, check_passed_to_trace, in_trace
 from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.run.forecast import Forecast, forecast
 from numpyro_dp.run.results import RunResult
+from numpyro_dp.run.scores import WARMUP
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.spending import (
@@ -82,6 +84,22 @@ class Driver(abc.ABC):
     @abc.abstractmethod
     def prepare(self, structure: Any, rng_key: Array, call: Call) -> Prepared:
         """Returns the problem and the first state of the optimiser. Reads no record."""
+
+    def plan(self, num_steps: int, *args: Any, **kwargs: Any) -> Forecast:
+        """Returns how far the noise will move the posterior of a run, at best. Reads no record.
+
+        Args:
+            num_steps: Number of steps of the run.
+            *args: Arguments of the model (and guide), or arrays of the same shapes.
+            **kwargs: Keyword arguments of the model (and guide).
+
+        Raises:
+            BudgetError: If the steps do not fit the budget.
+        """
+        check_num_steps(num_steps, _UNLIMITED - 1)
+        session = self._session(args, kwargs)
+        plan = plan_for(self.settings, session.num_examples, num_steps)
+        return forecast(plan, session.num_latents, (1 - WARMUP) * num_steps)
 
     def init(
         self,

@@ -57,6 +57,7 @@ class Session:
     Attributes:
         problem: Model and guide as functions.
         num_examples: Number of records.
+        num_latents: Number of latents that the method sees, or else of its parameters.
         param_shapes: Shapes of the parameters by path.
         finite: Parameters -> whether an invented record has a finite signal.
     """
@@ -72,6 +73,7 @@ class Session:
         self._build(settings.sampler.next)
         params = method.optim.get_params(prepared.optim_state)
         self.param_shapes = shapes_of(params)
+        self.num_latents = sum(leaf.size for leaf in jax.tree.leaves(params))
         # Checks that need no record run here, so that errors come before any budget is spent.
         self.finite = check_signal(problem, estimator, params, settings.norm_with_loss)
         self._like = self._shapes_seen(estimator, params)
@@ -92,7 +94,8 @@ class Session:
             return estimator.observe(public, Released(total, jnp.zeros(())))
 
         found = jax.eval_shape(observation, params, self.problem.blank_example())
-        return found if found.point.size <= MOST_LATENTS else None
+        self.num_latents = found.point.size
+        return found if self.num_latents <= MOST_LATENTS else None
 
     def _build(self, draw: Callable[[PyTree], tuple[Batch, PyTree]]) -> None:
         """Sets the functions of a step whose batches come from ``draw``."""

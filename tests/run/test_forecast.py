@@ -1,0 +1,71 @@
+"""Forecasts: a bound on the effect of noise, from sizes and settings alone."""
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal
+
+from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, BudgetError, DPLaplace, PrivacyBudget
+from numpyro_dp.samplers import FullBatch, Poisson
+
+X = np.random.default_rng(0).normal(size=(2000, 3)).astype(np.float32)
+BUDGET = PrivacyBudget(1.0, 1e-5)
+
+
+def model(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def forecasts(budget, y=None):
+    y = np.zeros(len(X), int) if y is None else y
+    svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.01), clip_norm=1.0,
+                sampler=FullBatch(), budget=budget)  # fmt: skip
+    sep = DPSEP(model, clip_norm=2.0, sampler=FullBatch(), budget=budget)
+    mcmc = DPMCMC(SGLD(model), num_warmup=100, num_samples=100, clip_norm=1.0, sampler=FullBatch(),
+                  budget=budget)  # fmt: skip
+    laplace = DPLaplace(model, budget=budget)
+    return {
+        "DPLaplace": laplace.plan(X, y), "DPSVI": svi.plan(200, X, y),
+        "DPSEP": sep.plan(20, X, y), "DPMCMC": mcmc.plan(X, y),
+    }  # fmt: skip
+
+
+def test_drivers_agree_on_what_a_budget_allows():
+    found = forecasts(BUDGET)
+    assert {(each.num_examples, each.num_latents) for each in found.values()} == {(2000, 3)}
+    alone = found.pop("DPLaplace").noise
+    # The other drivers count half of their steps. Up to that, only the budget matters.
+    assert all(each.noise == pytest.approx(2**0.5 * alone, rel=0.02) for each in found.values())
+
+
+def test_the_bound_is_the_formula_and_says_what_it_means():
+    svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.01), clip_norm=1.0,
+                sampler=Poisson(0.1), noise_multiplier=30.0)  # fmt: skip
+    found = svi.plan(400, X, np.zeros(len(X), int))
+    assert found.noise == pytest.approx(30.0 * (3 / (0.1**2 * 200 * 2000)) ** 0.5)
+    assert found.width == pytest.approx((1 + found.noise**2) ** 0.5)
+    assert "as much as" in str(found)
+    assert "The noise decides" in str(forecasts(PrivacyBudget(0.01, 1e-5))["DPSVI"])
+
+
+def test_posteriors_are_no_narrower_than_the_bound():
+    y = (np.random.default_rng(1).random(len(X)) < 1 / (1 + np.exp(-X @ [1.0, -1.0, 0.0]))) * 1
+    chances = 1 / (1 + np.exp(-X @ np.array([1.0, -1.0, 0.0])))
+    information = (X * (chances * (1 - chances))[:, None]).T @ X
+    exact = np.sqrt(np.diag(np.linalg.inv(information + np.eye(3))))
+    laplace = DPLaplace(model, budget=BUDGET)
+    sd = laplace.run(jax.random.key(0), X, y).summary()["w"]["sd"]
+    assert (sd > 0.95 * laplace.plan(X, y).width * exact).all()
+
+
+def test_a_plan_that_exceeds_the_budget_is_refused():
+    spent = BUDGET.after()
+    svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.01), clip_norm=1.0,
+                sampler=FullBatch(), budget=spent, noise_multiplier=1.0)  # fmt: skip
+    with pytest.raises(BudgetError):
+        svi.plan(1000, X, np.zeros(len(X), int))
