@@ -58,6 +58,7 @@ __all__ = ["NOISE_INCLUDED", "Averages", "averages_of", "posterior_of_scores", "
 NOISE_INCLUDED = "The intervals include the noise of privacy."
 
 _BEND = 0.6  # relative change of the curvature over a distance of one prior standard deviation
+_MOST_BEND = 0.6  # relative change at any distance
 _FLOOR = 0.03  # smallest eigenvalue, relative to the mean of the positive parts
 _SPREAD = 0.1  # columns of real data are correlated, which no guess of a curvature knows
 _ALONG = 0.1  # part of the error of a curvature that is along its own eigenvectors
@@ -373,7 +374,9 @@ def _decoded(
         far = np.trace(prior.precision @ (moment + np.diag(averages.spread))) / size
         inside = root @ moment @ root
         bent = root @ (np.trace(inside) * np.eye(size) + inside) @ root
-        return noisy + _BEND**2 * far / (size + 1) * bent
+        # It keeps its sign, because most likelihoods are log-concave.
+        bend = 1 / (1 / (_BEND**2 * far + 1e-300) + 1 / _MOST_BEND**2)
+        return noisy + bend / (size + 1) * bent
 
     def given(covariance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         weights = solve(covariance, found.believed)
@@ -384,8 +387,7 @@ def _decoded(
         wide = inverse(prior.precision + symmetric(precision @ parts[:, :-1]))
         return wide @ (found.floored @ parts[:, -1] + prior.precision @ prior.mean), wide
 
-    # From the prior on: the larger of two solutions, if an uncertain curvature allows both.
-    mean, covariance = given(noise + errors(prior.covariance))[0], prior.covariance
+    mean, covariance = given(noise)[0], np.zeros_like(noise)
     for _ in range(_PASSES):
         for index in range(_ROUNDS):
             away = mean - averages.point
