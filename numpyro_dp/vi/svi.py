@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from numpyro.infer import SVI, autoguide
 
 from numpyro_dp._compat import make_program
-from numpyro_dp._validate import check_callable
+from numpyro_dp._validate import check_callable, check_real
 from numpyro_dp.core import Estimator, MechanismBuilder, PyTree, Sampler
 from numpyro_dp.model.frontend import Call, Frontend, GivenModel, Prepared, check_loss
 from numpyro_dp.model.public import UnsupportedModelError, declare
@@ -37,6 +37,7 @@ from numpyro_dp.run.state import SensitiveState, check_state
 from numpyro_dp.sums.devices import copied
 from numpyro_dp.vi.estimators import aligned
 from numpyro_dp.vi.estimators.centred import centred_if_possible
+from numpyro_dp.vi.first_widths import first_widths
 
 __all__ = ["DPSVI"]
 
@@ -88,6 +89,11 @@ class DPSVI(Driver):
         data_plate: Name of the plate over records. Needed if several plates surround the observed
             sites, or an argument has the number of records along two axes.
         loss_release: Releases a loss curve, for a part of the budget.
+        init_scale: First standard deviations of ``AutoNormal``, ``AutoDiagonalNormal`` and
+            ``AutoMultivariateNormal``, in standard deviations of the prior and at most that many
+            units. Noise hides the curvature from narrow draws. ``None`` leaves them to the guide.
+            So does an ``init_scale`` of the guide, a value in ``init_params``, a run without noise,
+            and a model with more than 300 latents.
         allow_sensitive: Lets ``update``, ``evaluate`` and ``run`` return losses without protection.
             Losses of ``update`` and ``run`` use a closed-form entropy if one is known. They agree
             with the losses of ``SVI`` on average, not value by value.
@@ -162,6 +168,7 @@ class DPSVI(Driver):
         num_steps: int | None = None,
         accountant: Accountant | None = None,
         loss_release: LossRelease | None = None,
+        init_scale: float | None = 0.5,
         allow_sensitive: bool = False,
         microbatch_size: int | None = None,
         mesh: Mesh | None = None,
@@ -184,6 +191,9 @@ class DPSVI(Driver):
         super().__init__(Method(estimator, svi.optim, objective=_ELBO), settings)
         self.model, self.guide, self.optim = model, guide, svi.optim
         self.static_kwargs = static_kwargs
+        if init_scale is not None:
+            check_real("init_scale", init_scale, low=0, low_open=True)
+        self._init_scale = None if noise_multiplier == 0 else init_scale
         declared = declare(self.settings.public, static_kwargs)
         self._frontend = Frontend(GivenModel(model, static_kwargs, data_plate, declared), svi)
 
@@ -228,7 +238,16 @@ class DPSVI(Driver):
 
     def prepare(self, structure: ModelStructure, rng_key: Array, call: Call) -> Prepared:
         """Returns the problem and the first state of the optimiser. Reads no record."""
-        return self._frontend.prepare(structure, rng_key, call)
+        prepared = self._frontend.prepare(structure, rng_key, call)
+        if self._init_scale is None:
+            return prepared
+        first = first_widths(self.guide, prepared.problem, self._init_scale)
+        given = call.init_params or {}
+        if not first.keys() - given.keys():
+            return prepared
+        return self._frontend.prepare(
+            structure, rng_key, Call(call.args, call.kwargs, first | given)
+        )
 
     def _posterior(self, problem: VariationalProblem, result: RunResult, plain: bool) -> Posterior:
         params, privacy = result.params, result.privacy
