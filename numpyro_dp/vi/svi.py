@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 import optax
 from jax import Array
@@ -16,7 +17,14 @@ from numpyro.infer import SVI, autoguide
 from numpyro_dp._compat import make_program
 from numpyro_dp._validate import check_callable, check_real
 from numpyro_dp.core import Estimator, MechanismBuilder, PyTree, Sampler
-from numpyro_dp.model.frontend import Call, Frontend, GivenModel, Prepared, check_loss
+from numpyro_dp.model.frontend import (
+    Call,
+    Frontend,
+    GivenModel,
+    Prepared,
+    arguments_key,
+    check_loss,
+)
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.variational import VariationalProblem, guide_kind, likelihood_key
@@ -194,6 +202,7 @@ class DPSVI(Driver):
         if init_scale is not None:
             check_real("init_scale", init_scale, low=0, low_open=True)
         self._init_scale = None if noise_multiplier == 0 else init_scale
+        self._first_widths: dict[Any, dict[str, Array]] = {}
         declared = declare(self.settings.public, static_kwargs)
         self._frontend = Frontend(GivenModel(model, static_kwargs, data_plate, declared), svi)
 
@@ -241,8 +250,12 @@ class DPSVI(Driver):
         prepared = self._frontend.prepare(structure, rng_key, call)
         if self._init_scale is None:
             return prepared
-        first = first_widths(self.guide, prepared.problem, self._init_scale)
-        given = call.init_params or {}
+        shared = tuple(np.asarray(array).tobytes() for array in prepared.problem.shared)
+        key = arguments_key(call.args, call.kwargs), shared
+        if key not in self._first_widths:  # a sweep prepares many runs
+            found = first_widths(self.guide, prepared.problem, self._init_scale)
+            self._first_widths[key] = found
+        first, given = self._first_widths[key], call.init_params or {}
         if not first.keys() - given.keys():
             return prepared
         return self._frontend.prepare(
