@@ -27,8 +27,8 @@ __all__ = [
 
 # Good runs stay below these (benchmarks/believe/zoo.py).
 _FARTHEST = 3.0  # posterior sds between the points of a run and the optimum of its scores
-_WIDEST = 2.2  # posterior sds over which the points of a run move
-_MOST_PRIOR = 0.8  # part of the variance of the prior, as a mean over latents
+_WIDEST = 2.0  # posterior sds over which the points of a run move, fresh draws left out
+_MOST_PRIOR = 0.6  # part of the variance of the prior, as a mean over latents
 _CONFLICT = 2.0  # prior sds between the means of posterior and prior, root mean square
 _SLID = 10.0  # factor by which an adaptive clip norm may change
 _UNUSED = 0.9  # part of the budget
@@ -150,7 +150,8 @@ def findings_of_path(distance: float, width: float) -> list[Finding]:
     Args:
         distance: Distance of the mean point from the optimum that the scores point to, in posterior
             standard deviations.
-        width: Root mean square distance of the points from their mean, in the same unit.
+        width: Root mean square distance of the points from their mean without the fresh draws, in
+            the same unit.
     """
     if not math.isfinite(distance):
         return [Finding("convergence", True, (
@@ -177,7 +178,7 @@ def findings_of_normal(mean: np.ndarray, covariance: np.ndarray, prior: Prior) -
     share = float(np.mean(np.diag(covariance) / before))
     if share > _MOST_PRIOR:
         found.append(Finding("prior", True, (
-            f"This is nearly the prior: latents keep {100 * share:.0f} % of its variance. More "
+            f"This is mostly the prior: latents keep {100 * share:.0f} % of its variance. More "
             "records, a larger epsilon or fewer latents would tell more."
         )))  # fmt: skip
     away = float(np.sqrt(np.mean((mean - prior.mean) ** 2 / before)))

@@ -197,17 +197,19 @@ def posterior_of_scores(
 def _path(
     averages: Averages, mean: np.ndarray, variances: np.ndarray, prior: np.ndarray
 ) -> tuple[float, float]:
-    """Root mean square distance of the points from the mean, and of each from their own mean.
+    """Root mean square distance of the points from the mean, and how far they wander.
 
-    Both are in posterior standard deviations. Latents that are mostly prior do not count in the
+    The second leaves out fresh draws. Both are in posterior standard deviations. Latents that are mostly prior do not count in the
     first, because their points say nothing. The second is 0 if curvatures were released, because
     the posterior then does not rest on how far points move.
     """
     known = variances < prior / 2
     squares = (mean - averages.point) ** 2 / variances
     distance = np.sqrt(np.mean(squares[known])) if known.any() else 0.0
-    moves = averages.curvature is None
-    return float(distance), float(moves * np.sqrt(np.mean(averages.spread / variances)))
+    if averages.curvature is not None:
+        return float(distance), 0.0
+    wander = np.maximum(averages.spread - np.diag(averages.shift_shift), 0)
+    return float(distance), float(np.sqrt(np.mean(wander / variances)))
 
 
 def scores_likelihood(
