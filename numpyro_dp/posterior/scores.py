@@ -199,9 +199,9 @@ def _path(
 ) -> tuple[float, float]:
     """Root mean square distance of the points from the mean, and how far they wander.
 
-    The second leaves out fresh draws. Both are in posterior standard deviations. Latents that are mostly prior do not count in the
-    first, because their points say nothing. The second is 0 if curvatures were released, because
-    the posterior then does not rest on how far points move.
+    The second leaves out fresh draws. Both are in posterior standard deviations. Latents that are
+    mostly prior do not count in the first, because their points say nothing. The second is 0 if
+    curvatures were released, because the posterior then does not rest on how far points move.
     """
     known = variances < prior / 2
     squares = (mean - averages.point) ** 2 / variances
