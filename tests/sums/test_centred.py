@@ -131,6 +131,15 @@ def _drawn(model, public, x, key):
     return mean + jnp.exp(latents["scale"]) * jax.random.normal(key)
 
 
+def test_clipped_records_of_listed_outcomes_use_the_whole_clip_norm():
+    clip, y = 0.05, jnp.zeros(len(X), int)
+    estimator, public = problem_of(logistic, X, y, centred(aligned()))
+    for x in X:  # the likelier outcome has the shorter score, so the other one reaches the norm
+        sizes = [np.linalg.norm(contribution(estimator, public, x, jnp.asarray(k), clip))
+                 for k in (0, 1)]  # fmt: skip
+        assert 0.95 * clip < max(sizes) <= clip
+
+
 def test_a_record_that_is_not_finite_counts_as_0():
     estimator, public = problem_of(logistic, X, jnp.zeros(len(X), int), centred(aligned()))
     for bad in (np.nan, np.inf, 1e30):
