@@ -259,7 +259,7 @@ def test_init_params_set_parameters_and_raw_keys_work(svi: DPSVI) -> None:
     state = svi.init(jax.random.PRNGKey(0), X, Y, init_params=start)
     params = svi.get_params(state)
     np.testing.assert_allclose(params["w_auto_loc"], [5.0, 6.0])
-    np.testing.assert_allclose(params["w_auto_scale"], 0.1, rtol=1e-5)
+    np.testing.assert_allclose(params["w_auto_scale"], 0.5, rtol=1e-5)  # init_scale of DPSVI
     moved = svi.run(KEY, 1, X, Y, progress_bar=False, init_params=start).params["w_auto_loc"]
     assert 0 < np.abs(moved - np.array([5.0, 6.0])).max() < 0.2
 
