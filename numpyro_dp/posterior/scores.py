@@ -329,7 +329,8 @@ def _regression(averages: Averages) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 def _is_seen(noisy: np.ndarray, noise_sd: float) -> bool:
     """Whether a curvature has any eigenvalue, or a mean of them, that noise does not explain.
 
-    Without this, two runs of pure noise in a hundred would give a narrower posterior than the prior.
+    Without this, two runs of pure noise in a hundred would give a posterior narrower than the
+    prior.
     """
     size = len(noisy)
     if np.trace(noisy) > _SEEN * noise_sd * np.sqrt(size):
