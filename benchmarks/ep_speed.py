@@ -34,14 +34,16 @@ def compiled(driver, data):
 def glm_calls(number):
     data = logistic_data(number, 31)
     plain = {"clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 1.0}
-    options = plain | {"centred": False}
+    options = plain | {"unbiased_clipping": False}
     return {
         "GLM, precision matrix": compiled(DPSEP(logistic_model, normal, **options), data)[1],
         "GLM, matrix, one precision released": compiled(
             DPSEP(logistic_model, normal, shared_precision=True, **options), data
         )[1],
         "GLM, diagonal": compiled(DPSEP(logistic_model, diagonal_normal, **options), data)[1],
-        "GLM, precision matrix, centred": compiled(DPSEP(logistic_model, normal, **plain), data)[1],
+        "GLM, precision matrix, unbiased clipping": compiled(
+            DPSEP(logistic_model, normal, **plain), data
+        )[1],
     }
 
 

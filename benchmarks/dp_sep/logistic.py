@@ -100,7 +100,7 @@ def sep_runs(family, quick):
             precision_weight=0.5,
             shared_precision=True,
             sampler=FullBatch(),
-            centred=False,  # as in the paper
+            unbiased_clipping=False,  # as in the paper
             budget=BUDGET,
         )
 

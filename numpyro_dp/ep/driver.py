@@ -115,18 +115,18 @@ class DPSEP(Driver):
         damping: Fraction of a step that is taken, in (0, 1], or a function of the step number (a
             JAX array). Results outside [0, 1] are clipped to it.
         clip_norm: Largest norm of one record's site, with the cavity's mean as the origin. The
-            linear part has the unit of the slope of its log likelihood. Sites that are not centred
-            are compared with the mean site before they are clipped.
+            linear part has the unit of the slope of its log likelihood. With
+            ``unbiased_clipping=False``, it is the norm of the site minus the mean site.
         precision_weight: Weight of the precision relative to the linear part in that norm. If
             coordinates have scale s, 1/s is a natural choice.
         shared_precision: ``True`` releases one precision for all coordinates. A number k releases
             k of them, each for ``dim / k`` consecutive coordinates of the latents' vector (a
             component of a mixture). Not available for ``isotropic_normal``.
-        centred: Whether a site is multiplied by the smallest factor that clips it with any outcome
-            that the record could have had, so that clipping does not bias the posterior. This needs
-            a normal family, one of the sites ``conjugate()``, ``quadrature()`` and
-            ``importance()``, and at most 16 outcomes, such as 0 and 1. Other runs have
-            ``centred=False``, as in the paper.
+        unbiased_clipping: Whether a site is multiplied by the smallest factor that clips it with
+            any outcome that the record could have had, so that clipping does not bias the
+            posterior. This needs a normal family, one of the sites ``conjugate()``,
+            ``quadrature()`` and ``importance()``, and at most 16 outcomes, such as 0 and 1. Other
+            runs clip each site by itself, as in the paper and with ``False``.
         sampler, mechanism, budget, noise_multiplier, secret_key, num_steps, accountant,
             microbatch_size, mesh, public, repetition: See :class:`~numpyro_dp.DPSVI`.
         data_plate: Name of the plate over records, if the model has several candidates.
@@ -174,7 +174,7 @@ class DPSEP(Driver):
         damping: float | Callable[[Array], Array] = 0.5,
         precision_weight: float = 1.0,
         shared_precision: bool | int = False,
-        centred: bool = True,
+        unbiased_clipping: bool = True,
         data_plate: str | None = None,
         mechanism: MechanismBuilder = GaussianMechanism(),
         budget: PrivacyBudget | None = None,
@@ -198,10 +198,10 @@ class DPSEP(Driver):
         release.check(family)
         if not callable(damping):
             check_real("damping", damping, low=0, low_open=True, high=1)
-        estimator = stochastic_ep(precision_weight, shared_precision, bool(centred))
+        estimator = stochastic_ep(precision_weight, shared_precision, bool(unbiased_clipping))
         self._reader = _Reader(model, family, site, data_plate, static_kwargs, settings.public)
         self.guide = self._reader.guide
-        values = str(self._reader), *release, bool(centred)
+        values = str(self._reader), *release, bool(unbiased_clipping)
         super().__init__(Method(estimator, Damped(damping), values, _INDEPENDENT), settings)
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
@@ -230,8 +230,8 @@ class DPSEP(Driver):
         source = ModelSource.of(problem.model, problem.shared, params)
         method = f"{type(self).__name__} with {reader}, {privacy.num_steps} steps"
         if result.scores is not None and privacy.noise_multiplier > 0 and not plain:
-            centred = self.method.estimator_of(problem).centring is not None
-            return posterior_of_scores(source, problem, result, method, centred)
+            unbiased = self.method.estimator_of(problem).centring is not None
+            return posterior_of_scores(source, problem, result, method, unbiased)
         noise = privacy.noise_multiplier > 0
         notes = ("The intervals do not contain the privacy noise of the run.",) * noise
         findings = (*findings_of_run(result), *without_noise(noise))
@@ -287,13 +287,9 @@ class SEP(DPSEP):
             raise TypeError(f"SEP adds no noise, so it takes no {sorted(refused)}. Use DPSEP.")
         sampler = FullBatch() if sampler is None else sampler
         super().__init__(
-            model,
-            family,
-            clip_norm=clip_norm,
-            sampler=sampler,
-            noise_multiplier=0.0,
-            **{"centred": False} | others,
-        )
+            model, family, clip_norm=clip_norm, sampler=sampler, noise_multiplier=0.0,
+            **{"unbiased_clipping": False} | others,
+        )  # fmt: skip
 
 
 class SensitiveEPResult(NamedTuple):

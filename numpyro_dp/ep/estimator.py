@@ -11,16 +11,16 @@ when a record is added or removed. The coordinates need little noise:
 
 .. math:: u_i = \big(\eta_i - \Lambda_i m,\; w\,\Lambda_i\big).
 
-With ``centred``, a site is multiplied by the smallest factor that clips it with any outcome that
-the record could have had (:mod:`numpyro_dp.sums.centred`). This factor does not see the outcome. So
-the mean of the slopes stays 0 under the model, and slope and precision keep their ratio. Then
-:math:`\theta_i` is clipped without :math:`\theta_f`: a multiple of :math:`\theta_f` would stay
-wherever a factor is below 1, and with it the noise of earlier steps.
-
 They are *centred* at the cavity's mean m. There the linear part is a slope and not the difference
 of two large numbers. The two parts have one joint clip norm and a relative weight w. A precision
 matrix is released with all its entries and made symmetric afterwards. Norm and noise are the same
 as for the upper triangle with off-diagonal entries times :math:`\sqrt 2`.
+
+**Unbiased clipping** multiplies a site by the smallest factor that clips it with any outcome that
+the record could have had (:mod:`numpyro_dp.sums.centred`). This factor does not see the outcome. So
+the mean of the slopes stays 0 under the model, and slope and precision keep their ratio. Then
+:math:`\theta_i` is clipped without :math:`\theta_f`: a multiple of :math:`\theta_f` would stay
+wherever a factor is below 1, and with it the noise of earlier steps.
 
 **Damped steps.** The optimiser of message passing keeps a running mean r of the released sums of
 sites, in natural parameters. Its noise has the standard deviation
@@ -115,7 +115,9 @@ class _Public(NamedTuple):
 
 
 def stochastic_ep(
-    precision_weight: float = 1.0, shared_precision: bool | int = False, centred: bool = False
+    precision_weight: float = 1.0,
+    shared_precision: bool | int = False,
+    unbiased_clipping: bool = False,
 ) -> Callable[[EPProblem], Estimator]:
     """Builds the estimator.
 
@@ -123,17 +125,17 @@ def stochastic_ep(
         precision_weight: w above, > 0: the weight of the precision in the joint norm.
         shared_precision: ``True`` releases only the mean of a precision's diagonal. A number k
             releases k such means, each over a block of ``dim / k`` coordinates.
-        centred: Whether clipping does not see the outcome, where all outcomes can be listed.
+        unbiased_clipping: Whether clipping does not see the outcome, where all can be listed.
 
     Guarantee:
-        The signal reads one record. ``prepare`` and ``pull_back`` read none. Centred, a site is
-        multiplied by at most its own factor, and a record with a site that is not finite for some
-        outcome counts as 0. Else a site that is not finite is replaced by zeros, as if the record
-        had no information, and its term is clipped like any other.
+        The signal reads one record. ``prepare`` and ``pull_back`` read none. With unbiased
+        clipping, a site is multiplied by at most its own factor, and a record with a site that is
+        not finite for some outcome counts as 0. Else a site that is not finite is replaced by
+        zeros, as if the record had no information, and its term is clipped like any other.
     """
 
     def build(problem: EPProblem) -> Estimator:
-        outcomes = _outcomes_of(problem) if centred else None
+        outcomes = _outcomes_of(problem) if unbiased_clipping else None
         method = problem.site.build(problem)
         packing = _packing_of(problem, precision_weight, shared_precision)
 

@@ -125,9 +125,10 @@ def findings_of_run(result: Any) -> list[Finding]:
 
 def finding_of_clipping(avoidable: bool) -> Finding:
     """A finding about clipping that sees outcomes. ``avoidable``: if it need not have seen them."""
-    remedy = "Use centred(), the default." if avoidable else "DPLaplace may support this model."
+    remedy = "Use the default: centred() in DPSVI, unbiased_clipping=True in DPSEP."
+    remedy = remedy if avoidable else "DPLaplace may support this model."
     return Finding("clipping", avoidable, (
-        "Clipped gradients were not centred. If many were clipped, the posterior is biased, and "
+        "Clipping saw the outcomes. If many records were clipped, the posterior is biased, and "
         f"nothing that was released shows it. {remedy}"
     ))  # fmt: skip
 

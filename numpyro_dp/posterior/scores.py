@@ -170,7 +170,7 @@ def _draws_of(
 
 
 def posterior_of_scores(
-    source: ModelSource, problem: Any, result: RunResult, method: str, centred: bool
+    source: ModelSource, problem: Any, result: RunResult, method: str, unbiased: bool
 ) -> Posterior:
     """Returns the posterior of a run that kept sums of its scores.
 
@@ -179,14 +179,14 @@ def posterior_of_scores(
         problem: Has the ``model``, and the ``shared`` public arrays.
         result: The result of the run.
         method: One line that describes the method.
-        centred: Whether clipping did not see the outcomes.
+        unbiased: Whether clipping did not see the outcomes.
 
     Raises:
         UnsupportedModelError: If the model has no prior to multiply the likelihood with.
     """
     draws, found = _draws_of(problem.model, problem.shared, result.scores, result.privacy)
     findings = [*found, *findings_of_run(result)]
-    if not centred:
+    if not unbiased:
         try:
             avoidable = read_outcomes(problem.model, problem.shared).number > 0
         except UnsupportedModelError:

@@ -247,19 +247,17 @@ class DPSVI(Driver):
 
     def prepare(self, structure: ModelStructure, rng_key: Array, call: Call) -> Prepared:
         """Returns the problem and the first state of the optimiser. Reads no record."""
-        prepared = self._frontend.prepare(structure, rng_key, call)
         if self._init_scale is None:
-            return prepared
-        shared = tuple(np.asarray(array).tobytes() for array in prepared.problem.shared)
-        key = arguments_key(call.args, call.kwargs), shared
+            return self._frontend.prepare(structure, rng_key, call)
+        shared = structure.layout.rows(call.args, call.kwargs).shared
+        key = arguments_key(call.args, call.kwargs), *(np.asarray(x).tobytes() for x in shared)
         if key not in self._first_widths:  # a sweep prepares many runs
+            prepared = self._frontend.prepare(structure, rng_key, call)
             found = first_widths(self.guide, prepared.problem, self._init_scale)
             self._first_widths[key] = found
-        first, given = self._first_widths[key], call.init_params or {}
-        if not first.keys() - given.keys():
-            return prepared
+        first = self._first_widths[key] | (call.init_params or {})
         return self._frontend.prepare(
-            structure, rng_key, Call(call.args, call.kwargs, first | given)
+            structure, rng_key, Call(call.args, call.kwargs, first or None)
         )
 
     def _posterior(self, problem: VariationalProblem, result: RunResult, plain: bool) -> Posterior:
@@ -269,8 +267,8 @@ class DPSVI(Driver):
         method = f"{type(self).__name__} with {guide}, {privacy.num_steps} steps"
         if result.scores is not None and privacy.noise_multiplier > 0 and not plain:
             with contextlib.suppress(UnsupportedModelError):
-                centred = self.method.estimator_of(problem).centring is not None
-                return posterior_of_scores(source, problem, result, method, centred)
+                unbiased = self.method.estimator_of(problem).centring is not None
+                return posterior_of_scores(source, problem, result, method, unbiased)
         drift = notes = drift_notes(result.trace)
         noise, found = privacy.noise_multiplier > 0, findings_of_run(result)
         if noise and not plain and _can_be_widened(self.guide, result):

@@ -192,14 +192,14 @@ PAIRS = [(k, f) for k in KINDS for f in FAMILIES if (k, f) != ("conjugate", isot
 
 
 @pytest.mark.parametrize("clip_norm", [0.1, 0.5])
-def test_a_small_clip_norm_does_not_bias_centred_sites(clip_norm):
+def test_unbiased_clipping_does_not_move_sites(clip_norm):
     rng, truth = np.random.default_rng(4), np.array([1.0, -2.0, 0.5])
     x = rng.exponential(size=(4000, 3)).astype(np.float32)
     y = rng.random(len(x)) < 1 / (1 + np.exp(-x @ truth))
     exact, _ = moments(SEP(logistic).run(KEY, 20, x, y, progress_bar=False).params)
 
-    def error(centred):
-        sep = DPSEP(logistic, clip_norm=clip_norm, centred=centred, sampler=FullBatch(),
+    def error(unbiased):
+        sep = DPSEP(logistic, clip_norm=clip_norm, unbiased_clipping=unbiased, sampler=FullBatch(),
                     noise_multiplier=1e-3, secret_key=0, repetition=True)  # fmt: skip
         mean, _ = moments(sep.run(KEY, 60, x, y, progress_bar=False).params)
         return np.abs(mean - exact).max()
@@ -210,13 +210,13 @@ def test_a_small_clip_norm_does_not_bias_centred_sites(clip_norm):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "family"), PAIRS)
-@pytest.mark.parametrize("centred", [False, pytest.param(True, marks=pytest.mark.table)])
-def test_one_record_moves_the_sum_by_at_most_the_clip_norm(kind, family, centred):
+@pytest.mark.parametrize("unbiased", [False, pytest.param(True, marks=pytest.mark.table)])
+def test_one_record_moves_the_sum_by_at_most_the_clip_norm(kind, family, unbiased):
     model, site, make = KINDS[kind]
     x, y = (jnp.asarray(array) for array in make(20, 3))
     structure = check_conjugate(read_model(model, (x, y), {}, None))
     problem = make_problem(model, structure, family, (), KEY)
-    build = stochastic_ep(precision_weight=2.0, centred=centred)
+    build = stochastic_ep(precision_weight=2.0, unbiased_clipping=unbiased)
     estimator, seeds = build(problem._replace(site=site)), jnp.arange(20, dtype=jnp.uint32)
     mechanism = gaussian(0.7, 1.0)
 
