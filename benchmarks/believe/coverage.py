@@ -16,6 +16,7 @@ both have full batches. "plain" are the same runs without the noise of privacy i
 import pathlib
 import sys
 import time
+import warnings
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
@@ -31,6 +32,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal
 from numpyro.infer.util import initialize_model
 
 from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, DPLaplace, PrivacyBudget
+from numpyro_dp.posterior import PosteriorWarning
 from numpyro_dp.samplers import FullBatch, Poisson
 
 DELTA = 1e-5
@@ -261,6 +263,7 @@ def middle(values):
 
 
 def main():
+    warnings.simplefilter("ignore", PosteriorWarning)
     parser = experiment_parser(__doc__, "one cell of each model, 5 sets")
     parser.add_argument("--sets", type=int, default=20, help="data sets in a cell")
     parser.add_argument("--models", nargs="*", default=list(MODELS))

@@ -44,8 +44,8 @@ _GRID = 4.0 * (np.arange(1, 9) / 8) ** 2
 
 
 def censored(scores: Scores, request: Any, draws: Array, _: Array) -> tuple[Array, ...]:
-    """Score, curvature and power divided by their bounds, for a censored outcome."""
-    outcomes, (score_clip, curvature_clip) = scores.outcomes, request.clips
+    """The entries of the signal divided by their bounds, for a censored outcome."""
+    outcomes, (score_clip, curvature_clip, excess_clip) = scores.outcomes, request.clips
     others, early = partners(draws, request.kind), request.kind > 0
     places, widths, grid = _quadrature()
 
@@ -85,13 +85,17 @@ def censored(scores: Scores, request: Any, draws: Array, _: Array) -> tuple[Arra
     mass = seen[:, None] * widths
     gone = jnp.sum(mass[..., None] * there, axis=1)
     event = outcomes.event(scores.example) & (passed < end)
-    each = event[:, None] * shortened(*scores.bounded(last), score_clip) - gone
+    jump, jump_norm = scores.bounded(last)
+    each = event[:, None] * shortened(jump, jump_norm, score_clip) - gone
     # The release of scales needs a vector r along the row. By Cauchy, r r' is at most H.
     row = gone / jnp.sqrt(seen + TINY)[:, None]
     score = weight * jnp.mean(jnp.where(early, row, each), axis=0)
     product = weight * outer_products(mass[..., None] * there, slope) / len(draws)
-    power = weight**2 * jnp.mean(jnp.sum(mass * scores.bounded(there)[1] ** 2, axis=1))
-    return entries(scores, request, score, product, jnp.minimum(power, score_clip**2))
+    norm = scores.bounded(there)[1]
+    power = weight**2 * jnp.mean(jnp.sum(mass * norm**2, axis=1))
+    likely = jnp.sum(mass * jnp.minimum(norm, excess_clip) ** 2, axis=1)
+    excess = weight**2 * jnp.mean(event * jnp.minimum(jump_norm, excess_clip) ** 2 - likely)
+    return entries(scores, request, score, product, jnp.minimum(power, score_clip**2), excess)
 
 
 def _middles(values: Array) -> Array:

@@ -39,6 +39,7 @@ __all__ = [
     "Stage",
     "decode",
     "denoise_scales",
+    "excess_ratio",
     "first_whitening",
     "next_whitening",
     "read_stage",
@@ -131,6 +132,28 @@ def sampling_ratio(stage: Stage, noisy_power: float, power_noise: float) -> floa
     """
     slope = max(trace_of(stage.whitening, stage.curvature_floored), 1e-9)
     return float(np.clip((noisy_power + power_noise) / slope, SMALLEST_KAPPA, 1.0))
+
+
+def excess_ratio(
+    power: float, excess: float, noise: tuple[float, float], clip: float
+) -> tuple[float, float]:
+    r"""Returns the variance of scores relative to what the model says, and its standard error.
+
+    It is at least so large, because the excess has a smaller clip norm :math:`C_e` than the power.
+    Each record's observed square is at most :math:`C_e^2`, and has the expected one as its mean. So
+    in a correct model the excess varies by at most :math:`C_e^2` times the power, next to its
+    noise.
+
+    Args:
+        power: Sum over records of the expected squared whitened scores, plus noise.
+        excess: Sum over records of the excess, plus noise. See
+            :mod:`numpyro_dp.laplace.signal`.
+        noise: Standard deviations of the two noises.
+        clip: The clip norm of the excess.
+    """
+    power = max(power, 0.0) + noise[0]  # for caution
+    error = np.hypot(noise[1], clip * np.sqrt(power))
+    return float(1 + excess / power), float(error / power)
 
 
 def decode(

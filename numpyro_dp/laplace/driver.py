@@ -21,7 +21,7 @@ from numpyro_dp.model.frontend import GivenModel, arguments_key
 from numpyro_dp.model.outcomes import read_outcomes
 from numpyro_dp.model.public import argument_names, declare
 from numpyro_dp.model.structure import ModelStructure
-from numpyro_dp.posterior.diagnosis import findings_of_normal
+from numpyro_dp.posterior.diagnosis import findings_of_normal, findings_of_spread
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.prior import ModelPrior, read_prior
@@ -91,8 +91,9 @@ class DPLaplace:
 
     Guarantee:
         Everything in the posterior is (epsilon, delta)-differentially private under the budget's
-        relation. A release sums three parts of each record: score, curvature and the score's power.
-        Their norms are at most C, :math:`C_H` (Frobenius) and :math:`C^2`. Each part is divided by
+        relation. A release sums four parts of each record: score, curvature, the score's power, and
+        in the last stage how much the outcome's score exceeds it. Their norms are at most C,
+        :math:`C_H` (Frobenius), :math:`C^2` and :math:`C_e^2`. Each part is divided by
         its bound and weighted, so a record's whole signal has norm at most 1. The mechanism also
         clips it to 1.
 
@@ -256,6 +257,7 @@ class DPLaplace:
         if math.isfinite(report.epsilon):
             moments = prior.decoded.updated(precision, linear)
             findings = findings_of_normal(*moments, prior.decoded)
+            findings += findings_of_spread(*stages.spread)
         posterior = source.posterior(draws, report, method, tuple(notes), findings=findings)
         posterior.warn()
         return posterior

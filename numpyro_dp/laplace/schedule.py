@@ -34,6 +34,7 @@ _SCALES = (0.02, 0.03)  # parts of mu^2 for the mean row and the scales of the c
 _STAGES = (0.05, 0.06, 0.08, 0.11, 0.15, 0.20, 0.35)  # parts of the rest of mu^2
 _CURVATURE = (0.7, 0.7, 0.6, 0.5, 0.5, 0.4, 0.3)  # part of a stage, the rest for scores
 _POWER = 0.02  # part of a stage
+_EXCESS = 0.02  # part of the last stage
 _CLIP = 1.2
 GROWTH = 0.2  # growth of clip norms, until many records are clipped
 _MOST_GROWTH = 0.6
@@ -46,7 +47,7 @@ _ROW_CLIP = 1.3
 class Kind(enum.IntEnum):
     """The values that a release sums over the records."""
 
-    STAGE = 0  # scores, their curvature and their power
+    STAGE = 0  # scores, their curvature and their power, and in the last one its excess
     SCALES = 1  # the mean row, and the scale of each coordinate
     SIZE = 2  # the size of a typical score
 
@@ -57,12 +58,13 @@ class Schedule(NamedTuple):
     Attributes:
         mu: Privacy cost of all releases together, in Gaussian differential privacy.
         kinds: The kind of each release.
-        parts: Parts of the squared budget for score, curvature and power, for each release.
+        parts: Parts of the squared budget for score, curvature, power and its excess, for each
+            release.
     """
 
     mu: float
     kinds: tuple[Kind, ...]
-    parts: tuple[tuple[float, float, float], ...]
+    parts: tuple[tuple[float, float, float, float], ...]
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -71,12 +73,12 @@ class Schedule(NamedTuple):
         return tuple(share / math.fsum(found) for share in found)
 
     def weights(self, release: int) -> np.ndarray:
-        """Square roots of the parts of one release, shape (3,). Their squares sum to 1."""
+        """Square roots of the parts of one release, shape (4,). Their squares sum to 1."""
         part = np.array(self.parts[release])
         return np.sqrt(part / part.sum())
 
     def mu_of(self, release: int) -> np.ndarray:
-        """The mu that each entry of a release spends, shape (3,)."""
+        """The mu that each entry of a release spends, shape (4,)."""
         return self.mu * math.sqrt(self.shares[release]) * self.weights(release)
 
 
@@ -90,15 +92,16 @@ def schedule(mu: float, size: int, number: int) -> Schedule:
     """
     early = {}
     if _size_noise(number, mu * math.sqrt(_SIZE)) <= _PRIOR_SIZE:
-        early[Kind.SIZE] = (0.0, 0.0, _SIZE)
+        early[Kind.SIZE] = (0.0, 0.0, _SIZE, 0.0)
     if _scale_bounds(size, number)[1] / (mu * math.sqrt(_SCALES[1])) <= 1:
-        early[Kind.SCALES] = (*_SCALES, 0.0)
+        early[Kind.SCALES] = (*_SCALES, 0.0, 0.0)
     left = 1 - math.fsum(part for parts in early.values() for part in parts)
-    stages = tuple(
-        (left * share * (1 - _POWER) * (1 - c), left * share * (1 - _POWER) * c,
-         left * share * _POWER)
-        for share, c in zip(_STAGES, _CURVATURE, strict=True)
-    )  # fmt: skip
+    stages = []
+    for share, curvature in zip(_STAGES, _CURVATURE, strict=True):
+        excess = _EXCESS if len(stages) == len(_STAGES) - 1 else 0.0
+        rest = 1 - _POWER - excess
+        parts = rest * (1 - curvature), rest * curvature, _POWER, excess
+        stages.append(tuple(left * share * part for part in parts))
     kinds = (*early, *[Kind.STAGE] * len(stages))
     return Schedule(mu, kinds, (*early.values(), *stages))
 
@@ -125,10 +128,14 @@ def believed_size(total: float, number: int, mu: float) -> float:
 
 
 def bounds(kind: Kind, size: int, number: int, mu: float, growth: float) -> np.ndarray:
-    """Bounds on one record's first and second entry in a release, shape (2,)."""
+    """Bounds on one record's first and second entry in a release, and on its excess, shape (3,)."""
     if kind is Kind.SIZE:
-        return np.array([SIZE_RANGE * math.sqrt(size / number), 1.0])
-    return _scale_bounds(size, number) if kind else clip_norms(size, number, mu, growth)
+        found = np.array([SIZE_RANGE * math.sqrt(size / number), 1.0])
+    else:
+        found = _scale_bounds(size, number) if kind else clip_norms(size, number, mu, growth)
+    # The excess keeps the smallest clip norm: a few outcomes far out would only add noise.
+    least = _CLIP * (math.sqrt(size) + 1.2) / math.sqrt(number)
+    return np.append(found, min(found[0], least))
 
 
 def clip_norms(size: int, number: int, mu: float, growth: float) -> np.ndarray:

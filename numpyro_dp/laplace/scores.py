@@ -124,19 +124,21 @@ def shortened(slopes: Array, norm: Array, limit: Array) -> Array:
 
 
 def entries(
-    scores: Scores, request: Any, score: Array, product: Array, power: Array
-) -> tuple[Array, Array, Array]:
-    r"""The three entries of the signal, divided by their bounds.
+    scores: Scores, request: Any, score: Array, product: Array, power: Array, excess: Array
+) -> tuple[Array, Array, Array, Array]:
+    r"""The four entries of the signal, divided by their bounds.
 
-    In a stage they are score, curvature and power. In the release of scales, the first entry is a
-    vector along the record's row, :math:`u_i = E[W g (y - m)] / \mathrm{sd}(y)`. The second entry
-    starts with the diagonal of the curvature. :math:`u_i u_i^\top` is at most the curvature
-    (Cauchy), and equal to it in a generalised linear model.
+    In a stage they are score, curvature, power, and the excess of the observed outcome's power.
+
+    In the release of scales, the first entry is a vector along the record's row,
+    :math:`u_i = E[W g (y - m)] / \mathrm{sd}(y)`. The second entry starts with the diagonal of the
+    curvature. :math:`u_i u_i^\top` is at most the curvature (Cauchy), and equal to it in a
+    generalised linear model.
 
     The release of the size uses only the third entry, the log of the power. It is 0 at the public
     guess divided by ``SIZE_RANGE``, and 1 at the guess times ``SIZE_RANGE``.
     """
-    frame, (score_clip, curvature_clip) = scores.frame, request.clips
+    frame, (score_clip, curvature_clip, excess_clip) = scores.frame, request.clips
     triangle, diagonal = _released(frame, (product + product.T) / 2, scores.places)
     scales = jnp.zeros_like(triangle).at[: len(diagonal)].set(diagonal)
     triangle = jnp.where(request.kind == Kind.SCALES, scales, triangle)
@@ -144,11 +146,13 @@ def entries(
     # In a stage, both norms are below their bounds by construction. Before the stages, this clips.
     vector, triangle = _ball(vector, score_clip), _ball(triangle, curvature_clip)
     power = power / score_clip**2
+    excess = jnp.clip(jnp.nan_to_num(excess / excess_clip**2, nan=0.0), -1, 1)
     log_power = 1 + jnp.log(power) / (4 * np.log(SIZE_RANGE))
     sized = jnp.clip(jnp.nan_to_num(log_power, nan=0.0), 0, 1)
     power = jnp.where(request.kind == Kind.SCALES, 0, power)
     alone = request.kind == Kind.SIZE
-    return *(jnp.where(alone, 0, x) for x in (vector, triangle)), jnp.where(alone, sized, power)
+    vector, triangle = (jnp.where(alone, 0, x) for x in (vector, triangle))
+    return vector, triangle, jnp.where(alone, sized, power), jnp.where(request.kind > 0, 0, excess)
 
 
 def _ball(vector: Array, bound: Array) -> Array:

@@ -20,6 +20,11 @@ If the outcomes can be listed, the expectations are exact, with :math:`t_r = z_r
 each draw. Otherwise they use two simulated outcomes for each draw. Then :math:`v_i` depends on the
 same simulated outcomes as the centre, and the mean of :math:`s_i` is only close to zero. It
 matters for rare counts and a million records or more.
+
+The power is the expected squared norm of the weighted, clipped score. The excess is the squared
+norm for the observed outcome :math:`y_i` minus the expected one, both clipped to a norm
+:math:`C_e \le C`. Its mean is 0 in a correct model, and positive if outcomes vary more than the
+model says. Only the last stage releases it.
 """
 
 from __future__ import annotations
@@ -66,17 +71,17 @@ class Request(NamedTuple):
         mean: Mean of the draws, shape (d,).
         factor: Cholesky factor of the covariance of the draws, shape (d, d).
         whitening: Symmetric matrix W, shape (d, d). It is zero in coordinates that are left out.
-        clips: (C, C_H). Before the stages, bounds on the row and the scales, or on the size.
-        weights: Square roots of the parts of the release's budget for the three entries of the
-            signal, shape (3,). Their squares sum to 1.
+        clips: (C, C_H, C_e). Before the stages, bounds on the row and the scales, or on the size.
+        weights: Square roots of the parts of the release's budget for the four entries of the
+            signal, shape (4,). Their squares sum to 1.
     """
 
     kind: Array
     mean: Float[Array, " d"]
     factor: Float[Array, "d d"]
     whitening: Float[Array, "d d"]
-    clips: Float[Array, " 2"]
-    weights: Float[Array, " 3"]
+    clips: Float[Array, " 3"]
+    weights: Float[Array, " 4"]
 
 
 class LaplaceProblem(NamedTuple):
@@ -139,7 +144,7 @@ class StageOptimizer:
 
     def init(self, request: Request) -> tuple[Request, Array]:
         """Returns the state: the request, and zeros in place of released values."""
-        return request, jnp.zeros(request.mean.size + self._entries + 1)
+        return request, jnp.zeros(request.mean.size + self._entries + 2)
 
     def get_params(self, state: tuple[Request, Array]) -> Request:
         """Returns the request."""
@@ -157,10 +162,10 @@ def staged_scores(
 ) -> Callable[[LaplaceProblem], Estimator]:
     """Returns the function ``problem -> estimator``.
 
-    In a stage the signal has three entries: the score, the upper triangle of the curvature, and the
-    score's power. Entries off the diagonal are multiplied by root 2, which makes the norm of the
-    triangle the Frobenius norm. Each entry is divided by its bound and multiplied by its weight. So
-    the signal has norm at most 1.
+    In a stage the signal has four entries: the score, the upper triangle of the curvature, the
+    score's power, and the excess of the power. Entries off the diagonal are multiplied by root 2,
+    which makes the norm of the triangle the Frobenius norm. Each entry is divided by its bound and
+    multiplied by its weight. So the signal has norm at most 1.
 
     Args:
         outcomes: The outcomes of the model.
@@ -168,7 +173,7 @@ def staged_scores(
         pairs: Whether each entry of the curvature is released, shape (d, d). By default all are.
 
     Guarantee:
-        The three bounds hold for any model, any record and any outcome, finite or not. Weights
+        The four bounds hold for any model, any record and any outcome, finite or not. Weights
         bring sums of clipped scores below the bounds. Values that are not finite count as 0. Before
         the stages, entries are clipped to their bounds, and the size to [0, 1]. Draws come from
         ``rng_key`` and read no record. A secret number of the record seeds its simulated outcomes.
@@ -186,7 +191,7 @@ def staged_scores(
         scores = Scores(own, request.whitening, example, places)
         one = _listed if own.number else censored if own.censored else _simulated
         parts = one(scores, request, draws, key)
-        names = ("score", "curvature", "power")
+        names = ("score", "curvature", "power", "excess")
         return {n: w * part for n, w, part in zip(names, request.weights, parts, strict=True)}
 
     def build(problem: LaplaceProblem) -> Estimator:
@@ -204,7 +209,7 @@ def staged_scores(
         def pull_back(public: Any, released: Released) -> Array:
             total = released.total
             return jnp.concatenate([
-                total["score"], total["curvature"], total["power"][None]
+                total["score"], total["curvature"], total["power"][None], total["excess"][None]
             ])  # fmt: skip
 
         return Estimator(prepare, signal, pull_back)
@@ -224,8 +229,8 @@ def symmetric(triangle: np.ndarray, pairs: np.ndarray | None = None) -> np.ndarr
 
 
 def _listed(scores: Scores, request: Request, draws: Array, _: Array) -> tuple[Array, ...]:
-    """Score, curvature and power divided by their bounds, for outcomes that can be listed."""
-    outcomes, (score_clip, curvature_clip) = scores.outcomes, request.clips
+    """The entries of the signal divided by their bounds, for outcomes that can be listed."""
+    outcomes, (score_clip, curvature_clip, _) = scores.outcomes, request.clips
     listed = outcomes.listed(draws, scores.example)
     chances = listed.probabilities
 
@@ -252,12 +257,14 @@ def _listed(scores: Scores, request: Request, draws: Array, _: Array) -> tuple[A
     score = total(sent[..., None] * slopes)
     product = outer_products(each[..., None] * slopes, slope)
     power = jnp.mean(weight**2 * jnp.sum(chances * norm**2, axis=0))
-    return entries(scores, request, score, product, power)
+    squares = jnp.minimum(weight * norm, request.clips[2]) ** 2
+    excess = jnp.mean(jnp.sum((listed.observed[:, None] - chances) * squares, axis=0))
+    return entries(scores, request, score, product, power, excess)
 
 
 def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tuple[Array, ...]:
-    """Score, curvature and power over their bounds, from outcomes simulated at partners."""
-    outcomes, (score_clip, curvature_clip) = scores.outcomes, request.clips
+    """The entries of the signal over their bounds, from outcomes simulated at partners."""
+    outcomes, (score_clip, curvature_clip, _) = scores.outcomes, request.clips
     number = len(draws)
     others = partners(draws, request.kind)
     keys = jax.random.split(key, (number, _REPLICATES))
@@ -275,7 +282,8 @@ def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tu
     there, norm = scores.bounded(there)
     slope, slope_norm = scores.bounded(slope)
     clipped, short = shortened(there, norm, score_clip), jnp.minimum(norm, score_clip)
-    observed = jnp.mean(shortened(*scores.bounded(own), score_clip), axis=0)
+    own_slopes, own_norm = scores.bounded(own)
+    observed = jnp.mean(shortened(own_slopes, own_norm, score_clip), axis=0)
     centre = jnp.mean(clipped, axis=(0, 1))
     size = scores.bounded(centre)[1]
     limits = (
@@ -295,4 +303,6 @@ def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tu
         score = jnp.where(request.kind > 0, row, score)
     else:
         score = jnp.where(request.kind > 0, 0, score)
-    return entries(scores, request, score, product, weight**2 * jnp.mean(short**2))
+    seen, likely = (jnp.minimum(each, request.clips[2]) ** 2 for each in (own_norm, norm))
+    excess = weight**2 * (jnp.mean(seen) - jnp.mean(likely))
+    return entries(scores, request, score, product, weight**2 * jnp.mean(short**2), excess)

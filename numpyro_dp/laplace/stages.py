@@ -40,6 +40,8 @@ from numpyro_dp.run.streaming import HostRows
 
 __all__ = ["Run", "Stages"]
 
+_MOST_SPREAD = 10.0  # factor on the variance of scores in a wrong model
+
 
 class Run:
     """The released values of a run so far, and the estimates from them.
@@ -48,6 +50,7 @@ class Run:
         prior: The prior of the model.
         plan: All releases of the run.
         groups: Sites of group effects, see :func:`~numpyro_dp.laplace.pattern.group_sites`.
+        spread: How much the scores vary, relative to the model, and the standard error of that.
     """
 
     def __init__(self, prior: ModelPrior, plan: Schedule, guess: FirstGuess) -> None:
@@ -57,6 +60,7 @@ class Run:
         self.whitening, self.template = np.diag(guess.whitening), np.eye(size)
         self.mean, self.covariance = prior.decoded.mean, prior.decoded.covariance
         self.kappa, self.stages, self.growth = 1.0, (), GROWTH
+        self.spread = 1.0, 0.0
         self.size = size
         self.number = prior.outcomes.model.structure.layout.num_examples
 
@@ -75,7 +79,8 @@ class Run:
     def read(self, release: int, released: np.ndarray) -> None:
         """Decodes the values of a release."""
         released = np.asarray(released, np.float64)
-        score, triangle, power = np.split(released, [self.size, len(released) - 1])
+        ends = self.size, len(released) - 2, len(released) - 1
+        score, triangle, power, excess = np.split(released, ends)
         clips, weights = self._bounds(release), self.plan.weights(release)
         mu, kind = self.plan.mu_of(release), self.plan.kinds[release]
         if kind is Kind.SIZE:
@@ -99,6 +104,12 @@ class Run:
         noisy = clips[0] ** 2 * power[0] / weights[2]
         stage = self.stages[-1]
         self.kappa = decode.sampling_ratio(stage, noisy, noise)
+        if weights[3]:
+            square = clips[2] ** 2
+            excess, noises = square * excess[0] / weights[3], (noise, square / mu[3])
+            self.spread = decode.excess_ratio(noisy, excess, noises, clips[2])
+            # In a wrong model the released likelihood has the variance that the scores have.
+            self.kappa *= np.clip(self.spread[0] - 2 * self.spread[1], 1.0, _MOST_SPREAD)
         begin = self.mean, self.covariance
         self.mean, self._decoded = decode.decode(self._prior, self.stages, self.kappa, begin)
         self.stages, self.covariance = decode.with_step(self.stages, self.mean, self._decoded)

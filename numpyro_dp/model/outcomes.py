@@ -110,10 +110,10 @@ class Outcomes(NamedTuple):
 
     def simulate(self, flat: Array, example: tuple[Array, ...], rng_key: Array) -> Any:
         """Draws an outcome of one record. Does not read the observed outcome."""
-        own_key, rest_key = jax.random.split(rng_key)
-        fn = _unobserved(self.model.fn, self._names, own_key)
-        trace = self._trace(fn, flat, example, rest_key)
-        return {name: trace[name]["value"] for name in self._names}
+        drawn = self._drawn(flat, example, rng_key)
+        kinds = {site["name"]: site["value"].dtype for site in self._sites(flat, example)}
+        # Counts may be stored as floats, and values as integers. The wider type loses nothing.
+        return {n: x.astype(jnp.promote_types(x.dtype, kinds[n])) for n, x in drawn.items()}
 
     def listed(self, flats: Array, example: tuple[Array, ...]) -> Listed:
         """Lists the outcomes of one record, with their probabilities at R vectors of latents.
@@ -137,9 +137,13 @@ class Outcomes(NamedTuple):
         return Listed(values.astype(wide) == value.astype(wide), values, probabilities)
 
     def own(self, example: tuple[Array, ...]) -> dict[str, Array]:
-        """The record's own outcome, by observed site."""
-        sites = self._sites(jnp.zeros(self.size), example)
-        return {site["name"]: jnp.asarray(site["value"]) for site in sites}
+        """The record's own outcome, by observed site, in the type of simulated ones."""
+        flat = jnp.zeros(self.size)
+        own = {site["name"]: jnp.asarray(site["value"]) for site in self._sites(flat, example)}
+        if self.censored:
+            return own
+        drawn = jax.eval_shape(self._drawn, flat, example, jax.random.key(0))
+        return {n: x.astype(jnp.promote_types(x.dtype, drawn[n].dtype)) for n, x in own.items()}
 
     def as_outcome(self, value: Array, own: dict[str, Array]) -> dict[str, Array]:
         """One listed value in the form of ``own``."""
@@ -175,6 +179,12 @@ class Outcomes(NamedTuple):
         found = fn.base_dist.log_prob(value).reshape(()) - censoring.log_tail(fn, value)
         scale = 1 if site["scale"] is None or not weighted else site["scale"]
         return found * jnp.reshape(scale, ()) * _mask_of(site["fn"])
+
+    def _drawn(self, flat: Array, example: tuple[Array, ...], rng_key: Array) -> dict[str, Array]:
+        own_key, rest_key = jax.random.split(rng_key)
+        fn = _unobserved(self.model.fn, self._names, own_key)
+        trace = self._trace(fn, flat, example, rest_key)
+        return {name: trace[name]["value"] for name in self._names}
 
     @property
     def _names(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ __all__ = [
     "findings_of_report",
     "findings_of_run",
     "findings_of_shares",
+    "findings_of_spread",
     "without_noise",
 ]
 
@@ -30,6 +31,7 @@ _FARTHEST = 3.0  # posterior sds between the points of a run and the optimum of 
 _WIDEST = 2.0  # posterior sds over which the points of a run move, fresh draws left out
 _MOST_PRIOR = 0.6  # part of the variance of the prior, as a mean over latents
 _CONFLICT = 2.0  # prior sds between the means of posterior and prior, root mean square
+_SURELY = 3.0  # standard errors by which scores vary more than the model says
 _SLID = 10.0  # factor by which an adaptive clip norm may change
 _UNUSED = 0.9  # part of the budget
 
@@ -189,6 +191,22 @@ def findings_of_normal(mean: np.ndarray, covariance: np.ndarray, prior: Prior) -
             "outcomes, columns of another scale than the prior expects, or a wrong model do that."
         )))  # fmt: skip
     return found
+
+
+def findings_of_spread(ratio: float, error: float) -> list[Finding]:
+    """What the spread of scores shows about the model.
+
+    Args:
+        ratio: Variance of the scores of the outcomes, relative to what the model says.
+        error: Its standard error.
+    """
+    if ratio - _SURELY * error <= 1:
+        return []
+    return [Finding("misfit", True, (
+        f"Outcomes vary more than the model says: scores have {ratio:.1f} times its variance. The "
+        "intervals allow for that, but clipping biases the fit of a wrong model. Use a likelihood "
+        "with more spread, such as NegativeBinomial2 for counts or StudentT for values."
+    ))]  # fmt: skip
 
 
 def without_noise(noise: bool) -> list[Finding]:

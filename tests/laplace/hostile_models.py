@@ -189,8 +189,8 @@ def rooted(rng, size, spread):
     return (vectors * np.sqrt(values)) @ vectors.T
 
 
-def request_of(size, *, kind=Kind.STAGE, mean=None, factor=None, whitening=None, clips=(1, 1),
-               weights=(0.6, 0.64, 0.48)):  # fmt: skip
+def request_of(size, *, kind=Kind.STAGE, mean=None, factor=None, whitening=None, clips=(1, 1, 1),
+               weights=(0.6, 0.6, 0.4, 0.34)):  # fmt: skip
     arrays = (
         np.zeros(size) if mean is None else mean,
         np.zeros((size, size)) if factor is None else factor,
@@ -201,13 +201,14 @@ def request_of(size, *, kind=Kind.STAGE, mean=None, factor=None, whitening=None,
 
 
 def random_request(size, kind, rng):
-    weights = np.sqrt(rng.dirichlet(np.ones(3)))
+    weights = np.sqrt(rng.dirichlet(np.ones(4)))
     if kind is Kind.SCALES:
-        weights = np.append(np.sqrt(rng.dirichlet(np.ones(2))), 0)
+        weights = np.append(np.sqrt(rng.dirichlet(np.ones(2))), [0, 0])
     return request_of(
         size, kind=kind, mean=rng.normal(size=size),
         factor=np.linalg.cholesky(rooted(rng, size, 1)) * np.exp(rng.normal()),
-        whitening=rooted(rng, size, 2), clips=np.exp(rng.normal(size=2) * (2, 5)), weights=weights,
+        whitening=rooted(rng, size, 2), clips=np.exp(rng.normal(size=3) * (2, 5, 2)),
+        weights=weights,
     )  # fmt: skip
 
 

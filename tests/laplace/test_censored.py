@@ -44,7 +44,7 @@ def copies(name, number, seed):
 @pytest.mark.parametrize("name", CENSORED)
 def test_without_bounds_it_is_the_score(name):
     problem, z, arrays, own = copies(name, 200, 3)
-    request = request_of(len(z), mean=z, clips=(1e4, 1e6))
+    request = request_of(len(z), mean=z, clips=(1e4, 1e6, 1.0))
     found = signals(problem, 2)(request, KEY, with_numbers(problem, arrays, 1))
     near = np.abs(own).max(axis=1) < 10  # beyond, an event is later than records are looked at
     assert near.mean() > 0.95
@@ -53,7 +53,7 @@ def test_without_bounds_it_is_the_score(name):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", CENSORED)
-@pytest.mark.parametrize("clips", [(1.0, 1.0), (0.5, 0.2)], ids=["some", "most"])
+@pytest.mark.parametrize("clips", [(1.0, 1.0, 0.5), (0.5, 0.2, 0.2)], ids=["some", "most"])
 def test_with_bounds_it_is_0_on_average_and_the_curvature_is_its_slope(name, clips):
     number = 30_000
     problem, z, arrays, own = copies(name, number, 6)
@@ -64,6 +64,8 @@ def test_with_bounds_it_is_0_on_average_and_the_curvature_is_its_slope(name, cli
     assert np.all(np.abs(scores.mean(0)) <= 4 * spread / np.sqrt(number) + 0.02 * spread)
     products = scores[:, :, None] * own[:, None, :]
     products = (products + products.swapaxes(1, 2)) / 2
+    excess, power = (np.asarray(found[name], np.float64) for name in ("excess", "power"))
+    assert abs(excess.mean()) <= 4 * excess.std() / np.sqrt(number) + 0.02 * power.mean()
     error = 4.5 * (products - curvatures).std(0) / np.sqrt(number)
     size = np.abs(curvatures.mean(0)).max()
     assert np.all(np.abs((products - curvatures).mean(0)) <= error + 0.05 * size)

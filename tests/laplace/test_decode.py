@@ -303,6 +303,15 @@ def test_the_widening_agrees_with_the_reference(reference, monkeypatch):
     np.testing.assert_allclose(covariance, other[1], rtol=1e-6, atol=1e-6 * np.max(other[1]))
 
 
+def test_the_excess_of_observed_outcomes():
+    ratio, error = decoding.excess_ratio(10.0, 5.0, (0.0, 3.0), 2.0)
+    assert ratio == 1.5
+    assert error == pytest.approx(np.sqrt(9 + 4 * 10) / 10)
+    # A power below its noise does not make the ratio large.
+    ratio, error = decoding.excess_ratio(-1.0, 5.0, (2.0, 3.0), 2.0)
+    assert 1 < ratio < 1 + 2 * error
+
+
 def test_the_next_whitening_of_a_diagonal_curvature():
     prior = likelihood.Prior(np.zeros(3), np.diag([1.0, 2.0, 3.0]))
     whitening, curvature = np.diag([0.5, 0.2, 0.1]), np.diag([4.0, 25.0, 100.0])

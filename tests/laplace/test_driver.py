@@ -301,7 +301,8 @@ def test_without_information_a_hierarchy_is_drawn_from_its_prior(monkeypatch):
         np.repeat(scale[:, None], 6, axis=1) * np.random.default_rng(1).normal(size=(100_000, 6)),
     )
     for ours, exact in zip(sample, expected, strict=True):
-        assert np.all(np.abs(ours.mean(0) - exact.mean(0)) < 0.1 * exact.std(0))
+        # The noise of privacy moves a mean by up to .3.
+        assert np.all(np.abs(ours.mean(0) - exact.mean(0)) < 0.4 * exact.std(0))
         assert np.all(np.abs(ours.std(0) / exact.std(0) - 1) < 0.1)
 
 

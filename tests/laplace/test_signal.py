@@ -36,7 +36,7 @@ def test_no_record_sends_more_than_its_bound(name):
     number = 20 if "known" in name else 200
     problem = problem_of(model, ordinary_records(kinds, number, 0))
     assert (problem.outcomes.number > 0) == listed
-    every, largest, rng = signals(problem, 3), np.zeros(3), np.random.default_rng(1)
+    every, largest, rng = signals(problem, 3), np.zeros(4), np.random.default_rng(1)
     for trial in range(6):
         arrays = with_numbers(problem, hostile_records(kinds, number, trial))
         for kind in Kind:
@@ -44,7 +44,7 @@ def test_no_record_sends_more_than_its_bound(name):
             found = every(request, jax.random.key(trial), arrays)
             assert all(np.isfinite(leaf).all() for leaf in found.values())
             assert norms(found).max() <= ROUNDING
-            for at, entry in enumerate(("score", "curvature", "power")):
+            for at, entry in enumerate(("score", "curvature", "power", "excess")):
                 weight = float(request.weights[at])
                 sizes = norms({"one": found[entry]})
                 assert sizes.max() <= weight * ROUNDING
@@ -83,7 +83,7 @@ def repeated(arrays, place, values):
 
 @pytest.mark.table
 @pytest.mark.parametrize("name", LISTED)
-@pytest.mark.parametrize("clips", [(1.0, 1.0), (100.0, 1000.0)], ids=["clipped", "free"])
+@pytest.mark.parametrize("clips", [(1.0, 1.0, 0.5), (100.0, 1000.0, 1.0)], ids=["clipped", "free"])
 def test_listed_outcomes_have_score_0_on_average_and_the_curvature_is_its_slope(name, clips):
     model, kinds, _ = MODELS[name]
     size = 20
@@ -143,7 +143,7 @@ def test_bernoulli_in_closed_form():
     x, y = ordinary_records(kinds, 40, 4)
     x[:5] *= 30
     problem, rng = problem_of(model, (x, y)), np.random.default_rng(5)
-    for clips in ((0.5, 0.2), (2.0, 0.3), (1e3, 1e6)):
+    for clips in ((0.5, 0.2, 0.2), (2.0, 0.3, 0.2), (1e3, 1e6, 0.2)):
         request, mean, whitening = at_one_point(problem, rng, clips=clips)
         found = signals(problem, 2)(request, KEY, (x, y))
         p = 1 / (1 + np.exp(-x.astype(float) @ mean))
@@ -160,6 +160,11 @@ def test_bernoulli_in_closed_form():
         np.testing.assert_allclose(curvature_of(found, request), curvature, atol=2e-5 * scale)
         sent = np.asarray(found["power"]) / float(request.weights[2])
         np.testing.assert_allclose(sent, power, rtol=1e-4, atol=1e-7)
+        chance = np.where(y > 0, p, 1 - p)
+        own, other = (np.minimum(weight * gap * norm, 0.2) for gap in (1 - chance, chance))
+        excess = (1 - chance) * (own**2 - other**2) / 0.2**2
+        sent = np.asarray(found["excess"]) / float(request.weights[3])
+        np.testing.assert_allclose(sent, excess, rtol=1e-4, atol=1e-6)
 
 
 def simulated_copies(name, number, seed, pairs, clips):
@@ -178,13 +183,14 @@ def simulated_copies(name, number, seed, pairs, clips):
     for place, site in enumerate(sites, 1):
         copies[place] = np.asarray(drawn[site]).reshape(number).astype(copies[place].dtype)
     found = signals(problem, pairs)(request, KEY, with_numbers(problem, tuple(copies), seed))
+    excess = np.asarray(found["excess"], np.float64)
 
     def slope(key):
         outcome = outcomes.simulate(z, one, key)
         return outcomes.score(z, one, outcome) / (1 if "weighted" not in name else one[2])
 
     own = np.asarray(jax.jit(jax.vmap(slope))(keys), np.float64) @ whitening
-    return score_of(found, request), curvature_of(found, request), own
+    return score_of(found, request), curvature_of(found, request), own, excess
 
 
 SIMULATED = [name for name in MODELS if name not in LISTED and "censored" not in name]
@@ -192,15 +198,36 @@ SIMULATED = [name for name in MODELS if name not in LISTED and "censored" not in
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", SIMULATED)
-@pytest.mark.parametrize("clips", [(1.5, 2.0), (1e3, 1e6)], ids=["clipped", "free"])
+@pytest.mark.parametrize("clips", [(1.5, 2.0, 1.0), (1e3, 1e6, 1.0)], ids=["clipped", "free"])
 def test_simulated_outcomes_have_score_0_on_average_and_the_curvature_is_its_slope(name, clips):
     number = 8_000
-    scores, curvatures, own = simulated_copies(name, number, 6, 12, clips)
+    scores, curvatures, own, excess = simulated_copies(name, number, 6, 12, clips)
     error = scores.std(0) / np.sqrt(number)
     assert np.all(np.abs(scores.mean(0)) <= 4 * error + 1e-7)
     products = scores[:, :, None] * own[:, None, :]
     gap = (products + products.swapaxes(1, 2)) / 2 - curvatures
     assert np.all(np.abs(gap.mean(0)) <= 4.5 * gap.std(0) / np.sqrt(number) + 1e-6)
+    # Observed outcomes have the power that the model expects.
+    assert abs(excess.mean()) <= 4 * excess.std() / np.sqrt(number)
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(("name", "types"), [
+    ("poisson", (np.int32, np.float32, np.uint8)), ("linear", (np.float32, np.int32)),
+    ("bernoulli", (np.int32, np.float32, np.bool_)),
+])  # fmt: skip
+def test_the_type_of_stored_outcomes_changes_nothing(name, types):
+    model, kinds, _ = MODELS[name]
+    x, y = ordinary_records(kinds, 20, 4)
+    sent = []
+    for kind in types:
+        arrays = x, np.abs(np.round(y)).astype(kind)
+        problem = problem_of(model, arrays)
+        request = request_of(problem.outcomes.size, clips=(1.0, 2.0, 1.0))
+        found = signals(problem, 2)(request, KEY, with_numbers(problem, arrays, 1))
+        sent.append(np.concatenate([np.ravel(part) for part in found.values()]))
+    for other in sent[1:]:
+        np.testing.assert_allclose(other, sent[0], rtol=1e-5, atol=1e-6)
 
 
 class _Paired(dist.Distribution):
@@ -244,7 +271,7 @@ def test_the_size_of_scores_is_found_whatever_the_scale_of_columns(times):
     problem, size = problem_of(model, (x, y)), x.shape[1]
     guess = np.eye(size) * np.sqrt(4 / N)  # p (1 - p) is 1 / 4 at 0, and columns have variance 1
     clips = bounds(Kind.SIZE, size, N, 1.0, 0.2)
-    request = request_of(size, kind=Kind.SIZE, whitening=guess, clips=clips, weights=(0, 0, 1))
+    request = request_of(size, kind=Kind.SIZE, whitening=guess, clips=clips, weights=(0, 0, 1, 0))
     found = signals(problem, 2)(request, KEY, (times * x, y))
     assert not np.any(found["score"]) and not np.any(found["curvature"])
     total = np.sum(np.asarray(found["power"], np.float64))

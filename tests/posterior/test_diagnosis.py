@@ -1,5 +1,7 @@
 """Diagnoses of posteriors: bad runs are found, good ones are not."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import optax
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoIAFNormal
 
-from numpyro_dp import DPMCMC, DPSVI, SGLD, PrivacyBudget
+from numpyro_dp import DPMCMC, DPSVI, SGLD, DPLaplace, PrivacyBudget
 from numpyro_dp.estimators import aligned
 from numpyro_dp.mechanisms import AdaptiveClip
 from numpyro_dp.posterior import PosteriorWarning
@@ -102,3 +104,34 @@ def test_chains_that_stand_still_are_found_and_are_the_prior():
         mcmc.posterior  # noqa: B018
     assert "mixing" in bad(mcmc.posterior.diagnose())
     assert jnp.allclose(mcmc.posterior.summary()["w"]["sd"], 1.0, rtol=0.1)
+
+
+def counts(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(x @ w)), obs=y)
+
+
+def values(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("kind", ["counts", "values"])
+def test_outcomes_that_vary_more_than_the_model_says_are_found(kind):
+    slope = X @ np.array([0.5, -0.5])
+    if kind == "counts":
+        rate, spread = np.exp(slope), RNG.gamma(0.5, 2.0, size=N)
+        given, good, wild = counts, RNG.poisson(rate), RNG.poisson(rate * spread)
+    else:
+        given, good, wild = values, slope + RNG.normal(size=N), slope + RNG.standard_cauchy(N)
+    laplace = DPLaplace(given, budget=PrivacyBudget(3.0, 1e-5))
+    sds = []
+    for outcomes, names in ((good, set()), (wild, {"misfit"})):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PosteriorWarning)
+            posterior = laplace.run(jax.random.key(0), X, outcomes.astype(np.float32))
+        assert bad(posterior.diagnose()) == names
+        sds.append(np.mean(posterior.summary()["w"]["sd"]))
+    assert sds[1] > 1.1 * sds[0]
