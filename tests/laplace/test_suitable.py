@@ -136,6 +136,18 @@ def test_what_no_normal_posterior_fits_is_refused(name, nothing_runs):
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize("likelihood", [
+    lambda eta: dist.Poisson(jnp.exp(eta)), lambda eta: dist.Gamma(2.0, 2 * jnp.exp(-eta)),
+], ids=["counts", "times"])  # fmt: skip
+def test_many_weights_under_a_log_link_are_no_network(likelihood, nothing_runs):
+    def model(x, y=None):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", likelihood(x @ w), obs=y)
+
+    DPLaplace(model, budget=BUDGET).plan(jnp.ones((N, 20)), jnp.ones(N))
+
+
 def test_refusals_look_at_no_record(nothing_runs):
     """Shapes decide: records of NaN give the same message."""
     messages = []
