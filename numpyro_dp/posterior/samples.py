@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import numpy as np
 from jax import Array
 from numpyro import handlers
 from numpyro.infer import Predictive
@@ -43,7 +45,8 @@ def posterior_samples(
         Draws by site with a leading axis ``num_samples``.
 
     Raises:
-        ValueError: If ``num_samples`` is below 1, or an automatic guide has not been set up.
+        ValueError: If ``num_samples`` is below 1, an automatic guide has not been set up, or
+            ``params`` lacks a parameter of the guide or has another shape.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
@@ -67,10 +70,29 @@ def posterior_samples(
     check_int("num_samples", num_samples, low=1)
     check_guide_set_up(guide)
     with handlers.block(), handlers.trace() as trace:
-        handlers.seed(handlers.substitute(guide, data=params), rng_key)(*args, **kwargs)
+        handlers.seed(guide, rng_key)(*args, **kwargs)
+    _check_params(trace, params)
     sites = [name for name, site in trace.items() if _is_kept(site)]
     predictive = Predictive(guide, params=params, num_samples=num_samples, return_sites=sites)
     return predictive(rng_key, *args, **kwargs)
+
+
+def _check_params(trace: dict[str, Any], params: dict[str, Any]) -> None:
+    """Raises ValueError if a parameter of the guide is missing or has another shape."""
+    wanted = {n: site["value"] for n, site in trace.items() if site["type"] == "param"}
+    if missing := sorted(set(wanted) - set(params)):
+        raise ValueError(
+            f"The guide has the parameters {sorted(wanted)}, but params lacks {missing}. Without "
+            "them, these would be draws of a guide that was never trained. Pass the params of the "
+            "run together with its guide."
+        )
+    for name, value in wanted.items():
+        shapes = [list(map(np.shape, jax.tree.leaves(x))) for x in (value, params[name])]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"The guide's parameter {name!r} has arrays of shapes {shapes[0]}, but params has "
+                f"{shapes[1]}. Pass the params of a run of this guide."
+            )
 
 
 def _is_kept(site: dict[str, Any]) -> bool:

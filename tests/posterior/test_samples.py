@@ -93,5 +93,13 @@ def test_hand_written_guides_take_their_arguments():
 def test_wrong_draws():
     with pytest.raises(ValueError, match="AutoNormal has not been set up.*guide of the run"):
         posterior_samples(KEY, AutoNormal(model), {}, 10, X)
+    guide = AutoDiagonalNormal(model)
+    good = set_up(guide)
+    with pytest.raises(ValueError, match="lacks .'auto_loc', 'auto_scale'.*never trained"):
+        posterior_samples(KEY, guide, {}, 10)
+    with pytest.raises(ValueError, match="lacks .'auto_scale'"):
+        posterior_samples(KEY, guide, {"auto_loc": good["auto_loc"], "w_auto_loc": X}, 10)
+    with pytest.raises(ValueError, match="'auto_loc' has arrays of shapes .*3.*2"):
+        posterior_samples(KEY, guide, good | {"auto_loc": jnp.zeros(2)}, 10)
     with pytest.raises(ValueError, match="num_samples=0"):
         posterior_samples(KEY, AutoNormal(model), {}, 0, X)
