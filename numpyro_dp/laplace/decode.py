@@ -135,7 +135,7 @@ def sampling_ratio(stage: Stage, noisy_power: float, power_noise: float) -> floa
 
 
 def excess_ratio(
-    power: float, excess: float, noise: tuple[float, float], clip: float
+    power: float, excess: float, noise: tuple[float, float], clip: float, doubt: float
 ) -> tuple[float, float]:
     r"""Returns the variance of scores relative to what the model says, and its standard error.
 
@@ -144,16 +144,22 @@ def excess_ratio(
     in a correct model the excess varies by at most :math:`C_e^2` times the power, next to its
     noise.
 
+    This holds at the true latents. Draws differ from them by their covariance V, which adds about
+    :math:`3u` to the ratio (at most, for a normal or a binary outcome), and moves the variance of a
+    count by :math:`\sqrt u`, with :math:`u = \mathrm{tr}(H V) / N`.
+
     Args:
         power: Sum over records of the expected squared whitened scores, plus noise.
         excess: Sum over records of the excess, plus noise. See
             :mod:`numpyro_dp.laplace.signal`.
         noise: Standard deviations of the two noises.
         clip: The clip norm of the excess.
+        doubt: The number u.
     """
     power = max(power, 0.0) + noise[0]  # for caution
     error = np.hypot(noise[1], clip * np.sqrt(power))
-    return float(1 + excess / power), float(error / power)
+    error = np.sqrt((error / power) ** 2 + doubt + (3 * doubt) ** 2)
+    return float(1 + excess / power - 3 * doubt), float(error)
 
 
 def decode(
@@ -210,7 +216,9 @@ def _decode_rounds(
     target = np.concatenate([stage.score + curvature @ stage.mean for stage in stages])
     everywhere = np.tile(np.eye(size), (count, 1))
     for index in range(ROUNDS):
-        errors = _error_covariance(stages, mean, covariance, sampling, widening)
+        # The variance of scores is kappa H. For kappa below 1, H / kappa is on the safe side.
+        varying = sampling * max(kappa, 1.0) ** 2
+        errors = _error_covariance(stages, mean, covariance, varying, widening)
         weights = solve(errors, everywhere)
         precision = symmetric(curvature @ (everywhere.T @ weights) @ curvature)
         pull = curvature @ (weights.T @ target)

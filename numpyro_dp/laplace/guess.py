@@ -98,8 +98,8 @@ def _check_not_a_network(middle: np.ndarray, scores: np.ndarray) -> None:
     """
     # A median, because a few draws from the prior of a log rate have enormous scores.
     usual = np.ma.median(np.ma.masked_equal(np.abs(scores), 0), axis=0).filled(0)
-    middle = np.where(np.isfinite(middle), middle, np.inf)
-    silent = np.sqrt(np.mean(middle**2, axis=0)) < _SILENT * usual
+    middle = np.ma.masked_equal(np.where(np.isfinite(middle), middle, np.inf), 0)
+    silent = np.sqrt(np.ma.mean(middle**2, axis=0)).filled(0) < _SILENT * usual
     if np.mean(silent) > 0.5:
         raise UnsupportedModelError(
             "Most latents of this model act on the outcome only through products with other "

@@ -107,7 +107,8 @@ class Run:
         if weights[3]:
             square = clips[2] ** 2
             excess, noises = square * excess[0] / weights[3], (noise, square / mu[3])
-            self.spread = decode.excess_ratio(noisy, excess, noises, clips[2])
+            doubt = np.sum(stage.curvature_floored * stage.covariance) / self.number
+            self.spread = decode.excess_ratio(noisy, excess, noises, clips[2], doubt)
             # In a wrong model the released likelihood has the variance that the scores have.
             self.kappa *= np.clip(self.spread[0] - 2 * self.spread[1], 1.0, _MOST_SPREAD)
         begin = self.mean, self.covariance

@@ -111,8 +111,9 @@ class Outcomes(NamedTuple):
     def simulate(self, flat: Array, example: tuple[Array, ...], rng_key: Array) -> Any:
         """Draws an outcome of one record. Does not read the observed outcome."""
         drawn = self._drawn(flat, example, rng_key)
-        kinds = {site["name"]: site["value"].dtype for site in self._sites(flat, example)}
-        # Counts may be stored as floats, and values as integers. The wider type loses nothing.
+        sites = self._sites(flat, example)
+        kinds = {site["name"]: jnp.asarray(site["value"]).dtype for site in sites}
+        # Counts may be stored as floats, and values as integers.
         return {n: x.astype(jnp.promote_types(x.dtype, kinds[n])) for n, x in drawn.items()}
 
     def listed(self, flats: Array, example: tuple[Array, ...]) -> Listed:
@@ -140,8 +141,8 @@ class Outcomes(NamedTuple):
         """The record's own outcome, by observed site, in the type of simulated ones."""
         flat = jnp.zeros(self.size)
         own = {site["name"]: jnp.asarray(site["value"]) for site in self._sites(flat, example)}
-        if self.censored:
-            return own
+        if self.censored:  # times may be stored as integers
+            return {n: x.astype(jnp.promote_types(x.dtype, jnp.float32)) for n, x in own.items()}
         drawn = jax.eval_shape(self._drawn, flat, example, jax.random.key(0))
         return {n: x.astype(jnp.promote_types(x.dtype, drawn[n].dtype)) for n, x in own.items()}
 

@@ -31,6 +31,7 @@ _FARTHEST = 3.0  # posterior sds between the points of a run and the optimum of 
 _WIDEST = 2.0  # posterior sds over which the points of a run move, fresh draws left out
 _MOST_PRIOR = 0.6  # part of the variance of the prior, as a mean over latents
 _CONFLICT = 2.0  # prior sds between the means of posterior and prior, root mean square
+_MISFIT = 1.1  # variance of scores relative to what the model says
 _SURELY = 3.0  # standard errors by which scores vary more than the model says
 _SLID = 10.0  # factor by which an adaptive clip norm may change
 _UNUSED = 0.9  # part of the budget
@@ -200,12 +201,12 @@ def findings_of_spread(ratio: float, error: float) -> list[Finding]:
         ratio: Variance of the scores of the outcomes, relative to what the model says.
         error: Its standard error.
     """
-    if ratio - _SURELY * error <= 1:
+    if ratio < _MISFIT or ratio - _SURELY * error <= 1:
         return []
     return [Finding("misfit", True, (
-        f"Outcomes vary more than the model says: scores have {ratio:.1f} times its variance. The "
-        "intervals allow for that, but clipping biases the fit of a wrong model. Use a likelihood "
-        "with more spread, such as NegativeBinomial2 for counts or StudentT for values."
+        f"Outcomes vary more than the model says: scores have {ratio:.2g} times its variance, or "
+        "more. The intervals allow for part of it, but clipping biases the fit of a wrong model. "
+        "Use a likelihood with more spread: NegativeBinomial2 for counts, StudentT for values."
     ))]  # fmt: skip
 
 

@@ -304,11 +304,14 @@ def test_the_widening_agrees_with_the_reference(reference, monkeypatch):
 
 
 def test_the_excess_of_observed_outcomes():
-    ratio, error = decoding.excess_ratio(10.0, 5.0, (0.0, 3.0), 2.0)
+    ratio, error = decoding.excess_ratio(10.0, 5.0, (0.0, 3.0), 2.0, 0.0)
     assert ratio == 1.5
     assert error == pytest.approx(np.sqrt(9 + 4 * 10) / 10)
+    # Draws that are far from the truth explain a part, and leave more doubt.
+    doubtful = decoding.excess_ratio(10.0, 5.0, (0.0, 3.0), 2.0, 0.04)
+    assert doubtful == pytest.approx((1.38, np.sqrt(error**2 + 0.04 + 0.12**2)))
     # A power below its noise does not make the ratio large.
-    ratio, error = decoding.excess_ratio(-1.0, 5.0, (2.0, 3.0), 2.0)
+    ratio, error = decoding.excess_ratio(-1.0, 5.0, (2.0, 3.0), 2.0, 0.0)
     assert 1 < ratio < 1 + 2 * error
 
 

@@ -214,14 +214,15 @@ def test_simulated_outcomes_have_score_0_on_average_and_the_curvature_is_its_slo
 @pytest.mark.table
 @pytest.mark.parametrize(("name", "types"), [
     ("poisson", (np.int32, np.float32, np.uint8)), ("linear", (np.float32, np.int32)),
-    ("bernoulli", (np.int32, np.float32, np.bool_)),
+    ("bernoulli", (np.int32, np.float32, np.bool_)), ("censored, Weibull", (np.float32, np.int32)),
 ])  # fmt: skip
 def test_the_type_of_stored_outcomes_changes_nothing(name, types):
     model, kinds, _ = MODELS[name]
-    x, y = ordinary_records(kinds, 20, 4)
+    x, y, *rest = ordinary_records(kinds, 20, 4)
     sent = []
     for kind in types:
-        arrays = x, np.abs(np.round(y)).astype(kind)
+        whole = (1 + np.abs(np.round(y))) % (2 if name == "bernoulli" else 9)
+        arrays = x, whole.astype(kind), *rest
         problem = problem_of(model, arrays)
         request = request_of(problem.outcomes.size, clips=(1.0, 2.0, 1.0))
         found = signals(problem, 2)(request, KEY, with_numbers(problem, arrays, 1))

@@ -148,6 +148,15 @@ def test_many_weights_under_a_log_link_are_no_network(likelihood, nothing_runs):
     DPLaplace(model, budget=BUDGET).plan(jnp.ones((N, 20)), jnp.ones(N))
 
 
+def test_a_constant_outcome_is_read(nothing_runs):
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("residual", dist.Normal(y - x @ w, 1.0), obs=0.0)
+
+    DPLaplace(model, budget=BUDGET).plan(X, Y)
+
+
 def test_refusals_look_at_no_record(nothing_runs):
     """Shapes decide: records of NaN give the same message."""
     messages = []

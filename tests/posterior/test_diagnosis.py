@@ -118,6 +118,26 @@ def values(x, y=None):
         numpyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
 
+@pytest.mark.full
+def test_a_right_model_with_many_latents_is_not_said_to_be_wrong():
+    """Draws far from the truth make residuals larger, too."""
+    rng, wrong = np.random.default_rng(3), 0
+    laplace = DPLaplace(wide, budget=PrivacyBudget(1.0, 1e-5))
+    for seed in range(12):
+        x, w = rng.normal(size=(1000, 20)).astype(np.float32), rng.normal(size=20)
+        y = (rng.random(1000) < 1 / (1 + np.exp(-x @ w))).astype(int)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PosteriorWarning)
+            wrong += "misfit" in bad(laplace.run(jax.random.key(seed), x, y).diagnose())
+    assert wrong == 0
+
+
+def wide(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
 @pytest.mark.parametrize("kind", ["counts", "values"])
 def test_outcomes_that_vary_more_than_the_model_says_are_found(kind):
     slope = X @ np.array([0.5, -0.5])
