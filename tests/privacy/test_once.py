@@ -555,7 +555,7 @@ def test_processes_that_resume_one_state_share_no_noise(tmp_path, given):
     found = [*in_new_process(RESUMED, path), *in_new_process(RESUMED, path)]
     found.append(driver.run(KEY, 1, X, init_state=state, **run).params["auto_loc"][0])
     values = np.asarray(found, float)
-    assert len(np.unique(values.round(4))) == 5
+    assert np.diff(np.sort(values)).min() > 2e-6  # equal noise differs by rounding alone
 
 
 @pytest.mark.slow
