@@ -178,7 +178,8 @@ def decode(
     Args:
         prior: The prior of theta.
         stages: All stages so far, oldest first, from :func:`with_discrepancies`.
-        kappa: See :func:`sampling_ratio`.
+        kappa: See :func:`sampling_ratio`. In a wrong model it is larger, by the part of
+            :func:`excess_ratio` that is sure.
         begin: Initial mean and covariance of the rounds, from the decode of the previous stage. By
             default the prior's.
     """

@@ -293,7 +293,8 @@ def test_without_information_a_hierarchy_is_drawn_from_its_prior(monkeypatch):
     monkeypatch.delattr(ModelPrior, "_sampled")
     group = np.arange(3000) % 6
     y = jnp.asarray(np.linspace(-2, 2, 6)[group], jnp.float32)
-    found = run(intercepts, (jnp.asarray(group), y), budget=PrivacyBudget(0.001, 1e-5))
+    # At epsilon .001, the noise of privacy moves a mean by more than .1 in every fourth run.
+    found = run(intercepts, (jnp.asarray(group), y), budget=PrivacyBudget(1e-5, 1e-7))
     scale = np.abs(np.random.default_rng(0).normal(size=100_000))
     sample = draws(found, "scale"), draws(found, "effect")
     expected = (
@@ -301,8 +302,7 @@ def test_without_information_a_hierarchy_is_drawn_from_its_prior(monkeypatch):
         np.repeat(scale[:, None], 6, axis=1) * np.random.default_rng(1).normal(size=(100_000, 6)),
     )
     for ours, exact in zip(sample, expected, strict=True):
-        # The noise of privacy moves a mean by up to .3.
-        assert np.all(np.abs(ours.mean(0) - exact.mean(0)) < 0.4 * exact.std(0))
+        assert np.all(np.abs(ours.mean(0) - exact.mean(0)) < 0.1 * exact.std(0))
         assert np.all(np.abs(ours.std(0) / exact.std(0) - 1) < 0.1)
 
 

@@ -26,7 +26,7 @@ Y = (RNG.random(N) < 1 / (1 + np.exp(-X @ np.array([1.0, -1.0])))).astype(int)
 
 
 def model(x, y=None):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
     with numpyro.plate("records", x.shape[0]):
         numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
 
@@ -122,7 +122,7 @@ def values(x, y=None):
 def test_a_right_model_with_many_latents_is_not_said_to_be_wrong():
     """Draws far from the truth make residuals larger, too."""
     rng, wrong = np.random.default_rng(3), 0
-    laplace = DPLaplace(wide, budget=PrivacyBudget(1.0, 1e-5))
+    laplace = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5))
     for seed in range(12):
         x, w = rng.normal(size=(1000, 20)).astype(np.float32), rng.normal(size=20)
         y = (rng.random(1000) < 1 / (1 + np.exp(-x @ w))).astype(int)
@@ -130,12 +130,6 @@ def test_a_right_model_with_many_latents_is_not_said_to_be_wrong():
             warnings.simplefilter("ignore", PosteriorWarning)
             wrong += "misfit" in bad(laplace.run(jax.random.key(seed), x, y).diagnose())
     assert wrong == 0
-
-
-def wide(x, y=None):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
 
 
 @pytest.mark.parametrize("kind", ["counts", "values"])
