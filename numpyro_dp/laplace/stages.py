@@ -109,7 +109,7 @@ class Run:
             excess, noises = square * excess[0] / weights[3], (noise, square / mu[3])
             doubt = np.sum(stage.curvature_floored * stage.covariance) / self.number
             self.spread = decode.excess_ratio(noisy, excess, noises, clips[2], doubt)
-            # In a wrong model the released likelihood has the variance that the scores have.
+            # In a wrong model the intervals allow for the part of the variance that is sure.
             self.kappa *= np.clip(self.spread[0] - 2 * self.spread[1], 1.0, _MOST_SPREAD)
         begin = self.mean, self.covariance
         self.mean, self._decoded = decode.decode(self._prior, self.stages, self.kappa, begin)
