@@ -18,12 +18,14 @@ from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.ep.driver import SensitiveEPResult
 from numpyro_dp.model.frontend import Call, Prepared
 from numpyro_dp.model.records import Records, RecordsProblem, read_records
+from numpyro_dp.pbp.decode import network_draws
 from numpyro_dp.pbp.estimator import NetworkSteps, network_ep
 from numpyro_dp.pbp.model import NetworkGuide, RegressionNetwork
 from numpyro_dp.pbp.reference import ep_sweep, filter_sweeps, start_network_sites
 from numpyro_dp.posterior.diagnosis import findings_of_run, without_noise
 from numpyro_dp.posterior.from_model import ModelSource, drift_notes
 from numpyro_dp.posterior.posterior import Posterior
+from numpyro_dp.posterior.scores import NOISE_INCLUDED
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.keys import check_rng_key
@@ -134,6 +136,7 @@ class DPPBP(Driver):
                 check_real(name, rate, low=0, low_open=True, high=1)
         if ridge is not None:
             check_real("ridge", ridge, low=0, low_open=True)
+        self.ridge = ridge
         check_real("precision_weight", precision_weight, low=0, low_open=True)
         check_real("noise_weight", noise_weight, low=0, low_open=True)
         self.init_scale = check_real("init_scale", init_scale, low=0, low_open=True)
@@ -183,13 +186,17 @@ class DPPBP(Driver):
         source = ModelSource(network, latents, records.data_plate, arguments, {})
         method = f"{type(self).__name__} of {network}, {privacy.num_steps} steps"
         drift = notes = drift_notes(result.trace)
-        if privacy.noise_multiplier > 0:
-            notes += ("The intervals do not contain the privacy noise of the run.",)
-        if not known:
-            notes += ("weight_precision is a point estimate.",)
-        draws = source.guide_draws(self.guide, params, {})
-        found = (*findings_of_run(result), *without_noise(privacy.noise_multiplier > 0))
-        return source.posterior(draws, privacy, method, notes, not drift, found)
+        findings = findings_of_run(result)
+        if plain or privacy.noise_multiplier == 0:
+            draws = source.guide_draws(self.guide, params, {})
+            notes += ("weight_precision is a point estimate.",) * (not known)
+            findings += without_noise(privacy.noise_multiplier > 0)
+        else:
+            (shape, _), *_ = records.layout.shapes
+            released = result.state.optim_state
+            draws = network_draws(network, *shape, problem.num_examples, released, self.ridge)
+            notes += (NOISE_INCLUDED,)
+        return source.posterior(draws, privacy, method, notes, not drift, findings)
 
 
 class PBP:

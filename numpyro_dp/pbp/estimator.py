@@ -94,7 +94,10 @@ class Move(NamedTuple):
         direction: Change of the mean in coordinates of the curvature, ``None`` without them.
         precision: Estimated change of the precision of each weight.
         rate: Estimated change of the rate of the noise precision.
+        noise: Standard deviation of the noise in each entry of ``slope``, or in each coordinate of
+            the curvature that ``direction`` comes from.
         precision_noise: Standard deviation of the noise in each entry of ``precision``.
+        rate_noise: Standard deviation of the noise in ``rate``.
         num_examples: Number of records.
     """
 
@@ -102,7 +105,9 @@ class Move(NamedTuple):
     direction: Array | None
     precision: Array
     rate: Array
+    noise: Array
     precision_noise: Array
+    rate_noise: Array
     num_examples: int
 
 
@@ -184,9 +189,12 @@ def network_ep(
             if by_layer:  # each weight of a layer gets the mean of its layer
                 sizes = zip(precision, layout.sizes, strict=True)
                 precision = layout.join([jnp.broadcast_to(*each) for each in sizes])
-            noise = released.noise_scale / (public.unit * precision_weight)
             rate = total["noise"] / noise_weight
-            return _move(public, total["linear"], precision, rate, noise, number)
+            noises = tuple(
+                jnp.asarray(released.noise_scale / weight)
+                for weight in (1, precision_weight, noise_weight)
+            )
+            return _move(public, total["linear"], precision, rate, noises, number)
 
         return Estimator(prepare, signal, pull_back)
 
@@ -201,14 +209,23 @@ def _scaled(public: _Public, linear: Array, noise: Array) -> tuple[Array, Array]
 
 
 def _move(
-    public: _Public, linear: Array, precision: Array, rate: Array, noise: Array, number: int
+    public: _Public,
+    linear: Array,
+    precision: Array,
+    rate: Array,
+    noises: tuple[Array, ...],
+    number: int,
 ) -> Move:
-    correction = precision * public.shift
-    if public.curvature is None:
-        slope = linear / public.unit + correction
-        return Move(slope, None, precision, rate, noise, number)
-    direction = public.curvature.direction(linear + public.curvature.whiten(correction))
-    return Move(None, direction, precision, rate * public.unit, noise, number)
+    correction, unit, curvature = precision * public.shift, public.unit, public.curvature
+    slope_noise, precision_noise, rate_noise = noises
+    precision_noise /= unit
+    if curvature is None:
+        slope = linear / unit + correction
+        noises = slope_noise / unit, precision_noise, rate_noise
+        return Move(slope, None, precision, rate, *noises, number)
+    direction = curvature.direction(linear + curvature.whiten(correction))
+    noises = slope_noise / curvature.scale, precision_noise, rate_noise * unit
+    return Move(None, direction, precision, rate * unit, *noises, number)
 
 
 def _public(network: RegressionNetwork, number: int, params: Params) -> _Public:
@@ -236,12 +253,17 @@ class NetworkStepsState(NamedTuple):
         params: Natural parameters of the posterior.
         released: Running mean of the released precisions, without shrinkage.
         noise: Variance of the noise in each precision.
+        mean_noise: Variance of the noise in each weight's mean, at most. Or in each coordinate of
+            the curvature, as if that were the curvature of the records.
+        rate_noise: Variance of the noise in the rate.
     """
 
     step: Array
     params: Params
     released: Array
     noise: Array
+    mean_noise: Array
+    rate_noise: Array
 
 
 class NetworkSteps:
@@ -262,7 +284,8 @@ class NetworkSteps:
     def init(self, params: Params) -> NetworkStepsState:
         """Returns the initial state."""
         nothing = jnp.zeros_like(params["weights_precision"])
-        return NetworkStepsState(jnp.zeros((), jnp.int32), params, nothing, jnp.zeros(()))
+        none = jnp.zeros(())
+        return NetworkStepsState(jnp.zeros((), jnp.int32), params, nothing, none, nothing, none)
 
     def get_params(self, state: NetworkStepsState) -> Params:
         """Returns the natural parameters."""
@@ -281,11 +304,17 @@ class NetworkSteps:
         share = counted_share(sites, _COUNTS_HALF * jnp.sqrt(noise))
         precision = prior + share * sites
         mean = old["weights_linear"] / old["weights_precision"]
-        direction = move.direction
+        direction, weight = move.direction, jnp.mean(share)
+        spread = jnp.full_like(mean, weight * move.noise)
         if direction is None:
-            direction = share * move.slope / precision
-        else:
-            direction = jnp.mean(share) * direction
+            direction, weight = move.slope / precision, share
+            spread = share * move.noise / precision
+        direction = weight * direction
+        # Along the curvature a step takes back part of the noise before it. Along single weights it
+        # may not, because weights depend on each other.
+        kept = 1 if move.direction is None else (1 - size * weight) ** 2
+        mean_noise = kept * state.mean_noise + (size * spread) ** 2
+        rate_noise = (1 - rate) ** 2 * state.rate_noise + (rate * move.rate_noise) ** 2
         mean = mean + size * direction
         # The released rate is noisy: the floor keeps the noise variance positive.
         own = self._network.noise_prior[1]
@@ -295,4 +324,4 @@ class NetworkSteps:
             "weights_precision": precision,
             "noise_rate": jnp.maximum(old["noise_rate"] + rate * move.rate, smallest),
         }
-        return NetworkStepsState(state.step + 1, params, released, noise)
+        return NetworkStepsState(state.step + 1, params, released, noise, mean_noise, rate_noise)

@@ -78,7 +78,7 @@ class Posterior:
         ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
         ...     with numpyro.plate("records", len(x) if size is None else size):
         ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
-        >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.03), estimator=aligned(),
+        >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), estimator=aligned(),
         ...             clip_norm=4.0, sampler=FullBatch(), budget=PrivacyBudget(1.0, 1e-5))
         >>> x = 3 + jax.random.normal(jax.random.key(1), (1000,))
         >>> posterior = svi.run(jax.random.key(0), 300, x, progress_bar=False).posterior

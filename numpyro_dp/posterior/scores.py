@@ -10,8 +10,12 @@ at the public point :math:`z_t` (:mod:`numpyro_dp.run.scores`). With the fresh p
 .. math::
     \sum_t (S_t - \bar S)\,\delta_t^\top = -H \sum_t \delta_t\,\delta_t^\top + \text{noise}.
 
-A regression on :math:`z_t` itself would be biased: points follow the noise of earlier steps. The
-curvature is shrunk towards a guess of its shape. The guess is the inverse covariance of
+A regression on :math:`z_t` itself would be biased: points follow the noise of earlier steps.
+Before the regression, what the rest of the point explains is taken out of both. Steps of the first
+half of a run were far from the optimum, where the curvature may be another one, and count less
+(``_pooled``).
+
+The curvature is shrunk towards a guess of its shape. The guess is the inverse covariance of
 :math:`\delta` times one size, changed in the few directions that stand out of the noise.
 
 Then :math:`\bar S = H (\phi - \bar z) + \overline{\text{noise}} + E (\phi - \bar z)` with the error
@@ -64,9 +68,32 @@ _SPREAD = 0.1  # columns of real data are correlated, which no guess of a curvat
 _ALONG = 0.1  # part of the error of a curvature that is along its own eigenvectors
 _SEEN = 4.0  # standard errors of the mean eigenvalue of noise
 _DOUBT = 3.0  # standard errors of an eigenvalue at which half of it counts
+_STILL = 1e-6  # smallest part of the movement of the centres in a direction that is movement
 _FLATTEST = 1e-3  # smallest variance of the shifts in a direction, relative to the largest
 _PASSES = 8  # how often the uncertainty of phi enters the error of the curvature
 _ROUNDS = 10  # updates of the mean in each pass
+
+
+class Moments(NamedTuple):
+    """Covariances of scores and shifts, less what the centres of the steps explain of both.
+
+    Attributes:
+        count: Number of steps.
+        dof: Degrees of freedom that are left, one more than those after a regression on shifts.
+        noise: Variances of the noise of one score (d,).
+        shift_shift, score_shift, score_score: Covariances of shifts with shifts, of scores with
+            shifts, and of scores with scores (d, d).
+        centre, centre_spread: Mean and variances of the centres (d,).
+    """
+
+    count: float
+    dof: float
+    noise: np.ndarray
+    shift_shift: np.ndarray
+    score_shift: np.ndarray
+    score_score: np.ndarray
+    centre: np.ndarray
+    centre_spread: np.ndarray
 
 
 class Averages(NamedTuple):
@@ -76,10 +103,11 @@ class Averages(NamedTuple):
         count: Number of steps.
         point: Mean of the points (d,).
         spread: Variances of the points (d,).
+        fresh: Variances of the shifts among them (d,).
         score: Mean of the scores (d,).
         noise: Variances of the noise of one score (d,).
-        shift_shift, score_shift, score_score: Covariances of shifts with shifts, of scores with
-            shifts, and of scores with scores (d, d). ``None`` if the curvature was released.
+        moments: What tells the curvature, from the steps before and among these. ``None`` if it
+            was released.
         curvature: Mean of the released curvatures (d, d), or ``None``.
         curvature_noise: Variance of the noise of one of them, in an entry of the diagonal.
         entries: Number of different entries of such a curvature.
@@ -88,11 +116,10 @@ class Averages(NamedTuple):
     count: int
     point: np.ndarray
     spread: np.ndarray
+    fresh: np.ndarray
     score: np.ndarray
     noise: np.ndarray
-    shift_shift: np.ndarray | None = None
-    score_shift: np.ndarray | None = None
-    score_score: np.ndarray | None = None
+    moments: tuple[Moments, Moments] | None = None
     curvature: np.ndarray | None = None
     curvature_noise: float = 0.0
     entries: int = 0
@@ -108,33 +135,61 @@ def averages_of(sums: Any, seen: np.ndarray) -> Averages | None:
     count = int(sums.count)
     if count < 2:
         return None
-    given = {n: x for n, x in sums._asdict().items() if x is not None}
+    given = {n: x for n, x in sums._asdict().items() if n != "products" and x is not None}
     parts = {n: np.asarray(x, np.float64) / count for n, x in given.items()}
     row = {n: x[seen] for n, x in parts.items() if x.ndim == 1}
-    block = {n: x[np.ix_(seen, seen)] for n, x in parts.items() if x.ndim == 2}
     found = Averages(
         count,
         np.asarray(sums.origin, np.float64)[seen] + row["point"],
         np.maximum(row["point_square"] - row["point"] ** 2, 0),
+        row["shift_square"],
         row["score"],
         row["noise_square"],
     )
-    size = len(seen)
-    if sums.curvature is None:
-        found = found._replace(
-            shift_shift=block["shift_shift"] - np.outer(row["shift"], row["shift"]),
-            score_shift=block["score_shift"] - np.outer(row["score"], row["shift"]),
-            score_score=block["score_score"] - np.outer(row["score"], row["score"]),
-        )
-    else:
-        full = "curvature" in block
-        matrix = block["curvature"] if full else np.diag(row["curvature"])
-        entries = size * (size + 1) // 2 if full else size
-        noise = float(parts["curvature_square"])
-        found = found._replace(curvature=matrix, curvature_noise=noise, entries=entries)
     finite = all(np.all(np.isfinite(part)) for part in found if part is not None)
-    moved = found.shift_shift is None or np.trace(found.shift_shift) > 0
-    return found if finite and moved else None
+    if sums.products is not None:
+        moments = _moments_of(sums.products, seen, 0), _moments_of(sums.products, seen, 1)
+        moved = max(np.trace(each.shift_shift) for each in moments) > 0  # not if any is NaN
+        return found._replace(moments=moments) if finite and moved else None
+    curvature, size = parts["curvature"], len(seen)
+    full = curvature.ndim == 2
+    curvature = curvature[np.ix_(seen, seen)] if full else np.diag(curvature[seen])
+    entries = size * (size + 1) // 2 if full else size
+    noise = float(parts["curvature_square"])
+    if not (finite and np.all(np.isfinite(curvature)) and np.isfinite(noise)):
+        return None
+    return found._replace(curvature=curvature, curvature_noise=noise, entries=entries)
+
+
+def _moments_of(products: Any, seen: np.ndarray, half: int) -> Moments:
+    """Returns what a regression of scores on shifts needs.
+
+    Far from the optimum most of a score comes from the centre of its step. Scores and shifts are
+    regressed on it first. This does not bias the curvature: shifts are drawn after the centre.
+    """
+    count, size = max(int(products.count[half]), 1), len(seen)
+    rows = np.concatenate([seen + part * len(products.origin) for part in range(3)])
+    total = np.asarray(products.sum[half], np.float64)[rows] / count
+    square = np.asarray(products.square[half], np.float64)[np.ix_(rows, rows)] / count
+    square -= np.outer(total, total)
+    both, centre = slice(None, 2 * size), slice(2 * size, None)
+    spread = np.maximum(np.diag(square)[centre], 0)
+    scale = np.sqrt(np.maximum(spread, 1e-300))
+    values, axes = np.linalg.eigh(symmetric(square[centre, centre] / np.outer(scale, scale)))
+    moved = values > _STILL * size
+    axes = axes[:, moved] / np.sqrt(values[moved])
+    explained = (square[both, centre] / scale) @ axes
+    square[both, both] -= explained @ explained.T
+    return Moments(
+        count,
+        max(count - int(np.sum(moved)), 1),
+        np.asarray(products.noise_square[half], np.float64)[seen] / count,
+        square[size : 2 * size, size : 2 * size],
+        square[:size, size : 2 * size],
+        square[:size, :size],
+        (np.asarray(products.origin, np.float64)[seen] + total[centre]),
+        spread,
+    )
 
 
 def _draws_of(
@@ -209,7 +264,7 @@ def _path(
     distance = np.sqrt(np.mean(squares[known])) if known.any() else 0.0
     if averages.curvature is not None:
         return float(distance), 0.0
-    wander = np.maximum(averages.spread - np.diag(averages.shift_shift), 0)
+    wander = np.maximum(averages.spread - averages.fresh, 0)
     return float(distance), float(np.sqrt(np.mean(wander / variances)))
 
 
@@ -226,7 +281,7 @@ def scores_likelihood(
     Returns:
         P (d, d), positive semidefinite, and b (d,).
     """
-    found = _curvature(averages)
+    found = _curvature(averages, prior)
     # A batch has more or fewer records than expected. Its sum varies by (1 - q) / q H.
     batches = (1 - inclusion_prob) / inclusion_prob * found.floored
     noise = np.diag(averages.noise) + batches
@@ -245,11 +300,12 @@ class _Curvature(NamedTuple):
     floored: np.ndarray
 
 
-def _curvature(averages: Averages) -> _Curvature:
+def _curvature(averages: Averages, prior: Prior) -> _Curvature:
     """Finds the curvature."""
-    if averages.curvature is None:
-        entries, (whitening, noisy, sizes) = None, _regression(averages)
-        noise_sd, noise_share = averages.count**-0.5, _noise_share(sizes)
+    if averages.moments is not None:
+        moments = _pooled(averages, prior)
+        entries, (whitening, noisy, sizes) = None, _regression(moments)
+        noise_sd, noise_share = moments.dof**-0.5, _noise_share(sizes)
     else:  # it was released in the coordinates of theta
         entries, noisy = averages.entries, symmetric(averages.curvature)
         whitening, sizes = np.eye(len(noisy)), np.ones(len(noisy))
@@ -280,10 +336,42 @@ def _curvature(averages: Averages) -> _Curvature:
     return _Curvature(unwhitening, template, scale_variance, error, believed, floored)
 
 
+def _pooled(averages: Averages, prior: Prior) -> Moments:
+    r"""Moments of the steps among ``averages``, and as far as it helps, of those before.
+
+    The curvature before is another one, because the points were elsewhere. Let :math:`b^2` be the
+    variance of its relative change (``_bend``) and :math:`v` the relative variance that noise gives
+    to a regression on the steps before. These count :math:`v / (v + b^2)`, as if b were noise.
+    """
+    before, after = averages.moments
+    both = _mixed(before, after, 1.0)
+    _, noisy, _ = _regression(both)
+    size = len(noisy)
+    told = before.count * np.trace(before.shift_shift) / (both.count * np.trace(both.shift_shift))
+    level = max(float(np.trace(noisy)) / size, 0.0)
+    noise = (size + 1) / 2 / (both.dof * max(told, 1e-30))
+    away = before.centre - averages.point
+    far = np.diag(prior.precision) @ (away**2 + before.centre_spread) / size
+    return _mixed(before, after, noise / (noise + _bend(far) * level**2))
+
+
+def _mixed(before: Moments, after: Moments, weight: float) -> Moments:
+    """Moments of both, the first with a weight."""
+    counts = np.array([weight * before.count, after.count])
+    parts = counts / np.sum(counts)
+    found = (parts[0] * x + parts[1] * y for x, y in zip(before[2:], after[2:], strict=True))
+    return Moments(float(np.sum(counts)), weight * before.dof + after.dof, *found)
+
+
+def _bend(far: float) -> float:
+    """Variance of the relative change of a curvature, at a squared distance in prior variances."""
+    return 1 / (1 / (_BEND**2 * far + 1e-300) + 1 / _MOST_BEND**2)
+
+
 def _noise_share(sizes: np.ndarray) -> float:
     """Sum of the variances of the noise of all entries, relative to that of a GOE matrix.
 
-    The variances are 1 / count on the diagonal. Elsewhere they are smaller by the factor
+    The variances are 1 / dof on the diagonal. Elsewhere they are smaller by the factor
     sqrt(l_i l_j) / (l_i + l_j), which is at most 1 / 2.
     """
     squares, size = sizes**2, len(sizes)
@@ -291,7 +379,7 @@ def _noise_share(sizes: np.ndarray) -> float:
     return float(np.sum(shares) + size / 2) / (size * (size + 1) / 2)
 
 
-def _regression(averages: Averages) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _regression(moments: Moments) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     r"""Regresses scores on shifts.
 
     Let C be the covariance of the shifts, B that of scores and shifts, and R that of the residuals.
@@ -307,14 +395,14 @@ def _regression(averages: Averages) -> tuple[np.ndarray, np.ndarray, np.ndarray]
         W, the solution :math:`W' H W`, and :math:`\Lambda^{1/4}`: divided by it twice, an identity
         matrix becomes :math:`W' C^{-1} W`.
     """
-    values, vectors = np.linalg.eigh(symmetric(averages.shift_shift))
+    values, vectors = np.linalg.eigh(symmetric(moments.shift_shift))
     values = np.maximum(values, _FLATTEST * values.max())
-    shifts, cross = (vectors * values) @ vectors.T, averages.score_shift
+    shifts, cross = (vectors * values) @ vectors.T, moments.score_shift
     explained = cross @ ((vectors / values) @ vectors.T) @ cross.T
     # The residuals have at least the noise of privacy.
-    known = np.sqrt(np.maximum(averages.noise, 1e-30))
-    dof = max(averages.count - len(known), 1) / averages.count
-    residual = symmetric((averages.score_score - explained) / dof / np.outer(known, known))
+    known = np.sqrt(np.maximum(moments.noise, 1e-30))
+    dof = max(moments.dof - len(known), 1) / moments.count
+    residual = symmetric((moments.score_score - explained) / dof / np.outer(known, known))
     sizes, axes = np.linalg.eigh(residual)
     residual = (axes * np.maximum(sizes, 1)) @ axes.T * np.outer(known, known)
     root, inverse_root = spectral_power(residual, 0.5), spectral_power(residual, -0.5)
@@ -396,8 +484,7 @@ def _decoded(
         inside = root @ moment @ root
         bent = root @ (np.trace(inside) * np.eye(size) + inside) @ root
         # It keeps its sign, because most likelihoods are log-concave.
-        bend = 1 / (1 / (_BEND**2 * far + 1e-300) + 1 / _MOST_BEND**2)
-        return noisy + bend / (size + 1) * bent
+        return noisy + _bend(far) / (size + 1) * bent
 
     def given(covariance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         weights = solve(covariance, found.believed)

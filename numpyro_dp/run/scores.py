@@ -5,7 +5,12 @@ scores of all steps and their points z tell where the optimum is, and the curvat
 the sums that this needs, and no iterates. :mod:`numpyro_dp.posterior.scores` reads them.
 
 Points move because of earlier noise, which would bias a regression of scores on points. So each
-point comes with a *shift*: the part of it that was drawn fresh in this step, with mean 0.
+point comes with a *shift*: the part of it that was drawn fresh in this step, with mean 0. The rest
+of the point is the *centre* of the step.
+
+Points and scores count from the second half of a run on, when the points are near the optimum.
+Products of scores and shifts are added up for both halves. A guide becomes narrow, and a narrow
+draw tells little about the curvature.
 """
 
 from __future__ import annotations
@@ -20,28 +25,26 @@ from numpyro_dp.core import Observation
 
 __all__ = ["MOST_LATENTS", "WARMUP", "ScoreSums", "score_sums", "with_observation"]
 
-MOST_LATENTS = 300  # sums hold three matrices of this size
-WARMUP = 0.5  # part of the steps of a run that come before the sums
+MOST_LATENTS = 300  # sums hold a few matrices of this size
+WARMUP = 0.5  # part of the steps of a run that come before the sums of points and scores
 
 
 class ScoreSums(NamedTuple):
-    """Sums over the steps from ``begins`` on. You may publish them.
+    """Sums over the steps of a run. You may publish them.
 
-    Points are counted from ``origin``, the first point of the sums, so that no digits are lost.
+    Points are counted from an origin, the first point of the sums, so that no digits are lost.
 
     Attributes:
-        begins: First step of the sums.
-        count: Number of steps in the sums.
-        origin: First point (d,).
+        begins: First step of all sums but ``products``.
+        count: Number of steps in them.
+        origin: Their first point (d,).
         point, score: Sums of points and scores (d,).
-        point_square: Sum of the squared entries of the points (d,).
+        point_square, shift_square: Sums of the squared entries of points and shifts (d,).
         noise_square: Sum of the squared standard deviations of the noise of each score (d,).
-        shift: Sum of the shifts (d,).
-        shift_shift, score_shift, score_score: Sums of the products of shifts with shifts, of
-            scores with shifts, and of scores with scores (d, d).
-        curvature: Sum of the released curvatures (d, d) or (d,). If there are any, the four
-            fields above are ``None``.
+        curvature: Sum of the released curvatures (d, d) or (d,). If there are any, ``products`` is
+            ``None``.
         curvature_square: Sum of the squared standard deviations of their noise.
+        products: Sums of products over the steps with finite values.
     """
 
     begins: Array
@@ -50,13 +53,31 @@ class ScoreSums(NamedTuple):
     point: Array
     score: Array
     point_square: Array
+    shift_square: Array
     noise_square: Array
-    shift: Array | None
-    shift_shift: Array | None
-    score_shift: Array | None
-    score_score: Array | None
     curvature: Array | None
     curvature_square: Array | None
+    products: Products | None
+
+
+class Products(NamedTuple):
+    """Sums of products of score, shift and centre, side by side as one vector u (3 d,).
+
+    They have a leading axis for the steps before and after the other sums begin.
+
+    Attributes:
+        origin: First centre (d,), from which centres are counted.
+        count: Number of steps (2,).
+        noise_square: Sum of the squared standard deviations of the noise of each score (2, d).
+        sum: Sum of u (2, 3 d).
+        square: Sum of the products of u with itself (2, 3 d, 3 d).
+    """
+
+    origin: Array
+    count: Array
+    noise_square: Array
+    sum: Array
+    square: Array
 
 
 def score_sums(like: Observation, first_step: Array, num_steps: Array) -> ScoreSums:
@@ -65,10 +86,17 @@ def score_sums(like: Observation, first_step: Array, num_steps: Array) -> ScoreS
     ``like`` has the shapes of an observation.
     """
     begins = first_step + jnp.floor(WARMUP * num_steps).astype(jnp.int32)
-    origin, count = jnp.zeros(like.point.shape), jnp.zeros((), jnp.int32)
-    shapes = jax.eval_shape(lambda seen: _terms(seen, seen.point), like)
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    return ScoreSums(begins, count, origin, **zeros)
+    count = jnp.zeros((), jnp.int32)
+    empty = jax.tree.map(jnp.zeros_like, like)
+    sums = ScoreSums(begins, count, empty.point, **_terms(empty, empty.point), products=None)
+    if like.shift is not None:
+        size = like.point.size
+        square = jnp.zeros((2, 3 * size, 3 * size), like.point.dtype)
+        products = Products(
+            empty.point, jnp.zeros(2, jnp.int32), square[:, 0, :size], square[:, 0], square
+        )
+        sums = sums._replace(products=products)
+    return sums
 
 
 def with_observation(sums: ScoreSums, step: Array, seen: Observation) -> ScoreSums:
@@ -80,23 +108,36 @@ def with_observation(sums: ScoreSums, step: Array, seen: Observation) -> ScoreSu
         name: None if term is None else getattr(sums, name) + jnp.where(counts, term, 0)
         for name, term in _terms(seen, origin).items()
     }
-    return ScoreSums(sums.begins, sums.count + counts.astype(jnp.int32), origin, **added)
+    products = None if sums.products is None else _with_products(sums.products, counts, seen)
+    return ScoreSums(
+        sums.begins, sums.count + counts.astype(jnp.int32), origin, **added, products=products
+    )
 
 
 def _terms(seen: Observation, origin: Array) -> dict[str, Array | None]:
-    """What an observation adds to each sum."""
-    point = seen.point - origin
-    found: dict[str, Array | None] = dict.fromkeys(ScoreSums._fields[3:])
-    found |= {"point": point, "score": seen.score, "point_square": point**2}
-    found["noise_square"] = seen.noise_scale**2
-    if seen.curvature is not None:
-        return found | {
-            "curvature": seen.curvature, "curvature_square": jnp.asarray(seen.curvature_noise) ** 2,
-        }  # fmt: skip
-    shift = point if seen.shift is None else seen.shift
-    return found | {
-        "shift": shift,
-        "shift_shift": jnp.outer(shift, shift),
-        "score_shift": jnp.outer(seen.score, shift),
-        "score_score": jnp.outer(seen.score, seen.score),
+    """What an observation adds to each sum but the products."""
+    point, noise = seen.point - origin, seen.curvature_noise
+    return {
+        "point": point,
+        "score": seen.score,
+        "point_square": point**2,
+        "shift_square": jnp.zeros_like(point) if seen.shift is None else seen.shift**2,
+        "noise_square": seen.noise_scale**2,
+        "curvature": seen.curvature,
+        "curvature_square": None if noise is None else jnp.asarray(noise) ** 2,
     }
+
+
+def _with_products(products: Products, half: Array, seen: Observation) -> Products:
+    """Adds a step, unless a value of it is not finite."""
+    centre = seen.point - seen.shift
+    finite = jnp.all(jnp.isfinite(jnp.concatenate([seen.score, seen.shift, centre])))
+    origin = jnp.where(finite & (jnp.sum(products.count) == 0), centre, products.origin)
+    both = jnp.concatenate([seen.score, seen.shift, centre - origin])
+    added = jnp.asarray(1), seen.noise_scale**2, both, jnp.outer(both, both)
+    half = half.astype(jnp.int32)
+    sums = [
+        total.at[half].add(jnp.where(finite, term, 0).astype(total.dtype))
+        for total, term in zip(products[1:], added, strict=True)
+    ]
+    return Products(origin, *sums)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from numpyro_dp._tree import shapes_of
 from numpyro_dp.core import (
@@ -271,14 +271,8 @@ class Session:
             before, scores, folded = carry
             state, taken = self._step(before, rows)
             if scores is not None:
-                # A branch, so that the steps before the sums begin do not pay for them.
-                scores = lax.cond(
-                    before.step >= scores.begins,
-                    lambda: with_observation(
-                        scores, before.step, self._observation(before, rows, taken)
-                    ),
-                    lambda: scores,
-                )
+                seen = self._observation(before, rows, taken)
+                scores = with_observation(scores, before.step, seen)
             if update is not None:
                 folded = update(folded, self.problem.constrain(self._params(state)))
             return _Carry(state, scores, folded), self._value(before, rows, taken)

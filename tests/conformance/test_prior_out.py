@@ -9,10 +9,12 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
 from numpyro_dp import (
     DPMCMC,
+    DPPBP,
     DPSEP,
     DPSVI,
     SGHMC,
@@ -20,6 +22,7 @@ from numpyro_dp import (
     DPLaplace,
     PreconditionedSGLD,
     PrivacyBudget,
+    RegressionNetwork,
 )
 from numpyro_dp.estimators import (
     aligned,
@@ -29,6 +32,7 @@ from numpyro_dp.estimators import (
     preconditioned,
     vanilla,
 )
+from numpyro_dp.posterior.scores import NOISE_INCLUDED
 from numpyro_dp.samplers import FullBatch, Poisson
 
 N, D = 400, 3
@@ -153,11 +157,42 @@ def test_the_posterior_is_the_prior(driver, model):
     y = np.asarray(y, np.float32 if model == "linear" else np.int32)
     draws = DRIVERS[driver](MODELS[model], jax.random.key(1), X, y).sample(jax.random.key(2), 4000)
     found = unconstrained(draws)
+    check_prior(found, prior)
+    if model == "logistic":
+        assert held_out(draws, X, y) > held_out(prior_of(model), X, y) - 0.01
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("options", [{}, {"ridge": 20.0, "step_size": 0.3}], ids=["plain", "ridge"])
+@pytest.mark.parametrize("num_steps", [40, 200])
+def test_the_posterior_of_a_network_is_the_prior(options, num_steps):
+    network, rng = RegressionNetwork((5,)), np.random.default_rng(3)
+    y = np.asarray(X @ np.full(D, 2.0) + rng.normal(size=N), np.float32)
+    pbp = DPPBP(network, clip_norm=0.5, sampler=FullBatch(), budget=BUDGET, **options)
+    posterior = pbp.run(jax.random.key(1), num_steps, X, y, progress_bar=False).posterior
+    assert NOISE_INCLUDED in posterior.notes
+    draws = posterior.sample(jax.random.key(2), 4000)
+    prior = Predictive(network, num_samples=4000)(jax.random.key(9), X[:1])
+    vectors = [
+        np.column_stack([given["weights"], np.log(given["noise_precision"])])
+        for given in (draws, prior)
+    ]
+    check_prior(*vectors)
+
+    def density(given):
+        outputs = jax.vmap(network.apply, (0, None))(jnp.asarray(given["weights"]), X)
+        scale = 1 / jnp.sqrt(given["noise_precision"])[:, None]
+        logs = dist.Normal(outputs, scale).log_prob(y)
+        return float(jnp.mean(jax.nn.logsumexp(logs, axis=0)))
+
+    assert density(draws) > density(prior) - 0.01
+
+
+def check_prior(found, prior):
+    """Whether draws have the moments of those of the prior."""
     ratio = found.std(0) / prior.std(0)
     moved = (found.mean(0) - prior.mean(0)) / prior.std(0)
     assert ratio.min() > 0.85, ratio
     assert 0.95 < ratio.mean() < 1.1, ratio
     assert np.abs(moved).max() < 0.5, moved
     assert np.sqrt(np.mean(moved**2)) < 0.25, moved
-    if model == "logistic":
-        assert held_out(draws, X, y) > held_out(prior_of(model), X, y) - 0.01

@@ -17,6 +17,7 @@ from numpyro_dp.ep.gaussian import Cavity
 from numpyro_dp.model.records import RecordsProblem, read_records
 from numpyro_dp.pbp import moments, reference
 from numpyro_dp.pbp.curvature import network_curvature
+from numpyro_dp.pbp.decode import network_draws
 from numpyro_dp.pbp.estimator import NetworkCavity, NetworkSteps, network_ep, network_site
 from numpyro_dp.pbp.moments import layout_of, output_moments, record_slopes
 from numpyro_dp.samplers import FullBatch, Poisson
@@ -342,6 +343,69 @@ def test_a_private_run_learns_is_accounted_for_and_predicts():
     y_draws = np.asarray(draws(jax.random.key(1), x[:50])["y"])
     np.testing.assert_allclose(y_draws.mean(0), mean[:50], atol=0.06)
     np.testing.assert_allclose(y_draws.var(0), variance[:50], rtol=0.15)
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("ridge", [None, 20.0])
+@pytest.mark.parametrize("noise", [0.0, 0.01, 1e6])
+def test_a_private_posterior_is_the_one_of_the_released_mean(ridge, noise):
+    """w given a mean that was released with known noise, from the joint normal distribution."""
+    size = sum(NETWORK.layout(2).sizes)
+    precision = 1 + np.linspace(5.0, 60.0, size)
+    mean = np.linspace(-1.0, 1.0, size)
+    params = {
+        "weights_precision": jnp.asarray(precision),
+        "weights_linear": jnp.asarray(precision * mean),
+        "noise_concentration": jnp.asarray(56.0),
+        "noise_rate": jnp.asarray(20.0),
+    }
+    state = NetworkSteps(NETWORK, 0.1, None).init(params)
+    state = state._replace(
+        released=jnp.asarray(precision - 1),
+        mean_noise=jnp.full(size, noise),
+        noise=jnp.asarray(0.1),
+    )
+    draws = network_draws(NETWORK, 2, 100, state, ridge)(KEY, 40_000)
+    spread = noise * np.eye(size)
+    if ridge is not None:
+        inverse = np.asarray(network_curvature(NETWORK, 2, 100, params, ridge).inverse, np.float64)
+        spread = noise * inverse.T @ inverse
+    # Records give w + noise with variance 1 / D, and the step adds noise of its own to D / Lambda.
+    sites = precision - 1
+    seen = np.diag(sites / precision)
+    total = seen @ seen.T + np.diag(sites / precision**2) + spread
+    gain = seen @ np.linalg.inv(total)
+    draws_w = np.asarray(draws["weights"], np.float64)
+    covariance = np.eye(size) - gain @ seen
+    sd = np.sqrt(np.diag(covariance))
+    np.testing.assert_allclose(draws_w.mean(0), gain @ mean, atol=0.03 * sd.max())
+    np.testing.assert_allclose(draws_w.std(0), sd, rtol=0.03)
+    if noise == 0:
+        np.testing.assert_allclose(sd, precision**-0.5, rtol=1e-4)
+        assert np.mean(draws["noise_precision"]) == pytest.approx(56 / 20, rel=0.02)
+    if noise == 1e6:
+        np.testing.assert_allclose(draws_w.std(0), 1.0, rtol=0.03)
+        assert np.mean(draws["noise_precision"]) == pytest.approx(1, rel=0.02)
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("ridge", [None, 20.0])
+def test_steps_keep_the_variance_of_the_noise_in_the_mean(ridge):
+    """Of the first step, over many seeds: the spread of the mean of the weights."""
+    x, y = records(200)
+    driver = DPPBP(
+        NETWORK, clip_norm=0.5, noise_multiplier=0.05, sampler=FullBatch(), damping=0.2, ridge=ridge
+    )
+    start = driver.init(KEY, x, y)
+    step = jax.jit(driver.update)
+    runs = [step(driver.init(KEY, x, y), x, y)[0].optim_state for _ in range(200)]
+    means = np.stack([s.params["weights_linear"] / s.params["weights_precision"] for s in runs])
+    found = means - means.mean(0)
+    if ridge is not None:
+        curvature = network_curvature(NETWORK, 2, 200, start.optim_state.params, ridge)
+        found = found @ np.linalg.inv(np.asarray(curvature.inverse, np.float64))
+    ratio = found.var(0) / np.asarray(runs[0].mean_noise)
+    assert 0.9 < ratio.mean() < 1.1, ratio
 
 
 @pytest.mark.extended

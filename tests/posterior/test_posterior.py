@@ -28,6 +28,7 @@ from numpyro_dp import (
 from numpyro_dp.ep.families import diagonal_normal
 from numpyro_dp.estimators import aligned
 from numpyro_dp.posterior import posterior_samples
+from numpyro_dp.posterior.scores import NOISE_INCLUDED
 from numpyro_dp.samplers import FullBatch
 
 X = np.random.default_rng(0).normal(size=(400, 2)).astype(np.float32)
@@ -389,8 +390,11 @@ def test_of_a_network():
     result = DPPBP(network, clip_norm=1.0, **COMMON).run(KEY, 2, X, Y, progress_bar=False)
     posterior = result.posterior
     assert set(posterior.sample(KEY, 2)) == {"weights", "noise_precision", "weight_precision"}
-    assert np.isnan(posterior.summary()["weight_precision"]["prior_share"])
-    assert "weight_precision is a point estimate." in posterior.notes
+    assert 0.1 < posterior.summary()["weight_precision"]["prior_share"] <= 1
+    plain = result.plain_posterior.summary()["weight_precision"]
+    assert plain["sd"] == 0 and np.isnan(plain["prior_share"])
+    assert NOISE_INCLUDED in posterior.notes
+    assert "weight_precision is a point estimate." in result.plain_posterior.notes
     assert posterior.predict(KEY, X[:4], None, num_samples=3)["y"].shape == (3, 4)
 
 
