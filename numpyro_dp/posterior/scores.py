@@ -292,6 +292,7 @@ def scores_likelihood(
 class _Curvature(NamedTuple):
     """The curvature in the coordinates of theta, and its error in whitened ones."""
 
+    early: float  # part of it that comes from the first half of the run
     unwhitening: np.ndarray
     template: np.ndarray  # whitened
     scale_variance: float  # of the size of the template
@@ -303,11 +304,11 @@ class _Curvature(NamedTuple):
 def _curvature(averages: Averages, prior: Prior) -> _Curvature:
     """Finds the curvature."""
     if averages.moments is not None:
-        moments = _pooled(averages, prior)
+        moments, early = _pooled(averages, prior)
         entries, (whitening, noisy, sizes) = None, _regression(moments)
         noise_sd, noise_share = moments.dof**-0.5, _noise_share(sizes)
     else:  # it was released in the coordinates of theta
-        entries, noisy = averages.entries, symmetric(averages.curvature)
+        entries, noisy, early = averages.entries, symmetric(averages.curvature), 0.0
         whitening, sizes = np.eye(len(noisy)), np.ones(len(noisy))
         noise_sd, noise_share = np.sqrt(averages.curvature_noise / averages.count), 1.0
     unwhitening = np.linalg.inv(whitening)
@@ -333,26 +334,33 @@ def _curvature(averages: Averages, prior: Prior) -> _Curvature:
         counted = np.zeros_like(counted)
     turned = unwhitening.T @ (frame / sizes[:, None])
     believed = symmetric((turned * counted) @ turned.T)
-    return _Curvature(unwhitening, template, scale_variance, error, believed, floored)
+    return _Curvature(early, unwhitening, template, scale_variance, error, believed, floored)
 
 
-def _pooled(averages: Averages, prior: Prior) -> Moments:
+def _pooled(averages: Averages, prior: Prior) -> tuple[Moments, float]:
     r"""Moments of the steps among ``averages``, and as far as it helps, of those before.
 
     The curvature before is another one, because the points were elsewhere. Let :math:`b^2` be the
-    variance of its relative change (``_bend``) and :math:`v` the relative variance that noise gives
+    variance of its relative change and :math:`v` the relative variance that noise gives
     to a regression on the steps before. These count :math:`v / (v + b^2)`, as if b were noise.
     """
     before, after = averages.moments
-    both = _mixed(before, after, 1.0)
-    _, noisy, _ = _regression(both)
-    size = len(noisy)
-    told = before.count * np.trace(before.shift_shift) / (both.count * np.trace(both.shift_shift))
+    _, noisy, _ = _regression(both := _mixed(before, after, 1.0))
+    size, told = len(noisy), before.count * np.trace(before.shift_shift)
+    of_after = after.count * np.trace(after.shift_shift)
     level = max(float(np.trace(noisy)) / size, 0.0)
-    noise = (size + 1) / 2 / (both.dof * max(told, 1e-30))
-    away = before.centre - averages.point
-    far = np.diag(prior.precision) @ (away**2 + before.centre_spread) / size
-    return _mixed(before, after, noise / (noise + _bend(far) * level**2))
+    noise = (size + 1) / 2 / (both.dof * max(told / (told + of_after), 1e-30))
+    far = np.diag(prior.precision) @ _early_distance(averages) / size
+    weight = noise / (noise + _BEND**2 * far * level**2)
+    return _mixed(before, after, weight), weight * told / (weight * told + of_after)
+
+
+def _early_distance(averages: Averages) -> np.ndarray:
+    """Mean squared distances of the steps of the first half from the later points (d,)."""
+    if averages.moments is None:
+        return np.zeros_like(averages.point)
+    before, _ = averages.moments
+    return (before.centre - averages.point) ** 2 + before.centre_spread
 
 
 def _mixed(before: Moments, after: Moments, weight: float) -> Moments:
@@ -361,11 +369,6 @@ def _mixed(before: Moments, after: Moments, weight: float) -> Moments:
     parts = counts / np.sum(counts)
     found = (parts[0] * x + parts[1] * y for x, y in zip(before[2:], after[2:], strict=True))
     return Moments(float(np.sum(counts)), weight * before.dof + after.dof, *found)
-
-
-def _bend(far: float) -> float:
-    """Variance of the relative change of a curvature, at a squared distance in prior variances."""
-    return 1 / (1 / (_BEND**2 * far + 1e-300) + 1 / _MOST_BEND**2)
 
 
 def _noise_share(sizes: np.ndarray) -> float:
@@ -480,11 +483,17 @@ def _decoded(
         noisy = found.error / 2 * (turn.T @ (np.trace(own) * np.eye(size) + own) @ turn)
         noisy += found.scale_variance * shape @ own @ shape.T
         # No likelihood is exactly quadratic. The change is relative to H, in its own coordinates.
-        far = np.trace(prior.precision @ (moment + np.diag(averages.spread))) / size
+        far, farther = (
+            np.trace(prior.precision @ (moment + np.diag(spread))) / size
+            for spread in (averages.spread, _early_distance(averages))
+        )
         inside = root @ moment @ root
         bent = root @ (np.trace(inside) * np.eye(size) + inside) @ root
         # It keeps its sign, because most likelihoods are log-concave.
-        return noisy + _bend(far) / (size + 1) * bent
+        bend = 1 / (1 / (_BEND**2 * far + 1e-300) + 1 / _MOST_BEND**2)
+        noisy += bend / (size + 1) * bent
+        # Between the first half and the optimum it changes along the whole way, mostly in size.
+        return noisy + found.early**2 * _BEND**2 * farther * found.floored @ moment @ found.floored
 
     def given(covariance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         weights = solve(covariance, found.believed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
 import uuid
 from collections.abc import Callable
@@ -20,13 +21,13 @@ from numpyro_dp.privacy.accounting import (
     TotalVariationError,
     UnreliableBoundError,
     UnsupportedEventError,
-    describe_event,
     epsilon_spent,
 )
 from numpyro_dp.privacy.accounting.bounds import canonical_event, gaussian_steps
 from numpyro_dp.privacy.accounting.gdp import gaussian_epsilon
 from numpyro_dp.privacy.budget import SENSITIVITY, PrivacyBudget, Relation, Spending, default_delta
 from numpyro_dp.privacy.calibration import calibrate_noise, clt_mu
+from numpyro_dp.privacy.statement import Statement, statement_of
 
 __all__ = [
     "AccountantComparison", "BudgetError", "Plan", "PrivacyReport", "compare_accountants",
@@ -35,6 +36,16 @@ __all__ = [
 
 
 _LARGEST_MU = 700.0  # for the approximation. Beyond it nothing is private.
+
+
+_SETTINGS = (
+    "Not said how clip norm, rate and steps were chosen. If they were tuned on these records, this "
+    "statement does not cover that."
+)
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 class BudgetError(ValueError):
@@ -126,6 +137,7 @@ class PrivacyReport:
         data_plate: Name of the plate over records. Each index of it is one protected record.
         public: Arrays that were taken as public: arguments, static keywords, and constants of
             model and guide. Each has a place, a shape and a dtype.
+        date: Day of the report, in UTC, as ``YYYY-MM-DD``.
     """
 
     bound: EpsilonBound
@@ -139,6 +151,7 @@ class PrivacyReport:
     repetition: bool = False
     data_plate: str = ""
     public: tuple[Any, ...] = ()
+    date: str = dataclasses.field(default_factory=_today, compare=False)
 
     @property
     def epsilon(self) -> float:
@@ -185,7 +198,7 @@ class PrivacyReport:
         plan = self.plan
         event = _run_event(plan, plan.noise_multiplier, self.num_steps)
         own = Spending(
-            self.run, plan.relation, gaussian_steps(event), caveats=self._caveats(),
+            self.run, plan.relation, gaussian_steps(event), caveats=self.caveats,
             **_of_batches(plan, self.num_steps),
         )  # fmt: skip
         return (*plan.earlier, own)
@@ -194,7 +207,8 @@ class PrivacyReport:
         """Returns the same report for a separate run of the same plan."""
         return dataclasses.replace(self, run=uuid.uuid4().hex)
 
-    def _caveats(self) -> tuple[str, ...]:
+    @property
+    def caveats(self) -> tuple[str, ...]:
         """What epsilon does not cover."""
         found = []
         if self.reproducible:
@@ -215,43 +229,34 @@ class PrivacyReport:
         """Returns the epsilon of the same run at another delta."""
         return self.plan.spent(self.num_steps, delta=delta)
 
+    def statement(self, settings: str = _SETTINGS) -> Statement:
+        """Returns what the run guarantees, as text, JSON, HTML and an entry of the registry.
+
+        Args:
+            settings: How clip norm, rate, steps and other settings were chosen. If they were tuned
+                on these records, say here whether a budget covers that.
+
+        Raises:
+            TypeError: If ``settings`` is not a text.
+        """
+        if not isinstance(settings, str):
+            raise TypeError(f"Expected settings as a text, got {type(settings).__name__}.")
+        return statement_of(self, settings)
+
+    def to_json(self) -> str:
+        """The :meth:`statement` as JSON."""
+        return self.statement().to_json()
+
+    def to_registry(self, **about: Any) -> dict[str, Any]:
+        """See :meth:`numpyro_dp.privacy.statement.Statement.to_registry`."""
+        return self.statement().to_registry(**about)
+
     def __str__(self) -> str:
-        """What was spent and how, in a few lines."""
-        plan = self.plan
-        private = math.isfinite(self.epsilon)
-        lines = [
-            str(self.bound) if private else "NOT PRIVATE: epsilon is infinite.",
-            f"{self.num_steps} steps of {plan.sampler} on {plan.num_examples} records, "
-            f"noise multiplier {plan.noise_multiplier:.4g}, sensitivity {plan.sensitivity:.4g}"
-            + (" in the first step (adaptive clip norm)" if plan.adaptive else ""),
-            f"event: {describe_event(self.event)}",
-        ]
-        if self.data_plate:
-            lines.append(f"records: the indices of plate {self.data_plate!r}")
-        if self.public:
-            lines.append("taken as public: " + "; ".join(map(str, self.public)))
-        if self.chains > 1:
-            lines.append(
-                f"Each of {self.chains} chains took {self.num_steps // self.chains} steps. Epsilon "
-                "covers all chains together."
-            )
-        if plan.earlier:
-            lines.append(
-                f"Epsilon and event cover this run and the {len(plan.earlier)} earlier in its "
-                "budget."
-            )
-        if self.delta > 1 / plan.num_examples:
-            lines.append(
-                f"delta > 1 / {plan.num_examples}: so large a delta allows a run to publish a "
-                "whole record. Choose a delta below 1 / number of records."
-            )
-        if self.delta == default_delta(plan.num_examples):
-            lines.append("delta is the default, min(0.01, N ** -1.1).")
-        if self.loss_released:
-            lines.append("The loss curve is part of the release.")
-        lines += self._caveats()
-        lines += [f"Earlier run: {text}" for each in plan.earlier for text in each.caveats]
-        return "\n".join(lines)
+        """The :meth:`statement` as text."""
+        return str(self.statement())
+
+    def _repr_html_(self) -> str:
+        return self.statement()._repr_html_()
 
     __repr__ = __str__
 

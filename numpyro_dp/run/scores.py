@@ -91,10 +91,10 @@ def score_sums(like: Observation, first_step: Array, num_steps: Array) -> ScoreS
     sums = ScoreSums(begins, count, empty.point, **_terms(empty, empty.point), products=None)
     if like.shift is not None:
         size = like.point.size
-        square = jnp.zeros((2, 3 * size, 3 * size), like.point.dtype)
-        products = Products(
-            empty.point, jnp.zeros(2, jnp.int32), square[:, 0, :size], square[:, 0], square
-        )
+        halves = [jnp.zeros((2, *shape), like.point.dtype) for shape in (
+            (size,), (3 * size,), (3 * size, 3 * size)
+        )]  # fmt: skip
+        products = Products(empty.point, jnp.zeros(2, jnp.int32), *halves)
         sums = sums._replace(products=products)
     return sums
 

@@ -1,0 +1,103 @@
+r"""The posterior of a network that includes the noise of privacy.
+
+A run released the mean m of the weights with noise of covariance M
+(:class:`~numpyro_dp.pbp.estimator.NetworkStepsState`), and what the records add to their
+precisions, :math:`D = \mathrm{diag}(\Lambda_j - \lambda)`. With :math:`\eta = \Lambda m`,
+
+.. math:: \eta \mid w \sim N(D w,\; D + \Lambda M \Lambda),
+
+so the posterior of the weights is normal with
+
+.. math::
+    P = \lambda I + D (D + \Lambda M \Lambda)^{-1} D, \qquad
+    P\,\mathrm{mean} = D (D + \Lambda M \Lambda)^{-1} \eta.
+
+Without noise this is :math:`N(m, \Lambda^{-1})`. With little information it is the prior. M has the
+shape of :math:`K^{-1}` if slopes were released in coordinates of the curvature K, so directions
+that the output hardly depends on return to the prior first.
+
+What the records add to the noise precision counts as far as its rate exceeds the noise of privacy,
+and what noise in the weights adds to residuals. Everything here is a function of released values
+and has no privacy cost.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_dp.pbp.curvature import network_curvature
+from numpyro_dp.pbp.estimator import NetworkStepsState
+from numpyro_dp.pbp.model import RegressionNetwork
+from numpyro_dp.posterior.algebra import factor, inverse, solve, symmetric
+from numpyro_dp.posterior.posterior import Draws
+
+__all__ = ["network_draws"]
+
+_SEEN = 3.0  # standard errors above which a released precision is more than its noise
+
+
+def network_draws(
+    network: RegressionNetwork,
+    num_inputs: int,
+    num_examples: int,
+    state: NetworkStepsState,
+    ridge: float | None,
+) -> Draws:
+    """Returns draws of the latents of ``network`` after the steps of a private run.
+
+    Args:
+        network: The model.
+        num_inputs: Number of inputs of the network.
+        num_examples: Number of records.
+        state: The state after the last step.
+        ridge: r in :mod:`numpyro_dp.pbp.curvature`, or ``None`` for no curvature.
+    """
+    params = state.params
+    precision, eta = (
+        np.asarray(params[f"weights_{name}"], np.float64) for name in ("precision", "linear")
+    )
+    prior = float(network.prior_precision(params))
+    noise = np.asarray(state.mean_noise, np.float64)
+    seen = np.asarray(state.released) > _SEEN * np.sqrt(float(state.noise))
+    sites = np.where(seen, np.maximum(precision - prior, 0), 0)
+    curvature = network_curvature(network, num_inputs, num_examples, params, ridge or 0.0)
+    root = np.diag(np.sqrt(noise))
+    if ridge is not None:
+        root = np.asarray(curvature.inverse, np.float64).T @ root
+    spread = root @ root.T
+    released = np.diag(sites) + precision[:, None] * spread * precision
+    informed = np.flatnonzero(sites > 0)  # the others have no information, and no noise matters
+    block = np.ix_(informed, informed)
+    weights = solve(released[block], np.column_stack([np.diag(sites)[block], eta[informed]]))
+    total, linear = prior * np.eye(len(eta)), np.zeros_like(eta)
+    total[block] += symmetric(sites[informed, None] * weights[:, :-1])
+    linear[informed] = sites[informed] * weights[:, -1]
+    covariance = inverse(total)
+    mean, root = covariance @ linear, factor(covariance)
+    concentration, rate = network.noise_prior
+    # Noise in the weights makes residuals larger.
+    larger = float(np.sum(np.asarray(curvature.unit, np.float64) * spread))
+    larger *= num_examples / 2 * float(curvature.predicted)
+    added = max(float(params["noise_rate"]) - rate - larger, 1e-30)
+    share = added**2 / (added**2 + larger**2 + float(state.rate_noise))
+    concentration += share * (float(params["noise_concentration"]) - concentration)
+    rate += share * added
+
+    def draws(rng_key: Array, num_samples: int) -> dict[str, Array]:
+        own, noises, sizes = jax.random.split(rng_key, 3)
+        normal = np.asarray(jax.random.normal(own, (num_samples, len(mean))), np.float64)
+        weights = jnp.asarray(mean + normal @ root.T, jnp.result_type(float))
+        found = {
+            "weights": weights,
+            "noise_precision": jax.random.gamma(noises, concentration, (num_samples,)) / rate,
+        }
+        if network.weight_precision is None:  # given the weights, it is a gamma distribution
+            shape = 6 + len(mean) / 2
+            scale = 6 + jnp.sum(weights**2, axis=1) / 2
+            found["weight_precision"] = jax.random.gamma(sizes, shape, (num_samples,)) / scale
+        return found
+
+    return draws

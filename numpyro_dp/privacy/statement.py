@@ -1,0 +1,347 @@
+"""What a run guarantees, in words for people who decide whether its result may be published.
+
+The contents follow NIST SP 800-226 (2025), which lists what a claim of differential privacy must
+say: the unit, the parameters, the trust model, the mechanism, and what it leaves out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import importlib.metadata
+import json
+import math
+import platform
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from numpyro_dp.privacy.accounting import describe_event
+from numpyro_dp.privacy.budget import default_delta
+
+__all__ = ["Statement", "statement_of", "versions"]
+
+_FALSE_POSITIVE_RATES = (0.01, 0.05, 0.1)
+_OTHER_DELTAS = (1e-3, 1e-2, 3e-2)  # each gives another bound on the true positive rates
+
+_FORMAT = "numpyro_dp privacy statement"
+_VERSION = 1
+_PACKAGES = ("numpyro_dp", "numpyro", "jax", "numpy", "dp_accounting")
+_NEIGHBOURS = {
+    "add_or_remove_one": "Two data sets are neighbours if one has one record more than the other.",
+    "replace_one": "Two data sets are neighbours if they differ in the values of one record.",
+}
+_ACTORS = (
+    "One holder of the data runs numpyro_dp. The holder sees the records and is trusted. Everybody "
+    "else sees released values only."
+)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that a run depends on."""
+    found = {"python": platform.python_version()}
+    return found | {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+@dataclasses.dataclass(frozen=True)
+class Statement:
+    """A privacy statement. It prints as text. You may publish it.
+
+    Attributes:
+        unit: What one record is.
+        relation: The neighbouring relation.
+        epsilon, delta: The guarantee. Epsilon is infinite if the run was not private.
+        attack: Pairs of a false positive rate and the largest true positive rate of any test
+            whether a record was among the data.
+        num_examples: Number of records.
+        released: What was released.
+        public: Arrays that were taken as public.
+        mechanism: Noise, sensitivity and sampler.
+        composition: How the steps were added up.
+        num_steps: Number of steps.
+        settings: How the settings of the run were chosen.
+        date: Day of the run, as ``YYYY-MM-DD``.
+        versions: Versions of the software.
+        caveats: What the guarantee leaves out.
+
+    Guarantee:
+        A function of the report, which reads no record.
+
+    Reference:
+        NIST SP 800-226 (2025), Guidelines for evaluating differential privacy guarantees.
+    """
+
+    unit: str
+    relation: str
+    epsilon: float
+    delta: float
+    attack: tuple[tuple[float, float], ...]
+    num_examples: int
+    released: tuple[str, ...]
+    public: tuple[str, ...]
+    mechanism: str
+    composition: str
+    num_steps: int
+    settings: str
+    date: str
+    versions: dict[str, str]
+    caveats: tuple[str, ...]
+
+    @property
+    def private(self) -> bool:
+        """Whether epsilon is finite."""
+        return math.isfinite(self.epsilon)
+
+    @property
+    def neighbours(self) -> str:
+        """The relation in words."""
+        return _NEIGHBOURS[self.relation]
+
+    @property
+    def meaning(self) -> str:
+        """What epsilon and delta bound, in words."""
+        if not self.private:
+            return "The result may reveal everything about any record."
+        odds = ", ".join(f"{100 * rate:g} %" for rate, _ in self.attack)
+        right = ", ".join(f"{100 * rate:.3g} %" for _, rate in self.attack)
+        return (
+            f"A record changes the probability of any result by a factor of at most "
+            f"{math.exp(min(self.epsilon, 700)):.4g} = exp(epsilon), plus delta. Someone who tests "
+            f"from the result whether a record was among the data, and is wrong about {odds} of "
+            f"absent records, is right about at most {right} of present records."
+        )
+
+    def rows(self) -> list[tuple[str, list[str]]]:
+        """The statement as headings and paragraphs."""
+        guarantee = f"epsilon <= {self.epsilon:.5g} at delta={self.delta:g} under {self.relation}"
+        if not self.private:
+            guarantee = "NOT PRIVATE: epsilon is infinite."
+        software = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        return [
+            ("Guarantee", [guarantee]),
+            ("Protected unit", [self.unit, self.neighbours]),
+            ("Meaning", [self.meaning]),
+            ("Released", list(self.released)),
+            ("Taken as public", list(self.public) or ["No array."]),
+            ("Trust", [_ACTORS]),
+            ("Mechanism", [self.mechanism]),
+            ("Accounting", [self.composition]),
+            ("Settings", [self.settings]),
+            ("Run", [f"{self.date}, {software}"]),
+            ("Left out", list(self.caveats)),
+        ]
+
+    def __str__(self) -> str:
+        """The statement as text."""
+        return "\n".join(
+            f"{heading}: {texts[0]}" if len(texts) == 1 else "\n  - ".join([f"{heading}:", *texts])
+            for heading, texts in self.rows()
+        )
+
+    def _repr_html_(self) -> str:
+        """The statement as a table for notebooks. It has no scripts and no colours of its own."""
+        rows = "".join(
+            f'<tr><th scope="row" style="text-align:left;vertical-align:top">{html.escape(head)}'
+            f'</th><td style="text-align:left">{"<br>".join(map(html.escape, texts))}</td></tr>'
+            for head, texts in self.rows()
+        )
+        return f"<table><caption>Privacy statement</caption><tbody>{rows}</tbody></table>"
+
+    def to_json(self) -> str:
+        """Returns the statement as JSON. :meth:`from_json` reads it. Infinity becomes ``null``."""
+        fields = dataclasses.asdict(self)
+        fields["epsilon"] = self.epsilon if self.private else None
+        return json.dumps({"format": _FORMAT, "version": _VERSION} | fields, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Statement:
+        """Reads what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: If the text is not such a statement.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        try:
+            found = json.loads(text)
+            kind = found.pop("format"), found.pop("version")
+        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            raise ValueError(f"The text is not a privacy statement in JSON: {error!r}.") from error
+        if kind != (_FORMAT, _VERSION) or set(found) != names:
+            raise ValueError(
+                f"Expected the format {_FORMAT!r}, version {_VERSION}, got {kind} with entries "
+                f"{sorted(found)}. Read it with the numpyro_dp that wrote it."
+            )
+        found["epsilon"] = math.inf if found["epsilon"] is None else found["epsilon"]
+        found["attack"] = tuple(map(tuple, found["attack"]))
+        lists = {name: tuple(found[name]) for name in ("released", "public", "caveats")}
+        return cls(**found | lists)
+
+    def to_registry(
+        self,
+        *,
+        name: str,
+        data_curators: Sequence[str],
+        description: str,
+        intended_use: str,
+        data_product_region: str,
+        registry_authors: Sequence[str],
+        data_product_type: str = "Machine learning model",
+        publication_date: str | None = None,
+    ) -> dict[str, Any]:
+        """Returns an entry for the registry of deployments of differential privacy.
+
+        The arguments are what only you know. The rest comes from the statement. Write the result to
+        a file with ``yaml.safe_dump`` or ``json.dump``.
+
+        Args:
+            name: Name of the data product.
+            data_curators: Who publishes it.
+            description: One sentence about it.
+            intended_use: What it is for.
+            data_product_region: Region that the data describe.
+            registry_authors: Who fills out the entry.
+            data_product_type: ``"Machine learning model"``, ``"Synthetic data"`` or
+                ``"Summary statistics"``.
+            publication_date: As ``YYYY-MM-DD``. By default the day of the run.
+
+        Raises:
+            ValueError: If the run was not private, or an argument is empty.
+
+        Reference:
+            Nanayakkara, Ghazi, Vadhan (2025), arXiv 2509.13509. The schema is
+            ``schemas/deployments-schema.yaml`` of ``opendp/deployments-registry-data``.
+        """
+        if not self.private:
+            raise ValueError("The run was not private, so it has no place in the registry.")
+        texts = {
+            "name": name, "description": description, "intended_use": intended_use,
+            "data_product_type": data_product_type, "data_product_region": data_product_region,
+            "publication_date": self.date if publication_date is None else publication_date,
+        }  # fmt: skip
+        lists = {"data_curators": data_curators, "registry_authors": registry_authors}
+        for key, value in texts.items():
+            if not isinstance(value, str) or not value.strip():
+                raise ValueError(f"Expected {key} as a text that is not empty, got {value!r}.")
+        for key, entries in lists.items():
+            if isinstance(entries, str) or not entries or not all(entries):
+                raise ValueError(f"Expected {key} as a list of names, got {entries!r}.")
+        if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", texts["publication_date"]):
+            raise ValueError(
+                f"Expected publication_date as YYYY-MM-DD, got {texts['publication_date']!r}."
+            )
+        software = ", ".join(f"{key} {number}" for key, number in self.versions.items())
+        deployment = {
+            "basic": texts | {"data_curators": list(data_curators)},
+            "dp_variant": {
+                "variant_name": "Approximate DP",
+                "data_domain": f"Data sets of records. {self.unit}",
+                "unprotected_quantities": "; ".join(
+                    [f"The number of records, {self.num_examples}", *self.public]
+                ),
+            },
+            "privacy_loss": {
+                "privacy_unit": self.unit,
+                "privacy_unit_details": self.neighbours,
+                "privacy_parameters": {"epsilon": self.epsilon, "delta": self.delta},
+                "privacy_parameters_details": self.meaning,
+            },
+            "deployment_model": {
+                "model_name": "Central",
+                "actors": _ACTORS,
+                "release_type": "One release",
+                "data_source_type": "Static",
+                "access_type": "Non-interactive",
+            },
+            "accounting": {
+                "post_processing": "Posterior and predictions are computed from released values.",
+                "composition": self.composition,
+            },
+            "implementation": {
+                "preprocessing_and_hyperparameter_tuning": self.settings,
+                "mechanisms": f"{self.mechanism} {software}.",
+                "justification": " ".join(self.caveats),
+            },
+            "administrative": {"registry_authors": list(registry_authors)},
+        }
+        slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+        return {"url_slug": slug, "status": "Draft", "tier": 3, "deployment": deployment}
+
+
+def statement_of(report: Any, settings: str) -> Statement:
+    """Returns the statement of a :class:`~numpyro_dp.PrivacyReport`."""
+    plan, private = report.plan, math.isfinite(report.epsilon)
+    unit = f"One of {plan.num_examples} records."
+    if report.data_plate:
+        unit = f"One of {plan.num_examples} records: the indices of plate {report.data_plate!r}."
+    released = ["Noisy sums of clipped contributions of records, and what is computed from them."]
+    if report.loss_released:
+        released.append("The loss curve is part of the release, with noise of its own.")
+    mechanism = (
+        f"Gaussian noise, {report.num_steps} steps of {plan.sampler} on {plan.num_examples} "
+        f"records, noise multiplier {plan.noise_multiplier:.4g}, sensitivity {plan.sensitivity:.4g}"
+    ) + (" in the first step (adaptive clip norm)." if plan.adaptive else ".")
+    if report.chains > 1:
+        mechanism += (
+            f" Each of {report.chains} chains took {report.num_steps // report.chains} steps. "
+            "Epsilon covers all chains together."
+        )
+    composition = f"event: {describe_event(report.event)}, by {report.accountant}."
+    if plan.earlier:
+        composition += (
+            f" Epsilon and event cover this run and the {len(plan.earlier)} earlier in its budget."
+        )
+    return Statement(
+        unit=unit,
+        relation=report.relation,
+        epsilon=report.epsilon,
+        delta=report.delta,
+        attack=_attack(report) if private else tuple((rate, 1.0) for rate in _FALSE_POSITIVE_RATES),
+        num_examples=plan.num_examples,
+        released=tuple(released),
+        public=tuple(map(str, report.public)),
+        mechanism=mechanism,
+        composition=composition,
+        num_steps=report.num_steps,
+        settings=settings,
+        date=report.date,
+        versions=versions(),
+        caveats=tuple(_caveats(report)),
+    )
+
+
+def _attack(report: Any) -> tuple[tuple[float, float], ...]:
+    r"""False positive rates, and bounds on the true positive rate of any test.
+
+    Each pair of :math:`\varepsilon` and :math:`\delta` of a run bounds the true positive rate by
+    :math:`e^\varepsilon \alpha + \delta` and by
+    :math:`1 - e^{-\varepsilon} (1 - \delta - \alpha)`.
+    """
+    bounds = [report.bound, *(report.at(delta) for delta in _OTHER_DELTAS if delta > report.delta)]
+    pairs = [(min(each.epsilon, 700.0), each.delta) for each in bounds]
+    return tuple(
+        (rate, min(1.0, *(
+            min(math.exp(e) * rate + d, 1 - math.exp(-e) * (1 - d - rate)) for e, d in pairs
+        )))
+        for rate in _FALSE_POSITIVE_RATES
+    )  # fmt: skip
+
+
+def _caveats(report: Any) -> list[str]:
+    number, delta = report.plan.num_examples, report.delta
+    found = []
+    if delta > 1 / number:
+        found.append(
+            f"delta > 1 / {number}: so large a delta allows a run to publish a whole record. "
+            "Choose a delta below 1 / number of records."
+        )
+    if delta == default_delta(number):
+        found.append("delta is the default, min(0.01, N ** -1.1).")
+    found += report.caveats
+    found += [f"Earlier run: {text}" for each in report.plan.earlier for text in each.caveats]
+    return [
+        *found,
+        "A person with several records is protected for one of them, not for all together.",
+        "What is true of the whole population may be learned, also about people in it.",
+        "The guarantee is for real numbers. Sums are exact on a grid, noise is drawn in floating "
+        "point.",
+    ]
