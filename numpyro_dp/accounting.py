@@ -3,6 +3,7 @@
 from numpyro_dp.privacy.accounting import GDP, PLD, PRV, RDP, Best, UnsupportedEventError
 from numpyro_dp.privacy.calibration import CalibrationError
 from numpyro_dp.privacy.plan import compare_accountants
+from numpyro_dp.privacy.statement import Statement
 
 __all__ = [
     "GDP",
@@ -11,6 +12,7 @@ __all__ = [
     "RDP",
     "Best",
     "CalibrationError",
+    "Statement",
     "UnsupportedEventError",
     "compare_accountants",
 ]

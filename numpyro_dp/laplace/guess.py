@@ -12,7 +12,8 @@ from jax import Array
 
 from numpyro_dp.laplace.pattern import MOST, MOST_DENSE, group_sites
 from numpyro_dp.model.public import UnsupportedModelError
-from numpyro_dp.posterior.prior import ModelPrior, generator
+from numpyro_dp.posterior.draws import generator
+from numpyro_dp.posterior.prior import ModelPrior
 
 __all__ = ["FirstGuess", "first_guess"]
 

@@ -10,7 +10,8 @@ from numpyro.distributions import biject_to
 from numpyro.distributions.transforms import ExpTransform
 
 from numpyro_dp.model.public import UnsupportedModelError
-from numpyro_dp.posterior.prior import ModelPrior, generator
+from numpyro_dp.posterior.draws import generator
+from numpyro_dp.posterior.prior import ModelPrior
 
 __all__ = ["check_suitable"]
 

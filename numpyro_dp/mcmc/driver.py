@@ -21,12 +21,13 @@ from numpyro_dp._compat import POINT_SUFFIX
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.mcmc.kernels import SGLD, as_optimizer, langevin
-from numpyro_dp.mcmc.mixing import draws_of_chains, mixing_of, permuted
+from numpyro_dp.mcmc.mixing import draws_of_chains, mixing_of
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frontend import Call, Frontend, GivenModel, Prepared
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.diagnosis import Finding, without_noise
+from numpyro_dp.posterior.draws import SiteDraws
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.scores import NOISE_INCLUDED
@@ -289,13 +290,9 @@ class DPMCMC:
                 draws = draws_of_chains(model, shared, free, mixing.good, variance)
                 return source.posterior(draws, report, method, notes, findings=found)
 
-        def plain(rng_key: Array, num_samples: int) -> dict[str, Array]:
-            chosen = permuted(rng_key, number, num_samples)
-            return {name: value[chosen] for name, value in samples.items()}
-
         notes = () if mixing.good else (f"The chains have not mixed: {said}.",)
         found += without_noise(scale > 0)
-        return source.posterior(plain, report, method, notes, mixing.good, found)
+        return source.posterior(SiteDraws(samples), report, method, notes, mixing.good, found)
 
     def _noise_scale(self, multiplier: float, num_examples: int) -> float:
         """Standard deviation of the privacy noise in an entry of a score of all records."""

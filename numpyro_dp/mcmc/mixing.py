@@ -11,10 +11,9 @@ posterior is the prior.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
@@ -22,10 +21,10 @@ from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.outcomes import read_latents
 from numpyro_dp.posterior.algebra import factor
-from numpyro_dp.posterior.posterior import Draws
+from numpyro_dp.posterior.draws import FlatDraws, Rows
 from numpyro_dp.posterior.prior import read_prior
 
-__all__ = ["Mixing", "draws_of_chains", "mixing_of", "permuted"]
+__all__ = ["Mixing", "draws_of_chains", "mixing_of"]
 
 # From here on, nominal 90 % intervals of simulated logistic regressions hold the truth as often as
 # they say (docs/benchmarks/believe.md). Below, they hold it in 15 to 75 % of cases.
@@ -70,7 +69,7 @@ def draws_of_chains(
     unconstrained: dict[str, Array],
     mixed: bool,
     variance: float,
-) -> Draws:
+) -> FlatDraws:
     """Returns draws of the posterior that chains give.
 
     Args:
@@ -91,18 +90,5 @@ def draws_of_chains(
     flat = [np.asarray(unconstrained[n], np.float64) for n in names]
     vectors = np.concatenate([leaf.reshape(len(leaf), -1) for leaf in flat], axis=1)
     covariance = np.atleast_2d(np.cov(vectors.T))
-    spread = np.sqrt(variance) * factor(covariance @ covariance.T)
-
-    def draws(rng_key: Array, num_samples: int) -> dict[str, Array]:
-        own, rows = jax.random.split(rng_key)
-        chosen = vectors[np.asarray(permuted(rows, len(vectors), num_samples))]
-        noise = np.asarray(jax.random.normal(own, chosen.shape), np.float64)
-        return prior.constrain(jnp.asarray(chosen + noise @ spread.T, jnp.result_type(float)))
-
-    return draws
-
-
-def permuted(rng_key: Array, number: int, num_samples: int) -> Any:
-    """Row numbers in random order. None comes twice before every other has come once."""
-    keys = jax.random.split(rng_key, -(-num_samples // number))
-    return jnp.concatenate([jax.random.permutation(key, number) for key in keys])[:num_samples]
+    root = np.sqrt(variance) * factor(covariance @ covariance.T)
+    return prior.drawn(Rows(vectors, root))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ from numpyro_dp.model.density import Model
 from numpyro_dp.model.records import Arguments
 from numpyro_dp.model.separation import one_record
 from numpyro_dp.posterior.averaging import SHORTEST, drift_check
-from numpyro_dp.posterior.diagnosis import Finding
+from numpyro_dp.posterior.diagnosis import Finding, findings_of_report
+from numpyro_dp.posterior.draws import FlatDraws
 from numpyro_dp.posterior.posterior import Draws, Posterior
 from numpyro_dp.posterior.samples import posterior_samples
 from numpyro_dp.privacy.plan import PrivacyReport
@@ -76,16 +78,19 @@ class ModelSource(NamedTuple):
             prior = None
         if prior is not None and self.factors:
             notes += (f"The share of the prior leaves out the factors {list(self.factors)}.",)
-
-        def kept(rng_key: Array, num_samples: int) -> dict[str, Array]:
-            found = draws(rng_key, num_samples)
-            return {name: found[name] for name in self.latents}
-
+        sites = draws.sites if isinstance(draws, FlatDraws) else None
+        if sites is None or set(sites.shapes) != set(self.latents):
+            draws = functools.partial(self._kept, draws)
+        findings = (*findings, *findings_of_report(privacy))
         return Posterior(
-            model=self._filled, draws=kept, prior=prior, unconstrain=self.unconstrained,
+            model=self._filled, draws=draws, prior=prior, unconstrain=self.unconstrained,
             privacy=privacy, method=method, notes=notes, converged=converged,
-            findings=tuple(findings),
+            findings=findings, params=self.params,
         )  # fmt: skip
+
+    def _kept(self, draws: Draws, rng_key: Array, num_samples: int) -> dict[str, Array]:
+        found = draws(rng_key, num_samples)
+        return {name: found[name] for name in self.latents}
 
     def guide_draws(
         self, guide: Callable[..., Any], params: dict[str, Any], static: dict[str, Any]

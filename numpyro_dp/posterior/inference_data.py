@@ -10,8 +10,9 @@ import numpy as np
 
 from numpyro_dp._validate import check_int
 from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.privacy.statement import Statement
 
-__all__ = ["draws_by_name", "to_arviz"]
+__all__ = ["draws_by_name", "named_leaves", "to_arviz"]
 
 _INDEPENDENT = "independent draws of a differentially private posterior"
 _NEVER = "observed_data holds private records: never publish it"
@@ -19,7 +20,7 @@ _NEVER = "observed_data holds private records: never publish it"
 
 def to_arviz(
     samples: dict[str, Any],
-    privacy: PrivacyReport,
+    privacy: PrivacyReport | Statement,
     *,
     posterior_predictive: dict[str, Any] | None = None,
     sensitive_observed_data: dict[str, Any] | None = None,
@@ -100,8 +101,7 @@ def draws_by_name(samples: Any, what: str = "samples") -> dict[str, np.ndarray]:
             f"{what} must be a dict of draws by site name and must not be empty, got "
             f"{type(samples).__name__}. Pass the draws of posterior_samples or Predictive."
         )
-    leaves = jax.tree_util.tree_flatten_with_path(samples)[0]
-    draws = {".".join(map(_part, path)): np.asarray(leaf) for path, leaf in leaves}
+    draws = named_leaves(samples)
     sizes = {name: value.shape[:1] for name, value in draws.items()}
     if len(set(sizes.values())) > 1 or () in sizes.values():
         shapes = {name: value.shape for name, value in draws.items()}
@@ -111,6 +111,12 @@ def draws_by_name(samples: Any, what: str = "samples") -> dict[str, np.ndarray]:
         )
     check_int(f"number of draws in {what}", next(iter(sizes.values()))[0], low=1)
     return draws
+
+
+def named_leaves(values: Any) -> dict[str, np.ndarray]:
+    """Leaves of a pytree by name. Dots join the names of nested entries."""
+    leaves = jax.tree_util.tree_flatten_with_path(values)[0]
+    return {".".join(map(_part, path)): np.asarray(leaf) for path, leaf in leaves}
 
 
 def _part(entry: Any) -> str:
@@ -146,9 +152,9 @@ def _name(name: str) -> str:
     return name.replace("/", ".")
 
 
-def _attributes(privacy: PrivacyReport, chains: bool) -> dict[str, Any]:
+def _attributes(privacy: PrivacyReport | Statement, chains: bool) -> dict[str, Any]:
     """The privacy report as text and numbers that netCDF can store."""
-    if not isinstance(privacy, PrivacyReport):
+    if not isinstance(privacy, PrivacyReport | Statement):
         raise TypeError(
             f"privacy must be a PrivacyReport, got {type(privacy).__name__}. to_arviz stores it "
             "with the draws. Pass result.privacy of the run. For other draws use arviz.from_dict."

@@ -13,7 +13,9 @@ is as wide as the prior.
 from __future__ import annotations
 
 import functools
+import html
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,20 +23,18 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from numpyro import handlers
 from numpyro.infer import Predictive
 
 from numpyro_dp._validate import check_int, check_real
-from numpyro_dp.posterior.diagnosis import (
-    Diagnosis,
-    Finding,
-    findings_of_report,
-    findings_of_shares,
-)
-from numpyro_dp.posterior.inference_data import draws_by_name, to_arviz
+from numpyro_dp.posterior.diagnosis import Diagnosis, Finding, findings_of_shares
+from numpyro_dp.posterior.inference_data import draws_by_name, named_leaves, to_arviz
+from numpyro_dp.posterior.saved import part_of, read_posterior, write_posterior
 from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.privacy.statement import Statement
 
-__all__ = ["Draws", "Posterior", "PosteriorSummary"]
+__all__ = ["Draws", "Posterior", "PosteriorSummary", "load"]
 
 _NUM_DRAWS, _FEWEST = 4000, 200
 _MOST_VALUES = 10**8  # of all draws together: 400 MB in float32
@@ -62,11 +62,15 @@ class Posterior:
         notes: Warnings and remarks for the reader, one sentence each.
         converged: False if the run may not have converged. The verdict is then conditional.
         findings: What the run showed, for :meth:`diagnose`.
+        params: Constrained values of the ``numpyro.param`` of the model.
+        released: See the attribute.
+        shares: Share of the prior by site, of a posterior that was loaded.
 
     Attributes:
         privacy: The :class:`~numpyro_dp.PrivacyReport` of the run.
         method: One line that describes the method.
         notes: Warnings and remarks for the reader.
+        released: Further released values, such as parameters and iterates of the run.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
@@ -100,16 +104,23 @@ class Posterior:
     def __init__(
         self,
         *,
-        model: Callable[..., Any],
+        model: Callable[..., Any] | None,
         draws: Draws,
         prior: Draws | None,
-        unconstrain: Callable[[dict[str, Any]], dict[str, Any]],
-        privacy: PrivacyReport,
+        unconstrain: Callable[[dict[str, Any]], dict[str, Any]] | None,
+        privacy: PrivacyReport | Statement,
         method: str,
         notes: tuple[str, ...] = (),
         converged: bool = True,
         findings: tuple[Finding, ...] = (),
+        params: dict[str, Any] | None = None,
+        released: dict[str, Any] | None = None,
+        shares: dict[str, np.ndarray] | None = None,
     ) -> None:
+        self.released = {} if released is None else released
+        self._params = {} if params is None else params
+        if shares is not None:
+            self.__dict__["_prior_shares"] = shares
         self._findings = tuple(findings)
         self._converged = converged
         self.privacy, self.method, self.notes = privacy, method, tuple(notes)
@@ -159,14 +170,22 @@ class Posterior:
 
         Raises:
             TypeError: If ``rng_key`` is not a JAX key, or ``num_samples`` not an integer.
-            ValueError: If ``num_samples`` is below 1.
+            ValueError: If ``num_samples`` is below 1, or the model of a loaded posterior is missing
+                or has other latents.
 
         Guarantee:
             You may publish predictions for public arguments, but not for private records.
         """
         check_rng_key(rng_key)
+        if self._model is None:
+            raise ValueError(
+                "This posterior comes from a file, which does not hold the model. Call "
+                "load(path, model) to predict."
+            )
         latent_key, rng_key = jax.random.split(rng_key)
         latents = self.sample(latent_key, num_samples)
+        if self._prior is None:
+            _check_model(self._model, latents, args, kwargs)
         return Predictive(self._model, posterior_samples=latents)(rng_key, *args, **kwargs)
 
     def summary(self, prob: float = 0.9) -> PosteriorSummary:
@@ -209,11 +228,11 @@ class Posterior:
         told = any(finding.name == "prior" for finding in self._findings)
         private = math.isfinite(self.privacy.epsilon) and not told
         shown = findings_of_shares(shares, private)
-        return Diagnosis.of(*self._findings, *findings_of_report(self.privacy), *shown)
+        return Diagnosis.of(*self._findings, *shown)
 
     def warn(self) -> None:
         """Warns if the run showed that its posterior should not be believed as it is."""
-        Diagnosis.of(*self._findings, *findings_of_report(self.privacy)).warn()
+        Diagnosis.of(*self._findings).warn()
 
     def to_arviz(self, num_samples: int = 1000) -> Any:
         """Returns draws for ArviZ, with the privacy report as attributes.
@@ -229,6 +248,50 @@ class Posterior:
         """
         return to_arviz(self.sample(jax.random.key(0), num_samples), self.privacy)
 
+    def save(self, path: Any) -> None:
+        """Writes the posterior to a file, which you may publish. :func:`load` reads it.
+
+        The file has the draws (as mean and covariance, or as stored draws), the privacy statement,
+        findings, shares of the prior, and ``released``. It has no record, no code and no key.
+        Equal posteriors give equal files. Static keywords and the model itself are not in it.
+
+        Args:
+            path: The file, such as ``"visits.posterior"``.
+
+        Raises:
+            OSError: If the file cannot be written.
+
+        Example:
+            >>> import jax, numpyro, numpyro.distributions as dist, os, tempfile
+            >>> import numpyro_dp
+            >>> def model(x):
+            ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
+            ...     with numpyro.plate("records", x.shape[0]):
+            ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+            >>> x = 3 + jax.random.normal(jax.random.key(1), (1000,))
+            >>> posterior = numpyro_dp.fit(model, x, epsilon=1.0, rng_key=jax.random.key(0))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     posterior.save(os.path.join(folder, "mean.posterior"))
+            ...     loaded = numpyro_dp.load(os.path.join(folder, "mean.posterior"))
+            >>> key = jax.random.key(2)
+            >>> bool((loaded.sample(key, 5)["mean"] == posterior.sample(key, 5)["mean"]).all())
+            True
+
+        Guarantee:
+            Writes released and public values only.
+        """
+        privacy = self.privacy
+        statement = privacy if isinstance(privacy, Statement) else privacy.statement()
+        about = {
+            "method": self.method, "notes": list(self.notes), "converged": self._converged,
+            "findings": [[f.name, bool(f.bad), f.text] for f in self._findings],
+            "privacy": json.loads(statement.to_json()),
+        }  # fmt: skip
+        arrays = {f"shares/{name}": share for name, share in self._prior_shares.items()}
+        for part, values in (("params", self._params), ("released", self.released)):
+            arrays |= {f"{part}/{name}": x for name, x in named_leaves(values).items()}
+        write_posterior(path, self._draws, about, arrays)
+
     def __str__(self) -> str:
         """The privacy spent, some latents, notes and a verdict, in at most twelve lines."""
         notes = [" ".join(note.split()) for note in self.notes]
@@ -240,8 +303,10 @@ class Posterior:
         private = math.isfinite(self.privacy.epsilon)
         spent = "NOT PRIVATE: epsilon is infinite"
         if private:
-            bound = self.privacy.bound
-            spent = f"epsilon <= {bound.upper:.5g} at delta={bound.delta:g} under {bound.relation}"
+            spent = (
+                f"epsilon <= {self.privacy.epsilon:.5g} at delta={self.privacy.delta:g} under "
+                f"{self.privacy.relation}"
+            )
         lines = [f"Posterior of {_count(total)}, {spent}", self.method]
         lines += _table_lines([["", "mean", "sd", "share of the prior"], *entries])
         if total > len(entries):
@@ -256,6 +321,10 @@ class Posterior:
 
     __repr__ = __str__
 
+    def _repr_html_(self) -> str:
+        """The text, and the privacy statement as a table."""
+        return f"<pre>{html.escape(str(self))}</pre>{self.privacy._repr_html_()}"
+
     def _rows(self) -> Iterator[list[str]]:
         for name, (mean, sd) in self._moments.items():
             for index in np.ndindex(mean.shape):
@@ -266,7 +335,7 @@ class Posterior:
 
     def _verdict(self, private: bool) -> str:
         shares = np.concatenate([share.ravel() for share in self._prior_shares.values()])
-        if self._prior is None:
+        if self._prior is None and np.all(np.isnan(shares)):
             return "The prior cannot be drawn from: the share of the prior is not known."
         known = shares[np.isfinite(shares)]
         if not known.size:
@@ -313,6 +382,57 @@ class Posterior:
             else _share(values, prior[name])
             for name, values in own.items()
         }
+
+
+def load(path: Any, model: Callable[..., Any] | None = None) -> Posterior:
+    """Reads a posterior that :meth:`Posterior.save` wrote, in any process and without the records.
+
+    ``sample``, ``summary``, ``diagnose`` and ``to_arviz`` work as before. ``privacy`` is the
+    :class:`~numpyro_dp.accounting.Statement` of the run. A prior cannot be drawn from.
+
+    Args:
+        path: The file.
+        model: The model of the run, for ``predict``. Its static keywords are arguments of
+            ``predict``.
+
+    Raises:
+        FileNotFoundError: If there is no file.
+        ValueError: If the file is damaged, or is not a posterior of this version.
+    """
+    if model is not None and not callable(model):
+        raise TypeError(f"Expected model as a function, got {type(model).__name__}.")
+    draws, about, arrays = read_posterior(path)
+    params = part_of(arrays, "params")
+    return Posterior(
+        model=handlers.substitute(model, data=params) if model and params else model,
+        draws=draws, prior=None, unconstrain=None,
+        privacy=Statement.from_json(json.dumps(about["privacy"])),
+        method=about["method"], notes=tuple(about["notes"]), converged=about["converged"],
+        findings=tuple(Finding(*each) for each in about["findings"]), params=params,
+        released=part_of(arrays, "released"), shares=part_of(arrays, "shares"),
+    )  # fmt: skip
+
+
+def _check_model(
+    model: Callable[..., Any], latents: dict[str, Array], args: Any, kwargs: dict[str, Any]
+) -> None:
+    """Raises an error unless the model has the latents. Others would be drawn from their prior."""
+    other = {}
+
+    def zeros(site: dict[str, Any]) -> Any:
+        if site["type"] != "sample" or site["is_observed"] or site["name"] not in latents:
+            return None
+        other[site["name"]] = shape = site["fn"].shape()
+        return jax.numpy.zeros(shape)
+
+    fn = handlers.seed(handlers.substitute(model, substitute_fn=zeros), jax.random.key(0))
+    jax.eval_shape(lambda: handlers.trace(fn).get_trace(*args, **kwargs) and None)
+    own = {name: value.shape[1:] for name, value in latents.items()}
+    if own != other:
+        raise ValueError(
+            f"The posterior has the latents {own}, but the model has {other} of them. Load it with "
+            "the model of the run, and predict with arguments of the same number of columns."
+        )
 
 
 class PosteriorSummary(Mapping):

@@ -12,7 +12,6 @@ weights count, NUTS samples it. This is post-processing and has no privacy cost.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,9 +23,10 @@ from jax.flatten_util import ravel_pytree
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_dp.model.outcomes import Outcomes, unconstrained_prior
+from numpyro_dp.posterior.draws import FlatDraws, Normal, Rows, Sites, generator
 from numpyro_dp.posterior.likelihood import Prior
 
-__all__ = ["ModelPrior", "generator", "read_prior"]
+__all__ = ["ModelPrior", "read_prior"]
 
 _DRAWS = 4000
 _KEPT = 4000  # draws from a posterior that is not normal
@@ -43,7 +43,8 @@ class ModelPrior(NamedTuple):
         seen: Indices, among all latents, of the latents that records see.
         decoded: The exact or approximate normal prior of the latents that records see.
         constrain: Vectors of all latents, shape (draws, all) -> values by site in the model's own
-            units. It is compiled once.
+            units.
+        sites: What ``constrain`` does, or ``None`` if a support depends on other latents.
         draws: Draws of all latents from their prior, shape (draws, all), or ``None`` if it is
             normal.
     """
@@ -53,12 +54,11 @@ class ModelPrior(NamedTuple):
     seen: np.ndarray
     decoded: Prior
     constrain: Callable[[Array], dict[str, Array]]
+    sites: Sites | None = None
     draws: np.ndarray | None = None
 
-    def posterior(
-        self, precision: np.ndarray, linear: np.ndarray, rng_key: Array
-    ) -> Callable[[Array, int], dict[str, Array]]:
-        """Returns ``(rng_key, num_samples) -> draws by site`` of the posterior.
+    def posterior(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> FlatDraws:
+        """Returns the draws of the posterior.
 
         Args:
             precision: P of the likelihood of the latents that records see.
@@ -67,13 +67,17 @@ class ModelPrior(NamedTuple):
         """
         if self.normal is not None:
             mean, covariance = self._closed_form(precision, linear)
-            return functools.partial(self._normal_draws, mean, np.linalg.cholesky(covariance))
+            return self.drawn(Normal(mean, np.linalg.cholesky(covariance)))
         kept = self._from_prior(precision, linear, rng_key)
         if kept is None:
             kept = self._resampled(precision, linear, rng_key)
         if kept is None:
             kept = self._sampled(precision, linear, rng_key)
-        return functools.partial(self._kept_draws, kept)
+        return self.drawn(Rows(np.asarray(kept)))
+
+    def drawn(self, vectors: Normal | Rows) -> FlatDraws:
+        """Draws of all latents in unconstrained coordinates, as values by site."""
+        return FlatDraws(vectors, self.constrain, self.sites)
 
     def _closed_form(self, precision: np.ndarray, linear: np.ndarray) -> tuple[Any, Any]:
         mean, total = self.normal[0], self.normal[1].copy()
@@ -82,17 +86,6 @@ class ModelPrior(NamedTuple):
         right[self.seen] += linear
         covariance = np.linalg.inv((total + total.T) / 2)
         return covariance @ right, (covariance + covariance.T) / 2
-
-    def _normal_draws(
-        self, mean: np.ndarray, factor: np.ndarray, rng_key: Array, num_samples: int
-    ) -> dict[str, Array]:
-        noise = generator(rng_key).normal(size=(num_samples, len(mean)))
-        return self.constrain(jnp.asarray(mean + noise @ factor.T, jnp.result_type(float)))
-
-    def _kept_draws(self, kept: Array, rng_key: Array, num_samples: int) -> dict[str, Array]:
-        again = num_samples > len(kept)
-        rows = jax.random.choice(rng_key, len(kept), (num_samples,), replace=again)
-        return self.constrain(kept[rows])
 
     def _from_prior(
         self, precision: np.ndarray, linear: np.ndarray, rng_key: Array
@@ -155,23 +148,20 @@ def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:
     names = sorted(outcomes.shapes)  # the order of ravel_pytree
     marks = [np.full(int(np.prod(outcomes.shapes[n])), n in outcomes.seen) for n in names]
     seen = np.flatnonzero(np.concatenate(marks))
+    sites = Sites.of(outcomes)
+    constrain = _constrained(outcomes) if sites is None else sites.constrain
     normal = _normal(outcomes, sum(map(len, marks)))
     if normal is not None:
         covariance = np.linalg.inv(normal[1])[np.ix_(seen, seen)]
         decoded = Prior(normal[0][seen], np.linalg.inv(covariance))
-        return ModelPrior(outcomes, normal, seen, decoded, _constrained(outcomes))
+        return ModelPrior(outcomes, normal, seen, decoded, constrain, sites)
     flat = np.asarray(_flat_prior(outcomes, rng_key, _DRAWS), np.float64)
     quantiles = np.quantile(flat[:, seen], [0.025, 0.1587, 0.5, 0.8413, 0.975], axis=0)
     lowest, low, middle, high, highest = quantiles
     # Heavy tails need the larger width. A prior that is too narrow also moves the other latents.
     widths = np.maximum(np.maximum((high - low) / 2, (highest - lowest) / 3.92), 1e-6)
     decoded = Prior(middle, np.diag(widths**-2.0))
-    return ModelPrior(outcomes, None, seen, decoded, _constrained(outcomes), flat)
-
-
-def generator(rng_key: Array) -> np.random.Generator:
-    """A NumPy generator seeded by a JAX key, for draws without a compiled program."""
-    return np.random.default_rng(np.asarray(jax.random.key_data(rng_key)).ravel())
+    return ModelPrior(outcomes, None, seen, decoded, constrain, sites, flat)
 
 
 def _rows_by_weight(logs: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:

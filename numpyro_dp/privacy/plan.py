@@ -255,10 +255,12 @@ class PrivacyReport:
         """The :meth:`statement` as text."""
         return str(self.statement())
 
+    def __repr__(self) -> str:
+        """The guarantee in one line."""
+        return str(self.bound) if math.isfinite(self.epsilon) else "NOT PRIVATE"
+
     def _repr_html_(self) -> str:
         return self.statement()._repr_html_()
-
-    __repr__ = __str__
 
 
 class AccountantComparison(NamedTuple):

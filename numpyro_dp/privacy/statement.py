@@ -57,6 +57,7 @@ class Statement:
         released: What was released.
         public: Arrays that were taken as public.
         mechanism: Noise, sensitivity and sampler.
+        accountant: Name of the accountant.
         composition: How the steps were added up.
         num_steps: Number of steps.
         settings: How the settings of the run were chosen.
@@ -80,6 +81,7 @@ class Statement:
     released: tuple[str, ...]
     public: tuple[str, ...]
     mechanism: str
+    accountant: str
     composition: str
     num_steps: int
     settings: str
@@ -164,7 +166,7 @@ class Statement:
         try:
             found = json.loads(text)
             kind = found.pop("format"), found.pop("version")
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"The text is not a privacy statement in JSON: {error!r}.") from error
         if kind != (_FORMAT, _VERSION) or set(found) != names:
             raise ValueError(
@@ -300,6 +302,7 @@ def statement_of(report: Any, settings: str) -> Statement:
         released=tuple(released),
         public=tuple(map(str, report.public)),
         mechanism=mechanism,
+        accountant=report.accountant,
         composition=composition,
         num_steps=report.num_steps,
         settings=settings,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -155,7 +156,10 @@ class RunResult(_RunResult):
                 "needs. Draw with posterior_samples(rng_key, guide, result.params, num_samples), "
                 "or pickle the draws that you need."
             )
-        return self._make_posterior(self, plain)
+        posterior = self._make_posterior(self, plain)
+        released = {"params": self.params, "iterates": self.trace.params, "steps": self.trace.steps}
+        posterior.released = released | ({} if self.folded is None else {"folded": self.folded})
+        return posterior
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leaves out the state, which is sensitive, and the model, which pickle may not support.
@@ -178,4 +182,9 @@ class RunResult(_RunResult):
 
     def __repr__(self) -> str:
         """Names the fields and shows what was spent."""
-        return f"RunResult(params of {sorted(self.params)}, {self.trace!r}, {self.privacy})"
+        return f"RunResult(params of {sorted(self.params)}, {self.trace!r}, {self.privacy!r})"
+
+    def _repr_html_(self) -> str:
+        """Names of the parameters and the privacy statement."""
+        names = html.escape(", ".join(sorted(self.params)))
+        return f"<p>Parameters: {names}</p>{self.privacy._repr_html_()}"

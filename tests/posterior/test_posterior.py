@@ -46,8 +46,7 @@ def model(x, y=None, *, scale=1.0):
 
 
 def report(epsilon=1.0):
-    bound = types.SimpleNamespace(upper=epsilon, delta=1e-5, relation="add_or_remove_one")
-    return types.SimpleNamespace(epsilon=epsilon, bound=bound)
+    return types.SimpleNamespace(epsilon=epsilon, delta=1e-5, relation="add_or_remove_one")
 
 
 def normal(scale, shape):

@@ -55,7 +55,7 @@ def share_below(clip_norms, norms):
 # What the norm tracks.
 
 SWEPT = {
-    "clip_norm": [AdaptiveClip(1.0), AdaptiveClip(20.0, quantile=0.9, share=0.2)],
+    "clip_norm": [AdaptiveClip(1.0, quantile=0.5), AdaptiveClip(20.0, quantile=0.9, share=0.2)],
     "noise_multiplier": [0.0, 5.0],
 }
 KEYS = jax.random.split(KEY, 1)
@@ -101,7 +101,7 @@ def test_a_sweep_refuses_norms_of_another_form():
 
 @pytest.mark.extended
 def test_norms_by_entry_go_to_quantiles_of_their_own_and_a_released_loss_follows_them():
-    clips = {"a": AdaptiveClip(5.0, quantile=0.8), ...: AdaptiveClip(5.0, learning_rate=0.5)}
+    clips = {"a": AdaptiveClip(5.0, quantile=0.8), ...: AdaptiveClip(5.0, 0.5, learning_rate=0.5)}
     released = run(driver(clips, loss_release=LossRelease(1e4, 0.1)), 150)
     found = released.trace.clip_norm
     sizes = np.abs(records())

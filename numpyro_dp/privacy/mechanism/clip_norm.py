@@ -73,7 +73,7 @@ class AdaptiveClip(NamedTuple):
     """
 
     initial: float = 1.0
-    quantile: float = 0.5
+    quantile: float = 0.9
     learning_rate: float = 0.2
     share: float = 0.01
 

@@ -1,0 +1,303 @@
+"""Posteriors in files: equal draws anywhere, nothing from records, and no answer from damage."""
+
+import json
+import math
+import pathlib
+import subprocess
+import sys
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.distributions import constraints
+from numpyro.infer.autoguide import AutoDiagonalNormal
+
+import numpyro_dp
+from numpyro_dp import (
+    DPMCMC,
+    DPPBP,
+    DPSEP,
+    DPSVI,
+    SGLD,
+    DPLaplace,
+    PrivacyBudget,
+    RegressionNetwork,
+)
+from numpyro_dp.posterior.draws import support_from_json, support_to_json
+from numpyro_dp.samplers import FullBatch
+
+KEY = jax.random.key(0)
+BUDGET = PrivacyBudget(2.0, 1e-4)
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(400, 3)).astype(np.float32)
+Y = (X @ np.array([1.0, -1.0, 0.5]) + RNG.normal(size=400)).astype(np.float32)
+
+
+def logistic(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def linear(x, y=None):
+    w = numpyro.sample("w", dist.Laplace(0, 1).expand([x.shape[1]]).to_event(1))
+    scale = numpyro.sample("scale", dist.HalfNormal(2.0))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, scale), obs=y)
+
+
+def moving(x, y=None):
+    low = numpyro.sample("low", dist.Normal(0, 1))
+    high = numpyro.sample("high", dist.Uniform(low, low + 3))  # the support depends on low
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(high, 1), obs=y)
+
+
+def by_laplace(model=logistic, y=Y > 0):
+    return DPLaplace(model, budget=BUDGET).run(KEY, X, y)
+
+
+def by_svi(plain=False):
+    svi = DPSVI(linear, AutoDiagonalNormal(linear), optax.adam(0.02), clip_norm=1.0,
+                sampler=FullBatch(), budget=BUDGET)  # fmt: skip
+    result = svi.run(KEY, 200, X, Y, progress_bar=False)
+    return result.plain_posterior if plain else result.posterior
+
+
+def by_sep():
+    sep = DPSEP(logistic, clip_norm=1.0, sampler=FullBatch(), budget=BUDGET)
+    return sep.run(KEY, 10, X, Y > 0, progress_bar=False).posterior
+
+
+def by_chain():
+    mcmc = DPMCMC(SGLD(linear), num_warmup=50, num_samples=100, clip_norm=1.0,
+                  sampler=FullBatch(), budget=BUDGET, progress_bar=False)  # fmt: skip
+    mcmc.run(KEY, X, Y)
+    return mcmc.posterior
+
+
+def by_network():
+    network = RegressionNetwork((3,), weight_precision=None)
+    pbp = DPPBP(network, clip_norm=0.5, sampler=FullBatch(), budget=BUDGET)
+    return pbp.run(KEY, 5, X, Y, progress_bar=False).posterior
+
+
+POSTERIORS = {
+    "normal": by_laplace,
+    "rows": lambda: by_laplace(linear, Y),
+    "DPSVI": by_svi,
+    "DPSEP": by_sep,
+    "DPMCMC": by_chain,
+    "guide": lambda: by_svi(plain=True),
+    "network": by_network,
+    "moving support": lambda: by_laplace(moving, Y),
+}
+STORED = ("guide", "network", "moving support")
+
+
+def assert_same(one, other):
+    assert set(one) == set(other)
+    for name, value in one.items():
+        np.testing.assert_array_equal(value, other[name])
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("kind", POSTERIORS)
+@pytest.mark.filterwarnings("ignore::numpyro_dp.posterior.PosteriorWarning")
+def test_a_loaded_posterior_is_the_saved_one(kind, tmp_path):
+    posterior, file = POSTERIORS[kind](), tmp_path / "a.posterior"
+    posterior.save(file)
+    loaded = numpyro_dp.load(file)
+    if kind in STORED:
+        assert loaded.notes[-1] == "The file has 4000 draws of the posterior."
+        own = posterior.sample(jax.random.key(0), 4000)
+        order = loaded.sample(KEY, 4000)
+        assert_same({n: np.sort(v, 0) for n, v in own.items()},
+                    {n: np.sort(v, 0) for n, v in order.items()})  # fmt: skip
+    else:
+        assert loaded.notes == posterior.notes
+        for number in (1, 7, 9000):
+            assert_same(posterior.sample(KEY, number), loaded.sample(KEY, number))
+        assert str(loaded) == str(posterior)
+        assert str(loaded.summary()) == str(posterior.summary())
+    assert loaded.method == posterior.method
+    assert loaded.privacy == posterior.privacy.statement()
+    assert str(loaded.diagnose()) == str(posterior.diagnose())
+    assert loaded.to_arviz(10).attrs == posterior.to_arviz(10).attrs
+    if posterior.released:
+        assert_same(
+            loaded.released, numpyro_dp.posterior.posterior.named_leaves(posterior.released)
+        )
+    again = tmp_path / "b.posterior"
+    loaded.save(again)
+    if kind not in STORED:
+        assert again.read_bytes() == file.read_bytes()
+    # No array has an axis as long as the records have.
+    with zipfile.ZipFile(file) as archive:
+        about = json.loads(archive.read("about.json"))
+    assert all(400 not in told["shape"] for told in about["arrays"].values())
+
+
+def test_another_process_needs_the_file_alone(tmp_path):
+    posterior, file = by_laplace(), tmp_path / "a.posterior"
+    posterior.save(file)
+    code = (
+        "import sys, jax, numpy, numpyro_dp\n"
+        "draws = numpyro_dp.load(sys.argv[1]).sample(jax.random.key(5), 50)\n"
+        "numpy.save(sys.argv[2], draws['w'])"
+    )
+    out = tmp_path / "draws.npy"
+    subprocess.run([sys.executable, "-c", code, file, out], check=True)
+    np.testing.assert_array_equal(np.load(out), posterior.sample(jax.random.key(5), 50)["w"])
+
+
+def test_the_model_of_the_run_predicts_and_no_other_does(tmp_path):
+    posterior, file = by_laplace(linear, Y), tmp_path / "a.posterior"
+    posterior.save(file)
+    loaded = numpyro_dp.load(file, linear)
+    one, other = (p.predict(KEY, X[:3], num_samples=20)["y"] for p in (posterior, loaded))
+    np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match=r"load\(path, model\)"):
+        numpyro_dp.load(file).predict(KEY, X[:3])
+    with pytest.raises(ValueError, match="the model has"):
+        numpyro_dp.load(file, logistic).predict(KEY, X[:3])
+    with pytest.raises(ValueError, match="the model has"):
+        numpyro_dp.load(file, linear).predict(KEY, np.ones((3, 2), np.float32))
+    with pytest.raises(TypeError, match="model as a function"):
+        numpyro_dp.load(file, "linear")
+    with pytest.raises(ValueError, match="no sampler"):
+        loaded.prior_draws(KEY, 3)
+
+
+def test_parameters_of_the_model_are_in_the_file(tmp_path):
+    def model(x, y=None):
+        shift = numpyro.param("shift", jnp.asarray(2.0))
+        mean = numpyro.sample("mean", dist.Normal(0, 1))
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.Normal(mean + shift + 0 * x[:, 0], 1), obs=y)
+
+    svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
+                sampler=FullBatch(), budget=BUDGET)  # fmt: skip
+    result = svi.run(KEY, 60, X, Y, progress_bar=False)
+    assert abs(result.params["shift"] - 2) > 1
+    result.posterior.save(tmp_path / "a")
+    loaded = numpyro_dp.load(tmp_path / "a", model)
+    one, other = (
+        p.predict(KEY, X[:3], num_samples=4000)["y"].mean() for p in (result.posterior, loaded)
+    )
+    assert abs(one - other) < 0.1
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    file = tmp_path_factory.mktemp("saved") / "a.posterior"
+    by_laplace().save(file)
+    return file
+
+
+@pytest.mark.parametrize("number", [100, pytest.param(1000, marks=pytest.mark.full)])
+def test_damage_never_gives_another_answer(saved, tmp_path, number):
+    content, rng, damaged = saved.read_bytes(), np.random.default_rng(number), tmp_path / "damaged"
+    expected, refused = numpyro_dp.load(saved).sample(KEY, 3), 0
+    for _ in range(number):
+        changed = bytearray(content)
+        kind = rng.integers(4)
+        place = int(rng.integers(len(content)))
+        if kind == 0:
+            changed[place] ^= 1 << int(rng.integers(8))
+        elif kind == 1:
+            del changed[place:]
+        elif kind == 2:
+            changed[place : place + 8] = rng.bytes(8)
+        else:
+            changed[place:place] = rng.bytes(3)
+        damaged.write_bytes(changed)
+        try:
+            found = numpyro_dp.load(damaged)
+        except ValueError as error:
+            assert "damaged" in str(error)
+            refused += 1
+        else:  # the damage is in a part of the archive that says nothing
+            assert_same(found.sample(KEY, 3), expected)
+    assert refused > 0.7 * number
+
+
+def test_other_files_and_versions_are_refused(saved, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        numpyro_dp.load(tmp_path / "nowhere")
+    pathlib.Path(tmp_path / "text").write_text("text")
+    with pytest.raises(ValueError, match="not a saved posterior"):
+        numpyro_dp.load(tmp_path / "text")
+    changed = tmp_path / "changed"
+    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(changed, "w") as new:
+        for name in old.namelist():
+            text = old.read(name)
+            if name == "about.json":
+                text = json.dumps(json.loads(text) | {"version": 2})
+            new.writestr(name, text)
+    with pytest.raises(ValueError, match="version 1, got .* version 2"):
+        numpyro_dp.load(changed)
+    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(changed, "w") as new:
+        for name in old.namelist():
+            other = np.lib.format.magic(1, 0) if name == "draws/mean.npy" else old.read(name)
+            new.writestr(name, other)
+    with pytest.raises(ValueError, match="'draws/mean' was changed"):
+        numpyro_dp.load(changed)
+
+
+def test_a_failed_save_leaves_the_old_file(saved, tmp_path, monkeypatch):
+    file = tmp_path / "a.posterior"
+    file.write_bytes(b"old")
+    posterior = numpyro_dp.load(saved)
+    posterior.released = {"odd": np.array([object()])}
+    with pytest.raises(ValueError, match="pickle"):
+        posterior.save(file)
+    assert file.read_bytes() == b"old"
+    assert [each.name for each in tmp_path.iterdir()] == ["a.posterior"]
+
+
+@pytest.mark.parametrize(
+    "support",
+    [
+        constraints.real,
+        constraints.positive,
+        constraints.unit_interval,
+        constraints.simplex,
+        constraints.corr_cholesky,
+        constraints.interval(-1.0, 2.5),
+        constraints.greater_than(jnp.array([0.5, 1.5])),
+        constraints.independent(constraints.interval(np.zeros(2), np.ones(2)), 1),
+        constraints.zero_sum(1),
+    ],
+    ids=str,
+)
+@pytest.mark.every_case
+def test_supports_survive(support):
+    found = support_from_json(json.loads(json.dumps(support_to_json(support))))
+    assert type(found) is type(support)
+    assert support_to_json(found) == support_to_json(support)
+    free = jnp.array([[0.3, -1.2], [0.8, 2.0]])
+    if isinstance(support, type(constraints.corr_cholesky)):
+        free = jnp.array([[0.3], [-1.2]])
+    one, other = (jax.vmap(dist.biject_to(each))(free) for each in (support, found))
+    np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("found", ["sys", "nothing", {"kind": "jax"}, {"kind": "math"}])
+def test_names_that_are_no_constraints_are_refused(found):
+    with pytest.raises(ValueError, match="no constraint"):
+        support_from_json(found)
+
+
+def test_infinite_epsilon_survives(tmp_path):
+    svi = DPSVI(logistic, AutoDiagonalNormal(logistic), optax.adam(0.1), clip_norm=1.0,
+                sampler=FullBatch(), noise_multiplier=0.0)  # fmt: skip
+    svi.run(KEY, 30, X, Y > 0, progress_bar=False).posterior.save(tmp_path / "a")
+    loaded = numpyro_dp.load(tmp_path / "a")
+    assert loaded.privacy.epsilon == math.inf
+    assert "NOT PRIVATE" in str(loaded)

@@ -1,0 +1,219 @@
+"""Privacy statements: what they say, as text, JSON, HTML and an entry of the registry."""
+
+import html.parser
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal
+from scipy import stats
+
+from numpyro_dp import DPSVI, DPLaplace, PrivacyBudget
+from numpyro_dp.mechanisms import LossRelease
+from numpyro_dp.privacy.statement import Statement
+from numpyro_dp.samplers import FullBatch, Poisson
+
+KEY = jax.random.key(0)
+X = jnp.ones(200)
+ABOUT = {
+    "name": "Mean age, 2026",
+    "data_curators": ["Health Office"],
+    "description": "Posterior of a mean.",
+    "intended_use": "Planning",
+    "data_product_region": "Finland",
+    "registry_authors": ["A. Statistician"],
+}
+
+# Names, types and enumerations of the registry's schema (opendp/deployments-registry-data, MIT,
+# schemas/deployments-schema.yaml of July 2026), for the objects that an entry of ours has.
+TEXT = {"type": str}
+SCHEMA = {
+    "url_slug": TEXT,
+    "status": {"enum": {"Draft", "Pending", "Changes Required", "Approved"}},
+    "tier": {"enum": {1, 2, 3}},
+    "deployment": {
+        "basic": {
+            "name": TEXT, "data_curators": {"list": str}, "intended_use": TEXT,
+            "data_product_type": {"enum": {
+                "Summary statistics", "Machine learning model", "Dataset", "Synthetic data",
+                "Interactive API", "SQL queries"}},
+            "data_product_region": TEXT, "description": TEXT, "publication_date": TEXT,
+        },
+        "dp_variant": {
+            "variant_name": {"enum": {
+                "Pure DP", "Approximate DP", "Zero-concentrated DP", "Renyi DP", "Custom"}},
+            "data_domain": TEXT, "unprotected_quantities": TEXT,
+        },
+        "privacy_loss": {
+            "privacy_unit": TEXT, "privacy_unit_details": TEXT,
+            "privacy_parameters": {"epsilon": {"type": float}, "delta": {"type": float}},
+            "privacy_parameters_details": TEXT,
+        },
+        "deployment_model": {
+            "model_name": {"enum": {"Local", "Central", "Shuffle", "Federated", "Varies"}},
+            "actors": TEXT,
+            "release_type": {"enum": {"One release", "Many releases"}},
+            "data_source_type": {"enum": {"Static", "Dynamic"}},
+            "access_type": {"enum": {"Interactive", "Non-interactive"}},
+        },
+        "accounting": {"post_processing": TEXT, "composition": TEXT},
+        "implementation": {
+            "preprocessing_and_hyperparameter_tuning": TEXT, "mechanisms": TEXT,
+            "justification": TEXT,
+        },
+        "administrative": {"registry_authors": {"list": str}},
+    },
+}  # fmt: skip
+
+
+def model(x):
+    mean = numpyro.sample("mean", dist.Normal(0, 10))
+    with numpyro.plate("patients <b>", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+
+
+def svi(**options):
+    options = {"sampler": FullBatch(), "budget": PrivacyBudget(1.0, 1e-5)} | options
+    driver = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=2.0, **options)
+    return driver.run(KEY, 20, X, progress_bar=False)
+
+
+def of_laplace():
+    return DPLaplace(model, budget=PrivacyBudget(1.0, 0.02)).run(KEY, X).privacy
+
+
+def of_batches():
+    return svi(sampler=Poisson(0.1), secret_key=5, loss_release=LossRelease(8.0)).privacy
+
+
+def of_two():
+    budget = PrivacyBudget(1.0, 1e-5)
+    return svi(budget=budget.after(svi(budget=PrivacyBudget(0.5, 1e-5)).privacy)).privacy
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", [of_laplace, of_batches, of_two])
+def test_a_statement_has_all_forms(kind):
+    report = kind()
+    statement = report.statement()
+    text = str(report)
+    assert text == str(statement)
+    for words in (
+        f"epsilon <= {report.epsilon:.5g} at delta={report.delta:g} under add_or_remove_one",
+        "One of 200 records: the indices of plate 'patients <b>'.",
+        "one has one record more than the other",
+        f"{math.exp(report.epsilon):.4g} = exp(epsilon)",
+        f"{report.num_steps} steps of",
+        f"by {report.accountant}.",
+        report.date,
+        f"jax {jax.__version__}",
+    ):
+        assert words in text, words
+    assert ("delta > 1 / 200" in text) == (kind is of_laplace)
+    assert ("Reproducible run" in text) == (kind is of_batches)
+    assert ("loss curve is part of the release" in text) == (kind is of_batches)
+    assert ("this run and the 1 earlier" in text) == (kind is of_two)
+
+    found = json.loads(report.to_json(), parse_constant=pytest.fail)
+    assert found["epsilon"] == report.epsilon
+    assert Statement.from_json(report.to_json()) == statement
+
+    entry = report.to_registry(**ABOUT)
+    check(entry, SCHEMA)
+    assert json.loads(json.dumps(entry)) == entry
+    assert entry["url_slug"] == "mean-age-2026"
+    loss = entry["deployment"]["privacy_loss"]["privacy_parameters"]
+    assert loss == {"epsilon": report.epsilon, "delta": report.delta}
+
+
+def check(value, schema, place="entry"):
+    """Whether an entry has the names, types and values of a schema, and no others."""
+    if "type" in schema:
+        assert isinstance(value, schema["type"]) and value, place
+    elif "enum" in schema:
+        assert value in schema["enum"], place
+    elif "list" in schema:
+        assert value and all(isinstance(each, schema["list"]) for each in value), place
+    else:
+        assert set(value) == set(schema), place
+        for name, part in value.items():
+            check(part, schema[name], f"{place}.{name}")
+
+
+def test_the_rates_of_attacks_are_bounds_and_close_to_exact_ones():
+    """Of a Gaussian mechanism the best test is known."""
+    report = of_laplace()
+    for rate, bound in report.statement().attack:
+        exact = stats.norm.cdf(stats.norm.ppf(rate) + 1 / report.event.noise_multiplier)
+        assert exact <= bound <= 1.35 * exact
+
+
+class Tags(html.parser.HTMLParser):
+    """Counts tags, and keeps the text."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen, self.text = [], set(), ""
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.add(tag)
+        if tag != "br":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_html_is_a_table_without_scripts():
+    result = svi()
+    for shown in (result, result.privacy, result.posterior):
+        tags = Tags()
+        tags.feed(shown._repr_html_())
+        assert tags.open == []
+        assert tags.seen <= {"p", "pre", "table", "caption", "tbody", "tr", "th", "td", "br"}
+        assert "plate 'patients <b>'" in tags.text
+
+
+def test_settings_are_what_the_user_says():
+    report = of_laplace()
+    assert "does not cover that" in str(report)
+    said = report.statement(settings="Chosen on the data of 2020.")
+    assert "Settings: Chosen on the data of 2020." in str(said)
+    with pytest.raises(TypeError, match="settings as a text"):
+        report.statement(settings=None)
+
+
+def test_a_run_without_privacy_is_no_entry():
+    report = svi(noise_multiplier=0.0, budget=None).privacy
+    assert str(report).startswith("Guarantee: NOT PRIVATE")
+    assert Statement.from_json(report.to_json()).epsilon == math.inf
+    with pytest.raises(ValueError, match="no place in the registry"):
+        report.to_registry(**ABOUT)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": " "}, "Expected name as a text"),
+        ({"data_curators": "Office"}, "Expected data_curators as a list"),
+        ({"registry_authors": []}, "Expected registry_authors as a list"),
+        ({"publication_date": "1 May"}, "YYYY-MM-DD"),
+    ],
+)
+def test_bad_entries_are_refused(change, words):
+    with pytest.raises(ValueError, match=words):
+        of_laplace().to_registry(**(ABOUT | change))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "x", "version": 1}'])
+def test_other_texts_are_no_statement(text):
+    with pytest.raises(ValueError, match=r"not a privacy statement|Expected the format"):
+        Statement.from_json(text)
