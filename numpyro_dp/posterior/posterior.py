@@ -28,7 +28,12 @@ from numpyro.infer import Predictive
 
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.posterior.diagnosis import Diagnosis, Finding, findings_of_shares
-from numpyro_dp.posterior.inference_data import draws_by_name, named_leaves, to_arviz
+from numpyro_dp.posterior.inference_data import (
+    arviz_adapter,
+    draws_by_name,
+    named_leaves,
+    to_arviz,
+)
 from numpyro_dp.posterior.saved import part_of, read_posterior, write_posterior
 from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.plan import PrivacyReport
@@ -247,6 +252,20 @@ class Posterior:
             TypeError, ValueError: If ``num_samples`` is not an integer above 0.
         """
         return to_arviz(self.sample(jax.random.key(0), num_samples), self.privacy)
+
+    def arviz_adapter(self, num_samples: int = 1000) -> Any:
+        """Returns an adapter for ``arviz.from_numpyro`` of ArviZ 1.x. It has draws and no records.
+
+        With :meth:`to_arviz` the result also has the privacy statement.
+
+        Args:
+            num_samples: Number of draws. Their key is fixed.
+
+        Raises:
+            ImportError: If ArviZ 1.x is not installed.
+            TypeError, ValueError: If ``num_samples`` is not an integer above 0.
+        """
+        return arviz_adapter(self.sample(jax.random.key(0), num_samples), self.privacy)
 
     def save(self, path: Any) -> None:
         """Writes the posterior to a file, which you may publish. :func:`load` reads it.

@@ -112,7 +112,7 @@ def test_a_run_without_noise_says_that_it_is_not_private() -> None:
     result = svi.run(KEY, 2, X, Y, progress_bar=False)
     assert np.isfinite(flat(result.params)).all()
     assert result.privacy.epsilon == np.inf
-    assert str(result.privacy).startswith("NOT PRIVATE")
+    assert str(result.privacy).startswith("Guarantee: NOT PRIVATE")
     assert "Reproducible" not in str(result.privacy)
 
 
