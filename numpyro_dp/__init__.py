@@ -13,6 +13,7 @@ from numpyro_dp.posterior import Posterior
 from numpyro_dp.posterior.posterior import load
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.keys import secret_key
+from numpyro_dp.privacy.ledger import Ledger, LedgerError
 from numpyro_dp.privacy.once import NoiseReuseError
 from numpyro_dp.privacy.plan import BudgetError, PrivacyReport
 from numpyro_dp.run.results import RunResult, SensitiveValueError
@@ -33,6 +34,8 @@ __all__ = [
     "SGLD",
     "BudgetError",
     "DPLaplace",
+    "Ledger",
+    "LedgerError",
     "NoiseReuseError",
     "Posterior",
     "PreconditionedSGLD",

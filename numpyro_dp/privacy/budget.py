@@ -111,6 +111,7 @@ class PrivacyBudget:
         relation: ``"add_or_remove_one"`` (neighbours differ by the presence of one record) or
             ``"replace_one"`` (neighbours have the same size and differ by the value of one record).
         earlier: What earlier runs have spent of the budget. Set by :meth:`after`.
+        charges: The ledger that counts runs. Set by :meth:`numpyro_dp.Ledger.budget`.
 
     Raises:
         TypeError: If ``epsilon`` or ``delta`` is not a real number.
@@ -128,6 +129,7 @@ class PrivacyBudget:
     delta: float | None = None
     relation: Relation = "add_or_remove_one"
     earlier: tuple[Spending, ...] = dataclasses.field(default=(), kw_only=True)
+    charges: Any = dataclasses.field(default=None, kw_only=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         epsilon = check_real(
@@ -177,8 +179,9 @@ class PrivacyBudget:
         earlier run.
 
         Args:
-            *reports: ``result.privacy`` of each earlier run. If the budget of a run came from
-                ``after``, its report includes the runs before it. Each run counts once.
+            *reports: ``result.privacy`` of each earlier run, or a :class:`~numpyro_dp.Ledger`. If
+                the budget of a run came from ``after``, its report includes the runs before it.
+                Each run counts once.
 
         Raises:
             TypeError: If an argument is not a report.

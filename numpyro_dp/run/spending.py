@@ -22,6 +22,7 @@ from numpyro_dp.sums.devices import copied
 
 __all__ = [
     "begun",
+    "charged",
     "noise_fields",
     "plan_for",
     "report_for",
@@ -72,6 +73,27 @@ def begun(
     """Registers new runs. Raises if a run has the noise of an earlier run."""
     noisy = [state.run_id for state in states if _has_noise(state)]
     return begin(noisy, repetition=settings.repetition)
+
+
+def charged(
+    settings: RunSettings, state: SensitiveState, num_steps: int | None, run: str | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """Charges a new run to the ledger of its budget, if there is one.
+
+    Args:
+        settings: The settings of the run.
+        state: Its first state.
+        num_steps: All steps that it may take.
+        run: Name of the run in its report.
+
+    Raises:
+        LedgerError: If the total of the ledger does not cover the run.
+    """
+    charges = settings.budget and settings.budget.charges
+    if charges is None:
+        return contextlib.nullcontext()
+    spending = spent_by(settings, state, num_steps).spending[-1]
+    return charges.of(spending if run is None else spending._replace(run=run))
 
 
 def used(

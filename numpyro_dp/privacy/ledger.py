@@ -1,0 +1,314 @@
+r"""A ledger: a file that counts what all runs on one data set have spent, and stops a run.
+
+**Format, version 1.** JSON lines. The first line has ``format``, ``version`` and ``total``, with
+epsilon, delta and relation. Each other line is an entry: ``run``, ``date``, ``purpose``, and either
+``steps``, ``failure_prob``, ``total_variation`` and ``caveats`` of its
+:class:`~numpyro_dp.privacy.budget.Spending`, or ``"failed": true``. Lines are only added.
+
+A run is charged before it reads a record, with everything that its plan may release. So a run that
+is killed stays charged. If it raises an exception, it has released nothing, and a line takes the
+charge back. A last line without an end was never confirmed to its run, so that run did not begin.
+It does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from numpyro_dp._lazy import dpa
+from numpyro_dp.privacy.accounting import EpsilonBound, epsilon_spent
+from numpyro_dp.privacy.accounting.bounds import GaussianStep, canonical_event
+from numpyro_dp.privacy.budget import PrivacyBudget, Spending
+
+try:
+    import fcntl
+except ImportError:  # Windows has another lock
+    fcntl = None
+
+__all__ = ["Charges", "Entry", "Ledger", "LedgerError"]
+
+_FORMAT, _VERSION = "numpyro_dp ledger", 1
+
+
+class LedgerError(ValueError):
+    """A ledger that is damaged, belongs to another total, or has too little left for a run."""
+
+
+class Entry(NamedTuple):
+    """A run in a ledger.
+
+    Attributes:
+        spending: What it spent.
+        date: When it was charged, in UTC.
+        purpose: What it was for.
+        failed: Whether it raised an exception, so that it released nothing and does not count.
+    """
+
+    spending: Spending
+    date: str
+    purpose: str
+    failed: bool = False
+
+
+class Ledger:
+    r"""A file that counts what all runs on one data set have spent.
+
+    A budget from :meth:`budget` charges its run. All runs together spend at most ``total``: their
+    events are composed, which costs less than to add their epsilons. A run that would exceed the
+    total raises an error before it reads a record. Several processes may use one file.
+
+    Args:
+        path: The file. If there is none, it is made.
+        total: What all runs together may spend, with a delta.
+
+    Raises:
+        LedgerError: If the file has another total, or is damaged.
+        TypeError, ValueError: If ``total`` is not a budget with a delta.
+        OSError: If the file cannot be read or written.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, os, tempfile
+        >>> from numpyro_dp import DPLaplace, Ledger, PrivacyBudget
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 1))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> ledger = Ledger(os.path.join(folder.name, "visits.ledger"), PrivacyBudget(1.0, 1e-5))
+        >>> for purpose in ("first look", "paper"):
+        ...     budget = ledger.budget(0.6, purpose=purpose)
+        ...     posterior = DPLaplace(model, budget=budget).run(jax.random.key(0), jnp.ones(1000))
+        >>> print(round(ledger.spent().epsilon, 2), [row["purpose"] for row in ledger.table()])
+        0.87 ['first look', 'paper']
+        >>> DPLaplace(model, budget=ledger.budget(0.6, purpose="more")).run(
+        ...     jax.random.key(0), jnp.ones(1000))  # doctest: +IGNORE_EXCEPTION_DETAIL
+        Traceback (most recent call last):
+        LedgerError: ...
+        >>> folder.cleanup()
+
+    Guarantee:
+        All runs that it has charged are together (epsilon, delta)-differentially private within
+        ``total``. Fix the noise of each run independently of released values, or use full batches
+        (:meth:`~numpyro_dp.PrivacyBudget.after`). Runs without it are not counted. Keep the file
+        with the records: purposes and dates are yours to publish or not.
+    """
+
+    def __init__(self, path: Any, total: PrivacyBudget) -> None:
+        if not isinstance(total, PrivacyBudget) or total.delta is None or total.earlier:
+            raise ValueError(
+                f"Expected total as a new PrivacyBudget with a delta, got {total}. The delta "
+                "covers all runs together: PrivacyBudget(3.0, 1e-6)."
+            )
+        self.path, self.total = pathlib.Path(path), total
+        self._entries: dict[str, Entry] = {}
+        self._read_to = 0
+        with self._locked():
+            if not self.path.stat().st_size:
+                self._append({
+                    "format": _FORMAT, "version": _VERSION,
+                    "total": {n: getattr(total, n) for n in ("epsilon", "delta", "relation")},
+                })  # fmt: skip
+            self._read()
+
+    def __repr__(self) -> str:
+        """The path and the total."""
+        return f"Ledger({str(self.path)!r}, {self.total})"
+
+    def budget(self, epsilon: float | None = None, *, purpose: str) -> PrivacyBudget:
+        """Returns a budget that charges its runs to this ledger.
+
+        Args:
+            epsilon: What a run alone may spend, at the delta of the total. By default all that is
+                left: the run and those before it then spend the total, and its report covers all.
+            purpose: What the run is for.
+
+        Raises:
+            TypeError, ValueError: If an argument is out of range.
+        """
+        if not isinstance(purpose, str) or not purpose.strip():
+            raise ValueError(f"Expected purpose as a text that is not empty, got {purpose!r}.")
+        found = self.total.after(self)
+        if epsilon is not None:
+            found = PrivacyBudget(epsilon, self.total.delta, self.total.relation)
+        return dataclasses.replace(found, charges=Charges(self, purpose))
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All runs, also those of other processes."""
+        with self._locked():
+            self._read()
+        return tuple(self._entries.values())
+
+    @property
+    def spending(self) -> tuple[Spending, ...]:
+        """What the runs have spent. So ``total.after(ledger)`` is a budget for what is left."""
+        return tuple(each.spending for each in self.entries if not each.failed)
+
+    def spent(self) -> EpsilonBound:
+        """Returns the bound on what all runs together have spent, at the delta of the total."""
+        return self._bound(self.spending)
+
+    def table(self) -> list[dict[str, Any]]:
+        """Returns a row for each run, as for ``pandas.DataFrame``."""
+        return [
+            {
+                "run": each.spending.run, "date": each.date, "purpose": each.purpose,
+                "epsilon": 0.0 if each.failed else self._bound((each.spending,)).epsilon,
+                "delta": self.total.delta, "failed": each.failed,
+            }
+            for each in self.entries
+        ]  # fmt: skip
+
+    def __str__(self) -> str:
+        """A line for each run, and what is spent."""
+        rows = [
+            f"{row['date']}  epsilon {row['epsilon']:<8.4g} {row['purpose']}"
+            + (" (failed, not counted)" if row["failed"] else "")
+            for row in self.table()
+        ]
+        spent = self.spent().epsilon
+        return "\n".join([*rows, f"All runs: epsilon <= {spent:.4g} of {self.total}"])
+
+    def charge(self, spending: Spending, purpose: str) -> None:
+        """Adds a run.
+
+        Raises:
+            LedgerError: If all runs together would spend more than the total.
+        """
+        with self._locked():
+            self._read()
+            if spending.run in self._entries:
+                raise LedgerError(f"The run {spending.run} is in {self.path} already.")
+            others = [each.spending for each in self._entries.values() if not each.failed]
+            bound = self._bound((*others, spending))
+            if bound.epsilon > self.total.epsilon * (1 + 1e-9):
+                raise LedgerError(
+                    f"This run ({purpose}) and the {len(others)} runs in {self.path} would spend "
+                    f"epsilon={bound.epsilon:.4g}. The total is {self.total}. No record was read. "
+                    "Take a smaller epsilon, or none for what is left."
+                )
+            entry = spending._asdict() | {"purpose": purpose, "date": _now()}
+            self._append({n: value for n, value in entry.items() if n != "relation"})
+            self._read()
+
+    def take_back(self, run: str) -> None:
+        """Marks a run that raised an exception, so that it released nothing."""
+        with self._locked():
+            self._append({"run": run, "failed": True, "date": _now()})
+            self._read()
+
+    def _bound(self, spendings: tuple[Spending, ...]) -> EpsilonBound:
+        if not spendings:
+            return epsilon_spent(dpa.NoOpDpEvent(), self.total.delta, self.total.relation)
+        parts = [step for each in spendings for step in each.steps]
+        beside = {
+            name: min(math.fsum(getattr(each, name) for each in spendings), 1 - 1e-12)
+            for name in ("failure_prob", "total_variation")
+        }
+        event = canonical_event(tuple(parts))
+        return epsilon_spent(event, self.total.delta, self.total.relation, **beside)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Holds the file for this process alone, on Unix."""
+        with open(self.path, "ab", opener=_only_owner) as file:
+            if fcntl is None:
+                raise OSError("A Ledger needs the file locks of Unix, which this system lacks.")
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _append(self, line: dict[str, Any]) -> None:
+        """Adds a line and waits until the disk has it. Removes what a killed process left."""
+        text = json.dumps(line, allow_nan=False).encode() + b"\n"
+        with open(self.path, "r+b") as file:
+            content = file.read()
+            whole = content.rfind(b"\n") + 1
+            file.truncate(whole)
+            file.seek(whole)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _read(self) -> None:
+        """Reads the lines that were added since."""
+        with open(self.path, "rb") as file:
+            file.seek(self._read_to)
+            content = file.read()
+        whole = content.rfind(b"\n") + 1
+        for number, line in enumerate(content[:whole].splitlines()):
+            try:
+                found = json.loads(line)
+                if self._read_to == 0 and number == 0:
+                    self._check_header(found)
+                else:
+                    self._add(found)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                if isinstance(error, LedgerError):
+                    raise
+                raise LedgerError(
+                    f"{self.path} is damaged ({error!r}). What was spent is not known, so no run "
+                    "may start. Restore the file from a copy that has all runs."
+                ) from error
+        self._read_to += whole
+
+    def _check_header(self, found: dict[str, Any]) -> None:
+        kind = found["format"], found["version"]
+        if kind != (_FORMAT, _VERSION):
+            raise LedgerError(f"Expected {self.path} as {_FORMAT!r}, version {_VERSION}: {kind}.")
+        if PrivacyBudget(**found["total"]) != self.total:
+            raise LedgerError(
+                f"{self.path} has the total {PrivacyBudget(**found['total'])}, not {self.total}. "
+                "Open it with its own total. A data set has one total for all time."
+            )
+
+    def _add(self, found: dict[str, Any]) -> None:
+        run = found["run"]
+        if found.get("failed"):
+            self._entries[run] = self._entries[run]._replace(failed=True)
+            return
+        steps = tuple(
+            GaussianStep(s, float(q), size and tuple(size), float(z), int(n))
+            for s, q, size, z, n in found["steps"]
+        )
+        spending = Spending(
+            run, self.total.relation, steps, float(found["failure_prob"]),
+            float(found["total_variation"]), tuple(found["caveats"]),
+        )  # fmt: skip
+        self._entries[run] = Entry(spending, found["date"], found["purpose"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Charges:
+    """Which ledger a budget charges, and for what."""
+
+    ledger: Ledger
+    purpose: str
+
+    @contextlib.contextmanager
+    def of(self, spending: Spending) -> Iterator[None]:
+        """Charges a run before it reads a record.
+
+        If the run raises an exception, the charge is taken back. If it is stopped, it stays.
+        """
+        self.ledger.charge(spending, self.purpose)
+        try:
+            yield
+        except Exception:
+            self.ledger.take_back(spending.run)
+            raise
+
+
+def _only_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,0 +1,260 @@
+"""Ledgers: every run is charged before it reads a record, none is lost, and the total holds."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal
+
+from numpyro_dp import (
+    DPMCMC,
+    DPSEP,
+    DPSVI,
+    SGLD,
+    DPLaplace,
+    Ledger,
+    LedgerError,
+    PrivacyBudget,
+)
+from numpyro_dp.privacy.accounting.bounds import GaussianStep
+from numpyro_dp.privacy.budget import Spending
+from numpyro_dp.samplers import FullBatch, Poisson
+
+KEY = jax.random.key(0)
+TOTAL = PrivacyBudget(2.0, 1e-5)
+X = np.random.default_rng(0).normal(size=300).astype(np.float32)
+
+
+def model(x):
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+
+
+def laplace(budget):
+    return DPLaplace(model, budget=budget).run(KEY, X).privacy
+
+
+def svi_of(budget, **options):
+    return DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
+                 sampler=Poisson(0.2), budget=budget, **options)  # fmt: skip
+
+
+def svi(budget):
+    return svi_of(budget).run(KEY, 20, X, progress_bar=False).privacy
+
+
+def chain(budget):
+    mcmc = DPMCMC(SGLD(model), num_warmup=5, num_samples=10, clip_norm=1.0, sampler=FullBatch(),
+                  num_chains=2, budget=budget, progress_bar=False)  # fmt: skip
+    mcmc.run(KEY, X)
+    return mcmc.privacy
+
+
+def loop(budget):
+    driver = svi_of(budget, num_steps=3)
+    state = driver.init(KEY, X)
+    for _ in range(3):
+        state, _ = driver.update(state, X)
+    return driver.privacy(state)
+
+
+def sep(budget):
+    driver = DPSEP(model, clip_norm=1.0, sampler=FullBatch(), budget=budget)
+    return driver.run(KEY, 3, X, progress_bar=False).privacy
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "visits.ledger"
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("run", [laplace, svi, chain, loop, sep])
+def test_every_driver_is_charged_once_with_its_event(run, file):
+    ledger = Ledger(file, TOTAL)
+    report = run(ledger.budget(0.5, purpose="a table"))
+    (entry,) = ledger.entries
+    assert entry.spending.steps == report.spending[-1].steps
+    assert entry.spending.run == report.run or run is loop
+    assert ledger.spent().epsilon == pytest.approx(report.epsilon, rel=1e-6)
+    (row,) = ledger.table()
+    assert row["purpose"] == "a table"
+    assert row["epsilon"] == pytest.approx(report.epsilon, rel=1e-6)
+    assert "a table" in str(ledger)
+    assert file.stat().st_mode & 0o777 == 0o600
+    again = Ledger(file, TOTAL)
+    assert again.entries == ledger.entries
+    assert pickle.loads(pickle.dumps(ledger)).entries == ledger.entries
+
+
+def test_runs_are_composed_and_the_total_stops_one_before_it_reads_a_record(file):
+    ledger = Ledger(file, TOTAL)
+    for number in range(3):
+        laplace(ledger.budget(0.9, purpose=f"run {number}"))
+    spent = ledger.spent().epsilon
+    assert 0.9 < spent < 1.8  # three runs of 0.9 cost less than two
+
+    def blocked(*_, **__):
+        raise AssertionError("a record was read")
+
+    driver = DPLaplace(model, budget=ledger.budget(1.9, purpose="too much"))
+    before = file.read_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("numpyro_dp.laplace.driver.Stages.stages", blocked)
+        with pytest.raises(LedgerError, match="too much.*would spend.*No record was read"):
+            driver.run(KEY, X)
+    assert file.read_bytes() == before
+    # What is left can be spent, and then nothing more.
+    report = laplace(ledger.budget(purpose="the rest"))
+    assert report.epsilon == pytest.approx(2.0, rel=0.01)
+    assert ledger.spent().epsilon == pytest.approx(2.0, rel=0.01)
+    with pytest.raises(LedgerError, match="more.*would spend"):
+        laplace(ledger.budget(0.5, purpose="more"))
+
+
+def test_the_total_can_be_a_budget_after_the_ledger(file):
+    ledger = Ledger(file, TOTAL)
+    first = laplace(ledger.budget(1.0, purpose="one"))
+    assert TOTAL.after(ledger) == TOTAL.after(first)
+
+
+def test_a_run_that_raises_is_not_counted_and_a_stopped_one_is(file):
+    ledger = Ledger(file, TOTAL)
+
+    def stops(error):
+        def fail(*_, **__):
+            raise error
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("numpyro_dp.laplace.driver.Stages.stages", fail)
+            with pytest.raises(type(error)):
+                laplace(ledger.budget(0.5, purpose=type(error).__name__))
+
+    stops(MemoryError())
+    assert ledger.spending == ()
+    assert [row["failed"] for row in ledger.table()] == [True]
+    assert "failed, not counted" in str(ledger)
+    stops(KeyboardInterrupt())
+    assert [row["failed"] for row in ledger.table()] == [True, False]
+    assert ledger.spent().epsilon == pytest.approx(0.5, rel=0.01)
+
+
+def test_a_killed_run_stays_charged(file):
+    code = f"""
+        import os, signal, sys
+        import jax, numpyro_dp
+        from tests_model import laplace
+        import numpyro_dp.laplace.driver as driver
+        driver.Stages.stages = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        ledger = numpyro_dp.Ledger({str(file)!r}, numpyro_dp.PrivacyBudget(2.0, 1e-5))
+        laplace(ledger.budget(0.5, purpose="killed"))
+    """.replace("tests_model", "test_ledger")
+    found = python(code)
+    assert found.returncode == -signal.SIGKILL, found.stderr
+    ledger = Ledger(file, TOTAL)
+    assert [row["purpose"] for row in ledger.table()] == ["killed"]
+    assert ledger.spent().epsilon == pytest.approx(0.5, rel=0.01)
+
+
+def python(code):
+    here = os.path.dirname(__file__)
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd=here
+    )
+
+
+@pytest.mark.full
+def test_two_processes_lose_no_entry(file):
+    code = f"""
+        import sys
+        from numpyro_dp import Ledger, PrivacyBudget
+        from numpyro_dp.privacy.accounting.bounds import GaussianStep
+        from numpyro_dp.privacy.budget import Spending
+        ledger = Ledger({str(file)!r}, PrivacyBudget(2.0, 1e-5))
+        for number in range(1000):
+            steps = (GaussianStep("none", 1.0, None, 1e4, 1),)
+            run = f"{{sys.argv[1]}} {{number}}"
+            ledger.charge(Spending(run, "add_or_remove_one", steps, 0.0, 0.0, ()), "test")
+    """
+    arguments = [sys.executable, "-c", textwrap.dedent(code)]
+    both = [subprocess.Popen([*arguments, name]) for name in "ab"]
+    assert [each.wait() for each in both] == [0, 0]
+    names = [each.spending.run for each in Ledger(file, TOTAL).entries]
+    assert sorted(names) == sorted(f"{name} {n}" for name in "ab" for n in range(1000))
+    order = [name[0] for name in names]
+    assert order != sorted(order)  # they took turns
+
+
+def spending(run, noise=10.0, **other):
+    steps = (GaussianStep("none", 1.0, None, noise, 1), GaussianStep("poisson", 0.1, None, 5.0, 7))
+    return Spending(run, "add_or_remove_one", steps, *(other.get(n, 0.0) for n in "ft"), ("odd",))
+
+
+def test_entries_survive_and_half_a_line_does_not_count(file):
+    ledger = Ledger(file, TOTAL)
+    ledger.charge(spending("a", f=1e-9, t=1e-9), "one")
+    with open(file, "ab") as end:
+        end.write(b'{"run": "half')
+    other = Ledger(file, TOTAL)
+    assert other.entries == ledger.entries
+    other.charge(spending("b"), "two")
+    assert [each.spending for each in ledger.entries] == [
+        spending("a", f=1e-9, t=1e-9), spending("b"),
+    ]  # fmt: skip
+    assert [json.loads(line)["run"] for line in file.read_text().splitlines()[1:]] == ["a", "b"]
+    with pytest.raises(LedgerError, match="already"):
+        other.charge(spending("a"), "again")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["text", "[]", '{"run": "c"}', '{"run": "c", "failed": true}', '{"run": "c", "steps": 1}'],
+)
+@pytest.mark.every_case
+def test_damage_stops_all_runs(file, line):
+    ledger = Ledger(file, TOTAL)
+    with open(file, "a") as end:
+        end.write(line + "\n")
+    with pytest.raises(LedgerError, match="damaged"):
+        ledger.charge(spending("d"), "one")
+    with pytest.raises(LedgerError, match="damaged"):
+        Ledger(file, TOTAL)
+
+
+def test_other_totals_and_files_are_refused(file, tmp_path):
+    Ledger(file, TOTAL)
+    with pytest.raises(LedgerError, match="has the total"):
+        Ledger(file, PrivacyBudget(3.0, 1e-5))
+    (tmp_path / "other").write_text('{"format": "x", "version": 1}\n')
+    with pytest.raises(LedgerError, match="Expected"):
+        Ledger(tmp_path / "other", TOTAL)
+    for total in (PrivacyBudget(1.0), 3.0):
+        with pytest.raises(ValueError, match="with a delta"):
+            Ledger(tmp_path / "new", total)
+    with pytest.raises(ValueError, match="Expected purpose"):
+        Ledger(file, TOTAL).budget(1.0, purpose="")
+    driver = svi_of(Ledger(file, TOTAL).budget(1.0, purpose="sweep"))
+    with pytest.raises(ValueError, match="Call run for each setting"):
+        driver.sweep(jax.random.split(KEY, 2), 3, X)
+
+
+def test_a_run_that_goes_on_is_charged_once(file):
+    ledger = Ledger(file, TOTAL)
+    driver = svi_of(ledger.budget(1.0, purpose="long"), num_steps=20)
+    first = driver.run(KEY, 5, X, progress_bar=False)
+    charged = ledger.spent().epsilon
+    second = driver.run(KEY, 15, X, init_state=first.state, progress_bar=False)
+    assert len(ledger.entries) == 1
+    assert ledger.spent().epsilon == charged == pytest.approx(second.privacy.epsilon, rel=1e-6)
+    assert first.privacy.epsilon < charged
