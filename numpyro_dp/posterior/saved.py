@@ -1,12 +1,12 @@
 """Posteriors in files: what may be published, without code and without records.
 
-**Format, version 1.** A file is a zip archive. ``about.json`` has
+**Format, version 1.** A file is a zip archive. ``about.json`` has these entries.
 
-- ``format`` and ``version``; ``method``, ``notes``, ``findings``, ``converged`` of the posterior,
-- ``privacy``, the statement (:class:`~numpyro_dp.accounting.Statement`),
-- ``latents``: unconstrained shape and support of each site, or only the shape of its value,
+- ``format`` and ``version``. ``method``, ``notes``, ``findings``, ``converged`` of the posterior.
+- ``privacy``: the statement (:class:`~numpyro_dp.accounting.Statement`).
+- ``latents``: unconstrained shape and support of each site, or only the shape of its value.
 - ``draws``: ``"normal"`` (arrays ``mean``, ``root``), ``"rows"`` (``rows``, perhaps ``root``) or
-  ``"sites"`` (an array for each site),
+  ``"sites"`` (an array for each site).
 - ``arrays``: shape, dtype and SHA-256 of each array, which is the member ``<name>.npy``.
 
 Members are in NumPy's format without pickled objects. The names of arrays begin with the part that
