@@ -2,12 +2,18 @@
 
 **Format, version 1.** A file is a zip archive. ``about.json`` has these entries.
 
-- ``format`` and ``version``. ``method``, ``notes``, ``findings``, ``converged`` of the posterior.
-- ``privacy``: the statement (:class:`~numpyro_dp.accounting.Statement`).
-- ``latents``: unconstrained shape and support of each site, or only the shape of its value.
-- ``draws``: ``"normal"`` (arrays ``mean``, ``root``), ``"rows"`` (``rows``, perhaps ``root``) or
-  ``"sites"`` (an array for each site).
-- ``arrays``: shape, dtype and SHA-256 of each array, which is the member ``<name>.npy``.
+``format`` and ``version`` come first. ``method``, ``notes``, ``findings`` and ``converged`` are
+those of the posterior.
+
+``privacy`` is the statement (:class:`~numpyro_dp.accounting.Statement`).
+
+``latents`` has the unconstrained shape and the support of each site. For stored draws it has the
+shape of the value.
+
+``draws`` is ``"normal"`` (arrays ``mean``, ``root``), ``"rows"`` (``rows``, perhaps ``root``) or
+``"sites"`` (an array for each site).
+
+``arrays`` has shape, dtype and SHA-256 of each array, which is the member ``<name>.npy``.
 
 Members are in NumPy's format without pickled objects. The names of arrays begin with the part that
 they belong to: ``draws/``, ``shares/`` (of the prior), ``params/`` (of the model), ``released/``.
