@@ -294,7 +294,9 @@ class Driver(abc.ABC):
             trace_size: Largest number of iterates to keep of each run.
             chunk_size: Runs computed in lockstep. By default as many as fit a quarter of memory.
             folder: Keeps finished chunks (releases). The same call on the same records continues
-                from there. The folder holds a hash of ``secret_key``, which confirms a guess of it.
+                from there, and other records are refused. The folder holds a hash of
+                ``secret_key``, which confirms a guess of it, and ``SENSITIVE_records.json``. Do not
+                publish this file: it confirms a guess of all records together.
             **kwargs: Keyword arguments of the model (and guide).
 
         Returns:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import hmac
 import json
 import math
 import os
 import pathlib
 import re
+import secrets
 import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -35,6 +37,8 @@ from numpyro_dp.run.spending import begun, noise_fields, plan_for, report_for, s
 from numpyro_dp.run.state import RunState, SensitiveState
 
 __all__ = ["SweepPlan", "SweepResult", "SweepRun", "combinations", "run_sweep"]
+
+_RECORDS = "SENSITIVE_records.json"  # file of a folder
 
 
 class SweepRun(NamedTuple):
@@ -142,6 +146,7 @@ def run_sweep(
         public = [state.optim_state for state in states], rows.shared
         program, like = _traced(run, (_stacked(states[:chunk]), rows), public)
         store = _Folder(folder, meaning | {"program": program}, like)
+        store.check_records(rows.arrays)
     found = _in_chunks(run, states, chunk, store, functools.partial(begun, settings))
     own = tuple(report.of_another_run() for report in reports for _ in starts)
     return SweepResult(*found, labels, own)
@@ -160,7 +165,7 @@ def _meaning(
         "rng_keys": np.asarray(jax.random.key_data(sweep.rng_keys)).tolist(),
         "num_steps": sweep.num_steps, "trace_size": sweep.trace_size, "chunk_size": chunk,
         "records": num_examples,
-        "reports": [str(dataclasses.replace(each, repetition=False)) for each in reports],
+        "reports": [str(dataclasses.replace(each, repetition=False, date="")) for each in reports],
         "clip_norms": [str(each.clip_norm) for each in axes],
         "mechanism": repr(sweep.settings.mechanism),
         "secret": _fingerprint(sweep.settings.secret_key),
@@ -344,7 +349,10 @@ def _clip_norms(clip_norm: Any, usual: ClipNorm) -> list[ClipNorm]:
 
 
 class _Folder:
-    """Results of chunks by the number of their first run. It holds released values only.
+    """Results of chunks by the number of their first run.
+
+    The folder holds released values, and one file that must not be published: a salted hash of all
+    records together, by which a later call knows that the records are the same.
 
     Args:
         path: The folder. It is created if it does not exist.
@@ -372,6 +380,26 @@ class _Folder:
                     f"{_short(found.get(name))} instead of {_short(meaning.get(name))}. Use "
                     "another folder, or the arguments of the sweep that created it."
                 )
+
+    def check_records(self, arrays: tuple[Array, ...]) -> None:
+        """Raises ValueError unless the records are those of the sweep that made the folder."""
+        path = self.path / _RECORDS
+        if not path.exists():
+            if any(self.path.glob("runs_*.npz")):
+                raise ValueError(
+                    f"{path} is missing, so nobody can tell whether the results in the folder are "
+                    "of these records. Use another folder."
+                )
+            salt = secrets.token_hex(32)
+            begun = path.with_suffix(".begun")
+            with open(begun, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                json.dump({"salt": salt, "hash": _hash_of(arrays, salt)}, file)
+            begun.replace(path)
+        found = json.loads(path.read_text())
+        if not hmac.compare_digest(found["hash"], _hash_of(arrays, found["salt"])):
+            raise ValueError(
+                f"folder={str(self.path)!r} holds results of other records. Use another folder."
+            )
 
     def load(self, first: int) -> PyTree | None:
         """Returns a finished chunk, or ``None``."""
@@ -403,6 +431,14 @@ class _Folder:
 
     def _chunk(self, first: int) -> pathlib.Path:
         return self.path / f"runs_{first:06d}.npz"
+
+
+def _hash_of(arrays: tuple[Array, ...], salt: str) -> str:
+    found = hmac.new(bytes.fromhex(salt), digestmod=hashlib.sha256)
+    for array in map(np.asarray, arrays):
+        found.update(f"{array.shape} {array.dtype};".encode())
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()
 
 
 def _fingerprint(secret: Array | None) -> str:

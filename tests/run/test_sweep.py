@@ -235,6 +235,27 @@ def test_a_sweep_that_was_stopped_goes_on(data, tmp_path, monkeypatch):
     assert again.labels.keys() == whole.labels.keys()
 
 
+def test_a_folder_knows_its_records_and_not_the_day(data, tmp_path, monkeypatch):
+    folder = tmp_path / "found"
+
+    def sweep(records):
+        return driver(secret_key=3).sweep(KEYS[:1], 2, records, folder=folder)
+
+    one = sweep(data)
+    monkeypatch.setattr("numpyro_dp.privacy.plan._today", lambda: "2030-01-01")
+    other = sweep(data)
+    np.testing.assert_array_equal(*(x.params["auto_loc"] for x in (one, other)))
+    changed = np.array(data)
+    changed.flat[7] += 1e-3
+    with pytest.raises(ValueError, match="results of other records"):
+        sweep(changed)
+    hidden = folder / "SENSITIVE_records.json"
+    assert hidden.stat().st_mode & 0o777 == 0o600
+    hidden.unlink()
+    with pytest.raises(ValueError, match="is missing"):
+        sweep(data)
+
+
 @pytest.mark.extended
 def test_a_folder_of_another_sweep_is_refused(data, tmp_path):
     def sweep(chunk_size=2, guide=AutoDiagonalNormal, rate=0.05, init=0.1, **changes):
