@@ -21,11 +21,11 @@ import math
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from numpyro_dp._lazy import dpa
 from numpyro_dp.privacy.accounting import EpsilonBound, epsilon_spent
-from numpyro_dp.privacy.accounting.bounds import GaussianStep, canonical_event
+from numpyro_dp.privacy.accounting.bounds import GaussianStep, Sampling, canonical_event
 from numpyro_dp.privacy.budget import PrivacyBudget, Spending
 
 try:
@@ -36,6 +36,11 @@ except ImportError:  # Windows has another lock
 __all__ = ["Charges", "Entry", "Ledger", "LedgerError"]
 
 _FORMAT, _VERSION = "numpyro_dp ledger", 1
+_GONE = (
+    "is gone, or has lost lines since it was opened. Runs that it counted would be forgotten, so "
+    "no run may start. Restore a copy that has all runs."
+)
+_OTHER = "is not a ledger. Choose the path of a ledger, or of a new file."
 
 
 class LedgerError(ValueError):
@@ -71,7 +76,7 @@ class Ledger:
 
     Raises:
         LedgerError: If the file has another total, or is damaged.
-        TypeError, ValueError: If ``total`` is not a budget with a delta.
+        ValueError: If ``total`` is not a new budget with a delta.
         OSError: If the file cannot be read or written.
 
     Example:
@@ -97,26 +102,35 @@ class Ledger:
     Guarantee:
         All runs that it has charged are together (epsilon, delta)-differentially private within
         ``total``. Fix the noise of each run independently of released values, or use full batches
-        (:meth:`~numpyro_dp.PrivacyBudget.after`). Runs without it are not counted. Keep the file
-        with the records: purposes and dates are yours to publish or not.
+        (:meth:`~numpyro_dp.PrivacyBudget.after`). Continue a state once, in one process. Runs
+        without a ledger are not counted. Keep the file with the records: purposes and dates are
+        yours to publish or not.
     """
 
     def __init__(self, path: Any, total: PrivacyBudget) -> None:
-        if not isinstance(total, PrivacyBudget) or total.delta is None or total.earlier:
+        old = isinstance(total, PrivacyBudget) and (total.earlier or total.charges)
+        if not isinstance(total, PrivacyBudget) or total.delta is None or old:
             raise ValueError(
                 f"Expected total as a new PrivacyBudget with a delta, got {total}. The delta "
                 "covers all runs together: PrivacyBudget(3.0, 1e-6)."
             )
-        self.path, self.total = pathlib.Path(path), total
+        self.path, self.total = pathlib.Path(path).resolve(), total
         self._entries: dict[str, Entry] = {}
-        self._read_to = 0
-        with self._locked():
-            if not self.path.stat().st_size:
-                self._append({
-                    "format": _FORMAT, "version": _VERSION,
-                    "total": {n: getattr(total, n) for n in ("epsilon", "delta", "relation")},
-                })  # fmt: skip
-            self._read()
+        self._known = b""  # the lines that were read
+        header = _line({
+            "format": _FORMAT, "version": _VERSION,
+            "total": {n: getattr(total, n) for n in ("epsilon", "delta", "relation")},
+        })  # fmt: skip
+        with self._locked(os.O_CREAT) as file:
+            content = file.read()
+            # A process that was killed may have left a part of the header, and nothing else.
+            if b"\n" not in content and header.startswith(content):
+                _write(file, 0, header)
+            self._read(file)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickle has the path and the total, and no entry."""
+        return Ledger, (self.path, self.total)
 
     def __repr__(self) -> str:
         """The path and the total."""
@@ -131,7 +145,7 @@ class Ledger:
             purpose: What the run is for.
 
         Raises:
-            TypeError, ValueError: If an argument is out of range.
+            ValueError: If ``purpose`` is not a text, or ``epsilon`` is out of range.
         """
         if not isinstance(purpose, str) or not purpose.strip():
             raise ValueError(f"Expected purpose as a text that is not empty, got {purpose!r}.")
@@ -143,8 +157,8 @@ class Ledger:
     @property
     def entries(self) -> tuple[Entry, ...]:
         """All runs, also those of other processes."""
-        with self._locked():
-            self._read()
+        with self._locked() as file:
+            self._read(file)
         return tuple(self._entries.values())
 
     @property
@@ -183,8 +197,8 @@ class Ledger:
         Raises:
             LedgerError: If all runs together would spend more than the total.
         """
-        with self._locked():
-            self._read()
+        with self._locked() as file:
+            self._read(file)
             if spending.run in self._entries:
                 raise LedgerError(f"The run {spending.run} is in {self.path} already.")
             others = [each.spending for each in self._entries.values() if not each.failed]
@@ -196,14 +210,15 @@ class Ledger:
                     "Take a smaller epsilon, or none for what is left."
                 )
             entry = spending._asdict() | {"purpose": purpose, "date": _now()}
-            self._append({n: value for n, value in entry.items() if n != "relation"})
-            self._read()
+            self._append(file, {n: value for n, value in entry.items() if n != "relation"})
 
     def take_back(self, run: str) -> None:
         """Marks a run that raised an exception, so that it released nothing."""
-        with self._locked():
-            self._append({"run": run, "failed": True, "date": _now()})
-            self._read()
+        with self._locked() as file:
+            self._read(file)
+            if run not in self._entries:
+                raise LedgerError(f"{self.path} has no run {run}.")
+            self._append(file, {"run": run, "failed": True, "date": _now()})
 
     def _bound(self, spendings: tuple[Spending, ...]) -> EpsilonBound:
         if not spendings:
@@ -217,36 +232,34 @@ class Ledger:
         return epsilon_spent(event, self.total.delta, self.total.relation, **beside)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Holds the file for this process alone, on Unix."""
-        with open(self.path, "ab", opener=_only_owner) as file:
-            if fcntl is None:
-                raise OSError("A Ledger needs the file locks of Unix, which this system lacks.")
+    def _locked(self, create: int = 0) -> Iterator[Any]:
+        """Opens the file, and keeps other processes from it."""
+        if fcntl is None:
+            raise OSError("A Ledger needs the file locks of Unix, which this system lacks.")
+        try:
+            number = os.open(self.path, os.O_RDWR | create, 0o600)
+        except FileNotFoundError as error:
+            raise LedgerError(f"{self.path} {_GONE}") from error
+        with os.fdopen(number, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+            yield file
 
-    def _append(self, line: dict[str, Any]) -> None:
-        """Adds a line and waits until the disk has it. Removes what a killed process left."""
-        text = json.dumps(line, allow_nan=False).encode() + b"\n"
-        with open(self.path, "r+b") as file:
-            content = file.read()
-            whole = content.rfind(b"\n") + 1
-            file.truncate(whole)
-            file.seek(whole)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+    def _append(self, file: Any, line: dict[str, Any]) -> None:
+        """Adds a line after those that were read. Removes what a killed process left there."""
+        _write(file, len(self._known), _line(line))
+        self._read(file)
 
-    def _read(self) -> None:
-        """Reads the lines that were added since."""
-        with open(self.path, "rb") as file:
-            file.seek(self._read_to)
-            content = file.read()
-        whole = content.rfind(b"\n") + 1
-        for number, line in enumerate(content[:whole].splitlines()):
+    def _read(self, file: Any) -> None:
+        """Reads the lines that were added since, and checks that none is gone."""
+        file.seek(0)
+        content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        if not whole or not whole.startswith(self._known):
+            raise LedgerError(f"{self.path} {_GONE}" if self._known else f"{self.path} {_OTHER}")
+        for number, line in enumerate(whole[len(self._known) :].splitlines()):
             try:
                 found = json.loads(line)
-                if self._read_to == 0 and number == 0:
+                if not self._known and number == 0:
                     self._check_header(found)
                 else:
                     self._add(found)
@@ -257,7 +270,7 @@ class Ledger:
                     f"{self.path} is damaged ({error!r}). What was spent is not known, so no run "
                     "may start. Restore the file from a copy that has all runs."
                 ) from error
-        self._read_to += whole
+        self._known = whole
 
     def _check_header(self, found: dict[str, Any]) -> None:
         kind = found["format"], found["version"]
@@ -274,14 +287,16 @@ class Ledger:
         if found.get("failed"):
             self._entries[run] = self._entries[run]._replace(failed=True)
             return
-        steps = tuple(
-            GaussianStep(s, float(q), size and tuple(size), float(z), int(n))
-            for s, q, size, z, n in found["steps"]
-        )
-        spending = Spending(
-            run, self.total.relation, steps, float(found["failure_prob"]),
-            float(found["total_variation"]), tuple(found["caveats"]),
-        )  # fmt: skip
+        if run in self._entries:
+            raise ValueError(f"two entries of the run {run}")
+        steps = tuple(_step(*each) for each in found["steps"])
+        beside = [float(found[name]) for name in ("failure_prob", "total_variation")]
+        texts = run, found["date"], found["purpose"], *found["caveats"]
+        if not steps or not all(0 <= x < 1 for x in beside):
+            raise ValueError(f"no steps, or probabilities {beside}")
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("entries that are not texts")
+        spending = Spending(run, self.total.relation, steps, *beside, tuple(found["caveats"]))
         self._entries[run] = Entry(spending, found["date"], found["purpose"])
 
 
@@ -301,13 +316,34 @@ class Charges:
         self.ledger.charge(spending, self.purpose)
         try:
             yield
-        except Exception:
-            self.ledger.take_back(spending.run)
+        except Exception as error:
+            try:
+                self.ledger.take_back(spending.run)
+            except (OSError, LedgerError) as other:
+                error.add_note(f"The run stays charged to its ledger: {other}")
             raise
 
 
-def _only_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+def _step(sampling: str, rate: Any, size: Any, noise: Any, count: Any) -> GaussianStep:
+    """A step of an entry, checked."""
+    found = GaussianStep(sampling, float(rate), size and tuple(size), float(noise), int(count))
+    known = sampling in get_args(Sampling) and 0 < found.rate <= 1 and found.count >= 1
+    if not known or not 0 < found.noise_multiplier < math.inf:
+        raise ValueError(f"the step {found}")
+    return found
+
+
+def _line(found: dict[str, Any]) -> bytes:
+    return json.dumps(found, allow_nan=False).encode() + b"\n"
+
+
+def _write(file: Any, place: int, text: bytes) -> None:
+    """Writes the end of a file and waits until the disk has it."""
+    file.truncate(place)
+    file.seek(place)
+    file.write(text)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _now() -> str:

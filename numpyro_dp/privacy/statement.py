@@ -7,6 +7,7 @@ say: the unit, the parameters, the trust model, the mechanism, and what it leave
 from __future__ import annotations
 
 import dataclasses
+import decimal
 import html
 import importlib.metadata
 import json
@@ -105,12 +106,17 @@ class Statement:
         if not self.private:
             return "The result may reveal everything about any record."
         odds = ", ".join(f"{100 * rate:g} %" for rate, _ in self.attack)
-        right = ", ".join(f"{100 * rate:.3g} %" for _, rate in self.attack)
+        right = ", ".join(f"{_rounded_up(100 * rate)} %" for _, rate in self.attack)
+        asked = "a record was among the data"
+        groups = "absent records", "present records"
+        if self.relation == "replace_one":
+            asked = "a record had one of two values"
+            groups = "records with the other value", "records with it"
         return (
-            f"A record changes the probability of any result by a factor of at most "
-            f"{math.exp(min(self.epsilon, 700)):.4g} = exp(epsilon), plus delta. Someone who tests "
-            f"from the result whether a record was among the data, and is wrong about {odds} of "
-            f"absent records, is right about at most {right} of present records."
+            "A record changes the probability of any result by a factor of at most "
+            f"{_rounded_up(math.exp(min(self.epsilon, 700)))} = exp(epsilon), plus delta. Someone "
+            f"who tests from the result whether {asked}, and is wrong about {odds} of {groups[0]}, "
+            f"is right about at most {right} of {groups[1]}."
         )
 
     def rows(self) -> list[tuple[str, list[str]]]:
@@ -174,9 +180,17 @@ class Statement:
                 f"{sorted(found)}. Read it with the numpyro_dp that wrote it."
             )
         found["epsilon"] = math.inf if found["epsilon"] is None else found["epsilon"]
-        found["attack"] = tuple(map(tuple, found["attack"]))
-        lists = {name: tuple(found[name]) for name in ("released", "public", "caveats")}
-        return cls(**found | lists)
+        try:
+            found["attack"] = tuple((float(a), float(b)) for a, b in found["attack"])
+            lists = {name: tuple(found[name]) for name in ("released", "public", "caveats")}
+            made = cls(**found | lists)
+            rates = [each for pair in made.attack for each in pair]
+            good = made.epsilon >= 0 and 0 < made.delta < 1 and all(0 <= x <= 1 for x in rates)
+            if not good or not str(made):
+                raise ValueError(f"epsilon={made.epsilon}, delta={made.delta}, rates {rates}")
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"The text is not a privacy statement: {error!r}.") from error
+        return made
 
     def to_registry(
         self,
@@ -267,6 +281,11 @@ class Statement:
         }
         slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
         return {"url_slug": slug, "status": "Draft", "tier": 3, "deployment": deployment}
+
+
+def _rounded_up(value: float) -> str:
+    """A bound with four digits, which it does not fall below."""
+    return f"{decimal.Context(prec=4, rounding=decimal.ROUND_CEILING).create_decimal(value):g}"
 
 
 def statement_of(report: Any, settings: str) -> Statement:

@@ -118,6 +118,7 @@ class Session:
     def identity(self, *public: PublicArray) -> RunIdentity:
         """Returns what all steps of a new run share. ``public`` joins the model's public arrays."""
         settings, records = self.settings, self.problem.records
+        charges = settings.budget and settings.budget.charges
         return RunIdentity(
             self.num_examples,
             settings.sampler,
@@ -131,6 +132,7 @@ class Session:
             self.method.values,
             records.data_plate,
             records.public.arrays + public,
+            "" if charges is None else str(charges.ledger.path),
         )
 
     def mechanism_state(self, clip_norm: ClipNorm) -> MechanismState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from typing import Any
 
@@ -92,6 +93,11 @@ def charged(
     charges = settings.budget and settings.budget.charges
     if charges is None:
         return contextlib.nullcontext()
+    if settings.several_processes:
+        raise ValueError(
+            "A ledger does not support a mesh of several processes: each would charge the run. "
+            "Charge it with ledger.charge, and pass a plain budget."
+        )
     spending = spent_by(settings, state, num_steps).spending[-1]
     return charges.of(spending if run is None else spending._replace(run=run))
 
@@ -133,16 +139,23 @@ def spent_by(settings: RunSettings, state: SensitiveState, num_steps: int) -> Pr
                 f"earlier runs, {identity.budget}, but the driver has {budget}. Resume this state "
                 "with the driver that created it."
             )
-    own = settings.changed(noise_multiplier=float(state.noise_multiplier))
+    noise, wanted = float(state.noise_multiplier), settings.noise_multiplier
+    if wanted is not None and float(_round_up(wanted)) != noise:
+        raise ValueError(
+            f"The state has noise_multiplier={noise:.6g}, which a run keeps to its end, but the "
+            f"driver has {wanted:.6g}. Build the driver with the noise of the state, or call init."
+        )
+    own = settings.changed(noise_multiplier=noise)
     return report_for(plan_for(own, identity.num_examples, num_steps), num_steps, identity)
 
 
 def report_for(plan: Plan, num_steps: int, identity: RunIdentity) -> PrivacyReport:
     """Returns the report of a run that followed a plan."""
+    budget = plan.budget and dataclasses.replace(plan.budget, charges=None)
     return PrivacyReport(
         plan.spent(num_steps),
         num_steps,
-        plan,
+        dataclasses.replace(plan, budget=budget),  # a report may be published, a ledger may not
         reproducible=identity.reproducible,
         loss_released=identity.loss_release is not None,
         sensitive_allowed=identity.sensitive,

@@ -55,6 +55,7 @@ class RunIdentity:
         method: Settings of the method. Empty for most drivers.
         data_plate: Name of the plate over records.
         public: Arrays that the run accepted as public.
+        ledger: Path of the ledger to which the run was charged, or "".
     """
 
     num_examples: int
@@ -69,6 +70,7 @@ class RunIdentity:
     method: tuple[Any, ...]
     data_plate: str
     public: tuple[PublicArray, ...]
+    ledger: str
 
 
 class RunState(NamedTuple):
@@ -340,7 +342,7 @@ def check_identity(
     state: SensitiveState, identity: RunIdentity, further: tuple[str, ...] = ()
 ) -> None:
     """Raises unless the settings are those with which the state's steps were accounted for."""
-    fields = "num_examples", "sampler", "clip_norm", "mechanism", "loss_release", "method"
+    fields = "num_examples", "sampler", "clip_norm", "mechanism", "loss_release", "method", "ledger"
     for field in (*fields, *further):
         before, now = getattr(state.identity, field), getattr(identity, field)
         if before != now:

@@ -207,9 +207,10 @@ def test_fields_of_the_result_hold_no_batch():
     assert result.trace.clip_norm is None  # it is fixed
     sizes = {np.shape(leaf) for leaf in jax.tree.leaves([result.params, result.trace.params])}
     assert sizes == {(2,), (4, 2)}
-    # Counters, vectors and matrices of two latents: no shape is that of records or a batch.
+    # Counters, vectors of two latents, and of both halves of the run products of scores, shifts and
+    # centres: no shape is that of records or a batch.
     sums = {np.shape(leaf) for leaf in jax.tree.leaves(result.scores)}
-    assert sums <= {(), (2,), (2, 2)}
+    assert sums <= {(), (2,), (2, 2), (2, 6), (2, 6, 6)}
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """Ledgers: every run is charged before it reads a record, none is lost, and the total holds."""
 
 import json
+import math
 import os
 import pickle
 import signal
@@ -21,6 +22,7 @@ from numpyro_dp import (
     DPSEP,
     DPSVI,
     SGLD,
+    BudgetError,
     DPLaplace,
     Ledger,
     LedgerError,
@@ -217,13 +219,41 @@ def test_entries_survive_and_half_a_line_does_not_count(file):
         other.charge(spending("a"), "again")
 
 
+GOOD = {
+    "run": "c", "steps": [["none", 1.0, None, 5.0, 1]], "failure_prob": 0.0,
+    "total_variation": 0.0, "caveats": [], "purpose": "p", "date": "d",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "line",
-    ["text", "[]", '{"run": "c"}', '{"run": "c", "failed": true}', '{"run": "c", "steps": 1}'],
+    [
+        "text",
+        "[]",
+        '{"run": "c"}',
+        '{"run": "c", "failed": true}',
+        *(
+            json.dumps(GOOD | change)
+            for change in (
+                {"steps": 1},
+                {"steps": []},
+                {"steps": [["foo", 1.0, None, 5.0, 1]]},
+                {"steps": [["none", 1.0, None, 0.0, 1]]},
+                {"steps": [["poisson", 2.0, None, 5.0, 1]]},
+                {"steps": [["none", 1.0, None, 5.0, -1]]},
+                {"steps": [["none", 1.0, None, math.nan, 1]]},
+                {"failure_prob": -1},
+                {"total_variation": 2},
+                {"purpose": None},
+                {"run": "a"},
+            )
+        ),
+    ],
 )
 @pytest.mark.every_case
 def test_damage_stops_all_runs(file, line):
     ledger = Ledger(file, TOTAL)
+    ledger.charge(spending("a"), "one")
     with open(file, "a") as end:
         end.write(line + "\n")
     with pytest.raises(LedgerError, match="damaged"):
@@ -258,3 +288,62 @@ def test_a_run_that_goes_on_is_charged_once(file):
     assert len(ledger.entries) == 1
     assert ledger.spent().epsilon == charged == pytest.approx(second.privacy.epsilon, rel=1e-6)
     assert first.privacy.epsilon < charged
+
+
+def test_lines_that_go_missing_stop_all_runs(file):
+    ledger = Ledger(file, TOTAL)
+    before = file.read_bytes()
+    ledger.charge(spending("a"), "one")
+    after = file.read_bytes()
+    for content in (before, after.replace(b"one", b"two"), b""):
+        file.write_bytes(content)
+        with pytest.raises(LedgerError, match="lost lines"):
+            ledger.charge(spending("b"), "two")
+    file.unlink()
+    with pytest.raises(LedgerError, match="is gone"):
+        ledger.charge(spending("b"), "two")
+    assert not file.exists()
+    file.write_bytes(after)
+    ledger.charge(spending("b"), "two")
+    assert len(Ledger(file, TOTAL).entries) == 2
+    with pytest.raises(LedgerError, match="no run other"):
+        ledger.take_back("other")
+    assert len(Ledger(file, TOTAL).entries) == 2
+
+
+def test_half_a_header_is_completed_and_other_files_are_left_alone(file):
+    Ledger(file, TOTAL)
+    header = file.read_bytes()
+    file.write_bytes(header[:20])
+    Ledger(file, TOTAL)
+    assert file.read_bytes() == header
+    file.write_bytes(b"my notes")
+    with pytest.raises(LedgerError, match="not a ledger"):
+        Ledger(file, TOTAL)
+    assert file.read_bytes() == b"my notes"
+
+
+def test_a_state_from_outside_the_ledger_is_refused(file):
+    ledger = Ledger(file, TOTAL)
+    outside = svi_of(PrivacyBudget(0.6, 1e-5), num_steps=10).init(KEY, X)
+    inside = svi_of(ledger.budget(0.6, purpose="p"), num_steps=10)
+    with pytest.raises(BudgetError, match="ledger="):
+        inside.run(KEY, 10, X, init_state=outside, progress_bar=False)
+    with pytest.raises(BudgetError, match="ledger="):
+        inside.update(outside, X)
+    assert ledger.entries == ()
+
+
+def test_results_hold_nothing_of_the_ledger(file):
+    ledger = Ledger(file, TOTAL)
+    result = svi_of(ledger.budget(0.6, purpose="very private")).run(KEY, 5, X, progress_bar=False)
+    for part in (result, result.privacy):
+        content = pickle.dumps(part)
+        assert b"very private" not in content
+        assert str(file).encode() not in content
+
+
+def test_budgets_of_ledgers_are_no_totals(file, tmp_path):
+    ledger = Ledger(file, TOTAL)
+    with pytest.raises(ValueError, match="new PrivacyBudget"):
+        Ledger(tmp_path / "other", ledger.budget(1.0, purpose="p"))

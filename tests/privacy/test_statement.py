@@ -107,7 +107,7 @@ def test_a_statement_has_all_forms(kind):
         f"epsilon <= {report.epsilon:.5g} at delta={report.delta:g} under add_or_remove_one",
         "One of 200 records: the indices of plate 'patients <b>'.",
         "one has one record more than the other",
-        f"{math.exp(report.epsilon):.4g} = exp(epsilon)",
+        " = exp(epsilon), plus delta",
         f"{report.num_steps} steps of",
         f"by {report.accountant}.",
         report.date,
@@ -217,3 +217,32 @@ def test_bad_entries_are_refused(change, words):
 def test_other_texts_are_no_statement(text):
     with pytest.raises(ValueError, match=r"not a privacy statement|Expected the format"):
         Statement.from_json(text)
+
+
+def test_figures_are_rounded_up():
+    statement = of_laplace().statement()
+    shown = float(statement.meaning.split(" at most ")[1].split(" = exp")[0])
+    assert 0 <= shown - math.exp(statement.epsilon) < 1e-3
+    rates = statement.meaning.split("is right about at most ")[1].split(" of present")[0]
+    for text, (_, rate) in zip(rates.split(", "), statement.attack, strict=True):
+        assert 0 <= float(text.removesuffix(" %")) - 100 * rate < 1e-2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attack": None},
+        {"attack": [[0.1]]},
+        {"released": None},
+        {"epsilon": "a"},
+        {"epsilon": -1},
+        {"delta": None},
+        {"relation": "z"},
+        {"versions": 3},
+    ],
+)
+@pytest.mark.every_case
+def test_changed_statements_are_refused(change):
+    report = of_laplace()
+    with pytest.raises(ValueError, match="not a privacy statement"):
+        Statement.from_json(json.dumps(json.loads(report.to_json()) | change))
