@@ -12,9 +12,10 @@ so the posterior of the weights is normal with
     P = \lambda I + D (D + \Lambda M \Lambda)^{-1} D, \qquad
     P\,\mathrm{mean} = D (D + \Lambda M \Lambda)^{-1} \eta.
 
-Without noise this is :math:`N(m, \Lambda^{-1})`. With little information it is the prior. M has the
-shape of :math:`K^{-1}` if slopes were released in coordinates of the curvature K, so directions
-that the output hardly depends on return to the prior first.
+Without noise this is :math:`N(m, \Lambda^{-1})`. With little information it is the prior. If slopes
+were released in coordinates of the curvature K, each step adds noise of covariance
+:math:`\propto K^{-1}`, and takes back a part of the noise before it, as if inputs were the invented
+ones. So directions that the output hardly depends on return to the prior first.
 
 What the records add to the noise precision counts as far as its rate exceeds the noise of privacy,
 and what noise in the weights adds to residuals. Everything here is a function of released values
@@ -64,12 +65,16 @@ def network_draws(
     seen = np.asarray(state.released) > _SEEN * np.sqrt(float(state.noise))
     sites = np.where(seen, np.maximum(precision - prior, 0), 0)
     curvature = network_curvature(network, num_inputs, num_examples, params, ridge or 0.0)
-    root = np.diag(np.sqrt(noise))
+    spread = np.diag(noise)  # weights depend on each other: no step need take noise back
     if ridge is not None:
-        root = np.asarray(curvature.inverse, np.float64).T @ root
-    spread = root @ root.T
+        inverse_root = np.asarray(curvature.inverse, np.float64)
+        own = num_examples * np.asarray(curvature.unit, np.float64) + prior * np.eye(len(noise))
+        kept, axes = np.linalg.eigh(symmetric(inverse_root @ own @ inverse_root.T))
+        left = _left(float(state.moved), int(state.step), np.clip(kept, 0, 1))
+        root = inverse_root.T @ (axes * np.sqrt(left * noise[0]))
+        spread = root @ root.T
     released = np.diag(sites) + precision[:, None] * spread * precision
-    informed = np.flatnonzero(sites > 0)  # the others have no information, and no noise matters
+    informed = np.flatnonzero(sites > 0)  # the others keep their prior
     block = np.ix_(informed, informed)
     weights = solve(released[block], np.column_stack([np.diag(sites)[block], eta[informed]]))
     total, linear = prior * np.eye(len(eta)), np.zeros_like(eta)
@@ -101,3 +106,18 @@ def network_draws(
         return found
 
     return draws
+
+
+def _left(moved: float, num_steps: int, pull: np.ndarray) -> np.ndarray:
+    """Part of the noise of all steps that is left after the last.
+
+    A step at rate s takes back the part s times ``pull`` of the noise before it. With T steps,
+    (1 - a^(2 T)) / (T (1 - a^2)) is left, with a = 1 - s pull.
+    """
+    if num_steps == 0:
+        return np.ones_like(pull)
+    square = (1 - moved / num_steps * pull) ** 2
+    powers = np.where(
+        square < 1, (1 - square**num_steps) / np.maximum(1 - square, 1e-12), num_steps
+    )
+    return np.minimum(powers / num_steps, 1)

@@ -253,8 +253,9 @@ class NetworkStepsState(NamedTuple):
         params: Natural parameters of the posterior.
         released: Running mean of the released precisions, without shrinkage.
         noise: Variance of the noise in each precision.
-        mean_noise: Variance of the noise in each weight's mean, at most. Or in each coordinate of
-            the curvature, as if that were the curvature of the records.
+        mean_noise: Variance of the noise that all steps added to the mean of each weight, or of
+            each coordinate of the curvature. Later steps take a part of it back.
+        moved: Sum of the rates of the mean.
         rate_noise: Variance of the noise in the rate.
     """
 
@@ -263,6 +264,7 @@ class NetworkStepsState(NamedTuple):
     released: Array
     noise: Array
     mean_noise: Array
+    moved: Array
     rate_noise: Array
 
 
@@ -285,7 +287,8 @@ class NetworkSteps:
         """Returns the initial state."""
         nothing = jnp.zeros_like(params["weights_precision"])
         none = jnp.zeros(())
-        return NetworkStepsState(jnp.zeros((), jnp.int32), params, nothing, none, nothing, none)
+        start = jnp.zeros((), jnp.int32)
+        return NetworkStepsState(start, params, nothing, none, nothing, none, none)
 
     def get_params(self, state: NetworkStepsState) -> Params:
         """Returns the natural parameters."""
@@ -310,10 +313,8 @@ class NetworkSteps:
             direction, weight = move.slope / precision, share
             spread = share * move.noise / precision
         direction = weight * direction
-        # Along the curvature a step takes back part of the noise before it. Along single weights it
-        # may not, because weights depend on each other.
-        kept = 1 if move.direction is None else (1 - size * weight) ** 2
-        mean_noise = kept * state.mean_noise + (size * spread) ** 2
+        mean_noise = state.mean_noise + (size * spread) ** 2
+        moved = state.moved + size * jnp.mean(weight)
         rate_noise = (1 - rate) ** 2 * state.rate_noise + (rate * move.rate_noise) ** 2
         mean = mean + size * direction
         # The released rate is noisy: the floor keeps the noise variance positive.
@@ -324,4 +325,6 @@ class NetworkSteps:
             "weights_precision": precision,
             "noise_rate": jnp.maximum(old["noise_rate"] + rate * move.rate, smallest),
         }
-        return NetworkStepsState(state.step + 1, params, released, noise, mean_noise, rate_noise)
+        return NetworkStepsState(
+            state.step + 1, params, released, noise, mean_noise, moved, rate_noise
+        )

@@ -166,7 +166,10 @@ def draws_by_name(samples: Any, what: str = "samples") -> dict[str, np.ndarray]:
 def named_leaves(values: Any) -> dict[str, np.ndarray]:
     """Leaves of a pytree by name. Dots join the names of nested entries."""
     leaves = jax.tree_util.tree_flatten_with_path(values)[0]
-    return {".".join(map(_part, path)): np.asarray(leaf) for path, leaf in leaves}
+    found = {".".join(map(_part, path)): np.asarray(leaf) for path, leaf in leaves}
+    if len(found) < len(leaves):
+        raise ValueError(f"Two entries have the same name with dots, among {sorted(found)}.")
+    return found
 
 
 def _part(entry: Any) -> str:

@@ -28,6 +28,7 @@ from numpyro.infer import Predictive
 
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.posterior.diagnosis import Diagnosis, Finding, findings_of_shares
+from numpyro_dp.posterior.draws import FlatDraws
 from numpyro_dp.posterior.inference_data import (
     arviz_adapter,
     draws_by_name,
@@ -190,7 +191,7 @@ class Posterior:
         latent_key, rng_key = jax.random.split(rng_key)
         latents = self.sample(latent_key, num_samples)
         if self._prior is None:
-            _check_model(self._model, latents, args, kwargs)
+            _check_model(self._model, self._draws, latents, args, kwargs)
         return Predictive(self._model, posterior_samples=latents)(rng_key, *args, **kwargs)
 
     def summary(self, prob: float = 0.9) -> PosteriorSummary:
@@ -271,7 +272,8 @@ class Posterior:
         """Writes the posterior to a file, which you may publish. :func:`load` reads it.
 
         The file has the draws (as mean and covariance, or as stored draws), the privacy statement,
-        findings, shares of the prior, and ``released``. It has no record, no code and no key.
+        findings, shares of the prior, and ``released``, whose nested entries get one name each,
+        with dots. It has no record, no code and no key.
         Equal posteriors give equal files. Static keywords and the model itself are not in it.
 
         Args:
@@ -420,37 +422,53 @@ def load(path: Any, model: Callable[..., Any] | None = None) -> Posterior:
     """
     if model is not None and not callable(model):
         raise TypeError(f"Expected model as a function, got {type(model).__name__}.")
-    draws, about, arrays = read_posterior(path)
-    params = part_of(arrays, "params")
+    return read_posterior(path, functools.partial(_made, model))
+
+
+def _made(
+    model: Callable[..., Any] | None, draws: Any, about: dict[str, Any], arrays: dict[str, Any]
+) -> Posterior:
+    """The posterior of a file."""
+    params, shares = part_of(arrays, "params"), part_of(arrays, "shares")
+    texts = about["method"], *about["notes"]
+    if not all(isinstance(text, str) for text in texts) or set(shares) != set(about["latents"]):
+        raise ValueError("Texts or shares of the prior are missing.")
     return Posterior(
         model=handlers.substitute(model, data=params) if model and params else model,
         draws=draws, prior=None, unconstrain=None,
         privacy=Statement.from_json(json.dumps(about["privacy"])),
-        method=about["method"], notes=tuple(about["notes"]), converged=about["converged"],
+        method=about["method"], notes=tuple(about["notes"]), converged=bool(about["converged"]),
         findings=tuple(Finding(*each) for each in about["findings"]), params=params,
-        released=part_of(arrays, "released"), shares=part_of(arrays, "shares"),
+        released=part_of(arrays, "released"), shares=shares,
     )  # fmt: skip
 
 
 def _check_model(
-    model: Callable[..., Any], latents: dict[str, Array], args: Any, kwargs: dict[str, Any]
+    model: Callable[..., Any], draws: Any, latents: dict[str, Array], args: Any, kwargs: Any
 ) -> None:
-    """Raises an error unless the model has the latents. Others would be drawn from their prior."""
-    other = {}
+    """Raises an error unless the model has these latents. Others would come from their prior."""
+    found: dict[str, Any] = {}
 
     def zeros(site: dict[str, Any]) -> Any:
-        if site["type"] != "sample" or site["is_observed"] or site["name"] not in latents:
+        if site["type"] != "sample" or site["is_observed"]:
             return None
-        other[site["name"]] = shape = site["fn"].shape()
-        return jax.numpy.zeros(shape)
+        name, inside = site["name"], bool(site["cond_indep_stack"])
+        if inside and name not in latents:  # a prediction, or a latent of a record
+            return None
+        found[name] = site["fn"]
+        return jax.numpy.zeros(site["fn"].shape()) if name in latents else None
 
     fn = handlers.seed(handlers.substitute(model, substitute_fn=zeros), jax.random.key(0))
     jax.eval_shape(lambda: handlers.trace(fn).get_trace(*args, **kwargs) and None)
     own = {name: value.shape[1:] for name, value in latents.items()}
-    if own != other:
+    other = {name: site.shape() for name, site in found.items()}
+    supports = draws.sites.supports if isinstance(draws, FlatDraws) and draws.sites else {}
+    moved = [n for n, s in supports.items() if n in found and type(s) is not type(found[n].support)]
+    if own != other or moved:
         raise ValueError(
-            f"The posterior has the latents {own}, but the model has {other} of them. Load it with "
-            "the model of the run, and predict with arguments of the same number of columns."
+            f"The posterior has the latents {own}, but the model has {other}"
+            + (f", with another support of {moved}" if moved else "")
+            + ". Load it with the model of the run, and predict with as many columns."
         )
 
 

@@ -13,7 +13,8 @@ shape of the value.
 ``draws`` is ``"normal"`` (arrays ``mean``, ``root``), ``"rows"`` (``rows``, perhaps ``root``) or
 ``"sites"`` (an array for each site).
 
-``arrays`` has shape, dtype and SHA-256 of each array, which is the member ``<name>.npy``.
+``arrays`` has shape and SHA-256 of each array, which is the member ``<name>.npy``. ``sha256`` is
+of all other entries, as JSON with sorted names.
 
 Members are in NumPy's format without pickled objects. The names of arrays begin with the part that
 they belong to: ``draws/``, ``shares/`` (of the prior), ``params/`` (of the model), ``released/``.
@@ -24,8 +25,10 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import os
 import pathlib
+import stat
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -84,15 +87,13 @@ def write_posterior(
     members = {name: _as_npy(value) for name, value in arrays.items()}
     about |= {"format": FORMAT, "version": VERSION, "draws": kind}
     about["arrays"] = {
-        name: {
-            "shape": list(arrays[name].shape), "dtype": arrays[name].dtype.str,
-            "sha256": hashlib.sha256(content).hexdigest(),
-        }
+        name: {"shape": list(arrays[name].shape), "sha256": hashlib.sha256(content).hexdigest()}
         for name, content in members.items()
-    }  # fmt: skip
+    }
+    about["sha256"] = _hash_of(about)
     text = json.dumps(about, indent=2, allow_nan=False).encode()
     # Written beside the target and moved, so that a file is whole or not there.
-    target = pathlib.Path(path)
+    target = pathlib.Path(path).resolve()  # a link stays one
     with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
         try:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -100,18 +101,23 @@ def write_posterior(
                 for name, content in members.items():
                     archive.writestr(_member(f"{name}.npy"), content)
             file.close()
-            os.chmod(file.name, 0o644)
+            mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o644
+            os.chmod(file.name, mode)
             os.replace(file.name, target)
         except BaseException:
             os.unlink(file.name)
             raise
 
 
-def read_posterior(path: Any) -> tuple[FlatDraws | SiteDraws, dict[str, Any], dict[str, Any]]:
+def read_posterior(path: Any, make: Callable[..., Any]) -> Any:
     """Reads a posterior.
 
+    Args:
+        path: The file.
+        make: Called with draws, what ``about.json`` has, and the arrays.
+
     Returns:
-        Draws, what ``about.json`` has, and the arrays.
+        What ``make`` returns. An error of it means that the file is damaged.
 
     Raises:
         FileNotFoundError: If there is no file.
@@ -122,7 +128,7 @@ def read_posterior(path: Any) -> tuple[FlatDraws | SiteDraws, dict[str, Any], di
         about, arrays = _read(content)
         known = about.get("format"), about.get("version")
         if known == (FORMAT, VERSION):
-            return _draws_of(about, arrays), about, arrays
+            return make(_draws_of(about, arrays), about, arrays)
     # A damaged file may break zip, JSON and NumPy in any way.
     except Exception as error:
         raise ValueError(
@@ -144,12 +150,24 @@ def _read(content: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
             if hashlib.sha256(member).hexdigest() != told["sha256"]:
                 raise ValueError(f"The array {name!r} was changed.")
             arrays[name] = np.load(io.BytesIO(member), allow_pickle=False)
+            if arrays[name].dtype.kind not in "biufc":
+                raise ValueError(f"The array {name!r} has no numbers.")
+    if _hash_of(about) != about["sha256"]:
+        raise ValueError("about.json was changed.")
     return about, arrays
+
+
+def _hash_of(about: dict[str, Any]) -> str:
+    """A hash of all other entries."""
+    rest = {name: value for name, value in about.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def _draws_of(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> FlatDraws | SiteDraws:
     found = part_of(arrays, "draws")
     if about["draws"] == "sites":
+        if set(found) != set(about["latents"]) or len({len(value) for value in found.values()}) > 1:
+            raise ValueError("Stored draws do not fit the latents.")
         return SiteDraws(found)
     latents = about["latents"]
     sites = Sites(
@@ -157,7 +175,12 @@ def _draws_of(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> FlatDraws
         {name: support_from_json(each["support"]) for name, each in latents.items()},
     )
     vectors = {"normal": Normal, "rows": Rows}[about["draws"]](**found)
-    return FlatDraws(vectors, sites.constrain, sites)
+    size = sum(math.prod(shape) for shape in sites.shapes.values())
+    if vectors[0].shape[-1] != size or any(np.ndim(x) == 2 and x.shape[1] != size for x in vectors):
+        raise ValueError(f"Draws do not have the {size} values of the latents.")
+    draws = FlatDraws(vectors, sites.constrain, sites)
+    draws(jax.random.key(0), 1)  # raises if a support has no map, or values are no numbers
+    return draws
 
 
 def part_of(arrays: dict[str, np.ndarray], part: str) -> dict[str, np.ndarray]:

@@ -168,7 +168,7 @@ def _moments_of(products: Any, seen: np.ndarray, half: int) -> Moments:
     regressed on it first. This does not bias the curvature: shifts are drawn after the centre.
     """
     count, size = max(int(products.count[half]), 1), len(seen)
-    rows = np.concatenate([seen + part * len(products.origin) for part in range(3)])
+    rows = np.concatenate([seen + part * products.origin.shape[1] for part in range(3)])
     total = np.asarray(products.sum[half], np.float64)[rows] / count
     square = np.asarray(products.square[half], np.float64)[np.ix_(rows, rows)] / count
     square -= np.outer(total, total)
@@ -180,14 +180,17 @@ def _moments_of(products: Any, seen: np.ndarray, half: int) -> Moments:
     axes = axes[:, moved] / np.sqrt(values[moved])
     explained = (square[both, centre] / scale) @ axes
     square[both, both] -= explained @ explained.T
+    dof = count - int(np.sum(moved))
+    if dof <= 1:  # the centres explain everything
+        square[both, both] = 0
     return Moments(
         count,
-        max(count - int(np.sum(moved)), 1),
+        max(dof, 1),
         np.asarray(products.noise_square[half], np.float64)[seen] / count,
         square[size : 2 * size, size : 2 * size],
         square[:size, size : 2 * size],
         square[:size, :size],
-        (np.asarray(products.origin, np.float64)[seen] + total[centre]),
+        np.asarray(products.origin[half], np.float64)[seen] + total[centre],
         spread,
     )
 

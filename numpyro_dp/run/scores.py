@@ -66,7 +66,7 @@ class Products(NamedTuple):
     They have a leading axis for the steps before and after the other sums begin.
 
     Attributes:
-        origin: First centre (d,), from which centres are counted.
+        origin: First centre of each half (2, d), from which its centres are counted.
         count: Number of steps (2,).
         noise_square: Sum of the squared standard deviations of the noise of each score (2, d).
         sum: Sum of u (2, 3 d).
@@ -94,7 +94,7 @@ def score_sums(like: Observation, first_step: Array, num_steps: Array) -> ScoreS
         halves = [jnp.zeros((2, *shape), like.point.dtype) for shape in (
             (size,), (3 * size,), (3 * size, 3 * size)
         )]  # fmt: skip
-        products = Products(empty.point, jnp.zeros(2, jnp.int32), *halves)
+        products = Products(halves[0], jnp.zeros(2, jnp.int32), *halves)
         sums = sums._replace(products=products)
     return sums
 
@@ -132,12 +132,13 @@ def _with_products(products: Products, half: Array, seen: Observation) -> Produc
     """Adds a step, unless a value of it is not finite."""
     centre = seen.point - seen.shift
     finite = jnp.all(jnp.isfinite(jnp.concatenate([seen.score, seen.shift, centre])))
-    origin = jnp.where(finite & (jnp.sum(products.count) == 0), centre, products.origin)
+    half = half.astype(jnp.int32)
+    before = products.origin[half]
+    origin = jnp.where(finite & (products.count[half] == 0), centre, before)
     both = jnp.concatenate([seen.score, seen.shift, centre - origin])
     added = jnp.asarray(1), seen.noise_scale**2, both, jnp.outer(both, both)
-    half = half.astype(jnp.int32)
     sums = [
         total.at[half].add(jnp.where(finite, term, 0).astype(total.dtype))
         for total, term in zip(products[1:], added, strict=True)
     ]
-    return Products(origin, *sums)
+    return Products(products.origin.at[half].set(origin), *sums)

@@ -17,7 +17,7 @@ from numpyro_dp.ep.gaussian import Cavity
 from numpyro_dp.model.records import RecordsProblem, read_records
 from numpyro_dp.pbp import moments, reference
 from numpyro_dp.pbp.curvature import network_curvature
-from numpyro_dp.pbp.decode import network_draws
+from numpyro_dp.pbp.decode import _left, network_draws
 from numpyro_dp.pbp.estimator import NetworkCavity, NetworkSteps, network_ep, network_site
 from numpyro_dp.pbp.moments import layout_of, output_moments, record_slopes
 from numpyro_dp.samplers import FullBatch, Poisson
@@ -386,6 +386,16 @@ def test_a_private_posterior_is_the_one_of_the_released_mean(ridge, noise):
     if noise == 1e6:
         np.testing.assert_allclose(draws_w.std(0), 1.0, rtol=0.03)
         assert np.mean(draws["noise_precision"]) == pytest.approx(1, rel=0.02)
+
+
+def test_noise_that_later_steps_take_back():
+    pull, steps, rate = np.array([0.0, 0.1, 1.0]), 30, 0.2
+    rng = np.random.default_rng(0)
+    mean = np.zeros((100_000, 3))
+    for _ in range(steps):
+        mean = (1 - rate * pull) * mean + rng.normal(size=mean.shape)
+    left = _left(rate * steps, steps, pull)
+    np.testing.assert_allclose(mean.var(0) / steps, left, rtol=0.02)
 
 
 @pytest.mark.table

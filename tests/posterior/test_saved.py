@@ -29,6 +29,7 @@ from numpyro_dp import (
     RegressionNetwork,
 )
 from numpyro_dp.posterior.draws import support_from_json, support_to_json
+from numpyro_dp.posterior.saved import _hash_of
 from numpyro_dp.samplers import FullBatch
 
 KEY = jax.random.key(0)
@@ -168,6 +169,18 @@ def test_the_model_of_the_run_predicts_and_no_other_does(tmp_path):
         numpyro_dp.load(file, logistic).predict(KEY, X[:3])
     with pytest.raises(ValueError, match="the model has"):
         numpyro_dp.load(file, linear).predict(KEY, np.ones((3, 2), np.float32))
+
+    def more(x, y=None):
+        numpyro.sample("extra", dist.Normal(0, 1))
+        linear(x, y)
+
+    def other_support(x, y=None):
+        numpyro.sample("w", dist.Laplace(0, 1).expand([x.shape[1]]).to_event(1))
+        numpyro.sample("scale", dist.Normal(0, 2.0))
+
+    for model, words in ((more, "extra"), (other_support, "another support of .'scale'")):
+        with pytest.raises(ValueError, match=words):
+            numpyro_dp.load(file, model).predict(KEY, X[:3])
     with pytest.raises(TypeError, match="model as a function"):
         numpyro_dp.load(file, "linear")
     with pytest.raises(ValueError, match="no sampler"):
@@ -227,6 +240,42 @@ def test_damage_never_gives_another_answer(saved, tmp_path, number):
     assert refused > 0.7 * number
 
 
+def rewrite(old, new, changes, honest=False):
+    """Copies a file with changed entries of about.json, and with its hash if ``honest``."""
+    with zipfile.ZipFile(old) as source, zipfile.ZipFile(new, "w") as target:
+        for name in source.namelist():
+            text = source.read(name)
+            if name == "about.json":
+                about = json.loads(text) | changes
+                about = {n: value for n, value in about.items() if value is not ...}
+                if honest:
+                    about["sha256"] = _hash_of(about)
+                text = json.dumps(about)
+            target.writestr(name, text)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": ...},
+        {"method": 3},
+        {"notes": None},
+        {"privacy": ...},
+        {"findings": [["one"]]},
+        {"latents": {}},
+        {"latents": {"w": {"shape": [2], "support": "real"}}},
+        {"latents": {"w": {"shape": [3], "support": {"kind": "Constraint"}}}},
+        {"draws": "other"},
+        {"arrays": {}},
+    ],
+)
+@pytest.mark.every_case
+def test_files_that_make_no_sense_are_refused(saved, tmp_path, changes):
+    rewrite(saved, tmp_path / "changed", changes, honest=True)
+    with pytest.raises(ValueError, match="damaged"):
+        numpyro_dp.load(tmp_path / "changed")
+
+
 def test_other_files_and_versions_are_refused(saved, tmp_path):
     with pytest.raises(FileNotFoundError):
         numpyro_dp.load(tmp_path / "nowhere")
@@ -234,13 +283,11 @@ def test_other_files_and_versions_are_refused(saved, tmp_path):
     with pytest.raises(ValueError, match="not a saved posterior"):
         numpyro_dp.load(tmp_path / "text")
     changed = tmp_path / "changed"
-    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(changed, "w") as new:
-        for name in old.namelist():
-            text = old.read(name)
-            if name == "about.json":
-                text = json.dumps(json.loads(text) | {"version": 2})
-            new.writestr(name, text)
+    rewrite(saved, changed, {"version": 2}, honest=True)
     with pytest.raises(ValueError, match="version 1, got .* version 2"):
+        numpyro_dp.load(changed)
+    rewrite(saved, changed, {"method": "other"})
+    with pytest.raises(ValueError, match=r"about.json was changed"):
         numpyro_dp.load(changed)
     with zipfile.ZipFile(saved) as old, zipfile.ZipFile(changed, "w") as new:
         for name in old.namelist():
@@ -292,6 +339,17 @@ def test_supports_survive(support):
 def test_names_that_are_no_constraints_are_refused(found):
     with pytest.raises(ValueError, match="no constraint"):
         support_from_json(found)
+
+
+def test_a_link_stays_one_and_its_file_keeps_its_permissions(saved, tmp_path):
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_bytes(b"old")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    numpyro_dp.load(saved).save(link)
+    assert link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert numpyro_dp.load(file).method == numpyro_dp.load(saved).method
 
 
 def test_infinite_epsilon_survives(tmp_path):
