@@ -25,8 +25,9 @@ _STEPS, _BATCH, _CLIP = 2000, 1000, 1.0
 def fit(
     model: Callable[..., Any],
     *args: Any,
-    epsilon: float,
+    epsilon: float | None = None,
     delta: float | None = None,
+    budget: PrivacyBudget | None = None,
     rng_key: Array,
     public: Any = (),
     **kwargs: Any,
@@ -42,6 +43,8 @@ def fit(
         *args: Arguments of the model, with the whole data set: arrays with one row for each record.
         epsilon: Privacy to spend, under adding or removing one record.
         delta: By default :math:`N^{-1.1}`, at most .01, for N records.
+        budget: Instead of epsilon and delta, such as ``total.after(...)`` or the budget of a
+            :class:`~numpyro_dp.Ledger`.
         rng_key: Key of draws from the posterior, not of noise.
         public: Names of public arguments, or public arrays that the model holds.
         **kwargs: Keyword arguments of the model.
@@ -66,8 +69,14 @@ def fit(
     Guarantee:
         The guarantee of the driver, at this epsilon and delta.
     """
+    if (epsilon is None) == (budget is None) or (budget is not None and delta is not None):
+        raise TypeError(
+            "Expected either epsilon (and delta) or budget, got "
+            f"epsilon={epsilon}, delta={delta}, budget={budget}."
+        )
     number = find_data_plate(model, args, kwargs)[1]
-    budget = PrivacyBudget(epsilon, delta)
+    if budget is None:
+        budget = PrivacyBudget(epsilon, delta)
     try:
         return DPLaplace(model, budget=budget, public=public).run(rng_key, *args, **kwargs)
     except UnsupportedModelError as refusal:

@@ -27,6 +27,7 @@ from numpyro_dp import (
     Ledger,
     LedgerError,
     PrivacyBudget,
+    fit,
 )
 from numpyro_dp.privacy.accounting.bounds import GaussianStep
 from numpyro_dp.privacy.budget import Spending
@@ -123,6 +124,16 @@ def test_runs_are_composed_and_the_total_stops_one_before_it_reads_a_record(file
     assert ledger.spent().epsilon == pytest.approx(2.0, rel=0.01)
     with pytest.raises(LedgerError, match="more.*would spend"):
         laplace(ledger.budget(0.5, purpose="more"))
+
+
+def test_fit_takes_a_budget_of_a_ledger(file):
+    ledger = Ledger(file, TOTAL)
+    posterior = fit(model, X, budget=ledger.budget(0.5, purpose="one call"), rng_key=KEY)
+    assert [row["purpose"] for row in ledger.table()] == ["one call"]
+    assert ledger.spent().epsilon == posterior.privacy.epsilon
+    for wrong in ({}, {"epsilon": 1.0, "budget": TOTAL}, {"delta": 1e-5, "budget": TOTAL}):
+        with pytest.raises(TypeError, match=r"either epsilon \(and delta\) or budget"):
+            fit(model, X, rng_key=KEY, **wrong)
 
 
 def test_the_total_can_be_a_budget_after_the_ledger(file):
