@@ -82,7 +82,7 @@ class Sites(NamedTuple):
 
         try:
             (supports, one), (_, other) = written(0.0), written(0.3)
-        except TypeError:
+        except (TypeError, ValueError):  # a support that is not NumPyro's, or of invalid arguments
             return None
         return cls(dict(outcomes.shapes), supports) if one == other else None
 

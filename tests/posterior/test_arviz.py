@@ -180,6 +180,7 @@ def test_the_adapter_needs_new_arviz(made):
         made[0].posterior.arviz_adapter()
 
 
+@pytest.mark.full
 def test_the_ways_of_arviz_that_would_copy_records_are_refused(made):
     svi = DPSVI(model, AutoNormal(model), optax.adam(0.05), clip_norm=1.0, sampler=Poisson(0.2),
                 noise_multiplier=1.0)  # fmt: skip

@@ -144,6 +144,7 @@ def test_a_loaded_posterior_is_the_saved_one(kind, tmp_path):
     assert all(400 not in told["shape"] for told in about["arrays"].values())
 
 
+@pytest.mark.full
 def test_another_process_needs_the_file_alone(tmp_path):
     posterior, file = by_laplace(), tmp_path / "a.posterior"
     posterior.save(file)
@@ -187,6 +188,7 @@ def test_the_model_of_the_run_predicts_and_no_other_does(tmp_path):
         loaded.prior_draws(KEY, 3)
 
 
+@pytest.mark.full
 def test_parameters_of_the_model_are_in_the_file(tmp_path):
     def model(x, y=None):
         shift = numpyro.param("shift", jnp.asarray(2.0))
@@ -352,6 +354,7 @@ def test_a_link_stays_one_and_its_file_keeps_its_permissions(saved, tmp_path):
     assert numpyro_dp.load(file).method == numpyro_dp.load(saved).method
 
 
+@pytest.mark.full
 def test_infinite_epsilon_survives(tmp_path):
     svi = DPSVI(logistic, AutoDiagonalNormal(logistic), optax.adam(0.1), clip_norm=1.0,
                 sampler=FullBatch(), noise_multiplier=0.0)  # fmt: skip

@@ -136,6 +136,7 @@ def test_fit_takes_a_budget_of_a_ledger(file):
             fit(model, X, rng_key=KEY, **wrong)
 
 
+@pytest.mark.full
 def test_the_total_can_be_a_budget_after_the_ledger(file):
     ledger = Ledger(file, TOTAL)
     first = laplace(ledger.budget(1.0, purpose="one"))
@@ -163,6 +164,7 @@ def test_a_run_that_raises_is_not_counted_and_a_stopped_one_is(file):
     assert ledger.spent().epsilon == pytest.approx(0.5, rel=0.01)
 
 
+@pytest.mark.full
 def test_a_killed_run_stays_charged(file):
     code = f"""
         import os, signal, sys
@@ -290,6 +292,7 @@ def test_other_totals_and_files_are_refused(file, tmp_path):
         driver.sweep(jax.random.split(KEY, 2), 3, X)
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_is_charged_once(file):
     ledger = Ledger(file, TOTAL)
     driver = svi_of(ledger.budget(1.0, purpose="long"), num_steps=20)
@@ -345,6 +348,7 @@ def test_a_state_from_outside_the_ledger_is_refused(file):
     assert ledger.entries == ()
 
 
+@pytest.mark.full
 def test_results_hold_nothing_of_the_ledger(file):
     ledger = Ledger(file, TOTAL)
     result = svi_of(ledger.budget(0.6, purpose="very private")).run(KEY, 5, X, progress_bar=False)

@@ -1,5 +1,6 @@
 """Privacy statements: what they say, as text, JSON, HTML and an entry of the registry."""
 
+import functools
 import html.parser
 import json
 import math
@@ -83,20 +84,23 @@ def svi(**options):
     return driver.run(KEY, 20, X, progress_bar=False)
 
 
+@functools.cache
 def of_laplace():
     return DPLaplace(model, budget=PrivacyBudget(1.0, 0.02)).run(KEY, X).privacy
 
 
+@functools.cache
 def of_batches():
     return svi(sampler=Poisson(0.1), secret_key=5, loss_release=LossRelease(8.0)).privacy
 
 
+@functools.cache
 def of_two():
     budget = PrivacyBudget(1.0, 1e-5)
     return svi(budget=budget.after(svi(budget=PrivacyBudget(0.5, 1e-5)).privacy)).privacy
 
 
-@pytest.mark.every_case
+@pytest.mark.table
 @pytest.mark.parametrize("kind", [of_laplace, of_batches, of_two])
 def test_a_statement_has_all_forms(kind):
     report = kind()
@@ -172,6 +176,7 @@ class Tags(html.parser.HTMLParser):
         self.text += data
 
 
+@pytest.mark.full
 def test_html_is_a_table_without_scripts():
     result = svi()
     for shown in (result, result.privacy, result.posterior):
@@ -191,6 +196,7 @@ def test_settings_are_what_the_user_says():
         report.statement(settings=None)
 
 
+@pytest.mark.full
 def test_a_run_without_privacy_is_no_entry():
     report = svi(noise_multiplier=0.0, budget=None).privacy
     assert str(report).startswith("Guarantee: NOT PRIVATE")
