@@ -632,9 +632,12 @@ def test_another_drivers_state_is_not_accounted_for():
 @pytest.mark.full
 def test_a_driver_without_noise_or_of_repetitions_does_not_reuse_the_noise_of_a_state():
     state = svi().run(KEY, 2, X, **run).state
-    svi(noise_multiplier=0.0).run(KEY, 1, X, init_state=state, **run)
+    for other in (0.0, 0.5):
+        with pytest.raises(ValueError, match=f"has noise_multiplier=1, .* driver has {other:g}"):
+            svi(noise_multiplier=other).run(KEY, 1, X, init_state=state, **run)
+    svi().run(KEY, 1, X, init_state=state, **run)  # those had used nothing
     with pytest.raises(NoiseReuseError, match="from step 2"):
-        svi(noise_multiplier=0.0).run(KEY, 1, X, init_state=state, **run)
+        svi().run(KEY, 1, X, init_state=state, **run)
     state = svi().run(KEY, 2, X, **run).state
     repeating = svi(secret_key=5, repetition=True)
     repeating.run(KEY, 1, X, init_state=state, **run)

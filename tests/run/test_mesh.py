@@ -54,7 +54,7 @@ def check_counts():
         sums, _ = released(x, 3, **quiet, **options)
         np.testing.assert_allclose(sums, 1, atol=1e-3)
     # Half of what is released of an adaptive norm is how many were below it.
-    _, result = released(x, 1, AdaptiveClip(2.0, learning_rate=1.0), **quiet)
+    _, result = released(x, 1, AdaptiveClip(2.0, 0.5, learning_rate=1.0), **quiet)
     clip = result.state.mechanism_state.clip_norm.given
     np.testing.assert_allclose(clip.initial, 2.0 * np.exp(-0.5), rtol=1e-5)
     sums, _ = released(x, 200, noise_multiplier=0.0, sampler=Poisson(0.5), secret_key=1)
