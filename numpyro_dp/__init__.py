@@ -10,7 +10,7 @@ from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.pbp import RegressionNetwork
 from numpyro_dp.pbp.driver import DPPBP, PBP
 from numpyro_dp.posterior import Posterior
-from numpyro_dp.posterior.posterior import load
+from numpyro_dp.posterior.load import load
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.keys import secret_key
 from numpyro_dp.privacy.ledger import Ledger, LedgerError

@@ -23,24 +23,22 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
-from numpyro import handlers
 from numpyro.infer import Predictive
 
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.posterior.diagnosis import Diagnosis, Finding, findings_of_shares
-from numpyro_dp.posterior.draws import FlatDraws
 from numpyro_dp.posterior.inference_data import (
     arviz_adapter,
     draws_by_name,
     named_leaves,
     to_arviz,
 )
-from numpyro_dp.posterior.saved import part_of, read_posterior, write_posterior
+from numpyro_dp.posterior.saved import check_model, write_posterior
 from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.statement import Statement
 
-__all__ = ["Draws", "Posterior", "PosteriorSummary", "load"]
+__all__ = ["Draws", "Posterior", "PosteriorSummary"]
 
 _NUM_DRAWS, _FEWEST = 4000, 200
 _MOST_VALUES = 10**8  # of all draws together: 400 MB in float32
@@ -191,7 +189,7 @@ class Posterior:
         latent_key, rng_key = jax.random.split(rng_key)
         latents = self.sample(latent_key, num_samples)
         if self._prior is None:
-            _check_model(self._model, self._draws, latents, args, kwargs)
+            check_model(self._model, self._draws, latents, args, kwargs)
         return Predictive(self._model, posterior_samples=latents)(rng_key, *args, **kwargs)
 
     def summary(self, prob: float = 0.9) -> PosteriorSummary:
@@ -269,7 +267,7 @@ class Posterior:
         return arviz_adapter(self.sample(jax.random.key(0), num_samples), self.privacy)
 
     def save(self, path: Any) -> None:
-        """Writes the posterior to a file, which you may publish. :func:`load` reads it.
+        """Writes the posterior to a file, which you may publish. :func:`~numpyro_dp.load` reads it.
 
         The file has the draws (as mean and covariance, or as stored draws), the privacy statement,
         findings, shares of the prior, and ``released``, whose nested entries get one name each,
@@ -403,73 +401,6 @@ class Posterior:
             else _share(values, prior[name])
             for name, values in own.items()
         }
-
-
-def load(path: Any, model: Callable[..., Any] | None = None) -> Posterior:
-    """Reads a posterior that :meth:`Posterior.save` wrote, in any process and without the records.
-
-    ``sample``, ``summary``, ``diagnose`` and ``to_arviz`` work as before. ``privacy`` is the
-    :class:`~numpyro_dp.accounting.Statement` of the run. A prior cannot be drawn from.
-
-    Args:
-        path: The file.
-        model: The model of the run, for ``predict``. Its static keywords are arguments of
-            ``predict``.
-
-    Raises:
-        FileNotFoundError: If there is no file.
-        ValueError: If the file is damaged, or is not a posterior of this version.
-    """
-    if model is not None and not callable(model):
-        raise TypeError(f"Expected model as a function, got {type(model).__name__}.")
-    return read_posterior(path, functools.partial(_made, model))
-
-
-def _made(
-    model: Callable[..., Any] | None, draws: Any, about: dict[str, Any], arrays: dict[str, Any]
-) -> Posterior:
-    """The posterior of a file."""
-    params, shares = part_of(arrays, "params"), part_of(arrays, "shares")
-    texts = about["method"], *about["notes"]
-    if not all(isinstance(text, str) for text in texts) or set(shares) != set(about["latents"]):
-        raise ValueError("Texts or shares of the prior are missing.")
-    return Posterior(
-        model=handlers.substitute(model, data=params) if model and params else model,
-        draws=draws, prior=None, unconstrain=None,
-        privacy=Statement.from_json(json.dumps(about["privacy"])),
-        method=about["method"], notes=tuple(about["notes"]), converged=bool(about["converged"]),
-        findings=tuple(Finding(*each) for each in about["findings"]), params=params,
-        released=part_of(arrays, "released"), shares=shares,
-    )  # fmt: skip
-
-
-def _check_model(
-    model: Callable[..., Any], draws: Any, latents: dict[str, Array], args: Any, kwargs: Any
-) -> None:
-    """Raises an error unless the model has these latents. Others would come from their prior."""
-    found: dict[str, Any] = {}
-
-    def zeros(site: dict[str, Any]) -> Any:
-        if site["type"] != "sample" or site["is_observed"]:
-            return None
-        name, inside = site["name"], bool(site["cond_indep_stack"])
-        if inside and name not in latents:  # a prediction, or a latent of a record
-            return None
-        found[name] = site["fn"]
-        return jax.numpy.zeros(site["fn"].shape()) if name in latents else None
-
-    fn = handlers.seed(handlers.substitute(model, substitute_fn=zeros), jax.random.key(0))
-    jax.eval_shape(lambda: handlers.trace(fn).get_trace(*args, **kwargs) and None)
-    own = {name: value.shape[1:] for name, value in latents.items()}
-    other = {name: site.shape() for name, site in found.items()}
-    supports = draws.sites.supports if isinstance(draws, FlatDraws) and draws.sites else {}
-    moved = [n for n, s in supports.items() if n in found and type(s) is not type(found[n].support)]
-    if own != other or moved:
-        raise ValueError(
-            f"The posterior has the latents {own}, but the model has {other}"
-            + (f", with another support of {moved}" if moved else "")
-            + ". Load it with the model of the run, and predict with as many columns."
-        )
 
 
 class PosteriorSummary(Mapping):

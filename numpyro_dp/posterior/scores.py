@@ -148,9 +148,11 @@ def averages_of(sums: Any, seen: np.ndarray) -> Averages | None:
     )
     finite = all(np.all(np.isfinite(part)) for part in found if part is not None)
     if sums.products is not None:
+        if not (finite and np.all(np.isfinite(sums.products.square))):
+            return None
         moments = _moments_of(sums.products, seen, 0), _moments_of(sums.products, seen, 1)
-        moved = max(np.trace(each.shift_shift) for each in moments) > 0  # not if any is NaN
-        return found._replace(moments=moments) if finite and moved else None
+        moved = max(np.trace(each.shift_shift) for each in moments) > 0
+        return found._replace(moments=moments) if moved else None
     curvature, size = parts["curvature"], len(seen)
     full = curvature.ndim == 2
     curvature = curvature[np.ix_(seen, seen)] if full else np.diag(curvature[seen])

@@ -138,6 +138,9 @@ def test_latents_can_be_left_out_of_the_products():
 def test_runs_without_finite_values_have_no_averages():
     points = np.full((10, 2), np.nan, np.float32)
     assert averages_of(sums_of(points, points, points, 1.0), np.arange(2)) is None
+    huge = np.full((10, 2), 1e30, np.float32)  # whose squares are infinite
+    assert averages_of(sums_of(huge, points * 0, huge, 1.0), np.arange(2)) is None
+    assert averages_of(sums_of(huge, huge, points * 0, 1.0), np.arange(2)) is None
     empty = types.SimpleNamespace(count=0)
     assert averages_of(empty, np.arange(2)) is None
 
