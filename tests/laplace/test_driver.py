@@ -269,6 +269,7 @@ def test_pairs_stay_if_a_record_sees_two_effects_of_a_site(monkeypatch):
         run(two_memberships, (first, first[::-1], jnp.zeros(600)))
 
 
+@pytest.mark.full
 def test_other_priors_do_not_follow_an_uncertain_step(monkeypatch):
     """The likelihood has no linear term in a direction without precision."""
     monkeypatch.setattr(decode, "UNCERTAIN_STEP", 20.0)

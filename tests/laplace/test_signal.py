@@ -211,6 +211,7 @@ def test_simulated_outcomes_have_score_0_on_average_and_the_curvature_is_its_slo
     assert abs(excess.mean()) <= 4 * excess.std() / np.sqrt(number)
 
 
+@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize(("name", "types"), [
     ("poisson", (np.int32, np.float32, np.uint8)), ("linear", (np.float32, np.int32)),

@@ -381,6 +381,7 @@ def test_a_small_statistic_is_listed() -> None:
     assert_listed(privacy, "model", (D, D), "float32")
 
 
+@pytest.mark.full
 def test_everything_that_is_captured_may_be_declared_public() -> None:
     """And is listed, whatever NumPy made of it before JAX saw it."""
     points = X[:20]

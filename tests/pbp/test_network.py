@@ -398,6 +398,7 @@ def test_noise_that_later_steps_take_back():
     np.testing.assert_allclose(mean.var(0) / steps, left, rtol=0.02)
 
 
+@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize("ridge", [None, 20.0])
 def test_steps_keep_the_variance_of_the_noise_in_the_mean(ridge):

@@ -40,6 +40,7 @@ DRIVERS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize("name", DRIVERS)
 def test_intervals_hold_the_truth_and_know_more_than_the_prior(name):

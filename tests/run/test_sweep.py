@@ -235,6 +235,7 @@ def test_a_sweep_that_was_stopped_goes_on(data, tmp_path, monkeypatch):
     assert again.labels.keys() == whole.labels.keys()
 
 
+@pytest.mark.full
 def test_a_folder_knows_its_records_and_not_the_day(data, tmp_path, monkeypatch):
     folder = tmp_path / "found"
 
