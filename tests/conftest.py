@@ -22,7 +22,10 @@ _CHECKED = (
 install_import_hook([f"numpyro_dp.{name}" for name in _CHECKED], "_typecheck.checked")
 
 
-_LONG_EXAMPLES = {"DPPBP", "EP", "PBP", "tempering_model", "tempered", "choose"}
+_LONG_EXAMPLES = {
+    "DPPBP", "EP", "PBP", "tempering_model", "tempered", "choose", "rehearse", "Ledger",
+    "compare_accountants",
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

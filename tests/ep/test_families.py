@@ -261,6 +261,7 @@ def test_the_exponent_is_that_of_numpyro(double, name):
     np.testing.assert_allclose(found, found[0], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.full
 @every_family
 def test_means_of_draws(double, name):
     """Within 5 standard errors, and a member of powers 1.5 is seen to be another."""

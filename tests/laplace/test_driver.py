@@ -242,6 +242,7 @@ def test_fit_takes_it_where_it_can_and_says_why_not():
     assert any("not take this model: A prior of this model has no sampler" in n for n in notes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", [logistic, counts], ids=lambda f: f.__name__)
 def test_a_streamed_run_is_the_run(model, monkeypatch):
     args = records(1003) if model is logistic else outcome_counts(1003)
@@ -289,6 +290,7 @@ def test_other_priors_do_not_follow_an_uncertain_step(monkeypatch):
     assert np.all(np.abs(vectors.T @ linear) < 10 * (np.sqrt(np.abs(values)) + values))
 
 
+@pytest.mark.full
 def test_without_information_a_hierarchy_is_drawn_from_its_prior(monkeypatch):
     """NUTS would sample the funnel of scale and effects badly."""
     monkeypatch.delattr(ModelPrior, "_sampled")
@@ -307,6 +309,7 @@ def test_without_information_a_hierarchy_is_drawn_from_its_prior(monkeypatch):
         assert np.all(np.abs(ours.std(0) / exact.std(0) - 1) < 0.1)
 
 
+@pytest.mark.full
 def test_double_precision_adds_no_public_array():
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
         rng = np.random.default_rng(0)

@@ -236,6 +236,7 @@ def test_a_step_without_noise_is_that_of_natural_parameters(weight_precision):
     )
 
 
+@pytest.mark.full
 def test_noise_alone_leaves_precisions_at_the_prior():
     x, y = records(50)
     driver = DPPBP(NETWORK, noise_multiplier=1e4, precision_per_weight=True, clip_norm=1.0,

@@ -73,6 +73,7 @@ def test_bad_runs_are_found(name):
     assert str(diagnosis).startswith("BAD ")
 
 
+@pytest.mark.full
 def test_a_run_that_stopped_early_has_wide_intervals_that_hold_and_a_note():
     result = run(steps=200, rate=2e-4, epsilon=100.0)
     findings = {finding.name: finding for finding in result.diagnose().findings}
@@ -132,6 +133,7 @@ def test_a_right_model_with_many_latents_is_not_said_to_be_wrong():
     assert wrong == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["counts", "values"])
 def test_outcomes_that_vary_more_than_the_model_says_are_found(kind):
     slope = X @ np.array([0.5, -0.5])

@@ -55,6 +55,7 @@ def test_intervals_hold_the_truth_and_know_more_than_the_prior(name):
     assert "12 simulations" in str(found)
 
 
+@pytest.mark.full
 def test_the_prior_rehearses_as_the_prior():
     laplace = DPLaplace(model, budget=PrivacyBudget(0.001, 1e-5))
     found = rehearse(laplace, KEY, X, None, num_simulations=6)

@@ -194,6 +194,7 @@ def test_without_a_clip_norm_a_record_adds_its_plain_signal():
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_several_draws_a_step_are_refused_and_the_default_does_without():
     svi = DPSVI(logistic, AutoDiagonalNormal(logistic), optax.adam(0.1), Trace_ELBO(2),
                 estimator=centred(aligned()), clip_norm=1.0, sampler=FullBatch(),
