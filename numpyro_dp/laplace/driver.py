@@ -33,7 +33,7 @@ from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run.forecast import Forecast, forecast
 from numpyro_dp.run.settings import RunSettings
-from numpyro_dp.run.spending import begun, charged, plan_for, spent_by
+from numpyro_dp.run.spending import begun, charge, plan_for, spent_by
 
 __all__ = ["DPLaplace"]
 
@@ -174,8 +174,8 @@ class DPLaplace:
         driver, stages = self._drivers[key, plan.shares], Run(prior, plan, guess)
         state = driver.start(rng_key, stages, args, kwargs)
         report = spent_by(driver.settings, state, len(plan.shares))
-        charge = charged(driver.settings, state, len(plan.shares), report.run)
-        with begun(driver.settings, state), charge:
+        with begun(driver.settings, state):
+            charge(driver.settings, state, len(plan.shares), report.run)
             driver.stages(state, stages, args, kwargs, report, stream)
         return self._posterior(stages, report, rng_key)
 

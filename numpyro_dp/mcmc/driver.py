@@ -42,7 +42,7 @@ from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.forecast import Forecast, forecast
 from numpyro_dp.run.scores import MOST_LATENTS
 from numpyro_dp.run.settings import Method, RunSettings
-from numpyro_dp.run.spending import begun, charged, noise_fields, plan_for, secret_of, spent_by
+from numpyro_dp.run.spending import begun, charge, noise_fields, plan_for, secret_of, spent_by
 from numpyro_dp.run.state import SensitiveState
 
 __all__ = ["DPMCMC"]
@@ -196,7 +196,8 @@ class DPMCMC:
         self._check_heat(step_sizes, float(starts[0].noise_multiplier), num_examples)
         states = driver.with_own_noise(starts, total)
         report = dataclasses.replace(spent_by(settings, states[0], total), chains=chains)
-        with begun(settings, *states), charged(settings, states[0], total, report.run):
+        with begun(settings, *states):
+            charge(settings, states[0], total, report.run)
             draws = driver.chains(states, self._sizes, args, kwargs, report, self._progress_bar)
         self._report = report  # set last: if this run fails, results of the run before it stay
         self._samples = {site: draws[f"{site}{POINT_SUFFIX}"] for site in structure.latents}

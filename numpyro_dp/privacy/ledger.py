@@ -5,10 +5,10 @@ epsilon, delta and relation. Each other line is an entry: ``run``, ``date``, ``p
 ``steps``, ``failure_prob``, ``total_variation`` and ``caveats`` of its
 :class:`~numpyro_dp.privacy.budget.Spending`, or ``"failed": true``. Lines are only added.
 
-A run is charged before it reads a record, with everything that its plan may release. So a run that
-is killed stays charged. If it raises an exception, it has released nothing, and a line takes the
-charge back. A last line without an end was never confirmed to its run, so that run did not begin.
-It does not count.
+A run is charged before it reads a record, with everything that its plan may release. A run that is
+killed, stopped or ends with an exception stays charged, because exceptions may follow released
+values. The holder of the data can mark it as one that released nothing (``take_back``). A last line
+without an end was never confirmed to its run, so that run did not begin. It does not count.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Entry(NamedTuple):
         spending: What it spent.
         date: When it was charged, in UTC.
         purpose: What it was for.
-        failed: Whether it raised an exception, so that it released nothing and does not count.
+        failed: Whether the holder of the data said that it released nothing. It does not count.
     """
 
     spending: Spending
@@ -213,7 +213,17 @@ class Ledger:
             self._append(file, {n: value for n, value in entry.items() if n != "relation"})
 
     def take_back(self, run: str) -> None:
-        """Marks a run that raised an exception, so that it released nothing."""
+        """Marks a run as one that released nothing, so that it does not count.
+
+        Only do this if you know it, as of a run that had too little memory to begin. A run that
+        raised an error after its first step has released values, which its error may show.
+
+        Args:
+            run: Name of the run, as in :meth:`table`.
+
+        Raises:
+            LedgerError: If there is no such run.
+        """
         with self._locked() as file:
             self._read(file)
             if run not in self._entries:
@@ -307,21 +317,9 @@ class Charges:
     ledger: Ledger
     purpose: str
 
-    @contextlib.contextmanager
-    def of(self, spending: Spending) -> Iterator[None]:
-        """Charges a run before it reads a record.
-
-        If the run raises an exception, the charge is taken back. If it is stopped, it stays.
-        """
+    def charge(self, spending: Spending) -> None:
+        """Charges a run, which must not have read a record yet."""
         self.ledger.charge(spending, self.purpose)
-        try:
-            yield
-        except Exception as error:
-            try:
-                self.ledger.take_back(spending.run)
-            except (OSError, LedgerError) as other:
-                error.add_note(f"The run stays charged to its ledger: {other}")
-            raise
 
 
 def _step(sampling: str, rate: Any, size: Any, noise: Any, count: Any) -> GaussianStep:

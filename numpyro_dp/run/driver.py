@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -33,7 +32,7 @@ from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.spending import (
     begun,
-    charged,
+    charge,
     noise_fields,
     plan_for,
     secret_of,
@@ -126,7 +125,8 @@ class Driver(abc.ABC):
         check_outside_trace(f"{type(self).__name__}.init")
         check_rng_key(rng_key)
         state = self._init(rng_key, self.settings.num_steps, args, kwargs, init_params)
-        with begun(self.settings, state), charged(self.settings, state, self.settings.num_steps):
+        with begun(self.settings, state):
+            charge(self.settings, state, self.settings.num_steps)
             return state
 
     def update(
@@ -250,10 +250,10 @@ class Driver(abc.ABC):
         report = spent_by(settings, start, int(start.step) + num_steps)
         report = check_fold(fold, session, start, num_steps, report)
         rows = (session.host_rows if stream else session.rows)(args, kwargs)
-        new, charge = [], contextlib.nullcontext()  # a run that goes on was charged before
-        if init_state is None:
-            new, charge = [start], charged(settings, start, covered, report.run)
-        with begun(settings, *new), used(settings, start, num_steps), charge:
+        new = [start] if init_state is None else []
+        with begun(settings, *new), used(settings, start, num_steps):
+            if new:  # a run that goes on was charged before: its state says so
+                charge(settings, start, covered, report.run)
             first = start if new else with_new_noise(settings, start)
             found = session.run(first, rows, num_steps, trace_size, progress_bar, report, fold)
         make = functools.partial(self._posterior, session.problem.at(rows.shared))  # no record
@@ -318,7 +318,7 @@ class Driver(abc.ABC):
         check_num_steps(num_steps, _UNLIMITED - 1)
         check_sizes(trace_size=trace_size, chunk_size=chunk_size)
         check_rng_keys(rng_keys)
-        if self.settings.budget is not None and self.settings.budget.charges is not None:
+        if self.settings.charges is not None:
             raise ValueError(
                 "A sweep has many runs, and a ledger counts one run for each budget. Call run for "
                 "each setting, with ledger.budget(...) each time."

@@ -118,7 +118,7 @@ class Session:
     def identity(self, *public: PublicArray) -> RunIdentity:
         """Returns what all steps of a new run share. ``public`` joins the model's public arrays."""
         settings, records = self.settings, self.problem.records
-        charges = settings.budget and settings.budget.charges
+        charges = settings.charges
         return RunIdentity(
             self.num_examples,
             settings.sampler,

@@ -137,6 +137,11 @@ class RunSettings:
         """Whether the processes of a mesh share a run."""
         return self.mesh is not None and self.mesh.is_multi_process
 
+    @property
+    def charges(self) -> Any:
+        """The ledger that counts the run, and for what, or ``None``."""
+        return None if self.budget is None else self.budget.charges
+
     def changed(self, **fields: Any) -> RunSettings:
         """Returns settings with other values in some fields, and checks them."""
         return dataclasses.replace(self, **fields)

@@ -23,7 +23,7 @@ from numpyro_dp.sums.devices import copied
 
 __all__ = [
     "begun",
-    "charged",
+    "charge",
     "noise_fields",
     "plan_for",
     "report_for",
@@ -76,10 +76,10 @@ def begun(
     return begin(noisy, repetition=settings.repetition)
 
 
-def charged(
+def charge(
     settings: RunSettings, state: SensitiveState, num_steps: int | None, run: str | None = None
-) -> contextlib.AbstractContextManager[None]:
-    """Charges a new run to the ledger of its budget, if there is one.
+) -> None:
+    """Charges a new run to the ledger of its budget, if there is one, before it reads a record.
 
     Args:
         settings: The settings of the run.
@@ -89,17 +89,17 @@ def charged(
 
     Raises:
         LedgerError: If the total of the ledger does not cover the run.
+        ValueError: If several processes share the run.
     """
-    charges = settings.budget and settings.budget.charges
-    if charges is None:
-        return contextlib.nullcontext()
+    if settings.charges is None:
+        return
     if settings.several_processes:
         raise ValueError(
             "A ledger does not support a mesh of several processes: each would charge the run. "
             "Charge it with ledger.charge, and pass a plain budget."
         )
     spending = spent_by(settings, state, num_steps).spending[-1]
-    return charges.of(spending if run is None else spending._replace(run=run))
+    settings.charges.charge(spending if run is None else spending._replace(run=run))
 
 
 def used(

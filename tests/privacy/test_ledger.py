@@ -143,25 +143,24 @@ def test_the_total_can_be_a_budget_after_the_ledger(file):
     assert TOTAL.after(ledger) == TOTAL.after(first)
 
 
-def test_a_run_that_raises_is_not_counted_and_a_stopped_one_is(file):
+@pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt(), ValueError("inside")])
+def test_a_run_that_fails_stays_charged_until_the_holder_takes_it_back(file, error):
     ledger = Ledger(file, TOTAL)
 
-    def stops(error):
-        def fail(*_, **__):
-            raise error
+    def fail(*_, **__):
+        raise error
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("numpyro_dp.laplace.driver.Stages.stages", fail)
-            with pytest.raises(type(error)):
-                laplace(ledger.budget(0.5, purpose=type(error).__name__))
-
-    stops(MemoryError())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("numpyro_dp.laplace.driver.Stages.stages", fail)
+        with pytest.raises(type(error)):
+            laplace(ledger.budget(0.5, purpose="fails"))
+    assert ledger.spent().epsilon == pytest.approx(0.5, rel=0.01)
+    (row,) = ledger.table()
+    assert not row["failed"]
+    Ledger(file, TOTAL).take_back(row["run"])
     assert ledger.spending == ()
     assert [row["failed"] for row in ledger.table()] == [True]
     assert "failed, not counted" in str(ledger)
-    stops(KeyboardInterrupt())
-    assert [row["failed"] for row in ledger.table()] == [True, False]
-    assert ledger.spent().epsilon == pytest.approx(0.5, rel=0.01)
 
 
 @pytest.mark.full
