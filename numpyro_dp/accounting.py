@@ -2,7 +2,7 @@
 
 from numpyro_dp.privacy.accounting import GDP, PLD, PRV, RDP, Best, UnsupportedEventError
 from numpyro_dp.privacy.calibration import CalibrationError
-from numpyro_dp.privacy.plan import compare_accountants
+from numpyro_dp.privacy.comparison import compare_accountants
 from numpyro_dp.privacy.statement import Statement
 
 __all__ = [

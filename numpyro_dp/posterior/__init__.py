@@ -5,9 +5,10 @@ from numpyro_dp.posterior.diagnosis import Diagnosis, Finding, PosteriorWarning
 from numpyro_dp.posterior.folds import TailAverage, tail_average
 from numpyro_dp.posterior.inference_data import to_arviz
 from numpyro_dp.posterior.noise_aware import NoiseAware, noise_aware
-from numpyro_dp.posterior.posterior import Posterior, PosteriorSummary
+from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.rehearsal import Choice, Rehearsal, choose, rehearse
 from numpyro_dp.posterior.samples import posterior_samples
+from numpyro_dp.posterior.summary import PosteriorSummary
 from numpyro_dp.posterior.synthetic import Combined, combine, synthetic_data
 
 __all__ = [

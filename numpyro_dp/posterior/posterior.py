@@ -17,7 +17,7 @@ import html
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -34,16 +34,23 @@ from numpyro_dp.posterior.inference_data import (
     to_arviz,
 )
 from numpyro_dp.posterior.saved import check_model, write_posterior
+from numpyro_dp.posterior.summary import (
+    PosteriorSummary,
+    count_of,
+    entry_name,
+    share_text,
+    shown,
+    table_lines,
+)
 from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.statement import Statement
 
-__all__ = ["Draws", "Posterior", "PosteriorSummary"]
+__all__ = ["Draws", "Posterior"]
 
 _NUM_DRAWS, _FEWEST = 4000, 200
 _MOST_VALUES = 10**8  # of all draws together: 400 MB in float32
 _LINES, _MOST_ROWS, _FEWEST_ROWS = 12, 5, 2
-_SHOWN, _SHOWN_KEYS = 60, ("mean", "sd", "lower", "upper")
 _HALF = 0.5
 
 Draws = Callable[[Array, int], dict[str, Array]]
@@ -326,8 +333,8 @@ class Posterior:
                 f"epsilon <= {self.privacy.epsilon:.5g} at delta={self.privacy.delta:g} under "
                 f"{self.privacy.relation}"
             )
-        lines = [f"Posterior of {_count(total)}, {spent}", self.method]
-        lines += _table_lines([["", "mean", "sd", "share of the prior"], *entries])
+        lines = [f"Posterior of {count_of(total)}, {spent}", self.method]
+        lines += table_lines([["", "mean", "sd", "share of the prior"], *entries])
         if total > len(entries):
             lines.append(f"... and {total - len(entries)} more: summary()")
         room = _LINES - len(lines) - 1
@@ -347,10 +354,10 @@ class Posterior:
     def _rows(self) -> Iterator[list[str]]:
         for name, (mean, sd) in self._moments.items():
             for index in np.ndindex(mean.shape):
-                share = _share_text(float(self._prior_shares[name][index]))
+                share = share_text(float(self._prior_shares[name][index]))
                 own_mean, own_sd = float(mean[index]), float(sd[index])
-                values = _shown(own_mean, own_sd), _shown(own_sd, own_sd)
-                yield [_entry_name(name, index), *values, share]
+                values = shown(own_mean, own_sd), shown(own_sd, own_sd)
+                yield [entry_name(name, index), *values, share]
 
     def _verdict(self, private: bool) -> str:
         shares = np.concatenate([share.ravel() for share in self._prior_shares.values()])
@@ -364,10 +371,10 @@ class Posterior:
         if 2 * wide >= total:
             little = "The budget buys little here" if private else "The records say little here"
             verb = "is" if wide == 1 else "are"
-            return f"{little}: {wide} of {_count(total)} {verb} more than half prior."
+            return f"{little}: {wide} of {count_of(total)} {verb} more than half prior."
         if wide:
             verb = "is" if wide == 1 else "are"
-            return f"{wide} of {_count(total)} {verb} more than half prior {largest}."
+            return f"{wide} of {count_of(total)} {verb} more than half prior {largest}."
         if known.max() > 0.1:
             return f"The records say more than the prior about every latent {largest}."
         return f"Every latent is known well beyond its prior {largest}."
@@ -403,49 +410,6 @@ class Posterior:
         }
 
 
-class PosteriorSummary(Mapping):
-    """A mapping from sites to their summaries. It prints as a table.
-
-    Args:
-        sites: ``{"mean", "sd", "lower", "upper", "prior_share"}`` by site.
-        prob: Mass of the intervals.
-
-    Attributes:
-        prob: Mass of the intervals.
-    """
-
-    def __init__(self, sites: dict[str, dict[str, np.ndarray]], prob: float) -> None:
-        self._sites, self.prob = sites, prob
-
-    def __getitem__(self, site: str) -> dict[str, np.ndarray]:
-        return self._sites[site]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sites)
-
-    def __len__(self) -> int:
-        return len(self._sites)
-
-    def __str__(self) -> str:
-        """The table, or its first 60 rows."""
-        tail = 50 * (1 - self.prob)
-        header = ["", "mean", "sd", _percent(tail), _percent(100 - tail), "prior share"]
-        rows, total = [], 0
-        for name, site in self.items():
-            total += site["mean"].size
-            for index in itertools.islice(np.ndindex(site["mean"].shape), _SHOWN - len(rows)):
-                sd = float(site["sd"][index])
-                numbers = [_shown(float(site[key][index]), sd) for key in _SHOWN_KEYS]
-                share = _share_text(float(site["prior_share"][index]))
-                rows.append([_entry_name(name, index), *numbers, share])
-        lines = _table_lines([header, *rows])
-        if total > len(rows):
-            lines.append(f"... and {total - len(rows)} more rows, by site.")
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-
 def _share(posterior: np.ndarray, prior: np.ndarray) -> np.ndarray:
     """Squared ratio of the widths, or ``nan`` for entries without spread.
 
@@ -459,38 +423,3 @@ def _share(posterior: np.ndarray, prior: np.ndarray) -> np.ndarray:
         share = np.where((after > 0) & (before > 0), (after / before) ** 2, np.nan)
     by_chance = (share > 1) & (share < 1 + 3 * 2.7 / math.sqrt(len(posterior)))
     return np.where(by_chance, 1.0, share)
-
-
-def _count(number: int) -> str:
-    return "1 latent" if number == 1 else f"{number} latents"
-
-
-def _entry_name(name: str, index: tuple[int, ...]) -> str:
-    """The name of one entry of a site, such as ``w[0,1]``."""
-    return name + (f"[{','.join(map(str, index))}]" if index else "")
-
-
-def _share_text(share: float) -> str:
-    """The share of the prior as text, or ``-`` if it is not known."""
-    return "-" if math.isnan(share) else f"{share:.2f}"
-
-
-def _percent(value: float) -> str:
-    """A percentage as text, with at least one decimal and as many as it needs."""
-    text = f"{value:.6g}"
-    return f"{text}%" if "." in text else f"{text}.0%"
-
-
-def _shown(value: float, sd: float) -> str:
-    """Gives a value as text, with enough decimals to show three digits of ``sd``."""
-    if not 1e-6 < sd < 1e6:
-        return f"{value:.4g}"
-    return f"{value:.{max(0, 2 - math.floor(math.log10(sd)))}f}"
-
-
-def _table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Gives one line for each row, with the first column aligned left and the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    ]

@@ -52,12 +52,13 @@ from numpyro_dp.posterior.likelihood import (
     denoise_curvature,
     released_likelihood,
 )
+from numpyro_dp.posterior.moments import Averages, Moments, averages_of, early_distance, mixed
 from numpyro_dp.posterior.posterior import Draws, Posterior
 from numpyro_dp.posterior.prior import read_prior
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.results import RunResult
 
-__all__ = ["NOISE_INCLUDED", "Averages", "averages_of", "posterior_of_scores", "scores_likelihood"]
+__all__ = ["NOISE_INCLUDED", "posterior_of_scores", "scores_likelihood"]
 
 NOISE_INCLUDED = "The intervals include the noise of privacy."
 
@@ -68,133 +69,9 @@ _SPREAD = 0.1  # columns of real data are correlated, which no guess of a curvat
 _ALONG = 0.1  # part of the error of a curvature that is along its own eigenvectors
 _SEEN = 4.0  # standard errors of the mean eigenvalue of noise
 _DOUBT = 3.0  # standard errors of an eigenvalue at which half of it counts
-_STILL = 1e-6  # smallest part of the movement of the centres in a direction that is movement
 _FLATTEST = 1e-3  # smallest variance of the shifts in a direction, relative to the largest
 _PASSES = 8  # how often the uncertainty of phi enters the error of the curvature
 _ROUNDS = 10  # updates of the mean in each pass
-
-
-class Moments(NamedTuple):
-    """Covariances of scores and shifts, less what the centres of the steps explain of both.
-
-    Attributes:
-        count: Number of steps.
-        dof: Degrees of freedom that are left, one more than those after a regression on shifts.
-        noise: Variances of the noise of one score (d,).
-        shift_shift, score_shift, score_score: Covariances of shifts with shifts, of scores with
-            shifts, and of scores with scores (d, d).
-        centre, centre_spread: Mean and variances of the centres (d,).
-    """
-
-    count: float
-    dof: float
-    noise: np.ndarray
-    shift_shift: np.ndarray
-    score_shift: np.ndarray
-    score_score: np.ndarray
-    centre: np.ndarray
-    centre_spread: np.ndarray
-
-
-class Averages(NamedTuple):
-    """Averages over the steps of a run, for d latents.
-
-    Attributes:
-        count: Number of steps.
-        point: Mean of the points (d,).
-        spread: Variances of the points (d,).
-        fresh: Variances of the shifts among them (d,).
-        score: Mean of the scores (d,).
-        noise: Variances of the noise of one score (d,).
-        moments: What tells the curvature, from the steps before and among these. ``None`` if it
-            was released.
-        curvature: Mean of the released curvatures (d, d), or ``None``.
-        curvature_noise: Variance of the noise of one of them, in an entry of the diagonal.
-        entries: Number of different entries of such a curvature.
-    """
-
-    count: int
-    point: np.ndarray
-    spread: np.ndarray
-    fresh: np.ndarray
-    score: np.ndarray
-    noise: np.ndarray
-    moments: tuple[Moments, Moments] | None = None
-    curvature: np.ndarray | None = None
-    curvature_noise: float = 0.0
-    entries: int = 0
-
-
-def averages_of(sums: Any, seen: np.ndarray) -> Averages | None:
-    """Returns averages of the latents ``seen``, or ``None`` if there are none that are finite.
-
-    Args:
-        sums: A :class:`~numpyro_dp.run.scores.ScoreSums`.
-        seen: Numbers of the latents that records inform.
-    """
-    count = int(sums.count)
-    if count < 2:
-        return None
-    given = {n: x for n, x in sums._asdict().items() if n != "products" and x is not None}
-    parts = {n: np.asarray(x, np.float64) / count for n, x in given.items()}
-    row = {n: x[seen] for n, x in parts.items() if x.ndim == 1}
-    found = Averages(
-        count,
-        np.asarray(sums.origin, np.float64)[seen] + row["point"],
-        np.maximum(row["point_square"] - row["point"] ** 2, 0),
-        row["shift_square"],
-        row["score"],
-        row["noise_square"],
-    )
-    finite = all(np.all(np.isfinite(part)) for part in found if part is not None)
-    if sums.products is not None:
-        if not (finite and np.all(np.isfinite(sums.products.square))):
-            return None
-        moments = _moments_of(sums.products, seen, 0), _moments_of(sums.products, seen, 1)
-        moved = max(np.trace(each.shift_shift) for each in moments) > 0
-        return found._replace(moments=moments) if moved else None
-    curvature, size = parts["curvature"], len(seen)
-    full = curvature.ndim == 2
-    curvature = curvature[np.ix_(seen, seen)] if full else np.diag(curvature[seen])
-    entries = size * (size + 1) // 2 if full else size
-    noise = float(parts["curvature_square"])
-    if not (finite and np.all(np.isfinite(curvature)) and np.isfinite(noise)):
-        return None
-    return found._replace(curvature=curvature, curvature_noise=noise, entries=entries)
-
-
-def _moments_of(products: Any, seen: np.ndarray, half: int) -> Moments:
-    """Returns what a regression of scores on shifts needs.
-
-    Far from the optimum most of a score comes from the centre of its step. Scores and shifts are
-    regressed on it first. This does not bias the curvature: shifts are drawn after the centre.
-    """
-    count, size = max(int(products.count[half]), 1), len(seen)
-    rows = np.concatenate([seen + part * products.origin.shape[1] for part in range(3)])
-    total = np.asarray(products.sum[half], np.float64)[rows] / count
-    square = np.asarray(products.square[half], np.float64)[np.ix_(rows, rows)] / count
-    square -= np.outer(total, total)
-    both, centre = slice(None, 2 * size), slice(2 * size, None)
-    spread = np.maximum(np.diag(square)[centre], 0)
-    scale = np.sqrt(np.maximum(spread, 1e-300))
-    values, axes = np.linalg.eigh(symmetric(square[centre, centre] / np.outer(scale, scale)))
-    moved = values > _STILL * size
-    axes = axes[:, moved] / np.sqrt(values[moved])
-    explained = (square[both, centre] / scale) @ axes
-    square[both, both] -= explained @ explained.T
-    dof = count - int(np.sum(moved))
-    if dof <= 1:  # the centres explain everything
-        square[both, both] = 0
-    return Moments(
-        count,
-        max(dof, 1),
-        np.asarray(products.noise_square[half], np.float64)[seen] / count,
-        square[size : 2 * size, size : 2 * size],
-        square[:size, size : 2 * size],
-        square[:size, :size],
-        np.asarray(products.origin[half], np.float64)[seen] + total[centre],
-        spread,
-    )
 
 
 def _draws_of(
@@ -350,30 +227,14 @@ def _pooled(averages: Averages, prior: Prior) -> tuple[Moments, float]:
     to a regression on the steps before. These count :math:`v / (v + b^2)`, as if b were noise.
     """
     before, after = averages.moments
-    _, noisy, _ = _regression(both := _mixed(before, after, 1.0))
+    _, noisy, _ = _regression(both := mixed(before, after, 1.0))
     size, told = len(noisy), before.count * np.trace(before.shift_shift)
     of_after = after.count * np.trace(after.shift_shift)
     level = max(float(np.trace(noisy)) / size, 0.0)
     noise = (size + 1) / 2 / (both.dof * max(told / (told + of_after), 1e-30))
-    far = np.diag(prior.precision) @ _early_distance(averages) / size
+    far = np.diag(prior.precision) @ early_distance(averages) / size
     weight = noise / (noise + _BEND**2 * far * level**2)
-    return _mixed(before, after, weight), weight * told / (weight * told + of_after)
-
-
-def _early_distance(averages: Averages) -> np.ndarray:
-    """Mean squared distances of the steps of the first half from the later points (d,)."""
-    if averages.moments is None:
-        return np.zeros_like(averages.point)
-    before, _ = averages.moments
-    return (before.centre - averages.point) ** 2 + before.centre_spread
-
-
-def _mixed(before: Moments, after: Moments, weight: float) -> Moments:
-    """Moments of both, the first with a weight."""
-    counts = np.array([weight * before.count, after.count])
-    parts = counts / np.sum(counts)
-    found = (parts[0] * x + parts[1] * y for x, y in zip(before[2:], after[2:], strict=True))
-    return Moments(float(np.sum(counts)), weight * before.dof + after.dof, *found)
+    return mixed(before, after, weight), weight * told / (weight * told + of_after)
 
 
 def _noise_share(sizes: np.ndarray) -> float:
@@ -490,7 +351,7 @@ def _decoded(
         # No likelihood is exactly quadratic. The change is relative to H, in its own coordinates.
         far, farther = (
             np.trace(prior.precision @ (moment + np.diag(spread))) / size
-            for spread in (averages.spread, _early_distance(averages))
+            for spread in (averages.spread, early_distance(averages))
         )
         inside = root @ moment @ root
         bent = root @ (np.trace(inside) * np.eye(size) + inside) @ root

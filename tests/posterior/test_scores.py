@@ -15,7 +15,8 @@ from numpyro_dp import DPSVI, PrivacyBudget
 from numpyro_dp.core import Observation
 from numpyro_dp.estimators import aligned
 from numpyro_dp.posterior.likelihood import Prior
-from numpyro_dp.posterior.scores import averages_of, scores_likelihood
+from numpyro_dp.posterior.moments import averages_of
+from numpyro_dp.posterior.scores import scores_likelihood
 from numpyro_dp.run.scores import score_sums, with_observation
 from numpyro_dp.samplers import FullBatch
 

@@ -1,0 +1,92 @@
+"""A summary of a posterior as a mapping, and how its figures are printed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+__all__ = ["PosteriorSummary", "count_of", "entry_name", "share_text", "shown", "table_lines"]
+
+_SHOWN, _SHOWN_KEYS = 60, ("mean", "sd", "lower", "upper")
+
+
+class PosteriorSummary(Mapping):
+    """A mapping from sites to their summaries. It prints as a table.
+
+    Args:
+        sites: ``{"mean", "sd", "lower", "upper", "prior_share"}`` by site.
+        prob: Mass of the intervals.
+
+    Attributes:
+        prob: Mass of the intervals.
+    """
+
+    def __init__(self, sites: dict[str, dict[str, np.ndarray]], prob: float) -> None:
+        self._sites, self.prob = sites, prob
+
+    def __getitem__(self, site: str) -> dict[str, np.ndarray]:
+        return self._sites[site]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sites)
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    def __str__(self) -> str:
+        """The table, or its first 60 rows."""
+        tail = 50 * (1 - self.prob)
+        header = ["", "mean", "sd", _percent(tail), _percent(100 - tail), "prior share"]
+        rows, total = [], 0
+        for name, site in self.items():
+            total += site["mean"].size
+            for index in itertools.islice(np.ndindex(site["mean"].shape), _SHOWN - len(rows)):
+                sd = float(site["sd"][index])
+                numbers = [shown(float(site[key][index]), sd) for key in _SHOWN_KEYS]
+                share = share_text(float(site["prior_share"][index]))
+                rows.append([entry_name(name, index), *numbers, share])
+        lines = table_lines([header, *rows])
+        if total > len(rows):
+            lines.append(f"... and {total - len(rows)} more rows, by site.")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def count_of(number: int) -> str:
+    """A number of latents as text."""
+    return "1 latent" if number == 1 else f"{number} latents"
+
+
+def entry_name(name: str, index: tuple[int, ...]) -> str:
+    """The name of one entry of a site, such as ``w[0,1]``."""
+    return name + (f"[{','.join(map(str, index))}]" if index else "")
+
+
+def share_text(share: float) -> str:
+    """The share of the prior as text, or ``-`` if it is not known."""
+    return "-" if math.isnan(share) else f"{share:.2f}"
+
+
+def _percent(value: float) -> str:
+    """A percentage as text, with at least one decimal and as many as it needs."""
+    text = f"{value:.6g}"
+    return f"{text}%" if "." in text else f"{text}.0%"
+
+
+def shown(value: float, sd: float) -> str:
+    """Gives a value as text, with enough decimals to show three digits of ``sd``."""
+    if not 1e-6 < sd < 1e6:
+        return f"{value:.4g}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(sd)))}f}"
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Gives one line for each row, with the first column aligned left and the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    ]
