@@ -16,7 +16,7 @@ from numpyro_dp.privacy.keys import secret_key
 from numpyro_dp.privacy.ledger import Ledger, LedgerError
 from numpyro_dp.privacy.once import NoiseReuseError
 from numpyro_dp.privacy.plan import BudgetError, PrivacyReport
-from numpyro_dp.run.results import RunResult, SensitiveValueError
+from numpyro_dp.run.results import RunInterrupted, RunResult, SensitiveValueError
 from numpyro_dp.vi.svi import DPSVI
 
 __version__ = "0.1.0"
@@ -42,6 +42,7 @@ __all__ = [
     "PrivacyBudget",
     "PrivacyReport",
     "RegressionNetwork",
+    "RunInterrupted",
     "RunResult",
     "SensitiveValueError",
     "UnsupportedModelError",

@@ -30,6 +30,7 @@ def fit(
     budget: PrivacyBudget | None = None,
     rng_key: Array,
     public: Any = (),
+    checkpoint: Any = None,
     **kwargs: Any,
 ) -> Posterior:
     r"""Fits a NumPyro model with a method that it chooses, and returns a private posterior.
@@ -47,6 +48,7 @@ def fit(
             :class:`~numpyro_dp.Ledger`.
         rng_key: Key of draws from the posterior, not of noise.
         public: Names of public arguments, or public arrays that the model holds.
+        checkpoint: Folder for the progress, as for :meth:`numpyro_dp.DPSVI.run`.
         **kwargs: Keyword arguments of the model.
 
     Raises:
@@ -78,7 +80,8 @@ def fit(
     if budget is None:
         budget = PrivacyBudget(epsilon, delta)
     try:
-        return DPLaplace(model, budget=budget, public=public).run(rng_key, *args, **kwargs)
+        laplace = DPLaplace(model, budget=budget, public=public)
+        return laplace.run(rng_key, *args, checkpoint=checkpoint, **kwargs)
     except UnsupportedModelError as refusal:
         reason = str(refusal)
     rate = _BATCH / number
@@ -86,7 +89,8 @@ def fit(
         model, AutoDiagonalNormal(model), optax.adam(5e-3), clip_norm=_CLIP,
         sampler=FullBatch() if rate >= 1 else Poisson(rate), budget=budget, public=public,
     )  # fmt: skip
-    found = svi.run(rng_key, _STEPS, *args, progress_bar=False, **kwargs).posterior
+    result = svi.run(rng_key, _STEPS, *args, progress_bar=False, checkpoint=checkpoint, **kwargs)
+    found = result.posterior
     note = f"DPLaplace does not take this model: {reason.split('. ')[0]}."
     found.notes = (*found.notes, note)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 from numpyro_dp._validate import check_callable
 from numpyro_dp.laplace.guess import FirstGuess, first_guess
 from numpyro_dp.laplace.schedule import Kind, Schedule, schedule
-from numpyro_dp.laplace.stages import Run, Stages
+from numpyro_dp.laplace.stages import Releases, Run, Stages
 from numpyro_dp.laplace.suitable import check_suitable
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frontend import GivenModel, arguments_key
@@ -31,6 +32,7 @@ from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.mechanism.staged import StagedGaussian
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.sampling import FullBatch
+from numpyro_dp.run.checkpoint import Checkpoint, meaning_of, without_own_run
 from numpyro_dp.run.forecast import Forecast, forecast
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.spending import begun, charge, plan_for, spent_by
@@ -147,7 +149,14 @@ class DPLaplace:
         self._prepared: dict[Any, tuple[Any, ModelPrior, FirstGuess]] = {}
         self._drivers: dict[Any, Stages] = {}
 
-    def run(self, rng_key: Array, *args: Any, stream: bool = False, **kwargs: Any) -> Posterior:
+    def run(
+        self,
+        rng_key: Array,
+        *args: Any,
+        stream: bool = False,
+        checkpoint: Any = None,
+        **kwargs: Any,
+    ) -> Posterior:
         """Returns the private posterior.
 
         Args:
@@ -155,6 +164,7 @@ class DPLaplace:
             *args: Arguments of the model, with the whole data set.
             stream: Leaves the records on the host (arrays, memory maps, ``to_numpy()`` of an Arrow
                 column), for data larger than the device's memory. The result is the same.
+            checkpoint: Folder for the releases so far, as for :meth:`numpyro_dp.DPSVI.run`.
             **kwargs: Keyword arguments of the model.
 
         Raises:
@@ -165,6 +175,9 @@ class DPLaplace:
         """
         check_outside_trace("DPLaplace.run")
         check_rng_key(rng_key)
+        settings = without_own_run(self.settings, checkpoint)
+        if settings is not self.settings:
+            self.settings, self._drivers = settings, {}
         key, prior, guess = self._prepared_for(args, kwargs)
         outcomes = prior.outcomes
         plan = self._schedule(outcomes.model.structure, outcomes.size)
@@ -173,10 +186,26 @@ class DPLaplace:
             self._drivers[key, plan.shares] = Stages(settings, outcomes, guess.groups)
         driver, stages = self._drivers[key, plan.shares], Run(prior, plan, guess)
         state = driver.start(rng_key, stages, args, kwargs)
-        report = spent_by(driver.settings, state, len(plan.shares))
-        with begun(driver.settings, state):
-            charge(driver.settings, state, len(plan.shares), report.run)
-            driver.stages(state, stages, args, kwargs, report, stream)
+        settings, releases = driver.settings, len(plan.shares)
+        report = spent_by(settings, state, releases)
+        session = driver._session(args, kwargs)
+        rows = (session.host_rows if stream else session.rows)(args, kwargs)
+        progress = Releases.before(state.opened, releases)
+        with contextlib.ExitStack() as stack:
+            kept = None
+            if checkpoint is not None:
+                meaning = meaning_of(
+                    "DPLaplace", settings, report, rng_key,
+                    session.program(session.begin(state, 1, 1), rows), stream=stream,
+                )  # fmt: skip
+                records = outcomes.model.structure.layout.rows(args, kwargs).arrays
+                kept = stack.enter_context(Checkpoint(checkpoint, None, meaning, records))
+                progress, report = kept.start(settings, progress, report)
+                state = state.closed(progress.state)
+            resumed = kept is not None and kept.resumed
+            stack.enter_context(begun(settings, *([] if resumed else [state])))
+            charge(settings, state, releases, report.run, again=resumed)
+            driver.stages(state, stages, session, rows, progress, report, kept)
         return self._posterior(stages, report, rng_key)
 
     def plan(self, *args: Any, **kwargs: Any) -> Forecast:

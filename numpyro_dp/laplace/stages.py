@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,16 +29,19 @@ from numpyro_dp.laplace.signal import (
 )
 from numpyro_dp.model.frontend import Call, Prepared
 from numpyro_dp.model.outcomes import Outcomes
+from numpyro_dp.model.records import Rows
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.algebra import factor
 from numpyro_dp.posterior.likelihood import Prior, released_likelihood
 from numpyro_dp.posterior.prior import ModelPrior
+from numpyro_dp.run.checkpoint import Checkpoint
 from numpyro_dp.run.driver import Driver
+from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Method, RunSettings
-from numpyro_dp.run.state import SensitiveState
+from numpyro_dp.run.state import RunState, SensitiveState
 from numpyro_dp.run.streaming import HostRows
 
-__all__ = ["Run", "Stages"]
+__all__ = ["Releases", "Run", "Stages"]
 
 _MOST_SPREAD = 10.0  # factor on the variance of scores in a wrong model
 
@@ -172,6 +175,26 @@ class Run:
         self.template = self.whitening @ guess @ self.whitening
 
 
+class Releases(NamedTuple):
+    """The releases of a run so far.
+
+    Attributes:
+        state: The state after them.
+        values: Their values, with zeros for those to come.
+        done: Their number.
+    """
+
+    state: RunState
+    values: np.ndarray
+    done: Any
+
+    @classmethod
+    def before(cls, state: RunState, number: int) -> Releases:
+        """Returns the releases of a run that has made none."""
+        empty = np.asarray(state.optim_state[1])
+        return cls(state, np.zeros((number, *empty.shape), empty.dtype), np.int32(0))
+
+
 class Stages(Driver):
     """The driver of the releases of one schedule."""
 
@@ -198,22 +221,26 @@ class Stages(Driver):
         self,
         state: SensitiveState,
         run: Run,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        session: Session,
+        rows: Rows | HostRows,
+        releases: Releases,
         report: Any,
-        stream: bool = False,
+        kept: Checkpoint | None = None,
     ) -> None:
-        """Makes all releases and stores the results in ``run``."""
-        session = self._session(args, kwargs)
-        rows = (session.host_rows if stream else session.rows)(args, kwargs)
-        for release in range(len(run.plan.shares)):
-            _, empty = state.optim_state
-            state = state._replace(optim_state=(run.request(release), empty))
-            if isinstance(rows, HostRows):
-                state = session.on_all(state, rows)
-            else:
-                state = session.run(state, rows, 1, 1, False, report).state
-            run.read(release, state.optim_state[1])
+        """Makes all releases that are left and stores the results in ``run``."""
+        values = np.array(releases.values)
+        for release in range(len(values)):
+            if release >= int(releases.done):
+                _, empty = state.optim_state
+                state = state._replace(optim_state=(run.request(release), empty))
+                if isinstance(rows, HostRows):
+                    state = session.on_all(state, rows)
+                else:
+                    state = session.run(state, rows, session.begin(state, 1, 1), report).state
+                values[release] = state.optim_state[1]
+                if kept is not None:
+                    kept.save(Releases(state.opened, values, np.int32(release + 1)))
+            run.read(release, values[release])
 
     def _can_start(self, session: Any, prepared: Prepared) -> bool:
         """True: the first guess found finite scores, and every signal is finite."""

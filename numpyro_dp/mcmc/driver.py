@@ -18,13 +18,14 @@ from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_dp._compat import POINT_SUFFIX
-from numpyro_dp._validate import check_int, check_real
+from numpyro_dp._validate import check_int, check_real, check_sizes
 from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.mcmc.kernels import SGLD, as_optimizer, langevin
 from numpyro_dp.mcmc.mixing import draws_of_chains, mixing_of
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frontend import Call, Frontend, GivenModel, Prepared
 from numpyro_dp.model.public import UnsupportedModelError, declare
+from numpyro_dp.model.records import Rows
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.diagnosis import Finding, without_noise
 from numpyro_dp.posterior.draws import SiteDraws
@@ -38,9 +39,12 @@ from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism, build_mechanism
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.run.checkpoint import Checkpoint, meaning_of, without_own_run
+from numpyro_dp.run.course import Course, Progress
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.forecast import Forecast, forecast
 from numpyro_dp.run.scores import MOST_LATENTS
+from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.spending import begun, charge, noise_fields, plan_for, secret_of, spent_by
 from numpyro_dp.run.state import SensitiveState
@@ -165,7 +169,13 @@ class DPMCMC:
         self._make_posterior: Callable[[], Posterior] | None = None
 
     def run(
-        self, rng_key: Array, *args: Any, init_params: dict[str, Any] | None = None, **kwargs: Any
+        self,
+        rng_key: Array,
+        *args: Any,
+        init_params: dict[str, Any] | None = None,
+        checkpoint: Any = None,
+        every: int | None = None,
+        **kwargs: Any,
     ) -> None:
         """Runs the chains.
 
@@ -174,6 +184,8 @@ class DPMCMC:
             *args: Arguments of the model, with the whole data set.
             init_params: Initial values of latent sites, the same for all chains. They are public.
                 By default the kernel's ``init_strategy`` chooses them for each chain.
+            checkpoint: Folder for the progress of the chains, as for :meth:`numpyro_dp.DPSVI.run`.
+            every: About how many steps lie between two checkpoints. By default a 25th of the run.
             **kwargs: Keyword arguments of the model.
 
         Raises:
@@ -184,7 +196,11 @@ class DPMCMC:
         """
         check_outside_trace("DPMCMC.run")
         check_rng_key(rng_key)
-        structure, settings = self._frontend.given.structure(args, kwargs), self.settings
+        check_sizes(every=every)
+        settings = without_own_run(self.settings, checkpoint)
+        if settings is not self.settings:
+            self.settings, self._driver = settings, _Chain(self._frontend, settings)
+        structure = self._frontend.given.structure(args, kwargs)
         driver, num_examples = self._driver, structure.layout.num_examples
         step_sizes, chains = self.kernel.step_sizes(self._num_steps), self.num_chains
         self._check_epochs(num_examples)
@@ -196,9 +212,26 @@ class DPMCMC:
         self._check_heat(step_sizes, float(starts[0].noise_multiplier), num_examples)
         states = driver.with_own_noise(starts, total)
         report = dataclasses.replace(spent_by(settings, states[0], total), chains=chains)
-        with begun(settings, *states):
-            charge(settings, states[0], total, report.run)
-            draws = driver.chains(states, self._sizes, args, kwargs, report, self._progress_bar)
+        session = driver._session(args, kwargs)
+        rows = session.rows(args, kwargs)
+        course, progress = driver.begin(session, states, self._sizes)
+        with contextlib.ExitStack() as stack:
+            kept = None
+            if checkpoint is not None:
+                one = session.begin(states[0], *self._sizes[:2])
+                meaning = meaning_of(
+                    "DPMCMC", settings, report, rng_key, session.program(one, rows),
+                    sizes=self._sizes, chains=chains,
+                )  # fmt: skip
+                records = structure.layout.rows(args, kwargs).arrays
+                kept = stack.enter_context(Checkpoint(checkpoint, every, meaning, records))
+                progress, report = kept.start(settings, progress, report)
+            resumed = kept is not None and kept.resumed
+            stack.enter_context(begun(settings, *([] if resumed else states)))
+            charge(settings, states[0], total, report.run, again=resumed)
+            draws = driver.chains(
+                session, states, (course, progress), rows, report, self._progress_bar, kept
+            )
         self._report = report  # set last: if this run fails, results of the run before it stay
         self._samples = {site: draws[f"{site}{POINT_SUFFIX}"] for site in structure.latents}
         shared = structure.layout.rows(args, kwargs).shared
@@ -364,28 +397,35 @@ class _Chain(Driver):
 
     def chains(
         self,
+        session: Session,
         states: list[SensitiveState],
-        sizes: tuple[int, int, int],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        begun: tuple[Course, Progress],
+        rows: Rows,
         report: PrivacyReport,
         progress_bar: bool,
+        kept: Checkpoint | None,
     ) -> dict[str, Array]:
         """Returns the kept positions by parameter, with leading axes for chains and draws."""
+        if len(states) > 1:
+            return session.run_many(rows, begun, kept)[1].params
+        trace = session.run(
+            states[0], rows, begun, report, progress_bar=progress_bar, kept=kept
+        ).trace
+        if len(trace.steps) < begun[0].slots:
+            raise KeyboardInterrupt
+        return jax.tree.map(lambda leaf: leaf[None], trace.params)
+
+    def begin(
+        self, session: Session, states: list[SensitiveState], sizes: tuple[int, int, int]
+    ) -> tuple[Course, Progress]:
+        """Returns the course of the chains, and their progress before the first step."""
         warmup, samples, thinning = sizes
-        session = self._session(args, kwargs)
-        rows, kept = session.rows(args, kwargs), samples // thinning
+        kept = samples // thinning
         if len(states) == 1:
-            state = states[0]
-            if warmup:
-                state = session.run(state, rows, warmup, 1, progress_bar, report).state
-            trace = session.run(state, rows, samples, kept, progress_bar, report).trace
-            return jax.tree.map(lambda leaf: leaf[None], trace.params)
+            return session.begin(states[0], samples, kept, warmup=warmup)
         opened = (state.opened for state in states)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *opened)
-        if warmup:
-            stacked = session.run_many(stacked, rows, warmup, 1)[0]
-        return session.run_many(stacked, rows, samples, kept)[2].params
+        return session.begin_many(stacked, samples, kept, warmup)
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         """Reads only the shapes of the arguments."""

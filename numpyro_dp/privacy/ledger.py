@@ -191,16 +191,26 @@ class Ledger:
         spent = self.spent().epsilon
         return "\n".join([*rows, f"All runs: epsilon <= {spent:.4g} of {self.total}"])
 
-    def charge(self, spending: Spending, purpose: str) -> None:
+    def charge(self, spending: Spending, purpose: str, *, again: bool = False) -> None:
         """Adds a run.
+
+        Args:
+            spending: What it will spend.
+            purpose: What it is for.
+            again: Whether it may be in the ledger already, because a checkpoint continues it.
 
         Raises:
             LedgerError: If all runs together would spend more than the total.
         """
         with self._locked() as file:
             self._read(file)
-            if spending.run in self._entries:
-                raise LedgerError(f"The run {spending.run} is in {self.path} already.")
+            if known := self._entries.get(spending.run):
+                if again and known.spending == spending and not known.failed:
+                    return
+                raise LedgerError(
+                    f"The run {spending.run} is in {self.path} already"
+                    + (", as one that released nothing." if known.failed else ".")
+                )
             others = [each.spending for each in self._entries.values() if not each.failed]
             bound = self._bound((*others, spending))
             if bound.epsilon > self.total.epsilon * (1 + 1e-9):
@@ -317,9 +327,9 @@ class Charges:
     ledger: Ledger
     purpose: str
 
-    def charge(self, spending: Spending) -> None:
+    def charge(self, spending: Spending, *, again: bool = False) -> None:
         """Charges a run, which must not have read a record yet."""
-        self.ledger.charge(spending, self.purpose)
+        self.ledger.charge(spending, self.purpose, again=again)
 
 
 def _step(sampling: str, rate: Any, size: Any, noise: Any, count: Any) -> GaussianStep:

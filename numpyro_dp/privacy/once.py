@@ -47,6 +47,7 @@ __all__ = [
     "check_passed_to_trace",
     "held_by_a_function",
     "in_trace",
+    "taken_only",
     "use",
 ]
 
@@ -189,3 +190,9 @@ def use(identity: Array, step: int, num_steps: int, *, repetition: bool) -> Iter
         _used[name] = step + num_steps
     with _taken_back({name: before}):
         yield before is not None
+
+
+def taken_only(identity: Array, step: int) -> None:
+    """Marks the noise after ``step`` as unused, for a run that was stopped there."""
+    with _lock:
+        _used[np.asarray(identity).tobytes()] = step

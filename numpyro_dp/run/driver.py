@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -25,8 +26,9 @@ from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.once import check_outside_trace, check_passed_to_trace, in_trace
 from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.run.checkpoint import Checkpoint, meaning_of, without_own_run
 from numpyro_dp.run.forecast import Forecast, forecast
-from numpyro_dp.run.results import RunResult
+from numpyro_dp.run.results import RunInterrupted, RunResult
 from numpyro_dp.run.scores import WARMUP
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Method, RunSettings
@@ -37,6 +39,7 @@ from numpyro_dp.run.spending import (
     plan_for,
     secret_of,
     spent_by,
+    taken_only,
     used,
     with_new_noise,
 )
@@ -203,6 +206,8 @@ class Driver(abc.ABC):
         trace_size: int | None = None,
         fold: Fold | None = None,
         stream: bool = False,
+        checkpoint: Any = None,
+        every: int | None = None,
         **kwargs: Any,
     ) -> RunResult:
         """Runs ``num_steps`` private steps in one compiled loop.
@@ -222,19 +227,31 @@ class Driver(abc.ABC):
             fold: Reads the iterate after every step, for ``result.folded``. Each run restarts it.
             stream: Leaves the records on the host (arrays, memory maps, ``to_numpy()`` of an Arrow
                 column), for data larger than the device's memory. The result is the same.
+            checkpoint: Folder for the progress of the run. If the run is stopped or killed, the
+                same call continues it, also in another process, and gives the same result bit for
+                bit. It is charged to a ledger once. Keep the folder as secret as the records: it
+                has the keys of the noise. Continue a run from its folder or from a state, not from
+                both.
+            every: About how many steps lie between two checkpoints. By default a 25th of the run.
             **kwargs: Keyword arguments of the model (and guide).
 
         Raises:
             BudgetError: If the steps do not fit the budget. The run has then read no record.
             NoiseReuseError: If JAX traces the call, or if noise would be used twice: the state was
                 used before, or another run had the same ``secret_key``.
+            RunInterrupted: If Ctrl-C was pressed. It has the result so far. Runs with a progress
+                bar or a checkpoint stop between two of their parts.
+            ValueError: If the folder of ``checkpoint`` is damaged, or has a run with other records
+                or settings.
         """
         check_outside_trace(f"{type(self).__name__}.run")
         check_rng_key(rng_key)
         check_num_steps(num_steps, _UNLIMITED - 1)
-        check_sizes(trace_size=trace_size)
+        check_sizes(trace_size=trace_size, every=every)
         _check_reverse_mode(forward_mode_differentiation)
-        settings = self.settings
+        settings = without_own_run(self.settings, checkpoint)
+        if settings is not self.settings:
+            self.settings, self._sessions = settings, {}
         if init_state is None:
             covered = settings.num_steps or num_steps
             start = self._init(rng_key, covered, args, kwargs, init_params)
@@ -250,17 +267,44 @@ class Driver(abc.ABC):
         report = spent_by(settings, start, int(start.step) + num_steps)
         report = check_fold(fold, session, start, num_steps, report)
         rows = (session.host_rows if stream else session.rows)(args, kwargs)
-        new = [start] if init_state is None else []
-        with begun(settings, *new), used(settings, start, num_steps):
-            if new:  # a run that goes on was charged before: its state says so
-                charge(settings, start, covered, report.run)
-            first = start if new else with_new_noise(settings, start)
-            found = session.run(first, rows, num_steps, trace_size, progress_bar, report, fold)
+        is_new = init_state is None
+        first = start if is_new else with_new_noise(settings, start)
+        course, progress = session.begin(first, num_steps, trace_size, fold=fold)
+        with contextlib.ExitStack() as stack:
+            kept = None
+            if checkpoint is not None:
+                meaning = meaning_of(
+                    type(self).__name__, settings, report, rng_key,
+                    session.program((course, progress), rows, fold),
+                    num_steps=num_steps, trace_size=trace_size,
+                    state=None if is_new else [int(start.run_id[0]), int(start.step)],
+                )  # fmt: skip
+                records = self.structure(args, kwargs).layout.rows(args, kwargs).arrays
+                kept = stack.enter_context(Checkpoint(checkpoint, every, meaning, records))
+                progress, report = kept.start(settings, progress, report)
+                first = first.closed(progress.carry.state)
+            resumed = kept is not None and kept.resumed
+            if is_new and not resumed:
+                stack.enter_context(begun(settings, first))
+            stack.enter_context(used(settings, first, num_steps - int(progress.done)))
+            if is_new:  # a run that goes on was charged before: its state says so
+                charge(settings, first, covered, report.run, again=resumed)
+            found = session.run(
+                start, rows, (course, progress), report,
+                fold=fold, progress_bar=progress_bar, kept=kept,
+            )  # fmt: skip
+        taken = int(found.state.step)
+        if stopped := taken < report.num_steps:
+            report = dataclasses.replace(spent_by(settings, found.state, taken), run=report.run)
+            taken_only(settings, found.state)
         make = functools.partial(self._posterior, session.problem.at(rows.shared))  # no record
-        return RunResult(
+        result = RunResult(
             self.get_params(found.state), found.state, found.losses, found.trace, report,
             found.folded, make, found.scores,
         )  # fmt: skip
+        if stopped:
+            raise RunInterrupted(result, num_steps)
+        return result
 
     def sweep(
         self,
@@ -294,9 +338,9 @@ class Driver(abc.ABC):
             trace_size: Largest number of iterates to keep of each run.
             chunk_size: Runs computed in lockstep. By default as many as fit a quarter of memory.
             folder: Keeps finished chunks (releases). The same call on the same records continues
-                from there, and other records are refused. The folder holds a hash of
-                ``secret_key``, which confirms a guess of it, and ``SENSITIVE_records.json``. Do not
-                publish this file: it confirms a guess of all records together.
+                from there with the same noise, and other records are refused. Do not publish the
+                files ``SENSITIVE_...``, nor a hash of a given ``secret_key`` in ``sweep.json``:
+                they confirm a guess of records or key, and hold the key of a sweep under way.
             **kwargs: Keyword arguments of the model (and guide).
 
         Returns:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 import os
 import pathlib
 import re
@@ -17,19 +18,25 @@ import jax
 import numpy as np
 from jax import Array
 
+from numpyro_dp._tree import is_key
 from numpyro_dp.core import PyTree
 from numpyro_dp.model.held import held_by_program
+from numpyro_dp.privacy.keys import as_secret_key
 
-__all__ = ["Folder", "fingerprint", "traced"]
+__all__ = [
+    "Folder", "different", "fingerprint", "hash_of", "owner_only", "traced", "write_for_owner",
+]  # fmt: skip
 
-_RECORDS = "SENSITIVE_records.json"  # file of a folder
+_RECORDS, _KEY = "SENSITIVE_records.json", "SENSITIVE_key"  # files of a folder
+_PART = 2**24  # bytes of an array that are hashed at once
 
 
 class Folder:
     """Results of chunks by the number of their first run.
 
-    The folder holds released values, and one file that must not be published: a salted hash of all
-    records together, by which a later call knows that the records are the same.
+    The folder holds released values, and files that must not be published. One is a salted hash of
+    all records together, by which a later call knows that the records are the same. The other is
+    the secret key, until the last chunk is finished.
 
     Args:
         path: The folder. It is created if it does not exist.
@@ -49,14 +56,9 @@ class Folder:
             begun = sheet.with_suffix(".begun")
             begun.write_text(json.dumps(meaning, indent=1))
             begun.replace(sheet)
-        found = json.loads(sheet.read_text())
-        for name in sorted(found.keys() | meaning.keys()):
-            if found.get(name) != meaning.get(name):
-                raise ValueError(
-                    f"folder={str(path)!r} holds another sweep, with {name}="
-                    f"{_short(found.get(name))} instead of {_short(meaning.get(name))}. Use "
-                    "another folder, or the arguments of the sweep that created it."
-                )
+        different(
+            f"folder={str(path)!r} holds another sweep", json.loads(sheet.read_text()), meaning
+        )
 
     def check_records(self, arrays: tuple[Array, ...]) -> None:
         """Raises ValueError unless the records are those of the sweep that made the folder."""
@@ -68,15 +70,29 @@ class Folder:
                     "of these records. Use another folder."
                 )
             salt = secrets.token_hex(32)
-            begun = path.with_suffix(".begun")
-            with open(begun, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                json.dump({"salt": salt, "hash": _hash_of(arrays, salt)}, file)
-            begun.replace(path)
+            text = json.dumps({"salt": salt, "hash": hash_of(arrays, salt)})
+            write_for_owner(path, text.encode())
         found = json.loads(path.read_text())
-        if not hmac.compare_digest(found["hash"], _hash_of(arrays, found["salt"])):
+        if not hmac.compare_digest(found["hash"], hash_of(arrays, found["salt"])):
             raise ValueError(
                 f"folder={str(self.path)!r} holds results of other records. Use another folder."
             )
+
+    def secret(self, fresh: Array) -> Array:
+        """Returns the secret key of the sweep that is under way, or keeps a fresh one."""
+        path = self.path / _KEY
+        if not path.exists():
+            if not any(self.path.glob("runs_*.npz")):
+                write_for_owner(path, np.asarray(jax.random.key_data(fresh)).tobytes())
+            return fresh  # a finished sweep needs no key, unless somebody removed a chunk of it
+        content = path.read_bytes()
+        if len(content) != np.asarray(jax.random.key_data(fresh)).nbytes:
+            raise ValueError(f"{path} is damaged. Use another folder.")
+        return as_secret_key(content)
+
+    def forget_secret(self) -> None:
+        """Removes the key after the last chunk. It would reveal the noise of all results."""
+        (self.path / _KEY).unlink(missing_ok=True)
 
     def load(self, first: int) -> PyTree | None:
         """Returns a finished chunk, or ``None``."""
@@ -110,12 +126,45 @@ class Folder:
         return self.path / f"runs_{first:06d}.npz"
 
 
-def _hash_of(arrays: tuple[Array, ...], salt: str) -> str:
+def different(what: str, found: dict[str, Any], meaning: dict[str, Any]) -> None:
+    """Raises ValueError if a folder was made by a call with another meaning."""
+    for name in sorted(found.keys() | meaning.keys()):
+        before, now = str(found.get(name)), str(meaning.get(name))
+        if before != now:
+            # Long texts differ somewhere: only what follows is worth reading.
+            pairs = enumerate(zip(before, now, strict=False))
+            same = max(0, next((i for i, (one, other) in pairs if one != other), 0) - 40)
+            raise ValueError(
+                f"{what}, with {name}={_short(before[same:])} instead of {_short(now[same:])}. Use "
+                "another folder, or the arguments of the call that made it."
+            )
+
+
+def hash_of(arrays: tuple[Any, ...], salt: str) -> str:
+    """Returns a keyed hash of arrays, of which it has a part in memory at a time."""
     found = hmac.new(bytes.fromhex(salt), digestmod=hashlib.sha256)
-    for array in map(np.asarray, arrays):
-        found.update(f"{array.shape} {array.dtype};".encode())
-        found.update(np.ascontiguousarray(array).tobytes())
+    for array in arrays:
+        found.update(f"{np.shape(array)} {array.dtype};".encode())
+        array = np.asarray(array) if isinstance(array, Array) else array  # JAX would compile slices
+        rows = max(1, _PART // max(1, array.dtype.itemsize * math.prod(np.shape(array)[1:])))
+        for first in range(0, len(array), rows):
+            found.update(np.ascontiguousarray(array[first : first + rows]).tobytes())
     return found.hexdigest()
+
+
+def write_for_owner(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file that only its owner can read. It appears when it is complete, on the disk."""
+    begun = path.with_suffix(".begun")
+    with open(begun, "wb", opener=owner_only) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    begun.replace(path)
+
+
+def owner_only(name: str, flags: int) -> int:
+    """Opens a file for its owner alone, as the ``opener`` of :func:`open`."""
+    return os.open(name, flags, 0o600)
 
 
 def fingerprint(secret: Array | None) -> str:
@@ -136,12 +185,9 @@ def traced(run: Callable[..., PyTree], arguments: Any, public: PyTree) -> tuple[
     # Addresses of Python objects in the text differ between processes.
     found = hashlib.sha256(re.sub("0x[0-9a-f]+", "", str(program)).encode())
     for leaf in [*jax.tree.leaves(public), *held_by_program(program)]:
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        found.update(np.asarray(leaf).tobytes())
+        found.update(np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf).tobytes())
     return found.hexdigest(), like
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
+def _short(text: str) -> str:
     return text if len(text) < 200 else text[:200] + " ..."

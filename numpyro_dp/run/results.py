@@ -16,6 +16,7 @@ from numpyro_dp.run.state import SensitiveState
 
 __all__ = [
     "PrivateLosses",
+    "RunInterrupted",
     "RunResult",
     "SensitiveLosses",
     "SensitiveValueError",
@@ -188,3 +189,21 @@ class RunResult(_RunResult):
         """Names of the parameters and the privacy statement."""
         names = html.escape(", ".join(sorted(self.params)))
         return f"<p>Parameters: {names}</p>{self.privacy._repr_html_()}"
+
+
+class RunInterrupted(KeyboardInterrupt):
+    """Ctrl-C stopped a run between two of its parts. Nothing is lost.
+
+    Attributes:
+        result: The :class:`RunResult` of the steps so far, with what they spent. In a notebook:
+            ``import sys; result = sys.last_value.result``.
+    """
+
+    def __init__(self, result: RunResult, num_steps: int) -> None:
+        self.result = result
+        taken = result.privacy.num_steps
+        super().__init__(
+            f"Ctrl-C stopped the run after {taken} steps of {num_steps}. The result so far is the "
+            "attribute `result` of this exception. To go on, pass "
+            "init_state=result.state, or repeat the call if it has a checkpoint."
+        )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,11 +28,13 @@ from numpyro_dp.core import (
 from numpyro_dp.model.frontend import Prepared
 from numpyro_dp.model.public import PublicArray
 from numpyro_dp.model.records import Rows
-from numpyro_dp.privacy.accounting import RDP, UnsupportedEventError
 from numpyro_dp.privacy.keys import key_of_lane
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm, indicator_entry
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.run.checkpoint import Checkpoint
+from numpyro_dp.run.course import Course, Progress, follow, with_bar
+from numpyro_dp.run.folder import traced
 from numpyro_dp.run.loss import LOSS_ENTRY, with_loss, with_loss_norm
 from numpyro_dp.run.results import PrivateLosses, SensitiveLosses, Trace
 from numpyro_dp.run.scores import MOST_LATENTS, ScoreSums, score_sums, with_observation
@@ -155,68 +156,129 @@ class Session:
         """Takes one step. The value is ``nan`` unless sensitive values are allowed."""
         return self._update(state, self.rows(args, kwargs))
 
+    def begin(
+        self,
+        state: SensitiveState,
+        num_steps: int,
+        trace_size: int | None,
+        *,
+        warmup: int = 0,
+        fold: Fold | None = None,
+    ) -> tuple[Course, Progress]:
+        """Returns the course of a run, and its progress before the first step.
+
+        Args:
+            state: The state before the first step.
+            num_steps: Number of steps whose iterates are kept.
+            trace_size: Largest number of iterates to keep.
+            warmup: Number of steps before them.
+            fold: Reads the iterate after every step.
+        """
+        opened = state.opened
+        buffer, course = self._slots(opened, num_steps, trace_size, warmup)
+        carry = self._carry(opened, course.num_steps, fold)
+        return course, Progress(carry, buffer, np.int32(0))
+
     def run(
         self,
         state: SensitiveState,
         rows: Rows | HostRows,
-        num_steps: int,
-        trace_size: int | None,
-        progress_bar: bool,
+        begun: tuple[Course, Progress],
         report: PrivacyReport,
+        *,
         fold: Fold | None = None,
+        progress_bar: bool = False,
+        kept: Checkpoint | None = None,
     ) -> Finished:
-        """Runs steps."""
-        opened = state.opened
-        buffer, stride, slots, rest = self._slots(opened, num_steps, trace_size)
-        done = int(opened.step)
-        # A bar needs 25 calls of the loop. Without a bar, one call never waits for the host.
-        chunk = max(1, slots // 25) if progress_bar else slots
-        ranges = [(at, min(chunk, slots - at)) for at in range(0, slots, chunk)]
-        loop, carry = self._loop_for(fold), self._carry(opened, num_steps, fold)
-        if isinstance(rows, HostRows):
-            calls = [(0, 1, rest)] * (rest > 0) + [(*some, stride) for some in ranges]
+        """Runs the steps that a course has left.
+
+        Args:
+            state: The state before the first step of the course.
+            rows: The records.
+            begun: From :meth:`begin`, perhaps with the progress of a checkpoint.
+            report: Report of the whole run.
+            fold: As for :meth:`begin`.
+            progress_bar: Shows a bar.
+            kept: Where to keep the progress.
+
+        Raises:
+            KeyboardInterrupt: If Ctrl-C was pressed before there was an iterate to keep.
+        """
+        course, progress = begun
+        done, before, loop = int(progress.done), int(state.step), self._loop_for(fold)
+        # Without a bar or a checkpoint, one call never waits for the host.
+        calls = course.calls(done, _steps_of_call(course, kept, progress_bar))
+        if isinstance(rows, HostRows) and calls:
             # Only the host knows which rows it fetched, so it gives the batches to the step.
+            opened = progress.carry.state
             stream = self._streamed(opened)
             loop = StreamedLoop(
                 stream._loop_for(fold), self.settings.sampler, opened.sampler_state, rows, calls
             )
-        if rest:  # steps that fill no slot come first, so that the trace ends with the last iterate
-            carry, buffer = loop(carry, buffer, rows, *_ints(0, 1, rest))
-        shown = _with_bar(ranges, stride, done + rest, report) if progress_bar else ranges
-        for first, count in shown:
-            carry, buffer = loop(carry, buffer, rows, *_ints(first, count, stride))
-            jax.block_until_ready(buffer)  # or the bar would run ahead of the device
+        shown = calls
+        if progress_bar:
+            shown = with_bar(calls, before, done, course.num_steps, report)
+        watched = progress_bar or kept is not None
+        progress = follow(loop, progress, rows, shown, kept, watched)
+        filled = course.filled(int(progress.done))
+        if not filled:
+            raise KeyboardInterrupt
+        carry, buffer = progress.carry, progress.buffer
         folded = None if fold is None else fold.result(carry.folded)
         # Rounding up the stride can leave slots at the end without an iterate.
-        (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:slots], buffer)
-        steps = done + rest + stride * np.arange(1, slots + 1)
+        (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:filled], buffer)
+        steps = before + course.steps[:filled]
         trace = Trace(steps, jax.vmap(self.problem.constrain)(iterates), norms)
         losses = self._losses(steps, np.asarray(values))
         return Finished(state.closed(carry.state), losses, trace, folded, carry.scores)
 
-    def run_many(
-        self, states: RunState, rows: Rows, num_steps: int, trace_size: int | None
-    ) -> tuple[RunState, PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
-        """Runs many states, stacked along a leading axis, in lockstep.
-
-        Returns:
-            States, constrained parameters, traces and losses, each with the leading axis.
-        """
+    def begin_many(
+        self, states: RunState, num_steps: int, trace_size: int | None, warmup: int = 0
+    ) -> tuple[Course, Progress]:
+        """As :meth:`begin`, for many states, stacked along a leading axis."""
         number = states.step.shape[0]
         # Runs of a sweep differ in numbers alone, so the first one gives the shapes of all.
         first = jax.tree.map(lambda leaf: leaf[0], states)
         # Fewer slots than for one run, because the traces of all runs are in memory at once.
-        buffer, stride, slots, rest = self._slots(first, num_steps, trace_size, number)
+        buffer, course = self._slots(first, num_steps, trace_size, warmup, number)
         buffer = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (number, *leaf.shape)), buffer)
-        if rest:
-            states, buffer = self._loop_many(states, buffer, rows, *_ints(0, 1, rest))
-        states, buffer = self._loop_many(states, buffer, rows, *_ints(0, slots, stride))
-        (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:, :slots], buffer)
-        steps = rest + stride * np.arange(1, slots + 1)
+        return course, Progress(states, buffer, np.int32(0))
+
+    def run_many(
+        self, rows: Rows, begun: tuple[Course, Progress], kept: Checkpoint | None = None
+    ) -> tuple[PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
+        """Runs many states in lockstep.
+
+        Returns:
+            Constrained parameters, traces and losses, each with the leading axis of the states.
+
+        Raises:
+            KeyboardInterrupt: If Ctrl-C was pressed and there is a checkpoint to continue from.
+        """
+        course, progress = begun
+        calls = course.calls(int(progress.done), _steps_of_call(course, kept, False))
+        progress = follow(self._loop_many, progress, rows, calls, kept, kept is not None)
+        if int(progress.done) < course.num_steps:
+            raise KeyboardInterrupt
+        states, buffer = progress.carry, progress.buffer
+        (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:, : course.slots], buffer)
         constrain = jax.vmap(self.problem.constrain)
         params = constrain(jax.vmap(self.method.optim.get_params)(states.optim_state))
-        trace = Trace(steps, jax.vmap(constrain)(iterates), norms)
-        return states, params, trace, self._losses(steps, values)
+        trace = Trace(course.steps, jax.vmap(constrain)(iterates), norms)
+        return params, trace, self._losses(course.steps, values)
+
+    def program(
+        self, begun: tuple[Course, Progress], rows: Rows | HostRows, fold: Fold | None = None
+    ) -> str:
+        """Returns a hash of the compiled loop and of public values. Reads shapes of records."""
+        progress, zero = begun[1], jnp.zeros((), jnp.int32)
+        arrays = [(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in rows.arrays]
+        if isinstance(rows, HostRows) and rows.numbered:
+            arrays.append(((rows.num_examples,), jnp.uint32))
+        shapes = Rows(tuple(jax.ShapeDtypeStruct(*each) for each in arrays), rows.shared)
+        arguments = progress.carry, progress.buffer, shapes, zero, zero, zero
+        public = rows.shared, progress.carry.state.optim_state
+        return traced(self._loop_for(fold), arguments, public)[0]
 
     def shapes_of_run(self, state: SensitiveState, rows: Rows, trace_size: int | None) -> PyTree:
         """Returns shapes of what one run of a sweep keeps in memory, besides the shared records."""
@@ -304,20 +366,26 @@ class Session:
         return state.closed(self._whole(state.opened, rows))
 
     def _slots(
-        self, state: RunState, num_steps: int, trace_size: int | None, number: int = 1
-    ) -> tuple[PyTree, int, int, int]:
-        """Returns a buffer for iterates, the steps per slot, the full slots and the steps left."""
+        self,
+        state: RunState,
+        num_steps: int,
+        trace_size: int | None,
+        warmup: int = 0,
+        number: int = 1,
+    ) -> tuple[PyTree, Course]:
+        """Returns a buffer for the iterates of a run, and its course."""
         kept = self._kept(state)
         numbers = number * sum(leaf.size for leaf in jax.tree.leaves(kept))
         size = trace_size or min(_MAX_TRACE, max(10, _MAX_TRACE_NUMBERS // max(numbers, 1)))
         # Even distances, because averages over the trace weigh every slot alike.
         stride = math.ceil(num_steps / size)
+        slots, rest = divmod(num_steps, stride)
         start = (kept, np.zeros((), np.float32))
         # NumPy makes the buffer, because jnp.zeros would compile a program for each shape.
         buffer = jax.tree.map(
             lambda leaf: jnp.asarray(np.zeros((size, *leaf.shape), leaf.dtype)), start
         )
-        return buffer, stride, *divmod(num_steps, stride)
+        return buffer, Course(warmup + rest, slots, stride)
 
     def _kept(self, state: RunState) -> PyTree:
         """Returns what a trace keeps of a state: parameters, and clip norms that adapt."""
@@ -416,38 +484,8 @@ class _Carry(NamedTuple):
     folded: PyTree
 
 
-def _ints(*values: int) -> tuple[Array, ...]:
-    return tuple(jnp.asarray(value, jnp.int32) for value in values)
-
-
-def _with_bar(
-    ranges: list[tuple[int, int]], stride: int, done: int, report: PrivacyReport
-) -> Iterator[tuple[int, int]]:
-    """Yields the ranges under a bar that shows steps and epsilon spent.
-
-    The epsilon shown is an upper bound for the steps so far: the smaller of the RDP bound and the
-    bound of the whole run. The bar updates it only if that takes at most 1% of the time.
-    """
-    from tqdm.auto import tqdm  # NumPyro's choice. Imported here, because the import is slow
-
-    def bound(num_steps: int) -> float:
-        try:
-            spent = report.plan.spent(num_steps, accountant=RDP()).epsilon
-        except UnsupportedEventError:
-            return report.epsilon
-        return min(spent, report.epsilon)
-
-    start, spent, cost = time.perf_counter(), 0.0, 0.1  # seconds: all bounds, the next bound
-    num_slots = sum(ranges[-1])
-    with tqdm(total=num_slots * stride, unit="step") as bar:
-        for first, count in ranges:
-            yield first, count
-            finished, now = first + count, time.perf_counter()
-            if finished == num_slots:
-                bar.set_postfix_str(f"epsilon <= {report.epsilon:.3g}", refresh=False)
-            elif spent + cost < 0.01 * (now - start):
-                shown = bound(done + finished * stride)
-                cost = time.perf_counter() - now
-                spent += cost
-                bar.set_postfix_str(f"epsilon <= {shown:.3g}", refresh=False)
-            bar.update(count * stride)
+def _steps_of_call(course: Course, kept: Checkpoint | None, progress_bar: bool) -> int | None:
+    """About how many steps a call of the loop takes. A bar or a checkpoint needs several calls."""
+    if kept is not None and kept.every is not None:
+        return kept.every
+    return max(1, course.num_steps // 25) if kept is not None or progress_bar else None

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp.core import MechanismState
+from numpyro_dp.privacy import once
 from numpyro_dp.privacy.keys import agreed, keys_of_run, renewed, run_id, secret_key
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.once import begin, use
@@ -29,6 +30,7 @@ __all__ = [
     "report_for",
     "secret_of",
     "spent_by",
+    "taken_only",
     "used",
     "with_new_noise",
 ]
@@ -77,7 +79,12 @@ def begun(
 
 
 def charge(
-    settings: RunSettings, state: SensitiveState, num_steps: int | None, run: str | None = None
+    settings: RunSettings,
+    state: SensitiveState,
+    num_steps: int | None,
+    run: str | None = None,
+    *,
+    again: bool = False,
 ) -> None:
     """Charges a new run to the ledger of its budget, if there is one, before it reads a record.
 
@@ -86,6 +93,7 @@ def charge(
         state: Its first state.
         num_steps: All steps that it may take.
         run: Name of the run in its report.
+        again: Whether an earlier call may have charged it already.
 
     Raises:
         LedgerError: If the total of the ledger does not cover the run.
@@ -99,7 +107,8 @@ def charge(
             "Charge it with ledger.charge, and pass a plain budget."
         )
     spending = spent_by(settings, state, num_steps).spending[-1]
-    settings.charges.charge(spending if run is None else spending._replace(run=run))
+    named = spending if run is None else spending._replace(run=run)
+    settings.charges.charge(named, again=again)
 
 
 def used(
@@ -109,6 +118,12 @@ def used(
     if not _has_noise(state):
         return contextlib.nullcontext(True)
     return use(state.run_id, int(state.step), num_steps, repetition=_repeats(settings, state))
+
+
+def taken_only(settings: RunSettings, state: SensitiveState) -> None:
+    """Says of a run that was stopped that the noise of later steps is not used up."""
+    if _has_noise(state):
+        once.taken_only(state.run_id, int(state.step))
 
 
 def with_new_noise(settings: RunSettings, state: SensitiveState) -> SensitiveState:

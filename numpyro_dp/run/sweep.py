@@ -115,13 +115,18 @@ def run_sweep(
     starts = [_at_rate(start, rate) for rate in _rates(rates) for start in starts]
     plans = [plan_for(each, session.num_examples, num_steps) for each in axes]
     reports = [report_for(plan, num_steps, starts[0].identity) for plan in plans]
-    states: list[SensitiveState] = []
-    for plan, each in zip(plans, axes, strict=True):
-        mechanism_state = session.mechanism_state(each.clip_norm)
-        for start in starts:
-            own = jax.random.fold_in(secret, len(states))
-            fields = noise_fields(settings, own, plan, mechanism_state)
-            states.append(start._replace(**fields))
+
+    def states_of(secret: Array) -> list[SensitiveState]:
+        found: list[SensitiveState] = []
+        for plan, each in zip(plans, axes, strict=True):
+            mechanism_state = session.mechanism_state(each.clip_norm)
+            for start in starts:
+                own = jax.random.fold_in(secret, len(found))
+                fields = noise_fields(settings, own, plan, mechanism_state)
+                found.append(start._replace(**fields))
+        return found
+
+    states = states_of(secret)
     fitting = len(states)
     if not settings.several_processes:  # they would have to agree on the size of a chunk
         fitting = runs_that_fit(session.shapes_of_run(states[0], rows, sweep.trace_size), rows)
@@ -129,7 +134,7 @@ def run_sweep(
     labels = _labels(axes, reports, number, rates)
 
     def run(states: RunState, rows: Rows = rows) -> PyTree:
-        return session.run_many(states, rows, num_steps, sweep.trace_size)[1:]
+        return session.run_many(rows, session.begin_many(states, num_steps, sweep.trace_size))
 
     store = None
     if folder:
@@ -138,7 +143,11 @@ def run_sweep(
         program, like = traced(run, (_stacked(states[:chunk]), rows), public)
         store = Folder(folder, meaning | {"program": program}, like)
         store.check_records(rows.arrays)
+        if settings.secret_key is None:
+            states = states_of(store.secret(secret))
     found = _in_chunks(run, states, chunk, store, functools.partial(begun, settings))
+    if store:
+        store.forget_secret()
     own = tuple(report.of_another_run() for report in reports for _ in starts)
     return SweepResult(*found, labels, own)
 

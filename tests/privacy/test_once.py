@@ -289,12 +289,12 @@ def test_a_copy_of_a_used_state_is_used():
 def test_a_run_that_failed_gives_its_noise_back(monkeypatch):
     driver = svi(secret_key=3)
     session = driver._session((X,), {})
-    monkeypatch.setattr(session, "run", lambda *_: 1 / 0)
+    monkeypatch.setattr(session, "run", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         driver.run(KEY, 2, X, **run)
     monkeypatch.undo()
     state = driver.run(KEY, 2, X, **run).state
-    monkeypatch.setattr(session, "run", lambda *_: 1 / 0)
+    monkeypatch.setattr(session, "run", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         driver.run(KEY, 2, X, init_state=state, **run)
     monkeypatch.undo()

@@ -100,9 +100,9 @@ def test_labels_and_reports(data):
 def test_no_two_runs_share_noise_or_batches(data, monkeypatch):
     seen, many = [], Session.run_many
 
-    def kept(self, states, *rest):
-        seen.append(states)
-        return many(self, states, *rest)
+    def kept(self, rows, begun):
+        seen.append(begun[1].carry)
+        return many(self, rows, begun)
 
     monkeypatch.setattr(Session, "run_many", kept)
     svi = driver(secret_key=None, repetition=False)

@@ -1,0 +1,246 @@
+"""Checkpoints: files from which the same call continues a run that was stopped or killed.
+
+A folder has one file, ``SENSITIVE_checkpoint``. It has a first line with format and version, the
+SHA-256 of all that follows, and arrays in NumPy's ``npz`` format without pickled objects. The array
+``about`` is JSON:
+
+- ``meaning``: what must be the same in a call that continues, with a hash of the compiled program
+- ``salt`` and ``records``: a keyed hash of all records together
+- ``run`` and ``date`` of the privacy report.
+
+The other arrays are the progress of the run, with the keys of all later noise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import io
+import json
+import os
+import pathlib
+import secrets
+from importlib import metadata
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_dp._tree import is_key
+from numpyro_dp._validate import check_int
+from numpyro_dp.core import PyTree
+from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.run.folder import different, fingerprint, hash_of, owner_only, write_for_owner
+from numpyro_dp.run.settings import RunSettings
+from numpyro_dp.sums.devices import copied
+
+try:
+    import fcntl
+except ImportError:  # Windows has another lock
+    fcntl = None
+
+__all__ = ["Checkpoint", "meaning_of", "without_own_run"]
+
+_FILE, _LOCK = "SENSITIVE_checkpoint", "lock"
+_HEAD = b"numpyro_dp checkpoint, version 1\n"
+
+
+class Checkpoint:
+    r"""Keeps the progress of a run in a folder. A context manager, which locks the folder.
+
+    Args:
+        folder: The folder. It is made if there is none.
+        every: About how many steps lie between two checkpoints. By default a 25th of the run.
+        meaning: From :func:`meaning_of`.
+        records: All arrays of records.
+
+    Raises:
+        ValueError: If the folder holds another run, the progress of other records, or a damaged
+            file. The message names the difference.
+
+    Guarantee:
+        The call that continues has the keys of the call that was killed. So it repeats its noise on
+        the same steps, with the same records, program and settings. The two are one run, which
+        releases one result: a killed run has returned nothing. Other records and settings are
+        refused, so noise never meets other values. The file has keys of later noise and batches.
+        Whoever reads it can remove that noise, so it can be read by its owner alone. A finished
+        run leaves its progress, and the same call then returns the same result.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        every: int | None,
+        meaning: dict[str, Any],
+        records: tuple[Any, ...],
+    ) -> None:
+        if every is not None:
+            check_int("every", every, low=1)
+        if fcntl is None:
+            raise ValueError("Checkpoints need file locks of Linux or macOS. Leave out checkpoint.")
+        self.every, self._meaning = every, json.loads(json.dumps(meaning))
+        self._records, self._folder = records, pathlib.Path(folder)
+        self._about: dict[str, Any] = {}
+        self._found: list[np.ndarray] | None = None
+
+    def __enter__(self) -> Checkpoint:
+        """Locks the folder and reads what it holds."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = open(self._folder / _LOCK, "w", opener=owner_only)
+        try:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(
+                    f"Another run uses checkpoint={str(self._folder)!r} now. Wait for its end, or "
+                    "use another folder."
+                ) from error
+            if (self._folder / _FILE).exists():
+                self._read()
+        except BaseException:
+            self._lock.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Unlocks the folder."""
+        self._lock.close()
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the folder had the progress of an earlier call."""
+        return self._found is not None
+
+    def start(
+        self, settings: RunSettings, progress: PyTree, report: PrivacyReport
+    ) -> tuple[PyTree, PrivacyReport]:
+        """Returns the progress to go on from, and the report with the run's name and date.
+
+        Without an earlier call it writes the progress before the first step. A run that is killed
+        later is then charged to a ledger once.
+        """
+        if self._found is None:
+            salt = secrets.token_hex(32)
+            self._about = {
+                "meaning": self._meaning, "salt": salt, "records": hash_of(self._records, salt),
+                "run": report.run, "date": report.date,
+            }  # fmt: skip
+            self.save(progress)
+            return progress, report
+        leaves, structure = jax.tree.flatten(progress)
+        found = [_like(*pair) for pair in zip(self._found, leaves, strict=True)]
+        report = dataclasses.replace(report, run=self._about["run"], date=self._about["date"])
+        return copied(settings.mesh, jax.tree.unflatten(structure, found)), report
+
+    def save(self, progress: PyTree) -> None:
+        """Writes the progress. The file is replaced only when the new one is complete."""
+        leaves = [
+            np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+            for leaf in jax.tree.leaves(progress)
+        ]
+        # NumPy's files do not store the names of dtypes such as bfloat16: only bytes go there.
+        arrays = {f"{i}": np.frombuffer(leaf.tobytes(), np.uint8) for i, leaf in enumerate(leaves)}
+        about = np.frombuffer(json.dumps(self._about).encode(), np.uint8)
+        stored = io.BytesIO()
+        np.savez(stored, about=about, **arrays)
+        body = stored.getvalue()
+        content = _HEAD + hashlib.sha256(body).digest() + body
+        write_for_owner(self._folder / _FILE, content)
+
+    def _read(self) -> None:
+        self._about, self._found = _stored(self._folder / _FILE)
+        what = f"checkpoint={str(self._folder)!r} holds another run"
+        different(what, self._about["meaning"], self._meaning)
+        if not hmac.compare_digest(
+            self._about["records"], hash_of(self._records, self._about["salt"])
+        ):
+            raise ValueError(
+                f"checkpoint={str(self._folder)!r} holds a run on other records. The noise of its "
+                "next steps must not meet other values. Use another folder."
+            )
+
+
+def _stored(path: pathlib.Path) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Returns what a file says about its run, and its arrays."""
+    content = path.read_bytes()
+    first, body = content[: len(_HEAD)], content[len(_HEAD) + 32 :]
+    if first != _HEAD:
+        raise ValueError(
+            f"{path} is damaged, or of another version of numpyro_dp. Use another folder."
+        )
+    if hashlib.sha256(body).digest() != content[len(_HEAD) : len(_HEAD) + 32]:
+        raise ValueError(f"{path} is damaged, so its run cannot go on. Use another folder.")
+    with np.load(io.BytesIO(body)) as stored:
+        arrays = [stored[f"{i}"] for i in range(len(stored.files) - 1)]
+        return json.loads(stored["about"].tobytes()), arrays
+
+
+def without_own_run(settings: RunSettings, folder: Any) -> RunSettings:
+    """Returns settings whose budget does not count the run of a folder as an earlier run.
+
+    A budget for what is left of a ledger counts all runs in it. If a call continues a run, the
+    ledger has this run already.
+    """
+    path = None if folder is None or settings.charges is None else pathlib.Path(folder) / _FILE
+    if path is None or not path.exists():
+        return settings
+    own = _stored(path)[0]["run"]
+    others = tuple(each for each in settings.budget.earlier if each.run != own)
+    if len(others) == len(settings.budget.earlier):
+        return settings
+    return settings.changed(budget=dataclasses.replace(settings.budget, earlier=others))
+
+
+def meaning_of(
+    driver: str,
+    settings: RunSettings,
+    report: PrivacyReport,
+    rng_key: Array,
+    program: str,
+    **own: Any,
+) -> dict[str, Any]:
+    """Returns what must be the same when a call continues a run.
+
+    Args:
+        driver: Name of the driver.
+        settings: Its settings.
+        report: Report of the whole run.
+        rng_key: Key of the call.
+        program: Hash of the compiled program and of public values.
+        **own: Further JSON values.
+
+    Raises:
+        ValueError: If several processes share the run.
+    """
+    if settings.several_processes:
+        raise ValueError(
+            "checkpoint= does not support a mesh of several processes: they would have to agree on "
+            "the step from which to go on. Leave it out."
+        )
+    devices = jax.devices() if settings.mesh is None else settings.mesh.devices.flatten()
+    versions = ("numpyro_dp", "jax", "jaxlib", "numpyro", "numpy")
+    return own | {
+        "driver": driver,
+        "versions": {name: metadata.version(name) for name in versions},
+        "device": f"{devices[0].platform} {devices[0].device_kind}",
+        "devices": 1 if settings.mesh is None else len(devices),
+        "rng_key": np.asarray(jax.random.key_data(rng_key)).tolist(),
+        "clip_norm": str(settings.clip_norm),
+        "mechanism": repr(settings.mechanism),
+        "secret_key": fingerprint(settings.secret_key),
+        "report": str(dataclasses.replace(report, date="")),
+        "program": program,
+    }
+
+
+def _like(found: np.ndarray, leaf: Any) -> Any:
+    """Returns stored bytes as an array like a leaf."""
+    if not is_key(leaf):
+        array = np.frombuffer(found.tobytes(), leaf.dtype).reshape(leaf.shape)
+        return array if isinstance(leaf, np.ndarray | np.generic) else jnp.asarray(array)
+    data = jax.random.key_data(leaf)
+    array = jnp.asarray(np.frombuffer(found.tobytes(), data.dtype).reshape(data.shape))
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))

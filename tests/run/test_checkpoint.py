@@ -1,0 +1,346 @@
+"""Checkpoints: a run that was stopped goes on, with its own records and settings only."""
+
+import functools
+import os
+import pathlib
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal
+
+from numpyro_dp import (
+    DPMCMC,
+    DPSEP,
+    DPSVI,
+    SGLD,
+    DPLaplace,
+    Ledger,
+    LedgerError,
+    NoiseReuseError,
+    PrivacyBudget,
+    RunInterrupted,
+)
+from numpyro_dp.core import Fold
+from numpyro_dp.privacy import once
+from numpyro_dp.run.checkpoint import Checkpoint
+from numpyro_dp.run.folder import Folder
+from numpyro_dp.samplers import FullBatch, Poisson
+
+KEY, X = jax.random.key(0), jnp.asarray(np.random.default_rng(0).normal(1, 1, 60), jnp.float32)
+FOLD = Fold(
+    lambda params: jnp.zeros_like(params["auto_loc"]),
+    lambda total, params: total + params["auto_loc"],
+    lambda total: total,
+)
+REPEATED = {"secret_key": 3, "repetition": True}
+
+
+def model(x):
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+
+
+def logistic(x):
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("x", dist.Bernoulli(logits=mean), obs=(x > 0) * 1)
+
+
+@functools.cache
+def svi(**changes):
+    settings = {"noise_multiplier": 5.0, "clip_norm": 1.0, "sampler": Poisson(0.2)} | changes
+    return DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), **settings)
+
+
+def run(folder=None, x=X, *, every=5, key=KEY, num_steps=23, **changes):
+    kept = {} if folder is None else {"checkpoint": folder, "every": every}
+    call = {"fold": FOLD, "trace_size": 6, "progress_bar": False} | {
+        name: changes.pop(name) for name in ("fold", "trace_size", "stream") if name in changes
+    }
+    return svi(**changes).run(key, num_steps, x, **call, **kept)
+
+
+def numbers(result):
+    state = result.state.opened
+    return [
+        result.params, result.trace, result.folded, result.scores,
+        jax.random.key_data(state.secret_key), state.optim_state,
+    ]  # fmt: skip
+
+
+def check_equal(one, other):
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    assert all(np.array_equal(*pair) for pair in pairs)
+
+
+@pytest.fixture
+def stops(monkeypatch):
+    """A function that lets the n-th checkpoint of a run stop it, before or after it is written."""
+
+    def stop(number, kind=Checkpoint, *, after=True):
+        save, left = kind.save, iter(range(number))
+
+        def stopping(self, *args):
+            last = next(left, None) is None
+            if not last or after:
+                save(self, *args)
+            if last:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(kind, "save", stopping)
+
+    stop.over = monkeypatch.undo
+    return stop
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_run_that_stopped_goes_on(number, after, tmp_path, stops):
+    whole = run(**REPEATED)
+    stops(number, after=after)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "a", **REPEATED)
+    stops.over()
+    check_equal(numbers(run(tmp_path / "a", **REPEATED)), numbers(whole))
+
+
+def test_it_goes_on_with_the_keys_of_the_folder(tmp_path, stops):
+    stops(2)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "a")
+    stops.over()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    found = run(tmp_path / "a")
+    with pytest.raises(NoiseReuseError):
+        run(tmp_path / "b")
+    once._used.clear()  # as another process
+    check_equal(numbers(found), numbers(run(tmp_path / "b", every=None)))
+    # A finished run gives its result again, and a state of it does not repeat its noise.
+    again = run(tmp_path / "a")
+    check_equal(numbers(found), numbers(again))
+    assert str(again.privacy) == str(found.privacy)
+    assert again.privacy.run == found.privacy.run
+    assert not np.array_equal(run(tmp_path / "c").params["auto_loc"], found.params["auto_loc"])
+
+
+@pytest.mark.full
+def test_only_the_owner_reads_it(tmp_path):
+    run(tmp_path / "a")
+    for path in (tmp_path / "a", *(tmp_path / "a").iterdir()):
+        assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"x": X + 1}, "other records"),
+        ({"x": X.at[7].add(1e-6)}, "other records"),
+        ({"x": X[:50]}, "another run"),
+        ({"noise_multiplier": 6.0}, "report="),
+        ({"clip_norm": 2.0}, "clip_norm="),
+        ({"sampler": Poisson(0.1)}, "another run"),
+        ({"num_steps": 24}, "another run"),
+        ({"key": jax.random.key(1)}, "another run"),
+        ({"secret_key": 9}, "another run"),
+        ({"fold": None}, "program="),
+        ({"trace_size": 5}, "another run"),
+    ],
+)
+def test_other_records_and_settings_are_refused(changes, field, tmp_path, stops):
+    stops(1)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "a")
+    stops.over()
+    with pytest.raises(ValueError, match=field):
+        run(tmp_path / "a", **changes)
+    run(tmp_path / "a")
+
+
+@pytest.mark.full
+def test_a_damaged_file_is_refused(tmp_path, stops):
+    stops(1)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "a")
+    stops.over()
+    path = tmp_path / "a" / "SENSITIVE_checkpoint"
+    content = path.read_bytes()
+    rng = np.random.default_rng(0)
+    changed = [content[: rng.integers(len(content))] for _ in range(10)]
+    for place in (*rng.integers(len(content), size=20), 0, len(content) - 1):
+        one = bytearray(content)
+        one[place] ^= 1 << int(rng.integers(8))
+        changed.append(bytes(one))
+    for each in changed:
+        path.write_bytes(each)
+        with pytest.raises(ValueError, match="is damaged"):
+            run(tmp_path / "a")
+    path.write_bytes(content)
+    run(tmp_path / "a")
+
+
+@pytest.mark.full
+def test_two_runs_cannot_share_a_folder(tmp_path):
+    with (
+        Checkpoint(tmp_path / "a", None, {}, ()),
+        pytest.raises(ValueError, match="Another run uses"),
+    ):
+        run(tmp_path / "a")
+    run(tmp_path / "a")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("epsilon", [0.5, None])
+def test_it_is_charged_once(epsilon, tmp_path, stops):
+    ledger = Ledger(tmp_path / "ledger", PrivacyBudget(1.0, 1e-5))
+
+    def charged(folder):
+        budget = ledger.budget(epsilon, purpose="test")
+        return run(tmp_path / folder, noise_multiplier=None, budget=budget)
+
+    for number in (0, 2, 1):
+        stops(number)
+        with pytest.raises(KeyboardInterrupt):
+            charged("a")
+        stops.over()
+    found = charged("a")
+    assert [row["run"] for row in ledger.table()] == [found.privacy.run]
+    assert found.privacy.epsilon <= (epsilon or 1.0)
+    ledger.take_back(found.privacy.run)
+    if epsilon:
+        with pytest.raises(LedgerError, match="released nothing"):
+            charged("a")
+    charged("b")
+
+
+@pytest.fixture
+def control_c(monkeypatch):
+    """A function after which the n-th checkpoint comes with a press of Ctrl-C."""
+
+    def press(number, presses=1):
+        save, left = Checkpoint.save, iter(range(number))
+
+        def pressed(self, *args):
+            save(self, *args)
+            if next(left, None) is None:
+                for _ in range(presses):
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        monkeypatch.setattr(Checkpoint, "save", pressed)
+
+    press.over = monkeypatch.undo
+    return press
+
+
+def test_control_c_ends_with_what_is_there(control_c, tmp_path, capsys):
+    control_c(3)
+    with pytest.raises(RunInterrupted, match="after 15 steps of 23") as stopped:
+        run(tmp_path / "a", every=5, trace_size=23)
+    control_c.over()
+    assert "Press Ctrl-C again" in capsys.readouterr().err
+    result = stopped.value.result
+    assert result.privacy.num_steps == len(result.trace.steps) == 15
+    assert int(result.state.step) == 15
+    result.posterior.sample(KEY, 10)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    whole = run(tmp_path / "a", trace_size=23)
+    np.testing.assert_array_equal(
+        whole.trace.params["auto_loc"][:15], result.trace.params["auto_loc"]
+    )
+    # The folder has gone on: its noise is used up, so the state cannot go on as well.
+    with pytest.raises(NoiseReuseError):
+        svi().run(KEY, 8, X, init_state=result.state, progress_bar=False)
+
+
+@pytest.mark.full
+def test_a_stopped_run_goes_on_from_its_state(control_c, tmp_path):
+    control_c(3)
+    with pytest.raises(RunInterrupted) as stopped:
+        run(tmp_path / "a", trace_size=23)
+    control_c.over()
+    svi().run(KEY, 8, X, init_state=stopped.value.result.state, progress_bar=False)
+    with pytest.raises(NoiseReuseError):
+        run(tmp_path / "a", trace_size=23)
+
+
+@pytest.mark.full
+def test_control_c_twice_stops_at_once(control_c, tmp_path):
+    control_c(1, presses=2)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        run(tmp_path / "a")
+    assert not isinstance(stopped.value, RunInterrupted)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["stream", "state", "sep", "chain", "chains", "laplace"])
+def test_every_driver(case, tmp_path, stops):
+    chains = {"chain": 1, "chains": 2}
+
+    def call(folder=None):
+        kept = {} if folder is None else {"checkpoint": folder}
+        if case == "stream":
+            return numbers(run(folder, stream=True, **REPEATED))
+        if case == "state":
+            state = svi(**REPEATED).run(KEY, 4, X, progress_bar=False).state
+            found = svi(**REPEATED).run(KEY, 9, X, init_state=state, progress_bar=False, **kept)
+            return numbers(found)
+        own = {"noise_multiplier": 5.0} | REPEATED
+        if case == "sep":
+            sep = DPSEP(logistic, clip_norm=1.0, sampler=FullBatch(), **own)
+            found = sep.run(KEY, 25, X, progress_bar=False, **kept)
+            return found.params, found.trace
+        if case == "laplace":
+            return DPLaplace(model, **own).run(KEY, X, **kept).sample(KEY, 5)
+        driver = DPMCMC(SGLD(model), num_warmup=11, num_samples=12, thinning=3, clip_norm=1.0,
+                        sampler=FullBatch(), num_chains=chains[case], progress_bar=False,
+                        **own)  # fmt: skip
+        driver.run(KEY, X, **kept)
+        return driver.get_samples()
+
+    whole = call()
+    stops(3)
+    with pytest.raises(KeyboardInterrupt):
+        call(tmp_path / "a")
+    stops.over()
+    check_equal(call(tmp_path / "a"), whole)
+    check_equal(call(tmp_path / "a"), whole)
+
+
+@pytest.mark.full
+def test_a_sweep_goes_on_with_its_own_noise(tmp_path, stops):
+    keys = jax.random.split(KEY, 3)
+
+    def sweep(folder):
+        return svi().sweep(keys, 5, X, chunk_size=1, folder=folder)
+
+    stops(1, Folder)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(tmp_path / "a")
+    stops.over()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    found = sweep(tmp_path / "a")
+    once._used.clear()  # as another process
+    check_equal(found[:2], sweep(tmp_path / "b")[:2])
+    # The key of noise that is released now is gone.
+    assert not (tmp_path / "a" / "SENSITIVE_key").exists()
+    check_equal(found[:2], sweep(tmp_path / "a")[:2])
+
+
+@pytest.mark.slow
+def test_killed_processes_go_on():
+    program = pathlib.Path(__file__).parents[2] / "benchmarks" / "kills.py"
+    cases = ["--cases", "DPSVI", "DPLaplace"]
+    subprocess.run([sys.executable, program, "--kills", "4", *cases], check=True, timeout=500)
