@@ -12,6 +12,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal
 from numpyro_dp.laplace.driver import DPLaplace
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.structure import find_data_plate
+from numpyro_dp.model.units import number_of_units, split_unit
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.sampling import FullBatch, Poisson
@@ -31,6 +32,7 @@ def fit(
     rng_key: Array,
     public: Any = (),
     checkpoint: Any = None,
+    max_rows_per_unit: int | None = None,
     **kwargs: Any,
 ) -> Posterior:
     r"""Fits a NumPyro model with a method that it chooses, and returns a private posterior.
@@ -49,6 +51,8 @@ def fit(
         rng_key: Key of draws from the posterior, not of noise.
         public: Names of public arguments, or public arrays that the model holds.
         checkpoint: Folder for the progress, as for :meth:`numpyro_dp.DPSVI.run`.
+        max_rows_per_unit: As for :class:`~numpyro_dp.DPSVI`: makes a unit of several rows, such as
+            a person, one record. Pass ``unit=ids`` too, an array with the id of each row.
         **kwargs: Keyword arguments of the model.
 
     Raises:
@@ -76,11 +80,16 @@ def fit(
             "Expected either epsilon (and delta) or budget, got "
             f"epsilon={epsilon}, delta={delta}, budget={budget}."
         )
-    number = find_data_plate(model, args, kwargs)[1]
+    ids, own = split_unit(kwargs, max_rows_per_unit)
+    number = find_data_plate(model, args, own)[1]
+    if ids is not None:
+        number = number_of_units(ids, number)
     if budget is None:
         budget = PrivacyBudget(epsilon, delta)
     try:
-        laplace = DPLaplace(model, budget=budget, public=public)
+        laplace = DPLaplace(
+            model, budget=budget, public=public, max_rows_per_unit=max_rows_per_unit
+        )
         return laplace.run(rng_key, *args, checkpoint=checkpoint, **kwargs)
     except UnsupportedModelError as refusal:
         reason = str(refusal)
@@ -88,6 +97,7 @@ def fit(
     svi = DPSVI(
         model, AutoDiagonalNormal(model), optax.adam(5e-3), clip_norm=_CLIP,
         sampler=FullBatch() if rate >= 1 else Poisson(rate), budget=budget, public=public,
+        max_rows_per_unit=max_rows_per_unit,
     )  # fmt: skip
     result = svi.run(rng_key, _STEPS, *args, progress_bar=False, checkpoint=checkpoint, **kwargs)
     found = result.posterior

@@ -22,6 +22,7 @@ from numpyro_dp.model.frontend import GivenModel, arguments_key
 from numpyro_dp.model.outcomes import read_outcomes
 from numpyro_dp.model.public import argument_names, declare
 from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.model.units import split_unit
 from numpyro_dp.posterior.diagnosis import findings_of_normal, findings_of_spread
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
@@ -69,8 +70,8 @@ class DPLaplace:
             of about their root mean square. By default all columns have one scale. A small release
             finds it, or it is 1 if the release would cost too much. The result shows which. A wrong
             scale costs accuracy, not validity.
-        noise_multiplier, secret_key, accountant, data_plate, microbatch_size, mesh, public,
-            repetition: See :class:`~numpyro_dp.DPSVI`.
+        noise_multiplier, secret_key, accountant, data_plate, max_rows_per_unit, microbatch_size,
+            mesh, public, repetition: See :class:`~numpyro_dp.DPSVI`.
         **static_kwargs: Public, constant keywords of the model.
 
     Raises:
@@ -119,6 +120,7 @@ class DPLaplace:
         model: Callable[..., Any],
         *,
         data_plate: str | None = None,
+        max_rows_per_unit: int | None = None,
         scales: Mapping[str, Any] | None = None,
         budget: PrivacyBudget | None = None,
         noise_multiplier: float | None = None,
@@ -144,7 +146,7 @@ class DPLaplace:
                 "budget=PrivacyBudget(1.0, 1e-5), or a noise_multiplier above 0."
             )
         declared = declare(self.settings.public, static_kwargs)
-        self._given = GivenModel(model, static_kwargs, data_plate, declared)
+        self._given = GivenModel(model, static_kwargs, data_plate, declared, max_rows_per_unit)
         self._structures: dict[Any, ModelStructure] = {}
         self._prepared: dict[Any, tuple[Any, ModelPrior, FirstGuess]] = {}
         self._drivers: dict[Any, Stages] = {}
@@ -249,6 +251,7 @@ class DPLaplace:
         """Returns scales by the number of the record array."""
         if not self.scales:
             return {}
+        _, kwargs = split_unit(kwargs, structure.layout.max_rows)
         names = [*argument_names(self.model, args), *kwargs]
         unknown = sorted(set(self.scales) - set(names))
         if unknown:

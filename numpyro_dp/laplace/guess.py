@@ -53,7 +53,7 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
     """
     outcomes = prior.outcomes
     layout = outcomes.model.structure.layout
-    normal, ones = layout.invented(_RECORDS)
+    normal, ones = layout.invented_records(_RECORDS)
     rng = generator(rng_key)
     # In `normal`, integers are 1, which is a valid label or count. Two equal indices may cancel, so
     # `mixed` draws them from {0, 1}.

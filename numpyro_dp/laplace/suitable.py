@@ -47,7 +47,7 @@ def _scaled_effect(prior: ModelPrior, rng_key: Array) -> tuple[str, str]:
     effects = [n for n in outcomes.seen if n not in scales and np.size(trace[n]["value"]) > 1]
     if not scales or not effects:
         return "", ""
-    normal, _ = outcomes.model.structure.layout.invented(8)
+    normal, _ = outcomes.model.structure.layout.invented_records(8)
     flat = jnp.asarray(generator(rng_key).normal(0.1, 0.5, outcomes.size), jnp.float32)
 
     def slopes(row: tuple[Array, ...]) -> dict[str, Array]:

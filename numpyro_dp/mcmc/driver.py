@@ -80,7 +80,8 @@ class DPMCMC:
         thinning: One of this many steps is kept. Must divide ``num_samples``.
         clip_norm: Largest norm of one record's score: a number, or a dict by latent site.
         sampler, mechanism, budget, noise_multiplier, secret_key, accountant, data_plate,
-            microbatch_size, mesh, public, repetition: See :class:`~numpyro_dp.DPSVI`.
+            max_rows_per_unit, microbatch_size, mesh, public, repetition: See
+            :class:`~numpyro_dp.DPSVI`.
         progress_bar: Shows steps and epsilon spent, if there is one chain.
         **static_kwargs: Public, constant keywords of the model.
 
@@ -126,6 +127,7 @@ class DPMCMC:
         num_chains: int = 1,
         thinning: int = 1,
         data_plate: str | None = None,
+        max_rows_per_unit: int | None = None,
         progress_bar: bool = True,
         mechanism: MechanismBuilder = GaussianMechanism(),
         budget: PrivacyBudget | None = None,
@@ -160,7 +162,7 @@ class DPMCMC:
         svi = SVI(kernel.model, guide, as_optimizer(kernel), Trace_ELBO(), **static_kwargs)
         declared = declare(self.settings.public, static_kwargs)
         self._frontend = Frontend(
-            GivenModel(kernel.model, static_kwargs, data_plate, declared), svi
+            GivenModel(kernel.model, static_kwargs, data_plate, declared, max_rows_per_unit), svi
         )
         self._driver = _Chain(self._frontend, self.settings)
         self._samples: dict[str, Array] | None = None

@@ -24,6 +24,7 @@ from numpyro_dp._compat import Messenger
 from numpyro_dp.model.locals import fill_locals, masked_away
 from numpyro_dp.model.records import Arguments, ModelStructure
 from numpyro_dp.model.separation import log_density, one_record
+from numpyro_dp.model.units import sum_over_rows
 
 __all__ = ["Model", "constraining"]
 
@@ -85,6 +86,8 @@ class Model(NamedTuple):
         is divided out, so the value does not depend on the size of the data set or batch.
         """
         structure = self.structure
+        if structure.layout.max_rows is not None:
+            return self._of_unit(latents, params, example, shared, rng_key)
         arguments = structure.layout.example(example, shared)
 
         def total(choice: dict[str, Array]) -> Array:
@@ -99,6 +102,27 @@ class Model(NamedTuple):
         if not structure.summed:
             return total({})
         return jax.nn.logsumexp(jax.vmap(total)(structure.summed))
+
+    def _of_unit(
+        self, latents: Any, params: Any, example: Any, shared: Any, rng_key: Array | None
+    ) -> Array:
+        """The sum over the rows of a unit, each with a key of its own."""
+        of_rows = self.by_row
+        if rng_key is None:
+            return sum_over_rows(
+                lambda row: of_rows.log_likelihood(latents, params, row, shared), example
+            )
+        keys = jax.random.split(rng_key, example[-1].size)
+        return sum_over_rows(
+            lambda row, key: of_rows.log_likelihood(latents, params, row, shared, key),
+            example, keys,
+        )  # fmt: skip
+
+    @property
+    def by_row(self) -> Model:
+        """The same model with a single row as a record."""
+        layout = self.structure.layout._replace(max_rows=None)
+        return self._replace(structure=self.structure._replace(layout=layout))
 
     def trace_prior(
         self, latents: dict[str, Array], params: dict[str, Any], shared: tuple[Array, ...]

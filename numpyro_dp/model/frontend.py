@@ -12,6 +12,8 @@ import numpy as np
 from jax import Array
 from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 
+from numpyro_dp._compat import is_tracer
+from numpyro_dp._validate import check_sizes
 from numpyro_dp.core import Problem
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.guide import hide_likelihood, prototype_without_records
@@ -19,6 +21,7 @@ from numpyro_dp.model.guide_checks import check_first_values, check_supported, r
 from numpyro_dp.model.public import Declared, UnsupportedModelError
 from numpyro_dp.model.records import check_arrays
 from numpyro_dp.model.structure import ModelStructure, read_model
+from numpyro_dp.model.units import UNIT, number_of_units, split_unit
 from numpyro_dp.model.variational import VariationalProblem
 
 __all__ = ["Call", "Frontend", "GivenModel", "Prepared", "arguments_key", "check_loss"]
@@ -60,12 +63,14 @@ class GivenModel(NamedTuple):
         static: Static keywords.
         data_plate: Name of the plate over records, or ``None``.
         declared: What the user declared public.
+        max_rows: Most rows of a unit, or ``None`` if a row is a record.
     """
 
     model: Callable[..., Any]
     static: dict[str, Any]
     data_plate: str | None = None
     declared: Declared = Declared()
+    max_rows: int | None = None
 
     @property
     def fn(self) -> Callable[..., Any]:
@@ -77,13 +82,26 @@ class GivenModel(NamedTuple):
         return functools.partial(fn, **self.static) if self.static else fn
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
-        """Reads the model from shapes alone, by :func:`read_model`."""
+        """Reads the model from shapes alone, by :func:`read_model`, and the number of units."""
+        check_sizes(max_rows_per_unit=self.max_rows)
         if twice := sorted(set(kwargs) & set(self.static)):
             raise TypeError(
                 f"The keywords {twice} are given twice: to the constructor, and in this call. The "
                 "values could differ, so leave one of them out."
             )
-        return read_model(self.fn, args, kwargs, self.data_plate, self.declared)
+        ids, kwargs = split_unit(kwargs, self.max_rows)
+        found = read_model(self.fn, args, kwargs, self.data_plate, self.declared)
+        if self.max_rows is None:
+            return found
+        if found.local_latents:
+            raise UnsupportedModelError(
+                f"The latent sites {list(found.local_latents)} belong to single rows, but a record "
+                "is a unit of several rows. Integrate them out, or leave out max_rows_per_unit if "
+                "each row is a person of its own."
+            )
+        number = number_of_units(ids, found.layout.num_examples)
+        layout = found.layout._replace(num_examples=number, max_rows=self.max_rows)
+        return found._replace(layout=layout)
 
 
 class Frontend(NamedTuple):
@@ -148,6 +166,10 @@ class Frontend(NamedTuple):
 
 def arguments_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns a hashable description of arguments: structure, shapes, dtypes and constants."""
+    units = None
+    if (ids := kwargs.get(UNIT)) is not None and not is_tracer(ids):
+        kwargs = {name: value for name, value in kwargs.items() if name != UNIT}
+        units = number_of_units(ids, len(ids))
     check_arrays(args, kwargs)
     leaves, treedef = jax.tree.flatten((args, kwargs))
     described = tuple(
@@ -156,7 +178,7 @@ def arguments_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else (type(leaf), leaf)
         for leaf in leaves
     )
-    return treedef, described
+    return treedef, described, units
 
 
 def check_loss(loss: Any) -> Trace_ELBO | TraceMeanField_ELBO:

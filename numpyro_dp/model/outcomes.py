@@ -25,6 +25,7 @@ from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.separation import is_factor, one_record
 from numpyro_dp.model.simulated import drawn
+from numpyro_dp.model.units import sum_over_rows
 
 __all__ = ["Outcomes", "read_latents", "read_outcomes"]
 
@@ -96,6 +97,12 @@ class Outcomes(NamedTuple):
             outcome: Value of each observed site. ``None`` for the record's own.
             weighted: Whether the record's weight is included.
         """
+        if self._of_units:
+            own = self._by_row
+            return sum_over_rows(
+                lambda row, y: own.log_likelihood(flat, row, y, weighted=weighted),
+                example, outcome,
+            )  # fmt: skip
         if self.censored:
             return self._log_hazard(flat, example, outcome, weighted)
         fn = handlers.substitute(self.model.fn, data=outcome or {})
@@ -110,6 +117,12 @@ class Outcomes(NamedTuple):
 
     def simulate(self, flat: Array, example: tuple[Array, ...], rng_key: Array) -> Any:
         """Draws an outcome of one record. Does not read the observed outcome."""
+        if self._of_units:
+            *rows, counted = example
+            keys = jax.random.split(rng_key, counted.size)
+            return jax.vmap(lambda row, key: self._by_row.simulate(flat, row, key))(
+                tuple(rows), keys
+            )
         drawn = self._drawn(flat, example, rng_key)
         sites = self._sites(flat, example)
         kinds = {site["name"]: jnp.asarray(site["value"]).dtype for site in sites}
@@ -139,6 +152,8 @@ class Outcomes(NamedTuple):
 
     def own(self, example: tuple[Array, ...]) -> dict[str, Array]:
         """The record's own outcome, by observed site, in the type of simulated ones."""
+        if self._of_units:
+            return jax.vmap(self._by_row.own)(tuple(example[:-1]))
         flat = jnp.zeros(self.size)
         own = {site["name"]: jnp.asarray(site["value"]) for site in self._sites(flat, example)}
         if self.censored:  # times may be stored as integers
@@ -188,6 +203,15 @@ class Outcomes(NamedTuple):
         return {name: trace[name]["value"] for name in self._names}
 
     @property
+    def _of_units(self) -> bool:
+        """Whether a record has several rows."""
+        return self.model.structure.layout.max_rows is not None
+
+    @property
+    def _by_row(self) -> Outcomes:
+        return self._replace(model=self.model.by_row)
+
+    @property
     def _names(self) -> tuple[str, ...]:
         return self.model.structure.likelihood
 
@@ -210,8 +234,15 @@ def read_outcomes(model: Model, shared: tuple[Array, ...]) -> Outcomes:
     Raises:
         UnsupportedModelError: If the outcomes cannot be simulated.
     """
-    found = read_latents(model, shared)
-    return found._replace(**_kind(found, model.structure.layout.blank()))
+    found, by_row = read_latents(model, shared), model.by_row
+    facts = _kind(found._replace(model=by_row), by_row.structure.layout.blank())
+    if found._of_units:  # outcomes of several rows are a vector, and too many to list
+        if facts["censored"]:
+            raise UnsupportedModelError(
+                "Censored outcomes of several rows of a unit are not supported here. Use DPSVI."
+            )
+        facts |= {"number": 0, "scalar": False}
+    return found._replace(**facts)
 
 
 def read_latents(model: Model, shared: tuple[Array, ...]) -> Outcomes:

@@ -14,6 +14,7 @@ from numpyro import handlers
 from numpyro_dp.core import Centring, Estimator
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.outcomes import Outcomes
+from numpyro_dp.model.units import sum_over_rows
 
 __all__ = ["OutcomeModel", "centring"]
 
@@ -43,8 +44,17 @@ class OutcomeModel(NamedTuple):
     ) -> Array:
         """Log likelihood of one record with the given outcome."""
         record, outcome, _ = example
+        if self.model.structure.layout.max_rows is not None:
+            return self._of_unit(latents, params, record, outcome, shared)
         model = self.model._replace(fn=handlers.substitute(self.model.fn, data=outcome))
         return model.log_likelihood(latents, params, record, shared, rng_key)
+
+    def _of_unit(self, latents: Any, params: Any, record: Any, outcome: Any, shared: Any) -> Array:
+        by_row = OutcomeModel(self.model.by_row)
+        return sum_over_rows(
+            lambda row, y: by_row.log_likelihood(latents, params, (row, y, None), shared),
+            record, outcome,
+        )  # fmt: skip
 
 
 def centring(

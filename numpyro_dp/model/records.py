@@ -25,6 +25,7 @@ from numpyro_dp.model.public import (
     argument_names,
     single_allowance,
 )
+from numpyro_dp.model.units import Grouped, Units, split_unit
 
 __all__ = [
     "Arguments",
@@ -65,6 +66,8 @@ class Layout(NamedTuple):
         shapes: Shape without the first axis, and dtype, of each record array.
         num_examples: Number of records.
         public: Descriptions of the shared arrays.
+        max_rows: Most rows of a unit, or ``None`` if a row is a record. Then a record has arrays of
+            ``max_rows`` rows, and a mask (:mod:`numpyro_dp.model.units`).
     """
 
     treedef: Any
@@ -73,6 +76,7 @@ class Layout(NamedTuple):
     shapes: tuple[tuple[tuple[int, ...], str], ...]
     num_examples: int
     public: tuple[PublicArray, ...] = ()
+    max_rows: int | None = None
 
     def arguments(self, arrays: tuple[Array, ...], shared: tuple[Array, ...]) -> Arguments:
         """Returns the call arguments with the record arrays filled in."""
@@ -83,18 +87,32 @@ class Layout(NamedTuple):
         return Arguments(args, kwargs)
 
     def example(self, example: tuple[Array, ...], shared: tuple[Array, ...]) -> Arguments:
-        """Returns the call arguments for one record, as a data set of one row."""
+        """Returns the call arguments for one row, as a data set of one row."""
         return self.arguments(tuple(leaf[None] for leaf in example), shared)
 
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Splits call arguments into records, on their present device, and public arrays."""
+        ids, kwargs = split_unit(kwargs, self.max_rows)
         leaves = list(zip(self.kinds, jax.tree.leaves((args, kwargs)), strict=True))
         shared = tuple(jnp.asarray(leaf) for kind, leaf in leaves if kind == "s")
-        return Rows(tuple(leaf for kind, leaf in leaves if kind == "r"), shared)
+        arrays = tuple(leaf for kind, leaf in leaves if kind == "r")
+        if self.max_rows is not None:
+            units = Units(ids, len(arrays[0]), self.num_examples, self.max_rows)
+            arrays = tuple(Grouped(each, units) for each in (*arrays, None))
+        return Rows(arrays, shared)
 
     def blank(self) -> tuple[Array, ...]:
         """Returns zeros in place of a record."""
-        return tuple(jnp.zeros(shape, dtype) for shape, dtype in self.shapes)
+        return tuple(jnp.zeros(shape, dtype) for shape, dtype in self._of_record)
+
+    @property
+    def _of_record(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """Shape and dtype of each array of a record."""
+        if self.max_rows is None:
+            return self.shapes
+        rows = ((self.max_rows, *shape) for shape, _ in self.shapes)
+        dtypes = (dtype for _, dtype in self.shapes)
+        return (*zip(rows, dtypes, strict=True), ((self.max_rows,), "float32"))
 
     def one_row(self) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes of the record arrays of a data set of one row."""
@@ -108,8 +126,18 @@ class Layout(NamedTuple):
         ones = tuple(jnp.ones((num_rows, *shape), dtype) for shape, dtype in self.shapes)
         return self.arguments(ones, shared)
 
+    def invented_records(self, number: int = 1) -> tuple[tuple[Array, ...], ...]:
+        """Returns two sets of invented records, as :meth:`invented` does for rows."""
+        if self.max_rows is None:
+            return self.invented(number)
+        shape = number, self.max_rows
+        return tuple(
+            (*(x.reshape(*shape, *x.shape[1:]) for x in rows), jnp.ones(shape))
+            for rows in self.invented(number * self.max_rows)
+        )
+
     def invented(self, num_rows: int = 1) -> tuple[tuple[Array, ...], ...]:
-        """Returns two sets of invented records for checks: normal numbers, and ones.
+        """Returns two sets of invented rows for checks: normal numbers, and ones.
 
         Integers are 1 in both sets, because 1 is a valid label, count or index.
         """

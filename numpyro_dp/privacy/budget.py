@@ -82,6 +82,7 @@ class Spending(NamedTuple):
         steps: Normal form of its event (:func:`~.accounting.bounds.gaussian_steps`).
         failure_prob, total_variation: See :func:`~.accounting.epsilon_spent`.
         caveats: What epsilon does not cover, as the report says it.
+        unit: What one record is (:func:`unit_name`).
     """
 
     run: str
@@ -90,6 +91,12 @@ class Spending(NamedTuple):
     failure_prob: float
     total_variation: float
     caveats: tuple[str, ...]
+    unit: str = "row"
+
+
+def unit_name(max_rows: int | None) -> str:
+    """Returns ``"row"`` if a record is a row, else ``"unit of rows"``."""
+    return "row" if max_rows is None else "unit of rows"
 
 
 @runtime_checkable

@@ -2,7 +2,7 @@ r"""A ledger: a file that counts what all runs on one data set have spent, and s
 
 **Format, version 1.** JSON lines. The first line has ``format``, ``version`` and ``total``, with
 epsilon, delta and relation. Each other line is an entry: ``run``, ``date``, ``purpose``, and either
-``steps``, ``failure_prob``, ``total_variation`` and ``caveats`` of its
+``steps``, ``failure_prob``, ``total_variation``, ``caveats`` and ``unit`` of its
 :class:`~numpyro_dp.privacy.budget.Spending`, or ``"failed": true``. Lines are only added.
 
 A run is charged before it reads a record, with everything that its plan may release. A run that is
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, get_args
 from numpyro_dp._lazy import dpa
 from numpyro_dp.privacy.accounting import EpsilonBound, epsilon_spent
 from numpyro_dp.privacy.accounting.bounds import GaussianStep, Sampling, canonical_event
-from numpyro_dp.privacy.budget import PrivacyBudget, Spending
+from numpyro_dp.privacy.budget import PrivacyBudget, Spending, unit_name
 
 try:
     import fcntl
@@ -212,6 +212,12 @@ class Ledger:
                     + (", as one that released nothing." if known.failed else ".")
                 )
             others = [each.spending for each in self._entries.values() if not each.failed]
+            if other := {each.unit for each in others} - {spending.unit}:
+                raise LedgerError(
+                    f"A record of this run is a {spending.unit}, and a record of the runs in "
+                    f"{self.path} is a {other.pop()}. One total cannot cover both. Use the same "
+                    "unit, or another ledger for other records."
+                )
             bound = self._bound((*others, spending))
             if bound.epsilon > self.total.epsilon * (1 + 1e-9):
                 raise LedgerError(
@@ -316,7 +322,11 @@ class Ledger:
             raise ValueError(f"no steps, or probabilities {beside}")
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("entries that are not texts")
-        spending = Spending(run, self.total.relation, steps, *beside, tuple(found["caveats"]))
+        unit = str(found["unit"])
+        if unit not in map(unit_name, (None, 1)):
+            raise ValueError(f"the unit {unit!r}")
+        caveats = tuple(found["caveats"])
+        spending = Spending(run, self.total.relation, steps, *beside, caveats, unit)
         self._entries[run] = Entry(spending, found["date"], found["purpose"])
 
 

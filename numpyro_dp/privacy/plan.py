@@ -18,7 +18,14 @@ from numpyro_dp.privacy.accounting import (
     epsilon_spent,
 )
 from numpyro_dp.privacy.accounting.bounds import canonical_event, gaussian_steps
-from numpyro_dp.privacy.budget import SENSITIVITY, PrivacyBudget, Relation, Spending, default_delta
+from numpyro_dp.privacy.budget import (
+    SENSITIVITY,
+    PrivacyBudget,
+    Relation,
+    Spending,
+    default_delta,
+    unit_name,
+)
 from numpyro_dp.privacy.calibration import calibrate_noise
 from numpyro_dp.privacy.statement import Statement, statement_of
 
@@ -127,6 +134,7 @@ class PrivacyReport:
         public: Arrays that were taken as public: arguments, static keywords, and constants of
             model and guide. Each has a place, a shape and a dtype.
         date: Day of the report, in UTC, as ``YYYY-MM-DD``.
+        max_rows: Most rows of a unit, if a protected record is a unit of several rows.
     """
 
     bound: EpsilonBound
@@ -141,6 +149,7 @@ class PrivacyReport:
     data_plate: str = ""
     public: tuple[Any, ...] = ()
     date: str = dataclasses.field(default_factory=_today, compare=False)
+    max_rows: int | None = None
 
     @property
     def epsilon(self) -> float:
@@ -188,7 +197,7 @@ class PrivacyReport:
         event = _run_event(plan, plan.noise_multiplier, self.num_steps)
         own = Spending(
             self.run, plan.relation, gaussian_steps(event), caveats=self.caveats,
-            **_of_batches(plan, self.num_steps),
+            **_of_batches(plan, self.num_steps), unit=unit_name(self.max_rows),
         )  # fmt: skip
         return (*plan.earlier, own)
 

@@ -294,6 +294,11 @@ def statement_of(report: Any, settings: str) -> Statement:
     unit = f"One of {plan.num_examples} records."
     if report.data_plate:
         unit = f"One of {plan.num_examples} records: the indices of plate {report.data_plate!r}."
+    if report.max_rows is not None:
+        unit = (
+            f"One of {plan.num_examples} units, with all rows of plate {report.data_plate!r} that "
+            f"have its id. At most {report.max_rows} of them are used. A record below is a unit."
+        )
     released = ["Noisy sums of clipped contributions of records, and what is computed from them."]
     if report.loss_released:
         released.append("The loss curve is part of the release, with noise of its own.")

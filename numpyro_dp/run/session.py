@@ -28,6 +28,7 @@ from numpyro_dp.core import (
 from numpyro_dp.model.frontend import Prepared
 from numpyro_dp.model.public import PublicArray
 from numpyro_dp.model.records import Rows
+from numpyro_dp.model.units import Grouped
 from numpyro_dp.privacy.keys import key_of_lane
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm, indicator_entry
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
@@ -134,6 +135,7 @@ class Session:
             records.data_plate,
             records.public.arrays + public,
             "" if charges is None else str(charges.ledger.path),
+            records.layout.max_rows,
         )
 
     def mechanism_state(self, clip_norm: ClipNorm) -> MechanismState:
@@ -148,7 +150,8 @@ class Session:
         """Splits arguments into records and public arrays."""
         rows = self.problem.rows(args, kwargs)
         mesh = self.settings.mesh
-        return rows._replace(arrays=spread(mesh, rows.arrays), shared=copied(mesh, rows.shared))
+        arrays = tuple(each[:] if isinstance(each, Grouped) else each for each in rows.arrays)
+        return rows._replace(arrays=spread(mesh, arrays), shared=copied(mesh, rows.shared))
 
     def update(
         self, state: SensitiveState, args: tuple[Any, ...], kwargs: dict[str, Any]

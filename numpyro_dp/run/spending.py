@@ -14,6 +14,7 @@ from jax import Array
 
 from numpyro_dp.core import MechanismState
 from numpyro_dp.privacy import once
+from numpyro_dp.privacy.budget import unit_name
 from numpyro_dp.privacy.keys import agreed, keys_of_run, renewed, run_id, secret_key
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.once import begin, use
@@ -154,14 +155,20 @@ def spent_by(settings: RunSettings, state: SensitiveState, num_steps: int) -> Pr
                 f"earlier runs, {identity.budget}, but the driver has {budget}. Resume this state "
                 "with the driver that created it."
             )
+    own = unit_name(identity.max_rows)
+    if other := {each.unit for each in getattr(budget, "earlier", ())} - {own}:
+        raise BudgetError(
+            f"A record of this run is a {own}, and a record of an earlier run in its budget is a "
+            f"{other.pop()}. One epsilon cannot cover both. Use the same unit for all runs."
+        )
     noise, wanted = float(state.noise_multiplier), settings.noise_multiplier
     if wanted is not None and float(_round_up(wanted)) != noise:
         raise ValueError(
             f"The state has noise_multiplier={noise:.6g}, which a run keeps to its end, but the "
             f"driver has {wanted:.6g}. Build the driver with the noise of the state, or call init."
         )
-    own = settings.changed(noise_multiplier=noise)
-    return report_for(plan_for(own, identity.num_examples, num_steps), num_steps, identity)
+    settings = settings.changed(noise_multiplier=noise)
+    return report_for(plan_for(settings, identity.num_examples, num_steps), num_steps, identity)
 
 
 def report_for(plan: Plan, num_steps: int, identity: RunIdentity) -> PrivacyReport:
@@ -177,6 +184,7 @@ def report_for(plan: Plan, num_steps: int, identity: RunIdentity) -> PrivacyRepo
         repetition=identity.repetition,
         data_plate=identity.data_plate,
         public=identity.public,
+        max_rows=identity.max_rows,
     )
 
 

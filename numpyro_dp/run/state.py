@@ -56,6 +56,7 @@ class RunIdentity:
         data_plate: Name of the plate over records.
         public: Arrays that the run accepted as public.
         ledger: Path of the ledger to which the run was charged, or "".
+        max_rows: Most rows of a unit, or ``None`` if a record is a row.
     """
 
     num_examples: int
@@ -71,6 +72,7 @@ class RunIdentity:
     data_plate: str
     public: tuple[PublicArray, ...]
     ledger: str
+    max_rows: int | None = None
 
 
 class RunState(NamedTuple):
@@ -343,7 +345,7 @@ def check_identity(
 ) -> None:
     """Raises unless the settings are those with which the state's steps were accounted for."""
     fields = "num_examples", "sampler", "clip_norm", "mechanism", "loss_release", "method", "ledger"
-    for field in (*fields, *further):
+    for field in (*fields, "max_rows", *further):
         before, now = getattr(state.identity, field), getattr(identity, field)
         if before != now:
             raise BudgetError(

@@ -90,7 +90,7 @@ def finite_start(prepare: Callable[[int], Any], finite: Callable[[Any], bool]) -
 
 def _finite(problem: Any, signal: Callable[..., PyTree], params: dict[str, Any]) -> bool:
     """Whether any invented record has a finite signal."""
-    normal, ones = problem.records.layout.invented()
+    normal, ones = problem.records.layout.invented_records()
     # Most sites support 1. Halves serve sites on proportions, and identities those on matrices.
     halves = tuple(leaf // 2 if leaf.dtype.kind in "iub" else leaf / 2 for leaf in ones)
     squares = tuple(_identity_like(leaf) for leaf in ones)

@@ -97,6 +97,10 @@ class DPSVI(Driver):
         accountant: Bounds epsilon. By default the smallest of several valid bounds.
         data_plate: Name of the plate over records. Needed if several plates surround the observed
             sites, or an argument has the number of records along two axes.
+        max_rows_per_unit: Makes a unit of several rows, such as a person, one record. ``run``,
+            ``init`` and ``update`` then take ``unit=ids``, an array with the id of each row.
+            Neighbouring data sets differ in all rows of a unit, and samplers draw units. Of a unit
+            with more rows than this, the first ones are used.
         loss_release: Releases a loss curve, for a part of the budget.
         init_scale: First standard deviations of ``AutoNormal``, ``AutoDiagonalNormal`` and
             ``AutoMultivariateNormal``, in standard deviations of the prior and at most that many
@@ -170,6 +174,7 @@ class DPSVI(Driver):
         sampler: Sampler,
         estimator: Callable[[VariationalProblem], Estimator] | None = None,
         data_plate: str | None = None,
+        max_rows_per_unit: int | None = None,
         mechanism: MechanismBuilder = GaussianMechanism(),
         budget: PrivacyBudget | None = None,
         noise_multiplier: float | None = None,
@@ -205,7 +210,8 @@ class DPSVI(Driver):
         self._init_scale = None if noise_multiplier == 0 else init_scale
         self._first_widths: dict[Any, dict[str, Array]] = {}
         declared = declare(self.settings.public, static_kwargs)
-        self._frontend = Frontend(GivenModel(model, static_kwargs, data_plate, declared), svi)
+        given = GivenModel(model, static_kwargs, data_plate, declared, max_rows_per_unit)
+        self._frontend = Frontend(given, svi)
 
     @property
     def model(self) -> Callable[..., Any]:

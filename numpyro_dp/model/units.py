@@ -1,0 +1,146 @@
+r"""Units of privacy of several rows, such as a person with a row for each visit.
+
+All rows with one id are one record. Its log likelihood is the sum over its rows,
+
+.. math:: \log p(x_i \mid z) = \sum_{r \le R} m_{ir} \log p(x_{ir} \mid z), \; m_{ir} \in \{0, 1\},
+
+and its signal is the gradient of this sum. So the signals of its rows are added before the bound,
+and samplers draw units. A unit has at most R rows: further ones are left out. Unused places repeat
+the first row of the unit and have the mask 0, so they are as finite as this row.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_dp._compat import is_tracer
+
+__all__ = ["UNIT", "Grouped", "Units", "group", "number_of_units", "split_unit", "sum_over_rows"]
+
+UNIT = "unit"  # keyword of the ids
+
+
+class Units:
+    """Which rows belong to each unit. They are found when somebody asks for rows.
+
+    Args:
+        ids: The id of each row.
+        num_rows: Number of rows.
+        num_units: Number of units.
+        max_rows: Most rows of a unit.
+    """
+
+    def __init__(self, ids: Any, num_rows: int, num_units: int, max_rows: int) -> None:
+        self._ids, self._num_rows, self.shape = ids, num_rows, (num_units, max_rows)
+
+    @functools.cached_property
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """The result of :func:`group`."""
+        return group(self._ids, self._num_rows, self.shape[1])
+
+
+class Grouped:
+    """Rows of an array by unit, shape (units, R, ...). Rows are taken when somebody asks for them.
+
+    Args:
+        array: The rows, in the order of the data set. ``None`` for the mask of those that count.
+        units: Which rows belong to each unit.
+    """
+
+    def __init__(self, array: Any, units: Units) -> None:
+        self._array, self._units = array, units
+        self.shape = units.shape if array is None else (*units.shape, *np.shape(array)[1:])
+        self.dtype = np.dtype(np.float32) if array is None else array.dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, units: Any) -> Any:
+        """The rows of some units, shape (some units, R, ...)."""
+        places, counted = self._units.places
+        return counted[units] if self._array is None else self._array[places[units]]
+
+
+def split_unit(kwargs: dict[str, Any], max_rows: int | None) -> tuple[Any, dict[str, Any]]:
+    """Returns the ids of a call and its other keywords.
+
+    Without ``max_rows``, ``unit`` is a keyword of the model like any other.
+
+    Raises:
+        TypeError: If ids are missing.
+    """
+    if max_rows is None:
+        return None, kwargs
+    if UNIT not in kwargs:
+        raise TypeError(
+            "max_rows_per_unit needs the unit of each row. Pass unit=ids, an array with one id for "
+            "each row, or leave out max_rows_per_unit if each row is a person of its own."
+        )
+    return kwargs[UNIT], {name: value for name, value in kwargs.items() if name != UNIT}
+
+
+def number_of_units(ids: Any, num_rows: int) -> int:
+    """Returns the number of units, which counts as public like a number of records.
+
+    Raises:
+        TypeError, ValueError: If the ids are no array with one id for each row.
+    """
+    return len(np.unique(_checked(ids, num_rows)))
+
+
+def group(ids: Any, num_rows: int, max_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the row at each place of each unit, and which places count, shape (units, R).
+
+    Of a unit with more rows than R, the first R of the data set are kept. This choice depends on
+    the rows of the unit alone.
+    """
+    _, firsts, units, counts = np.unique(
+        _checked(ids, num_rows), return_index=True, return_inverse=True, return_counts=True
+    )
+    order = np.argsort(units, kind="stable")
+    ranks = np.arange(num_rows) - np.repeat(np.cumsum(counts) - counts, counts)
+    kept = ranks < max_rows
+    places = np.repeat(firsts[:, None], max_rows, axis=1).astype(np.int32)
+    counted = np.zeros(places.shape, np.float32)
+    at = units[order][kept], ranks[kept]
+    places[at], counted[at] = order[kept], 1
+    return places, counted
+
+
+def sum_over_rows(of_row: Callable[..., Array], example: tuple[Array, ...], *beside: Any) -> Array:
+    """Returns the sum of a function over the rows of a unit that count.
+
+    Args:
+        of_row: ``(row, *beside) -> number``.
+        example: Arrays of the unit's rows, with a leading axis R. The last is the mask.
+        *beside: Further trees with this leading axis, or ``None``.
+    """
+    *rows, counted = example
+    values = jax.vmap(of_row)(tuple(rows), *beside)
+    return jnp.sum(values * counted.astype(values.dtype))
+
+
+def _checked(ids: Any, num_rows: int) -> np.ndarray:
+    if is_tracer(ids):
+        raise TypeError(
+            "unit= is traced, but which rows belong together decides the shapes of the program. "
+            "Let the compiled function hold the ids, or call run."
+        )
+    found = np.asarray(ids)
+    if found.dtype == object:
+        found = found.astype(str)
+    if found.shape != (num_rows,):
+        raise ValueError(
+            f"Expected unit= as an array of shape ({num_rows},), one id for each row, got "
+            f"{found.shape}. Pass the column of ids."
+        )
+    if found.dtype.kind == "f" and not np.isfinite(found).all():
+        raise ValueError("unit= has ids that are not finite. Give each row the id of its unit.")
+    return found

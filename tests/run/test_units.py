@@ -1,0 +1,232 @@
+"""A unit of several rows is one record: its signals are added up and clipped once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
+
+from numpyro_dp import (
+    DPMCMC,
+    DPSVI,
+    SGLD,
+    BudgetError,
+    DPLaplace,
+    Ledger,
+    LedgerError,
+    PrivacyBudget,
+    UnsupportedModelError,
+    fit,
+)
+from numpyro_dp.estimators import aligned, centred, vanilla
+from numpyro_dp.laplace.signal import staged_scores
+from numpyro_dp.laplace.stages import Run, Stages
+from numpyro_dp.model.units import Grouped, Units, group
+from numpyro_dp.samplers import FullBatch, Poisson
+
+KEY, R = jax.random.key(0), 3
+rng = np.random.default_rng(0)
+IDS = np.array([7, 2, 7, 2, 9, 2, 2, 4, 7, 5, 5, 2])
+X = rng.normal(size=(len(IDS), 2)).astype(np.float32)
+Y = rng.integers(0, 2, len(IDS))
+
+
+def model(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event())
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def kept_rows():
+    """The rows of each unit that count, by a loop."""
+    return [np.flatnonzero(unit == IDS)[:R] for unit in np.unique(IDS)]
+
+
+def total(estimator, x=X, y=Y, ids=IDS, clip=0.3, **changes):
+    """The sum of clipped scores in one step from w = init, read off a step of gradient descent."""
+    svi = DPSVI(
+        model, AutoDelta(model), optax.sgd(1.0), estimator=estimator, clip_norm=clip,
+        sampler=FullBatch(), noise_multiplier=0.0, max_rows_per_unit=R, **changes
+    )  # fmt: skip
+    start = {"w_auto_loc": jnp.array([0.3, -0.2])}
+    call = {"init_params": start, "progress_bar": False, "unit": ids}
+    found = svi.run(KEY, 1, x, y, **call).params["w_auto_loc"]
+    # The step adds the scores of the records, and that of the prior, -w, which leaves their sum.
+    return np.asarray(found)
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("estimator", [aligned(), vanilla()])
+def test_the_sum_is_that_of_clipped_sums(estimator):
+    w, expected = np.array([0.3, -0.2]), np.zeros(2)
+    for rows in kept_rows():
+        residual = Y[rows] - 1 / (1 + np.exp(-X[rows] @ w))
+        score = residual @ X[rows]
+        expected += score * min(1, 0.3 / np.linalg.norm(score))
+    np.testing.assert_allclose(total(estimator), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("estimator", [aligned(), vanilla(), centred(aligned())])
+def test_a_neighbour_lacks_all_rows_of_a_unit(estimator):
+    own = (IDS == 2)[:, None]
+    # A unit that is not finite counts as none, and the seeds of the others stay as they are.
+    with_, without = (total(estimator, np.where(own, f * X, X)) for f in (np.float32(1e3), np.nan))
+    assert 1e-3 < np.linalg.norm(with_ - without) <= 0.3 * (1 + 1e-5)
+
+
+def test_further_rows_of_a_unit_are_left_out():
+    few = np.concatenate(kept_rows())
+    np.testing.assert_array_equal(total(aligned()), total(aligned(), X[few], Y[few], IDS[few]))
+
+
+def test_a_row_that_is_not_finite_takes_its_unit_out():
+    x = X.copy()
+    x[np.flatnonzero(IDS == 7)[1]] = np.nan
+    found = total(aligned(), x), total(aligned(), X[IDS != 7], Y[IDS != 7], IDS[IDS != 7])
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_groups():
+    places, counted = group(IDS, len(IDS), R)
+    for unit, rows in enumerate(kept_rows()):
+        assert list(places[unit][counted[unit] > 0]) == list(rows)
+        assert set(places[unit]) == set(rows)  # places that do not count repeat a row of the unit
+    np.testing.assert_array_equal(group(IDS.astype(str), len(IDS), R)[1].sum(), counted.sum())
+    units = Units(IDS, len(IDS), len(places), R)
+    grouped = Grouped(X, units)
+    assert grouped.shape == (*places.shape, 2)
+    np.testing.assert_array_equal(grouped[:], X[places])
+    np.testing.assert_array_equal(Grouped(None, units)[:], counted)
+    np.testing.assert_array_equal(grouped[np.array([3, 0])], X[places[[3, 0]]])
+
+
+def test_units_of_one_row_are_rows():
+    own = {"clip_norm": 0.5, "sampler": Poisson(0.3), "noise_multiplier": 1.0, "secret_key": 4,
+           "repetition": True, "estimator": aligned()}  # fmt: skip
+    guide = AutoDiagonalNormal(model)
+    by_row = DPSVI(model, guide, optax.sgd(0.1), **own).run(KEY, 5, X, Y, progress_bar=False)
+    by_unit = DPSVI(model, guide, optax.sgd(0.1), max_rows_per_unit=1, **own).run(
+        KEY, 5, X, Y, progress_bar=False, unit=np.arange(len(IDS))
+    )
+    for name, value in by_row.params.items():
+        np.testing.assert_allclose(value, by_unit.params[name], rtol=1e-5)
+
+
+def test_streamed_units_give_the_same():
+    own = {"clip_norm": 0.5, "sampler": Poisson(0.4), "noise_multiplier": 1.0, "secret_key": 4,
+           "repetition": True}  # fmt: skip
+    svi = DPSVI(model, AutoDiagonalNormal(model), optax.sgd(0.1), max_rows_per_unit=R, **own)
+    call = {"progress_bar": False, "unit": IDS}
+    found = [svi.run(KEY, 5, X, Y, stream=stream, **call) for stream in (False, True)]
+    for name, value in found[0].params.items():
+        np.testing.assert_array_equal(value, found[1].params[name])
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("kind", ["DPSVI", "DPMCMC", "DPLaplace", "fit"])
+def test_reports_count_units(kind):
+    ids, own = np.repeat(np.arange(300), 2), {"max_rows_per_unit": 2}
+    x = rng.normal(size=(600, 2)).astype(np.float32)
+    y = (x[:, 0] > 0) * 1
+    budget = PrivacyBudget(1.0, 1e-5)
+    if kind == "fit":
+        report = fit(model, x, y, unit=ids, budget=budget, rng_key=KEY, **own).privacy
+    elif kind == "DPLaplace":
+        report = DPLaplace(model, budget=budget, **own).run(KEY, x, y, unit=ids).privacy
+    elif kind == "DPMCMC":
+        mcmc = DPMCMC(SGLD(model), num_warmup=2, num_samples=3, clip_norm=1.0, budget=budget,
+                      sampler=FullBatch(), progress_bar=False, **own)  # fmt: skip
+        mcmc.run(KEY, x, y, unit=ids)
+        report = mcmc.privacy
+    else:
+        svi = DPSVI(model, AutoDiagonalNormal(model), optax.sgd(0.1), clip_norm=1.0, budget=budget,
+                    sampler=FullBatch(), **own)  # fmt: skip
+        assert svi.plan(3, x, y, unit=ids).num_examples == 300
+        report = svi.run(KEY, 3, x, y, unit=ids, progress_bar=False).privacy
+    assert (report.plan.num_examples, report.max_rows) == (300, 2)
+    assert "One of 300 units, with all rows of plate 'rows' that have its id." in str(report)
+    with pytest.raises(BudgetError, match="record of this run is a row"):
+        DPLaplace(model, budget=PrivacyBudget(3.0, 1e-5).after(report)).run(KEY, x, y)
+
+
+def test_a_ledger_counts_one_kind_of_unit(tmp_path):
+    ledger = Ledger(tmp_path / "ledger", PrivacyBudget(3.0, 1e-5))
+    ids = np.repeat(np.arange(300), 2)
+    x = rng.normal(size=(600, 2)).astype(np.float32)
+    y = (x[:, 0] > 0) * 1
+
+    def run(**unit):
+        rows = {"max_rows_per_unit": 2} if unit else {}
+        driver = DPLaplace(model, budget=ledger.budget(0.5, purpose="test"), **rows)
+        return driver.run(KEY, x, y, **unit)
+
+    run(unit=ids)
+    with pytest.raises(LedgerError, match="One total cannot cover both"):
+        run()
+    run(unit=ids)
+    assert len(Ledger(tmp_path / "ledger", PrivacyBudget(3.0, 1e-5)).entries) == 2
+
+
+def laplace_signals(x, y, ids):
+    """The signals of a stage, which have norm at most 1."""
+    driver = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5), max_rows_per_unit=R)
+    _, prior, guess = driver._prepared_for((x, y), {"unit": ids})
+    plan = driver._schedule(prior.outcomes.model.structure, prior.outcomes.size)
+    stages, run = Stages(driver.settings, prior.outcomes, guess.groups), Run(prior, plan, guess)
+    stages.start(KEY, run, (x, y), {"unit": ids})
+    session = stages._session((x, y), {"unit": ids})
+    estimator = staged_scores(prior.outcomes, 3)(session.problem)
+    found = []
+    for release in range(len(plan.shares)):
+        public = estimator.prepare(KEY, run.request(release))
+        rows = session.rows((x, y), {"unit": ids}).arrays
+        signals = jax.vmap(lambda example, public=public: estimator.signal(public, example))(rows)
+        found.append(sum(np.sum(np.square(v), axis=tuple(range(1, np.ndim(v))))
+                         for v in jax.tree.leaves(signals)))  # fmt: skip
+    return np.sqrt(found)
+
+
+@pytest.mark.full
+def test_signals_of_units_keep_the_bounds_of_a_stage():
+    x = X * np.where(IDS == 2, 1e3, 1)[:, None].astype(np.float32)
+    norms = laplace_signals(x, Y, IDS)
+    assert norms.shape[1] == len(np.unique(IDS))
+    assert norms.max() <= 1 + 1e-5
+    assert norms.max() > 0.05
+
+
+def test_bad_ids_are_refused():
+    svi = DPSVI(model, AutoDiagonalNormal(model), optax.sgd(0.1), clip_norm=1.0,
+                sampler=FullBatch(), noise_multiplier=1.0, max_rows_per_unit=R)  # fmt: skip
+    with pytest.raises(TypeError, match="needs the unit of each row"):
+        svi.run(KEY, 2, X, Y)
+    with pytest.raises(ValueError, match="one id for each row"):
+        svi.run(KEY, 2, X, Y, unit=IDS[:5])
+    with pytest.raises(ValueError, match="not finite"):
+        svi.run(KEY, 2, X, Y, unit=np.where(IDS == 2, np.nan, IDS))
+    state = svi.init(KEY, X, Y, unit=IDS)
+    with pytest.raises(ValueError, match="compiled update needs a call of init"):
+        jax.jit(lambda state, ids: svi.update(state, X, Y, unit=ids))(state, IDS)
+    jax.jit(lambda state, x: svi.update(state, x, Y, unit=IDS))(state, X)
+    with pytest.raises(ValueError, match="max_rows_per_unit"):
+        DPSVI(model, AutoDiagonalNormal(model), optax.sgd(0.1), clip_norm=1.0,
+              sampler=FullBatch(), noise_multiplier=1.0, max_rows_per_unit=0).run(
+                  KEY, 2, X, Y, unit=IDS)  # fmt: skip
+    svi.update(state, X, Y, unit=IDS)
+
+
+def test_latents_of_rows_are_refused():
+    def local(x):
+        mean = numpyro.sample("mean", dist.Normal(0, 1))
+        with numpyro.plate("rows", x.shape[0]):
+            own = numpyro.sample("own", dist.Normal(mean, 1))
+            numpyro.sample("x", dist.Normal(own, 1), obs=x)
+
+    svi = DPSVI(local, AutoDiagonalNormal(local), optax.sgd(0.1), clip_norm=1.0,
+                sampler=FullBatch(), noise_multiplier=1.0, max_rows_per_unit=R)  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="belong to single rows"):
+        svi.run(KEY, 2, X[:, 0], unit=IDS)
