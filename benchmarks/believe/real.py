@@ -13,6 +13,7 @@ RAND HIE comes with statsmodels. The others are read from the folder that NUMPYR
 """
 
 import functools
+import itertools
 import pathlib
 import sys
 import time
@@ -107,28 +108,27 @@ def sampler(number):
     return Poisson(1000 / number) if number > 1000 else FullBatch()
 
 
-def by_laplace(model, budget, key, x, y):
-    return DPLaplace(model, budget=budget).run(key, x, y).sample(jax.random.key(1), DRAWS)
+def by_laplace(model, key, data, number, **own):
+    return DPLaplace(model, **own).run(key, *data[0], **data[1]).sample(jax.random.key(1), DRAWS)
 
 
-def by_svi(model, budget, key, x, y):
+def by_svi(model, key, data, number, **own):
     guide = AutoDiagonalNormal(model)
-    svi = DPSVI(model, guide, optax.adam(5e-3), clip_norm=1.0,
-                sampler=sampler(len(y)), budget=budget)  # fmt: skip
-    result = svi.run(key, 2000, x, y, progress_bar=False)
+    svi = DPSVI(model, guide, optax.adam(5e-3), clip_norm=1.0, sampler=sampler(number), **own)
+    result = svi.run(key, 2000, *data[0], progress_bar=False, **data[1])
     return result.posterior.sample(jax.random.key(1), DRAWS)
 
 
-def by_message_passing(model, budget, key, x, y):
-    sep = DPSEP(model, clip_norm=2.0, sampler=FullBatch(), budget=budget)
-    result = sep.run(key, 20, x, y, progress_bar=False)
+def by_message_passing(model, key, data, number, **own):
+    sep = DPSEP(model, clip_norm=2.0, sampler=FullBatch(), **own)
+    result = sep.run(key, 20, *data[0], progress_bar=False, **data[1])
     return result.posterior.sample(jax.random.key(1), DRAWS)
 
 
-def by_sampling(model, budget, key, x, y):
+def by_sampling(model, key, data, number, **own):
     mcmc = DPMCMC(SGLD(model), num_warmup=500, num_samples=DRAWS, clip_norm=1.0,
-                  sampler=sampler(len(y)), budget=budget, progress_bar=False)  # fmt: skip
-    mcmc.run(key, x, y)
+                  sampler=sampler(number), progress_bar=False, **own)  # fmt: skip
+    mcmc.run(key, *data[0], **data[1])
     return mcmc.posterior.sample(jax.random.key(1), DRAWS)
 
 
@@ -179,23 +179,43 @@ def base_rate(y_train, y_test):
     return float(np.mean(np.log(counts / counts.sum())[y_test]))
 
 
+def persons(name):
+    """The person of each row, in sets where persons have several rows."""
+    if name == "rwm5yr":
+        return load_rwm5yr().group
+    from statsmodels.datasets import randhie
+
+    source = pathlib.Path(randhie.__file__).parent / "src" / "randhie.csv"
+    return np.genfromtxt(source, delimiter=",", names=True, usecols="zper").astype(int)
+
+
 def split(name):
     """Model, training part and test part of a set; a fifth is held out."""
     load, model = SETS[name]
     x, y = load()
     y = np.asarray(y).astype(int) if model is visits_model else (np.asarray(y) > 0).astype(int)
-    if name == "adult, own split":
-        cut = len(load_adult().y_train)
-        parts = np.arange(cut), np.arange(cut, len(y))
-    else:
-        order = np.random.default_rng(0).permutation(len(y))
-        parts = order[len(y) // 5 :], order[: len(y) // 5]
+    parts = parts_of(name, len(y))
     return model, *((jnp.asarray(x[p], jnp.float32), jnp.asarray(y[p], jnp.int32)) for p in parts)
 
 
-def compare(name, epsilons, seeds, drivers):
+def parts_of(name, number):
+    """Rows of the training part and of the test part."""
+    if name == "adult, own split":
+        cut = len(load_adult().y_train)
+        return np.arange(cut), np.arange(cut, number)
+    order = np.random.default_rng(0).permutation(number)
+    return order[number // 5 :], order[: number // 5]
+
+
+def compare(name, epsilons, seeds, drivers, by_person=False):
     """Rows of one set: NUTS, and each driver at each budget."""
     model, train, test = split(name)
+    units = [("row", {}, {}, len(train[1]))]
+    if by_person:
+        ids = persons(name)
+        ids = ids[parts_of(name, len(ids))[0]]
+        number, most = len(np.unique(ids)), int(np.unique(ids, return_counts=True)[1].max())
+        units.append(("person", {"unit": ids}, {"max_rows_per_unit": most}, number))
     start = time.perf_counter()
     exact = by_nuts(model, *train)
     flat = unconstrained(model, {n: np.asarray(v) for n, v in exact.items()}, train[0])
@@ -209,13 +229,14 @@ def compare(name, epsilons, seeds, drivers):
     }]  # fmt: skip
     print(rows[-1], flush=True)
     for driver in drivers:
-        for epsilon in epsilons:
+        for epsilon, (unit, further, own, number) in itertools.product(epsilons, units):
             found = []
             for seed in range(seeds):
                 start = time.perf_counter()
                 try:
                     budget = PrivacyBudget(epsilon, 1e-5)
-                    draws = DRIVERS[driver](model, budget, jax.random.key(seed), *train)
+                    key, data = jax.random.key(seed), (train, further)
+                    draws = DRIVERS[driver](model, key, data, number, budget=budget, **own)
                 except UnsupportedModelError as error:
                     print(f"{name}, {driver}: {error}", flush=True)
                     break
@@ -230,7 +251,8 @@ def compare(name, epsilons, seeds, drivers):
                     "seconds": seconds,
                 })  # fmt: skip
             if found:
-                row = known | {"driver": driver, "epsilon": epsilon} | average_row(found)
+                row = known | {"driver": driver, "epsilon": epsilon, "unit": unit}
+                row |= average_row(found)
                 row["worst distance"] = max(each["distance"] for each in found)
                 rows.append(row)
                 shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
@@ -243,6 +265,7 @@ def main():
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--sets", nargs="*", default=list(SETS))
     parser.add_argument("--drivers", nargs="*", default=list(DRIVERS))
+    parser.add_argument("--by-person", action="store_true", help="persons as records, too")
     parser.add_argument("--epsilons", nargs="*", type=float, default=[0.3, 1.0, 3.0, 10.0])
     args = parser.parse_args()
     seeds, sets, drivers = args.seeds, args.sets, args.drivers
@@ -251,7 +274,7 @@ def main():
     rows = []
     for name in sets:
         try:
-            rows += compare(name, args.epsilons, seeds, drivers)
+            rows += compare(name, args.epsilons, seeds, drivers, args.by_person)
         except DatasetNotFoundError as error:
             print(f"{name}: left out, {error}")
         jax.clear_caches()

@@ -53,6 +53,7 @@ class _Reader:
         data_plate: str | None,
         static: dict[str, Any],
         public: Any,
+        max_rows: int | None = None,
     ) -> None:
         check_callable("model", model)
         if not isinstance(family, Mapping) and family not in _NORMAL:
@@ -66,7 +67,7 @@ class _Reader:
                 "Expected site to be built by a call, such as quadrature() or importance() of "
                 f"numpyro_dp.ep.sites, got {site!r}."
             )
-        self.given = GivenModel(model, static, data_plate, declare(public, static))
+        self.given = GivenModel(model, static, data_plate, declare(public, static), max_rows)
         self.family, self.site = family, site
         self.guide = PosteriorGuide()
 
@@ -87,8 +88,8 @@ class _Reader:
         """Finds the prior and the kind of site. Reads no record."""
         shared = structure.layout.rows(args, kwargs).shared
         problem = make_problem(self.given.fn, structure, self.family, shared, rng_key)
-        site = choose_site(problem) if self.site is None else self.site
-        site.check(problem)
+        site = choose_site(problem.by_row) if self.site is None else self.site
+        site.check(problem.by_row)
         return problem._replace(site=site)
 
 
@@ -130,6 +131,8 @@ class DPSEP(Driver):
         sampler, mechanism, budget, noise_multiplier, secret_key, num_steps, accountant,
             microbatch_size, mesh, public, repetition: See :class:`~numpyro_dp.DPSVI`.
         data_plate: Name of the plate over records, if the model has several candidates.
+        max_rows_per_unit: As for :class:`~numpyro_dp.DPSVI`. The site of a unit is the product of
+            the sites of its rows, each at the cavity of the unit, and is clipped as a whole.
         **static_kwargs: Public, constant keywords of the model.
 
     Raises:
@@ -176,6 +179,7 @@ class DPSEP(Driver):
         shared_precision: bool | int = False,
         unbiased_clipping: bool = True,
         data_plate: str | None = None,
+        max_rows_per_unit: int | None = None,
         mechanism: MechanismBuilder = GaussianMechanism(),
         budget: PrivacyBudget | None = None,
         noise_multiplier: float | None = None,
@@ -199,7 +203,9 @@ class DPSEP(Driver):
         if not callable(damping):
             check_real("damping", damping, low=0, low_open=True, high=1)
         estimator = stochastic_ep(precision_weight, shared_precision, bool(unbiased_clipping))
-        self._reader = _Reader(model, family, site, data_plate, static_kwargs, settings.public)
+        self._reader = _Reader(
+            model, family, site, data_plate, static_kwargs, settings.public, max_rows_per_unit
+        )
         self.guide = self._reader.guide
         values = str(self._reader), *release, bool(unbiased_clipping)
         super().__init__(Method(estimator, Damped(damping), values, _INDEPENDENT), settings)

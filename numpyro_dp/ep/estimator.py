@@ -136,7 +136,7 @@ def stochastic_ep(
 
     def build(problem: EPProblem) -> Estimator:
         outcomes = _outcomes_of(problem) if unbiased_clipping else None
-        method = problem.site.build(problem)
+        method = problem.site.build(problem.by_row)
         packing = _packing_of(problem, precision_weight, shared_precision)
 
         def prepare(rng_key: Array, params: Natural) -> _Public:
@@ -147,8 +147,16 @@ def stochastic_ep(
             return _Public(method.prepare(rng_key, cavity), centred, at)
 
         def signal_of(method: Site) -> Callable[[_Public, Any], dict[str, Array]]:
+            approximate = method.approximate
+            if problem.records.layout.max_rows is not None:
+
+                def approximate(public: Any, example: Any) -> Natural:
+                    *rows, counted = example
+                    sites = jax.vmap(lambda row: method.approximate(public, row))(tuple(rows))
+                    return jax.tree.map(lambda leaf: jnp.tensordot(counted, leaf, 1), sites)
+
             def signal(public: _Public, example: Any) -> dict[str, Array]:
-                found = method.approximate(public.site, example)
+                found = approximate(public.site, example)
                 if outcomes is None:  # else a record that is not finite counts as 0 anyway
                     found = divide(_finite_or_nothing(found), public.factor)
                 return packing.pack(found)

@@ -101,6 +101,11 @@ class EPProblem(NamedTuple):
         """Log likelihood of one record."""
         return self.model.log_likelihood(self.latents.unconstrain(z), {}, example, self.shared)
 
+    @property
+    def by_row(self) -> EPProblem:
+        """The same problem with a single row as a record, which is what sites read."""
+        return self._replace(model=self.model.by_row)
+
     @staticmethod
     def constrain(params: Natural) -> Natural:
         """Natural parameters under their published names.
@@ -160,9 +165,9 @@ class Site(NamedTuple):
     Attributes:
         prepare: ``(rng_key, cavity) -> public``, from the cavity's natural parameters. Reads no
             record.
-        approximate: ``(public, example) -> site``, the natural parameters of the projected tilted
+        approximate: ``(public, row) -> site``, the natural parameters of the projected tilted
             distribution divided by the cavity. For normal families they are centred at the
-            cavity's mean. Reads one record.
+            cavity's mean. Reads one row.
     """
 
     prepare: Callable[[Array, Natural], Any]

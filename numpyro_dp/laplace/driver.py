@@ -284,13 +284,15 @@ class DPLaplace:
             )
         outcomes, releases = prior.outcomes, len(stages.plan.shares)
         source = ModelSource.of(outcomes.model, outcomes.shared, {})
-        method = f"DPLaplace, {releases} releases of {report.plan.num_examples} records"
+        of_units = report.max_rows is not None
+        records = "units" if of_units else "records"
+        method = f"DPLaplace, {releases} releases of {report.plan.num_examples} {records}"
         draws = prior.posterior(precision, linear, rng_key)
         findings = ()
         if math.isfinite(report.epsilon):
             moments = prior.decoded.updated(precision, linear)
             findings = findings_of_normal(*moments, prior.decoded)
-            findings += findings_of_spread(*stages.spread)
+            findings += findings_of_spread(*stages.spread, of_units)
         posterior = source.posterior(draws, report, method, tuple(notes), findings=findings)
         posterior.warn()
         return posterior

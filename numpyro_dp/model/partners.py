@@ -31,6 +31,11 @@ class OutcomeModel(NamedTuple):
     model: Model
 
     @property
+    def by_row(self) -> OutcomeModel:
+        """The same model with a single row as a record."""
+        return OutcomeModel(self.model.by_row)
+
+    @property
     def structure(self) -> Any:
         """The structure of the model."""
         return self.model.structure
@@ -50,7 +55,7 @@ class OutcomeModel(NamedTuple):
         return model.log_likelihood(latents, params, record, shared, rng_key)
 
     def _of_unit(self, latents: Any, params: Any, record: Any, outcome: Any, shared: Any) -> Array:
-        by_row = OutcomeModel(self.model.by_row)
+        by_row = self.by_row
         return sum_over_rows(
             lambda row, y: by_row.log_likelihood(latents, params, (row, y, None), shared),
             record, outcome,

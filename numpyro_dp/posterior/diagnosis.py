@@ -194,19 +194,23 @@ def findings_of_normal(mean: np.ndarray, covariance: np.ndarray, prior: Prior) -
     return found
 
 
-def findings_of_spread(ratio: float, error: float) -> list[Finding]:
+def findings_of_spread(ratio: float, error: float, of_units: bool = False) -> list[Finding]:
     """What the spread of scores shows about the model.
 
     Args:
         ratio: Variance of the scores of the outcomes, relative to what the model says.
         error: Its standard error.
+        of_units: Whether records are units of several rows.
     """
+    remedy = "Use a likelihood with more spread: NegativeBinomial2 for counts, StudentT for values."
+    if of_units:
+        remedy = "Rows of one unit may depend on each other: give the model what they share."
     if ratio < _MISFIT or ratio - _SURELY * error <= 1:
         return []
     return [Finding("misfit", True, (
         f"Outcomes vary more than the model says: scores have {ratio:.2g} times its variance, or "
         "more. The intervals allow for part of it, but clipping biases the fit of a wrong model. "
-        "Use a likelihood with more spread: NegativeBinomial2 for counts, StudentT for values."
+        + remedy
     ))]  # fmt: skip
 
 

@@ -3,9 +3,9 @@
 A folder has one file, ``SENSITIVE_checkpoint``. It has a first line with format and version, the
 SHA-256 of all that follows, and arrays in NumPy's ``npz`` format without pickled objects. The array
 ``about`` is JSON. Its ``meaning`` is what must be the same in a call that continues, with a hash of
-the compiled program. ``salt`` and ``records`` are a keyed hash of all records together. ``run`` and
-``date`` are those of the privacy report. The other arrays are the progress of the run, with the
-keys of all later noise.
+the compiled program. It also has a keyed hash of all records together (``salt``, ``records``), and
+the name and date of the privacy report (``run``, ``date``). The other arrays are the progress of
+the run, with the keys of all later noise.
 """
 
 from __future__ import annotations

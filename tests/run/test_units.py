@@ -1,5 +1,7 @@
 """A unit of several rows is one record: its signals are added up and clipped once."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,9 @@ from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
 from numpyro_dp import (
     DPMCMC,
+    DPSEP,
     DPSVI,
+    SEP,
     SGLD,
     BudgetError,
     DPLaplace,
@@ -45,11 +49,12 @@ def kept_rows():
     return [np.flatnonzero(unit == IDS)[:R] for unit in np.unique(IDS)]
 
 
-def total(estimator, x=X, y=Y, ids=IDS, clip=0.3, **changes):
+def total(estimator, x=X, y=Y, ids=IDS, clip=0.3):
     """The sum of clipped scores in one step from w = init, read off a step of gradient descent."""
     svi = DPSVI(
         model, AutoDelta(model), optax.sgd(1.0), estimator=estimator, clip_norm=clip,
-        sampler=FullBatch(), noise_multiplier=0.0, max_rows_per_unit=R, **changes
+        sampler=FullBatch(), noise_multiplier=0.0, max_rows_per_unit=R, secret_key=4,
+        repetition=True
     )  # fmt: skip
     start = {"w_auto_loc": jnp.array([0.3, -0.2])}
     call = {"init_params": start, "progress_bar": False, "unit": ids}
@@ -124,6 +129,30 @@ def test_streamed_units_give_the_same():
     found = [svi.run(KEY, 5, X, Y, stream=stream, **call) for stream in (False, True)]
     for name, value in found[0].params.items():
         np.testing.assert_array_equal(value, found[1].params[name])
+
+
+def test_message_passing_adds_the_sites_of_rows():
+    few, own = np.concatenate(kept_rows()), {"noise_multiplier": 0.0, "sampler": FullBatch()}
+    by_row = SEP(model).run(KEY, 30, X[few], Y[few], progress_bar=False)
+    sep = DPSEP(model, clip_norm=math.inf, max_rows_per_unit=R, **own)
+    by_unit = sep.run(KEY, 30, X, Y, unit=IDS, progress_bar=False)
+    for name, value in by_row.params.items():
+        # The cavity of a unit leaves out the mean factor of a unit, and that of a row one of a row.
+        np.testing.assert_allclose(value, by_unit.params[name], rtol=0.05, atol=0.05)
+
+
+def test_message_passing_clips_the_site_of_a_unit():
+    changes = []
+    for factor in (100.0, np.nan):
+        x = np.where((IDS == 2)[:, None], np.float32(factor) * X, X)
+        sep = DPSEP(model, clip_norm=0.3, max_rows_per_unit=R, noise_multiplier=0.0, damping=1.0,
+                    sampler=FullBatch())  # fmt: skip
+        state = sep.run(KEY, 1, x, Y, unit=IDS, progress_bar=False).state
+        released = state.optim_state.released
+        changes.append(np.concatenate([np.ravel(released[n]) for n in sorted(released)]))
+    # A unit that is not finite counts as one without information, so two records are compared. The
+    # prior has mean 0, so linear terms are where they are clipped.
+    assert 1e-3 < np.linalg.norm(changes[0] - changes[1]) <= 2 * 0.3
 
 
 @pytest.mark.table
