@@ -6,7 +6,9 @@ from numpyro_dp.ep.driver import DPSEP, EP, SEP
 from numpyro_dp.fit import fit
 from numpyro_dp.laplace.driver import DPLaplace
 from numpyro_dp.mcmc import DPMCMC, SGHMC, SGLD, PreconditionedSGLD
+from numpyro_dp.model.frames import design
 from numpyro_dp.model.public import UnsupportedModelError
+from numpyro_dp.model.record_check import check_records
 from numpyro_dp.pbp import RegressionNetwork
 from numpyro_dp.pbp.driver import DPPBP, PBP
 from numpyro_dp.posterior import Posterior
@@ -47,7 +49,9 @@ __all__ = [
     "SensitiveValueError",
     "UnsupportedModelError",
     "accounting",
+    "check_records",
     "core",
+    "design",
     "estimators",
     "extend",
     "fit",

@@ -10,6 +10,7 @@ from jax import Array
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp.laplace.driver import DPLaplace
+from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.structure import find_data_plate
 from numpyro_dp.model.units import number_of_units, split_unit
@@ -80,6 +81,7 @@ def fit(
             "Expected either epsilon (and delta) or budget, got "
             f"epsilon={epsilon}, delta={delta}, budget={budget}."
         )
+    args, kwargs = as_arrays(args, kwargs)
     ids, own = split_unit(kwargs, max_rows_per_unit)
     number = find_data_plate(model, args, own)[1]
     if ids is not None:

@@ -18,6 +18,7 @@ from numpyro_dp.laplace.schedule import Kind, Schedule, schedule
 from numpyro_dp.laplace.stages import Releases, Run, Stages
 from numpyro_dp.laplace.suitable import check_suitable
 from numpyro_dp.model.density import Model
+from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import GivenModel, arguments_key
 from numpyro_dp.model.outcomes import read_outcomes
 from numpyro_dp.model.public import argument_names, declare
@@ -177,6 +178,7 @@ class DPLaplace:
         """
         check_outside_trace("DPLaplace.run")
         check_rng_key(rng_key)
+        args, kwargs = as_arrays(args, kwargs)
         settings = without_own_run(self.settings, checkpoint)
         if settings is not self.settings:
             self.settings, self._drivers = settings, {}
@@ -217,7 +219,7 @@ class DPLaplace:
             *args: Arguments of the model, or arrays of the same shapes.
             **kwargs: Keyword arguments of the model.
         """
-        _, prior, _ = self._prepared_for(args, kwargs)
+        _, prior, _ = self._prepared_for(*as_arrays(args, kwargs))
         number = prior.outcomes.model.structure.layout.num_examples
         return forecast(plan_for(self.settings, number, 1), prior.outcomes.size, 1)
 

@@ -23,6 +23,7 @@ from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.mcmc.kernels import SGLD, as_optimizer, langevin
 from numpyro_dp.mcmc.mixing import draws_of_chains, mixing_of
 from numpyro_dp.model.density import Model
+from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import Call, Frontend, GivenModel, Prepared
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.records import Rows
@@ -199,6 +200,7 @@ class DPMCMC:
         check_outside_trace("DPMCMC.run")
         check_rng_key(rng_key)
         check_sizes(every=every)
+        args, kwargs = as_arrays(args, kwargs)
         settings = without_own_run(self.settings, checkpoint)
         if settings is not self.settings:
             self.settings, self._driver = settings, _Chain(self._frontend, settings)
@@ -247,7 +249,7 @@ class DPMCMC:
             *args: Arguments of the model, or arrays of the same shapes.
             **kwargs: Keyword arguments of the model.
         """
-        session = self._driver._session(args, kwargs)
+        session = self._driver._session(*as_arrays(args, kwargs))
         chains, number = self.num_chains, session.num_examples
         plan = plan_for(self.settings, number, chains * self._num_steps)
         return forecast(plan, session.num_latents, chains * self._sizes[1])

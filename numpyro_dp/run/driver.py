@@ -17,6 +17,7 @@ from jax import Array
 from numpyro_dp._compat import is_tracer
 from numpyro_dp._validate import check_int, check_num_steps, check_sizes
 from numpyro_dp.core import Fold
+from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import Call, Prepared, arguments_key
 from numpyro_dp.model.public import first_values
 from numpyro_dp.model.records import Records, array_shapes
@@ -101,7 +102,7 @@ class Driver(abc.ABC):
             BudgetError: If the steps do not fit the budget.
         """
         check_num_steps(num_steps, _UNLIMITED - 1)
-        session = self._session(args, kwargs)
+        session = self._session(*as_arrays(args, kwargs))
         plan = plan_for(self.settings, session.num_examples, num_steps)
         return forecast(plan, session.num_latents, (1 - WARMUP) * num_steps)
 
@@ -127,6 +128,7 @@ class Driver(abc.ABC):
         """
         check_outside_trace(f"{type(self).__name__}.init")
         check_rng_key(rng_key)
+        args, kwargs = as_arrays(args, kwargs)
         state = self._init(rng_key, self.settings.num_steps, args, kwargs, init_params)
         with begun(self.settings, state):
             charge(self.settings, state, self.settings.num_steps)
@@ -164,6 +166,7 @@ class Driver(abc.ABC):
         _check_reverse_mode(forward_mode_differentiation)
         check_state(svi_state)
         check_passed_to_trace(f"{type(self).__name__}.update", [svi_state.origin])
+        args, kwargs = as_arrays(args, kwargs)
         session = self._session(args, kwargs)
         self._check_fits(svi_state, session, ("budget", "sensitive"))
         if in_trace():
@@ -249,6 +252,7 @@ class Driver(abc.ABC):
         check_num_steps(num_steps, _UNLIMITED - 1)
         check_sizes(trace_size=trace_size, every=every)
         _check_reverse_mode(forward_mode_differentiation)
+        args, kwargs = as_arrays(args, kwargs)
         settings = without_own_run(self.settings, checkpoint)
         if settings is not self.settings:
             self.settings, self._sessions = settings, {}
@@ -362,6 +366,7 @@ class Driver(abc.ABC):
         check_num_steps(num_steps, _UNLIMITED - 1)
         check_sizes(trace_size=trace_size, chunk_size=chunk_size)
         check_rng_keys(rng_keys)
+        args, kwargs = as_arrays(args, kwargs)
         if self.settings.charges is not None:
             raise ValueError(
                 "A sweep has many runs, and a ledger counts one run for each budget. Call run for "

@@ -1,0 +1,182 @@
+"""Data frames as arguments, and columns made into a matrix by public categories and bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import narwhals.stable.v1 as nw
+import numpy as np
+
+from numpyro_dp._validate import check_real
+from numpyro_dp.model.units import UNIT
+
+__all__ = ["Design", "as_arrays", "design"]
+
+_LIBRARIES = ("pandas", "polars", "pyarrow")
+
+
+def as_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    """Returns arguments with NumPy arrays in place of frames and series.
+
+    Shapes and dtypes depend on the types of the columns, and never on their values.
+
+    Raises:
+        TypeError: If a column does not hold numbers.
+        ValueError: If a column of whole numbers has missing values.
+    """
+    if not any(map(_is_frame, jax.tree.leaves((args, kwargs)))):
+        return args, kwargs
+    if _is_frame(kwargs.get(UNIT)):  # ids may be texts
+        kwargs = kwargs | {UNIT: np.asarray(kwargs[UNIT])}
+    return jax.tree.map(lambda leaf: _as_array(leaf) if _is_frame(leaf) else leaf, (args, kwargs))
+
+
+class Design(NamedTuple):
+    """A matrix with a row for each record.
+
+    Attributes:
+        matrix: The matrix, float32.
+        names: A name for each column.
+    """
+
+    matrix: np.ndarray
+    names: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        """Shows the names, not the records."""
+        return f"Design({len(self.names)} columns: {', '.join(self.names)})"
+
+
+def design(frame: Any, columns: Any, *, intercept: bool = True) -> Design:
+    """Makes a matrix of some columns of a frame, by what is public about them.
+
+    A tuple ``(low, high)`` is the range of a number. Numbers outside it are moved to its ends, and
+    the range becomes [-1, 1], which suits a prior of scale 1 and ``DPLaplace``. A list has the
+    categories of a column. Each but the first becomes a column of zeros and ones. A missing value
+    gives ``nan``, and such a record counts as 0 in a run (see :func:`~numpyro_dp.check_records`).
+
+    Take ranges and categories from a codebook, not from the records: they are public.
+
+    Args:
+        frame: A frame of pandas, Polars or PyArrow, or a dict of arrays.
+        columns: For each column to use, its range or its categories.
+        intercept: Whether the first column is 1.
+
+    Raises:
+        TypeError: If ``columns`` describes a column by anything else.
+        ValueError: If the frame has no such column, a range is empty, or a value is in no category.
+
+    Example:
+        >>> import numpy as np
+        >>> frame = {"age": np.array([20.0, 60.0, 110.0]), "sex": np.array(["f", "m", "f"])}
+        >>> design(frame, {"age": (0, 100), "sex": ["f", "m"]})
+        Design(3 columns: intercept, age, sex=m)
+        >>> design(frame, {"age": (0, 100), "sex": ["f", "m"]}).matrix.tolist()
+        [[1.0, -0.6000000238418579, 0.0], [1.0, 0.20000000298023224, 1.0], [1.0, 1.0, 0.0]]
+    """
+    if not isinstance(columns, Mapping) or not columns:
+        raise TypeError(
+            f"Expected columns as a dict by column, such as {{'age': (0, 100)}}, got {columns!r}."
+        )
+    known = list(frame) if isinstance(frame, Mapping) else nw.from_native(frame).columns
+    if missing := [name for name in columns if name not in known]:
+        raise ValueError(f"The frame has no columns {missing}. It has {known}.")
+    parts = {}
+    for name, public in columns.items():
+        values, lacking = _column(frame, name)
+        if isinstance(public, tuple):
+            parts |= {name: _scaled(name, values, public)}
+        elif isinstance(public, list) and len(public) > 1:
+            parts |= _indicators(name, values, lacking, public)
+        else:
+            raise TypeError(
+                f"Expected a range (low, high) or a list of two or more categories for {name!r}, "
+                f"got {public!r}."
+            )
+    rows = len(next(iter(parts.values())))
+    first = {"intercept": np.ones(rows)} if intercept else {}
+    matrix = np.column_stack([*first.values(), *parts.values()]).astype(np.float32)
+    return Design(matrix, (*first, *parts))
+
+
+def _is_frame(leaf: Any) -> bool:
+    return type(leaf).__module__.split(".")[0] in _LIBRARIES
+
+
+def _as_array(frame: Any) -> np.ndarray:
+    """The numbers of a frame or series, in a dtype that its declared types fix."""
+    if type(frame).__module__.startswith("pyarrow") and not hasattr(frame, "combine_chunks"):
+        import pyarrow
+
+        frame = pyarrow.chunked_array([frame])  # narwhals takes no plain array
+    found = nw.from_native(frame, allow_series=True)
+    if isinstance(found, nw.Series):
+        return _numbers(found, found.name or "series")
+    return np.column_stack([_numbers(found[name], name) for name in found.columns])
+
+
+def _numbers(column: nw.Series, name: str) -> np.ndarray:
+    kind = column.dtype
+    if not (kind.is_numeric() or kind == nw.Boolean) or kind == nw.Decimal:
+        raise TypeError(
+            f"Expected numbers in the column {name!r}, got {kind}. Use numpyro_dp.design with "
+            "public categories and ranges, or leave the column out."
+        )
+    if kind.is_float():
+        return np.asarray(column.to_numpy(), np.float32 if kind == nw.Float32 else np.float64)
+    if column.null_count():  # as a float it would have another dtype than without missing values
+        raise ValueError(
+            f"The column {name!r} of whole numbers has missing values. Convert it to floats, whose "
+            "missing values are nan, or use numpyro_dp.design."
+        )
+    return np.asarray(column.to_numpy(), bool if kind == nw.Boolean else np.int64)
+
+
+def _column(frame: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The values of a column, and which are missing."""
+    if isinstance(frame, Mapping):
+        values = np.asarray(frame[name])
+        return values, np.array([value is None or value != value for value in values.tolist()])
+    column = nw.from_native(frame)[name]
+    lacking = column.is_null().to_numpy()
+    if column.dtype.is_float():
+        lacking = lacking | np.isnan(column.to_numpy())
+    return column.to_numpy(), lacking
+
+
+def _scaled(name: str, values: np.ndarray, ends: tuple[Any, ...]) -> np.ndarray:
+    """Numbers with their range moved to [-1, 1]."""
+    if len(ends) != 2:
+        raise TypeError(f"Expected (low, high) for {name!r}, got {ends}. Categories are a list.")
+    low, high = (check_real(f"an end of the range of {name!r}", end) for end in ends)
+    if not low < high or math.isinf(high - low):
+        raise ValueError(f"Expected low < high for {name!r}, got {ends}.")
+    try:
+        found = np.array([np.nan if value is None else value for value in values], np.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"The column {name!r} does not hold numbers, as its range {ends} says. Give a list of "
+            "its categories."
+        ) from error
+    return np.clip(2 * (found - low) / (high - low) - 1, -1, 1)
+
+
+def _indicators(
+    name: str, values: np.ndarray, lacking: np.ndarray, categories: list[Any]
+) -> dict[str, np.ndarray]:
+    """A column of zeros and ones for each category but the first."""
+    if len(set(categories)) < len(categories):
+        raise ValueError(f"The categories of {name!r} are not distinct: {categories}.")
+    is_one = {category: np.asarray(values == category, bool) for category in categories}
+    if not np.all(sum(is_one.values()) | lacking):
+        raise ValueError(
+            f"The column {name!r} has values that are none of its categories {categories}. Add "
+            "them, or join them to a public category such as 'other'."
+        )
+    return {
+        f"{name}={category}": np.where(lacking, np.nan, own)
+        for category, own in list(is_one.items())[1:]
+    }
