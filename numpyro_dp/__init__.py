@@ -18,6 +18,7 @@ from numpyro_dp.privacy.keys import secret_key
 from numpyro_dp.privacy.ledger import Ledger, LedgerError
 from numpyro_dp.privacy.once import NoiseReuseError
 from numpyro_dp.privacy.plan import BudgetError, PrivacyReport
+from numpyro_dp.run.audit import audit, audit_run
 from numpyro_dp.run.columns import summarize_columns
 from numpyro_dp.run.results import RunInterrupted, RunResult, SensitiveValueError
 from numpyro_dp.vi.svi import DPSVI
@@ -50,6 +51,8 @@ __all__ = [
     "SensitiveValueError",
     "UnsupportedModelError",
     "accounting",
+    "audit",
+    "audit_run",
     "check_records",
     "core",
     "design",
