@@ -210,6 +210,11 @@ class DPSEP(Driver):
         values = str(self._reader), *release, bool(unbiased_clipping)
         super().__init__(Method(estimator, Damped(damping), values, _INDEPENDENT), settings)
 
+    @property
+    def max_rows(self) -> int | None:
+        """Most rows of a unit, or ``None`` if a record is a row."""
+        return self._reader.given.max_rows
+
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters of a state. They may be published."""
         check_state(state)
@@ -221,7 +226,7 @@ class DPSEP(Driver):
 
     def prepare(self, structure: ModelStructure, rng_key: Array, call: Call) -> Prepared:
         """Reads no record."""
-        known = self._sessions.get(arguments_key(call.args, call.kwargs))
+        known = self._sessions.get(arguments_key(call.args, call.kwargs, self.max_rows))
         if known is None:
             problem = self._reader.problem(structure, rng_key, call.args, call.kwargs)
         else:

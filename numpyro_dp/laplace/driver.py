@@ -227,7 +227,7 @@ class DPLaplace:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ModelPrior, FirstGuess]:
         """Returns a cache key, the prior and the first guess. All are public."""
-        shapes = arguments_key(args, kwargs)
+        shapes = arguments_key(args, kwargs, self._given.max_rows)
         if shapes not in self._structures:
             self._structures[shapes] = self._given.structure(args, kwargs)
         structure = self._structures[shapes]

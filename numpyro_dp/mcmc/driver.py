@@ -383,6 +383,11 @@ class _Chain(Driver):
         super().__init__(method, settings)
         self._frontend = frontend
 
+    @property
+    def max_rows(self) -> int | None:
+        """Most rows of a unit, or ``None`` if a record is a row."""
+        return self._frontend.given.max_rows
+
     def get_params(self, state: SensitiveState) -> dict[str, Any]:
         """Returns the constrained position."""
         return self._frontend.svi.get_params(state)

@@ -87,10 +87,15 @@ def design(frame: Any, columns: Any, *, intercept: bool = True) -> Design:
     parts = {}
     for name, public in columns.items():
         values, lacking = _column(frame, name)
+        if values.ndim != 1 or (parts and len(values) != len(next(iter(parts.values())))):
+            raise ValueError(
+                f"Expected {name!r} as one value for each record, like the other columns, got the "
+                f"shape {values.shape}."
+            )
         if isinstance(public, tuple):
-            parts |= {name: _scaled(name, values, public)}
+            parts |= {str(name): _scaled(str(name), values, public)}
         elif isinstance(public, list) and len(public) > 1:
-            parts |= _indicators(name, values, lacking, public)
+            parts |= _indicators(str(name), values, lacking, public)
         else:
             raise TypeError(
                 f"Expected a range (low, high) or a list of two or more categories for {name!r}, "
@@ -115,7 +120,7 @@ def _as_array(frame: Any) -> np.ndarray:
     found = nw.from_native(frame, allow_series=True)
     if isinstance(found, nw.Series):
         return _numbers(found, found.name or "series")
-    return np.column_stack([_numbers(found[name], name) for name in found.columns])
+    return np.column_stack([_numbers(column, str(column.name)) for column in found.iter_columns()])
 
 
 def _numbers(column: nw.Series, name: str) -> np.ndarray:
@@ -135,16 +140,32 @@ def _numbers(column: nw.Series, name: str) -> np.ndarray:
     return np.asarray(column.to_numpy(), bool if kind == nw.Boolean else np.int64)
 
 
-def _column(frame: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
+def _column(frame: Any, name: Any) -> tuple[np.ndarray, np.ndarray]:
     """The values of a column, and which are missing."""
     if isinstance(frame, Mapping):
         values = np.asarray(frame[name])
-        return values, np.array([value is None or value != value for value in values.tolist()])
-    column = nw.from_native(frame)[name]
+        if values.dtype.kind in "mM":
+            raise TypeError(f"The column {name!r} holds times. Give numbers, such as days.")
+        return values, np.array([_is_missing(value) for value in values.tolist()], bool)
+    (column,) = (each for each in nw.from_native(frame).iter_columns() if each.name == name)
+    if column.dtype in (nw.Datetime, nw.Date, nw.Duration):
+        raise TypeError(
+            f"The column {name!r} holds times. Give numbers, such as days since a date."
+        )
     lacking = column.is_null().to_numpy()
     if column.dtype.is_float():
         lacking = lacking | np.isnan(column.to_numpy())
     return column.to_numpy(), lacking
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a value is ``None``, ``nan``, or a missing value of pandas, which has no truth."""
+    if value is None:
+        return True
+    try:
+        return bool(value != value)
+    except TypeError:
+        return True
 
 
 def _scaled(name: str, values: np.ndarray, ends: tuple[Any, ...]) -> np.ndarray:
@@ -155,7 +176,7 @@ def _scaled(name: str, values: np.ndarray, ends: tuple[Any, ...]) -> np.ndarray:
     if not low < high or math.isinf(high - low):
         raise ValueError(f"Expected low < high for {name!r}, got {ends}.")
     try:
-        found = np.array([np.nan if value is None else value for value in values], np.float64)
+        found = np.array([np.nan if _is_missing(v) else v for v in values.tolist()], np.float64)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"The column {name!r} does not hold numbers, as its range {ends} says. Give a list of "

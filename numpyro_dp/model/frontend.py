@@ -12,7 +12,6 @@ import numpy as np
 from jax import Array
 from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 
-from numpyro_dp._compat import is_tracer
 from numpyro_dp._validate import check_sizes
 from numpyro_dp.core import Problem
 from numpyro_dp.model.density import Model
@@ -21,7 +20,7 @@ from numpyro_dp.model.guide_checks import check_first_values, check_supported, r
 from numpyro_dp.model.public import Declared, UnsupportedModelError
 from numpyro_dp.model.records import check_arrays
 from numpyro_dp.model.structure import ModelStructure, read_model
-from numpyro_dp.model.units import UNIT, number_of_units, split_unit
+from numpyro_dp.model.units import number_of_units, split_unit
 from numpyro_dp.model.variational import VariationalProblem
 
 __all__ = ["Call", "Frontend", "GivenModel", "Prepared", "arguments_key", "check_loss"]
@@ -90,16 +89,17 @@ class GivenModel(NamedTuple):
                 "values could differ, so leave one of them out."
             )
         ids, kwargs = split_unit(kwargs, self.max_rows)
-        found = read_model(self.fn, args, kwargs, self.data_plate, self.declared)
-        if self.max_rows is None:
+        number = None if ids is None else number_of_units(ids, np.size(ids))
+        found = read_model(self.fn, args, kwargs, self.data_plate, self.declared, number)
+        if number is None:
             return found
+        number = number_of_units(ids, found.layout.num_examples)  # also checks their number
         if found.local_latents:
             raise UnsupportedModelError(
                 f"The latent sites {list(found.local_latents)} belong to single rows, but a record "
                 "is a unit of several rows. Integrate them out, or leave out max_rows_per_unit if "
                 "each row is a person of its own."
             )
-        number = number_of_units(ids, found.layout.num_examples)
         layout = found.layout._replace(num_examples=number, max_rows=self.max_rows)
         return found._replace(layout=layout)
 
@@ -164,12 +164,15 @@ class Frontend(NamedTuple):
         return Prepared(problem, state.optim_state, state.rng_key)
 
 
-def arguments_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns a hashable description of arguments: structure, shapes, dtypes and constants."""
-    units = None
-    if (ids := kwargs.get(UNIT)) is not None and not is_tracer(ids):
-        kwargs = {name: value for name, value in kwargs.items() if name != UNIT}
-        units = number_of_units(ids, len(ids))
+def arguments_key(
+    args: tuple[Any, ...], kwargs: dict[str, Any], max_rows: int | None = None
+) -> Any:
+    """Returns a hashable description of arguments: structure, shapes, dtypes and constants.
+
+    If records are units of at most ``max_rows`` rows, it has their number.
+    """
+    ids, kwargs = split_unit(kwargs, max_rows)
+    units = None if ids is None else number_of_units(ids, np.size(ids))
     check_arrays(args, kwargs)
     leaves, treedef = jax.tree.flatten((args, kwargs))
     described = tuple(

@@ -315,10 +315,12 @@ def _check(structure: Any) -> None:
 
 def _kind(outcomes: Outcomes, example: tuple[Array, ...]) -> dict[str, Any]:
     """Number of outcomes that can be listed, and other facts about them."""
-    size, facts = outcomes.model.structure.layout.num_examples, {}
+    facts, plate = {}, outcomes.model.structure.data_plate
 
     def look(flat: Array, example: tuple[Array, ...]) -> Any:
         sites = outcomes._sites(flat, example)
+        trace = outcomes._trace(outcomes.model.fn, flat, example, jax.random.key(0))
+        size = trace[plate]["args"][0]
         for site in sites:
             _check_drawable(site)
         single = len(sites) == 1 and all(np.size(site["value"]) == 1 for site in sites)

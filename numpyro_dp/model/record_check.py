@@ -14,6 +14,7 @@ from numpyro_dp.model.density import Model
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import GivenModel
 from numpyro_dp.model.outcomes import unconstrained_prior
+from numpyro_dp.model.units import split_unit
 
 __all__ = ["SensitiveCheck", "check_records"]
 
@@ -60,6 +61,7 @@ def check_records(
     model: Callable[..., Any],
     *args: Any,
     data_plate: str | None = None,
+    max_rows_per_unit: int | None = None,
     **kwargs: Any,
 ) -> SensitiveCheck:
     """Looks for records that would count as 0 in a run, and for odd columns.
@@ -71,6 +73,8 @@ def check_records(
         model: A NumPyro model.
         *args: Arguments of the model, with the whole data set.
         data_plate: Name of the plate over records, if several plates surround the observed sites.
+        max_rows_per_unit: As for a driver, with ``unit=``. All rows of a unit with such a row count
+            as 0.
         **kwargs: Keyword arguments of the model.
 
     Raises:
@@ -88,6 +92,7 @@ def check_records(
         1 rows have a value that is not finite, and count as 0: [1]
         1 rows have no likelihood at draws from the prior, and count as 0: [2]
     """
+    _, kwargs = split_unit(kwargs, max_rows_per_unit)
     args, kwargs = as_arrays(args, kwargs)
     given = GivenModel(model, {}, data_plate)
     structure = given.structure(args, kwargs)

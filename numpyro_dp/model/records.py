@@ -319,6 +319,7 @@ def split_arguments(
     plate: str,
     declared: Declared,
     plate_is_named: bool = False,
+    num_records: int | None = None,
 ) -> Layout:
     """Finds out which arguments are records, and which are public.
 
@@ -330,6 +331,7 @@ def split_arguments(
         plate: Name of the data plate.
         declared: What the user declared public.
         plate_is_named: Whether the user named the plate. Then square arrays count as records.
+        num_records: Number of records, if they are units of several rows.
 
     Raises:
         ValueError: If an undeclared array does not have a row for each record, or if it could be
@@ -353,7 +355,8 @@ def split_arguments(
             kinds += "r"
             rows.append(leaf)
             refused += _ambiguity(place, name, leaf, num_examples, plate, plate_is_named)
-    _check_few_numbers(constants, sum(not each.shape for each in public), num_examples)
+    scalars = sum(not each.shape for each in public)
+    _check_few_numbers(constants, scalars, num_records or num_examples)
     _check_there_are_records(args, kwargs, num_examples, rows, declared.names)
     if refused:
         raise ValueError(refused[0])

@@ -118,6 +118,7 @@ def read_model(
     kwargs: dict[str, Any],
     data_plate: str | None = None,
     declared: Declared = Declared(),  # noqa: B008 - never written to
+    num_records: int | None = None,
 ) -> ModelStructure:
     """Reads the structure of a model, and raises if the model cannot be private.
 
@@ -127,16 +128,18 @@ def read_model(
         kwargs: Its keyword arguments.
         data_plate: Name of the plate over records. Found in the trace if ``None``.
         declared: What the user declared public.
+        num_records: Number of records, if they are units of several rows. It limits how much may
+            be public because it is small.
 
     Raises:
         UnsupportedModelError: If the model cannot be private.
     """
     plate, num_examples = find_data_plate(model, args, kwargs, data_plate)
     layout = split_arguments(
-        args, kwargs, num_examples, model, plate, declared, data_plate is not None
+        args, kwargs, num_examples, model, plate, declared, data_plate is not None, num_records
     )
     rows, shared, _ = layout.rows(args, kwargs)
-    public = PublicValues(declared, plate, num_examples, layout.public)
+    public = PublicValues(declared, plate, num_records or num_examples, layout.public)
     public.trust(shared)  # listed as arguments
 
     sites, _, others = _abstract_sites(model, Arguments(args, kwargs))

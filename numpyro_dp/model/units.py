@@ -25,6 +25,10 @@ from numpyro_dp._compat import is_tracer
 __all__ = ["UNIT", "Grouped", "Units", "group", "number_of_units", "split_unit", "sum_over_rows"]
 
 UNIT = "unit"  # keyword of the ids
+_MISSING = (
+    "unit= has missing ids, or ids of several types, so rows of one person could count as two "
+    "records. Give each row the id of its unit, in one type."
+)
 
 
 class Units:
@@ -135,12 +139,17 @@ def _checked(ids: Any, num_rows: int) -> np.ndarray:
         )
     found = np.asarray(ids)
     if found.dtype == object:
+        # Rows without an id would be one unit of many people. 1 and "1" would be two of one.
+        if {type(value) for value in found.ravel().tolist()} not in ({str}, {int}, {bytes}):
+            raise ValueError(_MISSING)
         found = found.astype(str)
     if found.shape != (num_rows,):
         raise ValueError(
             f"Expected unit= as an array of shape ({num_rows},), one id for each row, got "
             f"{found.shape}. Pass the column of ids."
         )
-    if found.dtype.kind == "f" and not np.isfinite(found).all():
-        raise ValueError("unit= has ids that are not finite. Give each row the id of its unit.")
+    if (found.dtype.kind in "fc" and not np.isfinite(found).all()) or (
+        found.dtype.kind in "mM" and np.isnat(found).any()
+    ):
+        raise ValueError(_MISSING)
     return found

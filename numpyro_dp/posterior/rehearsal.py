@@ -25,6 +25,7 @@ from numpyro.distributions import biject_to
 from numpyro_dp._validate import check_int
 from numpyro_dp.model.frontend import GivenModel
 from numpyro_dp.model.public import argument_names
+from numpyro_dp.model.units import split_unit
 from numpyro_dp.posterior.diagnosis import PosteriorWarning
 from numpyro_dp.privacy.keys import check_rng_key
 
@@ -261,6 +262,7 @@ def _simulated(
     given: GivenModel, rng_key: Array, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Array], dict[str, Array], dict[str, Any]]:
     """Latents, outcomes, and the maps to unconstrained coordinates."""
+    _, kwargs = split_unit(kwargs, given.max_rows)
     trace = handlers.trace(handlers.seed(given.fn, rng_key)).get_trace(*args, **kwargs)
     plate = given.data_plate
     latents, simulated, maps = {}, {}, {}

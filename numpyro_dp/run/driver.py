@@ -78,6 +78,11 @@ class Driver(abc.ABC):
         self.method, self.settings = method, settings
         self._sessions: dict[Any, Session] = {}
 
+    @property
+    def max_rows(self) -> int | None:
+        """Most rows of a unit, or ``None`` if a record is a row."""
+        return None
+
     @abc.abstractmethod
     def get_params(self, state: SensitiveState) -> dict[str, Any]:
         """Returns the parameters at a state. You may publish them."""
@@ -400,7 +405,7 @@ class Driver(abc.ABC):
         settings = self.settings
         # First, so that a plan that exceeds the budget raises before anything is compiled.
         plan = plan_for(settings, structure.layout.num_examples, num_steps)
-        key = arguments_key(args, kwargs)
+        key = arguments_key(args, kwargs, self.max_rows)
 
         def prepare(attempt: int) -> Prepared:
             own = jax.random.fold_in(rng_key, attempt) if attempt else rng_key
@@ -442,7 +447,7 @@ class Driver(abc.ABC):
         check_params(self.method.optim.get_params(state.optim_state), session.param_shapes)
 
     def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
-        key = arguments_key(args, kwargs)
+        key = arguments_key(args, kwargs, self.max_rows)
         if key not in self._sessions:
             if any(is_tracer(leaf) for leaf in jax.tree.leaves((args, kwargs))):
                 raise ValueError(

@@ -223,6 +223,11 @@ class DPSVI(Driver):
         keep_from_arviz(type(self).__name__)
         return self._model
 
+    @property
+    def max_rows(self) -> int | None:
+        """Most rows of a unit, or ``None`` if a record is a row."""
+        return self._frontend.given.max_rows
+
     def stable_update(
         self, svi_state: SensitiveState, *args: Any, **kwargs: Any
     ) -> tuple[SensitiveState, Array]:
@@ -244,6 +249,11 @@ class DPSVI(Driver):
         Raises:
             SensitiveValueError: Unless ``allow_sensitive=True``.
         """
+        if self.max_rows is not None:
+            raise UnsupportedModelError(
+                "evaluate does not support units of several rows. Evaluate public data with "
+                "numpyro.infer.SVI."
+            )
         if not self.settings.allow_sensitive:
             raise SensitiveValueError(
                 "evaluate needs allow_sensitive=True, because the loss on the records is not "
@@ -267,7 +277,8 @@ class DPSVI(Driver):
         if self._init_scale is None:
             return self._frontend.prepare(structure, rng_key, call)
         shared = structure.layout.rows(call.args, call.kwargs).shared
-        key = arguments_key(call.args, call.kwargs), *(np.asarray(x).tobytes() for x in shared)
+        shapes = arguments_key(call.args, call.kwargs, self.max_rows)
+        key = shapes, *(np.asarray(x).tobytes() for x in shared)
         if key not in self._first_widths:  # a sweep prepares many runs
             prepared = self._frontend.prepare(structure, rng_key, call)
             found = first_widths(self.guide, prepared.problem, self._init_scale)

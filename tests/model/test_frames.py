@@ -138,6 +138,25 @@ def test_bad_columns_are_refused(columns, error, words):
     assert f"{AGE[0]:.3f}" not in str(raised.value)
 
 
+def test_columns_without_names():
+    x = rng.normal(size=(5, 2))
+    np.testing.assert_array_equal(as_arrays((pd.DataFrame(x),), {})[0][0], x)
+    assert design(pd.DataFrame(x), {0: (-9, 9)}).names == ("intercept", "0")
+
+
+def test_odd_columns_are_refused():
+    with pytest.raises(ValueError, match="one value for each record"):
+        design({"a": np.ones((3, 2))}, {"a": (0, 1)})
+    with pytest.raises(ValueError, match="one value for each record"):
+        design({"a": np.ones(3), "b": np.ones(2)}, {"a": (0, 1), "b": (0, 1)})
+    times = pd.to_datetime(["2020-01-01", "2020-01-02"])
+    for frame in ({"a": times.to_numpy()}, pd.DataFrame({"a": times})):
+        with pytest.raises(TypeError, match="holds times"):
+            design(frame, {"a": (0, 1)})
+    found = design({"a": np.array([1.0, pd.NA, None], object)}, {"a": (0, 2)}, intercept=False)
+    np.testing.assert_array_equal(found.matrix[:, 0], [0, np.nan, np.nan])
+
+
 def test_a_check_of_records():
     def counts(x, y):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event())

@@ -23,12 +23,14 @@ from numpyro_dp import (
     LedgerError,
     PrivacyBudget,
     UnsupportedModelError,
+    check_records,
     fit,
 )
 from numpyro_dp.estimators import aligned, centred, vanilla
 from numpyro_dp.laplace.signal import staged_scores
 from numpyro_dp.laplace.stages import Run, Stages
 from numpyro_dp.model.units import Grouped, Units, group
+from numpyro_dp.posterior import rehearse
 from numpyro_dp.samplers import FullBatch, Poisson
 
 KEY, R = jax.random.key(0), 3
@@ -235,10 +237,10 @@ def test_bad_ids_are_refused():
         svi.run(KEY, 2, X, Y)
     with pytest.raises(ValueError, match="one id for each row"):
         svi.run(KEY, 2, X, Y, unit=IDS[:5])
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ValueError, match="missing ids"):
         svi.run(KEY, 2, X, Y, unit=np.where(IDS == 2, np.nan, IDS))
     state = svi.init(KEY, X, Y, unit=IDS)
-    with pytest.raises(ValueError, match="compiled update needs a call of init"):
+    with pytest.raises(TypeError, match="unit= is traced"):
         jax.jit(lambda state, ids: svi.update(state, X, Y, unit=ids))(state, IDS)
     jax.jit(lambda state, x: svi.update(state, x, Y, unit=IDS))(state, X)
     with pytest.raises(ValueError, match="max_rows_per_unit"):
@@ -259,3 +261,65 @@ def test_latents_of_rows_are_refused():
                 sampler=FullBatch(), noise_multiplier=1.0, max_rows_per_unit=R)  # fmt: skip
     with pytest.raises(UnsupportedModelError, match="belong to single rows"):
         svi.run(KEY, 2, X[:, 0], unit=IDS)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.array(["a", None, "b"], object),
+        np.array(["a", np.nan, "b"], object),
+        np.array([1, 1.0, 2], object),
+        np.array([1, "1", 2], object),
+        np.array([None, None, None], object),
+        np.array(["2020-01-01", "NaT", "2020-01-02"], "datetime64[D]"),
+        np.array([1.0, np.nan, 2.0]),
+    ],
+)
+def test_missing_and_mixed_ids_are_refused(ids):
+    with pytest.raises(ValueError, match="missing ids, or ids of several types"):
+        group(ids, 3, 2)
+
+
+def test_a_model_may_have_an_argument_of_this_name():
+    def own(x, unit):
+        w = numpyro.sample("w", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(x)):
+            numpyro.sample("x", dist.Normal(w * unit, 1), obs=x)
+
+    svi = DPSVI(own, AutoDiagonalNormal(own), optax.sgd(0.1), clip_norm=1.0,
+                sampler=FullBatch(), noise_multiplier=1.0)  # fmt: skip
+    unit = np.where(np.arange(len(X)) == 3, np.nan, X[:, 1])
+    svi.run(KEY, 2, X[:, 0], unit=unit, progress_bar=False)
+    svi.run(KEY, 2, X[:, 0], unit=2.0, progress_bar=False)
+
+
+def test_the_allowance_of_small_arrays_counts_units():
+    held = np.linspace(0, 1, 80)
+
+    def with_table(x, y=None):
+        w = numpyro.sample("w", dist.Normal(0, 1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Normal(w * jnp.sum(held * x[:, :1], axis=1), 1), obs=y)
+
+    x = rng.normal(size=(600, 2)).astype(np.float32)
+    ids = np.repeat(np.arange(300), 2)
+    settings = {"budget": PrivacyBudget(1.0, 1e-5)}
+    with pytest.raises(UnsupportedModelError):
+        DPLaplace(with_table, max_rows_per_unit=2, **settings).plan(x, x[:, 0], unit=ids)
+    DPLaplace(with_table, **settings).plan(x, x[:, 0])
+
+
+@pytest.mark.full
+def test_rehearsal_and_checks_take_units():
+    ids, x = np.repeat(np.arange(200), 2), rng.normal(size=(400, 2)).astype(np.float32)
+    driver = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5), max_rows_per_unit=2)
+    found = rehearse(driver, KEY, x, None, unit=ids, num_simulations=2)
+    assert "2 simulations" in str(found)
+    bad = np.where(np.arange(400)[:, None] == 7, np.nan, x)
+    checked = check_records(model, bad, (x[:, 0] > 0) * 1, unit=ids, max_rows_per_unit=2)
+    assert checked.not_finite.tolist() == [7]
+    svi = DPSVI(model, AutoDiagonalNormal(model), optax.sgd(0.1), clip_norm=1.0,
+                sampler=FullBatch(), noise_multiplier=1.0, max_rows_per_unit=2)  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="evaluate does not support units"):
+        svi.evaluate(svi.init(KEY, x, x[:, 0], unit=ids), x, x[:, 0], unit=ids)
