@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,10 +34,11 @@ from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.mechanism.staged import StagedGaussian
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.sampling import FullBatch
-from numpyro_dp.run.checkpoint import Checkpoint, meaning_of, without_own_run
+from numpyro_dp.run.checkpoint import Checkpoint, meaning_of, started, without_own_run
 from numpyro_dp.run.forecast import Forecast, forecast
 from numpyro_dp.run.settings import RunSettings
-from numpyro_dp.run.spending import begun, charge, plan_for, spent_by
+from numpyro_dp.run.spending import plan_for, spent_by
+from numpyro_dp.run.state import SensitiveState
 
 __all__ = ["DPLaplace"]
 
@@ -181,7 +182,9 @@ class DPLaplace:
         args, kwargs = as_arrays(args, kwargs)
         settings = without_own_run(self.settings, checkpoint)
         if settings is not self.settings:
-            self.settings, self._drivers = settings, {}
+            twin = copy.copy(self)  # for this call only, so that a refused call changes nothing
+            twin.settings, twin._drivers = settings, {}
+            return twin.run(rng_key, *args, stream=stream, checkpoint=checkpoint, **kwargs)
         key, prior, guess = self._prepared_for(args, kwargs)
         outcomes = prior.outcomes
         plan = self._schedule(outcomes.model.structure, outcomes.size)
@@ -195,21 +198,20 @@ class DPLaplace:
         session = driver._session(args, kwargs)
         rows = (session.host_rows if stream else session.rows)(args, kwargs)
         progress = Releases.before(state.opened, releases)
-        with contextlib.ExitStack() as stack:
-            kept = None
-            if checkpoint is not None:
-                meaning = meaning_of(
-                    "DPLaplace", settings, report, rng_key,
-                    session.program(session.begin(state, 1, 1), rows), stream=stream,
-                )  # fmt: skip
-                records = outcomes.model.structure.layout.rows(args, kwargs).arrays
-                kept = stack.enter_context(Checkpoint(checkpoint, None, meaning, records))
-                progress, report = kept.start(settings, progress, report)
-                state = state.closed(progress.state)
-            resumed = kept is not None and kept.resumed
-            stack.enter_context(begun(settings, *([] if resumed else [state])))
-            charge(settings, state, releases, report.run, again=resumed)
-            driver.stages(state, stages, session, rows, progress, report, kept)
+        kept = None
+        if checkpoint is not None:
+            meaning = meaning_of(
+                "DPLaplace", settings, report, rng_key,
+                session.program(session.begin(state, 1, 1), rows), stream=stream,
+            )  # fmt: skip
+            records = outcomes.model.structure.layout.rows(args, kwargs).arrays
+            kept = Checkpoint(checkpoint, None, meaning, records)
+
+        def left(progress: Releases) -> tuple[list[SensitiveState], int]:
+            return [state.closed(progress.state)], releases - int(progress.done)
+
+        with started(settings, [state], progress, report, kept, left, releases) as (made, report):
+            driver.stages(state.closed(made.state), stages, session, rows, made, report, kept)
         return self._posterior(stages, report, rng_key)
 
     def plan(self, *args: Any, **kwargs: Any) -> Forecast:

@@ -18,7 +18,7 @@ from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_dp._compat import POINT_SUFFIX
-from numpyro_dp._validate import check_int, check_real, check_sizes
+from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import MechanismBuilder, Sampler
 from numpyro_dp.mcmc.kernels import SGLD, as_optimizer, langevin
 from numpyro_dp.mcmc.mixing import draws_of_chains, mixing_of
@@ -40,14 +40,20 @@ from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism, build_mechanism
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.run.checkpoint import Checkpoint, meaning_of, without_own_run
+from numpyro_dp.run.checkpoint import (
+    Checkpoint,
+    check_every,
+    meaning_of,
+    started,
+    without_own_run,
+)
 from numpyro_dp.run.course import Course, Progress
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.forecast import Forecast, forecast
 from numpyro_dp.run.scores import MOST_LATENTS
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Method, RunSettings
-from numpyro_dp.run.spending import begun, charge, noise_fields, plan_for, secret_of, spent_by
+from numpyro_dp.run.spending import noise_fields, plan_for, secret_of, spent_by
 from numpyro_dp.run.state import SensitiveState
 
 __all__ = ["DPMCMC"]
@@ -199,13 +205,13 @@ class DPMCMC:
         """
         check_outside_trace("DPMCMC.run")
         check_rng_key(rng_key)
-        check_sizes(every=every)
+        check_every(every, checkpoint)
         args, kwargs = as_arrays(args, kwargs)
         settings = without_own_run(self.settings, checkpoint)
-        if settings is not self.settings:
-            self.settings, self._driver = settings, _Chain(self._frontend, settings)
         structure = self._frontend.given.structure(args, kwargs)
         driver, num_examples = self._driver, structure.layout.num_examples
+        if settings is not self.settings:
+            driver = _Chain(self._frontend, settings)
         step_sizes, chains = self.kernel.step_sizes(self._num_steps), self.num_chains
         self._check_epochs(num_examples)
         if init_params is not None:
@@ -219,20 +225,27 @@ class DPMCMC:
         session = driver._session(args, kwargs)
         rows = session.rows(args, kwargs)
         course, progress = driver.begin(session, states, self._sizes)
-        with contextlib.ExitStack() as stack:
-            kept = None
-            if checkpoint is not None:
-                one = session.begin(states[0], *self._sizes[:2])
-                meaning = meaning_of(
-                    "DPMCMC", settings, report, rng_key, session.program(one, rows),
-                    sizes=self._sizes, chains=chains,
-                )  # fmt: skip
-                records = structure.layout.rows(args, kwargs).arrays
-                kept = stack.enter_context(Checkpoint(checkpoint, every, meaning, records))
-                progress, report = kept.start(settings, progress, report)
-            resumed = kept is not None and kept.resumed
-            stack.enter_context(begun(settings, *([] if resumed else states)))
-            charge(settings, states[0], total, report.run, again=resumed)
+        kept = None
+        if checkpoint is not None:
+            one = driver.begin(session, states[:1], self._sizes)
+            meaning = meaning_of(
+                "DPMCMC", settings, report, rng_key, session.program(one, rows),
+                sizes=self._sizes, chains=chains,
+            )  # fmt: skip
+            records = structure.layout.rows(args, kwargs).arrays
+            kept = Checkpoint(checkpoint, every, meaning, records)
+
+        def left(progress: Progress) -> tuple[list[SensitiveState], int]:
+            carry = progress.carry
+            opened = (
+                [carry.state]
+                if chains == 1
+                else [jax.tree.map(lambda leaf, i=i: leaf[i], carry) for i in range(chains)]
+            )
+            now = [first.closed(each) for first, each in zip(states, opened, strict=True)]
+            return now, course.num_steps - int(progress.done)
+
+        with started(settings, states, progress, report, kept, left, total) as (progress, report):
             draws = driver.chains(
                 session, states, (course, progress), rows, report, self._progress_bar, kept
             )
@@ -417,12 +430,10 @@ class _Chain(Driver):
         """Returns the kept positions by parameter, with leading axes for chains and draws."""
         if len(states) > 1:
             return session.run_many(rows, begun, kept)[1].params
-        trace = session.run(
-            states[0], rows, begun, report, progress_bar=progress_bar, kept=kept
-        ).trace
-        if len(trace.steps) < begun[0].slots:
+        found = session.run(states[0], rows, begun, report, progress_bar=progress_bar, kept=kept)
+        if found.stopped:
             raise KeyboardInterrupt
-        return jax.tree.map(lambda leaf: leaf[None], trace.params)
+        return jax.tree.map(lambda leaf: leaf[None], found.trace.params)
 
     def begin(
         self, session: Session, states: list[SensitiveState], sizes: tuple[int, int, int]

@@ -10,6 +10,7 @@ the run, with the keys of all later noise.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import hmac
@@ -18,6 +19,7 @@ import json
 import os
 import pathlib
 import secrets
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
@@ -30,18 +32,15 @@ from numpyro_dp._tree import is_key
 from numpyro_dp._validate import check_int
 from numpyro_dp.core import PyTree
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.run.folder import different, fingerprint, hash_of, owner_only, write_for_owner
+from numpyro_dp.run.folder import different, fingerprint, hash_of, locked, write_for_owner
 from numpyro_dp.run.settings import RunSettings
+from numpyro_dp.run.spending import begun, charge, used
+from numpyro_dp.run.state import SensitiveState
 from numpyro_dp.sums.devices import copied
 
-try:
-    import fcntl
-except ImportError:  # Windows has another lock
-    fcntl = None
+__all__ = ["Checkpoint", "check_every", "meaning_of", "started", "without_own_run"]
 
-__all__ = ["Checkpoint", "meaning_of", "without_own_run"]
-
-_FILE, _LOCK = "SENSITIVE_checkpoint", "lock"
+_FILE = "SENSITIVE_checkpoint"
 _HEAD = b"numpyro_dp checkpoint, version 1\n"
 
 
@@ -74,37 +73,23 @@ class Checkpoint:
         meaning: dict[str, Any],
         records: tuple[Any, ...],
     ) -> None:
-        if every is not None:
-            check_int("every", every, low=1)
-        if fcntl is None:
-            raise ValueError("Checkpoints need file locks of Linux or macOS. Leave out checkpoint.")
         self.every, self._meaning = every, json.loads(json.dumps(meaning))
-        self._records, self._folder = records, pathlib.Path(folder)
+        self._records, self._place = records, folder
         self._about: dict[str, Any] = {}
         self._found: list[np.ndarray] | None = None
 
     def __enter__(self) -> Checkpoint:
         """Locks the folder and reads what it holds."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = open(self._folder / _LOCK, "w", opener=owner_only)
-        try:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ValueError(
-                    f"Another run uses checkpoint={str(self._folder)!r} now. Wait for its end, or "
-                    "use another folder."
-                ) from error
+        with contextlib.ExitStack() as stack:
+            self._folder = stack.enter_context(locked("checkpoint", self._place))
             if (self._folder / _FILE).exists():
                 self._read()
-        except BaseException:
-            self._lock.close()
-            raise
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Unlocks the folder."""
-        self._lock.close()
+        self._stack.close()
 
     @property
     def resumed(self) -> bool:
@@ -131,6 +116,10 @@ class Checkpoint:
         found = [_like(*pair) for pair in zip(self._found, leaves, strict=True)]
         report = dataclasses.replace(report, run=self._about["run"], date=self._about["date"])
         return copied(settings.mesh, jax.tree.unflatten(structure, found)), report
+
+    def forget(self) -> None:
+        """Removes the progress of a run that was refused before its first step."""
+        (self._folder / _FILE).unlink(missing_ok=True)
 
     def save(self, progress: PyTree) -> None:
         """Writes the progress. The file is replaced only when the new one is complete."""
@@ -162,7 +151,10 @@ class Checkpoint:
 
 def _stored(path: pathlib.Path) -> tuple[dict[str, Any], list[np.ndarray]]:
     """Returns what a file says about its run, and its arrays."""
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}. Use another folder.") from error
     first, body = content[: len(_HEAD)], content[len(_HEAD) + 32 :]
     if first != _HEAD:
         raise ValueError(
@@ -173,6 +165,65 @@ def _stored(path: pathlib.Path) -> tuple[dict[str, Any], list[np.ndarray]]:
     with np.load(io.BytesIO(body)) as stored:
         arrays = [stored[f"{i}"] for i in range(len(stored.files) - 1)]
         return json.loads(stored["about"].tobytes()), arrays
+
+
+@contextlib.contextmanager
+def started(
+    settings: RunSettings,
+    states: list[SensitiveState],
+    progress: PyTree,
+    report: PrivacyReport,
+    kept: Checkpoint | None,
+    left: Callable[[PyTree], tuple[list[SensitiveState], int]],
+    covered: int | None,
+) -> Iterator[tuple[PyTree, PrivacyReport]]:
+    """Registers and charges a run before it reads a record, and finds its progress.
+
+    Args:
+        settings: The settings of the run.
+        states: Its first states.
+        progress: Its progress before the first step.
+        report: The report of the whole run.
+        kept: Its checkpoint, or ``None``.
+        left: Progress -> states, and the number of steps that each has left.
+        covered: All steps that it may take, or ``None`` for a run that goes on from a state. Such a
+            run was registered and charged before.
+
+    Yields:
+        The progress from which to go on, and the report with the run's name and date.
+
+    Guarantee:
+        A checkpoint is written after its run is registered, so noise that was used is never
+        written to a new one. Steps that a checkpoint has left are marked as used in this process.
+    """
+    with contextlib.ExitStack() as stack:
+        if kept is not None:
+            stack.enter_context(kept)
+        resumed = kept is not None and kept.resumed
+        if covered is not None and not resumed:
+            stack.enter_context(begun(settings, *states))
+        if kept is not None:
+            progress, report = kept.start(settings, progress, report)
+        try:
+            now, steps = left(progress)
+            for state in now if steps else ():
+                stack.enter_context(used(settings, state, steps))
+            if covered is not None:
+                charge(settings, now[0], covered, report.run, again=resumed)
+        except Exception:
+            if kept is not None and not resumed:
+                kept.forget()
+            raise
+        yield progress, report
+
+
+def check_every(every: Any, checkpoint: Any) -> None:
+    """Raises unless ``every`` is ``None``, or an integer >= 1 beside a checkpoint."""
+    if every is None:
+        return
+    check_int("every", every, low=1)
+    if checkpoint is None:
+        raise ValueError("every= says how often a checkpoint is written. Pass checkpoint= too.")
 
 
 def without_own_run(settings: RunSettings, folder: Any) -> RunSettings:

@@ -91,8 +91,8 @@ def follow(
     calls: Iterable[Call],
     kept: Checkpoint | None = None,
     watched: bool = False,
-) -> Progress:
-    """Returns the progress after calls of a loop, or after some of them if Ctrl-C was pressed.
+) -> tuple[Progress, bool]:
+    """Returns the progress after calls of a loop, and whether Ctrl-C was pressed.
 
     Args:
         loop: ``loop(carry, buffer, rows, first, count, stride)``, compiled.
@@ -100,7 +100,7 @@ def follow(
         rows: The records.
         calls: From :meth:`Course.calls`.
         kept: Where to keep the progress after every call.
-        watched: Whether Ctrl-C ends the loop between two calls.
+        watched: Whether Ctrl-C ends the loop after the present call.
     """
     with _stop_at_interrupt() if watched else contextlib.nullcontext(lambda: False) as stopped:
         for call in calls:
@@ -112,7 +112,7 @@ def follow(
                 kept.save(progress)
             if stopped():
                 break
-    return progress
+        return progress, stopped()
 
 
 @contextlib.contextmanager

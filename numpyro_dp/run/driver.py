@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -27,7 +27,14 @@ from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.once import check_outside_trace, check_passed_to_trace, in_trace
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.run.checkpoint import Checkpoint, meaning_of, without_own_run
+from numpyro_dp.run.checkpoint import (
+    Checkpoint,
+    check_every,
+    meaning_of,
+    started,
+    without_own_run,
+)
+from numpyro_dp.run.course import Progress
 from numpyro_dp.run.forecast import Forecast, forecast
 from numpyro_dp.run.results import RunInterrupted, RunResult
 from numpyro_dp.run.scores import WARMUP
@@ -255,12 +262,19 @@ class Driver(abc.ABC):
         check_outside_trace(f"{type(self).__name__}.run")
         check_rng_key(rng_key)
         check_num_steps(num_steps, _UNLIMITED - 1)
-        check_sizes(trace_size=trace_size, every=every)
+        check_sizes(trace_size=trace_size)
         _check_reverse_mode(forward_mode_differentiation)
+        check_every(every, checkpoint)
         args, kwargs = as_arrays(args, kwargs)
         settings = without_own_run(self.settings, checkpoint)
         if settings is not self.settings:
-            self.settings, self._sessions = settings, {}
+            twin = copy.copy(self)  # for this call only, so that a refused call changes nothing
+            twin.settings, twin._sessions = settings, {}
+            return twin.run(
+                rng_key, num_steps, *args, progress_bar=progress_bar, init_state=init_state,
+                init_params=init_params, trace_size=trace_size, fold=fold, stream=stream,
+                checkpoint=checkpoint, every=every, **kwargs,
+            )  # fmt: skip
         if init_state is None:
             covered = settings.num_steps or num_steps
             start = self._init(rng_key, covered, args, kwargs, init_params)
@@ -279,39 +293,38 @@ class Driver(abc.ABC):
         is_new = init_state is None
         first = start if is_new else with_new_noise(settings, start)
         course, progress = session.begin(first, num_steps, trace_size, fold=fold)
-        with contextlib.ExitStack() as stack:
-            kept = None
-            if checkpoint is not None:
-                meaning = meaning_of(
-                    type(self).__name__, settings, report, rng_key,
-                    session.program((course, progress), rows, fold),
-                    num_steps=num_steps, trace_size=trace_size,
-                    state=None if is_new else [int(start.run_id[0]), int(start.step)],
-                )  # fmt: skip
-                records = self.structure(args, kwargs).layout.rows(args, kwargs).arrays
-                kept = stack.enter_context(Checkpoint(checkpoint, every, meaning, records))
-                progress, report = kept.start(settings, progress, report)
-                first = first.closed(progress.carry.state)
-            resumed = kept is not None and kept.resumed
-            if is_new and not resumed:
-                stack.enter_context(begun(settings, first))
-            stack.enter_context(used(settings, first, num_steps - int(progress.done)))
-            if is_new:  # a run that goes on was charged before: its state says so
-                charge(settings, first, covered, report.run, again=resumed)
+        kept = None
+        if checkpoint is not None:
+            meaning = meaning_of(
+                type(self).__name__, settings, report, rng_key,
+                session.program((course, progress), rows, fold),
+                num_steps=num_steps, trace_size=trace_size,
+                state=None if is_new else [int(start.run_id[0]), int(start.step)],
+            )  # fmt: skip
+            records = self.structure(args, kwargs).layout.rows(args, kwargs).arrays
+            kept = Checkpoint(checkpoint, every, meaning, records)
+
+        def left(progress: Progress) -> tuple[list[SensitiveState], int]:
+            return [first.closed(progress.carry.state)], num_steps - int(progress.done)
+
+        steps = covered if is_new else None
+        with started(settings, [first], progress, report, kept, left, steps) as (progress, report):
             found = session.run(
                 start, rows, (course, progress), report,
                 fold=fold, progress_bar=progress_bar, kept=kept,
             )  # fmt: skip
         taken = int(found.state.step)
-        if stopped := taken < report.num_steps:
-            report = dataclasses.replace(spent_by(settings, found.state, taken), run=report.run)
+        if found.stopped:
+            report = dataclasses.replace(
+                spent_by(settings, found.state, taken), run=report.run, public=report.public
+            )
             taken_only(settings, found.state)
         make = functools.partial(self._posterior, session.problem.at(rows.shared))  # no record
         result = RunResult(
             self.get_params(found.state), found.state, found.losses, found.trace, report,
             found.folded, make, found.scores,
         )  # fmt: skip
-        if stopped:
+        if found.stopped:
             raise RunInterrupted(result, num_steps)
         return result
 

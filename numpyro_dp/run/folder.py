@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -11,7 +12,7 @@ import pathlib
 import re
 import secrets
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,8 +24,13 @@ from numpyro_dp.core import PyTree
 from numpyro_dp.model.held import held_by_program
 from numpyro_dp.privacy.keys import as_secret_key
 
+try:
+    import fcntl
+except ImportError:  # Windows has another lock
+    fcntl = None
+
 __all__ = [
-    "Folder", "different", "fingerprint", "hash_of", "owner_only", "traced", "write_for_owner",
+    "Folder", "different", "fingerprint", "hash_of", "locked", "traced", "write_for_owner",
 ]  # fmt: skip
 
 _RECORDS, _KEY = "SENSITIVE_records.json", "SENSITIVE_key"  # files of a folder
@@ -152,17 +158,51 @@ def hash_of(arrays: tuple[Any, ...], salt: str) -> str:
     return found.hexdigest()
 
 
+@contextlib.contextmanager
+def locked(name: str, folder: Any) -> Iterator[pathlib.Path]:
+    """Makes a folder for its owner alone, and keeps other processes out of it.
+
+    Args:
+        name: Name of the argument, for messages.
+        folder: Path of the folder.
+
+    Raises:
+        TypeError: If it is no path.
+        ValueError: If another process has it, or it cannot be made.
+    """
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"Expected {name} as the path of a folder, got {type(folder).__name__}.")
+    if fcntl is None:
+        raise ValueError(f"{name} needs file locks of Linux or macOS. Leave it out.")
+    path = pathlib.Path(folder)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = open(path / "lock", "w", opener=_owner_only)  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise ValueError(f"{name}={str(path)!r} cannot be a folder: {error}.") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"Another run uses {name}={str(path)!r} now. Wait for its end, or use another "
+                "folder."
+            ) from error
+        yield path
+
+
 def write_for_owner(path: pathlib.Path, content: bytes) -> None:
     """Writes a file that only its owner can read. It appears when it is complete, on the disk."""
     begun = path.with_suffix(".begun")
-    with open(begun, "wb", opener=owner_only) as file:
+    begun.unlink(missing_ok=True)  # or the file would keep its mode, or follow a link
+    with open(begun, "xb", opener=_owner_only) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     begun.replace(path)
 
 
-def owner_only(name: str, flags: int) -> int:
+def _owner_only(name: str, flags: int) -> int:
     """Opens a file for its owner alone, as the ``opener`` of :func:`open`."""
     return os.open(name, flags, 0o600)
 

@@ -222,7 +222,7 @@ class Session:
         if progress_bar:
             shown = with_bar(calls, before, done, course.num_steps, report)
         watched = progress_bar or kept is not None
-        progress = follow(loop, progress, rows, shown, kept, watched)
+        progress, stopped = follow(loop, progress, rows, shown, kept, watched)
         filled = course.filled(int(progress.done))
         if not filled:
             raise KeyboardInterrupt
@@ -233,7 +233,7 @@ class Session:
         steps = before + course.steps[:filled]
         trace = Trace(steps, jax.vmap(self.problem.constrain)(iterates), norms)
         losses = self._losses(steps, np.asarray(values))
-        return Finished(state.closed(carry.state), losses, trace, folded, carry.scores)
+        return Finished(state.closed(carry.state), losses, trace, folded, carry.scores, stopped)
 
     def begin_many(
         self, states: RunState, num_steps: int, trace_size: int | None, warmup: int = 0
@@ -260,8 +260,9 @@ class Session:
         """
         course, progress = begun
         calls = course.calls(int(progress.done), _steps_of_call(course, kept, False))
-        progress = follow(self._loop_many, progress, rows, calls, kept, kept is not None)
-        if int(progress.done) < course.num_steps:
+        watched = kept is not None
+        progress, stopped = follow(self._loop_many, progress, rows, calls, kept, watched)
+        if stopped:
             raise KeyboardInterrupt
         states, buffer = progress.carry, progress.buffer
         (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:, : course.slots], buffer)
@@ -280,7 +281,7 @@ class Session:
             arrays.append(((rows.num_examples,), jnp.uint32))
         shapes = Rows(tuple(jax.ShapeDtypeStruct(*each) for each in arrays), rows.shared)
         arguments = progress.carry, progress.buffer, shapes, zero, zero, zero
-        public = rows.shared, progress.carry.state.optim_state
+        public = rows.shared, progress.carry.state.optim_state, progress.carry.folded
         return traced(self._loop_for(fold), arguments, public)[0]
 
     def shapes_of_run(self, state: SensitiveState, rows: Rows, trace_size: int | None) -> PyTree:
@@ -472,6 +473,7 @@ class Finished(NamedTuple):
         trace: Thinned iterates.
         folded: Result of the fold.
         scores: Sums of released scores, if the method has them.
+        stopped: Whether Ctrl-C was pressed.
     """
 
     state: SensitiveState
@@ -479,6 +481,7 @@ class Finished(NamedTuple):
     trace: Trace
     folded: PyTree
     scores: ScoreSums | None
+    stopped: bool
 
 
 class _Carry(NamedTuple):

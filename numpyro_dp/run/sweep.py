@@ -22,7 +22,7 @@ from numpyro_dp.core import PyTree
 from numpyro_dp.model.records import Rows
 from numpyro_dp.privacy.mechanism.clip_norm import AdaptiveClip, ClipNorm
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.run.folder import Folder, fingerprint, traced
+from numpyro_dp.run.folder import Folder, fingerprint, locked, traced
 from numpyro_dp.run.results import PrivateLosses, SensitiveLosses, Trace
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import RunSettings
@@ -110,6 +110,20 @@ def run_sweep(
         rows: The records.
         folder: For finished chunks, or ``None``.
     """
+    if not folder:
+        return _run_sweep(sweep, axes, starts, session, rows, folder)
+    with locked("folder", folder):
+        return _run_sweep(sweep, axes, starts, session, rows, folder)
+
+
+def _run_sweep(
+    sweep: SweepPlan,
+    axes: list[RunSettings],
+    starts: list[SensitiveState],
+    session: Session,
+    rows: Rows,
+    folder: Any,
+) -> SweepResult:
     settings, num_steps, rates = sweep.settings, sweep.num_steps, sweep.learning_rates
     secret, number = secret_of(settings), len(starts)
     starts = [_at_rate(start, rate) for rate in _rates(rates) for start in starts]

@@ -33,7 +33,7 @@ from numpyro_dp import (
 from numpyro_dp.core import Fold
 from numpyro_dp.privacy import once
 from numpyro_dp.run.checkpoint import Checkpoint
-from numpyro_dp.run.folder import Folder
+from numpyro_dp.run.folder import Folder, locked
 from numpyro_dp.samplers import FullBatch, Poisson
 
 KEY, X = jax.random.key(0), jnp.asarray(np.random.default_rng(0).normal(1, 1, 60), jnp.float32)
@@ -337,6 +337,127 @@ def test_a_sweep_goes_on_with_its_own_noise(tmp_path, stops):
     # The key of noise that is released now is gone.
     assert not (tmp_path / "a" / "SENSITIVE_key").exists()
     check_equal(found[:2], sweep(tmp_path / "a")[:2])
+
+
+def refused(kind, x, folder=None):
+    """A run of some driver whose key another run had."""
+    kept = {} if folder is None else {"checkpoint": folder}
+    own = {"noise_multiplier": 5.0, "secret_key": 6}
+    if kind == "laplace":
+        return DPLaplace(model, **own).run(KEY, x, **kept).sample(KEY, 3)
+    if kind == "svi":
+        settings = {"clip_norm": 1.0, "sampler": FullBatch()} | own
+        driver = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), **settings)
+        return driver.run(KEY, 4, x, progress_bar=False, **kept).params
+    driver = DPMCMC(SGLD(model), num_warmup=0, num_samples=3, clip_norm=1.0, sampler=FullBatch(),
+                    num_chains=int(kind), progress_bar=False, **own)  # fmt: skip
+    driver.run(KEY, x, **kept)
+    return driver.get_samples()
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("kind", ["svi", "laplace", "1", "2"])
+def test_a_refused_call_is_refused_again(kind, tmp_path):
+    once._used.clear()
+    refused(kind, X)
+    for _ in range(3):
+        with pytest.raises(NoiseReuseError):
+            refused(kind, X + 1, tmp_path / "a")
+    assert not (tmp_path / "a" / "SENSITIVE_checkpoint").exists()
+    once._used.clear()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["laplace", "1"])
+def test_noise_of_a_killed_run_that_was_used_elsewhere(kind, tmp_path, stops):
+    once._used.clear()
+    stops(1)
+    with pytest.raises(KeyboardInterrupt):
+        refused(kind, X, tmp_path / "a")
+    stops.over()
+    refused(kind, X + 1, tmp_path / "b")
+    with pytest.raises(NoiseReuseError):
+        refused(kind, X, tmp_path / "a")
+    once._used.clear()
+
+
+@pytest.mark.full
+def test_updates_use_up_the_key_of_a_new_folder(tmp_path):
+    driver = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
+                   sampler=FullBatch(), noise_multiplier=5.0, secret_key=11)  # fmt: skip
+    driver.init(KEY, X)
+    for _ in range(2):
+        with pytest.raises(NoiseReuseError):
+            driver.run(KEY, 3, X + 1, progress_bar=False, checkpoint=tmp_path / "a")
+
+
+@pytest.mark.full
+def test_a_run_that_is_refused_leaves_its_folder_free(tmp_path):
+    ledger = Ledger(tmp_path / "ledger", PrivacyBudget(0.5, 1e-5))
+
+    def charged(epsilon, steps=5):
+        driver = svi(noise_multiplier=None, budget=ledger.budget(epsilon, purpose="test"))
+        return driver.run(KEY, steps, X, progress_bar=False, checkpoint=tmp_path / "a")
+
+    with pytest.raises(LedgerError):
+        charged(0.9)
+    charged(0.1)
+    driver = svi(noise_multiplier=None, budget=ledger.budget(purpose="the rest"))
+    earlier = driver.settings.budget.earlier
+    with pytest.raises(ValueError, match="another run"):
+        driver.run(KEY, 9, X, progress_bar=False, checkpoint=tmp_path / "a")
+    assert driver.settings.budget.earlier == earlier
+    driver.run(KEY, 9, X, progress_bar=False, checkpoint=tmp_path / "b")
+
+
+@pytest.mark.full
+def test_a_finished_run_gives_its_result_after_its_state_has_gone_on(tmp_path):
+    found = run(tmp_path / "a")
+    svi(num_steps=40).run(KEY, 2, X, init_state=found.state, progress_bar=False)
+    check_equal(run(tmp_path / "a").params, found.params)
+
+
+@pytest.mark.full
+def test_another_start_of_a_fold_is_refused(tmp_path, stops):
+    stops(1)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "a")
+    stops.over()
+    other = FOLD._replace(init=lambda params: 100 + jnp.zeros_like(params["auto_loc"]))
+    with pytest.raises(ValueError, match="program="):
+        run(tmp_path / "a", fold=other)
+
+
+@pytest.mark.full
+def test_paths_and_modes(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be a folder"):
+        run(tmp_path / "file")
+    (tmp_path / "a" / "SENSITIVE_checkpoint").mkdir(parents=True)
+    with pytest.raises(ValueError, match="cannot be read"):
+        run(tmp_path / "a")
+    with pytest.raises(TypeError, match="path of a folder"):
+        run(True)
+    with pytest.raises(ValueError, match="every="):
+        svi().run(KEY, 2, X, every=1)
+    (tmp_path / "b").mkdir()
+    begun = tmp_path / "b" / "SENSITIVE_checkpoint.begun"
+    begun.touch(0o666)
+    begun.chmod(0o666)
+    run(tmp_path / "b")
+    assert stat.S_IMODE((tmp_path / "b" / "SENSITIVE_checkpoint").stat().st_mode) == 0o600
+    with locked("folder", tmp_path / "c"), pytest.raises(ValueError, match="Another run uses"):
+        svi().sweep(jax.random.split(KEY, 2), 2, X, folder=tmp_path / "c")
+
+
+@pytest.mark.full
+def test_control_c_in_the_last_part(control_c, tmp_path):
+    control_c(5)
+    with pytest.raises(RunInterrupted) as stopped:
+        run(tmp_path / "a", trace_size=23)
+    control_c.over()
+    assert stopped.value.result.privacy.num_steps == 23
+    check_equal(run(tmp_path / "a", trace_size=23).params, stopped.value.result.params)
 
 
 @pytest.mark.slow
