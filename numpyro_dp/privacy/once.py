@@ -22,6 +22,9 @@ sums. Four rules prevent this.
    (SHA-256 as a random oracle). Nobody who knows only k can compute k'. A counter would not be
    enough: two processes that read the same file would count the same values.
 
+A checkpoint is the exception to rule 4: the call that continues a killed run repeats its noise. It
+is refused unless records, program and settings are the same (:mod:`numpyro_dp.run.checkpoint`).
+
 ``repetition=True`` of a driver switches rules 2 to 4 off. The run is then a function of its secret
 key. The caller promises that it repeats a release on the same records with the same settings.
 """

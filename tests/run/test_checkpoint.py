@@ -29,6 +29,7 @@ from numpyro_dp import (
     NoiseReuseError,
     PrivacyBudget,
     RunInterrupted,
+    fit,
 )
 from numpyro_dp.core import Fold
 from numpyro_dp.privacy import once
@@ -317,6 +318,17 @@ def test_every_driver(case, tmp_path, stops):
     stops.over()
     check_equal(call(tmp_path / "a"), whole)
     check_equal(call(tmp_path / "a"), whole)
+
+
+@pytest.mark.full
+def test_fit_has_checkpoints(tmp_path):
+    def call():
+        found = fit(model, X, epsilon=1.0, rng_key=KEY, checkpoint=tmp_path / "a")
+        return found.sample(KEY, 3)["mean"], found.privacy.run
+
+    one, other = call(), call()
+    assert one[1] == other[1]
+    np.testing.assert_array_equal(one[0], other[0])
 
 
 @pytest.mark.full
