@@ -126,8 +126,8 @@ def audit(
         ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
         >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
         ...             sampler=FullBatch(), budget=PrivacyBudget(1.0, 1e-2))
-        >>> found = audit(svi, jax.random.key(0), jnp.array([0.1, -0.2, 50.0]))
-        >>> 0.7 < found.lower <= found.claim
+        >>> found = audit(svi, jax.random.key(0), jnp.array([0.1, -0.2, 50.0]), draws=20_000)
+        >>> 0.6 < found.lower <= found.claim
         True
     """
     check_int("draws", draws, low=1000)

@@ -122,8 +122,8 @@ def nothing_runs(monkeypatch):
         pytest.fail("a run has begun")
 
     monkeypatch.setattr(Session, "run", fail)
-    monkeypatch.setattr("numpyro_dp.laplace.driver.begun", fail)
-    monkeypatch.setattr(drivers, "begun", fail)
+    monkeypatch.setattr("numpyro_dp.laplace.driver.started", fail)
+    monkeypatch.setattr(drivers, "started", fail)
 
 
 @pytest.mark.table

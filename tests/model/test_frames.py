@@ -80,6 +80,7 @@ def test_a_plain_arrow_array():
     np.testing.assert_array_equal(found, [1.5, np.nan])
 
 
+@pytest.mark.full
 def test_fits_are_those_of_arrays():
     own = {"budget": PrivacyBudget(1.0, 1e-5), "secret_key": 3, "repetition": True}
     ids = np.arange(N) // 2

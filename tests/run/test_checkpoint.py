@@ -367,6 +367,7 @@ def refused(kind, x, folder=None):
     return driver.get_samples()
 
 
+@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize("kind", ["svi", "laplace", "1", "2"])
 def test_a_refused_call_is_refused_again(kind, tmp_path):

@@ -111,6 +111,7 @@ def test_groups():
     np.testing.assert_array_equal(grouped[np.array([3, 0])], X[places[[3, 0]]])
 
 
+@pytest.mark.full
 def test_units_of_one_row_are_rows():
     own = {"clip_norm": 0.5, "sampler": Poisson(0.3), "noise_multiplier": 1.0, "secret_key": 4,
            "repetition": True, "estimator": aligned()}  # fmt: skip
@@ -123,6 +124,7 @@ def test_units_of_one_row_are_rows():
         np.testing.assert_allclose(value, by_unit.params[name], rtol=1e-5)
 
 
+@pytest.mark.full
 def test_streamed_units_give_the_same():
     own = {"clip_norm": 0.5, "sampler": Poisson(0.4), "noise_multiplier": 1.0, "secret_key": 4,
            "repetition": True}  # fmt: skip
@@ -133,6 +135,7 @@ def test_streamed_units_give_the_same():
         np.testing.assert_array_equal(value, found[1].params[name])
 
 
+@pytest.mark.full
 def test_message_passing_adds_the_sites_of_rows():
     few, own = np.concatenate(kept_rows()), {"noise_multiplier": 0.0, "sampler": FullBatch()}
     by_row = SEP(model).run(KEY, 30, X[few], Y[few], progress_bar=False)
@@ -143,6 +146,7 @@ def test_message_passing_adds_the_sites_of_rows():
         np.testing.assert_allclose(value, by_unit.params[name], rtol=0.05, atol=0.05)
 
 
+@pytest.mark.full
 def test_message_passing_clips_the_site_of_a_unit():
     changes = []
     for factor in (100.0, np.nan):
@@ -184,6 +188,7 @@ def test_reports_count_units(kind):
         DPLaplace(model, budget=PrivacyBudget(3.0, 1e-5).after(report)).run(KEY, x, y)
 
 
+@pytest.mark.full
 def test_a_ledger_counts_one_kind_of_unit(tmp_path):
     ledger = Ledger(tmp_path / "ledger", PrivacyBudget(3.0, 1e-5))
     ids = np.repeat(np.arange(300), 2)
@@ -281,6 +286,7 @@ def test_missing_and_mixed_ids_are_refused(ids):
         group(ids, 3, 2)
 
 
+@pytest.mark.full
 def test_a_model_may_have_an_argument_of_this_name():
     def own(x, unit):
         w = numpyro.sample("w", dist.Normal(0, 1))
