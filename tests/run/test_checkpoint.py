@@ -179,8 +179,8 @@ def test_a_damaged_file_is_refused(tmp_path, stops):
     path = tmp_path / "a" / "SENSITIVE_checkpoint"
     content = path.read_bytes()
     rng = np.random.default_rng(0)
-    changed = [content[: rng.integers(len(content))] for _ in range(10)]
-    for place in (*rng.integers(len(content), size=20), 0, len(content) - 1):
+    changed = [content[: rng.integers(len(content))] for _ in range(4)]
+    for place in (*rng.integers(len(content), size=8), 0, len(content) - 1):
         one = bytearray(content)
         one[place] ^= 1 << int(rng.integers(8))
         changed.append(bytes(one))
@@ -476,5 +476,5 @@ def test_control_c_in_the_last_part(control_c, tmp_path):
 @pytest.mark.slow
 def test_killed_processes_go_on():
     program = pathlib.Path(__file__).parents[2] / "benchmarks" / "kills.py"
-    cases = ["--cases", "DPSVI", "DPLaplace"]
-    subprocess.run([sys.executable, program, "--kills", "4", *cases], check=True, timeout=500)
+    cases = ["--cases", "DPLaplace"]  # all nine with 200 kills by that command alone
+    subprocess.run([sys.executable, program, "--kills", "2", *cases], check=True, timeout=500)

@@ -35,7 +35,7 @@ def test_figures_are_those_of_the_columns():
 @pytest.mark.full
 def test_the_stated_noise_is_the_noise():
     data, off = frame(2000), []
-    for seed in range(60):
+    for seed in range(30):
         found = summarize_columns(data, RANGES, budget=PrivacyBudget(1.0, 1e-5), secret_key=seed)
         off += [(found.mean[n] - np.nanmean(x)) / found.mean_error[n] for n, x in data.items()]
     assert 0.75 < np.std(off) < 1.25
