@@ -365,9 +365,14 @@ def _caveats(report: Any) -> list[str]:
         found.append("delta is the default, min(0.01, N ** -1.1).")
     found += report.caveats
     found += [f"Earlier run: {text}" for each in report.plan.earlier for text in each.caveats]
+    who = "A person with several records is protected for one of them, not for all together."
+    if report.max_rows is not None:
+        who = (
+            "A person with several ids, or with rows under other ids, is protected for one of them."
+        )
     return [
         *found,
-        "A person with several records is protected for one of them, not for all together.",
+        who,
         "What is true of the whole population may be learned, also about people in it.",
         "The guarantee is for real numbers. Sums are exact on a grid, noise is drawn in floating "
         "point.",

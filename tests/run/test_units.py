@@ -184,6 +184,8 @@ def test_reports_count_units(kind):
         report = svi.run(KEY, 3, x, y, unit=ids, progress_bar=False).privacy
     assert (report.plan.num_examples, report.max_rows) == (300, 2)
     assert "One of 300 units, with all rows of plate 'rows' that have its id." in str(report)
+    assert "A person with several ids" in str(report)
+    assert "A person with several records" not in str(report)
     with pytest.raises(BudgetError, match="record of this run is a row"):
         DPLaplace(model, budget=PrivacyBudget(3.0, 1e-5).after(report)).run(KEY, x, y)
 
