@@ -367,9 +367,7 @@ def _caveats(report: Any) -> list[str]:
     found += [f"Earlier run: {text}" for each in report.plan.earlier for text in each.caveats]
     who = "A person with several records is protected for one of them, not for all together."
     if report.max_rows is not None:
-        who = (
-            "A person with several ids, or with rows under other ids, is protected for one of them."
-        )
+        who = "A person with several ids is protected for one of them, not for all together."
     return [
         *found,
         who,
