@@ -702,3 +702,14 @@ def test_a_scan_that_keeps_its_state_has_other_noise_in_each_step():
     _, found = jax.lax.scan(body, driver.init(KEY, X), None, length=4)
     locs = np.asarray(jax.tree.leaves(found)[1]).reshape(4, -1)
     assert len(np.unique(locs.round(5), axis=0)) == 4
+
+
+@pytest.mark.full
+def test_a_state_that_two_forks_continue_gets_other_keys_in_each(monkeypatch):
+    driver = svi()
+    state = driver.run(KEY, 2, X, **run).state
+    found = []
+    for _ in range(2):
+        monkeypatch.setattr(once, "_used", {})  # a forked child forgets all runs
+        found.append(driver.run(KEY, 2, X, init_state=state, **run).params["auto_loc"])
+    assert not np.array_equal(*found)
