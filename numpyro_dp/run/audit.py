@@ -127,7 +127,7 @@ def audit(
         >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
         ...             sampler=FullBatch(), budget=PrivacyBudget(1.0, 1e-2))
         >>> found = audit(svi, jax.random.key(0), jnp.array([0.1, -0.2, 50.0]), draws=20_000)
-        >>> 0.6 < found.lower <= found.claim
+        >>> 0.4 < found.lower < 1.2  # a little above the claim at most once in 20 attacks
         True
     """
     check_int("draws", draws, low=1000)

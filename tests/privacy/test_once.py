@@ -32,6 +32,7 @@ from numpyro_dp import (
 )
 from numpyro_dp.estimators import aligned
 from numpyro_dp.privacy import once
+from numpyro_dp.privacy.keys import keys_of_run
 from numpyro_dp.samplers import FullBatch, Permutation, Poisson
 
 KEY = jax.random.key(0)
@@ -713,3 +714,25 @@ def test_a_state_that_two_forks_continue_gets_other_keys_in_each(monkeypatch):
         monkeypatch.setattr(once, "_used", {})  # a forked child forgets all runs
         found.append(driver.run(KEY, 2, X, init_state=state, **run).params["auto_loc"])
     assert not np.array_equal(*found)
+
+
+@pytest.mark.full
+def test_a_forked_child_forgets_runs_and_nonces():
+    program = """
+import os
+import numpy as np
+from numpyro_dp.privacy import keys, once
+once._used[b"run"] = 3
+keys._nonces.append(np.zeros(8))
+child = os.fork()
+if not child:
+    os._exit(len(once._used) + len(keys._nonces))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert once._used and keys._nonces
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120)
+
+
+def test_keys_of_a_run_differ():
+    noise, batches = keys_of_run(secret_key(1), ())
+    assert not np.array_equal(*map(jax.random.key_data, (noise, batches)))

@@ -2,6 +2,7 @@
 
 import doctest
 import functools
+import hashlib
 import math
 import secrets
 import struct
@@ -387,3 +388,9 @@ def test_normal_errors():
 @pytest.mark.full
 def test_docstring_examples():
     assert doctest.testmod(random).failed == 0
+
+
+def test_integers_have_a_domain_of_their_own():
+    words = np.asarray(jax.random.key_data(as_secret_key(7))).astype("<u4").tobytes()
+    text = b"numpyro_dp.privacy.random: integer seed, version 1: 0x7"
+    assert words == hashlib.sha256(text).digest()
