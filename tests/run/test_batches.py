@@ -25,7 +25,7 @@ def model(x):
         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
 
 
-@pytest.mark.every_case
+@pytest.mark.table
 @pytest.mark.parametrize("sampler", [Poisson(0.3), FixedSize(5), Permutation(8)])
 def test_the_sum_of_a_step_is_that_of_the_rows_drawn(sampler):
     svi = DPSVI(model, AutoDelta(model), optax.sgd(1.0), estimator=aligned(), clip_norm=CLIP,
@@ -47,6 +47,7 @@ def test_the_sum_of_a_step_is_that_of_the_rows_drawn(sampler):
     assert len(batch.mask) > min(sizes) or isinstance(sampler, FixedSize)
 
 
+@pytest.mark.full
 def test_parts_of_a_stream_end_with_no_record(monkeypatch):
     own = {"noise_multiplier": 2.0, "secret_key": 5, "repetition": True}
     whole = DPLaplace(model, **own).run(jax.random.key(0), X)
