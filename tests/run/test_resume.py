@@ -30,6 +30,7 @@ def state():
     return driver(secret_key=3).run(jax.random.key(0), 3, jnp.ones(50), progress_bar=False).state
 
 
+@pytest.mark.table
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("changes", "rows", "field"),

@@ -1,0 +1,67 @@
+"""What a record that is not finite adds to a sum."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDelta
+
+from numpyro_dp import DPSEP, DPSVI
+from numpyro_dp.ep.gaussian import Cavity
+from numpyro_dp.pbp import RegressionNetwork
+from numpyro_dp.pbp.estimator import NetworkCavity, network_site
+from numpyro_dp.pbp.moments import record_slopes
+from numpyro_dp.samplers import FullBatch
+
+KEY = jax.random.key(0)
+X = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
+Y = np.array([0, 1, 1, 0, 1, 0, 1, 1], np.float32)
+
+
+def model(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event())
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def total(x, y):
+    """The noise-free sum of centred scores in one step, at weights where all are clipped."""
+    svi = DPSVI(model, AutoDelta(model), optax.sgd(1.0), clip_norm=0.1, sampler=FullBatch(),
+                noise_multiplier=0.0)  # fmt: skip
+    start = {"w_auto_loc": jnp.array([0.4, -0.3])}
+    return svi.run(KEY, 1, x, y, init_params=start, progress_bar=False).params["w_auto_loc"]
+
+
+@pytest.mark.full
+def test_a_record_without_an_outcome_adds_no_other_outcome():
+    kept = np.arange(8) != 3
+    with_it = total(X, np.where(kept, Y, np.nan))
+    np.testing.assert_allclose(with_it, total(X[kept], Y[kept]), rtol=1e-4)
+
+
+@pytest.mark.full
+def test_a_site_that_is_not_finite_has_no_information():
+    def posterior(x, y):
+        sep = DPSEP(model, clip_norm=math.inf, sampler=FullBatch(), noise_multiplier=0.0,
+                    unbiased_clipping=False)  # fmt: skip
+        return sep.run(KEY, 40, x, y, progress_bar=False).params["auto_precision"]
+
+    kept = np.arange(8) != 3
+    x = np.where(kept[:, None], X, np.nan)
+    np.testing.assert_allclose(posterior(x, Y), posterior(X[kept], Y[kept]), rtol=0.02)
+
+
+def test_the_noise_of_a_network_is_half_a_squared_residual():
+    layout = RegressionNetwork((3,)).layout(2)
+    size = sum(layout.sizes)
+    mean = jnp.asarray(np.random.default_rng(1).normal(size=size), jnp.float32)
+    cavity = NetworkCavity(Cavity(mean, jnp.full(size, 1e-8)), jnp.asarray(0.1))
+    x = jnp.array([0.3, -0.2])
+    output = record_slopes(layout, *cavity.weights, cavity.noise, x, jnp.zeros(())).output
+    site = network_site(layout, cavity, x, output + 2.0)
+    assert float(site["rate"]) == pytest.approx(2.0, rel=1e-3)
