@@ -103,3 +103,14 @@ def test_the_result_unpacks_like_that_of_svi():
     assert set(params) == {"auto_loc", "auto_scale"}
     assert losses is None
     assert int(state.step) == 2
+
+
+@pytest.mark.full
+def test_no_step_beyond_the_plan():
+    own = {"noise_multiplier": None, "budget": PrivacyBudget(1.0, 1e-3), "num_steps": 5}
+    svi = driver(**own)
+    state = svi.run(jax.random.key(0), 3, jnp.ones(50), progress_bar=False).state
+    more = {"progress_bar": False, "init_state": state}
+    with pytest.raises(BudgetError, match="num_steps <= 2"):
+        svi.run(jax.random.key(0), 3, jnp.ones(50), **more)
+    assert svi.run(jax.random.key(0), 2, jnp.ones(50), **more).privacy.num_steps == 5
