@@ -162,9 +162,10 @@ def audit_run(
     confidence: float = 0.95,
     **kwargs: Any,
 ) -> Audit:
-    """Attacks one run of a driver by many canaries, each of which a coin puts into the records.
+    """Attacks one run of a driver, with many canaries that are in the records by chance.
 
-    Pass invented records, as for :func:`audit`. Each canary should have a direction of its own, so
+    A fair coin decides for each canary whether it is in the records. Pass invented records, as for
+    :func:`audit`. Each canary should have a direction of its own, so
     there should be fewer of them than parameters.
 
     Args:

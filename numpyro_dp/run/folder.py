@@ -147,7 +147,7 @@ def different(what: str, found: dict[str, Any], meaning: dict[str, Any]) -> None
 
 
 def hash_of(arrays: tuple[Any, ...], salt: str) -> str:
-    """Returns a keyed hash of arrays, of which it has a part in memory at a time."""
+    """Returns a keyed hash of arrays. It reads large arrays part by part."""
     found = hmac.new(bytes.fromhex(salt), digestmod=hashlib.sha256)
     for array in arrays:
         found.update(f"{np.shape(array)} {array.dtype};".encode())

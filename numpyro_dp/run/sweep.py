@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -110,20 +111,6 @@ def run_sweep(
         rows: The records.
         folder: For finished chunks, or ``None``.
     """
-    if not folder:
-        return _run_sweep(sweep, axes, starts, session, rows, folder)
-    with locked("folder", folder):
-        return _run_sweep(sweep, axes, starts, session, rows, folder)
-
-
-def _run_sweep(
-    sweep: SweepPlan,
-    axes: list[RunSettings],
-    starts: list[SensitiveState],
-    session: Session,
-    rows: Rows,
-    folder: Any,
-) -> SweepResult:
     settings, num_steps, rates = sweep.settings, sweep.num_steps, sweep.learning_rates
     secret, number = secret_of(settings), len(starts)
     starts = [_at_rate(start, rate) for rate in _rates(rates) for start in starts]
@@ -150,20 +137,22 @@ def _run_sweep(
     def run(states: RunState, rows: Rows = rows) -> PyTree:
         return session.run_many(rows, session.begin_many(states, num_steps, sweep.trace_size))
 
-    store = None
-    if folder:
-        meaning = _meaning(sweep, axes, reports, labels, session.num_examples, chunk)
-        public = [state.optim_state for state in states], rows.shared
-        program, like = traced(run, (_stacked(states[:chunk]), rows), public)
-        store = Folder(folder, meaning | {"program": program}, like)
-        store.check_records(rows.arrays)
-        if settings.secret_key is None:
-            states = states_of(store.secret(secret))
-    found = _in_chunks(run, states, chunk, store, functools.partial(begun, settings))
-    if store:
-        store.forget_secret()
-    own = tuple(report.of_another_run() for report in reports for _ in starts)
-    return SweepResult(*found, labels, own)
+    with contextlib.ExitStack() as stack:
+        store = None
+        if folder:
+            stack.enter_context(locked("folder", folder))
+            meaning = _meaning(sweep, axes, reports, labels, session.num_examples, chunk)
+            public = [state.optim_state for state in states], rows.shared
+            program, like = traced(run, (_stacked(states[:chunk]), rows), public)
+            store = Folder(folder, meaning | {"program": program}, like)
+            store.check_records(rows.arrays)
+            if settings.secret_key is None:
+                states = states_of(store.secret(secret))
+        found = _in_chunks(run, states, chunk, store, functools.partial(begun, settings))
+        if store:
+            store.forget_secret()
+        own = tuple(report.of_another_run() for report in reports for _ in starts)
+        return SweepResult(*found, labels, own)
 
 
 def _meaning(
