@@ -239,6 +239,8 @@ class Mechanism(NamedTuple):
             depends on earlier noise. ``None`` if each call has fresh noise: the sampler then
             amplifies the event of a step, and the steps compose. Only ``DPSVI`` accepts a
             mechanism with this field. All other drivers need independent noise.
+        total_variation: Distance of one call's noise from the noise of ``event``, as a total
+            variation. Delta includes the sum over all steps.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -256,6 +258,7 @@ class Mechanism(NamedTuple):
         | None
     ) = None
     compose: Callable[[Sampler, int, int], dpa.DpEvent] | None = None
+    total_variation: float = 0.0
 
 
 @runtime_checkable

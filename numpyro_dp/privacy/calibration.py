@@ -118,7 +118,7 @@ def _check_delta(budget: PrivacyBudget, failure_prob: float, total_variation: fl
     if total_variation >= largest:
         raise TotalVariationError(
             f"Expected total_variation={total_variation:g} < {largest:.3g} for the budget "
-            f"{budget}. This sampler is not exact enough for the budget. Use a smaller epsilon."
+            f"{budget}. Sampler and noise are not exact enough for it. Use a smaller epsilon."
         )
 
 

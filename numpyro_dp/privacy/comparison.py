@@ -10,7 +10,6 @@ from numpyro_dp.privacy.accounting import (
     PLD,
     PRV,
     RDP,
-    TotalVariationError,
     UnreliableBoundError,
     UnsupportedEventError,
 )
@@ -92,7 +91,7 @@ def compare_accountants(report: PrivacyReport) -> AccountantComparison:
             found = report.plan.spent(report.num_steps, delta=report.delta, accountant=accountant)
         except UnsupportedEventError as error:
             refusals[accountant.name] = error.reasons.get(accountant.name, str(error))
-        except (UnreliableBoundError, TotalVariationError) as error:
+        except UnreliableBoundError as error:
             refusals[accountant.name] = str(error)
         else:
             bounds[accountant.name] = found.epsilon

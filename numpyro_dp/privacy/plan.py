@@ -40,6 +40,9 @@ _SETTINGS = (
 )
 
 
+_MOST_COUNTED = 50.0  # largest epsilon for which delta includes the distance of the noise
+
+
 def _today() -> str:
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
@@ -87,6 +90,14 @@ class Plan:
         return _with_earlier(self, _run_event(self, self.noise_multiplier, num_steps))
 
     @property
+    def counts_noise(self) -> bool:
+        """Whether delta includes the distance of the noise from that of the event.
+
+        Delta covers exp(epsilon) times that distance, which is impossible for a huge epsilon.
+        """
+        return self.budget is None or self.budget.epsilon <= _MOST_COUNTED
+
+    @property
     def earlier(self) -> tuple[Spending, ...]:
         """What earlier runs have spent of the budget."""
         return () if self.budget is None else self.budget.earlier
@@ -96,22 +107,13 @@ class Plan:
     ) -> EpsilonBound:
         """Bounds the epsilon of ``num_steps`` steps, and of earlier runs in the budget.
 
-        Raises:
-            TotalVariationError: If the plan has a budget and no finite epsilon holds. Without a
-                budget the method returns an infinite epsilon: the run is not private.
+        Epsilon is infinite if it is too large for delta to cover the errors of sampler and noise.
         """
         event, delta = self.event(num_steps), self.delta if delta is None else delta
+        judge, beside = accountant or self.accountant, _beside_the_event(self, num_steps)
         try:
-            return epsilon_spent(
-                event,
-                delta,
-                self.relation,
-                accountant=accountant or self.accountant,
-                **_beside_the_event(self, num_steps),
-            )
+            return epsilon_spent(event, delta, self.relation, accountant=judge, **beside)
         except TotalVariationError:
-            if self.budget is not None:
-                raise
             nan, inf = float("nan"), float("inf")
             return EpsilonBound(nan, nan, inf, delta, self.relation, event, "none")
 
@@ -197,7 +199,7 @@ class PrivacyReport:
         event = _run_event(plan, plan.noise_multiplier, self.num_steps)
         own = Spending(
             self.run, plan.relation, gaussian_steps(event), caveats=self.caveats,
-            **_of_batches(plan, self.num_steps), unit=unit_name(self.max_rows),
+            **_errors(plan, self.num_steps), unit=unit_name(self.max_rows),
         )  # fmt: skip
         return (*plan.earlier, own)
 
@@ -345,11 +347,13 @@ def _with_earlier(plan: Plan, event: dpa.DpEvent) -> dpa.DpEvent:
     return dpa.ComposedDpEvent([*(canonical_event(each.steps) for each in plan.earlier), event])
 
 
-def _of_batches(plan: Plan, num_steps: int) -> dict[str, float]:
-    """Errors of the sampler that the event leaves out, by a union bound over the steps."""
+def _errors(plan: Plan, num_steps: int) -> dict[str, float]:
+    """Errors of sampler and noise that the event leaves out, by a union bound over the steps."""
+    sampler, number = plan.sampler, plan.num_examples
+    of_noise = plan.mechanism(plan.noise_multiplier).total_variation if plan.counts_noise else 0.0
     return {
-        "failure_prob": plan.sampler.failure_prob(plan.num_examples) * num_steps,
-        "total_variation": plan.sampler.total_variation(plan.num_examples) * num_steps,
+        "failure_prob": sampler.failure_prob(number) * num_steps,
+        "total_variation": (sampler.total_variation(number) + of_noise) * num_steps,
     }
 
 
@@ -357,5 +361,5 @@ def _beside_the_event(plan: Plan, num_steps: int) -> dict[str, float]:
     """The same errors, summed over this run and the earlier ones."""
     return {
         name: min(value + sum(getattr(each, name) for each in plan.earlier), 1.0 - 1e-12)
-        for name, value in _of_batches(plan, num_steps).items()
+        for name, value in _errors(plan, num_steps).items()
     }

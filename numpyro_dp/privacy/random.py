@@ -1,4 +1,4 @@
-r"""Cryptographically secure randomness: ChaCha20 as a JAX generator, and normals with full tails.
+r"""Cryptographically secure randomness: ChaCha20 as a JAX generator.
 
 A key is 256 bits. With :math:`F_k(n, c)` the ChaCha20 block function (512 bits) of key :math:`k`,
 nonce :math:`n` and block counter :math:`c`,
@@ -32,86 +32,19 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import DTypeLike
 
 from numpyro_dp._compat import define_prng_impl
 from numpyro_dp._tree import is_key
 from numpyro_dp._validate import check_int
 
-__all__ = ["CHACHA20", "KEY_WORDS", "check_typed_key", "standard_normal"]
+__all__ = ["CHACHA20", "KEY_WORDS", "check_typed_key"]
 
-_STRETCH = (
-    4096  # normals drawn at once: their bits stay in a CPU's nearest cache, 2.5 times as fast
-)
 KEY_WORDS = 8
 _BLOCK_WORDS = 16
 _MAX_BLOCKS = 2**32
 _CONSTANTS = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)  # "expand 32-byte k"
 # First word of the nonce: what the block is for. The values are arbitrary, and must differ.
 _BITS, _SPLIT, _FOLD, _SEED = 0x62697473, 0x73706C74, 0x666F6C64, 0x73656564
-
-
-def standard_normal(
-    key: Array, shape: tuple[int, ...] = (), dtype: DTypeLike = jnp.float32
-) -> Array:
-    r"""Draws independent N(0, 1) values whose tails are not cut off.
-
-    Box and Muller's transform gives a pair of values from 96 (float32) or 192 (float64) random
-    bits. Above 4096 values, each 4096 of them have their own child of the key.
-
-    .. math:: r = \sqrt{-2 \log u}, \qquad (z_1, z_2) = (r \cos 2\pi v, r \sin 2\pi v).
-
-    Here :math:`u = (U + 1/2)\, 2^{-64}` has a 64-bit U (128 for float64). It keeps its relative
-    precision at both ends: :math:`\log u` near 1 is computed from :math:`1 - u`. The largest
-    magnitude is 9.49 (13.4 for float64), which a Gaussian exceeds with probability 2e-21 (1e-40).
-    For comparison, ``jax.random.normal`` in float32 inverts a 23-bit uniform. It never exceeds
-    5.42, which a Gaussian does once in 17 million draws.
-
-    Args:
-        key: A scalar typed key. The result is as unpredictable as the key's generator.
-        shape: Shape of the result.
-        dtype: ``float32``, or ``float64`` in 64-bit mode.
-
-    Raises:
-        TypeError: If ``key`` is not a scalar typed key, ``dtype`` is another type, or ``float64``
-            is used without 64-bit mode.
-
-    Example:
-        >>> import jax
-        >>> from numpyro_dp.privacy.keys import secret_key
-        >>> z = standard_normal(secret_key(0), (1000,))
-        >>> bool(jax.numpy.isfinite(z).all()), z.dtype
-        (True, dtype('float32'))
-
-    **Guarantee**: values are finite for every outcome of the generator. Limit: they are
-    floating-point numbers, not a discrete Gaussian, while the proof is for real numbers. A sum
-    released with all its low-order bits can in principle distinguish neighbours (Mironov).
-
-    Reference:
-        G. E. P. Box, M. E. Muller, Ann. Math. Statist. 29, 1958. I. Mironov, "On significance of
-        the least significant bits for differential privacy", CCS 2012.
-    """
-    check_typed_key(key)
-    dtype, word = _normal_types(dtype)
-    size = math.prod(shape)
-    if size <= _STRETCH:
-        return _normal_pairs(key, -(-size // 2), dtype, word)[:size].reshape(shape)
-
-    def stretch(key: Array) -> Array:
-        return _normal_pairs(key, _STRETCH // 2, dtype, word)
-
-    keys = jax.random.split(key, -(-size // _STRETCH))
-    drawn = lax.platform_dependent(
-        keys, cpu=functools.partial(lax.map, stretch), default=jax.vmap(stretch)
-    )
-    return drawn.reshape(-1)[:size].reshape(shape)
-
-
-def _normal_pairs(key: Array, pairs: int, dtype: jnp.dtype, word: jnp.dtype) -> Array:
-    high, low, angle = jax.random.bits(key, (3, pairs), word)
-    radius = jnp.sqrt(-2 * _log_uniform(high, low, dtype))
-    cos, sin = _circle(angle, dtype)
-    return jnp.concatenate([radius * cos, radius * sin])
 
 
 def check_typed_key(key: Array) -> Array:
@@ -124,48 +57,6 @@ def check_typed_key(key: Array) -> Array:
     if key.shape:
         raise TypeError(f"Expected a scalar key, got keys of shape {key.shape}. Use jax.vmap.")
     return key
-
-
-def _normal_types(dtype: DTypeLike) -> tuple[jnp.dtype, jnp.dtype]:
-    name = jnp.dtype(dtype).name
-    if name == "float32":
-        return jnp.dtype("float32"), jnp.dtype("uint32")
-    if name != "float64":
-        raise TypeError(f"Expected dtype float32 or float64, got {name}. Draw float32 and convert.")
-    if not jax.config.jax_enable_x64:
-        raise TypeError("dtype float64 needs 64-bit mode. Set jax_enable_x64, or use float32.")
-    return jnp.dtype("float64"), jnp.dtype("uint64")
-
-
-def _log_uniform(high: Array, low: Array, dtype: jnp.dtype) -> Array:
-    """log((2**w high + low + 1/2) / 2**2w) for w-bit words, accurate relative to its own size."""
-    width = 8 * high.dtype.itemsize
-    # Complementing every bit maps u to 1 - u exactly. `small` is the smaller of the two.
-    above = (high >> (width - 1)).astype(bool)
-    high, low = jnp.where(above, ~high, high), jnp.where(above, ~low, low)
-    small = high.astype(dtype) * 2.0**-width + (low.astype(dtype) + 0.5) * 2.0 ** (-2 * width)
-    return jnp.where(above, jnp.log1p(-small), jnp.log(small))
-
-
-def _circle(bits: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """A uniform point of the circle: three bits choose the octant, the others the angle in it."""
-    width = 8 * bits.dtype.itemsize
-    angle = ((bits >> 3).astype(dtype) + 0.5) * (math.pi / 4 * 2.0 ** (3 - width))
-    square = angle * angle
-    # Taylor series for [0, pi/4]: a library's functions would first have to reduce the angle.
-    last = 8 if dtype == jnp.float32 else 16
-    cos, sin = _alternating(square, last), angle * _alternating(square, last + 1)
-    swap = (bits & 1).astype(bool)
-    x, y = jnp.where(swap, sin, cos), jnp.where(swap, cos, sin)
-    return jnp.where((bits & 2) != 0, -x, x), jnp.where((bits & 4) != 0, -y, y)
-
-
-def _alternating(square: Array, last: int) -> Array:
-    """Sum of (-1)^k square^k / (2 k + r)! for 2 k + r up to ``last``, of the same parity r."""
-    total = jnp.ones_like(square)
-    for degree in range(last, 1, -2):
-        total = 1 - square * total / (degree * (degree - 1))
-    return total
 
 
 def _rotate(x: Array, count: int) -> Array:

@@ -363,6 +363,15 @@ def _caveats(report: Any) -> list[str]:
         )
     if delta == default_delta(number):
         found.append("delta is the default, min(0.01, N ** -1.1).")
+    if report.plan.mechanism(report.noise_multiplier).total_variation == 0:
+        found.append(
+            "The mechanism states no distance of its noise from that of its event. If the noise is "
+            "drawn in floating point, the guarantee is for real numbers."
+        )
+    if not report.plan.counts_noise:
+        found.append(
+            "Epsilon is so large that delta leaves out how far the noise is from an exact Gaussian."
+        )
     found += report.caveats
     found += [f"Earlier run: {text}" for each in report.plan.earlier for text in each.caveats]
     who = "A person with several records is protected for one of them, not for all together."
@@ -372,6 +381,4 @@ def _caveats(report: Any) -> list[str]:
         *found,
         who,
         "What is true of the whole population may be learned, also about people in it.",
-        "The guarantee is for real numbers. Sums are exact on a grid, noise is drawn in floating "
-        "point.",
     ]

@@ -128,9 +128,10 @@ def clip_margin(batch: int, size: int, dtype: Any, rows: int = 1) -> float:
 
     It is ``1 / (1 + e)`` for a batch of n rows, signals of d values and a type of unit roundoff u.
     Here ``e`` is the sum of three errors. The grid may lengthen a contribution by
-    :math:`\sqrt d\, 2^{-k-1}`. A squared norm may be too small by :math:`d u`. Three roundings of
-    each of two sums of norm n C, with one to spare, make :math:`8 n u`. If a record has several
-    rows, the first two errors occur in each.
+    :math:`\sqrt d\, 2^{-k-1}`. A squared norm may be too small by :math:`d u`. Four roundings of
+    each of two sums of norm n C make :math:`8 n u`: three here, and one where the noise is added
+    (:mod:`numpyro_dp.privacy.noise`). If a record has several rows, the first two errors occur in
+    each.
     """
     unit = float(jnp.finfo(dtype).eps) / 2
     grid = math.sqrt(size) * 2.0 ** -(_grid(batch, dtype).bits + 1)

@@ -510,7 +510,7 @@ def test_failures_are_paid_for():
     assert real.epsilon == pytest.approx(PLD().epsilon(event, 7e-6, ADD).epsilon, rel=1e-6)
     assert real.delta == delta
     both = epsilon_spent(event, delta, ADD, failure_prob=3e-6, total_variation=1e-12)
-    other = PLD().epsilon(event, 0.999 * 7e-6, ADD).epsilon
+    other = PLD().epsilon(event, 7e-6 - 1e-9, ADD).epsilon
     assert both.epsilon == pytest.approx(other, rel=1e-6)
     assert both.delta == delta
     with pytest.raises(TotalVariationError, match=r"failure_prob=1e-05 < delta=1e-05"):

@@ -1,7 +1,6 @@
 """ChaCha20 against RFC 8439 and as a JAX generator; the Gaussian against N(0, 1)."""
 
 import doctest
-import functools
 import hashlib
 import math
 import secrets
@@ -18,7 +17,7 @@ from scipy import stats
 
 from numpyro_dp.privacy import keys, random
 from numpyro_dp.privacy.keys import as_secret_key, secret_key
-from numpyro_dp.privacy.random import CHACHA20, standard_normal
+from numpyro_dp.privacy.random import CHACHA20
 
 KEY = bytes(range(32))
 
@@ -195,7 +194,6 @@ def test_jax_random_functions_take_the_keys():
         assert bool(jnp.isfinite(value).all())
     assert sorted(jax.random.permutation(key, 10).tolist()) == list(range(10))
     assert jax.random.choice(key, 10, (4,), replace=False).shape == (4,)
-    assert not bool((jax.random.normal(key, (4,)) == standard_normal(key, (4,))).any())
 
 
 @pytest.mark.full
@@ -256,133 +254,6 @@ def test_other_keys_are_refused(make, error, match):
 def test_too_many_blocks_are_refused():
     with pytest.raises(ValueError, match="several keys"):
         random._counters(2**32 + 1)
-
-
-# One sample for all tests of the distribution, and bounds from its own size.
-SIZE = 4_000_001
-
-
-@pytest.fixture(scope="module")
-def sample():
-    return np.asarray(standard_normal(secret_key(6), (SIZE,)), np.float64)
-
-
-def law_rejects(z):
-    """Statistics of N(0, 1) in units of their standard errors; True if any is beyond 5."""
-    n = z.size
-    scores = [
-        z.mean() * math.sqrt(n),
-        ((z**2).mean() - 1) / math.sqrt(2 / n),
-        (z**3).mean() / math.sqrt(15 / n),
-        ((z**4).mean() - 3) / math.sqrt(96 / n),
-    ]
-    return max(map(abs, scores)) > 5 or stats.kstest(z[:1_000_000], "norm").pvalue < 1e-5
-
-
-@pytest.mark.full
-def test_normal_law(sample):
-    assert np.isfinite(sample).all()
-    assert not law_rejects(sample)
-
-
-@pytest.mark.parametrize("scale", [0.9, 0.99, 1.01, 1.1])
-def test_normal_law_rejects_other_scales(sample, scale):
-    assert law_rejects(scale * sample)
-
-
-@pytest.mark.parametrize("bound", [3.0, 4.0, 4.5])
-def test_tail_frequencies(sample, bound):
-    expected = 2 * stats.norm.sf(bound) * SIZE
-    for sign in (1, -1):
-        count = (sign * sample > bound).sum()
-        assert abs(count - expected / 2) < 5 * math.sqrt(expected / 2)
-    if bound <= 4:
-        for scale in (0.9, 1.1):
-            scaled = (scale * np.abs(sample) > bound).sum()
-            assert abs(scaled - expected) > 5 * math.sqrt(expected)
-
-
-@pytest.mark.slow
-def test_far_tail_frequencies():
-    def count(total, key):
-        z = jnp.abs(standard_normal(key, (1_000_000,)))
-        bounds = jnp.array([4.0, 5.0, 5.5])
-        return total + (z[:, None] > bounds).sum(0, dtype=jnp.int32), None
-
-    keys = jax.random.split(secret_key(7), 1000)
-    # As users have it, whatever XLA_FLAGS says for quick compilation: a billion draws.
-    optimised = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
-    counts = np.asarray(optimised(lambda k: lax.scan(count, jnp.zeros(3, jnp.int32), k)[0])(keys))
-    expected = 2 * stats.norm.sf([4.0, 5.0, 5.5]) * 1e9
-    assert (np.abs(counts - expected) < 5 * np.sqrt(expected)).all()
-
-
-def test_coordinates_are_independent(sample):
-    half = (SIZE + 1) // 2
-    cos, sin = sample[: SIZE - half], sample[half:]
-    root = math.sqrt(cos.size)
-    for a, b in ((cos, sin), (sample[:-1], sample[1:])):
-        root = math.sqrt(a.size)
-        assert abs((a * b).mean() * root) < 5
-        # Squares: a common radius without the right angle would show here.
-        assert abs(((a**2 - 1) * (b**2 - 1)).mean() / 2 * root) < 5
-        assert abs((a**2 * b).mean() / math.sqrt(3) * root) < 5
-    # The test can fail: coordinates with one radius and one fixed angle are dependent.
-    radius = np.hypot(cos, sin)
-    assert abs(((radius**2 / 2 - 1) ** 2).mean() / 2 * root) > 5
-
-
-@pytest.mark.full
-def test_extreme_words_are_finite():
-    extreme = jnp.array([0, 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1], jnp.uint32)
-    high, low = (x.reshape(-1) for x in jnp.meshgrid(extreme, extreme))
-    logs = np.asarray(random._log_uniform(high, low, jnp.dtype("float32")), np.float64)
-    exact = (np.asarray(high, object).astype(object) * 2**32 + np.asarray(low, object)) * 2 + 1
-    truth = [
-        math.log1p(-(2**65 - int(x)) / 2**65) if x > 2**64 else math.log(int(x) / 2**65)
-        for x in exact
-    ]
-    np.testing.assert_allclose(logs, truth, rtol=1e-6)
-    assert (logs < 0).all()
-    assert 9.4 < math.sqrt(-2 * logs.min()) < 9.5
-    cos, sin = random._circle(
-        jnp.arange(0, 2**32, 2**16 + 1, dtype=jnp.uint32), jnp.dtype("float32")
-    )
-    np.testing.assert_allclose(np.asarray(cos) ** 2 + np.asarray(sin) ** 2, 1, atol=1e-6)
-    assert float(jnp.abs(cos).min()) > 0
-    assert float(jnp.abs(sin).min()) > 0
-
-
-@pytest.mark.full
-def test_float64_normals():
-    with pytest.raises(TypeError, match="64-bit mode"):
-        standard_normal(secret_key(0), (3,), jnp.float64)
-    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
-        z = np.asarray(standard_normal(secret_key(8), (1_000_001,), jnp.float64))
-        assert z.dtype == np.float64
-        assert not law_rejects(z)
-        # All 53 bits are in use: the last bit of numbers in [1, 2) is a fair coin.
-        last = (z[(z >= 1) & (z < 2)].view(np.uint64) & 1).mean()
-        assert abs(last - 0.5) < 5 * 0.5 / math.sqrt(100_000)
-        assert standard_normal(secret_key(8), (3,)).dtype == np.float32
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3, 5), (7, 0)])
-def test_normal_shapes(shape):
-    key = secret_key(9)
-    z = standard_normal(key, shape)
-    assert z.shape == shape
-    assert z.dtype == jnp.float32
-    np.testing.assert_allclose(jax.jit(standard_normal, static_argnums=1)(key, shape), z, rtol=1e-5)
-
-
-def test_normal_errors():
-    with pytest.raises(TypeError, match="float32 or float64, got float16"):
-        standard_normal(secret_key(0), (3,), jnp.float16)
-    with pytest.raises(TypeError, match="typed key"):
-        standard_normal(jax.random.PRNGKey(0), (3,))
-    with pytest.raises(TypeError, match="vmap"):
-        standard_normal(jax.random.split(secret_key(0)), (3,))
 
 
 @pytest.mark.full

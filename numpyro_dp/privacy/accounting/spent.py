@@ -42,7 +42,8 @@ from numpyro_dp.privacy.budget import Relation, check_relation
 
 __all__ = ["Best", "epsilon_spent"]
 
-_SHARE = 1e-3  # part of delta reserved for the total variation, if that is enough
+_SHARE = 1e-3  # largest part of delta that is first reserved for the total variation
+_RESERVED = 1e3  # or this times the total variation: enough for epsilon up to 6
 _ITERATIONS = 20
 _CLOSE = 0.004  # relative distance of an upper bound to its estimate that ends the search
 
@@ -135,8 +136,9 @@ def epsilon_spent(
     r"""Bounds the epsilon of a run.
 
     With :math:`\delta' = \delta - f`, it looks for a large :math:`d` that satisfies
-    :math:`d + (1 + e^{\varepsilon(d)})\tau \le \delta'`. It starts at :math:`d = 0.999\,\delta'`.
-    If that is too large, it iterates :math:`d \leftarrow \delta' - (1 + e^{\varepsilon(d)})\tau`.
+    :math:`d + (1 + e^{\varepsilon(d)})\tau \le \delta'`. It starts at
+    :math:`d = \delta' - \min(10^{-3} \delta', 10^3 \tau)`. If that is too large, it iterates
+    :math:`d \leftarrow \delta' - (1 + e^{\varepsilon(d)})\tau`.
 
     Args:
         event: The accounted mechanism, with noise multipliers relative to the sensitivity under
@@ -193,7 +195,8 @@ def _check_prob(name: str, value: float, meaning: str) -> float:
 def _with_total_variation(
     event: dpa.DpEvent, delta: float, relation: Relation, judge: Accountant, tau: float
 ) -> EpsilonBound:
-    inner = (1.0 - _SHARE) * delta
+    share = min(_SHARE, _RESERVED * tau / delta)
+    inner = (1.0 - share) * delta
     needed = 0.0
     for attempt in range(_ITERATIONS):
         bound = judge.epsilon(event, inner, relation)
@@ -203,7 +206,7 @@ def _with_total_variation(
         if inner + leak <= delta:
             return dataclasses.replace(bound, lower=None, delta=delta)
         if attempt == 0:
-            needed = _SHARE * delta * tau / leak
+            needed = share * delta * tau / leak
         inner = delta - 1.01 * leak
         if inner <= 0.0:
             break

@@ -69,6 +69,8 @@ class StagedGaussian:
             spent = min(1.0, math.fsum(self.shares[:num_steps]))
             return dpa.GaussianDpEvent(base.event.noise_multiplier / math.sqrt(spent))
 
-        return base._replace(
-            init=lambda _: jnp.zeros((), jnp.int32), privatise=privatise, compose=compose
-        )
+        def init(total: PyTree) -> Array:
+            base.init(total)  # checks the size
+            return jnp.zeros((), jnp.int32)
+
+        return base._replace(init=init, privatise=privatise, compose=compose)

@@ -1,0 +1,321 @@
+"""Noise on a grid: its law with exact numbers, by samples, and as the mechanism adds it."""
+
+import decimal
+import doctest
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gaussian import gaussian
+from jax import lax
+from scipy import stats
+
+from numpyro_dp import PrivacyBudget
+from numpyro_dp.core import MechanismState
+from numpyro_dp.privacy import noise
+from numpyro_dp.privacy.accounting import epsilon_spent
+from numpyro_dp.privacy.keys import secret_key
+from numpyro_dp.privacy.noise import (
+    MOST,
+    STD,
+    TOTAL_VARIATION,
+    discrete_gaussian,
+    on_grid,
+    spacing_of,
+)
+from numpyro_dp.privacy.plan import PrivacyReport, make_plan
+from numpyro_dp.privacy.sampling import FullBatch
+
+# One sample for all tests of the distribution, and bounds from its own size.
+SIZE = 4_000_001
+EXACT = decimal.Context(prec=80, Emin=-(10**6))
+
+
+@pytest.fixture(scope="module")
+def sample():
+    return np.asarray(discrete_gaussian(secret_key(6), SIZE))
+
+
+def drawn_by_table():
+    """The probabilities of 0, 1, ... that Walker's method gives, in units of 2^-159."""
+    found = [0] * 2**12
+    for place, words in enumerate(zip(*noise._table(), strict=True)):
+        row = functools.reduce(lambda high, low: high << 32 | int(low), words, 0)
+        alias, threshold = row >> 147, row & (2**147 - 1)
+        found[place] += threshold
+        found[alias] += 2**147 - threshold
+    return found
+
+
+def exact_law(std, most):
+    """The discrete Gaussian on -most ... most with exact numbers."""
+    with decimal.localcontext(EXACT):
+        weights = [(-decimal.Decimal(a * a) / (2 * std**2)).exp() for a in range(-most, most + 1)]
+        total = sum(weights)
+        return [each / total for each in weights]
+
+
+def theta(std):
+    """Largest relative error of a sum of exp(-(a - c)^2 / 2 std^2) over integers a, for any c."""
+    return 2.1 * math.exp(-2 * math.pi**2 * std**2)
+
+
+def test_the_stated_distance_holds_with_exact_numbers():
+    law = exact_law(decimal.Decimal(280), 8192)[8192:]
+    found = drawn_by_table()
+    assert sum(found) == 2**159
+    with decimal.localcontext(EXACT):
+        stated = [law[0], *(2 * each for each in law[1:])]
+        found = [decimal.Decimal(each) / 2**159 for each in found]
+        # Values beyond the table are missing in `found`. Beyond 8191 all is below 2^-600.
+        off = sum(abs(a - b) for a, b in zip(stated, found + [0] * 4097, strict=True)) / 2
+    one = float(off)
+    assert 2.0**-160 < one < 2.0**-148
+    fine, factor = 280, 112
+    middle = fine * math.hypot(1, factor)
+    widths = [a * b / math.hypot(a, factor * b) for a, b in ((fine, fine), (fine, middle))]
+    assert min(widths) > 2.499
+    of_one_number = 3 * one + 2 * sum(map(theta, widths)) + 2 * theta(math.sqrt(6))
+    assert of_one_number < 2.0**-146
+    assert MOST * 2.0**-146 == TOTAL_VARIATION
+    assert math.isclose(STD, math.hypot(fine, factor * middle), rel_tol=1e-15)
+
+
+@pytest.mark.parametrize(("fine", "coarse", "factor"), [(4, 4, 2), (3, 5, 2)])
+def test_a_sum_of_two_is_discrete_gaussian_too(fine, coarse, factor):
+    """The lemma of the docstring at sizes where all sums can be written down."""
+    one = exact_law(decimal.Decimal(fine), 12 * fine)
+    two = exact_law(decimal.Decimal(coarse), 12 * coarse)
+    wide = 12 * fine + factor * 12 * coarse
+    law = exact_law(decimal.Decimal(fine**2 + (factor * coarse) ** 2).sqrt(EXACT), wide)
+    found = [decimal.Decimal(0)] * len(law)
+    with decimal.localcontext(EXACT):
+        for i, p in enumerate(one):
+            for j, q in enumerate(two):
+                found[i + factor * j] += p * q
+        off = float(sum(abs(a - b) for a, b in zip(law, found, strict=True)) / 2)
+    assert off < 2 * theta(fine * coarse / math.hypot(fine, factor * coarse)) + 1e-30
+    # The lemma can fail: with a factor that is too large, the sum has gaps.
+    assert theta(1 / math.hypot(1, 8)) > 1
+
+
+def test_rounded_real_noise_is_discrete_gaussian():
+    """R(G) of the docstring, at the small variance 7^2 + 6, by integrals of high precision."""
+    ys = np.linspace(-90, 90, 400_001)
+    dense = stats.norm.pdf(ys, scale=7)
+    around = np.floor(ys)[:, None] + np.arange(-20, 22)
+    weight = np.exp(-((around - ys[:, None]) ** 2) / 12)
+    weight /= weight.sum(1, keepdims=True)
+    found = np.zeros(400)
+    np.add.at(found, around.astype(int) + 200, weight * dense[:, None])
+    found *= ys[1] - ys[0]
+    law = np.array(exact_law(decimal.Decimal(55).sqrt(), 100), float)
+    np.testing.assert_allclose(found[100:301], law, atol=1e-15)
+
+
+def test_moments_of_the_sample(sample):
+    z = sample / STD
+    for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs((z**power).mean() - mean) < 5 * math.sqrt(variance / SIZE)
+
+
+def test_every_digit_of_the_sample_is_even(sample):
+    """All integers occur: the fine part fills the gaps of the coarse parts evenly."""
+    for base in (2, 3, 112, 112**2):
+        counts = np.bincount(sample % base % 64 if base > 64 else sample % base)
+        assert stats.chisquare(counts, stats_of(base)).pvalue > 1e-5
+    # The test can fail: the coarse part alone leaves gaps.
+    gaps = np.bincount(sample // 112 * 112 % 112 % 64, minlength=64)
+    assert (gaps == 0).any()
+
+
+def stats_of(base):
+    """Expected counts of a number that is even modulo ``base``, taken modulo 64."""
+    return SIZE * np.bincount(np.arange(base) % 64) / base
+
+
+def test_numbers_are_independent(sample):
+    z = sample / STD
+    half = SIZE // 2
+    for a, b in ((z[:half], z[half : 2 * half]), (z[:-1], z[1:]), (z[:-4096], z[4096:])):
+        root = math.sqrt(a.size)
+        assert abs((a * b).mean() * root) < 5
+        assert abs(((a**2 - 1) * (b**2 - 1)).mean() / 2 * root) < 5
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("bound", [3.0, 4.0, 4.5])
+def test_tail_frequencies(sample, bound):
+    expected = stats.norm.sf(bound) * SIZE
+    for sign in (1, -1):
+        count = (sign * sample > bound * STD).sum()
+        assert abs(count - expected) < 5 * math.sqrt(expected)
+    if bound <= 4:
+        for scale in (0.9, 1.1):
+            scaled = (scale * np.abs(sample) > bound * STD).sum()
+            assert abs(scaled - 2 * expected) > 5 * math.sqrt(2 * expected)
+
+
+@pytest.mark.slow
+def test_far_tail_frequencies():
+    def count(total, key):
+        z = jnp.abs(discrete_gaussian(key, 1_000_000))
+        bounds = jnp.array([4.0, 5.0, 5.5]) * STD
+        return total + (z[:, None] > bounds).sum(0, dtype=jnp.int32), None
+
+    keys = jax.random.split(secret_key(7), 1000)
+    # As users have it, whatever XLA_FLAGS says for quick compilation: a billion draws.
+    optimised = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
+    counts = np.asarray(optimised(lambda k: lax.scan(count, jnp.zeros(3, jnp.int32), k)[0])(keys))
+    expected = 2 * stats.norm.sf([4.0, 5.0, 5.5]) * 1e9
+    assert (np.abs(counts - expected) < 5 * np.sqrt(expected)).all()
+
+
+def added(multiplier, clip=2.0, size=100_000, total=0.0, dtype=jnp.float32):
+    """What the mechanism adds to each number of a sum, in units of the documented deviation."""
+    mechanism = gaussian(clip, multiplier)
+    sums = {"a": jnp.full(size, total, dtype)}
+    noisy, _ = mechanism.privatise(secret_key(3), sums, MechanismState(clip))
+    part = multiplier * math.sqrt(size) / STD
+    wider = 1 / (1 - part) if part < 0.5 else 1
+    return (np.asarray(noisy["a"], np.float64) - total) / (multiplier * clip * wider)
+
+
+def chi_square_rejects(z):
+    """Whether 200 bins of equal probability of N(0, 1) have other counts than expected."""
+    counts = np.histogram(stats.norm.cdf(z), 200, (0, 1))[0]
+    return stats.chisquare(counts).pvalue < 1e-4
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("multiplier", [0.01, 0.3, 1.0, 30.0, 1000.0])
+def test_chi_square_of_the_mechanism(multiplier):
+    z = added(multiplier)
+    assert not chi_square_rejects(z)
+    for scale in (0.9, 1.1):
+        assert chi_square_rejects(scale * z)
+
+
+def test_float64_sums_get_the_same_noise():
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        wide = added(1.0, dtype=jnp.float64)
+    np.testing.assert_allclose(wide, added(1.0), atol=1e-5)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "integer", [0, 1, -1, 2**16, -(2**16), 2**24 + 2, 2**26 + 5, -(2**30), 2**40, 2**50]
+)
+def test_a_release_depends_on_the_integer_alone(integer):
+    """Pairs of a sum and a noise with the same total give the same bits."""
+    parts = [0, 1, -1, 2, 5, 2**16 - 1, 2**16, 2**16 + 1, -(2**20), 2**26, -(2**26)]
+    parts = np.array([*parts, 2**26 + 1, 2**26 - 3, 2**27 + 1])  # too long for a float32
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        exact = (integer - parts).astype(np.float32)
+        kept = exact.astype(np.float64) == integer - parts  # sums that float32 can hold
+        steps, parts = jnp.asarray(exact[kept]), jnp.asarray(parts[kept], jnp.int32)
+        released = np.asarray(on_grid(steps, parts, jnp.float32(1), jnp.asarray(True)))
+    assert len(released) > 1
+    assert len(set(released.tolist())) == 1
+    np.testing.assert_allclose(released[0], integer, rtol=2e-7)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("multiplier", [0.1, 1.0, 100.0, 1e4])
+def test_integers_of_neighbours_differ_by_the_sensitivity_at_most(multiplier):
+    rng, number, clip = np.random.default_rng(0), 400, 2.0
+    spacing, told = spacing_of(clip, multiplier, number, jnp.float32)
+    spacing, zero = np.float64(spacing), jnp.zeros(number, jnp.int32)
+    allowed = STD / multiplier
+
+    def moved(total, other):
+        one, two = (
+            np.asarray(on_grid(jnp.asarray(x, jnp.float32), zero, spacing, told), np.float64)
+            for x in (total, other)
+        )
+        return np.linalg.norm(one - two) / spacing
+
+    assert bool(told)
+    for size in (1e-6, 1.0, 1e3):
+        for power in (1, 3, 100):  # one number may change, or all
+            own = rng.normal(size=number) * rng.random(number) ** power
+            total = size * rng.normal(size=number)
+            # The sums leave this room for the rounding of their result, and of 1 / spacing.
+            clipped = clip / (1 + 8 * np.linalg.norm(total) / clip * 2.0**-24)
+            other = total + clipped * own / np.linalg.norm(own)
+            assert moved(total, other) <= allowed
+    # Sums at the middle between two points of the grid: all numbers move for almost nothing.
+    middle = (np.arange(number) + 0.5) * spacing
+    steps = moved(middle * (1 - 1e-6), middle * (1 + 1e-6))
+    assert steps == pytest.approx(math.sqrt(number), rel=0.1)
+    assert allowed * multiplier * spacing > multiplier * (clip + 0.99 * spacing * steps)
+
+
+def test_beyond_the_grid_a_release_is_noise_alone():
+    def released(total, multiplier):
+        sums = {"a": jnp.full(1000, total)}
+        noisy, _ = gaussian(2.0, multiplier).privatise(secret_key(3), sums, MechanismState(2.0))
+        return np.asarray(noisy["a"])
+
+    assert abs(released(1e5, 1.0).mean() - 1e5) < 1
+    np.testing.assert_array_equal(released(0.0, 1e6), released(1e12, 1e6))
+    assert not chi_square_rejects(added(1e6))
+
+
+def test_a_sum_of_too_many_numbers_is_refused():
+    mechanism = gaussian(1.0, 1.0)
+    mechanism.init({"a": jax.ShapeDtypeStruct((MOST - 1,), jnp.float32), "b": jnp.zeros(1)})
+    with pytest.raises(ValueError, match=r"at most 16,777,216 numbers, got 16,777,217"):
+        mechanism.init({"a": jax.ShapeDtypeStruct((MOST + 1,), jnp.float32)})
+
+
+def test_delta_includes_the_distance():
+    def spent(distance, steps=100):
+        def make(multiplier):
+            return gaussian(1.0, multiplier)._replace(total_variation=distance)
+
+        plan = make_plan(
+            FullBatch(), 1000, None, make, budget=None, noise_multiplier=20.0, accountant=None
+        )
+        return plan.spent(steps)
+
+    assert gaussian(1.0, 1.0).total_variation == TOTAL_VARIATION
+    plain = spent(0.0)
+    assert 1 <= spent(TOTAL_VARIATION).epsilon / plain.epsilon < 1 + 1e-6
+    # A distance that matters: each of the steps takes its part of delta.
+    worse = spent(2e-7)
+    inner = worse.delta - 100 * 2e-7 * (1 + math.exp(worse.epsilon))
+    assert worse.epsilon > 1.01 * plain.epsilon
+    assert worse.epsilon >= epsilon_spent(worse.event, inner).epsilon
+
+
+def test_a_huge_budget_leaves_the_distance_out_and_says_so():
+    def plan(epsilon):
+        return make_plan(
+            FullBatch(), 1000, 10, functools.partial(gaussian, 1.0),
+            budget=PrivacyBudget(epsilon, 1e-5), noise_multiplier=None, accountant=None,
+        )  # fmt: skip
+
+    assert plan(50.0).counts_noise
+    assert not plan(1e3).counts_noise
+    assert plan(1e3).spent(10).epsilon <= 1e3
+    text = "how far the noise is from an exact Gaussian"
+    for epsilon, said in ((50.0, False), (1e3, True)):
+        made = plan(epsilon)
+        report = PrivacyReport(made.spent(10), 10, made, False)
+        assert (text in str(report)) == said
+
+
+def test_other_keys_are_refused():
+    with pytest.raises(TypeError, match="typed key"):
+        discrete_gaussian(jax.random.PRNGKey(0), 3)
+    with pytest.raises(TypeError, match="vmap"):
+        discrete_gaussian(jax.random.split(secret_key(0)), 3)
+
+
+@pytest.mark.full
+def test_docstring_examples():
+    assert doctest.testmod(noise).failed == 0
