@@ -205,7 +205,7 @@ class DPLaplace:
                 session.program(session.begin(state, 1, 1), rows), stream=stream,
             )  # fmt: skip
             records = outcomes.model.structure.layout.rows(args, kwargs).arrays
-            kept = Checkpoint(checkpoint, None, meaning, records)
+            kept = Checkpoint(checkpoint, None, meaning, records, settings.mesh)
 
         def left(progress: Releases) -> tuple[list[SensitiveState], int]:
             return [state.closed(progress.state)], releases - int(progress.done)

@@ -233,7 +233,7 @@ class DPMCMC:
                 sizes=self._sizes, chains=chains,
             )  # fmt: skip
             records = structure.layout.rows(args, kwargs).arrays
-            kept = Checkpoint(checkpoint, every, meaning, records)
+            kept = Checkpoint(checkpoint, every, meaning, records, settings.mesh)
 
         def left(progress: Progress) -> tuple[list[SensitiveState], int]:
             carry = progress.carry

@@ -8,7 +8,9 @@ epsilon, delta and relation. Each other line is an entry: ``run``, ``date``, ``p
 A run is charged before it reads a record, with everything that its plan may release. A run that is
 killed, stopped or ends with an exception stays charged, because exceptions may follow released
 values. The holder of the data can mark it as one that released nothing (``take_back``). A last line
-without an end was never confirmed to its run, so that run did not begin. It does not count.
+without an end was never confirmed to its run, so that run did not begin. It does not count. The
+runs of a sweep have a line each, and are charged together. In a mesh of several processes the first
+process charges.
 """
 
 from __future__ import annotations
@@ -191,42 +193,49 @@ class Ledger:
         spent = self.spent().epsilon
         return "\n".join([*rows, f"All runs: epsilon <= {spent:.4g} of {self.total}"])
 
-    def charge(self, spending: Spending, purpose: str, *, again: bool = False) -> None:
-        """Adds a run.
+    def charge(self, *runs: Spending, purpose: str, again: bool = False) -> None:
+        """Adds runs: all, or none.
 
         Args:
-            spending: What it will spend.
-            purpose: What it is for.
-            again: Whether it may be in the ledger already, because a checkpoint continues it.
+            *runs: What each of them will spend.
+            purpose: What they are for.
+            again: Whether they may be in the ledger already, because a checkpoint or a folder
+                continues them.
 
         Raises:
             LedgerError: If all runs together would spend more than the total.
         """
         with self._locked() as file:
             self._read(file)
-            if known := self._entries.get(spending.run):
-                if again and known.spending == spending and not known.failed:
-                    return
-                raise LedgerError(
-                    f"The run {spending.run} is in {self.path} already"
-                    + (", as one that released nothing." if known.failed else ".")
-                )
+            added = [each for each in runs if not (again and self._is_known(each))]
+            for each in added:
+                if known := self._entries.get(each.run):
+                    raise LedgerError(
+                        f"The run {each.run} is in {self.path} already"
+                        + (", as one that released nothing." if known.failed else ".")
+                    )
+            if not added:
+                return
             others = [each.spending for each in self._entries.values() if not each.failed]
-            if other := {each.unit for each in others} - {spending.unit}:
+            if other := {each.unit for each in others} - {added[0].unit}:
                 raise LedgerError(
-                    f"A record of this run is a {spending.unit}, and a record of the runs in "
+                    f"A record of this run is a {added[0].unit}, and a record of the runs in "
                     f"{self.path} is a {other.pop()}. One total cannot cover both. Use the same "
                     "unit, or another ledger for other records."
                 )
-            bound = self._bound((*others, spending))
+            bound = self._bound((*others, *added))
             if bound.epsilon > self.total.epsilon * (1 + 1e-9):
+                who = "This run" if len(added) == 1 else f"These {len(added)} runs"
                 raise LedgerError(
-                    f"This run ({purpose}) and the {len(others)} runs in {self.path} would spend "
+                    f"{who} ({purpose}) and the {len(others)} runs in {self.path} would spend "
                     f"epsilon={bound.epsilon:.4g}. The total is {self.total}. No record was read. "
                     "Take a smaller epsilon, or none for what is left."
                 )
-            entry = spending._asdict() | {"purpose": purpose, "date": _now()}
-            self._append(file, {n: value for n, value in entry.items() if n != "relation"})
+            about = {"purpose": purpose, "date": _now()}
+            lines = [each._asdict() | about for each in added]
+            for line in lines:
+                del line["relation"]
+            self._append(file, *lines)
 
     def take_back(self, run: str) -> None:
         """Marks a run as one that released nothing, so that it does not count.
@@ -245,6 +254,10 @@ class Ledger:
             if run not in self._entries:
                 raise LedgerError(f"{self.path} has no run {run}.")
             self._append(file, {"run": run, "failed": True, "date": _now()})
+
+    def _is_known(self, spending: Spending) -> bool:
+        known = self._entries.get(spending.run)
+        return known is not None and known.spending == spending and not known.failed
 
     def _bound(self, spendings: tuple[Spending, ...]) -> EpsilonBound:
         if not spendings:
@@ -270,9 +283,9 @@ class Ledger:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
 
-    def _append(self, file: Any, line: dict[str, Any]) -> None:
-        """Adds a line after those that were read. Removes what a killed process left there."""
-        _write(file, len(self._known), _line(line))
+    def _append(self, file: Any, *lines: dict[str, Any]) -> None:
+        """Adds lines after those that were read. Removes what a killed process left there."""
+        _write(file, len(self._known), b"".join(map(_line, lines)))
         self._read(file)
 
     def _read(self, file: Any) -> None:
@@ -337,9 +350,9 @@ class Charges:
     ledger: Ledger
     purpose: str
 
-    def charge(self, spending: Spending, *, again: bool = False) -> None:
-        """Charges a run, which must not have read a record yet."""
-        self.ledger.charge(spending, self.purpose, again=again)
+    def charge(self, *runs: Spending, again: bool = False) -> None:
+        """Charges runs, which must not have read a record yet."""
+        self.ledger.charge(*runs, purpose=self.purpose, again=again)
 
 
 def _step(sampling: str, rate: Any, size: Any, noise: Any, count: Any) -> GaussianStep:

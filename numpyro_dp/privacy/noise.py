@@ -4,13 +4,13 @@ The proof of the Gaussian mechanism is for real numbers. Floating-point noise ha
 bits of a released number can tell which sum it was added to (Mironov 2012). Here sum and noise are
 integers. With a grid of spacing g, the release of d numbers :math:`x` is
 
-.. math:: g\,(\mathrm{round}(x / g) + Z), \qquad
-    Z_j = A_{j0} + K A_{j1} + K^2 A_{j2}, \qquad P(A = a) \propto e^{-a^2 / 2 s^2},
+.. math:: g\,(\mathrm{round}(x / g) + Z), \qquad Z_j = A_j + K B_j, \qquad
+    P(A_j = a) = P(B_j = a) \propto e^{-a^2 / 2 s^2},
 
-with s = 280 and K = 112. All A are independent, so Z has the variance
-:math:`S^2 = s^2 (1 + K^2 + K^4)`, about :math:`(3.5 \cdot 10^6)^2`. The spacing g is chosen so
-that S g is the wanted standard deviation. Conversion to floating point comes last. It is a function
-of the integer :math:`\mathrm{round}(x / g) + Z` alone.
+with s = 2240 and K = 896. All A and B are independent, so Z has the variance
+:math:`S^2 = s^2 (1 + K^2)`, about :math:`(2 \cdot 10^6)^2`. The spacing g is chosen so that S g is
+the wanted standard deviation. Conversion to floating point comes last. It is a function of the
+integer :math:`\mathrm{round}(x / g) + Z` alone.
 
 **Guarantee.** Let sums of neighbours differ by at most C in Euclidean norm, and
 :math:`S' = \sqrt{S^2 - 6}`. The release satisfies every bound of the Gaussian mechanism on real
@@ -25,13 +25,12 @@ numbers with noise multiplier m, up to a total variation of at most ``TOTAL_VARI
    of variance :math:`S^2`, except for the normaliser of R. Its relative error is at most
    :math:`\theta(\sqrt 6)` with :math:`\theta(h) = 2.1\, e^{-2 \pi^2 h^2}` (Poisson's summation),
    so the distance is at most :math:`2\,\theta(\sqrt 6)`.
-3. *Sums.* For A, B discrete Gaussian with standard deviations a, b, the sum A + K B is discrete
-   Gaussian with variance :math:`a^2 + K^2 b^2`, up to a distance of :math:`2\,\theta(h)` with
-   :math:`h = a b / \sqrt{a^2 + K^2 b^2}`. Both sums in Z have :math:`h > 2.499`.
-4. *Table.* A is drawn from 160 random bits by Walker's method. The table has 4096 probabilities in
-   units of :math:`2^{-159}`, and leaves out values beyond 14.6 s.
+3. *Sum.* For A, B discrete Gaussian, A + K B is discrete Gaussian of variance :math:`S^2`, up to a
+   distance of :math:`2\,\theta(h)` with :math:`h = s / \sqrt{1 + K^2} > 2.499`.
+4. *Table.* A and B are drawn from 160 random bits each by Walker's method. The table has 32,768
+   probabilities in units of :math:`2^{-159}`, and leaves out values beyond 14.6 s.
 
-One number is within :math:`2^{-146}` in total (``tests/privacy/test_noise_on_grid.py`` computes
+One number is within :math:`2^{-144}` in total (``tests/privacy/test_noise_on_grid.py`` computes
 this with exact numbers). A release has at most :math:`2^{24}` numbers. Delta includes the sum over
 all steps.
 
@@ -60,14 +59,14 @@ from numpyro_dp.privacy.random import check_typed_key
 
 __all__ = ["MOST", "STD", "TOTAL_VARIATION", "discrete_gaussian", "on_grid", "spacing_of"]
 
-_WIDTH, _FACTOR = 280, 112  # s and K
-_LOG = 12  # 4096 values in the table, which fits a near cache of a CPU
-_BITS = 147  # of a threshold. With 12 for the place and 1 for the sign they fill five words.
+_WIDTH, _FACTOR = 2240, 896  # s and K
+_LOG = 15  # 32,768 values in the table, whose first two words fit a near cache of a CPU
+_BITS = 144  # of a threshold. With 15 for the place and 1 for the sign they fill five words.
 _STRETCH = 4096  # values drawn at once: their bits stay in a near cache
 
-STD = _WIDTH * math.sqrt(1 + _FACTOR**2 + _FACTOR**4)
+STD = _WIDTH * math.sqrt(1 + _FACTOR**2)
 MOST = 2**24
-TOTAL_VARIATION = MOST * 2.0**-146
+TOTAL_VARIATION = MOST * 2.0**-144
 _REAL_STD = math.sqrt(STD**2 - 6)
 _UP = 1 + 2.0**-20  # keeps the spacing in single precision at least as wide as the proof needs
 _FINEST = 2.0**-60  # smallest spacing in units of C, so that x / g stays finite
@@ -103,11 +102,9 @@ def discrete_gaussian(key: Array, size: int) -> Int[Array, " size"]:
 def spacing_of(sensitivity: Any, noise_multiplier: Any, size: int, dtype: Any) -> tuple[Array, ...]:
     """Returns the spacing of the grid, and whether a sum can be told from noise at all.
 
-    The noise on this grid has standard deviation ``sensitivity * noise_multiplier``, and a little
-    more for the rounding of ``size`` numbers: ``noise_multiplier * sqrt(size) / 3.5e6`` of it.
-
-    If that were 1 or more, rounding alone would need more noise than there is. Then the second
-    value is false, and the release must be noise only.
+    The noise on this grid has standard deviation ``sensitivity * noise_multiplier / (1 - part)``.
+    For the rounding of ``size`` numbers ``part`` is ``noise_multiplier * sqrt(size) / 2e6``. If it
+    exceeds 1/2, the second value is false, and the release must be noise alone.
     """
     wide = jnp.asarray(noise_multiplier, dtype) * jnp.asarray(sensitivity, dtype)
     left = _REAL_STD - jnp.asarray(noise_multiplier, dtype) * (math.sqrt(size) * _UP)
@@ -141,46 +138,58 @@ def on_grid(total: Array, noise: Int[Array, ...], spacing: Array, told: Array) -
 
 
 def _drawn(key: Array, size: int) -> Array:
-    words = jax.random.bits(key, (3, 2, size), jnp.uint32)
-    place = words[:, 0] >> (32 - _LOG)
-    first, second, *others = map(jnp.asarray, _table())
-    row, left = first[place], 31 - _LOG  # bits of the first word after the place and the sign
-    here, limit = words[:, 0] & (2**left - 1), row & (2**left - 1)
-    below = (here < limit) | ((here == limit) & (words[:, 1] < second[place]))
-    tied = (here == limit) & (words[:, 1] == second[place])
+    words = jax.random.bits(key, (2, 2, size), jnp.uint32)
+    place = words[0] >> (32 - _LOG)
+    columns = [jnp.asarray(column) for column in _table()]
+
+    def entry(number: int) -> Array:
+        return columns[number].at[place].get(mode="promise_in_bounds")
+
+    first, second = entry(0), entry(1)
+    left = 31 - _LOG  # bits of the first word after the place and the sign
+    here, limit = words[0] & (2**left - 1), first & (2**left - 1)
+    below = (here < limit) | ((here == limit) & (words[1] < second))
+    tied = (here == limit) & (words[1] == second)
 
     def decided() -> Array:
         """Whether the last three words of a number are below those of its threshold."""
-        more = jax.random.bits(jax.random.fold_in(key, 1), (3, 3, size), jnp.uint32)
+        more = jax.random.bits(jax.random.fold_in(key, 1), (3, 2, size), jnp.uint32)
         found = jnp.zeros(place.shape, bool)
-        for word in (2, 1, 0):
-            threshold = others[word][place]
-            found = (more[word] < threshold) | ((more[word] == threshold) & found)
+        for number in (2, 1, 0):
+            threshold = entry(2 + number)
+            found = (more[number] < threshold) | ((more[number] == threshold) & found)
         return found
 
-    # A tie has probability 2^-51, so its 96 further bits are almost never drawn. Whether they are
+    # A tie has probability 2^-48, so its 96 further bits are almost never drawn. Whether they are
     # depends on noise alone.
     below |= tied & lax.cond(tied.any(), decided, lambda: jnp.zeros(place.shape, bool))
-    size_of = jnp.where(below, place, row >> left).astype(jnp.int32)
-    fine, middle, coarse = jnp.where((words[:, 0] >> left) & 1, -size_of, size_of)
-    return fine + _FACTOR * (middle + _FACTOR * coarse)
+    magnitude = jnp.where(below, place, first >> left).astype(jnp.int32)
+    fine, coarse = jnp.where((words[0] >> left) & 1, -magnitude, magnitude)
+    return fine + _FACTOR * coarse
 
 
 def _probabilities() -> list[int]:
     """P(abs(A) = a) for a = 0, 1, ..., in units of 2^-159. They sum to 1 exactly."""
-    unit = 2 ** (_LOG + _BITS)
-    with decimal.localcontext(prec=70):
-        weights = [(-decimal.Decimal(a * a) / (2 * _WIDTH**2)).exp() for a in range(2**_LOG)]
-        weights[0] /= 2  # 0 and -0 are the same
-        scale = unit / sum(weights)
-        found = [int((weight * scale).to_integral_value()) for weight in weights]
+    one, unit = 2**256, 2 ** (_LOG + _BITS)
+    with decimal.localcontext(prec=90):
+        ratio, change = (
+            int((-decimal.Decimal(part) / (2 * _WIDTH**2)).exp() * one) for part in (1, 2)
+        )
+    weights = [one // 2]  # half of the weight of 0, because 0 and -0 are the same
+    weight = one
+    for _ in range(2**_LOG - 1):
+        # exp(-(a + 1)^2 / 2 s^2) from the value at a. The ratio of two values is geometric in a.
+        weight, ratio = weight * ratio // one, ratio * change // one
+        weights.append(weight)
+    total = sum(weights)
+    found = [(2 * unit * each + total) // (2 * total) for each in weights]
     found[0] += unit - sum(found)
     return found
 
 
 @functools.cache
-def _table() -> tuple[np.ndarray, ...]:
-    """Walker's table: thresholds of 147 bits in five words, with the alias in the first."""
+def _table() -> np.ndarray:
+    """Walker's table: thresholds of 144 bits in five columns, with the alias in the first."""
     unit, rest = 2**_BITS, _probabilities()
     aliases, thresholds = list(range(2**_LOG)), [0] * 2**_LOG
     small = [place for place, each in enumerate(rest) if each < unit]
@@ -192,10 +201,8 @@ def _table() -> tuple[np.ndarray, ...]:
         rest[giver] -= unit - rest[place]
         if rest[giver] < unit:
             small.append(large.pop())
-    with_alias = [
-        alias << _BITS | threshold for alias, threshold in zip(aliases, thresholds, strict=True)
-    ]
-    return tuple(
-        np.array([each >> shift & (2**32 - 1) for each in with_alias], np.uint32)
-        for shift in (128, 96, 64, 32, 0)
+    rows = b"".join(
+        (alias << _BITS | threshold).to_bytes(20)
+        for alias, threshold in zip(aliases, thresholds, strict=True)
     )
+    return np.ascontiguousarray(np.frombuffer(rows, ">u4").reshape(-1, 5).T.astype(np.uint32))

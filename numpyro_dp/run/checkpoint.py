@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from numpyro_dp._tree import is_key
 from numpyro_dp._validate import check_int
@@ -36,7 +37,7 @@ from numpyro_dp.run.folder import different, fingerprint, hash_of, locked, write
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.spending import begun, charge, used
 from numpyro_dp.run.state import SensitiveState
-from numpyro_dp.sums.devices import copied
+from numpyro_dp.sums.devices import copied, from_first, is_first
 
 __all__ = ["Checkpoint", "check_every", "meaning_of", "started", "without_own_run"]
 
@@ -52,6 +53,8 @@ class Checkpoint:
         every: About how many steps lie between two checkpoints. By default a 25th of the run.
         meaning: From :func:`meaning_of`.
         records: All arrays of records.
+        mesh: Devices of the run. If they belong to several processes, the first one reads and
+            writes the file for all.
 
     Raises:
         ValueError: If the folder holds another run, the progress of other records, or a damaged
@@ -72,18 +75,31 @@ class Checkpoint:
         every: int | None,
         meaning: dict[str, Any],
         records: tuple[Any, ...],
+        mesh: Mesh | None = None,
     ) -> None:
         self.every, self._meaning = every, json.loads(json.dumps(meaning))
-        self._records, self._place = records, folder
+        self._records, self._place, self._mesh = records, folder, mesh
         self._about: dict[str, Any] = {}
         self._found: list[np.ndarray] | None = None
 
     def __enter__(self) -> Checkpoint:
         """Locks the folder and reads what it holds."""
         with contextlib.ExitStack() as stack:
-            self._folder = stack.enter_context(locked("checkpoint", self._place))
-            if (self._folder / _FILE).exists():
-                self._read()
+            self._folder = pathlib.Path(self._place)
+
+            def opened() -> bytes:
+                stack.enter_context(locked("checkpoint", self._place))
+                path = self._folder / _FILE
+                if not path.exists():
+                    return b""
+                content = _content(path)
+                what = f"checkpoint={str(self._folder)!r} holds another run"
+                different(what, _stored(content)[0]["meaning"], self._meaning)
+                return content
+
+            if content := from_first(self._mesh, opened):
+                self._about, self._found = _stored(content)
+                self._check_records()
             self._stack = stack.pop_all()
         return self
 
@@ -105,21 +121,22 @@ class Checkpoint:
         later is then charged to a ledger once.
         """
         if self._found is None:
-            salt = secrets.token_hex(32)
-            self._about = {
-                "meaning": self._meaning, "salt": salt, "records": hash_of(self._records, salt),
-                "run": report.run, "date": report.date,
-            }  # fmt: skip
+            own = {"run": report.run, "date": report.date, "salt": secrets.token_hex(32)}
+            own = json.loads(from_first(self._mesh, lambda: json.dumps(own).encode()))
+            records = hash_of(self._records, own["salt"], self._mesh)
+            self._about = own | {"meaning": self._meaning, "records": records}
             self.save(progress)
-            return progress, report
-        leaves, structure = jax.tree.flatten(progress)
-        found = [_like(*pair) for pair in zip(self._found, leaves, strict=True)]
-        report = dataclasses.replace(report, run=self._about["run"], date=self._about["date"])
-        return copied(settings.mesh, jax.tree.unflatten(structure, found)), report
+        else:
+            leaves, structure = jax.tree.flatten(progress)
+            found = [_like(*pair) for pair in zip(self._found, leaves, strict=True)]
+            progress = copied(settings.mesh, jax.tree.unflatten(structure, found))
+        named = dataclasses.replace(report, run=self._about["run"], date=self._about["date"])
+        return progress, named
 
     def forget(self) -> None:
         """Removes the progress of a run that was refused before its first step."""
-        (self._folder / _FILE).unlink(missing_ok=True)
+        if is_first(self._mesh):
+            (self._folder / _FILE).unlink(missing_ok=True)
 
     def save(self, progress: PyTree) -> None:
         """Writes the progress. The file is replaced only when the new one is complete."""
@@ -127,6 +144,8 @@ class Checkpoint:
             np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
             for leaf in jax.tree.leaves(progress)
         ]
+        if not is_first(self._mesh):
+            return
         # NumPy's files do not store the names of dtypes such as bfloat16: only bytes go there.
         arrays = {f"{i}": np.frombuffer(leaf.tobytes(), np.uint8) for i, leaf in enumerate(leaves)}
         about = np.frombuffer(json.dumps(self._about).encode(), np.uint8)
@@ -136,21 +155,17 @@ class Checkpoint:
         content = _HEAD + hashlib.sha256(body).digest() + body
         write_for_owner(self._folder / _FILE, content)
 
-    def _read(self) -> None:
-        self._about, self._found = _stored(self._folder / _FILE)
-        what = f"checkpoint={str(self._folder)!r} holds another run"
-        different(what, self._about["meaning"], self._meaning)
-        if not hmac.compare_digest(
-            self._about["records"], hash_of(self._records, self._about["salt"])
-        ):
+    def _check_records(self) -> None:
+        found = hash_of(self._records, self._about["salt"], self._mesh)
+        if not hmac.compare_digest(self._about["records"], found):
             raise ValueError(
                 f"checkpoint={str(self._folder)!r} holds a run on other records. The noise of its "
                 "next steps must not meet other values. Use another folder."
             )
 
 
-def _stored(path: pathlib.Path) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Returns what a file says about its run, and its arrays."""
+def _content(path: pathlib.Path) -> bytes:
+    """Returns the content of a file that is whole."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -162,7 +177,12 @@ def _stored(path: pathlib.Path) -> tuple[dict[str, Any], list[np.ndarray]]:
         )
     if hashlib.sha256(body).digest() != content[len(_HEAD) : len(_HEAD) + 32]:
         raise ValueError(f"{path} is damaged, so its run cannot go on. Use another folder.")
-    with np.load(io.BytesIO(body)) as stored:
+    return content
+
+
+def _stored(content: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Returns what a file says about its run, and its arrays."""
+    with np.load(io.BytesIO(content[len(_HEAD) + 32 :])) as stored:
         arrays = [stored[f"{i}"] for i in range(len(stored.files) - 1)]
         return json.loads(stored["about"].tobytes()), arrays
 
@@ -232,10 +252,14 @@ def without_own_run(settings: RunSettings, folder: Any) -> RunSettings:
     A budget for what is left of a ledger counts all runs in it. If a call continues a run, the
     ledger has this run already.
     """
-    path = None if folder is None or settings.charges is None else pathlib.Path(folder) / _FILE
-    if path is None or not path.exists():
+    if folder is None or settings.charges is None:
         return settings
-    own = _stored(path)[0]["run"]
+    path = pathlib.Path(folder) / _FILE
+
+    def name() -> bytes:
+        return _stored(_content(path))[0]["run"].encode() if path.exists() else b""
+
+    own = from_first(settings.mesh, name).decode()
     others = tuple(each for each in settings.budget.earlier if each.run != own)
     if len(others) == len(settings.budget.earlier):
         return settings
@@ -259,15 +283,7 @@ def meaning_of(
         rng_key: Key of the call.
         program: Hash of the compiled program and of public values.
         **own: Further JSON values.
-
-    Raises:
-        ValueError: If several processes share the run.
     """
-    if settings.several_processes:
-        raise ValueError(
-            "checkpoint= does not support a mesh of several processes: they would have to agree on "
-            "the step from which to go on. Leave it out."
-        )
     devices = jax.devices() if settings.mesh is None else settings.mesh.devices.flatten()
     versions = ("numpyro_dp", "jax", "jaxlib", "numpyro", "numpy")
     return own | {
@@ -275,6 +291,7 @@ def meaning_of(
         "versions": {name: metadata.version(name) for name in versions},
         "device": f"{devices[0].platform} {devices[0].device_kind}",
         "devices": 1 if settings.mesh is None else len(devices),
+        "processes": jax.process_count() if settings.several_processes else 1,
         "rng_key": np.asarray(jax.random.key_data(rng_key)).tolist(),
         "clip_norm": str(settings.clip_norm),
         "mechanism": repr(settings.mechanism),

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from numpyro_dp.core import PyTree
 from numpyro_dp.privacy.accounting import RDP, UnsupportedEventError
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.checkpoint import Checkpoint
+from numpyro_dp.sums.devices import any_process
 
 __all__ = ["Call", "Course", "Progress", "follow", "with_bar"]
 
@@ -91,6 +93,7 @@ def follow(
     calls: Iterable[Call],
     kept: Checkpoint | None = None,
     watched: bool = False,
+    mesh: Mesh | None = None,
 ) -> tuple[Progress, bool]:
     """Returns the progress after calls of a loop, and whether Ctrl-C was pressed.
 
@@ -101,6 +104,7 @@ def follow(
         calls: From :meth:`Course.calls`.
         kept: Where to keep the progress after every call.
         watched: Whether Ctrl-C ends the loop after the present call.
+        mesh: Devices of the run. Ctrl-C in one of their processes stops all after the same call.
     """
     with _stop_at_interrupt() if watched else contextlib.nullcontext(lambda: False) as stopped:
         for call in calls:
@@ -110,9 +114,9 @@ def follow(
             progress = Progress(carry, buffer, np.int32(int(progress.done) + call[1] * call[2]))
             if kept is not None:
                 kept.save(progress)
-            if stopped():
-                break
-        return progress, stopped()
+            if watched and any_process(mesh, stopped()):
+                return progress, True
+        return progress, False
 
 
 @contextlib.contextmanager

@@ -302,7 +302,7 @@ class Driver(abc.ABC):
                 state=None if is_new else [int(start.run_id[0]), int(start.step)],
             )  # fmt: skip
             records = self.structure(args, kwargs).layout.rows(args, kwargs).arrays
-            kept = Checkpoint(checkpoint, every, meaning, records)
+            kept = Checkpoint(checkpoint, every, meaning, records, settings.mesh)
 
         def left(progress: Progress) -> tuple[list[SensitiveState], int]:
             return [first.closed(progress.carry.state)], num_steps - int(progress.done)
@@ -378,17 +378,17 @@ class Driver(abc.ABC):
 
         Guarantee:
             Each run spends what its report says. If you publish several runs, or the best of them,
-            you spend the sum.
+            you spend the sum. A budget of a ledger charges all runs, before any reads a record.
         """
         check_outside_trace(f"{type(self).__name__}.sweep")
         check_num_steps(num_steps, _UNLIMITED - 1)
         check_sizes(trace_size=trace_size, chunk_size=chunk_size)
         check_rng_keys(rng_keys)
         args, kwargs = as_arrays(args, kwargs)
-        if self.settings.charges is not None:
+        if self.settings.charges is not None and self.settings.budget.earlier:
             raise ValueError(
-                "A sweep has many runs, and a ledger counts one run for each budget. Call run for "
-                "each setting, with ledger.budget(...) each time."
+                "Each run of a sweep would spend all that is left of the ledger. Say what one run "
+                "may spend: ledger.budget(0.1, purpose=...)."
             )
         plan = SweepPlan(self.settings, rng_keys, num_steps, learning_rate, trace_size, chunk_size)
         axes = combinations(self.settings, folder, epsilon, noise_multiplier, clip_norm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import io
 import json
 import math
 import os
@@ -12,17 +13,19 @@ import pathlib
 import re
 import secrets
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from numpyro_dp._tree import is_key
 from numpyro_dp.core import PyTree
 from numpyro_dp.model.held import held_by_program
 from numpyro_dp.privacy.keys import as_secret_key
+from numpyro_dp.sums.devices import from_first, hash_together, is_first
 
 try:
     import fcntl
@@ -34,6 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 _RECORDS, _KEY = "SENSITIVE_records.json", "SENSITIVE_key"  # files of a folder
+_NAMES, _CHUNKS = "names.json", "runs_*.npz"
 _PART = 2**24  # bytes of an array that are hashed at once
 
 
@@ -48,65 +52,101 @@ class Folder:
         path: The folder. It is created if it does not exist.
         meaning: Description of the runs, as JSON values.
         like: A tree like the result of a chunk. Only structure, shapes and dtypes matter.
+        mesh: Devices of the runs. If they belong to several processes, the first one reads and
+            writes the files for all.
 
     Raises:
         ValueError: If the folder holds other runs. The message names the difference.
     """
 
-    def __init__(self, path: str | os.PathLike[str], meaning: dict[str, Any], like: PyTree) -> None:
-        self.path, self._like = pathlib.Path(path), like
-        self.path.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        meaning: dict[str, Any],
+        like: PyTree,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self.path, self._like, self._mesh = pathlib.Path(path), like, mesh
         meaning = json.loads(json.dumps(meaning))
-        sheet = self.path / "sweep.json"
-        if not sheet.exists():
-            begun = sheet.with_suffix(".begun")
-            begun.write_text(json.dumps(meaning, indent=1))
-            begun.replace(sheet)
-        different(
-            f"folder={str(path)!r} holds another sweep", json.loads(sheet.read_text()), meaning
-        )
+        found = json.loads(self._kept("sweep.json", json.dumps(meaning, indent=1).encode()))
+        different(f"folder={str(path)!r} holds another sweep", found, meaning)
+
+    def _kept(self, name: str, fresh: bytes = b"") -> bytes:
+        """Returns the content of a file, which is made of ``fresh`` if there is none."""
+        path = self.path / name
+
+        def content() -> bytes:
+            if fresh and not path.exists():
+                write_for_owner(path, fresh)
+            return path.read_bytes() if path.exists() else b""
+
+        return from_first(self._mesh, content)
+
+    def _has(self, pattern: str) -> bool:
+        return bool(from_first(self._mesh, lambda: b"+" * any(self.path.glob(pattern))))
 
     def check_records(self, arrays: tuple[Array, ...]) -> None:
         """Raises ValueError unless the records are those of the sweep that made the folder."""
-        path = self.path / _RECORDS
-        if not path.exists():
-            if any(self.path.glob("runs_*.npz")):
+        content = self._kept(_RECORDS)
+        if not content:
+            if self._has(_CHUNKS):
                 raise ValueError(
-                    f"{path} is missing, so nobody can tell whether the results in the folder are "
-                    "of these records. Use another folder."
+                    f"{self.path / _RECORDS} is missing, so nobody can tell whether the results in "
+                    "the folder are of these records. Use another folder."
                 )
-            salt = secrets.token_hex(32)
-            text = json.dumps({"salt": salt, "hash": hash_of(arrays, salt)})
-            write_for_owner(path, text.encode())
-        found = json.loads(path.read_text())
-        if not hmac.compare_digest(found["hash"], hash_of(arrays, found["salt"])):
+            salt = from_first(self._mesh, lambda: secrets.token_hex(32).encode()).decode()
+            text = json.dumps({"salt": salt, "hash": hash_of(arrays, salt, self._mesh)})
+            content = self._kept(_RECORDS, text.encode())
+        found = json.loads(content)
+        if not hmac.compare_digest(found["hash"], hash_of(arrays, found["salt"], self._mesh)):
             raise ValueError(
                 f"folder={str(self.path)!r} holds results of other records. Use another folder."
             )
 
-    def secret(self, fresh: Array) -> Array:
-        """Returns the secret key of the sweep that is under way, or keeps a fresh one."""
-        path = self.path / _KEY
-        if not path.exists():
-            if not any(self.path.glob("runs_*.npz")):
-                write_for_owner(path, np.asarray(jax.random.key_data(fresh)).tobytes())
-            return fresh  # a finished sweep needs no key, unless somebody removed a chunk of it
-        content = path.read_bytes()
-        if len(content) != np.asarray(jax.random.key_data(fresh)).nbytes:
-            raise ValueError(f"{path} is damaged. Use another folder.")
+    def secret(self, fresh: Array, firsts: Iterable[int]) -> Array:
+        """Returns the secret key of the sweep that is under way, or keeps a fresh one.
+
+        Args:
+            fresh: The key of a new sweep.
+            firsts: Number of the first run of every chunk.
+
+        Raises:
+            ValueError: If a finished sweep, which has no key any more, lacks a chunk.
+        """
+        new = np.asarray(jax.random.key_data(fresh)).tobytes()
+        content = self._kept(_KEY, b"" if self._has(_CHUNKS) else new)
+        if not content:
+            # With another key a missing chunk would be another release, which nobody counts.
+            if missing := [first for first in firsts if not self._has(self._chunk(first).name)]:
+                raise ValueError(
+                    f"{self._chunk(missing[0])} is missing, and the key of its runs was removed "
+                    "when the sweep was finished. Use another folder."
+                )
+            return fresh
+        if len(content) != len(new):
+            raise ValueError(f"{self.path / _KEY} is damaged. Use another folder.")
         return as_secret_key(content)
+
+    def names(self, fresh: list[str]) -> list[str]:
+        """Returns the names of the runs in their reports, or keeps fresh ones."""
+        found = json.loads(self._kept(_NAMES, json.dumps(fresh).encode()))
+        if len(found) != len(fresh):
+            raise ValueError(f"{self.path / _NAMES} is damaged. Use another folder.")
+        return found
 
     def forget_secret(self) -> None:
         """Removes the key after the last chunk. It would reveal the noise of all results."""
-        (self.path / _KEY).unlink(missing_ok=True)
+        if is_first(self._mesh):
+            (self.path / _KEY).unlink(missing_ok=True)
 
     def load(self, first: int) -> PyTree | None:
         """Returns a finished chunk, or ``None``."""
         path = self._chunk(first)
-        if not path.exists():
+        content = self._kept(path.name)
+        if not content:
             return None
         try:
-            with np.load(path) as stored:
+            with np.load(io.BytesIO(content)) as stored:
                 leaves = [stored[f"leaf{number}"] for number in range(len(stored.files))]
         except (zipfile.BadZipFile, OSError, KeyError, ValueError) as error:
             raise ValueError(f"{path} is damaged: {error}. Remove it.") from error
@@ -123,6 +163,8 @@ class Folder:
     def save(self, first: int, found: PyTree) -> None:
         """Writes a chunk. The file appears only when it is complete."""
         leaves = {f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(found))}
+        if not is_first(self._mesh):
+            return
         path = self._chunk(first)
         begun = path.with_suffix(".begun.npz")
         np.savez(begun, **leaves)
@@ -146,16 +188,29 @@ def different(what: str, found: dict[str, Any], meaning: dict[str, Any]) -> None
             )
 
 
-def hash_of(arrays: tuple[Any, ...], salt: str) -> str:
-    """Returns a keyed hash of arrays. It reads large arrays part by part."""
+def hash_of(arrays: tuple[Any, ...], salt: str, mesh: Mesh | None = None) -> str:
+    """Returns a keyed hash of arrays. It reads large arrays part by part.
+
+    Processes of a mesh hash the rows that each holds. All get the hash of these hashes.
+    """
     found = hmac.new(bytes.fromhex(salt), digestmod=hashlib.sha256)
     for array in arrays:
         found.update(f"{np.shape(array)} {array.dtype};".encode())
-        array = np.asarray(array) if isinstance(array, Array) else array  # JAX would compile slices
-        rows = max(1, _PART // max(1, array.dtype.itemsize * math.prod(np.shape(array)[1:])))
-        for first in range(0, len(array), rows):
-            found.update(np.ascontiguousarray(array[first : first + rows]).tobytes())
-    return found.hexdigest()
+        for part in _parts_here(array):
+            rows = max(1, _PART // max(1, part.dtype.itemsize * math.prod(np.shape(part)[1:])))
+            for first in range(0, len(part), rows):
+                found.update(np.ascontiguousarray(part[first : first + rows]).tobytes())
+    return hash_together(mesh, found.digest()).hex()
+
+
+def _parts_here(array: Any) -> list[Any]:
+    """The array, or its parts that this process holds."""
+    if not isinstance(array, Array):
+        return [array]
+    if array.is_fully_addressable:
+        return [np.asarray(array)]  # JAX would compile slices
+    parts = {str(each.index): each for each in array.addressable_shards}  # copies count once
+    return [np.asarray(each.data) for _, each in sorted(parts.items())]
 
 
 @contextlib.contextmanager

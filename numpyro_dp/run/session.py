@@ -222,7 +222,7 @@ class Session:
         if progress_bar:
             shown = with_bar(calls, before, done, course.num_steps, report)
         watched = progress_bar or kept is not None
-        progress, stopped = follow(loop, progress, rows, shown, kept, watched)
+        progress, stopped = follow(loop, progress, rows, shown, kept, watched, self.settings.mesh)
         filled = course.filled(int(progress.done))
         if not filled:
             raise KeyboardInterrupt
@@ -261,7 +261,9 @@ class Session:
         course, progress = begun
         calls = course.calls(int(progress.done), _steps_of_call(course, kept, False))
         watched = kept is not None
-        progress, stopped = follow(self._loop_many, progress, rows, calls, kept, watched)
+        progress, stopped = follow(
+            self._loop_many, progress, rows, calls, kept, watched, self.settings.mesh
+        )
         if stopped:
             raise KeyboardInterrupt
         states, buffer = progress.carry, progress.buffer

@@ -21,11 +21,12 @@ from numpyro_dp.privacy.once import begin, use
 from numpyro_dp.privacy.plan import BudgetError, Plan, PrivacyReport, make_plan
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.state import RunIdentity, SensitiveState
-from numpyro_dp.sums.devices import copied
+from numpyro_dp.sums.devices import copied, from_first
 
 __all__ = [
     "begun",
     "charge",
+    "charge_all",
     "noise_fields",
     "plan_for",
     "report_for",
@@ -98,18 +99,24 @@ def charge(
 
     Raises:
         LedgerError: If the total of the ledger does not cover the run.
-        ValueError: If several processes share the run.
     """
     if settings.charges is None:
         return
-    if settings.several_processes:
-        raise ValueError(
-            "A ledger does not support a mesh of several processes: each would charge the run. "
-            "Charge it with ledger.charge, and pass a plain budget."
-        )
-    spending = spent_by(settings, state, num_steps).spending[-1]
-    named = spending if run is None else spending._replace(run=run)
-    settings.charges.charge(named, again=again)
+    report = spent_by(settings, state, num_steps)
+    charge_all(settings, [report if run is None else dataclasses.replace(report, run=run)], again)
+
+
+def charge_all(settings: RunSettings, reports: list[PrivacyReport], again: bool) -> None:
+    """Charges new runs by their reports, all or none. In a mesh the first process does it."""
+    charges = settings.charges
+    if charges is None:
+        return
+
+    def charged() -> bytes:
+        charges.charge(*(each.spending[-1] for each in reports), again=again)
+        return b""
+
+    from_first(settings.mesh, charged)
 
 
 def used(

@@ -27,8 +27,16 @@ from numpyro_dp.run.folder import Folder, fingerprint, locked, traced
 from numpyro_dp.run.results import PrivateLosses, SensitiveLosses, Trace
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import RunSettings
-from numpyro_dp.run.spending import begun, noise_fields, plan_for, report_for, secret_of
+from numpyro_dp.run.spending import (
+    begun,
+    charge_all,
+    noise_fields,
+    plan_for,
+    report_for,
+    secret_of,
+)
 from numpyro_dp.run.state import RunState, SensitiveState
+from numpyro_dp.sums.devices import from_first
 
 __all__ = ["SweepPlan", "SweepResult", "SweepRun", "combinations", "run_sweep"]
 
@@ -140,19 +148,29 @@ def run_sweep(
     with contextlib.ExitStack() as stack:
         store = None
         if folder:
-            stack.enter_context(locked("folder", folder))
+
+            def lock() -> bytes:
+                stack.enter_context(locked("folder", folder))
+                return b""
+
+            from_first(settings.mesh, lock)
             meaning = _meaning(sweep, axes, reports, labels, session.num_examples, chunk)
             public = [state.optim_state for state in states], rows.shared
             program, like = traced(run, (_stacked(states[:chunk]), rows), public)
-            store = Folder(folder, meaning | {"program": program}, like)
+            store = Folder(folder, meaning | {"program": program}, like, settings.mesh)
             store.check_records(rows.arrays)
             if settings.secret_key is None:
-                states = states_of(store.secret(secret))
-        found = _in_chunks(run, states, chunk, store, functools.partial(begun, settings))
+                states = states_of(store.secret(secret, range(0, len(states), chunk)))
+        own = [report.of_another_run() for report in reports for _ in starts]
+        if store:
+            names = store.names([each.run for each in own])
+            own = [dataclasses.replace(each, run=n) for each, n in zip(own, names, strict=True)]
+        # Charged after the keys were registered, so that a refused sweep costs nothing.
+        charged = functools.partial(charge_all, settings, own, again=store is not None)
+        found = _in_chunks(run, states, chunk, store, functools.partial(begun, settings), charged)
         if store:
             store.forget_secret()
-        own = tuple(report.of_another_run() for report in reports for _ in starts)
-        return SweepResult(*found, labels, own)
+        return SweepResult(*found, labels, tuple(own))
 
 
 def _meaning(
@@ -231,10 +249,12 @@ def _in_chunks(
     chunk: int,
     store: Folder | None,
     started: Callable[..., AbstractContextManager[None]],
+    charged: Callable[[], None],
 ) -> tuple[PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
     parts = []
     # A sweep that fails without a store returns nothing, so all its keys become free again.
     with started(*([] if store else states)):
+        charged()
         for first in range(0, len(states), chunk):
             own = states[first : first + chunk]
             # A shorter last chunk would be compiled again. Repeat a run instead: `join` drops it.
@@ -270,11 +290,6 @@ def combinations(
         raise ValueError(
             f"Expected no folder={str(folder)!r} with allow_sensitive=True. The folder would keep "
             "losses without protection. Leave out the folder, or allow_sensitive."
-        )
-    if folder and settings.several_processes:
-        raise ValueError(
-            f"A sweep with folder={str(folder)!r} does not support a mesh of several processes: "
-            "they would have to agree on which chunks are finished. Leave out the folder."
         )
     noises: list[dict[str, Any]] = [{}]
     if epsilon is not None and noise_multiplier is not None:

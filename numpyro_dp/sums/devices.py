@@ -27,7 +27,15 @@ from numpyro_dp._tree import is_key
 from numpyro_dp.core import PyTree
 from numpyro_dp.sums.microbatches import WHOLE, Shards
 
-__all__ = ["copied", "on_devices", "spread"]
+__all__ = [
+    "any_process",
+    "copied",
+    "from_first",
+    "hash_together",
+    "is_first",
+    "on_devices",
+    "spread",
+]
 
 
 def on_devices(
@@ -88,6 +96,53 @@ def _check_context(mesh: Mesh) -> None:
             f"{dict(around.shape)}, whose types forbid another mesh. Leave that block, or set a "
             "mesh of AxisType.Auto."
         )
+
+
+def is_first(mesh: Mesh | None) -> bool:
+    """Whether this is the process that reads and writes files for all processes of a mesh."""
+    return mesh is None or not mesh.is_multi_process or jax.process_index() == 0
+
+
+def from_first(mesh: Mesh | None, make: Callable[[], bytes]) -> bytes:
+    """Returns bytes that the first process makes, in all processes of a mesh.
+
+    Raises:
+        Exception: What ``make`` raised. Other processes raise a ValueError with its message.
+    """
+    if mesh is None or not mesh.is_multi_process:
+        return make()
+    error, message = None, b""
+    if is_first(mesh):
+        try:
+            message = b"+" + make()
+        except Exception as raised:  # the others wait for an answer
+            error, message = raised, b"-" + str(raised).encode()
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(message))))
+    content = np.zeros(size, np.uint8)
+    if is_first(mesh):
+        content[:] = np.frombuffer(message, np.uint8)
+    found = np.asarray(multihost_utils.broadcast_one_to_all(content), np.uint8).tobytes()
+    if error is not None:
+        raise error
+    if found[:1] == b"-":
+        raise ValueError(f"In the first process: {found[1:].decode()}")
+    return found[1:]
+
+
+def any_process(mesh: Mesh | None, flag: bool) -> bool:
+    """Whether a flag is true in any process of a mesh."""
+    if mesh is None or not mesh.is_multi_process:
+        return flag
+    return bool(np.any(multihost_utils.process_allgather(np.int32(flag))))
+
+
+def hash_together(mesh: Mesh | None, digest: bytes) -> bytes:
+    """Returns a hash of the digests of all processes of a mesh, in their order."""
+    if mesh is None or not mesh.is_multi_process:
+        return digest
+    own = np.frombuffer(digest, np.uint8).astype(np.int32)
+    all_ = np.asarray(multihost_utils.process_allgather(own)).astype(np.uint8)
+    return hashlib.sha256(all_.tobytes()).digest()
 
 
 def _placed(array: Any, mesh: Mesh, divided: bool) -> Array:

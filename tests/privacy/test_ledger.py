@@ -31,6 +31,7 @@ from numpyro_dp import (
 )
 from numpyro_dp.privacy.accounting.bounds import GaussianStep
 from numpyro_dp.privacy.budget import Spending
+from numpyro_dp.run.session import Session
 from numpyro_dp.samplers import FullBatch, Poisson
 
 KEY = jax.random.key(0)
@@ -199,7 +200,7 @@ def test_two_processes_lose_no_entry(file):
         for number in range(1000):
             steps = (GaussianStep("none", 1.0, None, 1e4, 1),)
             run = f"{{sys.argv[1]}} {{number}}"
-            ledger.charge(Spending(run, "add_or_remove_one", steps, 0.0, 0.0, ()), "test")
+            ledger.charge(Spending(run, "add_or_remove_one", steps, 0.0, 0.0, ()), purpose="test")
     """
     arguments = [sys.executable, "-c", textwrap.dedent(code)]
     both = [subprocess.Popen([*arguments, name]) for name in "ab"]
@@ -217,18 +218,18 @@ def spending(run, noise=10.0, **other):
 
 def test_entries_survive_and_half_a_line_does_not_count(file):
     ledger = Ledger(file, TOTAL)
-    ledger.charge(spending("a", f=1e-9, t=1e-9), "one")
+    ledger.charge(spending("a", f=1e-9, t=1e-9), purpose="one")
     with open(file, "ab") as end:
         end.write(b'{"run": "half')
     other = Ledger(file, TOTAL)
     assert other.entries == ledger.entries
-    other.charge(spending("b"), "two")
+    other.charge(spending("b"), purpose="two")
     assert [each.spending for each in ledger.entries] == [
         spending("a", f=1e-9, t=1e-9), spending("b"),
     ]  # fmt: skip
     assert [json.loads(line)["run"] for line in file.read_text().splitlines()[1:]] == ["a", "b"]
     with pytest.raises(LedgerError, match="already"):
-        other.charge(spending("a"), "again")
+        other.charge(spending("a"), purpose="again")
 
 
 GOOD = {
@@ -265,11 +266,11 @@ GOOD = {
 @pytest.mark.every_case
 def test_damage_stops_all_runs(file, line):
     ledger = Ledger(file, TOTAL)
-    ledger.charge(spending("a"), "one")
+    ledger.charge(spending("a"), purpose="one")
     with open(file, "a") as end:
         end.write(line + "\n")
     with pytest.raises(LedgerError, match="damaged"):
-        ledger.charge(spending("d"), "one")
+        ledger.charge(spending("d"), purpose="one")
     with pytest.raises(LedgerError, match="damaged"):
         Ledger(file, TOTAL)
 
@@ -286,9 +287,45 @@ def test_other_totals_and_files_are_refused(file, tmp_path):
             Ledger(tmp_path / "new", total)
     with pytest.raises(ValueError, match="Expected purpose"):
         Ledger(file, TOTAL).budget(1.0, purpose="")
-    driver = svi_of(Ledger(file, TOTAL).budget(1.0, purpose="sweep"))
-    with pytest.raises(ValueError, match="Call run for each setting"):
-        driver.sweep(jax.random.split(KEY, 2), 3, X)
+
+
+@pytest.mark.full
+def test_a_sweep_charges_each_of_its_runs(file, tmp_path, monkeypatch):
+    ledger = Ledger(file, TOTAL)
+    driver, keys = svi_of(ledger.budget(1.0, purpose="sweep")), jax.random.split(KEY, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(Session, "run_many", lambda *_: pytest.fail("a record was read"))
+        with pytest.raises(LedgerError, match=r"These 4 runs \(sweep\)"):
+            driver.sweep(keys, 3, X, epsilon=[1.0, 1.5])
+        assert not ledger.entries
+    result = driver.sweep(keys, 3, X, epsilon=[0.2, 0.4])
+    assert [row["purpose"] for row in ledger.table()] == ["sweep"] * 4
+    assert TOTAL.after(ledger) == TOTAL.after(*result.privacy)
+    sizes = {"epsilon": [0.2, 0.4], "chunk_size": 2, "folder": tmp_path / "folder"}
+    many = Session.run_many
+    with monkeypatch.context() as patched:
+        calls = []
+
+        def stopped(*args):
+            calls.append(1)
+            return many(*args) if len(calls) == 1 else pytest.fail("killed")
+
+        patched.setattr(Session, "run_many", stopped)
+        with pytest.raises(pytest.fail.Exception, match="killed"):
+            driver.sweep(keys, 3, X, **sizes)
+    for _ in range(2):
+        found = driver.sweep(keys, 3, X, **sizes)
+        assert len(ledger.entries) == 8
+        assert {each.run for each in found.privacy} == {
+            each.spending.run for each in ledger.entries[4:]
+        }
+    # Its key is gone, so the chunk would get other noise: a release that nobody counts.
+    (tmp_path / "folder" / "runs_000002.npz").unlink()
+    with pytest.raises(ValueError, match="key of its runs was removed"):
+        driver.sweep(keys, 3, X, **sizes)
+    rest = svi_of(ledger.budget(purpose="the rest"))
+    with pytest.raises(ValueError, match="all that is left"):
+        rest.sweep(keys, 3, X)
 
 
 @pytest.mark.full
@@ -306,18 +343,18 @@ def test_a_run_that_goes_on_is_charged_once(file):
 def test_lines_that_go_missing_stop_all_runs(file):
     ledger = Ledger(file, TOTAL)
     before = file.read_bytes()
-    ledger.charge(spending("a"), "one")
+    ledger.charge(spending("a"), purpose="one")
     after = file.read_bytes()
     for content in (before, after.replace(b"one", b"two"), b""):
         file.write_bytes(content)
         with pytest.raises(LedgerError, match="lost lines"):
-            ledger.charge(spending("b"), "two")
+            ledger.charge(spending("b"), purpose="two")
     file.unlink()
     with pytest.raises(LedgerError, match="is gone"):
-        ledger.charge(spending("b"), "two")
+        ledger.charge(spending("b"), purpose="two")
     assert not file.exists()
     file.write_bytes(after)
-    ledger.charge(spending("b"), "two")
+    ledger.charge(spending("b"), purpose="two")
     assert len(Ledger(file, TOTAL).entries) == 2
     with pytest.raises(LedgerError, match="no run other"):
         ledger.take_back("other")

@@ -1,6 +1,8 @@
 """What test_devices.py runs in processes of its own: the same runs, on the devices there are."""
 
 import json
+import os
+import pathlib
 import sys
 
 import flax.linen as nn
@@ -15,9 +17,10 @@ from numpyro.contrib.module import flax_module
 from numpyro.infer import Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
-from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, PrivacyBudget
+from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, Ledger, PrivacyBudget
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.mechanisms import AdaptiveClip, LossRelease
+from numpyro_dp.run.checkpoint import Checkpoint
 from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
 
 N, DIM = 96, 5
@@ -87,11 +90,14 @@ def records(number):
 
 
 def driver(model, guide, mesh, sampler, estimator=aligned, **options):
-    options = {"secret_key": 1, "repetition": True, "clip_norm": 0.5} | options
     relation = "replace_one" if isinstance(sampler, FixedSize) else "add_or_remove_one"
+    budget = PrivacyBudget(2.0, 1e-5, relation)
+    options = {
+        "secret_key": 1, "repetition": True, "clip_norm": 0.5, "budget": budget,
+    } | options  # fmt: skip
     return DPSVI(
         model, guide(model), optax.adam(0.05), estimator=estimator(), sampler=sampler,
-        budget=PrivacyBudget(2.0, 1e-5, relation), mesh=mesh, **options,
+        mesh=mesh, **options,
     )  # fmt: skip
 
 
@@ -206,6 +212,68 @@ def elsewhere():
     return found
 
 
+def kept(mesh, rank, place, dies):
+    """A run with a ledger and a checkpoint, killed after its second file, or continued."""
+    place = pathlib.Path(place)
+    x, y = records(N)
+    half = slice(rank * N // 2, (rank + 1) * N // 2)
+    where = NamedSharding(mesh, PartitionSpec("records"))
+
+    def halves(*arrays):
+        return [jax.make_array_from_process_local_data(where, array[half]) for array in arrays]
+
+    # Only the first process may touch these files, as if the others had another disk.
+    def own(name):
+        return place / (name if rank == 0 else f"{name} of the other")
+
+    ledger = Ledger(own("ledger"), PrivacyBudget(2.0, 1e-5))
+
+    def fitted(folder, arrays, epsilon=0.5):
+        budget = ledger.budget(epsilon, purpose=folder)
+        svi = driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2), budget=budget)
+        result = svi.run(
+            jax.random.key(0), 20, *arrays, progress_bar=False, checkpoint=own(folder), every=4
+        )
+        leaves = [*jax.tree.leaves(result.params), *jax.tree.leaves(result.trace.params)]
+        name = result.privacy.run
+        return [np.asarray(leaf).ravel().tolist() for leaf in leaves], name
+
+    saved, save = [], Checkpoint.save
+
+    def dying(self, progress):
+        save(self, progress)
+        saved.append(1)
+        if len(saved) == 3:
+            os._exit(9)
+
+    if dies:
+        Checkpoint.save = dying
+        fitted("run", halves(x, y))
+    found = {"continued": fitted("run", halves(x, y)), "whole": fitted("whole", halves(x, y))}
+    for name, call in {
+        "other records": lambda: fitted("run", halves(x + 1, y)),
+        "too much": lambda: fitted("more", halves(x, y), epsilon=1.9),
+    }.items():
+        try:
+            call()
+        except ValueError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    svi = driver(
+        regression, AutoDiagonalNormal, mesh, Poisson(0.2),
+        budget=ledger.budget(0.1, purpose="sweep"),
+    )  # fmt: skip
+    for name in ("swept", "swept again"):
+        result = svi.sweep(
+            jax.random.split(jax.random.key(0), 2), 4, *halves(x, y),
+            folder=own("sweep"), chunk_size=1,
+        )  # fmt: skip
+        names = [report.run for report in result.privacy]
+        found[name] = [result.params["auto_loc"].ravel().tolist(), names]
+    found["entries"] = [row["purpose"] for row in ledger.table()]
+    found["files"] = sorted(path.name for path in place.iterdir())
+    return found
+
+
 def disagreeing(mesh, rank):
     """What processes are told that hold different records as if they were the same."""
     x, y = records(N)
@@ -253,6 +321,8 @@ def main():
         found["fresh keys"] = run(svi, records(N))
     if "elsewhere" in asked:
         found = elsewhere()
+    if asked[0] in ("kept", "killed"):
+        found = kept(mesh, rank, sys.argv[4], dies=asked[0] == "killed")
     if "disagreeing" in asked:
         found["disagreeing"] = disagreeing(mesh, rank)
     sys.stdout.write(json.dumps(found) + "\n")

@@ -38,12 +38,15 @@ def answers(processes):
         return list(pool.map(answer, processes))
 
 
-def by_two_processes(cases):
+def two_processes(cases, *more):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    both = [start(2, cases, f"127.0.0.1:{port}", rank) for rank in (0, 1)]
-    return answers(both)
+    return [start(2, cases, f"127.0.0.1:{port}", rank, *more) for rank in (0, 1)]
+
+
+def by_two_processes(cases, *more):
+    return answers(two_processes(cases, *more))
 
 
 def assert_same(one, other):
@@ -107,3 +110,26 @@ def test_states_and_records_may_come_from_other_devices():
 def test_processes_with_different_records_are_told():
     for each in by_two_processes("disagreeing"):
         assert "same in all processes" in each["disagreeing"]
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_ledger_and_a_checkpoint(tmp_path):
+    killed = two_processes("killed", tmp_path)
+    for process in killed:
+        process.communicate(timeout=500)
+        assert process.returncode
+    assert (tmp_path / "run" / "SENSITIVE_checkpoint").exists()
+    one, other = by_two_processes("kept", tmp_path)
+    for name in ("continued", "whole", "swept", "swept again"):
+        assert one[name] == other[name]
+    assert one["swept"] == one["swept again"]
+    assert one["continued"][0] == one["whole"][0]  # to the last bit
+    for found, kinds in ((one, ("ValueError", "LedgerError")), (other, ("ValueError",) * 2)):
+        assert found["other records"].startswith(f"{kinds[0]}: ")
+        assert "holds a run on other records" in found["other records"]
+        assert found["too much"].startswith(f"{kinds[1]}: ")
+        assert "would spend epsilon" in found["too much"]
+    assert one["entries"] == ["run", "whole", "sweep", "sweep"]
+    # The first process reads and writes for both.
+    assert other["entries"] == []
+    assert [name for name in other["files"] if "other" in name] == ["ledger of the other"]

@@ -41,7 +41,7 @@ class GaussianMechanism:
     each named entry is scaled alone. All others are scaled together to the norm under the key
     ``...`` (Ellipsis). The sensitivity is :math:`\sqrt{\sum_b C_b^2}`. The noise in every
     coordinate has standard deviation ``noise_multiplier`` times the sensitivity. Rounding to the
-    grid adds a part of ``noise_multiplier * sqrt(d) / 3.5e6`` to it for d released numbers. Above
+    grid adds a part of ``noise_multiplier * sqrt(d) / 2e6`` to it for d released numbers. Above
     a part of 1 a step releases noise alone.
 
     Example:
