@@ -59,7 +59,7 @@ def test_noise_is_never_narrower_than_what_is_accounted_for():
     for shares in (SHARES, (1 / 3, 2 / 3), (0.02 / 1.02, 1 / 1.02), (1.0,)):
         staged = StagedGaussian(shares)(ClipNorm.of(1.0).fixed(), 1.0)
         plain = GaussianMechanism()(ClipNorm.of(1.0).fixed(), 1.0)
-        zero, state = jnp.zeros(10), MechanismState((), staged.init(()))
+        zero, state = jnp.zeros(4), MechanismState((), staged.init(()))
         for share in shares:
             noisy, state = staged.privatise(secret_key(1), zero, state)
             unit, _ = plain.privatise(secret_key(1), zero, MechanismState(()))
