@@ -124,15 +124,16 @@ def times(fn, factor):
 def without_last(fn):
     """Noise that leaves out the last entry."""
 
-    def patched(key, total, std):
-        noisy = fn(key, total, std)
+    def patched(key, total, *rest):
+        noisy = fn(key, total, *rest)
         return jax.tree.map(lambda leaf, own: leaf.at[-1].set(own[-1]), noisy, total)
 
     return patched
 
 
 BUGS = {
-    "0.7 times the noise": ("aligned", gaussian, "_product", lambda fn: times(fn, 0.7)),
+    "0.7 times the noise": ("aligned", gaussian, "spacing_of",
+                            lambda fn: lambda norm, noise, *rest: fn(norm, 0.7 * noise, *rest)),
     "clipped at 1.5 times the norm": ("aligned", gaussian, "_factor", lambda fn: times(fn, 1.5)),
     "nothing is clipped": ("aligned", gaussian, "_factor",
                            lambda fn: lambda norm, square, finite: jnp.where(finite, 1.0, 0.0)),

@@ -69,8 +69,10 @@ def test_a_step_is_as_private_as_claimed_and_no_more(name):
 
 @pytest.mark.full
 def test_too_little_noise_is_found(monkeypatch):
-    product = gaussian._product
-    monkeypatch.setattr(gaussian, "_product", lambda noise, size: 0.7 * product(noise, size))
+    usual = gaussian.spacing_of
+    monkeypatch.setattr(
+        gaussian, "spacing_of", lambda norm, noise, *rest: usual(norm, 0.7 * noise, *rest)
+    )
     found = audit(svi(), KEY, X, Y, draws=DRAWS)
     assert found.lower > found.claim
     assert not found.holds
