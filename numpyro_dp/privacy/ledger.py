@@ -194,7 +194,9 @@ class Ledger:
         return "\n".join([*rows, f"All runs: epsilon <= {spent:.4g} of {self.total}"])
 
     def charge(self, *runs: Spending, purpose: str, again: bool = False) -> None:
-        """Adds runs: all, or none.
+        """Adds runs, if the total covers them all.
+
+        A process that is killed meanwhile may leave some of them in the file. They stay charged.
 
         Args:
             *runs: What each of them will spend.
@@ -208,21 +210,10 @@ class Ledger:
         with self._locked() as file:
             self._read(file)
             added = [each for each in runs if not (again and self._is_known(each))]
-            for each in added:
-                if known := self._entries.get(each.run):
-                    raise LedgerError(
-                        f"The run {each.run} is in {self.path} already"
-                        + (", as one that released nothing." if known.failed else ".")
-                    )
             if not added:
                 return
             others = [each.spending for each in self._entries.values() if not each.failed]
-            if other := {each.unit for each in others} - {added[0].unit}:
-                raise LedgerError(
-                    f"A record of this run is a {added[0].unit}, and a record of the runs in "
-                    f"{self.path} is a {other.pop()}. One total cannot cover both. Use the same "
-                    "unit, or another ledger for other records."
-                )
+            self._check_kinds(added, others)
             bound = self._bound((*others, *added))
             if bound.epsilon > self.total.epsilon * (1 + 1e-9):
                 who = "This run" if len(added) == 1 else f"These {len(added)} runs"
@@ -257,7 +248,34 @@ class Ledger:
 
     def _is_known(self, spending: Spending) -> bool:
         known = self._entries.get(spending.run)
-        return known is not None and known.spending == spending and not known.failed
+        if known is None or known.failed:
+            return False
+        # Caveats are texts about the call, which may differ when it is repeated.
+        return known.spending._replace(caveats=()) == spending._replace(caveats=())
+
+    def _check_kinds(self, added: list[Spending], others: list[Spending]) -> None:
+        """Raises LedgerError unless runs are new, and all of one unit and relation."""
+        for number, each in enumerate(added):
+            if known := self._entries.get(each.run):
+                raise LedgerError(
+                    f"The run {each.run} is in {self.path} already"
+                    + (", as one that released nothing." if known.failed else ".")
+                    + " Start a new run: without a checkpoint or folder, or with another."
+                )
+            if each.run in (other.run for other in added[:number]):
+                raise LedgerError(f"Expected runs with different names, got {each.run} twice.")
+            if each.relation != self.total.relation:
+                raise LedgerError(
+                    f"The run has the relation {each.relation!r}, and the total of {self.path} has "
+                    f"{self.total.relation!r}. Take budgets from ledger.budget(...)."
+                )
+        units = sorted({each.unit for each in (*added, *others)})
+        if len(units) > 1:
+            raise LedgerError(
+                f"In some runs of {self.path} a record is a {units[0]}, in others a {units[1]}. "
+                "One total cannot cover both. Use the same unit, or another ledger for other "
+                "records."
+            )
 
     def _bound(self, spendings: tuple[Spending, ...]) -> EpsilonBound:
         if not spendings:

@@ -4,13 +4,13 @@ The proof of the Gaussian mechanism is for real numbers. Floating-point noise ha
 bits of a released number can tell which sum it was added to (Mironov 2012). Here sum and noise are
 integers. With a grid of spacing g, the release of d numbers :math:`x` is
 
-.. math:: g\,(\mathrm{round}(x / g) + Z), \qquad Z_j = A_j + K B_j, \qquad
-    P(A_j = a) = P(B_j = a) \propto e^{-a^2 / 2 s^2},
+.. math:: g\,(\mathrm{round}(x / g) + Z), \qquad
+    Z_j = A_{j0} + K A_{j1} + K^2 A_{j2}, \qquad P(A = a) \propto e^{-a^2 / 2 s^2},
 
-with s = 2240 and K = 896. All A and B are independent, so Z has the variance
-:math:`S^2 = s^2 (1 + K^2)`, about :math:`(2 \cdot 10^6)^2`. The spacing g is chosen so that S g is
-the wanted standard deviation. Conversion to floating point comes last. It is a function of the
-integer :math:`\mathrm{round}(x / g) + Z` alone.
+with s = 1120 and K = 320. All A are independent, so Z has the variance
+:math:`S^2 = s^2 (1 + K^2 + K^4)`, about :math:`(1.1 \cdot 10^8)^2`. The spacing g is chosen so
+that S g is the wanted standard deviation. Conversion to floating point comes last. It is a function
+of the integer :math:`\mathrm{round}(x / g) + Z` alone.
 
 **Guarantee.** Let sums of neighbours differ by at most C in Euclidean norm, and
 :math:`S' = \sqrt{S^2 - 6}`. The release satisfies every bound of the Gaussian mechanism on real
@@ -25,10 +25,11 @@ numbers with noise multiplier m, up to a total variation of at most ``TOTAL_VARI
    of variance :math:`S^2`, except for the normaliser of R. Its relative error is at most
    :math:`\theta(\sqrt 6)` with :math:`\theta(h) = 2.1\, e^{-2 \pi^2 h^2}` (Poisson's summation),
    so the distance is at most :math:`2\,\theta(\sqrt 6)`.
-3. *Sum.* For A, B discrete Gaussian, A + K B is discrete Gaussian of variance :math:`S^2`, up to a
-   distance of :math:`2\,\theta(h)` with :math:`h = s / \sqrt{1 + K^2} > 2.499`.
-4. *Table.* A and B are drawn from 160 random bits each by Walker's method. The table has 32,768
-   probabilities in units of :math:`2^{-159}`, and leaves out values beyond 14.6 s.
+3. *Sums.* For A, B discrete Gaussian with standard deviations a, b, the sum A + K B is discrete
+   Gaussian of variance :math:`a^2 + K^2 b^2`, up to a distance of :math:`2\,\theta(h)` with
+   :math:`h = a b / \sqrt{a^2 + K^2 b^2}`. Both sums in Z have :math:`h > 3.4`.
+4. *Table.* A is drawn from 160 random bits by Walker's method. The table has 16,384 probabilities
+   in units of :math:`2^{-159}`, and leaves out values beyond 14.6 s.
 
 One number is within :math:`2^{-144}` in total (``tests/privacy/test_noise_on_grid.py`` computes
 this with exact numbers). A release has at most :math:`2^{24}` numbers. Delta includes the sum over
@@ -59,16 +60,16 @@ from numpyro_dp.privacy.random import check_typed_key
 
 __all__ = ["MOST", "STD", "TOTAL_VARIATION", "discrete_gaussian", "on_grid", "spacing_of"]
 
-_WIDTH, _FACTOR = 2240, 896  # s and K
-_LOG = 15  # 32,768 values in the table, whose first two words fit a near cache of a CPU
-_BITS = 144  # of a threshold. With 15 for the place and 1 for the sign they fill five words.
+_WIDTH, _FACTOR = 1120, 320  # s and K
+_LOG = 14  # 16,384 values in the table, whose first two words fit a near cache of a CPU
+_BITS = 145  # of a threshold. With 14 for the place and 1 for the sign they fill five words.
 _STRETCH = 4096  # values drawn at once: their bits stay in a near cache
 
-STD = _WIDTH * math.sqrt(1 + _FACTOR**2)
+STD = _WIDTH * math.sqrt(1 + _FACTOR**2 + _FACTOR**4)
 MOST = 2**24
 TOTAL_VARIATION = MOST * 2.0**-144
 _REAL_STD = math.sqrt(STD**2 - 6)
-_UP = 1 + 2.0**-20  # keeps the spacing in single precision at least as wide as the proof needs
+_UP = 1 + 2.0**-18  # keeps the spacing in single precision at least as wide as the proof needs
 _FINEST = 2.0**-60  # smallest spacing in units of C, so that x / g stays finite
 
 
@@ -102,15 +103,16 @@ def discrete_gaussian(key: Array, size: int) -> Int[Array, " size"]:
 def spacing_of(sensitivity: Any, noise_multiplier: Any, size: int, dtype: Any) -> tuple[Array, ...]:
     """Returns the spacing of the grid, and whether a sum can be told from noise at all.
 
-    The noise on this grid has standard deviation ``sensitivity * noise_multiplier / (1 - part)``.
-    For the rounding of ``size`` numbers ``part`` is ``noise_multiplier * sqrt(size) / 2e6``. If it
+    The noise on this grid has standard deviation ``sensitivity * noise_multiplier / (1 - part)``,
+    where rounding ``size`` numbers takes ``part = noise_multiplier * sqrt(size) / 1.1e8``. If that
     exceeds 1/2, the second value is false, and the release must be noise alone.
     """
-    wide = jnp.asarray(noise_multiplier, dtype) * jnp.asarray(sensitivity, dtype)
-    left = _REAL_STD - jnp.asarray(noise_multiplier, dtype) * (math.sqrt(size) * _UP)
-    told = left > _REAL_STD / 2
-    spacing = _UP * wide / jnp.where(told, left, _REAL_STD)
-    return jnp.maximum(spacing, _FINEST * jnp.asarray(sensitivity, dtype)), told
+    noise_multiplier = jnp.asarray(noise_multiplier, dtype)
+    sensitivity = jnp.asarray(sensitivity, dtype)
+    left = _REAL_STD - noise_multiplier * (math.sqrt(size) * _UP)
+    told = (left > _REAL_STD / 2) & (noise_multiplier > 0)
+    spacing = _UP * noise_multiplier * sensitivity / jnp.where(told, left, _REAL_STD)
+    return jnp.maximum(spacing, _FINEST * sensitivity), told
 
 
 def on_grid(total: Array, noise: Int[Array, ...], spacing: Array, told: Array) -> Array:
@@ -127,7 +129,7 @@ def on_grid(total: Array, noise: Int[Array, ...], spacing: Array, told: Array) -
     """
     # Multiplied, not divided: the error of 1 / spacing is the same for all sums.
     steps = jnp.round(total * (1 / spacing).astype(total.dtype))
-    steps = jnp.where(told, steps, 0)
+    steps = jnp.where(told & jnp.isfinite(steps), steps, 0)
     # steps = high 2^16 + low, exactly. The carry makes low one of 0 ... 2^16 - 1 again, so the
     # pair depends on the sum of the integers alone. `high` may be too large for an int32.
     high = jnp.floor(steps * 2.0**-16)
@@ -138,14 +140,10 @@ def on_grid(total: Array, noise: Int[Array, ...], spacing: Array, told: Array) -
 
 
 def _drawn(key: Array, size: int) -> Array:
-    words = jax.random.bits(key, (2, 2, size), jnp.uint32)
+    words = jax.random.bits(key, (2, 3, size), jnp.uint32)
     place = words[0] >> (32 - _LOG)
-    columns = [jnp.asarray(column) for column in _table()]
-
-    def entry(number: int) -> Array:
-        return columns[number].at[place].get(mode="promise_in_bounds")
-
-    first, second = entry(0), entry(1)
+    # Pairs of words: a CPU then reads memory once for both.
+    first, second = jnp.moveaxis(_entries(_table()[:, :2], place), -1, 0)
     left = 31 - _LOG  # bits of the first word after the place and the sign
     here, limit = words[0] & (2**left - 1), first & (2**left - 1)
     below = (here < limit) | ((here == limit) & (words[1] < second))
@@ -153,19 +151,23 @@ def _drawn(key: Array, size: int) -> Array:
 
     def decided() -> Array:
         """Whether the last three words of a number are below those of its threshold."""
-        more = jax.random.bits(jax.random.fold_in(key, 1), (3, 2, size), jnp.uint32)
+        more = jax.random.bits(jax.random.fold_in(key, 1), (3, 3, size), jnp.uint32)
         found = jnp.zeros(place.shape, bool)
         for number in (2, 1, 0):
-            threshold = entry(2 + number)
+            threshold = _entries(_table()[:, 2 + number], place)
             found = (more[number] < threshold) | ((more[number] == threshold) & found)
         return found
 
-    # A tie has probability 2^-48, so its 96 further bits are almost never drawn. Whether they are
+    # A tie has probability 2^-49, so its 96 further bits are almost never drawn. Whether they are
     # depends on noise alone.
     below |= tied & lax.cond(tied.any(), decided, lambda: jnp.zeros(place.shape, bool))
     magnitude = jnp.where(below, place, first >> left).astype(jnp.int32)
-    fine, coarse = jnp.where((words[0] >> left) & 1, -magnitude, magnitude)
-    return fine + _FACTOR * coarse
+    fine, middle, coarse = jnp.where((words[0] >> left) & 1, -magnitude, magnitude)
+    return fine + _FACTOR * (middle + _FACTOR * coarse)
+
+
+def _entries(table: np.ndarray, place: Array) -> Array:
+    return jnp.asarray(table).at[place].get(mode="promise_in_bounds")
 
 
 def _probabilities() -> list[int]:
@@ -189,7 +191,7 @@ def _probabilities() -> list[int]:
 
 @functools.cache
 def _table() -> np.ndarray:
-    """Walker's table: thresholds of 144 bits in five columns, with the alias in the first."""
+    """Walker's table: rows of five words have a threshold of 145 bits after an alias."""
     unit, rest = 2**_BITS, _probabilities()
     aliases, thresholds = list(range(2**_LOG)), [0] * 2**_LOG
     small = [place for place, each in enumerate(rest) if each < unit]
@@ -205,4 +207,4 @@ def _table() -> np.ndarray:
         (alias << _BITS | threshold).to_bytes(20)
         for alias, threshold in zip(aliases, thresholds, strict=True)
     )
-    return np.ascontiguousarray(np.frombuffer(rows, ">u4").reshape(-1, 5).T.astype(np.uint32))
+    return np.frombuffer(rows, ">u4").reshape(-1, 5).astype(np.uint32)

@@ -18,6 +18,7 @@ from numpyro_dp.privacy.accounting import (
     epsilon_spent,
 )
 from numpyro_dp.privacy.accounting.bounds import canonical_event, gaussian_steps
+from numpyro_dp.privacy.accounting.spent import is_left_out
 from numpyro_dp.privacy.budget import (
     SENSITIVITY,
     PrivacyBudget,
@@ -38,9 +39,6 @@ _SETTINGS = (
     "Not said how clip norm, rate and steps were chosen. If they were tuned on these records, this "
     "statement does not cover that."
 )
-
-
-_MOST_COUNTED = 50.0  # largest epsilon for which delta includes the distance of the noise
 
 
 def _today() -> str:
@@ -90,14 +88,6 @@ class Plan:
         return _with_earlier(self, _run_event(self, self.noise_multiplier, num_steps))
 
     @property
-    def counts_noise(self) -> bool:
-        """Whether delta includes the distance of the noise from that of the event.
-
-        Delta covers exp(epsilon) times that distance, which is impossible for a huge epsilon.
-        """
-        return self.budget is None or self.budget.epsilon <= _MOST_COUNTED
-
-    @property
     def earlier(self) -> tuple[Spending, ...]:
         """What earlier runs have spent of the budget."""
         return () if self.budget is None else self.budget.earlier
@@ -107,13 +97,17 @@ class Plan:
     ) -> EpsilonBound:
         """Bounds the epsilon of ``num_steps`` steps, and of earlier runs in the budget.
 
-        Epsilon is infinite if it is too large for delta to cover the errors of sampler and noise.
+        Raises:
+            TotalVariationError: If the plan has a budget and no finite epsilon holds. Without a
+                budget the method returns an infinite epsilon: the run is not private.
         """
         event, delta = self.event(num_steps), self.delta if delta is None else delta
         judge, beside = accountant or self.accountant, _beside_the_event(self, num_steps)
         try:
             return epsilon_spent(event, delta, self.relation, accountant=judge, **beside)
         except TotalVariationError:
+            if self.budget is not None:
+                raise
             nan, inf = float("nan"), float("inf")
             return EpsilonBound(nan, nan, inf, delta, self.relation, event, "none")
 
@@ -167,6 +161,12 @@ class PrivacyReport:
     def relation(self) -> Relation:
         """The neighbouring relation of the guarantee."""
         return self.bound.relation
+
+    @property
+    def beyond_delta(self) -> bool:
+        """Whether epsilon is so huge that delta leaves out the errors of sampler and noise."""
+        beside = _beside_the_event(self.plan, self.num_steps)
+        return is_left_out(self.epsilon, self.delta, beside["total_variation"])
 
     @property
     def event(self) -> dpa.DpEvent:
@@ -350,7 +350,7 @@ def _with_earlier(plan: Plan, event: dpa.DpEvent) -> dpa.DpEvent:
 def _errors(plan: Plan, num_steps: int) -> dict[str, float]:
     """Errors of sampler and noise that the event leaves out, by a union bound over the steps."""
     sampler, number = plan.sampler, plan.num_examples
-    of_noise = plan.mechanism(plan.noise_multiplier).total_variation if plan.counts_noise else 0.0
+    of_noise = plan.mechanism(plan.noise_multiplier).total_variation
     return {
         "failure_prob": sampler.failure_prob(number) * num_steps,
         "total_variation": (sampler.total_variation(number) + of_noise) * num_steps,

@@ -368,9 +368,10 @@ def _caveats(report: Any) -> list[str]:
             "The mechanism states no distance of its noise from that of its event. If the noise is "
             "drawn in floating point, the guarantee is for real numbers."
         )
-    if not report.plan.counts_noise:
+    if report.beyond_delta:
         found.append(
-            "Epsilon is so large that delta leaves out how far the noise is from an exact Gaussian."
+            "Epsilon is so large that delta leaves out how far noise and batches are from exact "
+            "ones."
         )
     found += report.caveats
     found += [f"Earlier run: {text}" for each in report.plan.earlier for text in each.caveats]

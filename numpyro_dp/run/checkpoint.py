@@ -18,6 +18,7 @@ import io
 import json
 import os
 import pathlib
+import pickle
 import secrets
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -37,7 +38,7 @@ from numpyro_dp.run.folder import different, fingerprint, hash_of, locked, write
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.spending import begun, charge, used
 from numpyro_dp.run.state import SensitiveState
-from numpyro_dp.sums.devices import copied, from_first, is_first
+from numpyro_dp.sums.devices import any_process, copied, from_first
 
 __all__ = ["Checkpoint", "check_every", "meaning_of", "started", "without_own_run"]
 
@@ -85,19 +86,19 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         """Locks the folder and reads what it holds."""
         with contextlib.ExitStack() as stack:
-            self._folder = pathlib.Path(self._place)
 
             def opened() -> bytes:
-                stack.enter_context(locked("checkpoint", self._place))
-                path = self._folder / _FILE
-                if not path.exists():
+                folder = stack.enter_context(locked("checkpoint", self._place))
+                if not (folder / _FILE).exists():
                     return b""
-                content = _content(path)
-                what = f"checkpoint={str(self._folder)!r} holds another run"
+                content = _content(folder / _FILE)
+                what = f"checkpoint={str(folder)!r} holds another run"
                 different(what, _stored(content)[0]["meaning"], self._meaning)
                 return content
 
-            if content := from_first(self._mesh, opened):
+            content = from_first(self._mesh, opened)
+            self._folder = pathlib.Path(self._place)
+            if content:
                 self._about, self._found = _stored(content)
                 self._check_records()
             self._stack = stack.pop_all()
@@ -135,8 +136,12 @@ class Checkpoint:
 
     def forget(self) -> None:
         """Removes the progress of a run that was refused before its first step."""
-        if is_first(self._mesh):
+
+        def removed() -> bytes:
             (self._folder / _FILE).unlink(missing_ok=True)
+            return b""
+
+        from_first(self._mesh, removed)
 
     def save(self, progress: PyTree) -> None:
         """Writes the progress. The file is replaced only when the new one is complete."""
@@ -144,8 +149,6 @@ class Checkpoint:
             np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
             for leaf in jax.tree.leaves(progress)
         ]
-        if not is_first(self._mesh):
-            return
         # NumPy's files do not store the names of dtypes such as bfloat16: only bytes go there.
         arrays = {f"{i}": np.frombuffer(leaf.tobytes(), np.uint8) for i, leaf in enumerate(leaves)}
         about = np.frombuffer(json.dumps(self._about).encode(), np.uint8)
@@ -153,7 +156,7 @@ class Checkpoint:
         np.savez(stored, about=about, **arrays)
         body = stored.getvalue()
         content = _HEAD + hashlib.sha256(body).digest() + body
-        write_for_owner(self._folder / _FILE, content)
+        from_first(self._mesh, lambda: write_for_owner(self._folder / _FILE, content) or b"")
 
     def _check_records(self) -> None:
         found = hash_of(self._records, self._about["salt"], self._mesh)
@@ -230,7 +233,7 @@ def started(
                 stack.enter_context(used(settings, state, steps))
             if covered is not None:
                 charge(settings, now[0], covered, report.run, again=resumed)
-        except Exception:
+        except ValueError:  # a refusal. After another error the run may have been charged
             if kept is not None and not resumed:
                 kept.forget()
             raise
@@ -250,20 +253,21 @@ def without_own_run(settings: RunSettings, folder: Any) -> RunSettings:
     """Returns settings whose budget does not count the run of a folder as an earlier run.
 
     A budget for what is left of a ledger counts all runs in it. If a call continues a run, the
-    ledger has this run already.
+    ledger has this run already. Processes of a mesh use the ledger of the first one.
     """
-    if folder is None or settings.charges is None:
+    if settings.charges is None or (folder is None and not settings.several_processes):
         return settings
-    path = pathlib.Path(folder) / _FILE
+    mine = settings.budget.earlier
 
-    def name() -> bytes:
-        return _stored(_content(path))[0]["run"].encode() if path.exists() else b""
+    def others() -> bytes:
+        path = None if folder is None else pathlib.Path(folder) / _FILE
+        own = _stored(_content(path))[0]["run"] if path and path.exists() else ""
+        return pickle.dumps(tuple(each for each in mine if each.run != own))
 
-    own = from_first(settings.mesh, name).decode()
-    others = tuple(each for each in settings.budget.earlier if each.run != own)
-    if len(others) == len(settings.budget.earlier):
+    earlier = pickle.loads(from_first(settings.mesh, others))
+    if not any_process(settings.mesh, earlier != mine):
         return settings
-    return settings.changed(budget=dataclasses.replace(settings.budget, earlier=others))
+    return settings.changed(budget=dataclasses.replace(settings.budget, earlier=earlier))
 
 
 def meaning_of(

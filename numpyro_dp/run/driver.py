@@ -385,7 +385,8 @@ class Driver(abc.ABC):
         check_sizes(trace_size=trace_size, chunk_size=chunk_size)
         check_rng_keys(rng_keys)
         args, kwargs = as_arrays(args, kwargs)
-        if self.settings.charges is not None and self.settings.budget.earlier:
+        settings = without_own_run(self.settings, None)
+        if settings.charges is not None and settings.budget.earlier:
             raise ValueError(
                 "Each run of a sweep would spend all that is left of the ledger. Say what one run "
                 "may spend: ledger.budget(0.1, purpose=...)."

@@ -25,7 +25,7 @@ from numpyro_dp._tree import is_key
 from numpyro_dp.core import PyTree
 from numpyro_dp.model.held import held_by_program
 from numpyro_dp.privacy.keys import as_secret_key
-from numpyro_dp.sums.devices import from_first, hash_together, is_first
+from numpyro_dp.sums.devices import from_first, hash_together
 
 try:
     import fcntl
@@ -37,7 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 _RECORDS, _KEY = "SENSITIVE_records.json", "SENSITIVE_key"  # files of a folder
-_NAMES, _CHUNKS = "names.json", "runs_*.npz"
+_SHEET, _NAMES, _CHUNKS = "sweep.json", "names.json", "runs_*.npz"
 _PART = 2**24  # bytes of an array that are hashed at once
 
 
@@ -68,19 +68,57 @@ class Folder:
     ) -> None:
         self.path, self._like, self._mesh = pathlib.Path(path), like, mesh
         meaning = json.loads(json.dumps(meaning))
-        found = json.loads(self._kept("sweep.json", json.dumps(meaning, indent=1).encode()))
-        different(f"folder={str(path)!r} holds another sweep", found, meaning)
+        self._is_new = False
 
-    def _kept(self, name: str, fresh: bytes = b"") -> bytes:
+        def compared() -> bytes:
+            sheet = self.path / _SHEET
+            self._is_new = not sheet.exists()
+            if self._is_new:
+                others = [
+                    x.name for p in (_KEY, _NAMES, _RECORDS, _CHUNKS) for x in self.path.glob(p)
+                ]
+                if others:
+                    raise ValueError(
+                        f"{sheet} is missing, so nobody can tell what {others} are of. Use another "
+                        "folder."
+                    )
+                write_for_owner(sheet, json.dumps(meaning, indent=1).encode())
+            found = self._json(_SHEET, sheet.read_bytes())
+            different(f"folder={str(path)!r} holds another sweep", found, meaning)
+            return b""
+
+        from_first(mesh, compared)
+
+    def forget(self) -> None:
+        """Removes what a sweep wrote that was refused before its first step."""
+
+        def removed() -> bytes:
+            if self._is_new and not any(self.path.glob(_CHUNKS)):
+                for name in (_NAMES, _KEY, _RECORDS, _SHEET):  # the sheet explains the others
+                    (self.path / name).unlink(missing_ok=True)
+            return b""
+
+        from_first(self._mesh, removed)
+
+    def _kept(self, name: str, fresh: bytes | None = None) -> bytes | None:
         """Returns the content of a file, which is made of ``fresh`` if there is none."""
         path = self.path / name
 
         def content() -> bytes:
-            if fresh and not path.exists():
+            if fresh is not None and not path.exists():
                 write_for_owner(path, fresh)
-            return path.read_bytes() if path.exists() else b""
+            return b"+" + path.read_bytes() if path.exists() else b""
 
-        return from_first(self._mesh, content)
+        found = from_first(self._mesh, content)
+        return found[1:] if found else None
+
+    def _json(self, name: str, content: bytes) -> Any:
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.path / name} is damaged ({error}). Use another folder."
+            ) from error
 
     def _has(self, pattern: str) -> bool:
         return bool(from_first(self._mesh, lambda: b"+" * any(self.path.glob(pattern))))
@@ -88,7 +126,7 @@ class Folder:
     def check_records(self, arrays: tuple[Array, ...]) -> None:
         """Raises ValueError unless the records are those of the sweep that made the folder."""
         content = self._kept(_RECORDS)
-        if not content:
+        if content is None:
             if self._has(_CHUNKS):
                 raise ValueError(
                     f"{self.path / _RECORDS} is missing, so nobody can tell whether the results in "
@@ -97,7 +135,7 @@ class Folder:
             salt = from_first(self._mesh, lambda: secrets.token_hex(32).encode()).decode()
             text = json.dumps({"salt": salt, "hash": hash_of(arrays, salt, self._mesh)})
             content = self._kept(_RECORDS, text.encode())
-        found = json.loads(content)
+        found = self._json(_RECORDS, content)
         if not hmac.compare_digest(found["hash"], hash_of(arrays, found["salt"], self._mesh)):
             raise ValueError(
                 f"folder={str(self.path)!r} holds results of other records. Use another folder."
@@ -114,8 +152,8 @@ class Folder:
             ValueError: If a finished sweep, which has no key any more, lacks a chunk.
         """
         new = np.asarray(jax.random.key_data(fresh)).tobytes()
-        content = self._kept(_KEY, b"" if self._has(_CHUNKS) else new)
-        if not content:
+        content = self._kept(_KEY, None if self._has(_NAMES) or self._has(_CHUNKS) else new)
+        if content is None:
             # With another key a missing chunk would be another release, which nobody counts.
             if missing := [first for first in firsts if not self._has(self._chunk(first).name)]:
                 raise ValueError(
@@ -127,34 +165,42 @@ class Folder:
             raise ValueError(f"{self.path / _KEY} is damaged. Use another folder.")
         return as_secret_key(content)
 
-    def names(self, fresh: list[str]) -> list[str]:
-        """Returns the names of the runs in their reports, or keeps fresh ones."""
-        found = json.loads(self._kept(_NAMES, json.dumps(fresh).encode()))
-        if len(found) != len(fresh):
+    def names(self, fresh: list[str], date: str) -> tuple[list[str], str]:
+        """Returns names and date of the runs in their reports, or keeps new ones.
+
+        They are written after the key: where they are and the key is not, the sweep was finished.
+        """
+        text = json.dumps({"runs": fresh, "date": date})
+        found = self._json(_NAMES, self._kept(_NAMES, text.encode()))
+        if len(found["runs"]) != len(fresh):
             raise ValueError(f"{self.path / _NAMES} is damaged. Use another folder.")
-        return found
+        return found["runs"], found["date"]
 
     def forget_secret(self) -> None:
         """Removes the key after the last chunk. It would reveal the noise of all results."""
-        if is_first(self._mesh):
+
+        def removed() -> bytes:
             (self.path / _KEY).unlink(missing_ok=True)
+            return b""
+
+        from_first(self._mesh, removed)
 
     def load(self, first: int) -> PyTree | None:
         """Returns a finished chunk, or ``None``."""
         path = self._chunk(first)
         content = self._kept(path.name)
-        if not content:
+        if content is None:
             return None
         try:
             with np.load(io.BytesIO(content)) as stored:
                 leaves = [stored[f"leaf{number}"] for number in range(len(stored.files))]
-        except (zipfile.BadZipFile, OSError, KeyError, ValueError) as error:
-            raise ValueError(f"{path} is damaged: {error}. Remove it.") from error
+        except (zipfile.BadZipFile, OSError, EOFError, KeyError, ValueError) as error:
+            raise ValueError(f"{path} is damaged: {error}. Use another folder.") from error
         expected, structure = jax.tree.flatten(self._like)
         if [x.shape for x in leaves] != [x.shape for x in expected]:
             raise ValueError(
                 f"Expected arrays of {[x.shape for x in expected]} in {path}, got "
-                f"{[x.shape for x in leaves]}. Remove it."
+                f"{[x.shape for x in leaves]}. Use another folder."
             )
         both = zip(leaves, expected, strict=True)  # NumPy's files do not store the name bfloat16
         leaves = [x.view(known.dtype) if x.dtype.kind == "V" else x for x, known in both]
@@ -162,13 +208,14 @@ class Folder:
 
     def save(self, first: int, found: PyTree) -> None:
         """Writes a chunk. The file appears only when it is complete."""
-        leaves = {f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(found))}
-        if not is_first(self._mesh):
-            return
-        path = self._chunk(first)
-        begun = path.with_suffix(".begun.npz")
-        np.savez(begun, **leaves)
-        begun.replace(path)
+        stored = io.BytesIO()
+        np.savez(
+            stored,
+            **{f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(found))},
+        )
+        from_first(
+            self._mesh, lambda: write_for_owner(self._chunk(first), stored.getvalue()) or b""
+        )
 
     def _chunk(self, first: int) -> pathlib.Path:
         return self.path / f"runs_{first:06d}.npz"
@@ -210,7 +257,10 @@ def _parts_here(array: Any) -> list[Any]:
     if array.is_fully_addressable:
         return [np.asarray(array)]  # JAX would compile slices
     parts = {str(each.index): each for each in array.addressable_shards}  # copies count once
-    return [np.asarray(each.data) for _, each in sorted(parts.items())]
+    return [
+        x for index, each in sorted(parts.items())
+        for x in (np.frombuffer(index.encode(), np.uint8), np.asarray(each.data))
+    ]  # fmt: skip
 
 
 @contextlib.contextmanager

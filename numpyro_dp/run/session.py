@@ -44,7 +44,7 @@ from numpyro_dp.run.state import RunIdentity, RunState, SensitiveState
 from numpyro_dp.run.step import Step, build_loop, build_step, build_whole_step
 from numpyro_dp.run.streaming import Fetched, HostRows, StreamedLoop, drawn_size
 from numpyro_dp.run.trial import check_holds_no_records, check_signal
-from numpyro_dp.sums.devices import copied, spread
+from numpyro_dp.sums.devices import any_process, copied, spread
 from numpyro_dp.sums.factored import record_lengths
 
 __all__ = ["Finished", "Session"]
@@ -210,7 +210,9 @@ class Session:
         course, progress = begun
         done, before, loop = int(progress.done), int(state.step), self._loop_for(fold)
         # Without a bar or a checkpoint, one call never waits for the host.
-        calls = course.calls(done, _steps_of_call(course, kept, progress_bar))
+        # Processes of a mesh take the same calls, even if only one of them shows a bar.
+        watched = kept is not None or any_process(self.settings.mesh, progress_bar)
+        calls = course.calls(done, _steps_of_call(course, kept, watched))
         if isinstance(rows, HostRows) and calls:
             # Only the host knows which rows it fetched, so it gives the batches to the step.
             opened = progress.carry.state
@@ -221,7 +223,6 @@ class Session:
         shown = calls
         if progress_bar:
             shown = with_bar(calls, before, done, course.num_steps, report)
-        watched = progress_bar or kept is not None
         progress, stopped = follow(loop, progress, rows, shown, kept, watched, self.settings.mesh)
         filled = course.filled(int(progress.done))
         if not filled:

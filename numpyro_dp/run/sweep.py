@@ -163,11 +163,20 @@ def run_sweep(
                 states = states_of(store.secret(secret, range(0, len(states), chunk)))
         own = [report.of_another_run() for report in reports for _ in starts]
         if store:
-            names = store.names([each.run for each in own])
-            own = [dataclasses.replace(each, run=n) for each, n in zip(own, names, strict=True)]
-        # Charged after the keys were registered, so that a refused sweep costs nothing.
+            names, date = store.names([each.run for each in own], own[0].date)
+            own = [
+                dataclasses.replace(each, run=name, date=date)
+                for each, name in zip(own, names, strict=True)
+            ]
         charged = functools.partial(charge_all, settings, own, again=store is not None)
-        found = _in_chunks(run, states, chunk, store, functools.partial(begun, settings), charged)
+        try:
+            found = _in_chunks(
+                run, states, chunk, store, functools.partial(begun, settings), charged
+            )
+        except ValueError:
+            if store:
+                store.forget()
+            raise
         if store:
             store.forget_secret()
         return SweepResult(*found, labels, tuple(own))
@@ -252,9 +261,11 @@ def _in_chunks(
     charged: Callable[[], None],
 ) -> tuple[PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
     parts = []
-    # A sweep that fails without a store returns nothing, so all its keys become free again.
+    # A sweep that fails without a store returns nothing, so all its keys become free again. Runs
+    # are charged once their keys are registered, so that a refused sweep costs nothing.
     with started(*([] if store else states)):
-        charged()
+        if store is None:
+            charged()
         for first in range(0, len(states), chunk):
             own = states[first : first + chunk]
             # A shorter last chunk would be compiled again. Repeat a run instead: `join` drops it.
@@ -262,10 +273,14 @@ def _in_chunks(
             found = store and store.load(first)
             if found is None:
                 with started(*(own if store else [])):
+                    if store:
+                        charged()
                     found = jax.block_until_ready(run(_stacked(some)))
                     if store:
                         store.save(first, found)
             parts.append(found)
+        if store:  # if all chunks were finished before
+            charged()
 
     def join(*leaves: Any) -> Any:
         return np.concatenate([np.asarray(leaf) for leaf in leaves])[: len(states)]

@@ -32,10 +32,12 @@ __all__ = [
     "copied",
     "from_first",
     "hash_together",
-    "is_first",
     "on_devices",
     "spread",
 ]
+
+
+_SENT = 2**27  # bytes sent between processes at once
 
 
 def on_devices(
@@ -98,7 +100,7 @@ def _check_context(mesh: Mesh) -> None:
         )
 
 
-def is_first(mesh: Mesh | None) -> bool:
+def _is_first(mesh: Mesh | None) -> bool:
     """Whether this is the process that reads and writes files for all processes of a mesh."""
     return mesh is None or not mesh.is_multi_process or jax.process_index() == 0
 
@@ -112,16 +114,20 @@ def from_first(mesh: Mesh | None, make: Callable[[], bytes]) -> bytes:
     if mesh is None or not mesh.is_multi_process:
         return make()
     error, message = None, b""
-    if is_first(mesh):
+    if _is_first(mesh):
         try:
             message = b"+" + make()
         except Exception as raised:  # the others wait for an answer
-            error, message = raised, b"-" + str(raised).encode()
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(message))))
-    content = np.zeros(size, np.uint8)
-    if is_first(mesh):
-        content[:] = np.frombuffer(message, np.uint8)
-    found = np.asarray(multihost_utils.broadcast_one_to_all(content), np.uint8).tobytes()
+            error, message = raised, b"-" + str(raised).encode(errors="replace")
+    size = np.array(divmod(len(message), _SENT), np.int32)
+    whole, rest = multihost_utils.broadcast_one_to_all(size).tolist()
+    parts = []
+    for number, length in enumerate([_SENT] * whole + [rest]):
+        part = np.zeros(length, np.uint8)
+        if _is_first(mesh):
+            part[:] = np.frombuffer(message, np.uint8, length, number * _SENT)
+        parts.append(np.asarray(multihost_utils.broadcast_one_to_all(part), np.uint8).tobytes())
+    found = b"".join(parts)
     if error is not None:
         raise error
     if found[:1] == b"-":

@@ -26,6 +26,7 @@ from numpyro_dp import (
     DPLaplace,
     Ledger,
     LedgerError,
+    NoiseReuseError,
     PrivacyBudget,
     fit,
 )
@@ -319,13 +320,75 @@ def test_a_sweep_charges_each_of_its_runs(file, tmp_path, monkeypatch):
         assert {each.run for each in found.privacy} == {
             each.spending.run for each in ledger.entries[4:]
         }
-    # Its key is gone, so the chunk would get other noise: a release that nobody counts.
-    (tmp_path / "folder" / "runs_000002.npz").unlink()
-    with pytest.raises(ValueError, match="key of its runs was removed"):
-        driver.sweep(keys, 3, X, **sizes)
     rest = svi_of(ledger.budget(purpose="the rest"))
     with pytest.raises(ValueError, match="all that is left"):
         rest.sweep(keys, 3, X)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("chunk_size", [1, 2])
+def test_a_finished_sweep_never_gets_new_noise(file, tmp_path, chunk_size):
+    """Without its key a missing chunk would be another release, which nobody counts."""
+    folder, ledger, keys = tmp_path / "folder", Ledger(file, TOTAL), jax.random.split(KEY, 2)
+
+    def sweep(epsilon=0.2):
+        driver = svi_of(ledger.budget(1.0, purpose="sweep"))
+        sizes = {"chunk_size": chunk_size, "folder": folder, "epsilon": [epsilon]}
+        return driver.sweep(keys, 3, X, **sizes)
+
+    with pytest.raises(LedgerError, match="would spend"):
+        sweep(1.9)
+    assert [path.name for path in folder.iterdir()] == ["lock"]
+    sweep()
+    (last,) = folder.glob(f"runs_{2 - chunk_size:06}.npz")
+    content = last.read_bytes()
+    last.write_bytes(b"")
+    with pytest.raises(ValueError, match="damaged"):
+        sweep()
+    last.unlink()
+    with pytest.raises(ValueError, match="key of its runs was removed"):
+        sweep()
+    last.write_bytes(content)
+    sweep()
+    sheet = (folder / "sweep.json").read_text()
+    (folder / "sweep.json").unlink()
+    with pytest.raises(ValueError, match="is missing, so nobody can tell"):
+        sweep(0.1)
+    for broken in ("sweep.json", "names.json"):
+        (folder / "sweep.json").write_text(sheet)
+        (folder / broken).write_text("{")
+        with pytest.raises(ValueError, match=f"{broken} is damaged"):
+            sweep()
+    assert len(ledger.entries) == 2
+
+
+@pytest.mark.full
+def test_a_refused_key_is_not_charged_and_a_repetition_goes_on(file, tmp_path):
+    ledger, keys = Ledger(file, TOTAL), jax.random.split(KEY, 2)
+
+    def sweep(name, **options):
+        driver = svi_of(ledger.budget(0.1, purpose="sweep"), secret_key=7, **options)
+        return driver.sweep(keys, 3, X, folder=tmp_path / name)
+
+    sweep("one")
+    with pytest.raises(NoiseReuseError):
+        sweep("other")
+    assert len(ledger.entries) == 2
+    sweep("one", repetition=True)
+    assert len(ledger.entries) == 2
+
+
+def test_runs_that_cannot_be_charged_together_are_refused(file):
+    ledger = Ledger(file, TOTAL)
+    for runs, match in (
+        ([spending("a"), spending("a")], "twice"),
+        ([spending("a"), spending("b")._replace(unit="unit of rows")], "One total cannot"),
+        ([spending("a")._replace(relation="replace_one")], "has the relation 'replace_one'"),
+    ):
+        with pytest.raises(LedgerError, match=match):
+            ledger.charge(*runs, purpose="many")
+    assert not ledger.entries
+    assert Ledger(file, TOTAL).entries == ()
 
 
 @pytest.mark.full

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import sys
+from unittest import mock
 
 import flax.linen as nn
 import jax
@@ -269,6 +270,22 @@ def kept(mesh, rank, place, dies):
         )  # fmt: skip
         names = [report.run for report in result.privacy]
         found[name] = [result.params["auto_loc"].ravel().tolist(), names]
+    # A bar in one process alone, and a budget that other processes read from another file.
+    rest = driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2),
+                  budget=ledger.budget(purpose="rest"))  # fmt: skip
+    calls = {"checkpoint": own("rest"), "progress_bar": rank == 0}
+    found["rest"] = [
+        rest.run(jax.random.key(0), 6, *halves(x, y), **calls).params["auto_loc"].tolist()
+        for _ in range(2)
+    ]
+    for name, broken in (("full disk", "write_for_owner"), ("refused sweep", None)):
+        try:
+            if broken:
+                with mock.patch(f"numpyro_dp.run.checkpoint.{broken}", side_effect=OSError(name)):
+                    fitted("disk", halves(x, y), epsilon=1e-3)
+            rest.sweep(jax.random.split(jax.random.key(0), 2), 4, *halves(x, y))
+        except (OSError, ValueError) as error:
+            found[name] = str(error)
     found["entries"] = [row["purpose"] for row in ledger.table()]
     found["files"] = sorted(path.name for path in place.iterdir())
     return found

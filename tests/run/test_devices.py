@@ -129,7 +129,11 @@ def test_two_processes_share_a_ledger_and_a_checkpoint(tmp_path):
         assert "holds a run on other records" in found["other records"]
         assert found["too much"].startswith(f"{kinds[1]}: ")
         assert "would spend epsilon" in found["too much"]
-    assert one["entries"] == ["run", "whole", "sweep", "sweep"]
+    for found in (one, other):
+        assert found["rest"][0] == found["rest"][1] == one["rest"][0]
+        assert "full disk" in found["full disk"]
+        assert "all that is left" in found["refused sweep"]
+    assert one["entries"] == ["run", "whole", "sweep", "sweep", "rest"]
     # The first process reads and writes for both.
     assert other["entries"] == []
     assert [name for name in other["files"] if "other" in name] == ["ledger of the other"]

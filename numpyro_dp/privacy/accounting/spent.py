@@ -7,7 +7,7 @@ If the outputs of a run are within total variation :math:`\tau` of an
     \le e^\varepsilon Q'(A) + d + (1 + e^\varepsilon)\,\tau,
 
 so the run is :math:`(\varepsilon, d + (1 + e^\varepsilon)\tau)`-private. This covers batches drawn
-with probabilities rounded to 160 bits.
+with probabilities rounded to 160 bits, and noise drawn from a table.
 
 A failure costs less. Let :math:`E` be an event that has the same probability under both
 neighbouring data sets, with :math:`1 - P(E) \le f`. Let the run be :math:`(\varepsilon, d)`-private
@@ -40,10 +40,11 @@ from numpyro_dp.privacy.accounting.pld import PLD
 from numpyro_dp.privacy.accounting.rdp import RDP
 from numpyro_dp.privacy.budget import Relation, check_relation
 
-__all__ = ["Best", "epsilon_spent"]
+__all__ = ["Best", "epsilon_spent", "is_left_out"]
 
 _SHARE = 1e-3  # largest part of delta that is first reserved for the total variation
 _RESERVED = 1e3  # or this times the total variation: enough for epsilon up to 6
+_TINY, _HUGE = 1e-25, 30.0  # a total variation and an epsilon: exp(30) 1e-25 is 1e-12
 _ITERATIONS = 20
 _CLOSE = 0.004  # relative distance of an upper bound to its estimate that ends the search
 
@@ -149,7 +150,8 @@ def epsilon_spent(
         failure_prob: Probability in [0, 1) that any step of the *whole* run fails. The failure must
             not depend on the protected record.
         total_variation: Distance in [0, 1) of the run from the accounted mechanism, over the
-            *whole* run. The sum over its steps is enough.
+            *whole* run. The sum over its steps is enough. Below 1e-25 it is left out if epsilon
+            exceeds 30 and delta cannot cover it: such an epsilon protects nobody.
 
     Raises:
         UnsupportedEventError: If the accountant has no bound for the event.
@@ -187,6 +189,13 @@ def epsilon_spent(
     return dataclasses.replace(bound, delta=delta)
 
 
+def is_left_out(epsilon: float, delta: float, total_variation: float) -> bool:
+    """Whether a bound leaves out a total variation, which is tiny beside a huge epsilon."""
+    if not (total_variation < _TINY and _HUGE < epsilon < math.inf):
+        return False
+    return (1.0 + math.exp(min(epsilon, 700.0))) * total_variation > delta
+
+
 def _check_prob(name: str, value: float, meaning: str) -> float:
     remedy = f"{meaning}, over all steps of the run."
     return check_real(name, value, low=0.0, high=1.0, high_open=True, remedy=remedy)
@@ -197,7 +206,7 @@ def _with_total_variation(
 ) -> EpsilonBound:
     share = min(_SHARE, _RESERVED * tau / delta)
     inner = (1.0 - share) * delta
-    needed = 0.0
+    needed, first = 0.0, None
     for attempt in range(_ITERATIONS):
         bound = judge.epsilon(event, inner, relation)
         if math.isinf(bound.upper):
@@ -207,9 +216,12 @@ def _with_total_variation(
             return dataclasses.replace(bound, lower=None, delta=delta)
         if attempt == 0:
             needed = share * delta * tau / leak
+        first = first or bound
         inner = delta - 1.01 * leak
         if inner <= 0.0:
             break
+    if is_left_out(first.upper, delta, tau):
+        return dataclasses.replace(first, lower=None, delta=delta)
     raise TotalVariationError(
         f"total_variation={tau:g} is too large for delta={delta:g}: no epsilon was found with "
         "d + (1 + exp(epsilon)) * total_variation <= delta. total_variation <= "

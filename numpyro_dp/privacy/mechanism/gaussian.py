@@ -40,9 +40,9 @@ class GaussianMechanism:
     With one norm C each signal is scaled to :math:`\lVert s_i\rVert_2 \le C`. With norms by entry,
     each named entry is scaled alone. All others are scaled together to the norm under the key
     ``...`` (Ellipsis). The sensitivity is :math:`\sqrt{\sum_b C_b^2}`. The noise in every
-    coordinate has standard deviation ``noise_multiplier`` times the sensitivity. Rounding to the
-    grid adds a part of ``noise_multiplier * sqrt(d) / 2e6`` to it for d released numbers. Above
-    a part of 1 a step releases noise alone.
+    coordinate has standard deviation ``noise_multiplier`` times the sensitivity. It is a little
+    wider for the rounding of d numbers to a grid: by a part of about
+    ``noise_multiplier * sqrt(d) / 1.1e8``. Beyond 1/2 a step would release noise alone.
 
     Example:
         >>> from numpyro_dp.mechanisms import GaussianMechanism
@@ -81,7 +81,7 @@ class GaussianMechanism:
         def privatise(
             key: Array, total: PyTree, state: MechanismState
         ) -> tuple[PyTree, MechanismState]:
-            return _with_noise(key, widen(total), sensitivity, noise_multiplier, std), state
+            return _with_noise(key, widen(total), sensitivity, noise_multiplier), state
 
         return Mechanism(
             init=_check_size,
@@ -118,18 +118,18 @@ def _check_size(total: PyTree) -> tuple[()]:
     return ()
 
 
-def _with_noise(
-    key: Array, total: PyTree, sensitivity: Any, noise_multiplier: Any, std: Any
-) -> PyTree:
+def _with_noise(key: Array, total: PyTree, sensitivity: Any, noise_multiplier: Any) -> PyTree:
     """Adds one vector of noise to the leaves. Joining the leaves would slow their sums down."""
     leaves, treedef = jax.tree.flatten(total)
     ends = np.cumsum([leaf.size for leaf in leaves])
     spacing, told = spacing_of(sensitivity, noise_multiplier, ends[-1], jnp.result_type(*leaves))
     noise = jnp.split(discrete_gaussian(key, ends[-1]), ends[:-1])
-    return treedef.unflatten([
-        jnp.where(std == 0, leaf, on_grid(leaf, part.reshape(leaf.shape), spacing, told))
+    noisy = [
+        on_grid(leaf, part.reshape(leaf.shape), spacing, told)
         for leaf, part in zip(leaves, noise, strict=True)
-    ])  # fmt: skip
+    ]
+    quiet = noise_multiplier == 0
+    return treedef.unflatten([jnp.where(quiet, *each) for each in zip(leaves, noisy, strict=True)])
 
 
 def _product(noise_multiplier: Any, sensitivity: Any) -> Any:
