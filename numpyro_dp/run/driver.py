@@ -287,6 +287,14 @@ class Driver(abc.ABC):
         session = self._session(args, kwargs)
         self._check_fits(start, session)
         check_steps_fit(start, num_steps)
+        salt, known = (None, None) if init_state is None else init_state.records or (None, None)
+        seal = session.seal(args, kwargs, salt)
+        if known is not None and seal != (salt, known):
+            raise ValueError(
+                "These are not the records of the run that init_state comes from. Steps on both "
+                "would be reported as one run. Pass the same records, or start a new run with "
+                "init_params=result.params."
+            )
         report = spent_by(settings, start, int(start.step) + num_steps)
         report = check_fold(fold, session, start, num_steps, report)
         rows = (session.host_rows if stream else session.rows)(args, kwargs)
@@ -324,6 +332,7 @@ class Driver(abc.ABC):
             self.get_params(found.state), found.state, found.losses, found.trace, report,
             found.folded, make, found.scores,
         )  # fmt: skip
+        result.state.records = seal
         if found.stopped:
             raise RunInterrupted(result, num_steps)
         return result

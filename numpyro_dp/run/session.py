@@ -35,7 +35,7 @@ from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.checkpoint import Checkpoint
 from numpyro_dp.run.course import Course, Progress, follow, with_bar
-from numpyro_dp.run.folder import traced
+from numpyro_dp.run.folder import seal_of, traced
 from numpyro_dp.run.loss import LOSS_ENTRY, with_loss, with_loss_norm
 from numpyro_dp.run.results import PrivateLosses, SensitiveLosses, Trace
 from numpyro_dp.run.scores import MOST_LATENTS, ScoreSums, score_sums, with_observation
@@ -310,6 +310,14 @@ class Session:
             )
         arrays, shared, _ = self.problem.records.layout.rows(args, kwargs)
         return HostRows(arrays, shared, self.num_examples, self.problem.numbered)
+
+    def seal(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], salt: str | None = None
+    ) -> tuple[str, str] | None:
+        """Returns a salt and a keyed hash of the records. ``None`` if processes share them."""
+        if self.settings.several_processes:
+            return None
+        return seal_of(self.problem.records.layout.rows(args, kwargs).arrays, salt)
 
     def _streamed(self, state: RunState) -> Session:
         """Returns this session with batches that the host has fetched."""

@@ -130,6 +130,9 @@ class SensitiveState:
         identity: Settings that the steps so far share.
         axes: Number of leading axes of every array, for stacked states.
 
+    After ``run`` it also has ``records``, a keyed hash of the records, or of 1,000 rows of large
+    arrays. A ``run`` that continues it refuses other records.
+
     Guarantee:
         A copy from a pickle continues with new noise and batches, unless the run is a repetition
         (:mod:`numpyro_dp.privacy.once`). Two calls of one compiled update with the same state also
@@ -138,14 +141,14 @@ class SensitiveState:
 
     __slots__ = (
         "_origin", "_small", "identity", "large", "layout", "mutable_state", "nonce",
-        "optim_state", "rng_key",
+        "optim_state", "records", "rng_key",
     )  # fmt: skip
 
     def __init__(self, state: RunState, nonce: Any, identity: RunIdentity, axes: int = 0) -> None:
         self.optim_state, self.rng_key, self.mutable_state = state.optim_state, state.rng_key, None
         self._small, self.large, self.layout = _packed(state[2:], axes)
         self._origin = self._small
-        self.nonce, self.identity = nonce, identity
+        self.nonce, self.identity, self.records = nonce, identity, None
 
     @property
     def small(self) -> Array:
@@ -200,12 +203,16 @@ class SensitiveState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Makes copies that share no noise with this state."""
-        return _copy, (self.opened, self.nonce, self.identity, self._small.ndim - 1)
+        return _copy, (self.opened, self.nonce, self.identity, self._small.ndim - 1, self.records)
 
 
-def _copy(state: RunState, nonce: Any, identity: RunIdentity, axes: int) -> SensitiveState:
+def _copy(
+    state: RunState, nonce: Any, identity: RunIdentity, axes: int, records: Any
+) -> SensitiveState:
     state = state if identity.repetition else state.with_new_keys()
-    return SensitiveState(state, nonce, identity, axes)
+    copied = SensitiveState(state, nonce, identity, axes)
+    copied.records = records
+    return copied
 
 
 def _flattened(state: SensitiveState) -> tuple[tuple[Any, ...], Any]:
@@ -220,7 +227,7 @@ def _unflattened(public: Any, children: Any) -> SensitiveState:
     state.optim_state, state.rng_key, state._small, state.large, state.nonce = children
     state.layout, state.identity = public
     state._origin = state._small
-    state.mutable_state = None
+    state.mutable_state = state.records = None
     return state
 
 

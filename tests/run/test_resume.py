@@ -1,7 +1,10 @@
 """A state is bound to the records, sampler and clip norm of its run."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
@@ -11,6 +14,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal
 from numpyro_dp import DPSVI, BudgetError, PrivacyBudget, secret_key
 from numpyro_dp.estimators import aligned
 from numpyro_dp.mechanisms import LossRelease
+from numpyro_dp.run.folder import seal_of
 from numpyro_dp.samplers import FixedSize, Poisson
 
 
@@ -48,6 +52,21 @@ def test_another_setting_is_refused(state, changes, rows, field):
         other.run(jax.random.key(0), 2, jnp.ones(rows), progress_bar=False, init_state=state)
     with pytest.raises(BudgetError, match=field):
         other.update(state, jnp.ones(rows))
+
+
+def test_other_records_are_refused(state):
+    """Also by a state from a pickle."""
+    other = driver(secret_key=3, repetition=True)
+    changed = jnp.ones(50).at[7].add(1e-3)
+    for given in (state, pickle.loads(pickle.dumps(state))):
+        with pytest.raises(ValueError, match="not the records of the run"):
+            other.run(jax.random.key(0), 2, changed, progress_bar=False, init_state=given)
+    large = np.ones((50_000, 100), np.float32)  # more than 16 MiB: 1,000 rows are compared
+    salt, seal = seal_of((large,))
+    large[123] = 0
+    assert seal_of((large,), salt)[1] == seal
+    large[::2] = 0
+    assert seal_of((large,), salt)[1] != seal
 
 
 @pytest.mark.full
