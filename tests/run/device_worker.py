@@ -129,7 +129,7 @@ def cases(mesh):
         ),
         "latents": (driver(with_codes, lambda _: encoder, mesh, Poisson(0.2)), N),
         "dropout": (driver(with_dropout, AutoDelta, mesh, Poisson(0.2), vanilla), N),
-        "public argument": (driver(scaled, normal, mesh, Poisson(0.2)), N),
+        "public argument": (driver(scaled, normal, mesh, Poisson(0.2), public=["scale"]), N),
         "adaptive": (
             driver(
                 regression, normal, mesh, Poisson(0.2), clip_norm=AdaptiveClip(1.0),
