@@ -17,6 +17,7 @@ from numpyro_dp import PrivacyBudget
 from numpyro_dp.core import MechanismState
 from numpyro_dp.privacy import noise
 from numpyro_dp.privacy.accounting import epsilon_spent
+from numpyro_dp.privacy.accounting.gdp import gaussian_log_delta
 from numpyro_dp.privacy.keys import secret_key
 from numpyro_dp.privacy.noise import (
     MOST,
@@ -114,6 +115,22 @@ def test_rounded_real_noise_is_discrete_gaussian():
     found *= ys[1] - ys[0]
     law = np.array(exact_law(decimal.Decimal(55).sqrt(), 100), float)
     np.testing.assert_allclose(found[100:301], law, atol=1e-15)
+
+
+@pytest.mark.parametrize("std", [3.0, 5.0])
+def test_neighbours_of_a_coarse_grid_obey_the_gaussian_bound(std):
+    """The hockey-stick divergence of two numbers, on grids on which the difference is large."""
+    law = np.array(exact_law(decimal.Decimal(std), int(12 * std)), float)
+    ours, exceeded = np.pad(np.outer(law, law), 8), 0
+    for shift in ((1, 0), (1, 1), (2, 1), (3, 0), (4, 3), (5, 5)):
+        other = np.roll(ours, shift, (0, 1))
+        for epsilon in (0.01, 0.1, 0.5, 1.0, 2.0, 4.0):
+            delta = np.maximum(ours - math.exp(epsilon) * other, 0).sum()
+            mu = np.hypot(*shift)
+            log_delta = gaussian_log_delta(epsilon, mu / math.sqrt(std**2 - 6))
+            assert delta <= math.exp(log_delta) * (1 + 1e-9) + 1e-15
+            exceeded += delta > math.exp(gaussian_log_delta(epsilon, mu / std)) * (1 + 1e-6)
+    assert exceeded > 5  # with all of the variance the bound is false
 
 
 def test_words_decide_as_one_long_number_even_if_they_tie(monkeypatch):
