@@ -42,8 +42,9 @@ class DPEM(Driver):
             a dict with a norm for each entry. ``counts`` has norm at most 1, ``sums`` at most the
             norm of x, and ``squares`` at most its square. Scale x by public constants first. Then
             all records are in a ball of known radius.
-        sampler, mechanism, budget, noise_multiplier, secret_key, num_steps, accountant,
-            microbatch_size, mesh, repetition: See :class:`~numpyro_dp.DPSVI`.
+        sampler, mechanism, budget, noise_multiplier, secret_key, num_steps: As for
+            :class:`~numpyro_dp.DPSVI`.
+        accountant, microbatch_size, mesh, repetition: As for :class:`~numpyro_dp.DPSVI`.
         damping: Fraction of the statistics that a step replaces, in (0, 1], or a function of the
             step number. 1 is the algorithm of the paper. Smaller values average the noise over
             steps.

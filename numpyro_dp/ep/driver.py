@@ -128,8 +128,9 @@ class DPSEP(Driver):
             posterior. This needs a normal family, one of the sites ``conjugate()``,
             ``quadrature()`` and ``importance()``, and at most 16 outcomes, such as 0 and 1. Other
             runs clip each site by itself, as in the paper and with ``False``.
-        sampler, mechanism, budget, noise_multiplier, secret_key, num_steps, accountant,
-            microbatch_size, mesh, public, repetition: See :class:`~numpyro_dp.DPSVI`.
+        sampler, mechanism, budget, noise_multiplier, secret_key, num_steps: As for
+            :class:`~numpyro_dp.DPSVI`.
+        accountant, microbatch_size, mesh, public, repetition: As for :class:`~numpyro_dp.DPSVI`.
         data_plate: Name of the plate over records, if the model has several candidates.
         max_rows_per_unit: As for :class:`~numpyro_dp.DPSVI`. The site of a unit is the product of
             the sites of its rows, each at the cavity of the unit, and is clipped as a whole.

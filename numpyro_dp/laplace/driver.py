@@ -72,8 +72,9 @@ class DPLaplace:
             of about their root mean square. By default all columns have one scale. A small release
             finds it, or it is 1 if the release would cost too much. The result shows which. A wrong
             scale costs accuracy, not validity.
-        noise_multiplier, secret_key, accountant, data_plate, max_rows_per_unit, microbatch_size,
-            mesh, public, repetition: See :class:`~numpyro_dp.DPSVI`.
+        noise_multiplier, secret_key, accountant, data_plate: As for :class:`~numpyro_dp.DPSVI`.
+        max_rows_per_unit, microbatch_size, mesh, public, repetition: As for
+            :class:`~numpyro_dp.DPSVI`.
         **static_kwargs: Public, constant keywords of the model.
 
     Raises:

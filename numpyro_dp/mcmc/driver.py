@@ -86,8 +86,9 @@ class DPMCMC:
             each has its own noise and batches, and their steps compose.
         thinning: One of this many steps is kept. Must divide ``num_samples``.
         clip_norm: Largest norm of one record's score: a number, or a dict by latent site.
-        sampler, mechanism, budget, noise_multiplier, secret_key, accountant, data_plate,
-            max_rows_per_unit, microbatch_size, mesh, public, repetition: See
+        sampler, mechanism, budget, noise_multiplier, secret_key, accountant: As for
+            :class:`~numpyro_dp.DPSVI`.
+        data_plate, max_rows_per_unit, microbatch_size, mesh, public, repetition: As for
             :class:`~numpyro_dp.DPSVI`.
         progress_bar: Shows steps and epsilon spent, if there is one chain.
         **static_kwargs: Public, constant keywords of the model.

@@ -61,8 +61,9 @@ class DPPBP(Driver):
             standard deviations, and 0.5 to 1 works well. ``{"linear": 0.7, ...: 0.2}`` clips slopes
             separately, and ``precision`` and ``noise`` together. Then large residuals, whose slopes
             are clipped, still inform the noise. ``math.inf`` with ``noise_multiplier=0`` is SEP.
-        sampler, mechanism, budget, noise_multiplier, secret_key, num_steps, accountant,
-            microbatch_size, mesh, repetition: See :class:`~numpyro_dp.DPSVI`.
+        sampler, mechanism, budget, noise_multiplier, secret_key, num_steps: As for
+            :class:`~numpyro_dp.DPSVI`.
+        accountant, microbatch_size, mesh, repetition: As for :class:`~numpyro_dp.DPSVI`.
         damping: Fraction of the precisions and of the noise rate that a step replaces, in (0, 1],
             or a function of the step number.
         step_size: Rate of the mean, in (0, 1], or a function of the step number. By default it
