@@ -17,6 +17,7 @@ import sys
 from markdown_it import MarkdownIt
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+BESIDE = "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md"
 MEDIAN, LONGEST, SEMICOLONS = 18, 35, 3
 BREAK = re.compile(r"(?<=[.!?:])[\"')*]*\s+(?=[\"'(*`_]*[A-Z0-9`$])")
 ABBREVIATIONS = re.compile(r"\b(e\.g|i\.e|et al|cf|vs|Fig|Eq|No|[A-Z])\.")
@@ -73,7 +74,7 @@ def docstrings(folder):
 def sources():
     """Name and paragraphs of each page, and of the docstrings of each folder."""
     below = (p for folder in ("docs", "benchmarks") for p in (ROOT / folder).rglob("*.md"))
-    pages = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in below)]
+    pages = ["README.md", *BESIDE, *sorted(str(p.relative_to(ROOT)) for p in below)]
     for page in pages:
         yield page, of_markdown((ROOT / page).read_text())
     folders = {p.parent for p in (ROOT / "numpyro_dp").glob("*/__init__.py")}
