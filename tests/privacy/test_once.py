@@ -170,6 +170,22 @@ def test_two_runs_share_no_noise_however_they_are_started():
         assert abs(x - y) > 1e-4, (a, b)
 
 
+def test_every_step_has_noise_of_its_own():
+    """The noise is 10,000 times the signal, so a step moves the mean by its noise alone."""
+    driver = svi(num_steps=4, noise_multiplier=1e4)
+    kept = driver.run(KEY, 4, X, **run).trace.params["auto_loc"][:, 0]
+    state = driver.init(KEY, X)
+    looped = [driver.get_params(state)["auto_loc"][0]]
+    for _ in range(3):
+        state, _ = driver.update(state, X)
+        looped.append(driver.get_params(state)["auto_loc"][0])
+    for values in (np.asarray(kept), np.asarray(looped)):
+        moves = np.diff(values)
+        assert np.abs(moves).min() > 1
+        for one, other in itertools.combinations(moves, 2):
+            assert abs(one - other) > 0.01 * abs(one)
+
+
 @pytest.mark.full
 def test_chains_share_no_noise_among_them_or_with_another_sampler():
     samples = []
