@@ -171,8 +171,11 @@ def test_two_runs_share_no_noise_however_they_are_started():
 
 
 def test_every_step_has_noise_of_its_own():
-    """The noise is 10,000 times the signal, so a step moves the mean by its noise alone."""
-    driver = svi(num_steps=4, noise_multiplier=1e4)
+    """The noise is 10,000 times the signal and steps are small, so all moves are its noise."""
+    driver = DPSVI(
+        model, AutoDiagonalNormal(model), optax.sgd(1e-6), estimator=aligned(), num_steps=4,
+        **(NOISE | {"noise_multiplier": 1e4}),
+    )  # fmt: skip
     kept = driver.run(KEY, 4, X, **run).trace.params["auto_loc"][:, 0]
     state = driver.init(KEY, X)
     looped = [driver.get_params(state)["auto_loc"][0]]
@@ -181,9 +184,9 @@ def test_every_step_has_noise_of_its_own():
         looped.append(driver.get_params(state)["auto_loc"][0])
     for values in (np.asarray(kept), np.asarray(looped)):
         moves = np.diff(values)
-        assert np.abs(moves).min() > 1
+        assert 1e-6 < np.abs(moves).min() < np.abs(moves).max() < 0.1
         for one, other in itertools.combinations(moves, 2):
-            assert abs(one - other) > 0.01 * abs(one)
+            assert abs(one - other) > 1e-3 * abs(one)
 
 
 @pytest.mark.full
