@@ -2,11 +2,13 @@
 
 Logistic regression, float32, Adam, one jitted step on a batch of B records; both steps are timed
 in turn in one process: median time of the rounds, and median of the rounds' ratios. Memory is what
-XLA plans for temporaries. A second table times the noise alone: integers on a grid as released, and
-`jax.random.normal` with the same generator, as a part of the aligned step.
+XLA plans for temporaries. A second table compares the noise, which is integers on a grid, with
+floating-point noise of the same generator: ratios of whole steps.
 
     python benchmarks/step_time.py --json step_time.json
 """
+
+import dataclasses
 
 import jax
 import numpy as np
@@ -17,8 +19,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
 from numpyro_dp import DPSVI
 from numpyro_dp.estimators import aligned, aligned_natural, natural, preconditioned, vanilla
-from numpyro_dp.privacy.keys import secret_key
-from numpyro_dp.privacy.noise import discrete_gaussian
+from numpyro_dp.mechanisms import GaussianMechanism
 from numpyro_dp.samplers import FullBatch
 
 MAIN = {"aligned": aligned, "vanilla": vanilla}
@@ -33,7 +34,6 @@ CASES = [
     (AutoMultivariateNormal, 100, 3000),
     (AutoMultivariateNormal, 200, 1000),
 ]
-DRAWS = 200  # of noise in one timed call
 
 
 def steps(guide_type, dim, batch):
@@ -42,7 +42,8 @@ def steps(guide_type, dim, batch):
     drivers = {
         "SVI": SVI(logistic_model, guide_type(logistic_model), optax.adam(1e-3), Trace_ELBO())
     }
-    for name, estimator in (MAIN | OTHERS).items():
+    floats = {f"{name}, floats": estimator for name, estimator in MAIN.items()}
+    for name, estimator in (MAIN | OTHERS | floats).items():
         drivers[name] = DPSVI(
             logistic_model,
             guide_type(logistic_model),
@@ -51,6 +52,7 @@ def steps(guide_type, dim, batch):
             clip_norm=1.0,
             sampler=FullBatch(),
             noise_multiplier=1.0,
+            mechanism=FloatNoise() if name in floats else GaussianMechanism(),
             data_plate="records",  # with (1000, 1000) numbers either axis could count records
         )
     compiled, calls = {}, {}
@@ -61,28 +63,23 @@ def steps(guide_type, dim, batch):
     return compiled, calls
 
 
-def noise_calls(size):
-    """One draw of noise for ``size`` numbers inside compiled code, from key to key."""
-    draws = {
-        "grid": lambda key: discrete_gaussian(key, size),
-        "float": lambda key: jax.random.normal(key, (size,)),
-    }
+@dataclasses.dataclass(frozen=True)
+class FloatNoise:
+    """The same mechanism with `jax.random.normal`, whose guarantee is for real numbers."""
 
-    def repeated(draw):
-        @jax.jit
-        def run(key):
-            def body(_, carry):
-                key, total = carry
-                key, own = jax.random.split(key)
-                return key, total + draw(own).astype(total.dtype)
+    def __call__(self, clip_norm, noise_multiplier):
+        base = GaussianMechanism()(clip_norm, noise_multiplier)
 
-            # The sum keeps XLA from dropping a draw.
-            return jax.lax.fori_loop(0, DRAWS, body, (key, jax.numpy.zeros(size)))[1]
+        def privatise(key, total, state):
+            leaves, treedef = jax.tree.flatten(total)
+            keys = jax.random.split(key, len(leaves))
+            noisy = [
+                leaf + base.noise_scale * jax.random.normal(own, leaf.shape)
+                for own, leaf in zip(keys, leaves, strict=True)
+            ]
+            return treedef.unflatten(noisy), state
 
-        key = secret_key(0)
-        return lambda: run(key).block_until_ready()
-
-    return {name: repeated(draw) for name, draw in draws.items()}
+        return base._replace(privatise=privatise)
 
 
 def main():
@@ -104,14 +101,13 @@ def main():
         row |= {f"{name} MB": memory[name] / 1e6 for name in ("SVI", *MAIN)}
         row |= {"4 B d MB": 4 * batch * dim / 1e6, "4 B P MB": 4 * batch * num_params / 1e6}
         rows.append(row)
-        if guide_type is AutoDiagonalNormal:
-            found = interleaved_rounds(noise_calls(dim), 9 if args.quick else 41)
-            grid, plain = (1e6 * np.median(found[name]) / DRAWS for name in ("grid", "float"))
-            step_us = row["aligned us"]
-            noise.append(
-                {"d": dim, "B": batch, "step us": step_us, "grid us": grid, "float us": plain}
-                | {"(grid - float) / step": (grid - plain) / step_us}
-            )
+        noise.append(
+            case
+            | {
+                f"{name} / with floats": np.median(seconds[name] / seconds[f"{name}, floats"])
+                for name in MAIN
+            }
+        )
         others.append(case | {f"{name}/SVI": ratio[name] for name in OTHERS})
     write(args, "step_time", {"One step": rows, "Noise": noise, "Other variants": others})
 

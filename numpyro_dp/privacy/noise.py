@@ -58,7 +58,7 @@ from jaxtyping import Int
 
 from numpyro_dp.privacy.random import check_typed_key
 
-__all__ = ["MOST", "STD", "TOTAL_VARIATION", "discrete_gaussian", "on_grid", "spacing_of"]
+__all__ = ["MOST", "STD", "TOTAL_VARIATION", "discrete_gaussian", "on_grid", "spacing_of", "tables"]
 
 _WIDTH, _FACTOR = 1120, 320  # s and K
 _LOG = 14  # 16,384 values in the table, whose first two words fit a near cache of a CPU
@@ -164,6 +164,12 @@ def _drawn(key: Array, size: int) -> Array:
     magnitude = jnp.where(below, place, first >> left).astype(jnp.int32)
     fine, middle, coarse = jnp.where((words[0] >> left) & 1, -magnitude, magnitude)
     return fine + _FACTOR * (middle + _FACTOR * coarse)
+
+
+def tables() -> tuple[np.ndarray, ...]:
+    """All arrays that programs with this noise hold. They are constants of this package."""
+    table = _table()
+    return table[:, :2], *table[:, 2:].T
 
 
 def _entries(table: np.ndarray, place: Array) -> Array:

@@ -497,7 +497,7 @@ def test_total_variation_is_paid_for():
     left = delta - (1 + math.exp(real.epsilon)) * tau
     assert PLD().epsilon(event, left, ADD).epsilon <= real.epsilon * (1 + 1e-9)
     small = epsilon_spent(event, delta, ADD, total_variation=1e-12)
-    other = PLD().epsilon(event, 0.999 * delta, ADD).epsilon
+    other = PLD().epsilon(event, delta - 1e-9, ADD).epsilon
     assert small.epsilon == pytest.approx(other, rel=1e-6)
     with pytest.raises(TotalVariationError, match=r"total_variation <= [0-9.e-]+ is enough"):
         epsilon_spent(event, delta, ADD, total_variation=1e-5)

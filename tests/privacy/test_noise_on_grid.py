@@ -85,6 +85,7 @@ def test_the_stated_distance_holds_with_exact_numbers():
     assert math.isclose(STD, math.hypot(fine, factor * middle), rel_tol=1e-15)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("fine", "coarse", "factor"), [(4, 4, 2), (3, 5, 2)])
 def test_a_sum_of_two_is_discrete_gaussian_too(fine, coarse, factor):
     """The lemma of the docstring at sizes where all sums can be written down."""
@@ -239,7 +240,7 @@ def chi_square_rejects(z):
     return stats.chisquare(counts).pvalue < 1e-4
 
 
-@pytest.mark.every_case
+@pytest.mark.table
 @pytest.mark.parametrize("multiplier", [0.01, 0.3, 1.0, 30.0, 1e5])
 def test_chi_square_of_the_mechanism(multiplier):
     z = added(multiplier)
@@ -274,7 +275,7 @@ def test_a_release_depends_on_the_integer_alone(integer):
     np.testing.assert_allclose(released[0], integer, rtol=2e-7)
 
 
-@pytest.mark.every_case
+@pytest.mark.table
 @pytest.mark.parametrize("multiplier", [0.1, 1.0, 100.0, 1e5])
 def test_integers_of_neighbours_differ_by_the_sensitivity_at_most(multiplier):
     rng, number, clip = np.random.default_rng(0), 400, 2.0

@@ -170,6 +170,7 @@ def test_two_runs_share_no_noise_however_they_are_started():
         assert abs(x - y) > 1e-4, (a, b)
 
 
+@pytest.mark.full
 def test_every_step_has_noise_of_its_own():
     """The noise is 10,000 times the signal and steps are small, so all moves are its noise."""
     driver = DPSVI(

@@ -54,6 +54,7 @@ def test_another_setting_is_refused(state, changes, rows, field):
         other.update(state, jnp.ones(rows))
 
 
+@pytest.mark.full
 def test_other_records_are_refused(state):
     """Also by a state from a pickle."""
     other = driver(secret_key=3, repetition=True)
