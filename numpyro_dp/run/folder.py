@@ -256,10 +256,11 @@ def seal_of(arrays: tuple[Any, ...], salt: str | None = None) -> tuple[str, str]
     salt = secrets.token_hex(32) if salt is None else salt
 
     def some(array: Any) -> Any:
-        number = np.shape(array)[0]
-        if math.prod(np.shape(array)) * array.dtype.itemsize <= _PART:
-            return array
-        return array[np.linspace(0, number - 1, 1000).astype(int)]
+        number, dtype = np.shape(array)[0], jax.dtypes.canonicalize_dtype(array.dtype)
+        large = math.prod(np.shape(array)) * dtype.itemsize > _PART
+        rows = np.linspace(0, number - 1, 1000).astype(int) if large else slice(None)
+        # In the dtype that JAX computes with, so that NumPy and JAX arrays of records agree.
+        return np.asarray(array[rows]).astype(dtype)
 
     return salt, hash_of(tuple(map(some, arrays)), salt)
 

@@ -62,6 +62,8 @@ def test_other_records_are_refused(state):
     for given in (state, pickle.loads(pickle.dumps(state))):
         with pytest.raises(ValueError, match="not the records of the run"):
             other.run(jax.random.key(0), 2, changed, progress_bar=False, init_state=given)
+    wide = np.linspace(0, 1, 50)  # float64, which JAX rounds to float32
+    assert seal_of((wide,), "00")[1] == seal_of((jnp.asarray(wide),), "00")[1]
     large = np.ones((50_000, 100), np.float32)  # more than 16 MiB: 1,000 rows are compared
     salt, seal = seal_of((large,))
     large[123] = 0
