@@ -1,6 +1,6 @@
 """Differentially private Bayesian inference for NumPyro."""
 
-from numpyro_dp import accounting, core, estimators, extend, mechanisms, posterior, samplers
+from numpyro_dp import accounting, core, estimators, extend, mechanisms, plots, posterior, samplers
 from numpyro_dp.em.driver import DPEM
 from numpyro_dp.ep.driver import DPSEP, EP, SEP
 from numpyro_dp.fit import fit
@@ -61,6 +61,7 @@ __all__ = [
     "fit",
     "load",
     "mechanisms",
+    "plots",
     "posterior",
     "samplers",
     "secret_key",

@@ -20,7 +20,7 @@ from typing import Any
 from numpyro_dp.privacy.accounting import describe_event
 from numpyro_dp.privacy.budget import default_delta
 
-__all__ = ["Statement", "statement_of", "versions"]
+__all__ = ["Statement", "statement_of", "true_positive_rates", "versions"]
 
 _FALSE_POSITIVE_RATES = (0.01, 0.05, 0.1)
 _OTHER_DELTAS = (1e-3, 1e-2, 3e-2)  # each gives another bound on the true positive rates
@@ -316,12 +316,14 @@ def statement_of(report: Any, settings: str) -> Statement:
         composition += (
             f" Epsilon and event cover this run and the {len(plan.earlier)} earlier in its budget."
         )
+    rates = _FALSE_POSITIVE_RATES
+    attack = true_positive_rates(report, rates) if private else [1.0] * len(rates)
     return Statement(
         unit=unit,
         relation=report.relation,
         epsilon=report.epsilon,
         delta=report.delta,
-        attack=_attack(report) if private else tuple((rate, 1.0) for rate in _FALSE_POSITIVE_RATES),
+        attack=tuple(zip(rates, attack, strict=True)),
         num_examples=plan.num_examples,
         released=tuple(released),
         public=tuple(map(str, report.public)),
@@ -336,21 +338,28 @@ def statement_of(report: Any, settings: str) -> Statement:
     )
 
 
-def _attack(report: Any) -> tuple[tuple[float, float], ...]:
-    r"""False positive rates, and bounds on the true positive rate of any test.
+def true_positive_rates(privacy: Any, rates: Sequence[float]) -> list[float]:
+    r"""Bounds the true positive rate of any test whether a record was among the data.
 
-    Each pair of :math:`\varepsilon` and :math:`\delta` of a run bounds the true positive rate by
-    :math:`e^\varepsilon \alpha + \delta` and by
+    Each pair of :math:`\varepsilon` and :math:`\delta` bounds it at a false positive rate
+    :math:`\alpha` by :math:`e^\varepsilon \alpha + \delta` and by
     :math:`1 - e^{-\varepsilon} (1 - \delta - \alpha)`.
+
+    Args:
+        privacy: A report, which has the pairs of several deltas, or a budget or statement with one.
+        rates: False positive rates.
     """
-    bounds = [report.bound, *(report.at(delta) for delta in _OTHER_DELTAS if delta > report.delta)]
-    pairs = [(min(each.epsilon, 700.0), each.delta) for each in bounds]
-    return tuple(
-        (rate, min(1.0, *(
+    pairs = [(privacy.epsilon, privacy.delta)]
+    if hasattr(privacy, "at"):
+        others = [privacy.at(delta) for delta in _OTHER_DELTAS if delta > privacy.delta]
+        pairs += [(each.epsilon, each.delta) for each in others]
+    pairs = [(min(epsilon, 700.0), delta) for epsilon, delta in pairs]
+    return [
+        min(1.0, *(
             min(math.exp(e) * rate + d, 1 - math.exp(-e) * (1 - d - rate)) for e, d in pairs
-        )))
-        for rate in _FALSE_POSITIVE_RATES
-    )  # fmt: skip
+        ))
+        for rate in rates
+    ]  # fmt: skip
 
 
 def _caveats(report: Any) -> list[str]:

@@ -79,6 +79,46 @@ class SweepResult(NamedTuple):
         trace = Trace(self.trace.steps, *pick(self.trace[1:]))
         return SweepRun(pick(self.params), trace, losses, self.privacy[index])
 
+    def to_frame(self, **scores: Any) -> Any:
+        """Returns a pandas data frame with one row for each run.
+
+        Args:
+            **scores: Further columns: a function of :meth:`one` that gives a number, or an array of
+                shape ``(runs,)``.
+
+        Returns:
+            The ``labels``, the epsilon and delta that each run spent (``epsilon_spent``,
+            ``delta``), and the scores. A score that reads records is sensitive.
+
+        Raises:
+            ImportError: If pandas is not installed.
+            ValueError: If a score has the name of another column, or another shape.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise ImportError(
+                "to_frame needs pandas, which is not installed. Run pip install pandas, or read "
+                "labels and params."
+            ) from error
+        columns: dict[str, Any] = dict(self.labels)
+        columns["epsilon_spent"] = np.array([report.epsilon for report in self.privacy])
+        columns["delta"] = np.array([report.delta for report in self.privacy])
+        runs = [self.one(index) for index in range(len(self.privacy))]
+        for name, score in scores.items():
+            if name in columns:
+                raise ValueError(f"The frame has a column {name!r} already. Rename the score.")
+            values = (
+                np.array([score(run) for run in runs]) if callable(score) else np.asarray(score)
+            )
+            if values.shape != (len(runs),):
+                raise ValueError(
+                    f"Expected one number for each of {len(runs)} runs, got an array of shape "
+                    f"{values.shape} for {name!r}."
+                )
+            columns[name] = values
+        return pd.DataFrame(columns)
+
     def __repr__(self) -> str:
         """Names the fields and the cost of publishing."""
         number = len(self.privacy)

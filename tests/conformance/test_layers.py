@@ -38,9 +38,17 @@ LEVELS = {
     "samplers": 6,
     "mcmc": 6,
     "pbp": 6,
+    "plots": 6,
     "__init__": 7,
 }
-FACES = {"accounting", "estimators", "extend", "mechanisms", "samplers"}  # names of other rooms
+FACES = {
+    "accounting",
+    "estimators",
+    "extend",
+    "mechanisms",
+    "plots",
+    "samplers",
+}  # names of other rooms
 NUMPYRO = {
     "_compat",
     "model",

@@ -1,0 +1,196 @@
+"""Plots show what they say: positions of points are the values themselves."""
+
+import builtins
+
+import jax
+import matplotlib
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal
+from scipy import stats
+
+from numpyro_dp import DPSVI, PrivacyBudget, fit, load, plots
+from numpyro_dp.posterior import Rehearsal
+from numpyro_dp.samplers import Poisson
+
+matplotlib.use("Agg")
+
+
+def model(X, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("records", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+
+@pytest.fixture(scope="module")
+def records():
+    X = jax.random.normal(jax.random.key(1), (2000, 3))
+    return X, jax.random.bernoulli(jax.random.key(2), jax.nn.sigmoid(X[:, 0])).astype(int)
+
+
+@pytest.fixture(scope="module")
+def posterior(records):
+    return fit(model, *records, epsilon=1.0, rng_key=jax.random.key(0))
+
+
+def points(ax):
+    """Horizontal and vertical places of the markers of each curve."""
+    return [line.get_xydata() for line in ax.lines if line.get_marker() == "o"]
+
+
+def segments(ax):
+    return np.concatenate([each.get_segments() for each in ax.collections])
+
+
+def test_a_forest_has_means_and_intervals(posterior):
+    draws = {"w": np.random.default_rng(0).normal(size=(4000, 3))}
+    ax = plots.forest({"private": posterior, "draws": draws}, "w", prob=0.8, labels=list("abc"))
+    summary = posterior.summary(0.8)["w"]
+    own, other = points(ax)
+    np.testing.assert_allclose(own[:, 0], summary["mean"])
+    np.testing.assert_allclose(other[:, 0], draws["w"].mean(0))
+    lines = segments(ax)
+    np.testing.assert_allclose(lines[:3, 0, 0], summary["lower"])
+    np.testing.assert_allclose(lines[3:, 1, 0], np.quantile(draws["w"], 0.9, axis=0))
+    np.testing.assert_allclose(lines[:3, 0, 1], own[:, 1], err_msg="an interval has its mean")
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["private", "draws"]
+    assert "80 %" in ax.get_xlabel()
+
+
+def test_it_draws_into_given_axes(posterior):
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2)
+    assert plots.forest({"": posterior}, "w", ax=axes[1]) is axes[1]
+    assert len(figure.axes) == 2
+    plt.close(figure)
+
+
+def test_shares_of_the_prior(posterior):
+    ax = plots.prior_share(posterior)
+    np.testing.assert_allclose(
+        points(ax)[0][:, 0], np.sort(posterior.summary()["w"]["prior_share"])[::-1]
+    )
+    assert ax.get_xlim()[0] == 0
+
+
+@pytest.mark.full
+def test_epsilon_grows_to_what_the_report_says(records):
+    svi = DPSVI(
+        model, AutoDiagonalNormal(model), optax.adam(0.05), clip_norm=2.0, sampler=Poisson(0.1),
+        budget=PrivacyBudget(1.0, 1e-5)
+    )  # fmt: skip
+    result = svi.run(jax.random.key(0), 100, *records, progress_bar=False)
+    values = points(plots.epsilon_by_step(result.privacy, num_points=4))[0]
+    assert values[:, 0].tolist() == [25, 50, 75, 100]
+    assert np.all(np.diff(values[:, 1]) > 0)
+    assert values[-1, 1] == result.privacy.epsilon
+    assert values[1, 1] == result.privacy.plan.spent(50).epsilon
+    swept = svi.sweep(jax.random.split(jax.random.key(0), 2), 20, *records, epsilon=[0.5, 1.0])
+    assert len(plots.iterates(swept.one(1), "auto_loc").get_lines()) == 6
+    frame = swept.to_frame(first=lambda run: float(run.params["auto_loc"][0]), number=range(4))
+    assert frame.epsilon.tolist() == swept.labels["epsilon"].tolist()
+    np.testing.assert_array_equal(frame["first"], swept.params["auto_loc"][:, 0])
+    assert frame.epsilon_spent.tolist() == [report.epsilon for report in swept.privacy]
+    means = points(plots.utility(frame, "first"))[0]
+    np.testing.assert_allclose(means[:, 1], frame.groupby("epsilon")["first"].mean(), rtol=1e-6)
+    with pytest.raises(ValueError, match="column 'seed' already"):
+        swept.to_frame(seed=range(4))
+    with pytest.raises(ValueError, match="each of 4 runs"):
+        swept.to_frame(first=[1.0])
+    with pytest.raises(ValueError, match="clip norm of this run is fixed"):
+        plots.clip_norms(result)
+    with pytest.raises(ValueError, match="no parameter 'loc'"):
+        plots.iterates(result, "loc")
+
+
+def test_a_loaded_posterior_has_no_epsilon_by_step(posterior, tmp_path):
+    posterior.save(tmp_path / "w.posterior")
+    with pytest.raises(TypeError, match="whole run alone"):
+        plots.epsilon_by_step(load(tmp_path / "w.posterior").privacy)
+
+
+def test_utility_has_means_and_standard_errors():
+    runs = {
+        "epsilon": [1.0, 0.1, 1.0, 0.1, 1.0, 1.0],
+        "error": [1, 5, 3, 9, 10, 20],
+        "of": "aaaabb",
+    }
+    ax = plots.utility(runs | {"of": list(runs["of"])}, "error", by="of")
+    np.testing.assert_allclose(points(ax)[0], [[0.1, 7], [1, 2]])
+    np.testing.assert_allclose(points(ax)[1], [[1, 15]])
+    np.testing.assert_allclose(segments(ax)[1][:, 1], [1, 3])
+    assert ax.get_xscale() == "log"
+    with pytest.raises(ValueError, match="no column 'loss'"):
+        plots.utility(runs, "loss")
+    with pytest.raises(ValueError, match="positive"):
+        plots.utility({"epsilon": [0.0], "error": [1.0]}, "error")
+
+
+def test_coverage_and_its_errors():
+    held = {prob: np.array([prob - 0.1, prob + 0.1]) for prob in (0.5, 0.8)}
+    ax = plots.coverage({"narrow": Rehearsal(held, *[np.zeros(2)] * 5)})
+    np.testing.assert_allclose(points(ax)[0], [[0.5, 0.5], [0.8, 0.8]])
+    np.testing.assert_allclose(segments(ax)[0][:, 1], [0.4, 0.6])
+
+
+def test_reliability_of_two_outcomes_and_of_classes():
+    p = np.array([0.05, 0.15, 0.95, 0.95])
+    places = points(plots.reliability(p, [0, 1, 1, 1], num_bins=2))[0]
+    np.testing.assert_allclose(places, [[0.1, 0.5], [0.95, 1.0]])
+    ax = plots.reliability([[0.2, 0.8], [0.7, 0.3]], [1, 1], num_bins=1)
+    np.testing.assert_allclose(points(ax)[0], [[0.75, 0.5]])
+    exact = stats.binomtest(1, 2).proportion_ci(0.9, "exact")
+    np.testing.assert_allclose(segments(ax)[0][:, 1], [exact.low, exact.high])
+    with pytest.raises(ValueError, match=r"\[0, 1\]"):
+        plots.reliability([1.2], [1])
+    with pytest.raises(ValueError, match=r"got \(2,\) and \(3,\)"):
+        plots.reliability(p[:2], [0, 1, 1])
+
+
+def test_an_attack_is_bounded_by_both_inequalities():
+    ax = plots.attack(PrivacyBudget(1.0, 1e-3))
+    rates, bound = ax.lines[1].get_data()
+    expected = [min(np.e * a + 1e-3, 1 - (1 - 1e-3 - a) / np.e, 1) for a in rates]
+    np.testing.assert_allclose(bound, expected)
+
+
+def test_several_deltas_bound_an_attack_better(posterior):
+    both = {"run": posterior.privacy, "pair": posterior.privacy.bound}
+    of_run, of_pair = (line.get_ydata() for line in plots.attack(both).lines[1:])
+    assert np.all(of_run <= of_pair)
+    assert np.any(of_run < of_pair - 0.01)
+    stated = dict(posterior.privacy.statement().attack)
+    assert of_run[10] == stated[0.05]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"found": {}}, "at least one"),
+        ({"found": {"a": {"v": np.zeros((5, 3))}}}, "no site 'w'"),
+        ({"found": {"a": {"w": np.zeros((5, 3))}, "b": {"w": np.zeros((5, 2))}}}, "different"),
+        ({"found": {"a": {"w": np.zeros((5, 61))}}}, "61 entries"),
+        ({"found": {"a": {"w": np.zeros((5, 3))}}, "labels": ["a"]}, "3 labels"),
+    ],
+)
+@pytest.mark.every_case
+def test_errors_of_a_forest(how, message):
+    with pytest.raises(ValueError, match=message):
+        plots.forest(how.pop("found"), "w", **how)
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
+    usual = builtins.__import__
+
+    def without(name, *rest, **how):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return usual(name, *rest, **how)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match="numpyro-dp\\[plot\\]"):
+        plots.attack(PrivacyBudget(1.0, 1e-3))
