@@ -1,8 +1,14 @@
-"""Settings of Sphinx, which builds the site: ``sphinx-build -W docs site``."""
+"""Settings of Sphinx, which builds the site: ``python -m sphinx -W docs site``.
 
+Pages that begin with ``file_format: mystnb`` are executed. Some of them read data from the folder
+NUMPYRO_DP_DATA. Without it, they are shown without results, and the build says so.
+"""
+
+import os
 import pathlib
 import re
 import sys
+import tempfile
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -14,7 +20,7 @@ version = release = numpyro_dp.__version__
 copyright = "the authors of numpyro_dp"
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
@@ -23,8 +29,42 @@ autodoc_member_order = "bysource"
 napoleon_use_ivar = True  # or fields of a NamedTuple would stand there twice
 myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 4
+nb_execution_mode = "force"
+nb_execution_timeout = 240
+nb_execution_raise_on_error = True
+nb_merge_streams = True
 html_theme = "furo"
 html_title = "numpyro_dp"
+
+DATA = os.environ.get("NUMPYRO_DP_DATA")
+if DATA:  # pages are executed in folders of their own
+    os.environ["NUMPYRO_DP_DATA"] = str(pathlib.Path(DATA).resolve())
+else:
+    nb_execution_excludepatterns = [
+        str(page.relative_to(ROOT / "docs"))
+        for page in (ROOT / "docs").rglob("*.md")
+        if 'environ["NUMPYRO_DP_DATA"]' in page.read_text()
+    ]
+    sys.stderr.write(
+        f"NUMPYRO_DP_DATA is not set. Without results: {nb_execution_excludepatterns}\n"
+    )
+
+os.environ["TQDM_DISABLE"] = "1"  # no progress bars in pages
+# The kernel that runs the pages: pictures as SVG, with a white ground on dark pages too, and
+# warnings without the path of a file.
+_profile = tempfile.TemporaryDirectory()
+os.environ["IPYTHONDIR"] = _profile.name
+_settings = pathlib.Path(_profile.name, "profile_default", "ipython_kernel_config.py")
+_settings.parent.mkdir()
+_settings.write_text("""
+c.InlineBackend.figure_formats = {"svg"}
+c.InlineBackend.rc = {"figure.facecolor": "white", "font.size": 9, "svg.fonttype": "none"}
+c.IPKernelApp.exec_lines = [
+    "import warnings",
+    "warnings.filterwarnings('ignore', message='IProgress not found')",
+    "warnings.formatwarning = lambda text, kind, *rest: f'{kind.__name__}: {text}\\n'",
+]
+""")
 
 BESIDE = "README", "CONTRIBUTING", "CHANGELOG"  # pages of the site that stand beside `docs`
 

@@ -32,6 +32,7 @@ def fit(
     budget: PrivacyBudget | None = None,
     rng_key: Array,
     public: Any = (),
+    progress_bar: bool = True,
     checkpoint: Any = None,
     max_rows_per_unit: int | None = None,
     **kwargs: Any,
@@ -51,6 +52,7 @@ def fit(
             :class:`~numpyro_dp.Ledger`.
         rng_key: Key of draws from the posterior, not of noise.
         public: Names of public arguments, or public arrays that the model holds.
+        progress_bar: Shows what is being done, releases or steps, and the epsilon spent.
         checkpoint: Folder for the progress, as for :meth:`numpyro_dp.DPSVI.run`.
         max_rows_per_unit: As for :class:`~numpyro_dp.DPSVI`: makes a unit of several rows, such as
             a person, one record. Pass ``unit=ids`` too, an array with the id of each row.
@@ -92,7 +94,9 @@ def fit(
         laplace = DPLaplace(
             model, budget=budget, public=public, max_rows_per_unit=max_rows_per_unit
         )
-        return laplace.run(rng_key, *args, checkpoint=checkpoint, **kwargs)
+        return laplace.run(
+            rng_key, *args, progress_bar=progress_bar, checkpoint=checkpoint, **kwargs
+        )
     except UnsupportedModelError as refusal:
         reason = str(refusal)
     rate = _BATCH / number
@@ -101,7 +105,9 @@ def fit(
         sampler=FullBatch() if rate >= 1 else Poisson(rate), budget=budget, public=public,
         max_rows_per_unit=max_rows_per_unit,
     )  # fmt: skip
-    result = svi.run(rng_key, _STEPS, *args, progress_bar=False, checkpoint=checkpoint, **kwargs)
+    result = svi.run(
+        rng_key, _STEPS, *args, progress_bar=progress_bar, checkpoint=checkpoint, **kwargs
+    )
     found = result.posterior
     note = f"DPLaplace does not take this model: {reason.split('. ')[0]}."
     found.notes = (*found.notes, note)

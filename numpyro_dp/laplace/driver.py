@@ -35,6 +35,7 @@ from numpyro_dp.privacy.mechanism.staged import StagedGaussian
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run.checkpoint import Checkpoint, meaning_of, started, without_own_run
+from numpyro_dp.run.course import opened_bar
 from numpyro_dp.run.forecast import Forecast, forecast
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.spending import plan_for, spent_by
@@ -158,6 +159,7 @@ class DPLaplace:
         self,
         rng_key: Array,
         *args: Any,
+        progress_bar: bool = True,
         stream: bool = False,
         checkpoint: Any = None,
         **kwargs: Any,
@@ -167,6 +169,7 @@ class DPLaplace:
         Args:
             rng_key: Key of draws from the posterior and of invented records, not of noise.
             *args: Arguments of the model, with the whole data set.
+            progress_bar: Shows what is being done, the releases, and the epsilon spent.
             stream: Leaves the records on the host (arrays, memory maps, ``to_numpy()`` of an Arrow
                 column), for data larger than the device's memory. The result is the same.
             checkpoint: Folder for the releases so far, as for :meth:`numpyro_dp.DPSVI.run`.
@@ -185,7 +188,22 @@ class DPLaplace:
         if settings is not self.settings:
             twin = copy.copy(self)  # for this call only, so that a refused call changes nothing
             twin.settings, twin._drivers = settings, {}
-            return twin.run(rng_key, *args, stream=stream, checkpoint=checkpoint, **kwargs)
+            return twin.run(
+                rng_key, *args, progress_bar=progress_bar, stream=stream, checkpoint=checkpoint,
+                **kwargs,
+            )  # fmt: skip
+        with opened_bar(progress_bar, unit="release") as bar:
+            return self._run(rng_key, args, kwargs, stream, checkpoint, bar)
+
+    def _run(
+        self,
+        rng_key: Array,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        stream: bool,
+        checkpoint: Any,
+        bar: Any,
+    ) -> Posterior:
         key, prior, guess = self._prepared_for(args, kwargs)
         outcomes = prior.outcomes
         plan = self._schedule(outcomes.model.structure, outcomes.size)
@@ -212,7 +230,7 @@ class DPLaplace:
             return [state.closed(progress.state)], releases - int(progress.done)
 
         with started(settings, [state], progress, report, kept, left, releases) as (made, report):
-            driver.stages(state.closed(made.state), stages, session, rows, made, report, kept)
+            driver.stages(state.closed(made.state), stages, session, rows, made, report, bar, kept)
         return self._posterior(stages, report, rng_key)
 
     def plan(self, *args: Any, **kwargs: Any) -> Forecast:

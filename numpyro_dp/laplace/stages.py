@@ -35,6 +35,7 @@ from numpyro_dp.posterior.algebra import factor
 from numpyro_dp.posterior.likelihood import Prior, released_likelihood
 from numpyro_dp.posterior.prior import ModelPrior
 from numpyro_dp.run.checkpoint import Checkpoint
+from numpyro_dp.run.course import with_bar
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Method, RunSettings
@@ -230,21 +231,24 @@ class Stages(Driver):
         rows: Rows | HostRows,
         releases: Releases,
         report: Any,
+        bar: Any,
         kept: Checkpoint | None = None,
     ) -> None:
         """Makes all releases that are left and stores the results in ``run``."""
-        values = np.array(releases.values)
-        for release in range(len(values)):
-            if release >= int(releases.done):
-                _, empty = state.optim_state
-                state = state._replace(optim_state=(run.request(release), empty))
-                if isinstance(rows, HostRows):
-                    state = session.on_all(state, rows)
-                else:
-                    state = session.run(state, rows, session.begin(state, 1, 1), report).state
-                values[release] = state.optim_state[1]
-                if kept is not None:
-                    kept.save(Releases(state.opened, values, np.int32(release + 1)))
+        values, done = np.array(releases.values), int(releases.done)
+        for release in range(done):
+            run.read(release, values[release])
+        calls = [(release, 1, 1) for release in range(done, len(values))]
+        for release, _, _ in with_bar(bar, calls, 0, done, len(values), report):
+            _, empty = state.optim_state
+            state = state._replace(optim_state=(run.request(release), empty))
+            if isinstance(rows, HostRows):
+                state = session.on_all(state, rows)
+            else:
+                state = session.run(state, rows, session.begin(state, 1, 1), report).state
+            values[release] = state.optim_state[1]
+            if kept is not None:
+                kept.save(Releases(state.opened, values, np.int32(release + 1)))
             run.read(release, values[release])
 
     def _can_start(self, session: Any, prepared: Prepared) -> bool:

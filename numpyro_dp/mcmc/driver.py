@@ -47,7 +47,7 @@ from numpyro_dp.run.checkpoint import (
     started,
     without_own_run,
 )
-from numpyro_dp.run.course import Course, Progress
+from numpyro_dp.run.course import Course, Progress, opened_bar
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.forecast import Forecast, forecast
 from numpyro_dp.run.scores import MOST_LATENTS
@@ -90,7 +90,7 @@ class DPMCMC:
             :class:`~numpyro_dp.DPSVI`.
         data_plate, max_rows_per_unit, microbatch_size, mesh, public, repetition: As for
             :class:`~numpyro_dp.DPSVI`.
-        progress_bar: Shows steps and epsilon spent, if there is one chain.
+        progress_bar: Shows what is being done, and steps and epsilon spent if there is one chain.
         **static_kwargs: Public, constant keywords of the model.
 
     Raises:
@@ -208,6 +208,19 @@ class DPMCMC:
         check_rng_key(rng_key)
         check_every(every, checkpoint)
         args, kwargs = as_arrays(args, kwargs)
+        with opened_bar(self._progress_bar, self._num_steps) as bar:
+            self._run(rng_key, args, kwargs, init_params, checkpoint, every, bar)
+
+    def _run(
+        self,
+        rng_key: Array,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        init_params: dict[str, Any] | None,
+        checkpoint: Any,
+        every: int | None,
+        bar: Any,
+    ) -> None:
         settings = without_own_run(self.settings, checkpoint)
         structure = self._frontend.given.structure(args, kwargs)
         driver, num_examples = self._driver, structure.layout.num_examples
@@ -247,9 +260,7 @@ class DPMCMC:
             return now, course.num_steps - int(progress.done)
 
         with started(settings, states, progress, report, kept, left, total) as (progress, report):
-            draws = driver.chains(
-                session, states, (course, progress), rows, report, self._progress_bar, kept
-            )
+            draws = driver.chains(session, states, (course, progress), rows, report, bar, kept)
         self._report = report  # set last: if this run fails, results of the run before it stay
         self._samples = {site: draws[f"{site}{POINT_SUFFIX}"] for site in structure.latents}
         shared = structure.layout.rows(args, kwargs).shared
@@ -425,13 +436,18 @@ class _Chain(Driver):
         begun: tuple[Course, Progress],
         rows: Rows,
         report: PrivacyReport,
-        progress_bar: bool,
+        bar: Any,
         kept: Checkpoint | None,
     ) -> dict[str, Array]:
         """Returns the kept positions by parameter, with leading axes for chains and draws."""
         if len(states) > 1:
-            return session.run_many(rows, begun, kept)[1].params
-        found = session.run(states[0], rows, begun, report, progress_bar=progress_bar, kept=kept)
+            if bar is not None:
+                bar.set_description_str(f"compiling and running {len(states)} chains")
+            params = session.run_many(rows, begun, kept)[1].params
+            if bar is not None:
+                bar.update(bar.total)
+            return params
+        found = session.run(states[0], rows, begun, report, bar=bar, kept=kept)
         if found.stopped:
             raise KeyboardInterrupt
         return jax.tree.map(lambda leaf: leaf[None], found.trace.params)

@@ -50,7 +50,7 @@ __all__ = ["Draws", "Posterior"]
 
 _NUM_DRAWS, _FEWEST = 4000, 200
 _MOST_VALUES = 10**8  # of all draws together: 400 MB in float32
-_LINES, _MOST_ROWS, _FEWEST_ROWS = 12, 5, 2
+_LINES, _MOST_ROWS, _FEWEST_ROWS = 10, 5, 2
 _HALF = 0.5
 
 Draws = Callable[[Array, int], dict[str, Array]]
@@ -319,7 +319,7 @@ class Posterior:
         write_posterior(path, self._draws, about, arrays)
 
     def __str__(self) -> str:
-        """The privacy spent, some latents, notes and a verdict, in at most twelve lines."""
+        """The privacy spent, some latents, notes and a verdict, in at most ten lines."""
         notes = [" ".join(note.split()) for note in self.notes]
         total = sum(share.size for share in self._prior_shares.values())
         free = _LINES - 4 - len(notes)  # four lines are always shown

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.checkpoint import Checkpoint
 from numpyro_dp.sums.devices import any_process
 
-__all__ = ["Call", "Course", "Progress", "follow", "with_bar"]
+__all__ = ["Call", "Course", "Progress", "follow", "opened_bar", "with_bar"]
 
 Call = tuple[int, int, int]  # first slot, number of slots, steps per slot
 
@@ -146,22 +146,43 @@ def _stop_at_interrupt() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, usual)
 
 
+@contextlib.contextmanager
+def opened_bar(shown: bool, total: int | None = None, unit: str = "step") -> Iterator[Any]:
+    """Yields a progress bar that says what a run does before its first step, or ``None``.
+
+    Args:
+        shown: Whether there is a bar.
+        total: All steps of the run, if they are known.
+        unit: What is counted.
+    """
+    if not shown:
+        yield None
+        return
+    from tqdm.auto import tqdm  # NumPyro's choice. Imported here, because the import is slow
+
+    with tqdm(total=total, desc="reading the model", unit=unit) as bar:
+        yield bar
+
+
 def with_bar(
-    calls: list[Call], before: int, done: int, total: int, report: PrivacyReport
+    bar: Any, calls: Sequence[Call], before: int, done: int, total: int, report: PrivacyReport
 ) -> Iterable[Call]:
-    """Yields the calls under a bar that shows steps and epsilon spent.
+    """Yields the calls while a bar shows steps and epsilon spent.
 
     The epsilon shown is an upper bound for the steps so far: the smaller of the RDP bound and the
     bound of the whole run. The bar updates it only if that takes at most 1% of the time.
 
     Args:
+        bar: From :func:`opened_bar`. With ``None`` nothing is shown.
         calls: Calls of the loop.
         before: Steps before this run, which the report counts.
         done: Steps of this run before the calls.
         total: All steps of this run.
         report: Report of the whole run.
     """
-    from tqdm.auto import tqdm  # NumPyro's choice. Imported here, because the import is slow
+    if bar is None:
+        yield from calls
+        return
 
     def bound(num_steps: int) -> float:
         try:
@@ -170,17 +191,20 @@ def with_bar(
             return report.epsilon
         return min(spent, report.epsilon)
 
+    bar.total, bar.initial, bar.n = total, done, done
+    bar.set_description_str("compiling the step")  # until the first call returns
     start, spent, cost = time.perf_counter(), 0.0, 0.1  # seconds: all bounds, the next bound
-    with tqdm(total=total, initial=done, unit="step") as bar:
-        for call in calls:
-            yield call
-            now = time.perf_counter()
-            done += call[1] * call[2]
-            if done == total:
-                bar.set_postfix_str(f"epsilon <= {report.epsilon:.3g}", refresh=False)
-            elif spent + cost < 0.01 * (now - start):
-                shown = bound(before + done)
-                cost = time.perf_counter() - now
-                spent += cost
-                bar.set_postfix_str(f"epsilon <= {shown:.3g}", refresh=False)
-            bar.update(call[1] * call[2])
+    for call in calls:
+        yield call
+        if bar.desc:
+            bar.set_description_str("", refresh=False)
+        now = time.perf_counter()
+        done += call[1] * call[2]
+        if done == total:
+            bar.set_postfix_str(f"epsilon <= {report.epsilon:.3g}", refresh=False)
+        elif spent + cost < 0.01 * (now - start):
+            shown = bound(before + done)
+            cost = time.perf_counter() - now
+            spent += cost
+            bar.set_postfix_str(f"epsilon <= {shown:.3g}", refresh=False)
+        bar.update(call[1] * call[2])

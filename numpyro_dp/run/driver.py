@@ -34,7 +34,7 @@ from numpyro_dp.run.checkpoint import (
     started,
     without_own_run,
 )
-from numpyro_dp.run.course import Progress
+from numpyro_dp.run.course import Progress, opened_bar
 from numpyro_dp.run.forecast import Forecast, forecast
 from numpyro_dp.run.results import RunInterrupted, RunResult
 from numpyro_dp.run.scores import WARMUP
@@ -231,7 +231,7 @@ class Driver(abc.ABC):
             rng_key: Key of initial values and draws from the posterior.
             num_steps: Number of steps.
             *args: Arguments of the model (and guide), with the whole data set.
-            progress_bar: Shows only the steps and the epsilon spent.
+            progress_bar: Shows what is being done, the steps, and the epsilon spent.
             stable_update: Has no effect: steps are always stable. ``SVI`` has this argument.
             forward_mode_differentiation: Not supported.
             init_state: State to resume from, once. The plan of the first run must cover all steps.
@@ -275,6 +275,30 @@ class Driver(abc.ABC):
                 init_params=init_params, trace_size=trace_size, fold=fold, stream=stream,
                 checkpoint=checkpoint, every=every, **kwargs,
             )  # fmt: skip
+        with opened_bar(progress_bar, num_steps) as bar:
+            return self._run(
+                rng_key, num_steps, args, kwargs, bar, init_state=init_state,
+                init_params=init_params, trace_size=trace_size, fold=fold, stream=stream,
+                checkpoint=checkpoint, every=every,
+            )  # fmt: skip
+
+    def _run(
+        self,
+        rng_key: Array,
+        num_steps: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        bar: Any,
+        *,
+        init_state: SensitiveState | None,
+        init_params: dict[str, Any] | None,
+        trace_size: int | None,
+        fold: Fold | None,
+        stream: bool,
+        checkpoint: Any,
+        every: int | None,
+    ) -> RunResult:
+        settings = self.settings
         if init_state is None:
             covered = settings.num_steps or num_steps
             start = self._init(rng_key, covered, args, kwargs, init_params)
@@ -318,8 +342,7 @@ class Driver(abc.ABC):
         steps = covered if is_new else None
         with started(settings, [first], progress, report, kept, left, steps) as (progress, report):
             found = session.run(
-                start, rows, (course, progress), report,
-                fold=fold, progress_bar=progress_bar, kept=kept,
+                start, rows, (course, progress), report, fold=fold, bar=bar, kept=kept
             )  # fmt: skip
         taken = int(found.state.step)
         if found.stopped:

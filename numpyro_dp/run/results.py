@@ -181,14 +181,29 @@ class RunResult(_RunResult):
         params = copy.deepcopy(self.params, memo)
         return RunResult(params, self.state, *rest, self._make_posterior, self.scores)
 
+    def __str__(self) -> str:
+        """The posterior with a verdict, in ten lines. Without a posterior, names and epsilon."""
+        found = self._shown()
+        return repr(self) if found is None else str(found)
+
     def __repr__(self) -> str:
         """Names the fields and shows what was spent."""
         return f"RunResult(params of {sorted(self.params)}, {self.trace!r}, {self.privacy!r})"
 
     def _repr_html_(self) -> str:
-        """Names of the parameters and the privacy statement."""
+        """The posterior, or the names of the parameters, and the privacy statement."""
+        found = self._shown()
+        if found is not None:
+            return found._repr_html_()
         names = html.escape(", ".join(sorted(self.params)))
         return f"<p>Parameters: {names}</p>{self.privacy._repr_html_()}"
+
+    def _shown(self) -> Any:
+        """The posterior, or ``None`` if there is none: point estimates, results of a pickle."""
+        try:
+            return self.posterior
+        except ValueError:
+            return None
 
 
 class RunInterrupted(KeyboardInterrupt):

@@ -190,7 +190,7 @@ class Session:
         report: PrivacyReport,
         *,
         fold: Fold | None = None,
-        progress_bar: bool = False,
+        bar: Any = None,
         kept: Checkpoint | None = None,
     ) -> Finished:
         """Runs the steps that a course has left.
@@ -201,7 +201,7 @@ class Session:
             begun: From :meth:`begin`, perhaps with the progress of a checkpoint.
             report: Report of the whole run.
             fold: As for :meth:`begin`.
-            progress_bar: Shows a bar.
+            bar: A progress bar, from :func:`~numpyro_dp.run.course.opened_bar`.
             kept: Where to keep the progress.
 
         Raises:
@@ -211,7 +211,7 @@ class Session:
         done, before, loop = int(progress.done), int(state.step), self._loop_for(fold)
         # Without a bar or a checkpoint, one call never waits for the host.
         # Processes of a mesh take the same calls, even if only one of them shows a bar.
-        watched = kept is not None or any_process(self.settings.mesh, progress_bar)
+        watched = kept is not None or any_process(self.settings.mesh, bar is not None)
         calls = course.calls(done, _steps_of_call(course, kept, watched))
         if isinstance(rows, HostRows) and calls:
             # Only the host knows which rows it fetched, so it gives the batches to the step.
@@ -220,9 +220,7 @@ class Session:
             loop = StreamedLoop(
                 stream._loop_for(fold), self.settings.sampler, opened.sampler_state, rows, calls
             )
-        shown = calls
-        if progress_bar:
-            shown = with_bar(calls, before, done, course.num_steps, report)
+        shown = with_bar(bar, calls, before, done, course.num_steps, report)
         progress, stopped = follow(loop, progress, rows, shown, kept, watched, self.settings.mesh)
         filled = course.filled(int(progress.done))
         if not filled:

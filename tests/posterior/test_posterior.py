@@ -140,20 +140,20 @@ def test_verdicts(scale, size, epsilon, others, words):
     assert ("NOT PRIVATE" in repr(posterior)) == np.isinf(epsilon)
 
 
-@pytest.mark.parametrize(("size", "count"), [(1, 0), (5, 3), (30, 2), (30, 20)])
+@pytest.mark.parametrize(("size", "count"), [(1, 0), (5, 1), (30, 2), (30, 20)])
 @pytest.mark.every_case
-def test_at_most_twelve_lines(size, count):
+def test_at_most_ten_lines(size, count):
     notes = tuple(f"The scale\nof column {i} was a guess: pass scales=." for i in range(count))
     posterior = made(normal(0.1, (size,)), normal(1.0, (size,)), notes=notes)
     lines = repr(posterior).splitlines()
-    assert len(lines) <= 12
+    assert len(lines) <= 10
     assert lines[:2] == [
         f"Posterior of {size} latent{'s' * (size > 1)}, epsilon <= 1 at delta=1e-05 under "
         "add_or_remove_one",
         "by hand",
     ]
     assert ("more: summary()" in repr(posterior)) == (size > 5)
-    assert ("more: notes" in repr(posterior)) == (count > 5)
+    assert ("more: notes" in repr(posterior)) == (count > 3)
     if count:
         assert "The scale of column 0 was a guess: pass scales=." in lines
 

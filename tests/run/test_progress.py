@@ -1,0 +1,85 @@
+"""The bar says what a run does from its first second, and what it has spent."""
+
+import pickle
+import re
+
+import jax
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal
+
+from numpyro_dp import DPMCMC, DPSVI, SGLD, PrivacyBudget, fit
+from numpyro_dp.samplers import FullBatch
+
+BUDGET = PrivacyBudget(1.0, 1e-5)
+
+
+def model(x):
+    mean = numpyro.sample("mean", dist.Normal(0, 10))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+
+
+@pytest.fixture(scope="module")
+def records():
+    return 3 + jax.random.normal(jax.random.key(1), (500,))
+
+
+def svi():
+    guide = AutoDiagonalNormal(model)
+    return DPSVI(
+        model, guide, optax.adam(0.05), clip_norm=2.0, sampler=FullBatch(), budget=BUDGET
+    )  # fmt: skip
+
+
+def run_fit(x):
+    return fit(model, x, epsilon=1.0, rng_key=jax.random.key(0)).privacy
+
+
+def run_svi(x):
+    return svi().run(jax.random.key(0), 60, x).privacy
+
+
+def run_mcmc(x, chains=1):
+    mcmc = DPMCMC(
+        SGLD(model), num_warmup=10, num_samples=20, num_chains=chains, clip_norm=5.0,
+        sampler=FullBatch(), budget=BUDGET,
+    )  # fmt: skip
+    mcmc.run(jax.random.key(0), x)
+    return mcmc.privacy
+
+
+@pytest.mark.parametrize("run", [run_fit, run_svi, run_mcmc])
+@pytest.mark.table
+def test_a_bar_reads_compiles_and_counts(run, records, capsys):
+    privacy = run(records)
+    lines = re.split(r"[\r\n]+", capsys.readouterr().err.strip())
+    first = [line.split(":")[0] for line in lines]
+    assert first[0] == "reading the model"
+    assert "compiling the step" in first
+    last = lines[-1]
+    assert last.startswith("100%")
+    assert f"{privacy.num_steps}/{privacy.num_steps} " in last
+    assert f"epsilon <= {privacy.epsilon:.3g}" in last
+
+
+@pytest.mark.full
+def test_a_bar_of_several_chains_ends(records, capsys):
+    run_mcmc(records, chains=2)
+    assert "30/30" in re.split(r"[\r\n]+", capsys.readouterr().err.strip())[-1]
+
+
+@pytest.mark.full
+def test_print_of_a_result_is_its_posterior_with_a_verdict(records, capsys):
+    result = svi().run(jax.random.key(0), 60, records, progress_bar=False)
+    assert capsys.readouterr().err == ""
+    assert str(result) == str(result.posterior)
+    assert len(str(result).splitlines()) <= 10
+    assert "share of the prior" in str(result).splitlines()[-1]
+    assert "<table" in result._repr_html_() and "mean" in result._repr_html_()
+    bare = pickle.loads(pickle.dumps(result))  # it has no model, and so no posterior
+    assert str(bare) == repr(bare)
+    assert repr(bare).startswith("RunResult(params of ['auto_loc', 'auto_scale']")
+    assert "auto_loc" in bare._repr_html_() and "<table" in bare._repr_html_()
