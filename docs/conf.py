@@ -32,6 +32,7 @@ myst_heading_anchors = 4
 nb_execution_mode = "force"
 nb_execution_timeout = 240
 nb_execution_raise_on_error = True
+nb_execution_in_temp = True  # pages may write files
 nb_merge_streams = True
 html_theme = "furo"
 html_title = "numpyro_dp"
