@@ -22,7 +22,7 @@ copyright = "the authors of numpyro_dp"
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
-    "sphinx.ext.mathjax",
+    "sphinx-mathjax-offline",  # formulas need no network
     "sphinx.ext.napoleon",
 ]
 autodoc_member_order = "bysource"

@@ -7,7 +7,7 @@ without them.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __all__ = ["Lazy", "dpa", "stats"]
 
@@ -27,5 +27,9 @@ class Lazy:
         return getattr(importlib.import_module(self._name), attribute)
 
 
-dpa: Any = Lazy("dp_accounting")
-stats: Any = Lazy("scipy.stats")
+if TYPE_CHECKING:
+    import dp_accounting as dpa
+    from scipy import stats
+else:
+    dpa = Lazy("dp_accounting")
+    stats = Lazy("scipy.stats")

@@ -159,15 +159,16 @@ class Observation(NamedTuple):
 
 
 class Centring(NamedTuple):
-    """Rows for a record and for other outcomes that it could have had (``sums/centred.py``).
+    """Rows of a record and of other outcomes that it could have had (``sums/centred.py``).
 
     Attributes:
         estimator: The estimator of these rows, with the same ``prepare``.
-        number: Number K of other outcomes. K + 1 is a power of 2, at most 16.
-        rows: ``(public, example, seed) -> K + 1 rows``: the record, then the record with other
-            outcomes. The last leaf of a row is the probability of its outcome. ``seed`` is a
-            secret uint32.
-        listed: Whether these are all outcomes that a record could have had.
+        number: K, where K + 1 is the number of rows of a record: a power of 2, at most 16.
+        rows: ``(public, example, seed) -> K + 1 rows``. If outcomes are listed: the record, then
+            the record with each outcome. Else one row for each drawn outcome, whose signal is that
+            of the record minus that with the drawn outcome. The last leaf of a row is the
+            probability of its outcome. ``seed`` is a secret uint32.
+        listed: Whether all outcomes are listed that a record could have had.
         scaled: Whether a record's signal is only multiplied by a factor, because other entries than
             scores must keep their ratio to the scores. Outcomes must be listed.
     """

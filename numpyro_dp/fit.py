@@ -40,8 +40,9 @@ def fit(
     r"""Fits a NumPyro model with a method that it chooses, and returns a private posterior.
 
     The driver is :class:`~numpyro_dp.DPLaplace` if it takes the model. Otherwise it is
-    :class:`~numpyro_dp.DPSVI` with ``aligned()`` gradients and a mean-field guide. ``print`` of the
-    result shows the method and the reason. Choice and settings depend on model and shapes alone.
+    :class:`~numpyro_dp.DPSVI` with a mean-field guide. ``print`` of the result shows the method and
+    the reason. Choice and settings depend on model and shapes alone. For devices, streaming and
+    other settings, use the driver itself.
 
     Args:
         model: A NumPyro model with a plate over records.
@@ -84,7 +85,7 @@ def fit(
             f"epsilon={epsilon}, delta={delta}, budget={budget}."
         )
     args, kwargs = as_arrays(args, kwargs)
-    ids, own = split_unit(kwargs, max_rows_per_unit)
+    ids, own = split_unit(kwargs, max_rows_per_unit, model)
     number = find_data_plate(model, args, own)[1]
     if ids is not None:
         number = number_of_units(ids, number)

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -40,7 +41,7 @@ from dpvim._mixture import (
 
 from numpyro_dp import DPSVI, PrivacyBudget
 from numpyro_dp.estimators import aligned, vanilla
-from numpyro_dp.posterior import average, combine, noise_aware, synthetic_data
+from numpyro_dp.posterior import average, combine, noise_aware
 from numpyro_dp.samplers import Poisson
 
 METHODS = {"vanilla": vanilla, "aligned": aligned}
@@ -71,9 +72,9 @@ class Fitter:
 
     def _draw(self, key, params):
         number = len(self.records.counts)
-        return synthetic_data(
-            key, self.model, self.guide, params, self.args.sets, None, None, number=number
-        )
+        keys = jax.random.split(key)
+        latents = Predictive(self.guide, params=params, num_samples=self.args.sets)(keys[0])
+        return Predictive(self.model, latents)(keys[1], None, None, number=number)
 
     def runs(self, clip_norms, epsilons, seeds, steps=None, sigma=None):
         """Runs, seeds varying fastest and clip norms slowest, from the initial scale ``sigma``."""

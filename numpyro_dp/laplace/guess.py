@@ -58,7 +58,9 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
     # In `normal`, integers are 1, which is a valid label or count. Two equal indices may cancel, so
     # `mixed` draws them from {0, 1}.
     mixed = tuple(
-        x if jnp.issubdtype(x.dtype, jnp.floating) else jnp.asarray(rng.integers(2, size=x.shape))
+        x
+        if jnp.issubdtype(x.dtype, jnp.floating)
+        else jnp.asarray(rng.integers(2, size=x.shape), x.dtype)
         for x in normal
     )
     candidates = (normal, tuple(abs(x) for x in normal), ones, mixed)

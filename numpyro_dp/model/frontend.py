@@ -88,7 +88,7 @@ class GivenModel(NamedTuple):
                 f"The keywords {twice} are given twice: to the constructor, and in this call. The "
                 "values could differ, so leave one of them out."
             )
-        ids, kwargs = split_unit(kwargs, self.max_rows)
+        ids, kwargs = split_unit(kwargs, self.max_rows, self.fn)
         number = None if ids is None else number_of_units(ids, np.size(ids))
         found = read_model(self.fn, args, kwargs, self.data_plate, self.declared, number)
         if number is None:

@@ -18,7 +18,7 @@ from numpyro_dp.model.units import sum_over_rows
 
 __all__ = ["OutcomeModel", "centring"]
 
-_DRAWN = 3  # outcomes that are drawn for each record, if they cannot be listed
+_DRAWN = 2  # outcomes that are drawn for each record, if they cannot be listed
 
 
 class OutcomeModel(NamedTuple):
@@ -26,14 +26,16 @@ class OutcomeModel(NamedTuple):
 
     Attributes:
         model: The model.
+        paired: Whether its log likelihood is that of the record minus that of the other outcome.
     """
 
     model: Model
+    paired: bool = False
 
     @property
     def by_row(self) -> OutcomeModel:
         """The same model with a single row as a record."""
-        return OutcomeModel(self.model.by_row)
+        return self._replace(model=self.model.by_row)
 
     @property
     def structure(self) -> Any:
@@ -47,12 +49,15 @@ class OutcomeModel(NamedTuple):
     def log_likelihood(
         self, latents: Any, params: Any, example: Any, shared: Any, rng_key: Any = None
     ) -> Array:
-        """Log likelihood of one record with the given outcome."""
+        """Log likelihood of one record with the given outcome, or the difference to it."""
         record, outcome, _ = example
         if self.model.structure.layout.max_rows is not None:
             return self._of_unit(latents, params, record, outcome, shared)
         model = self.model._replace(fn=handlers.substitute(self.model.fn, data=outcome))
-        return model.log_likelihood(latents, params, record, shared, rng_key)
+        other = model.log_likelihood(latents, params, record, shared, rng_key)
+        if not self.paired:
+            return other
+        return self.model.log_likelihood(latents, params, record, shared, rng_key) - other
 
     def _of_unit(self, latents: Any, params: Any, record: Any, outcome: Any, shared: Any) -> Array:
         by_row = self.by_row
@@ -69,31 +74,36 @@ def centring(
 
     Args:
         outcomes: The outcomes of a record.
-        inner: The estimator, built on an :class:`OutcomeModel`.
+        inner: The estimator, built on an :class:`OutcomeModel`, ``paired`` if outcomes are drawn.
         latents: ``public -> latents`` of the step, at which the scores are taken.
     """
-    number = outcomes.number + 1 if outcomes.number else _DRAWN + 1
+    number = outcomes.number + 1 if outcomes.number else _DRAWN
     number = 2 ** math.ceil(math.log2(number)) - 1
 
-    def others(flat: Array, example: Any, own: Any, seed: Array) -> tuple[Any, Array]:
-        """Outcomes and their probabilities, with rows that do not count at the end."""
-        if not outcomes.number:
-            keys = jax.random.split(jax.random.key(seed), number)
-            drawn = jax.vmap(lambda key: outcomes.simulate(flat, example, key))(keys)
-            return drawn, jnp.full(number, 1 / number)
+    def drawn(flat: Array, example: Any, own: Any, seed: Array) -> tuple[Any, Array]:
+        """Outcomes of the pairs, and their probabilities."""
+        keys = jax.random.split(jax.random.key(seed), number + 1)
+        values = jax.vmap(lambda key: outcomes.simulate(flat, example, key))(keys)
+        values = jax.tree.map(lambda one, rest: rest.astype(jnp.asarray(one).dtype), own, values)
+        return values, jnp.full(number + 1, 1 / (number + 1))
+
+    def listed_with_own(flat: Array, example: Any, own: Any) -> tuple[Any, Array]:
+        """The own outcome, then all, with rows that do not count at the end."""
         listed = outcomes.listed(flat[None], example)
         missing = number - outcomes.number
         values = jnp.pad(listed.values, (0, missing), mode="edge")
         values = jax.vmap(lambda value: outcomes.as_outcome(value, own))(values)
-        return values, jnp.pad(listed.probabilities[:, 0], (0, missing))
-
-    def rows(public: Any, example: tuple[Array, ...], seed: Array) -> Any:
-        flat, own = outcomes.flat(latents(public)), outcomes.own(example)
-        values, probs = others(flat, example, own, seed)
+        probs = jnp.pad(listed.probabilities[:, 0], (1, missing))
         values = jax.tree.map(
             lambda one, rest: jnp.stack([one, *rest.astype(one.dtype)]), own, values
         )
+        return values, probs
+
+    def rows(public: Any, example: tuple[Array, ...], seed: Array) -> Any:
+        flat, own = outcomes.flat(latents(public)), outcomes.own(example)
         record = tuple(jnp.broadcast_to(x, (number + 1, *jnp.shape(x))) for x in example)
-        return record, values, jnp.concatenate([jnp.zeros(1, probs.dtype), probs])
+        if outcomes.number:
+            return record, *listed_with_own(flat, example, own)
+        return record, *drawn(flat, example, own, seed)
 
     return Centring(inner, number, rows, listed=bool(outcomes.number))

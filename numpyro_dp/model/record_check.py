@@ -14,6 +14,8 @@ from numpyro_dp.model.density import Model
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import GivenModel
 from numpyro_dp.model.outcomes import unconstrained_prior
+from numpyro_dp.model.public import argument_names
+from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.units import split_unit
 
 __all__ = ["SensitiveCheck", "check_records"]
@@ -100,11 +102,12 @@ def check_records(
     values = [np.asarray(each) for each in arrays]
     finite = np.ones(len(values[0]), bool)
     constant, scales = [], {}
-    for number, array in enumerate(values):
+    names = _names(model, structure, args, kwargs)
+    for array, argument in zip(values, names, strict=True):
         flat = array.reshape(len(array), -1)
         finite &= np.isfinite(flat).all(1)
         for column in range(flat.shape[1]):
-            name = f"column {column} of array {number}" if array.ndim > 1 else f"array {number}"
+            name = f"column {column} of {argument}" if array.ndim > 1 else argument
             own = flat[np.isfinite(flat[:, column]), column]
             if len(own) > 1 and np.all(own == own[0]) and own[0] != 1:  # 1 is an intercept
                 constant.append(name)
@@ -116,6 +119,22 @@ def check_records(
     return SensitiveCheck(
         np.flatnonzero(~finite), np.flatnonzero(finite & ~possible), tuple(constant), scales
     )
+
+
+def _names(
+    model: Callable[..., Any],
+    structure: ModelStructure,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[str]:
+    """Names of the arrays of records, by argument."""
+    own, found = argument_names(model, args), []
+    paths = [path for path, _ in jax.tree.leaves_with_path((args, kwargs))]
+    for (part, which, *inside), kind in zip(paths, structure.layout.kinds, strict=True):
+        if kind == "r":
+            name = own[which.idx] if part.idx == 0 else which.key
+            found.append(name + jax.tree_util.keystr(tuple(inside)))
+    return found
 
 
 def _possible(model: Model, rows: tuple[Any, ...], shared: tuple[Any, ...]) -> np.ndarray:

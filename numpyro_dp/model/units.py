@@ -12,6 +12,7 @@ the first row of the unit and have the mask 0, so they are as finite as this row
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -72,15 +73,22 @@ class Grouped:
         return counted[units] if self._array is None else self._array[places[units]]
 
 
-def split_unit(kwargs: dict[str, Any], max_rows: int | None) -> tuple[Any, dict[str, Any]]:
+def split_unit(
+    kwargs: dict[str, Any], max_rows: int | None, model: Callable[..., Any] | None = None
+) -> tuple[Any, dict[str, Any]]:
     """Returns the ids of a call and its other keywords.
 
     Without ``max_rows``, ``unit`` is a keyword of the model like any other.
 
     Raises:
-        TypeError: If ids are missing.
+        TypeError: If ids are missing, or if the ``model`` has no such keyword.
     """
     if max_rows is None:
+        if model is not None and UNIT in kwargs and not _takes_unit(model):
+            raise TypeError(
+                "unit= needs max_rows_per_unit=, the largest number of rows of a unit that are "
+                "used. It is public: take it from the plan of the study."
+            )
         return None, kwargs
     if UNIT not in kwargs:
         raise TypeError(
@@ -88,6 +96,15 @@ def split_unit(kwargs: dict[str, Any], max_rows: int | None) -> tuple[Any, dict[
             "each row, or leave out max_rows_per_unit if each row is a person of its own."
         )
     return kwargs[UNIT], {name: value for name, value in kwargs.items() if name != UNIT}
+
+
+def _takes_unit(model: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(model).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    kinds = {each.kind for each in parameters}
+    return inspect.Parameter.VAR_KEYWORD in kinds or UNIT in {each.name for each in parameters}
 
 
 def number_of_units(ids: Any, num_rows: int) -> int:

@@ -1,6 +1,7 @@
 """Post-processing of private iterates. It has no privacy cost."""
 
 from numpyro_dp.posterior.averaging import Average, average, drift_check
+from numpyro_dp.posterior.combining import Combined, combine
 from numpyro_dp.posterior.diagnosis import Diagnosis, Finding, PosteriorWarning
 from numpyro_dp.posterior.folds import TailAverage, tail_average
 from numpyro_dp.posterior.inference_data import to_arviz
@@ -9,7 +10,6 @@ from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.rehearsal import Choice, Rehearsal, choose, rehearse
 from numpyro_dp.posterior.samples import posterior_samples
 from numpyro_dp.posterior.summary import PosteriorSummary
-from numpyro_dp.posterior.synthetic import Combined, combine, synthetic_data
 
 __all__ = [
     "Average",
@@ -30,7 +30,6 @@ __all__ = [
     "noise_aware",
     "posterior_samples",
     "rehearse",
-    "synthetic_data",
     "tail_average",
     "to_arviz",
 ]

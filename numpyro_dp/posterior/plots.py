@@ -45,6 +45,7 @@ def forest(
     *,
     prob: float = 0.9,
     labels: Sequence[str] | None = None,
+    entries: Sequence[int] | None = None,
     ax: Any = None,
 ) -> Any:
     """Draws means and intervals of one site, for several posteriors side by side.
@@ -54,7 +55,8 @@ def forest(
             ``mcmc.get_samples()``.
         site: Name of the site.
         prob: Mass of the intervals.
-        labels: Names of the entries of the site. By default the site with indices.
+        labels: Names of all entries of the site. By default the site with indices.
+        entries: Which entries to draw, by their number, in this order. By default all.
         ax: Axes of matplotlib.
 
     Returns:
@@ -63,7 +65,7 @@ def forest(
     Raises:
         ImportError: If matplotlib is not installed.
         ValueError: If ``found`` is empty, a posterior has no such site, the sites have different
-            shapes or more than 60 entries, or ``labels`` has another length.
+            shapes, ``labels`` has another length, or there are more than 60 entries to draw.
 
     Example:
         >>> import numpy as np
@@ -81,19 +83,20 @@ def forest(
     shape = next(iter(shapes.values()))
     if len(set(shapes.values())) > 1:
         raise ValueError(f"Site {site!r} has different shapes: {shapes}. Compare equal models.")
-    names = _labels(site, shape, labels)
+    names, shown = _labels(site, shape, labels, entries)
     ax = _axes(ax, (6.0, 1.0 + 0.16 * len(names) * (len(rows) + 1)))
     places = np.arange(len(names))
     for number, (name, (mean, lower, upper)) in enumerate(rows.items()):
         shift = 0.7 * ((number + 0.5) / len(rows) - 0.5)
-        ax.hlines(places + shift, lower.ravel(), upper.ravel(), color=f"C{number}", linewidth=2)
-        ax.plot(mean.ravel(), places + shift, "o", color=f"C{number}", markersize=4, label=name)
+        mean, lower, upper = (each.ravel()[shown] for each in (mean, lower, upper))
+        ax.hlines(places + shift, lower, upper, color=f"C{number}", linewidth=2)
+        ax.plot(mean, places + shift, "o", color=f"C{number}", markersize=4, label=name)
     ax.set_yticks(places, names)
     ax.set_ylim(len(names) - 0.5, -0.5)
     ax.axvline(0, color="0.8", linewidth=1, zorder=0)
     ax.set_xlabel(f"mean and {100 * prob:g} % interval")
     if len(rows) > 1:
-        ax.legend(loc="best", frameon=False)
+        ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
     return ax
 
 
@@ -101,7 +104,8 @@ def prior_share(posterior: Posterior, *, ax: Any = None) -> Any:
     """Draws the share of the prior of each latent, from 0 (the records decide) to 1 (the prior).
 
     Args:
-        posterior: A posterior. Latents without a share are left out.
+        posterior: A posterior. Latents without a share are left out. Of more than 60 latents, those
+            with the largest shares are drawn.
         ax: Axes of matplotlib.
 
     Returns:
@@ -129,7 +133,7 @@ def prior_share(posterior: Posterior, *, ax: Any = None) -> Any:
         for index in np.ndindex(share.shape):
             if np.isfinite(share[index]):
                 names.append(entry_name(name, index))
-                shares.append(min(float(share[index]), 1.0))
+                shares.append(float(share[index]))
     if not shares:
         raise ValueError("No share of the prior is known: the prior cannot be drawn from.")
     order = np.argsort(shares)[::-1][:_MOST]
@@ -138,7 +142,8 @@ def prior_share(posterior: Posterior, *, ax: Any = None) -> Any:
     ax.hlines(np.arange(len(order)), 0, np.asarray(shares)[order], linewidth=1)
     left_out = len(shares) - len(order)
     ax.set_yticks(np.arange(len(order)), [names[i] for i in order])
-    ax.set(xlim=(0, 1.02), ylim=(len(order) - 0.5, -0.5))
+    ax.axvline(1, color="0.8", linewidth=1, zorder=0)
+    ax.set(xlim=(0, 1.02 * max(1.0, *shares)), ylim=(len(order) - 0.5, -0.5))
     ax.set_xlabel("share of the prior" + (f" ({left_out} smaller ones left out)" * bool(left_out)))
     return ax
 
@@ -329,6 +334,8 @@ def utility(
         means = [each.mean() for each in samples]
         ax.errorbar(at, means, errors, fmt="o-", capsize=3, markersize=4, label=str(group))
     ax.set_xscale("log")
+    ax.set_xticks(np.unique(places), [f"{place:g}" for place in np.unique(places)])
+    ax.minorticks_off()
     ax.set_xlabel(x)
     least, most = min(numbers), max(numbers)
     count = f"{most}" if least == most else f"{least} to {most}"
@@ -443,7 +450,8 @@ def attack(privacy: Any, *, ax: Any = None) -> Any:
 
     Returns:
         The axes. No test from the released values lies above the curve. A coin lies on the
-        diagonal.
+        diagonal. A report has pairs of epsilon at several deltas, so its curve is lower than that
+        of a budget of the same size.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -493,17 +501,24 @@ def _interval(name: str, posterior: Any, site: str, prob: float) -> tuple[np.nda
     raise ValueError(f"{name!r} has no site {site!r}. Choose one of: {', '.join(known)}.")
 
 
-def _labels(site: str, shape: tuple[int, ...], labels: Sequence[str] | None) -> list[str]:
+def _labels(
+    site: str, shape: tuple[int, ...], labels: Sequence[str] | None, entries: Sequence[int] | None
+) -> tuple[list[str], list[int]]:
+    """Names and numbers of the entries to draw."""
     number = math.prod(shape)
-    if number > _MOST:
-        raise ValueError(
-            f"Site {site!r} has {number} entries. A plot has room for {_MOST}: pass draws of some."
-        )
     if labels is None:
-        return [entry_name(site, index) for index in np.ndindex(shape)]
+        labels = [entry_name(site, index) for index in np.ndindex(shape)]
     if len(labels) != number:
         raise ValueError(f"Expected {number} labels, one for each entry, got {len(labels)}.")
-    return list(labels)
+    shown = list(range(number) if entries is None else entries)
+    if bad := [each for each in shown if not 0 <= each < number]:
+        raise ValueError(f"Expected entries from 0 to {number - 1}, got {bad[0]}.")
+    if len(shown) > _MOST:
+        raise ValueError(
+            f"Site {site!r} has {len(shown)} entries. A plot has room for {_MOST}: choose some by "
+            "their numbers, entries=[0, 1]."
+        )
+    return [labels[each] for each in shown], shown
 
 
 def _binomial(hits: int, number: int) -> tuple[float, float]:

@@ -127,13 +127,14 @@ def rehearse(
             "the driver without secret_key for the rehearsal."
         )
     steps = () if num_steps is None else (num_steps,)
+    takes_bar = "progress_bar" in inspect.signature(driver.run).parameters
     rows = []
     for key in jax.random.split(rng_key, num_simulations):
         draw_key, run_key, sample_key = jax.random.split(key, 3)
         latents, simulated, maps = _simulated(given, draw_key, args, kwargs)
         fill = simulated_data_to_args or _filler(given, args)
         own_args, own_kwargs = fill(simulated, args, kwargs)
-        quiet = {"progress_bar": False} if steps else {}
+        quiet = {"progress_bar": False} if takes_bar else {}
         with warnings.catch_warnings():
             # The figures say what becomes of runs that would be warned of.
             warnings.simplefilter("ignore", PosteriorWarning)

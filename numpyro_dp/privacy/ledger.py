@@ -218,7 +218,7 @@ class Ledger:
             if bound.epsilon > self.total.epsilon * (1 + 1e-9):
                 who = "This run" if len(added) == 1 else f"These {len(added)} runs"
                 raise LedgerError(
-                    f"{who} ({purpose}) and the {len(others)} runs in {self.path} would spend "
+                    f"{who} ({purpose}) and those in {self.path} ({len(others)}) would spend "
                     f"epsilon={bound.epsilon:.4g}. The total is {self.total}. No record was read. "
                     "Take a smaller epsilon, or none for what is left."
                 )

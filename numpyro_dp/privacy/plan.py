@@ -323,7 +323,7 @@ def _check_left(plan: Plan, num_steps: int) -> None:
     spent = epsilon_spent(nothing, plan.delta, plan.relation, accountant=plan.accountant, **beside)
     if spent.epsilon >= budget.epsilon:
         raise BudgetError(
-            f"The {len(plan.earlier)} earlier runs have spent the budget {budget}: {spent}. "
+            f"Earlier runs ({len(plan.earlier)}) have spent the budget {budget}: {spent}. "
             "Nothing more can be released within it. A further run needs a larger budget."
         )
 

@@ -297,7 +297,8 @@ def statement_of(report: Any, settings: str) -> Statement:
     if report.max_rows is not None:
         unit = (
             f"One of {plan.num_examples} units, with all rows of plate {report.data_plate!r} that "
-            f"have its id. At most {report.max_rows} of them are used. A record below is a unit."
+            f"have its id. At most {report.max_rows} of them are used. Such a unit is what this "
+            "statement calls a record."
         )
     released = ["Noisy sums of clipped contributions of records, and what is computed from them."]
     if report.loss_released:

@@ -406,6 +406,8 @@ class Session:
 
     def _estimator(self, shared: tuple[Array, ...], state: MechanismState) -> Estimator:
         estimator = self.method.estimator_of(self.problem.at(shared))
+        if not self.settings.clip_norm.bounded:
+            estimator = estimator._replace(centring=None)  # nothing is clipped
         if self.settings.loss_release is None:
             return estimator
         return with_loss(estimator, self._loss_scale(state))

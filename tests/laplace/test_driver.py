@@ -226,6 +226,22 @@ def test_one_record_of_nan_and_outcomes_outside_the_support_change_little():
 
 
 @pytest.mark.full
+def test_a_column_of_booleans_may_be_a_mask():
+    def masked(x, seen, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("records", len(x)), numpyro.handlers.mask(mask=seen):
+            numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+    x, y = records()
+    seen = np.arange(len(y)) % 4 > 0
+    y = np.where(seen, y, 0)
+    found = run(masked, (x, seen, y)).summary()["w"]
+    kept = run(logistic, (x[seen], y[seen])).summary()["w"]
+    far = np.abs(found["mean"] - kept["mean"]) / np.hypot(found["sd"], kept["sd"])
+    assert far.max() < 5
+
+
+@pytest.mark.full
 def test_fit_takes_it_where_it_can_and_says_why_not():
     x, y = records()
     posterior = fit(logistic, x, y, epsilon=1.0, rng_key=KEY)

@@ -173,11 +173,9 @@ def test_a_check_of_records():
     found = check_records(counts, x / [1, 1, 1, 1e4], y)
     assert found.not_finite.tolist() == [7]
     assert found.impossible.tolist() == [9]
-    assert found.constant == ("column 1 of array 0",)
+    assert found.constant == ("column 1 of x",)
     assert found.scales == {}
-    assert check_records(counts, x[:5] / [1, 1, 1, 1], y[:5]).scales.keys() == {
-        "column 3 of array 0"
-    }
+    assert check_records(counts, x[:5] / [1, 1, 1, 1], y[:5]).scales.keys() == {"column 3 of x"}
     assert "7" in str(found)
     assert "7" not in repr(found)
     fine = check_records(model, rng.normal(size=(20, 2)), Y[:20])

@@ -58,6 +58,9 @@ def test_a_forest_has_means_and_intervals(posterior):
     np.testing.assert_allclose(lines[:3, 0, 1], own[:, 1], err_msg="an interval has its mean")
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["private", "draws"]
     assert "80 %" in ax.get_xlabel()
+    ax = plots.forest({"private": posterior}, "w", entries=[2, 0], labels=list("abc"))
+    np.testing.assert_allclose(points(ax)[0][:, 0], posterior.summary()["w"]["mean"][[2, 0]])
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["c", "a"]
 
 
 def test_it_draws_into_given_axes(posterior):
@@ -175,6 +178,7 @@ def test_several_deltas_bound_an_attack_better(posterior):
         ({"found": {"a": {"w": np.zeros((5, 3))}, "b": {"w": np.zeros((5, 2))}}}, "different"),
         ({"found": {"a": {"w": np.zeros((5, 61))}}}, "61 entries"),
         ({"found": {"a": {"w": np.zeros((5, 3))}}, "labels": ["a"]}, "3 labels"),
+        ({"found": {"a": {"w": np.zeros((5, 3))}}, "entries": [3]}, "from 0 to 2, got 3"),
     ],
 )
 @pytest.mark.every_case

@@ -68,7 +68,7 @@ def test_a_ceiling_counts_what_was_spent():
     planned(FullBatch(), 10, total, noise=20.0)  # alone it is within
     with pytest.raises(BudgetError, match="at most epsilon=1.0"):
         planned(FullBatch(), 10, total.after(first), noise=20.0)
-    with pytest.raises(BudgetError, match=r"1 earlier runs have spent .*epsilon=0.5"):
+    with pytest.raises(BudgetError, match=r"Earlier runs \(1\) have spent .*epsilon=0.5"):
         planned(FullBatch(), 10, PrivacyBudget(0.5, 1e-5).after(first))
 
 

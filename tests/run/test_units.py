@@ -257,6 +257,19 @@ def test_bad_ids_are_refused():
     svi.update(state, X, Y, unit=IDS)
 
 
+def test_ids_without_a_number_of_rows_are_refused():
+    svi = DPSVI(
+        model, AutoDiagonalNormal(model), optax.sgd(1.0), clip_norm=1.0, sampler=FullBatch(),
+        noise_multiplier=1.0
+    )  # fmt: skip
+    for call in (
+        lambda: fit(model, X, Y, epsilon=1.0, rng_key=KEY, unit=IDS),
+        lambda: svi.run(KEY, 3, X, Y, unit=IDS),
+    ):
+        with pytest.raises(TypeError, match="unit= needs max_rows_per_unit="):
+            call()
+
+
 def test_latents_of_rows_are_refused():
     def local(x):
         mean = numpyro.sample("mean", dist.Normal(0, 1))

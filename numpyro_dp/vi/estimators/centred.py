@@ -26,8 +26,9 @@ def centred(
     Without this, clipping moves the fit by an amount that grows with the number of records. With
     it, the fit is almost the same for every clip norm, and a small norm only costs information. The
     expectation is over all outcomes of a record if there are at most 16, such as 0 and 1. Otherwise
-    it is over three outcomes that the model draws in each step. So a step computes several
-    gradients for each record.
+    the model draws two outcomes in each step, and the differences of the signals are clipped. These
+    are longer than signals: for normal outcomes by 1.4. So a step computes several gradients for
+    each record.
 
     Args:
         estimator: :func:`~numpyro_dp.estimators.aligned`, or another estimator of this module.
@@ -52,7 +53,8 @@ def centred(
     def build(problem: VariationalProblem) -> Estimator:
         outcomes = outcomes_of(problem)
         plain = estimator(problem)
-        inner = estimator(problem._replace(model=OutcomeModel(problem.model)))
+        other = OutcomeModel(problem.model, paired=not outcomes.number)
+        inner = estimator(problem._replace(model=other))
         return plain._replace(factored=None, centring=centring(outcomes, inner, _latents))
 
     return build

@@ -1,8 +1,9 @@
-r"""Private synthetic data, and inference from several synthetic sets.
+r"""Inference from several private synthetic data sets.
 
-Each set is drawn from the posterior predictive of a private posterior, with one posterior draw for
-each set. So it may be published. An analysis of m sets gives estimates :math:`q_l` with variances
-:math:`u_l`. Let :math:`\bar q, \bar u` be their means, and b the variance of the estimates.
+``posterior.predict(rng_key, ..., num_samples=m)`` draws m sets from the posterior predictive, with
+one posterior draw for each set. So they may be published. An analysis of them gives estimates
+:math:`q_l` with variances :math:`u_l`. Let :math:`\bar q, \bar u` be their means, and b the
+variance of the estimates.
 Rubin's rules for the variance of :math:`\bar q` are
 
 .. math::
@@ -22,20 +23,15 @@ Reference:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import numpy as np
-from jax import Array
 from jaxtyping import Float
-from numpyro.infer import Predictive
 
 from numpyro_dp._lazy import stats
 from numpyro_dp._validate import check_in, check_int, check_real
-from numpyro_dp.posterior.samples import check_guide_set_up
 
-__all__ = ["Combined", "combine", "synthetic_data"]
+__all__ = ["Combined", "combine"]
 
 Values = Float[np.ndarray, "..."]
 
@@ -107,56 +103,3 @@ def combine(
         share = between / number if kind == "partial" else (1 + 1 / number) * between
         total, degrees = within + share, (number - 1) * np.square(1 + within / share)
     return Combined(q.mean(0), np.sqrt(total), degrees)
-
-
-def synthetic_data(
-    rng_key: Array,
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    params: dict[str, Any],
-    num_datasets: int,
-    *args: Any,
-    **kwargs: Any,
-) -> dict[str, Array]:
-    """Draws synthetic data sets from the posterior predictive, each with its own posterior draw.
-
-    Args:
-        rng_key: Key of the draws. It need not be secret.
-        model: The model. It must run without records, for example as
-            ``model(None, num_records)``.
-        guide: The guide of the run, or one that was called on data of the same kind.
-        params: ``result.params``, or the ``params`` of :func:`~numpyro_dp.posterior.average` or
-            :func:`~numpyro_dp.posterior.noise_aware`.
-        num_datasets: Number of sets m.
-        *args: Arguments of the model without the private records.
-        **kwargs: Keywords of the model.
-
-    Returns:
-        Observed sites by name with a leading axis m.
-
-    Raises:
-        ValueError: If ``num_datasets`` is below 1, or an automatic guide has not been set up.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
-        >>> from numpyro.infer.autoguide import AutoDiagonalNormal
-        >>> def model(x, number):
-        ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
-        ...     with numpyro.plate("records", number):
-        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
-        >>> guide = AutoDiagonalNormal(model)
-        >>> _ = numpyro.handlers.seed(guide, jax.random.key(0))(jnp.zeros(1), 1)  # or a run
-        >>> params = {"auto_loc": jnp.array([3.0]), "auto_scale": jnp.array([0.1])}
-        >>> sets = synthetic_data(jax.random.key(0), model, guide, params, 5, None, 100)
-        >>> sets["x"].shape
-        (5, 100)
-
-    Guarantee:
-        Reads only the private parameters and public arguments.
-    """
-    check_int("num_datasets", num_datasets, low=1)
-    check_guide_set_up(guide)
-    guide_key, model_key = jax.random.split(rng_key)
-    draws = Predictive(guide, params=params, num_samples=num_datasets)(guide_key, *args, **kwargs)
-    made = Predictive(model, posterior_samples=draws, params=params)(model_key, *args, **kwargs)
-    return {name: value for name, value in made.items() if name not in draws}

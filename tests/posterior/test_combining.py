@@ -1,14 +1,13 @@
 """Rubin's rules: by hand, and by what they promise, over many repetitions."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp.posterior import combine, synthetic_data
+from numpyro_dp import fit
+from numpyro_dp.posterior import combine
 
 
 def test_rules_by_hand():
@@ -51,21 +50,20 @@ def test_intervals_cover_where_the_rule_fits():
 
 @pytest.mark.full
 def test_synthetic_sets_follow_the_posterior_predictive():
+    """One draw of the posterior for each set, so the sets differ by the noise of privacy."""
+
     def model(x, number):
         mean = numpyro.sample("mean", dist.Normal(0, 10))
         with numpyro.plate("records", number):
             numpyro.sample("x", dist.Normal(mean, 1), obs=x)
 
-    guide = AutoDiagonalNormal(model)
-    with pytest.raises(ValueError, match="has not been set up"):
-        synthetic_data(jax.random.key(0), model, guide, {}, 5, None, 50)
-    numpyro.handlers.seed(guide, jax.random.key(0))(jnp.zeros(1), 1)
-    params = {"auto_loc": jnp.array([3.0]), "auto_scale": jnp.array([0.5])}
-    sets = synthetic_data(jax.random.key(0), model, guide, params, 2000, None, 50)
+    x = 3 + jax.random.normal(jax.random.key(1), (200,))
+    posterior = fit(model, x, 200, epsilon=0.3, rng_key=jax.random.key(0), progress_bar=False)
+    sets = posterior.predict(jax.random.key(2), None, 50, num_samples=2000)
     assert set(sets) == {"x"} and sets["x"].shape == (2000, 50)
-    means = np.asarray(sets["x"]).mean(1)
-    assert means.mean() == pytest.approx(3, abs=0.05)
-    assert means.std() == pytest.approx(np.sqrt(0.25 + 1 / 50), rel=0.06)
+    means, found = np.asarray(sets["x"]).mean(1), posterior.summary()["mean"]
+    assert means.mean() == pytest.approx(found["mean"], abs=5 * float(means.std()) / 2000**0.5)
+    assert means.std() == pytest.approx(np.sqrt(found["sd"] ** 2 + 1 / 50), rel=0.06)
 
 
 @pytest.mark.parametrize(
