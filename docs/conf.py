@@ -4,6 +4,7 @@ Pages that begin with ``file_format: mystnb`` are executed. Some of them read da
 NUMPYRO_DP_DATA. Without it, they are shown without results, and the build says so.
 """
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -22,7 +23,7 @@ copyright = "the authors of numpyro_dp"
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
-    "sphinx-mathjax-offline",  # formulas need no network
+    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
 ]
 autodoc_member_order = "bysource"
@@ -34,6 +35,10 @@ nb_execution_timeout = 240
 nb_execution_raise_on_error = True
 nb_execution_in_temp = True  # pages may write files
 nb_merge_streams = True
+# Formulas need no network. The extension that this package is does not support `-j`.
+_mathjax = importlib.util.find_spec("sphinx-mathjax-offline")
+html_static_path = [str(pathlib.Path(_mathjax.origin).parent / "static")]
+mathjax_path = "mathjax/tex-chtml.js"
 html_theme = "furo"
 html_title = "numpyro_dp"
 
