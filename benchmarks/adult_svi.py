@@ -1,4 +1,4 @@
-"""`DPSVI` on the logistic regression of `examples/adult.py`, which several benchmarks run."""
+"""`DPSVI` on the logistic regression of `benchmarks/dpvim/adult.py`, for several benchmarks."""
 
 import pathlib
 import sys

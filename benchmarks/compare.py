@@ -7,7 +7,7 @@ cells that say why.
 
     benchmarks/peers/environments.sh peers
     python benchmarks/compare.py --environments peers --json compare.json \
-        --figure docs/compare.png --write docs/benchmarks/other-libraries.md
+        --write docs/benchmarks/other-libraries.md
 """
 
 import functools
@@ -19,7 +19,7 @@ import sys
 
 import numpy as np
 from adult_svi import mean_field_optimum
-from common import average_row, experiment_parser, panels, save
+from common import average_row, experiment_parser, save
 from peers.tables import markdown, write_into
 from peers.worker import logistic_records
 
@@ -320,32 +320,6 @@ def main():
     tables = markdown(found)
     print("\n\n".join(tables.values()))
     write_into(args.write, tables)
-    if args.figure:
-        draw(args.figure, found)
-
-
-def draw(path, found):
-    """Times of a step and of a whole run's step, over those of SVI."""
-    kinds = [(kind, rows) for kind in ("steps", "runs") if (rows := found.get(kind))]
-    with panels(path, len(kinds), 1, (6.4 * len(kinds), 3.8)) as axes:
-        for axis, (kind, rows) in zip(axes[0], kinds, strict=True):
-            names = [name for name in rows[0]["peers"] if name != "SVI"]
-            for at, name in enumerate(names):
-                for place, row in enumerate(rows):
-                    ratio = row["peers"].get(name, {}).get("over SVI")
-                    if ratio:
-                        where = place + 0.8 * (at / len(names) - 0.4)
-                        label = name if not place else None
-                        axis.bar(where, ratio, 0.8 / len(names), color=f"C{at}", label=label)
-            axis.axhline(1, color="black", lw=0.8)
-            axis.set_yscale("log")
-            heads = [row.get("guide") or row["cores"] for row in rows]
-            labels = [f"{h}\n{r['dim']}, {r['batch']}" for h, r in zip(heads, rows, strict=True)]
-            axis.set_xticks(range(len(rows)), labels)
-            axis.set_xlabel("latents, batch")
-            axis.set_ylabel("time over SVI's")
-            axis.set_title({"steps": "one step", "runs": "end to end, batches drawn inside"}[kind])
-        axes[0][-1].legend(fontsize=8, loc="upper left")
 
 
 if __name__ == "__main__":

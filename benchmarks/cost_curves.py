@@ -8,7 +8,7 @@ the largest size: level for N (a batch is drawn by its size, not by a coin for e
 proportion to B, d (its square for full rank) and P; memory of `vanilla()` is level in B and d, for
 it looks at some rows of a batch at a time.
 
-    python benchmarks/cost_curves.py --json cost_curves.json --figure docs/cost_curves.png
+    python benchmarks/cost_curves.py --json cost_curves.json
 """
 
 import functools
@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import numpy as np
 import optax
 from common import (
     chained,
@@ -26,7 +25,6 @@ from common import (
     interleaved,
     logistic_data,
     logistic_model,
-    panels,
     save,
 )
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoMultivariateNormal
@@ -131,32 +129,6 @@ def main():
         ]
         print(f"{'':32} last doubling: {'; '.join(said)}", flush=True)
         save(args, rows=rows)
-    if args.figure:
-        draw(args.figure, rows)
-
-
-def draw(path, rows):
-    """Time above, memory below; a column for each of N, B, d, P."""
-    names = list(dict.fromkeys(row["axis"] for row in rows))
-    with panels(path, len(names), 2, (4.2 * len(names), 7), sharex="col") as axes:
-        for column, axis in enumerate(names):
-            part = [row for row in rows if row["axis"] == axis]
-            for number, label in enumerate(dict.fromkeys(row["curve"] for row in part)):
-                line = [row for row in part if row["curve"] == label]
-                sizes = np.array([row["size"] for row in line])
-                for at, key in enumerate(("us", "MB")):
-                    values, color = np.array([row[key] for row in line]), f"C{number}"
-                    axes[at][column].loglog(sizes, values, ".-", color=color, label=label)
-                    predicted = values[-1] * (sizes / sizes[-1]) ** line[0][f"{key} power"]
-                    axes[at][column].loglog(sizes, predicted, ":", color=color)
-            for at in (0, 1):
-                low, high = axes[at][column].get_ylim()
-                if high < 10 * low:  # a level line should look level
-                    axes[at][column].set_ylim(low / 5, high * 5)
-            axes[0][column].legend(fontsize=7)
-            axes[1][column].set_xlabel(axis)
-        axes[0][0].set_ylabel("µs a step (dotted: predicted)")
-        axes[1][0].set_ylabel("MB of temporaries")
 
 
 if __name__ == "__main__":

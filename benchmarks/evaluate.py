@@ -1,4 +1,4 @@
-"""Scores of predictions, and pictures of them.
+"""Scores of predictions.
 
 Class probabilities have the shape (draws, records, classes), or (records, classes). Scores are
 those of their mean over draws, which is the posterior predictive probability.
@@ -47,36 +47,6 @@ def log_predictive_density(log_likelihood):
     """Log of the mean over draws (rows) of the likelihood of each record."""
     values = np.asarray(log_likelihood, float)
     return logsumexp(values, axis=0) - np.log(values.shape[0])
-
-
-def plot_reliability(axis, probabilities, labels, bins=15):
-    """Accuracy against confidence, with the expected and the largest error."""
-    p = _mean(probabilities)
-    top, right = p.max(1), p.argmax(1) == labels
-    confidence, height, _ = reliability(top, right, bins)
-    expected, largest = calibration_error(top, right, bins)
-    width = 0.9 / bins
-    axis.bar(confidence, height, width=width, color="tab:blue", label="accuracy")
-    axis.bar(
-        confidence, confidence - height, width=width, bottom=height,
-        facecolor="none", edgecolor="tab:red", hatch="///", label="gap",
-    )  # fmt: skip
-    axis.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle="--")
-    axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
-    axis.set_title(f"ECE {expected:.3f}, MCE {largest:.3f}")
-    axis.legend(loc="upper left", framealpha=0.9)
-
-
-def plot_class_probabilities(axis, draws, label, bins=10):
-    """Histogram over draws of each class's probability, for one record; the true class is red."""
-    number = draws.shape[1]
-    greys = [f"{0.35 + 0.5 * k / max(number - 1, 1):.2f}" for k in range(number)]
-    colours = ["tab:red" if k == label else greys[k] for k in range(number)]
-    axis.hist(
-        list(draws.T), bins=np.linspace(0, 1, bins + 1), color=colours,
-        label=[str(k) for k in range(number)],
-    )  # fmt: skip
-    axis.set(xlim=(0, 1), xlabel="probability of a class", ylabel="draws")
 
 
 def _mean(probabilities):

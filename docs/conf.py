@@ -55,14 +55,17 @@ else:
         f"NUMPYRO_DP_DATA is not set. Without results: {nb_execution_excludepatterns}\n"
     )
 
+_scratch = tempfile.TemporaryDirectory()
 os.environ["TQDM_DISABLE"] = "1"  # no progress bars in pages
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _scratch.name)  # pages share programs
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
 # The kernel that runs the pages: pictures as SVG, with a white ground on dark pages too, and
 # warnings without the path of a file.
-_profile = tempfile.TemporaryDirectory()
-os.environ["IPYTHONDIR"] = _profile.name
-_settings = pathlib.Path(_profile.name, "profile_default", "ipython_kernel_config.py")
+os.environ["IPYTHONDIR"] = _scratch.name
+_settings = pathlib.Path(_scratch.name, "profile_default", "ipython_kernel_config.py")
 _settings.parent.mkdir()
-_settings.write_text("""
+_settings.write_text(r"""
 c.InlineBackend.figure_formats = {"svg"}
 c.InlineBackend.rc = {"figure.facecolor": "white", "font.size": 9, "svg.fonttype": "none"}
 c.IPKernelApp.exec_lines = [
@@ -87,6 +90,20 @@ def _page(app, docname, source):
     source[0] = text
 
 
+def _spread(app, env, docnames):
+    """Orders the pages so that each process of ``-j`` executes about as many as the others."""
+    places = {name: ROOT / "docs" / f"{name}.md" for name in docnames}
+    executed = [n for n, path in places.items() if path.read_text().startswith("---\nfile_format")]
+    others = [name for name in docnames if name not in executed]
+    step = -(-len(docnames) // max(1, len(executed)))
+    ordered = []
+    while executed or others:
+        ordered += [*executed[:1], *others[: step - 1]]
+        executed, others = executed[1:], others[step - 1 :]
+    docnames[:] = ordered
+
+
 def setup(app):
     """Sphinx calls it."""
     app.connect("source-read", _page)
+    app.connect("env-before-read-docs", _spread)

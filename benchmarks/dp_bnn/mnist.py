@@ -10,7 +10,7 @@ are the 10,000 test images after training on all 60,000. Pixels are scaled by co
 use, which are those of these very images. Secret keys are made from the seeds. The temperature of
 SGLD is part of its setting.
 
-    NUMPYRO_DP_DATA=... python benchmarks/dp_bnn/mnist.py --json mnist.json --figure docs/mnist.png
+    NUMPYRO_DP_DATA=... python benchmarks/dp_bnn/mnist.py --json mnist.json
 """
 
 import functools
@@ -31,15 +31,13 @@ from numpyro.infer.initialization import init_to_sample, init_to_uniform
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from common import average_row, experiment_parser, panels, save
+from common import average_row, experiment_parser, save
 from datasets import load_mnist
 from evaluate import (
     accuracy,
     brier_score,
     calibration_error,
     log_score,
-    plot_class_probabilities,
-    plot_reliability,
 )
 from images import CNN, MLP, linear_model, model_of
 from scattering import scattering
@@ -229,7 +227,7 @@ def main():
     args = parser.parse_args()
     if args.quick:
         args.networks, args.priors, args.seeds, args.epochs = ["MLP"], ["normal"], 1, 1
-    rows, shown = [], {}
+    rows = []
     for name, settings, prior, case in cases(args):
         begin, private, (train, test) = time.perf_counter(), case.budget, load(case.network)
         setting, found = chosen(name, case, settings[: 1 if args.quick else None], train), []
@@ -244,16 +242,9 @@ def main():
         row |= {"prior": prior, "setting": setting, "epsilon": privacy.epsilon} | average_row(found)
         rows.append(row | {"seconds": time.perf_counter() - begin})
         print_row(rows[-1])
-        if (case.network, prior) == (args.networks[0], args.priors[0]):
-            kinds = shown.setdefault(name, {})
-            kinds["private" if private else "not private"] = probabilities
-            if private:
-                kinds["tempered"] = after
         if private and len(rows) == 1:
             print(f"{privacy}\n{compare_accountants(privacy)}")
         save(args, rows=rows)
-    if args.figure:
-        draw(args.figure, f"{args.networks[0]}, {args.priors[0]} prior", shown, test[1])
 
 
 def print_row(row):
@@ -268,24 +259,6 @@ def print_row(row):
         f"  {row['seconds']:.0f} s",
         flush=True,
     )
-
-
-def draw(path, title, shown, labels):
-    """Reliability of each method (columns), private or not; below, one doubtful image."""
-    kinds = list(next(iter(shown.values())))
-    first = next(iter(shown.values()))[kinds[0]]
-    doubtful = int(first.mean(0).max(1).argmin())
-    size = 3.2 * len(shown), 3.1 * (len(kinds) + 1)
-    with panels(path, len(shown), len(kinds) + 1, size) as axes:
-        for column, (method, by_kind) in enumerate(shown.items()):
-            for row, (kind, p) in enumerate(by_kind.items()):
-                axis = axes[row][column]
-                plot_reliability(axis, p, labels, bins=15)
-                axis.set_title(f"{method}, {kind}\n{title}\n{axis.get_title()}")
-            axis = axes[-1][column]
-            draws = by_kind[kinds[0]][:, doubtful]
-            plot_class_probabilities(axis, draws, label=int(labels[doubtful]))
-            axis.set_title(f"{method}, {kinds[0]}:\none image, true class red")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from numpyro.infer.initialization import init_to_sample
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from common import average_row, experiment_parser, panels, save
+from common import average_row, experiment_parser, save
 from datasets import load_kin8nm, load_power_plant, load_protein
 
 from numpyro_dp import DPPBP, DPSVI, PBP, PrivacyBudget, RegressionNetwork, secret_key
@@ -271,8 +271,6 @@ def main():
         earlier([old[kind] for old in before], new)
         for kind, new in (("rows", rows), ("clips", clips))
     )
-    if args.figure:
-        draw(args.figure, rows)
     save(args, rows=rows, clips=clips)
 
 
@@ -292,26 +290,6 @@ def print_row(row):
         f"{row['log density']:8.4f}  {row.get('seconds', 0):5.0f} s",
         flush=True,
     )
-
-
-def draw(path, rows):
-    """RMSE of each method, a panel for each data set."""
-    names = list(dict.fromkeys(row["set"] for row in rows))
-    with panels(path, len(names), 1, (5.2 * len(names), 3.6)) as axes:
-        for axis, name in zip(axes[0], names, strict=True):
-            own = [row for row in rows if row["set"] == name]
-            private = [row["method"].startswith("DP") for row in own]
-            axis.barh(
-                range(len(own)), [row["rmse"] for row in own],
-                xerr=[row["rmse se"] or 0.0 for row in own],
-                color=["tab:orange" if each else "tab:blue" for each in private],
-            )  # fmt: skip
-            axis.set_yticks(range(len(own)), [row["method"] for row in own])
-            best = min(row["rmse"] for row in own)
-            axis.set_xlim(0.8 * best, 2.2 * best if name == "kin8nm" else 1.4 * best)
-            axis.set_xlabel("test RMSE (orange: epsilon = 1)")
-            axis.set_title(name)
-            axis.invert_yaxis()
 
 
 if __name__ == "__main__":

@@ -345,7 +345,10 @@ class DPMCMC:
             f"the largest R-hat is {mixing.rhat:.2f}, the fewest effective draws {mixing.size:.0f}"
         )
         scale = self._noise_scale(report.noise_multiplier, report.plan.num_examples)
-        remedy = "Take more steps, or DPLaplace or DPSEP, which need no mixing."
+        remedy = (
+            "A larger epsilon or more records help, more steps within one budget hardly do. "
+            "DPLaplace and DPSEP need no mixing."
+        )
         found = [] if mixing.good else [
             Finding("mixing", True, f"The chains have not mixed: {said}. {remedy}")
         ]  # fmt: skip

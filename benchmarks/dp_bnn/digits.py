@@ -6,8 +6,8 @@ Bayes by backprop with aligned gradients; dropout that stays on in prediction; a
 Reported are scores on held-out images. Step sizes and clip norms were chosen on a fifth of the
 training images (`--tune` does it again, without cost to the budget named here, and prints it).
 
-    python examples/bnn_digits.py --figure bnn_digits.png
-    python examples/bnn_digits.py --quick
+    python benchmarks/dp_bnn/digits.py
+    python benchmarks/dp_bnn/digits.py --quick
 """
 
 import argparse
@@ -150,7 +150,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="30 steps instead of 300")
     parser.add_argument("--tune", action="store_true", help="choose settings anew")
-    parser.add_argument("--figure", help="draw reliability diagrams to this file")
     args = parser.parse_args()
     steps = 30 if args.quick else 300
     pixels, digits = load_digits(return_X_y=True)
@@ -177,40 +176,6 @@ def main():
             flush=True,
         )
     print(f"\nEach has spent:\n{privacy}\n\nBy other accountants:\n{compare_accountants(privacy)}")
-    if args.figure:
-        draw(args.figure, found, test)
-
-
-def draw(path, found, test):
-    """Reliability above; below, one doubtful image's class probabilities over draws."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, len(found), figsize=(3.4 * len(found), 6.4))
-    doubtful = int(found["SGLD"].mean(0).max(1).argmin())
-    for column, (name, p) in enumerate(found.items()):
-        axis, below = axes[:, column]
-        confidence, accuracy, _ = reliability(p.mean(0), test[1], 10)
-        axis.bar(confidence, accuracy, width=0.09, label="accuracy")
-        axis.bar(
-            confidence, confidence - accuracy, width=0.09, bottom=accuracy,
-            facecolor="none", edgecolor="tab:red", hatch="///", label="gap",
-        )  # fmt: skip
-        axis.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle="--")
-        errors = calibration_error(p.mean(0), test[1], 10)
-        axis.set_title(f"{name}\nECE {errors[0]:.3f}, MCE {errors[1]:.3f}")
-        axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
-        axis.legend(loc="upper left", framealpha=0.9)
-        greys = [f"{0.35 + 0.5 * k / 9:.2f}" for k in range(10)]
-        greys[int(test[1][doubtful])] = "tab:red"
-        below.hist(list(p[:, doubtful].T), bins=np.linspace(0, 1, 11), color=greys)
-        below.set(xlim=(0, 1), xlabel="probability of a class", ylabel="draws")
-        below.set_title("one image, true class red")
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)
-    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ Compares non-private SVI with DPSVI, vanilla and aligned, at chosen epsilon. The
 mean-field optimum itself, found without sampling: under a mean-field normal the log odds of one
 record are normal, so the evidence lower bound is a one-dimensional integral per record.
 
-    python examples/adult.py                 # epsilon 1, 400 epochs, one seed
-    python examples/adult.py --seeds 5 --epsilon 1 10
-    python examples/adult.py --quick         # fewer epochs, part of the test
+    python benchmarks/dpvim/adult.py                 # epsilon 1, 400 epochs, one seed
+    python benchmarks/dpvim/adult.py --seeds 5 --epsilon 1 10
+    python benchmarks/dpvim/adult.py --quick         # fewer epochs, part of the test
 
 Without the Adult data (NUMPYRO_DP_DATA names their folder), a data set bundled with scikit-learn
 takes its place, and the script says so.
@@ -29,7 +29,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal
 from numpyro.infer.initialization import init_to_mean
 from scipy.optimize import minimize
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from datasets import load_adult, load_adult_or_bundled
 
