@@ -18,8 +18,8 @@ import subprocess
 import sys
 
 import numpy as np
-from adult_svi import mean_field_optimum
 from common import average_row, experiment_parser, save
+from dpvim.adult import mean_field_optimum
 from peers.tables import markdown, write_into
 from peers.worker import logistic_records
 

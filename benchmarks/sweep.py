@@ -10,9 +10,9 @@ import time
 
 import jax
 import numpy as np
-from adult_svi import adult_svi
 from common import make_parser, write
 from datasets import load_adult_or_bundled
+from dpvim.adult import adult_svi
 
 from numpyro_dp.estimators import aligned
 

@@ -105,17 +105,24 @@ def run_svi(data, seed, num_steps, learning_rate, rate):
     return svi.get_params(train(state, jnp.asarray(features), jnp.asarray(label)))
 
 
+def adult_svi(estimator, clip_norm, step_size, num_examples, epsilon=1.0, rate=0.01):
+    """DPSVI with Adam on Poisson batches, delta = 1/N, add or remove one. For several benchmarks."""
+    return DPSVI(
+        model,
+        make_guide(),
+        optax.adam(step_size),
+        estimator=estimator,
+        clip_norm=clip_norm,
+        sampler=Poisson(rate),
+        budget=PrivacyBudget(epsilon=epsilon, delta=1 / num_examples),
+    )
+
+
 def run_private(data, name, epsilon, seed, args):
     """DPSVI; returns the result of the run."""
     num_examples = data.X_train.shape[0]
-    svi = DPSVI(
-        model,
-        make_guide(),
-        optax.adam(args.learning_rate),
-        estimator=ESTIMATORS[name](),
-        clip_norm=args.clip_norm,
-        sampler=Poisson(args.rate),
-        budget=PrivacyBudget(epsilon=epsilon, delta=1 / num_examples),
+    svi = adult_svi(
+        ESTIMATORS[name](), args.clip_norm, args.learning_rate, num_examples, epsilon, args.rate
     )
     num_steps = round(args.epochs / args.rate)
     return svi.run(

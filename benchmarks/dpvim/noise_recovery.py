@@ -19,9 +19,9 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from adult_svi import adult_svi
 from common import experiment_parser, panels, save
 from datasets import load_adult_or_bundled
+from dpvim.adult import adult_svi
 
 from numpyro_dp.estimators import aligned_natural
 from numpyro_dp.posterior import drift_check

@@ -18,9 +18,9 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from adult_svi import adult_svi, mean_field_optimum, score, summarise
 from common import experiment_parser, panels, save
 from datasets import load_adult_or_bundled
+from dpvim.adult import adult_svi, mean_field_optimum, score, summarise
 
 from numpyro_dp.estimators import aligned, aligned_natural, natural, preconditioned, vanilla
 
