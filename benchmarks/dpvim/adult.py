@@ -106,7 +106,7 @@ def run_svi(data, seed, num_steps, learning_rate, rate):
 
 
 def adult_svi(estimator, clip_norm, step_size, num_examples, epsilon=1.0, rate=0.01):
-    """DPSVI with Adam on Poisson batches, delta = 1/N, add or remove one. For several benchmarks."""
+    """DPSVI with Adam on Poisson batches and delta = 1 / N, for several benchmarks."""
     return DPSVI(
         model,
         make_guide(),
