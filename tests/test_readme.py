@@ -29,6 +29,17 @@ def test_the_code_runs_as_pasted(capsys):
     assert scope["draws"]["y"].shape == (500, 5)
 
 
+@pytest.mark.full
+@pytest.mark.table
+@pytest.mark.parametrize("page", ["data.md", "settings.md", "moving.md"])
+def test_the_code_of_a_page_runs_as_pasted(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scope = {"__name__": page}
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S):
+        code = code.replace("num_simulations=8", "num_simulations=2")  # a minute less
+        exec(compile(code, page, "exec"), scope)
+
+
 def test_documents_link_to_files_that_exist():
     documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     for document in documents:

@@ -315,7 +315,7 @@ class DPLaplace:
         if math.isfinite(report.epsilon):
             moments = prior.decoded.updated(precision, linear)
             findings = findings_of_normal(*moments, prior.decoded)
-            findings += findings_of_spread(*stages.spread, of_units)
+            findings += findings_of_spread(*stages.spread, of_units, bool(outcomes.number))
         posterior = source.posterior(draws, report, method, tuple(notes), findings=findings)
         posterior.warn()
         return posterior

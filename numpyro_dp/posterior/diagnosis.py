@@ -31,6 +31,9 @@ _FARTHEST = 3.0  # posterior sds between the points of a run and the optimum of 
 _WIDEST = 2.0  # posterior sds over which the points of a run move, fresh draws left out
 _MOST_PRIOR = 0.6  # part of the variance of the prior, as a mean over latents
 _CONFLICT = 2.0  # prior sds between the means of posterior and prior, root mean square
+_MORE = (
+    "More records, a larger epsilon, fewer latents or columns of about unit scale would tell more."
+)
 _MISFIT = 1.1  # variance of scores relative to what the model says
 _SURELY = 3.0  # standard errors by which scores vary more than the model says
 _SLID = 10.0  # factor by which an adaptive clip norm may change
@@ -143,8 +146,7 @@ def findings_of_shares(shares: np.ndarray, private: bool) -> list[Finding]:
     if not private or not wide:
         return []
     return [Finding("prior", False, (
-        f"{wide} of {known.size} latents are more than half prior. More records, a larger epsilon "
-        "or fewer latents would tell more."
+        f"{wide} of {known.size} latents are more than half prior. {_MORE}"
     ))]  # fmt: skip
 
 
@@ -182,8 +184,7 @@ def findings_of_normal(mean: np.ndarray, covariance: np.ndarray, prior: Prior) -
     share = float(np.mean(np.diag(covariance) / before))
     if share > _MOST_PRIOR:
         found.append(Finding("prior", True, (
-            f"This is mostly the prior: latents keep {100 * share:.0f} % of its variance. More "
-            "records, a larger epsilon or fewer latents would tell more."
+            f"This is mostly the prior: latents keep {100 * share:.0f} % of its variance. {_MORE}"
         )))  # fmt: skip
     away = float(np.sqrt(np.mean((mean - prior.mean) ** 2 / before)))
     if away > _CONFLICT:
@@ -194,15 +195,20 @@ def findings_of_normal(mean: np.ndarray, covariance: np.ndarray, prior: Prior) -
     return found
 
 
-def findings_of_spread(ratio: float, error: float, of_units: bool = False) -> list[Finding]:
+def findings_of_spread(
+    ratio: float, error: float, of_units: bool = False, listed: bool = False
+) -> list[Finding]:
     """What the spread of scores shows about the model.
 
     Args:
         ratio: Variance of the scores of the outcomes, relative to what the model says.
         error: Its standard error.
         of_units: Whether records are units of several rows.
+        listed: Whether there are few possible outcomes, such as 0 and 1.
     """
     remedy = "Use a likelihood with more spread: NegativeBinomial2 for counts, StudentT for values."
+    if listed:
+        remedy = "Check that columns have about unit scale, and that the model is right."
     if of_units:
         remedy = "Rows of one unit may depend on each other: give the model what they share."
     if ratio < _MISFIT or ratio - _SURELY * error <= 1:

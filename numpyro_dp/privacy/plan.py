@@ -36,8 +36,8 @@ __all__ = [
 
 
 _SETTINGS = (
-    "Not said how clip norm, rate and steps were chosen. If they were tuned on these records, this "
-    "statement does not cover that."
+    "Not said how model, columns and settings were chosen. If they were tuned on these records, "
+    "this statement does not cover that."
 )
 
 

@@ -383,6 +383,12 @@ def _caveats(report: Any) -> list[str]:
             "Epsilon is so large that delta leaves out how far noise and batches are from exact "
             "ones."
         )
+    if report.plan.budget is not None and report.plan.budget.charges is not None:
+        covered = "this run and the earlier ones" if report.plan.earlier else "this run alone"
+        found.append(
+            f"A ledger counts all runs on these records. Epsilon here covers {covered}, and the "
+            "ledger has the sum."
+        )
     found += report.caveats
     found += [f"Earlier run: {text}" for each in report.plan.earlier for text in each.caveats]
     who = "A person with several records is protected for one of them, not for all together."
