@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import pathlib
+import sys
 import warnings
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ _FARTHEST = 3.0  # posterior sds between the points of a run and the optimum of 
 _WIDEST = 2.0  # posterior sds over which the points of a run move, fresh draws left out
 _MOST_PRIOR = 0.6  # part of the variance of the prior, as a mean over latents
 _CONFLICT = 2.0  # prior sds between the means of posterior and prior, root mean square
+_PACKAGE = str(pathlib.Path(__file__).parents[1])
 _MORE = (
     "More records, a larger epsilon, fewer latents or columns of about unit scale would tell more."
 )
@@ -76,7 +79,11 @@ class Diagnosis(NamedTuple):
         """Warns of bad findings, with one :class:`PosteriorWarning` for all."""
         if self.bad:
             told = " ".join(finding.text for finding in self.bad)
-            warnings.warn(f"Do not believe this posterior yet. {told}", PosteriorWarning, 4)
+            text = f"Do not believe this posterior yet. {told}"
+            if sys.version_info >= (3, 12):  # points at the line outside of this package
+                warnings.warn(text, PosteriorWarning, skip_file_prefixes=(_PACKAGE,))
+            else:
+                warnings.warn(text, PosteriorWarning, 4)
 
     def __str__(self) -> str:
         """One line for each finding."""

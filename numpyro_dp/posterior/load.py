@@ -31,6 +31,8 @@ def load(path: Any, model: Callable[..., Any] | None = None) -> Posterior:
     Raises:
         FileNotFoundError: If there is no file.
         ValueError: If the file is damaged, or is not a posterior of this version.
+
+    :meth:`Posterior.save` has an example.
     """
     if model is not None and not callable(model):
         raise TypeError(f"Expected model as a function, got {type(model).__name__}.")

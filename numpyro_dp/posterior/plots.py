@@ -51,8 +51,8 @@ def forest(
     """Draws means and intervals of one site, for several posteriors side by side.
 
     Args:
-        found: Posteriors by name: :class:`~numpyro_dp.Posterior`, or draws by site such as
-            ``mcmc.get_samples()``.
+        found: Posteriors by name: a :class:`~numpyro_dp.Posterior`, the result of a run,
+            ``numpyro.infer.MCMC`` after its run, or draws by site.
         site: Name of the site.
         prob: Mass of the intervals.
         labels: Names of all entries of the site. By default the site with indices.
@@ -489,6 +489,10 @@ def _axes(ax: Any, size: tuple[float, float]) -> Any:
 
 def _interval(name: str, posterior: Any, site: str, prob: float) -> tuple[np.ndarray, ...]:
     tail = (1 - prob) / 2
+    if hasattr(posterior, "posterior"):  # a result of a run
+        posterior = posterior.posterior
+    elif hasattr(posterior, "get_samples"):  # numpyro.infer.MCMC
+        posterior = posterior.get_samples()
     if isinstance(posterior, Posterior):
         known = posterior.summary(prob)
         if site in known:

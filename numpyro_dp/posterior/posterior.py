@@ -371,6 +371,8 @@ class Posterior:
         if 2 * wide >= total:
             little = "The budget buys little here" if private else "The records say little here"
             verb = "is" if wide == 1 else "are"
+            if any(finding.name == "convergence" for finding in self._findings):
+                little = "The run ended far from its optimum"
             return f"{little}: {wide} of {count_of(total)} {verb} more than half prior."
         if wide:
             verb = "is" if wide == 1 else "are"

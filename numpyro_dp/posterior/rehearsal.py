@@ -157,15 +157,18 @@ class Choice(NamedTuple):
         settings: The chosen settings.
         driver: A driver with these settings, ready to run.
         scores: Pairs of settings and the mean log score of their last rehearsal, best first.
+        prior: Mean log score of the prior. Settings that are not clearly above it tell nothing.
     """
 
     settings: dict[str, Any]
     driver: Any
     scores: tuple[tuple[dict[str, Any], float], ...]
+    prior: float
 
     def __str__(self) -> str:
-        """One line for each setting."""
-        return "\n".join(f"{score:9.3f}  {settings}" for settings, score in self.scores)
+        """One line for each setting, and one for the prior."""
+        lines = [f"{score:9.3f}  {settings}" for settings, score in self.scores]
+        return "\n".join([*lines, f"{self.prior:9.3f}  the prior"])
 
     __repr__ = __str__
 
@@ -232,7 +235,9 @@ def choose(
             rehearsal = rehearse(
                 build(**own), rng_key, *args, num_steps=steps, num_simulations=number, **kwargs
             )
-            score = float(np.mean(rehearsal.log_score))
+            score, prior = (
+                float(np.mean(x)) for x in (rehearsal.log_score, rehearsal.prior_log_score)
+            )
             found.append((settings, score if np.isfinite(score) else -np.inf))
         found.sort(key=lambda pair: -pair[1])
         half = max(1, len(found) // 2)
@@ -244,7 +249,7 @@ def choose(
     ranked = sorted(found[:half], key=lambda pair: -pair[1]) + scores
     settings = ranked[0][0]
     own = {name: value for name, value in settings.items() if name != "num_steps"}
-    return Choice(settings, build(**own), tuple(ranked))
+    return Choice(settings, build(**own), tuple(ranked), prior)
 
 
 def _given_of(driver: Any) -> GivenModel:

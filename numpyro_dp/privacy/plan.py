@@ -131,6 +131,7 @@ class PrivacyReport:
             model and guide. Each has a place, a shape and a dtype.
         date: Day of the report, in UTC, as ``YYYY-MM-DD``.
         max_rows: Most rows of a unit, if a protected record is a unit of several rows.
+        in_ledger: Whether a ledger counts the run.
     """
 
     bound: EpsilonBound
@@ -146,6 +147,7 @@ class PrivacyReport:
     public: tuple[Any, ...] = ()
     date: str = dataclasses.field(default_factory=_today, compare=False)
     max_rows: int | None = None
+    in_ledger: bool = False
 
     @property
     def epsilon(self) -> float:

@@ -383,7 +383,7 @@ def _caveats(report: Any) -> list[str]:
             "Epsilon is so large that delta leaves out how far noise and batches are from exact "
             "ones."
         )
-    if report.plan.budget is not None and report.plan.budget.charges is not None:
+    if report.in_ledger:
         covered = "this run and the earlier ones" if report.plan.earlier else "this run alone"
         found.append(
             f"A ledger counts all runs on these records. Epsilon here covers {covered}, and the "

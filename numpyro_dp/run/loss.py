@@ -31,6 +31,11 @@ class LossRelease(NamedTuple):
     Attributes:
         clip: Bound on the absolute log likelihood of one record, in nats.
         share: Part of the privacy cost, in (0, 1).
+
+    Example:
+        >>> from numpyro_dp.mechanisms import LossRelease
+        >>> LossRelease(clip=10.0)  # DPSVI(..., loss_release=), then result.losses
+        LossRelease(clip=10.0, share=0.01)
     """
 
     clip: float

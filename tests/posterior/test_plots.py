@@ -1,6 +1,7 @@
 """Plots show what they say: positions of points are the values themselves."""
 
 import builtins
+import types
 
 import jax
 import matplotlib
@@ -61,6 +62,17 @@ def test_a_forest_has_means_and_intervals(posterior):
     ax = plots.forest({"private": posterior}, "w", entries=[2, 0], labels=list("abc"))
     np.testing.assert_allclose(points(ax)[0][:, 0], posterior.summary()["w"]["mean"][[2, 0]])
     assert [text.get_text() for text in ax.get_yticklabels()] == ["c", "a"]
+
+
+def test_a_forest_takes_results_and_samplers(posterior, records):
+    from numpyro.infer import MCMC, NUTS
+
+    mcmc = MCMC(NUTS(model), num_warmup=20, num_samples=50, progress_bar=False)
+    mcmc.run(jax.random.key(0), *records)
+    result = types.SimpleNamespace(posterior=posterior)  # as all results have it
+    own, other = points(plots.forest({"result": result, "NUTS": mcmc}, "w"))
+    np.testing.assert_allclose(own[:, 0], posterior.summary()["w"]["mean"])
+    np.testing.assert_allclose(other[:, 0], mcmc.get_samples()["w"].mean(0), rtol=1e-5)
 
 
 def test_it_draws_into_given_axes(posterior):

@@ -27,13 +27,14 @@ from numpyro_dp import (
 )
 from numpyro_dp.ep.families import diagonal_normal
 from numpyro_dp.estimators import aligned
-from numpyro_dp.posterior import posterior_samples
+from numpyro_dp.posterior import Finding, posterior_samples
 from numpyro_dp.posterior.scores import NOISE_INCLUDED
 from numpyro_dp.samplers import FullBatch
 
 X = np.random.default_rng(0).normal(size=(400, 2)).astype(np.float32)
 Y = (X @ np.array([1.0, -0.5], np.float32)).astype(np.float32)
 KEY = jax.random.key(0)
+FAR = Finding("convergence", False, "The run ended 3.0 posterior standard deviations away.")
 BUDGET = PrivacyBudget(2.0, 1e-4)
 COMMON = {"sampler": FullBatch(), "budget": BUDGET}
 
@@ -131,6 +132,7 @@ def test_sites_without_a_coordinate_for_each_entry_use_their_own_units():
         ([0.95, 0.1, 0.1], 3, 1.0, {}, "1 of 3 latents is more than half prior (largest share"),
         (0.0, 2, 1.0, {}, "No latent has a spread"),
         (0.1, 3, 1.0, {"converged": False}, "If the run has converged: every latent is known"),
+        (0.95, 3, 1.0, {"findings": (FAR,)}, "The run ended far from its optimum: 3 of 3 latents"),
     ],
 )
 @pytest.mark.every_case

@@ -110,6 +110,8 @@ def test_the_better_half_goes_on_and_bad_settings_lose():
     assert found.settings == {"clip_norm": 3.0, "num_steps": 10}
     assert built == [1e-3, 3.0, 1e3, 1e6, *built[4:6], 3.0]  # two go on, and one is built to run
     assert len(found.scores) == 4
+    assert str(found).splitlines()[-1] == f"{found.prior:9.3f}  the prior"
+    assert found.scores[0][1] > found.prior
     assert found.driver.run(KEY, 10, X, np.zeros(len(X), int), progress_bar=False)
     with pytest.raises(ValueError, match="empty grid"):
         choose(build, [], KEY, X, None)

@@ -106,7 +106,8 @@ def test_every_driver_is_charged_once_with_its_event(run, file):
 def test_runs_are_composed_and_the_total_stops_one_before_it_reads_a_record(file):
     ledger = Ledger(file, TOTAL)
     for number in range(3):
-        laplace(ledger.budget(0.9, purpose=f"run {number}"))
+        report = laplace(ledger.budget(0.9, purpose=f"run {number}"))
+        assert "Epsilon here covers this run alone" in str(report)
     spent = ledger.spent().epsilon
     assert 0.9 < spent < 1.8  # three runs of 0.9 cost less than two
 
@@ -122,6 +123,7 @@ def test_runs_are_composed_and_the_total_stops_one_before_it_reads_a_record(file
     assert file.read_bytes() == before
     # What is left can be spent, and then nothing more.
     report = laplace(ledger.budget(purpose="the rest"))
+    assert "Epsilon here covers this run and the earlier ones" in str(report)
     assert report.epsilon == pytest.approx(2.0, rel=0.01)
     assert ledger.spent().epsilon == pytest.approx(2.0, rel=0.01)
     with pytest.raises(LedgerError, match="more.*would spend"):

@@ -24,7 +24,14 @@ _variables: Any = Lazy("prv_accountant.privacy_random_variables")
 
 @dataclasses.dataclass(frozen=True)
 class PRV:
-    """Bounds full and Poisson batches from both sides (Gopi et al., 2021, Theorem 5.5)."""
+    """Bounds full and Poisson batches from both sides (Gopi et al., 2021, Theorem 5.5).
+
+    Example:
+        >>> import dp_accounting
+        >>> event = dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(20.0), 100)
+        >>> round(PRV().epsilon(event, 1e-5, "add_or_remove_one").epsilon, 1)
+        2.0
+    """
 
     name = "PRV"
 
