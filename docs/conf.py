@@ -1,4 +1,4 @@
-"""Settings of Sphinx, which builds the site: ``python -m sphinx -W docs site``.
+"""Settings of Sphinx, which builds the site: ``python -m sphinx -W -j auto docs site``.
 
 Pages that begin with ``file_format: mystnb`` are executed. Some of them read data from the folder
 NUMPYRO_DP_DATA. Without it, they are shown without results, and the build says so.
