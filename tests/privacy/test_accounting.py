@@ -14,7 +14,7 @@ from dp_accounting.pld import privacy_loss_distribution as library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from privacy.pairs import deltas, loss_range
-from scipy import stats
+from scipy import optimize, stats
 
 from numpyro_dp.privacy.accounting import (
     GDP,
@@ -406,24 +406,69 @@ def test_several_gaussians_on_one_sample_are_one():
 @pytest.mark.full
 def test_fixed_size_samples_need_replace_one():
     event = without_replacement(10, 1000, 1.0, 100)
-    bound = Best().epsilon(event, 1e-5, REPLACE)
+    bound = RDP().epsilon(event, 1e-5, REPLACE)
     library = library_rdp.RdpAccountant(neighboring_relation=dpa.NeighboringRelation.REPLACE_ONE)
-    assert bound.accountant == "RDP"
     assert bound.epsilon == pytest.approx(library.compose(event).get_epsilon(1e-5), rel=1e-6)
+    assert Best().epsilon(event, 1e-5, REPLACE).accountant == "PLD"
     with pytest.raises(UnsupportedEventError) as caught:
         Best().epsilon(event, 1e-5, ADD)
     message = str(caught.value)
     for part in (describe_event(event), ADD, "RDP under 'replace_one'", "GDP:", "PLD:", "RDP:"):
         assert part in message
-    assert supported_by(event) == ("RDP under 'replace_one'",)
+    assert supported_by(event) == ("RDP under 'replace_one'", "PLD under 'replace_one'")
     assert str(pickle.loads(pickle.dumps(caught.value))) == message
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(
+    ("size", "total", "noise", "delta"),
+    [(4, 8, 1.0, 1e-2), (10, 1000, 1.0, 1e-5), (1, 10_000, 0.5, 1e-8), (500, 1000, 5.0, 1e-6)],
+)
+def test_one_sample_of_a_fixed_size_has_the_delta_of_the_theorem(size, total, noise, delta):
+    """Balle, Barthe, Gaboardi (2018), Theorem 9, inverted by a search."""
+    q = size / total
+
+    def gaussian(epsilon):
+        above, below = (stats.norm.cdf(s / (2 * noise) - epsilon * noise) for s in (1, -1))
+        return above - math.exp(epsilon) * below
+
+    def excess(epsilon):
+        return q * gaussian(math.log1p(math.expm1(epsilon) / q)) - delta
+
+    exact = optimize.brentq(excess, 0.0, 30.0, xtol=1e-12)
+    bound = PLD().epsilon(without_replacement(size, total, noise), delta, REPLACE)
+    assert exact <= bound.upper * (1 + 1e-7)
+    assert bound.upper == pytest.approx(exact, rel=2e-3)
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(
+    ("size", "total", "noise", "steps", "delta"),
+    [(10, 1000, 1.0, 100, 1e-5), (200, 1000, 5.0, 500, 1e-6), (2, 4, 3.0, 20, 1e-4)],
+)
+def test_samples_of_a_fixed_size_are_between_data_that_occur_and_renyi(
+    size, total, noise, steps, delta
+):
+    """If all other records are alike, a step is a mixture with and without a shift of 1."""
+    bound = PLD().epsilon(without_replacement(size, total, noise, steps), delta, REPLACE)
+    occurs = PLD().epsilon(poisson(size / total, noise, steps), delta, ADD)
+    apart = PLD().epsilon(poisson(size / total, noise, steps), delta, REPLACE)
+    renyi = RDP().epsilon(without_replacement(size, total, noise, steps), delta, REPLACE)
+    assert max(occurs.estimate, apart.estimate) <= bound.upper < 1.2 * occurs.upper
+    assert bound.upper < 0.8 * renyi.upper
 
 
 @pytest.mark.parametrize(
     ("accountant", "event", "relation", "told"),
     [
         (GDP(), poisson(0.1, 1.0, 2), ADD, "full batches only"),
-        (PLD(), without_replacement(2, 9, 1.0), REPLACE, "no dominating pair"),
+        (PLD(), without_replacement(2, 9, 1.0), ADD, "under replace_one alone"),
+        (
+            PLD(),
+            dpa.ComposedDpEvent([without_replacement(2, 9, 1.0), poisson(0.1, 1.0, 1)]),
+            REPLACE,
+            "fixed-size and Poisson samples together",
+        ),
         (PRV(), poisson(0.1, 1.0, 2), REPLACE, "add_or_remove_one"),
         (RDP(), poisson(0.1, 1.0, 2), REPLACE, "PLD under 'replace_one'"),
         (PLD(), dpa.LaplaceDpEvent(1.0), ADD, "RDP under 'add_or_remove_one'"),

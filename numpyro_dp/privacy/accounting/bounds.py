@@ -158,7 +158,7 @@ def supported_by(event: dpa.DpEvent) -> tuple[str, ...]:
         >>> from dp_accounting import GaussianDpEvent, SampledWithoutReplacementDpEvent
         >>> import numpyro_dp.privacy.accounting
         >>> supported_by(SampledWithoutReplacementDpEvent(1000, 10, GaussianDpEvent(1.0)))
-        ("RDP under 'replace_one'",)
+        ("RDP under 'replace_one'", "PLD under 'replace_one'")
     """
     return tuple(
         f"{accountant.name} under {relation!r}"

@@ -1,4 +1,4 @@
-r"""Tight epsilon of full-batch and Poisson-sampled Gaussian runs, by privacy loss distributions.
+r"""Tight epsilon of Gaussian runs by privacy loss distributions.
 
 ``dp_accounting`` computes and composes the distributions, with pessimistic rounding
 (Connect-the-Dots: a discrete loss that dominates the true one). This module chooses the grid and
@@ -41,6 +41,19 @@ The outputs are :math:`(1-q) N(0) + q N(x)` and :math:`(1-q) N(0) + q N(x')` wit
 with equality for :math:`x = -x' = 1` and half-lines :math:`A`. This is the library's
 ``REPLACE_ONE``. Its standard deviation is in norms of one record, while the noise multiplier of our
 events is relative to the doubled sensitivity.
+
+**Samples of a fixed size**, m of n records under ``replace_one``. Let :math:`h_z(\varepsilon)` be
+the delta of the Gaussian mechanism with noise multiplier z, and :math:`q = m / n`. For
+:math:`\varepsilon \ge 0` a step has the delta
+
+.. math:: h(\varepsilon) = q\, h_z\big(\log(1 + (e^\varepsilon - 1) / q)\big),
+
+(Balle, Barthe, Gaboardi, Theorem 9, which is tight). The relation is symmetric, so h bounds both
+directions, and :math:`H_{e^{-\varepsilon}}(P, Q) = 1 - e^{-\varepsilon} + e^{-\varepsilon}
+H_{e^\varepsilon}(Q, P)` gives a bound at negative values. Together they are one convex function of
+:math:`e^\varepsilon`: at 1 its slope rises by :math:`(1 - q)\, h_z(0)`. So a pair of distributions
+has it as its deltas, and dominates the step. Such pairs compose (Zhu, Dong, Wang, Theorem 10), and
+Connect-the-Dots needs nothing but these deltas.
 """
 
 from __future__ import annotations
@@ -50,6 +63,7 @@ import math
 from typing import Any
 
 import numpy as np
+from scipy import special
 
 from numpyro_dp._lazy import dpa
 from numpyro_dp._validate import check_int, check_real
@@ -105,8 +119,9 @@ class PLD:
         Koskela, Jälkö, Honkela: Computing Tight DP Guarantees Using FFT (2020). Doroshenko et al.:
         Connect the Dots (2022). Zhu, Dong, Wang: Optimal Accounting via Characteristic Functions
         (2022), Theorem 11 for add or remove. Lebeda et al.: Avoiding Pitfalls for Privacy
-        Accounting of Subsampled Mechanisms under Composition (2024). Higham: Accuracy and Stability
-        of Numerical Algorithms (2002).
+        Accounting of Subsampled Mechanisms under Composition (2024). Balle, Barthe, Gaboardi:
+        Privacy Amplification by Subsampling (2018). Higham: Accuracy and Stability of Numerical
+        Algorithms (2002).
     """
 
     name = "PLD"
@@ -124,15 +139,19 @@ class PLD:
             steps = gaussian_steps(event)
         except StepError as error:
             return str(error)
-        if any(step.sampling == "without_replacement" for step in steps):
-            return "no dominating pair is known for fixed-size samples under composition"
+        kinds = {step.sampling for step in steps}
+        if "without_replacement" in kinds and relation != "replace_one":
+            return "fixed-size samples have a bound under replace_one alone"
+        if kinds >= {"without_replacement", "poisson"}:
+            return "fixed-size and Poisson samples together have no bound to choose a grid by"
         return None
 
     def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> EpsilonBound:
         """Bounds epsilon (see :class:`Accountant`).
 
         Raises:
-            UnsupportedEventError: If the event draws fixed-size samples, or is not Gaussian.
+            UnsupportedEventError: If the event is not Gaussian, or draws fixed-size samples and the
+                relation is ``add_or_remove_one``.
             UnreliableBoundError: If double precision does not resolve the delta of the event.
         """
         check_supported(self, event, relation)
@@ -157,7 +176,8 @@ class PLD:
         total = sum(step.count for step in steps)
         # Only to choose the grid. Renyi DP has no divergence for Poisson samples under replace-one.
         # The divergence for add-or-remove at the same noise / sensitivity is close to it.
-        event, near = canonical_event(steps), "add_or_remove_one"
+        fixed = any(step.sampling == "without_replacement" for step in steps)
+        event, near = canonical_event(steps), "replace_one" if fixed else "add_or_remove_one"
         start, order = epsilon_and_order(event, steps, delta, near, _ORDERS)
         interval = self._interval(steps, start, total * order)
         value, slope = self._at(steps, delta, relation, interval)
@@ -174,13 +194,17 @@ class PLD:
         """Returns the upper bound of the composition on a grid, and how fast delta falls there."""
         total, whole = sum(step.count for step in steps), None
         for step in steps:
-            one = dpa.pld.privacy_loss_distribution.from_gaussian_mechanism(
-                step.noise_multiplier * SENSITIVITY[relation],
-                value_discretization_interval=interval,
-                log_mass_truncation_bound=_log_tail(total) + math.log(delta),
-                sampling_prob=step.rate,
-                neighboring_relation=neighboring_relation(relation),
-            )
+            tail = _log_tail(total) + math.log(delta)
+            if step.sampling == "without_replacement":
+                one = _of_fixed_size(step, interval, tail)
+            else:
+                one = dpa.pld.privacy_loss_distribution.from_gaussian_mechanism(
+                    step.noise_multiplier * SENSITIVITY[relation],
+                    value_discretization_interval=interval,
+                    log_mass_truncation_bound=tail,
+                    sampling_prob=step.rate,
+                    neighboring_relation=neighboring_relation(relation),
+                )
             cut = delta * _TRUNCATED / (2 * len(steps))
             many = one.self_compose(step.count, cut) if step.count > 1 else one
             whole = many if whole is None else whole.compose(many, cut)
@@ -220,6 +244,24 @@ class PLD:
         # On a finer grid the rounding of one-step deltas would outweigh the gain.
         resolved = math.sqrt(24.0 * _UNIT * width)
         return max(min(wanted, max(most, 1e-9)), width / self.max_points, resolved)
+
+
+def _of_fixed_size(step: GaussianStep, interval: float, log_tail: float) -> Any:
+    """The loss of a step with a sample of a fixed size under ``replace_one``."""
+    mu, q = 1.0 / step.noise_multiplier, step.rate
+    # Beyond this loss, the delta of the Gaussian mechanism is below that of the tail.
+    plain = mu**2 / 2 + mu * math.sqrt(2.0 * max(0.0, math.log(q) - log_tail))
+    last = math.ceil((plain + math.log(q + (1 - q) * math.exp(-plain))) / interval) + 1
+    losses = interval * np.arange(last + 1)
+    # log(1 + (e^x - 1) / q), which is at least x.
+    inner = losses + np.log1p((1 / q - 1) * -np.expm1(-losses))
+    above, below = (special.log_ndtr(sign * mu / 2 - inner / mu) for sign in (1.0, -1.0))
+    deltas = -q * np.exp(above) * np.expm1(np.minimum(inner + below - above, 0.0))
+    mirrored = -np.expm1(-losses) + np.exp(-losses) * deltas
+    pmf = dpa.pld.pld_pmf.create_pmf_pessimistic_connect_dots(
+        interval, np.arange(-last, last + 1), np.concatenate([mirrored[:0:-1], deltas])
+    )
+    return dpa.pld.privacy_loss_distribution.PrivacyLossDistribution(pmf)
 
 
 def _log_tail(total: int) -> float:

@@ -1,4 +1,4 @@
-r"""Renyi differential privacy: the loosest accountant, and the only one for fixed-size samples.
+r"""Renyi differential privacy: the loosest accountant, and one for any delta.
 
 .. math:: \varepsilon = \min_\alpha \; n\,\rho(\alpha) + \log\tfrac{\alpha - 1}{\alpha}
     - \frac{\log(\delta \alpha)}{\alpha - 1}
