@@ -66,7 +66,7 @@ def panels(path, columns=1, rows=1, size=(4.8, 3.6), bottom=0.0, **how):
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, **how)
     yield axes
     figure.tight_layout(rect=(0, bottom, 1, 1))
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=200)
 
 
 def logistic_model(features, label):

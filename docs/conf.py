@@ -75,7 +75,8 @@ c.IPKernelApp.exec_lines = [
 ]
 """)
 
-BESIDE = "README", "CONTRIBUTING", "CHANGELOG"  # pages of the site that stand beside `docs`
+# Pages of the site that stand beside `docs`.
+BESIDE = "README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "CODE_OF_CONDUCT"
 
 
 def _page(app, docname, source):

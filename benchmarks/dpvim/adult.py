@@ -223,7 +223,7 @@ def draw(params, path):
             axis.scatter(x, y, s=9, alpha=0.7)
             axis.set(xlabel=f"{title}, optimum", ylabel=f"{title}, private", title=name)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=200)
     print(f"\nfigure: {path}")
 
 
