@@ -75,6 +75,7 @@ def columns():
 
 DRIVERS = {
     "DPSVI, default": svi,
+    "DPSVI, default, any outcome": lambda: svi(fn=linear),
     "aligned": lambda: svi(aligned()),
     "vanilla": lambda: svi(vanilla()),
     "preconditioned": lambda: svi(preconditioned()),
@@ -107,7 +108,7 @@ def attacked(name, draws):
     args, kwargs = (x, y), {}
     if name == "DPEM":
         args = (x,)
-    if name == "DPPBP" or "replace one" in name:
+    if name == "DPPBP" or "replace one" in name or "any outcome" in name:
         args = (x, y.astype(jnp.float32).at[-1].set(500))
     if "replace one" in name:
         kwargs = {"neighbour": (x, args[1].at[-1].set(-500))}
