@@ -103,8 +103,8 @@ class DPEM(Driver):
         mesh: Mesh | None = None,
         repetition: bool = False,
     ) -> None:
-        self.num_components = check_int("num_components", num_components, low=1)
-        self.init_scale = check_real("init_scale", init_scale, low=0, low_open=True)
+        self.num_components: int = check_int("num_components", num_components, low=1)
+        self.init_scale: float = check_real("init_scale", init_scale, low=0, low_open=True)
         check_real("smallest_variance", smallest_variance, low=0, low_open=True)
         if not callable(damping):
             check_real("damping", damping, low=0, low_open=True, high=1)

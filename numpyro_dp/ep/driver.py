@@ -207,7 +207,7 @@ class DPSEP(Driver):
         self._reader = _Reader(
             model, family, site, data_plate, static_kwargs, settings.public, max_rows_per_unit
         )
-        self.guide = self._reader.guide
+        self.guide: PosteriorGuide = self._reader.guide
         values = str(self._reader), *release, bool(unbiased_clipping)
         super().__init__(Method(estimator, Damped(damping), values, _INDEPENDENT), settings)
 
@@ -367,10 +367,10 @@ class EP:
         public: Any = (),
         **static_kwargs: Any,
     ) -> None:
-        self.damping = check_real("damping", damping, low=0, low_open=True, high=1)
+        self.damping: float = check_real("damping", damping, low=0, low_open=True, high=1)
         self.sequential = sequential
         self._reader = _Reader(model, family, site, data_plate, static_kwargs, public)
-        self.guide = self._reader.guide
+        self.guide: PosteriorGuide = self._reader.guide
 
     def run(
         self,

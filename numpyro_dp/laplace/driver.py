@@ -119,6 +119,10 @@ class DPLaplace:
         Gaussian differential privacy, JRSS B.
     """
 
+    model: Callable[..., Any]
+    static_kwargs: dict[str, Any]
+    data_plate: str | None
+
     def __init__(
         self,
         model: Callable[..., Any],
@@ -138,8 +142,8 @@ class DPLaplace:
     ) -> None:
         check_callable("model", model)
         self.model, self.static_kwargs, self.data_plate = model, static_kwargs, data_plate
-        self.scales = _check_scales(scales)
-        self.settings = RunSettings(
+        self.scales: dict[str, Any] = _check_scales(scales)
+        self.settings: RunSettings = RunSettings(
             clip_norm=1.0, sampler=FullBatch(), mechanism=StagedGaussian((1.0,)), budget=budget,
             noise_multiplier=noise_multiplier, secret_key=secret_key, accountant=accountant,
             microbatch_size=microbatch_size, mesh=mesh, public=public, repetition=repetition

@@ -38,11 +38,16 @@ class Scores:
             triangle.
     """
 
+    outcomes: Outcomes
+    example: PyTree
+    own: dict[str, Array]
+    frame: Array
+
     def __init__(
         self, outcomes: Outcomes, whitening: Array, example: PyTree, places: Any = None
     ) -> None:
         self.outcomes, self.example, self.own = outcomes, example, outcomes.own(example)
-        self.places = np.triu_indices(outcomes.size) if places is None else places
+        self.places: Any = np.triu_indices(outcomes.size) if places is None else places
         zero, given = jnp.zeros(outcomes.size, whitening.dtype), (example, self.own)
         self._waists = {True: find_waist(_scalar(outcomes, True), zero, given)}
         if outcomes.weighted:  # same coordinates with and without the weight

@@ -57,16 +57,28 @@ class Run:
         spread: How much the scores vary, relative to the model, and the standard error of that.
     """
 
+    prior: ModelPrior
+    plan: Schedule
+    groups: np.ndarray
+    pairs: np.ndarray
+    whitening: np.ndarray
+    template: np.ndarray
+    mean: np.ndarray
+    covariance: np.ndarray
+    kappa: float
+    stages: tuple[curvature.Stage, ...]
+    growth: float
+
     def __init__(self, prior: ModelPrior, plan: Schedule, guess: FirstGuess) -> None:
         self.prior, self.plan, self.groups = prior, plan, guess.groups
         size, self.pairs = len(guess.groups), pairs_of(guess.groups)
-        self.seen = np.ones(size, bool)
+        self.seen: np.ndarray = np.ones(size, bool)
         self.whitening, self.template = np.diag(guess.whitening), np.eye(size)
         self.mean, self.covariance = prior.decoded.mean, prior.decoded.covariance
         self.kappa, self.stages, self.growth = 1.0, (), GROWTH
-        self.spread = 1.0, 0.0
+        self.spread: tuple[float, float] = 1.0, 0.0
         self.size = size
-        self.number = prior.outcomes.model.structure.layout.num_examples
+        self.number: int = prior.outcomes.model.structure.layout.num_examples
 
     def request(self, release: int) -> Request:
         """Returns the request for a release, in all coordinates."""

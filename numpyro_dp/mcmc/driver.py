@@ -124,6 +124,9 @@ class DPMCMC:
         privacy and reliability, Algorithm 2.
     """
 
+    kernel: SGLD
+    num_chains: int
+
     def __init__(
         self,
         kernel: SGLD,
@@ -157,7 +160,7 @@ class DPMCMC:
                 f"Expected num_samples to be a multiple of thinning={thinning}, got {num_samples}. "
                 f"Use {num_samples + -num_samples % thinning}."
             )
-        self.settings = RunSettings(
+        self.settings: RunSettings = RunSettings(
             clip_norm=clip_norm, sampler=sampler, mechanism=mechanism, budget=budget,
             noise_multiplier=noise_multiplier, secret_key=secret_key, accountant=accountant,
             microbatch_size=microbatch_size, mesh=mesh, public=public, repetition=repetition

@@ -164,7 +164,7 @@ class constraining(Messenger):  # noqa: N801 - a NumPyro handler, named like its
     def __init__(self, fn: Callable[..., Any], latents: dict[str, Array]) -> None:
         self.latents = latents
         dtype = jnp.result_type(float, *latents.values()) if latents else jnp.result_type(float)
-        self.log_det = jnp.zeros((), dtype)
+        self.log_det: Array = jnp.zeros((), dtype)
         super().__init__(fn)
 
     def process_message(self, msg: dict[str, Any]) -> None:

@@ -75,10 +75,10 @@ class fill_locals(Messenger):  # noqa: N801 - a NumPyro handler, named like its 
         rows: Array | None = None,
     ) -> None:
         self.plate = plate
-        self.values = values or {}
-        self.choice = choice or {}
+        self.values: Mapping[str, Array] = values or {}
+        self.choice: Mapping[str, Array] = choice or {}
         self.discrete_only = discrete_only
-        self.rows = jnp.zeros(1, int) if rows is None else rows
+        self.rows: Array = jnp.zeros(1, int) if rows is None else rows
         super().__init__(fn)
 
     def process_message(self, msg: dict[str, Any]) -> None:

@@ -182,6 +182,9 @@ class PublicValues:
         arguments: Public arrays among the arguments.
     """
 
+    plate: str
+    number: int
+
     def __init__(
         self, declared: Declared, plate: str, number: int, arguments: tuple[PublicArray, ...] = ()
     ) -> None:
@@ -207,7 +210,7 @@ class PublicValues:
         """Whether both have accepted the same arrays."""
         return isinstance(other, PublicValues) and self.arrays == other.arrays
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: None = None  # type: ignore[assignment]
 
     def copy(self) -> PublicValues:
         """A copy, to which one run can add its own arrays."""

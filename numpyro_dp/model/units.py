@@ -42,6 +42,8 @@ class Units:
         max_rows: Most rows of a unit.
     """
 
+    shape: tuple[int, int]
+
     def __init__(self, ids: Any, num_rows: int, num_units: int, max_rows: int) -> None:
         self._ids, self._num_rows, self.shape = ids, num_rows, (num_units, max_rows)
 
@@ -59,10 +61,12 @@ class Grouped:
         units: Which rows belong to each unit.
     """
 
+    shape: tuple[int, ...]
+
     def __init__(self, array: Any, units: Units) -> None:
         self._array, self._units = array, units
         self.shape = units.shape if array is None else (*units.shape, *np.shape(array)[1:])
-        self.dtype = np.dtype(np.float32) if array is None else array.dtype
+        self.dtype: np.dtype[Any] = np.dtype(np.float32) if array is None else array.dtype
 
     def __len__(self) -> int:
         return self.shape[0]

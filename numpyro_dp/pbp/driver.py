@@ -108,6 +108,8 @@ class DPPBP(Driver):
         section 6.2; Hernández-Lobato, Adams (2015), ICML.
     """
 
+    guide: NetworkGuide
+
     def __init__(
         self,
         network: RegressionNetwork,
@@ -131,7 +133,7 @@ class DPPBP(Driver):
         mesh: Mesh | None = None,
         repetition: bool = False,
     ) -> None:
-        self.network = _check_network(network)
+        self.network: RegressionNetwork = _check_network(network)
         for name, rate in (("damping", damping), ("step_size", step_size)):
             if rate is not None and not callable(rate):
                 check_real(name, rate, low=0, low_open=True, high=1)
@@ -140,7 +142,7 @@ class DPPBP(Driver):
         self.ridge = ridge
         check_real("precision_weight", precision_weight, low=0, low_open=True)
         check_real("noise_weight", noise_weight, low=0, low_open=True)
-        self.init_scale = check_real("init_scale", init_scale, low=0, low_open=True)
+        self.init_scale: float = check_real("init_scale", init_scale, low=0, low_open=True)
         self.guide, self._by_layer = NetworkGuide(network), not precision_per_weight
         values = str(network), precision_per_weight, precision_weight, noise_weight, ridge
         estimator = network_ep(network, self._by_layer, precision_weight, noise_weight, ridge)
@@ -240,11 +242,11 @@ class PBP:
         damping: float = 0.05,
         init_scale: float = 1.0,
     ) -> None:
-        self.network = _check_network(network)
+        self.network: RegressionNetwork = _check_network(network)
         self.keep_sites = keep_sites
-        self.damping = check_real("damping", damping, low=0, low_open=True, high=1)
-        self.init_scale = check_real("init_scale", init_scale, low=0, low_open=True)
-        self.guide = NetworkGuide(network)
+        self.damping: float = check_real("damping", damping, low=0, low_open=True, high=1)
+        self.init_scale: float = check_real("init_scale", init_scale, low=0, low_open=True)
+        self.guide: NetworkGuide = NetworkGuide(network)
 
     def run(self, rng_key: Array, num_sweeps: int, x: Array, y: Array) -> SensitiveEPResult:
         """Sweeps over all records ``num_sweeps`` times.

@@ -51,6 +51,10 @@ class RegressionNetwork:
         Bayesian neural networks, ICML.
     """
 
+    hidden: tuple[int, ...]
+    weight_precision: float | None
+    noise_prior: tuple[float, float]
+
     def __init__(
         self,
         hidden: Sequence[int] = (50,),

@@ -112,6 +112,10 @@ class Posterior:
         they contain a private row.
     """
 
+    privacy: PrivacyReport | Statement
+    method: str
+    notes: tuple[str, ...]
+
     def __init__(
         self,
         *,
@@ -128,7 +132,7 @@ class Posterior:
         released: dict[str, Any] | None = None,
         shares: dict[str, np.ndarray] | None = None,
     ) -> None:
-        self.released = {} if released is None else released
+        self.released: dict[str, Any] = {} if released is None else released
         self._params = {} if params is None else params
         if shares is not None:
             self.__dict__["_prior_shares"] = shares

@@ -13,7 +13,7 @@ __all__ = ["PosteriorSummary", "count_of", "entry_name", "share_text", "shown", 
 _SHOWN, _SHOWN_KEYS = 60, ("mean", "sd", "lower", "upper")
 
 
-class PosteriorSummary(Mapping):
+class PosteriorSummary(Mapping[str, dict[str, np.ndarray]]):
     """A mapping from sites to their summaries. It prints as a table.
 
     Args:
@@ -23,6 +23,8 @@ class PosteriorSummary(Mapping):
     Attributes:
         prob: Mass of the intervals.
     """
+
+    prob: float
 
     def __init__(self, sites: dict[str, dict[str, np.ndarray]], prob: float) -> None:
         self._sites, self.prob = sites, prob

@@ -109,6 +109,9 @@ class Ledger:
         yours to publish or not.
     """
 
+    path: pathlib.Path
+    total: PrivacyBudget
+
     def __init__(self, path: Any, total: PrivacyBudget) -> None:
         old = isinstance(total, PrivacyBudget) and (total.earlier or total.charges)
         if not isinstance(total, PrivacyBudget) or total.delta is None or old:

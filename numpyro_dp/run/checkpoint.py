@@ -70,6 +70,8 @@ class Checkpoint:
         run leaves its progress, and the same call then returns the same result.
     """
 
+    every: int | None
+
     def __init__(
         self,
         folder: str | os.PathLike[str],

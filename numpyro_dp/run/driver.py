@@ -77,6 +77,9 @@ class Driver(abc.ABC):
         settings: What all drivers share.
     """
 
+    method: Method
+    settings: RunSettings
+
     def __init__(self, method: Method, settings: RunSettings) -> None:
         _check_estimator(method.estimator)
         _check_independent_noise(

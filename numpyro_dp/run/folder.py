@@ -60,6 +60,8 @@ class Folder:
         ValueError: If the folder holds other runs. The message names the difference.
     """
 
+    path: pathlib.Path
+
     def __init__(
         self,
         path: str | os.PathLike[str],

@@ -64,17 +64,23 @@ class Session:
         finite: Parameters -> whether an invented record has a finite signal.
     """
 
+    problem: Problem
+    settings: RunSettings
+    method: Method
+    num_latents: int
+    finite: Callable[[dict[str, Any]], bool]
+
     def __init__(self, settings: RunSettings, method: Method, prepared: Prepared) -> None:
         self.problem = problem = prepared.problem
         self.settings, self.method = settings, method
-        self.num_examples = problem.num_examples
-        self.inclusion_prob = settings.sampler.inclusion_prob(self.num_examples)
+        self.num_examples: int = problem.num_examples
+        self.inclusion_prob: float = settings.sampler.inclusion_prob(self.num_examples)
         # The size of the data set is public and fixed, so one session serves one size.
         estimator = self._estimator(problem.shared, MechanismState(settings.clip_norm.as_arrays()))
         self._centred = estimator.centring is not None
         self._build(settings.sampler.next)
         params = method.optim.get_params(prepared.optim_state)
-        self.param_shapes = shapes_of(params)
+        self.param_shapes: dict[str, tuple[int, ...]] = shapes_of(params)
         self.num_latents = sum(leaf.size for leaf in jax.tree.leaves(params))
         # Checks that need no record run here, so that errors come before any budget is spent.
         self.finite = check_signal(problem, estimator, params, settings.norm_with_loss)

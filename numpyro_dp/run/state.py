@@ -144,6 +144,15 @@ class SensitiveState:
         "optim_state", "records", "rng_key",
     )  # fmt: skip
 
+    optim_state: PyTree
+    rng_key: Array
+    mutable_state: None
+    large: tuple[Any, ...]
+    layout: _Layout
+    nonce: Any
+    identity: RunIdentity
+    records: Any
+
     def __init__(self, state: RunState, nonce: Any, identity: RunIdentity, axes: int = 0) -> None:
         self.optim_state, self.rng_key, self.mutable_state = state.optim_state, state.rng_key, None
         self._small, self.large, self.layout = _packed(state[2:], axes)

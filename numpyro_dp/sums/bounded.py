@@ -119,6 +119,8 @@ class SumInParts:
         margin: Part of the clip norm to which signals are clipped.
     """
 
+    names: tuple[str, ...]
+
     def __init__(
         self,
         estimator: Estimator,
@@ -132,7 +134,7 @@ class SumInParts:
         self._signal, self._mechanism, self._count = estimator.signal, mechanism, count
         self._public, self._struct = public, jax.eval_shape(estimator.signal, public, first)
         self._like, self.names = jax.eval_shape(widen, self._struct), filled(self._struct)
-        self.margin = margin_of(self._struct, count, rows=rows_each)
+        self.margin: float = margin_of(self._struct, count, rows=rows_each)
         self._blocks = mechanism.blocks(self.names)
         self._norms = [norm_of(mechanism, self.names, at) for at in range(len(self._blocks))]
 

@@ -163,6 +163,9 @@ class DPSVI(Driver):
         Jälkö, Prediger, Honkela, Kaski (2024), DPVIm, TMLR.
     """
 
+    guide: Callable[..., Any]
+    optim: Any
+
     def __init__(
         self,
         model: Callable[..., Any],
@@ -192,7 +195,7 @@ class DPSVI(Driver):
     ) -> None:
         check_callable("model", model)
         check_callable("guide", guide)
-        self.loss = check_loss(loss)
+        self.loss: Any = check_loss(loss)
         svi = SVI(model, guide, _check_optim(optim), self.loss, **static_kwargs)
         settings = RunSettings(
             clip_norm=clip_norm, sampler=sampler, mechanism=mechanism, budget=budget,

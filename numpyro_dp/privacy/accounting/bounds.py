@@ -118,6 +118,10 @@ class UnsupportedEventError(ValueError):
     ``reasons`` maps the name of an accountant to why it has no bound.
     """
 
+    event: dpa.DpEvent
+    relation: Relation
+    reasons: dict[str, str]
+
     def __init__(self, event: dpa.DpEvent, relation: Relation, reasons: dict[str, str]) -> None:
         """Composes the message, with the accountants that support the event."""
         self.event, self.relation, self.reasons = event, relation, dict(reasons)
