@@ -24,7 +24,7 @@ install_import_hook([f"numpyro_dp.{name}" for name in _CHECKED], "_typecheck.che
 
 _LONG_EXAMPLES = {
     "DPPBP", "EP", "PBP", "tempering_model", "tempered", "choose", "rehearse", "Ledger",
-    "compare_accountants",
+    "compare_accountants", "audit", "clip_norms", "epsilon_by_step", "iterates", "prior_share",
 }  # fmt: skip
 
 

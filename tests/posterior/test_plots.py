@@ -64,6 +64,7 @@ def test_a_forest_has_means_and_intervals(posterior):
     assert [text.get_text() for text in ax.get_yticklabels()] == ["c", "a"]
 
 
+@pytest.mark.full
 def test_a_forest_takes_results_and_samplers(posterior, records):
     from numpyro.infer import MCMC, NUTS
 

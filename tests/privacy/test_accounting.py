@@ -441,6 +441,7 @@ def test_one_sample_of_a_fixed_size_has_the_delta_of_the_theorem(size, total, no
     assert bound.upper == pytest.approx(exact, rel=2e-3)
 
 
+@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize(
     ("size", "total", "noise", "steps", "delta"),

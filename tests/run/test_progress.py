@@ -51,6 +51,7 @@ def run_mcmc(x, chains=1):
     return mcmc.privacy
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", [run_fit, run_svi, run_mcmc])
 @pytest.mark.table
 def test_a_bar_reads_compiles_and_counts(run, records, capsys):
