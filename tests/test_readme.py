@@ -30,8 +30,7 @@ def test_the_code_runs_as_pasted(capsys):
 
 
 @pytest.mark.full
-@pytest.mark.table
-@pytest.mark.parametrize("page", ["data.md", "moving.md"])
+@pytest.mark.parametrize("page", ["data.md", "moving.md", "settings.md"])
 def test_the_code_of_a_page_runs_as_pasted(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scope = {"__name__": page}

@@ -151,12 +151,17 @@ def test_what_is_accepted_is_safe(row: Any) -> None:
     assert reads
 
 
+def in_tiers(rows: Any) -> list[Any]:
+    """All slow rows and every third of the others: .ci/run has no time for more."""
+    marks = [pytest.mark.slow if row.slow else pytest.mark.extended for row in rows]
+    return [
+        pytest.param(row, marks=mark) if row.slow or number % 3 else row
+        for number, (row, mark) in enumerate(zip(rows, marks, strict=True))
+    ]
+
+
 @pytest.mark.table
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, marks=pytest.mark.slow) if row.slow else row for row in ORDINARY],
-    ids=names(ORDINARY),
-)
+@pytest.mark.parametrize("row", in_tiers(ORDINARY), ids=names(ORDINARY))
 def test_what_is_ordinary_is_accepted(row: Any) -> None:
     row.build().initialise()
 

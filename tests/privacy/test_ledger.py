@@ -328,7 +328,6 @@ def test_a_sweep_charges_each_of_its_runs(file, tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.table
 @pytest.mark.parametrize("chunk_size", [1, 2])
 def test_a_finished_sweep_never_gets_new_noise(file, tmp_path, chunk_size):
     """Without its key a missing chunk would be another release, which nobody counts."""
