@@ -35,6 +35,7 @@ nb_execution_timeout = 240
 nb_execution_raise_on_error = True
 nb_execution_in_temp = True  # pages may write files
 nb_merge_streams = True
+suppress_warnings = ["myst-nb.lexer"]  # of pages that are not executed
 # Formulas need no network. The extension that this package is does not support `-j`.
 _mathjax = importlib.util.find_spec("sphinx-mathjax-offline")
 html_static_path = [str(pathlib.Path(_mathjax.origin).parent / "static")]
