@@ -149,7 +149,7 @@ PAIRS = [
     if not (driver == "DPSEP" and model in ("groups", "linear"))  # likelihoods of one x @ w
 ]
 # All drivers on one model, and all models by one driver of each kind.
-KINDS = "DPSVI", "DPSEP", "DPMCMC, SGLD", "DPLaplace"
+KINDS = "DPSVI", "DPSEP", "DPLaplace"
 CHOSEN = [(driver, model) for driver, model in PAIRS if model == "logistic" or driver in KINDS]
 
 

@@ -42,8 +42,7 @@ DRIVERS = {
 }  # fmt: skip
 
 
-@pytest.mark.full
-@pytest.mark.table
+@pytest.mark.full  # tests/posterior/test_scores.py has other drivers
 @pytest.mark.parametrize("name", DRIVERS)
 def test_intervals_hold_the_truth_and_know_more_than_the_prior(name):
     build, settings = DRIVERS[name]
