@@ -21,7 +21,7 @@ from numpyro_dp.model.density import Model
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import GivenModel, arguments_key
 from numpyro_dp.model.outcomes import read_outcomes
-from numpyro_dp.model.public import argument_names, declare
+from numpyro_dp.model.public import argument_names, declare, record_arguments
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.units import split_unit
 from numpyro_dp.posterior.diagnosis import findings_of_normal, findings_of_spread
@@ -286,12 +286,9 @@ class DPLaplace:
                 f"Expected scales= to name arguments of the model among {names}, got {unknown}. "
                 "Correct the names."
             )
-        leaves = jax.tree.leaves_with_path((args, kwargs))
         found: dict[int, Any] = {}
-        records = [p for (p, _), kind in zip(leaves, structure.layout.kinds, strict=True)
-                   if kind == "r"]  # fmt: skip
-        for number, path in enumerate(records):
-            name = names[path[1].idx] if path[0].idx == 0 else path[1].key
+        records = record_arguments(self.model, structure.layout.kinds, args, kwargs)
+        for number, (name, _) in enumerate(records):
             if name in self.scales:
                 shape = structure.layout.shapes[number][0]
                 found[number] = _check_scale(name, self.scales[name], shape)

@@ -18,7 +18,7 @@ import copy
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -150,6 +150,26 @@ def argument_names(model: Callable[..., Any], args: tuple[Any, ...]) -> list[str
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     known = [each.name for each in parameters if each.kind in by_place]
     return [known[i] if i < len(known) else f"args[{i}]" for i in range(len(args))]
+
+
+def record_arguments(
+    model: Callable[..., Any], kinds: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[str, str]]:
+    """Returns, for each array of records, the name of its argument and its place in it.
+
+    Args:
+        model: The model.
+        kinds: Kind of each array of the arguments, where ``"r"`` stands for records.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
+    own, found = argument_names(model, args), []
+    paths = [path for path, _ in jax.tree.leaves_with_path((args, kwargs))]
+    for (part, which, *inside), kind in zip(paths, kinds, strict=True):
+        if kind == "r":
+            name = own[which.idx] if part.idx == 0 else which.key
+            found.append((name, jax.tree_util.keystr(tuple(inside))))
+    return found
 
 
 def own_constants(*arrays: Any) -> tuple[Any, ...]:

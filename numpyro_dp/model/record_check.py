@@ -14,8 +14,7 @@ from numpyro_dp.model.density import Model
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import GivenModel
 from numpyro_dp.model.outcomes import unconstrained_prior
-from numpyro_dp.model.public import argument_names
-from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.model.public import record_arguments
 from numpyro_dp.model.units import split_unit
 
 __all__ = ["SensitiveCheck", "check_records"]
@@ -102,7 +101,8 @@ def check_records(
     values = [np.asarray(each) for each in arrays]
     finite = np.ones(len(values[0]), bool)
     constant, scales = [], {}
-    names = _names(model, structure, args, kwargs)
+    found = record_arguments(model, structure.layout.kinds, args, kwargs)
+    names = [argument + place for argument, place in found]
     for array, argument in zip(values, names, strict=True):
         flat = array.reshape(len(array), -1)
         finite &= np.isfinite(flat).all(1)
@@ -119,22 +119,6 @@ def check_records(
     return SensitiveCheck(
         np.flatnonzero(~finite), np.flatnonzero(finite & ~possible), tuple(constant), scales
     )
-
-
-def _names(
-    model: Callable[..., Any],
-    structure: ModelStructure,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> list[str]:
-    """Names of the arrays of records, by argument."""
-    own, found = argument_names(model, args), []
-    paths = [path for path, _ in jax.tree.leaves_with_path((args, kwargs))]
-    for (part, which, *inside), kind in zip(paths, structure.layout.kinds, strict=True):
-        if kind == "r":
-            name = own[which.idx] if part.idx == 0 else which.key
-            found.append(name + jax.tree_util.keystr(tuple(inside)))
-    return found
 
 
 def _possible(model: Model, rows: tuple[Any, ...], shared: tuple[Any, ...]) -> np.ndarray:
