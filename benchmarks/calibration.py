@@ -62,7 +62,7 @@ def main():
         rate, steps, epsilon, delta = case
         given = {"rate": rate, "steps": steps, "budget": epsilon, "delta": f"{delta:.3g}"}
         rows.append(given | json.loads(done.stdout))
-    write(args, "calibration", {"Calibrating the noise": rows})
+    write(args, {"Calibrating the noise": rows})
 
 
 if __name__ == "__main__":

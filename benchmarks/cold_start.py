@@ -84,7 +84,7 @@ def main():
     rows = [{"": name} | {label: row[part] for part, label in LABELS.items()}
             for name, row in medians.items()]  # fmt: skip
     rows.append({"": "ratio"} | {LABELS[part]: ratios.get(part, "") for part in LABELS})
-    write(args, "cold_start", {"A fresh process, medians": rows})
+    write(args, {"A fresh process, medians": rows})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ import json
 import os
 import pathlib
 import platform
+import shlex
 import statistics
+import subprocess
+import sys
 import time
 
 import jax
@@ -15,10 +18,12 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 
+HERE, STARTED = pathlib.Path(__file__).parent, time.monotonic()
+
 
 def make_parser(description):
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", help="write the results to this file ('-' prints them)")
+    parser.add_argument("--json", help="write the results to this file")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     return parser
 
@@ -37,11 +42,33 @@ def experiment_parser(doc, quick):
 
 
 def save(args, **results):
-    """Settings, machine and results as JSON, where asked."""
+    """The results as JSON, where asked, with the command, commit and machine that made them."""
     if args.json:
-        settings = {k: v for k, v in vars(args).items() if k not in ("json", "figure")}
-        report = {"settings": settings, "machine": machine(), **results}
-        pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+        report = {
+            "command": _command(), "commit": _commit(), "machine": machine(),
+            "seconds": round(time.monotonic() - STARTED), **results,
+        }  # fmt: skip
+        path = pathlib.Path(args.json)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _command():
+    """As typed, without where it writes."""
+    words, skip = ["python", os.path.relpath(sys.argv[0], HERE.parent)], False
+    for word in sys.argv[1:]:
+        if not skip and word not in ("--json", "--figure"):
+            words.append(word)
+        skip = word in ("--json", "--figure")
+    return shlex.join(words)
+
+
+def _commit():
+    """Of the code that ran; a plus says that it was changed since."""
+    git = ("git", "-C", str(HERE))
+    commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
+    changed = subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True)
+    return commit + ("+" if changed.strip() else "")
 
 
 def average_row(found):
@@ -133,8 +160,8 @@ def machine():
     }
 
 
-def write(args, name, tables):
-    """Prints tables (name -> rows) and writes them as JSON where asked."""
+def write(args, tables):
+    """Prints tables (name -> rows) and saves them."""
     for title, rows in tables.items():
         print(f"\n{title}")
         keys = list(rows[0])
@@ -142,11 +169,7 @@ def write(args, name, tables):
         print("  ".join(key.rjust(width) for key, width in zip(keys, widths, strict=True)))
         for row in rows:
             print("  ".join(_cell(row[k]).rjust(w) for k, w in zip(keys, widths, strict=True)))
-    text = json.dumps({"benchmark": name, "machine": machine(), "tables": tables}, indent=1)
-    if args.json == "-":
-        print(text)
-    elif args.json:
-        pathlib.Path(args.json).write_text(text + "\n")
+    save(args, **tables)
 
 
 def _cell(value):

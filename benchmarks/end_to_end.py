@@ -150,7 +150,7 @@ def progress_bar(data, num_steps, rounds):
     seconds = {name: np.array(each) for name, each in interleaved_rounds(calls, rounds).items()}
     return [
         {
-            "": name,
+            "what": name,
             "without ms": 1e3 * np.median(seconds[name, False]),
             "with ms": 1e3 * np.median(seconds[name, True]),
             "ratio": np.median(seconds[name, True] / seconds[name, False]),
@@ -201,7 +201,7 @@ def main():
         "Poisson sampling alone": sampler_rows,
         "Progress bar": bar,
     }
-    write(args, "end_to_end", tables)
+    write(args, tables)
 
 
 if __name__ == "__main__":

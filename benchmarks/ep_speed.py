@@ -135,7 +135,7 @@ def main():
             rows.append(
                 {"sites": name, "N": records, "ms": 1e3 * each, "k/s": records / each / 1e3}
             )
-    write(args, "ep_speed", {"Throughput": rows, "Memory": memory((2_048, 8_192, 32_768))})
+    write(args, {"Throughput": rows, "Memory": memory((2_048, 8_192, 32_768))})
 
 
 if __name__ == "__main__":

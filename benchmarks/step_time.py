@@ -109,7 +109,7 @@ def main():
             }
         )
         others.append(case | {f"{name}/SVI": ratio[name] for name in OTHERS})
-    write(args, "step_time", {"One step": rows, "Noise": noise, "Other variants": others})
+    write(args, {"One step": rows, "Noise": noise, "Other variants": others})
 
 
 if __name__ == "__main__":

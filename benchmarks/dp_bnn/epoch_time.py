@@ -146,7 +146,7 @@ def main():
             })  # fmt: skip
     sizes = [(network, batch) for network in (MLP, CNN, Wide) for batch in (BATCH, 4 * BATCH)]
     tables = {"Memory": [planned(*each) for each in sizes[: 1 if args.quick else None]]}
-    write(args, "epoch_time", ({"Time": times} if times else {}) | tables)
+    write(args, ({"Time": times} if times else {}) | tables)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,12 @@ record are normal, so the evidence lower bound is a one-dimensional integral per
 
     python benchmarks/dpvim/adult.py                 # epsilon 1, 400 epochs, one seed
     python benchmarks/dpvim/adult.py --seeds 5 --epsilon 1 10
-    python benchmarks/dpvim/adult.py --quick         # fewer epochs, part of the test
+    python benchmarks/dpvim/adult.py --quick         # fewer epochs
 
 Without the Adult data (NUMPYRO_DP_DATA names their folder), a data set bundled with scikit-learn
 takes its place, and the script says so.
 """
 
-import argparse
-import json
 import pathlib
 import sys
 import time
@@ -31,6 +29,7 @@ from scipy.optimize import minimize
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+from common import average_row, experiment_parser, panels, save
 from datasets import load_adult, load_adult_or_bundled
 
 from numpyro_dp import DPSVI, PrivacyBudget
@@ -125,9 +124,8 @@ def run_private(data, name, epsilon, seed, args):
         ESTIMATORS[name](), args.clip_norm, args.learning_rate, num_examples, epsilon, args.rate
     )
     num_steps = round(args.epochs / args.rate)
-    return svi.run(
-        jax.random.key(seed), num_steps, data.X_train, data.y_train, progress_bar=args.progress
-    )
+    features, label = data.X_train, data.y_train
+    return svi.run(jax.random.key(seed), num_steps, features, label, progress_bar=False)
 
 
 def score(params, data, optimum):
@@ -147,125 +145,72 @@ def score(params, data, optimum):
     }
 
 
-def summarise(rows):
-    """Mean and standard error over seeds of each score."""
-    out = {}
-    for key in rows[0]:
-        values = np.array([row[key] for row in rows])
-        error = values.std(ddof=1) / np.sqrt(len(values)) if len(values) > 1 else float("nan")
-        out[key] = (float(values.mean()), float(error))
-    return out
-
-
 def experiment(data, args):
-    """Runs every method; returns rows of (method, epsilon, scores, seconds, privacy)."""
+    """Runs every method: a row for each, and the parameters of the last seed."""
     optimum = mean_field_optimum(data.X_train, data.y_train)
-    table = [("mean-field optimum", None, summarise([score(optimum, data, optimum)]), 0.0, None)]
     num_steps = round(args.epochs / args.rate)
-    start = time.perf_counter()
-    rows = [
-        score(run_svi(data, s, num_steps, args.learning_rate, args.rate), data, optimum)
-        for s in range(args.seeds)
-    ]
-    table.append(("SVI", None, summarise(rows), (time.perf_counter() - start) / args.seeds, None))
-    params = {"optimum": optimum}
+    rows, params = [], {"optimum": optimum}
+
+    def add(name, epsilon, seeds, run):
+        start = time.perf_counter()
+        found = [run(seed) for seed in range(seeds)]
+        seconds = (time.perf_counter() - start) / seeds
+        row = {"method": name, "epsilon": epsilon, "seconds": seconds}
+        row |= average_row([score(each, data, optimum) for each in found])
+        rows.append(row)
+        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+        return found[-1]
+
+    add("mean-field optimum", "not private", 1, lambda _: optimum)
+    add(
+        "SVI, minibatches", "not private", args.seeds,
+        lambda seed: run_svi(data, seed, num_steps, args.learning_rate, args.rate),
+    )  # fmt: skip
     for epsilon in args.epsilon:
         for name in args.estimators:
-            start = time.perf_counter()
-            results = [run_private(data, name, epsilon, s, args) for s in range(args.seeds)]
-            seconds = (time.perf_counter() - start) / args.seeds
-            scores = summarise([score(r.params, data, optimum) for r in results])
-            table.append((name, epsilon, scores, seconds, results[-1].privacy))
-            params[f"{name}, epsilon {epsilon:g}"] = results[-1].params
-    return table, params
-
-
-def cell(mean, error):
-    """Mean and, with several seeds, its standard error."""
-    return f"{mean:.4f}" if np.isnan(error) else f"{mean:.4f} ({error:.4f})"
-
-
-def show(table, data, args):
-    """Prints the table."""
-    print(data.source)
-    print(
-        f"{data.X_train.shape[0]} records, {data.X_train.shape[1]} features; {args.epochs} epochs "
-        f"at sampling rate {args.rate}, clip norm {args.clip_norm}, {args.seeds} seed(s)"
-        + ("; mean (standard error)" if args.seeds > 1 else "")
-    )
-    columns = ("log_likelihood", "accuracy", "loc_error", "scale_error")
-    print(f"{'method':20s}{'epsilon':>9s}" + "".join(f"{c:>20s}" for c in columns) + "   seconds")
-    for name, epsilon, scores, seconds, _ in table:
-        cells = "".join(cell(*scores[column]).rjust(20) for column in columns)
-        budget = "-" if epsilon is None else f"{epsilon:g}"
-        print(f"{name:20s}{budget:>9s}{cells}{seconds:>10.1f}")
-    for name, epsilon, _, _, privacy in table:
-        if privacy is not None:
-            print(f"\n{name}, epsilon {epsilon:g}:\n{privacy}")
+            label = f"{name}, epsilon {epsilon:g}"
+            params[label] = add(
+                name, epsilon, args.seeds,
+                lambda seed, name=name, epsilon=epsilon: run_private(
+                    data, name, epsilon, seed, args
+                ).params,
+            )  # fmt: skip
+    return rows, params
 
 
 def draw(params, path):
-    """Scatter plots of private against optimal location and scale."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Private against optimal means and standard deviations, a column for each run."""
     names = [name for name in params if name != "optimum"]
-    figure, axes = plt.subplots(2, len(names), figsize=(3.4 * len(names), 6.4), squeeze=False)
-    titles = {"auto_loc": "posterior mean", "auto_scale": "posterior sd"}
-    for column, name in enumerate(names):
-        for row, (entry, title) in enumerate(titles.items()):
-            axis = axes[row, column]
-            x, y = np.asarray(params["optimum"][entry]), np.asarray(params[name][entry])
-            low, high = min(x.min(), y.min()), max(x.max(), y.max())
-            axis.plot([low, high], [low, high], color="0.6", linewidth=1)
-            axis.scatter(x, y, s=9, alpha=0.7)
-            axis.set(xlabel=f"{title}, optimum", ylabel=f"{title}, private", title=name)
-    figure.tight_layout()
-    figure.savefig(path, dpi=200)
-    print(f"\nfigure: {path}")
+    size = (3.4 * len(names), 6.4)
+    with panels(path, len(names), 2, size, sharex="row", sharey="row") as axes:
+        titles = {"auto_loc": "posterior mean", "auto_scale": "posterior sd"}
+        for row, (entry, title) in zip(axes, titles.items(), strict=True):
+            for axis, name in zip(row, names, strict=True):
+                x, y = np.asarray(params["optimum"][entry]), np.asarray(params[name][entry])
+                axis.axline((0, 0), slope=1, color="0.6", linewidth=1)
+                axis.scatter(x, y, s=9, alpha=0.7)
+                axis.set(xlabel=f"{title}, optimum", ylabel=f"{title}, private", title=name)
 
 
-def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main():
+    parser = experiment_parser(__doc__, "40 epochs and one seed")
     parser.add_argument("--epsilon", type=float, nargs="+", default=[1.0])
     parser.add_argument("--epochs", type=float, default=400)
     parser.add_argument("--rate", type=float, default=0.01, help="sampling rate per step")
     parser.add_argument("--clip-norm", type=float, default=2.0)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument(
-        "--estimators", nargs="+", choices=list(ESTIMATORS), default=list(ESTIMATORS)
-    )
+    parser.add_argument("--estimators", nargs="+", choices=ESTIMATORS, default=list(ESTIMATORS))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--design", choices=("public", "paper"), default="public")
-    parser.add_argument("--figure", default="adult.png")
-    parser.add_argument("--json", help="also write the table to this file")
-    parser.add_argument("--progress", action="store_true", help="show a progress bar")
-    parser.add_argument("--quick", action="store_true", help="40 epochs and one seed")
     args = parser.parse_args()
     if args.quick:
         args.epochs, args.seeds = 40, 1
-    return args
-
-
-def main():
-    args = parse_args()
     data = load_adult("paper") if args.design == "paper" else load_adult_or_bundled()
-    table, params = experiment(data, args)
-    show(table, data, args)
-    draw(params, args.figure)
-    if args.json:
-        rows = [
-            {"method": n, "epsilon": e, "scores": s, "seconds": t, "spent": p and p.epsilon}
-            for n, e, s, t, p in table
-        ]
-        settings = {
-            key: value for key, value in vars(args).items() if key not in ("figure", "json")
-        }
-        pathlib.Path(args.json).write_text(
-            json.dumps({"settings": settings, "rows": rows}, indent=1)
-        )
+    print(f"{data.source}: {data.X_train.shape[0]} records, {data.X_train.shape[1]} columns")
+    rows, params = experiment(data, args)
+    if args.figure:
+        draw(params, args.figure)
+    save(args, source=data.source, rows=rows)
 
 
 if __name__ == "__main__":

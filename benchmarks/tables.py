@@ -1,0 +1,127 @@
+"""Fills the tables of the pages in docs/benchmarks from the JSON that the benchmarks wrote.
+
+    python benchmarks/tables.py            # fills all tables
+    python benchmarks/tables.py --check    # exit status 1 if a page is not what its JSON says
+
+A page holds a table as a comment and what this script puts after it:
+
+    <!-- table: believe/zoo
+    | fit | distance |
+    | {fit} | {distance:.2f} ({distance se:.2f}) |
+    -->
+    ...
+    <!-- end of table -->
+
+The second line is `str.format`-ted with each row of `rows` in `results/believe/zoo.json`. Further
+lines before the header may narrow or turn the rows:
+
+    rows: Noise                  another list of the file
+    where: driver=DPSEP, N=1000  only these rows
+    wide: set, epsilon           one line for these; its cells say `{DPSEP[distance]:.2f}`
+    by: driver                   what chooses among the rows of such a line
+
+A cell without values is empty. Below a table stand its command, commit and machine.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import string
+import sys
+
+PAGES = pathlib.Path(__file__).parent.parent / "docs/benchmarks"
+RESULTS = PAGES / "results"
+END = "<!-- end of table -->"
+BLOCK = re.compile(r"<!-- table: (?P<file>\S+)\n(?P<spec>.*?)-->\n.*?" + re.escape(END), re.S)
+
+
+class _Cells(string.Formatter):
+    """Formats rows; what a row lacks is empty, as is None."""
+
+    def get_field(self, name, args, kwargs):
+        try:
+            return super().get_field(name, args, kwargs)
+        except (KeyError, TypeError):
+            return None, None
+
+    def format_field(self, value, spec):
+        return "" if value is None else super().format_field(value, spec)
+
+
+def _line(template, row):
+    cells = [cell.strip() for cell in template.strip().strip("|").split("|")]
+    made = [_Cells().vformat(cell, (), row).strip() for cell in cells]
+    # Brackets, commas and units around values that do not exist.
+    return [text if re.search(r"[^\W_]", text) else "" for text in made]
+
+
+def _narrow(rows, said):
+    for part in filter(None, re.split(r",\s*", said)):
+        name, value = part.split("=", 1)
+        rows = [row for row in rows if str(row.get(name)) == value]
+    return rows
+
+
+def _widen(rows, keys, by):
+    lines = {}
+    for row in rows:
+        line = lines.setdefault(tuple(row[key] for key in keys), {key: row[key] for key in keys})
+        line[str(row[by])] = row
+    return list(lines.values())
+
+
+def table(file, spec):
+    """The Markdown of one table: its rows, and where they come from."""
+    found = json.loads((RESULTS / f"{file}.json").read_text())
+    said = dict(re.findall(r"^(rows|where|wide|by): (.*)$", spec, flags=re.M))
+    head, template = (line for line in spec.splitlines() if line.startswith("|"))
+    rows = _narrow(found[said.get("rows", "rows")], said.get("where", ""))
+    if "wide" in said:
+        rows = _widen(rows, re.split(r",\s*", said["wide"]), said["by"])
+    if not rows:
+        raise ValueError(f"{file}: no row of the table that begins with {head!r}")
+    columns = [cell.strip() for cell in head.strip().strip("|").split("|")]
+    lines = [columns, ["---"] * len(columns), *(_line(template, row) for row in rows)]
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return f"{text}\n\n{source(found)}"
+
+
+def source(found):
+    """Which command, code and machine made a file."""
+    at, minutes = found["machine"], found["seconds"] / 60
+    took = f"{minutes:.0f} min" if minutes >= 1 else f"{found['seconds']:.0f} s"
+    return (
+        f"`{found['command']}`\n(commit {found['commit']}, {took} on {at['cores']} cores, Python "
+        f"{at['python']}, jax {at['jax']}, numpyro {at['numpyro']})"
+    )
+
+
+def filled(text):
+    """A page with its tables as the JSON says."""
+
+    def fill(block):
+        start = f"<!-- table: {block['file']}\n{block['spec']}-->"
+        return f"{start}\n\n{table(block['file'], block['spec'])}\n\n{END}"
+
+    return BLOCK.sub(fill, text)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    args = parser.parse_args()
+    old = {}
+    for page in sorted(PAGES.glob("*.md")):
+        text = page.read_text()
+        new = filled(text)
+        if new != text:
+            old[page.name] = page
+            if not args.check:
+                page.write_text(new)
+    print(f"{'differ' if args.check else 'filled'}: {', '.join(old) or 'none'}")
+    return 1 if old and args.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
