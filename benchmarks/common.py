@@ -82,18 +82,41 @@ def average_row(found):
     return row
 
 
+# Colours that are told apart without red and green (Okabe and Ito).
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+
+
 @contextlib.contextmanager
-def panels(path, columns=1, rows=1, size=(4.8, 3.6), bottom=0.0, **how):
-    """Axes (rows, columns) of a figure, saved at the end; ``bottom`` is left for a legend."""
+def panels(path, columns=1, rows=1, size=(4.8, 3.6), **how):
+    """Axes (rows, columns) of a figure, saved at the end."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, **how)
-    yield axes
-    figure.tight_layout(rect=(0, bottom, 1, 1))
-    figure.savefig(path, dpi=200)
+    style = {
+        "axes.prop_cycle": plt.cycler(color=COLOURS), "axes.spines.top": False,
+        "axes.spines.right": False, "font.size": 9, "axes.titlesize": 10, "legend.frameon": False,
+    }  # fmt: skip
+    with plt.rc_context(style):
+        layout = {"squeeze": False, "layout": "constrained"}
+        figure, axes = plt.subplots(rows, columns, figsize=size, **layout, **how)
+        yield axes
+        figure.savefig(path, dpi=200)
+        plt.close(figure)
+
+
+def legend_below(axis, ncols):
+    """The legend of one axis below all panels, where it hides nothing."""
+    handles = axis.get_legend_handles_labels()
+    axis.figure.legend(*handles, loc="outside lower center", ncols=ncols)
+
+
+def log_ticks(axis, values):
+    """A logarithmic x axis with these ticks, written as plain numbers."""
+    axis.set_xscale("log")
+    axis.set_xticks(values, [f"{value:g}" for value in values])
+    axis.minorticks_off()
 
 
 def logistic_model(features, label):

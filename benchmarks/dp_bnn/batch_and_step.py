@@ -20,7 +20,7 @@ from numpyro.infer.initialization import init_to_sample
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from common import average_row, experiment_parser, panels, save
+from common import average_row, experiment_parser, legend_below, log_ticks, panels, save
 from evaluate import accuracy, log_score
 from images import MLP, model_of
 from mnist import DELTA, HELD, load, predict
@@ -101,7 +101,7 @@ def main():
 
 def draw(path, rows):
     """Accuracy above, epsilon below, against the step; a column for each method."""
-    with panels(path, len(FITS), 2, (9.6, 6.4), sharex="col") as axes:
+    with panels(path, len(FITS), 2, (9.6, 6.4), sharex="col", sharey="row") as axes:
         for column, name in enumerate(FITS):
             for batch in dict.fromkeys(row["batch"] for row in rows):
                 part = [r for r in rows if (r["method"], r["batch"]) == (name, batch)]
@@ -111,9 +111,12 @@ def draw(path, rows):
                 top, bottom = axes[0][column], axes[1][column]
                 top.errorbar(sizes, [r["accuracy"] for r in part], errors, marker=".", label=label)
                 bottom.plot(sizes, [r["epsilon"] for r in part], marker=".", label=label)
-            top.set(title=name, xscale="log", ylabel="accuracy, held-out images")
-            bottom.set(xscale="log", yscale="log", xlabel="step size times N", ylabel="epsilon")
-            top.legend()
+            top.set(title=name, ylim=(0, 1))
+            bottom.set(yscale="log", xlabel="step size times N")
+            log_ticks(bottom, sizes)
+        axes[0, 0].set_ylabel("accuracy, held-out images")
+        axes[1, 0].set_ylabel("epsilon")
+        legend_below(axes[0, 0], 3)
 
 
 if __name__ == "__main__":

@@ -190,18 +190,13 @@ def draw(path, picks, split):
                 )
                 for each in (whole, found["mean"]):
                     low, high = np.quantile(each, [0.05, 0.95], axis=0)
-                    axis.fill_between(
-                        x,
-                        low,
-                        high,
-                        color="tab:blue",
-                        alpha=0.25,
-                        linewidth=0,
-                        label="90% interval",
-                    )
-                    axis.plot(x, each.mean(axis=0), color="tab:blue", label="mean")
-                axis.set_title(("DP-" if private else "") + method)
-                axis.set_ylim(-4, 4)
+                    axis.fill_between(x, low, high, color="C0", alpha=0.25, linewidth=0)
+                axis.plot(x, found["mean"].mean(axis=0), color="C0")
+                axis.set(title=("DP-" if private else "") + method, ylim=(-4, 4))
+        for axis in axes[1]:
+            axis.set_xlabel("x")
+        for axis in axes[:, 0]:
+            axis.set_ylabel("y")
 
 
 if __name__ == "__main__":

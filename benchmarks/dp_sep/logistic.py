@@ -211,13 +211,16 @@ def draw(path, rows):
             shown = own[2:]
             at = np.arange(len(shown)) + 0.18 * (2 * shift - 1)
             for axis, name in ((axes[0, 0], "error of mean"), (axes[0, 1], "lost density")):
-                values = [row[name] for row in shown]
-                errors = [row[f"{name} se"] or 0.0 for row in shown]
-                axis.barh(at, values, 0.34, xerr=errors, label=f"d = {dim}")
+                unit = 1000 if name == "lost density" else 1
+                values = [unit * row[name] for row in shown]
+                errors = [unit * (row[f"{name} se"] or 0.0) for row in shown]
+                axis.errorbar(values, at, xerr=errors, fmt="o", capsize=2, label=f"d = {dim}")
                 axis.set_yticks(range(len(shown)), [row["method"] for row in shown])
         axes[0, 0].set_xlabel("error of the mean, posterior sd")
-        axes[0, 1].set_xlabel("test log density below that of NUTS, nats per record")
+        axes[0, 1].set_xlabel("test log density below that of NUTS, nats x 1000")
         axes[0, 0].legend()
+        for axis in axes[0]:
+            axis.axvline(0, color="0.7", linewidth=0.8, zorder=0)
         axes[0, 0].invert_yaxis()
 
 

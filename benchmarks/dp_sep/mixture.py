@@ -255,9 +255,15 @@ def draw(path, case, pictures):
             axis.plot(x[:, 0], x[:, 1], ".", ms=2, color="0.75", zorder=0)
             for mean, covariance in zip(means, covariances, strict=True):
                 ring = mean[:2, None] + np.linalg.cholesky(covariance[:2, :2]) @ circle
-                axis.plot(*ring, color="tab:red", lw=1.2)
+                axis.plot(*ring, color="C1", lw=1.2)
                 axis.plot(*mean[:2], "k+", ms=7)
-            axis.set_title(name if kind is None else f"{name}\nstart: {kind}", fontsize=9)
+            axis.set_title(
+                name if kind is None else f"{name}\nstart: {kind}",
+            )
+        for axis in axes[1]:
+            axis.set_xlabel("first coordinate")
+        for axis in axes[:, 0]:
+            axis.set_ylabel("second coordinate")
 
 
 if __name__ == "__main__":

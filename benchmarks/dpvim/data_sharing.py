@@ -27,7 +27,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from common import experiment_parser, panels, save
+from common import experiment_parser, legend_below, log_ticks, panels, save
 from dpvim._mixture import (
     DATA,
     coefficient_optimum,
@@ -280,7 +280,7 @@ def draw(report, args):
             label=label, marker="o", markersize=3, capsize=2,
         )  # fmt: skip
 
-    with panels(args.figure, columns=3, rows=2, size=(10.4, 5.8)) as axes:
+    with panels(args.figure, columns=3, rows=2, size=(10.4, 6.2)) as axes:
         for method in args.methods:
             own = [row for row in first if row["method"] == method and row["epsilon"] == 1.0]
             for axis, y in zip(axes[:, 0], ("loc_error", "scale_error"), strict=True):
@@ -299,17 +299,17 @@ def draw(report, args):
         ticks = ([*args.sigmas, args.sigma], [*args.lengths, args.steps], args.epsilon)
         for column, name in enumerate(("initial scale", "steps", "epsilon")):
             for axis in axes[:, column]:
-                axis.set_xscale("log")
-                axis.set_xticks(ticks[column], [f"{tick:g}" for tick in ticks[column]])
-                axis.minorticks_off()
+                log_ticks(axis, ticks[column])
             axes[1, column].set_xlabel(name)
         for column in (0, 1):
             axes[0, column].set_ylabel("error of locations, in sd")
             axes[1, column].set_ylabel("error of log scales")
-        axes[0, 2].set_ylabel("RMSE of coefficients")
+            axes[0, column].set_ylim(bottom=0)
+            axes[1, column].set_ylim(bottom=0)
+        axes[0, 2].set(ylabel="RMSE of coefficients", ylim=(0, None))
         axes[1, 2].set(ylabel="coverage of 95 % intervals", ylim=(0, 1.03))
-        axes[0, 0].legend(fontsize=8)
-        axes[0, 2].legend(fontsize=7)
+        axes[0, 0].legend()
+        legend_below(axes[0, 2], 5)
 
 
 def main():

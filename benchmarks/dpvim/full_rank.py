@@ -28,7 +28,7 @@ from scipy import stats
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from common import experiment_parser, panels, save
+from common import experiment_parser, legend_below, panels, save
 from evaluate import log_predictive_density
 
 from numpyro_dp import DPSVI, PrivacyBudget
@@ -237,7 +237,7 @@ def draw(rows, path):
     }
     densities = sorted({row["density"] for row in rows})
     dims = sorted({row["dim"] for row in rows})
-    layout = dict(columns=len(densities), size=(8.4, 3.6), bottom=0.07, sharey=True)
+    layout = dict(columns=len(densities), size=(8.4, 3.8), sharey=True)
     with panels(path, **layout) as (axes,):
         for axis, density in zip(axes, densities, strict=True):
             for row in (row for row in rows if row["density"] == density):
@@ -255,10 +255,9 @@ def draw(rows, path):
                         alpha=0.7, label=label,
                     )  # fmt: skip
             axis.set_xticks(range(len(dims)), [f"d = {dim}" for dim in dims])
-            axis.set_title(f"density {density:g}", fontsize=10)
+            axis.set_title(f"density {density:g}")
         axes[0].set_ylabel("held-out log predictive density")
-        handles = axes[0].get_legend_handles_labels()
-        axes[0].figure.legend(*handles, fontsize=8, loc="lower center", ncols=5)
+        legend_below(axes[0], 5)
 
 
 def main():

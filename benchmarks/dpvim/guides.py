@@ -38,7 +38,7 @@ from numpyro.infer.util import log_density
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from common import experiment_parser, panels, save
+from common import experiment_parser, legend_below, panels, save
 from datasets import load_contraception
 from evaluate import log_predictive_density
 
@@ -246,8 +246,11 @@ def draw(rows, path):
                 )  # fmt: skip
             axis.set_yscale("symlog", linthresh=10)
             axis.set(title=problem, ylabel="nats below the best non-private bound", ylim=(-1, None))
-            axis.set_xticks(places, [row["guide"] for row in some], fontsize=8)
-        axes[-1].legend(fontsize=8)
+            axis.set_xticks(
+                places,
+                [row["guide"] for row in some],
+            )
+        legend_below(axes[0], 4)
 
 
 def parse():

@@ -123,7 +123,7 @@ def draw(rows, path):
         limits = axis.get_xlim()
         axis.plot(limits, limits, color="grey", linewidth=0.8)
         axis.set(xlabel="sd of the averaged iterate over seeds", ylabel="predicted from one run")
-        axis.legend(fontsize=8)
+        axis.legend()
 
 
 def main():

@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from common import experiment_parser, panels, save
+from common import experiment_parser, log_ticks, panels, save
 from datasets import load_adult_or_bundled
 from dpvim.adult import adult_svi
 
@@ -93,9 +93,9 @@ def draw(rows, path):
             (line,) = axis.plot(epsilon, [row["mse"] for row in some], marker="o", label=name)
             axis.plot(epsilon, [row["baseline"] for row in some], ":", color=line.get_color(),
                       label=f"{name}: no noise predicted")  # fmt: skip
-        axis.set(xscale="log", yscale="log", xlabel="epsilon")
-        axis.set_ylabel("mean squared error of the sd")
-        axis.legend(fontsize=7)
+        log_ticks(axis, sorted({row["epsilon"] for row in rows}))
+        axis.set(xlabel="epsilon", ylabel="mean squared error of the sd", ylim=(0, None))
+        axis.legend()
 
 
 def main():

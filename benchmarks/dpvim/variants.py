@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from common import experiment_parser, panels, save
+from common import experiment_parser, legend_below, log_ticks, panels, save
 from datasets import load_adult_or_bundled
 from dpvim.adult import adult_svi, mean_field_optimum, score, summarise
 
@@ -108,9 +108,10 @@ def draw(rows, path):
                     [row["epsilon"] for row in some], values[:, 0], values[:, 1], label=variant,
                     marker="o", markersize=3, capsize=2,
                 )  # fmt: skip
-            axis.set(xscale="log", xlabel="epsilon", ylabel=f"l2 {name.replace('_', ' ')}")
-            axis.set_ylim(bottom=0)
-        axes[1].legend(fontsize=8)
+            log_ticks(axis, sorted({row["epsilon"] for row in rows}))
+            which = {"loc_error": "locations", "scale_error": "scales"}[name]
+            axis.set(xlabel="epsilon", ylabel=f"l2 error of {which}", ylim=(0, None))
+        legend_below(axes[0], 5)
 
 
 def main():
