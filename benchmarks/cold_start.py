@@ -81,9 +81,9 @@ def main():
         part: statistics.median(ours[part] / theirs[part] for theirs, ours in pairs)
         for part in ("run", "whole", "programs", "compiling")
     }
-    rows = [{"": name} | {label: row[part] for part, label in LABELS.items()}
+    rows = [{"what": name} | {label: row[part] for part, label in LABELS.items()}
             for name, row in medians.items()]  # fmt: skip
-    rows.append({"": "ratio"} | {LABELS[part]: ratios.get(part, "") for part in LABELS})
+    rows.append({"what": "ratio"} | {LABELS[part]: ratios.get(part) for part in LABELS})
     write(args, {"A fresh process, medians": rows})
 
 

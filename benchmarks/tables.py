@@ -20,7 +20,7 @@ lines before the header may narrow or turn the rows:
     wide: set, epsilon           one line for these; its cells say `{DPSEP[distance]:.2f}`
     by: driver                   what chooses among the rows of such a line
 
-A cell without values is empty. Below a table stand its command, commit and machine.
+A cell without values is empty. Below the last table of a file stand command, commit and machine.
 """
 
 import argparse
@@ -46,7 +46,9 @@ class _Cells(string.Formatter):
             return None, None
 
     def format_field(self, value, spec):
-        return "" if value is None else super().format_field(value, spec)
+        if value is None:
+            return ""
+        return ", ".join(value) if isinstance(value, list) else super().format_field(value, spec)
 
 
 def _line(template, row):
@@ -71,20 +73,18 @@ def _widen(rows, keys, by):
     return list(lines.values())
 
 
-def table(file, spec):
-    """The Markdown of one table: its rows, and where they come from."""
-    found = json.loads((RESULTS / f"{file}.json").read_text())
+def table(found, spec):
+    """The Markdown of one table."""
     said = dict(re.findall(r"^(rows|where|wide|by): (.*)$", spec, flags=re.M))
     head, template = (line for line in spec.splitlines() if line.startswith("|"))
     rows = _narrow(found[said.get("rows", "rows")], said.get("where", ""))
     if "wide" in said:
         rows = _widen(rows, re.split(r",\s*", said["wide"]), said["by"])
     if not rows:
-        raise ValueError(f"{file}: no row of the table that begins with {head!r}")
+        raise ValueError(f"No row for the table that begins with {head!r}")
     columns = [cell.strip() for cell in head.strip().strip("|").split("|")]
     lines = [columns, ["---"] * len(columns), *(_line(template, row) for row in rows)]
-    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"{text}\n\n{source(found)}"
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def source(found):
@@ -98,11 +98,16 @@ def source(found):
 
 
 def filled(text):
-    """A page with its tables as the JSON says."""
+    """A page with its tables as the JSON says. The last table of a file names its source."""
+    left = [block["file"] for block in BLOCK.finditer(text)]
 
     def fill(block):
-        start = f"<!-- table: {block['file']}\n{block['spec']}-->"
-        return f"{start}\n\n{table(block['file'], block['spec'])}\n\n{END}"
+        found = json.loads((RESULTS / f"{block['file']}.json").read_text())
+        parts = [f"<!-- table: {block['file']}\n{block['spec']}-->", table(found, block["spec"])]
+        left.remove(block["file"])
+        if block["file"] not in left:
+            parts.append(source(found))
+        return "\n\n".join([*parts, END])
 
     return BLOCK.sub(fill, text)
 
