@@ -115,20 +115,21 @@ def measure(curve, rounds):
 
 def main():
     args = experiment_parser(__doc__, "two sizes of each curve, three rounds").parse_args()
-    rows = []
+    rows, doublings = [], []
     for curve in curves():
         some = curve._replace(sizes=curve.sizes[:2]) if args.quick else curve
         found = measure(some, 3 if args.quick else 15)
         rows += found
         for row in found:
             print(f"{row['curve']:32} {row['size']:8} {row['us']:10.1f} us {row['MB']:9.3f} MB")
-        last = found[-1]
-        said = [
-            f"{name} {last[key] / found[-2][key]:.2f}, predicted {2 ** last[f'{key} power']}"
-            for name, key in (("time", "us"), ("memory", "MB"))
-        ]
-        print(f"{'':32} last doubling: {'; '.join(said)}", flush=True)
-        save(args, rows=rows)
+        before, last = found[-2:]
+        doubling = dict(last)
+        for name, key in (("time", "us"), ("memory", "MB")):
+            doubling[name] = last[key] / before[key]
+            doubling[f"{name} predicted"] = 2 ** last[f"{key} power"]
+        doublings.append(doubling)
+        print(f"{'':32} last doubling: time {doubling['time']:.2f}, memory {doubling['memory']:.2f}")
+        save(args, rows=rows, doublings=doublings)
 
 
 if __name__ == "__main__":
