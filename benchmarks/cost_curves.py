@@ -128,7 +128,8 @@ def main():
             doubling[name] = last[key] / before[key]
             doubling[f"{name} predicted"] = 2 ** last[f"{key} power"]
         doublings.append(doubling)
-        print(f"{'':32} last doubling: time {doubling['time']:.2f}, memory {doubling['memory']:.2f}")
+        factors = f"time {doubling['time']:.2f}, memory {doubling['memory']:.2f}"
+        print(f"{'':32} last doubling: {factors}", flush=True)
         save(args, rows=rows, doublings=doublings)
 
 
