@@ -18,9 +18,9 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from common import experiment_parser, legend_below, log_ticks, panels, save
+from common import average_row, experiment_parser, legend_below, log_ticks, panels, save
 from datasets import load_adult_or_bundled
-from dpvim.adult import adult_svi, mean_field_optimum, score, summarise
+from dpvim.adult import adult_svi, mean_field_optimum, score
 
 from numpyro_dp.estimators import aligned, aligned_natural, natural, preconditioned, vanilla
 
@@ -86,14 +86,10 @@ def experiment(data, chosen, args):
         svi = adult_svi(estimator, clip_norm, step_size, number, epsilon, args.rate)
         start = time.perf_counter()
         found = fits(svi, data.X_train, data.y_train, args, range(args.seeds))
-        scores = summarise([score(params, data, optimum) for params in found])
-        rows.append(
-            {"variant": variant, "epsilon": epsilon, "clip": clip_norm, "step": step_size}
-            | scores
-            | {"seconds": (time.perf_counter() - start) / args.seeds}
-        )
-        shown = {name: f"{scores[name][0]:.4f} ({scores[name][1]:.4f})" for name in scores}
-        print(f"{variant:16s} epsilon {epsilon:<4g} {shown}", flush=True)
+        row = {"variant": variant, "epsilon": epsilon, "clip": clip_norm, "step": step_size}
+        row |= average_row([score(params, data, optimum) for params in found])
+        rows.append(row | {"seconds": (time.perf_counter() - start) / args.seeds})
+        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
     return rows
 
 
@@ -103,9 +99,9 @@ def draw(rows, path):
         for axis, name in zip(axes, ("loc_error", "scale_error"), strict=True):
             for variant in dict.fromkeys(row["variant"] for row in rows):
                 some = [row for row in rows if row["variant"] == variant]
-                values = np.array([row[name] for row in some])
+                values, errors = ([row[key] for row in some] for key in (name, f"{name} se"))
                 axis.errorbar(
-                    [row["epsilon"] for row in some], values[:, 0], values[:, 1], label=variant,
+                    [row["epsilon"] for row in some], values, errors, label=variant,
                     marker="o", markersize=3, capsize=2,
                 )  # fmt: skip
             log_ticks(axis, sorted({row["epsilon"] for row in rows}))
