@@ -257,6 +257,25 @@ def show(row):
     )
 
 
+def over_cells(rows):
+    """Means over dimensions and correlations, with the least and the largest coverage of a cell."""
+    cells = {}
+    for row in rows:
+        name = tuple(row[key] for key in ("model", "N", "driver", "epsilon"))
+        cells.setdefault(name, []).append(row)
+    averaged = ("cover 50", "cover 90", "log score", "rmse")
+    return [
+        dict(zip(("model", "N", "driver", "epsilon"), name, strict=True))
+        | {key: float(np.mean([row[key] for row in each])) for key in averaged}
+        | {
+            "cells": len(each),
+            "least": min(row["cover 90"] for row in each),
+            "most": max(row["cover 90"] for row in each),
+        }
+        for name, each in cells.items()
+    ]
+
+
 def middle(values):
     """The middle one of three, or all."""
     return values[1:2] or values
@@ -281,7 +300,7 @@ def main():
                 for correlation in args.correlations if grid else middle(args.correlations):
                     rows += cell(name, dim, number, correlation, args.epsilons, sets, args.drivers)
                 jax.clear_caches()
-    save(args, rows=rows)
+    save(args, rows=rows, over_cells=over_cells(rows))
 
 
 if __name__ == "__main__":
