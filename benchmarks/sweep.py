@@ -52,7 +52,7 @@ def main():
     row |= {f"{name}, s": value for name, value in medians.items()}
     row |= {f"first {name}, s": value for name, value in first.items()}
     row["ratio"] = medians["sweep"] / medians["one run"]
-    write(args, {data.source.split(",")[0]: [row]})
+    write(args, {"rows": [row]})
 
 
 if __name__ == "__main__":
