@@ -182,7 +182,7 @@ def whole_run(epsilon, num_steps, size=200):
 def row(kind, name, found):
     print(f"| {kind} | {name} | {found.lower:.2f} | {found.claim:.2f} | "
           f"{found.lower / found.claim:.2f} |", flush=True)  # fmt: skip
-    return {"kind": kind, "name": name} | found._asdict()
+    return {"kind": kind, "name": name, "ratio": found.lower / found.claim} | found._asdict()
 
 
 def main():

@@ -37,13 +37,14 @@ BLOCK = re.compile(r"<!-- table: (?P<file>\S+)\n(?P<spec>.*?)-->\n.*?" + re.esca
 
 
 class _Cells(string.Formatter):
-    """Formats rows; what a row lacks is empty, as is None."""
+    """Formats rows; what a row lacks is empty, as is None. Names may hold points and spaces."""
 
     def get_field(self, name, args, kwargs):
-        try:
-            return super().get_field(name, args, kwargs)
-        except (KeyError, TypeError):
-            return None, None
+        value = kwargs
+        for key in name.replace("]", "").split("["):
+            known = isinstance(value, dict) and key in value
+            value = value[int(key)] if isinstance(value, list) else value[key] if known else None
+        return value, name
 
     def format_field(self, value, spec):
         if value is None:
