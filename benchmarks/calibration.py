@@ -24,15 +24,14 @@ CASES = [
 
 CHILD = """
 import json, resource, sys, time
-from dp_accounting import PoissonSampledDpEvent, SelfComposedDpEvent
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from numpyro_dp import PrivacyBudget
 from numpyro_dp.accounting import PLD, PRV, RDP, UnsupportedEventError
-from numpyro_dp.privacy.budget import gaussian_event
 from numpyro_dp.privacy.calibration import calibrate_noise
 rate, steps, epsilon, delta = json.loads(sys.argv[1])
 base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 def event(z):
-    return SelfComposedDpEvent(PoissonSampledDpEvent(rate, gaussian_event(z)), steps)
+    return SelfComposedDpEvent(PoissonSampledDpEvent(rate, GaussianDpEvent(z)), steps)
 start = time.perf_counter()
 noise, bound = calibrate_noise(event, PrivacyBudget(epsilon, delta))
 seconds = time.perf_counter() - start

@@ -50,10 +50,10 @@ class Curve(NamedTuple):
     level: bool = False  # in memory
 
 
-def driver(model, guide, estimator, sampler):
+def driver(model, guide, estimator, sampler, plate="records"):
     return DPSVI(
         model, guide, optax.sgd(1e-4), estimator=estimator(), clip_norm=1.0, sampler=sampler,
-        noise_multiplier=1.0,
+        noise_multiplier=1.0, data_plate=plate,
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def regression(number, dim, estimator, guide=AutoDiagonalNormal, batch=None):
 def network(units, estimator, batch=256):
     model = model_of(functools.partial(MLP, units=units), activation="relu")
     guide = AutoDelta(model, init_loc_fn=init_to_sample)
-    return driver(model, guide, estimator, FullBatch()), random_images(batch)
+    return driver(model, guide, estimator, FullBatch(), "images"), random_images(batch)
 
 
 def weights(units):

@@ -1,4 +1,4 @@
-"""Fills the tables of the pages in docs/benchmarks from the JSON that the benchmarks wrote.
+"""Fills the tables of the README and of docs/benchmarks from the JSON that the benchmarks wrote.
 
     python benchmarks/tables.py            # fills all tables
     python benchmarks/tables.py --check    # exit status 1 if a page is not what its JSON says
@@ -30,8 +30,8 @@ import re
 import string
 import sys
 
-PAGES = pathlib.Path(__file__).parent.parent / "docs/benchmarks"
-RESULTS = PAGES / "results"
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs/benchmarks/results"
 END = "<!-- end of table -->"
 BLOCK = re.compile(r"<!-- table: (?P<file>\S+)\n(?P<spec>.*?)-->\n.*?" + re.escape(END), re.S)
 
@@ -103,6 +103,9 @@ def filled(text):
     left = [block["file"] for block in BLOCK.finditer(text)]
 
     def fill(block):
+        if not (RESULTS / f"{block['file']}.json").exists():
+            print(f"no results yet: {block['file']}")
+            return block[0]
         found = json.loads((RESULTS / f"{block['file']}.json").read_text())
         parts = [f"<!-- table: {block['file']}\n{block['spec']}-->", table(found, block["spec"])]
         left.remove(block["file"])
@@ -118,7 +121,7 @@ def main():
     parser.add_argument("--check", action="store_true", help="change nothing")
     args = parser.parse_args()
     old = {}
-    for page in sorted(PAGES.glob("*.md")):
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs/benchmarks").glob("*.md"))]:
         text = page.read_text()
         new = filled(text)
         if new != text:
