@@ -10,6 +10,10 @@ import pathlib
 import re
 import sys
 import tempfile
+import types
+
+from docutils import nodes
+from sphinx.addnodes import pending_xref
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -105,7 +109,43 @@ def _spread(app, env, docnames):
     docnames[:] = ordered
 
 
+def _places():
+    """Where the API page has each public name: name -> dotted path."""
+    faces = [
+        name
+        for name in numpyro_dp.__all__
+        if isinstance(getattr(numpyro_dp, name), types.ModuleType)
+    ]
+    found = {}
+    for face in reversed(["", *faces]):
+        module = getattr(numpyro_dp, face) if face else numpyro_dp
+        dotted = f"numpyro_dp.{face}".rstrip(".")
+        found |= {name: f"{dotted}.{name}" for name in module.__all__ if name not in faces}
+    return found
+
+
+PLACES = _places()
+
+
+def _link_names(app, doctree):
+    """Public names in typewriter font link to the API page, as in `DPSVI` or `choose(...)`."""
+    for literal in list(doctree.findall(nodes.literal)):
+        name = re.fullmatch(r"(?:\w+\.)*?(\w+)(?:\(.*\))?", literal.astext(), re.S)
+        inside = literal.parent
+        while inside and not isinstance(inside, nodes.reference | nodes.title | pending_xref):
+            inside = inside.parent
+        if inside or not name or name[1] not in PLACES:
+            continue
+        link = pending_xref(
+            "", refdomain="py", reftype="obj", reftarget=PLACES[name[1]], refwarn=False,
+            refdoc=app.env.docname, refexplicit=True,
+        )  # fmt: skip
+        literal.replace_self(link)
+        link += literal
+
+
 def setup(app):
     """Sphinx calls it."""
+    app.connect("doctree-read", _link_names)
     app.connect("source-read", _page)
     app.connect("env-before-read-docs", _spread)

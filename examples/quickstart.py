@@ -6,14 +6,13 @@ A row is one person's year, and the guarantee protects a year. --quick takes a q
 import sys
 
 import jax
-import matplotlib.pyplot as plt
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
 from statsmodels.datasets import randhie
 
-from numpyro_dp import fit
+from numpyro_dp import fit, plots
 
 SCALES = dict(lncoins=2, idp=1, lpi=5, fmde=5, physlm=1, disea=10, hlthg=1, hlthf=1, hlthp=1)
 
@@ -30,11 +29,7 @@ X, y = X.astype("float32"), rows.mdvis.to_numpy() > 0
 print(posterior := fit(model, X, y, epsilon=1.0, rng_key=jax.random.key(0)))
 mcmc = MCMC(NUTS(model), num_warmup=500, num_samples=1000, progress_bar=False)
 mcmc.run(jax.random.key(1), X, y)
-draws = {"private": posterior.sample(jax.random.key(2), 4000), "NUTS": mcmc.get_samples()}
-for shift, (label, sites) in zip((0.15, -0.15), draws.items(), strict=True):
-    low, mid, high = np.quantile(sites["w"], [0.05, 0.5, 0.95], axis=0)
-    plt.errorbar(mid, shift - np.arange(10), xerr=[mid - low, high - mid], fmt="o", label=label)
-plt.yticks(-np.arange(10), ["intercept", *(f"{name} / {s}" for name, s in SCALES.items())])
-plt.xlabel(f"log odds of a visit: median, 90 % interval ({len(y):,} rows, ε = 1)")
-plt.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
-plt.savefig("quickstart.png", dpi=150, bbox_inches="tight")
+names = ["intercept", *(f"{name} / {scale}" for name, scale in SCALES.items())]
+axes = plots.forest({"private, ε = 1": posterior, "NUTS": mcmc}, "w", labels=names)
+axes.set_xlabel(f"log odds of a visit: mean, 90 % interval ({len(y):,} rows)")
+axes.figure.savefig("quickstart.png", dpi=200, bbox_inches="tight")

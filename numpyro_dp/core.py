@@ -47,6 +47,14 @@ class Batch(NamedTuple):
         indices: int32 row numbers, shape ``(size,)``. ``None`` means every row in order. Entries
             with mask false are padding: valid row numbers that must not count.
         mask: bool, shape ``(size,)``. ``None`` means that every entry counts.
+
+    Example:
+        >>> import jax
+        >>> from numpyro_dp.samplers import Poisson
+        >>> sampler = Poisson(0.05)
+        >>> batch, state = sampler.next(sampler.init(jax.random.key(0), 1000))
+        >>> batch.indices.shape == batch.mask.shape  # about 50 records, and padding
+        True
     """
 
     indices: Int[Array, " size"] | None
@@ -73,6 +81,18 @@ class FactoredSignal(NamedTuple):
         expand: ``(public, tree, names) -> entries``. It is linear, and each entry is one
             coordinate times a number. So each entry is rounded once.
         selects: Whether ``core`` only selects leaves of the gradient.
+
+    Example:
+        >>> import jax
+        >>> factored = FactoredSignal(  # the slope of a record's log density in the mean
+        ...     point=lambda public: public["mean"],
+        ...     scalar=lambda public, mean, example: -((example[0] - mean) ** 2) / 2,
+        ...     core=lambda public, gradient, names: {"mean": gradient},
+        ...     expand=lambda public, tree, names: tree,
+        ...     selects=True,
+        ... )
+        >>> float(jax.grad(factored.scalar, 1)({}, 1.0, (3.0,)))
+        2.0
     """
 
     point: Callable[[PyTree], PyTree]
@@ -84,7 +104,15 @@ class FactoredSignal(NamedTuple):
 
 @runtime_checkable
 class Problem(Protocol):
-    """The object to fit to records: a model and guide, a family of sites, a mixture, a network."""
+    """The object to fit to records: a model and guide, a family of sites, a mixture, a network.
+
+    Example:
+        >>> import numpy as np
+        >>> from numpyro_dp.extend import RecordsProblem, read_records
+        >>> records = read_records(lambda x: None, (np.ones((100, 2)),), {}, 100)
+        >>> isinstance(RecordsProblem(records), Problem)
+        True
+    """
 
     @property
     def records(self) -> Any:
@@ -129,6 +157,12 @@ class Released(NamedTuple):
     Attributes:
         total: The noisy sum of the signals, divided by the inclusion probability.
         noise_scale: Standard deviation of the noise in each entry of ``total``. It is public.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> released = Released({"mean": jnp.array(120.0)}, noise_scale=3.0)
+        >>> float(released.total["mean"] / 100)  # post-processing: the mean of 100 records
+        1.2000000476837158
     """
 
     total: PyTree
@@ -148,6 +182,13 @@ class Observation(NamedTuple):
             (d,), if it was released too. Then ``shift`` is not needed.
         curvature_noise: Standard deviation of the noise in an entry of its diagonal. Off the
             diagonal it is smaller by the square root of 2.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> seen = Observation(point=jnp.zeros(2), shift=jnp.array([0.1, -0.1]),
+        ...                    score=jnp.array([30.0, 4.0]), noise_scale=jnp.full(2, 10.0))
+        >>> seen.score / seen.noise_scale  # scores that are small in these units tell little
+        Array([3. , 0.4], dtype=float32)
     """
 
     point: Array
@@ -171,6 +212,20 @@ class Centring(NamedTuple):
         listed: Whether all outcomes are listed that a record could have had.
         scaled: Whether a record's signal is only multiplied by a factor, because other entries than
             scores must keep their ratio to the scores. Outcomes must be listed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> def rows(log_odds, example, seed):  # of a coin: the record, heads, tails and padding
+        ...     heads = jax.nn.sigmoid(log_odds)
+        ...     outcomes = jnp.stack([example[0], 1.0, 0.0, 0.0])
+        ...     return outcomes, jnp.stack([0.0, heads, 1 - heads, 0.0])
+        >>> coin = Estimator(lambda key, log_odds: log_odds,
+        ...                  lambda log_odds, row: {"w": row[0] - jax.nn.sigmoid(log_odds)},
+        ...                  lambda log_odds, released: released.total)
+        >>> centring = Centring(coin, number=3, rows=rows, listed=True)
+        >>> outcomes, probs = centring.rows(jnp.array(0.0), (jnp.array(1.0),), jnp.uint32(7))
+        >>> float(sum(p * coin.signal(0.0, (y,))["w"] for y, p in zip(outcomes, probs)))  # mean 0
+        0.0
     """
 
     estimator: Any
@@ -193,6 +248,18 @@ class Estimator(NamedTuple):
         observe: ``(public, released) -> Observation``, for posteriors that include the noise of
             privacy. Sees no data. ``None`` if the release is no score of the latents.
         centring: How clipped signals are centred, or ``None``. ``signal`` is the plain signal.
+
+    Example:
+        The mean of a column, as in ``examples/extending/clipped_mean.py``:
+
+        >>> import jax.numpy as jnp
+        >>> mean = Estimator(
+        ...     prepare=lambda rng_key, params: params,
+        ...     signal=lambda params, example: {"mean": example[0] - params["mean"]},
+        ...     pull_back=lambda params, released: {"mean": -released.total["mean"] / 1000},
+        ... )
+        >>> mean.signal({"mean": 1.0}, (3.0,))
+        {'mean': 2.0}
     """
 
     prepare: Callable[[Array, PyTree], PyTree]
@@ -209,6 +276,10 @@ class MechanismState(NamedTuple):
     Attributes:
         clip_norm: The clip norms of the next step. They are public.
         memory: Other state, such as earlier noise. It is secret.
+
+    Example:
+        >>> MechanismState(clip_norm=2.0).memory  # independent noise needs none
+        ()
     """
 
     clip_norm: Any
@@ -242,6 +313,13 @@ class Mechanism(NamedTuple):
             mechanism with this field. All other drivers need independent noise.
         total_variation: Distance of one call's noise from the noise of ``event``, as a total
             variation. Delta includes the sum over all steps.
+
+    Example:
+        >>> from numpyro_dp.mechanisms import GaussianMechanism
+        >>> from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
+        >>> mechanism = GaussianMechanism()(ClipNorm.of(2.0), 3.0)
+        >>> float(mechanism.sensitivity), mechanism.event
+        (2.0, GaussianDpEvent(noise_multiplier=3.0))
     """
 
     init: Callable[[PyTree], PyTree]
@@ -268,6 +346,11 @@ class MechanismBuilder(Protocol):
 
     A frozen dataclass with ``__call__`` is enough, as in
     ``examples/extending/automatic_clipping.py``.
+
+    Example:
+        >>> from numpyro_dp.mechanisms import GaussianMechanism
+        >>> isinstance(GaussianMechanism(), MechanismBuilder)
+        True
     """
 
     def __call__(self, clip_norm: Any, noise_multiplier: Any) -> Mechanism:
@@ -292,6 +375,14 @@ class Sampler(Protocol):
 
     Attributes:
         relation: The neighbouring relation in the report of a run without a budget.
+
+    Example:
+        >>> from dp_accounting import GaussianDpEvent
+        >>> from numpyro_dp.samplers import Poisson
+        >>> isinstance(Poisson(0.01), Sampler), Poisson(0.01).inclusion_prob(1000)
+        (True, 0.01)
+        >>> Poisson(0.01).amplify(GaussianDpEvent(2.0), 1000).sampling_probability
+        0.01
     """
 
     relation: ClassVar[str] = "add_or_remove_one"
@@ -342,6 +433,18 @@ class Fold(NamedTuple):
             state keeps its shapes and dtypes. The function is compiled.
         result: ``state -> value``.
         num_steps: Number of steps of the run that the fold needs, or ``None`` for any.
+
+    Example:
+        >>> import functools, jax.numpy as jnp
+        >>> largest = Fold(  # the largest value that a parameter had in a run
+        ...     init=lambda params: params["w"],
+        ...     update=lambda state, params: jnp.maximum(state, params["w"]),
+        ...     result=lambda state: state,
+        ... )
+        >>> iterates = [{"w": jnp.array(value)} for value in (1.0, 3.0, 2.0)]
+        >>> state = functools.reduce(largest.update, iterates, largest.init(iterates[0]))
+        >>> float(largest.result(state))  # with a driver: run(..., fold=largest).folded
+        3.0
 
     Guarantee:
         The loop passes only private iterates to the fold.

@@ -1,5 +1,6 @@
 """The README's code runs as pasted, and the repository keeps its own rules."""
 
+import inspect
 import pathlib
 import re
 import subprocess
@@ -66,7 +67,7 @@ def test_the_worked_additions_run():
         "Estimator": Estimator, "PoissonSampledDpEvent": PoissonSampledDpEvent, "Sampler": Sampler,
         "__name__": "additions",
     }  # fmt: skip
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.S)
     assert len(blocks) == 3
     for block in blocks:
         exec(block, names)
@@ -104,11 +105,19 @@ def test_the_ways_through_the_package_are_those_of_the_code():
             assert re.search(rf"^ *(def|class) {name}\b", source, flags=re.M), (file, name)
 
 
-def test_the_public_names_exist_and_have_docstrings():
+def test_each_public_name_has_an_example_and_a_page_that_names_it():
     import numpyro_dp
 
-    for name in numpyro_dp.__all__:
-        assert getattr(numpyro_dp, name).__doc__
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    text = "".join(page.read_text() for page in pages if page.name != "api.md")
+    top = [getattr(numpyro_dp, name) for name in numpyro_dp.__all__]
+    faces = [numpyro_dp, *filter(inspect.ismodule, top)]
+    assert {"numpyro_dp.core", "numpyro_dp.plots"} <= {face.__name__ for face in faces}
+    for name, value in ((name, getattr(face, name)) for face in faces for name in face.__all__):
+        assert re.search(rf"\b{name}\b", text), f"no page names {name}"
+        if getattr(value, "__module__", "").startswith("numpyro_dp"):
+            parts = [value, *(vars(value).values() if inspect.isclass(value) else ())]
+            assert any(">>>" in (inspect.getdoc(part) or "") for part in parts), name
 
 
 @pytest.mark.full

@@ -33,6 +33,14 @@ class Prepared(NamedTuple):
         problem: What is fitted.
         optim_state: Initial state of the optimiser.
         rng_key: The key that ``numpyro.infer.SVI.init`` leaves for the steps.
+
+    Example:
+        >>> import jax, numpy as np, numpyro
+        >>> from numpyro_dp.extend import RecordsProblem, read_records
+        >>> records = read_records(lambda x: None, (np.ones((100, 2)),), {}, 100)
+        >>> first = numpyro.optim.SGD(0.1).init({"mean": np.zeros(2)})
+        >>> Prepared(RecordsProblem(records), first, jax.random.key(0)).problem.num_examples
+        100
     """
 
     problem: Problem
@@ -47,6 +55,10 @@ class Call(NamedTuple):
         args: Arguments, with the whole data set.
         kwargs: Keyword arguments.
         init_params: Initial values of parameters by name, or ``None``.
+
+    Example:
+        >>> Call(args=([1.0, 2.0],), kwargs={}, init_params={"mean": 0.0}).init_params
+        {'mean': 0.0}
     """
 
     args: tuple[Any, ...]

@@ -54,7 +54,20 @@ _CAPTURED = "captured"
 
 
 class UnsupportedModelError(ValueError):
-    """The model or guide cannot be made private as it is written."""
+    """The model or guide cannot be made private as it is written.
+
+    Example:
+        >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import DPLaplace, PrivacyBudget, UnsupportedModelError
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 1))
+        ...     numpyro.sample("x", dist.Normal(mean, 1).expand(x.shape), obs=x)  # no plate
+        >>> try:
+        ...     DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5)).plan(jnp.ones(1000))
+        ... except UnsupportedModelError as error:
+        ...     print(str(error).split(",")[0])
+        Observed site 'x' is in no plate
+    """
 
 
 class PublicArray(NamedTuple):

@@ -161,6 +161,12 @@ class Records(NamedTuple):
         layout: How arguments split.
         public: The accepted public arrays, and the check of further arrays.
         data_plate: Name of the plate over records.
+
+    Example:
+        >>> import numpy as np
+        >>> from numpyro_dp.extend import read_records
+        >>> read_records(lambda x: None, (np.ones((100, 2)),), {}, 100).layout.shapes
+        (((2,), 'float32'),)
     """
 
     layout: Layout
@@ -234,6 +240,13 @@ class RecordsProblem(NamedTuple):
     Attributes:
         records: How arguments split into records and public values.
         shared: Public arrays; none.
+
+    Example:
+        >>> import numpy as np
+        >>> from numpyro_dp.extend import read_records
+        >>> records = read_records(lambda x: None, (np.ones((100, 2)),), {}, 100)
+        >>> RecordsProblem(records).num_examples
+        100
     """
 
     records: Records
@@ -384,6 +397,12 @@ def read_records(
         kwargs: Keyword arguments.
         num_examples: Number of records.
         data_plate: Name for the records in the report.
+
+    Example:
+        >>> import numpy as np
+        >>> x, y = np.ones((100, 2)), np.ones(100)
+        >>> read_records(lambda x, y: None, (x, y), {}, 100).layout.num_examples
+        100
     """
     check_arrays(args, kwargs)
     layout = split_arguments(args, kwargs, num_examples, signature, data_plate, Declared(), True)

@@ -23,7 +23,7 @@ from numpyro_dp.pbp.estimator import NetworkSteps, network_ep
 from numpyro_dp.pbp.model import NetworkGuide, RegressionNetwork
 from numpyro_dp.pbp.reference import ep_sweep, filter_sweeps, start_network_sites
 from numpyro_dp.posterior.diagnosis import findings_of_run, without_noise
-from numpyro_dp.posterior.from_model import ModelSource, drift_notes
+from numpyro_dp.posterior.from_model import ModelSource, findings_of_drift
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.scores import NOISE_INCLUDED
 from numpyro_dp.privacy.accounting import Accountant
@@ -188,8 +188,9 @@ class DPPBP(Driver):
         arguments = records.layout.placeholder(())
         source = ModelSource(network, latents, records.data_plate, arguments, {})
         method = f"{type(self).__name__} of {network}, {privacy.num_steps} steps"
-        drift = notes = drift_notes(result.trace)
-        findings = findings_of_run(result)
+        drift = findings_of_drift(result.trace)
+        notes = tuple(finding.text for finding in drift)
+        findings = [*findings_of_run(result), *drift]
         if plain or privacy.noise_multiplier == 0:
             draws = source.guide_draws(self.guide, params, {})
             notes += ("weight_precision is a point estimate.",) * (not known)

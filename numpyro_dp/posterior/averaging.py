@@ -45,6 +45,15 @@ class Average(NamedTuple):
             batches of the run. It is meaningless for coordinates with ``converged`` false.
         window: Number of kept iterates in each average.
         converged: Whether a window passed the check.
+
+    Example:
+        >>> import numpy as np
+        >>> from numpyro_dp.posterior import average
+        >>> from numpyro_dp.run.results import Trace
+        >>> noise = np.random.default_rng(0).normal(size=1000)
+        >>> found = average(Trace(np.arange(1000), {"loc": 3 + noise}))  # in use: result.trace
+        >>> bool(abs(found.params["loc"] - 3) < 4 * found.dp_sd["loc"])
+        True
     """
 
     params: dict[str, Any]

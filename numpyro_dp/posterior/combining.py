@@ -43,6 +43,13 @@ class Combined(NamedTuple):
         estimate: Mean of the estimates.
         sd: Its standard deviation.
         degrees: Degrees of freedom of the t distribution behind the intervals.
+
+    Example:
+        >>> import numpy as np
+        >>> from numpyro_dp.posterior import combine
+        >>> low, high = combine(np.array([1.0, 2.0, 3.0]), np.full(3, 0.1)).interval(0.9)
+        >>> bool(low < 2 < high)
+        True
     """
 
     estimate: Values

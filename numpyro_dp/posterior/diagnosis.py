@@ -44,7 +44,22 @@ _UNUSED = 0.9  # part of the budget
 
 
 class PosteriorWarning(UserWarning):
-    """A posterior should not be believed as it is."""
+    """A posterior should not be believed as it is.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import fit
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 1))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore", PosteriorWarning)  # you look below
+        ...     posterior = fit(model, jnp.full(100, 0.5), epsilon=0.01, rng_key=jax.random.key(0))
+        >>> [finding.name for finding in posterior.diagnose().findings]
+        ['prior']
+    """
 
 
 class Finding(NamedTuple):
@@ -54,6 +69,11 @@ class Finding(NamedTuple):
         name: What was looked at.
         bad: Whether it makes the posterior unreliable.
         text: What was found, and what to do about it.
+
+    Example:
+        >>> finding = Finding("prior", bad=False, text="1 of 3 latents is more than half prior.")
+        >>> print(Diagnosis((finding,)))
+        note prior: 1 of 3 latents is more than half prior.
     """
 
     name: str
@@ -66,6 +86,12 @@ class Diagnosis(NamedTuple):
 
     Attributes:
         findings: The findings, bad ones first.
+
+    Example:
+        >>> clipped = Finding("clipping", bad=True, text="Most records are clipped.")
+        >>> prior = Finding("prior", bad=False, text="No latent is more than half prior.")
+        >>> [finding.name for finding in Diagnosis((clipped, prior)).bad]
+        ['clipping']
     """
 
     findings: tuple[Finding, ...]

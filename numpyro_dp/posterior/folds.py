@@ -47,6 +47,17 @@ class TailAverage(NamedTuple):
             batches of the run. It is itself known up to a factor of
             :math:`1 \pm 1/\sqrt{2(b-1)}`. It is meaningless if the run had not converged.
         num_iterates: Number of iterates in the average.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from numpyro_dp.posterior import tail_average
+        >>> fold = tail_average(1000)
+        >>> iterates = {"loc": 3 + jax.random.normal(jax.random.key(0), (1000,))}
+        >>> step = lambda state, params: (fold.update(state, params), None)  # as a run does it
+        >>> state, _ = jax.lax.scan(step, fold.init({"loc": jnp.zeros(())}), iterates)
+        >>> mean = fold.result(state)
+        >>> int(mean.num_iterates), bool(abs(mean.params["loc"] - 3) < 4 * mean.dp_sd["loc"])
+        (500, True)
     """
 
     params: dict[str, Any]

@@ -23,7 +23,7 @@ from numpyro_dp.posterior.samples import posterior_samples
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.results import Trace
 
-__all__ = ["ModelSource", "drift_notes"]
+__all__ = ["ModelSource", "findings_of_drift"]
 
 
 class ModelSource(NamedTuple):
@@ -136,8 +136,8 @@ class ModelSource(NamedTuple):
         return jax.jit(jax.vmap(one))(draws)
 
 
-def drift_notes(trace: Trace) -> tuple[str, ...]:
-    """Returns a note if parameters fail the drift check in the last half of a trace.
+def findings_of_drift(trace: Trace) -> list[Finding]:
+    """Whether parameters fail the drift check in the last half of a trace.
 
     A guide often starts narrow, so a run that has not converged may look too certain. A trace that
     is too short for the check also fails.
@@ -149,5 +149,7 @@ def drift_notes(trace: Trace) -> tuple[str, ...]:
         check, half = drift_check(), max(SHORTEST, length // 2)
         passed = sum(int(check(x[-half:].reshape(half, -1)).sum()) for x in values if x[0].size)
     if passed == total:
-        return ()
-    return (f"{total - passed} of {total} parameters have not converged by drift_check.",)
+        return []
+    return [Finding("convergence", False, (
+        f"{total - passed} of {total} parameters have not converged by drift_check."
+    ))]  # fmt: skip

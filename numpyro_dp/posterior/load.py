@@ -32,7 +32,22 @@ def load(path: Any, model: Callable[..., Any] | None = None) -> Posterior:
         FileNotFoundError: If there is no file.
         ValueError: If the file is damaged, or is not a posterior of this version.
 
-    :meth:`Posterior.save` has an example.
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import fit
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 1))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> import pathlib, tempfile
+        >>> from numpyro_dp import load
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "mean.posterior")
+        >>> posterior = fit(model, jnp.full(2000, 0.5), epsilon=1.0, rng_key=jax.random.key(0))
+        >>> posterior.save(path)
+        >>> loaded = load(path, model)
+        >>> key = jax.random.key(1)
+        >>> bool((loaded.sample(key, 5)["mean"] == posterior.sample(key, 5)["mean"]).all())
+        True
     """
     if model is not None and not callable(model):
         raise TypeError(f"Expected model as a function, got {type(model).__name__}.")

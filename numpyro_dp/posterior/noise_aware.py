@@ -36,6 +36,23 @@ class NoiseAware(NamedTuple):
         dominated: Number of coordinates of the location with more privacy noise than posterior
             variance. Their sum is not a Bayesian posterior, because the prior does not narrow it.
             Use a larger budget or a stronger prior.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
+        >>> from numpyro.infer.autoguide import AutoDiagonalNormal
+        >>> from numpyro_dp import DPSVI, PrivacyBudget
+        >>> from numpyro_dp.samplers import FullBatch
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 1))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
+        ...             sampler=FullBatch(), budget=PrivacyBudget(1.0, 1e-5))
+        >>> result = svi.run(jax.random.key(0), 200, jnp.full(1000, 0.5), progress_bar=False)
+        >>> from numpyro_dp.posterior import noise_aware
+        >>> found = noise_aware(result, svi.guide)
+        >>> sorted(found.params)
+        ['auto_loc', 'auto_scale']
     """
 
     params: dict[str, Any]

@@ -49,6 +49,16 @@ class Rehearsal(NamedTuple):
         bias: Mean of posterior mean minus truth, in posterior standard deviations.
         rmse: Root mean square of posterior mean minus truth, in prior standard deviations.
         sd: Posterior standard deviation, in prior standard deviations.
+
+    Example:
+        >>> import numpy as np
+        >>> found = Rehearsal(  # as rehearse() returns it, for two simulations
+        ...     cover={0.5: np.array([0.4, 0.6]), 0.9: np.array([0.9, 1.0])},
+        ...     log_score=np.array([0.5, 0.7]), prior_log_score=np.array([-1.4, -1.4]),
+        ...     bias=np.array([0.1, -0.1]), rmse=np.array([0.1, 0.2]), sd=np.array([0.2, 0.2]),
+        ... )
+        >>> float(found.cover[0.9].mean())
+        0.95
     """
 
     cover: dict[float, np.ndarray]
@@ -158,6 +168,15 @@ class Choice(NamedTuple):
         driver: A driver with these settings, ready to run.
         scores: Pairs of settings and the mean log score of their last rehearsal, best first.
         prior: Mean log score of the prior. Settings that are not clearly above it tell nothing.
+
+    Example:
+        >>> print(Choice(  # as choose() returns it, with its driver
+        ...     settings={"clip_norm": 1.0}, driver=None, prior=-1.42,
+        ...     scores=(({"clip_norm": 1.0}, 0.31), ({"clip_norm": 0.1}, -1.2)),
+        ... ))
+            0.310  {'clip_norm': 1.0}
+           -1.200  {'clip_norm': 0.1}
+           -1.420  the prior
     """
 
     settings: dict[str, Any]

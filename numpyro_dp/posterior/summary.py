@@ -22,6 +22,18 @@ class PosteriorSummary(Mapping[str, dict[str, np.ndarray]]):
 
     Attributes:
         prob: Mass of the intervals.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import fit
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 1))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> posterior = fit(model, jnp.full(2000, 0.5), epsilon=1.0, rng_key=jax.random.key(0))
+        >>> summary = posterior.summary(prob=0.9)
+        >>> bool(summary["mean"]["lower"] < 0.5 < summary["mean"]["upper"])
+        True
     """
 
     prob: float

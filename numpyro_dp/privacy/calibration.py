@@ -50,7 +50,18 @@ _NARROWEST_BRACKET = 1e-9
 
 
 class CalibrationError(ValueError):
-    """No noise multiplier spends the budget."""
+    """No noise multiplier spends the budget.
+
+    Example:
+        >>> from dp_accounting import GaussianDpEvent
+        >>> from numpyro_dp import PrivacyBudget
+        >>> try:  # an event that ignores the noise multiplier
+        ...     calibrate_noise(lambda noise: GaussianDpEvent(0.5), PrivacyBudget(1.0, 1e-5))
+        ... except CalibrationError as error:
+        ...     print(str(error).split(":")[0])
+        No noise_multiplier in [0.001, 1e+08] meets the budget (epsilon=1, delta=1e-05) under
+        add_or_remove_one
+    """
 
 
 def calibrate_noise(

@@ -46,7 +46,19 @@ _OTHER = "is not a ledger. Choose the path of a ledger, or of a new file."
 
 
 class LedgerError(ValueError):
-    """A ledger that is damaged, belongs to another total, or has too little left for a run."""
+    """A ledger that is damaged, belongs to another total, or has too little left for a run.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from numpyro_dp import Ledger, LedgerError, PrivacyBudget
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "survey.ledger")
+        >>> ledger = Ledger(path, PrivacyBudget(1.0, 1e-6))
+        >>> try:
+        ...     Ledger(path, PrivacyBudget(2.0, 1e-6))
+        ... except LedgerError as error:
+        ...     print("refused: the file has another total")
+        refused: the file has another total
+    """
 
 
 class Entry(NamedTuple):

@@ -56,7 +56,30 @@ __all__ = [
 
 
 class NoiseReuseError(ValueError):
-    """The same noise would be used a second time."""
+    """The same noise would be used a second time.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
+        >>> from numpyro.infer.autoguide import AutoDiagonalNormal
+        >>> from numpyro_dp import DPSVI, PrivacyBudget
+        >>> from numpyro_dp.samplers import FullBatch
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 1))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
+        ...             sampler=FullBatch(), budget=PrivacyBudget(1.0, 1e-5))
+        >>> x = jnp.full(1000, 0.5)
+        >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
+        ...             sampler=FullBatch(), budget=PrivacyBudget(1.0, 1e-5), num_steps=10)
+        >>> state = svi.init(jax.random.key(0), x)
+        >>> following, _ = svi.update(state, x)
+        >>> try:
+        ...     svi.update(state, 2 * x)  # the same noise on other records
+        ... except NoiseReuseError:
+        ...     print("refused: continue with the state that update returned")
+        refused: continue with the state that update returned
+    """
 
 
 def _outside() -> Any:

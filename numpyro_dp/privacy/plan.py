@@ -46,7 +46,24 @@ def _today() -> str:
 
 
 class BudgetError(ValueError):
-    """A run that would spend more than its budget allows."""
+    """A run that would spend more than its budget allows.
+
+    Example:
+        >>> import numpyro, numpyro.distributions as dist, optax
+        >>> from numpyro.infer.autoguide import AutoDiagonalNormal
+        >>> from numpyro_dp import DPSVI, BudgetError, PrivacyBudget
+        >>> from numpyro_dp.samplers import FullBatch
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 1))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> try:
+        ...     DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=float("inf"),
+        ...           sampler=FullBatch(), budget=PrivacyBudget(1.0, 1e-5))
+        ... except BudgetError as error:
+        ...     print(str(error).split(", so")[0])
+        clip_norm=inf does not limit a record
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +149,23 @@ class PrivacyReport:
         date: Day of the report, in UTC, as ``YYYY-MM-DD``.
         max_rows: Most rows of a unit, if a protected record is a unit of several rows.
         in_ledger: Whether a ledger counts the run.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
+        >>> from numpyro.infer.autoguide import AutoDiagonalNormal
+        >>> from numpyro_dp import DPSVI, PrivacyBudget
+        >>> from numpyro_dp.samplers import FullBatch
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 1))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
+        ...             sampler=FullBatch(), budget=PrivacyBudget(1.0, 1e-5))
+        >>> result = svi.run(jax.random.key(0), 200, jnp.full(1000, 0.5), progress_bar=False)
+        >>> result.privacy.epsilon <= 1, result.privacy.delta
+        (True, 1e-05)
+        >>> print(str(result.privacy).splitlines()[0])
+        Guarantee: epsilon <= 0.99999 at delta=1e-05 under add_or_remove_one
     """
 
     bound: EpsilonBound

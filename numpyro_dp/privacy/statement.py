@@ -66,6 +66,25 @@ class Statement:
         versions: Versions of the software.
         caveats: What the guarantee leaves out.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
+        >>> from numpyro.infer.autoguide import AutoDiagonalNormal
+        >>> from numpyro_dp import DPSVI, PrivacyBudget
+        >>> from numpyro_dp.samplers import FullBatch
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 1))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
+        ...             sampler=FullBatch(), budget=PrivacyBudget(1.0, 1e-5))
+        >>> result = svi.run(jax.random.key(0), 200, jnp.full(1000, 0.5), progress_bar=False)
+        >>> statement = result.privacy.statement(settings="Chosen without records.")
+        >>> statement.relation, statement.num_examples
+        ('add_or_remove_one', 1000)
+        >>> false_positives, found = statement.attack[0]  # of any test for one record
+        >>> bool(found < 0.1), float(false_positives)
+        (True, 0.01)
+
     Guarantee:
         A function of the report, which reads no record.
 

@@ -35,8 +35,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
-from scipy import optimize, stats
+from scipy import optimize
 
+from numpyro_dp._lazy import stats
 from numpyro_dp._validate import check_int, check_num_steps, check_real
 from numpyro_dp.core import Batch
 from numpyro_dp.model.frames import as_arrays
@@ -181,6 +182,22 @@ def audit_run(
 
     Raises:
         TypeError, ValueError: As :func:`audit`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
+        >>> from numpyro.infer.autoguide import AutoDiagonalNormal
+        >>> from numpyro_dp import DPSVI, PrivacyBudget, audit_run
+        >>> from numpyro_dp.samplers import FullBatch
+        >>> def model(X, y=None):
+        ...     w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+        ...     with numpyro.plate("records", X.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(X @ w, 1), obs=y)
+        >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
+        ...             sampler=FullBatch(), budget=PrivacyBudget(4.0, 1e-5))
+        >>> X, y = 10 * jnp.eye(50)[:40], jnp.full(40, 50.0)  # each canary has its own direction
+        >>> found = audit_run(svi, jax.random.key(0), 20, X, y, canaries=range(40))
+        >>> 0 <= found.lower <= 4.0
+        True
     """
     check_num_steps(num_steps, 2**31 - 2)
     places = np.asarray(canaries)

@@ -25,7 +25,25 @@ __all__ = [
 
 
 class SensitiveValueError(ValueError):
-    """Raised for a value that only the holder of the records may see."""
+    """Raised for a value that only the holder of the records may see.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
+        >>> from numpyro.infer.autoguide import AutoDiagonalNormal
+        >>> from numpyro_dp import DPSVI, PrivacyBudget
+        >>> from numpyro_dp.samplers import FullBatch
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 1))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
+        ...             sampler=FullBatch(), budget=PrivacyBudget(1.0, 1e-5))
+        >>> try:
+        ...     svi.evaluate(None, jnp.full(1000, 0.5))  # the loss on the records
+        ... except SensitiveValueError as error:
+        ...     print(str(error).split(",")[0])
+        evaluate needs allow_sensitive=True
+    """
 
 
 class Trace(NamedTuple):
@@ -96,6 +114,23 @@ class RunResult(_RunResult):
         scores: Sums of the released scores, from which ``posterior`` is computed, or ``None``. You
             may publish them.
         posterior: Draws, predictions and a summary of the latents. You may publish them.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
+        >>> from numpyro.infer.autoguide import AutoDiagonalNormal
+        >>> from numpyro_dp import DPSVI, PrivacyBudget
+        >>> from numpyro_dp.samplers import FullBatch
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 1))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
+        ...             sampler=FullBatch(), budget=PrivacyBudget(1.0, 1e-5))
+        >>> result = svi.run(jax.random.key(0), 200, jnp.full(1000, 0.5), progress_bar=False)
+        >>> sorted(result.params), result.privacy.num_steps
+        (['auto_loc', 'auto_scale'], 200)
+        >>> bool(abs(result.posterior.summary()["mean"]["mean"] - 0.5) < 0.2)
+        True
     """
 
     trace: Trace
@@ -212,6 +247,24 @@ class RunInterrupted(KeyboardInterrupt):
     Attributes:
         result: The :class:`RunResult` of the steps so far, with what they spent. In a notebook:
             ``import sys; result = sys.last_value.result``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
+        >>> from numpyro.infer.autoguide import AutoDiagonalNormal
+        >>> from numpyro_dp import DPSVI, PrivacyBudget
+        >>> from numpyro_dp.samplers import FullBatch
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 1))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
+        ...             sampler=FullBatch(), budget=PrivacyBudget(1.0, 1e-5))
+        >>> try:
+        ...     result = svi.run(jax.random.key(0), 200, jnp.full(1000, 0.5), progress_bar=False)
+        ... except RunInterrupted as stopped:  # Ctrl-C
+        ...     result = stopped.result
+        >>> 0 < result.privacy.num_steps <= 200
+        True
     """
 
     def __init__(self, result: RunResult, num_steps: int) -> None:

@@ -47,6 +47,12 @@ class Method(NamedTuple):
         independent_noise: Reason why the noise of steps must be independent. Empty if it may be
             correlated.
         objective: Terms of the loss. ``None`` for drivers that offer no loss.
+
+    Example:
+        >>> import numpyro
+        >>> from numpyro_dp.estimators import aligned
+        >>> Method(aligned(), numpyro.optim.Adam(1e-2)).independent_noise
+        ''
     """
 
     estimator: Callable[[Any], Estimator]
@@ -61,7 +67,7 @@ class Method(NamedTuple):
         if not isinstance(found, Estimator):
             raise TypeError(
                 f"Expected estimator= to build an Estimator, got {type(found).__name__}. Copy the "
-                "skeleton in CONTRIBUTING.md."
+                "skeleton in docs/extending.md."
             )
         return found
 

@@ -30,7 +30,7 @@ from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.variational import VariationalProblem, guide_kind, likelihood_key
 from numpyro_dp.posterior.averaging import SHORTEST
 from numpyro_dp.posterior.diagnosis import findings_of_run, without_noise
-from numpyro_dp.posterior.from_model import ModelSource, drift_notes
+from numpyro_dp.posterior.from_model import ModelSource, findings_of_drift
 from numpyro_dp.posterior.inference_data import keep_from_arviz
 from numpyro_dp.posterior.noise_aware import noise_aware
 from numpyro_dp.posterior.posterior import Posterior
@@ -300,8 +300,9 @@ class DPSVI(Driver):
             with contextlib.suppress(UnsupportedModelError):
                 unbiased = self.method.estimator_of(problem).centring is not None
                 return posterior_of_scores(source, problem, result, method, unbiased)
-        drift = notes = drift_notes(result.trace)
-        noise, found = privacy.noise_multiplier > 0, findings_of_run(result)
+        drift = findings_of_drift(result.trace)
+        notes = tuple(finding.text for finding in drift)
+        noise, found = privacy.noise_multiplier > 0, [*findings_of_run(result), *drift]
         if noise and not plain and _can_be_widened(self.guide, result):
             params = noise_aware(result, self.guide).params
             notes += ("The intervals are widened by the noise of averaged iterates.",)

@@ -116,6 +116,15 @@ class UnsupportedEventError(ValueError):
     """An accountant has no bound for an event under a relation.
 
     ``reasons`` maps the name of an accountant to why it has no bound.
+
+    Example:
+        >>> from dp_accounting import UnsupportedDpEvent
+        >>> from numpyro_dp.accounting import PLD, UnsupportedEventError
+        >>> try:
+        ...     PLD().epsilon(UnsupportedDpEvent(), 1e-5, "add_or_remove_one")
+        ... except UnsupportedEventError as error:
+        ...     print(list(error.reasons))
+        ['PLD']
     """
 
     event: dpa.DpEvent
