@@ -61,8 +61,9 @@ from numpyro_dp.privacy.random import check_typed_key
 __all__ = ["MOST", "STD", "TOTAL_VARIATION", "discrete_gaussian", "on_grid", "spacing_of", "tables"]
 
 _WIDTH, _FACTOR = 1120, 320  # s and K
-_LOG = 14  # 16,384 values in the table, whose first two words fit a near cache of a CPU
+_LOG = 14  # 16,384 values in the table, whose first words fit a near cache of a CPU
 _BITS = 145  # of a threshold. With 14 for the place and 1 for the sign they fill five words.
+_WORDS = 5
 _STRETCH = 4096  # values drawn at once: their bits stay in a near cache
 
 STD = _WIDTH * math.sqrt(1 + _FACTOR**2 + _FACTOR**4)
@@ -140,40 +141,43 @@ def on_grid(total: Array, noise: Int[Array, ...], spacing: Array, told: Array) -
 
 
 def _drawn(key: Array, size: int) -> Array:
-    words = jax.random.bits(key, (2, 3, size), jnp.uint32)
-    place = words[0] >> (32 - _LOG)
-    # Pairs of words: a CPU then reads memory once for both.
-    first, second = jnp.moveaxis(_entries(_table()[:, :2], place), -1, 0)
+    words = jax.random.bits(key, (3, size), jnp.uint32)
+    place = words >> (32 - _LOG)
+    first = _entries(0, place)
     left = 31 - _LOG  # bits of the first word after the place and the sign
-    here, limit = words[0] & (2**left - 1), first & (2**left - 1)
-    below = (here < limit) | ((here == limit) & (words[1] < second))
-    tied = (here == limit) & (words[1] == second)
-
-    def decided() -> Array:
-        """Whether the last three words of a number are below those of its threshold."""
-        more = jax.random.bits(jax.random.fold_in(key, 1), (3, 3, size), jnp.uint32)
-        found = jnp.zeros(place.shape, bool)
-        for number in (2, 1, 0):
-            threshold = _entries(_table()[:, 2 + number], place)
-            found = (more[number] < threshold) | ((more[number] == threshold) & found)
-        return found
-
-    # A tie has probability 2^-49, so its 96 further bits are almost never drawn. Whether they are
-    # depends on noise alone.
-    below |= tied & lax.cond(tied.any(), decided, lambda: jnp.zeros(place.shape, bool))
+    here, limit = words & (2**left - 1), first & (2**left - 1)
+    below = (here < limit) | _decided(key, place, here == limit, 1)
     magnitude = jnp.where(below, place, first >> left).astype(jnp.int32)
-    fine, middle, coarse = jnp.where((words[0] >> left) & 1, -magnitude, magnitude)
+    fine, middle, coarse = jnp.where((words >> left) & 1, -magnitude, magnitude)
     return fine + _FACTOR * (middle + _FACTOR * coarse)
+
+
+def _decided(key: Array, place: Array, tied: Array, word: int) -> Array:
+    """Whether numbers are below their thresholds, from this word on. All words before it tied.
+
+    A first word ties with probability 2^-17, and a second one with 2^-32. So later words are
+    seldom drawn: no word for most stretches. Which are drawn depends on noise alone.
+    """
+    if word == _WORDS:
+        return jnp.zeros(tied.shape, bool)
+
+    def drawn() -> Array:
+        own = jax.random.bits(jax.random.fold_in(key, word), place.shape, jnp.uint32)
+        limit = _entries(word, place)
+        later = _decided(key, place, tied & (own == limit), word + 1)
+        return tied & ((own < limit) | later)
+
+    return lax.cond(tied.any(), drawn, lambda: jnp.zeros(tied.shape, bool))
 
 
 def tables() -> tuple[np.ndarray, ...]:
     """All arrays that programs with this noise hold. They are constants of this package."""
-    table = _table()
-    return table[:, :2], *table[:, 2:].T
+    return tuple(_table().T)
 
 
-def _entries(table: np.ndarray, place: Array) -> Array:
-    return jnp.asarray(table).at[place].get(mode="promise_in_bounds")
+def _entries(word: int, place: Array) -> Array:
+    """Words of the table. Each is an array of its own, because most draws read the first alone."""
+    return jnp.asarray(_table()[:, word]).at[place].get(mode="promise_in_bounds")
 
 
 def _probabilities() -> list[int]:
