@@ -21,6 +21,17 @@ import numpyro.distributions as dist
 HERE, STARTED = pathlib.Path(__file__).parent, time.monotonic()
 
 
+def _commit():
+    """Of the code that runs. A plus says that it has changes."""
+    git = ("git", "-C", str(HERE))
+    commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
+    changed = subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True)
+    return commit + ("+" if changed.strip() else "")
+
+
+COMMIT = _commit()
+
+
 def make_parser(description):
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", help="write the results to this file")
@@ -45,7 +56,7 @@ def save(args, **results):
     """The results as JSON, where asked, with the command, commit and machine that made them."""
     if args.json:
         report = {
-            "command": _command(), "commit": _commit(), "machine": machine(),
+            "command": _command(), "commit": COMMIT, "machine": machine(),
             "seconds": round(time.monotonic() - STARTED), **results,
         }  # fmt: skip
         path = pathlib.Path(args.json)
@@ -61,14 +72,6 @@ def _command():
             words.append(word)
         skip = word in ("--json", "--figure")
     return shlex.join(words)
-
-
-def _commit():
-    """Of the code that ran; a plus says that it was changed since."""
-    git = ("git", "-C", str(HERE))
-    commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
-    changed = subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True)
-    return commit + ("+" if changed.strip() else "")
 
 
 def average_row(found):

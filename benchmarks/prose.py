@@ -32,6 +32,7 @@ def sentences(paragraph):
 
 def of_markdown(text):
     """Paragraphs and entries of lists, without code, tables and formulas."""
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"\$\$.*?\$\$", "", text, flags=re.DOTALL)
     text = re.sub(r"\$[^$\n]+\$", "x", text)
     tokens = MarkdownIt("commonmark").enable("table").parse(text)

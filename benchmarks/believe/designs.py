@@ -60,6 +60,19 @@ def design(name, epsilon, drivers, runs):
     return rows
 
 
+def over_sets(rows):
+    """Means over the sets, for each driver and budget."""
+    cells = {}
+    for row in rows:
+        cells.setdefault((row["driver"], row["epsilon"]), []).append(row)
+    names = ("weights 90", "predictors 90", "error", "log score", "seconds")
+    return [
+        {"driver": driver, "epsilon": epsilon, "sets": len(each)}
+        | {name: float(np.mean([row[name] for row in each])) for name in names}
+        for (driver, epsilon), each in cells.items()
+    ]
+
+
 def main():
     parser = experiment_parser(__doc__, "RAND HIE alone, 3 runs")
     parser.add_argument("--runs", type=int, default=20)
@@ -75,7 +88,7 @@ def main():
         except DatasetNotFoundError as error:
             print(f"{name}: left out, {error}")
         jax.clear_caches()
-    save(args, rows=rows)
+    save(args, rows=rows, over_sets=over_sets(rows))
 
 
 if __name__ == "__main__":
