@@ -130,14 +130,16 @@ PLACES = _places()
 def _link_names(app, doctree):
     """Public names in typewriter font link to the API page, as in `DPSVI` or `choose(...)`."""
     for literal in list(doctree.findall(nodes.literal)):
-        name = re.fullmatch(r"(?:\w+\.)*?(\w+)(?:\(.*\))?", literal.astext(), re.S)
+        said = re.fullmatch(r"([\w.]+)(?:\(.*\))?", literal.astext(), re.S)
+        *_, owner, name = ["", *said[1].split(".")] if said else ["", ""]
+        place = PLACES.get(name) or (owner in PLACES and f"{PLACES[owner]}.{name}")
         inside = literal.parent
         while inside and not isinstance(inside, nodes.reference | nodes.title | pending_xref):
             inside = inside.parent
-        if inside or not name or name[1] not in PLACES:
+        if inside or not place:
             continue
         link = pending_xref(
-            "", refdomain="py", reftype="obj", reftarget=PLACES[name[1]], refwarn=False,
+            "", refdomain="py", reftype="obj", reftarget=place, refwarn=False,
             refdoc=app.env.docname, refexplicit=True,
         )  # fmt: skip
         literal.replace_self(link)

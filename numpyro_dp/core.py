@@ -36,8 +36,10 @@ __all__ = [
     "Sampler",
 ]
 
+#: A tree of arrays, as in JAX.
 PyTree = Any
-Blocks = tuple[tuple[str, ...], ...]  # groups of entries of a signal that are clipped together
+#: Groups of entries of a signal that are clipped together, by their names.
+Blocks = tuple[tuple[str, ...], ...]
 
 
 class Batch(NamedTuple):
