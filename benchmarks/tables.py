@@ -49,7 +49,11 @@ class _Cells(string.Formatter):
     def format_field(self, value, spec):
         if value is None:
             return ""
-        return ", ".join(value) if isinstance(value, list) else super().format_field(value, spec)
+        return (
+            ", ".join(map(str, value))
+            if isinstance(value, list)
+            else super().format_field(value, spec)
+        )
 
 
 def _line(template, row):
