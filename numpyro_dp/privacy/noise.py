@@ -146,38 +146,47 @@ def _drawn(key: Array, size: int) -> Array:
     first = _entries(0, place)
     left = 31 - _LOG  # bits of the first word after the place and the sign
     here, limit = words & (2**left - 1), first & (2**left - 1)
-    below = (here < limit) | _decided(key, place, here == limit, 1)
+    below = (here < limit) | _decided(key, place, here == limit)
     magnitude = jnp.where(below, place, first >> left).astype(jnp.int32)
     fine, middle, coarse = jnp.where((words >> left) & 1, -magnitude, magnitude)
     return fine + _FACTOR * (middle + _FACTOR * coarse)
 
 
-def _decided(key: Array, place: Array, tied: Array, word: int) -> Array:
-    """Whether numbers are below their thresholds, from this word on. All words before it tied.
+def _decided(key: Array, place: Array, tied: Array) -> Array:
+    """Whether numbers whose first words tied are below their thresholds.
 
-    A first word ties with probability 2^-17, and a second one with 2^-32. So later words are
-    seldom drawn: no word for most stretches. Which are drawn depends on noise alone.
+    A first word ties with probability 2^-17, and each later one with 2^-32. So a stretch needs one
+    more word in a tenth of all cases, and hardly ever two. How many it needs depends on noise
+    alone. The loop compiles one draw for all words.
     """
-    if word == _WORDS:
-        return jnp.zeros(tied.shape, bool)
 
-    def drawn() -> Array:
+    def undecided(state: tuple[Array, Array, Array]) -> Array:
+        word, _, tied = state
+        return (word < _WORDS) & tied.any()
+
+    def next_word(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        word, below, tied = state
         own = jax.random.bits(jax.random.fold_in(key, word), place.shape, jnp.uint32)
         limit = _entries(word, place)
-        later = _decided(key, place, tied & (own == limit), word + 1)
-        return tied & ((own < limit) | later)
+        return word + 1, below | (tied & (own < limit)), tied & (own == limit)
 
-    return lax.cond(tied.any(), drawn, lambda: jnp.zeros(tied.shape, bool))
+    start = jnp.asarray(1, jnp.int32), jnp.zeros_like(tied), tied
+    return lax.while_loop(undecided, next_word, start)[1]
 
 
 def tables() -> tuple[np.ndarray, ...]:
     """All arrays that programs with this noise hold. They are constants of this package."""
-    return tuple(_table().T)
+    return (_words(),)
 
 
-def _entries(word: int, place: Array) -> Array:
-    """Words of the table. Each is an array of its own, because most draws read the first alone."""
-    return jnp.asarray(_table()[:, word]).at[place].get(mode="promise_in_bounds")
+def _entries(word: Array | int, place: Array) -> Array:
+    return jnp.asarray(_words()).at[word, place].get(mode="promise_in_bounds")
+
+
+@functools.cache
+def _words() -> np.ndarray:
+    """The table by words, because most draws read first words alone."""
+    return np.ascontiguousarray(_table().T)
 
 
 def _probabilities() -> list[int]:
