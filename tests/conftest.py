@@ -25,6 +25,8 @@ install_import_hook([f"numpyro_dp.{name}" for name in _CHECKED], "_typecheck.che
 _LONG_EXAMPLES = {
     "DPPBP", "EP", "PBP", "tempering_model", "tempered", "choose", "rehearse", "Ledger",
     "compare_accountants", "audit", "clip_norms", "epsilon_by_step", "iterates", "prior_share",
+    "audit_run", "load", "NoiseAware", "NoiseReuseError", "PosteriorSummary", "PosteriorWarning",
+    "PrivacyReport", "RunInterrupted", "RunResult", "SensitiveValueError", "Statement",
 }  # fmt: skip
 
 

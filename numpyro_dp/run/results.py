@@ -37,9 +37,11 @@ class SensitiveValueError(ValueError):
         ...     with numpyro.plate("records", x.shape[0]):
         ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
         >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
-        ...             sampler=FullBatch(), budget=PrivacyBudget(1.0, 1e-5))
+        ...             sampler=FullBatch(), budget=PrivacyBudget(1.0, 1e-5), num_steps=10)
+        >>> x = jnp.full(1000, 0.5)
+        >>> state = svi.init(jax.random.key(0), x)
         >>> try:
-        ...     svi.evaluate(None, jnp.full(1000, 0.5))  # the loss on the records
+        ...     svi.evaluate(state, x)  # the loss on the records
         ... except SensitiveValueError as error:
         ...     print(str(error).split(",")[0])
         evaluate needs allow_sensitive=True
