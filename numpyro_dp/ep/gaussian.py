@@ -102,7 +102,9 @@ def shrunk(natural: Natural, sd: Array) -> Natural:
     values, turn = precision, None
     if precision.ndim == 2:
         values, turn = jnp.linalg.eigh((precision + precision.T) / 2)
-    share = counted_share(jnp.maximum(values, 0), sd)
+    # Without noise too, a slope along a negative eigenvalue does not count: only the prior would
+    # hold it back.
+    share = jnp.where(values < 0, 0, counted_share(values, sd))
     kept = share * jnp.maximum(values, 0)
     if turn is None:
         return {"linear": share * linear, "precision": kept}

@@ -23,6 +23,7 @@ from numpyro_dp.ep.gaussian import (
     Cavity,
     cavity_of,
     is_definite,
+    shrunk,
     site_along,
     site_from_slopes,
 )
@@ -438,3 +439,19 @@ def test_quadrature_and_evidence_want_a_normal_family():
 def test_a_product_of_families_keeps_its_sites_apart():
     family = product(a=beta(), b=gamma())
     assert set(family.unit) == {"a_log", "a_log_complement", "b_log", "b_rate"}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("sd", [0.0, 0.1])
+@pytest.mark.parametrize("full", [True, False])
+def test_a_slope_along_a_negative_eigenvalue_does_not_count(full, sd):
+    values = np.array([4.0, -3.0])
+    turn = np.array([[0.8, -0.6], [0.6, 0.8]]) if full else np.eye(2)
+    precision = turn * values @ turn.T if full else values
+    share = 16 / (16 + sd**2)
+    found = shrunk(
+        {"linear": jnp.asarray(turn @ np.ones(2)), "precision": jnp.asarray(precision)}, sd
+    )
+    np.testing.assert_allclose(turn.T @ found["linear"], [share, 0], atol=1e-6)
+    kept = turn.T @ found["precision"] @ turn if full else np.diag(found["precision"])
+    np.testing.assert_allclose(kept, np.diag([4 * share, 0]), atol=1e-5)
