@@ -23,10 +23,17 @@ HERE, STARTED = pathlib.Path(__file__).parent, time.monotonic()
 
 def _commit():
     """Of the code that runs. A plus says that it has changes."""
-    git = ("git", "-C", str(HERE))
-    commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
-    changed = subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True)
-    return commit + ("+" if changed.strip() else "")
+
+    def git(*words):
+        command = ["git", "-C", str(HERE), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + "+" * bool(
+            git("status", "--porcelain", "-uno")
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown, because this is not a git repository"
 
 
 COMMIT = _commit()
@@ -85,7 +92,7 @@ def average_row(found):
     return row
 
 
-# Colours that are told apart without red and green (Okabe and Ito).
+# A palette for readers who cannot distinguish red from green (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 

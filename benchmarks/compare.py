@@ -315,7 +315,6 @@ def main():
         found["noise"] = noises(commands, NOISE[:1] if args.quick else NOISE)
     if "quality" in args.tables:
         found["quality"] = quality(commands, 5, 2000, GRID[:2] if args.quick else GRID)
-    args.environments = args.environments.name
     save(args, **found)
     tables = markdown(found)
     print("\n\n".join(tables.values()))

@@ -97,8 +97,8 @@ def source(found):
     at, minutes = found["machine"], found["seconds"] / 60
     took = f"{minutes:.0f} min" if minutes >= 1 else f"{found['seconds']:.0f} s"
     return (
-        f"`{found['command']}`\n(commit {found['commit']}, {took} on {at['cores']} cores, Python "
-        f"{at['python']}, jax {at['jax']}, numpyro {at['numpyro']})"
+        f"Command: `{found['command']}`.\nCommit {found['commit']}, {took} on {at['cores']} cores. "
+        f"Python {at['python']}, jax {at['jax']}, numpyro {at['numpyro']}."
     )
 
 

@@ -176,15 +176,15 @@ def _decided(key: Array, place: Array, tied: Array) -> Array:
 
 def tables() -> tuple[np.ndarray, ...]:
     """All arrays that programs with this noise hold. They are constants of this package."""
-    return (_words(),)
+    return (_by_word(),)
 
 
 def _entries(word: Array | int, place: Array) -> Array:
-    return jnp.asarray(_words()).at[word, place].get(mode="promise_in_bounds")
+    return jnp.asarray(_by_word()).at[word, place].get(mode="promise_in_bounds")
 
 
 @functools.cache
-def _words() -> np.ndarray:
+def _by_word() -> np.ndarray:
     """The table by words, because most draws read first words alone."""
     return np.ascontiguousarray(_table().T)
 
