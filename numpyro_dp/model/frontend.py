@@ -127,8 +127,17 @@ class Frontend(NamedTuple):
     given: GivenModel
     svi: SVI
 
-    def prepare(self, structure: ModelStructure, rng_key: Array, call: Call) -> Prepared:
+    def prepare(
+        self,
+        structure: ModelStructure,
+        rng_key: Array,
+        call: Call,
+        first: Callable[[Model, tuple[Array, ...]], dict[str, Any]] = lambda model, shared: {},
+    ) -> Prepared:
         """Initialises guide and parameters on a placeholder for the records.
+
+        ``first(model, shared)`` has initial values for what ``call`` gives none. It may not read
+        records.
 
         Guarantee: no record is read. If the guide's initial values do not depend on the data,
         parameters and key are the same as from ``numpyro.infer.SVI.init``.
@@ -137,6 +146,8 @@ class Frontend(NamedTuple):
         shared = layout.rows(call.args, call.kwargs).shared
         check_supported(own, structure, shared, given.static)
         check_first_values(own, given.fn, structure, shared)
+        model = Model(given.fn, structure)
+        values = first(model, shared) | (call.init_params or {}) or None
         placeholder = layout.placeholder(shared)
         plate = structure.data_plate
         hidden = SVI(
@@ -148,7 +159,7 @@ class Frontend(NamedTuple):
             warnings.filterwarnings("ignore", "Currently, SVI with Trace_ELBO loss does not")
             try:
                 state = hidden.init(
-                    rng_key, *placeholder.args, init_params=call.init_params, **placeholder.kwargs
+                    rng_key, *placeholder.args, init_params=values, **placeholder.kwargs
                 )
             except UnsupportedModelError:
                 raise
@@ -168,7 +179,6 @@ class Frontend(NamedTuple):
         structure.public.check("optimiser", self.svi.optim.init, unconstrained)
         self.svi.constrain_fn = hidden.constrain_fn
         params = hidden.get_params(state)
-        model = Model(given.fn, structure)
         guide = read_guide(given.filled(own), own, model, params, shared, given.static)
         problem = VariationalProblem(
             model, guide, hidden.constrain_fn, shared, self.svi.loss.num_particles

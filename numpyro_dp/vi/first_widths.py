@@ -16,9 +16,10 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 from numpyro.infer import autoguide
 
+from numpyro_dp.model.density import Model
 from numpyro_dp.model.outcomes import read_latents
 from numpyro_dp.model.public import UnsupportedModelError
-from numpyro_dp.model.variational import VariationalProblem, guide_kind
+from numpyro_dp.model.variational import guide_kind
 from numpyro_dp.posterior.prior import read_prior
 from numpyro_dp.run.scores import MOST_LATENTS
 
@@ -27,7 +28,9 @@ __all__ = ["first_widths"]
 _OF_NUMPYRO = 0.1  # init_scale of its guides
 
 
-def first_widths(guide: Any, problem: VariationalProblem, scale: float) -> dict[str, Array]:
+def first_widths(
+    guide: Any, model: Model, shared: tuple[Array, ...], scale: float
+) -> dict[str, Array]:
     """Returns initial standard deviations by parameter of a guide. Reads no record.
 
     They are ``scale`` times the prior's, and at most ``scale`` in unconstrained coordinates. The
@@ -39,7 +42,7 @@ def first_widths(guide: Any, problem: VariationalProblem, scale: float) -> dict[
     if kind not in known or guide._init_scale != _OF_NUMPYRO:
         return {}
     try:
-        outcomes = read_latents(problem.model, problem.shared)
+        outcomes = read_latents(model, shared)
         if outcomes.size > MOST_LATENTS:
             return {}
         prior = read_prior(outcomes, jax.random.key(0))

@@ -17,6 +17,7 @@ from numpyro.infer import SVI, autoguide
 from numpyro_dp._compat import make_program
 from numpyro_dp._validate import check_callable, check_real
 from numpyro_dp.core import Estimator, MechanismBuilder, PyTree, Sampler
+from numpyro_dp.model.density import Model
 from numpyro_dp.model.frontend import (
     Call,
     Frontend,
@@ -282,14 +283,13 @@ class DPSVI(Driver):
         shared = structure.layout.rows(call.args, call.kwargs).shared
         shapes = arguments_key(call.args, call.kwargs, self.max_rows)
         key = shapes, *(np.asarray(x).tobytes() for x in shared)
-        if key not in self._first_widths:  # a sweep prepares many runs
-            prepared = self._frontend.prepare(structure, rng_key, call)
-            found = first_widths(self.guide, prepared.problem, self._init_scale)
-            self._first_widths[key] = found
-        first = self._first_widths[key] | (call.init_params or {})
-        return self._frontend.prepare(
-            structure, rng_key, Call(call.args, call.kwargs, first or None)
-        )
+
+        def first(model: Model, shared: tuple[Array, ...]) -> dict[str, Array]:
+            if key not in self._first_widths:  # a sweep prepares many runs
+                self._first_widths[key] = first_widths(self.guide, model, shared, self._init_scale)
+            return self._first_widths[key]
+
+        return self._frontend.prepare(structure, rng_key, call, first)
 
     def _posterior(self, problem: VariationalProblem, result: RunResult, plain: bool) -> Posterior:
         params, privacy = result.params, result.privacy

@@ -143,10 +143,13 @@ def test_only_the_owner_reads_it(tmp_path):
         assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
 
 
-@pytest.mark.table
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
+@pytest.mark.full
+def test_other_records_and_settings_are_refused(tmp_path, stops):
+    stops(1)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "a")
+    stops.over()
+    for changes, field in (
         ({"x": X + 1}, "other records"),
         ({"x": X.at[7].add(1e-6)}, "other records"),
         ({"x": X[:50]}, "another run"),
@@ -158,15 +161,9 @@ def test_only_the_owner_reads_it(tmp_path):
         ({"secret_key": 9}, "another run"),
         ({"fold": None}, "program="),
         ({"trace_size": 5}, "another run"),
-    ],
-)
-def test_other_records_and_settings_are_refused(changes, field, tmp_path, stops):
-    stops(1)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "a")
-    stops.over()
-    with pytest.raises(ValueError, match=field):
-        run(tmp_path / "a", **changes)
+    ):
+        with pytest.raises(ValueError, match=field):
+            run(tmp_path / "a", **changes)
     run(tmp_path / "a")
 
 
