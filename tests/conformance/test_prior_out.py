@@ -148,11 +148,17 @@ PAIRS = [
     for model in MODELS
     if not (driver == "DPSEP" and model in ("groups", "linear"))  # likelihoods of one x @ w
 ]
-# All drivers on one model, and all models by one driver of each kind.
+# All models by one driver of each kind, and some other drivers on one model.
 KINDS = "DPSVI", "DPSEP", "DPLaplace"
-CHOSEN = [(driver, model) for driver, model in PAIRS if model == "logistic" or driver in KINDS]
+OTHERS = "DPSVI, full rank", "DPSVI, vanilla", "DPMCMC, SGLD", "DPMCMC, SGHMC"
+CHOSEN = [
+    (driver, model)
+    for driver, model in PAIRS
+    if driver in KINDS or (driver in OTHERS and model == "logistic")
+]
 
 
+@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize(("driver", "model"), CHOSEN)
 def test_the_posterior_is_the_prior(driver, model):

@@ -158,6 +158,7 @@ def test_another_process_needs_the_file_alone(tmp_path):
     np.testing.assert_array_equal(np.load(out), posterior.sample(jax.random.key(5), 50)["w"])
 
 
+@pytest.mark.full
 def test_the_model_of_the_run_predicts_and_no_other_does(tmp_path):
     posterior, file = by_laplace(linear, Y), tmp_path / "a.posterior"
     posterior.save(file)

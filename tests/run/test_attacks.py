@@ -57,6 +57,7 @@ DRIVERS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize("name", DRIVERS)
 def test_a_step_is_as_private_as_claimed_and_no_more(name):

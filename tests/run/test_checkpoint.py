@@ -117,6 +117,7 @@ def test_a_run_that_stopped_goes_on(number, after, tmp_path, stops):
     check_equal(numbers(run(tmp_path / "a", **REPEATED)), numbers(whole))
 
 
+@pytest.mark.full
 def test_it_goes_on_with_the_keys_of_the_folder(tmp_path, stops):
     stops(2)
     with pytest.raises(KeyboardInterrupt):

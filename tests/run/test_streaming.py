@@ -94,6 +94,7 @@ FAST = ["Poisson", "latents of records"]
 @pytest.mark.parametrize(
     "longest", [3, *(pytest.param(n, marks=pytest.mark.extended) for n in (1, 256))]
 )
+@pytest.mark.full
 def test_a_streamed_run_is_the_run(name, longest, monkeypatch):
     monkeypatch.setattr(streaming, "_LONGEST", longest)
     make, options = CASES[name]

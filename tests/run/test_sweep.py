@@ -83,6 +83,7 @@ def test_each_run_is_the_run_of_its_settings(sampler, estimator, data):
             )
 
 
+@pytest.mark.full
 def test_labels_and_reports(data):
     found = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 3.0], clip_norm=[1.0, 2.0])
     labels = found.labels

@@ -59,7 +59,7 @@ SETTINGS = {
     "dropout": Setting(aligned, FullBatch(), AutoDelta, functools.partial(model, keep=0.9), 0.6),
 }
 USUAL = "aligned, Poisson"
-EXTENDED = ("vanilla, full batch", "DP-SGD", "dropout")
+EXTENDED = ("aligned, full batch", "vanilla, full batch", "DP-SGD", "dropout")
 
 
 def records(canary=True):

@@ -209,6 +209,7 @@ def test_a_model_without_outcomes_is_refused():
         svi.init(jax.random.key(0), jnp.zeros(5))
 
 
+@pytest.mark.full
 def test_without_a_clip_norm_a_record_adds_its_plain_signal():
     y = np.arange(len(X)) % 2
     found = []

@@ -50,14 +50,18 @@ def centred(
         The project's own method, see :mod:`numpyro_dp.sums.centred`.
     """
 
-    def build(problem: VariationalProblem) -> Estimator:
-        outcomes = outcomes_of(problem)
-        plain = estimator(problem)
-        other = OutcomeModel(problem.model, paired=not outcomes.number)
-        inner = estimator(problem._replace(model=other))
-        return plain._replace(factored=None, centring=centring(outcomes, inner, _latents))
+    return lambda problem: _centred(estimator, problem, outcomes_of(problem))
 
-    return build
+
+def _centred(
+    estimator: Callable[[VariationalProblem], Estimator],
+    problem: VariationalProblem,
+    outcomes: Outcomes,
+) -> Estimator:
+    plain = estimator(problem)
+    other = OutcomeModel(problem.model, paired=not outcomes.number)
+    inner = estimator(problem._replace(model=other))
+    return plain._replace(factored=None, centring=centring(outcomes, inner, _latents))
 
 
 def centred_if_possible(problem: VariationalProblem) -> Estimator:
@@ -67,10 +71,12 @@ def centred_if_possible(problem: VariationalProblem) -> Estimator:
     would cost too much.
     """
     try:
-        small = outcomes_of(problem).size <= MOST_LATENTS
+        outcomes = outcomes_of(problem)
     except UnsupportedModelError:
-        small = False
-    return (centred(aligned()) if small else aligned())(problem)
+        return aligned()(problem)
+    if outcomes.size > MOST_LATENTS:
+        return aligned()(problem)
+    return _centred(aligned(), problem, outcomes)
 
 
 def outcomes_of(problem: VariationalProblem) -> Outcomes:
