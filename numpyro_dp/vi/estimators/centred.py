@@ -49,7 +49,6 @@ def centred(
     Reference:
         The project's own method, see :mod:`numpyro_dp.sums.centred`.
     """
-
     return lambda problem: _centred(estimator, problem, outcomes_of(problem))
 
 
