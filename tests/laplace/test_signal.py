@@ -83,7 +83,10 @@ def repeated(arrays, place, values):
 
 @pytest.mark.table
 @pytest.mark.parametrize("name", LISTED)
-@pytest.mark.parametrize("clips", [(1.0, 1.0, 0.5), (100.0, 1000.0, 1.0)], ids=["clipped", "free"])
+@pytest.mark.parametrize("clips", [
+    pytest.param((1.0, 1.0, 0.5), id="clipped"),
+    pytest.param((100.0, 1000.0, 1.0), id="free", marks=pytest.mark.extended),
+])  # fmt: skip
 def test_listed_outcomes_have_score_0_on_average_and_the_curvature_is_its_slope(name, clips):
     model, kinds, _ = MODELS[name]
     size = 20
@@ -198,7 +201,10 @@ SIMULATED = [name for name in MODELS if name not in LISTED and "censored" not in
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", SIMULATED)
-@pytest.mark.parametrize("clips", [(1.5, 2.0, 1.0), (1e3, 1e6, 1.0)], ids=["clipped", "free"])
+@pytest.mark.parametrize("clips", [
+    pytest.param((1.5, 2.0, 1.0), id="clipped"),
+    pytest.param((1e3, 1e6, 1.0), id="free", marks=pytest.mark.extended),
+])  # fmt: skip
 def test_simulated_outcomes_have_score_0_on_average_and_the_curvature_is_its_slope(name, clips):
     number = 8_000
     scores, curvatures, own, excess = simulated_copies(name, number, 6, 12, clips)

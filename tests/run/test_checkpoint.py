@@ -472,6 +472,7 @@ def test_control_c_in_the_last_part(control_c, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended  # tests/run/test_devices.py kills processes, too
 def test_killed_processes_go_on():
     program = pathlib.Path(__file__).parents[2] / "benchmarks" / "kills.py"
     cases = ["--cases", "DPLaplace"]  # all nine with 200 kills by that command alone

@@ -94,7 +94,7 @@ X = np.asarray(np.random.default_rng(0).normal(size=(6, D)) * 3, np.float32)
 
 
 @pytest.mark.table
-@pytest.mark.parametrize("clip", [0.05, 0.7, 100.0])
+@pytest.mark.parametrize("clip", [0.05, 100.0])
 @pytest.mark.parametrize("base", [aligned, vanilla])
 @pytest.mark.parametrize(("model", "values"), [(logistic, 2), (grades, 4)])
 def test_the_mean_over_listed_outcomes_is_0(model, values, base, clip):
