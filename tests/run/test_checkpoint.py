@@ -228,6 +228,9 @@ def test_it_is_charged_once(epsilon, tmp_path, stops):
 def control_c(monkeypatch):
     """A function after which the n-th checkpoint comes with a press of Ctrl-C."""
 
+    # Commands that a script starts with & ignore SIGINT, and so do their children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def press(number, presses=1):
         save, left = Checkpoint.save, iter(range(number))
 
@@ -240,7 +243,8 @@ def control_c(monkeypatch):
         monkeypatch.setattr(Checkpoint, "save", pressed)
 
     press.over = monkeypatch.undo
-    return press
+    yield press
+    signal.signal(signal.SIGINT, before)
 
 
 def test_control_c_ends_with_what_is_there(control_c, tmp_path, capsys):
