@@ -280,11 +280,10 @@ class DPSVI(Driver):
         """Returns the problem and the first state of the optimiser. Reads no record."""
         if self._init_scale is None:
             return self._frontend.prepare(structure, rng_key, call)
-        shared = structure.layout.rows(call.args, call.kwargs).shared
         shapes = arguments_key(call.args, call.kwargs, self.max_rows)
-        key = shapes, *(np.asarray(x).tobytes() for x in shared)
 
         def first(model: Model, shared: tuple[Array, ...]) -> dict[str, Array]:
+            key = shapes, *(np.asarray(x).tobytes() for x in shared)
             if key not in self._first_widths:  # a sweep prepares many runs
                 self._first_widths[key] = first_widths(self.guide, model, shared, self._init_scale)
             return self._first_widths[key]

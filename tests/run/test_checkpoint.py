@@ -105,6 +105,13 @@ def stops(monkeypatch):
     return stop
 
 
+def stop_once(stops, folder):
+    stops(1)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder)
+    stops.over()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("after", [True, False])
 @pytest.mark.parametrize("number", [0, 1, 3])
@@ -146,10 +153,7 @@ def test_only_the_owner_reads_it(tmp_path):
 
 @pytest.mark.full
 def test_other_records_and_settings_are_refused(tmp_path, stops):
-    stops(1)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "a")
-    stops.over()
+    stop_once(stops, tmp_path / "a")
     for changes, field in (
         ({"x": X + 1}, "other records"),
         ({"x": X.at[7].add(1e-6)}, "other records"),
@@ -170,10 +174,7 @@ def test_other_records_and_settings_are_refused(tmp_path, stops):
 
 @pytest.mark.full
 def test_a_damaged_file_is_refused(tmp_path, stops):
-    stops(1)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "a")
-    stops.over()
+    stop_once(stops, tmp_path / "a")
     path = tmp_path / "a" / "SENSITIVE_checkpoint"
     content = path.read_bytes()
     rng = np.random.default_rng(0)
@@ -434,10 +435,7 @@ def test_a_finished_run_gives_its_result_after_its_state_has_gone_on(tmp_path):
 
 @pytest.mark.full
 def test_another_start_of_a_fold_is_refused(tmp_path, stops):
-    stops(1)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "a")
-    stops.over()
+    stop_once(stops, tmp_path / "a")
     other = FOLD._replace(init=lambda params: 100 + jnp.zeros_like(params["auto_loc"]))
     with pytest.raises(ValueError, match="program="):
         run(tmp_path / "a", fold=other)
