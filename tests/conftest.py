@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import itertools
+import os
 import types
 
 import quick_compilation
@@ -19,7 +20,8 @@ _CHECKED = (
     "vi.estimators", "privacy.mechanism",
 )  # fmt: skip
 
-install_import_hook([f"numpyro_dp.{name}" for name in _CHECKED], "_typecheck.checked")
+if "JAXTYPING_DISABLE" not in os.environ:
+    install_import_hook([f"numpyro_dp.{name}" for name in _CHECKED], "_typecheck.checked")
 
 
 _LONG_EXAMPLES = {

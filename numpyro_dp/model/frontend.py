@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import numpyro
 from jax import Array
 from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 
 from numpyro_dp._validate import check_sizes
 from numpyro_dp.core import Problem
 from numpyro_dp.model.density import Model
-from numpyro_dp.model.guide import hide_likelihood, prototype_without_records
+from numpyro_dp.model.guide import hide_likelihood, prototype_without_records, set_up
 from numpyro_dp.model.guide_checks import check_first_values, check_supported, read_guide
 from numpyro_dp.model.public import Declared, UnsupportedModelError
 from numpyro_dp.model.records import check_arrays
@@ -148,19 +149,30 @@ class Frontend(NamedTuple):
         check_first_values(own, given.fn, structure, shared)
         model = Model(given.fn, structure)
         values = first(model, shared) | (call.init_params or {}) or None
-        placeholder = layout.placeholder(shared)
         plate = structure.data_plate
+        # The optimiser whose state is the parameters.
         hidden = SVI(
-            hide_likelihood(given.model, plate), own, self.svi.optim, self.svi.loss,
+            hide_likelihood(given.model, plate), own, numpyro.optim.SGD(1.0), self.svi.loss,
             **given.static,
         )  # fmt: skip
+
+        def start(rng_key: Array, shared: tuple[Array, ...], values: Any) -> Any:
+            placeholder = layout.placeholder(shared)
+            state = hidden.init(
+                rng_key, *placeholder.args, init_params=values, **placeholder.kwargs
+            )
+            return state, hidden.optim.get_params(state.optim_state), hidden.get_params(state)
+
         with prototype_without_records(own, plate), warnings.catch_warnings():
             # SVI warns of discrete sites, but numpyro_dp raises an error with their name.
             warnings.filterwarnings("ignore", "Currently, SVI with Trace_ELBO loss does not")
             try:
-                state = hidden.init(
-                    rng_key, *placeholder.args, init_params=values, **placeholder.kwargs
-                )
+                alone = layout.placeholder(shared)
+                if set_up(own, rng_key, alone, structure.params, given.static):
+                    with numpyro.validation_enabled(False):  # of values that NumPyro has just made
+                        found = jax.jit(start)(rng_key, shared, values)
+                else:
+                    found = start(rng_key, shared, values)
             except UnsupportedModelError:
                 raise
             except ValueError as error:
@@ -170,20 +182,19 @@ class Frontend(NamedTuple):
                     "records (for example to standardise columns), pass public values instead, as "
                     "static keywords."
                 ) from error
+        state, unconstrained, params = found
         if state.mutable_state is not None:
             raise UnsupportedModelError(
                 f"The mutable state {sorted(state.mutable_state)} cannot be private, because it "
                 "mixes records. Use group or layer norm, or freeze the state."
             )
-        unconstrained = self.svi.optim.get_params(state.optim_state)
         structure.public.check("optimiser", self.svi.optim.init, unconstrained)
-        self.svi.constrain_fn = hidden.constrain_fn
-        params = hidden.get_params(state)
-        guide = read_guide(given.filled(own), own, model, params, shared, given.static)
-        problem = VariationalProblem(
-            model, guide, hidden.constrain_fn, shared, self.svi.loss.num_particles
-        )
-        return Prepared(problem, state.optim_state, state.rng_key)
+        constrain = jax.jit(hidden.constrain_fn)  # one program, and not one for each operation
+        self.svi.constrain_fn = constrain
+        with numpyro.validation_enabled(False):  # init has validated all values
+            guide = read_guide(given.filled(own), own, model, params, shared, given.static)
+        problem = VariationalProblem(model, guide, constrain, shared, self.svi.loss.num_particles)
+        return Prepared(problem, self.svi.optim.init(unconstrained), state.rng_key)
 
 
 def arguments_key(

@@ -23,7 +23,13 @@ from numpyro import handlers
 from numpyro.distributions import LowRankMultivariateNormal, biject_to
 from numpyro.infer import autoguide
 
-from numpyro_dp._compat import flat_latent, forget_prototype, prototype_sites, unpack_latent
+from numpyro_dp._compat import (
+    flat_latent,
+    forget_prototype,
+    prototype_sites,
+    setup_of,
+    unpack_latent,
+)
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.locals import fill_locals, is_local
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
@@ -36,6 +42,7 @@ __all__ = [
     "guide_trace",
     "hide_likelihood",
     "prototype_without_records",
+    "set_up",
 ]
 
 
@@ -189,6 +196,24 @@ def prototype_without_records(guide: Any, plate: str) -> Iterator[None]:
     finally:
         for part, original in zip(parts, originals, strict=True):
             part.model = original
+
+
+def set_up(
+    guide: Any, rng_key: Array, placeholder: Arguments, params: Any, static: dict[str, Any]
+) -> bool:
+    """Sets up an automatic guide of NumPyro, as the first call of ``SVI.init(rng_key)`` would.
+
+    Returns:
+        Whether the guide is set up. Its parameters can then be initialised in compiled code, where
+        any other guide, or a model with ``params``, would keep values that exist there alone. Not
+        compiled, NumPyro compiles a hundred operations one by one.
+    """
+    plain = type(guide).__module__ == autoguide.__name__
+    if params or not plain or isinstance(guide, autoguide.AutoGuideList):
+        return False
+    with handlers.seed(rng_seed=jax.random.split(rng_key, 3)[2]):
+        placeholder.call(functools.partial(setup_of(guide), guide, **static))
+    return True
 
 
 def hide_likelihood(model: Callable[..., Any], plate: str) -> Callable[..., Any]:

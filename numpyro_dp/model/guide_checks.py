@@ -63,7 +63,8 @@ def read_guide(
     guide = Guide(fn, known, model, public=public or {})
     _check_reads_no_records(guide, params, shared)
     _check_parameter_shapes(guide, shared)
-    trace = guide_trace(guide, params, jax.random.key(0), shared)
+    trace: dict[str, Any] = {}
+    jax.eval_shape(lambda p: trace.update(guide_trace(guide, p, jax.random.key(0), shared)), params)
     guide = guide._replace(
         params=frozenset(name for name, site in trace.items() if site["type"] == "param")
     )
@@ -229,7 +230,8 @@ def _check_fixed_supports(guide: Guide, params: dict[str, Any], shared: tuple[Ar
     """
     if guide.auto is None:
         return
-    draws, _ = jax.eval_shape(lambda key: guide.draw(params, key, shared), jax.random.key(0))
+    key = jax.random.key(0)
+    draws, _ = jax.eval_shape(lambda params: guide.draw(params, key, shared), params)
 
     def images(latents: dict[str, Array]) -> dict[str, Array]:
         trace = guide.model.trace_prior(latents, params, shared)
