@@ -118,6 +118,11 @@ class Model(NamedTuple):
             example, keys,
         )  # fmt: skip
 
+    def at(self, params: dict[str, Any]) -> Model:
+        """The model without parameters, which are fixed at these constrained values."""
+        fn, structure = handlers.substitute(self.fn, data=params), self.structure
+        return Model(fn, structure._replace(params=())) if params else self
+
     @property
     def by_row(self) -> Model:
         """The same model with a single row as a record."""

@@ -61,6 +61,7 @@ from numpyro_dp.run.results import RunResult
 __all__ = ["NOISE_INCLUDED", "posterior_of_scores", "scores_likelihood"]
 
 NOISE_INCLUDED = "The intervals include the noise of privacy."
+_FIXED = "The parameters {} are fixed at their estimates. The intervals do not contain their error."
 
 _BEND = 0.6  # relative change of the curvature over a distance of one prior standard deviation
 _MOST_BEND = 0.6  # relative change at any distance
@@ -121,7 +122,8 @@ def posterior_of_scores(
     Raises:
         UnsupportedModelError: If the model has no prior to multiply the likelihood with.
     """
-    draws, found = _draws_of(problem.model, problem.shared, result.scores, result.privacy)
+    model = problem.model.at(source.params)
+    draws, found = _draws_of(model, problem.shared, result.scores, result.privacy)
     findings = [*found, *findings_of_run(result)]
     if not unbiased:
         try:
@@ -129,7 +131,8 @@ def posterior_of_scores(
         except UnsupportedModelError:
             avoidable = False
         findings.append(finding_of_clipping(avoidable))
-    return source.posterior(draws, result.privacy, method, (NOISE_INCLUDED,), findings=findings)
+    notes = (NOISE_INCLUDED, *([_FIXED.format(sorted(source.params))] if source.params else []))
+    return source.posterior(draws, result.privacy, method, notes, findings=findings)
 
 
 def _path(

@@ -16,7 +16,7 @@ from numpyro_dp.core import Observation
 from numpyro_dp.estimators import aligned
 from numpyro_dp.posterior.likelihood import Prior
 from numpyro_dp.posterior.moments import averages_of
-from numpyro_dp.posterior.scores import scores_likelihood
+from numpyro_dp.posterior.scores import NOISE_INCLUDED, scores_likelihood
 from numpyro_dp.run.scores import score_sums, with_observation
 from numpyro_dp.samplers import FullBatch
 
@@ -178,3 +178,32 @@ def test_a_guide_that_is_narrow_before_it_arrives():
     summaries = [result.posterior.summary()["mean"] for result in found]
     assert max(each["sd"] for each in summaries) < 0.15
     assert max(abs(each["mean"] - jnp.mean(x)) / each["sd"] for each in summaries) < 4
+
+
+@pytest.mark.full
+def test_a_parameter_is_fixed_and_latents_have_intervals_with_the_noise():
+    def model(x, y):
+        noise = numpyro.param("noise", 1.0, constraint=dist.constraints.positive)
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("records", len(x)):
+            numpyro.sample("y", dist.Normal(x @ w, noise), obs=y)
+
+    rng, truth = np.random.default_rng(0), np.array([1.0, -0.5, 2.0])
+    x = rng.normal(size=(2000, 3)).astype(np.float32)
+    y = (x @ truth + rng.normal(size=2000)).astype(np.float32)
+
+    def draws(epsilon):
+        svi = DPSVI(
+            model, AutoDiagonalNormal(model), optax.adam(0.02), clip_norm=2.0,
+            sampler=FullBatch(), budget=PrivacyBudget(epsilon, 1e-5),
+        )  # fmt: skip
+        posterior = svi.run(jax.random.key(0), 400, x, y, progress_bar=False).posterior
+        assert posterior.notes[0] == NOISE_INCLUDED
+        assert "['noise'] are fixed" in posterior.notes[1]
+        return np.asarray(posterior.sample(jax.random.key(1), 4000)["w"])
+
+    prior, known = draws(1e-3), draws(10.0)
+    assert np.all(np.abs(prior.mean(0)) < 0.1)
+    np.testing.assert_allclose(prior.std(0), 1, rtol=0.05)
+    assert np.all(known.std(0) < 0.15)
+    assert np.all(np.abs(known.mean(0) - truth) < 4 * known.std(0))
