@@ -300,7 +300,7 @@ def main():
                 for correlation in args.correlations if grid else middle(args.correlations):
                     rows += cell(name, dim, number, correlation, args.epsilons, sets, args.drivers)
                 jax.clear_caches()
-    save(args, rows=rows, over_cells=over_cells(rows))
+                save(args, rows=rows, over_cells=over_cells(rows))  # what has been found so far
 
 
 if __name__ == "__main__":
