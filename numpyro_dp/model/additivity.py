@@ -37,8 +37,8 @@ Values = dict[str, Any]  # log densities by site
 
 _REMEDY = (
     "The likelihood is evaluated one record at a time, so the run would fit another model. "
-    "Compute scales and averages from public values, and pass them as static keywords of the "
-    "constructor."
+    "Compute scales and averages from public values. Pass them to a driver as static keywords, "
+    "DPSVI(..., scale=s), or to fit(..., scale=s, public=['scale'])."
 )
 
 
@@ -82,7 +82,8 @@ def check_additive(
             if not is_sum(joint, alone, _HALF_TOLERANCE if half else _TOLERANCE):
                 raise UnsupportedModelError(
                     f"The {what} depends on the number of records that the model gets at once "
-                    f"(sites {list(names)}): it mixes records, or reads x.shape[0]. {_REMEDY}"
+                    f"(sites {list(names)}): it mixes records, as X.mean(0) does, or computes with "
+                    f"X.shape[0]. {_REMEDY}"
                 )
 
 

@@ -114,7 +114,7 @@ class Diagnosis(NamedTuple):
     def __str__(self) -> str:
         """One line for each finding."""
         if not self.findings:
-            return "Nothing was found."
+            return "No problem was found."
         return "\n".join(
             f"{'BAD ' if each.bad else 'note'} {each.name}: {each.text}" for each in self.findings
         )

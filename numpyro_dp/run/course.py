@@ -170,7 +170,8 @@ def with_bar(
     """Yields the calls while a bar shows steps and epsilon spent.
 
     The epsilon shown is an upper bound for the steps so far: the smaller of the RDP bound and the
-    bound of the whole run. The bar updates it only if that takes at most 1% of the time.
+    bound of the whole run. The bar updates it only if that takes at most 1% of the time, so it says
+    until which step the bound holds.
 
     Args:
         bar: From :func:`opened_bar`. With ``None`` nothing is shown.
@@ -206,5 +207,6 @@ def with_bar(
             shown = bound(before + done)
             cost = time.perf_counter() - now
             spent += cost
-            bar.set_postfix_str(f"epsilon <= {shown:.3g}", refresh=False)
+            text = f"epsilon <= {shown:.3g} until step {before + done}"
+            bar.set_postfix_str(text, refresh=False)
         bar.update(call[1] * call[2])

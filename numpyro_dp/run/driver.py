@@ -360,7 +360,7 @@ class Driver(abc.ABC):
         )  # fmt: skip
         result.state.records = seal
         if found.stopped:
-            raise RunInterrupted(result, num_steps)
+            raise RunInterrupted(result, num_steps, checkpoint is not None)
         return result
 
     def sweep(

@@ -269,11 +269,11 @@ class RunInterrupted(KeyboardInterrupt):
         True
     """
 
-    def __init__(self, result: RunResult, num_steps: int) -> None:
+    def __init__(self, result: RunResult, num_steps: int, has_checkpoint: bool = False) -> None:
         self.result = result
         taken = result.privacy.num_steps
+        how = "repeat the call" if has_checkpoint else "pass init_state=result.state"
         super().__init__(
             f"Ctrl-C stopped the run after {taken} steps of {num_steps}. The result so far is the "
-            "attribute `result` of this exception. To go on, pass "
-            "init_state=result.state, or repeat the call if it has a checkpoint."
+            f"attribute `result` of this exception. To go on, {how}."
         )

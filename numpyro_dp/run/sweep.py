@@ -42,7 +42,10 @@ __all__ = ["SweepPlan", "SweepResult", "SweepRun", "combinations", "run_sweep"]
 
 
 class SweepRun(NamedTuple):
-    """One run of a sweep: the fields of :class:`SweepResult` without the leading axis."""
+    """One run of a sweep: the fields of :class:`SweepResult` without the leading axis.
+
+    It has no ``posterior``, because a sweep keeps no sums of scores. Call ``run`` for that.
+    """
 
     params: dict[str, Any]
     trace: Trace

@@ -45,7 +45,7 @@ def bad(diagnosis):
 def test_a_good_run_is_not_bad():
     diagnosis = run().diagnose()
     assert diagnosis.findings == ()
-    assert str(diagnosis) == "Nothing was found."
+    assert str(diagnosis) == "No problem was found."
 
 
 CASES = {
