@@ -150,7 +150,7 @@ class Frontend(NamedTuple):
         model = Model(given.fn, structure)
         values = first(model, shared) | (call.init_params or {}) or None
         plate = structure.data_plate
-        # The optimiser whose state is the parameters.
+        # With SGD, whose state is the parameters: the user's optimiser stays out of the program.
         hidden = SVI(
             hide_likelihood(given.model, plate), own, numpyro.optim.SGD(1.0), self.svi.loss,
             **given.static,
@@ -167,8 +167,10 @@ class Frontend(NamedTuple):
             # SVI warns of discrete sites, but numpyro_dp raises an error with their name.
             warnings.filterwarnings("ignore", "Currently, SVI with Trace_ELBO loss does not")
             try:
-                alone = layout.placeholder(shared)
-                if set_up(own, rng_key, alone, structure.params, given.static):
+                alone, first_start = layout.placeholder(shared), self.svi.constrain_fn is None
+                # The program holds the guide's first values, so each run of a sweep would compile
+                # its own. Single operations are compiled once for all of them.
+                if first_start and set_up(own, rng_key, alone, structure.params, given.static):
                     with numpyro.validation_enabled(False):  # of values that NumPyro has just made
                         found = jax.jit(start)(rng_key, shared, values)
                 else:
