@@ -56,7 +56,7 @@ class PosteriorWarning(UserWarning):
         >>> import warnings
         >>> with warnings.catch_warnings():
         ...     warnings.simplefilter("ignore", PosteriorWarning)  # you look below
-        ...     posterior = fit(model, jnp.full(100, 0.5), epsilon=0.01, rng_key=jax.random.key(0))
+        ...     posterior = fit(model, jnp.full(100, 0.5), epsilon=0.001, rng_key=jax.random.key(0))
         >>> [finding.name for finding in posterior.diagnose().findings]
         ['prior']
     """
