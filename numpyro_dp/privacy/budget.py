@@ -113,7 +113,7 @@ class PrivacyBudget:
 
     Args:
         epsilon: Positive and finite.
-        delta: A probability in (0, 1), usually well below ``1 / num_examples``. The default is
+        delta: A probability in (0, 1), below ``1 / num_examples``. The default is
             ``min(0.01, num_examples ** -1.1)``, and the report says so.
         relation: ``"add_or_remove_one"`` (neighbours differ by the presence of one record) or
             ``"replace_one"`` (neighbours have the same size and differ by the value of one record).
