@@ -304,7 +304,8 @@ class DPLaplace:
         if not self.scales:
             size = "equal" if Kind.SIZE in stages.plan.kinds else "unit"
             notes.append(
-                f"Columns were taken to have about {size} scale. If theirs differ, give scales=."
+                f"Columns were taken to have about {size} scale. "
+                "If not, divide by public constants."
             )
         outcomes, releases = prior.outcomes, len(stages.plan.shares)
         source = ModelSource.of(outcomes.model, outcomes.shared, {})

@@ -123,6 +123,14 @@ class Model(NamedTuple):
         fn, structure = handlers.substitute(self.fn, data=params), self.structure
         return Model(fn, structure._replace(params=())) if params else self
 
+    def first_params(self, shared: tuple[Array, ...]) -> dict[str, Any]:
+        """The constrained values that the model gives its parameters, before any step."""
+        if not self.structure.params:
+            return {}
+        trace = self.draw_prior(shared, jax.random.key(0))
+        values = {name: trace[name]["value"] for name in self.structure.params}
+        return jax.tree.map(jnp.asarray, values)
+
     @property
     def by_row(self) -> Model:
         """The same model with a single row as a record."""

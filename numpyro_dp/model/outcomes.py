@@ -71,6 +71,10 @@ class Outcomes(NamedTuple):
     weighted: bool
     censored: bool = False
 
+    def at(self, params: dict[str, Any]) -> Outcomes:
+        """The same with the model's parameters fixed at these constrained values."""
+        return self._replace(model=self.model.at(params))
+
     @property
     def size(self) -> int:
         """Number of latent entries that the likelihood depends on."""

@@ -68,7 +68,10 @@ class OutcomeModel(NamedTuple):
 
 
 def centring(
-    outcomes: Outcomes, inner: Estimator, latents: Callable[[Any], dict[str, Array]]
+    outcomes: Outcomes,
+    inner: Estimator,
+    latents: Callable[[Any], dict[str, Array]],
+    params: Callable[[Any], dict[str, Any]] | None = None,
 ) -> Centring:
     """Returns the centring of an estimator of scores.
 
@@ -76,23 +79,26 @@ def centring(
         outcomes: The outcomes of a record.
         inner: The estimator, built on an :class:`OutcomeModel`, ``paired`` if outcomes are drawn.
         latents: ``public -> latents`` of the step, at which the scores are taken.
+        params: ``public -> params``, constrained, if the model has parameters.
     """
     number = outcomes.number + 1 if outcomes.number else _DRAWN
     number = 2 ** math.ceil(math.log2(number)) - 1
 
-    def drawn(flat: Array, example: Any, own: Any, seed: Array) -> tuple[Any, Array]:
+    def drawn(
+        here: Outcomes, flat: Array, example: Any, own: Any, seed: Array
+    ) -> tuple[Any, Array]:
         """Outcomes of the pairs, and their probabilities."""
         keys = jax.random.split(jax.random.key(seed), number + 1)
-        values = jax.vmap(lambda key: outcomes.simulate(flat, example, key))(keys)
+        values = jax.vmap(lambda key: here.simulate(flat, example, key))(keys)
         values = jax.tree.map(lambda one, rest: rest.astype(jnp.asarray(one).dtype), own, values)
         return values, jnp.full(number + 1, 1 / (number + 1))
 
-    def listed_with_own(flat: Array, example: Any, own: Any) -> tuple[Any, Array]:
+    def listed_with_own(here: Outcomes, flat: Array, example: Any, own: Any) -> Any:
         """The own outcome, then all, with rows that do not count at the end."""
-        listed = outcomes.listed(flat[None], example)
-        missing = number - outcomes.number
+        listed = here.listed(flat[None], example)
+        missing = number - here.number
         values = jnp.pad(listed.values, (0, missing), mode="edge")
-        values = jax.vmap(lambda value: outcomes.as_outcome(value, own))(values)
+        values = jax.vmap(lambda value: here.as_outcome(value, own))(values)
         probs = jnp.pad(listed.probabilities[:, 0], (1, missing))
         values = jax.tree.map(
             lambda one, rest: jnp.stack([one, *rest.astype(one.dtype)]), own, values
@@ -100,10 +106,11 @@ def centring(
         return values, probs
 
     def rows(public: Any, example: tuple[Array, ...], seed: Array) -> Any:
-        flat, own = outcomes.flat(latents(public)), outcomes.own(example)
+        here = outcomes.at(params(public)) if params is not None else outcomes
+        flat, own = here.flat(latents(public)), here.own(example)
         record = tuple(jnp.broadcast_to(x, (number + 1, *jnp.shape(x))) for x in example)
-        if outcomes.number:
-            return record, *listed_with_own(flat, example, own)
-        return record, *drawn(flat, example, own, seed)
+        if here.number:
+            return record, *listed_with_own(here, flat, example, own)
+        return record, *drawn(here, flat, example, own, seed)
 
     return Centring(inner, number, rows, listed=bool(outcomes.number))

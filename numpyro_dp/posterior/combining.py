@@ -23,6 +23,7 @@ Reference:
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ from jaxtyping import Float
 
 from numpyro_dp._lazy import stats
 from numpyro_dp._validate import check_in, check_int, check_real
+from numpyro_dp.posterior.diagnosis import PosteriorWarning
 
 __all__ = ["Combined", "combine"]
 
@@ -69,7 +71,8 @@ def combine(
     """Combines estimates from several synthetic sets by Rubin's rules.
 
     With ``"full"`` and few sets, the variance can be negative. ``combine`` then uses ``size_ratio``
-    times the mean variance of a set (Reiter 2002), which is conservative.
+    times the mean variance of a set (Reiter 2002) and warns: this leaves out the noise of privacy.
+    Sets cost no budget, so take a hundred.
 
     Args:
         estimates: Estimates from each set, shape ``(m, ...)``, m >= 2.
@@ -79,6 +82,9 @@ def combine(
 
     Raises:
         ValueError: If a value is outside its range, or shapes differ.
+
+    Warns:
+        PosteriorWarning: If the variance of an estimate had to be replaced.
 
     Example:
         >>> import numpy as np
@@ -104,9 +110,21 @@ def combine(
         ratio = 1 - within / ((1 + 1 / number) * between)
         degrees = (number - 1) * np.square(ratio)
         negative = total <= 0
+        if negative.any():
+            _warn(number)
         total = np.where(negative, size_ratio * within, total)
         degrees = np.where(negative, number - 1, np.maximum(degrees, 1))
     else:
         share = between / number if kind == "partial" else (1 + 1 / number) * between
         total, degrees = within + share, (number - 1) * np.square(1 + within / share)
     return Combined(q.mean(0), np.sqrt(total), degrees)
+
+
+def _warn(number: int) -> None:
+    warnings.warn(
+        f"{number} synthetic sets are too few: the estimates vary less between them than within "
+        "one. The variance was replaced by that within one set, which leaves out the noise of "
+        "privacy. Draw more sets, such as 100. They cost no budget.",
+        PosteriorWarning,
+        stacklevel=3,
+    )

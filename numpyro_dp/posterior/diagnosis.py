@@ -31,6 +31,7 @@ __all__ = [
 # Good runs stay below these (benchmarks/believe/zoo.py).
 _FARTHEST = 3.0  # posterior sds between the points of a run and the optimum of its scores
 _WIDEST = 2.0  # posterior sds over which the points of a run move, fresh draws left out
+_MOST_BENT = 0.25  # the same times the prior sds over which they move
 _MOST_PRIOR = 0.6  # part of the variance of the prior, as a mean over latents
 _CONFLICT = 2.0  # prior sds between the means of posterior and prior, root mean square
 _PACKAGE = str(pathlib.Path(__file__).parents[1])
@@ -183,14 +184,18 @@ def findings_of_shares(shares: np.ndarray, private: bool) -> list[Finding]:
     ))]  # fmt: skip
 
 
-def findings_of_path(distance: float, width: float) -> list[Finding]:
+def findings_of_path(distance: float, width: float, of_prior: float) -> list[Finding]:
     """What the points of a run show.
+
+    The curvature of a likelihood changes over a standard deviation of the prior or so. Over moves
+    of w posterior and v prior standard deviations, this moves the mean by some v w posterior ones.
 
     Args:
         distance: Distance of the mean point from the optimum that the scores point to, in posterior
             standard deviations.
         width: Root mean square distance of the points from their mean without the fresh draws, in
             the same unit.
+        of_prior: The like of ``width`` in prior standard deviations.
     """
     if not math.isfinite(distance):
         return [Finding("convergence", True, (
@@ -203,10 +208,11 @@ def findings_of_path(distance: float, width: float) -> list[Finding]:
             "scores point to. The intervals allow for that as far as the likelihood is quadratic. "
             "More or larger steps make them narrower."
         )))  # fmt: skip
-    if width > _WIDEST:
+    if width > _WIDEST and width * of_prior > _MOST_BENT:
         found.append(Finding("steps", True, (
             f"The points of the run move over {width:.1f} posterior standard deviations, where the "
-            "likelihood is not quadratic. Take smaller steps, or give columns a scale near 1."
+            "likelihood need not be quadratic. If the run was still on its way, take more steps or "
+            "larger ones. If not, take smaller ones. Give columns a scale near 1."
         )))  # fmt: skip
     return found
 

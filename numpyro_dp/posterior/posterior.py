@@ -52,6 +52,7 @@ _NUM_DRAWS, _FEWEST = 4000, 200
 _MOST_VALUES = 10**8  # of all draws together: 400 MB in float32
 _LINES, _MOST_ROWS, _FEWEST_ROWS = 10, 5, 2
 _HALF = 0.5
+_IN_SHARES = ("prior", "convergence")  # findings that the line about shares tells
 
 Draws = Callable[[Array, int], dict[str, Array]]
 
@@ -93,7 +94,7 @@ class Posterior:
         ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
         ...     with numpyro.plate("records", len(x) if size is None else size):
         ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
-        >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), estimator=aligned(),
+        >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.03), estimator=aligned(),
         ...             clip_norm=4.0, sampler=FullBatch(), budget=PrivacyBudget(1.0, 1e-5))
         >>> x = 3 + jax.random.normal(jax.random.key(1), (1000,))
         >>> posterior = svi.run(jax.random.key(0), 300, x, progress_bar=False).posterior
@@ -370,6 +371,9 @@ class Posterior:
         known = shares[np.isfinite(shares)]
         if not known.size:
             return "No latent has a spread: this does not say how well they are known."
+        bad = [each.name for each in self._findings if each.bad and each.name not in _IN_SHARES]
+        if bad:
+            return f"Do not believe this yet: {', '.join(bad)}. diagnose() says what to do."
         total, wide = known.size, int(np.sum(known > _HALF))
         largest = f"(largest share of the prior: {known.max():.2f})"
         if 2 * wide >= total:

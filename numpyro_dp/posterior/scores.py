@@ -94,7 +94,7 @@ def _draws_of(
     averages = averages_of(sums, prior.seen)
     size = len(prior.seen)
     precision, linear = np.zeros((size, size)), np.zeros(size)  # of a run that tells nothing
-    path, decoded = (np.inf, np.inf), prior.decoded
+    path, decoded = (np.inf, np.inf, np.inf), prior.decoded
     if averages is not None:
         plan = privacy.plan
         prob = plan.sampler.inclusion_prob(plan.num_examples)
@@ -127,7 +127,7 @@ def posterior_of_scores(
     findings = [*found, *findings_of_run(result)]
     if not unbiased:
         try:
-            avoidable = read_outcomes(problem.model, problem.shared).number > 0
+            avoidable = read_outcomes(model, problem.shared).number > 0
         except UnsupportedModelError:
             avoidable = False
         findings.append(finding_of_clipping(avoidable))
@@ -137,20 +137,22 @@ def posterior_of_scores(
 
 def _path(
     averages: Averages, mean: np.ndarray, variances: np.ndarray, prior: np.ndarray
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
     """Root mean square distance of the points from the mean, and how far they wander.
 
-    The second leaves out fresh draws. Both are in posterior standard deviations. Latents that are
-    mostly prior do not count in the first, because their points say nothing. The second is 0 if
-    curvatures were released, because the posterior then does not rest on how far points move.
+    The first two are in posterior standard deviations, the last is the second in those of the
+    prior. How far points wander leaves out fresh draws. Latents that are mostly prior do not count
+    in the first, because their points say nothing. Points do not wander if curvatures were
+    released, because the posterior then does not rest on how far they move.
     """
     known = variances < prior / 2
     squares = (mean - averages.point) ** 2 / variances
     distance = np.sqrt(np.mean(squares[known])) if known.any() else 0.0
     if averages.curvature is not None:
-        return float(distance), 0.0
+        return float(distance), 0.0, 0.0
     wander = np.maximum(averages.spread - averages.fresh, 0)
-    return float(distance), float(np.sqrt(np.mean(wander / variances)))
+    moves = (float(np.sqrt(np.mean(wander / each))) for each in (variances, prior))
+    return float(distance), *moves
 
 
 def scores_likelihood(

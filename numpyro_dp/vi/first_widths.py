@@ -42,7 +42,7 @@ def first_widths(
     if kind not in known or guide._init_scale != _OF_NUMPYRO:
         return {}
     try:
-        outcomes = read_latents(model, shared)
+        outcomes = read_latents(model.at(model.first_params(shared)), shared)
         if outcomes.size > MOST_LATENTS:
             return {}
         prior = read_prior(outcomes, jax.random.key(0))

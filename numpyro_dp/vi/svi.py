@@ -74,8 +74,8 @@ class DPSVI(Driver):
             All give the same loss: entropies are in closed form if one is known.
         estimator: Which gradient one record contributes (:mod:`numpyro_dp.estimators`). By default
             ``centred(aligned())``, whose fit does not depend on the clip norm. It is ``aligned()``
-            if the model cannot simulate an outcome, has more than 300 latents, or if a loss is
-            released.
+            if the model cannot simulate an outcome, has more than 300 latents and parameters, or
+            if a loss is released.
         clip_norm: Largest norm of one record's signal, in units of its log likelihood gradient,
             unscaled by batch or data size. A number, an
             :class:`~numpyro_dp.mechanisms.AdaptiveClip`, or a dict of either by entry of the

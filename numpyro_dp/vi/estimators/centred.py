@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import Array
 
+from numpyro_dp._tree import select
 from numpyro_dp.core import Estimator
 from numpyro_dp.model.outcomes import Outcomes, read_outcomes
 from numpyro_dp.model.partners import OutcomeModel, centring
@@ -60,20 +62,30 @@ def _centred(
     plain = estimator(problem)
     other = OutcomeModel(problem.model, paired=not outcomes.number)
     inner = estimator(problem._replace(model=other))
-    return plain._replace(factored=None, centring=centring(outcomes, inner, _latents))
+    names = problem.model.structure.params
+
+    def latents(public: Any) -> dict[str, Array]:
+        return _drawn(public).latents
+
+    def params(public: Any) -> dict[str, Any]:
+        return select(problem.constrain(_drawn(public).params), names)
+
+    found = centring(outcomes, inner, latents, params if names else None)
+    return plain._replace(factored=None, centring=found)
 
 
 def centred_if_possible(problem: VariationalProblem) -> Estimator:
     """The default of ``DPSVI``: centred aligned gradients for models that allow them, else aligned.
 
-    Models with more than 300 latents count as networks, where the gradients of other outcomes
-    would cost too much.
+    Models with more than 300 latents and parameters count as networks, where the gradients of
+    other outcomes would cost too much.
     """
     try:
         outcomes = outcomes_of(problem)
     except UnsupportedModelError:
         return aligned()(problem)
-    if outcomes.size > MOST_LATENTS:
+    size = sum(leaf.size for leaf in jax.tree.leaves(problem.model.first_params(problem.shared)))
+    if outcomes.size + size > MOST_LATENTS:
         return aligned()(problem)
     return _centred(aligned(), problem, outcomes)
 
@@ -91,7 +103,10 @@ def outcomes_of(problem: VariationalProblem) -> Outcomes:
             f"centred() needs one draw a step, got num_particles={problem.num_particles}. Use "
             "Trace_ELBO(), or the estimator without centred()."
         )
-    outcomes = read_outcomes(problem.model, problem.shared)
+    model = problem.model
+    # Kinds and shapes do not depend on the values of parameters. A step fills in its own.
+    first = model.at(model.first_params(problem.shared))
+    outcomes = read_outcomes(first, problem.shared)._replace(model=model)
     if outcomes.censored:
         raise UnsupportedModelError(
             "centred() does not support censored outcomes, because the model does not say until "
@@ -100,6 +115,6 @@ def outcomes_of(problem: VariationalProblem) -> Outcomes:
     return outcomes
 
 
-def _latents(public: Any) -> dict[str, Array]:
-    """The draw of a step."""
-    return getattr(public, "drawn", public).latents
+def _drawn(public: Any) -> Any:
+    """The draw and the parameters of a step."""
+    return getattr(public, "drawn", public)
