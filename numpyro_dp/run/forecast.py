@@ -59,7 +59,7 @@ class Forecast(NamedTuple):
         return (
             f"{self.num_latents} latents, {self.num_examples} records, noise multiplier "
             f"{self.noise_multiplier:.4g}.\nAt best, the noise moves a latent by {self.noise:.2g} "
-            f"posterior standard deviations, and intervals are {self.width:.3g} times as wide as "
+            f"posterior standard deviations, and intervals are {self.width:.2f} times as wide as "
             f"without privacy.\n{verdict}"
         )
 
