@@ -187,8 +187,9 @@ def findings_of_shares(shares: np.ndarray, private: bool) -> list[Finding]:
 def findings_of_path(distance: float, width: float, of_prior: float) -> list[Finding]:
     """What the points of a run show.
 
-    The curvature of a likelihood changes over a standard deviation of the prior or so. Over moves
-    of w posterior and v prior standard deviations, this moves the mean by some v w posterior ones.
+    The curvature of a likelihood changes over a standard deviation of the prior or so, if columns
+    have a scale near 1. Over moves of w posterior and v prior standard deviations, this moves the
+    mean by some v w posterior ones. Larger columns show as a very large w.
 
     Args:
         distance: Distance of the mean point from the optimum that the scores point to, in posterior
@@ -208,7 +209,7 @@ def findings_of_path(distance: float, width: float, of_prior: float) -> list[Fin
             "scores point to. The intervals allow for that as far as the likelihood is quadratic. "
             "More or larger steps make them narrower."
         )))  # fmt: skip
-    if width > _WIDEST and width * of_prior > _MOST_BENT:
+    if width > _WIDEST and (width > 5 * _WIDEST or width * of_prior > _MOST_BENT):
         found.append(Finding("steps", True, (
             f"The points of the run move over {width:.1f} posterior standard deviations, where the "
             "likelihood need not be quadratic. If the run was still on its way, take more steps or "

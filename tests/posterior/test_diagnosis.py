@@ -92,6 +92,7 @@ def test_a_posterior_that_is_partly_prior_is_a_note():
 def test_points_that_move_far_and_posteriors_far_from_the_prior_are_bad():
     assert findings_of_path(0.5, 1.5, 0.3) == []
     assert findings_of_path(0.5, 3.0, 0.02) == []  # the likelihood is quadratic that far
+    assert findings_of_path(0.5, 300.0, 0.02)[0].name == "steps"  # columns are large
     assert {f.name for f in findings_of_path(4.0, 9.0, 0.3) if f.bad} == {"convergence", "steps"}
     prior = Prior(np.zeros(2), np.eye(2))
     assert findings_of_normal(np.ones(2), np.eye(2) / 9, prior) == []
