@@ -22,6 +22,7 @@ from numpyro.distributions import biject_to
 
 from numpyro_dp._compat import Messenger
 from numpyro_dp.model.locals import fill_locals, masked_away
+from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import Arguments, ModelStructure
 from numpyro_dp.model.separation import log_density, one_record
 from numpyro_dp.model.units import sum_over_rows
@@ -124,7 +125,11 @@ class Model(NamedTuple):
         return Model(fn, structure._replace(params=())) if params else self
 
     def first_params(self, shared: tuple[Array, ...]) -> dict[str, Any]:
-        """The constrained values that the model gives its parameters, before any step."""
+        """The constrained values that the model gives its parameters, before any step.
+
+        Raises:
+            UnsupportedModelError: If a prior cannot be drawn from.
+        """
         if not self.structure.params:
             return {}
         trace = self.draw_prior(shared, jax.random.key(0))
@@ -145,9 +150,20 @@ class Model(NamedTuple):
         return self._trace(latents, params, arguments, self.any_key())[0]
 
     def draw_prior(self, shared: tuple[Array, ...], rng_key: Array) -> dict[str, Any]:
-        """NumPyro's trace of a draw from the prior, on a placeholder for the records."""
+        """NumPyro's trace of a draw from the prior, on a placeholder for the records.
+
+        Raises:
+            UnsupportedModelError: If a prior cannot be drawn from.
+        """
         fn = handlers.seed(one_record(self.fn, self.structure.data_plate), rng_key)
-        return self.structure.layout.placeholder(shared).trace(fn)
+        try:
+            return self.structure.layout.placeholder(shared).trace(fn)
+        except NotImplementedError as error:
+            raise UnsupportedModelError(
+                "A prior of this model has no sampler, as is the case for ImproperUniform. "
+                "Without a proper prior, the posterior under a small budget may not exist. Use a "
+                "proper prior."
+            ) from error
 
     def any_key(self) -> Array | None:
         """A fixed key, if the likelihood makes random draws. The prior does not depend on them."""

@@ -288,14 +288,7 @@ def unconstrained_prior(
     Raises:
         UnsupportedModelError: If a prior cannot be drawn from.
     """
-    try:
-        trace = model.draw_prior(shared, rng_key)
-    except NotImplementedError as error:
-        raise UnsupportedModelError(
-            "A prior of this model has no sampler, as is the case for ImproperUniform. "
-            "Without a proper prior, the posterior under a small budget may not exist. Use a "
-            "proper prior."
-        ) from error
+    trace = model.draw_prior(shared, rng_key)
     return {
         name: biject_to(trace[name]["fn"].support).inv(trace[name]["value"])
         for name in model.structure.latents

@@ -228,6 +228,19 @@ def test_a_model_without_outcomes_is_refused():
         svi.init(jax.random.key(0), jnp.zeros(5))
 
 
+def test_a_model_with_a_parameter_and_no_prior_to_draw_from_is_not_centred():
+    def improper(x, y=None):
+        shift = numpyro.param("shift", 0.0)
+        w = numpyro.sample("w", dist.ImproperUniform(dist.constraints.real, (D,), ()))
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=x @ w + shift), obs=y)
+
+    estimator, _ = problem_of(improper, X, jnp.zeros(len(X), int), None)
+    assert estimator.centring is None
+    estimator, _ = problem_of(shifted, X, jnp.zeros(len(X), int), None)
+    assert estimator.centring is not None
+
+
 @pytest.mark.full
 def test_without_a_clip_norm_a_record_adds_its_plain_signal():
     y = np.arange(len(X)) % 2
