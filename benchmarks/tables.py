@@ -1,4 +1,4 @@
-"""Fills the tables of the README and of docs/benchmarks from the JSON that the benchmarks wrote.
+"""Fills the tables of the README and of the pages from the JSON that the benchmarks wrote.
 
     python benchmarks/tables.py            # fills all tables
     python benchmarks/tables.py --check    # exit status 1 if a page is not what its JSON says
@@ -125,7 +125,7 @@ def main():
     parser.add_argument("--check", action="store_true", help="change nothing")
     args = parser.parse_args()
     old = {}
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs/benchmarks").glob("*.md"))]:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = page.read_text()
         new = filled(text)
         if new != text:

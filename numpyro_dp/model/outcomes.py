@@ -175,6 +175,36 @@ class Outcomes(NamedTuple):
         fn = _plain(site["fn"])
         return jnp.reshape(fn.mean, ()), jnp.reshape(fn.variance, ())
 
+    def check_mean(self, given: Any, at: Callable[[Any], tuple[Outcomes, Array]]) -> None:
+        """Raises if the scores of other outcomes need not have mean 0.
+
+        They do not if the support of the outcome, or its weight, moves with what is estimated.
+
+        Args:
+            given: Latents or parameters.
+            at: Gives outcomes and latents at such values.
+        """
+
+        def bounds(given: Any) -> dict[str, Any]:
+            here, flat = at(given)
+            rows = here._by_row
+            sites = rows._sites(flat, rows.model.structure.layout.blank())
+            return {
+                site["name"]: [
+                    jnp.asarray(leaf)
+                    for leaf in jax.tree.leaves((_plain(site["fn"]).support, site["scale"]))
+                ]
+                for site in sites
+            }
+
+        moving = [name for name, moves in depends_on_inputs(bounds, given).items() if moves]
+        if moving:
+            raise UnsupportedModelError(
+                f"The support or the weight of the outcome {moving[0]!r} depends on latents or "
+                "parameters. Its score then has no mean 0, so other outcomes do not centre it. Use "
+                "DPSVI, without centred()."
+            )
+
     def event(self, example: tuple[Array, ...]) -> Array:
         """Whether a record's event was observed, so it is not censored."""
         (site,) = self._sites(jnp.zeros(self.size), example)
@@ -239,6 +269,7 @@ def read_outcomes(model: Model, shared: tuple[Array, ...]) -> Outcomes:
         UnsupportedModelError: If the outcomes cannot be simulated.
     """
     found, by_row = read_latents(model, shared), model.by_row
+    found.check_mean(jnp.zeros(found.size), lambda flat: (found, flat))
     facts = _kind(found._replace(model=by_row), by_row.structure.layout.blank())
     if found._of_units:  # outcomes of several rows are a vector, and too many to list
         if facts["censored"]:

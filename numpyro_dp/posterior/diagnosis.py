@@ -31,7 +31,7 @@ __all__ = [
 # Good runs stay below these (benchmarks/believe/zoo.py).
 _FARTHEST = 3.0  # posterior sds between the points of a run and the optimum of its scores
 _WIDEST = 2.0  # posterior sds over which the points of a run move, fresh draws left out
-_MOST_BENT = 0.25  # the same times the prior sds over which they move
+_MOST_BENT = 0.1  # the same times the prior sds over which they move
 _MOST_PRIOR = 0.6  # part of the variance of the prior, as a mean over latents
 _CONFLICT = 2.0  # prior sds between the means of posterior and prior, root mean square
 _PACKAGE = str(pathlib.Path(__file__).parents[1])

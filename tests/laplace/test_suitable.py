@@ -76,6 +76,12 @@ def network(x, y):
         numpyro.sample("y", dist.Bernoulli(logits=jnp.tanh(x @ first) @ last + bias), obs=y)
 
 
+def up_to_a_latent(y):
+    high = numpyro.sample("high", dist.LogNormal(0, 1))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Uniform(0, high), obs=y)
+
+
 def improper(x, y):
     support = dist.constraints.real_vector
     w = numpyro.sample("w", dist.ImproperUniform(support, (), (3,)))
@@ -107,6 +113,7 @@ MODELS = {
         non_centred, (X, Y, GROUP), ["'effect' multiplied by 'scale'", "reparam", "DPSVI"],
     ),
     "a network": (network, (X, Y), ["neural network", "many modes", "DPSVI"]),
+    "a support that moves": (up_to_a_latent, (Y,), ["support", "depends on latents", "DPSVI"]),
     "an improper prior": (improper, (X, Y), ["has no sampler", "proper prior"]),
     "301 latents": (logistic, (jnp.ones((N, 301)), Y), ["at most 300", "301 and 301", "aligned()"]),
     "gradients of NaN": (never_finite, (X, Y), ["no finite gradient", "sqrt"]),

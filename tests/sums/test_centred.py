@@ -228,15 +228,27 @@ def test_a_model_without_outcomes_is_refused():
         svi.init(jax.random.key(0), jnp.zeros(5))
 
 
-def test_a_model_with_a_parameter_and_no_prior_to_draw_from_is_not_centred():
+def test_models_without_a_prior_to_draw_from_or_with_a_moving_support_are_not_centred():
     def improper(x, y=None):
         shift = numpyro.param("shift", 0.0)
         w = numpyro.sample("w", dist.ImproperUniform(dist.constraints.real, (D,), ()))
         with numpyro.plate("records", x.shape[0]):
             numpyro.sample("y", dist.Bernoulli(logits=x @ w + shift), obs=y)
 
-    estimator, _ = problem_of(improper, X, jnp.zeros(len(X), int), None)
-    assert estimator.centring is None
+    def from_a_bound(x, y=None):
+        low = numpyro.param("low", -6.0)
+        w = weights()
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.TruncatedNormal(x @ w, 1.0, low=low), obs=y)
+
+    def to_a_bound(x, y=None):
+        high = numpyro.sample("high", dist.LogNormal(3.0, 0.1))
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.Uniform(0.0, high), obs=y)
+
+    for model in (improper, from_a_bound, to_a_bound):
+        estimator, _ = problem_of(model, X, jnp.zeros(len(X), int), None)
+        assert estimator.centring is None
     estimator, _ = problem_of(shifted, X, jnp.zeros(len(X), int), None)
     assert estimator.centring is not None
 

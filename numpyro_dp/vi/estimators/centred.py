@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp._tree import select
@@ -105,8 +106,11 @@ def outcomes_of(problem: VariationalProblem) -> Outcomes:
         )
     model = problem.model
     # Kinds and shapes do not depend on the values of parameters. A step fills in its own.
-    first = model.at(model.first_params(problem.shared))
-    outcomes = read_outcomes(first, problem.shared)._replace(model=model)
+    params = model.first_params(problem.shared)
+    outcomes = read_outcomes(model.at(params), problem.shared)._replace(model=model)
+    if params:
+        flat = jnp.zeros(outcomes.size)
+        outcomes.check_mean(params, lambda values: (outcomes.at(values), flat))
     if outcomes.censored:
         raise UnsupportedModelError(
             "centred() does not support censored outcomes, because the model does not say until "
