@@ -16,7 +16,7 @@ The second line is `str.format`-ted with each row of `rows` in `results/believe/
 lines before the header may narrow or turn the rows:
 
     rows: Noise                  another list of the file
-    where: driver=DPSEP, N=1000  only these rows
+    where: driver=DPSEP, N!=1000 only these rows
     wide: set, epsilon           one line for these; its cells say `{DPSEP[distance]:.2f}`
     by: driver                   what chooses among the rows of such a line
 
@@ -65,8 +65,8 @@ def _line(template, row):
 
 def _narrow(rows, said):
     for part in filter(None, re.split(r",\s*", said)):
-        name, value = part.split("=", 1)
-        rows = [row for row in rows if str(row.get(name)) == value]
+        name, unequal, value = re.fullmatch(r"(.*?)(!?)=(.*)", part).groups()
+        rows = [row for row in rows if (str(row.get(name)) == value) != bool(unequal)]
     return rows
 
 
