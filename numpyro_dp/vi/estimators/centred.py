@@ -39,7 +39,8 @@ def centred(
     Returns:
         A function that builds the :class:`~numpyro_dp.core.Estimator` for a model and guide. Pass
         it to :class:`~numpyro_dp.DPSVI` as ``estimator=``. It raises
-        :class:`~numpyro_dp.UnsupportedModelError` if the model cannot simulate an outcome.
+        :class:`~numpyro_dp.UnsupportedModelError` if the model cannot simulate an outcome, or if
+        the support of the outcome depends on latents or parameters.
 
     Example:
         >>> from numpyro_dp.estimators import aligned, centred
