@@ -112,9 +112,14 @@ X = np.asarray(np.random.default_rng(0).normal(size=(6, D)) * 3, np.float32)
 
 
 @pytest.mark.table
-@pytest.mark.parametrize("clip", [0.05, 100.0])
-@pytest.mark.parametrize("base", [aligned, vanilla])
-@pytest.mark.parametrize(("model", "values"), [(logistic, 2), (grades, 4), (shifted, 2)])
+@pytest.mark.parametrize(
+    ("model", "values", "base", "clip"),
+    [
+        (logistic, 2, aligned, 0.05), (logistic, 2, vanilla, 0.05), (logistic, 2, aligned, 100.0),
+        (grades, 4, aligned, 0.05), (grades, 4, vanilla, 100.0),
+        (shifted, 2, aligned, 0.05), (shifted, 2, vanilla, 100.0),
+    ],
+)  # fmt: skip
 def test_the_mean_over_listed_outcomes_is_0(model, values, base, clip):
     y = jnp.zeros(len(X), int)
     estimator, public = problem_of(model, X, y, centred(base()))
@@ -289,9 +294,9 @@ def test_a_clip_norm_moves_plain_fits_and_not_centred_ones():
         ("reference", aligned(), 100.0), ("plain", aligned(), 0.2),
         ("centred", centred(aligned()), 0.2),
     ):  # fmt: skip
-        svi = DPSVI(logistic, AutoDiagonalNormal(logistic), optax.adam(0.02), estimator=estimator,
+        svi = DPSVI(logistic, AutoDiagonalNormal(logistic), optax.adam(0.03), estimator=estimator,
                     clip_norm=clip, sampler=Poisson(0.2), noise_multiplier=1e-3)  # fmt: skip
-        result = svi.run(KEY, 1500, x, y, progress_bar=False)
+        result = svi.run(KEY, 800, x, y, progress_bar=False)
         found[name] = np.asarray(result.posterior.summary()["w"]["mean"])
     errors = {name: np.abs(found[name] - found["reference"]).max() for name in found}
     assert errors["plain"] > 0.4
