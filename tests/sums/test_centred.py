@@ -116,7 +116,7 @@ X = np.asarray(np.random.default_rng(0).normal(size=(6, D)) * 3, np.float32)
     ("model", "values", "base", "clip"),
     [
         (logistic, 2, aligned, 0.05), (logistic, 2, vanilla, 0.05), (logistic, 2, aligned, 100.0),
-        (grades, 4, aligned, 0.05), (grades, 4, vanilla, 100.0),
+        (grades, 4, vanilla, 0.05), (grades, 4, aligned, 100.0),
         (shifted, 2, aligned, 0.05), (shifted, 2, vanilla, 100.0),
     ],
 )  # fmt: skip
