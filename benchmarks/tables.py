@@ -96,8 +96,10 @@ def source(found):
     """Which command, code and machine made a file."""
     at, minutes = found["machine"], found["seconds"] / 60
     took = f"{minutes:.0f} min" if minutes >= 1 else f"{found['seconds']:.0f} s"
+    device = "" if at["platform"] == "cpu" else f"one {at['device']} and "
     return (
-        f"Command: `{found['command']}`.\nCommit {found['commit']}, {took} on {at['cores']} cores. "
+        f"Command: `{found['command']}`.\n"
+        f"Commit {found['commit']}, {took} on {device}{at['cores']} cores. "
         f"Python {at['python']}, jax {at['jax']}, numpyro {at['numpyro']}."
     )
 
