@@ -27,7 +27,7 @@ _OTHER_DELTAS = (1e-3, 1e-2, 3e-2)  # each gives another bound on the true posit
 
 _FORMAT = "numpyro_dp privacy statement"
 _VERSION = 1
-_PACKAGES = ("numpyro_dp", "numpyro", "jax", "numpy", "dp_accounting")
+_PACKAGES = ("numpyro", "jax", "numpy", "dp_accounting")
 _NEIGHBOURS = {
     "add_or_remove_one": "Two data sets are neighbours if one has one record more than the other.",
     "replace_one": "Two data sets are neighbours if they differ in the values of one record.",
@@ -40,7 +40,9 @@ _ACTORS = (
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that a run depends on."""
-    found = {"python": platform.python_version()}
+    from numpyro_dp import __version__  # metadata are missing if a folder on the path has the code
+
+    found = {"python": platform.python_version(), "numpyro_dp": __version__}
     return found | {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
