@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import math
 import platform
+import sys
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -40,9 +41,9 @@ _ACTORS = (
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that a run depends on."""
-    from numpyro_dp import __version__  # metadata are missing if a folder on the path has the code
-
-    found = {"python": platform.python_version(), "numpyro_dp": __version__}
+    # Not from metadata, which are missing if a folder on the path has the code.
+    own = sys.modules["numpyro_dp"].__version__
+    found = {"python": platform.python_version(), "numpyro_dp": own}
     return found | {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
