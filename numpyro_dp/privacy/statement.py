@@ -13,8 +13,8 @@ import importlib.metadata
 import json
 import math
 import platform
-import sys
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
