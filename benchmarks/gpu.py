@@ -1,6 +1,6 @@
 """What the benchmarks of speed say on one accelerator, in one command that names it.
 
-Step times, whole runs, a sweep of 1,000 runs, steps of networks and the CNN on MNIST, each by its
+Step times, a sweep of 1,000 runs, steps of networks, the CNN on MNIST and whole runs, each by its
 own script in a process of its own (this one does not touch the device), with the JAX and the device
 that are there; on a machine without an accelerator that is its CPU. Each part has a file of its own
 in the folder, which stands as it is if a later part fails.
@@ -17,10 +17,10 @@ HERE = pathlib.Path(__file__).resolve().parent
 CNN = ["--networks", "CNN", "--methods", "SGD", "--priors", "flat", "--kinds", "private"]
 PARTS = {  # name -> script, its arguments
     "steps": ("step_time.py", []),
-    "runs": ("end_to_end.py", []),
-    "sweep": ("sweep.py", ["--seeds", "250"]),
+    "sweep": ("sweep.py", ["--seeds", "250", "--epochs", "40"]),
     "networks": ("dp_bnn/epoch_time.py", []),
     "cnn": ("dp_bnn/mnist.py", CNN),
+    "runs": ("end_to_end.py", ["--quick"]),  # of small steps, which wait for the device
 }
 
 

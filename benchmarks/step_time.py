@@ -13,7 +13,15 @@ import dataclasses
 import jax
 import numpy as np
 import optax
-from common import chained, interleaved_rounds, logistic_data, logistic_model, parse_args, write
+from common import (
+    chained,
+    interleaved_rounds,
+    logistic_data,
+    logistic_model,
+    parse_args,
+    save,
+    write,
+)
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
@@ -109,7 +117,9 @@ def main():
             }
         )
         others.append(case | {f"{name}/SVI": ratio[name] for name in OTHERS})
-    write(args, {"One step": rows, "Noise": noise, "Other variants": others})
+        tables = {"One step": rows, "Noise": noise, "Other variants": others}
+        save(args, **tables)  # what has been found so far
+    write(args, tables)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,10 @@ def seconds(call):
 def main():
     parser = make_parser(__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=400)
     parser.add_argument("--chunk", type=int, help="runs in lockstep; all of them by default")
     args = parser.parse_args()
-    seeds, epochs = (3, 20) if args.quick else (args.seeds, 400)
+    seeds, epochs = (3, 20) if args.quick else (args.seeds, args.epochs)
     data = load_adult_or_bundled()
     records, num_steps = (data.X_train, data.y_train), round(epochs / 0.01)
     svi = adult_svi(aligned(), 2.0, 1e-3, len(data.y_train))

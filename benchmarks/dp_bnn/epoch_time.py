@@ -25,7 +25,7 @@ from numpyro.infer.initialization import init_to_sample
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from common import make_parser, write
+from common import make_parser, save, write
 from images import CNN, MLP, Wide, model_of, random_images
 
 from numpyro_dp import DPMCMC, DPSVI, SGLD
@@ -144,6 +144,7 @@ def main():
                 "ms a step": 1e3 * each, "times its non-private step": each / seconds[floor],
                 "times DP-SGD": each / seconds["DP-SGD"],
             })  # fmt: skip
+        save(args, Time=times)  # what has been found so far
     sizes = [(network, batch) for network in (MLP, CNN, Wide) for batch in (BATCH, 4 * BATCH)]
     tables = {"Memory": [planned(*each) for each in sizes[: 1 if args.quick else None]]}
     write(args, ({"Time": times} if times else {}) | tables)

@@ -21,14 +21,14 @@ from typing import Any
 from numpyro_dp.privacy.accounting import describe_event
 from numpyro_dp.privacy.budget import default_delta
 
-__all__ = ["Statement", "statement_of", "true_positive_rates", "versions"]
+__all__ = ["Statement", "statement_of", "true_positive_rates", "version_of", "versions"]
 
 _FALSE_POSITIVE_RATES = (0.01, 0.05, 0.1)
 _OTHER_DELTAS = (1e-3, 1e-2, 3e-2)  # each gives another bound on the true positive rates
 
 _FORMAT = "numpyro_dp privacy statement"
 _VERSION = 1
-_PACKAGES = ("numpyro", "jax", "numpy", "dp_accounting")
+_PACKAGES = ("numpyro_dp", "numpyro", "jax", "numpy", "dp_accounting")
 _NEIGHBOURS = {
     "add_or_remove_one": "Two data sets are neighbours if one has one record more than the other.",
     "replace_one": "Two data sets are neighbours if they differ in the values of one record.",
@@ -39,12 +39,17 @@ _ACTORS = (
 )
 
 
+def version_of(package: str) -> str:
+    """The installed version. Own metadata are missing if a folder on the path has the code."""
+    if package == "numpyro_dp":
+        return sys.modules[package].__version__
+    return importlib.metadata.version(package)
+
+
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that a run depends on."""
-    # Not from metadata, which are missing if a folder on the path has the code.
-    own = sys.modules["numpyro_dp"].__version__
-    found = {"python": platform.python_version(), "numpyro_dp": own}
-    return found | {name: importlib.metadata.version(name) for name in _PACKAGES}
+    found = {"python": platform.python_version()}
+    return found | {name: version_of(name) for name in _PACKAGES}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,6 @@ import pathlib
 import pickle
 import secrets
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from typing import Any
 
 import jax
@@ -34,6 +33,7 @@ from numpyro_dp._tree import is_key
 from numpyro_dp._validate import check_int
 from numpyro_dp.core import PyTree
 from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.privacy.statement import version_of
 from numpyro_dp.run.folder import different, fingerprint, hash_of, locked, write_for_owner
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.spending import begun, charge, used
@@ -294,7 +294,7 @@ def meaning_of(
     versions = ("numpyro_dp", "jax", "jaxlib", "numpyro", "numpy")
     return own | {
         "driver": driver,
-        "versions": {name: metadata.version(name) for name in versions},
+        "versions": {name: version_of(name) for name in versions},
         "device": f"{devices[0].platform} {devices[0].device_kind}",
         "devices": 1 if settings.mesh is None else len(devices),
         "processes": jax.process_count() if settings.several_processes else 1,

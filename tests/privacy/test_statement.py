@@ -2,6 +2,7 @@
 
 import functools
 import html.parser
+import importlib.metadata
 import json
 import math
 
@@ -14,9 +15,9 @@ import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from scipy import stats
 
-from numpyro_dp import DPSVI, DPLaplace, PrivacyBudget
+from numpyro_dp import DPSVI, DPLaplace, PrivacyBudget, __version__
 from numpyro_dp.mechanisms import LossRelease
-from numpyro_dp.privacy.statement import Statement
+from numpyro_dp.privacy.statement import Statement, versions
 from numpyro_dp.samplers import FullBatch, Poisson
 
 KEY = jax.random.key(0)
@@ -252,3 +253,14 @@ def test_changed_statements_are_refused(change):
     report = of_laplace()
     with pytest.raises(ValueError, match="not a privacy statement"):
         Statement.from_json(json.dumps(json.loads(report.to_json()) | change))
+
+
+def test_the_version_is_known_without_metadata(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    installed = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda n: (missing if n == "numpyro_dp" else installed)(n)
+    )
+    assert versions()["numpyro_dp"] == __version__
