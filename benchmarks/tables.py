@@ -58,7 +58,7 @@ class _Cells(string.Formatter):
 
 def _line(template, row):
     cells = [cell.strip() for cell in template.strip().strip("|").split("|")]
-    made = [_Cells().vformat(cell, (), row).strip() for cell in cells]
+    made = [_Cells().vformat(cell, (), row).replace(" ()", "").strip() for cell in cells]
     # Brackets, commas and units around values that do not exist.
     return [text if re.search(r"[^\W_]", text) else "" for text in made]
 

@@ -28,6 +28,7 @@ from numpyro_dp.model.public import argument_names
 from numpyro_dp.model.units import split_unit
 from numpyro_dp.posterior.diagnosis import PosteriorWarning
 from numpyro_dp.privacy.keys import check_rng_key
+from numpyro_dp.run.course import opened_bar
 
 __all__ = ["Choice", "Rehearsal", "choose", "rehearse"]
 
@@ -89,6 +90,7 @@ def rehearse(
     num_simulations: int = 20,
     num_samples: int = 1000,
     simulated_data_to_args: Callable[..., Any] | None = None,
+    progress_bar: bool = True,
     **kwargs: Any,
 ) -> Rehearsal:
     """Runs a driver on records that its own model simulates.
@@ -105,6 +107,7 @@ def rehearse(
         simulated_data_to_args: ``(simulated, args, kwargs) -> (args, kwargs)``, with simulated
             values by observed site. By default they replace the argument of the same name, or the
             only one that is ``None``.
+        progress_bar: Shows how many simulations are done.
         **kwargs: Keyword arguments of the model.
 
     Raises:
@@ -121,7 +124,8 @@ def rehearse(
         ...         numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
         >>> invented = jax.random.normal(jax.random.key(1), (2000, 2))
         >>> laplace = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5))
-        >>> found = rehearse(laplace, jax.random.key(0), invented, None, num_simulations=5)
+        >>> found = rehearse(laplace, jax.random.key(0), invented, None, num_simulations=5,
+        ...                  progress_bar=False)
         >>> print(str(found).splitlines()[0])
         5 simulations
 
@@ -130,34 +134,59 @@ def rehearse(
     """
     check_rng_key(rng_key)
     check_int("num_simulations", num_simulations, low=2)
-    given = _given_of(driver)
-    if driver.settings.secret_key is not None:
-        raise ValueError(
-            "A driver with a secret_key can run once, but a rehearsal runs it many times. Build "
-            "the driver without secret_key for the rehearsal."
-        )
-    steps = () if num_steps is None else (num_steps,)
-    takes_bar = "progress_bar" in inspect.signature(driver.run).parameters
-    rows = []
-    for key in jax.random.split(rng_key, num_simulations):
-        draw_key, run_key, sample_key = jax.random.split(key, 3)
-        latents, simulated, maps = _simulated(given, draw_key, args, kwargs)
-        fill = simulated_data_to_args or _filler(given, args)
-        own_args, own_kwargs = fill(simulated, args, kwargs)
-        quiet = {"progress_bar": False} if takes_bar else {}
-        with warnings.catch_warnings():
-            # The figures say what becomes of runs that would be warned of.
-            warnings.simplefilter("ignore", PosteriorWarning)
-            result = driver.run(run_key, *steps, *own_args, **quiet, **own_kwargs)
-            posterior = driver.posterior if result is None else getattr(result, "posterior", result)
-        draws = posterior.sample(sample_key, num_samples)
-        prior = posterior.prior_draws(sample_key, num_samples)
-        flat = [_vectors(each, maps) for each in (draws, prior)]
-        truth = _vectors({n: jnp.asarray(v)[None] for n, v in latents.items()}, maps)[0]
-        rows.append(_figures(truth, *flat))
-    columns = zip(*rows, strict=True)
-    cover, *rest = (np.asarray(column) for column in columns)
-    return Rehearsal(dict(zip(_PROBS, cover.T, strict=True)), *rest)
+    stage = _Stage(driver, args, kwargs, num_steps, num_samples, simulated_data_to_args)
+    with opened_bar(progress_bar, num_simulations, unit="simulation") as bar:
+        stage.run(jax.random.split(rng_key, num_simulations), bar)
+    return stage.found()
+
+
+class _Stage:
+    """The simulated runs of one driver so far."""
+
+    def __init__(
+        self, driver: Any, args: Any, kwargs: Any, num_steps: int | None = None,
+        num_samples: int = 1000, simulated_data_to_args: Callable[..., Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.driver, self.args, self.kwargs, self.num_samples = driver, args, kwargs, num_samples
+        self.given = _given_of(driver)
+        if driver.settings.secret_key is not None:
+            raise ValueError(
+                "A driver with a secret_key can run once, but a rehearsal runs it many times. "
+                "Build the driver without secret_key for the rehearsal."
+            )
+        self.steps = () if num_steps is None else (num_steps,)
+        self.fill = simulated_data_to_args or _filler(self.given, args)
+        takes_bar = "progress_bar" in inspect.signature(driver.run).parameters
+        self.quiet = {"progress_bar": False} if takes_bar else {}
+        self.rows: list[tuple[Any, ...]] = []
+        self.prior: np.ndarray | None = None
+
+    def run(self, keys: Array, bar: Any) -> None:
+        """Adds one run for each key."""
+        for key in keys:
+            draw_key, run_key, sample_key = jax.random.split(key, 3)
+            latents, simulated, maps = _simulated(self.given, draw_key, self.args, self.kwargs)
+            args, kwargs = self.fill(simulated, self.args, self.kwargs)
+            if bar is not None:
+                bar.set_description("rehearsing")
+            with warnings.catch_warnings():
+                # The figures say what becomes of runs that would be warned of.
+                warnings.simplefilter("ignore", PosteriorWarning)
+                result = self.driver.run(run_key, *self.steps, *args, **self.quiet, **kwargs)
+                own = self.driver if result is None else result
+                posterior = getattr(own, "posterior", own)
+            if self.prior is None:  # the same for all simulations
+                self.prior = _vectors(posterior.prior_draws(sample_key, self.num_samples), maps)
+            draws = _vectors(posterior.sample(sample_key, self.num_samples), maps)
+            truth = _vectors({n: jnp.asarray(v)[None] for n, v in latents.items()}, maps)[0]
+            self.rows.append(_figures(truth, draws, self.prior))
+            if bar is not None:
+                bar.update()
+
+    def found(self) -> Rehearsal:
+        """The figures of all runs."""
+        cover, *rest = (np.asarray(column) for column in zip(*self.rows, strict=True))
+        return Rehearsal(dict(zip(_PROBS, cover.T, strict=True)), *rest)
 
 
 class Choice(NamedTuple):
@@ -166,28 +195,42 @@ class Choice(NamedTuple):
     Attributes:
         settings: The chosen settings.
         driver: A driver with these settings, ready to run.
-        scores: Pairs of settings and the mean log score of their last rehearsal, best first.
-        prior: Mean log score of the prior. Settings that are not clearly above it tell nothing.
+        scores: Pairs of settings and their log scores by simulated data set, best first. All
+            settings saw the same data sets, and the better ones saw more.
+        prior: Log scores of the prior on the data sets of the chosen settings. Settings that are
+            not clearly above the prior tell nothing.
 
     Example:
+        >>> import numpy as np
         >>> print(Choice(  # as choose() returns it, with its driver
-        ...     settings={"clip_norm": 1.0}, driver=None, prior=-1.42,
-        ...     scores=(({"clip_norm": 1.0}, 0.31), ({"clip_norm": 0.1}, -1.2)),
+        ...     settings={"clip_norm": 1.0}, driver=None, prior=np.array([-1.45, -1.40]),
+        ...     scores=(({"clip_norm": 1.0}, np.array([0.30, 0.32])),
+        ...             ({"clip_norm": 0.1}, np.array([-1.3, -1.1]))),
         ... ))
-            0.310  {'clip_norm': 1.0}
-           -1.200  {'clip_norm': 0.1}
-           -1.420  the prior
+        log score  lower than the first by
+            0.310                           {'clip_norm': 1.0}
+           -1.200  1.51 (0.09)              {'clip_norm': 0.1}
+           -1.425  1.73 (0.015)             the prior
     """
 
     settings: dict[str, Any]
     driver: Any
-    scores: tuple[tuple[dict[str, Any], float], ...]
-    prior: float
+    scores: tuple[tuple[dict[str, Any], np.ndarray], ...]
+    prior: np.ndarray
 
     def __str__(self) -> str:
-        """One line for each setting, and one for the prior."""
-        lines = [f"{score:9.3f}  {settings}" for settings, score in self.scores]
-        return "\n".join([*lines, f"{self.prior:9.3f}  the prior"])
+        """One line for each setting, and one for the prior.
+
+        Differences are means with standard errors over the data sets that both saw.
+        """
+        lines = ["log score  lower than the first by"]
+        first = self.scores[0][1]
+        for name, values in (*self.scores, ("the prior", self.prior)):
+            lower = first[: len(values)] - values
+            known = name is not self.scores[0][0] and np.all(np.isfinite(lower))
+            shown = _shown(lower) if known else ""
+            lines.append(f"{np.mean(values):9.3f}  {shown:23}  {name}")
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -198,12 +241,15 @@ def choose(
     rng_key: Array,
     *args: Any,
     num_simulations: int = 16,
+    num_samples: int = 1000,
+    simulated_data_to_args: Callable[..., Any] | None = None,
+    progress_bar: bool = True,
     **kwargs: Any,
 ) -> Choice:
     """Chooses settings by rehearsals: those with the highest mean log score.
 
     All settings see the same simulated records, first four data sets. The better half of the
-    settings then sees twice as many, and so on up to ``num_simulations``. Settings whose score is
+    settings then sees as many again, and so on up to ``num_simulations``. Settings whose score is
     not finite come last.
 
     Args:
@@ -212,8 +258,11 @@ def choose(
             ``build``.
         rng_key: Key of the rehearsals.
         *args: Public or invented arguments, as for :func:`rehearse`.
-        num_simulations: Data sets in the last round.
-        **kwargs: Further arguments of :func:`rehearse`.
+        num_simulations: Data sets that the best settings see, at least 2.
+        num_samples: Draws from each posterior.
+        simulated_data_to_args: As for :func:`rehearse`.
+        progress_bar: Shows how many of all runs are done.
+        **kwargs: Keyword arguments of the model.
 
     Returns:
         The choice. Its driver is new and has made no noise.
@@ -235,40 +284,52 @@ def choose(
         ...                  budget=PrivacyBudget(1.0, 1e-5))
         >>> invented = jax.random.normal(jax.random.key(1), (2000, 2))
         >>> grid = [{"clip_norm": c, "num_steps": 10} for c in (0.01, 2.0)]
-        >>> choose(build, grid, jax.random.key(0), invented, None, num_simulations=4).settings
+        >>> choice = choose(build, grid, jax.random.key(0), invented, None, num_simulations=4,
+        ...                 progress_bar=False)
+        >>> choice.settings
         {'clip_norm': 2.0, 'num_steps': 10}
 
     Guarantee:
         Reads only its arguments, which you declare public. So the choice leaks nothing.
     """
-    left = [dict(settings) for settings in grid]
-    if not left:
+    check_rng_key(rng_key)
+    check_int("num_simulations", num_simulations, low=2)
+    if not grid:
         raise ValueError("Expected at least one dict of settings in grid, got an empty grid.")
-    scores: list[tuple[dict[str, Any], float]] = []
-    number = min(_FIRST_ROUND, num_simulations)
-    while True:
-        found = []
-        for settings in left:
-            own = dict(settings)
-            steps = own.pop("num_steps", None)
-            rehearsal = rehearse(
-                build(**own), rng_key, *args, num_steps=steps, num_simulations=number, **kwargs
-            )
-            score, prior = (
-                float(np.mean(x)) for x in (rehearsal.log_score, rehearsal.prior_log_score)
-            )
-            found.append((settings, score if np.isfinite(score) else -np.inf))
-        found.sort(key=lambda pair: -pair[1])
-        half = max(1, len(found) // 2)
-        scores = found[half:] + scores
-        left = [settings for settings, _ in found[:half]]
-        if len(left) == 1 or number >= num_simulations:
-            break
-        number = min(2 * number, num_simulations)
-    ranked = sorted(found[:half], key=lambda pair: -pair[1]) + scores
-    settings = ranked[0][0]
+    left = []
+    for settings in grid:
+        own = dict(settings)
+        steps = own.pop("num_steps", None)
+        rest = (steps, num_samples, simulated_data_to_args)
+        left.append((dict(settings), _Stage(build(**own), args, kwargs, *rest)))
+    rounds = _rounds(len(left), num_simulations)
+    keys, beaten = jax.random.split(rng_key, num_simulations), []
+    with opened_bar(progress_bar, sum(each * new for each, new in rounds), unit="run") as bar:
+        for _, new in rounds:
+            for _, stage in left:
+                stage.run(keys[len(stage.rows) :][:new], bar)
+            left.sort(key=lambda pair: -_score(pair[1].found()))
+            half = max(1, len(left) // 2)
+            left, beaten = left[:half], left[half:] + beaten
+    settings, stage = left[0]
     own = {name: value for name, value in settings.items() if name != "num_steps"}
-    return Choice(settings, build(**own), tuple(ranked), prior)
+    scores = tuple((each, stage.found().log_score) for each, stage in left + beaten)
+    return Choice(settings, build(**own), scores, stage.found().prior_log_score)
+
+
+def _rounds(number: int, num_simulations: int) -> list[tuple[int, int]]:
+    """How many settings see how many further data sets."""
+    rounds, seen = [], 0
+    while not rounds or (number > 1 and seen < num_simulations):
+        new = min(seen or _FIRST_ROUND, num_simulations - seen)
+        rounds.append((number, new))
+        number, seen = max(1, number // 2), seen + new
+    return rounds
+
+
+def _score(rehearsal: Rehearsal) -> float:
+    score = float(np.mean(rehearsal.log_score))
+    return score if np.isfinite(score) else -np.inf
 
 
 def _given_of(driver: Any) -> GivenModel:

@@ -97,7 +97,7 @@ def test_what_cannot_be_rehearsed_is_refused():
 
 
 @pytest.mark.full
-def test_the_better_half_goes_on_and_bad_settings_lose():
+def test_the_better_half_goes_on_and_bad_settings_lose(capsys):
     built = []
 
     def build(clip_norm):
@@ -107,10 +107,17 @@ def test_the_better_half_goes_on_and_bad_settings_lose():
     grid = [{"clip_norm": c, "num_steps": 10} for c in (1e-3, 3.0, 1e3, 1e6)]
     found = choose(build, grid, KEY, X, None, num_simulations=8)
     assert found.settings == {"clip_norm": 3.0, "num_steps": 10}
-    assert built == [1e-3, 3.0, 1e3, 1e6, *built[4:6], 3.0]  # two go on, and one is built to run
-    assert len(found.scores) == 4
-    assert str(found).splitlines()[-1] == f"{found.prior:9.3f}  the prior"
-    assert found.scores[0][1] > found.prior
+    assert built == [1e-3, 3.0, 1e3, 1e6, 3.0]  # the last one is to run
+    shown = capsys.readouterr().err
+    assert "24/24" in shown, shown  # 4 settings on 4 data sets, and 2 on 4 more
+    assert [len(scores) for _, scores in found.scores] == [8, 8, 4, 4]
+    (_, best), (_, second), *_, (_, last) = found.scores
+    assert np.mean(best) > np.mean(second) > np.mean(last)
+    assert np.mean(best) > np.mean(found.prior)
+    lower = best[:4] - last  # on the data sets that both saw
+    line = next(line for line in str(found).splitlines() if line.endswith(str(found.scores[-1][0])))
+    assert f"{np.mean(lower):.3g} ({np.std(lower, ddof=1) / 2:.2g})" in line
+    assert str(found).splitlines()[-1].endswith("the prior")
     assert found.driver.run(KEY, 10, X, np.zeros(len(X), int), progress_bar=False)
     with pytest.raises(ValueError, match="empty grid"):
         choose(build, [], KEY, X, None)
