@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from numpyro_dp.model.units import UNIT
 __all__ = ["Design", "as_arrays", "design"]
 
 _LIBRARIES = ("pandas", "polars", "pyarrow")
+_FILES = (".npy", ".npz", ".csv", ".parquet", ".feather")
 
 
 def as_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
@@ -24,9 +26,16 @@ def as_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
     Shapes and dtypes depend on the types of the columns, and never on their values.
 
     Raises:
-        TypeError: If a column does not hold numbers.
+        TypeError: If a column does not hold numbers, or an argument is the name of a file.
         ValueError: If a column of whole numbers has missing values.
     """
+    for leaf in jax.tree.leaves((args, kwargs)):
+        if isinstance(leaf, os.PathLike) or (isinstance(leaf, str) and leaf.endswith(_FILES)):
+            raise TypeError(
+                f"Expected an array or a data frame, got the name of a file, {str(leaf)!r}. Read "
+                "it first. For a .npy file larger than the memory, pass "
+                "np.load(name, mmap_mode='r') and stream=True."
+            )
     if not any(map(_is_frame, jax.tree.leaves((args, kwargs)))):
         return args, kwargs
     if _is_frame(kwargs.get(UNIT)):  # ids may be texts

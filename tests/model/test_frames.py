@@ -1,6 +1,7 @@
 """Frames of pandas, Polars and PyArrow as arguments, and matrices by what is public."""
 
 import math
+import pathlib
 
 import jax
 import numpy as np
@@ -72,6 +73,13 @@ def test_texts_and_categories_are_refused(backend):
     for frame in (FRAME, FRAME.astype({"sex": "category"})):
         with pytest.raises(TypeError, match=r"'sex'.*numpyro_dp.design"):
             as_arrays((backend(frame),), {})
+
+
+@pytest.mark.parametrize("name", ["X.npy", pathlib.Path("X")])
+def test_the_name_of_a_file_is_refused(name):
+    with pytest.raises(TypeError, match=r"name of a file, 'X.*mmap_mode"):
+        as_arrays((), {"x": name})
+    assert as_arrays(("logit",), {}) == (("logit",), {})
 
 
 def test_a_plain_arrow_array():
