@@ -19,6 +19,7 @@ __all__ = [
     "Finding",
     "PosteriorWarning",
     "finding_of_clipping",
+    "findings_of_curvature",
     "findings_of_normal",
     "findings_of_path",
     "findings_of_report",
@@ -171,6 +172,17 @@ def finding_of_clipping(avoidable: bool) -> Finding:
         "Clipping saw the outcomes. If many records were clipped, the posterior is biased, and "
         f"nothing that was released shows it. {remedy}"
     ))  # fmt: skip
+
+
+def findings_of_curvature(curvature: np.ndarray | None) -> list[Finding]:
+    """What a released curvature shows: whether the family has precisions between latents."""
+    if curvature is None or len(curvature) == 1 or np.any(curvature - np.diag(np.diag(curvature))):
+        return []
+    return [Finding("independent", True, (
+        "The family has no precisions between latents, so the posterior takes them as independent "
+        "given the records. With correlated columns it can be far off and too narrow. Use "
+        "family=normal with shared_precision=False."
+    ))]  # fmt: skip
 
 
 def findings_of_shares(shares: np.ndarray, private: bool) -> list[Finding]:

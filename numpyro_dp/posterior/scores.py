@@ -41,6 +41,7 @@ from numpyro_dp.posterior.algebra import inverse, solve, spectral_power, symmetr
 from numpyro_dp.posterior.diagnosis import (
     Finding,
     finding_of_clipping,
+    findings_of_curvature,
     findings_of_normal,
     findings_of_path,
     findings_of_run,
@@ -102,8 +103,8 @@ def _draws_of(
     mean, covariance = decoded.updated(precision, linear)
     if averages is not None:
         path = _path(averages, mean, np.diag(covariance), np.diag(decoded.covariance))
-    findings = findings_of_path(*path)
-    findings += findings_of_normal(mean, covariance, decoded)
+    findings = findings_of_path(*path) + findings_of_normal(mean, covariance, decoded)
+    findings += findings_of_curvature(averages and averages.curvature)
     return prior.posterior(precision, linear, public_key), findings
 
 

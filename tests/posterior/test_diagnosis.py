@@ -11,7 +11,8 @@ import optax
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoIAFNormal
 
-from numpyro_dp import DPMCMC, DPSVI, SGLD, DPLaplace, PrivacyBudget
+from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, DPLaplace, PrivacyBudget
+from numpyro_dp.ep.families import diagonal_normal, normal
 from numpyro_dp.estimators import aligned
 from numpyro_dp.mechanisms import AdaptiveClip
 from numpyro_dp.posterior import PosteriorWarning
@@ -97,6 +98,18 @@ def test_points_that_move_far_and_posteriors_far_from_the_prior_are_bad():
     prior = Prior(np.zeros(2), np.eye(2))
     assert findings_of_normal(np.ones(2), np.eye(2) / 9, prior) == []
     assert findings_of_normal(np.full(2, 5.0), np.eye(2) / 9, prior)[0].name == "conflict"
+
+
+@pytest.mark.parametrize(
+    ("family", "shared", "told"),
+    [(normal, False, set()), (diagonal_normal, False, {"independent"}),
+     (normal, True, {"independent"})],
+)  # fmt: skip
+def test_a_family_that_knows_no_correlation_is_told(family, shared, told):
+    sep = DPSEP(model, family, shared_precision=shared, clip_norm=1.0, sampler=FullBatch(),
+                budget=PrivacyBudget(3.0, 1e-5))  # fmt: skip
+    result = sep.run(jax.random.key(0), 10, X, Y, progress_bar=False)
+    assert bad(result.diagnose()) == told
 
 
 def test_chains_that_stand_still_are_found_and_are_the_prior():
