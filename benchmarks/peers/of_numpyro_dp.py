@@ -92,13 +92,12 @@ def plain_loop(data, sampler, number, size=1e-3, seed=0):
 
 
 def calibrate(rate, steps, epsilon, delta):
-    from dp_accounting import PoissonSampledDpEvent, SelfComposedDpEvent
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 
-    from numpyro_dp.privacy.budget import gaussian_event
     from numpyro_dp.privacy.calibration import calibrate_noise
 
     def event(noise):
-        return SelfComposedDpEvent(PoissonSampledDpEvent(rate, gaussian_event(noise)), steps)
+        return SelfComposedDpEvent(PoissonSampledDpEvent(rate, GaussianDpEvent(noise)), steps)
 
     start = time.perf_counter()
     noise, _ = calibrate_noise(event, PrivacyBudget(epsilon, delta))
