@@ -152,18 +152,17 @@ def simulated():
 
 def chosen(run, settings, budget, quick):
     """The setting whose private means are closest to those of SEP on simulated records."""
+    if len(settings) == 1:
+        return settings[0]
     x, y = simulated()
     expected = from_natural(
         SEP(POISSON).run(jax.random.key(0), 60, x, y, progress_bar=False).params
     )
-    moments = expected[0], np.diag(expected[1])
-
-    if len(settings) == 1:
-        return settings[0]
+    target = expected[0], np.diag(expected[1])
 
     def error(setting):
         runs = [run(setting, budget, 100 + seed, quick, x, y) for seed in range(1 if quick else 3)]
-        found = np.mean([errors(posterior, moments)["mean, rms"] for posterior in runs])
+        found = np.mean([errors(posterior, target)["mean, rms"] for posterior in runs])
         return found if np.isfinite(found) else np.inf
 
     return min(settings[:2] if quick else settings, key=error)

@@ -29,10 +29,10 @@ def as_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
         TypeError: If a column does not hold numbers, or an argument is the name of a file.
         ValueError: If a column of whole numbers has missing values.
     """
-    for leaf in jax.tree.leaves((args, kwargs)):
-        if isinstance(leaf, os.PathLike) or (isinstance(leaf, str) and leaf.endswith(_FILES)):
+    for value in (*args, *kwargs.values()):  # not inside of lists, which may hold texts of records
+        if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(_FILES)):
             raise TypeError(
-                f"Expected an array or a data frame, got the name of a file, {str(leaf)!r}. Read "
+                f"Expected an array or a data frame, got the name of a file, {str(value)!r}. Read "
                 "it first. For a .npy file larger than the memory, pass "
                 "np.load(name, mmap_mode='r') and stream=True."
             )

@@ -19,7 +19,7 @@ __all__ = [
     "Finding",
     "PosteriorWarning",
     "finding_of_clipping",
-    "findings_of_curvature",
+    "finding_of_independence",
     "findings_of_normal",
     "findings_of_path",
     "findings_of_report",
@@ -174,15 +174,13 @@ def finding_of_clipping(avoidable: bool) -> Finding:
     ))  # fmt: skip
 
 
-def findings_of_curvature(curvature: np.ndarray | None) -> list[Finding]:
-    """What a released curvature shows: whether the family has precisions between latents."""
-    if curvature is None or len(curvature) == 1 or np.any(curvature - np.diag(np.diag(curvature))):
-        return []
-    return [Finding("independent", True, (
+def finding_of_independence() -> Finding:
+    """A finding about a family without precisions between latents that a record mixes."""
+    return Finding("independent", True, (
         "The family has no precisions between latents, so the posterior takes them as independent "
         "given the records. With correlated columns it can be far off and too narrow. Use "
         "family=normal with shared_precision=False."
-    ))]  # fmt: skip
+    ))  # fmt: skip
 
 
 def findings_of_shares(shares: np.ndarray, private: bool) -> list[Finding]:

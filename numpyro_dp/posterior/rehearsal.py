@@ -258,10 +258,12 @@ def choose(
             ``build``.
         rng_key: Key of the rehearsals.
         *args: Public or invented arguments, as for :func:`rehearse`.
-        num_simulations: Data sets that the best settings see, at least 2.
+        num_simulations: Data sets that the best settings see at most, at least 2. The settings
+            are chosen when one is left: up to 3 settings see 4 data sets, and up to 7 see 8.
         num_samples: Draws from each posterior.
         simulated_data_to_args: As for :func:`rehearse`.
-        progress_bar: Shows how many of all runs are done.
+        progress_bar: Shows how many of all runs are done. :class:`~numpyro_dp.DPMCMC` has a bar of
+            its own.
         **kwargs: Keyword arguments of the model.
 
     Returns:
@@ -294,14 +296,15 @@ def choose(
     """
     check_rng_key(rng_key)
     check_int("num_simulations", num_simulations, low=2)
-    if not grid:
+    tried = [dict(settings) for settings in grid]
+    if not tried:
         raise ValueError("Expected at least one dict of settings in grid, got an empty grid.")
     left = []
-    for settings in grid:
+    for settings in tried:
         own = dict(settings)
         steps = own.pop("num_steps", None)
         rest = (steps, num_samples, simulated_data_to_args)
-        left.append((dict(settings), _Stage(build(**own), args, kwargs, *rest)))
+        left.append((settings, _Stage(build(**own), args, kwargs, *rest)))
     rounds = _rounds(len(left), num_simulations)
     keys, beaten = jax.random.split(rng_key, num_simulations), []
     with opened_bar(progress_bar, sum(each * new for each, new in rounds), unit="run") as bar:
@@ -311,9 +314,11 @@ def choose(
             left.sort(key=lambda pair: -_score(pair[1].found()))
             half = max(1, len(left) // 2)
             left, beaten = left[:half], left[half:] + beaten
-    settings, stage = left[0]
+    # A survivor may have become infinite.
+    ranked = sorted(left + beaten, key=lambda pair: not np.isfinite(_score(pair[1].found())))
+    settings, stage = ranked[0]
     own = {name: value for name, value in settings.items() if name != "num_steps"}
-    scores = tuple((each, stage.found().log_score) for each, stage in left + beaten)
+    scores = tuple((each, stage.found().log_score) for each, stage in ranked)
     return Choice(settings, build(**own), scores, stage.found().prior_log_score)
 
 

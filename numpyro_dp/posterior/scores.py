@@ -41,7 +41,7 @@ from numpyro_dp.posterior.algebra import inverse, solve, spectral_power, symmetr
 from numpyro_dp.posterior.diagnosis import (
     Finding,
     finding_of_clipping,
-    findings_of_curvature,
+    finding_of_independence,
     findings_of_normal,
     findings_of_path,
     findings_of_run,
@@ -104,7 +104,6 @@ def _draws_of(
     if averages is not None:
         path = _path(averages, mean, np.diag(covariance), np.diag(decoded.covariance))
     findings = findings_of_path(*path) + findings_of_normal(mean, covariance, decoded)
-    findings += findings_of_curvature(averages and averages.curvature)
     return prior.posterior(precision, linear, public_key), findings
 
 
@@ -132,8 +131,21 @@ def posterior_of_scores(
         except UnsupportedModelError:
             avoidable = False
         findings.append(finding_of_clipping(avoidable))
+    if result.scores.curvature is not None and _taken_apart(problem, result.scores.curvature):
+        findings.append(finding_of_independence())
     notes = (NOISE_INCLUDED, *([_FIXED.format(sorted(source.params))] if source.params else []))
     return source.posterior(draws, result.privacy, method, notes, findings=findings)
+
+
+def _taken_apart(problem: Any, curvature: Array) -> bool:
+    """Whether a curvature lacks what an invented record tells about two latents at once."""
+    diagonal = curvature.ndim == 1 or not np.any(curvature - np.diag(np.diag(curvature)))
+    if len(curvature) == 1 or not diagonal:
+        return False
+    row, likelihood = problem.invented()[1], problem.by_row.log_likelihood
+    second = jax.jit(jax.hessian(lambda z: likelihood(z, row)))
+    found = np.asarray(second(np.full(problem.latents.dim, 0.5, np.float32)))
+    return bool(np.any(found != np.diag(np.diag(found))))  # also if it is not finite
 
 
 def _path(

@@ -80,6 +80,8 @@ def test_the_name_of_a_file_is_refused(name):
     with pytest.raises(TypeError, match=r"name of a file, 'X.*mmap_mode"):
         as_arrays((), {"x": name})
     assert as_arrays(("logit",), {}) == (("logit",), {})
+    ids = {"unit": ["scan.npy", "p2"]}
+    assert as_arrays((), ids) == ((), ids)  # an error would tell the id of a person
 
 
 def test_a_plain_arrow_array():

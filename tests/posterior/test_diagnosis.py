@@ -112,6 +112,17 @@ def test_a_family_that_knows_no_correlation_is_told(family, shared, told):
     assert bad(result.diagnose()) == told
 
 
+def test_a_family_may_know_no_correlation_if_records_mix_no_latents():
+    def apart(x):
+        mean = numpyro.sample("mean", dist.Normal(0, 1).expand([2]).to_event(1))
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("x", dist.Normal(mean, 1).to_event(1), obs=x)
+
+    sep = DPSEP(apart, diagonal_normal, clip_norm=5.0, sampler=FullBatch(),
+                budget=PrivacyBudget(3.0, 1e-5))  # fmt: skip
+    assert bad(sep.run(jax.random.key(0), 10, X, progress_bar=False).diagnose()) == set()
+
+
 def test_chains_that_stand_still_are_found_and_are_the_prior():
     mcmc = DPMCMC(SGLD(model), num_warmup=50, num_samples=200, clip_norm=1.0, sampler=FullBatch(),
                   budget=PrivacyBudget(0.01, 1e-5), progress_bar=False)  # fmt: skip
