@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
@@ -21,7 +22,11 @@ from numpyro_dp.model.frontend import Call, GivenModel, Prepared, arguments_key
 from numpyro_dp.model.public import declare
 from numpyro_dp.model.records import Rows
 from numpyro_dp.model.structure import ModelStructure
-from numpyro_dp.posterior.diagnosis import findings_of_run, without_noise
+from numpyro_dp.posterior.diagnosis import (
+    finding_of_independence,
+    findings_of_run,
+    without_noise,
+)
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.scores import posterior_of_scores
@@ -243,7 +248,9 @@ class DPSEP(Driver):
         method = f"{type(self).__name__} with {reader}, {privacy.num_steps} steps"
         if result.scores is not None and privacy.noise_multiplier > 0 and not plain:
             unbiased = self.method.estimator_of(problem).centring is not None
-            return posterior_of_scores(source, problem, result, method, unbiased)
+            apart = _is_diagonal(result.scores.curvature) and problem.mixes_latents()
+            told = (finding_of_independence(),) * apart
+            return posterior_of_scores(source, problem, result, method, unbiased, told)
         noise = privacy.noise_multiplier > 0
         notes = ("The intervals do not contain the privacy noise of the run.",) * noise
         findings = (*findings_of_run(result), *without_noise(noise))
@@ -254,6 +261,12 @@ class DPSEP(Driver):
         session = super()._session(args, kwargs)
         self.guide.prototype_trace = session.problem
         return session
+
+
+def _is_diagonal(precision: Array) -> bool:
+    """Whether the released precisions of several latents have none between them."""
+    off = precision.ndim == 2 and np.any(precision - np.diag(np.diag(precision)))
+    return len(precision) > 1 and not off
 
 
 class SEP(DPSEP):

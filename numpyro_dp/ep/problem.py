@@ -158,6 +158,13 @@ class EPProblem(NamedTuple):
                 ))  # fmt: skip
         return [tuple(leaf[0] for leaf in ones), *found]
 
+    def mixes_latents(self) -> bool:
+        """Whether an invented record has a second derivative in two latents at once."""
+        row, likelihood = self.invented()[1], self.by_row.log_likelihood
+        second = jax.jit(jax.hessian(lambda z: likelihood(z, row)))
+        found = np.asarray(second(jnp.full(self.latents.dim, 0.5)))
+        return bool(np.any(found != np.diag(np.diag(found))))  # also if it is not finite
+
 
 class Site(NamedTuple):
     """Approximates the likelihood of one record by a member of the family.

@@ -28,6 +28,7 @@ Everything here is a function of released values and has no privacy cost.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +42,6 @@ from numpyro_dp.posterior.algebra import inverse, solve, spectral_power, symmetr
 from numpyro_dp.posterior.diagnosis import (
     Finding,
     finding_of_clipping,
-    finding_of_independence,
     findings_of_normal,
     findings_of_path,
     findings_of_run,
@@ -108,8 +108,9 @@ def _draws_of(
 
 
 def posterior_of_scores(
-    source: ModelSource, problem: Any, result: RunResult, method: str, unbiased: bool
-) -> Posterior:
+    source: ModelSource, problem: Any, result: RunResult, method: str, unbiased: bool,
+    others: Sequence[Finding] = (),
+) -> Posterior:  # fmt: skip
     """Returns the posterior of a run that kept sums of its scores.
 
     Args:
@@ -118,34 +119,22 @@ def posterior_of_scores(
         result: The result of the run.
         method: One line that describes the method.
         unbiased: Whether clipping did not see the outcomes.
+        others: Findings of the driver.
 
     Raises:
         UnsupportedModelError: If the model has no prior to multiply the likelihood with.
     """
     model = problem.model.at(source.params)
     draws, found = _draws_of(model, problem.shared, result.scores, result.privacy)
-    findings = [*found, *findings_of_run(result)]
+    findings = [*found, *findings_of_run(result), *others]
     if not unbiased:
         try:
             avoidable = read_outcomes(model, problem.shared).number > 0
         except UnsupportedModelError:
             avoidable = False
         findings.append(finding_of_clipping(avoidable))
-    if result.scores.curvature is not None and _taken_apart(problem, result.scores.curvature):
-        findings.append(finding_of_independence())
     notes = (NOISE_INCLUDED, *([_FIXED.format(sorted(source.params))] if source.params else []))
     return source.posterior(draws, result.privacy, method, notes, findings=findings)
-
-
-def _taken_apart(problem: Any, curvature: Array) -> bool:
-    """Whether a curvature lacks what an invented record tells about two latents at once."""
-    diagonal = curvature.ndim == 1 or not np.any(curvature - np.diag(np.diag(curvature)))
-    if len(curvature) == 1 or not diagonal:
-        return False
-    row, likelihood = problem.invented()[1], problem.by_row.log_likelihood
-    second = jax.jit(jax.hessian(lambda z: likelihood(z, row)))
-    found = np.asarray(second(np.full(problem.latents.dim, 0.5, np.float32)))
-    return bool(np.any(found != np.diag(np.diag(found))))  # also if it is not finite
 
 
 def _path(
