@@ -12,7 +12,7 @@ import narwhals.stable.v1 as nw
 import numpy as np
 
 from numpyro_dp._validate import check_real
-from numpyro_dp.model.units import UNIT
+from numpyro_dp.model.units import UNIT, as_objects
 
 __all__ = ["Design", "as_arrays", "design"]
 
@@ -39,7 +39,7 @@ def as_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
     if not any(map(_is_frame, jax.tree.leaves((args, kwargs)))):
         return args, kwargs
     if _is_frame(kwargs.get(UNIT)):  # ids may be texts
-        kwargs = kwargs | {UNIT: np.asarray(kwargs[UNIT])}
+        kwargs = kwargs | {UNIT: _ids(kwargs[UNIT])}
     return jax.tree.map(lambda leaf: _as_array(leaf) if _is_frame(leaf) else leaf, (args, kwargs))
 
 
@@ -117,16 +117,31 @@ def design(frame: Any, columns: Any, *, intercept: bool = True) -> Design:
 
 
 def _is_frame(leaf: Any) -> bool:
-    return type(leaf).__module__.split(".")[0] in _LIBRARIES
+    # Not their scalars, such as pandas.NA in a list of ids.
+    return type(leaf).__module__.split(".")[0] in _LIBRARIES and hasattr(leaf, "__len__")
 
 
-def _as_array(frame: Any) -> np.ndarray:
-    """The numbers of a frame or series, in a dtype that its declared types fix."""
+def _read(frame: Any) -> Any:
+    """A frame or series of narwhals."""
     if type(frame).__module__.startswith("pyarrow") and not hasattr(frame, "combine_chunks"):
         import pyarrow
 
         frame = pyarrow.chunked_array([frame])  # narwhals takes no plain array
-    found = nw.from_native(frame, allow_series=True)
+    return nw.from_native(frame, allow_series=True)
+
+
+def _ids(series: Any) -> np.ndarray:
+    """Ids as they are, where an array would write a missing one as a number or text."""
+    found = _read(series)
+    if not isinstance(found, nw.Series):
+        return np.asarray(series)
+    whole = found.dtype.is_numeric() or found.dtype.is_temporal()
+    return found.to_numpy() if whole and not found.null_count() else as_objects(found.to_list())
+
+
+def _as_array(frame: Any) -> np.ndarray:
+    """The numbers of a frame or series, in a dtype that its declared types fix."""
+    found = _read(frame)
     if isinstance(found, nw.Series):
         return _numbers(found, found.name or "series")
     return np.column_stack([_numbers(column, str(column.name)) for column in found.iter_columns()])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -23,12 +24,20 @@ from jax import Array
 
 from numpyro_dp._compat import is_tracer
 
-__all__ = ["UNIT", "Grouped", "Units", "group", "number_of_units", "split_unit", "sum_over_rows"]
+__all__ = [
+    "UNIT", "Grouped", "Units", "as_objects", "group", "number_of_units", "split_unit",
+    "sum_over_rows",
+]  # fmt: skip
 
 UNIT = "unit"  # keyword of the ids
 _MISSING = (
-    "unit= has missing ids, or ids of several types, so rows of one person could count as two "
-    "records. Give each row the id of its unit, in one type."
+    "unit= has missing ids, or ids of several types. Rows without an id would be one record of "
+    "many people, and 1 and '1' two records of one. Give each row the id of its unit, in one type."
+)
+# Texts that pandas reads as missing, and NumPy's and Polars' own, in small letters. A list of texts
+# with a missing value becomes one of them before anybody can look.
+_MISSING_TEXTS = frozenset(
+    ("", "nan", "-nan", "none", "null", "nat", "<na>", "na", "n/a", "#na", "#n/a", "#n/a n/a")
 )
 
 
@@ -115,7 +124,7 @@ def number_of_units(ids: Any, num_rows: int) -> int:
     """Returns the number of units, which counts as public like a number of records.
 
     Raises:
-        TypeError, ValueError: If the ids are no array with one id for each row.
+        TypeError, ValueError: If the ids are not an array with one id for each row.
     """
     return len(np.unique(_checked(ids, num_rows)))
 
@@ -139,6 +148,13 @@ def group(ids: Any, num_rows: int, max_rows: int) -> tuple[np.ndarray, np.ndarra
     return places, counted
 
 
+def as_objects(values: Any) -> np.ndarray:
+    """Values as they are. NumPy would write numbers beside texts as texts, and round integers."""
+    found = np.empty(len(values), object)
+    found[:] = values
+    return found
+
+
 def sum_over_rows(of_row: Callable[..., Array], example: tuple[Array, ...], *beside: Any) -> Array:
     """Returns the sum of a function over the rows of a unit that count.
 
@@ -153,24 +169,45 @@ def sum_over_rows(of_row: Callable[..., Array], example: tuple[Array, ...], *bes
 
 
 def _checked(ids: Any, num_rows: int) -> np.ndarray:
+    """The ids as an array in which equal entries are equal ids."""
     if is_tracer(ids):
         raise TypeError(
             "unit= is traced, but which rows belong together decides the shapes of the program. "
             "Let the compiled function hold the ids, or call run."
         )
-    found = np.asarray(ids)
-    if found.dtype == object:
-        # Rows without an id would be one unit of many people. 1 and "1" would be two of one.
-        if {type(value) for value in found.ravel().tolist()} not in ({str}, {int}, {bytes}):
-            raise ValueError(_MISSING)
-        found = found.astype(str)
+    if np.any(np.ma.getmask(ids)):
+        raise ValueError(_MISSING)
+    found = np.asarray(ids) if hasattr(ids, "dtype") else as_objects(ids)
     if found.shape != (num_rows,):
         raise ValueError(
             f"Expected unit= as an array of shape ({num_rows},), one id for each row, got "
             f"{found.shape}. Pass the column of ids."
         )
-    if (found.dtype.kind in "fc" and not np.isfinite(found).all()) or (
-        found.dtype.kind in "mM" and np.isnat(found).any()
-    ):
+    if found.dtype == object:
+        values = found.tolist()
+        kinds = [k for k in (str, bytes, Integral, float) if all(isinstance(v, k) for v in values)]
+        if len(kinds) != 1:
+            raise ValueError(_MISSING)
+        if kinds == [float]:
+            found = found.astype(float)
+        else:
+            number_of = {value: number for number, value in enumerate(sorted(set(values)))}
+            found = np.fromiter(map(number_of.__getitem__, values), np.int64, num_rows)
+        texts = number_of if kinds == [str] else ()
+    else:
+        texts = np.unique(found).tolist() if found.dtype.kind in "UT" else ()
+    if any(text.strip().lower() in _MISSING_TEXTS for text in texts):
+        raise ValueError(
+            "unit= has texts such as 'nan', 'NA' or '', which stand for a missing id. Rows without "
+            "an id would be one record of many people. Drop these rows, or give each its own id."
+        )
+    if found.dtype.kind in "fc":
+        # Beyond, neighbouring integers are one number, and so two people one record.
+        if not np.all(np.abs(found) < 2 / np.finfo(found.dtype).eps):
+            raise ValueError(
+                f"{_MISSING} Ids of dtype {found.dtype} may also be too large to tell apart: use "
+                "integers or texts."
+            )
+    elif found.dtype.kind in "mM" and np.isnat(found).any():
         raise ValueError(_MISSING)
     return found

@@ -29,7 +29,8 @@ from numpyro_dp import (
 from numpyro_dp.estimators import aligned, centred, vanilla
 from numpyro_dp.laplace.signal import staged_scores
 from numpyro_dp.laplace.stages import Run, Stages
-from numpyro_dp.model.units import Grouped, Units, group
+from numpyro_dp.model.frames import as_arrays
+from numpyro_dp.model.units import Grouped, Units, group, number_of_units
 from numpyro_dp.posterior import rehearse
 from numpyro_dp.samplers import FullBatch, Poisson
 
@@ -294,11 +295,57 @@ def test_latents_of_rows_are_refused():
         np.array([None, None, None], object),
         np.array(["2020-01-01", "NaT", "2020-01-02"], "datetime64[D]"),
         np.array([1.0, np.nan, 2.0]),
+        ["a", float("nan"), "b"],
+        [1, 2.0, 3],
+        [2**53, 2**53 + 1, 1.0],
+        np.array([2**53, 2**53 + 1, 1.0]),
+        np.array([2**24, 2**24 + 1, 1], np.float32),
+        np.ma.array([1, 2, 3], mask=[False, True, False]),
     ],
 )
 def test_missing_and_mixed_ids_are_refused(ids):
     with pytest.raises(ValueError, match="missing ids, or ids of several types"):
         group(ids, 3, 2)
+
+
+@pytest.mark.parametrize("missing", ["nan", "None", "NaT", "<NA>", "NA", " "])
+def test_texts_that_stand_for_a_missing_id_are_refused(missing):
+    for ids in (["a", missing, "b"], np.array(["a", missing, "b"])):
+        with pytest.raises(ValueError, match="stand for a missing id"):
+            group(ids, 3, 2)
+
+
+def test_ids_are_read_by_value():
+    """NumPy would make neighbours beyond 2^53, or bytes that end in a zero, one id."""
+    for ids in ([2**53, 2**53 + 1, 5], [2**70, 2**70 + 1, 5], [b"a", b"a\0", b"b"]):
+        assert number_of_units(ids, 3) == 3
+    for ids in (["a", "b", "a"], [1.0, 2.0, 1.0], (np.int64(1), 2, 1), np.ma.array([1, 2, 1])):
+        assert group(ids, 3, 2)[1].tolist() == [[1, 1], [1, 0]]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("library", ["pandas", "polars", "pyarrow"])
+def test_ids_of_frames(library):
+    def column(values):
+        module = pytest.importorskip(library)
+        return module.array(values) if library == "pyarrow" else module.Series(values)
+
+    def units(values):
+        _, kwargs = as_arrays((), {"unit": column(values)})
+        return number_of_units(kwargs["unit"], 3)
+
+    assert units(["a", "b", "a"]) == units([2**53 + 1, 2**53, 2**53]) == 2
+    for values in (["a", None, "b"], [2**53 + 1, None, 2**53]):
+        with pytest.raises(ValueError, match="missing ids"):
+            units(values)
+
+
+def test_missing_ids_of_a_nullable_and_of_a_categorical_column():
+    pandas = pytest.importorskip("pandas")
+    for values, kind in (([1, None, 2], "Int64"), (["a", None, "b"], "category")):
+        _, kwargs = as_arrays((), {"unit": pandas.Series(values, dtype=kind)})
+        with pytest.raises(ValueError, match="missing ids"):
+            number_of_units(kwargs["unit"], 3)
 
 
 @pytest.mark.full
