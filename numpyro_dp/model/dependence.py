@@ -1,4 +1,4 @@
-"""Which outputs of a traced function depend on which inputs: a forward walk over its jaxpr.
+"""Which outputs of a traced function depend on which inputs: a forward walk over its program.
 
 It shows that priors and guides do not read the records. The walk is conservative: every output of
 an unknown operation depends on every input.
@@ -7,16 +7,15 @@ an unknown operation depends on every input.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import jax
 
 from numpyro_dp._compat import CALLED, LOOKUPS, LOOPS, Program, as_program, literal, make_program
 
-__all__ = [
-    "depends_on_inputs",
-    "looks_up",
-]
+__all__ = ["depends_on_inputs", "inputs_of", "looks_up"]
 
 
 def depends_on_inputs(fn: Callable[..., dict[str, Any]], *args: Any) -> dict[str, bool]:
@@ -26,10 +25,20 @@ def depends_on_inputs(fn: Callable[..., dict[str, Any]], *args: Any) -> dict[str
         fn: A function of arrays that returns a dict of pytrees of arrays.
         *args: Arrays or ``jax.ShapeDtypeStruct``. Only shapes are used.
     """
+    return {name: bool(found) for name, found in inputs_of(fn, *args).items()}
+
+
+def inputs_of(fn: Callable[..., dict[str, Any]], *args: Any) -> dict[str, set[int]]:
+    """Returns for each entry of the dict ``fn(*args)`` the inputs that it depends on.
+
+    Inputs are counted as leaves of ``args``. For the arguments see :func:`depends_on_inputs`.
+    """
     program, out = make_program(fn, *args)
-    flags = _walk(program, [True] * len(program.inputs), lambda eqn, flags: any(flags))
-    entries = jax.tree.unflatten(jax.tree.structure(out), flags)
-    return {name: any(jax.tree.leaves(entry)) for name, entry in entries.items()}
+    number = len(program.inputs)
+    bits = _walk(program, [1 << n for n in range(number)], lambda _, flags: reduce(or_, flags, 0))
+    entries = jax.tree.unflatten(jax.tree.structure(out), bits)
+    found = {name: reduce(or_, jax.tree.leaves(entry), 0) for name, entry in entries.items()}
+    return {name: {n for n in range(number) if own >> n & 1} for name, own in found.items()}
 
 
 def looks_up(
@@ -65,7 +74,7 @@ def _walk(
     flags = dict(zip(program.inputs, seeds, strict=True))
 
     def read(atom: Any) -> int:
-        return False if literal(atom) else flags.get(atom, False)
+        return 0 if literal(atom) else flags.get(atom, 0)
 
     for eqn in program.equations:
         inner = _called(eqn)

@@ -248,35 +248,51 @@ class PublicValues:
     def copy(self) -> PublicValues:
         """A copy, to which one run can add its own arrays."""
         other = copy.copy(self)
-        other._taken = dict(self._taken)
+        other._taken, other._trusted = dict(self._taken), set(self._trusted)
         return other
 
-    def check(self, what: str, fn: Callable[..., Any], *args: Any, any_size: bool = False) -> None:
+    def to_json(self) -> dict[str, Any]:
+        """What was accepted, without its values: hashes of all arrays."""
+        known = self._declared.keys() | self._trusted | self._taken.keys()
+        digests = sorted((*key[:2], key[2].hex()) for key in known if isinstance(key, tuple))
+        return {
+            "plate": self.plate, "number": self.number, "captured": self._captured,
+            "arrays": [[list(shape), dtype, text] for shape, dtype, text in digests],
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> PublicValues:
+        """Public values that accept the same arrays as those that :meth:`to_json` wrote."""
+        public = cls(Declared(captured=found["captured"]), found["plate"], found["number"])
+        public._trusted = {
+            (tuple(shape), dtype, bytes.fromhex(text)) for shape, dtype, text in found["arrays"]
+        }
+        return public
+
+    def check(self, what: str, fn: Callable[..., Any], *args: Any, no_new: str = "") -> None:
         """Raises if a function calls the host, or captures arrays that are not public.
 
         Args:
             what: Name of the function, for the message.
             fn: The function. It is traced on the shapes of its arguments.
             *args: Arrays or shapes.
-            any_size: Whether to refuse small arrays too, unless they were declared or accepted
-                before.
+            no_new: Why small arrays are refused too, unless they were declared or accepted before.
 
         Raises:
             UnsupportedModelError: If the function calls the host, or captures such an array.
         """
         program, _ = make_program(fn, *args, validated=False)
-        self.check_program(what, program, any_size=any_size)
+        self.check_program(what, program, no_new=no_new)
 
     def check_program(
-        self, what: str, program: Program, *, any_size: bool = False, once: bool = False
+        self, what: str, program: Program, *, no_new: str = "", once: bool = False
     ) -> None:
         """The check of :meth:`check` for a traced program.
 
         Args:
             what: Name of the program, for the message.
             program: The program.
-            any_size: Whether to refuse small arrays too, unless they were declared or accepted
-                before.
+            no_new: Why small arrays are refused too, unless they were declared or accepted before.
             once: Whether the program evaluates the function once. Then equal arrays count
                 separately, so that many small arrays cannot hold a column with few distinct values.
                 If it evaluates the function several times, NumPy code in it makes equal copies,
@@ -300,7 +316,7 @@ class PublicValues:
         held = (x for x in held if not is_key(x))
         # A NumPy array with one entry is a literal, like a Python number. _check_numbers counts it.
         held = (x for x in held if isinstance(x, jax.Array) or np.size(x) > 1)
-        self.take(what, held, any_size=any_size, once=once)
+        self.take(what, held, no_new=no_new, once=once)
 
     def _check_numbers(self, what: str, program: Program) -> None:
         """Raises if a program has many single numbers, as a Python loop over records would give."""
@@ -322,15 +338,14 @@ class PublicValues:
         self._trusted |= {_digest(array) for array in arrays if not is_key(array)}
 
     def take(
-        self, what: str, arrays: Iterable[Any], *, any_size: bool = False, once: bool = False
+        self, what: str, arrays: Iterable[Any], *, no_new: str = "", once: bool = False
     ) -> None:
         """Accepts arrays as public, or raises.
 
         Args:
             what: Name of the function that holds the arrays, for the message.
             arrays: The arrays.
-            any_size: Whether to refuse small arrays too, unless they were declared or accepted
-                before.
+            no_new: Why small arrays are refused too, unless they were declared or accepted before.
             once: Whether equal arrays count separately.
         """
         objects = {_identity(array): array for array in arrays}
@@ -343,12 +358,9 @@ class PublicValues:
             elif digest in self._trusted | _own or digest in _of_jax():
                 continue
             elif len(self._taken.get(digest, ())) < (found[digest] if once else 1):
-                if any_size and not self._captured:
+                if no_new and not self._captured:
                     raise UnsupportedModelError(
-                        f"The {what} holds an array of shape {np.shape(array)}, which becomes an "
-                        "initial value and is published without noise. If it comes from no "
-                        "record, pass it as init_params= of run or init, or name it in "
-                        "public=[array] of the driver."
+                        f"The {what} holds an array of shape {np.shape(array)}, {no_new}"
                     )
                 self._take_small(what, digest, array)
 

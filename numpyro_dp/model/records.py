@@ -78,7 +78,7 @@ class Layout(NamedTuple):
     public: tuple[PublicArray, ...] = ()
     max_rows: int | None = None
 
-    def arguments(self, arrays: tuple[Array, ...], shared: tuple[Array, ...]) -> Arguments:
+    def arguments(self, arrays: tuple[Any, ...], shared: tuple[Array, ...]) -> Arguments:
         """Returns the call arguments with the record arrays filled in."""
         sources = {"r": iter(arrays), "s": iter(shared), "c": iter(self.constants)}
         args, kwargs = jax.tree.unflatten(

@@ -27,6 +27,7 @@ from numpyro_dp.model.records import (
     split_arguments,
     split_arrays,
 )
+from numpyro_dp.model.sampling import check_draws
 from numpyro_dp.model.separation import (
     check_separable,
     is_factor,
@@ -169,6 +170,7 @@ def read_model(
         structure = structure._replace(summed=read_locals(model, structure, shared))
         public.trust(structure.summed.values())
     structure = structure._replace(draws=_draws_keys(one_record(model, plate), alone))
+    check_draws(model, structure, shared)
     check_additive(model, structure, shared, half)
     return structure
 

@@ -13,9 +13,11 @@ from numpyro import handlers
 from numpyro.distributions import biject_to
 
 from numpyro_dp.model.density import Model
+from numpyro_dp.model.public import PublicValues
 from numpyro_dp.model.records import Arguments
 from numpyro_dp.model.separation import one_record
 from numpyro_dp.posterior.averaging import SHORTEST, drift_check
+from numpyro_dp.posterior.densities import densities_of_model
 from numpyro_dp.posterior.diagnosis import Finding, findings_of_report
 from numpyro_dp.posterior.draws import FlatDraws
 from numpyro_dp.posterior.posterior import Draws, Posterior
@@ -36,6 +38,7 @@ class ModelSource(NamedTuple):
         arguments: Arguments of the model, with a placeholder for the records.
         params: Constrained value of each ``numpyro.param`` in the model.
         factors: Names of the factors and observed sites that read no record.
+        public: What was accepted as public, or ``None`` for a model of this package.
     """
 
     fn: Callable[..., Any]
@@ -44,6 +47,7 @@ class ModelSource(NamedTuple):
     arguments: Arguments
     params: dict[str, Any]
     factors: tuple[str, ...] = ()
+    public: PublicValues | None = None
 
     @classmethod
     def of(cls, model: Model, shared: tuple[Array, ...], params: dict[str, Any]) -> ModelSource:
@@ -58,7 +62,7 @@ class ModelSource(NamedTuple):
         own = {name: params[name] for name in structure.params if name in params}
         return cls(
             model.fn, structure.latents, structure.data_plate,
-            structure.layout.placeholder(shared), own, structure.prior_factors,
+            structure.layout.placeholder(shared), own, structure.prior_factors, structure.public,
         )  # fmt: skip
 
     def posterior(
@@ -82,10 +86,17 @@ class ModelSource(NamedTuple):
         if sites is None or set(sites.shapes) != set(self.latents):
             draws = functools.partial(self._kept, draws)
         findings = (*findings, *findings_of_report(privacy))
+        public = self.public
+        if public is not None:
+            public = public.copy()
+            public.trust(jax.tree.leaves(self.params))  # released
         return Posterior(
             model=self._filled, draws=draws, prior=prior, unconstrain=self.unconstrained,
             privacy=privacy, method=method, notes=notes, converged=converged,
-            findings=findings, params=self.params,
+            findings=findings, params=self.params, public=public,
+            densities=functools.partial(
+                densities_of_model, self._filled, self.plate, self.arguments
+            ),
         )  # fmt: skip
 
     def _kept(self, draws: Draws, rng_key: Array, num_samples: int) -> dict[str, Array]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from collections.abc import Callable
 from typing import Any
 
-from numpyro import handlers
-
+from numpyro_dp.model.public import PublicValues
+from numpyro_dp.posterior.densities import model_of_run
 from numpyro_dp.posterior.diagnosis import Finding
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.saved import part_of, read_posterior
@@ -17,7 +18,7 @@ from numpyro_dp.privacy.statement import Statement
 __all__ = ["load"]
 
 
-def load(path: Any, model: Callable[..., Any] | None = None) -> Posterior:
+def load(path: Any, model: Callable[..., Any] | None = None, **static_kwargs: Any) -> Posterior:
     """Reads a posterior that :meth:`Posterior.save` wrote, in any process and without the records.
 
     ``sample``, ``summary``, ``diagnose`` and ``to_arviz`` work as before. ``privacy`` is the
@@ -25,12 +26,15 @@ def load(path: Any, model: Callable[..., Any] | None = None) -> Posterior:
 
     Args:
         path: The file.
-        model: The model of the run, for ``predict``. Its static keywords are arguments of
-            ``predict``.
+        model: The model of the run, for ``predict``.
+        **static_kwargs: Static keywords of the run's driver.
 
     Raises:
         FileNotFoundError: If there is no file.
-        ValueError: If the file is damaged, or is not a posterior of this version.
+        ValueError: If the file is damaged, or is not a posterior of this version, or if the model
+            has another prior or likelihood than that of the run. Its log densities at invented
+            records tell. A warning says so if the file has none, as for arguments of a class of
+            your own.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
@@ -51,22 +55,39 @@ def load(path: Any, model: Callable[..., Any] | None = None) -> Posterior:
     """
     if model is not None and not callable(model):
         raise TypeError(f"Expected model as a function, got {type(model).__name__}.")
-    return read_posterior(path, functools.partial(_made, model))
+    found, about = read_posterior(path, _made)
+    if model is None:
+        return found
+    fn, saved = functools.partial(model, **static_kwargs), about["model"]
+    if saved is None:
+        warnings.warn(
+            f"{path} does not tell which model it comes from, so another model would not be "
+            "noticed. Make sure that this is the model of the run.", stacklevel=2,
+        )  # fmt: skip
+    else:
+        fn = model_of_run(fn, found._params, saved)
+    found._model = fn
+    return found
 
 
 def _made(
-    model: Callable[..., Any] | None, draws: Any, about: dict[str, Any], arrays: dict[str, Any]
-) -> Posterior:
-    """The posterior of a file."""
+    draws: Any, about: dict[str, Any], arrays: dict[str, Any]
+) -> tuple[Posterior, dict[str, Any]]:
+    """The posterior of a file, and what the file tells."""
     params, shares = part_of(arrays, "params"), part_of(arrays, "shares")
+    public = about["public"]
+    if public is not None:
+        public = PublicValues.from_json(public)
+        public.trust(params.values())
     texts = about["method"], *about["notes"]
     if not all(isinstance(text, str) for text in texts) or set(shares) != set(about["latents"]):
         raise ValueError("Texts or shares of the prior are missing.")
-    return Posterior(
-        model=handlers.substitute(model, data=params) if model and params else model,
-        draws=draws, prior=None, unconstrain=None,
+    posterior = Posterior(
+        model=None, draws=draws, prior=None, unconstrain=None,
         privacy=Statement.from_json(json.dumps(about["privacy"])),
         method=about["method"], notes=tuple(about["notes"]), converged=bool(about["converged"]),
         findings=tuple(Finding(*each) for each in about["findings"]), params=params,
-        released=part_of(arrays, "released"), shares=shares,
+        released=part_of(arrays, "released"), public=public, densities=lambda: about["model"],
+        shares=shares,
     )  # fmt: skip
+    return posterior, about

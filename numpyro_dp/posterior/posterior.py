@@ -26,6 +26,9 @@ from jax import Array
 from numpyro.infer import Predictive
 
 from numpyro_dp._validate import check_int, check_real
+from numpyro_dp.model.public import PublicValues
+from numpyro_dp.model.sampling import check_prediction
+from numpyro_dp.posterior.densities import Densities
 from numpyro_dp.posterior.diagnosis import Diagnosis, Finding, findings_of_shares
 from numpyro_dp.posterior.inference_data import (
     arviz_adapter,
@@ -33,7 +36,7 @@ from numpyro_dp.posterior.inference_data import (
     named_leaves,
     to_arviz,
 )
-from numpyro_dp.posterior.saved import check_model, write_posterior
+from numpyro_dp.posterior.saved import write_posterior
 from numpyro_dp.posterior.summary import (
     PosteriorSummary,
     count_of,
@@ -76,6 +79,9 @@ class Posterior:
         findings: What the run showed, for :meth:`diagnose`.
         params: Constrained values of the ``numpyro.param`` of the model.
         released: See the attribute.
+        public: What was accepted as public, for :meth:`predict`. ``None`` for a model that holds
+            nothing of the user's.
+        densities: Returns log densities of the model, for :meth:`save`.
         shares: Share of the prior by site, of a posterior that was loaded.
 
     Attributes:
@@ -131,12 +137,15 @@ class Posterior:
         findings: tuple[Finding, ...] = (),
         params: dict[str, Any] | None = None,
         released: dict[str, Any] | None = None,
+        public: PublicValues | None = None,
+        densities: Callable[[], Densities | None] = lambda: None,
         shares: dict[str, np.ndarray] | None = None,
     ) -> None:
         self.released: dict[str, Any] = {} if released is None else released
         self._params = {} if params is None else params
         if shares is not None:
             self.__dict__["_prior_shares"] = shares
+        self._public, self._densities = public, densities
         self._findings = tuple(findings)
         self._converged = converged
         self.privacy, self.method, self.notes = privacy, method, tuple(notes)
@@ -186,8 +195,10 @@ class Posterior:
 
         Raises:
             TypeError: If ``rng_key`` is not a JAX key, or ``num_samples`` not an integer.
-            ValueError: If ``num_samples`` is below 1, or the model of a loaded posterior is missing
-                or has other latents.
+            ValueError: If ``num_samples`` is below 1, the model of a loaded posterior is missing,
+                or latents have other shapes with these arguments.
+            UnsupportedModelError: If the prediction would read arrays that the model holds and the
+                run did not have, such as records behind ``if y is None``.
 
         Guarantee:
             You may publish predictions for public arguments, but not for private records.
@@ -200,8 +211,9 @@ class Posterior:
             )
         latent_key, rng_key = jax.random.split(rng_key)
         latents = self.sample(latent_key, num_samples)
-        if self._prior is None:
-            check_model(self._model, self._draws, latents, args, kwargs)
+        if self._public is not None:
+            one = {name: value[0] for name, value in latents.items()}
+            check_prediction(self._model, self._public, one, args, kwargs)
         return Predictive(self._model, posterior_samples=latents)(rng_key, *args, **kwargs)
 
     def summary(self, prob: float = 0.9) -> PosteriorSummary:
@@ -283,7 +295,8 @@ class Posterior:
 
         The file has the draws (as mean and covariance, or as stored draws), the privacy statement,
         findings, shares of the prior, and ``released``, whose nested entries get one name each,
-        with dots. It has no record, no code and no key.
+        with dots. It has log densities of the model at invented records, and hashes of public
+        arrays. It has no record, no code and no key.
         Equal posteriors give equal files. Static keywords and the model itself are not in it.
 
         Args:
@@ -316,7 +329,8 @@ class Posterior:
         about = {
             "method": self.method, "notes": list(self.notes), "converged": self._converged,
             "findings": [[f.name, bool(f.bad), f.text] for f in self._findings],
-            "privacy": json.loads(statement.to_json()),
+            "privacy": json.loads(statement.to_json()), "model": self._densities(),
+            "public": None if self._public is None else self._public.to_json(),
         }  # fmt: skip
         arrays = {f"shares/{name}": share for name, share in self._prior_shares.items()}
         for part, values in (("params", self._params), ("released", self.released)):

@@ -7,6 +7,9 @@ those of the posterior.
 
 ``privacy`` is the statement (:class:`~numpyro_dp.accounting.Statement`).
 
+``model`` has log densities of the model at invented records (module ``densities``),
+or ``null`` if they could not be found. ``public`` has hashes of the arrays that were public.
+
 ``latents`` has the unconstrained shape and the support of each site. For stored draws it has the
 shape of the value.
 
@@ -35,10 +38,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from numpyro import handlers
 
 from numpyro_dp.posterior.draws import (
     FlatDraws,
@@ -50,7 +50,7 @@ from numpyro_dp.posterior.draws import (
     support_to_json,
 )
 
-__all__ = ["check_model", "part_of", "read_posterior", "write_posterior"]
+__all__ = ["part_of", "read_posterior", "write_posterior"]
 
 FORMAT, VERSION = "numpyro_dp posterior", 1
 
@@ -184,35 +184,6 @@ def _draws_of(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> FlatDraws
     draws = FlatDraws(vectors, sites.constrain, sites)
     draws(jax.random.key(0), 1)  # raises if a support has no map, or values are no numbers
     return draws
-
-
-def check_model(
-    model: Callable[..., Any], draws: Any, latents: dict[str, Array], args: Any, kwargs: Any
-) -> None:
-    """Raises an error unless the model has these latents. Others would come from their prior."""
-    found: dict[str, Any] = {}
-
-    def zeros(site: dict[str, Any]) -> Any:
-        if site["type"] != "sample" or site["is_observed"]:
-            return None
-        name, inside = site["name"], bool(site["cond_indep_stack"])
-        if inside and name not in latents:  # a prediction, or a latent of a record
-            return None
-        found[name] = site["fn"]
-        return jnp.zeros(site["fn"].shape()) if name in latents else None
-
-    fn = handlers.seed(handlers.substitute(model, substitute_fn=zeros), jax.random.key(0))
-    jax.eval_shape(lambda: handlers.trace(fn).get_trace(*args, **kwargs) and None)
-    own = {name: value.shape[1:] for name, value in latents.items()}
-    other = {name: site.shape() for name, site in found.items()}
-    supports = draws.sites.supports if isinstance(draws, FlatDraws) and draws.sites else {}
-    moved = [n for n, s in supports.items() if n in found and type(s) is not type(found[n].support)]
-    if own != other or moved:
-        raise ValueError(
-            f"The posterior has the latents {own}, but the model has {other}"
-            + (f", with another support of {moved}" if moved else "")
-            + ". Load it with the model of the run, and predict with as many columns."
-        )
 
 
 def part_of(arrays: dict[str, np.ndarray], part: str) -> dict[str, np.ndarray]:

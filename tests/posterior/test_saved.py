@@ -1,5 +1,6 @@
 """Posteriors in files: equal draws anywhere, nothing from records, and no answer from damage."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -14,6 +15,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from numpyro.contrib.module import flax_module
 from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
@@ -167,26 +169,89 @@ def test_the_model_of_the_run_predicts_and_no_other_does(tmp_path):
     np.testing.assert_array_equal(one, other)
     with pytest.raises(ValueError, match=r"load\(path, model\)"):
         numpyro_dp.load(file).predict(KEY, X[:3])
-    with pytest.raises(ValueError, match="the model has"):
-        numpyro_dp.load(file, logistic).predict(KEY, X[:3])
-    with pytest.raises(ValueError, match="the model has"):
-        numpyro_dp.load(file, linear).predict(KEY, np.ones((3, 2), np.float32))
+    with pytest.raises(ValueError, match="another model than that of the run: .'scale'"):
+        numpyro_dp.load(file, logistic)
+    for each in (posterior, loaded):
+        with pytest.raises(ValueError, match="as many columns"):
+            each.predict(KEY, np.ones((3, 2), np.float32))
 
     def more(x, y=None):
         numpyro.sample("extra", dist.Normal(0, 1))
         linear(x, y)
 
-    def other_support(x, y=None):
-        numpyro.sample("w", dist.Laplace(0, 1).expand([x.shape[1]]).to_event(1))
-        numpyro.sample("scale", dist.Normal(0, 2.0))
+    def with_prior(prior, likelihood=dist.Normal):
+        def model(x, y=None):
+            w = numpyro.sample("w", dist.Laplace(0, 1).expand([x.shape[1]]).to_event(1))
+            scale = numpyro.sample("scale", prior)
+            with numpyro.plate("records", x.shape[0]):
+                numpyro.sample("y", likelihood(x @ w, scale), obs=y)
 
-    for model, words in ((more, "extra"), (other_support, "another support of .'scale'")):
-        with pytest.raises(ValueError, match=words):
-            numpyro_dp.load(file, model).predict(KEY, X[:3])
+        return model
+
+    same = dist.HalfNormal(2.0)
+    numpyro_dp.load(file, with_prior(same))
+    for model, site in (
+        (more, "extra"), (with_prior(dist.Normal(0, 2.0)), "scale"),
+        (with_prior(dist.HalfNormal(2.001)), "scale"), (with_prior(same, dist.Cauchy), "y"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"another model than that of the run: .'{site}'"):
+            numpyro_dp.load(file, model)
     with pytest.raises(TypeError, match="model as a function"):
         numpyro_dp.load(file, "linear")
     with pytest.raises(ValueError, match="no sampler"):
         loaded.prior_draws(KEY, 3)
+
+
+def test_static_keywords_belong_to_the_model(tmp_path):
+    def model(x, y=None, *, sd):
+        w = numpyro.sample("w", dist.Normal(0, sd).expand([x.shape[1]]).to_event(1))
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+    driver = DPLaplace(model, budget=BUDGET, sd=0.5)
+    posterior, file = driver.run(KEY, X, Y > 0, progress_bar=False), tmp_path / "a.posterior"
+    posterior.save(file)
+    one, other = posterior, numpyro_dp.load(file, model, sd=0.5)
+    assert_same(one.predict(KEY, X[:3]), other.predict(KEY, X[:3]))
+    for keywords in ({"sd": 0.6}, {}):
+        with pytest.raises(ValueError, match="static keywords"):
+            numpyro_dp.load(file, model, **keywords)
+
+
+@pytest.mark.full
+def test_parameters_of_a_network_are_in_the_file(tmp_path):
+    """Its site holds a tree of arrays, where a file has names."""
+    linen = pytest.importorskip("flax.linen")
+
+    def model(x, y=None):
+        net = flax_module("net", linen.Dense(1), input_shape=(1, 3))
+        sd = numpyro.sample("sd", dist.HalfNormal(1))
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.Normal(net(x)[..., 0], sd), obs=y)
+
+    svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.05), clip_norm=1.0,
+                sampler=FullBatch(), budget=BUDGET)  # fmt: skip
+    posterior = svi.run(KEY, 60, X, Y, progress_bar=False).posterior
+    posterior.save(tmp_path / "a")
+    loaded = numpyro_dp.load(tmp_path / "a", model)
+    one, other = (p.predict(KEY, X[:3], num_samples=4000)["y"].mean(0) for p in (posterior, loaded))
+    np.testing.assert_allclose(one, other, atol=0.1)
+    assert np.ptp(one) > 0.5
+
+
+def test_a_model_whose_arguments_a_file_cannot_tell(tmp_path):
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Study:
+        x: jax.Array
+
+    def model(study, y=None):
+        return logistic(study.x, y)
+
+    study = Study(jnp.asarray(X))
+    DPLaplace(model, budget=BUDGET).run(KEY, study, Y > 0).save(tmp_path / "a")
+    with pytest.warns(UserWarning, match="does not tell which model"):
+        numpyro_dp.load(tmp_path / "a", model).predict(KEY, Study(jnp.asarray(X[:3])))
 
 
 @pytest.mark.full

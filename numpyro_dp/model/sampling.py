@@ -1,0 +1,178 @@
+"""Checks what a model draws, and what it does without outcomes, like its density.
+
+A prior is also drawn from, initial values are draws, and ``predict`` runs the model without
+outcomes. Each of these may read other arrays than the density does: a sampler that picks records, a
+branch on ``y is None``, a deterministic site.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from numpyro import handlers
+from numpyro.distributions import biject_to
+from numpyro.infer import init_to_uniform
+
+from numpyro_dp._compat import Messenger, make_program
+from numpyro_dp.model.dependence import inputs_of
+from numpyro_dp.model.public import PublicValues
+from numpyro_dp.model.records import Arguments, ModelStructure, split_arrays
+from numpyro_dp.model.separation import is_factor, one_record
+
+__all__ = ["check_draws", "check_prediction"]
+
+_NOT_OF_THE_RUN = (
+    "which the run did not have, so the privacy report does not list it as public. Pass it as an "
+    "argument of the model, or name it in public=[array] of the driver before the run. If it comes "
+    "from no record, predict with numpyro.infer.Predictive(model, posterior.sample(key, n))."
+)
+
+
+def check_draws(
+    model: Callable[..., Any], structure: ModelStructure, shared: tuple[Array, ...]
+) -> None:
+    """Raises if a draw of latents or outcomes, or a run without outcomes, holds records.
+
+    Args:
+        model: The model, static keywords filled in.
+        structure: Its structure. Arrays that the draws hold are added to its public values.
+        shared: Public arrays among the arguments.
+
+    Raises:
+        UnsupportedModelError: If such a run reads an array that is not public, or calls the host.
+    """
+    layout, public = structure.layout, structure.public
+    alone = one_record(model, structure.data_plate)
+
+    def drawn(*rows: Array) -> Any:
+        return _values(_trace(_redrawn(alone), layout.arguments(rows, shared)), structure.latents)
+
+    public.check_program("model, in a draw,", _program(drawn, *layout.one_row()), once=True)
+    for arguments in _without_outcomes(alone, structure, shared):
+        arrays, fill = split_arrays(arguments)
+
+        def unobserved(*arrays: Array, fill: Callable[..., Any] = fill) -> Any:
+            return _values(_trace(alone, fill(arrays)), structure.latents)
+
+        try:
+            program = _program(unobserved, *arrays)
+        except Exception:  # The model does not run without them, and so `predict` does not either.
+            continue
+        public.check_program("model, without outcomes,", program, once=True)
+
+
+def check_prediction(
+    model: Callable[..., Any],
+    public: PublicValues,
+    latents: dict[str, Array],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Raises if a prediction reads arrays that are not public, or has other latents than the run.
+
+    Args:
+        model: The model, static keywords and parameters filled in.
+        public: What was accepted as public before the run.
+        latents: One draw of the latents.
+        args: Arguments of the model.
+        kwargs: Keyword arguments of the model.
+
+    Raises:
+        UnsupportedModelError: If the prediction reads such an array, or calls the host.
+        ValueError: If the model has other latents with these arguments.
+    """
+    arrays, fill = split_arrays(Arguments(args, kwargs))
+    public = public.copy()
+
+    def predicted(latents: dict[str, Array], *arrays: Any) -> Any:
+        def value(site: dict[str, Any]) -> Array | None:
+            found = latents.get(site["name"])
+            if found is not None and found.shape != site["fn"].shape():
+                raise ValueError(
+                    f"The posterior has {site['name']!r} of shape {found.shape}, but with these "
+                    f"arguments the model has {site['fn'].shape()}. Predict with as many columns "
+                    "as the run had."
+                )
+            return found
+
+        return _values(_trace(handlers.substitute(model, substitute_fn=value), fill(arrays)))
+
+    try:
+        program = _program(predicted, latents, *arrays)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+        # The model reads values of its arguments, which are then constants of the program.
+        public.trust(arrays)
+        program = _program(lambda latents: predicted(latents, *arrays), latents)
+    public.check_program("model, in a prediction,", program, no_new=_NOT_OF_THE_RUN, once=True)
+
+
+def _program(fn: Callable[..., Any], *args: Any) -> Any:
+    return make_program(fn, *args, validated=False)[0]
+
+
+def _trace(model: Callable[..., Any], arguments: Arguments) -> dict[str, Any]:
+    return arguments.trace(handlers.seed(model, jax.random.key(0)))
+
+
+def _values(trace: dict[str, Any], latents: tuple[str, ...] = ()) -> tuple[Any, ...]:
+    """Numbers at all sites, and the latents in unconstrained coordinates."""
+    sites = (s for s in trace.values() if s["type"] in ("sample", "deterministic"))
+    found = [x for site in sites for x in jax.tree.leaves(site["value"]) if _is_numeric(x)]
+    for name in latents:
+        with contextlib.suppress(NotImplementedError):
+            found.append(biject_to(trace[name]["fn"].support).inv(trace[name]["value"]))
+    return tuple(found)
+
+
+def _is_numeric(value: Any) -> bool:
+    try:
+        return any(jnp.issubdtype(jnp.result_type(value), k) for k in (jnp.number, jnp.bool_))
+    except TypeError:  # a text
+        return False
+
+
+class _redrawn(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
+    """Draws all sites, also observed ones. Sites without a sampler get some value."""
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] != "sample" or is_factor(msg["fn"]):
+            return
+        try:
+            value, _ = msg["fn"](
+                rng_key=jax.random.key(0), sample_shape=(), sample_intermediates=True
+            )
+        except NotImplementedError:
+            value = msg["value"] if msg["is_observed"] else init_to_uniform(msg)
+        msg["value"], msg["is_observed"] = value, False
+
+
+def _without_outcomes(
+    model: Callable[..., Any], structure: ModelStructure, shared: tuple[Array, ...]
+) -> list[Arguments]:
+    """Arguments with ``None`` in place of the arrays that observed values come from.
+
+    First all of them are ``None``, then each alone.
+    """
+    layout = structure.layout
+
+    def observed(*rows: Array) -> dict[str, Any]:
+        run = handlers.substitute(
+            handlers.seed(model, jax.random.key(0)), substitute_fn=init_to_uniform()
+        )
+        trace = layout.arguments(rows, shared).trace(run)
+        return {name: trace[name]["value"] for name in structure.likelihood}
+
+    rows = layout.one_row()
+    found = set().union(*inputs_of(observed, *rows).values())
+    ones = [jnp.ones(row.shape, row.dtype) for row in rows]
+    chosen = [found, *([each] for each in found if len(found) > 1)]
+    return [
+        layout.arguments(tuple(None if n in own else x for n, x in enumerate(ones)), shared)
+        for own in chosen
+        if own
+    ]

@@ -1,0 +1,180 @@
+"""Log densities of a model at fixed points, which tell whether two models are the same.
+
+A saved posterior keeps them, so that :func:`~numpyro_dp.load` can refuse another prior or another
+likelihood. A hash of the traced program would differ between versions of JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from numpyro import handlers
+from numpyro.distributions import biject_to
+
+from numpyro_dp._compat import Messenger
+from numpyro_dp.model.held import is_array
+from numpyro_dp.model.records import Arguments
+from numpyro_dp.model.separation import log_density, one_record
+from numpyro_dp.posterior.inference_data import named_leaves
+
+__all__ = ["Densities", "densities_of_model", "model_of_run"]
+
+Densities = dict[str, Any]  # the plate, shapes of the arguments, and log densities by site
+
+_POINTS = 3
+_TOLERANCE = 1e-4  # of float32 on other processors
+_SHAPE, _DTYPE = "shape", "dtype"
+_REMEDY = (
+    "Load the posterior with the model of the run and its static keywords: "
+    "load(path, model, num_groups=5)."
+)
+
+
+def densities_of_model(
+    model: Callable[..., Any], plate: str, arguments: Arguments
+) -> Densities | None:
+    """Returns log densities of all sites at invented records, or ``None`` if they cannot be found.
+
+    Args:
+        model: The model, with static keywords and parameters filled in.
+        plate: Name of the plate over records.
+        arguments: Arguments of the model, with a placeholder for the records.
+    """
+    try:
+        shapes = _described(tuple(arguments))
+        found = [_densities(model, plate, shapes, point) for point in range(_POINTS)]
+    # Arguments of a class that JSON does not know, or a model that does not run on invented values.
+    except Exception:
+        return None
+    sites = {name: [each[name] for each in found] for name in found[0]}
+    return {"plate": plate, "arguments": shapes, "sites": sites}
+
+
+def model_of_run(
+    model: Callable[..., Any], params: dict[str, np.ndarray], saved: Densities
+) -> Callable[..., Any]:
+    """Returns a model with the parameters of a run, after checking that it is the model of the run.
+
+    Args:
+        model: The model, with static keywords filled in.
+        params: Leaves of its parameters by name, as a file holds them.
+        saved: What :func:`densities_of_model` returned for the model of the run.
+
+    Raises:
+        ValueError: If it has other parameters, or other log densities.
+    """
+    plate, shapes, sites = saved["plate"], saved["arguments"], saved["sites"]
+    try:
+        own = {n: s["value"] for n, s in _trace(model, plate, shapes, 0).items() if _is_param(s)}
+        names = named_leaves(own)
+        if names.keys() == params.keys():
+            filled = jax.tree.unflatten(jax.tree.structure(own), [params[name] for name in names])
+            model = handlers.substitute(model, data=filled) if filled else model
+        points = [_densities(model, plate, shapes, point) for point in range(_POINTS)]
+    except Exception as error:
+        raise ValueError(
+            f"The model does not run on arguments like those of the run, {shapes}: {error} "
+            f"{_REMEDY}"
+        ) from error
+    found = {name: [each.get(name) for each in points] for name in points[0]}
+    other = sorted((found.keys() ^ sites.keys()) | (names.keys() ^ params.keys())) or [
+        name
+        for name in sites
+        if not np.allclose(_known(found[name]), _known(sites[name]), _TOLERANCE, _TOLERANCE)
+    ]
+    if other:
+        raise ValueError(
+            f"This is another model than that of the run: {other} are missing, or have other "
+            f"densities. Draws would be wrong for it. {_REMEDY}"
+        )
+    return model
+
+
+def _is_param(site: dict[str, Any]) -> bool:
+    return site["type"] == "param"
+
+
+def _known(values: list[float | None]) -> np.ndarray:
+    """Log densities, with a number in place of those that are not finite."""
+    return np.array([-1e30 if value is None else value for value in values])
+
+
+def _described(value: Any) -> Any:
+    """Arguments with a dict in place of each array, as JSON.
+
+    Raises:
+        TypeError: If an argument is of another class.
+    """
+    if is_array(value):
+        dtype = jax.dtypes.canonicalize_dtype(value.dtype).name
+        return {_SHAPE: list(np.shape(value)), _DTYPE: dtype}
+    if isinstance(value, Mapping):
+        return {"dict": {str(name): _described(each) for name, each in value.items()}}
+    if type(value) in (list, tuple):
+        return [_described(each) for each in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise TypeError(f"{type(value).__name__} is not known.")
+
+
+def _invented(shapes: Any, point: int) -> Any:
+    """Arguments that :func:`_described` described, with ones or other numbers in each array."""
+    if isinstance(shapes, list):
+        return [_invented(each, point) for each in shapes]
+    if not isinstance(shapes, dict):
+        return shapes
+    if "dict" in shapes:
+        return {name: _invented(each, point) for name, each in shapes["dict"].items()}
+    size = int(np.prod(shapes[_SHAPE]))
+    ones = jnp.ones(shapes[_SHAPE], shapes[_DTYPE])
+    if not point or not jnp.issubdtype(ones.dtype, jnp.floating):
+        return ones
+    return jnp.asarray(_numbers(size, point).reshape(shapes[_SHAPE]), ones.dtype)
+
+
+def _numbers(size: int, point: int) -> np.ndarray:
+    """Fixed numbers between 0.1 and 0.9."""
+    return 0.5 + 0.4 * np.sin(1 + 1.7 * np.arange(size) + point)
+
+
+def _densities(
+    model: Callable[..., Any], plate: str, shapes: Any, point: int
+) -> dict[str, float | None]:
+    with numpyro.validation_enabled(False):  # invented outcomes may be impossible
+        trace = _trace(model, plate, shapes, point)
+        sites = {name: site for name, site in trace.items() if site["type"] == "sample"}
+        values = {name: float(log_density(site)) for name, site in sites.items()}
+    return {name: value if np.isfinite(value) else None for name, value in values.items()}
+
+
+def _trace(model: Callable[..., Any], plate: str, shapes: Any, point: int) -> dict[str, Any]:
+    args, kwargs = _invented(shapes, point)
+    fn = handlers.seed(_middle(one_record(model, plate), point), jax.random.key(0))
+    with jax.default_matmul_precision("highest"):  # the same on all processors
+        return handlers.trace(fn).get_trace(*args, **kwargs)
+
+
+class _middle(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
+    """Gives latent sites fixed values inside of their supports."""
+
+    def __init__(self, fn: Callable[..., Any], point: int) -> None:
+        self.point = point
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] != "sample" or msg["value"] is not None:
+            return
+        fn = msg["fn"]
+        if fn.support.is_discrete:
+            values = fn.enumerate_support(expand=True)
+            msg["value"] = values[min(self.point, len(values) - 1)]
+            return
+        transform = biject_to(fn.support)
+        shape = transform.inverse_shape(fn.shape())
+        numbers = _numbers(int(np.prod(shape)), self.point).reshape(shape) - 0.5
+        msg["value"] = transform(jnp.asarray(numbers, jnp.result_type(float)))

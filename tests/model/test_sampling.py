@@ -1,0 +1,267 @@
+"""Records hide in what a model draws, and in what it does without outcomes: all drivers refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from hostile import KEY, LABELS, D, N, X, Y, mcmc, sep, svi, weights
+from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
+from numpyro.infer.initialization import init_to_mean, init_to_median, init_to_sample
+
+import numpyro_dp
+from numpyro_dp import SGLD, DPLaplace, PrivacyBudget, UnsupportedModelError, fit
+from numpyro_dp.posterior import rehearse
+from numpyro_dp.run.session import Session
+
+TINY = PrivacyBudget(1e-3, 1e-5)
+
+
+class Prior(dist.Normal):
+    """A standard normal density whose draws come from records."""
+
+    def __init__(self):
+        super().__init__(jnp.zeros(D), 1.0)
+
+
+class Bootstrap(Prior):
+    def sample(self, key, sample_shape=()):
+        return jnp.asarray(X)[jax.random.randint(key, sample_shape, 0, N)]
+
+
+class Fitted(Prior):
+    def sample(self, key, sample_shape=()):
+        noise = jax.random.normal(key, (*sample_shape, D))
+        return jnp.asarray(X).mean(0) + 0.01 * noise
+
+
+class Intermediate(Prior):
+    def sample_with_intermediates(self, key, sample_shape=()):
+        return jnp.asarray(X).mean(0) + jnp.zeros((*sample_shape, D)), []
+
+
+class Called(Prior):
+    def __call__(self, *args, **kwargs):
+        value, rest = super().__call__(*args, **kwargs)
+        return value + jnp.asarray(X).mean(0), rest
+
+
+class Printing(Prior):
+    def sample(self, key, sample_shape=()):
+        jax.debug.print("{}", key)
+        return super().sample(key, sample_shape)
+
+
+class Jitted(Prior):
+    def sample(self, key, sample_shape=()):
+        return super().sample(key, sample_shape) + jax.jit(lambda: jnp.asarray(X).mean(0))()
+
+
+class Residuals(dist.Normal):
+    """An outcome that is drawn by a bootstrap of residuals."""
+
+    def sample(self, key, sample_shape=()):
+        shape = sample_shape + self.batch_shape
+        return jnp.asarray(Y)[jax.random.randint(key, shape, 0, N)]
+
+
+class LabelsOfRecords(dist.BernoulliLogits):
+    def sample(self, key, sample_shape=()):
+        shape = sample_shape + self.batch_shape
+        return jnp.asarray(LABELS)[jax.random.randint(key, shape, 0, N)]
+
+
+def with_prior(prior: Callable[[], Any], wrapped: bool = True) -> Callable[..., None]:
+    def model(x, y=None):
+        w = numpyro.sample("w", prior().to_event(1) if wrapped else prior())
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+    return model
+
+
+def with_outcome(likelihood: Any) -> Callable[..., None]:
+    def model(x, y=None):
+        w = weights()
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", likelihood(x @ w), obs=y)
+
+    return model
+
+
+def behind_a_missing_outcome(x, y=None):
+    w = weights()
+    if y is None:
+        numpyro.deterministic("training", jnp.asarray(LABELS))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def a_shift_without_outcome(x, y=None):
+    w = weights()
+    shift = jnp.asarray(Y).mean() if y is None else 0.0
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w + shift), obs=y)
+
+
+def in_a_dict(data):
+    w = weights()
+    if data["y"] is None:
+        numpyro.deterministic("training", jnp.asarray(X))
+    with numpyro.plate("records", data["x"].shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=data["x"] @ w), obs=data["y"])
+
+
+def second_of_two_outcomes(x, y=None, z=None):
+    w = weights()
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+        if z is None and y is not None:
+            numpyro.deterministic("training", jnp.asarray(X))
+        numpyro.sample("z", dist.Bernoulli(logits=x @ w), obs=z)
+
+
+def a_latent_of_the_record(x, y=None):
+    """The latents of records are drawn too, for `predict`."""
+    w = weights()
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+        if y is None:
+            numpyro.sample("own", Residuals(0 * x[:, 0], 1.0))
+
+
+HOLES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
+    "a bootstrap": (with_prior(Bootstrap), (X, LABELS)),
+    "a fitted prior": (with_prior(Fitted), (X, LABELS)),
+    "a sampler with intermediates": (with_prior(Intermediate), (X, LABELS)),
+    "a distribution that is called": (with_prior(Called, wrapped=False), (X, LABELS)),
+    "a sampler with a compiled helper": (with_prior(Jitted), (X, LABELS)),
+    "a sampler that prints": (with_prior(Printing), (X, LABELS)),
+    "a bootstrap of residuals": (with_outcome(lambda eta: Residuals(eta, 1.0)), (X, Y)),
+    "labels of records": (with_outcome(LabelsOfRecords), (X, LABELS)),
+    "behind a missing outcome": (behind_a_missing_outcome, (X, LABELS)),
+    "a shift without outcome": (a_shift_without_outcome, (X, LABELS)),
+    "in a dict": (in_a_dict, ({"x": X, "y": LABELS},)),
+    "second of two outcomes": (second_of_two_outcomes, (X, LABELS, LABELS)),
+    "a latent of the record": (a_latent_of_the_record, (X, LABELS)),
+}
+
+DRIVERS: dict[str, Callable[..., Any]] = {
+    "fit": lambda model, *args: fit(model, *args, budget=TINY, rng_key=KEY),
+    "DPLaplace": lambda model, *args: DPLaplace(model, budget=TINY).run(KEY, *args),
+    "DPSVI": lambda model, *args: svi(model, *args).make().run(KEY, 2, *args),
+    "DPSEP": lambda model, *args: sep(model, *args).make().run(KEY, 2, *args),
+    "DPMCMC": lambda model, *args: mcmc(SGLD(model, 1e-3), *args).make().run(KEY, *args),
+}
+
+
+@pytest.fixture
+def no_run(monkeypatch: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        pytest.fail("a run has begun")
+
+    monkeypatch.setattr(Session, "run", fail)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.usefixtures("no_run")
+def test_all_drivers_refuse_before_they_begin(driver: str) -> None:
+    for hole, (model, args) in HOLES.items():
+        with pytest.raises(UnsupportedModelError) as error:
+            DRIVERS[driver](model, *args)
+        words = "callback" if "print" in hole else "is not an argument"
+        assert words in str(error.value) or "debug" in str(error.value), hole
+
+
+class WithMean(dist.Normal):
+    """A normal distribution that gives records as its mean."""
+
+    @property
+    def mean(self):
+        return jnp.asarray(X).mean(0)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("start", [init_to_sample, init_to_median, init_to_mean])
+@pytest.mark.usefixtures("no_run")
+def test_starts_that_are_drawn_are_looked_at(start: Any) -> None:
+    kind = (lambda: WithMean(jnp.zeros(D), 1.0)) if start is init_to_mean else Fitted
+    model = with_prior(kind)
+    for driver in (
+        svi(model, X, LABELS, guide=AutoDelta(model, init_loc_fn=start)).make(),
+        svi(model, X, LABELS, guide=AutoDiagonalNormal(model, init_loc_fn=start)).make(),
+    ):
+        with pytest.raises(UnsupportedModelError, match=r"\(60, 3\)"):
+            driver.init(KEY, X, LABELS)
+    with pytest.raises(UnsupportedModelError, match=r"\(60, 3\)"):
+        mcmc(SGLD(model, 1e-3, init_strategy=start), X, LABELS).make().run(KEY, X, LABELS)
+
+
+def late(x, y=None, again=False):
+    """Holds records in code that only a prediction with a further argument runs."""
+    w = weights()
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+    if again:
+        numpyro.deterministic("training", jnp.asarray(Y[:5]))
+
+
+def test_predict_looks_at_what_it_is_about_to_run(tmp_path: Any) -> None:
+    posterior = fit(late, X, LABELS, epsilon=1.0, rng_key=KEY, progress_bar=False)
+    posterior.save(tmp_path / "a.posterior")
+    for each in (posterior, numpyro_dp.load(tmp_path / "a.posterior", late)):
+        assert each.predict(KEY, X[:2], num_samples=3)["y"].shape == (3, 2)
+        with pytest.raises(UnsupportedModelError, match=r"\(5,\), which the run did not have"):
+            each.predict(KEY, X[:2], None, True)
+        with pytest.raises(UnsupportedModelError, match="did not have"):
+            each.predict(KEY, X[:2], again=True)
+
+
+def test_predict_takes_what_the_run_took(tmp_path: Any) -> None:
+    """Public arrays, small ones, parameters of a network, and values of arguments."""
+    table, small = jnp.asarray(np.linspace(-1, 1, 50)), np.array([0.5, 1.0, 1.5], np.float32)
+
+    def model(x, group, y=None, scale=None):
+        shift = numpyro.param("shift", jnp.zeros(3))
+        w = numpyro.sample("w", dist.Normal(0, scale).to_event(1))
+        shift = table[jnp.asarray(group)] + shift.sum()
+        mean = numpyro.deterministic("mean", jnp.asarray(x) * small @ w + shift)
+        if y is None:
+            numpyro.deterministic("largest", jnp.full(int(np.max(group)), 1.0))
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    group, scale = np.arange(N) % 50, np.array([1.0, 2.0, 3.0])
+    driver = numpyro_dp.DPSVI(
+        model, AutoDiagonalNormal(model), optax.adam(0.01), clip_norm=1.0, budget=TINY,
+        sampler=numpyro_dp.samplers.FullBatch(), public=[table], scale=scale,
+    )  # fmt: skip
+    posterior = driver.run(KEY, 3, X, group, Y, progress_bar=False).posterior
+    posterior.save(tmp_path / "a.posterior")
+    loaded = numpyro_dp.load(tmp_path / "a.posterior", model, scale=scale)
+    for each in (posterior, loaded):
+        assert each.predict(KEY, X[:2], group[:2], num_samples=3)["y"].shape == (3, 2)
+        assert each.predict(KEY, X, group, num_samples=3)["largest"].shape == (3, 49)
+
+
+def test_a_model_without_a_sampler_for_its_outcome_runs() -> None:
+    class Outcome(dist.Normal):
+        def sample(self, key, sample_shape=()):
+            raise NotImplementedError
+
+    call = svi(with_outcome(lambda eta: Outcome(eta, 1.0)), X, Y)
+    call.make().init(KEY, X, Y)
+
+
+def test_rehearsal_draws_from_checked_models_only() -> None:
+    driver = DPLaplace(with_prior(Bootstrap), budget=TINY)
+    with pytest.raises(UnsupportedModelError, match=r"\(60, 3\)"):
+        rehearse(driver, KEY, X, None, num_simulations=2)
