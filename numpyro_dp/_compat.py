@@ -26,6 +26,7 @@ __all__ = [
     "CUSTOM_BATCHING",
     "HOST_CALLS",
     "LOOKUPS",
+    "LOOPING",
     "LOOPS",
     "MOVES",
     "POINT_SUFFIX",
@@ -66,6 +67,10 @@ _core: Any = jax.extend.core if hasattr(jax.extend.core, "get_opaque_trace_state
 CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")  # call a program on their inputs
 CALLED = ("jaxpr", "call_jaxpr")  # parameters that hold the program of such a call
 LOOPS = ("scan", "while", "cond")  # call programs on values other than their inputs
+LOOPING = (  # loop inside, until each entry has converged or was accepted
+    "random_gamma", "random_gamma_grad", "igamma", "igammac", "igamma_grad_a",
+    "regularized_incomplete_beta", "eigh", "eig", "svd", "schur",
+)  # fmt: skip
 MOVES = (
     "reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim", "copy", "copy_p", "slice",
 )  # fmt: skip

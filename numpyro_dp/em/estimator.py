@@ -26,10 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from numpyro_dp._matrix import raise_eigenvalues
 from numpyro_dp.core import Estimator, Released
 from numpyro_dp.ep.estimator import schedule
 from numpyro_dp.ep.gaussian import inverse_and_log_det
+from numpyro_dp.ep.matrix import raise_eigenvalues
 from numpyro_dp.model.public import own_constants
 from numpyro_dp.model.records import RecordsProblem
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +22,7 @@ from numpyro_dp.model.density import Model
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import GivenModel, arguments_key
 from numpyro_dp.model.outcomes import read_outcomes
-from numpyro_dp.model.public import argument_names, declare, record_arguments
+from numpyro_dp.model.public import argument_names, declare, record_arguments, values_given
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.units import split_unit
 from numpyro_dp.posterior.diagnosis import findings_of_normal, findings_of_spread
@@ -218,6 +219,8 @@ class DPLaplace:
         state = driver.start(rng_key, stages, args, kwargs)
         settings, releases = driver.settings, len(plan.shares)
         report = spent_by(settings, state, releases)
+        scales = values_given("scales", {n: np.asarray(s) for n, s in self.scales.items()})
+        report = dataclasses.replace(report, public=report.public + scales)
         session = driver._session(args, kwargs)
         rows = (session.host_rows if stream else session.rows)(args, kwargs)
         progress = Releases.before(state.opened, releases)

@@ -60,7 +60,9 @@ class Scores:
         frame = whitening
         if self._narrow:
             frame = jax.jacrev(waist.values)(zero, given) @ whitening
-        frame = jnp.where(jnp.all(jnp.isfinite(frame)), frame, 0)
+        # With a frame of 0, all entries of the signal are 0.
+        possible = outcomes.possible(example) & jnp.all(jnp.isfinite(frame))
+        frame = jnp.where(possible, frame, 0)
         gram = _product(frame, frame.T) if self._narrow else None
         # Without the barrier, XLA may compute these again for each draw.
         self.frame, self._gram = lax.optimization_barrier((frame, gram))

@@ -21,13 +21,14 @@ from numpyro import handlers
 from numpyro.distributions import biject_to
 
 from numpyro_dp._compat import Messenger
+from numpyro_dp.model.impossible import indices_inside, value_inside
 from numpyro_dp.model.locals import fill_locals, masked_away
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import Arguments, ModelStructure
 from numpyro_dp.model.separation import log_density, one_record
 from numpyro_dp.model.units import sum_over_rows
 
-__all__ = ["Model", "constraining"]
+__all__ = ["Model", "constraining", "if_possible"]
 
 
 class Model(NamedTuple):
@@ -72,6 +73,8 @@ class Model(NamedTuple):
     ) -> Float[Array, ""]:
         """Log likelihood of one record, including ``handlers.scale`` and masks.
 
+        It is NaN for a record that is not :meth:`possible`, with a gradient of NaN or 0.
+
         If latent sites are in the data plate, this is the joint log density of the record and the
         given latent values, summed over the values of discrete sites.
 
@@ -88,7 +91,8 @@ class Model(NamedTuple):
         """
         structure = self.structure
         if structure.layout.max_rows is not None:
-            return self._of_unit(latents, params, example, shared, rng_key)
+            found = self.unchecked._of_unit(latents, params, example, shared, rng_key)
+            return if_possible(found, self.possible(latents, example, shared))
         arguments = structure.layout.example(example, shared)
 
         def total(choice: dict[str, Array]) -> Array:
@@ -98,11 +102,56 @@ class Model(NamedTuple):
             size = trace[structure.data_plate]["args"][0]
             found = sum(log_density(trace[name]) for name in structure.inside)
             found -= size * sum(masked_away(name, trace[name]["fn"]) for name in choice)
-            return found / size if size != 1 else found
+            found = found / size if size != 1 else found
+            return if_possible(found, self._values_inside(trace))
 
         if not structure.summed:
-            return total({})
-        return jax.nn.logsumexp(jax.vmap(total)(structure.summed))
+            found = total({})
+        else:
+            found = jax.nn.logsumexp(jax.vmap(total)(structure.summed))
+        return if_possible(found, self._indices_inside(latents, params, example, shared))
+
+    def possible(
+        self, latents: dict[str, Array], example: tuple[Array, ...], shared: tuple[Array, ...]
+    ) -> Array | bool:
+        """Whether a record has outcomes inside their supports, and indices inside their tables.
+
+        Only supports that no latent changes count, so the values of latents do not matter.
+        """
+        structure = self.structure
+        if structure.layout.max_rows is not None:
+            *rows, counted = example
+            of_row = jax.vmap(lambda row: jnp.asarray(self.by_row.possible(latents, row, shared)))
+            return jnp.all(of_row(tuple(rows)) | (counted == 0))
+        inside = self._indices_inside(latents, {}, example, shared)
+        if structure.bounded:
+            arguments = structure.layout.example(example, shared)
+            trace, _ = self._trace(latents, {}, arguments, jax.random.key(0))
+            inside &= self._values_inside(trace)
+        return inside
+
+    @property
+    def unchecked(self) -> Model:
+        """The same model, whose likelihood takes every record as possible."""
+        return self._replace(structure=self.structure._replace(bounded=(), indexed=False))
+
+    def _values_inside(self, trace: dict[str, Any]) -> Array | bool:
+        inside = True
+        for name in self.structure.bounded:
+            inside &= value_inside(trace[name]["fn"], trace[name]["value"])
+        return inside
+
+    def _indices_inside(
+        self, latents: Any, params: Any, example: tuple[Array, ...], shared: tuple[Array, ...]
+    ) -> Array | bool:
+        if not self.structure.indexed:
+            return True
+        alone, key = self.unchecked, jax.random.key(0)
+
+        def scalar(point: Any, example: tuple[Array, ...]) -> Array:
+            return alone.log_likelihood(*point, example, shared, key)
+
+        return indices_inside(scalar, (latents, params), example)
 
     def _of_unit(
         self, latents: Any, params: Any, example: Any, shared: Any, rng_key: Array | None
@@ -185,6 +234,11 @@ class Model(NamedTuple):
         constrain = constraining(fn, latents)
         trace = arguments.trace(constrain)
         return trace, constrain.log_det
+
+
+def if_possible(density: Array, inside: Array | bool) -> Array:
+    """The density, or NaN. The gradient is NaN too, unless a density of -inf has made it 0."""
+    return density if inside is True else density * jnp.where(inside, 1.0, jnp.nan)
 
 
 class constraining(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers

@@ -13,9 +13,19 @@ from typing import Any
 
 import jax
 
-from numpyro_dp._compat import CALLED, LOOKUPS, LOOPS, Program, as_program, literal, make_program
+from numpyro_dp._compat import (
+    CALLED,
+    LOOKUPS,
+    LOOPING,
+    LOOPS,
+    Program,
+    as_program,
+    literal,
+    make_program,
+    programs_in,
+)
 
-__all__ = ["depends_on_inputs", "inputs_of", "looks_up"]
+__all__ = ["depends_on_inputs", "inputs_of", "looks_up", "loops_by_inputs"]
 
 
 def depends_on_inputs(fn: Callable[..., dict[str, Any]], *args: Any) -> dict[str, bool]:
@@ -66,6 +76,41 @@ def looks_up(
     flags = _walk(program, seeds, rule)
     entries = jax.tree.unflatten(jax.tree.structure(out), flags)
     return program, {name: picked in jax.tree.leaves(entry) for name, entry in entries.items()}
+
+
+def loops_by_inputs(program: Program, number: int) -> bool:
+    """Whether a loop of a program may take more rounds for some values of its inputs than others.
+
+    Args:
+        program: The program.
+        number: How many inputs, from the first, may have other values.
+    """
+    found: list[str] = []
+
+    def rule(eqn: Any, flags: list[int]) -> int:
+        name, params = eqn.primitive.name, eqn.params
+        if not any(flags):
+            return 0
+        if name in LOOPING:
+            found.append(name)
+        elif name == "while":
+            first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+            condition, body = as_program(params["cond_jaxpr"]), as_program(params["body_jaxpr"])
+            carry = flags[last:]
+            while True:  # until no further value that the loop carries varies
+                after = _walk(body, [*flags[first:last], *carry], rule)
+                if (after := [int(a or b) for a, b in zip(carry, after, strict=True)]) == carry:
+                    break
+                carry = after
+            if any(_walk(condition, [*flags[:first], *carry], rule)):
+                found.append(name)
+        else:  # of a branch or of a loop with a fixed number of rounds, each input may vary
+            for inner in programs_in(list(params.values())):
+                _walk(inner, [1] * len(inner.inputs), rule)
+        return 1
+
+    _walk(program, [int(n < number) for n in range(len(program.inputs))], rule)
+    return bool(found)
 
 
 def _walk(

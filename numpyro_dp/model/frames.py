@@ -65,7 +65,8 @@ def design(frame: Any, columns: Any, *, intercept: bool = True) -> Design:
     A tuple ``(low, high)`` is the range of a number. Numbers outside it are moved to its ends, and
     the range becomes [-1, 1], which suits a prior of scale 1 and ``DPLaplace``. A list has the
     categories of a column. Each but the first becomes a column of zeros and ones. A missing value
-    gives ``nan``, and such a record counts as 0 in a run (see :func:`~numpyro_dp.check_records`).
+    gives ``nan``, and so does a value that is not a number, for a column with a range. Such a
+    record counts as 0 in a run (see :func:`~numpyro_dp.check_records`).
 
     Take ranges and categories from a codebook, not from the records: they are public.
 
@@ -75,7 +76,8 @@ def design(frame: Any, columns: Any, *, intercept: bool = True) -> Design:
         intercept: Whether the first column is 1.
 
     Raises:
-        TypeError: If ``columns`` describes a column by anything else.
+        TypeError: If ``columns`` describes a column by anything else, or gives a range for a column
+            whose type is that of texts.
         ValueError: If the frame has no such column, a range is empty, or a value is in no category.
 
     Example:
@@ -95,13 +97,18 @@ def design(frame: Any, columns: Any, *, intercept: bool = True) -> Design:
         raise ValueError(f"The frame has no columns {missing}. It has {known}.")
     parts = {}
     for name, public in columns.items():
-        values, lacking = _column(frame, name)
+        values, lacking, texts = _column(frame, name)
         if values.ndim != 1 or (parts and len(values) != len(next(iter(parts.values())))):
             raise ValueError(
                 f"Expected {name!r} as one value for each record, like the other columns, got the "
                 f"shape {values.shape}."
             )
         if isinstance(public, tuple):
+            if texts:
+                raise TypeError(
+                    f"The column {name!r} does not hold numbers, as its range {public} says. Give "
+                    "a list of its categories."
+                )
             parts |= {str(name): _scaled(str(name), values, public)}
         elif isinstance(public, list) and len(public) > 1:
             parts |= _indicators(str(name), values, lacking, public)
@@ -164,13 +171,14 @@ def _numbers(column: nw.Series, name: str) -> np.ndarray:
     return np.asarray(column.to_numpy(), bool if kind == nw.Boolean else np.int64)
 
 
-def _column(frame: Any, name: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The values of a column, and which are missing."""
+def _column(frame: Any, name: Any) -> tuple[np.ndarray, np.ndarray, bool]:
+    """The values of a column, which are missing, and whether its type is that of texts."""
     if isinstance(frame, Mapping):
         values = np.asarray(frame[name])
         if values.dtype.kind in "mM":
             raise TypeError(f"The column {name!r} holds times. Give numbers, such as days.")
-        return values, np.array([_is_missing(value) for value in values.tolist()], bool)
+        lacking = np.array([_is_missing(value) for value in values.tolist()], bool)
+        return values, lacking, values.dtype.kind in "USTV"
     (column,) = (each for each in nw.from_native(frame).iter_columns() if each.name == name)
     if column.dtype in (nw.Datetime, nw.Date, nw.Duration):
         raise TypeError(
@@ -179,7 +187,7 @@ def _column(frame: Any, name: Any) -> tuple[np.ndarray, np.ndarray]:
     lacking = column.is_null().to_numpy()
     if column.dtype.is_float():
         lacking = lacking | np.isnan(column.to_numpy())
-    return column.to_numpy(), lacking
+    return column.to_numpy(), lacking, column.dtype in (nw.String, nw.Categorical, nw.Enum)
 
 
 def _is_missing(value: Any) -> bool:
@@ -199,14 +207,17 @@ def _scaled(name: str, values: np.ndarray, ends: tuple[Any, ...]) -> np.ndarray:
     low, high = (check_real(f"an end of the range of {name!r}", end) for end in ends)
     if not low < high or math.isinf(high - low):
         raise ValueError(f"Expected low < high for {name!r}, got {ends}.")
-    try:
-        found = np.array([np.nan if _is_missing(v) else v for v in values.tolist()], np.float64)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"The column {name!r} does not hold numbers, as its range {ends} says. Give a list of "
-            "its categories."
-        ) from error
+    numeric = values.dtype.kind in "biuf"
+    found = values.astype(float) if numeric else np.array([_number(v) for v in values.tolist()])
     return np.clip(2 * (found - low) / (high - low) - 1, -1, 1)
+
+
+def _number(value: Any) -> float:
+    """A value as a number. Whatever is not one, such as a text, counts as missing."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):  # of which nobody hears: they name the value
+        return math.nan
 
 
 def _indicators(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import jax.scipy.special
 import numpy as np
+import numpyro.distributions as dist
 
 from numpyro_dp._compat import (
     CUSTOM_BATCHING,
@@ -26,6 +27,7 @@ from numpyro_dp._compat import (
     programs_in,
 )
 from numpyro_dp._tree import is_key
+from numpyro_dp.model.simulated import drawn
 
 __all__ = [
     "Written",
@@ -103,7 +105,7 @@ class Written(NamedTuple):
 
 @functools.cache
 def written_by_jax() -> Written:
-    """Constants of JAX's special functions and random draws, and of their derivatives.
+    """Constants of special functions and random draws of JAX and this package, and of derivatives.
 
     For example, ``random.binomial`` has a table for Stirling's approximation.
     """
@@ -115,6 +117,8 @@ def written_by_jax() -> Written:
         *(lambda x, draw=draw: draw(key, x, x) for draw in (random.beta, random.binomial)),
         *(lambda x, f=f: f(x, x) for f in (special.betaln, special.gammainc, special.zeta)),
         lambda x: special.betainc(2.0, 3.0, x),
+        *(lambda x, f=f: drawn(f(x), key) for f in (dist.Poisson, dist.Gamma, dist.StudentT)),
+        lambda x: drawn(dist.BetaBinomial(x, x, 9), key),
         lambda x: (random.normal(key) + random.cauchy(key) + random.t(key, x)) * x,
     ]
     one = jnp.ones(())

@@ -22,6 +22,7 @@ from numpyro_dp._compat import Messenger
 from numpyro_dp.model import censoring
 from numpyro_dp.model.density import Model, constraining
 from numpyro_dp.model.dependence import depends_on_inputs
+from numpyro_dp.model.impossible import plain
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.separation import is_factor, one_record
 from numpyro_dp.model.simulated import drawn
@@ -93,7 +94,7 @@ class Outcomes(NamedTuple):
     def log_likelihood(
         self, flat: Array, example: tuple[Array, ...], outcome: Any, *, weighted: bool = True
     ) -> Array:
-        """Log likelihood of one record with the given outcome.
+        """Log likelihood of one record with the given outcome. See also :meth:`possible`.
 
         Args:
             flat: Latents, shape (size,).
@@ -112,12 +113,16 @@ class Outcomes(NamedTuple):
         fn = handlers.substitute(self.model.fn, data=outcome or {})
         if self.weighted and not weighted:
             fn = _without_weights(fn, self._names, self.model.structure.data_plate)
-        model, latents = self.model._replace(fn=fn), self.latents(flat)
+        model, latents = self.model.unchecked._replace(fn=fn), self.latents(flat)
         return model.log_likelihood(latents, {}, example, self.shared, model.any_key())
 
     def score(self, flat: Array, example: tuple[Array, ...], outcome: Any, **how: Any) -> Array:
         """Gradient of :meth:`log_likelihood` in the latents."""
         return jax.grad(self.log_likelihood)(flat, example, outcome, **how)
+
+    def possible(self, example: tuple[Array, ...]) -> Array | bool:
+        """Whether a record has an outcome in its support, and indices inside their tables."""
+        return self.model.possible(self.latents(jnp.zeros(self.size)), example, self.shared)
 
     def simulate(self, flat: Array, example: tuple[Array, ...], rng_key: Array) -> Any:
         """Draws an outcome of one record. Does not read the observed outcome."""
@@ -144,7 +149,7 @@ class Outcomes(NamedTuple):
 
         def log_prob(value: Array, flat: Array) -> Array:
             (site,) = self._sites(flat, example)
-            return _plain(site["fn"]).log_prob(jnp.broadcast_to(value, shape)).sum()
+            return plain(site["fn"]).log_prob(jnp.broadcast_to(value, shape)).sum()
 
         logs = jax.vmap(jax.vmap(log_prob, (None, 0)), (0, None))(values, flats)
         probabilities = jnp.clip(jnp.nan_to_num(jnp.exp(logs), nan=0.0), 0, 1)
@@ -172,7 +177,7 @@ class Outcomes(NamedTuple):
     def moments(self, flat: Array, example: tuple[Array, ...]) -> tuple[Array, Array]:
         """Mean and variance of a single outcome."""
         (site,) = self._sites(flat, example)
-        fn = _plain(site["fn"])
+        fn = plain(site["fn"])
         return jnp.reshape(fn.mean, ()), jnp.reshape(fn.variance, ())
 
     def check_mean(self, given: Any, at: Callable[[Any], tuple[Outcomes, Array]]) -> None:
@@ -192,7 +197,7 @@ class Outcomes(NamedTuple):
             return {
                 site["name"]: [
                     jnp.asarray(leaf)
-                    for leaf in jax.tree.leaves((_plain(site["fn"]).support, site["scale"]))
+                    for leaf in jax.tree.leaves((plain(site["fn"]).support, site["scale"]))
                 ]
                 for site in sites
             }
@@ -208,23 +213,23 @@ class Outcomes(NamedTuple):
     def event(self, example: tuple[Array, ...]) -> Array:
         """Whether a record's event was observed, so it is not censored."""
         (site,) = self._sites(jnp.zeros(self.size), example)
-        return ~jnp.reshape(_plain(site["fn"]).censored, ())
+        return ~jnp.reshape(plain(site["fn"]).censored, ())
 
     def passed(self, flat: Array, example: tuple[Array, ...], value: Array) -> Array:
         """The compensator at a value: minus the log of the survival function."""
         (site,) = self._sites(flat, example)
-        return jnp.nan_to_num(-censoring.log_tail(_plain(site["fn"]), jnp.reshape(value, ())))
+        return jnp.nan_to_num(-censoring.log_tail(plain(site["fn"]), jnp.reshape(value, ())))
 
     def time_of(self, flat: Array, example: tuple[Array, ...], passed: Array) -> Array:
         """The value at which the compensator is ``passed``: the inverse of :meth:`passed`."""
         (site,) = self._sites(flat, example)
-        return censoring.value_at(_plain(site["fn"]), passed)
+        return censoring.value_at(plain(site["fn"]), passed)
 
     def _log_hazard(
         self, flat: Array, example: tuple[Array, ...], outcome: Any, weighted: bool
     ) -> Array:
         (site,) = self._sites(flat, example)
-        fn, value = _plain(site["fn"]), site["value"] if outcome is None else outcome[site["name"]]
+        fn, value = plain(site["fn"]), site["value"] if outcome is None else outcome[site["name"]]
         value = jnp.reshape(value, ())
         found = fn.base_dist.log_prob(value).reshape(()) - censoring.log_tail(fn, value)
         scale = 1 if site["scale"] is None or not weighted else site["scale"]
@@ -353,7 +358,7 @@ def _kind(outcomes: Outcomes, example: tuple[Array, ...]) -> dict[str, Any]:
             _check_drawable(site)
         single = len(sites) == 1 and all(np.size(site["value"]) == 1 for site in sites)
         facts["scalar"] = single and sites[0]["fn"].event_dim == 0
-        facts["censored"] = any(censoring.is_censored(_plain(site["fn"])) for site in sites)
+        facts["censored"] = any(censoring.is_censored(plain(site["fn"])) for site in sites)
         scales = [site["scale"] for site in sites]
         facts["weighted"] = any(not (s is None or np.isscalar(s)) for s in scales)
         facts["weighted"] |= any(np.isscalar(s) and s not in (1, size) for s in scales)
@@ -388,7 +393,7 @@ def _number_of_values(outcomes: Outcomes, example: tuple[Array, ...]) -> int:
 
 
 def _check_drawable(site: dict[str, Any]) -> None:
-    name, fn = site["name"], _plain(site["fn"])
+    name, fn = site["name"], plain(site["fn"])
     if is_factor(fn):
         raise UnsupportedModelError(
             f"This method simulates outcomes, but the factor {name!r} does not show which "
@@ -396,13 +401,6 @@ def _check_drawable(site: dict[str, Any]) -> None:
         )
     if censoring.is_censored(fn):
         censoring.check_base(name, fn)
-
-
-def _plain(fn: Any) -> Any:
-    """A distribution without its mask and expansion."""
-    while type(fn) in (MaskedDistribution, ExpandedDistribution):
-        fn = fn.base_dist
-    return fn
 
 
 def _mask_of(fn: Any) -> Any:
@@ -428,10 +426,10 @@ class _unobserved(Messenger):  # noqa: N801 - a NumPyro handler, named like its 
 
 
 def _drawn(fn: Any, rng_key: Array) -> Array:
-    plain = _plain(fn)
-    if np.prod(plain.shape()) != np.prod(fn.shape()):
+    own = plain(fn)
+    if np.prod(own.shape()) != np.prod(fn.shape()):
         return fn.sample(rng_key)
-    return drawn(plain, rng_key).reshape(fn.shape())
+    return drawn(own, rng_key).reshape(fn.shape())
 
 
 class _without_weights(Messenger):  # noqa: N801

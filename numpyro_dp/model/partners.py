@@ -12,7 +12,7 @@ from jax import Array
 from numpyro import handlers
 
 from numpyro_dp.core import Centring, Estimator
-from numpyro_dp.model.density import Model
+from numpyro_dp.model.density import Model, if_possible
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.units import sum_over_rows
 
@@ -53,11 +53,13 @@ class OutcomeModel(NamedTuple):
         record, outcome, _ = example
         if self.model.structure.layout.max_rows is not None:
             return self._of_unit(latents, params, record, outcome, shared)
-        model = self.model._replace(fn=handlers.substitute(self.model.fn, data=outcome))
-        other = model.log_likelihood(latents, params, record, shared, rng_key)
-        if not self.paired:
-            return other
-        return self.model.log_likelihood(latents, params, record, shared, rng_key) - other
+        model = self.model.unchecked
+        other = model._replace(fn=handlers.substitute(model.fn, data=outcome))
+        found = other.log_likelihood(latents, params, record, shared, rng_key)
+        if self.paired:
+            found = model.log_likelihood(latents, params, record, shared, rng_key) - found
+        # Also with another outcome: the record itself is impossible, and no row of it may count.
+        return if_possible(found, self.model.possible(latents, record, shared))
 
     def _of_unit(self, latents: Any, params: Any, record: Any, outcome: Any, shared: Any) -> Array:
         by_row = self.by_row

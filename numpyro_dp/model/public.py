@@ -44,9 +44,9 @@ __all__ = [
     "allowance",
     "argument_names",
     "declare",
-    "first_values",
     "own_constants",
     "single_allowance",
+    "values_given",
 ]
 
 _own: set[Any] = set()
@@ -139,11 +139,11 @@ def declare(public: Any = (), static: Mapping[str, Any] | None = None) -> Declar
     return Declared(tuple(names), tuple(arrays), captured)
 
 
-def first_values(init_params: Mapping[str, Any] | None) -> tuple[PublicArray, ...]:
-    """Returns the report's entries for initial values that the user passed."""
+def values_given(keyword: str, values: Mapping[str, Any] | None) -> tuple[PublicArray, ...]:
+    """Returns the report's entries for values that the user passed to a keyword, by name."""
     return tuple(
-        PublicArray(f"init_params[{name!r}]", tuple(np.shape(leaf)), str(jnp.result_type(leaf)))
-        for name, value in (init_params or {}).items()
+        PublicArray(f"{keyword}[{name!r}]", tuple(np.shape(leaf)), str(jnp.result_type(leaf)))
+        for name, value in (values or {}).items()
         for leaf in jax.tree.leaves(value)
     )
 

@@ -189,6 +189,8 @@ class ModelStructure(NamedTuple):
         summed: The discrete latent sites in the data plate, with the indices of their values in
             each combination.
         draws: Whether the model asks for random keys, for example for dropout.
+        bounded: Names of the observed sites whose values may be outside of a fixed support.
+        indexed: Whether a record looks up entries of a table by an index of its own.
         public: The accepted public arrays.
     """
 
@@ -202,6 +204,8 @@ class ModelStructure(NamedTuple):
     summed: dict[str, np.ndarray] = {}  # noqa: RUF012 - never written to
     draws: bool = False
     public: Any = None
+    bounded: tuple[str, ...] = ()
+    indexed: bool = False
 
     @property
     def inside(self) -> tuple[str, ...]:

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to
-from numpyro.infer import init_to_uniform
 
 from numpyro_dp._compat import Messenger, make_program
 from numpyro_dp.model.dependence import inputs_of
+from numpyro_dp.model.locals import start
 from numpyro_dp.model.public import PublicValues
 from numpyro_dp.model.records import Arguments, ModelStructure, split_arrays
 from numpyro_dp.model.separation import is_factor, one_record
@@ -50,14 +50,14 @@ def check_draws(
     alone = one_record(model, structure.data_plate)
 
     def drawn(*rows: Array) -> Any:
-        return _values(_trace(_redrawn(alone), layout.arguments(rows, shared)), structure.latents)
+        return _values(_drawn(alone, layout.arguments(rows, shared)), structure.latents)
 
     public.check_program("model, in a draw,", _program(drawn, *layout.one_row()), once=True)
     for arguments in _without_outcomes(alone, structure, shared):
         arrays, fill = split_arrays(arguments)
 
         def unobserved(*arrays: Array, fill: Callable[..., Any] = fill) -> Any:
-            return _values(_trace(alone, fill(arrays)), structure.latents)
+            return _values(_drawn(alone, fill(arrays)), structure.latents)
 
         try:
             program = _program(unobserved, *arrays)
@@ -100,7 +100,8 @@ def check_prediction(
                 )
             return found
 
-        return _values(_trace(handlers.substitute(model, substitute_fn=value), fill(arrays)))
+        run = handlers.seed(handlers.substitute(model, substitute_fn=value), jax.random.key(0))
+        return _values(fill(arrays).trace(run))
 
     try:
         program = _program(predicted, latents, *arrays)
@@ -115,8 +116,10 @@ def _program(fn: Callable[..., Any], *args: Any) -> Any:
     return make_program(fn, *args, validated=False)[0]
 
 
-def _trace(model: Callable[..., Any], arguments: Arguments) -> dict[str, Any]:
-    return arguments.trace(handlers.seed(model, jax.random.key(0)))
+def _drawn(model: Callable[..., Any], arguments: Arguments) -> dict[str, Any]:
+    """The trace of a run in which all sites are drawn. Sites without a sampler get some value."""
+    run = handlers.seed(_redrawn(model), jax.random.key(0))
+    return arguments.trace(handlers.substitute(run, substitute_fn=start))
 
 
 def _values(trace: dict[str, Any], latents: tuple[str, ...] = ()) -> tuple[Any, ...]:
@@ -137,18 +140,15 @@ def _is_numeric(value: Any) -> bool:
 
 
 class _redrawn(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
-    """Draws all sites, also observed ones. Sites without a sampler get some value."""
+    """Draws all sites that have a sampler, also observed ones."""
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] != "sample" or is_factor(msg["fn"]):
             return
-        try:
-            value, _ = msg["fn"](
-                rng_key=jax.random.key(0), sample_shape=(), sample_intermediates=True
-            )
-        except NotImplementedError:
-            value = msg["value"] if msg["is_observed"] else init_to_uniform(msg)
-        msg["value"], msg["is_observed"] = value, False
+        with contextlib.suppress(NotImplementedError):
+            key = jax.random.key(0)
+            msg["value"], _ = msg["fn"](rng_key=key, sample_shape=(), sample_intermediates=True)
+            msg["is_observed"] = False
 
 
 def _without_outcomes(
@@ -161,9 +161,8 @@ def _without_outcomes(
     layout = structure.layout
 
     def observed(*rows: Array) -> dict[str, Any]:
-        run = handlers.substitute(
-            handlers.seed(model, jax.random.key(0)), substitute_fn=init_to_uniform()
-        )
+        run = handlers.seed(model, jax.random.key(0))
+        run = handlers.substitute(run, substitute_fn=start)
         trace = layout.arguments(rows, shared).trace(run)
         return {name: trace[name]["value"] for name in structure.likelihood}
 

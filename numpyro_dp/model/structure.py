@@ -17,6 +17,7 @@ from numpyro.infer import init_to_uniform
 from numpyro_dp._compat import Messenger, in_control_flow
 from numpyro_dp.model.additivity import check_additive
 from numpyro_dp.model.dependence import depends_on_inputs
+from numpyro_dp.model.impossible import with_checks
 from numpyro_dp.model.locals import read_locals
 from numpyro_dp.model.public import Declared, PublicValues, UnsupportedModelError
 from numpyro_dp.model.records import (
@@ -172,7 +173,7 @@ def read_model(
     structure = structure._replace(draws=_draws_keys(one_record(model, plate), alone))
     check_draws(model, structure, shared)
     check_additive(model, structure, shared, half)
-    return structure
+    return with_checks(model, structure, shared)
 
 
 def _classify(

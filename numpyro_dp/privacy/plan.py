@@ -149,6 +149,7 @@ class PrivacyReport:
         date: Day of the report, in UTC, as ``YYYY-MM-DD``.
         max_rows: Most rows of a unit, if a protected record is a unit of several rows.
         in_ledger: Whether a ledger counts the run.
+        timed: Whether the time of a step may depend on a record.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
@@ -182,6 +183,7 @@ class PrivacyReport:
     date: str = dataclasses.field(default_factory=_today, compare=False)
     max_rows: int | None = None
     in_ledger: bool = False
+    timed: bool = False
 
     @property
     def epsilon(self) -> float:
@@ -259,6 +261,11 @@ class PrivacyReport:
             )
         if self.sensitive_allowed:
             found.append("allow_sensitive=True: epsilon does not cover losses shown to the caller.")
+        if self.timed:
+            found.append(
+                "The model has a loop whose length depends on a record, as of a sampler that "
+                "rejects. Epsilon does not cover the time of a step: let nobody measure it."
+            )
         return tuple(found)
 
     def at(self, delta: float) -> EpsilonBound:

@@ -19,7 +19,7 @@ from numpyro_dp._validate import check_int, check_num_steps, check_sizes
 from numpyro_dp.core import Fold
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import Call, Prepared, arguments_key
-from numpyro_dp.model.public import first_values
+from numpyro_dp.model.public import values_given
 from numpyro_dp.model.records import Records, array_shapes
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.privacy.keys import check_rng_key, check_rng_keys
@@ -468,7 +468,7 @@ class Driver(abc.ABC):
         prepared = finite_start(prepare, finite)
         session = self._sessions[key]
         identity = dataclasses.replace(
-            session.identity(*first_values(init_params)),
+            session.identity(*values_given("init_params", init_params)),
             reproducible=settings.secret_key is not None, repetition=settings.repetition,
         )  # fmt: skip
         noise = noise_fields(

@@ -85,7 +85,7 @@ class Session:
         # Checks that need no record run here, so that errors come before any budget is spent.
         self.finite = check_signal(problem, estimator, params, settings.norm_with_loss)
         self._like = self._shapes_seen(estimator, params)
-        self._total = check_holds_no_records(
+        self._total, self._timed = check_holds_no_records(
             problem, self._estimator, method, settings, prepared.optim_state
         )
 
@@ -142,6 +142,7 @@ class Session:
             records.public.arrays + public,
             "" if charges is None else str(charges.ledger.path),
             records.layout.max_rows,
+            self._timed,
         )
 
     def mechanism_state(self, clip_norm: ClipNorm) -> MechanismState:

@@ -57,6 +57,7 @@ class RunIdentity:
         public: Arrays that the run accepted as public.
         ledger: Path of the ledger to which the run was charged, or "".
         max_rows: Most rows of a unit, or ``None`` if a record is a row.
+        timed: Whether the time of a step may depend on a record.
     """
 
     num_examples: int
@@ -73,6 +74,7 @@ class RunIdentity:
     public: tuple[PublicArray, ...]
     ledger: str
     max_rows: int | None = None
+    timed: bool = False
 
 
 class RunState(NamedTuple):

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_dp._compat import make_program
 from numpyro_dp._lazy import dpa
 from numpyro_dp._tree import filled, widen
 from numpyro_dp.core import Estimator, Fold, Mechanism, MechanismState, PyTree, Released
+from numpyro_dp.model.dependence import loops_by_inputs
 from numpyro_dp.model.held import held_by_function
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.privacy.keys import as_secret_key
@@ -117,36 +119,43 @@ def check_holds_no_records(
     method: Method,
     settings: RunSettings,
     optim_state: PyTree,
-) -> PyTree:
+) -> tuple[PyTree, bool]:
     """Raises if estimator, optimiser, mechanism or sampler captured arrays that may be records.
 
     It traces a step on one record, so arrays in the model's derivative rules are found too.
 
     Returns:
-        Shapes of the sum of the signals.
+        Shapes of the sum of the signals, and whether the time of a step may depend on a record.
     """
     public, optim, shapes = problem.records.public, method.optim, {}
 
     def step(
-        optim_state: PyTree, state: MechanismState, example: PyTree, shared: PyTree
+        example: PyTree, optim_state: PyTree, state: MechanismState, shared: PyTree
     ) -> list[Array]:
         estimator = build_estimator(shared, state)
         prepared = estimator.prepare(jax.random.key(0), optim.get_params(optim_state))
         signal = estimator.signal(prepared, example)
         shapes.update(jax.eval_shape(widen, signal))
         update = estimator.pull_back(prepared, Released(signal, jnp.zeros(())))
-        return jax.tree.leaves(optim.get_params(optimised(optim, update, optim_state)))
+        found = [optim.get_params(optimised(optim, update, optim_state))]
+        if (centring := estimator.centring) is not None:  # what is drawn for a record
+            rows = centring.rows(prepared, example, jnp.zeros((), jnp.uint32))
+            found.append(jax.vmap(lambda row: centring.estimator.signal(prepared, row))(rows))
+        return jax.tree.leaves(found)
 
     state = MechanismState(settings.clip_norm.as_arrays())
     what = "step (the model's derivative, the estimator or the optimiser)"
-    public.check(what, step, optim_state, state, problem.blank_example(), problem.shared)
+    example = problem.blank_example()
+    program, _ = make_program(step, example, optim_state, state, problem.shared, validated=False)
+    public.check_program(what, program)
+    timed = loops_by_inputs(program, len(jax.tree.leaves(example)))
     if not _is_ours(settings.sampler):
         start = settings.sampler.init(jax.random.key(0), problem.num_examples)
         public.check("sampler", settings.sampler.next, start)
     if not _is_ours(settings.mechanism):
         _check_mechanism(public, settings, shapes)
         try_mechanism(settings, shapes, problem.num_examples)
-    return shapes
+    return shapes, timed
 
 
 def _is_ours(value: Any) -> bool:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp._compat import MOVES
-from numpyro_dp.sums.contraction import Constant, evaluate, trace_scalar
+from numpyro_dp._program import Constant, evaluate, trace_scalar
 
 __all__ = ["Waist", "find_waist"]
 
@@ -68,7 +68,7 @@ def find_waist(scalar: Callable[[Array, Any], Array], point: Any, example: Any) 
 
     def values(z: Array, example: Any) -> Array:
         inputs = {start: z} | dict(zip(program.example, jax.tree.leaves(example), strict=True))
-        found = evaluate(before, inputs, lambda _, result: result)
+        found = evaluate(before, inputs)
         return jnp.concatenate([found[value].reshape(-1) for value in order])
 
     def rest(eta: Array, example: Any) -> Array:
@@ -78,7 +78,7 @@ def find_waist(scalar: Callable[[Array, Any], Array], point: Any, example: Any) 
             count = math.prod(shape.shape)
             part = eta[first : first + count].reshape(shape.shape)
             inputs[value], first = part.astype(shape.dtype), first + count
-        return evaluate(after, inputs, lambda _, result: result)[program.output]
+        return evaluate(after, inputs)[program.output]
 
     return Waist(size, values, rest)
 

@@ -38,41 +38,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_dp._compat import (
-    CALLED,
-    CALLS,
-    MOVES,
-    Program,
-    as_program,
-    bind,
-    literal,
-    make_program,
+from numpyro_dp._compat import MOVES
+from numpyro_dp._program import (
+    Constant,
+    Op,
+    ScalarProgram,
+    evaluate,
+    needed,
+    trace_scalar,
+    value_of,
 )
 
-__all__ = ["Constant", "Contraction", "Split", "evaluate", "split_scalar", "trace_scalar"]
-
-
-class Constant:
-    """A constant of the program, compared by identity."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-# Values have numbers here, not JAX's variables: inlined calls of one function share variables.
-class _Op(NamedTuple):
-    primitive: Any
-    params: dict[str, Any]
-    inputs: tuple[Any, ...]  # numbers of values, or constants
-    outputs: tuple[int, ...]
-
-
-class _Program(NamedTuple):
-    ops: tuple[_Op, ...]
-    point: tuple[int, ...]
-    example: tuple[int, ...]
-    output: Any
-    shapes: dict[int, Any]
+__all__ = ["Contraction", "Split", "split_scalar"]
 
 
 class Contraction(NamedTuple):
@@ -160,7 +137,7 @@ def split_scalar(
         ))  # fmt: skip
         # From this evaluation, since a second one could round a derived factor in another way.
         factors = [environment[c.factor] if c.derived else None for c in contractions]
-        return _read(environment, program.output), factors
+        return value_of(environment, program.output), factors
 
     return Split(contractions, rest, shifted)
 
@@ -175,7 +152,7 @@ def _apart(found: Sequence[Contraction | None]) -> tuple[Contraction, ...]:
     return tuple(kept.values())
 
 
-def _contraction(program: _Program, leaf: int, layers: bool) -> Contraction | None:
+def _contraction(program: ScalarProgram, leaf: int, layers: bool) -> Contraction | None:
     """Follows a leaf through operations that only move it to one product with the record."""
     alone = _of_the_record(program)
     # Only moves may come before the product: arithmetic would add a factor to the norm |r| |x|.
@@ -197,7 +174,7 @@ def _contraction(program: _Program, leaf: int, layers: bool) -> Contraction | No
 
 
 def _product(
-    program: _Program, leaf: int, chain: list[int], current: int, alone: dict[int, bool],
+    program: ScalarProgram, leaf: int, chain: list[int], current: int, alone: dict[int, bool],
     layers: bool,
 ) -> Contraction | None:  # fmt: skip
     op = program.ops[chain[-1]]
@@ -228,17 +205,17 @@ def _product(
     # In full precision, because accelerators may round the factors of a product by default.
     *moves, dot = (program.ops[number] for number in chain)
     exact = {"precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
-    needed = (*moves, dot._replace(params=dot.params | exact))
-    made = _needed(program, factor)
+    steps = (*moves, dot._replace(params=dot.params | exact))
+    made = needed(program, factor)
 
     def product(value: Array, record_value: Array) -> Array:
         inputs = {program.point[leaf]: value, factor: record_value}
-        environment = evaluate(needed, inputs, lambda _, result: result)
+        environment = evaluate(steps, inputs)
         return environment[op.outputs[0]]
 
     def record(example_leaves: Sequence[Array]) -> Array:
         inputs = dict(zip(program.example, example_leaves, strict=True))
-        return evaluate(made, inputs, lambda _, result: result)[factor]
+        return evaluate(made, inputs)[factor]
 
     struct = jax.ShapeDtypeStruct(out.shape, out.dtype)
     derived = not alone.get(factor, False)
@@ -249,7 +226,7 @@ def _product(
 
 
 def _convolution(
-    program: _Program, leaf: int, chain: list[int], current: int
+    program: ScalarProgram, leaf: int, chain: list[int], current: int
 ) -> Contraction | None:
     """The kernel of a convolution without groups or dilated input."""
     op = program.ops[chain[-1]]
@@ -266,7 +243,7 @@ def _convolution(
 
     def moved(value: Array) -> Array:
         inputs = {program.point[leaf]: value}
-        return evaluate(moves, inputs, lambda _, result: result)[kernel]
+        return evaluate(moves, inputs)[kernel]
 
     def gradient(value: Array, factor_value: Array, slope: Array) -> Array:
         # The leaf may be moved before it is the kernel: its gradient is moved back.
@@ -310,18 +287,7 @@ def _kernel_gradient(params: dict[str, Any], x: Array, slope: Array, kernel: Arr
     return found.transpose([numbers.rhs_spec.index(axis) for axis in range(found.ndim)])
 
 
-def _needed(program: _Program, value: int) -> tuple[_Op, ...]:
-    """The operations that compute a value, in order."""
-    # Backwards, so that each operation comes after all that read its outputs.
-    wanted, kept = {value}, []
-    for op in reversed(program.ops):
-        if wanted & set(op.outputs):
-            wanted |= {number for number in op.inputs if isinstance(number, int)}
-            kept.append(op)
-    return tuple(reversed(kept))
-
-
-def _of_the_record(program: _Program) -> dict[int, bool]:
+def _of_the_record(program: ScalarProgram) -> dict[int, bool]:
     """Values that depend on the record alone -> whether they are just its entries, moved."""
     alone = dict.fromkeys(program.example, True)
     # Values from constants alone do not make a factor depend on more than the record: x * scale.
@@ -337,7 +303,7 @@ def _of_the_record(program: _Program) -> dict[int, bool]:
     return alone
 
 
-def _moves(program: _Program, op: _Op) -> bool:
+def _moves(program: ScalarProgram, op: Op) -> bool:
     """Whether an operation has one input and keeps each of its entries once."""
     if len(op.inputs) != 1 or len(op.outputs) != 1 or isinstance(op.inputs[0], Constant):
         return False
@@ -346,68 +312,3 @@ def _moves(program: _Program, op: _Op) -> bool:
         return jnp.issubdtype(target.dtype, jnp.floating) and jnp.finfo(target.dtype).bits >= 32
     # The same number of entries: an operation that repeats or drops entries changes the norm.
     return op.primitive.name in MOVES and math.prod(source.shape) == math.prod(target.shape)
-
-
-def trace_scalar(scalar: Callable[[Any, Any], Array], point: Any, example: Any) -> _Program:
-    """Returns the program of a scalar, of arguments with these shapes, as a list of operations."""
-    # Shapes alone, because the program must not depend on the devices that hold the arrays.
-    bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (point, example))
-    program, _ = make_program(scalar, *bare)
-    ops: list[_Op] = []
-    shapes: dict[int, Any] = {}
-
-    def fresh(variable: Any) -> int:
-        shapes[len(shapes)] = variable.aval
-        return len(shapes) - 1
-
-    numbers = [fresh(variable) for variable in program.inputs]
-    # One output, because the scalar is the log likelihood of one record.
-    (output,) = _flatten(program, numbers, ops, fresh)
-    split = len(jax.tree.leaves(point))
-    return _Program(tuple(ops), tuple(numbers[:split]), tuple(numbers[split:]), output, shapes)
-
-
-def _flatten(
-    program: Program, inputs: Sequence[Any], ops: list[_Op], fresh: Callable[[Any], int]
-) -> list[Any]:
-    """Appends the operations of a program with calls inlined, and returns its outputs."""
-    environment = dict(zip(program.inputs, inputs, strict=True))
-    environment |= {variable: Constant(held) for variable, held in program.constants}
-
-    def read(atom: Any) -> Any:
-        found = literal(atom)
-        return Constant(found[0]) if found else environment[atom]
-
-    for eqn in program.equations:
-        values = [read(atom) for atom in eqn.invars]
-        bodies = [as_program(eqn.params[name]) for name in CALLED if name in eqn.params]
-        # A call hides operations. A loop stays one operation: its body runs more than once.
-        if eqn.primitive.name in CALLS and (body := next(iter(bodies), None)):
-            outputs = _flatten(body, values, ops, fresh)
-        else:
-            outputs = [fresh(variable) for variable in eqn.outvars]
-            ops.append(_Op(eqn.primitive, eqn.params, tuple(values), tuple(outputs)))
-        environment |= dict(zip(eqn.outvars, outputs, strict=True))
-    return [read(atom) for atom in program.outputs]
-
-
-def evaluate(
-    ops: Sequence[_Op], environment: dict[int, Any], change: Callable[[int, Any], Any]
-) -> dict[int, Any]:
-    """Runs operations.
-
-    Args:
-        ops: The operations, in order.
-        environment: Values by their number. The outputs are added to it.
-        change: ``(number of the operation, its value) -> value to continue with``.
-    """
-    for number, op in enumerate(ops):
-        values = [_read(environment, value) for value in op.inputs]
-        results = bind(op.primitive, op.params, values)
-        results = results if op.primitive.multiple_results else [change(number, results[0])]
-        environment |= dict(zip(op.outputs, results, strict=True))
-    return environment
-
-
-def _read(environment: dict[int, Any], value: Any) -> Any:
-    return value.value if isinstance(value, Constant) else environment[value]

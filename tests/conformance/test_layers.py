@@ -17,8 +17,8 @@ ROOT = pathlib.Path(numpyro_dp.__file__).parent
 LEVELS = {
     "_compat": 0,
     "_lazy": 0,
-    "_matrix": 0,
     "_validate": 0,
+    "_program": 1,
     "_tree": 1,
     "core": 1,
     "model": 2,

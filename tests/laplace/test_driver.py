@@ -206,8 +206,9 @@ def test_an_outcome_that_is_simulated():
 @pytest.mark.extended
 def test_scales_are_noted_and_change_the_first_guess_alone():
     guessed, told = run(secret_key=9), run(secret_key=10, scales={"x": [1.0, 1.0, 1.0]})
-    assert any("scales=" in note for note in guessed.notes)
+    assert any("Columns were taken" in note for note in guessed.notes)
     assert not told.notes
+    assert [str(each) for each in told.privacy.public] == ["scales['x']: float32[3]"]
     far = draws(run(args=(records()[0] * jnp.array([1.0, 100.0, 0.01]), records()[1]),
                     scales={"x": [1.0, 100.0, 0.01]}))  # fmt: skip
     assert np.isfinite(far).all()

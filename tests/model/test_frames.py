@@ -9,7 +9,14 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_dp import DPLaplace, PrivacyBudget, check_records, design, fit
+from numpyro_dp import (
+    DPLaplace,
+    PrivacyBudget,
+    check_records,
+    design,
+    fit,
+    summarize_columns,
+)
 from numpyro_dp.model.frames import as_arrays
 
 pd = pytest.importorskip("pandas")
@@ -124,6 +131,21 @@ def test_designs(backend):
         counts.matrix, frame["visits"].to_numpy()[:, None] == np.arange(1, 9)
     )
     assert str(AGE[0]) not in repr(found)
+
+
+def test_a_value_that_is_not_a_number_is_missing_and_nobody_hears_of_it():
+    values = np.array([30.0, "secret 70", None, 10**400, "50", np.nan], object)
+    frame = {"age": values}
+    for each in (frame, pd.DataFrame(frame)):
+        found = design(each, {"age": (0, 100)}, intercept=False).matrix[:, 0]
+        np.testing.assert_allclose(found, [-0.4, np.nan, np.nan, np.nan, 0, np.nan], atol=1e-6)
+    found = summarize_columns(frame, {"age": (0, 100)}, budget=PrivacyBudget(1.0, 1e-2))
+    assert set(found.mean) == {"age"}
+    for text in (np.array(["secret 70", "30"]), pd.Series(["secret 70", "30"])):
+        with pytest.raises(TypeError, match="does not hold numbers") as raised:
+            design({"age": text} if isinstance(text, np.ndarray) else text.to_frame("age"),
+                   {"age": (0, 100)})  # fmt: skip
+        assert raised.value.__cause__ is None and raised.value.__context__ is None
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,17 @@ def test_a_good_run_is_not_bad():
     assert str(diagnosis) == "No problem was found."
 
 
+@pytest.mark.parametrize("epsilon", [10.0, 10.5])
+def test_a_budget_that_promises_nothing_is_told(epsilon):
+    driver = DPLaplace(model, budget=PrivacyBudget(epsilon, 1e-5), secret_key=1, repetition=True)
+    posterior = driver.run(jax.random.key(0), X, Y, progress_bar=False)
+    above = epsilon > 10
+    assert ("promises nothing" in str(posterior).splitlines()[0]) is above
+    assert ("epsilon=10.5 promises nothing" in str(posterior.diagnose())) is above
+    assert ("promises nothing" in str(posterior.privacy)) is above
+    assert not posterior.diagnose().bad
+
+
 CASES = {
     "delta": {"delta": 1e-3},
     "clip norm": {"clip_norm": AdaptiveClip(100.0, learning_rate=0.5)},

@@ -22,12 +22,6 @@ from jax import Array, lax
 from jax.scipy.linalg import cho_solve
 from jaxtyping import Bool
 
-from numpyro_dp._matrix import (
-    positive_definite,
-    raise_eigenvalues,
-    spd_inverse,
-    symmetric,
-)
 from numpyro_dp._validate import check_int
 from numpyro_dp.ep.families.base import (
     Family,
@@ -37,6 +31,12 @@ from numpyro_dp.ep.families.base import (
     full,
     unit,
     unwrap,
+)
+from numpyro_dp.ep.matrix import (
+    positive_definite,
+    raise_eigenvalues,
+    spd_inverse,
+    symmetric,
 )
 
 __all__ = ["diagonal_normal", "isotropic_normal", "normal"]

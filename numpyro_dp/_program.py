@@ -1,0 +1,134 @@
+"""A scalar function of a point and a record as a flat list of operations, and their evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+
+from numpyro_dp._compat import CALLED, CALLS, Program, as_program, bind, literal, make_program
+
+__all__ = ["Constant", "Op", "ScalarProgram", "evaluate", "needed", "trace_scalar", "value_of"]
+
+
+class Constant:
+    """A constant of the program, compared by identity."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Op(NamedTuple):
+    """An operation.
+
+    Attributes:
+        primitive: Its primitive.
+        params: Its parameters.
+        inputs: Numbers of values, or constants.
+        outputs: Numbers of values.
+    """
+
+    # Numbers, not JAX's variables, which calls of one function share after they are inlined.
+    primitive: Any
+    params: dict[str, Any]
+    inputs: tuple[Any, ...]
+    outputs: tuple[int, ...]
+
+
+class ScalarProgram(NamedTuple):
+    """The program of a scalar.
+
+    Attributes:
+        ops: The operations, in order.
+        point: Numbers of the leaves of the point.
+        example: Numbers of the leaves of the record.
+        output: Number of the scalar.
+        shapes: Shape and dtype of each value.
+    """
+
+    ops: tuple[Op, ...]
+    point: tuple[int, ...]
+    example: tuple[int, ...]
+    output: Any
+    shapes: dict[int, Any]
+
+
+def trace_scalar(scalar: Callable[[Any, Any], Array], point: Any, example: Any) -> ScalarProgram:
+    """Returns the program of a scalar, of arguments with these shapes, as a list of operations."""
+    # Shapes alone, because the program must not depend on the devices that hold the arrays.
+    bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (point, example))
+    program, _ = make_program(scalar, *bare)
+    ops: list[Op] = []
+    shapes: dict[int, Any] = {}
+
+    def fresh(variable: Any) -> int:
+        shapes[len(shapes)] = variable.aval
+        return len(shapes) - 1
+
+    numbers = [fresh(variable) for variable in program.inputs]
+    # One output, because the scalar is the log likelihood of one record.
+    (output,) = _flatten(program, numbers, ops, fresh)
+    split = len(jax.tree.leaves(point))
+    return ScalarProgram(tuple(ops), tuple(numbers[:split]), tuple(numbers[split:]), output, shapes)
+
+
+def _flatten(
+    program: Program, inputs: Sequence[Any], ops: list[Op], fresh: Callable[[Any], int]
+) -> list[Any]:
+    """Appends the operations of a program with calls inlined, and returns its outputs."""
+    environment = dict(zip(program.inputs, inputs, strict=True))
+    environment |= {variable: Constant(held) for variable, held in program.constants}
+
+    def read(atom: Any) -> Any:
+        found = literal(atom)
+        return Constant(found[0]) if found else environment[atom]
+
+    for eqn in program.equations:
+        values = [read(atom) for atom in eqn.invars]
+        bodies = [as_program(eqn.params[name]) for name in CALLED if name in eqn.params]
+        # A call hides operations. A loop stays one operation: its body runs more than once.
+        if eqn.primitive.name in CALLS and (body := next(iter(bodies), None)):
+            outputs = _flatten(body, values, ops, fresh)
+        else:
+            outputs = [fresh(variable) for variable in eqn.outvars]
+            ops.append(Op(eqn.primitive, eqn.params, tuple(values), tuple(outputs)))
+        environment |= dict(zip(eqn.outvars, outputs, strict=True))
+    return [read(atom) for atom in program.outputs]
+
+
+def evaluate(
+    ops: Sequence[Op],
+    environment: dict[int, Any],
+    change: Callable[[int, Any], Any] = lambda _, value: value,
+) -> dict[int, Any]:
+    """Runs operations.
+
+    Args:
+        ops: The operations, in order.
+        environment: Values by their number. The outputs are added to it.
+        change: ``(number of the operation, its value) -> value to continue with``.
+    """
+    for number, op in enumerate(ops):
+        values = [value_of(environment, value) for value in op.inputs]
+        results = bind(op.primitive, op.params, values)
+        results = results if op.primitive.multiple_results else [change(number, results[0])]
+        environment |= dict(zip(op.outputs, results, strict=True))
+    return environment
+
+
+def value_of(environment: dict[int, Any], value: Any) -> Any:
+    """The value of an input of an operation, or of the output of a program."""
+    return value.value if isinstance(value, Constant) else environment[value]
+
+
+def needed(program: ScalarProgram, *values: int) -> tuple[Op, ...]:
+    """The operations that compute some values, in order."""
+    # Backwards, so that each operation comes after all that read its outputs.
+    wanted, kept = set(values), []
+    for op in reversed(program.ops):
+        if wanted & set(op.outputs):
+            wanted |= {number for number in op.inputs if isinstance(number, int)}
+            kept.append(op)
+    return tuple(reversed(kept))
