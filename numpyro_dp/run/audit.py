@@ -15,7 +15,8 @@ other draws.
 probability 1/2. The attacker sees all noisy sums of one run, and guesses r of the m coins. If the
 run is :math:`\varepsilon`-private, the number of right guesses is at most as large as a binomial
 of probability :math:`e^\varepsilon / (1 + e^\varepsilon)`, in distribution, up to a term of order
-:math:`m\,\delta`.
+:math:`m\,\delta`. The attacker also compares the noise of each step with that of the step before.
+If two steps share their noise, its difference gives an exact sum, and no epsilon holds.
 
 Reference:
     M. Nasr et al. (2023), Tight auditing of differentially private machine learning, USENIX
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -52,6 +54,8 @@ __all__ = ["Audit", "audit", "audit_run"]
 
 _TRIES = 50  # batches in which to look for the canary
 _TOGETHER = 4096  # draws computed at once
+_FEWEST = 10  # values of noise from which a correlation is judged
+_SURELY = 6.0  # its standard errors above 0. Fisher's transform of it is nearly normal
 
 
 class Audit(NamedTuple):
@@ -98,7 +102,8 @@ def audit(
     """Attacks one step of a driver, with many draws of its noise and batches.
 
     Pass invented records: the attack is not private. Let the canary be as extreme as possible, and
-    alone in its direction. In the other world no batch has it.
+    alone in its direction. In the other world no batch has it. One step cannot show noise that two
+    steps share: :func:`audit_run` looks for that.
 
     Args:
         driver: A :class:`~numpyro_dp.DPSVI`, ``DPSEP``, ``DPMCMC``, ``DPEM``, ``DPPBP`` or driver
@@ -209,9 +214,11 @@ def audit_run(
     examples = tuple(leaf[places] for leaf in attack.rows.arrays)
     attack = attack.without(places[~coins])
 
-    def step(carry: tuple[RunState, Array], _: Any) -> tuple[tuple[RunState, Array], None]:
-        state, scores = carry
+    def step(carry: tuple[Any, ...], _: Any) -> tuple[tuple[Any, ...], Array]:
+        state, scores, before = carry
         new, taken = attack.session._step(state, attack.rows)
+        quiet = attack.released(state._replace(noise_multiplier=jnp.zeros(())))
+        noise = ravel_pytree(taken.released.total)[0] - quiet
         estimator = attack.session._estimator(attack.rows.shared, state.mechanism_state)
         public = estimator.prepare(taken.rng_key, taken.params)
 
@@ -222,16 +229,23 @@ def audit_run(
                 signal / jnp.where(size > 0, size, 1)
             )
 
-        return (new, scores + jax.vmap(along)(examples)), None
+        products = jnp.stack([noise @ before, noise @ noise])
+        return (new, scores + jax.vmap(along)(examples), noise), products
 
-    start = attack.fresh(secret_key()), jnp.zeros(number)
-    scores = np.asarray(jax.jit(lambda c: lax.scan(step, c, length=num_steps))(start)[0][1])
+    begun = attack.fresh(secret_key())
+    size = jax.eval_shape(attack.released, begun).size
+    start = begun, jnp.zeros(number), jnp.zeros(size)
+    (_, scores, _), products = jax.jit(lambda c: lax.scan(step, c, length=num_steps))(start)
+    scores = np.asarray(scores)
     order = np.argsort(scores)
     few = guesses // 2
     right = int(np.sum(~coins[order[:few]]) + np.sum(coins[order[number - (guesses - few) :]]))
     report = attack.report
     lower = _guessed(number, guesses, right, report.delta, confidence)
     attacked = f"one run, {right} of {guesses} guesses about {number} canaries right"
+    independent = attack.session._mechanism(begun.mechanism_state, 1.0).compose is None
+    if independent and _shared(np.asarray(products, np.float64), size):
+        lower, attacked = math.inf, "one run, whose steps share their noise"
     return Audit(lower, report.epsilon, report.delta, confidence, attacked)
 
 
@@ -341,6 +355,21 @@ def _distinguished(
 
     best = thresholds[np.argmax(bound(slice(0, half), thresholds))]
     return max(0.0, float(bound(slice(half, None), best)))
+
+
+def _shared(products: np.ndarray, size: int) -> bool:
+    """Whether the noise of a step is correlated with that of the step before.
+
+    Args:
+        products: Of the noise of each step, of ``size`` values, with that before and with itself.
+        size: Number of values of a step.
+    """
+    values = (len(products) - 1) * size
+    if values < _FEWEST or not products[:, 1].all():
+        return False
+    own = products[:, 1]
+    related = np.sum(products[1:, 0]) / np.sqrt(np.sum(own[1:]) * np.sum(own[:-1]))
+    return bool(np.arctanh(min(related, 1 - 1e-12)) * np.sqrt(values - 3) > _SURELY)
 
 
 def _guessed(number: int, guesses: int, right: int, delta: float, confidence: float) -> float:

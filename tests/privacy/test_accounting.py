@@ -28,6 +28,7 @@ from numpyro_dp.privacy.accounting import (
     UnsupportedEventError,
     describe_event,
     epsilon_spent,
+    pld,
     prv,
     supported_by,
 )
@@ -305,6 +306,19 @@ def test_composition_against_direct_convolution(delta):
     # The library alone is wrong by less than what is charged.
     alone = exact(whole._pmf_remove.get_epsilon_for_delta(delta))
     assert abs(alone / delta - 1) < error / delta + 3e-6  # and what it cuts off
+
+
+def test_rounding_is_charged_to_delta(monkeypatch):
+    event, delta, error = poisson(0.1, 1.0, 20), 1e-5, 9e-7
+    before = PLD().epsilon(event, delta, ADD).upper
+    wanted = PLD().epsilon(event, delta - error, ADD).upper
+    monkeypatch.setattr(pld, "_rounding", lambda pmf, total: error)
+    charged = PLD().epsilon(event, delta, ADD).upper
+    assert charged > before * (1 + 1e-3)
+    assert charged == pytest.approx(wanted, rel=1e-3)
+    monkeypatch.setattr(pld, "_rounding", lambda pmf, total: 0.11 * delta)
+    with pytest.raises(UnreliableBoundError, match="ten times its rounding error"):
+        PLD().epsilon(event, delta, ADD)
 
 
 @pytest.mark.full

@@ -1,5 +1,6 @@
 """Ledgers: every run is charged before it reads a record, none is lost, and the total holds."""
 
+import fcntl
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 
 import jax
 import numpy as np
@@ -217,6 +219,38 @@ def test_two_processes_lose_no_entry(file):
 def spending(run, noise=10.0, **other):
     steps = (GaussianStep("none", 1.0, None, noise, 1), GaussianStep("poisson", 0.1, None, 5.0, 7))
     return Spending(run, "add_or_remove_one", steps, *(other.get(n, 0.0) for n in "ft"), ("odd",))
+
+
+def test_a_run_that_was_taken_back_does_not_go_on_uncharged(file):
+    """Its checkpoint is still there, and would release values that nobody counts."""
+    ledger = Ledger(file, TOTAL)
+    ledger.charge(spending("run"), purpose="test")
+    ledger.charge(spending("run"), purpose="test", again=True)  # it goes on
+    ledger.take_back("run")
+    for again in (True, False):
+        with pytest.raises(LedgerError, match="as one that released nothing. Start a new run"):
+            ledger.charge(spending("run"), purpose="test", again=again)
+    assert ledger.spent().epsilon == 0
+
+
+def test_a_run_that_goes_on_cannot_grow(file):
+    ledger = Ledger(file, TOTAL)
+    ledger.charge(spending("run"), purpose="test")
+    for larger in (spending("run", noise=9.0), spending("run", t=1e-9)):
+        with pytest.raises(LedgerError, match="is in .* already"):
+            ledger.charge(larger, purpose="test", again=True)
+
+
+def test_a_ledger_waits_for_another_holder_of_its_lock(file):
+    ledger = Ledger(file, TOTAL)
+    charge = threading.Thread(target=lambda: ledger.charge(spending("run"), purpose="test"))
+    with open(file, "rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        charge.start()
+        charge.join(0.3)
+        assert charge.is_alive() and b'"run"' not in other.read()
+    charge.join(30)
+    assert [entry.spending.run for entry in ledger.entries] == ["run"]
 
 
 def test_entries_survive_and_half_a_line_does_not_count(file):

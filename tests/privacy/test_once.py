@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from numpyro_dp import (
     secret_key,
 )
 from numpyro_dp.estimators import aligned
-from numpyro_dp.privacy import once
+from numpyro_dp.privacy import keys, once
 from numpyro_dp.privacy.keys import keys_of_run
 from numpyro_dp.samplers import FullBatch, Permutation, Poisson
 
@@ -227,6 +228,17 @@ def test_a_given_key_starts_one_run(name):
         other(secret_key=4 + len(again) + again.index(other))
 
 
+def test_a_start_registers_its_key():
+    """Also before its first update: both states would have the noise of the key."""
+    svi(secret_key=9, num_steps=2).init(KEY, X)
+    for start in (
+        lambda: svi(secret_key=9, num_steps=2).init(KEY, X),
+        lambda: svi(secret_key=9).run(KEY, 2, X, **run),
+    ):
+        with pytest.raises(NoiseReuseError, match="already used for a run"):
+            start()
+
+
 @pytest.mark.full
 def test_a_sweep_and_the_run_that_it_equals_share_a_key():
     driver = svi(secret_key=3)
@@ -392,8 +404,8 @@ def test_lanes_with_one_state_and_a_given_key_have_noise_of_their_own(lanes):
     found, _ = lanes(driver.update, state, jnp.stack([X, X, X]))
     locs = np.asarray(driver.get_params(found)["auto_loc"]).reshape(3, -1)
     assert len(np.unique(locs.round(5), axis=0)) == 3
-    for keys in (found.secret_key, found.sampler_state.key):
-        assert len(np.unique(np.asarray(jax.random.key_data(keys)), axis=0)) == 3
+    for own in (found.secret_key, found.sampler_state.key):
+        assert len(np.unique(np.asarray(jax.random.key_data(own)), axis=0)) == 3
 
 
 @pytest.mark.full
@@ -739,21 +751,16 @@ def test_a_state_that_two_forks_continue_gets_other_keys_in_each(monkeypatch):
     assert not np.array_equal(*found)
 
 
-@pytest.mark.full
 def test_a_forked_child_forgets_runs_and_nonces():
-    program = """
-import os
-import numpy as np
-from numpyro_dp.privacy import keys, once
-once._used[b"run"] = 3
-keys._nonces.append(np.zeros(8))
-child = os.fork()
-if not child:
-    os._exit(len(once._used) + len(keys._nonces))
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert once._used and keys._nonces
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120)
+    once._used[b"run"] = 3
+    keys._nonces.append(np.zeros(8))
+    with warnings.catch_warnings():  # JAX has threads, which the child does not use
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if not child:
+        os._exit(len(once._used) + len(keys._nonces))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert once._used and keys._nonces
 
 
 def test_keys_of_a_run_differ():

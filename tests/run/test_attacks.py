@@ -1,5 +1,7 @@
 """Audits find what is claimed, and bugs."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +26,8 @@ from numpyro_dp import (
 )
 from numpyro_dp.estimators import aligned
 from numpyro_dp.privacy.mechanism import gaussian
-from numpyro_dp.run.audit import _distinguished, _guessed
+from numpyro_dp.run import step
+from numpyro_dp.run.audit import _distinguished, _guessed, _shared
 from numpyro_dp.samplers import FullBatch, Poisson
 
 BUDGET, KEY, DRAWS = PrivacyBudget(1.5, 0.02), jax.random.key(0), 20_000
@@ -101,6 +104,32 @@ def test_one_run():
     assert 0.2 < found.lower <= found.claim
     # Almost no noise, so that nearly all guesses are right.
     assert one_run(budget=PrivacyBudget(40.0, 1e-5)).lower > 1.5
+
+
+def test_noise_that_two_steps_share_is_found(monkeypatch):
+    """One step is as private as claimed, so `audit` sees nothing."""
+    usual = step._Private.ended
+
+    def reused(self, state, begun, total):
+        new, released = usual(self, state, begun, total)
+        return new._replace(secret_key=state.secret_key), released
+
+    arguments = KEY, 6, X, Y
+    assert audit_run(svi(), *arguments, canaries=range(8)).holds
+    monkeypatch.setattr(step._Private, "ended", reused)
+    found = audit_run(svi(), *arguments, canaries=range(8))
+    assert found.lower == math.inf
+    assert "steps share their noise" in str(found)
+
+
+@pytest.mark.parametrize("size", [1, 30])
+def test_independent_noise_is_not_taken_for_shared(size):
+    for seed in range(200):
+        noise = np.random.default_rng(seed).normal(size=(13, size))
+        before = np.vstack([np.zeros(size), noise[:-1]])
+        products = np.stack([np.sum(noise * before, 1), np.sum(noise**2, 1)], axis=1)
+        assert not _shared(products, size)
+    assert _shared(np.stack([np.r_[0, products[:-1, 1]], products[:, 1]], axis=1), 30 * size)
 
 
 def test_the_bounds_of_a_gaussian_that_is_known():

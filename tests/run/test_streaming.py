@@ -13,7 +13,7 @@ import optax
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPSEP, DPSVI
+from numpyro_dp import DPSEP, DPSVI, DPLaplace, PrivacyBudget
 from numpyro_dp.core import Fold
 from numpyro_dp.estimators import aligned
 from numpyro_dp.mechanisms import LossRelease
@@ -110,6 +110,23 @@ def test_a_streamed_run_is_the_run(name, longest, monkeypatch):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=part)
     keys = [jax.random.key_data(r.state.sampler_state.key) for r in (known, found)]
     assert np.array_equal(*keys)  # the batches to come are the same too
+
+
+def test_zeros_after_the_last_records_do_not_count(monkeypatch):
+    """60 records in parts of 7 leave 3 zeros, which would say that the mean is 0."""
+
+    def level(x):
+        mean = numpyro.sample("mean", dist.Normal(0, 3))
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+
+    x = (5 + np.random.default_rng(0).normal(size=N)).astype(np.float32)
+    own = {"secret_key": 3, "repetition": True, "budget": PrivacyBudget(1e4, 1e-5)}
+    whole = DPLaplace(level, **own).run(KEY, x).summary()["mean"]
+    monkeypatch.setattr(streaming, "_BYTES", 7 * x.itemsize)
+    parts = DPLaplace(level, **own).run(KEY, x, stream=True).summary()["mean"]
+    for name in ("mean", "sd"):
+        np.testing.assert_allclose(parts[name], whole[name], rtol=1e-5)
 
 
 @pytest.mark.full
