@@ -1,8 +1,9 @@
-"""Checks what a model draws, and what it does without outcomes, like its density.
+"""Checks what a model draws, and what it does without outcomes, like its likelihood.
 
 A prior is also drawn from, initial values are draws, and ``predict`` runs the model without
-outcomes. Each of these may read other arrays than the density does: a sampler that picks records, a
-branch on ``y is None``, a deterministic site.
+outcomes. Each of these may read other arrays than the likelihood does: the density of a prior, a
+sampler that picks records, a branch on ``y is None``, a deterministic site, the first value of a
+parameter.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numpyro_dp.model.dependence import inputs_of
 from numpyro_dp.model.locals import start
 from numpyro_dp.model.public import PublicValues
 from numpyro_dp.model.records import Arguments, ModelStructure, split_arrays
-from numpyro_dp.model.separation import is_factor, one_record
+from numpyro_dp.model.separation import is_factor, log_density, one_record
 
 __all__ = ["check_draws", "check_prediction"]
 
@@ -36,7 +37,7 @@ _NOT_OF_THE_RUN = (
 def check_draws(
     model: Callable[..., Any], structure: ModelStructure, shared: tuple[Array, ...]
 ) -> None:
-    """Raises if a draw of latents or outcomes, or a run without outcomes, holds records.
+    """Raises if the prior, a draw of latents or outcomes, or a run without outcomes holds records.
 
     Args:
         model: The model, static keywords filled in.
@@ -50,7 +51,9 @@ def check_draws(
     alone = one_record(model, structure.data_plate)
 
     def drawn(*rows: Array) -> Any:
-        return _values(_drawn(alone, layout.arguments(rows, shared)), structure.latents)
+        trace = _drawn(alone, layout.arguments(rows, shared))
+        prior = tuple(log_density(trace[name]) for name in structure.outside)
+        return _values(trace, structure.latents), prior
 
     public.check_program("model, in a draw,", _program(drawn, *layout.one_row()), once=True)
     for arguments in _without_outcomes(alone, structure, shared):
@@ -124,7 +127,7 @@ def _drawn(model: Callable[..., Any], arguments: Arguments) -> dict[str, Any]:
 
 def _values(trace: dict[str, Any], latents: tuple[str, ...] = ()) -> tuple[Any, ...]:
     """Numbers at all sites, and the latents in unconstrained coordinates."""
-    sites = (s for s in trace.values() if s["type"] in ("sample", "deterministic"))
+    sites = (s for s in trace.values() if s["type"] in ("sample", "deterministic", "param"))
     found = [x for site in sites for x in jax.tree.leaves(site["value"]) if _is_numeric(x)]
     for name in latents:
         with contextlib.suppress(NotImplementedError):
