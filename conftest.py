@@ -28,7 +28,7 @@ _LONG_EXAMPLES = {
     "DPPBP", "EP", "PBP", "tempering_model", "tempered", "choose", "rehearse", "Ledger",
     "compare_accountants", "audit", "clip_norms", "epsilon_by_step", "iterates", "prior_share",
     "audit_run", "load", "NoiseAware", "NoiseReuseError", "PosteriorSummary", "PosteriorWarning",
-    "PrivacyReport", "RunInterrupted", "RunResult", "SensitiveValueError", "Statement",
+    "PrivacyReport", "RunInterrupted", "RunResult", "Statement",
 }  # fmt: skip
 
 

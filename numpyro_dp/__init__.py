@@ -20,7 +20,7 @@ from numpyro_dp.privacy.once import NoiseReuseError
 from numpyro_dp.privacy.plan import BudgetError, PrivacyReport
 from numpyro_dp.run.audit import audit, audit_run
 from numpyro_dp.run.columns import summarize_columns
-from numpyro_dp.run.results import RunInterrupted, RunResult, SensitiveValueError
+from numpyro_dp.run.results import RunInterrupted, RunResult
 from numpyro_dp.vi.svi import DPSVI
 
 __version__ = "0.1.0"
@@ -48,7 +48,6 @@ __all__ = [
     "RegressionNetwork",
     "RunInterrupted",
     "RunResult",
-    "SensitiveValueError",
     "UnsupportedModelError",
     "accounting",
     "audit",

@@ -1,16 +1,5 @@
-"""Plots of private posteriors, runs and budgets, with matplotlib: axes in, axes out."""
+"""Plots of private posteriors and budgets, with matplotlib: axes in, axes out."""
 
-from numpyro_dp.posterior.plots import coverage, forest, prior_share, reliability
-from numpyro_dp.posterior.run_plots import attack, clip_norms, epsilon_by_step, iterates, utility
+from numpyro_dp.posterior.plots import attack, forest, prior_share, utility
 
-__all__ = [
-    "attack",
-    "clip_norms",
-    "coverage",
-    "epsilon_by_step",
-    "forest",
-    "iterates",
-    "prior_share",
-    "reliability",
-    "utility",
-]
+__all__ = ["attack", "forest", "prior_share", "utility"]

@@ -13,7 +13,7 @@ from numpyro_dp._validate import check_int
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.statement import Statement
 
-__all__ = ["arviz_adapter", "draws_by_name", "keep_from_arviz", "named_leaves", "to_arviz"]
+__all__ = ["draws_by_name", "keep_from_arviz", "named_leaves", "to_arviz"]
 
 _INDEPENDENT = "independent draws of a differentially private posterior"
 _NEVER = "observed_data holds private records: never publish it"
@@ -88,37 +88,6 @@ def to_arviz(
     return tree
 
 
-def arviz_adapter(samples: dict[str, Any], privacy: PrivacyReport | Statement) -> Any:
-    """Returns what ``arviz.from_numpyro`` of ArviZ 1.x takes, without the model and its records.
-
-    Args:
-        samples: Draws by site.
-        privacy: The report of the run. ``epsilon`` and ``delta`` become ``sample_stats``.
-
-    Raises:
-        ImportError: If ArviZ 1.x is not installed.
-    """
-    try:
-        from arviz_base.io_numpyro import NumPyroInferenceAdapter
-    except ImportError as error:
-        raise ImportError(
-            "An adapter needs ArviZ 1.0 or later. Call to_arviz(), which works with all versions."
-        ) from error
-    found = {_name(name): value for name, value in draws_by_name(samples).items()}
-    number = len(next(iter(found.values())))
-
-    class Adapter(NumPyroInferenceAdapter):
-        sample_dims = ["sample"]  # noqa: RUF012
-
-        def get_samples(self, seed: int | None = None, **_: Any) -> dict[str, np.ndarray]:
-            return found
-
-        def get_sample_stats(self, **_: Any) -> dict[str, np.ndarray]:
-            return {name: np.full(number, getattr(privacy, name)) for name in ("epsilon", "delta")}
-
-    return Adapter(None, None, None, None, (number,))
-
-
 def keep_from_arviz(name: str) -> None:
     """Raises an error if ArviZ asked for what it needs to store the records.
 
@@ -132,8 +101,7 @@ def keep_from_arviz(name: str) -> None:
     if {"arviz", "arviz_base"} & set(callers):
         raise TypeError(
             f"ArviZ would copy the private records of this {name} into its result, without the "
-            "privacy statement. Call posterior.to_arviz() instead, or pass "
-            "posterior.arviz_adapter() to arviz.from_numpyro."
+            "privacy statement. Call posterior.to_arviz() instead."
         )
 
 

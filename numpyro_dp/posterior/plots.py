@@ -1,4 +1,4 @@
-"""Plots of private posteriors, with matplotlib.
+"""Plots of private posteriors and budgets, with matplotlib.
 
 Each function draws into ``ax``, or into the axes of a new figure, and returns the axes. You choose
 size, titles and file with matplotlib: ``plots.forest(found).figure.savefig("visits.svg")``.
@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from numpyro_dp._lazy import stats
-from numpyro_dp._validate import check_int, check_real
+from numpyro_dp._validate import check_real
 from numpyro_dp.posterior.inference_data import draws_by_name
 from numpyro_dp.posterior.posterior import Posterior
-from numpyro_dp.posterior.rehearsal import Rehearsal
 from numpyro_dp.posterior.summary import entry_name
+from numpyro_dp.privacy.statement import true_positive_rates
 
-__all__ = ["axes_of", "coverage", "forest", "prior_share", "reliability"]
+__all__ = ["attack", "forest", "prior_share", "utility"]
 
 _MOST = 60  # entries in one plot
 
@@ -70,7 +70,7 @@ def forest(
     if len(set(shapes.values())) > 1:
         raise ValueError(f"Site {site!r} has different shapes: {shapes}. Compare equal models.")
     names, shown = _labels(site, shape, labels, entries)
-    ax = axes_of(ax, (6.0, 1.0 + 0.16 * len(names) * (len(rows) + 1)))
+    ax = _axes_of(ax, (6.0, 1.0 + 0.16 * len(names) * (len(rows) + 1)))
     places = np.arange(len(names))
     for number, (name, (mean, lower, upper)) in enumerate(rows.items()):
         shift = 0.7 * ((number + 0.5) / len(rows) - 0.5)
@@ -123,7 +123,7 @@ def prior_share(posterior: Posterior, *, ax: Any = None) -> Any:
     if not shares:
         raise ValueError("No share of the prior is known: the prior cannot be drawn from.")
     order = np.argsort(shares)[::-1][:_MOST]
-    ax = axes_of(ax, (6.0, 1.2 + 0.2 * len(order)))
+    ax = _axes_of(ax, (6.0, 1.2 + 0.2 * len(order)))
     ax.plot(np.asarray(shares)[order], np.arange(len(order)), "o", markersize=5)
     ax.hlines(np.arange(len(order)), 0, np.asarray(shares)[order], linewidth=1)
     left_out = len(shares) - len(order)
@@ -134,102 +134,94 @@ def prior_share(posterior: Posterior, *, ax: Any = None) -> Any:
     return ax
 
 
-def coverage(rehearsals: Any, *, ax: Any = None) -> Any:
-    """Draws how often intervals hold the truth, against their nominal mass.
+def utility(
+    runs: Any, score: str, *, x: str = "epsilon", by: str | None = None, ax: Any = None
+) -> Any:
+    """Draws the mean of a score at each budget, with standard errors over runs.
 
     Args:
-        rehearsals: A :class:`~numpyro_dp.posterior.Rehearsal`, or several by name.
+        runs: A mapping of columns or a data frame, one row a run, such as ``sweep.to_frame(...)``.
+        score: Column of the score.
+        x: Column on the horizontal axis, which is logarithmic.
+        by: Column of labels. Each label is one curve.
         ax: Axes of matplotlib.
 
     Returns:
-        The axes. Error bars are standard errors over simulations. Calibrated intervals lie on the
-        diagonal, too narrow ones below it.
+        The axes.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        ValueError: If a column is missing, or a value of ``x`` is not positive.
+
+    Example:
+        >>> from numpyro_dp import plots
+        >>> runs = {"epsilon": [0.1, 0.1, 1.0, 1.0], "error": [0.9, 1.1, 0.2, 0.3]}
+        >>> plots.utility(runs, "error").get_ylabel()
+        'error (mean, standard error of 2 runs)'
+    """
+    missing = [name for name in (x, score, by) if name is not None and name not in runs]
+    if missing:
+        raise ValueError(f"The runs have no column {missing[0]!r}. Columns: {', '.join(runs)}.")
+    places, values = np.asarray(runs[x], float), np.asarray(runs[score], float)
+    if not np.all(places > 0):
+        raise ValueError(f"Expected positive values of {x!r}, as its axis is logarithmic.")
+    groups = np.asarray(runs[by]) if by is not None else np.full(len(places), "")
+    ax, numbers = _axes_of(ax, (6.0, 3.6)), set()
+    for group in dict.fromkeys(groups.tolist()):
+        at = np.unique(places[groups == group])
+        samples = [values[(groups == group) & (places == place)] for place in at]
+        numbers |= {len(each) for each in samples}
+        errors = [stats.sem(each) if len(each) > 1 else np.nan for each in samples]
+        means = [each.mean() for each in samples]
+        ax.errorbar(at, means, errors, fmt="o-", capsize=3, markersize=4, label=str(group))
+    ax.set_xscale("log")
+    ax.set_xticks(np.unique(places), [f"{place:g}" for place in np.unique(places)])
+    ax.minorticks_off()
+    ax.set_xlabel(x)
+    least, most = min(numbers), max(numbers)
+    count = f"{most}" if least == most else f"{least} to {most}"
+    ax.set_ylabel(f"{score} (mean, standard error of {count} runs)" if most > 1 else score)
+    if by is not None:
+        ax.legend(title=by, frameon=False)
+    return ax
+
+
+def attack(privacy: Any, *, ax: Any = None) -> Any:
+    """Draws what epsilon means: how well anybody can find out whether a record was in the data.
+
+    Args:
+        privacy: ``result.privacy``, a :class:`~numpyro_dp.PrivacyBudget` or a
+            :class:`~numpyro_dp.accounting.Statement`, or several by name.
+        ax: Axes of matplotlib.
+
+    Returns:
+        The axes. No test from the released values lies above the curve. A coin lies on the
+        diagonal. A report has pairs of epsilon at several deltas, so its curve is lower than that
+        of a budget of the same size.
 
     Raises:
         ImportError: If matplotlib is not installed.
 
     Example:
-        >>> import numpy as np
-        >>> from numpyro_dp import plots
-        >>> from numpyro_dp.posterior import Rehearsal
-        >>> held = {prob: np.full(20, prob) for prob in (0.5, 0.8, 0.9)}
-        >>> ax = plots.coverage(Rehearsal(held, *[np.zeros(20)] * 5))
-        >>> ax.get_ylabel()
-        'intervals that hold the truth'
+        >>> from numpyro_dp import PrivacyBudget, plots
+        >>> ax = plots.attack({"a": PrivacyBudget(1.0, 1e-5), "b": PrivacyBudget(3.0, 1e-5)})
+        >>> ax.get_xlabel()
+        'false positive rate'
     """
-    found = {"": rehearsals} if isinstance(rehearsals, Rehearsal) else dict(rehearsals)
-    ax = axes_of(ax, (4.2, 4.2))
+    found = dict(privacy) if isinstance(privacy, Mapping) else {"": privacy}
+    rates = np.linspace(0, 1, 201)
+    ax = _axes_of(ax, (4.2, 4.2))
     ax.plot([0, 1], [0, 1], color="0.7", linewidth=1, zorder=0)
     for name, each in found.items():
-        probs = sorted(each.cover)
-        held = [np.asarray(each.cover[prob]) for prob in probs]
-        errors = [stats.sem(values) if len(values) > 1 else np.nan for values in held]
-        means = [values.mean() for values in held]
-        ax.errorbar(probs, means, errors, fmt="o-", capsize=3, markersize=4, label=name)
-    if list(found) != [""]:
-        ax.legend(frameon=False)
-    ax.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
-    ax.set(xlabel="nominal mass of the intervals", ylabel="intervals that hold the truth")
+        text = f"epsilon = {each.epsilon:.3g}, delta = {each.delta:.2g}"
+        ax.plot(rates, true_positive_rates(each, rates), label=f"{name}: {text}" if name else text)
+    ax.legend(loc="lower right", frameon=False, fontsize="small")
+    ax.set(xlim=(0, 1), ylim=(0, 1.01), aspect="equal")
+    ax.set(xlabel="false positive rate", ylabel="true positive rate, at most")
     return ax
 
 
-def reliability(
-    probabilities: Any, outcomes: Any, *, num_bins: int = 10, label: str = "", ax: Any = None
-) -> Any:
-    """Draws how often predictions come true, against their probability.
-
-    Args:
-        probabilities: Predicted probabilities: shape ``(N,)`` of the outcome 1, or ``(N, classes)``
-            of each class. With classes, the most probable one counts.
-        outcomes: Outcomes, shape ``(N,)``: 0 or 1, or the class. Use public or held-out outcomes,
-            and do not publish the plot if they are sensitive.
-        num_bins: Number of bins of equal width.
-        label: Name in a legend.
-        ax: Axes of matplotlib.
-
-    Returns:
-        The axes. Error bars are 90 % binomial intervals.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-        ValueError: If shapes do not fit, or a probability is outside [0, 1].
-
-    Example:
-        >>> import numpy as np
-        >>> from numpyro_dp import plots
-        >>> p = np.random.default_rng(0).uniform(size=1000)
-        >>> ax = plots.reliability(p, np.random.default_rng(1).uniform(size=1000) < p)
-        >>> ax.get_xlabel()
-        'predicted probability'
-    """
-    check_int("num_bins", num_bins, low=1)
-    given, outcomes = np.asarray(probabilities, float), np.asarray(outcomes)
-    if given.ndim not in (1, 2) or outcomes.shape != given.shape[:1]:
-        raise ValueError(
-            f"Expected probabilities of shape (N,) or (N, classes) and outcomes of shape (N,), got "
-            f"{given.shape} and {outcomes.shape}."
-        )
-    if not np.all((given >= 0) & (given <= 1 + 1e-5)):
-        raise ValueError("Expected probabilities in [0, 1].")
-    right = outcomes if given.ndim == 1 else given.argmax(1) == outcomes
-    given = given if given.ndim == 1 else given.max(1)
-    place = np.minimum((given * num_bins).astype(int), num_bins - 1)
-    bins = [place == number for number in range(num_bins) if np.any(place == number)]
-    means, shares = ([values[each].mean() for each in bins] for values in (given, right))
-    ends = [_binomial(int(right[each].sum()), int(each.sum())) for each in bins]
-    ax = axes_of(ax, (4.2, 4.2))
-    if not ax.lines:
-        ax.plot([0, 1], [0, 1], color="0.7", linewidth=1, zorder=0)
-    beside = np.abs(np.asarray(ends).T - np.asarray(shares))
-    ax.errorbar(means, shares, beside, fmt="o-", capsize=3, markersize=4, label=label)
-    if label:
-        ax.legend(frameon=False)
-    ax.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
-    ax.set(xlabel="predicted probability", ylabel="share that came true")
-    return ax
-
-
-def axes_of(ax: Any, size: tuple[float, float]) -> Any:
+def _axes_of(ax: Any, size: tuple[float, float]) -> Any:
     """Returns ``ax``, or the axes of a new figure of this size in inches."""
     if ax is not None:
         return ax
@@ -278,10 +270,3 @@ def _labels(
             "their numbers, entries=[0, 1]."
         )
     return [labels[each] for each in shown], shown
-
-
-def _binomial(hits: int, number: int) -> tuple[float, float]:
-    """The Clopper-Pearson 90 % interval."""
-    lower = stats.beta.ppf(0.05, hits, number - hits + 1) if hits else 0.0
-    upper = stats.beta.ppf(0.95, hits + 1, number - hits) if hits < number else 1.0
-    return float(lower), float(upper)

@@ -31,7 +31,6 @@ from numpyro_dp.model.sampling import check_prediction
 from numpyro_dp.posterior.densities import Densities
 from numpyro_dp.posterior.diagnosis import Diagnosis, Finding, findings_of_shares
 from numpyro_dp.posterior.inference_data import (
-    arviz_adapter,
     draws_by_name,
     named_leaves,
     to_arviz,
@@ -276,20 +275,6 @@ class Posterior:
             TypeError, ValueError: If ``num_samples`` is not an integer above 0.
         """
         return to_arviz(self.sample(jax.random.key(0), num_samples), self.privacy)
-
-    def arviz_adapter(self, num_samples: int = 1000) -> Any:
-        """Returns an adapter for ``arviz.from_numpyro`` of ArviZ 1.x. It has draws and no records.
-
-        With :meth:`to_arviz` the result also has the privacy statement.
-
-        Args:
-            num_samples: Number of draws. Their key is fixed.
-
-        Raises:
-            ImportError: If ArviZ 1.x is not installed.
-            TypeError, ValueError: If ``num_samples`` is not an integer above 0.
-        """
-        return arviz_adapter(self.sample(jax.random.key(0), num_samples), self.privacy)
 
     def save(self, path: Any) -> None:
         """Writes the posterior to a file, which you may publish. :func:`~numpyro_dp.load` reads it.

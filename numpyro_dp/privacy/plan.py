@@ -139,7 +139,6 @@ class PrivacyReport:
         plan: The plan of the run.
         reproducible: Whether the caller supplied the secret key.
         loss_released: Whether the run released a loss curve.
-        sensitive_allowed: Whether the run showed sensitive values to its caller.
         run: Name of the run.
         chains: Number of chains of a sampler. They share the steps, and so the budget.
         repetition: Whether the caller declared that the run repeats another run with its noise.
@@ -174,7 +173,6 @@ class PrivacyReport:
     plan: Plan
     reproducible: bool
     loss_released: bool = False
-    sensitive_allowed: bool = False
     run: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex, compare=False)
     chains: int = 1
     repetition: bool = False
@@ -259,8 +257,6 @@ class PrivacyReport:
                 "repetition=True: another run may have the same noise. The guarantee holds if both "
                 "used the same records and the same settings. The two then count as one run."
             )
-        if self.sensitive_allowed:
-            found.append("allow_sensitive=True: epsilon does not cover losses shown to the caller.")
         if self.timed:
             found.append(
                 "The model has a loop whose length depends on a record, as of a sampler that "

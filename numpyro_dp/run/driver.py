@@ -169,7 +169,7 @@ class Driver(abc.ABC):
             **kwargs: Keyword arguments of the model (and guide).
 
         Returns:
-            The new state, and the loss if ``allow_sensitive``, else ``nan``.
+            The new state, and ``nan`` in place of the loss, which is private.
 
         Raises:
             NoiseReuseError: If the state was used before, or a traced function captures it.
@@ -183,7 +183,7 @@ class Driver(abc.ABC):
         check_passed_to_trace(f"{type(self).__name__}.update", [svi_state.origin])
         args, kwargs = as_arrays(args, kwargs)
         session = self._session(args, kwargs)
-        self._check_fits(svi_state, session, ("budget", "sensitive"))
+        self._check_fits(svi_state, session, ("budget",))
         if in_trace():
             return session.update(svi_state, args, kwargs)
         check_not_spent(svi_state)
@@ -308,9 +308,6 @@ class Driver(abc.ABC):
         else:
             check_state(init_state)
             start = copied(settings.mesh, init_state)
-            if settings.allow_sensitive:  # this run shows losses
-                marked = dataclasses.replace(start.identity, sensitive=True)
-                start = start._replace(identity=marked)
         session = self._session(args, kwargs)
         self._check_fits(start, session)
         check_steps_fit(start, num_steps)

@@ -18,34 +18,8 @@ __all__ = [
     "PrivateLosses",
     "RunInterrupted",
     "RunResult",
-    "SensitiveLosses",
-    "SensitiveValueError",
     "Trace",
 ]
-
-
-class SensitiveValueError(ValueError):
-    """Raised for a value that only the holder of the records may see.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
-        >>> from numpyro.infer.autoguide import AutoDiagonalNormal
-        >>> from numpyro_dp import DPSVI, PrivacyBudget
-        >>> from numpyro_dp.samplers import FullBatch
-        >>> def model(x):
-        ...     mean = numpyro.sample("mean", dist.Normal(0, 1))
-        ...     with numpyro.plate("records", x.shape[0]):
-        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
-        >>> svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
-        ...             sampler=FullBatch(), budget=PrivacyBudget(1.0, 1e-5), num_steps=10)
-        >>> x = jnp.full(1000, 0.5)
-        >>> state = svi.init(jax.random.key(0), x)
-        >>> try:
-        ...     svi.evaluate(state, x)  # the loss on the records
-        ... except SensitiveValueError as error:
-        ...     print(str(error).split(",")[0])
-        evaluate needs allow_sensitive=True
-    """
 
 
 class Trace(NamedTuple):
@@ -81,26 +55,10 @@ class PrivateLosses(NamedTuple):
     values: Float[np.ndarray, "... kept"]
 
 
-class SensitiveLosses(NamedTuple):
-    """A loss curve without protection. Never publish it.
-
-    Attributes:
-        steps: Last step of each window.
-        values: Mean over each window of the negative evidence lower bound on the batch.
-    """
-
-    steps: Int[np.ndarray, " kept"]
-    values: Float[np.ndarray, "... kept"]
-
-    def __repr__(self) -> str:
-        """Shows no value."""
-        return f"SensitiveLosses(<{len(self.values)} values: never publish them>)"
-
-
 class _RunResult(NamedTuple):
     params: dict[str, Any]
     state: SensitiveState | None
-    losses: PrivateLosses | SensitiveLosses | None
+    losses: PrivateLosses | None
 
 
 class RunResult(_RunResult):
@@ -109,7 +67,7 @@ class RunResult(_RunResult):
     Attributes:
         params: Constrained parameters. You may publish them.
         state: Sensitive state to resume from. A pickle of the result leaves it out (``None``).
-        losses: :class:`PrivateLosses`, :class:`SensitiveLosses`, or ``None``.
+        losses: :class:`PrivateLosses`, or ``None``.
         trace: Thinned private iterates. You may publish them.
         privacy: Report of the privacy spent. You may publish it.
         folded: Result of ``run(..., fold=...)``, else ``None``. You may publish it.
@@ -146,7 +104,7 @@ class RunResult(_RunResult):
         cls,
         params: dict[str, Any],
         state: SensitiveState | None,
-        losses: PrivateLosses | SensitiveLosses | None,
+        losses: PrivateLosses | None,
         trace: Trace,
         privacy: PrivacyReport,
         folded: Any = None,

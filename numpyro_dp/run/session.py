@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ from numpyro_dp.run.checkpoint import Checkpoint
 from numpyro_dp.run.course import Course, Progress, follow, with_bar
 from numpyro_dp.run.folder import seal_of, traced
 from numpyro_dp.run.loss import LOSS_ENTRY, with_loss, with_loss_norm
-from numpyro_dp.run.results import PrivateLosses, SensitiveLosses, Trace
+from numpyro_dp.run.results import PrivateLosses, Trace
 from numpyro_dp.run.scores import MOST_LATENTS, ScoreSums, score_sums, with_observation
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import RunIdentity, RunState, SensitiveState
@@ -134,7 +133,6 @@ class Session:
             settings.mechanism,
             settings.loss_release,
             settings.budget,
-            settings.allow_sensitive,
             settings.secret_key is not None,
             settings.repetition,
             self.method.values,
@@ -163,7 +161,7 @@ class Session:
     def update(
         self, state: SensitiveState, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[SensitiveState, Array]:
-        """Takes one step. The value is ``nan`` unless sensitive values are allowed."""
+        """Takes one step. The value is ``nan``."""
         return self._update(state, self.rows(args, kwargs))
 
     def begin(
@@ -255,7 +253,7 @@ class Session:
 
     def run_many(
         self, rows: Rows, begun: tuple[Course, Progress], kept: Checkpoint | None = None
-    ) -> tuple[PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
+    ) -> tuple[PyTree, Trace, PrivateLosses | None]:
         """Runs many states in lockstep.
 
         Returns:
@@ -443,42 +441,30 @@ class Session:
         # state, so each lane gets its own keys, also if only the rows differ between lanes.
         before = state.opened_once()
         start = before.with_new_keys(lambda keys: key_of_lane(keys, (before, rows)))
-        new, value = self._step_and_value(start, rows)
+        new, _ = self._step(start, rows)
         # Beyond the budget the result is dropped, so no more is released.
         active = before.step < before.max_steps
         new = jax.tree.map(lambda after, before: jnp.where(active, after, before), new, before)
-        return state.closed(new), value if self.settings.allow_sensitive else jnp.full((), jnp.nan)
+        return state.closed(new), jnp.full((), jnp.nan)
 
     def _step_and_value(self, state: RunState, rows: Rows) -> tuple[RunState, Array]:
         new, step = self._step(state, rows)
         return new, self._value(state, rows, step)
 
     def _value(self, state: RunState, rows: Rows, step: Step) -> Array:
-        """The loss of a step from ``state``, if there is one to show."""
-        problem = self.problem.at(rows.shared)
-        if self.settings.loss_release is not None:
-            # The norm of this step. In the state after it, an adaptive norm has moved.
-            scale = self._loss_scale(state.mechanism_state)
-            log_likelihood = step.released.total[LOSS_ENTRY] / scale
-        elif self.settings.allow_sensitive:
-            log_likelihood = self._sensitive_log_likelihood(problem, step)
-        else:
+        """The loss of a step from ``state``, if it was released."""
+        if self.settings.loss_release is None:
             return jnp.zeros(())
+        # The norm of this step. In the state after it, an adaptive norm has moved.
+        scale = self._loss_scale(state.mechanism_state)
+        log_likelihood = step.released.total[LOSS_ENTRY] / scale
         # Key and parameters of the step give its draw again.
-        return -(log_likelihood + self.method.objective.rest(problem, step.params, step.rng_key))
+        problem = self.problem.at(rows.shared)
+        return -(log_likelihood + self.method.public_loss(problem, step.params, step.rng_key))
 
-    def _sensitive_log_likelihood(self, problem: Problem, step: Step) -> Array:
-        of_record = functools.partial(self.method.objective.of_record, problem)
-        values = jax.vmap(of_record, in_axes=(None, None, 0))(
-            step.params, step.rng_key, step.examples
-        )
-        return jnp.sum(jnp.where(step.mask, values, 0)) / self.inclusion_prob
-
-    def _losses(self, steps: np.ndarray, values: Any) -> PrivateLosses | SensitiveLosses | None:
+    def _losses(self, steps: np.ndarray, values: Any) -> PrivateLosses | None:
         if self.settings.loss_release is not None:
             return PrivateLosses(steps, values)
-        if self.settings.allow_sensitive:
-            return SensitiveLosses(steps, values)
         return None
 
 
@@ -495,7 +481,7 @@ class Finished(NamedTuple):
     """
 
     state: SensitiveState
-    losses: PrivateLosses | SensitiveLosses | None
+    losses: PrivateLosses | None
     trace: Trace
     folded: PyTree
     scores: ScoreSums | None

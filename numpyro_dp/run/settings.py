@@ -21,20 +21,7 @@ from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism, build_mecha
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.run.loss import LossRelease, with_loss_norm
 
-__all__ = ["Method", "Objective", "RunSettings"]
-
-
-class Objective(NamedTuple):
-    """The terms of the loss of a step, for runs that show or release it.
-
-    Attributes:
-        of_record: ``(problem, params, rng_key, example) -> float``. The log likelihood of one
-            record.
-        rest: ``(problem, params, rng_key) -> float``. The terms that see no record.
-    """
-
-    of_record: Callable[[Any, PyTree, Array, PyTree], Array]
-    rest: Callable[[Any, PyTree, Array], Array]
+__all__ = ["Method", "RunSettings"]
 
 
 class Method(NamedTuple):
@@ -46,7 +33,8 @@ class Method(NamedTuple):
         values: Settings of the method. A state can be resumed only if these are the same.
         independent_noise: Reason why the noise of steps must be independent. Empty if it may be
             correlated.
-        objective: Terms of the loss. ``None`` for drivers that offer no loss.
+        public_loss: ``(problem, params, rng_key) -> float``, the terms of minus the loss that see
+            no record. ``None`` for drivers that offer no loss.
 
     Example:
         >>> import numpyro
@@ -59,7 +47,7 @@ class Method(NamedTuple):
     optim: Any
     values: tuple[Any, ...] = ()
     independent_noise: str = ""
-    objective: Objective | None = None
+    public_loss: Callable[[Any, PyTree, Array], Array] | None = None
 
     def estimator_of(self, problem: Problem) -> Estimator:
         """Builds the estimator, or raises TypeError."""
@@ -88,7 +76,6 @@ class RunSettings:
     num_steps: int | None = None
     accountant: Accountant | None = None
     loss_release: LossRelease | None = None
-    allow_sensitive: bool = False
     microbatch_size: int | None = None
     mesh: Mesh | None = None
     public: Any = ()

@@ -187,7 +187,6 @@ def report_for(plan: Plan, num_steps: int, identity: RunIdentity) -> PrivacyRepo
         dataclasses.replace(plan, budget=budget),  # a report may be published, a ledger may not
         reproducible=identity.reproducible,
         loss_released=identity.loss_release is not None,
-        sensitive_allowed=identity.sensitive,
         repetition=identity.repetition,
         data_plate=identity.data_plate,
         public=identity.public,

@@ -49,7 +49,6 @@ class RunIdentity:
         mechanism: Builds the mechanism.
         loss_release: Whether and how a loss curve is released.
         budget: Budget to which the noise was calibrated.
-        sensitive: Whether a driver with ``allow_sensitive`` took steps.
         reproducible: Whether the caller supplied the secret key.
         repetition: Whether the run may repeat the noise of another run.
         method: Settings of the method. Empty for most drivers.
@@ -66,7 +65,6 @@ class RunIdentity:
     mechanism: MechanismBuilder
     loss_release: Any
     budget: Any
-    sensitive: bool
     reproducible: bool
     repetition: bool
     method: tuple[Any, ...]

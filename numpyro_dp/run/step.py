@@ -34,15 +34,11 @@ class Step(NamedTuple):
         params: The iterate before the step.
         rng_key: Key of the step's draw from the guide.
         released: The noisy sum of the step.
-        examples: The batch. Sensitive.
-        mask: Which entries of the batch count. Sensitive.
     """
 
     params: PyTree
     rng_key: Array
     released: Released
-    examples: PyTree
-    mask: Array
 
 
 def build_step(
@@ -102,7 +98,7 @@ def build_step(
         if numbered:
             examples = (*examples, seeds)
         state, *found = everywhere((state, rows.shared), (examples, lengths, seeds), mask)
-        return state._replace(sampler_state=sampler_state), Step(*found, examples, mask)
+        return state._replace(sampler_state=sampler_state), Step(*found)
 
     return step
 

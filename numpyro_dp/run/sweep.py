@@ -24,7 +24,7 @@ from numpyro_dp.model.records import Rows
 from numpyro_dp.privacy.mechanism.clip_norm import AdaptiveClip, ClipNorm
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.folder import Folder, fingerprint, locked, traced
-from numpyro_dp.run.results import PrivateLosses, SensitiveLosses, Trace
+from numpyro_dp.run.results import PrivateLosses, Trace
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.spending import (
@@ -49,7 +49,7 @@ class SweepRun(NamedTuple):
 
     params: dict[str, Any]
     trace: Trace
-    losses: PrivateLosses | SensitiveLosses | None
+    losses: PrivateLosses | None
     privacy: PrivacyReport
 
 
@@ -71,7 +71,7 @@ class SweepResult(NamedTuple):
 
     params: dict[str, Any]
     trace: Trace
-    losses: PrivateLosses | SensitiveLosses | None
+    losses: PrivateLosses | None
     labels: dict[str, np.ndarray]
     privacy: tuple[PrivacyReport, ...]
 
@@ -302,7 +302,7 @@ def _in_chunks(
     store: Folder | None,
     started: Callable[..., AbstractContextManager[None]],
     charged: Callable[[], None],
-) -> tuple[PyTree, Trace, PrivateLosses | SensitiveLosses | None]:
+) -> tuple[PyTree, Trace, PrivateLosses | None]:
     parts = []
     # A sweep that fails without a store returns nothing, so all its keys become free again. Runs
     # are charged once their keys are registered, so that a refused sweep costs nothing.
@@ -344,11 +344,6 @@ def combinations(
     Raises:
         ValueError: If the arguments contradict each other or the driver.
     """
-    if folder and settings.allow_sensitive:
-        raise ValueError(
-            f"Expected no folder={str(folder)!r} with allow_sensitive=True. The folder would keep "
-            "losses without protection. Leave out the folder, or allow_sensitive."
-        )
     noises: list[dict[str, Any]] = [{}]
     if epsilon is not None and noise_multiplier is not None:
         raise ValueError(

@@ -16,7 +16,7 @@ from numpyro.infer import SVI, autoguide
 
 from numpyro_dp._compat import make_program
 from numpyro_dp._validate import check_callable, check_real
-from numpyro_dp.core import Estimator, MechanismBuilder, PyTree, Sampler
+from numpyro_dp.core import Estimator, MechanismBuilder, Sampler
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frontend import (
     Call,
@@ -28,7 +28,7 @@ from numpyro_dp.model.frontend import (
 )
 from numpyro_dp.model.public import UnsupportedModelError, declare
 from numpyro_dp.model.structure import ModelStructure
-from numpyro_dp.model.variational import VariationalProblem, guide_kind, likelihood_key
+from numpyro_dp.model.variational import VariationalProblem, guide_kind
 from numpyro_dp.posterior.averaging import SHORTEST
 from numpyro_dp.posterior.diagnosis import findings_of_run, without_noise
 from numpyro_dp.posterior.from_model import ModelSource, findings_of_drift
@@ -41,10 +41,9 @@ from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.loss import LossRelease
-from numpyro_dp.run.results import RunResult, SensitiveValueError
-from numpyro_dp.run.settings import Method, Objective, RunSettings
+from numpyro_dp.run.results import RunResult
+from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import SensitiveState, check_state
-from numpyro_dp.sums.devices import copied
 from numpyro_dp.vi.estimators import aligned
 from numpyro_dp.vi.estimators.centred import centred_if_possible
 from numpyro_dp.vi.first_widths import first_widths
@@ -108,14 +107,10 @@ class DPSVI(Driver):
             units. Noise hides the curvature from narrow draws. ``None`` leaves them to the guide.
             So does an ``init_scale`` of the guide, a value in ``init_params``, a run without noise,
             and a model with more than 300 latents.
-        allow_sensitive: Lets ``update``, ``evaluate`` and ``run`` return losses without protection.
-            Losses of ``update`` and ``run`` use a closed-form entropy if one is known. They agree
-            with the losses of ``SVI`` on average, not value by value.
         microbatch_size: Records of a batch in memory at a time. Lower it if you run out of memory:
             the result changes by rounding at most. By default about a million values (gradients, or
             factors of the gradients of layers) are in memory. A step also needs about four times
-            the memory of the parameters. Each run of a sweep needs this memory. ``allow_sensitive``
-            needs more.
+            the memory of the parameters. Each run of a sweep needs this memory.
         mesh: Devices that share the work: each clips and sums its part of a batch. Records are
             spread over the devices if their number is divisible by the number of devices, else
             copied. Arrays that are already spread over them stay, also over several processes.
@@ -187,7 +182,6 @@ class DPSVI(Driver):
         accountant: Accountant | None = None,
         loss_release: LossRelease | None = None,
         init_scale: float | None = 0.5,
-        allow_sensitive: bool = False,
         microbatch_size: int | None = None,
         mesh: Mesh | None = None,
         public: Any = (),
@@ -201,12 +195,12 @@ class DPSVI(Driver):
         settings = RunSettings(
             clip_norm=clip_norm, sampler=sampler, mechanism=mechanism, budget=budget,
             noise_multiplier=noise_multiplier, secret_key=secret_key, num_steps=num_steps,
-            accountant=accountant, loss_release=loss_release, allow_sensitive=allow_sensitive,
+            accountant=accountant, loss_release=loss_release,
             microbatch_size=microbatch_size, mesh=mesh, public=public, repetition=repetition
         )  # fmt: skip
         if estimator is None:
             estimator = centred_if_possible if loss_release is None else aligned()
-        super().__init__(Method(estimator, svi.optim, objective=_ELBO), settings)
+        super().__init__(Method(estimator, svi.optim, public_loss=_prior_and_entropy), settings)
         self._model, self.guide, self.optim = model, guide, svi.optim
         self.static_kwargs = static_kwargs
         if init_scale is not None:
@@ -248,29 +242,11 @@ class DPSVI(Driver):
         return self._frontend.svi.get_params(svi_state)
 
     def evaluate(self, svi_state: SensitiveState, *args: Any, **kwargs: Any) -> Array:
-        """Returns the negative evidence lower bound on the data, which is sensitive.
-
-        Raises:
-            SensitiveValueError: Unless ``allow_sensitive=True``.
-        """
-        if self.max_rows is not None:
-            raise UnsupportedModelError(
-                "evaluate does not support units of several rows. Evaluate public data with "
-                "numpyro.infer.SVI."
-            )
-        if not self.settings.allow_sensitive:
-            raise SensitiveValueError(
-                "evaluate needs allow_sensitive=True, because the loss on the records is not "
-                "protected. Use loss_release= for a loss curve within the budget, or evaluate on "
-                "public data with numpyro.infer.SVI."
-            )
-        if self.structure(args, kwargs).summed:
-            raise UnsupportedModelError(
-                "evaluate does not support discrete latent sites: NumPyro would draw them, and a "
-                "run sums them out. Use loss_release=, or sum them out in the model."
-            )
-        args, kwargs = copied(self.settings.mesh, (args, kwargs))
-        return self._frontend.svi.evaluate(copied(self.settings.mesh, svi_state), *args, **kwargs)
+        """Raises ValueError: the loss on the records is not protected."""
+        raise ValueError(
+            "The loss on the records is not protected, so it is not shown. Use loss_release= for a "
+            "loss curve within the budget, or evaluate on public data with numpyro.infer.SVI."
+        )
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         """Reads the model from shapes alone."""
@@ -319,21 +295,11 @@ def _can_be_widened(guide: Any, result: RunResult) -> bool:
     return guide_kind(guide) in _WIDENED and len(result.trace.steps) >= SHORTEST
 
 
-def _log_likelihood(
-    problem: VariationalProblem, params: dict[str, Any], rng_key: Array, example: PyTree
-) -> Array:
-    latents, _ = problem.draw(params, rng_key)
-    return problem.log_likelihood(latents, params, example, likelihood_key(rng_key))
-
-
 def _prior_and_entropy(
     problem: VariationalProblem, params: dict[str, Any], rng_key: Array
 ) -> Array:
     latents, entropy = problem.draw(params, rng_key)
     return problem.log_prior(latents, params) + entropy
-
-
-_ELBO = Objective(_log_likelihood, _prior_and_entropy)
 
 
 def _check_optim(optim: Any) -> Any:

@@ -228,7 +228,8 @@ def test_a_driver_without_noise_refuses_correlated_noise_too():
 
 @pytest.mark.parametrize("wrong", [GaussianMechanism, lambda clip_norm, noise: 3, [1], None])
 def test_what_makes_no_mechanism_is_refused(wrong):
-    with pytest.raises(TypeError, match="Expected mechanism to be a hashable value such as"):
+    # The second text is that of the check of types in tests, which comes first.
+    with pytest.raises(TypeError, match="Expected mechanism to be a hashable value|Expected type"):
         run_of(MECHANISMS[0]._replace(mechanism=wrong))
 
 
@@ -430,14 +431,16 @@ def test_a_driver_shows_every_setting_and_takes_it(row):
     assert "secret" not in repr(driver.settings)
     shown = inspect.signature(type(driver)).parameters
     own = set(inspect.signature(RunSettings).parameters)
-    losses = {"loss_release", "allow_sensitive"}
+    losses = {"loss_release"}
     apart = {"DPSVI": set(), "DPSEP": losses, "DPMCMC": losses | {"num_steps"}}
     left_out = apart.get(row.name, losses | {"public"})
     assert set(shown) & own == own - left_out
     for name in set(shown) & own - {"clip_norm", "sampler", "noise_multiplier"}:
         assert shown[name].default == RunSettings.__dataclass_fields__[name].default
     assert shown["clip_norm"].default is inspect.Parameter.empty
-    with pytest.raises(TypeError, match="missing a required (keyword-only )?argument: 'clip_norm'"):
+    with pytest.raises(
+        TypeError, match="missing .* required (keyword-only )?argument: 'clip_norm'"
+    ):
         row.build(mean_model, sampler=FullBatch())
 
 

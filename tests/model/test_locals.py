@@ -422,14 +422,6 @@ def test_a_masked_entry_is_counted_once() -> None:
 
 
 @pytest.mark.full
-def test_numpyro_s_evaluate_is_refused_where_latents_are_summed_out() -> None:
-    svi = driver(mixture, AutoDiagonalNormal(mixture), allow_sensitive=True)
-    state = svi.init(jax.random.key(0), X)
-    with pytest.raises(UnsupportedModelError, match="evaluate"):
-        svi.evaluate(state, X)
-
-
-@pytest.mark.full
 def test_static_keywords_reach_every_part_of_a_guide() -> None:
     def model(x, dim):
         mean = numpyro.sample("mean", dist.Normal(0, 1).expand([dim]).to_event(1))

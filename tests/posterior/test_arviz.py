@@ -160,26 +160,6 @@ def test_its_plots(made):
 NEW = hasattr(arviz, "from_numpyro_svi")  # ArviZ 1.x
 
 
-@pytest.mark.skipif(not NEW, reason="ArviZ before 1.0 has no adapters")
-def test_the_adapter_has_draws_and_no_record(made):
-    result = made[0]
-    posterior = result.posterior
-    tree = arviz.from_numpyro(posterior.arviz_adapter(50))
-    assert names(tree) == {"posterior", "sample_stats"}
-    assert tree["posterior"]["net.w"].dims[0] == "sample"
-    expected = posterior.sample(jax.random.key(0), 50)
-    np.testing.assert_array_equal(tree["posterior"]["net.w"].values, expected["net/w"])
-    assert (tree["sample_stats"]["epsilon"].values == result.privacy.epsilon).all()
-    assert (tree["sample_stats"]["delta"].values == 1e-3).all()
-    assert str(SECRET) not in str(tree)
-
-
-@pytest.mark.skipif(NEW, reason="ArviZ 1.x has them")
-def test_the_adapter_needs_new_arviz(made):
-    with pytest.raises(ImportError, match="ArviZ 1.0 or later"):
-        made[0].posterior.arviz_adapter()
-
-
 @pytest.mark.full
 def test_the_ways_of_arviz_that_would_copy_records_are_refused(made):
     svi = DPSVI(model, AutoNormal(model), optax.adam(0.05), clip_norm=1.0, sampler=Poisson(0.2),

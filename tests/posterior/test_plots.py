@@ -11,10 +11,8 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal
-from scipy import stats
 
-from numpyro_dp import DPSVI, PrivacyBudget, fit, load, plots
-from numpyro_dp.posterior import Rehearsal
+from numpyro_dp import DPSVI, PrivacyBudget, fit, plots
 from numpyro_dp.samplers import Poisson
 
 matplotlib.use("Agg")
@@ -94,19 +92,12 @@ def test_shares_of_the_prior(posterior):
 
 
 @pytest.mark.full
-def test_epsilon_grows_to_what_the_report_says(records):
+def test_a_frame_of_a_sweep(records):
     svi = DPSVI(
         model, AutoDiagonalNormal(model), optax.adam(0.05), clip_norm=2.0, sampler=Poisson(0.1),
         budget=PrivacyBudget(1.0, 1e-5)
     )  # fmt: skip
-    result = svi.run(jax.random.key(0), 100, *records, progress_bar=False)
-    values = points(plots.epsilon_by_step(result.privacy, num_points=4))[0]
-    assert values[:, 0].tolist() == [25, 50, 75, 100]
-    assert np.all(np.diff(values[:, 1]) > 0)
-    assert values[-1, 1] == result.privacy.epsilon
-    assert values[1, 1] == result.privacy.plan.spent(50).epsilon
     swept = svi.sweep(jax.random.split(jax.random.key(0), 2), 20, *records, epsilon=[0.5, 1.0])
-    assert len(plots.iterates(swept.one(1), "auto_loc").get_lines()) == 6
     frame = swept.to_frame(first=lambda run: float(run.params["auto_loc"][0]), number=range(4))
     assert frame.epsilon.tolist() == swept.labels["epsilon"].tolist()
     np.testing.assert_array_equal(frame["first"], swept.params["auto_loc"][:, 0])
@@ -117,16 +108,6 @@ def test_epsilon_grows_to_what_the_report_says(records):
         swept.to_frame(seed=range(4))
     with pytest.raises(ValueError, match="each of 4 runs"):
         swept.to_frame(first=[1.0])
-    with pytest.raises(ValueError, match="clip norm of this run is fixed"):
-        plots.clip_norms(result)
-    with pytest.raises(ValueError, match="no parameter 'loc'"):
-        plots.iterates(result, "loc")
-
-
-def test_a_loaded_posterior_has_no_epsilon_by_step(posterior, tmp_path):
-    posterior.save(tmp_path / "w.posterior")
-    with pytest.raises(TypeError, match="whole run alone"):
-        plots.epsilon_by_step(load(tmp_path / "w.posterior").privacy)
 
 
 def test_utility_has_means_and_standard_errors():
@@ -144,27 +125,6 @@ def test_utility_has_means_and_standard_errors():
         plots.utility(runs, "loss")
     with pytest.raises(ValueError, match="positive"):
         plots.utility({"epsilon": [0.0], "error": [1.0]}, "error")
-
-
-def test_coverage_and_its_errors():
-    held = {prob: np.array([prob - 0.1, prob + 0.1]) for prob in (0.5, 0.8)}
-    ax = plots.coverage({"narrow": Rehearsal(held, *[np.zeros(2)] * 5)})
-    np.testing.assert_allclose(points(ax)[0], [[0.5, 0.5], [0.8, 0.8]])
-    np.testing.assert_allclose(segments(ax)[0][:, 1], [0.4, 0.6])
-
-
-def test_reliability_of_two_outcomes_and_of_classes():
-    p = np.array([0.05, 0.15, 0.95, 0.95])
-    places = points(plots.reliability(p, [0, 1, 1, 1], num_bins=2))[0]
-    np.testing.assert_allclose(places, [[0.1, 0.5], [0.95, 1.0]])
-    ax = plots.reliability([[0.2, 0.8], [0.7, 0.3]], [1, 1], num_bins=1)
-    np.testing.assert_allclose(points(ax)[0], [[0.75, 0.5]])
-    exact = stats.binomtest(1, 2).proportion_ci(0.9, "exact")
-    np.testing.assert_allclose(segments(ax)[0][:, 1], [exact.low, exact.high])
-    with pytest.raises(ValueError, match=r"\[0, 1\]"):
-        plots.reliability([1.2], [1])
-    with pytest.raises(ValueError, match=r"got \(2,\) and \(3,\)"):
-        plots.reliability(p[:2], [0, 1, 1])
 
 
 def test_an_attack_is_bounded_by_both_inequalities():

@@ -121,10 +121,10 @@ def test_what_batches_do_beside_the_event_adds_up():
 
 def test_caveats_of_earlier_runs_are_told():
     plan = planned(FullBatch(), 3, PrivacyBudget(50.0, 1e-5), 30.0)
-    shown = PrivacyReport(plan.spent(3), 3, plan, True, sensitive_allowed=True)
+    shown = PrivacyReport(plan.spent(3), 3, plan, True, repetition=True)
     later = str(report(FullBatch(), 2, PrivacyBudget(50.0, 1e-5).after(shown), 30.0))
     assert "Earlier run: Reproducible run" in later
-    assert "Earlier run: allow_sensitive=True" in later
+    assert "Earlier run: repetition=True" in later
 
 
 def model(x):

@@ -200,10 +200,6 @@ def elsewhere():
         found[name] = {"params": np.asarray(result.params["auto_loc"]).tolist()}
     placed = NamedSharding(square, PartitionSpec("b"))
     found["foreign"] = run(svi(eight), [jax.device_put(array, placed) for array in data])
-    for name, mesh in (("loss", None), ("loss of eight", eight)):
-        shown = svi(mesh, allow_sensitive=True)
-        state = shown.init(key, *data)
-        found[name] = {"params": [float(shown.evaluate(state, *data))]}
     explicit = jax.make_mesh((8,), ("r",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(explicit):
         try:

@@ -80,20 +80,6 @@ def test_a_reproducible_run_stays_marked(state):
 
 
 @pytest.mark.full
-def test_a_run_that_showed_losses_stays_marked(state):
-    shown = driver(allow_sensitive=True).run(
-        jax.random.key(0), 2, jnp.ones(50), progress_bar=False, init_state=state
-    )
-    assert shown.privacy.sensitive_allowed
-    result = driver().run(
-        jax.random.key(0), 2, jnp.ones(50), progress_bar=False, init_state=shown.state
-    )
-    assert result.privacy.sensitive_allowed
-    with pytest.raises(BudgetError, match="sensitive=False"):
-        driver(allow_sensitive=True).update(state, jnp.ones(50))
-
-
-@pytest.mark.full
 def test_a_loop_of_updates_says_what_it_spent(state):
     svi = driver()
     assert svi.privacy(state).num_steps == 3

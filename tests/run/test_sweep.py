@@ -312,9 +312,3 @@ def test_chunks_fit_the_memory(data, tmp_path, monkeypatch):
     small = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 2.0], folder=tmp_path / "small")
     assert 1 < len(list((tmp_path / "small").glob("*.npz"))) < 6
     np.testing.assert_allclose(small.params["auto_loc"], whole.params["auto_loc"], rtol=1e-5)
-
-
-def test_a_folder_keeps_no_losses_that_nothing_protects(data, tmp_path):
-    with pytest.raises(ValueError, match=r"no folder=.* with allow_sensitive"):
-        driver(allow_sensitive=True).sweep(KEYS, STEPS, data, folder=tmp_path / "found")
-    assert not (tmp_path / "found").exists()

@@ -387,7 +387,3 @@ def test_rehearsal_and_checks_take_units():
     bad = np.where(np.arange(400)[:, None] == 7, np.nan, x)
     checked = check_records(model, bad, (x[:, 0] > 0) * 1, unit=ids, max_rows_per_unit=2)
     assert checked.not_finite.tolist() == [7]
-    svi = DPSVI(model, AutoDiagonalNormal(model), optax.sgd(0.1), clip_norm=1.0,
-                sampler=FullBatch(), noise_multiplier=1.0, max_rows_per_unit=2)  # fmt: skip
-    with pytest.raises(UnsupportedModelError, match="evaluate does not support units"):
-        svi.evaluate(svi.init(KEY, x, x[:, 0], unit=ids), x, x[:, 0], unit=ids)
