@@ -444,7 +444,7 @@ def test_a_driver_shows_every_setting_and_takes_it(row):
         row.build(mean_model, sampler=FullBatch())
 
 
-@pytest.mark.every_case
+@pytest.mark.table
 @by_row(DRIVERS)
 def test_a_driver_reports_what_it_spent(row):
     data = data_of(row)

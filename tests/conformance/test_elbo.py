@@ -53,6 +53,7 @@ def gradient_errors(pieces):
     return {row.name: relative(found[row.name], references[row.reference]) for row in rows}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", fast_where(FAST))
 def test_gradient_is_the_elbo_gradient(name):
     errors = gradient_errors(single(name))

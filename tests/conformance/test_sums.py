@@ -129,7 +129,6 @@ def check_sums(sums, pieces, clips, sizes):
             assert is_zero(zero[row.name])
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", fast_where(FAST))
 def test_fast_sum_is_the_definition(name):
     pieces = single(name)
@@ -217,7 +216,6 @@ def test_records_of_half_precision_are_summed_in_single(dtype):
         assert distance(total, jax.tree.map(lambda x: copies * x, one)) < 1e-3 * 0.5
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("sum_of", [bounded_sum, bounded_sum_by_definition])
 @pytest.mark.parametrize("clip", [0.4, np.inf])
 def test_microbatches_have_the_sum_of_the_whole(clip, sum_of):

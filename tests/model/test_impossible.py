@@ -132,6 +132,7 @@ def test_an_impossible_row_takes_its_unit_out(estimator):
     np.testing.assert_allclose(found, missing, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_site_of_an_impossible_record_is_empty():
     def step(args):
         sep = DPSEP(poisson, clip_norm=0.5, sampler=FullBatch(), noise_multiplier=0.0,

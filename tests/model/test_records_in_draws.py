@@ -325,6 +325,7 @@ def test_predict_looks_at_what_it_is_about_to_run(tmp_path: Any) -> None:
             each.predict(KEY, X[:2], again=True)
 
 
+@pytest.mark.full
 def test_predict_takes_what_the_run_took(tmp_path: Any) -> None:
     """Public arrays, small ones, parameters of a network, and values of arguments."""
     table, small = jnp.asarray(np.linspace(-1, 1, 50)), np.array([0.5, 1.0, 1.5], np.float32)

@@ -73,6 +73,7 @@ def test_a_mixture():
     assert found.mean() == pytest.approx(0.25 + 0.75 * 20, abs=0.15)
 
 
+@pytest.mark.full
 def test_entries_of_an_outcome_are_independent():
     """Also if they share a parameter, which then has one entry."""
     for fn in (
@@ -159,6 +160,7 @@ def outcome(likelihood):
     return model
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("estimator", [None, aligned()])
 def test_a_report_says_if_records_decide_how_long_a_step_takes(estimator):
     """Counts of the default estimator are drawn; angles are drawn by JAX's loop, or not at all."""

@@ -79,6 +79,7 @@ def test_no_record_is_there_unless_asked_for(made):
             assert not (value.values == SECRET).any()
 
 
+@pytest.mark.full
 def test_records_are_marked(made):
     result, draws, _ = made
     tree = to_arviz(draws, result.privacy, sensitive_observed_data={"y": Y})

@@ -111,6 +111,7 @@ def test_points_that_move_far_and_posteriors_far_from_the_prior_are_bad():
     assert findings_of_normal(np.full(2, 5.0), np.eye(2) / 9, prior)[0].name == "conflict"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "shared", "told"),
     [(normal, False, set()), (diagonal_normal, False, {"independent"}),
@@ -123,6 +124,7 @@ def test_a_family_that_knows_no_correlation_is_told(family, shared, told):
     assert bad(result.diagnose()) == told
 
 
+@pytest.mark.full
 def test_a_family_may_know_no_correlation_if_records_mix_no_latents():
     def apart(x):
         mean = numpyro.sample("mean", dist.Normal(0, 1).expand([2]).to_event(1))

@@ -64,7 +64,6 @@ def theta(std):
     return 2.1 * math.exp(-2 * math.pi**2 * std**2)
 
 
-@pytest.mark.full
 def test_the_stated_distance_holds_with_exact_numbers():
     law = exact_law(decimal.Decimal(1120), 2**14 + 1000)[2**14 + 1000 :]
     found = drawn_by_table()
@@ -256,7 +255,6 @@ def test_float64_sums_get_the_same_noise():
     np.testing.assert_allclose(wide, added(1.0), atol=1e-5)
 
 
-@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize(
     "integer", [0, 1, -1, 2**16, -(2**16), 2**24 + 2, 2**26 + 5, -(2**30), 2**40, 2**50]
@@ -308,7 +306,6 @@ def test_integers_of_neighbours_differ_by_the_sensitivity_at_most(multiplier):
     )
 
 
-@pytest.mark.full
 def test_beyond_the_grid_a_release_is_noise_alone():
     def released(total, multiplier):
         sums = {"a": jnp.full(1000, total)}

@@ -171,7 +171,6 @@ def test_two_runs_share_no_noise_however_they_are_started():
         assert abs(x - y) > 1e-4, (a, b)
 
 
-@pytest.mark.full
 def test_every_step_has_noise_of_its_own():
     """The noise is 10,000 times the signal and steps are small, so all moves are its noise."""
     driver = DPSVI(
@@ -740,7 +739,6 @@ def test_a_scan_that_keeps_its_state_has_other_noise_in_each_step():
     assert len(np.unique(locs.round(5), axis=0)) == 4
 
 
-@pytest.mark.full
 def test_a_state_that_two_forks_continue_gets_other_keys_in_each(monkeypatch):
     driver = svi()
     state = driver.run(KEY, 2, X, **run).state

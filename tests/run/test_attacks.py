@@ -106,6 +106,7 @@ def test_one_run():
     assert one_run(budget=PrivacyBudget(40.0, 1e-5)).lower > 1.5
 
 
+@pytest.mark.full
 def test_noise_that_two_steps_share_is_found(monkeypatch):
     """One step is as private as claimed, so `audit` sees nothing."""
     usual = step._Private.ended

@@ -248,6 +248,7 @@ def control_c(monkeypatch):
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.full
 def test_control_c_ends_with_what_is_there(control_c, tmp_path, capsys):
     control_c(3)
     with pytest.raises(RunInterrupted, match="after 15 steps of 23") as stopped:

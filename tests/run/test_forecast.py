@@ -35,6 +35,7 @@ def forecasts(budget, y=None):
     }  # fmt: skip
 
 
+@pytest.mark.full
 def test_drivers_agree_on_what_a_budget_allows():
     found = forecasts(BUDGET)
     assert {(each.num_examples, each.num_latents) for each in found.values()} == {(2000, 3)}

@@ -63,7 +63,6 @@ def test_what_batches_do_beside_the_event_is_paid_for_in_every_step():
         assert less.epsilon < 0.998 * paid.epsilon
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("sampler", [FullBatch(), Poisson(0.2)])
 def test_replacing_a_record_moves_a_sum_by_twice_its_norm(sampler):
     noise = {}

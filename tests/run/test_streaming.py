@@ -112,6 +112,7 @@ def test_a_streamed_run_is_the_run(name, longest, monkeypatch):
     assert np.array_equal(*keys)  # the batches to come are the same too
 
 
+@pytest.mark.full
 def test_zeros_after_the_last_records_do_not_count(monkeypatch):
     """60 records in parts of 7 leave 3 zeros, which would say that the mean is 0."""
 

@@ -162,6 +162,7 @@ def test_message_passing_clips_the_site_of_a_unit():
     assert 1e-3 < np.linalg.norm(changes[0] - changes[1]) <= 2 * 0.3
 
 
+@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize("kind", ["DPSVI", "DPMCMC", "DPLaplace", "fit"])
 def test_reports_count_units(kind):

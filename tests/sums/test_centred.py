@@ -233,6 +233,7 @@ def test_a_model_without_outcomes_is_refused():
         svi.init(jax.random.key(0), jnp.zeros(5))
 
 
+@pytest.mark.full
 def test_models_without_a_prior_to_draw_from_or_with_a_moving_support_are_not_centred():
     def improper(x, y=None):
         shift = numpyro.param("shift", 0.0)
