@@ -72,9 +72,12 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="bugs whose name has this")
+    parser.add_argument("--since", default="", help="this bug and those after it")
     parser.add_argument("--readme", action="store_true", help="the tests of the README alone")
     options = parser.parse_args()
     found = tomllib.loads(pathlib.Path(__file__).with_name("bugs.toml").read_text())["bug"]
+    if options.since:
+        found = found[[bug["name"] for bug in found].index(options.since) :]
     chosen = [SimpleNamespace(**bug) for bug in found if options.only in bug["name"]]
     places, bad = Queue(), 0
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as threads:
