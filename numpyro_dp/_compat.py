@@ -29,6 +29,7 @@ __all__ = [
     "LOOPING",
     "LOOPS",
     "MOVES",
+    "PLACES",
     "POINT_SUFFIX",
     "Messenger",
     "Program",
@@ -71,6 +72,9 @@ LOOPING = (  # loop inside, until each entry has converged or was accepted
     "random_gamma", "random_gamma_grad", "igamma", "igammac", "igamma_grad_a",
     "regularized_incomplete_beta", "eigh", "eig", "svd", "schur",
 )  # fmt: skip
+PLACES = {  # parameters of operations that are numbers of the program, and no shapes
+    "slice": ("start_indices", "limit_indices"), "pad": ("padding_config",), "integer_pow": ("y",),
+}  # fmt: skip
 MOVES = (
     "reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim", "copy", "copy_p", "slice",
 )  # fmt: skip

@@ -21,6 +21,8 @@ import numpyro.distributions as dist
 from numpyro_dp._compat import (
     CUSTOM_BATCHING,
     HOST_CALLS,
+    PLACES,
+    Program,
     as_program,
     literal,
     make_program,
@@ -80,10 +82,26 @@ def numbers_in_program(found: Any) -> set[float]:
         atoms = [atom for each in program.equations for atom in each.invars]
         values = [value for atom in [*atoms, *program.outputs] for value in literal(atom)]
         values += [x for _, x in program.constants if not isinstance(x, jax.Array)]
+        values += _places(program)
         own |= {_number(np.ravel(x)[0]) for x in values if _is_number(x)}
         inner = [list(each.params.values()) for each in program.equations]
         own |= numbers_in_program(inner)
     return own
+
+
+def _places(program: Program) -> list[int]:
+    """Numbers by which a program cuts, pads and raises to powers.
+
+    Those that are not larger than how often it does so are left out, as for a loop over columns.
+    """
+    found = [
+        number
+        for equation in program.equations
+        for name in PLACES.get(equation.primitive.name, ())
+        for number in jax.tree.leaves(equation.params[name])
+    ]
+    often = sum(equation.primitive.name in PLACES for equation in program.equations)
+    return [number for number in found if number > often]
 
 
 def _is_number(value: Any) -> bool:
@@ -154,8 +172,7 @@ def _search(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
     seen.add(id(value))
     parts: list[Any] = []
     if is_array(value):
-        # Keys tell nothing about records. Models may hold them, as a fixed random projection does.
-        found += [] if is_key(value) else [value]
+        found.append(value)
     elif isinstance(value, functools.partial):
         parts = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, types.MethodType):

@@ -51,6 +51,7 @@ __all__ = [
 
 _own: set[Any] = set()
 _CAPTURED = "captured"
+_WORDS, _KEYS = 8, 2  # of a usual random key, and how many of them may be constants
 
 
 class UnsupportedModelError(ValueError):
@@ -285,8 +286,9 @@ class PublicValues:
         self.check_program(what, program, no_new=no_new)
 
     def check_program(
-        self, what: str, program: Program, *, no_new: str = "", once: bool = False
-    ) -> None:
+        self, what: str, program: Program, *, no_new: str = "", once: bool = False,
+        plain: bool = False,
+    ) -> None:  # fmt: skip
         """The check of :meth:`check` for a traced program.
 
         Args:
@@ -297,6 +299,7 @@ class PublicValues:
                 separately, so that many small arrays cannot hold a column with few distinct values.
                 If it evaluates the function several times, NumPy code in it makes equal copies,
                 which count once.
+            plain: As for :meth:`take`.
         """
         for name in refused_calls(program):
             if name == CUSTOM_BATCHING:
@@ -312,11 +315,9 @@ class PublicValues:
             )
         self._check_numbers(what, program)
         held = held_by_program(program)
-        held = (jax.random.key_data(x) if is_key(x) and x.size > 1 else x for x in held)
-        held = (x for x in held if not is_key(x))
         # A NumPy array with one entry is a literal, like a Python number. _check_numbers counts it.
-        held = (x for x in held if isinstance(x, jax.Array) or np.size(x) > 1)
-        self.take(what, held, no_new=no_new, once=once)
+        held = [x for x in held if isinstance(x, jax.Array) or np.size(x) > 1]
+        self.take(what, held, no_new=no_new, once=once, plain=plain)
 
     def _check_numbers(self, what: str, program: Program) -> None:
         """Raises if a program has many single numbers, as a Python loop over records would give."""
@@ -338,8 +339,9 @@ class PublicValues:
         self._trusted |= {_digest(array) for array in arrays if not is_key(array)}
 
     def take(
-        self, what: str, arrays: Iterable[Any], *, no_new: str = "", once: bool = False
-    ) -> None:
+        self, what: str, arrays: Iterable[Any], *, no_new: str = "", once: bool = False,
+        plain: bool = False,
+    ) -> None:  # fmt: skip
         """Accepts arrays as public, or raises.
 
         Args:
@@ -347,15 +349,21 @@ class PublicValues:
             arrays: The arrays.
             no_new: Why small arrays are refused too, unless they were declared or accepted before.
             once: Whether equal arrays count separately.
+            plain: Whether ``no_new`` spares arrays of one value and numbers 0, 1, 2 ... They tell
+                no more than a single number.
         """
-        objects = {_identity(array): array for array in arrays}
+        objects = {_identity(array): array for array in _without_few_keys(arrays)}
         found: dict[Any, int] = {}
         for array in objects.values():
             digest = _digest(array)
             found[digest] = found.get(digest, 0) + 1
             if digest in self._declared:
                 self._taken[digest] = (_described(self._declared[digest], array),)
-            elif digest in self._trusted | _own or digest in _of_jax():
+            elif (
+                digest in self._trusted | _own
+                or digest in _of_jax()
+                or (no_new and plain and _is_plain(array))
+            ):
                 continue
             elif len(self._taken.get(digest, ())) < (found[digest] if once else 1):
                 if no_new and not self._captured:
@@ -385,6 +393,27 @@ class PublicValues:
 @functools.cache
 def _of_jax() -> frozenset[Any]:
     return frozenset(map(_digest, written_by_jax().arrays))
+
+
+def _without_few_keys(arrays: Iterable[Any]) -> Iterator[Any]:
+    """Arrays, with the words of random keys. One or two usual keys are left out.
+
+    A model may hold a key, as that of a fixed random projection. Many keys could be a column.
+    """
+    keys, few = [], 0
+    for array in arrays:
+        if is_key(array):
+            keys.append(jax.random.key_data(array))
+        else:
+            yield array
+    few = {array.tobytes() for array in map(np.asarray, keys) if array.size <= _WORDS}
+    yield from (array for array in keys if array.size > _WORDS or len(few) > _KEYS)
+
+
+def _is_plain(array: Any) -> bool:
+    """Whether an array has one value, or the numbers 0, 1, 2 ..."""
+    values = np.ravel(np.asarray(array))
+    return bool(np.all(values == values[:1]) or np.all(values == np.arange(values.size)))
 
 
 def _arrays_in(value: Any) -> Iterator[Any]:

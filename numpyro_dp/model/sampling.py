@@ -9,6 +9,7 @@ parameter.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,15 +18,18 @@ import jax.numpy as jnp
 from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to
+from numpyro.infer import Predictive
 
 from numpyro_dp._compat import Messenger, make_program
+from numpyro_dp._tree import is_key
+from numpyro_dp.model.density import Model
 from numpyro_dp.model.dependence import inputs_of
 from numpyro_dp.model.locals import start
 from numpyro_dp.model.public import PublicValues
 from numpyro_dp.model.records import Arguments, ModelStructure, split_arrays
-from numpyro_dp.model.separation import is_factor, log_density, one_record
+from numpyro_dp.model.separation import is_factor, one_record
 
-__all__ = ["check_draws", "check_prediction"]
+__all__ = ["check_draws", "predict"]
 
 _NOT_OF_THE_RUN = (
     "which the run did not have, so the privacy report does not list it as public. Pass it as an "
@@ -51,11 +55,10 @@ def check_draws(
     alone = one_record(model, structure.data_plate)
 
     def drawn(*rows: Array) -> Any:
-        trace = _drawn(alone, layout.arguments(rows, shared))
-        prior = tuple(log_density(trace[name]) for name in structure.outside)
-        return _values(trace, structure.latents), prior
+        return _values(_drawn(alone, layout.arguments(rows, shared)), structure.latents)
 
     public.check_program("model, in a draw,", _program(drawn, *layout.one_row()), once=True)
+    public.check_program("prior", _program(_prior_and_slopes(model, structure, shared)))
     for arguments in _without_outcomes(alone, structure, shared):
         arrays, fill = split_arrays(arguments)
 
@@ -69,25 +72,27 @@ def check_draws(
         public.check_program("model, without outcomes,", program, once=True)
 
 
-def check_prediction(
+def predict(
     model: Callable[..., Any],
     public: PublicValues,
+    rng_key: Array,
     latents: dict[str, Array],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> None:
-    """Raises if a prediction reads arrays that are not public, or has other latents than the run.
+) -> dict[str, Array]:
+    """Predicts like ``numpyro.infer.Predictive``, after checking what the model is about to read.
 
     Args:
         model: The model, static keywords and parameters filled in.
         public: What was accepted as public before the run.
-        latents: One draw of the latents.
+        rng_key: Key of the predictions.
+        latents: Draws of the latents, with a leading axis.
         args: Arguments of the model.
         kwargs: Keyword arguments of the model.
 
     Raises:
-        UnsupportedModelError: If the prediction reads such an array, or calls the host.
-        ValueError: If the model has other latents with these arguments.
+        UnsupportedModelError: If the model reads an array that is not public, or calls the host.
+        ValueError: If the latents of the model have other shapes with these arguments.
     """
     arrays, fill = split_arrays(Arguments(args, kwargs))
     public = public.copy()
@@ -106,13 +111,43 @@ def check_prediction(
         run = handlers.seed(handlers.substitute(model, substitute_fn=value), jax.random.key(0))
         return _values(fill(arrays).trace(run))
 
+    def all_draws(rng_key: Array, latents: dict[str, Array], arrays: list[Any]) -> Any:
+        predictive = Predictive(model, posterior_samples=latents)
+        return fill(arrays).call(functools.partial(predictive, rng_key))
+
+    one = {name: value[0] for name, value in latents.items()}
     try:
-        program = _program(predicted, latents, *arrays)
+        program, run = _program(predicted, one, *arrays), jax.jit(all_draws)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         # The model reads values of its arguments, which are then constants of the program.
         public.trust(arrays)
-        program = _program(lambda latents: predicted(latents, *arrays), latents)
-    public.check_program("model, in a prediction,", program, no_new=_NOT_OF_THE_RUN, once=True)
+        program, run = _program(lambda one: predicted(one, *arrays), one), all_draws
+    public.check_program(
+        "model, in a prediction,", program, no_new=_NOT_OF_THE_RUN, once=True, plain=True
+    )
+    # Traced like the program that was checked, so the model cannot tell the two apart.
+    return run(rng_key, latents, arrays)
+
+
+def _prior_and_slopes(
+    model: Callable[..., Any], structure: ModelStructure, shared: tuple[Array, ...]
+) -> Callable[[], Any]:
+    """The log prior and its derivatives up to the second, whose rules may hold other arrays."""
+    own = Model(model, structure)
+
+    def all_orders() -> Any:
+        arguments = structure.layout.placeholder(shared)
+        trace = _drawn(one_record(model, structure.data_plate), arguments)
+        params = {name: trace[name]["value"] for name in structure.params}
+        latents = {
+            name: jnp.zeros(biject_to(trace[name]["fn"].support).inverse_shape(
+                jnp.shape(trace[name]["value"])
+            )) for name in structure.latents
+        }  # fmt: skip
+        slope = jax.value_and_grad(lambda latents: own.log_prior(latents, params, shared))
+        return jax.jvp(slope, (latents,), (latents,))
+
+    return all_orders
 
 
 def _program(fn: Callable[..., Any], *args: Any) -> Any:
@@ -129,6 +164,7 @@ def _values(trace: dict[str, Any], latents: tuple[str, ...] = ()) -> tuple[Any, 
     """Numbers at all sites, and the latents in unconstrained coordinates."""
     sites = (s for s in trace.values() if s["type"] in ("sample", "deterministic", "param"))
     found = [x for site in sites for x in jax.tree.leaves(site["value"]) if _is_numeric(x)]
+    found = [jax.random.key_data(x) if is_key(x) else x for x in found]
     for name in latents:
         with contextlib.suppress(NotImplementedError):
             found.append(biject_to(trace[name]["fn"].support).inv(trace[name]["value"]))
@@ -136,6 +172,8 @@ def _values(trace: dict[str, Any], latents: tuple[str, ...] = ()) -> tuple[Any, 
 
 
 def _is_numeric(value: Any) -> bool:
+    if is_key(value):
+        return True
     try:
         return any(jnp.issubdtype(jnp.result_type(value), k) for k in (jnp.number, jnp.bool_))
     except TypeError:  # a text

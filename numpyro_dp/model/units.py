@@ -31,13 +31,31 @@ __all__ = [
 
 UNIT = "unit"  # keyword of the ids
 _MISSING = (
-    "unit= has missing ids, or ids of several types. Rows without an id would be one record of "
-    "many people, and 1 and '1' two records of one. Give each row the id of its unit, in one type."
+    "unit= has missing ids, ids of several types, or ids that are neither numbers nor texts. Rows "
+    "without an id would be one record of many people, and 1 and '1' two records of one. Give each "
+    "row the id of its unit, in one type."
 )
 # Texts that pandas reads as missing, and NumPy's and Polars' own, in small letters. A list of texts
 # with a missing value becomes one of them before anybody can look.
 _MISSING_TEXTS = frozenset(
-    ("", "nan", "-nan", "none", "null", "nat", "<na>", "na", "n/a", "#na", "#n/a", "#n/a n/a")
+    (
+        "",
+        "nan",
+        "-nan",
+        "none",
+        "null",
+        "nat",
+        "<na>",
+        "na",
+        "n/a",
+        "#na",
+        "#n/a",
+        "#n/a n/a",
+        "1.#ind",
+        "-1.#ind",
+        "1.#qnan",
+        "-1.#qnan",
+    )
 )
 
 
@@ -186,6 +204,8 @@ def _checked(ids: Any, num_rows: int) -> np.ndarray:
     if found.dtype == object:
         values = found.tolist()
         kinds = [k for k in (str, bytes, Integral, float) if all(isinstance(v, k) for v in values)]
+        if kinds == [Integral] and len({isinstance(v, bool) for v in values}) > 1:
+            kinds = []
         if len(kinds) != 1:
             raise ValueError(_MISSING)
         if kinds == [float]:
@@ -193,13 +213,16 @@ def _checked(ids: Any, num_rows: int) -> np.ndarray:
         else:
             number_of = {value: number for number, value in enumerate(sorted(set(values)))}
             found = np.fromiter(map(number_of.__getitem__, values), np.int64, num_rows)
-        texts = number_of if kinds == [str] else ()
+        own = () if kinds == [float] else number_of
     else:
-        texts = np.unique(found).tolist() if found.dtype.kind in "UT" else ()
-    if any(text.strip().lower() in _MISSING_TEXTS for text in texts):
+        own = np.unique(found).tolist() if found.dtype.kind in "UTSi" else ()
+    if found.dtype.kind == "V":
+        raise ValueError(_MISSING)
+    if any(_is_missing(each) for each in own):
         raise ValueError(
-            "unit= has texts such as 'nan', 'NA' or '', which stand for a missing id. Rows without "
-            "an id would be one record of many people. Drop these rows, or give each its own id."
+            "unit= has ids such as 'nan', 'NA', '' or -1, which stand for a missing id (-1 is the "
+            "code of a missing category). Rows without an id would be one record of many people. "
+            "Drop these rows, or give each its own id."
         )
     if found.dtype.kind in "fc":
         # Beyond, neighbouring integers are one number, and so two people one record.
@@ -211,3 +234,11 @@ def _checked(ids: Any, num_rows: int) -> np.ndarray:
     elif found.dtype.kind in "mM" and np.isnat(found).any():
         raise ValueError(_MISSING)
     return found
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a text or an integer stands for a missing id."""
+    if isinstance(value, Integral):
+        return value in (-1, np.iinfo(np.int64).min)
+    text = value.decode(errors="replace") if isinstance(value, bytes) else value
+    return text.strip().lower() in _MISSING_TEXTS

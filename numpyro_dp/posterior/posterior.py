@@ -27,7 +27,7 @@ from numpyro.infer import Predictive
 
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.model.public import PublicValues
-from numpyro_dp.model.sampling import check_prediction
+from numpyro_dp.model.sampling import predict
 from numpyro_dp.posterior.densities import Densities
 from numpyro_dp.posterior.diagnosis import Diagnosis, Finding, findings_of_shares
 from numpyro_dp.posterior.inference_data import (
@@ -212,8 +212,7 @@ class Posterior:
         latent_key, rng_key = jax.random.split(rng_key)
         latents = self.sample(latent_key, num_samples)
         if self._public is not None:
-            one = {name: value[0] for name, value in latents.items()}
-            check_prediction(self._model, self._public, one, args, kwargs)
+            return predict(self._model, self._public, rng_key, latents, args, kwargs)
         return Predictive(self._model, posterior_samples=latents)(rng_key, *args, **kwargs)
 
     def summary(self, prob: float = 0.9) -> PosteriorSummary:

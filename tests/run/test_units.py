@@ -305,7 +305,7 @@ def test_latents_of_rows_are_refused():
     ],
 )
 def test_missing_and_mixed_ids_are_refused(ids):
-    with pytest.raises(ValueError, match="missing ids, or ids of several types"):
+    with pytest.raises(ValueError, match="missing ids, ids of several types"):
         group(ids, 3, 2)
 
 
