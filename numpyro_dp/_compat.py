@@ -31,6 +31,7 @@ __all__ = [
     "MOVES",
     "PLACES",
     "POINT_SUFFIX",
+    "RULED",
     "Messenger",
     "Program",
     "as_program",
@@ -67,6 +68,7 @@ _core: Any = jax.extend.core if hasattr(jax.extend.core, "get_opaque_trace_state
 # Names of operations in a traced program. JAX documents none of them.
 CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")  # call a program on their inputs
 CALLED = ("jaxpr", "call_jaxpr")  # parameters that hold the program of such a call
+RULED = ("checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call")  # calls, but for derivatives
 LOOPS = ("scan", "while", "cond")  # call programs on values other than their inputs
 LOOPING = (  # loop inside, until each entry has converged or was accepted
     "random_gamma", "random_gamma_grad", "igamma", "igammac", "igamma_grad_a",

@@ -10,7 +10,10 @@ from jax import Array
 
 from numpyro_dp._compat import CALLED, CALLS, Program, as_program, bind, literal, make_program
 
-__all__ = ["Constant", "Op", "ScalarProgram", "evaluate", "needed", "trace_scalar", "value_of"]
+__all__ = [
+    "Constant", "FlatProgram", "Op", "ScalarProgram", "evaluate", "flat", "needed", "trace_scalar",
+    "value_of",
+]  # fmt: skip
 
 
 class Constant:
@@ -55,11 +58,46 @@ class ScalarProgram(NamedTuple):
     shapes: dict[int, Any]
 
 
-def trace_scalar(scalar: Callable[[Any, Any], Array], point: Any, example: Any) -> ScalarProgram:
-    """Returns the program of a scalar, of arguments with these shapes, as a list of operations."""
+class FlatProgram(NamedTuple):
+    """A program with calls inlined.
+
+    Attributes:
+        ops: The operations, in order.
+        inputs: Numbers of the inputs.
+        outputs: Numbers of the outputs, or constants.
+        shapes: Shape and dtype of each value.
+    """
+
+    ops: tuple[Op, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[Any, ...]
+    shapes: dict[int, Any]
+
+
+def trace_scalar(
+    scalar: Callable[[Any, Any], Array], point: Any, example: Any, calls: tuple[str, ...] = CALLS
+) -> ScalarProgram:
+    """Returns the program of a scalar, of arguments with these shapes, as a list of operations.
+
+    Args:
+        scalar: ``(point, example) -> scalar``.
+        point: Arrays or shapes.
+        example: Arrays or shapes.
+        calls: Operations whose programs are inlined.
+    """
     # Shapes alone, because the program must not depend on the devices that hold the arrays.
     bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (point, example))
-    program, _ = make_program(scalar, *bare)
+    found = flat(make_program(scalar, *bare)[0], calls)
+    split = len(jax.tree.leaves(point))
+    # One output, because the scalar is the log likelihood of one record.
+    (output,) = found.outputs
+    return ScalarProgram(
+        found.ops, found.inputs[:split], found.inputs[split:], output, found.shapes
+    )
+
+
+def flat(program: Program, calls: tuple[str, ...] = CALLS) -> FlatProgram:
+    """Returns a program as a list of operations, with the programs of ``calls`` inlined."""
     ops: list[Op] = []
     shapes: dict[int, Any] = {}
 
@@ -67,15 +105,17 @@ def trace_scalar(scalar: Callable[[Any, Any], Array], point: Any, example: Any) 
         shapes[len(shapes)] = variable.aval
         return len(shapes) - 1
 
-    numbers = [fresh(variable) for variable in program.inputs]
-    # One output, because the scalar is the log likelihood of one record.
-    (output,) = _flatten(program, numbers, ops, fresh)
-    split = len(jax.tree.leaves(point))
-    return ScalarProgram(tuple(ops), tuple(numbers[:split]), tuple(numbers[split:]), output, shapes)
+    inputs = tuple(fresh(variable) for variable in program.inputs)
+    outputs = _flatten(program, inputs, ops, fresh, calls)
+    return FlatProgram(tuple(ops), inputs, tuple(outputs), shapes)
 
 
 def _flatten(
-    program: Program, inputs: Sequence[Any], ops: list[Op], fresh: Callable[[Any], int]
+    program: Program,
+    inputs: Sequence[Any],
+    ops: list[Op],
+    fresh: Callable[[Any], int],
+    calls: tuple[str, ...],
 ) -> list[Any]:
     """Appends the operations of a program with calls inlined, and returns its outputs."""
     environment = dict(zip(program.inputs, inputs, strict=True))
@@ -89,8 +129,8 @@ def _flatten(
         values = [read(atom) for atom in eqn.invars]
         bodies = [as_program(eqn.params[name]) for name in CALLED if name in eqn.params]
         # A call hides operations. A loop stays one operation: its body runs more than once.
-        if eqn.primitive.name in CALLS and (body := next(iter(bodies), None)):
-            outputs = _flatten(body, values, ops, fresh)
+        if eqn.primitive.name in calls and (body := next(iter(bodies), None)):
+            outputs = _flatten(body, values, ops, fresh, calls)
         else:
             outputs = [fresh(variable) for variable in eqn.outvars]
             ops.append(Op(eqn.primitive, eqn.params, tuple(values), tuple(outputs)))

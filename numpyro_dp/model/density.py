@@ -92,7 +92,7 @@ class Model(NamedTuple):
         structure = self.structure
         if structure.layout.max_rows is not None:
             found = self.unchecked._of_unit(latents, params, example, shared, rng_key)
-            return if_possible(found, self.possible(latents, example, shared))
+            return if_possible(found, self.possible(latents, example, shared, params))
         arguments = structure.layout.example(example, shared)
 
         def total(choice: dict[str, Array]) -> Array:
@@ -102,44 +102,44 @@ class Model(NamedTuple):
             size = trace[structure.data_plate]["args"][0]
             found = sum(log_density(trace[name]) for name in structure.inside)
             found -= size * sum(masked_away(name, trace[name]["fn"]) for name in choice)
-            found = found / size if size != 1 else found
-            return if_possible(found, self._values_inside(trace))
+            return found / size if size != 1 else found
 
         if not structure.summed:
             found = total({})
         else:
             found = jax.nn.logsumexp(jax.vmap(total)(structure.summed))
-        return if_possible(found, self._indices_inside(latents, params, example, shared))
+        return if_possible(found, self.possible(latents, example, shared, params))
 
     def possible(
-        self, latents: dict[str, Array], example: tuple[Array, ...], shared: tuple[Array, ...]
+        self,
+        latents: dict[str, Array],
+        example: tuple[Array, ...],
+        shared: tuple[Array, ...],
+        params: dict[str, Any] | None = None,
     ) -> Array | bool:
         """Whether a record has outcomes inside their supports, and indices inside their tables.
 
-        Only supports that no latent changes count, so the values of latents do not matter.
+        Only supports that no latent changes count, and indices that no latent changes.
         """
-        structure = self.structure
+        structure, params = self.structure, params or {}
         if structure.layout.max_rows is not None:
             *rows, counted = example
-            of_row = jax.vmap(lambda row: jnp.asarray(self.by_row.possible(latents, row, shared)))
+            of_row = jax.vmap(
+                lambda row: jnp.asarray(self.by_row.possible(latents, row, shared, params))
+            )
             return jnp.all(of_row(tuple(rows)) | (counted == 0))
-        inside = self._indices_inside(latents, {}, example, shared)
+        inside = self._indices_inside(latents, params, example, shared)
         if structure.bounded:
             arguments = structure.layout.example(example, shared)
-            trace, _ = self._trace(latents, {}, arguments, jax.random.key(0))
-            inside &= self._values_inside(trace)
+            trace, _ = self._trace(latents, params, arguments, jax.random.key(0))
+            for name in structure.bounded:
+                inside &= value_inside(trace[name]["fn"], trace[name]["value"])
         return inside
 
     @property
     def unchecked(self) -> Model:
         """The same model, whose likelihood takes every record as possible."""
         return self._replace(structure=self.structure._replace(bounded=(), indexed=False))
-
-    def _values_inside(self, trace: dict[str, Any]) -> Array | bool:
-        inside = True
-        for name in self.structure.bounded:
-            inside &= value_inside(trace[name]["fn"], trace[name]["value"])
-        return inside
 
     def _indices_inside(
         self, latents: Any, params: Any, example: tuple[Array, ...], shared: tuple[Array, ...]
@@ -237,7 +237,10 @@ class Model(NamedTuple):
 
 
 def if_possible(density: Array, inside: Array | bool) -> Array:
-    """The density, or NaN. The gradient is NaN too, unless a density of -inf has made it 0."""
+    """The density, or NaN, by which a step drops the record.
+
+    The gradient is NaN too, unless a density of -inf has made it 0.
+    """
     return density if inside is True else density * jnp.where(inside, 1.0, jnp.nan)
 
 

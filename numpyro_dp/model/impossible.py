@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.lax import GatherScatterMode
 from numpyro import handlers
 from numpyro.distributions import (
     ExpandedDistribution,
@@ -22,16 +23,36 @@ from numpyro.distributions import (
     constraints,
 )
 
-from numpyro_dp._compat import LOOKUPS, mask_of
-from numpyro_dp._program import Constant, Op, ScalarProgram, evaluate, needed, trace_scalar
+from numpyro_dp._compat import (
+    CALLS,
+    LOOKUPS,
+    MOVES,
+    RULED,
+    as_program,
+    bind,
+    mask_of,
+    programs_in,
+)  # fmt: skip
+from numpyro_dp._program import (
+    Constant,
+    Op,
+    ScalarProgram,
+    evaluate,
+    flat,
+    trace_scalar,
+    value_of,
+)  # fmt: skip
 from numpyro_dp.model.dependence import inputs_of
 from numpyro_dp.model.locals import fill_locals, start
 from numpyro_dp.model.records import ModelStructure
 from numpyro_dp.model.separation import log_density, one_record
 
-__all__ = ["indices_inside", "plain", "value_inside", "with_checks"]
+__all__ = ["indices_inside", "unwrapped", "value_inside", "with_checks"]
 
 _WRAPPED = (MaskedDistribution, ExpandedDistribution)
+_CALLS = (*CALLS, *RULED)
+# Not ``while``: marks could keep its condition true for ever, and it has no gradient.
+_BODIES = ("scan", "cond")
 _INDEPENDENT = type(constraints.independent(constraints.real, 1))
 
 
@@ -57,7 +78,7 @@ def with_checks(
 
     def bounds(values: dict[str, Any], *rows: Array) -> dict[str, Any]:
         trace = layout.arguments(rows, shared).trace(handlers.substitute(alone, data=values))
-        supports = {name: plain(trace[name]["fn"]).support for name in bounded}
+        supports = {name: unwrapped(trace[name]["fn"]).support for name in bounded}
         return {n: [jnp.asarray(x) for x in jax.tree.leaves(s)] for n, s in supports.items()}
 
     def likelihood(values: dict[str, Any], example: tuple[Array, ...]) -> Array:
@@ -70,7 +91,7 @@ def with_checks(
     fixed = [name for name, read in inputs_of(bounds, given, *layout.one_row()).items()
              if not read & set(moving)]  # fmt: skip
     rows = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in layout.shapes)
-    indexed = bool(_lookups(trace_scalar(likelihood, given, rows)))
+    indexed = bool(_lookups(trace_scalar(likelihood, given, rows, _CALLS)))
     return structure._replace(bounded=tuple(fixed), indexed=indexed)
 
 
@@ -80,7 +101,7 @@ def _has_bounds(fn: Any) -> bool:
     Constraints of whole vectors and matrices (a simplex, say) hold up to rounding, so they do not
     count. Angles have a density everywhere.
     """
-    fn = inner = plain(fn)
+    fn = inner = unwrapped(fn)
     while isinstance(inner, Independent):
         inner = inner.base_dist
     support = inner.support
@@ -94,7 +115,7 @@ def _has_bounds(fn: Any) -> bool:
 
 def value_inside(fn: Any, value: Array) -> Array:
     """Whether all entries of a value that count are inside the support of its distribution."""
-    inside = plain(fn).support(value)
+    inside = unwrapped(fn).support(value)
     while isinstance(fn, _WRAPPED):
         if isinstance(fn, MaskedDistribution):
             inside = inside | ~jnp.asarray(mask_of(fn), bool)
@@ -102,7 +123,7 @@ def value_inside(fn: Any, value: Array) -> Array:
     return jnp.all(inside)
 
 
-def plain(fn: Any) -> Any:
+def unwrapped(fn: Any) -> Any:
     """A distribution without its mask and expansion."""
     while isinstance(fn, _WRAPPED):
         fn = fn.base_dist
@@ -110,69 +131,175 @@ def plain(fn: Any) -> Any:
 
 
 def indices_inside(scalar: Callable[[Any, Any], Array], point: Any, example: Any) -> Array:
-    """Whether a record's indices are inside the tables that it looks up, of which there are some.
+    """Whether a record's log likelihood depends on no index outside its table.
+
+    The log likelihood is computed once more. A lookup outside its table then gives NaN, which a
+    ``where`` that does not choose it leaves out.
 
     Args:
         scalar: ``(point, example) -> log likelihood``.
-        point: Latents, or their shapes.
+        point: Latents.
         example: The record.
     """
-    program = trace_scalar(scalar, point, example)
-    found = _lookups(program)
-    program = program._replace(ops=_as_written(program.ops))
-    wanted = set().union(*(starts for _, starts in found))
-    inputs = dict(zip(program.example, jax.tree.leaves(example), strict=True))
-    values = evaluate(needed(program, *wanted), inputs)
-    return jnp.all(jnp.stack([_inside(program, op, values) for op, _ in found]))
+    program = trace_scalar(scalar, point, example, _CALLS)
+    inputs = dict(
+        zip((*program.point, *program.example), jax.tree.leaves((point, example)), strict=True)
+    )
+    marked = value_of(_marked(program.ops, dict(inputs), _lookups(program)), program.output)
+    found = value_of(evaluate(program.ops, inputs), program.output)
+    # NumPyro gives logits of NaN the log probability -inf.
+    return jnp.isfinite(marked) | ~jnp.isfinite(found)
 
 
-def _lookups(program: ScalarProgram) -> list[tuple[Op, set[int]]]:
-    """Lookups at an index that depends on the record alone, and the values of their indices."""
-    of_record, of_point, found = set(program.example), set(program.point), []
-    for op in _as_written(program.ops):
+def _lookups(program: ScalarProgram) -> set[int]:
+    """Results of lookups at an index of the record alone, and of loops that look up."""
+    of_record, of_point, found = set(program.example), set(program.point), set()
+    for op in program.ops:
         for known in (of_record, of_point):
-            if known & _numbers(op.inputs):
+            if known & _value_numbers(op.inputs):
                 known |= set(op.outputs)
         if op.primitive.name in LOOKUPS:
-            starts = _numbers(op.inputs[1:])
+            starts = _value_numbers(op.inputs[1:])
             if starts & of_record and not starts & of_point:
-                found.append((op, starts))
+                found |= set(op.outputs)
+        elif op.primitive.name in _BODIES and of_record & _value_numbers(op.inputs):
+            bodies = programs_in(list(op.params.values()))
+            if any(_looks_up(flat(body, _CALLS).ops) for body in bodies):
+                found |= set(op.outputs)
     return found
 
 
-def _inside(program: ScalarProgram, op: Op, values: dict[int, Any]) -> Array:
-    table, *starts = op.inputs
-    shape = jnp.shape(table.value) if isinstance(table, Constant) else program.shapes[table].shape
-    starts = [at.value if isinstance(at, Constant) else values[at] for at in starts]
-    sizes, axes = op.params["slice_sizes"], range(len(shape))
+def _looks_up(ops: tuple[Op, ...]) -> bool:
+    inner = [programs_in(list(op.params.values())) for op in ops if op.primitive.name in _BODIES]
+    return any(op.primitive.name in LOOKUPS for op in ops) or any(
+        _looks_up(flat(body, _CALLS).ops) for bodies in inner for body in bodies
+    )
+
+
+def _marked(
+    ops: tuple[Op, ...], environment: dict[int, Any], looked_up: set[int] | None = None
+) -> dict[int, Any]:
+    """Runs operations with lookups that give :func:`_nothing` outside their tables.
+
+    Args:
+        ops: The operations, in order.
+        environment: Values by their number. The outputs are added to it.
+        looked_up: Results of the lookups that count, or ``None`` for all.
+    """
+    ops, wrapped = _as_written(ops)
+    for op in ops:
+        values = [value_of(environment, value) for value in op.inputs]
+        name, counts = op.primitive.name, looked_up is None or looked_up & set(op.outputs)
+        params = _with_marks(op.params) if name in _BODIES and counts else op.params
+        results = bind(op.primitive, params, values)
+        if name in LOOKUPS and counts:
+            results = [_looked_up(op, values, results[0], bool(wrapped & set(op.outputs)))]
+        elif name == "convert_element_type":
+            results = [_converted(values[0], results[0])]
+        environment |= dict(zip(op.outputs, results, strict=True))
+    return environment
+
+
+def _with_marks(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a loop or a branch, whose programs run by :func:`_marked`."""
+
+    def marked(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(marked(each) for each in value)
+        program = as_program(value)
+        if program is None:
+            return value
+        body = flat(program, _CALLS)
+
+        def run(*inputs: Any) -> list[Any]:
+            found = _marked(body.ops, dict(zip(body.inputs, inputs, strict=True)))
+            return [value_of(found, output) for output in body.outputs]
+
+        shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in program.inputs]
+        return jax.make_jaxpr(run)(*shapes)
+
+    return {name: marked(value) for name, value in params.items()}
+
+
+def _looked_up(op: Op, values: list[Any], result: Array, wrapped: bool) -> Array:
+    """The result of a lookup, or :func:`_nothing` where its index is outside the table.
+
+    A program that says what stands outside (``jnp.take`` with ``mode="clip"``, or with a number as
+    ``fill_value``) means it. JAX still makes -1 the last entry if ``wrapped``.
+    """
+    table, *starts = values
+    sizes, axes, beyond = op.params["slice_sizes"], range(jnp.ndim(table)), False
     if op.primitive.name == "gather":
-        axes = op.params["dimension_numbers"].start_index_map
-        starts = jnp.moveaxis(jnp.asarray(starts[0]), -1, 0)
-    found = jnp.ones((), bool)
+        numbers, mode = op.params["dimension_numbers"], op.params["mode"]
+        axes, starts = numbers.start_index_map, jnp.moveaxis(starts[0], -1, 0)
+        if mode == GatherScatterMode.CLIP and not wrapped:
+            return result
+        beyond = mode == GatherScatterMode.FILL_OR_DROP and _is_number(op.params["fill_value"])
+    inside = jnp.ones((), bool)
     for axis, first in zip(axes, starts, strict=False):  # a dynamic slice has further inputs
-        last = shape[axis] - sizes[axis]
+        last = jnp.shape(table)[axis] - sizes[axis]
         if last:  # a table of one entry has one index, whatever its number
-            found &= jnp.all((first >= 0) & (first <= last))
-    return found
+            inside &= (first >= 0) & (beyond | (first <= last))
+    if op.primitive.name == "gather":
+        inside = jnp.broadcast_to(inside, starts.shape[1:])
+        inside = jnp.expand_dims(inside, numbers.offset_dims)
+    return jnp.where(inside, result, _nothing(result.dtype))
 
 
-def _as_written(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+def _is_number(fill: Any) -> bool:
+    """Whether a lookup is filled by a number, not by NaN or JAX's own choice."""
+    return fill is not None and bool(np.isfinite(fill)) and fill != np.iinfo(np.int32).min
+
+
+def _nothing(dtype: Any) -> Any:
+    """What a lookup outside its table gives: NaN, or the lowest integer, which is no index."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.asarray(jnp.nan, dtype)
+    if jnp.issubdtype(dtype, jnp.signedinteger):
+        return jnp.asarray(jnp.iinfo(dtype).min, dtype)
+    return jnp.zeros((), dtype)
+
+
+def _is_nothing(value: Any) -> Any:
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        return jnp.isnan(value)
+    wide = jnp.issubdtype(value.dtype, jnp.signedinteger) and value.dtype.itemsize >= 4
+    return value == _nothing(value.dtype) if wide else jnp.zeros((), bool)
+
+
+def _converted(value: Any, result: Array) -> Array:
+    """A conversion between floats and integers that keeps :func:`_nothing`."""
+    kinds = [jnp.issubdtype(x.dtype, jnp.inexact) for x in map(jnp.asarray, (value, result))]
+    if kinds[0] == kinds[1] or result.dtype == bool:
+        return result
+    return jnp.where(_is_nothing(jnp.asarray(value)), _nothing(result.dtype), result)
+
+
+def _as_written(ops: tuple[Op, ...]) -> tuple[tuple[Op, ...], set[int]]:
     """The operations without those by which JAX makes index -1 the last entry.
 
     JAX writes ``table[i]`` as a lookup at ``select(i < 0, i, i + size)``. Here it is one at ``i``.
+
+    Returns:
+        The operations, and the results of lookups at such an index.
     """
     makers = {out: op for op in ops for out in op.outputs}
     written: dict[int, Any] = {}
-    kept = []
+    kept, moved, wrapping = [], set(), set()
     for op in ops:
-        op = op._replace(inputs=tuple(_get(written, value) for value in op.inputs))
+        if _value_numbers(op.inputs) & (written.keys() | moved):
+            if op.primitive.name in (*MOVES, "concatenate", "convert_element_type"):
+                moved |= set(op.outputs)
+            elif op.primitive.name in LOOKUPS:
+                wrapping |= set(op.outputs)
+        op = op._replace(inputs=tuple(_resolved(written, value) for value in op.inputs))
         if op.primitive.name == "select_n" and len(op.inputs) == 3:
-            negative, _, wrapped = (_get(makers, value) for value in op.inputs)
+            negative, _, wrapped = (_resolved(makers, value) for value in op.inputs)
             if _is_wrapped(op.inputs[1], negative, wrapped, written):
                 written[op.outputs[0]] = op.inputs[1]
                 continue
         kept.append(op)
-    return tuple(kept)
+    return tuple(kept), wrapping
 
 
 def _is_wrapped(index: Any, negative: Any, wrapped: Any, written: dict[int, Any]) -> bool:
@@ -180,14 +307,14 @@ def _is_wrapped(index: Any, negative: Any, wrapped: Any, written: dict[int, Any]
     for op, name in ((negative, "lt"), (wrapped, "add")):
         if not (isinstance(op, Op) and op.primitive.name == name):
             return False
-        if _get(written, op.inputs[0]) != index or not isinstance(op.inputs[1], Constant):
+        if _resolved(written, op.inputs[0]) != index or not isinstance(op.inputs[1], Constant):
             return False
     return not np.any(negative.inputs[1].value)
 
 
-def _get(found: dict[int, Any], value: Any) -> Any:
+def _resolved(found: dict[int, Any], value: Any) -> Any:
     return value if isinstance(value, Constant) else found.get(value, value)
 
 
-def _numbers(values: Any) -> set[int]:
+def _value_numbers(values: Any) -> set[int]:
     return {value for value in values if not isinstance(value, Constant)}

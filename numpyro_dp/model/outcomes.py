@@ -22,7 +22,7 @@ from numpyro_dp._compat import Messenger
 from numpyro_dp.model import censoring
 from numpyro_dp.model.density import Model, constraining
 from numpyro_dp.model.dependence import depends_on_inputs
-from numpyro_dp.model.impossible import plain
+from numpyro_dp.model.impossible import unwrapped
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.separation import is_factor, one_record
 from numpyro_dp.model.simulated import drawn
@@ -149,7 +149,7 @@ class Outcomes(NamedTuple):
 
         def log_prob(value: Array, flat: Array) -> Array:
             (site,) = self._sites(flat, example)
-            return plain(site["fn"]).log_prob(jnp.broadcast_to(value, shape)).sum()
+            return unwrapped(site["fn"]).log_prob(jnp.broadcast_to(value, shape)).sum()
 
         logs = jax.vmap(jax.vmap(log_prob, (None, 0)), (0, None))(values, flats)
         probabilities = jnp.clip(jnp.nan_to_num(jnp.exp(logs), nan=0.0), 0, 1)
@@ -177,7 +177,7 @@ class Outcomes(NamedTuple):
     def moments(self, flat: Array, example: tuple[Array, ...]) -> tuple[Array, Array]:
         """Mean and variance of a single outcome."""
         (site,) = self._sites(flat, example)
-        fn = plain(site["fn"])
+        fn = unwrapped(site["fn"])
         return jnp.reshape(fn.mean, ()), jnp.reshape(fn.variance, ())
 
     def check_mean(self, given: Any, at: Callable[[Any], tuple[Outcomes, Array]]) -> None:
@@ -197,7 +197,7 @@ class Outcomes(NamedTuple):
             return {
                 site["name"]: [
                     jnp.asarray(leaf)
-                    for leaf in jax.tree.leaves((plain(site["fn"]).support, site["scale"]))
+                    for leaf in jax.tree.leaves((unwrapped(site["fn"]).support, site["scale"]))
                 ]
                 for site in sites
             }
@@ -213,23 +213,26 @@ class Outcomes(NamedTuple):
     def event(self, example: tuple[Array, ...]) -> Array:
         """Whether a record's event was observed, so it is not censored."""
         (site,) = self._sites(jnp.zeros(self.size), example)
-        return ~jnp.reshape(plain(site["fn"]).censored, ())
+        return ~jnp.reshape(unwrapped(site["fn"]).censored, ())
 
     def passed(self, flat: Array, example: tuple[Array, ...], value: Array) -> Array:
         """The compensator at a value: minus the log of the survival function."""
         (site,) = self._sites(flat, example)
-        return jnp.nan_to_num(-censoring.log_tail(plain(site["fn"]), jnp.reshape(value, ())))
+        return jnp.nan_to_num(-censoring.log_tail(unwrapped(site["fn"]), jnp.reshape(value, ())))
 
     def time_of(self, flat: Array, example: tuple[Array, ...], passed: Array) -> Array:
         """The value at which the compensator is ``passed``: the inverse of :meth:`passed`."""
         (site,) = self._sites(flat, example)
-        return censoring.value_at(plain(site["fn"]), passed)
+        return censoring.value_at(unwrapped(site["fn"]), passed)
 
     def _log_hazard(
         self, flat: Array, example: tuple[Array, ...], outcome: Any, weighted: bool
     ) -> Array:
         (site,) = self._sites(flat, example)
-        fn, value = plain(site["fn"]), site["value"] if outcome is None else outcome[site["name"]]
+        fn, value = (
+            unwrapped(site["fn"]),
+            site["value"] if outcome is None else outcome[site["name"]],
+        )
         value = jnp.reshape(value, ())
         found = fn.base_dist.log_prob(value).reshape(()) - censoring.log_tail(fn, value)
         scale = 1 if site["scale"] is None or not weighted else site["scale"]
@@ -358,7 +361,7 @@ def _kind(outcomes: Outcomes, example: tuple[Array, ...]) -> dict[str, Any]:
             _check_drawable(site)
         single = len(sites) == 1 and all(np.size(site["value"]) == 1 for site in sites)
         facts["scalar"] = single and sites[0]["fn"].event_dim == 0
-        facts["censored"] = any(censoring.is_censored(plain(site["fn"])) for site in sites)
+        facts["censored"] = any(censoring.is_censored(unwrapped(site["fn"])) for site in sites)
         scales = [site["scale"] for site in sites]
         facts["weighted"] = any(not (s is None or np.isscalar(s)) for s in scales)
         facts["weighted"] |= any(np.isscalar(s) and s not in (1, size) for s in scales)
@@ -393,7 +396,7 @@ def _number_of_values(outcomes: Outcomes, example: tuple[Array, ...]) -> int:
 
 
 def _check_drawable(site: dict[str, Any]) -> None:
-    name, fn = site["name"], plain(site["fn"])
+    name, fn = site["name"], unwrapped(site["fn"])
     if is_factor(fn):
         raise UnsupportedModelError(
             f"This method simulates outcomes, but the factor {name!r} does not show which "
@@ -426,7 +429,7 @@ class _unobserved(Messenger):  # noqa: N801 - a NumPyro handler, named like its 
 
 
 def _drawn(fn: Any, rng_key: Array) -> Array:
-    own = plain(fn)
+    own = unwrapped(fn)
     if np.prod(own.shape()) != np.prod(fn.shape()):
         return fn.sample(rng_key)
     return drawn(own, rng_key).reshape(fn.shape())

@@ -59,7 +59,7 @@ class OutcomeModel(NamedTuple):
         if self.paired:
             found = model.log_likelihood(latents, params, record, shared, rng_key) - found
         # Also with another outcome: the record itself is impossible, and no row of it may count.
-        return if_possible(found, self.model.possible(latents, record, shared))
+        return if_possible(found, self.model.possible(latents, record, shared, params))
 
     def _of_unit(self, latents: Any, params: Any, record: Any, outcome: Any, shared: Any) -> Array:
         by_row = self.by_row

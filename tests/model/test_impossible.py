@@ -170,14 +170,81 @@ def test_which_supports_are_looked_at(likelihood, checked):
     assert read_model(outcome(likelihood), (X, COUNTS), {}).bounded == ("y",) * checked
 
 
-def test_indices_that_are_safe_are_left_alone():
-    """Clipped indices, a table of one entry, arithmetic, and an index that is not the record's."""
+def looked_up(pick, priors=lambda: normal("b", 5)):
+    """A normal regression on ``pick(table, the record's group)``."""
 
     def model(x, group, y=None):
-        b, one = normal("b", 5), normal("one", 1)
+        table = priors()
         with numpyro.plate("records", x.shape[0]):
-            eta = b[jnp.clip(group, 0, 4)] + one[group] + b[2] + x[:, -1]
-            eta += b[jnp.where(group < 1, group + 2, group)]
-            numpyro.sample("y", dist.Normal(eta, 1.0), obs=y)
+            eta = jax.vmap(pick, (None, 0))(table, group)
+            numpyro.sample("y", dist.Normal(eta + x[:, 0], 1.0), obs=y)
 
-    assert not len(check_records(model, X, changed(GROUP, -1), X[:, 0]).impossible)
+    return model
+
+
+LEFT_ALONE = {
+    "clipped": lambda b, g: b[jnp.clip(g, 0, 4)],
+    "of one entry": lambda b, g: b[:1][g],
+    "not of the record": lambda b, g: b[2] + g,
+    "moved": lambda b, g: b[jnp.where(g < 1, g + 2, g)],
+    "not chosen": lambda b, g: jnp.where(g > 0, b[g - 1], 0.0),
+    "not chosen below": lambda b, g: jnp.where(g >= 0, b[g], 0.0),
+    "clipped by take": lambda b, g: jnp.take(b, g, mode="clip"),
+    "not chosen of many": lambda b, g: jnp.where(jnp.arange(2) < 1, b[jnp.stack([2, g])], 0).sum(),
+    "not chosen by cond": lambda b, g: jax.lax.cond(g >= 0, lambda: b[g], lambda: 0.0),
+}
+FOUND = {
+    "plain": lambda b, g: b[g],
+    "taken": lambda b, g: jnp.take(b, g),
+    "many": lambda b, g: b[jnp.stack([g, 2])].sum(),
+    "filled above": lambda b, g: jnp.take(b, g, mode="fill", fill_value=0.0),
+    "in a loop": lambda b, g: jax.lax.scan(lambda s, k: (s + b[g] * k, 0.0), 0.0, jnp.ones(3))[0],
+    "over a row": lambda b, g: jax.lax.scan(lambda s, i: (s + b[i], 0.0), 0.0, jnp.stack([2, g]))[
+        0
+    ],
+    "repeated": lambda b, g: jax.checkpoint(lambda b, g: jnp.sin(b[g]))(b, g),
+    "with a rule": lambda b, g: ruled(b, g),
+    "in a branch": lambda b, g: jax.lax.cond(b[0] > 9, lambda: 0.0, lambda: b[g]),
+    "of an index": lambda b, g: b[jnp.array([3, 1, 0, 2, 4])[g]],
+    "of a float": lambda b, g: b[jnp.where(g < 0, jnp.nan, 1.0 * g).astype(int)],
+    "by an integer": lambda b, g: b[0] * (1.0 * jnp.array([3, 1, 0, 2, 4])[g]),
+}
+
+
+@jax.custom_jvp
+def ruled(b, g):
+    return jnp.sin(b[g])
+
+
+@ruled.defjvp
+def _(inputs, slopes):
+    b, g = inputs
+    return ruled(b, g), jnp.cos(b[g]) * slopes[0][g]
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("name", [*LEFT_ALONE, *FOUND])
+def test_which_lookups_make_a_record_impossible(name):
+    model = looked_up({**LEFT_ALONE, **FOUND}[name])
+    bad = [BAD] if name in FOUND else []
+    found = check_records(model, X, changed(GROUP, -1), X[:, 0]).impossible
+    assert list(found) == bad
+    beyond = [BAD] if name in FOUND and name not in ("filled above", "of a float") else []
+    if name in ("plain", "taken", "clipped by take", "filled above", "in a loop", "many"):
+        assert list(check_records(model, X, changed(GROUP, 5), X[:, 0]).impossible) == beyond
+
+
+def test_a_table_of_bytes_may_hold_any_number():
+    """Only integers of at least four bytes can stand for nothing."""
+    model = looked_up(
+        lambda b, g: b[0] + jnp.array([-128, 127, 0], jnp.int8)[g], lambda: normal("b", 5)
+    )
+    assert not len(check_records(model, X, GROUP % 3, X[:, 0]).impossible)
+
+
+@pytest.mark.parametrize("name", ["in a loop", "with a rule"])
+def test_a_step_drops_what_a_loop_looks_up_outside(name):
+    model, args = looked_up(FOUND[name]), (X, changed(GROUP, -1), X[:, 0])
+    found, other = (step_of(aligned(), model, each) for each in (args, nobody(args)))
+    np.testing.assert_allclose(found, other, rtol=1e-4, atol=1e-5)
+    assert np.all(np.isfinite(found))
