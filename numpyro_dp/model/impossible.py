@@ -7,6 +7,7 @@ a finite gradient. Such records count as 0, like a record with a value that is n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,7 @@ from numpyro_dp._program import (
     trace_scalar,
     value_of,
 )  # fmt: skip
+from numpyro_dp._tree import is_key
 from numpyro_dp.model.dependence import inputs_of
 from numpyro_dp.model.locals import fill_locals, start
 from numpyro_dp.model.records import ModelStructure
@@ -133,8 +135,8 @@ def unwrapped(fn: Any) -> Any:
 def indices_inside(scalar: Callable[[Any, Any], Array], point: Any, example: Any) -> Array:
     """Whether a record's log likelihood depends on no index outside its table.
 
-    The log likelihood is computed once more. A lookup outside its table then gives NaN, which a
-    ``where`` that does not choose it leaves out.
+    A lookup outside its table is like NaN: what depends on it is NaN too, unless a ``where`` does
+    not choose it.
 
     Args:
         scalar: ``(point, example) -> log likelihood``.
@@ -145,10 +147,8 @@ def indices_inside(scalar: Callable[[Any, Any], Array], point: Any, example: Any
     inputs = dict(
         zip((*program.point, *program.example), jax.tree.leaves((point, example)), strict=True)
     )
-    marked = value_of(_marked(program.ops, dict(inputs), _lookups(program)), program.output)
-    found = value_of(evaluate(program.ops, inputs), program.output)
-    # NumPyro gives logits of NaN the log probability -inf.
-    return jnp.isfinite(marked) | ~jnp.isfinite(found)
+    marked = _marked(program.ops, inputs, _lookups(program))
+    return jnp.isfinite(marked(program.output))
 
 
 def _lookups(program: ScalarProgram) -> set[int]:
@@ -177,27 +177,70 @@ def _looks_up(ops: tuple[Op, ...]) -> bool:
 
 
 def _marked(
-    ops: tuple[Op, ...], environment: dict[int, Any], looked_up: set[int] | None = None
-) -> dict[int, Any]:
+    ops: tuple[Op, ...], inputs: dict[int, Any], looked_up: set[int] | None = None
+) -> Callable[[Any], Any]:
     """Runs operations with lookups that give :func:`_nothing` outside their tables.
 
     Args:
         ops: The operations, in order.
-        environment: Values by their number. The outputs are added to it.
-        looked_up: Results of the lookups that count, or ``None`` for all.
+        inputs: Values by their number.
+        looked_up: Results of the lookups and loops that count, or ``None`` for all.
+
+    Returns:
+        ``number -> value``.
     """
-    ops, wrapped = _as_written(ops)
-    for op in ops:
-        values = [value_of(environment, value) for value in op.inputs]
-        name, counts = op.primitive.name, looked_up is None or looked_up & set(op.outputs)
-        params = _with_marks(op.params) if name in _BODIES and counts else op.params
+    written, wrapped = _as_written(ops)
+    found = evaluate(written, dict(inputs))
+    # Of arrays the value with nothing in it. Of one number whether it is nothing: a likelihood's
+    # operations are mostly of one number, and so they need not be repeated.
+    marks: dict[int, Any] = {}
+
+    def size(number: Any) -> int:
+        return np.size(value_of(found, number))
+
+    def marked(number: Any) -> Any:
+        value = value_of(found, number)
+        if isinstance(number, Constant) or number not in marks or is_key(value):
+            return value
+        if size(number) > 1:
+            return marks[number]
+        return jnp.where(marks[number], _nothing(value.dtype), value)
+
+    for op in written:
+        name, outputs = op.primitive.name, set(op.outputs)
+        reached = _value_numbers(op.inputs) & marks.keys()
+        looks = name in LOOKUPS and (looked_up is None or bool(looked_up & outputs))
+        runs = name in _BODIES and (bool(reached) or looked_up is None or bool(looked_up & outputs))
+        casts = name == "convert_element_type" and _is_cast(found, op)
+        if not (reached or looks or runs or casts):
+            continue
+        alone = all(size(number) == 1 for number in reached | outputs)
+        if alone and not (looks or runs or casts):
+            marks |= dict.fromkeys(outputs, _mark(op, found, marks))
+            continue
+        values = [marked(number) for number in op.inputs]
+        params = _with_marks(op.params) if runs else op.params
         results = bind(op.primitive, params, values)
-        if name in LOOKUPS and counts:
-            results = [_looked_up(op, values, results[0], bool(wrapped & set(op.outputs)))]
+        if looks:
+            results = [_looked_up(op, values, results[0], bool(wrapped & outputs))]
         elif name == "convert_element_type":
             results = [_converted(values[0], results[0])]
-        environment |= dict(zip(op.outputs, results, strict=True))
-    return environment
+        for number, result in zip(op.outputs, results, strict=True):
+            lost = _is_nothing(result)
+            if not casts:  # of which the found value may be nothing too
+                lost &= ~_is_nothing(jnp.asarray(value_of(found, number)))
+            marks[number] = result if size(number) > 1 else lost.reshape(())
+    return marked
+
+
+def _mark(op: Op, found: dict[int, Any], marks: dict[int, Any]) -> Array:
+    """Whether a result of one number is nothing, from which of its inputs are."""
+    own = [jnp.asarray(marks.get(x, False)) if isinstance(x, int) else jnp.zeros((), bool)
+           for x in op.inputs]  # fmt: skip
+    if op.primitive.name == "select_n":
+        chosen = jnp.reshape(value_of(found, op.inputs[0]), ())
+        return own[0] | jax.lax.select_n(chosen, *own[1:])
+    return functools.reduce(jnp.logical_or, own)
 
 
 def _with_marks(params: dict[str, Any]) -> dict[str, Any]:
@@ -213,7 +256,7 @@ def _with_marks(params: dict[str, Any]) -> dict[str, Any]:
 
         def run(*inputs: Any) -> list[Any]:
             found = _marked(body.ops, dict(zip(body.inputs, inputs, strict=True)))
-            return [value_of(found, output) for output in body.outputs]
+            return [found(output) for output in body.outputs]
 
         shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in program.inputs]
         return jax.make_jaxpr(run)(*shapes)
@@ -262,9 +305,15 @@ def _nothing(dtype: Any) -> Any:
 
 def _is_nothing(value: Any) -> Any:
     if jnp.issubdtype(value.dtype, jnp.inexact):
-        return jnp.isnan(value)
+        return ~jnp.isfinite(value)  # NumPyro gives logits of NaN the log probability -inf
     wide = jnp.issubdtype(value.dtype, jnp.signedinteger) and value.dtype.itemsize >= 4
     return value == _nothing(value.dtype) if wide else jnp.zeros((), bool)
+
+
+def _is_cast(found: dict[int, Any], op: Op) -> bool:
+    """Whether an operation makes floats integers."""
+    before, after = (jnp.asarray(value_of(found, x[0])).dtype for x in (op.inputs, op.outputs))
+    return jnp.issubdtype(before, jnp.inexact) and jnp.issubdtype(after, jnp.signedinteger)
 
 
 def _converted(value: Any, result: Array) -> Array:
