@@ -26,9 +26,9 @@ if "JAXTYPING_DISABLE" not in os.environ:
 
 _LONG_EXAMPLES = {
     "DPPBP", "EP", "PBP", "tempering_model", "tempered", "choose", "rehearse", "Ledger",
-    "compare_accountants", "audit", "clip_norms", "epsilon_by_step", "iterates", "prior_share",
-    "audit_run", "load", "NoiseAware", "NoiseReuseError", "PosteriorSummary", "PosteriorWarning",
-    "PrivacyReport", "RunInterrupted", "RunResult", "Statement",
+    "compare_accountants", "audit", "prior_share", "audit_run", "load", "NoiseAware",
+    "NoiseReuseError", "PosteriorSummary", "PosteriorWarning", "PrivacyReport",
+    "RunInterrupted", "RunResult", "Statement",
 }  # fmt: skip
 
 

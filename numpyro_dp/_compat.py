@@ -25,8 +25,8 @@ __all__ = [
     "CALLS",
     "CUSTOM_BATCHING",
     "HOST_CALLS",
+    "ITERATE_INSIDE",
     "LOOKUPS",
-    "LOOPING",
     "LOOPS",
     "MOVES",
     "PLACES",
@@ -70,7 +70,7 @@ CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")  # call a prog
 CALLED = ("jaxpr", "call_jaxpr")  # parameters that hold the program of such a call
 RULED = ("checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call")  # calls, but for derivatives
 LOOPS = ("scan", "while", "cond")  # call programs on values other than their inputs
-LOOPING = (  # loop inside, until each entry has converged or was accepted
+ITERATE_INSIDE = (  # loop inside, until each entry has converged or was accepted
     "random_gamma", "random_gamma_grad", "igamma", "igammac", "igamma_grad_a",
     "regularized_incomplete_beta", "eigh", "eig", "svd", "schur",
 )  # fmt: skip

@@ -15,8 +15,8 @@ import jax
 
 from numpyro_dp._compat import (
     CALLED,
+    ITERATE_INSIDE,
     LOOKUPS,
-    LOOPING,
     LOOPS,
     Program,
     as_program,
@@ -91,7 +91,7 @@ def loops_by_inputs(program: Program, number: int) -> bool:
         name, params = eqn.primitive.name, eqn.params
         if not any(flags):
             return 0
-        if name in LOOPING:
+        if name in ITERATE_INSIDE:
             found.append(name)
         elif name == "while":
             first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]

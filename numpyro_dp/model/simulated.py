@@ -20,7 +20,9 @@ from numpyro.distributions.discrete import ZeroInflatedProbs
 __all__ = ["drawn"]
 
 _LARGE = 10.0  # For larger means, the expansion is wrong in less than 1 of 2,000 draws.
-_STEPS = 40  # At smaller means, a count exceeds this with a probability below 1e-11.
+# At smaller means, a count exceeds this with a probability below 1e-11. A uniform number of float32
+# resolves 1e-7, so the tail beyond that is never drawn.
+_STEPS = 40
 _TRIES = 4  # Each try of a gamma is accepted with probability 0.95.
 
 
@@ -110,13 +112,13 @@ def _poisson(rng_key: Array, rate: Any) -> Array:
     """
     rate = jnp.asarray(rate, jnp.result_type(float))
     large = rate > _LARGE
-    few, many = jnp.where(large, 1.0, rate), jnp.where(large, rate, _LARGE)
+    small_rate, large_rate = jnp.where(large, 1.0, rate), jnp.where(large, rate, _LARGE)
     uniform = jax.random.uniform(rng_key, rate.shape, rate.dtype)
-    small = _inverted(uniform, jnp.exp(-few), lambda count: few / (count + 1))
-    w, root = _normal_of(uniform), jnp.sqrt(many)
-    found = many + root * w + (2 + w**2) / 6 - (2 * w + w**3) / (72 * root)
-    found += (-16 + 7 * w**2 + 3 * w**4) / (810 * many)
-    found = jnp.where(large, jnp.floor(found), small)
+    small = _inverted(uniform, jnp.exp(-small_rate), lambda count: small_rate / (count + 1))
+    w, root = _normal_of(uniform), jnp.sqrt(large_rate)
+    found = large_rate + root * w + (2 + w**2) / 6 - (2 * w + w**3) / (72 * root)
+    found += (-16 + 7 * w**2 + 3 * w**4) / (810 * large_rate)
+    found = jnp.where(large, jnp.maximum(jnp.floor(found), 0), small)
     return jnp.where(jnp.isfinite(rate) & (rate >= 0), found, -1)
 
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from numpyro_dp.posterior.likelihood import Prior
-from numpyro_dp.privacy.budget import LARGEST
+from numpyro_dp.privacy.budget import LARGEST_EPSILON
 from numpyro_dp.privacy.plan import PrivacyReport
 
 __all__ = [
@@ -138,10 +138,10 @@ def findings_of_report(privacy: PrivacyReport) -> list[Finding]:
             f"delta={privacy.delta:g} is not below 1 / {plan.num_examples}, so the guarantee "
             "allows a run to publish whole records. Leave delta out, or choose a smaller one."
         )))  # fmt: skip
-    if LARGEST < privacy.epsilon < math.inf:
+    if LARGEST_EPSILON < privacy.epsilon < math.inf:
         found.append(Finding("epsilon", False, (
             f"epsilon={privacy.epsilon:.3g} promises nothing about any record, as any above "
-            f"{LARGEST:g}. Choose a smaller budget, such as 1."
+            f"{LARGEST_EPSILON:g}. Choose a smaller budget, such as 1."
         )))  # fmt: skip
     budget = plan.budget
     if budget is not None and privacy.epsilon < _UNUSED * budget.epsilon:

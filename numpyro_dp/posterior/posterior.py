@@ -44,7 +44,7 @@ from numpyro_dp.posterior.summary import (
     shown,
     table_lines,
 )
-from numpyro_dp.privacy.budget import LARGEST
+from numpyro_dp.privacy.budget import LARGEST_EPSILON
 from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.statement import Statement
@@ -336,7 +336,7 @@ class Posterior:
             spent = (
                 f"epsilon <= {self.privacy.epsilon:.5g} at delta={self.privacy.delta:g} under "
                 f"{self.privacy.relation}"
-            ) + (", which promises nothing" if self.privacy.epsilon > LARGEST else "")
+            ) + (", which promises nothing" if self.privacy.epsilon > LARGEST_EPSILON else "")
         lines = [f"Posterior of {count_of(total)}, {spent}", self.method]
         lines += table_lines([["", "mean", "sd", "share of the prior"], *entries])
         if total > len(entries):

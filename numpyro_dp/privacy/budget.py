@@ -24,7 +24,7 @@ from numpyro_dp._lazy import dpa
 from numpyro_dp._validate import check_in, check_real
 
 __all__ = [
-    "LARGEST",
+    "LARGEST_EPSILON",
     "SENSITIVITY",
     "PrivacyBudget",
     "Relation",
@@ -40,7 +40,7 @@ Relation = Literal["add_or_remove_one", "replace_one"]
 SENSITIVITY: dict[str, float] = {"add_or_remove_one": 1.0, "replace_one": 2.0}
 # A larger epsilon promises nothing: a test that is wrong about 1 % of absent records may be right
 # about all present ones.
-LARGEST = 10.0
+LARGEST_EPSILON = 10.0
 _DELTA_REMEDY = (
     "Gaussian noise gives no guarantee with delta=0. Choose a delta below 1 / num_examples, "
     "for example 1e-5."

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from numpyro_dp.privacy.accounting import describe_event
-from numpyro_dp.privacy.budget import LARGEST, default_delta
+from numpyro_dp.privacy.budget import LARGEST_EPSILON, default_delta
 
 __all__ = ["Statement", "statement_of", "true_positive_rates", "version_of", "versions"]
 
@@ -132,10 +132,10 @@ class Statement:
         """What epsilon and delta bound, in words."""
         if not self.private:
             return "The result may reveal everything about any record."
-        if self.epsilon > LARGEST:
+        if self.epsilon > LARGEST_EPSILON:
             return (
-                f"This budget promises nothing: with epsilon above {LARGEST:g}, the result may "
-                "reveal almost everything about any record."
+                f"This budget promises nothing: with epsilon above {LARGEST_EPSILON:g}, the result "
+                "may reveal almost everything about any record."
             )
         odds = ", ".join(f"{100 * rate:g} %" for rate, _ in self.attack)
         right = ", ".join(f"{_rounded_up(100 * rate)} %" for _, rate in self.attack)

@@ -55,7 +55,7 @@ __all__ = ["Audit", "audit", "audit_run"]
 _TRIES = 50  # batches in which to look for the canary
 _TOGETHER = 4096  # draws computed at once
 _FEWEST = 10  # values of noise from which a correlation is judged
-_SURELY = 6.0  # its standard errors above 0. Fisher's transform of it is nearly normal
+_BY_CHANCE = 1e-8  # probability that independent noise is taken for shared
 
 
 class Audit(NamedTuple):
@@ -215,7 +215,7 @@ def audit_run(
     attack = attack.without(places[~coins])
 
     def step(carry: tuple[Any, ...], _: Any) -> tuple[tuple[Any, ...], Array]:
-        state, scores, before = carry
+        state, scores = carry
         new, taken = attack.session._step(state, attack.rows)
         quiet = attack.released(state._replace(noise_multiplier=jnp.zeros(())))
         noise = ravel_pytree(taken.released.total)[0] - quiet
@@ -229,13 +229,11 @@ def audit_run(
                 signal / jnp.where(size > 0, size, 1)
             )
 
-        products = jnp.stack([noise @ before, noise @ noise])
-        return (new, scores + jax.vmap(along)(examples), noise), products
+        return (new, scores + jax.vmap(along)(examples)), noise
 
     begun = attack.fresh(secret_key())
-    size = jax.eval_shape(attack.released, begun).size
-    start = begun, jnp.zeros(number), jnp.zeros(size)
-    (_, scores, _), products = jax.jit(lambda c: lax.scan(step, c, length=num_steps))(start)
+    start = begun, jnp.zeros(number)
+    (_, scores), noise = jax.jit(lambda c: lax.scan(step, c, length=num_steps))(start)
     scores = np.asarray(scores)
     order = np.argsort(scores)
     few = guesses // 2
@@ -244,7 +242,7 @@ def audit_run(
     lower = _guessed(number, guesses, right, report.delta, confidence)
     attacked = f"one run, {right} of {guesses} guesses about {number} canaries right"
     independent = attack.session._mechanism(begun.mechanism_state, 1.0).compose is None
-    if independent and _shared(np.asarray(products, np.float64), size):
+    if independent and _shared(np.asarray(noise, np.float64)):
         lower, attacked = math.inf, "one run, whose steps share their noise"
     return Audit(lower, report.epsilon, report.delta, confidence, attacked)
 
@@ -357,19 +355,27 @@ def _distinguished(
     return max(0.0, float(bound(slice(half, None), best)))
 
 
-def _shared(products: np.ndarray, size: int) -> bool:
-    """Whether the noise of a step is correlated with that of the step before.
+def _shared(noise: np.ndarray) -> bool:
+    """Whether two steps, or all steps of one distance, have correlated noise, of either sign.
 
     Args:
-        products: Of the noise of each step, of ``size`` values, with that before and with itself.
-        size: Number of values of a step.
+        noise: A row for each step.
     """
-    values = (len(products) - 1) * size
-    if values < _FEWEST or not products[:, 1].all():
-        return False
-    own = products[:, 1]
-    related = np.sum(products[1:, 0]) / np.sqrt(np.sum(own[1:]) * np.sum(own[:-1]))
-    return bool(np.arctanh(min(related, 1 - 1e-12)) * np.sqrt(values - 3) > _SURELY)
+    size = np.sqrt(np.mean(noise**2, axis=0))  # values may have other scales
+    noise = noise / np.where(size > 0, size, 1)
+    products, steps, width = noise @ noise.T, *noise.shape
+    squares = np.maximum(np.diag(products), np.finfo(float).tiny)
+    pairs = (products / np.sqrt(np.outer(squares, squares)))[np.triu_indices(steps, 1)]
+    apart = [
+        np.trace(products, n) / np.sqrt(np.sum(squares[n:]) * np.sum(squares[:-n]))
+        for n in range(1, steps)
+    ]
+    found = np.abs(np.r_[pairs, apart])
+    values = width * np.r_[np.ones(len(pairs)), steps - np.arange(1, steps)]
+    enough = values >= _FEWEST
+    # Fisher's transform of a correlation is nearly normal.
+    sizes = np.arctanh(np.minimum(found[enough], 1 - 1e-12)) * np.sqrt(values[enough] - 3)
+    return bool(np.any(sizes > stats.norm.isf(_BY_CHANCE / (2 * max(1, len(sizes))))))
 
 
 def _guessed(number: int, guesses: int, right: int, delta: float, confidence: float) -> float:

@@ -42,7 +42,7 @@ from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import RunIdentity, RunState, SensitiveState
 from numpyro_dp.run.step import Step, build_loop, build_step, build_whole_step
 from numpyro_dp.run.streaming import Fetched, HostRows, StreamedLoop, drawn_size
-from numpyro_dp.run.trial import check_holds_no_records, check_signal
+from numpyro_dp.run.trial import check_signal, check_signal_program
 from numpyro_dp.sums.devices import any_process, copied, spread
 from numpyro_dp.sums.factored import record_lengths
 
@@ -84,7 +84,7 @@ class Session:
         # Checks that need no record run here, so that errors come before any budget is spent.
         self.finite = check_signal(problem, estimator, params, settings.norm_with_loss)
         self._like = self._shapes_seen(estimator, params)
-        self._total, self._timed = check_holds_no_records(
+        self._total, self._timed = check_signal_program(
             problem, self._estimator, method, settings, prepared.optim_state
         )
 

@@ -35,7 +35,7 @@ from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import SensitiveState
 from numpyro_dp.run.step import optimised
 
-__all__ = ["check_fold", "check_holds_no_records", "check_signal", "finite_start", "try_mechanism"]
+__all__ = ["check_fold", "check_signal", "check_signal_program", "finite_start", "try_mechanism"]
 
 _ATTEMPTS = 10  # initial values that finite_start tries
 _NOISE, _MARGIN = 1.7, 0.9  # not 1, which would hide a mechanism that ignores them
@@ -113,7 +113,7 @@ def _identity_like(rows: Array) -> Array:
     )
 
 
-def check_holds_no_records(
+def check_signal_program(
     problem: Any,
     build_estimator: Callable[[tuple[Array, ...], MechanismState], Estimator],
     method: Method,

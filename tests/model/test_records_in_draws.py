@@ -63,6 +63,38 @@ class Density(Prior):
         return -50 * jnp.square(value - jnp.asarray(X).mean(0))
 
 
+def _rule_with_records(order):
+    """A function whose derivative of an order has a rule that holds records."""
+
+    @jax.custom_jvp
+    def found(value):
+        return -0.5 * value**2
+
+    @found.defjvp
+    def _(inputs, slopes):
+        (value,), (slope,) = inputs, slopes
+        shift = jnp.asarray(X).mean(0) if order == 1 else 0.0
+        first = _rule_with_records(1)(value) if order == 2 else -value
+        return found(value), (first + shift) * slope
+
+    return found
+
+
+class Sloped(Prior):
+    """The rule for the derivative of the density knows records."""
+
+    order = 1
+
+    def log_prob(self, value):
+        return _rule_with_records(self.order)(value)
+
+
+class Curved(Sloped):
+    """That for the second derivative does."""
+
+    order = 2
+
+
 class Transformed(dist.constraints.Constraint):
     """A support whose transform shifts by records, in one direction."""
 
@@ -216,6 +248,15 @@ def a_latent_of_the_record(x, y=None):
             numpyro.sample("own", Residuals(0 * x[:, 0], 1.0))
 
 
+KEYS = np.stack([np.arange(N), np.arange(N)], axis=1).astype(np.uint32)
+
+
+def cut_by_records():
+    """Cuts a range at numbers of records, which are then parameters of the program."""
+    ages = 20 + np.arange(N) * 7 % 61
+    numpyro.deterministic("leak", jnp.stack([jnp.arange(100)[age] for age in ages.tolist()]))
+
+
 HOLES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "a bootstrap": (with_prior(Bootstrap), (X, LABELS)),
     "a fitted prior": (with_prior(Fitted), (X, LABELS)),
@@ -223,6 +264,17 @@ HOLES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "a distribution that is called": (with_prior(Called, wrapped=False), (X, LABELS)),
     "a sampler with a compiled helper": (with_prior(Jitted), (X, LABELS)),
     "a density of the prior": (with_prior(Density), (X, LABELS)),
+    "a slope of the prior": (with_prior(Sloped), (X, LABELS)),
+    "a curvature of the prior": (with_prior(Curved), (X, LABELS)),
+    "many keys": (
+        site(lambda: numpyro.deterministic("leak", jax.random.wrap_key_data(KEYS))),
+        (X, LABELS),
+    ),
+    "a list of keys": (
+        site(lambda: numpyro.deterministic("leak", [jax.random.key(n) for n in range(N)])),
+        (X, LABELS),
+    ),
+    "places of cuts": (site(cut_by_records), (X, LABELS)),
     "a transform of a support": (with_prior(Supported), (X, LABELS)),
     "its inverse": (with_prior(SupportedBackwards), (X, LABELS)),
     "a cached property": (with_prior(Remembering), (X, LABELS)),
@@ -323,6 +375,31 @@ def test_predict_looks_at_what_it_is_about_to_run(tmp_path: Any) -> None:
             each.predict(KEY, X[:2], None, True)
         with pytest.raises(UnsupportedModelError, match="did not have"):
             each.predict(KEY, X[:2], again=True)
+
+
+def by_type(x, y=None):
+    """Has records if its argument has values, as a prediction outside of jit would give it."""
+    w = weights()
+    if isinstance(x, np.ndarray) and len(x) < N:
+        numpyro.deterministic("training", Y[:5])
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def test_predict_runs_what_was_looked_at() -> None:
+    posterior = fit(by_type, X, LABELS, epsilon=1.0, rng_key=KEY, progress_bar=False)
+    assert "training" not in posterior.predict(KEY, X[:3], num_samples=2)
+
+
+def test_predict_takes_arrays_of_one_value_and_counts() -> None:
+    def model(x, y=None):
+        w = weights()
+        mean = x @ w + np.zeros(x.shape[0]) + 0.01 * jnp.asarray(np.arange(x.shape[0]))
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    posterior = fit(model, X, Y, epsilon=1.0, rng_key=KEY, progress_bar=False)
+    assert posterior.predict(KEY, X[:5], num_samples=3)["y"].shape == (3, 5)
 
 
 @pytest.mark.full

@@ -124,13 +124,18 @@ def test_noise_that_two_steps_share_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [1, 30])
-def test_independent_noise_is_not_taken_for_shared(size):
-    for seed in range(200):
-        noise = np.random.default_rng(seed).normal(size=(13, size))
-        before = np.vstack([np.zeros(size), noise[:-1]])
-        products = np.stack([np.sum(noise * before, 1), np.sum(noise**2, 1)], axis=1)
-        assert not _shared(products, size)
-    assert _shared(np.stack([np.r_[0, products[:-1, 1]], products[:, 1]], axis=1), 30 * size)
+@pytest.mark.parametrize("scales", [1.0, 100.0])
+def test_independent_noise_is_not_taken_for_shared(size, scales):
+    scale = np.where(np.arange(size) < size // 2, scales, 1.0)
+    drawn = [scale * np.random.default_rng(seed).normal(size=(13, size)) for seed in range(300)]
+    assert not any(map(_shared, drawn))
+    one, other = drawn[0][0], drawn[0][1]
+    signs = np.resize([1, -1], 13)[:, None]
+    assert _shared(np.tile(one, (13, 1)))
+    assert _shared(signs * one)
+    assert _shared(np.resize([one, other], (13, size)))
+    if size > 1:
+        assert _shared(np.vstack([drawn[0], drawn[0][4]]))  # two steps alone
 
 
 def test_the_bounds_of_a_gaussian_that_is_known():
