@@ -253,8 +253,9 @@ KEYS = np.stack([np.arange(N), np.arange(N)], axis=1).astype(np.uint32)
 
 def cut_by_records():
     """Cuts a range at numbers of records, which are then parameters of the program."""
-    ages = 20 + np.arange(N) * 7 % 61
-    numpyro.deterministic("leak", jnp.stack([jnp.arange(100)[age] for age in ages.tolist()]))
+    incomes = 200 + np.arange(N) * 70 % 610
+    cuts = [jnp.arange(1000)[income] for income in incomes.tolist()]
+    numpyro.deterministic("leak", jnp.stack(cuts))
 
 
 HOLES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
@@ -394,7 +395,8 @@ def test_predict_runs_what_was_looked_at() -> None:
 def test_predict_takes_arrays_of_one_value_and_counts() -> None:
     def model(x, y=None):
         w = weights()
-        mean = x @ w + np.zeros(x.shape[0]) + 0.01 * jnp.asarray(np.arange(x.shape[0]))
+        numpyro.deterministic("number", jnp.asarray(np.arange(x.shape[0])))
+        mean = x @ w + np.zeros(x.shape[0])
         with numpyro.plate("records", x.shape[0]):
             numpyro.sample("y", dist.Normal(mean, 1.0), obs=y)
 

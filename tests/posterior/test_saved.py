@@ -160,6 +160,36 @@ def test_another_process_needs_the_file_alone(tmp_path):
     np.testing.assert_array_equal(np.load(out), posterior.sample(jax.random.key(5), 50)["w"])
 
 
+def by_age(pick):
+    """Poisson counts by an integer that ``pick`` turns into a predictor."""
+
+    def model(x, age, y=None):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([4]).to_event(1))
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("y", dist.Poisson(jnp.exp(0.1 * pick(w, age))), obs=y)
+
+    return model
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "picks",
+    [
+        (lambda w, a: w[0] * a, lambda w, a: w[0] * a**2),
+        (lambda w, a: w[0] * (a == 1), lambda w, a: w[0] * (a >= 1)),
+        (lambda w, a: w[jnp.clip(a, 0, 3)], lambda w, a: w[jnp.clip(a, 0, 2)]),
+    ],
+)
+def test_models_that_differ_at_some_integers_are_told_apart(picks, tmp_path):
+    one, other = map(by_age, picks)
+    age, counts = RNG.integers(0, 4, 400), RNG.poisson(1.0, 400)
+    driver = DPLaplace(one, budget=BUDGET)
+    driver.run(KEY, X, age, counts, progress_bar=False).save(tmp_path / "a.posterior")
+    assert numpyro_dp.load(tmp_path / "a.posterior", one).predict(KEY, X[:2], age[:2])
+    with pytest.raises(ValueError, match="another model than that of the run"):
+        numpyro_dp.load(tmp_path / "a.posterior", other)
+
+
 @pytest.mark.full
 def test_the_model_of_the_run_predicts_and_no_other_does(tmp_path):
     posterior, file = by_laplace(linear, Y), tmp_path / "a.posterior"
