@@ -95,7 +95,7 @@ def _places(program: Program) -> list[int]:
     Those that are not larger than how often it does so are left out, as for a loop over columns.
     """
     found = [
-        number
+        int(number)
         for equation in program.equations
         for name in PLACES.get(equation.primitive.name, ())
         for number in jax.tree.leaves(equation.params[name])

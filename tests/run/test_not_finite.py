@@ -29,19 +29,28 @@ def model(x, y):
         numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
 
 
-def total(x, y):
+def linear(x, y):
+    """Its outcomes have no support that could be checked."""
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event())
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+
+def total(x, y, model=model):
     """The noise-free sum of centred scores in one step, at weights where all are clipped."""
     svi = DPSVI(model, AutoDelta(model), optax.sgd(1.0), clip_norm=0.1, sampler=FullBatch(),
-                noise_multiplier=0.0)  # fmt: skip
+                noise_multiplier=0.0, secret_key=4, repetition=True)  # fmt: skip
     start = {"w_auto_loc": jnp.array([0.4, -0.3])}
     return svi.run(KEY, 1, x, y, init_params=start, progress_bar=False).params["w_auto_loc"]
 
 
-@pytest.mark.full
-def test_a_record_without_an_outcome_adds_no_other_outcome():
+@pytest.mark.table
+@pytest.mark.parametrize("model", [linear, model])
+def test_a_record_without_an_outcome_adds_no_other_outcome(model):
     kept = np.arange(8) != 3
-    with_it = total(X, np.where(kept, Y, np.nan))
-    np.testing.assert_allclose(with_it, total(X[kept], Y[kept]), rtol=1e-4)
+    with_it = total(X, np.where(kept, Y, np.nan), model)
+    without = total(np.where(kept[:, None], X, np.nan), Y, model)
+    np.testing.assert_allclose(with_it, without, rtol=1e-4)
 
 
 @pytest.mark.full

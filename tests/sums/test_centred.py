@@ -13,7 +13,7 @@ from numpyro.infer import Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import DPSVI, UnsupportedModelError
-from numpyro_dp.core import MechanismState
+from numpyro_dp.core import Centring, Estimator, MechanismState
 from numpyro_dp.estimators import aligned, centred, vanilla
 from numpyro_dp.mechanisms import AdaptiveClip, GaussianMechanism
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
@@ -194,6 +194,26 @@ def test_a_record_that_is_not_finite_counts_as_0():
     for bad in (np.nan, np.inf, 1e30):
         found = contribution(estimator, public, jnp.full(D, bad), jnp.asarray(1), 1.0)
         np.testing.assert_array_equal(found, 0)
+
+
+def test_one_row_that_is_not_finite_takes_the_others_out():
+    def rows(odds, example, seed):  # the coin itself, heads, tails and padding
+        heads = jax.nn.sigmoid(odds)
+        return (jnp.stack([example[0], 1.0, 0.0, 0.0]), jnp.stack([0.0, heads, 1 - heads, 0.0]))
+
+    coin = Estimator(
+        lambda key, odds: odds,
+        lambda odds, row: {"w": 3 * (row[0] - jax.nn.sigmoid(odds))},
+        lambda odds, released: released.total,
+    )
+    centring = Centring(coin, 3, rows, listed=True)
+    mechanism = build_mechanism(GaussianMechanism(), ClipNorm.of(0.5), 1.0, 100.0)
+    for outcome, counts in ((1.0, True), (np.nan, False)):
+        found = bounded_sum(
+            coin._replace(centring=centring), mechanism, jnp.asarray(0.4), (jnp.array([outcome]),),
+            jnp.ones(1, bool), live=jnp.asarray(True), seeds=jnp.zeros(1, jnp.uint32),
+        )  # fmt: skip
+        assert any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(found)) == counts
 
 
 @pytest.mark.full
