@@ -17,7 +17,7 @@ import numpy as np
 from scipy.special import log_ndtr
 
 from numpyro_dp.laplace.pattern import pairs_of, power_of
-from numpyro_dp.posterior.algebra import inverse, symmetric, trace_of
+from numpyro_dp.posterior.algebra import inverse, solve, symmetric, trace_of
 from numpyro_dp.posterior.likelihood import SMALLEST_SCALE, Prior, denoise_curvature
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "read_stage",
     "seen_coordinates",
     "start",
+    "with_steps",
 ]
 
 FLOOR = 0.03  # smallest eigenvalue, relative to the mean of the positive parts
@@ -37,6 +38,7 @@ FIRST_POWER = 0.25  # weak, because a full whitening would give rare columns all
 SCREENING_NOISE = 0.1  # if noise sd / mean scale is larger, no coordinate is left out
 FEWEST_SEEN = 4
 SMALLEST_DIAGONAL = 0.003  # smallest denoised scale. The public guess is 1
+LEAST_ALONG = 0.05  # of the curvature along a step, as a part of the denoised one
 LEFT_ON_DIAGONAL = 0.1  # smallest part of the diagonal that is left next to the mean row
 
 
@@ -150,6 +152,44 @@ def read_stage(
         curvature_floored=symmetric(unwhitening @ (vectors * values) @ vectors.T @ unwhitening),
         curvature_error=error,
         groups=groups,
+    )
+
+
+def with_steps(stage: Stage, *steps: np.ndarray) -> Stage:
+    r"""Returns the stage with the curvature along the way as it was released.
+
+    The denoised curvature is shrunk to that of the stage before. On a long way, curvature changes
+    along the way, which is one direction of d, so the shrinkage hides it. Newton's steps would then
+    be too short. One number is hardly noisy, so it is put back. For a step u,
+    :math:`q = W^{-1} u / |W^{-1} u|`, and a stage that drew from :math:`N(m, V)`,
+
+    .. math::
+        D \mathrel{+}= \frac{a}{a + t^2} \max(0, 1 - 2 d / u' V^{-1} u)\, (q'Aq - q'Dq)\, q q',
+        \qquad a = (q'Dq / 2)^2.
+
+    A step inside of the uncertainty changes nothing.
+
+    Args:
+        stage: The newest stage.
+        *steps: Steps of the mean that led to it, each (d,).
+    """
+    denoised = stage.whitening @ stage.curvature @ stage.whitening
+    for step in steps:
+        turned = stage.unwhitening @ step
+        length, far = np.linalg.norm(turned), step @ solve(stage.covariance, step)
+        if far <= 2 * len(step):
+            continue
+        along = turned / length
+        now, seen = along @ denoised @ along, along @ stage.noisy_curvature @ along
+        gain = (now / 2) ** 2 / ((now / 2) ** 2 + stage.curvature_noise**2)
+        change = gain * (1 - 2 * len(step) / far) * (max(seen, LEAST_ALONG * now) - now)
+        denoised = denoised + change * np.outer(along, along)
+    values, vectors = _floored(denoised, stage.template)
+    turned = stage.unwhitening @ vectors
+    return dataclasses.replace(
+        stage,
+        curvature=symmetric(stage.unwhitening @ denoised @ stage.unwhitening),
+        curvature_floored=symmetric((turned * values) @ turned.T),
     )
 
 

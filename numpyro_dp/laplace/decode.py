@@ -57,7 +57,7 @@ SMALLEST_KAPPA = 0.1
 ROUNDS = 8  # most updates of the covariance of the errors, which depends on theta
 UNDAMPED = 4  # number of rounds with a full step. Later rounds take half a step
 SETTLED = 0.02  # change of the mean, in posterior sds, that ends the rounds
-WIDENINGS = 1  # how often stages that do not fit are widened, which also moves the other stages
+AGREEING = 3.0  # standard errors that an earlier stage may be off along its step
 
 
 def with_discrepancies(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
@@ -168,12 +168,15 @@ def decode(
     kappa: float,
     begin: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    r"""Returns mean (d,) and covariance (d, d) of theta given all stages.
+    r"""Returns mean (d,) and covariance (d, d) of theta given all stages that agree.
 
-    The released scores of each stage are compared with their prediction. The squared residual,
-    divided by its variance, has mean 1 for each coordinate. If the ratio of a stage exceeds
-    :math:`1 + 2 \sqrt{2 / d}`, its noise is multiplied by the ratio. All stages are then decoded
-    again.
+    Far from the optimum, the linear model is wrong. So the newest stage is decoded alone. Earlier
+    ones follow, newest first. A stage is left out if it contradicts what is known by then. With its
+    residual :math:`r = S_j - H (m - m_j)`, the covariance T of r, and :math:`u = m - m_j`, this is
+
+    .. math:: r' T^{-1} r > d + 2 \sqrt{2 d} \quad\text{or}\quad (u'r)^2 > 9\, u' T u.
+
+    Curvature changes most along u, which is one direction of d.
 
     Args:
         prior: The prior of theta.
@@ -183,16 +186,21 @@ def decode(
         begin: Initial mean and covariance of the rounds, from the decode of the previous stage. By
             default the prior's.
     """
-    stages = tuple(stages)
-    limit = 1 + 2 * np.sqrt(2 / len(prior.mean))
-    widening = np.ones(len(stages))
-    mean, covariance = begin or (prior.mean, prior.covariance)
-    for _ in range(WIDENINGS + 1):
-        mean, covariance, misfit = _decode_rounds(prior, stages, kappa, widening, mean, covariance)
-        bad = misfit > limit
-        if not np.any(bad):
-            break
-        widening = np.where(bad, widening * misfit, widening)
+    *earlier, newest = stages
+    size, curvature = len(prior.mean), believed_curvature(newest)
+    kept = (newest,)
+    begin = begin or (prior.mean, prior.covariance)
+    mean, covariance = _decode_rounds(prior, kept, kappa, *begin)
+    for stage in reversed(earlier):
+        errors = _error_covariance((stage, newest), mean, covariance)[:size, :size]
+        errors = errors + curvature @ covariance @ curvature
+        away = mean - stage.mean
+        residual = stage.score - curvature @ away
+        overall = residual @ solve(errors, residual) / size
+        along = (away @ residual) ** 2 / max(away @ errors @ away, 1e-300)
+        if overall < 1 + 2 * np.sqrt(2 / size) and along < AGREEING**2:
+            kept = (stage, *kept)
+            mean, covariance = _decode_rounds(prior, kept, kappa, mean, covariance)
     return mean, covariance
 
 
@@ -200,11 +208,10 @@ def _decode_rounds(
     prior: Prior,
     stages: tuple[Stage, ...],
     kappa: float,
-    widening: np.ndarray,
     mean: np.ndarray,
     covariance: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    r"""Mean and covariance for given widenings, and the mean squared residual of each stage.
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""Mean and covariance given some stages, from a first guess of both.
 
     Let R be the covariance of the errors and X = R^-1 (I, ..., I)'. Then, with
     :math:`J = H (I, ..., I) X H` and :math:`H_+ = H / \kappa`, the posterior has
@@ -217,9 +224,7 @@ def _decode_rounds(
     target = np.concatenate([stage.score + curvature @ stage.mean for stage in stages])
     everywhere = np.tile(np.eye(size), (count, 1))
     for index in range(ROUNDS):
-        # The variance of scores is kappa H. For kappa below 1, H / kappa is on the safe side.
-        varying = sampling * max(kappa, 1.0) ** 2
-        errors = _error_covariance(stages, mean, covariance, varying, widening)
+        errors = _error_covariance(stages, mean, covariance)
         weights = solve(errors, everywhere)
         precision = symmetric(curvature @ (everywhere.T @ weights) @ curvature)
         pull = curvature @ (weights.T @ target)
@@ -233,12 +238,7 @@ def _decode_rounds(
         covariance = covariance + step * (new_covariance - covariance)
         if settled and index > 0:
             break
-    misfit = np.empty(count)
-    for j, stage in enumerate(stages):
-        residual = stage.score - curvature @ (mean - stage.mean)
-        own = slice(j * size, (j + 1) * size)
-        misfit[j] = residual @ solve(errors[own, own], residual) / size
-    return mean, covariance, misfit
+    return mean, covariance
 
 
 def believed_curvature(stage: Stage) -> np.ndarray:
@@ -262,8 +262,6 @@ def _error_covariance(
     stages: tuple[Stage, ...],
     mean: np.ndarray,
     covariance: np.ndarray,
-    sampling: np.ndarray,
-    widening: np.ndarray,
 ) -> np.ndarray:
     r"""The (K d, K d) covariance of :math:`S_j - H (\phi - m_j)` over all K stages.
 
@@ -272,7 +270,7 @@ def _error_covariance(
     some pairs P were released, it is :math:`v\, W^{-1} (\mathrm{diag}(P\, \mathrm{diag} M) + P
     \circ M') W^{-1} / 2`. An error in the size of the template B has its variance times
     :math:`T M T`, with :math:`T = W^{-1} B`. These two errors come from the newest stage and couple
-    all stages. Noise, discrepancy and widening act on the diagonal block of their own stage.
+    all stages. Noise and discrepancy act on the diagonal block of their own stage.
     """
     newest, size, count = stages[-1], len(mean), len(stages)
     away = np.stack([mean - stage.mean for stage in stages])
@@ -292,8 +290,7 @@ def _error_covariance(
         own_errors = stage.score_noise**2 * np.eye(size) + stage.discrepancy / 2 * _ensemble(
             stage, moment
         )
-        blocks[j, :, j] += widening[j] * (turn @ own_errors @ turn)
-        blocks[j, :, j] += (widening[j] - 1) * sampling
+        blocks[j, :, j] += turn @ own_errors @ turn
         if stage.step is not None:
             pulled = newest.curvature @ stage.step
             blocks[j, :, j] += np.outer(pulled, pulled)

@@ -29,6 +29,7 @@ model says. Only the last stage releases it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -61,6 +62,9 @@ _REPLICATES = 2
 # If outcomes are listed, each draw has its own weight, and draws may be farther away. Their
 # curvature is then nearer to the curvature between the mean and the optimum.
 _FARTHEST_LISTED, _FARTHEST = 1.0, 0.4
+# Coordinates add up: a predictor of d of them varies by d times as much, and the mean score over
+# such draws is that of a flattened model, whose root is too far out.
+_TOGETHER = 3.0
 
 
 class Request(NamedTuple):
@@ -200,6 +204,7 @@ def staged_scores(
             half = jax.random.normal(draw_key, (antithetic, request.mean.size), request.mean.dtype)
             farthest = _FARTHEST_LISTED if problem.outcomes.number else _FARTHEST
             half = jnp.clip(half, -farthest, farthest) @ request.factor.T
+            half *= min(1.0, _TOGETHER / math.sqrt(request.mean.size))
             draws = request.mean + jnp.concatenate([half, -half])
             return request, draws, outcome_key
 

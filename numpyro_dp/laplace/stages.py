@@ -115,6 +115,9 @@ class Run:
             clips[1] * symmetric(triangle / weights[1], self.pairs)[kept],
             clips[0] / mu[0], clips[1] / mu[1], self.groups[self.seen],
         )  # fmt: skip
+        if self.stages:
+            steps = (self.mean - at for at in (self._prior.mean, self.stages[-1].mean))
+            stage = curvature.with_steps(stage, *steps)
         self.stages = decode.with_discrepancies((*self.stages, stage))
         noise = clips[0] ** 2 / mu[2]
         noisy = clips[0] ** 2 * power[0] / weights[2]
