@@ -77,7 +77,7 @@ class FlatProgram(NamedTuple):
 def trace_scalar(
     scalar: Callable[[Any, Any], Array], point: Any, example: Any, calls: tuple[str, ...] = CALLS
 ) -> ScalarProgram:
-    """Returns the program of a scalar, of arguments with these shapes, as a list of operations.
+    """Returns the operations that compute a scalar, of arguments with these shapes.
 
     Args:
         scalar: ``(point, example) -> scalar``.
@@ -91,9 +91,9 @@ def trace_scalar(
     split = len(jax.tree.leaves(point))
     # One output, because the scalar is the log likelihood of one record.
     (output,) = found.outputs
-    return ScalarProgram(
-        found.ops, found.inputs[:split], found.inputs[split:], output, found.shapes
-    )
+    inputs = found.inputs[:split], found.inputs[split:]
+    whole = ScalarProgram(found.ops, *inputs, output, found.shapes)
+    return whole if isinstance(output, Constant) else whole._replace(ops=needed(whole, output))
 
 
 def flat(program: Program, calls: tuple[str, ...] = CALLS) -> FlatProgram:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from numpyro_dp._validate import check_callable
 from numpyro_dp.laplace.guess import FirstGuess, first_guess
 from numpyro_dp.laplace.schedule import Kind, Schedule, schedule
-from numpyro_dp.laplace.stages import Releases, Run, Stages
+from numpyro_dp.laplace.stages import Releases, Run, Stages, most_releases
 from numpyro_dp.laplace.suitable import check_suitable
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frames import as_arrays
@@ -145,7 +145,7 @@ class DPLaplace:
         self.model, self.static_kwargs, self.data_plate = model, static_kwargs, data_plate
         self.scales: dict[str, Any] = _check_scales(scales)
         self.settings: RunSettings = RunSettings(
-            clip_norm=1.0, sampler=FullBatch(), mechanism=StagedGaussian((1.0,)), budget=budget,
+            clip_norm=1.0, sampler=FullBatch(), mechanism=StagedGaussian(), budget=budget,
             noise_multiplier=noise_multiplier, secret_key=secret_key, accountant=accountant,
             microbatch_size=microbatch_size, mesh=mesh, public=public, repetition=repetition
         )  # fmt: skip
@@ -212,12 +212,11 @@ class DPLaplace:
         key, prior, guess = self._prepared_for(args, kwargs)
         outcomes = prior.outcomes
         plan = self._schedule(outcomes.model.structure, outcomes.size)
-        if (key, plan.shares) not in self._drivers:
-            settings = self.settings.changed(mechanism=StagedGaussian(plan.shares))
-            self._drivers[key, plan.shares] = Stages(settings, outcomes, guess.groups)
-        driver, stages = self._drivers[key, plan.shares], Run(prior, plan, guess)
+        if key not in self._drivers:
+            self._drivers[key] = Stages(self.settings, outcomes, guess.groups)
+        driver, stages = self._drivers[key], Run(prior, plan, guess)
         state = driver.start(rng_key, stages, args, kwargs)
-        settings, releases = driver.settings, len(plan.shares)
+        settings, releases = driver.settings, most_releases(plan)
         report = spent_by(settings, state, releases)
         scales = values_given("scales", {n: np.asarray(s) for n, s in self.scales.items()})
         report = dataclasses.replace(report, public=report.public + scales)
@@ -310,7 +309,8 @@ class DPLaplace:
                 f"Columns were taken to have about {size} scale. "
                 "If not, divide by public constants."
             )
-        outcomes, releases = prior.outcomes, len(stages.plan.shares)
+        outcomes, releases = prior.outcomes, len(stages.plan.kinds)
+        report = dataclasses.replace(report, num_steps=releases)
         source = ModelSource.of(outcomes.model, outcomes.shared, {})
         of_units = report.max_rows is not None
         records = "units" if of_units else "records"

@@ -14,8 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 __all__ = [
+    "FAR",
     "GROWTH",
+    "LAST",
+    "MOST_FAR",
     "PAIRS",
+    "SHARE_FAR",
     "SIZE_RANGE",
     "Kind",
     "Schedule",
@@ -33,6 +37,11 @@ _PRIOR_SIZE = 1.0  # prior standard deviation of the log of that size
 _SCALES = (0.02, 0.03)  # parts of mu^2 for the mean row and the scales of the curvature
 _STAGES = (0.05, 0.06, 0.08, 0.11, 0.15, 0.20, 0.35)  # parts of the rest of mu^2
 _CURVATURE = (0.7, 0.7, 0.6, 0.5, 0.5, 0.4, 0.3)  # part of a stage, the rest for scores
+_CURVATURE_FAR = 0.6
+FAR = 5.0  # standard deviations of a step, or mean square, above which the mean has not arrived
+LAST = 4  # stages that wait until the mean has arrived
+MOST_FAR = 12  # more stages at most
+SHARE_FAR = 0.02  # of each of them: far away, scores are large, and more precision is wasted
 _POWER = 0.02  # part of a stage
 _EXCESS = 0.02  # part of the last stage
 _CLIP = 1.2
@@ -72,6 +81,19 @@ class Schedule(NamedTuple):
         found = [math.fsum(part) for part in self.parts]
         return tuple(share / math.fsum(found) for share in found)
 
+    def with_stage(self, release: int, share: float) -> Schedule:
+        """Returns the schedule with one more stage before a release, for which later ones pay.
+
+        Args:
+            release: Number of the release.
+            share: Part of the squared budget that the stage spends.
+        """
+        spent = share * math.fsum(math.fsum(part) for part in self.parts)
+        later = math.fsum(math.fsum(part) for part in self.parts[release:])
+        rest = [tuple((1 - spent / later) * x for x in part) for part in self.parts[release:]]
+        parts = (*self.parts[:release], _stage(spent, _CURVATURE_FAR), *rest)
+        return Schedule(self.mu, (*self.kinds[:release], Kind.STAGE, *self.kinds[release:]), parts)
+
     def weights(self, release: int) -> np.ndarray:
         """Square roots of the parts of one release, shape (4,). Their squares sum to 1."""
         part = np.array(self.parts[release])
@@ -99,11 +121,17 @@ def schedule(mu: float, size: int, number: int) -> Schedule:
     stages = []
     for share, curvature in zip(_STAGES, _CURVATURE, strict=True):
         excess = _EXCESS if len(stages) == len(_STAGES) - 1 else 0.0
-        rest = 1 - _POWER - excess
-        parts = rest * (1 - curvature), rest * curvature, _POWER, excess
-        stages.append(tuple(left * share * part for part in parts))
+        stages.append(_stage(left * share, curvature, excess))
     kinds = (*early, *[Kind.STAGE] * len(stages))
     return Schedule(mu, kinds, (*early.values(), *stages))
+
+
+def _stage(spent: float, curvature: float, excess: float = 0.0) -> tuple[float, ...]:
+    """Parts of a stage."""
+    rest = 1 - _POWER - excess
+    return tuple(
+        spent * part for part in (rest * (1 - curvature), rest * curvature, _POWER, excess)
+    )
 
 
 def _size_noise(number: int, mu: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,8 +13,12 @@ from numpyro_dp.laplace import curvature, decode
 from numpyro_dp.laplace.guess import FirstGuess
 from numpyro_dp.laplace.pattern import pairs_of
 from numpyro_dp.laplace.schedule import (
+    FAR,
     GROWTH,
+    LAST,
+    MOST_FAR,
     PAIRS,
+    SHARE_FAR,
     Kind,
     Schedule,
     believed_size,
@@ -31,10 +36,12 @@ from numpyro_dp.model.frontend import Call, Prepared
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.records import Rows
 from numpyro_dp.model.structure import ModelStructure
-from numpyro_dp.posterior.algebra import factor
+from numpyro_dp.posterior.algebra import factor, solve
 from numpyro_dp.posterior.likelihood import Prior, released_likelihood
 from numpyro_dp.posterior.prior import ModelPrior
+from numpyro_dp.privacy.mechanism.staged import asking
 from numpyro_dp.run.checkpoint import Checkpoint
+from numpyro_dp.run.course import Call as Step
 from numpyro_dp.run.course import with_bar
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.session import Session
@@ -42,7 +49,7 @@ from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import RunState, SensitiveState
 from numpyro_dp.run.streaming import HostRows
 
-__all__ = ["Releases", "Run", "Stages"]
+__all__ = ["Releases", "Run", "Stages", "most_releases"]
 
 _MOST_SPREAD = 10.0  # factor on the variance of scores in a wrong model
 
@@ -71,6 +78,7 @@ class Run:
 
     def __init__(self, prior: ModelPrior, plan: Schedule, guess: FirstGuess) -> None:
         self.prior, self.plan, self.groups = prior, plan, guess.groups
+        self._planned_first = len(plan.kinds)
         size, self.pairs = len(guess.groups), pairs_of(guess.groups)
         self.seen: np.ndarray = np.ones(size, bool)
         self.whitening, self.template = np.diag(guess.whitening), np.eye(size)
@@ -135,8 +143,36 @@ class Run:
         self.stages, self.covariance = decode.with_step(self.stages, self.mean, self._decoded)
         self.whitening = curvature.next_whitening(stage, self._prior, self.kappa)
         self.template = self.whitening @ stage.curvature_floored @ self.whitening
+        self.plan = self._planned(release)
         if len(self.stages) > 1:  # the first whitening is a guess, which clips many records
             self.growth = next_growth(self.growth, self.kappa)
+
+    def steps(self) -> np.ndarray:
+        """The newest step of the mean in posterior standard deviations: of each latent, and all."""
+        step = self.mean - self.stages[-1].mean
+        together = np.sqrt(step @ solve(self._decoded, step) / len(step))
+        return np.append(np.abs(step) / np.sqrt(np.diag(self._decoded)), together)
+
+    def _planned(self, release: int) -> Schedule:
+        """The schedule after a release, with one more stage if the mean has not arrived."""
+        plan = self.plan
+        left, more = len(plan.kinds) - release - 1, len(plan.kinds) - self._planned_first
+        steps = self.steps()
+        far = max(np.max(steps[:-1]), steps[-1] ** 2) > FAR or self._persists()
+        if not far or not 0 < left <= LAST or more >= MOST_FAR:
+            return plan
+        return plan.with_stage(release + 1, SHARE_FAR)
+
+    def _persists(self) -> bool:
+        """Whether the last two steps point the same way, and are longer than their uncertainty."""
+        if len(self.stages) < 2:
+            return False
+        places = (self.stages[-2].mean, self.stages[-1].mean, self.mean)
+        before, now = np.diff(places, axis=0)
+        turned = [solve(self._decoded, each) for each in (before, now)]
+        lengths = [np.sqrt(u @ t) for u, t in zip((before, now), turned, strict=True)]
+        along = (before @ turned[1]) / (lengths[0] * lengths[1])
+        return bool(along > 0.5 and lengths[1] > np.sqrt(len(now)))
 
     def likelihood(self) -> tuple[np.ndarray, np.ndarray]:
         """Precision and linear term of the released likelihood, in all coordinates.
@@ -211,6 +247,11 @@ class Releases(NamedTuple):
         return cls(state, np.zeros((number, *empty.shape), empty.dtype), np.int32(0))
 
 
+def most_releases(plan: Schedule) -> int:
+    """Most releases of a run with a plan."""
+    return len(plan.kinds) + MOST_FAR
+
+
 class Stages(Driver):
     """The driver of the releases of one schedule."""
 
@@ -236,7 +277,7 @@ class Stages(Driver):
         """Returns the state before the first release."""
         self._first = run.request(0)
         structure = self._outcomes.model.structure
-        return self._init(rng_key, len(run.plan.shares), args, kwargs, None, structure)
+        return self._init(rng_key, most_releases(run.plan), args, kwargs, None, structure)
 
     def stages(
         self,
@@ -253,10 +294,22 @@ class Stages(Driver):
         values, done = np.array(releases.values), int(releases.done)
         for release in range(done):
             run.read(release, values[release])
-        calls = [(release, 1, 1) for release in range(done, len(values))]
-        for release, _, _ in with_bar(bar, calls, 0, done, len(values), report):
+
+        def calls() -> Iterator[Step]:
+            release = done
+            while release < len(run.plan.kinds):  # a release may add another
+                if bar is not None:
+                    bar.total = len(run.plan.kinds)
+                yield release, 1, 1
+                release += 1
+
+        for release, _, _ in with_bar(bar, calls(), 0, done, len(run.plan.kinds), report):
             _, empty = state.optim_state
-            state = state._replace(optim_state=(run.request(release), empty))
+            memory = asking(state.mechanism_state.memory, run.plan.shares[release])
+            state = state._replace(
+                optim_state=(run.request(release), empty),
+                mechanism_state=state.mechanism_state._replace(memory=memory),
+            )
             if isinstance(rows, HostRows):
                 state = session.on_all(state, rows)
             else:

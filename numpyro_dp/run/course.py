@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -165,7 +165,7 @@ def opened_bar(shown: bool, total: int | None = None, unit: str = "step") -> Ite
 
 
 def with_bar(
-    bar: Any, calls: Sequence[Call], before: int, done: int, total: int, report: PrivacyReport
+    bar: Any, calls: Iterable[Call], before: int, done: int, total: int, report: PrivacyReport
 ) -> Iterable[Call]:
     """Yields the calls while a bar shows steps and epsilon spent.
 

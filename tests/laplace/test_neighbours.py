@@ -29,7 +29,7 @@ def step_of(model, args):
     prior = read_prior(outcomes, jax.random.key(0))
     plan = schedule(1.0, outcomes.size, N)
     settings = RunSettings(
-        clip_norm=1.0, sampler=FullBatch(), mechanism=StagedGaussian(plan.shares),
+        clip_norm=1.0, sampler=FullBatch(), mechanism=StagedGaussian(),
         noise_multiplier=1.0, secret_key=3, repetition=True,
     )  # fmt: skip
     guess = first_guess(prior, {}, jax.random.key(0))

@@ -21,7 +21,7 @@ from numpyro_dp.model.outcomes import read_outcomes
 from numpyro_dp.model.public import declare
 from numpyro_dp.model.structure import read_model
 from numpyro_dp.posterior.prior import read_prior
-from numpyro_dp.privacy.mechanism.staged import StagedGaussian
+from numpyro_dp.privacy.mechanism.staged import StagedGaussian, asking
 from numpyro_dp.run.audit import _distinguished
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.spending import plan_for, spent_by
@@ -54,12 +54,12 @@ def worlds(noise_factor, draws):
     shared = structure.layout.rows(args, {}).shared
     outcomes = read_outcomes(Model(model, structure), shared)
     settings = RunSettings(clip_norm=1.0, sampler=FullBatch(), budget=BUDGET, secret_key=2,
-                           mechanism=StagedGaussian((1.0,)), repetition=True)  # fmt: skip
+                           mechanism=StagedGaussian(), repetition=True)  # fmt: skip
     plan = schedule(1 / plan_for(settings, 8, 1).noise_multiplier, 3, 8)
     early = ((0.0, 0.0, 0.01, 0.0), (0.02, 0.03, 0.0, 0.0))  # so few records would not get these
     plan = Schedule(plan.mu, (Kind.SIZE, Kind.SCALES, *plan.kinds), (*early, *plan.parts))
     guess = FirstGuess(np.ones(3), np.zeros(3, int))
-    driver = Stages(settings.changed(mechanism=StagedGaussian(plan.shares)), outcomes, guess.groups)
+    driver = Stages(settings, outcomes, guess.groups)
     prior = read_prior(outcomes, jax.random.key(0))
     state = driver.start(jax.random.key(1), Run(prior, plan, guess), args, {})
     claim = spent_by(driver.settings, state, len(plan.shares)).epsilon
@@ -74,7 +74,8 @@ def worlds(noise_factor, draws):
         state = state._replace(
             optim_state=(request, state.optim_state[1]),
             mechanism_state=MechanismState(
-                state.mechanism_state.clip_norm, jnp.asarray(release, jnp.int32)
+                state.mechanism_state.clip_norm,
+                asking((jnp.zeros((), jnp.int32),) * 2, plan.shares[release]),
             ),
         )
         new, step = session._step(state, rows)

@@ -1,9 +1,8 @@
-r"""One Gaussian release in parts: each step spends its share of a budget.
+r"""One Gaussian release in parts, each of which says what it spends just before it is made.
 
-Step k adds noise of standard deviation :math:`\sigma C / \sqrt{a_k}` with
-:math:`\sum_k a_k = 1`. Let :math:`\mu = 1 / \sigma` be the parameter of Gaussian differential
-privacy. Step k spends :math:`a_k \mu^2` of :math:`\mu^2`. All steps together are *one* Gaussian
-mechanism with noise multiplier :math:`\sigma`, even if later steps depend on earlier releases.
+A part that spends the share a adds noise of standard deviation :math:`\sigma C / \sqrt a`, which is
+:math:`a \mu^2` of :math:`\mu^2 = 1 / \sigma^2`. Shares may depend on what was released before. A
+privacy filter adds them up and refuses what would exceed 1.
 """
 
 from __future__ import annotations
@@ -21,33 +20,26 @@ from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
 from numpyro_dp.privacy.sampling import FullBatch
 
-__all__ = ["StagedGaussian"]
+__all__ = ["StagedGaussian", "asking"]
 
 _UP = 1 + 1e-6  # keeps noise in single precision at least as wide as accounted for
+_UNITS = 2**24  # of the squared budget. Whole numbers, so that their sum is exact
 
 
 @dataclasses.dataclass(frozen=True)
 class StagedGaussian:
-    """The Gaussian mechanism of full-batch steps that share a budget unequally.
-
-    Args:
-        shares: Part of the squared budget that each step spends. They sum to 1.
+    """The Gaussian mechanism of full-batch steps that share a budget, each as it asks for.
 
     Guarantee:
-        All steps together are ``GaussianDpEvent(noise_multiplier)``. The noise of the steps is
-        independent. A step beyond the last share releases nothing: it returns NaN.
+        All steps together are ``GaussianDpEvent(noise_multiplier)``, also if the share of a step
+        depends on earlier releases. The noise of the steps is independent. A step that has asked
+        for nothing, or for more than is left, releases nothing: it returns NaN.
 
     Reference:
-        J. Dong, A. Roth, W. J. Su (2022), Gaussian differential privacy, JRSS B, Corollary 2:
-        the mu of Gaussian mechanisms compose as a root of a sum of squares, adaptively too.
+        A. Smith, A. Thakurta (2022), Fully adaptive composition for Gaussian differential privacy.
+        A. Koskela, M. Tobaben, A. Honkela (2023), Individual privacy accounting with Gaussian
+        differential privacy, ICLR.
     """
-
-    shares: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        positive = bool(self.shares) and all(share > 0 for share in self.shares)  # false for NaN
-        if not (positive and abs(math.fsum(self.shares) - 1) <= 1e-9):
-            raise ValueError(f"Expected positive shares that sum to 1, got {self.shares}.")
 
     def __call__(self, clip_norm: ClipNorm, noise_multiplier: Any) -> Mechanism:
         """Returns the mechanism. ``noise_scale`` is for a step that spends the whole budget."""
@@ -56,21 +48,26 @@ class StagedGaussian:
         def privatise(
             key: Array, total: PyTree, state: MechanismState
         ) -> tuple[PyTree, MechanismState]:
-            # Beyond the table the noise is NaN, so that such a step releases nothing.
-            widths = jnp.asarray([_UP / math.sqrt(share) for share in self.shares])
-            width = widths.at[state.memory].get(mode="fill", fill_value=jnp.nan)
+            spent, asked = state.memory
+            given = (asked > 0) & (asked <= _UNITS - spent)
+            width = jnp.where(given, _UP * jnp.sqrt(_UNITS / jnp.maximum(asked, 1)), jnp.nan)
             step = GaussianMechanism()(clip_norm, noise_multiplier * width)
             noisy, _ = step.privatise(key, total, state)
-            return noisy, state._replace(memory=state.memory + 1)
+            memory = spent + jnp.where(given, asked, 0), jnp.zeros_like(asked)
+            return noisy, state._replace(memory=memory)
 
         def compose(sampler: Sampler, num_examples: int, num_steps: int) -> dpa.DpEvent:
             if not isinstance(sampler, FullBatch):
                 raise ValueError(f"Expected sampler=FullBatch() with {self!r}, got {sampler!r}.")
-            spent = min(1.0, math.fsum(self.shares[:num_steps]))
-            return dpa.GaussianDpEvent(base.event.noise_multiplier / math.sqrt(spent))
+            return base.event  # of any number of steps, because each may spend all that is left
 
-        def init(total: PyTree) -> Array:
+        def init(total: PyTree) -> tuple[Array, Array]:
             base.init(total)  # checks the size
-            return jnp.zeros((), jnp.int32)
+            return jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
 
         return base._replace(init=init, privatise=privatise, compose=compose)
+
+
+def asking(memory: tuple[Array, Array], share: float) -> tuple[Array, Array]:
+    """Returns the memory of a mechanism whose next step may spend a share, rounded down."""
+    return memory[0], jnp.asarray(math.floor(share * _UNITS), jnp.int32)
