@@ -25,7 +25,11 @@ from numpyro_dp.model.outcomes import read_outcomes
 from numpyro_dp.model.public import argument_names, declare, record_arguments, values_given
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.units import split_unit
-from numpyro_dp.posterior.diagnosis import findings_of_normal, findings_of_spread
+from numpyro_dp.posterior.diagnosis import (
+    finding_of_arrival,
+    findings_of_normal,
+    findings_of_spread,
+)
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.prior import ModelPrior, read_prior
@@ -50,7 +54,8 @@ class DPLaplace:
 
     ``run(rng_key, *args)`` takes the whole data set and returns a
     :class:`~numpyro_dp.posterior.Posterior`. You choose no settings. Small releases find the size
-    of scores and the scale of each coordinate. Then seven full batches each release the sum of
+    of scores and the scale of each coordinate. Then seven full batches, and up
+    to twelve more while it is far from the posterior, each release the sum of
     model-centred scores and of their curvature, at draws from the posterior so far
     (:mod:`numpyro_dp.laplace.signal`). A linear model with errors in its matrix turns them into the
     next posterior (:mod:`numpyro_dp.laplace.decode`):
@@ -109,15 +114,15 @@ class DPLaplace:
         are clipped to their bounds. N, the number of latents and the budget decide whether each of
         these two is made.
 
-        Step k adds Gaussian noise of standard deviation :math:`\sigma / \sqrt{a_k}` with shares
-        :math:`a_k` that sum to 1. So all steps together are one Gaussian mechanism of noise
-        multiplier :math:`\sigma`. Draws, whitening, clip norms and decode read earlier releases,
-        the prior, N and invented records. Simulated outcomes come from secret seeds, one for each
-        record.
+        Step k adds Gaussian noise of standard deviation :math:`\sigma / \sqrt{a_k}`. The share
+        :math:`a_k` may depend on earlier releases, and a filter keeps their sum at most 1. So all
+        steps together are one Gaussian mechanism of noise multiplier :math:`\sigma`. Draws,
+        whitening, clip norms and decode read earlier releases, the prior, N and invented records.
+        Simulated outcomes come from secret seeds, one for each record.
 
     Reference:
-        The method is the project's own. For the composition: J. Dong, A. Roth, W. J. Su (2022),
-        Gaussian differential privacy, JRSS B.
+        The method is the project's own. For the composition: A. Smith, A. Thakurta (2022), Fully
+        adaptive composition for Gaussian differential privacy.
     """
 
     model: Callable[..., Any]
@@ -321,6 +326,8 @@ class DPLaplace:
             moments = prior.decoded.updated(precision, linear)
             findings = findings_of_normal(*moments, prior.decoded)
             findings += findings_of_spread(*stages.spread, of_units, bool(outcomes.number))
+            if not stages.arrived:
+                findings += [finding_of_arrival(float(np.max(stages.steps())), prior.decoded)]
         posterior = source.posterior(draws, report, method, tuple(notes), findings=findings)
         posterior.warn()
         return posterior

@@ -17,6 +17,8 @@ __all__ = [
     "FAR",
     "GROWTH",
     "LAST",
+    "LONG",
+    "LONGEST",
     "MOST_FAR",
     "PAIRS",
     "SHARE_FAR",
@@ -39,6 +41,7 @@ _STAGES = (0.05, 0.06, 0.08, 0.11, 0.15, 0.20, 0.35)  # parts of the rest of mu^
 _CURVATURE = (0.7, 0.7, 0.6, 0.5, 0.5, 0.4, 0.3)  # part of a stage, the rest for scores
 _CURVATURE_FAR = 0.6
 FAR = 5.0  # standard deviations of a step, or mean square, above which the mean has not arrived
+LONGEST, LONG = 3.5, 1.5  # the same of the last step, of any latent and root mean square
 LAST = 4  # stages that wait until the mean has arrived
 MOST_FAR = 12  # more stages at most
 SHARE_FAR = 0.02  # of each of them: far away, scores are large, and more precision is wasted

@@ -16,6 +16,8 @@ from numpyro_dp.laplace.schedule import (
     FAR,
     GROWTH,
     LAST,
+    LONG,
+    LONGEST,
     MOST_FAR,
     PAIRS,
     SHARE_FAR,
@@ -153,6 +155,12 @@ class Run:
         together = np.sqrt(step @ solve(self._decoded, step) / len(step))
         return np.append(np.abs(step) / np.sqrt(np.diag(self._decoded)), together)
 
+    @property
+    def arrived(self) -> bool:
+        """Whether the newest step of the mean was short, which it is at the optimum."""
+        steps = self.steps()
+        return bool(np.max(steps[:-1]) < LONGEST and steps[-1] < LONG) and not self._persists()
+
     def _planned(self, release: int) -> Schedule:
         """The schedule after a release, with one more stage if the mean has not arrived."""
         plan = self.plan
@@ -183,6 +191,9 @@ class Run:
         unknown scale, would follow it without limit. So other priors get the likelihood without it.
         """
         covariance = self._decoded if self.prior.normal is None else self.covariance
+        if self.prior.normal is not None and not self.arrived:  # it may have to go as far again
+            step = self.mean - self.stages[-1].mean
+            covariance = covariance + np.outer(step, step)
         precision, linear = released_likelihood(self.mean, covariance, self._prior)
         whole, right = np.zeros((self.size, self.size)), np.zeros(self.size)
         whole[np.ix_(self.seen, self.seen)], right[self.seen] = precision, linear

@@ -19,6 +19,7 @@ __all__ = [
     "Diagnosis",
     "Finding",
     "PosteriorWarning",
+    "finding_of_arrival",
     "finding_of_clipping",
     "finding_of_independence",
     "findings_of_normal",
@@ -41,6 +42,7 @@ _MORE = (
     "More records, a larger epsilon, fewer latents or columns of about unit scale would tell more."
 )
 _MISFIT = 1.1  # variance of scores relative to what the model says
+_WIDE = 4.0  # standard deviation of a prior from which many stages may be needed
 _SURELY = 3.0  # standard errors by which scores vary more than the model says
 _SLID = 10.0  # factor by which an adaptive clip norm may change
 _UNUSED = 0.9  # part of the budget
@@ -240,7 +242,8 @@ def findings_of_normal(mean: np.ndarray, covariance: np.ndarray, prior: Prior) -
     share = float(np.mean(np.diag(covariance) / before))
     if share > _MOST_PRIOR:
         found.append(Finding("prior", True, (
-            f"This is mostly the prior: latents keep {100 * share:.0f} % of its variance. {_MORE}"
+            f"This is mostly the prior: latents keep {100 * share:.0f} % of its variance. "
+            + _more(prior)
         )))  # fmt: skip
     away = float(np.sqrt(np.mean((mean - prior.mean) ** 2 / before)))
     if away > _CONFLICT:
@@ -249,6 +252,30 @@ def findings_of_normal(mean: np.ndarray, covariance: np.ndarray, prior: Prior) -
             "outcomes, columns of another scale than the prior expects, or a wrong model do that."
         )))  # fmt: skip
     return found
+
+
+def finding_of_arrival(step: float, prior: Prior) -> Finding:
+    """A run whose last step was long, so that it has not arrived at the posterior.
+
+    Args:
+        step: The longest of the last steps, in posterior standard deviations.
+        prior: The prior, in unconstrained coordinates.
+    """
+    return Finding("arrival", True, (
+        f"The run has not arrived: its last step was {step:.2g} standard deviations long. The "
+        f"intervals are wider by that step, and may still be wrong. {_more(prior)}"
+    ))  # fmt: skip
+
+
+def _more(prior: Prior) -> str:
+    """What would tell more."""
+    widest = float(np.sqrt(np.max(np.diag(prior.covariance))))
+    if widest < _WIDE:
+        return _MORE
+    return (
+        f"The widest prior has a standard deviation of {widest:.3g}. With columns of about unit "
+        "scale, 2.5 or less is enough, and needs a smaller budget."
+    )
 
 
 def findings_of_spread(

@@ -11,6 +11,7 @@ import pytest
 
 from numpyro_dp import DPLaplace, NoiseReuseError, PrivacyBudget, UnsupportedModelError, fit
 from numpyro_dp.laplace import decode, guess, pattern
+from numpyro_dp.posterior import PosteriorWarning
 from numpyro_dp.posterior.prior import ModelPrior
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.run import streaming
@@ -354,3 +355,70 @@ def test_pairs_of_group_effects_can_be_left_out(monkeypatch):
     assert np.all(np.abs(found.mean(0) - known.mean(0)) < 4 * sd)
     np.testing.assert_allclose(found.std(0), known.std(0), rtol=0.5)
     assert np.all(np.abs(found.mean(0) - [y[group == g].mean() for g in range(6)]) < 4 * sd)
+
+
+def gaussian_outcomes(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([4]).to_event(1))
+    s = numpyro.sample("s", dist.HalfNormal(1.0))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, s), obs=y)
+
+
+@pytest.mark.full
+def test_a_scale_far_from_its_prior_is_reached_by_more_stages():
+    """Each stage moves the log of a scale by half at most, and the sum of their shares is 1."""
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(4000, 4)).astype(np.float32)
+    w = np.array([0.5, -1.0, 0.2, 0.7])
+    for spread, more in ((0.03, True), (0.7, False)):
+        y = (x @ w + spread * rng.normal(size=4000)).astype(np.float32)
+        driver = DPLaplace(gaussian_outcomes, budget=BUDGET, secret_key=7, repetition=True)
+        posterior = driver.run(KEY, x, y, progress_bar=False)
+        assert (posterior.privacy.num_steps > 11) == more
+        assert posterior.privacy.epsilon == pytest.approx(1.0, rel=0.01)
+        found = posterior.summary()
+        for name, true in (("w", w), ("s", spread)):
+            assert np.all(np.abs(found[name]["mean"] - true) < 4 * found[name]["sd"])
+        assert found["s"]["mean"] == pytest.approx(spread, rel=0.25)
+        assert "arrival" not in [finding.name for finding in posterior.diagnose().bad]
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::numpyro_dp.posterior.PosteriorWarning")
+def test_sixty_columns_are_within_their_intervals():
+    rng = np.random.default_rng(6)
+    x = rng.normal(size=(10_000, 60)).astype(np.float32)
+    w = np.r_[1, -1, 0.7, 0.5, np.zeros(56)]
+    y = (rng.random(10_000) < 1 / (1 + np.exp(-x @ w))).astype(int)
+
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([60]).to_event(1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+    driver = DPLaplace(model, budget=BUDGET, secret_key=8, repetition=True)
+    posterior = driver.run(KEY, x, y, progress_bar=False)
+    found = posterior.summary()["w"]
+    errors = (found["mean"] - w) / found["sd"]
+    assert np.mean(np.abs(errors) < 1.645) > 0.75
+    assert np.all(np.abs(errors[:4]) < 3)
+    assert found["mean"] @ w / (w @ w) == pytest.approx(1, abs=0.15)
+    assert "arrival" not in [finding.name for finding in posterior.diagnose().bad]
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(("width", "finding"), [(10.0, "arrival"), (100.0, "prior")])
+def test_a_prior_that_is_too_wide_is_named(width, finding):
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=(4000, 6)).astype(np.float32)
+    y = (rng.random(4000) < 1 / (1 + np.exp(-x @ (0.7 * rng.normal(size=6))))).astype(int)
+
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0, width).expand([6]).to_event(1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+    driver = DPLaplace(model, budget=PrivacyBudget(0.7, 1e-5), secret_key=9, repetition=True)
+    with pytest.warns(PosteriorWarning, match=f"standard deviation of {width:g}"):
+        posterior = driver.run(KEY, x, y, progress_bar=False)
+    assert finding in [finding.name for finding in posterior.diagnose().bad]
