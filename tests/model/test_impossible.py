@@ -15,6 +15,7 @@ from numpyro_dp.ep.sites import quadrature
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.laplace.signal import LaplaceProblem, staged_scores
 from numpyro_dp.laplace.stages import Run
+from numpyro_dp.model.impossible import indices_inside
 from numpyro_dp.model.structure import read_model
 from numpyro_dp.samplers import FullBatch
 
@@ -222,16 +223,30 @@ def _(inputs, slopes):
     return ruled(b, g), jnp.cos(b[g]) * slopes[0][g]
 
 
+BEYOND = {"plain", "taken", "many", "in a loop", "over a row", "repeated", "with a rule"}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("batched", [False, True])
+def test_which_lookups_are_inside(batched):
+    """Of an index and of a batch of one, which JAX looks up by another operation."""
+    table = jnp.asarray([0.3, -0.2, 0.5, 0.1, 0.7])
+    for name, pick in {**LEFT_ALONE, **FOUND}.items():
+        own = (
+            (lambda b, g, pick=pick: jax.vmap(pick, (None, 0))(b, g[None])[0]) if batched else pick
+        )
+        inside = [bool(indices_inside(own, table, jnp.asarray(g))) for g in (-1, 2, 5)]
+        assert inside[:2] == [name in LEFT_ALONE, True], name
+        if name in BEYOND | {"clipped", "clipped by take", "filled above"}:
+            assert inside[2] == (name not in BEYOND), name
+
+
 @pytest.mark.table
-@pytest.mark.parametrize("name", [*LEFT_ALONE, *FOUND])
-def test_which_lookups_make_a_record_impossible(name):
+@pytest.mark.parametrize("name", ["not chosen", "in a loop", "plain"])
+def test_a_check_names_records_with_lookups_outside(name):
     model = looked_up({**LEFT_ALONE, **FOUND}[name])
-    bad = [BAD] if name in FOUND else []
     found = check_records(model, X, changed(GROUP, -1), X[:, 0]).impossible
-    assert list(found) == bad
-    beyond = [BAD] if name in FOUND and name not in ("filled above", "of a float") else []
-    if name in ("plain", "taken", "clipped by take", "filled above", "in a loop", "many"):
-        assert list(check_records(model, X, changed(GROUP, 5), X[:, 0]).impossible) == beyond
+    assert list(found) == [BAD] * (name in FOUND)
 
 
 def test_a_table_of_bytes_may_hold_any_number():
