@@ -315,7 +315,6 @@ class DPLaplace:
                 "If not, divide by public constants."
             )
         outcomes, releases = prior.outcomes, len(stages.plan.kinds)
-        report = dataclasses.replace(report, num_steps=releases)
         source = ModelSource.of(outcomes.model, outcomes.shared, {})
         of_units = report.max_rows is not None
         records = "units" if of_units else "records"

@@ -335,9 +335,11 @@ def statement_of(report: Any, settings: str) -> Statement:
     released = ["Noisy sums of clipped contributions of records, and what is computed from them."]
     if report.loss_released:
         released.append("The loss curve is part of the release, with noise of its own.")
+    staged = plan.mechanism(plan.noise_multiplier).compose is not None
     mechanism = (
-        f"Gaussian noise, {report.num_steps} steps of {plan.sampler} on {plan.num_examples} "
-        f"records, noise multiplier {plan.noise_multiplier:.4g}, sensitivity {plan.sensitivity:.4g}"
+        f"Gaussian noise, {'at most ' * staged}{report.num_steps} steps of {plan.sampler} on "
+        f"{plan.num_examples} records, noise multiplier {plan.noise_multiplier:.4g}, sensitivity "
+        f"{plan.sensitivity:.4g}"
     ) + (" in the first step (adaptive clip norm)." if plan.adaptive else ".")
     if report.chains > 1:
         mechanism += (

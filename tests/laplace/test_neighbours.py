@@ -16,7 +16,7 @@ from numpyro_dp.laplace.guess import first_guess
 from numpyro_dp.laplace.schedule import schedule
 from numpyro_dp.laplace.stages import Run, Stages
 from numpyro_dp.posterior.prior import read_prior
-from numpyro_dp.privacy.mechanism.staged import StagedGaussian
+from numpyro_dp.privacy.mechanism.staged import StagedGaussian, asking
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.samplers import FullBatch
 
@@ -40,7 +40,8 @@ def step_of(model, args):
 
     @jax.jit
     def released(request, arrays):
-        now = quiet._replace(optim_state=(request, quiet.optim_state[1]))
+        asked = quiet.mechanism_state._replace(memory=asking(quiet.mechanism_state.memory, 1.0))
+        now = quiet._replace(optim_state=(request, quiet.optim_state[1]), mechanism_state=asked)
         return session._step(now, session.rows(arrays, {}))[1].released.total
 
     return released, outcomes.size
