@@ -80,7 +80,7 @@ def test_the_budget_is_spent_and_no_more(relation):
     privacy = run(budget=budget).privacy
     assert 0.69 < privacy.epsilon <= 0.7
     assert (privacy.relation, privacy.delta) == (relation, 1e-5)
-    assert privacy.num_steps == 9  # the size, the scales and seven stages
+    assert privacy.num_steps == 21  # the size, the scales, seven stages and up to twelve more
     assert "rows" in str(privacy)
 
 

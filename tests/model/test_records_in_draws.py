@@ -261,7 +261,7 @@ def cut_by_records():
 HOLES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "a bootstrap": (with_prior(Bootstrap), (X, LABELS)),
     "a fitted prior": (with_prior(Fitted), (X, LABELS)),
-    "a sampler with intermediates": (with_prior(Intermediate), (X, LABELS)),
+    "a sampler with intermediates": (with_prior(Intermediate, wrapped=False), (X, LABELS)),
     "a distribution that is called": (with_prior(Called, wrapped=False), (X, LABELS)),
     "a sampler with a compiled helper": (with_prior(Jitted), (X, LABELS)),
     "a density of the prior": (with_prior(Density), (X, LABELS)),
