@@ -54,11 +54,10 @@ class DPLaplace:
 
     ``run(rng_key, *args)`` takes the whole data set and returns a
     :class:`~numpyro_dp.posterior.Posterior`. You choose no settings. Small releases find the size
-    of scores and the scale of each coordinate. Then seven full batches, and up
-    to twelve more while it is far from the posterior, each release the sum of
-    model-centred scores and of their curvature, at draws from the posterior so far
-    (:mod:`numpyro_dp.laplace.signal`). A linear model with errors in its matrix turns them into the
-    next posterior (:mod:`numpyro_dp.laplace.decode`):
+    of scores and the scale of each coordinate. Then come seven full batches, and up to twelve more
+    while the run is far from the posterior. Each releases the sum of model-centred scores and of
+    their curvature, at draws from the posterior so far (:mod:`numpyro_dp.laplace.signal`). A linear
+    model with errors in its matrix turns them into the next posterior (:mod:`numpyro_dp.laplace.decode`):
 
     .. math::
         S_j = H(\phi - m_j) + \text{noise}_j + E(\phi - m_j), \qquad

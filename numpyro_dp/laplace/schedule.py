@@ -40,11 +40,14 @@ _SCALES = (0.02, 0.03)  # parts of mu^2 for the mean row and the scales of the c
 _STAGES = (0.05, 0.06, 0.08, 0.11, 0.15, 0.20, 0.35)  # parts of the rest of mu^2
 _CURVATURE = (0.7, 0.7, 0.6, 0.5, 0.5, 0.4, 0.3)  # part of a stage, the rest for scores
 _CURVATURE_FAR = 0.6
-FAR = 5.0  # standard deviations of a step, or mean square, above which the mean has not arrived
-LONGEST, LONG = 3.5, 1.5  # the same of the last step, of any latent and root mean square
-LAST = 4  # stages that wait until the mean has arrived
-MOST_FAR = 12  # more stages at most
-SHARE_FAR = 0.02  # of each of them: far away, scores are large, and more precision is wasted
+# A step of the mean is too long if a latent moves by more posterior standard deviations than this,
+# or if the mean square over all latents is larger. More stages follow, before the last four.
+FAR = 5.0
+LAST = 4
+MOST_FAR = 12  # largest number of such stages
+SHARE_FAR = 0.02  # share of each. Far away, scores are large, and more precision is wasted
+# The run has not arrived if the last step of a latent, or the root mean square, is longer.
+LONGEST, LONG = 3.5, 1.5
 _POWER = 0.02  # part of a stage
 _EXCESS = 0.02  # part of the last stage
 _CLIP = 1.2
@@ -85,7 +88,7 @@ class Schedule(NamedTuple):
         return tuple(share / math.fsum(found) for share in found)
 
     def with_stage(self, release: int, share: float) -> Schedule:
-        """Returns the schedule with one more stage before a release, for which later ones pay.
+        """Returns the schedule with one more stage before a release. Later releases spend less.
 
         Args:
             release: Number of the release.

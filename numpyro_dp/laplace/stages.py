@@ -42,9 +42,8 @@ from numpyro_dp.posterior.algebra import factor, solve
 from numpyro_dp.posterior.likelihood import Prior, released_likelihood
 from numpyro_dp.posterior.prior import ModelPrior
 from numpyro_dp.privacy.mechanism.staged import asking
+from numpyro_dp.run import course
 from numpyro_dp.run.checkpoint import Checkpoint
-from numpyro_dp.run.course import Call as Step
-from numpyro_dp.run.course import with_bar
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Method, RunSettings
@@ -80,7 +79,7 @@ class Run:
 
     def __init__(self, prior: ModelPrior, plan: Schedule, guess: FirstGuess) -> None:
         self.prior, self.plan, self.groups = prior, plan, guess.groups
-        self._planned_first = len(plan.kinds)
+        self._planned_at_first = len(plan.kinds)
         size, self.pairs = len(guess.groups), pairs_of(guess.groups)
         self.seen: np.ndarray = np.ones(size, bool)
         self.whitening, self.template = np.diag(guess.whitening), np.eye(size)
@@ -164,7 +163,7 @@ class Run:
     def _planned(self, release: int) -> Schedule:
         """The schedule after a release, with one more stage if the mean has not arrived."""
         plan = self.plan
-        left, more = len(plan.kinds) - release - 1, len(plan.kinds) - self._planned_first
+        left, more = len(plan.kinds) - release - 1, len(plan.kinds) - self._planned_at_first
         steps = self.steps()
         far = max(np.max(steps[:-1]), steps[-1] ** 2) > FAR or self._persists()
         if not far or not 0 < left <= LAST or more >= MOST_FAR:
@@ -191,7 +190,7 @@ class Run:
         unknown scale, would follow it without limit. So other priors get the likelihood without it.
         """
         covariance = self._decoded if self.prior.normal is None else self.covariance
-        if self.prior.normal is not None and not self.arrived:  # it may have to go as far again
+        if self.prior.normal is not None and not self.arrived:  # another step may be as long
             step = self.mean - self.stages[-1].mean
             covariance = covariance + np.outer(step, step)
         precision, linear = released_likelihood(self.mean, covariance, self._prior)
@@ -307,7 +306,7 @@ class Stages(Driver):
             if release < len(run.plan.kinds):  # a run may need fewer releases than it may make
                 run.read(release, values[release])
 
-        def calls() -> Iterator[Step]:
+        def calls() -> Iterator[course.Call]:
             release = done
             while release < len(run.plan.kinds):  # a release may add another
                 if bar is not None:
@@ -315,7 +314,7 @@ class Stages(Driver):
                 yield release, 1, 1
                 release += 1
 
-        for release, _, _ in with_bar(bar, calls(), 0, done, len(run.plan.kinds), report):
+        for release, _, _ in course.with_bar(bar, calls(), 0, done, len(run.plan.kinds), report):
             _, empty = state.optim_state
             memory = asking(state.mechanism_state.memory, run.plan.shares[release])
             state = state._replace(

@@ -191,8 +191,8 @@ def _marked(
     """
     written, wrapped = _as_written(ops)
     found = evaluate(written, dict(inputs))
-    # Of arrays the value with nothing in it. Of one number whether it is nothing: a likelihood's
-    # operations are mostly of one number, and so they need not be repeated.
+    # For an array: its value, with nothing in some entries. For a single number: whether it is
+    # nothing. Most operations of a likelihood have single numbers, and need not run again.
     marks: dict[int, Any] = {}
 
     def size(number: Any) -> int:
@@ -227,7 +227,7 @@ def _marked(
             results = [_converted(values[0], results[0])]
         for number, result in zip(op.outputs, results, strict=True):
             lost = _is_nothing(result)
-            if not casts:  # of which the found value may be nothing too
+            if not casts:  # XLA may convert NaN to the very integer that stands for nothing
                 lost &= ~_is_nothing(jnp.asarray(value_of(found, number)))
             marks[number] = result if size(number) > 1 else lost.reshape(())
     return marked

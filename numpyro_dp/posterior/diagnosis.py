@@ -262,8 +262,8 @@ def finding_of_arrival(step: float, prior: Prior) -> Finding:
         prior: The prior, in unconstrained coordinates.
     """
     return Finding("arrival", True, (
-        f"The run has not arrived: its last step was {step:.2g} standard deviations long. The "
-        f"intervals are wider by that step, and may still be wrong. {_more(prior)}"
+        f"The run has not arrived: its last step was {step:.2g} standard deviations long, so the "
+        f"intervals may be wrong. {_more(prior)}"
     ))  # fmt: skip
 
 

@@ -1,8 +1,9 @@
-r"""One Gaussian release in parts, each of which says what it spends just before it is made.
+r"""The Gaussian mechanism of several steps that share one budget unequally.
 
-A part that spends the share a adds noise of standard deviation :math:`\sigma C / \sqrt a`, which is
-:math:`a \mu^2` of :math:`\mu^2 = 1 / \sigma^2`. Shares may depend on what was released before. A
-privacy filter adds them up and refuses what would exceed 1.
+The caller sets the share of a step just before it (:func:`asking`). A step with the share a adds
+noise of standard deviation :math:`\sigma C / \sqrt a`. It spends :math:`a \mu^2` of the budget
+:math:`\mu^2 = 1 / \sigma^2`. The share may depend on earlier releases. A privacy filter adds up
+all shares, and stops a step that would bring their sum above 1.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _UNITS = 2**24  # of the squared budget. Whole numbers, so that their sum is exa
 
 @dataclasses.dataclass(frozen=True)
 class StagedGaussian:
-    """The Gaussian mechanism of full-batch steps that share a budget, each as it asks for.
+    """The Gaussian mechanism of full-batch steps that share a budget unequally.
 
     Guarantee:
         All steps together are ``GaussianDpEvent(noise_multiplier)``, also if the share of a step
-        depends on earlier releases. The noise of the steps is independent. A step that has asked
-        for nothing, or for more than is left, releases nothing: it returns NaN.
+        depends on earlier releases. The noise of the steps is independent. A step without a
+        share, or with more than is left, releases nothing: it returns NaN.
 
     Reference:
         A. Smith, A. Thakurta (2022), Fully adaptive composition for Gaussian differential privacy.
