@@ -57,7 +57,8 @@ class DPLaplace:
     of scores and the scale of each coordinate. Then come seven full batches, and up to twelve more
     while the run is far from the posterior. Each releases the sum of model-centred scores and of
     their curvature, at draws from the posterior so far (:mod:`numpyro_dp.laplace.signal`). A linear
-    model with errors in its matrix turns them into the next posterior (:mod:`numpyro_dp.laplace.decode`):
+    model with errors in its matrix turns them into the next posterior
+    (:mod:`numpyro_dp.laplace.decode`):
 
     .. math::
         S_j = H(\phi - m_j) + \text{noise}_j + E(\phi - m_j), \qquad
