@@ -178,7 +178,7 @@ class Run:
         before, now = np.diff(places, axis=0)
         turned = [solve(self._decoded, each) for each in (before, now)]
         lengths = [np.sqrt(u @ t) for u, t in zip((before, now), turned, strict=True)]
-        along = (before @ turned[1]) / (lengths[0] * lengths[1])
+        along = (before @ turned[1]) / max(lengths[0] * lengths[1], 1e-300)
         return bool(along > 0.5 and lengths[1] > np.sqrt(len(now)))
 
     def likelihood(self) -> tuple[np.ndarray, np.ndarray]:

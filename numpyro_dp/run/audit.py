@@ -55,7 +55,8 @@ __all__ = ["Audit", "audit", "audit_run"]
 _TRIES = 50  # batches in which to look for the canary
 _TOGETHER = 4096  # draws computed at once
 _FEWEST = 10  # values of noise from which a correlation is judged
-_COMPARED = 2000  # first steps whose noise is compared. All pairs of more would not fit in memory
+# First steps whose noise is compared, and values of it in memory.
+_COMPARED, _IN_MEMORY = 2000, 10**7
 _BY_CHANCE = 1e-8  # probability that independent noise is taken for shared
 
 
@@ -234,7 +235,8 @@ def audit_run(
 
     begun = attack.fresh(secret_key())
     start = begun, jnp.zeros(number)
-    compared = min(num_steps, _COMPARED)
+    width = jax.eval_shape(attack.released, begun).size
+    compared = min(num_steps, _COMPARED, max(2, _IN_MEMORY // width))
     carry, noise = jax.jit(lambda c: lax.scan(step, c, length=compared))(start)
     quick = jax.jit(lambda c: lax.fori_loop(compared, num_steps, lambda _, c: step(c, None)[0], c))
     _, scores = quick(carry)
