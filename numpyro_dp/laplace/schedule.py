@@ -46,8 +46,9 @@ FAR = 5.0
 LAST = 4
 MOST_FAR = 12  # largest number of such stages
 SHARE_FAR = 0.02  # share of each. Far away, scores are large, and more precision is wasted
-# The run has not arrived if the last step of a latent, or the root mean square, is longer.
-LONGEST, LONG = 3.5, 1.5
+# The run has not arrived if the last step of a latent is longer than LONGEST + sqrt(2 log d), which
+# grows like the largest of d normal numbers, or the root mean square is longer than LONG.
+LONGEST, LONG = 2.0, 1.5
 _POWER = 0.02  # part of a stage
 _EXCESS = 0.02  # part of the last stage
 _CLIP = 1.2

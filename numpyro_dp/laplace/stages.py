@@ -157,8 +157,9 @@ class Run:
     @property
     def arrived(self) -> bool:
         """Whether the newest step of the mean was short, which it is at the optimum."""
-        steps = self.steps()
-        return bool(np.max(steps[:-1]) < LONGEST and steps[-1] < LONG) and not self._persists()
+        *alone, together = self.steps()
+        longest = LONGEST + np.sqrt(2 * np.log(len(alone)))
+        return bool(max(alone) < longest and together < LONG) and not self._persists()
 
     def _planned(self, release: int) -> Schedule:
         """The schedule after a release, with one more stage if the mean has not arrived."""
