@@ -1,5 +1,6 @@
 """Array annotations are checked at run time, and what is drawn repeats from run to run."""
 
+import collections
 import contextlib
 import hashlib
 import itertools
@@ -28,7 +29,8 @@ _LONG_EXAMPLES = {
     "DPPBP", "EP", "PBP", "tempering_model", "tempered", "choose", "rehearse", "Ledger",
     "compare_accountants", "audit", "prior_share", "audit_run", "load", "NoiseAware",
     "NoiseReuseError", "PosteriorSummary", "PosteriorWarning", "PrivacyReport",
-    "RunInterrupted", "RunResult", "Statement",
+    "RunInterrupted", "RunResult", "Statement", "save", "after", "tail_average", "SEP", "to_arviz",
+    "noise_aware",
 }  # fmt: skip
 
 
@@ -36,18 +38,20 @@ def pytest_collection_modifyitems(items):
     """Sorts the cases of each test into tiers.
 
     The first case is in the README's tier and the others are ``extended``. A mark changes that:
-    ``every_case`` keeps all in the first tier, ``table`` runs the others in ``.ci/run``.
+    ``every_case`` keeps all in the first tier, ``table`` runs a sixth of the others in
+    ``.ci/run``.
     """
-    seen = set()
+    seen = collections.Counter()
     for item in items:
         if isinstance(item, pytest.DoctestItem) and item.name.rpartition(".")[2] in _LONG_EXAMPLES:
             item.add_marker("full")
         if {"slow", "extended", "every_case"} & {mark.name for mark in item.iter_markers()}:
             continue
         name = item.nodeid.partition("[")[0]
-        if name in seen:
-            item.add_marker("full" if item.get_closest_marker("table") else "extended")
-        seen.add(name)
+        if seen[name]:
+            sixth = item.get_closest_marker("table") and seen[name] % 6 == 1
+            item.add_marker("full" if sixth else "extended")
+        seen[name] += 1
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_predictive_density_of_a_conjugate_model():
     np.testing.assert_allclose(found, stats.norm(1, np.sqrt(1.25)).logpdf(x), atol=0.02)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_the_temperature_of_the_labels_is_found():
     rng = np.random.default_rng(3)
     logits = 2 * rng.normal(size=(20_000, 10))

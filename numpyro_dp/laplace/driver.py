@@ -18,10 +18,11 @@ from numpyro_dp.laplace.guess import FirstGuess, first_guess
 from numpyro_dp.laplace.schedule import Kind, Schedule, schedule
 from numpyro_dp.laplace.stages import Releases, Run, Stages, most_releases
 from numpyro_dp.laplace.suitable import check_suitable
+from numpyro_dp.laplace.tail import has_tail
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import GivenModel, arguments_key
-from numpyro_dp.model.outcomes import read_outcomes
+from numpyro_dp.model.outcomes import Outcomes, read_outcomes
 from numpyro_dp.model.public import argument_names, declare, record_arguments, values_given
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.units import split_unit
@@ -104,9 +105,10 @@ class DPLaplace:
 
     Guarantee:
         Everything in the posterior is (epsilon, delta)-differentially private under the budget's
-        relation. A release sums four parts of each record: score, curvature, the score's power, and
-        in the last stage how much the outcome's score exceeds it. Their norms are at most C,
-        :math:`C_H` (Frobenius), :math:`C^2` and :math:`C_e^2`. Each part is divided by
+        relation. A release sums up to five parts of each record: score, curvature, the score's
+        power, in the last stage how much the outcome's score exceeds it, and in two stages the
+        class of the score's norm (:mod:`numpyro_dp.laplace.tail`). Their norms are at most C, :math:`C_H`
+        (Frobenius), :math:`C^2`, :math:`C_e^2` and 1. Each part is divided by
         its bound and weighted, so a record's whole signal has norm at most 1. The mechanism also
         clips it to 1.
 
@@ -216,7 +218,7 @@ class DPLaplace:
     ) -> Posterior:
         key, prior, guess = self._prepared_for(args, kwargs)
         outcomes = prior.outcomes
-        plan = self._schedule(outcomes.model.structure, outcomes.size)
+        plan = self._schedule(outcomes)
         if key not in self._drivers:
             self._drivers[key] = Stages(self.settings, outcomes, guess.groups)
         driver, stages = self._drivers[key], Run(prior, plan, guess)
@@ -274,10 +276,10 @@ class DPLaplace:
             self._prepared[key] = key, prior, first_guess(prior, scales, public_key)
         return self._prepared[key]
 
-    def _schedule(self, structure: ModelStructure, size: int) -> Schedule:
-        number = structure.layout.num_examples
+    def _schedule(self, outcomes: Outcomes) -> Schedule:
+        number = outcomes.model.structure.layout.num_examples
         noise = plan_for(self.settings, number, 1).noise_multiplier
-        return schedule(1 / noise, size, number)
+        return schedule(1 / noise, outcomes.size, number, has_tail(outcomes))
 
     def _scales_by_number(
         self, structure: ModelStructure, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -324,7 +326,9 @@ class DPLaplace:
         if math.isfinite(report.epsilon):
             moments = prior.decoded.updated(precision, linear)
             findings = findings_of_normal(*moments, prior.decoded)
-            findings += findings_of_spread(*stages.spread, of_units, bool(outcomes.number))
+            findings += findings_of_spread(
+                *stages.spread, of_units, bool(outcomes.number), *stages.misfit
+            )
             if not stages.arrived:
                 findings += [finding_of_arrival(float(np.max(stages.steps())), prior.decoded)]
         posterior = source.posterior(draws, report, method, tuple(notes), findings=findings)

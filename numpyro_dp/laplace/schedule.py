@@ -51,6 +51,7 @@ SHARE_FAR = 0.02  # share of each. Far away, scores are large, and more precisio
 LONGEST, LONG = 2.0, 1.5
 _POWER = 0.02  # part of a stage
 _EXCESS = 0.02  # part of the last stage
+_TAIL = (0.0, 0.0, 0.0, 0.0, 0.13, 0.1, 0.0)  # parts of the stages, if outcomes are simulated
 _CLIP = 1.2
 GROWTH = 0.2  # growth of clip norms, until many records are clipped
 _MOST_GROWTH = 0.6
@@ -63,7 +64,9 @@ _ROW_CLIP = 1.3
 class Kind(enum.IntEnum):
     """The values that a release sums over the records."""
 
-    STAGE = 0  # scores, their curvature and their power, and in the last one its excess
+    STAGE = (
+        0  # scores, their curvature and their power, in the last one its excess, in two the tail
+    )
     SCALES = 1  # the mean row, and the scale of each coordinate
     SIZE = 2  # the size of a typical score
 
@@ -74,13 +77,13 @@ class Schedule(NamedTuple):
     Attributes:
         mu: Privacy cost of all releases together, in Gaussian differential privacy.
         kinds: The kind of each release.
-        parts: Parts of the squared budget for score, curvature, power and its excess, for each
-            release.
+        parts: Parts of the squared budget for score, curvature, power, its excess and the tail,
+            for each release.
     """
 
     mu: float
     kinds: tuple[Kind, ...]
-    parts: tuple[tuple[float, float, float, float], ...]
+    parts: tuple[tuple[float, ...], ...]
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -102,43 +105,45 @@ class Schedule(NamedTuple):
         return Schedule(self.mu, (*self.kinds[:release], Kind.STAGE, *self.kinds[release:]), parts)
 
     def weights(self, release: int) -> np.ndarray:
-        """Square roots of the parts of one release, shape (4,). Their squares sum to 1."""
+        """Square roots of the parts of one release, shape (5,). Their squares sum to 1."""
         part = np.array(self.parts[release])
         return np.sqrt(part / part.sum())
 
     def mu_of(self, release: int) -> np.ndarray:
-        """The mu that each entry of a release spends, shape (4,)."""
+        """The mu that each entry of a release spends, shape (5,)."""
         return self.mu * math.sqrt(self.shares[release]) * self.weights(release)
 
 
-def schedule(mu: float, size: int, number: int) -> Schedule:
+def schedule(mu: float, size: int, number: int, tail: bool = False) -> Schedule:
     """Returns the releases of a run.
 
     Args:
         mu: The mu that all releases may spend.
         size: Number of latents.
         number: Number of records.
+        tail: Whether two stages release the tail, see :mod:`numpyro_dp.laplace.tail`.
     """
     early = {}
     if _size_noise(number, mu * math.sqrt(_SIZE)) <= _PRIOR_SIZE:
-        early[Kind.SIZE] = (0.0, 0.0, _SIZE, 0.0)
+        early[Kind.SIZE] = (0.0, 0.0, _SIZE, 0.0, 0.0)
     if _scale_bounds(size, number)[1] / (mu * math.sqrt(_SCALES[1])) <= 1:
-        early[Kind.SCALES] = (*_SCALES, 0.0, 0.0)
+        early[Kind.SCALES] = (*_SCALES, 0.0, 0.0, 0.0)
     left = 1 - math.fsum(part for parts in early.values() for part in parts)
     stages = []
-    for share, curvature in zip(_STAGES, _CURVATURE, strict=True):
+    for share, curvature, part in zip(_STAGES, _CURVATURE, _TAIL, strict=True):
         excess = _EXCESS if len(stages) == len(_STAGES) - 1 else 0.0
-        stages.append(_stage(left * share, curvature, excess))
+        stages.append(_stage(left * share, curvature, excess, part * tail))
     kinds = (*early, *[Kind.STAGE] * len(stages))
     return Schedule(mu, kinds, (*early.values(), *stages))
 
 
-def _stage(spent: float, curvature: float, excess: float = 0.0) -> tuple[float, ...]:
+def _stage(
+    spent: float, curvature: float, excess: float = 0.0, tail: float = 0.0
+) -> tuple[float, ...]:
     """Parts of a stage."""
-    rest = 1 - _POWER - excess
-    return tuple(
-        spent * part for part in (rest * (1 - curvature), rest * curvature, _POWER, excess)
-    )
+    rest = 1 - _POWER - excess - tail
+    parts = rest * (1 - curvature), rest * curvature, _POWER, excess, tail
+    return tuple(spent * part for part in parts)
 
 
 def _size_noise(number: int, mu: float) -> float:

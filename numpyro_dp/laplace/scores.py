@@ -133,7 +133,7 @@ def shortened(slopes: Array, norm: Array, limit: Array) -> Array:
 def entries(
     scores: Scores, request: Any, score: Array, product: Array, power: Array, excess: Array
 ) -> tuple[Array, Array, Array, Array]:
-    r"""The four entries of the signal, divided by their bounds.
+    r"""The first four entries of the signal, divided by their bounds.
 
     In a stage they are score, curvature, power, and the excess of the observed outcome's power.
 

@@ -24,7 +24,8 @@ matters for rare counts and a million records or more.
 The power is the expected squared norm of the weighted, clipped score. The excess is the squared
 norm for the observed outcome :math:`y_i` minus the expected one, both clipped to a norm
 :math:`C_e \le C`. Its mean is 0 in a correct model, and positive if outcomes vary more than the
-model says. Only the last stage releases it.
+model says. Only the last stage releases it. Two stages release the tail of simulated outcomes, see
+:mod:`numpyro_dp.laplace.tail`.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from numpyro_dp.laplace.scores import (
     shortened,
     total,
 )
+from numpyro_dp.laplace.tail import CLASSES, classes
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.records import Records, Rows
 
@@ -76,8 +78,8 @@ class Request(NamedTuple):
         factor: Cholesky factor of the covariance of the draws, shape (d, d).
         whitening: Symmetric matrix W, shape (d, d). It is zero in coordinates that are left out.
         clips: (C, C_H, C_e). Before the stages, bounds on the row and the scales, or on the size.
-        weights: Square roots of the parts of the release's budget for the four entries of the
-            signal, shape (4,). Their squares sum to 1.
+        weights: Square roots of the parts of the release's budget for the five entries of the
+            signal, shape (5,). Their squares sum to 1.
     """
 
     kind: Array
@@ -85,7 +87,7 @@ class Request(NamedTuple):
     factor: Float[Array, "d d"]
     whitening: Float[Array, "d d"]
     clips: Float[Array, " 3"]
-    weights: Float[Array, " 4"]
+    weights: Float[Array, " 5"]
 
 
 class LaplaceProblem(NamedTuple):
@@ -141,10 +143,11 @@ class StageOptimizer:
 
     Args:
         pairs: Whether each entry of the curvature is released, shape (d, d).
+        tail: Whether the tail is.
     """
 
-    def __init__(self, pairs: np.ndarray) -> None:
-        self._entries = int(np.sum(np.triu(pairs)))
+    def __init__(self, pairs: np.ndarray, tail: bool) -> None:
+        self._entries = int(np.sum(np.triu(pairs))) + CLASSES * tail
 
     def init(self, request: Request) -> tuple[Request, Array]:
         """Returns the state: the request, and zeros in place of released values."""
@@ -166,10 +169,10 @@ def staged_scores(
 ) -> Callable[[LaplaceProblem], Estimator]:
     """Returns the function ``problem -> estimator``.
 
-    In a stage the signal has four entries: the score, the upper triangle of the curvature, the
-    score's power, and the excess of the power. Entries off the diagonal are multiplied by root 2,
-    which makes the norm of the triangle the Frobenius norm. Each entry is divided by its bound and
-    multiplied by its weight. So the signal has norm at most 1.
+    In a stage the signal has up to five entries: the score, the upper triangle of the curvature,
+    the score's power, the excess of the power, and the tail. Entries off the diagonal are
+    multiplied by root 2, which makes the norm of the triangle the Frobenius norm. Each entry is
+    divided by its bound and multiplied by its weight. So the signal has norm at most 1.
 
     Args:
         outcomes: The outcomes of the model.
@@ -177,7 +180,7 @@ def staged_scores(
         pairs: Whether each entry of the curvature is released, shape (d, d). By default all are.
 
     Guarantee:
-        The four bounds hold for any model, any record and any outcome, finite or not. Weights
+        The bounds hold for any model, any record and any outcome, finite or not. Weights
         bring sums of clipped scores below the bounds. Values that are not finite count as 0. Before
         the stages, entries are clipped to their bounds, and the size to [0, 1]. Draws come from
         ``rng_key`` and read no record. A secret number of the record seeds its simulated outcomes.
@@ -195,8 +198,8 @@ def staged_scores(
         scores = Scores(own, request.whitening, example, places)
         one = _listed if own.number else censored if own.censored else _simulated
         parts = one(scores, request, draws, key)
-        names = ("score", "curvature", "power", "excess")
-        return {n: w * part for n, w, part in zip(names, request.weights, parts, strict=True)}
+        names = ("score", "curvature", "power", "excess", "tail")
+        return {n: w * part for n, w, part in zip(names, request.weights, parts, strict=False)}
 
     def build(problem: LaplaceProblem) -> Estimator:
         def prepare(rng_key: Array, request: Request) -> tuple[Request, Array, Array]:
@@ -213,8 +216,10 @@ def staged_scores(
 
         def pull_back(public: Any, released: Released) -> Array:
             total = released.total
+            tail = [total["tail"]] if "tail" in total else []
             return jnp.concatenate([
-                total["score"], total["curvature"], total["power"][None], total["excess"][None]
+                total["score"], total["curvature"], total["power"][None], total["excess"][None],
+                *tail,
             ])  # fmt: skip
 
         return Estimator(prepare, signal, pull_back)
@@ -310,4 +315,6 @@ def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tu
         score = jnp.where(request.kind > 0, 0, score)
     seen, likely = (jnp.minimum(each, request.clips[2]) ** 2 for each in (own_norm, norm))
     excess = weight**2 * (jnp.mean(seen) - jnp.mean(likely))
-    return entries(scores, request, score, product, weight**2 * jnp.mean(short**2), excess)
+    own = entries(scores, request, score, product, weight**2 * jnp.mean(short**2), excess)
+    tail = weight * (classes(own_norm, request.clips[2]) - classes(norm, request.clips[2]))
+    return *own, jnp.where(request.kind > 0, 0, tail / math.sqrt(2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -34,6 +36,7 @@ from numpyro_dp.laplace.signal import (
     staged_scores,
     symmetric,
 )
+from numpyro_dp.laplace.tail import Tail, has_tail
 from numpyro_dp.model.frontend import Call, Prepared
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.records import Rows
@@ -63,6 +66,7 @@ class Run:
         plan: All releases of the run.
         groups: Sites of group effects, see :func:`~numpyro_dp.laplace.pattern.group_sites`.
         spread: How much the scores vary, relative to the model, and the standard error of that.
+        tail: The norms of scores next to what the model says, or ``None`` if not released.
     """
 
     prior: ModelPrior
@@ -86,6 +90,8 @@ class Run:
         self.mean, self.covariance = prior.decoded.mean, prior.decoded.covariance
         self.kappa, self.stages, self.growth = 1.0, (), GROWTH
         self.spread: tuple[float, float] = 1.0, 0.0
+        self.tail: Tail | None = None
+        self._clips: tuple[float, ...] = ()
         self.size = size
         self.number: int = prior.outcomes.model.structure.layout.num_examples
 
@@ -104,8 +110,9 @@ class Run:
     def read(self, release: int, released: np.ndarray) -> None:
         """Decodes the values of a release."""
         released = np.asarray(released, np.float64)
-        ends = self.size, len(released) - 2, len(released) - 1
-        score, triangle, power, excess = np.split(released, ends)
+        entries = int(np.sum(np.triu(self.pairs)))
+        ends = np.cumsum([self.size, entries, 1, 1])
+        score, triangle, power, excess, tail = np.split(released, ends)
         clips, weights = self._bounds(release), self.plan.weights(release)
         mu, kind = self.plan.mu_of(release), self.plan.kinds[release]
         if kind is Kind.SIZE:
@@ -132,15 +139,27 @@ class Run:
         noisy = clips[0] ** 2 * power[0] / weights[2]
         stage = self.stages[-1]
         self.kappa = decode.sampling_ratio(stage, noisy, noise)
+        doubt = float(np.sum(stage.curvature_floored * stage.covariance))
         if weights[3]:
             square = clips[2] ** 2
             excess, noises = square * excess[0] / weights[3], (noise, square / mu[3])
-            doubt = np.sum(stage.curvature_floored * stage.covariance) / self.number
-            self.spread = decode.excess_ratio(noisy, excess, noises, clips[2], doubt)
+            self.spread = decode.excess_ratio(noisy, excess, noises, clips[2], doubt / self.number)
             # In a wrong model the intervals allow for the part of the variance that is sure.
             self.kappa *= np.clip(self.spread[0] - 2 * self.spread[1], 1.0, _MOST_SPREAD)
-        begin = self.mean, self.covariance
-        self.mean, self._decoded = decode.decode(self._prior, self.stages, self.kappa, begin)
+        if weights[4]:
+            unit = math.sqrt(2)
+            counts = tail * unit / weights[4]
+            self.tail = Tail.read(counts, unit / mu[4], self.number, doubt).joined(self.tail)
+        begin, size = (self.mean, self.covariance), int(self.seen.sum())
+        self._clips = (*self._clips, clips[0] / clips[2])
+        stages = self.stages
+        if self.tail is not None:
+            stages = tuple(
+                dataclasses.replace(each, score_noise=math.hypot(each.score_noise, bias))
+                for each, clip in zip(stages, self._clips, strict=True)
+                for bias in [self.tail.bias(clip, size, self.number) / math.sqrt(min(size, 2))]
+            )
+        self.mean, self._decoded = decode.decode(self._prior, stages, self.kappa, begin)
         self.stages, self.covariance = decode.with_step(self.stages, self.mean, self._decoded)
         self.whitening = curvature.next_whitening(stage, self._prior, self.kappa)
         self.template = self.whitening @ stage.curvature_floored @ self.whitening
@@ -160,6 +179,14 @@ class Run:
         *alone, together = self.steps()
         longest = LONGEST + np.sqrt(2 * np.log(len(alone)))
         return bool(max(alone) < longest and together < LONG) and not self._persists()
+
+    @property
+    def misfit(self) -> tuple[float, float]:
+        """Share of records with scores of another size than the model says, and the last bias."""
+        if self.tail is None:
+            return 0.0, 0.0
+        bias = self.tail.bias(self._clips[-1], int(self.seen.sum()), self.number)
+        return self.tail.misplaced / self.number, bias
 
     def _planned(self, release: int) -> Schedule:
         """The schedule after a release, with one more stage if the mean has not arrived."""
@@ -222,7 +249,12 @@ class Run:
         """Bounds of a release, for the coordinates that were kept."""
         mu = float(np.linalg.norm(self.plan.mu_of(release)))
         kind, size = self.plan.kinds[release], int(self.seen.sum())
-        return bounds(kind, size, self.number, mu, self.growth)
+        found = bounds(kind, size, self.number, mu, self.growth)
+        if kind is Kind.STAGE and self.tail is not None:
+            left = [self.plan.mu_of(later)[0] for later in range(release, len(self.plan.kinds))]
+            noise = found[2] * math.sqrt(size) / np.linalg.norm(left)
+            found[0] = found[2] * self.tail.clip(found[0] / found[2], size, self.number, noise)
+        return found
 
     def _read_scales(
         self, scales: np.ndarray, row: np.ndarray, row_noise: float, scale_noise: float
@@ -269,7 +301,7 @@ class Stages(Driver):
     def __init__(self, settings: RunSettings, outcomes: Outcomes, groups: np.ndarray) -> None:
         pairs = pairs_of(groups)
         scores = staged_scores(outcomes, PAIRS, pairs)
-        method = Method(scores, StageOptimizer(pairs), ("DPLaplace",))
+        method = Method(scores, StageOptimizer(pairs, has_tail(outcomes)), ("DPLaplace",))
         super().__init__(method, settings)
         self._outcomes = outcomes
 

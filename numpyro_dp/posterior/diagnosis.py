@@ -279,7 +279,12 @@ def _more(prior: Prior) -> str:
 
 
 def findings_of_spread(
-    ratio: float, error: float, of_units: bool = False, listed: bool = False
+    ratio: float,
+    error: float,
+    of_units: bool = False,
+    listed: bool = False,
+    misplaced: float = 0.0,
+    bias: float = 0.0,
 ) -> list[Finding]:
     """What the spread of scores shows about the model.
 
@@ -288,6 +293,9 @@ def findings_of_spread(
         error: Its standard error.
         of_units: Whether records are units of several rows.
         listed: Whether there are few possible outcomes, such as 0 and 1.
+        misplaced: Share of records whose score has another size than the model says, as far as it
+            is sure.
+        bias: What clipping their scores may move the posterior by, in standard deviations.
     """
     remedy = "Use a likelihood with more spread: NegativeBinomial2 for counts, StudentT for values."
     if listed:
@@ -295,7 +303,13 @@ def findings_of_spread(
     if of_units:
         remedy = "Rows of one unit may depend on each other: give the model what they share."
     if ratio < _MISFIT or ratio - _SURELY * error <= 1:
-        return []
+        if not misplaced:
+            return []
+        return [Finding("misfit", bias > 1, (
+            f"Outcomes are not distributed as the model says: {100 * misplaced:.2g} % of scores "
+            "have another size. Clipping may then move a latent by some "
+            f"{bias:.2g} standard deviations, which the intervals allow for. {remedy}"
+        ))]  # fmt: skip
     return [Finding("misfit", True, (
         f"Outcomes vary more than the model says: scores have {ratio:.2g} times its variance, or "
         "more. The intervals allow for part of it, but clipping biases the fit of a wrong model. "

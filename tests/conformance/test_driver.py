@@ -127,7 +127,7 @@ def test_state_is_stable_and_every_length_uses_one_compilation(row, sampler):
     assert session._update._cache_size() == 1
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_loop_of_updates_is_a_run():
     x = points()
     svi = driver(secret_key=4, repetition=True)
@@ -233,7 +233,7 @@ def test_losses_are_released_or_not_shown():
     assert driver().run(jax.random.key(0), 4, x, progress_bar=False).losses is None
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_released_loss_is_the_loss_where_nothing_is_clipped():
     x = points()
     quiet = {"noise_multiplier": 0.0, "sampler": FullBatch(), "secret_key": 1, "repetition": True}

@@ -186,7 +186,7 @@ def check_driver(driver, model):
         assert held_out(draws, X, y) > held_out(prior_of(model), X, y) - 0.01
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.table
 @pytest.mark.parametrize("options", [{}, {"ridge": 20.0, "step_size": 0.3}], ids=["plain", "ridge"])
 @pytest.mark.parametrize("num_steps", [40, 200])

@@ -174,7 +174,7 @@ def test_fast_sum_is_the_definition_with_norms_by_entry_and_a_loss(name):
     check_sums(sums, pieces, values, sizes)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_every_block_is_clipped_to_its_own_norm():
     pieces = single("multivariate")
     mask = jnp.zeros(ROWS, bool).at[2].set(True)

@@ -191,7 +191,7 @@ FAMILIES = [normal, diagonal_normal, isotropic_normal]
 PAIRS = [(k, f) for k in KINDS for f in FAMILIES if (k, f) != ("conjugate", isotropic_normal)]
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("clip_norm", [0.1, 0.5])
 def test_unbiased_clipping_does_not_move_sites(clip_norm):
     rng, truth = np.random.default_rng(4), np.array([1.0, -2.0, 0.5])

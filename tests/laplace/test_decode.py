@@ -97,7 +97,7 @@ def score_of(found):
     return np.mean(square < NORMAL_90**2), np.mean(square), np.mean(log_density)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_intervals_cover_and_budgets_pay():
     rng = np.random.default_rng(1)
     log_scores = []

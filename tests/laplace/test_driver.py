@@ -141,7 +141,7 @@ def test_with_a_large_budget_it_is_the_posterior():
     assert np.abs(gap).max() < 0.15
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_with_a_budget_of_nothing_it_is_the_prior():
     means, widths = [], []
     for seed in range(6):
@@ -153,7 +153,7 @@ def test_with_a_budget_of_nothing_it_is_the_prior():
     assert np.sqrt(np.mean(np.square(means))) <= 0.2
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_intervals_hold_the_noise_of_privacy():
     """Standardised errors over runs with fresh noise and fresh records."""
     errors = []
@@ -169,7 +169,7 @@ def test_intervals_hold_the_noise_of_privacy():
     assert 0.6 < np.sqrt(np.mean(np.square(errors))) < 1.5
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_hierarchy_is_sampled_under_its_own_prior():
     rng = np.random.default_rng(4)
     group = jnp.asarray(rng.integers(0, 6, 3000))
@@ -227,7 +227,7 @@ def test_one_record_of_nan_and_outcomes_outside_the_support_change_little():
     assert np.abs((one.mean(0) - other.mean(0)) / one.std(0)).max() < 0.3
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_column_of_booleans_may_be_a_mask():
     def masked(x, seen, y):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
@@ -341,7 +341,7 @@ def test_double_precision_adds_no_public_array():
         assert run(model, (x, y)).privacy.public == ()
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_pairs_of_group_effects_can_be_left_out(monkeypatch):
     rng = np.random.default_rng(4)
     group = rng.integers(0, 6, size=4000).astype(np.int32)

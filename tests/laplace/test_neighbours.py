@@ -15,6 +15,7 @@ from hostile_models import (
 from numpyro_dp.laplace.guess import first_guess
 from numpyro_dp.laplace.schedule import schedule
 from numpyro_dp.laplace.stages import Run, Stages
+from numpyro_dp.laplace.tail import has_tail
 from numpyro_dp.posterior.prior import read_prior
 from numpyro_dp.privacy.mechanism.staged import StagedGaussian, asking
 from numpyro_dp.run.settings import RunSettings
@@ -27,7 +28,7 @@ def step_of(model, args):
     """Compiled ``(request, release, record arrays) -> released sum`` without noise."""
     outcomes = problem_of(model, args).outcomes
     prior = read_prior(outcomes, jax.random.key(0))
-    plan = schedule(1.0, outcomes.size, N)
+    plan = schedule(1.0, outcomes.size, N, has_tail(outcomes))
     settings = RunSettings(
         clip_norm=1.0, sampler=FullBatch(), mechanism=StagedGaussian(),
         noise_multiplier=1.0, secret_key=3, repetition=True,

@@ -28,6 +28,9 @@ ROUNDING = 1 + 1e-5
 LISTED = [name for name, row in MODELS.items() if row[2]]
 
 
+ENTRIES = ("score", "curvature", "power", "excess", "tail")
+
+
 @pytest.mark.table
 @pytest.mark.parametrize("name", MODELS)
 def test_no_record_sends_more_than_its_bound(name):
@@ -36,7 +39,7 @@ def test_no_record_sends_more_than_its_bound(name):
     number = 20 if "known" in name else 200
     problem = problem_of(model, ordinary_records(kinds, number, 0))
     assert (problem.outcomes.number > 0) == listed
-    every, largest, rng = signals(problem, 3), np.zeros(4), np.random.default_rng(1)
+    every, largest, rng = signals(problem, 3), np.zeros(5), np.random.default_rng(1)
     for trial in range(6):
         arrays = with_numbers(problem, hostile_records(kinds, number, trial))
         for kind in Kind:
@@ -44,7 +47,7 @@ def test_no_record_sends_more_than_its_bound(name):
             found = every(request, jax.random.key(trial), arrays)
             assert all(np.isfinite(leaf).all() for leaf in found.values())
             assert norms(found).max() <= ROUNDING
-            for at, entry in enumerate(("score", "curvature", "power", "excess")):
+            for at, entry in enumerate(e for e in ENTRIES if e in found):
                 weight = float(request.weights[at])
                 sizes = norms({"one": found[entry]})
                 assert sizes.max() <= weight * ROUNDING
@@ -128,7 +131,7 @@ def test_listed_outcomes_have_score_0_on_average_and_the_curvature_is_its_slope(
 
 
 @pytest.mark.parametrize(
-    ("name", "odd"), [("bernoulli", [np.nan, 0.7, -0.5, 2]), ("poisson", [np.nan, np.inf])]
+    ("name", "odd"), [("bernoulli", [np.nan, 0.7, -0.5, 2]), ("poisson", [np.nan, np.inf, -np.inf])]
 )
 def test_outcomes_that_are_missing_or_in_between_add_nothing(name, odd):
     model, kinds, _ = MODELS[name]
@@ -279,7 +282,9 @@ def test_the_size_of_scores_is_found_whatever_the_scale_of_columns(times):
     problem, size = problem_of(model, (x, y)), x.shape[1]
     guess = np.eye(size) * np.sqrt(4 / N)  # p (1 - p) is 1 / 4 at 0, and columns have variance 1
     clips = bounds(Kind.SIZE, size, N, 1.0, 0.2)
-    request = request_of(size, kind=Kind.SIZE, whitening=guess, clips=clips, weights=(0, 0, 1, 0))
+    request = request_of(
+        size, kind=Kind.SIZE, whitening=guess, clips=clips, weights=(0, 0, 1, 0, 0)
+    )
     found = signals(problem, 2)(request, KEY, (times * x, y))
     assert not np.any(found["score"]) and not np.any(found["curvature"])
     total = np.sum(np.asarray(found["power"], np.float64))

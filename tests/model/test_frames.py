@@ -97,7 +97,7 @@ def test_a_plain_arrow_array():
     np.testing.assert_array_equal(found, [1.5, np.nan])
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_fits_are_those_of_arrays():
     own = {"budget": PrivacyBudget(1.0, 1e-5), "secret_key": 3, "repetition": True}
     ids = np.arange(N) // 2
@@ -190,6 +190,7 @@ def test_odd_columns_are_refused():
     np.testing.assert_array_equal(found.matrix[:, 0], [0, np.nan, np.nan])
 
 
+@pytest.mark.full
 def test_a_check_of_records():
     def counts(x, y):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event())

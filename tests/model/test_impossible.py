@@ -105,7 +105,7 @@ def laplace_signal(model, args):
     """The signals of all records in a stage."""
     driver = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-3), secret_key=1, repetition=True)
     _, prior, guess = driver._prepared_for(args, {})
-    plan = driver._schedule(prior.outcomes.model.structure, prior.outcomes.size)
+    plan = driver._schedule(prior.outcomes)
     run = Run(prior, plan, guess)
     problem = LaplaceProblem(prior.outcomes)
     estimator = staged_scores(prior.outcomes, 4)(problem)
@@ -133,7 +133,7 @@ def test_an_impossible_row_takes_its_unit_out(estimator):
     np.testing.assert_allclose(found, missing, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_site_of_an_impossible_record_is_empty():
     def step(args):
         sep = DPSEP(poisson, clip_norm=0.5, sampler=FullBatch(), noise_multiplier=0.0,

@@ -179,7 +179,7 @@ def test_a_record_moves_the_gradient_by_at_most_the_clip_norm(name):
     assert 0.1 < distance < 2.001  # one record is replaced: twice the clip norm
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_norms_by_entry_need_not_name_an_entry_without_numbers():
     """``random_flax_module`` leaves one, of the shapes of the weights, in the parameters."""
     model = model_of(NETWORKS["random flax"])

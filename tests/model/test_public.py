@@ -266,7 +266,7 @@ def test_a_report_lists_captured_arrays() -> None:
     assert_listed(privacy, "guide", (2,), "float32")
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_report_lists_what_an_inner_program_captures() -> None:
     table = jnp.linspace(-1, 1, 12)
     inner = jax.jit(lambda x: jnp.interp(x, table, table))
@@ -379,14 +379,14 @@ def test_undeclared_arrays_have_a_quarter_of_the_records_and_at_most_a_hundred_e
         held(3.5 * np.eye(21))
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_small_statistic_is_listed() -> None:
     table = X.var() * np.eye(D, dtype=np.float32)
     privacy = svi(located(lambda x, w: x @ jnp.asarray(table) @ w), X, Y).report()
     assert_listed(privacy, "model", (D, D), "float32")
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_everything_that_is_captured_may_be_declared_public() -> None:
     """And is listed, whatever NumPy made of it before JAX saw it."""
     points = X[:20]

@@ -392,6 +392,7 @@ def test_predict_runs_what_was_looked_at() -> None:
     assert "training" not in posterior.predict(KEY, X[:3], num_samples=2)
 
 
+@pytest.mark.full
 def test_predict_takes_arrays_of_one_value_and_counts() -> None:
     def model(x, y=None):
         w = weights()
@@ -404,7 +405,7 @@ def test_predict_takes_arrays_of_one_value_and_counts() -> None:
     assert posterior.predict(KEY, X[:5], num_samples=3)["y"].shape == (3, 5)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_predict_takes_what_the_run_took(tmp_path: Any) -> None:
     """Public arrays, small ones, parameters of a network, and values of arguments."""
     table, small = jnp.asarray(np.linspace(-1, 1, 50)), np.array([0.5, 1.0, 1.5], np.float32)

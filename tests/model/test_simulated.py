@@ -73,7 +73,7 @@ def test_a_mixture():
     assert found.mean() == pytest.approx(0.25 + 0.75 * 20, abs=0.15)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_entries_of_an_outcome_are_independent():
     """Also if they share a parameter, which then has one entry."""
     for fn in (

@@ -236,7 +236,7 @@ def test_a_step_without_noise_is_that_of_natural_parameters(weight_precision):
     )
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_noise_alone_leaves_precisions_at_the_prior():
     x, y = records(50)
     driver = DPPBP(NETWORK, noise_multiplier=1e4, precision_per_weight=True, clip_norm=1.0,
@@ -399,7 +399,7 @@ def test_noise_that_later_steps_take_back():
     np.testing.assert_allclose(mean.var(0) / steps, left, rtol=0.02)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.table
 @pytest.mark.parametrize("ridge", [None, 20.0])
 def test_steps_keep_the_variance_of_the_noise_in_the_mean(ridge):

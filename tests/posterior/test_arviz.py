@@ -91,6 +91,7 @@ def test_records_are_marked(made):
     assert "epsilon" not in tree["observed_data"].attrs
 
 
+@pytest.mark.full
 def test_attributes_say_what_was_spent(made):
     result, draws, predicted = made
     tree = to_arviz(draws, result.privacy, posterior_predictive=predicted)
@@ -120,7 +121,7 @@ def test_numbers_of_draws_may_differ(made):
     assert tree["posterior_predictive"]["y"].shape == (1, 7, 3)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_chains_of_a_sampler():
     mcmc = DPMCMC(
         SGLD(model), num_warmup=5, num_samples=20, num_chains=2, clip_norm=1.0,

@@ -49,7 +49,7 @@ def test_intervals_cover_where_the_rule_fits():
     assert np.median(narrow.sd) > np.median(full.sd) * 0.9
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_synthetic_sets_follow_the_posterior_predictive():
     """One draw of the posterior for each set, so the sets differ by the noise of privacy."""
 

@@ -43,6 +43,7 @@ def bad(diagnosis):
     return {finding.name for finding in diagnosis.bad}
 
 
+@pytest.mark.full
 def test_a_good_run_is_not_bad():
     diagnosis = run().diagnose()
     assert diagnosis.findings == ()
@@ -111,7 +112,7 @@ def test_points_that_move_far_and_posteriors_far_from_the_prior_are_bad():
     assert findings_of_normal(np.full(2, 5.0), np.eye(2) / 9, prior)[0].name == "conflict"
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("family", "shared", "told"),
     [(normal, False, set()), (diagonal_normal, False, {"independent"}),
@@ -158,7 +159,7 @@ def values(x, y=None):
         numpyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_right_model_with_many_latents_is_not_said_to_be_wrong():
     """Draws far from the truth make residuals larger, too."""
     rng, wrong = np.random.default_rng(3), 0

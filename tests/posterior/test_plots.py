@@ -62,7 +62,7 @@ def test_a_forest_has_means_and_intervals(posterior):
     assert [text.get_text() for text in ax.get_yticklabels()] == ["c", "a"]
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_forest_takes_results_and_samplers(posterior, records):
     from numpyro.infer import MCMC, NUTS
 
@@ -91,7 +91,7 @@ def test_shares_of_the_prior(posterior):
     assert ax.get_xlim()[0] == 0
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_frame_of_a_sweep(records):
     svi = DPSVI(
         model, AutoDiagonalNormal(model), optax.adam(0.05), clip_norm=2.0, sampler=Poisson(0.1),

@@ -334,7 +334,7 @@ def test_supports_may_depend_on_other_latents():
     np.testing.assert_allclose(shares, 1, rtol=3 * 2.7 / np.sqrt(4000))  # guide and prior agree
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_of_message_passing():
     def known(y):
         mean = numpyro.sample("mean", dist.Normal(0, 2))
@@ -357,7 +357,7 @@ def test_of_message_passing():
     assert plain.notes == ("The intervals do not contain the privacy noise of the run.",)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_of_a_sampler():
     mcmc = DPMCMC(SGLD(model), num_warmup=2, num_samples=6, num_chains=2, clip_norm=5.0,
                   progress_bar=False, scale=3.0, **COMMON)  # fmt: skip
@@ -385,7 +385,7 @@ def test_of_a_sampler():
     assert posterior.privacy is mcmc.privacy
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_of_a_network():
     network = RegressionNetwork((3,), weight_precision=None)
     result = DPPBP(network, clip_norm=1.0, **COMMON).run(KEY, 2, X, Y, progress_bar=False)

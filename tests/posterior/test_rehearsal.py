@@ -96,7 +96,7 @@ def test_what_cannot_be_rehearsed_is_refused():
         rehearse(DPEM(2, **COMMON), KEY, X)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_the_better_half_goes_on_and_bad_settings_lose(capsys):
     built = []
 

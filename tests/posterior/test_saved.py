@@ -248,7 +248,7 @@ def test_static_keywords_belong_to_the_model(tmp_path):
             numpyro_dp.load(file, model, **keywords)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_parameters_of_a_network_are_in_the_file(tmp_path):
     """Its site holds a tree of arrays, where a file has names."""
     linen = pytest.importorskip("flax.linen")

@@ -180,7 +180,7 @@ def test_a_guide_that_is_narrow_before_it_arrives():
     assert max(abs(each["mean"] - jnp.mean(x)) / each["sd"] for each in summaries) < 4
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_parameter_is_fixed_and_latents_have_intervals_with_the_noise():
     def model(x, y):
         noise = numpyro.param("noise", 1.0, constraint=dist.constraints.positive)

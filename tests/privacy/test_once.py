@@ -131,6 +131,7 @@ def test_no_secret_key_is_made_while_a_function_is_traced(transform):
         TRANSFORMS[transform](traced)
 
 
+@pytest.mark.full
 def test_two_runs_share_no_noise_however_they_are_started():
     """Every public way to start a run, at one public key and on the same records: all differ."""
     starts = {}
@@ -593,7 +594,7 @@ def test_processes_that_resume_one_state_share_no_noise(tmp_path, given):
     assert np.diff(np.sort(values)).min() > 2e-6  # equal noise differs by rounding alone
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_persistent_cache_of_programs_holds_no_key(tmp_path):
     """Another key leads to the very same programs; a constant in one would make another program."""
     code = """

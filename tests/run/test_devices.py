@@ -112,7 +112,7 @@ def test_processes_with_different_records_are_told():
         assert "same in all processes" in each["disagreeing"]
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_two_processes_share_a_ledger_and_a_checkpoint(tmp_path):
     killed = two_processes("killed", tmp_path)
     for process in killed:

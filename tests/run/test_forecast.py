@@ -44,6 +44,7 @@ def test_drivers_agree_on_what_a_budget_allows():
     assert all(each.noise == pytest.approx(2**0.5 * alone, rel=0.02) for each in found.values())
 
 
+@pytest.mark.full
 def test_the_bound_is_the_formula_and_says_what_it_means():
     svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.01), clip_norm=1.0,
                 sampler=Poisson(0.1), noise_multiplier=30.0)  # fmt: skip

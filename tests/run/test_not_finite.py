@@ -53,7 +53,7 @@ def test_a_record_without_an_outcome_adds_no_other_outcome(model):
     np.testing.assert_allclose(with_it, without, rtol=1e-4)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_site_that_is_not_finite_has_no_information():
     def posterior(x, y):
         sep = DPSEP(model, clip_norm=math.inf, sampler=FullBatch(), noise_multiplier=0.0,

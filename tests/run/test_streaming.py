@@ -169,7 +169,7 @@ print(json.dumps({"MB": (after - before) / 1e3, "finite": bool(np.isfinite(loc).
 """
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_file_larger_than_memory_need_not_be_in_it(tmp_path):
     command = [sys.executable, "-c", LARGE, "tests/run", str(tmp_path / "records")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

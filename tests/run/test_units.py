@@ -136,7 +136,7 @@ def test_streamed_units_give_the_same():
         np.testing.assert_array_equal(value, found[1].params[name])
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_message_passing_adds_the_sites_of_rows():
     few, own = np.concatenate(kept_rows()), {"noise_multiplier": 0.0, "sampler": FullBatch()}
     by_row = SEP(model).run(KEY, 30, X[few], Y[few], progress_bar=False)
@@ -147,7 +147,7 @@ def test_message_passing_adds_the_sites_of_rows():
         np.testing.assert_allclose(value, by_unit.params[name], rtol=0.05, atol=0.05)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_message_passing_clips_the_site_of_a_unit():
     changes = []
     for factor in (100.0, np.nan):
@@ -215,7 +215,7 @@ def laplace_signals(x, y, ids):
     """The signals of a stage, which have norm at most 1."""
     driver = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5), max_rows_per_unit=R)
     _, prior, guess = driver._prepared_for((x, y), {"unit": ids})
-    plan = driver._schedule(prior.outcomes.model.structure, prior.outcomes.size)
+    plan = driver._schedule(prior.outcomes)
     stages, run = Stages(driver.settings, prior.outcomes, guess.groups), Run(prior, plan, guess)
     stages.start(KEY, run, (x, y), {"unit": ids})
     session = stages._session((x, y), {"unit": ids})
@@ -349,7 +349,7 @@ def test_missing_ids_of_a_nullable_and_of_a_categorical_column():
             number_of_units(kwargs["unit"], 3)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_model_may_have_an_argument_of_this_name():
     def own(x, unit):
         w = numpyro.sample("w", dist.Normal(0, 1))

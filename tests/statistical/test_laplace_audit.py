@@ -56,7 +56,10 @@ def worlds(noise_factor, draws):
     settings = RunSettings(clip_norm=1.0, sampler=FullBatch(), budget=BUDGET, secret_key=2,
                            mechanism=StagedGaussian(), repetition=True)  # fmt: skip
     plan = schedule(1 / plan_for(settings, 8, 1).noise_multiplier, 3, 8)
-    early = ((0.0, 0.0, 0.01, 0.0), (0.02, 0.03, 0.0, 0.0))  # so few records would not get these
+    early = (
+        (0.0, 0.0, 0.01, 0.0, 0.0),
+        (0.02, 0.03, 0.0, 0.0, 0.0),
+    )  # so few records would not get these
     plan = Schedule(plan.mu, (Kind.SIZE, Kind.SCALES, *plan.kinds), (*early, *plan.parts))
     guess = FirstGuess(np.ones(3), np.zeros(3, int))
     driver = Stages(settings, outcomes, guess.groups)

@@ -302,7 +302,7 @@ def test_several_draws_a_step_are_refused_and_the_default_does_without():
     assert svi.run(KEY, 3, X, np.zeros(len(X), int), progress_bar=False).scores is not None
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_clip_norm_moves_plain_fits_and_not_centred_ones():
     """Columns of different lengths, two thirds of the records clipped, no noise to speak of."""
     rng = np.random.default_rng(5)
@@ -324,7 +324,7 @@ def test_a_clip_norm_moves_plain_fits_and_not_centred_ones():
     assert errors["centred"] < 0.2, errors
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_clip_norm_does_not_move_rare_counts():
     """Three in four counts are 0. The clip norm is far below the score of any other count."""
     y = np.random.default_rng(5).poisson(0.3, 5000)

@@ -42,6 +42,7 @@ def test_widths_are_half_a_prior_sd_and_at_most_half_a_unit(kind, read):
     np.testing.assert_allclose(read(first(kind(model), init_scale=0.2)), [0.02, 0.2], rtol=1e-3)
 
 
+@pytest.mark.full
 def test_what_a_user_gives_is_kept():
     keep = [0.1, 0.1]
     found = first(AutoDiagonalNormal(model), noise=0.0)["auto_scale"]

@@ -316,7 +316,7 @@ def test_no_bar_writes_nothing(svi: DPSVI, capfd: pytest.CaptureFixture[str]) ->
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_released_loss_curve_is_private_and_plausible() -> None:
     """Epsilon is large, so the curve is near the loss itself."""
     options: dict[str, Any] = dict(

@@ -1,0 +1,89 @@
+"""The norms of scores next to what the model says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_dp import DPLaplace, PrivacyBudget
+from numpyro_dp.laplace.tail import CLASSES, Tail, classes
+
+N = 3000
+
+
+def linear(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    s = numpyro.sample("s", dist.HalfNormal(1.0))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, s), obs=y)
+
+
+def counts(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 0.5).expand([3]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(0.5 + x @ w)), obs=y)
+
+
+def normal(x, rng):
+    return x @ [0.5, -0.5, 0.2] + rng.standard_normal(N)
+
+
+def student(x, rng):
+    return x @ [0.5, -0.5, 0.2] + rng.standard_t(3, N) / np.sqrt(3)
+
+
+def poisson(x, rng):
+    return rng.poisson(np.exp(0.5 + x @ [0.2, -0.2, 0.1]))
+
+
+def negative_binomial(x, rng):
+    return rng.poisson(np.exp(0.5 + x @ [0.2, -0.2, 0.1]) * rng.gamma(1, 1, N))
+
+
+def fitted(model, outcome, number):
+    rng = np.random.default_rng(number)
+    x = rng.standard_normal((N, 3)).astype(np.float32)
+    y = jnp.asarray(outcome(x, rng), jnp.float32 if model is linear else jnp.int32)
+    laplace = DPLaplace(model, budget=PrivacyBudget(2.0, 1e-5), secret_key=number)
+    return laplace.run(jax.random.key(number), jnp.asarray(x), y, progress_bar=False)
+
+
+def test_classes_share_all_norms():
+    unit = jnp.asarray(2.0)
+    found = classes(2 * jnp.asarray([[0.1, 0.4], [0.99, 1.01], [3.0, 1e9]]), unit)
+    assert found.shape == (CLASSES,)
+    np.testing.assert_allclose(found[jnp.asarray([0, 1, 3, 4, 6, 11])], 1 / 6, rtol=1e-6)
+    assert float(found.sum()) == pytest.approx(1)
+
+
+def test_noise_alone_is_no_misfit_and_changes_no_clip_norm():
+    rng = np.random.default_rng(0)
+    tails = [Tail.read(37 * rng.standard_normal(CLASSES), 37.0, N, 4.0) for _ in range(200)]
+    assert sum(tail.misplaced > 0 for tail in tails) <= 2
+    right = Tail.read(np.zeros(CLASSES), 37.0, N, 4.0)
+    assert right.bias(1.0, 4, N) == 0 and right.clip(1.3, 4, N, 0.5) == 1.3
+
+
+def test_the_clip_norm_follows_the_tail_and_the_noise():
+    body = np.zeros(CLASSES)
+    body[:6] = 200, -100, -100, -50, 30, 20
+    tail = Tail.read(body, 20.0, N, 4.0)
+    quiet, loud = (tail.clip(1.0, 6, N, noise) for noise in (0.3, 3.0))
+    assert 1 <= loud < quiet
+    far = body.copy()
+    far[10] = 300  # outliers far out
+    assert Tail.read(far, 20.0, N, 4.0).clip(1.0, 6, N, 0.3) > 2 * quiet
+    assert tail.bias(quiet, 6, N) < tail.bias(1.0, 6, N)
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(("model", "outcome", "wrong"), [
+    (linear, student, True), (linear, normal, False),
+    (counts, negative_binomial, True), (counts, poisson, False),
+])  # fmt: skip
+def test_a_wrong_distribution_is_told_and_a_right_one_is_not(model, outcome, wrong):
+    found = [fitted(model, outcome, number).diagnose() for number in (1, 2)]
+    told = ["misfit" in [each.name for each in one.findings] for one in found]
+    assert told == [wrong, wrong]
