@@ -139,7 +139,8 @@ def test_outcomes_that_are_missing_or_in_between_add_nothing(name, odd):
     x, y = np.tile(x[-1:], (len(y), 1)), np.array([*odd, 1], np.float32)
     problem = problem_of(model, (x, y))
     request, *_ = at_one_point(problem, np.random.default_rng(5))
-    for entry in signals(problem, 2)(request, KEY, (x, y)).values():
+    found = signals(problem, 2)(request, KEY, with_numbers(problem, (x, y)))
+    for entry in found.values():
         np.testing.assert_array_equal(np.asarray(entry)[:-1], 0)
         assert np.any(np.asarray(entry)[-1])
 
