@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int
 
@@ -34,6 +35,8 @@ __all__ = [
     "PyTree",
     "Released",
     "Sampler",
+    "Whole",
+    "is_whole",
 ]
 
 #: A tree of arrays, as in JAX.
@@ -288,6 +291,38 @@ class MechanismState(NamedTuple):
     memory: PyTree = ()
 
 
+class Whole(NamedTuple):
+    """A sum of float32 terms in steps of a grid, as ``high * 2**16 + low``.
+
+    Attributes:
+        high: int32.
+        low: int32. It may exceed 2**16, until :meth:`carried`.
+        spacing: The spacing of the grid, once the sum is finished. Until then 0.
+    """
+
+    high: Array
+    low: Array
+    spacing: Array
+
+    def add(self, other: Whole) -> Whole:
+        """Adds two sums of the same grid."""
+        return Whole(self.high + other.high, self.low + other.low, self.spacing).carried()
+
+    def carried(self) -> Whole:
+        """The same sum with ``low`` in 0 ... 2**16 - 1."""
+        return self._replace(high=self.high + (self.low >> 16), low=self.low & 0xFFFF)
+
+    def number(self) -> Array:
+        """The sum as float32, rounded three times."""
+        high, low = self.high.astype(jnp.float32), self.low.astype(jnp.float32)
+        return (high * 2.0**16 + low) * self.spacing
+
+
+def is_whole(leaf: Any) -> bool:
+    """Whether a leaf of a tree is a :class:`Whole`."""
+    return isinstance(leaf, Whole)
+
+
 class Mechanism(NamedTuple):
     """Clips one record's signal and adds noise to the sum, with its own sensitivity and event.
 
@@ -313,6 +348,8 @@ class Mechanism(NamedTuple):
             depends on earlier noise. ``None`` if each call has fresh noise: the sampler then
             amplifies the event of a step, and the steps compose. Only ``DPSVI`` accepts a
             mechanism with this field. All other drivers need independent noise.
+        whole: Whether ``privatise`` takes sums that are integers on a grid
+            (:class:`Whole`), which are never rounded.
         total_variation: Distance of one call's noise from the noise of ``event``, as a total
             variation. Delta includes the sum over all steps.
 
@@ -340,6 +377,7 @@ class Mechanism(NamedTuple):
     ) = None
     compose: Callable[[Sampler, int, int], dpa.DpEvent] | None = None
     total_variation: float = 0.0
+    whole: bool = False
 
 
 @runtime_checkable

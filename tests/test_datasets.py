@@ -35,6 +35,7 @@ def test_adult_has_the_published_counts_and_rates(design):
         assert abs(age.mean()) < 1e-5 and abs(age.std() - 1) < 1e-4
 
 
+@pytest.mark.full
 def test_adult_public_design_reads_no_statistic_from_the_records(monkeypatch):
     need("adult")
     columns, whole = datasets._columns("adult"), datasets.load_adult()

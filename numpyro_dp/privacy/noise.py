@@ -18,7 +18,8 @@ numbers with noise multiplier m, up to a total variation of at most ``TOTAL_VARI
 
 1. *Sensitivity.* Rounding moves each number by at most 1/2. So the integers of neighbours differ by
    at most :math:`C / g + \sqrt d`, which is at most S'/m for
-   :math:`g = m C / (S' - m \sqrt d)`.
+   :math:`g = m C / (S' - m \sqrt d)`. A sum of float32 that comes as an integer is never rounded
+   before this (:func:`whole_on_grid`), so it may have any number of records.
 2. *Rounded real noise.* Let G be real, N(0, S'^2), and R(y) the integer k drawn with probability
    proportional to :math:`e^{-(k - y)^2 / 12}`. For an integer M, M + R(G) is R(M + G), a function
    of the release of the Gaussian mechanism. R(G) = k has the probability of the discrete Gaussian
@@ -58,7 +59,16 @@ from jaxtyping import Int
 
 from numpyro_dp.privacy.random import check_typed_key
 
-__all__ = ["MOST", "STD", "TOTAL_VARIATION", "discrete_gaussian", "on_grid", "spacing_of", "tables"]
+__all__ = [
+    "MOST",
+    "STD",
+    "TOTAL_VARIATION",
+    "discrete_gaussian",
+    "on_grid",
+    "spacing_of",
+    "tables",
+    "whole_on_grid",
+]
 
 _WIDTH, _FACTOR = 1120, 320  # s and K
 _LOG = 14  # 16,384 values in the table, whose first words fit a near cache of a CPU
@@ -138,6 +148,79 @@ def on_grid(total: Array, noise: Int[Array, ...], spacing: Array, told: Array) -
     carry, low = low >> 16, low & 0xFFFF
     high = high + carry.astype(total.dtype)
     return (high * 2.0**16 + low.astype(total.dtype)) * spacing.astype(total.dtype)
+
+
+def whole_on_grid(total: Any, noise: Int[Array, ...], spacing: Array, told: Array) -> Array:
+    r"""Returns the same release of a sum that is exact, :class:`~numpyro_dp.core.Whole`.
+
+    With T the integer of the sum and :math:`\rho` the ratio of its grid's spacing to the wanted
+    one, the release is :math:`g' (\lfloor T p\, 2^{-s} + 1/2 \rfloor + Z)`. Here p has 16 bits,
+    :math:`p\, 2^{-s} \le \rho`, and :math:`g'` is the spacing of T's grid times :math:`2^s / p`.
+    So the noise is wider than asked for by a part of at most :math:`2^{-15}`. No step rounds but
+    the one to an integer, so the sum may have any size.
+
+    Args:
+        total: The sum, with its spacing.
+        noise: Integers of its shape.
+        spacing: Wanted spacing of the grid, from :func:`spacing_of` with ``told``.
+        told: Whether the release contains the sum.
+
+    Guarantee:
+        The result is a function of the integer above.
+    """
+    ratio = (total.spacing / spacing) * (1 - 2.0**-20)
+    part, exponent = jnp.frexp(ratio)
+    shift, large = 16 - exponent, exponent > 16
+    told = told & (shift < 48)  # else the sum is far below the noise
+    # A ratio beyond 2^16 is noise below a thousandth of the sensitivity. It becomes a thousandth.
+    factor = jnp.where(large, 65535.0, jnp.floor(part * 2.0**16))
+    shift = jnp.clip(shift, 0, 47)
+    own = jnp.where(told, jnp.ldexp(total.spacing, shift) / factor, spacing)
+    high, low = _shifted(*_product(total, factor.astype(jnp.uint32)), shift.astype(jnp.uint32))
+    high, low = _plus(jnp.where(told, high, 0), jnp.where(told, low, 0), noise)
+    # The sign is split off, so that small numbers keep their digits.
+    negative = high < 0
+    low = jnp.where(negative, -low, low)  # modulo 2^32
+    high = jnp.where(negative, ~high + (low == 0), high)
+    size = (high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32)) * own
+    return jnp.where(negative, -size, size)
+
+
+def _product(total: Any, factor: Array) -> tuple[Array, Array]:
+    """Integer of a sum times a number below 2^16, as int32 * 2^32 + uint32."""
+    top = total.high >> 16
+    middle, low = ((x & 0xFFFF).astype(jnp.uint32) for x in (total.high, total.low))
+    low, middle = low * factor, middle * factor
+    carried = (middle & 0xFFFF) + (low >> 16)
+    high = top * factor.astype(jnp.int32) + ((middle >> 16) + (carried >> 16)).astype(jnp.int32)
+    return high, (carried << 16) | (low & 0xFFFF)
+
+
+def _shifted(high: Array, low: Array, shift: Array) -> tuple[Array, Array]:
+    """The number divided by 2^shift and rounded to an integer, half of the way up."""
+
+    def right(by: Array) -> tuple[Array, Array]:
+        far, near = by - 32, jnp.minimum(by, 31)
+        bits = high.astype(jnp.uint32)
+        below = jnp.where(near > 0, bits << (32 - jnp.maximum(near, 1)), 0)
+        signed = by.astype(jnp.int32)
+        return (
+            jnp.where(by < 32, high >> jnp.minimum(signed, 31), high >> 31),
+            jnp.where(
+                by < 32, (low >> near) | below,
+                (high >> jnp.clip(far.astype(jnp.int32), 0, 31)).astype(jnp.uint32),
+            ),
+        )  # fmt: skip
+
+    found = right(shift)
+    half = jnp.where(shift > 0, right(jnp.maximum(shift, 1) - 1)[1] & 1, 0)
+    return _plus(*found, half.astype(jnp.int32))
+
+
+def _plus(high: Array, low: Array, small: Array) -> tuple[Array, Array]:
+    """The number plus an int32."""
+    total = low + small.astype(jnp.uint32)
+    return high + (small >> 31) + (total < low).astype(jnp.int32), total
 
 
 def _drawn(key: Array, size: int) -> Array:

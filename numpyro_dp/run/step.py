@@ -81,7 +81,9 @@ def build_step(
         # could round the copy that is summed in another way than the copy whose norm was taken.
         live = state.step >= 0
         asked = begun.estimator, begun.mechanism, begun.public
-        total = bounded_sum(*asked, examples, mask, lengths, live, microbatch_size, shards, seeds)
+        total = bounded_sum(
+            *asked, examples, mask, lengths, live, microbatch_size, shards, seeds, whole=True
+        )
         state, released = private.ended(state, begun, total)
         return state, begun.params, begun.step_key, released
 
@@ -175,7 +177,8 @@ class _Begun(NamedTuple):
 
     def parts(self, first: PyTree, count: int) -> SumInParts:
         """Returns the sum over ``count`` records. ``first`` has the shapes of one record."""
-        return SumInParts(self.estimator, self.mechanism, self.public, first, count)
+        asked = self.estimator, self.mechanism, self.public
+        return SumInParts(*asked, first, count, whole=True)
 
 
 class _Private(NamedTuple):

@@ -47,6 +47,7 @@ def bounded_sum(
     rows: int | None = None,
     shards: Shards = WHOLE,
     seeds: Array | None = None,
+    whole: bool = False,
 ) -> dict[str, Any]:
     """Returns the sum of the bounded signals of a batch.
 
@@ -62,6 +63,7 @@ def bounded_sum(
         rows: Rows of a microbatch. By default their gradients hold about a million values.
         shards: The parts of the batch, if devices share it.
         seeds: A secret seed for each record (batch,), if the signals are centred.
+        whole: Whether sums of float32 may stay integers (:class:`~numpyro_dp.core.Whole`).
 
     Returns:
         A dict like the signal, in float32 or wider, with the entries of ``mechanism.extras``.
@@ -82,7 +84,7 @@ def bounded_sum(
     if estimator.factored is None:
         one_by_one = bounded_sum_by_definition
         return one_by_one(
-            estimator, mechanism, public, examples, mask, live, rows, shards, rows_each
+            estimator, mechanism, public, examples, mask, live, rows, shards, rows_each, whole
         )
     return factored_sum(
         estimator, mechanism, public, examples, mask, lengths, live, rows, shards, rows_each
@@ -99,10 +101,11 @@ def bounded_sum_by_definition(
     rows: int | None = None,
     shards: Shards = WHOLE,
     rows_each: int = 1,
+    whole: bool = False,
 ) -> dict[str, Any]:
     """The same sum, one signal at a time, in microbatches: the batch is never in memory at once."""
     count = mask.size * shards.number // rows_each
-    parts = SumInParts(estimator, mechanism, public, first_of(examples), count, rows_each)
+    parts = SumInParts(estimator, mechanism, public, first_of(examples), count, rows_each, whole)
     sums, squares = parts.part(examples, mask, live, rows, shards)
     extras = extra_sums(mechanism, parts.names, squares, parts.margin, mask, shards)
     return parts.finished(sums) | extras
@@ -129,12 +132,13 @@ class SumInParts:
         first: PyTree,
         count: int,
         rows_each: int = 1,
+        whole: bool = False,
     ) -> None:
-        self._each = rows_each
+        self._each, self._whole = rows_each, whole and mechanism.whole
         self._signal, self._mechanism, self._count = estimator.signal, mechanism, count
         self._public, self._struct = public, jax.eval_shape(estimator.signal, public, first)
         self._like, self.names = jax.eval_shape(widen, self._struct), filled(self._struct)
-        self.margin: float = margin_of(self._struct, count, rows=rows_each)
+        self.margin: float = margin_of(self._struct, count, rows=rows_each, whole=self._whole)
         self._blocks = mechanism.blocks(self.names)
         self._norms = [norm_of(mechanism, self.names, at) for at in range(len(self._blocks))]
 
@@ -166,8 +170,9 @@ class SumInParts:
         return over_microbatches(of_rows, examples, mask, few, shards)
 
     def finished(self, sums: list[PyTree]) -> dict[str, Any]:
-        """Returns the sum of all parts in floating point."""
+        """Returns the sum of all parts in floating point, or as integers."""
         total = dict(self._like)
         for members, found, norm in zip(self._blocks, sums, self._norms, strict=True):
-            total |= finished(found, select(self._like, members), norm, self._count)
+            like = select(self._like, members)
+            total |= finished(found, like, norm, self._count, self._whole)
         return total

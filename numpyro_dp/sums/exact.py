@@ -8,7 +8,9 @@ norm C, one term may move the sum by some :math:`n^2 2^{-24} C` more than C (Cas
 
 Two rounding errors remain, of one record's own contribution and of the finished sum. Each is at
 most a known multiple of the unit roundoff. Terms are clipped to a norm that is smaller than C by a
-margin for both (:func:`clip_margin`), so the sensitivity of the result is C.
+margin for both (:func:`clip_margin`), so the sensitivity of the result is C. A mechanism may take
+the integers (:class:`~numpyro_dp.core.Whole`). Then the finished sum is not rounded, and the margin
+does not grow with the number of records.
 
 Reference:
     S. Casacuberta, M. Shoemate, S. Vadhan, C. Wagaman, "Widespread underestimation of sensitivity
@@ -27,11 +29,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_dp._tree import column, widen
+from numpyro_dp.core import Whole, is_whole
 
 __all__ = ["clip_margin", "exact_sum", "finished", "partial_sum"]
 
 _LANES = 16  # slices in one pass: compilers handle some twenty well, and forty badly
 _LANE_ROWS = 40  # a loop of up to 32 rows is unrolled, which is three times as slow
+_MOST_ROWS = 2**21  # in one sum of two parts, each of which fits an int32
+_SPLIT = 12  # bits of the lower part there
 
 
 class _Grid(NamedTuple):
@@ -81,7 +86,9 @@ def exact_sum(
 def partial_sum(terms: Callable[[slice], Any], weights: Array, norm: Any, count: int) -> Any:
     """Returns the same sum of some of ``count`` rows, in steps of the grid.
 
-    Such sums may be added in any order. :func:`finished` converts them to floating point.
+    Such sums may be added in any order, leaf by leaf up to 2**15 of them, or with their ``add``.
+    :func:`finished` converts them to floating point. Sums of float32 are
+    :class:`~numpyro_dp.core.Whole`.
     """
     rows, counts = weights.size, weights > 0
     if norm is None:
@@ -102,66 +109,101 @@ def partial_sum(terms: Callable[[slice], Any], weights: Array, norm: Any, count:
 
         return jax.tree.map(rounded, widen(terms(rows)))
 
-    def from_zero(total: Array, leaf: Array) -> Array:
-        grid = _grid(count, leaf.dtype)
-        start = lax.bitcast_convert_type(jnp.asarray(grid.magic, leaf.dtype), grid.integer)
-        return total - rows * start  # both wrap around in the same way
+    def from_zero(total: Array, times: int) -> Array:
+        wide = total.dtype == jnp.int64
+        grid = _grid(count, jnp.float64 if wide else jnp.float32)
+        start = jnp.asarray(grid.magic, jnp.float64 if wide else jnp.float32)
+        start = lax.bitcast_convert_type(start, grid.integer)
+        return total - times * start  # both wrap around in the same way
 
-    like = jax.eval_shape(lambda: widen(terms(slice(0, 1))))
-    return jax.tree.map(from_zero, _add_rows(whole, rows), like)
+    return _add_rows(whole, from_zero, 0, rows)
 
 
-def finished(total: Any, like: Any, norm: Any, count: int) -> Any:
-    """Converts a sum over ``count`` rows to floating point, in the types of ``like``."""
+def finished(total: Any, like: Any, norm: Any, count: int, whole: bool = False) -> Any:
+    """Converts a sum over ``count`` rows to floating point, in the types of ``like``.
+
+    If ``whole``, sums of float32 stay integers, with the spacing of their grid.
+    """
     if norm is None:
         return total
 
-    def number(whole: Array, leaf: Array) -> Array:
-        spacing = norm / 2.0 ** _grid(count, leaf.dtype).bits
-        return whole.astype(leaf.dtype) * jnp.asarray(spacing, leaf.dtype)
+    def number(found: Any, leaf: Array) -> Any:
+        spacing = jnp.asarray(norm / 2.0 ** _grid(count, leaf.dtype).bits, leaf.dtype)
+        if not is_whole(found):
+            return found.astype(leaf.dtype) * spacing
+        found = found.carried()._replace(spacing=spacing)
+        return found if whole else found.number()
 
-    return jax.tree.map(number, total, like)
+    return jax.tree.map(number, total, like, is_leaf=is_whole)
 
 
-def clip_margin(batch: int, size: int, dtype: Any, rows: int = 1) -> float:
+def clip_margin(batch: int, size: int, dtype: Any, rows: int = 1, whole: bool = False) -> float:
     r"""Returns the part of the clip norm to clip to, so that rounding fits in the rest.
 
     It is ``1 / (1 + e)`` for a batch of n rows, signals of d values and a type of unit roundoff u.
     Here ``e`` is the sum of three errors. The grid may lengthen a contribution by
     :math:`\sqrt d\, 2^{-k-1}`. A squared norm may be too small by :math:`d u`. Four roundings of
     each of two sums of norm n C make :math:`8 n u`: three here, and one where the noise is added
-    (:mod:`numpyro_dp.privacy.noise`). If a record has several rows, the first two errors occur in
-    each.
+    (:mod:`numpyro_dp.privacy.noise`). If the sum stays ``whole``, nothing of it is rounded before
+    the noise is added. If a record has several rows, the first two errors occur in each.
     """
+    whole = whole and jnp.dtype(dtype) != jnp.float64
     unit = float(jnp.finfo(dtype).eps) / 2
     grid = math.sqrt(size) * 2.0 ** -(_grid(batch, dtype).bits + 1)
     each = grid + min(size, 2048 + size // 1024) * unit
-    return 1 / (1 + rows * each + 8 * batch * unit)
+    return 1 / (1 + rows * each + 8 * batch * unit * (not whole))
 
 
 def _grid(batch: int, dtype: Any) -> _Grid:
     room = math.ceil(math.log2(max(batch, 2)))
     if jnp.dtype(dtype) == jnp.float64:
         return _Grid(min(50, 61 - room), jnp.int64, 1.5 * 2.0**52)
-    return _Grid(min(21, 29 - room), jnp.int32, 1.5 * 2.0**23)
+    return _Grid(min(21, 47 - room), jnp.int32, 1.5 * 2.0**23)
 
 
 def _counted(leaf: Array, counts: Array) -> Array:
     return jnp.where(column(counts, leaf), leaf, 0)
 
 
-def _add_rows(whole: Callable[[slice], Any], rows: int) -> Any:
-    """Sum of integers over rows, modulo their range.
+def _add_rows(
+    whole: Callable[[slice], Any], from_zero: Callable[[Array, int], Array], first: int, last: int
+) -> Any:
+    """Sum of integers over rows, each without its start.
 
     Rows far apart are added first. That compiles to one pass over long vectors, which also forms
     the terms. A sum over the leading axis alone reads columns, up to five times as slowly on a CPU.
     """
+    rows = last - first
+    if rows > _MOST_ROWS:
+        middle = first + rows // 2
+        halves = (_add_rows(whole, from_zero, *ends) for ends in ((first, middle), (middle, last)))
+        return _added(*halves)
     number = min(max(rows // _LANE_ROWS, 1), _LANES)
     block = rows // number
-    lanes = [whole(slice(lane * block, (lane + 1) * block)) for lane in range(number)]
+    lanes = [whole(slice(first + at * block, first + (at + 1) * block)) for at in range(number)]
     parts = [functools.reduce(lambda one, other: jax.tree.map(jnp.add, one, other), lanes)]
+    total = jax.tree.map(lambda leaf: _summed(leaf, from_zero, number, rows), parts[0])
     if rows % number:
-        parts.append(whole(slice(number * block, rows)))
+        rest = whole(slice(first + number * block, last))
+        total = _added(total, jax.tree.map(lambda leaf: _summed(leaf, from_zero, 1, rows), rest))
+    return total
+
+
+def _summed(leaf: Array, from_zero: Callable[[Array, int], Array], number: int, rows: int) -> Any:
+    """The sum over the leading axis of sums of ``number`` integers of ``rows`` in all."""
+    if leaf.dtype == jnp.int64:
+        return from_zero(jnp.sum(leaf, axis=0), number * len(leaf))
+    zero = jnp.zeros((), jnp.float32)
+    if rows < 2**10:  # of at most 2**21, so the sum fits
+        total = from_zero(jnp.sum(leaf, axis=0, dtype=leaf.dtype), number * len(leaf))
+        return Whole(total >> 16, total & 0xFFFF, zero)
+    each = from_zero(leaf, number)
+    high, low = (jnp.sum(x, axis=0) for x in (each >> _SPLIT, each & (2**_SPLIT - 1)))
+    low = low + ((high & (2 ** (16 - _SPLIT) - 1)) << _SPLIT)
+    return Whole(high >> (16 - _SPLIT), low, zero).carried()
+
+
+def _added(one: Any, other: Any) -> Any:
     return jax.tree.map(
-        lambda *leaves: sum(jnp.sum(leaf, axis=0, dtype=leaf.dtype) for leaf in leaves), *parts
+        lambda x, y: x.add(y) if is_whole(x) else x + y, one, other, is_leaf=is_whole
     )

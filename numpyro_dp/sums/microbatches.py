@@ -13,7 +13,7 @@ from jaxtyping import Bool
 
 from numpyro_dp._compat import custom_vmap
 from numpyro_dp._tree import widen
-from numpyro_dp.core import Mechanism, PyTree
+from numpyro_dp.core import Mechanism, PyTree, Whole
 from numpyro_dp.sums.exact import clip_margin, exact_sum
 
 __all__ = [
@@ -137,7 +137,7 @@ def over_microbatches(
 
     def step(total: PyTree, start: Array) -> tuple[PyTree, PyTree]:
         found, of_each = of_rows(*at(start))
-        return jax.tree.map(_add, total, found, is_leaf=_is_compensated), of_each
+        return jax.tree.map(_add, total, found, is_leaf=_adds), of_each
 
     like, _ = jax.eval_shape(lambda start: of_rows(*at(start)), 0)
     zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
@@ -191,19 +191,25 @@ def _is_compensated(leaf: Any) -> bool:
     return isinstance(leaf, Compensated)
 
 
+def _adds(leaf: Any) -> bool:
+    return isinstance(leaf, Compensated | Whole)
+
+
 def _add(one: Any, other: Any) -> Any:
-    return one.add(other) if _is_compensated(one) else one + other
+    return one.add(other) if _adds(one) else one + other
 
 
-def margin_of(of_a_row: PyTree, batch: int, coarse: Any = None, rows: int = 1) -> float:
+def margin_of(
+    of_a_row: PyTree, batch: int, coarse: Any = None, rows: int = 1, whole: bool = False
+) -> float:
     """The margin of signals by the shapes of one. ``coarse`` is a coarser type of their norms.
 
-    A record has ``rows`` such signals.
+    A record has ``rows`` such signals. If ``whole``, the sum is not rounded.
     """
     leaves = jax.tree.leaves(jax.eval_shape(widen, of_a_row))
     size = sum(math.prod(leaf.shape) for leaf in leaves)
     dtypes = [leaf.dtype for leaf in leaves] + ([] if coarse is None else [coarse])
-    return min(clip_margin(batch, size, dtype, rows) for dtype in dtypes)
+    return min(clip_margin(batch, size, dtype, rows, whole) for dtype in dtypes)
 
 
 def coarsest(arrays: list[Any]) -> Any:

@@ -459,6 +459,7 @@ def test_a_driver_reports_what_it_spent(row):
     assert any(np.any(a != b) for a, b in pairs)  # noise of its own in each run
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("row", "each"), pairs_to_run())
 def test_a_driver_takes_a_mechanism_or_refuses_it(row, each):
     each, data = renamed(each, row.entry), data_of(row)

@@ -60,6 +60,7 @@ def noise_of_a_run():
     return values * scale / (NOISE * sensitivity), gradients / (NOISE * sensitivity)
 
 
+@pytest.mark.full
 def test_the_noise_of_a_released_loss_is_that_of_its_share():
     values, gradients = noise_of_a_run()
     assert stats.kstest(values, "norm").pvalue > 1e-3

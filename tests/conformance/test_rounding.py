@@ -175,6 +175,7 @@ def test_partial_sums_about_a_power_of_two(row, size):
     assert 0.9 < change <= 1  # 14 for 30,000 records where floats are added up
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", rows_to_run())
 def test_many_signals_along_a_narrow_direction(row):
     """What maps the gradient to the signal must not act on a sum that is much larger than it."""

@@ -109,6 +109,7 @@ def test_sites_are_those_of_the_closed_form_of_the_evidence(family):
             np.testing.assert_allclose(found[name], expected[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("site", "message"),
     [
@@ -193,6 +194,7 @@ def test_shared_precision_of_each_component():
               num_steps=2).init(KEY, x)  # fmt: skip
 
 
+@pytest.mark.full
 def test_expectation_maximisation_without_noise_is_that_of_scikit_learn():
     x, means = simulate(1, 600)
     start = means + 0.3
@@ -236,6 +238,7 @@ def test_one_record_moves_the_statistics_by_at_most_the_clip_norm(with_squares):
     assert 0.6 < max(moved) <= 0.7 * (1 + 1e-5)
 
 
+@pytest.mark.full
 def test_a_private_mixture_is_one_however_large_the_noise():
     x, _ = simulate(0, 200)
     em = DPEM(4, clip_norm={"counts": 1.0, "sums": 2.0, "squares": 4.0}, sampler=Poisson(0.1),

@@ -143,6 +143,7 @@ def test_what_no_normal_posterior_fits_is_refused(name, nothing_runs):
         assert part in str(error.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("likelihood", [
     lambda eta: dist.Poisson(jnp.exp(eta)), lambda eta: dist.Gamma(2.0, 2 * jnp.exp(-eta)),
 ], ids=["counts", "times"])  # fmt: skip

@@ -38,6 +38,7 @@ def check_unrelated(one, other):
             assert abs(np.corrcoef(early, late)[0, 1]) * np.sqrt(early.size) < SIGMA
 
 
+@pytest.mark.full
 def test_each_chain_has_noise_of_its_own():
     """Records that are not numbers count as nothing: all that moves a chain is prior and noise."""
     multiplier, scale = 30.0, 60.0  # of the noise: the multiplier times the clip norm

@@ -115,6 +115,7 @@ def laplace_signal(model, args):
     return np.concatenate([np.asarray(x).reshape(N, -1) for x in found.values()], axis=1)
 
 
+@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize("case", CASES)
 def test_an_impossible_record_is_not_in_the_signal_of_laplace(case):
@@ -123,6 +124,7 @@ def test_an_impossible_record_is_not_in_the_signal_of_laplace(case):
     assert np.all(np.linalg.norm(np.delete(found, BAD, 0), axis=1) > 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("estimator", [aligned(), None])
 def test_an_impossible_row_takes_its_unit_out(estimator):
     ids, options = np.arange(N) // 4, {"max_rows_per_unit": 4}
@@ -145,6 +147,7 @@ def test_a_site_of_an_impossible_record_is_empty():
         np.testing.assert_allclose(value, missing[name], rtol=1e-5)
 
 
+@pytest.mark.full
 def test_what_is_masked_may_have_any_value():
     def model(x, y, known):
         w = normal("w", 2)

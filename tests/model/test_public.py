@@ -253,6 +253,7 @@ def test_a_report_lists_static_keywords() -> None:
     assert len(privacy.public) == 1
 
 
+@pytest.mark.full
 def test_a_report_lists_captured_arrays() -> None:
     """Means that NumPy computed before the model was traced are small: they pass, and are shown."""
     means = X.mean(0)

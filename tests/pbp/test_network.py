@@ -346,6 +346,7 @@ def test_a_private_run_learns_is_accounted_for_and_predicts():
     np.testing.assert_allclose(y_draws.var(0), variance[:50], rtol=0.15)
 
 
+@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize("ridge", [None, 20.0])
 @pytest.mark.parametrize("noise", [0.0, 0.01, 1e6])

@@ -205,6 +205,7 @@ def test_a_resumed_run_folds_its_own_steps(svi):
     np.testing.assert_allclose(second.folded.params["auto_loc"], mean, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_results_keep_what_was_folded(svi):
     result = run(svi, 40, COUNT)
     for other in (copy.copy(result), copy.deepcopy(result), pickle.loads(pickle.dumps(result))):

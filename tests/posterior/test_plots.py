@@ -44,6 +44,7 @@ def segments(ax):
     return np.concatenate([each.get_segments() for each in ax.collections])
 
 
+@pytest.mark.full
 def test_a_forest_has_means_and_intervals(posterior):
     draws = {"w": np.random.default_rng(0).normal(size=(4000, 3))}
     ax = plots.forest({"private": posterior, "draws": draws}, "w", prob=0.8, labels=list("abc"))

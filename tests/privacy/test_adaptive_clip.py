@@ -136,6 +136,7 @@ def test_with_noise_the_norm_stays_about_the_quantile():
     assert 5 * noise + drift < 0.01
 
 
+@pytest.mark.full
 def test_the_noise_of_the_estimate_is_that_of_its_share_of_the_sensitivity():
     clip, norms = noisy_run()
     below = share_below(norms[:-1], np.linalg.norm(records(), axis=1))

@@ -163,6 +163,7 @@ def test_a_run_after_another_resumes_with_its_budget_alone():
         svi.privacy(alone)
 
 
+@pytest.mark.full
 def test_noise_differs_from_that_of_an_earlier_run_with_the_same_key():
     x, key, high = jnp.ones(50), jax.random.key(0), PrivacyBudget(1.0, 1e-5)
     states = [driver(PrivacyBudget(0.7, 1e-5), num_steps=5).init(key, x)]

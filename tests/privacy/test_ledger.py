@@ -86,6 +86,7 @@ def file(tmp_path):
     return tmp_path / "visits.ledger"
 
 
+@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize("run", [laplace, svi, chain, loop, sep])
 def test_every_driver_is_charged_once_with_its_event(run, file):

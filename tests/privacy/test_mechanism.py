@@ -200,7 +200,7 @@ def test_an_adaptive_norm_is_a_norm_with_a_coordinate_of_its_own():
     state = MechanismState(ClipNorm.of(clip).as_arrays())
     released, after = mechanism.privatise(secret_key(0), total, state)
     assert set(released) == set(signal())
-    assert after.clip_norm.by_entry["b"].initial == pytest.approx(0.5 * math.exp(-0.2 * 0.5))
+    assert after.clip_norm.by_entry["b"].initial == pytest.approx(0.5 * math.exp(-0.2 * 0.1))
     assert after.clip_norm.by_entry[...] == 2.0
     assert jax.tree.structure(after) == jax.tree.structure(state)
     assert gaussian(2.0, 1.0).extras is None

@@ -14,7 +14,7 @@ from jax import lax
 from scipy import stats
 
 from numpyro_dp import PrivacyBudget
-from numpyro_dp.core import MechanismState
+from numpyro_dp.core import MechanismState, Whole
 from numpyro_dp.privacy import noise
 from numpyro_dp.privacy.accounting import epsilon_spent
 from numpyro_dp.privacy.accounting.gdp import gaussian_log_delta
@@ -26,6 +26,7 @@ from numpyro_dp.privacy.noise import (
     discrete_gaussian,
     on_grid,
     spacing_of,
+    whole_on_grid,
 )
 from numpyro_dp.privacy.plan import PrivacyReport, make_plan
 from numpyro_dp.privacy.sampling import FullBatch
@@ -271,6 +272,67 @@ def test_a_release_depends_on_the_integer_alone(integer):
     assert len(released) > 1
     assert len(set(released.tolist())) == 1
     np.testing.assert_allclose(released[0], integer, rtol=2e-7)
+
+
+def whole(integers, spacing):
+    """Sums of any size, in steps of a grid."""
+    high = np.array([each >> 16 for each in integers], np.int32)
+    low = np.array([each & 0xFFFF for each in integers], np.int32)
+    return Whole(jnp.asarray(high), jnp.asarray(low), jnp.float32(spacing))
+
+
+def factor_of(spacing, wanted):
+    """The numbers p and s of a release, as Python numbers."""
+    ratio = np.float32(
+        np.float32(np.float32(spacing) / np.float32(wanted)) * np.float32(1 - 2.0**-20)
+    )
+    part, exponent = np.frexp(ratio)
+    if exponent > 16:
+        return 65535, 0
+    return int(np.floor(part * 2.0**16)), 16 - int(exponent)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("ratio", [1e-8, 3e-4, 0.5, 1.0, 51.7, 6e4, 1e6])
+def test_a_release_of_whole_sums_depends_on_an_integer_alone(ratio):
+    rng = np.random.default_rng(0)
+    integers = [0, 1, -1, 2**46 - 1, -(2**46), 2**32, -(2**32) - 1]
+    integers += [int(x) for x in rng.integers(-(2**46), 2**46, 100)]
+    integers += [int(x) for x in rng.integers(-(2**20), 2**20, 100)]
+    spacing, wanted = 2.0**-21, 2.0**-21 / ratio
+    factor, shift = factor_of(spacing, wanted)
+    assert 1 - 2.0**-14 < factor / 2**shift / ratio <= 1 or ratio > 2**16
+    rounded = [((each * factor << 1 >> shift) + 1) >> 1 for each in integers]
+    if shift > 0:
+        rounded = [(each * factor + 2 ** (shift - 1)) >> shift for each in integers]
+    own = spacing * 2.0**shift / factor
+    assert own >= wanted
+    noise = rng.integers(-(2**30), 2**30, len(integers))
+    run = jax.jit(lambda n, z, g: whole_on_grid(n, z, g, jnp.asarray(True)))
+    released = np.asarray(
+        run(whole(integers, spacing), jnp.asarray(noise, jnp.int32), jnp.float32(wanted)),
+        np.float64,
+    )
+    exact = [(one + int(other)) * own for one, other in zip(rounded, noise, strict=True)]
+    np.testing.assert_allclose(released, exact, rtol=5e-7, atol=own)
+    # Noise that brings each sum to the same integer: the same bits.
+    near = [at for at, each in enumerate(rounded) if abs(each) < 2**30]
+    chosen = whole([integers[at] for at in near], spacing)
+    for target in (0, 5, -(2**29) - 1):
+        brought = jnp.asarray([target - rounded[at] for at in near], jnp.int32)
+        same = np.asarray(run(chosen, brought, jnp.float32(wanted)))
+        assert len(set(same.tolist())) == 1 and len(near) > 1
+        assert same[0] == pytest.approx(target * own, rel=1e-6, abs=1e-30)
+
+
+def test_whole_sums_far_below_the_noise_are_not_in_the_release():
+    wanted = jnp.float32(2.0**14)
+    sums = whole([2**40, -5], 2.0**-21), whole([0, 0], 2.0**-21)
+    one, other = (
+        whole_on_grid(each, jnp.asarray([7, -9], jnp.int32), wanted, True) for each in sums
+    )
+    np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(one, np.array([7, -9]) * float(wanted))
 
 
 @pytest.mark.table

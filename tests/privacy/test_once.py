@@ -172,6 +172,7 @@ def test_two_runs_share_no_noise_however_they_are_started():
         assert abs(x - y) > 1e-4, (a, b)
 
 
+@pytest.mark.full
 def test_every_step_has_noise_of_its_own():
     """The noise is 10,000 times the signal and steps are small, so all moves are its noise."""
     driver = DPSVI(
@@ -654,6 +655,7 @@ def test_what_is_printed_shows_no_key(sampler):
             assert not any(str(word) in text for word in words)
 
 
+@pytest.mark.full
 def test_another_drivers_state_is_not_accounted_for():
     state = svi(clip_norm=1.0).run(KEY, 2, X, **run).state
     for other in (svi(clip_norm=2.0), svi(sampler=Poisson(1e-6))):
@@ -719,6 +721,7 @@ def test_a_state_with_another_field_is_known_by_its_keys():
         jax.jit(lambda noise: driver.update(state._replace(noise_multiplier=noise), X))(1.0)
 
 
+@pytest.mark.full
 def test_stacked_states_may_be_copied():
     driver = svi()
     states = [driver.init(KEY, X) for _ in range(3)]

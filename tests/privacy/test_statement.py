@@ -101,6 +101,7 @@ def of_two():
     return svi(budget=budget.after(svi(budget=PrivacyBudget(0.5, 1e-5)).privacy)).privacy
 
 
+@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize("kind", [of_laplace, of_batches, of_two])
 def test_a_statement_has_all_forms(kind):

@@ -44,6 +44,7 @@ def total(x, y, model=model):
     return svi.run(KEY, 1, x, y, init_params=start, progress_bar=False).params["w_auto_loc"]
 
 
+@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize("model", [linear, model])
 def test_a_record_without_an_outcome_adds_no_other_outcome(model):

@@ -91,6 +91,7 @@ def test_further_rows_of_a_unit_are_left_out():
     np.testing.assert_array_equal(total(aligned()), total(aligned(), X[few], Y[few], IDS[few]))
 
 
+@pytest.mark.full
 def test_a_row_that_is_not_finite_takes_its_unit_out():
     x = X.copy()
     x[np.flatnonzero(IDS == 7)[1]] = np.nan

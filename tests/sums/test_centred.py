@@ -111,6 +111,7 @@ def compiled(estimator, mechanism):
 X = np.asarray(np.random.default_rng(0).normal(size=(6, D)) * 3, np.float32)
 
 
+@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize(
     ("model", "values", "base", "clip"),
@@ -189,6 +190,7 @@ def test_clipped_records_of_listed_outcomes_use_the_whole_clip_norm():
         assert 0.95 * clip < max(sizes) <= clip
 
 
+@pytest.mark.full
 def test_a_record_that_is_not_finite_counts_as_0():
     estimator, public = problem_of(logistic, X, jnp.zeros(len(X), int), centred(aligned()))
     for bad in (np.nan, np.inf, 1e30):
@@ -196,6 +198,7 @@ def test_a_record_that_is_not_finite_counts_as_0():
         np.testing.assert_array_equal(found, 0)
 
 
+@pytest.mark.full
 def test_one_row_that_is_not_finite_takes_the_others_out():
     def rows(odds, example, seed):  # the coin itself, heads, tails and padding
         heads = jax.nn.sigmoid(odds)
@@ -241,6 +244,7 @@ def test_batches_are_the_sum_of_their_records_in_any_microbatch():
     assert mechanism.privatise(jax.random.key(0), whole, state)[0].keys() == {"w"}
 
 
+@pytest.mark.full
 def test_a_model_without_outcomes_is_refused():
     def local(x):
         mean = numpyro.sample("mean", dist.Normal(0, 1))

@@ -28,6 +28,7 @@ def first(guide, init_params=None, noise=1.0, **settings):
     return svi.get_params(state)
 
 
+@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize(
     ("kind", "read"),

@@ -84,6 +84,7 @@ def test_a_run_learns_and_stays_float32(result: Any) -> None:
     assert losses is None
 
 
+@pytest.mark.full
 def test_the_report_says_what_was_spent(result: Any) -> None:
     privacy = result.privacy
     assert isinstance(privacy, PrivacyReport)

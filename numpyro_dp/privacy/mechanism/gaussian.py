@@ -20,7 +20,7 @@ from jax import Array
 from numpyro_dp._compat import is_tracer
 from numpyro_dp._lazy import dpa
 from numpyro_dp._tree import widen
-from numpyro_dp.core import Mechanism, MechanismState, PyTree
+from numpyro_dp.core import Mechanism, MechanismState, PyTree, is_whole
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm, adaptive, shorter
 from numpyro_dp.privacy.noise import (
     MOST,
@@ -28,6 +28,7 @@ from numpyro_dp.privacy.noise import (
     discrete_gaussian,
     on_grid,
     spacing_of,
+    whole_on_grid,
 )
 
 __all__ = ["GaussianMechanism", "build_mechanism"]
@@ -81,7 +82,7 @@ class GaussianMechanism:
         def privatise(
             key: Array, total: PyTree, state: MechanismState
         ) -> tuple[PyTree, MechanismState]:
-            return _with_noise(key, widen(total), sensitivity, noise_multiplier), state
+            return _with_noise(key, total, sensitivity, noise_multiplier), state
 
         return Mechanism(
             init=_check_size,
@@ -93,6 +94,7 @@ class GaussianMechanism:
             noise_scale=std,
             event=_event(noise_multiplier, clip_norm),
             total_variation=TOTAL_VARIATION,
+            whole=True,
         )
 
 
@@ -120,16 +122,19 @@ def _check_size(total: PyTree) -> tuple[()]:
 
 def _with_noise(key: Array, total: PyTree, sensitivity: Any, noise_multiplier: Any) -> PyTree:
     """Adds one vector of noise to the leaves. Joining the leaves would slow their sums down."""
-    leaves, treedef = jax.tree.flatten(total)
-    ends = np.cumsum([leaf.size for leaf in leaves])
-    spacing, told = spacing_of(sensitivity, noise_multiplier, ends[-1], jnp.result_type(*leaves))
+    leaves, treedef = jax.tree.flatten(total, is_leaf=is_whole)
+    numbers = [leaf.number() if is_whole(leaf) else widen(leaf) for leaf in leaves]
+    ends = np.cumsum([number.size for number in numbers])
+    spacing, told = spacing_of(sensitivity, noise_multiplier, ends[-1], jnp.result_type(*numbers))
     noise = jnp.split(discrete_gaussian(key, ends[-1]), ends[:-1])
     noisy = [
-        on_grid(leaf, part.reshape(leaf.shape), spacing, told)
-        for leaf, part in zip(leaves, noise, strict=True)
+        (whole_on_grid if is_whole(leaf) else on_grid)(
+            leaf if is_whole(leaf) else number, part.reshape(number.shape), spacing, told
+        )
+        for leaf, number, part in zip(leaves, numbers, noise, strict=True)
     ]
     quiet = noise_multiplier == 0
-    return treedef.unflatten([jnp.where(quiet, *each) for each in zip(leaves, noisy, strict=True)])
+    return treedef.unflatten([jnp.where(quiet, *each) for each in zip(numbers, noisy, strict=True)])
 
 
 def _product(noise_multiplier: Any, sensitivity: Any) -> Any:
