@@ -36,7 +36,6 @@ __all__ = [
     "Released",
     "Sampler",
     "Whole",
-    "is_whole",
 ]
 
 #: A tree of arrays, as in JAX.

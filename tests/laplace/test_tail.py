@@ -78,6 +78,7 @@ def test_the_clip_norm_follows_the_tail_and_the_noise():
     assert tail.bias(quiet, 6, N) < tail.bias(1.0, 6, N)
 
 
+@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize(("model", "outcome", "wrong"), [
     (linear, student, True), (linear, normal, False),
