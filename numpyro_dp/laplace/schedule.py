@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 __all__ = [
+    "ALONG",
     "FAR",
     "GROWTH",
     "LAST",
@@ -49,6 +50,7 @@ SHARE_FAR = 0.02  # share of each. Far away, scores are large, and more precisio
 # The run has not arrived if the last step of a latent is longer than LONGEST + sqrt(2 log d), which
 # grows like the largest of d normal numbers, or the root mean square is longer than LONG.
 LONGEST, LONG = 2.0, 1.5
+ALONG = 4.0  # posterior sds of the last two steps along the way from the prior's mean
 _POWER = 0.02  # part of a stage
 _EXCESS = 0.02  # part of the last stage
 _TAIL = (0.0, 0.0, 0.0, 0.0, 0.13, 0.1, 0.0)  # parts of the stages, if outcomes are simulated

@@ -15,6 +15,7 @@ from numpyro_dp.laplace import curvature, decode
 from numpyro_dp.laplace.guess import FirstGuess
 from numpyro_dp.laplace.pattern import pairs_of
 from numpyro_dp.laplace.schedule import (
+    ALONG,
     FAR,
     GROWTH,
     LAST,
@@ -178,7 +179,8 @@ class Run:
         """Whether the newest step of the mean was short, which it is at the optimum."""
         *alone, together = self.steps()
         longest = LONGEST + np.sqrt(2 * np.log(len(alone)))
-        return bool(max(alone) < longest and together < LONG) and not self._persists()
+        short = bool(max(alone) < longest and together < LONG)
+        return short and not self._persists() and not self._on_its_way()
 
     @property
     def misfit(self) -> tuple[float, float]:
@@ -209,6 +211,19 @@ class Run:
         along = (before @ turned[1]) / max(lengths[0] * lengths[1], 1e-300)
         return bool(along > 0.5 and lengths[1] > np.sqrt(len(now)))
 
+    def _on_its_way(self) -> bool:
+        """Whether the last two steps together are long, along the way from the prior's mean.
+
+        On a long way through flat scores each step falls short, in one direction of many.
+        """
+        way = self.mean - self._prior.mean
+        turned = solve(self._decoded, way)
+        return bool(self._last_steps() @ turned > ALONG * np.sqrt(way @ turned))
+
+    def _last_steps(self) -> np.ndarray:
+        """The sum of the last two steps of the mean (d,)."""
+        return self.mean - self.stages[max(0, len(self.stages) - 2)].mean
+
     def likelihood(self) -> tuple[np.ndarray, np.ndarray]:
         """Precision and linear term of the released likelihood, in all coordinates.
 
@@ -219,7 +234,7 @@ class Run:
         """
         covariance = self._decoded if self.prior.normal is None else self.covariance
         if self.prior.normal is not None and not self.arrived:  # another step may be as long
-            step = self.mean - self.stages[-1].mean
+            step = self._last_steps()
             covariance = covariance + np.outer(step, step)
         precision, linear = released_likelihood(self.mean, covariance, self._prior)
         whole, right = np.zeros((self.size, self.size)), np.zeros(self.size)
