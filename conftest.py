@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items):
     """Sorts the cases of each test into tiers.
 
     The first case is in the README's tier and the others are ``extended``. A mark changes that:
-    ``every_case`` keeps all in the first tier, ``table`` runs a sixth of the others in
+    ``every_case`` keeps all in the first tier, ``table`` runs a tenth of the others in
     ``.ci/run``.
     """
     seen = collections.Counter()
@@ -49,8 +49,8 @@ def pytest_collection_modifyitems(items):
             continue
         name = item.nodeid.partition("[")[0]
         if seen[name]:
-            sixth = item.get_closest_marker("table") and seen[name] % 6 == 1
-            item.add_marker("full" if sixth else "extended")
+            tenth = item.get_closest_marker("table") and seen[name] % 10 == 1
+            item.add_marker("full" if tenth else "extended")
         seen[name] += 1
 
 

@@ -297,6 +297,11 @@ class Whole(NamedTuple):
         high: int32.
         low: int32. It may exceed 2**16, until :meth:`carried`.
         spacing: The spacing of the grid, once the sum is finished. Until then 0.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> float(Whole(jnp.asarray(-1), jnp.asarray(2**16 - 4), jnp.asarray(0.5)).number())
+        -2.0
     """
 
     high: Array

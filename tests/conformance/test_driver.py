@@ -221,7 +221,7 @@ def test_fields_of_the_result_hold_no_batch():
     assert sums <= {(), (2,), (2, 2), (2, 6), (2, 6, 6)}
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_losses_are_released_or_not_shown():
     x = points()
     svi = driver(loss_release=LossRelease(10.0))

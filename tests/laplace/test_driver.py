@@ -288,7 +288,7 @@ def test_pairs_stay_if_a_record_sees_two_effects_of_a_site(monkeypatch):
         run(two_memberships, (first, first[::-1], jnp.zeros(600)))
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_other_priors_do_not_follow_an_uncertain_step(monkeypatch):
     """The likelihood has no linear term in a direction without precision."""
     monkeypatch.setattr(decode, "UNCERTAIN_STEP", 20.0)
@@ -327,7 +327,7 @@ def test_without_information_a_hierarchy_is_drawn_from_its_prior(monkeypatch):
         assert np.all(np.abs(ours.std(0) / exact.std(0) - 1) < 0.1)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_double_precision_adds_no_public_array():
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
         rng = np.random.default_rng(0)

@@ -160,7 +160,7 @@ def outcome(likelihood):
     return model
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("estimator", [None, aligned()])
 def test_a_report_says_if_records_decide_how_long_a_step_takes(estimator):
     """Counts of the default estimator are drawn; angles are drawn by JAX's loop, or not at all."""

@@ -56,7 +56,7 @@ def test_intervals_hold_the_truth_and_know_more_than_the_prior(name):
     assert "12 simulations" in str(found)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_the_prior_rehearses_as_the_prior():
     laplace = DPLaplace(model, budget=PrivacyBudget(0.001, 1e-5))
     found = rehearse(laplace, KEY, X, None, num_simulations=24)
@@ -67,7 +67,7 @@ def test_the_prior_rehearses_as_the_prior():
     assert abs(gap.mean()) < 4 * error
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_outcomes_go_where_they_belong():
     def named(x, *, label=None):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))

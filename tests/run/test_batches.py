@@ -47,7 +47,7 @@ def test_the_sum_of_a_step_is_that_of_the_rows_drawn(sampler):
     assert len(batch.mask) > min(sizes) or isinstance(sampler, FixedSize)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_parts_of_a_stream_end_with_no_record(monkeypatch):
     own = {"noise_multiplier": 2.0, "secret_key": 5, "repetition": True}
     whole = DPLaplace(model, **own).run(jax.random.key(0), X)

@@ -71,6 +71,7 @@ CASES = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("cases", CASES)
 def test_devices_and_processes_give_what_one_device_gives(cases):
     """Eight devices in a process, and two processes that hold half of the records each."""

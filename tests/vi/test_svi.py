@@ -362,7 +362,7 @@ def test_results_and_states_can_be_stored(svi: DPSVI, result: Any) -> None:
     np.testing.assert_allclose(flat(found.params), flat(result.params), rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_long_run_finds_the_posterior() -> None:
     svi = driver(budget=PrivacyBudget(20.0, 1e-5), num_steps=3000, optim=optax.adam(0.01))
     found = svi.run(KEY, 3000, X, Y, progress_bar=False)
