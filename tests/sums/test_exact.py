@@ -32,6 +32,7 @@ def test_every_row_counts_once(rows, dtype):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("rows", [5, 1023, 1024, 3001, 40_000])
 def test_many_rows_are_whole_numbers_of_the_finest_grid(rows):
     """Sums of rows that all lie in one direction, which the float32 of their sum cannot hold."""
