@@ -352,8 +352,9 @@ class Mechanism(NamedTuple):
             depends on earlier noise. ``None`` if each call has fresh noise: the sampler then
             amplifies the event of a step, and the steps compose. Only ``DPSVI`` accepts a
             mechanism with this field. All other drivers need independent noise.
-        whole: Whether ``privatise`` takes sums that are integers on a grid
-            (:class:`Whole`), which are never rounded.
+        whole: ``privatise`` itself, if it takes sums of float32 as integers on a grid
+            (:class:`Whole`), which are never rounded. A copy with another ``privatise`` gets
+            floating point, unless it sets this too. So does a mechanism with ``extras``.
         total_variation: Distance of one call's noise from the noise of ``event``, as a total
             variation. Delta includes the sum over all steps.
 
@@ -381,7 +382,12 @@ class Mechanism(NamedTuple):
     ) = None
     compose: Callable[[Sampler, int, int], dpa.DpEvent] | None = None
     total_variation: float = 0.0
-    whole: bool = False
+    whole: Callable[..., Any] | None = None
+
+    @property
+    def takes_whole(self) -> bool:
+        """Whether sums stay integers until ``privatise``."""
+        return self.whole is self.privatise and self.extras is None
 
 
 @runtime_checkable

@@ -156,8 +156,14 @@ def normal_at_the_mode(model, x, y, start):
     def value(flat):
         return info.potential_fn(unravel(flat))
 
+    at, hessian = mode_of(value, jnp.asarray(start, zero.dtype))
+    covariance = np.linalg.inv(hessian)
+    return np.asarray(at, np.float64), np.sqrt(np.diag(covariance))
+
+
+def mode_of(value, at):
+    """The minimum of a function, by damped Newton steps from a point, and its Hessian there."""
     gradient, hessian = jax.jit(jax.grad(value)), jax.jit(jax.hessian(value))
-    at = jnp.asarray(start, zero.dtype)
     for _ in range(40):
         bend = np.asarray(hessian(at), np.float64)
         bend += max(0.0, 1e-3 - np.linalg.eigvalsh(bend).min()) * np.eye(len(at))
@@ -165,8 +171,7 @@ def normal_at_the_mode(model, x, y, start):
         at = at - jnp.asarray(step * min(1.0, 1 / np.abs(step).max()), at.dtype)
         if np.abs(step).max() < 1e-4:
             break
-    covariance = np.linalg.inv(np.asarray(hessian(at), np.float64))
-    return np.asarray(at, np.float64), np.sqrt(np.diag(covariance))
+    return at, np.asarray(hessian(at), np.float64)
 
 
 def laplace(model, budget, number):

@@ -26,6 +26,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from common import experiment_parser, save
+from coverage import mode_of
 from jax.flatten_util import ravel_pytree
 from numpyro.infer.util import initialize_model, unconstrain_fn
 
@@ -438,15 +439,8 @@ def at_the_mode(model, args, truth):
     def value(flat):
         return info.potential_fn(unravel(flat))
 
-    gradient, hessian = jax.jit(jax.grad(value)), jax.jit(jax.hessian(value))
-    for _ in range(40):
-        bend = np.asarray(hessian(flat), np.float64)
-        bend += max(0.0, 1e-3 - np.linalg.eigvalsh(bend).min()) * np.eye(len(flat))
-        step = np.linalg.solve(bend, np.asarray(gradient(flat), np.float64))
-        flat = flat - jnp.asarray(step * min(1.0, 1 / np.abs(step).max()), flat.dtype)
-        if np.abs(step).max() < 1e-4:
-            break
-    root = np.linalg.cholesky(np.linalg.inv(np.asarray(hessian(flat), np.float64)))
+    flat, hessian = mode_of(value, flat)
+    root = np.linalg.cholesky(np.linalg.inv(hessian))
     drawn = np.random.default_rng(0).standard_normal((400, len(root))) @ root.T
     draws = jax.vmap(lambda z: info.postprocess_fn(unravel(z)))(flat + jnp.asarray(drawn, "f4"))
     return ({n: np.asarray(x).mean(0) for n, x in draws.items()},

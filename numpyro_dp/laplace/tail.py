@@ -31,8 +31,9 @@ _MIDDLE = np.append(np.sqrt(_EDGES[_FIRST - 1 : -1] * _EDGES[_FIRST:]), 1.5 * _E
 _SHARE = np.where(np.arange(CLASSES) < _FIRST, 0.25, 0.1)  # most of the records that a class holds
 _SURE = 30.0  # of a chi-square variable of 12 degrees of freedom
 _CLASS_SURE = 3.0  # standard errors
-# Bias of the sum at the smallest clip norm, relative to the number of misplaced records. Measured
-# for counts of a negative binomial in a Poisson model, and for Student-t noise in a normal one.
+# The bias of the sum at the smallest clip norm, over the number of misplaced records, and how it
+# falls with the clip norm. Both were measured with negative binomial counts in a Poisson model, and
+# with Student-t noise in a normal model.
 _BIAS, _POWER = 0.6, 0.8
 _WIDEST = 20.0
 

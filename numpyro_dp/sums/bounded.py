@@ -134,7 +134,7 @@ class SumInParts:
         rows_each: int = 1,
         whole: bool = False,
     ) -> None:
-        self._each, self._whole = rows_each, whole and mechanism.whole
+        self._each, self._whole = rows_each, whole and mechanism.takes_whole
         self._signal, self._mechanism, self._count = estimator.signal, mechanism, count
         self._public, self._struct = public, jax.eval_shape(estimator.signal, public, first)
         self._like, self.names = jax.eval_shape(widen, self._struct), filled(self._struct)

@@ -35,8 +35,9 @@ __all__ = ["clip_margin", "exact_sum", "finished", "partial_sum"]
 
 _LANES = 16  # slices in one pass: compilers handle some twenty well, and forty badly
 _LANE_ROWS = 40  # a loop of up to 32 rows is unrolled, which is three times as slow
-_MOST_ROWS = 2**21  # in one sum of two parts, each of which fits an int32
-_SPLIT = 12  # bits of the lower part there
+# A long sum adds the low 12 bits of its terms and the rest of their bits apart. With this many rows
+# neither of the two sums overflows an int32.
+_MOST_ROWS, _SPLIT = 2**21, 12
 
 
 class _Grid(NamedTuple):

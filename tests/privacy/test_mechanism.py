@@ -232,3 +232,11 @@ def test_norms_must_fit_the_entries(clip):
         ClipNorm.of({"a": 1.0, "b": 1.0, ...: 2.0}).check_entries(
             ("a", "b")
         )  # nothing is left for "..."
+
+
+def test_a_copy_with_another_privatise_gets_no_integers():
+    """It would read the parts of an integer as numbers of its own."""
+    mechanism = gaussian(1.0, 2.0)
+    assert mechanism.takes_whole
+    assert not mechanism._replace(privatise=lambda *args: mechanism.privatise(*args)).takes_whole
+    assert not mechanism._replace(extras=lambda *_: {}).takes_whole

@@ -295,7 +295,7 @@ def adaptive(base: Mechanism, clip_norm: ClipNorm, batch_size: Any) -> Mechanism
         rest = {name: leaf for name, leaf in noisy.items() if name not in own.values()}
         return rest, state._replace(clip_norm=state.clip_norm.map(after))
 
-    return base._replace(extras=extras, privatise=privatise, whole=False)
+    return base._replace(extras=extras, privatise=privatise)
 
 
 def shorter(norm: Any, dtype: Any) -> Any:

@@ -94,7 +94,7 @@ class GaussianMechanism:
             noise_scale=std,
             event=_event(noise_multiplier, clip_norm),
             total_variation=TOTAL_VARIATION,
-            whole=True,
+            whole=privatise,
         )
 
 

@@ -66,7 +66,7 @@ class StagedGaussian:
             base.init(total)  # checks the size
             return jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
 
-        return base._replace(init=init, privatise=privatise, compose=compose)
+        return base._replace(init=init, privatise=privatise, compose=compose, whole=privatise)
 
 
 def asking(memory: tuple[Array, Array], share: float) -> tuple[Array, Array]:
