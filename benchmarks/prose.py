@@ -31,8 +31,7 @@ def sentences(paragraph):
 
 
 def of_markdown(text):
-    """Paragraphs and entries of lists, without code, tables (and their commands) and formulas."""
-    text = re.sub(r"<!-- table:.*?<!-- end of table -->", "", text, flags=re.DOTALL)
+    """Paragraphs and entries of lists, without code, tables and formulas."""
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"\$\$.*?\$\$", "", text, flags=re.DOTALL)
     text = re.sub(r"\$[^$\n]+\$", "x", text)
