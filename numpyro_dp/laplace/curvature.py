@@ -23,6 +23,7 @@ from numpyro_dp.posterior.likelihood import SMALLEST_SCALE, Prior, denoise_curva
 __all__ = [
     "Stage",
     "denoise_scales",
+    "evidence_unseen",
     "first_whitening",
     "next_whitening",
     "read_stage",
@@ -62,6 +63,7 @@ class Stage:
         curvature_error: GOE variance of the error that is left in ``curvature``, whitened.
         groups: Sites of group effects, see :func:`~numpyro_dp.laplace.pattern.group_sites` (d,).
         discrepancy: GOE variance of this stage's own curvature, whitened, around the newest one.
+        turned: ``unwhitening`` without the directions that no record sees (d, d).
         step: Standard deviation of this stage's step of the mean, along the step (d,). See
             :func:`~numpyro_dp.laplace.decode.with_step`. ``None`` for the newest stage.
     """
@@ -80,6 +82,7 @@ class Stage:
     curvature_floored: np.ndarray
     curvature_error: float
     groups: np.ndarray
+    turned: np.ndarray
     discrepancy: float = 0.0
     step: np.ndarray | None = None
 
@@ -109,6 +112,7 @@ def read_stage(
     score_noise: float,
     curvature_noise: float,
     groups: np.ndarray | None = None,
+    unseen: np.ndarray | None = None,
 ) -> Stage:
     """Denoises the released values of a stage.
 
@@ -123,6 +127,7 @@ def read_stage(
         curvature_noise: Standard deviation of the noise on the diagonal of the curvature. Off the
             diagonal it is smaller by the square root of 2.
         groups: Sites of group effects (d,), by default none.
+        unseen: Directions in which the curvature is 0 (k, d), by default none.
 
     Returns:
         The stage. Its discrepancy is still 0, and
@@ -135,8 +140,12 @@ def read_stage(
     denoised, error, scale_variance = denoise_curvature(
         noisy_curvature, template, curvature_noise, entries
     )
+    unwhitening, seen = inverse(whitening), np.eye(len(mean))
+    if unseen is not None and len(unseen):
+        along, _ = np.linalg.qr(unwhitening @ unseen.T)
+        seen = seen - along @ along.T
+    denoised = seen @ denoised @ seen
     values, vectors = _floored(denoised, template)
-    unwhitening = inverse(whitening)
     return Stage(
         mean=mean,
         covariance=covariance,
@@ -152,7 +161,31 @@ def read_stage(
         curvature_floored=symmetric(unwhitening @ (vectors * values) @ vectors.T @ unwhitening),
         curvature_error=error,
         groups=groups,
+        turned=seen @ unwhitening,
     )
+
+
+def evidence_unseen(
+    directions: np.ndarray, whitening: np.ndarray, noisy_curvature: np.ndarray, noise_sd: float
+) -> float:
+    r"""The log of how much likelier a released curvature is, if it is 0 along some directions.
+
+    Let x be the mean of q'Aq over k orthonormal q in whitened coordinates, and l = tr(A) / d. The
+    other hypothesis is that records see half of what they see of other directions:
+
+    .. math:: k\, ((x - l / 2)^2 - x^2) / 2 t^2.
+
+    Args:
+        directions: The directions, in the coordinates of theta (k, d).
+        whitening: The whitening W (d, d).
+        noisy_curvature: The released curvature A (d, d).
+        noise_sd: Standard deviation t of the noise on its diagonal.
+    """
+    along, _ = np.linalg.qr(solve(whitening, directions.T))
+    count, size = len(directions), len(whitening)
+    seen = np.trace(along.T @ noisy_curvature @ along) / count
+    half = max(np.trace(noisy_curvature), 0.0) / size / 2
+    return float(count * ((seen - half) ** 2 - seen**2) / (2 * noise_sd**2))
 
 
 def with_steps(stage: Stage, *steps: np.ndarray) -> Stage:

@@ -274,23 +274,21 @@ def _error_covariance(
     """
     newest, size, count = stages[-1], len(mean), len(stages)
     away = np.stack([mean - stage.mean for stage in stages])
-    own, turn = away @ newest.unwhitening, newest.unwhitening
-    spread, shape = turn @ covariance @ turn, turn @ newest.template
+    turn = newest.turned
+    own, spread, shape = away @ turn.T, turn @ covariance @ turn.T, turn.T @ newest.template
     blocks = np.empty((count, size, count, size))
     for j in range(count):
         for k in range(j, count):
             moment = spread + np.outer(own[j], own[k])
             blocks[j, :, k] = newest.curvature_error / 2 * (
-                turn @ _ensemble(newest, moment) @ turn
+                turn.T @ _ensemble(newest, moment) @ turn
             ) + newest.template_scale_variance * (shape @ moment @ shape.T)
             blocks[k, :, j] = blocks[j, :, k].T
     for j, stage in enumerate(stages):
-        turn = stage.unwhitening
-        moment = turn @ (covariance + np.outer(away[j], away[j])) @ turn
-        own_errors = stage.score_noise**2 * np.eye(size) + stage.discrepancy / 2 * _ensemble(
-            stage, moment
-        )
-        blocks[j, :, j] += turn @ own_errors @ turn
+        turn = stage.turned
+        moment = turn @ (covariance + np.outer(away[j], away[j])) @ turn.T
+        blocks[j, :, j] += stage.score_noise**2 * stage.unwhitening @ stage.unwhitening
+        blocks[j, :, j] += stage.discrepancy / 2 * turn.T @ _ensemble(stage, moment) @ turn
         if stage.step is not None:
             pulled = newest.curvature @ stage.step
             blocks[j, :, j] += np.outer(pulled, pulled)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp.laplace.pattern import MOST, MOST_DENSE, group_sites
+from numpyro_dp.laplace.pattern import MOST, MOST_DENSE, group_sites, unseen_directions
+from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.posterior.draws import generator
 from numpyro_dp.posterior.prior import ModelPrior
@@ -19,6 +20,8 @@ __all__ = ["FirstGuess", "first_guess"]
 
 _RECORDS = 200
 _DRAWS = 40
+_MOST_COLUMNS = 40  # that may be constant
+_PER_LATENT = 4  # records for each latent, to find directions without scores
 _SILENT = 0.1  # below this part of its usual size, the score of a latent counts as 0
 _MEDIAN = 0.6745  # of |x| for a standard normal x
 
@@ -29,10 +32,13 @@ class FirstGuess(NamedTuple):
     Attributes:
         whitening: Diagonal of the first whitening, shape (d,).
         groups: Sites of group effects, see :func:`~numpyro_dp.laplace.pattern.group_sites`.
+        unseen: Directions without scores, shape (directions, d) each. Those of the model come
+            first, then those that it has if a column is constant.
     """
 
     whitening: np.ndarray
     groups: np.ndarray
+    unseen: tuple[np.ndarray, ...]
 
 
 def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) -> FirstGuess:
@@ -87,10 +93,59 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
     typical = np.median(white[white > 0]) if np.any(white > 0) else 1.0
     number, size = layout.num_examples, scores.shape[1]
     # With equal indices, a record of w[i] + w[j] would seem to see one group.
+    mixed = _with_indices(mixed, outcomes, rng)
     distinct = scorer(mixed)[1]
     groups = group_sites(np.concatenate([scores, np.nan_to_num(distinct)]), _sites(prior))
     _check_number(groups)
-    return FirstGuess(np.sqrt(size / number) / (typical * widths), groups)
+    unseen = _unseen(prior, mixed, rng_key)
+    return FirstGuess(np.sqrt(size / number) / (typical * widths), groups, unseen)
+
+
+def _with_indices(
+    rows: tuple[Array, ...], outcomes: Outcomes, rng: np.random.Generator
+) -> tuple[Array, ...]:
+    """The rows, with integers up to the largest size of a latent that indices may have."""
+    possible = jax.jit(jax.vmap(outcomes.possible))
+    sizes = {size for shape in outcomes.shapes.values() for size in shape if size > 2}
+    before = np.mean(possible(rows))
+    for n, x in enumerate(rows):
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            continue
+        for size in sorted(sizes, reverse=True):
+            other = jnp.asarray(rng.integers(size, size=x.shape), x.dtype)
+            tried = (*rows[:n], other, *rows[n + 1 :])
+            if np.mean(possible(tried)) >= before:
+                rows = tried
+                break
+    return rows
+
+
+def _unseen(prior: ModelPrior, rows: tuple[Array, ...], key: Array) -> tuple[np.ndarray, ...]:
+    """Directions without scores: of the model, and of the model if a column is constant.
+
+    A column of ones and effects of groups have such a direction, which the model does not show.
+    Only lookups have it, so other models get no columns.
+    """
+    size, rng = prior.outcomes.size, generator(key)
+    count = max(_RECORDS, _PER_LATENT * size)
+    # New combinations of the same values.
+    rows = tuple(np.asarray(x)[rng.integers(len(x), size=count)] for x in rows)
+    cases = [rows]
+    if any(np.issubdtype(x.dtype, np.integer) and np.max(x, initial=0) > 1 for x in rows):
+        for n, x in enumerate(rows):
+            for index in np.ndindex(x.shape[1:] if np.issubdtype(x.dtype, np.floating) else 0):
+                constant = x.copy()
+                constant[:, *index] = 1
+                cases.append((*rows[:n], constant, *rows[n + 1 :]))
+    cases = cases[: 1 + _MOST_COLUMNS]
+    together = tuple(jnp.asarray(np.concatenate(each)) for each in zip(*cases, strict=True))
+    _, scores = _scorer(prior, key, 2, len(cases) * count)(together)
+    scores = np.swapaxes(scores.reshape(2, len(cases), count, size), 0, 1)
+    found: list[np.ndarray] = []
+    for own in scores.reshape(len(cases), 2 * count, size):
+        own = own[np.isfinite(own).all(1)]
+        found.append(unseen_directions(own.T @ own, found[0] if found else None))
+    return tuple(each for n, each in enumerate(found) if n == 0 or len(each))
 
 
 def _check_not_a_network(middle: np.ndarray, scores: np.ndarray) -> None:
@@ -127,7 +182,9 @@ def _sites(prior: ModelPrior) -> np.ndarray:
     return np.repeat(np.arange(len(counts)), counts)
 
 
-def _scorer(prior: ModelPrior, rng_key: Array) -> Callable[[Any], tuple[np.ndarray, np.ndarray]]:
+def _scorer(
+    prior: ModelPrior, rng_key: Array, draws: int = _DRAWS, records: int = _RECORDS
+) -> Callable[[Any], tuple[np.ndarray, np.ndarray]]:
     """Returns ``rows -> scores``: at the centre of the prior, and at draws from it.
 
     The outcomes of a score are simulated at its own draw. At another draw, residuals would be as
@@ -136,10 +193,10 @@ def _scorer(prior: ModelPrior, rng_key: Array) -> Callable[[Any], tuple[np.ndarr
     """
     outcomes, decoded, rng = prior.outcomes, prior.decoded, generator(rng_key)
     factor = np.linalg.cholesky(decoded.covariance)
-    noise = rng.normal(size=(_DRAWS, len(factor)))
+    noise = rng.normal(size=(draws, len(factor)))
     noise = np.vstack([np.zeros(len(factor)), noise])
     points = jnp.asarray(decoded.mean + noise @ factor.T, jnp.float32)
-    words = rng.integers(2**32, size=(_DRAWS, _RECORDS, 2), dtype=np.uint32)
+    words = rng.integers(2**32, size=(draws, records, 2), dtype=np.uint32)
     words = np.concatenate([words[:1], words])
     keys = jax.random.wrap_key_data(words, impl="threefry2x32")
 

@@ -1,11 +1,14 @@
-r"""The pairs of latents whose curvature is released, for models with many latents.
+r"""What a model alone tells about curvatures: pairs and directions in which they are 0.
 
 A release holds one value for each pair. In models with hundreds of latents, most latents are
 effects of groups. A record sees one effect of such a site, so two effects of the site have a
 curvature of 0 for every record. These pairs are left out. The whitening is diagonal in these
 latents, which keeps the curvature at 0. All other pairs are released.
 
-The choice depends only on the model and on invented records.
+In some directions no record has a score, such as a shift of an intercept against all effects of
+groups, or of all players' strengths. These directions keep their prior.
+
+Both depend only on the model and on invented records.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ import numpy as np
 
 from numpyro_dp.posterior.algebra import spectral_power
 
-__all__ = ["MOST", "MOST_DENSE", "group_sites", "pairs_of", "power_of"]
+__all__ = ["MOST", "MOST_DENSE", "group_sites", "pairs_of", "power_of", "unseen_directions"]
 
 MOST_DENSE = 300  # up to this number of latents, the curvature of every pair is released
 MOST = 600  # decoding takes time of the order of the cube of their number, and memory of the square
+_UNSEEN = 1e-4  # size of scores along a direction that counts as 0, relative to single latents
 _LARGE = 20  # smallest site of group effects whose pairs are left out
 
 
@@ -58,4 +62,26 @@ def power_of(matrix: np.ndarray, groups: np.ndarray, power: float) -> np.ndarray
     if dense.any():
         block = np.ix_(dense, dense)
         found[block] = spectral_power(matrix[block], power)
+    return found
+
+
+def unseen_directions(products: np.ndarray, known: np.ndarray | None = None) -> np.ndarray:
+    """Returns directions in which no record has a score, although each of their latents has one.
+
+    Args:
+        products: Sum of the outer products of the scores of invented records, shape (d, d).
+        known: Directions to leave out, shape (directions, d).
+
+    Returns:
+        Linearly independent directions, shape (directions, d).
+    """
+    sizes = np.sqrt(np.diag(products))
+    seen = sizes > 0
+    scaled = products[np.ix_(seen, seen)] / np.outer(sizes[seen], sizes[seen])
+    if known is not None and len(known):
+        along, _ = np.linalg.qr((known * sizes)[:, seen].T)
+        scaled = scaled + along @ along.T
+    values, vectors = np.linalg.eigh(scaled)
+    found = np.zeros((int(np.sum(values < _UNSEEN**2)), len(sizes)))
+    found[:, seen] = vectors[:, : len(found)].T / sizes[seen]
     return found

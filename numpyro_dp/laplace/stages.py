@@ -56,6 +56,7 @@ from numpyro_dp.run.streaming import HostRows
 
 __all__ = ["Releases", "Run", "Stages", "most_releases"]
 
+_BELIEVED = 4.0  # log of the odds at which a direction counts as unseen
 _MOST_SPREAD = 10.0  # factor on the variance of scores in a wrong model
 
 
@@ -85,6 +86,9 @@ class Run:
     def __init__(self, prior: ModelPrior, plan: Schedule, guess: FirstGuess) -> None:
         self.prior, self.plan, self.groups = prior, plan, guess.groups
         self._planned_at_first = len(plan.kinds)
+        self._unseen = guess.unseen
+        # The model is believed before a column is, but not against the records.
+        self._evidence = np.where(np.arange(len(guess.unseen)) == 0, _BELIEVED, 0.0)
         size, self.pairs = len(guess.groups), pairs_of(guess.groups)
         self.seen: np.ndarray = np.ones(size, bool)
         self.whitening, self.template = np.diag(guess.whitening), np.eye(size)
@@ -126,11 +130,12 @@ class Run:
             self._read_scales(scales / weights[1], row, *noise)
             return
         kept = np.ix_(self.seen, self.seen)
+        noisy = clips[1] * symmetric(triangle / weights[1], self.pairs)[kept]
         stage = curvature.read_stage(
             self.mean, self.covariance, self.whitening, self.template,
             clips[0] * score[self.seen] / weights[0],
-            clips[1] * symmetric(triangle / weights[1], self.pairs)[kept],
-            clips[0] / mu[0], clips[1] / mu[1], self.groups[self.seen],
+            noisy, clips[0] / mu[0], clips[1] / mu[1], self.groups[self.seen],
+            self._without_scores(noisy, clips[1] / mu[1]),
         )  # fmt: skip
         if self.stages:
             steps = (self.mean - at for at in (self._prior.mean, self.stages[-1].mean))
@@ -167,6 +172,15 @@ class Run:
         self.plan = self._planned(release)
         if len(self.stages) > 1:  # the first whitening is a guess, which clips many records
             self.growth = next_growth(self.growth, self.kappa)
+
+    def _without_scores(self, noisy: np.ndarray, noise_sd: float) -> np.ndarray:
+        """Directions (k, d) that no record sees, by all curvatures that were released so far."""
+        self._evidence = self._evidence + [
+            curvature.evidence_unseen(each, self.whitening, noisy, noise_sd) if len(each) else 0.0
+            for each in self._unseen
+        ]
+        believed = zip(self._unseen, self._evidence >= _BELIEVED, strict=True)
+        return np.concatenate([np.zeros((0, len(noisy))), *(u for u, found in believed if found)])
 
     def steps(self) -> np.ndarray:
         """The newest step of the mean in posterior standard deviations: of each latent, and all."""
@@ -277,6 +291,7 @@ class Run:
         seen = curvature.seen_coordinates(scales, scale_noise)
         prior, diagonal = self.prior.decoded, np.diag(self.whitening)
         self.seen = seen
+        self._unseen = tuple(u[~np.any(u[:, ~seen], axis=1)][:, seen] for u in self._unseen)
         self.mean = prior.mean[seen]
         self.covariance = prior.covariance[np.ix_(seen, seen)]
         whitening, mean_row = np.diag(diagonal[seen]), (row[seen], row_noise)

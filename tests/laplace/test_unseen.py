@@ -1,0 +1,117 @@
+"""Directions in which no record has a score keep their prior."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from hostile_models import problem_of
+
+from numpyro_dp import DPLaplace, PrivacyBudget
+from numpyro_dp.laplace import curvature, decode
+from numpyro_dp.laplace.guess import first_guess
+from numpyro_dp.posterior.prior import read_prior
+
+N, TEAMS = 3000, 6
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(N, 2)).astype(np.float32)
+X[:, 0] = 1
+FIRST, SECOND = (RNG.integers(TEAMS, size=N).astype(np.int32) for _ in range(2))
+
+
+def normal(name, size):
+    return numpyro.sample(name, dist.Normal(0, 1).expand([size]).to_event(1))
+
+
+def outcome(logits, y):
+    with numpyro.plate("rows", len(logits)):
+        numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
+
+
+def games(first, second, y):
+    skill = normal("skill", TEAMS)
+    outcome(skill[first] - skill[second], y)
+
+
+def intercept(group, other, y):
+    level = numpyro.sample("level", dist.Normal(0, 1))
+    outcome(level + normal("a", TEAMS)[group] + normal("b", TEAMS)[other], y)
+
+
+def column(x, group, y):
+    outcome(x @ normal("w", 2) + normal("b", TEAMS)[group], y)
+
+
+def slopes(x, y):
+    outcome(x @ normal("w", 2), y)
+
+
+def classes(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([2, 3]).to_event(2))
+    with numpyro.plate("rows", len(x)):
+        numpyro.sample("y", dist.Categorical(logits=x @ w), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "numbers"),
+    [
+        (games, (FIRST, SECOND), [1]),
+        (intercept, (FIRST, SECOND), [2]),
+        (column, (X, FIRST), [0, 1, 1]),
+        (slopes, (X,), [0]),
+        (classes, (X,), [2]),
+    ],
+)
+def test_the_model_says_in_which_directions_no_record_has_a_score(model, args, numbers):
+    args = *args, np.ones(N, np.int32)
+    outcomes = problem_of(model, args).outcomes
+    found = first_guess(read_prior(outcomes, jax.random.key(0)), {}, jax.random.key(0)).unseen
+    assert [len(each) for each in found] == numbers
+    if model is not column:  # whose first column is 1 in these records, as in the first hypothesis
+        found = found[:1]
+    flat = jnp.asarray(RNG.normal(size=outcomes.size), jnp.float32)
+    for row in range(20):
+        record = tuple(jnp.asarray(x[row]) for x in args)
+        score = np.asarray(outcomes.score(flat, record, {"y": jnp.asarray(1)}))
+        for directions in found[:2]:
+            np.testing.assert_allclose(directions @ score, 0, atol=1e-5)
+
+
+def test_released_curvatures_decide_about_a_direction():
+    size, noise, rng = 10, 0.2, np.random.default_rng(1)
+    way = np.full((1, size), size**-0.5)
+    whitening = np.diag(rng.uniform(0.5, 2, size))
+    goe = rng.normal(size=(size, size))
+    goe = noise * (goe + goe.T) / 2
+    inside = np.linalg.solve(whitening, way[0])
+    inside /= np.linalg.norm(inside)
+    for true, seen in ((np.eye(size) - np.outer(inside, inside), 0), (np.eye(size), 1)):
+        found = curvature.evidence_unseen(way, whitening, true + goe, noise)
+        half = np.trace(true) / size / 2
+        expected = ((seen - half) ** 2 - seen**2) / (2 * noise**2)
+        assert found == pytest.approx(expected, abs=3 / noise)
+        assert np.sign(found) == np.sign(expected)
+    stage = decode.read_stage(
+        np.zeros(size), np.eye(size), whitening, np.eye(size), np.zeros(size), np.eye(size) + goe,
+        0.1, noise, unseen=way,
+    )  # fmt: skip
+    for matrix in (stage.curvature, decode.believed_curvature(stage)):
+        np.testing.assert_allclose(matrix @ way[0], 0, atol=1e-8)
+    assert way[0] @ stage.curvature_floored @ way[0] > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "args"), [(games, (FIRST, SECOND)), (column, (X, FIRST))])
+def test_such_directions_keep_their_prior(model, args):
+    y = RNG.integers(2, size=N).astype(np.int32)
+    driver = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5), secret_key=1, repetition=True)
+    posterior = driver.run(jax.random.key(0), *args, y, progress_bar=False)
+    draws = posterior.sample(jax.random.key(1), 4000)
+    if model is games:
+        level = np.mean(draws["skill"], axis=1)
+        expected = TEAMS**-0.5
+    else:  # prior of w[0] given w[0] + b
+        level = np.asarray(draws["w"][:, 0] - np.sum(draws["b"], axis=1))
+        expected = np.sqrt(1 + TEAMS)
+    assert np.std(level) == pytest.approx(expected, rel=0.05)
