@@ -25,9 +25,9 @@ __all__ = [
     "denoise_scales",
     "evidence_unseen",
     "first_whitening",
+    "moved",
     "next_whitening",
     "read_stage",
-    "seen_coordinates",
     "start",
     "with_steps",
 ]
@@ -36,10 +36,9 @@ FLOOR = 0.03  # smallest eigenvalue, relative to the mean of the positive parts
 RIDGE = 1.5  # sds of the curvature's error that the next whitening adds
 NEXT_POWER = 0.4
 FIRST_POWER = 0.25  # weak, because a full whitening would give rare columns all of the noise
-SCREENING_NOISE = 0.1  # if noise sd / mean scale is larger, no coordinate is left out
-FEWEST_SEEN = 4
 SMALLEST_DIAGONAL = 0.003  # smallest denoised scale. The public guess is 1
 LEAST_ALONG = 0.05  # of the curvature along a step, as a part of the denoised one
+RATIOS = 0.2, 2.0  # of expected scores at the next draws to those at the last ones
 LEFT_ON_DIAGONAL = 0.1  # smallest part of the diagonal that is left next to the mean row
 
 
@@ -226,6 +225,30 @@ def with_steps(stage: Stage, *steps: np.ndarray) -> Stage:
     )
 
 
+def moved(stage: Stage, before: np.ndarray, after: np.ndarray) -> Stage:
+    r"""Returns the stage with the curvature that the model expects at the next draws.
+
+    If the mean moves, curvatures change with it: those of weights with the square of a residual
+    scale. A whitening from the last curvature would then hide the next release in noise, or clip
+    it. With :math:`r = \sqrt{\text{after} / \text{before}}`, between 1 / 5 and 2, the curvature
+    becomes :math:`H_{kl} r_k r_l`.
+
+    Args:
+        stage: The newest stage.
+        before: Mean squares of scores of invented records at the draws of the stage (d,).
+        after: The same at the next draws (d,).
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.sqrt(after / before)
+    ratios = np.clip(np.where(np.isfinite(ratios), ratios, 1.0), *RATIOS)
+    factors = np.outer(ratios, ratios)
+    return dataclasses.replace(
+        stage,
+        curvature=stage.curvature * factors,
+        curvature_floored=stage.curvature_floored * factors,
+    )
+
+
 def next_whitening(stage: Stage, prior: Prior, kappa: float) -> np.ndarray:
     r"""Returns the whitening of the next stage.
 
@@ -288,25 +311,6 @@ def denoise_scales(scales: np.ndarray, noise_sd: float) -> np.ndarray:
     return np.maximum(mean, SMALLEST_DIAGONAL)
 
 
-def seen_coordinates(scales: np.ndarray, noise_sd: float) -> np.ndarray:
-    """Returns which coordinates to keep in the stages, as booleans (d,).
-
-    A coordinate is left out if its scale is below one standard deviation of the noise. Its
-    posterior is then its prior. All coordinates stay if the noise is large compared with the mean
-    scale. In that case small scales may only mean that the public guess is too high.
-
-    Args:
-        scales: Noisy diagonal of the whitened curvature, whose public guess is 1 (d,).
-        noise_sd: Standard deviation of the noise.
-    """
-    if noise_sd > SCREENING_NOISE * min(1.0, max(float(np.mean(scales)), 0.0)):
-        return np.ones(len(scales), bool)
-    seen = scales > noise_sd
-    if np.sum(seen) < FEWEST_SEEN:
-        seen[np.argsort(-scales, kind="stable")[:FEWEST_SEEN]] = True
-    return seen
-
-
 def start(
     whitening: np.ndarray,
     scales: np.ndarray,
@@ -322,8 +326,8 @@ def start(
     :math:`r r' / N` is at most the sum of the records' curvatures.
 
     Args:
-        whitening: The public whitening of the kept coordinates (d, d).
-        scales: Noisy diagonal of the whitened curvature of the kept coordinates (d,).
+        whitening: The public whitening (d, d).
+        scales: Noisy diagonal of the whitened curvature of the coordinates (d,).
         noise_sd: Standard deviation of the noise on ``scales``.
         mean_row: Sum over records of the whitened :math:`h_i` plus noise (d,), and the standard
             deviation of that noise on each coordinate.

@@ -29,7 +29,6 @@ from numpyro_dp.laplace.curvature import (
     first_whitening,
     next_whitening,
     read_stage,
-    seen_coordinates,
     start,
 )
 from numpyro_dp.posterior.algebra import inverse, solve, symmetric, trace_of
@@ -44,7 +43,6 @@ __all__ = [
     "next_whitening",
     "read_stage",
     "sampling_ratio",
-    "seen_coordinates",
     "start",
     "with_discrepancies",
     "with_step",

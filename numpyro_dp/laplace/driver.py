@@ -307,9 +307,6 @@ class DPLaplace:
         prior = stages.prior
         precision, linear = stages.likelihood()
         notes = []
-        if left := stages.left_out():
-            shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-            notes.append(f"The records say too little about {shown}: the prior was kept.")
         if not self.scales:
             size = "equal" if Kind.SIZE in stages.plan.kinds else "unit"
             notes.append(

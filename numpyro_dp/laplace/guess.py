@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from jax import Array
 from numpyro_dp.laplace.pattern import MOST, MOST_DENSE, group_sites, unseen_directions
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.public import UnsupportedModelError
+from numpyro_dp.posterior.algebra import factor
 from numpyro_dp.posterior.draws import generator
 from numpyro_dp.posterior.prior import ModelPrior
 
@@ -20,6 +22,7 @@ __all__ = ["FirstGuess", "first_guess"]
 
 _RECORDS = 200
 _DRAWS = 40
+_TOGETHER = 2.0  # standard deviations of a draw in all coordinates together
 _MOST_COLUMNS = 40  # that may be constant
 _PER_LATENT = 4  # records for each latent, to find directions without scores
 _SILENT = 0.1  # below this part of its usual size, the score of a latent counts as 0
@@ -34,11 +37,13 @@ class FirstGuess(NamedTuple):
         groups: Sites of group effects, see :func:`~numpyro_dp.laplace.pattern.group_sites`.
         unseen: Directions without scores, shape (directions, d) each. Those of the model come
             first, then those that it has if a column is constant.
+        sizes: ``(mean, covariance) -> mean squares of scores`` at such draws, of invented records.
     """
 
     whitening: np.ndarray
     groups: np.ndarray
     unseen: tuple[np.ndarray, ...]
+    sizes: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) -> FirstGuess:
@@ -98,7 +103,8 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
     groups = group_sites(np.concatenate([scores, np.nan_to_num(distinct)]), _sites(prior))
     _check_number(groups)
     unseen = _unseen(prior, mixed, rng_key)
-    return FirstGuess(np.sqrt(size / number) / (typical * widths), groups, unseen)
+    sizes = functools.partial(_sizes, _at_draws(prior, rng_key, _RECORDS), mixed)
+    return FirstGuess(np.sqrt(size / number) / (typical * widths), groups, unseen, sizes)
 
 
 def _with_indices(
@@ -148,6 +154,20 @@ def _unseen(prior: ModelPrior, rows: tuple[Array, ...], key: Array) -> tuple[np.
     return tuple(each for n, each in enumerate(found) if n == 0 or len(each))
 
 
+def _sizes(
+    scores_at: Callable[[np.ndarray, Any], np.ndarray],
+    rows: tuple[Array, ...],
+    mean: np.ndarray,
+    covariance: np.ndarray,
+) -> np.ndarray:
+    """Mean square of the score of each latent (d,), at draws from a normal distribution."""
+    noise = np.clip(np.random.default_rng(0).normal(size=(_DRAWS, len(mean))), -1, 1)
+    noise *= min(1.0, _TOGETHER / np.sqrt(len(mean)))
+    points = np.vstack([mean, mean + noise @ factor(covariance).T])
+    # A median, because a far draw of a scale has enormous scores.
+    return np.nan_to_num(np.median(np.mean(scores_at(points, rows) ** 2, axis=1), axis=0))
+
+
 def _check_not_a_network(middle: np.ndarray, scores: np.ndarray) -> None:
     """Raises if most latents act only through products with others, as weights of a network do.
 
@@ -185,29 +205,42 @@ def _sites(prior: ModelPrior) -> np.ndarray:
 def _scorer(
     prior: ModelPrior, rng_key: Array, draws: int = _DRAWS, records: int = _RECORDS
 ) -> Callable[[Any], tuple[np.ndarray, np.ndarray]]:
-    """Returns ``rows -> scores``: at the centre of the prior, and at draws from it.
+    """Returns ``rows -> scores``: at the centre of the prior, and at draws from it."""
+    decoded = prior.decoded
+    noise = generator(rng_key).normal(size=(draws, len(decoded.mean)))
+    noise = np.vstack([np.zeros(len(decoded.mean)), noise])
+    points = decoded.mean + noise @ np.linalg.cholesky(decoded.covariance).T
+    scores_at = _at_draws(prior, rng_key, records)
+
+    def scores(rows: tuple[Array, ...]) -> tuple[np.ndarray, np.ndarray]:
+        found = scores_at(points, rows)
+        return found[0], found[1:].reshape(-1, found.shape[-1])
+
+    return scores
+
+
+def _at_draws(
+    prior: ModelPrior, rng_key: Array, records: int
+) -> Callable[[np.ndarray, tuple[Array, ...]], np.ndarray]:
+    """Returns ``(points, rows) -> scores``, of shape (points, rows, d).
 
     The outcomes of a score are simulated at its own draw. At another draw, residuals would be as
     wide as the prior, and W would be far too small. A W that is too large only clips more, and
     later stages correct that. A W that is too small hides the signal in noise.
     """
-    outcomes, decoded, rng = prior.outcomes, prior.decoded, generator(rng_key)
-    factor = np.linalg.cholesky(decoded.covariance)
-    noise = rng.normal(size=(draws, len(factor)))
-    noise = np.vstack([np.zeros(len(factor)), noise])
-    points = jnp.asarray(decoded.mean + noise @ factor.T, jnp.float32)
-    words = rng.integers(2**32, size=(draws, records, 2), dtype=np.uint32)
-    words = np.concatenate([words[:1], words])
-    keys = jax.random.wrap_key_data(words, impl="threefry2x32")
+    outcomes = prior.outcomes
 
     def one(draw: Array, row: Any, key: Array) -> Array:
         return outcomes.score(draw, row, outcomes.simulate(draw, row, key))
 
     every = jax.jit(jax.vmap(jax.vmap(one, (None, 0, 0)), (0, None, 0)))
 
-    def scores(rows: tuple[Array, ...]) -> tuple[np.ndarray, np.ndarray]:
-        found = np.asarray(every(points, rows, keys), np.float64)
-        return found[0], found[1:].reshape(-1, len(factor))
+    def scores(points: np.ndarray, rows: tuple[Array, ...]) -> np.ndarray:
+        shape = len(points) - 1, records, 2
+        words = generator(rng_key).integers(2**32, size=shape, dtype=np.uint32)
+        words = np.concatenate([words[:1], words])
+        keys = jax.random.wrap_key_data(words, impl="threefry2x32")
+        return np.asarray(every(jnp.asarray(points, jnp.float32), rows, keys), np.float64)
 
     return scores
 

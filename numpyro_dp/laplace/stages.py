@@ -43,7 +43,7 @@ from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.records import Rows
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.algebra import factor, solve
-from numpyro_dp.posterior.likelihood import Prior, released_likelihood
+from numpyro_dp.posterior.likelihood import released_likelihood
 from numpyro_dp.posterior.prior import ModelPrior
 from numpyro_dp.privacy.mechanism.staged import asking
 from numpyro_dp.run import course
@@ -84,13 +84,12 @@ class Run:
     growth: float
 
     def __init__(self, prior: ModelPrior, plan: Schedule, guess: FirstGuess) -> None:
-        self.prior, self.plan, self.groups = prior, plan, guess.groups
+        self.prior, self._prior, self.plan, self.groups = prior, prior.decoded, plan, guess.groups
         self._planned_at_first = len(plan.kinds)
-        self._unseen = guess.unseen
+        self._unseen, self._sizes = guess.unseen, guess.sizes
         # The model is believed before a column is, but not against the records.
         self._evidence = np.where(np.arange(len(guess.unseen)) == 0, _BELIEVED, 0.0)
         size, self.pairs = len(guess.groups), pairs_of(guess.groups)
-        self.seen: np.ndarray = np.ones(size, bool)
         self.whitening, self.template = np.diag(guess.whitening), np.eye(size)
         self.mean, self.covariance = prior.decoded.mean, prior.decoded.covariance
         self.kappa, self.stages, self.growth = 1.0, (), GROWTH
@@ -101,14 +100,9 @@ class Run:
         self.number: int = prior.outcomes.model.structure.layout.num_examples
 
     def request(self, release: int) -> Request:
-        """Returns the request for a release, in all coordinates."""
-        kept = np.ix_(self.seen, self.seen)
-        root, whitening = np.zeros((self.size, self.size)), np.zeros((self.size, self.size))
-        root[kept] = factor(self.covariance)
-        whitening[kept] = self.whitening
-        mean = np.array(self.prior.decoded.mean)
-        mean[self.seen] = self.mean
-        numbers = mean, root, whitening, self._bounds(release), self.plan.weights(release)
+        """Returns the request for a release."""
+        root, weights = factor(self.covariance), self.plan.weights(release)
+        numbers = self.mean, root, self.whitening, self._bounds(release), weights
         kind = jnp.asarray(int(self.plan.kinds[release]))
         return Request(kind, *(jnp.asarray(x, jnp.float32) for x in numbers))
 
@@ -129,12 +123,11 @@ class Run:
             noise = clips[0] / mu[0], clips[1] / mu[1]
             self._read_scales(scales / weights[1], row, *noise)
             return
-        kept = np.ix_(self.seen, self.seen)
-        noisy = clips[1] * symmetric(triangle / weights[1], self.pairs)[kept]
+        noisy = clips[1] * symmetric(triangle / weights[1], self.pairs)
         stage = curvature.read_stage(
             self.mean, self.covariance, self.whitening, self.template,
-            clips[0] * score[self.seen] / weights[0],
-            noisy, clips[0] / mu[0], clips[1] / mu[1], self.groups[self.seen],
+            clips[0] * score / weights[0],
+            noisy, clips[0] / mu[0], clips[1] / mu[1], self.groups,
             self._without_scores(noisy, clips[1] / mu[1]),
         )  # fmt: skip
         if self.stages:
@@ -156,17 +149,19 @@ class Run:
             unit = math.sqrt(2)
             counts = tail * unit / weights[4]
             self.tail = Tail.read(counts, unit / mu[4], self.number, doubt).joined(self.tail)
-        begin, size = (self.mean, self.covariance), int(self.seen.sum())
+        begin = self.mean, self.covariance
         self._clips = (*self._clips, clips[0] / clips[2])
         stages = self.stages
         if self.tail is not None:
+            root = math.sqrt(min(self.size, 2))
+            biases = (self.tail.bias(clip, self.size, self.number) / root for clip in self._clips)
             stages = tuple(
                 dataclasses.replace(each, score_noise=math.hypot(each.score_noise, bias))
-                for each, clip in zip(stages, self._clips, strict=True)
-                for bias in [self.tail.bias(clip, size, self.number) / math.sqrt(min(size, 2))]
+                for each, bias in zip(stages, biases, strict=True)
             )
         self.mean, self._decoded = decode.decode(self._prior, stages, self.kappa, begin)
         self.stages, self.covariance = decode.with_step(self.stages, self.mean, self._decoded)
+        stage = curvature.moved(stage, self._sizes(*begin), self._sizes(self.mean, self.covariance))
         self.whitening = curvature.next_whitening(stage, self._prior, self.kappa)
         self.template = self.whitening @ stage.curvature_floored @ self.whitening
         self.plan = self._planned(release)
@@ -201,7 +196,7 @@ class Run:
         """Share of records with scores of another size than the model says, and the last bias."""
         if self.tail is None:
             return 0.0, 0.0
-        bias = self.tail.bias(self._clips[-1], int(self.seen.sum()), self.number)
+        bias = self.tail.bias(self._clips[-1], self.size, self.number)
         return self.tail.misplaced / self.number, bias
 
     def _planned(self, release: int) -> Schedule:
@@ -239,7 +234,7 @@ class Run:
         return self.mean - self.stages[max(0, len(self.stages) - 2)].mean
 
     def likelihood(self) -> tuple[np.ndarray, np.ndarray]:
-        """Precision and linear term of the released likelihood, in all coordinates.
+        """Precision and linear term of the released likelihood, for use with another prior.
 
         ``with_step`` widens the covariance and keeps the mean. This is right under the prior of the
         decode. In a direction that is as wide as this prior, the likelihood then has precision 0
@@ -250,34 +245,12 @@ class Run:
         if self.prior.normal is not None and not self.arrived:  # another step may be as long
             step = self._last_steps()
             covariance = covariance + np.outer(step, step)
-        precision, linear = released_likelihood(self.mean, covariance, self._prior)
-        whole, right = np.zeros((self.size, self.size)), np.zeros(self.size)
-        whole[np.ix_(self.seen, self.seen)], right[self.seen] = precision, linear
-        return whole, right
-
-    def left_out(self) -> list[str]:
-        """Names of the entries that keep their prior because of too little information."""
-        shapes = self.prior.outcomes.shapes
-        names = [
-            name + (f"[{','.join(map(str, index))}]" if index else "")
-            for name in sorted(self.prior.outcomes.seen)
-            for index in np.ndindex(*shapes[name])
-        ]
-        return [name for name, seen in zip(names, self.seen, strict=True) if not seen]
-
-    @property
-    def _prior(self) -> Prior:
-        """The prior of the coordinates that were kept."""
-        mean, covariance = self.prior.decoded.mean, self.prior.decoded.covariance
-        if self.seen.all():
-            return self.prior.decoded
-        kept = np.ix_(self.seen, self.seen)
-        return Prior(mean[self.seen], np.linalg.inv(covariance[kept]))
+        return released_likelihood(self.mean, covariance, self._prior)
 
     def _bounds(self, release: int) -> np.ndarray:
-        """Bounds of a release, for the coordinates that were kept."""
+        """Bounds of a release."""
         mu = float(np.linalg.norm(self.plan.mu_of(release)))
-        kind, size = self.plan.kinds[release], int(self.seen.sum())
+        kind, size = self.plan.kinds[release], self.size
         found = bounds(kind, size, self.number, mu, self.growth)
         if kind is Kind.STAGE and self.tail is not None:
             left = [self.plan.mu_of(later)[0] for later in range(release, len(self.plan.kinds))]
@@ -288,15 +261,9 @@ class Run:
     def _read_scales(
         self, scales: np.ndarray, row: np.ndarray, row_noise: float, scale_noise: float
     ) -> None:
-        seen = curvature.seen_coordinates(scales, scale_noise)
-        prior, diagonal = self.prior.decoded, np.diag(self.whitening)
-        self.seen = seen
-        self._unseen = tuple(u[~np.any(u[:, ~seen], axis=1)][:, seen] for u in self._unseen)
-        self.mean = prior.mean[seen]
-        self.covariance = prior.covariance[np.ix_(seen, seen)]
-        whitening, mean_row = np.diag(diagonal[seen]), (row[seen], row_noise)
-        guess = curvature.start(whitening, scales[seen], scale_noise, mean_row, self.number)
-        self.whitening = curvature.first_whitening(self._prior, guess, self.groups[seen])
+        whitening = self.whitening
+        guess = curvature.start(whitening, scales, scale_noise, (row, row_noise), self.number)
+        self.whitening = curvature.first_whitening(self._prior, guess, self.groups)
         self.template = self.whitening @ guess @ self.whitening
 
 

@@ -416,15 +416,17 @@ def test_the_cap_and_the_likelihood():
         np.testing.assert_allclose(back, mean, atol=1e-9)
 
 
-def test_screening_keeps_what_may_matter():
-    scales = np.array([1.0, 0.01, 2.0, -0.02, 0.5, 0.8, 0.7])
-    seen = decoding.seen_coordinates(scales, 0.05)
-    assert seen.tolist() == [True, False, True, False, True, True, True]
-    assert decoding.seen_coordinates(scales, 0.2).all()
-    # Where all scales are small the public guess was too high, and nothing is left out.
-    assert decoding.seen_coordinates(np.full(6, 1e-3), 0.05).all()
-    assert decoding.seen_coordinates(np.array([1.0, 0, 0, 0, 0, 0]), 0.01).sum() == 4
-    assert decoding.seen_coordinates(np.array([-1.0, -2.0]), 0.05).all()
+def test_the_next_whitening_knows_how_expected_curvatures_move():
+    rng = np.random.default_rng(0)
+    whitened = np.eye(3) + 0.2 * goe(3, rng)
+    stage = decoding.read_stage(
+        np.zeros(3), np.eye(3), np.eye(3), np.eye(3), np.zeros(3), whitened, 0.1, 1e-7
+    )
+    moved = curvature.moved(stage, np.array([1.0, 4.0, 1.0]), np.array([0.25, 1e9, 0.0]))
+    factors = np.array([0.5, 2.0, 0.2])  # at most these
+    np.testing.assert_allclose(moved.curvature, stage.curvature * np.outer(factors, factors))
+    same = curvature.moved(stage, np.zeros(3), np.zeros(3))  # invented records see nothing
+    np.testing.assert_array_equal(same.curvature, stage.curvature)
 
 
 def test_the_start_finds_a_curvature_along_the_mean_row():
