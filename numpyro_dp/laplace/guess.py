@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -23,9 +24,10 @@ __all__ = ["FirstGuess", "first_guess"]
 _RECORDS = 200
 _DRAWS = 40
 _TOGETHER = 2.0  # standard deviations of a draw in all coordinates together
-_MOST_COLUMNS = 40  # that may be constant
+_MOST_COLUMNS = 40  # that are tried as constant
 _PER_LATENT = 4  # records for each latent, to find directions without scores
 _SILENT = 0.1  # below this part of its usual size, the score of a latent counts as 0
+_ScoresAt = Callable[[np.ndarray, tuple[Array, ...]], np.ndarray]
 _MEDIAN = 0.6745  # of |x| for a standard normal x
 
 
@@ -75,12 +77,13 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
         for x in normal
     )
     candidates = (normal, tuple(abs(x) for x in normal), ones, mixed)
-    scorer = _scorer(prior, rng_key)
+    scores_at, points = _scores_at(prior, rng_key), _points(prior, rng_key)
     for rows in candidates:
         rows = tuple(
             (x * jnp.asarray(scales[n], x.dtype)) if n in scales else x for n, x in enumerate(rows)
         )
-        middle, scores = scorer(rows)
+        middle, *at_draws = scores_at(points, rows)
+        scores = np.concatenate(at_draws)
         finite = np.all(np.isfinite(scores), axis=1)
         if np.mean(finite) > 0.5 and np.any(scores[finite]):
             break
@@ -99,11 +102,11 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
     number, size = layout.num_examples, scores.shape[1]
     # With equal indices, a record of w[i] + w[j] would seem to see one group.
     mixed = _with_indices(mixed, outcomes, rng)
-    distinct = scorer(mixed)[1]
+    distinct = np.concatenate(scores_at(points, mixed)[1:])
     groups = group_sites(np.concatenate([scores, np.nan_to_num(distinct)]), _sites(prior))
     _check_number(groups)
-    unseen = _unseen(prior, mixed, rng_key)
-    sizes = functools.partial(_sizes, _at_draws(prior, rng_key, _RECORDS), mixed)
+    unseen = _unseen(scores_at, points, mixed, rng)
+    sizes = functools.partial(_sizes, scores_at, mixed)
     return FirstGuess(np.sqrt(size / number) / (typical * widths), groups, unseen, sizes)
 
 
@@ -111,8 +114,10 @@ def _with_indices(
     rows: tuple[Array, ...], outcomes: Outcomes, rng: np.random.Generator
 ) -> tuple[Array, ...]:
     """The rows, with integers up to the largest size of a latent that indices may have."""
-    possible = jax.jit(jax.vmap(outcomes.possible))
     sizes = {size for shape in outcomes.shapes.values() for size in shape if size > 2}
+    if not sizes or not any(jnp.issubdtype(x.dtype, jnp.integer) for x in rows):
+        return rows
+    possible = jax.jit(jax.vmap(outcomes.possible))
     before = np.mean(possible(rows))
     for n, x in enumerate(rows):
         if not jnp.issubdtype(x.dtype, jnp.integer):
@@ -126,36 +131,39 @@ def _with_indices(
     return rows
 
 
-def _unseen(prior: ModelPrior, rows: tuple[Array, ...], key: Array) -> tuple[np.ndarray, ...]:
+def _unseen(
+    scores_at: _ScoresAt, points: np.ndarray, rows: tuple[Array, ...], rng: np.random.Generator
+) -> tuple[np.ndarray, ...]:
     """Directions without scores: of the model, and of the model if a column is constant.
 
     A column of ones and effects of groups have such a direction, which the model does not show.
     Only lookups have it, so other models get no columns.
     """
-    size, rng = prior.outcomes.size, generator(key)
-    count = max(_RECORDS, _PER_LATENT * size)
-    # New combinations of the same values.
-    rows = tuple(np.asarray(x)[rng.integers(len(x), size=count)] for x in rows)
-    cases = [rows]
-    if any(np.issubdtype(x.dtype, np.integer) and np.max(x, initial=0) > 1 for x in rows):
-        for n, x in enumerate(rows):
-            for index in np.ndindex(x.shape[1:] if np.issubdtype(x.dtype, np.floating) else 0):
-                constant = x.copy()
-                constant[:, *index] = 1
-                cases.append((*rows[:n], constant, *rows[n + 1 :]))
-    cases = cases[: 1 + _MOST_COLUMNS]
-    together = tuple(jnp.asarray(np.concatenate(each)) for each in zip(*cases, strict=True))
-    _, scores = _scorer(prior, key, 2, len(cases) * count)(together)
-    scores = np.swapaxes(scores.reshape(2, len(cases), count, size), 0, 1)
-    found: list[np.ndarray] = []
-    for own in scores.reshape(len(cases), 2 * count, size):
-        own = own[np.isfinite(own).all(1)]
-        found.append(unseen_directions(own.T @ own, found[0] if found else None))
-    return tuple(each for n, each in enumerate(found) if n == 0 or len(each))
+    host = tuple(np.asarray(x) for x in rows)
+
+    def directions(rows: tuple[np.ndarray, ...], known: np.ndarray | None) -> np.ndarray:
+        products = np.zeros((points.shape[1],) * 2)
+        for _ in range(1 + _PER_LATENT * len(products) // _RECORDS):
+            # New combinations of the same values.
+            mixed = tuple(jnp.asarray(x[rng.permutation(len(x))]) for x in rows)
+            found = np.concatenate(scores_at(points, mixed))
+            found = found[np.isfinite(found).all(1)]
+            products += found.T @ found
+        return unseen_directions(products, known)
+
+    found = [directions(host, None)]
+    if any(np.issubdtype(x.dtype, np.integer) and np.max(x, initial=0) > 1 for x in host):
+        columns = ((n, index) for n, x in enumerate(host) if np.issubdtype(x.dtype, np.floating)
+                   for index in np.ndindex(x.shape[1:]))  # fmt: skip
+        for n, index in itertools.islice(columns, _MOST_COLUMNS):
+            constant = host[n].copy()
+            constant[:, *index] = 1
+            found.append(directions((*host[:n], constant, *host[n + 1 :]), found[0]))
+    return found[0], *(each for each in found[1:] if len(each))
 
 
 def _sizes(
-    scores_at: Callable[[np.ndarray, Any], np.ndarray],
+    scores_at: _ScoresAt,
     rows: tuple[Array, ...],
     mean: np.ndarray,
     covariance: np.ndarray,
@@ -202,26 +210,15 @@ def _sites(prior: ModelPrior) -> np.ndarray:
     return np.repeat(np.arange(len(counts)), counts)
 
 
-def _scorer(
-    prior: ModelPrior, rng_key: Array, draws: int = _DRAWS, records: int = _RECORDS
-) -> Callable[[Any], tuple[np.ndarray, np.ndarray]]:
-    """Returns ``rows -> scores``: at the centre of the prior, and at draws from it."""
+def _points(prior: ModelPrior, rng_key: Array) -> np.ndarray:
+    """The centre of the prior, and draws from it."""
     decoded = prior.decoded
-    noise = generator(rng_key).normal(size=(draws, len(decoded.mean)))
+    noise = generator(rng_key).normal(size=(_DRAWS, len(decoded.mean)))
     noise = np.vstack([np.zeros(len(decoded.mean)), noise])
-    points = decoded.mean + noise @ np.linalg.cholesky(decoded.covariance).T
-    scores_at = _at_draws(prior, rng_key, records)
-
-    def scores(rows: tuple[Array, ...]) -> tuple[np.ndarray, np.ndarray]:
-        found = scores_at(points, rows)
-        return found[0], found[1:].reshape(-1, found.shape[-1])
-
-    return scores
+    return decoded.mean + noise @ np.linalg.cholesky(decoded.covariance).T
 
 
-def _at_draws(
-    prior: ModelPrior, rng_key: Array, records: int
-) -> Callable[[np.ndarray, tuple[Array, ...]], np.ndarray]:
+def _scores_at(prior: ModelPrior, rng_key: Array) -> _ScoresAt:
     """Returns ``(points, rows) -> scores``, of shape (points, rows, d).
 
     The outcomes of a score are simulated at its own draw. At another draw, residuals would be as
@@ -234,12 +231,10 @@ def _at_draws(
         return outcomes.score(draw, row, outcomes.simulate(draw, row, key))
 
     every = jax.jit(jax.vmap(jax.vmap(one, (None, 0, 0)), (0, None, 0)))
+    words = generator(rng_key).integers(2**32, size=(_DRAWS, _RECORDS, 2), dtype=np.uint32)
+    keys = jax.random.wrap_key_data(np.concatenate([words[:1], words]), impl="threefry2x32")
 
     def scores(points: np.ndarray, rows: tuple[Array, ...]) -> np.ndarray:
-        shape = len(points) - 1, records, 2
-        words = generator(rng_key).integers(2**32, size=shape, dtype=np.uint32)
-        words = np.concatenate([words[:1], words])
-        keys = jax.random.wrap_key_data(words, impl="threefry2x32")
         return np.asarray(every(jnp.asarray(points, jnp.float32), rows, keys), np.float64)
 
     return scores

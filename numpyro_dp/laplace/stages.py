@@ -92,6 +92,7 @@ class Run:
         size, self.pairs = len(guess.groups), pairs_of(guess.groups)
         self.whitening, self.template = np.diag(guess.whitening), np.eye(size)
         self.mean, self.covariance = prior.decoded.mean, prior.decoded.covariance
+        self._expected = self._sizes(self.mean, self.covariance)
         self.kappa, self.stages, self.growth = 1.0, (), GROWTH
         self.spread: tuple[float, float] = 1.0, 0.0
         self.tail: Tail | None = None
@@ -161,7 +162,8 @@ class Run:
             )
         self.mean, self._decoded = decode.decode(self._prior, stages, self.kappa, begin)
         self.stages, self.covariance = decode.with_step(self.stages, self.mean, self._decoded)
-        stage = curvature.moved(stage, self._sizes(*begin), self._sizes(self.mean, self.covariance))
+        before, self._expected = self._expected, self._sizes(self.mean, self.covariance)
+        stage = curvature.moved(stage, before, self._expected)
         self.whitening = curvature.next_whitening(stage, self._prior, self.kappa)
         self.template = self.whitening @ stage.curvature_floored @ self.whitening
         self.plan = self._planned(release)
