@@ -423,3 +423,26 @@ def test_a_prior_that_is_too_wide_is_named(width, finding):
     with pytest.warns(PosteriorWarning, match=f"standard deviation of {width:g}"):
         posterior = driver.run(KEY, x, y, progress_bar=False)
     assert finding in [finding.name for finding in posterior.diagnose().bad]
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::numpyro_dp.posterior.PosteriorWarning")
+def test_a_scale_that_first_grows_and_then_falls_is_followed():
+    """Residuals of a prior of 30 weights are five times those of the truth, and tell nothing."""
+    rng = np.random.default_rng(8)
+    x = rng.normal(size=(6000, 30)).astype(np.float32)
+    w = 0.3 * rng.normal(size=30)
+    y = (x @ w + 0.5 * rng.normal(size=6000)).astype(np.float32)
+
+    def linear(x, y):
+        weights = numpyro.sample("w", dist.Normal(0, 1).expand([30]).to_event(1))
+        s = numpyro.sample("s", dist.HalfNormal(1.0))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ weights, s), obs=y)
+
+    driver = DPLaplace(linear, budget=BUDGET, secret_key=8, repetition=True)
+    found = driver.run(KEY, x, y, progress_bar=False).summary()
+    own = 0.5 / np.sqrt(6000)  # without privacy
+    assert np.sqrt(np.mean((found["w"]["mean"] - w) ** 2)) < 2 * own
+    assert np.all(found["w"]["sd"] < 2.5 * own)
+    assert found["s"]["mean"] == pytest.approx(0.5, abs=0.05)
