@@ -106,7 +106,9 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
     groups = group_sites(np.concatenate([scores, np.nan_to_num(distinct)]), _sites(prior))
     _check_number(groups)
     unseen = _unseen(scores_at, points, mixed, rng)
-    sizes = functools.partial(_sizes, scores_at, mixed)
+    # The curvature of listed outcomes, such as classes, is bounded. Its change is left to releases.
+    listed = outcomes.number > 0
+    sizes = functools.partial(_sizes, scores_at, mixed) if not listed else _unknown
     return FirstGuess(np.sqrt(size / number) / (typical * widths), groups, unseen, sizes)
 
 
@@ -174,6 +176,11 @@ def _sizes(
     points = np.vstack([mean, mean + noise @ factor(covariance).T])
     # A median, because a far draw of a scale has enormous scores.
     return np.nan_to_num(np.median(np.mean(scores_at(points, rows) ** 2, axis=1), axis=0))
+
+
+def _unknown(mean: np.ndarray, covariance: np.ndarray) -> np.ndarray:
+    """No expected change (d,)."""
+    return np.ones_like(mean)
 
 
 def _check_not_a_network(middle: np.ndarray, scores: np.ndarray) -> None:
