@@ -327,7 +327,7 @@ def start(
 
     Args:
         whitening: The public whitening (d, d).
-        scales: Noisy diagonal of the whitened curvature of the coordinates (d,).
+        scales: Noisy diagonal of the whitened curvature (d,).
         noise_sd: Standard deviation of the noise on ``scales``.
         mean_row: Sum over records of the whitened :math:`h_i` plus noise (d,), and the standard
             deviation of that noise on each coordinate.

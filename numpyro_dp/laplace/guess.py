@@ -107,8 +107,7 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
     _check_number(groups)
     unseen = _unseen(scores_at, points, mixed, rng)
     # The curvature of listed outcomes, such as classes, is bounded. Its change is left to releases.
-    listed = outcomes.number > 0
-    sizes = functools.partial(_sizes, scores_at, mixed) if not listed else _unknown
+    sizes = _unknown if outcomes.number else functools.partial(_sizes, scores_at, mixed)
     return FirstGuess(np.sqrt(size / number) / (typical * widths), groups, unseen, sizes)
 
 
