@@ -28,6 +28,7 @@ import numpyro.distributions as dist
 from common import experiment_parser, save
 from coverage import mode_of
 from jax.flatten_util import ravel_pytree
+from numpyro.infer import MCMC, NUTS
 from numpyro.infer.util import initialize_model, unconstrain_fn
 
 from numpyro_dp import DPLaplace, PrivacyBudget, UnsupportedModelError
@@ -134,6 +135,7 @@ simple("logistic, collinear columns", LOGIT, 8, 0.5, rho=0.95)
 simple("logistic, rare columns", LOGIT, 6, 0.7, rare=0.01)
 simple("logistic, scales .2 to 5", LOGIT, 6, 0.5, scales=np.geomspace(0.2, 5, 6), intercept=False)
 simple("logistic, Normal(0, 10)", regression(bernoulli, normal(10.0)), 6)
+simple("logistic, Normal(0, 100)", regression(bernoulli, normal(100.0)), 6)
 simple("logistic, Cauchy(2.5)",
        regression(bernoulli, lambda d: dist.Cauchy(0, 2.5).expand([d]).to_event(1)))  # fmt: skip
 simple("logistic, StudentT(4)",
@@ -439,10 +441,16 @@ def at_the_mode(model, args, truth):
     def value(flat):
         return info.potential_fn(unravel(flat))
 
-    flat, hessian = mode_of(value, flat)
-    root = np.linalg.cholesky(np.linalg.inv(hessian))
-    drawn = np.random.default_rng(0).standard_normal((400, len(root))) @ root.T
-    draws = jax.vmap(lambda z: info.postprocess_fn(unravel(z)))(flat + jnp.asarray(drawn, "f4"))
+    try:
+        flat, hessian = mode_of(value, flat)
+        root = np.linalg.cholesky(np.linalg.inv(hessian))
+        drawn = np.random.default_rng(0).standard_normal((400, len(root))) @ root.T
+        drawn = flat + jnp.asarray(drawn, "f4")
+    except np.linalg.LinAlgError:  # a density with edges, such as Laplace's, has no such matrix
+        mcmc = MCMC(NUTS(potential_fn=value), num_warmup=300, num_samples=400, progress_bar=False)
+        mcmc.run(jax.random.key(0), init_params=flat)
+        drawn = mcmc.get_samples()
+    draws = jax.vmap(lambda z: info.postprocess_fn(unravel(z)))(drawn)
     return ({n: np.asarray(x).mean(0) for n, x in draws.items()},
             {n: np.asarray(x).std(0) for n, x in draws.items()})  # fmt: skip
 

@@ -52,9 +52,11 @@ FIRST_DISCREPANCY = 0.3  # relative non-linearity that is assumed for draws from
 DOUBTED = 0.25  # see believed_curvature
 UNCERTAIN_STEP = 0.5  # relative standard deviation of the step of the mean in the first stage
 SMALLEST_KAPPA = 0.1
-ROUNDS = 8  # most updates of the covariance of the errors, which depends on theta
+CLIPPED = 0.1  # usual part of the variance of scores that clipping removes
+ROUNDS = 24  # most updates of the covariance of the errors, which depends on theta
 UNDAMPED = 4  # number of rounds with a full step. Later rounds take half a step
 SETTLED = 0.02  # change of the mean, in posterior sds, that ends the rounds
+SETTLED_VARIANCE = 0.5  # largest change of the log of a variance then
 AGREEING = 3.0  # standard errors that an earlier stage may be off along its step
 
 
@@ -118,10 +120,11 @@ def with_step(
 def sampling_ratio(stage: Stage, noisy_power: float, power_noise: float) -> float:
     r"""Returns kappa, the sampling variance of the clipped scores divided by their slope.
 
-    .. math:: \kappa = (\text{power} + \text{its noise sd}) / \mathrm{tr}(W H W),
+    .. math:: \kappa = x + e + e^2 / 0.1, \qquad x = \text{power} / \mathrm{tr}(W H W),
 
     limited to [0.1, 1]. Without clipping it is 1. Clipping lowers the variance of the scores more
-    than their slope. One standard deviation of noise is added for caution.
+    than their slope. The last term makes :math:`x` the most likely value, if :math:`1 - \kappa` has
+    an exponential prior of mean 0.1 and x a noise of standard deviation e. One e is for caution.
 
     Args:
         stage: The stage that released the power.
@@ -129,7 +132,8 @@ def sampling_ratio(stage: Stage, noisy_power: float, power_noise: float) -> floa
         power_noise: Standard deviation of that noise.
     """
     slope = max(trace_of(stage.whitening, stage.curvature_floored), 1e-9)
-    return float(np.clip((noisy_power + power_noise) / slope, SMALLEST_KAPPA, 1.0))
+    noise = power_noise / slope
+    return float(np.clip(noisy_power / slope + noise + noise**2 / CLIPPED, SMALLEST_KAPPA, 1.0))
 
 
 def excess_ratio(
@@ -231,6 +235,7 @@ def _decode_rounds(
         new_mean = new_covariance @ (sampling @ parts[:, -1] + prior.precision @ prior.mean)
         sds = np.sqrt(np.maximum(np.diag(new_covariance), 1e-300))
         settled = np.max(np.abs(new_mean - mean) / sds) < SETTLED
+        settled &= np.max(np.abs(np.log(sds**2 / np.diag(covariance)))) < SETTLED_VARIANCE
         step = 1.0 if settled or index < UNDAMPED else 0.5
         mean = mean + step * (new_mean - mean)
         covariance = covariance + step * (new_covariance - covariance)

@@ -26,8 +26,10 @@ _DRAWS = 40
 _TOGETHER = 2.0  # standard deviations of a draw in all coordinates together
 _MOST_COLUMNS = 40  # that are tried as constant
 _PER_LATENT = 4  # records for each latent, to find directions without scores
+_SAME_SIZE = 3.0, 10.0  # largest factors between mean squares of scores: own outcomes, the mean's
+_FOURTHS = 8
 _SILENT = 0.1  # below this part of its usual size, the score of a latent counts as 0
-_ScoresAt = Callable[[np.ndarray, tuple[Array, ...]], np.ndarray]
+_ScoresAt = Callable[..., np.ndarray]
 _MEDIAN = 0.6745  # of |x| for a standard normal x
 
 
@@ -40,12 +42,15 @@ class FirstGuess(NamedTuple):
         unseen: Directions without scores, shape (directions, d) each. Those of the model come
             first, then those that it has if a column is constant.
         sizes: ``(mean, covariance) -> mean squares of scores`` at such draws, of invented records.
+        near: ``(mean, covariance) -> share of the covariance`` of draws at which the scores of
+            invented records have about the same size as at the mean.
     """
 
     whitening: np.ndarray
     groups: np.ndarray
     unseen: tuple[np.ndarray, ...]
     sizes: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    near: Callable[[np.ndarray, np.ndarray], float]
 
 
 def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) -> FirstGuess:
@@ -77,7 +82,9 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
         for x in normal
     )
     candidates = (normal, tuple(abs(x) for x in normal), ones, mixed)
-    scores_at, points = _scores_at(prior, rng_key), _points(prior, rng_key)
+    scores_at, decoded = _scores_at(prior, rng_key), prior.decoded
+    part = _near(scores_at, mixed, decoded.mean, decoded.covariance)
+    points = _points(decoded.mean, part * decoded.covariance, rng_key)
     for rows in candidates:
         rows = tuple(
             (x * jnp.asarray(scales[n], x.dtype)) if n in scales else x for n, x in enumerate(rows)
@@ -108,7 +115,8 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
     unseen = _unseen(scores_at, points, mixed, rng)
     # The curvature of listed outcomes, such as classes, is bounded. Its change is left to releases.
     sizes = _unknown if outcomes.number else functools.partial(_sizes, scores_at, mixed)
-    return FirstGuess(np.sqrt(size / number) / (typical * widths), groups, unseen, sizes)
+    near = functools.partial(_near, scores_at, mixed)
+    return FirstGuess(np.sqrt(size / number) / (typical * widths), groups, unseen, sizes, near)
 
 
 def _with_indices(
@@ -164,17 +172,44 @@ def _unseen(
 
 
 def _sizes(
-    scores_at: _ScoresAt,
-    rows: tuple[Array, ...],
-    mean: np.ndarray,
-    covariance: np.ndarray,
+    scores_at: _ScoresAt, rows: tuple[Array, ...], mean: np.ndarray, covariance: np.ndarray
 ) -> np.ndarray:
     """Mean square of the score of each latent (d,), at draws from a normal distribution."""
+    return _mean_squares(scores_at(_around(mean, covariance), rows))
+
+
+def _around(mean: np.ndarray, covariance: np.ndarray) -> np.ndarray:
+    """The mean, and draws that are near it."""
     noise = np.clip(np.random.default_rng(0).normal(size=(_DRAWS, len(mean))), -1, 1)
     noise *= min(1.0, _TOGETHER / np.sqrt(len(mean)))
-    points = np.vstack([mean, mean + noise @ factor(covariance).T])
+    return np.vstack([mean, mean + noise @ factor(covariance).T])
+
+
+def _mean_squares(scores: np.ndarray) -> np.ndarray:
     # A median, because a far draw of a scale has enormous scores.
-    return np.nan_to_num(np.median(np.mean(scores_at(points, rows) ** 2, axis=1), axis=0))
+    return np.nan_to_num(np.median(np.mean(scores**2, axis=1), axis=0))
+
+
+def _near(
+    scores_at: _ScoresAt, rows: tuple[Array, ...], mean: np.ndarray, covariance: np.ndarray
+) -> float:
+    """The largest of 1, 1 / 4, 1 / 16 ... at which scores keep their size.
+
+    At draws from a wide prior, a logistic model is sure of each outcome, the rate of a count
+    overflows, and outcomes of the mean are far from those of a draw. Scores then tell little. A
+    prior of unit scale is not so wide.
+    """
+    centre = np.tile(mean, (1 + _DRAWS, 1))
+    usual = _mean_squares(scores_at(centre, rows))
+    for part in 0.25 ** np.arange(_FOURTHS):
+        draws = _around(mean, part * covariance)
+        found = (_mean_squares(scores_at(draws, rows, at)) for at in (draws, centre))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios = np.log(np.stack(list(found)) / usual)
+        ratios = ratios[:, np.isfinite(ratios).all(0)]
+        if ratios.size and np.all(np.abs(np.median(ratios, axis=1)) < np.log(_SAME_SIZE)):
+            break
+    return float(part)
 
 
 def _unknown(mean: np.ndarray, covariance: np.ndarray) -> np.ndarray:
@@ -216,32 +251,35 @@ def _sites(prior: ModelPrior) -> np.ndarray:
     return np.repeat(np.arange(len(counts)), counts)
 
 
-def _points(prior: ModelPrior, rng_key: Array) -> np.ndarray:
-    """The centre of the prior, and draws from it."""
-    decoded = prior.decoded
-    noise = generator(rng_key).normal(size=(_DRAWS, len(decoded.mean)))
-    noise = np.vstack([np.zeros(len(decoded.mean)), noise])
-    return decoded.mean + noise @ np.linalg.cholesky(decoded.covariance).T
+def _points(mean: np.ndarray, covariance: np.ndarray, rng_key: Array) -> np.ndarray:
+    """The mean, and draws around it."""
+    noise = generator(rng_key).normal(size=(_DRAWS, len(mean)))
+    noise = np.vstack([np.zeros(len(mean)), noise])
+    return mean + noise @ np.linalg.cholesky(covariance).T
 
 
 def _scores_at(prior: ModelPrior, rng_key: Array) -> _ScoresAt:
-    """Returns ``(points, rows) -> scores``, of shape (points, rows, d).
+    """Returns ``(points, rows, at=points) -> scores``, of shape (points, rows, d).
 
-    The outcomes of a score are simulated at its own draw. At another draw, residuals would be as
-    wide as the prior, and W would be far too small. A W that is too large only clips more, and
-    later stages correct that. A W that is too small hides the signal in noise.
+    The outcomes of a score are simulated at its own draw, or ``at`` others. For W it is the own
+    one. At another draw, residuals would be as wide as the prior, and W would be far too small. A W
+    that is too large only clips more, and later stages correct that. A W that is too small hides
+    the signal in noise.
     """
     outcomes = prior.outcomes
 
-    def one(draw: Array, row: Any, key: Array) -> Array:
-        return outcomes.score(draw, row, outcomes.simulate(draw, row, key))
+    def one(draw: Array, at: Array, row: Any, key: Array) -> Array:
+        return outcomes.score(draw, row, outcomes.simulate(at, row, key))
 
-    every = jax.jit(jax.vmap(jax.vmap(one, (None, 0, 0)), (0, None, 0)))
+    every = jax.jit(jax.vmap(jax.vmap(one, (None, None, 0, 0)), (0, 0, None, 0)))
     words = generator(rng_key).integers(2**32, size=(_DRAWS, _RECORDS, 2), dtype=np.uint32)
     keys = jax.random.wrap_key_data(np.concatenate([words[:1], words]), impl="threefry2x32")
 
-    def scores(points: np.ndarray, rows: tuple[Array, ...]) -> np.ndarray:
-        return np.asarray(every(jnp.asarray(points, jnp.float32), rows, keys), np.float64)
+    def scores(
+        points: np.ndarray, rows: tuple[Array, ...], at: np.ndarray | None = None
+    ) -> np.ndarray:
+        points, at = (jnp.asarray(x, jnp.float32) for x in (points, points if at is None else at))
+        return np.asarray(every(points, at, rows, keys), np.float64)
 
     return scores
 

@@ -86,13 +86,13 @@ class Run:
     def __init__(self, prior: ModelPrior, plan: Schedule, guess: FirstGuess) -> None:
         self.prior, self._prior, self.plan, self.groups = prior, prior.decoded, plan, guess.groups
         self._planned_at_first = len(plan.kinds)
-        self._unseen, self._sizes = guess.unseen, guess.sizes
+        self._unseen, self._sizes, self._near = guess.unseen, guess.sizes, guess.near
         # The model is believed before a column is, but not against the records.
         self._evidence = np.where(np.arange(len(guess.unseen)) == 0, _BELIEVED, 0.0)
         size, self.pairs = len(guess.groups), pairs_of(guess.groups)
         self.whitening, self.template = np.diag(guess.whitening), np.eye(size)
         self.mean, self.covariance = prior.decoded.mean, prior.decoded.covariance
-        self._expected = self._sizes(self.mean, self.covariance)
+        self._draw_around()
         self.kappa, self.stages, self.growth = 1.0, (), GROWTH
         self.spread: tuple[float, float] = 1.0, 0.0
         self.tail: Tail | None = None
@@ -102,7 +102,7 @@ class Run:
 
     def request(self, release: int) -> Request:
         """Returns the request for a release."""
-        root, weights = factor(self.covariance), self.plan.weights(release)
+        root, weights = factor(self._spread), self.plan.weights(release)
         numbers = self.mean, root, self.whitening, self._bounds(release), weights
         kind = jnp.asarray(int(self.plan.kinds[release]))
         return Request(kind, *(jnp.asarray(x, jnp.float32) for x in numbers))
@@ -126,7 +126,7 @@ class Run:
             return
         noisy = clips[1] * symmetric(triangle / weights[1], self.pairs)
         stage = curvature.read_stage(
-            self.mean, self.covariance, self.whitening, self.template,
+            self.mean, self._spread, self.whitening, self.template,
             clips[0] * score / weights[0],
             noisy, clips[0] / mu[0], clips[1] / mu[1], self.groups,
             self._without_scores(noisy, clips[1] / mu[1]),
@@ -162,13 +162,19 @@ class Run:
             )
         self.mean, self._decoded = decode.decode(self._prior, stages, self.kappa, begin)
         self.stages, self.covariance = decode.with_step(self.stages, self.mean, self._decoded)
-        before, self._expected = self._expected, self._sizes(self.mean, self.covariance)
+        before = self._expected
+        self._draw_around()
         stage = curvature.moved(stage, before, self._expected)
         self.whitening = curvature.next_whitening(stage, self._prior, self.kappa)
         self.template = self.whitening @ stage.curvature_floored @ self.whitening
         self.plan = self._planned(release)
         if len(self.stages) > 1:  # the first whitening is a guess, which clips many records
             self.growth = next_growth(self.growth, self.kappa)
+
+    def _draw_around(self) -> None:
+        """Sets the covariance of the next draws, and the size of scores that they will have."""
+        self._spread = self._near(self.mean, self.covariance) * self.covariance
+        self._expected = self._sizes(self.mean, self._spread)
 
     def _without_scores(self, noisy: np.ndarray, noise_sd: float) -> np.ndarray:
         """Directions (k, d) that no record sees, by all curvatures that were released so far."""

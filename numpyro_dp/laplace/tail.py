@@ -1,6 +1,6 @@
 r"""How the norms of scores are distributed, next to what the model says.
 
-In two late stages each record sends one more entry. It says in which of 12 classes the norm of its
+In two late stages each record sends one more entry. It says in which of 6 classes the norm of its
 observed score lies, minus the chances of the classes in the model, divided by root 2. Its norm is
 at most 1. The sum over records is close to 0 in a correct model.
 
@@ -24,12 +24,13 @@ from numpyro_dp.model.public import own_constants
 __all__ = ["CLASSES", "Tail", "classes", "has_tail"]
 
 # Bounds of the classes, in units of the smallest clip norm. Scores in a model have norms near .5.
-_EDGES = np.array([0.35, 0.5, 0.7, 1.0, 1.5, 2.25, 3.4, 5.0, 7.6, 11.4, 17.0])
+# Few classes, because each adds noise of the same size to a test over all of them.
+_EDGES = np.array([0.5, 1.0, 2.2, 5.0, 11.0])
 CLASSES = len(_EDGES) + 1
-_FIRST = 4  # class of the first scores that are longer than the smallest clip norm
+_FIRST = 2  # class of the first scores that are longer than the smallest clip norm
 _MIDDLE = np.append(np.sqrt(_EDGES[_FIRST - 1 : -1] * _EDGES[_FIRST:]), 1.5 * _EDGES[-1])
-_SHARE = np.where(np.arange(CLASSES) < _FIRST, 0.25, 0.1)  # most of the records that a class holds
-_SURE = 30.0  # of a chi-square variable of 12 degrees of freedom
+_SHARE = np.where(np.arange(CLASSES) < _FIRST, 0.5, 0.1)  # most of the records that a class holds
+_SURE = 18.5  # of a chi-square variable of 6 degrees of freedom, exceeded in 1 of 200 cases
 _CLASS_SURE = 3.0  # standard errors
 # The bias of the sum at the smallest clip norm, over the number of misplaced records, and how it
 # falls with the clip norm. Both were measured with negative binomial counts in a Poisson model, and
@@ -39,7 +40,7 @@ _WIDEST = 20.0
 
 
 def classes(norm: Array, unit: Array) -> Array:
-    """Shares of norms in each class, shape (12,). The smallest clip norm is ``unit``."""
+    """Shares of norms in each class, shape (6,). The smallest clip norm is ``unit``."""
     (edges,) = own_constants(_EDGES.astype(np.float32))
     below = jnp.mean(norm[..., None] < unit * edges, axis=range(norm.ndim))
     return jnp.diff(below, prepend=0.0, append=1.0)
@@ -54,12 +55,14 @@ class Tail(NamedTuple):
     """Numbers of records by class, minus what the model says, plus noise.
 
     Attributes:
-        counts: The numbers (12,).
-        variances: Their variances in a correct model (12,).
+        counts: The numbers (6,).
+        noise: Variance of the noise of a class.
+        own: Variances without noise in a correct model (6,).
     """
 
-    counts: np.ndarray = np.zeros(CLASSES)
-    variances: np.ndarray = np.ones(CLASSES)
+    counts: np.ndarray
+    noise: float
+    own: np.ndarray
 
     @classmethod
     def read(cls, counts: np.ndarray, noise: float, number: int, doubt: float) -> Tail:
@@ -71,13 +74,23 @@ class Tail(NamedTuple):
             number: Number of records N.
             doubt: N times the variance that uncertain latents add to a score, relative to its own.
         """
-        return cls(counts, noise**2 + number * _SHARE * (1 - _SHARE) + (doubt / 2) ** 2)
+        return cls(counts, noise**2, number * _SHARE * (1 - _SHARE) + (doubt / 2) ** 2)
 
     def joined(self, other: Tail | None) -> Tail:
-        """Returns the mean of two tails of the same records."""
+        """Returns the mean of two tails of the same records, weighted by their precisions."""
         if other is None:
             return self
-        return Tail((self.counts + other.counts) / 2, (self.variances + other.variances) / 2)
+        part = other.noise / (self.noise + other.noise)
+        counts, own = (
+            part * one + (1 - part) * before
+            for one, before in ((self.counts, other.counts), (self.own, other.own))
+        )
+        return Tail(counts, part * self.noise, own)
+
+    @property
+    def variances(self) -> np.ndarray:
+        """Variances of the counts in a correct model (6,)."""
+        return self.noise + self.own
 
     @property
     def misplaced(self) -> float:

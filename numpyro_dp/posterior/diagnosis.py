@@ -247,9 +247,10 @@ def findings_of_normal(mean: np.ndarray, covariance: np.ndarray, prior: Prior) -
         )))  # fmt: skip
     away = float(np.sqrt(np.mean((mean - prior.mean) ** 2 / before)))
     if away > _CONFLICT:
-        found.append(Finding("conflict", True, (
-            f"The posterior is {away:.1f} prior standard deviations from the prior. Separable "
-            "outcomes, columns of another scale than the prior expects, or a wrong model do that."
+        found.append(Finding("conflict", False, (
+            f"The posterior is {away:.1f} prior standard deviations from the prior. If that is a "
+            "surprise, look for separable outcomes, or for columns of another scale than the prior "
+            "expects."
         )))  # fmt: skip
     return found
 

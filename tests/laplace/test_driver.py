@@ -1,6 +1,7 @@
 """DPLaplace: what a run spends, repeats and finds."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,6 @@ import pytest
 
 from numpyro_dp import DPLaplace, NoiseReuseError, PrivacyBudget, UnsupportedModelError, fit
 from numpyro_dp.laplace import decode, guess, pattern
-from numpyro_dp.posterior import PosteriorWarning
 from numpyro_dp.posterior.prior import ModelPrior
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.run import streaming
@@ -408,21 +408,34 @@ def test_sixty_columns_are_within_their_intervals():
 
 
 @pytest.mark.table
-@pytest.mark.parametrize(("width", "finding"), [(10.0, "arrival"), (100.0, "prior")])
-def test_a_prior_that_is_too_wide_is_named(width, finding):
+@pytest.mark.parametrize(("prior", "epsilon"), [
+    (dist.Normal(0, 10), 0.7), (dist.Normal(0, 100), 0.7), (dist.Cauchy(0, 2.5), 0.7),
+    (dist.Normal(0, 10), 0.005),
+])  # fmt: skip
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_wide_prior_is_no_obstacle_or_it_is_named(prior, epsilon, counts):
     rng = np.random.default_rng(7)
     x = rng.normal(size=(4000, 6)).astype(np.float32)
-    y = (rng.random(4000) < 1 / (1 + np.exp(-x @ (0.7 * rng.normal(size=6))))).astype(int)
+    w = 0.4 * rng.normal(size=6)
+    y = rng.poisson(np.exp(x @ w)) if counts else rng.random(4000) < 1 / (1 + np.exp(-x @ w))
 
     def model(x, y):
-        w = numpyro.sample("w", dist.Normal(0, width).expand([6]).to_event(1))
+        w = numpyro.sample("w", prior.expand([6]).to_event(1))
+        family = dist.Poisson(jnp.exp(x @ w)) if counts else dist.Bernoulli(logits=x @ w)
         with numpyro.plate("rows", x.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+            numpyro.sample("y", family, obs=y)
 
-    driver = DPLaplace(model, budget=PrivacyBudget(0.7, 1e-5), secret_key=9, repetition=True)
-    with pytest.warns(PosteriorWarning, match=f"standard deviation of {width:g}"):
-        posterior = driver.run(KEY, x, y, progress_bar=False)
-    assert finding in [finding.name for finding in posterior.diagnose().bad]
+    driver = DPLaplace(model, budget=PrivacyBudget(epsilon, 1e-5), secret_key=9, repetition=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        posterior = driver.run(KEY, x, y.astype(int), progress_bar=False)
+    if epsilon < 0.01:
+        assert any("standard deviation of 10" in str(each.message) for each in caught)
+        return
+    found = posterior.summary()["w"]
+    errors = (found["mean"] - w) / found["sd"]
+    assert not posterior.diagnose().bad
+    assert np.max(np.abs(errors)) < 4 and np.max(found["sd"]) < 0.2
 
 
 @pytest.mark.full
