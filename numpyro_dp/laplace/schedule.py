@@ -21,6 +21,8 @@ __all__ = [
     "LONG",
     "LONGEST",
     "MOST_FAR",
+    "MOST_SHARE_FAR",
+    "NOISE_FAR",
     "PAIRS",
     "SHARE_FAR",
     "SIZE_RANGE",
@@ -46,9 +48,11 @@ _CURVATURE_FAR = 0.6
 FAR = 5.0
 LAST = 4
 MOST_FAR = 12  # largest number of such stages
-SHARE_FAR = 0.02  # share of each. Far away, scores are large, and more precision is wasted
+# Share of each. Far away, scores are large, and more precision than NOISE_FAR of them is wasted.
+SHARE_FAR, MOST_SHARE_FAR, NOISE_FAR = 0.02, 0.04, 0.7
 # The run has not arrived if the last step of a latent is longer than LONGEST + sqrt(2 log d), which
-# grows like the largest of d normal numbers, or the root mean square is longer than LONG.
+# grows like the largest of d normal numbers, or the root mean square is longer than
+# LONG (1 + 1 / sqrt d).
 LONGEST, LONG = 2.0, 1.5
 ALONG = 4.0  # posterior sds of the last two steps along the way from the prior's mean
 _POWER = 0.02  # part of a stage

@@ -22,6 +22,8 @@ from numpyro_dp.laplace.schedule import (
     LONG,
     LONGEST,
     MOST_FAR,
+    MOST_SHARE_FAR,
+    NOISE_FAR,
     PAIRS,
     SHARE_FAR,
     Kind,
@@ -57,6 +59,7 @@ from numpyro_dp.run.streaming import HostRows
 __all__ = ["Releases", "Run", "Stages", "most_releases"]
 
 _BELIEVED = 4.0  # log of the odds at which a direction counts as unseen
+_MORE_BIASED = 1.5  # than the newest stage, so that a stage is left out
 _MOST_SPREAD = 10.0  # factor on the variance of scores in a wrong model
 
 
@@ -139,7 +142,14 @@ class Run:
         noisy = clips[0] ** 2 * power[0] / weights[2]
         stage = self.stages[-1]
         self.kappa = decode.sampling_ratio(stage, noisy, noise)
-        doubt = float(np.sum(stage.curvature_floored * stage.covariance))
+        begin = self.mean, self.covariance
+        self._clips = (*self._clips, clips[0] / clips[2])
+        decoded = decode.decode(self._prior, self._unbiased(), self.kappa, begin)
+        if weights[3] or weights[4]:
+            # Draws were off by their spread, and their mean by its step.
+            step = decoded[0] - stage.mean
+            off = stage.covariance + np.outer(step, step)
+            doubt = float(np.sum(stage.curvature_floored * off))
         if weights[3]:
             square = clips[2] ** 2
             excess, noises = square * excess[0] / weights[3], (noise, square / mu[3])
@@ -150,17 +160,9 @@ class Run:
             unit = math.sqrt(2)
             counts = tail * unit / weights[4]
             self.tail = Tail.read(counts, unit / mu[4], self.number, doubt).joined(self.tail)
-        begin = self.mean, self.covariance
-        self._clips = (*self._clips, clips[0] / clips[2])
-        stages = self.stages
-        if self.tail is not None:
-            root = math.sqrt(min(self.size, 2))
-            biases = (self.tail.bias(clip, self.size, self.number) / root for clip in self._clips)
-            stages = tuple(
-                dataclasses.replace(each, score_noise=math.hypot(each.score_noise, bias))
-                for each, bias in zip(stages, biases, strict=True)
-            )
-        self.mean, self._decoded = decode.decode(self._prior, stages, self.kappa, begin)
+        if weights[3] or weights[4]:
+            decoded = decode.decode(self._prior, self._unbiased(), self.kappa, begin)
+        self.mean, self._decoded = decoded
         self.stages, self.covariance = decode.with_step(self.stages, self.mean, self._decoded)
         before = self._expected
         self._draw_around()
@@ -170,6 +172,19 @@ class Run:
         self.plan = self._planned(release)
         if len(self.stages) > 1:  # the first whitening is a guess, which clips many records
             self.growth = next_growth(self.growth, self.kappa)
+
+    def _unbiased(self) -> tuple[curvature.Stage, ...]:
+        """The stages, with the bias of clipping in a wrong model as further noise of the score."""
+        if self.tail is None or not self.tail.misplaced:
+            return self.stages
+        root = math.sqrt(min(self.size, 2))
+        biases = [self.tail.bias(clip, self.size, self.number) / root for clip in self._clips]
+        # All stages with small clip norms have the same bias. Many of them would outvote one.
+        return tuple(
+            dataclasses.replace(each, score_noise=math.hypot(each.score_noise, bias))
+            for each, bias in zip(self.stages, biases, strict=True)
+            if bias < _MORE_BIASED * biases[-1]
+        )
 
     def _draw_around(self) -> None:
         """Sets the covariance of the next draws, and the size of scores that they will have."""
@@ -196,7 +211,7 @@ class Run:
         """Whether the newest step of the mean was short, which it is at the optimum."""
         *alone, together = self.steps()
         longest = LONGEST + np.sqrt(2 * np.log(len(alone)))
-        short = bool(max(alone) < longest and together < LONG)
+        short = bool(max(alone) < longest and together < LONG * (1 + 1 / np.sqrt(len(alone))))
         return short and not self._persists() and not self._on_its_way()
 
     @property
@@ -213,9 +228,14 @@ class Run:
         left, more = len(plan.kinds) - release - 1, len(plan.kinds) - self._planned_at_first
         steps = self.steps()
         far = max(np.max(steps[:-1]), steps[-1] ** 2) > FAR or self._persists()
-        if not far or not 0 < left <= LAST or more >= MOST_FAR:
+        # A stage that hides its score in noise would throw the run back.
+        stage = self.stages[-1]
+        length = np.linalg.norm(stage.whitening @ stage.score)
+        noise = stage.score_noise * math.sqrt(self.size) / max(length, 1e-300)
+        share = max(SHARE_FAR, plan.shares[release] * (noise / NOISE_FAR) ** 2)
+        if not far or share > MOST_SHARE_FAR or not 0 < left <= LAST or more >= MOST_FAR:
             return plan
-        return plan.with_stage(release + 1, SHARE_FAR)
+        return plan.with_stage(release + 1, share)
 
     def _persists(self) -> bool:
         """Whether the last two steps point the same way, and are longer than their uncertainty."""

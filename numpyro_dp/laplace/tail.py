@@ -29,13 +29,16 @@ _EDGES = np.array([0.5, 1.0, 2.2, 5.0, 11.0])
 CLASSES = len(_EDGES) + 1
 _FIRST = 2  # class of the first scores that are longer than the smallest clip norm
 _MIDDLE = np.append(np.sqrt(_EDGES[_FIRST - 1 : -1] * _EDGES[_FIRST:]), 1.5 * _EDGES[-1])
-_SHARE = np.where(np.arange(CLASSES) < _FIRST, 0.5, 0.1)  # most of the records that a class holds
+# Most of the records that a class holds. Scores have a mean square, so Chebyshev bounds their tail.
+_SHARE = np.append([0.5, 0.5], np.minimum(0.1, 0.3 / _EDGES[_FIRST - 1 :] ** 2))
 _SURE = 18.5  # of a chi-square variable of 6 degrees of freedom, exceeded in 1 of 200 cases
 _CLASS_SURE = 3.0  # standard errors
-# The bias of the sum at the smallest clip norm, over the number of misplaced records, and how it
-# falls with the clip norm. Both were measured with negative binomial counts in a Poisson model, and
-# with Student-t noise in a normal model.
+# The bias of the sum at the smallest clip norm, over the number of misplaced records, and the power
+# with which it falls with the clip norm: measured with negative binomial counts in a Poisson model,
+# and with Student-t noise in a normal model. There, a scale follows the many small scores, and its
+# own score is a square, which has the longest tail.
 _BIAS, _POWER = 0.6, 0.8
+_BIAS_OF_SCALE, _POWER_OF_SCALE = 1.6, 0.5
 _WIDEST = 20.0
 
 
@@ -56,12 +59,12 @@ class Tail(NamedTuple):
 
     Attributes:
         counts: The numbers (6,).
-        noise: Variance of the noise of a class.
+        noise: Variance of their noise, one for all or (6,).
         own: Variances without noise in a correct model (6,).
     """
 
     counts: np.ndarray
-    noise: float
+    noise: float | np.ndarray
     own: np.ndarray
 
     @classmethod
@@ -80,12 +83,12 @@ class Tail(NamedTuple):
         """Returns the mean of two tails of the same records, weighted by their precisions."""
         if other is None:
             return self
-        part = other.noise / (self.noise + other.noise)
+        part = other.variances / (self.variances + other.variances)
         counts, own = (
             part * one + (1 - part) * before
             for one, before in ((self.counts, other.counts), (self.own, other.own))
         )
-        return Tail(counts, part * self.noise, own)
+        return Tail(counts, part**2 * self.noise + (1 - part) ** 2 * other.noise, own)
 
     @property
     def variances(self) -> np.ndarray:
@@ -111,7 +114,9 @@ class Tail(NamedTuple):
         if not self.misplaced:
             return 0.0
         typical = math.sqrt(size / number)
-        usual = _BIAS * self.misplaced * typical * clip**-_POWER
+        of_scale = self.counts[0] > 0
+        part, power = (_BIAS_OF_SCALE, _POWER_OF_SCALE) if of_scale else (_BIAS, _POWER)
+        usual = part * self.misplaced * typical * clip**-power
         high = self.counts[_FIRST:]
         sure = high > _CLASS_SURE * np.sqrt(self.variances[_FIRST:])
         seen = typical * np.sum(np.where(sure, high, 0) * np.maximum(0, _MIDDLE - clip))
