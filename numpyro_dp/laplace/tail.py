@@ -84,10 +84,8 @@ class Tail(NamedTuple):
         if other is None:
             return self
         part = other.variances / (self.variances + other.variances)
-        counts, own = (
-            part * one + (1 - part) * before
-            for one, before in ((self.counts, other.counts), (self.own, other.own))
-        )
+        counts = part * self.counts + (1 - part) * other.counts
+        own = (part * np.sqrt(self.own) + (1 - part) * np.sqrt(other.own)) ** 2  # same records
         return Tail(counts, part**2 * self.noise + (1 - part) ** 2 * other.noise, own)
 
     @property

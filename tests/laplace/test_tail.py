@@ -67,7 +67,7 @@ def test_noise_alone_is_no_misfit_and_changes_no_clip_norm():
 
 
 def test_the_clip_norm_follows_the_tail_and_the_noise():
-    body = np.array([200.0, -180, -50, 20, 10, 0])
+    body = np.array([-200.0, 120, 50, 20, 10, 0])
     tail = Tail.read(body, 20.0, N, 4.0)
     quiet, loud = (tail.clip(1.0, 6, N, noise) for noise in (0.3, 3.0))
     assert 1 <= loud < quiet
@@ -75,6 +75,19 @@ def test_the_clip_norm_follows_the_tail_and_the_noise():
     far[-1] = 300  # outliers far out
     assert Tail.read(far, 20.0, N, 4.0).clip(1.0, 6, N, 0.3) > 2 * quiet
     assert tail.bias(quiet, 6, N) < tail.bias(1.0, 6, N)
+    core = Tail.read(np.array([200.0, -120, -50, 20, 10, 0]), 20.0, N, 4.0)  # around a scale
+    assert core.bias(1.0, 6, N) > 2 * tail.bias(1.0, 6, N)
+
+
+def test_two_tails_count_by_their_precision():
+    near, far = (Tail.read(np.full(CLASSES, 10.0 * k), 20.0, N, 40.0 * k**4) for k in (1, 2))
+    joined = near.joined(far)
+    parts = far.variances / (near.variances + far.variances)
+    np.testing.assert_allclose(joined.counts, parts * 10 + (1 - parts) * 20)
+    assert np.all(joined.counts < 11)
+    equal = near.joined(near)
+    np.testing.assert_allclose(equal.own, near.own)
+    np.testing.assert_allclose(equal.noise, near.noise / 2)
 
 
 @pytest.mark.full
