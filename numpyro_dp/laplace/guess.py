@@ -41,16 +41,15 @@ class FirstGuess(NamedTuple):
         groups: Sites of group effects, see :func:`~numpyro_dp.laplace.pattern.group_sites`.
         unseen: Directions without scores, shape (directions, d) each. Those of the model come
             first, then those that it has if a column is constant.
-        sizes: ``(mean, covariance) -> mean squares of scores`` at such draws, of invented records.
-        near: ``(mean, covariance) -> share of the covariance`` of draws at which the scores of
-            invented records have about the same size as at the mean.
+        near: ``(mean, covariance) -> (share, sizes)``. At draws with this share of the covariance,
+            scores of invented records have about the same size as at the mean. The sizes are their
+            mean squares there (d,).
     """
 
     whitening: np.ndarray
     groups: np.ndarray
     unseen: tuple[np.ndarray, ...]
-    sizes: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    near: Callable[[np.ndarray, np.ndarray], float]
+    near: Callable[[np.ndarray, np.ndarray], tuple[float, np.ndarray]]
 
 
 def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) -> FirstGuess:
@@ -83,7 +82,7 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
     )
     candidates = (normal, tuple(abs(x) for x in normal), ones, mixed)
     scores_at, decoded = _scores_at(prior, rng_key), prior.decoded
-    part = _near(scores_at, mixed, decoded.mean, decoded.covariance)
+    part, _ = _near(scores_at, mixed, decoded.mean, decoded.covariance)
     points = _points(decoded.mean, part * decoded.covariance, rng_key)
     for rows in candidates:
         rows = tuple(
@@ -113,10 +112,8 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
     groups = group_sites(np.concatenate([scores, np.nan_to_num(distinct)]), _sites(prior))
     _check_number(groups)
     unseen = _unseen(scores_at, points, mixed, rng)
-    # The curvature of listed outcomes, such as classes, is bounded. Its change is left to releases.
-    sizes = _unknown if outcomes.number else functools.partial(_sizes, scores_at, mixed)
-    near = functools.partial(_near, scores_at, mixed)
-    return FirstGuess(np.sqrt(size / number) / (typical * widths), groups, unseen, sizes, near)
+    near = functools.partial(_near, scores_at, mixed, listed=bool(outcomes.number))
+    return FirstGuess(np.sqrt(size / number) / (typical * widths), groups, unseen, near)
 
 
 def _with_indices(
@@ -171,13 +168,6 @@ def _unseen(
     return found[0], *(each for each in found[1:] if len(each))
 
 
-def _sizes(
-    scores_at: _ScoresAt, rows: tuple[Array, ...], mean: np.ndarray, covariance: np.ndarray
-) -> np.ndarray:
-    """Mean square of the score of each latent (d,), at draws from a normal distribution."""
-    return _mean_squares(scores_at(_around(mean, covariance), rows))
-
-
 def _around(mean: np.ndarray, covariance: np.ndarray) -> np.ndarray:
     """The mean, and draws that are near it."""
     noise = np.clip(np.random.default_rng(0).normal(size=(_DRAWS, len(mean))), -1, 1)
@@ -191,30 +181,30 @@ def _mean_squares(scores: np.ndarray) -> np.ndarray:
 
 
 def _near(
-    scores_at: _ScoresAt, rows: tuple[Array, ...], mean: np.ndarray, covariance: np.ndarray
-) -> float:
-    """The largest of 1, 1 / 4, 1 / 16 ... at which scores keep their size.
+    scores_at: _ScoresAt,
+    rows: tuple[Array, ...],
+    mean: np.ndarray,
+    covariance: np.ndarray,
+    listed: bool = False,
+) -> tuple[float, np.ndarray]:
+    """The largest of 1, 1 / 4, 1 / 16 ... at which scores keep their size, and these sizes.
 
     At draws from a wide prior, a logistic model is sure of each outcome, the rate of a count
     overflows, and outcomes of the mean are far from those of a draw. Scores then tell little. A
-    prior of unit scale is not so wide.
+    prior of unit scale is not so wide. The curvature of ``listed`` outcomes, such as classes, is
+    bounded. Its change is left to releases, so that all sizes are 1.
     """
     centre = np.tile(mean, (1 + _DRAWS, 1))
-    usual = _mean_squares(scores_at(centre, rows))
+    usual, own, part = _mean_squares(scores_at(centre, rows)), np.ones_like(mean), 1.0
     for part in 0.25 ** np.arange(_FOURTHS):
         draws = _around(mean, part * covariance)
-        found = (_mean_squares(scores_at(draws, rows, at)) for at in (draws, centre))
+        own, other = (_mean_squares(scores_at(draws, rows, at)) for at in (draws, centre))
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratios = np.log(np.stack(list(found)) / usual)
+            ratios = np.log(np.stack([own, other]) / usual)
         ratios = ratios[:, np.isfinite(ratios).all(0)]
         if ratios.size and np.all(np.abs(np.median(ratios, axis=1)) < np.log(_SAME_SIZE)):
             break
-    return float(part)
-
-
-def _unknown(mean: np.ndarray, covariance: np.ndarray) -> np.ndarray:
-    """No expected change (d,)."""
-    return np.ones_like(mean)
+    return float(part), np.ones_like(mean) if listed else own
 
 
 def _check_not_a_network(middle: np.ndarray, scores: np.ndarray) -> None:

@@ -89,7 +89,7 @@ class Run:
     def __init__(self, prior: ModelPrior, plan: Schedule, guess: FirstGuess) -> None:
         self.prior, self._prior, self.plan, self.groups = prior, prior.decoded, plan, guess.groups
         self._planned_at_first = len(plan.kinds)
-        self._unseen, self._sizes, self._near = guess.unseen, guess.sizes, guess.near
+        self._unseen, self._near = guess.unseen, guess.near
         # The model is believed before a column is, but not against the records.
         self._evidence = np.where(np.arange(len(guess.unseen)) == 0, _BELIEVED, 0.0)
         size, self.pairs = len(guess.groups), pairs_of(guess.groups)
@@ -144,7 +144,7 @@ class Run:
         self.kappa = decode.sampling_ratio(stage, noisy, noise)
         begin = self.mean, self.covariance
         self._clips = (*self._clips, clips[0] / clips[2])
-        decoded = decode.decode(self._prior, self._unbiased(), self.kappa, begin)
+        decoded, kappa = decode.decode(self._prior, self._unbiased(), self.kappa, begin), self.kappa
         if weights[3] or weights[4]:
             # Draws were off by their spread, and their mean by its step.
             step = decoded[0] - stage.mean
@@ -160,7 +160,8 @@ class Run:
             unit = math.sqrt(2)
             counts = tail * unit / weights[4]
             self.tail = Tail.read(counts, unit / mu[4], self.number, doubt).joined(self.tail)
-        if weights[3] or weights[4]:
+        found = self.kappa != kappa or self._unbiased() is not self.stages
+        if found and (weights[3] or weights[4]):
             decoded = decode.decode(self._prior, self._unbiased(), self.kappa, begin)
         self.mean, self._decoded = decoded
         self.stages, self.covariance = decode.with_step(self.stages, self.mean, self._decoded)
@@ -188,8 +189,8 @@ class Run:
 
     def _draw_around(self) -> None:
         """Sets the covariance of the next draws, and the size of scores that they will have."""
-        self._spread = self._near(self.mean, self.covariance) * self.covariance
-        self._expected = self._sizes(self.mean, self._spread)
+        part, self._expected = self._near(self.mean, self.covariance)
+        self._spread = part * self.covariance
 
     def _without_scores(self, noisy: np.ndarray, noise_sd: float) -> np.ndarray:
         """Directions (k, d) that no record sees, by all curvatures that were released so far."""

@@ -12,7 +12,7 @@ import pytest
 from numpyro_dp.laplace import curvature, schedule
 from numpyro_dp.laplace import decode as decoding
 from numpyro_dp.laplace.pattern import group_sites, pairs_of, power_of
-from numpyro_dp.posterior import likelihood
+from numpyro_dp.posterior import algebra, likelihood
 
 N = 2_000
 BUDGET_SHARES = np.array([0.05, 0.06, 0.08, 0.11, 0.15, 0.20, 0.35])
@@ -240,6 +240,13 @@ def test_agrees_with_the_reference(reference, monkeypatch):
         # Where ours differs: the reference assumes of the newest stage what was measured before.
         theirs[-1] = dataclasses.replace(theirs[-1], discrepancy=new.discrepancy)
         close(new.curvature_floored, floored)
+        silent = types.SimpleNamespace(normal=lambda: 0.0)
+        own = reference.release_kappa(
+            released.power, np.sqrt(power_noise), 1.0, theirs[-1], settings.kappa_floor, silent
+        )
+        slope = algebra.trace_of(new.whitening, new.curvature_floored)
+        if settings.kappa_floor < own < 1:  # ours is more cautious if noise is large
+            close(kappa, min(1.0, own + (power_noise / slope) ** 2 / decoding.CLIPPED))
         sds = np.sqrt(np.diag(prior.covariance))
         their_mean, their_covariance, _ = reference.decode(
             prior.mean, sds, theirs, kappa, np.ones(len(theirs)), begin

@@ -61,8 +61,8 @@ def worlds(noise_factor, draws):
         (0.02, 0.03, 0.0, 0.0, 0.0),
     )  # so few records would not get these
     plan = Schedule(plan.mu, (Kind.SIZE, Kind.SCALES, *plan.kinds), (*early, *plan.parts))
-    guess = FirstGuess(np.ones(3), np.zeros(3, int), (np.zeros((0, 3)),), lambda *_: np.ones(3),
-                       lambda *_: 1.0)  # fmt: skip
+    unseen = (np.zeros((0, 3)),)
+    guess = FirstGuess(np.ones(3), np.zeros(3, int), unseen, lambda *_: (1.0, np.ones(3)))
     driver = Stages(settings, outcomes, guess.groups)
     prior = read_prior(outcomes, jax.random.key(0))
     state = driver.start(jax.random.key(1), Run(prior, plan, guess), args, {})
