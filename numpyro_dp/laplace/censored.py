@@ -95,7 +95,8 @@ def censored(scores: Scores, request: Any, draws: Array, _: Array) -> tuple[Arra
     power = weight**2 * jnp.mean(jnp.sum(mass * norm**2, axis=1))
     likely = jnp.sum(mass * jnp.minimum(norm, excess_clip) ** 2, axis=1)
     excess = weight**2 * jnp.mean(event * jnp.minimum(jump_norm, excess_clip) ** 2 - likely)
-    return entries(scores, request, score, product, jnp.minimum(power, score_clip**2), excess)
+    power = jnp.minimum(power, score_clip**2)
+    return entries(scores, request, score, product, power, excess, weight)
 
 
 def _middles(values: Array) -> Array:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import log_ndtr
@@ -21,6 +22,7 @@ from numpyro_dp.posterior.algebra import inverse, solve, symmetric, trace_of
 from numpyro_dp.posterior.likelihood import SMALLEST_SCALE, Prior, denoise_curvature
 
 __all__ = [
+    "Loss",
     "Stage",
     "denoise_scales",
     "evidence_unseen",
@@ -39,6 +41,8 @@ FIRST_POWER = 0.25  # weak, because a full whitening would give rare columns all
 SMALLEST_DIAGONAL = 0.003  # smallest denoised scale. The public guess is 1
 LEAST_ALONG = 0.05  # of the curvature along a step, as a part of the denoised one
 RATIOS = 0.2, 2.0  # of expected scores at the next draws to those at the last ones
+LEAST_KEPT = 0.1  # of the mean curvature. A smaller one has no share that is lost
+NARROWEST = 0.2  # smallest factor on a whitening
 LEFT_ON_DIAGONAL = 0.1  # smallest part of the diagonal that is left next to the mean row
 
 
@@ -247,6 +251,57 @@ def moved(stage: Stage, before: np.ndarray, after: np.ndarray) -> Stage:
         curvature=stage.curvature * factors,
         curvature_floored=stage.curvature_floored * factors,
     )
+
+
+class Loss(NamedTuple):
+    r"""The curvature that weights of records took away, over what is left, for each latent.
+
+    Records with large values in one column have long scores, so their weight is small. The
+    whitening follows the curvature that is left, which makes these scores still longer. Much of
+    what is known about the latent gets lost, and in a wrong model the fit moves away from that of
+    all records. Therefore the whitening narrows in a latent that surely loses more than others.
+
+    Attributes:
+        precision: Precision of the mean ratio since the last change of the factor, shape (d,).
+        sums: The same times the mean ratio (d,).
+        factors: Square roots of the factors on the diagonal of the whitening (d,).
+    """
+
+    precision: np.ndarray
+    sums: np.ndarray
+    factors: np.ndarray
+
+    @classmethod
+    def before(cls, size: int) -> Loss:
+        """Nothing is known to be lost."""
+        return cls(np.zeros(size), np.zeros(size), np.ones(size))
+
+    def read(self, stage: Stage, loss: np.ndarray, noise: float) -> tuple[Loss, np.ndarray]:
+        r"""Returns the loss after a stage, and the ratios r of all curvature to what is left.
+
+        With :math:`x = ` loss / diag(W H W), averaged over stages, and its standard error e,
+
+        .. math:: r = 1 + \max(0, x - (1 + \sqrt{2 \log d})\, e) / (1 + e^2),
+
+        divided by the smallest r. A factor is multiplied by :math:`r^{-1/4}`.
+
+        Args:
+            stage: The stage.
+            loss: Released loss of whitened curvature (d,).
+            noise: Its standard deviation.
+        """
+        kept = np.diag(stage.whitening @ stage.curvature_floored @ stage.whitening)
+        kept = np.maximum(kept, LEAST_KEPT * np.mean(kept))
+        precision = self.precision + (kept / noise) ** 2
+        sums = self.sums + loss * kept / noise**2
+        least = (1 + np.sqrt(2 * np.log(len(loss)))) / np.sqrt(precision)
+        sure = np.maximum(sums / precision - least, 0)
+        ratios = 1 + sure * precision / (1 + precision)
+        ratios = ratios / np.min(ratios)
+        factors = np.maximum(self.factors * ratios**-0.25, np.sqrt(NARROWEST))
+        # A narrower whitening loses less, so what was seen before no longer counts.
+        precision, sums = (np.where(sure > 0, 0, each) for each in (precision, sums))
+        return Loss(precision, sums, factors), ratios
 
 
 def next_whitening(stage: Stage, prior: Prior, kappa: float) -> np.ndarray:

@@ -20,6 +20,7 @@ __all__ = [
     "LAST",
     "LONG",
     "LONGEST",
+    "LOSS_BOUND",
     "MOST_FAR",
     "MOST_SHARE_FAR",
     "NOISE_FAR",
@@ -55,7 +56,9 @@ SHARE_FAR, MOST_SHARE_FAR, NOISE_FAR = 0.02, 0.04, 0.7
 # LONG (1 + 1 / sqrt d).
 LONGEST, LONG = 2.0, 1.5
 ALONG = 4.0  # posterior sds of the last two steps along the way from the prior's mean
+LOSS_BOUND = 2.0  # on a record's loss of curvature, over that on the curvature
 _POWER = 0.02  # part of a stage
+_LOSS = 0.02  # part of a stage, except for the last
 _EXCESS = 0.02  # part of the last stage
 _TAIL = (0.0, 0.0, 0.0, 0.0, 0.13, 0.1, 0.0)  # parts of the stages, if outcomes are simulated
 _CLIP = 1.2
@@ -70,9 +73,7 @@ _ROW_CLIP = 1.3
 class Kind(enum.IntEnum):
     """The values that a release sums over the records."""
 
-    STAGE = (
-        0  # scores, their curvature and their power, in the last one its excess, in two the tail
-    )
+    STAGE = 0  # scores, curvature, its loss and power, in the last one its excess, in two the tail
     SCALES = 1  # the mean row, and the scale of each coordinate
     SIZE = 2  # the size of a typical score
 
@@ -83,8 +84,8 @@ class Schedule(NamedTuple):
     Attributes:
         mu: Privacy cost of all releases together, in Gaussian differential privacy.
         kinds: The kind of each release.
-        parts: Parts of the squared budget for score, curvature, power, its excess and the tail,
-            for each release.
+        parts: Parts of the squared budget for score, curvature, power, its excess, the loss and the
+            tail, for each release.
     """
 
     mu: float
@@ -111,12 +112,12 @@ class Schedule(NamedTuple):
         return Schedule(self.mu, (*self.kinds[:release], Kind.STAGE, *self.kinds[release:]), parts)
 
     def weights(self, release: int) -> np.ndarray:
-        """Square roots of the parts of one release, shape (5,). Their squares sum to 1."""
+        """Square roots of the parts of one release, shape (6,). Their squares sum to 1."""
         part = np.array(self.parts[release])
         return np.sqrt(part / part.sum())
 
     def mu_of(self, release: int) -> np.ndarray:
-        """The mu that each entry of a release spends, shape (5,)."""
+        """The mu that each entry of a release spends, shape (6,)."""
         return self.mu * math.sqrt(self.shares[release]) * self.weights(release)
 
 
@@ -131,9 +132,9 @@ def schedule(mu: float, size: int, number: int, tail: bool = False) -> Schedule:
     """
     early = {}
     if _size_noise(number, mu * math.sqrt(_SIZE)) <= _PRIOR_SIZE:
-        early[Kind.SIZE] = (0.0, 0.0, _SIZE, 0.0, 0.0)
+        early[Kind.SIZE] = (0.0, 0.0, _SIZE, 0.0, 0.0, 0.0)
     if _scale_bounds(size, number)[1] / (mu * math.sqrt(_SCALES[1])) <= 1:
-        early[Kind.SCALES] = (*_SCALES, 0.0, 0.0, 0.0)
+        early[Kind.SCALES] = (*_SCALES, 0.0, 0.0, 0.0, 0.0)
     left = 1 - math.fsum(part for parts in early.values() for part in parts)
     stages = []
     for share, curvature, part in zip(_STAGES, _CURVATURE, _TAIL, strict=True):
@@ -147,8 +148,9 @@ def _stage(
     spent: float, curvature: float, excess: float = 0.0, tail: float = 0.0
 ) -> tuple[float, ...]:
     """Parts of a stage."""
-    rest = 1 - _POWER - excess - tail
-    parts = rest * (1 - curvature), rest * curvature, _POWER, excess, tail
+    loss = 0.0 if excess else _LOSS
+    rest = 1 - _POWER - excess - loss - tail
+    parts = rest * (1 - curvature), rest * curvature, _POWER, excess, loss, tail
     return tuple(spent * part for part in parts)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from numpyro_dp.core import PyTree
-from numpyro_dp.laplace.schedule import SIZE_RANGE, Kind
+from numpyro_dp.laplace.schedule import LOSS_BOUND, SIZE_RANGE, Kind
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.public import own_constants
@@ -131,11 +131,19 @@ def shortened(slopes: Array, norm: Array, limit: Array) -> Array:
 
 
 def entries(
-    scores: Scores, request: Any, score: Array, product: Array, power: Array, excess: Array
-) -> tuple[Array, Array, Array, Array]:
-    r"""The first four entries of the signal, divided by their bounds.
+    scores: Scores,
+    request: Any,
+    score: Array,
+    product: Array,
+    power: Array,
+    excess: Array,
+    kept: Array,
+) -> tuple[Array, Array, Array, Array, Array]:
+    r"""The first five entries of the signal, divided by their bounds.
 
-    In a stage they are score, curvature, power, and the excess of the observed outcome's power.
+    In a stage they are score, curvature, power, the excess of the observed outcome's power, and the
+    loss of curvature. If a share q of a curvature with the diagonal h is ``kept``, the loss is
+    :math:`h (1 - q) / q`, clipped to its bound.
 
     In the release of scales, the first entry is a vector along the record's row,
     :math:`u_i = E[W g (y - m)] / \mathrm{sd}(y)`. The second entry starts with the diagonal of the
@@ -150,7 +158,7 @@ def entries(
     scales = jnp.zeros_like(triangle).at[: len(diagonal)].set(diagonal)
     triangle = jnp.where(request.kind == Kind.SCALES, scales, triangle)
     vector = jnp.sum(score[:, None] * frame, axis=0)
-    # In a stage, both norms are below their bounds by construction. Before the stages, this clips.
+    # Listed outcomes are below their bounds by construction. For others, this clips.
     vector, triangle = _ball(vector, score_clip), _ball(triangle, curvature_clip)
     power = power / score_clip**2
     excess = jnp.clip(jnp.nan_to_num(excess / excess_clip**2, nan=0.0), -1, 1)
@@ -159,7 +167,9 @@ def entries(
     power = jnp.where(request.kind == Kind.SCALES, 0, power)
     alone = request.kind == Kind.SIZE
     vector, triangle = (jnp.where(alone, 0, x) for x in (vector, triangle))
-    return vector, triangle, jnp.where(alone, sized, power), jnp.where(request.kind > 0, 0, excess)
+    loss = _ball(diagonal * (1 - kept) / (kept + TINY), LOSS_BOUND * curvature_clip)
+    excess, loss = (jnp.where(request.kind > 0, 0, x) for x in (excess, loss))
+    return vector, triangle, jnp.where(alone, sized, power), excess, loss
 
 
 def _ball(vector: Array, bound: Array) -> Array:

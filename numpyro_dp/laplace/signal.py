@@ -17,15 +17,15 @@ zero at the truth for any C: clipping causes no bias. :math:`H_i` is the exact s
 mean (Stein's identity).
 
 If the outcomes can be listed, the expectations are exact, with :math:`t_r = z_r` and a weight for
-each draw. Otherwise they use two simulated outcomes for each draw. Then :math:`v_i` depends on the
-same simulated outcomes as the centre, and the mean of :math:`s_i` is only close to zero. It
-matters for rare counts and a million records or more.
+each draw. Otherwise they use two simulated outcomes for each draw. Each of the two has its own
+centre, and the weight that follows from the other one, so that weight and centre are independent.
 
 The power is the expected squared norm of the weighted, clipped score. The excess is the squared
 norm for the observed outcome :math:`y_i` minus the expected one, both clipped to a norm
 :math:`C_e \le C`. Its mean is 0 in a correct model, and positive if outcomes vary more than the
-model says. Only the last stage releases it. Two stages release the tail of simulated outcomes, see
-:mod:`numpyro_dp.laplace.tail`.
+model says. Only the last stage releases it. The others release the loss, which is what weights and
+clips take from the diagonal of the curvature (:class:`numpyro_dp.laplace.curvature.Loss`). Two
+stages release the tail of simulated outcomes (:mod:`numpyro_dp.laplace.tail`).
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Request(NamedTuple):
         factor: Cholesky factor of the covariance of the draws, shape (d, d).
         whitening: Symmetric matrix W, shape (d, d). It is zero in coordinates that are left out.
         clips: (C, C_H, C_e). Before the stages, bounds on the row and the scales, or on the size.
-        weights: Square roots of the parts of the release's budget for the five entries of the
-            signal, shape (5,). Their squares sum to 1.
+        weights: Square roots of the parts of the release's budget for the six entries of the
+            signal, shape (6,). Their squares sum to 1.
     """
 
     kind: Array
@@ -87,7 +87,7 @@ class Request(NamedTuple):
     factor: Float[Array, "d d"]
     whitening: Float[Array, "d d"]
     clips: Float[Array, " 3"]
-    weights: Float[Array, " 5"]
+    weights: Float[Array, " 6"]
 
 
 class LaplaceProblem(NamedTuple):
@@ -151,7 +151,7 @@ class StageOptimizer:
 
     def init(self, request: Request) -> tuple[Request, Array]:
         """Returns the state: the request, and zeros in place of released values."""
-        return request, jnp.zeros(request.mean.size + self._entries + 2)
+        return request, jnp.zeros(2 * request.mean.size + self._entries + 2)
 
     def get_params(self, state: tuple[Request, Array]) -> Request:
         """Returns the request."""
@@ -169,8 +169,8 @@ def staged_scores(
 ) -> Callable[[LaplaceProblem], Estimator]:
     """Returns the function ``problem -> estimator``.
 
-    In a stage the signal has up to five entries: the score, the upper triangle of the curvature,
-    the score's power, the excess of the power, and the tail. Entries off the diagonal are
+    In a stage the signal has up to six entries: the score, the upper triangle of the curvature, the
+    score's power, the excess of the power, the loss, and the tail. Entries off the diagonal are
     multiplied by root 2, which makes the norm of the triangle the Frobenius norm. Each entry is
     divided by its bound and multiplied by its weight. So the signal has norm at most 1.
 
@@ -198,7 +198,7 @@ def staged_scores(
         scores = Scores(own, request.whitening, example, places)
         one = _listed if own.number else censored if own.censored else _simulated
         parts = one(scores, request, draws, key)
-        names = ("score", "curvature", "power", "excess", "tail")
+        names = ("score", "curvature", "power", "excess", "loss", "tail")
         return {n: w * part for n, w, part in zip(names, request.weights, parts, strict=False)}
 
     def build(problem: LaplaceProblem) -> Estimator:
@@ -219,6 +219,7 @@ def staged_scores(
             tail = [total["tail"]] if "tail" in total else []
             return jnp.concatenate([
                 total["score"], total["curvature"], total["power"][None], total["excess"][None],
+                total["loss"],
                 *tail,
             ])  # fmt: skip
 
@@ -267,9 +268,11 @@ def _listed(scores: Scores, request: Request, draws: Array, _: Array) -> tuple[A
     score = total(sent[..., None] * slopes)
     product = outer_products(each[..., None] * slopes, slope)
     power = jnp.mean(weight**2 * jnp.sum(chances * norm**2, axis=0))
+    curved = chances * norm * slope_norm
+    kept = jnp.sum(weight * curved) / (jnp.sum(curved) + TINY)
     squares = jnp.minimum(weight * norm, request.clips[2]) ** 2
     excess = jnp.mean(jnp.sum((listed.observed[:, None] - chances) * squares, axis=0))
-    return entries(scores, request, score, product, power, excess)
+    return entries(scores, request, score, product, power, excess, kept)
 
 
 def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tuple[Array, ...]:
@@ -294,17 +297,21 @@ def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tu
     clipped, short = shortened(there, norm, score_clip), jnp.minimum(norm, score_clip)
     own_slopes, own_norm = scores.bounded(own)
     observed = jnp.mean(shortened(own_slopes, own_norm, score_clip), axis=0)
-    centre = jnp.mean(clipped, axis=(0, 1))
-    size = scores.bounded(centre)[1]
+    centres = jnp.mean(clipped, axis=0)
+    spare = 2 * jnp.mean(short**2, axis=0) / (number * score_clip + TINY)
     limits = (
-        curvature_clip / (jnp.mean(short * slope_norm) + TINY),
-        (score_clip / (score_clip + size)),
+        curvature_clip / (jnp.mean(short * slope_norm, axis=0) + TINY),
+        score_clip / (score_clip + scores.bounded(centres)[1] + spare),
     )
-    weight = jnp.where(request.kind > 0, 1, jnp.minimum(1, jnp.minimum(*limits)))
+    weights = jnp.where(request.kind > 0, 1, jnp.minimum(1, jnp.minimum(*limits)))
     # Without an outcome, the centre alone would be a bias.
-    weight = weight * jnp.any(jnp.all(jnp.isfinite(own), axis=-1))
-    product = weight * outer_products(clipped, slope) / norm.size
-    score = weight * (observed - centre)
+    weights = weights * jnp.any(jnp.all(jnp.isfinite(own), axis=-1))
+    # The weight of one half of the outcomes goes with the centre of the other half, because a
+    # weight that depended on its own centre would be a bias. Clipping what exceeds the bound would
+    # be one too, so there is spare room for the difference of the two centres.
+    weight, crossed = jnp.mean(weights), weights[::-1]
+    product = outer_products(crossed[:, None] * clipped, slope) / norm.size
+    score = jnp.mean(crossed[:, None] * (observed - centres), axis=0)
     if outcomes.scalar:
         (value,) = outcome.values()
         centred = value.reshape(norm.shape).astype(norm.dtype) - mean[:, None]
@@ -315,6 +322,7 @@ def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tu
         score = jnp.where(request.kind > 0, 0, score)
     seen, likely = (jnp.minimum(each, request.clips[2]) ** 2 for each in (own_norm, norm))
     excess = weight**2 * (jnp.mean(seen) - jnp.mean(likely))
-    own = entries(scores, request, score, product, weight**2 * jnp.mean(short**2), excess)
+    kept = weight * jnp.sum(short * slope_norm) / (jnp.sum(norm * slope_norm) + TINY)
+    own = entries(scores, request, score, product, weight**2 * jnp.mean(short**2), excess, kept)
     tail = weight * (classes(own_norm, request.clips[2]) - classes(norm, request.clips[2]))
     return *own, jnp.where(request.kind > 0, 0, tail / math.sqrt(2))

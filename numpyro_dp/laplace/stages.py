@@ -21,6 +21,7 @@ from numpyro_dp.laplace.schedule import (
     LAST,
     LONG,
     LONGEST,
+    LOSS_BOUND,
     MOST_FAR,
     MOST_SHARE_FAR,
     NOISE_FAR,
@@ -100,6 +101,7 @@ class Run:
         self.spread: tuple[float, float] = 1.0, 0.0
         self.tail: Tail | None = None
         self._clips: tuple[float, ...] = ()
+        self.loss = curvature.Loss.before(len(guess.groups))
         self.size = size
         self.number: int = prior.outcomes.model.structure.layout.num_examples
 
@@ -114,8 +116,8 @@ class Run:
         """Decodes the values of a release."""
         released = np.asarray(released, np.float64)
         entries = int(np.sum(np.triu(self.pairs)))
-        ends = np.cumsum([self.size, entries, 1, 1])
-        score, triangle, power, excess, tail = np.split(released, ends)
+        ends = np.cumsum([self.size, entries, 1, 1, self.size])
+        score, triangle, power, excess, loss, tail = np.split(released, ends)
         clips, weights = self._bounds(release), self.plan.weights(release)
         mu, kind = self.plan.mu_of(release), self.plan.kinds[release]
         if kind is Kind.SIZE:
@@ -145,7 +147,7 @@ class Run:
         begin = self.mean, self.covariance
         self._clips = (*self._clips, clips[0] / clips[2])
         decoded, kappa = decode.decode(self._prior, self._unbiased(), self.kappa, begin), self.kappa
-        if weights[3] or weights[4]:
+        if weights[3] or weights[5]:
             # Draws were off by their spread, and their mean by its step.
             step = decoded[0] - stage.mean
             off = stage.covariance + np.outer(step, step)
@@ -156,19 +158,25 @@ class Run:
             self.spread = decode.excess_ratio(noisy, excess, noises, clips[2], doubt / self.number)
             # In a wrong model the intervals allow for the part of the variance that is sure.
             self.kappa *= np.clip(self.spread[0] - 2 * self.spread[1], 1.0, _MOST_SPREAD)
-        if weights[4]:
+        if weights[5]:
             unit = math.sqrt(2)
-            counts = tail * unit / weights[4]
-            self.tail = Tail.read(counts, unit / mu[4], self.number, doubt).joined(self.tail)
+            counts = tail * unit / weights[5]
+            self.tail = Tail.read(counts, unit / mu[5], self.number, doubt).joined(self.tail)
         found = self.kappa != kappa or self._unbiased() is not self.stages
-        if found and (weights[3] or weights[4]):
+        if found and (weights[3] or weights[5]):
             decoded = decode.decode(self._prior, self._unbiased(), self.kappa, begin)
         self.mean, self._decoded = decoded
         self.stages, self.covariance = decode.with_step(self.stages, self.mean, self._decoded)
         before = self._expected
         self._draw_around()
-        stage = curvature.moved(stage, before, self._expected)
+        ratios = np.ones(self.size)
+        if weights[4]:
+            bound = LOSS_BOUND * clips[1]
+            seen = bound * loss / weights[4], bound / mu[4]
+            self.loss, ratios = self.loss.read(self.stages[-1], *seen)
+        stage = curvature.moved(stage, before, self._expected * ratios)
         self.whitening = curvature.next_whitening(stage, self._prior, self.kappa)
+        self.whitening = self.whitening * np.outer(self.loss.factors, self.loss.factors)
         self.template = self.whitening @ stage.curvature_floored @ self.whitening
         self.plan = self._planned(release)
         if len(self.stages) > 1:  # the first whitening is a guess, which clips many records

@@ -190,7 +190,7 @@ def rooted(rng, size, spread):
 
 
 def request_of(size, *, kind=Kind.STAGE, mean=None, factor=None, whitening=None, clips=(1, 1, 1),
-               weights=(0.6, 0.6, 0.4, 0.24, 0.24)):  # fmt: skip
+               weights=(0.6, 0.6, 0.4, 0.2, 0.2, 0.2)):  # fmt: skip
     arrays = (
         np.zeros(size) if mean is None else mean,
         np.zeros((size, size)) if factor is None else factor,
@@ -201,9 +201,9 @@ def request_of(size, *, kind=Kind.STAGE, mean=None, factor=None, whitening=None,
 
 
 def random_request(size, kind, rng):
-    weights = np.sqrt(rng.dirichlet(np.ones(5)))
+    weights = np.sqrt(rng.dirichlet(np.ones(6)))
     if kind is Kind.SCALES:
-        weights = np.append(np.sqrt(rng.dirichlet(np.ones(2))), [0, 0, 0])
+        weights = np.append(np.sqrt(rng.dirichlet(np.ones(2))), [0, 0, 0, 0])
     return request_of(
         size, kind=kind, mean=rng.normal(size=size),
         factor=np.linalg.cholesky(rooted(rng, size, 1)) * np.exp(rng.normal()),

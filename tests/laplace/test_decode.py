@@ -428,6 +428,33 @@ def test_the_next_whitening_knows_how_expected_curvatures_move():
     np.testing.assert_array_equal(same.curvature, stage.curvature)
 
 
+def test_a_whitening_narrows_where_curvature_is_surely_lost():
+    rng, size = np.random.default_rng(0), 12
+    stage = decoding.read_stage(
+        np.zeros(size), np.eye(size), np.eye(size), np.eye(size), np.zeros(size), np.eye(size),
+        0.1, 1e-7,
+    )  # fmt: skip
+    true = np.append(np.zeros(size - 1), 3.0)
+    none, found = curvature.Loss.before(size), curvature.Loss.before(size)
+    narrowed = 0
+    for trial in range(100):
+        noise = rng.normal(size=size)
+        none, ratios = none.read(stage, 2.0 * noise, 2.0)
+        narrowed += np.any(ratios > 1.5)
+        if trial < 6:
+            found, ratios = found.read(stage, true + 1.5 * noise, 1.5)
+    assert narrowed <= 2  # noise alone
+    assert found.factors[-1] < 0.9 and np.all(found.factors[:-1] > 0.95)
+    sure, ratios = curvature.Loss.before(size).read(stage, true, 1e-6)
+    assert ratios[-1] == pytest.approx(4, rel=1e-3) and np.all(ratios[:-1] == 1)
+    assert sure.factors[-1] == pytest.approx(4**-0.25, rel=1e-3)
+    for _ in range(20):
+        sure, _ = sure.read(stage, true, 1e-6)
+    assert sure.factors[-1] ** 2 == pytest.approx(curvature.NARROWEST)
+    _, ratios = curvature.Loss.before(size).read(stage, np.full(size, 3.0), 1e-6)
+    np.testing.assert_allclose(ratios, 1)  # nothing is to be gained
+
+
 def test_the_start_finds_a_curvature_along_the_mean_row():
     rng = np.random.default_rng(7)
     rows = 0.05 * (rng.normal(size=(500, 3)) + np.array([3, 0, -2]))  # h_i: curvature h_i h_i'

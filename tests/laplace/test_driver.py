@@ -407,6 +407,35 @@ def test_sixty_columns_are_within_their_intervals():
     assert "arrival" not in [finding.name for finding in posterior.diagnose().bad]
 
 
+def test_rows_far_out_in_one_column_keep_their_weight():
+    """Few rows tell most about the second effect. With small weights its sd is 1.3 times exact."""
+    rng = np.random.default_rng(12)
+    x = rng.normal(size=(4000, 8)).astype(np.float32)
+    x[:, 0], heavy = 1, rng.random(4000) < 0.06
+    x[:, 1] = np.where(heavy, rng.uniform(3, 8, 4000), 0)
+    w = np.r_[-1.4, 0, 0.3 * rng.normal(size=6)]
+    y = (rng.random(4000) < 1 / (1 + np.exp(-x @ w - 1.8 * heavy))).astype(int)
+    mode = np.zeros(8)
+    for _ in range(20):
+        p = 1 / (1 + np.exp(-x @ mode))
+        precision = np.eye(8) + (x * (p * (1 - p))[:, None]).T @ x
+        mode += np.linalg.solve(precision, x.T @ (y - p) - mode)
+
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([8]).to_event(1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+    found = []
+    for secret in range(2):
+        budget = PrivacyBudget(3.0, 1e-5)
+        driver = DPLaplace(model, budget=budget, secret_key=secret, repetition=True)
+        table = driver.run(KEY, x, y, progress_bar=False).summary()["w"]
+        assert np.all(np.abs(table["mean"] - mode) < 3 * table["sd"])
+        found.append(table["sd"][1])
+    assert np.mean(found) < 1.2 * np.sqrt(np.linalg.inv(precision)[1, 1])
+
+
 @pytest.mark.table
 @pytest.mark.parametrize(("prior", "epsilon"), [
     (dist.Normal(0, 10), 0.7), (dist.Normal(0, 100), 0.7), (dist.Cauchy(0, 2.5), 0.7),

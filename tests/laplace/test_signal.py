@@ -20,7 +20,7 @@ from hostile_models import (
     with_numbers,
 )
 
-from numpyro_dp.laplace.schedule import Kind, believed_size, bounds
+from numpyro_dp.laplace.schedule import LOSS_BOUND, Kind, believed_size, bounds
 from numpyro_dp.laplace.scores import Scores
 from numpyro_dp.laplace.signal import symmetric
 
@@ -28,7 +28,7 @@ ROUNDING = 1 + 1e-5
 LISTED = [name for name, row in MODELS.items() if row[2]]
 
 
-ENTRIES = ("score", "curvature", "power", "excess", "tail")
+ENTRIES = ("score", "curvature", "power", "excess", "loss", "tail")
 
 
 @pytest.mark.table
@@ -39,7 +39,7 @@ def test_no_record_sends_more_than_its_bound(name):
     number = 20 if "known" in name else 200
     problem = problem_of(model, ordinary_records(kinds, number, 0))
     assert (problem.outcomes.number > 0) == listed
-    every, largest, rng = signals(problem, 3), np.zeros(5), np.random.default_rng(1)
+    every, largest, rng = signals(problem, 3), np.zeros(6), np.random.default_rng(1)
     for trial in range(6):
         arrays = with_numbers(problem, hostile_records(kinds, number, trial))
         for kind in Kind:
@@ -172,6 +172,10 @@ def test_bernoulli_in_closed_form():
         excess = (1 - chance) * (own**2 - other**2) / 0.2**2
         sent = np.asarray(found["excess"]) / float(request.weights[3])
         np.testing.assert_allclose(sent, excess, rtol=1e-4, atol=1e-6)
+        loss = ((1 - weight) * p * (1 - p))[:, None] * rows**2 / (LOSS_BOUND * clips[1])
+        loss /= np.maximum(1, np.linalg.norm(loss, axis=1, keepdims=True))
+        sent = np.asarray(found["loss"]) / float(request.weights[4])
+        np.testing.assert_allclose(sent, loss, rtol=1e-4, atol=1e-6)
 
 
 def simulated_copies(name, number, seed, pairs, clips):
@@ -219,6 +223,20 @@ def test_simulated_outcomes_have_score_0_on_average_and_the_curvature_is_its_slo
     assert np.all(np.abs(gap.mean(0)) <= 4.5 * gap.std(0) / np.sqrt(number) + 1e-6)
     # Observed outcomes have the power that the model expects.
     assert abs(excess.mean()) <= 4 * excess.std() / np.sqrt(number)
+
+
+def test_the_weight_of_rare_counts_does_not_know_their_centre():
+    """If both came from the same outcomes, the mean score would be 20 standard errors from 0."""
+    rate, counts, size = 0.2, np.arange(6), 20_000
+    x = np.ones((size, 3), np.float32)
+    problem = problem_of(MODELS["poisson"][0], (x, np.zeros(size, np.int32)))
+    request = request_of(3, mean=[np.log(rate) / 3] * 3, clips=(0.3, 10.0, 1.0))
+    x, y, numbers = with_numbers(problem, (x, np.zeros(size, np.int32)))
+    found = signals(problem, 2)(request, KEY, repeated((x, y, numbers), 1, counts))
+    chances = np.exp(-rate) * rate**counts / [1, 1, 2, 6, 24, 120]
+    scores = np.einsum("k,knd->nd", chances, score_of(found, request).reshape(6, size, 3))
+    error = scores.std(0) / np.sqrt(size)
+    assert np.all(np.abs(scores.mean(0)) < 4 * error)
 
 
 @pytest.mark.full
@@ -284,7 +302,7 @@ def test_the_size_of_scores_is_found_whatever_the_scale_of_columns(times):
     guess = np.eye(size) * np.sqrt(4 / N)  # p (1 - p) is 1 / 4 at 0, and columns have variance 1
     clips = bounds(Kind.SIZE, size, N, 1.0, 0.2)
     request = request_of(
-        size, kind=Kind.SIZE, whitening=guess, clips=clips, weights=(0, 0, 1, 0, 0)
+        size, kind=Kind.SIZE, whitening=guess, clips=clips, weights=(0, 0, 1, 0, 0, 0)
     )
     found = signals(problem, 2)(request, KEY, (times * x, y))
     assert not np.any(found["score"]) and not np.any(found["curvature"])
