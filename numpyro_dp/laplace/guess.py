@@ -28,6 +28,7 @@ _MOST_COLUMNS = 40  # that are tried as constant
 _PER_LATENT = 4  # records for each latent, to find directions without scores
 _SAME_SIZE = 3.0, 10.0  # largest factors between mean squares of scores: own outcomes, the mean's
 _FOURTHS = 8
+_BLUR, _BLUR_SURE, _BLUR_ROUNDS = (0.2, 0.6), 3.0, 8  # information of a record in the draws
 _SILENT = 0.1  # below this part of its usual size, the score of a latent counts as 0
 _ScoresAt = Callable[..., np.ndarray]
 _MEDIAN = 0.6745  # of |x| for a standard normal x
@@ -44,12 +45,14 @@ class FirstGuess(NamedTuple):
         near: ``(mean, covariance) -> (share, sizes)``. At draws with this share of the covariance,
             scores of invented records have about the same size as at the mean. The sizes are their
             mean squares there (d,).
+        blurred: ``(mean, covariance) -> ratios`` (d,), see :func:`_blurred`.
     """
 
     whitening: np.ndarray
     groups: np.ndarray
     unseen: tuple[np.ndarray, ...]
     near: Callable[[np.ndarray, np.ndarray], tuple[float, np.ndarray]]
+    blurred: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) -> FirstGuess:
@@ -113,7 +116,8 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
     _check_number(groups)
     unseen = _unseen(scores_at, points, mixed, rng)
     near = functools.partial(_near, scores_at, mixed, listed=bool(outcomes.number))
-    return FirstGuess(np.sqrt(size / number) / (typical * widths), groups, unseen, near)
+    blurred = functools.partial(_blurred, scores_at, mixed)
+    return FirstGuess(np.sqrt(size / number) / (typical * widths), groups, unseen, near, blurred)
 
 
 def _with_indices(
@@ -205,6 +209,34 @@ def _near(
         if ratios.size and np.all(np.abs(np.median(ratios, axis=1)) < np.log(_SAME_SIZE)):
             break
     return float(part), np.ones_like(mean) if listed else own
+
+
+def _blurred(
+    scores_at: _ScoresAt, rows: tuple[Array, ...], mean: np.ndarray, covariance: np.ndarray
+) -> np.ndarray:
+    r"""The mean score at the mean if the truth is a draw, over tr(H V).
+
+    Errors of many latents add up to residuals that look like noise of the outcome. So a scale seems
+    larger than it is, by the second order of a score: :math:`\tfrac12 \sum_{kl} V_{kl}\,
+    \partial_k \partial_l g`. Invented records tell its size for each latent. Ratios that may be
+    chance are 0.
+    """
+    half = np.clip(np.random.default_rng(1).normal(size=(_DRAWS // 2, len(mean))), -2, 2)
+    draws = np.vstack([half, -half]) @ factor(covariance).T  # so that the first order cancels
+    centre = np.tile(mean, (1 + _DRAWS, 1))
+    for _ in range(_BLUR_ROUNDS):
+        found = scores_at(centre, rows, np.vstack([mean, mean + draws]))[1:]
+        size = float(np.nan_to_num(np.median(np.einsum("rnd,rd->rn", found, draws).mean(1))))
+        if _BLUR[0] < size < _BLUR[1]:
+            break
+        draws *= np.clip(np.sqrt(np.mean(_BLUR) / max(size, 1e-3)), 0.1, 10)
+    used = np.isfinite(found).all(axis=(1, 2))
+    if not _BLUR[0] < size < _BLUR[1] or np.mean(used) < 0.5:
+        return np.zeros_like(mean)
+    each, draws = found[used].mean(1), draws[used]
+    error = np.sqrt(np.mean(found[used] ** 2, axis=(0, 1)) / found[used, :, 0].size)
+    total = np.sum(each * draws, axis=1).mean()
+    return np.where(np.abs(each.mean(0)) > _BLUR_SURE * error, each.mean(0) / total, 0.0)
 
 
 def _check_not_a_network(middle: np.ndarray, scores: np.ndarray) -> None:

@@ -90,7 +90,7 @@ class Run:
     def __init__(self, prior: ModelPrior, plan: Schedule, guess: FirstGuess) -> None:
         self.prior, self._prior, self.plan, self.groups = prior, prior.decoded, plan, guess.groups
         self._planned_at_first = len(plan.kinds)
-        self._unseen, self._near = guess.unseen, guess.near
+        self._unseen, self._near, self._blurred = guess.unseen, guess.near, guess.blurred
         # The model is believed before a column is, but not against the records.
         self._evidence = np.where(np.arange(len(guess.unseen)) == 0, _BELIEVED, 0.0)
         size, self.pairs = len(guess.groups), pairs_of(guess.groups)
@@ -282,7 +282,14 @@ class Run:
         if self.prior.normal is not None and not self.arrived:  # another step may be as long
             step = self._last_steps()
             covariance = covariance + np.outer(step, step)
-        return released_likelihood(self.mean, covariance, self._prior)
+        blur = self._blur()
+        return released_likelihood(self.mean, covariance + np.outer(blur, blur), self._prior)
+
+    def _blur(self) -> np.ndarray:
+        """How far errors of all latents may move the mean, see ``FirstGuess.blurred`` (d,)."""
+        slope = self.stages[-1].curvature_floored
+        size = float(np.sum(slope * self._decoded))
+        return solve(slope, size * self._blurred(self.mean, self._decoded))
 
     def _bounds(self, release: int) -> np.ndarray:
         """Bounds of a release."""
