@@ -13,6 +13,7 @@ none of its findings is BAD then.
     python benchmarks/believe/wild.py --sets 4 --epsilons 1 --kinds "probit" "change point"
 """
 
+import collections
 import pathlib
 import sys
 import time
@@ -415,6 +416,16 @@ wrong("wrong: noise grows", LINEAR, unequal_noise, s=1.0)
 wrong("wrong: link", LOGIT, another_link)
 
 
+# Too hard for most budgets, to see what is said about a posterior that is wrong.
+TEXTBOOK = regression(linear, normal(10.0), s=dist.HalfCauchy(5.0))
+simple("hard: logistic, 60 large effects", LOGIT, 60, 1.0, 10_000)
+simple("hard: logistic, 100 columns", LOGIT, 100, 0.5, 3000)
+simple("hard: linear, s = .003", LINEAR, truth={"s": 0.003})
+simple("hard: linear, 60 columns, s = .1", LINEAR, 60, 0.5, truth={"s": 0.1})
+simple("hard: linear, 40 columns, textbook", TEXTBOOK, 40, 0.5, truth={"s": 0.2})
+simple("hard: Poisson, effects of 1.5", regression(poisson, normal(10.0)), 8, 1.5)
+
+
 def records(name, seed):
     """The model, its arguments with outcomes, and the true latents."""
     make, number, _ = KINDS[name]
@@ -475,6 +486,7 @@ def one(name, epsilon, seed):
     bad = sorted({each.name for each in posterior.diagnose().bad})
     far = bool(np.max(np.abs(mean - aim) / sd) > 4)
     return {
+        "kind": name, "epsilon": epsilon, "set": seed,
         "coverage": float(np.mean((lower < aim) & (aim < upper))),
         "distance": float(np.sqrt(np.median(((mean - mode) / own) ** 2))),
         "width": float(np.median(sd / own)), "far": far, "silent": far and not bad,
@@ -483,19 +495,35 @@ def one(name, epsilon, seed):
 
 
 def row_of(name, epsilon, sets):
+    """A row of the table, and its sets."""
     found = []
     for seed in range(sets):
         try:
             found.append(one(name, epsilon, seed))
         except UnsupportedModelError as refused:
-            return {"kind": name, "epsilon": epsilon, "refused": str(refused)[:80]}
+            return {"kind": name, "epsilon": epsilon, "refused": str(refused)[:80]}, []
     row = {"kind": name, "epsilon": epsilon, "records": KINDS[name][1], "sets": sets}
     row |= {key: float(np.mean([each[key] for each in found]))
             for key in ("coverage", "distance", "width")}  # fmt: skip
     row |= {key: int(np.sum([each[key] for each in found])) for key in ("far", "silent", "warned")}
     row["seconds"] = float(np.median([each["seconds"] for each in found]))
     row["findings"] = sorted({name for each in found for name in each["findings"]})
-    return row
+    return row, found
+
+
+def told(sets):
+    """What findings say of right and of wrong posteriors, for each budget."""
+    rows = []
+    for epsilon in sorted({each["epsilon"] for each in sets}):
+        for far in (False, True):
+            alike = [each for each in sets if each["epsilon"] == epsilon and each["far"] == far]
+            names = collections.Counter(name for each in alike for name in each["findings"])
+            rows.append({
+                "epsilon": epsilon, "posterior": "wrong" if far else "right", "sets": len(alike),
+                "warned": sum(each["warned"] for each in alike),
+                "findings": [f"{name} {number}" for name, number in names.most_common()],
+            })  # fmt: skip
+    return rows
 
 
 def main():
@@ -506,16 +534,22 @@ def main():
     parser.add_argument("--epsilons", nargs="*", type=float, default=[0.3, 1.0, 3.0])
     args = parser.parse_args()
     sets, names = (1, args.kinds[:3]) if args.quick else (args.sets, args.kinds)
-    rows = []
+    rows, each = [], []
     for name in names:
         for epsilon in args.epsilons:
-            rows.append(row_of(name, epsilon, sets))
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()},
+            row, found = row_of(name, epsilon, sets)
+            rows, each = [*rows, row], [*each, *found]
+            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()},
                   flush=True)  # fmt: skip
         jax.clear_caches()
-        known = [row for row in rows if "sets" in row]
-        totals = {key: sum(row[key] for row in known) for key in ("sets", "far", "silent")}
-        save(args, rows=rows, totals=[totals])
+        ordinary = [row for row in rows if "sets" in row and not row["kind"].startswith("hard")]
+        totals = [
+            {"epsilon": epsilon} | {key: sum(row[key] for row in ordinary
+                                             if row["epsilon"] == epsilon)
+                                    for key in ("sets", "far", "silent", "warned")}
+            for epsilon in args.epsilons
+        ]  # fmt: skip
+        save(args, rows=rows, totals=totals, told=told(each), each=each)
 
 
 if __name__ == "__main__":
