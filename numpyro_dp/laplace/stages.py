@@ -236,7 +236,8 @@ class Run:
         plan = self.plan
         left, more = len(plan.kinds) - release - 1, len(plan.kinds) - self._planned_at_first
         steps = self.steps()
-        far = max(np.max(steps[:-1]), steps[-1] ** 2) > FAR or self._persists()
+        far = max(np.max(steps[:-1]), steps[-1] ** 2) > FAR
+        far = far or self._persists() or self._on_its_way()
         # A stage that hides its score in noise would throw the run back.
         stage = self.stages[-1]
         length = np.linalg.norm(stage.whitening @ stage.score)

@@ -61,11 +61,13 @@ class Tail(NamedTuple):
         counts: The numbers (6,).
         noise: Variance of their noise, one for all or (6,).
         own: Variances without noise in a correct model (6,).
+        found: Whether an earlier release was sure that the model is wrong.
     """
 
     counts: np.ndarray
     noise: float | np.ndarray
     own: np.ndarray
+    found: bool = False
 
     @classmethod
     def read(cls, counts: np.ndarray, noise: float, number: int, doubt: float) -> Tail:
@@ -86,7 +88,9 @@ class Tail(NamedTuple):
         part = other.variances / (self.variances + other.variances)
         counts = part * self.counts + (1 - part) * other.counts
         own = (part * np.sqrt(self.own) + (1 - part) * np.sqrt(other.own)) ** 2  # same records
-        return Tail(counts, part**2 * self.noise + (1 - part) ** 2 * other.noise, own)
+        noise = part**2 * self.noise + (1 - part) ** 2 * other.noise
+        # Once the clip norm is larger and the mean moves, classes may look right again.
+        return Tail(counts, noise, own, other.sure)
 
     @property
     def variances(self) -> np.ndarray:
@@ -94,12 +98,15 @@ class Tail(NamedTuple):
         return self.noise + self.own
 
     @property
+    def sure(self) -> bool:
+        """Whether records are in other classes than the model says."""
+        return self.found or bool(np.sum(self.counts**2 / self.variances) > _SURE)
+
+    @property
     def misplaced(self) -> float:
         """Number of records in other classes than the model says, or 0 if that may be noise."""
-        squares = self.counts**2
-        if np.sum(squares / self.variances) < _SURE:
-            return 0.0
-        return math.sqrt(max(0.0, float(np.sum(squares - self.variances))))
+        excess = float(np.sum(self.counts**2 - self.variances))
+        return math.sqrt(max(0.0, excess)) if self.sure else 0.0
 
     def bias(self, clip: float, size: int, number: int) -> float:
         """The norm of the sum of clipped, whitened scores at the optimum of the others.
