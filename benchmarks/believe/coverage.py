@@ -163,7 +163,11 @@ def normal_at_the_mode(model, x, y, start):
 
 def mode_of(value, at):
     """The minimum of a function, by damped Newton steps from a point, and its Hessian there."""
-    gradient, hessian = jax.jit(jax.grad(value)), jax.jit(jax.hessian(value))
+    return newton(jax.jit(jax.grad(value)), jax.jit(jax.hessian(value)), at)
+
+
+def newton(gradient, hessian, at):
+    """As :func:`mode_of`, from the two derivatives."""
     for _ in range(40):
         bend = np.asarray(hessian(at), np.float64)
         bend += max(0.0, 1e-3 - np.linalg.eigvalsh(bend).min()) * np.eye(len(at))

@@ -27,7 +27,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from common import experiment_parser, save
-from coverage import mode_of
+from coverage import newton
 from jax.flatten_util import ravel_pytree
 from numpyro.infer import MCMC, NUTS
 from numpyro.infer.util import initialize_model, unconstrain_fn
@@ -441,74 +441,89 @@ def records(name, seed):
     return model, (*args, numpyro.handlers.trace(seeded).get_trace(*args)["y"]["value"]), truth
 
 
-def at_the_mode(model, args, truth):
-    """Mean and standard deviation of each latent in the posterior without privacy."""
-    info = initialize_model(jax.random.key(0), model, model_args=args, validate_grad=False)
-    start = unconstrain_fn(model, args, {}, {n: jnp.asarray(v, jnp.float32) for n, v in
-                                             truth.items()})  # fmt: skip
-    start = {n: start[n] for n in info.param_info.z}
-    flat, unravel = ravel_pytree(start)
+class Kind:
+    """One kind of model, with the posteriors of its sets without privacy."""
 
-    def value(flat):
-        return info.potential_fn(unravel(flat))
+    def __init__(self, name, sets):
+        self.name, self.sets = name, [records(name, seed) for seed in range(sets)]
+        self.model, args, _ = self.sets[0]
+        self.wrong = KINDS[name][2]
+        info = initialize_model(
+            jax.random.key(0), self.model, model_args=args, dynamic_args=True, validate_grad=False
+        )
+        self._prototype, self._postprocess = info.param_info.z, info.postprocess_fn
+        _, self._unravel = ravel_pytree(self._prototype)
 
-    try:
-        flat, hessian = mode_of(value, flat)
-        root = np.linalg.cholesky(np.linalg.inv(hessian))
-        drawn = np.random.default_rng(0).standard_normal((400, len(root))) @ root.T
-        drawn = flat + jnp.asarray(drawn, "f4")
-    except np.linalg.LinAlgError:  # a density with edges, such as Laplace's, has no such matrix
-        mcmc = MCMC(NUTS(potential_fn=value), num_warmup=300, num_samples=400, progress_bar=False)
-        mcmc.run(jax.random.key(0), init_params=flat)
-        drawn = mcmc.get_samples()
-    draws = jax.vmap(lambda z: info.postprocess_fn(unravel(z)))(drawn)
-    return ({n: np.asarray(x).mean(0) for n, x in draws.items()},
-            {n: np.asarray(x).std(0) for n, x in draws.items()})  # fmt: skip
+        def value(flat, args):
+            return info.potential_fn(*args)(self._unravel(flat))
+
+        self._value, self._gradient = value, jax.jit(jax.grad(value))
+        self._hessian = jax.jit(jax.hessian(value))
+        self.exact = [self._at_the_mode(args, truth) for _, args, truth in self.sets]
+
+    def _at_the_mode(self, args, truth):
+        """Mean and standard deviation of each latent in the posterior without privacy."""
+        values = {n: jnp.asarray(v, jnp.float32) for n, v in truth.items()}
+        start = unconstrain_fn(self.model, args, {}, values)
+        flat, _ = ravel_pytree({n: start[n] for n in self._prototype})
+        try:
+            flat, hessian = newton(
+                lambda z: self._gradient(z, args), lambda z: self._hessian(z, args), flat
+            )
+            root = np.linalg.cholesky(np.linalg.inv(hessian))
+            drawn = np.random.default_rng(0).standard_normal((400, len(root))) @ root.T
+            drawn = flat + jnp.asarray(drawn, "f4")
+        except np.linalg.LinAlgError:  # a density with edges, such as Laplace's, has no such matrix
+            kernel = NUTS(potential_fn=lambda z: self._value(z, args))
+            mcmc = MCMC(kernel, num_warmup=300, num_samples=400, progress_bar=False)
+            mcmc.run(jax.random.key(0), init_params=flat)
+            drawn = mcmc.get_samples()
+        draws = jax.vmap(lambda z: self._postprocess(*args)(self._unravel(z)))(drawn)
+        return ({n: np.asarray(x).mean(0) for n, x in draws.items()},
+                {n: np.asarray(x).std(0) for n, x in draws.items()})  # fmt: skip
+
+    def row(self, epsilon):
+        """A row of the table, and its sets."""
+        laplace = DPLaplace(self.model, budget=PrivacyBudget(epsilon))
+        row = {"kind": self.name, "epsilon": epsilon}
+        try:
+            found = [self._one(laplace, epsilon, seed) for seed in range(len(self.sets))]
+        except UnsupportedModelError as refused:
+            return row | {"refused": str(refused)[:80]}, []
+        row |= {"records": KINDS[self.name][1], "sets": len(self.sets)}
+        row |= {key: float(np.mean([each[key] for each in found]))
+                for key in ("coverage", "distance", "width")}  # fmt: skip
+        row |= {key: int(np.sum([each[key] for each in found]))
+                for key in ("far", "silent", "warned")}  # fmt: skip
+        row["seconds"] = float(np.median([each["seconds"] for each in found]))
+        row["findings"] = sorted({name for each in found for name in each["findings"]})
+        return row, found
+
+    def _one(self, laplace, epsilon, seed):
+        (_, args, truth), exact = self.sets[seed], self.exact[seed]
+        begin = time.perf_counter()
+        posterior = laplace.run(jax.random.key(seed), *args, progress_bar=False)
+        seconds, names = time.perf_counter() - begin, sorted(truth)
+        table = posterior.summary(prob=0.9)
+        mean, sd, lower, upper = (
+            joined({n: table[n][what] for n in names}, names)
+            for what in ("mean", "sd", "lower", "upper")
+        )
+        mode, own = (joined(each, names) for each in exact)
+        aim = mode if self.wrong else joined(truth, names)
+        bad = sorted({each.name for each in posterior.diagnose().bad})
+        far = bool(np.max(np.abs(mean - aim) / sd) > 4)
+        return {
+            "kind": self.name, "epsilon": epsilon, "set": seed,
+            "coverage": float(np.mean((lower < aim) & (aim < upper))),
+            "distance": float(np.sqrt(np.median(((mean - mode) / own) ** 2))),
+            "width": float(np.median(sd / own)), "far": far, "silent": far and not bad,
+            "warned": bool(bad), "seconds": seconds, "findings": bad,
+        }  # fmt: skip
 
 
 def joined(values, names):
     return np.concatenate([np.ravel(np.asarray(values[name], float)) for name in names])
-
-
-def one(name, epsilon, seed):
-    model, args, truth = records(name, seed)
-    laplace = DPLaplace(model, budget=PrivacyBudget(epsilon))
-    begin = time.perf_counter()
-    posterior = laplace.run(jax.random.key(seed), *args, progress_bar=False)
-    seconds, names = time.perf_counter() - begin, sorted(truth)
-    table = posterior.summary(prob=0.9)
-    mean, sd, lower, upper = (
-        joined({n: table[n][what] for n in names}, names)
-        for what in ("mean", "sd", "lower", "upper")
-    )
-    mode, own = (joined(each, names) for each in at_the_mode(model, args, truth))
-    aim = mode if KINDS[name][2] else joined(truth, names)
-    bad = sorted({each.name for each in posterior.diagnose().bad})
-    far = bool(np.max(np.abs(mean - aim) / sd) > 4)
-    return {
-        "kind": name, "epsilon": epsilon, "set": seed,
-        "coverage": float(np.mean((lower < aim) & (aim < upper))),
-        "distance": float(np.sqrt(np.median(((mean - mode) / own) ** 2))),
-        "width": float(np.median(sd / own)), "far": far, "silent": far and not bad,
-        "warned": bool(bad), "seconds": seconds, "findings": bad,
-    }  # fmt: skip
-
-
-def row_of(name, epsilon, sets):
-    """A row of the table, and its sets."""
-    found = []
-    for seed in range(sets):
-        try:
-            found.append(one(name, epsilon, seed))
-        except UnsupportedModelError as refused:
-            return {"kind": name, "epsilon": epsilon, "refused": str(refused)[:80]}, []
-    row = {"kind": name, "epsilon": epsilon, "records": KINDS[name][1], "sets": sets}
-    row |= {key: float(np.mean([each[key] for each in found]))
-            for key in ("coverage", "distance", "width")}  # fmt: skip
-    row |= {key: int(np.sum([each[key] for each in found])) for key in ("far", "silent", "warned")}
-    row["seconds"] = float(np.median([each["seconds"] for each in found]))
-    row["findings"] = sorted({name for each in found for name in each["findings"]})
-    return row, found
 
 
 def told(sets):
@@ -536,8 +551,9 @@ def main():
     sets, names = (1, args.kinds[:3]) if args.quick else (args.sets, args.kinds)
     rows, each = [], []
     for name in names:
+        of_kind = Kind(name, sets)
         for epsilon in args.epsilons:
-            row, found = row_of(name, epsilon, sets)
+            row, found = of_kind.row(epsilon)
             rows, each = [*rows, row], [*each, *found]
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()},
                   flush=True)  # fmt: skip

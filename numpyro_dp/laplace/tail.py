@@ -33,6 +33,10 @@ _MIDDLE = np.append(np.sqrt(_EDGES[_FIRST - 1 : -1] * _EDGES[_FIRST:]), 1.5 * _E
 _SHARE = np.append([0.5, 0.5], np.minimum(0.1, 0.3 / _EDGES[_FIRST - 1 :] ** 2))
 _SURE = 18.5  # of a chi-square variable of 6 degrees of freedom, exceeded in 1 of 200 cases
 _CLASS_SURE = 3.0  # standard errors
+# Long tails move records from the middle classes to the others. A test along this direction sees a
+# few of them among many records.
+_HEAVY = np.array([0.3, -0.6, -0.6, 1.0, 1.0, 0.5]) / math.sqrt(3.06)
+_HEAVY_SURE = 2.8  # standard errors
 # The bias of the sum at the smallest clip norm, over the number of misplaced records, and the power
 # with which it falls with the clip norm: measured with negative binomial counts in a Poisson model,
 # and with Student-t noise in a normal model. There, a scale follows the many small scores, and its
@@ -100,13 +104,17 @@ class Tail(NamedTuple):
     @property
     def sure(self) -> bool:
         """Whether records are in other classes than the model says."""
-        return self.found or bool(np.sum(self.counts**2 / self.variances) > _SURE)
+        far = _HEAVY @ self.counts > _HEAVY_SURE * math.sqrt(_HEAVY**2 @ self.variances)
+        return self.found or bool(far or np.sum(self.counts**2 / self.variances) > _SURE)
 
     @property
     def misplaced(self) -> float:
         """Number of records in other classes than the model says, or 0 if that may be noise."""
-        excess = float(np.sum(self.counts**2 - self.variances))
-        return math.sqrt(max(0.0, excess)) if self.sure else 0.0
+        if not self.sure:
+            return 0.0
+        excess = np.sum(self.counts**2 - self.variances)
+        along = (_HEAVY @ self.counts) ** 2 - _HEAVY**2 @ self.variances
+        return math.sqrt(max(0.0, float(excess), float(along)))
 
     def bias(self, clip: float, size: int, number: int) -> float:
         """The norm of the sum of clipped, whitened scores at the optimum of the others.

@@ -66,6 +66,19 @@ def test_noise_alone_is_no_misfit_and_changes_no_clip_norm():
     assert right.bias(1.0, 4, N) == 0 and right.clip(1.3, 4, N, 0.5) == 1.3
 
 
+def test_few_records_in_the_direction_of_long_tails_are_seen_and_stay_seen():
+    """The chi-square over all classes has no power for 1 % of many records."""
+    moved = np.array([60.0, -120, -90, 130, 60, 20])
+    one = Tail.read(moved, 34.0, 16_000, 4.0)
+    assert np.sum(one.counts**2 / one.variances) < 18.5
+    assert one.misplaced > 100
+    assert Tail.read(-moved, 34.0, 16_000, 4.0).misplaced == 0
+    later = Tail.read(np.zeros(CLASSES), 34.0, 16_000, 4.0)
+    assert not later.sure
+    assert later.joined(one).sure
+    assert later.joined(one).bias(1.3, 14, 16_000) >= 0
+
+
 def test_the_clip_norm_follows_the_tail_and_the_noise():
     body = np.array([-200.0, 120, 50, 20, 10, 0])
     tail = Tail.read(body, 20.0, N, 4.0)
