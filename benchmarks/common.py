@@ -50,6 +50,9 @@ def parse_args(description):
     return make_parser(description).parse_args()
 
 
+_PATHS = "--json", "--figure", "--each"  # where a benchmark writes
+
+
 def experiment_parser(doc, quick):
     """What every experiment takes; ``quick`` says what --quick leaves of it."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
@@ -75,9 +78,9 @@ def _command():
     """As typed, without where it writes."""
     words, skip = ["python", os.path.relpath(sys.argv[0], HERE.parent)], False
     for word in sys.argv[1:]:
-        if not skip and word not in ("--json", "--figure"):
+        if not skip and word not in _PATHS:
             words.append(word)
-        skip = word in ("--json", "--figure")
+        skip = word in _PATHS
     return shlex.join(words)
 
 

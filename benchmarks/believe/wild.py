@@ -9,13 +9,18 @@ deviations, and "width" the ratio of standard deviations (medians over latents, 
 sets). A set is "far" if a latent is more than 4 reported standard deviations away, and "silent" if
 none of its findings is BAD then.
 
-    python benchmarks/believe/wild.py --json wild.json
+    python benchmarks/believe/wild.py --json wild.json --each sets.jsonl
     python benchmarks/believe/wild.py --sets 4 --epsilons 1 --kinds "probit" "change point"
 """
 
 import collections
+import concurrent.futures
+import json
+import multiprocessing
+import os
 import pathlib
 import sys
+import tempfile
 import time
 import warnings
 
@@ -444,28 +449,27 @@ def records(name, seed):
 class Kind:
     """One kind of model, with the posteriors of its sets without privacy."""
 
-    def __init__(self, name, sets):
-        self.name, self.sets = name, [records(name, seed) for seed in range(sets)]
-        self.model, args, _ = self.sets[0]
-        self.wrong = KINDS[name][2]
+    def __init__(self, name, seeds):
+        self.name, self.sets = name, {seed: records(name, seed) for seed in seeds}
+        self.model, args, _ = next(iter(self.sets.values()))
         info = initialize_model(
             jax.random.key(0), self.model, model_args=args, dynamic_args=True, validate_grad=False
         )
-        self._prototype, self._postprocess = info.param_info.z, info.postprocess_fn
-        _, self._unravel = ravel_pytree(self._prototype)
+        self._names, self._postprocess = list(info.param_info.z), info.postprocess_fn
+        _, self._unravel = ravel_pytree(info.param_info.z)
 
         def value(flat, args):
             return info.potential_fn(*args)(self._unravel(flat))
 
         self._value, self._gradient = value, jax.jit(jax.grad(value))
         self._hessian = jax.jit(jax.hessian(value))
-        self.exact = [self._at_the_mode(args, truth) for _, args, truth in self.sets]
+        self._exact = {seed: self._at_the_mode(*each[1:]) for seed, each in self.sets.items()}
 
     def _at_the_mode(self, args, truth):
         """Mean and standard deviation of each latent in the posterior without privacy."""
         values = {n: jnp.asarray(v, jnp.float32) for n, v in truth.items()}
         start = unconstrain_fn(self.model, args, {}, values)
-        flat, _ = ravel_pytree({n: start[n] for n in self._prototype})
+        flat, _ = ravel_pytree({n: start[n] for n in self._names})
         try:
             flat, hessian = newton(
                 lambda z: self._gradient(z, args), lambda z: self._hessian(z, args), flat
@@ -482,25 +486,18 @@ class Kind:
         return ({n: np.asarray(x).mean(0) for n, x in draws.items()},
                 {n: np.asarray(x).std(0) for n, x in draws.items()})  # fmt: skip
 
-    def row(self, epsilon):
-        """A row of the table, and its sets."""
+    def at(self, epsilon):
+        """The results of all sets."""
         laplace = DPLaplace(self.model, budget=PrivacyBudget(epsilon))
-        row = {"kind": self.name, "epsilon": epsilon}
-        try:
-            found = [self._one(laplace, epsilon, seed) for seed in range(len(self.sets))]
-        except UnsupportedModelError as refused:
-            return row | {"refused": str(refused)[:80]}, []
-        row |= {"records": KINDS[self.name][1], "sets": len(self.sets)}
-        row |= {key: float(np.mean([each[key] for each in found]))
-                for key in ("coverage", "distance", "width")}  # fmt: skip
-        row |= {key: int(np.sum([each[key] for each in found]))
-                for key in ("far", "silent", "warned")}  # fmt: skip
-        row["seconds"] = float(np.median([each["seconds"] for each in found]))
-        row["findings"] = sorted({name for each in found for name in each["findings"]})
-        return row, found
+        for seed in self.sets:
+            given = {"kind": self.name, "epsilon": epsilon, "set": seed}
+            try:
+                yield given | self._one(laplace, seed)
+            except UnsupportedModelError as refused:
+                yield given | {"refused": str(refused)[:80]}
 
-    def _one(self, laplace, epsilon, seed):
-        (_, args, truth), exact = self.sets[seed], self.exact[seed]
+    def _one(self, laplace, seed):
+        _, args, truth = self.sets[seed]
         begin = time.perf_counter()
         posterior = laplace.run(jax.random.key(seed), *args, progress_bar=False)
         seconds, names = time.perf_counter() - begin, sorted(truth)
@@ -509,12 +506,11 @@ class Kind:
             joined({n: table[n][what] for n in names}, names)
             for what in ("mean", "sd", "lower", "upper")
         )
-        mode, own = (joined(each, names) for each in exact)
-        aim = mode if self.wrong else joined(truth, names)
+        mode, own = (joined(each, names) for each in self._exact[seed])
+        aim = mode if KINDS[self.name][2] else joined(truth, names)
         bad = sorted({each.name for each in posterior.diagnose().bad})
         far = bool(np.max(np.abs(mean - aim) / sd) > 4)
         return {
-            "kind": self.name, "epsilon": epsilon, "set": seed,
             "coverage": float(np.mean((lower < aim) & (aim < upper))),
             "distance": float(np.sqrt(np.median(((mean - mode) / own) ** 2))),
             "width": float(np.median(sd / own)), "far": far, "silent": far and not bad,
@@ -526,12 +522,42 @@ def joined(values, names):
     return np.concatenate([np.ravel(np.asarray(values[name], float)) for name in names])
 
 
+def results_of(name, seeds, epsilons):
+    warnings.simplefilter("ignore", PosteriorWarning)
+    of_kind = Kind(name, seeds)
+    found = [each for epsilon in epsilons for each in of_kind.at(epsilon)]
+    jax.clear_caches()
+    return found
+
+
+def row_of(name, epsilon, found):
+    """A row of the table from its sets."""
+    row = {"kind": name, "epsilon": epsilon, "records": KINDS[name][1], "sets": len(found)}
+    if "refused" in found[0]:
+        return row | {"refused": found[0]["refused"]}
+    row |= {key: float(np.mean([each[key] for each in found]))
+            for key in ("coverage", "distance", "width")}  # fmt: skip
+    row |= {key: int(np.sum([each[key] for each in found])) for key in ("far", "silent", "warned")}
+    row["seconds"] = float(np.median([each["seconds"] for each in found]))
+    row["findings"] = sorted({name for each in found for name in each["findings"]})
+    return row
+
+
+def total_of(epsilon, rows):
+    """How many sets were far, and how many of these silent, without the kinds that are too hard."""
+    own = [row for row in rows if row["epsilon"] == epsilon and "refused" not in row
+           and not row["kind"].startswith("hard")]  # fmt: skip
+    found = {key: sum(row[key] for row in own) for key in ("sets", "far", "silent", "warned")}
+    right = [row["coverage"] for row in own if not KINDS[row["kind"]][2]]
+    return {"epsilon": epsilon} | found | {"coverage": float(np.mean(right))}
+
+
 def told(sets):
     """What findings say of right and of wrong posteriors, for each budget."""
     rows = []
     for epsilon in sorted({each["epsilon"] for each in sets}):
         for far in (False, True):
-            alike = [each for each in sets if each["epsilon"] == epsilon and each["far"] == far]
+            alike = [each for each in sets if each["epsilon"] == epsilon and each.get("far") == far]
             names = collections.Counter(name for each in alike for name in each["findings"])
             rows.append({
                 "epsilon": epsilon, "posterior": "wrong" if far else "right", "sets": len(alike),
@@ -542,30 +568,45 @@ def told(sets):
 
 
 def main():
-    warnings.simplefilter("ignore", PosteriorWarning)
     parser = experiment_parser(__doc__, "three kinds, 1 set")
     parser.add_argument("--sets", type=int, default=12, help="data sets of a kind")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS))
     parser.add_argument("--epsilons", nargs="*", type=float, default=[0.3, 1.0, 3.0])
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--each", default=os.devnull, help="a line a set; a run goes on with it")
     args = parser.parse_args()
     sets, names = (1, args.kinds[:3]) if args.quick else (args.sets, args.kinds)
-    rows, each = [], []
+    done = pathlib.Path(args.each)
+    each = [json.loads(line) for line in done.read_text().splitlines()] if done.is_file() else []
+    left = {}
     for name in names:
-        of_kind = Kind(name, sets)
-        for epsilon in args.epsilons:
-            row, found = of_kind.row(epsilon)
-            rows, each = [*rows, row], [*each, *found]
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()},
-                  flush=True)  # fmt: skip
-        jax.clear_caches()
-        ordinary = [row for row in rows if "sets" in row and not row["kind"].startswith("hard")]
-        totals = [
-            {"epsilon": epsilon} | {key: sum(row[key] for row in ordinary
-                                             if row["epsilon"] == epsilon)
-                                    for key in ("sets", "far", "silent", "warned")}
-            for epsilon in args.epsilons
-        ]  # fmt: skip
-        save(args, rows=rows, totals=totals, told=told(each), each=each)
+        known = collections.Counter(one["set"] for one in each if one["kind"] == name)
+        left[name] = [seed for seed in range(sets) if known[seed] < len(args.epsilons)]
+    with tempfile.TemporaryDirectory() as programs:
+        os.environ |= {  # of the processes, each of which has one core. Budgets share programs
+            "JAX_COMPILATION_CACHE_DIR": programs,
+            "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+        }
+        context = multiprocessing.get_context("spawn")
+        pool = concurrent.futures.ProcessPoolExecutor(args.processes, context)
+        jobs = [pool.submit(results_of, name, seeds, args.epsilons)
+                for name, seeds in left.items() if seeds]  # fmt: skip
+        for job in concurrent.futures.as_completed(jobs):
+            each += job.result()
+            with done.open("a") as file:
+                file.writelines(json.dumps(one) + "\n" for one in job.result())
+            for epsilon in args.epsilons:
+                found = [one for one in job.result() if one["epsilon"] == epsilon]
+                row = row_of(found[0]["kind"], epsilon, found)
+                print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()},
+                      flush=True)  # fmt: skip
+        pool.shutdown()
+    groups = {(name, epsilon): [] for name in names for epsilon in args.epsilons}
+    for one in each:
+        groups[one["kind"], one["epsilon"]].append(one)
+    rows = [row_of(*key, found) for key, found in groups.items()]
+    totals = [total_of(epsilon, rows) for epsilon in args.epsilons]
+    save(args, rows=rows, totals=totals, told=told(each))
 
 
 if __name__ == "__main__":
