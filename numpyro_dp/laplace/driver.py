@@ -107,7 +107,7 @@ class DPLaplace:
         Everything in the posterior is (epsilon, delta)-differentially private under the budget's
         relation. A release sums up to six parts of each record: score, curvature, the score's
         power, in the last stage how much the outcome's score exceeds it, before that the loss of
-        curvature, and in two stages the class of the score's norm (:mod:`numpyro_dp.laplace.tail`).
+        curvature, and in two stages where the score's norm lies (:mod:`numpyro_dp.laplace.tail`).
         Their norms are at most C, :math:`C_H` (Frobenius), :math:`C^2`, :math:`C_e^2`,
         :math:`2 C_H` and 1. Each part is divided by its bound and weighted, so a record's whole
         signal has norm at most 1. The mechanism also clips it to 1.

@@ -55,7 +55,7 @@ SHARE_FAR, MOST_SHARE_FAR, NOISE_FAR = 0.02, 0.04, 0.7
 # grows like the largest of d normal numbers, or the root mean square is longer than
 # LONG (1 + 1 / sqrt d).
 LONGEST, LONG = 2.0, 1.5
-ALONG = 4.0  # posterior sds of the last two steps along the way from the prior's mean
+ALONG = 2.5  # posterior sds of the last two steps along the way from the prior's mean
 LOSS_BOUND = 2.0  # on a record's loss of curvature, over that on the curvature
 _POWER = 0.02  # part of a stage
 _LOSS = 0.02  # part of a stage, except for the last

@@ -51,7 +51,7 @@ from numpyro_dp.laplace.scores import (
     shortened,
     total,
 )
-from numpyro_dp.laplace.tail import CLASSES, classes
+from numpyro_dp.laplace.tail import SIZES, sizes
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.records import Records, Rows
 
@@ -147,7 +147,7 @@ class StageOptimizer:
     """
 
     def __init__(self, pairs: np.ndarray, tail: bool) -> None:
-        self._entries = int(np.sum(np.triu(pairs))) + CLASSES * tail
+        self._entries = int(np.sum(np.triu(pairs))) + SIZES * tail
 
     def init(self, request: Request) -> tuple[Request, Array]:
         """Returns the state: the request, and zeros in place of released values."""
@@ -324,5 +324,5 @@ def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tu
     excess = weight**2 * (jnp.mean(seen) - jnp.mean(likely))
     kept = weight * jnp.sum(short * slope_norm) / (jnp.sum(norm * slope_norm) + TINY)
     own = entries(scores, request, score, product, weight**2 * jnp.mean(short**2), excess, kept)
-    tail = weight * (classes(own_norm, request.clips[2]) - classes(norm, request.clips[2]))
-    return *own, jnp.where(request.kind > 0, 0, tail / math.sqrt(2))
+    tail = weight * (sizes(own_norm, request.clips[2]) - sizes(norm, request.clips[2]))
+    return *own, jnp.where(request.kind > 0, 0, tail)

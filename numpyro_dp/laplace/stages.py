@@ -159,9 +159,8 @@ class Run:
             # In a wrong model the intervals allow for the part of the variance that is sure.
             self.kappa *= np.clip(self.spread[0] - 2 * self.spread[1], 1.0, _MOST_SPREAD)
         if weights[5]:
-            unit = math.sqrt(2)
-            counts = tail * unit / weights[5]
-            self.tail = Tail.read(counts, unit / mu[5], self.number, doubt).joined(self.tail)
+            read = Tail.read(tail / weights[5], 1 / mu[5], self.number, doubt)
+            self.tail = read.joined(self.tail)
         found = self.kappa != kappa or self._unbiased() is not self.stages
         if found and (weights[3] or weights[5]):
             decoded = decode.decode(self._prior, self._unbiased(), self.kappa, begin)
@@ -236,8 +235,7 @@ class Run:
         plan = self.plan
         left, more = len(plan.kinds) - release - 1, len(plan.kinds) - self._planned_at_first
         steps = self.steps()
-        far = max(np.max(steps[:-1]), steps[-1] ** 2) > FAR
-        far = far or self._persists() or self._on_its_way()
+        far = max(np.max(steps[:-1]), steps[-1] ** 2) > FAR or self._persists()
         # A stage that hides its score in noise would throw the run back.
         stage = self.stages[-1]
         length = np.linalg.norm(stage.whitening @ stage.score)

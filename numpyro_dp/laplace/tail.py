@@ -1,8 +1,11 @@
 r"""How the norms of scores are distributed, next to what the model says.
 
-In two late stages each record sends one more entry. It says in which of 6 classes the norm of its
-observed score lies, minus the chances of the classes in the model, divided by root 2. Its norm is
-at most 1. The sum over records is close to 0 in a correct model.
+In two late stages each record sends one more entry of 7 numbers. Six say in which class the norm of
+its observed score lies. The last one says how far out it is: with the norm n in units of the
+smallest clip norm, it is :math:`\min(1, n^2 / 3^2)`. From all of them, their expectations in the
+model are subtracted. Their weights bring the entry's norm to at most 1. The sum over records is
+close to 0 in a correct model. A few records far out show in the last number alone, because it has
+less noise than six.
 
 In a wrong model, clipped scores are not centred. At the optimum of all scores, the clipped ones
 then have a sum of norm B, the bias. A larger clip norm C lowers B, but the noise grows with it. So
@@ -21,22 +24,25 @@ from jax import Array
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.public import own_constants
 
-__all__ = ["CLASSES", "Tail", "classes", "has_tail"]
+__all__ = ["SIZES", "Tail", "has_tail", "sizes"]
 
 # Bounds of the classes, in units of the smallest clip norm. Scores in a model have norms near .5.
 # Few classes, because each adds noise of the same size to a test over all of them.
 _EDGES = np.array([0.5, 1.0, 2.2, 5.0, 11.0])
-CLASSES = len(_EDGES) + 1
+_CLASSES = len(_EDGES) + 1
+_FAR, SIZES = 3.0, _CLASSES + 1
+# Two probability vectors differ by a norm of root 2 at most, and two shares by 1.
+_WEIGHTS = np.sqrt(np.append(np.full(_CLASSES, 1 / 6), 2 / 3))
 _FIRST = 2  # class of the first scores that are longer than the smallest clip norm
 _MIDDLE = np.append(np.sqrt(_EDGES[_FIRST - 1 : -1] * _EDGES[_FIRST:]), 1.5 * _EDGES[-1])
 # Most of the records that a class holds. Scores have a mean square, so Chebyshev bounds their tail.
 _SHARE = np.append([0.5, 0.5], np.minimum(0.1, 0.3 / _EDGES[_FIRST - 1 :] ** 2))
+_SHARE = np.append(_SHARE, 0.1 / _FAR**2)  # the mean square of a share, whose mean is .3 / 9
 _SURE = 18.5  # of a chi-square variable of 6 degrees of freedom, exceeded in 1 of 200 cases
 _CLASS_SURE = 3.0  # standard errors
-# Long tails move records from the middle classes to the others. A test along this direction sees a
-# few of them among many records.
-_HEAVY = np.array([0.3, -0.6, -0.6, 1.0, 1.0, 0.5]) / math.sqrt(3.06)
-_HEAVY_SURE = 2.8  # standard errors
+_FAR_SURE = 2.4  # standard errors
+# The norm of the classes' errors, over the number of records that are far out.
+_OF_FAR = 1.5
 # The bias of the sum at the smallest clip norm, over the number of misplaced records, and the power
 # with which it falls with the clip norm: measured with negative binomial counts in a Poisson model,
 # and with Student-t noise in a normal model. There, a scale follows the many small scores, and its
@@ -46,11 +52,16 @@ _BIAS_OF_SCALE, _POWER_OF_SCALE = 1.6, 0.5
 _WIDEST = 20.0
 
 
-def classes(norm: Array, unit: Array) -> Array:
-    """Shares of norms in each class, shape (6,). The smallest clip norm is ``unit``."""
-    (edges,) = own_constants(_EDGES.astype(np.float32))
+def sizes(norm: Array, unit: Array) -> Array:
+    """What a record sends of its norms, shape (7,). The smallest clip norm is ``unit``.
+
+    Two such vectors differ by a norm of 1 at most.
+    """
+    edges, weights = own_constants(_EDGES.astype(np.float32), _WEIGHTS.astype(np.float32))
     below = jnp.mean(norm[..., None] < unit * edges, axis=range(norm.ndim))
-    return jnp.diff(below, prepend=0.0, append=1.0)
+    shares = jnp.diff(below, prepend=0.0, append=1.0)
+    far = jnp.mean(jnp.minimum(1, norm / (_FAR * unit)) ** 2)
+    return jnp.append(shares, far) * jnp.asarray(weights)
 
 
 def has_tail(outcomes: Outcomes) -> bool:
@@ -59,31 +70,32 @@ def has_tail(outcomes: Outcomes) -> bool:
 
 
 class Tail(NamedTuple):
-    """Numbers of records by class, minus what the model says, plus noise.
+    """Numbers of records by class and of those far out, minus what the model says, plus noise.
 
     Attributes:
-        counts: The numbers (6,).
-        noise: Variance of their noise, one for all or (6,).
-        own: Variances without noise in a correct model (6,).
+        counts: The numbers (7,).
+        noise: Variances of their noise (7,).
+        own: Variances without noise in a correct model (7,).
         found: Whether an earlier release was sure that the model is wrong.
     """
 
     counts: np.ndarray
-    noise: float | np.ndarray
+    noise: np.ndarray
     own: np.ndarray
     found: bool = False
 
     @classmethod
-    def read(cls, counts: np.ndarray, noise: float, number: int, doubt: float) -> Tail:
+    def read(cls, total: np.ndarray, noise: float, number: int, doubt: float) -> Tail:
         """Returns the tail of one release.
 
         Args:
-            counts: The sum of the records' entries, plus noise.
+            total: The sum of the records' entries, plus noise (7,).
             noise: Standard deviation of that noise.
             number: Number of records N.
             doubt: N times the variance that uncertain latents add to a score, relative to its own.
         """
-        return cls(counts, noise**2, number * _SHARE * (1 - _SHARE) + (doubt / 2) ** 2)
+        own = number * _SHARE * (1 - _SHARE) + (doubt / 2) ** 2
+        return cls(total / _WEIGHTS, (noise / _WEIGHTS) ** 2, own)
 
     def joined(self, other: Tail | None) -> Tail:
         """Returns the mean of two tails of the same records, weighted by their precisions."""
@@ -98,23 +110,28 @@ class Tail(NamedTuple):
 
     @property
     def variances(self) -> np.ndarray:
-        """Variances of the counts in a correct model (6,)."""
+        """Variances of the counts in a correct model (7,)."""
         return self.noise + self.own
 
     @property
+    def far(self) -> float:
+        """Records far out, beyond those that the model says, or 0 if that may be noise."""
+        known = self.found or self.counts[-1] > _FAR_SURE * math.sqrt(self.variances[-1])
+        return max(0.0, float(self.counts[-1])) if known else 0.0
+
+    @property
     def sure(self) -> bool:
-        """Whether records are in other classes than the model says."""
-        far = _HEAVY @ self.counts > _HEAVY_SURE * math.sqrt(_HEAVY**2 @ self.variances)
-        return self.found or bool(far or np.sum(self.counts**2 / self.variances) > _SURE)
+        """Whether records are in other classes than the model says, or too many are far out."""
+        squares = (self.counts**2 / self.variances)[:_CLASSES]
+        return self.found or self.far > 0 or bool(np.sum(squares) > _SURE)
 
     @property
     def misplaced(self) -> float:
         """Number of records in other classes than the model says, or 0 if that may be noise."""
         if not self.sure:
             return 0.0
-        excess = np.sum(self.counts**2 - self.variances)
-        along = (_HEAVY @ self.counts) ** 2 - _HEAVY**2 @ self.variances
-        return math.sqrt(max(0.0, float(excess), float(along)))
+        excess = float(np.sum((self.counts**2 - self.variances)[:_CLASSES]))
+        return max(math.sqrt(max(0.0, excess)), _OF_FAR * self.far)
 
     def bias(self, clip: float, size: int, number: int) -> float:
         """The norm of the sum of clipped, whitened scores at the optimum of the others.
@@ -130,10 +147,10 @@ class Tail(NamedTuple):
         of_scale = self.counts[0] > 0
         part, power = (_BIAS_OF_SCALE, _POWER_OF_SCALE) if of_scale else (_BIAS, _POWER)
         usual = part * self.misplaced * typical * clip**-power
-        high = self.counts[_FIRST:]
-        sure = high > _CLASS_SURE * np.sqrt(self.variances[_FIRST:])
+        high = self.counts[_FIRST:_CLASSES]
+        sure = high > _CLASS_SURE * np.sqrt(self.variances[_FIRST:_CLASSES])
         seen = typical * np.sum(np.where(sure, high, 0) * np.maximum(0, _MIDDLE - clip))
-        return max(usual, float(seen))
+        return max(usual, float(seen), typical * self.far * max(0.0, _FAR - clip))
 
     def clip(self, least: float, size: int, number: int, noise: float) -> float:
         """The clip norm with the smallest error, in units of the smallest one.

@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_dp import DPLaplace, PrivacyBudget
-from numpyro_dp.laplace.tail import CLASSES, Tail, classes
+from numpyro_dp.laplace.tail import SIZES, Tail, sizes
 
 N = 3000
 
@@ -50,50 +50,65 @@ def fitted(model, outcome, number):
     return laplace.run(jax.random.key(number), jnp.asarray(x), y, progress_bar=False)
 
 
-def test_classes_share_all_norms():
-    unit = jnp.asarray(2.0)
-    found = classes(2 * jnp.asarray([[0.1, 0.4], [0.99, 1.01], [3.0, 1e9]]), unit)
-    assert found.shape == (CLASSES,)
-    np.testing.assert_allclose(found, jnp.asarray([2, 1, 1, 1, 0, 1]) / 6, rtol=1e-6)
-    assert float(found.sum()) == pytest.approx(1)
+def read(counts, noise, doubt=4.0, number=N):
+    """The tail of counts whose classes have noise of standard deviation ``noise``."""
+    weights = np.sqrt(np.append(np.full(6, 1 / 6), 2 / 3))
+    return Tail.read(weights * counts, weights[0] * noise, number, doubt)
+
+
+def test_sizes_share_all_norms_and_differ_by_one_at_most():
+    unit, rng = jnp.asarray(2.0), np.random.default_rng(0)
+    found = sizes(2 * jnp.asarray([[0.1, 0.4], [0.99, 1.01], [3.0, 1e9]]), unit)
+    assert found.shape == (SIZES,)
+    np.testing.assert_allclose(
+        found[:6] * np.sqrt(6), jnp.asarray([2, 1, 1, 1, 0, 1]) / 6, rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        found[6] * np.sqrt(1.5), ((0.01 + 0.16 + 0.99**2 + 1.01**2) / 9 + 2) / 6, rtol=1e-3
+    )
+    norms = [jnp.zeros(1), jnp.full(1, 1e9), *map(jnp.asarray, 30 * rng.random((50, 2)) ** 3)]
+    all_of = np.stack([sizes(norm, unit) for norm in norms])
+    apart = np.linalg.norm(all_of[:, None] - all_of, axis=-1)
+    assert np.max(apart) == pytest.approx(1, rel=1e-6)
 
 
 def test_noise_alone_is_no_misfit_and_changes_no_clip_norm():
     rng = np.random.default_rng(0)
-    tails = [Tail.read(37 * rng.standard_normal(CLASSES), 37.0, N, 4.0) for _ in range(200)]
+    noises = 37 / np.append(np.ones(6), 2)
+    tails = [read(noises * rng.standard_normal(SIZES), 37.0) for _ in range(200)]
     assert sum(tail.misplaced > 0 for tail in tails) <= 2
-    right = Tail.read(np.zeros(CLASSES), 37.0, N, 4.0)
+    right = read(np.zeros(SIZES), 37.0)
     assert right.bias(1.0, 4, N) == 0 and right.clip(1.3, 4, N, 0.5) == 1.3
 
 
-def test_few_records_in_the_direction_of_long_tails_are_seen_and_stay_seen():
-    """The chi-square over all classes has no power for 1 % of many records."""
-    moved = np.array([60.0, -120, -90, 130, 60, 20])
-    one = Tail.read(moved, 34.0, 16_000, 4.0)
-    assert np.sum(one.counts**2 / one.variances) < 18.5
-    assert one.misplaced > 100
-    assert Tail.read(-moved, 34.0, 16_000, 4.0).misplaced == 0
-    later = Tail.read(np.zeros(CLASSES), 34.0, 16_000, 4.0)
-    assert not later.sure
-    assert later.joined(one).sure
-    assert later.joined(one).bias(1.3, 14, 16_000) >= 0
-
-
 def test_the_clip_norm_follows_the_tail_and_the_noise():
-    body = np.array([-200.0, 120, 50, 20, 10, 0])
-    tail = Tail.read(body, 20.0, N, 4.0)
+    body = np.array([-200.0, 120, 50, 20, 10, 0, 0])
+    tail = read(body, 20.0)
     quiet, loud = (tail.clip(1.0, 6, N, noise) for noise in (0.3, 3.0))
     assert 1 <= loud < quiet
     far = body.copy()
-    far[-1] = 300  # outliers far out
-    assert Tail.read(far, 20.0, N, 4.0).clip(1.0, 6, N, 0.3) > 2 * quiet
+    far[5] = 300  # outliers far out
+    assert read(far, 20.0).clip(1.0, 6, N, 0.3) > 2 * quiet
     assert tail.bias(quiet, 6, N) < tail.bias(1.0, 6, N)
-    core = Tail.read(np.array([200.0, -120, -50, 20, 10, 0]), 20.0, N, 4.0)  # around a scale
+    core = read(np.array([200.0, -120, -50, 20, 10, 0, 0]), 20.0)  # around a scale
     assert core.bias(1.0, 6, N) > 2 * tail.bias(1.0, 6, N)
 
 
+def test_a_few_records_far_out_are_seen_and_stay_seen():
+    """The chi-square over all classes has no power for 1 % of many records."""
+    moved = np.array([60.0, -120, -90, 80, 50, 20, 150])
+    one = read(moved, 34.0, number=16_000)
+    assert np.sum((one.counts**2 / one.variances)[:6]) < 18.5
+    assert one.misplaced >= 1.5 * one.far == 225
+    assert one.bias(1.2, 14, 16_000) > one.bias(6.0, 14, 16_000) > 0
+    assert read(-moved, 34.0, number=16_000).misplaced == 0
+    later = read(np.zeros(SIZES), 34.0, number=16_000)
+    assert not later.sure
+    assert later.joined(one).sure and later.joined(one).far < one.far
+
+
 def test_two_tails_count_by_their_precision():
-    near, far = (Tail.read(np.full(CLASSES, 10.0 * k), 20.0, N, 40.0 * k**4) for k in (1, 2))
+    near, far = (read(np.full(SIZES, 10.0 * k), 20.0, 40.0 * k**4) for k in (1, 2))
     joined = near.joined(far)
     parts = far.variances / (near.variances + far.variances)
     np.testing.assert_allclose(joined.counts, parts * 10 + (1 - parts) * 20)
