@@ -39,10 +39,10 @@ def model(x, y):
 
 
 def records(canary):
-    """The canary's score, curvature and power all reach their bounds: norms 1, 2 and 1."""
+    """The canary's score, curvature, power and loss all reach their bounds: 1, 3, 1 and 6."""
     rng = np.random.default_rng(1)
     x = np.concatenate([rng.normal(size=(7, 2)), np.zeros((7, 1))], axis=1)
-    last = [0.0, 0.0, 4.0] if canary else [np.nan] * 3
+    last = [0.0, 0.0, 6.0] if canary else [np.nan] * 3
     x = jnp.asarray(np.concatenate([x, [last]]), jnp.float32)
     return x, jnp.asarray([0, 1, 1, 0, 1, 0, 1, 1])
 
@@ -57,12 +57,14 @@ def worlds(noise_factor, draws):
                            mechanism=StagedGaussian(), repetition=True)  # fmt: skip
     plan = schedule(1 / plan_for(settings, 8, 1).noise_multiplier, 3, 8)
     early = (
-        (0.0, 0.0, 0.01, 0.0, 0.0),
-        (0.02, 0.03, 0.0, 0.0, 0.0),
+        (0.0, 0.0, 0.01, 0.0, 0.0, 0.0),
+        (0.02, 0.03, 0.0, 0.0, 0.0, 0.0),
     )  # so few records would not get these
     plan = Schedule(plan.mu, (Kind.SIZE, Kind.SCALES, *plan.kinds), (*early, *plan.parts))
     unseen = (np.zeros((0, 3)),)
-    guess = FirstGuess(np.ones(3), np.zeros(3, int), unseen, lambda *_: (1.0, np.ones(3)))
+    guess = FirstGuess(
+        np.ones(3), np.zeros(3, int), unseen, lambda *_: (1.0, np.ones(3)), lambda *_: np.zeros(3)
+    )
     driver = Stages(settings, outcomes, guess.groups)
     prior = read_prior(outcomes, jax.random.key(0))
     state = driver.start(jax.random.key(1), Run(prior, plan, guess), args, {})
@@ -73,7 +75,7 @@ def worlds(noise_factor, draws):
     def released(state, rows, release):
         request = Request(
             jnp.asarray(int(plan.kinds[release])), jnp.zeros(3), jnp.zeros((3, 3)), jnp.eye(3),
-            jnp.asarray([1.0, 2.0, 1.0]), jnp.asarray(plan.weights(release), jnp.float32),
+            jnp.asarray([1.0, 3.0, 1.0]), jnp.asarray(plan.weights(release), jnp.float32),
         )  # fmt: skip
         state = state._replace(
             optim_state=(request, state.optim_state[1]),
