@@ -583,7 +583,8 @@ def main():
         known = collections.Counter(one["set"] for one in each if one["kind"] == name)
         left[name] = [seed for seed in range(sets) if known[seed] < len(args.epsilons)]
     with tempfile.TemporaryDirectory() as programs:
-        os.environ |= {  # of the processes, each of which has one core. Budgets share programs
+        # The processes inherit these: one core each, and a folder of programs that they share.
+        os.environ |= {
             "JAX_COMPILATION_CACHE_DIR": programs,
             "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
         }

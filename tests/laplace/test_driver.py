@@ -381,8 +381,7 @@ def test_a_scale_far_from_its_prior_is_reached_by_more_stages():
         for name, true in (("w", w), ("s", spread)):
             assert np.all(np.abs(found[name]["mean"] - true) < 4 * found[name]["sd"])
         assert found["s"]["mean"] == pytest.approx(spread, rel=0.25)
-        # Where stages were added, the last steps may be long enough to warn of.
-        assert more or "arrival" not in [finding.name for finding in posterior.diagnose().bad]
+        assert "arrival" not in [finding.name for finding in posterior.diagnose().bad]
 
 
 @pytest.mark.full
@@ -398,14 +397,17 @@ def test_sixty_columns_are_within_their_intervals():
         with numpyro.plate("rows", x.shape[0]):
             numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
 
-    driver = DPLaplace(model, budget=BUDGET, secret_key=8, repetition=True)
-    posterior = driver.run(KEY, x, y, progress_bar=False)
-    found = posterior.summary()["w"]
-    errors = (found["mean"] - w) / found["sd"]
-    assert np.mean(np.abs(errors) < 1.645) > 0.7
-    assert np.all(np.abs(errors[:4]) < 3)
-    assert found["mean"] @ w / (w @ w) == pytest.approx(1, abs=0.15)
-    assert "arrival" not in [finding.name for finding in posterior.diagnose().bad]
+    held = []
+    for key in (8, 9, 10):
+        driver = DPLaplace(model, budget=BUDGET, secret_key=key, repetition=True)
+        posterior = driver.run(KEY, x, y, progress_bar=False)
+        found = posterior.summary()["w"]
+        errors = (found["mean"] - w) / found["sd"]
+        held.append(np.mean(np.abs(errors) < 1.645))
+        assert np.all(np.abs(errors[:4]) < 3)
+        assert found["mean"] @ w / (w @ w) == pytest.approx(1, abs=0.15)
+        assert "arrival" not in [finding.name for finding in posterior.diagnose().bad]
+    assert np.mean(held) > 0.8
 
 
 def test_rows_far_out_in_one_column_keep_their_weight():
