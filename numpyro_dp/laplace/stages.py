@@ -101,7 +101,7 @@ class Run:
         self.spread: tuple[float, float] = 1.0, 0.0
         self.tail: Tail | None = None
         self._clips: tuple[float, ...] = ()
-        self.loss = curvature.Loss.before(len(guess.groups))
+        self.loss: curvature.Loss = curvature.Loss.before(len(guess.groups))
         self.size = size
         self.number: int = prior.outcomes.model.structure.layout.num_examples
 
