@@ -91,15 +91,15 @@ def fit(
         number = number_of_units(ids, number)
     if budget is None:
         budget = PrivacyBudget(epsilon, delta)
+    laplace = DPLaplace(model, budget=budget, public=public, max_rows_per_unit=max_rows_per_unit)
     try:
-        laplace = DPLaplace(
-            model, budget=budget, public=public, max_rows_per_unit=max_rows_per_unit
-        )
+        laplace.plan(*args, **kwargs)  # refuses a model before the budget is touched
+    except UnsupportedModelError as refusal:
+        reason = str(refusal)
+    else:
         return laplace.run(
             rng_key, *args, progress_bar=progress_bar, checkpoint=checkpoint, **kwargs
         )
-    except UnsupportedModelError as refusal:
-        reason = str(refusal)
     rate = _BATCH / number
     svi = DPSVI(
         model, AutoDiagonalNormal(model), optax.adam(5e-3), clip_norm=_CLIP,
