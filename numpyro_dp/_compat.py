@@ -111,7 +111,8 @@ def as_program(value: Any) -> Program | None:
     """
     if isinstance(value, Program):
         return value
-    if not isinstance(value, jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr):
+    kinds = jax.extend.core.ClosedJaxpr, jax.extend.core.Jaxpr  # pyright: ignore
+    if not isinstance(value, kinds):
         return None
     constants = getattr(value, "consts", ())
     jaxpr = getattr(value, "jaxpr", value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from typing import Any
 
 import numpy as np
 
@@ -112,7 +113,7 @@ def check_callable(name: str, value: object) -> None:
         )
 
 
-def check_num_steps(num_steps: object, most: int) -> int:
+def check_num_steps(num_steps: Any, most: int) -> int:
     """Returns the number of steps. The error does not print an array: it may hold records."""
     if np.ndim(num_steps):
         raise TypeError(

@@ -89,7 +89,7 @@ def fit(
     number = find_data_plate(model, args, own)[1]
     if ids is not None:
         number = number_of_units(ids, number)
-    if budget is None:
+    if epsilon is not None:
         budget = PrivacyBudget(epsilon, delta)
     laplace = DPLaplace(model, budget=budget, public=public, max_rows_per_unit=max_rows_per_unit)
     try:

@@ -295,13 +295,14 @@ def _scores_at(prior: ModelPrior, rng_key: Array) -> _ScoresAt:
 
     every = jax.jit(jax.vmap(jax.vmap(one, (None, None, 0, 0)), (0, 0, None, 0)))
     words = generator(rng_key).integers(2**32, size=(_DRAWS, _RECORDS, 2), dtype=np.uint32)
-    keys = jax.random.wrap_key_data(np.concatenate([words[:1], words]), impl="threefry2x32")
+    keys = jnp.asarray(np.concatenate([words[:1], words]))
+    keys = jax.random.wrap_key_data(keys, impl="threefry2x32")
 
     def scores(
         points: np.ndarray, rows: tuple[Array, ...], at: np.ndarray | None = None
     ) -> np.ndarray:
-        points, at = (jnp.asarray(x, jnp.float32) for x in (points, points if at is None else at))
-        return np.asarray(every(points, at, rows, keys), np.float64)
+        both = (jnp.asarray(x, jnp.float32) for x in (points, points if at is None else at))
+        return np.asarray(every(*both, rows, keys), np.float64)
 
     return scores
 
