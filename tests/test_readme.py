@@ -91,6 +91,9 @@ def test_the_worked_additions_run():
     assert abs(plain.params["auto_loc"][0] - 3) < 0.5 and plain.privacy.epsilon <= 8.0
     assert abs(scaled.params["auto_loc"][0] - plain.params["auto_loc"][0]) < 1e-3
     assert plain.folded["auto_loc"][0] >= plain.params["auto_loc"][0]
+    # The records tell the mean up to 1 / sqrt(500) = .045.
+    widths = [each.posterior.summary()["mean"]["sd"] for each in (plain, scaled)]
+    assert 0.04 < widths[0] < 0.2 and abs(widths[1] / widths[0] - 1) < 0.05, widths
 
 
 def test_the_ways_through_the_package_are_those_of_the_code():
