@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pathlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from numpyro_dp.model.public import PublicValues
 from numpyro_dp.posterior.densities import model_of_run
 from numpyro_dp.posterior.diagnosis import Finding
 from numpyro_dp.posterior.posterior import Posterior
-from numpyro_dp.posterior.saved import part_of, read_posterior
+from numpyro_dp.posterior.saved import FORMAT, draws_of, part_of, read_file
 from numpyro_dp.privacy.statement import Statement
 
 __all__ = ["load"]
@@ -55,7 +56,21 @@ def load(path: Any, model: Callable[..., Any] | None = None, **static_kwargs: An
     """
     if model is not None and not callable(model):
         raise TypeError(f"Expected model as a function, got {type(model).__name__}.")
-    found, about = read_posterior(path, _made)
+    pathlib.Path(path).stat()  # raises if there is no file
+    try:
+        about, arrays = read_file(path)
+        known = {name: about.get(name) for name in FORMAT}
+        found = _made(about, arrays) if known == FORMAT else None
+    # A damaged file may break JSON and NumPy in any way.
+    except Exception as error:
+        raise ValueError(
+            f"{path} is not a saved posterior, or the file is damaged: {error} Save the posterior "
+            "again, or copy the file again."
+        ) from error
+    if found is None:
+        raise ValueError(
+            f"Expected {path} as {FORMAT}, got {known}. Read it with the numpyro_dp that wrote it."
+        )
     if model is None:
         return found
     fn, saved = functools.partial(model, **static_kwargs), about["model"]
@@ -70,10 +85,8 @@ def load(path: Any, model: Callable[..., Any] | None = None, **static_kwargs: An
     return found
 
 
-def _made(
-    draws: Any, about: dict[str, Any], arrays: dict[str, Any]
-) -> tuple[Posterior, dict[str, Any]]:
-    """The posterior of a file, and what the file tells."""
+def _made(about: dict[str, Any], arrays: dict[str, Any]) -> Posterior:
+    """The posterior of a file."""
     params, shares = part_of(arrays, "params"), part_of(arrays, "shares")
     public = about["public"]
     if public is not None:
@@ -82,12 +95,11 @@ def _made(
     texts = about["method"], *about["notes"]
     if not all(isinstance(text, str) for text in texts) or set(shares) != set(about["latents"]):
         raise ValueError("Texts or shares of the prior are missing.")
-    posterior = Posterior(
-        model=None, draws=draws, prior=None, unconstrain=None,
+    return Posterior(
+        model=None, draws=draws_of(about, arrays), prior=None, unconstrain=None,
         privacy=Statement.from_json(json.dumps(about["privacy"])),
         method=about["method"], notes=tuple(about["notes"]), converged=bool(about["converged"]),
         findings=tuple(Finding(*each) for each in about["findings"]), params=params,
         released=part_of(arrays, "released"), public=public, densities=lambda: about["model"],
         shares=shares,
     )  # fmt: skip
-    return posterior, about

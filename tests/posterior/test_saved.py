@@ -6,7 +6,6 @@ import math
 import pathlib
 import subprocess
 import sys
-import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ import pytest
 from numpyro.contrib.module import flax_module
 from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoDiagonalNormal
+from safetensors.numpy import save_file
 
 import numpyro_dp
 from numpyro_dp import (
@@ -31,7 +31,7 @@ from numpyro_dp import (
     RegressionNetwork,
 )
 from numpyro_dp.posterior.draws import support_from_json, support_to_json
-from numpyro_dp.posterior.saved import _hash_of
+from numpyro_dp.posterior.saved import _hash_of, read_file
 from numpyro_dp.samplers import FullBatch
 
 KEY = jax.random.key(0)
@@ -141,9 +141,7 @@ def test_a_loaded_posterior_is_the_saved_one(kind, tmp_path):
     if kind not in STORED:
         assert again.read_bytes() == file.read_bytes()
     # No array has an axis as long as the records have.
-    with zipfile.ZipFile(file) as archive:
-        about = json.loads(archive.read("about.json"))
-    assert all(400 not in told["shape"] for told in about["arrays"].values())
+    assert all(400 not in value.shape for value in read_file(file)[1].values())
 
 
 @pytest.mark.full
@@ -338,18 +336,14 @@ def test_damage_never_gives_another_answer(saved, tmp_path, number):
     assert refused > 0.7 * number
 
 
-def rewrite(old, new, changes, honest=False):
-    """Copies a file with changed entries of about.json, and with its hash if ``honest``."""
-    with zipfile.ZipFile(old) as source, zipfile.ZipFile(new, "w") as target:
-        for name in source.namelist():
-            text = source.read(name)
-            if name == "about.json":
-                about = json.loads(text) | changes
-                about = {n: value for n, value in about.items() if value is not ...}
-                if honest:
-                    about["sha256"] = _hash_of(about)
-                text = json.dumps(about)
-            target.writestr(name, text)
+def rewrite(old, new, changes=(), arrays=(), honest=True):
+    """Copies a file with changed entries or arrays, and with their hash if ``honest``."""
+    about, values = read_file(old)
+    told = _hash_of(about, values)
+    about = {n: value for n, value in (about | dict(changes)).items() if value is not ...}
+    values = values | dict(arrays)
+    about["sha256"] = _hash_of(about, values) if honest else told
+    save_file(values, new, {"about": json.dumps(about)})
 
 
 @pytest.mark.parametrize(
@@ -364,12 +358,11 @@ def rewrite(old, new, changes, honest=False):
         {"latents": {"w": {"shape": [2], "support": "real"}}},
         {"latents": {"w": {"shape": [3], "support": {"kind": "Constraint"}}}},
         {"draws": "other"},
-        {"arrays": {}},
     ],
 )
 @pytest.mark.every_case
 def test_files_that_make_no_sense_are_refused(saved, tmp_path, changes):
-    rewrite(saved, tmp_path / "changed", changes, honest=True)
+    rewrite(saved, tmp_path / "changed", changes)
     with pytest.raises(ValueError, match="damaged"):
         numpyro_dp.load(tmp_path / "changed")
 
@@ -381,26 +374,21 @@ def test_other_files_and_versions_are_refused(saved, tmp_path):
     with pytest.raises(ValueError, match="not a saved posterior"):
         numpyro_dp.load(tmp_path / "text")
     changed = tmp_path / "changed"
-    rewrite(saved, changed, {"version": 2}, honest=True)
-    with pytest.raises(ValueError, match="version 1, got .* version 2"):
+    rewrite(saved, changed, {"version": 2})
+    with pytest.raises(ValueError, match="'version': 1.*, got .*'version': 2"):
         numpyro_dp.load(changed)
-    rewrite(saved, changed, {"method": "other"})
-    with pytest.raises(ValueError, match=r"about.json was changed"):
-        numpyro_dp.load(changed)
-    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(changed, "w") as new:
-        for name in old.namelist():
-            other = np.lib.format.magic(1, 0) if name == "draws/mean.npy" else old.read(name)
-            new.writestr(name, other)
-    with pytest.raises(ValueError, match="'draws/mean' was changed"):
-        numpyro_dp.load(changed)
+    for change in ({"changes": {"method": "other"}}, {"arrays": {"draws/mean": np.ones(3)}}):
+        rewrite(saved, changed, **change, honest=False)
+        with pytest.raises(ValueError, match="was changed"):
+            numpyro_dp.load(changed)
 
 
 def test_a_failed_save_leaves_the_old_file(saved, tmp_path, monkeypatch):
     file = tmp_path / "a.posterior"
     file.write_bytes(b"old")
     posterior = numpyro_dp.load(saved)
-    posterior.released = {"odd": np.array([object()])}
-    with pytest.raises(ValueError, match="pickle"):
+    posterior.released = {"odd": np.array(["text"])}
+    with pytest.raises(Exception, match="str"):
         posterior.save(file)
     assert file.read_bytes() == b"old"
     assert [each.name for each in tmp_path.iterdir()] == ["a.posterior"]
