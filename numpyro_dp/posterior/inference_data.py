@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from numpyro_dp._validate import check_int
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.statement import Statement
 
-__all__ = ["draws_by_name", "keep_from_arviz", "named_leaves", "to_arviz"]
+__all__ = ["draws_by_name", "named_leaves", "to_arviz"]
 
 _INDEPENDENT = "independent draws of a differentially private posterior"
 _NEVER = "observed_data holds private records: never publish it"
@@ -86,23 +85,6 @@ def to_arviz(
     for part in (tree, *(tree[group] for group in groups if group != "observed_data")):
         part.attrs.update(spent)
     return tree
-
-
-def keep_from_arviz(name: str) -> None:
-    """Raises an error if ArviZ asked for what it needs to store the records.
-
-    Raises:
-        TypeError: With the name of what ArviZ was given, and what to call.
-    """
-    frame, callers = sys._getframe(1), []
-    while frame is not None and len(callers) < 5:  # type checkers add frames
-        callers.append(frame.f_globals.get("__name__", "").split(".")[0])
-        frame = frame.f_back
-    if {"arviz", "arviz_base"} & set(callers):
-        raise TypeError(
-            f"ArviZ would copy the private records of this {name} into its result, without the "
-            "privacy statement. Call posterior.to_arviz() instead."
-        )
 
 
 def draws_by_name(samples: Any, what: str = "samples") -> dict[str, np.ndarray]:

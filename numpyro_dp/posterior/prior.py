@@ -20,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
+from numpyro.distributions import biject_to, constraints
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_dp.model.outcomes import Outcomes, unconstrained_prior
-from numpyro_dp.posterior.draws import FlatDraws, Normal, Rows, Sites, generator
+from numpyro_dp.posterior.draws import Draws, Normal, Rows, generator
 from numpyro_dp.posterior.likelihood import Prior
 
 __all__ = ["ModelPrior", "read_prior"]
@@ -44,7 +45,6 @@ class ModelPrior(NamedTuple):
         decoded: The exact or approximate normal prior of the latents that records see.
         constrain: Vectors of all latents, shape (draws, all) -> values by site in the model's own
             units.
-        sites: What ``constrain`` does, or ``None`` if a support depends on other latents.
         draws: Draws of all latents from their prior, shape (draws, all), or ``None`` if it is
             normal.
     """
@@ -54,10 +54,9 @@ class ModelPrior(NamedTuple):
     seen: np.ndarray
     decoded: Prior
     constrain: Callable[[Array], dict[str, Array]]
-    sites: Sites | None = None
     draws: np.ndarray | None = None
 
-    def posterior(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> FlatDraws:
+    def posterior(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> Draws:
         """Returns the draws of the posterior.
 
         Args:
@@ -75,9 +74,14 @@ class ModelPrior(NamedTuple):
             kept = self._sampled(precision, linear, rng_key)
         return self.drawn(Rows(np.asarray(kept)))
 
-    def drawn(self, vectors: Normal | Rows) -> FlatDraws:
+    def drawn(self, vectors: Normal | Rows) -> Draws:
         """Draws of all latents in unconstrained coordinates, as values by site."""
-        return FlatDraws(vectors, self.constrain, self.sites)
+
+        def draws(rng_key: Array, num_samples: int) -> dict[str, Array]:
+            flat = vectors(rng_key, num_samples)
+            return self.constrain(jnp.asarray(flat, jnp.result_type(float)))
+
+        return draws
 
     def _closed_form(self, precision: np.ndarray, linear: np.ndarray) -> tuple[Any, Any]:
         mean, total = self.normal[0], self.normal[1].copy()
@@ -148,20 +152,19 @@ def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:
     names = sorted(outcomes.shapes)  # the order of ravel_pytree
     marks = [np.full(int(np.prod(outcomes.shapes[n])), n in outcomes.seen) for n in names]
     seen = np.flatnonzero(np.concatenate(marks))
-    sites = Sites.of(outcomes)
-    constrain = _constrained(outcomes) if sites is None else sites.constrain
+    constrain = _constrained(outcomes)
     normal = _normal(outcomes, sum(map(len, marks)))
     if normal is not None:
         covariance = np.linalg.inv(normal[1])[np.ix_(seen, seen)]
         decoded = Prior(normal[0][seen], np.linalg.inv(covariance))
-        return ModelPrior(outcomes, normal, seen, decoded, constrain, sites)
+        return ModelPrior(outcomes, normal, seen, decoded, constrain)
     flat = np.asarray(_flat_prior(outcomes, rng_key, _DRAWS), np.float64)
     quantiles = np.quantile(flat[:, seen], [0.025, 0.1587, 0.5, 0.8413, 0.975], axis=0)
     lowest, low, middle, high, highest = quantiles
     # Heavy tails need the larger width. A prior that is too narrow also moves the other latents.
     widths = np.maximum(np.maximum((high - low) / 2, (highest - lowest) / 3.92), 1e-6)
     decoded = Prior(middle, np.diag(widths**-2.0))
-    return ModelPrior(outcomes, None, seen, decoded, constrain, sites, flat)
+    return ModelPrior(outcomes, None, seen, decoded, constrain, flat)
 
 
 def _rows_by_weight(logs: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
@@ -214,9 +217,32 @@ def _constrained(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:
     """Vectors of all latents, shape (draws, all) -> values by site in the model's own units."""
     unravel = _unravel(outcomes)
 
-    def one(flat: Array) -> dict[str, Array]:
-        latents = unravel(flat)
+    def sites(latents: dict[str, Array]) -> dict[str, Any]:
         trace = outcomes.model.trace_prior(latents, {}, outcomes.shared)
-        return {name: trace[name]["value"] for name in outcomes.shapes}
+        return {name: trace[name] for name in outcomes.shapes}
 
+    def one(flat: Array) -> dict[str, Array]:
+        return {name: site["value"] for name, site in sites(unravel(flat)).items()}
+
+    def by_site(vectors: Array) -> dict[str, Array]:
+        latents = jax.vmap(unravel)(vectors)
+        return {name: jax.vmap(biject_to(supports[name]))(latents[name]) for name in supports}
+
+    supports, others = (
+        {name: site["fn"].support for name, site in sites(
+            {name: jnp.full(shape, value) for name, shape in outcomes.shapes.items()}
+        ).items()}
+        for value in (0.0, 0.3)
+    )  # fmt: skip
+    if all(_is_same(support, others[name]) for name, support in supports.items()):
+        return by_site  # needs no trace of the model
     return jax.jit(jax.vmap(one))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether supports are constraints of NumPyro with equal values, or values are equal."""
+    if not isinstance(one, constraints.Constraint):
+        return np.array_equal(one, other)
+    if type(one) is not type(other) or type(one).__module__ != constraints.__name__:
+        return False
+    return all(map(_is_same, one.tree_flatten()[0], other.tree_flatten()[0]))

@@ -8,7 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-__all__ = ["PosteriorSummary", "count_of", "entry_name", "share_text", "shown", "table_lines"]
+from numpyro_dp._validate import check_real
+
+__all__ = [
+    "PosteriorSummary", "count_of", "entry_name", "interval", "share_text", "shown", "table_lines",
+]  # fmt: skip
 
 _SHOWN, _SHOWN_KEYS = 60, ("mean", "sd", "lower", "upper")
 
@@ -68,6 +72,12 @@ class PosteriorSummary(Mapping[str, dict[str, np.ndarray]]):
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+def interval(draws: np.ndarray, prob: float) -> np.ndarray:
+    """The ends of the equal-tailed interval of mass ``prob``, from draws."""
+    prob = check_real("prob", prob, low=0, high=1, low_open=True, high_open=True)
+    return np.quantile(draws, [(1 - prob) / 2, (1 + prob) / 2], axis=0)
 
 
 def count_of(number: int) -> str:
