@@ -67,11 +67,10 @@ class ModelPrior(NamedTuple):
         if self.normal is not None:
             mean, covariance = self._closed_form(precision, linear)
             return self.drawn(Normal(mean, np.linalg.cholesky(covariance)))
-        kept = self._from_prior(precision, linear, rng_key)
-        if kept is None:
-            kept = self._resampled(precision, linear, rng_key)
-        if kept is None:
-            kept = self._sampled(precision, linear, rng_key)
+        for way in (self._from_prior, self._resampled, self._sampled):
+            kept = way(precision, linear, rng_key)
+            if kept is not None:
+                break
         return self.drawn(Rows(np.asarray(kept)))
 
     def drawn(self, vectors: Normal | Rows) -> Draws:
@@ -114,26 +113,21 @@ class ModelPrior(NamedTuple):
         mean = np.linalg.solve(total, linear + prior.precision @ prior.mean)
         rng = generator(rng_key)
         theta = mean + rng.normal(size=(_PROPOSED, len(mean))) @ factor.T
-        unravel = _unravel(outcomes)
-
-        def log_prior(flat: Array) -> Array:
-            return outcomes.model.log_prior(unravel(flat), {}, outcomes.shared)
-
         off = theta - prior.mean
-        exact = jax.jit(jax.vmap(log_prior))(jnp.asarray(theta, jnp.result_type(float)))
+        exact = jax.jit(jax.vmap(_log_prior(outcomes)))(jnp.asarray(theta, jnp.result_type(float)))
         logs = np.asarray(exact, np.float64) + np.sum((off @ prior.precision) * off, axis=1) / 2
         rows = _rows_by_weight(logs, rng)
         return None if rows is None else jnp.asarray(theta[rows], jnp.result_type(float))
 
     def _sampled(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> Array:
         outcomes, seen = self.outcomes, jnp.asarray(self.seen)
-        unravel = _unravel(outcomes)
+        log_prior = _log_prior(outcomes)
         own, slope = jnp.asarray(precision, jnp.float32), jnp.asarray(linear, jnp.float32)
 
         def potential(flat: Array) -> Array:
             theta = flat[seen]
             fit = slope @ theta - theta @ own @ theta / 2
-            return -fit - outcomes.model.log_prior(unravel(flat), {}, outcomes.shared)
+            return -fit - log_prior(flat)
 
         start_key, run_key = jax.random.split(rng_key)
         start = _flat_prior(outcomes, start_key, 200)
@@ -181,6 +175,11 @@ def _unravel(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:
     return ravel_pytree({name: jnp.zeros(shape) for name, shape in outcomes.shapes.items()})[1]
 
 
+def _log_prior(outcomes: Outcomes) -> Callable[[Array], Array]:
+    unravel = _unravel(outcomes)
+    return lambda flat: outcomes.model.log_prior(unravel(flat), {}, outcomes.shared)
+
+
 def _flat_prior(outcomes: Outcomes, rng_key: Array, number: int) -> Array:
     """Draws from the prior, as unconstrained vectors of all latents."""
 
@@ -193,10 +192,7 @@ def _flat_prior(outcomes: Outcomes, rng_key: Array, number: int) -> Array:
 
 def _normal(outcomes: Outcomes, size: int) -> tuple[np.ndarray, np.ndarray] | None:
     """Mean and precision of all latents if their log density is quadratic, else ``None``."""
-    unravel = _unravel(outcomes)
-
-    def log_prior(flat: Array) -> Array:
-        return outcomes.model.log_prior(unravel(flat), {}, outcomes.shared)
+    log_prior = _log_prior(outcomes)
 
     def derivatives(flat: Array) -> tuple[Array, Array]:
         return jax.grad(log_prior)(flat), jax.hessian(log_prior)(flat)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,8 +17,8 @@ __all__ = [
 _SHOWN, _SHOWN_KEYS = 60, ("mean", "sd", "lower", "upper")
 
 
-class PosteriorSummary(Mapping[str, dict[str, np.ndarray]]):
-    """A mapping from sites to their summaries. It prints as a table.
+class PosteriorSummary(dict[str, dict[str, np.ndarray]]):
+    """Summaries by site. It prints as a table.
 
     Args:
         sites: ``{"mean", "sd", "lower", "upper", "prior_share"}`` by site.
@@ -43,16 +43,8 @@ class PosteriorSummary(Mapping[str, dict[str, np.ndarray]]):
     prob: float
 
     def __init__(self, sites: dict[str, dict[str, np.ndarray]], prob: float) -> None:
-        self._sites, self.prob = sites, prob
-
-    def __getitem__(self, site: str) -> dict[str, np.ndarray]:
-        return self._sites[site]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sites)
-
-    def __len__(self) -> int:
-        return len(self._sites)
+        super().__init__(sites)
+        self.prob = prob
 
     def __str__(self) -> str:
         """The table, or its first 60 rows."""
