@@ -17,7 +17,7 @@ import html
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -327,7 +327,13 @@ class Posterior:
         free = _LINES - 4 - len(notes)  # four lines are always shown
         if total > min(_MOST_ROWS, free):
             free -= 1  # for the line that counts the latents not shown
-        entries = list(itertools.islice(self._rows(), min(_MOST_ROWS, max(_FEWEST_ROWS, free))))
+        entries = list(itertools.islice(
+            (
+                [entry_name(name, at), shown(mean[at], sd[at]), shown(sd[at], sd[at]),
+                 share_text(self._prior_shares[name][at])]
+                for name, (mean, sd) in self._moments.items() for at in np.ndindex(mean.shape)
+            ), min(_MOST_ROWS, max(_FEWEST_ROWS, free)),
+        ))  # fmt: skip
         private = math.isfinite(self.privacy.epsilon)
         spent = "NOT PRIVATE: epsilon is infinite"
         if private:
@@ -353,14 +359,6 @@ class Posterior:
         """The text, and the privacy statement as a table."""
         return f"<pre>{html.escape(str(self))}</pre>{self.privacy._repr_html_()}"
 
-    def _rows(self) -> Iterator[list[str]]:
-        for name, (mean, sd) in self._moments.items():
-            for index in np.ndindex(mean.shape):
-                share = share_text(float(self._prior_shares[name][index]))
-                own_mean, own_sd = float(mean[index]), float(sd[index])
-                values = shown(own_mean, own_sd), shown(own_sd, own_sd)
-                yield [entry_name(name, index), *values, share]
-
     def _verdict(self, private: bool) -> str:
         shares = self._all_shares
         known = shares[np.isfinite(shares)]
@@ -373,14 +371,13 @@ class Posterior:
             return f"Do not believe this yet: {', '.join(bad)}. diagnose() says what to do."
         total, wide = known.size, int(np.sum(known > _HALF))
         largest = f"(largest share of the prior: {known.max():.2f})"
+        verb = "is" if wide == 1 else "are"
         if 2 * wide >= total:
             little = "The budget buys little here" if private else "The records say little here"
-            verb = "is" if wide == 1 else "are"
             if any(finding.name == "convergence" for finding in self._findings):
                 little = "The run ended far from its optimum"
             return f"{little}: {wide} of {count_of(total)} {verb} more than half prior."
         if wide:
-            verb = "is" if wide == 1 else "are"
             return f"{wide} of {count_of(total)} {verb} more than half prior {largest}."
         if known.max() > 0.1:
             return f"The records say more than the prior about every latent {largest}."
