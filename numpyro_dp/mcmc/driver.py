@@ -31,7 +31,6 @@ from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.diagnosis import Finding, without_noise
 from numpyro_dp.posterior.draws import SiteDraws
 from numpyro_dp.posterior.from_model import ModelSource
-from numpyro_dp.posterior.inference_data import keep_from_arviz
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.scores import NOISE_INCLUDED
 from numpyro_dp.privacy.accounting import Accountant
@@ -311,11 +310,6 @@ class DPMCMC:
                 "Less noise allows larger steps: fewer steps, a smaller clip norm or a larger "
                 "batch."
             )
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("num_samples", "sample_dims"):  # which ArviZ asks a sampler for
-            keep_from_arviz(type(self).__name__)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def posterior(self) -> Posterior:

@@ -21,7 +21,7 @@ from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.outcomes import read_latents
 from numpyro_dp.posterior.algebra import factor
-from numpyro_dp.posterior.draws import FlatDraws, Rows
+from numpyro_dp.posterior.draws import Draws, Rows
 from numpyro_dp.posterior.prior import read_prior
 
 __all__ = ["Mixing", "draws_of_chains", "mixing_of"]
@@ -69,7 +69,7 @@ def draws_of_chains(
     unconstrained: dict[str, Array],
     mixed: bool,
     variance: float,
-) -> FlatDraws:
+) -> Draws:
     """Returns draws of the posterior that chains give.
 
     Args:

@@ -111,20 +111,16 @@ def combine(
         degrees = (number - 1) * np.square(ratio)
         negative = total <= 0
         if negative.any():
-            _warn(number)
+            warnings.warn(
+                f"{number} synthetic sets are too few: the estimates vary less between them than "
+                "within one. The variance was replaced by that within one set, which leaves out "
+                "the noise of privacy. Draw more sets, such as 100. They cost no budget.",
+                PosteriorWarning,
+                stacklevel=2,
+            )
         total = np.where(negative, size_ratio * within, total)
         degrees = np.where(negative, number - 1, np.maximum(degrees, 1))
     else:
         share = between / number if kind == "partial" else (1 + 1 / number) * between
         total, degrees = within + share, (number - 1) * np.square(1 + within / share)
     return Combined(q.mean(0), np.sqrt(total), degrees)
-
-
-def _warn(number: int) -> None:
-    warnings.warn(
-        f"{number} synthetic sets are too few: the estimates vary less between them than within "
-        "one. The variance was replaced by that within one set, which leaves out the noise of "
-        "privacy. Draw more sets, such as 100. They cost no budget.",
-        PosteriorWarning,
-        stacklevel=3,
-    )

@@ -6,6 +6,7 @@ likelihood. A hash of the traced program would differ between versions of JAX.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to
 
-from numpyro_dp._compat import Messenger
 from numpyro_dp.model.held import is_array
 from numpyro_dp.model.records import Arguments
 from numpyro_dp.model.separation import log_density, one_record
@@ -70,7 +71,8 @@ def model_of_run(
     """
     plate, shapes, sites = saved["plate"], saved["arguments"], saved["sites"]
     try:
-        own = {n: s["value"] for n, s in _trace(model, plate, shapes, 0).items() if _is_param(s)}
+        sites_of_model = _trace(model, plate, shapes, 0).items()
+        own = {name: site["value"] for name, site in sites_of_model if site["type"] == "param"}
         names = named_leaves(own)
         if names.keys() == params.keys():
             filled = jax.tree.unflatten(jax.tree.structure(own), [params[name] for name in names])
@@ -93,10 +95,6 @@ def model_of_run(
             f"densities. Draws would be wrong for it. {_REMEDY}"
         )
     return model
-
-
-def _is_param(site: dict[str, Any]) -> bool:
-    return site["type"] == "param"
 
 
 def _known(values: list[float | None]) -> np.ndarray:
@@ -155,27 +153,21 @@ def _densities(
 
 def _trace(model: Callable[..., Any], plate: str, shapes: Any, point: int) -> dict[str, Any]:
     args, kwargs = _invented(shapes, point)
-    fn = handlers.seed(_middle(one_record(model, plate), point), jax.random.key(0))
+    middle = functools.partial(_middle, point=point)
+    fn = handlers.substitute(one_record(model, plate), substitute_fn=middle)
     with jax.default_matmul_precision("highest"):  # the same on all processors
-        return handlers.trace(fn).get_trace(*args, **kwargs)
+        return handlers.trace(handlers.seed(fn, jax.random.key(0))).get_trace(*args, **kwargs)
 
 
-class _middle(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
-    """Gives latent sites fixed values inside of their supports."""
-
-    def __init__(self, fn: Callable[..., Any], point: int) -> None:
-        self.point = point
-        super().__init__(fn)
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] != "sample" or msg["value"] is not None:
-            return
-        fn = msg["fn"]
-        if fn.support.is_discrete:
-            values = fn.enumerate_support(expand=True)
-            msg["value"] = values[min(self.point, len(values) - 1)]
-            return
-        transform = biject_to(fn.support)
-        shape = transform.inverse_shape(fn.shape())
-        numbers = _numbers(int(np.prod(shape)), self.point).reshape(shape) - 0.5
-        msg["value"] = transform(jnp.asarray(numbers, jnp.result_type(float)))
+def _middle(site: dict[str, Any], point: int) -> Array | None:
+    """A fixed value of a latent site, inside of its support."""
+    if site["type"] != "sample" or site["value"] is not None:
+        return None
+    fn = site["fn"]
+    if fn.support.is_discrete:
+        values = fn.enumerate_support(expand=True)
+        return values[min(point, len(values) - 1)]
+    transform = biject_to(fn.support)
+    shape = transform.inverse_shape(fn.shape())
+    numbers = _numbers(int(np.prod(shape)), point).reshape(shape) - 0.5
+    return transform(jnp.asarray(numbers, jnp.result_type(float)))

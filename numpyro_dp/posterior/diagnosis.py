@@ -157,13 +157,13 @@ def findings_of_report(privacy: PrivacyReport) -> list[Finding]:
 def findings_of_run(result: Any) -> list[Finding]:
     """What parameters and trace of a run show."""
     found = []
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(result.params)]
-    if not all(np.all(np.isfinite(leaf)) for leaf in leaves):
-        found.append(Finding("values", True, (
-            "The parameters have infinite or NaN entries. Take smaller steps."
-        )))  # fmt: skip
-    for name, path in _norms(result.trace.clip_norm).items():
-        ratio = float(path[-1]) / float(path[0])
+    if not all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(result.params)):
+        text = "The parameters have infinite or NaN entries. Take smaller steps."
+        found.append(Finding("values", True, text))
+    norms = result.trace.clip_norm  # the path of each one that adapts
+    norms = norms if isinstance(norms, dict) else {} if norms is None else {"": norms}
+    for name, path in norms.items():
+        ratio, name = float(path[-1]) / float(path[0]), f" of {name!r}" if name else ""
         if not 1 / _SLID < ratio < _SLID:
             found.append(Finding("clip norm", True, (
                 f"The clip norm{name} changed by a factor {ratio:.2g} during the run. Start it "
@@ -193,13 +193,9 @@ def finding_of_independence() -> Finding:
 
 def findings_of_shares(shares: np.ndarray, private: bool) -> list[Finding]:
     """What the shares of the prior show."""
-    known = shares[np.isfinite(shares)]
-    wide = int(np.sum(known > 0.5))
-    if not private or not wide:
-        return []
-    return [Finding("prior", False, (
-        f"{wide} of {known.size} latents are more than half prior. {_MORE}"
-    ))]  # fmt: skip
+    wide, known = int(np.sum(shares > 0.5)), int(np.sum(np.isfinite(shares)))
+    text = f"{wide} of {known} latents are more than half prior. {_MORE}"
+    return [Finding("prior", False, text)] if private and wide else []
 
 
 def findings_of_path(distance: float, width: float, of_prior: float) -> list[Finding]:
@@ -320,17 +316,5 @@ def findings_of_spread(
 
 def without_noise(noise: bool) -> list[Finding]:
     """A finding about intervals that leave out the noise of privacy, if there is any."""
-    if not noise:
-        return []
-    return [Finding("intervals", True, (
-        "The intervals leave out the noise of privacy, so they are too narrow."
-    ))]  # fmt: skip
-
-
-def _norms(clip_norm: Any) -> dict[str, np.ndarray]:
-    """The path of each clip norm that adapts."""
-    if clip_norm is None:
-        return {}
-    if isinstance(clip_norm, dict):
-        return {f" of {name!r}": np.asarray(path) for name, path in clip_norm.items()}
-    return {"": np.asarray(clip_norm)}
+    text = "The intervals leave out the noise of privacy, so they are too narrow."
+    return [Finding("intervals", True, text)] if noise else []

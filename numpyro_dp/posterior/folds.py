@@ -3,12 +3,12 @@ r"""Streaming averages of every private iterate, for models that are too large f
 The compiled loop of ``svi.run(..., fold=...)`` hands a fold the constrained parameters after each
 step.
 
-**Tail average.** The last n iterates are split into b batches of :math:`n_j` consecutive iterates.
-The lengths of the batches differ by at most one. With their means :math:`m_j`,
+**Tail average.** The last n iterates are split into b batches of equal length, so n is a multiple
+of b. With the means :math:`m_j` of the batches,
 
 .. math::
-    \bar x = \frac1n \sum_j n_j m_j, \qquad
-    \widehat{\mathrm{Var}}(\bar x) = \frac{1}{n (b - 1)} \sum_j n_j (m_j - \bar x)^2.
+    \bar x = \frac1b \sum_j m_j, \qquad
+    \widehat{\mathrm{Var}}(\bar x) = \frac{1}{b (b - 1)} \sum_j (m_j - \bar x)^2.
 
 The variance estimate is unbiased for independent batch means. So each batch must hold many
 autocorrelation times. Sums run over deviations from the mean of the earlier batches, in at least
@@ -57,7 +57,7 @@ class TailAverage(NamedTuple):
         >>> state, _ = jax.lax.scan(step, fold.init({"loc": jnp.zeros(())}), iterates)
         >>> mean = fold.result(state)
         >>> int(mean.num_iterates), bool(abs(mean.params["loc"] - 3) < 4 * mean.dp_sd["loc"])
-        (500, True)
+        (480, True)
     """
 
     params: dict[str, Any]
@@ -69,23 +69,15 @@ class _Tail(NamedTuple):
     """State of a tail average.
 
     Attributes:
-        wait: Number of iterates still to come before the tail.
-        length: Length of a batch, without the extra iterate of the first ``longer`` batches.
-        longer: Number of batches with one extra iterate.
-        batches: Number of closed batches.
-        before: Number of iterates in closed batches.
-        inside: Number of iterates in the open batch.
+        count: Number of iterates in the tail. Negative before it begins.
+        length: Length of a batch.
         mean: Mean of the closed batches. Before the first one closes, the first iterate.
         total: Sum of the deviations from ``mean`` in the open batch.
         squares: Sum of the squared deviations of closed batches from their mean, times length.
     """
 
-    wait: Array
+    count: Array
     length: Array
-    longer: Array
-    batches: Array
-    before: Array
-    inside: Array
     mean: PyTree
     total: PyTree
     squares: PyTree
@@ -101,7 +93,7 @@ def tail_average(num_steps: int, last: float = 0.5, num_batches: int = 32) -> Fo
 
     Args:
         num_steps: Number of steps of the run.
-        last: Share of the steps to average, in (0, 1], rounded to whole steps.
+        last: Share of the steps to average, in (0, 1], rounded down to whole batches.
         num_batches: Number of batches b for the standard deviation. Each should hold many
             autocorrelation times of the iterates.
 
@@ -128,7 +120,7 @@ def tail_average(num_steps: int, last: float = 0.5, num_batches: int = 32) -> Fo
         >>> result = svi.run(jax.random.key(0), 3000, x, progress_bar=False,
         ...                  fold=tail_average(3000))
         >>> int(result.folded.num_iterates), abs(result.folded.params["auto_loc"][0] - 3) < 0.5
-        (1500, Array(True, dtype=bool))
+        (1472, Array(True, dtype=bool))
 
     Guarantee:
         Reads only the private iterates. This is post-processing and has no privacy cost.
@@ -141,30 +133,29 @@ def tail_average(num_steps: int, last: float = 0.5, num_batches: int = 32) -> Fo
         "number of iterates averaged", number, low=num_batches,
         remedy="Each batch needs one. Take more steps, increase last=, or decrease num_batches.",
     )  # fmt: skip
-    length, longer = divmod(number, num_batches)
+    length = number // num_batches
+    before = num_steps - length * num_batches
 
     def init(params: PyTree) -> _Tail:
-        counts = (num_steps - number, length, longer, 0, 0, 0)
         zeros = jax.tree.map(jnp.zeros_like, widen(params))
-        return _Tail(*(jnp.asarray(count, jnp.int32) for count in counts), *([zeros] * 3))
+        return _Tail(*(jnp.asarray(each, jnp.int32) for each in (-before, length)), *([zeros] * 3))
 
     return Fold(init, _update_tail, _tail_average, num_steps)
 
 
 def _update_tail(state: _Tail, params: PyTree) -> _Tail:
-    active = state.wait == 0
-    first = active & (state.before + state.inside == 0)
-    inside = state.inside + active
-    closes = active & (inside == state.length + (state.batches < state.longer))
-    known = state.before + inside
+    count = state.count + 1
+    closed, place = jnp.divmod(count - 1, state.length)
+    inside, active = place + 1, count > 0
+    closes = active & (inside == state.length)
 
     # The batch form of Welford's update, which loses no digits by cancellation.
     def update(x: Array, mean: Array, total: Array, squares: Array) -> tuple[Array, ...]:
         x, size = x.astype(mean.dtype), inside.astype(mean.dtype)
-        share = size / jnp.maximum(known, 1).astype(mean.dtype)
-        mean = jnp.where(first, x, mean)
+        share = 1 / (closed + 1).astype(mean.dtype)
+        mean = jnp.where(count == 1, x, mean)
         total = jnp.where(active, total + (x - mean), total)
-        deviation = total / jnp.maximum(size, 1)
+        deviation = total / size
         return (
             jnp.where(closes, mean + share * deviation, mean),
             jnp.where(closes, 0, total),
@@ -174,21 +165,13 @@ def _update_tail(state: _Tail, params: PyTree) -> _Tail:
     leaves, treedef = jax.tree.flatten(params)
     sums = (jax.tree.leaves(tree) for tree in (state.mean, state.total, state.squares))
     updated = zip(*(update(*each) for each in zip(leaves, *sums, strict=True)), strict=True)
-    return state._replace(
-        wait=jnp.maximum(state.wait - 1, 0),
-        batches=state.batches + closes,
-        before=jnp.where(closes, known, state.before),
-        inside=jnp.where(closes, 0, inside),
-        **{
-            name: treedef.unflatten(each)
-            for name, each in zip(("mean", "total", "squares"), updated, strict=True)
-        },
-    )
+    return _Tail(count, state.length, *map(treedef.unflatten, updated))
 
 
 def _tail_average(state: _Tail) -> TailAverage:
-    number = state.before + state.inside
+    number = jnp.maximum(state.count, 0)
     mean = jax.tree.map(lambda mean, total: mean + total / number, state.mean, state.total)
-    freedom = (state.batches - 1).astype(float) * state.before
+    batches = number // state.length
+    freedom = (batches - 1).astype(float) * batches * state.length
     sd = jax.tree.map(lambda squares: jnp.sqrt(squares / freedom), state.squares)
     return TailAverage(mean, sd, number)

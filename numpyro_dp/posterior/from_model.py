@@ -19,8 +19,8 @@ from numpyro_dp.model.separation import one_record
 from numpyro_dp.posterior.averaging import SHORTEST, drift_check
 from numpyro_dp.posterior.densities import densities_of_model
 from numpyro_dp.posterior.diagnosis import Finding, findings_of_report
-from numpyro_dp.posterior.draws import FlatDraws
-from numpyro_dp.posterior.posterior import Draws, Posterior
+from numpyro_dp.posterior.draws import Draws
+from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.samples import posterior_samples
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.results import Trace
@@ -82,18 +82,15 @@ class ModelSource(NamedTuple):
             prior = None
         if prior is not None and self.factors:
             notes += (f"The share of the prior leaves out the factors {list(self.factors)}.",)
-        sites = draws.sites if isinstance(draws, FlatDraws) else None
-        if sites is None or set(sites.shapes) != set(self.latents):
-            draws = functools.partial(self._kept, draws)
         findings = (*findings, *findings_of_report(privacy))
         public = self.public
         if public is not None:
             public = public.copy()
             public.trust(jax.tree.leaves(self.params))  # released
         return Posterior(
-            model=self._filled, draws=draws, prior=prior, unconstrain=self.unconstrained,
-            privacy=privacy, method=method, notes=notes, converged=converged,
-            findings=findings, params=self.params, public=public,
+            model=self._filled, draws=functools.partial(self._kept, draws), prior=prior,
+            unconstrain=self.unconstrained, privacy=privacy, method=method, notes=notes,
+            converged=converged, findings=findings, params=self.params, public=public,
             densities=functools.partial(
                 densities_of_model, self._filled, self.plate, self.arguments
             ),

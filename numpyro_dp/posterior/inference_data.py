@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from numpyro_dp._validate import check_int
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.statement import Statement
 
-__all__ = ["draws_by_name", "keep_from_arviz", "named_leaves", "to_arviz"]
+__all__ = ["draws_by_name", "named_leaves", "to_arviz"]
 
 _INDEPENDENT = "independent draws of a differentially private posterior"
 _NEVER = "observed_data holds private records: never publish it"
@@ -78,31 +77,46 @@ def to_arviz(
         ``posterior_predictive`` may. Do not publish it with ``sensitive_observed_data``. Do not
         publish pointwise likelihoods, or predictions that could reveal private rows.
     """
-    spent = _attributes(privacy, group_by_chain)
-    groups = _groups(samples, posterior_predictive, sensitive_observed_data, group_by_chain)
-    tree = _from_dict(groups, coords, dims)
+    if not isinstance(privacy, PrivacyReport | Statement):
+        raise TypeError(
+            f"privacy must be a PrivacyReport, got {type(privacy).__name__}. to_arviz stores it "
+            "with the draws. Pass result.privacy of the run. For other draws use arviz.from_dict."
+        )
+    spent = {
+        "draws": "chains of a differentially private sampler" if group_by_chain else _INDEPENDENT,
+        "epsilon": float(privacy.epsilon),
+        "delta": float(privacy.delta),
+        "relation": privacy.relation,
+        "accountant": privacy.accountant,
+        "num_steps": int(privacy.num_steps),
+        "privacy": str(privacy),
+        "inference_library": "numpyro_dp",
+    }  # text and numbers, which netCDF can store
+    groups = {"posterior": _chains(samples, "samples", group_by_chain)}
+    if posterior_predictive is not None:
+        groups["posterior_predictive"] = _chains(
+            posterior_predictive, "posterior_predictive", group_by_chain
+        )
+    if sensitive_observed_data is not None:
+        groups["observed_data"] = {
+            _name(site): np.asarray(value) for site, value in sensitive_observed_data.items()
+        }
+    dims = dims and {_name(site): axes for site, axes in dims.items()}
+    try:
+        import arviz
+    except ImportError as error:
+        raise ImportError(
+            'to_arviz needs ArviZ, which is not installed. Run pip install "numpyro-dp[plot]".'
+        ) from error
+    if "data" in inspect.signature(arviz.from_dict).parameters:  # 1.0 and later
+        tree = arviz.from_dict(groups, coords=coords, dims=dims)
+    else:
+        tree = arviz.from_dict(**groups, coords=coords, dims=dims)
     if "observed_data" in groups:
         spent["sensitive"] = tree["observed_data"].attrs["sensitive"] = _NEVER
     for part in (tree, *(tree[group] for group in groups if group != "observed_data")):
         part.attrs.update(spent)
     return tree
-
-
-def keep_from_arviz(name: str) -> None:
-    """Raises an error if ArviZ asked for what it needs to store the records.
-
-    Raises:
-        TypeError: With the name of what ArviZ was given, and what to call.
-    """
-    frame, callers = sys._getframe(1), []
-    while frame is not None and len(callers) < 5:  # type checkers add frames
-        callers.append(frame.f_globals.get("__name__", "").split(".")[0])
-        frame = frame.f_back
-    if {"arviz", "arviz_base"} & set(callers):
-        raise TypeError(
-            f"ArviZ would copy the private records of this {name} into its result, without the "
-            "privacy statement. Call posterior.to_arviz() instead."
-        )
 
 
 def draws_by_name(samples: Any, what: str = "samples") -> dict[str, np.ndarray]:
@@ -144,24 +158,13 @@ def _part(entry: Any) -> str:
     return str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry))))
 
 
-def _groups(
-    samples: Any, predictive: Any, records: Any, grouped: bool
-) -> dict[str, dict[str, np.ndarray]]:
-    groups = {"posterior": _chains(samples, "samples", grouped)}
-    if predictive is not None:
-        groups["posterior_predictive"] = _chains(predictive, "posterior_predictive", grouped)
-    if records is not None:
-        groups["observed_data"] = {_name(key): np.asarray(value) for key, value in records.items()}
-    return groups
-
-
 def _chains(samples: dict[str, Any], what: str, grouped: bool) -> dict[str, np.ndarray]:
     """Draws by their names for ArviZ, with axes of chains and draws."""
     found = draws_by_name(samples, what)
     if not grouped:
         return {_name(name): value[None] for name, value in found.items()}
-    lengths = {name: value.shape[1:2] for name, value in found.items()}
-    if len(set(lengths.values())) != 1 or () in lengths.values():
+    lengths = {value.shape[1:2] for value in found.values()}
+    if len(lengths) != 1 or () in lengths:
         raise ValueError(
             f"group_by_chain=True needs two leading axes, of chains and of draws, in {what}, got "
             f"shapes { {n: v.shape for n, v in found.items()} }. Omit it for independent draws."
@@ -171,35 +174,3 @@ def _chains(samples: dict[str, Any], what: str, grouped: bool) -> dict[str, np.n
 
 def _name(name: str) -> str:
     return name.replace("/", ".")
-
-
-def _attributes(privacy: PrivacyReport | Statement, chains: bool) -> dict[str, Any]:
-    """The privacy report as text and numbers that netCDF can store."""
-    if not isinstance(privacy, PrivacyReport | Statement):
-        raise TypeError(
-            f"privacy must be a PrivacyReport, got {type(privacy).__name__}. to_arviz stores it "
-            "with the draws. Pass result.privacy of the run. For other draws use arviz.from_dict."
-        )
-    return {
-        "draws": "chains of a differentially private sampler" if chains else _INDEPENDENT,
-        "epsilon": float(privacy.epsilon),
-        "delta": float(privacy.delta),
-        "relation": privacy.relation,
-        "accountant": privacy.accountant,
-        "num_steps": int(privacy.num_steps),
-        "privacy": str(privacy),
-        "inference_library": "numpyro_dp",
-    }
-
-
-def _from_dict(groups: dict[str, dict[str, np.ndarray]], coords: Any, dims: Any) -> Any:
-    dims = dims and {_name(name): axes for name, axes in dims.items()}
-    try:
-        import arviz
-    except ImportError as error:
-        raise ImportError(
-            'to_arviz needs ArviZ, which is not installed. Run pip install "numpyro-dp[plot]".'
-        ) from error
-    if "data" in inspect.signature(arviz.from_dict).parameters:  # 1.0 and later
-        return arviz.from_dict(groups, coords=coords, dims=dims)
-    return arviz.from_dict(**groups, coords=coords, dims=dims)

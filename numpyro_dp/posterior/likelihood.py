@@ -109,16 +109,10 @@ def released_likelihood(
         P, positive semidefinite (d, d), and b (d,).
     """
     root, _ = roots(prior.precision)
-    ratios, vectors = _over_prior(covariance, root)
+    # Ratios of posterior to prior variance, along directions that are independent under both. In
+    # these coordinates the prior is standard normal, so the result does not depend on units.
+    values, vectors = np.linalg.eigh(symmetric(root.T @ covariance @ root))
+    ratios = np.clip(values, 1e-14, 1.0)
     turned = root @ vectors
     precision = symmetric((turned * (1 / ratios - 1)) @ turned.T)
     return precision, precision @ mean + prior.precision @ (mean - prior.mean)
-
-
-def _over_prior(covariance: np.ndarray, root: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Ratios of posterior to prior variance, at most 1, along directions independent under both.
-
-    The coordinates make the prior standard normal. So the result does not depend on units.
-    """
-    values, vectors = np.linalg.eigh(symmetric(root.T @ covariance @ root))
-    return np.clip(values, 1e-14, 1.0), vectors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pathlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 from numpyro_dp.model.public import PublicValues
 from numpyro_dp.posterior.densities import model_of_run
 from numpyro_dp.posterior.diagnosis import Finding
+from numpyro_dp.posterior.draws import SiteDraws
 from numpyro_dp.posterior.posterior import Posterior
-from numpyro_dp.posterior.saved import part_of, read_posterior
+from numpyro_dp.posterior.saved import FORMAT, part_of, read_file
 from numpyro_dp.privacy.statement import Statement
 
 __all__ = ["load"]
@@ -21,7 +23,8 @@ __all__ = ["load"]
 def load(path: Any, model: Callable[..., Any] | None = None, **static_kwargs: Any) -> Posterior:
     """Reads a posterior that :meth:`Posterior.save` wrote, in any process and without the records.
 
-    ``sample``, ``summary``, ``diagnose`` and ``to_arviz`` work as before. ``privacy`` is the
+    ``summary`` and ``diagnose`` give the same as before. ``sample`` draws from the 4,000 draws of
+    the file, and repeats them if you ask for more. ``privacy`` is the
     :class:`~numpyro_dp.accounting.Statement` of the run. A prior cannot be drawn from.
 
     Args:
@@ -49,13 +52,26 @@ def load(path: Any, model: Callable[..., Any] | None = None, **static_kwargs: An
         >>> posterior = fit(model, jnp.full(2000, 0.5), epsilon=1.0, rng_key=jax.random.key(0))
         >>> posterior.save(path)
         >>> loaded = load(path, model)
-        >>> key = jax.random.key(1)
-        >>> bool((loaded.sample(key, 5)["mean"] == posterior.sample(key, 5)["mean"]).all())
-        True
+        >>> loaded.sample(jax.random.key(1), 5)["mean"].shape
+        (5,)
     """
     if model is not None and not callable(model):
         raise TypeError(f"Expected model as a function, got {type(model).__name__}.")
-    found, about = read_posterior(path, _made)
+    pathlib.Path(path).stat()  # raises if there is no file
+    try:
+        about, arrays = read_file(path)
+        known = {name: about.get(name) for name in FORMAT}
+        found = _made(about, arrays) if known == FORMAT else None
+    # A damaged file may break JSON and NumPy in any way.
+    except Exception as error:
+        raise ValueError(
+            f"{path} is not a saved posterior, or the file is damaged: {error} Save the posterior "
+            "again, or copy the file again."
+        ) from error
+    if found is None:
+        raise ValueError(
+            f"Expected {path} as {FORMAT}, got {known}. Read it with the numpyro_dp that wrote it."
+        )
     if model is None:
         return found
     fn, saved = functools.partial(model, **static_kwargs), about["model"]
@@ -70,24 +86,28 @@ def load(path: Any, model: Callable[..., Any] | None = None, **static_kwargs: An
     return found
 
 
-def _made(
-    draws: Any, about: dict[str, Any], arrays: dict[str, Any]
-) -> tuple[Posterior, dict[str, Any]]:
-    """The posterior of a file, and what the file tells."""
-    params, shares = part_of(arrays, "params"), part_of(arrays, "shares")
+def _made(about: dict[str, Any], arrays: dict[str, Any]) -> Posterior:
+    """The posterior of a file."""
+    draws, shares, params, released = (
+        part_of(arrays, part) for part in ("draws", "shares", "params", "released")
+    )
     public = about["public"]
     if public is not None:
         public = PublicValues.from_json(public)
         public.trust(params.values())
     texts = about["method"], *about["notes"]
-    if not all(isinstance(text, str) for text in texts) or set(shares) != set(about["latents"]):
+    shapes = {name: share.shape for name, share in shares.items()}
+    if not all(isinstance(text, str) for text in texts) or not shapes:
         raise ValueError("Texts or shares of the prior are missing.")
-    posterior = Posterior(
-        model=None, draws=draws, prior=None, unconstrain=None,
+    same_number = len(set(map(len, draws.values()))) == 1
+    if not same_number or shapes != {name: x.shape[1:] for name, x in draws.items()}:
+        raise ValueError("Draws do not fit the shares of the prior.")
+    found = Posterior(
+        model=None, draws=SiteDraws(draws), prior=None, unconstrain=None,
         privacy=Statement.from_json(json.dumps(about["privacy"])),
         method=about["method"], notes=tuple(about["notes"]), converged=bool(about["converged"]),
         findings=tuple(Finding(*each) for each in about["findings"]), params=params,
-        released=part_of(arrays, "released"), public=public, densities=lambda: about["model"],
-        shares=shares,
+        released=released, public=public, densities=lambda: about["model"],
     )  # fmt: skip
-    return posterior, about
+    found.__dict__.update(_fixed_draws=draws, _prior_shares=shares)  # equal summaries
+    return found

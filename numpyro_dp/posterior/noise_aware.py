@@ -60,21 +60,6 @@ class NoiseAware(NamedTuple):
     unconverged: int
     dominated: int
 
-    def __str__(self) -> str:
-        total = sum(np.size(value) for value in self.average.params.values())
-        lines = [f"Noise-aware posterior of {total} averaged parameters."]
-        if self.unconverged:
-            lines.append(
-                f"NOT CONVERGED in {self.unconverged} coordinates of the location. Do not trust "
-                "their intervals. Take more steps, or start with larger ones."
-            )
-        if self.dominated:
-            lines.append(
-                f"Privacy noise exceeds the posterior's own variance in {self.dominated} "
-                "coordinates. Their intervals are wide, and the prior does not narrow them."
-            )
-        return "\n".join(lines)
-
 
 def noise_aware(result: RunResult, guide: Any, check: Check | None = None) -> NoiseAware:
     """Returns the guide at the averaged iterates, widened by the privacy noise.
@@ -121,7 +106,7 @@ def noise_aware(result: RunResult, guide: Any, check: Check | None = None) -> No
     for loc, scale in pairs:
         variance = np.square(mean.dp_sd[loc])
         spread = mean.params[scale]
-        if not _is_triangular(guide):
+        if guide_kind(guide) is not autoguide.AutoMultivariateNormal:
             own = np.square(spread)
             params[scale] = np.sqrt(own + variance)
         else:
@@ -131,10 +116,6 @@ def noise_aware(result: RunResult, guide: Any, check: Check | None = None) -> No
         unconverged += int(np.sum(~mean.converged[loc]))
         dominated += int(np.sum(variance > own))
     return NoiseAware(params, mean, unconverged, dominated)
-
-
-def _is_triangular(guide: Any) -> bool:
-    return guide_kind(guide) is autoguide.AutoMultivariateNormal
 
 
 def _pairs(guide: Any) -> list[tuple[str, str]]:

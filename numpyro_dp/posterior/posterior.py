@@ -17,7 +17,7 @@ import html
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,21 +25,23 @@ import numpy as np
 from jax import Array
 from numpyro.infer import Predictive
 
-from numpyro_dp._validate import check_int, check_real
+from numpyro_dp._validate import check_int
 from numpyro_dp.model.public import PublicValues
 from numpyro_dp.model.sampling import predict
 from numpyro_dp.posterior.densities import Densities
 from numpyro_dp.posterior.diagnosis import Diagnosis, Finding, findings_of_shares
+from numpyro_dp.posterior.draws import Draws
 from numpyro_dp.posterior.inference_data import (
     draws_by_name,
     named_leaves,
     to_arviz,
 )
-from numpyro_dp.posterior.saved import write_posterior
+from numpyro_dp.posterior.saved import write_file
 from numpyro_dp.posterior.summary import (
     PosteriorSummary,
     count_of,
     entry_name,
+    interval,
     share_text,
     shown,
     table_lines,
@@ -56,8 +58,6 @@ _MOST_VALUES = 10**8  # of all draws together: 400 MB in float32
 _LINES, _MOST_ROWS, _FEWEST_ROWS = 10, 5, 2
 _HALF = 0.5
 _IN_SHARES = ("prior", "convergence")  # findings that the line about shares tells
-
-Draws = Callable[[Array, int], dict[str, Array]]
 
 
 class Posterior:
@@ -82,7 +82,6 @@ class Posterior:
         public: What was accepted as public, for :meth:`predict`. ``None`` for a model that holds
             nothing of the user's.
         densities: Returns log densities of the model, for :meth:`save`.
-        shares: Share of the prior by site, of a posterior that was loaded.
 
     Attributes:
         privacy: The :class:`~numpyro_dp.PrivacyReport` of the run.
@@ -139,12 +138,9 @@ class Posterior:
         released: dict[str, Any] | None = None,
         public: PublicValues | None = None,
         densities: Callable[[], Densities | None] = lambda: None,
-        shares: dict[str, np.ndarray] | None = None,
     ) -> None:
         self.released: dict[str, Any] = {} if released is None else released
         self._params = {} if params is None else params
-        if shares is not None:
-            self.__dict__["_prior_shares"] = shares
         self._public, self._densities = public, densities
         self._findings = tuple(findings)
         self._converged = converged
@@ -234,10 +230,9 @@ class Posterior:
         Raises:
             TypeError, ValueError: If ``prob`` is not a number in (0, 1).
         """
-        prob = check_real("prob", prob, low=0, high=1, low_open=True, high_open=True)
         found = {}
         for name, values in self._fixed_draws.items():
-            lower, upper = np.quantile(values, [(1 - prob) / 2, (1 + prob) / 2], axis=0)
+            lower, upper = interval(values, prob)
             mean, sd = self._moments[name]
             found[name] = {
                 "mean": mean, "sd": sd, "lower": lower, "upper": upper,
@@ -251,7 +246,7 @@ class Posterior:
         It looks at convergence, the mixing of chains, values that are not finite, and clip norms
         that slid. It also looks at delta, the budget, and the shares of the prior.
         """
-        shares = np.concatenate([share.ravel() for share in self._prior_shares.values()])
+        shares = self._all_shares
         told = any(finding.name == "prior" for finding in self._findings)
         private = math.isfinite(self.privacy.epsilon) and not told
         shown = findings_of_shares(shares, private)
@@ -278,11 +273,11 @@ class Posterior:
     def save(self, path: Any) -> None:
         """Writes the posterior to a file, which you may publish. :func:`~numpyro_dp.load` reads it.
 
-        The file has the draws (as mean and covariance, or as stored draws), the privacy statement,
-        findings, shares of the prior, and ``released``, whose nested entries get one name each,
-        with dots. It has log densities of the model at invented records, and hashes of public
-        arrays. It has no record, no code and no key.
-        Equal posteriors give equal files. Static keywords and the model itself are not in it.
+        The file has the draws that :meth:`summary` uses, the privacy statement, findings, shares
+        of the prior, and ``released``, whose nested entries get one name each, with dots. It has
+        log densities of the model at invented records, and hashes of public arrays. It has no
+        record, no code and no key. Equal posteriors give equal files. Static keywords and the
+        model itself are not in it.
 
         Args:
             path: The file, such as ``"visits.posterior"``.
@@ -302,8 +297,7 @@ class Posterior:
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     posterior.save(os.path.join(folder, "mean.posterior"))
             ...     loaded = numpyro_dp.load(os.path.join(folder, "mean.posterior"))
-            >>> key = jax.random.key(2)
-            >>> bool((loaded.sample(key, 5)["mean"] == posterior.sample(key, 5)["mean"]).all())
+            >>> str(loaded.summary()) == str(posterior.summary())
             True
 
         Guarantee:
@@ -317,19 +311,29 @@ class Posterior:
             "privacy": json.loads(statement.to_json()), "model": self._densities(),
             "public": None if self._public is None else self._public.to_json(),
         }  # fmt: skip
-        arrays = {f"shares/{name}": share for name, share in self._prior_shares.items()}
-        for part, values in (("params", self._params), ("released", self.released)):
-            arrays |= {f"{part}/{name}": x for name, x in named_leaves(values).items()}
-        write_posterior(path, self._draws, about, arrays)
+        write_file(path, about, {
+            f"{part}/{name}": value
+            for part, values in (
+                ("draws", self._fixed_draws), ("shares", self._prior_shares),
+                ("params", named_leaves(self._params)), ("released", named_leaves(self.released)),
+            )
+            for name, value in values.items()
+        })  # fmt: skip
 
     def __str__(self) -> str:
         """The privacy spent, some latents, notes and a verdict, in at most ten lines."""
         notes = [" ".join(note.split()) for note in self.notes]
-        total = sum(share.size for share in self._prior_shares.values())
+        total = self._all_shares.size
         free = _LINES - 4 - len(notes)  # four lines are always shown
         if total > min(_MOST_ROWS, free):
             free -= 1  # for the line that counts the latents not shown
-        entries = list(itertools.islice(self._rows(), min(_MOST_ROWS, max(_FEWEST_ROWS, free))))
+        entries = list(itertools.islice(
+            (
+                [entry_name(name, at), shown(mean[at], sd[at]), shown(sd[at], sd[at]),
+                 share_text(self._prior_shares[name][at])]
+                for name, (mean, sd) in self._moments.items() for at in np.ndindex(mean.shape)
+            ), min(_MOST_ROWS, max(_FEWEST_ROWS, free)),
+        ))  # fmt: skip
         private = math.isfinite(self.privacy.epsilon)
         spent = "NOT PRIVATE: epsilon is infinite"
         if private:
@@ -355,19 +359,11 @@ class Posterior:
         """The text, and the privacy statement as a table."""
         return f"<pre>{html.escape(str(self))}</pre>{self.privacy._repr_html_()}"
 
-    def _rows(self) -> Iterator[list[str]]:
-        for name, (mean, sd) in self._moments.items():
-            for index in np.ndindex(mean.shape):
-                share = share_text(float(self._prior_shares[name][index]))
-                own_mean, own_sd = float(mean[index]), float(sd[index])
-                values = shown(own_mean, own_sd), shown(own_sd, own_sd)
-                yield [entry_name(name, index), *values, share]
-
     def _verdict(self, private: bool) -> str:
-        shares = np.concatenate([share.ravel() for share in self._prior_shares.values()])
-        if self._prior is None and np.all(np.isnan(shares)):
-            return "The prior cannot be drawn from: the share of the prior is not known."
+        shares = self._all_shares
         known = shares[np.isfinite(shares)]
+        if self._prior is None and not known.size:
+            return "The prior cannot be drawn from: the share of the prior is not known."
         if not known.size:
             return "No latent has a spread: this does not say how well they are known."
         bad = [each.name for each in self._findings if each.bad and each.name not in _IN_SHARES]
@@ -375,18 +371,21 @@ class Posterior:
             return f"Do not believe this yet: {', '.join(bad)}. diagnose() says what to do."
         total, wide = known.size, int(np.sum(known > _HALF))
         largest = f"(largest share of the prior: {known.max():.2f})"
+        verb = "is" if wide == 1 else "are"
         if 2 * wide >= total:
             little = "The budget buys little here" if private else "The records say little here"
-            verb = "is" if wide == 1 else "are"
             if any(finding.name == "convergence" for finding in self._findings):
                 little = "The run ended far from its optimum"
             return f"{little}: {wide} of {count_of(total)} {verb} more than half prior."
         if wide:
-            verb = "is" if wide == 1 else "are"
             return f"{wide} of {count_of(total)} {verb} more than half prior {largest}."
         if known.max() > 0.1:
             return f"The records say more than the prior about every latent {largest}."
         return f"Every latent is known well beyond its prior {largest}."
+
+    @property
+    def _all_shares(self) -> np.ndarray:
+        return np.concatenate([share.ravel() for share in self._prior_shares.values()])
 
     @functools.cached_property
     def _fixed_draws(self) -> dict[str, np.ndarray]:

@@ -20,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
+from numpyro.distributions import biject_to, constraints
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_dp.model.outcomes import Outcomes, unconstrained_prior
-from numpyro_dp.posterior.draws import FlatDraws, Normal, Rows, Sites, generator
+from numpyro_dp.posterior.draws import Draws, Normal, Rows, generator
 from numpyro_dp.posterior.likelihood import Prior
 
 __all__ = ["ModelPrior", "read_prior"]
@@ -44,7 +45,6 @@ class ModelPrior(NamedTuple):
         decoded: The exact or approximate normal prior of the latents that records see.
         constrain: Vectors of all latents, shape (draws, all) -> values by site in the model's own
             units.
-        sites: What ``constrain`` does, or ``None`` if a support depends on other latents.
         draws: Draws of all latents from their prior, shape (draws, all), or ``None`` if it is
             normal.
     """
@@ -54,10 +54,9 @@ class ModelPrior(NamedTuple):
     seen: np.ndarray
     decoded: Prior
     constrain: Callable[[Array], dict[str, Array]]
-    sites: Sites | None = None
     draws: np.ndarray | None = None
 
-    def posterior(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> FlatDraws:
+    def posterior(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> Draws:
         """Returns the draws of the posterior.
 
         Args:
@@ -68,16 +67,20 @@ class ModelPrior(NamedTuple):
         if self.normal is not None:
             mean, covariance = self._closed_form(precision, linear)
             return self.drawn(Normal(mean, np.linalg.cholesky(covariance)))
-        kept = self._from_prior(precision, linear, rng_key)
-        if kept is None:
-            kept = self._resampled(precision, linear, rng_key)
-        if kept is None:
-            kept = self._sampled(precision, linear, rng_key)
+        for way in (self._from_prior, self._resampled, self._sampled):
+            kept = way(precision, linear, rng_key)
+            if kept is not None:
+                break
         return self.drawn(Rows(np.asarray(kept)))
 
-    def drawn(self, vectors: Normal | Rows) -> FlatDraws:
+    def drawn(self, vectors: Normal | Rows) -> Draws:
         """Draws of all latents in unconstrained coordinates, as values by site."""
-        return FlatDraws(vectors, self.constrain, self.sites)
+
+        def draws(rng_key: Array, num_samples: int) -> dict[str, Array]:
+            flat = vectors(rng_key, num_samples)
+            return self.constrain(jnp.asarray(flat, jnp.result_type(float)))
+
+        return draws
 
     def _closed_form(self, precision: np.ndarray, linear: np.ndarray) -> tuple[Any, Any]:
         mean, total = self.normal[0], self.normal[1].copy()
@@ -110,26 +113,21 @@ class ModelPrior(NamedTuple):
         mean = np.linalg.solve(total, linear + prior.precision @ prior.mean)
         rng = generator(rng_key)
         theta = mean + rng.normal(size=(_PROPOSED, len(mean))) @ factor.T
-        unravel = _unravel(outcomes)
-
-        def log_prior(flat: Array) -> Array:
-            return outcomes.model.log_prior(unravel(flat), {}, outcomes.shared)
-
         off = theta - prior.mean
-        exact = jax.jit(jax.vmap(log_prior))(jnp.asarray(theta, jnp.result_type(float)))
+        exact = jax.jit(jax.vmap(_log_prior(outcomes)))(jnp.asarray(theta, jnp.result_type(float)))
         logs = np.asarray(exact, np.float64) + np.sum((off @ prior.precision) * off, axis=1) / 2
         rows = _rows_by_weight(logs, rng)
         return None if rows is None else jnp.asarray(theta[rows], jnp.result_type(float))
 
     def _sampled(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> Array:
         outcomes, seen = self.outcomes, jnp.asarray(self.seen)
-        unravel = _unravel(outcomes)
+        log_prior = _log_prior(outcomes)
         own, slope = jnp.asarray(precision, jnp.float32), jnp.asarray(linear, jnp.float32)
 
         def potential(flat: Array) -> Array:
             theta = flat[seen]
             fit = slope @ theta - theta @ own @ theta / 2
-            return -fit - outcomes.model.log_prior(unravel(flat), {}, outcomes.shared)
+            return -fit - log_prior(flat)
 
         start_key, run_key = jax.random.split(rng_key)
         start = _flat_prior(outcomes, start_key, 200)
@@ -148,20 +146,19 @@ def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:
     names = sorted(outcomes.shapes)  # the order of ravel_pytree
     marks = [np.full(int(np.prod(outcomes.shapes[n])), n in outcomes.seen) for n in names]
     seen = np.flatnonzero(np.concatenate(marks))
-    sites = Sites.of(outcomes)
-    constrain = _constrained(outcomes) if sites is None else sites.constrain
+    constrain = _constrained(outcomes)
     normal = _normal(outcomes, sum(map(len, marks)))
     if normal is not None:
         covariance = np.linalg.inv(normal[1])[np.ix_(seen, seen)]
         decoded = Prior(normal[0][seen], np.linalg.inv(covariance))
-        return ModelPrior(outcomes, normal, seen, decoded, constrain, sites)
+        return ModelPrior(outcomes, normal, seen, decoded, constrain)
     flat = np.asarray(_flat_prior(outcomes, rng_key, _DRAWS), np.float64)
     quantiles = np.quantile(flat[:, seen], [0.025, 0.1587, 0.5, 0.8413, 0.975], axis=0)
     lowest, low, middle, high, highest = quantiles
     # Heavy tails need the larger width. A prior that is too narrow also moves the other latents.
     widths = np.maximum(np.maximum((high - low) / 2, (highest - lowest) / 3.92), 1e-6)
     decoded = Prior(middle, np.diag(widths**-2.0))
-    return ModelPrior(outcomes, None, seen, decoded, constrain, sites, flat)
+    return ModelPrior(outcomes, None, seen, decoded, constrain, flat)
 
 
 def _rows_by_weight(logs: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
@@ -178,6 +175,11 @@ def _unravel(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:
     return ravel_pytree({name: jnp.zeros(shape) for name, shape in outcomes.shapes.items()})[1]
 
 
+def _log_prior(outcomes: Outcomes) -> Callable[[Array], Array]:
+    unravel = _unravel(outcomes)
+    return lambda flat: outcomes.model.log_prior(unravel(flat), {}, outcomes.shared)
+
+
 def _flat_prior(outcomes: Outcomes, rng_key: Array, number: int) -> Array:
     """Draws from the prior, as unconstrained vectors of all latents."""
 
@@ -190,10 +192,7 @@ def _flat_prior(outcomes: Outcomes, rng_key: Array, number: int) -> Array:
 
 def _normal(outcomes: Outcomes, size: int) -> tuple[np.ndarray, np.ndarray] | None:
     """Mean and precision of all latents if their log density is quadratic, else ``None``."""
-    unravel = _unravel(outcomes)
-
-    def log_prior(flat: Array) -> Array:
-        return outcomes.model.log_prior(unravel(flat), {}, outcomes.shared)
+    log_prior = _log_prior(outcomes)
 
     def derivatives(flat: Array) -> tuple[Array, Array]:
         return jax.grad(log_prior)(flat), jax.hessian(log_prior)(flat)
@@ -214,9 +213,32 @@ def _constrained(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:
     """Vectors of all latents, shape (draws, all) -> values by site in the model's own units."""
     unravel = _unravel(outcomes)
 
-    def one(flat: Array) -> dict[str, Array]:
-        latents = unravel(flat)
+    def sites(latents: dict[str, Array]) -> dict[str, Any]:
         trace = outcomes.model.trace_prior(latents, {}, outcomes.shared)
-        return {name: trace[name]["value"] for name in outcomes.shapes}
+        return {name: trace[name] for name in outcomes.shapes}
 
+    def one(flat: Array) -> dict[str, Array]:
+        return {name: site["value"] for name, site in sites(unravel(flat)).items()}
+
+    def by_site(vectors: Array) -> dict[str, Array]:
+        latents = jax.vmap(unravel)(vectors)
+        return {name: jax.vmap(biject_to(supports[name]))(latents[name]) for name in supports}
+
+    supports, others = (
+        {name: site["fn"].support for name, site in sites(
+            {name: jnp.full(shape, value) for name, shape in outcomes.shapes.items()}
+        ).items()}
+        for value in (0.0, 0.3)
+    )  # fmt: skip
+    if all(_is_same(support, others[name]) for name, support in supports.items()):
+        return by_site  # needs no trace of the model
     return jax.jit(jax.vmap(one))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether supports are constraints of NumPyro with equal values, or values are equal."""
+    if not isinstance(one, constraints.Constraint):
+        return np.array_equal(one, other)
+    if type(one) is not type(other) or type(one).__module__ != constraints.__name__:
+        return False
+    return all(map(_is_same, one.tree_flatten()[0], other.tree_flatten()[0]))

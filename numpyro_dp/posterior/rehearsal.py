@@ -142,15 +142,6 @@ def rehearse(
 class Stage:
     """The simulated runs of one driver so far."""
 
-    driver: Any
-    args: Any
-    kwargs: Any
-    num_samples: int
-    given: GivenModel
-    steps: tuple[int, ...]
-    fill: Callable[..., Any]
-    quiet: dict[str, bool]
-
     def __init__(
         self, driver: Any, args: Any, kwargs: Any, num_steps: int | None = None,
         num_samples: int = 1000, simulated_data_to_args: Callable[..., Any] | None = None,

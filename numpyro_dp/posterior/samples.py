@@ -72,7 +72,11 @@ def posterior_samples(
     with handlers.block(), handlers.trace() as trace:
         handlers.seed(guide, rng_key)(*args, **kwargs)
     _check_params(trace, params)
-    sites = [name for name, site in trace.items() if _is_kept(site)]
+    sites = [
+        name for name, site in trace.items()
+        if site["type"] == "deterministic"
+        or (site["type"] == "sample" and not site["infer"].get("is_auxiliary", False))
+    ]  # fmt: skip
     predictive = Predictive(guide, params=params, num_samples=num_samples, return_sites=sites)
     return predictive(rng_key, *args, **kwargs)
 
@@ -93,12 +97,6 @@ def _check_params(trace: dict[str, Any], params: dict[str, Any]) -> None:
                 f"The guide's parameter {name!r} has arrays of shapes {shapes[0]}, but params has "
                 f"{shapes[1]}. Pass the params of a run of this guide."
             )
-
-
-def _is_kept(site: dict[str, Any]) -> bool:
-    if site["type"] == "sample":
-        return not site["infer"].get("is_auxiliary", False)
-    return site["type"] == "deterministic"
 
 
 def check_guide_set_up(guide: Callable[..., Any]) -> None:

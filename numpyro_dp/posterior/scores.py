@@ -33,9 +33,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
 
-from numpyro_dp.model.density import Model
 from numpyro_dp.model.outcomes import read_latents, read_outcomes
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.posterior.algebra import inverse, solve, spectral_power, symmetric
@@ -54,9 +52,8 @@ from numpyro_dp.posterior.likelihood import (
     released_likelihood,
 )
 from numpyro_dp.posterior.moments import Averages, Moments, averages_of, early_distance, mixed
-from numpyro_dp.posterior.posterior import Draws, Posterior
+from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.prior import read_prior
-from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.results import RunResult
 
 __all__ = ["NOISE_INCLUDED", "posterior_of_scores", "scores_likelihood"]
@@ -76,37 +73,6 @@ _PASSES = 8  # how often the uncertainty of phi enters the error of the curvatur
 _ROUNDS = 10  # updates of the mean in each pass
 
 
-def _draws_of(
-    model: Model, shared: tuple[Array, ...], sums: Any, privacy: PrivacyReport
-) -> tuple[Draws, list[Finding]]:
-    """Returns draws of the posterior that a run's scores give, and what they show about the run.
-
-    Args:
-        model: The model.
-        shared: Public arrays among its arguments.
-        sums: A :class:`~numpyro_dp.run.scores.ScoreSums`.
-        privacy: The report of the run.
-
-    Raises:
-        UnsupportedModelError: If the model has no prior to multiply the likelihood with.
-    """
-    public_key = jax.random.key(0)
-    prior = read_prior(read_latents(model, shared), public_key)
-    averages = averages_of(sums, prior.seen)
-    size = len(prior.seen)
-    precision, linear = np.zeros((size, size)), np.zeros(size)  # of a run that tells nothing
-    path, decoded = (np.inf, np.inf, np.inf), prior.decoded
-    if averages is not None:
-        plan = privacy.plan
-        prob = plan.sampler.inclusion_prob(plan.num_examples)
-        precision, linear = scores_likelihood(averages, decoded, prob)
-    mean, covariance = decoded.updated(precision, linear)
-    if averages is not None:
-        path = _path(averages, mean, np.diag(covariance), np.diag(decoded.covariance))
-    findings = findings_of_path(*path) + findings_of_normal(mean, covariance, decoded)
-    return prior.posterior(precision, linear, public_key), findings
-
-
 def posterior_of_scores(
     source: ModelSource, problem: Any, result: RunResult, method: str, unbiased: bool,
     others: Sequence[Finding] = (),
@@ -124,9 +90,21 @@ def posterior_of_scores(
     Raises:
         UnsupportedModelError: If the model has no prior to multiply the likelihood with.
     """
-    model = problem.model.at(source.params)
-    draws, found = _draws_of(model, problem.shared, result.scores, result.privacy)
-    findings = [*found, *findings_of_run(result), *others]
+    model, public_key = problem.model.at(source.params), jax.random.key(0)
+    prior = read_prior(read_latents(model, problem.shared), public_key)
+    averages, decoded = averages_of(result.scores, prior.seen), prior.decoded
+    precision, linear = 0 * decoded.precision, 0 * decoded.mean  # of a run that tells nothing
+    path = (np.inf, np.inf, np.inf)
+    if averages is not None:
+        plan = result.privacy.plan
+        prob = plan.sampler.inclusion_prob(plan.num_examples)
+        precision, linear = scores_likelihood(averages, decoded, prob)
+    mean, covariance = decoded.updated(precision, linear)
+    if averages is not None:
+        path = _path(averages, mean, np.diag(covariance), np.diag(decoded.covariance))
+    draws = prior.posterior(precision, linear, public_key)
+    findings = [*findings_of_path(*path), *findings_of_normal(mean, covariance, decoded)]
+    findings += [*findings_of_run(result), *others]
     if not unbiased:
         try:
             avoidable = read_outcomes(model, problem.shared).number > 0

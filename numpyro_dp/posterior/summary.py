@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["PosteriorSummary", "count_of", "entry_name", "share_text", "shown", "table_lines"]
+from numpyro_dp._validate import check_real
+
+__all__ = [
+    "PosteriorSummary", "count_of", "entry_name", "interval", "share_text", "shown", "table_lines",
+]  # fmt: skip
 
 _SHOWN, _SHOWN_KEYS = 60, ("mean", "sd", "lower", "upper")
 
 
-class PosteriorSummary(Mapping[str, dict[str, np.ndarray]]):
-    """A mapping from sites to their summaries. It prints as a table.
+class PosteriorSummary(dict[str, dict[str, np.ndarray]]):
+    """Summaries by site. It prints as a table.
 
     Args:
         sites: ``{"mean", "sd", "lower", "upper", "prior_share"}`` by site.
@@ -39,16 +43,8 @@ class PosteriorSummary(Mapping[str, dict[str, np.ndarray]]):
     prob: float
 
     def __init__(self, sites: dict[str, dict[str, np.ndarray]], prob: float) -> None:
-        self._sites, self.prob = sites, prob
-
-    def __getitem__(self, site: str) -> dict[str, np.ndarray]:
-        return self._sites[site]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sites)
-
-    def __len__(self) -> int:
-        return len(self._sites)
+        super().__init__(sites)
+        self.prob = prob
 
     def __str__(self) -> str:
         """The table, or its first 60 rows."""
@@ -68,6 +64,12 @@ class PosteriorSummary(Mapping[str, dict[str, np.ndarray]]):
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+def interval(draws: np.ndarray, prob: float) -> np.ndarray:
+    """The ends of the equal-tailed interval of mass ``prob``, from draws."""
+    prob = check_real("prob", prob, low=0, high=1, low_open=True, high_open=True)
+    return np.quantile(draws, [(1 - prob) / 2, (1 + prob) / 2], axis=0)
 
 
 def count_of(number: int) -> str:

@@ -32,7 +32,6 @@ from numpyro_dp.model.variational import VariationalProblem, guide_kind
 from numpyro_dp.posterior.averaging import SHORTEST
 from numpyro_dp.posterior.diagnosis import findings_of_run, without_noise
 from numpyro_dp.posterior.from_model import ModelSource, findings_of_drift
-from numpyro_dp.posterior.inference_data import keep_from_arviz
 from numpyro_dp.posterior.noise_aware import noise_aware
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.scores import posterior_of_scores
@@ -201,7 +200,7 @@ class DPSVI(Driver):
         if estimator is None:
             estimator = centred_if_possible if loss_release is None else aligned()
         super().__init__(Method(estimator, svi.optim, public_loss=_prior_and_entropy), settings)
-        self._model, self.guide, self.optim = model, guide, svi.optim
+        self._model, self.guide, self.optim = model, guide, svi.optim  # ArviZ would want .model
         self.static_kwargs = static_kwargs
         if init_scale is not None:
             check_real("init_scale", init_scale, low=0, low_open=True)
@@ -210,16 +209,6 @@ class DPSVI(Driver):
         declared = declare(self.settings.public, static_kwargs)
         given = GivenModel(model, static_kwargs, data_plate, declared, max_rows_per_unit)
         self._frontend = Frontend(given, svi)
-
-    @property
-    def model(self) -> Callable[..., Any]:
-        """The model. ArviZ may not have it, because it would store the records of a run.
-
-        Raises:
-            TypeError: If ``arviz.from_numpyro_svi`` asks for it.
-        """
-        keep_from_arviz(type(self).__name__)
-        return self._model
 
     @property
     def max_rows(self) -> int | None:

@@ -163,19 +163,18 @@ NEW = hasattr(arviz, "from_numpyro_svi")  # ArviZ 1.x
 
 
 @pytest.mark.full
-def test_the_ways_of_arviz_that_would_copy_records_are_refused(made):
+def test_the_ways_of_arviz_that_would_copy_records_do_not_work(made):
+    """They need attributes that a driver leaves out."""
     svi = DPSVI(model, AutoNormal(model), optax.adam(0.05), clip_norm=1.0, sampler=Poisson(0.2),
                 noise_multiplier=1.0)  # fmt: skip
-    assert svi.model is model
     if NEW:
-        with pytest.raises(TypeError, match="private records of this DPSVI"):
+        with pytest.raises(AttributeError, match="model"):
             arviz.from_numpyro_svi(svi, svi_result=made[0], model_args=(X, Y))
     mcmc = DPMCMC(SGLD(model), num_warmup=2, num_samples=4, clip_norm=1.0, sampler=Poisson(0.2),
                   budget=PrivacyBudget(1.0, 1e-3), progress_bar=False)  # fmt: skip
     mcmc.run(jax.random.key(0), X, Y)
-    with pytest.raises(TypeError, match="private records of this DPMCMC"):
+    with pytest.raises(AttributeError, match="DPMCMC"):
         arviz.from_numpyro(mcmc)
-    assert not hasattr(mcmc, "sample_dims")
 
 
 def test_wrong_input(made, monkeypatch):

@@ -100,12 +100,9 @@ def test_widened_by_what_the_noise_did(guide_type, data):
 def test_says_what_is_not_to_be_trusted(data):
     guide = AutoDiagonalNormal(model)
     (climbing,) = runs(guide, data, 1, 60, noise_multiplier=1e-3, step=1e-4)
-    text = str(noise_aware(climbing, guide))
-    assert "NOT CONVERGED in 3 coordinates" in text
+    assert noise_aware(climbing, guide).unconverged == 3
     (noisy,) = runs(guide, data, 1, 4000, epsilon=0.2, step=0.004)
-    posterior = noise_aware(noisy, guide)
-    assert posterior.dominated == 3
-    assert "exceeds the posterior's own variance in 3" in str(posterior)
+    assert noise_aware(noisy, guide).dominated == 3
 
 
 def test_diverged_runs_are_not_converged():

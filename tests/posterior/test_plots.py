@@ -84,14 +84,6 @@ def test_it_draws_into_given_axes(posterior):
     plt.close(figure)
 
 
-def test_shares_of_the_prior(posterior):
-    ax = plots.prior_share(posterior)
-    np.testing.assert_allclose(
-        points(ax)[0][:, 0], np.sort(posterior.summary()["w"]["prior_share"])[::-1]
-    )
-    assert ax.get_xlim()[0] == 0
-
-
 @pytest.mark.extended
 def test_a_frame_of_a_sweep(records):
     svi = DPSVI(
@@ -151,8 +143,8 @@ def test_several_deltas_bound_an_attack_better(posterior):
         ({"found": {"a": {"v": np.zeros((5, 3))}}}, "no site 'w'"),
         ({"found": {"a": {"w": np.zeros((5, 3))}, "b": {"w": np.zeros((5, 2))}}}, "different"),
         ({"found": {"a": {"w": np.zeros((5, 61))}}}, "61 entries"),
-        ({"found": {"a": {"w": np.zeros((5, 3))}}, "labels": ["a"]}, "3 labels"),
-        ({"found": {"a": {"w": np.zeros((5, 3))}}, "entries": [3]}, "from 0 to 2, got 3"),
+        ({"found": {"a": {"w": np.zeros((5, 3))}}, "labels": ["a"]}, "3 entries, got 1 labels"),
+        ({"found": {"a": {"w": np.zeros((5, 3))}}, "entries": [3]}, "numbers from 0 on"),
     ],
 )
 @pytest.mark.every_case

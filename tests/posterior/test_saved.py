@@ -6,7 +6,6 @@ import math
 import pathlib
 import subprocess
 import sys
-import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,8 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from numpyro.contrib.module import flax_module
-from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoDiagonalNormal
+from safetensors.numpy import save_file
 
 import numpyro_dp
 from numpyro_dp import (
@@ -30,8 +29,7 @@ from numpyro_dp import (
     PrivacyBudget,
     RegressionNetwork,
 )
-from numpyro_dp.posterior.draws import support_from_json, support_to_json
-from numpyro_dp.posterior.saved import _hash_of
+from numpyro_dp.posterior.saved import _hash_of, read_file
 from numpyro_dp.samplers import FullBatch
 
 KEY = jax.random.key(0)
@@ -100,7 +98,6 @@ POSTERIORS = {
     "network": by_network,
     "moving support": lambda: by_laplace(moving, Y),
 }
-STORED = ("guide", "network", "moving support")
 
 
 def assert_same(one, other):
@@ -116,18 +113,13 @@ def test_a_loaded_posterior_is_the_saved_one(kind, tmp_path):
     posterior, file = POSTERIORS[kind](), tmp_path / "a.posterior"
     posterior.save(file)
     loaded = numpyro_dp.load(file)
-    if kind in STORED:
-        assert loaded.notes[-1] == "The file has 4000 draws of the posterior."
-        own = posterior.sample(jax.random.key(0), 4000)
-        order = loaded.sample(KEY, 4000)
-        assert_same({n: np.sort(v, 0) for n, v in own.items()},
-                    {n: np.sort(v, 0) for n, v in order.items()})  # fmt: skip
-    else:
-        assert loaded.notes == posterior.notes
-        for number in (1, 7, 9000):
-            assert_same(posterior.sample(KEY, number), loaded.sample(KEY, number))
-        assert str(loaded) == str(posterior)
-        assert str(loaded.summary()) == str(posterior.summary())
+    assert loaded.notes == posterior.notes
+    assert str(loaded) == str(posterior)
+    assert str(loaded.summary(0.8)) == str(posterior.summary(0.8))
+    own = posterior.sample(jax.random.key(0), 4000)
+    stored = loaded.sample(KEY, 4000)
+    assert_same(*({n: np.sort(v, 0) for n, v in draws.items()} for draws in (own, stored)))
+    assert len(next(iter(loaded.sample(KEY, 9000).values()))) == 9000
     assert loaded.method == posterior.method
     assert loaded.privacy == posterior.privacy.statement()
     assert str(loaded.diagnose()) == str(posterior.diagnose())
@@ -138,12 +130,9 @@ def test_a_loaded_posterior_is_the_saved_one(kind, tmp_path):
         )
     again = tmp_path / "b.posterior"
     loaded.save(again)
-    if kind not in STORED:
-        assert again.read_bytes() == file.read_bytes()
+    assert again.read_bytes() == file.read_bytes()
     # No array has an axis as long as the records have.
-    with zipfile.ZipFile(file) as archive:
-        about = json.loads(archive.read("about.json"))
-    assert all(400 not in told["shape"] for told in about["arrays"].values())
+    assert all(400 not in value.shape for value in read_file(file)[1].values())
 
 
 @pytest.mark.full
@@ -157,7 +146,8 @@ def test_another_process_needs_the_file_alone(tmp_path):
     )
     out = tmp_path / "draws.npy"
     subprocess.run([sys.executable, "-c", code, file, out], check=True)
-    np.testing.assert_array_equal(np.load(out), posterior.sample(jax.random.key(5), 50)["w"])
+    loaded = numpyro_dp.load(file)
+    np.testing.assert_array_equal(np.load(out), loaded.sample(jax.random.key(5), 50)["w"])
 
 
 def by_age(pick):
@@ -195,8 +185,9 @@ def test_the_model_of_the_run_predicts_and_no_other_does(tmp_path):
     posterior, file = by_laplace(linear, Y), tmp_path / "a.posterior"
     posterior.save(file)
     loaded = numpyro_dp.load(file, linear)
-    one, other = (p.predict(KEY, X[:3], num_samples=20)["y"] for p in (posterior, loaded))
-    np.testing.assert_array_equal(one, other)
+    one, other = (p.predict(KEY, X[:3], num_samples=4000)["y"] for p in (posterior, loaded))
+    np.testing.assert_allclose(one.mean(0), other.mean(0), atol=0.1)
+    np.testing.assert_allclose(one.std(0), other.std(0), rtol=0.1)
     with pytest.raises(ValueError, match=r"load\(path, model\)"):
         numpyro_dp.load(file).predict(KEY, X[:3])
     with pytest.raises(ValueError, match="another model than that of the run: .'scale'"):
@@ -242,7 +233,8 @@ def test_static_keywords_belong_to_the_model(tmp_path):
     posterior, file = driver.run(KEY, X, Y > 0, progress_bar=False), tmp_path / "a.posterior"
     posterior.save(file)
     one, other = posterior, numpyro_dp.load(file, model, sd=0.5)
-    assert_same(one.predict(KEY, X[:3]), other.predict(KEY, X[:3]))
+    one, other = (p.predict(KEY, X[:3], num_samples=4000)["y"].mean(0) for p in (one, other))
+    np.testing.assert_allclose(one, other, atol=0.05)
     for keywords in ({"sd": 0.6}, {}):
         with pytest.raises(ValueError, match="static keywords"):
             numpyro_dp.load(file, model, **keywords)
@@ -338,18 +330,14 @@ def test_damage_never_gives_another_answer(saved, tmp_path, number):
     assert refused > 0.7 * number
 
 
-def rewrite(old, new, changes, honest=False):
-    """Copies a file with changed entries of about.json, and with its hash if ``honest``."""
-    with zipfile.ZipFile(old) as source, zipfile.ZipFile(new, "w") as target:
-        for name in source.namelist():
-            text = source.read(name)
-            if name == "about.json":
-                about = json.loads(text) | changes
-                about = {n: value for n, value in about.items() if value is not ...}
-                if honest:
-                    about["sha256"] = _hash_of(about)
-                text = json.dumps(about)
-            target.writestr(name, text)
+def rewrite(old, new, changes=(), arrays=(), honest=True):
+    """Copies a file with changed entries or arrays, and with their hash if ``honest``."""
+    about, values = read_file(old)
+    told = _hash_of(about, values)
+    about = {n: value for n, value in (about | dict(changes)).items() if value is not ...}
+    values = values | dict(arrays)
+    about["sha256"] = _hash_of(about, values) if honest else told
+    save_file(values, new, {"about": json.dumps(about)})
 
 
 @pytest.mark.parametrize(
@@ -360,17 +348,19 @@ def rewrite(old, new, changes, honest=False):
         {"notes": None},
         {"privacy": ...},
         {"findings": [["one"]]},
-        {"latents": {}},
-        {"latents": {"w": {"shape": [2], "support": "real"}}},
-        {"latents": {"w": {"shape": [3], "support": {"kind": "Constraint"}}}},
-        {"draws": "other"},
-        {"arrays": {}},
     ],
 )
 @pytest.mark.every_case
 def test_files_that_make_no_sense_are_refused(saved, tmp_path, changes):
-    rewrite(saved, tmp_path / "changed", changes, honest=True)
+    rewrite(saved, tmp_path / "changed", changes)
     with pytest.raises(ValueError, match="damaged"):
+        numpyro_dp.load(tmp_path / "changed")
+
+
+@pytest.mark.parametrize("name", ["draws/w", "shares/w", "draws/v"])
+def test_arrays_that_do_not_fit_are_refused(saved, tmp_path, name):
+    rewrite(saved, tmp_path / "changed", arrays={name: np.ones((4, 2))})
+    with pytest.raises(ValueError, match="do not fit"):
         numpyro_dp.load(tmp_path / "changed")
 
 
@@ -381,62 +371,24 @@ def test_other_files_and_versions_are_refused(saved, tmp_path):
     with pytest.raises(ValueError, match="not a saved posterior"):
         numpyro_dp.load(tmp_path / "text")
     changed = tmp_path / "changed"
-    rewrite(saved, changed, {"version": 2}, honest=True)
-    with pytest.raises(ValueError, match="version 1, got .* version 2"):
+    rewrite(saved, changed, {"version": 2})
+    with pytest.raises(ValueError, match="'version': 1.*, got .*'version': 2"):
         numpyro_dp.load(changed)
-    rewrite(saved, changed, {"method": "other"})
-    with pytest.raises(ValueError, match=r"about.json was changed"):
-        numpyro_dp.load(changed)
-    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(changed, "w") as new:
-        for name in old.namelist():
-            other = np.lib.format.magic(1, 0) if name == "draws/mean.npy" else old.read(name)
-            new.writestr(name, other)
-    with pytest.raises(ValueError, match="'draws/mean' was changed"):
-        numpyro_dp.load(changed)
+    for change in ({"changes": {"method": "other"}}, {"arrays": {"draws/w": np.ones((4, 3))}}):
+        rewrite(saved, changed, **change, honest=False)
+        with pytest.raises(ValueError, match="was changed"):
+            numpyro_dp.load(changed)
 
 
 def test_a_failed_save_leaves_the_old_file(saved, tmp_path, monkeypatch):
     file = tmp_path / "a.posterior"
     file.write_bytes(b"old")
     posterior = numpyro_dp.load(saved)
-    posterior.released = {"odd": np.array([object()])}
-    with pytest.raises(ValueError, match="pickle"):
+    posterior.released = {"odd": np.array(["text"])}
+    with pytest.raises(Exception, match="str"):
         posterior.save(file)
     assert file.read_bytes() == b"old"
     assert [each.name for each in tmp_path.iterdir()] == ["a.posterior"]
-
-
-@pytest.mark.parametrize(
-    "support",
-    [
-        constraints.real,
-        constraints.positive,
-        constraints.unit_interval,
-        constraints.simplex,
-        constraints.corr_cholesky,
-        constraints.interval(-1.0, 2.5),
-        constraints.greater_than(jnp.array([0.5, 1.5])),
-        constraints.independent(constraints.interval(np.zeros(2), np.ones(2)), 1),
-        constraints.zero_sum(1),
-    ],
-    ids=str,
-)
-@pytest.mark.every_case
-def test_supports_survive(support):
-    found = support_from_json(json.loads(json.dumps(support_to_json(support))))
-    assert type(found) is type(support)
-    assert support_to_json(found) == support_to_json(support)
-    free = jnp.array([[0.3, -1.2], [0.8, 2.0]])
-    if isinstance(support, type(constraints.corr_cholesky)):
-        free = jnp.array([[0.3], [-1.2]])
-    one, other = (jax.vmap(dist.biject_to(each))(free) for each in (support, found))
-    np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize("found", ["sys", "nothing", {"kind": "jax"}, {"kind": "math"}])
-def test_names_that_are_no_constraints_are_refused(found):
-    with pytest.raises(ValueError, match="no constraint"):
-        support_from_json(found)
 
 
 def test_a_link_stays_one_and_its_file_keeps_its_permissions(saved, tmp_path):
