@@ -338,7 +338,7 @@ def checkpoint_of(
     devices = jax.devices() if settings.mesh is None else settings.mesh.devices.flatten()
     versions = ("numpyro_dp", "jax", "jaxlib", "numpyro", "numpy")
     secret = settings.secret_key  # its hash can confirm a guess of it
-    meaning = own | {
+    meaning = {
         "driver": driver,
         "versions": {name: version_of(name) for name in versions},
         "device": f"{devices[0].platform} {devices[0].device_kind}",
@@ -350,7 +350,7 @@ def checkpoint_of(
         "secret_key": secret is not None and hashlib.sha256(_data(secret).tobytes()).hexdigest(),
         "report": [str(dataclasses.replace(x, repetition=False, date="")) for x in reports],
         "program": program(),
-    }
+    } | own
     return Checkpoint(folder, every, meaning, records, settings.mesh)
 
 

@@ -175,7 +175,7 @@ class Driver(abc.ABC):
         """
         _check_reverse_mode(forward_mode_differentiation)
         check_state(svi_state)
-        check_passed_to_trace(f"{type(self).__name__}.update", [svi_state.origin])
+        check_passed_to_trace(f"{type(self).__name__}.update", [svi_state.secret_key])
         args, kwargs = as_arrays(args, kwargs)
         session = self._session(args, kwargs)
         self._check_fits(svi_state, session, ("budget",))
