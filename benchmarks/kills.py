@@ -36,18 +36,16 @@ def worker(case, folder, pause):
     import numpyro_dp as dp
     from numpyro_dp.core import Fold
     from numpyro_dp.run.checkpoint import Checkpoint
-    from numpyro_dp.run.folder import Folder
     from numpyro_dp.samplers import FullBatch, Poisson
 
-    for kind in (Checkpoint, Folder):  # so that a kill comes at any moment of the run
-        save = kind.save
+    save = Checkpoint.save
 
-        def slower(self, *args, save=save):
-            time.sleep(pause / 2)
-            save(self, *args)
-            time.sleep(pause / 2)
+    def slower(self, progress):  # so that a kill comes at any moment of the run
+        time.sleep(pause / 2)
+        save(self, progress)
+        time.sleep(pause / 2)
 
-        kind.save = slower
+    Checkpoint.save = slower
 
     def model(x, y=None):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event())
@@ -66,7 +64,7 @@ def worker(case, folder, pause):
                        sampler=Poisson(0.1), **own)  # fmt: skip
         if case == "sweep":
             found = svi.sweep(jax.random.split(key, RUNS[case]), 30, x, y, chunk_size=1,
-                              folder=folder / "kept")  # fmt: skip
+                              checkpoint=folder / "kept")  # fmt: skip
             return [found.params, found.trace]
         total = Fold(
             lambda first: jnp.zeros_like(first["auto_loc"]),

@@ -13,7 +13,7 @@ def program_of(svi, args, form):
         program = jax.jit(jax.vmap(svi.update, in_axes=(0, *[None] * len(args))))
         called = (states, *args)
     elif form != "update":
-        start = state.opened, session._slots(state.opened, 6, 2)[0]
+        start = state.opened, session.slots(state.opened, 6, 2)[0]
         program = session._loop_many
         if form == "sweep":
             start = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start)

@@ -40,7 +40,7 @@ from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.mechanism.staged import StagedGaussian
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.sampling import FullBatch
-from numpyro_dp.run.checkpoint import Checkpoint, meaning_of, started, without_own_run
+from numpyro_dp.run.checkpoint import checkpoint_of, started, without_own_run
 from numpyro_dp.run.course import opened_bar
 from numpyro_dp.run.forecast import Forecast, forecast
 from numpyro_dp.run.settings import RunSettings
@@ -230,19 +230,17 @@ class DPLaplace:
         session = driver._session(args, kwargs)
         rows = (session.host_rows if stream else session.rows)(args, kwargs)
         progress = Releases.before(state.opened, releases)
-        kept = None
-        if checkpoint is not None:
-            meaning = meaning_of(
-                "DPLaplace", settings, report, rng_key,
-                session.program(session.begin(state, 1, 1), rows), stream=stream,
-            )  # fmt: skip
-            records = outcomes.model.structure.layout.rows(args, kwargs).arrays
-            kept = Checkpoint(checkpoint, None, meaning, records, settings.mesh)
+        kept = checkpoint_of(
+            checkpoint, None, "DPLaplace", settings, [report], rng_key,
+            lambda: session.program(session.begin(state, 1, 1), rows),
+            session.records(args, kwargs), stream=stream,
+        )  # fmt: skip
 
         def left(progress: Releases) -> tuple[list[SensitiveState], int]:
             return [state.closed(progress.state)], releases - int(progress.done)
 
-        with started(settings, [state], progress, report, kept, left, releases) as (made, report):
+        run = started(settings, [state], progress, [report], kept, left, lambda: [report])
+        with run as (made, (report,)):
             driver.stages(state.closed(made.state), stages, session, rows, made, report, bar, kept)
         return self._posterior(stages, report, rng_key)
 

@@ -42,7 +42,7 @@ from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.checkpoint import (
     Checkpoint,
     check_every,
-    meaning_of,
+    checkpoint_of,
     started,
     without_own_run,
 )
@@ -225,9 +225,7 @@ class DPMCMC:
     ) -> None:
         settings = without_own_run(self.settings, checkpoint)
         structure = self._frontend.given.structure(args, kwargs)
-        driver, num_examples = self._driver, structure.layout.num_examples
-        if settings is not self.settings:
-            driver = _Chain(self._frontend, settings)
+        driver, num_examples = self._driver.with_settings(settings), structure.layout.num_examples
         step_sizes, chains = self.kernel.step_sizes(self._num_steps), self.num_chains
         self._check_epochs(num_examples)
         if init_params is not None:
@@ -241,15 +239,11 @@ class DPMCMC:
         session = driver._session(args, kwargs)
         rows = session.rows(args, kwargs)
         course, progress = driver.begin(session, states, self._sizes)
-        kept = None
-        if checkpoint is not None:
-            one = driver.begin(session, states[:1], self._sizes)
-            meaning = meaning_of(
-                "DPMCMC", settings, report, rng_key, session.program(one, rows),
-                sizes=self._sizes, chains=chains,
-            )  # fmt: skip
-            records = structure.layout.rows(args, kwargs).arrays
-            kept = Checkpoint(checkpoint, every, meaning, records, settings.mesh)
+        kept = checkpoint_of(
+            checkpoint, every, "DPMCMC", settings, [report], rng_key,
+            lambda: session.program(driver.begin(session, states[:1], self._sizes), rows),
+            session.records(args, kwargs), sizes=self._sizes, chains=chains,
+        )  # fmt: skip
 
         def left(progress: Progress) -> tuple[list[SensitiveState], int]:
             carry = progress.carry
@@ -261,7 +255,8 @@ class DPMCMC:
             now = [first.closed(each) for first, each in zip(states, opened, strict=True)]
             return now, course.num_steps - int(progress.done)
 
-        with started(settings, states, progress, report, kept, left, total) as (progress, report):
+        run = started(settings, states, progress, [report], kept, left, lambda: [report])
+        with run as (progress, (report,)):
             draws = driver.chains(session, states, (course, progress), rows, report, bar, kept)
         self._report = report  # set last: if this run fails, results of the run before it stay
         self._samples = {site: draws[f"{site}{POINT_SUFFIX}"] for site in structure.latents}
@@ -443,7 +438,7 @@ class _Chain(Driver):
         if len(states) > 1:
             if bar is not None:
                 bar.set_description_str(f"compiling and running {len(states)} chains")
-            params = session.run_many(rows, begun, kept)[1].params
+            params = session.run_many(rows, begun, kept)[1]
             if bar is not None:
                 bar.update(bar.total)
             return params

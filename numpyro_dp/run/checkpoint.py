@@ -1,11 +1,10 @@
-"""Checkpoints: files from which the same call continues a run that was stopped or killed.
+"""Checkpoints: the file from which the same call continues a run that was stopped or killed.
 
-A folder has one file, ``SENSITIVE_checkpoint``. It has a first line with format and version, the
-SHA-256 of all that follows, and arrays in NumPy's ``npz`` format without pickled objects. The array
-``about`` is JSON. Its ``meaning`` is what must be the same in a call that continues, with a hash of
-the compiled program. It also has a keyed hash of all records together (``salt``, ``records``), and
-the name and date of the privacy report (``run``, ``date``). The other arrays are the progress of
-the run, with the keys of all later noise.
+A folder has one file, ``SENSITIVE_checkpoint``: the SHA-256 of what follows, a line of JSON, and
+the bytes of all arrays of the progress, with the keys of later noise. The JSON has what must be the
+same in a call that continues (``meaning``, with a hash of the compiled program), a keyed hash of
+all records together (``salt``, ``records``), and names and date of the privacy reports (``runs``,
+``date``).
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ import contextlib
 import dataclasses
 import hashlib
 import hmac
-import io
 import json
+import math
 import os
 import pathlib
 import pickle
+import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -32,18 +32,27 @@ from jax.sharding import Mesh
 from numpyro_dp._tree import is_key
 from numpyro_dp._validate import check_int
 from numpyro_dp.core import PyTree
+from numpyro_dp.model.held import held_by_program
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.statement import version_of
-from numpyro_dp.run.folder import different, fingerprint, hash_of, locked, write_for_owner
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.spending import begun, charge, used
 from numpyro_dp.run.state import SensitiveState
-from numpyro_dp.sums.devices import any_process, copied, from_first
+from numpyro_dp.sums.devices import any_process, copied, from_first, hash_together
 
-__all__ = ["Checkpoint", "check_every", "meaning_of", "started", "without_own_run"]
+try:
+    import fcntl
+except ImportError:  # Windows has another lock
+    fcntl = None
+
+__all__ = [
+    "Checkpoint", "check_every", "checkpoint_of", "hash_of", "locked", "started", "traced",
+    "without_own_run", "write_for_owner",
+]  # fmt: skip
 
 _FILE = "SENSITIVE_checkpoint"
-_HEAD = b"numpyro_dp checkpoint, version 1\n"
+_FORMAT = b"numpyro_dp checkpoint, version 2\n"  # its hash is that of this line and the content
+_PART = 2**24  # bytes of an array that are hashed at once
 
 
 class Checkpoint:
@@ -52,7 +61,7 @@ class Checkpoint:
     Args:
         folder: The folder. It is made if there is none.
         every: About how many steps lie between two checkpoints. By default a 25th of the run.
-        meaning: From :func:`meaning_of`.
+        meaning: What must be the same in a call that continues, as JSON values.
         records: All arrays of records.
         mesh: Devices of the run. If they belong to several processes, the first one reads and
             writes the file for all.
@@ -81,28 +90,29 @@ class Checkpoint:
         mesh: Mesh | None = None,
     ) -> None:
         self.every, self._meaning = every, json.loads(json.dumps(meaning))
-        self._records, self._place, self._mesh = records, folder, mesh
+        self._records, self._folder, self._mesh = records, folder, mesh
         self._about: dict[str, Any] = {}
-        self._found: list[np.ndarray] | None = None
+        self._found: bytes | None = None
 
     def __enter__(self) -> Checkpoint:
         """Locks the folder and reads what it holds."""
         with contextlib.ExitStack() as stack:
 
             def opened() -> bytes:
-                folder = stack.enter_context(locked("checkpoint", self._place))
-                if not (folder / _FILE).exists():
-                    return b""
-                content = _content(folder / _FILE)
-                what = f"checkpoint={str(folder)!r} holds another run"
-                different(what, _stored(content)[0]["meaning"], self._meaning)
+                content = _content(stack.enter_context(locked(self._folder)))
+                if content:
+                    self._check_meaning(_split(content)[0]["meaning"])
                 return content
 
             content = from_first(self._mesh, opened)
-            self._folder = pathlib.Path(self._place)
             if content:
-                self._about, self._found = _stored(content)
-                self._check_records()
+                self._about, self._found = _split(content)
+                own = hash_of(self._records, self._about["salt"], self._mesh)
+                if not hmac.compare_digest(self._about["records"], own):
+                    raise ValueError(
+                        f"checkpoint={str(self._folder)!r} holds a run on other records. The noise "
+                        "of its next steps must not meet other values. Use another folder."
+                    )
             self._stack = stack.pop_all()
         return self
 
@@ -116,80 +126,107 @@ class Checkpoint:
         return self._found is not None
 
     def start(
-        self, settings: RunSettings, progress: PyTree, report: PrivacyReport
-    ) -> tuple[PyTree, PrivacyReport]:
-        """Returns the progress to go on from, and the report with the run's name and date.
+        self, progress: PyTree, reports: list[PrivacyReport]
+    ) -> tuple[PyTree, list[PrivacyReport]]:
+        """Returns the progress to go on from, and the reports with their names and date.
 
         Without an earlier call it writes the progress before the first step. A run that is killed
         later is then charged to a ledger once.
         """
         if self._found is None:
-            own = {"run": report.run, "date": report.date, "salt": secrets.token_hex(32)}
+            names = [each.run for each in reports]
+            own = {"runs": names, "date": reports[0].date, "salt": secrets.token_hex(32)}
             own = json.loads(from_first(self._mesh, lambda: json.dumps(own).encode()))
             records = hash_of(self._records, own["salt"], self._mesh)
             self._about = own | {"meaning": self._meaning, "records": records}
             self.save(progress)
         else:
-            leaves, structure = jax.tree.flatten(progress)
-            found = [_like(*pair) for pair in zip(self._found, leaves, strict=True)]
-            progress = copied(settings.mesh, jax.tree.unflatten(structure, found))
-        named = dataclasses.replace(report, run=self._about["run"], date=self._about["date"])
-        return progress, named
+            progress = copied(self._mesh, _filled(progress, self._found))
+        runs, date = self._about["runs"], self._about["date"]
+        return progress, [
+            dataclasses.replace(each, run=run, date=date)
+            for each, run in zip(reports, runs, strict=True)
+        ]
 
     def forget(self) -> None:
         """Removes the progress of a run that was refused before its first step."""
-
-        def removed() -> bytes:
-            (self._folder / _FILE).unlink(missing_ok=True)
-            return b""
-
-        from_first(self._mesh, removed)
+        path = pathlib.Path(self._folder) / _FILE
+        from_first(self._mesh, lambda: path.unlink(missing_ok=True) or b"")
 
     def save(self, progress: PyTree) -> None:
         """Writes the progress. The file is replaced only when the new one is complete."""
-        leaves = [
-            np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
-            for leaf in jax.tree.leaves(progress)
-        ]
-        # NumPy's files do not store the names of dtypes such as bfloat16: only bytes go there.
-        arrays = {f"{i}": np.frombuffer(leaf.tobytes(), np.uint8) for i, leaf in enumerate(leaves)}
-        about = np.frombuffer(json.dumps(self._about).encode(), np.uint8)
-        stored = io.BytesIO()
-        np.savez(stored, about=about, **arrays)
-        body = stored.getvalue()
-        content = _HEAD + hashlib.sha256(body).digest() + body
-        from_first(self._mesh, lambda: write_for_owner(self._folder / _FILE, content) or b"")
+        about = json.dumps(self._about).encode() + b"\n"
+        body = about + b"".join(_data(x).tobytes() for x in jax.tree.leaves(progress))
+        content = hashlib.sha256(_FORMAT + body).digest() + body
+        path = pathlib.Path(self._folder) / _FILE
+        from_first(self._mesh, lambda: write_for_owner(path, content) or b"")
 
-    def _check_records(self) -> None:
-        found = hash_of(self._records, self._about["salt"], self._mesh)
-        if not hmac.compare_digest(self._about["records"], found):
-            raise ValueError(
-                f"checkpoint={str(self._folder)!r} holds a run on other records. The noise of its "
-                "next steps must not meet other values. Use another folder."
-            )
+    def _check_meaning(self, found: dict[str, Any]) -> None:
+        """Raises ValueError if the file was made by a call with another meaning."""
+        for name in sorted(found.keys() | self._meaning.keys()):
+            before, now = str(found.get(name)), str(self._meaning.get(name))
+            if before != now:
+                # Long texts differ somewhere: only what follows is worth reading.
+                pairs = enumerate(zip(before, now, strict=False))
+                same = max(0, next((i for i, (one, other) in pairs if one != other), 0) - 40)
+                before, now = (
+                    text if len(text) < 200 else text[:200] + " ..."
+                    for text in (before[same:], now[same:])
+                )
+                raise ValueError(
+                    f"checkpoint={str(self._folder)!r} holds another run, with {name}={before} "
+                    f"instead of {now}. Use another folder, or the arguments of the call that made "
+                    "it."
+                )
 
 
-def _content(path: pathlib.Path) -> bytes:
-    """Returns the content of a file that is whole."""
+def _content(folder: pathlib.Path) -> bytes:
+    """Returns what a whole file says, or nothing if there is no file."""
     try:
-        content = path.read_bytes()
+        content = (folder / _FILE).read_bytes()
+    except FileNotFoundError:
+        return b""
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error}. Use another folder.") from error
-    first, body = content[: len(_HEAD)], content[len(_HEAD) + 32 :]
-    if first != _HEAD:
         raise ValueError(
-            f"{path} is damaged, or of another version of numpyro_dp. Use another folder."
+            f"{folder / _FILE} cannot be read: {error}. Use another folder."
+        ) from error
+    if hashlib.sha256(_FORMAT + content[32:]).digest() != content[:32]:
+        raise ValueError(
+            f"{folder / _FILE} is damaged, or of another version of numpyro_dp, so its run cannot "
+            "go on. Use another folder."
         )
-    if hashlib.sha256(body).digest() != content[len(_HEAD) : len(_HEAD) + 32]:
-        raise ValueError(f"{path} is damaged, so its run cannot go on. Use another folder.")
-    return content
+    return content[32:]
 
 
-def _stored(content: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Returns what a file says about its run, and its arrays."""
-    with np.load(io.BytesIO(content[len(_HEAD) + 32 :])) as stored:
-        arrays = [stored[f"{i}"] for i in range(len(stored.files) - 1)]
-        return json.loads(stored["about"].tobytes()), arrays
+def _split(content: bytes) -> tuple[dict[str, Any], bytes]:
+    """Returns what a file says about its run, and the bytes of its arrays."""
+    about, _, data = content.partition(b"\n")
+    return json.loads(about), data
+
+
+def _data(leaf: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+
+
+def _filled(progress: PyTree, content: bytes) -> PyTree:
+    """Returns a tree of arrays like the leaves of ``progress``, with the values of stored bytes."""
+    first = 0
+
+    def one(leaf: Any) -> Any:
+        nonlocal first
+        like = _data(leaf)
+        found = np.ndarray(like.shape, like.dtype, content, first).copy()
+        first += found.nbytes
+        if isinstance(leaf, np.ndarray | np.generic):
+            return found
+        array = jnp.asarray(found)
+        return (
+            jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
+            if is_key(leaf)
+            else array
+        )
+
+    return jax.tree.map(one, progress)
 
 
 @contextlib.contextmanager
@@ -197,25 +234,25 @@ def started(
     settings: RunSettings,
     states: list[SensitiveState],
     progress: PyTree,
-    report: PrivacyReport,
+    reports: list[PrivacyReport],
     kept: Checkpoint | None,
     left: Callable[[PyTree], tuple[list[SensitiveState], int]],
-    covered: int | None,
-) -> Iterator[tuple[PyTree, PrivacyReport]]:
-    """Registers and charges a run before it reads a record, and finds its progress.
+    charged: Callable[[], list[PrivacyReport]] | None,
+) -> Iterator[tuple[PyTree, list[PrivacyReport]]]:
+    """Registers and charges runs before they read a record, and finds their progress.
 
     Args:
-        settings: The settings of the run.
-        states: Its first states.
-        progress: Its progress before the first step.
-        report: The report of the whole run.
-        kept: Its checkpoint, or ``None``.
+        settings: The settings of the runs.
+        states: Their first states.
+        progress: Their progress before the first step.
+        reports: The reports of the whole runs.
+        kept: Their checkpoint, or ``None``.
         left: Progress -> states, and the number of steps that each has left.
-        covered: All steps that it may take, or ``None`` for a run that goes on from a state. Such a
-            run was registered and charged before.
+        charged: Returns the reports of all steps that they may take. ``None`` for a run that goes
+            on from a state: it was registered and charged before.
 
     Yields:
-        The progress from which to go on, and the report with the run's name and date.
+        The progress from which to go on, and the reports with their names and date.
 
     Guarantee:
         A checkpoint is written after its run is registered, so noise that was used is never
@@ -225,21 +262,21 @@ def started(
         if kept is not None:
             stack.enter_context(kept)
         resumed = kept is not None and kept.resumed
-        if covered is not None and not resumed:
+        if charged is not None and not resumed:
             stack.enter_context(begun(settings, *states))
         if kept is not None:
-            progress, report = kept.start(settings, progress, report)
+            progress, reports = kept.start(progress, reports)
         try:
             now, steps = left(progress)
             for state in now if steps else ():
                 stack.enter_context(used(settings, state, steps))
-            if covered is not None:
-                charge(settings, now[0], covered, report.run, again=resumed)
+            if charged is not None:
+                charge(settings, charged, [each.run for each in reports], again=resumed)
         except ValueError:  # a refusal. After another error the run may have been charged
             if kept is not None and not resumed:
                 kept.forget()
             raise
-        yield progress, report
+        yield progress, reports
 
 
 def check_every(every: Any, checkpoint: Any) -> None:
@@ -262,9 +299,9 @@ def without_own_run(settings: RunSettings, folder: Any) -> RunSettings:
     mine = settings.budget.earlier
 
     def others() -> bytes:
-        path = None if folder is None else pathlib.Path(folder) / _FILE
-        own = _stored(_content(path))[0]["run"] if path and path.exists() else ""
-        return pickle.dumps(tuple(each for each in mine if each.run != own))
+        content = b"" if folder is None else _content(pathlib.Path(folder))
+        own = _split(content)[0]["runs"] if content else ()
+        return pickle.dumps(tuple(each for each in mine if each.run not in own))
 
     earlier = pickle.loads(from_first(settings.mesh, others))
     if not any_process(settings.mesh, earlier != mine):
@@ -272,46 +309,144 @@ def without_own_run(settings: RunSettings, folder: Any) -> RunSettings:
     return settings.changed(budget=dataclasses.replace(settings.budget, earlier=earlier))
 
 
-def meaning_of(
+def checkpoint_of(
+    folder: Any,
+    every: int | None,
     driver: str,
     settings: RunSettings,
-    report: PrivacyReport,
+    reports: Sequence[PrivacyReport],
     rng_key: Array,
-    program: str,
+    program: Callable[[], str],
+    records: tuple[Any, ...],
     **own: Any,
-) -> dict[str, Any]:
-    """Returns what must be the same when a call continues a run.
+) -> Checkpoint | None:
+    """Returns the checkpoint of a run, or ``None`` without a folder.
 
     Args:
+        folder: The folder, or ``None``.
+        every: About how many steps lie between two checkpoints.
         driver: Name of the driver.
         settings: Its settings.
-        report: Report of the whole run.
-        rng_key: Key of the call.
-        program: Hash of the compiled program and of public values.
-        **own: Further JSON values.
+        reports: Reports of the whole runs.
+        rng_key: Key of the call, or keys.
+        program: Returns a hash of the compiled program and of public values.
+        records: All arrays of records.
+        **own: Further JSON values that must be the same when a call continues the run.
     """
+    if folder is None:
+        return None
     devices = jax.devices() if settings.mesh is None else settings.mesh.devices.flatten()
     versions = ("numpyro_dp", "jax", "jaxlib", "numpyro", "numpy")
-    return own | {
+    secret = settings.secret_key  # its hash can confirm a guess of it
+    meaning = {
         "driver": driver,
         "versions": {name: version_of(name) for name in versions},
         "device": f"{devices[0].platform} {devices[0].device_kind}",
         "devices": 1 if settings.mesh is None else len(devices),
         "processes": jax.process_count() if settings.several_processes else 1,
-        "rng_key": np.asarray(jax.random.key_data(rng_key)).tolist(),
+        "rng_key": _data(jax.random.key_data(rng_key)).tolist(),
         "clip_norm": str(settings.clip_norm),
         "mechanism": repr(settings.mechanism),
-        "secret_key": fingerprint(settings.secret_key),
-        "report": str(dataclasses.replace(report, date="")),
-        "program": program,
-    }
+        "secret_key": secret is not None and hashlib.sha256(_data(secret).tobytes()).hexdigest(),
+        "report": [str(dataclasses.replace(x, repetition=False, date="")) for x in reports],
+        "program": program(),
+    } | own
+    return Checkpoint(folder, every, meaning, records, settings.mesh)
 
 
-def _like(found: np.ndarray, leaf: Any) -> Any:
-    """Returns stored bytes as an array like a leaf."""
-    if not is_key(leaf):
-        array = np.frombuffer(found.tobytes(), leaf.dtype).reshape(leaf.shape)
-        return array if isinstance(leaf, np.ndarray | np.generic) else jnp.asarray(array)
-    data = jax.random.key_data(leaf)
-    array = jnp.asarray(np.frombuffer(found.tobytes(), data.dtype).reshape(data.shape))
-    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
+def traced(run: Callable[..., PyTree], arguments: Any, public: PyTree) -> tuple[str, PyTree]:
+    """Returns a hash of a function and its public values, and the shapes of its result.
+
+    Of ``arguments`` only the shapes matter, of ``public`` also the values. The hash covers the
+    traced program: model, guide, estimator, optimiser, sampler and the arrays they captured.
+    """
+    program, like = jax.make_jaxpr(run, return_shape=True)(*arguments)
+    # Addresses of Python objects in the text differ between processes.
+    found = hashlib.sha256(re.sub("0x[0-9a-f]+", "", str(program)).encode())
+    for leaf in [*jax.tree.leaves(public), *held_by_program(program)]:
+        found.update(_data(leaf).tobytes())
+    return found.hexdigest(), like
+
+
+def hash_of(
+    arrays: tuple[Any, ...], salt: str, mesh: Mesh | None = None, most: int | None = None
+) -> str:
+    """Returns a keyed hash of arrays, in the dtypes of JAX. It reads large arrays part by part.
+
+    Processes of a mesh hash the rows that each holds. All get the hash of these hashes. With
+    ``most``, it covers only so many rows of a large array.
+    """
+    found = hmac.new(bytes.fromhex(salt), digestmod=hashlib.sha256)
+    for array in arrays:
+        shape, dtype = np.shape(array), jax.dtypes.canonicalize_dtype(array.dtype)
+        found.update(f"{shape} {dtype};".encode())
+        if most is not None and math.prod(shape) * dtype.itemsize > _PART:
+            array = array[np.linspace(0, shape[0] - 1, most).astype(int)]
+        for part in _parts_here(array):
+            own = jax.dtypes.canonicalize_dtype(part.dtype)
+            rows = max(1, _PART // max(1, own.itemsize * math.prod(np.shape(part)[1:])))
+            for first in range(0, len(part), rows):
+                found.update(
+                    np.asarray(part[first : first + rows]).astype(own, copy=False).tobytes()
+                )
+    return hash_together(mesh, found.digest()).hex()
+
+
+def _parts_here(array: Any) -> list[Any]:
+    """The array, or its parts that this process holds."""
+    if not isinstance(array, Array):
+        return [array]
+    if array.is_fully_addressable:
+        return [np.asarray(array)]  # JAX would compile slices
+    parts = {str(each.index): each for each in array.addressable_shards}  # copies count once
+    return [
+        x for index, each in sorted(parts.items())
+        for x in (np.frombuffer(index.encode(), np.uint8), np.asarray(each.data))
+    ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def locked(folder: Any) -> Iterator[pathlib.Path]:
+    """Makes a folder for its owner alone, and keeps other processes out of it.
+
+    Raises:
+        TypeError: If it is no path.
+        ValueError: If another process has it, or it cannot be made.
+    """
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(
+            f"Expected checkpoint as the path of a folder, got {type(folder).__name__}."
+        )
+    if fcntl is None:
+        raise ValueError("checkpoint needs file locks of Linux or macOS. Leave it out.")
+    path = pathlib.Path(folder)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = open(path / "lock", "w", opener=_owner_only)  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise ValueError(f"checkpoint={str(path)!r} cannot be a folder: {error}.") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"Another run uses checkpoint={str(path)!r} now. Wait for its end, or use another "
+                "folder."
+            ) from error
+        yield path
+
+
+def write_for_owner(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file that only its owner can read. It appears when it is complete, on the disk."""
+    begun = path.with_suffix(".begun")
+    begun.unlink(missing_ok=True)  # or the file would keep its mode, or follow a link
+    with open(begun, "xb", opener=_owner_only) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    begun.replace(path)
+
+
+def _owner_only(name: str, flags: int) -> int:
+    """Opens a file for its owner alone, as the ``opener`` of :func:`open`."""
+    return os.open(name, flags, 0o600)

@@ -27,13 +27,7 @@ from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.once import check_outside_trace, check_passed_to_trace, in_trace
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.run.checkpoint import (
-    Checkpoint,
-    check_every,
-    meaning_of,
-    started,
-    without_own_run,
-)
+from numpyro_dp.run.checkpoint import check_every, checkpoint_of, started, without_own_run
 from numpyro_dp.run.course import Progress, opened_bar
 from numpyro_dp.run.forecast import Forecast, forecast
 from numpyro_dp.run.results import RunInterrupted, RunResult
@@ -146,7 +140,8 @@ class Driver(abc.ABC):
         args, kwargs = as_arrays(args, kwargs)
         state = self._init(rng_key, self.settings.num_steps, args, kwargs, init_params)
         with begun(self.settings, state):
-            charge(self.settings, state, self.settings.num_steps)
+            steps = self.settings.num_steps
+            charge(self.settings, lambda: [spent_by(self.settings, state, steps)])
             return state
 
     def update(
@@ -180,7 +175,7 @@ class Driver(abc.ABC):
         """
         _check_reverse_mode(forward_mode_differentiation)
         check_state(svi_state)
-        check_passed_to_trace(f"{type(self).__name__}.update", [svi_state.origin])
+        check_passed_to_trace(f"{type(self).__name__}.update", [svi_state.secret_key])
         args, kwargs = as_arrays(args, kwargs)
         session = self._session(args, kwargs)
         self._check_fits(svi_state, session, ("budget",))
@@ -269,96 +264,73 @@ class Driver(abc.ABC):
         _check_reverse_mode(forward_mode_differentiation)
         check_every(every, checkpoint)
         args, kwargs = as_arrays(args, kwargs)
-        settings = without_own_run(self.settings, checkpoint)
-        if settings is not self.settings:
-            twin = copy.copy(self)  # for this call only, so that a refused call changes nothing
-            twin.settings, twin._sessions = settings, {}
-            return twin.run(
-                rng_key, num_steps, *args, progress_bar=progress_bar, init_state=init_state,
-                init_params=init_params, trace_size=trace_size, fold=fold, stream=stream,
-                checkpoint=checkpoint, every=every, **kwargs,
-            )  # fmt: skip
+        driver = self.with_settings(without_own_run(self.settings, checkpoint))
+        settings, is_new = driver.settings, init_state is None
+        salt, known = getattr(init_state, "records", None) or (None, None)
         with opened_bar(progress_bar, num_steps) as bar:
-            return self._run(
-                rng_key, num_steps, args, kwargs, bar, init_state=init_state,
-                init_params=init_params, trace_size=trace_size, fold=fold, stream=stream,
-                checkpoint=checkpoint, every=every,
-            )  # fmt: skip
-
-    def _run(
-        self,
-        rng_key: Array,
-        num_steps: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        bar: Any,
-        *,
-        init_state: SensitiveState | None,
-        init_params: dict[str, Any] | None,
-        trace_size: int | None,
-        fold: Fold | None,
-        stream: bool,
-        checkpoint: Any,
-        every: int | None,
-    ) -> RunResult:
-        settings = self.settings
-        if init_state is None:
-            covered = settings.num_steps or num_steps
-            start = self._init(rng_key, covered, args, kwargs, init_params)
-        else:
-            check_state(init_state)
-            start = copied(settings.mesh, init_state)
-        session = self._session(args, kwargs)
-        self._check_fits(start, session)
-        check_steps_fit(start, num_steps)
-        salt, known = (None, None) if init_state is None else init_state.records or (None, None)
-        seal = session.seal(args, kwargs, salt)
-        if known is not None and seal != (salt, known):
-            raise ValueError(
-                "These are not the records of the run that init_state comes from. Steps on both "
-                "would be reported as one run. Pass the same records, or start a new run with "
-                "init_params=result.params."
-            )
-        report = spent_by(settings, start, int(start.step) + num_steps)
-        report = check_fold(fold, session, start, num_steps, report)
-        rows = (session.host_rows if stream else session.rows)(args, kwargs)
-        is_new = init_state is None
-        first = start if is_new else with_new_noise(settings, start)
-        course, progress = session.begin(first, num_steps, trace_size, fold=fold)
-        kept = None
-        if checkpoint is not None:
-            meaning = meaning_of(
-                type(self).__name__, settings, report, rng_key,
-                session.program((course, progress), rows, fold),
+            if is_new:
+                covered = settings.num_steps or num_steps
+                start = driver._init(rng_key, covered, args, kwargs, init_params)
+            else:
+                check_state(init_state)
+                start = copied(settings.mesh, init_state)
+            session = driver._session(args, kwargs)
+            driver._check_fits(start, session)
+            check_steps_fit(start, num_steps)
+            records = session.records(args, kwargs)
+            seal = session.seal(records, salt)
+            if known is not None and seal != (salt, known):
+                raise ValueError(
+                    "These are not the records of the run that init_state comes from. Steps on "
+                    "both would be reported as one run. Pass the same records, or start a new run "
+                    "with init_params=result.params."
+                )
+            report = spent_by(settings, start, int(start.step) + num_steps)
+            report = check_fold(fold, session, start, num_steps, report)
+            rows = (session.host_rows if stream else session.rows)(args, kwargs)
+            first = start if is_new else with_new_noise(settings, start)
+            course, progress = session.begin(first, num_steps, trace_size, fold=fold)
+            kept = checkpoint_of(
+                checkpoint, every, type(driver).__name__, settings, [report], rng_key,
+                lambda: session.program((course, progress), rows, fold), records,
                 num_steps=num_steps, trace_size=trace_size,
                 state=None if is_new else [int(start.run_id[0]), int(start.step)],
             )  # fmt: skip
-            records = self.structure(args, kwargs).layout.rows(args, kwargs).arrays
-            kept = Checkpoint(checkpoint, every, meaning, records, settings.mesh)
 
-        def left(progress: Progress) -> tuple[list[SensitiveState], int]:
-            return [first.closed(progress.carry.state)], num_steps - int(progress.done)
+            def left(progress: Progress) -> tuple[list[SensitiveState], int]:
+                return [first.closed(progress.carry.state)], num_steps - int(progress.done)
 
-        steps = covered if is_new else None
-        with started(settings, [first], progress, report, kept, left, steps) as (progress, report):
-            found = session.run(
-                start, rows, (course, progress), report, fold=fold, bar=bar, kept=kept
+            every_step = (lambda: [spent_by(settings, start, covered)]) if is_new else None
+            run = started(settings, [first], progress, [report], kept, left, every_step)
+            with run as (progress, (report,)):
+                found = session.run(
+                    start, rows, (course, progress), report, fold=fold, bar=bar, kept=kept
+                )  # fmt: skip
+            taken = int(found.state.step)
+            if found.stopped:
+                report = dataclasses.replace(
+                    spent_by(settings, found.state, taken), run=report.run, public=report.public
+                )
+                taken_only(settings, found.state)
+            make = functools.partial(
+                driver._posterior, session.problem.at(rows.shared)
+            )  # no record
+            result = RunResult(
+                driver.get_params(found.state), found.state, found.losses, found.trace, report,
+                found.folded, make, found.scores,
             )  # fmt: skip
-        taken = int(found.state.step)
-        if found.stopped:
-            report = dataclasses.replace(
-                spent_by(settings, found.state, taken), run=report.run, public=report.public
-            )
-            taken_only(settings, found.state)
-        make = functools.partial(self._posterior, session.problem.at(rows.shared))  # no record
-        result = RunResult(
-            self.get_params(found.state), found.state, found.losses, found.trace, report,
-            found.folded, make, found.scores,
-        )  # fmt: skip
-        result.state.records = seal
-        if found.stopped:
-            raise RunInterrupted(result, num_steps, checkpoint is not None)
-        return result
+            result.state.records = seal
+            if found.stopped:
+                raise RunInterrupted(result, num_steps, checkpoint is not None)
+            return result
+
+    def with_settings(self, settings: RunSettings) -> Driver:
+        """Returns a driver with other settings, for one call: a refused call changes nothing."""
+        if settings is self.settings:
+            return self
+        twin = copy.copy(self)
+        twin.settings, twin._sessions = settings, {}
+        return twin
 
     def sweep(
         self,
@@ -372,7 +344,7 @@ class Driver(abc.ABC):
         init_params: dict[str, Any] | None = None,
         trace_size: int | None = None,
         chunk_size: int | None = None,
-        folder: Any = None,
+        checkpoint: Any = None,
         **kwargs: Any,
     ) -> SweepResult:
         """Runs seeds x learning rates x budgets x clip norms at once, in one compiled call.
@@ -391,10 +363,7 @@ class Driver(abc.ABC):
             init_params: Initial values of parameters by name.
             trace_size: Largest number of iterates to keep of each run.
             chunk_size: Runs computed in lockstep. By default as many as fit a quarter of memory.
-            folder: Keeps finished chunks (releases). The same call on the same records continues
-                from there with the same noise, and other records are refused. Do not publish the
-                files ``SENSITIVE_...``, nor a hash of a given ``secret_key`` in ``sweep.json``:
-                they confirm a guess of records or key, and hold the key of a sweep under way.
+            checkpoint: Folder for finished chunks, as for :meth:`run`.
             **kwargs: Keyword arguments of the model (and guide).
 
         Returns:
@@ -424,12 +393,13 @@ class Driver(abc.ABC):
                 "may spend: ledger.budget(0.1, purpose=...)."
             )
         plan = SweepPlan(self.settings, rng_keys, num_steps, learning_rate, trace_size, chunk_size)
-        axes = combinations(self.settings, folder, epsilon, noise_multiplier, clip_norm)
+        axes = combinations(self.settings, epsilon, noise_multiplier, clip_norm)
         structure = self.structure(args, kwargs)
         common = num_steps, args, kwargs, init_params, structure
         starts = [self._init(key, *common) for key in rng_keys]
         session = self._session(args, kwargs)
-        return run_sweep(plan, axes, starts, session, session.rows(args, kwargs), folder)
+        rows, records = session.rows(args, kwargs), session.records(args, kwargs)
+        return run_sweep(plan, axes, starts, session, rows, records, checkpoint)
 
     def _posterior(self, problem: Any, result: RunResult, plain: bool) -> Any:
         """Makes ``result.posterior``. Drivers with a posterior override this."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import secrets
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,9 +33,8 @@ from numpyro_dp.privacy.keys import key_of_lane
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm, indicator_entry
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.run.checkpoint import Checkpoint
+from numpyro_dp.run.checkpoint import Checkpoint, hash_of, traced
 from numpyro_dp.run.course import Course, Progress, follow, with_bar
-from numpyro_dp.run.folder import seal_of, traced
 from numpyro_dp.run.loss import LOSS_ENTRY, with_loss, with_loss_norm
 from numpyro_dp.run.results import PrivateLosses, Trace
 from numpyro_dp.run.scores import MOST_LATENTS, ScoreSums, score_sums, with_observation
@@ -50,6 +50,7 @@ __all__ = ["Finished", "Session"]
 
 _MAX_TRACE = 1000
 _MAX_TRACE_NUMBERS = 10**7
+_SEALED = 1000  # rows of a large array by which a state knows its records
 
 
 class Session:
@@ -183,7 +184,7 @@ class Session:
             fold: Reads the iterate after every step.
         """
         opened = state.opened
-        buffer, course = self._slots(opened, num_steps, trace_size, warmup)
+        buffer, course = self.slots(opened, num_steps, trace_size, warmup)
         carry = self._carry(opened, course.num_steps, fold)
         return course, Progress(carry, buffer, np.int32(0))
 
@@ -225,8 +226,8 @@ class Session:
             loop = StreamedLoop(
                 stream._loop_for(fold), self.settings.sampler, opened.sampler_state, rows, calls
             )
-        shown = with_bar(bar, calls, before, done, course.num_steps, report)
-        progress, stopped = follow(loop, progress, rows, shown, kept, watched, self.settings.mesh)
+        calls = with_bar(bar, calls, before, done, course.num_steps, report)
+        progress, stopped = follow(loop, progress, rows, calls, kept, watched, self.settings.mesh)
         filled = course.filled(int(progress.done))
         if not filled:
             raise KeyboardInterrupt
@@ -236,7 +237,8 @@ class Session:
         (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:filled], buffer)
         steps = before + course.steps[:filled]
         trace = Trace(steps, jax.vmap(self.problem.constrain)(iterates), norms)
-        losses = self._losses(steps, np.asarray(values))
+        shown = self.settings.loss_release is not None
+        losses = PrivateLosses(steps, np.asarray(values)) if shown else None
         return Finished(state.closed(carry.state), losses, trace, folded, carry.scores, stopped)
 
     def begin_many(
@@ -247,17 +249,18 @@ class Session:
         # Runs of a sweep differ in numbers alone, so the first one gives the shapes of all.
         first = jax.tree.map(lambda leaf: leaf[0], states)
         # Fewer slots than for one run, because the traces of all runs are in memory at once.
-        buffer, course = self._slots(first, num_steps, trace_size, warmup, number)
+        buffer, course = self.slots(first, num_steps, trace_size, warmup, number)
         buffer = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (number, *leaf.shape)), buffer)
         return course, Progress(states, buffer, np.int32(0))
 
     def run_many(
         self, rows: Rows, begun: tuple[Course, Progress], kept: Checkpoint | None = None
-    ) -> tuple[PyTree, Trace, PrivateLosses | None]:
+    ) -> tuple[PyTree, PyTree, Any, Array]:
         """Runs many states in lockstep.
 
         Returns:
-            Constrained parameters, traces and losses, each with the leading axis of the states.
+            Constrained parameters, those of the trace with its clip norms, and the losses, each
+            with the leading axis of the states.
 
         Raises:
             KeyboardInterrupt: If Ctrl-C was pressed and there is a checkpoint to continue from.
@@ -274,8 +277,7 @@ class Session:
         (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:, : course.slots], buffer)
         constrain = jax.vmap(self.problem.constrain)
         params = constrain(jax.vmap(self.method.optim.get_params)(states.optim_state))
-        trace = Trace(course.steps, jax.vmap(constrain)(iterates), norms)
-        return params, trace, self._losses(course.steps, values)
+        return params, jax.vmap(constrain)(iterates), norms, values
 
     def program(
         self, begun: tuple[Course, Progress], rows: Rows | HostRows, fold: Fold | None = None
@@ -314,13 +316,19 @@ class Session:
         arrays, shared, _ = self.problem.records.layout.rows(args, kwargs)
         return HostRows(arrays, shared, self.num_examples, self.problem.numbered)
 
-    def seal(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], salt: str | None = None
-    ) -> tuple[str, str] | None:
-        """Returns a salt and a keyed hash of the records. ``None`` if processes share them."""
+    def records(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Returns all arrays of records, as they were passed."""
+        return self.problem.records.layout.rows(args, kwargs).arrays
+
+    def seal(self, records: tuple[Any, ...], salt: str | None = None) -> tuple[str, str] | None:
+        """Returns a salt and a keyed hash of the records, or of some rows of large arrays.
+
+        ``None`` if processes share them.
+        """
         if self.settings.several_processes:
             return None
-        return seal_of(self.problem.records.layout.rows(args, kwargs).arrays, salt)
+        salt = secrets.token_hex(32) if salt is None else salt
+        return salt, hash_of(records, salt, most=_SEALED)
 
     def _streamed(self, state: RunState) -> Session:
         """Returns this session with batches that the host has fetched."""
@@ -383,7 +391,7 @@ class Session:
             )  # fmt: skip
         return state.closed(self._whole(state.opened, rows))
 
-    def _slots(
+    def slots(
         self,
         state: RunState,
         num_steps: int,
@@ -461,11 +469,6 @@ class Session:
         # Key and parameters of the step give its draw again.
         problem = self.problem.at(rows.shared)
         return -(log_likelihood + self.method.public_loss(problem, step.params, step.rng_key))
-
-    def _losses(self, steps: np.ndarray, values: Any) -> PrivateLosses | None:
-        if self.settings.loss_release is not None:
-            return PrivateLosses(steps, values)
-        return None
 
 
 class Finished(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,7 +27,6 @@ from numpyro_dp.sums.devices import copied, from_first
 __all__ = [
     "begun",
     "charge",
-    "charge_all",
     "noise_fields",
     "plan_for",
     "report_for",
@@ -82,38 +82,31 @@ def begun(
 
 def charge(
     settings: RunSettings,
-    state: SensitiveState,
-    num_steps: int | None,
-    run: str | None = None,
+    reports: Callable[[], list[PrivacyReport]],
+    runs: list[str] | None = None,
     *,
     again: bool = False,
 ) -> None:
-    """Charges a new run to the ledger of its budget, if there is one, before it reads a record.
+    """Charges new runs to the ledger of their budget, if there is one, before they read a record.
 
     Args:
-        settings: The settings of the run.
-        state: Its first state.
-        num_steps: All steps that it may take.
-        run: Name of the run in its report.
-        again: Whether an earlier call may have charged it already.
+        settings: The settings of the runs.
+        reports: Returns reports of all steps that they may take.
+        runs: Names of the runs, if the reports have others.
+        again: Whether an earlier call may have charged them already.
 
     Raises:
-        LedgerError: If the total of the ledger does not cover the run.
+        LedgerError: If the total of the ledger does not cover all of them. Then none is charged.
     """
-    if settings.charges is None:
-        return
-    report = spent_by(settings, state, num_steps)
-    charge_all(settings, [report if run is None else dataclasses.replace(report, run=run)], again)
-
-
-def charge_all(settings: RunSettings, reports: list[PrivacyReport], again: bool) -> None:
-    """Charges new runs by their reports, all or none. In a mesh the first process does it."""
     charges = settings.charges
     if charges is None:
         return
+    made = reports()
+    if runs is not None:
+        made = [dataclasses.replace(x, run=run) for x, run in zip(made, runs, strict=True)]
 
-    def charged() -> bytes:
-        charges.charge(*(each.spending[-1] for each in reports), again=again)
+    def charged() -> bytes:  # in a mesh the first process does it
+        charges.charge(*(each.spending[-1] for each in made), again=again)
         return b""
 
     from_first(settings.mesh, charged)

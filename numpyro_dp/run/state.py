@@ -1,23 +1,19 @@
 """The state of a run, inside its loop and between two calls.
 
 Inside a compiled loop a state is a :class:`RunState`. Between two calls it is a
-:class:`SensitiveState`, which packs small leaves into one array. Every array that a compiled call
-takes and returns costs time. Many arrays would cost more than the arithmetic of a small step.
+:class:`SensitiveState`, which gets new bits whenever it enters a function.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array, lax
+from jax import Array
 
-from numpyro_dp._compat import is_tracer
-from numpyro_dp._tree import is_key, shapes_of
+from numpyro_dp._tree import shapes_of
 from numpyro_dp.core import MechanismBuilder, MechanismState, PyTree
 from numpyro_dp.model.public import PublicArray
 from numpyro_dp.privacy.keys import joined, next_nonce, renewed
@@ -34,8 +30,6 @@ __all__ = [
     "check_state",
     "check_steps_fit",
 ]
-
-_SMALL = 64  # largest number of words of a leaf that is packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +122,6 @@ class SensitiveState:
             enters a compiled or transformed function. ``None`` if the secret key was given, or
             several processes share a run.
         identity: Settings that the steps so far share.
-        axes: Number of leading axes of every array, for stacked states.
 
     After ``run`` it also has ``records``, a keyed hash of the records, or of 1,000 rows of large
     arrays. A ``run`` that continues it refuses other records.
@@ -139,41 +132,18 @@ class SensitiveState:
         have different noise and batches, unless the secret key was given.
     """
 
-    __slots__ = (
-        "_origin", "_small", "identity", "large", "layout", "mutable_state", "nonce",
-        "optim_state", "records", "rng_key",
-    )  # fmt: skip
+    __slots__ = "identity", "nonce", "opened", "records"
 
-    optim_state: PyTree
-    rng_key: Array
-    mutable_state: None
-    large: tuple[Any, ...]
-    layout: _Layout
+    opened: RunState
     nonce: Any
     identity: RunIdentity
     records: Any
+    mutable_state = None
 
-    def __init__(self, state: RunState, nonce: Any, identity: RunIdentity, axes: int = 0) -> None:
-        self.optim_state, self.rng_key, self.mutable_state = state.optim_state, state.rng_key, None
-        self._small, self.large, self.layout = _packed(state[2:], axes)
-        self._origin = self._small
-        self.nonce, self.identity, self.records = nonce, identity, None
-
-    @property
-    def small(self) -> Array:
-        """Keys, counters and scales as words."""
-        return self._small
-
-    @property
-    def origin(self) -> Array:
-        """The words that held the keys first. A traced function recognises the state by them."""
-        return self._origin
-
-    @property
-    def opened(self) -> RunState:
-        """The state as a loop takes it."""
-        rest = _unpacked(self._small, self.large, self.layout)
-        return RunState(self.optim_state, self.rng_key, *rest)
+    def __init__(
+        self, state: RunState, nonce: Any, identity: RunIdentity, records: Any = None
+    ) -> None:
+        self.opened, self.nonce, self.identity, self.records = state, nonce, identity, records
 
     def opened_once(self) -> RunState:
         """The state as a loop takes it, with the nonce joined to its keys."""
@@ -183,7 +153,7 @@ class SensitiveState:
         return self.opened.with_new_keys(lambda keys: joined(keys, nonce))
 
     def closed(self, state: RunState) -> SensitiveState:
-        """Packs a later state of the same run.
+        """A later state of the same run.
 
         The nonce stays until the state enters another function. JAX returns at no cost what a
         compiled function does not change.
@@ -193,124 +163,41 @@ class SensitiveState:
     def _replace(self, **fields: Any) -> SensitiveState:
         """Returns the state with other values of fields of :class:`RunState`, nonce or identity."""
         own = {name: fields.pop(name, getattr(self, name)) for name in ("nonce", "identity")}
-        state = SensitiveState(self.opened._replace(**fields), **own, axes=self._small.ndim - 1)
-        if not {"secret_key", "sampler_state"} & set(fields):
-            state._origin = self._origin
-        return state
+        return SensitiveState(self.opened._replace(**fields), **own)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns packed fields."""
+        """Returns fields of the state."""
         if name in RunState._fields:
             return getattr(self.opened, name)
         raise AttributeError(f"A SensitiveState has no {name!r}.")
 
     def __repr__(self) -> str:
         """Shows no key."""
-        return (
-            "SensitiveState(<holds the keys of noise, batches and draws to come: never publish it>)"
-        )
+        return f"Sensitive{self.opened!r}".replace("RunState", "State")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Makes copies that share no noise with this state."""
-        return _copy, (self.opened, self.nonce, self.identity, self._small.ndim - 1, self.records)
+        return _copy, (self.opened, self.nonce, self.identity, self.records)
 
 
-def _copy(
-    state: RunState, nonce: Any, identity: RunIdentity, axes: int, records: Any
-) -> SensitiveState:
+def _copy(state: RunState, nonce: Any, identity: RunIdentity, records: Any) -> SensitiveState:
     state = state if identity.repetition else state.with_new_keys()
-    copied = SensitiveState(state, nonce, identity, axes)
-    copied.records = records
-    return copied
+    return SensitiveState(state, nonce, identity, records)
 
 
 def _flattened(state: SensitiveState) -> tuple[tuple[Any, ...], Any]:
     # JAX flattens a state whenever it enters a function, so this is where it gets new bits.
-    nonce = next_nonce(state._origin, state.nonce)
-    children = state.optim_state, state.rng_key, state._small, state.large, nonce
-    return children, (state.layout, state.identity)
-
-
-def _unflattened(public: Any, children: Any) -> SensitiveState:
-    state = object.__new__(SensitiveState)
-    state.optim_state, state.rng_key, state._small, state.large, state.nonce = children
-    state.layout, state.identity = public
-    state._origin = state._small
-    state.mutable_state = state.records = None
-    return state
-
-
-def _flattened_with_paths(state: SensitiveState) -> tuple[tuple[Any, ...], Any]:
-    names = "optim_state", "rng_key", "small", "large", "nonce"
-    children, public = _flattened(state)
-    return tuple(zip(map(jax.tree_util.GetAttrKey, names), children, strict=True)), public
+    nonce = next_nonce(state.opened.secret_key, state.nonce)
+    names = map(jax.tree_util.GetAttrKey, (*RunState._fields, "nonce"))
+    return tuple(zip(names, (*state.opened, nonce), strict=True)), state.identity
 
 
 jax.tree_util.register_pytree_with_keys(
-    SensitiveState, _flattened_with_paths, _unflattened, _flattened
+    SensitiveState,
+    _flattened,
+    lambda identity, children: SensitiveState(RunState(*children[:-1]), children[-1], identity),
+    lambda state: (tuple(child for _, child in _flattened(state)[0]), state.identity),
 )
-
-
-class _Slot(NamedTuple):
-    """Position of a leaf: among the words from ``first`` on, or -1 for an array of its own."""
-
-    first: int
-    shape: tuple[int, ...]
-    dtype: Any
-    generator: Any  # of a key, else None
-
-
-class _Layout(NamedTuple):
-    treedef: Any
-    slots: tuple[_Slot, ...]
-
-
-def _packed(tree: Any, axes: int) -> tuple[Array, tuple[Any, ...], _Layout]:
-    """Returns the small leaves as one array of words, the large leaves, and all positions."""
-    leaves, treedef = jax.tree.flatten(tree)
-    slots, words, large, first = [], [], [], 0
-    for leaf in leaves:
-        key = is_key(leaf)
-        generator = jax.random.key_impl(leaf) if key else None
-        data = jax.random.key_data(leaf) if key else leaf
-        data = data if hasattr(data, "dtype") else jnp.asarray(data)
-        shape = data.shape[axes:]
-        if data.dtype.itemsize != 4 or math.prod(shape) > _SMALL:
-            slots.append(_Slot(-1, shape, data.dtype, generator))
-            large.append(data)
-            continue
-        slots.append(_Slot(first, shape, data.dtype, generator))
-        words.append(data)
-        first += math.prod(shape)
-    layout = _Layout(treedef, tuple(slots))
-    if any(map(is_tracer, words)):
-        bits = [lax.bitcast_convert_type(x, jnp.uint32) for x in words]
-        flat = [x.reshape(*x.shape[:axes], -1) for x in bits]
-        return jnp.concatenate(flat, axis=-1), tuple(large), layout
-    # Outside a trace NumPy packs them, because JAX would compile a program for it.
-    flat = [np.asarray(x).reshape(*x.shape[:axes], -1).view(np.uint32) for x in words]
-    return jnp.asarray(np.concatenate(flat, axis=-1)), tuple(large), layout
-
-
-def _unpacked(small: Any, large: tuple[Any, ...], layout: _Layout) -> Any:
-    """Reverses :func:`_packed`. Leading axes of the arrays stand for several states."""
-    rest, leaves = iter(large), []
-    traced = is_tracer(small)
-    small = small if traced else np.asarray(small)
-    for slot in layout.slots:
-        if slot.first < 0:
-            data = next(rest)
-        else:
-            words = small[..., slot.first : slot.first + math.prod(slot.shape)]
-            shape = (*small.shape[:-1], *slot.shape)
-            if traced:
-                data = lax.bitcast_convert_type(words, slot.dtype).reshape(shape)
-            else:
-                data = jnp.asarray(np.ascontiguousarray(words).view(slot.dtype).reshape(shape))
-        if slot.generator is not None:
-            data = jax.random.wrap_key_data(data, impl=slot.generator)
-        leaves.append(data)
-    return jax.tree.unflatten(layout.treedef, leaves)
 
 
 def check_state(state: Any) -> None:

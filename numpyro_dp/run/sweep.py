@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import math
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from importlib import metadata
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,22 +17,15 @@ from jax import Array
 from numpyro_dp._validate import check_real
 from numpyro_dp.core import PyTree
 from numpyro_dp.model.records import Rows
+from numpyro_dp.privacy.keys import as_secret_key
 from numpyro_dp.privacy.mechanism.clip_norm import AdaptiveClip, ClipNorm
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.run.folder import Folder, fingerprint, locked, traced
+from numpyro_dp.run.checkpoint import checkpoint_of, started, traced
 from numpyro_dp.run.results import PrivateLosses, Trace
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import RunSettings
-from numpyro_dp.run.spending import (
-    begun,
-    charge_all,
-    noise_fields,
-    plan_for,
-    report_for,
-    secret_of,
-)
+from numpyro_dp.run.spending import noise_fields, plan_for, report_for, secret_of
 from numpyro_dp.run.state import RunState, SensitiveState
-from numpyro_dp.sums.devices import from_first
 
 __all__ = ["SweepPlan", "SweepResult", "SweepRun", "combinations", "run_sweep"]
 
@@ -144,13 +133,29 @@ class SweepPlan(NamedTuple):
     chunk_size: int | None
 
 
+class SweepProgress(NamedTuple):
+    """How far a sweep is. Sensitive until it is finished.
+
+    Attributes:
+        secret: Words of its secret key, unless the caller gave it. Zeros after the last chunk: the
+            key would reveal the noise of all results.
+        done: Number of finished runs.
+        found: Their results, with zeros for runs to come.
+    """
+
+    secret: np.ndarray
+    done: Any
+    found: PyTree
+
+
 def run_sweep(
     sweep: SweepPlan,
     axes: list[RunSettings],
     starts: list[SensitiveState],
     session: Session,
     rows: Rows,
-    folder: Any,
+    records: tuple[Any, ...],
+    checkpoint: Any,
 ) -> SweepResult:
     """Plans all combinations before it reads a record, then runs them.
 
@@ -160,10 +165,11 @@ def run_sweep(
         starts: A first state for each seed.
         session: Compiled functions.
         rows: The records.
-        folder: For finished chunks, or ``None``.
+        records: All arrays of records.
+        checkpoint: Folder for finished chunks, or ``None``.
     """
     settings, num_steps, rates = sweep.settings, sweep.num_steps, sweep.learning_rates
-    secret, number = secret_of(settings), len(starts)
+    seeds = len(starts)
     starts = [_at_rate(start, rate) for rate in _rates(rates) for start in starts]
     plans = [plan_for(each, session.num_examples, num_steps) for each in axes]
     reports = [report_for(plan, num_steps, starts[0].identity) for plan in plans]
@@ -178,72 +184,61 @@ def run_sweep(
                 found.append(start._replace(**fields))
         return found
 
-    states = states_of(secret)
-    fitting = len(states)
+    secret = secret_of(settings)
+    states, number = states_of(secret), len(axes) * len(starts)
+    fitting = number
     if not settings.several_processes:  # they would have to agree on the size of a chunk
         fitting = runs_that_fit(session.shapes_of_run(states[0], rows, sweep.trace_size), rows)
-    chunk = min(sweep.chunk_size or fitting, len(states))
-    labels = _labels(axes, reports, number, rates)
+    chunk = min(sweep.chunk_size or fitting, number)
+    labels = _labels(axes, reports, seeds, rates)
+    own = [report.of_another_run() for report in reports for _ in starts]
+    _, course = session.slots(states[0].opened, num_steps, sweep.trace_size, number=chunk)
 
     def run(states: RunState, rows: Rows = rows) -> PyTree:
-        return session.run_many(rows, session.begin_many(states, num_steps, sweep.trace_size))
+        begun = session.begin_many(states, num_steps, sweep.trace_size)
+        *found, losses = session.run_many(rows, begun)
+        return *found, None if settings.loss_release is None else losses
 
-    with contextlib.ExitStack() as stack:
-        store = None
-        if folder:
+    def blank(like: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: np.zeros((number, *x.shape[1:]), x.dtype), like)
 
-            def lock() -> bytes:
-                stack.enter_context(locked("folder", folder))
-                return b""
+    words = np.asarray(jax.random.key_data(secret)) * (settings.secret_key is None)
+    progress, program = SweepProgress(words, np.int32(0), None), ""
+    if checkpoint is not None:
+        public = [state.optim_state for state in states], rows.shared
+        program, like = traced(run, (_stacked(states[:chunk]), rows), public)
+        progress = progress._replace(found=blank(like))
+    kept = checkpoint_of(
+        checkpoint, None, "sweep", settings, reports, sweep.rng_keys, lambda: program, records,
+        **{name: column.tolist() for name, column in labels.items()},
+        num_steps=num_steps, trace_size=sweep.trace_size, chunk_size=chunk,
+        clip_norms=[str(each.clip_norm) for each in axes],
+    )  # fmt: skip
 
-            from_first(settings.mesh, lock)
-            meaning = _meaning(sweep, axes, reports, labels, session.num_examples, chunk)
-            public = [state.optim_state for state in states], rows.shared
-            program, like = traced(run, (_stacked(states[:chunk]), rows), public)
-            store = Folder(folder, meaning | {"program": program}, like, settings.mesh)
-            store.check_records(rows.arrays)
-            if settings.secret_key is None:
-                states = states_of(store.secret(secret, range(0, len(states), chunk)))
-        own = [report.of_another_run() for report in reports for _ in starts]
-        if store:
-            names, date = store.names([each.run for each in own], own[0].date)
-            own = [
-                dataclasses.replace(each, run=name, date=date)
-                for each, name in zip(own, names, strict=True)
-            ]
-        charged = functools.partial(charge_all, settings, own, again=store is not None)
-        try:
-            found = _in_chunks(
-                run, states, chunk, store, functools.partial(begun, settings), charged
-            )
-        except ValueError:
-            if store:
-                store.forget()
-            raise
-        if store:
-            store.forget_secret()
-        return SweepResult(*found, labels, tuple(own))
+    def left(progress: SweepProgress) -> tuple[list[SensitiveState], int]:
+        nonlocal states
+        if progress.done == number:
+            return [], 0
+        if kept is not None and kept.resumed and settings.secret_key is None:
+            states = states_of(as_secret_key(progress.secret.tobytes()))
+        return states, num_steps
 
-
-def _meaning(
-    sweep: SweepPlan,
-    axes: list[RunSettings],
-    reports: list[PrivacyReport],
-    labels: dict[str, np.ndarray],
-    num_examples: int,
-    chunk: int,
-) -> dict[str, Any]:
-    """Returns what must be the same when a sweep reads a folder's chunks again."""
-    return {name: column.tolist() for name, column in labels.items()} | {
-        "rng_keys": np.asarray(jax.random.key_data(sweep.rng_keys)).tolist(),
-        "num_steps": sweep.num_steps, "trace_size": sweep.trace_size, "chunk_size": chunk,
-        "records": num_examples,
-        "reports": [str(dataclasses.replace(each, repetition=False, date="")) for each in reports],
-        "clip_norms": [str(each.clip_norm) for each in axes],
-        "mechanism": repr(sweep.settings.mechanism),
-        "secret": fingerprint(sweep.settings.secret_key),
-        "versions": {name: metadata.version(name) for name in ("jax", "numpyro")},
-    }  # fmt: skip
+    with started(settings, states, progress, own, kept, left, lambda: own) as (progress, own):
+        found = progress.found
+        for first in range(int(progress.done), number, chunk):
+            some = states[first : first + chunk]
+            # A shorter last chunk would be compiled again. Repeat a run instead, and drop it.
+            part = jax.block_until_ready(run(_stacked(some + some[-1:] * (chunk - len(some)))))
+            found = blank(part) if found is None else found
+            done = first + len(some)
+            for into, leaf in zip(jax.tree.leaves(found), jax.tree.leaves(part), strict=True):
+                into[first:done] = np.asarray(leaf)[: len(some)]
+            if kept is not None:
+                secret = progress.secret * (done < number)
+                kept.save(SweepProgress(secret, np.int32(done), found))
+    params, iterates, norms, values = found
+    losses = None if values is None else PrivateLosses(course.steps, values)
+    return SweepResult(params, Trace(course.steps, iterates, norms), losses, labels, tuple(own))
 
 
 def runs_that_fit(of_a_run: PyTree, rows: Rows) -> int:
@@ -295,49 +290,8 @@ def _stacked(states: list[SensitiveState]) -> RunState:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(state.opened for state in states))
 
 
-def _in_chunks(
-    run: Callable[[RunState], PyTree],
-    states: list[SensitiveState],
-    chunk: int,
-    store: Folder | None,
-    started: Callable[..., AbstractContextManager[None]],
-    charged: Callable[[], None],
-) -> tuple[PyTree, Trace, PrivateLosses | None]:
-    parts = []
-    # A sweep that fails without a store returns nothing, so all its keys become free again. Runs
-    # are charged once their keys are registered, so that a refused sweep costs nothing.
-    with started(*([] if store else states)):
-        if store is None:
-            charged()
-        for first in range(0, len(states), chunk):
-            own = states[first : first + chunk]
-            # A shorter last chunk would be compiled again. Repeat a run instead: `join` drops it.
-            some = own + own[-1:] * (chunk - len(own))
-            found = store and store.load(first)
-            if found is None:
-                with started(*(own if store else [])):
-                    if store:
-                        charged()
-                    found = jax.block_until_ready(run(_stacked(some)))
-                    if store:
-                        store.save(first, found)
-            parts.append(found)
-        if store:  # if all chunks were finished before
-            charged()
-
-    def join(*leaves: Any) -> Any:
-        return np.concatenate([np.asarray(leaf) for leaf in leaves])[: len(states)]
-
-    params = jax.tree.map(join, *(part[0] for part in parts))
-    trace = Trace(parts[0][1].steps, *jax.tree.map(join, *(part[1][1:] for part in parts)))
-    losses = parts[0][2]
-    if losses is not None:
-        losses = losses._replace(values=join(*(part[2].values for part in parts)))
-    return params, trace, losses
-
-
 def combinations(
-    settings: RunSettings, folder: Any, epsilon: Any, noise_multiplier: Any, clip_norm: Any
+    settings: RunSettings, epsilon: Any, noise_multiplier: Any, clip_norm: Any
 ) -> list[RunSettings]:
     """Returns settings for all combinations of budget, noise and clip norm, which varies slowest.
 

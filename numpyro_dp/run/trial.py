@@ -18,9 +18,17 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp._compat import make_program
-from numpyro_dp._lazy import dpa
+from numpyro_dp._lazy import dpa, stats
 from numpyro_dp._tree import filled, widen
-from numpyro_dp.core import Estimator, Fold, Mechanism, MechanismState, PyTree, Released
+from numpyro_dp.core import (
+    Estimator,
+    Fold,
+    Mechanism,
+    MechanismBuilder,
+    MechanismState,
+    PyTree,
+    Released,
+)
 from numpyro_dp.model.dependence import loops_by_inputs
 from numpyro_dp.model.held import held_by_function
 from numpyro_dp.model.public import UnsupportedModelError
@@ -30,17 +38,17 @@ from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.noise import tables
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.sampling import FullBatch
-from numpyro_dp.run.loss import with_loss_norm
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import SensitiveState
 from numpyro_dp.run.step import optimised
 
-__all__ = ["check_fold", "check_signal", "check_signal_program", "finite_start", "try_mechanism"]
+__all__ = ["check_fold", "check_mechanism", "check_signal", "check_signal_program", "finite_start"]
 
 _ATTEMPTS = 10  # initial values that finite_start tries
 _NOISE, _MARGIN = 1.7, 0.9  # not 1, which would hide a mechanism that ignores them
 _LENGTHS = np.array([0, 1e-6, 0.999, 1, 1.001, 10, 1e10, np.inf, np.nan])  # in clip norms
-_NUMBERS = 4096  # invented values in each array of the sum
+_NUMBERS = 4096  # invented values in each entry of the sum
+_BY_CHANCE = 1e-6  # probability that noise as stated is taken for other noise
 
 Build = Callable[[ClipNorm], Mechanism]
 
@@ -153,8 +161,7 @@ def check_signal_program(
         start = settings.sampler.init(jax.random.key(0), problem.num_examples)
         public.check("sampler", settings.sampler.next, start)
     if not _is_ours(settings.mechanism):
-        _check_mechanism(public, settings, shapes)
-        try_mechanism(settings, shapes, problem.num_examples)
+        _check_captured(public, settings, shapes)
     return shapes, timed
 
 
@@ -162,7 +169,7 @@ def _is_ours(value: Any) -> bool:
     return type(value).__module__.startswith("numpyro_dp.")
 
 
-def _check_mechanism(public: Any, settings: RunSettings, shapes: PyTree) -> None:
+def _check_captured(public: Any, settings: RunSettings, shapes: PyTree) -> None:
     """Raises if a mechanism from outside this package captured arrays that may be records."""
     names = filled(shapes)
 
@@ -219,34 +226,38 @@ def check_fold(
     return dataclasses.replace(report, public=report.public + further)
 
 
-def try_mechanism(settings: RunSettings, shapes: PyTree, num_examples: int) -> None:
-    """Raises ValueError unless ``scales`` and ``privatise`` do what the mechanism states.
+def check_mechanism(mechanism: MechanismBuilder, clip_norm: Any = 1.0) -> None:
+    """Tries a mechanism of your own on invented numbers, for your tests. It proves nothing.
 
-    The ``shapes`` are those of the sum of the signals.
+    The sum has two entries, ``"a"`` and ``"b"``. Samples of the noise are compared with the stated
+    event if it is Gaussian or Laplace.
+
+    Args:
+        mechanism: Builds the mechanism.
+        clip_norm: A finite clip norm, as for :class:`~numpyro_dp.DPSVI`.
+
+    Raises:
+        ValueError: If a record is left longer than the sensitivity, NaN or infinity counts, or the
+            noise has another distribution than stated, is not independent, or depends on the sum.
+
+    Example:
+        >>> from numpyro_dp.mechanisms import GaussianMechanism
+        >>> check_mechanism(GaussianMechanism(), clip_norm={"a": 0.5, ...: 2.0})
     """
+    norm, names = ClipNorm.of(clip_norm), ("a", "b")
 
     def build(norm: ClipNorm) -> Mechanism:
-        norm = with_loss_norm(norm, settings.loss_release)
-        return build_mechanism(settings.mechanism, norm, _NOISE, 1.0)
+        return build_mechanism(mechanism, norm, _NOISE, 1.0)
 
-    if not settings.clip_norm.bounded:  # such a run is not private, and its report says so
-        return
-    norm, names = settings.clip_norm, filled(shapes)
-    try:
-        extras = _try_scales(build, norm, names)
-        _try_privatise(build, norm, dict(shapes), extras, num_examples)
-    except _TrialError as error:
-        raise ValueError(
-            f"mechanism={settings.mechanism!r} does not do what it states. In a trial on invented "
-            f"values with noise_multiplier={_NOISE}, {error}"
-        ) from None
+    extras = _check_scales(build, norm, names)
+    _check_noise(build, norm, names, extras)
 
 
-class _TrialError(Exception):
-    """Says what is wrong, why it matters, and what to do."""
+def _lie(what: str, why: str) -> ValueError:
+    return ValueError(f"The mechanism does not do what it states: {what}. {why}")
 
 
-def _try_scales(build: Build, clip_norm: ClipNorm, names: tuple[str, ...]) -> tuple[str, ...]:
+def _check_scales(build: Build, clip_norm: ClipNorm, names: tuple[str, ...]) -> tuple[str, ...]:
     """Tries records of many norms, in each block and in all. Returns the names of extras."""
     stated = build(clip_norm)
     sensitivity, blocks = float(stated.sensitivity), stated.blocks(names)
@@ -266,89 +277,78 @@ def _try_scales(build: Build, clip_norm: ClipNorm, names: tuple[str, ...]) -> tu
     factors, added = np.stack(factors, -1), [abs(number) for number, _ in extras.values()]
     finite = np.isfinite(squares).all(-1)
     wrong = ~np.isfinite(factors) | (factors < 0) | ~finite[:, None] & (factors != 0)
-    wrong = wrong.any(-1) | (sum(added, 0 * finite) != 0) & ~finite
-    if wrong.any():
-        raise _TrialError(
-            f"scales returned the factors {factors[wrong][0]} for a record with the squared norms "
-            f"{squares[wrong][0]}. NaN or infinity in one record would then reach the sum. Return "
-            "finite factors >= 0, and 0 for all blocks (and extras) if any norm is not finite."
+    if (wrong.any(-1) | (sum(added, 0 * finite) != 0) & ~finite).any():
+        raise _lie(
+            f"scales returned the factors {factors[wrong.any(-1)]}",
+            "Return finite factors >= 0, and 0 for all blocks (and extras) if any norm is not "
+            "finite. Else NaN or infinity in one record would reach the sum.",
         )
-    before, most = np.sqrt(squares[finite].astype(float)), 1 + 8 * jnp.finfo(squares.dtype).eps
-    after = before * factors[finite]
-    if (long := after > _MARGIN * norms * most).any():
-        raise _TrialError(
-            f"scales left a block of norm {before[long].max():.4g} at {after[long].max():.4g}. The "
-            f"limits, margin * clip norm, are {_MARGIN * norms}. One record could change the sum "
-            "by more than epsilon covers. Return factors with factor * norm <= margin * clip norm, "
-            "as GaussianMechanism() does."
-        )
-    total = np.sqrt(np.square(after).sum(-1) + sum(each[finite] ** 2 for each in added)).max()
-    if not total <= _MARGIN * sensitivity * most:
-        raise _TrialError(
-            f"scales left a record at the norm {total:.4g} over all blocks (and extras), more than "
-            f"margin * sensitivity = {_MARGIN * sensitivity:.4g}. One record could change the sum "
-            "by more than epsilon covers. Scale further down, or state a larger sensitivity."
+    after = np.sqrt(squares[finite].astype(float)) * factors[finite]
+    total = np.sqrt(np.square(after).sum(-1) + sum(each[finite] ** 2 for each in added))
+    most = _MARGIN * (1 + 8 * jnp.finfo(squares.dtype).eps)
+    if (after > most * norms).any() or not (total <= most * sensitivity).all():
+        raise _lie(
+            f"scales left a record of norm {total.max():.4g}, with blocks of up to {after.max(0)}",
+            f"The limits are margin * sensitivity = {_MARGIN * sensitivity:.4g}, and margin * clip "
+            f"norm = {_MARGIN * norms}. One record could change the sum by more than epsilon "
+            "covers. Scale further down, or state a larger sensitivity.",
         )
     return tuple(extras)
 
 
-def _try_privatise(
-    build: Build, clip_norm: ClipNorm, shapes: PyTree, extras: tuple[str, ...], num_examples: int
+def _check_noise(
+    build: Build, clip_norm: ClipNorm, names: tuple[str, ...], extras: tuple[str, ...]
 ) -> None:
-    """Measures the noise with two keys, two sums and two memories."""
-    stated, names = build(clip_norm), filled(shapes)
-    sensitivity, scale = float(stated.sensitivity), float(stated.noise_scale)
-    event, fresh = stated.event, stated.compose is None
+    """Compares the noise of two keys, two sums and two memories with what is stated."""
+    stated = build(clip_norm)
+    sensitivity, fresh, event = float(stated.sensitivity), stated.compose is None, stated.event
     if not fresh:
         with contextlib.suppress(Exception):  # compose may support only other samplers
-            event = stated.compose(FullBatch(), num_examples, 1)
-    if isinstance(event, dpa.NonPrivateDpEvent):  # epsilon is infinite, so nothing is claimed
-        return
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(_NUMBERS, leaf.dtype), shapes)
-    ramp = jax.tree.map(lambda x: x + jnp.linspace(-30, 30, _NUMBERS) * sensitivity, zeros)
+            event = stated.compose(FullBatch(), 12, 1)
+    nothing = dict.fromkeys(extras, jnp.zeros(()))
+    zeros = dict.fromkeys(names, jnp.zeros(_NUMBERS))
+    ramp = dict.fromkeys(names, jnp.linspace(-30, 30, _NUMBERS) * sensitivity)
 
     @jax.jit
     def call(norm: ClipNorm, key: Any, total: PyTree, memory: PyTree) -> Any:
         state = MechanismState(norm, memory)
-        noisy, state = build(norm).privatise(
-            key, total | dict.fromkeys(extras, jnp.zeros(())), state
-        )
-        noise = [jax.tree.map(jnp.subtract, noisy[name], total[name]) for name in names]
-        return jnp.stack(jax.tree.leaves(noise)), state.memory
+        noisy, state = build(norm).privatise(key, total | nothing, state)
+        return jnp.stack([noisy[name] - total[name] for name in names]), state.memory
 
     def noise_of(seed: int, total: PyTree, memory: PyTree) -> tuple[np.ndarray, PyTree]:
         noise, memory = call(clip_norm.as_arrays(), as_secret_key(seed), total, memory)
         return np.asarray(noise, float), memory
 
-    start = stated.init(zeros | dict.fromkeys(extras, jnp.zeros(())))
+    start = stated.init(zeros | nothing)
     noise, memory = noise_of(1, zeros, start)
-    variance, fourth = noise.var(-1), np.mean((noise - noise.mean(-1, keepdims=True)) ** 4, -1)
-    error = 5 * np.sqrt(abs(fourth - variance**2) / _NUMBERS)  # five standard errors
-    least = event.noise_multiplier * sensitivity if isinstance(event, dpa.GaussianDpEvent) else 0
-    added = f"privatise added noise of standard deviation {np.sqrt(variance).min():.4g}"
-    if not (variance + error >= least**2).all() or not variance.all():
-        raise _TrialError(
-            f"{added}, but {event} with sensitivity {sensitivity:.4g} means {least:.4g} or more. "
-            "Epsilon would be too small. Add noise to every value, and state the event of it."
-        )
-    if fresh and (abs(variance - scale**2) > error).any():
-        raise _TrialError(
-            f"{added} to {np.sqrt(variance).max():.4g}, but noise_scale is {scale:.4g}. DPMCMC and "
-            "DPSEP rely on noise_scale. Set it to the standard deviation of the noise of a value."
-        )
+    shape, unit = stats.norm, 1.0
+    if isinstance(event, dpa.LaplaceDpEvent):
+        shape, unit = stats.laplace(scale=2**-0.5), 2**0.5
+    known = isinstance(event, dpa.GaussianDpEvent | dpa.LaplaceDpEvent)
+    least = event.noise_multiplier * unit * sensitivity if known else 0.0
+    sizes = [float(stated.noise_scale)] * len(noise) if fresh else noise.std(-1)
+    for own, size in zip(noise, sizes, strict=True):
+        alike = stats.kstest(own / size, shape.cdf).pvalue > _BY_CHANCE if known else own.std() > 0
+        if not alike or size < least * (1 if fresh else 0.9) - 1e-6 * least:
+            raise _lie(
+                f"privatise added noise of standard deviation {own.std():.4g}, where noise_scale "
+                f"is {size:.4g} and {event} means {least:.4g} or more",
+                "Epsilon would be too small. Add noise to every value, and state its event and "
+                "standard deviation.",
+            )
     if abs(noise_of(1, ramp, start)[0] - noise).max() > 1e-3 * sensitivity:
-        raise _TrialError(
-            "privatise added other noise to another sum with the same key. Noise that depends on "
-            "the sum can reveal records. Return total + noise, and draw the noise from key alone."
+        raise _lie(
+            "privatise added other noise to another sum with the same key",
+            "Such noise can reveal records. Return total + noise, and draw the noise from the key.",
         )
     if fresh and abs(noise_of(1, zeros, memory)[0] - noise).max() > 1e-3 * sensitivity:
-        raise _TrialError(
-            "privatise added other noise with another memory and the same key, but compose is "
-            "None. Epsilon counts steps as independent. Set compose to the event of a whole run."
+        raise _lie(
+            "privatise added other noise with another memory and the same key, but compose is None",
+            "Epsilon counts steps as independent. Set compose to the event of a whole run.",
         )
     most = abs(np.triu(np.corrcoef([*noise, *noise_of(2, zeros, start)[0]]), 1)).max()
     if not most <= 6 / np.sqrt(_NUMBERS):
-        raise _TrialError(
-            f"privatise added noise with a correlation of {most:.2g} between two keys or entries. "
-            "Anyone can subtract noise that occurs twice. Draw it from key, with a split per entry."
+        raise _lie(
+            f"privatise added noise with a correlation of {most:.2g} between two keys or entries",
+            "Anyone can subtract noise that occurs twice. Draw it from the key, split per entry.",
         )

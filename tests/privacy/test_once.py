@@ -414,7 +414,7 @@ def test_transformed_updates_that_pass_the_state_work():
     driver = svi()
     for transform in (jax.jit, jax.checkpoint):
         assert int(transform(driver.update)(driver.init(KEY, X), X)[0].step) == 1
-    assert jax.eval_shape(driver.update, driver.init(KEY, X), X)[0].small.ndim == 1
+    assert jax.eval_shape(driver.update, driver.init(KEY, X), X)[0].step.ndim == 0
 
 
 def noise_of(driver, states):

@@ -262,7 +262,7 @@ def kept(mesh, rank, place, dies):
     for name in ("swept", "swept again"):
         result = svi.sweep(
             jax.random.split(jax.random.key(0), 2), 4, *halves(x, y),
-            folder=own("sweep"), chunk_size=1,
+            checkpoint=own("sweep"), chunk_size=1,
         )  # fmt: skip
         names = [report.run for report in result.privacy]
         found[name] = [result.params["auto_loc"].ravel().tolist(), names]

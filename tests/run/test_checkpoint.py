@@ -33,8 +33,7 @@ from numpyro_dp import (
 )
 from numpyro_dp.core import Fold
 from numpyro_dp.privacy import once
-from numpyro_dp.run.checkpoint import Checkpoint
-from numpyro_dp.run.folder import Folder, locked
+from numpyro_dp.run.checkpoint import Checkpoint, locked
 from numpyro_dp.samplers import FullBatch, Poisson
 
 KEY, X = jax.random.key(0), jnp.asarray(np.random.default_rng(0).normal(1, 1, 60), jnp.float32)
@@ -89,8 +88,8 @@ def check_equal(one, other):
 def stops(monkeypatch):
     """A function that lets the n-th checkpoint of a run stop it, before or after it is written."""
 
-    def stop(number, kind=Checkpoint, *, after=True):
-        save, left = kind.save, iter(range(number))
+    def stop(number, *, after=True):
+        save, left = Checkpoint.save, iter(range(number))
 
         def stopping(self, *args):
             last = next(left, None) is None
@@ -99,7 +98,7 @@ def stops(monkeypatch):
             if last:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(kind, "save", stopping)
+        monkeypatch.setattr(Checkpoint, "save", stopping)
 
     stop.over = monkeypatch.undo
     return stop
@@ -336,22 +335,29 @@ def test_fit_has_checkpoints(tmp_path):
 
 
 @pytest.mark.full
-def test_a_sweep_goes_on_with_its_own_noise(tmp_path, stops):
-    keys = jax.random.split(KEY, 3)
+def test_a_sweep_goes_on_with_its_own_noise(tmp_path, stops, monkeypatch):
+    keys, keys_of_sweeps, save = jax.random.split(KEY, 3), [], Checkpoint.save
 
     def sweep(folder):
-        return svi().sweep(keys, 5, X, chunk_size=1, folder=folder)
+        return svi().sweep(keys, 5, X, chunk_size=1, checkpoint=folder)
 
-    stops(1, Folder)
+    stops(1)
     with pytest.raises(KeyboardInterrupt):
         sweep(tmp_path / "a")
     stops.over()
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    found = sweep(tmp_path / "a")
+    with monkeypatch.context() as patched:
+
+        def seen(self, progress):
+            keys_of_sweeps.append(np.array(progress.secret))
+            save(self, progress)
+
+        patched.setattr(Checkpoint, "save", seen)
+        found = sweep(tmp_path / "a")
     once._used.clear()  # as another process
     check_equal(found[:2], sweep(tmp_path / "b")[:2])
     # The key of noise that is released now is gone.
-    assert not (tmp_path / "a" / "SENSITIVE_key").exists()
+    assert list(keys_of_sweeps[-1]) == [0] * 8 != list(keys_of_sweeps[0])
     check_equal(found[:2], sweep(tmp_path / "a")[:2])
 
 
@@ -460,8 +466,8 @@ def test_paths_and_modes(tmp_path):
     begun.chmod(0o666)
     run(tmp_path / "b")
     assert stat.S_IMODE((tmp_path / "b" / "SENSITIVE_checkpoint").stat().st_mode) == 0o600
-    with locked("folder", tmp_path / "c"), pytest.raises(ValueError, match="Another run uses"):
-        svi().sweep(jax.random.split(KEY, 2), 2, X, folder=tmp_path / "c")
+    with locked(tmp_path / "c"), pytest.raises(ValueError, match="Another run uses"):
+        svi().sweep(jax.random.split(KEY, 2), 2, X, checkpoint=tmp_path / "c")
 
 
 @pytest.mark.full

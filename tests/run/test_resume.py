@@ -14,7 +14,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal
 from numpyro_dp import DPSVI, BudgetError, PrivacyBudget, secret_key
 from numpyro_dp.estimators import aligned
 from numpyro_dp.mechanisms import LossRelease
-from numpyro_dp.run.folder import seal_of
+from numpyro_dp.run.checkpoint import hash_of
 from numpyro_dp.samplers import FixedSize, Poisson
 
 
@@ -63,13 +63,14 @@ def test_other_records_are_refused(state):
         with pytest.raises(ValueError, match="not the records of the run"):
             other.run(jax.random.key(0), 2, changed, progress_bar=False, init_state=given)
     wide = np.linspace(0, 1, 50)  # float64, which JAX rounds to float32
-    assert seal_of((wide,), "00")[1] == seal_of((jnp.asarray(wide),), "00")[1]
+    assert hash_of((wide,), "00") == hash_of((jnp.asarray(wide),), "00")
     large = np.ones((50_000, 100), np.float32)  # more than 16 MiB: 1,000 rows are compared
-    salt, seal = seal_of((large,))
+    all_, some = hash_of((large,), "00"), hash_of((large,), "00", most=1000)
     large[123] = 0
-    assert seal_of((large,), salt)[1] == seal
+    assert hash_of((large,), "00", most=1000) == some
+    assert hash_of((large,), "00") != all_
     large[::2] = 0
-    assert seal_of((large,), salt)[1] != seal
+    assert hash_of((large,), "00", most=1000) != some
 
 
 @pytest.mark.full

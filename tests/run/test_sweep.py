@@ -224,13 +224,11 @@ def test_a_sweep_that_was_stopped_goes_on(data, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Session, "run_many", stopped)
     with pytest.raises(KeyboardInterrupt):
-        driver(**losses).sweep(KEYS, STEPS, data, **sizes, folder=tmp_path / "found")
-    kept = sorted((tmp_path / "found").glob("*.npz"))
-    assert kept
-    before = [path.stat().st_mtime_ns for path in kept]
-    monkeypatch.setattr(Session, "run_many", many)
-    again = driver(**losses).sweep(KEYS, STEPS, data, **sizes, folder=tmp_path / "found")
-    assert [path.stat().st_mtime_ns for path in kept] == before
+        driver(**losses).sweep(KEYS, STEPS, data, **sizes, checkpoint=tmp_path / "found")
+    done.clear()
+    monkeypatch.setattr(Session, "run_many", lambda *args: done.append(1) or many(*args))
+    again = driver(**losses).sweep(KEYS, STEPS, data, **sizes, checkpoint=tmp_path / "found")
+    assert len(done) == 3  # its program, and two of three chunks
     for one, other in zip(jax.tree.leaves(whole[:3]), jax.tree.leaves(again[:3]), strict=True):
         np.testing.assert_array_equal(one, other)
     assert again.labels.keys() == whole.labels.keys()
@@ -241,7 +239,7 @@ def test_a_folder_knows_its_records_and_not_the_day(data, tmp_path, monkeypatch)
     folder = tmp_path / "found"
 
     def sweep(records):
-        return driver(secret_key=3).sweep(KEYS[:1], 2, records, folder=folder)
+        return driver(secret_key=3).sweep(KEYS[:1], 2, records, checkpoint=folder)
 
     one = sweep(data)
     monkeypatch.setattr("numpyro_dp.privacy.plan._today", lambda: "2030-01-01")
@@ -249,13 +247,8 @@ def test_a_folder_knows_its_records_and_not_the_day(data, tmp_path, monkeypatch)
     np.testing.assert_array_equal(*(x.params["auto_loc"] for x in (one, other)))
     changed = np.array(data)
     changed.flat[7] += 1e-3
-    with pytest.raises(ValueError, match="results of other records"):
+    with pytest.raises(ValueError, match="run on other records"):
         sweep(changed)
-    hidden = folder / "SENSITIVE_records.json"
-    assert hidden.stat().st_mode & 0o777 == 0o600
-    hidden.unlink()
-    with pytest.raises(ValueError, match="is missing"):
-        sweep(data)
 
 
 @pytest.mark.extended
@@ -266,13 +259,13 @@ def test_a_folder_of_another_sweep_is_refused(data, tmp_path):
             "secret_key": 5, "noise_multiplier": 1.0,
         } | changes  # fmt: skip
         driver = DPSVI(model, guide(model, init_scale=init), optax.adam(rate), **settings)
-        return driver.sweep(KEYS, 3, data, chunk_size=chunk_size, folder=tmp_path / "found")
+        return driver.sweep(KEYS, 3, data, chunk_size=chunk_size, checkpoint=tmp_path / "found")
 
     one, other = sweep(), sweep()
     np.testing.assert_array_equal(one.params["auto_loc"], other.params["auto_loc"])
     for changes, named in [
         ({"chunk_size": 1}, "chunk_size=2 instead of 1"),
-        ({"secret_key": 6}, "secret="),
+        ({"secret_key": 6}, "secret_key="),
         ({"guide": AutoMultivariateNormal}, "program="),
         ({"rate": 0.01}, "program="),
         ({"estimator": vanilla()}, "program="),
@@ -296,7 +289,7 @@ def test_a_folder_knows_arrays_that_a_model_captured(data, tmp_path):
             clip_norm=1.5, sampler=Poisson(0.2), noise_multiplier=1.0, secret_key=5,
             repetition=True,
         )  # fmt: skip
-        return svi.sweep(KEYS, 3, data, folder=tmp_path / "found")
+        return svi.sweep(KEYS, 3, data, checkpoint=tmp_path / "found")
 
     for kind in (np, jnp):
         sweep(kind.array([1.0, 2.0], np.float32))
@@ -305,10 +298,12 @@ def test_a_folder_knows_arrays_that_a_model_captured(data, tmp_path):
 
 
 @pytest.mark.extended
-def test_chunks_fit_the_memory(data, tmp_path, monkeypatch):
-    whole = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 2.0], folder=tmp_path / "whole")
-    assert len(list((tmp_path / "whole").glob("*.npz"))) == 1
+def test_chunks_fit_the_memory(data, monkeypatch):
+    calls, many = [], Session.run_many
+    monkeypatch.setattr(Session, "run_many", lambda *args: calls.append(1) or many(*args))
+    whole = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 2.0])
+    assert len(calls) == 1
     monkeypatch.setattr(sweep_module, "_memory", lambda device: 120_000)
-    small = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 2.0], folder=tmp_path / "small")
-    assert 1 < len(list((tmp_path / "small").glob("*.npz"))) < 6
+    small = driver().sweep(KEYS, STEPS, data, epsilon=[0.5, 1.0, 2.0])
+    assert 2 < len(calls) < 7
     np.testing.assert_allclose(small.params["auto_loc"], whole.params["auto_loc"], rtol=1e-5)
