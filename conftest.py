@@ -26,7 +26,7 @@ if "JAXTYPING_DISABLE" not in os.environ:
 
 
 _LONG_EXAMPLES = {
-    "DPPBP", "EP", "PBP", "tempering_model", "tempered", "choose", "rehearse", "Ledger",
+    "DPPBP", "tempering_model", "tempered", "choose", "rehearse", "Ledger",
     "compare_accountants", "audit", "prior_share", "audit_run", "load", "NoiseAware",
     "NoiseReuseError", "PosteriorSummary", "PosteriorWarning", "PrivacyReport",
     "RunInterrupted", "RunResult", "Statement", "save", "after", "tail_average", "SEP", "to_arviz",

@@ -12,13 +12,14 @@ records) and of one sweep of EP, and the sites that EP keeps beside it.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import per_record
 from common import interleaved, logistic_data, logistic_model, parse_args, write
 from jax.scipy.stats import norm
 
 from numpyro_dp import DPPBP, DPSEP, RegressionNetwork
 from numpyro_dp.ep.families import diagonal_normal, normal
 from numpyro_dp.pbp import estimator as network_estimator
-from numpyro_dp.pbp import moments, reference
+from numpyro_dp.pbp import moments
 from numpyro_dp.samplers import FullBatch, Poisson
 
 KEY = jax.random.key(0)
@@ -109,8 +110,8 @@ def memory(numbers):
         driver = DPPBP(NETWORK, clip_norm=1.0, sampler=Poisson(1024 / number), noise_multiplier=1.0)
         step, _ = compiled(driver, data)
         params = driver.get_params(driver.init(KEY, *data))
-        sites = reference.start_network_sites(NETWORK, params, number)
-        sweep = jax.jit(lambda s, x, y: reference.ep_sweep(NETWORK, s, x, y, 0.1))
+        sites = per_record.start_network_sites(NETWORK, params, number)
+        sweep = jax.jit(lambda s, x, y: per_record.ep_sweep(NETWORK, s, x, y, 0.1))
         plan = sweep.lower(sites, *data).compile().memory_analysis()
         kept = sum(leaf.nbytes for leaf in jax.tree.leaves(sites.sites))
         rows.append({

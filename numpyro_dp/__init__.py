@@ -2,7 +2,7 @@
 
 from numpyro_dp import accounting, core, estimators, extend, mechanisms, plots, posterior, samplers
 from numpyro_dp.em.driver import DPEM
-from numpyro_dp.ep.driver import DPSEP, EP, SEP
+from numpyro_dp.ep.driver import DPSEP, SEP
 from numpyro_dp.fit import fit
 from numpyro_dp.laplace.driver import DPLaplace
 from numpyro_dp.mcmc import DPMCMC, SGHMC, SGLD, PreconditionedSGLD
@@ -10,7 +10,7 @@ from numpyro_dp.model.frames import design
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.record_check import check_records
 from numpyro_dp.pbp import RegressionNetwork
-from numpyro_dp.pbp.driver import DPPBP, PBP
+from numpyro_dp.pbp.driver import DPPBP
 from numpyro_dp.posterior import Posterior
 from numpyro_dp.posterior.load import load
 from numpyro_dp.privacy.budget import PrivacyBudget
@@ -31,8 +31,6 @@ __all__ = [
     "DPPBP",
     "DPSEP",
     "DPSVI",
-    "EP",
-    "PBP",
     "SEP",
     "SGHMC",
     "SGLD",

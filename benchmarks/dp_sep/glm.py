@@ -32,8 +32,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from common import average_row, experiment_parser, save
 from datasets import load_doctor_visits
 from logistic import from_natural
+from per_record import EP
 
-from numpyro_dp import DPSEP, DPSVI, EP, SEP, DPLaplace, PrivacyBudget, secret_key
+from numpyro_dp import DPSEP, DPSVI, SEP, DPLaplace, PrivacyBudget, secret_key
 from numpyro_dp.ep.families import diagonal_normal, normal
 from numpyro_dp.samplers import FullBatch, Poisson
 

@@ -27,8 +27,9 @@ from scipy.optimize import linear_sum_assignment
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from common import experiment_parser, panels, save
+from per_record import EP
 
-from numpyro_dp import DPEM, DPSEP, EP, SEP, PrivacyBudget
+from numpyro_dp import DPEM, DPSEP, SEP, PrivacyBudget
 from numpyro_dp.ep.families import diagonal_normal
 from numpyro_dp.ep.sites import normal_mixture
 from numpyro_dp.samplers import FullBatch

@@ -29,8 +29,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from common import average_row, experiment_parser, save
 from datasets import load_kin8nm, load_power_plant, load_protein
+from per_record import PBP
 
-from numpyro_dp import DPPBP, DPSVI, PBP, PrivacyBudget, RegressionNetwork, secret_key
+from numpyro_dp import DPPBP, DPSVI, PrivacyBudget, RegressionNetwork, secret_key
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.samplers import Poisson
 

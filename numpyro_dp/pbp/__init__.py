@@ -1,6 +1,6 @@
-"""Probabilistic backpropagation for the weights of a network, with and without privacy."""
+"""Probabilistic backpropagation for the weights of a network, with privacy."""
 
-from numpyro_dp.pbp.driver import DPPBP, PBP
+from numpyro_dp.pbp.driver import DPPBP
 from numpyro_dp.pbp.model import RegressionNetwork
 
-__all__ = ["DPPBP", "PBP", "RegressionNetwork"]
+__all__ = ["DPPBP", "RegressionNetwork"]

@@ -182,7 +182,7 @@ def _probes(problem: EPProblem, mean: Array) -> Array:
     """Three public points, because a record's gradient may vanish or overflow at one of them."""
     prior = cavity_of(problem.prior)
     spread = prior.covariance if prior.covariance.ndim < 2 else jnp.diag(prior.covariance)
-    near = 1e-3 * jnp.sqrt(spread) * jnp.ones_like(mean)
+    near = 1e-3 * jnp.sqrt(spread)
     return jnp.stack([near, mean, prior.mean + near])
 
 
