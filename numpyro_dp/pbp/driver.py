@@ -243,19 +243,17 @@ def _read(network: RegressionNetwork, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _check_init(init_params: dict[str, Any], like: dict[str, Array]) -> dict[str, Array]:
-    if not isinstance(init_params, dict):
-        raise TypeError(f"Expected init_params as a dict, got {type(init_params).__name__}.")
     given = {name: np.shape(value) for name, value in init_params.items()}
     wanted = {name: value.shape for name, value in like.items()}
     if given != wanted:
         raise ValueError(f"Expected init_params with shapes {wanted}, got {given}.")
     found = {name: np.asarray(value, np.float64) for name, value in init_params.items()}
     for name, value in found.items():
-        if not np.isfinite(value).all():
-            raise ValueError(f"init_params[{name!r}] must be finite, but has inf or nan entries.")
-        if name != "weights_linear" and not (value > 0).all():
+        least = -math.inf if name == "weights_linear" else 0
+        if not (np.isfinite(value) & (value > least)).all():
             raise ValueError(
-                f"init_params[{name!r}] must be positive, but its smallest entry is {value.min()}."
+                f"init_params[{name!r}] must be finite and > {least}, but its entries are from "
+                f"{value.min()} to {value.max()}."
             )
     concentration = float(like["noise_concentration"])
     if not math.isclose(found["noise_concentration"], concentration, rel_tol=1e-5):

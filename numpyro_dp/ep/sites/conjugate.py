@@ -22,7 +22,7 @@ from numpyro_dp.ep.gaussian import cavity_of
 from numpyro_dp.ep.problem import EPProblem, Site, SiteBuilder
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
 
-__all__ = ["conjugate", "is_conjugate"]
+__all__ = ["conjugate", "holds", "is_conjugate"]
 
 _TOLERANCE = 1e-3
 
@@ -50,14 +50,13 @@ def conjugate() -> SiteBuilder:
 
 def is_conjugate(problem: EPProblem) -> bool:
     """Whether the likelihood of each invented record is a member of the family."""
-    is_member = _quadratic(problem) if problem.latents.is_normal else _in_statistics(problem)
-    told = False
-    for example in problem.invented():
-        found = is_member(example)
-        if found is False:
-            return False
-        told = told or bool(found)
-    return told
+    return holds(problem, (_quadratic if problem.latents.is_normal else _in_statistics)(problem))
+
+
+def holds(problem: EPProblem, of_record: Callable[[Any], bool | None]) -> bool:
+    """Whether a test holds for all invented records that can show it. Others give ``None``."""
+    found = [of_record(example) for example in problem.invented()]
+    return True in found and False not in found
 
 
 def _normal_site(problem: EPProblem) -> Site:
