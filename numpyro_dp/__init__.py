@@ -2,15 +2,15 @@
 
 from numpyro_dp import accounting, core, estimators, extend, mechanisms, plots, posterior, samplers
 from numpyro_dp.em.driver import DPEM
-from numpyro_dp.ep.driver import DPSEP, EP, SEP
+from numpyro_dp.ep.driver import DPSEP, SEP
+from numpyro_dp.ep.per_record import EP
 from numpyro_dp.fit import fit
 from numpyro_dp.laplace.driver import DPLaplace
 from numpyro_dp.mcmc import DPMCMC, SGHMC, SGLD, PreconditionedSGLD
 from numpyro_dp.model.frames import design
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.record_check import check_records
-from numpyro_dp.pbp import RegressionNetwork
-from numpyro_dp.pbp.driver import DPPBP, PBP
+from numpyro_dp.pbp import DPPBP, PBP, RegressionNetwork
 from numpyro_dp.posterior import Posterior
 from numpyro_dp.posterior.load import load
 from numpyro_dp.privacy.budget import PrivacyBudget

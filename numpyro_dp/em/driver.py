@@ -181,11 +181,10 @@ def _check_init(
             raise ValueError(f"init_params[{name!r}] must be finite, but has inf or nan entries.")
     for number, covariance in enumerate(found.get("covariances", ())):
         where = f"init_params['covariances'][{number}]"
-        if not np.allclose(covariance, covariance.T, rtol=1e-5):
-            raise ValueError(f"{where} is not symmetric. Pass (c + c.T) / 2.")
-        if not (smallest := np.linalg.eigvalsh(covariance).min()) > 0:
+        smallest = np.linalg.eigvalsh(covariance).min()
+        if not (np.allclose(covariance, covariance.T, rtol=1e-5) and smallest > 0):
             raise ValueError(
-                f"{where} is not positive definite (smallest eigenvalue {smallest:.3g}). Add a "
-                "multiple of the identity to it."
+                f"{where} is not symmetric, or not positive definite (smallest eigenvalue "
+                f"{smallest:.3g}). Pass (c + c.T) / 2, with a multiple of the identity added."
             )
     return {name: jnp.asarray(value, like[name].dtype) for name, value in found.items()}

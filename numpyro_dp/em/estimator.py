@@ -25,11 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import Float
 
 from numpyro_dp.core import Estimator, Released
 from numpyro_dp.ep.estimator import schedule
 from numpyro_dp.ep.gaussian import inverse_and_log_det
-from numpyro_dp.ep.matrix import raise_eigenvalues
 from numpyro_dp.model.public import own_constants
 from numpyro_dp.model.records import RecordsProblem
 
@@ -175,3 +175,19 @@ class MStep:
                 lambda each: raise_eigenvalues(each, self._floor), covariances
             )
         return MStepState(state.step + 1, params | self._known(means), sums, noise)
+
+
+def raise_eigenvalues(matrix: Float[Array, "d d"], floor: float) -> Float[Array, "d d"]:
+    """Returns the symmetric part with eigenvalues of at least ``floor``.
+
+    One whose eigenvalues are so already does not change. The floor is at least the rounding error
+    of the largest eigenvalue, so that the result has a Cholesky factor.
+    """
+    matrix = (matrix + matrix.T) / 2
+    values, vectors = jnp.linalg.eigh(matrix)
+    rounding = 2 * values.size * jnp.finfo(values.dtype).eps * jnp.max(jnp.abs(values))
+    least = jnp.maximum(jnp.asarray(floor, values.dtype), rounding)
+    raised = jnp.matmul(
+        vectors * jnp.maximum(values, least), vectors.T, precision=lax.Precision.HIGHEST
+    )
+    return jnp.where(jnp.min(values) >= least, matrix, (raised + raised.T) / 2)

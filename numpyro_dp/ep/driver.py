@@ -1,26 +1,23 @@
-"""``DPSEP``, ``SEP`` and ``EP``: expectation propagation, with and without a privacy budget."""
+"""``DPSEP`` and ``SEP``: expectation propagation, with and without a privacy budget."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
 from numpyro_dp._validate import check_callable, check_int, check_real
 from numpyro_dp.core import MechanismBuilder, Sampler
-from numpyro_dp.ep.estimator import Damped, Release, stochastic_ep
-from numpyro_dp.ep.families import Family, diagonal_normal, isotropic_normal, normal
-from numpyro_dp.ep.per_record import SensitiveSites, batched_sweep, sequential_sweep, start_sites
+from numpyro_dp.ep.estimator import Damped, stochastic_ep
+from numpyro_dp.ep.families import Family, diagonal_normal, normal, product
 from numpyro_dp.ep.problem import EPProblem, PosteriorGuide, check_conjugate, make_problem
 from numpyro_dp.ep.sites import SiteBuilder, choose_site
 from numpyro_dp.model.frontend import Call, GivenModel, Prepared, arguments_key
 from numpyro_dp.model.public import declare
-from numpyro_dp.model.records import Rows
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.diagnosis import (
     finding_of_independence,
@@ -32,7 +29,6 @@ from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.scores import posterior_of_scores
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run.driver import Driver
@@ -41,61 +37,10 @@ from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import SensitiveState, check_state
 
-__all__ = ["DPSEP", "EP", "SEP", "SensitiveEPResult"]
+__all__ = ["DPSEP", "SEP"]
 
-_NORMAL = (normal, diagonal_normal, isotropic_normal)
 _INDEPENDENT = "DPSEP adds up the variances of independent noise to find what of a precision counts"
-
-
-class _Reader:
-    """Reads a model for message passing. ``DPSEP``, ``SEP`` and ``EP`` share it."""
-
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        family: Callable[[int], Family] | Mapping[str, Family],
-        site: SiteBuilder | None,
-        data_plate: str | None,
-        static: dict[str, Any],
-        public: Any,
-        max_rows: int | None = None,
-    ) -> None:
-        check_callable("model", model)
-        if not isinstance(family, Mapping) and family not in _NORMAL:
-            raise TypeError(
-                "Expected family to be one of the functions normal, diagonal_normal or "
-                "isotropic_normal of numpyro_dp.ep.families, not called, or a dict of families by "
-                f"latent site, such as {{'p': beta()}}, got {getattr(family, 'name', family)!r}."
-            )
-        if site is not None and not isinstance(site, SiteBuilder):
-            raise TypeError(
-                "Expected site to be built by a call, such as quadrature() or importance() of "
-                f"numpyro_dp.ep.sites, got {site!r}."
-            )
-        self.given = GivenModel(model, static, data_plate, declare(public, static), max_rows)
-        self.family, self.site = family, site
-        self.guide = PosteriorGuide()
-
-    def __str__(self) -> str:
-        """Shows the names of the families."""
-        families = self.family
-        if isinstance(families, Mapping):
-            return ", ".join(f"{name}: {each.name}" for name, each in families.items())
-        return families.__name__
-
-    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
-        """Reads the model, using only the shapes of the arguments."""
-        return check_conjugate(self.given.structure(args, kwargs))
-
-    def problem(
-        self, structure: ModelStructure, rng_key: Array, args: Any, kwargs: dict[str, Any]
-    ) -> EPProblem:
-        """Finds the prior and the kind of site. Reads no record."""
-        shared = structure.layout.rows(args, kwargs).shared
-        problem = make_problem(self.given.fn, structure, self.family, shared, rng_key)
-        site = choose_site(problem.by_row) if self.site is None else self.site
-        site.check(problem.by_row)
-        return problem._replace(site=site)
+_SHARED = "True releases one number for all coordinates, k one for each of k blocks."
 
 
 class DPSEP(Driver):
@@ -111,13 +56,12 @@ class DPSEP(Driver):
 
     Args:
         model: A NumPyro model with a plate over records. All latents are global.
-        family: ``normal`` (one precision matrix over all latents), ``diagonal_normal`` or
-            ``isotropic_normal``. These need a prior that is normal in unconstrained coordinates.
-            Or a dict of families by latent site, in which each prior is a member of its family.
+        family: ``normal`` (one precision matrix over all latents) or ``diagonal_normal``. These
+            need a prior that is normal in unconstrained coordinates. Or a dict of families by
+            latent site, in which each prior is a member of its family.
         site: How a record's likelihood is approximated: ``conjugate()``, ``quadrature()``,
-            ``evidence(log_evidence)``, ``probit(...)``, ``normal_mixture(...)`` or
-            ``importance()``. By default ``conjugate()`` if it fits the likelihood, else
-            ``quadrature()``.
+            ``evidence(log_evidence)``, ``normal_mixture(...)`` or ``importance()``. By default
+            ``conjugate()`` if it fits the likelihood, else ``quadrature()``.
         damping: Fraction of a step that is taken, in (0, 1], or a function of the step number (a
             JAX array). Results outside [0, 1] are clipped to it.
         clip_norm: Largest norm of one record's site, with the cavity's mean as the origin. The
@@ -127,7 +71,7 @@ class DPSEP(Driver):
             coordinates have scale s, 1/s is a natural choice.
         shared_precision: ``True`` releases one precision for all coordinates. A number k releases
             k of them, each for ``dim / k`` consecutive coordinates of the latents' vector (a
-            component of a mixture). Not available for ``isotropic_normal``.
+            component of a mixture).
         unbiased_clipping: Whether a site is multiplied by the smallest factor that clips it with
             any outcome that the record could have had, so that clipping does not bias the
             posterior. This needs a normal family, one of the sites ``conjugate()``,
@@ -172,6 +116,9 @@ class DPSEP(Driver):
         :mod:`numpyro_dp.ep.estimator` has the differences.
     """
 
+    given: GivenModel
+    guide: PosteriorGuide
+
     def __init__(
         self,
         model: Callable[..., Any],
@@ -204,22 +151,25 @@ class DPSEP(Driver):
             accountant=accountant, microbatch_size=microbatch_size, mesh=mesh, public=public,
             repetition=repetition
         )  # fmt: skip
-        release = Release(precision_weight, shared_precision)
-        release.check(family)
+        check_callable("model", model)
+        _check(family, site, precision_weight, shared_precision)
         if not callable(damping):
             check_real("damping", damping, low=0, low_open=True, high=1)
-        estimator = stochastic_ep(precision_weight, shared_precision, bool(unbiased_clipping))
-        self._reader = _Reader(
-            model, family, site, data_plate, static_kwargs, settings.public, max_rows_per_unit
+        given = settings.public, static_kwargs
+        self.given = GivenModel(
+            model, static_kwargs, data_plate, declare(*given), max_rows_per_unit
         )
-        self.guide: PosteriorGuide = self._reader.guide
-        values = str(self._reader), *release, bool(unbiased_clipping)
-        super().__init__(Method(estimator, Damped(damping), values, _INDEPENDENT), settings)
+        self._family, self._site, self.guide = family, site, PosteriorGuide()
+        release = precision_weight, shared_precision, bool(unbiased_clipping)
+        method = Method(
+            stochastic_ep(*release), Damped(damping), (_name_of(family), *release), _INDEPENDENT
+        )
+        super().__init__(method, settings)
 
     @property
     def max_rows(self) -> int | None:
         """Most rows of a unit, or ``None`` if a record is a row."""
-        return self._reader.given.max_rows
+        return self.given.max_rows
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters of a state. They may be published."""
@@ -228,24 +178,28 @@ class DPSEP(Driver):
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         """Reads only the shapes of the arguments."""
-        return self._reader.structure(args, kwargs)
+        return check_conjugate(self.given.structure(args, kwargs))
 
     def prepare(self, structure: ModelStructure, rng_key: Array, call: Call) -> Prepared:
-        """Reads no record."""
+        """Finds the prior and the kind of site. Reads no record."""
+        shared = structure.layout.rows(call.args, call.kwargs).shared
         known = self._sessions.get(arguments_key(call.args, call.kwargs, self.max_rows))
         if known is None:
-            problem = self._reader.problem(structure, rng_key, call.args, call.kwargs)
+            problem = make_problem(self.given.fn, structure, self._family, shared, rng_key)
+            site = choose_site(problem.by_row) if self._site is None else self._site
+            site.check(problem.by_row)
+            problem = problem._replace(site=site)
         else:
-            problem = known.problem.at(structure.layout.rows(call.args, call.kwargs).shared)
+            problem = known.problem.at(shared)
         self.guide.prototype_trace = problem
         return Prepared(problem, self.method.optim.init(problem.start(call.init_params)), rng_key)
 
     def _posterior(self, problem: EPProblem, result: RunResult, plain: bool) -> Posterior:
         params, privacy = result.params, result.privacy
-        reader, guide = self._reader, PosteriorGuide()
+        guide = PosteriorGuide()
         guide.prototype_trace = problem  # self.guide may already belong to a later run
         source = ModelSource.of(problem.model, problem.shared, params)
-        method = f"{type(self).__name__} with {reader}, {privacy.num_steps} steps"
+        method = f"{type(self).__name__} with {_name_of(self._family)}, {privacy.num_steps} steps"
         if result.scores is not None and privacy.noise_multiplier > 0 and not plain:
             unbiased = self.method.estimator_of(problem).centring is not None
             apart = _is_diagonal(result.scores.curvature) and problem.mixes_latents()
@@ -317,109 +271,37 @@ class SEP(DPSEP):
         )  # fmt: skip
 
 
-class SensitiveEPResult(NamedTuple):
-    """Result of :meth:`EP.run`. Not private: never publish it.
+def _check(family: Any, site: Any, precision_weight: Any, shared_precision: Any) -> None:
+    """Raises unless family and site are of the right kind, and the numbers suit the family."""
+    if isinstance(family, Mapping):
+        product(**family)  # raises for what is no family
+        if matrices := [name for name, each in family.items() if each.name.startswith("normal(")]:
+            raise ValueError(
+                f"normal() is no family by site, but {matrices} have it. Use diagonal_normal(), or "
+                "family=normal for all latents."
+            )
+        if precision_weight != 1 or shared_precision:
+            raise ValueError(
+                "With families by site, expected precision_weight=1.0 and shared_precision=False, "
+                f"got {precision_weight} and {shared_precision}. Use a normal family."
+            )
+    elif family not in (normal, diagonal_normal):
+        raise TypeError(
+            "Expected family to be one of the functions normal or diagonal_normal of "
+            "numpyro_dp.ep.families, not called, or a dict of families by latent site, such as "
+            f"{{'p': beta()}}, got {getattr(family, 'name', family)!r}."
+        )
+    if site is not None and not isinstance(site, SiteBuilder):
+        raise TypeError(
+            "Expected site to be built by a call, such as quadrature() or importance() of "
+            f"numpyro_dp.ep.sites, got {site!r}."
+        )
+    check_real("precision_weight", precision_weight, low=0, low_open=True)
+    if not isinstance(shared_precision, bool):
+        check_int("shared_precision", shared_precision, low=1, remedy=_SHARED)
 
-    Attributes:
-        params: Natural parameters of the posterior.
-        trace: The same after each sweep, with a leading axis.
-    """
 
-    params: dict[str, Array]
-    trace: dict[str, Array]
-
-    def __repr__(self) -> str:
-        return f"SensitiveEPResult(params of {sorted(self.params)}: not private)"
-
-
-class EP:
-    """Expectation propagation with one site per record: the non-private reference.
-
-    Args:
-        model: A NumPyro model with a plate over records. See :class:`DPSEP`.
-        family: Family of the posterior. See :class:`DPSEP`.
-        site: How a record's likelihood is approximated. By default the model determines it.
-        damping: Fraction of a site's change that is taken, in (0, 1].
-        sequential: Updates the posterior after each site, as Minka does. By default all sites move
-            from the same posterior.
-        data_plate: Name of the plate over records, if the model has several candidates.
-        public: Names of the arguments that hold no records. See :class:`DPSEP`.
-        **static_kwargs: Public, constant keywords of the model.
-
-    Example:
-        >>> import jax, numpyro, numpyro.distributions as dist
-        >>> from numpyro_dp import EP
-        >>> def model(x):
-        ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
-        ...     with numpyro.plate("records", x.shape[0]):
-        ...         numpyro.sample("x", dist.StudentT(4.0, mean, 1), obs=x)
-        >>> x = 3 + jax.random.t(jax.random.key(1), 4.0, (99,))
-        >>> result = EP(model).run(jax.random.key(0), 20, x)
-        >>> result
-        SensitiveEPResult(params of ['auto_linear', 'auto_precision']: not private)
-        >>> mean = result.params["auto_linear"][0] / result.params["auto_precision"][0, 0]
-        >>> bool(abs(mean - 3) < 0.5)
-        True
-
-    Guarantee:
-        None: the result is not private.
-
-    Reference:
-        Minka (2001), Expectation propagation for approximate Bayesian inference, UAI.
-    """
-
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        family: Callable[[int], Family] | Mapping[str, Family] = normal,
-        *,
-        site: SiteBuilder | None = None,
-        damping: float = 0.5,
-        sequential: bool = False,
-        data_plate: str | None = None,
-        public: Any = (),
-        **static_kwargs: Any,
-    ) -> None:
-        self.damping: float = check_real("damping", damping, low=0, low_open=True, high=1)
-        self.sequential = sequential
-        self._reader = _Reader(model, family, site, data_plate, static_kwargs, public)
-        self.guide: PosteriorGuide = self._reader.guide
-
-    def run(
-        self,
-        rng_key: Array,
-        num_sweeps: int,
-        *args: Any,
-        init_params: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> SensitiveEPResult:
-        """Sweeps over all records ``num_sweeps`` times.
-
-        Args:
-            rng_key: Key of draws and of the order of records.
-            num_sweeps: Number of sweeps.
-            *args: Arguments of the model, with the whole data set.
-            init_params: Initial natural parameters. By default those of the prior.
-            **kwargs: Keyword arguments of the model.
-        """
-        check_rng_key(rng_key)
-        check_int("num_sweeps", num_sweeps, low=1)
-        structure = self._reader.structure(args, kwargs)
-        problem = self._reader.problem(structure, rng_key, args, kwargs)
-        self.guide.prototype_trace = problem
-        rows = problem.rows(args, kwargs)
-        sweep = sequential_sweep if self.sequential else batched_sweep
-
-        @jax.jit
-        def sweeps(state: SensitiveSites, rows: Rows) -> tuple[SensitiveSites, dict[str, Array]]:
-            own = problem.at(rows.shared)
-            site = problem.site.build(own)
-
-            def one(state: SensitiveSites, key: Array) -> tuple[SensitiveSites, dict[str, Array]]:
-                state = sweep(own, site, state, rows.arrays, key, self.damping)
-                return state, problem.constrain(state.posterior)
-
-            return jax.lax.scan(one, state, jax.random.split(rng_key, num_sweeps))
-
-        state, trace = sweeps(start_sites(problem, problem.start(init_params)), rows)
-        return SensitiveEPResult(problem.constrain(state.posterior), trace)
+def _name_of(family: Any) -> str:
+    if isinstance(family, Mapping):
+        return ", ".join(f"{name}: {each.name}" for name, each in family.items())
+    return family.__name__

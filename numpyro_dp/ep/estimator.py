@@ -47,50 +47,24 @@ Reference:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Estimator, Observation, Released
-from numpyro_dp.ep.families import Natural, divide, isotropic_normal, multiply, power
+from numpyro_dp.ep.families import Natural, divide, multiply, power
 from numpyro_dp.ep.gaussian import cavity_of, centre, counted_share, shrunk
 from numpyro_dp.ep.problem import EPProblem, Site
 from numpyro_dp.model.outcomes import Outcomes, read_outcomes
 from numpyro_dp.model.partners import OutcomeModel, centring
 from numpyro_dp.model.public import UnsupportedModelError
 
-__all__ = ["Damped", "Move", "Release", "schedule", "stochastic_ep"]
+__all__ = ["Damped", "Move", "schedule", "stochastic_ep"]
 
 _COUNTS_HALF = 2.0  # a value of that many standard deviations of its noise counts half
-_SHARED = "True releases one number for all coordinates, k one for each of k blocks."
-
-
-class Release(NamedTuple):
-    """How precisions are released."""
-
-    precision_weight: float = 1.0
-    shared_precision: bool | int = False
-
-    def check(self, family: Any) -> None:
-        """Raises unless the numbers are in range and suit the family."""
-        check_real("precision_weight", self.precision_weight, low=0, low_open=True)
-        if not isinstance(self.shared_precision, bool):
-            check_int("shared_precision", self.shared_precision, low=1, remedy=_SHARED)
-        if family is isotropic_normal and self.shared_precision:
-            raise ValueError(
-                "isotropic_normal already has one precision number: expected "
-                f"shared_precision=False, got {self.shared_precision}. To share precisions, use "
-                "diagonal_normal or normal."
-            )
-        if isinstance(family, Mapping) and (self.precision_weight != 1 or self.shared_precision):
-            raise ValueError(
-                "With families by site, expected precision_weight=1.0 and shared_precision=False, "
-                f"got {self.precision_weight} and {self.shared_precision}. Use a normal family."
-            )
 
 
 class Move(NamedTuple):
@@ -177,11 +151,10 @@ def stochastic_ep(
         def observe(public: _Public, released: Released) -> Observation:
             """The sum of the sites themselves, at the cavity's mean."""
             sites = sites_of(public, released)
-            ones = jnp.ones(problem.latents.dim)
-            precision = sites["precision"] * (ones if sites["precision"].ndim == 0 else 1)
+            slope_noise = released.noise_scale * jnp.ones(problem.latents.dim)
             noise = released.noise_scale * packing.entry_noise
             return Observation(
-                public.centre, None, sites["linear"], released.noise_scale * ones, precision, noise
+                public.centre, None, sites["linear"], slope_noise, sites["precision"], noise
             )
 
         number = problem.num_examples
@@ -230,7 +203,7 @@ def _packing_of(problem: EPProblem, weight: float, shared: bool | int) -> _Packi
     """Maps natural parameters to the released coordinates, and back."""
     if not problem.latents.is_normal:
         return _Packing(lambda natural: natural, lambda released: released, 1.0, 1.0)
-    dim, axes = problem.latents.dim, problem.prior["precision"].ndim
+    dim, whole = problem.latents.dim, problem.prior["precision"].ndim == 2
     groups = int(shared)
     if shared and dim % groups:
         raise ValueError(
@@ -239,23 +212,23 @@ def _packing_of(problem: EPProblem, weight: float, shared: bool | int) -> _Packi
 
     def pack(natural: Natural) -> dict[str, Array]:
         precision = natural["precision"]
-        if shared and axes:
-            diagonal = jnp.diagonal(precision) if axes == 2 else precision
+        if shared:
+            diagonal = jnp.diagonal(precision) if whole else precision
             precision = jnp.mean(diagonal.reshape(groups, -1), -1)
         return {"linear": natural["linear"], "precision": weight * precision}
 
     def unpack(released: dict[str, Array]) -> Natural:
         precision = released["precision"] / weight
-        if shared and axes:
+        if shared:
             precision = jnp.repeat(precision, dim // groups)
-            precision = jnp.diag(precision) if axes == 2 else precision
-        elif axes == 2:
+            precision = jnp.diag(precision) if whole else precision
+        elif whole:
             precision = (precision + precision.T) / 2
         return {"linear": released["linear"], "precision": precision}
 
     # The largest eigenvalue of a symmetric matrix of such noise is about sqrt(2 d).
-    spread = math.sqrt(2 * dim) if axes == 2 and not shared else 1.0
-    alike = dim if axes == 0 else dim // groups if shared else 1
+    spread = math.sqrt(2 * dim) if whole and not shared else 1.0
+    alike = dim // groups if shared else 1
     return _Packing(pack, unpack, spread / weight, math.sqrt(alike) / weight)
 
 

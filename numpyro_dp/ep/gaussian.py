@@ -15,7 +15,7 @@ cavity. In coordinates centred at m its natural parameters are
 They do not cancel for records with little information. Each eigenvalue of I - HV is the ratio of a
 tilted to a cavity variance. A floor on these ratios limits how much one record narrows a posterior.
 
-A precision is a matrix, a vector (its diagonal) or a number. Its number of axes shows which.
+A precision is a matrix or a vector (its diagonal). Its number of axes shows which.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ __all__ = [
     "centre",
     "counted_share",
     "inverse_and_log_det",
-    "is_definite",
     "shrunk",
     "site_along",
     "site_from_slopes",
@@ -42,7 +41,7 @@ __all__ = [
 LARGEST_NARROWING = 0.1  # smallest ratio of a tilted to a cavity variance
 
 Natural = dict[str, Array]
-Precision = Float[Array, "dim dim"] | Float[Array, " dim"] | Float[Array, ""]
+Precision = Float[Array, "dim dim"] | Float[Array, " dim"]
 
 
 class Cavity(NamedTuple):
@@ -50,7 +49,7 @@ class Cavity(NamedTuple):
 
     Attributes:
         mean: Shape ``(dim,)``.
-        covariance: A matrix, its diagonal or one number, like the precision.
+        covariance: A matrix or its diagonal, like the precision.
     """
 
     mean: Float[Array, " dim"]
@@ -70,12 +69,6 @@ def cavity_of(natural: Natural) -> Cavity:
         return Cavity(linear / precision, 1 / precision)
     covariance, *_ = inverse_and_log_det(precision)
     return Cavity(covariance @ linear, covariance)
-
-
-def is_definite(natural: Natural) -> Bool[Array, ""]:
-    """Whether the precision is positive definite."""
-    precision = natural["precision"]
-    return inverse_and_log_det(precision)[1] if precision.ndim == 2 else jnp.all(precision > 0)
 
 
 def centre(natural: Natural, at: Float[Array, " dim"]) -> Natural:
@@ -134,7 +127,6 @@ def site_along(cavity: Cavity, direction: Float[Array, " dim"], g: Array, h: Arr
         precision = h / ratio * jnp.outer(direction, direction)
         return {"linear": g / ratio * direction, "precision": precision}
     each = h * direction**2
-    each = jnp.mean(each) if cavity.covariance.ndim == 0 else each
     ratio = _floored(1 - each * cavity.covariance)
     return {"linear": g * direction / ratio, "precision": each / ratio}
 
@@ -145,7 +137,7 @@ def site_from_slopes(cavity: Cavity, g: Float[Array, " dim"], h: Precision) -> N
     Args:
         cavity: Moments of the cavity.
         g: Slope of log Z in the mean.
-        h: H above. For a diagonal covariance its diagonal, for a single number the diagonal's mean.
+        h: H above. For a diagonal covariance its diagonal.
 
     Returns:
         Natural parameters, centred at the mean of the cavity.

@@ -13,17 +13,125 @@ Reference:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_dp.ep.families import Natural, damp, divide, multiply
-from numpyro_dp.ep.gaussian import cavity_of, centre, is_definite
-from numpyro_dp.ep.problem import EPProblem, Site
+from numpyro_dp._validate import check_int, check_real
+from numpyro_dp.ep.driver import SEP
+from numpyro_dp.ep.families import Natural, divide, multiply, normal
+from numpyro_dp.ep.gaussian import cavity_of, centre
+from numpyro_dp.ep.problem import EPProblem, PosteriorGuide, Site
+from numpyro_dp.model.frontend import Call
+from numpyro_dp.model.records import Rows
+from numpyro_dp.privacy.keys import check_rng_key
 
-__all__ = ["SensitiveSites", "batched_sweep", "sequential_sweep", "start_sites"]
+__all__ = ["EP", "SensitiveEPResult"]
+
+
+class SensitiveEPResult(NamedTuple):
+    """Result of :meth:`EP.run`. Not private: never publish it.
+
+    Attributes:
+        params: Natural parameters of the posterior.
+        trace: The same after each sweep, with a leading axis.
+    """
+
+    params: dict[str, Array]
+    trace: dict[str, Array]
+
+    def __repr__(self) -> str:
+        return f"SensitiveEPResult(params of {sorted(self.params)}: not private)"
+
+
+class EP:
+    """Expectation propagation with one site per record: the non-private reference.
+
+    Args:
+        model: A NumPyro model with a plate over records. See :class:`~numpyro_dp.DPSEP`.
+        family: Family of the posterior. See :class:`~numpyro_dp.DPSEP`.
+        damping: Fraction of a site's change that is taken, in (0, 1].
+        sequential: Updates the posterior after each site, as Minka does. By default all sites move
+            from the same posterior.
+        **others: ``site``, ``data_plate``, ``public`` and static keywords, as for
+            :class:`~numpyro_dp.DPSEP`.
+
+    Example:
+        >>> import jax, numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import EP
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.StudentT(4.0, mean, 1), obs=x)
+        >>> x = 3 + jax.random.t(jax.random.key(1), 4.0, (99,))
+        >>> result = EP(model).run(jax.random.key(0), 20, x)
+        >>> result
+        SensitiveEPResult(params of ['auto_linear', 'auto_precision']: not private)
+        >>> mean = result.params["auto_linear"][0] / result.params["auto_precision"][0, 0]
+        >>> bool(abs(mean - 3) < 0.5)
+        True
+
+    Guarantee:
+        None: the result is not private.
+
+    Reference:
+        Minka (2001), Expectation propagation for approximate Bayesian inference, UAI.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        family: Any = normal,
+        *,
+        damping: float = 0.5,
+        sequential: bool = False,
+        **others: Any,
+    ) -> None:
+        self.damping: float = check_real("damping", damping, low=0, low_open=True, high=1)
+        self.sequential = sequential
+        self._reader = SEP(model, family, **others)
+        self.guide: PosteriorGuide = self._reader.guide
+
+    def run(
+        self,
+        rng_key: Array,
+        num_sweeps: int,
+        *args: Any,
+        init_params: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> SensitiveEPResult:
+        """Sweeps over all records ``num_sweeps`` times.
+
+        Args:
+            rng_key: Key of draws and of the order of records.
+            num_sweeps: Number of sweeps.
+            *args: Arguments of the model, with the whole data set.
+            init_params: Initial natural parameters. By default those of the prior.
+            **kwargs: Keyword arguments of the model.
+        """
+        check_rng_key(rng_key)
+        check_int("num_sweeps", num_sweeps, low=1)
+        structure = self._reader.structure(args, kwargs)
+        problem = self._reader.prepare(structure, rng_key, Call(args, kwargs, init_params)).problem
+        rows = problem.rows(args, kwargs)
+        sweep = _sequential_sweep if self.sequential else _batched_sweep
+
+        @jax.jit
+        def sweeps(state: SensitiveSites, rows: Rows) -> tuple[SensitiveSites, dict[str, Array]]:
+            own = problem.at(rows.shared)
+            site = problem.site.build(own)
+
+            def one(state: SensitiveSites, key: Array) -> tuple[SensitiveSites, dict[str, Array]]:
+                state = sweep(own, site, state, rows.arrays, key, self.damping)
+                return state, problem.constrain(state.posterior)
+
+            return jax.lax.scan(one, state, jax.random.split(rng_key, num_sweeps))
+
+        state, trace = sweeps(_start_sites(problem, problem.start(init_params)), rows)
+        return SensitiveEPResult(problem.constrain(state.posterior), trace)
 
 
 class SensitiveSites(NamedTuple):
@@ -38,7 +146,7 @@ class SensitiveSites(NamedTuple):
     sites: Natural
 
 
-def start_sites(problem: EPProblem, start: Natural) -> SensitiveSites:
+def _start_sites(problem: EPProblem, start: Natural) -> SensitiveSites:
     """Returns equal sites whose product with the prior is ``start``."""
     number = problem.num_examples
     extra = divide(start, problem.prior)
@@ -46,8 +154,8 @@ def start_sites(problem: EPProblem, start: Natural) -> SensitiveSites:
     return SensitiveSites(start, sites)
 
 
-def batched_sweep(
-    problem: EPProblem, site: Site, state: SensitiveSites, records: Any, rng_key: Array, rate: Array
+def _batched_sweep(
+    problem: EPProblem, site: Site, state: SensitiveSites, records: Any, rng_key: Array, rate: float
 ) -> SensitiveSites:
     """Moves the sites of all records, each starting from the same posterior."""
     keys = jax.random.split(rng_key, problem.num_examples)
@@ -59,8 +167,8 @@ def batched_sweep(
     return SensitiveSites(multiply(problem.prior, total), sites)
 
 
-def sequential_sweep(
-    problem: EPProblem, site: Site, state: SensitiveSites, records: Any, rng_key: Array, rate: Array
+def _sequential_sweep(
+    problem: EPProblem, site: Site, state: SensitiveSites, records: Any, rng_key: Array, rate: float
 ) -> SensitiveSites:
     """Moves the sites one after the other, in a random order."""
     order_key, rng_key = jax.random.split(rng_key)
@@ -87,16 +195,15 @@ def _refined(
     own: Natural,
     rng_key: Array,
     example: Any,
-    rate: Array,
+    rate: float,
 ) -> Natural:
     """The new site of one record, or the old site if its cavity is not a member of the family."""
-    normal = problem.latents.is_normal
     cavity = divide(posterior, own)
     found = site.approximate(site.prepare(rng_key, cavity), example)
-    if normal:
+    if problem.latents.is_normal:
         found = centre(found, -cavity_of(cavity).mean)
-    new = damp(own, found, rate)
-    good = is_definite(cavity) if normal else problem.latents.family.is_valid(cavity)
+    new = jax.tree.map(lambda old, x: (1 - rate) * old + rate * x, own, found)
+    good = problem.latents.family.is_valid(cavity)
     for leaf in jax.tree.leaves(new):
         good &= jnp.all(jnp.isfinite(leaf))
     return jax.tree.map(lambda after, before: jnp.where(good, after, before), new, own)

@@ -68,6 +68,7 @@ class EPProblem(NamedTuple):
         shared: Public arrays among the model's arguments.
         prior_at: Public arrays -> natural parameters of the prior. May be traced.
         site: The kind of site.
+        numbered: False: no record has its own random key.
     """
 
     model: Model
@@ -76,6 +77,7 @@ class EPProblem(NamedTuple):
     shared: tuple[Array, ...]
     prior_at: Callable[[tuple[Array, ...]], Natural]
     site: Any = None
+    numbered: bool = False
 
     @property
     def records(self) -> Records:
@@ -86,11 +88,6 @@ class EPProblem(NamedTuple):
     def num_examples(self) -> int:
         """Number of records."""
         return self.model.structure.layout.num_examples
-
-    @property
-    def numbered(self) -> bool:
-        """False: no record has its own random key."""
-        return False
 
     def at(self, shared: tuple[Array, ...]) -> EPProblem:
         """The same problem with other public arrays."""
@@ -229,11 +226,9 @@ class PosteriorGuide:
         if not problem.latents.is_normal:
             return {name: numpyro.sample(name, each) for name, each in found.items()}
         joint = numpyro.sample("_joint_latent", found, infer={"is_auxiliary": True})
-        values = problem.latents.constrain(joint)
-        events = {name: value.ndim for name, value in values.items()}
         return {
-            name: numpyro.sample(name, dist.Delta(value, event_dim=events[name]))
-            for name, value in values.items()
+            name: numpyro.sample(name, dist.Delta(value, event_dim=value.ndim))
+            for name, value in problem.latents.constrain(joint).items()
         }
 
 
@@ -281,46 +276,34 @@ def make_problem(
     """
     model = Model(fn, structure)
     draw = _draw(model, shared, rng_key)
+    transforms = {name: biject_to(site["fn"].support) for name, site in draw.items()}
     if isinstance(family, Mapping):
         again = _draw(model, shared, jax.random.fold_in(rng_key, 1))
         _check_product_prior(model, family, draw, again)
 
-        def prior_at(shared: tuple[Array, ...]) -> Natural:
-            return _product_prior(family, _draw(model, shared, rng_key))
+        def unconstrain(z: dict[str, Array]) -> dict[str, Array]:
+            return {name: transforms[name].inv(value) for name, value in z.items()}
 
-        latents = _product_latents(family, draw)
+        def prior_at(shared: tuple[Array, ...]) -> Natural:
+            sites = _draw(model, shared, rng_key)
+            return latents.family.from_dist({name: site["fn"] for name, site in sites.items()})
+
+        latents = Latents(product(**family), unconstrain, lambda z: z, False, 0)
     else:
-        latents = _joint_latents(family, draw)
-        _check_normal_prior(model, latents, shared)
+        flat, unravel = ravel_pytree({n: transforms[n].inv(s["value"]) for n, s in draw.items()})
+
+        def constrain(z: Array) -> dict[str, Array]:
+            return {name: transforms[name](value) for name, value in unravel(z).items()}
 
         def prior_at(shared: tuple[Array, ...]) -> Natural:
             return _normal_prior(model, latents, shared)
 
+        latents = Latents(family(flat.size), unravel, constrain, True, flat.size)
+        _check_normal_prior(model, latents, shared)
     structure.public.check("prior", prior_at, shared)
     prior = jax.jit(prior_at)(shared)
     structure.public.trust(prior.values())  # computed from arrays that were checked above
     return EPProblem(model, latents, prior, shared, prior_at)
-
-
-def _joint_latents(family: Callable[[int], Family], draw: dict[str, Any]) -> Latents:
-    """One normal family over all latents in unconstrained coordinates."""
-    transforms = {name: biject_to(site["fn"].support) for name, site in draw.items()}
-    flat, unravel = ravel_pytree({n: transforms[n].inv(s["value"]) for n, s in draw.items()})
-
-    def constrain(z: Array) -> dict[str, Array]:
-        return {name: transforms[name](value) for name, value in unravel(z).items()}
-
-    return Latents(family(flat.size), unravel, constrain, True, flat.size)
-
-
-def _product_latents(families: Mapping[str, Family], draw: dict[str, Any]) -> Latents:
-    """A product of families over the values of named latent sites."""
-    transforms = {name: biject_to(site["fn"].support) for name, site in draw.items()}
-
-    def unconstrain(z: dict[str, Array]) -> dict[str, Array]:
-        return {name: transforms[name].inv(value) for name, value in z.items()}
-
-    return Latents(product(**families), unconstrain, lambda z: z, False, 0)
 
 
 def _draw(model: Model, shared: tuple[Array, ...], rng_key: Array) -> dict[str, Any]:
@@ -337,26 +320,25 @@ def _normal_prior(model: Model, latents: Latents, shared: tuple[Array, ...]) -> 
 
     zero = jnp.zeros(latents.dim)
     precision = -jax.hessian(log_prior)(zero)
-    diagonal = jnp.diag(precision)
-    axes = latents.family.unit["precision"].ndim
-    kept = {0: jnp.mean(diagonal), 1: diagonal, 2: precision}[axes]
-    return {"linear": jax.grad(log_prior)(zero), "precision": kept}
+    whole = latents.family.unit["precision"].ndim == 2
+    linear = jax.grad(log_prior)(zero)
+    return {"linear": linear, "precision": precision if whole else jnp.diag(precision)}
 
 
 def _check_normal_prior(model: Model, latents: Latents, shared: tuple[Array, ...]) -> None:
     """Raises unless the prior is normal, with the structure of the family."""
 
     @jax.jit
-    def derivatives(shared: tuple[Array, ...]) -> tuple[Array, Array, Array, Array]:
+    def derivatives(shared: tuple[Array, ...]) -> tuple[Array, Array, Array]:
         slope = jax.grad(lambda z: model.log_prior(latents.unconstrain(z), {}, shared))
         precision = -jax.jacfwd(slope)(jnp.zeros(latents.dim))
         sd = 1 / jnp.sqrt(jnp.maximum(jnp.diag(precision), 1e-30))
         points = sd * jnp.array([[-3.0], [0.5], [2.0]]) * jnp.ones(latents.dim)
         expected = slope(jnp.zeros(latents.dim)) - points @ precision
         # In units of the prior's own standard deviations.
-        return sd, sd[:, None] * precision * sd, sd * jax.vmap(slope)(points), sd * expected
+        return sd[:, None] * precision * sd, sd * jax.vmap(slope)(points), sd * expected
 
-    sd, scaled, found, expected = (np.asarray(x, np.float64) for x in derivatives(shared))
+    scaled, found, expected = (np.asarray(x, np.float64) for x in derivatives(shared))
     normal = np.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
     if not (normal and np.isfinite(scaled).all() and np.linalg.eigvalsh(scaled).min() > 1e-6):
         raise UnsupportedModelError(
@@ -364,21 +346,11 @@ def _check_normal_prior(model: Model, latents: Latents, shared: tuple[Array, ...
             "coordinates: its log density is not quadratic, or flat. Use normal or log-normal "
             "priors with fixed scales, give families by site, or use DPSVI."
         )
-    axes = latents.family.unit["precision"].ndim
     correlated = np.abs(scaled - np.diag(np.diag(scaled))).max() > _TOLERANCE
-    unequal = sd.max() > (1 + _TOLERANCE) * sd.min()
-    if axes < 2 and (correlated or (axes == 0 and unequal)):
+    if correlated and latents.family.unit["precision"].ndim < 2:
         raise UnsupportedModelError(
-            f"The variances or correlations of the prior do not have the structure of "
-            f"{latents.family.name}. Use family=normal, or diagonal_normal if the coordinates are "
-            "independent."
+            f"The prior has correlations, and {latents.family.name} has none. Use family=normal."
         )
-
-
-def _product_prior(families: Mapping[str, Family], draw: dict[str, Any]) -> Natural:
-    """Natural parameters of priors that are members of the families."""
-    priors = {name: families[name].from_dist(site["fn"]) for name, site in draw.items()}
-    return {f"{n}_{k}": jnp.asarray(v) for n, found in priors.items() for k, v in found.items()}
 
 
 def _check_product_prior(

@@ -1,8 +1,7 @@
-"""``DPPBP`` and ``PBP``: message passing for regression networks, with and without privacy."""
+"""``DPPBP``: private message passing for regression networks."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,29 +12,26 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from numpyro_dp._validate import check_int, check_real
+from numpyro_dp._validate import check_real
 from numpyro_dp.core import MechanismBuilder, Sampler
-from numpyro_dp.ep.driver import SensitiveEPResult
 from numpyro_dp.model.frontend import Call, Prepared
 from numpyro_dp.model.records import Records, RecordsProblem, read_records
 from numpyro_dp.pbp.decode import network_draws
 from numpyro_dp.pbp.estimator import NetworkSteps, network_ep
 from numpyro_dp.pbp.model import NetworkGuide, RegressionNetwork
-from numpyro_dp.pbp.reference import ep_sweep, filter_sweeps, start_network_sites
 from numpyro_dp.posterior.diagnosis import findings_of_run, without_noise
 from numpyro_dp.posterior.from_model import ModelSource, findings_of_drift
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.scores import NOISE_INCLUDED
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.results import RunResult
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import SensitiveState, check_state
 
-__all__ = ["DPPBP", "PBP"]
+__all__ = ["DPPBP"]
 
 _INDEPENDENT = "DPPBP adds up the variances of independent noise to find what of a precision counts"
 _START = 100.0  # initial precision of the weights: small variances keep the initial means distinct
@@ -108,6 +104,7 @@ class DPPBP(Driver):
         section 6.2; Hernández-Lobato, Adams (2015), ICML.
     """
 
+    network: RegressionNetwork
     guide: NetworkGuide
 
     def __init__(
@@ -133,13 +130,17 @@ class DPPBP(Driver):
         mesh: Mesh | None = None,
         repetition: bool = False,
     ) -> None:
-        self.network: RegressionNetwork = _check_network(network)
+        if not isinstance(network, RegressionNetwork):
+            raise TypeError(
+                f"Expected a RegressionNetwork, such as RegressionNetwork((50,)), got "
+                f"{type(network).__name__}. For other models use DPSEP or DPSVI."
+            )
         for name, rate in (("damping", damping), ("step_size", step_size)):
             if rate is not None and not callable(rate):
                 check_real(name, rate, low=0, low_open=True, high=1)
         if ridge is not None:
             check_real("ridge", ridge, low=0, low_open=True)
-        self.ridge = ridge
+        self.network, self.ridge = network, ridge
         check_real("precision_weight", precision_weight, low=0, low_open=True)
         check_real("noise_weight", noise_weight, low=0, low_open=True)
         self.init_scale: float = check_real("init_scale", init_scale, low=0, low_open=True)
@@ -169,7 +170,7 @@ class DPPBP(Driver):
         """Reads no record."""
         (shape, _), *_ = structure.layout.shapes
         number = structure.layout.num_examples
-        start = _start(self.network, rng_key, *shape, number, self.init_scale, _START)
+        start = self.start(rng_key, *shape, number)
         given = call.init_params
         params = start if given is None else _check_init(given, start)
         if self._by_layer:  # a step moves all weights of a layer alike, so they must start alike
@@ -179,6 +180,21 @@ class DPPBP(Driver):
             params["weights_precision"] = jnp.concatenate(means)
             params["weights_linear"] = mean * params["weights_precision"]
         return Prepared(RecordsProblem(structure), self.method.optim.init(params), rng_key)
+
+    def start(self, rng_key: Array, num_inputs: int, number: int) -> dict[str, Array]:
+        """Returns the initial parameters. Reads no record."""
+        size = sum(self.network.layout(num_inputs).sizes)
+        concentration, rate = self.network.noise_prior
+        # Steps never change the concentration, so it starts at its value for N records. The rate
+        # gives 1 / gamma its prior mean.
+        total = concentration + number / 2
+        mean = self.init_scale * jax.random.normal(rng_key, (size,))
+        return {
+            "weights_linear": mean * _START,
+            "weights_precision": jnp.full(size, _START),
+            "noise_concentration": jnp.asarray(total),
+            "noise_rate": jnp.asarray((total - 1) * rate / (concentration - 1)),
+        }
 
     def _posterior(self, problem: RecordsProblem, result: RunResult, plain: bool) -> Posterior:
         params, privacy = result.params, result.privacy
@@ -201,131 +217,6 @@ class DPPBP(Driver):
             draws = network_draws(network, *shape, problem.num_examples, released, self.ridge)
             notes += (NOISE_INCLUDED,)
         return source.posterior(draws, privacy, method, notes, not drift, findings)
-
-
-class PBP:
-    """Probabilistic backpropagation and expectation propagation of a network. Not private.
-
-    For stochastic expectation propagation, use
-    ``DPPBP(..., clip_norm=math.inf, noise_multiplier=0)``.
-
-    Args:
-        network: The model.
-        keep_sites: Runs expectation propagation with a site for each record. By default ``PBP``
-            runs assumed density filtering record by record, as in the reference.
-        damping: Fraction of a site's change that expectation propagation takes, in (0, 1].
-        init_scale: Standard deviation of the initial means.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from numpyro_dp import PBP, RegressionNetwork
-        >>> x = jax.random.normal(jax.random.key(1), (500, 2))
-        >>> y = jnp.abs(x[:, 0]) - 0.8
-        >>> network = RegressionNetwork((10,))
-        >>> result = PBP(network).run(jax.random.key(0), 20, x, y)
-        >>> mean, variance = network.predict(result.params, x)
-        >>> bool(jnp.mean((mean - y) ** 2) < 0.1 * jnp.var(y))
-        True
-
-    Guarantee:
-        None: the result is not private.
-
-    Reference:
-        Hernández-Lobato, Adams (2015), Probabilistic backpropagation for scalable learning of
-        Bayesian neural networks, ICML.
-    """
-
-    def __init__(
-        self,
-        network: RegressionNetwork,
-        *,
-        keep_sites: bool = False,
-        damping: float = 0.05,
-        init_scale: float = 1.0,
-    ) -> None:
-        self.network: RegressionNetwork = _check_network(network)
-        self.keep_sites = keep_sites
-        self.damping: float = check_real("damping", damping, low=0, low_open=True, high=1)
-        self.init_scale: float = check_real("init_scale", init_scale, low=0, low_open=True)
-        self.guide: NetworkGuide = NetworkGuide(network)
-
-    def run(self, rng_key: Array, num_sweeps: int, x: Array, y: Array) -> SensitiveEPResult:
-        """Sweeps over all records ``num_sweeps`` times.
-
-        Args:
-            rng_key: Key of the initial means and of the order of records.
-            num_sweeps: Number of sweeps.
-            x: Inputs, shape (records, inputs).
-            y: Targets, shape (records,).
-        """
-        check_rng_key(rng_key)
-        check_int("num_sweeps", num_sweeps, low=1)
-        _read(self.network, (x, y), {})
-        filtering = not self.keep_sites
-        first = (self.network.weight_precision or 1.0) if filtering else _START
-        scale = self.init_scale / math.sqrt(first) if filtering else self.init_scale
-        start_key, rng_key = jax.random.split(rng_key)
-        params = _start(self.network, start_key, x.shape[1], len(x), scale, first)
-        if filtering:
-            params["noise_concentration"] = jnp.asarray(self.network.noise_prior[0])
-            params["noise_rate"] = jnp.asarray(self.network.noise_prior[1])
-        return _sweeps(self.network, filtering, params, rng_key, num_sweeps, x, y, self.damping)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 4))
-def _sweeps(
-    network: RegressionNetwork,
-    filtering: bool,
-    params: dict[str, Array],
-    rng_key: Array,
-    num_sweeps: int,
-    x: Array,
-    y: Array,
-    damping: Array,
-) -> SensitiveEPResult:
-    x, y = (array.astype(jnp.result_type(float)) for array in (x, y))
-    keys = jax.random.split(rng_key, num_sweeps)
-    if filtering:
-        return SensitiveEPResult(*filter_sweeps(network, params, x, y, keys))
-
-    def sweep(state: Any, _: Array) -> tuple[Any, dict[str, Array]]:
-        state = ep_sweep(network, state, x, y, damping)
-        return state, state.params
-
-    state, trace = jax.lax.scan(sweep, start_network_sites(network, params, len(x)), keys)
-    return SensitiveEPResult(state.params, trace)
-
-
-def _start(
-    network: RegressionNetwork,
-    rng_key: Array,
-    num_inputs: int,
-    number: int,
-    init_scale: float,
-    precision: float,
-) -> dict[str, Array]:
-    """The initial parameters. Reads no record."""
-    size = sum(network.layout(num_inputs).sizes)
-    concentration, rate = network.noise_prior
-    # Steps never change the concentration, so it starts at its value for N records. The rate gives
-    # 1 / gamma its prior mean.
-    total = concentration + number / 2
-    mean = init_scale * jax.random.normal(rng_key, (size,))
-    return {
-        "weights_linear": mean * precision,
-        "weights_precision": jnp.full(size, precision),
-        "noise_concentration": jnp.asarray(total),
-        "noise_rate": jnp.asarray((total - 1) * rate / (concentration - 1)),
-    }
-
-
-def _check_network(network: Any) -> RegressionNetwork:
-    if not isinstance(network, RegressionNetwork):
-        raise TypeError(
-            f"Expected a RegressionNetwork, such as RegressionNetwork((50,)), got "
-            f"{type(network).__name__}. For other models use DPSEP or DPSVI."
-        )
-    return network
 
 
 def _read(network: RegressionNetwork, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
@@ -352,19 +243,17 @@ def _read(network: RegressionNetwork, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _check_init(init_params: dict[str, Any], like: dict[str, Array]) -> dict[str, Array]:
-    if not isinstance(init_params, dict):
-        raise TypeError(f"Expected init_params as a dict, got {type(init_params).__name__}.")
     given = {name: np.shape(value) for name, value in init_params.items()}
     wanted = {name: value.shape for name, value in like.items()}
     if given != wanted:
         raise ValueError(f"Expected init_params with shapes {wanted}, got {given}.")
     found = {name: np.asarray(value, np.float64) for name, value in init_params.items()}
     for name, value in found.items():
-        if not np.isfinite(value).all():
-            raise ValueError(f"init_params[{name!r}] must be finite, but has inf or nan entries.")
-        if name != "weights_linear" and not (value > 0).all():
+        least = -math.inf if name == "weights_linear" else 0
+        if not (np.isfinite(value) & (value > least)).all():
             raise ValueError(
-                f"init_params[{name!r}] must be positive, but its smallest entry is {value.min()}."
+                f"init_params[{name!r}] must be finite and > {least}, but its entries are from "
+                f"{value.min()} to {value.max()}."
             )
     concentration = float(like["noise_concentration"])
     if not math.isclose(found["noise_concentration"], concentration, rel_tol=1e-5):

@@ -176,7 +176,11 @@ def network_ep(
             precision = found["precision"]
             if by_layer:
                 precision = jnp.stack([jnp.mean(part) for part in layout.split(precision)])
-            linear, noise = _scaled(public, found["linear"], found["rate"])
+            linear, noise = found["linear"], found["rate"]
+            if public.curvature is None:
+                linear = public.unit * linear
+            else:
+                linear, noise = public.curvature.whiten(linear), noise / public.unit
             return {
                 "linear": linear,
                 "precision": public.unit * precision_weight * precision,
@@ -184,48 +188,29 @@ def network_ep(
             }
 
         def pull_back(public: _Public, released: Released) -> Move:
-            total = released.total
-            precision = total["precision"] / (public.unit * precision_weight)
+            total, unit, curvature = released.total, public.unit, public.curvature
+            precision = total["precision"] / (unit * precision_weight)
             if by_layer:  # each weight of a layer gets the mean of its layer
                 sizes = zip(precision, layout.sizes, strict=True)
                 precision = layout.join([jnp.broadcast_to(*each) for each in sizes])
             rate = total["noise"] / noise_weight
-            noises = tuple(
+            noise, precision_noise, rate_noise = (
                 jnp.asarray(released.noise_scale / weight)
                 for weight in (1, precision_weight, noise_weight)
             )
-            return _move(public, total["linear"], precision, rate, noises, number)
+            precision_noise /= unit
+            correction = precision * public.shift
+            if curvature is None:
+                slope = total["linear"] / unit + correction
+                noises = noise / unit, precision_noise, rate_noise
+                return Move(slope, None, precision, rate, *noises, number)
+            direction = curvature.direction(total["linear"] + curvature.whiten(correction))
+            noises = noise / curvature.scale, precision_noise, rate_noise * unit
+            return Move(None, direction, precision, rate * unit, *noises, number)
 
         return Estimator(prepare, signal, pull_back)
 
     return build
-
-
-def _scaled(public: _Public, linear: Array, noise: Array) -> tuple[Array, Array]:
-    """Scales the first and the last part of the signal. ``_move`` undoes this."""
-    if public.curvature is None:
-        return public.unit * linear, noise
-    return public.curvature.whiten(linear), noise / public.unit
-
-
-def _move(
-    public: _Public,
-    linear: Array,
-    precision: Array,
-    rate: Array,
-    noises: tuple[Array, ...],
-    number: int,
-) -> Move:
-    correction, unit, curvature = precision * public.shift, public.unit, public.curvature
-    slope_noise, precision_noise, rate_noise = noises
-    precision_noise /= unit
-    if curvature is None:
-        slope = linear / unit + correction
-        noises = slope_noise / unit, precision_noise, rate_noise
-        return Move(slope, None, precision, rate, *noises, number)
-    direction = curvature.direction(linear + curvature.whiten(correction))
-    noises = slope_noise / curvature.scale, precision_noise, rate_noise * unit
-    return Move(None, direction, precision, rate * unit, *noises, number)
 
 
 def _public(network: RegressionNetwork, number: int, params: Params) -> _Public:

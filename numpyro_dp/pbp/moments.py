@@ -70,11 +70,8 @@ class Layout(NamedTuple):
 
     def split(self, weights: Float[Array, " weights"]) -> list[Array]:
         """Returns the matrix of each layer."""
-        parts, start = [], 0
-        for shape, size in zip(self.shapes, self.sizes, strict=True):
-            parts.append(weights[start : start + size].reshape(shape))
-            start += size
-        return parts
+        parts = jnp.split(weights, list(itertools.accumulate(self.sizes))[:-1])
+        return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def join(self, layers: Sequence[Array]) -> Float[Array, " weights"]:
         """The inverse of ``split``."""

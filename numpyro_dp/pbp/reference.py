@@ -18,21 +18,125 @@ Reference:
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from numpyro_dp._validate import check_int
 from numpyro_dp.ep.gaussian import Cavity
+from numpyro_dp.ep.per_record import SensitiveEPResult
+from numpyro_dp.pbp.driver import DPPBP
 from numpyro_dp.pbp.estimator import NetworkCavity, network_site
 from numpyro_dp.pbp.model import RegressionNetwork
+from numpyro_dp.privacy.keys import check_rng_key
+from numpyro_dp.privacy.sampling import FullBatch
 
-__all__ = ["SensitiveNetworkSites", "ep_sweep", "filter_sweeps", "start_network_sites"]
+__all__ = ["PBP", "SensitiveNetworkSites", "ep_sweep", "start_network_sites"]
 
 _CHUNK = 256  # number of records whose sites are computed at once
 
 Params = dict[str, Array]
+
+
+class PBP:
+    """Probabilistic backpropagation and expectation propagation of a network. Not private.
+
+    For stochastic expectation propagation, use
+    ``DPPBP(..., clip_norm=math.inf, noise_multiplier=0)``.
+
+    Args:
+        network: The model.
+        keep_sites: Runs expectation propagation with a site for each record. By default ``PBP``
+            runs assumed density filtering record by record, as in the reference.
+        damping: Fraction of a site's change that expectation propagation takes, in (0, 1].
+        init_scale: Standard deviation of the initial means.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from numpyro_dp import PBP, RegressionNetwork
+        >>> x = jax.random.normal(jax.random.key(1), (500, 2))
+        >>> y = jnp.abs(x[:, 0]) - 0.8
+        >>> network = RegressionNetwork((10,))
+        >>> result = PBP(network).run(jax.random.key(0), 20, x, y)
+        >>> mean, variance = network.predict(result.params, x)
+        >>> bool(jnp.mean((mean - y) ** 2) < 0.1 * jnp.var(y))
+        True
+
+    Guarantee:
+        None: the result is not private.
+
+    Reference:
+        Hernández-Lobato, Adams (2015), Probabilistic backpropagation for scalable learning of
+        Bayesian neural networks, ICML.
+    """
+
+    def __init__(
+        self,
+        network: RegressionNetwork,
+        *,
+        keep_sites: bool = False,
+        damping: float = 0.05,
+        init_scale: float = 1.0,
+    ) -> None:
+        options = {"clip_norm": math.inf, "sampler": FullBatch(), "noise_multiplier": 0.0}
+        # It reads and starts as the private driver does.
+        self._driver = DPPBP(network, damping=damping, init_scale=init_scale, **options)
+        self.network, self.keep_sites, self.guide = network, keep_sites, self._driver.guide
+        self._damping = damping
+
+    def run(self, rng_key: Array, num_sweeps: int, x: Array, y: Array) -> SensitiveEPResult:
+        """Sweeps over all records ``num_sweeps`` times.
+
+        Args:
+            rng_key: Key of the initial means and of the order of records.
+            num_sweeps: Number of sweeps.
+            x: Inputs, shape (records, inputs).
+            y: Targets, shape (records,).
+        """
+        check_rng_key(rng_key)
+        check_int("num_sweeps", num_sweeps, low=1)
+        self._driver.structure((x, y), {})
+        start_key, rng_key = jax.random.split(rng_key)
+        params = self._driver.start(start_key, x.shape[1], len(x))
+        if not self.keep_sites:  # filtering starts at the prior and counts the records itself
+            precision = self.network.weight_precision or 1.0
+            scale = math.sqrt(precision) / params["weights_precision"]  # of means
+            concentration, rate = (jnp.asarray(each) for each in self.network.noise_prior)
+            params = {
+                "weights_linear": params["weights_linear"] * scale,
+                "weights_precision": jnp.full_like(scale, precision),
+                "noise_concentration": concentration, "noise_rate": rate,
+            }  # fmt: skip
+        args = self.network, self.keep_sites, params, rng_key, num_sweeps, x, y, self._damping
+        return _sweeps(*args)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 4))
+def _sweeps(
+    network: RegressionNetwork,
+    keep_sites: bool,
+    params: dict[str, Array],
+    rng_key: Array,
+    num_sweeps: int,
+    x: Array,
+    y: Array,
+    damping: float,
+) -> SensitiveEPResult:
+    x, y = (array.astype(jnp.result_type(float)) for array in (x, y))
+    keys = jax.random.split(rng_key, num_sweeps)
+    if not keep_sites:
+        return SensitiveEPResult(*filter_sweeps(network, params, x, y, keys))
+
+    def sweep(state: Any, _: Array) -> tuple[Any, dict[str, Array]]:
+        state = ep_sweep(network, state, x, y, damping)
+        return state, state.params
+
+    state, trace = jax.lax.scan(sweep, start_network_sites(network, params, len(x)), keys)
+    return SensitiveEPResult(state.params, trace)
 
 
 class SensitiveNetworkSites(NamedTuple):

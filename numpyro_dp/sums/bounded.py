@@ -26,7 +26,7 @@ from numpyro_dp.sums.microbatches import (
     extra_sums,
     first_of,
     margin_of,
-    norm_of,
+    norms_of,
     over_microbatches,
     pinned,
     rows_of,
@@ -82,8 +82,7 @@ def bounded_sum(
         rows = None if rows is None else rows * rows_each
         estimator = centring.estimator
     if estimator.factored is None:
-        one_by_one = bounded_sum_by_definition
-        return one_by_one(
+        return bounded_sum_by_definition(
             estimator, mechanism, public, examples, mask, live, rows, shards, rows_each, whole
         )
     return factored_sum(
@@ -140,7 +139,7 @@ class SumInParts:
         self._like, self.names = jax.eval_shape(widen, self._struct), filled(self._struct)
         self.margin: float = margin_of(self._struct, count, rows=rows_each, whole=self._whole)
         self._blocks = mechanism.blocks(self.names)
-        self._norms = [norm_of(mechanism, self.names, at) for at in range(len(self._blocks))]
+        self._norms = norms_of(mechanism, self.names)
 
     def part(
         self,

@@ -32,7 +32,7 @@ from numpyro_dp.sums.microbatches import (
     extra_sums,
     first_of,
     margin_of,
-    norm_of,
+    norms_of,
     over_microbatches,
     pinned,
     rows_of,
@@ -92,7 +92,7 @@ def factored_sum(
     names, total_rows = filled(struct), mask.size * shards.number
     count = total_rows // rows_each
     blocks = mechanism.blocks(names)
-    norms = [norm_of(mechanism, names, at) for at in range(len(blocks))]
+    norms = norms_of(mechanism, names)
     shapes = jax.eval_shape(cut.gradient_parts, examples)
     # The least precise dtype of any value decides how much rounding the margin has to cover.
     coarse = coarsest(jax.tree.leaves((shapes, struct, cut.leaves, cut.record_factors(examples))))

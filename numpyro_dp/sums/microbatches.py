@@ -24,7 +24,7 @@ __all__ = [
     "extra_sums",
     "first_of",
     "margin_of",
-    "norm_of",
+    "norms_of",
     "over_microbatches",
     "pinned",
     "rows_of",
@@ -218,10 +218,10 @@ def coarsest(arrays: list[Any]) -> Any:
     return max(types, key=lambda dtype: jnp.finfo(dtype).eps)
 
 
-def norm_of(mechanism: Mechanism, names: tuple[str, ...], block: int) -> Any:
-    """The clip norm of a block, or ``None`` without clipping."""
+def norms_of(mechanism: Mechanism, names: tuple[str, ...]) -> Any:
+    """The clip norm of each block, each ``None`` without clipping."""
     norms = mechanism.norms(names)
-    return None if norms is None else norms[block]
+    return [None] * len(mechanism.blocks(names)) if norms is None else norms
 
 
 def extra_sums(

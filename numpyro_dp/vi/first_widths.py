@@ -23,7 +23,11 @@ from numpyro_dp.model.variational import guide_kind
 from numpyro_dp.posterior.prior import read_prior
 from numpyro_dp.run.scores import MOST_LATENTS
 
-__all__ = ["first_widths"]
+__all__ = ["NORMAL_GUIDES", "first_widths"]
+
+NORMAL_GUIDES = (
+    autoguide.AutoNormal, autoguide.AutoDiagonalNormal, autoguide.AutoMultivariateNormal
+)  # fmt: skip
 
 _OF_NUMPYRO = 0.1  # init_scale of its guides
 
@@ -38,8 +42,7 @@ def first_widths(
     another ``init_scale`` than NumPyro's default, or if the prior cannot be read.
     """
     kind = guide_kind(guide)
-    known = (autoguide.AutoNormal, autoguide.AutoDiagonalNormal, autoguide.AutoMultivariateNormal)
-    if kind not in known or guide._init_scale != _OF_NUMPYRO:
+    if kind not in NORMAL_GUIDES or guide._init_scale != _OF_NUMPYRO:
         return {}
     try:
         outcomes = read_latents(model.at(model.first_params(shared)), shared)

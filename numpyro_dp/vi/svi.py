@@ -12,7 +12,7 @@ import numpyro
 import optax
 from jax import Array
 from jax.sharding import Mesh
-from numpyro.infer import SVI, autoguide
+from numpyro.infer import SVI
 
 from numpyro_dp._compat import make_program
 from numpyro_dp._validate import check_callable, check_real
@@ -45,13 +45,9 @@ from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import SensitiveState, check_state
 from numpyro_dp.vi.estimators import aligned
 from numpyro_dp.vi.estimators.centred import centred_if_possible
-from numpyro_dp.vi.first_widths import first_widths
+from numpyro_dp.vi.first_widths import NORMAL_GUIDES, first_widths
 
 __all__ = ["DPSVI"]
-
-_WIDENED = (
-    autoguide.AutoNormal, autoguide.AutoDiagonalNormal, autoguide.AutoMultivariateNormal
-)  # fmt: skip
 
 
 class DPSVI(Driver):
@@ -267,7 +263,8 @@ class DPSVI(Driver):
         drift = findings_of_drift(result.trace)
         notes = tuple(finding.text for finding in drift)
         noise, found = privacy.noise_multiplier > 0, [*findings_of_run(result), *drift]
-        if noise and not plain and _can_be_widened(self.guide, result):
+        widened = guide_kind(self.guide) in NORMAL_GUIDES and len(result.trace.steps) >= SHORTEST
+        if noise and not plain and widened:
             params = noise_aware(result, self.guide).params
             notes += ("The intervals are widened by the noise of averaged iterates.",)
         elif noise:
@@ -277,11 +274,6 @@ class DPSVI(Driver):
             source.guide_draws(self.guide, params, self.static_kwargs), privacy, method, notes,
             not drift, found,
         )  # fmt: skip
-
-
-def _can_be_widened(guide: Any, result: RunResult) -> bool:
-    """Whether the averaged iterates of a Gaussian guide can be widened."""
-    return guide_kind(guide) in _WIDENED and len(result.trace.steps) >= SHORTEST
 
 
 def _prior_and_entropy(

@@ -9,7 +9,6 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_dp.ep import families as ep
-from numpyro_dp.ep.families.gamma import excess, mean_logs, solve_concentration, solve_shape
 
 MEMBERS = 64
 
@@ -54,9 +53,6 @@ def members(name, count=MEMBERS, width=1.0, seed=0):
         made = normals(rng, count, precision, lambda m, v: np.einsum("nij,nj->ni", m, v))
     elif name == "diagonal_normal":
         made = normals(rng, count, uniform((count, 3), small, large), np.multiply)
-    elif name == "isotropic_normal":
-        scalar = uniform((count,), small, large)
-        made = normals(rng, count, scalar, lambda m, v: m[:, None] * v)
     elif name in ("gamma", "gamma_array"):
         shape = (count,) if name == "gamma" else (count, 2)
         made = {"log": uniform(shape, small, large) - 1, "rate": uniform(shape, 1e-3, 1e3)}
@@ -65,7 +61,7 @@ def members(name, count=MEMBERS, width=1.0, seed=0):
     elif name == "dirichlet":
         made = {"log": uniform((count, 4), small, large) - 1}
     else:
-        sites = {"w": "normal", "s": "beta"}
+        sites = {"w": "diagonal_normal", "s": "beta"}
         parts = {site: members(kind, count, width, seed) for site, kind in sites.items()}
         made = {f"{site}_{n}": v for site, part in parts.items() for n, v in part.items()}
     return {n: jnp.asarray(v) for n, v in made.items()}
@@ -75,19 +71,19 @@ def make(name):
     constructors = {
         "normal": lambda: ep.normal(3),
         "diagonal_normal": lambda: ep.diagonal_normal(3),
-        "isotropic_normal": lambda: ep.isotropic_normal(3),
         "gamma": ep.gamma,
         "gamma_array": lambda: ep.gamma((2,)),
         "beta": lambda: ep.beta((2,)),
         "dirichlet": lambda: ep.dirichlet(4),
-        "product": lambda: ep.product(w=ep.normal(3), s=ep.beta((2,))),
+        "product": lambda: ep.product(w=ep.diagonal_normal(3), s=ep.beta((2,))),
     }
     return constructors[name]()
 
 
-NAMES = ("normal", "diagonal_normal", "isotropic_normal", "gamma_array", "beta",
-         "dirichlet", "product")  # fmt: skip
+APART = ("diagonal_normal", "gamma_array", "beta", "dirichlet", "product")
+NAMES = ("normal", *APART)
 every_family = pytest.mark.parametrize("name", NAMES)
+without_a_matrix = pytest.mark.parametrize("name", APART)
 
 
 def one(natural, index=0):
@@ -137,96 +133,13 @@ def test_members_are_valid_and_have_the_shapes_of_the_unit(double, name):
 
 
 @every_family
-def test_natural_parameters_come_back_from_the_means(double, name):
-    family, natural = make(name), members(name, count=300)
-    back = vmapped(lambda n: family.to_natural(to_mean(family)(n)))(natural)
-    close(back, natural, rtol=1e-8, atol=1e-9)
-
-
-@every_family
-def test_natural_parameters_come_back_in_single_precision(name):
-    family = make(name)
-    with x64():
-        natural = members(name, count=300, width=0.4)
-        means = jax.tree.map(np.asarray, vmapped(to_mean(family))(natural))
-        natural = jax.tree.map(np.asarray, natural)
-    back = vmapped(family.to_natural)({n: jnp.asarray(v, "float32") for n, v in means.items()})
-    assert all(value.dtype == jnp.float32 for value in back.values())
-    # Shapes up to 16 and condition numbers up to 40: what rounding of the means is multiplied by.
-    close(back, natural, rtol=1e-4, atol=1e-5)
-
-
-def test_shapes_from_exact_targets_in_both_precisions():
-    shapes = np.geomspace(1e-4, 1e6, 400)
-    with x64():
-        targets = np.asarray(excess(jnp.asarray(shapes)))
-        found = solve_shape(jnp.asarray(targets))
-        np.testing.assert_allclose(found, shapes, rtol=1e-11)
-    single = solve_shape(jnp.asarray(targets, "float32"))
-    assert single.dtype == jnp.float32
-    np.testing.assert_allclose(single, shapes, rtol=1e-5)
-
-
-def test_the_series_against_scipy():
-    special = pytest.importorskip("scipy.special")
-    a = np.geomspace(1e-4, 1e3, 500)
-    with x64():
-        value = np.asarray(excess(jnp.asarray(a)))
-    np.testing.assert_allclose(value, np.log(a) - special.digamma(a), rtol=1e-10)
-    single = np.asarray(excess(jnp.asarray(a, "float32")))
-    np.testing.assert_allclose(single, value, rtol=1e-5)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("size", [2, 20])
-def test_concentrations_from_exact_means_in_both_precisions(size):
-    rng = np.random.default_rng(size)
-    wide = log_uniform(rng, (500, size), 1e-3, 1e3)
-    even = log_uniform(rng, (500, 1), 1e-2, 1e4) * np.exp(0.1 * rng.normal(size=(500, size)))
-    truth = np.concatenate([wide, even])
-    solve = jax.jit(solve_concentration)
-    with x64():
-        means = np.asarray(mean_logs(jnp.asarray(truth)))
-        np.testing.assert_allclose(solve(jnp.asarray(means)), truth, rtol=1e-8)
-    single = np.asarray(solve(jnp.asarray(means, "float32")))
-    assert single.dtype == np.float32
-    with x64():
-        implied = np.asarray(mean_logs(jnp.asarray(single, "float64")))
-        terms = 1 + np.asarray(excess(jnp.asarray(truth)))
-        total = np.asarray(excess(jnp.asarray(truth.sum(1, keepdims=True))))
-    # Backward stable: the concentrations are those of means a few roundings of their terms away.
-    assert (np.abs(implied - means) < 2e-6 * (terms + total)).all()
-    truth = log_uniform(rng, (500, size), 0.05, 2.0)
-    with x64():
-        means = np.asarray(mean_logs(jnp.asarray(truth)))
-    np.testing.assert_allclose(solve(jnp.asarray(means, "float32")), truth, rtol=1e-5)
-
-
-@pytest.mark.full
-@every_family
-def test_jit_and_vmap_change_nothing(double, name):
-    family, natural = make(name), members(name, count=3)
-    mean = vmapped(to_mean(family))(natural)
-    for function, given in [
-        (family.to_natural, mean),
-        (lambda n: family.project(n, 0.5), natural),
-    ]:
-        batched = vmapped(function)(given)
-        eager = jax.tree.leaves(function(one(given, 1)))
-        for x, y in zip(jax.tree.leaves(one(batched, 1)), eager, strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
-
-
-@every_family
 def test_the_precision_of_the_inputs_is_kept(double, name):
     family = make(name)
     natural = {n: v.astype(jnp.float32) for n, v in one(members(name, width=0.3)).items()}
-    for function in (
-        family.to_natural,
-        lambda n: family.project(n, 0.1),
-        lambda n: family.from_dist(family.to_dist(n)),
-        lambda n: ep.damp(n, n, 0.5),
-    ):
+    functions = [lambda n: family.from_dist(family.to_dist(n))]
+    if name in APART:
+        functions.append(lambda n: family.project(n, 0.1))
+    for function in functions:
         result = jax.eval_shape(function, natural)
         assert {leaf.dtype for leaf in jax.tree.leaves(result)} == {jnp.dtype("float32")}
 
@@ -298,8 +211,6 @@ def test_usual_spellings_are_the_same_member():
     ]
     for spelling in spellings:
         close(ep.diagonal_normal(2).from_dist(spelling), expected, rtol=1e-6)
-        isotropic = ep.isotropic_normal(2).from_dist(spelling)
-        close(isotropic, expected | {"precision": jnp.array(4.0)}, rtol=1e-6)
         full = ep.normal(2).from_dist(spelling)
         close(full, expected | {"precision": jnp.diag(expected["precision"])}, rtol=1e-6)
     whole = dist.MultivariateNormal(jnp.array([1, 2]), jnp.eye(2))
@@ -330,14 +241,11 @@ def test_usual_spellings_are_the_same_member():
         ("normal", dist.Delta(jnp.zeros(3)), TypeError, "got Delta"),
         ("normal", dist.Normal(0.0, 1.0), ValueError, r"shape \(3,\), got shape \(\)"),
         ("diagonal_normal", dist.MultivariateNormal(jnp.zeros(3), jnp.eye(3)), TypeError, "Normal"),
-        ("isotropic_normal", dist.Normal(0, jnp.array([1.0, 2, 1])), ValueError, "diagonal_normal"),
         ("gamma", dist.LogNormal(0.0, 1.0), TypeError, "Gamma, Exponential.*got LogNormal"),
         ("gamma", dist.Gamma(1.0, 1.0).expand([2]), ValueError, r"shape \(\), got shape \(2,\)"),
         ("beta", dist.Uniform(0.0, 1.0).expand([2]), TypeError, "Beta.*got Uniform"),
         ("dirichlet", dist.Dirichlet(jnp.ones(3)), ValueError, r"shape \(4,\), got shape \(3,\)"),
         ("gamma", 1.0, TypeError, "Gamma.*got float"),
-        ("product", dist.Normal(0.0, 1.0), TypeError, "dict of distributions.*got Normal"),
-        ("product", {"w": dist.Normal(jnp.zeros(3), 1.0)}, ValueError, r"\['s', 'w'\], got"),
     ],
 )
 def test_other_distributions_are_refused(family, given, error, words):
@@ -350,18 +258,12 @@ def test_other_distributions_are_refused(family, given, error, words):
     [
         (lambda: ep.normal(0), ValueError, "dim=0"),
         (lambda: ep.diagonal_normal(2.0), TypeError, "dim=2.0"),
-        (lambda: ep.isotropic_normal(-1), ValueError, "dim=-1"),
         (lambda: ep.normal(True), TypeError, "dim=True"),
         (lambda: ep.dirichlet(1), ValueError, "size=1"),
         (lambda: ep.gamma(3), TypeError, "shape=3"),
         (lambda: ep.beta((2, 0)), ValueError, "size=0"),
         (ep.product, ValueError, "needs at least one site"),
         (lambda: ep.product(z=ep.normal), TypeError, "Family for site 'z'"),
-        (
-            lambda: ep.product(a=ep.product(b=ep.gamma()), a_b=ep.gamma()),
-            ValueError,
-            "'a' and 'a_b' both have 'a_b_log'",
-        ),
     ],
 )
 def test_constructors_check_their_arguments(build, error, words):
@@ -371,7 +273,7 @@ def test_constructors_check_their_arguments(build, error, words):
 
 @every_family
 def test_products_of_densities(double, name):
-    """Log densities add up to a constant, quotients undo products, damping is geometric."""
+    """Log densities add up to a constant, and quotients undo products."""
     family = make(name)
     a, b = one(members(name, width=0.3, seed=3)), one(members(name, width=0.3, seed=4))
     together = ep.multiply(a, b)
@@ -385,12 +287,9 @@ def test_products_of_densities(double, name):
     np.testing.assert_allclose(gaps, gaps[0], rtol=1e-9, atol=1e-9)
     close(ep.divide(together, b), a, rtol=1e-9, atol=1e-12)
     close(ep.multiply(a, family.unit), a, rtol=0)
-    close(ep.damp(a, b, 0.3), ep.multiply(ep.power(a, 0.7), ep.power(b, 0.3)), rtol=1e-12)
-    close(ep.damp(a, b, 1), b, rtol=0)
-    close(ep.damp(a, b, 0), a, rtol=0)
 
 
-@every_family
+@without_a_matrix
 def test_projection_leaves_members_alone(name):
     family, natural = make(name), members(name, width=0.4)
     for x, y in zip(
@@ -398,11 +297,10 @@ def test_projection_leaves_members_alone(name):
         jax.tree.leaves(natural),
         strict=True,
     ):
-        # Exactly, but for the asymmetry with which the test made its matrices.
-        np.testing.assert_allclose(x, y, rtol=0, atol=2e-6 if x.ndim == 3 else 0)
+        np.testing.assert_array_equal(x, y)
 
 
-@every_family
+@without_a_matrix
 def test_projection_of_anything_is_valid_and_idempotent(name):
     family, rng = make(name), np.random.default_rng(0)
     scales = 10.0 ** rng.uniform(-2, 3, size=MEMBERS)
@@ -425,16 +323,6 @@ def test_projection_of_anything_is_valid_and_idempotent(name):
 
 
 def test_projection_raises_what_is_too_low(double):
-    precision = jnp.array([[1.0, 2.0], [2.0, 1.0]])  # eigenvalues 3 and -1
-    natural = {"linear": jnp.array([6.0, 6.0]), "precision": precision}
-    projected = ep.normal(2).project(natural, 0.5)
-    np.testing.assert_allclose(jnp.linalg.eigvalsh(projected["precision"]), [0.5, 3.0], rtol=1e-12)
-    # The mean along (1, 1), where the eigenvalue was 3 already, is kept.
-    mean = jnp.linalg.solve(projected["precision"], projected["linear"])
-    np.testing.assert_allclose(mean, [2.0, 2.0], rtol=1e-12)
-    skew = {"linear": jnp.zeros(2), "precision": jnp.array([[2.0, 1.0], [0.0, 2.0]])}
-    symmetrised = ep.normal(2).project(skew, 0.5)["precision"]
-    np.testing.assert_allclose(symmetrised, [[2.0, 0.5], [0.5, 2.0]], rtol=1e-12)
     diagonal = {"linear": jnp.ones(2), "precision": jnp.array([-3.0, 2.0])}
     expected = diagonal | {"precision": jnp.array([0.5, 2.0])}
     close(ep.diagonal_normal(2).project(diagonal, 0.5), expected, rtol=0)
@@ -453,48 +341,6 @@ def test_nan_and_infinity_are_not_valid(name):
         for bad in (jnp.nan, jnp.inf):
             broken = natural | {n: natural[n].at[(0,) * natural[n].ndim].set(bad)}
             assert not family.is_valid(broken), (n, bad)
-
-
-@pytest.mark.parametrize("name", ["normal", "diagonal_normal", "isotropic_normal", "gamma", "beta",
-                                  "dirichlet"])  # fmt: skip
-def test_means_of_no_member_give_nothing_valid(name):
-    """Moments that violate Jensen's inequality, as noise makes them."""
-    family = make(name)
-    impossible = {
-        "normal": {"linear": jnp.ones(3), "precision": -0.1 * jnp.eye(3)},
-        "diagonal_normal": {"linear": jnp.ones(3), "precision": jnp.full(3, -0.4)},
-        "isotropic_normal": {"linear": jnp.ones(3), "precision": jnp.array(-1.0)},
-        "gamma": {"log": jnp.array(1.0), "rate": jnp.array(-1.0)},
-        "beta": {"log": jnp.full(2, -0.1), "log_complement": jnp.full(2, -0.2)},
-        "dirichlet": {"log": jnp.full(4, -0.5)},
-    }[name]
-    assert not family.is_valid(family.to_natural(impossible))
-
-
-@pytest.mark.full
-def test_product_family(double):
-    inner = ep.product(a=ep.diagonal_normal(1), b=ep.dirichlet(3))
-    family = ep.product(x=ep.isotropic_normal(2), y=inner)
-    assert set(family.unit) == {
-        "x_linear",
-        "x_precision",
-        "y_a_linear",
-        "y_a_precision",
-        "y_b_log",
-    }
-    x = {"linear": jnp.array([1.0, -1.0]), "precision": jnp.array(2.0)}
-    a = {"linear": jnp.array([1.0]), "precision": jnp.array([3.0])}
-    b = {"log": jnp.array([0.0, 1.0, -0.5])}
-    natural = {f"{site}_{n}": v for site, part in {"x": x, "y_a": a, "y_b": b}.items()
-               for n, v in part.items()}  # fmt: skip
-    z = draws(family, natural, 5)
-    assert z["x"].shape == (5, 2) and z["y"]["a"].shape == (5, 1) and z["y"]["b"].shape == (5, 3)
-    assert vmapped(family.statistics)(z)["y_b_log"].shape == (5, 3)
-    close(family.from_dist(family.to_dist(natural)), natural, rtol=1e-9)
-    assert family.is_valid(natural)
-    broken = natural | {"y_a_precision": jnp.array([-1.0])}
-    assert not family.is_valid(broken)
-    close(family.project(broken, 0.25), natural | {"y_a_precision": jnp.array([0.25])}, rtol=1e-12)
 
 
 def test_draws_of_sites_are_independent():

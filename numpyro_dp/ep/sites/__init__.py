@@ -1,7 +1,7 @@
 """Sites: approximations of one record's likelihood."""
 
 from numpyro_dp.ep.problem import EPProblem, Site, SiteBuilder
-from numpyro_dp.ep.sites.any_likelihood import evidence, importance, probit
+from numpyro_dp.ep.sites.any_likelihood import evidence, importance
 from numpyro_dp.ep.sites.conjugate import conjugate, is_conjugate
 from numpyro_dp.ep.sites.mixture import normal_mixture
 from numpyro_dp.ep.sites.quadrature import is_linear, quadrature
@@ -15,7 +15,6 @@ __all__ = [
     "evidence",
     "importance",
     "normal_mixture",
-    "probit",
     "quadrature",
 ]
 
@@ -33,5 +32,6 @@ def choose_site(problem: EPProblem) -> SiteBuilder:
     raise UnsupportedModelError(
         "The likelihood is not conjugate to the family, and does not depend on the latents only "
         "through one product with the record, x @ w + b. Pass site=evidence(log_evidence) with a "
-        "closed form of its evidence, or site=importance(), or use DPSVI."
+        "closed form of its evidence or site=importance(), both with a normal family, or use "
+        "DPSVI."
     )

@@ -22,7 +22,7 @@ from numpyro_dp.ep.gaussian import cavity_of
 from numpyro_dp.ep.problem import EPProblem, Site, SiteBuilder
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
 
-__all__ = ["conjugate", "is_conjugate"]
+__all__ = ["conjugate", "holds", "is_conjugate"]
 
 _TOLERANCE = 1e-3
 
@@ -38,8 +38,8 @@ def conjugate() -> SiteBuilder:
         if not is_conjugate(problem):
             raise UnsupportedModelError(
                 f"The likelihood is not conjugate to the family {problem.latents.family.name}, but "
-                "conjugate() needs this. A check on invented records found it. Use "
-                "site=quadrature() or importance(), or DPSVI."
+                "conjugate() needs this. A check on invented records found it. Use a "
+                "normal family with site=quadrature() or importance(), or DPSVI."
             )
 
     def build(problem: EPProblem) -> Site:
@@ -50,14 +50,13 @@ def conjugate() -> SiteBuilder:
 
 def is_conjugate(problem: EPProblem) -> bool:
     """Whether the likelihood of each invented record is a member of the family."""
-    is_member = _quadratic(problem) if problem.latents.is_normal else _in_statistics(problem)
-    told = False
-    for example in problem.invented():
-        found = is_member(example)
-        if found is False:
-            return False
-        told = told or bool(found)
-    return told
+    return holds(problem, (_quadratic if problem.latents.is_normal else _in_statistics)(problem))
+
+
+def holds(problem: EPProblem, of_record: Callable[[Any], bool | None]) -> bool:
+    """Whether a test holds for all invented records that can show it. Others give ``None``."""
+    found = [of_record(example) for example in problem.invented()]
+    return True in found and False not in found
 
 
 def _normal_site(problem: EPProblem) -> Site:
@@ -67,11 +66,8 @@ def _normal_site(problem: EPProblem) -> Site:
     def approximate(mean: Array, example: tuple[Array, ...]) -> dict[str, Array]:
         slope = jax.grad(problem.log_likelihood)
         precision = -jax.jacfwd(slope)(mean, example)
-        axes = problem.prior["precision"].ndim  # the structure of the family's precision
-        if axes < 2:
+        if problem.prior["precision"].ndim < 2:
             precision = jnp.diag(precision)
-        if axes == 0:
-            precision = jnp.mean(precision)
         return {"linear": slope(mean, example), "precision": precision}
 
     return Site(prepare, approximate)
@@ -91,12 +87,9 @@ def _quadratic(problem: EPProblem) -> Callable[[Any], bool | None]:
         slopes, found = (np.asarray(each, np.float64) for each in derivatives(example))
         if not np.isfinite(found).all() or not np.abs(slopes).max() > 0:
             return None
-        structure = problem.prior["precision"].ndim
         off = found[0] - np.diag(np.diag(found[0]))
         scale = max(np.abs(found).max(), 1e-12)
-        if structure < 2 and np.abs(off).max() > _TOLERANCE * scale:
-            return False
-        if structure == 0 and np.ptp(np.diag(found[0])) > _TOLERANCE * scale:
+        if problem.prior["precision"].ndim < 2 and np.abs(off).max() > _TOLERANCE * scale:
             return False
         return bool(np.abs(found - found[0]).max() <= _TOLERANCE * scale)
 

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from numpyro_dp._validate import check_probs, check_real
@@ -82,27 +81,21 @@ def normal_mixture(
         ...         numpyro.sample("x", dist.MixtureSameFamily(weights, each), obs=x)
         >>> site = normal_mixture(lambda x: x[0], 0.5)
     """
-    check_real("scale", scale, low=0, high=_LARGEST, low_open=True)
+    scale = check_real("scale", scale, low=0, high=_LARGEST, low_open=True)
     if not callable(observation):
         raise TypeError(
             "Expected observation to be a function of the model's arguments for one record, such "
             f"as lambda x: x[0], got {type(observation).__name__}."
         )
-    given = None if probs is None else check_probs(probs)
-    mixture = _Mixture(observation, float(scale), given)
-    return SiteBuilder(mixture.build, mixture.check)
+    probs = None if probs is None else check_probs(probs)
 
+    def read(problem: EPProblem, example: tuple[Array, ...]) -> Array:
+        arguments = problem.model.structure.layout.example(example, problem.shared)
+        return jnp.reshape(observation(*arguments.args, **arguments.kwargs), -1)
 
-class _Mixture(NamedTuple):
-    """The declared mixture."""
-
-    observation: Callable[..., Array]
-    scale: float
-    probs: np.ndarray | None
-
-    def shape(self, problem: EPProblem) -> tuple[int, int]:
+    def shape_of(problem: EPProblem) -> tuple[int, int]:
         """Number of components, and number of coordinates of each."""
-        size = self.read(problem, problem.blank_example()).size
+        size = read(problem, problem.blank_example()).size
         if size == 0 or problem.latents.dim % size:
             raise UnsupportedModelError(
                 f"Expected a multiple of {size} latent coordinates (one mean per component), got "
@@ -110,66 +103,58 @@ class _Mixture(NamedTuple):
                 "x and nothing else."
             )
         number = problem.latents.dim // size
-        if self.probs is not None and self.probs.size != number:
+        if probs is not None and probs.size != number:
             raise UnsupportedModelError(
-                f"Expected probs of {number} components, as in the latents, got {self.probs.size}."
+                f"Expected probs of {number} components, as in the latents, got {probs.size}."
             )
         return number, size
 
-    def log_weights(self, number: int) -> Array:
-        return jnp.full(number, -math.log(number)) if self.probs is None else jnp.log(self.probs)
+    def log_weights(number: int) -> Array:
+        return jnp.full(number, -math.log(number)) if probs is None else jnp.log(probs)
 
-    def read(self, problem: EPProblem, example: tuple[Array, ...]) -> Array:
-        arguments = problem.model.structure.layout.example(example, problem.shared)
-        return jnp.reshape(self.observation(*arguments.args, **arguments.kwargs), -1)
-
-    def log_likelihood(self, x: Array, means: Array) -> Array:
-        """The declared log likelihood of one record."""
-        number, size = means.shape
-        distance = (x - means) / self.scale
-        each = self.log_weights(number) - jnp.sum(distance**2, -1) / 2
-        constant = size * (math.log(self.scale) + math.log(2 * math.pi) / 2)
-        return jax.nn.logsumexp(each) - constant
-
-    def check(self, problem: EPProblem) -> None:
+    def check(problem: EPProblem) -> None:
         """Raises unless model and declaration have the same likelihood for invented records."""
         if not problem.latents.is_normal:
             raise UnsupportedModelError(
                 f"normal_mixture() needs a normal family, got {problem.latents.family.name}."
             )
-        number, size = self.shape(problem)
+        number, size = shape_of(problem)
+        constant = size * (math.log(scale) + math.log(2 * math.pi) / 2)
 
         @jax.jit
         def both(z: Array, example: tuple[Array, ...]) -> tuple[Array, Array]:
-            declared = self.log_likelihood(self.read(problem, example), z.reshape(number, size))
-            return problem.log_likelihood(z, example), declared
+            distance = (read(problem, example) - z.reshape(number, size)) / scale
+            each = log_weights(number) - jnp.sum(distance**2, -1) / 2
+            return problem.log_likelihood(z, example), jax.nn.logsumexp(each) - constant
 
         normals = jax.random.normal(jax.random.key(0), (4, number, size))
         for example in problem.invented():
             # With means near the record, several components are likely, so wrong weights show.
-            near = self.read(problem, example) + self.scale * normals[:2]
+            near = read(problem, example) + scale * normals[:2]
             for z in (*(2 * normals[2:]).reshape(2, -1), *near.reshape(2, -1)):
                 found, expected = map(float, both(z, example))
                 if not abs(found - expected) <= _TOLERANCE * max(1.0, abs(expected)):
                     raise UnsupportedModelError(
                         "The likelihood is not a mixture of normals with the latents as means, "
-                        f"scale {self.scale} and the given weights. For an invented record its "
+                        f"scale {scale} and the given weights. For an invented record its "
                         f"logarithm is {found:.4g}, not {expected:.4g}. Correct scale, probs or "
                         "observation, or use site=importance()."
                     )
 
-    def build(self, problem: EPProblem) -> Site:
-        number, size = self.shape(problem)
+    def build(problem: EPProblem) -> Site:
+        number, size = shape_of(problem)
 
         def prepare(_: Array, natural: dict[str, Array]) -> _Public:
             cavity = cavity_of(natural)
-            inverse, log_det = _marginals(cavity, number, size, self.scale)
-            return _Public(cavity, inverse, self.log_weights(number) - log_det / 2)
+            inverse, log_det = _marginals(cavity, number, size, scale)
+            return _Public(cavity, inverse, log_weights(number) - log_det / 2)
 
         def approximate(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
-            return _site(public, self.read(problem, example))
+            return _site(public, read(problem, example))
 
         return Site(prepare, approximate)
+
+    return SiteBuilder(build, check)
 
 
 def _site(public: _Public, x: Array) -> dict[str, Array]:
@@ -187,10 +172,8 @@ def _site(public: _Public, x: Array) -> dict[str, Array]:
         blocks = jnp.zeros((number, size, number, size)).at[slots, :, slots].set(own)
         h = jnp.outer(flat, flat) + blocks.reshape(flat.size, flat.size)
         return site_from_slopes(public.cavity, flat, h)
-    h = (g**2 + share * (public.inverse - a**2)).reshape(-1)
-    if public.cavity.covariance.ndim == 0:
-        h = jnp.mean(h)
-    return site_from_slopes(public.cavity, flat, h)
+    h = g**2 + share * (public.inverse - a**2)
+    return site_from_slopes(public.cavity, flat, h.reshape(-1))
 
 
 def _marginals(cavity: Cavity, number: int, size: int, scale: float) -> tuple[Array, Array]:
@@ -200,5 +183,5 @@ def _marginals(cavity: Cavity, number: int, size: int, scale: float) -> tuple[Ar
         blocks = cavity.covariance.reshape(number, size, number, size)[slots, :, slots]
         inverse, _, log_det = jax.vmap(inverse_and_log_det)(blocks + scale**2 * jnp.eye(size))
         return inverse, log_det
-    variance = jnp.broadcast_to(cavity.covariance, cavity.mean.shape).reshape(number, size)
-    return 1 / (variance + scale**2), jnp.sum(jnp.log(variance + scale**2), -1)
+    variance = cavity.covariance.reshape(number, size) + scale**2
+    return 1 / variance, jnp.sum(jnp.log(variance), -1)

@@ -34,6 +34,7 @@ from jaxtyping import Float
 from numpyro_dp._validate import check_int
 from numpyro_dp.ep.gaussian import Cavity, cavity_of, site_along
 from numpyro_dp.ep.problem import EPProblem, Site, SiteBuilder
+from numpyro_dp.ep.sites.conjugate import holds
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
 from numpyro_dp.sums.contraction import split_scalar
 
@@ -158,19 +159,17 @@ def is_linear(problem: EPProblem) -> bool:
         points = 2 * jax.random.normal(jax.random.key(0), (4, problem.latents.dim))
         return jax.vmap(jax.grad(problem.log_likelihood), in_axes=(0, None))(points, example)
 
-    told = False
-    for example in problem.invented():
+    def one_direction(example: tuple[Array, ...]) -> bool | None:
         gradients = np.asarray(slopes(example), np.float64)
         norms = np.linalg.norm(gradients, axis=1)
         gradients = gradients[np.isfinite(norms) & (norms > 0)]
         if len(gradients) < 2:
-            continue
-        told = True
+            return None
         units = gradients / np.linalg.norm(gradients, axis=1, keepdims=True)
         along = units @ units[0]
-        if np.abs(units - along[:, None] * units[0]).max() > _TOLERANCE:
-            return False
-    return told
+        return bool(np.abs(units - along[:, None] * units[0]).max() <= _TOLERANCE)
+
+    return holds(problem, one_direction)
 
 
 class _Public(NamedTuple):
@@ -182,7 +181,7 @@ def _probes(problem: EPProblem, mean: Array) -> Array:
     """Three public points, because a record's gradient may vanish or overflow at one of them."""
     prior = cavity_of(problem.prior)
     spread = prior.covariance if prior.covariance.ndim < 2 else jnp.diag(prior.covariance)
-    near = 1e-3 * jnp.sqrt(spread) * jnp.ones_like(mean)
+    near = 1e-3 * jnp.sqrt(spread)
     return jnp.stack([near, mean, prior.mean + near])
 
 

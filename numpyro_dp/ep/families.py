@@ -1,0 +1,419 @@
+r"""Exponential families, and operations on their natural parameters.
+
+.. math:: p(z \mid \theta) = \exp(\theta \cdot s(z) - A(\theta)).
+
+A member of a family is a flat dict of arrays, its natural parameters :math:`\theta`. Statistics
+:math:`s(z)` have the same names and shapes. Sums of natural parameters give products of densities,
+up to the constant :math:`A`. Each constructor returns a :class:`Family`.
+
+The coefficients of logarithms are shapes and concentrations minus 1, so the natural parameters of
+the constant function are zeros. For a shape below about 0.01 in single precision, the natural
+parameter is close to -1 and holds fewer than 5 digits of the shape.
+
+Reference:
+    Wainwright, Jordan (2008), Graphical Models, Exponential Families, and Variational Inference,
+    Foundations and Trends in Machine Learning 1, section 3; Minka (2001), Expectation Propagation
+    for Approximate Bayesian Inference, UAI.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array, lax
+from jax.scipy.linalg import cho_solve
+from jaxtyping import Bool, Float
+
+from numpyro_dp._validate import check_int
+from numpyro_dp.ep.gaussian import inverse_and_log_det
+
+__all__ = [
+    "Family",
+    "Natural",
+    "beta",
+    "diagonal_normal",
+    "dirichlet",
+    "divide",
+    "gamma",
+    "multiply",
+    "normal",
+    "power",
+    "product",
+    "sample",
+]
+
+Natural = dict[str, Array]
+Number = float | Float[Array, ""]
+# A distribution, and a function that gives its parameters their full shape -> natural parameters.
+_Read = Callable[[Any, Callable[[Any], Array]], Natural]
+
+
+class Family(NamedTuple):
+    r"""An exponential family. Its functions take one member and work under ``jit`` and ``vmap``.
+
+    Attributes:
+        name: Constructor and size.
+        unit: Natural parameters of the constant function 1, all zeros. Shows names and shapes.
+        lowest: For each natural parameter, the number that all of its entries exceed.
+        statistics: One value -> :math:`s(z)`. A value of a product is a dict by site.
+        to_dist: Natural parameters -> NumPyro distribution, or a dict by site for a product.
+        from_dist: The inverse of ``to_dist``. Raises TypeError for a distribution of another class,
+            and ValueError for another shape.
+    """
+
+    name: str
+    unit: Natural
+    lowest: dict[str, float]
+    statistics: Callable[[Any], Natural]
+    to_dist: Callable[[Natural], Any]
+    from_dist: Callable[[Any], Natural]
+
+    def is_valid(self, natural: Natural) -> Bool[Array, ""]:
+        """Whether natural parameters are finite and inside the domain."""
+        found = [
+            jnp.all(jnp.isfinite(value) & (value > self.lowest[name]))
+            for name, value in natural.items()
+        ]
+        found += [inverse_and_log_det(v)[1] for v in natural.values() if v.ndim == 2]
+        return jnp.all(jnp.stack(found))
+
+    def project(self, natural: Natural, floor: Number) -> Natural:
+        """Raises entries to ``floor`` > 0 above their lowest value. Not for precision matrices."""
+        # A smaller floor than the machine epsilon would round to the lowest value.
+        return {
+            name: jnp.maximum(
+                value,
+                jnp.maximum(jnp.asarray(floor, value.dtype), jnp.finfo(value.dtype).eps)
+                + self.lowest[name],
+            )
+            for name, value in natural.items()
+        }
+
+
+def multiply(a: Natural, b: Natural) -> Natural:
+    r"""Returns the product of two functions, :math:`\theta_a + \theta_b`.
+
+    Example:
+        >>> multiply({"log": 1.0, "rate": 2.0}, {"log": 0.5, "rate": 1.0})
+        {'log': 1.5, 'rate': 3.0}
+    """
+    return jax.tree.map(lambda x, y: x + y, a, b)
+
+
+def divide(a: Natural, b: Natural) -> Natural:
+    r"""Returns the quotient of two functions, :math:`\theta_a - \theta_b`, which may be improper.
+
+    Example:
+        >>> divide({"log": 1.0, "rate": 2.0}, {"log": 0.5, "rate": 3.0})
+        {'log': 0.5, 'rate': -1.0}
+    """
+    return jax.tree.map(lambda x, y: x - y, a, b)
+
+
+def power(a: Natural, exponent: Number) -> Natural:
+    r"""Returns a power of a function, :math:`c\,\theta`.
+
+    Example:
+        >>> power({"log": 1.0, "rate": 2.0}, 0.5)
+        {'log': 0.5, 'rate': 1.0}
+    """
+    return jax.tree.map(lambda x: exponent * x, a)
+
+
+def sample(
+    family: Family, rng_key: Any, natural: Natural, sample_shape: tuple[int, ...] = ()
+) -> Any:
+    """Returns draws from a member: an array, or for a product family a dict by site.
+
+    Args:
+        family: The family.
+        rng_key: A JAX key. It is split between the sites of a product.
+        natural: Natural parameters of one member.
+        sample_shape: Leading axes of the draws, in front of the shape of one value.
+
+    Example:
+        >>> import jax
+        >>> from numpyro_dp.ep.families import diagonal_normal
+        >>> natural = {"linear": jax.numpy.ones(3), "precision": jax.numpy.ones(3)}
+        >>> sample(diagonal_normal(3), jax.random.key(0), natural, (5,)).shape
+        (5, 3)
+    """
+    dists, tree = jax.tree.flatten(
+        family.to_dist(natural), is_leaf=lambda node: isinstance(node, dist.Distribution)
+    )
+    keys = jax.random.split(rng_key, len(dists))
+    draws = [each.sample(key, sample_shape) for each, key in zip(dists, keys, strict=True)]
+    return jax.tree.unflatten(tree, draws)
+
+
+def product(**families: Family) -> Family:
+    r"""Returns the family of independent sites, each with its own family.
+
+    Natural parameters and statistics have the names ``{site}_{statistic}``. Values and
+    distributions are dicts by site.
+
+    Args:
+        **families: A family for each site, and no product.
+
+    Raises:
+        TypeError: If a value is not a Family.
+        ValueError: If there is no site.
+
+    Example:
+        >>> from numpyro_dp.ep.families import diagonal_normal, gamma
+        >>> family = product(weights=diagonal_normal(2), noise=gamma())
+        >>> list(family.unit)
+        ['weights_linear', 'weights_precision', 'noise_log', 'noise_rate']
+    """
+    if not families:
+        raise ValueError("product() needs at least one site, such as product(z=gamma()).")
+    for site, family in families.items():
+        if not isinstance(family, Family):
+            raise TypeError(
+                f"Expected a Family for site {site!r}, got {type(family).__name__}. Call a "
+                "constructor, such as diagonal_normal(2) or gamma()."
+            )
+
+    def joined(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        return {f"{site}_{n}": value for site, part in parts.items() for n, value in part.items()}
+
+    def to_dist(natural: Natural) -> dict[str, Any]:
+        parts = {s: {n: natural[f"{s}_{n}"] for n in f.unit} for s, f in families.items()}
+        return {site: family.to_dist(parts[site]) for site, family in families.items()}
+
+    return Family(
+        name=f"product({', '.join(f'{site}={f.name}' for site, f in families.items())})",
+        unit=joined({site: f.unit for site, f in families.items()}),
+        lowest=joined({site: f.lowest for site, f in families.items()}),
+        statistics=lambda z: joined({site: f.statistics(z[site]) for site, f in families.items()}),
+        to_dist=to_dist,
+        from_dist=lambda d: joined({site: f.from_dist(d[site]) for site, f in families.items()}),
+    )
+
+
+def gamma(shape: tuple[int, ...] = ()) -> Family:
+    r"""Returns the family of independent gamma distributions.
+
+    The natural parameters are ``log`` :math:`a - 1` and ``rate`` :math:`b`, both with this shape.
+    The statistics are :math:`(\log z, -z)`. ``from_dist`` takes Gamma and Exponential.
+
+    Args:
+        shape: Shape of one value.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> natural = {"log": jnp.array(1.0), "rate": jnp.array(4.0)}
+        >>> float(gamma().to_dist(natural).mean)
+        0.5
+    """
+
+    def exponential(base: Any, full: Callable[[Any], Array]) -> Natural:
+        return {"log": jnp.zeros_like(full(base.rate)), "rate": full(base.rate)}
+
+    read: dict[type, _Read] = {
+        dist.Gamma: lambda base, full: {
+            "log": full(base.concentration) - 1, "rate": full(base.rate)
+        },
+        dist.Exponential: exponential,
+    }  # fmt: skip
+    name = f"gamma({_checked(shape)})"
+    return Family(
+        name,
+        {"log": jnp.zeros(shape), "rate": jnp.zeros(shape)},
+        {"log": -1.0, "rate": 0.0},
+        lambda z: {"log": jnp.log(z), "rate": -z},
+        lambda natural: _joint(dist.Gamma(natural["log"] + 1, natural["rate"])),
+        _reader(name, shape, read),
+    )
+
+
+def beta(shape: tuple[int, ...] = ()) -> Family:
+    r"""Returns the family of independent beta distributions.
+
+    The natural parameters are ``log`` :math:`\alpha - 1` and ``log_complement`` :math:`\beta - 1`,
+    both with this shape. The statistics are :math:`(\log z, \log(1 - z))`. ``from_dist`` takes
+    Beta.
+
+    Args:
+        shape: Shape of one value.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> natural = {"log": jnp.array(0.0), "log_complement": jnp.array(2.0)}
+        >>> float(beta().to_dist(natural).mean)
+        0.25
+    """
+    read: dict[type, _Read] = {
+        dist.Beta: lambda base, full: {
+            "log": full(base.concentration1) - 1, "log_complement": full(base.concentration0) - 1
+        }
+    }  # fmt: skip
+    name = f"beta({_checked(shape)})"
+    return Family(
+        name,
+        {"log": jnp.zeros(shape), "log_complement": jnp.zeros(shape)},
+        {"log": -1.0, "log_complement": -1.0},
+        lambda z: {"log": jnp.log(z), "log_complement": jnp.log1p(-z)},
+        lambda natural: _joint(dist.Beta(natural["log"] + 1, natural["log_complement"] + 1)),
+        _reader(name, shape, read),
+    )
+
+
+def dirichlet(size: int) -> Family:
+    r"""Returns the family of Dirichlet distributions.
+
+    The natural parameter is ``log`` :math:`\alpha - 1` of shape ``(size,)``. The statistic is
+    :math:`\log z`. ``from_dist`` takes Dirichlet.
+
+    Args:
+        size: Number of proportions, at least 2.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> dirichlet(3).to_dist({"log": jnp.array([0.0, 1.0, 0.0])}).mean
+        Array([0.25, 0.5 , 0.25], dtype=float32)
+    """
+    check_int("size", size, low=2, remedy="The number of proportions.")
+    name = f"dirichlet({size})"
+    return Family(
+        name,
+        {"log": jnp.zeros(size)},
+        {"log": -1.0},
+        lambda z: {"log": jnp.log(z)},
+        lambda natural: dist.Dirichlet(natural["log"] + 1),
+        _reader(
+            name,
+            (size,),
+            {dist.Dirichlet: lambda base, full: {"log": full(base.concentration) - 1}},
+        ),
+    )
+
+
+def normal(dim: int) -> Family:
+    r"""Returns the family of multivariate normal distributions.
+
+    The natural parameters are ``linear`` :math:`\eta = \Sigma^{-1}m` of shape ``(dim,)`` and
+    ``precision`` :math:`\Lambda = \Sigma^{-1}` of shape ``(dim, dim)``. Only the symmetric part of
+    the precision matters. The statistics are :math:`(z, -zz^\top/2)`. ``from_dist`` takes
+    MultivariateNormal and Normal.
+
+    Args:
+        dim: Number of coordinates, at least 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> natural = {"linear": jnp.array([1.0, 2.0]), "precision": jnp.diag(jnp.array([1.0, 2]))}
+        >>> normal(2).to_dist(natural).mean.round(3)
+        Array([1., 1.], dtype=float32)
+    """
+    check_int("dim", dim, low=1, remedy="The number of coordinates.")
+
+    def to_dist(natural: Natural) -> dist.Distribution:
+        precision = natural["precision"]
+        loc = cho_solve((jnp.linalg.cholesky(precision), True), natural["linear"])
+        return dist.MultivariateNormal(loc, precision_matrix=(precision + precision.T) / 2)
+
+    def joint(base: Any, full: Callable[[Any], Array]) -> Natural:
+        loc = full(base.loc)
+        precision = base.precision_matrix.astype(loc.dtype)
+        linear = jnp.matmul(precision, loc, precision=lax.Precision.HIGHEST)
+        return {"linear": linear, "precision": precision}
+
+    def apart(base: Any, full: Callable[[Any], Array]) -> Natural:
+        natural = _coordinates(base, full)
+        return {"linear": natural["linear"], "precision": jnp.diag(natural["precision"])}
+
+    name = f"normal({dim})"
+    return Family(
+        name,
+        {"linear": jnp.zeros(dim), "precision": jnp.zeros((dim, dim))},
+        {"linear": -math.inf, "precision": -math.inf},
+        lambda z: {"linear": z, "precision": -jnp.outer(z, z) / 2},
+        to_dist,
+        _reader(name, (dim,), {dist.MultivariateNormal: joint, dist.Normal: apart}),
+    )
+
+
+def diagonal_normal(dim: int) -> Family:
+    r"""Returns the family of normal distributions of independent coordinates.
+
+    The natural parameters are ``linear`` :math:`m/\sigma^2` and ``precision`` :math:`1/\sigma^2`,
+    both of shape ``(dim,)``. The statistics are :math:`(z, -z^2/2)`. ``from_dist`` takes Normal.
+
+    Args:
+        dim: Number of coordinates, at least 1.
+
+    Example:
+        >>> import numpyro.distributions as dist
+        >>> natural = diagonal_normal(2).from_dist(dist.Normal(3.0, 0.5).expand([2]).to_event())
+        >>> natural["linear"], natural["precision"]
+        (Array([12., 12.], dtype=float32), Array([4., 4.], dtype=float32))
+    """
+    check_int("dim", dim, low=1, remedy="The number of coordinates.")
+
+    def to_dist(natural: Natural) -> dist.Distribution:
+        loc = natural["linear"] / natural["precision"]
+        return dist.Normal(loc, 1 / jnp.sqrt(natural["precision"])).to_event(1)
+
+    name = f"diagonal_normal({dim})"
+    return Family(
+        name,
+        {"linear": jnp.zeros(dim), "precision": jnp.zeros(dim)},
+        {"linear": -math.inf, "precision": 0.0},
+        lambda z: {"linear": z, "precision": -jnp.square(z) / 2},
+        to_dist,
+        _reader(name, (dim,), {dist.Normal: _coordinates}),
+    )
+
+
+def _coordinates(base: Any, full: Callable[[Any], Array]) -> Natural:
+    precision = 1 / jnp.square(full(base.scale))
+    return {"linear": precision * full(base.loc), "precision": precision}
+
+
+def _joint(given: dist.Distribution) -> dist.Distribution:
+    """Makes all batch dimensions part of one value."""
+    return given.to_event(len(given.batch_shape)) if given.batch_shape else given
+
+
+def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if not isinstance(shape, tuple):
+        raise TypeError(
+            f"Expected a tuple of sizes, got shape={shape!r}. Write shape=(3,), or omit shape."
+        )
+    return tuple(check_int("size", n, low=1, remedy="It counts entries.") for n in shape)
+
+
+def _reader(
+    name: str, shape: tuple[int, ...], known: dict[type, _Read]
+) -> Callable[[Any], Natural]:
+    """Returns ``from_dist``. It looks through ``expand`` and ``to_event``."""
+
+    def full(value: Any) -> Array:
+        typed = lax.convert_element_type(value, jnp.result_type(value, float))
+        return jnp.broadcast_to(typed, shape)
+
+    def from_dist(given: Any) -> Natural:
+        base = given
+        while isinstance(base, (dist.ExpandedDistribution, dist.Independent)):
+            base = base.base_dist
+        read = next((read for kind, read in known.items() if isinstance(base, kind)), None)
+        if read is None:
+            raise TypeError(
+                f"Expected for {name} a distribution of class "
+                f"{', '.join(kind.__name__ for kind in known)}, with or without expand() and "
+                f"to_event(), got {type(base).__name__}. Use an allowed class, or another family."
+            )
+        if given.shape() != shape:
+            raise ValueError(
+                f"Expected for {name} a distribution over values of shape {shape}, got shape "
+                f"{given.shape()}. Use expand(), or a family of that size."
+            )
+        return read(base, full)
+
+    return from_dist
