@@ -18,7 +18,6 @@ Reference:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -26,7 +25,6 @@ from typing import NamedTuple
 from scipy import optimize
 
 from numpyro_dp._lazy import dpa
-from numpyro_dp._validate import check_real
 from numpyro_dp.privacy.accounting.bounds import (
     Accountant,
     EpsilonBound,
@@ -37,10 +35,8 @@ from numpyro_dp.privacy.accounting.bounds import (
     gaussian_steps,
 )
 from numpyro_dp.privacy.accounting.gdp import gaussian_epsilon
-from numpyro_dp.privacy.accounting.spent import Best, epsilon_spent, is_left_out
+from numpyro_dp.privacy.accounting.spent import check_errors, epsilon_spent
 from numpyro_dp.privacy.budget import PrivacyBudget
-
-__all__ = ["CalibrationError", "calibrate_noise", "clt_mu"]
 
 _SMALLEST, _LARGEST = 1e-3, 1e8
 _ACCEPT, _AIM = 0.992, 0.9965
@@ -81,7 +77,6 @@ def calibrate_noise(
         UnsupportedEventError: If the accountant has no bound for such events.
         CalibrationError: If not even the largest noise is enough, or if even the smallest noise
             spends less than the budget.
-        TypeError: If ``budget`` is not a :class:`PrivacyBudget`.
         TotalVariationError: If ``failure_prob`` or ``total_variation`` is too large for the budget.
 
     Example:
@@ -96,43 +91,60 @@ def calibrate_noise(
     **Guarantee**: ``bound.epsilon`` never exceeds ``budget.epsilon``, and is at least 0.99 of it,
     unless the accountant's bound jumps over that range (those of this package do not).
     """
-    _check_delta(budget, failure_prob, total_variation)
-    judge = Best() if accountant is None else accountant
-    search = _Search(make_event, budget, judge, float(failure_prob), float(total_variation))
-    log_noise = _first_guess(make_event, budget)
+    check_errors(budget.delta, failure_prob, total_variation, budget.epsilon)
+    low, high = math.log(_SMALLEST), math.log(_LARGEST)
+    points: list[_Point] = []
+    weak = strong = None  # the largest noise known to be too little, the smallest known to suffice
+    refused, log_noise = "", _first_guess(make_event, budget)
     for _ in range(_EVALUATIONS):
-        bound = search.evaluate(log_noise)
+        event = make_event(math.exp(log_noise))
+        try:
+            bound = epsilon_spent(
+                event,
+                budget.delta,
+                budget.relation,
+                accountant=accountant,
+                failure_prob=failure_prob,
+                total_variation=total_variation,
+            )
+        except (TotalVariationError, UnreliableBoundError) as error:
+            # The accountant has no bound at this noise. An infinite one makes the search go up.
+            refused = f" ({error})"
+            bound = EpsilonBound(None, None, math.inf, budget.delta, budget.relation, event, "none")
         if _ACCEPT * budget.epsilon <= bound.upper <= budget.epsilon:
             return math.exp(log_noise), bound
-        following = search.propose()
-        if following is None:
-            break
-        log_noise = following
-    if search.strong is not None and search.weak is not None:
-        return math.exp(search.strong.log_noise), search.strong.bound
-    raise CalibrationError(search.failure())
-
-
-def _check_delta(budget: PrivacyBudget, failure_prob: float, total_variation: float) -> None:
-    """Checks the arguments, and that delta covers the errors of the sampler."""
-    if not isinstance(budget, PrivacyBudget):
-        raise TypeError(f"Expected budget to be a PrivacyBudget, got {budget!r}.")
-    check_real("total_variation", total_variation, low=0.0, high=1.0, high_open=True)
-    check_real("failure_prob", failure_prob, low=0.0, high=1.0, high_open=True)
-    if failure_prob >= budget.delta:
-        raise TotalVariationError(
-            f"Expected failure_prob={failure_prob:g} < delta for the budget {budget}. Delta has to "
-            "cover batches that overflow. Use a smaller overflow_prob for Poisson batches, or a "
-            "larger delta."
+        value = math.log(max(bound.upper / (_AIM * budget.epsilon), 1e-30))
+        points.append(_Point(log_noise, value, bound))
+        if bound.upper > budget.epsilon:
+            weak = points[-1] if weak is None or log_noise > weak.log_noise else weak
+        elif strong is None or log_noise < strong.log_noise:
+            strong = points[-1]
+        log_noise = _secant(points)
+        if weak is not None and strong is not None:
+            if strong.log_noise - weak.log_noise < _NARROWEST_BRACKET:
+                break
+            if len(points) > _SECANTS or not weak.log_noise < log_noise < strong.log_noise:
+                log_noise = (weak.log_noise + strong.log_noise) / 2.0
+        else:
+            log_noise = min(max(log_noise, low), high)
+            if log_noise == points[-1].log_noise:
+                break
+    if weak is not None and strong is not None:
+        return math.exp(strong.log_noise), strong.bound
+    last = points[-1]
+    spent = (
+        f"epsilon <= {last.bound.upper:.4g} at noise_multiplier={math.exp(last.log_noise):.3g} "
+        f"for {describe_event(last.bound.event)}"
+    )
+    if strong is None:
+        raise CalibrationError(
+            f"No noise_multiplier in [{_SMALLEST:g}, {_LARGEST:g}] meets the budget {budget}: "
+            f"{spent}{refused}. Allow a larger epsilon or delta, or take fewer steps."
         )
-    largest = (budget.delta - failure_prob) / (1.0 + math.exp(min(budget.epsilon, 700.0)))
-    if total_variation >= largest and not is_left_out(
-        budget.epsilon, budget.delta - failure_prob, total_variation
-    ):
-        raise TotalVariationError(
-            f"Expected total_variation={total_variation:g} < {largest:.3g} for the budget "
-            f"{budget}. Sampler and noise are not exact enough for it. Use a smaller epsilon."
-        )
+    raise CalibrationError(
+        f"Even the smallest noise spends less than the budget {budget}: {spent}. Such a run needs "
+        "no noise. Check make_event, or lower the budget."
+    )
 
 
 class _Point(NamedTuple):
@@ -143,86 +155,17 @@ class _Point(NamedTuple):
     bound: EpsilonBound
 
 
-@dataclasses.dataclass
-class _Search:
-    """A bracketed secant for log(epsilon) as a function of log(noise multiplier)."""
-
-    make_event: Callable[[float], dpa.DpEvent]
-    budget: PrivacyBudget
-    accountant: Accountant
-    failure_prob: float
-    total_variation: float
-    weak: _Point | None = None  # the largest noise known to be too little
-    strong: _Point | None = None  # the smallest noise known to be enough
-    points: list[_Point] = dataclasses.field(default_factory=list)
-    refused: str = ""
-
-    def evaluate(self, log_noise: float) -> EpsilonBound:
-        """Bounds epsilon at a noise multiplier and narrows the bracket."""
-        event, budget = self.make_event(math.exp(log_noise)), self.budget
-        try:
-            bound = epsilon_spent(
-                event,
-                budget.delta,
-                budget.relation,
-                accountant=self.accountant,
-                failure_prob=self.failure_prob,
-                total_variation=self.total_variation,
-            )
-        except (TotalVariationError, UnreliableBoundError) as error:
-            # The accountant has no bound at this noise. An infinite one makes the search go up.
-            self.refused = str(error)
-            bound = EpsilonBound(None, None, math.inf, budget.delta, budget.relation, event, "none")
-        ratio = max(bound.upper / (_AIM * budget.epsilon), 1e-30)
-        point = _Point(log_noise, math.log(ratio), bound)
-        self.points.append(point)
-        if bound.upper > budget.epsilon:
-            if self.weak is None or log_noise > self.weak.log_noise:
-                self.weak = point
-        elif self.strong is None or log_noise < self.strong.log_noise:
-            self.strong = point
-        return bound
-
-    def propose(self) -> float | None:
-        """Returns the next log noise multiplier to try, or ``None`` if none is left."""
-        guess = self._secant()
-        if self.weak is not None and self.strong is not None:
-            low, high = self.weak.log_noise, self.strong.log_noise
-            if high - low < _NARROWEST_BRACKET:
-                return None
-            if len(self.points) > _SECANTS or not low < guess < high:
-                return (low + high) / 2.0
-            return guess
-        guess = min(max(guess, math.log(_SMALLEST)), math.log(_LARGEST))
-        return None if guess == self.points[-1].log_noise else guess
-
-    def _secant(self) -> float:
-        """Follows the line through the last two points, or the slope of the central limit."""
-        last, slope = self.points[-1], -1.2
-        if not math.isfinite(last.value):
-            return last.log_noise + _WIDEST_STEP
-        if len(self.points) > 1 and math.isfinite(self.points[-2].value):
-            before = self.points[-2]
-            measured = (last.value - before.value) / (last.log_noise - before.log_noise)
-            slope = min(measured, -0.3)
-        step = -last.value / slope
-        return last.log_noise + min(max(step, -_WIDEST_STEP), _WIDEST_STEP)
-
-    def failure(self) -> str:
-        """Says why no noise multiplier was found."""
-        last, budget = self.points[-1], self.budget
-        noise, event = math.exp(last.log_noise), describe_event(last.bound.event)
-        spent = f"epsilon <= {last.bound.upper:.4g} at noise_multiplier={noise:.3g} for {event}"
-        if self.strong is None:
-            told = f" ({self.refused})" if self.refused else ""
-            return (
-                f"No noise_multiplier in [{_SMALLEST:g}, {_LARGEST:g}] meets the budget {budget}: "
-                f"{spent}{told}. Allow a larger epsilon or delta, or take fewer steps."
-            )
-        return (
-            f"Even the smallest noise spends less than the budget {budget}: {spent}. Such a run "
-            "needs no noise. Check make_event, or lower the budget."
-        )
+def _secant(points: list[_Point]) -> float:
+    """Follows the line through the last two points, or the slope of the central limit."""
+    last, slope = points[-1], -1.2
+    if not math.isfinite(last.value):
+        return last.log_noise + _WIDEST_STEP
+    if len(points) > 1 and math.isfinite(points[-2].value):
+        before = points[-2]
+        measured = (last.value - before.value) / (last.log_noise - before.log_noise)
+        slope = min(measured, -0.3)
+    step = -last.value / slope
+    return last.log_noise + min(max(step, -_WIDEST_STEP), _WIDEST_STEP)
 
 
 def _first_guess(make_event: Callable[[float], dpa.DpEvent], budget: PrivacyBudget) -> float:

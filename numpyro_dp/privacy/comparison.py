@@ -13,7 +13,7 @@ from numpyro_dp.privacy.accounting import (
     UnreliableBoundError,
     UnsupportedEventError,
 )
-from numpyro_dp.privacy.accounting.bounds import gaussian_steps
+from numpyro_dp.privacy.accounting.bounds import gaussian_steps, reason_of
 from numpyro_dp.privacy.accounting.gdp import gaussian_epsilon
 from numpyro_dp.privacy.calibration import clt_mu
 from numpyro_dp.privacy.plan import PrivacyReport
@@ -89,10 +89,8 @@ def compare_accountants(report: PrivacyReport) -> AccountantComparison:
     for accountant in (GDP(), PLD(), PRV(), RDP()):
         try:
             found = report.plan.spent(report.num_steps, delta=report.delta, accountant=accountant)
-        except UnsupportedEventError as error:
-            refusals[accountant.name] = error.reasons.get(accountant.name, str(error))
-        except UnreliableBoundError as error:
-            refusals[accountant.name] = str(error)
+        except (UnsupportedEventError, UnreliableBoundError) as error:
+            refusals[accountant.name] = reason_of(error, accountant.name)
         else:
             bounds[accountant.name] = found.epsilon
     return AccountantComparison(bounds, refusals, _by_limit(report), report.delta)

@@ -1,16 +1,17 @@
 r"""A ledger: a file that counts what all runs on one data set have spent, and stops a run.
 
-**Format, version 1.** JSON lines. The first line has ``format``, ``version`` and ``total``, with
-epsilon, delta and relation. Each other line is an entry: ``run``, ``date``, ``purpose``, and either
-``steps``, ``failure_prob``, ``total_variation``, ``caveats`` and ``unit`` of its
-:class:`~numpyro_dp.privacy.budget.Spending`, or ``"failed": true``. Lines are only added.
+**Format, version 1.** A SQLite database. The table ``total`` has epsilon, delta and relation. The
+table ``runs`` has a row for each run: its name, date and purpose, its
+:class:`~numpyro_dp.privacy.budget.Spending` as JSON, and whether it ``failed``. No row is removed.
+A process that is killed may leave a second file, ``-journal``. Keep it with the first one: SQLite
+needs it to repair that.
 
 A run is charged before it reads a record, with everything that its plan may release. A run that is
 killed, stopped or ends with an exception stays charged, because exceptions may follow released
-values. The holder of the data can mark it as one that released nothing (``take_back``). A last line
-without an end was never confirmed to its run, so that run did not begin. It does not count. The
-runs of a sweep have a line each, and are charged together. In a mesh of several processes the first
-process charges.
+values. The holder of the data can mark it as one that released nothing (``take_back``). One
+transaction of SQLite reads what was spent and adds runs: no other process writes in between, and a
+process that is killed meanwhile has added nothing. Its run did not begin. The runs of a sweep are
+charged together. In a mesh of several processes the first process charges.
 """
 
 from __future__ import annotations
@@ -22,27 +23,18 @@ import json
 import math
 import os
 import pathlib
+import sqlite3
 from collections.abc import Iterator
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from numpyro_dp._lazy import dpa
 from numpyro_dp.privacy.accounting import EpsilonBound, epsilon_spent
-from numpyro_dp.privacy.accounting.bounds import GaussianStep, Sampling, canonical_event
-from numpyro_dp.privacy.budget import PrivacyBudget, Spending, unit_name
+from numpyro_dp.privacy.accounting.bounds import GaussianStep, canonical_event
+from numpyro_dp.privacy.budget import PrivacyBudget, Spending
 
-try:
-    import fcntl
-except ImportError:  # Windows has another lock
-    fcntl = None
-
-__all__ = ["Charges", "Entry", "Ledger", "LedgerError"]
-
-_FORMAT, _VERSION = "numpyro_dp ledger", 1
-_GONE = (
-    "is gone, or has lost lines since it was opened. Runs that it counted would be forgotten, so "
-    "no run may start. Restore a copy that has all runs."
-)
-_OTHER = "is not a ledger. Choose the path of a ledger, or of a new file."
+_VERSION = 1
+_WAIT = 3600.0  # seconds until a process gives up waiting for others, which need one each
+_NO_RUN = "What was spent is not known, so no run may start. Restore a copy that has all runs."
 
 
 class LedgerError(ValueError):
@@ -89,9 +81,9 @@ class Ledger:
         total: What all runs together may spend, with a delta.
 
     Raises:
-        LedgerError: If the file has another total, or is damaged.
+        LedgerError: If the file has another total, or cannot be read.
         ValueError: If ``total`` is not a new budget with a delta.
-        OSError: If the file cannot be read or written.
+        OSError: If the file cannot be made.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, os, tempfile
@@ -132,17 +124,16 @@ class Ledger:
                 "covers all runs together: PrivacyBudget(3.0, 1e-6)."
             )
         self.path, self.total = pathlib.Path(path).resolve(), total
-        self._entries: dict[str, Entry] = {}
-        self._known = b""  # the lines that were read
-        header = _line({
-            "format": _FORMAT, "version": _VERSION,
-            "total": {n: getattr(total, n) for n in ("epsilon", "delta", "relation")},
-        })  # fmt: skip
-        with self._locked(os.O_CREAT) as file:
-            content = file.read()
-            # A process that was killed may have left a part of the header, and nothing else.
-            if b"\n" not in content and header.startswith(content):
-                _write(file, 0, header)
+        self._entries: dict[str, Entry] = {}  # those that were seen in the file
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
+        with self._transaction() as file:
+            # A process that was killed may have left an empty file.
+            if not file.execute("SELECT * FROM sqlite_master").fetchall():
+                file.execute("CREATE TABLE total (epsilon, delta, relation)")
+                file.execute("CREATE TABLE runs (run PRIMARY KEY, date, purpose, spending, failed)")
+                of_total = total.epsilon, total.delta, total.relation
+                file.execute("INSERT INTO total VALUES (?, ?, ?)", of_total)
+                file.execute(f"PRAGMA user_version = {_VERSION}")
             self._read(file)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -174,7 +165,7 @@ class Ledger:
     @property
     def entries(self) -> tuple[Entry, ...]:
         """All runs, also those of other processes."""
-        with self._locked() as file:
+        with self._transaction() as file:
             self._read(file)
         return tuple(self._entries.values())
 
@@ -211,8 +202,6 @@ class Ledger:
     def charge(self, *runs: Spending, purpose: str, again: bool = False) -> None:
         """Adds runs, if the total covers them all.
 
-        A process that is killed meanwhile may leave some of them in the file. They stay charged.
-
         Args:
             *runs: What each of them will spend.
             purpose: What they are for.
@@ -222,7 +211,7 @@ class Ledger:
         Raises:
             LedgerError: If all runs together would spend more than the total.
         """
-        with self._locked() as file:
+        with self._transaction() as file:
             self._read(file)
             added = [each for each in runs if not (again and self._is_known(each))]
             if not added:
@@ -237,11 +226,12 @@ class Ledger:
                     f"epsilon={bound.epsilon:.4g}. The total is {self.total}. No record was read. "
                     "Take a smaller epsilon, or none for what is left."
                 )
-            about = {"purpose": purpose, "date": _now()}
-            lines = [each._asdict() | about for each in added]
-            for line in lines:
-                del line["relation"]
-            self._append(file, *lines)
+            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            file.executemany(
+                "INSERT INTO runs VALUES (?, ?, ?, ?, FALSE)",
+                [(each.run, now, purpose, json.dumps(each._asdict())) for each in added],
+            )
+            self._read(file)
 
     def take_back(self, run: str) -> None:
         """Marks a run as one that released nothing, so that it does not count.
@@ -255,11 +245,12 @@ class Ledger:
         Raises:
             LedgerError: If there is no such run.
         """
-        with self._locked() as file:
+        with self._transaction() as file:
             self._read(file)
             if run not in self._entries:
                 raise LedgerError(f"{self.path} has no run {run}.")
-            self._append(file, {"run": run, "failed": True, "date": _now()})
+            file.execute("UPDATE runs SET failed = TRUE WHERE run = ?", [run])
+            self._read(file)
 
     def _is_known(self, spending: Spending) -> bool:
         known = self._entries.get(spending.run)
@@ -270,15 +261,13 @@ class Ledger:
 
     def _check_kinds(self, added: list[Spending], others: list[Spending]) -> None:
         """Raises LedgerError unless runs are new, and all of one unit and relation."""
-        for number, each in enumerate(added):
+        for each in added:
             if known := self._entries.get(each.run):
                 raise LedgerError(
                     f"The run {each.run} is in {self.path} already"
                     + (", as one that released nothing." if known.failed else ".")
                     + " Start a new run: without a checkpoint or folder, or with another."
                 )
-            if each.run in (other.run for other in added[:number]):
-                raise LedgerError(f"Expected runs with different names, got {each.run} twice.")
             if each.relation != self.total.relation:
                 raise LedgerError(
                     f"The run has the relation {each.relation!r}, and the total of {self.path} has "
@@ -295,85 +284,64 @@ class Ledger:
     def _bound(self, spendings: tuple[Spending, ...]) -> EpsilonBound:
         if not spendings:
             return epsilon_spent(dpa.NoOpDpEvent(), self.total.delta, self.total.relation)
-        parts = [step for each in spendings for step in each.steps]
         beside = {
             name: min(math.fsum(getattr(each, name) for each in spendings), 1 - 1e-12)
             for name in ("failure_prob", "total_variation")
         }
-        event = canonical_event(tuple(parts))
+        event = canonical_event(tuple(step for each in spendings for step in each.steps))
         return epsilon_spent(event, self.total.delta, self.total.relation, **beside)
 
     @contextlib.contextmanager
-    def _locked(self, create: int = 0) -> Iterator[Any]:
-        """Opens the file, and keeps other processes from it."""
-        if fcntl is None:
-            raise OSError("A Ledger needs the file locks of Unix, which this system lacks.")
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Opens the file and keeps other processes from it. An exception leaves it as it was."""
+        place = f"{self.path.as_uri()}?mode=rw"
         try:
-            number = os.open(self.path, os.O_RDWR | create, 0o600)
-        except FileNotFoundError as error:
-            raise LedgerError(f"{self.path} {_GONE}") from error
-        with os.fdopen(number, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield file
+            with contextlib.closing(
+                sqlite3.connect(place, uri=True, timeout=_WAIT, isolation_level=None)
+            ) as file:
+                file.execute("BEGIN IMMEDIATE")
+                yield file
+                file.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise LedgerError(f"{self.path} cannot be used: {error}. {_NO_RUN}") from error
 
-    def _append(self, file: Any, *lines: dict[str, Any]) -> None:
-        """Adds lines after those that were read. Removes what a killed process left there."""
-        _write(file, len(self._known), b"".join(map(_line, lines)))
-        self._read(file)
-
-    def _read(self, file: Any) -> None:
-        """Reads the lines that were added since, and checks that none is gone."""
-        file.seek(0)
-        content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        if not whole or not whole.startswith(self._known):
-            raise LedgerError(f"{self.path} {_GONE}" if self._known else f"{self.path} {_OTHER}")
-        for number, line in enumerate(whole[len(self._known) :].splitlines()):
-            try:
-                found = json.loads(line)
-                if not self._known and number == 0:
-                    self._check_header(found)
-                else:
-                    self._add(found)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                if isinstance(error, LedgerError):
-                    raise
-                raise LedgerError(
-                    f"{self.path} is damaged ({error!r}). What was spent is not known, so no run "
-                    "may start. Restore the file from a copy that has all runs."
-                ) from error
-        self._known = whole
-
-    def _check_header(self, found: dict[str, Any]) -> None:
-        kind = found["format"], found["version"]
-        if kind != (_FORMAT, _VERSION):
-            raise LedgerError(f"Expected {self.path} as {_FORMAT!r}, version {_VERSION}: {kind}.")
-        if PrivacyBudget(**found["total"]) != self.total:
+    def _read(self, file: sqlite3.Connection) -> None:
+        """Reads all runs, and checks that none is gone that was there before."""
+        (version,) = file.execute("PRAGMA user_version").fetchone()
+        if version != _VERSION:
+            raise LedgerError(f"{self.path} is no ledger of version {_VERSION}. {_NO_RUN}")
+        try:
+            (of_total,) = file.execute("SELECT epsilon, delta, relation FROM total")
+            total = PrivacyBudget(*of_total)
+            rows = file.execute("SELECT * FROM runs ORDER BY rowid")
+            found = {run: _entry(run, *rest) for run, *rest in rows}
+        except (ValueError, KeyError, TypeError) as error:
+            raise LedgerError(f"{self.path} is damaged ({error!r}). {_NO_RUN}") from error
+        if total != self.total:
             raise LedgerError(
-                f"{self.path} has the total {PrivacyBudget(**found['total'])}, not {self.total}. "
-                "Open it with its own total. A data set has one total for all time."
+                f"{self.path} has the total {total}, not {self.total}. Open it with its own total. "
+                "A data set has one total for all time."
             )
+        for run, known in self._entries.items():
+            if found.get(run) not in (known, known._replace(failed=True)):
+                raise LedgerError(f"{self.path} has lost the run {run}. {_NO_RUN}")
+        self._entries = found
 
-    def _add(self, found: dict[str, Any]) -> None:
-        run = found["run"]
-        if found.get("failed"):
-            self._entries[run] = self._entries[run]._replace(failed=True)
-            return
-        if run in self._entries:
-            raise ValueError(f"two entries of the run {run}")
-        steps = tuple(_step(*each) for each in found["steps"])
-        beside = [float(found[name]) for name in ("failure_prob", "total_variation")]
-        texts = run, found["date"], found["purpose"], *found["caveats"]
-        if not steps or not all(0 <= x < 1 for x in beside):
-            raise ValueError(f"no steps, or probabilities {beside}")
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("entries that are not texts")
-        unit = str(found["unit"])
-        if unit not in map(unit_name, (None, 1)):
-            raise ValueError(f"the unit {unit!r}")
-        caveats = tuple(found["caveats"])
-        spending = Spending(run, self.total.relation, steps, *beside, caveats, unit)
-        self._entries[run] = Entry(spending, found["date"], found["purpose"])
+
+def _entry(run: str, date: str, purpose: str, text: str, failed: int) -> Entry:
+    """Reads a row, and checks that it has a run of finite epsilon."""
+    found = json.loads(text)
+    caveats = tuple(found.pop("caveats"))
+    steps = tuple(
+        GaussianStep(sampling, rate, size and tuple(size), noise, count)
+        for sampling, rate, size, noise, count in found.pop("steps")
+    )
+    spending = Spending(**found, steps=steps, caveats=caveats)
+    noisy = (0 < s.rate <= 1 and 0 < s.noise_multiplier < math.inf and s.count > 0 for s in steps)
+    errors = spending.failure_prob, spending.total_variation
+    if spending.run != run or not steps or not all(noisy) or not all(0 <= x < 1 for x in errors):
+        raise ValueError(f"the row of {run}: {text}")
+    return Entry(spending, date, purpose, bool(failed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,29 +354,3 @@ class Charges:
     def charge(self, *runs: Spending, again: bool = False) -> None:
         """Charges runs, which must not have read a record yet."""
         self.ledger.charge(*runs, purpose=self.purpose, again=again)
-
-
-def _step(sampling: str, rate: Any, size: Any, noise: Any, count: Any) -> GaussianStep:
-    """A step of an entry, checked."""
-    found = GaussianStep(sampling, float(rate), size and tuple(size), float(noise), int(count))
-    known = sampling in get_args(Sampling) and 0 < found.rate <= 1 and found.count >= 1
-    if not known or not 0 < found.noise_multiplier < math.inf:
-        raise ValueError(f"the step {found}")
-    return found
-
-
-def _line(found: dict[str, Any]) -> bytes:
-    return json.dumps(found, allow_nan=False).encode() + b"\n"
-
-
-def _write(file: Any, place: int, text: bytes) -> None:
-    """Writes the end of a file and waits until the disk has it."""
-    file.truncate(place)
-    file.seek(place)
-    file.write(text)
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,11 +1,12 @@
 """Ledgers: every run is charged before it reads a record, none is lost, and the total holds."""
 
-import fcntl
+import contextlib
 import json
 import math
 import os
 import pickle
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -79,6 +80,13 @@ def loop(budget):
 def sep(budget):
     driver = DPSEP(model, clip_norm=1.0, sampler=FullBatch(), budget=budget)
     return driver.run(KEY, 3, X, progress_bar=False).privacy
+
+
+@contextlib.contextmanager
+def table(path):
+    """The database of a ledger, open for changes by hand."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as found:
+        yield found
 
 
 @pytest.fixture
@@ -245,81 +253,97 @@ def test_a_run_that_goes_on_cannot_grow(file):
 def test_a_ledger_waits_for_another_holder_of_its_lock(file):
     ledger = Ledger(file, TOTAL)
     charge = threading.Thread(target=lambda: ledger.charge(spending("run"), purpose="test"))
-    with open(file, "rb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
+    with table(file) as other:
+        other.execute("BEGIN IMMEDIATE")
         charge.start()
         charge.join(0.3)
-        assert charge.is_alive() and b'"run"' not in other.read()
+        assert charge.is_alive() and not other.execute("SELECT * FROM runs").fetchall()
+        other.execute("ROLLBACK")
     charge.join(30)
     assert [entry.spending.run for entry in ledger.entries] == ["run"]
 
 
-def test_entries_survive_and_half_a_line_does_not_count(file):
+def test_entries_survive_in_order(file):
     ledger = Ledger(file, TOTAL)
-    ledger.charge(spending("a", f=1e-9, t=1e-9), purpose="one")
-    with open(file, "ab") as end:
-        end.write(b'{"run": "half')
+    ledger.charge(spending("b", f=1e-9, t=1e-9), spending("z"), purpose="one")
     other = Ledger(file, TOTAL)
     assert other.entries == ledger.entries
-    other.charge(spending("b"), purpose="two")
+    other.charge(spending("a"), purpose="two")
     assert [each.spending for each in ledger.entries] == [
-        spending("a", f=1e-9, t=1e-9), spending("b"),
+        spending("b", f=1e-9, t=1e-9), spending("z"), spending("a"),
     ]  # fmt: skip
-    assert [json.loads(line)["run"] for line in file.read_text().splitlines()[1:]] == ["a", "b"]
     with pytest.raises(LedgerError, match="already"):
         other.charge(spending("a"), purpose="again")
 
 
-GOOD = {
-    "run": "c", "steps": [["none", 1.0, None, 5.0, 1]], "failure_prob": 0.0,
-    "total_variation": 0.0, "caveats": [], "purpose": "p", "date": "d",
-}  # fmt: skip
+@pytest.mark.full
+def test_a_process_that_is_killed_while_it_charges_adds_no_run(file):
+    """Half of a sweep would be charged, or the file would be damaged."""
+    Ledger(file, TOTAL).charge(spending("a"), purpose="one")
+    code = f"""
+        import os, signal
+        from numpyro_dp import Ledger, PrivacyBudget
+        from test_ledger import spending
+        ledger = Ledger({str(file)!r}, PrivacyBudget(2.0, 1e-5))
+        read = ledger._read
+
+        def killed(file):
+            if len(file.execute("SELECT run FROM runs").fetchall()) > 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            read(file)
+
+        ledger._read = killed
+        ledger.charge(*(spending(str(number)) for number in range(5)), purpose="two")
+    """
+    found = python(code)
+    assert found.returncode == -signal.SIGKILL, found.stderr
+    assert [each.spending.run for each in Ledger(file, TOTAL).entries] == ["a"]
 
 
 @pytest.mark.parametrize(
-    "line",
+    "change",
     [
-        "text",
-        "[]",
-        '{"run": "c"}',
-        '{"run": "c", "failed": true}',
-        *(
-            json.dumps(GOOD | change)
-            for change in (
-                {"steps": 1},
-                {"steps": []},
-                {"steps": [["foo", 1.0, None, 5.0, 1]]},
-                {"steps": [["none", 1.0, None, 0.0, 1]]},
-                {"steps": [["poisson", 2.0, None, 5.0, 1]]},
-                {"steps": [["none", 1.0, None, 5.0, -1]]},
-                {"steps": [["none", 1.0, None, math.nan, 1]]},
-                {"failure_prob": -1},
-                {"total_variation": 2},
-                {"purpose": None},
-                {"run": "a"},
-            )
-        ),
+        {"steps": 1},
+        {"steps": []},
+        {"steps": [["none", 1.0, None, 0.0, 1]]},
+        {"steps": [["poisson", 2.0, None, 5.0, 1]]},
+        {"steps": [["none", 1.0, None, 5.0, -1]]},
+        {"steps": [["none", 1.0, None, math.nan, 1]]},
+        {"failure_prob": -1},
+        {"total_variation": 2},
+        {"run": "b"},
+        {"other": 1},
     ],
 )
 @pytest.mark.every_case
-def test_damage_stops_all_runs(file, line):
+def test_damage_stops_all_runs(file, change):
     ledger = Ledger(file, TOTAL)
     ledger.charge(spending("a"), purpose="one")
-    with open(file, "a") as end:
-        end.write(line + "\n")
-    with pytest.raises(LedgerError, match="damaged"):
-        ledger.charge(spending("d"), purpose="one")
-    with pytest.raises(LedgerError, match="damaged"):
-        Ledger(file, TOTAL)
+    with table(file) as found:
+        ((text,),) = found.execute("SELECT spending FROM runs")
+        found.execute("UPDATE runs SET spending = ?", [json.dumps(json.loads(text) | change)])
+    for call in (
+        lambda: ledger.charge(spending("d"), purpose="one"),
+        lambda: Ledger(file, TOTAL),
+    ):
+        with pytest.raises(LedgerError, match="damaged"):
+            call()
 
 
 def test_other_totals_and_files_are_refused(file, tmp_path):
     Ledger(file, TOTAL)
     with pytest.raises(LedgerError, match="has the total"):
         Ledger(file, PrivacyBudget(3.0, 1e-5))
-    (tmp_path / "other").write_text('{"format": "x", "version": 1}\n')
-    with pytest.raises(LedgerError, match="Expected"):
+    (tmp_path / "notes").write_text("my notes")
+    with pytest.raises(LedgerError, match="cannot be used: file is not a database"):
+        Ledger(tmp_path / "notes", TOTAL)
+    assert (tmp_path / "notes").read_text() == "my notes"
+    with table(tmp_path / "other") as other:
+        other.execute("CREATE TABLE mine (x)")
+    with pytest.raises(LedgerError, match="no ledger of version 1"):
         Ledger(tmp_path / "other", TOTAL)
+    (tmp_path / "empty").touch()  # a process was killed when it had made the file
+    assert Ledger(tmp_path / "empty", TOTAL).entries == ()
     for total in (PrivacyBudget(1.0), 3.0):
         with pytest.raises(ValueError, match="with a delta"):
             Ledger(tmp_path / "new", total)
@@ -399,7 +423,7 @@ def test_a_refused_key_is_not_charged_and_a_repetition_goes_on(file, tmp_path):
 def test_runs_that_cannot_be_charged_together_are_refused(file):
     ledger = Ledger(file, TOTAL)
     for runs, match in (
-        ([spending("a"), spending("a")], "twice"),
+        ([spending("a"), spending("a")], "UNIQUE"),
         ([spending("a"), spending("b")._replace(unit="unit of rows")], "One total cannot"),
         ([spending("a")._replace(relation="replace_one")], "has the relation 'replace_one'"),
     ):
@@ -421,37 +445,35 @@ def test_a_run_that_goes_on_is_charged_once(file):
     assert first.privacy.epsilon < charged
 
 
-def test_lines_that_go_missing_stop_all_runs(file):
+def test_runs_that_go_missing_stop_all_runs(file):
     ledger = Ledger(file, TOTAL)
     before = file.read_bytes()
     ledger.charge(spending("a"), purpose="one")
     after = file.read_bytes()
-    for content in (before, after.replace(b"one", b"two"), b""):
+    with table(file) as found:
+        found.execute("UPDATE runs SET purpose = 'two'")
+    changed = file.read_bytes()
+    for content, match in (
+        (before, "lost the run a"), (changed, "lost the run a"), (b"", "no ledger of version 1"),
+        (after[:5000], "cannot be used"),
+    ):  # fmt: skip
         file.write_bytes(content)
-        with pytest.raises(LedgerError, match="lost lines"):
+        with pytest.raises(LedgerError, match=match):
             ledger.charge(spending("b"), purpose="two")
     file.unlink()
-    with pytest.raises(LedgerError, match="is gone"):
+    with pytest.raises(LedgerError, match="unable to open"):
         ledger.charge(spending("b"), purpose="two")
     assert not file.exists()
     file.write_bytes(after)
     ledger.charge(spending("b"), purpose="two")
+    ledger.take_back("a")
+    with table(file) as found:
+        found.execute("UPDATE runs SET failed = FALSE")
+    with pytest.raises(LedgerError, match="lost the run a"):
+        ledger.charge(spending("c"), purpose="two")
     assert len(Ledger(file, TOTAL).entries) == 2
     with pytest.raises(LedgerError, match="no run other"):
-        ledger.take_back("other")
-    assert len(Ledger(file, TOTAL).entries) == 2
-
-
-def test_half_a_header_is_completed_and_other_files_are_left_alone(file):
-    Ledger(file, TOTAL)
-    header = file.read_bytes()
-    file.write_bytes(header[:20])
-    Ledger(file, TOTAL)
-    assert file.read_bytes() == header
-    file.write_bytes(b"my notes")
-    with pytest.raises(LedgerError, match="not a ledger"):
-        Ledger(file, TOTAL)
-    assert file.read_bytes() == b"my notes"
+        Ledger(file, TOTAL).take_back("other")
 
 
 def test_a_state_from_outside_the_ledger_is_refused(file):

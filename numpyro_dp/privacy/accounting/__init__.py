@@ -16,7 +16,6 @@ from numpyro_dp.privacy.accounting.bounds import (
     UnreliableBoundError,
     UnsupportedEventError,
     describe_event,
-    supported_by,
 )
 from numpyro_dp.privacy.accounting.gdp import GDP
 from numpyro_dp.privacy.accounting.pld import PLD
@@ -37,5 +36,4 @@ __all__ = [
     "UnsupportedEventError",
     "describe_event",
     "epsilon_spent",
-    "supported_by",
 ]

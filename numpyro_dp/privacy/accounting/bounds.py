@@ -12,29 +12,13 @@ together.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, TypeVar, get_args, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from numpyro_dp._lazy import dpa
-from numpyro_dp.privacy.budget import Relation
-
-__all__ = [
-    "Accountant",
-    "EpsilonBound",
-    "GaussianStep",
-    "StepError",
-    "TotalVariationError",
-    "UnreliableBoundError",
-    "UnsupportedEventError",
-    "canonical_event",
-    "check_supported",
-    "describe_event",
-    "gaussian_steps",
-    "register",
-    "supported_by",
-]
+from numpyro_dp.privacy.budget import Relation, check_relation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +82,30 @@ class Accountant(Protocol):
         ...
 
 
-class _Registered(Accountant, Protocol):
-    def refusal(self, event: dpa.DpEvent, relation: Relation) -> str | None:
-        """Returns why the event is not supported, or ``None``."""
-        ...
+class StepAccountant:
+    """An accountant that reads the normal form of an event."""
+
+    name = ""
+
+    def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> EpsilonBound:
+        """Bounds epsilon (see :class:`Accountant`)."""
+        check_relation(relation)
+        try:
+            steps = gaussian_steps(event)
+            triple = (0.0, 0.0, 0.0)
+            if steps and steps[0].noise_multiplier == 0.0:
+                triple = (math.inf, math.inf, math.inf)
+            elif steps:
+                triple = self._bounds(steps, delta, relation)
+        except StepError as error:
+            raise UnsupportedEventError(event, relation, {self.name: str(error)}) from error
+        return EpsilonBound(*triple, delta, relation, event, self.name)
+
+    def _bounds(
+        self, steps: tuple[GaussianStep, ...], delta: float, relation: Relation
+    ) -> tuple[float | None, float | None, float]:
+        """Returns ``lower``, ``estimate`` and ``upper``. Raises StepError if there is no bound."""
+        raise NotImplementedError
 
 
 class UnreliableBoundError(ValueError):
@@ -132,14 +136,13 @@ class UnsupportedEventError(ValueError):
     reasons: dict[str, str]
 
     def __init__(self, event: dpa.DpEvent, relation: Relation, reasons: dict[str, str]) -> None:
-        """Composes the message, with the accountants that support the event."""
+        """Composes the message."""
         self.event, self.relation, self.reasons = event, relation, dict(reasons)
         told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        able = supported_by(event)
-        remedy = f"It is supported by {', '.join(able)}." if able else "No accountant supports it."
         super().__init__(
             f"No bound for the event {describe_event(event)} under relation={relation!r} ({told}). "
-            f"{remedy}"
+            "Best(), the default, has bounds for full and Poisson batches under both relations, "
+            "and for batches of a fixed size under 'replace_one'."
         )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -147,38 +150,9 @@ class UnsupportedEventError(ValueError):
         return type(self), (self.event, self.relation, self.reasons)
 
 
-_KNOWN: list[_Registered] = []
-_AccountantType = TypeVar("_AccountantType", bound=Callable[[], _Registered])
-
-
-def register(accountant: _AccountantType) -> _AccountantType:
-    """Class decorator: error messages name this accountant if it supports an event."""
-    _KNOWN.append(accountant())
-    return accountant
-
-
-def check_supported(accountant: _Registered, event: dpa.DpEvent, relation: Relation) -> None:
-    """Raises :class:`UnsupportedEventError` if the accountant has no bound for the event."""
-    reason = accountant.refusal(event, relation)
-    if reason is not None:
-        raise UnsupportedEventError(event, relation, {accountant.name: reason})
-
-
-def supported_by(event: dpa.DpEvent) -> tuple[str, ...]:
-    """Returns the accountants that support the event, each with the relation.
-
-    Example:
-        >>> from dp_accounting import GaussianDpEvent, SampledWithoutReplacementDpEvent
-        >>> import numpyro_dp.privacy.accounting
-        >>> supported_by(SampledWithoutReplacementDpEvent(1000, 10, GaussianDpEvent(1.0)))
-        ("RDP under 'replace_one'", "PLD under 'replace_one'")
-    """
-    return tuple(
-        f"{accountant.name} under {relation!r}"
-        for accountant in _KNOWN
-        for relation in get_args(Relation)
-        if accountant.refusal(event, relation) is None
-    )
+def reason_of(error: ValueError, name: str) -> str:
+    """Returns why the accountant of this name has no bound."""
+    return getattr(error, "reasons", {}).get(name, str(error))
 
 
 def describe_event(event: dpa.DpEvent) -> str:
@@ -249,7 +223,7 @@ def gaussian_steps(event: dpa.DpEvent) -> tuple[GaussianStep, ...]:
         >>> gaussian_steps(SelfComposedDpEvent(step, 3))[0][:2]
         ('poisson', 0.5)
     """
-    counts: dict[tuple[Sampling, float, tuple[int, int] | None, float], int] = {}
+    counts: collections.Counter[GaussianStep] = collections.Counter()
     full_batch = 0.0
     for step in _walk(event, 1):
         if step.noise_multiplier == 0.0:
@@ -257,12 +231,9 @@ def gaussian_steps(event: dpa.DpEvent) -> tuple[GaussianStep, ...]:
         if step.sampling == "none":
             full_batch += step.count / step.noise_multiplier**2
         else:
-            key = step[:4]
-            counts[key] = counts.get(key, 0) + step.count
-    steps = [GaussianStep(*key, count) for key, count in counts.items()]
-    if full_batch > 0.0:
-        steps.insert(0, GaussianStep("none", 1.0, None, 1.0 / math.sqrt(full_batch), 1))
-    return tuple(steps)
+            counts[step._replace(count=1)] += step.count
+    steps = tuple(step._replace(count=count) for step, count in counts.items())
+    return (_full_batch(1.0 / math.sqrt(full_batch)), *steps) if full_batch > 0.0 else steps
 
 
 def canonical_event(steps: tuple[GaussianStep, ...]) -> dpa.DpEvent:
@@ -278,12 +249,16 @@ def canonical_event(steps: tuple[GaussianStep, ...]) -> dpa.DpEvent:
     return dpa.ComposedDpEvent(events)
 
 
+def _full_batch(noise_multiplier: float, count: int = 1) -> GaussianStep:
+    return GaussianStep("none", 1.0, None, noise_multiplier, count)
+
+
 def _walk(event: dpa.DpEvent, count: int) -> list[GaussianStep]:
     match event:
         case dpa.NoOpDpEvent():
             return []
         case dpa.NonPrivateDpEvent():
-            return [GaussianStep("none", 1.0, None, 0.0, 1)] if count else []
+            return [_full_batch(0.0)]
         case dpa.SelfComposedDpEvent():
             if event.count < 0:
                 raise ValueError(f"Expected count={event.count} >= 0 in {describe_event(event)}.")
@@ -294,7 +269,7 @@ def _walk(event: dpa.DpEvent, count: int) -> list[GaussianStep]:
             noise = float(event.noise_multiplier)
             if not noise >= 0.0:
                 raise ValueError(f"Expected noise_multiplier={noise} >= 0 in {event!r}.")
-            return [] if math.isinf(noise) else [GaussianStep("none", 1.0, None, noise, count)]
+            return [] if math.isinf(noise) else [_full_batch(noise, count)]
         case dpa.PoissonSampledDpEvent():
             return _sampled("poisson", float(event.sampling_probability), None, event, count)
         case dpa.SampledWithoutReplacementDpEvent():
@@ -317,8 +292,6 @@ def _sampled(
     if len(inner) > 1 or inner[0].sampling != "none":
         raise StepError(f"{describe_event(event)} samples from a sample")
     noise = inner[0].noise_multiplier
-    if noise == 0.0:
-        return [GaussianStep("none", 1.0, None, 0.0, 1)]
-    if rate == 1.0:
-        return [GaussianStep("none", 1.0, None, noise, count)]
+    if noise == 0.0 or rate == 1.0:
+        return [_full_batch(noise, count)]
     return [GaussianStep(sampling, rate, size, noise, count)]

@@ -24,24 +24,14 @@ import math
 import numpy as np
 from scipy import optimize, special
 
-from numpyro_dp._lazy import dpa
-from numpyro_dp.privacy.accounting.bounds import (
-    EpsilonBound,
-    StepError,
-    check_supported,
-    gaussian_steps,
-    register,
-)
-from numpyro_dp.privacy.budget import Relation, check_relation
-
-__all__ = ["GDP", "gaussian_epsilon", "gaussian_log_delta"]
+from numpyro_dp.privacy.accounting.bounds import GaussianStep, StepAccountant, StepError
+from numpyro_dp.privacy.budget import Relation
 
 _ROOT_ERROR = 1e-10
 
 
-@register
 @dataclasses.dataclass(frozen=True)
-class GDP:
+class GDP(StepAccountant):
     """Exact accountant for full-batch runs, under both relations.
 
     Example:
@@ -54,33 +44,13 @@ class GDP:
 
     name = "GDP"
 
-    def refusal(self, event: dpa.DpEvent, relation: Relation) -> str | None:
-        """Returns why the event is not supported, or ``None``."""
-        check_relation(relation)
-        try:
-            steps = gaussian_steps(event)
-        except StepError as error:
-            return str(error)
+    def _bounds(
+        self, steps: tuple[GaussianStep, ...], delta: float, relation: Relation
+    ) -> tuple[float, float, float]:
         if any(step.sampling != "none" for step in steps):
-            return "it is exact for full batches only"
-        return None
-
-    def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> EpsilonBound:
-        """Returns the exact epsilon (see :class:`Accountant`).
-
-        Raises:
-            UnsupportedEventError: If the event samples, or is not Gaussian.
-        """
-        check_supported(self, event, relation)
-        steps = gaussian_steps(event)
-        if not steps:
-            value = 0.0
-        elif steps[0].noise_multiplier == 0.0:
-            value = math.inf
-        else:
-            value = gaussian_epsilon(1.0 / steps[0].noise_multiplier, delta)
-        lower = value if math.isinf(value) else value * (1.0 - 2.0 * _ROOT_ERROR)
-        return EpsilonBound(lower, value, value, delta, relation, event, self.name)
+            raise StepError("it is exact for full batches only")
+        value = gaussian_epsilon(1.0 / steps[0].noise_multiplier, delta)
+        return value * (1.0 - 2.0 * _ROOT_ERROR), value, value
 
 
 def gaussian_log_delta(epsilon: float, mu: float) -> float:

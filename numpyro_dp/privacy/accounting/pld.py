@@ -68,19 +68,14 @@ from scipy import special
 from numpyro_dp._lazy import dpa
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.privacy.accounting.bounds import (
-    EpsilonBound,
     GaussianStep,
+    StepAccountant,
     StepError,
     UnreliableBoundError,
     canonical_event,
-    check_supported,
-    gaussian_steps,
-    register,
 )
 from numpyro_dp.privacy.accounting.rdp import epsilon_and_order
-from numpyro_dp.privacy.budget import SENSITIVITY, Relation, check_relation, neighboring_relation
-
-__all__ = ["PLD"]
+from numpyro_dp.privacy.budget import SENSITIVITY, Relation, neighboring_relation
 
 _TRUNCATED = 1e-6  # part of delta that truncated tails may use up
 _ROUNDING = 0.1  # part of delta that rounding may use up
@@ -91,9 +86,8 @@ _ORDERS = (1.25, 1.5, 2.0, 3.0, *(float(2**k) for k in range(2, 12)))
 _UNIT = float(np.finfo(np.float64).eps)
 
 
-@register
 @dataclasses.dataclass(frozen=True)
-class PLD:
+class PLD(StepAccountant):
     r"""Privacy loss distributions of ``dp_accounting`` with a grid adapted to the event.
 
     Args:
@@ -132,37 +126,18 @@ class PLD:
         check_real("relative_gap", self.relative_gap, low=0.0, low_open=True, high=0.1)
         check_int("max_points", self.max_points, low=1024)
 
-    def refusal(self, event: dpa.DpEvent, relation: Relation) -> str | None:
-        """Returns why the event is not supported, or ``None``."""
-        check_relation(relation)
-        try:
-            steps = gaussian_steps(event)
-        except StepError as error:
-            return str(error)
+    def _bounds(
+        self, steps: tuple[GaussianStep, ...], delta: float, relation: Relation
+    ) -> tuple[None, float, float]:
         kinds = {step.sampling for step in steps}
         if "without_replacement" in kinds and relation != "replace_one":
-            return "fixed-size samples have a bound under replace_one alone"
+            raise StepError("fixed-size samples have a bound under replace_one alone")
         if kinds >= {"without_replacement", "poisson"}:
-            return "fixed-size and Poisson samples together have no bound to choose a grid by"
-        return None
-
-    def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> EpsilonBound:
-        """Bounds epsilon (see :class:`Accountant`).
-
-        Raises:
-            UnsupportedEventError: If the event is not Gaussian, or draws fixed-size samples and the
-                relation is ``add_or_remove_one``.
-            UnreliableBoundError: If double precision does not resolve the delta of the event.
-        """
-        check_supported(self, event, relation)
-        steps = gaussian_steps(event)
-        estimate = upper = 0.0
-        if steps and steps[0].noise_multiplier == 0.0:
-            estimate = upper = math.inf
-        elif steps:
-            upper, excess = self._composed(steps, delta, relation)
-            estimate = max(upper - excess, 0.0)
-        return EpsilonBound(None, estimate, upper, delta, relation, event, self.name)
+            raise StepError(
+                "fixed-size and Poisson samples together have no bound to choose a grid by"
+            )
+        upper, excess = self._composed(steps, delta, relation)
+        return None, max(upper - excess, 0.0), upper
 
     def _composed(
         self, steps: tuple[GaussianStep, ...], delta: float, relation: Relation

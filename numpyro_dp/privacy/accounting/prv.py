@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from numpyro_dp._lazy import Lazy, dpa
+from numpyro_dp._lazy import Lazy
 from numpyro_dp.privacy.accounting import bounds
-from numpyro_dp.privacy.budget import Relation, check_relation
+from numpyro_dp.privacy.budget import Relation
 
 __all__ = ["PRV"]
 
@@ -23,8 +23,10 @@ _variables: Any = Lazy("prv_accountant.privacy_random_variables")
 
 
 @dataclasses.dataclass(frozen=True)
-class PRV:
+class PRV(bounds.StepAccountant):
     """Bounds full and Poisson batches from both sides (Gopi et al., 2021, Theorem 5.5).
+
+    Guarantee: the true epsilon is between ``lower`` and ``upper``.
 
     Example:
         >>> import dp_accounting
@@ -35,21 +37,14 @@ class PRV:
 
     name = "PRV"
 
-    def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> bounds.EpsilonBound:
-        """Returns ``lower`` and ``upper``. Guarantee: the true epsilon is between them."""
-        check_relation(relation)
-        try:
-            steps = bounds.gaussian_steps(event)
-            sampling = {step.sampling for step in steps} - {"none"}
-            if sampling and (sampling, relation) != ({"poisson"}, "add_or_remove_one"):
-                raise bounds.StepError("it needs full batches, or Poisson and 'add_or_remove_one'")
-        except bounds.StepError as error:
-            raise bounds.UnsupportedEventError(event, relation, {"PRV": str(error)}) from error
-        found = [(math.inf if steps else 0.0,) * 3]
-        if steps and steps[0].noise_multiplier:
-            found = [_directed(steps, delta, add) for add in {False, bool(sampling)}]
-        triple = (max(0.0, *values) for values in zip(*found, strict=True))
-        return bounds.EpsilonBound(*triple, delta, relation, event, "PRV")
+    def _bounds(
+        self, steps: tuple[bounds.GaussianStep, ...], delta: float, relation: Relation
+    ) -> tuple[float, ...]:
+        sampling = {step.sampling for step in steps} - {"none"}
+        if sampling and (sampling, relation) != ({"poisson"}, "add_or_remove_one"):
+            raise bounds.StepError("it needs full batches, or Poisson and 'add_or_remove_one'")
+        found = [_directed(steps, delta, add) for add in {False, bool(sampling)}]
+        return tuple(max(0.0, *values) for values in zip(*found, strict=True))
 
 
 def _directed(steps: tuple[Any, ...], delta: float, add: bool) -> tuple[float, ...]:

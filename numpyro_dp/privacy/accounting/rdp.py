@@ -32,16 +32,12 @@ from numpyro_dp._lazy import dpa
 from numpyro_dp.privacy.accounting.bounds import (
     EpsilonBound,
     GaussianStep,
+    StepAccountant,
     StepError,
+    UnsupportedEventError,
     canonical_event,
-    check_supported,
-    describe_event,
-    gaussian_steps,
-    register,
 )
 from numpyro_dp.privacy.budget import Relation, neighboring_relation
-
-__all__ = ["RDP", "epsilon_and_order"]
 
 
 def _orders(largest: float, ratio: float) -> tuple[float, ...]:
@@ -57,9 +53,8 @@ _SAMPLED_ORDERS = _orders(4e3, 1.25)
 _CLOSED_FORM_ORDERS = _orders(1e7, 1.1)
 
 
-@register
 @dataclasses.dataclass(frozen=True)
-class RDP:
+class RDP(StepAccountant):
     """Renyi accountant of ``dp_accounting``, with rounding bounded.
 
     Args:
@@ -87,46 +82,49 @@ class RDP:
                 "to let RDP choose them for the event."
             )
 
-    def refusal(self, event: dpa.DpEvent, relation: Relation) -> str | None:
-        """Returns why the event is not supported, or ``None``."""
-        library = dpa.rdp.RdpAccountant([2.0], neighboring_relation(relation))
-        canonical, steps = _canonical(event)
-        if library.supports(canonical):
-            return None
-        sampled = {step.sampling for step in steps or () if step.sampling != "none"}
-        what = f"{' or '.join(sorted(sampled))} samples" if sampled else describe_event(event)
-        return f"dp_accounting has no Renyi divergence for {what} under {relation!r}"
-
     def epsilon(self, event: dpa.DpEvent, delta: float, relation: Relation) -> EpsilonBound:
         """Bounds epsilon (see :class:`Accountant`).
 
         Raises:
             UnsupportedEventError: If ``dp_accounting`` has no divergence for the event.
         """
-        check_supported(self, event, relation)
-        canonical, steps = _canonical(event)
-        if steps == ():
-            upper = 0.0
-        elif steps and steps[0].noise_multiplier == 0.0:
-            upper = math.inf
-        else:
-            upper, _ = epsilon_and_order(canonical, steps, delta, relation, self.orders)
+        try:
+            return super().epsilon(event, delta, relation)
+        except UnsupportedEventError:  # the library knows other noise too, such as Laplace
+            if not _is_known(event, relation):
+                raise
+        orders = self.orders or _SAMPLED_ORDERS
+        upper, _ = epsilon_and_order(event, (), delta, relation, orders)
         return EpsilonBound(None, None, upper, delta, relation, event, self.name)
+
+    def _bounds(
+        self, steps: tuple[GaussianStep, ...], delta: float, relation: Relation
+    ) -> tuple[None, None, float]:
+        event = canonical_event(steps)
+        if not _is_known(event, relation):
+            sampled = " or ".join(sorted({step.sampling for step in steps} - {"none"}))
+            raise StepError(
+                f"dp_accounting has no Renyi divergence for {sampled} samples under {relation!r}"
+            )
+        return None, None, epsilon_and_order(event, steps, delta, relation, self.orders)[0]
 
 
 def epsilon_and_order(
-    canonical: dpa.DpEvent,
-    steps: tuple[GaussianStep, ...] | None,
+    event: dpa.DpEvent,
+    steps: tuple[GaussianStep, ...],
     delta: float,
     relation: Relation,
     orders: tuple[float, ...] | None = None,
 ) -> tuple[float, float]:
-    """Returns the bound of a private event in normal form, and the order that gives it."""
-    sampled = steps is None or any(step.sampling != "none" for step in steps)
+    """Returns the bound of a private event, and the order that gives it.
+
+    ``steps`` is its normal form, or is empty if it has none.
+    """
+    sampled = any(step.sampling != "none" for step in steps)
     orders = orders or (_SAMPLED_ORDERS if sampled else _CLOSED_FORM_ORDERS)
     library = dpa.rdp.RdpAccountant(orders, neighboring_relation(relation))
     with _quiet():
-        divergence = library.compose(canonical).rdp
+        divergence = library.compose(event).rdp
     array = np.asarray(orders, dtype=np.float64)
     divergence = np.maximum(divergence + _rounding(array, steps), 0.0)
     epsilon, order = dpa.rdp.compute_epsilon(array, divergence, delta)
@@ -146,21 +144,14 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _canonical(event: dpa.DpEvent) -> tuple[dpa.DpEvent, tuple[GaussianStep, ...] | None]:
-    """Returns the event in normal form and its steps, or as it is and ``None`` if not Gaussian."""
-    try:
-        steps = gaussian_steps(event)
-    except StepError:
-        return event, None
-    return canonical_event(steps), steps
+def _is_known(event: dpa.DpEvent, relation: Relation) -> bool:
+    return dpa.rdp.RdpAccountant([2.0], neighboring_relation(relation)).supports(event)
 
 
 def _rounding(
-    orders: npt.NDArray[np.float64], steps: tuple[GaussianStep, ...] | None
+    orders: npt.NDArray[np.float64], steps: tuple[GaussianStep, ...]
 ) -> npt.NDArray[np.float64]:
     """Bounds the rounding error of the library's log-space sums of ``order`` terms, per order."""
-    if steps is None:
-        return np.zeros_like(orders)
     sampled = sum(step.count for step in steps if step.sampling != "none")
     terms = orders + 4.0 * special.gammaln(orders + 1.0) + 16.0
     return sampled * terms * float(np.finfo(np.float64).eps) / (orders - 1.0)

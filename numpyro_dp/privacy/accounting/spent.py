@@ -34,6 +34,7 @@ from numpyro_dp.privacy.accounting.bounds import (
     UnreliableBoundError,
     UnsupportedEventError,
     describe_event,
+    reason_of,
 )
 from numpyro_dp.privacy.accounting.gdp import GDP
 from numpyro_dp.privacy.accounting.pld import PLD
@@ -100,19 +101,13 @@ class Best:
         for accountant in self.accountants:
             try:
                 bound = accountant.epsilon(event, delta, relation)
-            except UnsupportedEventError as error:
-                reasons[accountant.name] = error.reasons.get(accountant.name, str(error))
-                continue
-            except UnreliableBoundError as error:
-                reasons[accountant.name] = str(error)
-                unreliable = True
+            except (UnsupportedEventError, UnreliableBoundError) as error:
+                reasons[accountant.name] = reason_of(error, accountant.name)
+                unreliable |= isinstance(error, UnreliableBoundError)
                 continue
             if best is None or bound.upper < best.upper:
                 best = bound
-            if bound.estimate is not None and (
-                bound.upper == bound.estimate
-                or bound.upper - bound.estimate <= _CLOSE * bound.upper
-            ):
+            if bound.estimate is not None and bound.estimate >= (1.0 - _CLOSE) * bound.upper:
                 break
         if best is not None:
             return best
@@ -173,14 +168,8 @@ def epsilon_spent(
         Dwork, Roth: Algorithmic Foundations (2014), section 3.5 (statistical distance).
     """
     check_relation(relation)
-    tau = _check_prob("total_variation", total_variation, "It is a distance of probabilities")
-    failure = _check_prob("failure_prob", failure_prob, "It is the chance that a batch overflows")
     delta = check_real("delta", delta, low=0.0, high=1.0, low_open=True, high_open=True)
-    if failure >= delta:
-        raise TotalVariationError(
-            f"Expected failure_prob={failure:g} < delta={delta:g}. Delta has to cover batches that "
-            "overflow. Use a smaller overflow_prob for Poisson batches, or a larger delta."
-        )
+    failure, tau = check_errors(delta, failure_prob, total_variation)
     judge = Best() if accountant is None else accountant
     if tau == 0.0:
         bound = judge.epsilon(event, delta - failure, relation)
@@ -196,9 +185,27 @@ def is_left_out(epsilon: float, delta: float, total_variation: float) -> bool:
     return (1.0 + math.exp(min(epsilon, 700.0))) * total_variation > delta
 
 
-def _check_prob(name: str, value: float, meaning: str) -> float:
-    remedy = f"{meaning}, over all steps of the run."
-    return check_real(name, value, low=0.0, high=1.0, high_open=True, remedy=remedy)
+def check_errors(
+    delta: float, failure_prob: float, total_variation: float, epsilon: float = -math.inf
+) -> tuple[float, float]:
+    """Returns the errors of a run's sampler if delta covers them, at an epsilon if one is given."""
+    failure, tau = (
+        check_real(name, value, low=0.0, high=1.0, high_open=True,
+                   remedy="It is a probability, over all steps of the run.")
+        for name, value in (("failure_prob", failure_prob), ("total_variation", total_variation))
+    )  # fmt: skip
+    if failure >= delta:
+        raise TotalVariationError(
+            f"Expected failure_prob={failure:g} < delta={delta:g}. Delta has to cover batches that "
+            "overflow. Use a smaller overflow_prob for Poisson batches, or a larger delta."
+        )
+    largest = (delta - failure) / (1.0 + math.exp(min(epsilon, 700.0)))
+    if epsilon > 0.0 and tau >= largest and not is_left_out(epsilon, delta - failure, tau):
+        raise TotalVariationError(
+            f"Expected total_variation={tau:g} < {largest:.3g} for epsilon={epsilon:g} at "
+            f"delta={delta:g}. Sampler and noise are not exact enough. Use a smaller epsilon."
+        )
+    return failure, tau
 
 
 def _with_total_variation(
