@@ -140,7 +140,8 @@ class DPPBP(Driver):
                 check_real(name, rate, low=0, low_open=True, high=1)
         if ridge is not None:
             check_real("ridge", ridge, low=0, low_open=True)
-        self.network, self.ridge = network, ridge
+        self.network: RegressionNetwork = network
+        self.ridge = ridge
         check_real("precision_weight", precision_weight, low=0, low_open=True)
         check_real("noise_weight", noise_weight, low=0, low_open=True)
         self.init_scale: float = check_real("init_scale", init_scale, low=0, low_open=True)

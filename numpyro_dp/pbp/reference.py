@@ -31,7 +31,7 @@ from numpyro_dp.ep.gaussian import Cavity
 from numpyro_dp.ep.per_record import SensitiveEPResult
 from numpyro_dp.pbp.driver import DPPBP
 from numpyro_dp.pbp.estimator import NetworkCavity, network_site
-from numpyro_dp.pbp.model import RegressionNetwork
+from numpyro_dp.pbp.model import NetworkGuide, RegressionNetwork
 from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.sampling import FullBatch
 
@@ -85,7 +85,9 @@ class PBP:
         options = {"clip_norm": math.inf, "sampler": FullBatch(), "noise_multiplier": 0.0}
         # It reads and starts as the private driver does.
         self._driver = DPPBP(network, damping=damping, init_scale=init_scale, **options)
-        self.network, self.keep_sites, self.guide = network, keep_sites, self._driver.guide
+        self.network: RegressionNetwork = network
+        self.guide: NetworkGuide = self._driver.guide
+        self.keep_sites: bool = keep_sites
         self._damping = damping
 
     def run(self, rng_key: Array, num_sweeps: int, x: Array, y: Array) -> SensitiveEPResult:

@@ -2,9 +2,9 @@
 
 A folder has one file, ``SENSITIVE_checkpoint``: the SHA-256 of what follows, a line of JSON, and
 the bytes of all arrays of the progress, with the keys of later noise. The JSON has what must be the
-same in a call that continues (``meaning``, with a hash of the compiled program), a keyed hash of
-all records together (``salt``, ``records``), and names and date of the privacy reports (``runs``,
-``date``).
+same in a call that continues (``meaning``), with a hash of the compiled program. It also has a
+keyed hash of all records together (``salt``, ``records``), and names and date of the privacy
+reports (``runs``, ``date``).
 """
 
 from __future__ import annotations
