@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp._validate import check_int
-from numpyro_dp.posterior.rehearsal import Rehearsal, Stage, shown
+from numpyro_dp.posterior.rehearsal import Rehearsal, SimulatedRuns, shown
 from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.run.course import opened_bar
 
@@ -134,22 +134,22 @@ def choose(
         own = dict(settings)
         steps = own.pop("num_steps", None)
         rest = (steps, num_samples, simulated_data_to_args)
-        left.append((settings, Stage(build(**own), args, kwargs, *rest)))
+        left.append((settings, SimulatedRuns(build(**own), args, kwargs, *rest)))
     rounds = _rounds(len(left), num_simulations)
     keys, beaten = jax.random.split(rng_key, num_simulations), []
     with opened_bar(progress_bar, sum(each * new for each, new in rounds), unit="run") as bar:
         for _, new in rounds:
-            for _, stage in left:
-                stage.run(keys[len(stage.rows) :][:new], bar)
+            for _, runs in left:
+                runs.run(keys[len(runs.rows) :][:new], bar)
             left.sort(key=lambda pair: -_score(pair[1].found()))
             half = max(1, len(left) // 2)
             left, beaten = left[:half], left[half:] + beaten
     # A survivor may have become infinite.
     ranked = sorted(left + beaten, key=lambda pair: not np.isfinite(_score(pair[1].found())))
-    settings, stage = ranked[0]
+    settings, runs = ranked[0]
     own = {name: value for name, value in settings.items() if name != "num_steps"}
-    scores = tuple((each, stage.found().log_score) for each, stage in ranked)
-    return Choice(settings, build(**own), scores, stage.found().prior_log_score)
+    scores = tuple((each, runs.found().log_score) for each, runs in ranked)
+    return Choice(settings, build(**own), scores, runs.found().prior_log_score)
 
 
 def _rounds(number: int, num_simulations: int) -> list[tuple[int, int]]:

@@ -30,7 +30,7 @@ from numpyro_dp.posterior.diagnosis import PosteriorWarning
 from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.run.course import opened_bar
 
-__all__ = ["Rehearsal", "Stage", "rehearse", "shown"]
+__all__ = ["Rehearsal", "SimulatedRuns", "rehearse", "shown"]
 
 _PROBS = (0.5, 0.8, 0.9)
 
@@ -133,30 +133,35 @@ def rehearse(
     """
     check_rng_key(rng_key)
     check_int("num_simulations", num_simulations, low=2)
-    stage = Stage(driver, args, kwargs, num_steps, num_samples, simulated_data_to_args)
+    runs = SimulatedRuns(driver, args, kwargs, num_steps, num_samples, simulated_data_to_args)
     with opened_bar(progress_bar, num_simulations, unit="simulation") as bar:
-        stage.run(jax.random.split(rng_key, num_simulations), bar)
-    return stage.found()
+        runs.run(jax.random.split(rng_key, num_simulations), bar)
+    return runs.found()
 
 
-class Stage:
+class SimulatedRuns:
     """The simulated runs of one driver so far."""
 
     def __init__(
         self, driver: Any, args: Any, kwargs: Any, num_steps: int | None = None,
         num_samples: int = 1000, simulated_data_to_args: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
-        self.driver, self.args, self.kwargs, self.num_samples = driver, args, kwargs, num_samples
-        self.given = _given_of(driver)
+        self._driver, self._args, self._kwargs, self._num_samples = (
+            driver,
+            args,
+            kwargs,
+            num_samples,
+        )
+        self._given = _given_of(driver)
         if driver.settings.secret_key is not None:
             raise ValueError(
                 "A driver with a secret_key can run once, but a rehearsal runs it many times. "
                 "Build the driver without secret_key for the rehearsal."
             )
-        self.steps = () if num_steps is None else (num_steps,)
-        self.fill = simulated_data_to_args or _filler(self.given, args)
+        self._steps = () if num_steps is None else (num_steps,)
+        self._fill = simulated_data_to_args or _filler(self._given, args)
         takes_bar = "progress_bar" in inspect.signature(driver.run).parameters
-        self.quiet = {"progress_bar": False} if takes_bar else {}
+        self._quiet = {"progress_bar": False} if takes_bar else {}
         self.rows: list[tuple[Any, ...]] = []
         self.prior: np.ndarray | None = None
 
@@ -164,19 +169,19 @@ class Stage:
         """Adds one run for each key."""
         for key in keys:
             draw_key, run_key, sample_key = jax.random.split(key, 3)
-            latents, simulated, maps = _simulated(self.given, draw_key, self.args, self.kwargs)
-            args, kwargs = self.fill(simulated, self.args, self.kwargs)
+            latents, simulated, maps = _simulated(self._given, draw_key, self._args, self._kwargs)
+            args, kwargs = self._fill(simulated, self._args, self._kwargs)
             if bar is not None:
                 bar.set_description("rehearsing")
             with warnings.catch_warnings():
                 # The figures say what becomes of runs that would be warned of.
                 warnings.simplefilter("ignore", PosteriorWarning)
-                result = self.driver.run(run_key, *self.steps, *args, **self.quiet, **kwargs)
-                own = self.driver if result is None else result
+                result = self._driver.run(run_key, *self._steps, *args, **self._quiet, **kwargs)
+                own = self._driver if result is None else result
                 posterior = getattr(own, "posterior", own)
             if self.prior is None:  # the same for all simulations
-                self.prior = _vectors(posterior.prior_draws(sample_key, self.num_samples), maps)
-            draws = _vectors(posterior.sample(sample_key, self.num_samples), maps)
+                self.prior = _vectors(posterior.prior_draws(sample_key, self._num_samples), maps)
+            draws = _vectors(posterior.sample(sample_key, self._num_samples), maps)
             truth = _vectors({n: jnp.asarray(v)[None] for n, v in latents.items()}, maps)[0]
             self.rows.append(_figures(truth, draws, self.prior))
             if bar is not None:

@@ -33,7 +33,7 @@ from safetensors.numpy import save
 
 __all__ = ["FORMAT", "part_of", "read_file", "write_file"]
 
-FORMAT = {"format": "numpyro_dp posterior", "version": 1}
+FORMAT: dict[str, str | int] = {"format": "numpyro_dp posterior", "version": 1}
 
 
 def write_file(path: Any, about: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:

@@ -25,7 +25,7 @@ from numpyro_dp.run.scores import MOST_LATENTS
 
 __all__ = ["NORMAL_GUIDES", "first_widths"]
 
-NORMAL_GUIDES = (
+NORMAL_GUIDES: tuple[type, ...] = (
     autoguide.AutoNormal, autoguide.AutoDiagonalNormal, autoguide.AutoMultivariateNormal
 )  # fmt: skip
 
