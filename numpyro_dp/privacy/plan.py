@@ -269,7 +269,7 @@ class PrivacyReport:
         return self.plan.spent(self.num_steps, delta=delta)
 
     def statement(self, settings: str = _SETTINGS) -> Statement:
-        """Returns what the run guarantees, as text, JSON, HTML and an entry of the registry.
+        """Returns what the run guarantees, as text, JSON and HTML.
 
         Args:
             settings: How clip norm, rate, steps and other settings were chosen. If they were tuned
@@ -285,10 +285,6 @@ class PrivacyReport:
     def to_json(self) -> str:
         """The :meth:`statement` as JSON."""
         return self.statement().to_json()
-
-    def to_registry(self, **about: Any) -> dict[str, Any]:
-        """See :meth:`numpyro_dp.privacy.statement.Statement.to_registry`."""
-        return self.statement().to_registry(**about)
 
     def __str__(self) -> str:
         """The :meth:`statement` as text."""

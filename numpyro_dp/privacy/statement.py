@@ -13,7 +13,6 @@ import importlib.metadata
 import json
 import math
 import platform
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -223,96 +222,6 @@ class Statement:
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ValueError(f"The text is not a privacy statement: {error!r}.") from error
         return made
-
-    def to_registry(
-        self,
-        *,
-        name: str,
-        data_curators: Sequence[str],
-        description: str,
-        intended_use: str,
-        data_product_region: str,
-        registry_authors: Sequence[str],
-        data_product_type: str = "Machine learning model",
-        publication_date: str | None = None,
-    ) -> dict[str, Any]:
-        """Returns an entry for the registry of deployments of differential privacy.
-
-        The arguments are what only you know. The rest comes from the statement. Write the result to
-        a file with ``yaml.safe_dump`` or ``json.dump``.
-
-        Args:
-            name: Name of the data product.
-            data_curators: Who publishes it.
-            description: One sentence about it.
-            intended_use: What it is for.
-            data_product_region: Region that the data describe.
-            registry_authors: Who fills out the entry.
-            data_product_type: ``"Machine learning model"``, ``"Synthetic data"`` or
-                ``"Summary statistics"``.
-            publication_date: As ``YYYY-MM-DD``. By default the day of the run.
-
-        Raises:
-            ValueError: If the run was not private, or an argument is empty.
-
-        Reference:
-            Nanayakkara, Ghazi, Vadhan (2025), arXiv 2509.13509. The schema is
-            ``schemas/deployments-schema.yaml`` of ``opendp/deployments-registry-data``.
-        """
-        if not self.private:
-            raise ValueError("The run was not private, so it has no place in the registry.")
-        texts = {
-            "name": name, "description": description, "intended_use": intended_use,
-            "data_product_type": data_product_type, "data_product_region": data_product_region,
-            "publication_date": self.date if publication_date is None else publication_date,
-        }  # fmt: skip
-        lists = {"data_curators": data_curators, "registry_authors": registry_authors}
-        for key, value in texts.items():
-            if not isinstance(value, str) or not value.strip():
-                raise ValueError(f"Expected {key} as a text that is not empty, got {value!r}.")
-        for key, entries in lists.items():
-            if isinstance(entries, str) or not entries or not all(entries):
-                raise ValueError(f"Expected {key} as a list of names, got {entries!r}.")
-        if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", texts["publication_date"]):
-            raise ValueError(
-                f"Expected publication_date as YYYY-MM-DD, got {texts['publication_date']!r}."
-            )
-        software = ", ".join(f"{key} {number}" for key, number in self.versions.items())
-        deployment = {
-            "basic": texts | {"data_curators": list(data_curators)},
-            "dp_variant": {
-                "variant_name": "Approximate DP",
-                "data_domain": f"Data sets of records. {self.unit}",
-                "unprotected_quantities": "; ".join(
-                    [f"The number of records, {self.num_examples}", *self.public]
-                ),
-            },
-            "privacy_loss": {
-                "privacy_unit": self.unit,
-                "privacy_unit_details": self.neighbours,
-                "privacy_parameters": {"epsilon": self.epsilon, "delta": self.delta},
-                "privacy_parameters_details": self.meaning,
-            },
-            "deployment_model": {
-                "model_name": "Central",
-                "actors": _ACTORS,
-                "release_type": "One release",
-                "data_source_type": "Static",
-                "access_type": "Non-interactive",
-            },
-            "accounting": {
-                "post_processing": "Posterior and predictions are computed from released values.",
-                "composition": self.composition,
-            },
-            "implementation": {
-                "preprocessing_and_hyperparameter_tuning": self.settings,
-                "mechanisms": f"{self.mechanism} {software}.",
-                "justification": " ".join(self.caveats),
-            },
-            "administrative": {"registry_authors": list(registry_authors)},
-        }
-        slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-        return {"url_slug": slug, "status": "Draft", "tier": 3, "deployment": deployment}
 
 
 def _rounded_up(value: float) -> str:

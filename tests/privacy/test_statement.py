@@ -1,4 +1,4 @@
-"""Privacy statements: what they say, as text, JSON, HTML and an entry of the registry."""
+"""Privacy statements: what they say, as text, JSON and HTML."""
 
 import functools
 import html.parser
@@ -22,55 +22,6 @@ from numpyro_dp.samplers import FullBatch, Poisson
 
 KEY = jax.random.key(0)
 X = jnp.ones(200)
-ABOUT = {
-    "name": "Mean age, 2026",
-    "data_curators": ["Health Office"],
-    "description": "Posterior of a mean.",
-    "intended_use": "Planning",
-    "data_product_region": "Finland",
-    "registry_authors": ["A. Statistician"],
-}
-
-# Names, types and enumerations of the registry's schema (opendp/deployments-registry-data, MIT,
-# schemas/deployments-schema.yaml of July 2026), for the objects that an entry of ours has.
-TEXT = {"type": str}
-SCHEMA = {
-    "url_slug": TEXT,
-    "status": {"enum": {"Draft", "Pending", "Changes Required", "Approved"}},
-    "tier": {"enum": {1, 2, 3}},
-    "deployment": {
-        "basic": {
-            "name": TEXT, "data_curators": {"list": str}, "intended_use": TEXT,
-            "data_product_type": {"enum": {
-                "Summary statistics", "Machine learning model", "Dataset", "Synthetic data",
-                "Interactive API", "SQL queries"}},
-            "data_product_region": TEXT, "description": TEXT, "publication_date": TEXT,
-        },
-        "dp_variant": {
-            "variant_name": {"enum": {
-                "Pure DP", "Approximate DP", "Zero-concentrated DP", "Renyi DP", "Custom"}},
-            "data_domain": TEXT, "unprotected_quantities": TEXT,
-        },
-        "privacy_loss": {
-            "privacy_unit": TEXT, "privacy_unit_details": TEXT,
-            "privacy_parameters": {"epsilon": {"type": float}, "delta": {"type": float}},
-            "privacy_parameters_details": TEXT,
-        },
-        "deployment_model": {
-            "model_name": {"enum": {"Local", "Central", "Shuffle", "Federated", "Varies"}},
-            "actors": TEXT,
-            "release_type": {"enum": {"One release", "Many releases"}},
-            "data_source_type": {"enum": {"Static", "Dynamic"}},
-            "access_type": {"enum": {"Interactive", "Non-interactive"}},
-        },
-        "accounting": {"post_processing": TEXT, "composition": TEXT},
-        "implementation": {
-            "preprocessing_and_hyperparameter_tuning": TEXT, "mechanisms": TEXT,
-            "justification": TEXT,
-        },
-        "administrative": {"registry_authors": {"list": str}},
-    },
-}  # fmt: skip
 
 
 def model(x):
@@ -129,27 +80,6 @@ def test_a_statement_has_all_forms(kind):
     assert found["epsilon"] == report.epsilon
     assert Statement.from_json(report.to_json()) == statement
 
-    entry = report.to_registry(**ABOUT)
-    check(entry, SCHEMA)
-    assert json.loads(json.dumps(entry)) == entry
-    assert entry["url_slug"] == "mean-age-2026"
-    loss = entry["deployment"]["privacy_loss"]["privacy_parameters"]
-    assert loss == {"epsilon": report.epsilon, "delta": report.delta}
-
-
-def check(value, schema, place="entry"):
-    """Whether an entry has the names, types and values of a schema, and no others."""
-    if "type" in schema:
-        assert isinstance(value, schema["type"]) and value, place
-    elif "enum" in schema:
-        assert value in schema["enum"], place
-    elif "list" in schema:
-        assert value and all(isinstance(each, schema["list"]) for each in value), place
-    else:
-        assert set(value) == set(schema), place
-        for name, part in value.items():
-            check(part, schema[name], f"{place}.{name}")
-
 
 def test_the_rates_of_attacks_are_bounds_and_close_to_exact_ones():
     """Of a Gaussian mechanism the best test is known."""
@@ -199,26 +129,10 @@ def test_settings_are_what_the_user_says():
 
 
 @pytest.mark.full
-def test_a_run_without_privacy_is_no_entry():
+def test_a_run_without_privacy_says_so():
     report = svi(noise_multiplier=0.0, budget=None).privacy
     assert str(report).startswith("Guarantee: NOT PRIVATE")
     assert Statement.from_json(report.to_json()).epsilon == math.inf
-    with pytest.raises(ValueError, match="no place in the registry"):
-        report.to_registry(**ABOUT)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"name": " "}, "Expected name as a text"),
-        ({"data_curators": "Office"}, "Expected data_curators as a list"),
-        ({"registry_authors": []}, "Expected registry_authors as a list"),
-        ({"publication_date": "1 May"}, "YYYY-MM-DD"),
-    ],
-)
-def test_bad_entries_are_refused(change, words):
-    with pytest.raises(ValueError, match=words):
-        of_laplace().to_registry(**(ABOUT | change))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "x", "version": 1}'])
