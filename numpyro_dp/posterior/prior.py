@@ -67,10 +67,11 @@ class ModelPrior(NamedTuple):
         if self.normal is not None:
             mean, covariance = self._closed_form(precision, linear)
             return self.drawn(Normal(mean, np.linalg.cholesky(covariance)))
-        for way in (self._from_prior, self._resampled, self._sampled):
-            kept = way(precision, linear, rng_key)
-            if kept is not None:
-                break
+        kept = self._from_prior(precision, linear, rng_key)
+        if kept is None:
+            kept = self._resampled(precision, linear, rng_key)
+        if kept is None:
+            kept = self._sampled(precision, linear, rng_key)
         return self.drawn(Rows(np.asarray(kept)))
 
     def drawn(self, vectors: Normal | Rows) -> Draws:
