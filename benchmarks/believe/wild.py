@@ -603,6 +603,7 @@ def main():
                       flush=True)  # fmt: skip
         pool.shutdown()
     groups = {(name, epsilon): [] for name in names for epsilon in args.epsilons}
+    each = [one for one in each if (one["kind"], one["epsilon"]) in groups]
     for one in each:
         groups[one["kind"], one["epsilon"]].append(one)
     rows = [row_of(*key, found) for key, found in groups.items()]
