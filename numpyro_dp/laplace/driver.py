@@ -30,6 +30,7 @@ from numpyro_dp.posterior.diagnosis import (
     finding_of_arrival,
     findings_of_normal,
     findings_of_spread,
+    findings_of_unseen,
 )
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
@@ -324,6 +325,7 @@ class DPLaplace:
             findings += findings_of_spread(
                 *stages.spread, of_units, bool(outcomes.number), *stages.misfit
             )
+            findings += findings_of_unseen(*stages.unseen)
             if not stages.arrived:
                 findings += [finding_of_arrival(float(np.max(stages.steps())), prior.decoded)]
         posterior = source.posterior(draws, report, method, tuple(notes), findings=findings)

@@ -46,6 +46,7 @@ class FirstGuess(NamedTuple):
             scores of invented records have about the same size as at the mean. The sizes are their
             mean squares there (d,).
         blurred: ``(mean, covariance) -> ratios`` (d,), see :func:`_blurred`.
+        norms: ``(mean, whitening) -> norms`` of whitened scores (records,). Their mean square is 1.
     """
 
     whitening: np.ndarray
@@ -53,6 +54,7 @@ class FirstGuess(NamedTuple):
     unseen: tuple[np.ndarray, ...]
     near: Callable[[np.ndarray, np.ndarray], tuple[float, np.ndarray]]
     blurred: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    norms: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) -> FirstGuess:
@@ -117,7 +119,9 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
     unseen = _unseen(scores_at, points, mixed, rng)
     near = functools.partial(_near, scores_at, mixed, listed=bool(outcomes.number))
     blurred = functools.partial(_blurred, scores_at, mixed)
-    return FirstGuess(np.sqrt(size / number) / (typical * widths), groups, unseen, near, blurred)
+    norms = functools.partial(_norms, scores_at, mixed)
+    first = np.sqrt(size / number) / (typical * widths)
+    return FirstGuess(first, groups, unseen, near, blurred, norms)
 
 
 def _with_indices(
@@ -237,6 +241,17 @@ def _blurred(
     error = np.sqrt(np.mean(found[used] ** 2, axis=(0, 1)) / found[used, :, 0].size)
     total = np.sum(each * draws, axis=1).mean()
     return np.where(np.abs(each.mean(0)) > _BLUR_SURE * error, each.mean(0) / total, 0.0)
+
+
+def _norms(
+    scores_at: _ScoresAt, rows: tuple[Array, ...], mean: np.ndarray, whitening: np.ndarray
+) -> np.ndarray:
+    """Norms of whitened scores at the mean. The columns of the records may have any scale."""
+    scores = np.concatenate(scores_at(np.tile(mean, (1 + _DRAWS, 1)), rows)) @ whitening
+    scores = scores[np.isfinite(scores).all(1)]
+    sizes = np.sqrt(np.mean(scores**2, axis=0))
+    scores = scores / np.where(sizes > 0, sizes, 1) / np.sqrt(max(1, np.sum(sizes > 0)))
+    return np.linalg.norm(scores, axis=1)
 
 
 def _check_not_a_network(middle: np.ndarray, scores: np.ndarray) -> None:

@@ -90,7 +90,8 @@ class Run:
     def __init__(self, prior: ModelPrior, plan: Schedule, guess: FirstGuess) -> None:
         self.prior, self._prior, self.plan, self.groups = prior, prior.decoded, plan, guess.groups
         self._planned_at_first = len(plan.kinds)
-        self._unseen, self._near, self._blurred = guess.unseen, guess.near, guess.blurred
+        self._unseen, self._near = guess.unseen, guess.near
+        self._blurred, self._norms = guess.blurred, guess.norms
         # The model is believed before a column is, but not against the records.
         self._evidence = np.where(np.arange(len(guess.unseen)) == 0, _BELIEVED, 0.0)
         size, self.pairs = len(guess.groups), pairs_of(guess.groups)
@@ -159,7 +160,8 @@ class Run:
             # In a wrong model the intervals allow for the part of the variance that is sure.
             self.kappa *= np.clip(self.spread[0] - 2 * self.spread[1], 1.0, _MOST_SPREAD)
         if weights[5]:
-            read = Tail.read(tail / weights[5], 1 / mu[5], self.number, doubt)
+            norms = self._norms(self.mean, self.whitening) * math.sqrt(self.size / self.number)
+            read = Tail.read(tail / weights[5], 1 / mu[5], self.number, doubt, norms / clips[2])
             self.tail = read.joined(self.tail)
         found = self.kappa != kappa or self._unbiased() is not self.stages
         if found and (weights[3] or weights[5]):
@@ -229,6 +231,14 @@ class Run:
             return 0.0, 0.0
         bias = self.tail.bias(self._clips[-1], self.size, self.number)
         return self.tail.misplaced / self.number, bias
+
+    @property
+    def unseen(self) -> tuple[float, float]:
+        """Share of records that may be far out and pass for noise, and the bias of that."""
+        if self.tail is None or self.tail.sure:
+            return 0.0, 0.0
+        tail = self.tail.unseen
+        return tail.far / self.number, tail.bias(self._clips[-1], self.size, self.number)
 
     def _planned(self, release: int) -> Schedule:
         """The schedule after a release, with one more stage if the mean has not arrived."""

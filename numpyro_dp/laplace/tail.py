@@ -2,7 +2,7 @@ r"""How the norms of scores are distributed, next to what the model says.
 
 In two late stages each record sends one more entry of 7 numbers. Six say in which class the norm of
 its observed score lies. The last one says how far out it is: with the norm n in units of the
-smallest clip norm, it is :math:`\min(1, n^2 / 3^2)`. From all of them, their expectations in the
+smallest clip norm, it is :math:`\min(1, (n / 3.5)^4)`. From all of them, their expectations in the
 model are subtracted. Their weights bring the entry's norm to at most 1. The sum over records is
 close to 0 in a correct model. A few records far out show in the last number alone, because it has
 less noise than six.
@@ -30,14 +30,17 @@ __all__ = ["SIZES", "Tail", "has_tail", "sizes"]
 # Few classes, because each adds noise of the same size to a test over all of them.
 _EDGES = np.array([0.5, 1.0, 2.2, 5.0, 11.0])
 _CLASSES = len(_EDGES) + 1
-_FAR, SIZES = 3.0, _CLASSES + 1
+_FAR, SIZES = 3.5, _CLASSES + 1
 # Two probability vectors differ by a norm of root 2 at most, and two shares by 1.
 _WEIGHTS = np.sqrt(np.append(np.full(_CLASSES, 1 / 6), 2 / 3))
 _FIRST = 2  # class of the first scores that are longer than the smallest clip norm
 _MIDDLE = np.append(np.sqrt(_EDGES[_FIRST - 1 : -1] * _EDGES[_FIRST:]), 1.5 * _EDGES[-1])
 # Most of the records that a class holds. Scores have a mean square, so Chebyshev bounds their tail.
 _SHARE = np.append([0.5, 0.5], np.minimum(0.1, 0.3 / _EDGES[_FIRST - 1 :] ** 2))
-_SHARE = np.append(_SHARE, 0.1 / _FAR**2)  # the mean square of a share, whose mean is .3 / 9
+_SHARE = np.append(_SHARE, 0.1 / _FAR**2)
+# Invented records tell more, but real columns may have longer tails than theirs.
+_OF_INVENTED, _AT_LEAST = 3.0, 5e-4
+_OF_DOUBT = np.append(np.full(_CLASSES, 0.5), 0.1)  # few records of a right model are far out
 _SURE = 18.5  # of a chi-square variable of 6 degrees of freedom, exceeded in 1 of 200 cases
 _CLASS_SURE = 3.0  # standard errors
 _FAR_SURE = 2.4  # standard errors
@@ -60,7 +63,7 @@ def sizes(norm: Array, unit: Array) -> Array:
     edges, weights = own_constants(_EDGES.astype(np.float32), _WEIGHTS.astype(np.float32))
     below = jnp.mean(norm[..., None] < unit * edges, axis=range(norm.ndim))
     shares = jnp.diff(below, prepend=0.0, append=1.0)
-    far = jnp.mean(jnp.minimum(1, norm / (_FAR * unit)) ** 2)
+    far = jnp.mean(jnp.minimum(1, norm / (_FAR * unit)) ** 4)
     return jnp.append(shares, far) * jnp.asarray(weights)
 
 
@@ -85,7 +88,9 @@ class Tail(NamedTuple):
     found: bool = False
 
     @classmethod
-    def read(cls, total: np.ndarray, noise: float, number: int, doubt: float) -> Tail:
+    def read(
+        cls, total: np.ndarray, noise: float, number: int, doubt: float, norms: np.ndarray
+    ) -> Tail:
         """Returns the tail of one release.
 
         Args:
@@ -93,8 +98,13 @@ class Tail(NamedTuple):
             noise: Standard deviation of that noise.
             number: Number of records N.
             doubt: N times the variance that uncertain latents add to a score, relative to its own.
+            norms: Norms of scores of invented records, in units of the smallest clip norm.
         """
-        own = number * _SHARE * (1 - _SHARE) + (doubt / 2) ** 2
+        counted = np.searchsorted(_EDGES, norms, side="right")
+        invented = np.bincount(counted, minlength=_CLASSES) / len(norms)
+        invented = np.append(invented, np.mean(np.minimum(1, norms / _FAR) ** 8))
+        share = np.minimum(_SHARE, _OF_INVENTED * invented + _AT_LEAST)
+        own = number * share * (1 - share) + (doubt * _OF_DOUBT) ** 2
         return cls(total / _WEIGHTS, (noise / _WEIGHTS) ** 2, own)
 
     def joined(self, other: Tail | None) -> Tail:
@@ -132,6 +142,13 @@ class Tail(NamedTuple):
             return 0.0
         excess = float(np.sum((self.counts**2 - self.variances)[:_CLASSES]))
         return max(math.sqrt(max(0.0, excess)), _OF_FAR * self.far)
+
+    @property
+    def unseen(self) -> Tail:
+        """The tail with as many records far out as would just pass for noise."""
+        far = np.zeros(SIZES)
+        far[-1] = _FAR_SURE * math.sqrt(self.variances[-1])
+        return self._replace(counts=far, found=True)
 
     def bias(self, clip: float, size: int, number: int) -> float:
         """The norm of the sum of clipped, whitened scores at the optimum of the others.

@@ -28,6 +28,7 @@ __all__ = [
     "findings_of_run",
     "findings_of_shares",
     "findings_of_spread",
+    "findings_of_unseen",
     "without_noise",
 ]
 
@@ -311,6 +312,22 @@ def findings_of_spread(
         f"Outcomes vary more than the model says: scores have {ratio:.2g} times its variance, or "
         "more. The intervals allow for part of it, but clipping biases the fit of a wrong model. "
         + remedy
+    ))]  # fmt: skip
+
+
+def findings_of_unseen(share: float, bias: float) -> list[Finding]:
+    """What a budget is too small to see.
+
+    Args:
+        share: Share of records that may be far out and pass for noise.
+        bias: What they may move the posterior by, in standard deviations.
+    """
+    if bias <= 1:
+        return []
+    return [Finding("unseen", False, (
+        f"Outcomes far out in up to {100 * share:.2g} % of the records would not be noticed at "
+        f"this budget. They could move a latent, mostly a scale, by {bias:.2g} standard deviations "
+        "or more. If you expect some, use a likelihood that allows them, such as StudentT."
     ))]  # fmt: skip
 
 

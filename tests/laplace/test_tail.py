@@ -50,10 +50,13 @@ def fitted(model, outcome, number):
     return laplace.run(jax.random.key(number), jnp.asarray(x), y, progress_bar=False)
 
 
-def read(counts, noise, doubt=4.0, number=N):
+NORMS = np.linalg.norm(np.random.default_rng(1).standard_normal((4000, 4)), axis=1) / 4
+
+
+def read(counts, noise, doubt=4.0, number=N, norms=NORMS):
     """The tail of counts whose classes have noise of standard deviation ``noise``."""
     weights = np.sqrt(np.append(np.full(6, 1 / 6), 2 / 3))
-    return Tail.read(weights * counts, weights[0] * noise, number, doubt)
+    return Tail.read(weights * counts, weights[0] * noise, number, doubt, norms)
 
 
 def test_sizes_share_all_norms_and_differ_by_one_at_most():
@@ -61,7 +64,7 @@ def test_sizes_share_all_norms_and_differ_by_one_at_most():
     found = sizes(2 * jnp.asarray([[0.1, 0.4], [0.99, 1.01], [3.0, 1e9]]), unit)
     assert found.shape == (SIZES,)
     np.testing.assert_allclose(found[:6] * np.sqrt(6) * 6, [2, 1, 1, 1, 0, 1], rtol=1e-6)
-    far = ((0.01 + 0.16 + 0.99**2 + 1.01**2) / 9 + 2) / 6
+    far = ((0.1**4 + 0.4**4 + 0.99**4 + 1.01**4 + 3**4) / 3.5**4 + 1) / 6
     assert found[6] * np.sqrt(1.5) == pytest.approx(far, rel=1e-5)
     norms = [jnp.zeros(1), jnp.full(1, 1e9), *map(jnp.asarray, 30 * rng.random((50, 2)) ** 3)]
     all_of = np.stack([sizes(norm, unit) for norm in norms])
@@ -102,6 +105,21 @@ def test_a_few_records_far_out_are_seen_and_stay_seen():
     later = read(-0.6 * moved, 34.0, number=16_000)
     assert not later.sure
     assert later.joined(one).sure and later.joined(one).far < one.far
+
+
+def test_what_the_model_expects_is_known_from_invented_records():
+    """Long tails of the model itself are no misfit, and short ones make few records visible."""
+    counts = np.array([0.0, 0, 0, 0, 0, 0, 13])
+    heavy = np.abs(np.random.default_rng(2).standard_t(1.5, 4000)) / 2
+    short, long = read(counts, 8.0), read(counts, 8.0, norms=heavy)
+    assert short.sure and not long.sure
+    assert np.all(short.own <= long.own) and short.own[-1] < long.own[-1] / 4
+
+
+def test_as_many_records_as_noise_hides_are_named():
+    quiet, loud = (read(np.zeros(SIZES), noise) for noise in (3.0, 40.0))
+    assert not quiet.sure and 0 < quiet.unseen.far < loud.unseen.far / 5
+    assert loud.unseen.bias(1.3, 6, N) > 1 > quiet.unseen.bias(1.3, 6, N)
 
 
 def test_two_tails_count_by_their_precision():
