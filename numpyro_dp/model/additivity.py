@@ -19,12 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from numpyro import handlers
 
 from numpyro_dp.model.locals import fill_locals, start
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import ModelStructure
-from numpyro_dp.model.separation import log_density, one_record
+from numpyro_dp.model.separation import log_density, traced
 
 __all__ = ["check_additive", "is_sum"]
 
@@ -94,7 +93,22 @@ def _together_and_alone(
     rows: tuple[Array, ...],
 ) -> tuple[Values, list[Values]]:
     """Log densities of all records together, and of each record alone."""
-    densities = functools.partial(_densities, model, structure, shared)
+    plate = structure.data_plate
+
+    def densities(rows: tuple[Array, ...], numbers: Array) -> Values:
+        filled = fill_locals(model, plate, rows=numbers)
+        arguments, number = structure.layout.arguments(rows, shared), rows[0].shape[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invented values may be outside a site's support
+            trace = traced(filled, plate, arguments, start=start, num_rows=number)
+            size = trace[plate]["args"][0]
+            values = {}
+            for name, site in trace.items():
+                if site["type"] == "sample":
+                    in_plate = any(frame.name == plate for frame in site["cond_indep_stack"])
+                    values[name] = log_density(site) * (number / size if in_plate else 1)
+            return values
+
     together = densities(rows, jnp.arange(_ROWS))
     try:
         return together, [
@@ -106,29 +120,6 @@ def _together_and_alone(
             f"The model runs on {_ROWS} records but not on a single one: it mixes "
             f"records, or reads x.shape[0] ({error}). {_REMEDY}"
         ) from error
-
-
-def _densities(
-    model: Callable[..., Any],
-    structure: ModelStructure,
-    shared: tuple[Array, ...],
-    rows: tuple[Array, ...],
-    numbers: Array,
-) -> Values:
-    plate, number = structure.data_plate, rows[0].shape[0]
-    filled = fill_locals(one_record(model, plate, num_rows=number), plate, rows=numbers)
-    run = handlers.seed(filled, jax.random.key(0))
-    run = handlers.substitute(run, substitute_fn=start)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invented values may be outside a site's support
-        trace = structure.layout.arguments(rows, shared).trace(run)
-        size = trace[plate]["args"][0]
-        values = {}
-        for name, site in trace.items():
-            if site["type"] == "sample":
-                in_plate = any(frame.name == plate for frame in site["cond_indep_stack"])
-                values[name] = log_density(site) * (number / size if in_plate else 1)
-        return values
 
 
 def _total(values: Values, names: tuple[str, ...]) -> float:

@@ -25,7 +25,7 @@ from numpyro_dp.model.impossible import indices_inside, value_inside
 from numpyro_dp.model.locals import fill_locals, masked_away
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import Arguments, ModelStructure
-from numpyro_dp.model.separation import log_density, one_record
+from numpyro_dp.model.separation import log_density, one_record, traced
 from numpyro_dp.model.units import sum_over_rows
 
 __all__ = ["Model", "constraining", "if_possible"]
@@ -204,9 +204,9 @@ class Model(NamedTuple):
         Raises:
             UnsupportedModelError: If a prior cannot be drawn from.
         """
-        fn = handlers.seed(one_record(self.fn, self.structure.data_plate), rng_key)
+        plate, arguments = self.structure.data_plate, self.structure.layout.placeholder(shared)
         try:
-            return self.structure.layout.placeholder(shared).trace(fn)
+            return traced(self.fn, plate, arguments, rng_key=rng_key)
         except NotImplementedError as error:
             raise UnsupportedModelError(
                 "A prior of this model has no sampler, as is the case for ImproperUniform. "

@@ -34,7 +34,7 @@ from numpyro_dp.model.density import Model
 from numpyro_dp.model.locals import fill_locals, is_local
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
 from numpyro_dp.model.records import Arguments
-from numpyro_dp.model.separation import log_density, one_record
+from numpyro_dp.model.separation import log_density, one_record, traced
 
 __all__ = [
     "Guide",
@@ -173,8 +173,7 @@ class Guide(NamedTuple):
         plate = self.model.structure.data_plate
         prior = self.model.trace_prior(latents, params, shared)
         values = params | {name: prior[name]["value"] for name in latents}
-        seeded = handlers.seed(one_record(self.fn, plate), rng_key)
-        trace = arguments.trace(handlers.substitute(seeded, data=values))
+        trace = traced(self.fn, plate, arguments, values, rng_key=rng_key)
         return {n: s for n, s in trace.items() if n == plate or is_local(s, plate)}
 
 
@@ -244,9 +243,8 @@ def guide_trace(
 ) -> dict[str, Any]:
     """NumPyro's trace of the guide on a placeholder for the records."""
     structure = guide.model.structure
-    seeded = handlers.seed(one_record(guide.fn, structure.data_plate), rng_key)
-    substituted = handlers.substitute(seeded, data=params)
-    return structure.layout.placeholder(shared).trace(substituted)
+    arguments = structure.layout.placeholder(shared)
+    return traced(guide.fn, structure.data_plate, arguments, params, rng_key=rng_key)
 
 
 def _auto_draw(
@@ -310,11 +308,9 @@ def _generic_draw(
     guide: Guide, sites: Any, params: Any, shared: Any, names: Any, trace: Any = None
 ) -> tuple[dict[str, Array], Array]:
     """Maps constrained draws to unconstrained coordinates with the model's supports."""
-    structure = guide.model.structure
-    replayed = handlers.replay(one_record(guide.model.fn, structure.data_plate), trace or sites)
-    substituted = handlers.substitute(handlers.seed(replayed, jax.random.key(0)), data=params)
-    model_trace = structure.layout.placeholder(shared).trace(substituted)
-    plate = structure.data_plate
+    layout, plate = guide.model.structure.layout, guide.model.structure.data_plate
+    replayed = handlers.replay(guide.model.fn, trace or sites)
+    model_trace = traced(replayed, plate, layout.placeholder(shared), params)
     draws = [site for site in sites.values() if _is_draw(site) and not is_local(site, plate)]
     total = sum(map(log_density, draws), start=jnp.zeros(()))
     latents = {}

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.infer import autoguide, init_to_uniform
 
@@ -26,7 +25,7 @@ from numpyro_dp.model.held import held_by_function, held_by_program
 from numpyro_dp.model.locals import is_local
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import ModelStructure
-from numpyro_dp.model.separation import check_one_row, log_density, one_record
+from numpyro_dp.model.separation import check_one_row, log_density, traced
 
 __all__ = ["check_first_values", "check_supported", "read_guide"]
 
@@ -166,9 +165,8 @@ def _check_one_by_one(
     layout, plate = structure.layout, structure.data_plate
 
     def density(rows: tuple[Array, ...]) -> float:
-        run = handlers.seed(one_record(guide.fn, plate, len(rows[0])), jax.random.key(0))
-        run = handlers.substitute(run, data=values)
-        trace = layout.arguments(rows, shared).trace(run)
+        arguments = layout.arguments(rows, shared)
+        trace = traced(guide.fn, plate, arguments, values, num_rows=len(rows[0]))
         total = 0.0
         for name in structure.local_latents:
             fn = trace[name]["fn"]
@@ -213,8 +211,7 @@ def _check_global(
 ) -> None:
     """Raises if an automatic guide covers latent sites in the data plate."""
     model = functools.partial(part.model, **static)
-    run = handlers.seed(one_record(model, structure.data_plate), jax.random.key(0))
-    sites = structure.layout.placeholder(shared).trace(run)
+    sites = traced(model, structure.data_plate, structure.layout.placeholder(shared))
     for name in structure.local_latents:
         if name in sites:
             raise UnsupportedModelError(
@@ -261,8 +258,7 @@ def _check_reads_no_records(
     layout = structure.layout
 
     def values(*arrays: Array, fn: Any = guide.fn) -> dict[str, Any]:
-        seeded = handlers.seed(one_record(fn, structure.data_plate), jax.random.key(0))
-        trace = layout.arguments(arrays, shared).trace(seeded)
+        trace = traced(fn, structure.data_plate, layout.arguments(arrays, shared))
         return {
             name: site["value"]
             for name, site in trace.items()
@@ -285,23 +281,20 @@ def _check_holds_no_records(
     The check covers initial values, and the derivative of the draw, because rules of
     ``jax.custom_jvp`` may hold other arrays.
     """
-    public = guide.model.structure.public
+    structure, public = guide.model.structure, guide.model.structure.public
 
     def drawn(params: dict[str, Any]) -> Any:
         return guide.draw(params, jax.random.key(0), shared)
 
     if guide.auto is not None and all(map(_is_numpyros_own, auto_parts(guide.auto))):
-        written = _written_by_hand(guide)
-        if not written:
+        lists = (p for p in auto_parts(guide.auto) if isinstance(p, autoguide.AutoGuideList))
+        if all(isinstance(part, autoguide.AutoGuide) for parts in lists for part in parts):
             # For example, masks of autoregressive networks.
             public.trust(held_by_program(make_program(drawn, params)[0]))
             return
 
     def first_values() -> Any:
-        seeded = handlers.seed(
-            one_record(guide.fn, guide.model.structure.data_plate), jax.random.key(0)
-        )
-        trace = guide.model.structure.layout.placeholder(shared).trace(seeded)
+        trace = traced(guide.fn, structure.data_plate, structure.layout.placeholder(shared))
         return {n: s["value"] for n, s in trace.items() if s["type"] in ("sample", "param")}
 
     def derivative(params: dict[str, Any]) -> Any:
@@ -314,14 +307,6 @@ def _check_holds_no_records(
 
 def _is_numpyros_own(part: Any) -> bool:
     return type(part).__module__.partition(".")[0] == "numpyro"
-
-
-def _written_by_hand(guide: Guide) -> list[Any]:
-    """The hand-written functions of a guide."""
-    if guide.auto is None:
-        return [guide.fn]
-    lists = (part for part in auto_parts(guide.auto) if isinstance(part, autoguide.AutoGuideList))
-    return [part for parts in lists for part in parts if not isinstance(part, autoguide.AutoGuide)]
 
 
 def check_first_values(
@@ -340,6 +325,7 @@ def check_first_values(
         UnsupportedModelError: If an initial value could come from records.
     """
     what, public = "initialiser (init_loc_fn, init_strategy)", structure.public
+    plate, key = structure.data_plate, jax.random.key(0)
     for part in auto_parts(guide):
         setup = setup_of(part)
         if not setup.__module__.startswith("numpyro."):
@@ -356,11 +342,10 @@ def check_first_values(
         held = held_by_function(part.init_loc_fn)
         public.take(what, [*held, *held_by_function(init_scale(part))], no_new=_PUBLISHED)
         own = bool(held) or not _is_numpyros_own_function(part.init_loc_fn)
-        run = handlers.seed(one_record(model, structure.data_plate), jax.random.key(0))
-        run = handlers.substitute(run, substitute_fn=part.init_loc_fn)
 
-        def values(run: Any = run) -> list[Any]:
-            trace = structure.layout.placeholder(shared).trace(run)
+        def values(first: Any = part.init_loc_fn) -> list[Any]:
+            arguments = structure.layout.placeholder(shared)
+            trace = traced(model, plate, arguments, start=first, rng_key=key)
             return [trace[name]["value"] for name in structure.latents]
 
         # NumPyro's own initialisers read the model alone, whose small arrays may be public.
@@ -393,9 +378,7 @@ def _check_parameter_shapes(guide: Guide, shared: tuple[Array, ...]) -> None:
             arguments = layout.placeholder(shared, num_rows)
 
             def params(fn: Any = fn, arguments: Any = arguments, rows: int = num_rows) -> Any:
-                run = handlers.seed(one_record(fn, plate, rows), jax.random.key(0))
-                run = handlers.substitute(run, substitute_fn=init_to_uniform())
-                trace = arguments.trace(run)
+                trace = traced(fn, plate, arguments, start=init_to_uniform(), num_rows=rows)
                 return {n: s["value"] for n, s in trace.items() if s["type"] == "param"}
 
             found = jax.eval_shape(params)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.lax import GatherScatterMode
-from numpyro import handlers
 from numpyro.distributions import (
     ExpandedDistribution,
     Independent,
@@ -47,7 +46,7 @@ from numpyro_dp._tree import is_key
 from numpyro_dp.model.dependence import inputs_of
 from numpyro_dp.model.locals import fill_locals, start
 from numpyro_dp.model.records import ModelStructure
-from numpyro_dp.model.separation import log_density, one_record
+from numpyro_dp.model.separation import log_density, traced
 
 __all__ = ["indices_inside", "unwrapped", "value_inside", "with_checks"]
 
@@ -69,22 +68,21 @@ def with_checks(
         shared: Public arrays among the arguments.
     """
     layout, plate = structure.layout, structure.data_plate
-    alone = handlers.seed(fill_locals(one_record(model, plate), plate), jax.random.key(0))
-    begun = handlers.substitute(alone, substitute_fn=start)
+    filled = fill_locals(model, plate)
     bounded: list[str] = []
 
     def values(*rows: Array) -> dict[str, Any]:
-        trace = layout.arguments(rows, shared).trace(begun)
+        trace = traced(filled, plate, layout.arguments(rows, shared), start=start)
         bounded.extend(n for n in structure.likelihood if _has_bounds(trace[n]["fn"]))
         return {name: trace[name]["value"] for name in structure.latents + structure.params}
 
     def bounds(values: dict[str, Any], *rows: Array) -> dict[str, Any]:
-        trace = layout.arguments(rows, shared).trace(handlers.substitute(alone, data=values))
+        trace = traced(filled, plate, layout.arguments(rows, shared), values)
         supports = {name: unwrapped(trace[name]["fn"]).support for name in bounded}
         return {n: [jnp.asarray(x) for x in jax.tree.leaves(s)] for n, s in supports.items()}
 
     def likelihood(values: dict[str, Any], example: tuple[Array, ...]) -> Array:
-        trace = layout.example(example, shared).trace(handlers.substitute(alone, data=values))
+        trace = traced(filled, plate, layout.example(example, shared), values)
         found = [log_density(trace[name]) for name in structure.likelihood]
         return sum(found, start=jnp.zeros(()))
 

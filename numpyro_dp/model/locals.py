@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from numpyro import handlers
 from numpyro.distributions import MaskedDistribution, biject_to
 from numpyro.infer import init_to_uniform
 
@@ -35,7 +34,7 @@ from numpyro_dp._compat import Messenger, mask_of
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import ModelStructure
-from numpyro_dp.model.separation import one_record
+from numpyro_dp.model.separation import traced
 
 __all__ = ["fill_locals", "is_local", "masked_away", "read_locals", "start"]
 
@@ -130,10 +129,8 @@ def read_locals(
     plate, layout = structure.data_plate, structure.layout
 
     def trace(values: dict[str, Array], *rows: Array) -> dict[str, Any]:
-        filled = fill_locals(one_record(model, plate), plate, values)
-        run = handlers.substitute(handlers.seed(filled, jax.random.key(0)), substitute_fn=start)
         arguments = layout.arguments(rows, shared) if rows else layout.placeholder(shared)
-        return arguments.trace(run)
+        return traced(fill_locals(model, plate, values), plate, arguments, start=start)
 
     def densities(values: dict[str, Array]) -> dict[str, Any]:
         found = trace(values)

@@ -27,7 +27,7 @@ from numpyro_dp.model.dependence import inputs_of
 from numpyro_dp.model.locals import start
 from numpyro_dp.model.public import PublicValues
 from numpyro_dp.model.records import Arguments, ModelStructure, split_arrays
-from numpyro_dp.model.separation import is_factor, one_record
+from numpyro_dp.model.separation import is_factor, traced
 
 __all__ = ["check_draws", "predict"]
 
@@ -52,18 +52,18 @@ def check_draws(
         UnsupportedModelError: If such a run reads an array that is not public, or calls the host.
     """
     layout, public = structure.layout, structure.public
-    alone = one_record(model, structure.data_plate)
+    plate = structure.data_plate
 
     def drawn(*rows: Array) -> Any:
-        return _values(_drawn(alone, layout.arguments(rows, shared)), structure.latents)
+        return _values(_drawn(model, plate, layout.arguments(rows, shared)), structure.latents)
 
     public.check_program("model, in a draw,", _program(drawn, *layout.one_row()), once=True)
     public.check_program("prior", _program(_prior_and_slopes(model, structure, shared)))
-    for arguments in _without_outcomes(alone, structure, shared):
+    for arguments in _without_outcomes(model, structure, shared):
         arrays, fill = split_arrays(arguments)
 
         def unobserved(*arrays: Array, fill: Callable[..., Any] = fill) -> Any:
-            return _values(_drawn(alone, fill(arrays)), structure.latents)
+            return _values(_drawn(model, plate, fill(arrays)), structure.latents)
 
         try:
             program = _program(unobserved, *arrays)
@@ -137,7 +137,7 @@ def _prior_and_slopes(
 
     def all_orders() -> Any:
         arguments = structure.layout.placeholder(shared)
-        trace = _drawn(one_record(model, structure.data_plate), arguments)
+        trace = _drawn(model, structure.data_plate, arguments)
         params = {name: trace[name]["value"] for name in structure.params}
         latents = {
             name: jnp.zeros(biject_to(trace[name]["fn"].support).inverse_shape(
@@ -154,10 +154,9 @@ def _program(fn: Callable[..., Any], *args: Any) -> Any:
     return make_program(fn, *args, validated=False)[0]
 
 
-def _drawn(model: Callable[..., Any], arguments: Arguments) -> dict[str, Any]:
+def _drawn(model: Callable[..., Any], plate: str, arguments: Arguments) -> dict[str, Any]:
     """The trace of a run in which all sites are drawn. Sites without a sampler get some value."""
-    run = handlers.seed(_redrawn(model), jax.random.key(0))
-    return arguments.trace(handlers.substitute(run, substitute_fn=start))
+    return traced(_redrawn(model), plate, arguments, start=start)
 
 
 def _values(trace: dict[str, Any], latents: tuple[str, ...] = ()) -> tuple[Any, ...]:
@@ -202,9 +201,7 @@ def _without_outcomes(
     layout = structure.layout
 
     def observed(*rows: Array) -> dict[str, Any]:
-        run = handlers.seed(model, jax.random.key(0))
-        run = handlers.substitute(run, substitute_fn=start)
-        trace = layout.arguments(rows, shared).trace(run)
+        trace = traced(model, structure.data_plate, layout.arguments(rows, shared), start=start)
         return {name: trace[name]["value"] for name in structure.likelihood}
 
     rows = layout.one_row()

@@ -24,7 +24,7 @@ from numpyro_dp._compat import Messenger, is_tracer
 from numpyro_dp.model.dependence import looks_up
 from numpyro_dp.model.held import computes_in_half, held_by_function
 from numpyro_dp.model.public import UnsupportedModelError
-from numpyro_dp.model.records import ModelStructure
+from numpyro_dp.model.records import Arguments, ModelStructure
 
 __all__ = [
     "check_one_row",
@@ -33,6 +33,7 @@ __all__ = [
     "log_density",
     "one_record",
     "rows_along",
+    "traced",
 ]
 
 
@@ -54,6 +55,34 @@ class one_record(Messenger):  # noqa: N801 - a NumPyro handler, named like its p
             msg["args"] = (msg["args"][0], None)
         elif msg["type"] == "subsample" and self.num_rows > 1:
             msg["kwargs"] = {}  # a plate of constant size would raise for two rows
+
+
+def traced(
+    fn: Callable[..., Any],
+    plate: str,
+    arguments: Arguments,
+    values: dict[str, Any] | None = None,
+    *,
+    start: Callable[[dict[str, Any]], Any] | None = None,
+    rng_key: Array | None = None,
+    **rows: Any,
+) -> dict[str, Any]:
+    """NumPyro's trace of a model or guide that sees one record.
+
+    Args:
+        fn: The model or guide.
+        plate: Name of the data plate.
+        arguments: Its arguments.
+        values: Values of sites.
+        start: Gives values to sites instead.
+        rng_key: Seeds random draws. A fixed key if ``None``.
+        **rows: As for :class:`one_record`.
+    """
+    key = jax.random.key(0) if rng_key is None else rng_key
+    run = handlers.seed(one_record(fn, plate, **rows), key)
+    if values is not None or start is not None:
+        run = handlers.substitute(run, values, start)
+    return arguments.trace(run)
 
 
 def check_separable(
@@ -78,9 +107,8 @@ def check_separable(
     supports: list[Any] = []
 
     def densities(index: Array, *rows: Array) -> dict[str, Any]:
-        run = handlers.seed(one_record(model, plate, index=index), jax.random.key(0))
-        run = handlers.substitute(run, substitute_fn=init_to_uniform())
-        trace = layout.arguments(rows, shared).trace(run)
+        arguments = layout.arguments(rows, shared)
+        trace = traced(model, plate, arguments, start=init_to_uniform(), index=index)
         for name in inside:
             check_one_row("Observed", name, trace[name], plate)
         supports.extend(trace[name]["fn"].support for name in inside)
