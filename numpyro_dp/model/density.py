@@ -104,10 +104,8 @@ class Model(NamedTuple):
             found -= size * sum(masked_away(name, trace[name]["fn"]) for name in choice)
             return found / size if size != 1 else found
 
-        if not structure.summed:
-            found = total({})
-        else:
-            found = jax.nn.logsumexp(jax.vmap(total)(structure.summed))
+        summed = structure.summed
+        found = jax.nn.logsumexp(jax.vmap(total)(summed)) if summed else total({})
         return if_possible(found, self.possible(latents, example, shared, params))
 
     def possible(
@@ -128,7 +126,14 @@ class Model(NamedTuple):
                 lambda row: jnp.asarray(self.by_row.possible(latents, row, shared, params))
             )
             return jnp.all(of_row(tuple(rows)) | (counted == 0))
-        inside = self._indices_inside(latents, params, example, shared)
+        inside: Array | bool = True
+        if structure.indexed:
+            alone, key = self.unchecked, jax.random.key(0)
+
+            def scalar(point: Any, example: tuple[Array, ...]) -> Array:
+                return alone.log_likelihood(*point, example, shared, key)
+
+            inside = indices_inside(scalar, (latents, params), example)
         if structure.bounded:
             arguments = structure.layout.example(example, shared)
             trace, _ = self._trace(latents, params, arguments, jax.random.key(0))
@@ -141,28 +146,12 @@ class Model(NamedTuple):
         """The same model, whose likelihood takes every record as possible."""
         return self._replace(structure=self.structure._replace(bounded=(), indexed=False))
 
-    def _indices_inside(
-        self, latents: Any, params: Any, example: tuple[Array, ...], shared: tuple[Array, ...]
-    ) -> Array | bool:
-        if not self.structure.indexed:
-            return True
-        alone, key = self.unchecked, jax.random.key(0)
-
-        def scalar(point: Any, example: tuple[Array, ...]) -> Array:
-            return alone.log_likelihood(*point, example, shared, key)
-
-        return indices_inside(scalar, (latents, params), example)
-
     def _of_unit(
         self, latents: Any, params: Any, example: Any, shared: Any, rng_key: Array | None
     ) -> Array:
         """The sum over the rows of a unit, each with a key of its own."""
         of_rows = self.by_row
-        if rng_key is None:
-            return sum_over_rows(
-                lambda row: of_rows.log_likelihood(latents, params, row, shared), example
-            )
-        keys = jax.random.split(rng_key, example[-1].size)
+        keys = None if rng_key is None else jax.random.split(rng_key, example[-1].size)
         return sum_over_rows(
             lambda row, key: of_rows.log_likelihood(latents, params, row, shared, key),
             example, keys,

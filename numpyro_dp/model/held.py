@@ -215,24 +215,24 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
-def computes_in_half(found: Any) -> bool:
-    """Whether a program, or a program inside it, has floating-point values of 16 bits or fewer."""
+def _equations_in(found: Any) -> Iterator[Any]:
+    """The operations of a program and of all programs inside it."""
     for program in programs_in(found):
         for equation in program.equations:
-            for atom in [*equation.invars, *equation.outvars]:
-                dtype = getattr(atom.aval, "dtype", None)
-                if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
-                    return True
-            if computes_in_half(list(equation.params.values())):
-                return True
-    return False
+            yield equation
+            yield from _equations_in(list(equation.params.values()))
+
+
+def computes_in_half(found: Any) -> bool:
+    """Whether a program, or a program inside it, has floating-point values of 16 bits or fewer."""
+    atoms = (atom for each in _equations_in(found) for atom in (*each.invars, *each.outvars))
+    dtypes = (getattr(atom.aval, "dtype", None) for atom in atoms)
+    kept = (dtype for dtype in dtypes if dtype is not None)
+    return any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in kept)
 
 
 def refused_calls(found: Any) -> Iterator[str]:
     """Names of host calls and of custom batching rules in a program and all programs inside it."""
-    for program in programs_in(found):
-        for equation in program.equations:
-            name = equation.primitive.name
-            if name == CUSTOM_BATCHING or any(word in name for word in HOST_CALLS):
-                yield name
-            yield from refused_calls(list(equation.params.values()))
+    for name in (each.primitive.name for each in _equations_in(found)):
+        if name == CUSTOM_BATCHING or any(word in name for word in HOST_CALLS):
+            yield name

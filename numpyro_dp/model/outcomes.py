@@ -129,9 +129,8 @@ class Outcomes(NamedTuple):
         if self._of_units:
             *rows, counted = example
             keys = jax.random.split(rng_key, counted.size)
-            return jax.vmap(lambda row, key: self._by_row.simulate(flat, row, key))(
-                tuple(rows), keys
-            )
+            by_row = self._by_row
+            return jax.vmap(lambda row, key: by_row.simulate(flat, row, key))(tuple(rows), keys)
         drawn = self._drawn(flat, example, rng_key)
         sites = self._sites(flat, example)
         kinds = {site["name"]: jnp.asarray(site["value"]).dtype for site in sites}
@@ -194,13 +193,8 @@ class Outcomes(NamedTuple):
             here, flat = at(given)
             rows = here._by_row
             sites = rows._sites(flat, rows.model.structure.layout.blank())
-            return {
-                site["name"]: [
-                    jnp.asarray(leaf)
-                    for leaf in jax.tree.leaves((unwrapped(site["fn"]).support, site["scale"]))
-                ]
-                for site in sites
-            }
+            public = {s["name"]: (unwrapped(s["fn"]).support, s["scale"]) for s in sites}
+            return {n: list(map(jnp.asarray, jax.tree.leaves(x))) for n, x in public.items()}
 
         moving = [name for name, moves in depends_on_inputs(bounds, given).items() if moves]
         if moving:
@@ -229,11 +223,8 @@ class Outcomes(NamedTuple):
         self, flat: Array, example: tuple[Array, ...], outcome: Any, weighted: bool
     ) -> Array:
         (site,) = self._sites(flat, example)
-        fn, value = (
-            unwrapped(site["fn"]),
-            site["value"] if outcome is None else outcome[site["name"]],
-        )
-        value = jnp.reshape(value, ())
+        value = site["value"] if outcome is None else outcome[site["name"]]
+        fn, value = unwrapped(site["fn"]), jnp.reshape(value, ())
         found = fn.base_dist.log_prob(value).reshape(()) - censoring.log_tail(fn, value)
         scale = 1 if site["scale"] is None or not weighted else site["scale"]
         return found * jnp.reshape(scale, ()) * _mask_of(site["fn"])
@@ -296,21 +287,33 @@ def read_latents(model: Model, shared: tuple[Array, ...]) -> Outcomes:
             that cannot be drawn from, or if no latent changes the likelihood.
     """
     structure = model.structure
-    _check(structure)
+    if structure.params:
+        raise UnsupportedModelError(
+            f"The model has the parameters {list(structure.params)}, but this method supports "
+            "latent sites only, because parameters have no prior. Use numpyro.sample for them, or "
+            "DPSVI, which optimises parameters."
+        )
+    if structure.local_latents:
+        raise UnsupportedModelError(
+            f"The latent sites {list(structure.local_latents)} are inside the data plate, but this "
+            "method supports only latents that all records share. Integrate them out, or use DPSVI "
+            "with a guide that has an encoder."
+        )
     drawn = jax.eval_shape(lambda: unconstrained_prior(model, shared, jax.random.key(0)))
     shapes = {name: value.shape for name, value in drawn.items()}
     found = Outcomes(model, shared, structure.latents, shapes, 0, False, False)
     example = structure.layout.blank()
 
-    def densities(latents: dict[str, Array]) -> dict[str, Array]:
-        return {"all": model.log_likelihood(latents, {}, example, shared, model.any_key())}
-
     floats = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-    seen = tuple(
-        name
-        for name in structure.latents
-        if depends_on_inputs(lambda v, n=name: densities(floats | {n: v}), floats[name])["all"]
-    )
+
+    def changes(name: str) -> bool:
+        def density(value: Array) -> dict[str, Array]:
+            latents = floats | {name: value}
+            return {"all": model.log_likelihood(latents, {}, example, shared, model.any_key())}
+
+        return depends_on_inputs(density, floats[name])["all"]
+
+    seen = tuple(filter(changes, structure.latents))
     if not seen:
         raise UnsupportedModelError(
             "No latent site changes the likelihood of a record, so the records cannot inform the "
@@ -334,21 +337,6 @@ def unconstrained_prior(
     }
 
 
-def _check(structure: Any) -> None:
-    if structure.params:
-        raise UnsupportedModelError(
-            f"The model has the parameters {list(structure.params)}, but this method supports "
-            "latent sites only, because parameters have no prior. Use numpyro.sample for them, or "
-            "DPSVI, which optimises parameters."
-        )
-    if structure.local_latents:
-        raise UnsupportedModelError(
-            f"The latent sites {list(structure.local_latents)} are inside the data plate, but this "
-            "method supports only latents that all records share. Integrate them out, or use DPSVI "
-            "with a guide that has an encoder."
-        )
-
-
 def _kind(outcomes: Outcomes, example: tuple[Array, ...]) -> dict[str, Any]:
     """Number of outcomes that can be listed, and other facts about them."""
     facts, plate = {}, outcomes.model.structure.data_plate
@@ -363,8 +351,8 @@ def _kind(outcomes: Outcomes, example: tuple[Array, ...]) -> dict[str, Any]:
         facts["scalar"] = single and sites[0]["fn"].event_dim == 0
         facts["censored"] = any(censoring.is_censored(unwrapped(site["fn"])) for site in sites)
         scales = [site["scale"] for site in sites]
-        facts["weighted"] = any(not (s is None or np.isscalar(s)) for s in scales)
-        facts["weighted"] |= any(np.isscalar(s) and s not in (1, size) for s in scales)
+        plain = (s is None or (np.isscalar(s) and s in (1, size)) for s in scales)
+        facts["weighted"] = not all(plain)
         return outcomes.simulate(flat, example, jax.random.key(0))
 
     try:

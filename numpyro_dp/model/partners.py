@@ -52,7 +52,11 @@ class OutcomeModel(NamedTuple):
         """Log likelihood of one record with the given outcome, or the difference to it."""
         record, outcome, _ = example
         if self.model.structure.layout.max_rows is not None:
-            return self._of_unit(latents, params, record, outcome, shared)
+            by_row = self.by_row
+            return sum_over_rows(
+                lambda row, y: by_row.log_likelihood(latents, params, (row, y, None), shared),
+                record, outcome,
+            )  # fmt: skip
         model = self.model.unchecked
         other = model._replace(fn=handlers.substitute(model.fn, data=outcome))
         found = other.log_likelihood(latents, params, record, shared, rng_key)
@@ -60,13 +64,6 @@ class OutcomeModel(NamedTuple):
             found = model.log_likelihood(latents, params, record, shared, rng_key) - found
         # Also with another outcome: the record itself is impossible, and no row of it may count.
         return if_possible(found, self.model.possible(latents, record, shared, params))
-
-    def _of_unit(self, latents: Any, params: Any, record: Any, outcome: Any, shared: Any) -> Array:
-        by_row = self.by_row
-        return sum_over_rows(
-            lambda row, y: by_row.log_likelihood(latents, params, (row, y, None), shared),
-            record, outcome,
-        )  # fmt: skip
 
 
 def centring(
@@ -86,9 +83,7 @@ def centring(
     number = outcomes.number + 1 if outcomes.number else _DRAWN
     number = 2 ** math.ceil(math.log2(number)) - 1
 
-    def drawn(
-        here: Outcomes, flat: Array, example: Any, own: Any, seed: Array
-    ) -> tuple[Any, Array]:
+    def drawn(here: Outcomes, flat: Array, example: Any, own: Any, seed: Array) -> Any:
         """Outcomes of the pairs, and their probabilities."""
         keys = jax.random.split(jax.random.key(seed), number + 1)
         values = jax.vmap(lambda key: here.simulate(flat, example, key))(keys)

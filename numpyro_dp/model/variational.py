@@ -83,7 +83,7 @@ class VariationalProblem(NamedTuple):
         def one(values: dict[str, Array]) -> Array:
             return self.guide.log_density(self.constrain(params), values, self.shared)
 
-        return one(latents) if self.num_particles == 1 else jnp.mean(jax.vmap(one)(latents))
+        return self._mean(one, latents)
 
     def log_prior(self, latents: dict[str, Array], params: dict[str, Any]) -> Array:
         """Mean over draws of the log prior in unconstrained coordinates."""
@@ -91,7 +91,7 @@ class VariationalProblem(NamedTuple):
         def one(values: dict[str, Array]) -> Array:
             return self.model.log_prior(values, self.constrain(params), self.shared)
 
-        return one(latents) if self.num_particles == 1 else jnp.mean(jax.vmap(one)(latents))
+        return self._mean(one, latents)
 
     def log_likelihood(
         self,
@@ -111,22 +111,15 @@ class VariationalProblem(NamedTuple):
             *arrays, number = example
             rng_key = jax.random.fold_in(jax.random.fold_in(rng_key, 0), number)
             example = tuple(arrays)
-        if self.guide.local_params is None:
+        local = self.guide.local_params is not None
+        of_record = self.guide.local_bound if local else self.model.log_likelihood
 
-            def one(values: dict[str, Array], key: Array) -> Array:
-                return self.model.log_likelihood(values, constrained, example, self.shared, key)
+        def one(values: dict[str, Array], key: Array = rng_key) -> Array:
+            return of_record(values, constrained, example, self.shared, key)
 
-            if self.num_particles == 1:
-                return one(latents, rng_key)
-            return jnp.mean(jax.vmap(one, in_axes=(0, None))(latents, rng_key))
-
-        def local(values: dict[str, Array], key: Array) -> Array:
-            return self.guide.local_bound(values, constrained, example, self.shared, key)
-
-        if self.num_particles == 1:
-            return local(latents, rng_key)
-        keys = jax.random.split(rng_key, self.num_particles)
-        return jnp.mean(jax.vmap(local)(latents, keys))
+        if local and self.num_particles > 1:  # each draw of the record's latents has its own key
+            return self._mean(one, latents, jax.random.split(rng_key, self.num_particles))
+        return self._mean(one, latents)
 
     @property
     def records(self) -> Records:
@@ -184,6 +177,10 @@ class VariationalProblem(NamedTuple):
             return None
         return _coordinate_sums(self.guide.auto)
 
+    def _mean(self, one: Callable[..., Array], *by_draw: Any) -> Array:
+        """Mean of a function of one draw over the draws of a step."""
+        return one(*by_draw) if self.num_particles == 1 else jnp.mean(jax.vmap(one)(*by_draw))
+
     def _draw_one(self, values: dict[str, Any], rng_key: Array) -> tuple[dict[str, Array], Array]:
         guide_key = jax.random.split(rng_key)[1]  # numpyro splits into model and guide seeds
         return self.guide.draw(values, guide_key, self.shared)
@@ -207,26 +204,17 @@ def _coordinate_sums(auto: Any) -> dict[str, Callable[[Array], Any]] | None:
     kind = guide_kind(auto)
     if kind in (autoguide.AutoNormal, autoguide.AutoDelta):
         suffixes = ("loc",) if kind is autoguide.AutoDelta else ("loc", "scale")
-        sites = latent_sites(auto)
-        return {
-            f"{site}_{auto.prefix}_{suffix}": lambda v, site=site: {site: v}
-            for site in sites
-            for suffix in suffixes
-        }
+        names = ((site, suffix) for site in latent_sites(auto) for suffix in suffixes)
+        return {f"{s}_{auto.prefix}_{suffix}": lambda v, s=s: {s: v} for s, suffix in names}
     prefix, unpack = getattr(auto, "prefix", ""), functools.partial(unpack_latent, auto)
     if kind is autoguide.AutoDiagonalNormal:
         return {f"{prefix}_{name}": unpack for name in ("loc", "scale")}
     if kind is autoguide.AutoLowRankMultivariateNormal:
-        per_row = {f"{prefix}_{name}": unpack for name in ("loc", "scale")}
-        per_row[f"{prefix}_cov_factor"] = lambda v: unpack(v.sum(-1))
-        return per_row
+        whole = {f"{prefix}_{name}": unpack for name in ("loc", "scale")}
+        return whole | {f"{prefix}_cov_factor": lambda v: unpack(v.sum(-1))}
     if kind is autoguide.AutoMultivariateNormal and auto.scale_tril_constraint in _LOWER_CHOLESKY:
         dim = auto.latent_dim
         rows = jnp.concatenate([jnp.tril_indices(dim, -1)[0], jnp.arange(dim)])
-        return {
-            f"{prefix}_loc": unpack,
-            f"{prefix}_scale_tril": lambda v: unpack(
-                jax.ops.segment_sum(v, rows, num_segments=dim)
-            ),
-        }
+        by_row = functools.partial(jax.ops.segment_sum, segment_ids=rows, num_segments=dim)
+        return {f"{prefix}_loc": unpack, f"{prefix}_scale_tril": lambda v: unpack(by_row(v))}
     return None
