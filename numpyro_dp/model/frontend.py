@@ -157,10 +157,8 @@ class Frontend(NamedTuple):
         )  # fmt: skip
 
         def start(rng_key: Array, shared: tuple[Array, ...], values: Any) -> Any:
-            placeholder = layout.placeholder(shared)
-            state = hidden.init(
-                rng_key, *placeholder.args, init_params=values, **placeholder.kwargs
-            )
+            init = functools.partial(hidden.init, rng_key, init_params=values)
+            state = layout.placeholder(shared).call(init)
             return state, hidden.optim.get_params(state.optim_state), hidden.get_params(state)
 
         with prototype_without_records(own, plate), warnings.catch_warnings():

@@ -33,7 +33,7 @@ from numpyro.infer import autoguide
 
 from numpyro_dp._compat import latent_sites, unpack_latent
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
-from numpyro_dp.model.variational import VariationalProblem, guide_kind
+from numpyro_dp.model.variational import VariationalProblem, coordinate_sums, guide_kind
 
 __all__ = ["Coordinates", "Geometry", "gaussian_geometry"]
 
@@ -112,13 +112,13 @@ def gaussian_geometry(problem: VariationalProblem, method: str) -> Geometry:
     kind = guide_kind(auto)
     if kind is autoguide.AutoDiagonalNormal:
         names = {None: (f"{auto.prefix}_loc", f"{auto.prefix}_scale")}
-        return _mean_field(names, functools.partial(unpack_latent, auto), auto.scale_constraint)
+        return _mean_field(auto, names, functools.partial(unpack_latent, auto))
     if kind is autoguide.AutoNormal:
         names = {
             site: (f"{site}_{auto.prefix}_loc", f"{site}_{auto.prefix}_scale")
             for site in latent_sites(auto)
         }
-        return _mean_field(names, None, auto.scale_constraint)
+        return _mean_field(auto, names, None)
     if kind is autoguide.AutoMultivariateNormal:
         return _full_rank(auto)
     name = "a hand-written guide" if auto is None else type(auto).__name__
@@ -130,10 +130,10 @@ def gaussian_geometry(problem: VariationalProblem, method: str) -> Geometry:
 
 
 def _mean_field(
-    names: dict[Any, tuple[str, str]], unpack: Callable[[Array], Any] | None, constraint: Any
+    auto: Any, names: dict[Any, tuple[str, str]], unpack: Callable[[Array], Any] | None
 ) -> Geometry:
     """Mean-field guide. ``names`` has (loc, scale) by site, or one pair for the flat vector."""
-    scales = [scale for _, scale in names.values()]
+    scales, constraint = [scale for _, scale in names.values()], auto.scale_constraint
 
     def by_site(values: dict[str, Any]) -> dict[str, Array]:
         if unpack is not None:
@@ -159,10 +159,7 @@ def _mean_field(
     def mean_gradient(values: dict[str, Any], latents: Any) -> Any:
         return jax.tree.map(lambda s, z: z / jnp.square(s), by_site(values), dict(latents))
 
-    sums: dict[str, Callable[[Array], Any]] = {}
-    for site, pair in names.items():
-        for name in pair:
-            sums[name] = unpack or (lambda v, site=site: {site: v})
+    sums = coordinate_sums(auto) or {}
     natural = Coordinates(local, _same, entries=local)
     mean = Coordinates(mean_signal, mean_gradient)
     return Geometry(dict, dict, sums, Coordinates(_same, to_unconstrained), natural, mean)
@@ -187,7 +184,8 @@ def _full_rank(auto: Any) -> Geometry:
 
     def flat(latents: Any) -> Array:
         split = functools.partial(unpack_latent, auto)
-        _, transpose = jax.vjp(split, jnp.zeros(dim, _dtype(latents)))
+        dtype = jnp.result_type(*jax.tree.leaves(latents))
+        _, transpose = jax.vjp(split, jnp.zeros(dim, dtype))
         return transpose(dict(latents))[0]
 
     def to_unconstrained(values: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
@@ -242,7 +240,3 @@ def _push(constraint: Any, value: Array, direction: Array) -> Array:
 
 def _product(left: Array, right: Array) -> Array:
     return jnp.matmul(left, right, precision=_HIGHEST)
-
-
-def _dtype(latents: Any) -> Any:
-    return jnp.result_type(*jax.tree.leaves(latents))

@@ -219,7 +219,9 @@ def hide_likelihood(model: Callable[..., Any], plate: str) -> Callable[..., Any]
     """Hides observed sites and discrete local latents from outer handlers."""
 
     def hidden(site: dict[str, Any]) -> bool:
-        return _is_observed(site) or (is_local(site, plate) and site["fn"].support.is_discrete)
+        if is_local(site, plate):
+            return site["fn"].support.is_discrete
+        return site["type"] == "sample" and bool(site.get("is_observed"))
 
     filled = fill_locals(one_record(model, plate), plate, discrete_only=True)
     return handlers.block(filled, hide_fn=hidden)
@@ -232,10 +234,6 @@ def auto_parts(guide: Any) -> Iterator[Any]:
         if isinstance(guide, autoguide.AutoGuideList):
             for part in guide:
                 yield from auto_parts(part)
-
-
-def _is_observed(site: dict[str, Any]) -> bool:
-    return site["type"] == "sample" and bool(site.get("is_observed"))
 
 
 def guide_trace(
@@ -257,7 +255,9 @@ def _auto_draw(
             if isinstance(part, autoguide.AutoGuide):
                 values, part_entropy = _auto_draw(guide, part, trace, params, shared)
             else:
-                names = set(_part_sites(part, guide, params, shared))
+                alone = Guide(functools.partial(part, **guide.public), None, guide.model)
+                own = guide_trace(alone, params, jax.random.key(0), shared)
+                names = {name for name, site in own.items() if site["type"] == "sample"}
                 sites = {name: site for name, site in trace.items() if name in names}
                 known = [name for name in guide.model.structure.latents if name in names]
                 values, part_entropy = _generic_draw(guide, sites, params, shared, known, trace)
@@ -320,12 +320,6 @@ def _generic_draw(
         latents[name] = transform.inv(value)
         total += jnp.sum(transform.log_abs_det_jacobian(latents[name], value))
     return latents, -total
-
-
-def _part_sites(part: Any, guide: Guide, params: Any, shared: Any) -> list[str]:
-    sub = Guide(functools.partial(part, **guide.public), None, guide.model)
-    trace = guide_trace(sub, params, jax.random.key(0), shared)
-    return [name for name, site in trace.items() if site["type"] == "sample"]
 
 
 def _is_draw(site: dict[str, Any]) -> bool:

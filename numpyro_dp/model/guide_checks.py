@@ -64,7 +64,7 @@ def read_guide(
     """
     known = auto if isinstance(auto, autoguide.AutoGuide) else None
     guide = Guide(fn, known, model, public=public or {})
-    _check_reads_no_records(guide, params, shared)
+    _check_reads_no_records(guide, shared)
     _check_parameter_shapes(guide, shared)
     trace: dict[str, Any] = {}
     jax.eval_shape(lambda p: trace.update(guide_trace(guide, p, jax.random.key(0), shared)), params)
@@ -93,7 +93,7 @@ def read_guide(
                 f"Guide site {name!r} has the distribution {kind}, which has no reparameterised "
                 "sampler, so the loss has no gradient. Use Normal, Gamma, Beta or LogNormal, say."
             )
-    _check_holds_no_records(guide, params, shared)
+    _check_captures(guide, params, shared)
     return _with_local_params(guide, params, shared) if model.structure.local_latents else guide
 
 
@@ -124,11 +124,10 @@ def _with_local_params(guide: Guide, params: dict[str, Any], shared: tuple[Array
         return {"value": [[site["value"], log_density(site)] for site in sites]}
 
     def reading(fn: Callable[[Any, str], dict[str, Any]]) -> frozenset[str]:
-        found = {
-            name: depends_on_inputs(functools.partial(fn, name=name), params[name])["value"]
-            for name in guide.params
-        }
-        return frozenset(name for name, reads in found.items() if reads)
+        def reads(name: str) -> bool:
+            return depends_on_inputs(functools.partial(fn, name=name), params[name])["value"]
+
+        return frozenset(filter(reads, guide.params))
 
     own = reading(local)
     number = structure.layout.num_examples
@@ -251,14 +250,11 @@ def _check_fixed_supports(guide: Guide, params: dict[str, Any], shared: tuple[Ar
             )
 
 
-def _check_reads_no_records(
-    guide: Guide, params: dict[str, Any], shared: tuple[Array, ...]
-) -> None:
-    structure = guide.model.structure
-    layout = structure.layout
+def _check_reads_no_records(guide: Guide, shared: tuple[Array, ...]) -> None:
+    structure, layout = guide.model.structure, guide.model.structure.layout
 
-    def values(*arrays: Array, fn: Any = guide.fn) -> dict[str, Any]:
-        trace = traced(fn, structure.data_plate, layout.arguments(arrays, shared))
+    def values(*arrays: Array) -> dict[str, Any]:
+        trace = traced(guide.fn, structure.data_plate, layout.arguments(arrays, shared))
         return {
             name: site["value"]
             for name, site in trace.items()
@@ -273,9 +269,7 @@ def _check_reads_no_records(
             )
 
 
-def _check_holds_no_records(
-    guide: Guide, params: dict[str, Any], shared: tuple[Array, ...]
-) -> None:
+def _check_captures(guide: Guide, params: dict[str, Any], shared: tuple[Array, ...]) -> None:
     """Raises if a guide captures arrays that are not public. NumPyro's own guides capture none.
 
     The check covers initial values, and the derivative of the draw, because rules of

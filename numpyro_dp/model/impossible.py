@@ -160,18 +160,16 @@ def _lookups(program: ScalarProgram) -> set[int]:
             starts = _value_numbers(op.inputs[1:])
             if starts & of_record and not starts & of_point:
                 found |= set(op.outputs)
-        elif op.primitive.name in _BODIES and of_record & _value_numbers(op.inputs):
-            bodies = programs_in(list(op.params.values()))
-            if any(_looks_up(flat(body, _CALLS).ops) for body in bodies):
-                found |= set(op.outputs)
+        elif of_record & _value_numbers(op.inputs) and _looks_up(op):
+            found |= set(op.outputs)
     return found
 
 
-def _looks_up(ops: tuple[Op, ...]) -> bool:
-    inner = [programs_in(list(op.params.values())) for op in ops if op.primitive.name in _BODIES]
-    return any(op.primitive.name in LOOKUPS for op in ops) or any(
-        _looks_up(flat(body, _CALLS).ops) for bodies in inner for body in bodies
-    )
+def _looks_up(op: Op) -> bool:
+    """Whether an operation is a lookup, or a loop or a branch with a lookup inside."""
+    bodies = programs_in(list(op.params.values())) if op.primitive.name in _BODIES else ()
+    inner = (each for body in bodies for each in flat(body, _CALLS).ops)
+    return op.primitive.name in LOOKUPS or any(map(_looks_up, inner))
 
 
 def _marked(

@@ -157,7 +157,20 @@ def read_locals(
                 "summed out. Scaling the terms of that sum is not the same as scaling the sum. Sum "
                 "the sites out in the model, with numpyro.factor inside the data plate."
             )
-    return _combinations({name: sites[name]["fn"] for name in structure.summed})
+    fns = {name: sites[name]["fn"] for name in structure.summed}
+    sizes = {n: [len(_support(n, fn))] * math.prod(fn.batch_shape) for n, fn in fns.items()}
+    every = [size for each in sizes.values() for size in each]
+    number = math.prod(every)
+    if number > _MOST:
+        raise UnsupportedModelError(
+            f"The discrete sites {sorted(sizes)} have {number} combinations of values for one "
+            f"record, but at most {_MOST} are summed. Sum them out with an algorithm that uses "
+            "their structure, such as a forward recursion, and pass the result to numpyro.factor "
+            "inside the data plate."
+        )
+    grid = np.stack([axis.reshape(-1) for axis in np.indices(every)], -1) if every else np.zeros(0)
+    ends = np.cumsum([len(each) for each in sizes.values()])
+    return dict(zip(sizes, np.split(grid, ends[:-1], axis=-1), strict=True)) if sizes else {}
 
 
 def masked_away(name: str, fn: Any) -> Array:
@@ -181,24 +194,3 @@ def _support(name: str, fn: Any) -> Array:
             "data plate."
         ) from error
     return support.reshape(support.shape[0], *fn.event_shape)
-
-
-def _combinations(sites: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    sizes = {
-        name: [len(_support(name, fn))] * math.prod(fn.batch_shape) for name, fn in sites.items()
-    }
-    every = [size for each in sizes.values() for size in each]
-    number = math.prod(every)
-    if number > _MOST:
-        raise UnsupportedModelError(
-            f"The discrete sites {sorted(sizes)} have {number} combinations of values for one "
-            f"record, but at most {_MOST} are summed. Sum them out with an algorithm that uses "
-            "their structure, such as a forward recursion, and pass the result to numpyro.factor "
-            "inside the data plate."
-        )
-    grid = np.stack([axis.reshape(-1) for axis in np.indices(every)], -1) if every else np.zeros(0)
-    found, first = {}, 0
-    for name, each in sizes.items():
-        found[name] = grid[:, first : first + len(each)]
-        first += len(each)
-    return found

@@ -226,9 +226,7 @@ class PublicValues:
         self._captured = declared.captured
         self._declared = {_digest(array): place for place, array in declared.arrays}
         # Keys are digests of values. A tuple has one entry for each array with these values.
-        self._taken: dict[Any, tuple[PublicArray, ...]] = {
-            place: (each,) for place, each in enumerate(arguments)
-        }
+        self._taken: dict[Any, tuple[PublicArray, ...]] = dict(enumerate(zip(arguments)))
         self._trusted: set[Any] = set()
         self._numbers = 0
         for place, array in declared.arrays:

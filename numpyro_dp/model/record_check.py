@@ -126,9 +126,8 @@ def _possible(model: Model, rows: tuple[Any, ...], shared: tuple[Any, ...]) -> n
     draws = [unconstrained_prior(model, shared, jax.random.key(n)) for n in range(_DRAWS)]
 
     def at(latents: Any, row: Any) -> Any:
-        value, slope = jax.value_and_grad(model.log_likelihood)(
-            latents, {}, row, shared, model.any_key()
-        )
+        slopes = jax.value_and_grad(model.log_likelihood)
+        value, slope = slopes(latents, {}, row, shared, model.any_key())
         return jnp.isfinite(value) & jnp.all(jnp.isfinite(ravel_pytree(slope)[0]))
 
     @jax.jit

@@ -81,10 +81,8 @@ class Layout(NamedTuple):
     def arguments(self, arrays: tuple[Any, ...], shared: tuple[Array, ...]) -> Arguments:
         """Returns the call arguments with the record arrays filled in."""
         sources = {"r": iter(arrays), "s": iter(shared), "c": iter(self.constants)}
-        args, kwargs = jax.tree.unflatten(
-            self.treedef, [next(sources[kind]) for kind in self.kinds]
-        )
-        return Arguments(args, kwargs)
+        leaves = [next(sources[kind]) for kind in self.kinds]
+        return Arguments(*jax.tree.unflatten(self.treedef, leaves))
 
     def example(self, example: tuple[Array, ...], shared: tuple[Array, ...]) -> Arguments:
         """Returns the call arguments for one row, as a data set of one row."""
@@ -103,16 +101,9 @@ class Layout(NamedTuple):
 
     def blank(self) -> tuple[Array, ...]:
         """Returns zeros in place of a record."""
-        return tuple(jnp.zeros(shape, dtype) for shape, dtype in self._of_record)
-
-    @property
-    def _of_record(self) -> tuple[tuple[tuple[int, ...], str], ...]:
-        """Shape and dtype of each array of a record."""
-        if self.max_rows is None:
-            return self.shapes
-        rows = ((self.max_rows, *shape) for shape, _ in self.shapes)
-        dtypes = (dtype for _, dtype in self.shapes)
-        return (*zip(rows, dtypes, strict=True), ((self.max_rows,), "float32"))
+        rows = () if self.max_rows is None else (self.max_rows,)
+        mask = () if self.max_rows is None else (((), "float32"),)
+        return tuple(jnp.zeros((*rows, *shape), kind) for shape, kind in (*self.shapes, *mask))
 
     def one_row(self) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes of the record arrays of a data set of one row."""
@@ -381,9 +372,8 @@ def split_arguments(
     shapes = tuple(
         (np.shape(leaf)[1:], jax.dtypes.canonicalize_dtype(leaf.dtype).name) for leaf in rows
     )
-    layout = Layout(treedef, kinds, tuple(constants), shapes, num_examples, tuple(public))
-    _check_hashable(layout)
-    return layout
+    _check_hashable(constants)
+    return Layout(treedef, kinds, tuple(constants), shapes, num_examples, tuple(public))
 
 
 def read_records(
@@ -512,8 +502,8 @@ def _place(path: tuple[Any, ...], name: str) -> str:
     return f"argument {where}" if name == where else f"argument {name}{inside} ({where})"
 
 
-def _check_hashable(layout: Layout) -> None:
-    for constant in layout.constants:
+def _check_hashable(constants: list[Any]) -> None:
+    for constant in constants:
         try:
             hash(constant)
         except TypeError as error:

@@ -58,7 +58,7 @@ def check_draws(
         return _values(_drawn(model, plate, layout.arguments(rows, shared)), structure.latents)
 
     public.check_program("model, in a draw,", _program(drawn, *layout.one_row()), once=True)
-    public.check_program("prior", _program(_prior_and_slopes(model, structure, shared)))
+    public.check_program("prior", _program(lambda: _prior_and_slopes(model, structure, shared)))
     for arguments in _without_outcomes(model, structure, shared):
         arrays, fill = split_arrays(arguments)
 
@@ -131,23 +131,19 @@ def predict(
 
 def _prior_and_slopes(
     model: Callable[..., Any], structure: ModelStructure, shared: tuple[Array, ...]
-) -> Callable[[], Any]:
+) -> Any:
     """The log prior and its derivatives up to the second, whose rules may hold other arrays."""
     own = Model(model, structure)
-
-    def all_orders() -> Any:
-        arguments = structure.layout.placeholder(shared)
-        trace = _drawn(model, structure.data_plate, arguments)
-        params = {name: trace[name]["value"] for name in structure.params}
-        latents = {
-            name: jnp.zeros(biject_to(trace[name]["fn"].support).inverse_shape(
-                jnp.shape(trace[name]["value"])
-            )) for name in structure.latents
-        }  # fmt: skip
-        slope = jax.value_and_grad(lambda latents: own.log_prior(latents, params, shared))
-        return jax.jvp(slope, (latents,), (latents,))
-
-    return all_orders
+    trace = _drawn(model, structure.data_plate, structure.layout.placeholder(shared))
+    params = {name: trace[name]["value"] for name in structure.params}
+    sites = {name: trace[name] for name in structure.latents}
+    shapes = {
+        name: biject_to(site["fn"].support).inverse_shape(jnp.shape(site["value"]))
+        for name, site in sites.items()
+    }
+    latents = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    slope = jax.value_and_grad(lambda latents: own.log_prior(latents, params, shared))
+    return jax.jvp(slope, (latents,), (latents,))
 
 
 def _program(fn: Callable[..., Any], *args: Any) -> Any:

@@ -209,11 +209,9 @@ def _checked(ids: Any, num_rows: int) -> np.ndarray:
         if len(kinds) != 1:
             raise ValueError(_MISSING)
         if kinds == [float]:
-            found = found.astype(float)
+            own, found = (), found.astype(float)
         else:
-            number_of = {value: number for number, value in enumerate(sorted(set(values)))}
-            found = np.fromiter(map(number_of.__getitem__, values), np.int64, num_rows)
-        own = () if kinds == [float] else number_of
+            own, found = np.unique(found, return_inverse=True)
     else:
         own = np.unique(found).tolist() if found.dtype.kind in "UTSi" else ()
     if found.dtype.kind == "V":

@@ -17,7 +17,7 @@ from numpyro_dp.model.density import Model
 from numpyro_dp.model.guide import Guide
 from numpyro_dp.model.records import Records, Rows
 
-__all__ = ["VariationalProblem", "guide_kind", "likelihood_key"]
+__all__ = ["VariationalProblem", "coordinate_sums", "guide_kind", "likelihood_key"]
 
 _LOWER_CHOLESKY = (
     constraints.scaled_unit_lower_cholesky,
@@ -175,7 +175,7 @@ class VariationalProblem(NamedTuple):
         """
         if self.guide.auto is None or self.num_particles > 1:
             return None
-        return _coordinate_sums(self.guide.auto)
+        return coordinate_sums(self.guide.auto)
 
     def _mean(self, one: Callable[..., Array], *by_draw: Any) -> Array:
         """Mean of a function of one draw over the draws of a step."""
@@ -200,7 +200,8 @@ def guide_kind(auto: Any) -> type | None:
     return None
 
 
-def _coordinate_sums(auto: Any) -> dict[str, Callable[[Array], Any]] | None:
+def coordinate_sums(auto: Any) -> dict[str, Callable[[Array], Any]] | None:
+    """:meth:`VariationalProblem.coordinate_sums` of an automatic guide."""
     kind = guide_kind(auto)
     if kind in (autoguide.AutoNormal, autoguide.AutoDelta):
         suffixes = ("loc",) if kind is autoguide.AutoDelta else ("loc", "scale")
