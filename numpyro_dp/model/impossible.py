@@ -16,32 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.lax import GatherScatterMode
-from numpyro.distributions import (
-    ExpandedDistribution,
-    Independent,
-    MaskedDistribution,
-    constraints,
-)
+from numpyro.distributions import ExpandedDistribution, Independent, MaskedDistribution, constraints
 
-from numpyro_dp._compat import (
-    CALLS,
-    LOOKUPS,
-    MOVES,
-    RULED,
-    as_program,
-    bind,
-    mask_of,
-    programs_in,
-)  # fmt: skip
-from numpyro_dp._program import (
-    Constant,
-    Op,
-    ScalarProgram,
-    evaluate,
-    flat,
-    trace_scalar,
-    value_of,
-)  # fmt: skip
+from numpyro_dp._compat import CALLS, LOOKUPS, MOVES, RULED, as_program, bind, mask_of, programs_in
+from numpyro_dp._program import Constant, Op, ScalarProgram, evaluate, flat, trace_scalar, value_of
 from numpyro_dp._tree import is_key
 from numpyro_dp.model.dependence import inputs_of
 from numpyro_dp.model.locals import fill_locals, start

@@ -29,12 +29,7 @@ from numpyro_dp.model.records import (
     split_arrays,
 )
 from numpyro_dp.model.sampling import check_draws
-from numpyro_dp.model.separation import (
-    check_separable,
-    is_factor,
-    one_record,
-    rows_along,
-)
+from numpyro_dp.model.separation import check_separable, is_factor, one_record, rows_along
 
 __all__ = ["ModelStructure", "find_data_plate", "read_model"]
 
