@@ -76,8 +76,7 @@ def check_additive(
             (likelihood, "likelihood", singles),
             (structure.outside, "prior", singles[:1]),
         ):
-            joint = _total(together, names)
-            alone = [_total(single, names) for single in parts]
+            joint, *alone = (sum(float(each[n]) for n in names) for each in (together, *parts))
             if not is_sum(joint, alone, _HALF_TOLERANCE if half else _TOLERANCE):
                 raise UnsupportedModelError(
                     f"The {what} depends on the number of records that the model gets at once "
@@ -120,10 +119,6 @@ def _together_and_alone(
             f"The model runs on {_ROWS} records but not on a single one: it mixes "
             f"records, or reads x.shape[0] ({error}). {_REMEDY}"
         ) from error
-
-
-def _total(values: Values, names: tuple[str, ...]) -> float:
-    return sum(float(values[name]) for name in names)
 
 
 def is_sum(joint: float, alone: list[float], tolerance: float = _TOLERANCE) -> bool:

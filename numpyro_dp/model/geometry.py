@@ -110,15 +110,8 @@ def gaussian_geometry(problem: VariationalProblem, method: str) -> Geometry:
             "or vanilla()."
         )
     kind = guide_kind(auto)
-    if kind is autoguide.AutoDiagonalNormal:
-        names = {None: (f"{auto.prefix}_loc", f"{auto.prefix}_scale")}
-        return _mean_field(auto, names, functools.partial(unpack_latent, auto))
-    if kind is autoguide.AutoNormal:
-        names = {
-            site: (f"{site}_{auto.prefix}_loc", f"{site}_{auto.prefix}_scale")
-            for site in latent_sites(auto)
-        }
-        return _mean_field(auto, names, None)
+    if kind in (autoguide.AutoDiagonalNormal, autoguide.AutoNormal):
+        return _mean_field(auto, joint=kind is autoguide.AutoDiagonalNormal)
     if kind is autoguide.AutoMultivariateNormal:
         return _full_rank(auto)
     name = "a hand-written guide" if auto is None else type(auto).__name__
@@ -129,15 +122,15 @@ def gaussian_geometry(problem: VariationalProblem, method: str) -> Geometry:
     )
 
 
-def _mean_field(
-    auto: Any, names: dict[Any, tuple[str, str]], unpack: Callable[[Array], Any] | None
-) -> Geometry:
-    """Mean-field guide. ``names`` has (loc, scale) by site, or one pair for the flat vector."""
+def _mean_field(auto: Any, joint: bool) -> Geometry:
+    """Mean-field guide, with a loc and a scale for each site, or for the ``joint`` flat vector."""
+    sites = {None: auto.prefix} if joint else {s: f"{s}_{auto.prefix}" for s in latent_sites(auto)}
+    names = {site: (f"{name}_loc", f"{name}_scale") for site, name in sites.items()}
     scales, constraint = [scale for _, scale in names.values()], auto.scale_constraint
 
     def by_site(values: dict[str, Any]) -> dict[str, Array]:
-        if unpack is not None:
-            return unpack(values[scales[0]])
+        if joint:
+            return unpack_latent(auto, values[scales[0]])
         return {site: values[scale] for site, (_, scale) in names.items()}
 
     def to_unconstrained(values: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:

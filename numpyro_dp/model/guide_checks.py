@@ -68,9 +68,8 @@ def read_guide(
     _check_parameter_shapes(guide, shared)
     trace: dict[str, Any] = {}
     jax.eval_shape(lambda p: trace.update(guide_trace(guide, p, jax.random.key(0), shared)), params)
-    guide = guide._replace(
-        params=frozenset(name for name, site in trace.items() if site["type"] == "param")
-    )
+    read = frozenset(name for name, site in trace.items() if site["type"] == "param")
+    guide = guide._replace(params=read)
     _check_fixed_supports(guide, params, shared)
     latents = model.structure.latents + model.structure.local_latents
     found = {name: site for name, site in trace.items() if site["type"] == "sample"}
@@ -366,21 +365,23 @@ def _is_numpyros_own_function(fn: Any) -> bool:
 def _check_parameter_shapes(guide: Guide, shared: tuple[Array, ...]) -> None:
     """Raises if the shape of a parameter of model or guide depends on the number of records."""
     layout, plate = guide.model.structure.layout, guide.model.structure.data_plate
+
+    def shapes(fn: Any, rows: int) -> dict[str, Any]:
+        arguments = layout.placeholder(shared, rows)
+
+        def params() -> Any:
+            trace = traced(fn, plate, arguments, start=init_to_uniform(), num_rows=rows)
+            return {n: s["value"] for n, s in trace.items() if s["type"] == "param"}
+
+        found = jax.eval_shape(params)
+        return {n: [x.shape for x in jax.tree.leaves(value)] for n, value in found.items()}
+
     for fn in (guide.fn, guide.model.fn):
-        shapes = []
-        for num_rows in (1, 2):
-            arguments = layout.placeholder(shared, num_rows)
-
-            def params(fn: Any = fn, arguments: Any = arguments, rows: int = num_rows) -> Any:
-                trace = traced(fn, plate, arguments, start=init_to_uniform(), num_rows=rows)
-                return {n: s["value"] for n, s in trace.items() if s["type"] == "param"}
-
-            found = jax.eval_shape(params)
-            shapes.append({n: [x.shape for x in jax.tree.leaves(v)] for n, v in found.items()})
-        for name, shape in shapes[0].items():
-            if shapes[1].get(name) != shape:
+        alone, two = shapes(fn, 1), shapes(fn, 2)
+        for name, shape in alone.items():
+            if two.get(name) != shape:
                 raise UnsupportedModelError(
                     f"Parameter {name!r} has one entry per record (shapes {shape} for 1 record, "
-                    f"{shapes[1].get(name)} for 2). Releasing it would release the records. Use "
+                    f"{two.get(name)} for 2). Releasing it would release the records. Use "
                     "parameters of fixed shape."
                 )

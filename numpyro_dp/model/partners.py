@@ -83,31 +83,24 @@ def centring(
     number = outcomes.number + 1 if outcomes.number else _DRAWN
     number = 2 ** math.ceil(math.log2(number)) - 1
 
-    def drawn(here: Outcomes, flat: Array, example: Any, own: Any, seed: Array) -> Any:
-        """Outcomes of the pairs, and their probabilities."""
-        keys = jax.random.split(jax.random.key(seed), number + 1)
-        values = jax.vmap(lambda key: here.simulate(flat, example, key))(keys)
-        values = jax.tree.map(lambda one, rest: rest.astype(jnp.asarray(one).dtype), own, values)
-        return values, jnp.full(number + 1, 1 / (number + 1))
-
-    def listed_with_own(here: Outcomes, flat: Array, example: Any, own: Any) -> Any:
-        """The own outcome, then all, with rows that do not count at the end."""
-        listed = here.listed(flat[None], example)
-        missing = number - here.number
-        values = jnp.pad(listed.values, (0, missing), mode="edge")
-        values = jax.vmap(lambda value: here.as_outcome(value, own))(values)
-        probs = jnp.pad(listed.probabilities[:, 0], (1, missing))
-        values = jax.tree.map(
-            lambda one, rest: jnp.stack([one, *rest.astype(one.dtype)]), own, values
-        )
-        return values, probs
-
     def rows(public: Any, example: tuple[Array, ...], seed: Array) -> Any:
         here = outcomes.at(params(public)) if params is not None else outcomes
         flat, own = here.flat(latents(public)), here.own(example)
         record = tuple(jnp.broadcast_to(x, (number + 1, *jnp.shape(x))) for x in example)
-        if here.number:
-            return record, *listed_with_own(here, flat, example, own)
-        return record, *drawn(here, flat, example, own, seed)
+        if not here.number:  # outcomes of the pairs
+            keys = jax.random.split(jax.random.key(seed), number + 1)
+            values = jax.vmap(lambda key: here.simulate(flat, example, key))(keys)
+            values = jax.tree.map(
+                lambda one, rest: rest.astype(jnp.asarray(one).dtype), own, values
+            )
+            return record, values, jnp.full(number + 1, 1 / (number + 1))
+        # The own outcome, then all, with rows that do not count at the end.
+        listed, missing = here.listed(flat[None], example), number - here.number
+        values = jnp.pad(listed.values, (0, missing), mode="edge")
+        values = jax.vmap(lambda value: here.as_outcome(value, own))(values)
+        values = jax.tree.map(
+            lambda one, rest: jnp.stack([one, *rest.astype(one.dtype)]), own, values
+        )
+        return record, values, jnp.pad(listed.probabilities[:, 0], (1, missing))
 
     return Centring(inner, number, rows, listed=bool(outcomes.number))

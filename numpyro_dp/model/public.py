@@ -398,12 +398,9 @@ def _without_few_keys(arrays: Iterable[Any]) -> Iterator[Any]:
 
     A model may hold a key, as that of a fixed random projection. Many keys could be a column.
     """
-    keys, few = [], 0
-    for array in arrays:
-        if is_key(array):
-            keys.append(jax.random.key_data(array))
-        else:
-            yield array
+    arrays = list(arrays)
+    yield from (array for array in arrays if not is_key(array))
+    keys = [jax.random.key_data(array) for array in arrays if is_key(array)]
     few = {array.tobytes() for array in map(np.asarray, keys) if array.size <= _WORDS}
     yield from (array for array in keys if array.size > _WORDS or len(few) > _KEYS)
 

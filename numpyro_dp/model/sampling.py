@@ -54,19 +54,16 @@ def check_draws(
     layout, public = structure.layout, structure.public
     plate = structure.data_plate
 
-    def drawn(*rows: Array) -> Any:
-        return _values(_drawn(model, plate, layout.arguments(rows, shared)), structure.latents)
+    def drawn(fill: Callable[..., Arguments], *arrays: Array) -> Any:
+        return _values(_drawn(model, plate, fill(arrays)), structure.latents)
 
-    public.check_program("model, in a draw,", _program(drawn, *layout.one_row()), once=True)
+    of_rows = functools.partial(drawn, lambda rows: layout.arguments(rows, shared))
+    public.check_program("model, in a draw,", _program(of_rows, *layout.one_row()), once=True)
     public.check_program("prior", _program(lambda: _prior_and_slopes(model, structure, shared)))
     for arguments in _without_outcomes(model, structure, shared):
         arrays, fill = split_arrays(arguments)
-
-        def unobserved(*arrays: Array, fill: Callable[..., Any] = fill) -> Any:
-            return _values(_drawn(model, plate, fill(arrays)), structure.latents)
-
         try:
-            program = _program(unobserved, *arrays)
+            program = _program(functools.partial(drawn, fill), *arrays)
         except Exception:  # The model does not run without them, and so `predict` does not either.
             continue
         public.check_program("model, without outcomes,", program, once=True)

@@ -146,7 +146,10 @@ def read_model(
         _check_rows(site, plate, shapes.get(site.name))
 
     def densities(*arrays: Any) -> dict[str, Any]:
-        return _sites_of(model, layout.arguments(arrays, shared), evaluate=True)[3]
+        trace = layout.arguments(arrays, shared).trace(_initialised(model))
+        drawn = {n: site for n, site in trace.items() if site["type"] == "sample"}
+        found = {n: [s["fn"].log_prob(s["value"]), s["scale"]] for n, s in drawn.items()}
+        return found | {n: [s["value"]] for n, s in trace.items() if s["type"] == "param"}
 
     depends = depends_on_inputs(densities, *_structs(rows))
     _check_others(others, depends)
@@ -271,7 +274,7 @@ def _abstract_sites(
     arrays, fill = split_arrays(arguments)
     found: list[Any] = []
     try:
-        jax.eval_shape(lambda a: found.append(_sites_of(model, fill(a))[:3]), _structs(arrays))
+        jax.eval_shape(lambda a: found.append(_sites_of(model, fill(a))), _structs(arrays))
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise UnsupportedModelError(
             "The model reads values of its arguments to choose a shape or a branch, for example "
@@ -282,11 +285,11 @@ def _abstract_sites(
 
 
 def _sites_of(
-    model: Callable[..., Any], arguments: Arguments, *, evaluate: bool = False
-) -> tuple[Any, ...]:
-    """Runs the model. Returns sites, plate sizes, names of other sites, and log densities."""
+    model: Callable[..., Any], arguments: Arguments
+) -> tuple[list[Site], dict[str, int], dict[str, list[str]]]:
+    """Runs the model. Returns sites, plate sizes, and names of other sites."""
     trace = arguments.trace(_initialised(model))
-    sites, plates, others, densities = [], {}, {}, {}
+    sites, plates, others = [], {}, {}
     for name, site in trace.items():
         if site["type"] == "plate":
             plates[name] = site["args"][0]
@@ -306,13 +309,9 @@ def _sites_of(
                     np.shape(site["value"]),
                 )
             )
-            if evaluate:
-                densities[name] = [fn.log_prob(site["value"]), site["scale"]]
         else:
             others.setdefault(site["type"], []).append(name)
-            if site["type"] == "param":
-                densities[name] = [site["value"]]
-    return sites, plates, others, densities
+    return sites, plates, others
 
 
 def _initialised(model: Callable[..., Any]) -> Callable[..., Any]:
