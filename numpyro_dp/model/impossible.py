@@ -209,8 +209,7 @@ def _marked(
 
 def _mark(op: Op, found: dict[int, Any], marks: dict[int, Any]) -> Array:
     """Whether a result of one number is nothing, from which of its inputs are."""
-    own = [jnp.asarray(marks.get(x, False)) if isinstance(x, int) else jnp.zeros((), bool)
-           for x in op.inputs]  # fmt: skip
+    own = [jnp.asarray(isinstance(x, int) and marks.get(x, False)) for x in op.inputs]
     if op.primitive.name == "select_n":
         chosen = jnp.reshape(value_of(found, op.inputs[0]), ())
         return own[0] | jax.lax.select_n(chosen, *own[1:])

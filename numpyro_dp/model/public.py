@@ -353,15 +353,11 @@ class PublicValues:
         objects = {_identity(array): array for array in _without_few_keys(arrays)}
         found: dict[Any, int] = {}
         for array in objects.values():
-            digest = _digest(array)
+            digest, plain_one = _digest(array), no_new and plain and _is_plain(array)
             found[digest] = found.get(digest, 0) + 1
             if digest in self._declared:
                 self._taken[digest] = (_described(self._declared[digest], array),)
-            elif (
-                digest in self._trusted | _own
-                or digest in _of_jax()
-                or (no_new and plain and _is_plain(array))
-            ):
+            elif digest in self._trusted | _own or digest in _of_jax() or plain_one:
                 continue
             elif len(self._taken.get(digest, ())) < (found[digest] if once else 1):
                 if no_new and not self._captured:

@@ -132,10 +132,8 @@ def _possible(model: Model, rows: tuple[Any, ...], shared: tuple[Any, ...]) -> n
 
     @jax.jit
     def of_all(draws: Any, rows: Any) -> Any:
-        def of_row(row: Any) -> Any:
-            return jnp.any(jax.vmap(at, (0, None))(draws, row))
-
-        return jax.lax.map(of_row, rows, batch_size=_ROWS)
+        at_all = jax.vmap(at, (0, None))
+        return jax.lax.map(lambda row: jnp.any(at_all(draws, row)), rows, batch_size=_ROWS)
 
     stacked = jax.tree.map(lambda *each: jnp.stack(each), *draws)
     return np.asarray(of_all(stacked, rows))

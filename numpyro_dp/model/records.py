@@ -347,7 +347,12 @@ def split_arguments(
             name that is not an argument.
     """
     names = argument_names(model, args)
-    _check_names(declared.names, (*names, *kwargs))
+    known = (*names, *kwargs)
+    if unknown := [name for name in declared.names if name not in known]:
+        raise ValueError(
+            f"public= has {unknown}, but the model's arguments are {sorted(known)}. Use the names "
+            "in the model's signature."
+        )
     leaves, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
     kinds, constants, rows, public, refused = "", [], [], [], []
     for path, leaf in leaves:
@@ -451,15 +456,6 @@ def _ambiguity(
             f"{say}"
         ]
     return []
-
-
-def _check_names(public: tuple[str, ...], names: tuple[str, ...]) -> None:
-    unknown = [name for name in public if name not in names]
-    if unknown:
-        raise ValueError(
-            f"public= has {unknown}, but the model's arguments are {sorted(names)}. Use the names "
-            "in the model's signature."
-        )
 
 
 def _check_few_numbers(constants: list[Any], scalars: int, num_examples: int) -> None:
