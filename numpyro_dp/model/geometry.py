@@ -125,7 +125,7 @@ def gaussian_geometry(problem: VariationalProblem, method: str) -> Geometry:
 def _mean_field(auto: Any, joint: bool) -> Geometry:
     """Mean-field guide, with a loc and a scale for each site, or for the ``joint`` flat vector."""
     sites = {None: auto.prefix} if joint else {s: f"{s}_{auto.prefix}" for s in latent_sites(auto)}
-    names = {site: (f"{name}_loc", f"{name}_scale") for site, name in sites.items()}
+    names: dict[Any, Any] = {site: (f"{name}_loc", f"{name}_scale") for site, name in sites.items()}
     scales, constraint = [scale for _, scale in names.values()], auto.scale_constraint
 
     def by_site(values: dict[str, Any]) -> dict[str, Array]:
