@@ -4,7 +4,7 @@ Each kind is one model on invented records: a family, a prior, columns, a number
 some rows outcomes from another distribution than the model's ("wrong"). Latents have the values
 that a row gives, which are moderate effects, not draws from the prior. "coverage" is how often a 90
 % interval holds a latent: its true value, or if the model is wrong its value at the mode of the
-same records without privacy. "distance" is from that mode, as a root mean square in its standard
+same records without privacy. "exact" is that of the posterior without privacy. "distance" is from that mode, as a root mean square in its standard
 deviations, and "width" the ratio of standard deviations (medians over latents, then means over
 sets). A set is "far" if a latent is more than 4 reported standard deviations away, and "silent" if
 none of its findings is BAD then.
@@ -512,6 +512,7 @@ class Kind:
         far = bool(np.max(np.abs(mean - aim) / sd) > 4)
         return {
             "coverage": float(np.mean((lower < aim) & (aim < upper))),
+            "exact": float(np.mean(np.abs(mode - aim) < Z90 * own)),
             "distance": float(np.sqrt(np.median(((mean - mode) / own) ** 2))),
             "width": float(np.median(sd / own)), "far": far, "silent": far and not bad,
             "warned": bool(bad), "seconds": seconds, "findings": bad,
@@ -535,8 +536,8 @@ def row_of(name, epsilon, found):
     row = {"kind": name, "epsilon": epsilon, "records": KINDS[name][1], "sets": len(found)}
     if "refused" in found[0]:
         return row | {"refused": found[0]["refused"]}
-    row |= {key: float(np.mean([each[key] for each in found]))
-            for key in ("coverage", "distance", "width")}  # fmt: skip
+    row |= {key: float(np.mean([each.get(key, np.nan) for each in found]))
+            for key in ("coverage", "exact", "distance", "width")}  # fmt: skip
     row |= {key: int(np.sum([each[key] for each in found])) for key in ("far", "silent", "warned")}
     row["seconds"] = float(np.median([each["seconds"] for each in found]))
     row["findings"] = sorted({name for each in found for name in each["findings"]})
