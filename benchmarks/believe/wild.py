@@ -4,10 +4,10 @@ Each kind is one model on invented records: a family, a prior, columns, a number
 some rows outcomes from another distribution than the model's ("wrong"). Latents have the values
 that a row gives, which are moderate effects, not draws from the prior. "coverage" is how often a 90
 % interval holds a latent: its true value, or if the model is wrong its value at the mode of the
-same records without privacy. "exact" is that of the posterior without privacy. "distance" is from that mode, as a root mean square in its standard
-deviations, and "width" the ratio of standard deviations (medians over latents, then means over
-sets). A set is "far" if a latent is more than 4 reported standard deviations away, and "silent" if
-none of its findings is BAD then.
+same records without privacy. "exact" is that of the posterior without privacy. "distance" is from
+that mode, as a root mean square in its standard deviations, and "width" the ratio of standard
+deviations (medians over latents, then means over sets). A set is "far" if a latent is more than 4
+reported standard deviations away, and "silent" if none of its findings is BAD then.
 
     python benchmarks/believe/wild.py --json wild.json --each sets.jsonl
     python benchmarks/believe/wild.py --sets 4 --epsilons 1 --kinds "probit" "change point"
