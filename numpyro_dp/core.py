@@ -19,6 +19,7 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 from numpyro_dp._lazy import dpa
+from numpyro_dp.privacy.budget import Relation
 
 __all__ = [
     "Batch",
@@ -200,7 +201,7 @@ class Observation(NamedTuple):
     score: Array
     noise_scale: Array
     curvature: Array | None = None
-    curvature_noise: Array | None = None
+    curvature_noise: Array | float | None = None
 
 
 class Centring(NamedTuple):
@@ -435,7 +436,7 @@ class Sampler(Protocol):
         0.01
     """
 
-    relation: ClassVar[str] = "add_or_remove_one"
+    relation: ClassVar[Relation] = "add_or_remove_one"
 
     def init(self, key: Array, num_examples: int) -> PyTree:
         """Returns the state that ``next`` draws batches from. ``key`` is secret."""

@@ -78,7 +78,7 @@ class Move(NamedTuple):
     """
 
     direction: Natural
-    noise_scale: Array
+    noise_scale: Array | float
     problem: EPProblem
 
 
@@ -124,7 +124,7 @@ def stochastic_ep(
             approximate = method.approximate
             if problem.records.layout.max_rows is not None:
 
-                def approximate(public: Any, example: Any) -> Natural:
+                def approximate(public: Any, example: tuple[Array, ...], /) -> Natural:
                     *rows, counted = example
                     sites = jax.vmap(lambda row: method.approximate(public, row))(tuple(rows))
                     return jax.tree.map(lambda leaf: jnp.tensordot(counted, leaf, 1), sites)
@@ -150,6 +150,7 @@ def stochastic_ep(
 
         def observe(public: _Public, released: Released) -> Observation:
             """The sum of the sites themselves, at the cavity's mean."""
+            assert public.centre is not None
             sites = sites_of(public, released)
             slope_noise = released.noise_scale * jnp.ones(problem.latents.dim)
             noise = released.noise_scale * packing.entry_noise

@@ -284,7 +284,7 @@ class Score(NamedTuple):
     """
 
     gradient: dict[str, Array]
-    noise_scale: Array
+    noise_scale: Array | float
     rng_key: Array
 
 

@@ -169,13 +169,13 @@ class DPPBP(Driver):
 
     def prepare(self, structure: Records, rng_key: Array, call: Call) -> Prepared:
         """Reads no record."""
-        (shape, _), *_ = structure.layout.shapes
+        ((inputs,), _), *_ = structure.layout.shapes
         number = structure.layout.num_examples
-        start = self.start(rng_key, *shape, number)
+        start = self.start(rng_key, inputs, number)
         given = call.init_params
         params = start if given is None else _check_init(given, start)
         if self._by_layer:  # a step moves all weights of a layer alike, so they must start alike
-            layers = self.network.layout(*shape).split(params["weights_precision"])
+            layers = self.network.layout(inputs).split(params["weights_precision"])
             means = [jnp.full(layer.size, jnp.mean(layer)) for layer in layers]
             mean = params["weights_linear"] / params["weights_precision"]
             params["weights_precision"] = jnp.concatenate(means)
@@ -213,9 +213,10 @@ class DPPBP(Driver):
             notes += ("weight_precision is a point estimate.",) * (not known)
             findings += without_noise(privacy.noise_multiplier > 0)
         else:
-            (shape, _), *_ = records.layout.shapes
+            ((inputs,), _), *_ = records.layout.shapes
+            assert result.state is not None
             released = result.state.optim_state
-            draws = network_draws(network, *shape, problem.num_examples, released, self.ridge)
+            draws = network_draws(network, inputs, problem.num_examples, released, self.ridge)
             notes += (NOISE_INCLUDED,)
         return source.posterior(draws, privacy, method, notes, not drift, findings)
 

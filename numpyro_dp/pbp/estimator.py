@@ -159,14 +159,14 @@ def network_ep(
     """
 
     def build(problem: RecordsProblem) -> Estimator:
-        (shape, _), *_ = problem.records.layout.shapes
-        layout, number = network.layout(*shape), problem.num_examples
+        ((inputs,), _), *_ = problem.records.layout.shapes
+        layout, number = network.layout(inputs), problem.num_examples
 
         def prepare(_: Array, params: Params) -> _Public:
             public = _public(network, number, params)
             if ridge is None:
                 return public
-            curvature = network_curvature(network, *shape, number, params, ridge)
+            curvature = network_curvature(network, inputs, number, params, ridge)
             return public._replace(unit=curvature.predicted, curvature=curvature)
 
         def signal(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
@@ -295,6 +295,7 @@ class NetworkSteps:
         direction, weight = move.direction, jnp.mean(share)
         spread = jnp.full_like(mean, weight * move.noise)
         if direction is None:
+            assert move.slope is not None
             direction, weight = move.slope / precision, share
             spread = share * move.noise / precision
         direction = weight * direction

@@ -218,7 +218,7 @@ def start_network_sites(
 
 
 def ep_sweep(
-    network: RegressionNetwork, state: SensitiveNetworkSites, x: Array, y: Array, damping: Array
+    network: RegressionNetwork, state: SensitiveNetworkSites, x: Array, y: Array, damping: float
 ) -> SensitiveNetworkSites:
     """Moves the sites of all records, each starting from the same posterior."""
     layout, params = network.layout(x.shape[1]), state.params

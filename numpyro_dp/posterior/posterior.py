@@ -329,8 +329,8 @@ class Posterior:
             free -= 1  # for the line that counts the latents not shown
         entries = list(itertools.islice(
             (
-                [entry_name(name, at), shown(mean[at], sd[at]), shown(sd[at], sd[at]),
-                 share_text(self._prior_shares[name][at])]
+                [entry_name(name, at), shown(mean.item(at), sd.item(at)),
+                 shown(sd.item(at), sd.item(at)), share_text(self._prior_shares[name].item(at))]
                 for name, (mean, sd) in self._moments.items() for at in np.ndindex(mean.shape)
             ), min(_MOST_ROWS, max(_FEWEST_ROWS, free)),
         ))  # fmt: skip
@@ -405,7 +405,7 @@ class Posterior:
     @functools.cached_property
     def _prior_shares(self) -> dict[str, np.ndarray]:
         own = self._fixed_draws
-        if self._prior is None:
+        if self._prior is None or self._unconstrain is None:
             return {name: np.full(values.shape[1:], np.nan) for name, values in own.items()}
         number = len(next(iter(own.values())))
         prior = draws_by_name(self._prior(jax.random.key(1), number))

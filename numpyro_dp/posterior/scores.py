@@ -131,8 +131,8 @@ def _path(
     if averages.curvature is not None:
         return float(distance), 0.0, 0.0
     wander = np.maximum(averages.spread - averages.fresh, 0)
-    moves = (float(np.sqrt(np.mean(wander / each))) for each in (variances, prior))
-    return float(distance), *moves
+    own, of_prior = (float(np.sqrt(np.mean(wander / each))) for each in (variances, prior))
+    return float(distance), own, of_prior
 
 
 def scores_likelihood(
@@ -170,7 +170,7 @@ class _Curvature(NamedTuple):
 
 def _curvature(averages: Averages, prior: Prior) -> _Curvature:
     """Finds the curvature."""
-    if averages.moments is not None:
+    if averages.curvature is None:
         moments, early = _pooled(averages, prior)
         entries, (whitening, noisy, sizes) = None, _regression(moments)
         noise_sd, noise_share = moments.dof**-0.5, _noise_share(sizes)
@@ -211,6 +211,7 @@ def _pooled(averages: Averages, prior: Prior) -> tuple[Moments, float]:
     variance of its relative change and :math:`v` the relative variance that noise gives
     to a regression on the steps before. These count :math:`v / (v + b^2)`, as if b were noise.
     """
+    assert averages.moments is not None
     before, after = averages.moments
     _, noisy, _ = _regression(both := mixed(before, after, 1.0))
     size, told = len(noisy), before.count * np.trace(before.shift_shift)
@@ -218,7 +219,7 @@ def _pooled(averages: Averages, prior: Prior) -> tuple[Moments, float]:
     level = max(float(np.trace(noisy)) / size, 0.0)
     noise = (size + 1) / 2 / (both.dof * max(told / (told + of_after), 1e-30))
     far = np.diag(prior.precision) @ early_distance(averages) / size
-    weight = noise / (noise + _BEND**2 * far * level**2)
+    weight = float(noise / (noise + _BEND**2 * far * level**2))
     return mixed(before, after, weight), weight * told / (weight * told + of_after)
 
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from scipy import optimize
 
 from numpyro_dp._lazy import dpa
+from numpyro_dp._validate import check_real
 from numpyro_dp.privacy.accounting.bounds import (
     Accountant,
     EpsilonBound,
@@ -91,17 +92,18 @@ def calibrate_noise(
     **Guarantee**: ``bound.epsilon`` never exceeds ``budget.epsilon``, and is at least 0.99 of it,
     unless the accountant's bound jumps over that range (those of this package do not).
     """
-    check_errors(budget.delta, failure_prob, total_variation, budget.epsilon)
+    delta = check_real("delta", budget.delta)
+    check_errors(delta, failure_prob, total_variation, budget.epsilon)
     low, high = math.log(_SMALLEST), math.log(_LARGEST)
     points: list[_Point] = []
     weak = strong = None  # the largest noise known to be too little, the smallest known to suffice
-    refused, log_noise = "", _first_guess(make_event, budget)
+    refused, log_noise = "", _first_guess(make_event, budget.epsilon, delta)
     for _ in range(_EVALUATIONS):
         event = make_event(math.exp(log_noise))
         try:
             bound = epsilon_spent(
                 event,
-                budget.delta,
+                delta,
                 budget.relation,
                 accountant=accountant,
                 failure_prob=failure_prob,
@@ -110,7 +112,7 @@ def calibrate_noise(
         except (TotalVariationError, UnreliableBoundError) as error:
             # The accountant has no bound at this noise. An infinite one makes the search go up.
             refused = f" ({error})"
-            bound = EpsilonBound(None, None, math.inf, budget.delta, budget.relation, event, "none")
+            bound = EpsilonBound(None, None, math.inf, delta, budget.relation, event, "none")
         if _ACCEPT * budget.epsilon <= bound.upper <= budget.epsilon:
             return math.exp(log_noise), bound
         value = math.log(max(bound.upper / (_AIM * budget.epsilon), 1e-30))
@@ -168,13 +170,13 @@ def _secant(points: list[_Point]) -> float:
     return last.log_noise + min(max(step, -_WIDEST_STEP), _WIDEST_STEP)
 
 
-def _first_guess(make_event: Callable[[float], dpa.DpEvent], budget: PrivacyBudget) -> float:
+def _first_guess(make_event: Callable[[float], dpa.DpEvent], target: float, delta: float) -> float:
     """Returns the log noise multiplier of the central limit theorem, or 0 if it has none."""
 
     def excess(log_noise: float) -> float:
         mu = clt_mu(make_event(math.exp(log_noise)))
-        epsilon = gaussian_epsilon(min(mu, 1e3), budget.delta) if mu > 1e-12 else 0.0
-        return math.log(max(epsilon, 1e-20) / budget.epsilon)
+        epsilon = gaussian_epsilon(min(mu, 1e3), delta) if mu > 1e-12 else 0.0
+        return math.log(max(epsilon, 1e-20) / target)
 
     low, high = math.log(_SMALLEST), math.log(_LARGEST)
     try:

@@ -120,7 +120,7 @@ def as_secret_key(key: Array | bytes | str | int) -> Array:
                 "secret key."
             ) from None
     elif isinstance(key, numbers.Integral) and not isinstance(key, bool):
-        if key < 0:
+        if int(key) < 0:
             raise ValueError("The integer seed is negative. Use a seed >= 0.")
         key = hashlib.sha256(_INT_CONTEXT + hex(int(key)).encode()).digest()
     if not isinstance(key, (bytes, bytearray)):

@@ -282,14 +282,16 @@ class Ledger:
             )
 
     def _bound(self, spendings: tuple[Spending, ...]) -> EpsilonBound:
+        total = self.total
+        assert total.delta is not None
         if not spendings:
-            return epsilon_spent(dpa.NoOpDpEvent(), self.total.delta, self.total.relation)
+            return epsilon_spent(dpa.NoOpDpEvent(), total.delta, total.relation)
         beside = {
             name: min(math.fsum(getattr(each, name) for each in spendings), 1 - 1e-12)
             for name in ("failure_prob", "total_variation")
         }
         event = canonical_event(tuple(step for each in spendings for step in each.steps))
-        return epsilon_spent(event, self.total.delta, self.total.relation, **beside)
+        return epsilon_spent(event, total.delta, total.relation, accountant=None, **beside)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

@@ -318,7 +318,7 @@ def make_plan(
             ``num_steps``.
     """
     budget = budget and budget.for_records(num_examples)
-    delta = budget.delta if budget else default_delta(num_examples)
+    delta = (budget and budget.delta) or default_delta(num_examples)
     relation = budget.relation if budget else sampler.relation
     noise = 0.0 if noise_multiplier is None else noise_multiplier
     plan = Plan(sampler, num_examples, noise, mechanism, budget, delta, relation, accountant)
@@ -350,11 +350,11 @@ def make_plan(
 
 def _check_left(plan: Plan, num_steps: int) -> None:
     """Raises an error if earlier runs alone have spent the budget."""
-    if not plan.earlier:
+    budget = plan.budget
+    if budget is None or not budget.earlier:
         return
     nothing = _with_earlier(plan, dpa.NoOpDpEvent())
     beside = _beside_the_event(plan, num_steps)
-    budget = plan.budget
     spent = epsilon_spent(nothing, plan.delta, plan.relation, accountant=plan.accountant, **beside)
     if spent.epsilon >= budget.epsilon:
         raise BudgetError(

@@ -145,7 +145,7 @@ def _split(key: Array, shape: tuple[int, ...]) -> Array:
     return children.T.reshape(*shape, KEY_WORDS)
 
 
-def _fold_in(key: Array, data: Array) -> Array:
+def _fold_in(key: Array, data: Array | int) -> Array:
     return _blocks(key, (_FOLD, data, 0), _counters(1))[:KEY_WORDS, 0]
 
 

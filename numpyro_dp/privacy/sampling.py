@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ from numpyro_dp.privacy._batches import (
     poisson_batch,
     poisson_plan,
 )
+from numpyro_dp.privacy.budget import Relation
 from numpyro_dp.privacy.random import check_typed_key
 
 __all__ = ["FixedSize", "FullBatch", "Permutation", "PermutationState", "Poisson", "SamplerState"]
@@ -184,7 +186,7 @@ class FixedSize(_Exact):
     Accountants support the event of ``amplify`` under the replace-one relation.
     """
 
-    relation = "replace_one"
+    relation: ClassVar[Relation] = "replace_one"
     batch_size: int
 
     def __post_init__(self) -> None:

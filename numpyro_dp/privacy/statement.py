@@ -14,7 +14,7 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from numpyro_dp.privacy.accounting import describe_event
@@ -282,7 +282,7 @@ def statement_of(report: Any, settings: str) -> Statement:
     )
 
 
-def true_positive_rates(privacy: Any, rates: Sequence[float]) -> list[float]:
+def true_positive_rates(privacy: Any, rates: Iterable[float]) -> list[float]:
     r"""Bounds the true positive rate of any test whether a record was among the data.
 
     Each pair of :math:`\varepsilon` and :math:`\delta` bounds it at a false positive rate

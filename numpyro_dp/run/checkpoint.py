@@ -294,9 +294,10 @@ def without_own_run(settings: RunSettings, folder: Any) -> RunSettings:
     A budget for what is left of a ledger counts all runs in it. If a call continues a run, the
     ledger has this run already. Processes of a mesh use the ledger of the first one.
     """
-    if settings.charges is None or (folder is None and not settings.several_processes):
+    budget, apart = settings.budget, folder is None and not settings.several_processes
+    if budget is None or budget.charges is None or apart:
         return settings
-    mine = settings.budget.earlier
+    mine = budget.earlier
 
     def others() -> bytes:
         content = b"" if folder is None else _content(pathlib.Path(folder))
@@ -306,7 +307,7 @@ def without_own_run(settings: RunSettings, folder: Any) -> RunSettings:
     earlier = pickle.loads(from_first(settings.mesh, others))
     if not any_process(settings.mesh, earlier != mine):
         return settings
-    return settings.changed(budget=dataclasses.replace(settings.budget, earlier=earlier))
+    return settings.changed(budget=dataclasses.replace(budget, earlier=earlier))
 
 
 def checkpoint_of(

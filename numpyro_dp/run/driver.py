@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -140,8 +140,7 @@ class Driver(abc.ABC):
         args, kwargs = as_arrays(args, kwargs)
         state = self._init(rng_key, self.settings.num_steps, args, kwargs, init_params)
         with begun(self.settings, state):
-            steps = self.settings.num_steps
-            charge(self.settings, lambda: [spent_by(self.settings, state, steps)])
+            charge(self.settings, lambda: [spent_by(self.settings, state, int(state.max_steps))])
             return state
 
     def update(
@@ -319,12 +318,12 @@ class Driver(abc.ABC):
                 driver.get_params(found.state), found.state, found.losses, found.trace, report,
                 found.folded, make, found.scores,
             )  # fmt: skip
-            result.state.records = seal
+            found.state.records = seal
             if found.stopped:
                 raise RunInterrupted(result, num_steps, checkpoint is not None)
             return result
 
-    def with_settings(self, settings: RunSettings) -> Driver:
+    def with_settings(self, settings: RunSettings) -> Self:
         """Returns a driver with other settings, for one call: a refused call changes nothing."""
         if settings is self.settings:
             return self
@@ -387,7 +386,7 @@ class Driver(abc.ABC):
         check_rng_keys(rng_keys)
         args, kwargs = as_arrays(args, kwargs)
         settings = without_own_run(self.settings, None)
-        if settings.charges is not None and settings.budget.earlier:
+        if settings.budget and settings.charges is not None and settings.budget.earlier:
             raise ValueError(
                 "Each run of a sweep would spend all that is left of the ledger. Say what one run "
                 "may spend: ledger.budget(0.1, purpose=...)."
@@ -415,7 +414,7 @@ class Driver(abc.ABC):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         init_params: dict[str, Any] | None,
-        structure: ModelStructure | None = None,
+        structure: ModelStructure | Records | None = None,
     ) -> SensitiveState:
         structure = self.structure(args, kwargs) if structure is None else structure
         settings = self.settings

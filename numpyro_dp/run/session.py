@@ -92,14 +92,15 @@ class Session:
     def _shapes_seen(self, estimator: Estimator, params: PyTree) -> Observation | None:
         """Shapes of what a step releases about the likelihood, or ``None`` for no sums of it."""
         mechanism = self._mechanism(MechanismState(self.settings.clip_norm.as_arrays()), 1.0)
+        observe = estimator.observe
         # The sums treat the noise of steps as independent.
-        if estimator.observe is None or mechanism.compose is not None:
+        if observe is None or mechanism.compose is not None:
             return None
 
         def observation(params: PyTree, example: PyTree) -> Observation:
             public = estimator.prepare(jax.random.key(0), params)
             total = estimator.signal(public, example)
-            return estimator.observe(public, Released(total, jnp.zeros(())))
+            return observe(public, Released(total, jnp.zeros(())))
 
         found = jax.eval_shape(observation, params, self.problem.blank_example())
         self.num_latents = found.point.size
@@ -286,7 +287,7 @@ class Session:
         progress, zero = begun[1], jnp.zeros((), jnp.int32)
         arrays = [(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in rows.arrays]
         if isinstance(rows, HostRows) and rows.numbered:
-            arrays.append(((rows.num_examples,), jnp.uint32))
+            arrays.append(((rows.num_examples,), jnp.dtype(jnp.uint32)))
         shapes = Rows(tuple(jax.ShapeDtypeStruct(*each) for each in arrays), rows.shared)
         arguments = progress.carry, progress.buffer, shapes, zero, zero, zero
         public = rows.shared, progress.carry.state.optim_state, progress.carry.folded
@@ -378,6 +379,7 @@ class Session:
     def _observation(self, state: RunState, rows: Rows, step: Step) -> Observation:
         """What a step released about the likelihood, from public and released values."""
         estimator = self._estimator(rows.shared, state.mechanism_state)
+        assert estimator.observe is not None
         # Key and parameters of the step give the values of `prepare` again.
         return estimator.observe(estimator.prepare(step.rng_key, step.params), step.released)
 
@@ -441,6 +443,7 @@ class Session:
         """Returns the factor that maps the bound on a log likelihood to its clip norm."""
         # The norm may adapt, and the share of the loss in the sensitivity must stay the same.
         release = self.settings.loss_release
+        assert release is not None
         return with_loss_norm(state.clip_norm, release).by_entry[LOSS_ENTRY] / release.clip
 
     def _guarded_step(self, state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Array]:
@@ -463,6 +466,7 @@ class Session:
         """The loss of a step from ``state``, if it was released."""
         if self.settings.loss_release is None:
             return jnp.zeros(())
+        assert self.method.public_loss is not None
         # The norm of this step. In the state after it, an adaptive norm has moved.
         scale = self._loss_scale(state.mechanism_state)
         log_likelihood = step.released.total[LOSS_ENTRY] / scale

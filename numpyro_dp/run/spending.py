@@ -185,7 +185,7 @@ def report_for(plan: Plan, num_steps: int, identity: RunIdentity) -> PrivacyRepo
         public=identity.public,
         max_rows=identity.max_rows,
         timed=identity.timed,
-        in_ledger=budget is not None and plan.budget.charges is not None,
+        in_ledger=plan.budget is not None and plan.budget.charges is not None,
     )
 
 

@@ -302,7 +302,7 @@ def _check_noise(
     """Compares the noise of two keys, two sums and two memories with what is stated."""
     stated = build(clip_norm)
     sensitivity, fresh, event = float(stated.sensitivity), stated.compose is None, stated.event
-    if not fresh:
+    if stated.compose is not None:
         with contextlib.suppress(Exception):  # compose may support only other samplers
             event = stated.compose(FullBatch(), 12, 1)
     nothing = dict.fromkeys(extras, jnp.zeros(()))

@@ -77,6 +77,7 @@ def bounded_sum(
     rows_each = 1
     if (centring := estimator.centring) is not None:
         rows_each = centring.number + 1
+        assert seeds is not None
         examples, mask = with_partners(centring, public, examples, mask, seeds)
         mechanism, lengths = centred_mechanism(mechanism, centring), ()
         rows = None if rows is None else rows * rows_each

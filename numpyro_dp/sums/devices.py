@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +40,13 @@ __all__ = [
 _SENT = 2**27  # bytes sent between processes at once
 
 
-def on_devices(
-    step: Callable[[PyTree, PyTree, Array, Shards], PyTree], mesh: Mesh | None
-) -> Callable[[PyTree, PyTree, Array], PyTree]:
+class _Step(Protocol):
+    """A step on one device's part of a batch."""
+
+    def __call__(self, rest: PyTree, batch: PyTree, mask: Array, /, shards: Shards) -> PyTree: ...
+
+
+def on_devices(step: _Step, mesh: Mesh | None) -> Callable[[PyTree, PyTree, Array], PyTree]:
     """Runs a step on all devices. Each has its part of the batch, and all of the rest.
 
     The step must add values that depend on the batch by its ``shards``, so that the result is the

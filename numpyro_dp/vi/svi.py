@@ -239,14 +239,15 @@ class DPSVI(Driver):
 
     def prepare(self, structure: ModelStructure, rng_key: Array, call: Call) -> Prepared:
         """Returns the problem and the first state of the optimiser. Reads no record."""
-        if self._init_scale is None:
+        scale = self._init_scale
+        if scale is None:
             return self._frontend.prepare(structure, rng_key, call)
         shapes = arguments_key(call.args, call.kwargs, self.max_rows)
 
         def first(model: Model, shared: tuple[Array, ...]) -> dict[str, Array]:
             key = shapes, *(np.asarray(x).tobytes() for x in shared)
             if key not in self._first_widths:  # a sweep prepares many runs
-                self._first_widths[key] = first_widths(self.guide, model, shared, self._init_scale)
+                self._first_widths[key] = first_widths(self.guide, model, shared, scale)
             return self._first_widths[key]
 
         return self._frontend.prepare(structure, rng_key, call, first)

@@ -282,14 +282,15 @@ def _walk(event: dpa.DpEvent, count: int) -> list[GaussianStep]:
 
 
 def _sampled(
-    sampling: Sampling, rate: float, size: tuple[int, int] | None, event: dpa.DpEvent, count: int
-) -> list[GaussianStep]:
+    sampling: Sampling, rate: float, size: tuple[int, int] | None,
+    event: dpa.PoissonSampledDpEvent | dpa.SampledWithoutReplacementDpEvent, count: int,
+) -> list[GaussianStep]:  # fmt: skip
     if not 0.0 <= rate <= 1.0:
         raise ValueError(f"Expected a sampling rate in [0, 1], got {rate} in {event!r}.")
     inner = gaussian_steps(event.event)
     if rate == 0.0 or not inner:
         return []
-    if len(inner) > 1 or inner[0].sampling != "none":
+    if len(inner) != 1 or inner[0].sampling != "none":
         raise StepError(f"{describe_event(event)} samples from a sample")
     noise = inner[0].noise_multiplier
     if noise == 0.0 or rate == 1.0:

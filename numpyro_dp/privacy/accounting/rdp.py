@@ -127,7 +127,7 @@ def epsilon_and_order(
         divergence = library.compose(event).rdp
     array = np.asarray(orders, dtype=np.float64)
     divergence = np.maximum(divergence + _rounding(array, steps), 0.0)
-    epsilon, order = dpa.rdp.compute_epsilon(array, divergence, delta)
+    epsilon, order = dpa.rdp.compute_epsilon(array.tolist(), divergence, delta)
     return float(epsilon), float(order)
 
 

@@ -222,11 +222,11 @@ def _with_total_variation(
         if inner + leak <= delta:
             return dataclasses.replace(bound, lower=None, delta=delta)
         if attempt == 0:
-            needed = share * delta * tau / leak
-        first = first or bound
+            needed, first = share * delta * tau / leak, bound
         inner = delta - 1.01 * leak
         if inner <= 0.0:
             break
+    assert first is not None
     if is_left_out(first.upper, delta, tau):
         return dataclasses.replace(first, lower=None, delta=delta)
     raise TotalVariationError(

@@ -80,7 +80,7 @@ def aligned() -> Callable[[VariationalProblem], Estimator]:
 
     def build(problem: VariationalProblem) -> Estimator:
         def scalar(public: DrawnPublic, point: Any, example: Any) -> Array:
-            return problem.log_likelihood(*point, example, public.rng_key)
+            return problem.log_likelihood(point[0], point[1], example, public.rng_key)
 
         def point(public: DrawnPublic) -> Any:
             return public.latents, select(public.params, problem.record_params)

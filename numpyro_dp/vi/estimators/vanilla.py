@@ -110,7 +110,7 @@ def parametric(problem: VariationalProblem, chart: Chart) -> Estimator:
     shared = bool(set(names) & problem.guide_params)
 
     def scalar(public: VanillaPublic, point: Any, example: Any) -> Array:
-        return problem.log_likelihood(*point, example, public.drawn.rng_key)
+        return problem.log_likelihood(point[0], point[1], example, public.drawn.rng_key)
 
     def point(public: VanillaPublic) -> Any:
         return public.drawn.latents, select(public.drawn.params, names)
@@ -137,12 +137,13 @@ def parametric(problem: VariationalProblem, chart: Chart) -> Estimator:
         return jax.tree.map(jnp.negative, gradient)
 
     # The slope of a location is the slope of the draw.
-    locations = [name for name in chart.sums or () if name.endswith("loc")]
+    sums = chart.sums or {}
+    locations = [name for name in sums if name.endswith("loc")]
 
     def observe(public: VanillaPublic, released: Released) -> Observation:
         score: dict[str, Array] = {}
         for name in locations:
-            score |= chart.sums[name](released.total[name])
+            score |= sums[name](released.total[name])
         back = chart.back and functools.partial(chart.back, public.drawn.params)
         return observed(problem, public.drawn, released, score, back)
 
