@@ -16,7 +16,7 @@ from jax import Array
 from jaxtyping import Bool
 
 from numpyro_dp._tree import filled, select, squared_norm, widen
-from numpyro_dp.core import Estimator, Mechanism, PyTree
+from numpyro_dp.core import Centring, Estimator, Mechanism, PyTree
 from numpyro_dp.sums.centred import centred_mechanism, with_partners
 from numpyro_dp.sums.exact import finished, partial_sum
 from numpyro_dp.sums.factored import factored_sum
@@ -74,20 +74,18 @@ def bounded_sum(
         ``mechanism.sensitivity`` in norm, rounding included.
     """
     live = jnp.any(mask) if live is None else live
-    rows_each = 1
+    of_row, rows_each = estimator, 1
     if (centring := estimator.centring) is not None:
-        rows_each = centring.number + 1
-        assert seeds is not None
-        examples, mask = with_partners(centring, public, examples, mask, seeds)
-        mechanism, lengths = centred_mechanism(mechanism, centring), ()
-        rows = None if rows is None else rows * rows_each
-        estimator = centring.estimator
-    if estimator.factored is None:
+        of_row, rows_each, lengths = centring.estimator, centring.number + 1, ()
+    if of_row.factored is None:
         return bounded_sum_by_definition(
-            estimator, mechanism, public, examples, mask, live, rows, shards, rows_each, whole
+            estimator, mechanism, public, examples, mask, live, rows, shards, seeds, whole
         )
+    mechanism, examples, mask, rows = _with_partners(
+        centring, mechanism, public, examples, mask, rows, seeds
+    )
     return factored_sum(
-        estimator, mechanism, public, examples, mask, lengths, live, rows, shards, rows_each
+        of_row, mechanism, public, examples, mask, lengths, live, rows, shards, rows_each
     )
 
 
@@ -100,15 +98,39 @@ def bounded_sum_by_definition(
     live: Array | None = None,
     rows: int | None = None,
     shards: Shards = WHOLE,
-    rows_each: int = 1,
+    seeds: Array | None = None,
     whole: bool = False,
 ) -> dict[str, Any]:
     """The same sum, one signal at a time, in microbatches: the batch is never in memory at once."""
+    rows_each, centring = 1, estimator.centring
+    if centring is not None:
+        estimator, rows_each = centring.estimator, centring.number + 1
+    mechanism, examples, mask, rows = _with_partners(
+        centring, mechanism, public, examples, mask, rows, seeds
+    )
     count = mask.size * shards.number // rows_each
     parts = SumInParts(estimator, mechanism, public, first_of(examples), count, rows_each, whole)
     sums, squares = parts.part(examples, mask, live, rows, shards)
     extras = extra_sums(mechanism, parts.names, squares, parts.margin, mask, shards)
     return parts.finished(sums) | extras
+
+
+def _with_partners(
+    centring: Centring | None,
+    mechanism: Mechanism,
+    public: PyTree,
+    examples: PyTree,
+    mask: Bool[Array, " batch"],
+    rows: int | None,
+    seeds: Array | None,
+) -> tuple[Mechanism, PyTree, Array, int | None]:
+    """Returns the same, with the rows of each record in its place if signals are centred."""
+    if centring is None:
+        return mechanism, examples, mask, rows
+    assert seeds is not None
+    examples, mask = with_partners(centring, public, examples, mask, seeds)
+    rows = None if rows is None else rows * (centring.number + 1)
+    return centred_mechanism(mechanism, centring), examples, mask, rows
 
 
 class SumInParts:

@@ -9,7 +9,10 @@ from numpyro import handlers
 from numpyro.infer.autoguide import AutoNormal
 from numpyro.infer.util import log_density
 
-__all__ = ["elbo", "natural", "path_derivative"]
+from numpyro_dp.core import Released
+from numpyro_dp.estimators import aligned, centred
+
+__all__ = ["elbo", "less_simulated", "natural", "path_derivative"]
 
 
 def elbo(pieces, key, gradient):
@@ -39,6 +42,38 @@ def natural(pieces, key, gradient):
     rest = {name: gradient[name] for name in gradient if name not in own}
     found = jnp.linalg.solve(fisher, ravel_pytree(rest)[0])
     return gradient | unravel(found)
+
+
+def less_simulated(pieces, key, gradient):
+    """The gradient, less the mean of those whose outcomes the model draws, but for the prior's."""
+    estimator = centred(aligned())(pieces.problem)
+    if estimator.centring.listed:  # the mean of their scores is 0
+        return gradient
+    public = estimator.prepare(key, pieces.params)
+    seeds = jnp.arange(len(pieces.arrays[0]), dtype=jnp.uint32)
+    _, outcomes, probs = jax.vmap(lambda *each: estimator.centring.rows(public, *each))(
+        pieces.arrays, seeds
+    )
+    zeros = jax.eval_shape(
+        aligned()(pieces.problem).signal, public, tuple(a[0] for a in pieces.arrays)
+    )
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), zeros)
+    rest = estimator.pull_back(public, Released(zeros, 0.0))  # of prior and guide
+    number = probs.shape[1]
+    model = pieces.scenario.reference or pieces.scenario.model
+    drawn = [
+        pieces._replace(
+            scenario=pieces.scenario._replace(
+                reference=handlers.substitute(
+                    model, {n: jnp.concatenate(y[:, j]) for n, y in outcomes.items()}
+                )
+            )
+        ).elbo_gradient(key)
+        for j in range(number)
+    ]
+    return jax.tree.map(
+        lambda own, prior, *others: own + prior - sum(others) / number, gradient, rest, *drawn
+    )
 
 
 def path_derivative(pieces, key, gradient):

@@ -13,10 +13,19 @@ import pytest
 from correlated import CorrelatedNoise
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPEM, DPMCMC, DPPBP, DPSEP, DPSVI, SGLD, RegressionNetwork
+from numpyro_dp import DPEM, DPMCMC, DPPBP, DPSEP, DPSVI, SGLD, DPLaplace, RegressionNetwork
 from numpyro_dp.accounting import GDP, PLD, PRV, RDP, Best
 from numpyro_dp.core import Estimator, Fold, MechanismBuilder, Sampler
-from numpyro_dp.estimators import aligned, aligned_natural, natural, preconditioned, vanilla
+from numpyro_dp.estimators import (
+    aligned,
+    aligned_natural,
+    centred,
+    natural,
+    preconditioned,
+    vanilla,
+)
+from numpyro_dp.laplace.schedule import Kind
+from numpyro_dp.laplace.stages import Run, Stages
 from numpyro_dp.mechanisms import AdaptiveClip, GaussianMechanism
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.posterior import tail_average
@@ -27,6 +36,7 @@ from . import references
 
 __all__ = [
     "ACCOUNTANTS",
+    "ALL_IN_FULL",
     "DRIVERS",
     "ESTIMATORS",
     "FOLDS",
@@ -51,9 +61,15 @@ def example(name: str) -> Any:
     return module
 
 
-def by_row(rows: tuple[Any, ...]) -> Any:
-    """``parametrize`` over rows, with their names in the ids of the tests."""
-    return pytest.mark.parametrize("row", rows, ids=lambda row: row.name)
+def by_row(rows: tuple[Any, ...], others: Any = ()) -> Any:
+    """``parametrize`` over rows, with their names in ids, and marks of all but the first."""
+    marks = [(), *[others] * (len(rows) - 1)]
+    params = [pytest.param(r, id=r.name, marks=m) for r, m in zip(rows, marks, strict=True)]
+    return pytest.mark.parametrize("row", params)
+
+
+#: Marks of cases beyond the first that ``.ci/run`` runs too.
+ALL_IN_FULL = (pytest.mark.full, pytest.mark.every_case)
 
 
 class EstimatorRow(NamedTuple):
@@ -67,6 +83,9 @@ class EstimatorRow(NamedTuple):
         guides: Names of the automatic guides that it is for; ``None`` means every guide.
         without: Names of guides of the scenarios that it is not for.
         size: Of its signals where the guide's scale is 0.1, in units of those of ``aligned``.
+        simulates: Whether it reads other outcomes of a record, for models that can simulate them.
+            A record then adds a mean of clipped signals, which may be shorter than the clip norm.
+            The signal has no factors, so the driver refuses to release losses.
     """
 
     name: str
@@ -75,6 +94,7 @@ class EstimatorRow(NamedTuple):
     guides: tuple[str, ...] | None = None
     without: tuple[str, ...] = ()
     size: float = 1.0
+    simulates: bool = False
 
 
 GAUSSIAN = ("AutoDiagonalNormal", "AutoNormal", "AutoMultivariateNormal")
@@ -92,6 +112,7 @@ ESTIMATORS: tuple[EstimatorRow, ...] = (
         # No density at a given draw: a flow without inverse, and a site besides the latents.
         without=("AutoBNAFNormal", "by_hand"),
     ),
+    EstimatorRow("centred", lambda: centred(aligned()), references.less_simulated, simulates=True),
 )
 
 
@@ -159,6 +180,34 @@ class FoldRow(NamedTuple):
 FOLDS: tuple[FoldRow, ...] = (FoldRow("tail_average", tail_average(80)),)
 
 
+KEY = jax.random.key(0)
+LOSSES = frozenset({"loss_release"})
+
+
+def _params_of(driver: Any, num_steps: int, data: Any) -> tuple[Any, Any]:
+    result = driver.run(KEY, num_steps, *data, progress_bar=False)
+    return result.params, result.privacy
+
+
+def _samples_of(driver: Any, _: int, data: Any) -> tuple[Any, Any]:
+    driver.run(KEY, *data)
+    return driver.get_samples(), driver.privacy
+
+
+def _draws_of(driver: Any, _: int, data: Any) -> tuple[Any, Any]:
+    posterior = driver.run(KEY, *data, progress_bar=False)
+    return posterior.sample(KEY, 20), posterior.privacy
+
+
+def _first_stage(driver: DPLaplace, data: Any) -> tuple[Any, Any]:
+    _, prior, guess = driver._prepared_for(data, {})
+    plan = driver._schedule(prior.outcomes)
+    stages, run = Stages(driver.settings, prior.outcomes, guess.groups), Run(prior, plan, guess)
+    state = stages.start(KEY, run, data, {})
+    request = run.request(plan.kinds.index(Kind.STAGE))
+    return stages, state._replace(optim_state=(request, state.optim_state[1]))
+
+
 class DriverRow(NamedTuple):
     """One driver.
 
@@ -168,6 +217,11 @@ class DriverRow(NamedTuple):
         entry: An entry of its signal, of several.
         columns: Axes of its records x: 1 or 2; a regression has y as well.
         refuses: Part of the message, by name of the mechanism that the driver does not take.
+        lacks: Settings of all drivers that it chooses itself.
+        run: ``(driver, num_steps, data) -> (what it publishes, report)``.
+        num_steps: Steps in the report of ``run(driver, 8, data)``.
+        begin: ``(driver, data) -> (driver of its loop, state)``, before a step that reads all of a
+            record.
     """
 
     name: str
@@ -176,6 +230,13 @@ class DriverRow(NamedTuple):
     columns: int = 1
     targets: bool = False
     refuses: dict[str, str] = {}
+    lacks: frozenset[str] = LOSSES | {"public"}
+    run: Callable[[Any, int, Any], tuple[Any, Any]] = _params_of
+    num_steps: int = 8
+    begin: Callable[[Any, Any], tuple[Any, Any]] = lambda driver, data: (
+        driver,
+        driver.init(KEY, *data),
+    )
 
 
 DRIVERS: tuple[DriverRow, ...] = (
@@ -185,9 +246,16 @@ DRIVERS: tuple[DriverRow, ...] = (
             model, AutoDiagonalNormal(model), optax.sgd(0.1), estimator=aligned(), **settings
         ),
         "mean",
+        lacks=frozenset(),
+    ),
+    DriverRow(
+        "DPLaplace", lambda model, **settings: DPLaplace(model, **settings), "score",
+        lacks=LOSSES | {"clip_norm", "mechanism", "num_steps", "sampler"},
+        run=_draws_of, num_steps=20, begin=_first_stage,
     ),
     DriverRow(
         "DPSEP", lambda model, **settings: DPSEP(model, **settings), "linear",
+        lacks=LOSSES,
         refuses={"correlated": "DPSEP adds up the variances of independent noise"},
     ),
     DriverRow(
@@ -200,6 +268,8 @@ DRIVERS: tuple[DriverRow, ...] = (
             "correlated": "DPMCMC takes the noise for the thermal noise",
             "adaptive": "Expected clip_norm as a number",
         },
+        lacks=LOSSES | {"num_steps"}, run=_samples_of,
+        begin=lambda driver, data: (driver._driver, driver._driver.init(KEY, *data)),
     ),
     DriverRow(
         "DPEM", lambda _, **settings: DPEM(2, **settings), "counts", 2,
@@ -221,19 +291,25 @@ def pairs_to_run() -> list[Any]:
             row, each, id=f"{row.name}-{each.name}",
             marks=() if each.name in quick else pytest.mark.extended,
         )
-        for row in DRIVERS for each in MECHANISMS
+        for row in DRIVERS if "mechanism" not in row.lacks for each in MECHANISMS
     ]  # fmt: skip
 
 
-def rows_to_run(guides_only: bool = False) -> list[Any]:
-    """Rows for ``parametrize``; those that share the ways of ``vanilla`` are extended or slow."""
+def rows_to_run(guides_only: bool = False, simulated: bool = True) -> list[Any]:
+    """Rows for ``parametrize``; those that share the ways of ``vanilla`` are extended or slow.
+
+    Args:
+        guides_only: Leaves out those that are for some guides alone.
+        simulated: Whether the model of the test can simulate outcomes.
+    """
     marks = {
         "preconditioned": pytest.mark.extended,
         "natural": pytest.mark.slow,
         "aligned_natural": pytest.mark.slow,
+        "centred": ALL_IN_FULL,
     }
     every_guide = [row for row in ESTIMATORS if row.guides is None and not row.without]
-    rows = every_guide if guides_only else ESTIMATORS
+    rows = [r for r in (every_guide if guides_only else ESTIMATORS) if simulated or not r.simulates]
     return [pytest.param(row, id=row.name, marks=marks.get(row.name, ())) for row in rows]
 
 

@@ -22,7 +22,7 @@ from numpyro_dp import DPSVI
 from numpyro_dp._tree import filled
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.samplers import FullBatch
-from numpyro_dp.sums.bounded import bounded_sum, bounded_sum_by_definition
+from numpyro_dp.sums.bounded import bounded_sum
 
 from .registry import ESTIMATORS, EstimatorRow, x64
 
@@ -35,6 +35,7 @@ __all__ = [
     "by_name",
     "fast_where",
     "reference_svi",
+    "row_numbers",
     "rows_for",
     "single",
 ]
@@ -54,7 +55,8 @@ class Scenario(NamedTuple):
         particles: Draws per step.
         reference: The same model in a form whose evidence lower bound NumPyro computes with the
             same draws, where that is another one.
-        public: Names of public arguments.
+        public: Names of public arguments, or what the guide and model hold.
+        simulated: Whether ``centred`` can simulate outcomes of the model.
     """
 
     name: str
@@ -64,7 +66,8 @@ class Scenario(NamedTuple):
     kwargs: Callable[[Any], dict[str, Any]] = lambda rng: {}
     particles: int = 1
     reference: Callable[..., Any] | None = None
-    public: tuple[str, ...] = ()
+    public: Any = "captured"
+    simulated: bool = True
 
 
 # Models.
@@ -304,18 +307,20 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("nested_list", regression, nested_list, _xy),
     Scenario("by_hand", regression, _fixed(by_hand), _xy),
     Scenario("by_hand_gamma", regression, _fixed(by_hand_gamma), _xy),
-    Scenario("diagonal_3", regression, autoguide.AutoDiagonalNormal, _xy, particles=3),
-    Scenario("gamma_3", regression, _fixed(by_hand_gamma), _xy, particles=3),
+    Scenario("diagonal_3", regression, autoguide.AutoDiagonalNormal, _xy, particles=3,
+             simulated=False),
+    Scenario("gamma_3", regression, _fixed(by_hand_gamma), _xy, particles=3, simulated=False),
     Scenario("logistic", logistic, autoguide.AutoDiagonalNormal, _labels),
     Scenario("constrained", constrained, autoguide.AutoNormal, _points),
     Scenario("constrained_by_hand", constrained, _fixed(by_hand_constrained), _points),
     Scenario("own_params", own_params, autoguide.AutoDiagonalNormal, _xy),
-    Scenario("own_params_3", own_params, autoguide.AutoMultivariateNormal, _xy, particles=3),
+    Scenario("own_params_3", own_params, autoguide.AutoMultivariateNormal, _xy, particles=3,
+             simulated=False),
     Scenario("simplex_param", simplex_param, autoguide.AutoDiagonalNormal, _xy),
     Scenario("exp", regression, ExpNormal, _xy),
     Scenario("plain_cholesky", regression, PlainCholesky, _xy),
     Scenario("shared_param", own_params, _fixed(shares_width), _xy),
-    Scenario("only_params", only_params, _fixed(no_sites), _xy),
+    Scenario("only_params", only_params, _fixed(no_sites), _xy, simulated=False),
     Scenario(
         "two_sites", two_sites, autoguide.AutoNormal, _tree, _keywords, public=("offset",)
     ),
@@ -374,16 +379,15 @@ class Bench(NamedTuple):
 
         return jax.jit(jax.grad(loss))(self.params)
 
-    def total(self, row, *, definition=False):
-        """Returns ``(clip_norm, params, key, arrays, mask) -> (public, bounded sum)``."""
+    def total(self, row):
+        """Returns ``(clip_norm, params, key, arrays, mask, seeds) -> bounded sum``."""
         estimator = row.build()(self.problem) if isinstance(row, EstimatorRow) else row
 
-        def total(clip_norm, params, key, arrays, mask):
+        def total(clip_norm, params, key, arrays, mask, seeds=None):
             mechanism = gaussian(clip_norm, 0.0)
             public = estimator.prepare(key, params)
-            if definition:
-                return bounded_sum_by_definition(estimator, mechanism, public, arrays, mask)
-            return bounded_sum(estimator, mechanism, public, arrays, mask)
+            seeds = row_numbers(mask.size) if seeds is None else seeds
+            return bounded_sum(estimator, mechanism, public, arrays, mask, seeds=seeds)
 
         return total
 
@@ -398,8 +402,13 @@ class Bench(NamedTuple):
         return filled(jax.eval_shape(signal, self.params, self.arrays))
 
 
-def rows_for(pieces: Bench) -> tuple[EstimatorRow, ...]:
-    """The estimators that are for the guide of a scenario."""
+def row_numbers(size: int) -> Any:
+    """Seeds of the outcomes that are simulated for each record."""
+    return jnp.arange(size, dtype=jnp.uint32)
+
+
+def rows_for(pieces: Bench, losses: bool = False) -> tuple[EstimatorRow, ...]:
+    """The estimators that are for the guide of a scenario, and release losses if asked for."""
     kinds = {kind.__name__ for kind in type(pieces.guide).__mro__}
     kinds.add(getattr(pieces.guide, "__name__", ""))
     apart = not pieces.problem.guide_params & set(pieces.problem.record_params)
@@ -407,6 +416,7 @@ def rows_for(pieces: Bench) -> tuple[EstimatorRow, ...]:
         row
         for row in ESTIMATORS
         if not kinds & set(row.without)
+        and not (row.simulates and (losses or not pieces.scenario.simulated))
         and (row.guides is None or (kinds & set(row.guides) and apart))
     )
 

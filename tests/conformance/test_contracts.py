@@ -33,6 +33,7 @@ from numpyro_dp.sums.bounded import bounded_sum, bounded_sum_by_definition
 
 from .registry import (
     ACCOUNTANTS,
+    ALL_IN_FULL,
     DRIVERS,
     ESTIMATORS,
     FOLDS,
@@ -413,48 +414,36 @@ def data_of(row):
 
 def driver_of(row, **options):
     settings = {"clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 3.0} | options
-    return row.build(mean_model, **settings)
+    return row.build(mean_model, **{n: v for n, v in settings.items() if n not in row.lacks})
 
 
-def result_of(driver, data, num_steps=8):
-    """Parameters or samples, and the report; samplers say their number of steps themselves."""
-    if hasattr(driver, "get_samples"):
-        driver.run(KEY, *data)
-        return driver.get_samples(), driver.privacy
-    result = driver.run(KEY, num_steps, *data, progress_bar=False)
-    return result.params, result.privacy
-
-
+@pytest.mark.every_case
 @by_row(DRIVERS)
 def test_a_driver_shows_every_setting_and_takes_it(row):
     driver = driver_of(row, secret_key=3)
     assert "secret" not in repr(driver.settings)
     shown = inspect.signature(type(driver)).parameters
     own = set(inspect.signature(RunSettings).parameters)
-    losses = {"loss_release"}
-    apart = {"DPSVI": set(), "DPSEP": losses, "DPMCMC": losses | {"num_steps"}}
-    left_out = apart.get(row.name, losses | {"public"})
-    assert set(shown) & own == own - left_out
+    assert set(shown) & own == own - row.lacks
     for name in set(shown) & own - {"clip_norm", "sampler", "noise_multiplier"}:
         assert shown[name].default == RunSettings.__dataclass_fields__[name].default
-    assert shown["clip_norm"].default is inspect.Parameter.empty
-    with pytest.raises(
-        TypeError, match="missing .* required (keyword-only )?argument: 'clip_norm'"
-    ):
-        row.build(mean_model, sampler=FullBatch())
+    with pytest.raises(ValueError, match="Expected a budget or a noise_multiplier, got neither"):
+        driver_of(row, noise_multiplier=None)
+    if "clip_norm" not in row.lacks:
+        with pytest.raises(
+            TypeError, match="missing .* required (keyword-only )?argument: 'clip_norm'"
+        ):
+            row.build(mean_model, sampler=FullBatch())
 
 
-@pytest.mark.table
-@by_row(DRIVERS)
+@by_row(DRIVERS, ALL_IN_FULL)
 def test_a_driver_reports_what_it_spent(row):
-    data = data_of(row)
-    values, report = result_of(driver_of(row, budget=PrivacyBudget(4.0, 1e-3),
-                                         noise_multiplier=None), data)  # fmt: skip
+    settings, data = {"budget": PrivacyBudget(4.0, 1e-3), "noise_multiplier": None}, data_of(row)
+    values, report = row.run(driver_of(row, **settings), 8, data)
     assert isinstance(report, PrivacyReport)
-    assert 3.9 < report.epsilon <= 4.0 and report.num_steps == 8
+    assert 3.9 < report.epsilon <= 4.0 and report.num_steps == row.num_steps
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(values))
-    other, _ = result_of(driver_of(row, budget=PrivacyBudget(4.0, 1e-3),
-                                   noise_multiplier=None), data)  # fmt: skip
+    other, _ = row.run(driver_of(row, **settings), 8, data)
     pairs = zip(*map(jax.tree.leaves, (values, other)), strict=True)
     assert any(np.any(a != b) for a, b in pairs)  # noise of its own in each run
 
@@ -474,10 +463,10 @@ def test_a_driver_takes_a_mechanism_or_refuses_it(row, each):
         with pytest.raises((TypeError, ValueError), match=row.refuses[each.name]):
             build(each.mechanism, each.clip_norm)
         return
-    found, report = result_of(build(each.mechanism, each.clip_norm), data)
+    found, report = row.run(build(each.mechanism, each.clip_norm), 8, data)
     assert report.num_steps == 8 and report.epsilon < math.inf
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
     if each.name == "automatic":  # another factor, the same noise
-        plain, _ = result_of(build(GaussianMechanism(), each.clip_norm), data)
+        plain, _ = row.run(build(GaussianMechanism(), each.clip_norm), 8, data)
         leaves = zip(*map(jax.tree.leaves, (found, plain)), strict=True)
         assert any(np.any(np.abs(a - b) > 1e-4) for a, b in leaves)

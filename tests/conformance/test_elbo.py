@@ -10,7 +10,7 @@ from numpyro_dp.core import MechanismState, Released
 from numpyro_dp.sums.bounded import bounded_sum
 
 from .registry import x64
-from .scenarios import bench, by_name, fast_where, rows_for, single
+from .scenarios import bench, by_name, fast_where, row_numbers, rows_for, single
 
 FAST = (
     "diagonal", "multivariate", "lowrank", "iaf", "normal", "delta", "guide_list", "by_hand",
@@ -42,7 +42,8 @@ def gradient_errors(pieces):
             mask = jnp.ones(arrays[0].shape[0], bool)
             public = estimator.prepare(step_key, params)
             mechanism = gaussian(np.inf, 0.0)
-            total = bounded_sum(estimator, mechanism, public, arrays, mask)
+            seeds = row_numbers(mask.size)
+            total = bounded_sum(estimator, mechanism, public, arrays, mask, seeds=seeds)
             noisy, _ = mechanism.privatise(jax.random.key(0), total, MechanismState(()))
             found[row.name] = estimator.pull_back(public, Released(noisy, 0.0))
         return found

@@ -19,6 +19,7 @@ from numpyro_dp.samplers import FullBatch
 from numpyro_dp.sums.bounded import bounded_sum
 
 from .registry import rows_to_run
+from .scenarios import row_numbers
 
 
 def change_by_one(model, guide, args, row, init_params=None):
@@ -32,7 +33,8 @@ def change_by_one(model, guide, args, row, init_params=None):
     @jax.jit
     def total(arrays, mask):
         public = estimator.prepare(jax.random.key(1), params)
-        return bounded_sum(estimator, gaussian(1.0, 0.0), public, arrays, mask)
+        seeds = row_numbers(mask.size)
+        return bounded_sum(estimator, gaussian(1.0, 0.0), public, arrays, mask, seeds=seeds)
 
     every = jnp.ones(args[0].shape[0], bool)
     sums = [total(args, every), total(args, every.at[0].set(False))]
@@ -139,7 +141,7 @@ def test_several_observations_of_one_record_that_cancel(row):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", rows_to_run())
+@pytest.mark.parametrize("row", rows_to_run(simulated=False))
 def test_a_likelihood_that_recomputes_its_backward_pass(row):
     length = jax.checkpoint(lambda w, r: jnp.sqrt(jnp.sum(r**2 * w**2)))
 
@@ -161,7 +163,7 @@ def linear(x):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", rows_to_run())
+@pytest.mark.parametrize("row", rows_to_run(simulated=False))
 @pytest.mark.parametrize(
     "size", [pytest.param(464, marks=pytest.mark.extended), 30_000], ids=["small", "large"]
 )
@@ -176,7 +178,7 @@ def test_partial_sums_about_a_power_of_two(row, size):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", rows_to_run())
+@pytest.mark.parametrize("row", rows_to_run(simulated=False))
 def test_many_signals_along_a_narrow_direction(row):
     """What maps the gradient to the signal must not act on a sum that is much larger than it."""
     basis = np.linalg.qr(np.random.default_rng(0).normal(size=(8, 8)))[0]
@@ -191,7 +193,7 @@ def test_many_signals_along_a_narrow_direction(row):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", rows_to_run())
+@pytest.mark.parametrize("row", rows_to_run(simulated=False))
 def test_parameters_and_latents_of_half_precision(row):
     def parameter(x):
         w = numpyro.param("own", jnp.zeros(2, jnp.bfloat16))
@@ -226,7 +228,7 @@ def test_parameters_and_latents_of_half_precision(row):
         pytest.param(dist.LKJCholesky(4), id="cholesky", marks=pytest.mark.extended),
     ],
 )
-@pytest.mark.parametrize("row", rows_to_run(guides_only=True))
+@pytest.mark.parametrize("row", rows_to_run(guides_only=True, simulated=False))
 def test_a_point_at_the_edge_of_its_support(row, prior):
     """The guide's transform and its inverse are no identity there, in floating point."""
 
