@@ -12,14 +12,13 @@ privacy of a new method, check these few functions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int
 
 from numpyro_dp._lazy import dpa
-from numpyro_dp.privacy.budget import Relation
 
 __all__ = [
     "Batch",
@@ -43,6 +42,8 @@ __all__ = [
 PyTree = Any
 #: Groups of entries of a signal that are clipped together, by their names.
 Blocks = tuple[tuple[str, ...], ...]
+#: What a neighbour of a data set is: with one record more or less, or another record in its place.
+Relation = Literal["add_or_remove_one", "replace_one"]
 
 
 class Batch(NamedTuple):

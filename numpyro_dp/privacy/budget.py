@@ -18,10 +18,11 @@ relation of the budget** (:data:`SENSITIVITY`).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Any, NamedTuple, Protocol, get_args, runtime_checkable
 
 from numpyro_dp._lazy import dpa
 from numpyro_dp._validate import check_in, check_real
+from numpyro_dp.core import Relation
 
 __all__ = [
     "LARGEST_EPSILON",
@@ -34,7 +35,6 @@ __all__ = [
     "neighboring_relation",
 ]
 
-Relation = Literal["add_or_remove_one", "replace_one"]
 
 # Largest distance between the sums of two neighbours, in clip norms.
 SENSITIVITY: dict[str, float] = {"add_or_remove_one": 1.0, "replace_one": 2.0}
