@@ -325,9 +325,10 @@ class DPLaplace:
             findings += findings_of_spread(
                 *stages.spread, of_units, bool(outcomes.number), *stages.misfit
             )
-            findings += findings_of_unseen(*stages.unseen)
             if not stages.arrived:
                 findings += [finding_of_arrival(float(np.max(stages.steps())), prior.decoded)]
+            if not any(finding.bad for finding in findings):
+                findings += findings_of_unseen(*stages.unseen)
         posterior = source.posterior(draws, report, method, tuple(notes), findings=findings)
         posterior.warn()
         return posterior
