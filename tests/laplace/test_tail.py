@@ -102,7 +102,7 @@ def test_a_few_records_far_out_are_seen_and_stay_seen():
     assert one.misplaced >= 1.5 * one.far == 225
     assert one.bias(1.2, 14, 16_000) > one.bias(6.0, 14, 16_000) > 0
     assert read(-moved, 34.0, number=16_000).misplaced == 0
-    later = read(-0.6 * moved, 34.0, number=16_000)
+    later = read(-0.8 * moved, 34.0, number=16_000)
     assert not later.sure
     assert later.joined(one).sure and later.joined(one).far < one.far
 
