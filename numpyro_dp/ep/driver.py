@@ -191,7 +191,6 @@ class DPSEP(Driver):
             problem = problem._replace(site=site)
         else:
             problem = known.problem.at(shared)
-            assert isinstance(problem, EPProblem)
         self.guide.prototype_trace = problem
         return Prepared(problem, self.method.optim.init(problem.start(call.init_params)), rng_key)
 
@@ -203,7 +202,6 @@ class DPSEP(Driver):
         method = f"{type(self).__name__} with {_name_of(self._family)}, {privacy.num_steps} steps"
         if result.scores is not None and privacy.noise_multiplier > 0 and not plain:
             unbiased = self.method.estimator_of(problem).centring is not None
-            assert result.scores.curvature is not None  # sites release it
             apart = _is_diagonal(result.scores.curvature) and problem.mixes_latents()
             told = (finding_of_independence(),) * apart
             return posterior_of_scores(source, problem, result, method, unbiased, told)
@@ -215,7 +213,6 @@ class DPSEP(Driver):
 
     def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
         session = super()._session(args, kwargs)
-        assert isinstance(session.problem, EPProblem)
         self.guide.prototype_trace = session.problem
         return session
 

@@ -150,7 +150,6 @@ def stochastic_ep(
 
         def observe(public: _Public, released: Released) -> Observation:
             """The sum of the sites themselves, at the cavity's mean."""
-            assert public.centre is not None
             sites = sites_of(public, released)
             slope_noise = released.noise_scale * jnp.ones(problem.latents.dim)
             noise = released.noise_scale * packing.entry_noise

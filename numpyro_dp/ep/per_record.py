@@ -116,7 +116,6 @@ class EP:
         check_int("num_sweeps", num_sweeps, low=1)
         structure = self._reader.structure(args, kwargs)
         problem = self._reader.prepare(structure, rng_key, Call(args, kwargs, init_params)).problem
-        assert isinstance(problem, EPProblem)
         rows = problem.rows(args, kwargs)
         sweep = _sequential_sweep if self.sequential else _batched_sweep
 

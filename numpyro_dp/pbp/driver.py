@@ -214,7 +214,6 @@ class DPPBP(Driver):
             findings += without_noise(privacy.noise_multiplier > 0)
         else:
             ((inputs,), _), *_ = records.layout.shapes
-            assert result.state is not None
             released = result.state.optim_state
             draws = network_draws(network, inputs, problem.num_examples, released, self.ridge)
             notes += (NOISE_INCLUDED,)

@@ -295,7 +295,6 @@ class NetworkSteps:
         direction, weight = move.direction, jnp.mean(share)
         spread = jnp.full_like(mean, weight * move.noise)
         if direction is None:
-            assert move.slope is not None
             direction, weight = move.slope / precision, share
             spread = share * move.noise / precision
         direction = weight * direction

@@ -84,7 +84,6 @@ class ModelPrior(NamedTuple):
         return draws
 
     def _closed_form(self, precision: np.ndarray, linear: np.ndarray) -> tuple[Any, Any]:
-        assert self.normal is not None
         mean, total = self.normal[0], self.normal[1].copy()
         right = total @ mean
         total[np.ix_(self.seen, self.seen)] += precision
@@ -100,7 +99,6 @@ class ModelPrior(NamedTuple):
         If a small budget leaves the prior, NUTS would sample a hierarchy badly: the scale of group
         effects makes a funnel.
         """
-        assert self.draws is not None
         theta = self.draws[:, self.seen]
         fit = theta @ linear - np.sum((theta @ precision) * theta, axis=1) / 2
         rows = _rows_by_weight(fit, generator(rng_key))

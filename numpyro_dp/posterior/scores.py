@@ -211,7 +211,6 @@ def _pooled(averages: Averages, prior: Prior) -> tuple[Moments, float]:
     variance of its relative change and :math:`v` the relative variance that noise gives
     to a regression on the steps before. These count :math:`v / (v + b^2)`, as if b were noise.
     """
-    assert averages.moments is not None
     before, after = averages.moments
     _, noisy, _ = _regression(both := mixed(before, after, 1.0))
     size, told = len(noisy), before.count * np.trace(before.shift_shift)

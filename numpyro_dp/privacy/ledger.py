@@ -283,7 +283,6 @@ class Ledger:
 
     def _bound(self, spendings: tuple[Spending, ...]) -> EpsilonBound:
         total = self.total
-        assert total.delta is not None
         if not spendings:
             return epsilon_spent(dpa.NoOpDpEvent(), total.delta, total.relation)
         beside = {

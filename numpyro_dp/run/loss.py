@@ -90,7 +90,6 @@ def with_loss(estimator: Estimator, scale: float | Array) -> Estimator:
         return estimator.pull_back(public, without_loss(released))
 
     def observe(public: PyTree, released: Released) -> Observation:
-        assert estimator.observe is not None
         return estimator.observe(public, without_loss(released))
 
     factored = FactoredSignal(point, scalar, core, expand, inner.selects)

@@ -126,7 +126,6 @@ def _terms(
 
 def _with_products(products: Products, half: Array, seen: Observation) -> Products:
     """Adds a step, unless a value of it is not finite."""
-    assert seen.shift is not None
     centre = seen.point - seen.shift
     finite = jnp.all(jnp.isfinite(jnp.concatenate([seen.score, seen.shift, centre])))
     half = half.astype(jnp.int32)

@@ -379,7 +379,6 @@ class Session:
     def _observation(self, state: RunState, rows: Rows, step: Step) -> Observation:
         """What a step released about the likelihood, from public and released values."""
         estimator = self._estimator(rows.shared, state.mechanism_state)
-        assert estimator.observe is not None
         # Key and parameters of the step give the values of `prepare` again.
         return estimator.observe(estimator.prepare(step.rng_key, step.params), step.released)
 
@@ -443,7 +442,6 @@ class Session:
         """Returns the factor that maps the bound on a log likelihood to its clip norm."""
         # The norm may adapt, and the share of the loss in the sensitivity must stay the same.
         release = self.settings.loss_release
-        assert release is not None
         return with_loss_norm(state.clip_norm, release).by_entry[LOSS_ENTRY] / release.clip
 
     def _guarded_step(self, state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Array]:
@@ -466,7 +464,6 @@ class Session:
         """The loss of a step from ``state``, if it was released."""
         if self.settings.loss_release is None:
             return jnp.zeros(())
-        assert self.method.public_loss is not None
         # The norm of this step. In the state after it, an adaptive norm has moved.
         scale = self._loss_scale(state.mechanism_state)
         log_likelihood = step.released.total[LOSS_ENTRY] / scale

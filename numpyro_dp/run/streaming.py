@@ -213,7 +213,6 @@ def _drawn(
 
     def one(state: PyTree, at: Array) -> tuple[PyTree, tuple[Array, Array]]:
         batch, new = sampler.next(state)
-        assert batch.indices is not None
         inside = (batch.indices >= 0) & (batch.indices < num_examples)
         mask = inside if batch.mask is None else inside & batch.mask
         new = jax.tree.map(lambda after, before: jnp.where(at < count, after, before), new, state)

@@ -127,7 +127,6 @@ def _with_partners(
     """Returns the same, with the rows of each record in its place if signals are centred."""
     if centring is None:
         return mechanism, examples, mask, rows
-    assert seeds is not None
     examples, mask = with_partners(centring, public, examples, mask, seeds)
     rows = None if rows is None else rows * (centring.number + 1)
     return centred_mechanism(mechanism, centring), examples, mask, rows

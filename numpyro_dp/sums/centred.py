@@ -112,7 +112,6 @@ def centred_mechanism(mechanism: Mechanism, centring: Centring) -> Mechanism:
     def extras(
         names: tuple[str, ...], squares: tuple[Array, ...], margin: float = 1.0
     ) -> dict[str, tuple[Array, Array | float]]:
-        assert mechanism.extras is not None
         own = tuple(grouped(square)[:, 0] for square in squares)  # or the first difference
         found = {}
         for name, (values, norm) in mechanism.extras(names, own, margin).items():

@@ -82,12 +82,10 @@ class Contraction(NamedTuple):
 
     def multiplied(self, value: Array, factor: Array) -> Array:
         """The product of a leaf's value and a record's factor, not for convolutions."""
-        assert self.product is not None
         return self.product(value, factor)
 
     def factor_of(self, example_leaves: Sequence[Array]) -> Array:
         """The record's factor, if it depends on the record alone."""
-        assert self.record is not None
         return self.record(example_leaves)
 
 

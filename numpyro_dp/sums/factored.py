@@ -86,7 +86,6 @@ def factored_sum(
     A record has ``rows_each`` rows. The rows of a record together are within the clip norm.
     """
     factored = estimator.factored
-    assert factored is not None
     cut = _cut(factored, public, examples)
     struct = jax.eval_shape(estimator.signal, public, first_of(examples))
     # All devices use one grid, so it is chosen for the rows of all of them.

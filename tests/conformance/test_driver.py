@@ -267,9 +267,10 @@ def test_a_record_that_is_not_finite_changes_nothing_else(row, bad):
         rows = session.rows((data,), {})
         released = jax.jit(lambda s, r, session=session: session._step(s, r)[1].released.total)
         steps[len(data)] = released(state, rows)
+    # Two rows of each record leave room for the rounding of longer sums, which clips them shorter.
+    relative = 1e-6 if row.simulates else 0
     for name, value in steps[12].items():
-        # 13 records are clipped a little shorter than 12, to have room for rounding.
-        np.testing.assert_allclose(steps[13][name], value, rtol=1e-6, atol=2e-6)
+        np.testing.assert_allclose(steps[13][name], value, rtol=relative, atol=2e-6)
     runs = [svi.run(jax.random.key(0), 5, data, progress_bar=False).params for data in (x, longer)]
     for name, value in runs[0].items():
         np.testing.assert_allclose(runs[1][name], value, rtol=1e-5, atol=1e-6)

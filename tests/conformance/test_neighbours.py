@@ -159,7 +159,7 @@ def test_dropping_or_replacing_a_record(name, blocks):
 @pytest.mark.parametrize(
     "sampler", [Poisson(0.5), FixedSize(4), Permutation(4), FullBatch()], ids=str
 )
-@pytest.mark.parametrize("row", rows_to_run(simulated=False))  # centred() releases no loss
+@pytest.mark.parametrize("row", rows_to_run())
 def test_what_a_step_releases(row, sampler, release):
     """Through the whole step: the change of the released sum, before noise, times q."""
     clip = 0.8 * row.size

@@ -183,7 +183,6 @@ class PLD(StepAccountant):
             cut = delta * _TRUNCATED / (2 * len(steps))
             many = one.self_compose(step.count, cut) if step.count > 1 else one
             whole = many if whole is None else whole.compose(many, cut)
-        assert whole is not None
         error = max(_rounding(pmf, total) for pmf in (whole._pmf_remove, whole._pmf_add))
         if not error <= _ROUNDING * delta:  # also true for NaN
             raise UnreliableBoundError(

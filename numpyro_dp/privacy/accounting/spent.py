@@ -226,7 +226,6 @@ def _with_total_variation(
         inner = delta - 1.01 * leak
         if inner <= 0.0:
             break
-    assert first is not None
     if is_left_out(first.upper, delta, tau):
         return dataclasses.replace(first, lower=None, delta=delta)
     raise TotalVariationError(

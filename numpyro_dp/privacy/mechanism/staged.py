@@ -60,7 +60,6 @@ class StagedGaussian:
         def compose(sampler: Sampler, num_examples: int, num_steps: int) -> dpa.DpEvent:
             if not isinstance(sampler, FullBatch):
                 raise ValueError(f"Expected sampler=FullBatch() with {self!r}, got {sampler!r}.")
-            assert base.event is not None
             return base.event  # of any number of steps, because each may spend all that is left
 
         def init(total: PyTree) -> tuple[Array, Array]:

@@ -146,7 +146,6 @@ def aligned_natural() -> Callable[[VariationalProblem], Estimator]:
     def build(problem: VariationalProblem) -> Estimator:
         geometry = gaussian_geometry(problem, "aligned_natural()")
         plain = aligned()(problem).factored
-        assert plain is not None
 
         def each(apply: Any, public: DrawnPublic, latents: Any) -> Any:
             values = problem.constrain(public.params)
