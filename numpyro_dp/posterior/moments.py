@@ -85,7 +85,7 @@ def averages_of(sums: Any, seen: np.ndarray) -> Averages | None:
         row["score"],
         row["noise_square"],
     )
-    finite = all(np.all(np.isfinite(part)) for part in found[:6])
+    finite = all(np.all(np.isfinite(part)) for part in found if part is not None)
     if sums.products is not None:
         if not (finite and np.all(np.isfinite(sums.products.square))):
             return None

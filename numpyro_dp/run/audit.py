@@ -155,7 +155,7 @@ def audit(
         of_all = functools.partial(score, world=world)
         scores = jax.jit(lambda keys, f=of_all: lax.map(f, keys, batch_size=_TOGETHER))(keys)
         found.append(np.asarray(scores, np.float64))
-    lower = _distinguished(found[0], found[1], attack.report.delta, confidence)
+    lower = _distinguished(*found, attack.report.delta, confidence)
     attacked = f"one step, {draws} draws of it with and without a canary"
     return Audit(lower, attack.report.epsilon, attack.report.delta, confidence, attacked)
 

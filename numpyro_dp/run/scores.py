@@ -88,7 +88,7 @@ def score_sums(like: Observation, first_step: Array, num_steps: Array) -> ScoreS
     begins = first_step + jnp.floor(WARMUP * num_steps).astype(jnp.int32)
     count = jnp.zeros((), jnp.int32)
     empty = jax.tree.map(jnp.zeros_like, like)
-    sums = ScoreSums(begins, count, empty.point, *_terms(empty, empty.point), products=None)
+    sums = ScoreSums(begins, count, empty.point, **_terms(empty, empty.point), products=None)
     if like.shift is not None:
         size = like.point.size
         halves = [jnp.zeros((2, *shape), like.point.dtype) for shape in (
@@ -104,24 +104,28 @@ def with_observation(sums: ScoreSums, step: Array, seen: Observation) -> ScoreSu
     counts = step >= sums.begins
     origin = jnp.where(counts & (sums.count == 0), seen.point, sums.origin)
     # `where`, not a product: a value that overflows before the sums begin must not enter them.
-    added = jax.tree.map(
-        lambda total, term: total + jnp.where(counts, term, 0), sums[3:-1], _terms(seen, origin)
-    )
+    added = {
+        name: None if term is None else getattr(sums, name) + jnp.where(counts, term, 0)
+        for name, term in _terms(seen, origin).items()
+    }
     products = None if sums.products is None else _with_products(sums.products, counts, seen)
     return ScoreSums(
-        sums.begins, sums.count + counts.astype(jnp.int32), origin, *added, products=products
+        sums.begins, sums.count + counts.astype(jnp.int32), origin, **added, products=products
     )
 
 
-def _terms(
-    seen: Observation, origin: Array
-) -> tuple[Array, Array, Array, Array, Array, Array | None, Array | None]:
-    """What an observation adds to each sum but the products, in the order of the sums."""
+def _terms(seen: Observation, origin: Array) -> dict[str, Array | None]:
+    """What an observation adds to each sum but the products."""
     point, noise = seen.point - origin, seen.curvature_noise
-    shift_square = jnp.zeros_like(point) if seen.shift is None else seen.shift**2
-    noise_square = None if noise is None else jnp.asarray(noise) ** 2
-    sums = point, seen.score, point**2, shift_square, seen.noise_scale**2
-    return *sums, seen.curvature, noise_square
+    return {
+        "point": point,
+        "score": seen.score,
+        "point_square": point**2,
+        "shift_square": jnp.zeros_like(point) if seen.shift is None else seen.shift**2,
+        "noise_square": seen.noise_scale**2,
+        "curvature": seen.curvature,
+        "curvature_square": None if noise is None else jnp.asarray(noise) ** 2,
+    }
 
 
 def _with_products(products: Products, half: Array, seen: Observation) -> Products:

@@ -80,14 +80,6 @@ class Contraction(NamedTuple):
     struct: jax.ShapeDtypeStruct
     gradient: Callable[[Array, Array, Array], Array] | None = None
 
-    def multiplied(self, value: Array, factor: Array) -> Array:
-        """The product of a leaf's value and a record's factor, not for convolutions."""
-        return self.product(value, factor)
-
-    def factor_of(self, example_leaves: Sequence[Array]) -> Array:
-        """The record's factor, if it depends on the record alone."""
-        return self.record(example_leaves)
-
 
 class Split(NamedTuple):
     """A scalar function, cut at its contractions.
@@ -244,8 +236,8 @@ def _convolution(
     numbers = program.point[leaf], *op.outputs
     plain = groups == (1, 1) and all(step == 1 for step in op.params["lhs_dilation"])
     wide = all(program.shapes[number].dtype in (jnp.float32, jnp.float64) for number in numbers)
-    apart = kernel == current and kernel != factor
-    if isinstance(factor, Constant) or not (plain and wide and apart):
+    apart = kernel == current and kernel != factor and not isinstance(factor, Constant)
+    if not (plain and wide and apart):
         return None
     moves = tuple(program.ops[number] for number in chain[:-1])
 

@@ -64,7 +64,7 @@ def record_lengths(
     # A derived factor is computed in each step anyway, and must not be rounded in two ways.
     wanted = [c for c in cut.contractions if c.outer and not c.derived]
     return tuple(
-        jax.vmap(lambda example, c=c: _length(c.factor_of(jax.tree.leaves(example))))(arrays)
+        jax.vmap(lambda example, c=c: _length(c.record(jax.tree.leaves(example))))(arrays)
         for c in wanted
     )
 
@@ -239,7 +239,7 @@ def _as_products(
 
 def _own_factors(contraction: Contraction, examples: PyTree) -> Array:
     # Computed again instead of kept: it only moves entries of the record.
-    return jax.vmap(lambda example: contraction.factor_of(jax.tree.leaves(example)))(examples)
+    return jax.vmap(lambda example: contraction.record(jax.tree.leaves(example)))(examples)
 
 
 def _product(
@@ -253,7 +253,7 @@ def _product(
 
     # The transpose of all rows' products is one product of matrices, moved into the leaf's shape.
     def multiply(slopes: Array, factors: Array) -> Array:
-        over_rows = jax.vmap(contraction.multiplied, (None, 0))
+        over_rows = jax.vmap(contraction.product, (None, 0))
         leaf = widen(cut.leaves[contraction.leaf])
         _, vjp = jax.vjp(lambda leaf: over_rows(leaf, factors), leaf)
         return vjp(slopes)[0]
@@ -326,10 +326,10 @@ def _assemble(
         if contraction.gradient is not None:
             gradient[contraction.leaf] = part
             continue
-        record = contraction.factor_of(example) if factor is None else factor
+        record = contraction.record(example) if factor is None else factor
         if lengths is None or not contraction.outer:
             value = cut.leaves[contraction.leaf]
-            _, vjp = jax.vjp(lambda leaf, c=contraction, r=record: c.multiplied(leaf, r), value)
+            _, vjp = jax.vjp(lambda leaf, c=contraction, r=record: c.product(leaf, r), value)
             gradient[contraction.leaf] = vjp(part)[0]
         else:
             # An outer product has the norm |slope| |record|, which slope times |record| has too.

@@ -202,7 +202,7 @@ def _along(
     if not split.contractions:
         return lambda t: problem.log_likelihood(direction * t, example)
     values = jax.tree.leaves(example)
-    factors = [c.multiplied(leaves[c.leaf], c.factor_of(values)) for c in split.contractions]
+    factors = [c.product(leaves[c.leaf], c.record(values)) for c in split.contractions]
     zeros = [jnp.zeros_like(leaf) for leaf in leaves]
 
     def log_likelihood(t: Array) -> Array:
