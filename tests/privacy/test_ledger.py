@@ -207,18 +207,29 @@ def python(code):
 def test_two_processes_lose_no_entry(file):
     code = f"""
         import sys
+        import time
         from numpyro_dp import Ledger, PrivacyBudget
         from numpyro_dp.privacy.accounting.bounds import GaussianStep
         from numpyro_dp.privacy.budget import Spending
         ledger = Ledger({str(file)!r}, PrivacyBudget(2.0, 1e-5))
+        print("ready", flush=True)
+        sys.stdin.readline()  # begin together
         for number in range(300):
             steps = (GaussianStep("none", 1.0, None, 1e4, 1),)
             run = f"{{sys.argv[1]}} {{number}}"
             ledger.charge(Spending(run, "add_or_remove_one", steps, 0.0, 0.0, ()), purpose="test")
+            time.sleep(0.005)  # a lock is not fair: let the other one have it
     """
     arguments = [sys.executable, "-c", textwrap.dedent(code)]
-    both = [subprocess.Popen([*arguments, name]) for name in "ab"]
-    assert [each.wait() for each in both] == [0, 0]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    both = [subprocess.Popen([*arguments, name], **pipes) for name in "ab"]
+    assert [each.stdout.readline() for each in both] == ["ready\n"] * 2
+    for each in both:
+        each.stdin.write("\n")
+        each.stdin.flush()
+    for each in both:
+        each.communicate()
+    assert [each.returncode for each in both] == [0, 0]
     names = [each.spending.run for each in Ledger(file, TOTAL).entries]
     assert sorted(names) == sorted(f"{name} {n}" for name in "ab" for n in range(300))
     order = [name[0] for name in names]
