@@ -34,7 +34,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "dp_bnn"))
 
 from images import MLP, model_of, random_images
 
-from numpyro_dp import DPSVI
+from numpyro_dp import DPSVI, Privacy
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.samplers import FullBatch, Poisson
 
@@ -53,7 +53,7 @@ class Curve(NamedTuple):
 def driver(model, guide, estimator, sampler, plate="records"):
     return DPSVI(
         model, guide, optax.sgd(1e-4), estimator=estimator(), clip_norm=1.0, sampler=sampler,
-        noise_multiplier=1.0, data_plate=plate,
+        privacy=Privacy(noise_multiplier=1.0, data_plate=plate),
     )  # fmt: skip
 
 

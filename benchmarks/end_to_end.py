@@ -22,7 +22,7 @@ from jax import lax
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPSVI, secret_key
+from numpyro_dp import DPSVI, Privacy, secret_key
 from numpyro_dp.accounting import RDP
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.samplers import FullBatch, Poisson
@@ -84,9 +84,9 @@ def private(data, sampler, estimator):
         estimator=estimator(),
         clip_norm=1.0,
         sampler=sampler,
-        noise_multiplier=10.0,
-        accountant=RDP(),
-        data_plate="records",  # with (1000, 1000) numbers either axis could count records
+        privacy=Privacy(
+            noise_multiplier=10.0, accountant=RDP(), data_plate="records"
+        ),  # with (1000, 1000) numbers either axis could count records
     )
 
     def run(num_steps):
@@ -135,7 +135,7 @@ def progress_bar(data, num_steps, rounds):
         estimator=aligned(),
         clip_norm=1.0,
         sampler=FullBatch(),
-        noise_multiplier=5.0,
+        privacy=Privacy(noise_multiplier=5.0),
     )
 
     def run(driver, bar):

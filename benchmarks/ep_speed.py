@@ -15,7 +15,7 @@ import numpy as np
 from common import interleaved, logistic_data, logistic_model, parse_args, write
 from jax.scipy.stats import norm
 
-from numpyro_dp import DPPBP, DPSEP, RegressionNetwork
+from numpyro_dp import DPPBP, DPSEP, Privacy, RegressionNetwork
 from numpyro_dp.ep.families import diagonal_normal, normal
 from numpyro_dp.pbp import estimator as network_estimator
 from numpyro_dp.pbp import moments, reference
@@ -33,7 +33,9 @@ def compiled(driver, data):
 
 def glm_calls(number):
     data = logistic_data(number, 31)
-    plain = {"clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 1.0}
+    plain = {
+        "clip_norm": 1.0, "sampler": FullBatch(), "privacy": Privacy(noise_multiplier=1.0)
+    }  # fmt: skip
     options = plain | {"unbiased_clipping": False}
     return {
         "GLM, precision matrix": compiled(DPSEP(logistic_model, normal, **options), data)[1],
@@ -84,7 +86,9 @@ def network_calls(number):
         ("network, vmap(grad)", by_automatic_differentiation, plain_unit),
     ):
         network_estimator.record_slopes, moments._rectified = slopes, of_unit
-        driver = DPPBP(NETWORK, clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0)
+        driver = DPPBP(
+            NETWORK, clip_norm=1.0, sampler=FullBatch(), privacy=Privacy(noise_multiplier=1.0)
+        )
         found[name] = compiled(driver, data)[1]
     network_estimator.record_slopes, moments._rectified = moments.record_slopes, unit
     state = driver.get_params(driver.init(KEY, *data))
@@ -106,7 +110,12 @@ def memory(numbers):
     rows = []
     for number in numbers:
         data = network_data(number)
-        driver = DPPBP(NETWORK, clip_norm=1.0, sampler=Poisson(1024 / number), noise_multiplier=1.0)
+        driver = DPPBP(
+            NETWORK,
+            clip_norm=1.0,
+            sampler=Poisson(1024 / number),
+            privacy=Privacy(noise_multiplier=1.0),
+        )
         step, _ = compiled(driver, data)
         params = driver.get_params(driver.init(KEY, *data))
         sites = reference.start_network_sites(NETWORK, params, number)

@@ -25,7 +25,7 @@ from common import (
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
-from numpyro_dp import DPSVI
+from numpyro_dp import DPSVI, Privacy
 from numpyro_dp.estimators import aligned, aligned_natural, natural, preconditioned, vanilla
 from numpyro_dp.mechanisms import GaussianMechanism
 from numpyro_dp.samplers import FullBatch
@@ -59,9 +59,11 @@ def steps(guide_type, dim, batch):
             estimator=estimator(),
             clip_norm=1.0,
             sampler=FullBatch(),
-            noise_multiplier=1.0,
-            mechanism=FloatNoise() if name in floats else GaussianMechanism(),
-            data_plate="records",  # with (1000, 1000) numbers either axis could count records
+            privacy=Privacy(
+                noise_multiplier=1.0,
+                mechanism=FloatNoise() if name in floats else GaussianMechanism(),
+                data_plate="records",
+            ),  # with (1000, 1000) numbers either axis could count records
         )
     compiled, calls = {}, {}
     for name, driver in drivers.items():

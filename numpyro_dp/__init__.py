@@ -21,6 +21,7 @@ from numpyro_dp.privacy.plan import BudgetError, PrivacyReport
 from numpyro_dp.run.audit import audit, audit_run
 from numpyro_dp.run.columns import summarize_columns
 from numpyro_dp.run.results import RunInterrupted, RunResult
+from numpyro_dp.run.settings import Execution, Privacy
 from numpyro_dp.vi.svi import DPSVI
 
 __version__ = "0.1.0"
@@ -38,11 +39,13 @@ __all__ = [
     "SGLD",
     "BudgetError",
     "DPLaplace",
+    "Execution",
     "Ledger",
     "LedgerError",
     "NoiseReuseError",
     "Posterior",
     "PreconditionedSGLD",
+    "Privacy",
     "PrivacyBudget",
     "PrivacyReport",
     "RegressionNetwork",

@@ -1,4 +1,4 @@
-"""Who bounds epsilon, for ``accountant=`` of every driver."""
+"""Who bounds epsilon, for ``Privacy(accountant=)``."""
 
 from numpyro_dp.privacy.accounting import GDP, PLD, PRV, RDP, Best, UnsupportedEventError
 from numpyro_dp.privacy.calibration import CalibrationError

@@ -394,7 +394,7 @@ class Mechanism(NamedTuple):
 
 @runtime_checkable
 class MechanismBuilder(Protocol):
-    """The type of ``mechanism=``: a callable that can be compared, hashed and pickled.
+    """The type of ``Privacy(mechanism=)``: a callable that can be compared, hashed and pickled.
 
     A frozen dataclass with ``__call__`` is enough, as in
     ``examples/extending/automatic_clipping.py``.

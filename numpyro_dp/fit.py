@@ -17,6 +17,7 @@ from numpyro_dp.model.units import number_of_units, split_unit
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.sampling import FullBatch, Poisson
+from numpyro_dp.run.settings import Privacy
 from numpyro_dp.vi.svi import DPSVI
 
 __all__ = ["fit"]
@@ -55,8 +56,8 @@ def fit(
         public: Names of public arguments, or public arrays that the model holds.
         progress_bar: Shows what is being done, releases or steps, and the epsilon spent.
         checkpoint: Folder for the progress, as for :meth:`numpyro_dp.DPSVI.run`.
-        max_rows_per_unit: As for :class:`~numpyro_dp.DPSVI`: makes a unit of several rows, such as
-            a person, one record. Pass ``unit=ids`` too, an array with the id of each row.
+        max_rows_per_unit: As for :class:`~numpyro_dp.Privacy`: makes a unit of several rows, such
+            as a person, one record. Pass ``unit=ids`` too, an array with the id of each row.
         **kwargs: Keyword arguments of the model.
 
     Raises:
@@ -91,7 +92,8 @@ def fit(
         number = number_of_units(ids, number)
     if epsilon is not None:
         budget = PrivacyBudget(epsilon, delta)
-    laplace = DPLaplace(model, budget=budget, public=public, max_rows_per_unit=max_rows_per_unit)
+    privacy = Privacy(public=public, max_rows_per_unit=max_rows_per_unit)
+    laplace = DPLaplace(model, budget=budget, privacy=privacy)
     try:
         laplace.plan(*args, **kwargs)  # refuses a model before the budget is touched
     except UnsupportedModelError as refusal:
@@ -103,8 +105,8 @@ def fit(
     rate = _BATCH / number
     svi = DPSVI(
         model, AutoDiagonalNormal(model), optax.adam(5e-3), clip_norm=_CLIP,
-        sampler=FullBatch() if rate >= 1 else Poisson(rate), budget=budget, public=public,
-        max_rows_per_unit=max_rows_per_unit,
+        sampler=FullBatch() if rate >= 1 else Poisson(rate), budget=budget,
+        privacy=privacy,
     )  # fmt: skip
     result = svi.run(
         rng_key, _STEPS, *args, progress_bar=progress_bar, checkpoint=checkpoint, **kwargs

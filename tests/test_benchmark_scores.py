@@ -10,7 +10,7 @@ import optax
 import pytest
 from scipy import stats
 
-from numpyro_dp import DPSVI, PrivacyBudget
+from numpyro_dp import DPSVI, Privacy, PrivacyBudget
 from numpyro_dp.estimators import vanilla
 from numpyro_dp.samplers import FullBatch
 
@@ -65,7 +65,8 @@ def test_the_temperature_of_the_labels_is_found():
     svi = DPSVI(
         tempering.tempering_model, tempering.tempering_guide,
         optax.adam(optax.cosine_decay_schedule(0.3, 40), b1=0.5), estimator=vanilla(),
-        clip_norm=1.0, sampler=FullBatch(), budget=PrivacyBudget(0.3, 1e-5), secret_key=7,
+        clip_norm=1.0, sampler=FullBatch(), budget=PrivacyBudget(0.3, 1e-5),
+        privacy=Privacy(secret_key=7),
     )  # fmt: skip
     found = svi.run(jax.random.key(0), 40, before, labels, progress_bar=False)
     after = tempering.tempered(before, found.params["coefficients"])

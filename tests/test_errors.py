@@ -13,6 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer import SVI, RenyiELBO, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 
@@ -64,7 +65,7 @@ def driver(**changes: Any) -> DPSVI:
         model=model, guide=AutoNormal(model), optim=optax.adam(0.1), estimator=aligned(),
         clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0,
     )  # fmt: skip
-    return DPSVI(**options | changes)
+    return DPSVI(**grouped(**options | changes))
 
 
 def run(num_steps: Any = 3, data: Any = X, rng_key: Any = KEY, **changes: Any) -> Any:
@@ -489,7 +490,7 @@ def test_what_has_no_default_must_be_given(missing: str) -> None:
     options = {"clip_norm": 1.0, "sampler": FullBatch()}
     del options[missing]
     with pytest.raises(TypeError, match=missing):
-        DPSVI(model, AutoNormal(model), optax.adam(0.1), noise_multiplier=1.0, **options)
+        DPSVI(model, AutoNormal(model), optax.adam(0.1), **grouped(noise_multiplier=1.0, **options))
 
 
 @pytest.mark.full

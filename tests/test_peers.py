@@ -13,7 +13,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 
-from numpyro_dp import DPSVI
+from numpyro_dp import DPSVI, Privacy
 from numpyro_dp.estimators import vanilla
 from numpyro_dp.samplers import FullBatch
 
@@ -71,7 +71,7 @@ def our_gradient(features, label, clip_norm, loc, raw_scale, draw):
 
     svi = DPSVI(
         model, guide, optax.sgd(1.0), estimator=vanilla(), clip_norm=clip_norm,
-        sampler=FullBatch(), noise_multiplier=0.0,
+        sampler=FullBatch(), privacy=Privacy(noise_multiplier=0.0),
     )  # fmt: skip
     state = svi.init(jax.random.key(0), features, label)
     before = svi.optim.get_params(state.optim_state)

@@ -9,6 +9,8 @@ import sys
 import numpy as np
 import pytest
 
+from numpyro_dp import Privacy
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -81,7 +83,7 @@ def test_the_worked_additions_run():
         svi = DPSVI(
             model, AutoDiagonalNormal(model), optax.adam(0.1), estimator=estimator,
             clip_norm=clip_norm, sampler=names["Half"](), budget=PrivacyBudget(8.0, 1e-4),
-            secret_key=5, repetition=True,
+            privacy=Privacy(secret_key=5, repetition=True),
         )  # fmt: skip
         x = 3 + jax.random.normal(jax.random.key(1), (500,))
         fold = names["largest"]

@@ -10,7 +10,7 @@ import pytest
 from compiled import program_of
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPSVI
+from numpyro_dp import DPSVI, Privacy
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.mechanisms import AdaptiveClip
 from numpyro_dp.samplers import FullBatch
@@ -60,7 +60,8 @@ KINDS = {
 def test_gradients_of_records_are_computed_in_a_branch_and_nowhere_else(kind, form):
     estimator, clip, conditionals = KINDS[kind]
     svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), estimator=estimator(),
-                clip_norm=clip, noise_multiplier=1.0, sampler=FullBatch())  # fmt: skip
+                clip_norm=clip,
+                privacy=Privacy(noise_multiplier=1.0), sampler=FullBatch())  # fmt: skip
     text = program_of(svi, tuple(jnp.ones((3, ROWS))), form)
     assert len(re.findall(r" conditional\(", text)) == conditionals
     branches, rest = split_program(text)

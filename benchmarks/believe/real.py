@@ -41,7 +41,16 @@ from numpyro.infer import MCMC, NUTS, init_to_value, log_likelihood
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from numpyro.infer.util import initialize_model, potential_energy
 
-from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, DPLaplace, PrivacyBudget, UnsupportedModelError
+from numpyro_dp import (
+    DPMCMC,
+    DPSEP,
+    DPSVI,
+    SGLD,
+    DPLaplace,
+    Privacy,
+    PrivacyBudget,
+    UnsupportedModelError,
+)
 from numpyro_dp.samplers import FullBatch, Poisson
 
 DRAWS = 1000
@@ -215,7 +224,9 @@ def compare(name, epsilons, seeds, drivers, by_person=False):
         ids = persons(name)
         ids = ids[parts_of(name, len(ids))[0]]
         number, most = len(np.unique(ids)), int(np.unique(ids, return_counts=True)[1].max())
-        units.append(("person", {"unit": ids}, {"max_rows_per_unit": most}, number))
+        units.append(
+            ("person", {"unit": ids}, {"privacy": Privacy(max_rows_per_unit=most)}, number)
+        )
     start = time.perf_counter()
     exact = by_nuts(model, *train)
     flat = unconstrained(model, {n: np.asarray(v) for n, v in exact.items()}, train[0])

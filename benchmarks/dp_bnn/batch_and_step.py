@@ -25,7 +25,7 @@ from evaluate import accuracy, log_score
 from images import MLP, model_of
 from mnist import DELTA, HELD, load, predict
 
-from numpyro_dp import DPMCMC, DPSVI, SGLD, secret_key
+from numpyro_dp import DPMCMC, DPSVI, SGLD, Privacy, secret_key
 from numpyro_dp.estimators import aligned
 from numpyro_dp.posterior import posterior_samples
 from numpyro_dp.samplers import Poisson
@@ -41,8 +41,8 @@ def gradient_descent(batch, size, seed, train):
     guide = AutoDelta(model, init_loc_fn=init_to_sample)
     svi = DPSVI(
         model, guide, optax.sgd(size / number), estimator=aligned(), clip_norm=1.0,
-        sampler=Poisson(batch / number), noise_multiplier=1.0, secret_key=secret_key(seed),
-        repetition=True,
+        sampler=Poisson(batch / number),
+        privacy=Privacy(noise_multiplier=1.0, secret_key=secret_key(seed), repetition=True),
     )  # fmt: skip
     steps = EPOCHS * number // batch
     result = svi.run(jax.random.key(seed), steps, *train, progress_bar=False)
@@ -59,8 +59,9 @@ def langevin(batch, size, seed, train):
     mcmc = DPMCMC(
         SGLD(model_of(MLP, "normal"), size / number, TEMPERATURE, init_strategy=init_to_sample),
         num_warmup=steps - kept, num_samples=kept, thinning=apart, clip_norm=CLIP,
-        noise_multiplier=noise, sampler=Poisson(batch / number), secret_key=secret_key(seed),
-        repetition=True, progress_bar=False,
+        privacy=Privacy(noise_multiplier=noise, secret_key=secret_key(seed), repetition=True),
+        sampler=Poisson(batch / number),
+        progress_bar=False,
     )  # fmt: skip
     mcmc.run(jax.random.key(seed), *train)
     return mcmc.get_samples(), mcmc.privacy

@@ -28,7 +28,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from common import make_parser, save, write
 from images import CNN, MLP, Wide, model_of, random_images
 
-from numpyro_dp import DPMCMC, DPSVI, SGLD
+from numpyro_dp import DPMCMC, DPSVI, SGLD, Privacy
 from numpyro_dp.estimators import aligned
 from numpyro_dp.samplers import FullBatch
 
@@ -54,7 +54,7 @@ def guide_of(model, guide_type):
     return guide_type(model, init_loc_fn=init_to_sample, **scale)
 
 
-OPTIONS = {"clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 1.0}
+OPTIONS = {"clip_norm": 1.0, "sampler": FullBatch(), "privacy": Privacy(noise_multiplier=1.0)}
 
 
 def variational(model, guide_type, data):

@@ -30,7 +30,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from common import average_row, experiment_parser, panels, save
 
-from numpyro_dp import DPMCMC, DPSVI, SGLD, PrivacyBudget, secret_key
+from numpyro_dp import DPMCMC, DPSVI, SGLD, Privacy, PrivacyBudget, secret_key
 from numpyro_dp.estimators import aligned
 from numpyro_dp.posterior import posterior_samples
 from numpyro_dp.samplers import FullBatch
@@ -75,15 +75,15 @@ def model(records, dropout=0.0):
 def sgld(setting, private):
     """A chain, the later half of its positions kept."""
     clip_norm, step_size, temperature = setting
-    options = {"budget": BUDGET} if private else {"noise_multiplier": 0.0}
+    budget, noise = (BUDGET, None) if private else (None, 0.0)
     steps = STEPS if private else FREE_STEPS
 
     def fit(seed, train):
         mcmc = DPMCMC(
             SGLD(model, step_size, temperature, init_strategy=init_to_sample),
             num_warmup=steps // 2, num_samples=steps // 2, thinning=steps // STEPS,
-            clip_norm=clip_norm, sampler=FullBatch(), progress_bar=False,
-            secret_key=secret_key(seed), repetition=True, **options,
+            clip_norm=clip_norm, sampler=FullBatch(), progress_bar=False, budget=budget,
+            privacy=Privacy(noise_multiplier=noise, secret_key=secret_key(seed), repetition=True),
         )  # fmt: skip
         mcmc.run(jax.random.key(seed), train)
         return mcmc.get_samples(), {}
@@ -95,12 +95,13 @@ def sgld(setting, private):
 def variational(guide_type, dropout, setting, private):
     """Bayes by backprop, or weights at a point with dropout."""
     clip_norm, size = setting
-    options = {"budget": BUDGET} if private else {"noise_multiplier": 0.0}
+    budget, noise = (BUDGET, None) if private else (None, 0.0)
     scale = {} if guide_type is AutoDelta else {"init_scale": 0.05}
     guide = guide_type(model, init_loc_fn=init_to_sample, **scale)
     svi = DPSVI(
         model, guide, optax.adam(optax.cosine_decay_schedule(size, STEPS)), estimator=aligned(),
-        clip_norm=clip_norm, sampler=FullBatch(), dropout=dropout, **options,
+        clip_norm=clip_norm, sampler=FullBatch(), dropout=dropout, budget=budget,
+        privacy=Privacy(noise_multiplier=noise),
     )  # fmt: skip
 
     def fit(seed, train):

@@ -43,7 +43,7 @@ from images import CNN, MLP, linear_model, model_of
 from scattering import scattering
 from tempering import tempered, tempering_guide, tempering_model
 
-from numpyro_dp import DPMCMC, DPSVI, SGLD, PrivacyBudget, secret_key
+from numpyro_dp import DPMCMC, DPSVI, SGLD, Privacy, PrivacyBudget, secret_key
 from numpyro_dp.accounting import compare_accountants
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.posterior import posterior_samples
@@ -69,11 +69,11 @@ class Case(NamedTuple):
         return self.epochs * number // self.batch
 
     def options(self, seed, number):
-        noise = {"noise_multiplier": 0.0}
-        if self.budget is not None:
-            noise = {"budget": PrivacyBudget(SHARE * self.budget.epsilon, self.budget.delta)}
-        return noise | {"sampler": Poisson(self.batch / number), "secret_key": secret_key(seed),
-                        "repetition": True}  # fmt: skip
+        budget, noise = self.budget, 0.0
+        if budget is not None:
+            budget, noise = PrivacyBudget(SHARE * budget.epsilon, budget.delta), None
+        privacy = Privacy(noise_multiplier=noise, secret_key=secret_key(seed), repetition=True)
+        return {"budget": budget, "sampler": Poisson(self.batch / number), "privacy": privacy}
 
 
 @functools.cache
@@ -150,7 +150,8 @@ def recalibrated(case, privacy, draws, train, probabilities, seed):
     svi = DPSVI(
         tempering_model, tempering_guide, optax.adam(optax.cosine_decay_schedule(0.3, 40), b1=0.5),
         estimator=vanilla(), clip_norm=1.0, sampler=FullBatch(),
-        budget=case.budget.after(privacy), secret_key=secret_key(1000 + seed), repetition=True,
+        budget=case.budget.after(privacy),
+        privacy=Privacy(secret_key=secret_key(1000 + seed), repetition=True),
     )  # fmt: skip
     result = svi.run(jax.random.key(seed), 40, seen, jnp.asarray(train[1]), progress_bar=False)
     log_mean = jnp.log(jnp.asarray(probabilities.mean(0) + 1e-30))

@@ -33,7 +33,7 @@ from common import average_row, experiment_parser, save
 from datasets import load_doctor_visits
 from logistic import from_natural
 
-from numpyro_dp import DPSEP, DPSVI, EP, SEP, DPLaplace, PrivacyBudget, secret_key
+from numpyro_dp import DPSEP, DPSVI, EP, SEP, DPLaplace, Privacy, PrivacyBudget, secret_key
 from numpyro_dp.ep.families import diagonal_normal, normal
 from numpyro_dp.samplers import FullBatch, Poisson
 
@@ -104,7 +104,7 @@ def sep_run(setting, budget, seed, quick, x, y):
     family, clip_norm, damping, steps = setting
     driver = DPSEP(
         POISSON, family, clip_norm=clip_norm, damping=damping, sampler=FullBatch(),
-        budget=budget, secret_key=secret_key(seed), repetition=True,
+        budget=budget, privacy=Privacy(secret_key=secret_key(seed), repetition=True),
     )  # fmt: skip
     result = driver.run(jax.random.key(seed), 5 if quick else steps, x, y, progress_bar=False)
     return moments(result.posterior)
@@ -115,15 +115,17 @@ def svi_run(setting, budget, seed, quick, x, y):
     steps = 200 if quick else 2000
     svi = DPSVI(
         POISSON, AutoMultivariateNormal(POISSON, init_loc_fn=init_to_feasible), optax.adam(size),
-        clip_norm=clip_norm, sampler=Poisson(0.05), budget=budget, secret_key=secret_key(seed),
-        repetition=True,
+        clip_norm=clip_norm, sampler=Poisson(0.05), budget=budget,
+        privacy=Privacy(secret_key=secret_key(seed), repetition=True),
     )  # fmt: skip
     result = svi.run(jax.random.key(seed), steps, x, y, progress_bar=False)
     return moments(result.posterior)
 
 
 def laplace_run(setting, budget, seed, quick, x, y):
-    laplace = DPLaplace(POISSON, budget=budget, secret_key=secret_key(seed), repetition=True)
+    laplace = DPLaplace(
+        POISSON, budget=budget, privacy=Privacy(secret_key=secret_key(seed), repetition=True)
+    )
     return moments(laplace.run(jax.random.key(seed), x, y, progress_bar=False))
 
 

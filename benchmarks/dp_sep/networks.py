@@ -30,7 +30,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from common import average_row, experiment_parser, save
 from datasets import load_kin8nm, load_power_plant, load_protein
 
-from numpyro_dp import DPPBP, DPSVI, PBP, PrivacyBudget, RegressionNetwork, secret_key
+from numpyro_dp import DPPBP, DPSVI, PBP, Privacy, PrivacyBudget, RegressionNetwork, secret_key
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.samplers import Poisson
 
@@ -113,10 +113,17 @@ def poisson(x):
     return Poisson(min(BATCH / len(x), 0.9))
 
 
-def sep(clip_norm, noise, sampler, steps, seed, x, y, **options):
+def spending(budget, seed):
+    """Options of a run with a budget, or of one without privacy."""
+    noise = 0.0 if budget is None else None
+    privacy = Privacy(noise_multiplier=noise, secret_key=secret_key(seed), repetition=True)
+    return {"budget": budget, "privacy": privacy}
+
+
+def sep(clip_norm, budget, sampler, steps, seed, x, y, **options):
     driver = DPPBP(
-        NETWORK, clip_norm=clip_norm, sampler=sampler, secret_key=secret_key(seed), repetition=True,
-        **noise, **options,
+        NETWORK, clip_norm=clip_norm, sampler=sampler,
+        **spending(budget, seed), **options,
     )  # fmt: skip
     return by_moments(driver.run(jax.random.key(seed), steps, x, y, progress_bar=False).params)
 
@@ -124,9 +131,8 @@ def sep(clip_norm, noise, sampler, steps, seed, x, y, **options):
 def plain_sep(setting, seed, x, y):
     """SEP, clipped or not, with a precision of each weight."""
     clip_norm, damping, steps = setting
-    none = {"noise_multiplier": 0.0}
     return sep(
-        clip_norm, none, poisson(x), steps, seed, x, y, damping=damping, precision_per_weight=True
+        clip_norm, None, poisson(x), steps, seed, x, y, damping=damping, precision_per_weight=True
     )
 
 
@@ -138,7 +144,7 @@ def private_sep(setting, seed, x, y):
     """
     clip_norm, ridge, steps, last = setting
     return sep(
-        {"linear": clip_norm, ...: 0.2}, {"budget": BUDGET}, poisson(x), steps, seed, x, y,
+        {"linear": clip_norm, ...: 0.2}, BUDGET, poisson(x), steps, seed, x, y,
         ridge=ridge, damping=0.03, step_size=decay(1.0, last, steps), noise_weight=0.03,
     )  # fmt: skip
 
@@ -146,7 +152,7 @@ def private_sep(setting, seed, x, y):
 def printed_step(setting, seed, x, y):
     """DP-SEP with the mean moved by the posterior's own precision, as SEP has it."""
     clip_norm, damping, steps = setting
-    return sep(clip_norm, {"budget": BUDGET}, poisson(x), steps, seed, x, y, damping=damping)
+    return sep(clip_norm, BUDGET, poisson(x), steps, seed, x, y, damping=damping)
 
 
 def filtering(sweeps, seed, x, y):
@@ -160,7 +166,7 @@ def per_record(setting, seed, x, y):
     return by_moments(driver.run(jax.random.key(seed), sweeps, x, y).params)
 
 
-def variational(guide_type, estimator, noise):
+def variational(guide_type, estimator, budget):
     def fit(setting, seed, x, y):
         clip_norm, size, steps = setting
         options = {} if guide_type is AutoDelta else {"init_scale": 0.1}
@@ -168,7 +174,7 @@ def variational(guide_type, estimator, noise):
         svi = DPSVI(
             NETWORK, guide, optax.adam(optax.cosine_decay_schedule(size, steps)),
             estimator=estimator, clip_norm=clip_norm, sampler=poisson(x),
-            secret_key=secret_key(seed), repetition=True, **noise,
+            **spending(budget, seed),
         )  # fmt: skip
         result = svi.run(jax.random.key(seed), steps, x, y, progress_bar=False)
         return by_draws(guide, result.params, 1 if guide_type is AutoDelta else 200)
@@ -178,7 +184,7 @@ def variational(guide_type, estimator, noise):
 
 def methods(quick):
     """Name -> (fit, settings)."""
-    free, private = {"noise_multiplier": 0.0}, {"budget": BUDGET}
+    free, private = None, BUDGET
     steps = 20 if quick else 1500
     long = 50 if quick else 4000
     all_ = {

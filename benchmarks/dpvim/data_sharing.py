@@ -39,7 +39,7 @@ from dpvim._mixture import (
     two_way_distance,
 )
 
-from numpyro_dp import DPSVI, PrivacyBudget
+from numpyro_dp import DPSVI, Privacy, PrivacyBudget
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.posterior import average, combine, noise_aware
 from numpyro_dp.samplers import Poisson
@@ -65,7 +65,8 @@ class Fitter:
             estimator=METHODS[method](),
             clip_norm=1.0,
             sampler=Poisson(args.rate),
-            **({"budget": budget} if private else {"noise_multiplier": 0.0}),
+            budget=budget if private else None,
+            privacy=Privacy(noise_multiplier=None if private else 0.0),
         )
 
         self.draw = jax.jit(self._draw)  # compiled once: every call would be compiled again

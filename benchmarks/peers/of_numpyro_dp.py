@@ -18,7 +18,7 @@ from worker import serve
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from numpyro_dp import DPSVI, PrivacyBudget, secret_key
+from numpyro_dp import DPSVI, Privacy, PrivacyBudget, secret_key
 from numpyro_dp.accounting import RDP
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.samplers import FullBatch, Poisson
@@ -37,18 +37,19 @@ def model(features, label, mask=None, number=None):
         numpyro.sample("label", dist.Bernoulli(logits=features @ weights), obs=label)
 
 
-def driver(method, guide, size=1e-3, **options):
+def driver(method, guide, size=1e-3, privacy=None, **options):
     guide = GUIDES[guide](model)
     if method == "SVI":
         return SVI(model, guide, optax.adam(size), Trace_ELBO())
-    options["data_plate"] = "records"  # with (1000, 1000) numbers either axis could count records
+    # With (1000, 1000) numbers either axis could count records.
+    options["privacy"] = Privacy(data_plate="records", **privacy)
     return DPSVI(model, guide, optax.adam(size), estimator=ESTIMATORS[method](), **options)
 
 
 def step(method, guide, dim, batch):
     """One compiled update on a full batch."""
     data = arrays(batch, dim)
-    private = {"clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 1.0}
+    private = {"clip_norm": 1.0, "sampler": FullBatch(), "privacy": {"noise_multiplier": 1.0}}
     svi = driver(method, guide, **private)
     return one_step(svi.update, svi.init(KEY, *data), data)
 
@@ -60,8 +61,8 @@ def run(method, dim, batch, number):
         _, loop = plain_loop(data, sampler, number)
         how = {"batches": "Poisson, sampler of numpyro_dp"}
         return how, lambda count: jax.block_until_ready(loop(count).optim_state)
-    private = {"clip_norm": 1.0, "sampler": sampler, "noise_multiplier": 10.0, "accountant": RDP()}
-    svi = driver(method, "mean field", **private)
+    noise = {"noise_multiplier": 10.0, "accountant": RDP()}
+    svi = driver(method, "mean field", clip_norm=1.0, sampler=sampler, privacy=noise)
 
     def repeat(count):
         jax.block_until_ready(svi.run(KEY, count, *data, progress_bar=False).params)
@@ -114,7 +115,8 @@ def fit(method, records, batch, steps, epsilon, delta, clip_norm, size, seed):
     else:
         svi = driver(
             method, "mean field", size, clip_norm=clip_norm, sampler=sampler,
-            budget=PrivacyBudget(epsilon, delta), secret_key=secret_key(seed), repetition=True,
+            budget=PrivacyBudget(epsilon, delta),
+            privacy={"secret_key": secret_key(seed), "repetition": True},
         )  # fmt: skip
         result = svi.run(jax.random.key(seed), steps, *data, progress_bar=False)
         params, spent = result.params, result.privacy.epsilon

@@ -19,7 +19,7 @@ import optax
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from numpyro.infer.initialization import init_to_value
 
-from numpyro_dp import DPSVI, PrivacyBudget, secret_key
+from numpyro_dp import DPSVI, Privacy, PrivacyBudget, secret_key
 from numpyro_dp.estimators import aligned
 from numpyro_dp.posterior import posterior_samples
 from numpyro_dp.samplers import Poisson
@@ -57,8 +57,8 @@ def main():
     svi = DPSVI(
         model, guide, optax.adam(optax.cosine_decay_schedule(0.05, steps)), estimator=aligned(),
         clip_norm=5.0, sampler=Poisson(32 / len(x)), budget=PrivacyBudget(2.0, 1e-4),
-        public=[start],  # first values that read no record
-        secret_key=secret_key(1),  # so that a run can be repeated; leave it out for real records
+        # First values read no record. A key of one's own repeats the run: not for real records.
+        privacy=Privacy(public=[start], secret_key=secret_key(1)),
     )  # fmt: skip
     result = svi.run(jax.random.key(123), steps, jnp.asarray(x), progress_bar=False)
     draws = posterior_samples(jax.random.key(0), guide, result.params, 500)

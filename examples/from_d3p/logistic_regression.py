@@ -18,7 +18,7 @@ import optax
 from numpyro.distributions import constraints
 from numpyro.infer import Predictive
 
-from numpyro_dp import DPSVI, PrivacyBudget, secret_key
+from numpyro_dp import DPSVI, Privacy, PrivacyBudget, secret_key
 from numpyro_dp.estimators import aligned
 from numpyro_dp.samplers import Poisson
 
@@ -55,7 +55,7 @@ def main():
     svi = DPSVI(
         model, guide, optax.adam(optax.cosine_decay_schedule(0.05, steps)), estimator=aligned(),
         clip_norm=3.0, sampler=Poisson(200 / len(label)), budget=PrivacyBudget(1.0, 1e-5),
-        secret_key=secret_key(1),  # so that a run can be repeated; leave it out for real records
+        privacy=Privacy(secret_key=secret_key(1)),  # to repeat it; not for real records
     )  # fmt: skip
     result = svi.run(jax.random.key(123), steps, features, label, progress_bar=False)
     params = result.params

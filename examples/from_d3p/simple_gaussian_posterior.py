@@ -17,7 +17,7 @@ import numpyro.distributions as dist
 import optax
 from numpyro.distributions import constraints
 
-from numpyro_dp import DPSVI, PrivacyBudget, secret_key
+from numpyro_dp import DPSVI, Privacy, PrivacyBudget, secret_key
 from numpyro_dp.estimators import aligned
 from numpyro_dp.samplers import Poisson
 
@@ -44,7 +44,7 @@ def main():
     svi = DPSVI(
         model, guide, optax.adam(optax.exponential_decay(0.1, steps, 1e-3)), estimator=aligned(),
         clip_norm=20.0, sampler=Poisson(100 / len(x)), budget=PrivacyBudget(1.0, 1e-5),
-        secret_key=secret_key(1),  # so that a run can be repeated; leave it out for real records
+        privacy=Privacy(secret_key=secret_key(1)),  # to repeat it; not for real records
     )  # fmt: skip
     result = svi.run(jax.random.key(1234), steps, jnp.asarray(x), progress_bar=False)
     precision = 1 + len(x) / SCALE**2

@@ -9,18 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 
 from numpyro_dp._validate import check_int, check_probs, check_real
-from numpyro_dp.core import MechanismBuilder, Sampler
+from numpyro_dp.core import Sampler
 from numpyro_dp.em.estimator import MStep, expected_statistics
 from numpyro_dp.model.frontend import Call, Prepared
 from numpyro_dp.model.records import Records, RecordsProblem, read_records
-from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
 from numpyro_dp.run.driver import Driver
-from numpyro_dp.run.settings import Method, RunSettings
+from numpyro_dp.run.settings import NO_MODEL, Execution, Method, Privacy, RunSettings, without
 from numpyro_dp.run.state import SensitiveState, check_state
 
 __all__ = ["DPEM"]
@@ -42,9 +39,7 @@ class DPEM(Driver):
             a dict with a norm for each entry. ``counts`` has norm at most 1, ``sums`` at most the
             norm of x, and ``squares`` at most its square. Scale x by public constants first. Then
             all records are in a ball of known radius.
-        sampler, mechanism, budget, noise_multiplier, secret_key, num_steps: As for
-            :class:`~numpyro_dp.DPSVI`.
-        accountant, microbatch_size, mesh, repetition: As for :class:`~numpyro_dp.DPSVI`.
+        sampler, budget, num_steps, privacy, execution: As for :class:`~numpyro_dp.DPSVI`.
         damping: Fraction of the statistics that a step replaces, in (0, 1], or a function of the
             step number. 1 is the algorithm of the paper. Smaller values average the noise over
             steps.
@@ -93,15 +88,10 @@ class DPEM(Driver):
         probs: Any = None,
         init_scale: float = 1.0,
         smallest_variance: float = 1e-3,
-        mechanism: MechanismBuilder = GaussianMechanism(),
         budget: PrivacyBudget | None = None,
-        noise_multiplier: float | None = None,
-        secret_key: Any = None,
         num_steps: int | None = None,
-        accountant: Accountant | None = None,
-        microbatch_size: int | None = None,
-        mesh: Mesh | None = None,
-        repetition: bool = False,
+        privacy: Privacy = Privacy(),
+        execution: Execution = Execution(),
     ) -> None:
         self.num_components: int = check_int("num_components", num_components, low=1)
         self.init_scale: float = check_real("init_scale", init_scale, low=0, low_open=True)
@@ -118,10 +108,8 @@ class DPEM(Driver):
         step = MStep(damping, scale, known, smallest_variance)
         method = Method(expected_statistics(scale is None), step, values, _INDEPENDENT)
         settings = RunSettings(
-            clip_norm=clip_norm, sampler=sampler, mechanism=mechanism, budget=budget,
-            noise_multiplier=noise_multiplier, secret_key=secret_key, num_steps=num_steps,
-            accountant=accountant, microbatch_size=microbatch_size, mesh=mesh,
-            repetition=repetition
+            clip_norm=clip_norm, sampler=sampler, budget=budget, num_steps=num_steps,
+            privacy=without(privacy, "DPEM", *NO_MODEL), execution=execution,
         )  # fmt: skip
         super().__init__(method, settings)
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 
 from numpyro_dp._validate import check_callable, check_int, check_real
-from numpyro_dp.core import MechanismBuilder, Sampler
+from numpyro_dp.core import Sampler
 from numpyro_dp.ep.estimator import Damped, stochastic_ep
 from numpyro_dp.ep.families import Family, diagonal_normal, normal, product
 from numpyro_dp.ep.problem import EPProblem, PosteriorGuide, check_conjugate, make_problem
 from numpyro_dp.ep.sites import SiteBuilder, choose_site
 from numpyro_dp.model.frontend import Call, GivenModel, Prepared, arguments_key
-from numpyro_dp.model.public import declare
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.diagnosis import (
     finding_of_independence,
@@ -27,14 +26,12 @@ from numpyro_dp.posterior.diagnosis import (
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.scores import posterior_of_scores
-from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.results import RunResult
 from numpyro_dp.run.session import Session
-from numpyro_dp.run.settings import Method, RunSettings
+from numpyro_dp.run.settings import Execution, Method, Privacy, RunSettings, without
 from numpyro_dp.run.state import SensitiveState, check_state
 
 __all__ = ["DPSEP", "SEP"]
@@ -77,12 +74,9 @@ class DPSEP(Driver):
             posterior. This needs a normal family, one of the sites ``conjugate()``,
             ``quadrature()`` and ``importance()``, and at most 16 outcomes, such as 0 and 1. Other
             runs clip each site by itself, as in the paper and with ``False``.
-        sampler, mechanism, budget, noise_multiplier, secret_key, num_steps: As for
-            :class:`~numpyro_dp.DPSVI`.
-        accountant, microbatch_size, mesh, public, repetition: As for :class:`~numpyro_dp.DPSVI`.
-        data_plate: Name of the plate over records, if the model has several candidates.
-        max_rows_per_unit: As for :class:`~numpyro_dp.DPSVI`. The site of a unit is the product of
-            the sites of its rows, each at the cavity of the unit, and is clipped as a whole.
+        sampler, budget, num_steps, privacy, execution: As for :class:`~numpyro_dp.DPSVI`. The site
+            of a unit of several rows is the product of the sites of its rows, each at the cavity of
+            the unit, and is clipped as a whole.
         **static_kwargs: Public, constant keywords of the model.
 
     Raises:
@@ -131,45 +125,27 @@ class DPSEP(Driver):
         precision_weight: float = 1.0,
         shared_precision: bool | int = False,
         unbiased_clipping: bool = True,
-        data_plate: str | None = None,
-        max_rows_per_unit: int | None = None,
-        mechanism: MechanismBuilder = GaussianMechanism(),
         budget: PrivacyBudget | None = None,
-        noise_multiplier: float | None = None,
-        secret_key: Any = None,
         num_steps: int | None = None,
-        accountant: Accountant | None = None,
-        microbatch_size: int | None = None,
-        mesh: Mesh | None = None,
-        public: Any = (),
-        repetition: bool = False,
+        privacy: Privacy = Privacy(),
+        execution: Execution = Execution(),
         **static_kwargs: Any,
     ) -> None:
         settings = RunSettings(
-            clip_norm=clip_norm, sampler=sampler, mechanism=mechanism, budget=budget,
-            noise_multiplier=noise_multiplier, secret_key=secret_key, num_steps=num_steps,
-            accountant=accountant, microbatch_size=microbatch_size, mesh=mesh, public=public,
-            repetition=repetition
+            clip_norm=clip_norm, sampler=sampler, budget=budget, num_steps=num_steps,
+            privacy=without(privacy, "DPSEP", "loss_release"), execution=execution,
         )  # fmt: skip
         check_callable("model", model)
         _check(family, site, precision_weight, shared_precision)
         if not callable(damping):
             check_real("damping", damping, low=0, low_open=True, high=1)
-        given = settings.public, static_kwargs
-        self.given = GivenModel(
-            model, static_kwargs, data_plate, declare(*given), max_rows_per_unit
-        )
+        self.given = privacy.given_model(model, static_kwargs)
         self._family, self._site, self.guide = family, site, PosteriorGuide()
         release = precision_weight, shared_precision, bool(unbiased_clipping)
         method = Method(
             stochastic_ep(*release), Damped(damping), (_name_of(family), *release), _INDEPENDENT
         )
         super().__init__(method, settings)
-
-    @property
-    def max_rows(self) -> int | None:
-        """Most rows of a unit, or ``None`` if a record is a row."""
-        return self.given.max_rows
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters of a state. They may be published."""
@@ -260,14 +236,22 @@ class SEP(DPSEP):
         *,
         clip_norm: Any = math.inf,
         sampler: Sampler | None = None,
+        privacy: Privacy = Privacy(),
         **others: Any,
     ) -> None:
-        if refused := {"budget", "noise_multiplier"} & set(others):
-            raise TypeError(f"SEP adds no noise, so it takes no {sorted(refused)}. Use DPSEP.")
+        if "budget" in others or privacy.noise_multiplier is not None:
+            raise TypeError(
+                "SEP adds no noise, so it takes no budget and no noise_multiplier. Use DPSEP."
+            )
         sampler = FullBatch() if sampler is None else sampler
         others.setdefault("unbiased_clipping", False)
         super().__init__(
-            model, family, clip_norm=clip_norm, sampler=sampler, noise_multiplier=0.0, **others
+            model,
+            family,
+            clip_norm=clip_norm,
+            sampler=sampler,
+            privacy=dataclasses.replace(privacy, noise_multiplier=0.0),
+            **others,
         )
 
 

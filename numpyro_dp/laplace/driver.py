@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 
 from numpyro_dp._validate import check_callable
 from numpyro_dp.laplace.guess import FirstGuess, first_guess
@@ -21,9 +20,9 @@ from numpyro_dp.laplace.suitable import check_suitable
 from numpyro_dp.laplace.tail import has_tail
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frames import as_arrays
-from numpyro_dp.model.frontend import GivenModel, arguments_key
+from numpyro_dp.model.frontend import arguments_key
 from numpyro_dp.model.outcomes import Outcomes, read_outcomes
-from numpyro_dp.model.public import argument_names, declare, record_arguments, values_given
+from numpyro_dp.model.public import argument_names, record_arguments, values_given
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.units import split_unit
 from numpyro_dp.posterior.diagnosis import (
@@ -35,7 +34,6 @@ from numpyro_dp.posterior.diagnosis import (
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.prior import ModelPrior, read_prior
-from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.mechanism.staged import StagedGaussian
@@ -44,7 +42,7 @@ from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run.checkpoint import checkpoint_of, started, without_own_run
 from numpyro_dp.run.course import opened_bar
 from numpyro_dp.run.forecast import Forecast, forecast
-from numpyro_dp.run.settings import RunSettings
+from numpyro_dp.run.settings import Execution, Privacy, RunSettings, without
 from numpyro_dp.run.spending import plan_for, spent_by
 from numpyro_dp.run.state import SensitiveState
 
@@ -81,9 +79,7 @@ class DPLaplace:
             of about their root mean square. By default all columns have one scale. A small release
             finds it, or it is 1 if the release would cost too much. The result shows which. A wrong
             scale costs accuracy, not validity.
-        noise_multiplier, secret_key, accountant, data_plate: As for :class:`~numpyro_dp.DPSVI`.
-        max_rows_per_unit, microbatch_size, mesh, public, repetition: As for
-            :class:`~numpyro_dp.DPSVI`.
+        privacy, execution: As for :class:`~numpyro_dp.DPSVI`.
         **static_kwargs: Public, constant keywords of the model.
 
     Raises:
@@ -91,14 +87,15 @@ class DPLaplace:
 
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
-        >>> from numpyro_dp import DPLaplace, PrivacyBudget
+        >>> from numpyro_dp import DPLaplace, Privacy, PrivacyBudget
         >>> def model(x, y=None):
         ...     w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
         ...     with numpyro.plate("people", x.shape[0]):
         ...         numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
         >>> x = jax.random.normal(jax.random.key(1), (5000, 3))
         >>> y = (jax.random.uniform(jax.random.key(2), 5000) < jax.nn.sigmoid(x[:, 0])) * 1
-        >>> laplace = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5), secret_key=2026)
+        >>> laplace = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5),
+        ...                     privacy=Privacy(secret_key=2026))
         >>> posterior = laplace.run(jax.random.key(0), x, y)
         >>> table = posterior.summary(prob=0.9)["w"]
         >>> bool(table["lower"][0] < 1 < table["upper"][0])
@@ -130,40 +127,31 @@ class DPLaplace:
 
     model: Callable[..., Any]
     static_kwargs: dict[str, Any]
-    data_plate: str | None
 
     def __init__(
         self,
         model: Callable[..., Any],
         *,
-        data_plate: str | None = None,
-        max_rows_per_unit: int | None = None,
         scales: Mapping[str, Any] | None = None,
         budget: PrivacyBudget | None = None,
-        noise_multiplier: float | None = None,
-        secret_key: Any = None,
-        accountant: Accountant | None = None,
-        microbatch_size: int | None = None,
-        mesh: Mesh | None = None,
-        public: Any = (),
-        repetition: bool = False,
+        privacy: Privacy = Privacy(),
+        execution: Execution = Execution(),
         **static_kwargs: Any,
     ) -> None:
         check_callable("model", model)
-        self.model, self.static_kwargs, self.data_plate = model, static_kwargs, data_plate
+        self.model, self.static_kwargs = model, static_kwargs
         self.scales: dict[str, Any] = _check_scales(scales)
+        own = without(privacy, "DPLaplace", "mechanism", "loss_release")
         self.settings: RunSettings = RunSettings(
-            clip_norm=1.0, sampler=FullBatch(), mechanism=StagedGaussian(), budget=budget,
-            noise_multiplier=noise_multiplier, secret_key=secret_key, accountant=accountant,
-            microbatch_size=microbatch_size, mesh=mesh, public=public, repetition=repetition
+            clip_norm=1.0, sampler=FullBatch(), budget=budget,
+            privacy=dataclasses.replace(own, mechanism=StagedGaussian()), execution=execution,
         )  # fmt: skip
-        if self.settings.budget is None and not self.settings.noise_multiplier:
+        if self.settings.budget is None and not self.settings.privacy.noise_multiplier:
             raise ValueError(
                 "DPLaplace needs privacy noise, because the decode models it. Pass "
                 "budget=PrivacyBudget(1.0, 1e-5), or a noise_multiplier above 0."
             )
-        declared = declare(self.settings.public, static_kwargs)
-        self._given = GivenModel(model, static_kwargs, data_plate, declared, max_rows_per_unit)
+        self._given = privacy.given_model(model, static_kwargs)
         self._structures: dict[Any, ModelStructure] = {}
         self._prepared: dict[Any, tuple[Any, ModelPrior, FirstGuess]] = {}
         self._drivers: dict[Any, Stages] = {}

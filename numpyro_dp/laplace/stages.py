@@ -355,11 +355,6 @@ class Stages(Driver):
         super().__init__(method, settings)
         self._outcomes = outcomes
 
-    @property
-    def max_rows(self) -> int | None:
-        """Most rows of a unit, or ``None`` if a record is a row."""
-        return self._outcomes.model.structure.layout.max_rows
-
     def get_params(self, state: SensitiveState) -> Any:
         """Returns the request."""
         return state.optim_state[0]

@@ -12,20 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 from numpyro.diagnostics import print_summary
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_dp._compat import POINT_SUFFIX
 from numpyro_dp._validate import check_int, check_real
-from numpyro_dp.core import MechanismBuilder, Sampler
+from numpyro_dp.core import Sampler
 from numpyro_dp.mcmc.kernels import SGLD, as_optimizer, langevin
 from numpyro_dp.mcmc.mixing import draws_of_chains, mixing_of
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frames import as_arrays
-from numpyro_dp.model.frontend import Call, Frontend, GivenModel, Prepared
-from numpyro_dp.model.public import UnsupportedModelError, declare
+from numpyro_dp.model.frontend import Call, Frontend, Prepared
+from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import Rows
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.diagnosis import Finding, without_noise
@@ -33,10 +32,9 @@ from numpyro_dp.posterior.draws import SiteDraws
 from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.scores import NOISE_INCLUDED
-from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.keys import check_rng_key
-from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism, build_mechanism
+from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.checkpoint import (
@@ -51,7 +49,7 @@ from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.forecast import Forecast, forecast
 from numpyro_dp.run.scores import MOST_LATENTS
 from numpyro_dp.run.session import Session
-from numpyro_dp.run.settings import Method, RunSettings
+from numpyro_dp.run.settings import Execution, Method, Privacy, RunSettings, without
 from numpyro_dp.run.spending import noise_fields, plan_for, secret_of, spent_by
 from numpyro_dp.run.state import SensitiveState
 
@@ -85,10 +83,7 @@ class DPMCMC:
             each has its own noise and batches, and their steps compose.
         thinning: One of this many steps is kept. Must divide ``num_samples``.
         clip_norm: Largest norm of one record's score: a number, or a dict by latent site.
-        sampler, mechanism, budget, noise_multiplier, secret_key, accountant: As for
-            :class:`~numpyro_dp.DPSVI`.
-        data_plate, max_rows_per_unit, microbatch_size, mesh, public, repetition: As for
-            :class:`~numpyro_dp.DPSVI`.
+        sampler, budget, privacy, execution: As for :class:`~numpyro_dp.DPSVI`.
         progress_bar: Shows what is being done, and steps and epsilon spent if there is one chain.
         **static_kwargs: Public, constant keywords of the model.
 
@@ -97,7 +92,7 @@ class DPMCMC:
 
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
-        >>> from numpyro_dp import DPMCMC, PrivacyBudget, SGLD
+        >>> from numpyro_dp import DPMCMC, Privacy, PrivacyBudget, SGLD
         >>> from numpyro_dp.samplers import FullBatch
         >>> def model(x):
         ...     mean = numpyro.sample("mean", dist.Normal(0, 10))
@@ -105,8 +100,8 @@ class DPMCMC:
         ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
         >>> x = 3 + jax.random.normal(jax.random.key(1), (2000,))
         >>> mcmc = DPMCMC(SGLD(model), num_warmup=100, num_samples=300, clip_norm=5.0,
-        ...               sampler=FullBatch(), budget=PrivacyBudget(4.0, 1e-5), secret_key=2024,
-        ...               progress_bar=False)
+        ...               sampler=FullBatch(), budget=PrivacyBudget(4.0, 1e-5),
+        ...               privacy=Privacy(secret_key=2024), progress_bar=False)
         >>> mcmc.run(jax.random.key(0), x)
         >>> samples = mcmc.get_samples()
         >>> samples["mean"].shape, bool(abs(samples["mean"].mean() - 3) < 0.2)
@@ -136,18 +131,10 @@ class DPMCMC:
         sampler: Sampler,
         num_chains: int = 1,
         thinning: int = 1,
-        data_plate: str | None = None,
-        max_rows_per_unit: int | None = None,
         progress_bar: bool = True,
-        mechanism: MechanismBuilder = GaussianMechanism(),
         budget: PrivacyBudget | None = None,
-        noise_multiplier: float | None = None,
-        secret_key: Any = None,
-        accountant: Accountant | None = None,
-        microbatch_size: int | None = None,
-        mesh: Mesh | None = None,
-        public: Any = (),
-        repetition: bool = False,
+        privacy: Privacy = Privacy(),
+        execution: Execution = Execution(),
         **static_kwargs: Any,
     ) -> None:
         check_int("num_warmup", num_warmup, low=0)
@@ -160,9 +147,8 @@ class DPMCMC:
                 f"Use {num_samples + -num_samples % thinning}."
             )
         self.settings: RunSettings = RunSettings(
-            clip_norm=clip_norm, sampler=sampler, mechanism=mechanism, budget=budget,
-            noise_multiplier=noise_multiplier, secret_key=secret_key, accountant=accountant,
-            microbatch_size=microbatch_size, mesh=mesh, public=public, repetition=repetition
+            clip_norm=clip_norm, sampler=sampler, budget=budget,
+            privacy=without(privacy, "DPMCMC", "loss_release"), execution=execution,
         )  # fmt: skip
         _check(kernel, self.settings)
         self.kernel, self.num_chains = kernel, num_chains
@@ -170,10 +156,7 @@ class DPMCMC:
         self._progress_bar = progress_bar
         guide = AutoDelta(kernel.model, init_loc_fn=kernel.init_strategy)
         svi = SVI(kernel.model, guide, as_optimizer(kernel), Trace_ELBO(), **static_kwargs)
-        declared = declare(self.settings.public, static_kwargs)
-        self._frontend = Frontend(
-            GivenModel(kernel.model, static_kwargs, data_plate, declared, max_rows_per_unit), svi
-        )
+        self._frontend = Frontend(privacy.given_model(kernel.model, static_kwargs), svi)
         self._driver = _Chain(self._frontend, self.settings)
         self._samples: dict[str, Array] | None = None
         self._report: PrivacyReport | None = None
@@ -361,7 +344,7 @@ class DPMCMC:
     def _noise_scale(self, multiplier: float, num_examples: int) -> float:
         """Standard deviation of the privacy noise in an entry of a score of all records."""
         run = self.settings
-        mechanism = build_mechanism(run.mechanism, run.clip_norm, multiplier)
+        mechanism = build_mechanism(run.privacy.mechanism, run.clip_norm, multiplier)
         return float(mechanism.noise_scale) / run.sampler.inclusion_prob(num_examples)
 
     @property
@@ -402,11 +385,6 @@ class _Chain(Driver):
         method = Method(langevin(), frontend.svi.optim, independent_noise=_INDEPENDENT)
         super().__init__(method, settings)
         self._frontend = frontend
-
-    @property
-    def max_rows(self) -> int | None:
-        """Most rows of a unit, or ``None`` if a record is a row."""
-        return self._frontend.given.max_rows
 
     def get_params(self, state: SensitiveState) -> dict[str, Any]:
         """Returns the constrained position."""
@@ -496,7 +474,7 @@ def _check(kernel: Any, run: RunSettings) -> None:
             "Expected clip_norm as a number, or numbers by site, got an AdaptiveClip. It would "
             "change the noise, and so the temperature, during the run. Pass a number."
         )
-    if run.noise_multiplier == 0 and kernel.step_size is None:
+    if run.privacy.noise_multiplier == 0 and kernel.step_size is None:
         raise ValueError(
             "Without noise (noise_multiplier=0) there is no largest step size. Pass a step_size to "
             "the kernel."

@@ -37,7 +37,7 @@ _REFUSED = {
 }
 _PUBLISHED = (
     "which becomes an initial value and is published without noise. If it comes from no record, "
-    "pass it as init_params= of run or init, or name it in public=[array] of the driver."
+    "pass it as init_params= of run or init, or name it in public=[array] of fit or Privacy."
 )
 
 
@@ -353,7 +353,7 @@ def _check_values(init_loc_fn: Any) -> None:
             raise TypeError(
                 f"init_to_value(values=...) has a {type(value).__name__} for site {name!r}, but "
                 "the model computes with that value as an array. Convert it with jnp.asarray, and "
-                "list the array in public= of the driver if it comes from no record."
+                "list the array in public= of Privacy if it comes from no record."
             )
 
 

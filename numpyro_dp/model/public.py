@@ -329,7 +329,7 @@ class PublicValues:
                 f"The {what} has {own} different single numbers in its program, for example from a "
                 f"loop over a list of numbers. At most {limit} are allowed with {self.number} "
                 "records, because they might be values of records. Pass records as arguments. Put "
-                "public numbers into one array, and name it in public=[array] of the driver."
+                "public numbers into one array, and name it in public=[array] of fit or Privacy."
             )
 
     def trust(self, arrays: Iterable[Any]) -> None:
@@ -376,8 +376,8 @@ class PublicValues:
                 f"with {self.number} records (plate {self.plate!r}), because they are read "
                 "without clipping and noise, and might come from records. Pass records as "
                 "arguments, with one row for each. If the array is public, name it in "
-                "public=[array] of the driver, or pass it as a static keyword of the constructor. "
-                "If NumPy computes it inside the model from public arrays, you cannot name it: "
+                "public=[array] of fit or Privacy, or pass it as a static keyword of the "
+                "constructor. If NumPy computes it inside the model from public arrays, you cannot name it: "
                 "pass public='captured', for everything that model and guide hold."
             )
         place = _described(f"held by the {what}", array)

@@ -451,7 +451,7 @@ def _ambiguity(
         return [
             f"Cannot tell which axis of {place} counts records: its shape {shape} has {number} "
             f"entries along several axes, and plate {plate!r} has {number} records. If each row "
-            f"belongs to one record, pass data_plate={plate!r}. A matrix between records "
+            f"belongs to one record, pass Privacy(data_plate={plate!r}). A matrix between records "
             f"(distances, a Gram matrix) cannot be passed, because a row involves all records. "
             f"{say}"
         ]

@@ -33,8 +33,8 @@ __all__ = ["check_draws", "predict"]
 
 _NOT_OF_THE_RUN = (
     "which the run did not have, so the privacy report does not list it as public. Pass it as an "
-    "argument of the model, or name it in public=[array] of the driver before the run. If it comes "
-    "from no record, predict with numpyro.infer.Predictive(model, posterior.sample(key, n))."
+    "argument of the model, or name it in public=[array] of fit or Privacy before the run. If it "
+    "comes from no record, predict with numpyro.infer.Predictive(model, posterior.sample(key, n))."
 )
 
 

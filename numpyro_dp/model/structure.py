@@ -95,7 +95,8 @@ def find_data_plate(
         raise UnsupportedModelError(
             "The observed sites do not share exactly one plate, so records cannot be found. Their "
             f"plates are {listing}. Put every observed site into one plate over records, or name "
-            "that plate with data_plate=. Observed sites outside it may read public values only."
+            "that plate with Privacy(data_plate=). Observed sites outside it may read public values "
+            "only."
         )
     if len(shared) > 1:
         sizes = {name: plates[name] for name in sorted(shared)}
@@ -103,7 +104,7 @@ def find_data_plate(
             f"Cannot tell which plate counts records: the observed sites are in the plates "
             f"{listing}, of sizes {sizes}. Each index of that plate is one protected record. Name "
             "the plate, for example "
-            f"data_plate={max(sizes, key=lambda name: (name in over_rows, sizes[name]))!r}."
+            f"Privacy(data_plate={max(sizes, key=lambda name: (name in over_rows, sizes[name]))!r})."
         )
     name = shared.pop()
     return name, plates[name]

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 
 from numpyro_dp._validate import check_real
-from numpyro_dp.core import MechanismBuilder, Sampler
+from numpyro_dp.core import Sampler
 from numpyro_dp.model.frontend import Call, Prepared
 from numpyro_dp.model.records import Records, RecordsProblem, read_records
 from numpyro_dp.pbp.decode import network_draws
@@ -23,12 +22,10 @@ from numpyro_dp.posterior.diagnosis import findings_of_run, without_noise
 from numpyro_dp.posterior.from_model import ModelSource, findings_of_drift
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.scores import NOISE_INCLUDED
-from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.results import RunResult
-from numpyro_dp.run.settings import Method, RunSettings
+from numpyro_dp.run.settings import NO_MODEL, Execution, Method, Privacy, RunSettings, without
 from numpyro_dp.run.state import SensitiveState, check_state
 
 __all__ = ["DPPBP"]
@@ -56,10 +53,8 @@ class DPPBP(Driver):
             of the network in its weights. With ``ridge``, the unit is a residual in predictive
             standard deviations, and 0.5 to 1 works well. ``{"linear": 0.7, ...: 0.2}`` clips slopes
             separately, and ``precision`` and ``noise`` together. Then large residuals, whose slopes
-            are clipped, still inform the noise. ``math.inf`` with ``noise_multiplier=0`` is SEP.
-        sampler, mechanism, budget, noise_multiplier, secret_key, num_steps: As for
-            :class:`~numpyro_dp.DPSVI`.
-        accountant, microbatch_size, mesh, repetition: As for :class:`~numpyro_dp.DPSVI`.
+            are clipped, still inform the noise. ``math.inf`` without noise is SEP.
+        sampler, budget, num_steps, privacy, execution: As for :class:`~numpyro_dp.DPSVI`.
         damping: Fraction of the precisions and of the noise rate that a step replaces, in (0, 1],
             or a function of the step number.
         step_size: Rate of the mean, in (0, 1], or a function of the step number. By default it
@@ -81,13 +76,14 @@ class DPPBP(Driver):
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from numpyro_dp import DPPBP, PrivacyBudget, RegressionNetwork
+        >>> from numpyro_dp import DPPBP, Privacy, PrivacyBudget, RegressionNetwork
         >>> from numpyro_dp.samplers import FullBatch
         >>> x = jax.random.normal(jax.random.key(1), (5000, 2))
         >>> y = jnp.abs(x[:, 0]) - 0.8
         >>> network = RegressionNetwork((10,))
         >>> pbp = DPPBP(network, clip_norm=0.3, sampler=FullBatch(), step_size=0.3, ridge=20.0,
-        ...             damping=0.1, budget=PrivacyBudget(2.0, 1e-5), secret_key=2025)
+        ...             damping=0.1, budget=PrivacyBudget(2.0, 1e-5),
+        ...             privacy=Privacy(secret_key=2025))
         >>> result = pbp.run(jax.random.key(0), 40, x, y, progress_bar=False)
         >>> mean, variance = network.predict(result.params, x)
         >>> bool(jnp.mean((mean - y) ** 2) < 0.05 * jnp.var(y))
@@ -120,15 +116,10 @@ class DPPBP(Driver):
         precision_weight: float = 10.0,
         noise_weight: float = 0.3,
         init_scale: float = 1.0,
-        mechanism: MechanismBuilder = GaussianMechanism(),
         budget: PrivacyBudget | None = None,
-        noise_multiplier: float | None = None,
-        secret_key: Any = None,
         num_steps: int | None = None,
-        accountant: Accountant | None = None,
-        microbatch_size: int | None = None,
-        mesh: Mesh | None = None,
-        repetition: bool = False,
+        privacy: Privacy = Privacy(),
+        execution: Execution = Execution(),
     ) -> None:
         if not isinstance(network, RegressionNetwork):
             raise TypeError(
@@ -151,10 +142,8 @@ class DPPBP(Driver):
         steps = NetworkSteps(network, damping, step_size)
         method = Method(estimator, steps, values, _INDEPENDENT)
         settings = RunSettings(
-            clip_norm=clip_norm, sampler=sampler, mechanism=mechanism, budget=budget,
-            noise_multiplier=noise_multiplier, secret_key=secret_key, num_steps=num_steps,
-            accountant=accountant, microbatch_size=microbatch_size, mesh=mesh,
-            repetition=repetition
+            clip_norm=clip_norm, sampler=sampler, budget=budget, num_steps=num_steps,
+            privacy=without(privacy, "DPPBP", *NO_MODEL), execution=execution,
         )  # fmt: skip
         super().__init__(method, settings)
 

@@ -34,6 +34,7 @@ from numpyro_dp.pbp.estimator import NetworkCavity, network_site
 from numpyro_dp.pbp.model import NetworkGuide, RegressionNetwork
 from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.sampling import FullBatch
+from numpyro_dp.run.settings import Privacy
 
 __all__ = ["PBP", "SensitiveNetworkSites", "ep_sweep", "start_network_sites"]
 
@@ -46,7 +47,7 @@ class PBP:
     """Probabilistic backpropagation and expectation propagation of a network. Not private.
 
     For stochastic expectation propagation, use
-    ``DPPBP(..., clip_norm=math.inf, noise_multiplier=0)``.
+    ``DPPBP(..., clip_norm=math.inf, privacy=Privacy(noise_multiplier=0))``.
 
     Args:
         network: The model.
@@ -82,9 +83,11 @@ class PBP:
         damping: float = 0.05,
         init_scale: float = 1.0,
     ) -> None:
-        options = {"clip_norm": math.inf, "sampler": FullBatch(), "noise_multiplier": 0.0}
         # It reads and starts as the private driver does.
-        self._driver = DPPBP(network, damping=damping, init_scale=init_scale, **options)
+        self._driver = DPPBP(
+            network, damping=damping, init_scale=init_scale, clip_norm=math.inf,
+            sampler=FullBatch(), privacy=Privacy(noise_multiplier=0.0),
+        )  # fmt: skip
         self.network: RegressionNetwork = network
         self.guide: NetworkGuide = self._driver.guide
         self.keep_sites: bool = keep_sites

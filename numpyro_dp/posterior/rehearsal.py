@@ -153,7 +153,7 @@ class SimulatedRuns:
             num_samples,
         )
         self._given = _given_of(driver)
-        if driver.settings.secret_key is not None:
+        if driver.settings.privacy.secret_key is not None:
             raise ValueError(
                 "A driver with a secret_key can run once, but a rehearsal runs it many times. "
                 "Build the driver without secret_key for the rehearsal."

@@ -25,7 +25,7 @@ sums. Four rules prevent this.
 A checkpoint is the exception to rule 4: the call that continues a killed run repeats its noise. It
 is refused unless records, program and settings are the same (:mod:`numpyro_dp.run.checkpoint`).
 
-``repetition=True`` of a driver switches rules 2 to 4 off. The run is then a function of its secret
+``Privacy(repetition=True)`` switches rules 2 to 4 off. The run is then a function of its secret
 key. The caller promises that it repeats a release on the same records with the same settings.
 """
 
@@ -128,7 +128,7 @@ def check_passed_to_trace(call: str, keys: Sequence[Any]) -> None:
     if _compat.has_named_axes():
         raise NoiseReuseError(
             f"{call} was called inside pmap, shard_map or a vmap with axis_name: every device "
-            "would add the same noise. Pass mesh= to the driver instead. It spreads the rows of a "
+            "would add the same noise. Pass Execution(mesh=) instead. It spreads the rows of a "
             "batch over the devices, and adds noise once."
         )
     # A key of another trace is a constant of this function, which every call or iteration reuses.
@@ -169,7 +169,7 @@ def begin(identities: Sequence[Array], *, repetition: bool) -> Iterator[None]:
                 "This secret_key was already used for a run in this process. A second run would "
                 "repeat the same noise, and the difference of the two results would reveal "
                 "records. Omit secret_key for fresh noise. To reproduce the earlier run on the "
-                "same records, pass repetition=True."
+                "same records, pass Privacy(repetition=True)."
             )
         before = {name: _used.get(name) for name in names}
         # Marked before the run, not after it, or a second run could start while this one is under
@@ -209,7 +209,7 @@ def use(identity: Array, step: int, num_steps: int, *, repetition: bool) -> Iter
                 f"This state is from step {step} of a run whose steps up to {before} have been "
                 "taken, so its noise is used up. The same noise on other records, or with another "
                 "learning rate, would reveal records. Continue from the last state, or start again "
-                "with init. To repeat a run, pass repetition=True to the driver."
+                "with init. To repeat a run, pass Privacy(repetition=True)."
             )
         # Also for a state from another process, which this process did not start: from now on its
         # earlier steps are used up here.

@@ -304,8 +304,8 @@ def without_own_run(settings: RunSettings, folder: Any) -> RunSettings:
         own = _split(content)[0]["runs"] if content else ()
         return pickle.dumps(tuple(each for each in mine if each.run not in own))
 
-    earlier = pickle.loads(from_first(settings.mesh, others))
-    if not any_process(settings.mesh, earlier != mine):
+    earlier = pickle.loads(from_first(settings.execution.mesh, others))
+    if not any_process(settings.execution.mesh, earlier != mine):
         return settings
     return settings.changed(budget=dataclasses.replace(budget, earlier=earlier))
 
@@ -336,23 +336,27 @@ def checkpoint_of(
     """
     if folder is None:
         return None
-    devices = jax.devices() if settings.mesh is None else settings.mesh.devices.flatten()
+    devices = (
+        jax.devices()
+        if settings.execution.mesh is None
+        else settings.execution.mesh.devices.flatten()
+    )
     versions = ("numpyro_dp", "jax", "jaxlib", "numpyro", "numpy")
-    secret = settings.secret_key  # its hash can confirm a guess of it
+    secret = settings.privacy.secret_key  # its hash can confirm a guess of it
     meaning = {
         "driver": driver,
         "versions": {name: version_of(name) for name in versions},
         "device": f"{devices[0].platform} {devices[0].device_kind}",
-        "devices": 1 if settings.mesh is None else len(devices),
+        "devices": 1 if settings.execution.mesh is None else len(devices),
         "processes": jax.process_count() if settings.several_processes else 1,
         "rng_key": _data(jax.random.key_data(rng_key)).tolist(),
         "clip_norm": str(settings.clip_norm),
-        "mechanism": repr(settings.mechanism),
+        "mechanism": repr(settings.privacy.mechanism),
         "secret_key": secret is not None and hashlib.sha256(_data(secret).tobytes()).hexdigest(),
         "report": [str(dataclasses.replace(x, repetition=False, date="")) for x in reports],
         "program": program(),
     } | own
-    return Checkpoint(folder, every, meaning, records, settings.mesh)
+    return Checkpoint(folder, every, meaning, records, settings.execution.mesh)
 
 
 def traced(run: Callable[..., PyTree], arguments: Any, public: PyTree) -> tuple[str, PyTree]:

@@ -31,7 +31,7 @@ from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run.driver import Driver
-from numpyro_dp.run.settings import Method, RunSettings
+from numpyro_dp.run.settings import Method, Privacy, RunSettings
 from numpyro_dp.run.state import SensitiveState
 
 __all__ = ["ColumnSummary", "summarize_columns"]
@@ -167,7 +167,10 @@ class _Columns(Driver):
         parts = {"count": (size,), "first": (size,), "second": (size,)}
         parts |= {"bins": (size, _BINS)} if histogram else {}
         settings = RunSettings(
-            clip_norm=self.clip_norm, sampler=FullBatch(), budget=budget, secret_key=secret_key
+            clip_norm=self.clip_norm,
+            sampler=FullBatch(),
+            budget=budget,
+            privacy=Privacy(secret_key=secret_key),
         )
         super().__init__(Method(_terms(histogram), _Keep(parts), (histogram,)), settings)
 

@@ -77,7 +77,7 @@ class Driver(abc.ABC):
     def __init__(self, method: Method, settings: RunSettings) -> None:
         _check_estimator(method.estimator)
         _check_independent_noise(
-            settings.mechanism, settings.norm_with_loss, method.independent_noise
+            settings.privacy.mechanism, settings.norm_with_loss, method.independent_noise
         )
         self.method, self.settings = method, settings
         self._sessions: dict[Any, Session] = {}
@@ -85,7 +85,7 @@ class Driver(abc.ABC):
     @property
     def max_rows(self) -> int | None:
         """Most rows of a unit, or ``None`` if a record is a row."""
-        return None
+        return self.settings.privacy.max_rows_per_unit
 
     @abc.abstractmethod
     def get_params(self, state: SensitiveState) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class Driver(abc.ABC):
         check_not_spent(svi_state)
         with used(self.settings, svi_state, 1) as known:
             state = svi_state if known else with_new_noise(self.settings, svi_state)
-            return session.update(copied(self.settings.mesh, state), args, kwargs)
+            return session.update(copied(self.settings.execution.mesh, state), args, kwargs)
 
     def privacy(self, svi_state: SensitiveState) -> PrivacyReport:
         """Returns what the steps so far have spent, for a loop of :meth:`update`.
@@ -272,7 +272,7 @@ class Driver(abc.ABC):
                 start = driver._init(rng_key, covered, args, kwargs, init_params)
             else:
                 check_state(init_state)
-                start = copied(settings.mesh, init_state)
+                start = copied(settings.execution.mesh, init_state)
             session = driver._session(args, kwargs)
             driver._check_fits(start, session)
             check_steps_fit(start, num_steps)
@@ -435,7 +435,8 @@ class Driver(abc.ABC):
         session = self._sessions[key]
         identity = dataclasses.replace(
             session.identity(*values_given("init_params", init_params)),
-            reproducible=settings.secret_key is not None, repetition=settings.repetition,
+            reproducible=settings.privacy.secret_key is not None,
+            repetition=settings.privacy.repetition,
         )  # fmt: skip
         noise = noise_fields(
             settings, secret_of(settings), plan, session.mechanism_state(settings.clip_norm)
@@ -448,7 +449,7 @@ class Driver(abc.ABC):
             max_steps=jnp.asarray(_UNLIMITED if settings.budget is None else num_steps, jnp.int32),
             **noise,
         )
-        return copied(settings.mesh, SensitiveState(state, nonce, identity))
+        return copied(settings.execution.mesh, SensitiveState(state, nonce, identity))
 
     def _can_start(self, session: Session, prepared: Prepared) -> bool:
         """Whether an invented record has a finite signal at the start."""

@@ -111,7 +111,7 @@ class Session:
         settings = self.settings
         self._step = build_step(
             self._estimator, self._mechanism, draw, self.method.optim,
-            self.inclusion_prob, settings.microbatch_size, settings.mesh,
+            self.inclusion_prob, settings.execution.microbatch_size, settings.execution.mesh,
             self.problem.numbered, self._centred,
         )  # fmt: skip
         # The loop is another program. It needs no guard, because `run` checks budget and noise on
@@ -132,11 +132,11 @@ class Session:
             self.num_examples,
             settings.sampler,
             settings.clip_norm,
-            settings.mechanism,
-            settings.loss_release,
+            settings.privacy.mechanism,
+            settings.privacy.loss_release,
             settings.budget,
-            settings.secret_key is not None,
-            settings.repetition,
+            settings.privacy.secret_key is not None,
+            settings.privacy.repetition,
             self.method.values,
             records.data_plate,
             records.public.arrays + public,
@@ -156,7 +156,7 @@ class Session:
     def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
         """Splits arguments into records and public arrays."""
         rows = self.problem.rows(args, kwargs)
-        mesh = self.settings.mesh
+        mesh = self.settings.execution.mesh
         arrays = tuple(each[:] if isinstance(each, Grouped) else each for each in rows.arrays)
         return rows._replace(arrays=spread(mesh, arrays), shared=copied(mesh, rows.shared))
 
@@ -218,7 +218,7 @@ class Session:
         done, before, loop = int(progress.done), int(state.step), self._loop_for(fold)
         # Without a bar or a checkpoint, one call never waits for the host.
         # Processes of a mesh take the same calls, even if only one of them shows a bar.
-        watched = kept is not None or any_process(self.settings.mesh, bar is not None)
+        watched = kept is not None or any_process(self.settings.execution.mesh, bar is not None)
         calls = course.calls(done, _steps_of_call(course, kept, watched))
         if isinstance(rows, HostRows) and calls:
             # Only the host knows which rows it fetched, so it gives the batches to the step.
@@ -228,7 +228,9 @@ class Session:
                 stream._loop_for(fold), self.settings.sampler, opened.sampler_state, rows, calls
             )
         calls = with_bar(bar, calls, before, done, course.num_steps, report)
-        progress, stopped = follow(loop, progress, rows, calls, kept, watched, self.settings.mesh)
+        progress, stopped = follow(
+            loop, progress, rows, calls, kept, watched, self.settings.execution.mesh
+        )
         filled = course.filled(int(progress.done))
         if not filled:
             raise KeyboardInterrupt
@@ -238,7 +240,7 @@ class Session:
         (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:filled], buffer)
         steps = before + course.steps[:filled]
         trace = Trace(steps, jax.vmap(self.problem.constrain)(iterates), norms)
-        shown = self.settings.loss_release is not None
+        shown = self.settings.privacy.loss_release is not None
         losses = PrivateLosses(steps, np.asarray(values)) if shown else None
         return Finished(state.closed(carry.state), losses, trace, folded, carry.scores, stopped)
 
@@ -270,7 +272,7 @@ class Session:
         calls = course.calls(int(progress.done), _steps_of_call(course, kept, False))
         watched = kept is not None
         progress, stopped = follow(
-            self._loop_many, progress, rows, calls, kept, watched, self.settings.mesh
+            self._loop_many, progress, rows, calls, kept, watched, self.settings.execution.mesh
         )
         if stopped:
             raise KeyboardInterrupt
@@ -308,7 +310,7 @@ class Session:
 
     def host_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HostRows:
         """Splits arguments as :meth:`rows` does, but leaves the records on the host."""
-        mesh = self.settings.mesh
+        mesh = self.settings.execution.mesh
         if mesh is not None and mesh.is_multi_process:
             raise ValueError(
                 "stream=True does not support a mesh of several processes. Leave stream out, and "
@@ -385,10 +387,10 @@ class Session:
     def on_all(self, state: SensitiveState, rows: HostRows) -> SensitiveState:
         """Takes a step on all records, which the host sends in parts."""
         if self._whole is None:
-            settings = self.settings
+            execution = self.settings.execution
             self._whole = build_whole_step(
-                self._estimator, self._mechanism, self.method.optim, settings.microbatch_size,
-                settings.mesh, self.problem.numbered,
+                self._estimator, self._mechanism, self.method.optim, execution.microbatch_size,
+                execution.mesh, self.problem.numbered,
             )  # fmt: skip
         return state.closed(self._whole(state.opened, rows))
 
@@ -422,15 +424,15 @@ class Session:
         estimator = self.method.estimator_of(self.problem.at(shared))
         if not self.settings.clip_norm.bounded:
             estimator = estimator._replace(centring=None)  # nothing is clipped
-        if self.settings.loss_release is None:
+        if self.settings.privacy.loss_release is None:
             return estimator
         return with_loss(estimator, self._loss_scale(state))
 
     def _mechanism(self, state: MechanismState, noise_multiplier: Array | float) -> Mechanism:
-        norm = with_loss_norm(state.clip_norm, self.settings.loss_release)
+        norm = with_loss_norm(state.clip_norm, self.settings.privacy.loss_release)
         # The expected size: the size of a drawn batch is private.
         batch_size = self.inclusion_prob * self.num_examples
-        return build_mechanism(self.settings.mechanism, norm, noise_multiplier, batch_size)
+        return build_mechanism(self.settings.privacy.mechanism, norm, noise_multiplier, batch_size)
 
     def _measure(self, state: RunState, rows: Rows) -> Rows:
         """Finds the lengths of the records once for a loop, because no step changes them."""
@@ -441,7 +443,7 @@ class Session:
     def _loss_scale(self, state: MechanismState) -> Array:
         """Returns the factor that maps the bound on a log likelihood to its clip norm."""
         # The norm may adapt, and the share of the loss in the sensitivity must stay the same.
-        release = self.settings.loss_release
+        release = self.settings.privacy.loss_release
         return with_loss_norm(state.clip_norm, release).by_entry[LOSS_ENTRY] / release.clip
 
     def _guarded_step(self, state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Array]:
@@ -462,7 +464,7 @@ class Session:
 
     def _value(self, state: RunState, rows: Rows, step: Step) -> Array:
         """The loss of a step from ``state``, if it was released."""
-        if self.settings.loss_release is None:
+        if self.settings.privacy.loss_release is None:
             return jnp.zeros(())
         # The norm of this step. In the state after it, an adaptive norm has moved.
         scale = self._loss_scale(state.mechanism_state)

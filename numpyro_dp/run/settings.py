@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,8 @@ from jax.sharding import AxisType, Mesh
 
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Estimator, Mechanism, MechanismBuilder, Problem, PyTree, Sampler
+from numpyro_dp.model.frontend import GivenModel
+from numpyro_dp.model.public import declare
 from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.keys import as_secret_key
@@ -21,7 +23,10 @@ from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism, build_mecha
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.run.loss import LossRelease, with_loss_norm
 
-__all__ = ["Method", "RunSettings"]
+# What drivers without a NumPyro model cannot use.
+NO_MODEL = ("loss_release", "data_plate", "max_rows_per_unit", "public")
+
+__all__ = ["Execution", "Method", "Privacy", "RunSettings"]
 
 
 class Method(NamedTuple):
@@ -60,43 +65,63 @@ class Method(NamedTuple):
         return found
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class RunSettings:
-    """The settings that all drivers share. :class:`~numpyro_dp.DPSVI` describes them.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Privacy:
+    """How a run is protected, beside its budget and clip norm. Most runs need none of this.
 
-    A driver passes this value to its parts, and never passes itself.
+    All drivers take it as ``privacy=``.
+
+    Args:
+        mechanism: Clips and adds noise. By default
+            :class:`~numpyro_dp.mechanisms.GaussianMechanism`, or your own builder
+            (:class:`numpyro_dp.core.MechanismBuilder`).
+        noise_multiplier: Standard deviation of the noise over the sensitivity, instead of a budget.
+            With a budget, it is checked against the budget. 0 is not private.
+        accountant: Bounds epsilon. By default the smallest of several valid bounds.
+        secret_key: 32 bytes, 64 hexadecimal digits, an integer, or a key of
+            :func:`~numpyro_dp.secret_key`. It makes noise and batches reproducible, and the report
+            says so. By default every ``init`` takes a fresh key from the operating system. A second
+            run with the same key raises an error (see ``repetition``).
+        repetition: Allows a given ``secret_key`` to repeat the noise of an earlier run, and a state
+            to be resumed twice. You promise that records and settings are the same.
+        loss_release: Releases a loss curve, for a part of the budget. Only for ``DPSVI``.
+        data_plate: Name of the plate over records. Needed if several plates surround the observed
+            sites, or an argument has the number of records along two axes.
+        max_rows_per_unit: Makes a unit of several rows, such as a person, one record. ``run``,
+            ``init`` and ``update`` then take ``unit=ids``, an array with the id of each row.
+            Neighbouring data sets differ in all rows of a unit, and samplers draw units. Of a unit
+            with more rows than this, the first ones are used.
+        public: Names of arguments that hold no record (``["table"]``), whatever their shape, and
+            arrays that model, guide or initialisers hold. ``"captured"`` stands for everything that
+            model and guide hold. Arrays that you do not list may have 100 entries together, and at
+            most a quarter of the number of records. The report lists all of them.
+
+    Raises:
+        TypeError, ValueError: Name the value, the range and the remedy.
+
+    Example:
+        >>> from numpyro_dp import Privacy
+        >>> Privacy(noise_multiplier=2.0, max_rows_per_unit=5).noise_multiplier
+        2.0
     """
 
-    clip_norm: Any
-    sampler: Sampler
     mechanism: MechanismBuilder = GaussianMechanism()
-    budget: PrivacyBudget | None = None
     noise_multiplier: float | None = None
-    secret_key: Any = dataclasses.field(default=None, repr=False)
-    num_steps: int | None = None
     accountant: Accountant | None = None
-    loss_release: LossRelease | None = None
-    microbatch_size: int | None = None
-    mesh: Mesh | None = None
-    public: Any = ()
+    secret_key: Any = field(default=None, repr=False)
     repetition: bool = False
+    loss_release: LossRelease | None = None
+    data_plate: str | None = None
+    max_rows_per_unit: int | None = None
+    public: Any = ()
 
     def __post_init__(self) -> None:
         """Checks every field. Each error names the value, the range and the remedy."""
-        norm, noise, key = ClipNorm.of(self.clip_norm), self.noise_multiplier, self.secret_key
-        found = {
-            "clip_norm": norm,
-            "noise_multiplier": None if noise is None else _noise(noise),
-            "mesh": None if self.mesh is None else _mesh(self.mesh),
-            "secret_key": None if key is None else as_secret_key(key),
-        }
-        if isinstance(self.sampler, type) or not isinstance(self.sampler, Sampler):
-            raise TypeError(
-                "Expected sampler to be Poisson(rate), FixedSize(batch_size), "
-                f"Permutation(batch_size) or FullBatch(), got {self.sampler!r}."
-            )
-        _check_budget(self.budget, noise, norm)
-        accountant = self.accountant
+        key, noise, accountant = self.secret_key, self.noise_multiplier, self.accountant
+        if noise is not None:
+            object.__setattr__(self, "noise_multiplier", _noise(noise))
+        if key is not None:
+            object.__setattr__(self, "secret_key", as_secret_key(key))
         if isinstance(accountant, type) or not isinstance(accountant, Accountant | None):
             raise TypeError(
                 "Expected accountant to be Best(), PLD(), PRV(), RDP() or GDP(), got "
@@ -111,33 +136,129 @@ class RunSettings:
                 "Expected a secret_key together with repetition=True, got none. A run without one "
                 "has new noise. Pass the secret_key of the run to repeat."
             )
-        if self.num_steps is not None:
-            check_int("num_steps", self.num_steps, low=1)
+
+    def given_model(self, model: Callable[..., Any], static: dict[str, Any]) -> GivenModel:
+        """Returns a model with its static keywords, and what of it is public."""
+        ours = (own.name for each in (Privacy, Execution, RunSettings) for own in fields(each))
+        if misplaced := sorted(set(static) & set(ours)):
+            raise TypeError(
+                f"Expected keywords of the model, got {misplaced}. Pass them in privacy=Privacy("
+                "...) or execution=Execution(...) if they have them. Else this driver has no such "
+                "argument."
+            )
+        declared = declare(self.public, static)
+        return GivenModel(model, static, self.data_plate, declared, self.max_rows_per_unit)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Execution:
+    """Where and in which portions a run computes. The result is the same up to rounding.
+
+    All drivers take it as ``execution=``.
+
+    Args:
+        mesh: Devices that share the work: each clips and sums its part of a batch. Records are
+            spread over the devices if their number is divisible by the number of devices, else
+            copied. Arrays that are already spread over them stay, also over several processes.
+            ``microbatch_size`` then counts the rows of each device.
+        microbatch_size: Records of a batch in memory at a time. Lower it if you run out of memory:
+            the result changes by rounding at most. By default about a million values (gradients, or
+            factors of the gradients of layers) are in memory. A step also needs about four times
+            the memory of the parameters. Each run of a sweep needs this memory.
+
+    Raises:
+        TypeError, ValueError: Name the value, the range and the remedy.
+
+    Example:
+        >>> import jax
+        >>> from numpyro_dp import Execution
+        >>> all_devices = jax.make_mesh((jax.device_count(),), ("records",))
+        >>> Execution(mesh=all_devices, microbatch_size=1000).microbatch_size
+        1000
+    """
+
+    mesh: Mesh | None = None
+    microbatch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks both fields."""
+        if self.mesh is not None:
+            object.__setattr__(self, "mesh", _mesh(self.mesh))
         if self.microbatch_size is not None:
             check_int("microbatch_size", self.microbatch_size, low=1,
                       remedy="None finds a suitable one.")  # fmt: skip
-        for name, value in found.items():
-            object.__setattr__(self, name, value)
-        _check_mechanism(self.mechanism, self.norm_with_loss)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunSettings:
+    """The settings that all drivers share. :class:`~numpyro_dp.DPSVI` describes them.
+
+    A driver passes this value to its parts, and never passes itself.
+    """
+
+    clip_norm: Any
+    sampler: Sampler
+    budget: PrivacyBudget | None = None
+    num_steps: int | None = None
+    privacy: Privacy = Privacy()
+    execution: Execution = Execution()
+
+    def __post_init__(self) -> None:
+        """Checks every field. Each error names the value, the range and the remedy."""
+        _check_kinds(self.privacy, self.execution)
+        norm = ClipNorm.of(self.clip_norm)
+        if isinstance(self.sampler, type) or not isinstance(self.sampler, Sampler):
+            raise TypeError(
+                "Expected sampler to be Poisson(rate), FixedSize(batch_size), "
+                f"Permutation(batch_size) or FullBatch(), got {self.sampler!r}."
+            )
+        _check_budget(self.budget, self.privacy.noise_multiplier, norm)
+        if self.num_steps is not None:
+            check_int("num_steps", self.num_steps, low=1)
+        object.__setattr__(self, "clip_norm", norm)
+        _check_mechanism(self.privacy.mechanism, self.norm_with_loss)
 
     @property
     def norm_with_loss(self) -> ClipNorm:
         """The clip norm, with a norm for the loss if ``loss_release`` is set."""
-        return with_loss_norm(self.clip_norm, self.loss_release)
+        return with_loss_norm(self.clip_norm, self.privacy.loss_release)
 
     @property
     def several_processes(self) -> bool:
         """Whether the processes of a mesh share a run."""
-        return self.mesh is not None and self.mesh.is_multi_process
+        mesh = self.execution.mesh
+        return mesh is not None and mesh.is_multi_process
 
     @property
     def charges(self) -> Any:
         """The ledger that counts the run, and for what, or ``None``."""
         return None if self.budget is None else self.budget.charges
 
-    def changed(self, **fields: Any) -> RunSettings:
-        """Returns settings with other values in some fields, and checks them."""
-        return dataclasses.replace(self, **fields)
+    def changed(self, **given: Any) -> RunSettings:
+        """Returns settings with other values in some fields, also of ``privacy``; checks them."""
+        inner = {name: given.pop(name) for name in list(given) if hasattr(self.privacy, name)}
+        privacy = replace(self.privacy, **inner)
+        return replace(self, **{"privacy": privacy} | given)
+
+
+def without(privacy: Privacy, driver: str, *names: str) -> Privacy:
+    """Returns the same, or raises TypeError if it has fields that a driver cannot use."""
+    _check_kinds(privacy, Execution())
+    default = Privacy()
+    if given := [name for name in names if getattr(privacy, name) is not getattr(default, name)]:
+        raise TypeError(
+            f"{driver} has no use for {given} in privacy=Privacy(...). Leave it out, or use DPSVI."
+        )
+    return privacy
+
+
+def _check_kinds(privacy: Any, execution: Any) -> None:
+    if not isinstance(privacy, Privacy):
+        raise TypeError(
+            f"Expected privacy=Privacy(...), got {privacy!r}. Pass a PrivacyBudget as budget=."
+        )
+    if not isinstance(execution, Execution):
+        raise TypeError(f"Expected execution=Execution(...), got {execution!r}.")
 
 
 def _check_budget(budget: Any, noise_multiplier: Any, clip_norm: ClipNorm) -> None:

@@ -40,17 +40,17 @@ __all__ = [
 
 def secret_of(settings: RunSettings) -> Array:
     """Returns the caller's secret key or a new one. It is the same in all processes."""
-    given = settings.secret_key
-    return agreed(settings.mesh, secret_key() if given is None else given)
+    given = settings.privacy.secret_key
+    return agreed(settings.execution.mesh, secret_key() if given is None else given)
 
 
 def plan_for(settings: RunSettings, num_examples: int, num_steps: int | None) -> Plan:
     """Returns the plan of a run."""
     return make_plan(
         settings.sampler, num_examples, num_steps,
-        functools.partial(build_mechanism, settings.mechanism, settings.norm_with_loss),
-        budget=settings.budget, noise_multiplier=settings.noise_multiplier,
-        accountant=settings.accountant,
+        functools.partial(build_mechanism, settings.privacy.mechanism, settings.norm_with_loss),
+        budget=settings.budget, noise_multiplier=settings.privacy.noise_multiplier,
+        accountant=settings.privacy.accountant,
     )  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def noise_fields(
     """Returns the fields of a state that decide its noise and its batches."""
     noise_key, batch_key = keys_of_run(secret, plan.earlier)
     # A given key must reproduce the run, and several processes must agree on the noise.
-    without_nonce = settings.secret_key is not None or settings.several_processes
+    without_nonce = settings.privacy.secret_key is not None or settings.several_processes
     fields = {
         "secret_key": noise_key,
         "sampler_state": settings.sampler.init(batch_key, plan.num_examples),
@@ -69,7 +69,7 @@ def noise_fields(
         "run_id": run_id(noise_key),
         "nonce": None if without_nonce else np.zeros(8, np.uint32),
     }
-    return copied(settings.mesh, fields)
+    return copied(settings.execution.mesh, fields)
 
 
 def begun(
@@ -77,7 +77,7 @@ def begun(
 ) -> contextlib.AbstractContextManager[None]:
     """Registers new runs. Raises if a run has the noise of an earlier run."""
     noisy = [state.run_id for state in states if _has_noise(state)]
-    return begin(noisy, repetition=settings.repetition)
+    return begin(noisy, repetition=settings.privacy.repetition)
 
 
 def charge(
@@ -109,7 +109,7 @@ def charge(
         charges.charge(*(each.spending[-1] for each in made), again=again)
         return b""
 
-    from_first(settings.mesh, charged)
+    from_first(settings.execution.mesh, charged)
 
 
 def used(
@@ -131,9 +131,9 @@ def with_new_noise(settings: RunSettings, state: SensitiveState) -> SensitiveSta
     """Gives the state fresh keys for its next noise, the same in all processes of a mesh."""
     if _repeats(settings, state) or not _has_noise(state):
         return state
-    bits = np.asarray(jax.random.key_data(agreed(settings.mesh, secret_key()))).tobytes()
+    bits = np.asarray(jax.random.key_data(agreed(settings.execution.mesh, secret_key()))).tobytes()
     opened = state.opened.with_new_keys(lambda keys: renewed(keys, bits))
-    return copied(settings.mesh, SensitiveState(opened, state.nonce, state.identity))
+    return copied(settings.execution.mesh, SensitiveState(opened, state.nonce, state.identity))
 
 
 def _has_noise(state: SensitiveState) -> bool:
@@ -142,7 +142,7 @@ def _has_noise(state: SensitiveState) -> bool:
 
 def _repeats(settings: RunSettings, state: SensitiveState) -> bool:
     """Whether the run of the state and the run that continues it are both repetitions."""
-    return settings.repetition and state.identity.repetition
+    return settings.privacy.repetition and state.identity.repetition
 
 
 def spent_by(settings: RunSettings, state: SensitiveState, num_steps: int) -> PrivacyReport:
@@ -161,7 +161,7 @@ def spent_by(settings: RunSettings, state: SensitiveState, num_steps: int) -> Pr
             f"A record of this run is a {own}, and a record of an earlier run in its budget is a "
             f"{other.pop()}. One epsilon cannot cover both. Use the same unit for all runs."
         )
-    noise, wanted = float(state.noise_multiplier), settings.noise_multiplier
+    noise, wanted = float(state.noise_multiplier), settings.privacy.noise_multiplier
     if wanted is not None and float(_round_up(wanted)) != noise:
         raise ValueError(
             f"The state has noise_multiplier={noise:.6g}, which a run keeps to its end, but the "

@@ -197,12 +197,12 @@ def run_sweep(
     def run(states: RunState, rows: Rows = rows) -> PyTree:
         begun = session.begin_many(states, num_steps, sweep.trace_size)
         *found, losses = session.run_many(rows, begun)
-        return *found, None if settings.loss_release is None else losses
+        return *found, None if settings.privacy.loss_release is None else losses
 
     def blank(like: PyTree) -> PyTree:
         return jax.tree.map(lambda x: np.zeros((number, *x.shape[1:]), x.dtype), like)
 
-    words = np.asarray(jax.random.key_data(secret)) * (settings.secret_key is None)
+    words = np.asarray(jax.random.key_data(secret)) * (settings.privacy.secret_key is None)
     progress, program = SweepProgress(words, np.int32(0), None), ""
     if checkpoint is not None:
         public = [state.optim_state for state in states], rows.shared
@@ -219,7 +219,7 @@ def run_sweep(
         nonlocal states
         if progress.done == number:
             return [], 0
-        if kept is not None and kept.resumed and settings.secret_key is None:
+        if kept is not None and kept.resumed and settings.privacy.secret_key is None:
             states = states_of(as_secret_key(progress.secret.tobytes()))
         return states, num_steps
 

@@ -160,7 +160,7 @@ def check_signal_program(
     if not _is_ours(settings.sampler):
         start = settings.sampler.init(jax.random.key(0), problem.num_examples)
         public.check("sampler", settings.sampler.next, start)
-    if not _is_ours(settings.mechanism):
+    if not _is_ours(settings.privacy.mechanism):
         _check_captured(public, settings, shapes)
     return shapes, timed
 

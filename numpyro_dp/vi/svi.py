@@ -11,22 +11,20 @@ import numpy as np
 import numpyro
 import optax
 from jax import Array
-from jax.sharding import Mesh
 from numpyro.infer import SVI
 
 from numpyro_dp._compat import make_program
 from numpyro_dp._validate import check_callable, check_real
-from numpyro_dp.core import Estimator, MechanismBuilder, Sampler
+from numpyro_dp.core import Estimator, Sampler
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frontend import (
     Call,
     Frontend,
-    GivenModel,
     Prepared,
     arguments_key,
     check_loss,
 )
-from numpyro_dp.model.public import UnsupportedModelError, declare
+from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.variational import VariationalProblem, guide_kind
 from numpyro_dp.posterior.averaging import SHORTEST
@@ -35,13 +33,10 @@ from numpyro_dp.posterior.from_model import ModelSource, findings_of_drift
 from numpyro_dp.posterior.noise_aware import noise_aware
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.scores import posterior_of_scores
-from numpyro_dp.privacy.accounting import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
 from numpyro_dp.run.driver import Driver
-from numpyro_dp.run.loss import LossRelease
 from numpyro_dp.run.results import RunResult
-from numpyro_dp.run.settings import Method, RunSettings
+from numpyro_dp.run.settings import Execution, Method, Privacy, RunSettings
 from numpyro_dp.run.state import SensitiveState, check_state
 from numpyro_dp.vi.estimators import aligned
 from numpyro_dp.vi.estimators.centred import centred_if_possible
@@ -77,45 +72,17 @@ class DPSVI(Driver):
         sampler: :class:`~numpyro_dp.samplers.Poisson`, :class:`~numpyro_dp.samplers.FixedSize`,
             :class:`~numpyro_dp.samplers.Permutation` or
             :class:`~numpyro_dp.samplers.FullBatch`.
-        mechanism: Clips and adds noise. By default
-            :class:`~numpyro_dp.mechanisms.GaussianMechanism`, or your own builder
-            (:class:`numpyro_dp.core.MechanismBuilder`).
         budget: Epsilon and delta that the run may spend. They determine the noise.
-        noise_multiplier: Standard deviation of the noise over the sensitivity, instead of a budget.
-            With a budget, it is checked against the budget. 0 is not private.
-        secret_key: 32 bytes, 64 hexadecimal digits, an integer, or a key of
-            :func:`~numpyro_dp.secret_key`. It makes noise and batches reproducible, and the report
-            says so. By default every ``init`` takes a fresh key from the operating system. A second
-            run with the same key raises an error (see ``repetition``).
         num_steps: Steps that the budget must cover, for loops of ``update`` and resumed runs. By
             default ``run`` covers its own steps.
-        accountant: Bounds epsilon. By default the smallest of several valid bounds.
-        data_plate: Name of the plate over records. Needed if several plates surround the observed
-            sites, or an argument has the number of records along two axes.
-        max_rows_per_unit: Makes a unit of several rows, such as a person, one record. ``run``,
-            ``init`` and ``update`` then take ``unit=ids``, an array with the id of each row.
-            Neighbouring data sets differ in all rows of a unit, and samplers draw units. Of a unit
-            with more rows than this, the first ones are used.
-        loss_release: Releases a loss curve, for a part of the budget.
         init_scale: First standard deviations of ``AutoNormal``, ``AutoDiagonalNormal`` and
             ``AutoMultivariateNormal``, in standard deviations of the prior and at most that many
             units. Noise hides the curvature from narrow draws. ``None`` leaves them to the guide.
             So does an ``init_scale`` of the guide, a value in ``init_params``, a run without noise,
             and a model with more than 300 latents.
-        microbatch_size: Records of a batch in memory at a time. Lower it if you run out of memory:
-            the result changes by rounding at most. By default about a million values (gradients, or
-            factors of the gradients of layers) are in memory. A step also needs about four times
-            the memory of the parameters. Each run of a sweep needs this memory.
-        mesh: Devices that share the work: each clips and sums its part of a batch. Records are
-            spread over the devices if their number is divisible by the number of devices, else
-            copied. Arrays that are already spread over them stay, also over several processes.
-            ``microbatch_size`` then counts the rows of each device.
-        public: Names of arguments that hold no record (``["table"]``), whatever their shape, and
-            arrays that model, guide or initialisers hold. ``"captured"`` stands for everything that
-            model and guide hold. Arrays that you do not list may have 100 entries together, and at
-            most a quarter of the number of records. The report lists all of them.
-        repetition: Allows a given ``secret_key`` to repeat the noise of an earlier run, and a state
-            to be resumed twice. You promise that records and settings are the same.
+        privacy: Rarely needed: noise, key, accountant, units, public arguments and more
+            (:class:`~numpyro_dp.Privacy`).
+        execution: Rarely needed: devices and memory (:class:`~numpyro_dp.Execution`).
         **static_kwargs: Public, constant keywords of model and guide.
 
     Raises:
@@ -146,8 +113,9 @@ class DPSVI(Driver):
         post-processing or reads no record. The number of records, shapes and dtypes are public.
         The guarantee does not cover ``result.state`` and types named ``Sensitive...``.
 
-        No two runs share noise, however you start them. Two exceptions: ``repetition=True``, and a
-        loop inside a function that you compiled, which reads one state twice
+        No two runs share noise, however you start them. Two exceptions:
+        ``Privacy(repetition=True)``, and a loop inside a function that you compiled, which reads
+        one state twice
         (:mod:`numpyro_dp.privacy.once`).
 
     Reference:
@@ -167,20 +135,11 @@ class DPSVI(Driver):
         clip_norm: Any,
         sampler: Sampler,
         estimator: Callable[[VariationalProblem], Estimator] | None = None,
-        data_plate: str | None = None,
-        max_rows_per_unit: int | None = None,
-        mechanism: MechanismBuilder = GaussianMechanism(),
         budget: PrivacyBudget | None = None,
-        noise_multiplier: float | None = None,
-        secret_key: Any = None,
         num_steps: int | None = None,
-        accountant: Accountant | None = None,
-        loss_release: LossRelease | None = None,
         init_scale: float | None = 0.5,
-        microbatch_size: int | None = None,
-        mesh: Mesh | None = None,
-        public: Any = (),
-        repetition: bool = False,
+        privacy: Privacy = Privacy(),
+        execution: Execution = Execution(),
         **static_kwargs: Any,
     ) -> None:
         check_callable("model", model)
@@ -188,28 +147,20 @@ class DPSVI(Driver):
         self.loss: Any = check_loss(loss)
         svi = SVI(model, guide, _check_optim(optim), self.loss, **static_kwargs)
         settings = RunSettings(
-            clip_norm=clip_norm, sampler=sampler, mechanism=mechanism, budget=budget,
-            noise_multiplier=noise_multiplier, secret_key=secret_key, num_steps=num_steps,
-            accountant=accountant, loss_release=loss_release,
-            microbatch_size=microbatch_size, mesh=mesh, public=public, repetition=repetition
+            clip_norm=clip_norm, sampler=sampler, budget=budget, num_steps=num_steps,
+            privacy=privacy, execution=execution,
         )  # fmt: skip
         if estimator is None:
-            estimator = centred_if_possible if loss_release is None else aligned()
+            estimator = centred_if_possible if privacy.loss_release is None else aligned()
         super().__init__(Method(estimator, svi.optim, public_loss=_prior_and_entropy), settings)
         self._model, self.guide, self.optim = model, guide, svi.optim  # ArviZ would want .model
         self.static_kwargs = static_kwargs
         if init_scale is not None:
             check_real("init_scale", init_scale, low=0, low_open=True)
-        self._init_scale = None if noise_multiplier == 0 else init_scale
+        self._init_scale = None if privacy.noise_multiplier == 0 else init_scale
         self._first_widths: dict[Any, dict[str, Array]] = {}
-        declared = declare(self.settings.public, static_kwargs)
-        given = GivenModel(model, static_kwargs, data_plate, declared, max_rows_per_unit)
+        given = privacy.given_model(model, static_kwargs)
         self._frontend = Frontend(given, svi)
-
-    @property
-    def max_rows(self) -> int | None:
-        """Most rows of a unit, or ``None`` if a record is a row."""
-        return self._frontend.given.max_rows
 
     def stable_update(
         self, svi_state: SensitiveState, *args: Any, **kwargs: Any
@@ -229,8 +180,8 @@ class DPSVI(Driver):
     def evaluate(self, svi_state: SensitiveState, *args: Any, **kwargs: Any) -> Array:
         """Raises ValueError: the loss on the records is not protected."""
         raise ValueError(
-            "The loss on the records is not protected, so it is not shown. Use loss_release= for a "
-            "loss curve within the budget, or evaluate on public data with numpyro.infer.SVI."
+            "The loss on the records is not protected, so it is not shown. Use Privacy(loss_release=) "
+            "for a loss curve within the budget, or evaluate on public data with numpyro.infer.SVI."
         )
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:

@@ -11,6 +11,7 @@ import jax
 import optax
 import pytest
 from correlated import CorrelatedNoise
+from flat import grouped
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import DPEM, DPMCMC, DPPBP, DPSEP, DPSVI, SGLD, DPLaplace, RegressionNetwork
@@ -230,7 +231,7 @@ class DriverRow(NamedTuple):
     columns: int = 1
     targets: bool = False
     refuses: dict[str, str] = {}
-    lacks: frozenset[str] = LOSSES | {"public"}
+    lacks: frozenset[str] = LOSSES | {"public", "data_plate", "max_rows_per_unit"}
     run: Callable[[Any, int, Any], tuple[Any, Any]] = _params_of
     num_steps: int = 8
     begin: Callable[[Any, Any], tuple[Any, Any]] = lambda driver, data: (
@@ -243,26 +244,26 @@ DRIVERS: tuple[DriverRow, ...] = (
     DriverRow(
         "DPSVI",
         lambda model, **settings: DPSVI(
-            model, AutoDiagonalNormal(model), optax.sgd(0.1), estimator=aligned(), **settings
+            model, AutoDiagonalNormal(model), optax.sgd(0.1), estimator=aligned(),
+            **grouped(**settings),
         ),
         "mean",
         lacks=frozenset(),
     ),
     DriverRow(
-        "DPLaplace", lambda model, **settings: DPLaplace(model, **settings), "score",
+        "DPLaplace", lambda model, **settings: DPLaplace(model, **grouped(**settings)), "score",
         lacks=LOSSES | {"clip_norm", "mechanism", "num_steps", "sampler"},
         run=_draws_of, num_steps=20, begin=_first_stage,
     ),
     DriverRow(
-        "DPSEP", lambda model, **settings: DPSEP(model, **settings), "linear",
+        "DPSEP", lambda model, **settings: DPSEP(model, **grouped(**settings)), "linear",
         lacks=LOSSES,
         refuses={"correlated": "DPSEP adds up the variances of independent noise"},
     ),
     DriverRow(
         "DPMCMC",
-        lambda model, **settings: DPMCMC(
-            SGLD(model), num_warmup=2, num_samples=6, progress_bar=False, **settings
-        ),
+        lambda model, **settings: DPMCMC(SGLD(model), **grouped(num_warmup=2, num_samples=6,
+        progress_bar=False, **settings)),
         "mean",
         refuses={
             "correlated": "DPMCMC takes the noise for the thermal noise",
@@ -272,11 +273,12 @@ DRIVERS: tuple[DriverRow, ...] = (
         begin=lambda driver, data: (driver._driver, driver._driver.init(KEY, *data)),
     ),
     DriverRow(
-        "DPEM", lambda _, **settings: DPEM(2, **settings), "counts", 2,
+        "DPEM", lambda _, **settings: DPEM(2, **grouped(**settings)), "counts", 2,
         refuses={"correlated": "DPEM adds up the variances of independent noise"},
     ),
     DriverRow(
-        "DPPBP", lambda _, **settings: DPPBP(RegressionNetwork((2,)), **settings), "linear",
+        "DPPBP", lambda _, **settings: DPPBP(RegressionNetwork((2,)), **grouped(**settings)),
+        "linear",
         2, True,
         refuses={"correlated": "DPPBP adds up the variances of independent noise"},
     ),

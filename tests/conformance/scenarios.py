@@ -12,6 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from gaussian import gaussian
 from numpyro import handlers
 from numpyro.contrib.module import random_flax_module
@@ -435,9 +436,12 @@ def bench(scenario: Scenario, row: EstimatorRow = ESTIMATORS[0], **options: Any)
     guide = scenario.guide(scenario.model)
     settings = {"clip_norm": np.inf, "noise_multiplier": 0.0, "sampler": FullBatch()} | options
     dpsvi = DPSVI(
-        scenario.model, guide, optax.adam(0.02), Trace_ELBO(num_particles=scenario.particles),
-        estimator=row.build(), public=scenario.public, **settings,
-    )  # fmt: skip
+        scenario.model,
+        guide,
+        optax.adam(0.02),
+        Trace_ELBO(num_particles=scenario.particles),
+        **grouped(estimator=row.build(), public=scenario.public, **settings),
+    )
     state = dpsvi.init(jax.random.key(1), *args, **kwargs)
     problem = dpsvi._session(args, kwargs).problem
     params = dpsvi.optim.get_params(state.optim_state)

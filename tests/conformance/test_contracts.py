@@ -14,12 +14,13 @@ import optax
 import pytest
 from dp_accounting import GaussianDpEvent, NonPrivateDpEvent
 from dp_accounting.dp_event import DpEvent
+from flat import grouped
 from hypothesis import strategies as st
 from jax.flatten_util import ravel_pytree
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from scipy import stats
 
-from numpyro_dp import DPSVI, SEP, BudgetError, PrivacyBudget, PrivacyReport, secret_key
+from numpyro_dp import DPSVI, SEP, BudgetError, Privacy, PrivacyBudget, PrivacyReport, secret_key
 from numpyro_dp.accounting import UnsupportedEventError
 from numpyro_dp.core import Estimator, Fold, Mechanism, MechanismState, Sampler
 from numpyro_dp.estimators import aligned
@@ -67,9 +68,16 @@ def run_of(row, **options):
 
     settings = {"budget": PrivacyBudget(2.0, 1e-3), "sampler": FullBatch(), "num_steps": 8}
     return DPSVI(
-        model, AutoDiagonalNormal(model), optax.sgd(0.01), estimator=aligned(),
-        clip_norm=row.clip_norm, mechanism=row.mechanism, **(settings | options),
-    )  # fmt: skip
+        model,
+        AutoDiagonalNormal(model),
+        optax.sgd(0.01),
+        **grouped(
+            estimator=aligned(),
+            clip_norm=row.clip_norm,
+            mechanism=row.mechanism,
+            **settings | options,
+        ),
+    )
 
 
 def renamed(row, entry):
@@ -224,7 +232,7 @@ def test_correlated_noise_is_accounted_for_as_a_whole():
 
 def test_a_driver_without_noise_refuses_correlated_noise_too():
     with pytest.raises(ValueError, match=r"mechanism=CorrelatedNoise\(decay=0.5\) adds noise that"):
-        SEP(mean_model, mechanism=MECHANISMS[-1].mechanism)
+        SEP(mean_model, privacy=Privacy(mechanism=MECHANISMS[-1].mechanism))
 
 
 @pytest.mark.parametrize("wrong", [GaussianMechanism, lambda clip_norm, noise: 3, [1], None])
@@ -412,9 +420,13 @@ def data_of(row):
     return (x, x[:, 0]) if row.targets else (x,)
 
 
+def _least(row):
+    needed = {"clip_norm": 1.0, "sampler": FullBatch()}
+    return {name: value for name, value in needed.items() if name not in row.lacks}
+
+
 def driver_of(row, **options):
-    settings = {"clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 3.0} | options
-    return row.build(mean_model, **{n: v for n, v in settings.items() if n not in row.lacks})
+    return row.build(mean_model, **_least(row) | {"noise_multiplier": 3.0} | options)
 
 
 @pytest.mark.every_case
@@ -425,8 +437,15 @@ def test_a_driver_shows_every_setting_and_takes_it(row):
     shown = inspect.signature(type(driver)).parameters
     own = set(inspect.signature(RunSettings).parameters)
     assert set(shown) & own == own - row.lacks
-    for name in set(shown) & own - {"clip_norm", "sampler", "noise_multiplier"}:
-        assert shown[name].default == RunSettings.__dataclass_fields__[name].default
+    for name in set(shown) & own - {"clip_norm", "sampler"}:
+        assert repr(shown[name].default) == repr(RunSettings.__dataclass_fields__[name].default)
+    useless = {
+        "mechanism": GaussianMechanism(), "loss_release": LossRelease(1.0, 0.1),
+        "public": ["table"], "data_plate": "records", "max_rows_per_unit": 2,
+    }  # fmt: skip
+    for name in row.lacks - own:
+        with pytest.raises(TypeError, match=f"{row.name} has no use for .'{name}'."):
+            row.build(mean_model, noise_multiplier=3.0, **{name: useless[name]}, **_least(row))
     with pytest.raises(ValueError, match="Expected a budget or a noise_multiplier, got neither"):
         driver_of(row, noise_multiplier=None)
     if "clip_norm" not in row.lacks:

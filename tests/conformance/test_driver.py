@@ -11,6 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from losses import exact_losses
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
@@ -82,7 +83,7 @@ def driver(**options):
         "noise_multiplier": 1.1,
     }
     guide = AutoDiagonalNormal(mean_model)
-    return DPSVI(mean_model, guide, optax.adam(0.01), **(settings | options))
+    return DPSVI(mean_model, guide, optax.adam(0.01), **grouped(**settings | options))
 
 
 def structure_of(tree):

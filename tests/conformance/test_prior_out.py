@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
@@ -193,7 +194,7 @@ def check_driver(driver, model):
 def test_the_posterior_of_a_network_is_the_prior(options, num_steps):
     network, rng = RegressionNetwork((5,)), np.random.default_rng(3)
     y = np.asarray(X @ np.full(D, 2.0) + rng.normal(size=N), np.float32)
-    pbp = DPPBP(network, clip_norm=0.5, sampler=FullBatch(), budget=BUDGET, **options)
+    pbp = DPPBP(network, **grouped(clip_norm=0.5, sampler=FullBatch(), budget=BUDGET, **options))
     posterior = pbp.run(jax.random.key(1), num_steps, X, y, progress_bar=False).posterior
     assert NOISE_INCLUDED in posterior.notes
     draws = posterior.sample(jax.random.key(2), 4000)

@@ -14,7 +14,7 @@ from gaussian import gaussian
 from jax import lax
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
-from numpyro_dp import DPSVI
+from numpyro_dp import DPSVI, Privacy
 from numpyro_dp.core import Estimator, FactoredSignal
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.samplers import FullBatch
@@ -69,8 +69,8 @@ def data(number: int) -> tuple[Any, Any]:
 def prepared(model: Any, number: int) -> tuple[Any, Any]:
     """The estimator and its public values at a draw from the prior."""
     svi = DPSVI(model, AutoDelta(model), optax.sgd(0.1), estimator=aligned(), clip_norm=1.0,
-                sampler=FullBatch(), noise_multiplier=1.0, secret_key=1,
-                repetition=True)  # fmt: skip
+                sampler=FullBatch(),
+                privacy=Privacy(noise_multiplier=1.0, secret_key=1, repetition=True))  # fmt: skip
     state = svi.init(KEY, *data(number))
     estimator = aligned()(svi._session(data(number), {}).problem)
     return estimator, estimator.prepare(KEY, svi.optim.get_params(state.optim_state))
@@ -328,8 +328,9 @@ def test_vanilla_gradients_of_a_network_need_no_more_memory() -> None:
     mask, mechanism = jnp.ones(256, bool), gaussian(1.0, 1.0)
     for model, guide in ((network, lambda *_: None), (latent, AutoDiagonalNormal(latent))):
         svi = DPSVI(model, guide, optax.sgd(0.1), estimator=vanilla(), clip_norm=1.0,
-                    sampler=FullBatch(), noise_multiplier=1.0,
-                    secret_key=1, repetition=True)  # fmt: skip
+                    sampler=FullBatch(),
+                    privacy=Privacy(noise_multiplier=1.0, secret_key=1,
+                    repetition=True))  # fmt: skip
         state = svi.init(KEY, *data(256))
         estimator = vanilla()(svi._session(data(256), {}).problem)
         public = estimator.prepare(KEY, svi.optim.get_params(state.optim_state))

@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer.autoguide import AutoDelta
 from scipy import stats
 
@@ -30,8 +31,18 @@ def linear(x):
 
 
 def run(x, clip, steps, **options):
-    svi = DPSVI(linear, AutoDelta(linear), optax.sgd(RATE), estimator=aligned(), clip_norm=1.0,
-                sampler=FullBatch(), loss_release=LossRelease(clip, SHARE), **options)  # fmt: skip
+    svi = DPSVI(
+        linear,
+        AutoDelta(linear),
+        optax.sgd(RATE),
+        **grouped(
+            estimator=aligned(),
+            clip_norm=1.0,
+            sampler=FullBatch(),
+            loss_release=LossRelease(clip, SHARE),
+            **options,
+        ),
+    )
     start = {"w_auto_loc": jnp.zeros(DIM)}
     result = svi.run(jax.random.key(0), steps, jnp.asarray(x), progress_bar=False,
                      init_params=start, trace_size=steps)  # fmt: skip

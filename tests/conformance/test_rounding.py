@@ -13,7 +13,7 @@ from compiled import program_of
 from gaussian import gaussian
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoMultivariateNormal
 
-from numpyro_dp import DPSVI
+from numpyro_dp import DPSVI, Privacy
 from numpyro_dp.estimators import aligned
 from numpyro_dp.samplers import FullBatch
 from numpyro_dp.sums.bounded import bounded_sum
@@ -25,7 +25,8 @@ from .scenarios import row_numbers
 def change_by_one(model, guide, args, row, init_params=None):
     """Change of the sum, clipped to 1, when the first record is dropped."""
     svi = DPSVI(model, guide, optax.adam(0.1), estimator=row.build(), clip_norm=1.0,
-                noise_multiplier=0.0, sampler=FullBatch(), public="captured")  # fmt: skip
+                privacy=Privacy(noise_multiplier=0.0, public="captured"),
+                sampler=FullBatch())  # fmt: skip
     state = svi.init(jax.random.key(0), *args, init_params=init_params)
     params = svi.optim.get_params(state.optim_state)
     estimator = row.build()(svi._session(args, {}).problem)
@@ -257,7 +258,8 @@ def test_what_is_added_up_is_what_was_measured_and_not_computed_again(form):
 
     args = tuple(jnp.ones((3, 37)))
     svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), estimator=aligned(),
-                clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch())  # fmt: skip
+                clip_norm=1.0,
+                privacy=Privacy(noise_multiplier=1.0), sampler=FullBatch())  # fmt: skip
     text = program_of(svi, args, form)
     assert len(re.findall(r"f32\[(?:2,)?37,1\]\S* subtract\(", text)) == 1  # y u - x z
 
@@ -271,7 +273,8 @@ def test_a_state_that_a_compiled_function_holds_is_refused():
 
     x = jnp.ones((5, 3))
     svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), estimator=aligned(),
-                clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch())  # fmt: skip
+                clip_norm=1.0,
+                privacy=Privacy(noise_multiplier=1.0), sampler=FullBatch())  # fmt: skip
     state = svi.init(jax.random.key(0), x)
     with pytest.raises(ValueError, match="to be an argument"):
         jax.jit(lambda x: svi.update(state, x))(x)

@@ -8,13 +8,14 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from flat import grouped
 from gaussian import gaussian
 from jax.scipy.stats import multivariate_normal
 from numpyro.infer import MCMC, NUTS, init_to_value
 from scipy.optimize import linear_sum_assignment
 from sklearn.mixture import GaussianMixture
 
-from numpyro_dp import DPEM, DPSEP, SEP, PrivacyBudget, UnsupportedModelError
+from numpyro_dp import DPEM, DPSEP, SEP, Privacy, PrivacyBudget, UnsupportedModelError
 from numpyro_dp.em.estimator import expected_statistics
 from numpyro_dp.ep.families import beta, diagonal_normal, normal
 from numpyro_dp.ep.problem import check_conjugate, make_problem
@@ -120,7 +121,7 @@ def test_sites_are_those_of_the_closed_form_of_the_evidence(family):
 def test_what_is_declared_of_a_mixture_is_checked_on_invented_records(site, message):
     x = np.zeros((5, 2), np.float32)
     with pytest.raises(UnsupportedModelError, match=message):
-        SEP(three, site=site, public="captured").run(KEY, 1, x, progress_bar=False)
+        SEP(three, site=site, privacy=Privacy(public="captured")).run(KEY, 1, x, progress_bar=False)
 
 
 @pytest.mark.full
@@ -179,8 +180,8 @@ def test_shared_precision_of_each_component():
     start = {"auto_linear": jnp.asarray(100 * means.ravel(), jnp.float32),
              "auto_precision": jnp.full(16, 100.0)}  # fmt: skip
     sep = DPSEP(mixture, diagonal_normal, site=normal_mixture(first, 0.5), clip_norm=5.0,
-                shared_precision=4, sampler=FullBatch(), budget=BUDGET, secret_key=3,
-                repetition=True)  # fmt: skip
+                shared_precision=4, sampler=FullBatch(), budget=BUDGET,
+                privacy=Privacy(secret_key=3, repetition=True))  # fmt: skip
     result = sep.run(KEY, 5, x, init_params=start, progress_bar=False)
     found = np.asarray(result.params["auto_precision"]).reshape(4, 4)
     np.testing.assert_allclose(found, found[:, :1] * np.ones(4), rtol=1e-5)
@@ -200,7 +201,7 @@ def test_expectation_maximisation_without_noise_is_that_of_scikit_learn():
                            precisions_init=np.tile(np.eye(4), (4, 1, 1)))  # fmt: skip
     with pytest.warns(Warning, match="converge"):
         peer.fit(x.astype(np.float64))
-    em = DPEM(4, clip_norm=math.inf, noise_multiplier=0.0, sampler=FullBatch())
+    em = DPEM(4, clip_norm=math.inf, privacy=Privacy(noise_multiplier=0.0), sampler=FullBatch())
     params = em.run(KEY, 7, x, init_params={"means": start}, progress_bar=False).params
     np.testing.assert_allclose(params["means"], peer.means_, atol=2e-3)
     np.testing.assert_allclose(params["probs"], peer.weights_, atol=1e-3)
@@ -210,7 +211,7 @@ def test_expectation_maximisation_without_noise_is_that_of_scikit_learn():
 @pytest.mark.full
 @pytest.mark.parametrize("with_squares", [True, False])
 def test_one_record_moves_the_statistics_by_at_most_the_clip_norm(with_squares):
-    em = DPEM(3, clip_norm=0.7, noise_multiplier=1.0, sampler=FullBatch(),
+    em = DPEM(3, clip_norm=0.7, privacy=Privacy(noise_multiplier=1.0), sampler=FullBatch(),
               scale=None if with_squares else 0.5)  # fmt: skip
     x = np.random.default_rng(0).normal(size=(20, 2)).astype(np.float32)
     state, problem = em.init(KEY, x), em._session((x,), {}).problem
@@ -239,8 +240,8 @@ def test_one_record_moves_the_statistics_by_at_most_the_clip_norm(with_squares):
 def test_a_private_mixture_is_one_however_large_the_noise():
     x, _ = simulate(0, 200)
     em = DPEM(4, clip_norm={"counts": 1.0, "sums": 2.0, "squares": 4.0}, sampler=Poisson(0.1),
-              budget=PrivacyBudget(0.05, 1e-5), damping=0.3, secret_key=1,
-              repetition=True)  # fmt: skip
+              budget=PrivacyBudget(0.05, 1e-5), damping=0.3,
+              privacy=Privacy(secret_key=1, repetition=True))  # fmt: skip
     result = em.run(KEY, 30, x, progress_bar=False)
     assert result.privacy.epsilon <= 0.05 and result.privacy.num_steps == 30
     trace = result.trace.params
@@ -269,7 +270,7 @@ def test_a_private_mixture_is_one_however_large_the_noise():
 def test_wrong_arguments_of_expectation_maximisation(options, data, error, message):
     usual = {"num_components": 2, "clip_norm": 1.0, "sampler": FullBatch(), "budget": BUDGET}
     with pytest.raises(error, match=message):
-        DPEM(**usual | options).run(KEY, 2, data)
+        DPEM(**grouped(**usual | options)).run(KEY, 2, data)
 
 
 @pytest.mark.parametrize(
@@ -307,5 +308,5 @@ def test_weights_of_narrow_components_are_checked_too():
         mixture(x, 3, 0.01, PROBS)
 
     with pytest.raises(UnsupportedModelError, match="weights"):
-        sep = SEP(narrow, site=normal_mixture(first, 0.01), public="captured")
+        sep = SEP(narrow, site=normal_mixture(first, 0.01), privacy=Privacy(public="captured"))
         sep.run(KEY, 1, np.zeros((5, 2), np.float32))

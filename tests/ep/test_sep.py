@@ -10,11 +10,12 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
+from flat import grouped
 from gaussian import gaussian
 from numpyro.infer import MCMC, NUTS, Predictive
 from sklearn.datasets import load_breast_cancer
 
-from numpyro_dp import DPSEP, EP, SEP, BudgetError, PrivacyBudget, UnsupportedModelError
+from numpyro_dp import DPSEP, EP, SEP, BudgetError, Privacy, PrivacyBudget, UnsupportedModelError
 from numpyro_dp.accounting import GDP
 from numpyro_dp.ep.estimator import stochastic_ep
 from numpyro_dp.ep.families import beta, diagonal_normal, gamma, normal
@@ -119,7 +120,9 @@ def test_one_record_at_a_time_is_the_sequential_form():
     """With damping 1/N a step on one record moves q by that record's site less the mean site."""
     x, y = binary_data(50)
     sampler = FixedSize(1)
-    sep = SEP(logistic, diagonal_normal, sampler=sampler, damping=1 / 50, secret_key=5)
+    sep = SEP(
+        logistic, diagonal_normal, sampler=sampler, damping=1 / 50, privacy=Privacy(secret_key=5)
+    )
     state = sep.init(KEY, x, y)
     batch, _ = sampler.next(state.sampler_state)
     before = sep.method.optim.get_params(state.optim_state)
@@ -206,7 +209,8 @@ def test_unbiased_clipping_does_not_move_sites(clip_norm):
 
     def error(unbiased):
         sep = DPSEP(logistic, clip_norm=clip_norm, unbiased_clipping=unbiased, sampler=FullBatch(),
-                    noise_multiplier=1e-3, secret_key=0, repetition=True)  # fmt: skip
+                    privacy=Privacy(noise_multiplier=1e-3, secret_key=0,
+                    repetition=True))  # fmt: skip
         mean, _ = moments(sep.run(KEY, 60, x, y, progress_bar=False).params)
         return np.abs(mean - exact).max()
 
@@ -264,7 +268,8 @@ def test_a_record_that_is_not_a_number_counts_as_nothing():
 def test_a_private_posterior_is_one_however_large_the_noise(family):
     x, y = binary_data()
     sep = DPSEP(logistic, family, clip_norm=1.0, sampler=Poisson(0.1),
-                budget=PrivacyBudget(0.01, 1e-5), secret_key=1, repetition=True)  # fmt: skip
+                budget=PrivacyBudget(0.01, 1e-5),
+                privacy=Privacy(secret_key=1, repetition=True))  # fmt: skip
     result = sep.run(KEY, 50, x, y, progress_bar=False)
     for at in range(50):
         published = result.trace.params
@@ -278,7 +283,7 @@ def test_a_private_posterior_learns_and_says_what_it_spent():
     x, y = binary_data(5000)
     exact = moments(SEP(logistic).run(KEY, 30, x, y, progress_bar=False).params)
     sep = DPSEP(logistic, clip_norm=4.0, sampler=FullBatch(), budget=PrivacyBudget(2.0, 1e-5),
-                damping=0.5, secret_key=2, repetition=True)  # fmt: skip
+                damping=0.5, privacy=Privacy(secret_key=2, repetition=True))  # fmt: skip
     result = sep.run(KEY, 12, x, y, progress_bar=False)
     mean, covariance = moments(result.params)
     assert np.abs(mean - exact[0]).max() < 0.25
@@ -295,7 +300,7 @@ def test_the_account_is_that_of_any_other_driver():
     assert report.relation == "replace_one" and report.epsilon <= 1.0
     assert "FixedSize(batch_size=10)" in str(report)
     with pytest.raises(BudgetError):
-        DPSEP(logistic, clip_norm=1.0, sampler=FullBatch(), noise_multiplier=0.5,
+        DPSEP(logistic, clip_norm=1.0, sampler=FullBatch(), privacy=Privacy(noise_multiplier=0.5),
               budget=BUDGET).run(KEY, 20, x, y)  # fmt: skip
     assert "NOT PRIVATE" in str(SEP(logistic).run(KEY, 2, x, y, progress_bar=False).privacy)
 
@@ -327,7 +332,13 @@ def test_many_runs_at_once():
 @pytest.mark.usefixtures("empty_caches")
 def test_one_compilation_serves_every_length():
     x, y = binary_data(50)
-    sep = DPSEP(logistic, diagonal_normal, clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0)
+    sep = DPSEP(
+        logistic,
+        diagonal_normal,
+        clip_norm=1.0,
+        sampler=FullBatch(),
+        privacy=Privacy(noise_multiplier=1.0),
+    )
     for steps in (2, 5):
         sep.run(KEY, steps, x, y, progress_bar=False)
     (session,) = sep._sessions.values()
@@ -385,7 +396,7 @@ def test_models_that_do_not_fit_are_refused_by_name(make, arguments, message):
 def test_bad_settings_are_refused_with_their_value(options, message):
     settings = {"clip_norm": 1.0, "sampler": FullBatch(), "budget": BUDGET} | options
     with pytest.raises(ValueError, match=message):
-        DPSEP(logistic, **settings)
+        DPSEP(logistic, **grouped(**settings))
 
 
 @pytest.mark.full
@@ -470,7 +481,7 @@ def test_sites_may_have_the_names_of_natural_parameters():
 def test_shared_precision_is_one_noisy_number():
     x, y = binary_data(2000)
     sep = DPSEP(logistic, clip_norm=2.0, sampler=FullBatch(), budget=BUDGET, damping=0.5,
-                shared_precision=True, secret_key=3, repetition=True)  # fmt: skip
+                shared_precision=True, privacy=Privacy(secret_key=3, repetition=True))  # fmt: skip
     found = np.asarray(sep.run(KEY, 10, x, y, progress_bar=False).params["auto_precision"])
     np.testing.assert_allclose(found, found[0, 0] * np.eye(3), atol=1e-3 * found[0, 0])
     assert found[0, 0] > 50
@@ -480,7 +491,11 @@ def test_shared_precision_is_one_noisy_number():
 def test_permuted_epochs_cost_one_gaussian_event_each():
     x, y = linear_data(120)
     sep = DPSEP(
-        regression, clip_norm=1.0, sampler=Permutation(50), noise_multiplier=4.0, damping=0.3
+        regression,
+        clip_norm=1.0,
+        sampler=Permutation(50),
+        privacy=Privacy(noise_multiplier=4.0),
+        damping=0.3,
     )
     spent = [
         sep.run(KEY, steps, x, y, progress_bar=False).privacy.epsilon for steps in (1, 3, 4, 6)

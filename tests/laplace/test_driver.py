@@ -9,8 +9,16 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from flat import grouped
 
-from numpyro_dp import DPLaplace, NoiseReuseError, PrivacyBudget, UnsupportedModelError, fit
+from numpyro_dp import (
+    DPLaplace,
+    NoiseReuseError,
+    Privacy,
+    PrivacyBudget,
+    UnsupportedModelError,
+    fit,
+)
 from numpyro_dp.laplace import decode, guess, pattern
 from numpyro_dp.posterior.prior import ModelPrior
 from numpyro_dp.privacy.plan import BudgetError
@@ -62,7 +70,7 @@ def draws(posterior, name="w", number=4000):
 
 def run(model=logistic, args=None, key=KEY, **options):
     options = {"budget": BUDGET} | options
-    return DPLaplace(model, **options).run(key, *(records() if args is None else args))
+    return DPLaplace(model, **grouped(**options)).run(key, *(records() if args is None else args))
 
 
 @functools.cache
@@ -268,7 +276,7 @@ def test_a_streamed_run_is_the_run(model, monkeypatch):
     same = {"secret_key": 5, "repetition": True}
     known = draws(run(model, args, **same))
     monkeypatch.setattr(streaming, "_BYTES", 400 * 16)  # parts of 400, 400 and 203 records
-    laplace = DPLaplace(model, budget=BUDGET, **same)
+    laplace = DPLaplace(model, **grouped(budget=BUDGET, **same))
     found = draws(laplace.run(KEY, *host, stream=True))
     np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
 
@@ -372,7 +380,9 @@ def test_a_scale_far_from_its_prior_is_reached_by_more_stages():
     w = np.array([0.5, -1.0, 0.2, 0.7])
     for spread, more in ((0.03, True), (0.7, False)):
         y = (x @ w + spread * rng.normal(size=4000)).astype(np.float32)
-        driver = DPLaplace(gaussian_outcomes, budget=BUDGET, secret_key=7, repetition=True)
+        driver = DPLaplace(
+            gaussian_outcomes, budget=BUDGET, privacy=Privacy(secret_key=7, repetition=True)
+        )
         posterior = driver.run(KEY, x, y, progress_bar=False)
         releases = int(posterior.method.split()[1])  # DPLaplace, 9 releases of 4000 records
         assert (releases > 11) == more
@@ -399,7 +409,7 @@ def test_sixty_columns_are_within_their_intervals():
 
     held = []
     for key in (8, 9, 10):
-        driver = DPLaplace(model, budget=BUDGET, secret_key=key, repetition=True)
+        driver = DPLaplace(model, budget=BUDGET, privacy=Privacy(secret_key=key, repetition=True))
         posterior = driver.run(KEY, x, y, progress_bar=False)
         found = posterior.summary()["w"]
         errors = (found["mean"] - w) / found["sd"]
@@ -432,7 +442,9 @@ def test_rows_far_out_in_one_column_keep_their_weight():
     found = []
     for secret in range(2):
         budget = PrivacyBudget(3.0, 1e-5)
-        driver = DPLaplace(model, budget=budget, secret_key=secret, repetition=True)
+        driver = DPLaplace(
+            model, budget=budget, privacy=Privacy(secret_key=secret, repetition=True)
+        )
         table = driver.run(KEY, x, y, progress_bar=False).summary()["w"]
         assert np.all(np.abs(table["mean"] - mode) < 3 * table["sd"])
         found.append(table["sd"][1])
@@ -457,7 +469,9 @@ def test_a_wide_prior_is_no_obstacle_or_it_is_named(prior, epsilon, counts):
         with numpyro.plate("rows", x.shape[0]):
             numpyro.sample("y", family, obs=y)
 
-    driver = DPLaplace(model, budget=PrivacyBudget(epsilon, 1e-5), secret_key=9, repetition=True)
+    driver = DPLaplace(
+        model, budget=PrivacyBudget(epsilon, 1e-5), privacy=Privacy(secret_key=9, repetition=True)
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         posterior = driver.run(KEY, x, y.astype(int), progress_bar=False)
@@ -485,7 +499,7 @@ def test_a_scale_that_first_grows_and_then_falls_is_followed():
         with numpyro.plate("rows", x.shape[0]):
             numpyro.sample("y", dist.Normal(x @ weights, s), obs=y)
 
-    driver = DPLaplace(linear, budget=BUDGET, secret_key=8, repetition=True)
+    driver = DPLaplace(linear, budget=BUDGET, privacy=Privacy(secret_key=8, repetition=True))
     found = driver.run(KEY, x, y, progress_bar=False).summary()
     own = 0.5 / np.sqrt(6000)  # without privacy
     assert np.sqrt(np.mean((found["w"]["mean"] - w) ** 2)) < 2 * own

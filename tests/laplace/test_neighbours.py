@@ -12,6 +12,7 @@ from hostile_models import (
     random_request,
 )
 
+from numpyro_dp import Privacy
 from numpyro_dp.laplace.guess import first_guess
 from numpyro_dp.laplace.schedule import schedule
 from numpyro_dp.laplace.stages import Run, Stages
@@ -30,8 +31,9 @@ def step_of(model, args):
     prior = read_prior(outcomes, jax.random.key(0))
     plan = schedule(1.0, outcomes.size, N, has_tail(outcomes))
     settings = RunSettings(
-        clip_norm=1.0, sampler=FullBatch(), mechanism=StagedGaussian(),
-        noise_multiplier=1.0, secret_key=3, repetition=True,
+        clip_norm=1.0, sampler=FullBatch(),
+        privacy=Privacy(mechanism=StagedGaussian(), noise_multiplier=1.0, secret_key=3,
+        repetition=True),
     )  # fmt: skip
     guess = first_guess(prior, {}, jax.random.key(0))
     driver, run = Stages(settings, outcomes, guess.groups), Run(prior, plan, guess)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hostile_models import MODELS
 
-from numpyro_dp import DPLaplace, PrivacyBudget
+from numpyro_dp import DPLaplace, Execution, Privacy, PrivacyBudget
 
 
 def check_same():
@@ -22,8 +22,8 @@ def check_same():
         found = []
         for mesh in (None, jax.make_mesh((3,), ("records",))):
             laplace = DPLaplace(
-                MODELS[name][0], budget=PrivacyBudget(3.0, 1e-5), mesh=mesh, secret_key=1,
-                repetition=True,
+                MODELS[name][0], budget=PrivacyBudget(3.0, 1e-5),
+                privacy=Privacy(secret_key=1, repetition=True), execution=Execution(mesh=mesh),
             )  # fmt: skip
             posterior = laplace.run(jax.random.key(0), jnp.asarray(x), jnp.asarray(y))
             found.append(np.asarray(posterior.sample(jax.random.key(1), 500)["w"]))

@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from flat import grouped
 
 from numpyro_dp import DPLaplace, NoiseReuseError, PrivacyBudget, UnsupportedModelError
 from numpyro_dp.run import driver as drivers
@@ -213,7 +214,7 @@ def test_scales_of_another_type():
 )
 def test_bad_settings(options, text):
     with pytest.raises((TypeError, ValueError), match=text):
-        DPLaplace(logistic, **options).run(KEY, X, Y)
+        DPLaplace(logistic, **grouped(**options)).run(KEY, X, Y)
 
 
 @pytest.mark.every_case

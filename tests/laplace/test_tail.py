@@ -7,7 +7,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_dp import DPLaplace, PrivacyBudget
+from numpyro_dp import DPLaplace, Privacy, PrivacyBudget
 from numpyro_dp.laplace.tail import SIZES, Tail, sizes
 
 N = 3000
@@ -46,7 +46,7 @@ def fitted(model, outcome, number):
     rng = np.random.default_rng(number)
     x = rng.standard_normal((N, 3)).astype(np.float32)
     y = jnp.asarray(outcome(x, rng), jnp.float32 if model is linear else jnp.int32)
-    laplace = DPLaplace(model, budget=PrivacyBudget(2.0, 1e-5), secret_key=number)
+    laplace = DPLaplace(model, budget=PrivacyBudget(2.0, 1e-5), privacy=Privacy(secret_key=number))
     return laplace.run(jax.random.key(number), jnp.asarray(x), y, progress_bar=False)
 
 

@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 import pytest
 from hostile_models import problem_of
 
-from numpyro_dp import DPLaplace, PrivacyBudget
+from numpyro_dp import DPLaplace, Privacy, PrivacyBudget
 from numpyro_dp.laplace import curvature, decode
 from numpyro_dp.laplace.guess import first_guess
 from numpyro_dp.posterior.prior import read_prior
@@ -105,7 +105,9 @@ def test_released_curvatures_decide_about_a_direction():
 @pytest.mark.parametrize(("model", "args"), [(games, (FIRST, SECOND)), (column, (X, FIRST))])
 def test_such_directions_keep_their_prior(model, args):
     y = RNG.integers(2, size=N).astype(np.int32)
-    driver = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5), secret_key=1, repetition=True)
+    driver = DPLaplace(
+        model, budget=PrivacyBudget(1.0, 1e-5), privacy=Privacy(secret_key=1, repetition=True)
+    )
     posterior = driver.run(jax.random.key(0), *args, y, progress_bar=False)
     draws = posterior.sample(jax.random.key(1), 4000)
     if model is games:

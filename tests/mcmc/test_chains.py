@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from flat import grouped
 
 from numpyro_dp import DPMCMC, SGHMC, SGLD, PreconditionedSGLD
 from numpyro_dp.samplers import FullBatch, Poisson
@@ -22,8 +23,17 @@ def linear(x):
 
 def positions(x, **options):
     """Positions of all chains, which start at the same place: (chains, steps + 1, DIM)."""
-    mcmc = DPMCMC(num_warmup=0, num_samples=STEPS, num_chains=CHAINS, clip_norm=2.0,
-                  progress_bar=False, data_plate="records", **options)  # fmt: skip
+    mcmc = DPMCMC(
+        **grouped(
+            num_warmup=0,
+            num_samples=STEPS,
+            num_chains=CHAINS,
+            clip_norm=2.0,
+            progress_bar=False,
+            data_plate="records",
+            **options,
+        )
+    )
     start = jnp.zeros(DIM)
     mcmc.run(jax.random.key(0), jnp.asarray(x), init_params={"w": start})
     found = np.asarray(mcmc.get_samples(group_by_chain=True)["w"], np.float64)

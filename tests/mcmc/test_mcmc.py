@@ -12,6 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.contrib.module import random_flax_module
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoDelta
@@ -24,6 +25,7 @@ from numpyro_dp import (
     SGLD,
     BudgetError,
     PreconditionedSGLD,
+    Privacy,
     PrivacyBudget,
     UnsupportedModelError,
 )
@@ -56,7 +58,7 @@ def sampler(kernel, **options):
         "num_warmup": 50, "num_samples": 100, "clip_norm": 20.0, "sampler": FullBatch(),
         "secret_key": 3, "repetition": True, "progress_bar": False,
     } | options  # fmt: skip
-    return DPMCMC(kernel, **options)
+    return DPMCMC(kernel, **grouped(**options))
 
 
 KERNELS = {
@@ -128,7 +130,7 @@ def test_theorem_1(batch):
     svi = DPSVI(
         gaussian_mean, AutoDelta(gaussian_mean), optax.sgd(step_size), clip_norm=clip_norm,
         sampler=batch,
-        noise_multiplier=printed, secret_key=3, repetition=True,
+        privacy=Privacy(noise_multiplier=printed, secret_key=3, repetition=True),
     )  # fmt: skip
     result = svi.run(KEY, steps, x, progress_bar=False, trace_size=steps)
     np.testing.assert_allclose(

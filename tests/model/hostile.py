@@ -19,6 +19,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
+from flat import grouped
 from jax.experimental import io_callback
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoGuideList, AutoNormal
@@ -74,7 +75,7 @@ class Call(NamedTuple):
 
     def make(self) -> Any:
         """Returns the driver."""
-        return self.driver(**self.options)
+        return self.driver(**grouped(**self.options))
 
     def initialise(self) -> None:
         """Goes as far as a call can go without spending anything, or as far as it must."""

@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from flat import grouped
 
 from numpyro_dp import (
     DPLaplace,
@@ -101,11 +102,13 @@ def test_a_plain_arrow_array():
 def test_fits_are_those_of_arrays():
     own = {"budget": PrivacyBudget(1.0, 1e-5), "secret_key": 3, "repetition": True}
     ids = np.arange(N) // 2
-    by_frame = DPLaplace(model, max_rows_per_unit=2, **own).run(
-        jax.random.key(0), FRAME[["age"]] / 100, FRAME["y"],
+    by_frame = DPLaplace(model, **grouped(max_rows_per_unit=2, **own)).run(
+        jax.random.key(0),
+        FRAME[["age"]] / 100,
+        FRAME["y"],
         unit=pd.Series([f"person {i:04d}" for i in ids]),
-    )  # fmt: skip
-    by_array = DPLaplace(model, max_rows_per_unit=2, **own).run(
+    )
+    by_array = DPLaplace(model, **grouped(max_rows_per_unit=2, **own)).run(
         jax.random.key(0), AGE[:, None] / 100, Y, unit=ids
     )
     key = jax.random.key(1)

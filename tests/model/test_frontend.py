@@ -12,6 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 from numpyro.contrib.module import flax_module
@@ -28,7 +29,7 @@ from numpyro.infer.autoguide import (
 )
 from numpyro.infer.reparam import LocScaleReparam
 
-from numpyro_dp import DPSVI
+from numpyro_dp import DPSVI, Privacy
 from numpyro_dp.estimators import aligned
 from numpyro_dp.samplers import FullBatch, Poisson
 
@@ -256,10 +257,19 @@ def test_without_clip_and_noise_the_run_is_that_of_svi(name: str) -> None:
             KEY, 3, *args, progress_bar=False, init_params=case.init_params, **kwargs
         ).params
         private = DPSVI(
-            case.model, case.guide(case.model), optim, loss,
-            estimator=aligned(), clip_norm=jnp.inf, sampler=FullBatch(), noise_multiplier=0.0,
-            **case.options, **case.static,
-        )  # fmt: skip
+            case.model,
+            case.guide(case.model),
+            optim,
+            loss,
+            **grouped(
+                estimator=aligned(),
+                clip_norm=jnp.inf,
+                sampler=FullBatch(),
+                noise_multiplier=0.0,
+                **case.options,
+                **case.static,
+            ),
+        )
         result = private.run(
             KEY, 3, *case.args, progress_bar=False, init_params=case.init_params, **case.kwargs
         )
@@ -272,7 +282,7 @@ def test_without_clip_and_noise_the_run_is_that_of_svi(name: str) -> None:
 def _run(model: Any, guide: Any, *args: Any, steps: int = 5, **kwargs: Any) -> dict[str, Any]:
     svi = DPSVI(
         model, guide, optax.sgd(1e-2), estimator=aligned(), clip_norm=5.0,
-        sampler=Poisson(0.4), noise_multiplier=0.5, secret_key=1, repetition=True,
+        sampler=Poisson(0.4), privacy=Privacy(noise_multiplier=0.5, secret_key=1, repetition=True),
     )  # fmt: skip
     return svi.run(KEY, steps, *args, progress_bar=False, **kwargs).params
 
@@ -311,7 +321,7 @@ def test_public_arguments_may_change_between_runs() -> None:
     guide = AutoNormal(counted)
     svi = DPSVI(
         counted, guide, optax.sgd(1e-2), estimator=aligned(), clip_norm=5.0, sampler=FullBatch(),
-        noise_multiplier=0.5, secret_key=1, repetition=True, public=["public"],
+        privacy=Privacy(noise_multiplier=0.5, secret_key=1, repetition=True, public=["public"]),
     )  # fmt: skip
     y, one, two = _y().astype(np.float32), np.array([0.5, 1.0]), np.array([-3.0, 4.0])
     first = svi.run(KEY, 20, y, one, progress_bar=False).params["mean_auto_loc"]
@@ -320,8 +330,8 @@ def test_public_arguments_may_change_between_runs() -> None:
     assert len(traces) < 2 * compiled
     alone = DPSVI(
         offset, AutoNormal(offset), optax.sgd(1e-2), estimator=aligned(), clip_norm=5.0,
-        sampler=FullBatch(), noise_multiplier=0.5, secret_key=1, repetition=True,
-        public=["public"],
+        sampler=FullBatch(),
+        privacy=Privacy(noise_multiplier=0.5, secret_key=1, repetition=True, public=["public"]),
     ).run(KEY, 20, y, two, progress_bar=False).params["mean_auto_loc"]  # fmt: skip
     np.testing.assert_allclose(second, alone, rtol=1e-5)
     assert abs(second - first) > 0.05
@@ -392,7 +402,7 @@ def test_the_guide_holds_no_record_after_a_run(make: Callable[..., Any]) -> None
     guide = make(regression)
     svi = DPSVI(
         regression, guide, optax.adam(1e-2), estimator=aligned(), clip_norm=1.0,
-        sampler=FullBatch(), noise_multiplier=1.0,
+        sampler=FullBatch(), privacy=Privacy(noise_multiplier=1.0),
     )  # fmt: skip
     svi.run(KEY, 2, x, y, progress_bar=False)
     arrays = _reachable(guide.__dict__)

@@ -10,7 +10,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 from numpyro.infer import autoguide
 
-from numpyro_dp import DPSVI, UnsupportedModelError
+from numpyro_dp import DPSVI, Privacy, UnsupportedModelError
 from numpyro_dp.estimators import aligned
 from numpyro_dp.samplers import FullBatch
 
@@ -33,7 +33,7 @@ def by_hand(x):
 
 def problem_of(guide):
     svi = DPSVI(model, guide, optax.sgd(0.1), estimator=aligned(), clip_norm=1.0,
-                sampler=FullBatch(), noise_multiplier=1.0)  # fmt: skip
+                sampler=FullBatch(), privacy=Privacy(noise_multiplier=1.0))  # fmt: skip
     state = svi.init(jax.random.key(0), X)
     return svi._session((X,), {}).problem, svi.optim.get_params(state.optim_state)
 

@@ -7,10 +7,11 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp import DPSEP, DPSVI, DPLaplace, PrivacyBudget, check_records
+from numpyro_dp import DPSEP, DPSVI, DPLaplace, Privacy, PrivacyBudget, check_records
 from numpyro_dp.ep.sites import quadrature
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.laplace.signal import LaplaceProblem, staged_scores
@@ -81,9 +82,19 @@ def nobody(args):
 def step_of(estimator, model, args, options=None, **unit):
     """Where a step of gradient descent arrives: the sum of signals, and the prior's."""
     svi = DPSVI(
-        model, AutoDelta(model), optax.sgd(1.0), estimator=estimator, clip_norm=0.5,
-        sampler=FullBatch(), noise_multiplier=0.0, secret_key=4, repetition=True, **(options or {})
-    )  # fmt: skip
+        model,
+        AutoDelta(model),
+        optax.sgd(1.0),
+        **grouped(
+            estimator=estimator,
+            clip_norm=0.5,
+            sampler=FullBatch(),
+            noise_multiplier=0.0,
+            secret_key=4,
+            repetition=True,
+            **options or {},
+        ),
+    )
     found = svi.run(KEY, 1, *args, progress_bar=False, **unit).params
     return np.concatenate([np.ravel(found[name]) for name in sorted(found)])
 
@@ -103,7 +114,9 @@ def test_an_impossible_record_counts_as_0(case, estimator):
 
 def laplace_signal(model, args):
     """The signals of all records in a stage."""
-    driver = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-3), secret_key=1, repetition=True)
+    driver = DPLaplace(
+        model, budget=PrivacyBudget(1.0, 1e-3), privacy=Privacy(secret_key=1, repetition=True)
+    )
     _, prior, guess = driver._prepared_for(args, {})
     plan = driver._schedule(prior.outcomes)
     run = Run(prior, plan, guess)
@@ -138,8 +151,9 @@ def test_an_impossible_row_takes_its_unit_out(estimator):
 @pytest.mark.extended
 def test_a_site_of_an_impossible_record_is_empty():
     def step(args):
-        sep = DPSEP(poisson, clip_norm=0.5, sampler=FullBatch(), noise_multiplier=0.0,
-                    site=quadrature(), secret_key=4, repetition=True)  # fmt: skip
+        sep = DPSEP(poisson, clip_norm=0.5, sampler=FullBatch(),
+        privacy=Privacy(noise_multiplier=0.0, secret_key=4, repetition=True),
+                    site=quadrature())  # fmt: skip
         return sep.run(KEY, 2, *args, progress_bar=False).params
 
     negative, missing = step((X, changed(COUNTS, -2))), step((X, changed(COUNTS, np.nan)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from flat import grouped
 from hostile import HOSTILE, KEY
 
 from numpyro_dp import DPSVI, DPLaplace
@@ -35,6 +36,6 @@ def test_a_hostile_model_is_refused_by_laplace_too(name: str, monkeypatch: Any) 
     assert call.driver is DPSVI
     kept = {name: value for name, value in call.options.items() if name not in NOT_OF_LAPLACE}
     with pytest.raises((ValueError, TypeError)) as error:
-        DPLaplace(**kept).run(KEY, *call.args, **call.kwargs)
+        DPLaplace(**grouped(**kept)).run(KEY, *call.args, **call.kwargs)
     for part in row.parts or ():
         assert part in str(error.value)

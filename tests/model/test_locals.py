@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from gaussian import gaussian
 from jax.flatten_util import ravel_pytree
 from jax.scipy.special import logsumexp
@@ -88,7 +89,7 @@ def driver(model: Any, guide: Any, **changes: Any) -> DPSVI:
     options = dict(
         estimator=aligned(), clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0,
     )  # fmt: skip
-    return DPSVI(model, guide, optax.adam(0.05), **options | changes)
+    return DPSVI(model, guide, optax.adam(0.05), **grouped(**options | changes))
 
 
 def problem_of(model: Any, guide: Any, loss: Any = None) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from hostile import svi
 from numpyro.infer.autoguide import (
     AutoDiagonalNormal,
@@ -61,7 +62,7 @@ def logistic(x, y):
 def begin(x: np.ndarray, guide: Any, estimator: Any, **options: Any) -> None:
     """Goes as far as all checks."""
     options = PRIVATE | {"optim": optax.adam(0.1)} | options
-    driver = DPSVI(logistic, guide(logistic), estimator=estimator, **options, **NAMED)
+    driver = DPSVI(logistic, guide(logistic), **grouped(estimator=estimator, **options, **NAMED))
     driver.init(KEY, x, labels(x))
 
 
@@ -101,21 +102,23 @@ def shares(x):
 
 
 def sep(model: Any, *args: Any, **options: Any) -> None:
-    DPSEP(model, **options, **PRIVATE, **NAMED).init(KEY, *args)
+    DPSEP(model, **grouped(**options, **PRIVATE, **NAMED)).init(KEY, *args)
 
 
 def chain(x: np.ndarray) -> None:
     kernel = SGLD(logistic, step_size=1e-3)
     counts = {"num_warmup": 0, "num_samples": 1, "progress_bar": False}
-    DPMCMC(kernel, **counts, **PRIVATE, **NAMED).run(KEY, x, labels(x))
+    DPMCMC(kernel, **grouped(**counts, **PRIVATE, **NAMED)).run(KEY, x, labels(x))
 
 
 DRIVERS: dict[str, Callable[[], Any]] = {
-    "DPEM": lambda: DPEM(3, **PRIVATE).init(KEY, SQUARE),
-    "DPEM, 200 columns": lambda: DPEM(3, **PRIVATE).init(KEY, WIDE),
-    "DPPBP": lambda: DPPBP(RegressionNetwork((50,)), **PRIVATE).init(KEY, SQUARE, SQUARE[:, 0]),
+    "DPEM": lambda: DPEM(3, **grouped(**PRIVATE)).init(KEY, SQUARE),
+    "DPEM, 200 columns": lambda: DPEM(3, **grouped(**PRIVATE)).init(KEY, WIDE),
+    "DPPBP": lambda: DPPBP(RegressionNetwork((50,)), **grouped(**PRIVATE)).init(
+        KEY, SQUARE, SQUARE[:, 0]
+    ),
     "DPPBP by curvature": lambda: DPPBP(
-        RegressionNetwork((50,)), ridge=1.0, step_size=0.1, **PRIVATE
+        RegressionNetwork((50,)), **grouped(ridge=1.0, step_size=0.1, **PRIVATE)
     ).init(KEY, SQUARE, SQUARE[:, 0]),
     "DPSEP": lambda: sep(logistic, SQUARE, labels(SQUARE), family=normal),
     "DPSEP, diagonal": lambda: sep(logistic, SQUARE, labels(SQUARE), family=diagonal_normal),

@@ -11,6 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from flax import nnx
 from numpyro.contrib.module import (
     eqx_module,
@@ -24,7 +25,7 @@ from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 from numpyro.infer.initialization import init_to_sample
 
-from numpyro_dp import DPMCMC, DPSVI, SGLD
+from numpyro_dp import DPMCMC, DPSVI, SGLD, Execution, Privacy
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.model.separation import UnsupportedModelError
 from numpyro_dp.samplers import FullBatch, Poisson
@@ -102,7 +103,7 @@ def model_of(make):
 def private(model, **options):
     guide = AutoDelta(model, init_loc_fn=init_to_sample)
     options = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampler": FullBatch()} | options
-    return DPSVI(model, guide, optax.sgd(1e-3), estimator=aligned(), **options)
+    return DPSVI(model, guide, optax.sgd(1e-3), **grouped(estimator=aligned(), **options))
 
 
 FAST = ("flax, group norm", "random flax", "nnx", "equinox")
@@ -151,7 +152,7 @@ def test_weights_may_have_other_priors(prior):
             np.testing.assert_allclose(value, expected.params[name], rtol=1e-4, atol=1e-6)
     guide = AutoDiagonalNormal(model, init_loc_fn=init_to_sample, init_scale=0.05)
     svi = DPSVI(model, guide, optax.sgd(1e-3), estimator=aligned(), clip_norm=1.0,
-                noise_multiplier=1.0, sampler=FullBatch())  # fmt: skip
+                privacy=Privacy(noise_multiplier=1.0), sampler=FullBatch())  # fmt: skip
     params = svi.run(KEY, 5, X, Y, progress_bar=False).params
     draws = guide.sample_posterior(KEY, params, sample_shape=(3,))
     assert draws["net/Dense_0.kernel"].shape == (3, D, UNITS)
@@ -187,7 +188,8 @@ def test_norms_by_entry_need_not_name_an_entry_without_numbers():
     def driver(*rest):
         norms = {"auto_loc": 1.0, "auto_scale": 0.5} | dict.fromkeys(rest, 2.0)
         return DPSVI(model, AutoDiagonalNormal(model), optax.sgd(1e-3), estimator=vanilla(),
-                     clip_norm=norms, noise_multiplier=1.0, sampler=FullBatch())  # fmt: skip
+                     clip_norm=norms,
+                     privacy=Privacy(noise_multiplier=1.0), sampler=FullBatch())  # fmt: skip
 
     found = driver().run(KEY, 2, X, Y, progress_bar=False)
     assert found.privacy.plan.sensitivity == pytest.approx(1.25**0.5)
@@ -236,8 +238,9 @@ def test_small_microbatches_give_the_same_chains():
     for size in (None, 3):
         mcmc = DPMCMC(
             SGLD(model, 1e-6), num_warmup=1, num_samples=3, num_chains=2, clip_norm=1.0,
-            sampler=FullBatch(), noise_multiplier=1.0, secret_key=1,
-            repetition=True, microbatch_size=size,
+            sampler=FullBatch(),
+            privacy=Privacy(noise_multiplier=1.0, secret_key=1, repetition=True),
+            execution=Execution(microbatch_size=size),
             progress_bar=False,
         )  # fmt: skip
         mcmc.run(KEY, X, Y)

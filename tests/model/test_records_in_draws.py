@@ -20,7 +20,7 @@ from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 from numpyro.infer.initialization import init_to_mean, init_to_median, init_to_sample
 
 import numpyro_dp
-from numpyro_dp import SGLD, DPLaplace, PrivacyBudget, UnsupportedModelError, fit
+from numpyro_dp import SGLD, DPLaplace, Privacy, PrivacyBudget, UnsupportedModelError, fit
 from numpyro_dp.posterior import rehearse
 from numpyro_dp.run.session import Session
 
@@ -423,7 +423,7 @@ def test_predict_takes_what_the_run_took(tmp_path: Any) -> None:
     group, scale = np.arange(N) % 50, np.array([1.0, 2.0, 3.0])
     driver = numpyro_dp.DPSVI(
         model, AutoDiagonalNormal(model), optax.adam(0.01), clip_norm=1.0, budget=TINY,
-        sampler=numpyro_dp.samplers.FullBatch(), public=[table], scale=scale,
+        sampler=numpyro_dp.samplers.FullBatch(), privacy=Privacy(public=[table]), scale=scale,
     )  # fmt: skip
     posterior = driver.run(KEY, 3, X, group, Y, progress_bar=False).posterior
     posterior.save(tmp_path / "a.posterior")

@@ -13,6 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro import infer
 from numpyro.contrib.control_flow import scan
 from numpyro.distributions import constraints
@@ -252,9 +253,14 @@ def guide_with_mutable(x, y):
 
 def driver(model: Any, guide: Any, loss: Any = None, **options: Any) -> DPSVI:
     return DPSVI(
-        model, guide, optax.adam(0.1), loss, estimator=aligned(), clip_norm=1.0,
-        sampler=FullBatch(), noise_multiplier=1.0, **options,
-    )  # fmt: skip
+        model,
+        guide,
+        optax.adam(0.1),
+        loss,
+        **grouped(
+            estimator=aligned(), clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0, **options
+        ),
+    )
 
 
 MODELS: list[tuple[Callable[..., Any], list[str]]] = [

@@ -12,7 +12,7 @@ import pytest
 import scipy.stats
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPSVI
+from numpyro_dp import DPSVI, Privacy
 from numpyro_dp._compat import make_program
 from numpyro_dp.estimators import aligned
 from numpyro_dp.model.dependence import loops_by_inputs
@@ -173,7 +173,8 @@ def test_a_report_says_if_records_decide_how_long_a_step_takes(estimator):
     ):
         model = outcome(likelihood)
         svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), estimator=estimator,
-                    clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0)  # fmt: skip
+                    clip_norm=1.0, sampler=FullBatch(),
+                    privacy=Privacy(noise_multiplier=1.0))  # fmt: skip
         report = svi.run(jax.random.key(0), 1, x, y, progress_bar=False).privacy
         assert report.timed is (drawn_in_a_loop and estimator is None)
         assert ("length depends on a record" in str(report)) is report.timed

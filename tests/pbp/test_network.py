@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conformance.registry import x64
+from flat import grouped
 from gaussian import gaussian
 from numpyro.infer import MCMC, NUTS, Predictive
 from scipy import stats
 
-from numpyro_dp import DPPBP, PBP, PrivacyBudget, RegressionNetwork
+from numpyro_dp import DPPBP, PBP, Privacy, PrivacyBudget, RegressionNetwork
 from numpyro_dp.core import Released
 from numpyro_dp.ep.gaussian import Cavity
 from numpyro_dp.model.records import RecordsProblem, read_records
@@ -116,9 +117,16 @@ def test_all_forms_learn_and_agree_with_nuts_on_predictions():
     }
     for name, options in (("sep", {"damping": 0.05}), ("curved", {"damping": 0.1, "ridge": 1.0})):
         sep = DPPBP(
-            NETWORK, clip_norm=math.inf, noise_multiplier=0.0, sampler=FullBatch(),
-            precision_per_weight=True, step_size=0.3 if name == "curved" else None, **options,
-        )  # fmt: skip
+            NETWORK,
+            **grouped(
+                clip_norm=math.inf,
+                noise_multiplier=0.0,
+                sampler=FullBatch(),
+                precision_per_weight=True,
+                step_size=0.3 if name == "curved" else None,
+                **options,
+            ),
+        )
         steps = 600 if name == "sep" else 60
         found[name] = sep.run(KEY, steps, x, y, progress_bar=False).params
     errors = {name: error(NETWORK, params, *rest) for name, params in found.items()}
@@ -149,7 +157,9 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm(by_layer, ridge, norm
     x, y = records(number)
     problem = RecordsProblem(read_records(NETWORK, (x, y), {}, number))
     estimator = network_ep(NETWORK, by_layer, 10.0, 0.3, ridge)(problem)
-    driver = DPPBP(NETWORK, clip_norm=norm, noise_multiplier=1.0, sampler=FullBatch())
+    driver = DPPBP(
+        NETWORK, clip_norm=norm, privacy=Privacy(noise_multiplier=1.0), sampler=FullBatch()
+    )
     params = driver.get_params(driver.init(KEY, x, y))
     if ridge == 1e-3:  # and hardly any noise, so that scales are extreme
         params["noise_rate"] = 1e-4 * params["noise_rate"]
@@ -204,7 +214,7 @@ def test_a_step_without_noise_is_that_of_natural_parameters(weight_precision):
     network, rate = RegressionNetwork((3,), weight_precision=weight_precision), 0.2
     x, y = records(5)
     sep = DPPBP(
-        network, clip_norm=math.inf, noise_multiplier=0.0, sampler=FullBatch(),
+        network, clip_norm=math.inf, privacy=Privacy(noise_multiplier=0.0), sampler=FullBatch(),
         precision_per_weight=True, damping=rate,
     )  # fmt: skip
     size = sum(network.layout(2).sizes)
@@ -239,8 +249,10 @@ def test_a_step_without_noise_is_that_of_natural_parameters(weight_precision):
 @pytest.mark.extended
 def test_noise_alone_leaves_precisions_at_the_prior():
     x, y = records(50)
-    driver = DPPBP(NETWORK, noise_multiplier=1e4, precision_per_weight=True, clip_norm=1.0,
-                   sampler=FullBatch(), damping=0.2, secret_key=2)  # fmt: skip
+    driver = DPPBP(NETWORK,
+        privacy=Privacy(noise_multiplier=1e4, secret_key=2), precision_per_weight=True,
+        clip_norm=1.0,
+                   sampler=FullBatch(), damping=0.2)  # fmt: skip
     state = driver.init(KEY, x, y)
     unit = state.optim_state.params["noise_rate"]
     unit = float(unit / (state.optim_state.params["noise_concentration"] - 1))
@@ -263,7 +275,7 @@ def test_a_sharp_prior_is_the_posterior(method):
     x, y = records(30)
     if method == "sep":
         options = {"clip_norm": math.inf, "noise_multiplier": 0.0, "sampler": FullBatch()}
-        sep = DPPBP(network, precision_per_weight=True, damping=0.3, **options)
+        sep = DPPBP(network, **grouped(precision_per_weight=True, damping=0.3, **options))
         params = sep.run(KEY, 100, x, y, progress_bar=False).params
     else:
         sweeps = 60 if method == "ep" else 2  # filtering counts the records in each of them
@@ -289,8 +301,9 @@ def test_records_that_are_not_numbers_do_not_narrow_the_noise():
 def test_steps_by_curvature_stay_finite_with_many_records_and_little_ridge(number):
     x, y = records(number, inputs=4)
     sep = DPPBP(
-        RegressionNetwork((10,)), clip_norm=math.inf, noise_multiplier=0.0, sampler=Poisson(0.02),
-        step_size=0.5, damping=0.1, ridge=0.01, secret_key=1, repetition=True,
+        RegressionNetwork((10,)), clip_norm=math.inf,
+        privacy=Privacy(noise_multiplier=0.0, secret_key=1, repetition=True), sampler=Poisson(0.02),
+        step_size=0.5, damping=0.1, ridge=0.01,
     )  # fmt: skip
     params = sep.run(KEY, 60, x, y, progress_bar=False).params
     assert all(bool(jnp.isfinite(value).all()) for value in params.values())
@@ -316,10 +329,8 @@ def test_layers_have_one_precision_each_from_the_start():
     pbp = DPPBP(
         NETWORK,
         clip_norm=1.0,
-        noise_multiplier=1.0,
+        privacy=Privacy(noise_multiplier=1.0, secret_key=1, repetition=True),
         sampler=FullBatch(),
-        secret_key=1,
-        repetition=True,
     )
     start = pbp.get_params(pbp.init(KEY, x, y))
     size = start["weights_precision"].size
@@ -334,7 +345,7 @@ def test_a_private_run_learns_is_accounted_for_and_predicts():
     x, y = records(4000)
     pbp = DPPBP(
         NETWORK, clip_norm=0.3, sampler=Poisson(0.25), budget=BUDGET, step_size=0.5, ridge=20.0,
-        secret_key=3, repetition=True,
+        privacy=Privacy(secret_key=3, repetition=True),
     )  # fmt: skip
     result = pbp.run(KEY, 60, x, y, progress_bar=False)
     assert 0.9 < result.privacy.epsilon <= 1.0
@@ -407,7 +418,12 @@ def test_steps_keep_the_variance_of_the_noise_in_the_mean(ridge):
     """Of the first step, over many seeds: the spread of the mean of the weights."""
     x, y = records(200)
     driver = DPPBP(
-        NETWORK, clip_norm=0.5, noise_multiplier=0.05, sampler=FullBatch(), damping=0.2, ridge=ridge
+        NETWORK,
+        clip_norm=0.5,
+        privacy=Privacy(noise_multiplier=0.05),
+        sampler=FullBatch(),
+        damping=0.2,
+        ridge=ridge,
     )
     start = driver.init(KEY, x, y)
     step = jax.jit(driver.update)
@@ -426,9 +442,16 @@ def test_a_private_posterior_is_one_however_large_the_noise():
     x, y = records(30)
     for options in ({}, {"ridge": 10.0, "step_size": 0.5}, {"precision_per_weight": True}):
         pbp = DPPBP(
-            RegressionNetwork((4,), weight_precision=None), clip_norm=1.0, noise_multiplier=1e3,
-            sampler=FullBatch(), secret_key=1, repetition=True, **options,
-        )  # fmt: skip
+            RegressionNetwork((4,), weight_precision=None),
+            **grouped(
+                clip_norm=1.0,
+                noise_multiplier=1e3,
+                secret_key=1,
+                repetition=True,
+                sampler=FullBatch(),
+                **options,
+            ),
+        )
         params = pbp.run(KEY, 20, x, y, progress_bar=False).params
         assert all(bool(jnp.isfinite(value).all()) for value in params.values())
         assert (params["weights_precision"] > 0).all()
@@ -452,10 +475,8 @@ def test_updates_and_runs_give_the_same():
     pbp = DPPBP(
         NETWORK,
         clip_norm=1.0,
-        noise_multiplier=1.0,
+        privacy=Privacy(noise_multiplier=1.0, secret_key=5, repetition=True),
         sampler=FullBatch(),
-        secret_key=5,
-        repetition=True,
     )
     state = pbp.init(KEY, x, y)
     update = jax.jit(pbp.update)
@@ -481,7 +502,7 @@ def test_updates_and_runs_give_the_same():
 def test_bad_settings_are_refused_with_their_value(options, message):
     given = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampler": FullBatch()} | options
     with pytest.raises(ValueError, match=message):
-        DPPBP(NETWORK, **given)
+        DPPBP(NETWORK, **grouped(**given))
 
 
 @pytest.mark.parametrize(
@@ -517,7 +538,7 @@ def test_what_is_no_network_or_no_record_is_refused(make, error, message):
 )
 def test_bad_starts_are_refused(change, message):
     x, y = records(10)
-    pbp = DPPBP(NETWORK, clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch())
+    pbp = DPPBP(NETWORK, clip_norm=1.0, privacy=Privacy(noise_multiplier=1.0), sampler=FullBatch())
     params = pbp.get_params(pbp.init(KEY, x, y))
     pbp.init(KEY, x, y, init_params=params)
     with pytest.raises(ValueError, match=message):
@@ -528,7 +549,7 @@ def test_bad_starts_are_refused(change, message):
 def test_a_sweep_of_expectation_propagation_is_that_of_its_sites():
     network, damping = RegressionNetwork((3,)), 0.4
     x, y = (jnp.asarray(array) for array in records(4))
-    pbp = DPPBP(network, clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch())
+    pbp = DPPBP(network, clip_norm=1.0, privacy=Privacy(noise_multiplier=1.0), sampler=FullBatch())
     params = pbp.get_params(pbp.init(KEY, x, y)) | {"noise_rate": jnp.array(4.0)}
     start = reference.start_network_sites(network, params, 4)
     found = reference.ep_sweep(network, start, x, y, damping)
@@ -572,7 +593,7 @@ def curvature_by_hand(network, params, number):
 def test_slopes_in_coordinates_of_the_curvature(weight_precision):
     network, number, ridge = RegressionNetwork((2,), weight_precision=weight_precision), 50, 3.0
     x, y = records(number)
-    pbp = DPPBP(network, clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch())
+    pbp = DPPBP(network, clip_norm=1.0, privacy=Privacy(noise_multiplier=1.0), sampler=FullBatch())
     params = pbp.get_params(pbp.init(KEY, x, y))
     size = params["weights_linear"].size
     slope = 0.1 * jax.random.normal(jax.random.key(4), (size,))
@@ -606,7 +627,9 @@ def test_slopes_in_coordinates_of_the_curvature(weight_precision):
 def test_a_slope_in_those_coordinates_has_the_size_of_the_residual_in_standard_deviations(noise):
     x = np.random.default_rng(0).normal(size=(500, 2)).astype(np.float32)
     problem = RecordsProblem(read_records(NETWORK, (x, x[:, 0]), {}, 500))
-    driver = DPPBP(NETWORK, clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch())
+    driver = DPPBP(
+        NETWORK, clip_norm=1.0, privacy=Privacy(noise_multiplier=1.0), sampler=FullBatch()
+    )
     params = driver.get_params(driver.init(KEY, x, x[:, 0]))
     params["weights_linear"] *= 1e4  # variances of the weights that say nothing beside the noise
     params["weights_precision"] *= 1e4
@@ -629,7 +652,9 @@ def test_what_is_released_in_those_coordinates_comes_back():
     number, ridge = 60, 2.0
     x, y = records(number)
     problem = RecordsProblem(read_records(NETWORK, (x, y), {}, number))
-    driver = DPPBP(NETWORK, clip_norm=1.0, noise_multiplier=1.0, sampler=FullBatch())
+    driver = DPPBP(
+        NETWORK, clip_norm=1.0, privacy=Privacy(noise_multiplier=1.0), sampler=FullBatch()
+    )
     start = driver.get_params(driver.init(KEY, x, y))
     moves = []
     for each in (None, ridge):

@@ -16,7 +16,7 @@ import pytest
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_dp import DPMCMC, DPSVI, SGLD, PrivacyBudget
+from numpyro_dp import DPMCMC, DPSVI, SGLD, Privacy, PrivacyBudget
 from numpyro_dp.estimators import aligned
 from numpyro_dp.posterior import posterior_samples, to_arviz
 from numpyro_dp.samplers import Poisson
@@ -166,7 +166,7 @@ NEW = hasattr(arviz, "from_numpyro_svi")  # ArviZ 1.x
 def test_the_ways_of_arviz_that_would_copy_records_do_not_work(made):
     """They need attributes that a driver leaves out."""
     svi = DPSVI(model, AutoNormal(model), optax.adam(0.05), clip_norm=1.0, sampler=Poisson(0.2),
-                noise_multiplier=1.0)  # fmt: skip
+                privacy=Privacy(noise_multiplier=1.0))  # fmt: skip
     if NEW:
         with pytest.raises(AttributeError, match="model"):
             arviz.from_numpyro_svi(svi, svi_result=made[0], model_args=(X, Y))

@@ -9,9 +9,10 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoIAFNormal
 
-from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, DPLaplace, PrivacyBudget
+from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, DPLaplace, Privacy, PrivacyBudget
 from numpyro_dp.ep.families import diagonal_normal, normal
 from numpyro_dp.estimators import aligned
 from numpyro_dp.mechanisms import AdaptiveClip
@@ -34,8 +35,14 @@ def model(x, y=None):
 
 def run(*, steps=600, rate=0.02, epsilon=3.0, delta=1e-5, clip_norm=1.0, guide=AutoDiagonalNormal,
         **others):  # fmt: skip
-    svi = DPSVI(model, guide(model), optax.adam(rate), clip_norm=clip_norm, sampler=FullBatch(),
-                budget=PrivacyBudget(epsilon, delta), **others)  # fmt: skip
+    svi = DPSVI(
+        model,
+        guide(model),
+        optax.adam(rate),
+        **grouped(
+            clip_norm=clip_norm, sampler=FullBatch(), budget=PrivacyBudget(epsilon, delta), **others
+        ),
+    )
     return svi.run(jax.random.key(0), steps, X, Y, progress_bar=False)
 
 
@@ -53,7 +60,9 @@ def test_a_good_run_is_not_bad():
 @pytest.mark.full
 @pytest.mark.parametrize("epsilon", [10.0, 10.5])
 def test_a_budget_that_promises_nothing_is_told(epsilon):
-    driver = DPLaplace(model, budget=PrivacyBudget(epsilon, 1e-5), secret_key=1, repetition=True)
+    driver = DPLaplace(
+        model, budget=PrivacyBudget(epsilon, 1e-5), privacy=Privacy(secret_key=1, repetition=True)
+    )
     posterior = driver.run(jax.random.key(0), X, Y, progress_bar=False)
     above = epsilon > 10
     assert ("promises nothing" in str(posterior).splitlines()[0]) is above

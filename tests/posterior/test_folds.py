@@ -10,6 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from jax import lax
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from scipy import signal
@@ -44,7 +45,9 @@ def driver(**changes):
         "repetition": True,
     }
     guide = AutoDiagonalNormal(model)
-    return DPSVI(model, guide, optax.sgd(1e-3), estimator=aligned(), **settings | changes)
+    return DPSVI(
+        model, guide, optax.sgd(1e-3), **grouped(estimator=aligned(), **settings | changes)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from numpyro.infer.autoguide import (
     AutoNormal,
 )
 
-from numpyro_dp import DPSVI, PrivacyBudget
+from numpyro_dp import DPSVI, Privacy, PrivacyBudget
 from numpyro_dp.estimators import aligned
 from numpyro_dp.posterior import average, noise_aware
 from numpyro_dp.run.results import Trace
@@ -38,7 +38,8 @@ def data():
 def driver(guide, noise_multiplier=None, epsilon=1.0, step=0.02):
     budget = None if noise_multiplier else PrivacyBudget(epsilon, 1e-5)
     return DPSVI(model, guide, optax.sgd(step * 0.05), estimator=aligned(), clip_norm=8.0,
-                 sampler=FullBatch(), budget=budget, noise_multiplier=noise_multiplier)  # fmt: skip
+                 sampler=FullBatch(), budget=budget,
+                 privacy=Privacy(noise_multiplier=noise_multiplier))  # fmt: skip
 
 
 def start(guide_type):
@@ -117,7 +118,7 @@ def test_diverged_runs_are_not_converged():
 def test_other_guides_are_refused(data):
     guide = AutoIAFNormal(model)
     svi = DPSVI(model, guide, optax.adam(1e-3), estimator=aligned(), clip_norm=1.0,
-                sampler=FullBatch(), noise_multiplier=1.0)  # fmt: skip
+                sampler=FullBatch(), privacy=Privacy(noise_multiplier=1.0))  # fmt: skip
     result = svi.run(jax.random.key(0), 20, data, progress_bar=False)
     with pytest.raises(TypeError, match=r"AutoIAFNormal.*average\(\)"):
         noise_aware(result, guide)

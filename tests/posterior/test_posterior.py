@@ -11,6 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
 from numpyro_dp import (
@@ -22,6 +23,7 @@ from numpyro_dp import (
     SEP,
     SGLD,
     Posterior,
+    Privacy,
     PrivacyBudget,
     RegressionNetwork,
 )
@@ -64,8 +66,12 @@ def made(draws, prior, *, unconstrain=lambda draws: draws, epsilon=1.0, **others
 
 def run_svi(guide=None, steps=60, **others):
     guide = AutoDiagonalNormal(model) if guide is None else guide
-    svi = DPSVI(model, guide, optax.adam(0.05), estimator=aligned(), clip_norm=2.0,
-                **COMMON, **others)  # fmt: skip
+    svi = DPSVI(
+        model,
+        guide,
+        optax.adam(0.05),
+        **grouped(estimator=aligned(), clip_norm=2.0, **COMMON, **others),
+    )
     return svi.run(KEY, steps, X, Y, progress_bar=False)
 
 
@@ -280,7 +286,12 @@ def test_local_latents_are_left_out_and_models_keep_their_parameters():
         with numpyro.plate("records", len(y)):
             numpyro.sample("z", dist.Normal(slope * y, 1))
 
-    svi = DPSVI(with_locals, guide, optax.adam(0.05), estimator=aligned(), clip_norm=2.0, **COMMON)
+    svi = DPSVI(
+        with_locals,
+        guide,
+        optax.adam(0.05),
+        **grouped(estimator=aligned(), clip_norm=2.0, **COMMON),
+    )
     posterior = svi.run(KEY, 2, Y, progress_bar=False).posterior
     assert set(posterior.sample(KEY, 3)) == {"mean"}
     assert posterior.method == "DPSVI with guide, 2 steps"
@@ -300,7 +311,9 @@ def test_factors_and_improper_priors_are_said():
     def guide(y):
         numpyro.sample("mean", dist.Normal(numpyro.param("location", 0.0), 0.1))
 
-    svi = DPSVI(flat, guide, optax.adam(0.05), estimator=aligned(), clip_norm=2.0, **COMMON)
+    svi = DPSVI(
+        flat, guide, optax.adam(0.05), **grouped(estimator=aligned(), clip_norm=2.0, **COMMON)
+    )
     posterior = svi.run(KEY, 2, Y, progress_bar=False).posterior
     assert np.isnan(posterior.summary()["mean"]["prior_share"])
     assert str(posterior).endswith("the share of the prior is not known.")
@@ -311,7 +324,9 @@ def test_factors_and_improper_priors_are_said():
         with numpyro.plate("records", len(y)):
             numpyro.sample("y", dist.Normal(mean, 1), obs=y)
 
-    svi = DPSVI(proper, guide, optax.adam(0.05), estimator=aligned(), clip_norm=2.0, **COMMON)
+    svi = DPSVI(
+        proper, guide, optax.adam(0.05), **grouped(estimator=aligned(), clip_norm=2.0, **COMMON)
+    )
     notes = svi.run(KEY, 2, Y, progress_bar=False).posterior.notes
     assert "The share of the prior leaves out the factors ['belief']." in notes
 
@@ -328,7 +343,9 @@ def test_supports_may_depend_on_other_latents():
         top = numpyro.sample("top", dist.LogNormal(numpyro.param("location", 0.0), 1.0))
         numpyro.sample("part", dist.Uniform(0, top))
 
-    svi = DPSVI(nested, guide, optax.sgd(0.0), estimator=aligned(), clip_norm=2.0, **COMMON)
+    svi = DPSVI(
+        nested, guide, optax.sgd(0.0), **grouped(estimator=aligned(), clip_norm=2.0, **COMMON)
+    )
     posterior = svi.run(KEY, 1, Y, progress_bar=False).posterior
     shares = [posterior.summary()[name]["prior_share"] for name in ("top", "part")]
     np.testing.assert_allclose(shares, 1, rtol=3 * 2.7 / np.sqrt(4000))  # guide and prior agree
@@ -349,7 +366,7 @@ def test_of_message_passing():
     assert first.posterior.notes == ()
     assert "NOT PRIVATE" in str(first.posterior)
 
-    private = DPSEP(known, diagonal_normal, clip_norm=1.0, **COMMON)
+    private = DPSEP(known, diagonal_normal, **grouped(clip_norm=1.0, **COMMON))
     result = private.run(KEY, 2, Y, progress_bar=False)
     assert result.posterior.method == "DPSEP with diagonal_normal, 2 steps"
     assert result.posterior.notes == ("The intervals include the noise of privacy.",)
@@ -359,8 +376,18 @@ def test_of_message_passing():
 
 @pytest.mark.extended
 def test_of_a_sampler():
-    mcmc = DPMCMC(SGLD(model), num_warmup=2, num_samples=6, num_chains=2, clip_norm=5.0,
-                  progress_bar=False, scale=3.0, **COMMON)  # fmt: skip
+    mcmc = DPMCMC(
+        SGLD(model),
+        **grouped(
+            num_warmup=2,
+            num_samples=6,
+            num_chains=2,
+            clip_norm=5.0,
+            progress_bar=False,
+            scale=3.0,
+            **COMMON,
+        ),
+    )
     with pytest.raises(ValueError, match="no posterior yet. Call run first"):
         mcmc.posterior  # noqa: B018
     mcmc.run(KEY, X, Y)
@@ -371,7 +398,7 @@ def test_of_a_sampler():
     draws = posterior.sample(KEY, 4000)  # of the prior
     np.testing.assert_allclose(draws["w"].std(0), 3.0, rtol=0.1)
     mcmc = DPMCMC(SGLD(model, 1e-3), num_warmup=2, num_samples=6, num_chains=2, clip_norm=5.0,
-                  progress_bar=False, scale=3.0, noise_multiplier=0.0,
+                  progress_bar=False, scale=3.0, privacy=Privacy(noise_multiplier=0.0),
                   sampler=FullBatch())  # fmt: skip
     mcmc.run(KEY, X, Y)
     posterior, samples = mcmc.posterior, mcmc.get_samples()
@@ -388,7 +415,9 @@ def test_of_a_sampler():
 @pytest.mark.extended
 def test_of_a_network():
     network = RegressionNetwork((3,), weight_precision=None)
-    result = DPPBP(network, clip_norm=1.0, **COMMON).run(KEY, 2, X, Y, progress_bar=False)
+    result = DPPBP(network, **grouped(clip_norm=1.0, **COMMON)).run(
+        KEY, 2, X, Y, progress_bar=False
+    )
     posterior = result.posterior
     assert set(posterior.sample(KEY, 2)) == {"weights", "noise_precision", "weight_precision"}
     assert 0.1 < posterior.summary()["weight_precision"]["prior_share"] <= 1
@@ -400,6 +429,8 @@ def test_of_a_network():
 
 
 def test_point_estimates_of_mixtures_have_none():
-    result = DPEM(2, clip_norm=4.0, scale=0.3, **COMMON).run(KEY, 2, X, progress_bar=False)
+    result = DPEM(2, **grouped(clip_norm=4.0, scale=0.3, **COMMON)).run(
+        KEY, 2, X, progress_bar=False
+    )
     with pytest.raises(ValueError, match="DPEM gives point estimates"):
         result.posterior  # noqa: B018

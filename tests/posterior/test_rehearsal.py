@@ -8,9 +8,10 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPEM, DPMCMC, DPSEP, DPSVI, SGLD, DPLaplace, PrivacyBudget
+from numpyro_dp import DPEM, DPMCMC, DPSEP, DPSVI, SGLD, DPLaplace, Privacy, PrivacyBudget
 from numpyro_dp.posterior import choose, rehearse
 from numpyro_dp.samplers import FullBatch
 
@@ -29,17 +30,24 @@ def model(x, y=None, *, scale=1.0):
 DRIVERS = {
     "DPLaplace": (lambda: DPLaplace(model, budget=BUDGET, scale=0.5), {}),
     "DPSVI": (
-        lambda: DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.02), scale=0.5, **COMMON),
+        lambda: DPSVI(
+            model, AutoDiagonalNormal(model), optax.adam(0.02), **grouped(scale=0.5, **COMMON)
+        ),
         {"num_steps": 500},
     ),
     # Its sites are not centred, so its clip norm must not bite.
-    "DPSEP": (lambda: DPSEP(model, scale=0.5, **COMMON | {"clip_norm": 3.0}), {"num_steps": 15}),
+    "DPSEP": (
+        lambda: DPSEP(model, **grouped(scale=0.5, **COMMON | {"clip_norm": 3.0})),
+        {"num_steps": 15},
+    ),
     "DPMCMC": (
-        lambda: DPMCMC(SGLD(model), num_warmup=200, num_samples=500, progress_bar=False,
-                       scale=0.5, **COMMON),
+        lambda: DPMCMC(
+            SGLD(model),
+            **grouped(num_warmup=200, num_samples=500, progress_bar=False, scale=0.5, **COMMON),
+        ),
         {},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.full  # tests/posterior/test_scores.py has other drivers
@@ -89,11 +97,11 @@ def test_outcomes_go_where_they_belong():
 
 def test_what_cannot_be_rehearsed_is_refused():
     with pytest.raises(ValueError, match="secret_key can run once"):
-        rehearse(DPLaplace(model, budget=BUDGET, secret_key=1), KEY, X, None)
+        rehearse(DPLaplace(model, budget=BUDGET, privacy=Privacy(secret_key=1)), KEY, X, None)
     with pytest.raises(ValueError, match="simulated no outcome"):
         rehearse(DPLaplace(model, budget=BUDGET), KEY, X, np.zeros(len(X), int))
     with pytest.raises(TypeError, match="needs a driver of a NumPyro model"):
-        rehearse(DPEM(2, **COMMON), KEY, X)
+        rehearse(DPEM(2, **grouped(**COMMON)), KEY, X)
 
 
 @pytest.mark.extended

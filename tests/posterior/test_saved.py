@@ -26,6 +26,7 @@ from numpyro_dp import (
     DPSVI,
     SGLD,
     DPLaplace,
+    Privacy,
     PrivacyBudget,
     RegressionNetwork,
 )
@@ -405,7 +406,7 @@ def test_a_link_stays_one_and_its_file_keeps_its_permissions(saved, tmp_path):
 @pytest.mark.full
 def test_infinite_epsilon_survives(tmp_path):
     svi = DPSVI(logistic, AutoDiagonalNormal(logistic), optax.adam(0.1), clip_norm=1.0,
-                sampler=FullBatch(), noise_multiplier=0.0)  # fmt: skip
+                sampler=FullBatch(), privacy=Privacy(noise_multiplier=0.0))  # fmt: skip
     svi.run(KEY, 30, X, Y > 0, progress_bar=False).posterior.save(tmp_path / "a")
     loaded = numpyro_dp.load(tmp_path / "a")
     assert loaded.privacy.epsilon == math.inf

@@ -10,6 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from jax import lax
 from jax.flatten_util import ravel_pytree
 from losses import exact_losses
@@ -42,7 +43,7 @@ def driver(clip_norm, **options):
     settings = {"estimator": aligned(), "sampler": FullBatch(), "noise_multiplier": 0.0,
                 "secret_key": 3, "repetition": True} | options  # fmt: skip
     guide = AutoDiagonalNormal(model)
-    return DPSVI(model, guide, optax.adam(1e-3), clip_norm=clip_norm, **settings)
+    return DPSVI(model, guide, optax.adam(1e-3), **grouped(clip_norm=clip_norm, **settings))
 
 
 def run(svi, steps, rng_key=KEY, **options):

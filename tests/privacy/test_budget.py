@@ -12,11 +12,12 @@ import pytest
 from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting import SelfComposedDpEvent as Several
 from dp_accounting.pld import PLDAccountant
+from flat import grouped
 from gaussian import gaussian
 from numpyro.infer.autoguide import AutoDelta
 
 import numpyro_dp.privacy.plan as plan_module
-from numpyro_dp import DPMCMC, DPSVI, SGLD, PrivacyBudget
+from numpyro_dp import DPMCMC, DPSVI, SGLD, Privacy, PrivacyBudget
 from numpyro_dp.accounting import compare_accountants
 from numpyro_dp.estimators import vanilla
 from numpyro_dp.privacy.noise import TOTAL_VARIATION
@@ -135,9 +136,19 @@ def model(x):
 
 def driver(budget, **options):
     return DPSVI(
-        model, AutoDelta(model), optax.sgd(1e-3), estimator=vanilla(), clip_norm=1.0,
-        sampler=FullBatch(), budget=budget, secret_key=7, repetition=True, **options,
-    )  # fmt: skip
+        model,
+        AutoDelta(model),
+        optax.sgd(1e-3),
+        **grouped(
+            estimator=vanilla(),
+            clip_norm=1.0,
+            sampler=FullBatch(),
+            budget=budget,
+            secret_key=7,
+            repetition=True,
+            **options,
+        ),
+    )
 
 
 @pytest.mark.extended
@@ -151,7 +162,7 @@ def test_a_run_after_another_resumes_with_its_budget_alone():
     assert svi.privacy(ended.state).epsilon == ended.privacy.epsilon
     others = driver(high, num_steps=6), DPSVI(
         model, AutoDelta(model), optax.sgd(1e-3), estimator=vanilla(), clip_norm=1.0,
-        sampler=FullBatch(), noise_multiplier=40.0,
+        sampler=FullBatch(), privacy=Privacy(noise_multiplier=40.0),
     )  # fmt: skip
     for other in others:
         with pytest.raises(BudgetError, match="state has a budget with 1 earlier runs"):

@@ -18,6 +18,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import (
@@ -54,8 +55,12 @@ def laplace(budget):
 
 
 def svi_of(budget, **options):
-    return DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
-                 sampler=Poisson(0.2), budget=budget, **options)  # fmt: skip
+    return DPSVI(
+        model,
+        AutoDiagonalNormal(model),
+        optax.adam(0.1),
+        **grouped(clip_norm=1.0, sampler=Poisson(0.2), budget=budget, **options),
+    )
 
 
 def svi(budget):

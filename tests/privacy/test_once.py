@@ -18,6 +18,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import (
@@ -51,20 +52,26 @@ def model(x):
 
 def svi(**changes):
     return DPSVI(
-        model, AutoDiagonalNormal(model), optax.sgd(0.1), estimator=aligned(), **(NOISE | changes)
+        model,
+        AutoDiagonalNormal(model),
+        optax.sgd(0.1),
+        **grouped(estimator=aligned(), **NOISE | changes),
     )
 
 
 def mcmc(**changes):
     settings = {"num_warmup": 0, "num_samples": 2, "progress_bar": False} | NOISE | changes
-    return DPMCMC(SGLD(model, step_size=0.01), **settings)
+    return DPMCMC(SGLD(model, step_size=0.01), **grouped(**settings))
 
 
 DRIVERS = {
     "DPSVI": (svi, (X,)),
-    "DPSEP": (lambda **changes: DPSEP(model, **(NOISE | changes)), (X,)),
-    "DPEM": (lambda **changes: DPEM(2, **(NOISE | changes)), (TABLE,)),
-    "DPPBP": (lambda **changes: DPPBP(RegressionNetwork((2,)), **(NOISE | changes)), (TABLE, X)),
+    "DPSEP": (lambda **changes: DPSEP(model, **grouped(**NOISE | changes)), (X,)),
+    "DPEM": (lambda **changes: DPEM(2, **grouped(**NOISE | changes)), (TABLE,)),
+    "DPPBP": (
+        lambda **changes: DPPBP(RegressionNetwork((2,)), **grouped(**NOISE | changes)),
+        (TABLE, X),
+    ),
 }
 run = {"progress_bar": False}
 
@@ -176,9 +183,11 @@ def test_two_runs_share_no_noise_however_they_are_started():
 def test_every_step_has_noise_of_its_own():
     """The noise is 10,000 times the signal and steps are small, so all moves are its noise."""
     driver = DPSVI(
-        model, AutoDiagonalNormal(model), optax.sgd(1e-6), estimator=aligned(), num_steps=4,
-        **(NOISE | {"noise_multiplier": 1e4}),
-    )  # fmt: skip
+        model,
+        AutoDiagonalNormal(model),
+        optax.sgd(1e-6),
+        **grouped(estimator=aligned(), num_steps=4, **NOISE | {"noise_multiplier": 1e4}),
+    )
     kept = driver.run(KEY, 4, X, **run).trace.params["auto_loc"][:, 0]
     state = driver.init(KEY, X)
     looped = [driver.get_params(state)["auto_loc"][0]]
@@ -284,8 +293,12 @@ def test_a_state_is_resumed_once(changed):
     state = driver.run(KEY, 2, X, **run).state
     other, records = driver, X
     if changed == "learning rate":
-        other = DPSVI(model, driver.guide, optax.sgd(0.5), estimator=aligned(), num_steps=10,
-                      **NOISE)  # fmt: skip
+        other = DPSVI(
+            model,
+            driver.guide,
+            optax.sgd(0.5),
+            **grouped(estimator=aligned(), num_steps=10, **NOISE),
+        )
         other.init(KEY, X)
     if changed == "records":
         records = X + 1

@@ -12,6 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from scipy import stats
 
@@ -32,7 +33,9 @@ def model(x):
 
 def svi(**options):
     options = {"sampler": FullBatch(), "budget": PrivacyBudget(1.0, 1e-5)} | options
-    driver = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=2.0, **options)
+    driver = DPSVI(
+        model, AutoDiagonalNormal(model), optax.adam(0.1), **grouped(clip_norm=2.0, **options)
+    )
     return driver.run(KEY, 20, X, progress_bar=False)
 
 

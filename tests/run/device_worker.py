@@ -13,12 +13,13 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
+from flat import grouped
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpyro.contrib.module import flax_module
 from numpyro.infer import Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
-from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, Ledger, PrivacyBudget
+from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, Execution, Ledger, Privacy, PrivacyBudget
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.mechanisms import AdaptiveClip, LossRelease
 from numpyro_dp.run.checkpoint import Checkpoint
@@ -97,9 +98,11 @@ def driver(model, guide, mesh, sampler, estimator=aligned, **options):
         "secret_key": 1, "repetition": True, "clip_norm": 0.5, "budget": budget,
     } | options  # fmt: skip
     return DPSVI(
-        model, guide(model), optax.adam(0.05), estimator=estimator(), sampler=sampler,
-        mesh=mesh, **options,
-    )  # fmt: skip
+        model,
+        guide(model),
+        optax.adam(0.05),
+        **grouped(estimator=estimator(), sampler=sampler, mesh=mesh, **options),
+    )
 
 
 def cases(mesh):
@@ -118,8 +121,8 @@ def cases(mesh):
         "not divisible": (driver(regression, normal, mesh, FullBatch()), N + 3),
         "message passing": (
             DPSEP(
-                regression, clip_norm=1.0, sampler=Poisson(0.2), secret_key=1,
-                repetition=True, mesh=mesh,
+                regression, clip_norm=1.0, sampler=Poisson(0.2),
+                privacy=Privacy(secret_key=1, repetition=True), execution=Execution(mesh=mesh),
                 budget=PrivacyBudget(2.0, 1e-5),
             ), N,
         ),
@@ -167,7 +170,7 @@ def chains(mesh, data):
     mcmc = DPMCMC(
         SGLD(regression, None), num_warmup=2, num_samples=4, num_chains=2, clip_norm=0.5,
         sampler=Poisson(0.2), budget=PrivacyBudget(2.0, 1e-5),
-        secret_key=1, repetition=True, mesh=mesh,
+        privacy=Privacy(secret_key=1, repetition=True), execution=Execution(mesh=mesh),
         progress_bar=False,
     )  # fmt: skip
     mcmc.run(jax.random.key(0), *data)

@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 from scipy import stats
 
@@ -44,8 +45,12 @@ def model(x, y):
 
 
 def svi(sampler=FullBatch(), **more):  # noqa: B008
-    return DPSVI(model, AutoDiagonalNormal(model), optax.sgd(1e-3), clip_norm=0.7, sampler=sampler,
-                 budget=BUDGET, **more)  # fmt: skip
+    return DPSVI(
+        model,
+        AutoDiagonalNormal(model),
+        optax.sgd(1e-3),
+        **grouped(clip_norm=0.7, sampler=sampler, budget=BUDGET, **more),
+    )
 
 
 DRIVERS = {
@@ -93,8 +98,12 @@ def one_run(**changes):
     x = np.concatenate([50 * np.eye(60), 0.01 * rng.normal(size=(20, 60))]).astype(np.float32)
     y = np.concatenate([np.full(60, 50.0), np.zeros(20)]).astype(np.float32)
     settings = {"budget": PrivacyBudget(8.0, 1e-5)} | changes
-    driver = DPSVI(wide, AutoDelta(wide), optax.sgd(1e-4), estimator=aligned(), clip_norm=1.0,
-                   sampler=Poisson(0.5), **settings)  # fmt: skip
+    driver = DPSVI(
+        wide,
+        AutoDelta(wide),
+        optax.sgd(1e-4),
+        **grouped(estimator=aligned(), clip_norm=1.0, sampler=Poisson(0.5), **settings),
+    )
     return audit_run(driver, KEY, 10, x, y, canaries=range(60), guesses=40)
 
 

@@ -7,9 +7,10 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp import DPSVI, DPLaplace, secret_key
+from numpyro_dp import DPSVI, DPLaplace, Privacy, secret_key
 from numpyro_dp.estimators import aligned
 from numpyro_dp.run import streaming
 from numpyro_dp.run.step import _numbers
@@ -29,7 +30,7 @@ def model(x):
 @pytest.mark.parametrize("sampler", [Poisson(0.3), FixedSize(5), Permutation(8)])
 def test_the_sum_of_a_step_is_that_of_the_rows_drawn(sampler):
     svi = DPSVI(model, AutoDelta(model), optax.sgd(1.0), estimator=aligned(), clip_norm=CLIP,
-                sampler=sampler, noise_multiplier=0.0)  # fmt: skip
+                sampler=sampler, privacy=Privacy(noise_multiplier=0.0))  # fmt: skip
     state = svi.init(jax.random.key(0), X, init_params={"mean_auto_loc": START}).opened
     session = svi._session((X,), {})
     rows, step = session.rows((X,), {}), jax.jit(session._step)
@@ -50,9 +51,9 @@ def test_the_sum_of_a_step_is_that_of_the_rows_drawn(sampler):
 @pytest.mark.extended
 def test_parts_of_a_stream_end_with_no_record(monkeypatch):
     own = {"noise_multiplier": 2.0, "secret_key": 5, "repetition": True}
-    whole = DPLaplace(model, **own).run(jax.random.key(0), X)
+    whole = DPLaplace(model, **grouped(**own)).run(jax.random.key(0), X)
     monkeypatch.setattr(streaming, "_BYTES", 4 * 7)  # parts of 7 rows, and 5 places without one
-    parts = DPLaplace(model, **own).run(jax.random.key(0), X, stream=True)
+    parts = DPLaplace(model, **grouped(**own)).run(jax.random.key(0), X, stream=True)
     key = jax.random.key(1)
     np.testing.assert_array_equal(whole.sample(key, 3)["mean"], parts.sample(key, 3)["mean"])
 

@@ -16,6 +16,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import (
@@ -27,6 +28,7 @@ from numpyro_dp import (
     Ledger,
     LedgerError,
     NoiseReuseError,
+    Privacy,
     PrivacyBudget,
     RunInterrupted,
     fit,
@@ -60,7 +62,7 @@ def logistic(x):
 @functools.cache
 def svi(**changes):
     settings = {"noise_multiplier": 5.0, "clip_norm": 1.0, "sampler": Poisson(0.2)} | changes
-    return DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), **settings)
+    return DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), **grouped(**settings))
 
 
 def run(folder=None, x=X, *, every=5, key=KEY, num_steps=23, **changes):
@@ -303,14 +305,24 @@ def test_every_driver(case, tmp_path, stops):
             return numbers(found)
         own = {"noise_multiplier": 5.0} | REPEATED
         if case == "sep":
-            sep = DPSEP(logistic, clip_norm=1.0, sampler=FullBatch(), **own)
+            sep = DPSEP(logistic, **grouped(clip_norm=1.0, sampler=FullBatch(), **own))
             found = sep.run(KEY, 25, X, progress_bar=False, **kept)
             return found.params, found.trace
         if case == "laplace":
-            return DPLaplace(model, **own).run(KEY, X, **kept).sample(KEY, 5)
-        driver = DPMCMC(SGLD(model), num_warmup=11, num_samples=12, thinning=3, clip_norm=1.0,
-                        sampler=FullBatch(), num_chains=chains[case], progress_bar=False,
-                        **own)  # fmt: skip
+            return DPLaplace(model, **grouped(**own)).run(KEY, X, **kept).sample(KEY, 5)
+        driver = DPMCMC(
+            SGLD(model),
+            **grouped(
+                num_warmup=11,
+                num_samples=12,
+                thinning=3,
+                clip_norm=1.0,
+                sampler=FullBatch(),
+                num_chains=chains[case],
+                progress_bar=False,
+                **own,
+            ),
+        )
         driver.run(KEY, X, **kept)
         return driver.get_samples()
 
@@ -366,13 +378,23 @@ def refused(kind, x, folder=None):
     kept = {} if folder is None else {"checkpoint": folder}
     own = {"noise_multiplier": 5.0, "secret_key": 6}
     if kind == "laplace":
-        return DPLaplace(model, **own).run(KEY, x, **kept).sample(KEY, 3)
+        return DPLaplace(model, **grouped(**own)).run(KEY, x, **kept).sample(KEY, 3)
     if kind == "svi":
         settings = {"clip_norm": 1.0, "sampler": FullBatch()} | own
-        driver = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), **settings)
+        driver = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), **grouped(**settings))
         return driver.run(KEY, 4, x, progress_bar=False, **kept).params
-    driver = DPMCMC(SGLD(model), num_warmup=0, num_samples=3, clip_norm=1.0, sampler=FullBatch(),
-                    num_chains=int(kind), progress_bar=False, **own)  # fmt: skip
+    driver = DPMCMC(
+        SGLD(model),
+        **grouped(
+            num_warmup=0,
+            num_samples=3,
+            clip_norm=1.0,
+            sampler=FullBatch(),
+            num_chains=int(kind),
+            progress_bar=False,
+            **own,
+        ),
+    )
     driver.run(KEY, x, **kept)
     return driver.get_samples()
 
@@ -407,7 +429,8 @@ def test_noise_of_a_killed_run_that_was_used_elsewhere(kind, tmp_path, stops):
 @pytest.mark.full
 def test_updates_use_up_the_key_of_a_new_folder(tmp_path):
     driver = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
-                   sampler=FullBatch(), noise_multiplier=5.0, secret_key=11)  # fmt: skip
+                   sampler=FullBatch(),
+                   privacy=Privacy(noise_multiplier=5.0, secret_key=11))  # fmt: skip
     driver.init(KEY, X)
     for _ in range(2):
         with pytest.raises(NoiseReuseError):

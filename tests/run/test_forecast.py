@@ -8,7 +8,7 @@ import optax
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, BudgetError, DPLaplace, PrivacyBudget
+from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, BudgetError, DPLaplace, Privacy, PrivacyBudget
 from numpyro_dp.samplers import FullBatch, Poisson
 
 X = np.random.default_rng(0).normal(size=(2000, 3)).astype(np.float32)
@@ -47,7 +47,7 @@ def test_drivers_agree_on_what_a_budget_allows():
 @pytest.mark.full
 def test_the_bound_is_the_formula_and_says_what_it_means():
     svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.01), clip_norm=1.0,
-                sampler=Poisson(0.1), noise_multiplier=30.0)  # fmt: skip
+                sampler=Poisson(0.1), privacy=Privacy(noise_multiplier=30.0))  # fmt: skip
     found = svi.plan(400, X, np.zeros(len(X), int))
     assert found.noise == pytest.approx(30.0 * (3 / (0.1**2 * 200 * 2000)) ** 0.5)
     assert found.width == pytest.approx((1 + found.noise**2) ** 0.5)
@@ -68,6 +68,7 @@ def test_posteriors_are_no_narrower_than_the_bound():
 def test_a_plan_that_exceeds_the_budget_is_refused():
     spent = BUDGET.after()
     svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.01), clip_norm=1.0,
-                sampler=FullBatch(), budget=spent, noise_multiplier=1.0)  # fmt: skip
+                sampler=FullBatch(), budget=spent,
+                privacy=Privacy(noise_multiplier=1.0))  # fmt: skip
     with pytest.raises(BudgetError):
         svi.plan(1000, X, np.zeros(len(X), int))

@@ -11,6 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_dp import DPSVI
@@ -31,8 +32,14 @@ def linear(x):
 def released(x, steps, clip_norm=2.0, estimator=aligned, **options):
     """Sums that the steps release, found from the moves of plain gradient descent."""
     mesh = jax.make_mesh((jax.device_count(),), ("records",))
-    svi = DPSVI(linear, AutoDelta(linear), optax.sgd(RATE), estimator=estimator(), mesh=mesh,
-                clip_norm=clip_norm, data_plate="records", **options)  # fmt: skip
+    svi = DPSVI(
+        linear,
+        AutoDelta(linear),
+        optax.sgd(RATE),
+        **grouped(
+            estimator=estimator(), data_plate="records", mesh=mesh, clip_norm=clip_norm, **options
+        ),
+    )
     start = {"w_auto_loc": jnp.zeros(NUMBER)}
     result = svi.run(jax.random.key(0), steps, x, progress_bar=False, init_params=start,
                      trace_size=steps)  # fmt: skip

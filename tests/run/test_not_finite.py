@@ -11,7 +11,7 @@ import optax
 import pytest
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp import DPSEP, DPSVI
+from numpyro_dp import DPSEP, DPSVI, Privacy
 from numpyro_dp.ep.gaussian import Cavity
 from numpyro_dp.pbp import RegressionNetwork
 from numpyro_dp.pbp.estimator import NetworkCavity, network_site
@@ -39,7 +39,7 @@ def linear(x, y):
 def total(x, y, model=model):
     """The noise-free sum of centred scores in one step, at weights where all are clipped."""
     svi = DPSVI(model, AutoDelta(model), optax.sgd(1.0), clip_norm=0.1, sampler=FullBatch(),
-                noise_multiplier=0.0, secret_key=4, repetition=True)  # fmt: skip
+                privacy=Privacy(noise_multiplier=0.0, secret_key=4, repetition=True))  # fmt: skip
     start = {"w_auto_loc": jnp.array([0.4, -0.3])}
     return svi.run(KEY, 1, x, y, init_params=start, progress_bar=False).params["w_auto_loc"]
 
@@ -57,7 +57,8 @@ def test_a_record_without_an_outcome_adds_no_other_outcome(model):
 @pytest.mark.extended
 def test_a_site_that_is_not_finite_has_no_information():
     def posterior(x, y):
-        sep = DPSEP(model, clip_norm=math.inf, sampler=FullBatch(), noise_multiplier=0.0,
+        sep = DPSEP(model, clip_norm=math.inf, sampler=FullBatch(),
+        privacy=Privacy(noise_multiplier=0.0),
                     unbiased_clipping=False)  # fmt: skip
         return sep.run(KEY, 40, x, y, progress_bar=False).params["auto_precision"]
 

@@ -5,6 +5,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import DPEM, DPPBP, DPSEP, DPSVI, RegressionNetwork
@@ -25,13 +26,16 @@ def model(x):
 DRIVERS = {
     "DPSVI": (
         lambda: DPSVI(
-            model, AutoDiagonalNormal(model), optax.sgd(0.1), estimator=aligned(), **NOISE
+            model,
+            AutoDiagonalNormal(model),
+            optax.sgd(0.1),
+            **grouped(estimator=aligned(), **NOISE),
         ),
         (X,),
     ),
-    "DPSEP": (lambda: DPSEP(model, **NOISE), (X,)),
-    "DPEM": (lambda: DPEM(2, **NOISE), (X[:, None],)),
-    "DPPBP": (lambda: DPPBP(RegressionNetwork((2,)), **NOISE), (X[:, None], X)),
+    "DPSEP": (lambda: DPSEP(model, **grouped(**NOISE)), (X,)),
+    "DPEM": (lambda: DPEM(2, **grouped(**NOISE)), (X[:, None],)),
+    "DPPBP": (lambda: DPPBP(RegressionNetwork((2,)), **grouped(**NOISE)), (X[:, None], X)),
 }
 
 

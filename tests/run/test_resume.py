@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import DPSVI, BudgetError, PrivacyBudget, secret_key
@@ -26,7 +27,9 @@ def model(x):
 
 def driver(**changes):
     settings = dict(clip_norm=1.0, sampler=Poisson(0.2), noise_multiplier=5.0) | changes
-    return DPSVI(model, AutoDiagonalNormal(model), optax.sgd(0.1), estimator=aligned(), **settings)
+    return DPSVI(
+        model, AutoDiagonalNormal(model), optax.sgd(0.1), **grouped(estimator=aligned(), **settings)
+    )
 
 
 @pytest.fixture(scope="module")

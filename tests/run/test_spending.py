@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from gaussian import gaussian
 from numpyro.infer.autoguide import AutoDelta
 
@@ -26,8 +27,12 @@ def model(x):
 
 
 def driver(sampler, **options):
-    return DPSVI(model, AutoDelta(model), optax.sgd(0.1), estimator=aligned(), clip_norm=1.0,
-                 sampler=sampler, **options)  # fmt: skip
+    return DPSVI(
+        model,
+        AutoDelta(model),
+        optax.sgd(0.1),
+        **grouped(estimator=aligned(), clip_norm=1.0, sampler=sampler, **options),
+    )
 
 
 @pytest.mark.parametrize("wanted", [0.7, 1.1, 1.3, np.pi, 1 + 2.0**-40, 1 + 2.0**-23, 1e-3, 2e3])

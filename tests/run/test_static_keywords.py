@@ -6,6 +6,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, DPLaplace, PrivacyBudget
@@ -21,9 +22,9 @@ def model(x, scale=1.0):
 BUDGET = PrivacyBudget(1.0, 1e-3)
 SHARED = {"clip_norm": 1.0, "sampler": FullBatch(), "budget": BUDGET, "scale": 2.0}
 DRIVERS = {
-    "DPSVI": (lambda: DPSVI(model, AutoNormal(model), optax.adam(0.1), **SHARED), (3,)),
-    "DPSEP": (lambda: DPSEP(model, **SHARED), (3,)),
-    "DPMCMC": (lambda: DPMCMC(SGLD(model), num_warmup=1, num_samples=2, **SHARED), ()),
+    "DPSVI": (lambda: DPSVI(model, AutoNormal(model), optax.adam(0.1), **grouped(**SHARED)), (3,)),
+    "DPSEP": (lambda: DPSEP(model, **grouped(**SHARED)), (3,)),
+    "DPMCMC": (lambda: DPMCMC(SGLD(model), **grouped(num_warmup=1, num_samples=2, **SHARED)), ()),
     "DPLaplace": (lambda: DPLaplace(model, budget=BUDGET, scale=2.0), ()),
 }
 

@@ -11,9 +11,10 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPSEP, DPSVI, DPLaplace, PrivacyBudget
+from numpyro_dp import DPSEP, DPSVI, DPLaplace, Privacy, PrivacyBudget
 from numpyro_dp.core import Fold
 from numpyro_dp.estimators import aligned
 from numpyro_dp.mechanisms import LossRelease
@@ -56,9 +57,11 @@ def driver(sampler=None, fitted=model, guide=None, **options):
     options = {"noise_multiplier": 1.0, "secret_key": 3, "repetition": True} | options
     options = {"clip_norm": 1.0} | options
     return DPSVI(
-        fitted, guide or AutoDiagonalNormal(fitted), optax.adam(0.05), estimator=aligned(),
-        sampler=sampler or Poisson(0.2), **options,
-    )  # fmt: skip
+        fitted,
+        guide or AutoDiagonalNormal(fitted),
+        optax.adam(0.05),
+        **grouped(estimator=aligned(), sampler=sampler or Poisson(0.2), **options),
+    )
 
 
 MEANS = Fold(lambda p: p, lambda s, p: jax.tree.map(jnp.add, s, p), lambda s: s)
@@ -76,9 +79,7 @@ CASES = {
             model,
             clip_norm=1.0,
             sampler=Poisson(0.2),
-            noise_multiplier=1.0,
-            secret_key=3,
-            repetition=True,
+            privacy=Privacy(noise_multiplier=1.0, secret_key=3, repetition=True),
         ),
         {},
     ),
@@ -123,9 +124,9 @@ def test_zeros_after_the_last_records_do_not_count(monkeypatch):
 
     x = (5 + np.random.default_rng(0).normal(size=N)).astype(np.float32)
     own = {"secret_key": 3, "repetition": True, "budget": PrivacyBudget(1e4, 1e-5)}
-    whole = DPLaplace(level, **own).run(KEY, x).summary()["mean"]
+    whole = DPLaplace(level, **grouped(**own)).run(KEY, x).summary()["mean"]
     monkeypatch.setattr(streaming, "_BYTES", 7 * x.itemsize)
-    parts = DPLaplace(level, **own).run(KEY, x, stream=True).summary()["mean"]
+    parts = DPLaplace(level, **grouped(**own)).run(KEY, x, stream=True).summary()["mean"]
     for name in ("mean", "sd"):
         np.testing.assert_allclose(parts[name], whole[name], rtol=1e-5)
 

@@ -7,9 +7,10 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
-from numpyro_dp import DPSVI, BudgetError, PrivacyBudget, secret_key
+from numpyro_dp import DPSVI, BudgetError, Privacy, PrivacyBudget, secret_key
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.mechanisms import LossRelease
 from numpyro_dp.run import sweep as sweep_module
@@ -39,7 +40,7 @@ def driver(**changes):
     settings |= {"secret_key": 5, "repetition": True} | changes
     if "budget" not in settings and "noise_multiplier" not in settings:
         settings["budget"] = PrivacyBudget(1.0, 1e-5)
-    return DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.05), **settings)
+    return DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.05), **grouped(**settings))
 
 
 KEYS = jax.random.split(jax.random.key(0), 2)
@@ -195,7 +196,7 @@ def test_learning_rates_are_swept(data):
     adam = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
     swept = DPSVI(
         model, AutoDiagonalNormal(model), adam, estimator=aligned(), clip_norm=1.5,
-        sampler=Poisson(0.2), noise_multiplier=1.0, secret_key=5, repetition=True,
+        sampler=Poisson(0.2), privacy=Privacy(noise_multiplier=1.0, secret_key=5, repetition=True),
     ).sweep(KEYS, STEPS, data, learning_rate=[0.01, 0.05], clip_norm=[1.0, 1.5])  # fmt: skip
     assert swept.labels["learning_rate"].tolist() == [0.01, 0.01, 0.05, 0.05] * 2
     assert swept.labels["seed"].tolist() == [0, 1] * 4
@@ -258,7 +259,9 @@ def test_a_folder_of_another_sweep_is_refused(data, tmp_path):
             "estimator": aligned(), "clip_norm": {...: 1.5}, "sampler": Poisson(0.2),
             "secret_key": 5, "noise_multiplier": 1.0,
         } | changes  # fmt: skip
-        driver = DPSVI(model, guide(model, init_scale=init), optax.adam(rate), **settings)
+        driver = DPSVI(
+            model, guide(model, init_scale=init), optax.adam(rate), **grouped(**settings)
+        )
         return driver.sweep(KEYS, 3, data, chunk_size=chunk_size, checkpoint=tmp_path / "found")
 
     one, other = sweep(), sweep()
@@ -286,8 +289,8 @@ def test_a_folder_knows_arrays_that_a_model_captured(data, tmp_path):
 
         svi = DPSVI(
             captured, AutoDiagonalNormal(captured), optax.adam(0.05), estimator=aligned(),
-            clip_norm=1.5, sampler=Poisson(0.2), noise_multiplier=1.0, secret_key=5,
-            repetition=True,
+            clip_norm=1.5, sampler=Poisson(0.2),
+            privacy=Privacy(noise_multiplier=1.0, secret_key=5, repetition=True),
         )  # fmt: skip
         return svi.sweep(KEYS, 3, data, checkpoint=tmp_path / "found")
 

@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
 from numpyro_dp import (
@@ -21,6 +22,7 @@ from numpyro_dp import (
     DPLaplace,
     Ledger,
     LedgerError,
+    Privacy,
     PrivacyBudget,
     UnsupportedModelError,
     check_records,
@@ -56,8 +58,8 @@ def total(estimator, x=X, y=Y, ids=IDS, clip=0.3):
     """The sum of clipped scores in one step from w = init, read off a step of gradient descent."""
     svi = DPSVI(
         model, AutoDelta(model), optax.sgd(1.0), estimator=estimator, clip_norm=clip,
-        sampler=FullBatch(), noise_multiplier=0.0, max_rows_per_unit=R, secret_key=4,
-        repetition=True
+        sampler=FullBatch(),
+        privacy=Privacy(noise_multiplier=0.0, max_rows_per_unit=R, secret_key=4, repetition=True)
     )  # fmt: skip
     start = {"w_auto_loc": jnp.array([0.3, -0.2])}
     call = {"init_params": start, "progress_bar": False, "unit": ids}
@@ -118,8 +120,10 @@ def test_units_of_one_row_are_rows():
     own = {"clip_norm": 0.5, "sampler": Poisson(0.3), "noise_multiplier": 1.0, "secret_key": 4,
            "repetition": True, "estimator": aligned()}  # fmt: skip
     guide = AutoDiagonalNormal(model)
-    by_row = DPSVI(model, guide, optax.sgd(0.1), **own).run(KEY, 5, X, Y, progress_bar=False)
-    by_unit = DPSVI(model, guide, optax.sgd(0.1), max_rows_per_unit=1, **own).run(
+    by_row = DPSVI(model, guide, optax.sgd(0.1), **grouped(**own)).run(
+        KEY, 5, X, Y, progress_bar=False
+    )
+    by_unit = DPSVI(model, guide, optax.sgd(0.1), **grouped(max_rows_per_unit=1, **own)).run(
         KEY, 5, X, Y, progress_bar=False, unit=np.arange(len(IDS))
     )
     for name, value in by_row.params.items():
@@ -130,7 +134,9 @@ def test_units_of_one_row_are_rows():
 def test_streamed_units_give_the_same():
     own = {"clip_norm": 0.5, "sampler": Poisson(0.4), "noise_multiplier": 1.0, "secret_key": 4,
            "repetition": True}  # fmt: skip
-    svi = DPSVI(model, AutoDiagonalNormal(model), optax.sgd(0.1), max_rows_per_unit=R, **own)
+    svi = DPSVI(
+        model, AutoDiagonalNormal(model), optax.sgd(0.1), **grouped(max_rows_per_unit=R, **own)
+    )
     call = {"progress_bar": False, "unit": IDS}
     found = [svi.run(KEY, 5, X, Y, stream=stream, **call) for stream in (False, True)]
     for name, value in found[0].params.items():
@@ -141,7 +147,7 @@ def test_streamed_units_give_the_same():
 def test_message_passing_adds_the_sites_of_rows():
     few, own = np.concatenate(kept_rows()), {"noise_multiplier": 0.0, "sampler": FullBatch()}
     by_row = SEP(model).run(KEY, 30, X[few], Y[few], progress_bar=False)
-    sep = DPSEP(model, clip_norm=math.inf, max_rows_per_unit=R, **own)
+    sep = DPSEP(model, **grouped(clip_norm=math.inf, max_rows_per_unit=R, **own))
     by_unit = sep.run(KEY, 30, X, Y, unit=IDS, progress_bar=False)
     for name, value in by_row.params.items():
         # The cavity of a unit leaves out the mean factor of a unit, and that of a row one of a row.
@@ -153,7 +159,8 @@ def test_message_passing_clips_the_site_of_a_unit():
     changes = []
     for factor in (100.0, np.nan):
         x = np.where((IDS == 2)[:, None], np.float32(factor) * X, X)
-        sep = DPSEP(model, clip_norm=0.3, max_rows_per_unit=R, noise_multiplier=0.0, damping=1.0,
+        sep = DPSEP(model, clip_norm=0.3,
+            privacy=Privacy(max_rows_per_unit=R, noise_multiplier=0.0), damping=1.0,
                     sampler=FullBatch())  # fmt: skip
         state = sep.run(KEY, 1, x, Y, unit=IDS, progress_bar=False).state
         released = state.optim_state.released
@@ -174,15 +181,29 @@ def test_reports_count_units(kind):
     if kind == "fit":
         report = fit(model, x, y, unit=ids, budget=budget, rng_key=KEY, **own).privacy
     elif kind == "DPLaplace":
-        report = DPLaplace(model, budget=budget, **own).run(KEY, x, y, unit=ids).privacy
+        report = DPLaplace(model, **grouped(budget=budget, **own)).run(KEY, x, y, unit=ids).privacy
     elif kind == "DPMCMC":
-        mcmc = DPMCMC(SGLD(model), num_warmup=2, num_samples=3, clip_norm=1.0, budget=budget,
-                      sampler=FullBatch(), progress_bar=False, **own)  # fmt: skip
+        mcmc = DPMCMC(
+            SGLD(model),
+            **grouped(
+                num_warmup=2,
+                num_samples=3,
+                clip_norm=1.0,
+                budget=budget,
+                sampler=FullBatch(),
+                progress_bar=False,
+                **own,
+            ),
+        )
         mcmc.run(KEY, x, y, unit=ids)
         report = mcmc.privacy
     else:
-        svi = DPSVI(model, AutoDiagonalNormal(model), optax.sgd(0.1), clip_norm=1.0, budget=budget,
-                    sampler=FullBatch(), **own)  # fmt: skip
+        svi = DPSVI(
+            model,
+            AutoDiagonalNormal(model),
+            optax.sgd(0.1),
+            **grouped(clip_norm=1.0, budget=budget, sampler=FullBatch(), **own),
+        )
         assert svi.plan(3, x, y, unit=ids).num_examples == 300
         report = svi.run(KEY, 3, x, y, unit=ids, progress_bar=False).privacy
     assert (report.plan.num_examples, report.max_rows) == (300, 2)
@@ -202,7 +223,7 @@ def test_a_ledger_counts_one_kind_of_unit(tmp_path):
 
     def run(**unit):
         rows = {"max_rows_per_unit": 2} if unit else {}
-        driver = DPLaplace(model, budget=ledger.budget(0.5, purpose="test"), **rows)
+        driver = DPLaplace(model, **grouped(budget=ledger.budget(0.5, purpose="test"), **rows))
         return driver.run(KEY, x, y, **unit)
 
     run(unit=ids)
@@ -214,7 +235,7 @@ def test_a_ledger_counts_one_kind_of_unit(tmp_path):
 
 def laplace_signals(x, y, ids):
     """The signals of a stage, which have norm at most 1."""
-    driver = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5), max_rows_per_unit=R)
+    driver = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5), privacy=Privacy(max_rows_per_unit=R))
     _, prior, guess = driver._prepared_for((x, y), {"unit": ids})
     plan = driver._schedule(prior.outcomes)
     stages, run = Stages(driver.settings, prior.outcomes, guess.groups), Run(prior, plan, guess)
@@ -242,7 +263,8 @@ def test_signals_of_units_keep_the_bounds_of_a_stage():
 
 def test_bad_ids_are_refused():
     svi = DPSVI(model, AutoDiagonalNormal(model), optax.sgd(0.1), clip_norm=1.0,
-                sampler=FullBatch(), noise_multiplier=1.0, max_rows_per_unit=R)  # fmt: skip
+                sampler=FullBatch(),
+                privacy=Privacy(noise_multiplier=1.0, max_rows_per_unit=R))  # fmt: skip
     with pytest.raises(TypeError, match="needs the unit of each row"):
         svi.run(KEY, 2, X, Y)
     with pytest.raises(ValueError, match="one id for each row"):
@@ -255,7 +277,7 @@ def test_bad_ids_are_refused():
     jax.jit(lambda state, x: svi.update(state, x, Y, unit=IDS))(state, X)
     with pytest.raises(ValueError, match="max_rows_per_unit"):
         DPSVI(model, AutoDiagonalNormal(model), optax.sgd(0.1), clip_norm=1.0,
-              sampler=FullBatch(), noise_multiplier=1.0, max_rows_per_unit=0).run(
+              sampler=FullBatch(), privacy=Privacy(noise_multiplier=1.0, max_rows_per_unit=0)).run(
                   KEY, 2, X, Y, unit=IDS)  # fmt: skip
     svi.update(state, X, Y, unit=IDS)
 
@@ -263,7 +285,7 @@ def test_bad_ids_are_refused():
 def test_ids_without_a_number_of_rows_are_refused():
     svi = DPSVI(
         model, AutoDiagonalNormal(model), optax.sgd(1.0), clip_norm=1.0, sampler=FullBatch(),
-        noise_multiplier=1.0
+        privacy=Privacy(noise_multiplier=1.0)
     )  # fmt: skip
     for call in (
         lambda: fit(model, X, Y, epsilon=1.0, rng_key=KEY, unit=IDS),
@@ -281,7 +303,8 @@ def test_latents_of_rows_are_refused():
             numpyro.sample("x", dist.Normal(own, 1), obs=x)
 
     svi = DPSVI(local, AutoDiagonalNormal(local), optax.sgd(0.1), clip_norm=1.0,
-                sampler=FullBatch(), noise_multiplier=1.0, max_rows_per_unit=R)  # fmt: skip
+                sampler=FullBatch(),
+                privacy=Privacy(noise_multiplier=1.0, max_rows_per_unit=R))  # fmt: skip
     with pytest.raises(UnsupportedModelError, match="belong to single rows"):
         svi.run(KEY, 2, X[:, 0], unit=IDS)
 
@@ -358,7 +381,7 @@ def test_a_model_may_have_an_argument_of_this_name():
             numpyro.sample("x", dist.Normal(w * unit, 1), obs=x)
 
     svi = DPSVI(own, AutoDiagonalNormal(own), optax.sgd(0.1), clip_norm=1.0,
-                sampler=FullBatch(), noise_multiplier=1.0)  # fmt: skip
+                sampler=FullBatch(), privacy=Privacy(noise_multiplier=1.0))  # fmt: skip
     unit = np.where(np.arange(len(X)) == 3, np.nan, X[:, 1])
     svi.run(KEY, 2, X[:, 0], unit=unit, progress_bar=False)
     svi.run(KEY, 2, X[:, 0], unit=2.0, progress_bar=False)
@@ -376,14 +399,14 @@ def test_the_allowance_of_small_arrays_counts_units():
     ids = np.repeat(np.arange(300), 2)
     settings = {"budget": PrivacyBudget(1.0, 1e-5)}
     with pytest.raises(UnsupportedModelError):
-        DPLaplace(with_table, max_rows_per_unit=2, **settings).plan(x, x[:, 0], unit=ids)
-    DPLaplace(with_table, **settings).plan(x, x[:, 0])
+        DPLaplace(with_table, **grouped(max_rows_per_unit=2, **settings)).plan(x, x[:, 0], unit=ids)
+    DPLaplace(with_table, **grouped(**settings)).plan(x, x[:, 0])
 
 
 @pytest.mark.full
 def test_rehearsal_and_checks_take_units():
     ids, x = np.repeat(np.arange(200), 2), rng.normal(size=(400, 2)).astype(np.float32)
-    driver = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5), max_rows_per_unit=2)
+    driver = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5), privacy=Privacy(max_rows_per_unit=2))
     found = rehearse(driver, KEY, x, None, unit=ids, num_simulations=2)
     assert "2 simulations" in str(found)
     bad = np.where(np.arange(400)[:, None] == 7, np.nan, x)

@@ -18,6 +18,7 @@ from numpyro_dp import (
     SGHMC,
     SGLD,
     PreconditionedSGLD,
+    Privacy,
     PrivacyBudget,
     audit,
     secret_key,
@@ -108,7 +109,8 @@ def test_the_audit_finds_too_little_noise(name, monkeypatch):
 def first_samples(kernel):
     """The first position of a chain along the canary's direction, without and with it."""
     mcmc = DPMCMC(kernel(model), num_warmup=0, num_samples=1, clip_norm=0.7, sampler=FullBatch(),
-                  budget=BUDGET, secret_key=2, repetition=True, progress_bar=False)  # fmt: skip
+                  budget=BUDGET,
+                  privacy=Privacy(secret_key=2, repetition=True), progress_bar=False)  # fmt: skip
     mcmc.run(jax.random.key(0), *records(True))
     driver = mcmc._driver
     start = driver._init(jax.random.key(0), 1, records(True), {}, None).opened

@@ -10,7 +10,7 @@ import numpyro.distributions as dist
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from numpyro_dp import PrivacyBudget, secret_key
+from numpyro_dp import Privacy, PrivacyBudget, secret_key
 from numpyro_dp.core import MechanismState
 from numpyro_dp.laplace.guess import FirstGuess
 from numpyro_dp.laplace.schedule import Kind, Schedule, schedule
@@ -53,8 +53,8 @@ def worlds(noise_factor, draws):
     structure = read_model(model, args, {}, None, declare())
     shared = structure.layout.rows(args, {}).shared
     outcomes = read_outcomes(Model(model, structure), shared)
-    settings = RunSettings(clip_norm=1.0, sampler=FullBatch(), budget=BUDGET, secret_key=2,
-                           mechanism=StagedGaussian(), repetition=True)  # fmt: skip
+    settings = RunSettings(clip_norm=1.0, sampler=FullBatch(), budget=BUDGET,
+    privacy=Privacy(secret_key=2, mechanism=StagedGaussian(), repetition=True))  # fmt: skip
     plan = schedule(1 / plan_for(settings, 8, 1).noise_multiplier, 3, 8)
     early = (
         (0.0, 0.0, 0.01, 0.0, 0.0, 0.0),

@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from gaussian import gaussian
 from jax import lax
 from jax.flatten_util import ravel_pytree
@@ -95,8 +96,12 @@ def records():
 
 def driver(estimator=aligned, **options):
     settings = {"noise_multiplier": 1.3, "clip_norm": 0.6, "sampler": Poisson(0.4)} | options
-    return DPSVI(model, AutoDiagonalNormal(model), optax.adam(1e-3), estimator=estimator(),
-                 **settings)  # fmt: skip
+    return DPSVI(
+        model,
+        AutoDiagonalNormal(model),
+        optax.adam(1e-3),
+        **grouped(estimator=estimator(), **settings),
+    )
 
 
 @functools.cache

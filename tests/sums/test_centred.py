@@ -12,7 +12,7 @@ import pytest
 from numpyro.infer import Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPSVI, UnsupportedModelError
+from numpyro_dp import DPSVI, Privacy, UnsupportedModelError
 from numpyro_dp.core import Centring, Estimator, MechanismState
 from numpyro_dp.estimators import aligned, centred, vanilla
 from numpyro_dp.mechanisms import AdaptiveClip, GaussianMechanism
@@ -74,7 +74,8 @@ MOVED = {"shift": jnp.asarray(1.2), "scale": jnp.asarray(-0.7)}  # unconstrained
 def problem_of(model, x, y, estimator):
     """Estimator, public values of a step and its draw."""
     svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), estimator=estimator,
-                clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0)  # fmt: skip
+                clip_norm=1.0, sampler=FullBatch(),
+                privacy=Privacy(noise_multiplier=1.0))  # fmt: skip
     state = svi.init(jax.random.key(0), x, y)
     session = svi._session((x, y), {})
     params = svi.method.optim.get_params(state.optim_state)
@@ -252,7 +253,8 @@ def test_a_model_without_outcomes_is_refused():
             numpyro.factor("x", -((x - mean) ** 2))
 
     svi = DPSVI(local, AutoDiagonalNormal(local), optax.adam(0.1), estimator=centred(aligned()),
-                clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0)  # fmt: skip
+                clip_norm=1.0, sampler=FullBatch(),
+                privacy=Privacy(noise_multiplier=1.0))  # fmt: skip
     with pytest.raises(UnsupportedModelError, match="factor"):
         svi.init(jax.random.key(0), jnp.zeros(5))
 
@@ -289,7 +291,8 @@ def test_without_a_clip_norm_a_record_adds_its_plain_signal():
     found = []
     for estimator in (None, aligned()):
         svi = DPSVI(logistic, AutoDiagonalNormal(logistic), optax.sgd(0.1), estimator=estimator,
-                    clip_norm=np.inf, sampler=FullBatch(), noise_multiplier=0.0)  # fmt: skip
+                    clip_norm=np.inf, sampler=FullBatch(),
+                    privacy=Privacy(noise_multiplier=0.0))  # fmt: skip
         found.append(svi.run(KEY, 2, X, y, progress_bar=False).params["auto_loc"])
     np.testing.assert_allclose(*found, rtol=1e-5)
 
@@ -298,11 +301,12 @@ def test_without_a_clip_norm_a_record_adds_its_plain_signal():
 def test_several_draws_a_step_are_refused_and_the_default_does_without():
     svi = DPSVI(logistic, AutoDiagonalNormal(logistic), optax.adam(0.1), Trace_ELBO(2),
                 estimator=centred(aligned()), clip_norm=1.0, sampler=FullBatch(),
-                noise_multiplier=1.0)  # fmt: skip
+                privacy=Privacy(noise_multiplier=1.0))  # fmt: skip
     with pytest.raises(UnsupportedModelError, match="needs one draw a step, got num_particles=2"):
         svi.init(KEY, X, np.zeros(len(X), int))
     svi = DPSVI(logistic, AutoDiagonalNormal(logistic), optax.adam(0.1), Trace_ELBO(2),
-                clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0)  # fmt: skip
+                clip_norm=1.0, sampler=FullBatch(),
+                privacy=Privacy(noise_multiplier=1.0))  # fmt: skip
     assert svi.run(KEY, 3, X, np.zeros(len(X), int), progress_bar=False).scores is not None
 
 
@@ -320,7 +324,8 @@ def test_a_clip_norm_moves_plain_fits_and_not_centred_ones():
         ("centred", centred(aligned()), 0.2),
     ):  # fmt: skip
         svi = DPSVI(logistic, AutoDiagonalNormal(logistic), optax.adam(0.03), estimator=estimator,
-                    clip_norm=clip, sampler=Poisson(0.2), noise_multiplier=1e-3)  # fmt: skip
+                    clip_norm=clip, sampler=Poisson(0.2),
+                    privacy=Privacy(noise_multiplier=1e-3))  # fmt: skip
         result = svi.run(KEY, 800, x, y, progress_bar=False)
         found[name] = np.asarray(result.posterior.summary()["w"]["mean"])
     errors = {name: np.abs(found[name] - found["reference"]).max() for name in found}
@@ -342,7 +347,7 @@ def test_a_clip_norm_does_not_move_rare_counts():
     for name, estimator in (("plain", aligned()), ("centred", centred(aligned()))):
         optim = optax.adam(optax.linear_schedule(0.1, 0, 400))
         svi = DPSVI(rates, AutoDiagonalNormal(rates), optim, estimator=estimator, clip_norm=0.1,
-                    sampler=FullBatch(), noise_multiplier=1e-3)  # fmt: skip
+                    sampler=FullBatch(), privacy=Privacy(noise_multiplier=1e-3))  # fmt: skip
         found[name] = svi.run(KEY, 400, y, progress_bar=False).params["auto_loc"][0]
     assert found["plain"] < np.log(0.3) - 1
     assert abs(found["centred"] - np.log(y.mean())) < 0.1

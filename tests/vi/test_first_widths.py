@@ -6,6 +6,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
 
 from numpyro_dp import DPSVI
@@ -22,8 +23,12 @@ def model(x, y=None):
 
 
 def first(guide, init_params=None, noise=1.0, **settings):
-    svi = DPSVI(model, guide, optax.adam(0.01), clip_norm=1.0, sampler=FullBatch(),
-                noise_multiplier=noise, **settings)  # fmt: skip
+    svi = DPSVI(
+        model,
+        guide,
+        optax.adam(0.01),
+        **grouped(clip_norm=1.0, sampler=FullBatch(), noise_multiplier=noise, **settings),
+    )
     state = svi.init(jax.random.key(0), X, np.zeros(20, int), init_params=init_params)
     return svi.get_params(state)
 

@@ -14,6 +14,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from jax.flatten_util import ravel_pytree
 from losses import exact_losses
 from numpyro.infer import Predictive
@@ -48,7 +49,7 @@ def driver(**changes: Any) -> DPSVI:
         clip_norm=2.0, sampler=Poisson(0.2), budget=BUDGET, num_steps=60, secret_key=1,
         repetition=True,
     )  # fmt: skip
-    return DPSVI(**options | changes)
+    return DPSVI(**grouped(**options | changes))
 
 
 @pytest.fixture(scope="module")
