@@ -377,8 +377,8 @@ class PublicValues:
                 "without clipping and noise, and might come from records. Pass records as "
                 "arguments, with one row for each. If the array is public, name it in "
                 "public=[array] of fit or Privacy, or pass it as a static keyword of the "
-                "constructor. If NumPy computes it inside the model from public arrays, you cannot name it: "
-                "pass public='captured', for everything that model and guide hold."
+                "constructor. If NumPy computes it inside the model from public arrays, you cannot "
+                "name it: pass public='captured', for everything that model and guide hold."
             )
         place = _described(f"held by the {what}", array)
         self._taken[digest] = (*self._taken.get(digest, ()), place)

@@ -95,16 +95,16 @@ def find_data_plate(
         raise UnsupportedModelError(
             "The observed sites do not share exactly one plate, so records cannot be found. Their "
             f"plates are {listing}. Put every observed site into one plate over records, or name "
-            "that plate with Privacy(data_plate=). Observed sites outside it may read public values "
-            "only."
+            "that plate with Privacy(data_plate=). Observed sites outside it may read public "
+            "values only."
         )
     if len(shared) > 1:
         sizes = {name: plates[name] for name in sorted(shared)}
+        largest = max(sizes, key=lambda name: (name in over_rows, sizes[name]))
         raise UnsupportedModelError(
             f"Cannot tell which plate counts records: the observed sites are in the plates "
             f"{listing}, of sizes {sizes}. Each index of that plate is one protected record. Name "
-            "the plate, for example "
-            f"Privacy(data_plate={max(sizes, key=lambda name: (name in over_rows, sizes[name]))!r})."
+            f"the plate, for example Privacy(data_plate={largest!r})."
         )
     name = shared.pop()
     return name, plates[name]

@@ -180,8 +180,9 @@ class DPSVI(Driver):
     def evaluate(self, svi_state: SensitiveState, *args: Any, **kwargs: Any) -> Array:
         """Raises ValueError: the loss on the records is not protected."""
         raise ValueError(
-            "The loss on the records is not protected, so it is not shown. Use Privacy(loss_release=) "
-            "for a loss curve within the budget, or evaluate on public data with numpyro.infer.SVI."
+            "The loss on the records is not protected, so it is not shown. Use "
+            "Privacy(loss_release=) for a loss curve within the budget, or evaluate on public data "
+            "with numpyro.infer.SVI."
         )
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
