@@ -156,18 +156,23 @@ class DPSEP(Driver):
         """Reads only the shapes of the arguments."""
         return check_conjugate(self.given.structure(args, kwargs))
 
-    def prepare(self, structure: ModelStructure, rng_key: Array, call: Call) -> Prepared:
+    def problem_of(self, structure: ModelStructure, rng_key: Array, call: Call) -> EPProblem:
         """Finds the prior and the kind of site. Reads no record."""
         shared = structure.layout.rows(call.args, call.kwargs).shared
         known = self._sessions.get(arguments_key(call.args, call.kwargs, self.max_rows))
-        if known is None:
+        if known is not None and isinstance(known.problem, EPProblem):
+            problem = known.problem.at(shared)
+        else:
             problem = make_problem(self.given.fn, structure, self._family, shared, rng_key)
             site = choose_site(problem.by_row) if self._site is None else self._site
             site.check(problem.by_row)
             problem = problem._replace(site=site)
-        else:
-            problem = known.problem.at(shared)
         self.guide.prototype_trace = problem
+        return problem
+
+    def prepare(self, structure: ModelStructure, rng_key: Array, call: Call) -> Prepared:
+        """Returns the problem and its start. Reads no record."""
+        problem = self.problem_of(structure, rng_key, call)
         return Prepared(problem, self.method.optim.init(problem.start(call.init_params)), rng_key)
 
     def _posterior(self, problem: EPProblem, result: RunResult, plain: bool) -> Posterior:
@@ -178,7 +183,8 @@ class DPSEP(Driver):
         method = f"{type(self).__name__} with {_name_of(self._family)}, {privacy.num_steps} steps"
         if result.scores is not None and privacy.noise_multiplier > 0 and not plain:
             unbiased = self.method.estimator_of(problem).centring is not None
-            apart = _is_diagonal(result.scores.curvature) and problem.mixes_latents()
+            released = result.scores.curvature
+            apart = released is not None and _is_diagonal(released) and problem.mixes_latents()
             told = (finding_of_independence(),) * apart
             return posterior_of_scores(source, problem, result, method, unbiased, told)
         noise = privacy.noise_multiplier > 0
@@ -189,7 +195,8 @@ class DPSEP(Driver):
 
     def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
         session = super()._session(args, kwargs)
-        self.guide.prototype_trace = session.problem
+        if isinstance(session.problem, EPProblem):
+            self.guide.prototype_trace = session.problem
         return session
 
 

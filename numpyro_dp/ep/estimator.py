@@ -85,7 +85,7 @@ class Move(NamedTuple):
 class _Public(NamedTuple):
     site: Any
     factor: Natural  # the mean factor, centred
-    centre: Array | None
+    centre: tuple[Array, ...]  # its mean, of normal families alone
 
 
 def stochastic_ep(
@@ -116,8 +116,8 @@ def stochastic_ep(
         def prepare(rng_key: Array, params: Natural) -> _Public:
             factor = power(divide(params, problem.prior), 1 / problem.num_examples)
             cavity = divide(params, factor)
-            at = cavity_of(cavity).mean if problem.latents.is_normal else None
-            centred = factor if at is None else centre(factor, at)
+            at = (cavity_of(cavity).mean,) if problem.latents.is_normal else ()
+            centred = centre(factor, *at) if at else factor
             return _Public(method.prepare(rng_key, cavity), centred, at)
 
         def signal_of(method: Site) -> Callable[[_Public, Any], dict[str, Array]]:
@@ -144,18 +144,16 @@ def stochastic_ep(
 
         def pull_back(public: _Public, released: Released) -> Move:
             direction = divide(sites_of(public, released), power(public.factor, number))
-            if public.centre is not None:
-                direction = centre(direction, -public.centre)
+            for point in public.centre:
+                direction = centre(direction, -point)
             return Move(direction, released.noise_scale * packing.noise, problem)
 
         def observe(public: _Public, released: Released) -> Observation:
             """The sum of the sites themselves, at the cavity's mean."""
-            sites = sites_of(public, released)
+            sites, (point,) = sites_of(public, released), public.centre
             slope_noise = released.noise_scale * jnp.ones(problem.latents.dim)
             noise = released.noise_scale * packing.entry_noise
-            return Observation(
-                public.centre, None, sites["linear"], slope_noise, sites["precision"], noise
-            )
+            return Observation(point, None, sites["linear"], slope_noise, sites["precision"], noise)
 
         number = problem.num_examples
         known = observe if problem.latents.is_normal else None
@@ -165,7 +163,7 @@ def stochastic_ep(
         other = problem._replace(model=OutcomeModel(problem.model))
         inner = plain._replace(signal=signal_of(problem.site.build(other)))
         latents = problem.latents.unconstrain
-        found = centring(outcomes, inner, lambda public: latents(public.centre))
+        found = centring(outcomes, inner, lambda public: latents(*public.centre))
         return plain._replace(centring=found._replace(scaled=True))
 
     return build

@@ -115,7 +115,7 @@ class EP:
         check_rng_key(rng_key)
         check_int("num_sweeps", num_sweeps, low=1)
         structure = self._reader.structure(args, kwargs)
-        problem = self._reader.prepare(structure, rng_key, Call(args, kwargs, init_params)).problem
+        problem = self._reader.problem_of(structure, rng_key, Call(args, kwargs, init_params))
         rows = problem.rows(args, kwargs)
         sweep = _sequential_sweep if self.sequential else _batched_sweep
 

@@ -18,6 +18,7 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 from jax.flatten_util import ravel_pytree
+from jax.typing import ArrayLike
 from numpyro.distributions import biject_to
 
 from numpyro_dp.ep.families import Family, Natural, product
@@ -207,7 +208,7 @@ class PosteriorGuide:
     def __init__(self) -> None:
         self.prototype_trace: EPProblem | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, ArrayLike]:
         """Draws the latent sites. Ignores the arguments."""
         problem = self.prototype_trace
         if problem is None:

@@ -51,13 +51,14 @@ def check_base(name: str, fn: Any) -> None:
 def log_tail(fn: Any, value: Array) -> Array:
     """Log probability of an outcome beyond ``value``: above for right censoring, else below."""
     base = _inner(fn.base_dist)
-    right = isinstance(fn, dist.RightCensoredDistribution)
-    if isinstance(base, dist.Normal):
+    # Of its type, because NumPyro's own types of parameters are too wide.
+    kind, right = type(base), isinstance(fn, dist.RightCensoredDistribution)
+    if issubclass(kind, dist.Normal):
         away = (value - base.loc) / base.scale
         return log_ndtr(-away if right else away).reshape(())
-    if isinstance(base, dist.Weibull) and right:
+    if issubclass(kind, dist.Weibull) and right:
         return -((value / base.scale) ** base.concentration).reshape(())
-    if isinstance(base, dist.Exponential) and right:
+    if issubclass(kind, dist.Exponential) and right:
         return -(value * base.rate).reshape(())
     return type(fn)(fn.base_dist, True).log_prob(value).reshape(())
 
@@ -68,12 +69,12 @@ def value_at(fn: Any, passed: Array) -> Array:
     The result has the shape of ``passed``.
     """
     base = _inner(fn.base_dist)
-    right = isinstance(fn, dist.RightCensoredDistribution)
-    if isinstance(base, dist.Weibull):  # NumPyro has no icdf for it
+    kind, right = type(base), isinstance(fn, dist.RightCensoredDistribution)
+    if issubclass(kind, dist.Weibull):  # NumPyro has no icdf for it
         own = passed if right else -jnp.log1p(-jnp.exp(-passed))
         return base.scale * own ** (1 / base.concentration)
     tail = jnp.exp(-passed) if right else -jnp.expm1(-passed)  # above the value
-    if isinstance(base, dist.Normal):
+    if issubclass(kind, dist.Normal):
         return base.loc - base.scale * ndtri(jnp.maximum(tail, 1e-30))
     below = jnp.clip(1 - tail, _EDGE, 1 - _EDGE)
     flat = jax.vmap(lambda p: jnp.reshape(fn.base_dist.icdf(p), ()))(below.reshape(-1))

@@ -10,12 +10,13 @@ The prior is evaluated on a placeholder for the records, the likelihood on a dat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 from jaxtyping import Float
 from numpyro import handlers
 from numpyro.distributions import biject_to
@@ -95,7 +96,7 @@ class Model(NamedTuple):
             return if_possible(found, self.possible(latents, example, shared, params))
         arguments = structure.layout.example(example, shared)
 
-        def total(choice: dict[str, Array]) -> Array:
+        def total(choice: Mapping[str, ArrayLike]) -> Array:
             local = {"values": local_values, "choice": choice}
             trace, _ = self._trace(latents, params, arguments, rng_key, **local)
             # A plate of constant size N scales its sites by N here, because it sees one row.
@@ -131,7 +132,7 @@ class Model(NamedTuple):
             alone, key = self.unchecked, jax.random.key(0)
 
             def scalar(point: Any, example: tuple[Array, ...]) -> Array:
-                return alone.log_likelihood(*point, example, shared, key)
+                return alone.log_likelihood(point[0], point[1], example, shared, key)
 
             inside = indices_inside(scalar, (latents, params), example)
         if structure.bounded:

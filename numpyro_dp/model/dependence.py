@@ -95,7 +95,7 @@ def loops_by_inputs(program: Program, number: int) -> bool:
             found.append(name)
         elif name == "while":
             first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-            condition, body = as_program(params["cond_jaxpr"]), as_program(params["body_jaxpr"])
+            (condition,), (body,) = map(programs_in, (params["cond_jaxpr"], params["body_jaxpr"]))
             carry = flags[last:]
             while True:  # until no further value that the loop carries varies
                 after = _walk(body, [*flags[first:last], *carry], rule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -189,8 +189,10 @@ class Frontend(NamedTuple):
                 "mixes records. Use group or layer norm, or freeze the state."
             )
         structure.public.check("optimiser", self.svi.optim.init, unconstrained)
-        constrain = jax.jit(hidden.constrain_fn)  # one program, and not one for each operation
-        self.svi.constrain_fn = constrain
+        # One program, and not one for each operation. NumPyro's type is None before init, or a
+        # partial after it, but SVI calls any function.
+        constrain = jax.jit(cast(functools.partial, hidden.constrain_fn))
+        self.svi.constrain_fn = cast(functools.partial, constrain)
         with numpyro.validation_enabled(False):  # init has validated all values
             guide = read_guide(given.filled(own), own, model, params, shared, given.static)
         problem = VariationalProblem(model, guide, constrain, shared, self.svi.loss.num_particles)

@@ -272,7 +272,8 @@ def _auto_draw(
         latents = {name: _base_value(trace[name]) for name in names}
         scales = [jnp.log(params[f"{name}_{auto.prefix}_scale"]) for name in names]
         size = sum(scale.size for scale in scales)
-        return latents, sum(map(jnp.sum, scales)) + 0.5 * size * math.log(2 * math.pi * math.e)
+        entropy = sum(map(jnp.sum, scales)) + 0.5 * size * math.log(2 * math.pi * math.e)
+        return latents, jnp.asarray(entropy)
     sites = {name: trace[name] for name in names}
     return _generic_draw(guide, sites, params, shared, names, trace)
 

@@ -124,7 +124,7 @@ def _with_local_params(guide: Guide, params: dict[str, Any], shared: tuple[Array
 
     def reading(fn: Callable[[Any, str], dict[str, Any]]) -> frozenset[str]:
         def reads(name: str) -> bool:
-            return depends_on_inputs(functools.partial(fn, name=name), params[name])["value"]
+            return depends_on_inputs(lambda value: fn(value, name), params[name])["value"]
 
         return frozenset(filter(reads, guide.params))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,8 @@ def _has_bounds(fn: Any) -> bool:
     fn = inner = unwrapped(fn)
     while isinstance(inner, Independent):
         inner = inner.base_dist
-    support = inner.support
+    # NumPyro declares None, the value of its base class.
+    support = cast(constraints.Constraint, inner.support)
     while isinstance(support, _INDEPENDENT):
         support = support.base_constraint
     # Masks of single entries of a vector: nothing is known of whole vectors.
@@ -257,7 +258,7 @@ def _looked_up(op: Op, values: list[Any], result: Array, wrapped: bool) -> Array
         if last:  # a table of one entry has one index, whatever its number
             inside &= (first >= 0) & (beyond | (first <= last))
     if op.primitive.name == "gather":
-        inside = jnp.broadcast_to(inside, starts.shape[1:])
+        inside = jnp.broadcast_to(inside, jnp.shape(values[1])[:-1])
         inside = jnp.expand_dims(inside, numbers.offset_dims)
     return jnp.where(inside, result, _nothing(result.dtype))
 

@@ -43,7 +43,7 @@ _MOST = 4096
 
 def start(site: dict[str, Any]) -> Any:
     """An initial value for a site that has no value."""
-    return init_to_uniform()(site) if site["value"] is None else None
+    return init_to_uniform(site) if site["value"] is None else None
 
 
 def is_local(site: dict[str, Any], plate: str) -> bool:

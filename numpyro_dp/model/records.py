@@ -51,7 +51,7 @@ class Rows(NamedTuple):
         lengths: Values of each record that a loop computes once for all its steps.
     """
 
-    arrays: tuple[Array, ...]
+    arrays: tuple[Array | Grouped | jax.ShapeDtypeStruct, ...]
     shared: tuple[Array, ...]
     lengths: tuple[Array, ...] = ()
 

@@ -31,40 +31,41 @@ def drawn(fn: Any, rng_key: Array) -> Array:
     if not type(fn).__module__.startswith("numpyro."):  # a subclass has its own sampler
         return fn.sample(rng_key)
     first, second = jax.random.split(rng_key)
+    kind = type(fn)  # narrowed in place of fn: NumPyro's own types of parameters are too wide
 
     def whole(values: Any) -> Array:  # each entry of a batch is drawn by itself
         return jnp.broadcast_to(values, fn.batch_shape)
 
-    if isinstance(fn, dist.Poisson):
+    if issubclass(kind, dist.Poisson):
         return _poisson(rng_key, whole(fn.rate)).astype(jnp.int32)
-    if isinstance(fn, dist.GammaPoisson):  # negative binomial
+    if issubclass(kind, dist.GammaPoisson):  # negative binomial
         rate = _gamma(first, whole(fn.concentration)) / fn.rate
         return _poisson(second, rate).astype(jnp.int32)
-    if isinstance(fn, dist.BinomialProbs | dist.BinomialLogits):
+    if issubclass(kind, dist.BinomialProbs | dist.BinomialLogits):
         return _binomial(rng_key, fn.total_count, whole(fn.probs)).astype(jnp.int32)
-    if isinstance(fn, dist.BetaBinomial):
+    if issubclass(kind, dist.BetaBinomial):
         probs = _beta(first, whole(fn.concentration1), whole(fn.concentration0))
         return _binomial(second, fn.total_count, probs).astype(jnp.int32)
-    if isinstance(fn, ZeroInflatedProbs):
+    if issubclass(kind, ZeroInflatedProbs):
         none = jax.random.bernoulli(second, whole(fn.gate))
         return jnp.where(none, 0, drawn(fn.base_dist, first))
-    if isinstance(fn, dist.Gamma):
+    if issubclass(kind, dist.Gamma):
         return _gamma(rng_key, whole(fn.concentration)) / fn.rate
-    if isinstance(fn, dist.Beta):
+    if issubclass(kind, dist.Beta):
         return _beta(rng_key, whole(fn.concentration1), whole(fn.concentration0))
-    if isinstance(fn, dist.StudentT):
+    if issubclass(kind, dist.StudentT):
         df = whole(fn.df)
         spread = jnp.sqrt(df / (2 * _gamma(first, df / 2)))
         return fn.loc + fn.scale * spread * jax.random.normal(second, df.shape)
-    wrapped = isinstance(fn, dist.Independent | dist.ExpandedDistribution)
+    wrapped = issubclass(kind, dist.Independent | dist.ExpandedDistribution)
     if wrapped and math.prod(fn.shape()) == math.prod(fn.base_dist.shape()):
         return drawn(fn.base_dist, rng_key).reshape(fn.shape())
-    if type(fn).sample is dist.TransformedDistribution.sample:  # such as InverseGamma
+    if kind.sample is dist.TransformedDistribution.sample:  # such as InverseGamma
         value = drawn(fn.base_dist, rng_key)
         for transform in fn.transforms:
             value = transform(value)
         return value
-    if isinstance(fn, dist.MixtureSameFamily) and not fn.event_dim:
+    if issubclass(kind, dist.MixtureSameFamily) and not fn.event_dim:
         values = drawn(fn.component_distribution, first)
         chosen = fn.mixing_distribution.sample(second)[..., None]
         chosen = jnp.broadcast_to(chosen, (*values.shape[:-1], 1))

@@ -195,7 +195,7 @@ def _checked(ids: Any, num_rows: int) -> np.ndarray:
         )
     if np.any(np.ma.getmask(ids)):
         raise ValueError(_MISSING)
-    found = np.asarray(ids) if hasattr(ids, "dtype") else as_objects(ids)
+    found: np.ndarray = np.asarray(ids) if hasattr(ids, "dtype") else as_objects(ids)
     if found.shape != (num_rows,):
         raise ValueError(
             f"Expected unit= as an array of shape ({num_rows},), one id for each row, got "

@@ -203,7 +203,7 @@ class DPPBP(Driver):
             findings += without_noise(privacy.noise_multiplier > 0)
         else:
             ((inputs,), _), *_ = records.layout.shapes
-            released = result.state.optim_state
+            released = check_state(result.state).optim_state
             draws = network_draws(network, inputs, problem.num_examples, released, self.ridge)
             notes += (NOISE_INCLUDED,)
         return source.posterior(draws, privacy, method, notes, not drift, findings)

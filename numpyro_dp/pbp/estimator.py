@@ -91,7 +91,7 @@ class Move(NamedTuple):
     Attributes:
         slope: Estimated slope of the log posterior in the mean of the weights, at the mean of q.
             ``None`` if it was released in coordinates of the network's curvature.
-        direction: Change of the mean in coordinates of the curvature, ``None`` without them.
+        direction: Change of the mean in coordinates of the curvature. Without them the slope.
         precision: Estimated change of the precision of each weight.
         rate: Estimated change of the rate of the noise precision.
         noise: Standard deviation of the noise in each entry of ``slope``, or in each coordinate of
@@ -102,7 +102,7 @@ class Move(NamedTuple):
     """
 
     slope: Array | None
-    direction: Array | None
+    direction: Array
     precision: Array
     rate: Array
     noise: Array
@@ -203,7 +203,7 @@ def network_ep(
             if curvature is None:
                 slope = total["linear"] / unit + correction
                 noises = noise / unit, precision_noise, rate_noise
-                return Move(slope, None, precision, rate, *noises, number)
+                return Move(slope, slope, precision, rate, *noises, number)
             direction = curvature.direction(total["linear"] + curvature.whiten(correction))
             noises = noise / curvature.scale, precision_noise, rate_noise * unit
             return Move(None, direction, precision, rate * unit, *noises, number)
@@ -294,7 +294,7 @@ class NetworkSteps:
         mean = old["weights_linear"] / old["weights_precision"]
         direction, weight = move.direction, jnp.mean(share)
         spread = jnp.full_like(mean, weight * move.noise)
-        if direction is None:
+        if move.slope is not None:
             direction, weight = move.slope / precision, share
             spread = share * move.noise / precision
         direction = weight * direction

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
+from jax.typing import ArrayLike
 from jaxtyping import Float
 
 from numpyro_dp._validate import check_int, check_real
@@ -79,14 +80,14 @@ class RegressionNetwork:
         check_real("rate of the noise precision", rate, low=0, low_open=True)
         self.weight_precision, self.noise_prior = weight_precision, (concentration, rate)
 
-    def __call__(self, x: Float[Array, "records inputs"], y: Any = None) -> Array:
+    def __call__(self, x: Float[Array, "records inputs"], y: Any = None) -> ArrayLike:
         """The model: x of shape (records, inputs), y of shape (records,)."""
         precision = self.weight_precision
         if precision is None:
             precision = numpyro.sample("weight_precision", dist.Gamma(6.0, 6.0))
         size = sum(self.layout(x.shape[-1]).sizes)
         prior = dist.Normal(0.0, jnp.sqrt(1 / jnp.asarray(precision))).expand([size]).to_event(1)
-        weights = numpyro.sample("weights", prior)
+        weights = jnp.asarray(numpyro.sample("weights", prior))
         noise = numpyro.sample("noise_precision", dist.Gamma(*self.noise_prior))
         output = self.apply(weights, x)
         with numpyro.plate("records", x.shape[0]):
@@ -158,7 +159,7 @@ class NetworkGuide:
             "noise_concentration": jnp.asarray(self.network.noise_prior[0]),
             "noise_rate": jnp.asarray(self.network.noise_prior[1]),
         }
-        params = {name: numpyro.param(name, value) for name, value in start.items()}
+        params = {n: jnp.asarray(numpyro.param(n, value)) for n, value in start.items()}
         variance = 1 / params["weights_precision"]
         mean = params["weights_linear"] * variance
         numpyro.sample("weights", dist.Normal(mean, jnp.sqrt(variance)).to_event(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import Any
 
@@ -103,7 +104,7 @@ def to_arviz(
         }
     dims = dims and {_name(site): axes for site, axes in dims.items()}
     try:
-        import arviz
+        arviz = importlib.import_module("arviz")
     except ImportError as error:
         raise ImportError(
             'to_arviz needs ArviZ, which is not installed. Run pip install "numpyro-dp[plot]".'

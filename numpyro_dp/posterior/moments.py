@@ -45,8 +45,8 @@ class Averages(NamedTuple):
         fresh: Variances of the shifts among them (d,).
         score: Mean of the scores (d,).
         noise: Variances of the noise of one score (d,).
-        moments: What tells the curvature, from the steps before and among these. ``None`` if it
-            was released.
+        moments: What tells the curvature, from the steps before and among these. Empty if it was
+            released.
         curvature: Mean of the released curvatures (d, d), or ``None``.
         curvature_noise: Variance of the noise of one of them, in an entry of the diagonal.
         entries: Number of different entries of such a curvature.
@@ -58,7 +58,7 @@ class Averages(NamedTuple):
     fresh: np.ndarray
     score: np.ndarray
     noise: np.ndarray
-    moments: tuple[Moments, Moments] | None = None
+    moments: tuple[Moments, ...] = ()
     curvature: np.ndarray | None = None
     curvature_noise: float = 0.0
     entries: int = 0
@@ -85,7 +85,7 @@ def averages_of(sums: Any, seen: np.ndarray) -> Averages | None:
         row["score"],
         row["noise_square"],
     )
-    finite = all(np.all(np.isfinite(part)) for part in found if part is not None)
+    finite = all(np.all(np.isfinite(part)) for part in found[:6])
     if sums.products is not None:
         if not (finite and np.all(np.isfinite(sums.products.square))):
             return None
@@ -138,7 +138,7 @@ def _moments_of(products: Any, seen: np.ndarray, half: int) -> Moments:
 
 def early_distance(averages: Averages) -> np.ndarray:
     """Mean squared distances of the steps of the first half from the later points (d,)."""
-    if averages.moments is None:
+    if not averages.moments:
         return np.zeros_like(averages.point)
     before, _ = averages.moments
     return (before.centre - averages.point) ** 2 + before.centre_spread

@@ -65,9 +65,10 @@ class ModelPrior(NamedTuple):
             rng_key: Key of the weighted draws or NUTS, for priors that are not normal.
         """
         if self.normal is not None:
-            mean, covariance = self._closed_form(precision, linear)
+            mean, covariance = self._closed_form(*self.normal, precision, linear)
             return self.drawn(Normal(mean, np.linalg.cholesky(covariance)))
-        kept = self._from_prior(precision, linear, rng_key)
+        draws = self.draws
+        kept = None if draws is None else self._from_prior(draws, precision, linear, rng_key)
         if kept is None:
             kept = self._resampled(precision, linear, rng_key)
         if kept is None:
@@ -83,26 +84,27 @@ class ModelPrior(NamedTuple):
 
         return draws
 
-    def _closed_form(self, precision: np.ndarray, linear: np.ndarray) -> tuple[Any, Any]:
-        mean, total = self.normal[0], self.normal[1].copy()
-        right = total @ mean
+    def _closed_form(
+        self, mean: np.ndarray, prior: np.ndarray, precision: np.ndarray, linear: np.ndarray
+    ) -> tuple[Any, Any]:
+        total, right = prior.copy(), prior @ mean
         total[np.ix_(self.seen, self.seen)] += precision
         right[self.seen] += linear
         covariance = np.linalg.inv((total + total.T) / 2)
         return covariance @ right, (covariance + covariance.T) / 2
 
     def _from_prior(
-        self, precision: np.ndarray, linear: np.ndarray, rng_key: Array
+        self, draws: np.ndarray, precision: np.ndarray, linear: np.ndarray, rng_key: Array
     ) -> Array | None:
         """Draws from the prior, resampled by weight, or ``None`` if few weights count.
 
         If a small budget leaves the prior, NUTS would sample a hierarchy badly: the scale of group
         effects makes a funnel.
         """
-        theta = self.draws[:, self.seen]
+        theta = draws[:, self.seen]
         fit = theta @ linear - np.sum((theta @ precision) * theta, axis=1) / 2
         rows = _rows_by_weight(fit, generator(rng_key))
-        return None if rows is None else jnp.asarray(self.draws[rows], jnp.result_type(float))
+        return None if rows is None else jnp.asarray(draws[rows], jnp.result_type(float))
 
     def _resampled(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> Array | None:
         """Draws under the normal prior, resampled by weight, or ``None`` if few weights count."""

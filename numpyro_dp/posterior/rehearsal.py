@@ -190,7 +190,7 @@ class SimulatedRuns:
     def found(self) -> Rehearsal:
         """The figures of all runs."""
         cover, *rest = (np.asarray(column) for column in zip(*self.rows, strict=True))
-        return Rehearsal(dict(zip(_PROBS, cover.T, strict=True)), *rest)
+        return Rehearsal({p: np.asarray(c) for p, c in zip(_PROBS, cover.T, strict=True)}, *rest)
 
 
 def _given_of(driver: Any) -> GivenModel:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from scipy import optimize
 
@@ -182,7 +182,8 @@ def _first_guess(make_event: Callable[[float], dpa.DpEvent], target: float, delt
     try:
         if excess(low) <= 0.0 or excess(high) >= 0.0:
             return 0.0
-        return float(optimize.brentq(excess, low, high, xtol=1e-3))
+        # SciPy's type is that of all its options.
+        return cast(float, optimize.brentq(excess, low, high, xtol=1e-3))
     except StepError:
         return 0.0
 

@@ -123,7 +123,7 @@ class Ledger:
                 f"Expected total as a new PrivacyBudget with a delta, got {total}. The delta "
                 "covers all runs together: PrivacyBudget(3.0, 1e-6)."
             )
-        self.path, self.total = pathlib.Path(path).resolve(), total
+        self.path, self.total, self._delta = pathlib.Path(path).resolve(), total, total.delta
         self._entries: dict[str, Entry] = {}  # those that were seen in the file
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
         with self._transaction() as file:
@@ -284,13 +284,13 @@ class Ledger:
     def _bound(self, spendings: tuple[Spending, ...]) -> EpsilonBound:
         total = self.total
         if not spendings:
-            return epsilon_spent(dpa.NoOpDpEvent(), total.delta, total.relation)
+            return epsilon_spent(dpa.NoOpDpEvent(), self._delta, total.relation)
         beside = {
             name: min(math.fsum(getattr(each, name) for each in spendings), 1 - 1e-12)
             for name in ("failure_prob", "total_variation")
         }
         event = canonical_event(tuple(step for each in spendings for step in each.steps))
-        return epsilon_spent(event, total.delta, total.relation, accountant=None, **beside)
+        return epsilon_spent(event, self._delta, total.relation, accountant=None, **beside)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

@@ -30,7 +30,7 @@ import copy
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -149,13 +149,13 @@ def audit(
     def score(key: Array, world: _Attack) -> Array:
         return world.released(world.fresh(key)) @ direction
 
-    found = []
-    for world in (other, attack):
+    def scores(world: _Attack) -> np.ndarray:
         keys = jax.random.split(secret_key(), draws)
         of_all = functools.partial(score, world=world)
-        scores = jax.jit(lambda keys, f=of_all: lax.map(f, keys, batch_size=_TOGETHER))(keys)
-        found.append(np.asarray(scores, np.float64))
-    lower = _distinguished(*found, attack.report.delta, confidence)
+        found = jax.jit(lambda keys: lax.map(of_all, keys, batch_size=_TOGETHER))(keys)
+        return np.asarray(found, np.float64)
+
+    lower = _distinguished(scores(other), scores(attack), attack.report.delta, confidence)
     attacked = f"one step, {draws} draws of it with and without a canary"
     return Audit(lower, attack.report.epsilon, attack.report.delta, confidence, attacked)
 
@@ -213,7 +213,7 @@ def audit_run(
     check_int("guesses", guesses, low=2, high=number)
     attack = _Attack.of(driver, rng_key, num_steps, args, kwargs)
     coins = np.asarray(jax.random.bernoulli(secret_key(), shape=(number,)))
-    examples = tuple(leaf[places] for leaf in attack.rows.arrays)
+    examples = jax.tree.map(lambda leaf: leaf[places], attack.rows.arrays)
     attack = attack.without(places[~coins])
 
     def step(carry: tuple[Any, ...], _: Any) -> tuple[tuple[Any, ...], Array]:
@@ -396,4 +396,5 @@ def _guessed(number: int, guesses: int, right: int, delta: float, confidence: fl
 
     if chance(0.0) >= 1 - confidence:
         return 0.0
-    return float(optimize.brentq(lambda e: chance(e) - (1 - confidence), 0.0, 50.0))
+    # SciPy's type is that of all its options.
+    return cast(float, optimize.brentq(lambda e: chance(e) - (1 - confidence), 0.0, 50.0))

@@ -200,7 +200,8 @@ class Driver(abc.ABC):
         own = self.settings
         identity = dataclasses.replace(
             svi_state.identity, sampler=own.sampler, clip_norm=own.clip_norm,
-            mechanism=own.mechanism, loss_release=own.loss_release, method=self.method.values,
+            mechanism=own.privacy.mechanism, loss_release=own.privacy.loss_release,
+            method=self.method.values,
         )  # fmt: skip
         check_identity(svi_state, identity)
         return spent_by(own, svi_state, int(svi_state.step))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_dp.core import Estimator, FactoredSignal, Observation, PyTree, Released
+from numpyro_dp.core import Estimator, FactoredSignal, PyTree, Released
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 
 __all__ = ["LOSS_ENTRY", "LossRelease", "with_loss", "with_loss_norm"]
@@ -89,11 +89,10 @@ def with_loss(estimator: Estimator, scale: float | Array) -> Estimator:
     def pull_back(public: PyTree, released: Released) -> PyTree:
         return estimator.pull_back(public, without_loss(released))
 
-    def observe(public: PyTree, released: Released) -> Observation:
-        return estimator.observe(public, without_loss(released))
-
+    own = estimator.observe
+    observe = own and (lambda public, released: own(public, without_loss(released)))
     factored = FactoredSignal(point, scalar, core, expand, inner.selects)
-    return Estimator(estimator.prepare, signal, pull_back, factored, estimator.observe and observe)
+    return Estimator(estimator.prepare, signal, pull_back, factored, observe)
 
 
 def _split(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -55,9 +55,9 @@ class ScoreSums(NamedTuple):
     point_square: Array
     shift_square: Array
     noise_square: Array
-    curvature: Array | None
-    curvature_square: Array | None
-    products: Products | None
+    curvature: Array | None = None
+    curvature_square: Array | None = None
+    products: Products | None = None
 
 
 class Products(NamedTuple):
@@ -105,19 +105,19 @@ def with_observation(sums: ScoreSums, step: Array, seen: Observation) -> ScoreSu
     origin = jnp.where(counts & (sums.count == 0), seen.point, sums.origin)
     # `where`, not a product: a value that overflows before the sums begin must not enter them.
     added = {
-        name: None if term is None else getattr(sums, name) + jnp.where(counts, term, 0)
+        name: getattr(sums, name) + jnp.where(counts, term, 0)
         for name, term in _terms(seen, origin).items()
     }
-    products = None if sums.products is None else _with_products(sums.products, counts, seen)
-    return ScoreSums(
-        sums.begins, sums.count + counts.astype(jnp.int32), origin, **added, products=products
-    )
+    found = ScoreSums(sums.begins, sums.count + counts.astype(jnp.int32), origin, **added)
+    if sums.products is None or seen.shift is None:
+        return found
+    return found._replace(products=_with_products(sums.products, counts, seen, seen.shift))
 
 
-def _terms(seen: Observation, origin: Array) -> dict[str, Array | None]:
+def _terms(seen: Observation, origin: Array) -> dict[str, Array]:
     """What an observation adds to each sum but the products."""
     point, noise = seen.point - origin, seen.curvature_noise
-    return {
+    terms = {
         "point": point,
         "score": seen.score,
         "point_square": point**2,
@@ -126,16 +126,17 @@ def _terms(seen: Observation, origin: Array) -> dict[str, Array | None]:
         "curvature": seen.curvature,
         "curvature_square": None if noise is None else jnp.asarray(noise) ** 2,
     }
+    return {name: term for name, term in terms.items() if term is not None}
 
 
-def _with_products(products: Products, half: Array, seen: Observation) -> Products:
+def _with_products(products: Products, half: Array, seen: Observation, shift: Array) -> Products:
     """Adds a step, unless a value of it is not finite."""
-    centre = seen.point - seen.shift
-    finite = jnp.all(jnp.isfinite(jnp.concatenate([seen.score, seen.shift, centre])))
+    centre = seen.point - shift
+    finite = jnp.all(jnp.isfinite(jnp.concatenate([seen.score, shift, centre])))
     half = half.astype(jnp.int32)
     before = products.origin[half]
     origin = jnp.where(finite & (products.count[half] == 0), centre, before)
-    both = jnp.concatenate([seen.score, seen.shift, centre - origin])
+    both = jnp.concatenate([seen.score, shift, centre - origin])
     added = jnp.asarray(1), seen.noise_scale**2, both, jnp.outer(both, both)
     sums = [
         total.at[half].add(jnp.where(finite, term, 0).astype(total.dtype))

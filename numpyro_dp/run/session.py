@@ -35,7 +35,7 @@ from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.checkpoint import Checkpoint, hash_of, traced
 from numpyro_dp.run.course import Course, Progress, follow, with_bar
-from numpyro_dp.run.loss import LOSS_ENTRY, with_loss, with_loss_norm
+from numpyro_dp.run.loss import LOSS_ENTRY, LossRelease, with_loss, with_loss_norm
 from numpyro_dp.run.results import PrivateLosses, Trace
 from numpyro_dp.run.scores import MOST_LATENTS, ScoreSums, score_sums, with_observation
 from numpyro_dp.run.settings import Method, RunSettings
@@ -363,8 +363,7 @@ class Session:
         def step(carry: _Carry, rows: Rows) -> tuple[_Carry, Array]:
             before, scores, folded = carry
             state, taken = self._step(before, rows)
-            if scores is not None:
-                seen = self._observation(before, rows, taken)
+            if scores is not None and (seen := self._observation(before, rows, taken)):
                 scores = with_observation(scores, before.step, seen)
             if update is not None:
                 folded = update(folded, self.problem.constrain(self._params(state)))
@@ -378,11 +377,12 @@ class Session:
             )
         return self._folding_loops[update]
 
-    def _observation(self, state: RunState, rows: Rows, step: Step) -> Observation:
+    def _observation(self, state: RunState, rows: Rows, step: Step) -> Observation | None:
         """What a step released about the likelihood, from public and released values."""
         estimator = self._estimator(rows.shared, state.mechanism_state)
         # Key and parameters of the step give the values of `prepare` again.
-        return estimator.observe(estimator.prepare(step.rng_key, step.params), step.released)
+        public, observe = estimator.prepare(step.rng_key, step.params), estimator.observe
+        return observe and observe(public, step.released)
 
     def on_all(self, state: SensitiveState, rows: HostRows) -> SensitiveState:
         """Takes a step on all records, which the host sends in parts."""
@@ -424,9 +424,10 @@ class Session:
         estimator = self.method.estimator_of(self.problem.at(shared))
         if not self.settings.clip_norm.bounded:
             estimator = estimator._replace(centring=None)  # nothing is clipped
-        if self.settings.privacy.loss_release is None:
+        release = self.settings.privacy.loss_release
+        if release is None:
             return estimator
-        return with_loss(estimator, self._loss_scale(state))
+        return with_loss(estimator, _loss_scale(release, state))
 
     def _mechanism(self, state: MechanismState, noise_multiplier: Array | float) -> Mechanism:
         norm = with_loss_norm(state.clip_norm, self.settings.privacy.loss_release)
@@ -439,12 +440,6 @@ class Session:
         estimator = self._estimator(rows.shared, state.mechanism_state)
         public = estimator.prepare(state.rng_key, self._params(state))
         return rows._replace(lengths=record_lengths(estimator, public, rows.arrays))
-
-    def _loss_scale(self, state: MechanismState) -> Array:
-        """Returns the factor that maps the bound on a log likelihood to its clip norm."""
-        # The norm may adapt, and the share of the loss in the sensitivity must stay the same.
-        release = self.settings.privacy.loss_release
-        return with_loss_norm(state.clip_norm, release).by_entry[LOSS_ENTRY] / release.clip
 
     def _guarded_step(self, state: SensitiveState, rows: Rows) -> tuple[SensitiveState, Array]:
         """A step for :meth:`update`, safe inside compiled code, which cannot raise errors."""
@@ -464,14 +459,17 @@ class Session:
 
     def _value(self, state: RunState, rows: Rows, step: Step) -> Array:
         """The loss of a step from ``state``, if it was released."""
-        if self.settings.privacy.loss_release is None:
+        release, public_loss = self.settings.privacy.loss_release, self.method.public_loss
+        if release is None:
             return jnp.zeros(())
+        if public_loss is None:
+            raise TypeError("loss_release needs a Method with public_loss=.")
         # The norm of this step. In the state after it, an adaptive norm has moved.
-        scale = self._loss_scale(state.mechanism_state)
+        scale = _loss_scale(release, state.mechanism_state)
         log_likelihood = step.released.total[LOSS_ENTRY] / scale
         # Key and parameters of the step give its draw again.
         problem = self.problem.at(rows.shared)
-        return -(log_likelihood + self.method.public_loss(problem, step.params, step.rng_key))
+        return -(log_likelihood + public_loss(problem, step.params, step.rng_key))
 
 
 class Finished(NamedTuple):
@@ -498,6 +496,12 @@ class _Carry(NamedTuple):
     state: RunState
     scores: ScoreSums | None
     folded: PyTree
+
+
+def _loss_scale(release: LossRelease, state: MechanismState) -> Array:
+    """Returns the factor that maps the bound on a log likelihood to its clip norm."""
+    # The norm may adapt, and the share of the loss in the sensitivity must stay the same.
+    return with_loss_norm(state.clip_norm, release).by_entry[LOSS_ENTRY] / release.clip
 
 
 def _steps_of_call(course: Course, kept: Checkpoint | None, progress_bar: bool) -> int | None:

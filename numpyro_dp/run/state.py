@@ -195,13 +195,15 @@ def _flattened(state: SensitiveState) -> tuple[tuple[Any, ...], Any]:
 jax.tree_util.register_pytree_with_keys(
     SensitiveState,
     _flattened,
-    lambda identity, children: SensitiveState(RunState(*children[:-1]), children[-1], identity),
+    lambda identity, children: SensitiveState(
+        RunState(*tuple(children)[:-1]), tuple(children)[-1], identity
+    ),
     lambda state: (tuple(child for _, child in _flattened(state)[0]), state.identity),
 )
 
 
-def check_state(state: Any) -> None:
-    """Raises TypeError unless this package created the state."""
+def check_state(state: Any) -> SensitiveState:
+    """Returns the state, or raises TypeError unless this package created it."""
     if state is None:
         raise TypeError(
             "Expected a state, got None. A pickled result has no state, because a state is "
@@ -212,6 +214,7 @@ def check_state(state: Any) -> None:
             f"Expected a state of DPSVI.init, DPSVI.update or result.state, got "
             f"{type(state).__name__}. States of numpyro.infer.SVI do not record what was spent."
         )
+    return state
 
 
 def check_not_spent(state: SensitiveState) -> None:

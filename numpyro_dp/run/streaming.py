@@ -213,10 +213,11 @@ def _drawn(
 
     def one(state: PyTree, at: Array) -> tuple[PyTree, tuple[Array, Array]]:
         batch, new = sampler.next(state)
-        inside = (batch.indices >= 0) & (batch.indices < num_examples)
+        indices = jnp.asarray(batch.indices)  # which `drawn_size` has seen
+        inside = (indices >= 0) & (indices < num_examples)
         mask = inside if batch.mask is None else inside & batch.mask
         new = jax.tree.map(lambda after, before: jnp.where(at < count, after, before), new, state)
-        return new, (jnp.clip(batch.indices, 0, num_examples - 1), mask)
+        return new, (jnp.clip(indices, 0, num_examples - 1), mask)
 
     after, (rows, mask) = lax.scan(one, state, jnp.arange(length))
     return rows, mask, after

@@ -249,12 +249,12 @@ def runs_that_fit(of_a_run: PyTree, rows: Rows) -> int:
         rows: The records, on the devices.
     """
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(of_a_run))
-    device = min(rows.arrays[0].devices(), key=lambda device: device.id)
-    return max(1, _memory(device) // 4 // (2 * size))
+    return max(1, _memory(jax.tree.leaves(rows.arrays)[0]) // 4 // (2 * size))
 
 
-def _memory(device: jax.Device) -> int:
-    """Returns the bytes of the device's memory, else of the host's memory, else 4 GB."""
+def _memory(array: Array) -> int:
+    """Returns the bytes of its first device's memory, else of the host's memory, else 4 GB."""
+    device = min(array.devices(), key=lambda device: device.id)
     known = (device.memory_stats() or {}).get("bytes_limit")
     if known is None and hasattr(os, "sysconf"):
         known = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -174,7 +174,7 @@ def _check_captured(public: Any, settings: RunSettings, shapes: PyTree) -> None:
     names = filled(shapes)
 
     def one_call(noise: Array, norm: ClipNorm, total: PyTree, squares: Any) -> Any:
-        found = settings.mechanism(norm, noise)
+        found = settings.privacy.mechanism(norm, noise)
         state = MechanismState(norm, found.init(shapes))
         noisy, _ = found.privatise(jax.random.key(0), total, state)
         return noisy, found.scales(names, squares, 1.0)

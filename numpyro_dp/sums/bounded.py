@@ -77,7 +77,7 @@ def bounded_sum(
     of_row, rows_each = estimator, 1
     if (centring := estimator.centring) is not None:
         of_row, rows_each, lengths = centring.estimator, centring.number + 1, ()
-    if of_row.factored is None:
+    if (factored := of_row.factored) is None:
         return bounded_sum_by_definition(
             estimator, mechanism, public, examples, mask, live, rows, shards, seeds, whole
         )
@@ -85,7 +85,7 @@ def bounded_sum(
         centring, mechanism, public, examples, mask, rows, seeds
     )
     return factored_sum(
-        of_row, mechanism, public, examples, mask, lengths, live, rows, shards, rows_each
+        of_row, factored, mechanism, public, examples, mask, lengths, live, rows, shards, rows_each
     )
 
 

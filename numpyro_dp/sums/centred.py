@@ -53,8 +53,9 @@ __all__ = ["centred_mechanism", "with_partners"]
 
 
 def with_partners(
-    centring: Centring, public: PyTree, examples: PyTree, mask: Bool[Array, " batch"], seeds: Array
-) -> tuple[PyTree, Bool[Array, " rows"]]:
+    centring: Centring, public: PyTree, examples: PyTree, mask: Bool[Array, " batch"],
+    seeds: Array | None,
+) -> tuple[PyTree, Bool[Array, " rows"]]:  # fmt: skip
     """Returns the K + 1 rows of each record."""
     rows = jax.vmap(lambda example, seed: centring.rows(public, example, seed))(examples, seeds)
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), rows)
@@ -109,14 +110,18 @@ def centred_mechanism(mechanism: Mechanism, centring: Centring) -> Mechanism:
             found.append(jnp.where(whole, scales, 0).reshape(-1))
         return tuple(found)
 
+    of_records = mechanism.extras
+    if of_records is None:
+        return mechanism._replace(scales=scales)
+
     def extras(
         names: tuple[str, ...], squares: tuple[Array, ...], margin: float = 1.0
     ) -> dict[str, tuple[Array, Array | float]]:
         own = tuple(grouped(square)[:, 0] for square in squares)  # or the first difference
         found = {}
-        for name, (values, norm) in mechanism.extras(names, own, margin).items():
+        for name, (values, norm) in of_records(names, own, margin).items():
             wide = jnp.zeros((len(values), number + 1), values.dtype)
             found[name] = wide.at[:, 0].set(values).reshape(-1), norm
         return found
 
-    return mechanism._replace(scales=scales, extras=mechanism.extras and extras)
+    return mechanism._replace(scales=scales, extras=extras)

@@ -61,20 +61,20 @@ class Contraction(NamedTuple):
         factor: Number of the value that the leaf is multiplied with.
         product: ``(leaf value, the record's factor) -> product`` of one record, linear in both.
         record: ``example leaves -> the record's factor``, if it depends on the record alone. Else
-            ``None``, and the factor comes from ``Split.with_factors``.
+            it cannot be called, and the factor comes from ``Split.with_factors``.
         derived: Whether the factor is computed, not just moved. Two programs may round it
             differently, so it must be computed once.
         outer: Whether the gradient is an outer product, of norm ``|r| |record|``.
         struct: Shape and dtype of the product.
-        gradient: ``(leaf value, factor, r) -> gradient`` of a convolution, a sum of products. Then
-            ``product`` and ``record`` are ``None``. Else ``None``.
+        gradient: ``(leaf value, factor, r) -> gradient`` of a convolution, a sum of products. Else
+            ``None``.
     """
 
     leaf: int
     op: int
     factor: int
-    product: Callable[[Array, Array], Array] | None
-    record: Callable[[Sequence[Array]], Array] | None
+    product: Callable[[Array, Array], Array]
+    record: Callable[[Sequence[Array]], Array]
     derived: bool
     outer: bool
     struct: jax.ShapeDtypeStruct
@@ -205,24 +205,27 @@ def _product(
     # In full precision, because accelerators may round the factors of a product by default.
     *moves, dot = (program.ops[number] for number in chain)
     exact = {"precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
-    steps = (*moves, dot._replace(params=dot.params | exact))
+    functions = _functions(program, leaf, factor, (*moves, dot._replace(params=dot.params | exact)))
+    struct = jax.ShapeDtypeStruct(out.shape, out.dtype)
+    derived = not alone.get(factor, False)
+    return Contraction(leaf, chain[-1], factor, *functions, derived, not batch[side], struct)
+
+
+def _functions(
+    program: ScalarProgram, leaf: int, factor: int, steps: Sequence[Op]
+) -> tuple[Callable[[Array, Array], Array], Callable[[Sequence[Array]], Array]]:
+    """Returns ``product`` and ``record`` of a contraction, whose product is the last of steps."""
     made = needed(program, factor)
 
     def product(value: Array, record_value: Array) -> Array:
         inputs = {program.point[leaf]: value, factor: record_value}
-        environment = evaluate(steps, inputs)
-        return environment[op.outputs[0]]
+        return evaluate(steps, inputs)[steps[-1].outputs[0]]
 
     def record(example_leaves: Sequence[Array]) -> Array:
         inputs = dict(zip(program.example, example_leaves, strict=True))
         return evaluate(made, inputs)[factor]
 
-    struct = jax.ShapeDtypeStruct(out.shape, out.dtype)
-    derived = not alone.get(factor, False)
-    of_record = record if factor in alone else None
-    return Contraction(
-        leaf, chain[-1], factor, product, of_record, derived, not batch[side], struct
-    )
+    return product, record
 
 
 def _convolution(
@@ -236,8 +239,8 @@ def _convolution(
     numbers = program.point[leaf], *op.outputs
     plain = groups == (1, 1) and all(step == 1 for step in op.params["lhs_dilation"])
     wide = all(program.shapes[number].dtype in (jnp.float32, jnp.float64) for number in numbers)
-    apart = kernel == current and kernel != factor and not isinstance(factor, Constant)
-    if not (plain and wide and apart):
+    apart = kernel == current and kernel != factor
+    if not (plain and wide and apart) or isinstance(factor, Constant):
         return None
     moves = tuple(program.ops[number] for number in chain[:-1])
 
@@ -253,9 +256,8 @@ def _convolution(
     aval = program.shapes[op.outputs[0]]
     struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     # Neither a product nor an outer product: the patches of one record overlap.
-    return Contraction(
-        leaf, chain[-1], factor, None, None, True, False, struct, gradient
-    )  # fmt: skip
+    functions = _functions(program, leaf, factor, (*moves, op))
+    return Contraction(leaf, chain[-1], factor, *functions, True, False, struct, gradient)
 
 
 def _kernel_gradient(params: dict[str, Any], x: Array, slope: Array, kernel: Array) -> Array:

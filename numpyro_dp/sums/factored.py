@@ -48,9 +48,7 @@ from numpyro_dp.sums.products import (
 __all__ = ["factored_sum", "record_lengths"]
 
 
-def record_lengths(
-    estimator: Estimator, public: PyTree, arrays: tuple[Array, ...]
-) -> tuple[Array, ...]:
+def record_lengths(estimator: Estimator, public: PyTree, arrays: PyTree) -> tuple[Array, ...]:
     """Returns lengths of the records' factors that are the same in each step, each of shape (N,).
 
     They are the factors in the products with parameters (:mod:`numpyro_dp.sums.contraction`). With
@@ -71,6 +69,7 @@ def record_lengths(
 
 def factored_sum(
     estimator: Estimator,
+    factored: FactoredSignal,
     mechanism: Mechanism,
     public: PyTree,
     examples: PyTree,
@@ -85,7 +84,6 @@ def factored_sum(
 
     A record has ``rows_each`` rows. The rows of a record together are within the clip norm.
     """
-    factored = estimator.factored
     cut = _cut(factored, public, examples)
     struct = jax.eval_shape(estimator.signal, public, first_of(examples))
     # All devices use one grid, so it is chosen for the rows of all of them.

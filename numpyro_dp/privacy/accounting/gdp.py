@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import cast
 
 import numpy as np
 from scipy import optimize, special
@@ -92,4 +93,5 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     root = optimize.brentq(
         lambda epsilon: gaussian_log_delta(epsilon, mu) - target, 0.0, high, xtol=1e-15 * high
     )
-    return float(root) * (1.0 + _ROOT_ERROR) + 2e-15 * high
+    # SciPy's type is that of all its options.
+    return cast(float, root) * (1.0 + _ROOT_ERROR) + 2e-15 * high

@@ -59,6 +59,7 @@ Connect-the-Dots needs nothing but these deltas.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -167,7 +168,8 @@ class PLD(StepAccountant):
         self, steps: tuple[GaussianStep, ...], delta: float, relation: Relation, interval: float
     ) -> tuple[float, float]:
         """Returns the upper bound of the composition on a grid, and how fast delta falls there."""
-        total, whole = sum(step.count for step in steps), None
+        total, parts = sum(step.count for step in steps), []
+        cut = delta * _TRUNCATED / (2 * len(steps))
         for step in steps:
             tail = _log_tail(total) + math.log(delta)
             if step.sampling == "without_replacement":
@@ -180,9 +182,8 @@ class PLD(StepAccountant):
                     sampling_prob=step.rate,
                     neighboring_relation=neighboring_relation(relation),
                 )
-            cut = delta * _TRUNCATED / (2 * len(steps))
-            many = one.self_compose(step.count, cut) if step.count > 1 else one
-            whole = many if whole is None else whole.compose(many, cut)
+            parts.append(one.self_compose(step.count, cut) if step.count > 1 else one)
+        whole = functools.reduce(lambda one, other: one.compose(other, cut), parts)
         error = max(_rounding(pmf, total) for pmf in (whole._pmf_remove, whole._pmf_add))
         if not error <= _ROUNDING * delta:  # also true for NaN
             raise UnreliableBoundError(

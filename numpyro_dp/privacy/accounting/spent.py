@@ -213,21 +213,21 @@ def _with_total_variation(
 ) -> EpsilonBound:
     share = min(_SHARE, _RESERVED * tau / delta)
     inner = (1.0 - share) * delta
-    needed, first = 0.0, None
+    needed, bounds = 0.0, []
     for attempt in range(_ITERATIONS):
-        bound = judge.epsilon(event, inner, relation)
+        bounds.append(bound := judge.epsilon(event, inner, relation))
         if math.isinf(bound.upper):
             return dataclasses.replace(bound, lower=None, delta=delta)
         leak = (1.0 + math.exp(min(bound.upper, 700.0))) * tau
         if inner + leak <= delta:
             return dataclasses.replace(bound, lower=None, delta=delta)
         if attempt == 0:
-            needed, first = share * delta * tau / leak, bound
+            needed = share * delta * tau / leak
         inner = delta - 1.01 * leak
         if inner <= 0.0:
             break
-    if is_left_out(first.upper, delta, tau):
-        return dataclasses.replace(first, lower=None, delta=delta)
+    if is_left_out(bounds[0].upper, delta, tau):
+        return dataclasses.replace(bounds[0], lower=None, delta=delta)
     raise TotalVariationError(
         f"total_variation={tau:g} is too large for delta={delta:g}: no epsilon was found with "
         "d + (1 + exp(epsilon)) * total_variation <= delta. total_variation <= "

@@ -60,7 +60,8 @@ class StagedGaussian:
         def compose(sampler: Sampler, num_examples: int, num_steps: int) -> dpa.DpEvent:
             if not isinstance(sampler, FullBatch):
                 raise ValueError(f"Expected sampler=FullBatch() with {self!r}, got {sampler!r}.")
-            return base.event  # of any number of steps, because each may spend all that is left
+            # Of any number of steps, because each may spend all that is left.
+            return base.event or dpa.NonPrivateDpEvent()
 
         def init(total: PyTree) -> tuple[Array, Array]:
             base.init(total)  # checks the size

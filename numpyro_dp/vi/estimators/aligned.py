@@ -79,23 +79,11 @@ def aligned() -> Callable[[VariationalProblem], Estimator]:
     """
 
     def build(problem: VariationalProblem) -> Estimator:
-        def scalar(public: DrawnPublic, point: Any, example: Any) -> Array:
-            return problem.log_likelihood(point[0], point[1], example, public.rng_key)
-
-        def point(public: DrawnPublic) -> Any:
-            return public.latents, select(public.params, problem.record_params)
-
-        def merge(gradient: Any) -> dict[str, Any]:
-            return gradient[0] | gradient[1]
-
-        def core(public: DrawnPublic, gradient: Any, names: tuple[str, ...]) -> dict[str, Any]:
-            return select(merge(gradient), names)
-
-        def expand(public: DrawnPublic, tree: Any, names: tuple[str, ...]) -> dict[str, Any]:
-            return tree
+        factored = factored_draw(problem)
 
         def signal(public: DrawnPublic, example: Any) -> dict[str, Any]:
-            return merge(jax.grad(scalar, 1)(public, point(public), example))
+            gradient = jax.grad(factored.scalar, 1)(public, factored.point(public), example)
+            return gradient[0] | gradient[1]
 
         def pull_back(public: DrawnPublic, released: Released) -> dict[str, Any]:
             latents = select(released.total, public.latents)
@@ -107,10 +95,24 @@ def aligned() -> Callable[[VariationalProblem], Estimator]:
             return observed(problem, public, released, select(released.total, public.latents))
 
         prepare = prepare_draw(problem)
-        factored = FactoredSignal(point, scalar, core, expand, selects=True)
         return Estimator(prepare, signal, pull_back, factored, observe)
 
     return build
+
+
+def factored_draw(problem: VariationalProblem) -> FactoredSignal:
+    """The slope of the log likelihood in the draw and in the parameters of the model."""
+
+    def scalar(public: DrawnPublic, point: Any, example: Any) -> Array:
+        return problem.log_likelihood(point[0], point[1], example, public.rng_key)
+
+    def point(public: DrawnPublic) -> Any:
+        return public.latents, select(public.params, problem.record_params)
+
+    def core(public: DrawnPublic, gradient: Any, names: tuple[str, ...]) -> dict[str, Any]:
+        return select(gradient[0] | gradient[1], names)
+
+    return FactoredSignal(point, scalar, core, lambda public, tree, names: tree, selects=True)
 
 
 def prepare_draw(problem: VariationalProblem) -> Callable[[Array, dict[str, Any]], DrawnPublic]:

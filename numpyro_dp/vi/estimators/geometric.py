@@ -39,7 +39,7 @@ from numpyro_dp._tree import add, select
 from numpyro_dp.core import Estimator, Observation, Released
 from numpyro_dp.model.geometry import Coordinates, Geometry, gaussian_geometry
 from numpyro_dp.model.variational import VariationalProblem, likelihood_key
-from numpyro_dp.vi.estimators.aligned import DrawnPublic, aligned, observed, pull_back_draw
+from numpyro_dp.vi.estimators.aligned import DrawnPublic, factored_draw, observed, pull_back_draw
 from numpyro_dp.vi.estimators.vanilla import Chart, parametric
 
 __all__ = ["aligned_natural", "natural", "preconditioned"]
@@ -145,7 +145,7 @@ def aligned_natural() -> Callable[[VariationalProblem], Estimator]:
 
     def build(problem: VariationalProblem) -> Estimator:
         geometry = gaussian_geometry(problem, "aligned_natural()")
-        plain = aligned()(problem).factored
+        plain = factored_draw(problem)
 
         def each(apply: Any, public: DrawnPublic, latents: Any) -> Any:
             values = problem.constrain(public.params)
