@@ -18,6 +18,7 @@ thresholds in use. A geometric series bounds the far tails.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from decimal import Context, Decimal, localcontext
@@ -31,19 +32,6 @@ from jax import Array, lax
 from numpyro_dp._compat import custom_vmap
 from numpyro_dp._lazy import stats
 from numpyro_dp.core import Batch
-
-__all__ = [
-    "SORT_WORDS",
-    "WORD_BITS",
-    "Digit",
-    "DistinctPlan",
-    "PoissonPlan",
-    "binomial_tail",
-    "distinct_plan",
-    "fixed_size_batch",
-    "poisson_batch",
-    "poisson_plan",
-]
 
 SORT_WORDS = 3  # 32-bit words of a sort key
 WORD_BITS = 160  # the error of a gap is so small that even exp(50) times as much is negligible
@@ -74,7 +62,12 @@ class DistinctPlan(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def poisson_plan(rate: float, overflow_prob: float, num_examples: int) -> PoissonPlan:
     """Padded size, thresholds of the gaps' digits, and their distance from Poisson sampling."""
-    size, overflow = _smallest_size(num_examples, rate, overflow_prob)
+    # The tail is the probability that the other records leave a given record no place.
+    size = 1 + bisect.bisect_left(
+        range(1, num_examples), True,
+        key=lambda m: binomial_tail(m - 1, num_examples - 1, rate) <= overflow_prob,
+    )  # fmt: skip
+    overflow = binomial_tail(size - 1, num_examples - 1, rate)
     if rate == 1:
         return PoissonPlan(size, (), (), 0.0, 0.0)
     # Enough decimals for 2**-160 after the cancellations in 1 - q and 1 - s**r.
@@ -117,21 +110,6 @@ def _quantise(probs: list[Decimal]) -> tuple[tuple[int, ...], Decimal]:
     return tuple(t for t in rounded if t), error
 
 
-def _smallest_size(trials: int, prob: float, tail_prob: float) -> tuple[int, float]:
-    """Smallest M with P(Binomial(trials - 1) >= M) <= ``tail_prob``, and a bound on that.
-
-    This tail is the probability that the other records leave a given record no place.
-    """
-    low, high = 1, trials
-    while low < high:
-        middle = (low + high) // 2
-        if binomial_tail(middle - 1, trials - 1, prob) <= tail_prob:
-            high = middle
-        else:
-            low = middle + 1
-    return low, binomial_tail(low - 1, trials - 1, prob)
-
-
 def binomial_tail(size: int, trials: int, prob: float) -> float:
     """Upper bound on P(Binomial(trials, prob) > size), within a few percent of it."""
     if size >= trials or prob == 0:
@@ -157,14 +135,12 @@ def distinct_plan(batch_size: int, num_examples: int) -> DistinctPlan:
     reject = (2**32 % num_examples) / 2**32
     # Before the batch is full, a draw is wasted with at most this probability.
     wasted = 1 - (1 - (batch_size - 1) / num_examples) * (1 - reject)
-    low, high = batch_size, 4 * batch_size + 400
-    while low < high:
-        middle = (low + high) // 2
-        if binomial_tail(middle - batch_size, middle, wasted) <= _SHORTFALL_PROB:
-            high = middle
-        else:
-            low = middle + 1
-    return DistinctPlan(low, binomial_tail(low - batch_size, low, wasted))
+
+    draws = batch_size + bisect.bisect_left(
+        range(batch_size, 4 * batch_size + 400), True,
+        key=lambda draws: binomial_tail(draws - batch_size, draws, wasted) <= _SHORTFALL_PROB,
+    )  # fmt: skip
+    return DistinctPlan(draws, binomial_tail(draws - batch_size, draws, wasted))
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "number"))

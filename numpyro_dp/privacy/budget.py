@@ -18,7 +18,7 @@ relation of the budget** (:data:`SENSITIVITY`).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Any, NamedTuple, get_args
 
 from numpyro_dp._lazy import dpa
 from numpyro_dp._validate import check_in, check_real
@@ -68,12 +68,7 @@ def check_relation(relation: object) -> Relation:
 
 
 def neighboring_relation(relation: Relation) -> dpa.NeighboringRelation:
-    """Returns the ``dp_accounting`` name of a relation.
-
-    Example:
-        >>> neighboring_relation("replace_one").name
-        'REPLACE_ONE'
-    """
+    """Returns the ``dp_accounting`` name of a relation."""
     return dpa.NeighboringRelation[check_relation(relation).upper()]
 
 
@@ -101,14 +96,6 @@ class Spending(NamedTuple):
 def unit_name(max_rows: int | None) -> str:
     """Returns ``"row"`` if a record is a row, else ``"unit of rows"``."""
     return "row" if max_rows is None else "unit of rows"
-
-
-@runtime_checkable
-class _Report(Protocol):
-    """The part of a report that budgets read."""
-
-    @property
-    def spending(self) -> tuple[Spending, ...]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,14 +131,9 @@ class PrivacyBudget:
 
     def __post_init__(self) -> None:
         epsilon = check_real(
-            "epsilon",
-            self.epsilon,
-            low=0.0,
-            low_open=True,
-            high=float("inf"),
-            high_open=True,
+            "epsilon", self.epsilon, low=0.0, low_open=True, high=float("inf"), high_open=True,
             remedy="Choose a finite budget, for example epsilon=1.0.",
-        )
+        )  # fmt: skip
         if self.delta is not None:
             delta = check_real(
                 "delta", self.delta, low=0.0, high=1.0, low_open=True, high_open=True,
@@ -182,7 +164,7 @@ class PrivacyBudget:
         """The same budget, with the default delta for this many records if none was given."""
         return dataclasses.replace(self, delta=self.delta or default_delta(num_examples))
 
-    def after(self, *reports: _Report) -> PrivacyBudget:
+    def after(self, *reports: Any) -> PrivacyBudget:
         """Returns the budget of a further run on records that earlier runs have used.
 
         The new run gets the noise with which **all runs together** spend this budget. Its report
@@ -226,7 +208,7 @@ class PrivacyBudget:
         """
         found = {each.run: each for each in self.earlier}
         for report in reports:
-            if not isinstance(report, _Report):
+            if not hasattr(type(report), "spending"):
                 raise TypeError(f"Expected result.privacy, got {type(report).__name__}.")
             found |= {each.run: each for each in report.spending}
         return dataclasses.replace(self, earlier=tuple(found.values()))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import cast
 
 from scipy import optimize
 
@@ -95,50 +95,52 @@ def calibrate_noise(
     delta = check_real("delta", budget.delta)
     check_errors(delta, failure_prob, total_variation, budget.epsilon)
     low, high = math.log(_SMALLEST), math.log(_LARGEST)
-    points: list[_Point] = []
-    weak = strong = None  # the largest noise known to be too little, the smallest known to suffice
     refused, log_noise = "", _first_guess(make_event, budget.epsilon, delta)
-    for _ in range(_EVALUATIONS):
+    # The largest noise known to be too little, and the smallest known to suffice, with its bound.
+    weak, strong, enough = -math.inf, math.inf, None
+    before, gap_before = math.nan, math.inf
+    for trial in range(_EVALUATIONS):
         event = make_event(math.exp(log_noise))
         try:
             bound = epsilon_spent(
-                event,
-                delta,
-                budget.relation,
-                accountant=accountant,
-                failure_prob=failure_prob,
-                total_variation=total_variation,
-            )
+                event, delta, budget.relation, accountant=accountant,
+                failure_prob=failure_prob, total_variation=total_variation,
+            )  # fmt: skip
         except (TotalVariationError, UnreliableBoundError) as error:
             # The accountant has no bound at this noise. An infinite one makes the search go up.
             refused = f" ({error})"
             bound = EpsilonBound(None, None, math.inf, delta, budget.relation, event, "none")
         if _ACCEPT * budget.epsilon <= bound.upper <= budget.epsilon:
             return math.exp(log_noise), bound
-        value = math.log(max(bound.upper / (_AIM * budget.epsilon), 1e-30))
-        points.append(_Point(log_noise, value, bound))
         if bound.upper > budget.epsilon:
-            weak = points[-1] if weak is None or log_noise > weak.log_noise else weak
-        elif strong is None or log_noise < strong.log_noise:
-            strong = points[-1]
-        log_noise = _secant(points)
-        if weak is not None and strong is not None:
-            if strong.log_noise - weak.log_noise < _NARROWEST_BRACKET:
+            weak = max(weak, log_noise)
+        elif log_noise < strong:
+            strong, enough = log_noise, bound
+        # Along the line through the last two points, or by the slope of the central limit.
+        gap, step = math.log(max(bound.upper / (_AIM * budget.epsilon), 1e-30)), _WIDEST_STEP
+        if math.isfinite(gap):
+            slope = -1.2
+            if math.isfinite(gap_before):
+                slope = min((gap - gap_before) / (log_noise - before), -0.3)
+            step = min(max(-gap / slope, -_WIDEST_STEP), _WIDEST_STEP)
+        before, gap_before = log_noise, gap
+        log_noise = before + step
+        if math.isfinite(strong - weak):
+            if strong - weak < _NARROWEST_BRACKET:
                 break
-            if len(points) > _SECANTS or not weak.log_noise < log_noise < strong.log_noise:
-                log_noise = (weak.log_noise + strong.log_noise) / 2.0
+            if trial >= _SECANTS or not weak < log_noise < strong:
+                log_noise = (weak + strong) / 2.0
         else:
             log_noise = min(max(log_noise, low), high)
-            if log_noise == points[-1].log_noise:
+            if log_noise == before:
                 break
-    if weak is not None and strong is not None:
-        return math.exp(strong.log_noise), strong.bound
-    last = points[-1]
+    if enough is not None and math.isfinite(weak):
+        return math.exp(strong), enough
     spent = (
-        f"epsilon <= {last.bound.upper:.4g} at noise_multiplier={math.exp(last.log_noise):.3g} "
-        f"for {describe_event(last.bound.event)}"
+        f"epsilon <= {bound.upper:.4g} at noise_multiplier={math.exp(before):.3g} "
+        f"for {describe_event(event)}"
     )
-    if strong is None:
+    if enough is None:
         raise CalibrationError(
             f"No noise_multiplier in [{_SMALLEST:g}, {_LARGEST:g}] meets the budget {budget}: "
             f"{spent}{refused}. Allow a larger epsilon or delta, or take fewer steps."
@@ -147,27 +149,6 @@ def calibrate_noise(
         f"Even the smallest noise spends less than the budget {budget}: {spent}. Such a run needs "
         "no noise. Check make_event, or lower the budget."
     )
-
-
-class _Point(NamedTuple):
-    """An evaluation: ``value`` is log(epsilon / aim)."""
-
-    log_noise: float
-    value: float
-    bound: EpsilonBound
-
-
-def _secant(points: list[_Point]) -> float:
-    """Follows the line through the last two points, or the slope of the central limit."""
-    last, slope = points[-1], -1.2
-    if not math.isfinite(last.value):
-        return last.log_noise + _WIDEST_STEP
-    if len(points) > 1 and math.isfinite(points[-2].value):
-        before = points[-2]
-        measured = (last.value - before.value) / (last.log_noise - before.log_noise)
-        slope = min(measured, -0.3)
-    step = -last.value / slope
-    return last.log_noise + min(max(step, -_WIDEST_STEP), _WIDEST_STEP)
 
 
 def _first_guess(make_event: Callable[[float], dpa.DpEvent], target: float, delta: float) -> float:

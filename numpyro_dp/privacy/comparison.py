@@ -20,8 +20,6 @@ from numpyro_dp.privacy.plan import PrivacyReport
 
 __all__ = ["AccountantComparison", "compare_accountants"]
 
-_LARGEST_MU = 700.0  # for the approximation. Beyond it nothing is private.
-
 
 class AccountantComparison(NamedTuple):
     """Bounds of several accountants for one run. ``print`` shows one line for each.
@@ -93,11 +91,8 @@ def compare_accountants(report: PrivacyReport) -> AccountantComparison:
             refusals[accountant.name] = reason_of(error, accountant.name)
         else:
             bounds[accountant.name] = found.epsilon
-    return AccountantComparison(bounds, refusals, _by_limit(report), report.delta)
-
-
-def _by_limit(report: PrivacyReport) -> float:
-    if any(step.sampling == "without_replacement" for step in gaussian_steps(report.event)):
-        return math.nan
-    mu = clt_mu(report.event)
-    return gaussian_epsilon(mu, report.delta) if mu < _LARGEST_MU else math.inf
+    limit = math.nan
+    if not any(step.sampling == "without_replacement" for step in gaussian_steps(report.event)):
+        mu = clt_mu(report.event)  # beyond 700 nothing is private
+        limit = gaussian_epsilon(mu, report.delta) if mu < 700.0 else math.inf
+    return AccountantComparison(bounds, refusals, limit, report.delta)

@@ -102,7 +102,26 @@ class Plan:
 
     def event(self, num_steps: int) -> dpa.DpEvent:
         """The event of ``num_steps`` steps and of earlier runs, under the plan's relation."""
-        return _with_earlier(self, _run_event(self, self.noise_multiplier, num_steps))
+        own = self.own_event(num_steps)
+        return dpa.ComposedDpEvent([*self.earlier_events, own]) if self.earlier else own
+
+    def own_event(self, num_steps: int) -> dpa.DpEvent:
+        """The event of ``num_steps`` steps alone."""
+        # The mechanism states noise / sensitivity for add-or-remove. Sums of replace-one neighbours
+        # differ by up to twice that sensitivity, so relative to it the noise is half as large.
+        mechanism = self.mechanism(self.noise_multiplier / SENSITIVITY[self.relation])
+        sampler, number = self.sampler, self.num_examples
+        if mechanism.event is None or isinstance(mechanism.event, dpa.NonPrivateDpEvent):
+            return dpa.NonPrivateDpEvent()
+        if mechanism.compose is not None:
+            return mechanism.compose(sampler, number, num_steps)
+        step = sampler.amplify(mechanism.event, number)
+        return dpa.SelfComposedDpEvent(step, sampler.compositions(number, num_steps))
+
+    @property
+    def earlier_events(self) -> list[dpa.DpEvent]:
+        """The events of earlier runs."""
+        return [canonical_event(each.steps) for each in self.earlier]
 
     @property
     def earlier(self) -> tuple[Spending, ...]:
@@ -119,7 +138,7 @@ class Plan:
                 budget the method returns an infinite epsilon: the run is not private.
         """
         event, delta = self.event(num_steps), self.delta if delta is None else delta
-        judge, beside = accountant or self.accountant, _beside_the_event(self, num_steps)
+        judge, beside = accountant or self.accountant, self.errors(num_steps)
         try:
             return epsilon_spent(event, delta, self.relation, accountant=judge, **beside)
         except TotalVariationError:
@@ -127,6 +146,22 @@ class Plan:
                 raise
             nan, inf = float("nan"), float("inf")
             return EpsilonBound(nan, nan, inf, delta, self.relation, event, "none")
+
+    def errors(self, num_steps: int, *, own: bool = False) -> dict[str, float]:
+        """Errors of sampler and noise that the event leaves out, by a union bound over the steps.
+
+        They include those of earlier runs, unless you ask for the own ones.
+        """
+        sampler, number = self.sampler, self.num_examples
+        of_noise = self.mechanism(self.noise_multiplier).total_variation
+        found = {
+            "failure_prob": sampler.failure_prob(number) * num_steps,
+            "total_variation": (sampler.total_variation(number) + of_noise) * num_steps,
+        }
+        for name in () if own else found:
+            found[name] += sum(getattr(each, name) for each in self.earlier)
+            found[name] = min(found[name], 1.0 - 1e-12)
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,8 +236,8 @@ class PrivacyReport:
     @property
     def beyond_delta(self) -> bool:
         """Whether epsilon is so huge that delta leaves out the errors of sampler and noise."""
-        beside = _beside_the_event(self.plan, self.num_steps)
-        return is_left_out(self.epsilon, self.delta, beside["total_variation"])
+        distance = self.plan.errors(self.num_steps)["total_variation"]
+        return is_left_out(self.epsilon, self.delta, distance)
 
     @property
     def event(self) -> dpa.DpEvent:
@@ -232,10 +267,10 @@ class PrivacyReport:
                 "the earlier run a budget or noise."
             )
         plan = self.plan
-        event = _run_event(plan, plan.noise_multiplier, self.num_steps)
         own = Spending(
-            self.run, plan.relation, gaussian_steps(event), caveats=self.caveats,
-            **_errors(plan, self.num_steps), unit=unit_name(self.max_rows),
+            self.run, plan.relation, gaussian_steps(plan.own_event(self.num_steps)),
+            caveats=self.caveats, **plan.errors(self.num_steps, own=True),
+            unit=unit_name(self.max_rows),
         )  # fmt: skip
         return (*plan.earlier, own)
 
@@ -246,23 +281,18 @@ class PrivacyReport:
     @property
     def caveats(self) -> tuple[str, ...]:
         """What epsilon does not cover."""
-        found = []
-        if self.reproducible:
-            found.append(
-                "Reproducible run: the guarantee holds against people who do not know secret_key, "
-                "and only if no other run on overlapping records uses that key."
-            )
-        if self.repetition:
-            found.append(
-                "repetition=True: another run may have the same noise. The guarantee holds if both "
-                "used the same records and the same settings. The two then count as one run."
-            )
-        if self.timed:
-            found.append(
-                "The model has a loop whose length depends on a record, as of a sampler that "
-                "rejects. Epsilon does not cover the time of a step: let nobody measure it."
-            )
-        return tuple(found)
+        told = [
+            (self.reproducible,
+             "Reproducible run: the guarantee holds against people who do not know secret_key, "
+             "and only if no other run on overlapping records uses that key."),
+            (self.repetition,
+             "repetition=True: another run may have the same noise. The guarantee holds if both "
+             "used the same records and the same settings. The two then count as one run."),
+            (self.timed,
+             "The model has a loop whose length depends on a record, as of a sampler that "
+             "rejects. Epsilon does not cover the time of a step: let nobody measure it."),
+        ]  # fmt: skip
+        return tuple(text for holds, text in told if holds)
 
     def at(self, delta: float) -> EpsilonBound:
         """Returns the epsilon of the same run at another delta."""
@@ -331,71 +361,25 @@ def make_plan(
             "DPSVI(..., num_steps=T) for a loop of T updates, or call run()."
         )
     if noise_multiplier is None:
-        _check_left(plan, num_steps)
+        beside = plan.errors(num_steps)
+        if plan.earlier:  # which may have spent the budget alone
+            nothing = dpa.ComposedDpEvent(plan.earlier_events)
+            spent = epsilon_spent(nothing, delta, relation, accountant=accountant, **beside)
+            if spent.epsilon >= budget.epsilon:
+                raise BudgetError(
+                    f"Earlier runs ({len(plan.earlier)}) have spent the budget {budget}: {spent}. "
+                    "Nothing more can be released within it. A further run needs a larger budget."
+                )
         noise, _ = calibrate_noise(
-            lambda z: _with_earlier(plan, _run_event(plan, z, num_steps)),
-            budget,
-            accountant=accountant,
-            **_beside_the_event(plan, num_steps),
-        )
+            lambda z: dataclasses.replace(plan, noise_multiplier=z).event(num_steps),
+            budget, accountant=accountant, **beside,
+        )  # fmt: skip
         return dataclasses.replace(plan, noise_multiplier=noise)
-    spent = plan.spent(num_steps).epsilon
-    if spent > budget.epsilon:
+    epsilon = plan.spent(num_steps).epsilon
+    if epsilon > budget.epsilon:
         raise BudgetError(
-            f"{num_steps} steps with noise_multiplier={noise} would spend epsilon={spent:.4g}. The "
-            f"budget allows at most epsilon={budget.epsilon}. Take fewer steps or more noise, or "
-            "omit noise_multiplier so that the budget sets it."
+            f"{num_steps} steps with noise_multiplier={noise} would spend epsilon={epsilon:.4g}. "
+            f"The budget allows at most epsilon={budget.epsilon}. Take fewer steps or more noise, "
+            "or omit noise_multiplier so that the budget sets it."
         )
     return plan
-
-
-def _check_left(plan: Plan, num_steps: int) -> None:
-    """Raises an error if earlier runs alone have spent the budget."""
-    budget = plan.budget
-    if budget is None or not budget.earlier:
-        return
-    nothing = _with_earlier(plan, dpa.NoOpDpEvent())
-    beside = _beside_the_event(plan, num_steps)
-    spent = epsilon_spent(nothing, plan.delta, plan.relation, accountant=plan.accountant, **beside)
-    if spent.epsilon >= budget.epsilon:
-        raise BudgetError(
-            f"Earlier runs ({len(plan.earlier)}) have spent the budget {budget}: {spent}. "
-            "Nothing more can be released within it. A further run needs a larger budget."
-        )
-
-
-def _run_event(plan: Plan, noise_multiplier: float, num_steps: int) -> dpa.DpEvent:
-    # The mechanism states noise / sensitivity for add-or-remove. Sums of replace-one neighbours
-    # differ by up to twice that sensitivity, so relative to it the noise is half as large.
-    mechanism = plan.mechanism(noise_multiplier / SENSITIVITY[plan.relation])
-    sampler, number = plan.sampler, plan.num_examples
-    if mechanism.event is None or isinstance(mechanism.event, dpa.NonPrivateDpEvent):
-        return dpa.NonPrivateDpEvent()
-    if mechanism.compose is not None:
-        return mechanism.compose(sampler, number, num_steps)
-    step = sampler.amplify(mechanism.event, number)
-    return dpa.SelfComposedDpEvent(step, sampler.compositions(number, num_steps))
-
-
-def _with_earlier(plan: Plan, event: dpa.DpEvent) -> dpa.DpEvent:
-    if not plan.earlier:
-        return event
-    return dpa.ComposedDpEvent([*(canonical_event(each.steps) for each in plan.earlier), event])
-
-
-def _errors(plan: Plan, num_steps: int) -> dict[str, float]:
-    """Errors of sampler and noise that the event leaves out, by a union bound over the steps."""
-    sampler, number = plan.sampler, plan.num_examples
-    of_noise = plan.mechanism(plan.noise_multiplier).total_variation
-    return {
-        "failure_prob": sampler.failure_prob(number) * num_steps,
-        "total_variation": (sampler.total_variation(number) + of_noise) * num_steps,
-    }
-
-
-def _beside_the_event(plan: Plan, num_steps: int) -> dict[str, float]:
-    """The same errors, summed over this run and the earlier ones."""
-    return {
-        name: min(value + sum(getattr(each, name) for each in plan.earlier), 1.0 - 1e-12)
-        for name, value in _errors(plan, num_steps).items()
-    }

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -45,14 +45,16 @@ from numpyro_dp.privacy._batches import (
 from numpyro_dp.privacy.budget import Relation
 from numpyro_dp.privacy.random import check_typed_key
 
-__all__ = ["FixedSize", "FullBatch", "Permutation", "PermutationState", "Poisson", "SamplerState"]
+__all__ = ["FixedSize", "FullBatch", "Permutation", "Poisson", "SamplerState"]
 
 _MAX_EXAMPLES = 2**31 - 2
 _SPLIT = "Row numbers are 32-bit: split a larger data set."
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["key"], meta_fields=["num_examples"]
+    jax.tree_util.register_dataclass,
+    data_fields=["key", "order", "position"],
+    meta_fields=["num_examples"],
 )
 @dataclasses.dataclass(frozen=True)
 class SamplerState:
@@ -61,10 +63,15 @@ class SamplerState:
     Attributes:
         key: Secret key of future batches. Past batches cannot be computed from it.
         num_examples: Size of the data set, static.
+        order: Rows in the order of this epoch of a :class:`Permutation`, int32, shape
+            ``(num_examples,)``.
+        position: Number of the batch in that epoch.
     """
 
     key: Array = dataclasses.field(repr=False)
     num_examples: int
+    order: Array | None = dataclasses.field(default=None, repr=False)
+    position: Any = None
 
 
 class _Exact(Sampler):
@@ -219,14 +226,10 @@ class FixedSize(_Exact):
         return distinct_plan(self.batch_size, number).shortfall
 
     def _check(self, num_examples: int) -> int:
-        check_int(
-            "batch_size",
-            self.batch_size,
-            low=1,
-            high=super()._check(num_examples),
-            remedy=f"The data set has {num_examples} records. Use a smaller batch, or FullBatch().",
-        )
-        return int(num_examples)
+        number = super()._check(num_examples)
+        remedy = f"The data set has {number} records. Use a smaller batch, or FullBatch()."
+        check_int("batch_size", self.batch_size, low=1, high=number, remedy=remedy)
+        return number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,28 +254,6 @@ class FullBatch(_Exact):
         """Returns 1."""
         self._check(num_examples)
         return 1.0
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["key", "order", "position"],
-    meta_fields=["num_examples"],
-)
-@dataclasses.dataclass(frozen=True)
-class PermutationState:
-    """State of :class:`Permutation`: a pytree for ``jit`` and ``scan``.
-
-    Attributes:
-        key: Secret key of future orders.
-        order: Rows in the order of this epoch, int32, shape ``(num_examples,)``.
-        position: Number of the batch in the epoch.
-        num_examples: Rows of the data set, static.
-    """
-
-    key: Array = dataclasses.field(repr=False)
-    order: Array = dataclasses.field(repr=False)
-    position: Array
-    num_examples: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,14 +290,13 @@ class Permutation(_Exact):
     def __post_init__(self) -> None:
         check_int("batch_size", self.batch_size, low=1)
 
-    def init(self, key: Array, num_examples: int) -> PermutationState:
+    def init(self, key: Array, num_examples: int) -> SamplerState:
         """Returns the state before the first epoch."""
-        self._check(num_examples)
-        zero = jnp.zeros((), jnp.int32)
-        order = lax.iota(jnp.int32, num_examples)
-        return PermutationState(check_typed_key(key), order, zero, num_examples)
+        start = super().init(key, num_examples)
+        order = lax.iota(jnp.int32, start.num_examples)
+        return dataclasses.replace(start, order=order, position=jnp.zeros((), jnp.int32))
 
-    def next(self, state: PermutationState) -> tuple[Batch, PermutationState]:
+    def next(self, state: SamplerState) -> tuple[Batch, SamplerState]:
         """Draws one batch, and a new order at the start of an epoch."""
         number, edges = state.num_examples, self._edges(state.num_examples)
 
@@ -332,7 +312,7 @@ class Permutation(_Exact):
         places = first + lax.iota(jnp.int32, int(np.diff(edges).max()))
         batch = Batch(order[jnp.minimum(places, number - 1)], places < last)
         position = (state.position + 1) % (len(edges) - 1)
-        return batch, PermutationState(key, order, position.astype(jnp.int32), number)
+        return batch, SamplerState(key, number, order, position.astype(jnp.int32))
 
     def compositions(self, num_examples: int, num_steps: int) -> int:
         """Returns the number of events: the epochs that the steps begin."""

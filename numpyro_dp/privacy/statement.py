@@ -203,15 +203,12 @@ class Statement:
         try:
             found = json.loads(text)
             kind = found.pop("format"), found.pop("version")
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"The text is not a privacy statement in JSON: {error!r}.") from error
-        if kind != (_FORMAT, _VERSION) or set(found) != names:
-            raise ValueError(
-                f"Expected the format {_FORMAT!r}, version {_VERSION}, got {kind} with entries "
-                f"{sorted(found)}. Read it with the numpyro_dp that wrote it."
-            )
-        found["epsilon"] = math.inf if found["epsilon"] is None else found["epsilon"]
-        try:
+            if kind != (_FORMAT, _VERSION) or set(found) != names:
+                raise ValueError(
+                    f"Expected the format {_FORMAT!r}, version {_VERSION}, got {kind} with entries "
+                    f"{sorted(found)}. Read it with the numpyro_dp that wrote it."
+                )
+            found["epsilon"] = math.inf if found["epsilon"] is None else found["epsilon"]
             found["attack"] = tuple((float(a), float(b)) for a, b in found["attack"])
             lists = {name: tuple(found[name]) for name in ("released", "public", "caveats")}
             made = cls(**found | lists)
@@ -307,38 +304,29 @@ def true_positive_rates(privacy: Any, rates: Iterable[float]) -> list[float]:
 
 
 def _caveats(report: Any) -> list[str]:
-    number, delta = report.plan.num_examples, report.delta
-    found = []
-    if delta > 1 / number:
-        found.append(
-            f"delta > 1 / {number}: so large a delta allows a run to publish a whole record. "
-            "Choose a delta below 1 / number of records."
-        )
-    if delta == default_delta(number):
-        found.append("delta is the default, min(0.01, N ** -1.1).")
-    if report.plan.mechanism(report.noise_multiplier).total_variation == 0:
-        found.append(
-            "The mechanism states no distance of its noise from that of its event. If the noise is "
-            "drawn in floating point, the guarantee is for real numbers."
-        )
-    if report.beyond_delta:
-        found.append(
-            "Epsilon is so large that delta leaves out how far noise and batches are from exact "
-            "ones."
-        )
-    if report.in_ledger:
-        covered = "this run and the earlier ones" if report.plan.earlier else "this run alone"
-        found.append(
-            f"A ledger counts all runs on these records. Epsilon here covers {covered}, and the "
-            "ledger has the sum."
-        )
-    found += report.caveats
-    found += [f"Earlier run: {text}" for each in report.plan.earlier for text in each.caveats]
-    who = "A person with several records is protected for one of them, not for all together."
-    if report.max_rows is not None:
-        who = "A person with several ids is protected for one of them, not for all together."
+    number, delta, earlier = report.plan.num_examples, report.delta, report.plan.earlier
+    floating = report.plan.mechanism(report.noise_multiplier).total_variation == 0
+    covered = "this run and the earlier ones" if earlier else "this run alone"
+    several = "records" if report.max_rows is None else "ids"
+    told = [
+        (delta > 1 / number,
+         f"delta > 1 / {number}: so large a delta allows a run to publish a whole record. "
+         "Choose a delta below 1 / number of records."),
+        (delta == default_delta(number), "delta is the default, min(0.01, N ** -1.1)."),
+        (floating,
+         "The mechanism states no distance of its noise from that of its event. If the noise is "
+         "drawn in floating point, the guarantee is for real numbers."),
+        (report.beyond_delta,
+         "Epsilon is so large that delta leaves out how far noise and batches are from exact "
+         "ones."),
+        (report.in_ledger,
+         f"A ledger counts all runs on these records. Epsilon here covers {covered}, and the "
+         "ledger has the sum."),
+    ]  # fmt: skip
     return [
-        *found,
-        who,
+        *(text for holds, text in told if holds),
+        *report.caveats,
+        *(f"Earlier run: {text}" for each in earlier for text in each.caveats),
+        f"A person with several {several} is protected for one of them, not for all together.",
         "What is true of the whole population may be learned, also about people in it.",
     ]

@@ -16,7 +16,6 @@ from flat import grouped
 from gaussian import gaussian
 from numpyro.infer.autoguide import AutoDelta
 
-import numpyro_dp.privacy.plan as plan_module
 from numpyro_dp import DPMCMC, DPSVI, SGLD, Privacy, PrivacyBudget
 from numpyro_dp.accounting import compare_accountants
 from numpyro_dp.estimators import vanilla
@@ -116,7 +115,7 @@ def test_what_batches_do_beside_the_event_adds_up():
         assert min(own) > 0
         if name == "total_variation":
             own = [each + TOTAL_VARIATION for each in own]  # of the noise of a step
-        found = plan_module._beside_the_event(last.plan, 50)[name]
+        found = last.plan.errors(50)[name]
         assert found == pytest.approx(150 * own[0] + 30 * own[1])
 
 

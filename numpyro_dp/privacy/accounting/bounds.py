@@ -131,23 +131,18 @@ class UnsupportedEventError(ValueError):
         ['PLD']
     """
 
-    event: dpa.DpEvent
-    relation: Relation
-    reasons: dict[str, str]
-
     def __init__(self, event: dpa.DpEvent, relation: Relation, reasons: dict[str, str]) -> None:
-        """Composes the message."""
-        self.event, self.relation, self.reasons = event, relation, dict(reasons)
-        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        super().__init__(
-            f"No bound for the event {describe_event(event)} under relation={relation!r} ({told}). "
-            "Best(), the default, has bounds for full and Poisson batches under both relations, "
-            "and for batches of a fixed size under 'replace_one'."
-        )
+        """Keeps the arguments, from which a pickle is made."""
+        super().__init__(event, relation, reasons)
+        self.event, self.relation, self.reasons = event, relation, reasons
 
-    def __reduce__(self) -> tuple[object, ...]:
-        # Rebuilds the error from its arguments, for instance in another process.
-        return type(self), (self.event, self.relation, self.reasons)
+    def __str__(self) -> str:
+        told = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
+        return (
+            f"No bound for the event {describe_event(self.event)} under relation="
+            f"{self.relation!r} ({told}). Best(), the default, has bounds for full and Poisson "
+            "batches under both relations, and for batches of a fixed size under 'replace_one'."
+        )
 
 
 def reason_of(error: ValueError, name: str) -> str:
@@ -156,14 +151,7 @@ def reason_of(error: ValueError, name: str) -> str:
 
 
 def describe_event(event: dpa.DpEvent) -> str:
-    """Returns a readable one-line form of an event.
-
-    Example:
-        >>> from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
-        >>> step = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.5))
-        >>> describe_event(SelfComposedDpEvent(step, 100))
-        '100 x Poisson(0.01, Gaussian(1.5))'
-    """
+    """Returns a form for people, such as ``100 x Poisson(0.01, Gaussian(1.5))``."""
     match event:
         case dpa.SelfComposedDpEvent():
             return f"{event.count} x {describe_event(event.event)}"
@@ -210,18 +198,9 @@ class GaussianStep(NamedTuple):
 def gaussian_steps(event: dpa.DpEvent) -> tuple[GaussianStep, ...]:
     """Returns the normal form of an event. The empty tuple spends nothing.
 
-    Args:
-        event: Any nesting of compositions, Poisson and fixed-size samples, and Gaussians.
-
     Raises:
         StepError: If a part of the event is of another kind. The message names that part.
         ValueError: If a count, rate or noise multiplier is outside its range.
-
-    Example:
-        >>> from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
-        >>> step = PoissonSampledDpEvent(0.5, GaussianDpEvent(2.0))
-        >>> gaussian_steps(SelfComposedDpEvent(step, 3))[0][:2]
-        ('poisson', 0.5)
     """
     counts: collections.Counter[GaussianStep] = collections.Counter()
     full_batch = 0.0
@@ -271,20 +250,14 @@ def _walk(event: dpa.DpEvent, count: int) -> list[GaussianStep]:
                 raise ValueError(f"Expected noise_multiplier={noise} >= 0 in {event!r}.")
             return [] if math.isinf(noise) else [_full_batch(noise, count)]
         case dpa.PoissonSampledDpEvent():
-            return _sampled("poisson", float(event.sampling_probability), None, event, count)
+            sampling, rate, size = "poisson", float(event.sampling_probability), None
         case dpa.SampledWithoutReplacementDpEvent():
             size = (int(event.sample_size), int(event.source_dataset_size))
             if size[1] < 1:
                 raise ValueError(f"Expected source_dataset_size={size[1]} >= 1 in {event!r}.")
-            return _sampled("without_replacement", size[0] / size[1], size, event, count)
+            sampling, rate = "without_replacement", size[0] / size[1]
         case _:
             raise StepError(f"{describe_event(event)} is not a (sampled) Gaussian mechanism")
-
-
-def _sampled(
-    sampling: Sampling, rate: float, size: tuple[int, int] | None,
-    event: dpa.PoissonSampledDpEvent | dpa.SampledWithoutReplacementDpEvent, count: int,
-) -> list[GaussianStep]:  # fmt: skip
     if not 0.0 <= rate <= 1.0:
         raise ValueError(f"Expected a sampling rate in [0, 1], got {rate} in {event!r}.")
     inner = gaussian_steps(event.event)

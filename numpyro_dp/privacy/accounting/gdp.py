@@ -58,10 +58,6 @@ def gaussian_log_delta(epsilon: float, mu: float) -> float:
     r"""Returns :math:`\log \delta(\varepsilon)` of a Gaussian mechanism.
 
     ``mu`` is sensitivity / noise.
-
-    Example:
-        >>> round(math.exp(gaussian_log_delta(1.0, 1.0)), 6)
-        0.126937
     """
     x = epsilon / mu - mu / 2.0
     if x > -5.0:
@@ -77,10 +73,6 @@ def gaussian_log_delta(epsilon: float, mu: float) -> float:
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
     """Returns the smallest epsilon of a Gaussian mechanism with ``mu`` = sensitivity / noise.
-
-    Example:
-        >>> round(gaussian_epsilon(1.0, 1e-5), 4)
-        4.3772
 
     **Guarantee**: not below the true value, and above it by a factor of at most 1 + 1e-10.
     """

@@ -137,13 +137,6 @@ class PLD(StepAccountant):
             raise StepError(
                 "fixed-size and Poisson samples together have no bound to choose a grid by"
             )
-        upper, excess = self._composed(steps, delta, relation)
-        return None, max(upper - excess, 0.0), upper
-
-    def _composed(
-        self, steps: tuple[GaussianStep, ...], delta: float, relation: Relation
-    ) -> tuple[float, float]:
-        """Returns the upper bound of the composition, and the grid's excess in it."""
         if delta < _SMALLEST_DELTA:
             raise UnreliableBoundError(
                 f"Expected delta >= {_SMALLEST_DELTA:g} for PLD, ten times its rounding error in "
@@ -152,9 +145,8 @@ class PLD(StepAccountant):
         total = sum(step.count for step in steps)
         # Only to choose the grid. Renyi DP has no divergence for Poisson samples under replace-one.
         # The divergence for add-or-remove at the same noise / sensitivity is close to it.
-        fixed = any(step.sampling == "without_replacement" for step in steps)
-        event, near = canonical_event(steps), "replace_one" if fixed else "add_or_remove_one"
-        start, order = epsilon_and_order(event, steps, delta, near, _ORDERS)
+        near = "replace_one" if "without_replacement" in kinds else "add_or_remove_one"
+        start, order = epsilon_and_order(canonical_event(steps), steps, delta, near, _ORDERS)
         interval = self._interval(steps, start, total * order)
         value, slope = self._at(steps, delta, relation, interval)
         # For few steps epsilon may be far below its Renyi bound, and delta may fall much faster.
@@ -162,7 +154,8 @@ class PLD(StepAccountant):
         finer = self._interval(steps, value, total * order, value * _FINEST)
         if finer < 0.9 * interval:
             interval, (value, slope) = finer, self._at(steps, delta, relation, finer)
-        return value, total * max(order, slope) * interval**2 / 12.0
+        excess = total * max(order, slope) * interval**2 / 12.0
+        return None, max(value - excess, 0.0), value
 
     def _at(
         self, steps: tuple[GaussianStep, ...], delta: float, relation: Relation, interval: float
@@ -197,11 +190,7 @@ class PLD(StepAccountant):
         return value, 1.0 + math.log(max(before / delta, 1.0)) / (0.02 * value)
 
     def _interval(
-        self,
-        steps: tuple[GaussianStep, ...],
-        epsilon: float,
-        orders: float,
-        most: float = math.inf,
+        self, steps: tuple[GaussianStep, ...], epsilon: float, orders: float, most: float = math.inf
     ) -> float:
         """Returns the interval whose excess is ``relative_gap`` of a rough epsilon, within limits.
 

@@ -19,13 +19,10 @@ Reference:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 from scipy import special
 
 from numpyro_dp._lazy import dpa
@@ -110,48 +107,33 @@ class RDP(StepAccountant):
 
 
 def epsilon_and_order(
-    event: dpa.DpEvent,
-    steps: tuple[GaussianStep, ...],
-    delta: float,
-    relation: Relation,
+    event: dpa.DpEvent, steps: tuple[GaussianStep, ...], delta: float, relation: Relation,
     orders: tuple[float, ...] | None = None,
-) -> tuple[float, float]:
+) -> tuple[float, float]:  # fmt: skip
     """Returns the bound of a private event, and the order that gives it.
 
     ``steps`` is its normal form, or is empty if it has none.
     """
-    sampled = any(step.sampling != "none" for step in steps)
+    from absl import logging
+
+    sampled = sum(step.count for step in steps if step.sampling != "none")
     orders = orders or (_SAMPLED_ORDERS if sampled else _CLOSED_FORM_ORDERS)
     library = dpa.rdp.RdpAccountant(orders, neighboring_relation(relation))
-    with _quiet():
+    # Its log of orders that it skips is hidden. A skipped order only loosens the bound.
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
         divergence = library.compose(event).rdp
+    finally:
+        logging.set_verbosity(verbosity)
     array = np.asarray(orders, dtype=np.float64)
-    divergence = np.maximum(divergence + _rounding(array, steps), 0.0)
+    # Bounds the rounding error of the library's log-space sums of ``order`` terms, per order.
+    terms = array + 4.0 * special.gammaln(array + 1.0) + 16.0
+    rounding = sampled * terms * float(np.finfo(np.float64).eps) / (array - 1.0)
+    divergence = np.maximum(divergence + rounding, 0.0)
     epsilon, order = dpa.rdp.compute_epsilon(array.tolist(), divergence, delta)
     return float(epsilon), float(order)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hides the library's log of orders that it skips. A skipped order only loosens the bound."""
-    from absl import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-
-
 def _is_known(event: dpa.DpEvent, relation: Relation) -> bool:
     return dpa.rdp.RdpAccountant([2.0], neighboring_relation(relation)).supports(event)
-
-
-def _rounding(
-    orders: npt.NDArray[np.float64], steps: tuple[GaussianStep, ...]
-) -> npt.NDArray[np.float64]:
-    """Bounds the rounding error of the library's log-space sums of ``order`` terms, per order."""
-    sampled = sum(step.count for step in steps if step.sampling != "none")
-    terms = orders + 4.0 * special.gammaln(orders + 1.0) + 16.0
-    return sampled * terms * float(np.finfo(np.float64).eps) / (orders - 1.0)

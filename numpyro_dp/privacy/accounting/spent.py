@@ -172,17 +172,15 @@ def epsilon_spent(
     failure, tau = check_errors(delta, failure_prob, total_variation)
     judge = Best() if accountant is None else accountant
     if tau == 0.0:
-        bound = judge.epsilon(event, delta - failure, relation)
-        return dataclasses.replace(bound, delta=delta) if failure else bound
+        return dataclasses.replace(judge.epsilon(event, delta - failure, relation), delta=delta)
     bound = _with_total_variation(event, delta - failure, relation, judge, tau)
     return dataclasses.replace(bound, delta=delta)
 
 
 def is_left_out(epsilon: float, delta: float, total_variation: float) -> bool:
     """Whether a bound leaves out a total variation, which is tiny beside a huge epsilon."""
-    if not (total_variation < _TINY and _HUGE < epsilon < math.inf):
-        return False
-    return (1.0 + math.exp(min(epsilon, 700.0))) * total_variation > delta
+    tiny = total_variation < _TINY and _HUGE < epsilon < math.inf
+    return tiny and (1.0 + math.exp(min(epsilon, 700.0))) * total_variation > delta
 
 
 def check_errors(

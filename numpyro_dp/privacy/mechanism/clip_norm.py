@@ -21,8 +21,9 @@ of a batch changes the estimate little.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -88,7 +89,9 @@ def indicator_entry(group: Any) -> str:
     return f"below the clip norm of {'the rest' if group is ... else repr(group)} (released)"
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["norms"], meta_fields=["entries", "bounded"]
+)
 @dataclasses.dataclass(frozen=True)
 class ClipNorm:
     """The norm of each group of entries that a mechanism clips together.
@@ -116,17 +119,18 @@ class ClipNorm:
         """
         if isinstance(given, cls):
             return given
-        if not isinstance(given, Mapping):
-            return cls((...,), (_check_norm("clip_norm", given),))._with_bounded()
-        if not given:
+        by_entry = given if isinstance(given, Mapping) else {...: given}
+        if not by_entry:
             raise ValueError(
                 "clip_norm is an empty dict. Give a norm for each entry of the signal, or for the "
                 "key ... that stands for all others."
             )
         # Sorted, so that two dicts with the same norms give the same value.
-        entries = tuple(sorted(given, key=lambda entry: (entry is ..., str(entry))))
-        norms = tuple(_check_norm(f"clip_norm[{entry!r}]", given[entry]) for entry in entries)
-        return cls(entries, norms)._with_bounded()
+        entries = tuple(sorted(by_entry, key=lambda entry: (entry is ..., str(entry))))
+        name = "clip_norm" if by_entry is not given else "clip_norm[{!r}]"
+        norms = tuple(_check_norm(name.format(entry), by_entry[entry]) for entry in entries)
+        finite = all(isinstance(norm, AdaptiveClip) or math.isfinite(norm) for norm in norms)
+        return cls(entries, norms, finite)
 
     @property
     def given(self) -> Any:
@@ -160,8 +164,7 @@ class ClipNorm:
         if self.entries == (...,):
             return self.norms[0].initial
         # "..." as text, because JAX sorts the keys of a dict.
-        by_entry = self.by_entry
-        return {"..." if e is ... else e: by_entry[e].initial for e in self.adaptive}
+        return {"..." if e is ... else e: self.by_entry[e].initial for e in self.adaptive}
 
     def fixed(self) -> ClipNorm:
         """Returns plain norms. An ``AdaptiveClip`` gives two: of the signal and its indicator."""
@@ -172,12 +175,6 @@ class ClipNorm:
             else:
                 found[entry] = norm
         return ClipNorm(tuple(found), tuple(found.values()), self.bounded)
-
-    def map(self, change: Callable[[Any, Any], Any]) -> ClipNorm:
-        """Returns a copy with each norm replaced by ``change(entry, norm)``."""
-        return dataclasses.replace(
-            self, norms=tuple(change(entry, norm) for entry, norm in self.by_entry.items())
-        )
 
     def joined(self, others: Mapping[Any, Any]) -> ClipNorm:
         """Returns a copy with the norms of further entries added."""
@@ -199,8 +196,7 @@ class ClipNorm:
 
     def of_blocks(self, names: tuple[str, ...]) -> tuple[Any, ...]:
         """Returns the norm of each block."""
-        by_entry = self.by_entry
-        return tuple(by_entry[group] for group in self.groups(names))
+        return tuple(self.by_entry[group] for group in self.groups(names))
 
     def check_entries(self, names: tuple[str, ...]) -> None:
         """Raises ValueError unless every entry of the signal has exactly one norm."""
@@ -212,47 +208,28 @@ class ClipNorm:
                 f"{sorted(map(str, self.entries))}. Use the key ... for all that are not named."
             )
 
-    def _with_bounded(self) -> ClipNorm:
-        finite = all(isinstance(n, AdaptiveClip) or math.isfinite(n) for n in self.norms)
-        return dataclasses.replace(self, bounded=finite)
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Returns the norms, and the static fields."""
-        return self.norms, (self.entries, self.bounded)
-
-    @classmethod
-    def tree_unflatten(cls, static: tuple[Any, ...], norms: tuple[Any, ...]) -> ClipNorm:
-        """Builds the value from its norms and static fields."""
-        return cls(static[0], tuple(norms), static[1])
-
     def __str__(self) -> str:
         return str(self.given)
 
 
 def _check_norm(name: str, norm: Any) -> float | AdaptiveClip:
-    if isinstance(norm, AdaptiveClip):
-        return _check_adaptive(name, norm)
     if norm is AdaptiveClip:
         raise TypeError(
             f"{name} is the class AdaptiveClip. Add the parentheses: AdaptiveClip(initial=1.0)."
         )
-    remedy = "It bounds the norm of one record's unscaled gradient, in the units of log p."
-    if norm == math.inf:
-        return math.inf
-    return check_real(name, norm, low=_SMALLEST, high=_LARGEST, remedy=remedy)
-
-
-def _check_adaptive(name: str, clip: AdaptiveClip) -> AdaptiveClip:
+    if not isinstance(norm, AdaptiveClip):
+        remedy = "It bounds the norm of one record's unscaled gradient, in the units of log p."
+        if norm == math.inf:
+            return math.inf
+        return check_real(name, norm, low=_SMALLEST, high=_LARGEST, remedy=remedy)
     start = "It is the norm of the first step. For norms by entry pass a dict of AdaptiveClip(...)."
-    either = {"low_open": True, "high_open": True}
     return AdaptiveClip(
-        check_real(f"{name}.initial", clip.initial, low=_SMALLEST, high=_LARGEST,
-                   remedy=start),
-        check_real(f"{name}.quantile", clip.quantile, low=0, high=1, **either,
+        check_real(f"{name}.initial", norm.initial, low=_SMALLEST, high=_LARGEST, remedy=start),
+        check_real(f"{name}.quantile", norm.quantile, low=0, high=1, low_open=True, high_open=True,
                    remedy="It is the part of the records that should not be clipped."),
-        check_real(f"{name}.learning_rate", clip.learning_rate, low=0, high=1e6, low_open=True,
+        check_real(f"{name}.learning_rate", norm.learning_rate, low=0, high=1e6, low_open=True,
                    remedy="It is the step size of the logarithm of the norm. 0.2 is usual."),
-        check_real(f"{name}.share", clip.share, low=1e-6, high=0.99,
+        check_real(f"{name}.share", norm.share, low=1e-6, high=0.99,
                    remedy="It is the part of the privacy cost that is spent on the norm."),
     )  # fmt: skip
 
@@ -286,14 +263,13 @@ def adaptive(base: Mechanism, clip_norm: ClipNorm, batch_size: Any) -> Mechanism
     def privatise(
         key: Array, total: PyTree, state: MechanismState
     ) -> tuple[PyTree, MechanismState]:
-        noisy, state = base.privatise(key, total, state)
-        own = {group: indicator_entry(group) for group in clip_norm.adaptive}
-
-        def after(group: Any, norm: Any) -> Any:
-            return follow(norm, noisy[own[group]], batch_size) if group in own else norm
-
-        rest = {name: leaf for name, leaf in noisy.items() if name not in own.values()}
-        return rest, state._replace(clip_norm=state.clip_norm.map(after))
+        released, state = base.privatise(key, total, state)
+        noisy = dict(released)
+        after = state.clip_norm.by_entry
+        for group in clip_norm.adaptive:
+            after[group] = follow(after[group], noisy.pop(indicator_entry(group)), batch_size)
+        norms = dataclasses.replace(state.clip_norm, norms=tuple(after.values()))
+        return noisy, state._replace(clip_norm=norms)
 
     return base._replace(extras=extras, privatise=privatise)
 
