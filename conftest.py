@@ -17,7 +17,7 @@ import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 _CHECKED = (
-    "core", "sums.bounded", "run.step", "run.session", "run.results", "vi.svi", "model",
+    "core", "sums.bounded", "run.step", "run.session", "run.results", "vi.dpsvi", "model",
     "vi.estimators", "privacy.mechanism",
 )  # fmt: skip
 

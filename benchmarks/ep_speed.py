@@ -17,8 +17,8 @@ from jax.scipy.stats import norm
 
 from numpyro_dp import DPPBP, DPSEP, Privacy, RegressionNetwork
 from numpyro_dp.ep.families import diagonal_normal, normal
-from numpyro_dp.pbp import estimator as network_estimator
-from numpyro_dp.pbp import moments, reference
+from numpyro_dp.pbp import network_moments, reference
+from numpyro_dp.pbp import network_sites as network_estimator
 from numpyro_dp.samplers import FullBatch, Poisson
 
 KEY = jax.random.key(0)
@@ -59,12 +59,12 @@ def by_automatic_differentiation(layout, mean, variance, noise, x, y):
     """What `record_slopes` returns, by one gradient with respect to all weights."""
 
     def log_evidence(mean, variance):
-        output, spread = moments.output_moments(layout, mean, variance, x)
+        output, spread = network_moments.output_moments(layout, mean, variance, x)
         total = spread + noise
         return -((y - output) ** 2 / total + jnp.log(total)) / 2, (output, spread)
 
     (in_mean, in_variance), seen = jax.grad(log_evidence, (0, 1), has_aux=True)(mean, variance)
-    return moments.Slopes(in_mean, in_variance, *seen)
+    return network_moments.Slopes(in_mean, in_variance, *seen)
 
 
 def plain_unit(a, v):
@@ -79,24 +79,27 @@ def plain_unit(a, v):
 def network_calls(number):
     data = network_data(number)
     found = {}
-    unit = moments._rectified
+    unit = network_moments._rectified
     for name, slopes, of_unit in (
-        ("network, factored", moments.record_slopes, unit),
+        ("network, factored", network_moments.record_slopes, unit),
         ("network, vmap(grad), our units", by_automatic_differentiation, unit),
         ("network, vmap(grad)", by_automatic_differentiation, plain_unit),
     ):
-        network_estimator.record_slopes, moments._rectified = slopes, of_unit
+        network_estimator.record_slopes, network_moments._rectified = slopes, of_unit
         driver = DPPBP(
             NETWORK, clip_norm=1.0, sampler=FullBatch(), privacy=Privacy(noise_multiplier=1.0)
         )
         found[name] = compiled(driver, data)[1]
-    network_estimator.record_slopes, moments._rectified = moments.record_slopes, unit
+    network_estimator.record_slopes, network_moments._rectified = (
+        network_moments.record_slopes,
+        unit,
+    )
     state = driver.get_params(driver.init(KEY, *data))
     layout = NETWORK.layout(8)
     mean = state["weights_linear"] / state["weights_precision"]
     variance = 1 / state["weights_precision"]
     for name, slopes in (
-        ("slopes alone, factored", moments.record_slopes),
+        ("slopes alone, factored", network_moments.record_slopes),
         ("slopes alone, vmap(grad), our units", by_automatic_differentiation),
     ):
         alone = jax.jit(jax.vmap(

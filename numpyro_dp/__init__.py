@@ -1,11 +1,11 @@
 """Differentially private Bayesian inference for NumPyro."""
 
 from numpyro_dp import accounting, core, estimators, extend, mechanisms, plots, posterior, samplers
-from numpyro_dp.em.driver import DPEM
-from numpyro_dp.ep.driver import DPSEP, SEP
+from numpyro_dp.em.dpem import DPEM
+from numpyro_dp.ep.dpsep import DPSEP, SEP
 from numpyro_dp.ep.per_record import EP
 from numpyro_dp.fit import fit
-from numpyro_dp.laplace.driver import DPLaplace
+from numpyro_dp.laplace.dplaplace import DPLaplace
 from numpyro_dp.mcmc import DPMCMC, SGHMC, SGLD, PreconditionedSGLD
 from numpyro_dp.model.frames import design
 from numpyro_dp.model.public import UnsupportedModelError
@@ -22,7 +22,7 @@ from numpyro_dp.run.audit import audit, audit_run
 from numpyro_dp.run.columns import summarize_columns
 from numpyro_dp.run.results import RunInterrupted, RunResult
 from numpyro_dp.run.settings import Execution, Privacy
-from numpyro_dp.vi.svi import DPSVI
+from numpyro_dp.vi.dpsvi import DPSVI
 
 __version__ = "0.1.0"
 

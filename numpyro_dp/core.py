@@ -206,7 +206,7 @@ class Observation(NamedTuple):
 
 
 class Centring(NamedTuple):
-    """Rows of a record and of other outcomes that it could have had (``sums/centred.py``).
+    """Rows of a record and of other outcomes that it could have had (``sums/centred_sums.py``).
 
     Attributes:
         estimator: The estimator of these rows, with the same ``prepare``.

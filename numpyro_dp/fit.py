@@ -9,7 +9,7 @@ import optax
 from jax import Array
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp.laplace.driver import DPLaplace
+from numpyro_dp.laplace.dplaplace import DPLaplace
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.structure import find_data_plate
@@ -18,7 +18,7 @@ from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.sampling import FullBatch, Poisson
 from numpyro_dp.run.settings import Privacy
-from numpyro_dp.vi.svi import DPSVI
+from numpyro_dp.vi.dpsvi import DPSVI
 
 __all__ = ["fit"]
 

@@ -30,7 +30,7 @@ from jax.scipy.linalg import cho_solve
 from jaxtyping import Bool, Float
 
 from numpyro_dp._validate import check_int
-from numpyro_dp.ep.gaussian import inverse_and_log_det
+from numpyro_dp.ep.normal import inverse_and_log_det
 
 __all__ = [
     "Family",

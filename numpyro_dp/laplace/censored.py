@@ -32,7 +32,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from numpyro_dp.laplace.scores import TINY, Scores, entries, outer_products, partners, shortened
+from numpyro_dp.laplace.staged_scores import (
+    TINY,
+    Scores,
+    entries,
+    outer_products,
+    partners,
+    shortened,
+)
 from numpyro_dp.model.public import own_constants
 
 __all__ = ["censored"]

@@ -163,7 +163,7 @@ def believed_size(total: float, number: int, mu: float) -> float:
     """Returns the estimated log of the size of a typical whitened score, over its public guess.
 
     The log size has a normal prior around the guess. Each record sends a value in [0, 1], which is
-    0.5 for a score of the guessed size. See :func:`~numpyro_dp.laplace.scores.entries`.
+    0.5 for a score of the guessed size. See :func:`~numpyro_dp.laplace.staged_scores.entries`.
 
     Args:
         total: Sum of these values over records, plus noise.

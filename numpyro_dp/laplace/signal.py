@@ -42,7 +42,7 @@ from jaxtyping import Float
 
 from numpyro_dp.core import Estimator, PyTree, Released
 from numpyro_dp.laplace.censored import censored
-from numpyro_dp.laplace.scores import (
+from numpyro_dp.laplace.staged_scores import (
     TINY,
     Scores,
     entries,

@@ -31,7 +31,7 @@ paper's :math:`|B| / (n \sqrt\eta\, C)`.
 With T = 1 the target is the posterior as the step size goes to 0. T = 1/2 is the update as printed
 by Zhang et al., :math:`w - \eta\nabla U + N(0, \eta)`. Subsampling adds further noise in every such
 sampler, and full batches have none. Clipping adds bias. Signals are therefore centred if the model
-can simulate an outcome and has at most 300 latents (:mod:`numpyro_dp.sums.centred`).
+can simulate an outcome and has at most 300 latents (:mod:`numpyro_dp.sums.centred_sums`).
 
 Reference:
     Welling, Teh (2011), Bayesian learning via stochastic gradient Langevin dynamics, ICML; Li,

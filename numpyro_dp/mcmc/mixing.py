@@ -21,7 +21,7 @@ from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.outcomes import read_latents
 from numpyro_dp.posterior.algebra import factor
-from numpyro_dp.posterior.draws import Draws, Rows
+from numpyro_dp.posterior.draws import Draws, Vectors
 from numpyro_dp.posterior.prior import read_prior
 
 __all__ = ["Mixing", "draws_of_chains", "mixing_of"]
@@ -91,4 +91,4 @@ def draws_of_chains(
     vectors = np.concatenate([leaf.reshape(len(leaf), -1) for leaf in flat], axis=1)
     covariance = np.atleast_2d(np.cov(vectors.T))
     root = np.sqrt(variance) * factor(covariance @ covariance.T)
-    return prior.drawn(Rows(vectors, root))
+    return prior.drawn(Vectors(vectors, root))

@@ -1,4 +1,4 @@
-r"""The record with other outcomes: the rows that centre a clipped signal (``sums/centred.py``)."""
+"""The record with other outcomes: rows that centre a clipped signal (``sums/centred_sums.py``)."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from numpyro.infer import init_to_uniform
 from numpyro_dp._compat import Messenger, in_control_flow
 from numpyro_dp.model.additivity import check_additive
 from numpyro_dp.model.dependence import depends_on_inputs
+from numpyro_dp.model.draw_checks import check_draws
 from numpyro_dp.model.impossible import with_checks
 from numpyro_dp.model.locals import read_locals
 from numpyro_dp.model.public import Declared, PublicValues, UnsupportedModelError
@@ -28,13 +29,12 @@ from numpyro_dp.model.records import (
     split_arguments,
     split_arrays,
 )
-from numpyro_dp.model.sampling import check_draws
 from numpyro_dp.model.separation import check_separable, is_factor, one_record, rows_along
 
 __all__ = ["ModelStructure", "find_data_plate", "read_model"]
 
 
-class Site(NamedTuple):
+class SampleSite(NamedTuple):
     """Facts about a sample site in a model's trace.
 
     Attributes:
@@ -176,7 +176,7 @@ def read_model(
 
 
 def _classify(
-    sites: list[Site], plate: str, depends: dict[str, bool]
+    sites: list[SampleSite], plate: str, depends: dict[str, bool]
 ) -> dict[str, tuple[str, ...]]:
     """Returns the names of sites by kind."""
     kinds: dict[str, tuple[str, ...]] = dict.fromkeys(
@@ -195,7 +195,7 @@ def _classify(
     return kinds
 
 
-def _likelihood_candidates(sites: list[Site]) -> list[Site]:
+def _likelihood_candidates(sites: list[SampleSite]) -> list[SampleSite]:
     """The observed sites in plates. Factors count only if no other site is observed in a plate."""
     observed = [site for site in sites if site.observed]
     inside = [site for site in observed if site.plates]
@@ -210,7 +210,7 @@ def _likelihood_candidates(sites: list[Site]) -> list[Site]:
     )
 
 
-def _check_rows(site: Site, plate: str, shape_alone: tuple[int, ...] | None) -> None:
+def _check_rows(site: SampleSite, plate: str, shape_alone: tuple[int, ...] | None) -> None:
     """Raises for sites whose shape does not fit the plate, or outside it depends on the records."""
     if site.observed and site.rows.get(plate) != site.plates.get(plate):
         raise UnsupportedModelError(
@@ -227,7 +227,7 @@ def _check_rows(site: Site, plate: str, shape_alone: tuple[int, ...] | None) -> 
         )
 
 
-def _kind_of_latent(site: Site, plate: str, reads_data: bool) -> str:
+def _kind_of_latent(site: SampleSite, plate: str, reads_data: bool) -> str:
     if plate in site.plates and (site.finite or not site.discrete):
         return "summed" if site.discrete else "local"
     if site.discrete:
@@ -270,7 +270,7 @@ def _outside_message(name: str, plate: str | None) -> str:
 
 def _abstract_sites(
     model: Callable[..., Any], arguments: Arguments
-) -> tuple[list[Site], dict[str, int], dict[str, list[str]]]:
+) -> tuple[list[SampleSite], dict[str, int], dict[str, list[str]]]:
     """Traces the model on the shapes of its array arguments."""
     arrays, fill = split_arrays(arguments)
     found: list[Any] = []
@@ -287,7 +287,7 @@ def _abstract_sites(
 
 def _sites_of(
     model: Callable[..., Any], arguments: Arguments
-) -> tuple[list[Site], dict[str, int], dict[str, list[str]]]:
+) -> tuple[list[SampleSite], dict[str, int], dict[str, list[str]]]:
     """Runs the model. Returns sites, plate sizes, and names of other sites."""
     trace = arguments.trace(_initialised(model))
     sites, plates, others = [], {}, {}
@@ -299,7 +299,7 @@ def _sites_of(
             if in_control_flow(site):
                 raise UnsupportedModelError(_in_scan_message(name, bool(site["is_observed"])))
             sites.append(
-                Site(
+                SampleSite(
                     name,
                     bool(site["is_observed"]),
                     {frame.name: frame.size for frame in stack},

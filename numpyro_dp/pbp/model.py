@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float
 
 from numpyro_dp._validate import check_int, check_real
-from numpyro_dp.pbp.moments import Layout, layout_of, output_moments
+from numpyro_dp.pbp.network_moments import Layers, layout_of, output_moments
 
 __all__ = ["NetworkGuide", "RegressionNetwork"]
 
@@ -99,7 +99,7 @@ class RegressionNetwork:
             f"noise_prior={self.noise_prior})"
         )
 
-    def layout(self, num_inputs: int) -> Layout:
+    def layout(self, num_inputs: int) -> Layers:
         """Returns where the weights of each layer are in ``weights``."""
         return layout_of(num_inputs, self.hidden)
 

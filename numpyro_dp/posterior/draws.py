@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-__all__ = ["Draws", "Normal", "Rows", "SiteDraws", "generator"]
+__all__ = ["Draws", "Normal", "SiteDraws", "Vectors", "generator"]
 
 Draws = Callable[[Array, int], dict[str, Array]]
 
@@ -38,7 +38,7 @@ class Normal(NamedTuple):
         return self.mean + noise @ self.root.T
 
 
-class Rows(NamedTuple):
+class Vectors(NamedTuple):
     """Stored vectors (number, d) in random order, with noise of covariance root @ root.T if any."""
 
     rows: np.ndarray

@@ -26,8 +26,8 @@ from jax import Array
 from numpyro.infer import Predictive
 
 from numpyro_dp._validate import check_int
+from numpyro_dp.model.draw_checks import predict
 from numpyro_dp.model.public import PublicValues
-from numpyro_dp.model.sampling import predict
 from numpyro_dp.posterior.densities import Densities
 from numpyro_dp.posterior.diagnosis import Diagnosis, Finding, findings_of_shares
 from numpyro_dp.posterior.draws import Draws

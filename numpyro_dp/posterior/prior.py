@@ -24,7 +24,7 @@ from numpyro.distributions import biject_to, constraints
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_dp.model.outcomes import Outcomes, unconstrained_prior
-from numpyro_dp.posterior.draws import Draws, Normal, Rows, generator
+from numpyro_dp.posterior.draws import Draws, Normal, Vectors, generator
 from numpyro_dp.posterior.likelihood import Prior
 
 __all__ = ["ModelPrior", "read_prior"]
@@ -73,9 +73,9 @@ class ModelPrior(NamedTuple):
             kept = self._resampled(precision, linear, rng_key)
         if kept is None:
             kept = self._sampled(precision, linear, rng_key)
-        return self.drawn(Rows(np.asarray(kept)))
+        return self.drawn(Vectors(np.asarray(kept)))
 
-    def drawn(self, vectors: Normal | Rows) -> Draws:
+    def drawn(self, vectors: Normal | Vectors) -> Draws:
         """Draws of all latents in unconstrained coordinates, as values by site."""
 
         def draws(rng_key: Array, num_samples: int) -> dict[str, Array]:

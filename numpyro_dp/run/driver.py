@@ -31,7 +31,7 @@ from numpyro_dp.run.checkpoint import check_every, checkpoint_of, started, witho
 from numpyro_dp.run.course import Progress, opened_bar
 from numpyro_dp.run.forecast import Forecast, forecast
 from numpyro_dp.run.results import RunInterrupted, RunResult
-from numpyro_dp.run.scores import WARMUP
+from numpyro_dp.run.score_sums import WARMUP
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.spending import (

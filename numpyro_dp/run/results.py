@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.run.scores import ScoreSums
+from numpyro_dp.run.score_sums import ScoreSums
 from numpyro_dp.run.state import SensitiveState
 
 __all__ = [

@@ -37,7 +37,7 @@ from numpyro_dp.run.checkpoint import Checkpoint, hash_of, traced
 from numpyro_dp.run.course import Course, Progress, follow, with_bar
 from numpyro_dp.run.loss import LOSS_ENTRY, LossRelease, with_loss, with_loss_norm
 from numpyro_dp.run.results import PrivateLosses, Trace
-from numpyro_dp.run.scores import MOST_LATENTS, ScoreSums, score_sums, with_observation
+from numpyro_dp.run.score_sums import MOST_LATENTS, ScoreSums, score_sums, with_observation
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import RunIdentity, RunState, SensitiveState
 from numpyro_dp.run.step import Step, build_loop, build_step, build_whole_step

@@ -17,7 +17,7 @@ from jaxtyping import Bool
 
 from numpyro_dp._tree import filled, select, squared_norm, widen
 from numpyro_dp.core import Centring, Estimator, Mechanism, PyTree
-from numpyro_dp.sums.centred import centred_mechanism, with_partners
+from numpyro_dp.sums.centred_sums import centred_mechanism, with_partners
 from numpyro_dp.sums.exact import finished, partial_sum
 from numpyro_dp.sums.factored import factored_sum
 from numpyro_dp.sums.microbatches import (

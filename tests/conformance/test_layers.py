@@ -112,6 +112,17 @@ def test_the_house_has_few_rooms_on_few_floors():
 FILES = sorted(ROOT.rglob("*.py"))
 
 
+def test_no_two_files_or_classes_share_a_name():
+    files = [path for path in ROOT.rglob("*.py") if path.name != "__init__.py"]
+    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text())))
+    for names in (
+        [path.name for path in files],
+        [node.name for node in nodes if isinstance(node, ast.ClassDef)],
+    ):
+        assert len(names) > 100
+        assert [name for name in names if names.count(name) > 1] == []
+
+
 def test_imports_go_downwards():
     for path in FILES:
         assert group(path) in LEVELS, f"{path.name} is a new module: give it a level"

@@ -16,7 +16,7 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.mixture import GaussianMixture
 
 from numpyro_dp import DPEM, DPSEP, SEP, Privacy, PrivacyBudget, UnsupportedModelError
-from numpyro_dp.em.estimator import expected_statistics
+from numpyro_dp.em.statistics import expected_statistics
 from numpyro_dp.ep.families import beta, diagonal_normal, normal
 from numpyro_dp.ep.problem import check_conjugate, make_problem
 from numpyro_dp.ep.sites import evidence, normal_mixture

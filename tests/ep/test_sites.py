@@ -17,7 +17,7 @@ from numpyro_dp.ep.families import (
     normal,
     product,
 )
-from numpyro_dp.ep.gaussian import (
+from numpyro_dp.ep.normal import (
     LARGEST_NARROWING,
     Cavity,
     cavity_of,

@@ -21,8 +21,8 @@ from hostile_models import (
 )
 
 from numpyro_dp.laplace.schedule import LOSS_BOUND, Kind, believed_size, bounds
-from numpyro_dp.laplace.scores import Scores
 from numpyro_dp.laplace.signal import symmetric
+from numpyro_dp.laplace.staged_scores import Scores
 
 ROUNDING = 1 + 1e-5
 LISTED = [name for name, row in MODELS.items() if row[2]]

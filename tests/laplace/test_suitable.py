@@ -130,7 +130,7 @@ def nothing_runs(monkeypatch):
         pytest.fail("a run has begun")
 
     monkeypatch.setattr(Session, "run", fail)
-    monkeypatch.setattr("numpyro_dp.laplace.driver.started", fail)
+    monkeypatch.setattr("numpyro_dp.laplace.dplaplace.started", fail)
     monkeypatch.setattr(drivers, "started", fail)
 
 

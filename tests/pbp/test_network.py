@@ -14,13 +14,13 @@ from scipy import stats
 
 from numpyro_dp import DPPBP, PBP, Privacy, PrivacyBudget, RegressionNetwork
 from numpyro_dp.core import Released
-from numpyro_dp.ep.gaussian import Cavity
+from numpyro_dp.ep.normal import Cavity
 from numpyro_dp.model.records import RecordsProblem, read_records
-from numpyro_dp.pbp import moments, reference
-from numpyro_dp.pbp.curvature import network_curvature
-from numpyro_dp.pbp.decode import _left, network_draws
-from numpyro_dp.pbp.estimator import NetworkCavity, NetworkSteps, network_ep, network_site
-from numpyro_dp.pbp.moments import layout_of, output_moments, record_slopes
+from numpyro_dp.pbp import network_moments, reference
+from numpyro_dp.pbp.network_curvature import network_curvature
+from numpyro_dp.pbp.network_draws import _left, network_draws
+from numpyro_dp.pbp.network_moments import layout_of, output_moments, record_slopes
+from numpyro_dp.pbp.network_sites import NetworkCavity, NetworkSteps, network_ep, network_site
 from numpyro_dp.samplers import FullBatch, Poisson
 from numpyro_dp.sums.bounded import bounded_sum
 
@@ -319,7 +319,7 @@ def test_variance_of_a_rectified_unit_does_not_cancel():
         return np.sum(weights * (t - mean) ** 2) / weights.sum()
 
     for a, v in ((3.0, 1e-4), (5.0, 1e-5), (-1.0, 1.0), (0.3, 2.0), (-4.0, 1.0)):
-        _, found = moments._rectified(jnp.float32(a), jnp.float32(v))
+        _, found = network_moments._rectified(jnp.float32(a), jnp.float32(v))
         assert float(found) == pytest.approx(exact(a, v), rel=2e-3)
 
 
@@ -691,7 +691,7 @@ def test_a_rectified_unit_has_its_slopes_twice():
                 for which in (0, 1):
 
                     def moment(a, v, which=which):
-                        return moments._rectified(jnp.asarray(a), jnp.asarray(v))[which]
+                        return network_moments._rectified(jnp.asarray(a), jnp.asarray(v))[which]
 
                     for argument in (0, 1):
                         slope, step = jax.grad(moment, argument), 1e-4

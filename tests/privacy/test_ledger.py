@@ -133,7 +133,7 @@ def test_runs_are_composed_and_the_total_stops_one_before_it_reads_a_record(file
     driver = DPLaplace(model, budget=ledger.budget(1.9, purpose="too much"))
     before = file.read_bytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("numpyro_dp.laplace.driver.Stages.stages", blocked)
+        patch.setattr("numpyro_dp.laplace.dplaplace.Stages.stages", blocked)
         with pytest.raises(LedgerError, match="too much.*would spend.*No record was read"):
             driver.run(KEY, X)
     assert file.read_bytes() == before
@@ -171,7 +171,7 @@ def test_a_run_that_fails_stays_charged_until_the_holder_takes_it_back(file, err
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("numpyro_dp.laplace.driver.Stages.stages", fail)
+        patch.setattr("numpyro_dp.laplace.dplaplace.Stages.stages", fail)
         with pytest.raises(type(error)):
             laplace(ledger.budget(0.5, purpose="fails"))
     assert ledger.spent().epsilon == pytest.approx(0.5, rel=0.01)
@@ -189,7 +189,7 @@ def test_a_killed_run_stays_charged(file):
         import os, signal, sys
         import jax, numpyro_dp
         from tests_model import laplace
-        import numpyro_dp.laplace.driver as driver
+        import numpyro_dp.laplace.dplaplace as driver
         driver.Stages.stages = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         ledger = numpyro_dp.Ledger({str(file)!r}, numpyro_dp.PrivacyBudget(2.0, 1e-5))
         laplace(ledger.budget(0.5, purpose="killed"))

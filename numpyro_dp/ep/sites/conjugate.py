@@ -18,7 +18,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from numpyro_dp.ep.families import sample
-from numpyro_dp.ep.gaussian import cavity_of
+from numpyro_dp.ep.normal import cavity_of
 from numpyro_dp.ep.problem import EPProblem, Site, SiteBuilder
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
 

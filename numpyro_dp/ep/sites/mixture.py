@@ -5,7 +5,7 @@ r"""Exact sites of a mixture of normals whose means are the latents.
 
 for a normal cavity with means m and covariance V. With :math:`r_j \propto \pi_j N(x; m_j, S_j)` and
 :math:`a_j = S_j^{-1}(x - m_j)` the slope of log Z in :math:`m_j` is :math:`r_j a_j`. The matrix H
-of :func:`~numpyro_dp.ep.gaussian.site_from_slopes` is
+of :func:`~numpyro_dp.ep.normal.site_from_slopes` is
 
 .. math:: H_{jk} = r_j r_k\, a_j a_k^\top + \delta_{jk}\, r_j (S_j^{-1} - a_j a_j^\top).
 
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp._validate import check_probs, check_real
-from numpyro_dp.ep.gaussian import Cavity, cavity_of, inverse_and_log_det, site_from_slopes
+from numpyro_dp.ep.normal import Cavity, cavity_of, inverse_and_log_det, site_from_slopes
 from numpyro_dp.ep.problem import EPProblem, Site, SiteBuilder
 from numpyro_dp.model.public import UnsupportedModelError
 
@@ -38,7 +38,7 @@ _TOLERANCE = 1e-3
 _LARGEST = 1e12  # the square of much larger scales is infinite
 
 
-class _Public(NamedTuple):
+class _MixtureCavity(NamedTuple):
     r"""Values that depend only on the cavity.
 
     Attributes:
@@ -144,12 +144,12 @@ def normal_mixture(
     def build(problem: EPProblem) -> Site:
         number, size = shape_of(problem)
 
-        def prepare(_: Array, natural: dict[str, Array]) -> _Public:
+        def prepare(_: Array, natural: dict[str, Array]) -> _MixtureCavity:
             cavity = cavity_of(natural)
             inverse, log_det = _marginals(cavity, number, size, scale)
-            return _Public(cavity, inverse, log_weights(number) - log_det / 2)
+            return _MixtureCavity(cavity, inverse, log_weights(number) - log_det / 2)
 
-        def approximate(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
+        def approximate(public: _MixtureCavity, example: tuple[Array, ...]) -> dict[str, Array]:
             return _site(public, read(problem, example))
 
         return Site(prepare, approximate)
@@ -157,7 +157,7 @@ def normal_mixture(
     return SiteBuilder(build, check)
 
 
-def _site(public: _Public, x: Array) -> dict[str, Array]:
+def _site(public: _MixtureCavity, x: Array) -> dict[str, Array]:
     """The site of a record."""
     number, size = public.inverse.shape[:2]
     distance = x - public.cavity.mean.reshape(number, size)

@@ -32,7 +32,7 @@ from jax import Array
 from jaxtyping import Float
 
 from numpyro_dp._validate import check_int
-from numpyro_dp.ep.gaussian import Cavity, cavity_of, site_along
+from numpyro_dp.ep.normal import Cavity, cavity_of, site_along
 from numpyro_dp.ep.problem import EPProblem, Site, SiteBuilder
 from numpyro_dp.ep.sites.conjugate import holds
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
@@ -77,11 +77,11 @@ def quadrature(num_nodes: int = 31) -> SiteBuilder:
             )
 
     def build(problem: EPProblem) -> Site:
-        def prepare(_: Array, cavity: dict[str, Array]) -> _Public:
+        def prepare(_: Array, cavity: dict[str, Array]) -> _ProbedCavity:
             found = cavity_of(cavity)
-            return _Public(found, _probes(problem, found.mean))
+            return _ProbedCavity(found, _probes(problem, found.mean))
 
-        def approximate(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
+        def approximate(public: _ProbedCavity, example: tuple[Array, ...]) -> dict[str, Array]:
             direction = _direction(problem, public.probes, example)
 
             log_likelihood = _along(problem, direction, example)
@@ -172,7 +172,7 @@ def is_linear(problem: EPProblem) -> bool:
     return holds(problem, one_direction)
 
 
-class _Public(NamedTuple):
+class _ProbedCavity(NamedTuple):
     cavity: Cavity
     probes: Float[Array, "probes dim"]
 

@@ -1,4 +1,4 @@
-r"""Centred signals: clipping that does not bias the fit (:mod:`numpyro_dp.sums.centred`)."""
+r"""Centred signals: clipping that does not bias the fit (:mod:`numpyro_dp.sums.centred_sums`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpyro_dp.model.outcomes import Outcomes, read_outcomes
 from numpyro_dp.model.partners import OutcomeModel, centring
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.variational import VariationalProblem
-from numpyro_dp.run.scores import MOST_LATENTS
+from numpyro_dp.run.score_sums import MOST_LATENTS
 from numpyro_dp.vi.estimators.aligned import aligned
 
 __all__ = ["centred", "centred_if_possible"]
@@ -51,7 +51,7 @@ def centred(
         values, and seeds that are secret and independent of all records.
 
     Reference:
-        The project's own method, see :mod:`numpyro_dp.sums.centred`.
+        The project's own method, see :mod:`numpyro_dp.sums.centred_sums`.
     """
     return lambda problem: _centred(estimator, problem, outcomes_of(problem))
 

@@ -51,10 +51,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-__all__ = ["Layout", "Slopes", "layout_of", "output_moments", "record_slopes"]
+__all__ = ["Layers", "Slopes", "layout_of", "output_moments", "record_slopes"]
 
 
-class Layout(NamedTuple):
+class Layers(NamedTuple):
     """Where the weights of each layer are in the vector of all weights.
 
     Attributes:
@@ -100,14 +100,14 @@ class _Seen(NamedTuple):
     spread: Array
 
 
-def layout_of(num_inputs: int, hidden: Sequence[int]) -> Layout:
+def layout_of(num_inputs: int, hidden: Sequence[int]) -> Layers:
     """Returns the layout of a network with one output."""
     sizes = [num_inputs, *hidden, 1]
-    return Layout(tuple((rows + 1, cols) for rows, cols in itertools.pairwise(sizes)))
+    return Layers(tuple((rows + 1, cols) for rows, cols in itertools.pairwise(sizes)))
 
 
 def output_moments(
-    layout: Layout, mean: Float[Array, " weights"], variance: Float[Array, " weights"], x: Array
+    layout: Layers, mean: Float[Array, " weights"], variance: Float[Array, " weights"], x: Array
 ) -> tuple[Array, Array]:
     """Returns mean and variance of the output for one input of shape (num_inputs,)."""
     seen = _forward(layout.split(mean), layout.split(variance), x, None)
@@ -115,7 +115,7 @@ def output_moments(
 
 
 def record_slopes(
-    layout: Layout,
+    layout: Layers,
     mean: Float[Array, " weights"],
     variance: Float[Array, " weights"],
     noise: Float[Array, ""],
@@ -125,7 +125,7 @@ def record_slopes(
     r"""Returns the slopes of one record's log evidence.
 
     Args:
-        layout: Layout of the weights.
+        layout: Layers of the weights.
         mean: Mean of each weight.
         variance: Variance of each weight. Weights are independent.
         noise: :math:`E[1/\gamma]`, the variance of y around the output.

@@ -47,7 +47,7 @@ from numpyro_dp.run.checkpoint import (
 from numpyro_dp.run.course import Course, Progress, opened_bar
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.forecast import Forecast, forecast
-from numpyro_dp.run.scores import MOST_LATENTS
+from numpyro_dp.run.score_sums import MOST_LATENTS
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Execution, Method, Privacy, RunSettings, without
 from numpyro_dp.run.spending import noise_fields, plan_for, secret_of, spent_by

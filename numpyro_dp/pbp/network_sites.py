@@ -8,8 +8,8 @@ factor f stands for the average record. Given the cavity q / f, record i has the
     \eta_i - \Lambda_i m = \frac{g}{1 - v h}, \quad \Delta a_i = \tfrac12, \quad
     \Delta b_i = \tfrac12\big((y - f)^2 + s_f\big)
 
-(see :mod:`numpyro_dp.pbp.moments`). 1 - vh is floored at 0.1. A step releases the sum over records
-of the site's difference to f, in three parts that are clipped jointly:
+(see :mod:`numpyro_dp.pbp.network_moments`). 1 - vh is floored at 0.1. A step releases the sum over
+records of the site's difference to f, in three parts that are clipped jointly:
 
 .. math:: u_i = \big(\tau\,(\eta_i - \Lambda_i m),\; \tau w\,\Lambda_i,\; w_b\,\Delta b_i\big),
 
@@ -18,7 +18,7 @@ the slope of the network, so its size does not change when the estimate of the n
 Precisions are released for each weight, or as one number per layer. :math:`\Delta a` is not
 released, because N is public.
 
-In coordinates of the curvature (:mod:`numpyro_dp.pbp.curvature`) the parts are
+In coordinates of the curvature (:mod:`numpyro_dp.pbp.network_curvature`) the parts are
 
 .. math:: u_i = \big(\sqrt{N / d}\; L^{-1} (\eta_i - \Lambda_i m),\; \pi w\,\Lambda_i,\;
     w_b\,\Delta b_i / \pi\big),
@@ -29,7 +29,7 @@ for any network and any units of y. Equal noise in each direction adds the least
 output. The last part is half a squared residual in the same units.
 
 **Steps.** The optimiser reads only released values. Precisions and the rate of the noise move by a
-fraction :math:`\rho` of the released change, as in :mod:`numpyro_dp.ep.estimator`. A precision
+fraction :math:`\rho` of the released change, as in :mod:`numpyro_dp.ep.stochastic_ep`. A precision
 that comes from records counts as far as it exceeds its noise, and so does its slope. The mean moves
 along the released slope G,
 
@@ -38,8 +38,8 @@ along the released slope G,
 
 The first is the step of stochastic expectation propagation. The weights of a network depend on each
 other, so their separate precisions are a poor guide to the length of a step, and this form needs
-hundreds of small steps. The second uses the curvature K of :mod:`numpyro_dp.pbp.curvature`. It
-shortens a step that would change the output for the invented inputs by more than one predictive
+hundreds of small steps. The second uses the curvature K (:mod:`numpyro_dp.pbp.network_curvature`).
+It shortens a step that would change the output for the invented inputs by more than one predictive
 standard deviation (root mean square). Both have the same fixed points, at which the slope is 0.
 
 Reference:
@@ -58,14 +58,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp.core import Estimator, Released
-from numpyro_dp.ep.estimator import schedule
-from numpyro_dp.ep.gaussian import Cavity, counted_share, site_from_slopes
+from numpyro_dp.ep.normal import Cavity, counted_share, site_from_slopes
+from numpyro_dp.ep.stochastic_ep import schedule
 from numpyro_dp.model.records import RecordsProblem
-from numpyro_dp.pbp.curvature import Curvature, network_curvature
 from numpyro_dp.pbp.model import RegressionNetwork
-from numpyro_dp.pbp.moments import Layout, record_slopes
+from numpyro_dp.pbp.network_curvature import Curvature, network_curvature
+from numpyro_dp.pbp.network_moments import Layers, record_slopes
 
-__all__ = ["Move", "NetworkCavity", "NetworkSteps", "network_ep", "network_site"]
+__all__ = ["NetworkCavity", "NetworkMove", "NetworkSteps", "network_ep", "network_site"]
 
 _COUNTS_HALF = 2.0  # a precision of that many standard deviations of its noise counts half
 _SMALLEST_NOISE = 1e-4  # smallest noise variance that the records may give
@@ -85,7 +85,7 @@ class NetworkCavity(NamedTuple):
     noise: Array
 
 
-class Move(NamedTuple):
+class NetworkMove(NamedTuple):
     """Input of the optimiser.
 
     Attributes:
@@ -111,7 +111,7 @@ class Move(NamedTuple):
     num_examples: int
 
 
-class _Public(NamedTuple):
+class _NetworkStep(NamedTuple):
     cavity: NetworkCavity
     factor: Params  # the mean factor, centred at the cavity's mean
     unit: Array
@@ -119,7 +119,7 @@ class _Public(NamedTuple):
     curvature: Curvature | None
 
 
-def network_site(layout: Layout, cavity: NetworkCavity, x: Array, y: Array) -> dict[str, Array]:
+def network_site(layout: Layers, cavity: NetworkCavity, x: Array, y: Array) -> dict[str, Array]:
     """Returns the site of one record, centred at the cavity's mean.
 
     A site that is not finite is replaced by one that leaves weights and noise as they are.
@@ -150,7 +150,7 @@ def network_ep(
         by_layer: Releases the mean precision of each layer, not the precision of each weight.
         precision_weight: w above.
         noise_weight: w_b above.
-        ridge: r in :mod:`numpyro_dp.pbp.curvature`, or ``None`` for no curvature.
+        ridge: r in :mod:`numpyro_dp.pbp.network_curvature`, or ``None`` for no curvature.
 
     Guarantee:
         The signal reads one record. ``prepare`` and ``pull_back`` read none. If a record's site is
@@ -162,14 +162,14 @@ def network_ep(
         ((inputs,), _), *_ = problem.records.layout.shapes
         layout, number = network.layout(inputs), problem.num_examples
 
-        def prepare(_: Array, params: Params) -> _Public:
+        def prepare(_: Array, params: Params) -> _NetworkStep:
             public = _public(network, number, params)
             if ridge is None:
                 return public
             curvature = network_curvature(network, inputs, number, params, ridge)
             return public._replace(unit=curvature.predicted, curvature=curvature)
 
-        def signal(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
+        def signal(public: _NetworkStep, example: tuple[Array, ...]) -> dict[str, Array]:
             x, y = (part.astype(jnp.result_type(float)) for part in example)
             site = network_site(layout, public.cavity, x, y)
             found = {name: site[name] - public.factor[name] for name in site}
@@ -187,7 +187,7 @@ def network_ep(
                 "noise": noise_weight * noise,
             }
 
-        def pull_back(public: _Public, released: Released) -> Move:
+        def pull_back(public: _NetworkStep, released: Released) -> NetworkMove:
             total, unit, curvature = released.total, public.unit, public.curvature
             precision = total["precision"] / (unit * precision_weight)
             if by_layer:  # each weight of a layer gets the mean of its layer
@@ -203,17 +203,17 @@ def network_ep(
             if curvature is None:
                 slope = total["linear"] / unit + correction
                 noises = noise / unit, precision_noise, rate_noise
-                return Move(slope, slope, precision, rate, *noises, number)
+                return NetworkMove(slope, slope, precision, rate, *noises, number)
             direction = curvature.direction(total["linear"] + curvature.whiten(correction))
             noises = noise / curvature.scale, precision_noise, rate_noise * unit
-            return Move(None, direction, precision, rate * unit, *noises, number)
+            return NetworkMove(None, direction, precision, rate * unit, *noises, number)
 
         return Estimator(prepare, signal, pull_back)
 
     return build
 
 
-def _public(network: RegressionNetwork, number: int, params: Params) -> _Public:
+def _public(network: RegressionNetwork, number: int, params: Params) -> _NetworkStep:
     """Cavity and mean factor, computed from released natural parameters."""
     linear, precision = params["weights_linear"], params["weights_precision"]
     concentration, rate = params["noise_concentration"], params["noise_rate"]
@@ -227,7 +227,9 @@ def _public(network: RegressionNetwork, number: int, params: Params) -> _Public:
     noise = (rate - own["rate"]) / (concentration - 0.5 - 1)
     centred = own | {"linear": own["linear"] - own["precision"] * mean}
     cavity = NetworkCavity(Cavity(mean, variance), noise)
-    return _Public(cavity, centred, rate / (concentration - 1), mean - linear / precision, None)
+    return _NetworkStep(
+        cavity, centred, rate / (concentration - 1), mean - linear / precision, None
+    )
 
 
 class NetworkStepsState(NamedTuple):
@@ -279,7 +281,7 @@ class NetworkSteps:
         """Returns the natural parameters."""
         return state.params
 
-    def update(self, move: Move, state: NetworkStepsState, **_: Any) -> NetworkStepsState:
+    def update(self, move: NetworkMove, state: NetworkStepsState, **_: Any) -> NetworkStepsState:
         """Takes a step."""
         rate, size = self._rate(state.step), self._step_size(state.step)
         noise = (1 - rate) ** 2 * state.noise + (rate * move.precision_noise) ** 2

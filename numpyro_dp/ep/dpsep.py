@@ -12,10 +12,10 @@ from jax import Array
 
 from numpyro_dp._validate import check_callable, check_int, check_real
 from numpyro_dp.core import Sampler
-from numpyro_dp.ep.estimator import Damped, stochastic_ep
 from numpyro_dp.ep.families import Family, diagonal_normal, normal, product
 from numpyro_dp.ep.problem import EPProblem, PosteriorGuide, check_conjugate, make_problem
 from numpyro_dp.ep.sites import SiteBuilder, choose_site
+from numpyro_dp.ep.stochastic_ep import Damped, stochastic_ep
 from numpyro_dp.model.frontend import Call, GivenModel, Prepared, arguments_key
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.diagnosis import (
@@ -44,7 +44,7 @@ class DPSEP(Driver):
     r"""Differentially private stochastic expectation propagation.
 
     Approximates the posterior by a member of an exponential family. Each step moves its natural
-    parameters by a noisy, clipped sum of the records' sites (:mod:`numpyro_dp.ep.estimator`).
+    parameters by a noisy, clipped sum of the records' sites (:mod:`numpyro_dp.ep.stochastic_ep`).
     The methods ``init``, ``update``, ``run`` and ``sweep`` work as in :class:`~numpyro_dp.DPSVI`.
 
     ``result.params`` are natural parameters: ``auto_linear`` and ``auto_precision``, or
@@ -107,7 +107,7 @@ class DPSEP(Driver):
 
     Reference:
         Vinaroz, Park (2022), Differentially private stochastic expectation propagation, TMLR.
-        :mod:`numpyro_dp.ep.estimator` has the differences.
+        :mod:`numpyro_dp.ep.stochastic_ep` has the differences.
     """
 
     given: GivenModel

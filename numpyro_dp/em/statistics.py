@@ -28,8 +28,8 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from numpyro_dp.core import Estimator, Released
-from numpyro_dp.ep.estimator import schedule
-from numpyro_dp.ep.gaussian import inverse_and_log_det
+from numpyro_dp.ep.normal import inverse_and_log_det
+from numpyro_dp.ep.stochastic_ep import schedule
 from numpyro_dp.model.public import own_constants
 from numpyro_dp.model.records import RecordsProblem
 
@@ -50,7 +50,7 @@ class Statistics(NamedTuple):
     noise_scale: Array
 
 
-class _Public(NamedTuple):
+class _Components(NamedTuple):
     means: Array
     inverse: Array
     log_weight: Array
@@ -72,11 +72,11 @@ def expected_statistics(with_squares: bool) -> Callable[[RecordsProblem], Estima
         rows, cols = own_constants(*np.asarray(np.triu_indices(size), np.uint32))
         (weight,) = own_constants(np.where(rows == cols, 1.0, math.sqrt(2)))
 
-        def prepare(_: Array, params: Params) -> _Public:
+        def prepare(_: Array, params: Params) -> _Components:
             inverse, _, log_det = jax.vmap(inverse_and_log_det)(params["covariances"])
-            return _Public(params["means"], inverse, jnp.log(params["probs"]) - log_det / 2)
+            return _Components(params["means"], inverse, jnp.log(params["probs"]) - log_det / 2)
 
-        def signal(public: _Public, example: tuple[Array, ...]) -> dict[str, Array]:
+        def signal(public: _Components, example: tuple[Array, ...]) -> dict[str, Array]:
             x = example[0].astype(public.means.dtype)
             distance = x - public.means
             squared = jnp.einsum("jd,jde,je->j", distance, public.inverse, distance)
@@ -86,7 +86,7 @@ def expected_statistics(with_squares: bool) -> Callable[[RecordsProblem], Estima
                 found["squares"] = share[:, None] * (jnp.outer(x, x)[rows, cols] * weight)
             return found
 
-        def pull_back(public: _Public, released: Released) -> Statistics:
+        def pull_back(public: _Components, released: Released) -> Statistics:
             sums = dict(released.total)
             if with_squares:
                 number = len(public.means)

@@ -17,8 +17,8 @@ matrix is released with all its entries and made symmetric afterwards. Norm and 
 as for the upper triangle with off-diagonal entries times :math:`\sqrt 2`.
 
 **Unbiased clipping** multiplies a site by the smallest factor that clips it with any outcome that
-the record could have had (:mod:`numpyro_dp.sums.centred`). This factor does not see the outcome. So
-the mean of the slopes stays 0 under the model, and slope and precision keep their ratio. Then
+the record could have had (:mod:`numpyro_dp.sums.centred_sums`). It does not see the outcome. So the
+mean of the slopes stays 0 under the model, and slope and precision keep their ratio. Then
 :math:`\theta_i` is clipped without :math:`\theta_f`: a multiple of :math:`\theta_f` would stay
 wherever a factor is below 1, and with it the noise of earlier steps.
 
@@ -56,18 +56,18 @@ from jax import Array
 
 from numpyro_dp.core import Estimator, Observation, Released
 from numpyro_dp.ep.families import Natural, divide, multiply, power
-from numpyro_dp.ep.gaussian import cavity_of, centre, counted_share, shrunk
+from numpyro_dp.ep.normal import cavity_of, centre, counted_share, shrunk
 from numpyro_dp.ep.problem import EPProblem, Site
 from numpyro_dp.model.outcomes import Outcomes, read_outcomes
 from numpyro_dp.model.partners import OutcomeModel, centring
 from numpyro_dp.model.public import UnsupportedModelError
 
-__all__ = ["Damped", "Move", "schedule", "stochastic_ep"]
+__all__ = ["Damped", "SiteMove", "schedule", "stochastic_ep"]
 
 _COUNTS_HALF = 2.0  # a value of that many standard deviations of its noise counts half
 
 
-class Move(NamedTuple):
+class SiteMove(NamedTuple):
     """Input of the damped optimiser.
 
     Attributes:
@@ -82,7 +82,7 @@ class Move(NamedTuple):
     problem: EPProblem
 
 
-class _Public(NamedTuple):
+class _CentredCavity(NamedTuple):
     site: Any
     factor: Natural  # the mean factor, centred
     centre: tuple[Array, ...]  # its mean, of normal families alone
@@ -113,14 +113,14 @@ def stochastic_ep(
         method = problem.site.build(problem.by_row)
         packing = _packing_of(problem, precision_weight, shared_precision)
 
-        def prepare(rng_key: Array, params: Natural) -> _Public:
+        def prepare(rng_key: Array, params: Natural) -> _CentredCavity:
             factor = power(divide(params, problem.prior), 1 / problem.num_examples)
             cavity = divide(params, factor)
             at = (cavity_of(cavity).mean,) if problem.latents.is_normal else ()
             centred = centre(factor, *at) if at else factor
-            return _Public(method.prepare(rng_key, cavity), centred, at)
+            return _CentredCavity(method.prepare(rng_key, cavity), centred, at)
 
-        def signal_of(method: Site) -> Callable[[_Public, Any], dict[str, Array]]:
+        def signal_of(method: Site) -> Callable[[_CentredCavity, Any], dict[str, Array]]:
             approximate = method.approximate
             if problem.records.layout.max_rows is not None:
 
@@ -129,7 +129,7 @@ def stochastic_ep(
                     sites = jax.vmap(lambda row: method.approximate(public, row))(tuple(rows))
                     return jax.tree.map(lambda leaf: jnp.tensordot(counted, leaf, 1), sites)
 
-            def signal(public: _Public, example: Any) -> dict[str, Array]:
+            def signal(public: _CentredCavity, example: Any) -> dict[str, Array]:
                 found = approximate(public.site, example)
                 if outcomes is None:  # else a record that is not finite counts as 0 anyway
                     found = divide(_finite_or_nothing(found), public.factor)
@@ -137,18 +137,18 @@ def stochastic_ep(
 
             return signal
 
-        def sites_of(public: _Public, released: Released) -> Natural:
+        def sites_of(public: _CentredCavity, released: Released) -> Natural:
             """The noisy sum of the sites of all records."""
             total = packing.unpack(released.total)
             return multiply(total, power(public.factor, number)) if outcomes is None else total
 
-        def pull_back(public: _Public, released: Released) -> Move:
+        def pull_back(public: _CentredCavity, released: Released) -> SiteMove:
             direction = divide(sites_of(public, released), power(public.factor, number))
             for point in public.centre:
                 direction = centre(direction, -point)
-            return Move(direction, released.noise_scale * packing.noise, problem)
+            return SiteMove(direction, released.noise_scale * packing.noise, problem)
 
-        def observe(public: _Public, released: Released) -> Observation:
+        def observe(public: _CentredCavity, released: Released) -> Observation:
             """The sum of the sites themselves, at the cavity's mean."""
             sites, (point,) = sites_of(public, released), public.centre
             slope_noise = released.noise_scale * jnp.ones(problem.latents.dim)
@@ -265,7 +265,7 @@ class Damped:
         """Returns the natural parameters."""
         return state.natural
 
-    def update(self, move: Move, state: DampedState, **_: Any) -> DampedState:
+    def update(self, move: SiteMove, state: DampedState, **_: Any) -> DampedState:
         """Takes a step."""
         problem = move.problem
         family, prior, rate = problem.latents.family, problem.prior, self._rate(state.step)

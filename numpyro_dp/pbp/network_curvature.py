@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp.pbp.model import RegressionNetwork
-from numpyro_dp.pbp.moments import output_moments
+from numpyro_dp.pbp.network_moments import output_moments
 
 __all__ = ["Curvature", "network_curvature"]
 
