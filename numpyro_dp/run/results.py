@@ -55,6 +55,9 @@ class PrivateLosses(NamedTuple):
     values: Float[np.ndarray, "... kept"]
 
 
+_OF_POSTERIOR = ("sample", "predict", "summary", "diagnose", "to_arviz", "save")
+
+
 class _RunResult(NamedTuple):
     params: dict[str, Any]
     state: SensitiveState | None
@@ -73,7 +76,8 @@ class RunResult(_RunResult):
         folded: Result of ``run(..., fold=...)``, else ``None``. You may publish it.
         scores: Sums of the released scores, from which ``posterior`` is computed, or ``None``. You
             may publish them.
-        posterior: Draws, predictions and a summary of the latents. You may publish them.
+        posterior: Draws, predictions and a summary of the latents. You may publish them. The result
+            has its ``sample``, ``predict``, ``summary``, ``diagnose``, ``to_arviz`` and ``save``.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
@@ -141,9 +145,11 @@ class RunResult(_RunResult):
         """The same from the parameters alone, whose intervals leave out the noise of privacy."""
         return self._made(plain=True)
 
-    def diagnose(self) -> Any:
-        """Returns what is wrong with the posterior (:meth:`numpyro_dp.Posterior.diagnose`)."""
-        return self.posterior.diagnose()
+    def __getattr__(self, name: str) -> Any:
+        """The posterior's methods, so that a result is used as what ``fit`` returns."""
+        if name in _OF_POSTERIOR:
+            return getattr(self.posterior, name)
+        raise AttributeError(f"A RunResult has no {name!r}.")
 
     def _made(self, plain: bool) -> Any:
         if self._make_posterior is None:
