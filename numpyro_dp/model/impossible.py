@@ -47,6 +47,7 @@ def with_checks(
     """
     layout, plate = structure.layout, structure.data_plate
     filled = fill_locals(model, plate)
+    # Filled while `values` is traced, which is before `bounds` reads it.
     bounded: list[str] = []
 
     def values(*rows: Array) -> dict[str, Any]:
@@ -202,6 +203,7 @@ def _marked(
             results = [_converted(values[0], results[0])]
         for number, result in zip(op.outputs, results, strict=True):
             lost = _is_nothing(result)
+            # A value that is not finite by itself was not lost by a lookup.
             if not casts:  # XLA may convert NaN to the very integer that stands for nothing
                 lost &= ~_is_nothing(jnp.asarray(value_of(found, number)))
             marks[number] = result if size(number) > 1 else lost.reshape(())

@@ -81,6 +81,7 @@ def secret_key(seed: int | bytes | str | None = None) -> Array:
     **Guarantee**: without a seed the key comes from ``secrets.token_bytes(32)`` and nothing else.
     """
     if seed is None:
+        # JAX would make the key once, as a constant of the function.
         check_outside_trace("secret_key()")
         seed = secrets.token_bytes(4 * KEY_WORDS)
     return as_secret_key(seed)
@@ -122,6 +123,7 @@ def as_secret_key(key: Array | bytes | str | int) -> Array:
     elif isinstance(key, numbers.Integral) and not isinstance(key, bool):
         if int(key) < 0:
             raise ValueError("The integer seed is negative. Use a seed >= 0.")
+        # Hashed, because a small integer has few bits: words of zeros would be no key.
         key = hashlib.sha256(_INT_CONTEXT + hex(int(key)).encode()).digest()
     if not isinstance(key, (bytes, bytearray)):
         raise TypeError(
@@ -164,6 +166,7 @@ def keys_of_run(secret: Array, earlier: tuple[Spending, ...]) -> tuple[Array, Ar
     """Returns the keys of noise and of batches, for a run after the earlier ones of its budget."""
     # A child of the key: the caller may have used the same key as the public rng_key. Earlier runs
     # of the budget select another child, so that no run repeats their noise.
+    # Without names, which are random: a repetition must find the same child.
     spent = repr([each._replace(run="") for each in earlier])
     child = int.from_bytes(hashlib.sha256(spent.encode()).digest()[:4]) if earlier else 0
     return _children(secret, np.uint32(child))  # JAX takes no Python integer of 32 bits
@@ -178,6 +181,7 @@ def _children(secret: Array, child: Array) -> tuple[Array, Array]:
 
 def run_id(noise_key: Array) -> Array:
     """Returns the id of a run: 128 bits of a hash of its first noise key, uint32[4]."""
+    # A hash, because every later state has the id. It must not give away the first key.
     words = np.asarray(jax.random.key_data(noise_key)).astype("<u4").tobytes()
     return jnp.asarray(np.frombuffer(hashlib.sha256(_RUN + words).digest()[:16], "<u4"))
 
@@ -193,6 +197,7 @@ def renewed(tree: Any, entropy: bytes | None = None) -> Any:
     def one(leaf: Any) -> Any:
         old = np.asarray(jax.random.key_data(leaf)).astype("<u4")
         rows = [
+            # Numbered, so that two equal keys do not become equal again.
             hashlib.sha256(_RENEWED + entropy + next(count).to_bytes(4) + row.tobytes()).digest()
             for row in old.reshape(-1, old.shape[-1])
         ]

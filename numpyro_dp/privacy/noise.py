@@ -168,6 +168,8 @@ def whole_on_grid(total: Any, noise: Int[Array, ...], spacing: Array, told: Arra
     Guarantee:
         The result is a function of the integer above.
     """
+    # Made smaller by more than the rounding of the division. A ratio that is too large would give a
+    # finer grid, and so too little noise.
     ratio = (total.spacing / spacing) * (1 - 2.0**-20)
     part, exponent = jnp.frexp(ratio)
     shift, large = 16 - exponent, exponent > 16
@@ -188,6 +190,7 @@ def whole_on_grid(total: Any, noise: Int[Array, ...], spacing: Array, told: Arra
 
 def _product(total: Any, factor: Array) -> tuple[Array, Array]:
     """Integer of a sum times a number below 2^16, as int32 * 2^32 + uint32."""
+    # Parts of 16 bits, so that no product with the factor exceeds 32 bits.
     top = total.high >> 16
     middle, low = ((x & 0xFFFF).astype(jnp.uint32) for x in (total.high, total.low))
     low, middle = low * factor, middle * factor
@@ -200,6 +203,7 @@ def _shifted(high: Array, low: Array, shift: Array) -> tuple[Array, Array]:
     """The number divided by 2^shift and rounded to an integer, half of the way up."""
 
     def right(by: Array) -> tuple[Array, Array]:
+        # Every single shift stays below 32, the width of a word.
         far, near = by - 32, jnp.minimum(by, 31)
         bits = high.astype(jnp.uint32)
         below = jnp.where(near > 0, bits << (32 - jnp.maximum(near, 1)), 0)
@@ -227,6 +231,8 @@ def _drawn(key: Array, size: int) -> Array:
     words = jax.random.bits(key, (3, size), jnp.uint32)
     place = words >> (32 - _LOG)
     first = _entries(0, place)
+    # A first word has 14 bits of place, the sign, and 17 bits of the uniform number. An entry has
+    # 15 bits of alias and 17 bits of the threshold.
     left = 31 - _LOG  # bits of the first word after the place and the sign
     here, limit = words & (2**left - 1), first & (2**left - 1)
     below = (here < limit) | _decided(key, place, here == limit)
