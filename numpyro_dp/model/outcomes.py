@@ -420,6 +420,7 @@ class _unobserved(Messenger):  # noqa: N801 - a NumPyro handler, named like its 
 
 def _drawn(fn: Any, rng_key: Array) -> Array:
     own = unwrapped(fn)
+    # An expansion to more entries needs a draw for each of them.
     if np.prod(own.shape()) != np.prod(fn.shape()):
         return fn.sample(rng_key)
     return drawn(own, rng_key).reshape(fn.shape())

@@ -254,6 +254,7 @@ class PublicValues:
     def to_json(self) -> dict[str, Any]:
         """What was accepted, without its values: hashes of all arrays."""
         known = self._declared.keys() | self._trusted | self._taken.keys()
+        # Arguments have numbers as keys, and no digest.
         digests = sorted((*key[:2], key[2].hex()) for key in known if isinstance(key, tuple))
         return {
             "plate": self.plate, "number": self.number, "captured": self._captured,
@@ -435,7 +436,7 @@ def _described(place: str, array: Any) -> PublicArray:
 def _digest(array: Any) -> Any:
     """Identifies an array by shape, dtype and values, in JAX's precision."""
     values = np.asarray(array)
-    # A NumPy array of float64 is the same array as its float32 copy in a program.
+    # NumPy's float64 enters a program as float32, and must still be recognised there.
     values = values.astype(jax.dtypes.canonicalize_dtype(values.dtype))
     text = np.ascontiguousarray(values).tobytes()
     return values.shape, values.dtype.name, hashlib.sha256(text).digest()

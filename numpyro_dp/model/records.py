@@ -374,6 +374,7 @@ def split_arguments(
     scalars = sum(not each.shape for each in public)
     _check_few_numbers(constants, scalars, num_records or num_examples)
     _check_there_are_records(args, kwargs, num_examples, rows, declared.names)
+    # After the checks above, whose messages name the likelier mistake.
     if refused:
         raise ValueError(refused[0])
     _check_no_list_of_records(args, kwargs, num_examples)
@@ -506,6 +507,7 @@ def _place(path: tuple[Any, ...], name: str) -> str:
 def _check_hashable(constants: list[Any]) -> None:
     for constant in constants:
         try:
+            # Constants are static under jit, which compares them by their hash.
             hash(constant)
         except TypeError as error:
             raise TypeError(

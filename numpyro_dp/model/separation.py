@@ -114,11 +114,13 @@ def check_separable(
             check_one_row("Observed", name, trace[name], plate)
         # A list, because supports are no arrays and cannot be outputs of the traced function.
         supports.extend(trace[name]["fn"].support for name in inside)
+        # With the scales, because a weight may read a captured array as a density may.
         return {n: [trace[n]["fn"].log_prob(trace[n]["value"]), trace[n]["scale"]] for n in inside}
 
     index = jax.ShapeDtypeStruct((1,), jnp.result_type(int))
     program, found = looks_up(densities, number, index, *layout.one_row())
     for name, picks in found.items():
+        # With a single record, the first entry of a table is its own.
         if picks and number > 1:
             raise UnsupportedModelError(
                 f"Site {name!r} looks up a value by the index of plate {plate!r} in an array of "

@@ -135,6 +135,7 @@ def binomial_tail(size: int, trials: int, prob: float) -> float:
 @functools.lru_cache(maxsize=256)
 def distinct_plan(batch_size: int, num_examples: int) -> DistinctPlan:
     """Draws that leave fewer than ``batch_size`` distinct rows with probability below 1e-18."""
+    # The part of all words that `_uniform_rows` rejects.
     reject = (2**32 % num_examples) / 2**32
     # Before the batch is full, a draw is wasted with at most this probability.
     wasted = 1 - (1 - (batch_size - 1) / num_examples) * (1 - reject)

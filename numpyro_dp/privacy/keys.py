@@ -123,7 +123,6 @@ def as_secret_key(key: Array | bytes | str | int) -> Array:
     elif isinstance(key, numbers.Integral) and not isinstance(key, bool):
         if int(key) < 0:
             raise ValueError("The integer seed is negative. Use a seed >= 0.")
-        # Hashed, because a small integer has few bits: words of zeros would be no key.
         key = hashlib.sha256(_INT_CONTEXT + hex(int(key)).encode()).digest()
     if not isinstance(key, (bytes, bytearray)):
         raise TypeError(
@@ -233,6 +232,8 @@ def next_nonce(key: Any, nonce: Any) -> Any:
         if not isinstance(key, jax.Array | np.ndarray):  # JAX passes shapes or axis numbers
             return nonce
         if in_trace():
+            # A key inside a trace that is no tracer is a constant: every call would repeat its
+            # noise.
             raise NoiseReuseError(held_by_a_function("the update"))
         return _new_nonce(nonce.shape)
     count = 0

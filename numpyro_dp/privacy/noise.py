@@ -122,6 +122,7 @@ def spacing_of(sensitivity: Any, noise_multiplier: Any, size: int, dtype: Any) -
     sensitivity = jnp.asarray(sensitivity, dtype)
     left = _REAL_STD - noise_multiplier * (math.sqrt(size) * _UP)
     told = (left > _REAL_STD / 2) & (noise_multiplier > 0)
+    # If the sum cannot be told from noise, any positive spacing will do.
     spacing = _UP * noise_multiplier * sensitivity / jnp.where(told, left, _REAL_STD)
     return jnp.maximum(spacing, _FINEST * sensitivity), told
 
@@ -140,6 +141,7 @@ def on_grid(total: Array, noise: Int[Array, ...], spacing: Array, told: Array) -
     """
     # Multiplied, not divided: the error of 1 / spacing is the same for all sums.
     steps = jnp.round(total * (1 / spacing).astype(total.dtype))
+    # A NaN or an infinity would pass through the noise unchanged, so it becomes 0.
     steps = jnp.where(told & jnp.isfinite(steps), steps, 0)
     # steps = high 2^16 + low, exactly. The carry makes low one of 0 ... 2^16 - 1 again, so the
     # pair depends on the sum of the integers alone. `high` may be too large for an int32.

@@ -104,6 +104,7 @@ class Checkpoint:
                     self._check_meaning(_split(content)[0]["meaning"])
                 return content
 
+            # Only the first process locks, reads and compares. The others get its result or error.
             content = from_first(self._mesh, opened)
             if content:
                 self._about, self._found = _split(content)

@@ -270,6 +270,7 @@ class Driver(abc.ABC):
         _check_reverse_mode(forward_mode_differentiation)
         check_every(every, checkpoint)
         args, kwargs = as_arrays(args, kwargs)
+        # The ledger may have this run already, if an earlier call began it.
         driver = self.with_settings(without_own_run(self.settings, checkpoint))
         settings, is_new = driver.settings, init_state is None
         salt, known = getattr(init_state, "records", None) or (None, None)
@@ -410,6 +411,7 @@ class Driver(abc.ABC):
         axes = combinations(self.settings, epsilon, noise_multiplier, clip_norm)
         structure = self.structure(args, kwargs)
         common = num_steps, args, kwargs, init_params, structure
+        # Only their first values are used: each run of the sweep gets noise of its own.
         starts = [self._init(key, *common) for key in rng_keys]
         session = self._session(args, kwargs)
         rows, records = session.rows(args, kwargs), session.records(args, kwargs)

@@ -130,6 +130,7 @@ def _with_partners(
     if centring is None:
         return mechanism, examples, mask, rows
     examples, mask = with_partners(centring, public, examples, mask, seeds)
+    # The caller counts records, and a microbatch counts rows.
     rows = None if rows is None else rows * (centring.number + 1)
     return centred_mechanism(mechanism, centring), examples, mask, rows
 

@@ -120,6 +120,7 @@ def factored_sum(
         # Squares, because a mechanism may join blocks, and the root would round once more.
         squares = tuple(jax.vmap(squared_norm)(size) for size in sizes)
         sums = []
+        # The last array of a centred row is the probability of its outcome.
         probs = examples[-1:] if rows_each > 1 else ()
         for at, factor in enumerate(mechanism.scales(names, squares, margin, *probs)):
             # Padding of a batch is some record too. Its weight is 0, so it adds exactly 0.
