@@ -332,7 +332,7 @@ class Session:
 
         ``None`` if processes share them.
         """
-        # No process has all the rows.
+        # A process may hold a part of the rows only.
         if self.settings.several_processes:
             return None
         salt = secrets.token_hex(32) if salt is None else salt
