@@ -126,9 +126,11 @@ class Model(NamedTuple):
             of_row = jax.vmap(
                 lambda row: jnp.asarray(self.by_row.possible(latents, row, shared, params))
             )
+            # A place that does not count must not make its unit drop out.
             return jnp.all(of_row(tuple(rows)) | (counted == 0))
         inside: Array | bool = True
         if structure.indexed:
+            # Unchecked, or this check would call itself.
             alone, key = self.unchecked, jax.random.key(0)
 
             def scalar(point: Any, example: tuple[Array, ...]) -> Array:
@@ -247,6 +249,7 @@ class constraining(Messenger):  # noqa: N801 - a NumPyro handler, named like its
         """Sets the value of a latent site that has none."""
         if msg["type"] == "sample" and msg["name"] in self.latents and msg["value"] is None:
             unconstrained = self.latents[msg["name"]]
+            # The support at these values, because it may depend on other latents.
             transform = biject_to(msg["fn"].support)
             msg["value"] = transform(unconstrained)
             self.log_det += jnp.sum(transform.log_abs_det_jacobian(unconstrained, msg["value"]))

@@ -45,6 +45,7 @@ def inputs_of(fn: Callable[..., dict[str, Any]], *args: Any) -> dict[str, set[in
     """
     program, out = make_program(fn, *args)
     number = len(program.inputs)
+    # One bit for each input, so that one walk finds all dependences.
     bits = _walk(program, [1 << n for n in range(number)], lambda _, flags: reduce(or_, flags, 0))
     entries = jax.tree.unflatten(jax.tree.structure(out), bits)
     found = {name: reduce(or_, jax.tree.leaves(entry), 0) for name, entry in entries.items()}
@@ -119,6 +120,7 @@ def _walk(
     flags = dict(zip(program.inputs, seeds, strict=True))
 
     def read(atom: Any) -> int:
+        # Constants of the program depend on no input.
         return 0 if literal(atom) else flags.get(atom, 0)
 
     for eqn in program.equations:
@@ -136,6 +138,7 @@ def _called(eqn: Any) -> Program | None:
     """Returns the body of a call that maps its inputs and outputs one to one, or None."""
     for name in CALLED:
         body = as_program(eqn.params.get(name))
+        # One walk through the body of a loop would miss what a round passes on to the next.
         if body is None or eqn.primitive.name in LOOPS:
             continue
         if len(body.inputs) == len(eqn.invars) and len(body.outputs) == len(eqn.outvars):

@@ -159,6 +159,7 @@ class Guide(NamedTuple):
         density = self.model.log_likelihood(latents, params, example, shared, model_key, values)
         size = found[self.model.structure.data_plate]["args"][0]
         own = (log_density(site) for site in found.values() if site["type"] == "sample")
+        # A plate of constant size N scales these sites by N, as it does in the likelihood.
         return density - sum(own) / size
 
     def local_sites(
@@ -210,6 +211,7 @@ def set_up(
     plain = type(guide).__module__ == autoguide.__name__
     if params or not plain or isinstance(guide, autoguide.AutoGuideList):
         return False
+    # The third key is the guide's in SVI.init.
     with handlers.seed(rng_seed=jax.random.split(rng_key, 3)[2]):
         placeholder.call(functools.partial(setup_of(guide), guide, **static))
     return True
@@ -255,6 +257,7 @@ def _auto_draw(
             if isinstance(part, autoguide.AutoGuide):
                 values, part_entropy = _auto_draw(guide, part, trace, params, shared)
             else:
+                # Traced alone, to learn which sites of the whole trace are its own.
                 alone = Guide(functools.partial(part, **guide.public), None, guide.model)
                 own = guide_trace(alone, params, jax.random.key(0), shared)
                 names = {name for name, site in own.items() if site["type"] == "sample"}
@@ -319,6 +322,7 @@ def _generic_draw(
         transform = biject_to(model_trace[name]["fn"].support)
         value = sites[name]["value"]
         latents[name] = transform.inv(value)
+        # log q(u) is log q(z) plus the log Jacobian of z = T(u).
         total += jnp.sum(transform.log_abs_det_jacobian(latents[name], value))
     return latents, -total
 

@@ -47,6 +47,7 @@ def with_checks(
     """
     layout, plate = structure.layout, structure.data_plate
     filled = fill_locals(model, plate)
+    # Filled while `values` is traced, which is before `bounds` reads it.
     bounded: list[str] = []
 
     def values(*rows: Array) -> dict[str, Any]:
@@ -202,6 +203,7 @@ def _marked(
             results = [_converted(values[0], results[0])]
         for number, result in zip(op.outputs, results, strict=True):
             lost = _is_nothing(result)
+            # A value that is not finite by itself was not lost by a lookup.
             if not casts:  # XLA may convert NaN to the very integer that stands for nothing
                 lost &= ~_is_nothing(jnp.asarray(value_of(found, number)))
             marks[number] = result if size(number) > 1 else lost.reshape(())
@@ -212,6 +214,7 @@ def _mark(op: Op, found: dict[int, Any], marks: dict[int, Any]) -> Array:
     """Whether a result of one number is nothing, from which of its inputs are."""
     own = [jnp.asarray(isinstance(x, int) and marks.get(x, False)) for x in op.inputs]
     if op.primitive.name == "select_n":
+        # What is not chosen does not matter.
         chosen = jnp.reshape(value_of(found, op.inputs[0]), ())
         return own[0] | jax.lax.select_n(chosen, *own[1:])
     return functools.reduce(jnp.logical_or, own)
@@ -274,12 +277,14 @@ def _nothing(dtype: Any) -> Any:
         return jnp.asarray(jnp.nan, dtype)
     if jnp.issubdtype(dtype, jnp.signedinteger):
         return jnp.asarray(jnp.iinfo(dtype).min, dtype)
+    # Unsigned integers and booleans have no value to spare.
     return jnp.zeros((), dtype)
 
 
 def _is_nothing(value: Any) -> Any:
     if jnp.issubdtype(value.dtype, jnp.inexact):
         return ~jnp.isfinite(value)  # NumPyro gives logits of NaN the log probability -inf
+    # In 8 or 16 bits the lowest integer is a usual value.
     wide = jnp.issubdtype(value.dtype, jnp.signedinteger) and value.dtype.itemsize >= 4
     return value == _nothing(value.dtype) if wide else jnp.zeros((), bool)
 

@@ -113,6 +113,7 @@ class Outcomes(NamedTuple):
         fn = handlers.substitute(self.model.fn, data=outcome or {})
         if self.weighted and not weighted:
             fn = _without_weights(fn, self._names, self.model.structure.data_plate)
+        # `possible` checks a record once, not each outcome that it could have had.
         model, latents = self.model.unchecked._replace(fn=fn), self.latents(flat)
         return model.log_likelihood(latents, {}, example, self.shared, model.any_key())
 
@@ -142,6 +143,7 @@ class Outcomes(NamedTuple):
 
         Outcomes are the first axis, so that a sum over them adds a few long vectors.
         """
+        # Any latents will do: `check_mean` has shown that the support is fixed.
         (site,) = self._sites(flats[0], example)
         values = site["fn"].enumerate_support(expand=False).reshape(-1)
         value, shape = jnp.reshape(site["value"], ()), jnp.shape(site["value"])
@@ -418,6 +420,7 @@ class _unobserved(Messenger):  # noqa: N801 - a NumPyro handler, named like its 
 
 def _drawn(fn: Any, rng_key: Array) -> Array:
     own = unwrapped(fn)
+    # An expansion to more entries needs a draw for each of them.
     if np.prod(own.shape()) != np.prod(fn.shape()):
         return fn.sample(rng_key)
     return drawn(own, rng_key).reshape(fn.shape())

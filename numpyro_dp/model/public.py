@@ -226,6 +226,7 @@ class PublicValues:
         self._captured = declared.captured
         self._declared = {_digest(array): place for place, array in declared.arrays}
         # Keys are digests of values. A tuple has one entry for each array with these values.
+        # Arguments have numbers as keys, because only their shapes are known here.
         self._taken: dict[Any, tuple[PublicArray, ...]] = dict(enumerate(zip(arguments)))
         self._trusted: set[Any] = set()
         self._numbers = 0
@@ -253,6 +254,7 @@ class PublicValues:
     def to_json(self) -> dict[str, Any]:
         """What was accepted, without its values: hashes of all arrays."""
         known = self._declared.keys() | self._trusted | self._taken.keys()
+        # Arguments have numbers as keys, and no digest.
         digests = sorted((*key[:2], key[2].hex()) for key in known if isinstance(key, tuple))
         return {
             "plate": self.plate, "number": self.number, "captured": self._captured,
@@ -323,6 +325,7 @@ class PublicValues:
         numbers = numbers_in_program(program)
         if self._captured or len(numbers) <= limit:
             return
+        # Constants that JAX itself writes come from no record.
         own = len(numbers - written_by_jax().numbers)
         if own > limit:
             raise UnsupportedModelError(
@@ -350,6 +353,7 @@ class PublicValues:
             plain: Whether ``no_new`` spares arrays of one value and numbers 0, 1, 2 ... They tell
                 no more than a single number.
         """
+        # An object counts once, however often the program reads it.
         objects = {_identity(array): array for array in _without_few_keys(arrays)}
         found: dict[Any, int] = {}
         for array in objects.values():
@@ -397,6 +401,7 @@ def _without_few_keys(arrays: Iterable[Any]) -> Iterator[Any]:
     arrays = list(arrays)
     yield from (array for array in arrays if not is_key(array))
     keys = [jax.random.key_data(array) for array in arrays if is_key(array)]
+    # Equal keys count once, since copies of a key tell nothing more.
     few = {array.tobytes() for array in map(np.asarray, keys) if array.size <= _WORDS}
     yield from (array for array in keys if array.size > _WORDS or len(few) > _KEYS)
 
@@ -431,6 +436,7 @@ def _described(place: str, array: Any) -> PublicArray:
 def _digest(array: Any) -> Any:
     """Identifies an array by shape, dtype and values, in JAX's precision."""
     values = np.asarray(array)
+    # NumPy's float64 enters a program as float32, and must still be recognised there.
     values = values.astype(jax.dtypes.canonicalize_dtype(values.dtype))
     text = np.ascontiguousarray(values).tobytes()
     return values.shape, values.dtype.name, hashlib.sha256(text).digest()

@@ -136,6 +136,7 @@ class Layout(NamedTuple):
         ones = tuple(
             jnp.asarray(np.ones((num_rows, *shape), dtype)) for shape, dtype in self.shapes
         )
+        # Numbers of a fixed seed: invented records must not depend on the real ones.
         rng = np.random.default_rng(1)
         normal = tuple(
             jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
@@ -361,16 +362,19 @@ def split_arguments(
         if not is_array(leaf):
             kinds += "c"
             constants.append(leaf)
+        # An array of one number is public like a Python number. `_check_few_numbers` limits them.
         elif name in declared.names or not np.ndim(leaf):
             kinds += "s"
             public.append(PublicArray(place, np.shape(leaf), str(leaf.dtype)))
         else:
+            # Not public, so a record array, even if its shape says otherwise: then it is refused.
             kinds += "r"
             rows.append(leaf)
             refused += _ambiguity(place, name, leaf, num_examples, plate, plate_is_named)
     scalars = sum(not each.shape for each in public)
     _check_few_numbers(constants, scalars, num_records or num_examples)
     _check_there_are_records(args, kwargs, num_examples, rows, declared.names)
+    # After the checks above, whose messages name the likelier mistake.
     if refused:
         raise ValueError(refused[0])
     _check_no_list_of_records(args, kwargs, num_examples)
@@ -462,6 +466,7 @@ def _check_few_numbers(constants: list[Any], scalars: int, num_examples: int) ->
     """Raises for lists of records, because Python numbers and 0-d arrays count as public."""
     numbers = [leaf for leaf in constants if isinstance(leaf, int | float | complex)]
     for found, what in ((len(numbers), "Python numbers"), (scalars, "arrays of one number")):
+        # As many numbers as records may be a column of the data.
         if 1 < num_examples <= found or found > single_allowance(num_examples):
             raise TypeError(
                 f"The arguments contain {found} {what} for {num_examples} records. Numbers count "
@@ -474,6 +479,7 @@ def _check_no_list_of_records(args: Any, kwargs: Any, number: int) -> None:
     """Raises for a list with one array per record, which would be read as a list of columns."""
 
     def is_list(node: Any) -> bool:
+        # With two records, a pair of columns would look the same.
         several = isinstance(node, list | tuple) and len(node) == number > 2
         return several and all(map(is_array, node))
 
@@ -501,6 +507,7 @@ def _place(path: tuple[Any, ...], name: str) -> str:
 def _check_hashable(constants: list[Any]) -> None:
     for constant in constants:
         try:
+            # Constants are static under jit, which compares them by their hash.
             hash(constant)
         except TypeError as error:
             raise TypeError(

@@ -78,6 +78,7 @@ def traced(
         rng_key: Seeds random draws. A fixed key if ``None``.
         **rows: As for :class:`one_record`.
     """
+    # A model that draws, for example for dropout, cannot be traced without a key.
     key = jax.random.key(0) if rng_key is None else rng_key
     run = handlers.seed(one_record(fn, plate, **rows), key)
     if values is not None or start is not None:
@@ -111,12 +112,15 @@ def check_separable(
         trace = traced(model, plate, arguments, start=init_to_uniform(), index=index)
         for name in inside:
             check_one_row("Observed", name, trace[name], plate)
+        # A list, because supports are no arrays and cannot be outputs of the traced function.
         supports.extend(trace[name]["fn"].support for name in inside)
+        # With the scales, because a weight may read a captured array as a density may.
         return {n: [trace[n]["fn"].log_prob(trace[n]["value"]), trace[n]["scale"]] for n in inside}
 
     index = jax.ShapeDtypeStruct((1,), jnp.result_type(int))
     program, found = looks_up(densities, number, index, *layout.one_row())
     for name, picks in found.items():
+        # With a single record, the first entry of a table is its own.
         if picks and number > 1:
             raise UnsupportedModelError(
                 f"Site {name!r} looks up a value by the index of plate {plate!r} in an array of "

@@ -67,6 +67,7 @@ def poisson_plan(rate: float, overflow_prob: float, num_examples: int) -> Poisso
         range(1, num_examples), True,
         key=lambda m: binomial_tail(m - 1, num_examples - 1, rate) <= overflow_prob,
     )  # fmt: skip
+    # More than size - 1 other records leave a given record no place.
     overflow = binomial_tail(size - 1, num_examples - 1, rate)
     if rate == 1:
         return PoissonPlan(size, (), (), 0.0, 0.0)
@@ -103,6 +104,7 @@ def _places(usual: int, reach: int) -> list[tuple[int, int]]:
 def _quantise(probs: list[Decimal]) -> tuple[tuple[int, ...], Decimal]:
     """Thresholds of ``WORD_BITS`` bits without the zeros, and the sum of the rounding errors."""
     scale = 2**WORD_BITS
+    # A threshold of 2**160 would need one more bit. `error` counts this change too.
     rounded = [min(int((p * scale).to_integral_value()), scale - 1) for p in probs]
     error = sum(
         (abs(p - Decimal(t) / scale) for p, t in zip(probs, rounded, strict=True)), Decimal(0)
@@ -126,12 +128,14 @@ def binomial_tail(size: int, trials: int, prob: float) -> float:
         log_mass = chosen + first * math.log(prob) + (trials - first) * math.log1p(-prob)
         # lgamma of 2**31 is 4e10: rounding is below 1e-4 in the logarithm.
         tail = max(tail, math.exp(log_mass + 1e-4) / (1 - ratio))
+    # Rounded up, because delta has to cover this probability.
     return min(tail * (1 + 1e-9), 1.0)
 
 
 @functools.lru_cache(maxsize=256)
 def distinct_plan(batch_size: int, num_examples: int) -> DistinctPlan:
     """Draws that leave fewer than ``batch_size`` distinct rows with probability below 1e-18."""
+    # The part of all words that `_uniform_rows` rejects.
     reject = (2**32 % num_examples) / 2**32
     # Before the batch is full, a draw is wasted with at most this probability.
     wasted = 1 - (1 - (batch_size - 1) / num_examples) * (1 - reject)
@@ -145,6 +149,7 @@ def distinct_plan(batch_size: int, num_examples: int) -> DistinctPlan:
 
 @functools.partial(jax.jit, static_argnames=("plan", "number"))
 def poisson_batch(key: Array, plan: PoissonPlan, number: int) -> tuple[Array, Batch]:
+    # The new state gets a child of the key, from which past batches cannot be computed.
     key, coarse, fine = jax.random.split(key, 3)
     gaps = _geometric(coarse, fine, plan, number)
     # Sums saturate at N + 1 <= 2**31 - 1, so the sum of two terms fits an unsigned 32-bit word.
@@ -162,6 +167,7 @@ def fixed_size_batch(key: Array, size: int, number: int) -> tuple[Array, Batch]:
         rows = _uniform_rows(draw, distinct_plan(size, number).draws, number)
         return key, _first_distinct(rows, size, number)
     words = jax.random.bits(draw, (SORT_WORDS, number), jnp.uint32)
+    # Random keys of 96 bits: sorted by them, the rows are in a random order.
     rows = lax.sort((*words, lax.iota(jnp.int32, number)), num_keys=SORT_WORDS)[-1]
     return key, Batch(rows[:size], jnp.ones(size, bool))
 
@@ -186,6 +192,7 @@ def _geometric(coarse: Array, fine: Array, plan: PoissonPlan, limit: int) -> Arr
 
     def refined(_: None) -> Array:
         rest = jax.random.bits(fine, (WORD_BITS // 32 - 1, *shape), jnp.uint32)
+        # With the same first words: to look at more bits must not change a digit that was clear.
         return _place_digits_exactly(digits, (words, *rest), limit)
 
     def common(_: None) -> Array:
@@ -266,9 +273,11 @@ def _uniform_rows(key: Array, draws: int, number: int) -> Array:
 def _first_distinct(rows: Array, size: int, number: int) -> Batch:
     """The first ``size`` distinct rows in order of appearance, without rejected draws."""
     order = lax.iota(jnp.int32, rows.shape[0])
+    # Puts equal rows together, the one that was drawn first in front.
     rows, order = lax.sort((rows, order), num_keys=2)
     repeated = jnp.concatenate([jnp.zeros(1, bool), rows[1:] == rows[:-1]])
     order = jnp.where(repeated | (rows == number), jnp.int32(rows.shape[0]), order)
+    # Back to the order of the draws, with repeated and rejected ones last.
     order, rows = lax.sort((order, rows), num_keys=1, is_stable=True)
     mask = order[:size] < rows.shape[0]
     return Batch(jnp.where(mask, rows[:size], 0).astype(jnp.int32), mask)

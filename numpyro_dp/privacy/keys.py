@@ -81,6 +81,7 @@ def secret_key(seed: int | bytes | str | None = None) -> Array:
     **Guarantee**: without a seed the key comes from ``secrets.token_bytes(32)`` and nothing else.
     """
     if seed is None:
+        # JAX would make the key once, as a constant of the function.
         check_outside_trace("secret_key()")
         seed = secrets.token_bytes(4 * KEY_WORDS)
     return as_secret_key(seed)
@@ -164,6 +165,7 @@ def keys_of_run(secret: Array, earlier: tuple[Spending, ...]) -> tuple[Array, Ar
     """Returns the keys of noise and of batches, for a run after the earlier ones of its budget."""
     # A child of the key: the caller may have used the same key as the public rng_key. Earlier runs
     # of the budget select another child, so that no run repeats their noise.
+    # Without names, which are random: a repetition must find the same child.
     spent = repr([each._replace(run="") for each in earlier])
     child = int.from_bytes(hashlib.sha256(spent.encode()).digest()[:4]) if earlier else 0
     return _children(secret, np.uint32(child))  # JAX takes no Python integer of 32 bits
@@ -178,6 +180,7 @@ def _children(secret: Array, child: Array) -> tuple[Array, Array]:
 
 def run_id(noise_key: Array) -> Array:
     """Returns the id of a run: 128 bits of a hash of its first noise key, uint32[4]."""
+    # A hash, because every later state has the id. It must not give away the first key.
     words = np.asarray(jax.random.key_data(noise_key)).astype("<u4").tobytes()
     return jnp.asarray(np.frombuffer(hashlib.sha256(_RUN + words).digest()[:16], "<u4"))
 
@@ -193,6 +196,7 @@ def renewed(tree: Any, entropy: bytes | None = None) -> Any:
     def one(leaf: Any) -> Any:
         old = np.asarray(jax.random.key_data(leaf)).astype("<u4")
         rows = [
+            # Numbered, so that two equal keys do not become equal again.
             hashlib.sha256(_RENEWED + entropy + next(count).to_bytes(4) + row.tobytes()).digest()
             for row in old.reshape(-1, old.shape[-1])
         ]
@@ -228,6 +232,8 @@ def next_nonce(key: Any, nonce: Any) -> Any:
         if not isinstance(key, jax.Array | np.ndarray):  # JAX passes shapes or axis numbers
             return nonce
         if in_trace():
+            # A key inside a trace that is no tracer is a constant: every call would repeat its
+            # noise.
             raise NoiseReuseError(held_by_a_function("the update"))
         return _new_nonce(nonce.shape)
     count = 0

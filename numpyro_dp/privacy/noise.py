@@ -122,6 +122,7 @@ def spacing_of(sensitivity: Any, noise_multiplier: Any, size: int, dtype: Any) -
     sensitivity = jnp.asarray(sensitivity, dtype)
     left = _REAL_STD - noise_multiplier * (math.sqrt(size) * _UP)
     told = (left > _REAL_STD / 2) & (noise_multiplier > 0)
+    # If the sum cannot be told from noise, any positive spacing will do.
     spacing = _UP * noise_multiplier * sensitivity / jnp.where(told, left, _REAL_STD)
     return jnp.maximum(spacing, _FINEST * sensitivity), told
 
@@ -140,6 +141,7 @@ def on_grid(total: Array, noise: Int[Array, ...], spacing: Array, told: Array) -
     """
     # Multiplied, not divided: the error of 1 / spacing is the same for all sums.
     steps = jnp.round(total * (1 / spacing).astype(total.dtype))
+    # A NaN or an infinity would pass through the noise unchanged, so it becomes 0.
     steps = jnp.where(told & jnp.isfinite(steps), steps, 0)
     # steps = high 2^16 + low, exactly. The carry makes low one of 0 ... 2^16 - 1 again, so the
     # pair depends on the sum of the integers alone. `high` may be too large for an int32.
@@ -168,6 +170,8 @@ def whole_on_grid(total: Any, noise: Int[Array, ...], spacing: Array, told: Arra
     Guarantee:
         The result is a function of the integer above.
     """
+    # Made smaller by more than the rounding of the division. A ratio that is too large would give a
+    # finer grid, and so too little noise.
     ratio = (total.spacing / spacing) * (1 - 2.0**-20)
     part, exponent = jnp.frexp(ratio)
     shift, large = 16 - exponent, exponent > 16
@@ -188,6 +192,7 @@ def whole_on_grid(total: Any, noise: Int[Array, ...], spacing: Array, told: Arra
 
 def _product(total: Any, factor: Array) -> tuple[Array, Array]:
     """Integer of a sum times a number below 2^16, as int32 * 2^32 + uint32."""
+    # Parts of 16 bits, so that no product with the factor exceeds 32 bits.
     top = total.high >> 16
     middle, low = ((x & 0xFFFF).astype(jnp.uint32) for x in (total.high, total.low))
     low, middle = low * factor, middle * factor
@@ -200,6 +205,7 @@ def _shifted(high: Array, low: Array, shift: Array) -> tuple[Array, Array]:
     """The number divided by 2^shift and rounded to an integer, half of the way up."""
 
     def right(by: Array) -> tuple[Array, Array]:
+        # Every single shift stays below 32, the width of a word.
         far, near = by - 32, jnp.minimum(by, 31)
         bits = high.astype(jnp.uint32)
         below = jnp.where(near > 0, bits << (32 - jnp.maximum(near, 1)), 0)
@@ -227,6 +233,8 @@ def _drawn(key: Array, size: int) -> Array:
     words = jax.random.bits(key, (3, size), jnp.uint32)
     place = words >> (32 - _LOG)
     first = _entries(0, place)
+    # A first word has 14 bits of place, the sign, and 17 bits of the uniform number. An entry has
+    # 15 bits of alias and 17 bits of the threshold.
     left = 31 - _LOG  # bits of the first word after the place and the sign
     here, limit = words & (2**left - 1), first & (2**left - 1)
     below = (here < limit) | _decided(key, place, here == limit)

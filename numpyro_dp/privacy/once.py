@@ -184,6 +184,7 @@ def _taken_back(before: dict[bytes, int | None]) -> Iterator[None]:
     """If the runs fail, the numbers of used steps are again what they were."""
     try:
         yield
+    # Also after Ctrl-C: whoever called has got no result, so nothing was released.
     except BaseException:
         with _lock:
             for name, steps in before.items():

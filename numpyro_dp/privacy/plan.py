@@ -113,6 +113,7 @@ class Plan:
         sampler, number = self.sampler, self.num_examples
         if mechanism.event is None or isinstance(mechanism.event, dpa.NonPrivateDpEvent):
             return dpa.NonPrivateDpEvent()
+        # Noise that depends on earlier noise has an event of the whole run, not of one step.
         if mechanism.compose is not None:
             return mechanism.compose(sampler, number, num_steps)
         step = sampler.amplify(mechanism.event, number)
@@ -160,6 +161,7 @@ class Plan:
         }
         for name in () if own else found:
             found[name] += sum(getattr(each, name) for each in self.earlier)
+            # A union bound may exceed 1, and is then no probability. No delta covers it either way.
             found[name] = min(found[name], 1.0 - 1e-12)
         return found
 

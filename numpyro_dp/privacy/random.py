@@ -107,6 +107,7 @@ def _blocks(key: Array, nonce: tuple[Array | int, ...], counters: Array) -> Arra
         ]
     )
     end = lax.fori_loop(0, 10, _double_round, start)
+    # Without this addition the rounds could be undone, and the bits would reveal the key.
     return (start + end).reshape(_BLOCK_WORDS, -1)
 
 
@@ -119,6 +120,7 @@ def _whole_vectors(number: int) -> int:
 
 
 def _counters(number: int) -> Array:
+    # The block counter has 32 bits. Beyond them, blocks would repeat.
     check_int("blocks", number, low=0, high=_MAX_BLOCKS, remedy="Draw from several keys.")
     return lax.iota(jnp.uint32, number)
 

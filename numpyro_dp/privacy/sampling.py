@@ -222,6 +222,7 @@ class FixedSize(_Exact):
         """
         number = self._check(num_examples)
         if 4 * self.batch_size > number:
+            # A union bound over all pairs of rows.
             return min(number * (number - 1) / 2 * 2.0 ** (-32 * SORT_WORDS), 1.0)
         return distinct_plan(self.batch_size, number).shortfall
 
@@ -301,15 +302,18 @@ class Permutation(_Exact):
         number, edges = state.num_examples, self._edges(state.num_examples)
 
         def begin(key: Array, _: Array) -> tuple[Array, Array]:
+            # The state keeps the child only, so past orders cannot be drawn again from it.
             key, own = jax.random.split(key)
             return key, jax.random.permutation(own, lax.iota(jnp.int32, number))
 
+        # The branch depends on the number of the step alone, which is public.
         key, order = lax.cond(
             state.position == 0, begin, lambda *held: held, state.key, state.order
         )
         first = jnp.asarray(edges[:-1])[state.position]
         last = jnp.asarray(edges[1:])[state.position]
         places = first + lax.iota(jnp.int32, int(np.diff(edges).max()))
+        # Batches of one epoch may differ by a row. The mask drops the last place of a smaller one.
         batch = Batch(order[jnp.minimum(places, number - 1)], places < last)
         position = (state.position + 1) % (len(edges) - 1)
         return batch, SamplerState(key, number, order, position.astype(jnp.int32))
@@ -325,5 +329,6 @@ class Permutation(_Exact):
     def _edges(self, num_examples: int) -> np.ndarray:
         """First place of each batch in the order, and N."""
         number = -(-self._check(num_examples) // self.batch_size)
+        # In 64 bits, because the products exceed 32 bits for large data sets.
         places = np.arange(number + 1, dtype=np.int64) * num_examples // number
         return places.astype(np.int32)

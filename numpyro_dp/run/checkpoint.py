@@ -104,15 +104,18 @@ class Checkpoint:
                     self._check_meaning(_split(content)[0]["meaning"])
                 return content
 
+            # Only the first process locks, reads and compares. The others get its result or error.
             content = from_first(self._mesh, opened)
             if content:
                 self._about, self._found = _split(content)
+                # In every process, because each may hold other rows of the records.
                 own = hash_of(self._records, self._about["salt"], self._mesh)
                 if not hmac.compare_digest(self._about["records"], own):
                     raise ValueError(
                         f"checkpoint={str(self._folder)!r} holds a run on other records. The noise "
                         "of its next steps must not meet other values. Use another folder."
                     )
+            # Keeps the lock until __exit__. After an error above, the stack unlocks at once.
             self._stack = stack.pop_all()
         return self
 
@@ -136,6 +139,7 @@ class Checkpoint:
         if self._found is None:
             names = [each.run for each in reports]
             own = {"runs": names, "date": reports[0].date, "salt": secrets.token_hex(32)}
+            # Names and salt are random, so the first process makes them for all.
             own = json.loads(from_first(self._mesh, lambda: json.dumps(own).encode()))
             records = hash_of(self._records, own["salt"], self._mesh)
             self._about = own | {"meaning": self._meaning, "records": records}
@@ -200,6 +204,7 @@ def _content(folder: pathlib.Path) -> bytes:
 
 def _split(content: bytes) -> tuple[dict[str, Any], bytes]:
     """Returns what a file says about its run, and the bytes of its arrays."""
+    # JSON writes no newline itself, so the first one ends it.
     about, _, data = content.partition(b"\n")
     return json.loads(about), data
 
@@ -215,6 +220,7 @@ def _filled(progress: PyTree, content: bytes) -> PyTree:
     def one(leaf: Any) -> Any:
         nonlocal first
         like = _data(leaf)
+        # A copy, because bytes are read-only and a sweep writes into these arrays.
         found = np.ndarray(like.shape, like.dtype, content, first).copy()
         first += found.nbytes
         if isinstance(leaf, np.ndarray | np.generic):
@@ -265,9 +271,12 @@ def started(
         if charged is not None and not resumed:
             stack.enter_context(begun(settings, *states))
         if kept is not None:
+            # Names are written before the charge. If the process dies in between, the next call
+            # finds them, and the ledger counts the run once.
             progress, reports = kept.start(progress, reports)
         try:
             now, steps = left(progress)
+            # A finished run has no step left, so it uses no noise.
             for state in now if steps else ():
                 stack.enter_context(used(settings, state, steps))
             if charged is not None:
@@ -345,6 +354,8 @@ def checkpoint_of(
     secret = settings.privacy.secret_key  # its hash can confirm a guess of it
     meaning = {
         "driver": driver,
+        # Another version or device may round differently. The same noise would then cover other
+        # sums.
         "versions": {name: version_of(name) for name in versions},
         "device": f"{devices[0].platform} {devices[0].device_kind}",
         "devices": 1 if settings.execution.mesh is None else len(devices),
@@ -353,6 +364,7 @@ def checkpoint_of(
         "clip_norm": str(settings.clip_norm),
         "mechanism": repr(settings.privacy.mechanism),
         "secret_key": secret is not None and hashlib.sha256(_data(secret).tobytes()).hexdigest(),
+        # The call that continues may come on another day, or as a repetition.
         "report": [str(dataclasses.replace(x, repetition=False, date="")) for x in reports],
         "program": program(),
     } | own
@@ -384,6 +396,7 @@ def hash_of(
     found = hmac.new(bytes.fromhex(salt), digestmod=hashlib.sha256)
     for array in arrays:
         shape, dtype = np.shape(array), jax.dtypes.canonicalize_dtype(array.dtype)
+        # Shapes too, or entries could move from one array to the next.
         found.update(f"{shape} {dtype};".encode())
         if most is not None and math.prod(shape) * dtype.itemsize > _PART:
             array = array[np.linspace(0, shape[0] - 1, most).astype(int)]
@@ -432,6 +445,7 @@ def locked(folder: Any) -> Iterator[pathlib.Path]:
         raise ValueError(f"checkpoint={str(path)!r} cannot be a folder: {error}.") from error
     with file:
         try:
+            # The system drops this lock when the process ends, also if it is killed.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(
@@ -448,6 +462,7 @@ def write_for_owner(path: pathlib.Path, content: bytes) -> None:
     with open(begun, "xb", opener=_owner_only) as file:
         file.write(content)
         file.flush()
+        # On the disk before the file gets its name, or a crash could leave a damaged file there.
         os.fsync(file.fileno())
     begun.replace(path)
 

@@ -63,6 +63,7 @@ class Course(NamedTuple):
         left, found = self.rest - done, []
         while left > 0:
             now = min(left, steps or left)
+            # Slot 0 is only lent: the first call that fills slots overwrites it.
             found.append((0, 1, now))
             left -= now
         slot = self.filled(done)
@@ -128,6 +129,7 @@ def _stop_at_interrupt() -> Iterator[Callable[[], bool]]:
     """
     pressed: list[bool] = []
     usual = signal.getsignal(signal.SIGINT)
+    # Python accepts signal handlers in the main thread alone.
     own_thread = threading.current_thread() is threading.main_thread()
     if not own_thread or usual is not signal.default_int_handler:
         yield lambda: False  # a program that has its own handler keeps it
@@ -189,6 +191,7 @@ def with_bar(
         try:
             spent = report.plan.spent(num_steps, accountant=RDP()).epsilon
         except UnsupportedEventError:
+            # The bound of the whole run holds for its first steps too.
             return report.epsilon
         return min(spent, report.epsilon)
 

@@ -139,6 +139,8 @@ class Driver(abc.ABC):
         check_rng_key(rng_key)
         args, kwargs = as_arrays(args, kwargs)
         state = self._init(rng_key, self.settings.num_steps, args, kwargs, init_params)
+        # All steps of the plan are charged now, because nobody counts the calls of a compiled
+        # update. If the ledger refuses, the run is not registered either.
         with begun(self.settings, state):
             charge(self.settings, lambda: [spent_by(self.settings, state, int(state.max_steps))])
             return state
@@ -177,11 +179,15 @@ class Driver(abc.ABC):
         check_passed_to_trace(f"{type(self).__name__}.update", [svi_state.secret_key])
         args, kwargs = as_arrays(args, kwargs)
         session = self._session(args, kwargs)
+        # No plan is made here, so the budget must be the one for which init found the noise.
         self._check_fits(svi_state, session, ("budget",))
         if in_trace():
+            # Compiled code cannot raise. It drops steps beyond the budget, and the nonce of the
+            # state gives it new keys.
             return session.update(svi_state, args, kwargs)
         check_not_spent(svi_state)
         with used(self.settings, svi_state, 1) as known:
+            # A state that this process did not start may continue elsewhere too: it gets new noise.
             state = svi_state if known else with_new_noise(self.settings, svi_state)
             return session.update(copied(self.settings.execution.mesh, state), args, kwargs)
 
@@ -264,6 +270,7 @@ class Driver(abc.ABC):
         _check_reverse_mode(forward_mode_differentiation)
         check_every(every, checkpoint)
         args, kwargs = as_arrays(args, kwargs)
+        # The ledger may have this run already, if an earlier call began it.
         driver = self.with_settings(without_own_run(self.settings, checkpoint))
         settings, is_new = driver.settings, init_state is None
         salt, known = getattr(init_state, "records", None) or (None, None)
@@ -279,6 +286,7 @@ class Driver(abc.ABC):
             check_steps_fit(start, num_steps)
             records = session.records(args, kwargs)
             seal = session.seal(records, salt)
+            # `seal` used the salt of the state, so equal records give an equal hash.
             if known is not None and seal != (salt, known):
                 raise ValueError(
                     "These are not the records of the run that init_state comes from. Steps on "
@@ -288,6 +296,7 @@ class Driver(abc.ABC):
             report = spent_by(settings, start, int(start.step) + num_steps)
             report = check_fold(fold, session, start, num_steps, report)
             rows = (session.host_rows if stream else session.rows)(args, kwargs)
+            # Another process may resume the same state, so the noise to come must be new.
             first = start if is_new else with_new_noise(settings, start)
             course, progress = session.begin(first, num_steps, trace_size, fold=fold)
             kept = checkpoint_of(
@@ -300,6 +309,7 @@ class Driver(abc.ABC):
             def left(progress: Progress) -> tuple[list[SensitiveState], int]:
                 return [first.closed(progress.carry.state)], num_steps - int(progress.done)
 
+            # All steps that the state may take, also in later calls: those are not charged again.
             every_step = (lambda: [spent_by(settings, start, covered)]) if is_new else None
             run = started(settings, [first], progress, [report], kept, left, every_step)
             with run as (progress, (report,)):
@@ -308,6 +318,8 @@ class Driver(abc.ABC):
                 )  # fmt: skip
             taken = int(found.state.step)
             if found.stopped:
+                # The report counts the steps taken, not those planned. It stays the report of this
+                # run.
                 report = dataclasses.replace(
                     spent_by(settings, found.state, taken), run=report.run, public=report.public
                 )
@@ -319,6 +331,7 @@ class Driver(abc.ABC):
                 driver.get_params(found.state), found.state, found.losses, found.trace, report,
                 found.folded, make, found.scores,
             )  # fmt: skip
+            # A later run then refuses to continue this state on other records.
             found.state.records = seal
             if found.stopped:
                 raise RunInterrupted(result, num_steps, checkpoint is not None)
@@ -329,6 +342,7 @@ class Driver(abc.ABC):
         if settings is self.settings:
             return self
         twin = copy.copy(self)
+        # The sessions were compiled for the old settings.
         twin.settings, twin._sessions = settings, {}
         return twin
 
@@ -387,6 +401,7 @@ class Driver(abc.ABC):
         check_rng_keys(rng_keys)
         args, kwargs = as_arrays(args, kwargs)
         settings = without_own_run(self.settings, None)
+        # Such a budget is all that the ledger has left, and a sweep gives it to every run.
         if settings.budget and settings.charges is not None and settings.budget.earlier:
             raise ValueError(
                 "Each run of a sweep would spend all that is left of the ledger. Say what one run "
@@ -396,6 +411,7 @@ class Driver(abc.ABC):
         axes = combinations(self.settings, epsilon, noise_multiplier, clip_norm)
         structure = self.structure(args, kwargs)
         common = num_steps, args, kwargs, init_params, structure
+        # Only their first values are used: each run of the sweep gets noise of its own.
         starts = [self._init(key, *common) for key in rng_keys]
         session = self._session(args, kwargs)
         rows, records = session.rows(args, kwargs), session.records(args, kwargs)
@@ -473,6 +489,7 @@ class Driver(abc.ABC):
                     f"the shapes {[s for _, s in array_shapes(args, kwargs)]}. Call it outside jit."
                 )
             structure = self.structure(args, kwargs)
+            # Any key will do, because the state brings its own parameters.
             prepared = self.prepare(structure, jax.random.key(0), Call(args, kwargs))
             self._sessions[key] = Session(self.settings, self.method, prepared)
         return self._sessions[key]

@@ -148,6 +148,7 @@ class Session:
     def mechanism_state(self, clip_norm: ClipNorm) -> MechanismState:
         """Returns the mechanism's state before the first step."""
         state = MechanismState(clip_norm)
+        # Any noise will do: the memory of a mechanism depends on shapes alone.
         mechanism, total = self._mechanism(state, 1.0), dict(self._total)
         if mechanism.extras is not None:
             total |= {indicator_entry(group): jnp.zeros(()) for group in clip_norm.adaptive}
@@ -227,6 +228,7 @@ class Session:
             loop = StreamedLoop(
                 stream._loop_for(fold), self.settings.sampler, opened.sampler_state, rows, calls
             )
+        # The bar shows steps and epsilon, which are public, and no loss.
         calls = with_bar(bar, calls, before, done, course.num_steps, report)
         progress, stopped = follow(
             loop, progress, rows, calls, kept, watched, self.settings.execution.mesh
@@ -240,6 +242,7 @@ class Session:
         (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:filled], buffer)
         steps = before + course.steps[:filled]
         trace = Trace(steps, jax.vmap(self.problem.constrain)(iterates), norms)
+        # Without a release the buffer has zeros in place of losses.
         shown = self.settings.privacy.loss_release is not None
         losses = PrivateLosses(steps, np.asarray(values)) if shown else None
         return Finished(state.closed(carry.state), losses, trace, folded, carry.scores, stopped)
@@ -292,6 +295,7 @@ class Session:
             arrays.append(((rows.num_examples,), jnp.dtype(jnp.uint32)))
         shapes = Rows(tuple(jax.ShapeDtypeStruct(*each) for each in arrays), rows.shared)
         arguments = progress.carry, progress.buffer, shapes, zero, zero, zero
+        # Values of public leaves only: the rest of the progress has keys, and the rows are records.
         public = rows.shared, progress.carry.state.optim_state, progress.carry.folded
         return traced(self._loop_for(fold), arguments, public)[0]
 
@@ -328,6 +332,7 @@ class Session:
 
         ``None`` if processes share them.
         """
+        # A process may hold a part of the rows only.
         if self.settings.several_processes:
             return None
         salt = secrets.token_hex(32) if salt is None else salt

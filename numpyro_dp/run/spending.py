@@ -103,6 +103,7 @@ def charge(
         return
     made = reports()
     if runs is not None:
+        # Under these names a call that continues from a checkpoint finds its own charge.
         made = [dataclasses.replace(x, run=run) for x, run in zip(made, runs, strict=True)]
 
     def charged() -> bytes:  # in a mesh the first process does it
@@ -117,6 +118,7 @@ def used(
 ) -> contextlib.AbstractContextManager[bool]:
     """Marks the noise of ``num_steps`` steps as used. Takes this back if the steps fail."""
     if not _has_noise(state):
+        # Without noise, nothing can be used twice.
         return contextlib.nullcontext(True)
     return use(state.run_id, int(state.step), num_steps, repetition=_repeats(settings, state))
 
@@ -131,6 +133,7 @@ def with_new_noise(settings: RunSettings, state: SensitiveState) -> SensitiveSta
     """Gives the state fresh keys for its next noise, the same in all processes of a mesh."""
     if _repeats(settings, state) or not _has_noise(state):
         return state
+    # The operating system gives each process other bits, and all must add the same noise.
     bits = np.asarray(jax.random.key_data(agreed(settings.execution.mesh, secret_key()))).tobytes()
     opened = state.opened.with_new_keys(lambda keys: renewed(keys, bits))
     return copied(settings.execution.mesh, SensitiveState(opened, state.nonce, state.identity))
@@ -142,6 +145,8 @@ def _has_noise(state: SensitiveState) -> bool:
 
 def _repeats(settings: RunSettings, state: SensitiveState) -> bool:
     """Whether the run of the state and the run that continues it are both repetitions."""
+    # Both must be. Otherwise a driver with repetition=True could continue a fresh run twice, with
+    # the same noise.
     return settings.privacy.repetition and state.identity.repetition
 
 
@@ -167,6 +172,7 @@ def spent_by(settings: RunSettings, state: SensitiveState, num_steps: int) -> Pr
             f"The state has noise_multiplier={noise:.6g}, which a run keeps to its end, but the "
             f"driver has {wanted:.6g}. Build the driver with the noise of the state, or call init."
         )
+    # The noise in the state counts, not what the budget would give for this number of steps.
     settings = settings.changed(noise_multiplier=noise)
     return report_for(plan_for(settings, identity.num_examples, num_steps), num_steps, identity)
 

@@ -150,6 +150,7 @@ def build_whole_step(
     def end(state: RunState, shared: Any, sums: PyTree, arrays: Any, count: int) -> RunState:
         # `arrays` is one row, for its shapes: nothing reads its values.
         examples = (*arrays, jnp.zeros(1, jnp.uint32)) if numbered else arrays
+        # The state is the one that all parts had, so `prepare` makes the same draw again.
         begun = private.begun(state, shared)
         total = begun.parts(first_of(examples), count).finished(sums)
         return private.ended(state, begun, total)[0]
@@ -247,6 +248,7 @@ def build_loop(
 
         def one_slot(slot: Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
             state, buffer = carry
+            # The mean value of a slot, which is a loss only if the run releases it.
             zero = jnp.zeros((), jnp.float32)
             state, total = lax.fori_loop(0, stride, one_step, (state, zero))
             kept = (read(state), total / stride)
@@ -281,6 +283,7 @@ def _numbers(secret_key: Array, size: int) -> Array:
 def _take(rows: Rows, indices: Array | None, mask: Array | None) -> tuple[PyTree, Array]:
     """Returns the examples of a batch with their lengths, and a mask of those that count."""
     arrays = rows.arrays, rows.lengths
+    # The number of records is public, so shapes may depend on it.
     size = rows.arrays[0].shape[0]
     if indices is None:
         return arrays, jnp.ones(size, bool) if mask is None else mask

@@ -145,6 +145,7 @@ class StreamedLoop:
                 _with_batches(carry, chunk.state), buffer, rows,
                 *(jnp.asarray(n, jnp.int32) for n in (slot, number, steps)),
             )  # fmt: skip
+            # The sampler's own state again, as a run with all records on the device would have it.
             carry = _with_batches(carry, chunk.after)
             if steps < int(stride):
                 kept, values = buffer
@@ -197,6 +198,7 @@ def _fetch(
         return _Chunk(taken, FetchedState(jnp.zeros((), jnp.int32), mask), after)
 
     with ThreadPoolExecutor(1) as thread:
+        # Batches depend on keys alone and not on results, so they can be drawn ahead of the steps.
         coming = thread.submit(prepare, state, counts[0])
         for count in [*counts[1:], 0]:
             chunk = coming.result()
@@ -216,7 +218,10 @@ def _drawn(
         indices = jnp.asarray(batch.indices)  # which `drawn_size` has seen
         inside = (indices >= 0) & (indices < num_examples)
         mask = inside if batch.mask is None else inside & batch.mask
+        # Draws beyond `count` only fill the chunk. They must not advance the key, or later batches
+        # would differ from those of a run on the device.
         new = jax.tree.map(lambda after, before: jnp.where(at < count, after, before), new, state)
+        # Padding reads some row, and the mask drops it.
         return new, (jnp.clip(indices, 0, num_examples - 1), mask)
 
     after, (rows, mask) = lax.scan(one, state, jnp.arange(length))

@@ -179,6 +179,7 @@ def run_sweep(
         for plan, each in zip(plans, axes, strict=True):
             mechanism_state = session.mechanism_state(each.clip_norm)
             for start in starts:
+                # Each run has a key of its own, so that no two runs share noise.
                 own = jax.random.fold_in(secret, len(found))
                 fields = noise_fields(settings, own, plan, mechanism_state)
                 found.append(start._replace(**fields))
@@ -191,6 +192,7 @@ def run_sweep(
         fitting = runs_that_fit(session.shapes_of_run(states[0], rows, sweep.trace_size), rows)
     chunk = min(sweep.chunk_size or fitting, number)
     labels = _labels(axes, reports, seeds, rates)
+    # Each run has a name of its own. A ledger counts runs of one name once.
     own = [report.of_another_run() for report in reports for _ in starts]
     _, course = session.slots(states[0].opened, num_steps, sweep.trace_size, number=chunk)
 
@@ -220,6 +222,7 @@ def run_sweep(
         if progress.done == number:
             return [], 0
         if kept is not None and kept.resumed and settings.privacy.secret_key is None:
+            # The key of the call that was killed. Runs without a result start again with its noise.
             states = states_of(as_secret_key(progress.secret.tobytes()))
         return states, num_steps
 
@@ -320,6 +323,7 @@ def combinations(
     norms = _clip_norms(clip_norm, settings.clip_norm)
     axes = [settings.changed(clip_norm=norm, **noise) for norm in norms for noise in noises]
     for norm in norms:
+        # All runs share one compiled program, which either clips or does not.
         if norm.bounded != settings.clip_norm.bounded:
             raise ValueError(
                 "Expected clip norms that are all finite or all infinite, like "

@@ -58,9 +58,11 @@ def find_waist(scalar: Callable[[Array, Any], Array], point: Any, example: Any) 
     cut = _narrowed(program, degree, _frontier(program, degree))
     floats = all(jnp.issubdtype(program.shapes[v].dtype, jnp.floating) for v in cut)
     size = sum(math.prod(program.shapes[v].shape) for v in cut)
+    # A cut as wide as z saves nothing. Integers have no gradient.
     if not cut or start in cut or size >= point.size or not floats:
         return whole
     before, after = _slice(program, cut, {start}), _slice(program, {program.output}, set(cut))
+    # If the rest read z past the cut, its gradient would miss that path.
     if before is None or after is None or any(start in op.inputs for op in after):
         return whole
     order = sorted(cut)
@@ -77,6 +79,7 @@ def find_waist(scalar: Callable[[Array, Any], Array], point: Any, example: Any) 
         for value, shape in zip(order, shapes, strict=True):
             count = math.prod(shape.shape)
             part = eta[first : first + count].reshape(shape.shape)
+            # Joining the values gave all of them one type.
             inputs[value], first = part.astype(shape.dtype), first + count
         return evaluate(after, inputs)[program.output]
 
@@ -98,15 +101,18 @@ def _degree(program: Any, op: Any, own: list[int]) -> int:
         return _FREE
     if _BENT in own:
         return _BENT
+    # A cast to an integer rounds, so it is not affine.
     if name == "convert_element_type":
         target = program.shapes[op.outputs[0]].dtype
         return _AFFINE if jnp.issubdtype(target, jnp.floating) else _BENT
     if name in _LINEAR:
         return _AFFINE
+    # A product of two values that move with z is quadratic in z.
     if name in ("mul", "dot_general") and len(moving) == 1:
         return _AFFINE
     if name in _IN_THE_FIRST and moving == [0]:
         return _AFFINE
+    # A choice that depends on z has jumps. A choice by the record alone is affine.
     if name == "select_n" and 0 not in moving:
         return _AFFINE
     return _BENT
@@ -135,6 +141,7 @@ def _narrowed(program: Any, degree: dict[int, int], cut: set[int]) -> set[int]:
                 continue
             inputs = maker[value].inputs
             own = {v for v in inputs if not isinstance(v, Constant) and degree[v] == _AFFINE}
+            # Inputs that are in the cut already make it no wider.
             size = sum(math.prod(program.shapes[v].shape) for v in own - cut)
             if size <= math.prod(program.shapes[value].shape) and (len(own) == 1 or own <= cut):
                 cut, moved = (cut - {value}) | own, True

@@ -76,6 +76,7 @@ def bounded_sum(
     live = jnp.any(mask) if live is None else live
     of_row, rows_each = estimator, 1
     if (centring := estimator.centring) is not None:
+        # The lengths are of records. Each record now has several rows, so they do not fit.
         of_row, rows_each, lengths = centring.estimator, centring.number + 1, ()
     if (factored := of_row.factored) is None:
         return bounded_sum_by_definition(
@@ -108,6 +109,7 @@ def bounded_sum_by_definition(
     mechanism, examples, mask, rows = _with_partners(
         centring, mechanism, public, examples, mask, rows, seeds
     )
+    # The records of all devices: grid and margin must be the same everywhere.
     count = mask.size * shards.number // rows_each
     parts = SumInParts(estimator, mechanism, public, first_of(examples), count, rows_each, whole)
     sums, squares = parts.part(examples, mask, live, rows, shards)
@@ -128,6 +130,7 @@ def _with_partners(
     if centring is None:
         return mechanism, examples, mask, rows
     examples, mask = with_partners(centring, public, examples, mask, seeds)
+    # The caller counts records, and a microbatch counts rows.
     rows = None if rows is None else rows * (centring.number + 1)
     return centred_mechanism(mechanism, centring), examples, mask, rows
 
@@ -155,6 +158,7 @@ class SumInParts:
         rows_each: int = 1,
         whole: bool = False,
     ) -> None:
+        # Only if the mechanism takes integers may the margin leave out the rounding of the sum.
         self._each, self._whole = rows_each, whole and mechanism.takes_whole
         self._signal, self._mechanism, self._count = estimator.signal, mechanism, count
         self._public, self._struct = public, jax.eval_shape(estimator.signal, public, first)
@@ -181,6 +185,7 @@ class SumInParts:
             squares = tuple(jax.vmap(squared_norm)(block) for block in own)
             probs = examples[-1:] if self._each > 1 else ()
             factors = self._mechanism.scales(self.names, squares, self.margin, *probs)
+            # Padding is some record too. Its factor becomes 0, so it adds exactly 0.
             sums = [
                 partial_sum(rows_of(block), jnp.where(mask, factor, 0), norm, self._count)
                 for block, factor, norm in zip(own, factors, self._norms, strict=True)

@@ -89,6 +89,8 @@ def centred_mechanism(mechanism: Mechanism, centring: Centring) -> Mechanism:
         whole = jnp.all(grouped(finite), axis=1, keepdims=True)
         norms, found = mechanism.norms(names), []
         if not centring.listed:
+            # `chance` is 1 / (K + 1). The mean of clipped rows is within the clip norm, as each of
+            # them is.
             return tuple(
                 jnp.where(whole, grouped(each * chance), 0).reshape(-1)
                 for each in mechanism.scales(names, squares, room)
@@ -97,10 +99,14 @@ def centred_mechanism(mechanism: Mechanism, centring: Centring) -> Mechanism:
             sizes = grouped(jnp.sqrt(jnp.where(finite, squares[at], 0)))
             own, others = jnp.split(grouped(factor), [1], axis=1)
             rest = probs * (1 - others)
+            # The correction is at most this long, by the triangle inequality.
             added = jnp.sum(jnp.abs(rest) * sizes[:, 1:], axis=1, keepdims=True)
             # Without a clip norm nothing is clipped, so nothing is added.
             limit = 1.0 if norms is None else room * jnp.asarray(norms[at], added.dtype)
+            # The own row has at most the norm `limit`, and the correction `added`. The quotient
+            # brings their sum back to `limit`.
             scales = limit / (limit + added) * jnp.concatenate([own, rest], axis=1)
+            # The own outcome is one of those listed, so this minimum does not tell which one it is.
             least = jnp.min(grouped(factor), axis=1, keepdims=True)
             sole = jnp.zeros_like(scales).at[:, :1].set(least)
             informed = probs * sizes[:, 1:] ** 2
@@ -120,6 +126,7 @@ def centred_mechanism(mechanism: Mechanism, centring: Centring) -> Mechanism:
         own = tuple(grouped(square)[:, 0] for square in squares)  # or the first difference
         found = {}
         for name, (values, norm) in of_records(names, own, margin).items():
+            # A record adds its value once, at its first row. Its other rows add 0.
             wide = jnp.zeros((len(values), number + 1), values.dtype)
             found[name] = wide.at[:, 0].set(values).reshape(-1), norm
         return found

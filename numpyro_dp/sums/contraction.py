@@ -208,6 +208,8 @@ def _product(
     functions = _functions(program, leaf, factor, (*moves, dot._replace(params=dot.params | exact)))
     struct = jax.ShapeDtypeStruct(out.shape, out.dtype)
     derived = not alone.get(factor, False)
+    # With batch axes each entry of the leaf meets some entries of the record only. The norm of the
+    # gradient is then not |r| |x|.
     return Contraction(leaf, chain[-1], factor, *functions, derived, not batch[side], struct)
 
 
@@ -239,6 +241,7 @@ def _convolution(
     numbers = program.point[leaf], *op.outputs
     plain = groups == (1, 1) and all(step == 1 for step in op.params["lhs_dilation"])
     wide = all(program.shapes[number].dtype in (jnp.float32, jnp.float64) for number in numbers)
+    # The leaf must be the kernel alone: a convolution with itself is not linear.
     apart = kernel == current and kernel != factor
     if not (plain and wide and apart) or isinstance(factor, Constant):
         return None
@@ -311,6 +314,7 @@ def _moves(program: ScalarProgram, op: Op) -> bool:
         return False
     source, target = program.shapes[op.inputs[0]], program.shapes[op.outputs[0]]
     if op.primitive.name == "convert_element_type":
+        # A cast to half precision rounds by more than the margin of the clip norm covers.
         return jnp.issubdtype(target.dtype, jnp.floating) and jnp.finfo(target.dtype).bits >= 32
     # The same number of entries: an operation that repeats or drops entries changes the norm.
     return op.primitive.name in MOVES and math.prod(source.shape) == math.prod(target.shape)

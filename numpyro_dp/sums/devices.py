@@ -123,6 +123,7 @@ def from_first(mesh: Mesh | None, make: Callable[[], bytes]) -> bytes:
             message = b"+" + make()
         except Exception as raised:  # the others wait for an answer
             error, message = raised, b"-" + str(raised).encode(errors="replace")
+    # The length first, because all processes must offer arrays of one shape.
     size = np.array(divmod(len(message), _SENT), np.int32)
     whole, rest = multihost_utils.broadcast_one_to_all(size).tolist()
     parts = []

@@ -151,11 +151,14 @@ def clip_margin(batch: int, size: int, dtype: Any, rows: int = 1, whole: bool = 
     whole = whole and jnp.dtype(dtype) != jnp.float64
     unit = float(jnp.finfo(dtype).eps) / 2
     grid = math.sqrt(size) * 2.0 ** -(_grid(batch, dtype).bits + 1)
+    # Beyond 2048 values a squared norm is summed in rows of 1024, so it rounds like fewer terms.
     each = grid + min(size, 2048 + size // 1024) * unit
     return 1 / (1 + rows * each + 8 * batch * unit * (not whole))
 
 
 def _grid(batch: int, dtype: Any) -> _Grid:
+    # Two limits on the bits. A term plus `magic` must keep the last place 1. The sum of all terms
+    # must fit its integers: an int64, or an int32 and 16 bits.
     room = math.ceil(math.log2(max(batch, 2)))
     if jnp.dtype(dtype) == jnp.float64:
         return _Grid(min(50, 61 - room), jnp.int64, 1.5 * 2.0**52)
@@ -197,6 +200,7 @@ def _summed(leaf: Array, from_zero: Callable[[Array, int], Array], number: int, 
     zero = jnp.zeros((), jnp.float32)
     if rows < 2**10:  # of at most 2**21, so the sum fits
         total = from_zero(jnp.sum(leaf, axis=0, dtype=leaf.dtype), number * len(leaf))
+        # The shift rounds down and the mask has the rest, so negative sums are exact too.
         return Whole(total >> 16, total & 0xFFFF, zero)
     each = from_zero(leaf, number)
     high, low = (jnp.sum(x, axis=0) for x in (each >> _SPLIT, each & (2**_SPLIT - 1)))

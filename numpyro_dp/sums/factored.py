@@ -120,6 +120,7 @@ def factored_sum(
         # Squares, because a mechanism may join blocks, and the root would round once more.
         squares = tuple(jax.vmap(squared_norm)(size) for size in sizes)
         sums = []
+        # The last array of a centred row is the probability of its outcome.
         probs = examples[-1:] if rows_each > 1 else ()
         for at, factor in enumerate(mechanism.scales(names, squares, margin, *probs)):
             # Padding of a batch is some record too. Its weight is 0, so it adds exactly 0.
@@ -142,6 +143,7 @@ def factored_sum(
     kept = first_of(shapes), [] if factored.selects else [plan.like for plan in plans]
     few = suitable_rows(kept) if rows is None else rows
     sums, squares = over_microbatches(of_rows, (examples, lengths), mask, few, shards)
+    # Shapes of the signal, until the blocks below replace them by sums. Empty entries stay.
     total = struct | extra_sums(mechanism, names, squares, margin, mask, shards)
     for plan, members, norm, found in zip(plans, blocks, norms, sums, strict=True):
         summed = _placed(plan, found, norm, count)
@@ -293,6 +295,8 @@ class _Cut(NamedTuple):
             for number, (c, factor) in enumerate(zip(self.contractions, factors, strict=True)):
                 if c.gradient is not None:
                     slope = at_products[number]
+                    # The gradient replaces slope and input, so the input is not kept for each
+                    # record.
                     at_products[number] = c.gradient(self.leaves[c.leaf], factor, slope)
                     factors[number] = None
             return at_products, at_rest, factors

@@ -83,10 +83,13 @@ def _added_on_a_grid(found: Compensated, number: int, names: tuple[str, ...]) ->
     total, lost = found
     wide = total.dtype == jnp.float64
     integer, bits, finer = (jnp.int64, 62, 50) if wide else (jnp.int32, 30, 21)
+    # The sum over all devices must fit the integer too.
     bits -= math.ceil(math.log2(number))
     finer = min(bits, finer)  # the lost part may be some units
+    # `near` is the best single value, and `lost` becomes what it leaves out.
     near = total + lost
     lost = lost - (near - total)
+    # One exponent for all devices: integers on different grids cannot be added.
     largest = lax.pmax(jnp.max(jnp.abs(near), initial=0), names)
     exponent = jnp.frexp(largest)[1]
     scaled = jnp.ldexp(near, bits - exponent)
@@ -123,6 +126,7 @@ def over_microbatches(
         total, of_each = of_rows(examples, mask)
         return shards.add(total), of_each
     number = -(-batch // rows)
+    # Parts of nearly equal size, so that few rows are computed twice.
     rows = min(rows, -(-batch // (number * _LEAST)) * _LEAST)
     number = -(-batch // rows)
     last = batch - rows  # first row of the last one
@@ -132,6 +136,7 @@ def over_microbatches(
             lambda leaf: lax.dynamic_slice_in_dim(leaf, jnp.minimum(start, last), rows),
             (examples, mask),
         )
+        # A row that counts twice would add up to twice its clip norm.
         new = jnp.arange(rows) >= start - last
         return taken[0], taken[1] & new
 
@@ -209,6 +214,7 @@ def margin_of(
     leaves = jax.tree.leaves(jax.eval_shape(widen, of_a_row))
     size = sum(math.prod(leaf.shape) for leaf in leaves)
     dtypes = [leaf.dtype for leaf in leaves] + ([] if coarse is None else [coarse])
+    # One factor scales all entries, so the margin has room for the least precise one.
     return min(clip_margin(batch, size, dtype, rows, whole) for dtype in dtypes)
 
 
@@ -235,6 +241,7 @@ def extra_sums(
     """Sums of the entries that the mechanism adds to the signals, also rounded to a grid."""
     if mechanism.extras is None:
         return {}
+    # The mechanism bounds these values itself, so each record has the weight 1 or 0.
     weights = mask.astype(squares[0].dtype)
     found = mechanism.extras(names, squares, margin)
     return {

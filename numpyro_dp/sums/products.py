@@ -82,6 +82,7 @@ def product_sum(
     """
     batch = weights.size
     counts, weights = weights > 0, weights.astype(slopes.dtype)
+    # Both factors become 0, because a weight of 0 times a NaN is NaN.
     slopes = jnp.where(column(counts, slopes), slopes * column(weights, slopes), 0)
     factors = jnp.where(column(counts, factors), factors, 0)
     rows = max(1, min(longest, batch))
@@ -118,4 +119,5 @@ def longest_product(batch: int, dtype: Any) -> int:
 
 def _error(rows: int, batch: int, dtype: Any) -> float:
     """2 (k + 8) n u."""
+    # `eps` is 2 u.
     return (rows + 8) * batch * float(jnp.finfo(dtype).eps)

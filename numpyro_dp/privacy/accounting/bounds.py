@@ -205,6 +205,7 @@ def gaussian_steps(event: dpa.DpEvent) -> tuple[GaussianStep, ...]:
     counts: collections.Counter[GaussianStep] = collections.Counter()
     full_batch = 0.0
     for step in _walk(event, 1):
+        # One step without noise makes the whole run not private.
         if step.noise_multiplier == 0.0:
             return (step,)
         if step.sampling == "none":
@@ -248,6 +249,7 @@ def _walk(event: dpa.DpEvent, count: int) -> list[GaussianStep]:
             noise = float(event.noise_multiplier)
             if not noise >= 0.0:
                 raise ValueError(f"Expected noise_multiplier={noise} >= 0 in {event!r}.")
+            # Infinite noise spends nothing.
             return [] if math.isinf(noise) else [_full_batch(noise, count)]
         case dpa.PoissonSampledDpEvent():
             sampling, rate, size = "poisson", float(event.sampling_probability), None
@@ -263,6 +265,7 @@ def _walk(event: dpa.DpEvent, count: int) -> list[GaussianStep]:
     inner = gaussian_steps(event.event)
     if rate == 0.0 or not inner:
         return []
+    # Gaussians on one sample are joined to one already, so this is a sample of a sample.
     if len(inner) != 1 or inner[0].sampling != "none":
         raise StepError(f"{describe_event(event)} samples from a sample")
     noise = inner[0].noise_multiplier

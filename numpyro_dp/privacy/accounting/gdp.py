@@ -50,6 +50,7 @@ class GDP(StepAccountant):
     ) -> tuple[float, float, float]:
         if any(step.sampling != "none" for step in steps):
             raise StepError("it is exact for full batches only")
+        # The normal form has one step for all full batches.
         value = gaussian_epsilon(1.0 / steps[0].noise_multiplier, delta)
         return value * (1.0 - 2.0 * _ROOT_ERROR), value, value
 
@@ -60,6 +61,7 @@ def gaussian_log_delta(epsilon: float, mu: float) -> float:
     ``mu`` is sensitivity / noise.
     """
     x = epsilon / mu - mu / 2.0
+    # For smaller x, Mills' ratio grows like exp(x^2 / 2), so logarithms are used below.
     if x > -5.0:
         mills = special.erfcx(x / math.sqrt(2.0)) - special.erfcx((x + mu) / math.sqrt(2.0))
         if mills <= 0.0:  # mu is below the rounding error of x: m(x) - m(x + mu) -> -m'(x) mu.
@@ -68,6 +70,7 @@ def gaussian_log_delta(epsilon: float, mu: float) -> float:
         return -0.5 * x * x + math.log(0.5 * mills)
     log_upper = float(special.log_ndtr(-x))
     log_lower = epsilon + float(special.log_ndtr(-x - mu))
+    # The difference is negative, except for rounding: then log1p would be NaN.
     return log_upper + float(np.log1p(-np.exp(min(log_lower - log_upper, -1e-300))))
 
 
@@ -86,4 +89,5 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
         lambda epsilon: gaussian_log_delta(epsilon, mu) - target, 0.0, high, xtol=1e-15 * high
     )
     # SciPy's type is that of all its options.
+    # Rounded up by more than the tolerance of the search.
     return cast(float, root) * (1.0 + _ROOT_ERROR) + 2e-15 * high

@@ -177,12 +177,15 @@ class PLD(StepAccountant):
                 )
             parts.append(one.self_compose(step.count, cut) if step.count > 1 else one)
         whole = functools.reduce(lambda one, other: one.compose(other, cut), parts)
+        # Epsilon is the larger one of two directions, so the larger error counts.
         error = max(_rounding(pmf, total) for pmf in (whole._pmf_remove, whole._pmf_add))
         if not error <= _ROUNDING * delta:  # also true for NaN
             raise UnreliableBoundError(
                 f"Expected delta >= {error / _ROUNDING:.3g} for PLD of {total} steps, ten times "
                 f"its rounding error, got delta={delta:g}. Use RDP(), or a larger delta."
             )
+        # Rounding may have made a delta too small by `error`. A smaller delta gives a larger
+        # epsilon.
         value = float(whole.get_epsilon_for_delta(delta - error))
         if not 0.0 < value < math.inf:
             return value, 1.0
@@ -221,8 +224,10 @@ def _of_fixed_size(step: GaussianStep, interval: float, log_tail: float) -> Any:
     # log(1 + (e^x - 1) / q), which is at least x.
     inner = losses + np.log1p((1 / q - 1) * -np.expm1(-losses))
     above, below = (special.log_ndtr(sign * mu / 2 - inner / mu) for sign in (1.0, -1.0))
+    # The exponent is at most 0 for real numbers. Rounding must not make a delta negative.
     deltas = -q * np.exp(above) * np.expm1(np.minimum(inner + below - above, 0.0))
     mirrored = -np.expm1(-losses) + np.exp(-losses) * deltas
+    # Loss 0 is in both halves, so the mirrored one leaves it out.
     pmf = dpa.pld.pld_pmf.create_pmf_pessimistic_connect_dots(
         interval, np.arange(-last, last + 1), np.concatenate([mirrored[:0:-1], deltas])
     )

@@ -43,6 +43,7 @@ class PRV(bounds.StepAccountant):
         sampling = {step.sampling for step in steps} - {"none"}
         if sampling and (sampling, relation) != ({"poisson"}, "add_or_remove_one"):
             raise bounds.StepError("it needs full batches, or Poisson and 'add_or_remove_one'")
+        # Without sampling, both directions are the same.
         found = [_directed(steps, delta, add) for add in {False, bool(sampling)}]
         return tuple(max(0.0, *values) for values in zip(*found, strict=True))
 
@@ -53,6 +54,7 @@ def _directed(steps: tuple[Any, ...], delta: float, add: bool) -> tuple[float, .
     total, error = sum(counts), _DELTA_ERROR * delta
     with warnings.catch_warnings(), np.errstate(all="ignore"):  # the library masks overflow
         warnings.simplefilter("ignore", RuntimeWarning)
+        # An integral that has not converged may be wrong by more than `_QUADRATURE`.
         warnings.simplefilter("error", _integrate.IntegrationWarning)
         try:
             if total * 2.0**-50 > 0.1 * error:  # rounding error of the cdf

@@ -116,6 +116,7 @@ def epsilon_and_order(
     """
     from absl import logging
 
+    # Full batches have a closed form, without sums that lose digits.
     sampled = sum(step.count for step in steps if step.sampling != "none")
     orders = orders or (_SAMPLED_ORDERS if sampled else _CLOSED_FORM_ORDERS)
     library = dpa.rdp.RdpAccountant(orders, neighboring_relation(relation))
@@ -130,6 +131,7 @@ def epsilon_and_order(
     # Bounds the rounding error of the library's log-space sums of ``order`` terms, per order.
     terms = array + 4.0 * special.gammaln(array + 1.0) + 16.0
     rounding = sampled * terms * float(np.finfo(np.float64).eps) / (array - 1.0)
+    # A divergence is never negative, so a value below 0 is rounding.
     divergence = np.maximum(divergence + rounding, 0.0)
     epsilon, order = dpa.rdp.compute_epsilon(array.tolist(), divergence, delta)
     return float(epsilon), float(order)

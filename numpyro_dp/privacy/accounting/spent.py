@@ -216,11 +216,14 @@ def _with_total_variation(
         bounds.append(bound := judge.epsilon(event, inner, relation))
         if math.isinf(bound.upper):
             return dataclasses.replace(bound, lower=None, delta=delta)
+        # exp(710) overflows. At 700 the leak exceeds every delta, unless tau is below 1e-304.
         leak = (1.0 + math.exp(min(bound.upper, 700.0))) * tau
+        # No lower bound is kept: one at a smaller delta is none at this delta.
         if inner + leak <= delta:
             return dataclasses.replace(bound, lower=None, delta=delta)
         if attempt == 0:
             needed = share * delta * tau / leak
+        # A little more than the leak, because epsilon grows as `inner` shrinks.
         inner = delta - 1.01 * leak
         if inner <= 0.0:
             break
