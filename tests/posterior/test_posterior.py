@@ -218,6 +218,11 @@ def test_of_svi(fitted):
     guide, result = fitted
     assert result.posterior is result.posterior
     assert result.posterior.notes == ("The intervals include the noise of privacy.",)
+    for name, value in result.sample(KEY, 7).items():
+        np.testing.assert_array_equal(value, result.posterior.sample(KEY, 7)[name])
+    assert str(result.summary()) == str(result.posterior.summary())
+    with pytest.raises(AttributeError, match="A RunResult has no 'samples'"):
+        result.samples  # noqa: B018
     posterior = result.plain_posterior
     assert posterior.privacy is result.privacy
     assert posterior.method == "DPSVI with AutoDiagonalNormal, 60 steps"
