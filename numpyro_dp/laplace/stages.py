@@ -109,6 +109,7 @@ class Run:
     def request(self, release: int) -> Request:
         """Returns the request for a release."""
         root, weights = factor(self._spread), self.plan.weights(release)
+        # All of these come from earlier releases, the prior, N and invented records.
         numbers = self.mean, root, self.whitening, self._bounds(release), weights
         kind = jnp.asarray(int(self.plan.kinds[release]))
         return Request(kind, *(jnp.asarray(x, jnp.float32) for x in numbers))
@@ -118,7 +119,9 @@ class Run:
         released = np.asarray(released, np.float64)
         entries = int(np.sum(np.triu(self.pairs)))
         ends = np.cumsum([self.size, entries, 1, 1, self.size])
+        # In the order in which `pull_back` of the signal joins them.
         score, triangle, power, excess, loss, tail = np.split(released, ends)
+        # The same bounds as in the request, because nothing that they depend on has changed since.
         clips, weights = self._bounds(release), self.plan.weights(release)
         mu, kind = self.plan.mu_of(release), self.plan.kinds[release]
         if kind is Kind.SIZE:
@@ -163,11 +166,13 @@ class Run:
             norms = self._norms(self.mean, self.whitening) * math.sqrt(self.size / self.number)
             read = Tail.read(tail / weights[5], 1 / mu[5], self.number, doubt, norms / clips[2])
             self.tail = read.joined(self.tail)
+        # Decode again only if this release changed the noise that the decode assumes.
         found = self.kappa != kappa or self._unbiased() is not self.stages
         if found and (weights[3] or weights[5]):
             decoded = decode.decode(self._prior, self._unbiased(), self.kappa, begin)
         self.mean, self._decoded = decoded
         self.stages, self.covariance = decode.with_step(self.stages, self.mean, self._decoded)
+        # Sizes at the draws of this stage, before `_draw_around` sets those of the next.
         before = self._expected
         self._draw_around()
         ratios = np.ones(self.size)
@@ -380,6 +385,8 @@ class Stages(Driver):
     ) -> None:
         """Makes all releases that are left and stores the results in ``run``."""
         values, done = np.array(releases.values), int(releases.done)
+        # A resumed run decodes its old releases again. Decoding is not random, so it makes the same
+        # requests as before.
         for release in range(done):
             if release < len(run.plan.kinds):  # a run may need fewer releases than it may make
                 run.read(release, values[release])
@@ -394,6 +401,7 @@ class Stages(Driver):
 
         for release, _, _ in course.with_bar(bar, calls(), 0, done, len(run.plan.kinds), report):
             _, empty = state.optim_state
+            # The mechanism adds up the shares. One that brought the sum above 1 would give NaN.
             memory = asking(state.mechanism_state.memory, run.plan.shares[release])
             state = state._replace(
                 optim_state=(run.request(release), empty),
@@ -405,6 +413,7 @@ class Stages(Driver):
                 state = session.run(state, rows, session.begin(state, 1, 1), report).state
             values[release] = state.optim_state[1]
             if kept is not None:
+                # Saved before it is decoded: it is paid for, whatever happens next.
                 kept.save(Releases(state.opened, values, np.int32(release + 1)))
             run.read(release, values[release])
         if kept is not None:  # none are left
