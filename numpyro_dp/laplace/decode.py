@@ -82,6 +82,7 @@ def with_discrepancies(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     found = []
     for stage in stages[:-1]:
         gap = stage.noisy_curvature - stage.whitening @ newest.curvature @ stage.whitening
+        # The product has entries at pairs that were not released, and the release has none.
         gap = np.where(stage.pairs, gap, 0)
         excess = np.sum(gap**2) / newest.entries - stage.curvature_noise**2
         found.append(dataclasses.replace(stage, discrepancy=max(0.0, float(excess))))

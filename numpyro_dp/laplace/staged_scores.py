@@ -166,6 +166,7 @@ def entries(
     power = power / score_clip**2
     excess = jnp.clip(jnp.nan_to_num(excess / excess_clip**2, nan=0.0), -1, 1)
     log_power = 1 + jnp.log(power) / (4 * np.log(SIZE_RANGE))
+    # The log of a power of 0 is -inf, which also counts as 0.
     sized = jnp.clip(jnp.nan_to_num(log_power, nan=0.0), 0, 1)
     power = jnp.where(request.kind == Kind.SCALES, 0, power)
     alone = request.kind == Kind.SIZE

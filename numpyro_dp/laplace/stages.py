@@ -141,6 +141,7 @@ class Run:
             self._without_scores(noisy, clips[1] / mu[1]),
         )  # fmt: skip
         if self.stages:
+            # The curvature may have changed along the whole way, or along the last step alone.
             steps = (self.mean - at for at in (self._prior.mean, self.stages[-1].mean))
             stage = curvature.with_steps(stage, *steps)
         self.stages = decode.with_discrepancies((*self.stages, stage))
@@ -255,6 +256,7 @@ class Run:
         stage = self.stages[-1]
         length = np.linalg.norm(stage.whitening @ stage.score)
         noise = stage.score_noise * math.sqrt(self.size) / max(length, 1e-300)
+        # With this share, the noise would be NOISE_FAR of a score like the newest one.
         share = max(SHARE_FAR, plan.shares[release] * (noise / NOISE_FAR) ** 2)
         if not far or share > MOST_SHARE_FAR or not 0 < left <= LAST or more >= MOST_FAR:
             return plan
@@ -312,6 +314,7 @@ class Run:
         found = bounds(kind, size, self.number, mu, self.growth)
         if kind is Kind.STAGE and self.tail is not None:
             left = [self.plan.mu_of(later)[0] for later in range(release, len(self.plan.kinds))]
+            # The noise of all later scores together, if they had the smallest clip norm.
             noise = found[2] * math.sqrt(size) / np.linalg.norm(left)
             found[0] = found[2] * self.tail.clip(found[0] / found[2], size, self.number, noise)
         return found

@@ -101,6 +101,7 @@ def noise_aware(result: RunResult, guide: Any, check: Check | None = None) -> No
     """
     pairs = _pairs(guide)
     mean = average(result.trace, check)
+    # The scales are replaced below, and the averages keep their own.
     params = {name: value.copy() for name, value in mean.params.items()}
     unconverged = dominated = 0
     for loc, scale in pairs:
@@ -112,6 +113,8 @@ def noise_aware(result: RunResult, guide: Any, check: Check | None = None) -> No
         else:
             covariance = spread @ spread.T
             own = np.diag(covariance)
+            # A covariance is widened by a sum. Its Cholesky factor alone is a parameter of the
+            # guide.
             params[scale] = np.linalg.cholesky(covariance + np.diag(variance))
         unconverged += int(np.sum(~mean.converged[loc]))
         dominated += int(np.sum(variance > own))
