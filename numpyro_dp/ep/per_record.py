@@ -149,7 +149,7 @@ class SensitiveSites(NamedTuple):
 def _start_sites(problem: EPProblem, start: Natural) -> SensitiveSites:
     """Returns equal sites whose product with the prior is ``start``."""
     number = problem.num_examples
-    # The prior is no site. What the start has beyond it is shared by all records.
+    # The prior is not a site. What the start has beyond it is shared by all records.
     extra = divide(start, problem.prior)
     sites = jax.tree.map(lambda x: jnp.broadcast_to(x / number, (number, *x.shape)), extra)
     return SensitiveSites(start, sites)

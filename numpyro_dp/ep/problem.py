@@ -304,7 +304,7 @@ def make_problem(
 
         latents = Latents(family(flat.size), unravel, constrain, True, flat.size)
         _check_normal_prior(model, latents, shared)
-    # The prior goes into what is released, so it may hold no records.
+    # The prior goes into what is released, so it must not hold records.
     structure.public.check("prior", prior_at, shared)
     prior = jax.jit(prior_at)(shared)
     structure.public.trust(prior.values())  # computed from arrays that were checked above

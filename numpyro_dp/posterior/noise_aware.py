@@ -113,8 +113,6 @@ def noise_aware(result: RunResult, guide: Any, check: Check | None = None) -> No
         else:
             covariance = spread @ spread.T
             own = np.diag(covariance)
-            # A covariance is widened by a sum. Its Cholesky factor alone is a parameter of the
-            # guide.
             params[scale] = np.linalg.cholesky(covariance + np.diag(variance))
         unconverged += int(np.sum(~mean.converged[loc]))
         dominated += int(np.sum(variance > own))
