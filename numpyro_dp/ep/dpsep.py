@@ -161,6 +161,7 @@ class DPSEP(Driver):
         shared = structure.layout.rows(call.args, call.kwargs).shared
         known = self._sessions.get(arguments_key(call.args, call.kwargs, self.max_rows))
         if known is not None and isinstance(known.problem, EPProblem):
+            # It was checked for these shapes. Only the public arrays may differ.
             problem = known.problem.at(shared)
         else:
             problem = make_problem(self.given.fn, structure, self._family, shared, rng_key)
@@ -184,6 +185,7 @@ class DPSEP(Driver):
         if result.scores is not None and privacy.noise_multiplier > 0 and not plain:
             unbiased = self.method.estimator_of(problem).centring is not None
             released = result.scores.curvature
+            # Diagonal precisions are too sure if the likelihood couples the latents.
             apart = released is not None and _is_diagonal(released) and problem.mixes_latents()
             told = (finding_of_independence(),) * apart
             return posterior_of_scores(source, problem, result, method, unbiased, told)
@@ -251,6 +253,7 @@ class SEP(DPSEP):
                 "SEP adds no noise, so it takes no budget and no noise_multiplier. Use DPSEP."
             )
         sampler = FullBatch() if sampler is None else sampler
+        # By default nothing is clipped, and sites of all outcomes would only take time.
         others.setdefault("unbiased_clipping", False)
         super().__init__(
             model,

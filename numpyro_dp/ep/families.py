@@ -79,6 +79,7 @@ class Family(NamedTuple):
             jnp.all(jnp.isfinite(value) & (value > self.lowest[name]))
             for name, value in natural.items()
         ]
+        # Only a precision matrix has two axes. It has to be positive definite.
         found += [inverse_and_log_det(v)[1] for v in natural.values() if v.ndim == 2]
         return jnp.all(jnp.stack(found))
 
@@ -321,6 +322,7 @@ def normal(dim: int) -> Family:
     def joint(base: Any, full: Callable[[Any], Array]) -> Natural:
         loc = full(base.loc)
         precision = base.precision_matrix.astype(loc.dtype)
+        # GPUs may multiply in fewer digits by default.
         linear = jnp.matmul(precision, loc, precision=lax.Precision.HIGHEST)
         return {"linear": linear, "precision": precision}
 

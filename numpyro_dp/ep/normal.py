@@ -102,6 +102,7 @@ def shrunk(natural: Natural, sd: Array) -> Natural:
     if turn is None:
         return {"linear": share * linear, "precision": kept}
     exact = lax.Precision.HIGHEST
+    # Slope and eigenvalue shrink alike, so that the optimum along the eigenvector stays.
     along = share * jnp.matmul(turn.T, linear, precision=exact)
     matrix = jnp.matmul(turn * kept, turn.T, precision=exact)
     return {
@@ -123,6 +124,7 @@ def site_along(cavity: Cavity, direction: Float[Array, " dim"], g: Array, h: Arr
         Natural parameters, centred at the mean of the cavity.
     """
     if cavity.covariance.ndim == 2:
+        # Along the direction alone, I - HV differs from the identity.
         ratio = _floored(1 - h * cavity.variance_along(direction))
         precision = h / ratio * jnp.outer(direction, direction)
         return {"linear": g / ratio * direction, "precision": precision}
@@ -146,12 +148,14 @@ def site_from_slopes(cavity: Cavity, g: Float[Array, " dim"], h: Precision) -> N
         ratio = _floored(1 - h * cavity.covariance)
         return {"linear": g / ratio, "precision": h / ratio}
     h = (h + h.T) / 2
+    # The smallest ratio of variances is 1 minus this eigenvalue.
     narrowing = _largest_eigenvalue(h @ cavity.covariance)
     h = h * jnp.minimum(1, (1 - LARGEST_NARROWING) / jnp.maximum(narrowing, 1e-6))
     # I - HV = (P - H) V with P the cavity's precision. Both factors are symmetric, so each can be
     # inverted as a symmetric matrix.
     precision, *_ = inverse_and_log_det(cavity.covariance)
     narrowed, *_ = inverse_and_log_det(precision - h)
+    # (I - HV)^-1 H = H + H (P - H)^-1 H, which does not invert H.
     site = h + h @ narrowed @ h
     return {"linear": g + h @ (narrowed @ g), "precision": (site + site.T) / 2}
 
@@ -177,10 +181,12 @@ def inverse_and_log_det(
         rest = swept - jnp.outer(jnp.where(own, 0, column), jnp.where(own, 0, row))
         edge = jnp.where(own[:, None], row, jnp.where(own, column[:, None] / pivot, rest))
         swept = jnp.where(own[:, None] & own, -1 / pivot, edge)
+        # All pivots of a positive definite matrix are positive. NaN is not.
         return swept, definite & (pivot > 0), log_det + jnp.log(pivot)
 
     start = matrix, jnp.asarray(True), jnp.zeros((), matrix.dtype)
     swept, definite, log_det = lax.fori_loop(0, len(matrix), sweep, start)
+    # A matrix that is swept at each pivot is minus its inverse.
     return -(swept + swept.T) / 2, definite, log_det
 
 
@@ -193,6 +199,7 @@ def _largest_eigenvalue(matrix: Float[Array, "dim dim"]) -> Float[Array, ""]:
     shift = jnp.linalg.norm(matrix) * 1.001  # above the norm, so shifted eigenvalues are not all 0
     power = (matrix + shift * jnp.eye(len(matrix), dtype=matrix.dtype)) / jnp.maximum(shift, 1e-30)
     log_scale = jnp.zeros((), matrix.dtype)
+    # Six squarings give the 64th power. Each is scaled, or it would overflow.
     for _ in range(6):
         power = power @ power
         size = jnp.maximum(jnp.trace(power), 1e-30)

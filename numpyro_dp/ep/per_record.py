@@ -149,6 +149,7 @@ class SensitiveSites(NamedTuple):
 def _start_sites(problem: EPProblem, start: Natural) -> SensitiveSites:
     """Returns equal sites whose product with the prior is ``start``."""
     number = problem.num_examples
+    # The prior is not a site. What the start has beyond it is shared by all records.
     extra = divide(start, problem.prior)
     sites = jax.tree.map(lambda x: jnp.broadcast_to(x / number, (number, *x.shape)), extra)
     return SensitiveSites(start, sites)
@@ -179,6 +180,7 @@ def _sequential_sweep(
         example = jax.tree.map(lambda leaf: leaf[number], records)
         key = jax.random.fold_in(rng_key, number)
         new = _refined(problem, site, state.posterior, own, key, example, rate)
+        # Only the change, so that a step does not add up all sites.
         posterior = multiply(state.posterior, divide(new, own))
         sites = jax.tree.map(lambda leaf, value: leaf.at[number].set(value), state.sites, new)
         return SensitiveSites(posterior, sites), None
@@ -201,6 +203,7 @@ def _refined(
     cavity = divide(posterior, own)
     found = site.approximate(site.prepare(rng_key, cavity), example)
     if problem.latents.is_normal:
+        # A normal site is centred at the mean of its cavity. Products need one common origin.
         found = centre(found, -cavity_of(cavity).mean)
     new = jax.tree.map(lambda old, x: (1 - rate) * old + rate * x, own, found)
     good = problem.latents.family.is_valid(cavity)

@@ -92,6 +92,7 @@ class EPProblem(NamedTuple):
 
     def at(self, shared: tuple[Array, ...]) -> EPProblem:
         """The same problem with other public arrays."""
+        # The prior may read public arrays. Without any, it is the same as before.
         prior = self.prior_at(shared) if shared else self.prior
         return self._replace(shared=shared, prior=prior)
 
@@ -158,6 +159,7 @@ class EPProblem(NamedTuple):
 
     def mixes_latents(self) -> bool:
         """Whether an invented record has a second derivative in two latents at once."""
+        # Number 0 is a record of ones. Columns of this one differ.
         row, likelihood = self.invented()[1], self.by_row.log_likelihood
         second = jax.jit(jax.hessian(lambda z: likelihood(z, row)))
         found = np.asarray(second(jnp.full(self.latents.dim, 0.5)))
@@ -279,6 +281,7 @@ def make_problem(
     draw = _draw(model, shared, rng_key)
     transforms = {name: biject_to(site["fn"].support) for name, site in draw.items()}
     if isinstance(family, Mapping):
+        # A second draw shows whether a prior depends on other latents.
         again = _draw(model, shared, jax.random.fold_in(rng_key, 1))
         _check_product_prior(model, family, draw, again)
 
@@ -301,6 +304,7 @@ def make_problem(
 
         latents = Latents(family(flat.size), unravel, constrain, True, flat.size)
         _check_normal_prior(model, latents, shared)
+    # The prior goes into what is released, so it must not hold records.
     structure.public.check("prior", prior_at, shared)
     prior = jax.jit(prior_at)(shared)
     structure.public.trust(prior.values())  # computed from arrays that were checked above
@@ -319,6 +323,7 @@ def _normal_prior(model: Model, latents: Latents, shared: tuple[Array, ...]) -> 
     def log_prior(z: Array) -> Array:
         return model.log_prior(latents.unconstrain(z), {}, shared)
 
+    # For a quadratic log density, the slope at 0 is the linear natural parameter.
     zero = jnp.zeros(latents.dim)
     precision = -jax.hessian(log_prior)(zero)
     whole = latents.family.unit["precision"].ndim == 2

@@ -114,6 +114,7 @@ def stochastic_ep(
         packing = _packing_of(problem, precision_weight, shared_precision)
 
         def prepare(rng_key: Array, params: Natural) -> _CentredCavity:
+            # Computed from released values alone: the mean factor needs no site of a record.
             factor = power(divide(params, problem.prior), 1 / problem.num_examples)
             cavity = divide(params, factor)
             at = (cavity_of(cavity).mean,) if problem.latents.is_normal else ()
@@ -125,6 +126,7 @@ def stochastic_ep(
             if problem.records.layout.max_rows is not None:
 
                 def approximate(public: Any, example: tuple[Array, ...], /) -> Natural:
+                    # `counted` is 0 for rows that only fill up a unit.
                     *rows, counted = example
                     sites = jax.vmap(lambda row: method.approximate(public, row))(tuple(rows))
                     return jax.tree.map(lambda leaf: jnp.tensordot(counted, leaf, 1), sites)
@@ -140,10 +142,12 @@ def stochastic_ep(
         def sites_of(public: _CentredCavity, released: Released) -> Natural:
             """The noisy sum of the sites of all records."""
             total = packing.unpack(released.total)
+            # Without centring, each record sent its site minus the mean factor.
             return multiply(total, power(public.factor, number)) if outcomes is None else total
 
         def pull_back(public: _CentredCavity, released: Released) -> SiteMove:
             direction = divide(sites_of(public, released), power(public.factor, number))
+            # Back to the origin at 0, where the optimiser has the posterior.
             for point in public.centre:
                 direction = centre(direction, -point)
             return SiteMove(direction, released.noise_scale * packing.noise, problem)
@@ -160,7 +164,9 @@ def stochastic_ep(
         plain = Estimator(prepare, signal_of(method), pull_back, observe=known)
         if outcomes is None:
             return plain
+        # The same site with other outcomes of the record, to find the factor.
         other = problem._replace(model=OutcomeModel(problem.model))
+        # Prepare and pull back stay: all outcomes share one cavity.
         inner = plain._replace(signal=signal_of(problem.site.build(other)))
         latents = problem.latents.unconstrain
         found = centring(outcomes, inner, lambda public: latents(*public.centre))
@@ -202,6 +208,7 @@ def _packing_of(problem: EPProblem, weight: float, shared: bool | int) -> _Packi
     if not problem.latents.is_normal:
         return _Packing(lambda natural: natural, lambda released: released, 1.0, 1.0)
     dim, whole = problem.latents.dim, problem.prior["precision"].ndim == 2
+    # `True` counts as one block.
     groups = int(shared)
     if shared and dim % groups:
         raise ValueError(
@@ -272,6 +279,7 @@ class Damped:
         noise = (1 - rate) ** 2 * state.noise + (rate * move.noise_scale) ** 2
         # The direction is the released sum of sites minus what the posterior has.
         had = divide(state.natural, prior)
+        # A start other than the prior counts like a released sum without noise.
         before = jax.tree.map(lambda own, given: jnp.where(state.step == 0, given, own),
                               state.released, had)  # fmt: skip
         released = {

@@ -53,6 +53,7 @@ _GRID = 4.0 * (np.arange(1, 9) / 8) ** 2
 def censored(scores: Scores, request: Any, draws: Array, _: Array) -> tuple[Array, ...]:
     """The entries of the signal divided by their bounds, for a censored outcome."""
     outcomes, (score_clip, curvature_clip, excess_clip) = scores.outcomes, request.clips
+    # Early is a release before the stages. It has other entries, and no weight.
     others, early = partners(draws, request.kind), request.kind > 0
     places, widths, grid = _quadrature()
 
@@ -77,8 +78,11 @@ def censored(scores: Scores, request: Any, draws: Array, _: Array) -> tuple[Arra
     gone = jnp.cumsum(steps[:, None] * _middles(there), axis=1)
     spent = jnp.cumsum(steps * _middles(curved), axis=1)
     fits = early | (_larger(scores, gone, there) <= score_clip)
+    # A time at which the bound holds again, after one at which it did not, does not count.
     fits = jnp.cumprod(fits, axis=1, dtype=grid.dtype)
     end = jnp.max(fits * grid, axis=1)
+    # The curvature up to the end of all times, not up to the observed one. A weight that saw the
+    # outcome would cause a bias.
     most = jnp.mean(jnp.max(fits * spent, axis=1))
     weight = jnp.where(early, 1, jnp.minimum(1, curvature_clip / (most + TINY)))
 
@@ -100,8 +104,10 @@ def censored(scores: Scores, request: Any, draws: Array, _: Array) -> tuple[Arra
     product = weight * outer_products(mass[..., None] * there, slope) / len(draws)
     norm = scores.bounded(there)[1]
     power = weight**2 * jnp.mean(jnp.sum(mass * norm**2, axis=1))
+    # The compensator of the square of the jump, so the excess has mean 0 in a correct model.
     likely = jnp.sum(mass * jnp.minimum(norm, excess_clip) ** 2, axis=1)
     excess = weight**2 * jnp.mean(event * jnp.minimum(jump_norm, excess_clip) ** 2 - likely)
+    # A quadrature may be too large, and `entries` does not clip the power of a stage.
     power = jnp.minimum(power, score_clip**2)
     return entries(scores, request, score, product, power, excess, weight)
 

@@ -36,6 +36,7 @@ __all__ = [
 
 FLOOR = 0.03  # smallest eigenvalue, relative to the mean of the positive parts
 RIDGE = 1.5  # sds of the curvature's error that the next whitening adds
+# A full whitening has the power 1 / 2.
 NEXT_POWER = 0.4
 FIRST_POWER = 0.25  # weak, because a full whitening would give rare columns all of the noise
 SMALLEST_DIAGONAL = 0.003  # smallest denoised scale. The public guess is 1
@@ -145,8 +146,10 @@ def read_stage(
     )
     unwhitening, seen = inverse(whitening), np.eye(len(mean))
     if unseen is not None and len(unseen):
+        # In whitened coordinates a direction u of theta is W^-1 u.
         along, _ = np.linalg.qr(unwhitening @ unseen.T)
         seen = seen - along @ along.T
+    # The template is positive definite. So shrinkage gave unseen directions a curvature.
     denoised = seen @ denoised @ seen
     values, vectors = _floored(denoised, template)
     return Stage(
@@ -187,6 +190,7 @@ def evidence_unseen(
     along, _ = np.linalg.qr(solve(whitening, directions.T))
     count, size = len(directions), len(whitening)
     seen = np.trace(along.T @ noisy_curvature @ along) / count
+    # Noise may make the trace negative, but a curvature is not.
     half = max(np.trace(noisy_curvature), 0.0) / size / 2
     return float(count * ((seen - half) ** 2 - seen**2) / (2 * noise_sd**2))
 
@@ -218,6 +222,7 @@ def with_steps(stage: Stage, *steps: np.ndarray) -> Stage:
         along = turned / length
         now, seen = along @ denoised @ along, along @ stage.noisy_curvature @ along
         gain = (now / 2) ** 2 / ((now / 2) ** 2 + stage.curvature_noise**2)
+        # Noise may also make the curvature along the step negative. Then a small part is kept.
         change = gain * (1 - 2 * len(step) / far) * (max(seen, LEAST_ALONG * now) - now)
         denoised = denoised + change * np.outer(along, along)
     values, vectors = _floored(denoised, stage.template)
@@ -244,6 +249,7 @@ def moved(stage: Stage, before: np.ndarray, after: np.ndarray) -> Stage:
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.sqrt(after / before)
+    # Without scores of invented records, a latent keeps its curvature.
     ratios = np.clip(np.where(np.isfinite(ratios), ratios, 1.0), *RATIOS)
     factors = np.outer(ratios, ratios)
     return dataclasses.replace(
@@ -294,6 +300,7 @@ class Loss(NamedTuple):
         kept = np.maximum(kept, LEAST_KEPT * np.mean(kept))
         precision = self.precision + (kept / noise) ** 2
         sums = self.sums + loss * kept / noise**2
+        # About the largest of d standard normal numbers, so that noise alone narrows nothing.
         least = (1 + np.sqrt(2 * np.log(len(loss)))) / np.sqrt(precision)
         sure = np.maximum(sums / precision - least, 0)
         ratios = 1 + sure * precision / (1 + precision)
@@ -396,6 +403,7 @@ def start(
         return np.diag(diagonal)
     total, row_noise = mean_row
     power = np.sum(total**2)
+    # Part of the squared length that is not noise. Noise alone has d times its variance.
     signal = max(0.0, 1 - len(total) * row_noise**2 / power) if power > 0 else 0.0
     row = np.sqrt(signal) * (inverse(whitening) @ total)
     along = np.outer(row, row) / num_examples

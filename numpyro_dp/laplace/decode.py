@@ -82,6 +82,7 @@ def with_discrepancies(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     found = []
     for stage in stages[:-1]:
         gap = stage.noisy_curvature - stage.whitening @ newest.curvature @ stage.whitening
+        # The product has entries at pairs that were not released, and the release has none.
         gap = np.where(stage.pairs, gap, 0)
         excess = np.sum(gap**2) / newest.entries - stage.curvature_noise**2
         found.append(dataclasses.replace(stage, discrepancy=max(0.0, float(excess))))
@@ -194,7 +195,9 @@ def decode(
     begin = begin or (prior.mean, prior.covariance)
     mean, covariance = _decode_rounds(prior, kept, kappa, *begin)
     for stage in reversed(earlier):
+        # The newest stage comes last, because its curvature has the errors that stages share.
         errors = _error_covariance((stage, newest), mean, covariance)[:size, :size]
+        # The residual has the mean in place of the unknown phi.
         errors = errors + curvature @ covariance @ curvature
         away = mean - stage.mean
         residual = stage.score - curvature @ away
@@ -202,6 +205,7 @@ def decode(
         along = (away @ residual) ** 2 / max(away @ errors @ away, 1e-300)
         if overall < 1 + 2 * np.sqrt(2 / size) and along < AGREEING**2:
             kept = (stage, *kept)
+            # Decode before the next test: each stage is compared with all that is known by then.
             mean, covariance = _decode_rounds(prior, kept, kappa, mean, covariance)
     return mean, covariance
 
@@ -236,6 +240,7 @@ def _decode_rounds(
         sds = np.sqrt(np.maximum(np.diag(new_covariance), 1e-300))
         settled = np.max(np.abs(new_mean - mean) / sds) < SETTLED
         settled &= np.max(np.abs(np.log(sds**2 / np.diag(covariance)))) < SETTLED_VARIANCE
+        # A farther mean has larger errors, which pull it back. Half steps end such a swing.
         step = 1.0 if settled or index < UNDAMPED else 0.5
         mean = mean + step * (new_mean - mean)
         covariance = covariance + step * (new_covariance - covariance)

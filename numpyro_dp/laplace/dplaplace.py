@@ -142,6 +142,7 @@ class DPLaplace:
         self.model, self.static_kwargs = model, static_kwargs
         self.scales: dict[str, Any] = _check_scales(scales)
         own = without(privacy, "DPLaplace", "mechanism", "loss_release")
+        # Each entry of the signal is divided by its own bound, so the clip norm of all is 1.
         self.settings: RunSettings = RunSettings(
             clip_norm=1.0, sampler=FullBatch(), budget=budget,
             privacy=dataclasses.replace(own, mechanism=StagedGaussian()), execution=execution,
@@ -210,6 +211,7 @@ class DPLaplace:
         plan = self._schedule(outcomes)
         if key not in self._drivers:
             self._drivers[key] = Stages(self.settings, outcomes, guess.groups)
+        # The driver is kept for its compiled programs. `stages` stores what this call releases.
         driver, stages = self._drivers[key], Run(prior, plan, guess)
         state = driver.start(rng_key, stages, args, kwargs)
         settings, releases = driver.settings, most_releases(plan)
@@ -253,6 +255,7 @@ class DPLaplace:
             self._structures[shapes] = self._given.structure(args, kwargs)
         structure = self._structures[shapes]
         shared = structure.layout.rows(args, kwargs).shared
+        # A prior may read public arrays, so their values are part of the key.
         key = shapes, tuple(np.asarray(each).tobytes() for each in shared)
         if key not in self._prepared:
             outcomes = read_outcomes(Model(self._given.fn, structure), shared)

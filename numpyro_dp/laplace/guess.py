@@ -85,6 +85,7 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) ->
         else jnp.asarray(rng.integers(2, size=x.shape), x.dtype)
         for x in normal
     )
+    # Some likelihoods allow only positive columns, others only small labels or indices.
     candidates = (normal, tuple(abs(x) for x in normal), ones, mixed)
     scores_at, decoded = _scores_at(prior, rng_key), prior.decoded
     part, _ = _near(scores_at, mixed, decoded.mean, decoded.covariance)
@@ -136,9 +137,12 @@ def _with_indices(
     for n, x in enumerate(rows):
         if not jnp.issubdtype(x.dtype, jnp.integer):
             continue
+        # The largest size that is possible. With a smaller one, no record would see the last
+        # groups.
         for size in sorted(sizes, reverse=True):
             other = jnp.asarray(rng.integers(size, size=x.shape), x.dtype)
             tried = (*rows[:n], other, *rows[n + 1 :])
+            # Fewer possible records show that the numbers are too large for this array.
             if np.mean(possible(tried)) >= before:
                 rows = tried
                 break
@@ -178,6 +182,7 @@ def _unseen(
 
 def _around(mean: np.ndarray, covariance: np.ndarray) -> np.ndarray:
     """The mean, and draws that are near it."""
+    # The same numbers in each call, so that changes of sizes come from mean and covariance.
     noise = np.clip(np.random.default_rng(0).normal(size=(_DRAWS, len(mean))), -1, 1)
     noise *= min(1.0, _TOGETHER / np.sqrt(len(mean)))
     return np.vstack([mean, mean + noise @ factor(covariance).T])
@@ -233,6 +238,7 @@ def _blurred(
         size = float(np.nan_to_num(np.median(np.einsum("rnd,rd->rn", found, draws).mean(1))))
         if _BLUR[0] < size < _BLUR[1]:
             break
+        # Much nearer draws show no second order. Much farther ones show higher orders too.
         draws *= np.clip(np.sqrt(np.mean(_BLUR) / max(size, 1e-3)), 0.1, 10)
     used = np.isfinite(found).all(axis=(1, 2))
     if not _BLUR[0] < size < _BLUR[1] or np.mean(used) < 0.5:
@@ -310,6 +316,7 @@ def _scores_at(prior: ModelPrior, rng_key: Array) -> _ScoresAt:
 
     every = jax.jit(jax.vmap(jax.vmap(one, (None, None, 0, 0)), (0, 0, None, 0)))
     words = generator(rng_key).integers(2**32, size=(_DRAWS, _RECORDS, 2), dtype=np.uint32)
+    # The same keys in each call, so that differences of scores come from the points.
     keys = jnp.asarray(np.concatenate([words[:1], words]))
     keys = jax.random.wrap_key_data(keys, impl="threefry2x32")
 
@@ -337,6 +344,9 @@ def _widths(prior: ModelPrior, sizes: np.ndarray, by_column: bool) -> np.ndarray
         parts = np.mean((own[norm > 0] / some[:, None]) ** 2, axis=0) * count
         if not by_column or np.sum(parts > 0) < count:
             parts = np.ones(count)
+        # The median of |x| is .67 sds for one normal number. The norm of many is near its own root
+        # mean square.
         middle = np.median(some) / (_MEDIAN if count == 1 else 1) / np.sqrt(count)
+        # The floor keeps the whitening finite for a column that is nearly always 0.
         widths[site == n] = middle * np.sqrt(np.maximum(parts, 1e-3))
     return widths

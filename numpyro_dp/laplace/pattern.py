@@ -77,9 +77,11 @@ def unseen_directions(products: np.ndarray, known: np.ndarray | None = None) -> 
     """
     sizes = np.sqrt(np.diag(products))
     seen = sizes > 0
+    # Scaled to a diagonal of 1, so that the limit below does not depend on units.
     scaled = products[np.ix_(seen, seen)] / np.outer(sizes[seen], sizes[seen])
     if known is not None and len(known):
         along, _ = np.linalg.qr((known * sizes)[:, seen].T)
+        # Known directions get a large eigenvalue, so that only new ones are found.
         scaled = scaled + along @ along.T
     values, vectors = np.linalg.eigh(scaled)
     found = np.zeros((int(np.sum(values < _UNSEEN**2)), len(sizes)))

@@ -73,6 +73,7 @@ _ROW_CLIP = 1.3
 class Kind(enum.IntEnum):
     """The values that a release sums over the records."""
 
+    # It has to be 0: signals test `kind > 0` for the releases before the stages.
     STAGE = 0  # scores, curvature, its loss and power, in the last one its excess, in two the tail
     SCALES = 1  # the mean row, and the scale of each coordinate
     SIZE = 2  # the size of a typical score
@@ -105,6 +106,8 @@ class Schedule(NamedTuple):
             release: Number of the release.
             share: Part of the squared budget that the stage spends.
         """
+        # What the stage spends is taken from later ones. So the sum of all parts stays the same,
+        # and with it the privacy cost.
         spent = share * math.fsum(math.fsum(part) for part in self.parts)
         later = math.fsum(math.fsum(part) for part in self.parts[release:])
         rest = [tuple((1 - spent / later) * x for x in part) for part in self.parts[release:]]
@@ -131,8 +134,10 @@ def schedule(mu: float, size: int, number: int, tail: bool = False) -> Schedule:
         tail: Whether two stages release the tail, see :mod:`numpyro_dp.laplace.tail`.
     """
     early = {}
+    # A release with more noise than the prior's spread would tell next to nothing.
     if _size_noise(number, mu * math.sqrt(_SIZE)) <= _PRIOR_SIZE:
         early[Kind.SIZE] = (0.0, 0.0, _SIZE, 0.0, 0.0, 0.0)
+    # The public guess of each scale is 1. A release with more noise is not worth its cost.
     if _scale_bounds(size, number)[1] / (mu * math.sqrt(_SCALES[1])) <= 1:
         early[Kind.SCALES] = (*_SCALES, 0.0, 0.0, 0.0, 0.0)
     left = 1 - math.fsum(part for parts in early.values() for part in parts)
@@ -148,6 +153,7 @@ def _stage(
     spent: float, curvature: float, excess: float = 0.0, tail: float = 0.0
 ) -> tuple[float, ...]:
     """Parts of a stage."""
+    # The loss changes the next whitening, and the last stage has none.
     loss = 0.0 if excess else _LOSS
     rest = 1 - _POWER - excess - loss - tail
     parts = rest * (1 - curvature), rest * curvature, _POWER, excess, loss, tail
@@ -156,6 +162,7 @@ def _stage(
 
 def _size_noise(number: int, mu: float) -> float:
     """Standard deviation of the noise on the log size of a typical score."""
+    # An entry between 0 and 1 stands for the range from -log(SIZE_RANGE) to log(SIZE_RANGE).
     return 2 * math.log(SIZE_RANGE) / (number * mu)
 
 

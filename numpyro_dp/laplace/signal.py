@@ -151,6 +151,7 @@ class StageOptimizer:
 
     def init(self, request: Request) -> tuple[Request, Array]:
         """Returns the state: the request, and zeros in place of released values."""
+        # Score and loss have d entries each. Power and excess have one.
         return request, jnp.zeros(2 * request.mean.size + self._entries + 2)
 
     def get_params(self, state: tuple[Request, Array]) -> Request:
@@ -194,11 +195,13 @@ def staged_scores(
         own = outcomes._replace(shared=shared)
         if not own.number:
             *rows, number = example
+            # With one key for all records, errors of their simulated outcomes would add up.
             example, key = tuple(rows), jax.random.fold_in(key, number)
         scores = Scores(own, request.whitening, example, places)
         one = _listed if own.number else censored if own.censored else _simulated
         parts = one(scores, request, draws, key)
         names = ("score", "curvature", "power", "excess", "loss", "tail")
+        # Only simulated outcomes have a tail. The other kinds of outcome return five parts.
         return {n: w * part for n, w, part in zip(names, request.weights, parts, strict=False)}
 
     def build(problem: LaplaceProblem) -> Estimator:
@@ -208,6 +211,7 @@ def staged_scores(
             farthest = _FARTHEST_LISTED if problem.outcomes.number else _FARTHEST
             half = jnp.clip(half, -farthest, farthest) @ request.factor.T
             half *= min(1.0, _TOGETHER / math.sqrt(request.mean.size))
+            # In pairs, so that the draws have exactly the mean that the decode takes for them.
             draws = request.mean + jnp.concatenate([half, -half])
             return request, draws, outcome_key
 
@@ -247,6 +251,8 @@ def _listed(scores: Scores, request: Request, draws: Array, _: Array) -> tuple[A
 
     def at(value: Array, draw: Array) -> tuple[Array, Array]:
         outcome = outcomes.as_outcome(value, scores.own)
+        # Stein's identity needs the slope of the distribution of outcomes. A record's weight does
+        # not change this distribution.
         return scores.at(draw, outcome), scores.at(draw, outcome, weighted=False)
 
     slopes, slope = jax.vmap(jax.vmap(at, (None, 0)), (0, None))(listed.values, draws)
@@ -255,6 +261,7 @@ def _listed(scores: Scores, request: Request, draws: Array, _: Array) -> tuple[A
     slopes, norm = scores.bounded(slopes)
     slope, slope_norm = scores.bounded(slope)  # differs if the record has a weight
     bound = jnp.sum(chances * norm * slope_norm, axis=0)
+    # The largest norm over all outcomes, so that the weight does not see the observed one.
     limits = score_clip / (jnp.max(norm, axis=0) + TINY), curvature_clip / (bound + TINY)
     weight = jnp.where(request.kind > 0, 1, jnp.minimum(1, jnp.minimum(*limits)))
     weight = weight * jnp.any(listed.observed)  # an outcome outside the support adds nothing
@@ -263,6 +270,7 @@ def _listed(scores: Scores, request: Request, draws: Array, _: Array) -> tuple[A
     centred = values - jnp.sum(chances * values, axis=0)
     spread = jnp.sqrt(jnp.sum(chances * centred**2, axis=0) + TINY)
     # The release of scales needs the vector along the row in place of the score.
+    # No centre is needed: with one weight for all outcomes, the expected score is exactly 0.
     observed = weight * listed.observed[:, None] / len(draws)
     sent = jnp.where(request.kind > 0, each * centred / spread, observed)
     score = total(sent[..., None] * slopes)
@@ -295,6 +303,7 @@ def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tu
     there, norm = scores.bounded(there)
     slope, slope_norm = scores.bounded(slope)
     clipped, short = shortened(there, norm, score_clip), jnp.minimum(norm, score_clip)
+    # Observed and simulated scores have the same clip, so that the difference has mean 0.
     own_slopes, own_norm = scores.bounded(own)
     observed = jnp.mean(shortened(own_slopes, own_norm, score_clip), axis=0)
     centres = jnp.mean(clipped, axis=0)

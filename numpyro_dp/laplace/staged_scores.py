@@ -54,6 +54,7 @@ class Scores:
             self._waists = {w: Waist(zero.size, lambda z, _: z, _scalar(outcomes, w))
                             for w in (True, False)}  # fmt: skip
         waist = self._waists[True]
+        # One frame serves all outcomes of the record, so it must not depend on the outcome.
         if waist.size < zero.size and _frame_reads_outcome(waist, zero, given):
             waist = self._waists[True] = Waist(zero.size, lambda z, _: z, _scalar(outcomes, True))
         self._narrow = waist.size < zero.size
@@ -76,9 +77,11 @@ class Scores:
     def bounded(self, slopes: Array) -> tuple[Array, Array]:
         """The coordinates, set to 0 for scores that are not finite, and the norms of the scores."""
         if self._narrow:
+            # The norm of a @ F from the small matrix F F', without the d coordinates.
             square = jnp.sum(_product(slopes, self._gram) * slopes, axis=-1)
         else:
             square = jnp.sum((slopes @ self.frame) ** 2, axis=-1)
+        # Rounding may make the square of a very short score negative.
         norm = jnp.sqrt(jnp.maximum(square, 0))
         good = norm < 1e18  # so the square is finite in float32. False for NaN
         return jnp.where(good[..., None], slopes, 0), jnp.where(good, norm, 0)
@@ -163,6 +166,7 @@ def entries(
     power = power / score_clip**2
     excess = jnp.clip(jnp.nan_to_num(excess / excess_clip**2, nan=0.0), -1, 1)
     log_power = 1 + jnp.log(power) / (4 * np.log(SIZE_RANGE))
+    # The log of a power of 0 is -inf, which also counts as 0.
     sized = jnp.clip(jnp.nan_to_num(log_power, nan=0.0), 0, 1)
     power = jnp.where(request.kind == Kind.SCALES, 0, power)
     alone = request.kind == Kind.SIZE
@@ -175,6 +179,7 @@ def entries(
 def _ball(vector: Array, bound: Array) -> Array:
     """A vector divided by its bound and clipped to norm 1, or 0 if it is not finite."""
     vector = jnp.where(jnp.all(jnp.isfinite(vector)), vector, 0)
+    # A vector that is longer than the bound is divided by its own norm instead.
     return vector / jnp.maximum(jnp.linalg.norm(vector), bound)
 
 

@@ -109,6 +109,7 @@ class Run:
     def request(self, release: int) -> Request:
         """Returns the request for a release."""
         root, weights = factor(self._spread), self.plan.weights(release)
+        # All of these come from earlier releases, the prior, N and invented records.
         numbers = self.mean, root, self.whitening, self._bounds(release), weights
         kind = jnp.asarray(int(self.plan.kinds[release]))
         return Request(kind, *(jnp.asarray(x, jnp.float32) for x in numbers))
@@ -118,7 +119,9 @@ class Run:
         released = np.asarray(released, np.float64)
         entries = int(np.sum(np.triu(self.pairs)))
         ends = np.cumsum([self.size, entries, 1, 1, self.size])
+        # In the order in which `pull_back` of the signal joins them.
         score, triangle, power, excess, loss, tail = np.split(released, ends)
+        # The same bounds as in the request, because nothing that they depend on has changed since.
         clips, weights = self._bounds(release), self.plan.weights(release)
         mu, kind = self.plan.mu_of(release), self.plan.kinds[release]
         if kind is Kind.SIZE:
@@ -138,6 +141,7 @@ class Run:
             self._without_scores(noisy, clips[1] / mu[1]),
         )  # fmt: skip
         if self.stages:
+            # The curvature may have changed along the whole way, or along the last step alone.
             steps = (self.mean - at for at in (self._prior.mean, self.stages[-1].mean))
             stage = curvature.with_steps(stage, *steps)
         self.stages = decode.with_discrepancies((*self.stages, stage))
@@ -163,11 +167,13 @@ class Run:
             norms = self._norms(self.mean, self.whitening) * math.sqrt(self.size / self.number)
             read = Tail.read(tail / weights[5], 1 / mu[5], self.number, doubt, norms / clips[2])
             self.tail = read.joined(self.tail)
+        # Decode again only if this release changed the noise that the decode assumes.
         found = self.kappa != kappa or self._unbiased() is not self.stages
         if found and (weights[3] or weights[5]):
             decoded = decode.decode(self._prior, self._unbiased(), self.kappa, begin)
         self.mean, self._decoded = decoded
         self.stages, self.covariance = decode.with_step(self.stages, self.mean, self._decoded)
+        # Sizes at the draws of this stage, before `_draw_around` sets those of the next.
         before = self._expected
         self._draw_around()
         ratios = np.ones(self.size)
@@ -250,6 +256,7 @@ class Run:
         stage = self.stages[-1]
         length = np.linalg.norm(stage.whitening @ stage.score)
         noise = stage.score_noise * math.sqrt(self.size) / max(length, 1e-300)
+        # With this share, the noise would be NOISE_FAR of a score like the newest one.
         share = max(SHARE_FAR, plan.shares[release] * (noise / NOISE_FAR) ** 2)
         if not far or share > MOST_SHARE_FAR or not 0 < left <= LAST or more >= MOST_FAR:
             return plan
@@ -307,6 +314,7 @@ class Run:
         found = bounds(kind, size, self.number, mu, self.growth)
         if kind is Kind.STAGE and self.tail is not None:
             left = [self.plan.mu_of(later)[0] for later in range(release, len(self.plan.kinds))]
+            # The noise of all later scores together, if they had the smallest clip norm.
             noise = found[2] * math.sqrt(size) / np.linalg.norm(left)
             found[0] = found[2] * self.tail.clip(found[0] / found[2], size, self.number, noise)
         return found
@@ -380,6 +388,8 @@ class Stages(Driver):
     ) -> None:
         """Makes all releases that are left and stores the results in ``run``."""
         values, done = np.array(releases.values), int(releases.done)
+        # A resumed run decodes its old releases again. Decoding is not random, so it makes the same
+        # requests as before.
         for release in range(done):
             if release < len(run.plan.kinds):  # a run may need fewer releases than it may make
                 run.read(release, values[release])
@@ -394,6 +404,7 @@ class Stages(Driver):
 
         for release, _, _ in course.with_bar(bar, calls(), 0, done, len(run.plan.kinds), report):
             _, empty = state.optim_state
+            # The mechanism adds up the shares. One that brought the sum above 1 would give NaN.
             memory = asking(state.mechanism_state.memory, run.plan.shares[release])
             state = state._replace(
                 optim_state=(run.request(release), empty),
@@ -405,6 +416,7 @@ class Stages(Driver):
                 state = session.run(state, rows, session.begin(state, 1, 1), report).state
             values[release] = state.optim_state[1]
             if kept is not None:
+                # Saved before it is decoded: it is paid for, whatever happens next.
                 kept.save(Releases(state.opened, values, np.int32(release + 1)))
             run.read(release, values[release])
         if kept is not None:  # none are left

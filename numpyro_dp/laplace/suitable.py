@@ -59,6 +59,7 @@ def _scaled_effect(prior: ModelPrior, rng_key: Array) -> tuple[str, str]:
         for effect in effects:
             along = jnp.sum(found[effect] * at[effect], axis=tuple(range(1, found[effect].ndim)))
             own = found[scale].reshape(8, -1).sum(1)
+            # Slopes of 0 would agree by chance.
             if np.all(np.abs(own) > 0) and np.allclose(own, along, rtol=1e-3, atol=1e-7):
                 return scale, effect
     return "", ""

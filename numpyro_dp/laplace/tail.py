@@ -102,6 +102,7 @@ class Tail(NamedTuple):
         """
         counted = np.searchsorted(_EDGES, norms, side="right")
         invented = np.bincount(counted, minlength=_CLASSES) / len(norms)
+        # The square of the last entry, which bounds its variance.
         invented = np.append(invented, np.mean(np.minimum(1, norms / _FAR) ** 8))
         share = np.minimum(_SHARE, _OF_INVENTED * invented + _AT_LEAST)
         own = number * share * (1 - share) + (doubt * _OF_DOUBT) ** 2
@@ -140,6 +141,7 @@ class Tail(NamedTuple):
         """Number of records in other classes than the model says, or 0 if that may be noise."""
         if not self.sure:
             return 0.0
+        # Noise alone would give a sum of squares too, so its mean is subtracted.
         excess = float(np.sum((self.counts**2 - self.variances)[:_CLASSES]))
         return max(math.sqrt(max(0.0, excess)), _OF_FAR * self.far)
 
@@ -166,6 +168,7 @@ class Tail(NamedTuple):
         usual = part * self.misplaced * typical * clip**-power
         high = self.counts[_FIRST:_CLASSES]
         sure = high > _CLASS_SURE * np.sqrt(self.variances[_FIRST:_CLASSES])
+        # What a clip at this norm takes away from the scores of the high classes.
         seen = typical * np.sum(np.where(sure, high, 0) * np.maximum(0, _MIDDLE - clip))
         return max(usual, float(seen), typical * self.far * max(0.0, _FAR - clip))
 

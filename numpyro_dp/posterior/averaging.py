@@ -124,6 +124,7 @@ def _average(
         if open_.any():
             passed = check(flat[-size:, open_])
             chosen[np.flatnonzero(open_)[passed]] = size
+    # Sizes are at least SHORTEST, so 0 means that no window has passed.
     converged = chosen > 0
     chosen = np.where(converged, chosen, fallback)
     mean, sd = np.empty(flat.shape[1]), np.empty(flat.shape[1])
@@ -191,9 +192,11 @@ def fit_ar1(values: Float[np.ndarray, "length series"]) -> Series:
     product = (centred[1:] * centred[:-1]).sum(0) / length
     phi = np.divide(product, square, out=np.zeros_like(square), where=moving)
     # Solves sample phi = phi - (1 + 3 phi) / n, Kendall's bias, for phi.
+    # Below 0, the mean would seem surer than that of independent iterates.
     phi = np.clip((length * phi + 1) / max(length - 3, 1), 0.0, _LARGEST)
     times = (1 + phi) / (1 - phi)
     finite = times - 2 * phi * (1 - phi**length) / (length * (1 - phi) ** 2)
     finite = np.maximum(finite, 1.0)
+    # In a window of few autocorrelation times, this would divide by a number near 0.
     variance = square / np.maximum(1 - finite / length, 0.05)
     return Series(variance, times, variance * finite / length)

@@ -134,6 +134,7 @@ def tail_average(num_steps: int, last: float = 0.5, num_batches: int = 32) -> Fo
         remedy="Each batch needs one. Take more steps, increase last=, or decrease num_batches.",
     )  # fmt: skip
     length = number // num_batches
+    # The steps that whole batches leave over are at the beginning, before the tail.
     before = num_steps - length * num_batches
 
     def init(params: PyTree) -> _Tail:
@@ -152,7 +153,9 @@ def _update_tail(state: _Tail, params: PyTree) -> _Tail:
     # The batch form of Welford's update, which loses no digits by cancellation.
     def update(x: Array, mean: Array, total: Array, squares: Array) -> tuple[Array, ...]:
         x, size = x.astype(mean.dtype), inside.astype(mean.dtype)
+        # The share of the first batch is 1. So it sets the mean and adds no square.
         share = 1 / (closed + 1).astype(mean.dtype)
+        # Deviations from the first iterate are small, so that sums keep their digits.
         mean = jnp.where(count == 1, x, mean)
         total = jnp.where(active, total + (x - mean), total)
         deviation = total / size

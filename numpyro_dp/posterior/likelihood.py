@@ -79,11 +79,13 @@ def denoise_curvature(
     noise = max(noise_sd, smallest) ** 2
     size_variance = 1 / (np.sum(template**2) / noise + SCALE_SD**-2)
     size_mean = size_variance * (np.sum(noisy * template) / noise + SCALE_SD**-2)
+    # Noise may make the size negative, but the guess has to be positive definite.
     guess = max(size_mean, SMALLEST_SCALE) * template
     distance = np.sum((noisy - guess) ** 2)
     spread = (np.linspace(least_spread, 1, 60) * np.trace(guess) / size) ** 2
     total = spread + noise_share * noise
     weight = softmax(-(entries * np.log(total) + distance / total) / 2)
+    # The share is left out here: if the noise is only a bound, the matrix is shrunk more.
     gains = spread / (spread + noise)
     gain = weight @ gains
     # The gain is uncertain too. Its error multiplies the distance to the guess.
@@ -112,6 +114,7 @@ def released_likelihood(
     # Ratios of posterior to prior variance, along directions that are independent under both. In
     # these coordinates the prior is standard normal, so the result does not depend on units.
     values, vectors = np.linalg.eigh(symmetric(root.T @ covariance @ root))
+    # A decode may be wider than its prior, but a likelihood cannot take information away.
     ratios = np.clip(values, 1e-14, 1.0)
     turned = root @ vectors
     precision = symmetric((turned * (1 / ratios - 1)) @ turned.T)

@@ -74,6 +74,7 @@ def averages_of(sums: Any, seen: np.ndarray) -> Averages | None:
     count = int(sums.count)
     if count < 2:
         return None
+    # Products have counts of their own, one for each half of the run.
     given = {n: x for n, x in sums._asdict().items() if n != "products" and x is not None}
     parts = {n: np.asarray(x, np.float64) / count for n, x in given.items()}
     row = {n: x[seen] for n, x in parts.items() if x.ndim == 1}
@@ -90,6 +91,7 @@ def averages_of(sums: Any, seen: np.ndarray) -> Averages | None:
         if not (finite and np.all(np.isfinite(sums.products.square))):
             return None
         moments = _moments_of(sums.products, seen, 0), _moments_of(sums.products, seen, 1)
+        # Scores at one single point tell no curvature.
         moved = max(np.trace(each.shift_shift) for each in moments) > 0
         return found._replace(moments=moments) if moved else None
     curvature, size = parts["curvature"], len(seen)
@@ -115,12 +117,14 @@ def _moments_of(products: Any, seen: np.ndarray, half: int) -> Moments:
     square -= np.outer(total, total)
     both, centre = slice(None, 2 * size), slice(2 * size, None)
     spread = np.maximum(np.diag(square)[centre], 0)
+    # Each centre in its own unit, so that the limit below does not depend on units.
     scale = np.sqrt(np.maximum(spread, 1e-300))
     values, axes = np.linalg.eigh(symmetric(square[centre, centre] / np.outer(scale, scale)))
     moved = values > _STILL * size
     axes = axes[:, moved] / np.sqrt(values[moved])
     explained = (square[both, centre] / scale) @ axes
     square[both, both] -= explained @ explained.T
+    # Each direction that was taken out costs one degree of freedom.
     dof = count - int(np.sum(moved))
     if dof <= 1:  # the centres explain everything
         square[both, both] = 0

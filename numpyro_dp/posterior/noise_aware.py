@@ -101,6 +101,7 @@ def noise_aware(result: RunResult, guide: Any, check: Check | None = None) -> No
     """
     pairs = _pairs(guide)
     mean = average(result.trace, check)
+    # The scales are replaced below, and the averages keep their own.
     params = {name: value.copy() for name, value in mean.params.items()}
     unconverged = dominated = 0
     for loc, scale in pairs:

@@ -67,6 +67,8 @@ class ModelPrior(NamedTuple):
         if self.normal is not None:
             mean, covariance = self._closed_form(*self.normal, precision, linear)
             return self.drawn(Normal(mean, np.linalg.cholesky(covariance)))
+        # From the cheapest way to the dearest. Draws of the prior will do if the records tell
+        # little, and normal ones if the prior is nearly normal.
         draws = self.draws
         kept = None if draws is None else self._from_prior(draws, precision, linear, rng_key)
         if kept is None:
@@ -109,6 +111,7 @@ class ModelPrior(NamedTuple):
     def _resampled(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> Array | None:
         """Draws under the normal prior, resampled by weight, or ``None`` if few weights count."""
         outcomes, prior = self.outcomes, self.decoded
+        # The normal prior covers only latents that records see.
         if len(outcomes.seen) < len(outcomes.shapes):
             return None
         total = precision + prior.precision
@@ -118,6 +121,7 @@ class ModelPrior(NamedTuple):
         theta = mean + rng.normal(size=(_PROPOSED, len(mean))) @ factor.T
         off = theta - prior.mean
         exact = jax.jit(jax.vmap(_log_prior(outcomes)))(jnp.asarray(theta, jnp.result_type(float)))
+        # The likelihood is in both densities and cancels. Left are the two priors.
         logs = np.asarray(exact, np.float64) + np.sum((off @ prior.precision) * off, axis=1) / 2
         rows = _rows_by_weight(logs, rng)
         return None if rows is None else jnp.asarray(theta[rows], jnp.result_type(float))
@@ -137,6 +141,8 @@ class ModelPrior(NamedTuple):
         start = jnp.median(start, axis=0)
         wide = np.asarray(self.decoded.precision) + precision
         right = self.decoded.precision @ self.decoded.mean + linear
+        # Latents that records see start at the mean under the normal prior, others at their prior's
+        # median.
         start = start.at[seen].set(jnp.asarray(np.linalg.solve(wide, right), start.dtype))
         kernel = NUTS(potential_fn=potential, dense_mass=len(start) <= 50, target_accept_prob=0.9)
         mcmc = MCMC(kernel, num_warmup=500, num_samples=_KEPT // 2, progress_bar=False)
@@ -152,6 +158,8 @@ def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:
     constrain = _constrained(outcomes)
     normal = _normal(outcomes, sum(map(len, marks)))
     if normal is not None:
+        # A block of the covariance is the marginal prior. A block of the precision would be that
+        # given the other latents.
         covariance = np.linalg.inv(normal[1])[np.ix_(seen, seen)]
         decoded = Prior(normal[0][seen], np.linalg.inv(covariance))
         return ModelPrior(outcomes, normal, seen, decoded, constrain)
@@ -200,6 +208,7 @@ def _normal(outcomes: Outcomes, size: int) -> tuple[np.ndarray, np.ndarray] | No
     def derivatives(flat: Array) -> tuple[Array, Array]:
         return jax.grad(log_prior)(flat), jax.hessian(log_prior)(flat)
 
+    # A density is normal if its second derivative is the same everywhere.
     points = np.random.default_rng(0).normal(size=(3, size))
     slopes, bends = jax.jit(jax.vmap(derivatives))(jnp.asarray(points, jnp.float32))
     bends = np.asarray(bends, np.float64)
@@ -227,6 +236,7 @@ def _constrained(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:
         latents = jax.vmap(unravel)(vectors)
         return {name: jax.vmap(biject_to(supports[name]))(latents[name]) for name in supports}
 
+    # A support that depends on other latents differs between two places.
     supports, others = (
         {name: site["fn"].support for name, site in sites(
             {name: jnp.full(shape, value) for name, shape in outcomes.shapes.items()}

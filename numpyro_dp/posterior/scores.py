@@ -94,6 +94,7 @@ def posterior_of_scores(
     prior = read_prior(read_latents(model, problem.shared), public_key)
     averages, decoded = averages_of(result.scores, prior.seen), prior.decoded
     precision, linear = 0 * decoded.precision, 0 * decoded.mean  # of a run that tells nothing
+    # A run without finite averages has not arrived, and the findings have to say so.
     path = (np.inf, np.inf, np.inf)
     if averages is not None:
         plan = result.privacy.plan
@@ -102,6 +103,7 @@ def posterior_of_scores(
     mean, covariance = decoded.updated(precision, linear)
     if averages is not None:
         path = _path(averages, mean, np.diag(covariance), np.diag(decoded.covariance))
+    # The likelihood is made of released values, so a fixed public key will do.
     draws = prior.posterior(precision, linear, public_key)
     findings = [*findings_of_path(*path), *findings_of_normal(mean, covariance, decoded)]
     findings += [*findings_of_run(result), *others]
@@ -250,6 +252,7 @@ def _regression(moments: Moments) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         matrix becomes :math:`W' C^{-1} W`.
     """
     values, vectors = np.linalg.eigh(symmetric(moments.shift_shift))
+    # Directions in which the shifts hardly varied would get a slope made of noise.
     values = np.maximum(values, _FLATTEST * values.max())
     shifts, cross = (vectors * values) @ vectors.T, moments.score_shift
     explained = cross @ ((vectors / values) @ vectors.T) @ cross.T
@@ -275,6 +278,7 @@ def _is_seen(noisy: np.ndarray, noise_sd: float) -> bool:
     prior.
     """
     size = len(noisy)
+    # The trace of noise has the standard deviation noise_sd sqrt(d).
     if np.trace(noisy) > _SEEN * noise_sd * np.sqrt(size):
         return True
     return bool(np.linalg.eigvalsh(noisy)[-1] > _largest_of_noise(size) * noise_sd)
@@ -355,11 +359,13 @@ def _decoded(
         wide = inverse(prior.precision + symmetric(precision @ parts[:, :-1]))
         return wide @ (found.floored @ parts[:, -1] + prior.precision @ prior.mean), wide
 
+    # The error of the curvature depends on the mean and covariance, so both are found in rounds.
     mean, covariance = given(noise)[0], np.zeros_like(noise)
     for _ in range(_PASSES):
         for index in range(_ROUNDS):
             away = mean - averages.point
             new, wide = given(noise + errors(covariance + np.outer(away, away)))
+            # A farther mean has larger errors, which pull it back. Half steps end such a swing.
             mean = new if index < _ROUNDS // 3 else (mean + new) / 2
         covariance = wide
     return mean, covariance

@@ -171,6 +171,7 @@ class DPSVI(Driver):
     def get_params(self, svi_state: SensitiveState) -> dict[str, Any]:
         """Returns the constrained parameters at a state. You may publish them."""
         check_state(svi_state)
+        # The constraints are known once init or run has traced the model.
         if self._frontend.svi.constrain_fn is None:
             raise ValueError(
                 "get_params needs an earlier call of init or run. Call one of them first."
@@ -210,6 +211,7 @@ class DPSVI(Driver):
         guide = getattr(self.guide, "__name__", type(self.guide).__name__)
         method = f"{type(self).__name__} with {guide}, {privacy.num_steps} steps"
         if result.scores is not None and privacy.noise_multiplier > 0 and not plain:
+            # Without a prior that can be read, the posterior is that of the guide.
             with contextlib.suppress(UnsupportedModelError):
                 unbiased = self.method.estimator_of(problem).centring is not None
                 return posterior_of_scores(source, problem, result, method, unbiased)
@@ -232,6 +234,7 @@ class DPSVI(Driver):
 def _prior_and_entropy(
     problem: VariationalProblem, params: dict[str, Any], rng_key: Array
 ) -> Array:
+    # It reads no record, so it needs no noise in a released loss.
     latents, entropy = problem.draw(params, rng_key)
     return problem.log_prior(latents, params) + entropy
 

@@ -42,10 +42,12 @@ def first_widths(
     another ``init_scale`` than NumPyro's default, or if the prior cannot be read.
     """
     kind = guide_kind(guide)
+    # A width that the user has chosen stays.
     if kind not in NORMAL_GUIDES or guide._init_scale != _OF_NUMPYRO:
         return {}
     try:
         outcomes = read_latents(model.at(model.first_params(shared)), shared)
+        # Larger runs keep no sums of scores, so nothing would use the wide draws.
         if outcomes.size > MOST_LATENTS:
             return {}
         prior = read_prior(outcomes, jax.random.key(0))
@@ -53,6 +55,7 @@ def first_widths(
         return {}
     zeros = {name: jnp.zeros(shape) for name, shape in outcomes.shapes.items()}
     flat, unravel = ravel_pytree(zeros)
+    # Latents that no record sees have no curvature to be found.
     widths = np.full(flat.size, _OF_NUMPYRO)
     widths[prior.seen] = scale * np.minimum(np.sqrt(np.diag(prior.decoded.covariance)), 1)
     found = jnp.asarray(widths, flat.dtype)
