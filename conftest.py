@@ -10,6 +10,9 @@ import types
 import quick_compilation
 
 quick_compilation.set_up()
+_TESTS = os.path.join(os.path.dirname(__file__), "tests")
+# Processes that tests start import what the tests import.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_TESTS, os.environ.get("PYTHONPATH"))))
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

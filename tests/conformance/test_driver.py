@@ -157,7 +157,7 @@ def test_parameters_keep_their_dtype(dtype):
 
 def secrets_of(svi, state):
     """Words of every key that a run holds or was given."""
-    keys = [svi.settings.secret_key, state.secret_key, state.sampler_state.key]
+    keys = [svi.settings.privacy.secret_key, state.secret_key, state.sampler_state.key]
     return {int(word) for key in keys for word in np.ravel(jax.random.key_data(key))}
 
 

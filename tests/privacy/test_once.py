@@ -255,7 +255,7 @@ def test_a_sweep_and_the_run_that_it_equals_share_a_key():
     driver.sweep(KEY[None], 2, X, noise_multiplier=[1.0, 2.0])
     with pytest.raises(NoiseReuseError, match="already used for a run"):
         driver.sweep(KEY[None], 2, X)
-    own = jax.random.fold_in(driver.settings.secret_key, 1)
+    own = jax.random.fold_in(driver.settings.privacy.secret_key, 1)
     with pytest.raises(NoiseReuseError, match="already used for a run"):
         svi(secret_key=own).run(KEY, 2, X, **run)
 
@@ -557,6 +557,7 @@ def in_new_process(code, *paths, **environment):
     head = """
         import pickle, sys, jax, jax.numpy as jnp, numpy as np, numpyro, optax
         import numpyro.distributions as dist
+        from flat import grouped
         from numpyro.infer.autoguide import AutoDiagonalNormal
         from numpyro_dp import DPSVI
         from numpyro_dp.estimators import aligned
@@ -569,7 +570,7 @@ def in_new_process(code, *paths, **environment):
         def svi(**changes):
             settings = dict(clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0) | changes
             return DPSVI(model, AutoDiagonalNormal(model), optax.sgd(0.1), estimator=aligned(),
-                         **settings)
+                         **grouped(**settings))
     """
     text = textwrap.dedent(head) + textwrap.dedent(code)
     done = subprocess.run(
@@ -708,7 +709,7 @@ def test_a_sampler_that_is_refused_keeps_its_samples_and_shows_no_key():
     with pytest.raises(NoiseReuseError, match="already used for a run"):
         sampler.run(KEY, X)
     np.testing.assert_array_equal(sampler.get_samples()["mean"], before)
-    words = np.asarray(jax.random.key_data(sampler.settings.secret_key)).tolist()
+    words = np.asarray(jax.random.key_data(sampler.settings.privacy.secret_key)).tolist()
     assert not any(str(word) in repr(sampler.settings) for word in words)
 
 

@@ -251,7 +251,7 @@ def test_numpyros_optimisers_and_fresh_keys(result: Any) -> None:
     assert not first.privacy.reproducible
     assert "Reproducible" not in str(first.privacy)
     assert np.abs(flat(first.params) - flat(second.params)).min() > 0
-    svi.settings = svi.settings.changed(secret_key=driver().settings.secret_key)
+    svi.settings = svi.settings.changed(secret_key=driver().settings.privacy.secret_key)
     again = svi.run(KEY, 60, X, Y, progress_bar=False)
     np.testing.assert_allclose(flat(again.params), flat(result.params), rtol=2e-3, atol=2e-4)
 
