@@ -40,9 +40,10 @@ class ClippedMean(Driver):
         Everything else reads what was released before. The number of records is public.
     """
 
-    def __init__(self, step_size, *, clip_norm, sampler, budget):
-        settings = RunSettings(clip_norm=clip_norm, sampler=sampler, budget=budget)
-        super().__init__(Method(distance, numpyro.optim.SGD(step_size)), settings)
+    def __init__(self, step_size, **settings):
+        # A clip norm, a sampler and a budget, and privacy= and execution= as for all drivers.
+        method = Method(distance, numpyro.optim.SGD(step_size))
+        super().__init__(method, RunSettings(**settings))
 
     def structure(self, args, kwargs):
         (x,) = args

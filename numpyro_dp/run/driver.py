@@ -435,6 +435,12 @@ class Driver(abc.ABC):
     ) -> SensitiveState:
         structure = self.structure(args, kwargs) if structure is None else structure
         settings = self.settings
+        if structure.layout.max_rows != self.max_rows:
+            raise TypeError(
+                f"{type(self).__name__} protects rows, so it has no use for max_rows_per_unit. A "
+                "person with several rows would be protected for one of them. Pass one row for "
+                "each person, or use a driver of a NumPyro model."
+            )
         # First, so that a plan that exceeds the budget raises before anything is compiled.
         plan = plan_for(settings, structure.layout.num_examples, num_steps)
         key = arguments_key(args, kwargs, self.max_rows)

@@ -1,6 +1,8 @@
 """A unit of several rows is one record: its signals are added up and clipped once."""
 
 import math
+import pathlib
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -412,3 +414,15 @@ def test_rehearsal_and_checks_take_units():
     bad = np.where(np.arange(400)[:, None] == 7, np.nan, x)
     checked = check_records(model, bad, (x[:, 0] > 0) * 1, unit=ids, max_rows_per_unit=2)
     assert checked.not_finite.tolist() == [7]
+
+
+@pytest.mark.full
+def test_a_driver_of_rows_takes_no_units():
+    """A driver of one's own knows of no persons unless it reads a NumPyro model."""
+    place = pathlib.Path(__file__).parents[2] / "examples" / "extending" / "clipped_mean.py"
+    settings = {"clip_norm": 3.0, "sampler": FullBatch(), "budget": PrivacyBudget(1.0)}
+    driver = runpy.run_path(str(place))["ClippedMean"](
+        0.2, privacy=Privacy(max_rows_per_unit=R), **settings
+    )
+    with pytest.raises(TypeError, match="ClippedMean protects rows"):
+        driver.run(KEY, 2, X, unit=IDS, progress_bar=False)
