@@ -17,7 +17,7 @@ from numpyro_dp.model.frontend import Call, Prepared
 from numpyro_dp.model.records import Records, RecordsProblem, read_records
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.run.driver import Driver
-from numpyro_dp.run.settings import NO_MODEL, Execution, Method, Privacy, RunSettings, without
+from numpyro_dp.run.settings import OF_MODELS, Execution, Method, Privacy, RunSettings, without
 from numpyro_dp.run.state import SensitiveState, check_state
 
 __all__ = ["DPEM"]
@@ -109,7 +109,7 @@ class DPEM(Driver):
         method = Method(expected_statistics(scale is None), step, values, _INDEPENDENT)
         settings = RunSettings(
             clip_norm=clip_norm, sampler=sampler, budget=budget, num_steps=num_steps,
-            privacy=without(privacy, "DPEM", *NO_MODEL), execution=execution,
+            privacy=without(privacy, "DPEM", "loss_release", *OF_MODELS), execution=execution,
         )  # fmt: skip
         super().__init__(method, settings)
 

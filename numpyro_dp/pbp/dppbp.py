@@ -25,7 +25,7 @@ from numpyro_dp.posterior.scores import NOISE_INCLUDED
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.results import RunResult
-from numpyro_dp.run.settings import NO_MODEL, Execution, Method, Privacy, RunSettings, without
+from numpyro_dp.run.settings import OF_MODELS, Execution, Method, Privacy, RunSettings, without
 from numpyro_dp.run.state import SensitiveState, check_state
 
 __all__ = ["DPPBP"]
@@ -143,7 +143,7 @@ class DPPBP(Driver):
         method = Method(estimator, steps, values, _INDEPENDENT)
         settings = RunSettings(
             clip_norm=clip_norm, sampler=sampler, budget=budget, num_steps=num_steps,
-            privacy=without(privacy, "DPPBP", *NO_MODEL), execution=execution,
+            privacy=without(privacy, "DPPBP", "loss_release", *OF_MODELS), execution=execution,
         )  # fmt: skip
         super().__init__(method, settings)
 

@@ -33,7 +33,7 @@ from numpyro_dp.run.forecast import Forecast, forecast
 from numpyro_dp.run.results import RunInterrupted, RunResult
 from numpyro_dp.run.score_sums import WARMUP
 from numpyro_dp.run.session import Session
-from numpyro_dp.run.settings import Method, RunSettings
+from numpyro_dp.run.settings import OF_MODELS, Method, RunSettings, without
 from numpyro_dp.run.spending import (
     begun,
     charge,
@@ -435,12 +435,8 @@ class Driver(abc.ABC):
     ) -> SensitiveState:
         structure = self.structure(args, kwargs) if structure is None else structure
         settings = self.settings
-        if structure.layout.max_rows != self.max_rows:
-            raise TypeError(
-                f"{type(self).__name__} protects rows, so it has no use for max_rows_per_unit. A "
-                "person with several rows would be protected for one of them. Pass one row for "
-                "each person, or use a driver of a NumPyro model."
-            )
+        if isinstance(structure, Records):
+            without(settings.privacy, type(self).__name__, *OF_MODELS)
         # First, so that a plan that exceeds the budget raises before anything is compiled.
         plan = plan_for(settings, structure.layout.num_examples, num_steps)
         key = arguments_key(args, kwargs, self.max_rows)

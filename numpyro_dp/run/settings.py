@@ -23,8 +23,8 @@ from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism, build_mecha
 from numpyro_dp.privacy.plan import BudgetError
 from numpyro_dp.run.loss import LossRelease, with_loss_norm
 
-# What drivers without a NumPyro model cannot use.
-NO_MODEL = ("loss_release", "data_plate", "max_rows_per_unit", "public")
+# Fields of Privacy that only mean something to a driver that reads a NumPyro model.
+OF_MODELS = ("data_plate", "max_rows_per_unit", "public")
 
 __all__ = ["Execution", "Method", "Privacy", "RunSettings"]
 
@@ -247,7 +247,8 @@ def without(privacy: Privacy, driver: str, *names: str) -> Privacy:
     default = Privacy()
     if given := [name for name in names if getattr(privacy, name) is not getattr(default, name)]:
         raise TypeError(
-            f"{driver} has no use for {given} in privacy=Privacy(...). Leave it out, or use DPSVI."
+            f"{driver} has no use for {given} in privacy=Privacy(...), which would promise what it "
+            "does not do. Leave it out, or use DPSVI."
         )
     return privacy
 

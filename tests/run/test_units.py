@@ -424,5 +424,5 @@ def test_a_driver_of_rows_takes_no_units():
     driver = runpy.run_path(str(place))["ClippedMean"](
         0.2, privacy=Privacy(max_rows_per_unit=R), **settings
     )
-    with pytest.raises(TypeError, match="ClippedMean protects rows"):
+    with pytest.raises(TypeError, match="ClippedMean has no use for .'max_rows_per_unit'."):
         driver.run(KEY, 2, X, unit=IDS, progress_bar=False)
