@@ -94,7 +94,7 @@ def posterior_of_scores(
     prior = read_prior(read_latents(model, problem.shared), public_key)
     averages, decoded = averages_of(result.scores, prior.seen), prior.decoded
     precision, linear = 0 * decoded.precision, 0 * decoded.mean  # of a run that tells nothing
-    # A run without finite averages has not arrived, and the findings have to say so.
+    # Averages that are not finite say that the run went wrong. The findings then warn of it.
     path = (np.inf, np.inf, np.inf)
     if averages is not None:
         plan = result.privacy.plan
