@@ -35,9 +35,9 @@ __all__ = [
 ]
 
 FLOOR = 0.03  # smallest eigenvalue, relative to the mean of the positive parts
-RIDGE = 1.5  # sds of the curvature's error that the next whitening adds
-# A full whitening has the power 1 / 2.
-NEXT_POWER = 0.4
+RIDGE = 1.5  # sds of the curvature's error below which the next whitening sees no eigenvalue
+# A full whitening has the power 1 / 2. It is used if the error is small.
+NEXT_POWER, FULLER = 0.4, 0.1
 FIRST_POWER = 0.25  # weak, because a full whitening would give rare columns all of the noise
 SMALLEST_DIAGONAL = 0.003  # smallest denoised scale. The public guess is 1
 LEAST_ALONG = 0.05  # of the curvature along a step, as a part of the denoised one
@@ -314,12 +314,19 @@ class Loss(NamedTuple):
 def next_whitening(stage: Stage, prior: Prior, kappa: float) -> np.ndarray:
     r"""Returns the whitening of the next stage.
 
-    .. math:: W \propto (\Lambda + H + 1.5\, p \sqrt d\, W_{old}^{-2})^{-0.4}, \qquad
+    .. math:: W \propto (\Lambda + W_{old}^{-1} \max(A, r)\, W_{old}^{-1})^{-q}, \qquad
         \mathrm{tr}(W H W) = \kappa d
 
-    Here :math:`\Lambda` is the prior precision and :math:`p^2` the GOE variance of the error of
-    :math:`H`. A GOE matrix has eigenvalues of the order of :math:`p \sqrt d`. Adding them keeps
-    the whitening from stretching a direction whose curvature is small by chance.
+    Here :math:`\Lambda` is the prior precision, A is the curvature in the old whitened coordinates,
+    and max raises its eigenvalues to :math:`r = 1.5\, p \sqrt d`. The GOE variance of its error is
+    :math:`p^2`, so r is about the largest eigenvalue of the error. This keeps the whitening from
+    stretching a direction whose curvature is small by chance. A direction that is surely seen is
+    whitened in full if the noise is small: with the level :math:`l = \mathrm{tr}(A) / d`,
+
+    .. math:: q = 0.4 + 0.1 / (1 + (2 r / l)^2).
+
+    A small residual scale needs that. Its own curvature stays near 2 N, while that of the weights
+    grows with every step. An error of the same size in all whitened directions would hide it.
 
     Args:
         stage: The newest stage.
@@ -331,9 +338,11 @@ def next_whitening(stage: Stage, prior: Prior, kappa: float) -> np.ndarray:
     size = len(prior.mean)
     whitened = stage.whitening @ stage.curvature @ stage.whitening
     values, vectors = _floored(whitened, stage.template)
-    values = values + RIDGE * np.sqrt(stage.curvature_error * stage.width)
-    raised = stage.unwhitening @ (vectors * values) @ vectors.T @ stage.unwhitening
-    whitening = power_of(prior.precision + raised, stage.groups, -NEXT_POWER)
+    ridge = RIDGE * np.sqrt(stage.curvature_error * stage.width)
+    power = NEXT_POWER + FULLER / (1 + (2 * ridge / np.mean(values)) ** 2)
+    raised = np.maximum(values, ridge)
+    raised = stage.unwhitening @ (vectors * raised) @ vectors.T @ stage.unwhitening
+    whitening = power_of(prior.precision + raised, stage.groups, -power)
     return whitening * np.sqrt(kappa * size / trace_of(whitening, stage.curvature_floored))
 
 

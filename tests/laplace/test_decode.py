@@ -254,7 +254,14 @@ def test_agrees_with_the_reference(reference, monkeypatch):
         own_mean, own_covariance = decoding._decode_rounds(prior, stages, kappa, *begin)
         close(own_mean, their_mean)
         close(own_covariance, their_covariance)
-        close(whitening, reference.next_whitening(theirs[-1], sds, kappa, settings))
+        # Ours raises eigenvalues to the ridge, where the reference adds it to each of them.
+        values, vectors = np.linalg.eigh(new.whitening @ new.curvature_floored @ new.whitening)
+        ridge = 1.5 * np.sqrt(new.curvature_error * len(values))
+        raised = inverse @ (vectors * np.maximum(values, ridge)) @ vectors.T @ inverse
+        power = 0.4 + 0.1 / (1 + (2 * ridge / values.mean()) ** 2)
+        known = dataclasses.replace(theirs[-1], curvature=raised)
+        own_settings = dataclasses.replace(settings, ridge=0.0, whitening_power=power)
+        close(whitening, reference.next_whitening(known, sds, kappa, own_settings))
         compared.append(len(stages))
 
     rng = np.random.default_rng(3)
@@ -352,8 +359,9 @@ def test_the_next_whitening_of_a_diagonal_curvature():
         prior.mean, prior.covariance, whitening, whitened, np.zeros(3), whitened, 1.0, 1e-6
     )
     stage = dataclasses.replace(stage, curvature_error=0.04)
-    ridge = 1.5 * 0.2 * np.sqrt(3) / np.diag(whitening) ** 2
-    expected = (np.diag(prior.precision) + np.diag(curvature) + ridge) ** -0.4
+    # The ridge, .52, raises no eigenvalue (all are 1).
+    power = 0.4 + 0.1 / (1 + (2 * 1.5 * 0.2 * np.sqrt(3)) ** 2)
+    expected = (np.diag(prior.precision) + np.diag(curvature)) ** -power
     found = decoding.next_whitening(stage, prior, 0.5)
     np.testing.assert_allclose(np.diag(found) / found[0, 0], expected / expected[0], rtol=1e-6)
     assert np.trace(found @ curvature @ found) == pytest.approx(0.5 * 3)
