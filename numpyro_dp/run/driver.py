@@ -17,6 +17,7 @@ from jax import Array
 from numpyro_dp._compat import is_tracer
 from numpyro_dp._validate import check_int, check_num_steps, check_sizes
 from numpyro_dp.core import Fold
+from numpyro_dp.model.first_values import finite_start
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import Call, Prepared, arguments_key
 from numpyro_dp.model.public import values_given
@@ -28,34 +29,29 @@ from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.once import check_outside_trace, check_passed_to_trace, in_trace
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.checkpoint import check_every, checkpoint_of, started, without_own_run
-from numpyro_dp.run.course import Progress, opened_bar
-from numpyro_dp.run.forecast import Forecast, forecast
-from numpyro_dp.run.results import RunInterrupted, RunResult
-from numpyro_dp.run.score_sums import WARMUP
+from numpyro_dp.run.loop import Progress, opened_bar
+from numpyro_dp.run.results import WARMUP, Forecast, RunInterrupted, RunResult, forecast
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import OF_MODELS, Method, RunSettings, without
-from numpyro_dp.run.spending import (
-    begun,
+from numpyro_dp.run.state import (
+    RunState,
+    SensitiveState,
     charge,
+    check_identity,
+    check_not_spent,
+    check_params,
+    check_state,
+    check_steps_fit,
     noise_fields,
     plan_for,
+    registered,
     secret_of,
     spent_by,
     taken_only,
     used,
     with_new_noise,
 )
-from numpyro_dp.run.state import (
-    RunState,
-    SensitiveState,
-    check_identity,
-    check_not_spent,
-    check_params,
-    check_state,
-    check_steps_fit,
-)
-from numpyro_dp.run.sweep import SweepPlan, SweepResult, combinations, run_sweep
-from numpyro_dp.run.trial import check_fold, finite_start
+from numpyro_dp.run.sweep import SweepResult, combinations, run_sweep
 from numpyro_dp.sums.devices import copied
 
 __all__ = ["Driver"]
@@ -141,7 +137,7 @@ class Driver(abc.ABC):
         state = self._init(rng_key, self.settings.num_steps, args, kwargs, init_params)
         # All steps of the plan are charged now, because nobody counts the calls of a compiled
         # update. If the ledger refuses, the run is not registered either.
-        with begun(self.settings, state):
+        with registered(self.settings, state):
             charge(self.settings, lambda: [spent_by(self.settings, state, int(state.max_steps))])
             return state
 
@@ -294,7 +290,7 @@ class Driver(abc.ABC):
                     "with init_params=result.params."
                 )
             report = spent_by(settings, start, int(start.step) + num_steps)
-            report = check_fold(fold, session, start, num_steps, report)
+            report = session.check_fold(fold, start, num_steps, report)
             rows = (session.host_rows if stream else session.rows)(args, kwargs)
             # Another process may resume the same state, so the noise to come must be new.
             first = start if is_new else with_new_noise(settings, start)
@@ -323,10 +319,8 @@ class Driver(abc.ABC):
                 report = dataclasses.replace(
                     spent_by(settings, found.state, taken), run=report.run, public=report.public
                 )
-                taken_only(settings, found.state)
-            make = functools.partial(
-                driver._posterior, session.problem.at(rows.shared)
-            )  # no record
+                taken_only(found.state)
+            make = functools.partial(driver._posterior, session.problem.at(rows.shared))
             result = RunResult(
                 driver.get_params(found.state), found.state, found.losses, found.trace, report,
                 found.folded, make, found.scores,
@@ -407,7 +401,6 @@ class Driver(abc.ABC):
                 "Each run of a sweep would spend all that is left of the ledger. Say what one run "
                 "may spend: ledger.budget(0.1, purpose=...)."
             )
-        plan = SweepPlan(self.settings, rng_keys, num_steps, learning_rate, trace_size, chunk_size)
         axes = combinations(self.settings, epsilon, noise_multiplier, clip_norm)
         structure = self.structure(args, kwargs)
         common = num_steps, args, kwargs, init_params, structure
@@ -415,7 +408,11 @@ class Driver(abc.ABC):
         starts = [self._init(key, *common) for key in rng_keys]
         session = self._session(args, kwargs)
         rows, records = session.rows(args, kwargs), session.records(args, kwargs)
-        return run_sweep(plan, axes, starts, session, rows, records, checkpoint)
+        return run_sweep(
+            self.settings, axes, starts, session, rows, records, rng_keys=rng_keys,
+            num_steps=num_steps, rates=learning_rate, trace_size=trace_size, chunk_size=chunk_size,
+            checkpoint=checkpoint,
+        )  # fmt: skip
 
     def _posterior(self, problem: Any, result: RunResult, plain: bool) -> Any:
         """Makes ``result.posterior``. Drivers with a posterior override this."""

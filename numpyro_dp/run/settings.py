@@ -20,8 +20,8 @@ from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.keys import as_secret_key
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism, build_mechanism
+from numpyro_dp.privacy.mechanism.loss import LossRelease, with_loss_norm
 from numpyro_dp.privacy.plan import BudgetError
-from numpyro_dp.run.loss import LossRelease, with_loss_norm
 
 # Fields of Privacy that only mean something to a driver that reads a NumPyro model.
 OF_MODELS = ("data_plate", "max_rows_per_unit", "public")

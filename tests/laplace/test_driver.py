@@ -22,7 +22,7 @@ from numpyro_dp import (
 from numpyro_dp.laplace import decode, guess, pattern
 from numpyro_dp.posterior.prior import ModelPrior
 from numpyro_dp.privacy.plan import BudgetError
-from numpyro_dp.run import streaming
+from numpyro_dp.run import loop as streaming
 
 KEY = jax.random.key(0)
 D = 3

@@ -12,7 +12,7 @@ from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_dp import DPSVI, DPLaplace, Privacy, secret_key
 from numpyro_dp.estimators import aligned
-from numpyro_dp.run import streaming
+from numpyro_dp.run import loop as streaming
 from numpyro_dp.run.step import _numbers
 from numpyro_dp.samplers import FixedSize, Permutation, Poisson
 

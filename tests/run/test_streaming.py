@@ -18,7 +18,7 @@ from numpyro_dp import DPSEP, DPSVI, DPLaplace, Privacy, PrivacyBudget
 from numpyro_dp.core import Fold
 from numpyro_dp.estimators import aligned
 from numpyro_dp.mechanisms import LossRelease
-from numpyro_dp.run import streaming
+from numpyro_dp.run import loop as streaming
 from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
 
 KEY = jax.random.key(0)

@@ -47,8 +47,7 @@ from numpyro_dp.model.records import Rows
 from numpyro_dp.privacy.keys import check_rng_key, secret_key
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.session import Session
-from numpyro_dp.run.spending import spent_by
-from numpyro_dp.run.state import RunState
+from numpyro_dp.run.state import RunState, spent_by
 
 __all__ = ["Audit", "audit", "audit_run"]
 
