@@ -246,15 +246,9 @@ def started(
 ) -> Iterator[tuple[PyTree, list[PrivacyReport]]]:
     """Registers and charges runs before they read a record, and finds their progress.
 
-    Args:
-        settings: The settings of the runs.
-        states: Their first states.
-        progress: Their progress before the first step.
-        reports: The reports of the whole runs.
-        kept: Their checkpoint, or ``None``.
-        left: Progress -> states, and the number of steps that each has left.
-        charged: Returns the reports of all steps that they may take. ``None`` for a run that goes
-            on from a state: it was registered and charged before.
+    From a progress ``left`` gives states, and the number of steps that each has left. ``charged``
+    returns the reports of all steps that the runs may take. It is ``None`` for a run that goes on
+    from a state, because that was registered and charged before.
 
     Yields:
         The progress from which to go on, and the reports with their names and date.
@@ -331,16 +325,8 @@ def checkpoint_of(
 ) -> Checkpoint | None:
     """Returns the checkpoint of a run, or ``None`` without a folder.
 
-    Args:
-        folder: The folder, or ``None``.
-        every: About how many steps lie between two checkpoints.
-        driver: Name of the driver.
-        settings: Its settings.
-        reports: Reports of the whole runs.
-        rng_key: Key of the call, or keys.
-        program: Returns a hash of the compiled program and of public values.
-        records: All arrays of records.
-        **own: Further JSON values that must be the same when a call continues the run.
+    ``driver`` is a name, and ``program`` returns a hash of the compiled program and of public
+    values. ``own`` are further JSON values that must be the same when a call continues the run.
     """
     if folder is None:
         return None

@@ -32,21 +32,11 @@ from numpyro_dp.model.records import Rows
 from numpyro_dp.privacy.accounting import RDP, UnsupportedEventError
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.checkpoint import Checkpoint
-from numpyro_dp.run.state import RunState
 from numpyro_dp.sums.devices import any_process
 
 __all__ = [
-    "Course",
-    "HostRows",
-    "LoopCall",
-    "Progress",
-    "StreamedLoop",
-    "build_loop",
-    "drawn_size",
-    "fetched_batch",
-    "follow",
-    "opened_bar",
-    "with_bar",
+    "Course", "HostRows", "LoopCall", "Progress", "StreamedLoop", "build_loop", "drawn_size",
+    "fetched_batch", "follow", "opened_bar", "with_bar",
 ]  # fmt: skip
 
 LoopCall = tuple[int, int, int]  # first slot, number of slots, steps per slot
@@ -124,8 +114,8 @@ def build_loop(
     """Returns a compiled loop that runs steps and keeps an iterate of each slot.
 
     Args:
-        step: ``(state, rows) -> (state, value)`` with a scalar value. The state is a
-            :class:`RunState`, alone or in a pair with the state of a fold.
+        step: ``(state, rows) -> (state, value)`` with a scalar value. The state is that of a run,
+            alone or with further sums.
         read: ``state -> iterate``, the iterate to keep.
         measure: ``(state, rows) -> rows`` with the lengths of the records.
 
@@ -175,14 +165,17 @@ def follow(
 ) -> tuple[Progress, bool]:
     """Returns the progress after calls of a loop, and whether Ctrl-C was pressed.
 
+    If ``watched``, Ctrl-C ends the loop after the present call. In one process of a mesh it stops
+    all processes after the same call.
+
     Args:
-        loop: ``loop(carry, buffer, rows, first, count, stride)``, compiled.
+        loop: From :func:`build_loop`.
         progress: The progress before.
         rows: The records.
         calls: From :meth:`Course.calls`.
         kept: Where to keep the progress after every call.
-        watched: Whether Ctrl-C ends the loop after the present call.
-        mesh: Devices of the run. Ctrl-C in one of their processes stops all after the same call.
+        watched: Whether to look for Ctrl-C.
+        mesh: Devices of the run.
     """
     with _stop_at_interrupt() if watched else contextlib.nullcontext(lambda: False) as stopped:
         for call in calls:
@@ -227,13 +220,7 @@ def _stop_at_interrupt() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def opened_bar(shown: bool, total: int | None = None, unit: str = "step") -> Iterator[Any]:
-    """Yields a progress bar that says what a run does before its first step, or ``None``.
-
-    Args:
-        shown: Whether there is a bar.
-        total: All steps of the run, if they are known.
-        unit: What is counted.
-    """
+    """Yields a progress bar that says what a run does before its first step, or ``None``."""
     if not shown:
         yield None
         return
@@ -252,13 +239,8 @@ def with_bar(
     bound of the whole run. The bar updates it only if that takes at most 1% of the time, so it says
     until which step the bound holds.
 
-    Args:
-        bar: From :func:`opened_bar`. With ``None`` nothing is shown.
-        calls: Calls of the loop.
-        before: Steps before this run, which the report counts.
-        done: Steps of this run before the calls.
-        total: All steps of this run.
-        report: Report of the whole run.
+    The report of the whole run also counts ``before`` steps before this run. Of the ``total`` steps
+    of this run, ``done`` were taken before the calls.
     """
     if bar is None:
         yield from calls
@@ -432,10 +414,8 @@ def drawn_size(sampler: Sampler, state: PyTree) -> int:
     return batch.indices.size
 
 
-def _with_batches(carry: PyTree, sampler_state: PyTree) -> PyTree:
-    """Sets the sampler's state in a run's state, alone or in a pair with a fold's state."""
-    if isinstance(carry, RunState):
-        return carry._replace(sampler_state=sampler_state)
+def _with_batches(carry: Any, sampler_state: PyTree) -> Any:
+    """Sets the sampler's state in what a loop carries."""
     return carry._replace(state=carry.state._replace(sampler_state=sampler_state))
 
 

@@ -27,11 +27,10 @@ from numpyro_dp.core import (
     PyTree,
     Released,
 )
-from numpyro_dp.model.first_values import has_finite_signal
 from numpyro_dp.model.frontend import Prepared
 from numpyro_dp.model.held import held_by_function
 from numpyro_dp.model.public import PublicArray
-from numpyro_dp.model.records import Rows
+from numpyro_dp.model.records import Rows, has_finite_signal
 from numpyro_dp.model.units import Grouped
 from numpyro_dp.privacy.keys import key_of_lane
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm, indicator_entry

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp._tree import shapes_of
 from numpyro_dp.core import MechanismBuilder, MechanismState, PyTree
 from numpyro_dp.model.public import PublicArray
 from numpyro_dp.privacy import once
@@ -38,9 +37,9 @@ from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.sums.devices import copied, from_first
 
 __all__ = [
-    "RunIdentity", "RunState", "SensitiveState", "charge", "check_identity", "check_not_spent",
-    "check_params", "check_state", "check_steps_fit", "noise_fields", "plan_for", "registered",
-    "report_for", "secret_of", "spent_by", "taken_only", "used", "with_new_noise",
+    "RunIdentity", "RunState", "SensitiveState", "charge", "check_identity", "check_state",
+    "noise_fields", "plan_for", "registered", "report_for", "secret_of", "spent_by", "taken_only",
+    "used", "with_new_noise",
 ]  # fmt: skip
 
 
@@ -229,35 +228,6 @@ def check_state(state: Any) -> SensitiveState:
     return state
 
 
-def check_not_spent(state: SensitiveState) -> None:
-    """Raises BudgetError once all steps of the plan have been taken."""
-    if int(state.step) >= int(state.max_steps):
-        raise BudgetError(
-            f"The budget covers {int(state.max_steps)} updates, and all have been taken. Plan for "
-            "more with DPSVI(..., num_steps=T)."
-        )
-
-
-def check_steps_fit(state: SensitiveState, num_steps: int) -> None:
-    """Raises BudgetError unless the plan covers ``num_steps`` more steps."""
-    left = int(state.max_steps) - int(state.step)
-    if num_steps > left:
-        raise BudgetError(
-            f"Expected num_steps <= {left}, got {num_steps}. The budget covers no more after "
-            f"{int(state.step)} steps. Plan for all steps with DPSVI(..., num_steps=T)."
-        )
-
-
-def check_params(params: PyTree, expected: PyTree) -> None:
-    """Raises unless the parameters of a state have the shapes that these records need."""
-    found = shapes_of(params)
-    if found != expected:
-        raise ValueError(
-            f"Expected a state with parameters of the shapes {expected} for these records, got "
-            f"{found}. Resume with the records of the run, or start again with init."
-        )
-
-
 def check_identity(
     state: SensitiveState, identity: RunIdentity, further: tuple[str, ...] = ()
 ) -> None:
@@ -311,7 +281,7 @@ def registered(
 ) -> contextlib.AbstractContextManager[None]:
     """Registers new runs. Raises if a run has the noise of an earlier run."""
     noisy = [state.run_id for state in states if _has_noise(state)]
-    return once.begin(noisy, repetition=settings.privacy.repetition)
+    return once.register(noisy, repetition=settings.privacy.repetition)
 
 
 def charge(
