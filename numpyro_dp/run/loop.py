@@ -4,7 +4,7 @@ A :class:`Course` splits the steps into calls of one compiled loop (:func:`build
 calls, :func:`follow` writes a checkpoint and looks for Ctrl-C, and :func:`with_bar` shows progress.
 
 Records may stay on the host (:class:`HostRows`). The device then draws the batches, and a thread
-fetches their rows while the device works (:class:`StreamedLoop`). The same keys give the same
+fetches their rows while the device works (:func:`streamed`). The same keys give the same
 batches as with all records on the device, so a run spends and returns the same.
 """
 
@@ -35,8 +35,8 @@ from numpyro_dp.run.checkpoint import Checkpoint
 from numpyro_dp.sums.devices import any_process
 
 __all__ = [
-    "Course", "HostRows", "LoopCall", "Progress", "StreamedLoop", "build_loop", "drawn_size",
-    "fetched_batch", "follow", "opened_bar", "with_bar",
+    "Course", "HostRows", "LoopCall", "Progress", "build_loop", "drawn_size", "fetched_batch",
+    "follow", "opened_bar", "streamed", "with_bar",
 ]  # fmt: skip
 
 LoopCall = tuple[int, int, int]  # first slot, number of slots, steps per slot
@@ -72,13 +72,13 @@ class Course(NamedTuple):
         """Returns how many slots are full after ``done`` steps."""
         return max(0, done - self.rest) // self.stride
 
-    def calls(self, done: int, steps: int | None) -> list[LoopCall]:
+    def calls(self, done: int, every: int | None, in_parts: bool) -> list[LoopCall]:
         """Returns the calls of the loop after ``done`` steps.
 
-        Args:
-            done: Number of steps that earlier calls took.
-            steps: About how many steps a call takes. ``None`` for as many as possible.
+        A call takes about ``every`` steps. If this is ``None``, it takes a 25th of the run if the
+        host needs parts of it, else as many steps as possible.
         """
+        steps = every or (max(1, self.num_steps // 25) if in_parts else None)
         left, found = self.rest - done, []
         while left > 0:
             now = min(left, steps or left)
@@ -321,14 +321,6 @@ class HostRows(NamedTuple):
         return (*map(padded, arrays), *[jnp.zeros(size, jnp.uint32)] * self.numbered)
 
 
-class _Chunk(NamedTuple):
-    """Rows of some steps, a state for :func:`fetched_batch`, and the sampler's state after them."""
-
-    arrays: tuple[Array, ...]
-    state: tuple[Array, Array]
-    after: PyTree
-
-
 def fetched_batch(size: int, state: tuple[Array, Array]) -> tuple[Batch, tuple[Array, Array]]:
     """Returns the next batch of a chunk, whose rows are in order because they are drawn already.
 
@@ -341,62 +333,61 @@ def fetched_batch(size: int, state: tuple[Array, Array]) -> tuple[Batch, tuple[A
     return Batch(rows, mask[step]), (step + 1, mask)
 
 
-class StreamedLoop:
-    """A loop like that of :func:`build_loop`, which fetches its rows.
+def streamed(
+    loop: Callable[..., tuple[PyTree, PyTree]],
+    sampler: Sampler,
+    state: PyTree,
+    host: HostRows,
+    calls: list[LoopCall],
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """Returns a loop like ``loop``, which fetches its rows from the host.
 
     Args:
-        loop: A loop of ``build_loop`` whose steps take a :func:`fetched_batch`.
+        loop: From :func:`build_loop`. Its steps take a :func:`fetched_batch`.
         sampler: Draws the batches.
         state: State of the sampler before the first batch.
         host: The records.
         calls: All calls, in order. The thread needs them to fetch ahead.
     """
+    size = drawn_size(sampler, state)
+    length = max(1, min(_LONGEST, _BYTES // max(1, host.bytes_of_row * size)))
+    draw = functools.partial(_drawn, sampler, host.num_examples, length)
+    counts = [count * steps for call in calls for _, count, steps in _parts(length, *call)]
+    chunks = _fetch(draw, state, host, counts)
 
-    def __init__(
-        self,
-        loop: Callable[..., tuple[PyTree, PyTree]],
-        sampler: Sampler,
-        state: PyTree,
-        host: HostRows,
-        calls: list[LoopCall],
-    ) -> None:
-        size = drawn_size(sampler, state)
-        self._length = max(1, min(_LONGEST, _BYTES // max(1, host.bytes_of_row * size)))
-        draw = functools.partial(_drawn, sampler, host.num_examples, self._length)
-        counts = [count * steps for call in calls for _, count, steps in self._parts(*call)]
-        self._loop, self._shared = loop, host.shared
-        self._chunks = _fetch(draw, state, host, counts)
+    def with_batches(carry: Any, state: PyTree) -> Any:
+        return carry._replace(state=carry.state._replace(sampler_state=state))
 
-    def __call__(
-        self, carry: PyTree, buffer: PyTree, _: HostRows, first: Any, count: Any, stride: Any
-    ) -> tuple[PyTree, PyTree]:
-        """Runs ``stride`` steps for each of ``count`` slots."""
+    def streaming(
+        carry: Any, buffer: PyTree, _: HostRows, first: Any, count: Any, stride: Any
+    ) -> tuple[Any, PyTree]:
         means: dict[int, Any] = {}  # mean value of each slot that several chunks fill
-        for slot, number, steps in self._parts(int(first), int(count), int(stride)):
-            chunk = next(self._chunks)
-            rows = Rows(chunk.arrays, self._shared)
-            carry, buffer = self._loop(
-                _with_batches(carry, chunk.state), buffer, rows,
-                *(jnp.asarray(n, jnp.int32) for n in (slot, number, steps)),
-            )  # fmt: skip
+        for slot, number, steps in _parts(length, int(first), int(count), int(stride)):
+            arrays, batches, after = next(chunks)
+            numbers = (jnp.asarray(n, jnp.int32) for n in (slot, number, steps))
+            rows = Rows(arrays, host.shared)
+            carry, buffer = loop(with_batches(carry, batches), buffer, rows, *numbers)
             # The sampler's own state again, as a run with all records on the device would have it.
-            carry = _with_batches(carry, chunk.after)
+            carry = with_batches(carry, after)
             if steps < int(stride):
                 kept, values = buffer
                 means[slot] = means.get(slot, 0.0) + values[slot] * (steps / int(stride))
                 buffer = kept, values.at[slot].set(means[slot])
         return carry, buffer
 
-    def _parts(self, first: int, count: int, stride: int) -> Iterator[LoopCall]:
-        """Splits a call into calls that fit a chunk."""
-        if stride <= self._length:
-            few = self._length // stride
-            for slot in range(first, first + count, few):
-                yield slot, min(few, first + count - slot), stride
-            return
-        for slot in range(first, first + count):
-            for done in range(0, stride, self._length):
-                yield slot, 1, min(self._length, stride - done)
+    return streaming
+
+
+def _parts(length: int, first: int, count: int, stride: int) -> Iterator[LoopCall]:
+    """Splits a call into calls of at most ``length`` steps."""
+    if stride <= length:
+        few = length // stride
+        for slot in range(first, first + count, few):
+            yield slot, min(few, first + count - slot), stride
+        return
+    for slot in range(first, first + count):
+        for done in range(0, stride, length):
+            yield slot, 1, min(length, stride - done)
 
 
 def drawn_size(sampler: Sampler, state: PyTree) -> int:
@@ -414,20 +405,18 @@ def drawn_size(sampler: Sampler, state: PyTree) -> int:
     return batch.indices.size
 
 
-def _with_batches(carry: Any, sampler_state: PyTree) -> Any:
-    """Sets the sampler's state in what a loop carries."""
-    return carry._replace(state=carry.state._replace(sampler_state=sampler_state))
-
-
 def _fetch(
     draw: Callable[..., Any], state: PyTree, host: HostRows, counts: list[int]
-) -> Iterator[_Chunk]:
-    """Yields chunks of ``counts`` steps, and fetches the next chunk meanwhile."""
+) -> Iterator[tuple[Any, ...]]:
+    """Yields chunks of ``counts`` steps, and fetches the next chunk meanwhile.
 
-    def prepare(state: PyTree, count: int) -> _Chunk:
+    A chunk has rows, a state for :func:`fetched_batch`, and the sampler's state after its steps.
+    """
+
+    def prepare(state: PyTree, count: int) -> tuple[Any, ...]:
         rows, mask, after = draw(state, count)
         taken = host.take(np.asarray(rows)[:count].ravel(), rows.size)
-        return _Chunk(taken, (jnp.zeros((), jnp.int32), mask), after)
+        return taken, (jnp.zeros((), jnp.int32), mask), after
 
     with ThreadPoolExecutor(1) as thread:
         # Batches depend on keys alone and not on results, so they can be drawn ahead of the steps.
@@ -435,7 +424,7 @@ def _fetch(
         for count in [*counts[1:], 0]:
             chunk = coming.result()
             if count:
-                coming = thread.submit(prepare, chunk.after, count)
+                coming = thread.submit(prepare, chunk[2], count)
             yield chunk
 
 

@@ -42,11 +42,11 @@ from numpyro_dp.run.loop import (
     Course,
     HostRows,
     Progress,
-    StreamedLoop,
     build_loop,
     drawn_size,
     fetched_batch,
     follow,
+    streamed,
     with_bar,
 )
 from numpyro_dp.run.results import (
@@ -289,15 +289,15 @@ class Session:
         """
         course, progress = begun
         done, before, loop = int(progress.done), int(state.step), self._loop_for(fold)
-        # Without a bar or a checkpoint, one call never waits for the host.
+        # Only a bar and a checkpoint need several calls, between which the device waits.
         # Processes of a mesh take the same calls, even if only one of them shows a bar.
         watched = kept is not None or any_process(self.settings.execution.mesh, bar is not None)
-        calls = course.calls(done, _steps_of_call(course, kept, watched))
+        calls = course.calls(done, kept and kept.every, watched)
         if isinstance(rows, HostRows) and calls:
             # Only the host knows which rows it fetched, so it gives the batches to the step.
             opened = progress.carry.state
             stream = self._streamed(opened)
-            loop = StreamedLoop(
+            loop = streamed(
                 stream._loop_for(fold), self.settings.sampler, opened.sampler_state, rows, calls
             )
         # The bar shows steps and epsilon, which are public, and no loss.
@@ -344,8 +344,8 @@ class Session:
             KeyboardInterrupt: If Ctrl-C was pressed and there is a checkpoint to continue from.
         """
         course, progress = begun
-        calls = course.calls(int(progress.done), _steps_of_call(course, kept, False))
         watched = kept is not None
+        calls = course.calls(int(progress.done), kept and kept.every, watched)
         progress, stopped = follow(
             self._loop_many, progress, rows, calls, kept, watched, self.settings.execution.mesh
         )
@@ -373,8 +373,7 @@ class Session:
 
     def host_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HostRows:
         """Splits arguments as :meth:`rows` does, but leaves the records on the host."""
-        mesh = self.settings.execution.mesh
-        if mesh is not None and mesh.is_multi_process:
+        if self.settings.several_processes:
             raise ValueError(
                 "stream=True does not support a mesh of several processes. Leave stream out, and "
                 "pass arrays from jax.make_array_from_process_local_data."
@@ -555,10 +554,3 @@ def _loss_scale(release: LossRelease, state: MechanismState) -> Array:
     """Returns the factor that maps the bound on a log likelihood to its clip norm."""
     # The norm may adapt, and the share of the loss in the sensitivity must stay the same.
     return with_loss_norm(state.clip_norm, release).by_entry[LOSS_ENTRY] / release.clip
-
-
-def _steps_of_call(course: Course, kept: Checkpoint | None, progress_bar: bool) -> int | None:
-    """About how many steps a call of the loop takes. A bar or a checkpoint needs several calls."""
-    if kept is not None and kept.every is not None:
-        return kept.every
-    return max(1, course.num_steps // 25) if kept is not None or progress_bar else None
