@@ -1,6 +1,8 @@
 """Differentially private Bayesian inference for NumPyro."""
 
 from numpyro_dp import accounting, core, estimators, extend, mechanisms, plots, posterior, samplers
+from numpyro_dp.audit import audit, audit_run
+from numpyro_dp.columns import summarize_columns
 from numpyro_dp.em.dpem import DPEM
 from numpyro_dp.ep.dpsep import DPSEP, SEP
 from numpyro_dp.ep.per_record import EP
@@ -18,8 +20,6 @@ from numpyro_dp.privacy.keys import secret_key
 from numpyro_dp.privacy.ledger import Ledger, LedgerError
 from numpyro_dp.privacy.once import NoiseReuseError
 from numpyro_dp.privacy.plan import BudgetError, PrivacyReport
-from numpyro_dp.run.audit import audit, audit_run
-from numpyro_dp.run.columns import summarize_columns
 from numpyro_dp.run.results import RunInterrupted, RunResult
 from numpyro_dp.run.settings import Execution, Privacy
 from numpyro_dp.vi.dpsvi import DPSVI

@@ -8,9 +8,9 @@ samplers and mechanisms: :mod:`numpyro_dp.core`. :func:`check_mechanism` tries a
 
 from numpyro_dp.model.frontend import Call, Prepared
 from numpyro_dp.model.records import Records, RecordsProblem, read_records
+from numpyro_dp.privacy.mechanism.trial import check_mechanism
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.settings import Method, RunSettings
-from numpyro_dp.run.trial import check_mechanism
 
 __all__ = [
     "Call",

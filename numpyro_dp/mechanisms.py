@@ -2,6 +2,6 @@
 
 from numpyro_dp.privacy.mechanism.clip_norm import AdaptiveClip
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
-from numpyro_dp.run.loss import LossRelease
+from numpyro_dp.privacy.mechanism.loss import LossRelease
 
 __all__ = ["AdaptiveClip", "GaussianMechanism", "LossRelease"]

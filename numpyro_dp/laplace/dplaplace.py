@@ -40,11 +40,10 @@ from numpyro_dp.privacy.mechanism.staged import StagedGaussian
 from numpyro_dp.privacy.once import check_outside_trace
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run.checkpoint import checkpoint_of, started, without_own_run
-from numpyro_dp.run.course import opened_bar
-from numpyro_dp.run.forecast import Forecast, forecast
+from numpyro_dp.run.loop import opened_bar
+from numpyro_dp.run.results import Forecast, forecast
 from numpyro_dp.run.settings import Execution, Privacy, RunSettings, without
-from numpyro_dp.run.spending import plan_for, spent_by
-from numpyro_dp.run.state import SensitiveState
+from numpyro_dp.run.state import SensitiveState, plan_for, spent_by
 
 __all__ = ["DPLaplace"]
 

@@ -49,13 +49,12 @@ from numpyro_dp.posterior.algebra import factor, solve
 from numpyro_dp.posterior.likelihood import released_likelihood
 from numpyro_dp.posterior.prior import ModelPrior
 from numpyro_dp.privacy.mechanism.staged import asking
-from numpyro_dp.run import course
 from numpyro_dp.run.checkpoint import Checkpoint
 from numpyro_dp.run.driver import Driver
+from numpyro_dp.run.loop import HostRows, LoopCall, with_bar
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import RunState, SensitiveState
-from numpyro_dp.run.streaming import HostRows
 
 __all__ = ["Releases", "Run", "Stages", "most_releases"]
 
@@ -394,7 +393,7 @@ class Stages(Driver):
             if release < len(run.plan.kinds):  # a run may need fewer releases than it may make
                 run.read(release, values[release])
 
-        def calls() -> Iterator[course.Call]:
+        def calls() -> Iterator[LoopCall]:
             release = done
             while release < len(run.plan.kinds):  # a release may add another
                 if bar is not None:
@@ -402,7 +401,7 @@ class Stages(Driver):
                 yield release, 1, 1
                 release += 1
 
-        for release, _, _ in course.with_bar(bar, calls(), 0, done, len(run.plan.kinds), report):
+        for release, _, _ in with_bar(bar, calls(), 0, done, len(run.plan.kinds), report):
             _, empty = state.optim_state
             # The mechanism adds up the shares. One that brought the sum above 1 would give NaN.
             memory = asking(state.mechanism_state.memory, run.plan.shares[release])

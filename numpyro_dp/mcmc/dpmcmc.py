@@ -44,14 +44,12 @@ from numpyro_dp.run.checkpoint import (
     started,
     without_own_run,
 )
-from numpyro_dp.run.course import Course, Progress, opened_bar
 from numpyro_dp.run.driver import Driver
-from numpyro_dp.run.forecast import Forecast, forecast
-from numpyro_dp.run.score_sums import MOST_LATENTS
+from numpyro_dp.run.loop import Course, Progress, opened_bar
+from numpyro_dp.run.results import MOST_LATENTS, Forecast, forecast
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Execution, Method, Privacy, RunSettings, without
-from numpyro_dp.run.spending import noise_fields, plan_for, secret_of, spent_by
-from numpyro_dp.run.state import SensitiveState
+from numpyro_dp.run.state import SensitiveState, noise_fields, plan_for, secret_of, spent_by
 
 __all__ = ["DPMCMC"]
 

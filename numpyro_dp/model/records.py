@@ -146,6 +146,28 @@ class Layout(NamedTuple):
         return normal, ones
 
 
+def has_finite_signal(problem: Any, signal: Callable[..., Any], params: dict[str, Any]) -> bool:
+    """Whether any invented record has a finite signal."""
+    normal, ones = problem.records.layout.invented_records()
+    # Most sites support 1. Halves serve sites on proportions, and identities those on matrices.
+    halves = tuple(leaf // 2 if leaf.dtype.kind in "iub" else leaf / 2 for leaf in ones)
+    squares = tuple(_identity_like(leaf) for leaf in ones)
+    for rows in (normal, ones, halves, squares):
+        extra = problem.blank_example()[len(rows) :]
+        found = signal(params, tuple(leaf[0] for leaf in rows) + extra)
+        if all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(found)):
+            return True
+    return False
+
+
+def _identity_like(rows: Array) -> Array:
+    """Returns identities if rows are square matrices, else the rows."""
+    square = rows.ndim > 2 and rows.shape[-1] == rows.shape[-2]
+    return (
+        jnp.broadcast_to(jnp.eye(rows.shape[-1], dtype=rows.dtype), rows.shape) if square else rows
+    )
+
+
 class Records(NamedTuple):
     """The split of the arguments, and the public arrays.
 

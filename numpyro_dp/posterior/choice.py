@@ -12,7 +12,7 @@ from jax import Array
 from numpyro_dp._validate import check_int
 from numpyro_dp.posterior.rehearsal import Rehearsal, SimulatedRuns, shown
 from numpyro_dp.privacy.keys import check_rng_key
-from numpyro_dp.run.course import opened_bar
+from numpyro_dp.run.loop import opened_bar
 
 __all__ = ["Choice", "choose"]
 

@@ -1,4 +1,4 @@
-"""Averages over the steps of a run, from the sums of :mod:`numpyro_dp.run.score_sums`."""
+"""Averages over the steps of a run, from the sums of :mod:`numpyro_dp.run.results`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def averages_of(sums: Any, seen: np.ndarray) -> Averages | None:
     """Returns averages of the latents ``seen``, or ``None`` if there are none that are finite.
 
     Args:
-        sums: A :class:`~numpyro_dp.run.score_sums.ScoreSums`.
+        sums: A :class:`~numpyro_dp.run.results.ScoreSums`.
         seen: Numbers of the latents that records inform.
     """
     count = int(sums.count)

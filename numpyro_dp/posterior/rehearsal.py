@@ -28,7 +28,7 @@ from numpyro_dp.model.public import argument_names
 from numpyro_dp.model.units import split_unit
 from numpyro_dp.posterior.diagnosis import PosteriorWarning
 from numpyro_dp.privacy.keys import check_rng_key
-from numpyro_dp.run.course import opened_bar
+from numpyro_dp.run.loop import opened_bar
 
 __all__ = ["Rehearsal", "SimulatedRuns", "rehearse", "shown"]
 

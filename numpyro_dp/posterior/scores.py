@@ -4,7 +4,7 @@ Near the optimum :math:`\phi` of the data, step t released
 
 .. math:: S_t = H (\phi - z_t) + \text{noise}_t
 
-at the public point :math:`z_t` (:mod:`numpyro_dp.run.score_sums`). With the fresh part
+at the public point :math:`z_t` (:mod:`numpyro_dp.run.results`). With the fresh part
 :math:`\delta_t` of each point, the curvature follows from
 
 .. math::

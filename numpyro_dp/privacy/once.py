@@ -6,7 +6,7 @@ sums. Four rules prevent this.
 1. A secret key is made outside every trace (:func:`check_outside_trace`). JAX traces a function
    once for many calls and lanes, and all of them would share a key made there.
 2. Within a process each run has an id, a hash of its first noise key. The process remembers for
-   each id how many steps of noise are used up (:func:`begin`, :func:`use`). A key that is passed
+   each id how many steps of noise are used up (:func:`register`, :func:`use`). A key that is passed
    twice raises an error, and so does a state that was used before.
 3. A state has 256 further bits, its nonce. They are new each time the state enters a function that
    is compiled or transformed (:func:`~.keys.next_nonce`). JAX runs a compiled update without
@@ -45,11 +45,11 @@ from numpyro_dp import _compat
 
 __all__ = [
     "NoiseReuseError",
-    "begin",
     "check_outside_trace",
     "check_passed_to_trace",
     "held_by_a_function",
     "in_trace",
+    "register",
     "taken_only",
     "use",
 ]
@@ -156,7 +156,7 @@ def held_by_a_function(call: str) -> str:
 
 
 @contextlib.contextmanager
-def begin(identities: Sequence[Array], *, repetition: bool) -> Iterator[None]:
+def register(identities: Sequence[Array], *, repetition: bool) -> Iterator[None]:
     """Registers runs that start. Failed runs are removed again, because they released nothing.
 
     Raises:

@@ -36,8 +36,7 @@ from numpyro_dp.model.held import held_by_program
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.statement import version_of
 from numpyro_dp.run.settings import RunSettings
-from numpyro_dp.run.spending import begun, charge, used
-from numpyro_dp.run.state import SensitiveState
+from numpyro_dp.run.state import SensitiveState, charge, registered, used
 from numpyro_dp.sums.devices import any_process, copied, from_first, hash_together
 
 try:
@@ -47,7 +46,7 @@ except ImportError:  # Windows has another lock
 
 __all__ = [
     "Checkpoint", "check_every", "checkpoint_of", "hash_of", "locked", "started", "traced",
-    "without_own_run", "write_for_owner",
+    "without_own_run",
 ]  # fmt: skip
 
 _FILE = "SENSITIVE_checkpoint"
@@ -128,7 +127,7 @@ class Checkpoint:
         """Whether the folder had the progress of an earlier call."""
         return self._found is not None
 
-    def start(
+    def resume(
         self, progress: PyTree, reports: list[PrivacyReport]
     ) -> tuple[PyTree, list[PrivacyReport]]:
         """Returns the progress to go on from, and the reports with their names and date.
@@ -247,15 +246,9 @@ def started(
 ) -> Iterator[tuple[PyTree, list[PrivacyReport]]]:
     """Registers and charges runs before they read a record, and finds their progress.
 
-    Args:
-        settings: The settings of the runs.
-        states: Their first states.
-        progress: Their progress before the first step.
-        reports: The reports of the whole runs.
-        kept: Their checkpoint, or ``None``.
-        left: Progress -> states, and the number of steps that each has left.
-        charged: Returns the reports of all steps that they may take. ``None`` for a run that goes
-            on from a state: it was registered and charged before.
+    From a progress ``left`` gives states, and the number of steps that each has left. ``charged``
+    returns the reports of all steps that the runs may take. It is ``None`` for a run that goes on
+    from a state, because that was registered and charged before.
 
     Yields:
         The progress from which to go on, and the reports with their names and date.
@@ -269,11 +262,11 @@ def started(
             stack.enter_context(kept)
         resumed = kept is not None and kept.resumed
         if charged is not None and not resumed:
-            stack.enter_context(begun(settings, *states))
+            stack.enter_context(registered(settings, *states))
         if kept is not None:
             # Names are written before the charge. If the process dies in between, the next call
             # finds them, and the ledger counts the run once.
-            progress, reports = kept.start(progress, reports)
+            progress, reports = kept.resume(progress, reports)
         try:
             now, steps = left(progress)
             # A finished run has no step left, so it uses no noise.
@@ -332,16 +325,8 @@ def checkpoint_of(
 ) -> Checkpoint | None:
     """Returns the checkpoint of a run, or ``None`` without a folder.
 
-    Args:
-        folder: The folder, or ``None``.
-        every: About how many steps lie between two checkpoints.
-        driver: Name of the driver.
-        settings: Its settings.
-        reports: Reports of the whole runs.
-        rng_key: Key of the call, or keys.
-        program: Returns a hash of the compiled program and of public values.
-        records: All arrays of records.
-        **own: Further JSON values that must be the same when a call continues the run.
+    ``driver`` is a name, and ``program`` returns a hash of the compiled program and of public
+    values. ``own`` are further JSON values that must be the same when a call continues the run.
     """
     if folder is None:
         return None
@@ -457,14 +442,14 @@ def locked(folder: Any) -> Iterator[pathlib.Path]:
 
 def write_for_owner(path: pathlib.Path, content: bytes) -> None:
     """Writes a file that only its owner can read. It appears when it is complete, on the disk."""
-    begun = path.with_suffix(".begun")
-    begun.unlink(missing_ok=True)  # or the file would keep its mode, or follow a link
-    with open(begun, "xb", opener=_owner_only) as file:
+    unfinished = path.with_suffix(".begun")
+    unfinished.unlink(missing_ok=True)  # or the file would keep its mode, or follow a link
+    with open(unfinished, "xb", opener=_owner_only) as file:
         file.write(content)
         file.flush()
         # On the disk before the file gets its name, or a crash could leave a damaged file there.
         os.fsync(file.fileno())
-    begun.replace(path)
+    unfinished.replace(path)
 
 
 def _owner_only(name: str, flags: int) -> int:

@@ -15,52 +15,46 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp._compat import is_tracer
+from numpyro_dp._tree import shapes_of
 from numpyro_dp._validate import check_int, check_num_steps, check_sizes
 from numpyro_dp.core import Fold
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import Call, Prepared, arguments_key
-from numpyro_dp.model.public import values_given
+from numpyro_dp.model.public import UnsupportedModelError, values_given
 from numpyro_dp.model.records import Records, array_shapes
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.privacy.keys import check_rng_key, check_rng_keys
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.once import check_outside_trace, check_passed_to_trace, in_trace
-from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.privacy.plan import BudgetError, PrivacyReport
 from numpyro_dp.run.checkpoint import check_every, checkpoint_of, started, without_own_run
-from numpyro_dp.run.course import Progress, opened_bar
-from numpyro_dp.run.forecast import Forecast, forecast
-from numpyro_dp.run.results import RunInterrupted, RunResult
-from numpyro_dp.run.score_sums import WARMUP
+from numpyro_dp.run.loop import Progress, opened_bar
+from numpyro_dp.run.results import WARMUP, Forecast, RunInterrupted, RunResult, forecast
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import OF_MODELS, Method, RunSettings, without
-from numpyro_dp.run.spending import (
-    begun,
+from numpyro_dp.run.state import (
+    RunState,
+    SensitiveState,
     charge,
+    check_identity,
+    check_state,
     noise_fields,
     plan_for,
+    registered,
     secret_of,
     spent_by,
     taken_only,
     used,
     with_new_noise,
 )
-from numpyro_dp.run.state import (
-    RunState,
-    SensitiveState,
-    check_identity,
-    check_not_spent,
-    check_params,
-    check_state,
-    check_steps_fit,
-)
-from numpyro_dp.run.sweep import SweepPlan, SweepResult, combinations, run_sweep
-from numpyro_dp.run.trial import check_fold, finite_start
+from numpyro_dp.run.sweep import SweepResult, combinations, run_sweep
 from numpyro_dp.sums.devices import copied
 
 __all__ = ["Driver"]
 
 _UNLIMITED = np.iinfo(np.int32).max
+_ATTEMPTS = 10  # first values that a driver tries
 
 
 class Driver(abc.ABC):
@@ -141,7 +135,7 @@ class Driver(abc.ABC):
         state = self._init(rng_key, self.settings.num_steps, args, kwargs, init_params)
         # All steps of the plan are charged now, because nobody counts the calls of a compiled
         # update. If the ledger refuses, the run is not registered either.
-        with begun(self.settings, state):
+        with registered(self.settings, state):
             charge(self.settings, lambda: [spent_by(self.settings, state, int(state.max_steps))])
             return state
 
@@ -185,7 +179,11 @@ class Driver(abc.ABC):
             # Compiled code cannot raise. It drops steps beyond the budget, and the nonce of the
             # state gives it new keys.
             return session.update(svi_state, args, kwargs)
-        check_not_spent(svi_state)
+        if int(svi_state.step) >= int(svi_state.max_steps):
+            raise BudgetError(
+                f"The budget covers {int(svi_state.max_steps)} updates, and all have been taken. "
+                "Plan for more with DPSVI(..., num_steps=T)."
+            )
         with used(self.settings, svi_state, 1) as known:
             # A state that this process did not start may continue elsewhere too: it gets new noise.
             state = svi_state if known else with_new_noise(self.settings, svi_state)
@@ -283,7 +281,13 @@ class Driver(abc.ABC):
                 start = copied(settings.execution.mesh, init_state)
             session = driver._session(args, kwargs)
             driver._check_fits(start, session)
-            check_steps_fit(start, num_steps)
+            left = int(start.max_steps) - int(start.step)
+            if num_steps > left:
+                raise BudgetError(
+                    f"Expected num_steps <= {left}, got {num_steps}. The budget covers no more "
+                    f"after {int(start.step)} steps. Plan for all steps with DPSVI(..., "
+                    "num_steps=T)."
+                )
             records = session.records(args, kwargs)
             seal = session.seal(records, salt)
             # `seal` used the salt of the state, so equal records give an equal hash.
@@ -294,7 +298,7 @@ class Driver(abc.ABC):
                     "with init_params=result.params."
                 )
             report = spent_by(settings, start, int(start.step) + num_steps)
-            report = check_fold(fold, session, start, num_steps, report)
+            report = session.check_fold(fold, start, num_steps, report)
             rows = (session.host_rows if stream else session.rows)(args, kwargs)
             # Another process may resume the same state, so the noise to come must be new.
             first = start if is_new else with_new_noise(settings, start)
@@ -306,12 +310,12 @@ class Driver(abc.ABC):
                 state=None if is_new else [int(start.run_id[0]), int(start.step)],
             )  # fmt: skip
 
-            def left(progress: Progress) -> tuple[list[SensitiveState], int]:
+            def to_take(progress: Progress) -> tuple[list[SensitiveState], int]:
                 return [first.closed(progress.carry.state)], num_steps - int(progress.done)
 
             # All steps that the state may take, also in later calls: those are not charged again.
             every_step = (lambda: [spent_by(settings, start, covered)]) if is_new else None
-            run = started(settings, [first], progress, [report], kept, left, every_step)
+            run = started(settings, [first], progress, [report], kept, to_take, every_step)
             with run as (progress, (report,)):
                 found = session.run(
                     start, rows, (course, progress), report, fold=fold, bar=bar, kept=kept
@@ -323,10 +327,8 @@ class Driver(abc.ABC):
                 report = dataclasses.replace(
                     spent_by(settings, found.state, taken), run=report.run, public=report.public
                 )
-                taken_only(settings, found.state)
-            make = functools.partial(
-                driver._posterior, session.problem.at(rows.shared)
-            )  # no record
+                taken_only(found.state)
+            make = functools.partial(driver._posterior, session.problem.at(rows.shared))
             result = RunResult(
                 driver.get_params(found.state), found.state, found.losses, found.trace, report,
                 found.folded, make, found.scores,
@@ -407,7 +409,6 @@ class Driver(abc.ABC):
                 "Each run of a sweep would spend all that is left of the ledger. Say what one run "
                 "may spend: ledger.budget(0.1, purpose=...)."
             )
-        plan = SweepPlan(self.settings, rng_keys, num_steps, learning_rate, trace_size, chunk_size)
         axes = combinations(self.settings, epsilon, noise_multiplier, clip_norm)
         structure = self.structure(args, kwargs)
         common = num_steps, args, kwargs, init_params, structure
@@ -415,7 +416,11 @@ class Driver(abc.ABC):
         starts = [self._init(key, *common) for key in rng_keys]
         session = self._session(args, kwargs)
         rows, records = session.rows(args, kwargs), session.records(args, kwargs)
-        return run_sweep(plan, axes, starts, session, rows, records, checkpoint)
+        return run_sweep(
+            self.settings, axes, starts, session, rows, records, rng_keys=rng_keys,
+            num_steps=num_steps, rates=learning_rate, trace_size=trace_size, chunk_size=chunk_size,
+            checkpoint=checkpoint,
+        )  # fmt: skip
 
     def _posterior(self, problem: Any, result: RunResult, plain: bool) -> Any:
         """Makes ``result.posterior``. Drivers with a posterior override this."""
@@ -440,18 +445,27 @@ class Driver(abc.ABC):
         # First, so that a plan that exceeds the budget raises before anything is compiled.
         plan = plan_for(settings, structure.layout.num_examples, num_steps)
         key = arguments_key(args, kwargs, self.max_rows)
-
-        def prepare(attempt: int) -> Prepared:
+        # NumPyro's automatic guides also draw initial values until the gradient is finite, but with
+        # SVI they read the records. A record without a finite signal counts as 0. If all do, a run
+        # spends its whole budget and returns the prior and noise.
+        for attempt in range(_ATTEMPTS):
             own = jax.random.fold_in(rng_key, attempt) if attempt else rng_key
-            return self.prepare(structure, own, Call(args, kwargs, init_params))
-
-        def finite(prepared: Prepared) -> bool:
+            prepared = self.prepare(structure, own, Call(args, kwargs, init_params))
             if key not in self._sessions:
                 self._sessions[key] = Session(settings, self.method, prepared)
-            return self._can_start(self._sessions[key], prepared)
-
-        prepared = finite_start(prepare, finite)
-        session = self._sessions[key]
+            session = self._sessions[key]
+            if self._can_start(session, prepared):
+                break
+        else:
+            raise UnsupportedModelError(
+                "The likelihood has no finite gradient for any invented record (normal values, "
+                f"ones, halves, identities), at {_ATTEMPTS} initial values. Records without a "
+                "finite gradient count as 0, and the run would return the prior. Look for sqrt or "
+                "log at 0, a where() whose other branch is not finite, or initial values that "
+                "overflow (init_params= or the guide's init_loc_fn=). If a discrete latent is "
+                "summed out, every value of it must leave the density finite: for example "
+                "Poisson(rate * k + 1e-6) instead of Poisson(rate * k)."
+            )
         identity = dataclasses.replace(
             session.identity(*values_given("init_params", init_params)),
             reproducible=settings.privacy.secret_key is not None,
@@ -479,7 +493,13 @@ class Driver(abc.ABC):
     ) -> None:
         """Raises unless a state belongs to these settings and to records of these shapes."""
         check_identity(state, session.identity(), further)
-        check_params(self.method.optim.get_params(state.optim_state), session.param_shapes)
+        found = shapes_of(self.method.optim.get_params(state.optim_state))
+        if found != session.param_shapes:
+            raise ValueError(
+                f"Expected a state with parameters of the shapes {session.param_shapes} for these "
+                f"records, got {found}. Resume with the records of the run, or start again with "
+                "init."
+            )
 
     def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
         key = arguments_key(args, kwargs, self.max_rows)

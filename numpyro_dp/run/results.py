@@ -1,25 +1,31 @@
-"""What a run returns."""
+"""What a run returns, the sums of scores in it, and a forecast of how much noise it will have."""
 
 from __future__ import annotations
 
 import copy
 import html
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jaxtyping import Float, Int
 
-from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.run.score_sums import ScoreSums
+from numpyro_dp.core import Observation
+from numpyro_dp.privacy.plan import Plan, PrivacyReport
 from numpyro_dp.run.state import SensitiveState
 
 __all__ = [
-    "PrivateLosses",
-    "RunInterrupted",
-    "RunResult",
-    "Trace",
-]
+    "MOST_LATENTS", "WARMUP", "Forecast", "PrivateLosses", "RunInterrupted", "RunResult",
+    "ScoreSums", "Trace", "forecast", "score_sums", "with_observation",
+]  # fmt: skip
+
+MOST_LATENTS = 300  # sums of scores hold a few matrices of this size
+WARMUP = 0.5  # part of the steps of a run that come before the sums of points and scores
+_OF_POSTERIOR = ("sample", "predict", "summary", "diagnose", "to_arviz", "save")
 
 
 class Trace(NamedTuple):
@@ -53,9 +59,6 @@ class PrivateLosses(NamedTuple):
 
     steps: Int[np.ndarray, " kept"]
     values: Float[np.ndarray, "... kept"]
-
-
-_OF_POSTERIOR = ("sample", "predict", "summary", "diagnose", "to_arviz", "save")
 
 
 class _RunResult(NamedTuple):
@@ -241,3 +244,194 @@ class RunInterrupted(KeyboardInterrupt):
             f"Ctrl-C stopped the run after {taken} steps of {num_steps}. The result so far is the "
             f"attribute `result` of this exception. To go on, {how}."
         )
+
+
+class ScoreSums(NamedTuple):
+    r"""Sums over the steps of a run of released scores and their points. You may publish them.
+
+    Near the optimum :math:`\phi` of the data, the score at a point z is :math:`H(\phi - z)`. So the
+    scores of all steps and their points z tell where the optimum is, and the curvature H. A loop
+    keeps the sums that this needs, and no iterates. :mod:`numpyro_dp.posterior.scores` reads them.
+
+    Points move because of earlier noise, which would bias a regression of scores on points. So each
+    point comes with a *shift*: the part of it that was drawn fresh in this step, with mean 0. The
+    rest of the point is the *centre* of the step.
+
+    Points and scores count from the second half of a run on, when the points are near the optimum.
+    Products of scores and shifts are added up for both halves. A guide becomes narrow, and a narrow
+    draw tells little about the curvature. Points are counted from an origin, the first point of the
+    sums, so that no digits are lost.
+
+    Attributes:
+        begins: First step of all sums but ``products``.
+        count: Number of steps in them.
+        origin: Their first point (d,).
+        point, score: Sums of points and scores (d,).
+        point_square, shift_square: Sums of the squared entries of points and shifts (d,).
+        noise_square: Sum of the squared standard deviations of the noise of each score (d,).
+        curvature: Sum of the released curvatures (d, d) or (d,). If there are any, ``products`` is
+            ``None``.
+        curvature_square: Sum of the squared standard deviations of their noise.
+        products: Sums of products over the steps with finite values.
+    """
+
+    begins: Array
+    count: Array
+    origin: Array
+    point: Array
+    score: Array
+    point_square: Array
+    shift_square: Array
+    noise_square: Array
+    curvature: Array | None = None
+    curvature_square: Array | None = None
+    products: Products | None = None
+
+
+class Products(NamedTuple):
+    """Sums of products of score, shift and centre, side by side as one vector u (3 d,).
+
+    They have a leading axis for the steps before and after the other sums begin.
+
+    Attributes:
+        origin: First centre of each half (2, d), from which its centres are counted.
+        count: Number of steps (2,).
+        noise_square: Sum of the squared standard deviations of the noise of each score (2, d).
+        sum: Sum of u (2, 3 d).
+        square: Sum of the products of u with itself (2, 3 d, 3 d).
+    """
+
+    origin: Array
+    count: Array
+    noise_square: Array
+    sum: Array
+    square: Array
+
+
+def score_sums(like: Observation, first_step: Array, num_steps: Array) -> ScoreSums:
+    """Returns empty sums for a run of ``num_steps`` steps from ``first_step`` on.
+
+    ``like`` has the shapes of an observation.
+    """
+    begins = first_step + jnp.floor(WARMUP * num_steps).astype(jnp.int32)
+    count = jnp.zeros((), jnp.int32)
+    empty = jax.tree.map(jnp.zeros_like, like)
+    sums = ScoreSums(begins, count, empty.point, **_terms(empty, empty.point), products=None)
+    if like.shift is not None:
+        size = like.point.size
+        halves = [jnp.zeros((2, *shape), like.point.dtype) for shape in (
+            (size,), (3 * size,), (3 * size, 3 * size)
+        )]  # fmt: skip
+        products = Products(halves[0], jnp.zeros(2, jnp.int32), *halves)
+        sums = sums._replace(products=products)
+    return sums
+
+
+def with_observation(sums: ScoreSums, step: Array, seen: Observation) -> ScoreSums:
+    """Adds what was released in a step."""
+    counts = step >= sums.begins
+    origin = jnp.where(counts & (sums.count == 0), seen.point, sums.origin)
+    # `where`, not a product: a value that overflows before the sums begin must not enter them.
+    added = {
+        name: getattr(sums, name) + jnp.where(counts, term, 0)
+        for name, term in _terms(seen, origin).items()
+    }
+    found = ScoreSums(sums.begins, sums.count + counts.astype(jnp.int32), origin, **added)
+    if sums.products is None or seen.shift is None:
+        return found
+    return found._replace(products=_with_products(sums.products, counts, seen, seen.shift))
+
+
+def _terms(seen: Observation, origin: Array) -> dict[str, Array]:
+    """What an observation adds to each sum but the products."""
+    point, noise = seen.point - origin, seen.curvature_noise
+    terms = {
+        "point": point,
+        "score": seen.score,
+        "point_square": point**2,
+        "shift_square": jnp.zeros_like(point) if seen.shift is None else seen.shift**2,
+        "noise_square": seen.noise_scale**2,
+        "curvature": seen.curvature,
+        "curvature_square": None if noise is None else jnp.asarray(noise) ** 2,
+    }
+    return {name: term for name, term in terms.items() if term is not None}
+
+
+def _with_products(products: Products, half: Array, seen: Observation, shift: Array) -> Products:
+    """Adds a step, unless a value of it is not finite."""
+    centre = seen.point - shift
+    finite = jnp.all(jnp.isfinite(jnp.concatenate([seen.score, shift, centre])))
+    half = half.astype(jnp.int32)
+    before = products.origin[half]
+    origin = jnp.where(finite & (products.count[half] == 0), centre, before)
+    both = jnp.concatenate([seen.score, shift, centre - origin])
+    added = jnp.asarray(1), seen.noise_scale**2, both, jnp.outer(both, both)
+    sums = [
+        total.at[half].add(jnp.where(finite, term, 0).astype(total.dtype))
+        for total, term in zip(products[1:], added, strict=True)
+    ]
+    return Products(products.origin.at[half].set(origin), *sums)
+
+
+class Forecast(NamedTuple):
+    """What the noise of a run will do at best. It prints as a few lines.
+
+    Attributes:
+        num_examples: Number of records N.
+        num_latents: Number of latents d, in unconstrained coordinates.
+        noise_multiplier: Standard deviation of the noise of a step, over the sensitivity.
+        noise: How far the noise moves a latent, in standard deviations of the posterior without
+            noise. A root mean square, and the smallest one that is possible.
+    """
+
+    num_examples: int
+    num_latents: int
+    noise_multiplier: float
+    noise: float
+
+    @property
+    def width(self) -> float:
+        """Standard deviation of the posterior with noise over the one without, at best."""
+        return math.sqrt(1 + self.noise**2)
+
+    def __str__(self) -> str:
+        """The figures, and what they mean."""
+        if self.noise < 0.5:
+            verdict = "The noise matters less than the number of records."
+        elif self.noise < 3:
+            verdict = "The noise matters as much as the number of records."
+        else:
+            verdict = (
+                "The noise decides. Expect wide intervals, or the prior. More records, a larger "
+                "epsilon or fewer latents would tell more."
+            )
+        return (
+            f"{self.num_latents} latents, {self.num_examples} records, noise multiplier "
+            f"{self.noise_multiplier:.4g}.\nAt best, the noise moves a latent by {self.noise:.2g} "
+            f"posterior standard deviations, and intervals are {self.width:.2f} times as wide as "
+            f"without privacy.\n{verdict}"
+        )
+
+    __repr__ = __str__
+
+
+def forecast(plan: Plan, num_latents: int, counted_steps: float) -> Forecast:
+    r"""Returns the forecast of a run in which ``counted_steps`` steps decide the posterior.
+
+    A clipped score has norm at most C. So the records have at most the information :math:`N C^2`
+    about all d latents together, in the sum over orthogonal directions. With inclusion probability
+    q, the mean score of T steps has noise of standard deviation :math:`\sigma C / (q \sqrt T)` in a
+    direction. Without the prior, the noise moves the optimum in a direction of information I by
+    :math:`\sigma C / (q \sqrt T I)`, and its standard deviation without noise is :math:`I^{-1/2}`.
+    The root mean square of the ratios is at least
+
+    .. math:: r = \sigma \sqrt{d / (q^2 T N)},
+
+    whatever the clip norm. It is reached if all directions have the same information, all scores
+    have the clip norm, and the curvature is known. :func:`~numpyro_dp.posterior.rehearse` shows
+    what a run really gives.
+    """
+    number, noise = plan.num_examples, plan.noise_multiplier
+    prob = plan.sampler.inclusion_prob(number)
+    moved = noise * math.sqrt(num_latents / (counted_steps * number)) / prob
+    return Forecast(number, num_latents, noise, moved)

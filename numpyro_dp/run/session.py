@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import math
 import secrets
 from collections.abc import Callable
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp._tree import shapes_of
+from numpyro_dp._tree import filled, shapes_of
 from numpyro_dp.core import (
     Batch,
     Estimator,
@@ -26,27 +28,42 @@ from numpyro_dp.core import (
     Released,
 )
 from numpyro_dp.model.frontend import Prepared
+from numpyro_dp.model.held import held_by_function
 from numpyro_dp.model.public import PublicArray
-from numpyro_dp.model.records import Rows
+from numpyro_dp.model.records import Rows, has_finite_signal
 from numpyro_dp.model.units import Grouped
 from numpyro_dp.privacy.keys import key_of_lane
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm, indicator_entry
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
+from numpyro_dp.privacy.mechanism.loss import LOSS_ENTRY, LossRelease, with_loss, with_loss_norm
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.checkpoint import Checkpoint, hash_of, traced
-from numpyro_dp.run.course import Course, Progress, follow, with_bar
-from numpyro_dp.run.loss import LOSS_ENTRY, LossRelease, with_loss, with_loss_norm
-from numpyro_dp.run.results import PrivateLosses, Trace
-from numpyro_dp.run.score_sums import MOST_LATENTS, ScoreSums, score_sums, with_observation
+from numpyro_dp.run.loop import (
+    Course,
+    HostRows,
+    Progress,
+    build_loop,
+    drawn_size,
+    fetched_batch,
+    follow,
+    streamed,
+    with_bar,
+)
+from numpyro_dp.run.results import (
+    MOST_LATENTS,
+    PrivateLosses,
+    ScoreSums,
+    Trace,
+    score_sums,
+    with_observation,
+)
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import RunIdentity, RunState, SensitiveState
-from numpyro_dp.run.step import Step, build_loop, build_step, build_whole_step
-from numpyro_dp.run.streaming import Fetched, HostRows, StreamedLoop, drawn_size
-from numpyro_dp.run.trial import check_signal, check_signal_program
+from numpyro_dp.run.step import Step, build_step, build_whole_step, check_step
 from numpyro_dp.sums.devices import any_process, copied, spread
 from numpyro_dp.sums.factored import record_lengths
 
-__all__ = ["Finished", "Session"]
+__all__ = ["Session"]
 
 _MAX_TRACE = 1000
 _MAX_TRACE_NUMBERS = 10**7
@@ -61,14 +78,12 @@ class Session:
         num_examples: Number of records.
         num_latents: Number of latents that the method sees, or else of its parameters.
         param_shapes: Shapes of the parameters by path.
-        finite: Parameters -> whether an invented record has a finite signal.
     """
 
     problem: Problem
     settings: RunSettings
     method: Method
     num_latents: int
-    finite: Callable[[dict[str, Any]], bool]
 
     def __init__(self, settings: RunSettings, method: Method, prepared: Prepared) -> None:
         self.problem = problem = prepared.problem
@@ -83,11 +98,22 @@ class Session:
         self.param_shapes: dict[str, tuple[int, ...]] = shapes_of(params)
         self.num_latents = sum(leaf.size for leaf in jax.tree.leaves(params))
         # Checks that need no record run here, so that errors come before any budget is spent.
-        self.finite = check_signal(problem, estimator, params, settings.norm_with_loss)
+
+        def signal(params: dict[str, Any], example: PyTree) -> PyTree:
+            return estimator.signal(estimator.prepare(jax.random.key(0), params), example)
+
+        norm = settings.norm_with_loss
+        if norm.entries != (...,):
+            norm.check_entries(filled(jax.eval_shape(signal, params, problem.blank_example())))
+        self._signal = jax.jit(signal)
         self._like = self._shapes_seen(estimator, params)
-        self._total, self._timed = check_signal_program(
-            problem, self._estimator, method, settings, prepared.optim_state
+        self._total, self._timed = check_step(
+            problem, self._estimator, method.optim, settings, prepared.optim_state
         )
+
+    def finite(self, params: dict[str, Any]) -> bool:
+        """Whether an invented record has a finite signal."""
+        return has_finite_signal(self.problem, self._signal, params)
 
     def _shapes_seen(self, estimator: Estimator, params: PyTree) -> Observation | None:
         """Shapes of what a step releases about the likelihood, or ``None`` for no sums of it."""
@@ -185,10 +211,56 @@ class Session:
             warmup: Number of steps before them.
             fold: Reads the iterate after every step.
         """
-        opened = state.opened
+        opened, scores, folded = state.opened, None, None
         buffer, course = self.slots(opened, num_steps, trace_size, warmup)
-        carry = self._carry(opened, course.num_steps, fold)
-        return course, Progress(carry, buffer, np.int32(0))
+        if self._like is not None:
+            scores = score_sums(self._like, opened.step, jnp.asarray(course.num_steps, jnp.int32))
+        if fold is not None:
+            # With fixed dtypes, so that all calls share a compilation.
+            folded = jax.tree.map(
+                lambda x: jnp.asarray(x, jnp.result_type(x)),
+                fold.init(self.problem.constrain(self._params(opened))),
+            )
+        return course, Progress(_Carry(opened, scores, folded), buffer, np.int32(0))
+
+    def check_fold(
+        self, fold: Fold | None, state: SensitiveState, num_steps: int, report: PrivacyReport
+    ) -> PrivacyReport:
+        """Raises unless a fold fits a loop of ``num_steps`` steps and captured no records.
+
+        Returns:
+            The report of the run, with the public arrays of the fold.
+        """
+        if fold is None:
+            return report
+        if not isinstance(fold, Fold):
+            raise TypeError(
+                "Expected fold to be built by a call, such as tail_average(num_steps), or a Fold, "
+                f"got {type(fold).__name__}."
+            )
+        if fold.num_steps not in (None, num_steps):
+            raise ValueError(
+                f"Expected a fold for the {num_steps} steps of this run, got one for "
+                f"{fold.num_steps}. Pass the same num_steps to both: every run starts a new fold."
+            )
+        params = self.problem.constrain(self._params(state.opened))
+        first = jax.eval_shape(fold.init, params)
+        before, after = (
+            jax.tree.map(lambda array: f"{array.dtype.name}{list(array.shape)}", each)
+            for each in (first, jax.eval_shape(fold.update, first, params))
+        )
+        if before != after:
+            raise TypeError(
+                "Expected fold.update to return the shapes and dtypes of fold.init, "
+                f"{before}, got {after}. Keep them constant."
+            )
+        public = self.problem.records.public.copy()
+        known = public.arrays
+        public.check("fold", fold.init, params)
+        public.check("fold", fold.update, first, params)
+        public.take("fold", held_by_function(fold.result))
+        further = tuple(each for each in public.arrays if each not in known)
+        return dataclasses.replace(report, public=report.public + further)
 
     def run(
         self,
@@ -209,7 +281,7 @@ class Session:
             begun: From :meth:`begin`, perhaps with the progress of a checkpoint.
             report: Report of the whole run.
             fold: As for :meth:`begin`.
-            bar: A progress bar, from :func:`~numpyro_dp.run.course.opened_bar`.
+            bar: A progress bar, from :func:`~numpyro_dp.run.loop.opened_bar`.
             kept: Where to keep the progress.
 
         Raises:
@@ -217,15 +289,15 @@ class Session:
         """
         course, progress = begun
         done, before, loop = int(progress.done), int(state.step), self._loop_for(fold)
-        # Without a bar or a checkpoint, one call never waits for the host.
+        # Only a bar and a checkpoint need several calls, between which the device waits.
         # Processes of a mesh take the same calls, even if only one of them shows a bar.
         watched = kept is not None or any_process(self.settings.execution.mesh, bar is not None)
-        calls = course.calls(done, _steps_of_call(course, kept, watched))
+        calls = course.calls(done, kept and kept.every, watched)
         if isinstance(rows, HostRows) and calls:
             # Only the host knows which rows it fetched, so it gives the batches to the step.
             opened = progress.carry.state
             stream = self._streamed(opened)
-            loop = StreamedLoop(
+            loop = streamed(
                 stream._loop_for(fold), self.settings.sampler, opened.sampler_state, rows, calls
             )
         # The bar shows steps and epsilon, which are public, and no loss.
@@ -272,8 +344,8 @@ class Session:
             KeyboardInterrupt: If Ctrl-C was pressed and there is a checkpoint to continue from.
         """
         course, progress = begun
-        calls = course.calls(int(progress.done), _steps_of_call(course, kept, False))
         watched = kept is not None
+        calls = course.calls(int(progress.done), kept and kept.every, watched)
         progress, stopped = follow(
             self._loop_many, progress, rows, calls, kept, watched, self.settings.execution.mesh
         )
@@ -299,23 +371,9 @@ class Session:
         public = rows.shared, progress.carry.state.optim_state, progress.carry.folded
         return traced(self._loop_for(fold), arguments, public)[0]
 
-    def shapes_of_run(self, state: SensitiveState, rows: Rows, trace_size: int | None) -> PyTree:
-        """Returns shapes of what one run of a sweep keeps in memory, besides the shared records."""
-        batch, _ = jax.eval_shape(self.settings.sampler.next, state.sampler_state)
-        drawn = batch.indices is not None
-        size = batch.indices.size if drawn else self.num_examples
-        params = jax.tree.leaves(self.method.optim.get_params(state.optim_state))
-        numbers = sum(leaf.size for leaf in params)
-        # Microbatches hold about a million values. The step needs four times the parameters.
-        gradients = jax.ShapeDtypeStruct((min(size * numbers, 2**20) + 4 * numbers,), jnp.float32)
-        taken = [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in rows.arrays * drawn]
-        trace = [jax.ShapeDtypeStruct((trace_size or 10, *x.shape), x.dtype) for x in params]
-        return state.optim_state, gradients, taken, trace
-
     def host_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HostRows:
         """Splits arguments as :meth:`rows` does, but leaves the records on the host."""
-        mesh = self.settings.execution.mesh
-        if mesh is not None and mesh.is_multi_process:
+        if self.settings.several_processes:
             raise ValueError(
                 "stream=True does not support a mesh of several processes. Leave stream out, and "
                 "pass arrays from jax.make_array_from_process_local_data."
@@ -344,22 +402,11 @@ class Session:
         if size not in self._streams:
             # A copy shares the checks and shapes, and gets its own compiled step.
             self._streams[size] = copy.copy(self)
-            self._streams[size]._build(Fetched(size).next)
+            self._streams[size]._build(functools.partial(fetched_batch, size))
         return self._streams[size]
 
     def _params(self, state: RunState) -> PyTree:
         return self.method.optim.get_params(state.optim_state)
-
-    def _carry(self, state: RunState, num_steps: int, fold: Fold | None) -> _Carry:
-        """What a loop of :meth:`_loop_for` starts with."""
-        scores = folded = None
-        if self._like is not None:
-            scores = score_sums(self._like, state.step, jnp.asarray(num_steps, jnp.int32))
-        if fold is not None:
-            # With fixed dtypes, so that all calls share a compilation.
-            started = fold.init(self.problem.constrain(self._params(state)))
-            folded = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), started)
-        return _Carry(state, scores, folded)
 
     def _loop_for(self, fold: Fold | None) -> Callable[..., Any]:
         """Returns a loop that also updates sums of scores, and a fold if there is one."""
@@ -507,10 +554,3 @@ def _loss_scale(release: LossRelease, state: MechanismState) -> Array:
     """Returns the factor that maps the bound on a log likelihood to its clip norm."""
     # The norm may adapt, and the share of the loss in the sensitivity must stay the same.
     return with_loss_norm(state.clip_norm, release).by_entry[LOSS_ENTRY] / release.clip
-
-
-def _steps_of_call(course: Course, kept: Checkpoint | None, progress_bar: bool) -> int | None:
-    """About how many steps a call of the loop takes. A bar or a checkpoint needs several calls."""
-    if kept is not None and kept.every is not None:
-        return kept.every
-    return max(1, course.num_steps // 25) if kept is not None or progress_bar else None

@@ -20,8 +20,8 @@ from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.keys import as_secret_key
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism, build_mechanism
+from numpyro_dp.privacy.mechanism.loss import LossRelease, with_loss_norm
 from numpyro_dp.privacy.plan import BudgetError
-from numpyro_dp.run.loss import LossRelease, with_loss_norm
 
 # Fields of Privacy that only mean something to a driver that reads a NumPyro model.
 OF_MODELS = ("data_plate", "max_rows_per_unit", "public")
@@ -119,7 +119,9 @@ class Privacy:
         """Checks every field. Each error names the value, the range and the remedy."""
         key, noise, accountant = self.secret_key, self.noise_multiplier, self.accountant
         if noise is not None:
-            object.__setattr__(self, "noise_multiplier", _noise(noise))
+            remedy = "It is the noise's standard deviation over the sensitivity. 0 is not private."
+            noise = check_real("noise_multiplier", noise, low=0, high=1e30, remedy=remedy)
+            object.__setattr__(self, "noise_multiplier", noise)
         if key is not None:
             object.__setattr__(self, "secret_key", as_secret_key(key))
         if isinstance(accountant, type) or not isinstance(accountant, Accountant | None):
@@ -322,11 +324,6 @@ def _mesh(mesh: Any) -> Mesh:
         f"Expected mesh=None or a jax.sharding.Mesh, got {type(mesh).__name__}. "
         "For all devices pass jax.make_mesh((jax.device_count(),), ('records',))."
     )
-
-
-def _noise(noise_multiplier: Any) -> float:
-    remedy = "It is the noise's standard deviation over the sensitivity. 0 is not private."
-    return check_real("noise_multiplier", noise_multiplier, low=0, high=1e30, remedy=remedy)
 
 
 def _check_loss_release(release: Any) -> None:

@@ -1,7 +1,7 @@
-"""One private step and the loop that runs it, the same for all methods.
+"""One private step, the same for all methods.
 
 The order of calls is the privacy argument. Records enter between ``prepare`` and ``privatise``, and
-only the noisy sum leaves.
+only the noisy sum leaves. :func:`check_step` looks for records that a part of a step has captured.
 """
 
 from __future__ import annotations
@@ -15,16 +15,21 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from numpyro_dp._compat import takes_value
+from numpyro_dp._compat import make_program, takes_value
+from numpyro_dp._tree import filled, widen
 from numpyro_dp.core import Batch, Estimator, Mechanism, MechanismState, PyTree, Released
+from numpyro_dp.model.dependence import loops_by_inputs
 from numpyro_dp.model.records import Rows
+from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
+from numpyro_dp.privacy.noise import tables
+from numpyro_dp.run.loop import HostRows
+from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.state import RunState
-from numpyro_dp.run.streaming import HostRows
 from numpyro_dp.sums.bounded import SumInParts, bounded_sum
 from numpyro_dp.sums.devices import copied, on_devices
 from numpyro_dp.sums.microbatches import Shards, first_of
 
-__all__ = ["Step", "build_loop", "build_step", "build_whole_step", "optimised"]
+__all__ = ["Step", "build_step", "build_whole_step", "check_step"]
 
 
 class Step(NamedTuple):
@@ -75,17 +80,17 @@ def build_step(
 
     def on_batch(rest: PyTree, batch: PyTree, mask: Array, shards: Shards) -> tuple[PyTree, ...]:
         (state, shared), (examples, lengths, seeds) = rest, batch
-        begun = private.begun(state, shared)
+        before = private.before_sum(state, shared)
         # Always true, but made of an argument, so XLA cannot know it. `pinned` puts the gradients
         # into a branch on it: XLA would drop a constant condition, compute a gradient twice, and
         # could round the copy that is summed in another way than the copy whose norm was taken.
         live = state.step >= 0
-        asked = begun.estimator, begun.mechanism, begun.public
+        asked = before.estimator, before.mechanism, before.public
         total = bounded_sum(
             *asked, examples, mask, lengths, live, microbatch_size, shards, seeds, whole=True
         )
-        state, released = private.ended(state, begun, total)
-        return state, begun.params, begun.step_key, released
+        state, released = private.after_sum(state, before, total)
+        return state, before.params, before.step_key, released
 
     everywhere = on_devices(on_batch, mesh)
 
@@ -138,7 +143,7 @@ def build_whole_step(
 
         def on_part(rest: PyTree, examples: PyTree, mask: Array, shards: Shards) -> PyTree:
             state, shared = rest
-            parts = private.begun(state, shared).parts(first_of(examples), count)
+            parts = private.before_sum(state, shared).parts(first_of(examples), count)
             # Always true, but unknown to XLA: see `live` in build_step.
             return parts.part(examples, mask, state.step >= 0, microbatch_size, shards)[0]
 
@@ -151,9 +156,9 @@ def build_whole_step(
         # `arrays` is one row, for its shapes: nothing reads its values.
         examples = (*arrays, jnp.zeros(1, jnp.uint32)) if numbered else arrays
         # The state is the one that all parts had, so `prepare` makes the same draw again.
-        begun = private.begun(state, shared)
-        total = begun.parts(first_of(examples), count).finished(sums)
-        return private.ended(state, begun, total)[0]
+        before = private.before_sum(state, shared)
+        total = before.parts(first_of(examples), count).finished(sums)
+        return private.after_sum(state, before, total)[0]
 
     def step(state: RunState, rows: HostRows) -> RunState:
         sums, count = None, rows.num_examples
@@ -166,7 +171,7 @@ def build_whole_step(
     return step
 
 
-class _Begun(NamedTuple):
+class _BeforeSum(NamedTuple):
     """Values of a step before the sum over records. They do not depend on the batch."""
 
     rng_key: Array
@@ -190,81 +195,35 @@ class _Private(NamedTuple):
     optim: Any
     inclusion_prob: float
 
-    def begun(self, state: RunState, shared: tuple[Array, ...]) -> _Begun:
+    def before_sum(self, state: RunState, shared: tuple[Array, ...]) -> _BeforeSum:
         """Prepares the sum over records."""
         rng_key, step_key = jax.random.split(state.rng_key)
         params = self.optim.get_params(state.optim_state)
         est = self.estimator(shared, state.mechanism_state)
         mech = self.mechanism(state.mechanism_state, state.noise_multiplier)
-        return _Begun(rng_key, step_key, params, est, est.prepare(step_key, params), mech)
+        return _BeforeSum(rng_key, step_key, params, est, est.prepare(step_key, params), mech)
 
-    def ended(self, state: RunState, begun: _Begun, total: PyTree) -> tuple[RunState, Released]:
+    def after_sum(
+        self, state: RunState, before: _BeforeSum, total: PyTree
+    ) -> tuple[RunState, Released]:
         """Adds noise to the sum. Returns the state after the step, and the released values."""
         # The state keeps only a child of its key, so it does not reveal the noise of past steps.
         secret_key, noise_key = jax.random.split(state.secret_key)
         # The only line of the package that adds privacy noise.
-        noisy, adapted = begun.mechanism.privatise(noise_key, total, state.mechanism_state)
-        released = Released(noisy, begun.mechanism.noise_scale)
+        noisy, adapted = before.mechanism.privatise(noise_key, total, state.mechanism_state)
+        released = Released(noisy, before.mechanism.noise_scale)
         # Scaled to all records by a public constant: the size of the batch is private.
         released = jax.tree.map(lambda leaf: leaf / self.inclusion_prob, released)
-        update = begun.estimator.pull_back(begun.public, released)
+        update = before.estimator.pull_back(before.public, released)
         state = state._replace(
-            optim_state=optimised(self.optim, update, state.optim_state),
-            rng_key=begun.rng_key, secret_key=secret_key, mechanism_state=adapted,
+            optim_state=_optimised(self.optim, update, state.optim_state),
+            rng_key=before.rng_key, secret_key=secret_key, mechanism_state=adapted,
             step=state.step + 1,
         )  # fmt: skip
         return state, released
 
 
-def build_loop(
-    step: Callable[[PyTree, Rows], tuple[PyTree, Array]],
-    read: Callable[[PyTree], PyTree],
-    measure: Callable[[PyTree, Rows], Rows],
-) -> Callable[..., tuple[PyTree, PyTree]]:
-    """Returns a compiled loop that runs steps and keeps an iterate of each slot.
-
-    Args:
-        step: ``(state, rows) -> (state, value)`` with a scalar value. The state is a
-            :class:`RunState`, alone or in a pair with the state of a fold.
-        read: ``state -> iterate``, the iterate to keep.
-        measure: ``(state, rows) -> rows`` with the lengths of the records.
-
-    Returns:
-        ``loop(state, buffer, rows, first, count, stride)``. For each slot from ``first``, it runs
-        ``stride`` steps, then writes the iterate and the mean value into that slot of the buffer.
-        ``first``, ``count`` and ``stride`` are traced, so one compilation serves every length.
-    """
-
-    def loop(
-        state: PyTree, buffer: PyTree, rows: Rows, first: Array, count: Array, stride: Array
-    ) -> tuple[PyTree, PyTree]:
-        # Before the loop: XLA does not always move what is constant out of a loop.
-        rows = measure(state, rows)
-
-        def one_step(_: Array, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
-            state, total = carry
-            state, value = step(state, rows)
-            return state, total + value.astype(total.dtype)
-
-        def one_slot(slot: Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-            state, buffer = carry
-            # The mean value of a slot, which is a loss only if the run releases it.
-            zero = jnp.zeros((), jnp.float32)
-            state, total = lax.fori_loop(0, stride, one_step, (state, zero))
-            kept = (read(state), total / stride)
-            buffer = jax.tree.map(
-                lambda into, leaf: lax.dynamic_update_index_in_dim(into, leaf, slot, 0),
-                buffer,
-                kept,
-            )
-            return state, buffer
-
-        return lax.fori_loop(first, first + count, one_slot, (state, buffer))
-
-    return jax.jit(loop)
-
-
-def optimised(optim: Any, update: PyTree, state: PyTree) -> PyTree:
+def _optimised(optim: Any, update: PyTree, state: PyTree) -> PyTree:
     """Returns the state of an optimiser after a step."""
     # The loss is sensitive, so Optax transformations that ask for it get nan.
     extra = {"value": jnp.nan} if takes_value(optim) else {}
@@ -275,7 +234,7 @@ def _numbers(secret_key: Array, size: int) -> Array:
     """Returns seeds of the random draws (masks, latents) of each row of a batch.
 
     They are secret and i.i.d. across records, so removing one record leaves the distribution of the
-    others unchanged. They come from a third child of the key: ``ended`` uses the first two.
+    others unchanged. They come from a third child of the key: ``after_sum`` uses the first two.
     """
     return jax.random.bits(jax.random.split(secret_key, 3)[2], (size,), jnp.uint32)
 
@@ -293,3 +252,68 @@ def _take(rows: Rows, indices: Array | None, mask: Array | None) -> tuple[PyTree
     taken = lax.optimization_barrier(taken)
     inside = (indices >= 0) & (indices < size)
     return taken, inside if mask is None else inside & mask
+
+
+def check_step(
+    problem: Any,
+    build_estimator: Callable[[tuple[Array, ...], MechanismState], Estimator],
+    optim: Any,
+    settings: RunSettings,
+    optim_state: PyTree,
+) -> tuple[PyTree, bool]:
+    """Raises if estimator, optimiser, mechanism or sampler captured arrays that may be records.
+
+    It traces a step on one record, so arrays in the model's derivative rules are found too.
+
+    Returns:
+        Shapes of the sum of the signals, and whether the time of a step may depend on a record.
+    """
+    public, shapes = problem.records.public, {}
+
+    def step(
+        example: PyTree, optim_state: PyTree, state: MechanismState, shared: PyTree
+    ) -> list[Array]:
+        estimator = build_estimator(shared, state)
+        prepared = estimator.prepare(jax.random.key(0), optim.get_params(optim_state))
+        signal = estimator.signal(prepared, example)
+        shapes.update(jax.eval_shape(widen, signal))
+        update = estimator.pull_back(prepared, Released(signal, jnp.zeros(())))
+        found = [optim.get_params(_optimised(optim, update, optim_state))]
+        if (centring := estimator.centring) is not None:  # what is drawn for a record
+            rows = centring.rows(prepared, example, jnp.zeros((), jnp.uint32))
+            found.append(jax.vmap(lambda row: centring.estimator.signal(prepared, row))(rows))
+        return jax.tree.leaves(found)
+
+    state = MechanismState(settings.clip_norm.as_arrays())
+    what = "step (the model's derivative, the estimator or the optimiser)"
+    example = problem.blank_example()
+    program, _ = make_program(step, example, optim_state, state, problem.shared, validated=False)
+    public.check_program(what, program)
+    timed = loops_by_inputs(program, len(jax.tree.leaves(example)))
+    if not _is_ours(settings.sampler):
+        start = settings.sampler.init(jax.random.key(0), problem.num_examples)
+        public.check("sampler", settings.sampler.next, start)
+    if not _is_ours(settings.privacy.mechanism):
+        _check_captured(public, settings, shapes)
+    return shapes, timed
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.startswith("numpyro_dp.")
+
+
+def _check_captured(public: Any, settings: RunSettings, shapes: PyTree) -> None:
+    """Raises if a mechanism from outside this package captured arrays that may be records."""
+    names = filled(shapes)
+
+    def one_call(noise: Array, norm: ClipNorm, total: PyTree, squares: Any) -> Any:
+        found = settings.privacy.mechanism(norm, noise)
+        state = MechanismState(norm, found.init(shapes))
+        noisy, _ = found.privatise(jax.random.key(0), total, state)
+        return noisy, found.scales(names, squares, 1.0)
+
+    norm = settings.norm_with_loss.fixed().as_arrays()
+    squares = tuple(jnp.ones(()) for _ in norm.blocks(names))
+    total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), dict(shapes))
+    public.trust(tables())  # it may build on a mechanism of this package
+    public.check("mechanism", one_call, jnp.ones(()), norm, total, squares)

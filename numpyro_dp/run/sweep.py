@@ -24,10 +24,16 @@ from numpyro_dp.run.checkpoint import checkpoint_of, started, traced
 from numpyro_dp.run.results import PrivateLosses, Trace
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import RunSettings
-from numpyro_dp.run.spending import noise_fields, plan_for, report_for, secret_of
-from numpyro_dp.run.state import RunState, SensitiveState
+from numpyro_dp.run.state import (
+    RunState,
+    SensitiveState,
+    noise_fields,
+    plan_for,
+    report_for,
+    secret_of,
+)
 
-__all__ = ["SweepPlan", "SweepResult", "SweepRun", "combinations", "run_sweep"]
+__all__ = ["SweepResult", "combinations", "run_sweep"]
 
 
 class SweepRun(NamedTuple):
@@ -122,17 +128,6 @@ class SweepResult(NamedTuple):
         )
 
 
-class SweepPlan(NamedTuple):
-    """Arguments that the runs of a sweep share. ``DPSVI.sweep`` describes them."""
-
-    settings: RunSettings
-    rng_keys: Array
-    num_steps: int
-    learning_rates: Any
-    trace_size: int | None
-    chunk_size: int | None
-
-
 class SweepProgress(NamedTuple):
     """How far a sweep is. Sensitive until it is finished.
 
@@ -149,26 +144,25 @@ class SweepProgress(NamedTuple):
 
 
 def run_sweep(
-    sweep: SweepPlan,
+    settings: RunSettings,
     axes: list[RunSettings],
     starts: list[SensitiveState],
     session: Session,
     rows: Rows,
     records: tuple[Any, ...],
+    *,
+    rng_keys: Array,
+    num_steps: int,
+    rates: Any,
+    trace_size: int | None,
+    chunk_size: int | None,
     checkpoint: Any,
 ) -> SweepResult:
     """Plans all combinations before it reads a record, then runs them.
 
-    Args:
-        sweep: Arguments that the runs share.
-        axes: From :func:`combinations`.
-        starts: A first state for each seed.
-        session: Compiled functions.
-        rows: The records.
-        records: All arrays of records.
-        checkpoint: Folder for finished chunks, or ``None``.
+    ``axes`` come from :func:`combinations`, and ``starts`` has a first state for each seed.
+    ``records`` are the arrays as they were passed. ``DPSVI.sweep`` describes the other arguments.
     """
-    settings, num_steps, rates = sweep.settings, sweep.num_steps, sweep.learning_rates
     seeds = len(starts)
     starts = [_at_rate(start, rate) for rate in _rates(rates) for start in starts]
     plans = [plan_for(each, session.num_examples, num_steps) for each in axes]
@@ -189,16 +183,15 @@ def run_sweep(
     states, number = states_of(secret), len(axes) * len(starts)
     fitting = number
     if not settings.several_processes:  # they would have to agree on the size of a chunk
-        fitting = runs_that_fit(session.shapes_of_run(states[0], rows, sweep.trace_size), rows)
-    chunk = min(sweep.chunk_size or fitting, number)
+        fitting = _runs_that_fit(session, states[0], rows, trace_size)
+    chunk = min(chunk_size or fitting, number)
     labels = _labels(axes, reports, seeds, rates)
     # Each run has a name of its own. A ledger counts runs of one name once.
     own = [report.of_another_run() for report in reports for _ in starts]
-    _, course = session.slots(states[0].opened, num_steps, sweep.trace_size, number=chunk)
+    _, course = session.slots(states[0].opened, num_steps, trace_size, number=chunk)
 
     def run(states: RunState, rows: Rows = rows) -> PyTree:
-        begun = session.begin_many(states, num_steps, sweep.trace_size)
-        *found, losses = session.run_many(rows, begun)
+        *found, losses = session.run_many(rows, session.begin_many(states, num_steps, trace_size))
         return *found, None if settings.privacy.loss_release is None else losses
 
     def blank(like: PyTree) -> PyTree:
@@ -211,9 +204,9 @@ def run_sweep(
         program, like = traced(run, (_stacked(states[:chunk]), rows), public)
         progress = progress._replace(found=blank(like))
     kept = checkpoint_of(
-        checkpoint, None, "sweep", settings, reports, sweep.rng_keys, lambda: program, records,
+        checkpoint, None, "sweep", settings, reports, rng_keys, lambda: program, records,
         **{name: column.tolist() for name, column in labels.items()},
-        num_steps=num_steps, trace_size=sweep.trace_size, chunk_size=chunk,
+        num_steps=num_steps, trace_size=trace_size, chunk_size=chunk,
         clip_norms=[str(each.clip_norm) for each in axes],
     )  # fmt: skip
 
@@ -244,15 +237,27 @@ def run_sweep(
     return SweepResult(params, Trace(course.steps, iterates, norms), losses, labels, tuple(own))
 
 
-def runs_that_fit(of_a_run: PyTree, rows: Rows) -> int:
-    """Returns how many runs fit in a quarter of the device's memory, at least one.
+def _runs_that_fit(
+    session: Session, state: SensitiveState, rows: Rows, trace_size: int | None
+) -> int:
+    """Returns how many runs fit in a quarter of the device's memory, at least one."""
 
-    Args:
-        of_a_run: Shapes and dtypes of what one run keeps. The result allows twice that memory.
-        rows: The records, on the devices.
-    """
-    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(of_a_run))
-    return max(1, _memory(jax.tree.leaves(rows.arrays)[0]) // 4 // (2 * size))
+    def size(leaf: Any, leading: int = 1) -> int:
+        return leading * math.prod(leaf.shape) * leaf.dtype.itemsize
+
+    batch, _ = jax.eval_shape(session.settings.sampler.next, state.sampler_state)
+    drawn = batch.indices is not None
+    records = batch.indices.size if drawn else session.num_examples
+    params = jax.tree.leaves(session.method.optim.get_params(state.optim_state))
+    numbers = sum(leaf.size for leaf in params)
+    # Of each run, besides the records that all share: the state, the trace, and its batch.
+    one = sum(map(size, jax.tree.leaves(state.optim_state)))
+    one += sum(size(leaf, trace_size or 10) for leaf in params)
+    one += sum(size(x, records) // session.num_examples for x in rows.arrays * drawn)
+    # Microbatches hold about a million float32. The step needs four times the parameters.
+    one += 4 * (min(records * numbers, 2**20) + 4 * numbers)
+    # Twice that memory, to be sure.
+    return max(1, _memory(jax.tree.leaves(rows.arrays)[0]) // 4 // (2 * one))
 
 
 def _memory(array: Array) -> int:

@@ -21,7 +21,7 @@ from numpyro_dp.model.outcomes import read_latents
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.variational import guide_kind
 from numpyro_dp.posterior.prior import read_prior
-from numpyro_dp.run.score_sums import MOST_LATENTS
+from numpyro_dp.run.results import MOST_LATENTS
 
 __all__ = ["NORMAL_GUIDES", "first_widths"]
 

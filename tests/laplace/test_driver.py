@@ -22,7 +22,7 @@ from numpyro_dp import (
 from numpyro_dp.laplace import decode, guess, pattern
 from numpyro_dp.posterior.prior import ModelPrior
 from numpyro_dp.privacy.plan import BudgetError
-from numpyro_dp.run import streaming
+from numpyro_dp.run import loop
 
 KEY = jax.random.key(0)
 D = 3
@@ -275,7 +275,7 @@ def test_a_streamed_run_is_the_run(model, monkeypatch):
     host = [np.asarray(a) for a in args]
     same = {"secret_key": 5, "repetition": True}
     known = draws(run(model, args, **same))
-    monkeypatch.setattr(streaming, "_BYTES", 400 * 16)  # parts of 400, 400 and 203 records
+    monkeypatch.setattr(loop, "_BYTES", 400 * 16)  # parts of 400, 400 and 203 records
     laplace = DPLaplace(model, **grouped(budget=BUDGET, **same))
     found = draws(laplace.run(KEY, *host, stream=True))
     np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)

@@ -17,7 +17,7 @@ from numpyro_dp.estimators import aligned
 from numpyro_dp.posterior.likelihood import Prior
 from numpyro_dp.posterior.moments import averages_of
 from numpyro_dp.posterior.scores import NOISE_INCLUDED, scores_likelihood
-from numpyro_dp.run.score_sums import score_sums, with_observation
+from numpyro_dp.run.results import score_sums, with_observation
 from numpyro_dp.samplers import FullBatch
 
 

@@ -25,10 +25,10 @@ from numpyro_dp import (
     audit,
     audit_run,
 )
+from numpyro_dp.audit import _distinguished, _guessed, _shared
 from numpyro_dp.estimators import aligned
 from numpyro_dp.privacy.mechanism import gaussian
 from numpyro_dp.run import step
-from numpyro_dp.run.audit import _distinguished, _guessed, _shared
 from numpyro_dp.samplers import FullBatch, Poisson
 
 BUDGET, KEY, DRAWS = PrivacyBudget(1.5, 0.02), jax.random.key(0), 20_000
@@ -118,7 +118,7 @@ def test_one_run():
 @pytest.mark.full
 def test_noise_that_two_steps_share_is_found(monkeypatch):
     """One step is as private as claimed, so `audit` sees nothing."""
-    usual = step._Private.ended
+    usual = step._Private.after_sum
 
     def reused(self, state, begun, total):
         new, released = usual(self, state, begun, total)
@@ -126,7 +126,7 @@ def test_noise_that_two_steps_share_is_found(monkeypatch):
 
     arguments = KEY, 6, X, Y
     assert audit_run(svi(), *arguments, canaries=range(8)).holds
-    monkeypatch.setattr(step._Private, "ended", reused)
+    monkeypatch.setattr(step._Private, "after_sum", reused)
     found = audit_run(svi(), *arguments, canaries=range(8))
     assert found.lower == math.inf
     assert "steps share their noise" in str(found)

@@ -12,7 +12,7 @@ from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_dp import DPSVI, DPLaplace, Privacy, secret_key
 from numpyro_dp.estimators import aligned
-from numpyro_dp.run import streaming
+from numpyro_dp.run import loop
 from numpyro_dp.run.step import _numbers
 from numpyro_dp.samplers import FixedSize, Permutation, Poisson
 
@@ -52,7 +52,7 @@ def test_the_sum_of_a_step_is_that_of_the_rows_drawn(sampler):
 def test_parts_of_a_stream_end_with_no_record(monkeypatch):
     own = {"noise_multiplier": 2.0, "secret_key": 5, "repetition": True}
     whole = DPLaplace(model, **grouped(**own)).run(jax.random.key(0), X)
-    monkeypatch.setattr(streaming, "_BYTES", 4 * 7)  # parts of 7 rows, and 5 places without one
+    monkeypatch.setattr(loop, "_BYTES", 4 * 7)  # parts of 7 rows, and 5 places without one
     parts = DPLaplace(model, **grouped(**own)).run(jax.random.key(0), X, stream=True)
     key = jax.random.key(1)
     np.testing.assert_array_equal(whole.sample(key, 3)["mean"], parts.sample(key, 3)["mean"])

@@ -18,7 +18,7 @@ from numpyro_dp import DPSEP, DPSVI, DPLaplace, Privacy, PrivacyBudget
 from numpyro_dp.core import Fold
 from numpyro_dp.estimators import aligned
 from numpyro_dp.mechanisms import LossRelease
-from numpyro_dp.run import streaming
+from numpyro_dp.run import loop
 from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
 
 KEY = jax.random.key(0)
@@ -97,7 +97,7 @@ FAST = ["Poisson", "latents of records"]
 )
 @pytest.mark.full
 def test_a_streamed_run_is_the_run(name, longest, monkeypatch):
-    monkeypatch.setattr(streaming, "_LONGEST", longest)
+    monkeypatch.setattr(loop, "_LONGEST", longest)
     make, options = CASES[name]
     options = {"progress_bar": False} | options
     known = make().run(KEY, 11, *data(), **options)
@@ -125,7 +125,7 @@ def test_zeros_after_the_last_records_do_not_count(monkeypatch):
     x = (5 + np.random.default_rng(0).normal(size=N)).astype(np.float32)
     own = {"secret_key": 3, "repetition": True, "budget": PrivacyBudget(1e4, 1e-5)}
     whole = DPLaplace(level, **grouped(**own)).run(KEY, x).summary()["mean"]
-    monkeypatch.setattr(streaming, "_BYTES", 7 * x.itemsize)
+    monkeypatch.setattr(loop, "_BYTES", 7 * x.itemsize)
     parts = DPLaplace(level, **grouped(**own)).run(KEY, x, stream=True).summary()["mean"]
     for name in ("mean", "sd"):
         np.testing.assert_allclose(parts[name], whole[name], rtol=1e-5)

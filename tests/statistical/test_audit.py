@@ -23,9 +23,9 @@ from numpyro_dp import (
     audit,
     secret_key,
 )
+from numpyro_dp.audit import _distinguished
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.privacy.mechanism import gaussian
-from numpyro_dp.run.audit import _distinguished
 from numpyro_dp.samplers import FullBatch, Poisson
 
 DRAWS = 400_000

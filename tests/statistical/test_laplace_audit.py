@@ -11,6 +11,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from numpyro_dp import Privacy, PrivacyBudget, secret_key
+from numpyro_dp.audit import _distinguished
 from numpyro_dp.core import MechanismState
 from numpyro_dp.laplace.guess import FirstGuess
 from numpyro_dp.laplace.schedule import Kind, Schedule, schedule
@@ -22,9 +23,8 @@ from numpyro_dp.model.public import declare
 from numpyro_dp.model.structure import read_model
 from numpyro_dp.posterior.prior import read_prior
 from numpyro_dp.privacy.mechanism.staged import StagedGaussian, asking
-from numpyro_dp.run.audit import _distinguished
 from numpyro_dp.run.settings import RunSettings
-from numpyro_dp.run.spending import plan_for, spent_by
+from numpyro_dp.run.state import plan_for, spent_by
 from numpyro_dp.samplers import FullBatch
 
 DRAWS = 100_000

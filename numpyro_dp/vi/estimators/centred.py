@@ -15,7 +15,7 @@ from numpyro_dp.model.outcomes import Outcomes, read_outcomes
 from numpyro_dp.model.partners import OutcomeModel, centring
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.variational import VariationalProblem
-from numpyro_dp.run.score_sums import MOST_LATENTS
+from numpyro_dp.run.results import MOST_LATENTS
 from numpyro_dp.vi.estimators.aligned import aligned
 
 __all__ = ["centred", "centred_if_possible"]

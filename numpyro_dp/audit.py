@@ -47,8 +47,7 @@ from numpyro_dp.model.records import Rows
 from numpyro_dp.privacy.keys import check_rng_key, secret_key
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.session import Session
-from numpyro_dp.run.spending import spent_by
-from numpyro_dp.run.state import RunState
+from numpyro_dp.run.state import RunState, spent_by
 
 __all__ = ["Audit", "audit", "audit_run"]
 
@@ -225,11 +224,11 @@ def audit_run(
         public = estimator.prepare(taken.rng_key, taken.params)
 
         def along(example: Any) -> Array:
-            signal = ravel_pytree(estimator.signal(public, example))[0]
+            parts = estimator.signal(public, example)
+            signal = ravel_pytree(parts)[0]
+            own = {name: taken.released.total[name] for name in parts}
             size = jnp.linalg.norm(signal)
-            return ravel_pytree(_own(taken.released.total, estimator, public, example))[0] @ (
-                signal / jnp.where(size > 0, size, 1)
-            )
+            return ravel_pytree(own)[0] @ (signal / jnp.where(size > 0, size, 1))
 
         return (new, scores + jax.vmap(along)(examples)), noise
 
@@ -328,12 +327,6 @@ def _direction(other: _Attack, attack: _Attack) -> Array:
             f"The canary moves no sum of {_TRIES} steps. Choose a row with a large, finite score."
         )
     return jnp.asarray(tried[np.argmax(sizes)] / sizes.max())
-
-
-def _own(total: Any, estimator: Any, public: Any, example: Any) -> Any:
-    """The entries of a released sum that the signal has."""
-    names = jax.eval_shape(estimator.signal, public, example).keys()
-    return {name: total[name] for name in names}
 
 
 def _distinguished(
