@@ -1,16 +1,16 @@
 """Differentially private Bayesian inference for NumPyro."""
 
 from numpyro_dp import accounting, core, estimators, extend, mechanisms, plots, posterior, samplers
-from numpyro_dp.em.dpem import DPEM
-from numpyro_dp.ep.dpsep import DPSEP, SEP
-from numpyro_dp.ep.per_record import EP
 from numpyro_dp.fit import fit
 from numpyro_dp.laplace.dplaplace import DPLaplace
-from numpyro_dp.mcmc import DPMCMC, SGHMC, SGLD, PreconditionedSGLD
+from numpyro_dp.methods.em.dpem import DPEM
+from numpyro_dp.methods.ep.dpsep import DPSEP, SEP
+from numpyro_dp.methods.ep.per_record import EP
+from numpyro_dp.methods.langevin import DPMCMC, SGHMC, SGLD, PreconditionedSGLD
+from numpyro_dp.methods.pbp import DPPBP, PBP, RegressionNetwork
 from numpyro_dp.model.frames import design
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.record_check import check_records
-from numpyro_dp.pbp import DPPBP, PBP, RegressionNetwork
 from numpyro_dp.posterior import Posterior
 from numpyro_dp.posterior.load import load
 from numpyro_dp.privacy.budget import PrivacyBudget

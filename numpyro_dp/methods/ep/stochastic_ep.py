@@ -55,9 +55,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp.core import Estimator, Observation, Released
-from numpyro_dp.ep.families import Natural, divide, multiply, power
-from numpyro_dp.ep.normal import cavity_of, centre, counted_share, shrunk
-from numpyro_dp.ep.problem import EPProblem, Site
+from numpyro_dp.methods.ep.families import Natural, divide, multiply, power
+from numpyro_dp.methods.ep.normal import cavity_of, centre, counted_share, shrunk
+from numpyro_dp.methods.ep.problem import EPProblem, Site
 from numpyro_dp.model.outcomes import Outcomes, read_outcomes
 from numpyro_dp.model.partners import OutcomeModel, centring
 from numpyro_dp.model.public import UnsupportedModelError

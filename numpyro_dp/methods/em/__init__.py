@@ -1,5 +1,5 @@
 """Private expectation maximisation of mixtures of normals."""
 
-from numpyro_dp.em.dpem import DPEM
+from numpyro_dp.methods.em.dpem import DPEM
 
 __all__ = ["DPEM"]

@@ -21,7 +21,7 @@ from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 from numpyro.distributions import biject_to
 
-from numpyro_dp.ep.families import Family, Natural, product
+from numpyro_dp.methods.ep.families import Family, Natural, product
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import Records, Rows

@@ -12,10 +12,10 @@ from jax import Array
 
 from numpyro_dp._validate import check_callable, check_int, check_real
 from numpyro_dp.core import Sampler
-from numpyro_dp.ep.families import Family, diagonal_normal, normal, product
-from numpyro_dp.ep.problem import EPProblem, PosteriorGuide, check_conjugate, make_problem
-from numpyro_dp.ep.sites import SiteBuilder, choose_site
-from numpyro_dp.ep.stochastic_ep import Damped, stochastic_ep
+from numpyro_dp.methods.ep.families import Family, diagonal_normal, normal, product
+from numpyro_dp.methods.ep.problem import EPProblem, PosteriorGuide, check_conjugate, make_problem
+from numpyro_dp.methods.ep.sites import SiteBuilder, choose_site
+from numpyro_dp.methods.ep.stochastic_ep import Damped, stochastic_ep
 from numpyro_dp.model.frontend import Call, GivenModel, Prepared, arguments_key
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.diagnosis import (
@@ -44,7 +44,8 @@ class DPSEP(Driver):
     r"""Differentially private stochastic expectation propagation.
 
     Approximates the posterior by a member of an exponential family. Each step moves its natural
-    parameters by a noisy, clipped sum of the records' sites (:mod:`numpyro_dp.ep.stochastic_ep`).
+    parameters by a noisy, clipped sum of the records' sites
+    (:mod:`numpyro_dp.methods.ep.stochastic_ep`).
     The methods ``init``, ``update``, ``run`` and ``sweep`` work as in :class:`~numpyro_dp.DPSVI`.
 
     ``result.params`` are natural parameters: ``auto_linear`` and ``auto_precision``, or
@@ -86,7 +87,7 @@ class DPSEP(Driver):
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
         >>> from numpyro_dp import DPSEP, PrivacyBudget
         >>> from numpyro_dp.samplers import FullBatch
-        >>> from numpyro_dp.ep.families import beta
+        >>> from numpyro_dp.methods.ep.families import beta
         >>> def model(x):
         ...     p = numpyro.sample("p", dist.Beta(1.0, 1.0))
         ...     with numpyro.plate("records", x.shape[0]):
@@ -107,7 +108,7 @@ class DPSEP(Driver):
 
     Reference:
         Vinaroz, Park (2022), Differentially private stochastic expectation propagation, TMLR.
-        :mod:`numpyro_dp.ep.stochastic_ep` has the differences.
+        :mod:`numpyro_dp.methods.ep.stochastic_ep` has the differences.
     """
 
     given: GivenModel
@@ -282,13 +283,13 @@ def _check(family: Any, site: Any, precision_weight: Any, shared_precision: Any)
     elif family not in (normal, diagonal_normal):
         raise TypeError(
             "Expected family to be one of the functions normal or diagonal_normal of "
-            "numpyro_dp.ep.families, not called, or a dict of families by latent site, such as "
-            f"{{'p': beta()}}, got {getattr(family, 'name', family)!r}."
+            "numpyro_dp.methods.ep.families, not called, or a dict of families by latent site, such "
+            f"as {{'p': beta()}}, got {getattr(family, 'name', family)!r}."
         )
     if site is not None and not isinstance(site, SiteBuilder):
         raise TypeError(
             "Expected site to be built by a call, such as quadrature() or importance() of "
-            f"numpyro_dp.ep.sites, got {site!r}."
+            f"numpyro_dp.methods.ep.sites, got {site!r}."
         )
     check_real("precision_weight", precision_weight, low=0, low_open=True)
     if not isinstance(shared_precision, bool):

@@ -17,9 +17,9 @@ import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from numpyro_dp.ep.families import sample
-from numpyro_dp.ep.normal import cavity_of
-from numpyro_dp.ep.problem import EPProblem, Site, SiteBuilder
+from numpyro_dp.methods.ep.families import sample
+from numpyro_dp.methods.ep.normal import cavity_of
+from numpyro_dp.methods.ep.problem import EPProblem, Site, SiteBuilder
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
 
 __all__ = ["conjugate", "holds", "is_conjugate"]

@@ -13,11 +13,11 @@ from jax import Array
 
 from numpyro_dp._validate import check_real
 from numpyro_dp.core import Sampler
+from numpyro_dp.methods.pbp.model import NetworkGuide, RegressionNetwork
+from numpyro_dp.methods.pbp.network_draws import network_draws
+from numpyro_dp.methods.pbp.network_sites import NetworkSteps, network_ep
 from numpyro_dp.model.frontend import Call, Prepared
 from numpyro_dp.model.records import Records, RecordsProblem, read_records
-from numpyro_dp.pbp.model import NetworkGuide, RegressionNetwork
-from numpyro_dp.pbp.network_draws import network_draws
-from numpyro_dp.pbp.network_sites import NetworkSteps, network_ep
 from numpyro_dp.posterior.diagnosis import findings_of_run, without_noise
 from numpyro_dp.posterior.from_model import ModelSource, findings_of_drift
 from numpyro_dp.posterior.posterior import Posterior
@@ -42,7 +42,7 @@ class DPPBP(Driver):
     call ``network.predict(result.params, x)``. For draws, use
     ``Predictive(network, guide=pbp.guide, params=result.params, ...)``. The methods ``init``,
     ``update`` and ``sweep`` work as in :class:`~numpyro_dp.DPSVI`. For formulas, see
-    :mod:`numpyro_dp.pbp.network_sites`.
+    :mod:`numpyro_dp.methods.pbp.network_sites`.
 
     Scale inputs and targets to about unit variance **by public constants**. Means and standard
     deviations of the records would be further releases, which this budget does not cover.

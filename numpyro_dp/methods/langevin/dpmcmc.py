@@ -19,8 +19,8 @@ from numpyro.infer.autoguide import AutoDelta
 from numpyro_dp._compat import POINT_SUFFIX
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Sampler
-from numpyro_dp.mcmc.kernels import SGLD, as_optimizer, langevin
-from numpyro_dp.mcmc.mixing import draws_of_chains, mixing_of
+from numpyro_dp.methods.langevin.kernels import SGLD, as_optimizer, langevin
+from numpyro_dp.methods.langevin.mixing import draws_of_chains, mixing_of
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import Call, Frontend, Prepared
@@ -295,8 +295,8 @@ class DPMCMC:
 
         It draws the samples of all chains in random order, each with the error that privacy noise
         leaves in the mean of the chains. If the chains have not mixed, it is the prior and says so
-        (:mod:`numpyro_dp.mcmc.mixing`). :meth:`get_samples` has the samples as they are. Models
-        with more than 300 latents get the samples as they are here, too.
+        (:mod:`numpyro_dp.methods.langevin.mixing`). :meth:`get_samples` has the samples as they
+        are. Models with more than 300 latents get the samples as they are here, too.
         """
         if self._make_posterior is None:
             raise ValueError("There is no posterior yet. Call run first.")

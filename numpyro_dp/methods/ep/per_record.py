@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_dp._validate import check_int, check_real
-from numpyro_dp.ep.dpsep import SEP
-from numpyro_dp.ep.families import Natural, divide, multiply, normal
-from numpyro_dp.ep.normal import cavity_of, centre
-from numpyro_dp.ep.problem import EPProblem, PosteriorGuide, Site
+from numpyro_dp.methods.ep.dpsep import SEP
+from numpyro_dp.methods.ep.families import Natural, divide, multiply, normal
+from numpyro_dp.methods.ep.normal import cavity_of, centre
+from numpyro_dp.methods.ep.problem import EPProblem, PosteriorGuide, Site
 from numpyro_dp.model.frontend import Call
 from numpyro_dp.model.records import Rows
 from numpyro_dp.privacy.keys import check_rng_key

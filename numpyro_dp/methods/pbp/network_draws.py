@@ -1,8 +1,8 @@
 r"""The posterior of a network that includes the noise of privacy.
 
 A run released the mean m of the weights with noise of covariance M
-(:class:`~numpyro_dp.pbp.network_sites.NetworkStepsState`), and what the records add to their
-precisions, :math:`D = \mathrm{diag}(\Lambda_j - \lambda)`. With :math:`\eta = \Lambda m`,
+(:class:`~numpyro_dp.methods.pbp.network_sites.NetworkStepsState`), and what the records add to
+their precisions, :math:`D = \mathrm{diag}(\Lambda_j - \lambda)`. With :math:`\eta = \Lambda m`,
 
 .. math:: \eta \mid w \sim N(D w,\; D + \Lambda M \Lambda),
 
@@ -29,9 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp.pbp.model import RegressionNetwork
-from numpyro_dp.pbp.network_curvature import network_curvature
-from numpyro_dp.pbp.network_sites import NetworkStepsState
+from numpyro_dp.methods.pbp.model import RegressionNetwork
+from numpyro_dp.methods.pbp.network_curvature import network_curvature
+from numpyro_dp.methods.pbp.network_sites import NetworkStepsState
 from numpyro_dp.posterior.algebra import factor, inverse, solve, symmetric
 from numpyro_dp.posterior.posterior import Draws
 
@@ -54,7 +54,7 @@ def network_draws(
         num_inputs: Number of inputs of the network.
         num_examples: Number of records.
         state: The state after the last step.
-        ridge: r in :mod:`numpyro_dp.pbp.network_curvature`, or ``None`` for no curvature.
+        ridge: r in :mod:`numpyro_dp.methods.pbp.network_curvature`, or ``None`` for no curvature.
     """
     params = state.params
     precision, eta = (

@@ -12,7 +12,7 @@ from jax import Array
 
 from numpyro_dp._validate import check_int, check_probs, check_real
 from numpyro_dp.core import Sampler
-from numpyro_dp.em.statistics import MStep, expected_statistics
+from numpyro_dp.methods.em.statistics import MStep, expected_statistics
 from numpyro_dp.model.frontend import Call, Prepared
 from numpyro_dp.model.records import Records, RecordsProblem, read_records
 from numpyro_dp.privacy.budget import PrivacyBudget

@@ -27,11 +27,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_dp._validate import check_int
-from numpyro_dp.ep.normal import Cavity
-from numpyro_dp.ep.per_record import SensitiveEPResult
-from numpyro_dp.pbp.dppbp import DPPBP
-from numpyro_dp.pbp.model import NetworkGuide, RegressionNetwork
-from numpyro_dp.pbp.network_sites import NetworkCavity, network_site
+from numpyro_dp.methods.ep.normal import Cavity
+from numpyro_dp.methods.ep.per_record import SensitiveEPResult
+from numpyro_dp.methods.pbp.dppbp import DPPBP
+from numpyro_dp.methods.pbp.model import NetworkGuide, RegressionNetwork
+from numpyro_dp.methods.pbp.network_sites import NetworkCavity, network_site
 from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run.settings import Privacy

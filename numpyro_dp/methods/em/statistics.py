@@ -28,8 +28,8 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from numpyro_dp.core import Estimator, Released
-from numpyro_dp.ep.normal import inverse_and_log_det
-from numpyro_dp.ep.stochastic_ep import schedule
+from numpyro_dp.methods.ep.normal import inverse_and_log_det
+from numpyro_dp.methods.ep.stochastic_ep import schedule
 from numpyro_dp.model.public import own_constants
 from numpyro_dp.model.records import RecordsProblem
 
