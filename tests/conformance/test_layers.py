@@ -1,6 +1,7 @@
 """Imports go downwards, and importing the package does nothing."""
 
 import ast
+import importlib
 import os
 import pathlib
 import re
@@ -93,6 +94,50 @@ def violations(name, source, package):
         elif other != name and (LEVELS[other] >= LEVELS[name] or (place, other) in FORBIDDEN):
             wrong.append(f"{name} imports {target} upwards")
     return wrong
+
+
+def not_public(source, place):
+    """Modules that a file of ``methods`` imports and that are neither public nor of its method."""
+    public = {f"numpyro_dp.{name}" for name in (FACES | {"core", "posterior"})}
+    own = "numpyro_dp.methods."
+    wrong = []
+    for target in sorted(imports(source, ["numpyro_dp", *place])):
+        module, name = target.rpartition(".")[::2]
+        method = target.removeprefix(own).split(".")[0]
+        shared = (ROOT / "methods" / f"{method}.py").exists()
+        if target.startswith(own) and (shared or method in place):
+            continue
+        if target.split(".")[0] == "numpyro_dp" and not (
+            module in public and name in importlib.import_module(module).__all__
+        ):
+            wrong.append(target)
+    return wrong
+
+
+def test_methods_import_public_names_only():
+    files = [path for path in FILES if group(path) == "methods"]
+    assert len(files) > 20
+    for path in files:
+        place = path.relative_to(ROOT).parts[:-1]
+        assert not_public(path.read_text(), place) == [], path
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from numpyro_dp.run.driver import Driver",
+        "from numpyro_dp._validate import check_int",
+        "from numpyro_dp.posterior.diagnosis import Finding",
+        "from numpyro_dp.posterior import diagnosis",
+        "from numpyro_dp.methods.pbp.dppbp import DPPBP",
+        "from numpyro_dp import run",
+        "import numpyro_dp.run.step",
+        "from ...run import step",
+    ],
+)
+def test_the_walk_sees_what_is_not_public(source):
+    assert len(not_public(source, ("methods", "ep"))) == 1
 
 
 def test_the_house_has_few_rooms_on_few_floors():

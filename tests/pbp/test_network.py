@@ -14,7 +14,7 @@ from scipy import stats
 
 from numpyro_dp import DPPBP, PBP, Privacy, PrivacyBudget, RegressionNetwork
 from numpyro_dp.core import Released
-from numpyro_dp.methods.ep.normal import Cavity
+from numpyro_dp.methods.normal import Cavity
 from numpyro_dp.methods.pbp import network_moments, reference
 from numpyro_dp.methods.pbp.network_curvature import network_curvature
 from numpyro_dp.methods.pbp.network_draws import _left, network_draws

@@ -10,15 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp._validate import check_int, check_probs, check_real
 from numpyro_dp.core import Sampler
+from numpyro_dp.extend import (
+    Call,
+    Driver,
+    Execution,
+    Method,
+    Prepared,
+    Privacy,
+    PrivacyBudget,
+    Records,
+    RecordsProblem,
+    RunSettings,
+    check_int,
+    check_real,
+    read_records,
+)
 from numpyro_dp.methods.em.statistics import MStep, expected_statistics
-from numpyro_dp.model.frontend import Call, Prepared
-from numpyro_dp.model.records import Records, RecordsProblem, read_records
-from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.run.driver import Driver
-from numpyro_dp.run.settings import OF_MODELS, Execution, Method, Privacy, RunSettings, without
-from numpyro_dp.run.state import SensitiveState, check_state
+from numpyro_dp.methods.shared import check_probs
 
 __all__ = ["DPEM"]
 
@@ -77,6 +86,8 @@ class DPEM(Driver):
         maximization, AISTATS.
     """
 
+    reads_model = False
+
     def __init__(
         self,
         num_components: int,
@@ -96,8 +107,6 @@ class DPEM(Driver):
         self.num_components: int = check_int("num_components", num_components, low=1)
         self.init_scale: float = check_real("init_scale", init_scale, low=0, low_open=True)
         check_real("smallest_variance", smallest_variance, low=0, low_open=True)
-        if not callable(damping):
-            check_real("damping", damping, low=0, low_open=True, high=1)
         if scale is not None:
             check_real("scale", scale, low=0, low_open=True)
         known = None if probs is None else check_probs(probs, num_components)
@@ -109,14 +118,9 @@ class DPEM(Driver):
         method = Method(expected_statistics(scale is None), step, values, _INDEPENDENT)
         settings = RunSettings(
             clip_norm=clip_norm, sampler=sampler, budget=budget, num_steps=num_steps,
-            privacy=without(privacy, "DPEM", "loss_release", *OF_MODELS), execution=execution,
+            privacy=privacy, execution=execution,
         )  # fmt: skip
         super().__init__(method, settings)
-
-    def get_params(self, state: SensitiveState) -> dict[str, Array]:
-        """Returns the parameters of a state. They may be published."""
-        check_state(state)
-        return state.optim_state.params
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
         """Reads only the shapes of the arguments."""

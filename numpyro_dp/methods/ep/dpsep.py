@@ -10,33 +10,40 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from numpyro_dp._validate import check_callable, check_int, check_real
 from numpyro_dp.core import Sampler
+from numpyro_dp.extend import (
+    Call,
+    Driver,
+    Execution,
+    Method,
+    ModelSource,
+    ModelStructure,
+    Prepared,
+    Privacy,
+    PrivacyBudget,
+    RunResult,
+    RunSettings,
+    SensitiveState,
+    check_int,
+    check_real,
+    findings_of_run,
+    posterior_of_scores,
+)
 from numpyro_dp.methods.ep.families import Family, diagonal_normal, normal, product
 from numpyro_dp.methods.ep.problem import EPProblem, PosteriorGuide, check_conjugate, make_problem
 from numpyro_dp.methods.ep.sites import SiteBuilder, choose_site
 from numpyro_dp.methods.ep.stochastic_ep import Damped, stochastic_ep
-from numpyro_dp.model.frontend import Call, GivenModel, Prepared, arguments_key
-from numpyro_dp.model.structure import ModelStructure
-from numpyro_dp.posterior.diagnosis import (
-    finding_of_independence,
-    findings_of_run,
-    without_noise,
-)
-from numpyro_dp.posterior.from_model import ModelSource
-from numpyro_dp.posterior.posterior import Posterior
-from numpyro_dp.posterior.scores import posterior_of_scores
-from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.privacy.sampling import FullBatch
-from numpyro_dp.run.driver import Driver
-from numpyro_dp.run.results import RunResult
-from numpyro_dp.run.session import Session
-from numpyro_dp.run.settings import Execution, Method, Privacy, RunSettings, without
-from numpyro_dp.run.state import SensitiveState, check_state
+from numpyro_dp.posterior import Finding, Posterior
+from numpyro_dp.samplers import FullBatch
 
 __all__ = ["DPSEP", "SEP"]
 
 _INDEPENDENT = "DPSEP adds up the variances of independent noise to find what of a precision counts"
+_APART = (
+    "The family has no precisions between latents, so the posterior takes them as independent "
+    "given the records. With correlated columns it can be far off and too narrow. Use "
+    "family=normal with shared_precision=False."
+)
 _SHARED = "True releases one number for all coordinates, k one for each of k blocks."
 
 
@@ -111,7 +118,6 @@ class DPSEP(Driver):
         :mod:`numpyro_dp.methods.ep.stochastic_ep` has the differences.
     """
 
-    given: GivenModel
     guide: PosteriorGuide
 
     def __init__(
@@ -134,12 +140,9 @@ class DPSEP(Driver):
     ) -> None:
         settings = RunSettings(
             clip_norm=clip_norm, sampler=sampler, budget=budget, num_steps=num_steps,
-            privacy=without(privacy, "DPSEP", "loss_release"), execution=execution,
+            privacy=privacy, execution=execution,
         )  # fmt: skip
-        check_callable("model", model)
         _check(family, site, precision_weight, shared_precision)
-        if not callable(damping):
-            check_real("damping", damping, low=0, low_open=True, high=1)
         self.given = privacy.given_model(model, static_kwargs)
         self._family, self._site, self.guide = family, site, PosteriorGuide()
         release = precision_weight, shared_precision, bool(unbiased_clipping)
@@ -150,8 +153,7 @@ class DPSEP(Driver):
 
     def get_params(self, state: SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters of a state. They may be published."""
-        check_state(state)
-        return EPProblem.constrain(self.method.optim.get_params(state.optim_state))
+        return EPProblem.constrain(super().get_params(state))
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
         """Reads only the shapes of the arguments."""
@@ -160,10 +162,10 @@ class DPSEP(Driver):
     def problem_of(self, structure: ModelStructure, rng_key: Array, call: Call) -> EPProblem:
         """Finds the prior and the kind of site. Reads no record."""
         shared = structure.layout.rows(call.args, call.kwargs).shared
-        known = self._sessions.get(arguments_key(call.args, call.kwargs, self.max_rows))
-        if known is not None and isinstance(known.problem, EPProblem):
+        known = self.known_problem(call)
+        if known is not None:
             # It was checked for these shapes. Only the public arrays may differ.
-            problem = known.problem.at(shared)
+            problem = known.at(shared)
         else:
             problem = make_problem(self.given.fn, structure, self._family, shared, rng_key)
             site = choose_site(problem.by_row) if self._site is None else self._site
@@ -188,18 +190,18 @@ class DPSEP(Driver):
             released = result.scores.curvature
             # Diagonal precisions are too sure if the likelihood couples the latents.
             apart = released is not None and _is_diagonal(released) and problem.mixes_latents()
-            told = (finding_of_independence(),) * apart
+            told = (Finding("independent", True, _APART),) * apart
             return posterior_of_scores(source, problem, result, method, unbiased, told)
         noise = privacy.noise_multiplier > 0
         notes = ("The intervals do not contain the privacy noise of the run.",) * noise
-        findings = (*findings_of_run(result), *without_noise(noise))
-        draws = source.guide_draws(guide, params, {})
-        return source.posterior(draws, privacy, method, notes, findings=findings)
+        draws, findings = source.guide_draws(guide, params, {}), findings_of_run(result)
+        return source.posterior(
+            draws, privacy, method, notes, findings=findings, noise_included=False
+        )
 
-    def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
-        session = super()._session(args, kwargs)
-        if isinstance(session.problem, EPProblem):
-            self.guide.prototype_trace = session.problem
+    def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session: Any = super()._session(args, kwargs)
+        self.guide.prototype_trace = session.problem
         return session
 
 
@@ -283,8 +285,8 @@ def _check(family: Any, site: Any, precision_weight: Any, shared_precision: Any)
     elif family not in (normal, diagonal_normal):
         raise TypeError(
             "Expected family to be one of the functions normal or diagonal_normal of "
-            "numpyro_dp.methods.ep.families, not called, or a dict of families by latent site, such "
-            f"as {{'p': beta()}}, got {getattr(family, 'name', family)!r}."
+            "numpyro_dp.methods.ep.families, not called, or a dict of families by latent site, "
+            f"such as {{'p': beta()}}, got {getattr(family, 'name', family)!r}."
         )
     if site is not None and not isinstance(site, SiteBuilder):
         raise TypeError(

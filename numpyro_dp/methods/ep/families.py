@@ -29,8 +29,8 @@ from jax import Array, lax
 from jax.scipy.linalg import cho_solve
 from jaxtyping import Bool, Float
 
-from numpyro_dp._validate import check_int
-from numpyro_dp.methods.ep.normal import inverse_and_log_det
+from numpyro_dp.extend import check_int
+from numpyro_dp.methods.normal import inverse_and_log_det
 
 __all__ = [
     "Family",

@@ -11,22 +11,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp._validate import check_real
 from numpyro_dp.core import Sampler
+from numpyro_dp.extend import (
+    Call,
+    Driver,
+    Execution,
+    Method,
+    ModelSource,
+    Prepared,
+    Privacy,
+    PrivacyBudget,
+    Records,
+    RecordsProblem,
+    RunResult,
+    RunSettings,
+    check_real,
+    findings_of_drift,
+    findings_of_run,
+    read_records,
+)
 from numpyro_dp.methods.pbp.model import NetworkGuide, RegressionNetwork
 from numpyro_dp.methods.pbp.network_draws import network_draws
 from numpyro_dp.methods.pbp.network_sites import NetworkSteps, network_ep
-from numpyro_dp.model.frontend import Call, Prepared
-from numpyro_dp.model.records import Records, RecordsProblem, read_records
-from numpyro_dp.posterior.diagnosis import findings_of_run, without_noise
-from numpyro_dp.posterior.from_model import ModelSource, findings_of_drift
-from numpyro_dp.posterior.posterior import Posterior
-from numpyro_dp.posterior.scores import NOISE_INCLUDED
-from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.run.driver import Driver
-from numpyro_dp.run.results import RunResult
-from numpyro_dp.run.settings import OF_MODELS, Execution, Method, Privacy, RunSettings, without
-from numpyro_dp.run.state import SensitiveState, check_state
+from numpyro_dp.posterior import Posterior
 
 __all__ = ["DPPBP"]
 
@@ -100,6 +107,7 @@ class DPPBP(Driver):
         section 6.2; Hernández-Lobato, Adams (2015), ICML.
     """
 
+    reads_model = False
     network: RegressionNetwork
     guide: NetworkGuide
 
@@ -126,9 +134,6 @@ class DPPBP(Driver):
                 f"Expected a RegressionNetwork, such as RegressionNetwork((50,)), got "
                 f"{type(network).__name__}. For other models use DPSEP or DPSVI."
             )
-        for name, rate in (("damping", damping), ("step_size", step_size)):
-            if rate is not None and not callable(rate):
-                check_real(name, rate, low=0, low_open=True, high=1)
         if ridge is not None:
             check_real("ridge", ridge, low=0, low_open=True)
         self.network: RegressionNetwork = network
@@ -143,14 +148,9 @@ class DPPBP(Driver):
         method = Method(estimator, steps, values, _INDEPENDENT)
         settings = RunSettings(
             clip_norm=clip_norm, sampler=sampler, budget=budget, num_steps=num_steps,
-            privacy=without(privacy, "DPPBP", "loss_release", *OF_MODELS), execution=execution,
+            privacy=privacy, execution=execution,
         )  # fmt: skip
         super().__init__(method, settings)
-
-    def get_params(self, state: SensitiveState) -> dict[str, Array]:
-        """Returns the natural parameters of a state. They may be published."""
-        check_state(state)
-        return state.optim_state.params
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
         """Reads only the shapes of the arguments."""
@@ -196,17 +196,18 @@ class DPPBP(Driver):
         method = f"{type(self).__name__} of {network}, {privacy.num_steps} steps"
         drift = findings_of_drift(result.trace)
         notes = tuple(finding.text for finding in drift)
-        findings = [*findings_of_run(result), *drift]
-        if plain or privacy.noise_multiplier == 0:
+        findings = (*findings_of_run(result), *drift)
+        included = not plain and privacy.noise_multiplier > 0
+        if not included:
             draws = source.guide_draws(self.guide, params, {})
             notes += ("weight_precision is a point estimate.",) * (not known)
-            findings += without_noise(privacy.noise_multiplier > 0)
         else:
             ((inputs,), _), *_ = records.layout.shapes
-            released = check_state(result.state).optim_state
-            draws = network_draws(network, inputs, problem.num_examples, released, self.ridge)
-            notes += (NOISE_INCLUDED,)
-        return source.posterior(draws, privacy, method, notes, not drift, findings)
+            state: Any = result.state  # only a result from a pickle has none, nor a posterior
+            draws = network_draws(
+                network, inputs, problem.num_examples, state.optim_state, self.ridge
+            )
+        return source.posterior(draws, privacy, method, notes, not drift, findings, included)
 
 
 def _read(network: RegressionNetwork, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:

@@ -24,6 +24,8 @@ and has no privacy cost.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,8 +34,6 @@ from jax import Array
 from numpyro_dp.methods.pbp.model import RegressionNetwork
 from numpyro_dp.methods.pbp.network_curvature import network_curvature
 from numpyro_dp.methods.pbp.network_sites import NetworkStepsState
-from numpyro_dp.posterior.algebra import factor, inverse, solve, symmetric
-from numpyro_dp.posterior.posterior import Draws
 
 __all__ = ["network_draws"]
 
@@ -46,7 +46,7 @@ def network_draws(
     num_examples: int,
     state: NetworkStepsState,
     ridge: float | None,
-) -> Draws:
+) -> Callable[[Array, int], dict[str, Array]]:
     """Returns draws of the latents of ``network`` after the steps of a private run.
 
     Args:
@@ -69,19 +69,22 @@ def network_draws(
     if ridge is not None:
         inverse_root = np.asarray(curvature.inverse, np.float64)
         own = num_examples * np.asarray(curvature.unit, np.float64) + prior * np.eye(len(noise))
-        kept, axes = np.linalg.eigh(symmetric(inverse_root @ own @ inverse_root.T))
+        kept, axes = np.linalg.eigh(inverse_root @ own @ inverse_root.T)
         left = _left(float(state.moved), int(state.step), np.clip(kept, 0, 1))
         root = inverse_root.T @ (axes * np.sqrt(left * noise[0]))
         spread = root @ root.T
     released = np.diag(sites) + precision[:, None] * spread * precision
     informed = np.flatnonzero(sites > 0)  # the others keep their prior
     block = np.ix_(informed, informed)
-    weights = solve(released[block], np.column_stack([np.diag(sites)[block], eta[informed]]))
+    weights = np.linalg.solve(
+        released[block], np.column_stack([np.diag(sites)[block], eta[informed]])
+    )
     total, linear = prior * np.eye(len(eta)), np.zeros_like(eta)
-    total[block] += symmetric(sites[informed, None] * weights[:, :-1])
+    total[block] += sites[informed, None] * weights[:, :-1]
     linear[informed] = sites[informed] * weights[:, -1]
-    covariance = inverse(total)
-    mean, root = covariance @ linear, factor(covariance)
+    values, axes = np.linalg.eigh(total)
+    root = axes / np.sqrt(np.maximum(values, prior))  # smaller ones are rounding errors
+    mean = root @ (root.T @ linear)
     concentration, rate = network.noise_prior
     # Noise in the weights makes residuals larger.
     larger = float(np.sum(np.asarray(curvature.unit, np.float64) * spread))

@@ -30,8 +30,8 @@ output. The last part is half a squared residual in the same units.
 
 **Steps.** The optimiser reads only released values. Precisions and the rate of the noise move by a
 fraction :math:`\rho` of the released change, as in :mod:`numpyro_dp.methods.ep.stochastic_ep`. A
-precision that comes from records counts as far as it exceeds its noise, and so does its slope. The mean moves
-along the released slope G,
+precision that comes from records counts as far as it exceeds its noise, and so does its slope. The
+mean moves along the released slope G,
 
 .. math:: m \leftarrow m + \rho_m\, \Lambda^{-1} G, \qquad\text{or}\qquad
     m \leftarrow m + \rho_m\, K^{-1} G.
@@ -39,8 +39,9 @@ along the released slope G,
 The first is the step of stochastic expectation propagation. The weights of a network depend on each
 other, so their separate precisions are a poor guide to the length of a step, and this form needs
 hundreds of small steps. The second uses the curvature K
-(:mod:`numpyro_dp.methods.pbp.network_curvature`). It shortens a step that would change the output for the invented inputs by more than one predictive
-standard deviation (root mean square). Both have the same fixed points, at which the slope is 0.
+(:mod:`numpyro_dp.methods.pbp.network_curvature`). It shortens a step that would change the output
+for the invented inputs by more than one predictive standard deviation (root mean square). Both have
+the same fixed points, at which the slope is 0.
 
 Reference:
     Hernández-Lobato, Adams (2015), Probabilistic backpropagation, ICML; Vinaroz, Park (2022),
@@ -58,12 +59,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp.core import Estimator, Released
-from numpyro_dp.methods.ep.normal import Cavity, counted_share, site_from_slopes
-from numpyro_dp.methods.ep.stochastic_ep import schedule
+from numpyro_dp.extend import RecordsProblem
+from numpyro_dp.methods.normal import Cavity, counted_share, site_from_slopes
 from numpyro_dp.methods.pbp.model import RegressionNetwork
 from numpyro_dp.methods.pbp.network_curvature import Curvature, network_curvature
 from numpyro_dp.methods.pbp.network_moments import Layers, record_slopes
-from numpyro_dp.model.records import RecordsProblem
+from numpyro_dp.methods.shared import schedule
 
 __all__ = ["NetworkCavity", "NetworkMove", "NetworkSteps", "network_ep", "network_site"]
 
@@ -267,8 +268,8 @@ class NetworkSteps:
 
     def __init__(self, network: RegressionNetwork, damping: Any, step_size: Any) -> None:
         self._network = network
-        self._rate = schedule(damping)
-        self._step_size = self._rate if step_size is None else schedule(step_size)
+        self._rate = schedule("damping", damping)
+        self._step_size = self._rate if step_size is None else schedule("step_size", step_size)
 
     def init(self, params: Params) -> NetworkStepsState:
         """Returns the initial state."""
