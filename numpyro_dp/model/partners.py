@@ -38,7 +38,8 @@ class OutcomeModel(NamedTuple):
         >>> structure = Privacy().given_model(model, {}).structure((np.ones(100, int),), {})
         >>> other = OutcomeModel(Model(model, structure))
         >>> example = (jnp.ones((), int),), {"y": jnp.zeros((1,), int)}, 0.5
-        >>> round(float(other.log_likelihood({"w": 2.0}, {}, example, ())), 2)  # of y = 0
+        >>> latents = {"w": jnp.asarray(2.0)}
+        >>> round(float(other.log_likelihood(latents, {}, example, ())), 2)  # of y = 0
         -2.13
     """
 
