@@ -105,7 +105,7 @@ def not_public(source, place):
         module, name = target.rpartition(".")[::2]
         method = target.removeprefix(own).split(".")[0]
         shared = (ROOT / "methods" / f"{method}.py").exists()
-        if target.startswith(own) and (shared or method in place):
+        if target in public or (target.startswith(own) and (shared or method in place)):
             continue
         if target.split(".")[0] == "numpyro_dp" and not (
             module in public and name in importlib.import_module(module).__all__

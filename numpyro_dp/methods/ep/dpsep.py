@@ -10,25 +10,8 @@ from typing import Any
 import numpy as np
 from jax import Array
 
+from numpyro_dp import extend
 from numpyro_dp.core import Sampler
-from numpyro_dp.extend import (
-    Call,
-    Driver,
-    Execution,
-    Method,
-    ModelSource,
-    ModelStructure,
-    Prepared,
-    Privacy,
-    PrivacyBudget,
-    RunResult,
-    RunSettings,
-    SensitiveState,
-    check_int,
-    check_real,
-    findings_of_run,
-    posterior_of_scores,
-)
 from numpyro_dp.methods.ep.families import Family, diagonal_normal, normal, product
 from numpyro_dp.methods.ep.problem import EPProblem, PosteriorGuide, check_conjugate, make_problem
 from numpyro_dp.methods.ep.sites import SiteBuilder, choose_site
@@ -47,7 +30,7 @@ _APART = (
 _SHARED = "True releases one number for all coordinates, k one for each of k blocks."
 
 
-class DPSEP(Driver):
+class DPSEP(extend.Driver):
     r"""Differentially private stochastic expectation propagation.
 
     Approximates the posterior by a member of an exponential family. Each step moves its natural
@@ -132,13 +115,13 @@ class DPSEP(Driver):
         precision_weight: float = 1.0,
         shared_precision: bool | int = False,
         unbiased_clipping: bool = True,
-        budget: PrivacyBudget | None = None,
+        budget: extend.PrivacyBudget | None = None,
         num_steps: int | None = None,
-        privacy: Privacy = Privacy(),
-        execution: Execution = Execution(),
+        privacy: extend.Privacy = extend.Privacy(),
+        execution: extend.Execution = extend.Execution(),
         **static_kwargs: Any,
     ) -> None:
-        settings = RunSettings(
+        settings = extend.RunSettings(
             clip_norm=clip_norm, sampler=sampler, budget=budget, num_steps=num_steps,
             privacy=privacy, execution=execution,
         )  # fmt: skip
@@ -146,20 +129,22 @@ class DPSEP(Driver):
         self.given = privacy.given_model(model, static_kwargs)
         self._family, self._site, self.guide = family, site, PosteriorGuide()
         release = precision_weight, shared_precision, bool(unbiased_clipping)
-        method = Method(
+        method = extend.Method(
             stochastic_ep(*release), Damped(damping), (_name_of(family), *release), _INDEPENDENT
         )
         super().__init__(method, settings)
 
-    def get_params(self, state: SensitiveState) -> dict[str, Array]:
+    def get_params(self, state: extend.SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters of a state. They may be published."""
         return EPProblem.constrain(super().get_params(state))
 
-    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> extend.ModelStructure:
         """Reads only the shapes of the arguments."""
         return check_conjugate(self.given.structure(args, kwargs))
 
-    def problem_of(self, structure: ModelStructure, rng_key: Array, call: Call) -> EPProblem:
+    def problem_of(
+        self, structure: extend.ModelStructure, rng_key: Array, call: extend.Call
+    ) -> EPProblem:
         """Finds the prior and the kind of site. Reads no record."""
         shared = structure.layout.rows(call.args, call.kwargs).shared
         known = self.known_problem(call)
@@ -174,16 +159,20 @@ class DPSEP(Driver):
         self.guide.prototype_trace = problem
         return problem
 
-    def prepare(self, structure: ModelStructure, rng_key: Array, call: Call) -> Prepared:
+    def prepare(
+        self, structure: extend.ModelStructure, rng_key: Array, call: extend.Call
+    ) -> extend.Prepared:
         """Returns the problem and its start. Reads no record."""
         problem = self.problem_of(structure, rng_key, call)
-        return Prepared(problem, self.method.optim.init(problem.start(call.init_params)), rng_key)
+        return extend.Prepared(
+            problem, self.method.optim.init(problem.start(call.init_params)), rng_key
+        )
 
-    def _posterior(self, problem: EPProblem, result: RunResult, plain: bool) -> Posterior:
+    def _posterior(self, problem: EPProblem, result: extend.RunResult, plain: bool) -> Posterior:
         params, privacy = result.params, result.privacy
         guide = PosteriorGuide()
         guide.prototype_trace = problem  # self.guide may already belong to a later run
-        source = ModelSource.of(problem.model, problem.shared, params)
+        source = extend.ModelSource.of(problem.model, problem.shared, params)
         method = f"{type(self).__name__} with {_name_of(self._family)}, {privacy.num_steps} steps"
         if result.scores is not None and privacy.noise_multiplier > 0 and not plain:
             unbiased = self.method.estimator_of(problem).centring is not None
@@ -191,10 +180,10 @@ class DPSEP(Driver):
             # Diagonal precisions are too sure if the likelihood couples the latents.
             apart = released is not None and _is_diagonal(released) and problem.mixes_latents()
             told = (Finding("independent", True, _APART),) * apart
-            return posterior_of_scores(source, problem, result, method, unbiased, told)
+            return extend.posterior_of_scores(source, problem, result, method, unbiased, told)
         noise = privacy.noise_multiplier > 0
         notes = ("The intervals do not contain the privacy noise of the run.",) * noise
-        draws, findings = source.guide_draws(guide, params, {}), findings_of_run(result)
+        draws, findings = source.guide_draws(guide, params, {}), extend.findings_of_run(result)
         return source.posterior(
             draws, privacy, method, notes, findings=findings, noise_included=False
         )
@@ -248,7 +237,7 @@ class SEP(DPSEP):
         *,
         clip_norm: Any = math.inf,
         sampler: Sampler | None = None,
-        privacy: Privacy = Privacy(),
+        privacy: extend.Privacy = extend.Privacy(),
         **others: Any,
     ) -> None:
         if "budget" in others or privacy.noise_multiplier is not None:
@@ -293,9 +282,9 @@ def _check(family: Any, site: Any, precision_weight: Any, shared_precision: Any)
             "Expected site to be built by a call, such as quadrature() or importance() of "
             f"numpyro_dp.methods.ep.sites, got {site!r}."
         )
-    check_real("precision_weight", precision_weight, low=0, low_open=True)
+    extend.check_real("precision_weight", precision_weight, low=0, low_open=True)
     if not isinstance(shared_precision, bool):
-        check_int("shared_precision", shared_precision, low=1, remedy=_SHARED)
+        extend.check_int("shared_precision", shared_precision, low=1, remedy=_SHARED)
 
 
 def _name_of(family: Any) -> str:

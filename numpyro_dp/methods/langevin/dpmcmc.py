@@ -15,27 +15,8 @@ from numpyro.diagnostics import print_summary
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 
+from numpyro_dp import extend
 from numpyro_dp.core import Sampler
-from numpyro_dp.extend import (
-    Call,
-    Chains,
-    Driver,
-    Execution,
-    Forecast,
-    Frontend,
-    Method,
-    ModelSource,
-    ModelStructure,
-    Prepared,
-    Privacy,
-    PrivacyBudget,
-    PrivacyReport,
-    RunSettings,
-    SensitiveState,
-    UnsupportedModelError,
-    check_int,
-    check_real,
-)
 from numpyro_dp.methods.langevin.kernels import POINT_SUFFIX, SGLD, LangevinSteps, langevin
 from numpyro_dp.methods.langevin.mixing import draws_of_chains, mixing_of
 from numpyro_dp.posterior import Finding, Posterior
@@ -120,35 +101,35 @@ class DPMCMC:
         num_chains: int = 1,
         thinning: int = 1,
         progress_bar: bool = True,
-        budget: PrivacyBudget | None = None,
-        privacy: Privacy = Privacy(),
-        execution: Execution = Execution(),
+        budget: extend.PrivacyBudget | None = None,
+        privacy: extend.Privacy = extend.Privacy(),
+        execution: extend.Execution = extend.Execution(),
         **static_kwargs: Any,
     ) -> None:
-        check_int("num_warmup", num_warmup, low=0)
-        check_int("num_chains", num_chains, low=1)
-        check_int("thinning", thinning, low=1)
-        check_int("num_samples", num_samples, low=1)
+        extend.check_int("num_warmup", num_warmup, low=0)
+        extend.check_int("num_chains", num_chains, low=1)
+        extend.check_int("thinning", thinning, low=1)
+        extend.check_int("num_samples", num_samples, low=1)
         if num_samples % thinning:
             raise ValueError(
                 f"Expected num_samples to be a multiple of thinning={thinning}, got {num_samples}. "
                 f"Use {num_samples + -num_samples % thinning}."
             )
-        self.settings: RunSettings = RunSettings(
+        self.settings: extend.RunSettings = extend.RunSettings(
             clip_norm=clip_norm, sampler=sampler, budget=budget,
             privacy=privacy, execution=execution,
         )  # fmt: skip
         _check(kernel, self.settings)
         self.kernel, self.num_chains = kernel, num_chains
-        self._chains = Chains(num_chains, num_warmup, num_samples, thinning)
+        self._chains = extend.Chains(num_chains, num_warmup, num_samples, thinning)
         self._progress_bar = progress_bar
         guide = AutoDelta(kernel.model, init_loc_fn=kernel.init_strategy)
         # It finds the first position. The kernel then moves it.
         svi = SVI(kernel.model, guide, numpyro.optim.SGD(1.0), Trace_ELBO(), **static_kwargs)
-        frontend = Frontend(privacy.given_model(kernel.model, static_kwargs), svi)
+        frontend = extend.Frontend(privacy.given_model(kernel.model, static_kwargs), svi)
         self._driver = _Chain(kernel, frontend, self.settings)
         self._samples: dict[str, Array] | None = None
-        self._report: PrivacyReport | None = None
+        self._report: extend.PrivacyReport | None = None
         self._posterior: Posterior | None = None
         self._make_posterior: Callable[[], Posterior] | None = None
 
@@ -188,7 +169,7 @@ class DPMCMC:
         self._posterior = None
         self._make_posterior = functools.partial(self._posterior_of, found.problem, report)
 
-    def plan(self, *args: Any, **kwargs: Any) -> Forecast:
+    def plan(self, *args: Any, **kwargs: Any) -> extend.Forecast:
         """Returns how far the noise will move the posterior, at best. Reads no record.
 
         Args:
@@ -203,7 +184,7 @@ class DPMCMC:
         sizes = kernel.step_sizes(self._chains.num_steps)
         if sizes is None or multiplier == 0:
             return
-        scale = check_real(
+        scale = extend.check_real(
             "noise_scale of mechanism", self.settings.noise_scale(multiplier, num_examples),
             low=0, low_open=True, remedy="It is the thermal noise.",
         )  # fmt: skip
@@ -233,9 +214,9 @@ class DPMCMC:
             self._posterior.warn()
         return self._posterior
 
-    def _posterior_of(self, problem: Any, report: PrivacyReport) -> Posterior:
+    def _posterior_of(self, problem: Any, report: extend.PrivacyReport) -> Posterior:
         kernel, samples = self.kernel, self.get_samples()
-        source = ModelSource.of(problem.model, problem.shared, {})
+        source = extend.ModelSource.of(problem.model, problem.shared, {})
         number = len(next(iter(samples.values())))
         size = sum(value[0].size for value in samples.values())
         chains = "1 chain" if report.chains == 1 else f"{report.chains} chains"
@@ -255,7 +236,7 @@ class DPMCMC:
         if scale > 0 and size <= _MOST_LATENTS:
             notes = (f"The chains have not mixed ({said}), so this is the prior.",)
             variance = scale**2 / (report.chains * self._chains.samples)
-            with contextlib.suppress(UnsupportedModelError):
+            with contextlib.suppress(extend.UnsupportedModelError):
                 free = source.unconstrained(samples)
                 draws = draws_of_chains(problem, free, mixing.good, variance)
                 return source.posterior(
@@ -269,7 +250,7 @@ class DPMCMC:
         )
 
     @property
-    def privacy(self) -> PrivacyReport:
+    def privacy(self) -> extend.PrivacyReport:
         """The privacy report of the last run, for all chains together."""
         if self._report is None:
             raise ValueError("There is no privacy report yet. Call run first.")
@@ -299,11 +280,13 @@ class DPMCMC:
         print_summary(samples, prob=prob)
 
 
-class _Chain(Driver):
+class _Chain(extend.Driver):
     """The driver of the chains, with all arguments checked."""
 
-    def __init__(self, kernel: SGLD, frontend: Frontend, settings: RunSettings) -> None:
-        method = Method(langevin, LangevinSteps(kernel), independent_noise=_INDEPENDENT)
+    def __init__(
+        self, kernel: SGLD, frontend: extend.Frontend, settings: extend.RunSettings
+    ) -> None:
+        method = extend.Method(langevin, LangevinSteps(kernel), independent_noise=_INDEPENDENT)
         super().__init__(method, settings)
         self._frontend = frontend
 
@@ -312,15 +295,17 @@ class _Chain(Driver):
         """Name of the driver in messages."""
         return "DPMCMC"
 
-    def get_params(self, state: SensitiveState) -> dict[str, Any]:
+    def get_params(self, state: extend.SensitiveState) -> dict[str, Any]:
         """Returns the constrained position."""
         return self._frontend.constrain(super().get_params(state))
 
-    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> extend.ModelStructure:
         """Reads only the shapes of the arguments."""
         return self._frontend.given.structure(args, kwargs)
 
-    def prepare(self, structure: ModelStructure, rng_key: Array, call: Call) -> Prepared:
+    def prepare(
+        self, structure: extend.ModelStructure, rng_key: Array, call: extend.Call
+    ) -> extend.Prepared:
         """Reads no record."""
         if call.init_params is not None:
             call = call._replace(init_params=_named(call.init_params, structure.latents))
@@ -328,7 +313,7 @@ class _Chain(Driver):
         position = self._frontend.svi.optim.get_params(prepared.optim_state)
         # random_flax_module leaves parameters without entries: all entries became latent sites.
         if own := [name for name in structure.params if jax.tree.leaves(position[name])]:
-            raise UnsupportedModelError(
+            raise extend.UnsupportedModelError(
                 f"The model has the parameters {own}, but a sampler needs a prior for each. Use "
                 "numpyro.sample, or random_flax_module with a prior for all of them."
             )
@@ -344,7 +329,7 @@ def _named(init_params: Any, latents: tuple[str, ...]) -> dict[str, Any]:
     return {f"{site}{POINT_SUFFIX}": value for site, value in init_params.items()}
 
 
-def _check(kernel: Any, run: RunSettings) -> None:
+def _check(kernel: Any, run: extend.RunSettings) -> None:
     if not isinstance(kernel, SGLD):
         raise TypeError(
             f"Expected a kernel such as SGLD(model), got {type(kernel).__name__}. NumPyro's "
