@@ -16,9 +16,9 @@ from common import interleaved, logistic_data, logistic_model, parse_args, write
 from jax.scipy.stats import norm
 
 from numpyro_dp import DPPBP, DPSEP, Privacy, RegressionNetwork
-from numpyro_dp.ep.families import diagonal_normal, normal
-from numpyro_dp.pbp import network_moments, reference
-from numpyro_dp.pbp import network_sites as network_estimator
+from numpyro_dp.methods.ep.families import diagonal_normal, normal
+from numpyro_dp.methods.pbp import network_moments, reference
+from numpyro_dp.methods.pbp import network_sites as network_estimator
 from numpyro_dp.samplers import FullBatch, Poisson
 
 KEY = jax.random.key(0)

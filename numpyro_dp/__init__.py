@@ -3,16 +3,19 @@
 from numpyro_dp import accounting, core, estimators, extend, mechanisms, plots, posterior, samplers
 from numpyro_dp.audit import audit, audit_run
 from numpyro_dp.columns import summarize_columns
-from numpyro_dp.em.dpem import DPEM
-from numpyro_dp.ep.dpsep import DPSEP, SEP
-from numpyro_dp.ep.per_record import EP
 from numpyro_dp.fit import fit
 from numpyro_dp.laplace.dplaplace import DPLaplace
-from numpyro_dp.mcmc import DPMCMC, SGHMC, SGLD, PreconditionedSGLD
+from numpyro_dp.methods.em.dpem import DPEM
+from numpyro_dp.methods.ep.dpsep import DPSEP, SEP
+from numpyro_dp.methods.ep.per_record import EP
+from numpyro_dp.methods.langevin.dpmcmc import DPMCMC
+from numpyro_dp.methods.langevin.kernels import SGHMC, SGLD, PreconditionedSGLD
+from numpyro_dp.methods.pbp.dppbp import DPPBP
+from numpyro_dp.methods.pbp.model import RegressionNetwork
+from numpyro_dp.methods.pbp.reference import PBP
 from numpyro_dp.model.frames import design
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.record_check import check_records
-from numpyro_dp.pbp import DPPBP, PBP, RegressionNetwork
 from numpyro_dp.posterior import Posterior
 from numpyro_dp.posterior.load import load
 from numpyro_dp.privacy.budget import PrivacyBudget

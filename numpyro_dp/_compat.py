@@ -17,7 +17,6 @@ import jax.core
 import jax.extend.core
 import numpyro
 from jax.extend.random import define_prng_impl
-from numpyro.optim import _NumPyroOptim
 from numpyro.primitives import Messenger
 
 __all__ = [
@@ -30,7 +29,6 @@ __all__ = [
     "LOOPS",
     "MOVES",
     "PLACES",
-    "POINT_SUFFIX",
     "RULED",
     "Messenger",
     "Program",
@@ -49,7 +47,6 @@ __all__ = [
     "literal",
     "make_program",
     "mask_of",
-    "numpyro_optimiser",
     "programs_in",
     "prototype_sites",
     "same_distribution",
@@ -83,8 +80,6 @@ MOVES = (
 LOOKUPS = ("gather", "dynamic_slice")
 HOST_CALLS = ("callback", "debug_print", "infeed", "outfeed", "ffi_call", "call_exported")
 CUSTOM_BATCHING = "custom_vmap_call"
-
-POINT_SUFFIX = "_auto_loc"  # NumPyro's suffix of the parameters of AutoDelta
 
 
 class Program(NamedTuple):
@@ -223,13 +218,6 @@ def mask_of(masked: Any) -> Any:
 def takes_value(optim: Any) -> bool:
     """Whether a NumPyro optimiser needs the loss, as ``update(..., value=)``."""
     return bool(getattr(optim, "update_with_value", False))
-
-
-def numpyro_optimiser(
-    init: Callable[..., Any], update: Callable[..., Any], get_params: Callable[..., Any]
-) -> Any:
-    """A NumPyro optimiser made from three functions of one state."""
-    return _NumPyroOptim(lambda: (init, update, get_params))
 
 
 def unpack_latent(auto: Any, flat: Any) -> dict[str, Any]:

@@ -13,7 +13,6 @@ __all__ = [
     "check_in",
     "check_int",
     "check_num_steps",
-    "check_probs",
     "check_real",
     "check_sizes",
 ]
@@ -34,6 +33,10 @@ def check_real(
     Raises:
         TypeError: If the value is not a real number.
         ValueError: If the value is NaN or outside the interval.
+
+    Example:
+        >>> check_real("rate", 0.5, low=0, low_open=True, high=1)
+        0.5
     """
     expected = _interval(low, high, low_open, high_open)
     # NumPy scalars are registered as numbers.Real. So are booleans, which must not pass.
@@ -55,6 +58,10 @@ def check_int(
     Raises:
         TypeError: If the value is not an integer.
         ValueError: If the value is outside the range.
+
+    Example:
+        >>> check_int("num_steps", 100, low=1)
+        100
     """
     expected = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -63,24 +70,6 @@ def check_int(
     if number < low or (high is not None and number > high):
         raise ValueError(_message(f"{name}={value!r}", expected, remedy))
     return number
-
-
-def check_probs(value: object, number: int | None = None) -> np.ndarray:
-    """Returns weights of components as float64, or raises ValueError.
-
-    Args:
-        value: Weights > 0 that add up to 1.
-        number: Expected number of weights, by default any.
-    """
-    try:
-        probs = np.asarray(value, np.float64)
-    except (TypeError, ValueError):
-        probs = np.zeros(0)
-    good = probs.ndim == 1 and probs.size > 0 and bool((probs > 0).all())
-    if not good or abs(probs.sum() - 1) > 1e-5 or number not in (None, probs.size):
-        count = "" if number is None else f"{number} "
-        raise ValueError(f"Expected {count}probs > 0 that add up to 1, got {value!r}.")
-    return probs
 
 
 def check_in(name: str, value: object, allowed: tuple[object, ...], *, remedy: str = "") -> object:

@@ -32,7 +32,6 @@ from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.settings import Method, Privacy, RunSettings
-from numpyro_dp.run.state import SensitiveState
 
 __all__ = ["summarize_columns"]
 
@@ -173,10 +172,6 @@ class _Columns(Driver):
             privacy=Privacy(secret_key=secret_key),
         )
         super().__init__(Method(_terms(histogram), _Keep(parts), (histogram,)), settings)
-
-    def get_params(self, state: SensitiveState) -> dict[str, Array]:
-        """Returns the released sums."""
-        return state.optim_state
 
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
         """Reads shapes."""

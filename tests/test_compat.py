@@ -234,14 +234,6 @@ def test_optimisers_that_take_the_loss_are_known():
     assert _compat.takes_value(optax_to_numpyro(optax.contrib.reduce_on_plateau()))
 
 
-def test_an_optimiser_of_three_functions():
-    optim = _compat.numpyro_optimiser(
-        lambda params: params, lambda step, gradient, state: state - gradient, lambda state: state
-    )
-    state = optim.update(jnp.array(1.0), optim.init(jnp.array(3.0)))
-    assert optim.get_params(state) == 2
-
-
 @pytest.mark.parametrize("kind", [autoguide.AutoDiagonalNormal, autoguide.AutoMultivariateNormal])
 def test_the_flat_latent_of_a_guide(kind):
     guide = ready(kind)
@@ -273,13 +265,6 @@ def test_what_a_guide_calls():
     assert plates.create_plates in list(_compat.guide_functions(plates))
     flow = autoguide.AutoIAFNormal(model, nonlinearity=init_to_median)
     assert init_to_median in list(_compat.guide_functions(flow))
-
-
-def test_the_suffix_of_the_point_guide():
-    guide = autoguide.AutoDelta(model)
-    svi = SVI(model, guide, numpyro.optim.Adam(1e-3), Trace_ELBO())
-    params = svi.get_params(svi.init(jax.random.key(0), jnp.zeros(3)))
-    assert set(params) == {f"{site}{_compat.POINT_SUFFIX}" for site in ("a", "b")}
 
 
 def test_a_subclass_that_draws_by_itself_has_another_distribution():

@@ -34,7 +34,7 @@ from datasets import load_doctor_visits
 from logistic import from_natural
 
 from numpyro_dp import DPSEP, DPSVI, EP, SEP, DPLaplace, Privacy, PrivacyBudget, secret_key
-from numpyro_dp.ep.families import diagonal_normal, normal
+from numpyro_dp.methods.ep.families import diagonal_normal, normal
 from numpyro_dp.samplers import FullBatch, Poisson
 
 LIKELIHOODS = {

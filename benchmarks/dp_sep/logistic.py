@@ -32,8 +32,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from common import average_row, experiment_parser, panels, save
 
 from numpyro_dp import DPSEP, DPSVI, SEP, PrivacyBudget, secret_key
-from numpyro_dp.ep.families import diagonal_normal, normal
 from numpyro_dp.estimators import aligned
+from numpyro_dp.methods.ep.families import diagonal_normal, normal
 from numpyro_dp.posterior import tail_average
 from numpyro_dp.samplers import FullBatch, Poisson
 

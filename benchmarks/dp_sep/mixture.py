@@ -29,8 +29,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from common import experiment_parser, panels, save
 
 from numpyro_dp import DPEM, DPSEP, EP, SEP, PrivacyBudget
-from numpyro_dp.ep.families import diagonal_normal
-from numpyro_dp.ep.sites import normal_mixture
+from numpyro_dp.methods.ep.families import diagonal_normal
+from numpyro_dp.methods.ep.sites import normal_mixture
 from numpyro_dp.samplers import FullBatch
 
 NUMBER, COMPONENTS, DIM, SCALE = 1000, 4, 4, 0.5

@@ -54,9 +54,6 @@ class ClippedMean(Driver):
         first = call.init_params or {"mean": jnp.zeros(columns)}
         return Prepared(RecordsProblem(structure), self.method.optim.init(first), rng_key)
 
-    def get_params(self, state):
-        return self.method.optim.get_params(state.optim_state)
-
 
 def main():
     number = 2_000 if "--quick" in sys.argv else 50_000

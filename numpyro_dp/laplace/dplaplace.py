@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from jax import Array
 
-from numpyro_dp._validate import check_callable
 from numpyro_dp.laplace.guess import FirstGuess, first_guess
 from numpyro_dp.laplace.schedule import Kind, Schedule, schedule
 from numpyro_dp.laplace.stages import Releases, Run, Stages, most_releases
@@ -137,7 +136,6 @@ class DPLaplace:
         execution: Execution = Execution(),
         **static_kwargs: Any,
     ) -> None:
-        check_callable("model", model)
         self.model, self.static_kwargs = model, static_kwargs
         self.scales: dict[str, Any] = _check_scales(scales)
         own = without(privacy, "DPLaplace", "mechanism", "loss_release")

@@ -362,10 +362,6 @@ class Stages(Driver):
         super().__init__(method, settings)
         self._outcomes = outcomes
 
-    def get_params(self, state: SensitiveState) -> Any:
-        """Returns the request."""
-        return state.optim_state[0]
-
     def start(
         self, rng_key: Array, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> SensitiveState:

@@ -38,6 +38,19 @@ class Model(NamedTuple):
     Attributes:
         fn: The NumPyro model, static keywords filled in.
         structure: What :func:`numpyro_dp.model.structure.read_model` found in it.
+
+    Example:
+        >>> import numpy as np, numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import Privacy
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(3, 1))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> given = Privacy().given_model(model, {})
+        >>> own = Model(given.fn, given.structure((np.ones(100),), {}))
+        >>> record = (jnp.asarray(4.0),)
+        >>> jax.grad(lambda z: own.log_likelihood({"mean": z}, {}, record, ()))(3.0)
+        Array(1., dtype=float32)
     """
 
     fn: Callable[..., Any]

@@ -123,10 +123,33 @@ class Frontend(NamedTuple):
     Attributes:
         given: The model.
         svi: Non-private ``SVI`` of the same model and guide. Handles parameters, on placeholders.
+
+    Example:
+        >>> import numpyro.distributions as dist
+        >>> from numpyro.infer.autoguide import AutoDelta
+        >>> from numpyro_dp import Privacy
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(3, 1))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> svi = SVI(model, AutoDelta(model), numpyro.optim.SGD(0.1), Trace_ELBO())
+        >>> frontend, args = Frontend(Privacy().given_model(model, {}), svi), (np.ones(100),)
+        >>> structure = frontend.given.structure(args, {})
+        >>> prepared = frontend.prepare(structure, jax.random.key(0), Call(args, {}))
+        >>> prepared.problem.num_examples
+        100
     """
 
     given: GivenModel
     svi: SVI
+
+    def constrain(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Returns parameters in the form that is published, after a call of :meth:`prepare`."""
+        if self.svi.constrain_fn is None:
+            raise ValueError(
+                "get_params needs an earlier call of init or run. Call one of them first."
+            )
+        return self.svi.constrain_fn(params)
 
     def prepare(
         self,

@@ -268,6 +268,17 @@ def read_outcomes(model: Model, shared: tuple[Array, ...]) -> Outcomes:
 
     Raises:
         UnsupportedModelError: If the outcomes cannot be simulated.
+
+    Example:
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import Privacy
+        >>> def model(y):
+        ...     w = numpyro.sample("w", dist.Normal(0, 1))
+        ...     with numpyro.plate("records", y.shape[0]):
+        ...         numpyro.sample("y", dist.Bernoulli(logits=w), obs=y)
+        >>> structure = Privacy().given_model(model, {}).structure((np.ones(100, int),), {})
+        >>> read_outcomes(Model(model, structure), ()).number  # 0 and 1
+        2
     """
     found, by_row = read_latents(model, shared), model.by_row
     found.check_mean(jnp.zeros(found.size), lambda flat: (found, flat))

@@ -27,6 +27,20 @@ class OutcomeModel(NamedTuple):
     Attributes:
         model: The model.
         paired: Whether its log likelihood is that of the record minus that of the other outcome.
+
+    Example:
+        >>> import numpy as np, numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import Privacy
+        >>> def model(y):
+        ...     w = numpyro.sample("w", dist.Normal(0, 1))
+        ...     with numpyro.plate("records", y.shape[0]):
+        ...         numpyro.sample("y", dist.Bernoulli(logits=w), obs=y)
+        >>> structure = Privacy().given_model(model, {}).structure((np.ones(100, int),), {})
+        >>> other = OutcomeModel(Model(model, structure))
+        >>> example = (jnp.ones((), int),), {"y": jnp.zeros((1,), int)}, 0.5
+        >>> latents = {"w": jnp.asarray(2.0)}
+        >>> round(float(other.log_likelihood(latents, {}, example, ())), 2)  # of y = 0
+        -2.13
     """
 
     model: Model
@@ -79,6 +93,14 @@ def centring(
         inner: The estimator, built on an :class:`OutcomeModel`, ``paired`` if outcomes are drawn.
         latents: ``public -> latents`` of the step, at which the scores are taken.
         params: ``public -> params``, constrained, if the model has parameters.
+
+    Example:
+        >>> from numpyro_dp.extend import OutcomeModel, read_outcomes
+        >>> def build(problem):  # problem has model and shared, estimator_of(problem) is yours
+        ...     outcomes = read_outcomes(problem.model, problem.shared)
+        ...     other = problem._replace(model=OutcomeModel(problem.model))
+        ...     found = centring(outcomes, estimator_of(other), lambda public: public.latents)
+        ...     return estimator_of(problem)._replace(centring=found)
     """
     number = outcomes.number + 1 if outcomes.number else _DRAWN
     number = 2 ** math.ceil(math.log2(number)) - 1

@@ -187,7 +187,13 @@ def record_arguments(
 
 
 def own_constants(*arrays: Any) -> tuple[Any, ...]:
-    """Registers constants of this package, which are always accepted, and returns them."""
+    """Registers constants of an estimator, such as nodes of a rule, and returns them.
+
+    They are accepted as public wherever a program holds them, so they must not depend on records.
+
+    Example:
+        >>> (nodes,) = own_constants(np.linspace(-1, 1, 200))
+    """
     _own.update(map(_digest, arrays))
     return arrays
 

@@ -206,6 +206,17 @@ class ModelStructure(NamedTuple):
         bounded: Names of the observed sites whose values may be outside of a fixed support.
         indexed: Whether a record looks up entries of a table by an index of its own.
         public: The accepted public arrays.
+
+    Example:
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import Privacy
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(3, 1))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> given = Privacy().given_model(model, {})
+        >>> given.structure((np.ones(100),), {}).latents
+        ('mean',)
     """
 
     data_plate: str

@@ -21,7 +21,7 @@ __all__ = [
     "PosteriorWarning",
     "finding_of_arrival",
     "finding_of_clipping",
-    "finding_of_independence",
+    "finding_without_noise",
     "findings_of_normal",
     "findings_of_path",
     "findings_of_report",
@@ -29,7 +29,6 @@ __all__ = [
     "findings_of_shares",
     "findings_of_spread",
     "findings_of_unseen",
-    "without_noise",
 ]
 
 # Good runs stay below these (benchmarks/believe/zoo.py).
@@ -156,7 +155,14 @@ def findings_of_report(privacy: PrivacyReport) -> list[Finding]:
 
 
 def findings_of_run(result: Any) -> list[Finding]:
-    """What parameters and trace of a run show."""
+    """What parameters and trace of a run show.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> trace = SimpleNamespace(clip_norm=None)
+        >>> findings_of_run(SimpleNamespace(params={"mean": np.nan}, trace=trace))[0].name
+        'values'
+    """
     found = []
     if not all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(result.params)):
         text = "The parameters have infinite or NaN entries. Take smaller steps."
@@ -180,15 +186,6 @@ def finding_of_clipping(avoidable: bool) -> Finding:
     return Finding("clipping", avoidable, (
         "Clipping saw the outcomes. If many records were clipped, the posterior is biased, and "
         f"nothing that was released shows it. {remedy}"
-    ))  # fmt: skip
-
-
-def finding_of_independence() -> Finding:
-    """A finding about a family without precisions between latents that a record mixes."""
-    return Finding("independent", True, (
-        "The family has no precisions between latents, so the posterior takes them as independent "
-        "given the records. With correlated columns it can be far off and too narrow. Use "
-        "family=normal with shared_precision=False."
     ))  # fmt: skip
 
 
@@ -331,7 +328,7 @@ def findings_of_unseen(share: float, bias: float) -> list[Finding]:
     ))]  # fmt: skip
 
 
-def without_noise(noise: bool) -> list[Finding]:
-    """A finding about intervals that leave out the noise of privacy, if there is any."""
+def finding_without_noise() -> Finding:
+    """A finding about intervals that leave out the noise of privacy."""
     text = "The intervals leave out the noise of privacy, so they are too narrow."
-    return [Finding("intervals", True, text)] if noise else []
+    return Finding("intervals", True, text)

@@ -18,14 +18,16 @@ from numpyro_dp.model.records import Arguments
 from numpyro_dp.model.separation import one_record
 from numpyro_dp.posterior.averaging import SHORTEST, drift_check
 from numpyro_dp.posterior.densities import densities_of_model
-from numpyro_dp.posterior.diagnosis import Finding, findings_of_report
-from numpyro_dp.posterior.draws import Draws
+from numpyro_dp.posterior.diagnosis import Finding, finding_without_noise, findings_of_report
+from numpyro_dp.posterior.draws import Draws, SiteDraws
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.samples import posterior_samples
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.results import Trace
 
-__all__ = ["ModelSource", "findings_of_drift"]
+__all__ = ["NOISE_INCLUDED", "ModelSource", "findings_of_drift"]
+
+NOISE_INCLUDED = "The intervals include the noise of privacy."
 
 
 class ModelSource(NamedTuple):
@@ -39,6 +41,14 @@ class ModelSource(NamedTuple):
         params: Constrained value of each ``numpyro.param`` in the model.
         factors: Names of the factors and observed sites that read no record.
         public: What was accepted as public, or ``None`` for a model of this package.
+
+    Example:
+        >>> from numpyro_dp.extend import Driver
+        >>> class MyDriver(Driver):
+        ...     def _posterior(self, problem, result, plain):
+        ...         source = ModelSource.of(problem.model, problem.shared, result.params)
+        ...         draws = {"mean": result.trace.params["mean"]}
+        ...         return source.posterior(draws, result.privacy, "Mine", noise_included=False)
     """
 
     fn: Callable[..., Any]
@@ -67,14 +77,32 @@ class ModelSource(NamedTuple):
 
     def posterior(
         self,
-        draws: Draws,
+        draws: Draws | dict[str, Array],
         privacy: PrivacyReport,
         method: str,
         notes: tuple[str, ...] = (),
         converged: bool = True,
         findings: Iterable[Finding] = (),
+        noise_included: bool | None = None,
     ) -> Posterior:
-        """Returns a :class:`Posterior` with these draws of the global latents, and no others."""
+        """Returns a :class:`Posterior` with these draws of the global latents, and no others.
+
+        Args:
+            draws: ``(rng_key, number) -> values by site``, or stored values by site.
+            privacy: Report of the run.
+            method: One line that describes the method.
+            notes: Sentences for the user.
+            converged: Whether the method has converged.
+            findings: What the method found.
+            noise_included: Whether the draws include the noise of privacy, which the posterior
+                then says. ``None`` if it should say nothing.
+        """
+        if isinstance(draws, dict):
+            draws = SiteDraws(draws)
+        if noise_included:
+            notes = (NOISE_INCLUDED, *notes)
+        if noise_included is False and privacy.noise_multiplier > 0:
+            findings = (*findings, finding_without_noise())
         prior: Draws | None = self._prior
         try:
             jax.eval_shape(self._prior_draw, jax.random.key(0))
@@ -149,6 +177,11 @@ def findings_of_drift(trace: Trace) -> list[Finding]:
 
     A guide often starts narrow, so a run that has not converged may look too certain. A trace that
     is too short for the check also fails.
+
+    Example:
+        >>> steady = np.random.default_rng(0).normal(size=1000)
+        >>> findings_of_drift(Trace(np.arange(1, 1001), {"mean": steady}, None))
+        []
     """
     length = len(trace.steps)
     values = [np.asarray(value, np.float64) for value in jax.tree.leaves(trace.params)]

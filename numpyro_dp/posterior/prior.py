@@ -23,11 +23,12 @@ from jax.flatten_util import ravel_pytree
 from numpyro.distributions import biject_to, constraints
 from numpyro.infer import MCMC, NUTS
 
-from numpyro_dp.model.outcomes import Outcomes, unconstrained_prior
+from numpyro_dp.model.density import Model
+from numpyro_dp.model.outcomes import Outcomes, read_latents, unconstrained_prior
 from numpyro_dp.posterior.draws import Draws, Normal, Vectors, generator
 from numpyro_dp.posterior.likelihood import Prior
 
-__all__ = ["ModelPrior", "read_prior"]
+__all__ = ["ModelPrior", "prior_of", "read_prior"]
 
 _DRAWS = 4000
 _KEPT = 4000  # draws from a posterior that is not normal
@@ -76,6 +77,10 @@ class ModelPrior(NamedTuple):
         if kept is None:
             kept = self._sampled(precision, linear, rng_key)
         return self.drawn(Vectors(np.asarray(kept)))
+
+    def stored(self, rows: np.ndarray, root: np.ndarray) -> Draws:
+        """Draws stored vectors (number, all) with noise of covariance ``root @ root.T``."""
+        return self.drawn(Vectors(rows, root))
 
     def drawn(self, vectors: Normal | Vectors) -> Draws:
         """Draws of all latents in unconstrained coordinates, as values by site."""
@@ -148,6 +153,36 @@ class ModelPrior(NamedTuple):
         mcmc = MCMC(kernel, num_warmup=500, num_samples=_KEPT // 2, progress_bar=False)
         mcmc.run(run_key, init_params=start)
         return mcmc.get_samples()
+
+
+def prior_of(model: Model, shared: tuple[Array, ...]) -> ModelPrior:
+    """Returns the prior of all latents of a model. Reads no record.
+
+    Its ``posterior(precision, linear, rng_key)`` has draws of the posterior for a likelihood that
+    is quadratic in unconstrained latents. With zeros it draws from the prior.
+
+    Args:
+        model: The model.
+        shared: Public arrays among its arguments.
+
+    Raises:
+        UnsupportedModelError: If the model has parameters, latents of single records, or a prior
+            that cannot be drawn from.
+
+    Example:
+        >>> import numpy as np, numpyro, numpyro.distributions as dist
+        >>> from numpyro_dp import Privacy
+        >>> from numpyro_dp.extend import Model
+        >>> def model(x):
+        ...     mean = numpyro.sample("mean", dist.Normal(3, 1))
+        ...     with numpyro.plate("records", x.shape[0]):
+        ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+        >>> structure = Privacy().given_model(model, {}).structure((np.ones(100),), {})
+        >>> prior_of(Model(model, structure), ()).decoded.mean.round(3)
+        array([3.])
+    """
+    # The prior is public, so a fixed public key will do.
+    return read_prior(read_latents(model, shared), jax.random.key(0))
 
 
 def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:

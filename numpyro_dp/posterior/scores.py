@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from numpyro_dp.model.outcomes import read_latents, read_outcomes
+from numpyro_dp.model.outcomes import read_outcomes
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.posterior.algebra import inverse, solve, spectral_power, symmetric
 from numpyro_dp.posterior.diagnosis import (
@@ -53,12 +53,11 @@ from numpyro_dp.posterior.likelihood import (
 )
 from numpyro_dp.posterior.moments import Averages, Moments, averages_of, early_distance, mixed
 from numpyro_dp.posterior.posterior import Posterior
-from numpyro_dp.posterior.prior import read_prior
+from numpyro_dp.posterior.prior import prior_of
 from numpyro_dp.run.results import RunResult
 
-__all__ = ["NOISE_INCLUDED", "posterior_of_scores", "scores_likelihood"]
+__all__ = ["posterior_of_scores", "scores_likelihood"]
 
-NOISE_INCLUDED = "The intervals include the noise of privacy."
 _FIXED = "The parameters {} are fixed at their estimates. The intervals do not contain their error."
 
 _BEND = 0.6  # relative change of the curvature over a distance of one prior standard deviation
@@ -89,9 +88,16 @@ def posterior_of_scores(
 
     Raises:
         UnsupportedModelError: If the model has no prior to multiply the likelihood with.
+
+    Example:
+        >>> from numpyro_dp.extend import Driver
+        >>> class MyDriver(Driver):  # its estimator has ``observe``
+        ...     def _posterior(self, problem, result, plain):
+        ...         source = ModelSource.of(problem.model, problem.shared, result.params)
+        ...         return posterior_of_scores(source, problem, result, "My method", unbiased=False)
     """
     model, public_key = problem.model.at(source.params), jax.random.key(0)
-    prior = read_prior(read_latents(model, problem.shared), public_key)
+    prior = prior_of(model, problem.shared)
     averages, decoded = averages_of(result.scores, prior.seen), prior.decoded
     precision, linear = 0 * decoded.precision, 0 * decoded.mean  # of a run that tells nothing
     # Averages that are not finite say that the run went wrong. The findings then warn of it.
@@ -113,8 +119,10 @@ def posterior_of_scores(
         except UnsupportedModelError:
             avoidable = False
         findings.append(finding_of_clipping(avoidable))
-    notes = (NOISE_INCLUDED, *([_FIXED.format(sorted(source.params))] if source.params else []))
-    return source.posterior(draws, result.privacy, method, notes, findings=findings)
+    notes = (_FIXED.format(sorted(source.params)),) * bool(source.params)
+    return source.posterior(
+        draws, result.privacy, method, notes, findings=findings, noise_included=True
+    )
 
 
 def _path(

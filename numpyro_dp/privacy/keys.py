@@ -306,7 +306,11 @@ def _(size: int, batched: Any, keys: Any, rest: Any) -> tuple[Any, Any]:
 
 
 def check_rng_key(rng_key: Any) -> None:
-    """Raises TypeError unless ``rng_key`` is a JAX key, typed or raw."""
+    """Raises TypeError unless ``rng_key`` is a JAX key, typed or raw.
+
+    Example:
+        >>> check_rng_key(jax.random.key(0))
+    """
     if isinstance(rng_key, jax.Array | np.ndarray):
         typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key) and rng_key.shape == ()
         if typed or (rng_key.dtype == np.uint32 and rng_key.ndim == 1):

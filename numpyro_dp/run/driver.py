@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -63,12 +63,20 @@ class Driver(abc.ABC):
     Args:
         method: Estimator and optimiser.
         settings: What all drivers share.
+
+    Attributes:
+        reads_model: Whether ``structure`` reads a NumPyro model. Without one, the constructor
+            refuses settings that say something about a model.
     """
 
+    reads_model: ClassVar[bool] = True
     method: Method
     settings: RunSettings
 
     def __init__(self, method: Method, settings: RunSettings) -> None:
+        useless = ("loss_release",) * (method.public_loss is None)
+        useless += OF_MODELS * (not self.reads_model)
+        without(settings.privacy, self.name, *useless)
         _check_estimator(method.estimator)
         _check_independent_noise(
             settings.privacy.mechanism, settings.norm_with_loss, method.independent_noise
@@ -81,9 +89,14 @@ class Driver(abc.ABC):
         """Most rows of a unit, or ``None`` if a record is a row."""
         return self.settings.privacy.max_rows_per_unit
 
-    @abc.abstractmethod
+    @property
+    def name(self) -> str:
+        """Name of the driver in messages."""
+        return type(self).__name__
+
     def get_params(self, state: SensitiveState) -> dict[str, Any]:
         """Returns the parameters at a state. You may publish them."""
+        return self.method.optim.get_params(check_state(state).optim_state)
 
     @abc.abstractmethod
     def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure | Records:
@@ -129,7 +142,7 @@ class Driver(abc.ABC):
             BudgetError: If the plan exceeds the budget, or has a budget but no ``num_steps``.
             NoiseReuseError: If JAX traces the call, or the ``secret_key`` was used before.
         """
-        check_outside_trace(f"{type(self).__name__}.init")
+        check_outside_trace(f"{self.name}.init")
         check_rng_key(rng_key)
         args, kwargs = as_arrays(args, kwargs)
         state = self._init(rng_key, self.settings.num_steps, args, kwargs, init_params)
@@ -170,7 +183,7 @@ class Driver(abc.ABC):
         """
         _check_reverse_mode(forward_mode_differentiation)
         check_state(svi_state)
-        check_passed_to_trace(f"{type(self).__name__}.update", [svi_state.secret_key])
+        check_passed_to_trace(f"{self.name}.update", [svi_state.secret_key])
         args, kwargs = as_arrays(args, kwargs)
         session = self._session(args, kwargs)
         # No plan is made here, so the budget must be the one for which init found the noise.
@@ -261,7 +274,7 @@ class Driver(abc.ABC):
             ValueError: If the folder of ``checkpoint`` is damaged, or has a run with other records
                 or settings.
         """
-        check_outside_trace(f"{type(self).__name__}.run")
+        check_outside_trace(f"{self.name}.run")
         check_rng_key(rng_key)
         check_num_steps(num_steps, _UNLIMITED - 1)
         check_sizes(trace_size=trace_size)
@@ -304,7 +317,7 @@ class Driver(abc.ABC):
             first = start if is_new else with_new_noise(settings, start)
             course, progress = session.begin(first, num_steps, trace_size, fold=fold)
             kept = checkpoint_of(
-                checkpoint, every, type(driver).__name__, settings, [report], rng_key,
+                checkpoint, every, driver.name, settings, [report], rng_key,
                 lambda: session.program((course, progress), rows, fold), records,
                 num_steps=num_steps, trace_size=trace_size,
                 state=None if is_new else [int(start.run_id[0]), int(start.step)],
@@ -338,6 +351,11 @@ class Driver(abc.ABC):
             if found.stopped:
                 raise RunInterrupted(result, num_steps, checkpoint is not None)
             return result
+
+    def known_problem(self, call: Call) -> Any:
+        """Returns the problem of an earlier call with arguments of the same shapes, or ``None``."""
+        known = self._sessions.get(arguments_key(call.args, call.kwargs, self.max_rows))
+        return None if known is None else known.problem
 
     def with_settings(self, settings: RunSettings) -> Self:
         """Returns a driver with other settings, for one call: a refused call changes nothing."""
@@ -397,7 +415,7 @@ class Driver(abc.ABC):
             Each run spends what its report says. If you publish several runs, or the best of them,
             you spend the sum. A budget of a ledger charges all runs, before any reads a record.
         """
-        check_outside_trace(f"{type(self).__name__}.sweep")
+        check_outside_trace(f"{self.name}.sweep")
         check_num_steps(num_steps, _UNLIMITED - 1)
         check_sizes(trace_size=trace_size, chunk_size=chunk_size)
         check_rng_keys(rng_keys)
@@ -425,7 +443,7 @@ class Driver(abc.ABC):
     def _posterior(self, problem: Any, result: RunResult, plain: bool) -> Any:
         """Makes ``result.posterior``. Drivers with a posterior override this."""
         raise ValueError(
-            f"{type(self).__name__} gives point estimates and has no posterior over latents. Use "
+            f"{self.name} gives point estimates and has no posterior over latents. Use "
             "result.params."
         )
 
@@ -441,7 +459,7 @@ class Driver(abc.ABC):
         structure = self.structure(args, kwargs) if structure is None else structure
         settings = self.settings
         if isinstance(structure, Records):
-            without(settings.privacy, type(self).__name__, *OF_MODELS)
+            without(settings.privacy, self.name, *OF_MODELS)
         # First, so that a plan that exceeds the budget raises before anything is compiled.
         plan = plan_for(settings, structure.layout.num_examples, num_steps)
         key = arguments_key(args, kwargs, self.max_rows)

@@ -382,6 +382,10 @@ class Forecast(NamedTuple):
         noise_multiplier: Standard deviation of the noise of a step, over the sensitivity.
         noise: How far the noise moves a latent, in standard deviations of the posterior without
             noise. A root mean square, and the smallest one that is possible.
+
+    Example:
+        >>> Forecast(num_examples=1000, num_latents=2, noise_multiplier=5.0, noise=0.75).width
+        1.25
     """
 
     num_examples: int

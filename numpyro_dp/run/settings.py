@@ -11,7 +11,7 @@ import jax
 from jax import Array
 from jax.sharding import AxisType, Mesh
 
-from numpyro_dp._validate import check_int, check_real
+from numpyro_dp._validate import check_callable, check_int, check_real
 from numpyro_dp.core import Estimator, Mechanism, MechanismBuilder, Problem, PyTree, Sampler
 from numpyro_dp.model.frontend import GivenModel
 from numpyro_dp.model.public import declare
@@ -148,6 +148,7 @@ class Privacy:
                 "...) or execution=Execution(...) if they have them. Else this driver has no such "
                 "argument."
             )
+        check_callable("model", model)
         declared = declare(self.public, static)
         return GivenModel(model, static, self.data_plate, declared, self.max_rows_per_unit)
 
@@ -230,6 +231,11 @@ class RunSettings:
         """Whether the processes of a mesh share a run."""
         mesh = self.execution.mesh
         return mesh is not None and mesh.is_multi_process
+
+    def noise_scale(self, noise_multiplier: float, num_examples: int) -> float:
+        """Returns the standard deviation of the noise in an entry of a sum over all records."""
+        mechanism = build_mechanism(self.privacy.mechanism, self.norm_with_loss, noise_multiplier)
+        return float(mechanism.noise_scale) / self.sampler.inclusion_prob(num_examples)
 
     @property
     def charges(self) -> Any:

@@ -141,6 +141,10 @@ class SensitiveState:
         A copy from a pickle continues with new noise and batches, unless the run is a repetition
         (:mod:`numpyro_dp.privacy.once`). Two calls of one compiled update with the same state also
         have different noise and batches, unless the secret key was given.
+
+    Example:
+        >>> def get_params(self, state: SensitiveState):  # of a driver of your own
+        ...     return {"mean": super().get_params(state)["mean"]}
     """
 
     __slots__ = "identity", "nonce", "opened", "records"

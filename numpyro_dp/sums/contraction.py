@@ -113,6 +113,11 @@ def split_scalar(
 
     Returns:
         The split, without contractions if none is recognised.
+
+    Example:
+        >>> split = split_scalar(lambda w, x: jnp.tanh(x @ w), jnp.ones(3), jnp.ones(3))
+        >>> len(split.contractions)
+        1
     """
     program = trace_scalar(scalar, point, example)
     # The program is read, not the model's source: a model may write X @ w, einsum or vmap of a dot.

@@ -28,7 +28,7 @@ from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.variational import VariationalProblem, guide_kind
 from numpyro_dp.posterior.averaging import SHORTEST
-from numpyro_dp.posterior.diagnosis import findings_of_run, without_noise
+from numpyro_dp.posterior.diagnosis import findings_of_run
 from numpyro_dp.posterior.from_model import ModelSource, findings_of_drift
 from numpyro_dp.posterior.noise_aware import noise_aware
 from numpyro_dp.posterior.posterior import Posterior
@@ -37,7 +37,7 @@ from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.results import RunResult
 from numpyro_dp.run.settings import Execution, Method, Privacy, RunSettings
-from numpyro_dp.run.state import SensitiveState, check_state
+from numpyro_dp.run.state import SensitiveState
 from numpyro_dp.vi.estimators import aligned
 from numpyro_dp.vi.estimators.centred import centred_if_possible
 from numpyro_dp.vi.first_widths import NORMAL_GUIDES, first_widths
@@ -142,7 +142,6 @@ class DPSVI(Driver):
         execution: Execution = Execution(),
         **static_kwargs: Any,
     ) -> None:
-        check_callable("model", model)
         check_callable("guide", guide)
         self.loss: Any = check_loss(loss)
         svi = SVI(model, guide, _check_optim(optim), self.loss, **static_kwargs)
@@ -170,13 +169,7 @@ class DPSVI(Driver):
 
     def get_params(self, svi_state: SensitiveState) -> dict[str, Any]:
         """Returns the constrained parameters at a state. You may publish them."""
-        check_state(svi_state)
-        # The constraints are known once init or run has traced the model.
-        if self._frontend.svi.constrain_fn is None:
-            raise ValueError(
-                "get_params needs an earlier call of init or run. Call one of them first."
-            )
-        return self._frontend.svi.get_params(svi_state)
+        return self._frontend.constrain(super().get_params(svi_state))
 
     def evaluate(self, svi_state: SensitiveState, *args: Any, **kwargs: Any) -> Array:
         """Raises ValueError: the loss on the records is not protected."""
@@ -219,15 +212,15 @@ class DPSVI(Driver):
         notes = tuple(finding.text for finding in drift)
         noise, found = privacy.noise_multiplier > 0, [*findings_of_run(result), *drift]
         widened = guide_kind(self.guide) in NORMAL_GUIDES and len(result.trace.steps) >= SHORTEST
-        if noise and not plain and widened:
+        widened = widened and noise and not plain
+        if widened:
             params = noise_aware(result, self.guide).params
             notes += ("The intervals are widened by the noise of averaged iterates.",)
         elif noise:
             notes += ("The intervals do not contain the privacy noise of the run.",)
-            found += without_noise(True)
         return source.posterior(
             source.guide_draws(self.guide, params, self.static_kwargs), privacy, method, notes,
-            not drift, found,
+            not drift, found, None if widened else False,
         )  # fmt: skip
 
 

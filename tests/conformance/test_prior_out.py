@@ -33,7 +33,7 @@ from numpyro_dp.estimators import (
     preconditioned,
     vanilla,
 )
-from numpyro_dp.posterior.scores import NOISE_INCLUDED
+from numpyro_dp.posterior.from_model import NOISE_INCLUDED
 from numpyro_dp.samplers import FullBatch, Poisson
 
 N, D = 400, 3

@@ -16,10 +16,10 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.mixture import GaussianMixture
 
 from numpyro_dp import DPEM, DPSEP, SEP, Privacy, PrivacyBudget, UnsupportedModelError
-from numpyro_dp.em.statistics import expected_statistics
-from numpyro_dp.ep.families import beta, diagonal_normal, normal
-from numpyro_dp.ep.problem import check_conjugate, make_problem
-from numpyro_dp.ep.sites import evidence, normal_mixture
+from numpyro_dp.methods.em.statistics import expected_statistics
+from numpyro_dp.methods.ep.families import beta, diagonal_normal, normal
+from numpyro_dp.methods.ep.problem import check_conjugate, make_problem
+from numpyro_dp.methods.ep.sites import evidence, normal_mixture
 from numpyro_dp.model.public import declare
 from numpyro_dp.model.structure import read_model
 from numpyro_dp.samplers import FullBatch, Poisson

@@ -8,7 +8,7 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_dp.ep import families as ep
+from numpyro_dp.methods.ep import families as ep
 
 MEMBERS = 64
 

@@ -17,10 +17,10 @@ from sklearn.datasets import load_breast_cancer
 
 from numpyro_dp import DPSEP, EP, SEP, BudgetError, Privacy, PrivacyBudget, UnsupportedModelError
 from numpyro_dp.accounting import GDP
-from numpyro_dp.ep.families import beta, diagonal_normal, gamma, normal
-from numpyro_dp.ep.problem import check_conjugate, make_problem
-from numpyro_dp.ep.sites import conjugate, evidence, importance, normal_mixture, quadrature
-from numpyro_dp.ep.stochastic_ep import stochastic_ep
+from numpyro_dp.methods.ep.families import beta, diagonal_normal, gamma, normal
+from numpyro_dp.methods.ep.problem import check_conjugate, make_problem
+from numpyro_dp.methods.ep.sites import conjugate, evidence, importance, normal_mixture, quadrature
+from numpyro_dp.methods.ep.stochastic_ep import stochastic_ep
 from numpyro_dp.model.structure import read_model
 from numpyro_dp.posterior import average, posterior_samples
 from numpyro_dp.privacy.budget import default_delta

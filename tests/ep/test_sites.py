@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from numpyro_dp import UnsupportedModelError
-from numpyro_dp.ep.families import (
+from numpyro_dp.methods.ep.families import (
     beta,
     diagonal_normal,
     dirichlet,
@@ -17,7 +17,10 @@ from numpyro_dp.ep.families import (
     normal,
     product,
 )
-from numpyro_dp.ep.normal import (
+from numpyro_dp.methods.ep.problem import check_conjugate, make_problem
+from numpyro_dp.methods.ep.sites import choose_site, conjugate, evidence, importance, quadrature
+from numpyro_dp.methods.ep.sites.quadrature import tilted_slopes
+from numpyro_dp.methods.normal import (
     LARGEST_NARROWING,
     Cavity,
     cavity_of,
@@ -25,9 +28,6 @@ from numpyro_dp.ep.normal import (
     site_along,
     site_from_slopes,
 )
-from numpyro_dp.ep.problem import check_conjugate, make_problem
-from numpyro_dp.ep.sites import choose_site, conjugate, evidence, importance, quadrature
-from numpyro_dp.ep.sites.quadrature import tilted_slopes
 from numpyro_dp.model.structure import read_model
 
 KEY = jax.random.key(0)

@@ -37,8 +37,8 @@ from numpyro_dp import (
     RegressionNetwork,
 )
 from numpyro_dp.core import Fold
-from numpyro_dp.ep.families import beta
 from numpyro_dp.estimators import aligned
+from numpyro_dp.methods.ep.families import beta
 from numpyro_dp.samplers import FullBatch
 
 N, D = 60, 3

@@ -56,7 +56,7 @@ from numpyro.infer.initialization import (
 from numpyro.infer.reparam import LocScaleReparam, TransformReparam
 
 from numpyro_dp import SGHMC, SGLD
-from numpyro_dp.ep.sites import quadrature
+from numpyro_dp.methods.ep.sites import quadrature
 from numpyro_dp.posterior import tail_average
 from numpyro_dp.samplers import FixedSize, Poisson
 

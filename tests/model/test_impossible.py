@@ -12,10 +12,10 @@ from numpyro import handlers
 from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_dp import DPSEP, DPSVI, DPLaplace, Privacy, PrivacyBudget, check_records
-from numpyro_dp.ep.sites import quadrature
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.laplace.signal import LaplaceProblem, staged_scores
 from numpyro_dp.laplace.stages import Run
+from numpyro_dp.methods.ep.sites import quadrature
 from numpyro_dp.model.impossible import indices_inside
 from numpyro_dp.model.structure import read_model
 from numpyro_dp.samplers import FullBatch

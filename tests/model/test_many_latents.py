@@ -28,10 +28,10 @@ from numpyro.infer.autoguide import (
 from numpyro.infer.initialization import init_to_feasible
 
 from numpyro_dp import DPEM, DPMCMC, DPPBP, DPSEP, DPSVI, SGLD, RegressionNetwork
-from numpyro_dp.ep.families import diagonal_normal, dirichlet, normal
-from numpyro_dp.ep.sites import importance
 from numpyro_dp.estimators import aligned, aligned_natural, natural, preconditioned, vanilla
 from numpyro_dp.mechanisms import AdaptiveClip, LossRelease
+from numpyro_dp.methods.ep.families import diagonal_normal, dirichlet, normal
+from numpyro_dp.methods.ep.sites import importance
 from numpyro_dp.samplers import FullBatch
 
 KEY = jax.random.key(0)

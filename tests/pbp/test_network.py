@@ -14,13 +14,18 @@ from scipy import stats
 
 from numpyro_dp import DPPBP, PBP, Privacy, PrivacyBudget, RegressionNetwork
 from numpyro_dp.core import Released
-from numpyro_dp.ep.normal import Cavity
+from numpyro_dp.methods.normal import Cavity
+from numpyro_dp.methods.pbp import network_moments, reference
+from numpyro_dp.methods.pbp.network_curvature import network_curvature
+from numpyro_dp.methods.pbp.network_draws import _left, network_draws
+from numpyro_dp.methods.pbp.network_moments import layout_of, output_moments, record_slopes
+from numpyro_dp.methods.pbp.network_sites import (
+    NetworkCavity,
+    NetworkSteps,
+    network_ep,
+    network_site,
+)
 from numpyro_dp.model.records import RecordsProblem, read_records
-from numpyro_dp.pbp import network_moments, reference
-from numpyro_dp.pbp.network_curvature import network_curvature
-from numpyro_dp.pbp.network_draws import _left, network_draws
-from numpyro_dp.pbp.network_moments import layout_of, output_moments, record_slopes
-from numpyro_dp.pbp.network_sites import NetworkCavity, NetworkSteps, network_ep, network_site
 from numpyro_dp.samplers import FullBatch, Poisson
 from numpyro_dp.sums.bounded import bounded_sum
 

@@ -13,9 +13,9 @@ from flat import grouped
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoIAFNormal
 
 from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, DPLaplace, Privacy, PrivacyBudget
-from numpyro_dp.ep.families import diagonal_normal, normal
 from numpyro_dp.estimators import aligned
 from numpyro_dp.mechanisms import AdaptiveClip
+from numpyro_dp.methods.ep.families import diagonal_normal, normal
 from numpyro_dp.posterior import PosteriorWarning
 from numpyro_dp.posterior.diagnosis import findings_of_normal, findings_of_path, findings_of_shares
 from numpyro_dp.posterior.likelihood import Prior

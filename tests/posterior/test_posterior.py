@@ -27,10 +27,10 @@ from numpyro_dp import (
     PrivacyBudget,
     RegressionNetwork,
 )
-from numpyro_dp.ep.families import diagonal_normal
 from numpyro_dp.estimators import aligned
+from numpyro_dp.methods.ep.families import diagonal_normal
 from numpyro_dp.posterior import Finding, posterior_samples
-from numpyro_dp.posterior.scores import NOISE_INCLUDED
+from numpyro_dp.posterior.from_model import NOISE_INCLUDED
 from numpyro_dp.samplers import FullBatch
 
 X = np.random.default_rng(0).normal(size=(400, 2)).astype(np.float32)

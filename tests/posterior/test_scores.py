@@ -14,9 +14,10 @@ from numpyro.infer.autoguide import AutoDiagonalNormal
 from numpyro_dp import DPSVI, PrivacyBudget
 from numpyro_dp.core import Observation
 from numpyro_dp.estimators import aligned
+from numpyro_dp.posterior.from_model import NOISE_INCLUDED
 from numpyro_dp.posterior.likelihood import Prior
 from numpyro_dp.posterior.moments import averages_of
-from numpyro_dp.posterior.scores import NOISE_INCLUDED, scores_likelihood
+from numpyro_dp.posterior.scores import scores_likelihood
 from numpyro_dp.run.results import score_sums, with_observation
 from numpyro_dp.samplers import FullBatch
 

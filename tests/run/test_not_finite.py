@@ -12,10 +12,10 @@ import pytest
 from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_dp import DPSEP, DPSVI, Privacy
-from numpyro_dp.ep.normal import Cavity
-from numpyro_dp.pbp import RegressionNetwork
-from numpyro_dp.pbp.network_moments import record_slopes
-from numpyro_dp.pbp.network_sites import NetworkCavity, network_site
+from numpyro_dp.methods.normal import Cavity
+from numpyro_dp.methods.pbp.model import RegressionNetwork
+from numpyro_dp.methods.pbp.network_moments import record_slopes
+from numpyro_dp.methods.pbp.network_sites import NetworkCavity, network_site
 from numpyro_dp.samplers import FullBatch
 
 KEY = jax.random.key(0)

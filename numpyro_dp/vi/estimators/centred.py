@@ -81,6 +81,11 @@ def centred_if_possible(problem: VariationalProblem) -> Estimator:
 
     Models with more than 300 latents and parameters count as networks, where the gradients of
     other outcomes would cost too much.
+
+    Example:
+        >>> import numpyro
+        >>> from numpyro_dp.extend import Method
+        >>> method = Method(centred_if_possible, numpyro.optim.Adam(0.1))
     """
     try:
         outcomes = outcomes_of(problem)

@@ -8,8 +8,8 @@ factor f stands for the average record. Given the cavity q / f, record i has the
     \eta_i - \Lambda_i m = \frac{g}{1 - v h}, \quad \Delta a_i = \tfrac12, \quad
     \Delta b_i = \tfrac12\big((y - f)^2 + s_f\big)
 
-(see :mod:`numpyro_dp.pbp.network_moments`). 1 - vh is floored at 0.1. A step releases the sum over
-records of the site's difference to f, in three parts that are clipped jointly:
+(see :mod:`numpyro_dp.methods.pbp.network_moments`). 1 - vh is floored at 0.1. A step releases the
+sum over records of the site's difference to f, in three parts that are clipped jointly:
 
 .. math:: u_i = \big(\tau\,(\eta_i - \Lambda_i m),\; \tau w\,\Lambda_i,\; w_b\,\Delta b_i\big),
 
@@ -18,7 +18,7 @@ the slope of the network, so its size does not change when the estimate of the n
 Precisions are released for each weight, or as one number per layer. :math:`\Delta a` is not
 released, because N is public.
 
-In coordinates of the curvature (:mod:`numpyro_dp.pbp.network_curvature`) the parts are
+In coordinates of the curvature (:mod:`numpyro_dp.methods.pbp.network_curvature`) the parts are
 
 .. math:: u_i = \big(\sqrt{N / d}\; L^{-1} (\eta_i - \Lambda_i m),\; \pi w\,\Lambda_i,\;
     w_b\,\Delta b_i / \pi\big),
@@ -29,18 +29,19 @@ for any network and any units of y. Equal noise in each direction adds the least
 output. The last part is half a squared residual in the same units.
 
 **Steps.** The optimiser reads only released values. Precisions and the rate of the noise move by a
-fraction :math:`\rho` of the released change, as in :mod:`numpyro_dp.ep.stochastic_ep`. A precision
-that comes from records counts as far as it exceeds its noise, and so does its slope. The mean moves
-along the released slope G,
+fraction :math:`\rho` of the released change, as in :mod:`numpyro_dp.methods.ep.stochastic_ep`. A
+precision that comes from records counts as far as it exceeds its noise, and so does its slope. The
+mean moves along the released slope G,
 
 .. math:: m \leftarrow m + \rho_m\, \Lambda^{-1} G, \qquad\text{or}\qquad
     m \leftarrow m + \rho_m\, K^{-1} G.
 
 The first is the step of stochastic expectation propagation. The weights of a network depend on each
 other, so their separate precisions are a poor guide to the length of a step, and this form needs
-hundreds of small steps. The second uses the curvature K (:mod:`numpyro_dp.pbp.network_curvature`).
-It shortens a step that would change the output for the invented inputs by more than one predictive
-standard deviation (root mean square). Both have the same fixed points, at which the slope is 0.
+hundreds of small steps. The second uses the curvature K
+(:mod:`numpyro_dp.methods.pbp.network_curvature`). It shortens a step that would change the output
+for the invented inputs by more than one predictive standard deviation (root mean square). Both have
+the same fixed points, at which the slope is 0.
 
 Reference:
     Hernández-Lobato, Adams (2015), Probabilistic backpropagation, ICML; Vinaroz, Park (2022),
@@ -58,12 +59,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp.core import Estimator, Released
-from numpyro_dp.ep.normal import Cavity, counted_share, site_from_slopes
-from numpyro_dp.ep.stochastic_ep import schedule
-from numpyro_dp.model.records import RecordsProblem
-from numpyro_dp.pbp.model import RegressionNetwork
-from numpyro_dp.pbp.network_curvature import Curvature, network_curvature
-from numpyro_dp.pbp.network_moments import Layers, record_slopes
+from numpyro_dp.extend import RecordsProblem
+from numpyro_dp.methods.normal import Cavity, counted_share, site_from_slopes
+from numpyro_dp.methods.pbp.model import RegressionNetwork
+from numpyro_dp.methods.pbp.network_curvature import Curvature, network_curvature
+from numpyro_dp.methods.pbp.network_moments import Layers, record_slopes
+from numpyro_dp.methods.shared import schedule
 
 __all__ = ["NetworkCavity", "NetworkMove", "NetworkSteps", "network_ep", "network_site"]
 
@@ -150,7 +151,7 @@ def network_ep(
         by_layer: Releases the mean precision of each layer, not the precision of each weight.
         precision_weight: w above.
         noise_weight: w_b above.
-        ridge: r in :mod:`numpyro_dp.pbp.network_curvature`, or ``None`` for no curvature.
+        ridge: r in :mod:`numpyro_dp.methods.pbp.network_curvature`, or ``None`` for no curvature.
 
     Guarantee:
         The signal reads one record. ``prepare`` and ``pull_back`` read none. If a record's site is
@@ -267,8 +268,8 @@ class NetworkSteps:
 
     def __init__(self, network: RegressionNetwork, damping: Any, step_size: Any) -> None:
         self._network = network
-        self._rate = schedule(damping)
-        self._step_size = self._rate if step_size is None else schedule(step_size)
+        self._rate = schedule("damping", damping)
+        self._step_size = self._rate if step_size is None else schedule("step_size", step_size)
 
     def init(self, params: Params) -> NetworkStepsState:
         """Returns the initial state."""

@@ -11,18 +11,15 @@ posterior is the prior.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 
-from numpyro_dp.model.density import Model
-from numpyro_dp.model.outcomes import read_latents
-from numpyro_dp.posterior.algebra import factor
-from numpyro_dp.posterior.draws import Draws, Vectors
-from numpyro_dp.posterior.prior import read_prior
+from numpyro_dp.extend import prior_of
 
 __all__ = ["Mixing", "draws_of_chains", "mixing_of"]
 
@@ -64,17 +61,12 @@ def mixing_of(samples: dict[str, Array]) -> Mixing:
 
 
 def draws_of_chains(
-    model: Model,
-    shared: tuple[Array, ...],
-    unconstrained: dict[str, Array],
-    mixed: bool,
-    variance: float,
-) -> Draws:
+    problem: Any, unconstrained: dict[str, Array], mixed: bool, variance: float
+) -> Callable[[Array, int], dict[str, Array]]:
     """Returns draws of the posterior that chains give.
 
     Args:
-        model: The model.
-        shared: Public arrays among its arguments.
+        problem: Has the ``model``, and the ``shared`` public arrays.
         unconstrained: Draws of all chains by latent site, in unconstrained coordinates.
         mixed: Whether the chains have mixed. If not, the draws are from the prior.
         variance: Variance of the privacy noise in the mean of all scores.
@@ -82,7 +74,7 @@ def draws_of_chains(
     Raises:
         UnsupportedModelError: If the prior of the model cannot be drawn from.
     """
-    prior = read_prior(read_latents(model, shared), jax.random.key(0))
+    prior = prior_of(problem.model, problem.shared)
     if not mixed:
         size = len(prior.seen)
         return prior.posterior(np.zeros((size, size)), np.zeros(size), jax.random.key(0))
@@ -90,5 +82,4 @@ def draws_of_chains(
     flat = [np.asarray(unconstrained[n], np.float64) for n in names]
     vectors = np.concatenate([leaf.reshape(len(leaf), -1) for leaf in flat], axis=1)
     covariance = np.atleast_2d(np.cov(vectors.T))
-    root = np.sqrt(variance) * factor(covariance @ covariance.T)
-    return prior.drawn(Vectors(vectors, root))
+    return prior.stored(vectors, np.sqrt(variance) * covariance)

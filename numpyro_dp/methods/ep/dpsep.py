@@ -10,41 +10,32 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from numpyro_dp._validate import check_callable, check_int, check_real
+from numpyro_dp import extend
 from numpyro_dp.core import Sampler
-from numpyro_dp.ep.families import Family, diagonal_normal, normal, product
-from numpyro_dp.ep.problem import EPProblem, PosteriorGuide, check_conjugate, make_problem
-from numpyro_dp.ep.sites import SiteBuilder, choose_site
-from numpyro_dp.ep.stochastic_ep import Damped, stochastic_ep
-from numpyro_dp.model.frontend import Call, GivenModel, Prepared, arguments_key
-from numpyro_dp.model.structure import ModelStructure
-from numpyro_dp.posterior.diagnosis import (
-    finding_of_independence,
-    findings_of_run,
-    without_noise,
-)
-from numpyro_dp.posterior.from_model import ModelSource
-from numpyro_dp.posterior.posterior import Posterior
-from numpyro_dp.posterior.scores import posterior_of_scores
-from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.privacy.sampling import FullBatch
-from numpyro_dp.run.driver import Driver
-from numpyro_dp.run.results import RunResult
-from numpyro_dp.run.session import Session
-from numpyro_dp.run.settings import Execution, Method, Privacy, RunSettings, without
-from numpyro_dp.run.state import SensitiveState, check_state
+from numpyro_dp.methods.ep.families import Family, diagonal_normal, normal, product
+from numpyro_dp.methods.ep.problem import EPProblem, PosteriorGuide, check_conjugate, make_problem
+from numpyro_dp.methods.ep.sites import SiteBuilder, choose_site
+from numpyro_dp.methods.ep.stochastic_ep import Damped, stochastic_ep
+from numpyro_dp.posterior import Finding, Posterior
+from numpyro_dp.samplers import FullBatch
 
 __all__ = ["DPSEP", "SEP"]
 
 _INDEPENDENT = "DPSEP adds up the variances of independent noise to find what of a precision counts"
+_APART = (
+    "The family has no precisions between latents, so the posterior takes them as independent "
+    "given the records. With correlated columns it can be far off and too narrow. Use "
+    "family=normal with shared_precision=False."
+)
 _SHARED = "True releases one number for all coordinates, k one for each of k blocks."
 
 
-class DPSEP(Driver):
+class DPSEP(extend.Driver):
     r"""Differentially private stochastic expectation propagation.
 
     Approximates the posterior by a member of an exponential family. Each step moves its natural
-    parameters by a noisy, clipped sum of the records' sites (:mod:`numpyro_dp.ep.stochastic_ep`).
+    parameters by a noisy, clipped sum of the records' sites
+    (:mod:`numpyro_dp.methods.ep.stochastic_ep`).
     The methods ``init``, ``update``, ``run`` and ``sweep`` work as in :class:`~numpyro_dp.DPSVI`.
 
     ``result.params`` are natural parameters: ``auto_linear`` and ``auto_precision``, or
@@ -86,7 +77,7 @@ class DPSEP(Driver):
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
         >>> from numpyro_dp import DPSEP, PrivacyBudget
         >>> from numpyro_dp.samplers import FullBatch
-        >>> from numpyro_dp.ep.families import beta
+        >>> from numpyro_dp.methods.ep.families import beta
         >>> def model(x):
         ...     p = numpyro.sample("p", dist.Beta(1.0, 1.0))
         ...     with numpyro.plate("records", x.shape[0]):
@@ -107,10 +98,9 @@ class DPSEP(Driver):
 
     Reference:
         Vinaroz, Park (2022), Differentially private stochastic expectation propagation, TMLR.
-        :mod:`numpyro_dp.ep.stochastic_ep` has the differences.
+        :mod:`numpyro_dp.methods.ep.stochastic_ep` has the differences.
     """
 
-    given: GivenModel
     guide: PosteriorGuide
 
     def __init__(
@@ -125,44 +115,42 @@ class DPSEP(Driver):
         precision_weight: float = 1.0,
         shared_precision: bool | int = False,
         unbiased_clipping: bool = True,
-        budget: PrivacyBudget | None = None,
+        budget: extend.PrivacyBudget | None = None,
         num_steps: int | None = None,
-        privacy: Privacy = Privacy(),
-        execution: Execution = Execution(),
+        privacy: extend.Privacy = extend.Privacy(),
+        execution: extend.Execution = extend.Execution(),
         **static_kwargs: Any,
     ) -> None:
-        settings = RunSettings(
+        settings = extend.RunSettings(
             clip_norm=clip_norm, sampler=sampler, budget=budget, num_steps=num_steps,
-            privacy=without(privacy, "DPSEP", "loss_release"), execution=execution,
+            privacy=privacy, execution=execution,
         )  # fmt: skip
-        check_callable("model", model)
         _check(family, site, precision_weight, shared_precision)
-        if not callable(damping):
-            check_real("damping", damping, low=0, low_open=True, high=1)
         self.given = privacy.given_model(model, static_kwargs)
         self._family, self._site, self.guide = family, site, PosteriorGuide()
         release = precision_weight, shared_precision, bool(unbiased_clipping)
-        method = Method(
+        method = extend.Method(
             stochastic_ep(*release), Damped(damping), (_name_of(family), *release), _INDEPENDENT
         )
         super().__init__(method, settings)
 
-    def get_params(self, state: SensitiveState) -> dict[str, Array]:
+    def get_params(self, state: extend.SensitiveState) -> dict[str, Array]:
         """Returns the natural parameters of a state. They may be published."""
-        check_state(state)
-        return EPProblem.constrain(self.method.optim.get_params(state.optim_state))
+        return EPProblem.constrain(super().get_params(state))
 
-    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> extend.ModelStructure:
         """Reads only the shapes of the arguments."""
         return check_conjugate(self.given.structure(args, kwargs))
 
-    def problem_of(self, structure: ModelStructure, rng_key: Array, call: Call) -> EPProblem:
+    def problem_of(
+        self, structure: extend.ModelStructure, rng_key: Array, call: extend.Call
+    ) -> EPProblem:
         """Finds the prior and the kind of site. Reads no record."""
         shared = structure.layout.rows(call.args, call.kwargs).shared
-        known = self._sessions.get(arguments_key(call.args, call.kwargs, self.max_rows))
-        if known is not None and isinstance(known.problem, EPProblem):
+        known = self.known_problem(call)
+        if known is not None:
             # It was checked for these shapes. Only the public arrays may differ.
-            problem = known.problem.at(shared)
+            problem = known.at(shared)
         else:
             problem = make_problem(self.given.fn, structure, self._family, shared, rng_key)
             site = choose_site(problem.by_row) if self._site is None else self._site
@@ -171,34 +159,38 @@ class DPSEP(Driver):
         self.guide.prototype_trace = problem
         return problem
 
-    def prepare(self, structure: ModelStructure, rng_key: Array, call: Call) -> Prepared:
+    def prepare(
+        self, structure: extend.ModelStructure, rng_key: Array, call: extend.Call
+    ) -> extend.Prepared:
         """Returns the problem and its start. Reads no record."""
         problem = self.problem_of(structure, rng_key, call)
-        return Prepared(problem, self.method.optim.init(problem.start(call.init_params)), rng_key)
+        return extend.Prepared(
+            problem, self.method.optim.init(problem.start(call.init_params)), rng_key
+        )
 
-    def _posterior(self, problem: EPProblem, result: RunResult, plain: bool) -> Posterior:
+    def _posterior(self, problem: EPProblem, result: extend.RunResult, plain: bool) -> Posterior:
         params, privacy = result.params, result.privacy
         guide = PosteriorGuide()
         guide.prototype_trace = problem  # self.guide may already belong to a later run
-        source = ModelSource.of(problem.model, problem.shared, params)
+        source = extend.ModelSource.of(problem.model, problem.shared, params)
         method = f"{type(self).__name__} with {_name_of(self._family)}, {privacy.num_steps} steps"
         if result.scores is not None and privacy.noise_multiplier > 0 and not plain:
             unbiased = self.method.estimator_of(problem).centring is not None
             released = result.scores.curvature
             # Diagonal precisions are too sure if the likelihood couples the latents.
             apart = released is not None and _is_diagonal(released) and problem.mixes_latents()
-            told = (finding_of_independence(),) * apart
-            return posterior_of_scores(source, problem, result, method, unbiased, told)
+            told = (Finding("independent", True, _APART),) * apart
+            return extend.posterior_of_scores(source, problem, result, method, unbiased, told)
         noise = privacy.noise_multiplier > 0
         notes = ("The intervals do not contain the privacy noise of the run.",) * noise
-        findings = (*findings_of_run(result), *without_noise(noise))
-        draws = source.guide_draws(guide, params, {})
-        return source.posterior(draws, privacy, method, notes, findings=findings)
+        draws, findings = source.guide_draws(guide, params, {}), extend.findings_of_run(result)
+        return source.posterior(
+            draws, privacy, method, notes, findings=findings, noise_included=False
+        )
 
-    def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
-        session = super()._session(args, kwargs)
-        if isinstance(session.problem, EPProblem):
-            self.guide.prototype_trace = session.problem
+    def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session: Any = super()._session(args, kwargs)
+        self.guide.prototype_trace = session.problem
         return session
 
 
@@ -245,7 +237,7 @@ class SEP(DPSEP):
         *,
         clip_norm: Any = math.inf,
         sampler: Sampler | None = None,
-        privacy: Privacy = Privacy(),
+        privacy: extend.Privacy = extend.Privacy(),
         **others: Any,
     ) -> None:
         if "budget" in others or privacy.noise_multiplier is not None:
@@ -282,17 +274,17 @@ def _check(family: Any, site: Any, precision_weight: Any, shared_precision: Any)
     elif family not in (normal, diagonal_normal):
         raise TypeError(
             "Expected family to be one of the functions normal or diagonal_normal of "
-            "numpyro_dp.ep.families, not called, or a dict of families by latent site, such as "
-            f"{{'p': beta()}}, got {getattr(family, 'name', family)!r}."
+            "numpyro_dp.methods.ep.families, not called, or a dict of families by latent site, "
+            f"such as {{'p': beta()}}, got {getattr(family, 'name', family)!r}."
         )
     if site is not None and not isinstance(site, SiteBuilder):
         raise TypeError(
             "Expected site to be built by a call, such as quadrature() or importance() of "
-            f"numpyro_dp.ep.sites, got {site!r}."
+            f"numpyro_dp.methods.ep.sites, got {site!r}."
         )
-    check_real("precision_weight", precision_weight, low=0, low_open=True)
+    extend.check_real("precision_weight", precision_weight, low=0, low_open=True)
     if not isinstance(shared_precision, bool):
-        check_int("shared_precision", shared_precision, low=1, remedy=_SHARED)
+        extend.check_int("shared_precision", shared_precision, low=1, remedy=_SHARED)
 
 
 def _name_of(family: Any) -> str:

@@ -56,16 +56,12 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 from numpyro.infer import init_to_median
 
-from numpyro_dp._compat import POINT_SUFFIX, numpyro_optimiser
-from numpyro_dp._tree import add
-from numpyro_dp._validate import check_real
 from numpyro_dp.core import Estimator, Released
-from numpyro_dp.model.variational import VariationalProblem
-from numpyro_dp.vi.estimators.aligned import DrawnPublic
-from numpyro_dp.vi.estimators.centred import centred_if_possible
+from numpyro_dp.extend import centred_if_possible, check_real
 
-__all__ = ["SGHMC", "SGLD", "PreconditionedSGLD", "Score", "as_optimizer", "langevin"]
+__all__ = ["SGHMC", "SGLD", "LangevinSteps", "PreconditionedSGLD", "Score", "langevin"]
 
+POINT_SUFFIX = "_auto_loc"  # NumPyro's suffix of the parameters of AutoDelta
 _LARGEST = 1e12
 
 StepSize = float | Callable[[Array], Array] | None
@@ -288,45 +284,60 @@ class Score(NamedTuple):
     rng_key: Array
 
 
-def langevin() -> Callable[[VariationalProblem], Estimator]:
+def langevin(problem: Any) -> Estimator:
     """The estimator of samplers, for a point guide. The guide's parameters are the position.
 
     Guarantee:
         The signal reads one record. ``prepare`` and ``pull_back`` read none.
     """
+    base = centred_if_possible(problem)
 
-    def build(problem: VariationalProblem) -> Estimator:
-        base = centred_if_possible(problem)
+    def pull_back(public: Any, released: Released) -> Score:
+        prior = jax.grad(problem.log_prior)(public.latents, public.params)
+        gradient = {
+            f"{site}{POINT_SUFFIX}": slope + released.total[site].astype(slope.dtype)
+            for site, slope in prior.items()
+        }
+        # Parameters without entries: all their entries became latent sites.
+        gradient |= {name: public.params[name] for name in problem.record_params}
+        key = jax.random.fold_in(public.rng_key, 1)  # child 0 is for draws of records
+        return Score(gradient, released.noise_scale, key)
 
-        def pull_back(public: DrawnPublic, released: Released) -> Score:
-            prior = jax.grad(problem.log_prior)(public.latents, public.params)
-            score = add(prior, {site: released.total[site] for site in prior})
-            gradient = {f"{site}{POINT_SUFFIX}": score[site] for site in public.latents}
-            # Parameters without entries: all their entries became latent sites.
-            gradient |= {name: public.params[name] for name in problem.record_params}
-            key = jax.random.fold_in(public.rng_key, 1)  # child 0 is for draws of records
-            return Score(gradient, released.noise_scale, key)
-
-        # A regression on the positions of a chain would be biased: they follow earlier noise.
-        return base._replace(pull_back=pull_back, observe=None)
-
-    return build
+    # A regression on the positions of a chain would be biased: they follow earlier noise.
+    return base._replace(pull_back=pull_back, observe=None)
 
 
-def as_optimizer(kernel: SGLD) -> Any:
-    """Returns the kernel as a NumPyro optimiser that takes a :class:`Score` as its gradient."""
+class LangevinSteps:
+    """A kernel as an optimiser with NumPyro's ``init``, ``get_params`` and ``update``.
 
-    def init(params: dict[str, Array]) -> tuple[dict[str, Array], ...]:
+    Its state has the number of steps taken and the parts of the kernel's state.
+
+    Args:
+        kernel: The kernel.
+    """
+
+    def __init__(self, kernel: SGLD) -> None:
+        self._kernel = kernel
+
+    def init(self, params: dict[str, Array]) -> tuple[Array, tuple[Any, ...]]:
+        """Returns the initial state."""
         flat, unravel = ravel_pytree(params)
-        return tuple(unravel(part) for part in kernel.start(flat))
+        return jnp.zeros((), jnp.int32), tuple(unravel(part) for part in self._kernel.start(flat))
 
-    def update(step: Array, score: Score, state: tuple[Any, ...]) -> tuple[Any, ...]:
+    def get_params(self, state: tuple[Array, tuple[Any, ...]]) -> dict[str, Array]:
+        """Returns the position."""
+        return state[1][0]
+
+    def update(
+        self, score: Score, state: tuple[Array, tuple[Any, ...]], **_: Any
+    ) -> tuple[Array, tuple[Any, ...]]:
+        """Takes a step."""
+        (step, parts), kernel = state, self._kernel
         gradient, unravel = ravel_pytree(score.gradient)
         noise = jnp.asarray(score.noise_scale, gradient.dtype)
         draw = jnp.zeros_like(gradient)
         if kernel.draws:
             draw = jax.random.normal(score.rng_key, gradient.shape, gradient.dtype)
-        parts = tuple(ravel_pytree(part)[0] for part in state)
-        return tuple(unravel(part) for part in kernel.move(step, gradient, noise, draw, parts))
-
-    return numpyro_optimiser(init, update, lambda state: state[0])
+        flat = tuple(ravel_pytree(part)[0] for part in parts)
+        moved = kernel.move(step, gradient, noise, draw, flat)
+        return step + 1, tuple(unravel(part) for part in moved)

@@ -31,12 +31,10 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from numpyro_dp._validate import check_int
-from numpyro_dp.ep.normal import Cavity, cavity_of, site_along
-from numpyro_dp.ep.problem import EPProblem, Site, SiteBuilder
-from numpyro_dp.ep.sites.conjugate import holds
-from numpyro_dp.model.public import UnsupportedModelError, own_constants
-from numpyro_dp.sums.contraction import split_scalar
+from numpyro_dp.extend import UnsupportedModelError, check_int, own_constants, split_scalar
+from numpyro_dp.methods.ep.problem import EPProblem, Site, SiteBuilder
+from numpyro_dp.methods.ep.sites.conjugate import holds
+from numpyro_dp.methods.normal import Cavity, cavity_of, site_along
 
 __all__ = ["is_linear", "quadrature", "tilted_slopes"]
 

@@ -28,10 +28,9 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from numpyro_dp.core import Estimator, Released
-from numpyro_dp.ep.normal import inverse_and_log_det
-from numpyro_dp.ep.stochastic_ep import schedule
-from numpyro_dp.model.public import own_constants
-from numpyro_dp.model.records import RecordsProblem
+from numpyro_dp.extend import RecordsProblem, own_constants
+from numpyro_dp.methods.normal import inverse_and_log_det
+from numpyro_dp.methods.shared import schedule
 
 __all__ = ["MStep", "expected_statistics"]
 
@@ -134,7 +133,7 @@ class MStep:
         probs: np.ndarray | None,
         smallest_variance: float,
     ) -> None:
-        self._rate, self._floor = schedule(damping), smallest_variance
+        self._rate, self._floor = schedule("damping", damping), smallest_variance
         self._scale, self._probs = scale, probs
 
     def init(self, params: Params) -> MStepState:

@@ -14,8 +14,8 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
-from numpyro_dp._validate import check_int, check_real
-from numpyro_dp.pbp.network_moments import Layers, layout_of, output_moments
+from numpyro_dp.extend import check_int, check_real
+from numpyro_dp.methods.pbp.network_moments import Layers, layout_of, output_moments
 
 __all__ = ["NetworkGuide", "RegressionNetwork"]
 

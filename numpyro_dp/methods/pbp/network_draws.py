@@ -1,8 +1,8 @@
 r"""The posterior of a network that includes the noise of privacy.
 
 A run released the mean m of the weights with noise of covariance M
-(:class:`~numpyro_dp.pbp.network_sites.NetworkStepsState`), and what the records add to their
-precisions, :math:`D = \mathrm{diag}(\Lambda_j - \lambda)`. With :math:`\eta = \Lambda m`,
+(:class:`~numpyro_dp.methods.pbp.network_sites.NetworkStepsState`), and what the records add to
+their precisions, :math:`D = \mathrm{diag}(\Lambda_j - \lambda)`. With :math:`\eta = \Lambda m`,
 
 .. math:: \eta \mid w \sim N(D w,\; D + \Lambda M \Lambda),
 
@@ -24,16 +24,16 @@ and has no privacy cost.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp.pbp.model import RegressionNetwork
-from numpyro_dp.pbp.network_curvature import network_curvature
-from numpyro_dp.pbp.network_sites import NetworkStepsState
-from numpyro_dp.posterior.algebra import factor, inverse, solve, symmetric
-from numpyro_dp.posterior.posterior import Draws
+from numpyro_dp.methods.pbp.model import RegressionNetwork
+from numpyro_dp.methods.pbp.network_curvature import network_curvature
+from numpyro_dp.methods.pbp.network_sites import NetworkStepsState
 
 __all__ = ["network_draws"]
 
@@ -46,7 +46,7 @@ def network_draws(
     num_examples: int,
     state: NetworkStepsState,
     ridge: float | None,
-) -> Draws:
+) -> Callable[[Array, int], dict[str, Array]]:
     """Returns draws of the latents of ``network`` after the steps of a private run.
 
     Args:
@@ -54,7 +54,7 @@ def network_draws(
         num_inputs: Number of inputs of the network.
         num_examples: Number of records.
         state: The state after the last step.
-        ridge: r in :mod:`numpyro_dp.pbp.network_curvature`, or ``None`` for no curvature.
+        ridge: r in :mod:`numpyro_dp.methods.pbp.network_curvature`, or ``None`` for no curvature.
     """
     params = state.params
     precision, eta = (
@@ -69,19 +69,22 @@ def network_draws(
     if ridge is not None:
         inverse_root = np.asarray(curvature.inverse, np.float64)
         own = num_examples * np.asarray(curvature.unit, np.float64) + prior * np.eye(len(noise))
-        kept, axes = np.linalg.eigh(symmetric(inverse_root @ own @ inverse_root.T))
+        kept, axes = np.linalg.eigh(inverse_root @ own @ inverse_root.T)
         left = _left(float(state.moved), int(state.step), np.clip(kept, 0, 1))
         root = inverse_root.T @ (axes * np.sqrt(left * noise[0]))
         spread = root @ root.T
     released = np.diag(sites) + precision[:, None] * spread * precision
     informed = np.flatnonzero(sites > 0)  # the others keep their prior
     block = np.ix_(informed, informed)
-    weights = solve(released[block], np.column_stack([np.diag(sites)[block], eta[informed]]))
+    weights = np.linalg.solve(
+        released[block], np.column_stack([np.diag(sites)[block], eta[informed]])
+    )
     total, linear = prior * np.eye(len(eta)), np.zeros_like(eta)
-    total[block] += symmetric(sites[informed, None] * weights[:, :-1])
+    total[block] += sites[informed, None] * weights[:, :-1]
     linear[informed] = sites[informed] * weights[:, -1]
-    covariance = inverse(total)
-    mean, root = covariance @ linear, factor(covariance)
+    values, axes = np.linalg.eigh(total)
+    root = axes / np.sqrt(np.maximum(values, prior))  # smaller ones are rounding errors
+    mean = root @ (root.T @ linear)
     concentration, rate = network.noise_prior
     # Noise in the weights makes residuals larger.
     larger = float(np.sum(np.asarray(curvature.unit, np.float64) * spread))

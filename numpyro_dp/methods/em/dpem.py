@@ -10,22 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp._validate import check_int, check_probs, check_real
+from numpyro_dp import extend
 from numpyro_dp.core import Sampler
-from numpyro_dp.em.statistics import MStep, expected_statistics
-from numpyro_dp.model.frontend import Call, Prepared
-from numpyro_dp.model.records import Records, RecordsProblem, read_records
-from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.run.driver import Driver
-from numpyro_dp.run.settings import OF_MODELS, Execution, Method, Privacy, RunSettings, without
-from numpyro_dp.run.state import SensitiveState, check_state
+from numpyro_dp.methods.em.statistics import MStep, expected_statistics
+from numpyro_dp.methods.shared import check_probs
 
 __all__ = ["DPEM"]
 
 _INDEPENDENT = "DPEM adds up the variances of independent noise to find the smallest count"
 
 
-class DPEM(Driver):
+class DPEM(extend.Driver):
     r"""Fits a mixture of normals by expectation maximisation on noisy sums.
 
     ``run(rng_key, num_steps, x)`` takes x of shape (N, d). ``result.params`` is a point estimate
@@ -77,6 +72,8 @@ class DPEM(Driver):
         maximization, AISTATS.
     """
 
+    reads_model = False
+
     def __init__(
         self,
         num_components: int,
@@ -88,37 +85,30 @@ class DPEM(Driver):
         probs: Any = None,
         init_scale: float = 1.0,
         smallest_variance: float = 1e-3,
-        budget: PrivacyBudget | None = None,
+        budget: extend.PrivacyBudget | None = None,
         num_steps: int | None = None,
-        privacy: Privacy = Privacy(),
-        execution: Execution = Execution(),
+        privacy: extend.Privacy = extend.Privacy(),
+        execution: extend.Execution = extend.Execution(),
     ) -> None:
-        self.num_components: int = check_int("num_components", num_components, low=1)
-        self.init_scale: float = check_real("init_scale", init_scale, low=0, low_open=True)
-        check_real("smallest_variance", smallest_variance, low=0, low_open=True)
-        if not callable(damping):
-            check_real("damping", damping, low=0, low_open=True, high=1)
+        self.num_components: int = extend.check_int("num_components", num_components, low=1)
+        self.init_scale: float = extend.check_real("init_scale", init_scale, low=0, low_open=True)
+        extend.check_real("smallest_variance", smallest_variance, low=0, low_open=True)
         if scale is not None:
-            check_real("scale", scale, low=0, low_open=True)
+            extend.check_real("scale", scale, low=0, low_open=True)
         known = None if probs is None else check_probs(probs, num_components)
         given = {"covariances": scale, "probs": probs}
         self._known = {name for name, value in given.items() if value is not None}
         fixed = None if known is None else tuple(known.tolist())
         values = num_components, scale, fixed, smallest_variance
         step = MStep(damping, scale, known, smallest_variance)
-        method = Method(expected_statistics(scale is None), step, values, _INDEPENDENT)
-        settings = RunSettings(
+        method = extend.Method(expected_statistics(scale is None), step, values, _INDEPENDENT)
+        settings = extend.RunSettings(
             clip_norm=clip_norm, sampler=sampler, budget=budget, num_steps=num_steps,
-            privacy=without(privacy, "DPEM", "loss_release", *OF_MODELS), execution=execution,
+            privacy=privacy, execution=execution,
         )  # fmt: skip
         super().__init__(method, settings)
 
-    def get_params(self, state: SensitiveState) -> dict[str, Array]:
-        """Returns the parameters of a state. They may be published."""
-        check_state(state)
-        return state.optim_state.params
-
-    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
+    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> extend.Records:
         """Reads only the shapes of the arguments."""
         given = [*args, *kwargs.values()]
         if len(given) != 1 or not isinstance(given[0], np.ndarray | jax.Array):
@@ -130,15 +120,19 @@ class DPEM(Driver):
                 f"Expected one real array x of shape (records, d), got {[*kwargs, x.shape]} of "
                 f"type {x.dtype}. If each record is one number, pass x[:, None]."
             )
-        return read_records(lambda x: None, args, kwargs, len(x))
+        return extend.read_records(lambda x: None, args, kwargs, len(x))
 
-    def prepare(self, structure: Records, rng_key: Array, call: Call) -> Prepared:
+    def prepare(
+        self, structure: extend.Records, rng_key: Array, call: extend.Call
+    ) -> extend.Prepared:
         """Reads no record."""
         shape, _ = structure.layout.shapes[0]
         params = self._start(rng_key, *shape)
         if call.init_params is not None:
             params = params | _check_init(call.init_params, params, self._known)
-        return Prepared(RecordsProblem(structure), self.method.optim.init(params), rng_key)
+        return extend.Prepared(
+            extend.RecordsProblem(structure), self.method.optim.init(params), rng_key
+        )
 
     def _start(self, rng_key: Array, size: int) -> dict[str, Array]:
         number = self.num_components

@@ -26,15 +26,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_dp._validate import check_int
-from numpyro_dp.ep.normal import Cavity
-from numpyro_dp.ep.per_record import SensitiveEPResult
-from numpyro_dp.pbp.dppbp import DPPBP
-from numpyro_dp.pbp.model import NetworkGuide, RegressionNetwork
-from numpyro_dp.pbp.network_sites import NetworkCavity, network_site
-from numpyro_dp.privacy.keys import check_rng_key
-from numpyro_dp.privacy.sampling import FullBatch
-from numpyro_dp.run.settings import Privacy
+from numpyro_dp.extend import Privacy, check_int, check_rng_key
+from numpyro_dp.methods.normal import Cavity
+from numpyro_dp.methods.pbp.dppbp import DPPBP
+from numpyro_dp.methods.pbp.model import NetworkGuide, RegressionNetwork
+from numpyro_dp.methods.pbp.network_sites import NetworkCavity, network_site
+from numpyro_dp.methods.shared import SensitiveEPResult
+from numpyro_dp.samplers import FullBatch
 
 __all__ = ["PBP", "SensitiveNetworkSites", "ep_sweep", "start_network_sites"]
 

@@ -20,31 +20,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_dp._validate import check_int, check_real
-from numpyro_dp.ep.dpsep import SEP
-from numpyro_dp.ep.families import Natural, divide, multiply, normal
-from numpyro_dp.ep.normal import cavity_of, centre
-from numpyro_dp.ep.problem import EPProblem, PosteriorGuide, Site
-from numpyro_dp.model.frontend import Call
-from numpyro_dp.model.records import Rows
-from numpyro_dp.privacy.keys import check_rng_key
+from numpyro_dp.extend import Call, check_int, check_real, check_rng_key
+from numpyro_dp.methods.ep.dpsep import SEP
+from numpyro_dp.methods.ep.families import Natural, divide, multiply, normal
+from numpyro_dp.methods.ep.problem import EPProblem, PosteriorGuide, Site
+from numpyro_dp.methods.normal import cavity_of, centre
+from numpyro_dp.methods.shared import SensitiveEPResult
 
-__all__ = ["EP", "SensitiveEPResult"]
-
-
-class SensitiveEPResult(NamedTuple):
-    """Result of :meth:`EP.run`. Not private: never publish it.
-
-    Attributes:
-        params: Natural parameters of the posterior.
-        trace: The same after each sweep, with a leading axis.
-    """
-
-    params: dict[str, Array]
-    trace: dict[str, Array]
-
-    def __repr__(self) -> str:
-        return f"SensitiveEPResult(params of {sorted(self.params)}: not private)"
+__all__ = ["EP"]
 
 
 class EP:
@@ -120,7 +103,7 @@ class EP:
         sweep = _sequential_sweep if self.sequential else _batched_sweep
 
         @jax.jit
-        def sweeps(state: SensitiveSites, rows: Rows) -> tuple[SensitiveSites, dict[str, Array]]:
+        def sweeps(state: SensitiveSites, rows: Any) -> tuple[SensitiveSites, dict[str, Array]]:
             own = problem.at(rows.shared)
             site = problem.site.build(own)
 

@@ -3,57 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import numpyro
 from jax import Array
 from numpyro.diagnostics import print_summary
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp._compat import POINT_SUFFIX
-from numpyro_dp._validate import check_int, check_real
+from numpyro_dp import extend
 from numpyro_dp.core import Sampler
-from numpyro_dp.mcmc.kernels import SGLD, as_optimizer, langevin
-from numpyro_dp.mcmc.mixing import draws_of_chains, mixing_of
-from numpyro_dp.model.density import Model
-from numpyro_dp.model.frames import as_arrays
-from numpyro_dp.model.frontend import Call, Frontend, Prepared
-from numpyro_dp.model.public import UnsupportedModelError
-from numpyro_dp.model.records import Rows
-from numpyro_dp.model.structure import ModelStructure
-from numpyro_dp.posterior.diagnosis import Finding, without_noise
-from numpyro_dp.posterior.draws import SiteDraws
-from numpyro_dp.posterior.from_model import ModelSource
-from numpyro_dp.posterior.posterior import Posterior
-from numpyro_dp.posterior.scores import NOISE_INCLUDED
-from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.privacy.keys import check_rng_key
-from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
-from numpyro_dp.privacy.once import check_outside_trace
-from numpyro_dp.privacy.plan import PrivacyReport
-from numpyro_dp.run.checkpoint import (
-    Checkpoint,
-    check_every,
-    checkpoint_of,
-    started,
-    without_own_run,
-)
-from numpyro_dp.run.driver import Driver
-from numpyro_dp.run.loop import Course, Progress, opened_bar
-from numpyro_dp.run.results import MOST_LATENTS, Forecast, forecast
-from numpyro_dp.run.session import Session
-from numpyro_dp.run.settings import Execution, Method, Privacy, RunSettings, without
-from numpyro_dp.run.state import SensitiveState, noise_fields, plan_for, secret_of, spent_by
+from numpyro_dp.methods.langevin.kernels import POINT_SUFFIX, SGLD, LangevinSteps, langevin
+from numpyro_dp.methods.langevin.mixing import draws_of_chains, mixing_of
+from numpyro_dp.posterior import Finding, Posterior
 
 __all__ = ["DPMCMC"]
 
 _SLACK = 1e-5  # noise multipliers are rounded up to float32
+_MOST_LATENTS = 300  # with more, covariances of the draws cost too much
 _INDEPENDENT = "DPMCMC takes the noise for the thermal noise of its chains, which is independent"
 
 
@@ -130,34 +101,35 @@ class DPMCMC:
         num_chains: int = 1,
         thinning: int = 1,
         progress_bar: bool = True,
-        budget: PrivacyBudget | None = None,
-        privacy: Privacy = Privacy(),
-        execution: Execution = Execution(),
+        budget: extend.PrivacyBudget | None = None,
+        privacy: extend.Privacy = extend.Privacy(),
+        execution: extend.Execution = extend.Execution(),
         **static_kwargs: Any,
     ) -> None:
-        check_int("num_warmup", num_warmup, low=0)
-        check_int("num_chains", num_chains, low=1)
-        check_int("thinning", thinning, low=1)
-        check_int("num_samples", num_samples, low=1)
+        extend.check_int("num_warmup", num_warmup, low=0)
+        extend.check_int("num_chains", num_chains, low=1)
+        extend.check_int("thinning", thinning, low=1)
+        extend.check_int("num_samples", num_samples, low=1)
         if num_samples % thinning:
             raise ValueError(
                 f"Expected num_samples to be a multiple of thinning={thinning}, got {num_samples}. "
                 f"Use {num_samples + -num_samples % thinning}."
             )
-        self.settings: RunSettings = RunSettings(
+        self.settings: extend.RunSettings = extend.RunSettings(
             clip_norm=clip_norm, sampler=sampler, budget=budget,
-            privacy=without(privacy, "DPMCMC", "loss_release"), execution=execution,
+            privacy=privacy, execution=execution,
         )  # fmt: skip
         _check(kernel, self.settings)
         self.kernel, self.num_chains = kernel, num_chains
-        self._sizes, self._num_steps = (num_warmup, num_samples, thinning), num_warmup + num_samples
+        self._chains = extend.Chains(num_chains, num_warmup, num_samples, thinning)
         self._progress_bar = progress_bar
         guide = AutoDelta(kernel.model, init_loc_fn=kernel.init_strategy)
-        svi = SVI(kernel.model, guide, as_optimizer(kernel), Trace_ELBO(), **static_kwargs)
-        self._frontend = Frontend(privacy.given_model(kernel.model, static_kwargs), svi)
-        self._driver = _Chain(self._frontend, self.settings)
+        # It finds the first position. The kernel then moves it.
+        svi = SVI(kernel.model, guide, numpyro.optim.SGD(1.0), Trace_ELBO(), **static_kwargs)
+        frontend = extend.Frontend(privacy.given_model(kernel.model, static_kwargs), svi)
+        self._driver = _Chain(kernel, frontend, self.settings)
         self._samples: dict[str, Array] | None = None
-        self._report: PrivacyReport | None = None
+        self._report: extend.PrivacyReport | None = None
         self._posterior: Posterior | None = None
         self._make_posterior: Callable[[], Posterior] | None = None
 
@@ -187,96 +159,35 @@ class DPMCMC:
             ValueError: If a step is too large for the noise. ``run`` has read no record then.
             NoiseReuseError: If JAX traces the call, or another run had the same ``secret_key``.
         """
-        check_outside_trace("DPMCMC.run")
-        check_rng_key(rng_key)
-        check_every(every, checkpoint)
-        args, kwargs = as_arrays(args, kwargs)
-        with opened_bar(self._progress_bar, self._num_steps) as bar:
-            self._run(rng_key, args, kwargs, init_params, checkpoint, every, bar)
-
-    def _run(
-        self,
-        rng_key: Array,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        init_params: dict[str, Any] | None,
-        checkpoint: Any,
-        every: int | None,
-        bar: Any,
-    ) -> None:
-        settings = without_own_run(self.settings, checkpoint)
-        structure = self._frontend.given.structure(args, kwargs)
-        driver, num_examples = self._driver.with_settings(settings), structure.layout.num_examples
-        step_sizes, chains = self.kernel.step_sizes(self._num_steps), self.num_chains
-        self._check_epochs(num_examples)
-        if init_params is not None:
-            init_params = _named(init_params, structure.latents)
-        keys = list(jax.random.split(rng_key, chains)) if chains > 1 else [rng_key]
-        total = chains * self._num_steps
-        starts = [driver._init(key, total, args, kwargs, init_params, structure) for key in keys]
-        self._check_heat(step_sizes, float(starts[0].noise_multiplier), num_examples)
-        states = driver.with_own_noise(starts, total)
-        report = dataclasses.replace(spent_by(settings, states[0], total), chains=chains)
-        session = driver._session(args, kwargs)
-        rows = session.rows(args, kwargs)
-        course, progress = driver.begin(session, states, self._sizes)
-        kept = checkpoint_of(
-            checkpoint, every, "DPMCMC", settings, [report], rng_key,
-            lambda: session.program(driver.begin(session, states[:1], self._sizes), rows),
-            session.records(args, kwargs), sizes=self._sizes, chains=chains,
+        found = self._chains.run(
+            self._driver, rng_key, args, kwargs, init_params=init_params, checkpoint=checkpoint,
+            every=every, progress_bar=self._progress_bar, check=self._check_heat,
         )  # fmt: skip
-
-        def left(progress: Progress) -> tuple[list[SensitiveState], int]:
-            carry = progress.carry
-            opened = (
-                [carry.state]
-                if chains == 1
-                else [jax.tree.map(lambda leaf, i=i: leaf[i], carry) for i in range(chains)]
-            )
-            now = [first.closed(each) for first, each in zip(states, opened, strict=True)]
-            return now, course.num_steps - int(progress.done)
-
-        run = started(settings, states, progress, [report], kept, left, lambda: [report])
-        with run as (progress, (report,)):
-            draws = driver.chains(session, states, (course, progress), rows, report, bar, kept)
+        latents, report = found.problem.model.structure.latents, found.privacy
         self._report = report  # set last: if this run fails, results of the run before it stay
-        self._samples = {site: draws[f"{site}{POINT_SUFFIX}"] for site in structure.latents}
-        shared = structure.layout.rows(args, kwargs).shared
+        self._samples = {site: found.params[f"{site}{POINT_SUFFIX}"] for site in latents}
         self._posterior = None
-        self._make_posterior = functools.partial(self._posterior_of, structure, shared, report)
+        self._make_posterior = functools.partial(self._posterior_of, found.problem, report)
 
-    def plan(self, *args: Any, **kwargs: Any) -> Forecast:
+    def plan(self, *args: Any, **kwargs: Any) -> extend.Forecast:
         """Returns how far the noise will move the posterior, at best. Reads no record.
 
         Args:
             *args: Arguments of the model, or arrays of the same shapes.
             **kwargs: Keyword arguments of the model.
         """
-        session = self._driver._session(*as_arrays(args, kwargs))
-        chains, number = self.num_chains, session.num_examples
-        plan = plan_for(self.settings, number, chains * self._num_steps)
-        return forecast(plan, session.num_latents, chains * self._sizes[1])
+        return self._chains.plan(self._driver, args, kwargs)
 
-    def _check_epochs(self, num_examples: int) -> None:
-        """The accountant counts epochs of all chains together, but a chain cannot finish another's.
-
-        Reads no record.
-        """
-        sampler, chains, steps = self.settings.sampler, self.num_chains, self._num_steps
-        count = sampler.compositions
-        if count(num_examples, chains * steps) != chains * count(num_examples, steps):
-            raise ValueError(
-                f"Each of {chains} chains must run whole epochs, but num_warmup + num_samples="
-                f"{steps} steps of {sampler!r} end inside one. Choose a multiple of an epoch."
-            )
-
-    def _check_heat(self, sizes: np.ndarray | None, multiplier: float, num_examples: int) -> None:
+    def _check_heat(self, multiplier: float, num_examples: int) -> None:
         """Raises ValueError if the privacy noise alone heats the chain above its temperature."""
+        kernel = self.kernel
+        sizes = kernel.step_sizes(self._chains.num_steps)
         if sizes is None or multiplier == 0:
             return
-        kernel = self.kernel
-        scale = check_real("noise_scale of mechanism", self._noise_scale(multiplier, num_examples),
-                           low=0, low_open=True, remedy="It is the thermal noise.")  # fmt: skip
+        scale = extend.check_real(
+            "noise_scale of mechanism", self.settings.noise_scale(multiplier, num_examples),
+            low=0, low_open=True, remedy="It is the thermal noise.",
+        )  # fmt: skip
         largest = kernel.largest_step_size(scale)
         if sizes.max() > largest * (1 + _SLACK):
             raise ValueError(
@@ -293,8 +204,8 @@ class DPMCMC:
 
         It draws the samples of all chains in random order, each with the error that privacy noise
         leaves in the mean of the chains. If the chains have not mixed, it is the prior and says so
-        (:mod:`numpyro_dp.mcmc.mixing`). :meth:`get_samples` has the samples as they are. Models
-        with more than 300 latents get the samples as they are here, too.
+        (:mod:`numpyro_dp.methods.langevin.mixing`). :meth:`get_samples` has the samples as they
+        are. Models with more than 300 latents get the samples as they are here, too.
         """
         if self._make_posterior is None:
             raise ValueError("There is no posterior yet. Call run first.")
@@ -303,12 +214,9 @@ class DPMCMC:
             self._posterior.warn()
         return self._posterior
 
-    def _posterior_of(
-        self, structure: ModelStructure, shared: tuple[Array, ...], report: PrivacyReport
-    ) -> Posterior:
+    def _posterior_of(self, problem: Any, report: extend.PrivacyReport) -> Posterior:
         kernel, samples = self.kernel, self.get_samples()
-        model = Model(self._frontend.given.fn, structure)
-        source = ModelSource.of(model, shared, {})
+        source = extend.ModelSource.of(problem.model, problem.shared, {})
         number = len(next(iter(samples.values())))
         size = sum(value[0].size for value in samples.values())
         chains = "1 chain" if report.chains == 1 else f"{report.chains} chains"
@@ -317,7 +225,7 @@ class DPMCMC:
         said = (
             f"the largest R-hat is {mixing.rhat:.2f}, the fewest effective draws {mixing.size:.0f}"
         )
-        scale = self._noise_scale(report.noise_multiplier, report.plan.num_examples)
+        scale = self.settings.noise_scale(report.noise_multiplier, report.plan.num_examples)
         remedy = (
             "A larger epsilon or more records help, more steps within one budget hardly do. "
             "DPLaplace and DPSEP need no mixing."
@@ -325,28 +233,24 @@ class DPMCMC:
         found = [] if mixing.good else [
             Finding("mixing", True, f"The chains have not mixed: {said}. {remedy}")
         ]  # fmt: skip
-        if scale > 0 and size <= MOST_LATENTS:
-            notes = (NOISE_INCLUDED,)
-            if not mixing.good:
-                notes = (f"The chains have not mixed ({said}), so this is the prior.",)
-            variance = scale**2 / (report.chains * self._sizes[1])
-            with contextlib.suppress(UnsupportedModelError):
+        if scale > 0 and size <= _MOST_LATENTS:
+            notes = (f"The chains have not mixed ({said}), so this is the prior.",)
+            variance = scale**2 / (report.chains * self._chains.samples)
+            with contextlib.suppress(extend.UnsupportedModelError):
                 free = source.unconstrained(samples)
-                draws = draws_of_chains(model, shared, free, mixing.good, variance)
-                return source.posterior(draws, report, method, notes, findings=found)
+                draws = draws_of_chains(problem, free, mixing.good, variance)
+                return source.posterior(
+                    draws, report, method, () if mixing.good else notes, findings=found,
+                    noise_included=True if mixing.good else None,
+                )  # fmt: skip
 
         notes = () if mixing.good else (f"The chains have not mixed: {said}.",)
-        found += without_noise(scale > 0)
-        return source.posterior(SiteDraws(samples), report, method, notes, mixing.good, found)
-
-    def _noise_scale(self, multiplier: float, num_examples: int) -> float:
-        """Standard deviation of the privacy noise in an entry of a score of all records."""
-        run = self.settings
-        mechanism = build_mechanism(run.privacy.mechanism, run.clip_norm, multiplier)
-        return float(mechanism.noise_scale) / run.sampler.inclusion_prob(num_examples)
+        return source.posterior(
+            samples, report, method, notes, mixing.good, found, noise_included=False
+        )
 
     @property
-    def privacy(self) -> PrivacyReport:
+    def privacy(self) -> extend.PrivacyReport:
         """The privacy report of the last run, for all chains together."""
         if self._report is None:
             raise ValueError("There is no privacy report yet. Call run first.")
@@ -376,80 +280,44 @@ class DPMCMC:
         print_summary(samples, prob=prob)
 
 
-class _Chain(Driver):
+class _Chain(extend.Driver):
     """The driver of the chains, with all arguments checked."""
 
-    def __init__(self, frontend: Frontend, settings: RunSettings) -> None:
-        method = Method(langevin(), frontend.svi.optim, independent_noise=_INDEPENDENT)
+    def __init__(
+        self, kernel: SGLD, frontend: extend.Frontend, settings: extend.RunSettings
+    ) -> None:
+        method = extend.Method(langevin, LangevinSteps(kernel), independent_noise=_INDEPENDENT)
         super().__init__(method, settings)
         self._frontend = frontend
 
-    def get_params(self, state: SensitiveState) -> dict[str, Any]:
+    @property
+    def name(self) -> str:
+        """Name of the driver in messages."""
+        return "DPMCMC"
+
+    def get_params(self, state: extend.SensitiveState) -> dict[str, Any]:
         """Returns the constrained position."""
-        return self._frontend.svi.get_params(state)
+        return self._frontend.constrain(super().get_params(state))
 
-    def with_own_noise(self, starts: list[SensitiveState], total: int) -> list[SensitiveState]:
-        """Gives each chain its own noise and batches."""
-        if len(starts) == 1:
-            return starts
-        # Chains with the same noise would reveal the difference of their clipped sums.
-        settings = self.settings
-        secret, first = secret_of(settings), starts[0]
-        plan = plan_for(settings, first.identity.num_examples, total)
-        own = [jax.random.fold_in(secret, chain) for chain in range(len(starts))]
-        fields = [noise_fields(settings, each, plan, first.mechanism_state) for each in own]
-        return [start._replace(**each) for start, each in zip(starts, fields, strict=True)]
-
-    def chains(
-        self,
-        session: Session,
-        states: list[SensitiveState],
-        begun: tuple[Course, Progress],
-        rows: Rows,
-        report: PrivacyReport,
-        bar: Any,
-        kept: Checkpoint | None,
-    ) -> dict[str, Array]:
-        """Returns the kept positions by parameter, with leading axes for chains and draws."""
-        if len(states) > 1:
-            if bar is not None:
-                bar.set_description_str(f"compiling and running {len(states)} chains")
-            params = session.run_many(rows, begun, kept)[1]
-            if bar is not None:
-                bar.update(bar.total)
-            return params
-        found = session.run(states[0], rows, begun, report, bar=bar, kept=kept)
-        if found.stopped:
-            raise KeyboardInterrupt
-        return jax.tree.map(lambda leaf: leaf[None], found.trace.params)
-
-    def begin(
-        self, session: Session, states: list[SensitiveState], sizes: tuple[int, int, int]
-    ) -> tuple[Course, Progress]:
-        """Returns the course of the chains, and their progress before the first step."""
-        warmup, samples, thinning = sizes
-        kept = samples // thinning
-        if len(states) == 1:
-            return session.begin(states[0], samples, kept, warmup=warmup)
-        opened = (state.opened for state in states)
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *opened)
-        return session.begin_many(stacked, samples, kept, warmup)
-
-    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> extend.ModelStructure:
         """Reads only the shapes of the arguments."""
         return self._frontend.given.structure(args, kwargs)
 
-    def prepare(self, structure: ModelStructure, rng_key: Array, call: Call) -> Prepared:
+    def prepare(
+        self, structure: extend.ModelStructure, rng_key: Array, call: extend.Call
+    ) -> extend.Prepared:
         """Reads no record."""
+        if call.init_params is not None:
+            call = call._replace(init_params=_named(call.init_params, structure.latents))
         prepared = self._frontend.prepare(structure, rng_key, call)
-        position = self.method.optim.get_params(prepared.optim_state)
+        position = self._frontend.svi.optim.get_params(prepared.optim_state)
         # random_flax_module leaves parameters without entries: all entries became latent sites.
         if own := [name for name in structure.params if jax.tree.leaves(position[name])]:
-            raise UnsupportedModelError(
+            raise extend.UnsupportedModelError(
                 f"The model has the parameters {own}, but a sampler needs a prior for each. Use "
                 "numpyro.sample, or random_flax_module with a prior for all of them."
             )
-        return prepared
+        return prepared._replace(optim_state=self.method.optim.init(position))
 
 
 def _named(init_params: Any, latents: tuple[str, ...]) -> dict[str, Any]:
@@ -461,7 +329,7 @@ def _named(init_params: Any, latents: tuple[str, ...]) -> dict[str, Any]:
     return {f"{site}{POINT_SUFFIX}": value for site, value in init_params.items()}
 
 
-def _check(kernel: Any, run: RunSettings) -> None:
+def _check(kernel: Any, run: extend.RunSettings) -> None:
     if not isinstance(kernel, SGLD):
         raise TypeError(
             f"Expected a kernel such as SGLD(model), got {type(kernel).__name__}. NumPyro's "

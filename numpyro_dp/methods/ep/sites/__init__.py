@@ -1,11 +1,11 @@
 """Sites: approximations of one record's likelihood."""
 
-from numpyro_dp.ep.problem import EPProblem, Site, SiteBuilder
-from numpyro_dp.ep.sites.any_likelihood import evidence, importance
-from numpyro_dp.ep.sites.conjugate import conjugate, is_conjugate
-from numpyro_dp.ep.sites.mixture import normal_mixture
-from numpyro_dp.ep.sites.quadrature import is_linear, quadrature
-from numpyro_dp.model.public import UnsupportedModelError
+from numpyro_dp.extend import UnsupportedModelError
+from numpyro_dp.methods.ep.problem import EPProblem, Site, SiteBuilder
+from numpyro_dp.methods.ep.sites.any_likelihood import evidence, importance
+from numpyro_dp.methods.ep.sites.conjugate import conjugate, is_conjugate
+from numpyro_dp.methods.ep.sites.mixture import normal_mixture
+from numpyro_dp.methods.ep.sites.quadrature import is_linear, quadrature
 
 __all__ = [
     "Site",

@@ -35,8 +35,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_dp.pbp.model import RegressionNetwork
-from numpyro_dp.pbp.network_moments import output_moments
+from numpyro_dp.methods.pbp.model import RegressionNetwork
+from numpyro_dp.methods.pbp.network_moments import output_moments
 
 __all__ = ["Curvature", "network_curvature"]
 

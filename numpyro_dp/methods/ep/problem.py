@@ -21,11 +21,8 @@ from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 from numpyro.distributions import biject_to
 
-from numpyro_dp.ep.families import Family, Natural, product
-from numpyro_dp.model.density import Model
-from numpyro_dp.model.public import UnsupportedModelError
-from numpyro_dp.model.records import Records, Rows
-from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.extend import Model, ModelStructure, Records, UnsupportedModelError
+from numpyro_dp.methods.ep.families import Family, Natural, product
 
 __all__ = [
     "EPProblem",
@@ -114,7 +111,7 @@ class EPProblem(NamedTuple):
         """
         return {_PREFIX + name: value for name, value in params.items()}
 
-    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
+    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Splits arguments into records and public arrays."""
         return self.model.structure.layout.rows(args, kwargs)
 

@@ -17,10 +17,10 @@ import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from numpyro_dp.ep.families import sample
-from numpyro_dp.ep.normal import cavity_of
-from numpyro_dp.ep.problem import EPProblem, Site, SiteBuilder
-from numpyro_dp.model.public import UnsupportedModelError, own_constants
+from numpyro_dp.extend import UnsupportedModelError, own_constants
+from numpyro_dp.methods.ep.families import sample
+from numpyro_dp.methods.ep.problem import EPProblem, Site, SiteBuilder
+from numpyro_dp.methods.normal import cavity_of
 
 __all__ = ["conjugate", "holds", "is_conjugate"]
 

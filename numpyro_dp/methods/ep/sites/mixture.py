@@ -5,7 +5,7 @@ r"""Exact sites of a mixture of normals whose means are the latents.
 
 for a normal cavity with means m and covariance V. With :math:`r_j \propto \pi_j N(x; m_j, S_j)` and
 :math:`a_j = S_j^{-1}(x - m_j)` the slope of log Z in :math:`m_j` is :math:`r_j a_j`. The matrix H
-of :func:`~numpyro_dp.ep.normal.site_from_slopes` is
+of :func:`~numpyro_dp.methods.normal.site_from_slopes` is
 
 .. math:: H_{jk} = r_j r_k\, a_j a_k^\top + \delta_{jk}\, r_j (S_j^{-1} - a_j a_j^\top).
 
@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_dp._validate import check_probs, check_real
-from numpyro_dp.ep.normal import Cavity, cavity_of, inverse_and_log_det, site_from_slopes
-from numpyro_dp.ep.problem import EPProblem, Site, SiteBuilder
-from numpyro_dp.model.public import UnsupportedModelError
+from numpyro_dp.extend import UnsupportedModelError, check_real
+from numpyro_dp.methods.ep.problem import EPProblem, Site, SiteBuilder
+from numpyro_dp.methods.normal import Cavity, cavity_of, inverse_and_log_det, site_from_slopes
+from numpyro_dp.methods.shared import check_probs
 
 __all__ = ["normal_mixture"]
 
@@ -72,7 +72,7 @@ def normal_mixture(
         ``numpyro.factor``.)
 
         >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist
-        >>> from numpyro_dp.ep.sites import normal_mixture
+        >>> from numpyro_dp.methods.ep.sites import normal_mixture
         >>> def model(x):
         ...     means = numpyro.sample("means", dist.Normal(0, 1).expand([4, 2]).to_event(2))
         ...     each = dist.Normal(means, 0.5).to_event(1)

@@ -55,14 +55,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp.core import Estimator, Observation, Released
-from numpyro_dp.ep.families import Natural, divide, multiply, power
-from numpyro_dp.ep.normal import cavity_of, centre, counted_share, shrunk
-from numpyro_dp.ep.problem import EPProblem, Site
-from numpyro_dp.model.outcomes import Outcomes, read_outcomes
-from numpyro_dp.model.partners import OutcomeModel, centring
-from numpyro_dp.model.public import UnsupportedModelError
+from numpyro_dp.extend import OutcomeModel, UnsupportedModelError, centring, read_outcomes
+from numpyro_dp.methods.ep.families import Natural, divide, multiply, power
+from numpyro_dp.methods.ep.problem import EPProblem, Site
+from numpyro_dp.methods.normal import cavity_of, centre, counted_share, shrunk
+from numpyro_dp.methods.shared import schedule
 
-__all__ = ["Damped", "SiteMove", "schedule", "stochastic_ep"]
+__all__ = ["Damped", "SiteMove", "stochastic_ep"]
 
 _COUNTS_HALF = 2.0  # a value of that many standard deviations of its noise counts half
 
@@ -175,7 +174,7 @@ def stochastic_ep(
     return build
 
 
-def _outcomes_of(problem: EPProblem) -> Outcomes | None:
+def _outcomes_of(problem: EPProblem) -> Any:
     """The outcomes of a record, or ``None`` if sites of all outcomes cannot be computed."""
     if not (problem.latents.is_normal and problem.site.reads_likelihood):
         return None
@@ -261,7 +260,7 @@ class Damped:
     """
 
     def __init__(self, damping: float | Callable[[Array], Array]) -> None:
-        self._rate = schedule(damping)
+        self._rate = schedule("damping", damping)
 
     def init(self, params: Natural) -> DampedState:
         """Returns the initial state, as if no sites had been released."""
@@ -300,9 +299,3 @@ def _share(value: Array, sd: Array, name: str) -> Array:
     """The part of a natural parameter that counts. Only linear ones may be negative."""
     size = value if name.endswith("linear") else jnp.maximum(value, 0)
     return counted_share(size, sd)
-
-
-def schedule(rate: Any) -> Callable[[Array], Array]:
-    """Returns a rate, a number or a function of the step number, as a function into [0, 1]."""
-    chosen = rate if callable(rate) else lambda _: jnp.asarray(rate)
-    return lambda step: jnp.clip(jnp.asarray(chosen(step), jnp.result_type(float)), 0, 1)

@@ -11,22 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp._validate import check_real
+from numpyro_dp import extend
 from numpyro_dp.core import Sampler
-from numpyro_dp.model.frontend import Call, Prepared
-from numpyro_dp.model.records import Records, RecordsProblem, read_records
-from numpyro_dp.pbp.model import NetworkGuide, RegressionNetwork
-from numpyro_dp.pbp.network_draws import network_draws
-from numpyro_dp.pbp.network_sites import NetworkSteps, network_ep
-from numpyro_dp.posterior.diagnosis import findings_of_run, without_noise
-from numpyro_dp.posterior.from_model import ModelSource, findings_of_drift
-from numpyro_dp.posterior.posterior import Posterior
-from numpyro_dp.posterior.scores import NOISE_INCLUDED
-from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.run.driver import Driver
-from numpyro_dp.run.results import RunResult
-from numpyro_dp.run.settings import OF_MODELS, Execution, Method, Privacy, RunSettings, without
-from numpyro_dp.run.state import SensitiveState, check_state
+from numpyro_dp.methods.pbp.model import NetworkGuide, RegressionNetwork
+from numpyro_dp.methods.pbp.network_draws import network_draws
+from numpyro_dp.methods.pbp.network_sites import NetworkSteps, network_ep
+from numpyro_dp.posterior import Posterior
 
 __all__ = ["DPPBP"]
 
@@ -34,7 +24,7 @@ _INDEPENDENT = "DPPBP adds up the variances of independent noise to find what of
 _START = 100.0  # initial precision of the weights: small variances keep the initial means distinct
 
 
-class DPPBP(Driver):
+class DPPBP(extend.Driver):
     r"""Differentially private probabilistic backpropagation: DP-SEP of a regression network.
 
     Call ``run(rng_key, num_steps, x, y)``. The posterior has independent normal weights and a gamma
@@ -42,7 +32,7 @@ class DPPBP(Driver):
     call ``network.predict(result.params, x)``. For draws, use
     ``Predictive(network, guide=pbp.guide, params=result.params, ...)``. The methods ``init``,
     ``update`` and ``sweep`` work as in :class:`~numpyro_dp.DPSVI`. For formulas, see
-    :mod:`numpyro_dp.pbp.network_sites`.
+    :mod:`numpyro_dp.methods.pbp.network_sites`.
 
     Scale inputs and targets to about unit variance **by public constants**. Means and standard
     deviations of the records would be further releases, which this budget does not cover.
@@ -100,6 +90,7 @@ class DPPBP(Driver):
         section 6.2; Hernández-Lobato, Adams (2015), ICML.
     """
 
+    reads_model = False
     network: RegressionNetwork
     guide: NetworkGuide
 
@@ -116,47 +107,41 @@ class DPPBP(Driver):
         precision_weight: float = 10.0,
         noise_weight: float = 0.3,
         init_scale: float = 1.0,
-        budget: PrivacyBudget | None = None,
+        budget: extend.PrivacyBudget | None = None,
         num_steps: int | None = None,
-        privacy: Privacy = Privacy(),
-        execution: Execution = Execution(),
+        privacy: extend.Privacy = extend.Privacy(),
+        execution: extend.Execution = extend.Execution(),
     ) -> None:
         if not isinstance(network, RegressionNetwork):
             raise TypeError(
                 f"Expected a RegressionNetwork, such as RegressionNetwork((50,)), got "
                 f"{type(network).__name__}. For other models use DPSEP or DPSVI."
             )
-        for name, rate in (("damping", damping), ("step_size", step_size)):
-            if rate is not None and not callable(rate):
-                check_real(name, rate, low=0, low_open=True, high=1)
         if ridge is not None:
-            check_real("ridge", ridge, low=0, low_open=True)
+            extend.check_real("ridge", ridge, low=0, low_open=True)
         self.network: RegressionNetwork = network
         self.ridge = ridge
-        check_real("precision_weight", precision_weight, low=0, low_open=True)
-        check_real("noise_weight", noise_weight, low=0, low_open=True)
-        self.init_scale: float = check_real("init_scale", init_scale, low=0, low_open=True)
+        extend.check_real("precision_weight", precision_weight, low=0, low_open=True)
+        extend.check_real("noise_weight", noise_weight, low=0, low_open=True)
+        self.init_scale: float = extend.check_real("init_scale", init_scale, low=0, low_open=True)
         self.guide, self._by_layer = NetworkGuide(network), not precision_per_weight
         values = str(network), precision_per_weight, precision_weight, noise_weight, ridge
         estimator = network_ep(network, self._by_layer, precision_weight, noise_weight, ridge)
         steps = NetworkSteps(network, damping, step_size)
-        method = Method(estimator, steps, values, _INDEPENDENT)
-        settings = RunSettings(
+        method = extend.Method(estimator, steps, values, _INDEPENDENT)
+        settings = extend.RunSettings(
             clip_norm=clip_norm, sampler=sampler, budget=budget, num_steps=num_steps,
-            privacy=without(privacy, "DPPBP", "loss_release", *OF_MODELS), execution=execution,
+            privacy=privacy, execution=execution,
         )  # fmt: skip
         super().__init__(method, settings)
 
-    def get_params(self, state: SensitiveState) -> dict[str, Array]:
-        """Returns the natural parameters of a state. They may be published."""
-        check_state(state)
-        return state.optim_state.params
-
-    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
+    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> extend.Records:
         """Reads only the shapes of the arguments."""
         return _read(self.network, args, kwargs)
 
-    def prepare(self, structure: Records, rng_key: Array, call: Call) -> Prepared:
+    def prepare(
+        self, structure: extend.Records, rng_key: Array, call: extend.Call
+    ) -> extend.Prepared:
         """Reads no record."""
         ((inputs,), _), *_ = structure.layout.shapes
         number = structure.layout.num_examples
@@ -169,7 +154,9 @@ class DPPBP(Driver):
             mean = params["weights_linear"] / params["weights_precision"]
             params["weights_precision"] = jnp.concatenate(means)
             params["weights_linear"] = mean * params["weights_precision"]
-        return Prepared(RecordsProblem(structure), self.method.optim.init(params), rng_key)
+        return extend.Prepared(
+            extend.RecordsProblem(structure), self.method.optim.init(params), rng_key
+        )
 
     def start(self, rng_key: Array, num_inputs: int, number: int) -> dict[str, Array]:
         """Returns the initial parameters. Reads no record."""
@@ -186,30 +173,35 @@ class DPPBP(Driver):
             "noise_rate": jnp.asarray((total - 1) * rate / (concentration - 1)),
         }
 
-    def _posterior(self, problem: RecordsProblem, result: RunResult, plain: bool) -> Posterior:
+    def _posterior(
+        self, problem: extend.RecordsProblem, result: extend.RunResult, plain: bool
+    ) -> Posterior:
         params, privacy = result.params, result.privacy
         records, network = problem.records, self.network
         known = network.weight_precision is not None
         latents = ("weights", "noise_precision", *("weight_precision",) * (not known))
         arguments = records.layout.placeholder(())
-        source = ModelSource(network, latents, records.data_plate, arguments, {})
+        source = extend.ModelSource(network, latents, records.data_plate, arguments, {})
         method = f"{type(self).__name__} of {network}, {privacy.num_steps} steps"
-        drift = findings_of_drift(result.trace)
+        drift = extend.findings_of_drift(result.trace)
         notes = tuple(finding.text for finding in drift)
-        findings = [*findings_of_run(result), *drift]
-        if plain or privacy.noise_multiplier == 0:
+        findings = (*extend.findings_of_run(result), *drift)
+        included = not plain and privacy.noise_multiplier > 0
+        if not included:
             draws = source.guide_draws(self.guide, params, {})
             notes += ("weight_precision is a point estimate.",) * (not known)
-            findings += without_noise(privacy.noise_multiplier > 0)
         else:
             ((inputs,), _), *_ = records.layout.shapes
-            released = check_state(result.state).optim_state
-            draws = network_draws(network, inputs, problem.num_examples, released, self.ridge)
-            notes += (NOISE_INCLUDED,)
-        return source.posterior(draws, privacy, method, notes, not drift, findings)
+            state: Any = result.state  # only a result from a pickle has none, nor a posterior
+            draws = network_draws(
+                network, inputs, problem.num_examples, state.optim_state, self.ridge
+            )
+        return source.posterior(draws, privacy, method, notes, not drift, findings, included)
 
 
-def _read(network: RegressionNetwork, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
+def _read(
+    network: RegressionNetwork, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> extend.Records:
     """Checks shapes and types of the records, then reads their layout."""
     given = dict(zip(("x", "y"), args, strict=False)) | kwargs
     if set(given) != {"x", "y"} or len(args) + len(kwargs) != 2:
@@ -229,7 +221,7 @@ def _read(network: RegressionNetwork, args: tuple[Any, ...], kwargs: dict[str, A
             "Expected real x of shape (records, inputs) and y of shape (records,), got shapes "
             f"{shapes}. Pass x[:, None] if there is one input, y[:, 0] if y has a second axis."
         )
-    return read_records(network, (given["x"], given["y"]), {}, len(given["x"]))
+    return extend.read_records(network, (given["x"], given["y"]), {}, len(given["x"]))
 
 
 def _check_init(init_params: dict[str, Any], like: dict[str, Array]) -> dict[str, Array]:

@@ -29,8 +29,8 @@ from jax import Array, lax
 from jax.scipy.linalg import cho_solve
 from jaxtyping import Bool, Float
 
-from numpyro_dp._validate import check_int
-from numpyro_dp.ep.normal import inverse_and_log_det
+from numpyro_dp.extend import check_int
+from numpyro_dp.methods.normal import inverse_and_log_det
 
 __all__ = [
     "Family",
@@ -139,7 +139,7 @@ def sample(
 
     Example:
         >>> import jax
-        >>> from numpyro_dp.ep.families import diagonal_normal
+        >>> from numpyro_dp.methods.ep.families import diagonal_normal
         >>> natural = {"linear": jax.numpy.ones(3), "precision": jax.numpy.ones(3)}
         >>> sample(diagonal_normal(3), jax.random.key(0), natural, (5,)).shape
         (5, 3)
@@ -166,7 +166,7 @@ def product(**families: Family) -> Family:
         ValueError: If there is no site.
 
     Example:
-        >>> from numpyro_dp.ep.families import diagonal_normal, gamma
+        >>> from numpyro_dp.methods.ep.families import diagonal_normal, gamma
         >>> family = product(weights=diagonal_normal(2), noise=gamma())
         >>> list(family.unit)
         ['weights_linear', 'weights_precision', 'noise_log', 'noise_rate']

@@ -1,7 +1,7 @@
 r"""Sites of any likelihood, from a closed form of the evidence or from importance sampling.
 
 With :math:`\log Z(m, V)` of one record, sites of probit regression, mixtures of normals and similar
-models are exact. JAX computes the derivatives that :mod:`numpyro_dp.ep.normal` needs.
+models are exact. JAX computes the derivatives that :mod:`numpyro_dp.methods.normal` needs.
 
 For importance sampling, public draws :math:`z_k` from the cavity have weights
 :math:`p(x \mid z_k)`. The site is the difference of two members of the family. One is fitted to the
@@ -18,11 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_dp._validate import check_int
-from numpyro_dp.ep.families import sample
-from numpyro_dp.ep.normal import Cavity, cavity_of, site_from_slopes
-from numpyro_dp.ep.problem import EPProblem, Site, SiteBuilder
-from numpyro_dp.model.public import UnsupportedModelError
+from numpyro_dp.extend import UnsupportedModelError, check_int
+from numpyro_dp.methods.ep.families import sample
+from numpyro_dp.methods.ep.problem import EPProblem, Site, SiteBuilder
+from numpyro_dp.methods.normal import Cavity, cavity_of, site_from_slopes
 
 __all__ = ["evidence", "importance"]
 

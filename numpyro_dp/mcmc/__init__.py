@@ -1,6 +1,0 @@
-"""Langevin samplers that use the privacy noise as their thermal noise."""
-
-from numpyro_dp.mcmc.dpmcmc import DPMCMC
-from numpyro_dp.mcmc.kernels import SGHMC, SGLD, PreconditionedSGLD
-
-__all__ = ["DPMCMC", "SGHMC", "SGLD", "PreconditionedSGLD"]

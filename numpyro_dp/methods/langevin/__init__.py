@@ -1,0 +1,1 @@
+"""Langevin samplers that use the privacy noise as their thermal noise."""

@@ -1,0 +1,1 @@
+"""Probabilistic backpropagation for the weights of a network, with and without privacy."""
