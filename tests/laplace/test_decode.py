@@ -52,6 +52,15 @@ def releases(size, mu, index):
     return clip / score, curvature_clip / (stage * np.sqrt(0.98 * part)), clip**2 / (0.14 * stage)
 
 
+def stage_at(size, curvature=None, noise=(0.1, 1e-7), covariance=None, mean=None):
+    """A stage in coordinates that are white, with a score of 0."""
+    one, zero = np.eye(size), np.zeros(size)
+    return decoding.read_stage(
+        zero if mean is None else mean, one if covariance is None else covariance, one, one, zero,
+        one if curvature is None else curvature, *noise,
+    )  # fmt: skip
+
+
 def capped(mean, covariance, prior):
     """The covariance of the posterior under the prior of the decode, which is never wider."""
     precision, _ = likelihood.released_likelihood(mean, covariance, prior)
@@ -289,14 +298,17 @@ def last_stages():
     return prior, stages, kappa, begin, mean, covariance
 
 
+def assert_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_a_stage_that_contradicts_later_ones_is_left_out():
     prior, stages, kappa, begin, _, covariance = last_stages()
     wrong = stages[3].score + 20 * np.abs(stages[3].score)
     changed = (*stages[:3], dataclasses.replace(stages[3], score=wrong), *stages[4:])
     found = decoding.decode(prior, changed, kappa, begin)
-    without = decoding.decode(prior, (*stages[:3], *stages[4:]), kappa, begin)
-    for one, other in zip(found, without, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same(found, decoding.decode(prior, (*stages[:3], *stages[4:]), kappa, begin))
     assert np.trace(found[1]) > np.trace(covariance)
 
 
@@ -304,23 +316,18 @@ def test_the_newest_stage_stands_against_all_others():
     prior, stages, kappa, begin, *_ = last_stages()
     newest = dataclasses.replace(stages[-1], score=stages[-1].score + 1e4)
     found = decoding.decode(prior, (*stages[:-1], newest), kappa, begin)
-    alone = decoding.decode(prior, (newest,), kappa, begin)
-    for one, other in zip(found, alone, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same(found, decoding.decode(prior, (newest,), kappa, begin))
 
 
 def test_curvature_along_a_long_step_is_put_back():
     size = 12
-    template, step = np.eye(size), np.full(size, size**-0.5)
+    step = np.full(size, size**-0.5)
     true = np.eye(size) - 0.8 * np.outer(step, step)  # curvature falls along the way alone
     noise, rng = 0.15, np.random.default_rng(0)
     draws = 0.001 * np.eye(size)
 
     def stage_of(covariance):
-        return decoding.read_stage(
-            step, covariance, np.eye(size), template, np.zeros(size), true + noise * goe(size, rng),
-            0.1, noise,
-        )  # fmt: skip
+        return stage_at(size, true + noise * goe(size, rng), (0.1, noise), covariance, step)
 
     def along(stage):
         return step @ stage.curvature @ step
@@ -426,9 +433,7 @@ def test_the_cap_and_the_likelihood():
 def test_the_next_whitening_knows_how_expected_curvatures_move():
     rng = np.random.default_rng(0)
     whitened = np.eye(3) + 0.2 * goe(3, rng)
-    stage = decoding.read_stage(
-        np.zeros(3), np.eye(3), np.eye(3), np.eye(3), np.zeros(3), whitened, 0.1, 1e-7
-    )
+    stage = stage_at(3, whitened)
     moved = curvature.moved(stage, np.array([1.0, 4.0, 1.0]), np.array([0.25, 1e9, 0.0]))
     factors = np.array([0.5, 2.0, 0.2])  # at most these
     np.testing.assert_allclose(moved.curvature, stage.curvature * np.outer(factors, factors))
@@ -438,10 +443,7 @@ def test_the_next_whitening_knows_how_expected_curvatures_move():
 
 def test_a_whitening_narrows_where_curvature_is_surely_lost():
     rng, size = np.random.default_rng(0), 12
-    stage = decoding.read_stage(
-        np.zeros(size), np.eye(size), np.eye(size), np.eye(size), np.zeros(size), np.eye(size),
-        0.1, 1e-7,
-    )  # fmt: skip
+    stage = stage_at(size)
     true = np.append(np.zeros(size - 1), 3.0)
     none, found = curvature.Loss.before(size), curvature.Loss.before(size)
     narrowed = 0
@@ -498,10 +500,7 @@ def test_errors_of_the_released_pairs_alone():
     groups = np.array([0, 0, 1, 1, 1, 2])
     pairs = pairs_of(groups)
     assert pairs.sum() == size**2 - 6
-    stage = decoding.read_stage(
-        np.zeros(size), np.eye(size), np.eye(size), np.eye(size), np.zeros(size), np.eye(size),
-        0.1, 0.1, groups,
-    )  # fmt: skip
+    stage = stage_at(size, noise=(0.1, 0.1, groups))
     assert stage.entries == np.triu(pairs).sum()
     one, other = rng.normal(size=(2, size))
     noise = rng.normal(size=(40_000, size, size))

@@ -14,7 +14,6 @@ from flat import grouped
 from numpyro_dp import (
     DPLaplace,
     NoiseReuseError,
-    Privacy,
     PrivacyBudget,
     UnsupportedModelError,
     fit,
@@ -29,10 +28,23 @@ D = 3
 BUDGET = PrivacyBudget(1.0, 1e-5)
 
 
-def logistic(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+def logits(eta):
+    return dist.Bernoulli(logits=eta)
+
+
+def glm(family=logits, prior=dist.Normal(0, 1)):  # noqa: B008
+    """A generalised linear model with a weight for each column."""
+
+    def model(x, y):
+        w = numpyro.sample("w", prior.expand([x.shape[1]]).to_event(1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", family(x @ w), obs=y)
+
+    return model
+
+
+logistic = glm()
+counts = glm(lambda eta: dist.Poisson(jnp.exp(eta)), dist.Normal(0, 0.5))
 
 
 def intercepts(group, y):
@@ -43,10 +55,12 @@ def intercepts(group, y):
         numpyro.sample("y", dist.Normal(effect[group], 1.0), obs=y)
 
 
-def counts(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 0.5).expand([D]).to_event(1))
+def linear(x, y):
+    """A linear model with an unknown scale."""
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+    s = numpyro.sample("s", dist.HalfNormal(1.0))
     with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Poisson(jnp.exp(x @ w)), obs=y)
+        numpyro.sample("y", dist.Normal(x @ w, s), obs=y)
 
 
 @functools.cache
@@ -71,6 +85,11 @@ def draws(posterior, name="w", number=4000):
 def run(model=logistic, args=None, key=KEY, **options):
     options = {"budget": BUDGET} | options
     return DPLaplace(model, **grouped(**options)).run(key, *(records() if args is None else args))
+
+
+def repeated(model, args, secret_key, **options):
+    """A run whose noise is always the same."""
+    return run(model, args, secret_key=secret_key, repetition=True, **options)
 
 
 @functools.cache
@@ -114,7 +133,7 @@ def test_a_secret_key_repeats_a_run_where_that_was_asked_for():
     posterior = run(secret_key=11)
     with pytest.raises(NoiseReuseError, match="secret_key"):
         run(secret_key=11)
-    again = run(secret_key=11, repetition=True)
+    again = repeated(logistic, records(), 11)
     np.testing.assert_array_equal(draws(posterior), draws(again))
     assert again.privacy.repetition
     other = run()
@@ -192,13 +211,10 @@ def test_a_hierarchy_is_sampled_under_its_own_prior():
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("model", [logistic, counts], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("model", [logistic, counts], ids=["logistic", "counts"])
 def test_microbatches_change_the_rounding_alone(model):
     args = records() if model is logistic else outcome_counts()
-    found = [
-        draws(run(model, args, secret_key=8, repetition=True, microbatch_size=size))
-        for size in (None, 37, 300)
-    ]
+    found = [draws(repeated(model, args, 8, microbatch_size=size)) for size in (None, 37, 300)]
     width = found[0].std(0)
     for other in found[1:]:
         assert np.abs((other - found[0]) / width).max() < 0.02
@@ -230,7 +246,7 @@ def test_one_record_of_nan_and_outcomes_outside_the_support_change_little():
     """They count as nothing; the same noise shows it."""
     x, y = records()
     bad = x.at[5].set(jnp.nan), y.at[9].set(7)
-    one, other = (draws(run(args=args, secret_key=11, repetition=True)) for args in ((x, y), bad))
+    one, other = (draws(repeated(logistic, args, 11)) for args in ((x, y), bad))
     assert np.isfinite(other).all()
     assert np.abs((one.mean(0) - other.mean(0)) / one.std(0)).max() < 0.3
 
@@ -269,14 +285,13 @@ def test_fit_takes_it_where_it_can_and_says_why_not():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", [logistic, counts], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("model", [logistic, counts], ids=["logistic", "counts"])
 def test_a_streamed_run_is_the_run(model, monkeypatch):
     args = records(1003) if model is logistic else outcome_counts(1003)
     host = [np.asarray(a) for a in args]
-    same = {"secret_key": 5, "repetition": True}
-    known = draws(run(model, args, **same))
+    known = draws(repeated(model, args, 5))
     monkeypatch.setattr(loop, "_BYTES", 400 * 16)  # parts of 400, 400 and 203 records
-    laplace = DPLaplace(model, **grouped(budget=BUDGET, **same))
+    laplace = DPLaplace(model, **grouped(budget=BUDGET, secret_key=5, repetition=True))
     found = draws(laplace.run(KEY, *host, stream=True))
     np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
 
@@ -340,13 +355,7 @@ def test_double_precision_adds_no_public_array():
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
         rng = np.random.default_rng(0)
         x, y = jnp.asarray(rng.normal(size=(400, 14))), jnp.asarray(rng.integers(2, size=400))
-
-        def model(x, y):
-            w = numpyro.sample("w", dist.Normal(0, 1).expand([14]).to_event(1))
-            with numpyro.plate("rows", x.shape[0]):
-                numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
-
-        assert run(model, (x, y)).privacy.public == ()
+        assert run(args=(x, y)).privacy.public == ()
 
 
 @pytest.mark.extended
@@ -365,13 +374,6 @@ def test_pairs_of_group_effects_can_be_left_out(monkeypatch):
     assert np.all(np.abs(found.mean(0) - [y[group == g].mean() for g in range(6)]) < 4 * sd)
 
 
-def gaussian_outcomes(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([4]).to_event(1))
-    s = numpyro.sample("s", dist.HalfNormal(1.0))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, s), obs=y)
-
-
 @pytest.mark.full
 def test_a_scale_far_from_its_prior_is_reached_by_more_stages():
     """Each stage moves the log of a scale by half at most, and the sum of their shares is 1."""
@@ -380,10 +382,7 @@ def test_a_scale_far_from_its_prior_is_reached_by_more_stages():
     w = np.array([0.5, -1.0, 0.2, 0.7])
     for spread, more in ((0.03, True), (0.7, False)):
         y = (x @ w + spread * rng.normal(size=4000)).astype(np.float32)
-        driver = DPLaplace(
-            gaussian_outcomes, budget=BUDGET, privacy=Privacy(secret_key=7, repetition=True)
-        )
-        posterior = driver.run(KEY, x, y, progress_bar=False)
+        posterior = repeated(linear, (x, y), 7)
         releases = int(posterior.method.split()[1])  # DPLaplace, 9 releases of 4000 records
         assert (releases > 11) == more
         assert posterior.privacy.epsilon == pytest.approx(1.0, rel=0.01)
@@ -401,16 +400,9 @@ def test_sixty_columns_are_within_their_intervals():
     x = rng.normal(size=(10_000, 60)).astype(np.float32)
     w = np.r_[1, -1, 0.7, 0.5, np.zeros(56)]
     y = (rng.random(10_000) < 1 / (1 + np.exp(-x @ w))).astype(int)
-
-    def model(x, y):
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([60]).to_event(1))
-        with numpyro.plate("rows", x.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
-
     held = []
     for key in (8, 9, 10):
-        driver = DPLaplace(model, budget=BUDGET, privacy=Privacy(secret_key=key, repetition=True))
-        posterior = driver.run(KEY, x, y, progress_bar=False)
+        posterior = repeated(logistic, (x, y), key)
         found = posterior.summary()["w"]
         errors = (found["mean"] - w) / found["sd"]
         held.append(np.mean(np.abs(errors) < 1.645))
@@ -428,27 +420,14 @@ def test_rows_far_out_in_one_column_keep_their_weight():
     x[:, 1] = np.where(heavy, rng.uniform(3, 8, 4000), 0)
     w = np.r_[-1.4, 0, 0.3 * rng.normal(size=6)]
     y = (rng.random(4000) < 1 / (1 + np.exp(-x @ w - 1.8 * heavy))).astype(int)
-    mode = np.zeros(8)
-    for _ in range(20):
-        p = 1 / (1 + np.exp(-x @ mode))
-        precision = np.eye(8) + (x * (p * (1 - p))[:, None]).T @ x
-        mode += np.linalg.solve(precision, x.T @ (y - p) - mode)
-
-    def model(x, y):
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([8]).to_event(1))
-        with numpyro.plate("rows", x.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
-
+    mode, covariance = exact(x, y)
     found = []
     for secret in range(2):
-        budget = PrivacyBudget(3.0, 1e-5)
-        driver = DPLaplace(
-            model, budget=budget, privacy=Privacy(secret_key=secret, repetition=True)
-        )
-        table = driver.run(KEY, x, y, progress_bar=False).summary()["w"]
+        posterior = repeated(logistic, (x, y), secret, budget=PrivacyBudget(3.0, 1e-5))
+        table = posterior.summary()["w"]
         assert np.all(np.abs(table["mean"] - mode) < 3 * table["sd"])
         found.append(table["sd"][1])
-    assert np.mean(found) < 1.2 * np.sqrt(np.linalg.inv(precision)[1, 1])
+    assert np.mean(found) < 1.2 * np.sqrt(covariance[1, 1])
 
 
 @pytest.mark.table
@@ -462,19 +441,10 @@ def test_a_wide_prior_is_no_obstacle_or_it_is_named(prior, epsilon, counts):
     x = rng.normal(size=(4000, 6)).astype(np.float32)
     w = 0.4 * rng.normal(size=6)
     y = rng.poisson(np.exp(x @ w)) if counts else rng.random(4000) < 1 / (1 + np.exp(-x @ w))
-
-    def model(x, y):
-        w = numpyro.sample("w", prior.expand([6]).to_event(1))
-        family = dist.Poisson(jnp.exp(x @ w)) if counts else dist.Bernoulli(logits=x @ w)
-        with numpyro.plate("rows", x.shape[0]):
-            numpyro.sample("y", family, obs=y)
-
-    driver = DPLaplace(
-        model, budget=PrivacyBudget(epsilon, 1e-5), privacy=Privacy(secret_key=9, repetition=True)
-    )
+    model = glm((lambda eta: dist.Poisson(jnp.exp(eta))) if counts else logits, prior)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        posterior = driver.run(KEY, x, y.astype(int), progress_bar=False)
+        posterior = repeated(model, (x, y.astype(int)), 9, budget=PrivacyBudget(epsilon, 1e-5))
     if epsilon < 0.01:
         assert any("standard deviation of 10" in str(each.message) for each in caught)
         return
@@ -492,15 +462,7 @@ def test_a_scale_that_first_grows_and_then_falls_is_followed():
     x = rng.normal(size=(6000, 30)).astype(np.float32)
     w = 0.3 * rng.normal(size=30)
     y = (x @ w + 0.5 * rng.normal(size=6000)).astype(np.float32)
-
-    def linear(x, y):
-        weights = numpyro.sample("w", dist.Normal(0, 1).expand([30]).to_event(1))
-        s = numpyro.sample("s", dist.HalfNormal(1.0))
-        with numpyro.plate("rows", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ weights, s), obs=y)
-
-    driver = DPLaplace(linear, budget=BUDGET, privacy=Privacy(secret_key=8, repetition=True))
-    found = driver.run(KEY, x, y, progress_bar=False).summary()
+    found = repeated(linear, (x, y), 8).summary()
     own = 0.5 / np.sqrt(6000)  # without privacy
     assert np.sqrt(np.mean((found["w"]["mean"] - w) ** 2)) < 2 * own
     assert np.all(found["w"]["sd"] < 2.5 * own)

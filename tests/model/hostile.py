@@ -20,6 +20,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 from flat import grouped
+from jax import lax
 from jax.experimental import io_callback
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoGuideList, AutoNormal
@@ -113,20 +114,9 @@ class Row(NamedTuple):
 HOSTILE: list[Row] = []
 
 
-def refused(*parts: str) -> Callable[[Callable[[], Call]], Callable[[], Call]]:
-    """Adds a row that is refused with these fragments."""
-
-    def add(build: Callable[[], Call]) -> Callable[[], Call]:
-        HOSTILE.append(Row(build.__name__, build, list(parts)))
-        return build
-
-    return add
-
-
-def accepted(build: Callable[[], Call]) -> Callable[[], Call]:
-    """Adds a row that is accepted, and must be safe."""
-    HOSTILE.append(Row(build.__name__, build, None))
-    return build
+def refuse(builds: dict[str, Callable[[], Call]], *parts: str) -> None:
+    """Adds rows that are refused with these fragments."""
+    HOSTILE.extend(Row(name, build, list(parts)) for name, build in builds.items())
 
 
 def svi(model: Any, *args: Any, guide: Any = AutoNormal, **options: Any) -> Call:
@@ -164,29 +154,43 @@ def weights(size: int = D) -> Any:
     return numpyro.sample("w", dist.Normal(0, 1).expand([size]).to_event(1))
 
 
-def regression(x, y=None):
-    """A linear regression."""
-    w = weights()
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
+def dot(x: Any, w: Any) -> Any:
+    """The mean of a linear regression."""
+    return x @ w
 
 
-def logistic(x, y=None):
-    """A logistic regression."""
-    w = weights()
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+def normal(mean: Any) -> Any:
+    """A likelihood with unit variance."""
+    return dist.Normal(mean, 1)
 
 
-def located(loc: Callable[[Any, Any], Any], size: int = D) -> Callable[..., None]:
-    """A regression with mean ``loc(x, w)``."""
+def bernoulli(eta: Any) -> Any:
+    """A likelihood of labels."""
+    return dist.Bernoulli(logits=eta)
 
-    def model(x, y=None):
-        w = weights(size)
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(loc(x, w), 1), obs=y)
+
+def located(
+    loc: Callable[..., Any] = dot, size: int = D, *, prior: Callable[[], Any] | None = None,
+    outside: Callable[..., Any] | None = None, likelihood: Callable[..., Any] = normal,
+) -> Callable[..., None]:  # fmt: skip
+    """A regression with mean ``loc(x, w, *others)`` and, before it, what stands outside its plate.
+
+    ``loc`` is called outside the plate too, so it may have sites.
+    """
+
+    def model(x, y=None, *others, **static):
+        w = weights(size) if prior is None else numpyro.sample("w", prior().to_event(1))
+        if outside is not None:
+            outside(w, x, y, *others)
+        mean = loc(x, w, *others, **static)
+        with numpyro.plate("records", len(x)):
+            numpyro.sample("y", likelihood(mean), obs=y)
 
     return model
+
+
+regression = located()
+logistic = located(likelihood=bernoulli)
 
 
 def guided(shift: Callable[[], Any]) -> Callable[..., dict[str, Any]]:
@@ -199,388 +203,319 @@ def guided(shift: Callable[[], Any]) -> Callable[..., dict[str, Any]]:
     return guide
 
 
+def drawn(loc: Callable[..., Any]) -> Callable[..., None]:
+    """A hand-written guide around ``loc(x)``."""
+
+    def guide(x, y=None, **static):
+        scale = numpyro.param("scale", 1.0)
+        numpyro.sample("w", dist.Normal(loc(x, **static), scale).to_event(1))
+
+    return guide
+
+
 @jax.jit
 def column_means() -> Any:
     """Means of the records' columns, in a program of its own."""
     return jnp.mean(jnp.asarray(X), 0)
 
 
+def held() -> Any:
+    """The records, as a program captures them."""
+    return jnp.asarray(X)
+
+
+def means() -> Any:
+    """Means of the captured records."""
+    return jnp.asarray(X).mean(0)
+
+
+def outcomes() -> Any:
+    """The captured outcomes."""
+    return jnp.asarray(Y)
+
+
 # What the model holds.
 
 
-@refused("(60, 3)", "public=")
-def a_jitted_helper_standardises():
-    @jax.jit
-    def standardise(x):
-        table = jnp.asarray(X)
-        return (x - table.mean(0)) / table.std(0)
-
-    return svi(located(lambda x, w: standardise(x) @ w), X, Y)
-
-
-@refused("(60, 3)", "public=")
-def a_jitted_helper_two_levels_down():
-    @jax.jit
-    def outer(x):
-        return x - jax.jit(lambda: column_means())()
-
-    return svi(located(lambda x, w: outer(x) @ w), X, Y)
-
-
-@refused("60")
-def a_basis_centred_at_every_record():
-    def basis(x, w):
-        distance = jnp.square(x[:, None] - jnp.asarray(X)).sum(-1)
-        return jnp.exp(-0.5 * distance) @ w
-
-    return svi(located(basis, N), X, Y)
-
-
-@refused("(40, 3)", "public=")
-def a_basis_centred_at_forty_records():
-    def basis(x, w):
-        return jnp.exp(-0.5 * jnp.square(x[:, None] - jnp.asarray(X[:40])).sum(-1)) @ w
-
-    return svi(located(basis, 40), X, Y)
-
-
-@refused("(60,)", "public=")
-def a_vectorised_helper():
-    fn = jnp.vectorize(lambda row, w: row @ w + jnp.asarray(Y).mean(), signature="(d),(d)->()")
-    return svi(located(fn), X, Y)
-
-
-@refused("(60, 3)", "public=")
-def a_custom_derivative():
-    @jax.custom_jvp
-    def fn(x, w):
-        return (x - jnp.asarray(X).mean(0)) @ w
-
-    fn.defjvp(lambda primals, tangents: (fn(*primals), primals[0] @ tangents[1]))
-    return svi(located(fn), X, Y)
-
-
-@refused("(60, 3)", "public=")
-def the_rule_of_a_custom_derivative():
-    @jax.custom_jvp
-    def fn(x, w):
-        return x @ w
-
-    @fn.defjvp
-    def rule(primals, tangents):
-        return fn(*primals), (primals[0] + jnp.asarray(X).mean(0)) @ tangents[1]
-
-    return svi(located(fn), X, Y)
-
-
-@refused("(60, 3)", "public=")
-def the_backward_rule_of_a_custom_derivative():
-    @jax.custom_vjp
-    def fn(x, w):
-        return x @ w
-
-    def backward(x, cotangent):
-        return jnp.zeros_like(x), cotangent @ x + jnp.asarray(X).mean(0)
-
-    fn.defvjp(lambda x, w: (x @ w, x), backward)
-    return svi(located(fn), X, Y)
-
-
-@refused("(60, 3)", "public=")
-def the_forward_rule_of_a_custom_derivative():
-    @jax.custom_vjp
-    def fn(x, w):
-        return x @ w
-
-    fn.defvjp(
-        lambda x, w: (x @ w + jnp.asarray(X).mean(), x),
-        lambda x, cotangent: (jnp.zeros_like(x), cotangent @ x),
-    )
-    return svi(located(fn), X, Y)
-
-
-@refused("(60, 3)", "public=")
-def a_scan_over_the_records():
-    def loc(x, w):
-        total, _ = jax.lax.scan(lambda s, row: (s + row @ w, None), 0.0, jnp.asarray(X))
-        return x @ w - total / N
-
-    return svi(located(loc), X, Y)
-
-
-@refused("(60, 3)", "public=")
-def the_body_of_a_scan():
-    def loc(x, w):
-        def body(carry, _):
-            return carry + jnp.asarray(X).mean(), None
-
-        return x @ w + jax.lax.scan(body, 0.0, None, 2)[0]
-
-    return svi(located(loc), X, Y)
-
-
-@refused("(60, 3)", "public=")
-def a_branch_of_cond():
-    def loc(x, w):
-        shift = jax.lax.cond(w[0] > 0, lambda: jnp.asarray(X).mean(), lambda: 0.0)
-        return x @ w + shift
-
-    return svi(located(loc), X, Y)
-
-
-@refused("(60,)", "public=")
-def a_branch_of_switch():
-    def loc(x, w):
-        branches = [lambda: 0.0, lambda: jnp.asarray(Y).mean(), lambda: 1.0]
-        return x @ w + jax.lax.switch(jnp.int32(w[0] > 0), branches)
-
-    return svi(located(loc), X, Y)
-
-
-@refused("(60,)", "public=")
-def the_body_of_a_while_loop():
-    def loc(x, w):
-        def body(state):
-            return state[0] + 1, state[1] + jnp.asarray(Y)[state[0]]
-
-        return x @ w + jax.lax.while_loop(lambda state: state[0] < N, body, (0, 0.0))[1]
-
-    return svi(located(loc), X, Y)
-
-
-@refused("(60,)", "public=")
-def the_condition_of_a_while_loop():
-    def loc(x, w):
-        def condition(state):
-            return state < 10 * jnp.abs(jnp.asarray(Y)).max()
-
-        return x @ w + jax.lax.while_loop(condition, lambda state: state + 1.0, 0.0)
-
-    return svi(located(loc), X, Y)
-
-
-@refused("(60,)", "public=")
-def the_body_of_a_counted_loop():
-    def loc(x, w):
-        return x @ w + jax.lax.fori_loop(0, N, lambda i, s: s + jnp.asarray(Y)[i], 0.0)
-
-    return svi(located(loc), X, Y)
-
-
-@refused("(60, 3)", "public=")
-def a_mapped_helper():
-    def loc(x, w):
-        return jax.vmap(lambda row: (row - jnp.asarray(X).mean(0)) @ w)(x)
-
-    return svi(located(loc), X, Y)
-
-
-@refused("(60, 3)", "public=")
-def a_checkpointed_helper():
-    loc = jax.checkpoint(lambda x, w: (x - jnp.asarray(X).mean(0)) @ w)
-    return svi(located(loc), X, Y)
-
-
-@refused("(60, 3)", "public=")
-def a_jitted_branch_in_a_scan_in_a_checkpoint():
-    @jax.checkpoint
-    def loc(x, w):
-        def body(carry, _):
-            return carry + jax.lax.cond(w[0] > 0, column_means, lambda: jnp.zeros(D)), None
-
-        return (x - jax.lax.scan(body, jnp.zeros(D), None, 2)[0]) @ w
-
-    return svi(located(loc), X, Y)
-
-
-@refused("(60, 3)", "public=")
-def an_iterative_solver():
-    def loc(x, w):
-        def matvec(v):
-            return jnp.asarray(X).T @ (jnp.asarray(X) @ v) + v
-
-        return x @ jax.scipy.sparse.linalg.cg(matvec, w)[0]
-
-    return svi(located(loc), X, Y)
-
-
-@refused("vmap")
-def a_rule_for_batches_that_mixes_records():
-    @jax.custom_batching.custom_vmap
-    def centred(x):
-        return x
-
-    centred.def_vmap(lambda size, batched, x: (x - 50 * x[..., 0].mean(), True))
-    return svi(located(lambda x, w: centred(x) @ w), X, Y)
-
-
-@refused("vmap")
-def a_rule_for_batches_that_holds_records():
-    @jax.custom_batching.custom_vmap
-    def centred(x):
-        return x
-
-    centred.def_vmap(lambda size, batched, x: (x - jnp.asarray(X).mean(0), True))
-    return svi(located(lambda x, w: centred(x) @ w), X, Y)
-
-
-@refused("(60, 3)", "public=")
-def a_partial_model():
-    def model(x, y, table):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal((x - jnp.asarray(table).mean(0)) @ w, 1), obs=y)
-
-    return svi(functools.partial(model, table=X), X, Y)
-
-
-@refused("(60, 3)", "public=")
-def a_partial_tree():
-    def model(table, x, y=None):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal((x - jnp.asarray(table).mean(0)) @ w, 1), obs=y)
-
-    return svi(jax.tree_util.Partial(model, X), X, Y)
-
-
-@refused("(60, 3)", "public=")
-def a_callable_object():
-    class Model:
-        def __init__(self, table):
-            self.table = table
-
-        def __call__(self, x, y=None):
-            w = weights()
-            with numpyro.plate("records", x.shape[0]):
-                numpyro.sample("y", dist.Normal((x - jnp.mean(self.table, 0)) @ w, 1), obs=y)
-
-    return svi(Model(jnp.asarray(X)), X, Y)
-
-
-@refused("(60, 3)", "public=")
-def a_default_argument():
-    def model(x, y=None, table=X):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal((x - jnp.mean(table, 0)) @ w, 1), obs=y)
-
-    return svi(model, X, Y)
-
-
-@refused("(60, 3)", "public=")
-def a_remembered_helper():
-    @functools.lru_cache
-    def table():
-        return jnp.asarray(X)
-
-    table()
-    return svi(located(lambda x, w: (x - table().mean(0)) @ w), X, Y)
-
-
-@refused("60")
-def records_by_condition():
-    return svi(handlers.condition(regression, {"y": jnp.asarray(Y)}), X)
-
-
-@refused("(60, 3)")
-def records_by_substitute():
-    def model(x, y):
-        w, table = weights(), numpyro.param("table", jnp.zeros((1, D)))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal((x - table.mean(0)) @ w, 1), obs=y)
-
-    return svi(handlers.substitute(model, {"table": jnp.asarray(X)}), X, Y)
-
-
-@refused("60")
-def weights_of_the_records_by_scale():
-    return svi(handlers.scale(regression, jnp.abs(jnp.asarray(Y))), X, Y)
-
-
-@refused("60")
-def a_mask_of_the_records():
-    return svi(handlers.mask(regression, mask=jnp.asarray(Y) > 0), X, Y)
-
-
-@refused("60")
-def a_prior_at_every_record():
-    prior = dist.Normal(jnp.asarray(Y), 1).to_event(1)
-
-    def model(x, y):
-        w = numpyro.sample("w", prior)
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(w.mean(), 1), obs=y)
-
-    return svi(model, X, Y)
-
-
-@refused("(60, 3)")
-def a_parameter_that_starts_at_the_records():
-    def model(x, y):
-        w, table = weights(), numpyro.param("table", jnp.asarray(X))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal((x - table.mean(0)) @ w, 1), obs=y)
-
-    return svi(model, X, Y)
-
-
-@refused("60")
-def a_subsample_of_captured_records():
-    def model(x, y):
-        w = weights()
-        with numpyro.plate("records", x.shape[0], subsample_size=10):
-            rows = numpyro.subsample(jnp.asarray(X), event_dim=1)
-            outcome = numpyro.subsample(y, event_dim=0)
-            numpyro.sample("y", dist.Normal(rows @ w, 1), obs=outcome)
-
-    return svi(model, X, Y)
-
-
-@refused("(60, 3)", "public=")
-def an_argument_that_is_captured_too():
-    return svi(located(lambda x, w: (x - jnp.asarray(X).mean(0)) @ w), X, Y)
-
-
-@refused("(59, 3)", "public=")
-def a_captured_copy_without_one_record():
-    return svi(located(lambda x, w: (x - jnp.asarray(X[1:]).mean(0)) @ w), X, Y)
-
-
-@refused("(64, 3)", "public=")
-def a_captured_copy_with_padding():
-    padded = np.pad(X, ((0, 4), (0, 0)))
-    return svi(located(lambda x, w: (x - jnp.asarray(padded).mean(0)) @ w), X, Y)
-
-
-@refused("(3, 60)", "public=")
-def a_captured_copy_transposed():
-    return svi(located(lambda x, w: (x - jnp.asarray(X.T).mean(1)) @ w), X, Y)
-
-
-@refused("(180,)", "public=")
-def a_captured_copy_flattened():
-    return svi(located(lambda x, w: x @ w + jnp.asarray(X.ravel()).mean()), X, Y)
-
-
-@refused("(30, 6)", "public=")
-def a_captured_copy_reshaped():
-    return svi(located(lambda x, w: x @ w + jnp.asarray(X.reshape(30, 6)).mean()), X, Y)
-
-
-@refused("(5,)", "20 entries", "At most 15", "public=")
-def many_small_captured_arrays():
-    tables = [jnp.asarray(X.ravel()[5 * i : 5 * i + 5]) for i in range(12)]
-    return svi(located(lambda x, w: x @ w + sum(table.mean() for table in tables)), X, Y)
-
-
-def many_records(number):
+def with_slope(fn: Any, slope: Callable[[Any], Any]) -> Any:
+    """A function of x and w with a derivative of its own in w."""
+    fn = jax.custom_jvp(fn)
+    fn.defjvp(lambda primals, tangents: (fn(*primals), slope(primals[0]) @ tangents[1]))
+    return fn
+
+
+def with_passes(forward: Any, backward: Any) -> Any:
+    """A linear mean with a forward and a backward rule of its own."""
+    fn = jax.custom_vjp(dot)
+    fn.defvjp(forward, backward)
+    return fn
+
+
+def with_rule_for_batches(rule: Callable[[Any], Any]) -> Any:
+    """A linear mean of what is x for one record and ``rule(x)`` for many."""
+    centred = jax.custom_batching.custom_vmap(lambda x: x)
+    centred.def_vmap(lambda size, batched, x: (rule(x), True))
+    return lambda x, w: centred(x) @ w
+
+
+def asked(fn: Callable[[], Any], *shape: int) -> Any:
+    """What the host says."""
+    struct = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.pure_callback(fn, struct, vmap_method="sequential")
+
+
+def shown(show: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A linear mean, and a record that is shown to somebody."""
+    return lambda x, w: (show(x[0]), x @ w)[1]
+
+
+@functools.lru_cache
+def remembered() -> Any:
+    """The records, from a cache."""
+    return jnp.asarray(X)
+
+
+remembered()
+SEEN: list[Any] = []
+ORDER = np.arange(N)
+ZEROS = np.zeros(N, np.float32)
+NUMBERS = [float(number) for number in np.concatenate([Y, X[:, 0]])]
+ONE_BY_ONE = "single numbers in its program"
+
+
+def cosines(w: Any) -> Any:
+    """A sum in which records are numbers of the program."""
+    return sum(jnp.cos(w) * number for number in NUMBERS)
+
+
+def scan_over_records(x: Any, w: Any) -> Any:
+    """A mean that is shifted by that of all records."""
+    return x @ w - lax.scan(lambda s, row: (s + row @ w, None), 0.0, held())[0] / N
+
+
+def jitted_branch_in_a_scan(x: Any, w: Any) -> Any:
+    """A mean with records three programs down."""
+
+    def body(carry, _):
+        return carry + lax.cond(w[0] > 0, column_means, lambda: jnp.zeros(D)), None
+
+    return (x - lax.scan(body, jnp.zeros(D), None, 2)[0]) @ w
+
+
+def basis(size: int) -> Callable[..., Any]:
+    """Radial functions centred at records."""
+    return lambda x, w: jnp.exp(-0.5 * jnp.square(x[:, None] - jnp.asarray(X[:size])).sum(-1)) @ w
+
+
+PROGRAMS: dict[tuple[str, ...], dict[str, Callable[..., Any]]] = {
+    ("(60, 3)", "public="): {
+        "a_jitted_helper_standardises": lambda x, w: (
+            jax.jit(lambda x: (x - means()) / held().std(0))(x) @ w
+        ),
+        "a_jitted_helper_two_levels_down": lambda x, w: (
+            jax.jit(lambda x: x - jax.jit(lambda: column_means())())(x) @ w
+        ),
+        "a_custom_derivative": with_slope(lambda x, w: (x - means()) @ w, lambda x: x),
+        "the_rule_of_a_custom_derivative": with_slope(dot, lambda x: x + means()),
+        "the_backward_rule_of_a_custom_derivative": with_passes(
+            lambda x, w: (x @ w, x), lambda x, slope: (jnp.zeros_like(x), slope @ x + means())
+        ),
+        "the_forward_rule_of_a_custom_derivative": with_passes(
+            lambda x, w: (x @ w + held().mean(), x), lambda x, slope: (jnp.zeros_like(x), slope @ x)
+        ),
+        "a_scan_over_the_records": scan_over_records,
+        "the_body_of_a_scan": lambda x, w: (
+            x @ w + lax.scan(lambda s, _: (s + held().mean(), None), 0.0, None, 2)[0]
+        ),
+        "a_branch_of_cond": lambda x, w: (
+            x @ w + lax.cond(w[0] > 0, lambda: held().mean(), lambda: 0.0)
+        ),
+        "a_mapped_helper": lambda x, w: jax.vmap(lambda row: (row - means()) @ w)(x),
+        "a_checkpointed_helper": jax.checkpoint(lambda x, w: (x - means()) @ w),
+        "a_jitted_branch_in_a_scan_in_a_checkpoint": jax.checkpoint(jitted_branch_in_a_scan),
+        "an_iterative_solver": lambda x, w: (
+            x @ jax.scipy.sparse.linalg.cg(lambda v: held().T @ (held() @ v) + v, w)[0]
+        ),
+        "a_remembered_helper": lambda x, w: (x - remembered().mean(0)) @ w,
+        "an_argument_that_is_captured_too": lambda x, w: (x - means()) @ w,
+    },
+    ("(60,)", "public="): {
+        "a_vectorised_helper": jnp.vectorize(
+            lambda row, w: row @ w + outcomes().mean(), signature="(d),(d)->()"
+        ),
+        "a_branch_of_switch": lambda x, w: x @ w + lax.switch(
+            jnp.int32(w[0] > 0), [lambda: 0.0, lambda: outcomes().mean(), lambda: 1.0]
+        ),
+        "the_body_of_a_while_loop": lambda x, w: x @ w + lax.while_loop(
+            lambda s: s[0] < N, lambda s: (s[0] + 1, s[1] + outcomes()[s[0]]), (0, 0.0)
+        )[1],
+        "the_condition_of_a_while_loop": lambda x, w: x @ w + lax.while_loop(
+            lambda s: s < 10 * jnp.abs(outcomes()).max(), lambda s: s + 1.0, 0.0
+        ),
+        "the_body_of_a_counted_loop": lambda x, w: (
+            x @ w + lax.fori_loop(0, N, lambda i, s: s + outcomes()[i], 0.0)
+        ),
+    },
+    ("(60,)", "60 entries", "public="): {
+        "a_column_of_zeros_of_numpy": lambda x, w: x @ w + jnp.asarray(ZEROS).mean(),
+        "numbers_of_the_records": lambda x, w: x @ w + jnp.asarray(ORDER).mean(),
+    },
+    ("vmap",): {
+        "a_rule_for_batches_that_mixes_records": with_rule_for_batches(
+            lambda x: x - 50 * x[..., 0].mean()
+        ),
+        "a_rule_for_batches_that_holds_records": with_rule_for_batches(lambda x: x - means()),
+    },
+    ("callback",): {
+        "a_pure_callback_in_the_model": lambda x, w: x @ w + asked(lambda: X.mean()),
+        "an_io_callback_in_the_model": lambda x, w: (
+            x @ w + io_callback(lambda: X.mean(), jax.ShapeDtypeStruct((), jnp.float32))
+        ),
+        "a_record_shown_by_a_callback": shown(lambda row: jax.debug.callback(SEEN.append, row)),
+        "a_record_printed": shown(lambda row: jax.debug.print("{}", row)),
+        "a_callback_in_a_jitted_scan": jax.jit(lambda x, w: x @ w + lax.scan(
+            lambda s, _: (s, jax.debug.callback(lambda value: None, x[0])), 0.0, None, 2
+        )[0]),
+    },
+    (ONE_BY_ONE, "At most 25 are allowed", "public=[array]"): {
+        "records_written_out_by_a_loop_over_a_list": lambda x, w: x @ w + cosines(w[0]),
+    },
+    (ONE_BY_ONE,): {
+        "records_returned_by_branches": lambda x, w: x @ w + lax.switch(
+            x[:, 0].astype(int)[0], [lambda number=number: number for number in NUMBERS]
+        ),
+        "records_written_out_by_a_loop_in_a_compiled_helper": lambda x, w: (
+            x @ w + jax.jit(cosines)(w[0])
+        ),
+    },
+}  # fmt: skip
+for _parts, _locs in PROGRAMS.items():
+    refuse({name: lambda loc=loc: svi(located(loc), X, Y) for name, loc in _locs.items()}, *_parts)
+
+COPIES = {
+    "without_one_record": X[1:], "with_padding": np.pad(X, ((0, 4), (0, 0))), "transposed": X.T,
+    "flattened": X.ravel(), "reshaped": X.reshape(30, 6),
+}  # fmt: skip
+with_summary = located(lambda x, w, other: x @ w + jnp.asarray(other).mean())
+for _name, _copy in COPIES.items():
+    _loc = functools.partial(lambda copy, x, w: x @ w + jnp.asarray(copy).mean(), _copy)
+    refuse(
+        {f"a_captured_copy_{_name}": lambda loc=_loc: svi(located(loc), X, Y)},
+        str(_copy.shape), "public=",
+    )  # fmt: skip
+    refuse(
+        {f"a_copy_{_name}": lambda copy=_copy: svi(with_summary, X, Y, copy)},
+        "args[2]", str(_copy.shape), "public=",
+    )  # fmt: skip
+
+with_table = located(lambda x, w, table: (x - jnp.asarray(table).mean(0)) @ w)
+
+
+class Holder:
+    """A model that is an object with a table."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def __call__(self, x, y=None):
+        with_table(x, y, self.table)
+
+
+def subsampled(x, y):
+    """Rows by ``numpyro.subsample``."""
+    w = weights()
+    with numpyro.plate("records", x.shape[0], subsample_size=10):
+        rows, own = numpyro.subsample(held(), event_dim=1), numpyro.subsample(y, event_dim=0)
+        numpyro.sample("y", dist.Normal(rows @ w, 1), obs=own)
+
+
+PRIOR = dist.Normal(outcomes(), 1)
+
+
+class Above(dist.constraints.Constraint):
+    """A support above the least outcome: densities read it where NumPyro validates."""
+
+    event_dim = 0
+
+    def __init__(self, column):
+        self.column = column
+
+    def __call__(self, x):
+        return x > self.column.min()
+
+
+class Bounded(dist.Normal):
+    """A normal distribution with that support."""
+
+    support = Above(outcomes())
+
+
+refuse({
+    "a_partial_model": lambda: svi(functools.partial(with_table, table=X), X, Y),
+    "a_partial_tree": lambda: svi(
+        jax.tree_util.Partial(lambda table, x, y=None: with_table(x, y, table), X), X, Y
+    ),
+    "a_callable_object": lambda: svi(Holder(held()), X, Y),
+    "a_default_argument": lambda: svi(lambda x, y=None, table=X: with_table(x, y, table), X, Y),
+    "a_prior_at_captured_means": lambda: svi(
+        located(prior=lambda: dist.Normal(column_means(), 1)), X, Y
+    ),
+    "an_object_that_holds_records": lambda: svi(
+        located(lambda x, w, study: (x - jnp.mean(study.table, 0)) @ w), X, Y, Holder(X)
+    ),
+}, "(60, 3)", "public=")  # fmt: skip
+refuse({
+    "records_by_substitute": lambda: svi(
+        handlers.substitute(
+            located(lambda x, w: (x - numpyro.param("table", jnp.zeros((1, D))).mean(0)) @ w),
+            {"table": held()},
+        ), X, Y
+    ),
+    "a_parameter_that_starts_at_the_records": lambda: svi(
+        located(lambda x, w: (x - numpyro.param("table", held()).mean(0)) @ w), X, Y
+    ),
+}, "(60, 3)")  # fmt: skip
+refuse({
+    "a_basis_centred_at_every_record": lambda: svi(located(basis(N), N), X, Y),
+    "records_by_condition": lambda: svi(handlers.condition(regression, {"y": outcomes()}), X),
+    "weights_of_the_records_by_scale": lambda: svi(
+        handlers.scale(regression, jnp.abs(outcomes())), X, Y
+    ),
+    "a_mask_of_the_records": lambda: svi(handlers.mask(regression, mask=outcomes() > 0), X, Y),
+    "a_prior_at_every_record": lambda: svi(
+        located(lambda x, w: w.mean(), prior=lambda: PRIOR), X, Y
+    ),
+    "a_subsample_of_captured_records": lambda: svi(subsampled, X, Y),
+}, "60")  # fmt: skip
+refuse(
+    {"a_basis_centred_at_forty_records": lambda: svi(located(basis(40), 40), X, Y)},
+    "(40, 3)", "public=",
+)  # fmt: skip
+refuse(
+    {"a_support_that_holds_a_column": lambda: svi(
+        located(likelihood=lambda eta: Bounded(eta, 1)), X, Y
+    )}, "(60,)", "public=",
+)  # fmt: skip
+refuse(
+    {"a_factor_outside_the_plate_that_holds_records": lambda: svi(located(
+        outside=lambda w, *_: numpyro.factor("prior", -jnp.sum((outcomes() - held() @ w) ** 2))
+    ), X, Y)}, "(60", "public=",
+)  # fmt: skip
+
+
+def summed(arrays: Any, x: Any = X, y: Any = Y) -> Call:
+    """A model that holds a list of arrays."""
+    return svi(located(lambda x, w: x @ w + sum(jnp.asarray(a).sum() for a in arrays)), x, y)
+
+
+def many_records(number: int) -> Any:
+    """A larger table and its outcomes."""
     rng = np.random.default_rng(1)
     return [rng.normal(size=shape).astype(np.float32) for shape in ((number, D), number)]
 
 
-@refused("(100, 3)", "300 entries", "At most 100", "public=")
-def inducing_points_that_are_every_fourth_record():
+def inducing_points() -> Call:
+    """Every fourth record, in a kernel."""
     x, y = many_records(400)
     points = jnp.asarray(x[::4])
     return svi(
@@ -588,234 +523,116 @@ def inducing_points_that_are_every_fourth_record():
     )
 
 
-@refused("(100, 2)", "200 entries", "public=")
-def a_column_reshaped_among_few_records():
+def reshaped_column() -> Call:
+    """A column of 200 records."""
     x, y = many_records(200)
-    table = jnp.asarray(y.reshape(100, 2))
-    return svi(located(lambda x, w: x @ w + table.mean()), x, y)
+    return summed([jnp.asarray(y.reshape(100, 2))], x, y)
 
 
-def summed(arrays):
-    """A model that holds a list of arrays."""
-    return svi(located(lambda x, w: x @ w + sum(array.sum() for array in arrays)), X, Y)
-
-
-@refused("()", "16 entries", "public=")
-def a_column_as_arrays_without_an_axis():
-    return summed([jnp.asarray(value) for value in Y])
-
-
-@refused("(2,)", "16 entries", "public=")
-def a_column_as_arrays_of_equal_entries():
-    return summed([jnp.full(2, value) for value in Y])
-
-
-@refused("(2,)", "16 entries", "public=")
-def a_column_of_two_values_as_many_arrays():
-    """Arrays of equal values are counted one by one."""
-    return summed([jnp.full(2, int(label)) for label in LABELS])
-
-
-@refused("(2,)", "16 entries", "public=")
-def a_column_of_two_values_as_many_arrays_of_numpy():
-    tables = [np.full(2, label) for label in LABELS]
-    return svi(
-        located(lambda x, w: x @ w + sum(jnp.sum(jnp.asarray(each)) for each in tables)), X, Y
-    )
-
-
-@refused("(2, 2)", "16 entries", "public=")
-def a_column_as_scaled_identities():
-    return summed([value * jnp.eye(2) for value in Y])
-
-
-@refused("(60,)", "60 entries", "public=")
-def a_column_of_records_that_are_all_alike():
-    """What is accepted must not depend on whether they are."""
-    return summed([jnp.ones(N)])
-
-
-@refused("(60,)", "60 entries", "public=")
-def a_column_of_zeros_of_numpy():
-    zeros = np.zeros(N, np.float32)
-    return svi(located(lambda x, w: x @ w + jnp.asarray(zeros).mean()), X, Y)
-
-
-@refused("(60,)", "60 entries", "public=")
-def numbers_of_the_records():
-    order = np.arange(N)
-    return svi(located(lambda x, w: x @ w + jnp.asarray(order).mean()), X, Y)
-
-
-@refused("(60", "public=")
-def a_factor_outside_the_plate_that_holds_records():
-    def model(x, y):
-        w = weights()
-        numpyro.factor("prior", -jnp.sum((jnp.asarray(Y) - jnp.asarray(X) @ w) ** 2))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-
-    return svi(model, X, Y)
-
-
-@refused("(60, 3)", "public=")
-def a_prior_at_captured_means():
-    def model(x, y):
-        w = numpyro.sample("w", dist.Normal(column_means(), 1).to_event(1))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-
-    return svi(model, X, Y)
-
-
-# Calls of the host.
-
-
-@refused("callback")
-def a_pure_callback_in_the_model():
-    def loc(x, w):
-        shift = jax.ShapeDtypeStruct((), jnp.float32)
-        return x @ w + jax.pure_callback(lambda: X.mean(), shift, vmap_method="sequential")
-
-    return svi(located(loc), X, Y)
-
-
-@refused("callback")
-def an_io_callback_in_the_model():
-    def loc(x, w):
-        return x @ w + io_callback(lambda: X.mean(), jax.ShapeDtypeStruct((), jnp.float32))
-
-    return svi(located(loc), X, Y)
-
-
-@refused("callback")
-def a_record_shown_by_a_callback():
-    seen = []
-
-    def loc(x, w):
-        jax.debug.callback(seen.append, x[0])
-        return x @ w
-
-    return svi(located(loc), X, Y)
-
-
-@refused("callback")
-def a_record_printed():
-    def loc(x, w):
-        jax.debug.print("{}", x[0])
-        return x @ w
-
-    return svi(located(loc), X, Y)
-
-
-@refused("callback")
-def a_callback_in_a_jitted_scan():
-    @jax.jit
-    def loc(x, w):
-        def body(carry, _):
-            jax.debug.callback(lambda value: None, x[0])
-            return carry, None
-
-        return x @ w + jax.lax.scan(body, 0.0, None, 2)[0]
-
-    return svi(located(loc), X, Y)
-
-
-@refused("callback")
-def a_callback_in_the_guide():
-    def shift():
-        return jax.pure_callback(
-            lambda: X.mean(0), jax.ShapeDtypeStruct((D,), jnp.float32), vmap_method="sequential"
-        )
-
-    return svi(regression, X, Y, guide=guided(shift))
+refuse(
+    {"many_small_captured_arrays": lambda: summed([*held()[:20].reshape(12, 5)])},
+    "(5,)", "20 entries", "At most 15", "public=",
+)  # fmt: skip
+refuse(
+    {"inducing_points_that_are_every_fourth_record": inducing_points},
+    "(100, 3)", "300 entries", "At most 100", "public=",
+)  # fmt: skip
+refuse(
+    {"a_column_reshaped_among_few_records": reshaped_column}, "(100, 2)", "200 entries", "public="
+)
+refuse(
+    {"a_column_as_arrays_without_an_axis": lambda: summed([jnp.asarray(value) for value in Y])},
+    "()", "16 entries", "public=",
+)  # fmt: skip
+# Arrays of equal values are counted one by one.
+refuse({
+    "a_column_as_arrays_of_equal_entries": lambda: summed([jnp.full(2, value) for value in Y]),
+    "a_column_of_two_values_as_many_arrays": lambda: summed(
+        [jnp.full(2, int(label)) for label in LABELS]
+    ),
+    "a_column_of_two_values_as_many_arrays_of_numpy": lambda: summed(
+        [np.full(2, label) for label in LABELS]
+    ),
+}, "(2,)", "16 entries", "public=")  # fmt: skip
+refuse(
+    {"a_column_as_scaled_identities": lambda: summed([value * jnp.eye(2) for value in Y])},
+    "(2, 2)", "16 entries", "public=",
+)  # fmt: skip
+# What is accepted must not depend on whether records are all alike.
+refuse(
+    {"a_column_of_records_that_are_all_alike": lambda: summed([jnp.ones(N)])},
+    "(60,)", "60 entries", "public=",
+)  # fmt: skip
 
 
 # What the guide holds.
 
 
-@refused("(60, 3)", "public=")
-def a_jitted_helper_of_the_guide():
-    return svi(regression, X, Y, guide=guided(column_means))
+class Shifted(AutoDiagonalNormal):
+    """An automatic guide with another posterior."""
+
+    def _get_posterior(self):
+        posterior = super()._get_posterior()
+        return dist.Normal(posterior.loc + column_means(), posterior.scale)
 
 
-@refused("(60, 3)", "public=")
-def the_body_of_a_scan_of_the_guide():
-    def shift():
-        def body(carry, _):
-            return carry + jnp.asarray(X).mean(0), None
+class Publishing(AutoNormal):
+    """An automatic guide with a parameter."""
 
-        return jax.lax.scan(body, jnp.zeros(D), None, 1)[0]
-
-    return svi(regression, X, Y, guide=guided(shift))
+    def __call__(self, *args, **kwargs):
+        numpyro.param("table", held())
+        return super().__call__(*args, **kwargs)
 
 
-@refused("'w'", "depends on the records")
-def a_guide_that_publishes_column_means():
-    def guide(x, y=None):
-        numpyro.sample("w", dist.Normal(x.mean(0), numpyro.param("scale", 1.0)).to_event(1))
-
-    budget = PrivacyBudget(0.01, 1e-5)
-    options = {"budget": budget, "noise_multiplier": None, "num_steps": 2}
-    return svi(regression, X, Y, guide=guide, **options)
+def with_intercept(x, y=None):
+    """A linear regression with an intercept."""
+    w, b = weights(), numpyro.sample("b", dist.Normal(0, 1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w + b, 1), obs=y)
 
 
-@refused("(60, 3)", "public=")
-def a_guide_that_publishes_captured_means():
-    budget = PrivacyBudget(0.01, 1e-5)
-    options = {"budget": budget, "noise_multiplier": None, "num_steps": 2}
-    return svi(regression, X, Y, guide=guided(column_means), **options)
-
-
-@refused("(60, 3)")
-def a_parameter_of_the_guide_that_starts_at_the_records():
-    def guide(x, y=None):
-        table = numpyro.param("table", jnp.asarray(X))
-        numpyro.sample("w", dist.Normal(table.mean(0), 1).to_event(1))
-
-    return svi(regression, X, Y, guide=guide)
-
-
-@refused("(60, 3)", "public=")
-def a_partial_guide():
-    def guide(x, y=None, table=None):
-        loc = numpyro.param("loc", jnp.zeros(D)) + jnp.mean(table, 0)
-        numpyro.sample("w", dist.Normal(loc, 0.1).to_event(1))
-
-    return svi(regression, X, Y, guide=functools.partial(guide, table=jnp.asarray(X)))
-
-
-@refused("(60, 3)", "public=")
-def a_subclass_of_an_automatic_guide_that_shifts_its_posterior():
-    class Shifted(AutoDiagonalNormal):
-        def _get_posterior(self):
-            posterior = super()._get_posterior()
-            return dist.Normal(posterior.loc + column_means(), posterior.scale)
-
-    return svi(regression, X, Y, guide=Shifted)
-
-
-@refused("(60, 3)")
-def a_subclass_of_an_automatic_guide_that_adds_a_parameter():
-    class Publishing(AutoNormal):
-        def __call__(self, *args, **kwargs):
-            numpyro.param("table", jnp.asarray(X))
-            return super().__call__(*args, **kwargs)
-
-    return svi(regression, X, Y, guide=Publishing)
-
-
-@refused("(60, 3)", "public=")
-def a_hand_written_part_of_a_list():
-    def model(x, y=None):
-        w, b = weights(), numpyro.sample("b", dist.Normal(0, 1))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w + b, 1), obs=y)
-
+def listed_guides(model: Any, *parts: Any) -> AutoGuideList:
+    """A list of guides."""
     guide = AutoGuideList(model)
-    guide.append(AutoNormal(handlers.block(model, hide=["w"])))
-    guide.append(guided(column_means))
-    return svi(model, X, Y, guide=guide)
+    for part in parts:
+        guide.append(part)
+    return guide
+
+
+def by_guide(guide: Any, **options: Any) -> Callable[[], Call]:
+    """A regression with a guide."""
+    return lambda: svi(regression, X, Y, guide=guide, **options)
+
+
+BUDGET = {"budget": PrivacyBudget(0.01, 1e-5), "noise_multiplier": None, "num_steps": 2}
+refuse({
+    "a_jitted_helper_of_the_guide": by_guide(guided(column_means)),
+    "the_body_of_a_scan_of_the_guide": by_guide(guided(
+        lambda: lax.scan(lambda s, _: (s + means(), None), jnp.zeros(D), None, 1)[0]
+    )),
+    "a_guide_that_publishes_captured_means": by_guide(guided(column_means), **BUDGET),
+    "a_partial_guide": by_guide(functools.partial(
+        drawn(lambda x, table: numpyro.param("loc", jnp.zeros(D)) + table.mean(0)), table=held()
+    )),
+    "a_subclass_of_an_automatic_guide_that_shifts_its_posterior": by_guide(Shifted),
+    "a_hand_written_part_of_a_list": lambda: svi(with_intercept, X, Y, guide=listed_guides(
+        with_intercept, AutoNormal(handlers.block(with_intercept, hide=["w"])),
+        guided(column_means),
+    )),
+}, "(60, 3)", "public=")  # fmt: skip
+refuse({
+    "a_parameter_of_the_guide_that_starts_at_the_records": by_guide(
+        drawn(lambda x: numpyro.param("table", held()).mean(0))
+    ),
+    "a_subclass_of_an_automatic_guide_that_adds_a_parameter": by_guide(Publishing),
+}, "(60, 3)")  # fmt: skip
+refuse(
+    {"a_callback_in_the_guide": by_guide(guided(lambda: asked(lambda: X.mean(0), D)))}, "callback"
+)
+refuse(
+    {"a_guide_that_publishes_column_means": by_guide(drawn(lambda x: x.mean(0)), **BUDGET)},
+    "'w'", "depends on the records",
+)  # fmt: skip
 
 
 # Where a run starts.
@@ -834,241 +651,145 @@ def starting_at(value: Callable[[], Any]) -> Callable[..., Any]:
     return start
 
 
-@refused("init_params=")
-def a_start_at_the_means():
-    start = init_to_value(values={"w": X.mean(0)})
-    return svi(regression, X, Y, guide=AutoNormal(regression, init_loc_fn=start))
+class Start:
+    """Such a strategy that is an object."""
+
+    def __init__(self, means):
+        self.means = means
+
+    def __call__(self, site=None):
+        return functools.partial(self) if site is None else starting_at(lambda: self.means)(site)
 
 
-@refused("init_params=")
-def a_start_at_the_means_as_arrays_of_jax():
-    start = functools.partial(init_to_value, values={"w": jnp.asarray(X).mean(0)})
-    return svi(regression, X, Y, guide=AutoDiagonalNormal(regression, init_loc_fn=start))
+class Study:
+    """Records' means as an attribute of a class."""
+
+    means = X.mean(0)
 
 
-@refused("init_params=")
-def a_start_in_a_closure():
-    means = jnp.asarray(X).mean(0)
+class Starting(AutoDiagonalNormal):
+    """An automatic guide that starts elsewhere."""
 
-    start = starting_at(lambda: means)
-    return svi(regression, X, Y, guide=AutoNormal(regression, init_loc_fn=start))
-
-
-@refused("init_params=")
-def a_start_in_an_object():
-    class Start:
-        def __init__(self, means):
-            self.means = means
-
-        def __call__(self, site=None):
-            if site is None:
-                return functools.partial(self)
-            if site["type"] == "sample" and not site["is_observed"]:
-                return self.means
-            return init_to_median(site)
-
-    start = Start(X.mean(0))
-    return svi(regression, X, Y, guide=AutoNormal(regression, init_loc_fn=start))
+    def _setup_prototype(self, *args, **kwargs):
+        super()._setup_prototype(*args, **kwargs)
+        self._init_latent = means()
 
 
-@refused("init_params=")
-def a_start_in_the_attribute_of_a_class():
-    class Study:
-        means = X.mean(0)
-
-    start = starting_at(lambda: Study.means)
-    return svi(regression, X, Y, guide=AutoNormal(regression, init_loc_fn=start))
+STUDY = types.ModuleType("study")
+STUDY.means = X.mean(0)
+IN_CLOSURE = (lambda found: starting_at(lambda: found))(means())
+AT_MEANS = init_to_value(values={"w": X.mean(0)})
 
 
-@refused("init_params=")
-def a_start_in_a_module():
-    study = types.ModuleType("study")
-    study.means = X.mean(0)
-
-    start = starting_at(lambda: study.means)
-    return svi(regression, X, Y, guide=AutoNormal(regression, init_loc_fn=start))
+def started(strategy: Any, guide: Any = AutoNormal, model: Any = regression) -> Callable[[], Call]:
+    """A model whose guide starts as ``strategy`` says."""
+    args = (X, Y) if model is regression else (Y,)
+    return lambda: svi(model, *args, guide=guide(model, init_loc_fn=strategy))
 
 
-@refused("init_params=")
-def a_subclass_of_an_automatic_guide_that_starts_at_the_means():
-    class Starting(AutoDiagonalNormal):
-        def _setup_prototype(self, *args, **kwargs):
-            super()._setup_prototype(*args, **kwargs)
-            self._init_latent = jnp.asarray(X).mean(0)
-
-    return svi(regression, X, Y, guide=Starting)
+def one_mean(x):
+    """A normal distribution with an unknown mean."""
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
 
 
-@refused("init_params=")
-def a_start_in_a_part_of_a_list():
-    guide = AutoGuideList(regression)
-    start = init_to_value(values={"w": X.mean(0)})
-    guide.append(AutoNormal(regression, init_loc_fn=start))
-    return svi(regression, X, Y, guide=guide)
-
-
-@refused("init_params=")
-def a_start_at_one_number_in_an_array():
-    def model(x):
-        mean = numpyro.sample("mean", dist.Normal(0, 1))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("x", dist.Normal(mean, 1), obs=x)
-
-    start = init_to_value(values={"mean": jnp.asarray(Y).mean()})
-    return svi(model, Y, guide=AutoNormal(model, init_loc_fn=start))
-
-
-@refused("init_params=")
-def a_chain_that_starts_at_the_means():
-    start = init_to_value(values={"w": X.mean(0)})
-    return mcmc(SGLD(regression, 1e-3, init_strategy=start), X, Y)
-
-
-@refused("init_params=")
-def a_chain_with_momentum_that_starts_in_a_closure():
-    means = jnp.asarray(X).mean(0)
-
-    start = starting_at(lambda: means)
-    return mcmc(SGHMC(regression, 1e-3, init_strategy=start), X, Y)
+refuse({
+    "a_start_at_the_means": started(AT_MEANS),
+    "a_start_at_the_means_as_arrays_of_jax": started(
+        functools.partial(init_to_value, values={"w": means()}), AutoDiagonalNormal
+    ),
+    "a_start_in_a_closure": started(IN_CLOSURE),
+    "a_start_in_an_object": started(Start(X.mean(0))),
+    "a_start_in_the_attribute_of_a_class": started(starting_at(lambda: Study.means)),
+    "a_start_in_a_module": started(starting_at(lambda: STUDY.means)),
+    "a_subclass_of_an_automatic_guide_that_starts_at_the_means": by_guide(Starting),
+    "a_start_in_a_part_of_a_list": lambda: svi(regression, X, Y, guide=listed_guides(
+        regression, AutoNormal(regression, init_loc_fn=AT_MEANS)
+    )),
+    "a_start_at_one_number_in_an_array": started(
+        init_to_value(values={"mean": outcomes().mean()}), model=one_mean
+    ),
+    "a_chain_that_starts_at_the_means": lambda: mcmc(
+        SGLD(regression, 1e-3, init_strategy=AT_MEANS), X, Y
+    ),
+    "a_chain_with_momentum_that_starts_in_a_closure": lambda: mcmc(
+        SGHMC(regression, 1e-3, init_strategy=IN_CLOSURE), X, Y
+    ),
+}, "init_params=")  # fmt: skip
 
 
 # Folds, optimisers and estimators.
 
 
-def folded(fold: Fold) -> Call:
+RATES = jax.nn.sigmoid(outcomes())
+
+
+def folded(
+    update: Any = lambda s, params: s, init: Any = lambda params: jnp.zeros(D),
+    final: Any = lambda s: s,
+) -> Callable[[], Call]:  # fmt: skip
     """A regression whose iterates are folded."""
-    return svi(regression, X, Y)._replace(run={"fold": fold})
+    return lambda: svi(regression, X, Y)._replace(run={"fold": Fold(init, update, final)})
 
 
-@refused("fold", "(60, 3)")
-def a_fold_that_adds_records():
-    return folded(
-        Fold(lambda params: jnp.zeros(D), lambda s, params: s + jnp.asarray(X).mean(0), lambda s: s)
+def add_records(updates, state, params=None):
+    """The update of an optimiser."""
+    return jax.tree.map(lambda leaf: -leaf + held().mean(), updates), state
+
+
+def adds_afterwards(problem):
+    """An estimator that adds records to what was released."""
+    plain = aligned()(problem)
+
+    def pull_back(public, released):
+        shift = held().mean()
+        return jax.tree.map(lambda leaf: leaf + shift, plain.pull_back(public, released))
+
+    return plain._replace(pull_back=pull_back)
+
+
+refuse({
+    "a_fold_that_adds_records": folded(lambda s, params: s + means()),
+    "a_fold_with_a_jitted_helper": folded(lambda s, params: s + column_means()),
+    "a_fold_that_starts_at_the_records": folded(init=lambda params: held()),
+    "a_fold_that_ends_with_the_records": folded(final=lambda s: (s, held())),
+}, "fold", "(60, 3)")  # fmt: skip
+refuse({"a_fold_that_asks_the_host": folded(
+    lambda s, params: s + jax.pure_callback(
+        lambda: X.mean(0), jax.ShapeDtypeStruct((D,), jnp.float32)
     )
-
-
-@refused("fold", "(60, 3)")
-def a_fold_with_a_jitted_helper():
-    return folded(
-        Fold(lambda params: jnp.zeros(D), lambda s, params: s + column_means(), lambda s: s)
-    )
-
-
-@refused("fold", "(60, 3)")
-def a_fold_that_starts_at_the_records():
-    return folded(Fold(lambda params: jnp.asarray(X), lambda s, params: s, lambda s: s))
-
-
-@refused("fold", "(60, 3)")
-def a_fold_that_ends_with_the_records():
-    return folded(
-        Fold(lambda params: jnp.zeros(D), lambda s, params: s, lambda s: (s, jnp.asarray(X)))
-    )
-
-
-@refused("callback")
-def a_fold_that_asks_the_host():
-    def update(state, params):
-        return state + jax.pure_callback(lambda: X.mean(0), jax.ShapeDtypeStruct((D,), jnp.float32))
-
-    return folded(Fold(lambda params: jnp.zeros(D), update, lambda s: s))
-
-
-@refused("(60, 3)")
-def an_optimiser_that_adds_records():
-    def update(updates, state, params=None):
-        return jax.tree.map(lambda leaf: -leaf + jnp.asarray(X).mean(), updates), state
-
-    optim = optax.GradientTransformation(lambda params: (), update)
-    return svi(regression, X, Y, optim=optim)
-
-
-@refused("(60, 3)")
-def an_optimiser_that_starts_with_records():
-    optim = optax.GradientTransformation(
-        lambda params: jnp.asarray(X), lambda updates, state, params=None: (updates, state)
-    )
-    return svi(regression, X, Y, optim=optim)
-
-
-@refused("(60,)")
-def a_step_size_looked_up_in_records():
-    table = jnp.asarray(Y)
-    return svi(regression, X, Y, optim=optax.sgd(lambda step: table[step]))
-
-
-@refused("(60,)")
-def a_step_size_of_a_sampler_looked_up_in_records():
-    table = 1e-3 * jnp.abs(jnp.asarray(Y))
-    return mcmc(SGLD(regression, lambda step: table[step]), X, Y)
-
-
-@refused("(60,)")
-def a_damping_looked_up_in_records():
-    table = jax.nn.sigmoid(jnp.asarray(Y))
-    return sep(logistic, X, LABELS, damping=lambda step: table[step])
-
-
-@refused("(60, 3)")
-def an_estimator_that_adds_records_afterwards():
-    def build(problem):
-        plain = aligned()(problem)
-
-        def pull_back(public, released):
-            shift = jnp.asarray(X).mean()
-            return jax.tree.map(lambda leaf: leaf + shift, plain.pull_back(public, released))
-
-        return plain._replace(pull_back=pull_back)
-
-    return svi(regression, X, Y, estimator=build)
+)}, "callback")  # fmt: skip
+refuse({
+    "an_optimiser_that_adds_records": lambda: svi(
+        regression, X, Y, optim=optax.GradientTransformation(lambda params: (), add_records)
+    ),
+    "an_optimiser_that_starts_with_records": lambda: svi(
+        regression, X, Y, optim=optax.GradientTransformation(
+            lambda params: held(), lambda updates, state, params=None: (updates, state)
+        ),
+    ),
+    "an_estimator_that_adds_records_afterwards": lambda: svi(
+        regression, X, Y, estimator=adds_afterwards
+    ),
+}, "(60, 3)")  # fmt: skip
+refuse({
+    "a_step_size_looked_up_in_records": lambda: svi(
+        regression, X, Y, optim=optax.sgd(lambda step: RATES[step])
+    ),
+    "a_step_size_of_a_sampler_looked_up_in_records": lambda: mcmc(
+        SGLD(regression, lambda step: 1e-3 * RATES[step]), X, Y
+    ),
+    "a_damping_looked_up_in_records": lambda: sep(
+        logistic, X, LABELS, damping=lambda step: RATES[step]
+    ),
+}, "(60,)")  # fmt: skip
 
 
 # Arguments.
 
-
-def listed(x, y=None):
-    """A regression on a list of rows."""
-    w = weights()
-    with numpyro.plate("records", len(x)):
-        numpyro.sample("y", dist.Normal(jnp.stack(list(x)) @ w, 1), obs=y)
-
-
-@refused("args[0]", "(3,)")
-def a_list_of_rows():
-    return svi(listed, [jnp.asarray(row) for row in X], Y)
-
-
-@refused("args[0]", "(3,)")
-def a_tuple_of_rows():
-    return svi(listed, tuple(X), Y)
-
-
-@refused("args[0]", "(3,)")
-def a_dict_of_rows():
-    def model(rows, y):
-        listed(rows.values(), y)
-
-    return svi(model, {f"person {i}": row for i, row in enumerate(X)}, Y)
-
-
-@refused("60")
-def a_list_of_single_numbers():
-    def model(x, y):
-        slope = numpyro.sample("slope", dist.Normal(0, 1))
-        with numpyro.plate("records", len(x)):
-            numpyro.sample("y", dist.Normal(slope * jnp.stack(x), 1), obs=y)
-
-    return svi(model, [jnp.asarray(value) for value in Y], Y)
-
-
-@refused("60 Python numbers")
-def a_list_of_python_numbers():
-    def model(x, y):
-        slope = numpyro.sample("slope", dist.Normal(0, 1))
-        with numpyro.plate("records", len(x)):
-            numpyro.sample("y", dist.Normal(slope * jnp.asarray(x), 1), obs=y)
-
-    return svi(model, Y.tolist(), Y)
+listed = located(lambda x, w: jnp.stack(list(x)) @ w)  # a list of rows
+slope_of_numbers = located(lambda x, w: w * jnp.asarray(x), 1)
 
 
 def visits(x, y, patients, patient_of):
@@ -1078,104 +799,24 @@ def visits(x, y, patients, patient_of):
         numpyro.sample("y", dist.Normal(x @ w + patients[patient_of] @ v, 1), obs=y)
 
 
-@refused("args[2]", "(25, 2)", "public=", "record")
-def a_table_of_patients():
-    return svi(visits, X, Y, PATIENTS, PATIENT_OF)
+def visits_in_a_dict(x, y, tables):
+    """The same with both in one argument."""
+    visits(x, y, **tables)
 
 
-@refused("kwargs['patients']", "(25, 2)", "public=", "record")
-def a_table_of_patients_by_keyword():
-    call = svi(visits, X, Y)
-    return call._replace(kwargs={"patients": PATIENTS, "patient_of": PATIENT_OF})
-
-
-@refused("args[2]", "(25, 2)", "public=")
-def a_table_of_patients_in_a_dict():
-    def model(x, y, tables):
-        visits(x, y, tables["patients"], tables["patient_of"])
-
-    return svi(model, X, Y, {"patients": PATIENTS, "patient_of": PATIENT_OF})
+BY_PATIENT = {"patients": PATIENTS, "patient_of": PATIENT_OF}
 
 
 def with_second_table(x, y, other):
     """A second table in a factor outside the plate."""
-    w = weights()
-    numpyro.factor("other", -0.5 * jnp.sum((other @ w[:2]) ** 2))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
+    factor = located(outside=lambda w, *_: numpyro.factor("other", -jnp.sum((other @ w[:2]) ** 2)))
+    factor(x, y)
 
 
-@refused("args[2]", "(25, 2)", "public=")
-def a_second_table_in_a_factor_outside():
-    return svi(with_second_table, X, Y, PATIENTS)
-
-
-@refused("'other'", "outside the data plate")
-def the_records_in_a_factor_outside():
-    return svi(with_second_table, X, Y, X[:, :2])
-
-
-@refused("'first'", "outside the data plate")
-def a_record_observed_outside():
-    def model(x, y):
-        w = weights()
-        with numpyro.plate("columns", D):
-            numpyro.sample("first", dist.Normal(w, 1), obs=x[0])
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-
-    return svi(model, X, Y, data_plate="records")
-
-
-def with_summary(x, y, other):
-    """A second argument that is summarised."""
-    w = weights()
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w + other.mean(), 1), obs=y)
-
-
-@refused("args[2]", "(59, 3)", "public=")
-def a_copy_without_one_record():
-    return svi(with_summary, X, Y, X[1:])
-
-
-@refused("args[2]", "(61, 3)", "public=")
-def a_copy_with_padding():
-    return svi(with_summary, X, Y, np.pad(X, ((0, 1), (0, 0))))
-
-
-@refused("args[2]", "(30, 6)", "public=")
-def a_copy_reshaped():
-    return svi(with_summary, X, Y, X.reshape(30, 6))
-
-
-@refused("args[2]", "(180,)", "public=")
-def a_copy_flattened():
-    return svi(with_summary, X, Y, X.ravel())
-
-
-@refused("args[2]", "(3, 60)", "public=")
-def a_copy_transposed():
-    return svi(with_summary, X, Y, X.T)
-
-
-@refused("args[2]", "(3,)", "public=")
-def column_means_as_an_argument():
-    return svi(with_summary, X, Y, X.mean(0))
-
-
-@refused("(60, 3)", "public=")
-def an_object_that_holds_records():
-    class Study:
-        def __init__(self, table):
-            self.table = table
-
-    def model(x, y, study):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal((x - jnp.mean(study.table, 0)) @ w, 1), obs=y)
-
-    return svi(model, X, Y, Study(X))
+def first_observed_outside(w, x, y):
+    """A record in another plate."""
+    with numpyro.plate("columns", D):
+        numpyro.sample("first", dist.Normal(w, 1), obs=x[0])
 
 
 def kernel_regression(k, y):
@@ -1183,16 +824,6 @@ def kernel_regression(k, y):
     slope = numpyro.sample("slope", dist.Normal(0, 1))
     with numpyro.plate("records", y.shape[0]):
         numpyro.sample("y", dist.Normal(slope * k.reshape(k.shape[0], -1).mean(-1), 1), obs=y)
-
-
-@refused("args[0]", "(60, 60)", "data_plate=", "public=")
-def a_gram_matrix():
-    return svi(kernel_regression, GRAM, Y)
-
-
-@refused("args[0]", "(60, 4, 60)", "data_plate=", "public=")
-def a_stack_of_gram_matrices():
-    return svi(kernel_regression, np.stack([GRAM] * 4, 1), Y)
 
 
 def panel(people: int, times: int, people_dim: int) -> Callable[..., None]:
@@ -1209,416 +840,258 @@ def panel(people: int, times: int, people_dim: int) -> Callable[..., None]:
     return model
 
 
-@refused("data_plate=")
-def a_panel_with_time_first():
-    return svi(panel(N, 12, -1), np.tile(Y, (12, 1)))
+TIME_FIRST = np.tile(Y, (12, 1))
 
 
-@refused("data_plate=")
-def a_panel_with_people_first():
-    return svi(panel(N, 4, -2), PANEL)
+def read_through_an_index(values, first, x):
+    """Five rows of a long table for each of 200 people."""
+    level = numpyro.sample("level", dist.Normal(0, 1))
+    with numpyro.plate("people", x.shape[0]):
+        rows = jax.vmap(lambda at: lax.dynamic_slice(values, (at,), (5,)))(first)
+        numpyro.factor("y", dist.Normal(level, 1).log_prob(rows).sum(-1))
 
 
-@refused("args[0]", "(12, 60)")
-def a_panel_with_time_first_whose_records_are_people():
-    return svi(panel(N, 12, -1), np.tile(Y, (12, 1)), data_plate="people")
+def summed_by_person(values, people, x):
+    """Sums over the rows of a long table for each of 200 people."""
+    level = numpyro.sample("level", dist.Normal(0, 1))
+    total = jax.ops.segment_sum(dist.Normal(level, 1).log_prob(values), people, 200)
+    with numpyro.plate("people", 200) as index:
+        numpyro.factor("y", total[index] + 0 * x)
 
 
-@refused("args[0]", "(1003,)", "public=")
-def a_long_table_read_through_an_index():
-    def model(values, first, x):
-        level = numpyro.sample("level", dist.Normal(0, 1))
-        with numpyro.plate("people", x.shape[0]):
-            rows = jax.vmap(lambda at: jax.lax.dynamic_slice(values, (at,), (5,)))(first)
-            numpyro.factor("y", dist.Normal(level, 1).log_prob(rows).sum(-1))
-
-    rng = np.random.default_rng(2)
-    return svi(model, LONG, np.arange(200) * 5, rng.normal(size=200).astype(np.float32))
-
-
-@refused("args[0]", "(1003,)", "public=")
-def a_long_table_summed_by_person():
-    def model(values, people, x):
-        level = numpyro.sample("level", dist.Normal(0, 1))
-        each = dist.Normal(level, 1).log_prob(values)
-        total = jax.ops.segment_sum(each, people, 200)
-        with numpyro.plate("people", 200) as index:
-            numpyro.factor("y", total[index] + 0 * x)
-
-    rng = np.random.default_rng(2)
-    people = rng.integers(0, 200, 1003)
-    return svi(model, LONG, people, rng.normal(size=200).astype(np.float32))
+SHORT = np.random.default_rng(2).normal(size=200).astype(np.float32)
+refuse({
+    "a_list_of_rows": lambda: svi(listed, [jnp.asarray(row) for row in X], Y),
+    "a_tuple_of_rows": lambda: svi(listed, tuple(X), Y),
+    "a_dict_of_rows": lambda: svi(
+        lambda rows, y: listed(list(rows.values()), y),
+        {f"person {i}": row for i, row in enumerate(X)}, Y,
+    ),
+}, "args[0]", "(3,)")  # fmt: skip
+refuse({"a_list_of_single_numbers": lambda: svi(slope_of_numbers, [*outcomes()], Y)}, "60")
+refuse({"a_list_of_python_numbers": lambda: svi(slope_of_numbers, Y.tolist(), Y)},
+       "60 Python numbers")  # fmt: skip
+refuse({"a_table_of_patients": lambda: svi(visits, X, Y, PATIENTS, PATIENT_OF)},
+       "args[2]", "(25, 2)", "public=", "record")  # fmt: skip
+refuse({"a_table_of_patients_by_keyword": lambda: svi(visits, X, Y)._replace(kwargs=BY_PATIENT)},
+       "kwargs['patients']", "(25, 2)", "public=", "record")  # fmt: skip
+refuse({
+    "a_table_of_patients_in_a_dict": lambda: svi(visits_in_a_dict, X, Y, BY_PATIENT),
+    "a_second_table_in_a_factor_outside": lambda: svi(with_second_table, X, Y, PATIENTS),
+}, "args[2]", "(25, 2)", "public=")  # fmt: skip
+refuse({"the_records_in_a_factor_outside": lambda: svi(with_second_table, X, Y, X[:, :2])},
+       "'other'", "outside the data plate")  # fmt: skip
+refuse({"a_record_observed_outside": lambda: svi(
+    located(outside=first_observed_outside), X, Y, data_plate="records"
+)}, "'first'", "outside the data plate")  # fmt: skip
+refuse({"column_means_as_an_argument": lambda: svi(with_summary, X, Y, X.mean(0))},
+       "args[2]", "(3,)", "public=")  # fmt: skip
+refuse({"a_gram_matrix": lambda: svi(kernel_regression, GRAM, Y)},
+       "args[0]", "(60, 60)", "data_plate=", "public=")  # fmt: skip
+refuse({"a_stack_of_gram_matrices": lambda: svi(kernel_regression, np.stack([GRAM] * 4, 1), Y)},
+       "args[0]", "(60, 4, 60)", "data_plate=", "public=")  # fmt: skip
+refuse({
+    "a_panel_with_time_first": lambda: svi(panel(N, 12, -1), TIME_FIRST),
+    "a_panel_with_people_first": lambda: svi(panel(N, 4, -2), PANEL),
+}, "data_plate=")  # fmt: skip
+refuse({"a_panel_with_time_first_whose_records_are_people": lambda: svi(
+    panel(N, 12, -1), TIME_FIRST, data_plate="people"
+)}, "args[0]", "(12, 60)")  # fmt: skip
+refuse({
+    "a_long_table_read_through_an_index": lambda: svi(
+        read_through_an_index, LONG, np.arange(200) * 5, SHORT
+    ),
+    "a_long_table_summed_by_person": lambda: svi(
+        summed_by_person, LONG, np.random.default_rng(2).integers(0, 200, 1003), SHORT
+    ),
+}, "args[0]", "(1003,)", "public=")  # fmt: skip
 
 
 # Other drivers.
 
-
-@refused("(60, 3)", "public=")
-def a_jitted_helper_under_message_passing():
-    def model(x, y):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=(x - column_means()) @ w), obs=y)
-
-    return sep(model, X, LABELS)
-
-
-@refused("args[2]", "(25, 2)", "public=")
-def a_table_of_patients_under_message_passing():
-    return sep(visits, X, Y, PATIENTS, PATIENT_OF)
-
-
-@refused("args[0]", "(60, 60)", "data_plate=", "public=")
-def a_gram_matrix_under_message_passing():
-    return sep(kernel_regression, GRAM, Y)
-
-
-@refused("callback")
-def a_callback_under_message_passing():
-    def loc(x, w):
-        jax.debug.callback(lambda value: None, x[0])
-        return x @ w
-
-    return sep(located(loc), X, Y)
-
-
-@refused("(60, 3)", "public=")
-def a_scan_in_a_sampler():
-    def loc(x, w):
-        total, _ = jax.lax.scan(lambda s, row: (s + row @ w, None), 0.0, jnp.asarray(X))
-        return x @ w - total / N
-
-    return mcmc(SGLD(located(loc), 1e-3), X, Y)
-
-
-@refused("args[2]", "(25, 2)", "public=")
-def a_table_of_patients_in_a_sampler():
-    return mcmc(SGLD(visits, 1e-3), X, Y, PATIENTS, PATIENT_OF)
-
-
-@refused("callback")
-def a_callback_in_a_sampler():
-    def loc(x, w):
-        jax.debug.print("{}", x[0])
-        return x @ w
-
-    return mcmc(SGHMC(located(loc), 1e-3), X, Y)
-
-
-@refused("data_plate=")
-def a_panel_in_a_sampler():
-    return mcmc(SGLD(panel(N, 4, -2), 1e-3), PANEL)
+NOISY = {"clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 1.0}
 
 
 def components(*args: Any, **kwargs: Any) -> Call:
     """``DPEM``."""
-    options = {"num_components": 2, "clip_norm": 1.0, "sampler": FullBatch()}
-    return Call(DPEM, options | {"noise_multiplier": 1.0}, args, kwargs)
-
-
-@refused("one array")
-def a_second_table_beside_a_mixture():
-    return components(X, PATIENTS)
-
-
-@refused("one array")
-def a_list_of_rows_for_a_mixture():
-    return components(list(X))
+    return Call(DPEM, {"num_components": 2} | NOISY, args, kwargs)
 
 
 def network(*args: Any, **kwargs: Any) -> Call:
     """``DPPBP``."""
-    options = {"network": RegressionNetwork((4,)), "clip_norm": 1.0, "sampler": FullBatch()}
-    return Call(DPPBP, options | {"noise_multiplier": 1.0}, args, kwargs)
+    return Call(DPPBP, {"network": RegressionNetwork((4,))} | NOISY, args, kwargs)
 
 
-@refused("(59,)")
-def a_network_with_too_few_outcomes():
-    return network(X, Y[1:])
-
-
-@refused("")
-def a_network_with_a_third_table():
-    return network(X, Y, PATIENTS)
-
-
-@refused("")
-def a_network_with_a_list_of_rows():
-    return network(list(X), Y)
+refuse({
+    "a_jitted_helper_under_message_passing": lambda: sep(
+        located(lambda x, w: (x - column_means()) @ w, likelihood=bernoulli), X, LABELS
+    ),
+    "a_scan_in_a_sampler": lambda: mcmc(SGLD(located(scan_over_records), 1e-3), X, Y),
+}, "(60, 3)", "public=")  # fmt: skip
+refuse({
+    "a_table_of_patients_under_message_passing": lambda: sep(visits, X, Y, PATIENTS, PATIENT_OF),
+    "a_table_of_patients_in_a_sampler": lambda: mcmc(
+        SGLD(visits, 1e-3), X, Y, PATIENTS, PATIENT_OF
+    ),
+}, "args[2]", "(25, 2)", "public=")  # fmt: skip
+refuse({"a_gram_matrix_under_message_passing": lambda: sep(kernel_regression, GRAM, Y)},
+       "args[0]", "(60, 60)", "data_plate=", "public=")  # fmt: skip
+refuse({
+    "a_callback_under_message_passing": lambda: sep(
+        located(shown(lambda row: jax.debug.callback(lambda value: None, row))), X, Y
+    ),
+    "a_callback_in_a_sampler": lambda: mcmc(
+        SGHMC(located(shown(lambda row: jax.debug.print("{}", row))), 1e-3), X, Y
+    ),
+}, "callback")  # fmt: skip
+refuse({"a_panel_in_a_sampler": lambda: mcmc(SGLD(panel(N, 4, -2), 1e-3), PANEL)}, "data_plate=")
+refuse({
+    "a_second_table_beside_a_mixture": lambda: components(X, PATIENTS),
+    "a_list_of_rows_for_a_mixture": lambda: components(list(X)),
+}, "one array")  # fmt: skip
+refuse({"a_network_with_too_few_outcomes": lambda: network(X, Y[1:])}, "(59,)")
+refuse({
+    "a_network_with_a_third_table": lambda: network(X, Y, PATIENTS),
+    "a_network_with_a_list_of_rows": lambda: network(list(X), Y),
+})  # fmt: skip
 
 
 # Accepted, and safe.
 
 
-@accepted
-def a_deterministic_site_in_the_plate():
-    def model(x, y):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            mean = numpyro.deterministic("mean", x @ w)
-            numpyro.sample("y", dist.Normal(mean, 1), obs=y)
-
-    return delta(model, X, Y)
+def factor_in_the_plate(x, y):
+    """A density by hand."""
+    w = weights()
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.factor("y", -0.5 * jnp.square(y - x @ w))
 
 
-@accepted
-def a_deterministic_site_of_all_records():
-    def model(x, y):
-        w = weights()
+def deterministic_in_the_plate(x, y):
+    """A site of each record that is no sample."""
+    w = weights()
+    with numpyro.plate("records", x.shape[0]):
         mean = numpyro.deterministic("mean", x @ w)
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(mean, 1), obs=y)
-
-    return delta(model, X, Y)
-
-
-@accepted
-def a_factor_in_the_plate():
-    def model(x, y):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.factor("y", -0.5 * jnp.square(y - x @ w))
-
-    return delta(model, X, Y)
-
-
-@accepted
-def a_subsample_by_index():
-    def model(x, y):
-        w = weights()
-        with numpyro.plate("records", x.shape[0], subsample_size=10) as index:
-            numpyro.sample("y", dist.Normal(x[index] @ w, 1), obs=y[index])
-
-    return delta(model, X, Y)
-
-
-@accepted
-def a_panel_whose_records_are_people():
-    return delta(panel(N, 4, -2), PANEL, data_plate="people")._replace(records=(0,))
-
-
-@accepted
-def a_panel_whose_records_are_times():
-    call = delta(panel(N, 12, -1), np.tile(Y, (12, 1)), data_plate="time")
-    return call._replace(records=(0,))
-
-
-@accepted
-def a_gram_matrix_by_rows():
-    return delta(kernel_regression, GRAM, Y, data_plate="records")
-
-
-@accepted
-def a_public_matrix_with_rows_and_columns_of_records():
-    def model(x, y, k):
-        w = numpyro.sample("w", dist.Normal(0, 1 + jnp.trace(k)).expand([D]).to_event(1))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-
-    return delta(model, X, Y, np.eye(N, dtype=np.float32), public=["k"])
-
-
-@accepted
-def a_public_table_of_patients():
-    call = delta(visits, X, Y, PATIENTS, PATIENT_OF, public=["patients"])
-    return call._replace(records=(0, 1, 3))
-
-
-@accepted
-def a_public_table_in_a_factor_outside():
-    return delta(with_second_table, X, Y, PATIENTS, public=["other"])
-
-
-@accepted
-def a_public_table_observed_outside():
-    def model(x, y, earlier):
-        w = weights()
-        with numpyro.plate("earlier", earlier.shape[0]):
-            numpyro.sample("earlier_y", dist.Normal(w[0], 1), obs=earlier)
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-
-    return delta(model, X, Y, LONG[:9], public=["earlier"], data_plate="records")
-
-
-@accepted
-def a_static_table():
-    def model(x, y, table):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal((x - jnp.mean(table, 0)) @ w, 1), obs=y)
-
-    return delta(model, X, Y, table=X.copy())
-
-
-@accepted
-def a_soft_constraint_outside():
-    def model(x, y):
-        w = weights()
-        numpyro.factor("near_one", -50 * jnp.square(w.sum() - 1))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-
-    return delta(model, X, Y)
-
-
-@accepted
-def a_small_table_looked_up_by_a_column():
-    table = np.linspace(-1, 1, 12).astype(np.float32)
-
-    def model(x, y, month):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w + jnp.asarray(table)[month], 1), obs=y)
-
-    return delta(model, X, Y, np.arange(N) % 12)._replace(records=(0, 1, 2))
-
-
-@accepted
-def several_observed_sites():
-    def model(x, y, z):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-            numpyro.sample("z", dist.Bernoulli(logits=x @ w), obs=z)
-
-    return delta(model, X, Y, LABELS)._replace(records=(0, 1, 2))
-
-
-@accepted
-def a_weight_and_a_mask_in_each_record():
-    def model(x, y, weight, known):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]), handlers.scale(scale=weight):
-            numpyro.sample("y", dist.Normal(x @ w, 1).mask(known), obs=y)
-
-    call = delta(model, X, Y, np.abs(Y), LABELS > 0)
-    return call._replace(records=(0, 1, 2, 3))
-
-
-@accepted
-def a_dict_of_columns():
-    def model(columns):
-        w = weights()
-        with numpyro.plate("records", columns["y"].shape[0]):
-            numpyro.sample("y", dist.Normal(columns["x"] @ w, 1), obs=columns["y"])
-
-    call = delta(model, {"x": X, "y": Y, "not read": np.zeros((N, 2, 5), np.float32)})
-    return call._replace(records=(0,))
-
-
-@accepted
-def parameters_of_the_model():
-    def model(x, y):
-        w = numpyro.param("w", jnp.zeros(D))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-
-    return svi(model, X, Y, guide=lambda x, y=None: None)
-
-
-@accepted
-def a_helper_whose_rule_holds_little():
-    @jax.custom_jvp
-    def fn(x, w):
-        return x @ w
-
-    @fn.defjvp
-    def rule(primals, tangents):
-        return fn(*primals), primals[0] @ tangents[1] * jnp.asarray([2.0])[0]
-
-    return delta(located(fn), X, Y)
-
-
-@accepted
-def a_sampler_with_a_public_table():
-    call = mcmc(SGLD(visits, 1.0), X, Y, PATIENTS, PATIENT_OF, public=["patients"])
-    return call._replace(records=(0, 1, 3))
-
-
-@accepted
-def a_sampler_of_a_panel():
-    call = mcmc(SGLD(panel(N, 4, -2), 1.0), PANEL, data_plate="people")
-    return call._replace(records=(0,))
-
-
-@accepted
-def message_passing_with_a_static_offset():
-    def model(x, y, offset):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=x @ w + jnp.mean(offset)), obs=y)
-
-    return sep(model, X, LABELS, offset=np.ones(2, np.float32))
-
-
-@accepted
-def message_passing_of_counts():
-    def model(x):
-        p = numpyro.sample("p", dist.Beta(1.0, 1.0))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("x", dist.Bernoulli(p), obs=x)
-
-    return sep(model, LABELS, family={"p": beta()})._replace(records=(0,))
-
-
-@refused("single numbers in its program", "At most 25 are allowed", "public=[array]")
-def records_written_out_by_a_loop_over_a_list():
-    numbers = [float(number) for number in np.concatenate([Y, X[:, 0]])]
-
-    def model(x, y):
-        w = weights()
-        total = sum(jnp.cos(w[0]) * number for number in numbers)
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w + total, 1), obs=y)
-
-    return svi(model, X, Y)
-
-
-@refused("single numbers in its program")
-def records_returned_by_branches():
-    values = [float(number) for number in np.concatenate([Y, X[:, 0]])]
-    branches = [lambda number=number: number for number in values]
-
-    def loc(x, w):
-        return x @ w + jax.lax.switch(x[:, 0].astype(int)[0], branches)
-
-    return svi(located(loc), X, Y)
-
-
-@refused("(60,)", "public=")
-def a_support_that_holds_a_column():
-    """Densities read it where NumPyro validates."""
-    column = jnp.asarray(Y)
-
-    class Above(dist.constraints.Constraint):
-        event_dim = 0
-
-        def __call__(self, x):
-            return x > column.min()
-
-    class Shifted(dist.Normal):
-        support = Above()
-
-    def model(x, y):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", Shifted(x @ w, 1), obs=y)
-
-    return svi(model, X, Y)
-
-
-@refused("single numbers in its program")
-def records_written_out_by_a_loop_in_a_compiled_helper():
-    numbers = [float(number) for number in np.concatenate([Y, X[:, 0]])]
-
-    @jax.jit
-    def helper(w):
-        return sum(jnp.cos(w) * number for number in numbers)
-
-    def model(x, y):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w + helper(w[0]), 1), obs=y)
-
-    return svi(model, X, Y)
+        numpyro.sample("y", dist.Normal(mean, 1), obs=y)
+
+
+def subsampled_by_index(x, y):
+    """Rows by the index of a plate."""
+    w = weights()
+    with numpyro.plate("records", x.shape[0], subsample_size=10) as index:
+        numpyro.sample("y", dist.Normal(x[index] @ w, 1), obs=y[index])
+
+
+def with_matrix(x, y, k):
+    """A prior that a matrix makes wider."""
+    located(prior=lambda: dist.Normal(0, 1 + jnp.trace(k)).expand([D]))(x, y)
+
+
+def with_earlier(x, y, earlier):
+    """Outcomes of another table in a plate of its own."""
+    w = weights()
+    with numpyro.plate("earlier", earlier.shape[0]):
+        numpyro.sample("earlier_y", dist.Normal(w[0], 1), obs=earlier)
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
+
+
+def with_two_outcomes(x, y, z):
+    """A number and a label of each record."""
+    w = weights()
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
+        numpyro.sample("z", dist.Bernoulli(logits=x @ w), obs=z)
+
+
+def weighted_and_masked(x, y, weight, known):
+    """A weight and a mask in each record."""
+    w = weights()
+    with numpyro.plate("records", x.shape[0]), handlers.scale(scale=weight):
+        numpyro.sample("y", dist.Normal(x @ w, 1).mask(known), obs=y)
+
+
+def optimised(x, y):
+    """A parameter and no latent."""
+    w = numpyro.param("w", jnp.zeros(D))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
+
+
+def coins(x):
+    """A share of ones."""
+    p = numpyro.sample("p", dist.Beta(1.0, 1.0))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Bernoulli(p), obs=x)
+
+
+BY_MONTH = np.linspace(-1, 1, 12).astype(np.float32)
+EYE = np.eye(N, dtype=np.float32)
+COLUMNS = {"x": X, "y": Y, "not read": np.zeros((N, 2, 5), np.float32)}
+SAFE: dict[str, Callable[[], Call]] = {
+    "a_deterministic_site_in_the_plate": lambda: delta(deterministic_in_the_plate, X, Y),
+    "a_deterministic_site_of_all_records": lambda: delta(
+        located(lambda x, w: numpyro.deterministic("mean", x @ w)), X, Y
+    ),
+    "a_factor_in_the_plate": lambda: delta(factor_in_the_plate, X, Y),
+    "a_subsample_by_index": lambda: delta(subsampled_by_index, X, Y),
+    "a_panel_whose_records_are_people": lambda: of_records(
+        (0,), delta(panel(N, 4, -2), PANEL, data_plate="people")
+    ),
+    "a_panel_whose_records_are_times": lambda: of_records(
+        (0,), delta(panel(N, 12, -1), TIME_FIRST, data_plate="time")
+    ),
+    "a_gram_matrix_by_rows": lambda: delta(kernel_regression, GRAM, Y, data_plate="records"),
+    "a_public_matrix_with_rows_and_columns_of_records": lambda: delta(
+        with_matrix, X, Y, EYE, public=["k"]
+    ),
+    "a_public_table_of_patients": lambda: of_records(
+        (0, 1, 3), delta(visits, X, Y, PATIENTS, PATIENT_OF, public=["patients"])
+    ),
+    "a_public_table_in_a_factor_outside": lambda: delta(
+        with_second_table, X, Y, PATIENTS, public=["other"]
+    ),
+    "a_public_table_observed_outside": lambda: delta(
+        with_earlier, X, Y, LONG[:9], public=["earlier"], data_plate="records"
+    ),
+    "a_static_table": lambda: delta(with_table, X, Y, table=X.copy()),
+    "a_soft_constraint_outside": lambda: delta(
+        located(outside=lambda w, *_: numpyro.factor("one", -50 * jnp.square(w.sum() - 1))), X, Y
+    ),
+    "a_small_table_looked_up_by_a_column": lambda: of_records(
+        (0, 1, 2), delta(
+            located(lambda x, w, month: x @ w + jnp.asarray(BY_MONTH)[month]), X, Y, ORDER % 12
+        ),
+    ),
+    "several_observed_sites": lambda: of_records(
+        (0, 1, 2), delta(with_two_outcomes, X, Y, LABELS)
+    ),
+    "a_weight_and_a_mask_in_each_record": lambda: of_records(
+        (0, 1, 2, 3), delta(weighted_and_masked, X, Y, np.abs(Y), LABELS > 0)
+    ),
+    "a_dict_of_columns": lambda: of_records(
+        (0,), delta(lambda columns: regression(columns["x"], columns["y"]), COLUMNS)
+    ),
+    "parameters_of_the_model": lambda: svi(optimised, X, Y, guide=lambda x, y=None: None),
+    "a_helper_whose_rule_holds_little": lambda: delta(
+        located(with_slope(dot, lambda x: x * jnp.asarray([2.0])[0])), X, Y
+    ),
+    "a_sampler_with_a_public_table": lambda: of_records(
+        (0, 1, 3), mcmc(SGLD(visits, 1.0), X, Y, PATIENTS, PATIENT_OF, public=["patients"])
+    ),
+    "a_sampler_of_a_panel": lambda: of_records(
+        (0,), mcmc(SGLD(panel(N, 4, -2), 1.0), PANEL, data_plate="people")
+    ),
+    "message_passing_with_a_static_offset": lambda: sep(
+        located(lambda x, w, offset: x @ w + jnp.mean(offset), likelihood=bernoulli),
+        X, LABELS, offset=np.ones(2, np.float32),
+    ),
+    "message_passing_of_counts": lambda: of_records((0,), sep(coins, LABELS, family={"p": beta()})),
+}  # fmt: skip
+
+
+def of_records(places: tuple[int, ...], call: Call) -> Call:
+    """The call with records in these places of its arguments."""
+    return call._replace(records=places)
+
+
+HOSTILE.extend(Row(name, build, None) for name, build in SAFE.items())

@@ -26,12 +26,15 @@ from hostile import (
     X,
     Y,
     located,
+    logistic,
     mcmc,
+    one_mean,
     regression,
     sep,
     svi,
     visits,
     weights,
+    with_intercept,
 )
 from numpyro import handlers
 from numpyro.contrib.hsgp.approximation import hsgp_squared_exponential
@@ -75,747 +78,495 @@ class Row(NamedTuple):
 
     name: str
     build: Callable[[], Call]
-    slow: bool = False
+    slow: bool
 
 
-ORDINARY: list[Row] = []
+def model_of(likelihood: Callable[..., Any], *sites: Callable[[], Any]) -> Callable[..., None]:
+    """A model of columns, of which the last one is the outcome.
 
+    ``sites`` sample what the likelihood needs besides: it gets the first column, the values of the
+    sites and the other columns.
+    """
 
-def ordinary(build: Callable[[], Call]) -> Callable[[], Call]:
-    """Adds a row."""
-    ORDINARY.append(Row(build.__name__, build))
-    return build
-
-
-def slow(build: Callable[[], Call]) -> Callable[[], Call]:
-    """Adds a slow row."""
-    ORDINARY.append(Row(build.__name__, build, slow=True))
-    return build
-
-
-def outcome(likelihood: Callable[..., Any], *extra: Callable[[], Any]) -> Callable[..., None]:
-    """A generalised linear model; ``extra`` sample what its likelihood needs besides."""
-
-    def model(x, y=None):
-        w = weights()
-        others = [sample() for sample in extra]
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", likelihood(x @ w, *others), obs=y)
+    def model(*columns):
+        values = [sample() for sample in sites]
+        with numpyro.plate("records", len(columns[-1])):
+            found = likelihood(*columns[:-1][:1], *values, *columns[1:-1])
+            numpyro.sample("y", found, obs=columns[-1])
 
     return model
 
 
-def positive(name: str) -> Callable[[], Any]:
+def outcome(likelihood: Callable[..., Any], *sites: Callable[[], Any]) -> Callable[..., None]:
+    """A generalised linear model."""
+    return model_of(lambda x, w, *others: likelihood(x @ w, *others), weights, *sites)
+
+
+def factor_of(density: Callable[..., Any], *sites: Callable[[], Any]) -> Callable[..., None]:
+    """A model whose log-likelihood is computed from the values of the sites and all columns."""
+
+    def model(*columns):
+        values = [sample() for sample in sites]
+        with numpyro.plate("records", len(columns[0])):
+            numpyro.factor("y", density(*values, *columns))
+
+    return model
+
+
+def site(name: str, prior: Any, *shape: int) -> Callable[[], Any]:
+    """A latent site."""
+    prior = prior.expand(shape).to_event(len(shape)) if shape else prior
+    return lambda: numpyro.sample(name, prior)
+
+
+def positive(name: str, scale: float = 1) -> Callable[[], Any]:
     """A site with a log-normal prior."""
-    return lambda: numpyro.sample(name, dist.LogNormal(0, 1))
+    return site(name, dist.LogNormal(0, scale))
+
+
+def in_plate(name: str, number: int, sample: Callable[[], Any]) -> Callable[[], Any]:
+    """A site in a plate of its own."""
+
+    def inside() -> Any:
+        with numpyro.plate(name, number):
+            return sample()
+
+    return inside
+
+
+STANDARD = dist.Normal(0, 1)
+SLOW = {
+    "shares", "categories", "grades_with_cut_points", "outcomes_of_several_numbers",
+    "correlated_outcomes", "a_missing_label_that_is_summed_out", "an_encoder_of_each_record",
+    "a_slope_for_each_group_by_a_static_number", "games_between_two_teams",
+    "answers_by_ability_and_difficulty", "captured_nodes_of_a_quadrature",
+    "a_seasonal_basis_of_a_column", "a_smoother_with_inducing_points", "a_full_guide",
+    "a_random_walk_over_months", "a_start_at_means", "a_sampler_for_a_hierarchy",
+    "message_passing_for_counts_with_exposure",
+}  # fmt: skip
 
 
 # Outcomes.
 
 
-@ordinary
-def normal_outcomes():
-    return svi(outcome(dist.Normal, positive("scale")), X, Y)
+def with_cut_points():
+    """An ordered outcome."""
+    ordered = dist.transforms.OrderedTransform()
+    prior = dist.TransformedDistribution(STANDARD.expand([3]).to_event(1), ordered)
+    return outcome(dist.OrderedLogistic, site("cuts", prior))
 
 
-@ordinary
-def binary_outcomes():
-    return svi(outcome(lambda eta: dist.Bernoulli(logits=eta)), X, LABELS)
+def share_of(eta, size):
+    """A beta distribution by its mean."""
+    mean = jax.nn.sigmoid(eta)
+    return dist.Beta(mean * size, (1 - mean) * size)
 
 
-@ordinary
-def counts():
-    return svi(outcome(lambda eta: dist.Poisson(jnp.exp(eta))), X, COUNTS)
+def several_outcomes(x, y, z, count):
+    """A number, a label and a count of each record."""
+    w = weights()
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
+        numpyro.sample("z", dist.Bernoulli(logits=x @ w), obs=z)
+        numpyro.sample("count", dist.Poisson(jnp.exp(x @ w)), obs=count)
 
 
-@ordinary
-def counts_with_a_spread():
-    model = outcome(lambda eta, r: dist.NegativeBinomial2(jnp.exp(eta), r), positive("r"))
-    return svi(model, X, COUNTS)
+def correlated(chol, scale):
+    """A normal distribution by its correlations."""
+    return dist.MultivariateNormal(jnp.zeros(4), scale_tril=scale[:, None] * chol)
 
 
-@ordinary
-def counts_with_many_zeros():
-    def gate():
-        return numpyro.sample("gate", dist.Beta(1.0, 1.0))
-
-    model = outcome(lambda eta, gate: dist.ZeroInflatedPoisson(gate, jnp.exp(eta)), gate)
-    return svi(model, X, COUNTS)
-
-
-@slow
-def shares():
-    def likelihood(eta, size):
-        mean = jax.nn.sigmoid(eta)
-        return dist.Beta(mean * size, (1 - mean) * size)
-
-    return svi(outcome(likelihood, positive("size")), X, SHARES)
-
-
-@ordinary
-def positive_outcomes():
-    return svi(outcome(lambda eta, a: dist.Gamma(a, a * jnp.exp(-eta)), positive("a")), X, POSITIVE)
-
-
-@ordinary
-def outcomes_with_heavy_tails():
-    return svi(outcome(lambda eta, s: dist.StudentT(4.0, eta, s), positive("scale")), X, Y)
-
-
-@slow
-def categories():
-    def model(x, y):
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([D, 4]).to_event(2))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Categorical(logits=x @ w), obs=y)
-
-    return svi(model, X, GRADES)
-
-
-@slow
-def grades_with_cut_points():
-    def model(x, y):
-        w = weights()
-        prior = dist.TransformedDistribution(
-            dist.Normal(0, 1).expand([3]).to_event(1), dist.transforms.OrderedTransform()
-        )
-        cuts = numpyro.sample("cuts", prior)
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.OrderedLogistic(x @ w, cuts), obs=y)
-
-    return svi(model, X, GRADES)
-
-
-@ordinary
-def several_outcomes():
-    def model(x, y, z, count):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-            numpyro.sample("z", dist.Bernoulli(logits=x @ w), obs=z)
-            numpyro.sample("count", dist.Poisson(jnp.exp(x @ w)), obs=count)
-
-    return svi(model, X, Y, LABELS, COUNTS)
-
-
-@slow
-def outcomes_of_several_numbers():
-    def model(x, y):
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([D, 4]).to_event(2))
-        scale = numpyro.sample("scale", dist.HalfNormal(1).expand([4]).to_event(1))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w, scale).to_event(1), obs=y)
-
-    return svi(model, X, PANEL)
-
-
-@slow
-def correlated_outcomes():
-    def model(y):
-        chol = numpyro.sample("chol", dist.LKJCholesky(4, 2.0))
-        scale = numpyro.sample("scale", dist.LogNormal(0, 0.5).expand([4]).to_event(1))
-        with numpyro.plate("records", y.shape[0]):
-            normal = dist.MultivariateNormal(jnp.zeros(4), scale_tril=scale[:, None] * chol)
-            numpyro.sample("y", normal, obs=y)
-
-    return svi(model, PANEL)
-
-
-@ordinary
-def binomial_outcomes_with_totals():
-    def model(x, total, y):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Binomial(total, logits=x @ w), obs=y)
-
-    return svi(model, X, COUNTS + 3, COUNTS)
+OUTCOMES: dict[str, Callable[[], Call]] = {
+    "normal_outcomes": lambda: svi(outcome(dist.Normal, positive("scale")), X, Y),
+    "binary_outcomes": lambda: svi(logistic, X, LABELS),
+    "counts": lambda: svi(outcome(lambda eta: dist.Poisson(jnp.exp(eta))), X, COUNTS),
+    "counts_with_a_spread": lambda: svi(
+        outcome(lambda eta, r: dist.NegativeBinomial2(jnp.exp(eta), r), positive("r")), X, COUNTS
+    ),
+    "counts_with_many_zeros": lambda: svi(outcome(
+        lambda eta, gate: dist.ZeroInflatedPoisson(gate, jnp.exp(eta)),
+        site("gate", dist.Beta(1.0, 1.0)),
+    ), X, COUNTS),
+    "shares": lambda: svi(outcome(share_of, positive("size")), X, SHARES),
+    "positive_outcomes": lambda: svi(
+        outcome(lambda eta, a: dist.Gamma(a, a * jnp.exp(-eta)), positive("a")), X, POSITIVE
+    ),
+    "outcomes_with_heavy_tails": lambda: svi(
+        outcome(lambda eta, s: dist.StudentT(4.0, eta, s), positive("scale")), X, Y
+    ),
+    "categories": lambda: svi(
+        model_of(lambda x, w: dist.Categorical(logits=x @ w), site("w", STANDARD, D, 4)), X, GRADES
+    ),
+    "grades_with_cut_points": lambda: svi(with_cut_points(), X, GRADES),
+    "several_outcomes": lambda: svi(several_outcomes, X, Y, LABELS, COUNTS),
+    "outcomes_of_several_numbers": lambda: svi(model_of(
+        lambda x, w, scale: dist.Normal(x @ w, scale).to_event(1), site("w", STANDARD, D, 4),
+        site("scale", dist.HalfNormal(1), 4),
+    ), X, PANEL),
+    "correlated_outcomes": lambda: svi(model_of(
+        correlated, site("chol", dist.LKJCholesky(4, 2.0)), site("scale", dist.LogNormal(0, 0.5), 4)
+    ), PANEL),
+    "binomial_outcomes_with_totals": lambda: svi(
+        outcome(lambda eta, total: dist.Binomial(total, logits=eta)), X, COUNTS + 3, COUNTS
+    ),
+}  # fmt: skip
 
 
 # What a record brings along.
 
 
-@ordinary
-def an_exposure_in_each_record():
-    def model(x, exposure, y):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Poisson(exposure * jnp.exp(x @ w)), obs=y)
-
-    return svi(model, X, EXPOSURE, COUNTS)
+def weibull_or_later(w, shape, x, time, seen):
+    """Times, of which some are only known to be longer."""
+    weibull = dist.Weibull(jnp.exp(x @ w), shape)
+    late = jnp.log1p(-jnp.clip(weibull.cdf(time), 0, 1 - 1e-6))
+    return jnp.where(seen, weibull.log_prob(time), late)
 
 
-@ordinary
-def an_offset_by_keyword():
-    def model(x, y=None, offset=0.0):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w + offset, 1), obs=y)
-
-    return svi(model, X)._replace(kwargs={"y": Y, "offset": EXPOSURE})
+EDGES = np.array([0.5, 1.0, 2.0], np.float32)
 
 
-@ordinary
-def censored_times():
-    def model(x, time, seen):
-        w, shape = weights(), numpyro.sample("shape", dist.LogNormal(0, 0.5))
-        with numpyro.plate("records", x.shape[0]):
-            weibull = dist.Weibull(jnp.exp(x @ w), shape)
-            late = jnp.log1p(-jnp.clip(weibull.cdf(time), 0, 1 - 1e-6))
-            numpyro.factor("time", jnp.where(seen, weibull.log_prob(time), late))
-
-    return svi(model, X, POSITIVE, LABELS > 0)
-
-
-@ordinary
-def survival_by_pieces():
-    edges = np.array([0.5, 1.0, 2.0], np.float32)
-
-    def model(x, time, seen):
-        w = weights()
-        level = numpyro.sample("level", dist.Normal(0, 1).expand([4]).to_event(1))
-        with numpyro.plate("records", x.shape[0]):
-            starts = jnp.concatenate([jnp.zeros(1), jnp.asarray(edges)])
-            ends = jnp.append(jnp.asarray(edges), jnp.inf)
-            spent = jnp.clip(jnp.minimum(time[:, None], ends) - starts, 0)
-            hazard = jnp.exp(level + (x @ w)[:, None])
-            last = jnp.searchsorted(jnp.asarray(edges), time)
-            own = jnp.take_along_axis(jnp.log(hazard), last[:, None], 1)[:, 0]
-            numpyro.factor("time", seen * own - (spent * hazard).sum(1))
-
-    return svi(model, X, POSITIVE, LABELS)
+def by_pieces(w, level, x, time, seen):
+    """Survival with a hazard that is constant in each of four pieces."""
+    starts = jnp.concatenate([jnp.zeros(1), jnp.asarray(EDGES)])
+    ends = jnp.append(jnp.asarray(EDGES), jnp.inf)
+    spent = jnp.clip(jnp.minimum(time[:, None], ends) - starts, 0)
+    hazard = jnp.exp(level + (x @ w)[:, None])
+    last = jnp.searchsorted(jnp.asarray(EDGES), time)
+    own = jnp.take_along_axis(jnp.log(hazard), last[:, None], 1)[:, 0]
+    return seen * own - (spent * hazard).sum(1)
 
 
-@ordinary
-def weights_by_scale():
-    def model(x, weight, y):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]), handlers.scale(scale=weight):
-            numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-
-    return svi(model, X, EXPOSURE, Y)
+def summed_out(w, share, x, known, label, y):
+    """A label that is not known of all records."""
+    each = dist.Normal((x @ w)[:, None] + jnp.arange(2.0), 1).log_prob(y[:, None])
+    joint = each + jnp.stack([jnp.log1p(-share), jnp.log(share)])
+    own = jnp.take_along_axis(joint, label[:, None], 1)[:, 0]
+    return jnp.where(known, own, jax.nn.logsumexp(joint, 1))
 
 
-@ordinary
-def missing_outcomes_by_mask():
-    def model(x, known, y):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]), handlers.mask(mask=known):
-            numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-
-    return svi(model, X, LABELS > 0, Y)
+def by_keyword(x, y=None, offset=0.0):
+    """An offset that has a default."""
+    located(lambda x, w: x @ w + offset)(x, y)
 
 
-@ordinary
-def missing_features_at_a_learned_value():
-    def model(x, known, y):
-        w, usual = weights(), numpyro.sample("usual", dist.Normal(0, 1).expand([D]).to_event(1))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(jnp.where(known, x, usual) @ w, 1), obs=y)
-
-    return svi(model, X, X > -1, Y)
+def weighted(x, weight, y):
+    """A weight of each record."""
+    w = weights()
+    with numpyro.plate("records", x.shape[0]), handlers.scale(scale=weight):
+        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
 
 
-@slow
-def a_missing_label_that_is_summed_out():
-    def model(x, known, label, y):
-        w, share = weights(), numpyro.sample("share", dist.Beta(2.0, 2.0))
-        with numpyro.plate("records", x.shape[0]):
-            values = jnp.arange(2.0)
-            each = dist.Normal((x @ w)[:, None] + values, 1).log_prob(y[:, None])
-            prior = jnp.stack([jnp.log1p(-share), jnp.log(share)])
-            joint = each + prior
-            own = jnp.take_along_axis(joint, label[:, None], 1)[:, 0]
-            numpyro.factor("y", jnp.where(known, own, jax.nn.logsumexp(joint, 1)))
-
-    return svi(model, X, POSITIVE > 1, LABELS, Y)
+def masked(x, known, y):
+    """Outcomes that are not known of all records."""
+    w = weights()
+    with numpyro.plate("records", x.shape[0]), handlers.mask(mask=known):
+        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
 
 
-@ordinary
-def a_column_of_times():
-    def model(time, y):
-        level = numpyro.sample("level", dist.Normal(0, 1))
-        slope = numpyro.sample("slope", dist.Normal(0, 1))
-        with numpyro.plate("days", time.shape[0]):
-            numpyro.sample("y", dist.Normal(level + slope * time / 30, 1), obs=y)
-
-    return svi(model, np.arange(N, dtype=np.float32), Y)
+def coded(y):
+    """A latent code of each record."""
+    v = numpyro.sample("v", dist.Normal(0, 1).expand([4]).to_event(1))
+    with numpyro.plate("records", y.shape[0]):
+        code = numpyro.sample("code", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(code[..., None] * v, 1).to_event(1), obs=y)
 
 
-@slow
-def an_encoder_of_each_record():
-    def model(y):
-        v = numpyro.sample("v", dist.Normal(0, 1).expand([4]).to_event(1))
-        with numpyro.plate("records", y.shape[0]):
-            code = numpyro.sample("code", dist.Normal(0, 1))
-            numpyro.sample("y", dist.Normal(code[..., None] * v, 1).to_event(1), obs=y)
+def encoder(y):
+    """A guide of the codes."""
+    loc = numpyro.param("loc", jnp.zeros(4))
+    numpyro.sample("v", dist.Normal(loc, 0.1).to_event(1))
+    rates = numpyro.param("encoder", 0.1 * jnp.ones(4))
+    with numpyro.plate("records", y.shape[0]):
+        numpyro.sample("code", dist.Normal(y @ rates, 0.5))
 
-    def guide(y):
-        loc = numpyro.param("loc", jnp.zeros(4))
-        numpyro.sample("v", dist.Normal(loc, 0.1).to_event(1))
-        encoder = numpyro.param("encoder", 0.1 * jnp.ones(4))
-        with numpyro.plate("records", y.shape[0]):
-            numpyro.sample("code", dist.Normal(y @ encoder, 0.5))
 
-    return svi(model, PANEL, guide=guide)
+OF_A_RECORD: dict[str, Callable[[], Call]] = {
+    "an_exposure_in_each_record": lambda: svi(
+        outcome(lambda eta, exposure: dist.Poisson(exposure * jnp.exp(eta))), X, EXPOSURE, COUNTS
+    ),
+    "an_offset_by_keyword": lambda: svi(by_keyword, X)._replace(
+        kwargs={"y": Y, "offset": EXPOSURE}
+    ),
+    "censored_times": lambda: svi(
+        factor_of(weibull_or_later, weights, positive("shape", 0.5)), X, POSITIVE, LABELS > 0
+    ),
+    "survival_by_pieces": lambda: svi(
+        factor_of(by_pieces, weights, site("level", STANDARD, 4)), X, POSITIVE, LABELS
+    ),
+    "weights_by_scale": lambda: svi(weighted, X, EXPOSURE, Y),
+    "missing_outcomes_by_mask": lambda: svi(masked, X, LABELS > 0, Y),
+    "missing_features_at_a_learned_value": lambda: svi(model_of(
+        lambda x, w, usual, known: dist.Normal(jnp.where(known, x, usual) @ w, 1), weights,
+        site("usual", STANDARD, D),
+    ), X, X > -1, Y),
+    "a_missing_label_that_is_summed_out": lambda: svi(
+        factor_of(summed_out, weights, site("share", dist.Beta(2.0, 2.0))),
+        X, POSITIVE > 1, LABELS, Y,
+    ),
+    "a_column_of_times": lambda: svi(model_of(
+        lambda time, level, slope: dist.Normal(level + slope * time / 30, 1),
+        site("level", STANDARD), site("slope", STANDARD),
+    ), np.arange(N, dtype=np.float32), Y),
+    "an_encoder_of_each_record": lambda: svi(coded, PANEL, guide=encoder),
+}  # fmt: skip
 
 
 # Groups, mixtures and plates.
 
 
-@ordinary
-def a_level_for_each_group():
-    def model(x, group, y):
-        w = weights()
-        spread = numpyro.sample("spread", dist.HalfNormal(1))
-        with numpyro.plate("groups", 5):
-            level = numpyro.sample("level", dist.Normal(0, spread))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w + level[group], 1), obs=y)
-
-    return svi(model, X, GROUP, Y)
+def with_levels(x, group, y, reparam=None):
+    """A level for each group."""
+    w, spread = weights(), numpyro.sample("spread", dist.HalfNormal(1))
+    with numpyro.plate("groups", 5), handlers.reparam(config=reparam or {}):
+        level = numpyro.sample("level", dist.Normal(0.0, spread))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w + level[group], 1), obs=y)
 
 
-@slow
-def a_slope_for_each_group_by_a_static_number():
-    def model(x, group, y, num_groups):
-        with numpyro.plate("groups", num_groups):
-            w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal((x * w[group]).sum(-1), 1), obs=y)
-
-    return svi(model, X, GROUP, Y, num_groups=5)
+def with_slopes(x, group, y, num_groups):
+    """A slope for each group."""
+    with numpyro.plate("groups", num_groups):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal((x * w[group]).sum(-1), 1), obs=y)
 
 
-@ordinary
-def a_mixture():
-    def model(y):
-        share = numpyro.sample("share", dist.Dirichlet(jnp.ones(3)))
-        mean = numpyro.sample("mean", dist.Normal(0, 3).expand([3]).to_event(1))
-        with numpyro.plate("records", y.shape[0]):
-            parts = dist.Normal(mean, 1)
-            numpyro.sample("y", dist.MixtureSameFamily(dist.Categorical(share), parts), obs=y)
-
-    return svi(model, Y)
+def labelled(y):
+    """A mixture with a discrete latent."""
+    share = numpyro.sample("share", dist.Dirichlet(jnp.ones(3)))
+    mean = numpyro.sample("mean", dist.Normal(0, 3).expand([3]).to_event(1))
+    with numpyro.plate("records", y.shape[0]):
+        which = numpyro.sample("which", dist.Categorical(share))
+        numpyro.sample("y", dist.Normal(mean[which], 1), obs=y)
 
 
-@ordinary
-def a_mixture_whose_labels_are_summed_out():
-    def model(y):
-        share = numpyro.sample("share", dist.Dirichlet(jnp.ones(3)))
-        mean = numpyro.sample("mean", dist.Normal(0, 3).expand([3]).to_event(1))
-        with numpyro.plate("records", y.shape[0]):
-            which = numpyro.sample("which", dist.Categorical(share))
-            numpyro.sample("y", dist.Normal(mean[which], 1), obs=y)
-
-    return svi(model, Y)
+def questionnaire(y):
+    """Several answers of each person."""
+    skill = numpyro.sample("skill", dist.Normal(0, 1).expand([4]).to_event(1))
+    people = numpyro.plate("people", y.shape[0], dim=-2)
+    with people, numpyro.plate("questions", y.shape[1], dim=-1):
+        numpyro.sample("y", dist.Normal(skill, 1), obs=y)
 
 
-@ordinary
-def several_answers_of_each_person():
-    def model(y):
-        skill = numpyro.sample("skill", dist.Normal(0, 1).expand([4]).to_event(1))
-        with (
-            numpyro.plate("people", y.shape[0], dim=-2),
-            numpyro.plate("questions", y.shape[1], dim=-1),
-        ):
-            numpyro.sample("y", dist.Normal(skill, 1), obs=y)
-
-    return svi(model, PANEL, data_plate="people")
+def with_own_batches(x, y):
+    """A plate that draws batches."""
+    w = weights()
+    with numpyro.plate("records", x.shape[0], subsample_size=16) as index:
+        numpyro.sample("y", dist.Normal(x[index] @ w, 1), obs=y[index])
 
 
-@ordinary
-def a_plate_around_latents_and_another_around_records():
-    def model(x, y):
-        with numpyro.plate("columns", x.shape[1]):
-            w = numpyro.sample("w", dist.Laplace(0, 1))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-
-    return svi(model, X, Y)
+def some(high):
+    """Numbers of teams, people or items."""
+    return np.random.default_rng(high).integers(0, high, N)
 
 
-@ordinary
-def a_plate_with_batches_of_its_own():
-    def model(x, y):
-        w = weights()
-        with numpyro.plate("records", x.shape[0], subsample_size=16) as index:
-            numpyro.sample("y", dist.Normal(x[index] @ w, 1), obs=y[index])
-
-    return svi(model, X, Y)
-
-
-@slow
-def games_between_two_teams():
-    def model(home, away, won):
-        skill = numpyro.sample("skill", dist.Normal(0, 1).expand([8]).to_event(1))
-        with numpyro.plate("games", won.shape[0]):
-            numpyro.sample("won", dist.Bernoulli(logits=skill[home] - skill[away]), obs=won)
-
-    rng = np.random.default_rng(3)
-    return svi(model, rng.integers(0, 8, N), rng.integers(0, 8, N), LABELS)
-
-
-@slow
-def answers_by_ability_and_difficulty():
-    def model(person, item, correct):
-        ability = numpyro.sample("ability", dist.Normal(0, 1).expand([20]).to_event(1))
-        difficulty = numpyro.sample("difficulty", dist.Normal(0, 1).expand([10]).to_event(1))
-        slope = numpyro.sample("slope", dist.LogNormal(0, 0.3).expand([10]).to_event(1))
-        with numpyro.plate("answers", correct.shape[0]):
-            eta = slope[item] * (ability[person] - difficulty[item])
-            numpyro.sample("correct", dist.Bernoulli(logits=eta), obs=correct)
-
-    rng = np.random.default_rng(3)
-    return svi(model, rng.integers(0, 20, N), rng.integers(0, 10, N), LABELS)
+GROUPS: dict[str, Callable[[], Call]] = {
+    "a_level_for_each_group": lambda: svi(with_levels, X, GROUP, Y),
+    "a_slope_for_each_group_by_a_static_number": lambda: svi(
+        with_slopes, X, GROUP, Y, num_groups=5
+    ),
+    "a_mixture": lambda: svi(model_of(
+        lambda share, mean: dist.MixtureSameFamily(dist.Categorical(share), dist.Normal(mean, 1)),
+        site("share", dist.Dirichlet(jnp.ones(3))), site("mean", dist.Normal(0, 3), 3),
+    ), Y),
+    "a_mixture_whose_labels_are_summed_out": lambda: svi(labelled, Y),
+    "several_answers_of_each_person": lambda: svi(questionnaire, PANEL, data_plate="people"),
+    "a_plate_around_latents_and_another_around_records": lambda: svi(model_of(
+        lambda x, w: dist.Normal(x @ w, 1), in_plate("columns", D, site("w", dist.Laplace(0, 1)))
+    ), X, Y),
+    "a_plate_with_batches_of_its_own": lambda: svi(with_own_batches, X, Y),
+    "games_between_two_teams": lambda: svi(model_of(
+        lambda home, skill, away: dist.Bernoulli(logits=skill[home] - skill[away]),
+        site("skill", STANDARD, 8),
+    ), some(8), some(8)[::-1], LABELS),
+    "answers_by_ability_and_difficulty": lambda: svi(model_of(
+        lambda person, ability, difficulty, slope, item: dist.Bernoulli(
+            logits=slope[item] * (ability[person] - difficulty[item])
+        ),
+        site("ability", STANDARD, 20), site("difficulty", STANDARD, 10),
+        site("slope", dist.LogNormal(0, 0.3), 10),
+    ), some(20), some(10), LABELS),
+}  # fmt: skip
 
 
 # Small public values.
 
-
-@ordinary
-def a_captured_table_of_a_quarter_of_the_records():
-    table = np.linspace(-1, 1, 15, dtype=np.float32).reshape(3, 5)
-
-    def loc(x, w):
-        return x @ w + (jnp.tanh(x @ jnp.ones((D, 3))) @ jnp.asarray(table)).mean(-1)
-
-    return svi(located(loc), X, Y)
-
-
-@ordinary
-def a_captured_table_of_jax():
-    table = jnp.eye(D) + 0.1
-    return svi(located(lambda x, w: x @ table @ w), X, Y)
+TABLE = np.linspace(-1, 1, 15, dtype=np.float32).reshape(3, 5)
+MATRIX = jnp.eye(D) + 0.1
+NODES, SHARE_OF_NODE = (
+    values.astype(np.float32) for values in np.polynomial.hermite_e.hermegauss(12)
+)
+KNOTS = np.linspace(-2, 2, 8).astype(np.float32)
+SINES = np.sin(np.arange(12)).astype(np.float32)
+SHIFT, SCALE = np.float32([0.1, 0.2, 0.3]), np.float32([1.0, 2.0, 3.0])
+COARSE, FINE = jnp.linspace(-3, 3, 7), jnp.linspace(-3, 3, N)
+POINTS, GRID = (np.linspace(-2, 2, number).astype(np.float32) for number in (9, 7))
+RATES = jnp.asarray([0.5, 0.25, 0.125])
+PAIRS = jnp.linspace(-1, 1, 400).reshape(200, 2)
 
 
-@slow
-def captured_nodes_of_a_quadrature():
-    nodes, shares = np.polynomial.hermite_e.hermegauss(12)
-    nodes, shares = nodes.astype(np.float32), np.log(shares / shares.sum()).astype(np.float32)
-
-    def model(x, y):
-        w, spread = weights(), numpyro.sample("spread", dist.HalfNormal(1))
-        with numpyro.plate("records", x.shape[0]):
-            eta = (x @ w)[:, None] + spread * jnp.asarray(nodes)
-            each = dist.Bernoulli(logits=eta).log_prob(y[:, None])
-            numpyro.factor("y", jax.nn.logsumexp(each + jnp.asarray(shares), -1))
-
-    return svi(model, X, LABELS, public="captured")
+def random_intercepts(w, spread, x, y):
+    """Labels with an intercept that is integrated out."""
+    eta = (x @ w)[:, None] + spread * jnp.asarray(NODES)
+    each = dist.Bernoulli(logits=eta).log_prob(y[:, None])
+    return jax.nn.logsumexp(each + jnp.log(jnp.asarray(SHARE_OF_NODE)), -1)
 
 
-@ordinary
-def knots_of_a_spline():
-    knots = np.linspace(-2, 2, 8).astype(np.float32)
-
-    def loc(x, w):
-        return jax.nn.relu(x[:, :1] - jnp.asarray(knots)) @ w
-
-    return svi(located(loc, 8), X, Y)
+def seasonal(day, w):
+    """Sines and cosines of a column."""
+    angle = 2 * jnp.pi * day[:, None] / 365.25 * jnp.arange(1, 4)
+    return dist.Normal(jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1) @ w, 1)
 
 
-@ordinary
-def a_table_by_month():
-    table = np.sin(np.arange(12)).astype(np.float32)
-
-    def model(x, month, y):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w + jnp.asarray(table)[month], 1), obs=y)
-
-    return svi(model, X, MONTH, Y)
+def sparse_process(x, length, noise):
+    """NumPy subtracts the inducing points from each other before JAX sees them."""
+    prior = jnp.exp(-0.5 * jnp.square((POINTS[:, None] - POINTS[None]) / length))
+    chol = jnp.linalg.cholesky(prior + 1e-3 * jnp.eye(9))
+    cross = jnp.exp(-0.5 * jnp.square((x[:, :1] - POINTS) / length))
+    return dist.Normal(cross @ jax.scipy.linalg.cho_solve((chol, True), chol @ noise), 1)
 
 
-@slow
-def a_seasonal_basis_of_a_column():
-    def model(day, y):
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([6]).to_event(1))
-        with numpyro.plate("records", day.shape[0]):
-            angle = 2 * jnp.pi * day[:, None] / 365.25 * jnp.arange(1, 4)
-            basis = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1)
-            numpyro.sample("y", dist.Normal(basis @ w, 1), obs=y)
-
-    return svi(model, np.arange(N, dtype=np.float32), Y)
-
-
-@ordinary
-def a_jitted_polynomial():
-    @jax.jit
-    def powers(x):
-        return jnp.stack([x[:, 0] ** k for k in range(4)], -1)
-
-    return svi(located(lambda x, w: powers(x) @ w, 4), X, Y)
-
-
-@ordinary
-def a_jitted_helper_with_small_constants():
-    shift, scale = np.float32([0.1, 0.2, 0.3]), np.float32([1.0, 2.0, 3.0])
-    standardise = jax.jit(lambda x: (x - shift) / scale)
-    return svi(located(lambda x, w: standardise(x) @ w), X, Y)
-
-
-@ordinary
-def interpolation_on_a_captured_grid():
-    grid = jnp.linspace(-3, 3, 7)
-    values = jnp.tanh(grid)
-    return svi(located(lambda x, w: jnp.interp(x[:, 0], grid, values) * w[0]), X, Y)
-
-
-@ordinary
-def a_captured_grid_with_as_many_points_as_records():
-    grid = jnp.linspace(-3, 3, N)
-    return svi(located(lambda x, w: jnp.interp(x[:, 0], grid, grid) * w[0]), X, Y, public=[grid])
-
-
-@ordinary
-def a_sparse_gaussian_process_with_inducing_points_of_numpy():
-    """NumPy subtracts the points from each other before JAX sees them."""
-    points = np.linspace(-2, 2, 9).astype(np.float32)
-
-    def model(x, y):
-        length = numpyro.sample("length", dist.LogNormal(0, 0.3))
-        prior = jnp.exp(-0.5 * jnp.square((points[:, None] - points[None]) / length))
-        chol = jnp.linalg.cholesky(prior + 1e-3 * jnp.eye(9))
-        noise = numpyro.sample("noise", dist.Normal(0, 1).expand([9]).to_event(1))
-        cross = jnp.exp(-0.5 * jnp.square((x[:, :1] - points) / length))
-        weights = jax.scipy.linalg.cho_solve((chol, True), chol @ noise)
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(cross @ weights, 1), obs=y)
-
-    return svi(model, X, Y, public="captured")
-
-
-@ordinary
-def a_gaussian_process_by_hilbert_space_bases():
+def hilbert_space_process(x, y):
     """Some initial values make its spectral density 0 in float32, and the gradient NaN."""
-
-    def model(x, y):
-        length = numpyro.sample("length", dist.InverseGamma(5.0, 5.0))
-        with numpyro.handlers.scope(prefix="gp"):
-            f = hsgp_squared_exponential(x=x, alpha=1.0, length=length, ell=1.5, m=20)
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(f, 1), obs=y)
-
-    return svi(model, X[:, 0], Y)
+    length = numpyro.sample("length", dist.InverseGamma(5.0, 5.0))
+    with numpyro.handlers.scope(prefix="gp"):
+        f = hsgp_squared_exponential(x=x, alpha=1.0, length=length, ell=1.5, m=20)
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(f, 1), obs=y)
 
 
-@slow
-def a_smoother_with_inducing_points():
-    grid = np.linspace(-2, 2, 7).astype(np.float32)
+def smoother(x, u):
+    """A smooth function by its values at a grid."""
 
     def kernel(a, b):
         return jnp.exp(-0.5 * jnp.square(a[:, None] - b))
 
-    def model(x, y):
-        u = numpyro.sample("u", dist.Normal(0, 1).expand([7]).to_event(1))
-        chol = jnp.linalg.cholesky(kernel(grid, grid) + 1e-3 * jnp.eye(7))
-        solved = jax.scipy.linalg.solve_triangular(chol.T, u, lower=False)
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(kernel(x[:, 0], grid) @ solved, 1), obs=y)
-
-    return svi(model, X, Y, public="captured")
+    chol = jnp.linalg.cholesky(kernel(GRID, GRID) + 1e-3 * jnp.eye(7))
+    solved = jax.scipy.linalg.solve_triangular(chol.T, u, lower=False)
+    return dist.Normal(kernel(x[:, 0], GRID) @ solved, 1)
 
 
-@ordinary
-def a_loop_over_small_constants():
-    rates = jnp.asarray([0.5, 0.25, 0.125])
-
-    def loc(x, w):
-        total, _ = jax.lax.scan(lambda s, rate: (s * rate + x @ w, None), x @ w, rates)
-        return total
-
-    return svi(located(loc), X, Y)
+def with_options(x, y=None, link="identity", intercept=True, prior=None, size=1):
+    """Arguments that are no arrays."""
+    w = weights()
+    b = numpyro.sample("b", dist.Normal(0, size)) if intercept else 0.0
+    eta = x @ w + b if link == "identity" and prior is None else x @ w
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(eta, 1), obs=y)
 
 
-@ordinary
-def scalars_as_arguments():
-    def model(x, y, scale, shift, degree):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x**degree @ w + shift, scale), obs=y)
-
-    return svi(model, X, Y, np.float32(2.0), jnp.asarray(0.5), 1)
+def with_tables(x, y, tables):
+    """A prior of tables in a dict."""
+    located(prior=lambda: dist.Normal(tables["mean"], tables["sd"]))(x, y)
 
 
-@ordinary
-def static_keywords_that_are_no_arrays():
-    def model(x, y, link, intercept, prior, size):
-        w = weights()
-        b = numpyro.sample("b", dist.Normal(0, size)) if intercept else 0.0
-        eta = x @ w + b if link == "identity" and prior is None else x @ w
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(eta, 1), obs=y)
-
-    return svi(model, X, Y, link="identity", intercept=True, prior=None, size=2)
+def with_grid(x, y, grid):
+    """A prior around the mean of a table."""
+    located(prior=lambda: dist.Normal(grid.mean(), 1).expand([D]))(x, y)
 
 
-@ordinary
-def arguments_that_are_no_arrays():
-    def model(x, y=None, link="identity", intercept=True, prior=None):
-        w = weights()
-        b = numpyro.sample("b", dist.Normal(0, 1)) if intercept else 0.0
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w + b, 1), obs=y)
-
-    return svi(model, X, Y, "identity")._replace(kwargs={"intercept": True, "prior": None})
-
-
-@ordinary
-def a_static_table():
-    def model(x, y, table):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w + jnp.mean(table), 1), obs=y)
-
-    return svi(model, X, Y, table=np.ones((N, 2), np.float32))
-
-
-@ordinary
-def a_public_table():
-    return svi(visits, X, Y, PATIENTS, PATIENT_OF, public=["patients"])
-
-
-@ordinary
-def a_public_table_by_keyword():
-    call = svi(visits, X, Y, public=("patients",))
-    return call._replace(kwargs={"patients": PATIENTS, "patient_of": PATIENT_OF})
-
-
-@ordinary
-def public_tables_in_a_dict():
-    def model(x, y, tables):
-        w = numpyro.sample("w", dist.Normal(tables["mean"], tables["sd"]).to_event(1))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-
-    tables = {"mean": np.zeros(D, np.float32), "sd": np.ones(D, np.float32)}
-    return svi(model, X, Y, tables, public=["tables"])
-
-
-@ordinary
-def a_public_table_with_as_many_rows_as_records():
-    def model(x, y, grid):
-        w = numpyro.sample("w", dist.Normal(grid.mean(), 1).expand([D]).to_event(1))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-
-    return svi(model, X, Y, np.linspace(0, 1, N, dtype=np.float32), public=["grid"])
-
-
-@ordinary
-def a_captured_table_declared_public():
-    table = jnp.linspace(-1, 1, 400).reshape(200, 2)
-    helper = jax.jit(lambda x: jnp.interp(x, table[:, 0], table[:, 1]))
-    return svi(located(lambda x, w: helper(x) @ w), X, Y, public=[table])
-
-
-# Priors, transformations and sites.
-
-
-@ordinary
-def a_horseshoe():
-    def model(x, y):
-        tau = numpyro.sample("tau", dist.HalfCauchy(1))
-        local = numpyro.sample("local", dist.HalfCauchy(1).expand([D]).to_event(1))
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1)) * tau * local
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-
-    return svi(model, X, Y)
+PUBLIC: dict[str, Callable[[], Call]] = {
+    "a_captured_table_of_a_quarter_of_the_records": lambda: svi(located(
+        lambda x, w: x @ w + (jnp.tanh(x @ jnp.ones((D, 3))) @ jnp.asarray(TABLE)).mean(-1)
+    ), X, Y),
+    "a_captured_table_of_jax": lambda: svi(located(lambda x, w: x @ MATRIX @ w), X, Y),
+    "captured_nodes_of_a_quadrature": lambda: svi(
+        factor_of(random_intercepts, weights, site("spread", dist.HalfNormal(1))), X, LABELS,
+        public="captured",
+    ),
+    "knots_of_a_spline": lambda: svi(
+        located(lambda x, w: jax.nn.relu(x[:, :1] - jnp.asarray(KNOTS)) @ w, 8), X, Y
+    ),
+    "a_table_by_month": lambda: svi(
+        located(lambda x, w, month: x @ w + jnp.asarray(SINES)[month]), X, Y, MONTH
+    ),
+    "a_seasonal_basis_of_a_column": lambda: svi(
+        model_of(seasonal, site("w", STANDARD, 6)), np.arange(N, dtype=np.float32), Y
+    ),
+    "a_jitted_polynomial": lambda: svi(located(
+        jax.jit(lambda x, w: jnp.stack([x[:, 0] ** k for k in range(4)], -1) @ w), 4
+    ), X, Y),
+    "a_jitted_helper_with_small_constants": lambda: svi(located(
+        lambda x, w: jax.jit(lambda x: (x - SHIFT) / SCALE)(x) @ w
+    ), X, Y),
+    "interpolation_on_a_captured_grid": lambda: svi(
+        located(lambda x, w: jnp.interp(x[:, 0], COARSE, jnp.tanh(COARSE)) * w[0]), X, Y
+    ),
+    "a_captured_grid_with_as_many_points_as_records": lambda: svi(
+        located(lambda x, w: jnp.interp(x[:, 0], FINE, FINE) * w[0]), X, Y, public=[FINE]
+    ),
+    "a_sparse_gaussian_process_with_inducing_points_of_numpy": lambda: svi(
+        model_of(sparse_process, positive("length", 0.3), site("noise", STANDARD, 9)), X, Y,
+        public="captured",
+    ),
+    "a_gaussian_process_by_hilbert_space_bases": lambda: svi(hilbert_space_process, X[:, 0], Y),
+    "a_smoother_with_inducing_points": lambda: svi(
+        model_of(smoother, site("u", STANDARD, 7)), X, Y, public="captured"
+    ),
+    "a_loop_over_small_constants": lambda: svi(located(
+        lambda x, w: jax.lax.scan(lambda s, rate: (s * rate + x @ w, None), x @ w, RATES)[0]
+    ), X, Y),
+    "scalars_as_arguments": lambda: svi(
+        located(lambda x, w, scale, shift, degree: (x**degree @ w + shift) / scale),
+        X, Y, np.float32(2.0), jnp.asarray(0.5), 1,
+    ),
+    "static_keywords_that_are_no_arrays": lambda: svi(
+        with_options, X, Y, link="identity", intercept=True, prior=None, size=2
+    ),
+    "arguments_that_are_no_arrays": lambda: svi(with_options, X, Y, "identity")._replace(
+        kwargs={"intercept": True, "prior": None}
+    ),
+    "a_static_table": lambda: svi(
+        located(lambda x, w, table: x @ w + jnp.mean(table)), X, Y,
+        table=np.ones((N, 2), np.float32),
+    ),
+    "a_public_table": lambda: svi(visits, X, Y, PATIENTS, PATIENT_OF, public=["patients"]),
+    "a_public_table_by_keyword": lambda: svi(visits, X, Y, public=("patients",))._replace(
+        kwargs={"patients": PATIENTS, "patient_of": PATIENT_OF}
+    ),
+    "public_tables_in_a_dict": lambda: svi(
+        with_tables, X, Y, {"mean": np.zeros(D, np.float32), "sd": np.ones(D, np.float32)},
+        public=["tables"],
+    ),
+    "a_public_table_with_as_many_rows_as_records": lambda: svi(
+        with_grid, X, Y, np.linspace(0, 1, N, dtype=np.float32), public=["grid"]
+    ),
+    "a_captured_table_declared_public": lambda: svi(located(
+        lambda x, w: jax.jit(lambda x: jnp.interp(x, PAIRS[:, 0], PAIRS[:, 1]))(x) @ w
+    ), X, Y, public=[PAIRS]),
+}  # fmt: skip
 
 
-@ordinary
-def a_model_that_is_not_centred():
-    def model(x, group, y):
-        w, spread = weights(), numpyro.sample("spread", dist.HalfNormal(1))
-        with numpyro.plate("groups", 5), handlers.reparam(config={"level": LocScaleReparam(0)}):
-            level = numpyro.sample("level", dist.Normal(0.0, spread))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w + level[group], 1), obs=y)
-
-    return svi(model, X, GROUP, Y)
+# Priors, transformations, sites and networks.
 
 
-@ordinary
-def a_transformed_prior():
-    def model(x, y):
-        prior = dist.TransformedDistribution(
-            dist.Normal(0, 1), dist.transforms.AffineTransform(1.0, 2.0)
-        )
-        with handlers.reparam(config={"b": TransformReparam()}):
-            b = numpyro.sample("b", prior)
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x[:, 0] * b, 1), obs=y)
-
-    return svi(model, X, Y)
+def horseshoe(x, w, tau, local):
+    """Weights with scales of their own."""
+    return dist.Normal(x @ (w * tau * local), 1)
 
 
-@ordinary
-def deterministic_sites():
-    def model(x, y):
-        w = weights()
-        numpyro.deterministic("size", jnp.linalg.norm(w))
-        with numpyro.plate("records", x.shape[0]):
-            mean = numpyro.deterministic("mean", x @ w)
-            numpyro.sample("y", dist.Normal(mean, 1), obs=y)
-
-    return svi(model, X, Y)
+def transformed():
+    """A prior that is reparameterised."""
+    affine = dist.transforms.AffineTransform(1.0, 2.0)
+    with handlers.reparam(config={"b": TransformReparam()}):
+        return numpyro.sample("b", dist.TransformedDistribution(dist.Normal(0, 1), affine))
 
 
-@ordinary
-def a_likelihood_by_factor():
-    def model(x, y):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.factor("y", -jnp.abs(y - x @ w))
-
-    return svi(model, X, Y)
-
-
-@ordinary
-def a_constraint_by_factor():
-    def model(x, y):
-        w = weights()
-        numpyro.factor("sum_to_one", -50 * jnp.square(w.sum() - 1))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-
-    return svi(model, X, Y)
+def deterministic_sites(x, y):
+    """One of the latents, and one of each record."""
+    w = weights()
+    numpyro.deterministic("size", jnp.linalg.norm(w))
+    with numpyro.plate("records", x.shape[0]):
+        mean = numpyro.deterministic("mean", x @ w)
+        numpyro.sample("y", dist.Normal(mean, 1), obs=y)
 
 
-@slow
-def a_random_walk_over_months():
-    def model(month, y):
-        step = numpyro.sample("step", dist.HalfNormal(0.5))
-        moves = numpyro.sample("moves", dist.Normal(0, 1).expand([12]).to_event(1))
-        level = numpyro.deterministic("level", jnp.cumsum(step * moves))
-        with numpyro.plate("records", month.shape[0]):
-            numpyro.sample("y", dist.Normal(level[month], 1), obs=y)
-
-    return svi(model, MONTH, Y)
-
-
-@ordinary
-def an_optimised_scale():
-    def model(x, y):
-        w = weights()
-        scale = numpyro.param("scale", 1.0, constraint=constraints.positive)
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w, scale), obs=y)
-
-    return svi(model, X, Y)
-
-
-@ordinary
-def a_partial_model_with_numbers():
-    def model(degree, scale, x, y):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x**degree @ w, scale), obs=y)
-
-    return svi(functools.partial(model, 1, 2.0), X, Y)
-
-
-# Networks.
+def random_walk(month, y):
+    """A level that moves from month to month."""
+    step, moves = site("step", dist.HalfNormal(0.5))(), site("moves", STANDARD, 12)()
+    level = numpyro.deterministic("level", jnp.cumsum(step * moves))
+    with numpyro.plate("records", month.shape[0]):
+        numpyro.sample("y", dist.Normal(level[month], 1), obs=y)
 
 
 class Network(nn.Module):
@@ -826,208 +577,132 @@ class Network(nn.Module):
         return nn.Dense(1)(nn.tanh(nn.Dense(4)(x)))[..., 0]
 
 
-@ordinary
-def a_network():
-    def model(x, y):
-        net = flax_module("net", Network(), input_shape=(1, D))
-        scale = numpyro.sample("scale", dist.LogNormal(0, 1))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(net(x), scale), obs=y)
-
-    return svi(model, X, Y)
+def plain_network():
+    """A network whose weights are parameters."""
+    return flax_module("net", Network(), input_shape=(1, D))
 
 
-@ordinary
-def a_bayesian_network():
-    def model(x, y):
-        net = random_flax_module("net", Network(), dist.Normal(0, 1), input_shape=(1, D))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(net(x), 1), obs=y)
+def bayesian_network():
+    """A network with a prior."""
+    return random_flax_module("net", Network(), dist.Normal(0, 1), input_shape=(1, D))
 
-    return svi(model, X, Y)
+
+PRIORS: dict[str, Callable[[], Call]] = {
+    "a_horseshoe": lambda: svi(model_of(
+        horseshoe, weights, site("tau", dist.HalfCauchy(1)), site("local", dist.HalfCauchy(1), D)
+    ), X, Y),
+    "a_model_that_is_not_centred": lambda: svi(
+        lambda x, group, y: with_levels(x, group, y, {"level": LocScaleReparam(0)}), X, GROUP, Y
+    ),
+    "a_transformed_prior": lambda: svi(
+        model_of(lambda x, b: dist.Normal(x[:, 0] * b, 1), transformed), X, Y
+    ),
+    "deterministic_sites": lambda: svi(deterministic_sites, X, Y),
+    "a_likelihood_by_factor": lambda: svi(
+        factor_of(lambda w, x, y: -jnp.abs(y - x @ w), weights), X, Y
+    ),
+    "a_constraint_by_factor": lambda: svi(located(
+        outside=lambda w, *_: numpyro.factor("sum_to_one", -50 * jnp.square(w.sum() - 1))
+    ), X, Y),
+    "a_random_walk_over_months": lambda: svi(random_walk, MONTH, Y),
+    "an_optimised_scale": lambda: svi(outcome(
+        dist.Normal, lambda: numpyro.param("scale", 1.0, constraint=constraints.positive)
+    ), X, Y),
+    "a_partial_model_with_numbers": lambda: svi(functools.partial(
+        lambda degree, scale, x, y: located(lambda x, w: x**degree @ w / scale)(x, y), 1, 2.0
+    ), X, Y),
+    "a_network": lambda: svi(model_of(
+        lambda x, net, scale: dist.Normal(net(x), scale), plain_network, positive("scale")
+    ), X, Y),
+    "a_bayesian_network": lambda: svi(
+        model_of(lambda x, net: dist.Normal(net(x), 1), bayesian_network), X, Y
+    ),
+}  # fmt: skip
 
 
 # Guides and where they start.
 
 
-@slow
-def a_full_guide():
-    return svi(regression, X, Y, guide=AutoMultivariateNormal)
+def two_guides() -> AutoGuideList:
+    """A list of guides."""
+    guide = AutoGuideList(with_intercept)
+    guide.append(AutoDelta(handlers.block(with_intercept, hide=["w"])))
+    guide.append(AutoDiagonalNormal(handlers.block(with_intercept, hide=["b"])))
+    return guide
 
 
-@ordinary
-def a_low_rank_guide():
-    return svi(regression, X, Y, guide=AutoLowRankMultivariateNormal(regression, rank=2))
+def by_hand(start: Any = None) -> Callable[..., None]:
+    """A guide by hand."""
 
-
-@ordinary
-def a_list_of_guides():
-    def model(x, y=None):
-        w, b = weights(), numpyro.sample("b", dist.Normal(0, 1))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w + b, 1), obs=y)
-
-    guide = AutoGuideList(model)
-    guide.append(AutoDelta(handlers.block(model, hide=["w"])))
-    guide.append(AutoDiagonalNormal(handlers.block(model, hide=["b"])))
-    return svi(model, X, Y, guide=guide)
-
-
-@ordinary
-def a_guide_by_hand():
     def guide(x, y=None):
-        loc = numpyro.param("loc", jnp.zeros(D))
+        loc = numpyro.param("loc", jnp.zeros(D) if start is None else jnp.asarray(start))
         scale = numpyro.param("scale", 0.1 * jnp.ones(D), constraint=constraints.positive)
         numpyro.sample("w", dist.Normal(loc, scale).to_event(1))
 
-    return svi(regression, X, Y, guide=guide)
+    return guide
 
 
-@ordinary
-def a_guide_by_hand_with_small_constants():
-    start = np.float32([0.1, 0.2, 0.3])
-
-    def guide(x, y=None):
-        loc = numpyro.param("loc", jnp.asarray(start))
-        numpyro.sample("w", dist.Normal(loc, 0.1).to_event(1))
-
-    return svi(regression, X, Y, guide=guide)
-
-
-def starting(strategy: Any, guide: Any = AutoNormal) -> Call:
+def starting(strategy: Any, guide: Any = AutoNormal) -> Callable[[], Call]:
     """A model with two sites whose guide starts as ``strategy`` says."""
-
-    def model(x, y):
-        w, scale = weights(), numpyro.sample("scale", dist.LogNormal(0, 1))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w, scale), obs=y)
-
-    return svi(model, X, Y, guide=guide(model, init_loc_fn=strategy))
+    model = outcome(dist.Normal, positive("scale"))
+    return lambda: svi(model, X, Y, guide=guide(model, init_loc_fn=strategy))
 
 
-@ordinary
-def a_start_at_medians():
-    return starting(init_to_median(num_samples=5))
-
-
-@ordinary
-def a_start_at_feasible_values():
-    return starting(init_to_feasible)
-
-
-@ordinary
-def a_start_at_draws():
-    return starting(init_to_sample, AutoDelta)
-
-
-@slow
-def a_start_at_means():
-    return starting(init_to_mean, AutoDiagonalNormal)
-
-
-@ordinary
-def a_start_at_uniform_draws():
-    return starting(init_to_uniform(radius=1))
-
-
-@ordinary
-def a_start_at_python_numbers():
-    return starting(init_to_value(values={"scale": 0.5}))
-
-
-@ordinary
-def a_start_at_a_public_array():
-    start = np.float32([0.1, 0.2, 0.3])
-    guide = AutoNormal(regression, init_loc_fn=init_to_value(values={"w": start}))
-    return svi(regression, X, Y, guide=guide, public=[start])
-
-
-@ordinary
-def a_start_by_init_params():
-    call = svi(regression, X, Y)
-    return call._replace(run={"init_params": {"w_auto_loc": jnp.asarray([0.1, 0.2, 0.3])}})
+GUIDES: dict[str, Callable[[], Call]] = {
+    "a_full_guide": lambda: svi(regression, X, Y, guide=AutoMultivariateNormal),
+    "a_low_rank_guide": lambda: svi(
+        regression, X, Y, guide=AutoLowRankMultivariateNormal(regression, rank=2)
+    ),
+    "a_list_of_guides": lambda: svi(with_intercept, X, Y, guide=two_guides()),
+    "a_guide_by_hand": lambda: svi(regression, X, Y, guide=by_hand()),
+    "a_guide_by_hand_with_small_constants": lambda: svi(regression, X, Y, guide=by_hand(SHIFT)),
+    "a_start_at_medians": starting(init_to_median(num_samples=5)),
+    "a_start_at_feasible_values": starting(init_to_feasible),
+    "a_start_at_draws": starting(init_to_sample, AutoDelta),
+    "a_start_at_means": starting(init_to_mean, AutoDiagonalNormal),
+    "a_start_at_uniform_draws": starting(init_to_uniform(radius=1)),
+    "a_start_at_python_numbers": starting(init_to_value(values={"scale": 0.5})),
+    "a_start_at_a_public_array": lambda: svi(
+        regression, X, Y, public=[SHIFT],
+        guide=AutoNormal(regression, init_loc_fn=init_to_value(values={"w": SHIFT})),
+    ),
+    "a_start_by_init_params": lambda: svi(regression, X, Y)._replace(
+        run={"init_params": {"w_auto_loc": jnp.asarray(SHIFT)}}
+    ),
+}  # fmt: skip
 
 
 # Other samplers, folds and drivers.
 
+DRIVERS: dict[str, Callable[[], Call]] = {
+    "poisson_batches": lambda: svi(regression, X, Y, sampler=Poisson(0.2)),
+    "batches_of_fixed_size": lambda: svi(regression, X, Y, sampler=FixedSize(16)),
+    "a_tail_average": lambda: svi(regression, X, Y)._replace(
+        run={"fold": tail_average(2, last=1.0, num_batches=2)}
+    ),
+    "message_passing_for_binary_outcomes": lambda: sep(logistic, X, LABELS, site=quadrature()),
+    "message_passing_for_counts_with_exposure": lambda: sep(
+        outcome(lambda eta, exposure: dist.Poisson(exposure * jnp.exp(eta))), X, EXPOSURE, COUNTS,
+        site=quadrature(),
+    ),
+    "message_passing_with_a_small_table": lambda: sep(
+        outcome(lambda eta, month: dist.Bernoulli(logits=eta + jnp.asarray(SINES)[month])),
+        X, MONTH, LABELS, site=quadrature(),
+    ),
+    "message_passing_with_a_public_table": lambda: sep(
+        visits, X, Y, PATIENTS, PATIENT_OF, public=["patients"]
+    ),
+    "a_sampler_for_a_hierarchy": lambda: mcmc(SGLD(with_levels, 1e-3), X, GROUP, Y),
+    "a_sampler_with_falling_steps": lambda: mcmc(
+        SGLD(regression, lambda t: 1e-3 / (1 + t / 100) ** 0.55), X, Y
+    ),
+    "a_sampler_with_a_start_at_python_numbers": lambda: mcmc(
+        SGHMC(one_mean, 1e-3, init_strategy=init_to_value(values={"mean": 0.5})), Y
+    ),
+    "a_sampler_with_momentum": lambda: mcmc(
+        SGHMC(regression, 1e-3, init_strategy=init_to_uniform), X, Y
+    ),
+}  # fmt: skip
 
-@ordinary
-def poisson_batches():
-    return svi(regression, X, Y, sampler=Poisson(0.2))
-
-
-@ordinary
-def batches_of_fixed_size():
-    return svi(regression, X, Y, sampler=FixedSize(16))
-
-
-@ordinary
-def a_tail_average():
-    fold = tail_average(2, last=1.0, num_batches=2)
-    return svi(regression, X, Y)._replace(run={"fold": fold})
-
-
-@ordinary
-def message_passing_for_binary_outcomes():
-    return sep(outcome(lambda eta: dist.Bernoulli(logits=eta)), X, LABELS, site=quadrature())
-
-
-@slow
-def message_passing_for_counts_with_exposure():
-    def model(x, exposure, y):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Poisson(exposure * jnp.exp(x @ w)), obs=y)
-
-    return sep(model, X, EXPOSURE, COUNTS, site=quadrature())
-
-
-@ordinary
-def message_passing_with_a_small_table():
-    table = np.sin(np.arange(12)).astype(np.float32)
-
-    def model(x, month, y):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            eta = x @ w + jnp.asarray(table)[month]
-            numpyro.sample("y", dist.Bernoulli(logits=eta), obs=y)
-
-    return sep(model, X, MONTH, LABELS, site=quadrature())
-
-
-@ordinary
-def message_passing_with_a_public_table():
-    return sep(visits, X, Y, PATIENTS, PATIENT_OF, public=["patients"])
-
-
-@slow
-def a_sampler_for_a_hierarchy():
-    def model(x, group, y):
-        w, spread = weights(), numpyro.sample("spread", dist.LogNormal(0, 0.5))
-        with numpyro.plate("groups", 5):
-            level = numpyro.sample("level", dist.Normal(0, spread))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w + level[group], 1), obs=y)
-
-    return mcmc(SGLD(model, 1e-3), X, GROUP, Y)
-
-
-@ordinary
-def a_sampler_with_falling_steps():
-    return mcmc(SGLD(regression, lambda t: 1e-3 / (1 + t / 100) ** 0.55), X, Y)
-
-
-@ordinary
-def a_sampler_with_a_start_at_python_numbers():
-    def model(x):
-        mean = numpyro.sample("mean", dist.Normal(0, 1))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("x", dist.Normal(mean, 1), obs=x)
-
-    start = init_to_value(values={"mean": 0.5})
-    return mcmc(SGHMC(model, 1e-3, init_strategy=start), Y)
-
-
-@ordinary
-def a_sampler_with_momentum():
-    return mcmc(SGHMC(regression, 1e-3, init_strategy=init_to_uniform), X, Y)
+ALL = OUTCOMES | OF_A_RECORD | GROUPS | PUBLIC | PRIORS | GUIDES | DRIVERS
+ORDINARY = [Row(name, build, name in SLOW) for name, build in ALL.items()]

@@ -12,7 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from hostile import KEY, LABELS, D, N, X, Y, mcmc, sep, svi, weights
+from hostile import KEY, LABELS, D, N, X, Y, located, mcmc, sep, svi, weights
 from numpyro import handlers
 from numpyro.distributions import biject_to, transforms
 from numpyro.distributions.util import lazy_property
@@ -28,43 +28,53 @@ TINY = PrivacyBudget(1e-3, 1e-5)
 
 
 class Prior(dist.Normal):
-    """A standard normal density whose draws come from records."""
+    """A standard normal density, of which subclasses take something from records."""
 
     def __init__(self):
         super().__init__(jnp.zeros(D), 1.0)
 
 
-class Bootstrap(Prior):
+def prior_with(**methods: Any) -> Any:
+    return type("Changed", (Prior,), methods)
+
+
+def means(*shape: int) -> Any:
+    return jnp.asarray(X).mean(0) + jnp.zeros((*shape, D))
+
+
+def called(self, *args, **kwargs):
+    value, rest = super(Prior, self).__call__(*args, **kwargs)
+    return value + means(), rest
+
+
+def table(self):
+    return jnp.asarray(X)
+
+
+def printed(self, key, sample_shape=()):
+    jax.debug.print("{}", key)
+    return super(Prior, self).sample(key, sample_shape)
+
+
+def drawn_from(values: Any, kind: Any = Prior) -> Any:
+    """A distribution that is drawn by a bootstrap of values."""
+
     def sample(self, key, sample_shape=()):
-        return jnp.asarray(X)[jax.random.randint(key, sample_shape, 0, N)]
+        shape = sample_shape + self.batch_shape[values.ndim - 1 :]
+        return jnp.asarray(values)[jax.random.randint(key, shape, 0, N)]
+
+    return type("Resampled", (kind,), {"sample": sample})
 
 
-class Fitted(Prior):
-    def sample(self, key, sample_shape=()):
-        noise = jax.random.normal(key, (*sample_shape, D))
-        return jnp.asarray(X).mean(0) + 0.01 * noise
+Bootstrap, Residuals = drawn_from(X), drawn_from(Y, dist.Normal)
+NORMAL = dist.Normal(0, 1).expand([D])
+Fitted = prior_with(
+    sample=lambda self, key, sample_shape=(): means() + 0.01 * NORMAL.sample(key, sample_shape)
+)
 
 
-class Intermediate(Prior):
-    def sample_with_intermediates(self, key, sample_shape=()):
-        return jnp.asarray(X).mean(0) + jnp.zeros((*sample_shape, D)), []
-
-
-class Called(Prior):
-    def __call__(self, *args, **kwargs):
-        value, rest = super().__call__(*args, **kwargs)
-        return value + jnp.asarray(X).mean(0), rest
-
-
-class Density(Prior):
-    """Draws are standard normal, and the density knows better."""
-
-    def log_prob(self, value):
-        return -50 * jnp.square(value - jnp.asarray(X).mean(0))
-
-
-def _rule_with_records(order):
-    """A function whose derivative of an order has a rule that holds records."""
+def rule_with_records(order: int) -> Any:
+    """A density whose derivative of an order has a rule that holds records."""
 
     @jax.custom_jvp
     def found(value):
@@ -73,26 +83,11 @@ def _rule_with_records(order):
     @found.defjvp
     def _(inputs, slopes):
         (value,), (slope,) = inputs, slopes
-        shift = jnp.asarray(X).mean(0) if order == 1 else 0.0
-        first = _rule_with_records(1)(value) if order == 2 else -value
+        shift = means() if order == 1 else 0.0
+        first = rule_with_records(1)(value) if order == 2 else -value
         return found(value), (first + shift) * slope
 
     return found
-
-
-class Sloped(Prior):
-    """The rule for the derivative of the density knows records."""
-
-    order = 1
-
-    def log_prob(self, value):
-        return _rule_with_records(self.order)(value)
-
-
-class Curved(Sloped):
-    """That for the second derivative does."""
-
-    order = 2
 
 
 class Transformed(dist.constraints.Constraint):
@@ -128,87 +123,44 @@ class Shifting(transforms.AffineTransform):
 biject_to.register(Transformed)(lambda constraint: Shifting(constraint.inverse))
 
 
-class Supported(Prior):
-    support = Transformed(inverse=False)
-
-
-class SupportedBackwards(Prior):
-    support = Transformed(inverse=True)
-
-
-class Remembering(Prior):
-    @lazy_property
-    def table(self):
-        return jnp.asarray(X)
-
-    def sample(self, key, sample_shape=()):
-        return self.table.mean(0) + jnp.zeros((*sample_shape, D))
-
-
-class Printing(Prior):
-    def sample(self, key, sample_shape=()):
-        jax.debug.print("{}", key)
-        return super().sample(key, sample_shape)
-
-
-class Jitted(Prior):
-    def sample(self, key, sample_shape=()):
-        return super().sample(key, sample_shape) + jax.jit(lambda: jnp.asarray(X).mean(0))()
-
-
-class Residuals(dist.Normal):
-    """An outcome that is drawn by a bootstrap of residuals."""
-
-    def sample(self, key, sample_shape=()):
-        shape = sample_shape + self.batch_shape
-        return jnp.asarray(Y)[jax.random.randint(key, shape, 0, N)]
-
-
-class LabelsOfRecords(dist.BernoulliLogits):
-    def sample(self, key, sample_shape=()):
-        shape = sample_shape + self.batch_shape
-        return jnp.asarray(LABELS)[jax.random.randint(key, shape, 0, N)]
-
-
-def with_prior(prior: Callable[[], Any], wrapped: bool = True) -> Callable[..., None]:
+def logistic(shift: Any = lambda y: 0.0, prior: Any = None) -> Callable[..., None]:
     def model(x, y=None):
-        w = numpyro.sample("w", prior().to_event(1) if wrapped else prior())
+        w = weights() if prior is None else numpyro.sample("w", prior())
+        eta = x @ w + shift(y)
         with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+            numpyro.sample("y", dist.Bernoulli(logits=eta), obs=y)
 
     return model
 
 
-def with_outcome(likelihood: Any) -> Callable[..., None]:
+def with_prior(prior: Callable[[], Any]) -> Callable[..., None]:
+    return logistic(prior=lambda: prior().to_event(1))
+
+
+def site(add: Callable[[], Any]) -> Callable[..., None]:
+    """A logistic regression with one more site, which the likelihood does not read."""
+
     def model(x, y=None):
-        w = weights()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", likelihood(x @ w), obs=y)
+        add()
+        logistic()(x, y)
 
     return model
 
 
-def behind_a_missing_outcome(x, y=None):
-    w = weights()
-    if y is None:
-        numpyro.deterministic("training", jnp.asarray(LABELS))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
-
-
-def a_shift_without_outcome(x, y=None):
-    w = weights()
-    shift = jnp.asarray(Y).mean() if y is None else 0.0
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w + shift), obs=y)
+def leak(values: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: numpyro.deterministic("leak", values())
 
 
 def in_a_dict(data):
-    w = weights()
     if data["y"] is None:
         numpyro.deterministic("training", jnp.asarray(X))
-    with numpyro.plate("records", data["x"].shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=data["x"] @ w), obs=data["y"])
+    logistic()(data["x"], data["y"])
+
+
+def behind_a_missing_outcome(x, y=None):
+    if y is None:
+        numpyro.deterministic("training", jnp.asarray(LABELS))
+    logistic()(x, y)
 
 
 def second_of_two_outcomes(x, y=None, z=None):
@@ -218,18 +170,6 @@ def second_of_two_outcomes(x, y=None, z=None):
         if z is None and y is not None:
             numpyro.deterministic("training", jnp.asarray(X))
         numpyro.sample("z", dist.Bernoulli(logits=x @ w), obs=z)
-
-
-def site(add: Callable[[], Any]) -> Callable[..., None]:
-    """A logistic regression with one more site, which the likelihood does not read."""
-
-    def model(x, y=None):
-        w = weights()
-        add()
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
-
-    return model
 
 
 def scaled(x, y=None):
@@ -254,56 +194,64 @@ KEYS = np.stack([np.arange(N), np.arange(N)], axis=1).astype(np.uint32)
 def cut_by_records():
     """Cuts a range at numbers of records, which are then parameters of the program."""
     incomes = 200 + np.arange(N) * 70 % 610
-    cuts = [jnp.arange(1000)[income] for income in incomes.tolist()]
-    numpyro.deterministic("leak", jnp.stack(cuts))
+    return jnp.stack([jnp.arange(1000)[income] for income in incomes.tolist()])
 
 
+PRIORS: dict[str, Any] = {
+    "a bootstrap": Bootstrap,
+    "a fitted prior": Fitted,
+    "a sampler with a compiled helper": prior_with(
+        sample=lambda self, key, sample_shape=(): (
+            NORMAL.sample(key, sample_shape) + jax.jit(lambda: means())()
+        )
+    ),
+    # Draws are standard normal, and the density knows better.
+    "a density of the prior": prior_with(
+        log_prob=lambda self, value: -50 * jnp.square(value - means())
+    ),
+    "a slope of the prior": prior_with(log_prob=lambda self, value: rule_with_records(1)(value)),
+    "a curvature of the prior": prior_with(
+        log_prob=lambda self, value: rule_with_records(2)(value)
+    ),
+    "a transform of a support": prior_with(support=Transformed(inverse=False)),
+    "its inverse": prior_with(support=Transformed(inverse=True)),
+    "a cached property": prior_with(
+        table=lazy_property(table),
+        sample=lambda self, key, sample_shape=(): (
+            self.table.mean(0) + jnp.zeros((*sample_shape, D))
+        ),
+    ),
+    "a sampler that prints": prior_with(sample=printed),
+}  # fmt: skip
+SITES: dict[str, Callable[[], Any]] = {
+    "many keys": leak(lambda: jax.random.wrap_key_data(KEYS)),
+    "a list of keys": leak(lambda: [jax.random.key(n) for n in range(N)]),
+    "places of cuts": leak(cut_by_records),
+    "a parameter that nothing reads": lambda: numpyro.param("leak", jnp.asarray(X)),
+    "a deterministic site": leak(means),
+    "a list in a deterministic site": leak(lambda: Y.tolist()),
+    "a latent that nothing reads": lambda: numpyro.sample(
+        "leak", dist.Normal(jnp.asarray(Y).mean(), 1)
+    ),
+}
+MODELS: dict[str, Callable[..., None]] = {
+    "a sampler with intermediates": logistic(prior=prior_with(
+        sample_with_intermediates=lambda self, key, sample_shape=(): (means(*sample_shape), [])
+    )),
+    "a distribution that is called": logistic(prior=prior_with(__call__=called)),
+    "a scale of the prior": scaled,
+    "labels of records": located(likelihood=drawn_from(LABELS, dist.BernoulliLogits)),
+    "behind a missing outcome": behind_a_missing_outcome,
+    "a shift without outcome": logistic(lambda y: jnp.asarray(Y).mean() if y is None else 0.0),
+    "a latent of the record": a_latent_of_the_record,
+}  # fmt: skip
 HOLES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
-    "a bootstrap": (with_prior(Bootstrap), (X, LABELS)),
-    "a fitted prior": (with_prior(Fitted), (X, LABELS)),
-    "a sampler with intermediates": (with_prior(Intermediate, wrapped=False), (X, LABELS)),
-    "a distribution that is called": (with_prior(Called, wrapped=False), (X, LABELS)),
-    "a sampler with a compiled helper": (with_prior(Jitted), (X, LABELS)),
-    "a density of the prior": (with_prior(Density), (X, LABELS)),
-    "a slope of the prior": (with_prior(Sloped), (X, LABELS)),
-    "a curvature of the prior": (with_prior(Curved), (X, LABELS)),
-    "many keys": (
-        site(lambda: numpyro.deterministic("leak", jax.random.wrap_key_data(KEYS))),
-        (X, LABELS),
-    ),
-    "a list of keys": (
-        site(lambda: numpyro.deterministic("leak", [jax.random.key(n) for n in range(N)])),
-        (X, LABELS),
-    ),
-    "places of cuts": (site(cut_by_records), (X, LABELS)),
-    "a transform of a support": (with_prior(Supported), (X, LABELS)),
-    "its inverse": (with_prior(SupportedBackwards), (X, LABELS)),
-    "a cached property": (with_prior(Remembering), (X, LABELS)),
-    "a scale of the prior": (scaled, (X, LABELS)),
-    "a parameter that nothing reads": (
-        site(lambda: numpyro.param("leak", jnp.asarray(X))),
-        (X, LABELS),
-    ),
-    "a deterministic site": (
-        site(lambda: numpyro.deterministic("leak", jnp.asarray(X).mean(0))),
-        (X, LABELS),
-    ),
-    "a list in a deterministic site": (
-        site(lambda: numpyro.deterministic("leak", Y.tolist())),
-        (X, LABELS),
-    ),
-    "a latent that nothing reads": (
-        site(lambda: numpyro.sample("leak", dist.Normal(jnp.asarray(Y).mean(), 1))),
-        (X, LABELS),
-    ),
-    "a sampler that prints": (with_prior(Printing), (X, LABELS)),
-    "a bootstrap of residuals": (with_outcome(lambda eta: Residuals(eta, 1.0)), (X, Y)),
-    "labels of records": (with_outcome(LabelsOfRecords), (X, LABELS)),
-    "behind a missing outcome": (behind_a_missing_outcome, (X, LABELS)),
-    "a shift without outcome": (a_shift_without_outcome, (X, LABELS)),
+    **{name: (with_prior(prior), (X, LABELS)) for name, prior in PRIORS.items()},
+    **{name: (site(add), (X, LABELS)) for name, add in SITES.items()},
+    **{name: (model, (X, LABELS)) for name, model in MODELS.items()},
+    "a bootstrap of residuals": (located(likelihood=lambda eta: Residuals(eta, 1.0)), (X, Y)),
     "in a dict": (in_a_dict, ({"x": X, "y": LABELS},)),
     "second of two outcomes": (second_of_two_outcomes, (X, LABELS, LABELS)),
-    "a latent of the record": (a_latent_of_the_record, (X, LABELS)),
 }
 
 DRIVERS: dict[str, Callable[..., Any]] = {
@@ -360,9 +308,7 @@ def test_starts_that_are_drawn_are_looked_at(start: Any) -> None:
 
 def late(x, y=None, again=False):
     """Holds records in code that only a prediction with a further argument runs."""
-    w = weights()
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+    logistic()(x, y)
     if again:
         numpyro.deterministic("training", jnp.asarray(Y[:5]))
 
@@ -380,11 +326,9 @@ def test_predict_looks_at_what_it_is_about_to_run(tmp_path: Any) -> None:
 
 def by_type(x, y=None):
     """Has records if its argument has values, as a prediction outside of jit would give it."""
-    w = weights()
     if isinstance(x, np.ndarray) and len(x) < N:
         numpyro.deterministic("training", Y[:5])
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+    logistic()(x, y)
 
 
 def test_predict_runs_what_was_looked_at() -> None:
@@ -438,7 +382,7 @@ def test_a_model_without_a_sampler_for_its_outcome_runs() -> None:
         def sample(self, key, sample_shape=()):
             raise NotImplementedError
 
-    call = svi(with_outcome(lambda eta: Outcome(eta, 1.0)), X, Y)
+    call = svi(located(likelihood=lambda eta: Outcome(eta, 1.0)), X, Y)
     call.make().init(KEY, X, Y)
 
 

@@ -14,6 +14,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from flat import grouped
+from hostile import drawn, weights
 from numpyro import infer
 from numpyro.contrib.control_flow import scan
 from numpyro.distributions import constraints
@@ -37,201 +38,94 @@ X = np.random.default_rng(0).normal(size=(N, D)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=N).astype(np.float32)
 
 
-def good(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
+def model_of(draw: Callable[..., Any], likelihood: Any = None) -> Callable[..., None]:
+    """A model of ``draw(x, y)`` before the plate, and ``likelihood(x, drawn, index)`` inside it."""
+
+    def model(x, y):
+        found = draw(x, y)
+        with numpyro.plate("records", x.shape[0]) as index:
+            fn = likelihood(x, found, index) if likelihood else dist.Normal(x @ found, 1)
+            numpyro.sample("y", fn, obs=y)
+
+    return model
 
 
-def observed_outside(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
-    numpyro.sample("first", dist.Normal(w[0], 1), obs=y[0])
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
+def prior_of(prior: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda x, y: numpyro.sample("w", prior(y).expand([D]).to_event(1))
 
 
-def observed_in_another_plate(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+def after(outside: Callable[..., Any]) -> Callable[..., None]:
+    """A regression with something before its plate."""
+
+    def draw(x, y):
+        w = weights()
+        outside(w, x, y)
+        return w
+
+    return model_of(draw)
+
+
+def effects(number: int) -> Any:
+    return numpyro.sample("effect", dist.Normal(0, 1).expand([number]).to_event(1))
+
+
+def normal(name: str) -> Any:
+    return numpyro.sample(name, dist.Normal(0, 1))
+
+
+good = model_of(lambda x, y: weights())
+scalar_mean = model_of(lambda x, y: normal("mean"), lambda x, mean, _: dist.Normal(mean, 1))
+
+
+def sum_of_squares(w, x, y):
+    numpyro.factor("sum_of_squares", -jnp.sum((y - x @ w) ** 2))
+
+
+def observed_columns(w, x, y):
     with numpyro.plate("columns", D):
         numpyro.sample("mean", dist.Normal(w, 1), obs=x.mean(0))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-
-
-def factor_outside(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
-    numpyro.factor("sum_of_squares", -jnp.sum((y - x @ w) ** 2))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-
-
-def only_a_factor_outside(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
-    numpyro.factor("sum_of_squares", -jnp.sum((y - x @ w) ** 2))
-
-
-def data_dependent_prior(x, y):
-    w = numpyro.sample("w", dist.Normal(y.mean(), 1).expand([D]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-
-
-def data_dependent_support(x, y):
-    top = numpyro.sample("top", dist.Uniform(0, jnp.abs(y).max()))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(0, top), obs=y)
-
-
-def data_dependent_parameter(x, y):
-    w = numpyro.param("w", jnp.ones(D) * y.mean())
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-
-
-def local_latent(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        error = numpyro.sample("error", dist.Normal(0, 1))
-        numpyro.sample("y", dist.Normal(x @ w + error, 1), obs=y)
-
-
-def one_latent_per_record(x, y):
-    effect = numpyro.sample("effect", dist.Normal(0, 1).expand([x.shape[0]]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(effect, 1), obs=y)
-
-
-def hard_coded_latents(x, y):
-    effect = numpyro.sample("effect", dist.Normal(0, 1).expand([N]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(effect, 1), obs=y)
-
-
-def looked_up_latents(x, y):
-    effect = numpyro.sample("effect", dist.Normal(0, 1).expand([N]).to_event(1))
-    with numpyro.plate("records", x.shape[0]) as index:
-        numpyro.sample("y", dist.Normal(effect[index], 1), obs=y)
-
-
-def looked_up_parameter(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1))
-    effect = numpyro.param("effect", jnp.zeros(N))
-    with numpyro.plate("records", x.shape[0]) as index:
-        numpyro.sample("y", dist.Normal(w + effect[index], 1), obs=y)
-
-
-def parameter_per_record(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1))
-    effect = numpyro.param("effect", jnp.zeros(x.shape[0]))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(w + effect, 1), obs=y)
-
-
-def closure(x, y=None):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, 1), obs=Y)
 
 
 def indexed_closure(x, y=None):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+    w = weights()
     with numpyro.plate("records", x.shape[0]) as index:
         numpyro.sample("y", dist.Normal(x @ w, 1), obs=jnp.asarray(Y)[index])
 
 
-def summarised_closure(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w + jnp.asarray(Y).mean(), 1), obs=y)
-
-
 def batch_norm(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
     mean = mutable("running_mean", {"value": jnp.zeros(D)})
     mean["value"] = 0.9 * mean["value"] + 0.1 * x.mean(0)
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal((x - mean["value"]) @ w, 1), obs=y)
-
-
-def discrete(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
-    sign = numpyro.sample("sign", dist.Bernoulli(0.5))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w * (2 * sign - 1), 1), obs=y)
-
-
-def discrete_in_plate(x, y):
-    means = numpyro.sample("means", dist.Normal(0, 1).expand([2]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        which = numpyro.sample("which", dist.Poisson(0.5))
-        numpyro.sample("y", dist.Normal(means[which], 1), obs=y)
-
-
-def no_plate(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
-    numpyro.sample("y", dist.Normal(x @ w, 1).to_event(1), obs=y)
+    good(x - mean["value"], y)
 
 
 def two_plates(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
-    with numpyro.plate("first", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-    with numpyro.plate("second", x.shape[0]):
-        numpyro.sample("z", dist.Normal(x @ w, 1), obs=y)
+    w = weights()
+    for plate, name in (("first", "y"), ("second", "z")):
+        with numpyro.plate(plate, x.shape[0]):
+            numpyro.sample(name, dist.Normal(x @ w, 1), obs=y)
 
 
 def unobserved(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+    w = weights()
     with numpyro.plate("records", x.shape[0]):
         numpyro.deterministic("y", x @ w)
 
 
 def later_axis(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+    w = weights()
     with numpyro.plate("records", y.shape[0]):
         numpyro.sample("y", dist.Normal(w @ x, 1), obs=y)
 
 
-def scalar_mean(x, y):
-    mean = numpyro.sample("mean", dist.Normal(0, 1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(mean, 1), obs=y)
-
-
-def not_indexed(x, y):
-    mean = numpyro.sample("mean", dist.Normal(0, 1))
-    with numpyro.plate("records", x.shape[0], subsample_size=4):
-        numpyro.sample("y", dist.Normal(mean, 1), obs=y)
+def with_batches(*columns):
+    mean = normal("mean")
+    with numpyro.plate("records", N, subsample_size=4):
+        numpyro.sample("y", dist.Normal(mean, 1), obs=columns[-1])
 
 
 def dynamic_support(x, y):
     top = numpyro.sample("top", dist.LogNormal(0, 1))
-    width = numpyro.sample("width", dist.Uniform(0, top))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(0, width), obs=y)
-
-
-def guide_per_record(x, y):
-    rows = numpyro.param("rows", jnp.zeros(x.shape[0]))
-    numpyro.sample("w", dist.Normal(rows.mean() + jnp.zeros(D), 1).to_event(1))
-
-
-def guide_reads_data(x, y):
-    numpyro.sample("w", dist.Normal(x.mean(0), numpyro.param("s", 1.0)).to_event(1))
-
-
-def guide_starts_at_data(x, y):
-    loc = numpyro.param("loc", x.mean(0))
-    numpyro.sample("w", dist.Normal(loc, 1.0).to_event(1))
-
-
-def guide_holds_data(x, y):
-    loc = numpyro.param("loc", jnp.zeros(D)) + jnp.asarray(X).mean(0)
-    numpyro.sample("w", dist.Normal(loc, 1.0).to_event(1))
-
-
-def guide_without_latent(x, y):
-    numpyro.param("loc", jnp.zeros(D))
+    return numpyro.sample("width", dist.Uniform(0, top))
 
 
 def guide_with_unknown_site(x, y):
@@ -251,87 +145,174 @@ def guide_with_mutable(x, y):
     numpyro.sample("w", dist.Normal(numpyro.param("loc", jnp.zeros(D)), 1.0).to_event(1))
 
 
-def driver(model: Any, guide: Any, loss: Any = None, **options: Any) -> DPSVI:
-    return DPSVI(
-        model,
-        guide,
-        optax.adam(0.1),
-        loss,
-        **grouped(
-            estimator=aligned(), clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0, **options
-        ),
-    )
+def driver(model: Any, guide: Any = None, loss: Any = None, **options: Any) -> DPSVI:
+    settings = dict(estimator=aligned(), clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0)
+    guide = AutoNormal(model) if guide is None else guide
+    return DPSVI(model, guide, optax.adam(0.1), loss, **grouped(**settings | options))
 
 
-MODELS: list[tuple[Callable[..., Any], list[str]]] = [
-    (observed_outside, ["'first'", "outside the data plate", "Put it inside numpyro.plate"]),
-    (observed_in_another_plate, ["'mean': ('columns',)", "Put every observed site into one plate"]),
-    (factor_outside, ["'sum_of_squares'", "outside the data plate", "Put it inside"]),
-    (only_a_factor_outside, ["'sum_of_squares'", "in no plate", "Put it inside numpyro.plate"]),
-    (data_dependent_prior, ["prior of latent site 'w'", "static keywords"]),
-    (data_dependent_support, ["prior of latent site 'top'", "static keywords"]),
-    (data_dependent_parameter, ["parameter 'w'", "public values"]),
-    (local_latent, ["'error'", "one parameter per record", "Integrate the site out"]),
-    (one_latent_per_record, ["'effect'", "one parameter per record", "integrate it out"]),
-    (hard_coded_latents, ["'y' has 12 values", "one entry per record"]),
-    (looked_up_latents, ["'y' looks up", "index of plate 'records'", "column of the data"]),
-    (looked_up_parameter, ["'y' looks up", "index of plate 'records'", "column of the data"]),
-    (parameter_per_record, ["'effect'", "one entry per record", "parameters of fixed shape"]),
-    (closure, ["'y' has 12 values", "as an argument array with one row per record"]),
-    (indexed_closure, ["'y' looks up", "Pass records as arguments"]),
-    (summarised_closure, ["array of shape (12,)", "Pass records as arguments", "static keyword"]),
-    (batch_norm, ["'running_mean'", "group or layer norm"]),
-    (discrete, ["'sign' is discrete", "MixtureSameFamily"]),
-    (discrete_in_plate, ["'which' is discrete", "MixtureSameFamily"]),
-    (no_plate, ["'y' is in no plate", "Put it inside numpyro.plate"]),
-    (two_plates, ["'y': ('first',)", "'z': ('second',)", "data_plate="]),
-    (unobserved, ["observed site", "Pass the data so that obs= is not None"]),
-    (not_indexed, ["'y' has 12 rows in plate 'records' of size 4", "index"]),
-    (dynamic_support, ["support of latent site 'width'", "Uniform(0, 1)", "by hand"]),
-]
-
-GUIDES: list[tuple[Callable[..., Any], list[str]]] = [
-    (guide_per_record, ["Parameter 'rows'", "one entry per record", "parameters of fixed shape"]),
-    (guide_reads_data, ["Guide site 'w' depends on the records", "public arguments only"]),
-    (guide_starts_at_data, ["'loc' depends on the records", "public arguments only"]),
-    (guide_holds_data, ["guide holds an array of shape (12, 3)", "static keyword"]),
-    (guide_without_latent, ["['w']", "Add them to the guide"]),
-    (guide_with_unknown_site, ["'v'", "is_auxiliary"]),
-    (guide_not_reparameterised, ["'flip'", "Bernoulli", "reparameterised"]),
-    (guide_with_mutable, ["'count'", "group or layer norm"]),
-]
+def start(*args: Any, data: Any = (X, Y), **options: Any) -> Any:
+    return driver(*args, **options).init(jax.random.key(0), *data)
 
 
-@pytest.mark.parametrize(("model", "parts"), MODELS, ids=[case[0].__name__ for case in MODELS])
-def test_a_model_that_cannot_be_private(model: Any, parts: list[str]) -> None:
+MODELS: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "observed_outside": (
+        after(lambda w, x, y: numpyro.sample("first", dist.Normal(w[0], 1), obs=y[0])),
+        ["'first'", "outside the data plate", "Put it inside numpyro.plate"],
+    ),
+    "observed_in_another_plate": (
+        after(observed_columns), ["'mean': ('columns',)", "Put every observed site into one plate"]
+    ),
+    "factor_outside": (
+        after(sum_of_squares), ["'sum_of_squares'", "outside the data plate", "Put it inside"]
+    ),
+    "only_a_factor_outside": (
+        lambda x, y: sum_of_squares(weights(), x, y),
+        ["'sum_of_squares'", "in no plate", "Put it inside numpyro.plate"],
+    ),
+    "data_dependent_prior": (
+        model_of(prior_of(lambda y: dist.Normal(y.mean(), 1))),
+        ["prior of latent site 'w'", "static keywords"],
+    ),
+    "data_dependent_support": (
+        model_of(
+            lambda x, y: numpyro.sample("top", dist.Uniform(0, jnp.abs(y).max())),
+            lambda x, top, _: dist.Normal(0, top),
+        ), ["prior of latent site 'top'", "static keywords"],
+    ),
+    "data_dependent_parameter": (
+        model_of(lambda x, y: numpyro.param("w", jnp.ones(D) * y.mean())),
+        ["parameter 'w'", "public values"],
+    ),
+    "local_latent": (
+        model_of(
+            lambda x, y: weights(), lambda x, w, _: dist.Normal(x @ w + normal("error"), 1)
+        ), ["'error'", "one parameter per record", "Integrate the site out"],
+    ),
+    "one_latent_per_record": (
+        model_of(lambda x, y: effects(x.shape[0]), lambda x, effect, _: dist.Normal(effect, 1)),
+        ["'effect'", "one parameter per record", "integrate it out"],
+    ),
+    "hard_coded_latents": (
+        model_of(lambda x, y: effects(N), lambda x, effect, _: dist.Normal(effect, 1)),
+        ["'y' has 12 values", "one entry per record"],
+    ),
+    "looked_up_latents": (
+        model_of(lambda x, y: effects(N), lambda x, effect, index: dist.Normal(effect[index], 1)),
+        ["'y' looks up", "index of plate 'records'", "column of the data"],
+    ),
+    "looked_up_parameter": (
+        model_of(
+            lambda x, y: (normal("w"), numpyro.param("effect", jnp.zeros(N))),
+            lambda x, found, index: dist.Normal(found[0] + found[1][index], 1),
+        ), ["'y' looks up", "index of plate 'records'", "column of the data"],
+    ),
+    "parameter_per_record": (
+        model_of(
+            lambda x, y: normal("w") + numpyro.param("effect", jnp.zeros(x.shape[0])),
+            lambda x, mean, _: dist.Normal(mean, 1),
+        ), ["'effect'", "one entry per record", "parameters of fixed shape"],
+    ),
+    "closure": (
+        lambda x, y=None: good(x, Y),
+        ["'y' has 12 values", "as an argument array with one row per record"],
+    ),
+    "indexed_closure": (indexed_closure, ["'y' looks up", "Pass records as arguments"]),
+    "summarised_closure": (
+        model_of(
+            lambda x, y: weights(), lambda x, w, _: dist.Normal(x @ w + jnp.asarray(Y).mean(), 1)
+        ), ["array of shape (12,)", "Pass records as arguments", "static keyword"],
+    ),
+    "batch_norm": (batch_norm, ["'running_mean'", "group or layer norm"]),
+    "discrete": (
+        model_of(lambda x, y: weights() * numpyro.sample("sign", dist.Bernoulli(0.5))),
+        ["'sign' is discrete", "MixtureSameFamily"],
+    ),
+    "discrete_in_plate": (
+        model_of(
+            lambda x, y: weights(),
+            lambda x, w, _: dist.Normal(w[numpyro.sample("which", dist.Poisson(0.5))], 1),
+        ), ["'which' is discrete", "MixtureSameFamily"],
+    ),
+    "no_plate": (
+        lambda x, y: numpyro.sample("y", dist.Normal(x @ weights(), 1).to_event(1), obs=y),
+        ["'y' is in no plate", "Put it inside numpyro.plate"],
+    ),
+    "two_plates": (two_plates, ["'y': ('first',)", "'z': ('second',)", "data_plate="]),
+    "unobserved": (unobserved, ["observed site", "Pass the data so that obs= is not None"]),
+    "not_indexed": (with_batches, ["'y' has 12 rows in plate 'records' of size 4", "index"]),
+    "dynamic_support": (
+        model_of(dynamic_support, lambda x, width, _: dist.Normal(0, width)),
+        ["support of latent site 'width'", "Uniform(0, 1)", "by hand"],
+    ),
+}  # fmt: skip
+
+GUIDES: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "guide_per_record": (
+        drawn(lambda x: numpyro.param("rows", jnp.zeros(x.shape[0])).mean() + jnp.zeros(D)),
+        ["Parameter 'rows'", "one entry per record", "parameters of fixed shape"],
+    ),
+    "guide_reads_data": (
+        drawn(lambda x: x.mean(0)),
+        ["Guide site 'w' depends on the records", "public arguments only"],
+    ),
+    "guide_starts_at_data": (
+        drawn(lambda x: numpyro.param("loc", x.mean(0))),
+        ["'loc' depends on the records", "public arguments only"],
+    ),
+    "guide_holds_data": (
+        drawn(lambda x: numpyro.param("loc", jnp.zeros(D)) + jnp.asarray(X).mean(0)),
+        ["guide holds an array of shape (12, 3)", "static keyword"],
+    ),
+    "guide_without_latent": (
+        lambda x, y: numpyro.param("loc", jnp.zeros(D)), ["['w']", "Add them to the guide"]
+    ),
+    "guide_with_unknown_site": (guide_with_unknown_site, ["'v'", "is_auxiliary"]),
+    "guide_not_reparameterised": (
+        guide_not_reparameterised, ["'flip'", "Bernoulli", "reparameterised"]
+    ),
+    "guide_with_mutable": (guide_with_mutable, ["'count'", "group or layer norm"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_cannot_be_private(name: str) -> None:
+    model, parts = MODELS[name]
     with pytest.raises(UnsupportedModelError) as error:
-        driver(model, AutoNormal(model)).init(jax.random.key(0), X, Y)
+        start(model)
     for part in parts:
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize(("guide", "parts"), GUIDES, ids=[case[0].__name__ for case in GUIDES])
-def test_a_guide_that_cannot_be_private(guide: Any, parts: list[str]) -> None:
+@pytest.mark.parametrize("name", GUIDES)
+def test_a_guide_that_cannot_be_private(name: str) -> None:
+    guide, parts = GUIDES[name]
     with pytest.raises(UnsupportedModelError) as error:
-        driver(good, guide).init(jax.random.key(0), X, Y)
+        start(good, guide)
     for part in parts:
         assert part in str(error.value)
 
 
+def in_a_list(guide: Any) -> AutoGuideList:
+    parts = AutoGuideList(good)
+    parts.append(guide)
+    return parts
+
+
+@pytest.mark.every_case
 @pytest.mark.parametrize(
-    "guide", [AutoDAIS(good), AutoLaplaceApproximation(good), AutoSemiDAIS(good, good, {"w": 1})],
-    ids=lambda guide: type(guide).__name__,
-)  # fmt: skip
-def test_an_automatic_guide_that_reads_records(guide: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"{type(guide).__name__} cannot be private"):
-        driver(good, guide).init(jax.random.key(0), X, Y)
-
-
-def test_a_guide_that_reads_records_inside_a_list() -> None:
-    guide = AutoGuideList(good)
-    guide.append(AutoLaplaceApproximation(good))
-    with pytest.raises(UnsupportedModelError, match="AutoLaplaceApproximation cannot be private"):
-        driver(good, guide).init(jax.random.key(0), X, Y)
+    ("guide", "name"),
+    [
+        (AutoDAIS(good), "AutoDAIS"),
+        (AutoLaplaceApproximation(good), "AutoLaplaceApproximation"),
+        (AutoSemiDAIS(good, good, {"w": 1}), "AutoSemiDAIS"),
+        (in_a_list(AutoLaplaceApproximation(good)), "AutoLaplaceApproximation"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_an_automatic_guide_that_reads_records(guide: Any, name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{name} cannot be private"):
+        start(good, guide)
 
 
 @pytest.mark.parametrize(
@@ -344,106 +325,93 @@ def test_a_guide_that_reads_records_inside_a_list() -> None:
 )  # fmt: skip
 def test_a_bound_that_does_not_split_into_records(loss: Any) -> None:
     with pytest.raises(UnsupportedModelError, match=r"Expected loss=Trace_ELBO\(num_particles=K\)"):
-        driver(good, AutoNormal(good), loss)
+        driver(good, loss=loss)
 
 
-def test_latents_inside_a_scan_of_numpyro() -> None:
-    def model(x):
-        scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+def latents_in_a_scan(x):
+    def step(state, _):
+        state = numpyro.sample("state", dist.Normal(state, 1.0))
+        return state, state
 
-        def step(state, _):
-            state = numpyro.sample("state", dist.Normal(state, scale))
-            return state, state
+    _, states = scan(step, jnp.zeros(()), None, length=x.shape[1])
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("x", dist.Normal(states, 1.0).to_event(1), obs=x)
 
-        _, states = scan(step, jnp.zeros(()), None, length=x.shape[1])
+
+def plate_in_a_scan(x):
+    slope = normal("slope")
+
+    def step(before, now):
         with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("x", dist.Normal(states, 1.0).to_event(1), obs=x)
+            return numpyro.sample("x", dist.Normal(slope * before, 1.0), obs=now), None
 
-    match = "Site 'state' is inside scan or cond of numpyro.contrib.control_flow.*jax.lax.scan"
-    with pytest.raises(UnsupportedModelError, match=match):
-        driver(model, AutoNormal(model)).init(jax.random.key(0), X)
+    scan(step, jnp.zeros(x.shape[0]), x.T)
 
 
-def test_a_plate_inside_a_scan_of_numpyro() -> None:
-    def model(x):
-        slope = numpyro.sample("slope", dist.Normal(0, 1))
-
-        def step(before, now):
-            with numpyro.plate("records", x.shape[0]):
-                return numpyro.sample("x", dist.Normal(slope * before, 1.0), obs=now), None
-
-        scan(step, jnp.zeros(x.shape[0]), x.T)
-
-    match = "Site 'x' is inside scan or cond of numpyro.contrib.*observe the whole series"
-    with pytest.raises(UnsupportedModelError, match=match):
-        driver(model, AutoNormal(model)).init(jax.random.key(0), X)
+@dataclasses.dataclass
+class Settings:
+    scale: float = 1.0
 
 
-def test_a_data_plate_that_is_not_there() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"\['records'\], got 'rows'.*leave data_plate"):
-        driver(good, AutoNormal(good), data_plate="rows").init(jax.random.key(0), X, Y)
+def with_more(x, y, missing):
+    scalar_mean(x, y)
 
 
-def test_a_data_plate_that_sites_are_not_in() -> None:
-    with pytest.raises(UnsupportedModelError, match="'z' is outside the data plate 'first'"):
-        driver(two_plates, AutoNormal(two_plates), data_plate="first").init(jax.random.key(0), X, Y)
+AT_LIST = AutoNormal(good, init_loc_fn=infer.init_to_value(values={"w": [0.0] * D}))
+CALLS = {
+    "latents inside a scan of NumPyro": (
+        lambda: start(latents_in_a_scan, data=(X,)), UnsupportedModelError,
+        "Site 'state' is inside scan or cond of numpyro.contrib.control_flow.*jax.lax.scan",
+    ),
+    "a plate inside a scan of NumPyro": (
+        lambda: start(plate_in_a_scan, data=(X,)), UnsupportedModelError,
+        "Site 'x' is inside scan or cond of numpyro.contrib.*observe the whole series",
+    ),
+    "a data plate that is not there": (
+        lambda: start(good, data_plate="rows"), UnsupportedModelError,
+        r"\['records'\], got 'rows'.*leave data_plate",
+    ),
+    "a data plate that sites are not in": (
+        lambda: start(two_plates, data_plate="first"), UnsupportedModelError,
+        "'z' is outside the data plate 'first'",
+    ),
+    "records along a later axis": (
+        lambda: start(later_axis, data=(X.T, Y)), ValueError,
+        r"args\[0\].*shape \(3, 12\).*Transpose it",
+    ),
+    "one array with too few rows": (
+        lambda: start(scalar_mean, data=(X, Y[:-1])), ValueError,
+        r"y \(args\[1\]\) of shape \(11,\).*public=\['y'\]",
+    ),
+    "indices of records are not offered as public": (
+        lambda: start(with_more, data=(X, Y, np.array([3, 5]))), ValueError,
+        "missing rows, say.*do not declare it public.*a mask",
+    ),
+    "an object that is neither an array nor hashable": (
+        lambda: start(with_more, data=(X, Y, Settings())), TypeError,
+        "is a Settings, which is neither.*static keyword.*frozen dataclass.*register_dataclass",
+    ),
+    "a list in init_to_value": (
+        lambda: start(good, AT_LIST), TypeError, "has a list for site 'w'.*jnp.asarray"
+    ),
+    "no array with the plate's rows": (
+        lambda: start(with_batches, data=(Y[:4],)), ValueError,
+        r"with 12 rows.*got \[\('args\[0\]', \(4,\)\)\].*whole",
+    ),
+    "a list of labels would be public constants": (
+        lambda: start(
+            lambda x, y: scalar_mean(x, jnp.asarray(y)), data=(X, Y.tolist())
+        ), TypeError, r"12 Python numbers.*Convert lists of records",
+    ),
+}  # fmt: skip
 
 
-def test_records_along_a_later_axis() -> None:
-    with pytest.raises(ValueError, match=r"args\[0\].*shape \(3, 12\).*Transpose it"):
-        driver(later_axis, AutoNormal(later_axis)).init(jax.random.key(0), X.T, Y)
-
-
-def test_one_array_with_too_few_rows() -> None:
-    with pytest.raises(ValueError, match=r"y \(args\[1\]\) of shape \(11,\).*public=\['y'\]"):
-        driver(scalar_mean, AutoNormal(scalar_mean)).init(jax.random.key(0), X, Y[:-1])
-
-
-def test_indices_of_records_are_not_offered_as_public() -> None:
-    def model(x, y, missing):
-        scalar_mean(x, y)
-
-    with pytest.raises(ValueError, match="missing rows, say.*do not declare it public.*a mask"):
-        driver(model, AutoNormal(model)).init(jax.random.key(0), X, Y, np.array([3, 5]))
-
-
-def test_an_object_that_is_neither_an_array_nor_hashable() -> None:
-    @dataclasses.dataclass
-    class Settings:
-        scale: float = 1.0
-
-    def model(x, y, settings):
-        scalar_mean(x, y)
-
-    match = "is a Settings, which is neither.*static keyword.*frozen dataclass.*register_dataclass"
-    with pytest.raises(TypeError, match=match):
-        driver(model, AutoNormal(model)).init(jax.random.key(0), X, Y, Settings())
-
-
-def test_a_list_in_init_to_value() -> None:
-    guide = AutoNormal(good, init_loc_fn=infer.init_to_value(values={"w": [0.0] * D}))
-    with pytest.raises(TypeError, match="has a list for site 'w'.*jnp.asarray"):
-        driver(good, guide).init(jax.random.key(0), X, Y)
-
-
-def test_no_array_with_the_plates_rows() -> None:
-    def model(y):
-        mean = numpyro.sample("mean", dist.Normal(0, 1))
-        with numpyro.plate("records", N, subsample_size=4):
-            numpyro.sample("y", dist.Normal(mean, 1), obs=y)
-
-    with pytest.raises(ValueError, match=r"with 12 rows.*got \[\('args\[0\]', \(4,\)\)\].*whole"):
-        driver(model, AutoNormal(model)).init(jax.random.key(0), Y[:4])
-
-
-def test_a_list_of_labels_would_be_public_constants() -> None:
-    def model(x, y):
-        mean = numpyro.sample("mean", dist.Normal(0, 1))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(mean, 1), obs=jnp.asarray(y))
-
-    with pytest.raises(TypeError, match=r"12 Python numbers.*Convert lists of records"):
-        driver(model, AutoNormal(model)).init(jax.random.key(0), X, Y.tolist())
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_is_refused_says_what_to_change(name: str) -> None:
+    call, error, match = CALLS[name]
+    with pytest.raises(error, match=match):
+        call()
 
 
 @pytest.mark.full
@@ -456,7 +424,7 @@ def test_a_public_array_with_as_many_rows_as_records_is_a_static_keyword() -> No
             numpyro.sample("y", dist.Normal(mean, 1), obs=y)
 
     grid = np.linspace(0.0, 1.0, N)
-    state = driver(model, AutoDelta(model), grid=grid).init(jax.random.key(0), Y)
+    state = start(model, AutoDelta(model), data=(Y,), grid=grid)
     assert int(state.step) == 0
 
 
@@ -465,6 +433,6 @@ def test_refusals_look_at_no_record() -> None:
     """Shapes decide: records of NaN give the same message, and good models pass."""
     nan = np.full_like(X, np.nan), np.full_like(Y, np.nan)
     with pytest.raises(UnsupportedModelError, match="prior of latent site 'w'"):
-        driver(data_dependent_prior, AutoNormal(good)).init(jax.random.key(0), *nan)
-    state = driver(good, AutoDiagonalNormal(good)).init(jax.random.key(0), *nan)
+        start(MODELS["data_dependent_prior"][0], data=nan)
+    state = start(good, AutoDiagonalNormal(good), data=nan)
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state.optim_state))

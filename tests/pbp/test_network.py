@@ -12,7 +12,7 @@ from gaussian import gaussian
 from numpyro.infer import MCMC, NUTS, Predictive
 from scipy import stats
 
-from numpyro_dp import DPPBP, PBP, Privacy, PrivacyBudget, RegressionNetwork
+from numpyro_dp import DPPBP, PBP, PrivacyBudget, RegressionNetwork
 from numpyro_dp.core import Released
 from numpyro_dp.methods.normal import Cavity
 from numpyro_dp.methods.pbp import network_moments, reference
@@ -50,6 +50,25 @@ def weights(layout, seed=0):
 def error(network, params, x, y):
     mean, _ = network.predict(params, x)
     return float(jnp.sqrt(jnp.mean((mean - y) ** 2)))
+
+
+def driver(network=NETWORK, **options):
+    settings = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampler": FullBatch()}
+    return DPPBP(network, **grouped(**settings | options))
+
+
+REPEATED = {"secret_key": 1, "repetition": True}
+PLAIN = {"clip_norm": math.inf, "noise_multiplier": 0.0}  # without clip and noise
+
+
+def start(x, y, **options):
+    """The parameters that a run begins with."""
+    pbp = driver(**options)
+    return pbp.get_params(pbp.init(KEY, x, y))
+
+
+def run(pbp, steps, x, y, **options):
+    return pbp.run(KEY, steps, x, y, progress_bar=False, **options).params
 
 
 @pytest.mark.extended
@@ -121,19 +140,9 @@ def test_all_forms_learn_and_agree_with_nuts_on_predictions():
         "ep": PBP(NETWORK, keep_sites=True, damping=0.05).run(KEY, 400, x, y).params,
     }
     for name, options in (("sep", {"damping": 0.05}), ("curved", {"damping": 0.1, "ridge": 1.0})):
-        sep = DPPBP(
-            NETWORK,
-            **grouped(
-                clip_norm=math.inf,
-                noise_multiplier=0.0,
-                sampler=FullBatch(),
-                precision_per_weight=True,
-                step_size=0.3 if name == "curved" else None,
-                **options,
-            ),
-        )
-        steps = 600 if name == "sep" else 60
-        found[name] = sep.run(KEY, steps, x, y, progress_bar=False).params
+        size = 0.3 if name == "curved" else None
+        sep = driver(precision_per_weight=True, step_size=size, **PLAIN, **options)
+        found[name] = run(sep, 600 if name == "sep" else 60, x, y)
     errors = {name: error(NETWORK, params, *rest) for name, params in found.items()}
     assert nuts < 0.15
     assert all(each < 1.6 * nuts for each in errors.values()), (nuts, errors)
@@ -162,10 +171,7 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm(by_layer, ridge, norm
     x, y = records(number)
     problem = RecordsProblem(read_records(NETWORK, (x, y), {}, number))
     estimator = network_ep(NETWORK, by_layer, 10.0, 0.3, ridge)(problem)
-    driver = DPPBP(
-        NETWORK, clip_norm=norm, privacy=Privacy(noise_multiplier=1.0), sampler=FullBatch()
-    )
-    params = driver.get_params(driver.init(KEY, x, y))
+    params = start(x, y, clip_norm=norm)
     if ridge == 1e-3:  # and hardly any noise, so that scales are extreme
         params["noise_rate"] = 1e-4 * params["noise_rate"]
     mechanism = gaussian(norm, 1.0)
@@ -218,10 +224,7 @@ def natural_sums(network, params, x, y):
 def test_a_step_without_noise_is_that_of_natural_parameters(weight_precision):
     network, rate = RegressionNetwork((3,), weight_precision=weight_precision), 0.2
     x, y = records(5)
-    sep = DPPBP(
-        network, clip_norm=math.inf, privacy=Privacy(noise_multiplier=0.0), sampler=FullBatch(),
-        precision_per_weight=True, damping=rate,
-    )  # fmt: skip
+    sep = driver(network, precision_per_weight=True, damping=rate, **PLAIN)
     size = sum(network.layout(2).sizes)
     start = sep.get_params(sep.init(KEY, x, y)) | {
         "weights_precision": 20 + 5 * jax.random.uniform(KEY, (size,)),
@@ -254,14 +257,11 @@ def test_a_step_without_noise_is_that_of_natural_parameters(weight_precision):
 @pytest.mark.extended
 def test_noise_alone_leaves_precisions_at_the_prior():
     x, y = records(50)
-    driver = DPPBP(NETWORK,
-        privacy=Privacy(noise_multiplier=1e4, secret_key=2), precision_per_weight=True,
-        clip_norm=1.0,
-                   sampler=FullBatch(), damping=0.2)  # fmt: skip
-    state = driver.init(KEY, x, y)
+    pbp = driver(noise_multiplier=1e4, secret_key=2, precision_per_weight=True, damping=0.2)
+    state = pbp.init(KEY, x, y)
     unit = state.optim_state.params["noise_rate"]
     unit = float(unit / (state.optim_state.params["noise_concentration"] - 1))
-    step = jax.jit(driver.update)
+    step = jax.jit(pbp.update)
     for number in range(20):
         state, _ = step(state, x, y)
         if number == 0:
@@ -279,9 +279,8 @@ def test_a_sharp_prior_is_the_posterior(method):
     network = RegressionNetwork((4,), weight_precision=1e4)
     x, y = records(30)
     if method == "sep":
-        options = {"clip_norm": math.inf, "noise_multiplier": 0.0, "sampler": FullBatch()}
-        sep = DPPBP(network, **grouped(precision_per_weight=True, damping=0.3, **options))
-        params = sep.run(KEY, 100, x, y, progress_bar=False).params
+        sep = driver(network, precision_per_weight=True, damping=0.3, **PLAIN)
+        params = run(sep, 100, x, y)
     else:
         sweeps = 60 if method == "ep" else 2  # filtering counts the records in each of them
         params = PBP(network, keep_sites=method == "ep", damping=0.3).run(KEY, sweeps, x, y).params
@@ -305,14 +304,12 @@ def test_records_that_are_not_numbers_do_not_narrow_the_noise():
 @pytest.mark.parametrize("number", [2_000, 100_000])
 def test_steps_by_curvature_stay_finite_with_many_records_and_little_ridge(number):
     x, y = records(number, inputs=4)
-    sep = DPPBP(
-        RegressionNetwork((10,)), clip_norm=math.inf,
-        privacy=Privacy(noise_multiplier=0.0, secret_key=1, repetition=True), sampler=Poisson(0.02),
-        step_size=0.5, damping=0.1, ridge=0.01,
-    )  # fmt: skip
-    params = sep.run(KEY, 60, x, y, progress_bar=False).params
+    small = {"step_size": 0.5, "damping": 0.1, "ridge": 0.01}
+    network = RegressionNetwork((10,))
+    sep = driver(network, sampler=Poisson(0.02), **small, **PLAIN, **REPEATED)
+    params = run(sep, 60, x, y)
     assert all(bool(jnp.isfinite(value).all()) for value in params.values())
-    assert error(RegressionNetwork((10,)), params, x[:2000], y[:2000]) < 3
+    assert error(network, params, x[:2000], y[:2000]) < 3
 
 
 def test_variance_of_a_rectified_unit_does_not_cancel():
@@ -331,16 +328,9 @@ def test_variance_of_a_rectified_unit_does_not_cancel():
 @pytest.mark.extended
 def test_layers_have_one_precision_each_from_the_start():
     x, y = records(20)
-    pbp = DPPBP(
-        NETWORK,
-        clip_norm=1.0,
-        privacy=Privacy(noise_multiplier=1.0, secret_key=1, repetition=True),
-        sampler=FullBatch(),
-    )
-    start = pbp.get_params(pbp.init(KEY, x, y))
-    size = start["weights_precision"].size
-    start["weights_precision"] = 1 + jnp.arange(size, dtype=float)
-    params = pbp.run(KEY, 3, x, y, progress_bar=False, init_params=start).params
+    own = start(x, y)
+    own["weights_precision"] = 1 + jnp.arange(own["weights_precision"].size, dtype=float)
+    params = run(driver(**REPEATED), 3, x, y, init_params=own)
     for layer in NETWORK.layout(2).split(params["weights_precision"]):
         assert float(jnp.std(layer)) < 1e-3 * float(jnp.mean(layer))
 
@@ -348,9 +338,9 @@ def test_layers_have_one_precision_each_from_the_start():
 @pytest.mark.extended
 def test_a_private_run_learns_is_accounted_for_and_predicts():
     x, y = records(4000)
-    pbp = DPPBP(
-        NETWORK, clip_norm=0.3, sampler=Poisson(0.25), budget=BUDGET, step_size=0.5, ridge=20.0,
-        privacy=Privacy(secret_key=3, repetition=True),
+    pbp = driver(
+        clip_norm=0.3, sampler=Poisson(0.25), budget=BUDGET, noise_multiplier=None, step_size=0.5,
+        ridge=20.0, secret_key=3, repetition=True,
     )  # fmt: skip
     result = pbp.run(KEY, 60, x, y, progress_bar=False)
     assert 0.9 < result.privacy.epsilon <= 1.0
@@ -422,17 +412,10 @@ def test_noise_that_later_steps_take_back():
 def test_steps_keep_the_variance_of_the_noise_in_the_mean(ridge):
     """Of the first step, over many seeds: the spread of the mean of the weights."""
     x, y = records(200)
-    driver = DPPBP(
-        NETWORK,
-        clip_norm=0.5,
-        privacy=Privacy(noise_multiplier=0.05),
-        sampler=FullBatch(),
-        damping=0.2,
-        ridge=ridge,
-    )
-    start = driver.init(KEY, x, y)
-    step = jax.jit(driver.update)
-    runs = [step(driver.init(KEY, x, y), x, y)[0].optim_state for _ in range(200)]
+    pbp = driver(clip_norm=0.5, noise_multiplier=0.05, damping=0.2, ridge=ridge)
+    start = pbp.init(KEY, x, y)
+    step = jax.jit(pbp.update)
+    runs = [step(pbp.init(KEY, x, y), x, y)[0].optim_state for _ in range(200)]
     means = np.stack([s.params["weights_linear"] / s.params["weights_precision"] for s in runs])
     found = means - means.mean(0)
     if ridge is not None:
@@ -446,18 +429,8 @@ def test_steps_keep_the_variance_of_the_noise_in_the_mean(ridge):
 def test_a_private_posterior_is_one_however_large_the_noise():
     x, y = records(30)
     for options in ({}, {"ridge": 10.0, "step_size": 0.5}, {"precision_per_weight": True}):
-        pbp = DPPBP(
-            RegressionNetwork((4,), weight_precision=None),
-            **grouped(
-                clip_norm=1.0,
-                noise_multiplier=1e3,
-                secret_key=1,
-                repetition=True,
-                sampler=FullBatch(),
-                **options,
-            ),
-        )
-        params = pbp.run(KEY, 20, x, y, progress_bar=False).params
+        network = RegressionNetwork((4,), weight_precision=None)
+        params = run(driver(network, noise_multiplier=1e3, **REPEATED, **options), 20, x, y)
         assert all(bool(jnp.isfinite(value).all()) for value in params.values())
         assert (params["weights_precision"] > 0).all()
         assert params["noise_rate"] > 0
@@ -477,37 +450,26 @@ def test_a_prior_on_the_precision_of_weights_follows_their_size():
 @pytest.mark.extended
 def test_updates_and_runs_give_the_same():
     x, y = records(40)
-    pbp = DPPBP(
-        NETWORK,
-        clip_norm=1.0,
-        privacy=Privacy(noise_multiplier=1.0, secret_key=5, repetition=True),
-        sampler=FullBatch(),
-    )
+    pbp = driver(secret_key=5, repetition=True)
     state = pbp.init(KEY, x, y)
     update = jax.jit(pbp.update)
     for _ in range(3):
         state, _ = update(state, x, y)
-    expected = pbp.run(KEY, 3, x, y, progress_bar=False).params
+    expected = run(pbp, 3, x, y)
     for name, value in pbp.get_params(state).items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "value"),
     [
-        ({"damping": 0.0}, "damping"),
-        ({"step_size": 2.0}, "step_size"),
-        ({"ridge": -1.0}, "ridge"),
-        ({"precision_weight": 0.0}, "precision_weight"),
-        ({"noise_weight": math.nan}, "noise_weight"),
-        ({"init_scale": 0.0}, "init_scale"),
-        ({"clip_norm": -1.0}, "clip_norm"),
+        ("damping", 0.0), ("step_size", 2.0), ("ridge", -1.0), ("precision_weight", 0.0),
+        ("noise_weight", math.nan), ("init_scale", 0.0), ("clip_norm", -1.0),
     ],
-)
-def test_bad_settings_are_refused_with_their_value(options, message):
-    given = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampler": FullBatch()} | options
-    with pytest.raises(ValueError, match=message):
-        DPPBP(NETWORK, **grouped(**given))
+)  # fmt: skip
+def test_bad_settings_are_refused_with_their_name(name, value):
+    with pytest.raises(ValueError, match=name):
+        driver(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -543,8 +505,7 @@ def test_what_is_no_network_or_no_record_is_refused(make, error, message):
 )
 def test_bad_starts_are_refused(change, message):
     x, y = records(10)
-    pbp = DPPBP(NETWORK, clip_norm=1.0, privacy=Privacy(noise_multiplier=1.0), sampler=FullBatch())
-    params = pbp.get_params(pbp.init(KEY, x, y))
+    pbp, params = driver(), start(x, y)
     pbp.init(KEY, x, y, init_params=params)
     with pytest.raises(ValueError, match=message):
         pbp.init(KEY, x, y, init_params=change(params))
@@ -554,14 +515,13 @@ def test_bad_starts_are_refused(change, message):
 def test_a_sweep_of_expectation_propagation_is_that_of_its_sites():
     network, damping = RegressionNetwork((3,)), 0.4
     x, y = (jnp.asarray(array) for array in records(4))
-    pbp = DPPBP(network, clip_norm=1.0, privacy=Privacy(noise_multiplier=1.0), sampler=FullBatch())
-    params = pbp.get_params(pbp.init(KEY, x, y)) | {"noise_rate": jnp.array(4.0)}
-    start = reference.start_network_sites(network, params, 4)
-    found = reference.ep_sweep(network, start, x, y, damping)
+    params = start(x, y, network=network) | {"noise_rate": jnp.array(4.0)}
+    begin = reference.start_network_sites(network, params, 4)
+    found = reference.ep_sweep(network, begin, x, y, damping)
     concentration = float(params["noise_concentration"])
     assert concentration == 6.0 + 4 / 2
     for row in range(4):
-        own = {name: value[row] for name, value in start.sites.items()}
+        own = {name: value[row] for name, value in begin.sites.items()}
         precision = params["weights_precision"] - own["precision"]
         mean = (params["weights_linear"] - own["linear"]) / precision
         # Without this record's share: rate less its own, concentration less 1/2.
@@ -598,8 +558,7 @@ def curvature_by_hand(network, params, number):
 def test_slopes_in_coordinates_of_the_curvature(weight_precision):
     network, number, ridge = RegressionNetwork((2,), weight_precision=weight_precision), 50, 3.0
     x, y = records(number)
-    pbp = DPPBP(network, clip_norm=1.0, privacy=Privacy(noise_multiplier=1.0), sampler=FullBatch())
-    params = pbp.get_params(pbp.init(KEY, x, y))
+    params = start(x, y, network=network)
     size = params["weights_linear"].size
     slope = 0.1 * jax.random.normal(jax.random.key(4), (size,))
     curvature = network_curvature(network, 2, number, params, ridge)
@@ -632,10 +591,7 @@ def test_slopes_in_coordinates_of_the_curvature(weight_precision):
 def test_a_slope_in_those_coordinates_has_the_size_of_the_residual_in_standard_deviations(noise):
     x = np.random.default_rng(0).normal(size=(500, 2)).astype(np.float32)
     problem = RecordsProblem(read_records(NETWORK, (x, x[:, 0]), {}, 500))
-    driver = DPPBP(
-        NETWORK, clip_norm=1.0, privacy=Privacy(noise_multiplier=1.0), sampler=FullBatch()
-    )
-    params = driver.get_params(driver.init(KEY, x, x[:, 0]))
+    params = start(x, x[:, 0])
     params["weights_linear"] *= 1e4  # variances of the weights that say nothing beside the noise
     params["weights_precision"] *= 1e4
     params["noise_rate"] = noise * (params["noise_concentration"] - 1)
@@ -657,14 +613,11 @@ def test_what_is_released_in_those_coordinates_comes_back():
     number, ridge = 60, 2.0
     x, y = records(number)
     problem = RecordsProblem(read_records(NETWORK, (x, y), {}, number))
-    driver = DPPBP(
-        NETWORK, clip_norm=1.0, privacy=Privacy(noise_multiplier=1.0), sampler=FullBatch()
-    )
-    start = driver.get_params(driver.init(KEY, x, y))
+    first = start(x, y)
     moves = []
     for each in (None, ridge):
         estimator = network_ep(NETWORK, False, 10.0, 0.3, each)(problem)
-        public = estimator.prepare(KEY, start)
+        public = estimator.prepare(KEY, first)
         total = bounded_sum(
             estimator, gaussian(math.inf, 0.0), public, (x, y), jnp.ones(number, bool)
         )
@@ -672,17 +625,17 @@ def test_what_is_released_in_those_coordinates_comes_back():
     plain, curved = moves
     np.testing.assert_allclose(curved.precision, plain.precision, rtol=1e-4)
     assert float(curved.rate) == pytest.approx(float(plain.rate), rel=1e-4)
-    by_inputs = curvature_by_hand(NETWORK, start, number)
+    by_inputs = curvature_by_hand(NETWORK, first, number)
     size = len(by_inputs)
-    prior = float(NETWORK.prior_precision(start))
+    prior = float(NETWORK.prior_precision(first))
     expected = np.linalg.solve(by_inputs + (ridge + prior) * np.eye(size), plain.slope)
     change = math.sqrt(expected @ by_inputs @ expected / number)
     np.testing.assert_allclose(
         curved.direction, expected / max(change, 1), rtol=0.01, atol=1e-4 * np.abs(expected).max()
     )
     steps = NetworkSteps(NETWORK, 0.1, 0.5)
-    after = steps.update(curved, steps.init(start)).params
-    mean = start["weights_linear"] / start["weights_precision"]
+    after = steps.update(curved, steps.init(first)).params
+    mean = first["weights_linear"] / first["weights_precision"]
     found = after["weights_linear"] / after["weights_precision"] - mean
     np.testing.assert_allclose(found, 0.5 * curved.direction, atol=1e-5)
 

@@ -50,13 +50,9 @@ def model(x):
         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
 
 
-def svi(**changes):
-    return DPSVI(
-        model,
-        AutoDiagonalNormal(model),
-        optax.sgd(0.1),
-        **grouped(estimator=aligned(), **NOISE | changes),
-    )
+def svi(optim=optax.sgd(0.1), guide=None, **changes):  # noqa: B008
+    settings = grouped(estimator=aligned(), **NOISE | changes)
+    return DPSVI(model, guide or AutoDiagonalNormal(model), optim, **settings)
 
 
 def mcmc(**changes):
@@ -74,6 +70,17 @@ DRIVERS = {
     ),
 }
 run = {"progress_bar": False}
+
+
+def words_of(key):
+    return np.asarray(jax.random.key_data(key))
+
+
+def assert_all_differ(values, number):
+    """Rounding apart; ``values`` are so many rows."""
+    values = np.asarray(values).reshape(number, -1)
+    values = values.round(5) if values.dtype.kind == "f" else values
+    assert len(np.unique(values, axis=0)) == number
 
 
 def with_shard_map(fn):
@@ -182,12 +189,7 @@ def test_two_runs_share_no_noise_however_they_are_started():
 @pytest.mark.full
 def test_every_step_has_noise_of_its_own():
     """The noise is 10,000 times the signal and steps are small, so all moves are its noise."""
-    driver = DPSVI(
-        model,
-        AutoDiagonalNormal(model),
-        optax.sgd(1e-6),
-        **grouped(estimator=aligned(), num_steps=4, **NOISE | {"noise_multiplier": 1e4}),
-    )
+    driver = svi(optax.sgd(1e-6), num_steps=4, noise_multiplier=1e4)
     kept = driver.run(KEY, 4, X, **run).trace.params["auto_loc"][:, 0]
     state = driver.init(KEY, X)
     looped = [driver.get_params(state)["auto_loc"][0]]
@@ -214,23 +216,14 @@ def test_chains_share_no_noise_among_them_or_with_another_sampler():
 
 @pytest.mark.parametrize("name", [*DRIVERS, "DPMCMC"])
 def test_a_given_key_starts_one_run(name):
-    if name == "DPMCMC":
-
-        def start(**changes):
-            mcmc(**changes).run(KEY, X)
-
-        again = [start]
-    else:
+    again = [lambda **changes: mcmc(**changes).run(KEY, X)]
+    if name != "DPMCMC":
         make, args = DRIVERS[name]
-
-        def start(**changes):
-            make(**changes).run(KEY, 2, *args, **run)
-
         again = [
-            start,
+            lambda **changes: make(**changes).run(KEY, 2, *args, **run),
             lambda **changes: make(num_steps=2, **changes).init(KEY, *args),
         ]
-    start(secret_key=3)
+    again[0](secret_key=3)
     for other in again:
         with pytest.raises(NoiseReuseError, match="already used for a run.*repetition=True"):
             other(secret_key=3)
@@ -293,12 +286,7 @@ def test_a_state_is_resumed_once(changed):
     state = driver.run(KEY, 2, X, **run).state
     other, records = driver, X
     if changed == "learning rate":
-        other = DPSVI(
-            model,
-            driver.guide,
-            optax.sgd(0.5),
-            **grouped(estimator=aligned(), num_steps=10, **NOISE),
-        )
+        other = svi(optax.sgd(0.5), driver.guide, num_steps=10)
         other.init(KEY, X)
     if changed == "records":
         records = X + 1
@@ -389,10 +377,8 @@ def test_lanes_that_share_a_state_have_noise_of_their_own():
     step = jax.jit(jax.vmap(jax.vmap(driver.update, in_axes=(0, 0)), in_axes=(0, 0)))
     stacked = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (2, 3, *leaf.shape)), state)
     found = step(stacked, jnp.stack([several, several]))[0]
-    locs = np.asarray(jax.tree.leaves(found.optim_state)[1]).reshape(6, -1)
-    assert len(np.unique(locs.round(5), axis=0)) == 6
-    words = np.asarray(jax.random.key_data(found.secret_key)).reshape(6, -1)
-    assert len(np.unique(words, axis=0)) == 6
+    assert_all_differ(jax.tree.leaves(found.optim_state)[1], 6)
+    assert_all_differ(words_of(found.secret_key), 6)
 
 
 def broadcast(state):
@@ -416,10 +402,9 @@ def test_lanes_with_one_state_and_a_given_key_have_noise_of_their_own(lanes):
     state = driver.init(KEY, X)
     assert state.nonce is None
     found, _ = lanes(driver.update, state, jnp.stack([X, X, X]))
-    locs = np.asarray(driver.get_params(found)["auto_loc"]).reshape(3, -1)
-    assert len(np.unique(locs.round(5), axis=0)) == 3
+    assert_all_differ(driver.get_params(found)["auto_loc"], 3)
     for own in (found.secret_key, found.sampler_state.key):
-        assert len(np.unique(np.asarray(jax.random.key_data(own)), axis=0)) == 3
+        assert_all_differ(words_of(own), 3)
 
 
 @pytest.mark.full
@@ -491,13 +476,10 @@ def test_a_compiled_update_that_is_given_one_state_twice_draws_other_noise(calls
     driver = svi(sampler=sampler)
     state = driver.init(KEY, X)
     found = calls(driver.update, state)
-    noise = noise_of(driver, found)
-    assert len(np.unique(noise.round(5))) == len(noise)
-    keys = [np.asarray(jax.random.key_data(each.secret_key)) for each in found]
-    assert len(np.unique(keys, axis=0)) == len(keys)
+    assert_all_differ(noise_of(driver, found), len(found))
+    assert_all_differ([words_of(each.secret_key) for each in found], len(found))
     if hasattr(state.sampler_state, "key"):  # batches differ too
-        keys = [np.asarray(jax.random.key_data(each.sampler_state.key)) for each in found]
-        assert len(np.unique(keys, axis=0)) == len(keys)
+        assert_all_differ([words_of(each.sampler_state.key) for each in found], len(found))
 
 
 @pytest.mark.full
@@ -541,42 +523,26 @@ def test_copies_from_a_pickle_have_keys_and_noise_of_their_own(given):
     state = driver.init(KEY, X)
     states = [state, *(pickle.loads(pickle.dumps(state)) for _ in range(2))]
     for read in (lambda s: s.secret_key, lambda s: s.sampler_state.key):
-        words = [np.asarray(jax.random.key_data(read(each))) for each in states]
-        assert len(np.unique(words, axis=0)) == 3
+        assert_all_differ([words_of(read(each)) for each in states], 3)
     step = jax.jit(driver.update)
     compiled = [step(each, X)[0] for each in states]
     resumed = []
     for each in states:
         once._used.clear()  # each run in a process of its own: nothing else distinguishes them
         resumed.append(driver.run(KEY, 1, X, init_state=each, **run).state)
-    noise = noise_of(driver, compiled + resumed)
-    assert len(np.unique(noise.round(5))) == 6
+    assert_all_differ(noise_of(driver, compiled + resumed), 6)
+
+
+HEAD = """
+import pickle, sys, jax, jax.numpy as jnp, numpy as np
+from privacy.test_once import KEY, X, svi, words_of
+"""
 
 
 def in_new_process(code, *paths, **environment):
-    head = """
-        import pickle, sys, jax, jax.numpy as jnp, numpy as np, numpyro, optax
-        import numpyro.distributions as dist
-        from flat import grouped
-        from numpyro.infer.autoguide import AutoDiagonalNormal
-        from numpyro_dp import DPSVI
-        from numpyro_dp.estimators import aligned
-        from numpyro_dp.samplers import FullBatch
-        X, KEY = jnp.linspace(-1.0, 1.0, 12), jax.random.key(0)
-        def model(x):
-            mean = numpyro.sample("mean", dist.Normal(0, 1))
-            with numpyro.plate("rows", x.shape[0]):
-                numpyro.sample("x", dist.Normal(mean, 1), obs=x)
-        def svi(**changes):
-            settings = dict(clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0) | changes
-            return DPSVI(model, AutoDiagonalNormal(model), optax.sgd(0.1), estimator=aligned(),
-                         **grouped(**settings))
-    """
-    text = textwrap.dedent(head) + textwrap.dedent(code)
-    done = subprocess.run(
-        [sys.executable, "-c", text, *map(str, paths)], capture_output=True, text=True,
-        env=os.environ | environment, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-c", HEAD + textwrap.dedent(code), *map(str, paths)]
+    environment = os.environ | environment
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -622,7 +588,7 @@ def test_a_persistent_cache_of_programs_holds_no_key(tmp_path):
             state = driver.run(KEY, 2, X, progress_bar=False).state
             state, _ = jax.jit(driver.update)(driver.update(state, X)[0], X)
             driver.run(KEY, 2, X, init_state=state, progress_bar=False)
-            held = np.asarray(jax.random.key_data(state.secret_key))
+            held = words_of(state.secret_key)
             return lambda: jax.jit(lambda x: x ^ jnp.asarray(held))(jnp.zeros(8, jnp.uint32))
         run(1)
         first = entries()
@@ -645,7 +611,7 @@ def test_a_persistent_cache_of_programs_holds_no_key(tmp_path):
 @pytest.mark.full
 def test_a_pickled_result_holds_no_key():
     result = svi(secret_key=bytes(range(32))).run(KEY, 2, X, **run)
-    words = np.asarray(jax.random.key_data(result.state.secret_key)).tobytes()
+    words = words_of(result.state.secret_key).tobytes()
     stored = pickle.dumps(result)
     assert words not in stored
     assert words[:8] not in stored
@@ -662,8 +628,8 @@ def test_a_pickled_result_holds_no_key():
 @pytest.mark.parametrize("sampler", [FullBatch(), Poisson(0.5), Permutation(5)], ids=repr)
 def test_what_is_printed_shows_no_key(sampler):
     state = svi(sampler=sampler).init(KEY, X)
-    words = np.asarray(jax.random.key_data(state.secret_key)).tolist()
-    words += np.asarray(jax.random.key_data(state.sampler_state.key)).tolist()
+    words = words_of(state.secret_key).tolist()
+    words += words_of(state.sampler_state.key).tolist()
     for shown in (state, state.sampler_state, state.opened.sampler_state):
         for text in (repr(shown), str(shown), f"{shown}"):
             assert not any(str(word) in text for word in words)
@@ -709,7 +675,7 @@ def test_a_sampler_that_is_refused_keeps_its_samples_and_shows_no_key():
     with pytest.raises(NoiseReuseError, match="already used for a run"):
         sampler.run(KEY, X)
     np.testing.assert_array_equal(sampler.get_samples()["mean"], before)
-    words = np.asarray(jax.random.key_data(sampler.settings.privacy.secret_key)).tolist()
+    words = words_of(sampler.settings.privacy.secret_key).tolist()
     assert not any(str(word) in repr(sampler.settings) for word in words)
 
 
@@ -717,8 +683,7 @@ def test_a_state_on_the_host_draws_other_noise_in_each_compiled_update():
     driver = svi()
     host = jax.device_get(driver.init(KEY, X))
     step = jax.jit(driver.update)
-    noise = noise_of(driver, [step(host, X)[0] for _ in range(3)])
-    assert len(np.unique(noise.round(5))) == 3
+    assert_all_differ(noise_of(driver, [step(host, X)[0] for _ in range(3)]), 3)
 
 
 def test_a_state_with_another_field_is_known_by_its_keys():
@@ -753,8 +718,7 @@ def test_a_scan_that_keeps_its_state_has_other_noise_in_each_step():
         return state, driver.update(state, X)[0].optim_state
 
     _, found = jax.lax.scan(body, driver.init(KEY, X), None, length=4)
-    locs = np.asarray(jax.tree.leaves(found)[1]).reshape(4, -1)
-    assert len(np.unique(locs.round(5), axis=0)) == 4
+    assert_all_differ(jax.tree.leaves(found)[1], 4)
 
 
 def test_a_state_that_two_forks_continue_gets_other_keys_in_each(monkeypatch):
@@ -781,4 +745,4 @@ def test_a_forked_child_forgets_runs_and_nonces():
 
 def test_keys_of_a_run_differ():
     noise, batches = keys_of_run(secret_key(1), ())
-    assert not np.array_equal(*map(jax.random.key_data, (noise, batches)))
+    assert not np.array_equal(words_of(noise), words_of(batches))
