@@ -16,7 +16,11 @@ import jax
 import jax.core
 import jax.extend.core
 import numpyro
+from jax import Array
 from jax.extend.random import define_prng_impl
+from jax.typing import ArrayLike
+from numpyro.distributions import MaskedDistribution
+from numpyro.infer.autoguide import AutoGuide
 from numpyro.primitives import Messenger
 
 __all__ = [
@@ -82,6 +86,11 @@ HOST_CALLS = ("callback", "debug_print", "infeed", "outfeed", "ffi_call", "call_
 CUSTOM_BATCHING = "custom_vmap_call"
 
 
+# Classes of JAX that it does not document: a variable or a literal, and an operation of a program.
+Variable = Any
+Equation = Any
+
+
 class Program(NamedTuple):
     """A traced program (a jaxpr), independent of JAX's own class.
 
@@ -92,13 +101,13 @@ class Program(NamedTuple):
         outputs: Output variables or literals.
     """
 
-    inputs: Sequence[Any]
-    constants: Sequence[tuple[Any, Any]]
-    equations: Sequence[Any]
-    outputs: Sequence[Any]
+    inputs: Sequence[Variable]
+    constants: Sequence[tuple[Variable, ArrayLike]]
+    equations: Sequence[Equation]
+    outputs: Sequence[Variable]
 
 
-def as_program(value: Any) -> Program | None:
+def as_program(value: object) -> Program | None:
     """Returns a traced program, or ``None`` if the value is not one.
 
     Until jax 0.10, a ``ClosedJaxpr`` holds the constants of a ``Jaxpr``. Since 0.11, both names are
@@ -116,7 +125,9 @@ def as_program(value: Any) -> Program | None:
     return Program(jaxpr.invars, tuple(pairs), jaxpr.eqns, jaxpr.outvars)
 
 
-def make_program(fn: Callable[..., Any], *args: Any, validated: bool = True) -> tuple[Program, Any]:
+def make_program(
+    fn: Callable[..., object], *args: Any, validated: bool = True
+) -> tuple[Program, Any]:
     """Traces a function on arrays or their shapes.
 
     Args:
@@ -137,7 +148,7 @@ def make_program(fn: Callable[..., Any], *args: Any, validated: bool = True) -> 
     return program, shapes
 
 
-def programs_in(found: Any) -> Iterator[Program]:
+def programs_in(found: object) -> Iterator[Program]:
     """The programs in a parameter of an operation, also inside lists, tuples and mappings."""
     program = as_program(found)
     if program is not None:
@@ -149,12 +160,12 @@ def programs_in(found: Any) -> Iterator[Program]:
             yield from programs_in(each)
 
 
-def literal(atom: Any) -> tuple[Any, ...]:
+def literal(atom: Variable) -> tuple[Any, ...]:
     """Returns ``(value,)`` if an input of an operation is a literal, and ``()`` for a variable."""
     return (atom.val,) if isinstance(atom, jax.extend.core.Literal) else ()
 
 
-def bind(primitive: Any, params: Mapping[str, Any], values: Sequence[Any]) -> list[Any]:
+def bind(primitive: Any, params: Mapping[str, Any], values: Sequence[Any]) -> list[Array]:
     """Evaluates an operation and returns the list of its results.
 
     Until jax 0.8, ``get_bind_params`` returned a list of functions next to the parameters.
@@ -165,7 +176,7 @@ def bind(primitive: Any, params: Mapping[str, Any], values: Sequence[Any]) -> li
     return list(results) if primitive.multiple_results else [results]
 
 
-def trace_state() -> Any:
+def trace_state() -> object:
     """The current trace state of JAX, for comparison with ``==``. JAX exposes it for Flax."""
     return _core.get_opaque_trace_state(convention="flax")
 
@@ -175,28 +186,28 @@ def has_named_axes() -> bool:
     return bool(_core.nonempty_axis_env_DO_NOT_USE())
 
 
-def trace_of(array: Any) -> Any:
+def trace_of(array: object) -> object:
     """The trace that created a traced array, or ``None`` for an array with values."""
     return getattr(array, "_trace", None)
 
 
-def traced_by() -> Any:
+def traced_by() -> object:
     """The innermost trace of the caller. :func:`trace_of` returns it for the caller's arguments."""
     with _core.take_current_trace() as trace:
         return trace
 
 
-def is_tracer(value: Any) -> bool:
+def is_tracer(value: object) -> bool:
     """Whether a value is traced: it has a shape but no values."""
     return isinstance(value, jax.core.Tracer)
 
 
-def custom_vmap(fn: Callable[..., Any]) -> Any:
+def custom_vmap(fn: Callable[..., object]) -> Any:
     """A function with a custom rule under ``vmap``, which ``def_vmap`` sets."""
     return jax.custom_batching.custom_vmap(fn)
 
 
-def wrapped_model(model: Any) -> Any:
+def wrapped_model(model: object) -> Any:
     """The model inside a handler, a partial application or a decorated function, or ``None``."""
     if isinstance(model, Messenger):
         return model.fn
@@ -205,27 +216,27 @@ def wrapped_model(model: Any) -> Any:
     return getattr(model, "__wrapped__", None)
 
 
-def in_control_flow(site: Mapping[str, Any]) -> bool:
+def in_control_flow(site: Mapping[str, object]) -> bool:
     """Whether a site of a trace was drawn inside ``numpyro.contrib.control_flow``."""
     return bool(site.get("_control_flow_done"))
 
 
-def mask_of(masked: Any) -> Any:
+def mask_of(masked: MaskedDistribution) -> ArrayLike:
     """The mask of a ``MaskedDistribution``. It is True for entries that count."""
     return masked._mask
 
 
-def takes_value(optim: Any) -> bool:
+def takes_value(optim: object) -> bool:
     """Whether a NumPyro optimiser needs the loss, as ``update(..., value=)``."""
     return bool(getattr(optim, "update_with_value", False))
 
 
-def unpack_latent(auto: Any, flat: Any) -> dict[str, Any]:
+def unpack_latent(auto: Any, flat: ArrayLike) -> dict[str, Array]:
     """Splits the flat latent of an ``AutoContinuous`` guide by site, without changing entries."""
     return auto._unpack_latent(flat)
 
 
-def flat_latent(auto: Any) -> str:
+def flat_latent(auto: AutoGuide) -> str:
     """The name of the site of an ``AutoContinuous`` guide that holds its flat latent."""
     return f"_{auto.prefix}_latent"
 
@@ -241,28 +252,28 @@ def prototype_sites(auto: Any) -> list[str]:
     return [n for n, site in sites if site["type"] == "sample" and not site["is_observed"]]
 
 
-def forget_prototype(auto: Any) -> None:
+def forget_prototype(auto: AutoGuide) -> None:
     """Makes an automatic guide repeat its setup at its next call."""
     auto.prototype_trace = None
 
 
-def setup_of(auto: Any) -> Callable[..., Any]:
+def setup_of(auto: Any) -> Callable[..., object]:
     """The method that sets up an automatic guide and finds its initial values."""
     return type(auto)._setup_prototype
 
 
-def guide_functions(auto: Any) -> Iterator[Any]:
+def guide_functions(auto: object) -> Iterator[object]:
     """Functions that an automatic guide calls, apart from its ``init_loc_fn``."""
     for name in ("_nonlinearity", "create_plates"):
         yield getattr(auto, name, None)
 
 
-def init_scale(auto: Any) -> Any:
+def init_scale(auto: object) -> object:
     """The initial scale of an automatic guide, if it has one."""
     return getattr(auto, "_init_scale", None)
 
 
-def same_distribution(auto: Any, kind: type) -> bool:
+def same_distribution(auto: object, kind: type) -> bool:
     """Whether a guide of a subclass of ``kind`` has the same distribution as ``kind``.
 
     A subclass may have another distribution if it overrides a method that draws samples.

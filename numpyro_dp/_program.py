@@ -7,8 +7,18 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array
+from jax.typing import ArrayLike
 
-from numpyro_dp._compat import CALLED, CALLS, Program, as_program, bind, literal, make_program
+from numpyro_dp._compat import (
+    CALLED,
+    CALLS,
+    Program,
+    Variable,
+    as_program,
+    bind,
+    literal,
+    make_program,
+)
 
 __all__ = [
     "Constant", "FlatProgram", "Op", "ScalarProgram", "evaluate", "flat", "needed", "trace_scalar",
@@ -19,8 +29,12 @@ __all__ = [
 class Constant:
     """A constant of the program, compared by identity."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: ArrayLike) -> None:
         self.value = value
+
+
+#: An input of an operation: the number of a value, or a constant.
+Operand = int | Constant
 
 
 class Op(NamedTuple):
@@ -70,12 +84,12 @@ class FlatProgram(NamedTuple):
 
     ops: tuple[Op, ...]
     inputs: tuple[int, ...]
-    outputs: tuple[Any, ...]
+    outputs: tuple[Operand, ...]
     shapes: dict[int, Any]
 
 
 def trace_scalar(
-    scalar: Callable[[Any, Any], Array], point: Any, example: Any, calls: tuple[str, ...] = CALLS
+    scalar: Callable[..., Array], point: Any, example: Any, calls: tuple[str, ...] = CALLS
 ) -> ScalarProgram:
     """Returns the operations that compute a scalar, of arguments with these shapes.
 
@@ -101,7 +115,7 @@ def flat(program: Program, calls: tuple[str, ...] = CALLS) -> FlatProgram:
     ops: list[Op] = []
     shapes: dict[int, Any] = {}
 
-    def fresh(variable: Any) -> int:
+    def fresh(variable: Variable) -> int:
         shapes[len(shapes)] = variable.aval
         return len(shapes) - 1
 
@@ -112,16 +126,16 @@ def flat(program: Program, calls: tuple[str, ...] = CALLS) -> FlatProgram:
 
 def _flatten(
     program: Program,
-    inputs: Sequence[Any],
+    inputs: Sequence[Operand],
     ops: list[Op],
-    fresh: Callable[[Any], int],
+    fresh: Callable[[Variable], int],
     calls: tuple[str, ...],
-) -> list[Any]:
+) -> list[Operand]:
     """Appends the operations of a program with calls inlined, and returns its outputs."""
     environment = dict(zip(program.inputs, inputs, strict=True))
     environment |= {variable: Constant(held) for variable, held in program.constants}
 
-    def read(atom: Any) -> Any:
+    def read(atom: Variable) -> Operand:
         found = literal(atom)
         return Constant(found[0]) if found else environment[atom]
 
@@ -141,7 +155,7 @@ def _flatten(
 def evaluate(
     ops: Sequence[Op],
     environment: dict[int, Any],
-    change: Callable[[int, Any], Any] = lambda _, value: value,
+    change: Callable[[int, Array], Array] = lambda _, value: value,
 ) -> dict[int, Any]:
     """Runs operations.
 
@@ -158,7 +172,7 @@ def evaluate(
     return environment
 
 
-def value_of(environment: dict[int, Any], value: Any) -> Any:
+def value_of(environment: dict[int, Any], value: Operand) -> Any:
     """The value of an input of an operation, or of the output of a program."""
     return value.value if isinstance(value, Constant) else environment[value]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ __all__ = ["add", "column", "filled", "is_key", "select", "shapes_of", "squared_
 _ROW = 1024
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: object) -> bool:
     """Whether a leaf is an array of random keys."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -23,7 +24,7 @@ def widen(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
 
 
-def squared_norm(tree: Any) -> Array:
+def squared_norm(tree: object) -> Array:
     """Returns the squared Euclidean norm of all entries, in at least float32.
 
     Long leaves are summed in rows of 1024. This rounds like 1024 + size / 1024 terms, or less.
@@ -51,17 +52,17 @@ def add(tree: Any, other: Any) -> Any:
     return jax.tree.map(lambda x, y: x + y.astype(x.dtype), tree, other)
 
 
-def select(tree: dict[str, Any], names: Any) -> dict[str, Any]:
+def select(tree: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Returns the entries of a dict with the given names."""
     return {name: tree[name] for name in names}
 
 
-def filled(tree: dict[str, Any]) -> tuple[str, ...]:
+def filled(tree: Mapping[str, object]) -> tuple[str, ...]:
     """Returns the names of the entries with arrays. ``random_flax_module`` leaves empty ones."""
     return tuple(name for name, entry in tree.items() if jax.tree.leaves(entry))
 
 
-def shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
+def shapes_of(tree: object) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each leaf by its path in the tree."""
     paths = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in paths}

@@ -15,31 +15,47 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int
 
 from numpyro_dp._lazy import dpa
 
 __all__ = [
+    "Args",
     "Batch",
     "Blocks",
     "Centring",
     "Estimator",
     "FactoredSignal",
     "Fold",
+    "Kwargs",
     "Mechanism",
     "MechanismBuilder",
     "MechanismState",
+    "Number",
     "Observation",
     "Problem",
     "PyTree",
     "Released",
     "Sampler",
+    "Values",
     "Whole",
 ]
 
 #: A tree of arrays, as in JAX.
 PyTree = Any
+#: Positional arguments of a model: trees of arrays, and public constants.
+Args = tuple[PyTree, ...]
+#: Keyword arguments of a model, of the same kinds.
+Kwargs = dict[str, PyTree]
+#: Parameters, latents or entries of a signal by name: arrays, or trees of a neural network.
+Values = dict[str, PyTree]
+#: A number, which may be traced.
+Number = float | np.floating | np.ndarray | Array
+# A site of a NumPyro trace (its type, name, distribution, value ...), and all sites by name.
+Site = dict[str, Any]
+Sites = dict[str, Site]
 #: Groups of entries of a signal that are clipped together, by their names.
 Blocks = tuple[tuple[str, ...], ...]
 #: What a neighbour of a data set is: with one record more or less, or another record in its place.
@@ -144,7 +160,7 @@ class Problem(Protocol):
         """Returns the same problem with these public arrays."""
         ...
 
-    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def rows(self, args: Args, kwargs: Kwargs) -> Any:
         """Splits arguments into records and public arrays."""
         ...
 
@@ -172,7 +188,7 @@ class Released(NamedTuple):
     """
 
     total: PyTree
-    noise_scale: Array | float
+    noise_scale: Number
 
 
 class Observation(NamedTuple):
@@ -200,9 +216,9 @@ class Observation(NamedTuple):
     point: Array
     shift: Array | None
     score: Array
-    noise_scale: Array
+    noise_scale: Number
     curvature: Array | None = None
-    curvature_noise: Array | float | None = None
+    curvature_noise: Number | None = None
 
 
 class Centring(NamedTuple):
@@ -234,7 +250,7 @@ class Centring(NamedTuple):
         0.0
     """
 
-    estimator: Any
+    estimator: Estimator
     number: int
     rows: Callable[[PyTree, PyTree, Array], PyTree]
     listed: bool = False
@@ -288,7 +304,7 @@ class MechanismState(NamedTuple):
         ()
     """
 
-    clip_norm: Any
+    clip_norm: PyTree
     memory: PyTree = ()
 
 
@@ -324,7 +340,7 @@ class Whole(NamedTuple):
         return (high * 2.0**16 + low) * self.spacing
 
 
-def is_whole(leaf: Any) -> bool:
+def is_whole(leaf: object) -> bool:
     """Whether a leaf of a tree is a :class:`Whole`."""
     return isinstance(leaf, Whole)
 
@@ -370,21 +386,19 @@ class Mechanism(NamedTuple):
 
     init: Callable[[PyTree], PyTree]
     blocks: Callable[[tuple[str, ...]], Blocks]
-    norms: Callable[[tuple[str, ...]], tuple[Any, ...] | None]
+    norms: Callable[[tuple[str, ...]], tuple[Number, ...] | None]
     scales: Callable[[tuple[str, ...], tuple[Array, ...], float], tuple[Array, ...]]
     privatise: Callable[[Array, PyTree, MechanismState], tuple[PyTree, MechanismState]]
-    sensitivity: Any
-    noise_scale: Any
+    sensitivity: Number
+    noise_scale: Number
     event: dpa.DpEvent | None
     extras: (
-        Callable[
-            [tuple[str, ...], tuple[Array, ...], float], dict[str, tuple[Array, Array | float]]
-        ]
+        Callable[[tuple[str, ...], tuple[Array, ...], float], dict[str, tuple[Array, Number]]]
         | None
     ) = None
     compose: Callable[[Sampler, int, int], dpa.DpEvent] | None = None
     total_variation: float = 0.0
-    whole: Callable[..., Any] | None = None
+    whole: Callable[..., tuple[PyTree, MechanismState]] | None = None
 
     @property
     def takes_whole(self) -> bool:
@@ -405,7 +419,7 @@ class MechanismBuilder(Protocol):
         True
     """
 
-    def __call__(self, clip_norm: Any, noise_multiplier: Any) -> Mechanism:
+    def __call__(self, clip_norm: Any, noise_multiplier: Number) -> Mechanism:
         """Returns the mechanism of a step.
 
         Args:

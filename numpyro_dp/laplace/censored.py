@@ -25,7 +25,7 @@ Reference:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,9 @@ from numpyro_dp.laplace.staged_scores import (
 )
 from numpyro_dp.model.public import own_constants
 
+if TYPE_CHECKING:
+    from numpyro_dp.laplace.signal import Request
+
 __all__ = ["censored"]
 
 _NODES = 6  # of the quadrature over time
@@ -50,7 +53,7 @@ _NODES = 6  # of the quadrature over time
 _GRID = 4.0 * (np.arange(1, 9) / 8) ** 2
 
 
-def censored(scores: Scores, request: Any, draws: Array, _: Array) -> tuple[Array, ...]:
+def censored(scores: Scores, request: Request, draws: Array, _: Array) -> tuple[Array, ...]:
     """The entries of the signal divided by their bounds, for a censored outcome."""
     outcomes, (score_clip, curvature_clip, excess_clip) = scores.outcomes, request.clips
     # Early is a release before the stages. It has other entries, and no weight.

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
+from numpyro_dp.core import Args, Kwargs, PyTree, Values
 from numpyro_dp.laplace.guess import FirstGuess, first_guess
 from numpyro_dp.laplace.schedule import Kind, Schedule, schedule
 from numpyro_dp.laplace.stages import Releases, Run, Stages, most_releases
@@ -37,6 +40,7 @@ from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.mechanism.staged import StagedGaussian
 from numpyro_dp.privacy.once import check_outside_trace
+from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run.checkpoint import checkpoint_of, started, without_own_run
 from numpyro_dp.run.loop import opened_bar
@@ -123,21 +127,21 @@ class DPLaplace:
         adaptive composition for Gaussian differential privacy.
     """
 
-    model: Callable[..., Any]
-    static_kwargs: dict[str, Any]
+    model: Callable[..., object]
+    static_kwargs: Kwargs
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Callable[..., object],
         *,
-        scales: Mapping[str, Any] | None = None,
+        scales: Mapping[str, ArrayLike | Sequence[float]] | None = None,
         budget: PrivacyBudget | None = None,
         privacy: Privacy = Privacy(),
         execution: Execution = Execution(),
-        **static_kwargs: Any,
+        **static_kwargs: object,
     ) -> None:
         self.model, self.static_kwargs = model, static_kwargs
-        self.scales: dict[str, Any] = _check_scales(scales)
+        self.scales: Values = _check_scales(scales)
         own = without(privacy, "DPLaplace", "mechanism", "loss_release")
         # Each entry of the signal is divided by its own bound, so the clip norm of all is 1.
         self.settings: RunSettings = RunSettings(
@@ -150,18 +154,18 @@ class DPLaplace:
                 "budget=PrivacyBudget(1.0, 1e-5), or a noise_multiplier above 0."
             )
         self._given = privacy.given_model(model, static_kwargs)
-        self._structures: dict[Any, ModelStructure] = {}
-        self._prepared: dict[Any, tuple[Any, ModelPrior, FirstGuess]] = {}
-        self._drivers: dict[Any, Stages] = {}
+        self._structures: dict[Hashable, ModelStructure] = {}
+        self._prepared: dict[Hashable, tuple[Hashable, ModelPrior, FirstGuess]] = {}
+        self._drivers: dict[Hashable, Stages] = {}
 
     def run(
         self,
         rng_key: Array,
-        *args: Any,
+        *args: PyTree,
         progress_bar: bool = True,
         stream: bool = False,
-        checkpoint: Any = None,
-        **kwargs: Any,
+        checkpoint: str | os.PathLike[str] | None = None,
+        **kwargs: PyTree,
     ) -> Posterior:
         """Returns the private posterior.
 
@@ -197,10 +201,10 @@ class DPLaplace:
     def _run(
         self,
         rng_key: Array,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         stream: bool,
-        checkpoint: Any,
+        checkpoint: str | os.PathLike[str] | None,
         bar: Any,
     ) -> Posterior:
         key, prior, guess = self._prepared_for(args, kwargs)
@@ -232,7 +236,7 @@ class DPLaplace:
             driver.stages(state.closed(made.state), stages, session, rows, made, report, bar, kept)
         return self._posterior(stages, report, rng_key)
 
-    def plan(self, *args: Any, **kwargs: Any) -> Forecast:
+    def plan(self, *args: PyTree, **kwargs: PyTree) -> Forecast:
         """Returns how far the noise will move the posterior, at best. Reads no record.
 
         Args:
@@ -243,9 +247,7 @@ class DPLaplace:
         number = prior.outcomes.model.structure.layout.num_examples
         return forecast(plan_for(self.settings, number, 1), prior.outcomes.size, 1)
 
-    def _prepared_for(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, ModelPrior, FirstGuess]:
+    def _prepared_for(self, args: Args, kwargs: Kwargs) -> tuple[Hashable, ModelPrior, FirstGuess]:
         """Returns a cache key, the prior and the first guess. All are public."""
         shapes = arguments_key(args, kwargs, self._given.max_rows)
         if shapes not in self._structures:
@@ -269,8 +271,8 @@ class DPLaplace:
         return schedule(1 / noise, outcomes.size, number, has_tail(outcomes))
 
     def _scales_by_number(
-        self, structure: ModelStructure, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[int, Any]:
+        self, structure: ModelStructure, args: Args, kwargs: Kwargs
+    ) -> dict[int, np.ndarray]:
         """Returns scales by the number of the record array."""
         if not self.scales:
             return {}
@@ -282,7 +284,7 @@ class DPLaplace:
                 f"Expected scales= to name arguments of the model among {names}, got {unknown}. "
                 "Correct the names."
             )
-        found: dict[int, Any] = {}
+        found: dict[int, np.ndarray] = {}
         records = record_arguments(self.model, structure.layout.kinds, args, kwargs)
         for number, (name, _) in enumerate(records):
             if name in self.scales:
@@ -290,7 +292,7 @@ class DPLaplace:
                 found[number] = _check_scale(name, self.scales[name], shape)
         return found
 
-    def _posterior(self, stages: Run, report: Any, rng_key: Array) -> Posterior:
+    def _posterior(self, stages: Run, report: PrivacyReport, rng_key: Array) -> Posterior:
         prior = stages.prior
         precision, linear = stages.likelihood()
         notes = []
@@ -322,7 +324,7 @@ class DPLaplace:
         return posterior
 
 
-def _check_scales(scales: Any) -> dict[str, Any]:
+def _check_scales(scales: object) -> Values:
     if scales is None:
         return {}
     if not isinstance(scales, Mapping):
@@ -333,7 +335,7 @@ def _check_scales(scales: Any) -> dict[str, Any]:
     return dict(scales)
 
 
-def _check_scale(name: str, scale: Any, shape: tuple[int, ...]) -> np.ndarray:
+def _check_scale(name: str, scale: PyTree, shape: tuple[int, ...]) -> np.ndarray:
     try:
         found = np.asarray(scale, np.float64)
         np.broadcast_to(found, shape)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_dp.core import PyTree
 from numpyro_dp.laplace.pattern import MOST, MOST_DENSE, group_sites, unseen_directions
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.public import UnsupportedModelError
@@ -57,7 +58,7 @@ class FirstGuess(NamedTuple):
     norms: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def first_guess(prior: ModelPrior, scales: Mapping[int, Any], rng_key: Array) -> FirstGuess:
+def first_guess(prior: ModelPrior, scales: Mapping[int, np.ndarray], rng_key: Array) -> FirstGuess:
     """Returns the first whitening, and the sites of group effects.
 
     Invented records have normal columns with the given scales (1 by default) and outcomes that the
@@ -311,7 +312,7 @@ def _scores_at(prior: ModelPrior, rng_key: Array) -> _ScoresAt:
     """
     outcomes = prior.outcomes
 
-    def one(draw: Array, at: Array, row: Any, key: Array) -> Array:
+    def one(draw: Array, at: Array, row: PyTree, key: Array) -> Array:
         return outcomes.score(draw, row, outcomes.simulate(at, row, key))
 
     every = jax.jit(jax.vmap(jax.vmap(one, (None, None, 0, 0)), (0, 0, None, 0)))

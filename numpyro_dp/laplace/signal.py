@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
-from numpyro_dp.core import Estimator, PyTree, Released
+from numpyro_dp.core import Args, Estimator, Kwargs, PyTree, Released, Values
 from numpyro_dp.laplace.censored import censored
 from numpyro_dp.laplace.staged_scores import (
     TINY,
@@ -123,7 +123,7 @@ class LaplaceProblem(NamedTuple):
         """Returns the same problem with other public arrays."""
         return self._replace(outcomes=self.outcomes._replace(shared=shared))
 
-    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
+    def rows(self, args: Args, kwargs: Kwargs) -> Rows:
         """Splits arguments into records and public arrays."""
         rows = self.records.layout.rows(args, kwargs)
         numbers = (jnp.arange(self.num_examples, dtype=jnp.uint32),) * self.numbered
@@ -159,7 +159,7 @@ class StageOptimizer:
         return state[0]
 
     def update(
-        self, released: Array, state: tuple[Request, Array], **_: Any
+        self, released: Array, state: tuple[Request, Array], **_: object
     ) -> tuple[Request, Array]:
         """Stores the released values."""
         return state[0], released
@@ -190,7 +190,9 @@ def staged_scores(
     places = np.nonzero(np.triu(np.ones((size, size), bool) if pairs is None else pairs))
 
     @jax.jit  # traced once for all callers
-    def signal_of(public: tuple[Request, Array, Array], shared: Any, example: PyTree) -> Any:
+    def signal_of(
+        public: tuple[Request, Array, Array], shared: PyTree, example: PyTree
+    ) -> dict[str, Array]:
         request, draws, key = public
         own = outcomes._replace(shared=shared)
         if not own.number:
@@ -218,7 +220,7 @@ def staged_scores(
         def signal(public: tuple[Request, Array, Array], example: PyTree) -> dict[str, Array]:
             return signal_of(public, problem.shared, example)
 
-        def pull_back(public: Any, released: Released) -> Array:
+        def pull_back(public: PyTree, released: Released) -> Array:
             total = released.total
             tail = [total["tail"]] if "tail" in total else []
             return jnp.concatenate([
@@ -290,8 +292,8 @@ def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tu
     others = partners(draws, request.kind)
     keys = jax.random.split(key, (number, _REPLICATES))
 
-    def at(draw: Array, partner: Array, keys: Array) -> tuple[Any, ...]:
-        def replicate(key: Array) -> tuple[Any, Array, Array]:
+    def at(draw: Array, partner: Array, keys: Array) -> tuple[PyTree, ...]:
+        def replicate(key: Array) -> tuple[Values, Array, Array]:
             outcome = outcomes.simulate(partner, scores.example, key)
             one, other = scores.at(draw, outcome), scores.at(partner, outcome, weighted=False)
             return outcome, one, other

@@ -3,19 +3,22 @@ r"""Scores of one record at many draws, as few coordinates each, and the entries
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from numpyro_dp.core import PyTree
+from numpyro_dp.core import PyTree, Values
 from numpyro_dp.laplace.schedule import LOSS_BOUND, SIZE_RANGE, Kind
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.public import own_constants
 from numpyro_dp.sums.affine import Waist, find_waist
+
+if TYPE_CHECKING:
+    from numpyro_dp.laplace.signal import Request
 
 __all__ = ["TINY", "Scores", "entries", "outer_products", "partners", "shortened", "total"]
 
@@ -44,10 +47,16 @@ class Scores:
     frame: Array
 
     def __init__(
-        self, outcomes: Outcomes, whitening: Array, example: PyTree, places: Any = None
+        self,
+        outcomes: Outcomes,
+        whitening: Array,
+        example: PyTree,
+        places: tuple[np.ndarray, ...] | None = None,
     ) -> None:
         self.outcomes, self.example, self.own = outcomes, example, outcomes.own(example)
-        self.places: Any = np.triu_indices(outcomes.size) if places is None else places
+        self.places: tuple[np.ndarray, ...] = (
+            np.triu_indices(outcomes.size) if places is None else places
+        )
         zero, given = jnp.zeros(outcomes.size, whitening.dtype), (example, self.own)
         self._waists = {True: find_waist(_scalar(outcomes, True), zero, given)}
         if outcomes.weighted:  # same coordinates with and without the weight
@@ -68,7 +77,7 @@ class Scores:
         # Without the barrier, XLA may compute these again for each draw.
         self.frame, self._gram = lax.optimization_barrier((frame, gram))
 
-    def at(self, draw: Array, outcome: Any, *, weighted: bool = True) -> Array:
+    def at(self, draw: Array, outcome: Values, *, weighted: bool = True) -> Array:
         """The coordinates a of the score of an outcome, shape (p,)."""
         waist = self._waists[weighted or not self.outcomes.weighted]
         given = (self.example, outcome)
@@ -116,8 +125,8 @@ def _frame_reads_outcome(waist: Waist, zero: Array, given: PyTree) -> bool:
     return depends_on_inputs(frame, own)["frame"]
 
 
-def _scalar(outcomes: Outcomes, weighted: bool) -> Callable[[Array, Any], Array]:
-    def scalar(draw: Array, given: Any) -> Array:
+def _scalar(outcomes: Outcomes, weighted: bool) -> Callable[[Array, PyTree], Array]:
+    def scalar(draw: Array, given: PyTree) -> Array:
         return outcomes.log_likelihood(draw, *given, weighted=weighted)
 
     return scalar
@@ -135,7 +144,7 @@ def shortened(slopes: Array, norm: Array, limit: Array) -> Array:
 
 def entries(
     scores: Scores,
-    request: Any,
+    request: Request,
     score: Array,
     product: Array,
     power: Array,
@@ -183,7 +192,7 @@ def _ball(vector: Array, bound: Array) -> Array:
     return vector / jnp.maximum(jnp.linalg.norm(vector), bound)
 
 
-def _released(frame: Array, product: Array, places: Any) -> tuple[Array, Array]:
+def _released(frame: Array, product: Array, places: tuple[np.ndarray, ...]) -> tuple[Array, Array]:
     """Entries of F' P F at ``places``, off the diagonal times root 2, and its diagonal."""
     half = _product(product, frame)
     rows, columns = own_constants(*(np.asarray(place, np.uint32) for place in places))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_dp.core import Args, Kwargs
 from numpyro_dp.laplace import curvature, decode
 from numpyro_dp.laplace.guess import FirstGuess
 from numpyro_dp.laplace.pattern import pairs_of
@@ -49,6 +50,7 @@ from numpyro_dp.posterior.algebra import factor, solve
 from numpyro_dp.posterior.likelihood import released_likelihood
 from numpyro_dp.posterior.prior import ModelPrior
 from numpyro_dp.privacy.mechanism.staged import asking
+from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.checkpoint import Checkpoint
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.loop import HostRows, LoopCall, with_bar
@@ -338,7 +340,7 @@ class Releases(NamedTuple):
 
     state: RunState
     values: np.ndarray
-    done: Any
+    done: Array | np.integer
 
     @classmethod
     def before(cls, state: RunState, number: int) -> Releases:
@@ -362,9 +364,7 @@ class Stages(Driver):
         super().__init__(method, settings)
         self._outcomes = outcomes
 
-    def start(
-        self, rng_key: Array, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> SensitiveState:
+    def start(self, rng_key: Array, run: Run, args: Args, kwargs: Kwargs) -> SensitiveState:
         """Returns the state before the first release."""
         self._first = run.request(0)
         structure = self._outcomes.model.structure
@@ -377,7 +377,7 @@ class Stages(Driver):
         session: Session,
         rows: Rows | HostRows,
         releases: Releases,
-        report: Any,
+        report: PrivacyReport,
         bar: Any,
         kept: Checkpoint | None = None,
     ) -> None:
@@ -417,11 +417,11 @@ class Stages(Driver):
         if kept is not None:  # none are left
             kept.save(Releases(state.opened, values, np.int32(len(values))))
 
-    def _can_start(self, session: Any, prepared: Prepared) -> bool:
+    def _can_start(self, session: Session, prepared: Prepared) -> bool:
         """True: the first guess found finite scores, and every signal is finite."""
         return True
 
-    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+    def structure(self, args: Args, kwargs: Kwargs) -> ModelStructure:
         """Reads shapes alone."""
         return self._outcomes.model.structure
 

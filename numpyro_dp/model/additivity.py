@@ -14,12 +14,12 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_dp.core import Values
 from numpyro_dp.model.locals import fill_locals, start
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import ModelStructure
@@ -32,7 +32,6 @@ _ROWS = 3
 # finds a factor of the number of rows, but not a shift by a hundredth of a record's rank.
 _TOLERANCE, _HALF_TOLERANCE = 1e-4, 1e-2
 
-Values = dict[str, Any]  # log densities by site
 
 _REMEDY = (
     "The likelihood is evaluated one record at a time, so the run would fit another model. "
@@ -42,7 +41,7 @@ _REMEDY = (
 
 
 def check_additive(
-    model: Callable[..., Any], structure: ModelStructure, shared: tuple[Array, ...], half: bool
+    model: Callable[..., object], structure: ModelStructure, shared: tuple[Array, ...], half: bool
 ) -> None:
     """Raises if the model's densities depend on how many records it gets at once.
 
@@ -86,7 +85,7 @@ def check_additive(
 
 
 def _together_and_alone(
-    model: Callable[..., Any],
+    model: Callable[..., object],
     structure: ModelStructure,
     shared: tuple[Array, ...],
     rows: tuple[Array, ...],

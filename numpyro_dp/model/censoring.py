@@ -17,7 +17,7 @@ __all__ = ["check", "check_base", "is_censored", "log_tail", "value_at"]
 _EDGE = 1e-7  # quantiles nearer to 0 or 1 are infinite in float32
 
 
-def is_censored(fn: Any) -> bool:
+def is_censored(fn: object) -> bool:
     """Whether a distribution is a censored one, of any kind."""
     return "Censored" in type(fn).__name__
 
@@ -31,7 +31,7 @@ def check(names: tuple[str, ...], scalar: bool) -> None:
         )
 
 
-def check_base(name: str, fn: Any) -> None:
+def check_base(name: str, fn: object) -> None:
     """Raises for interval censoring, and if the base distribution has no quantile function."""
     if not isinstance(fn, dist.LeftCensoredDistribution | dist.RightCensoredDistribution):
         raise UnsupportedModelError(

@@ -11,7 +11,7 @@ The prior is evaluated on a placeholder for the records, the likelihood on a dat
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from numpyro import handlers
 from numpyro.distributions import biject_to
 
 from numpyro_dp._compat import Messenger
+from numpyro_dp.core import PyTree, Site, Sites, Values
 from numpyro_dp.model.impossible import indices_inside, value_inside
 from numpyro_dp.model.locals import fill_locals, masked_away
 from numpyro_dp.model.public import UnsupportedModelError
@@ -53,11 +54,11 @@ class Model(NamedTuple):
         Array(1., dtype=float32)
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[..., object]
     structure: ModelStructure
 
     def log_prior(
-        self, latents: dict[str, Array], params: dict[str, Any], shared: tuple[Array, ...]
+        self, latents: dict[str, Array], params: Values, shared: tuple[Array, ...]
     ) -> Float[Array, ""]:
         """Log density of the prior in unconstrained coordinates.
 
@@ -79,7 +80,7 @@ class Model(NamedTuple):
     def log_likelihood(
         self,
         latents: dict[str, Array],
-        params: dict[str, Any],
+        params: Values,
         example: tuple[Array, ...],
         shared: tuple[Array, ...],
         rng_key: Array | None = None,
@@ -127,7 +128,7 @@ class Model(NamedTuple):
         latents: dict[str, Array],
         example: tuple[Array, ...],
         shared: tuple[Array, ...],
-        params: dict[str, Any] | None = None,
+        params: Values | None = None,
     ) -> Array | bool:
         """Whether a record has outcomes inside their supports, and indices inside their tables.
 
@@ -146,7 +147,7 @@ class Model(NamedTuple):
             # Unchecked, or this check would call itself.
             alone, key = self.unchecked, jax.random.key(0)
 
-            def scalar(point: Any, example: tuple[Array, ...]) -> Array:
+            def scalar(point: PyTree, example: tuple[Array, ...]) -> Array:
                 return alone.log_likelihood(point[0], point[1], example, shared, key)
 
             inside = indices_inside(scalar, (latents, params), example)
@@ -163,7 +164,12 @@ class Model(NamedTuple):
         return self._replace(structure=self.structure._replace(bounded=(), indexed=False))
 
     def _of_unit(
-        self, latents: Any, params: Any, example: Any, shared: Any, rng_key: Array | None
+        self,
+        latents: PyTree,
+        params: PyTree,
+        example: PyTree,
+        shared: PyTree,
+        rng_key: Array | None,
     ) -> Array:
         """The sum over the rows of a unit, each with a key of its own."""
         of_rows = self.by_row
@@ -173,12 +179,12 @@ class Model(NamedTuple):
             example, keys,
         )  # fmt: skip
 
-    def at(self, params: dict[str, Any]) -> Model:
+    def at(self, params: Values) -> Model:
         """The model without parameters, which are fixed at these constrained values."""
         fn, structure = handlers.substitute(self.fn, data=params), self.structure
         return Model(fn, structure._replace(params=())) if params else self
 
-    def first_params(self, shared: tuple[Array, ...]) -> dict[str, Any]:
+    def first_params(self, shared: tuple[Array, ...]) -> Values:
         """The constrained values that the model gives its parameters, before any step.
 
         Raises:
@@ -197,13 +203,13 @@ class Model(NamedTuple):
         return self._replace(structure=self.structure._replace(layout=layout))
 
     def trace_prior(
-        self, latents: dict[str, Array], params: dict[str, Any], shared: tuple[Array, ...]
-    ) -> dict[str, Any]:
+        self, latents: dict[str, Array], params: Values, shared: tuple[Array, ...]
+    ) -> Sites:
         """NumPyro's trace of the model at the latents, on a placeholder for the records."""
         arguments = self.structure.layout.placeholder(shared)
         return self._trace(latents, params, arguments, self.any_key())[0]
 
-    def draw_prior(self, shared: tuple[Array, ...], rng_key: Array) -> dict[str, Any]:
+    def draw_prior(self, shared: tuple[Array, ...], rng_key: Array) -> Sites:
         """NumPyro's trace of a draw from the prior, on a placeholder for the records.
 
         Raises:
@@ -226,11 +232,11 @@ class Model(NamedTuple):
     def _trace(
         self,
         latents: dict[str, Array],
-        params: dict[str, Any],
+        params: Values,
         arguments: Arguments,
         rng_key: Array | None,
-        **local: Any,
-    ) -> tuple[dict[str, Any], Array]:
+        **local: PyTree,
+    ) -> tuple[Sites, Array]:
         plate = self.structure.data_plate
         filled = fill_locals(one_record(self.fn, plate), plate, **local)
         fn = handlers.substitute(filled, data=params)
@@ -252,13 +258,13 @@ def if_possible(density: Array, inside: Array | bool) -> Array:
 class constraining(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
     """Substitutes unconstrained values and adds up the log Jacobian of their transforms."""
 
-    def __init__(self, fn: Callable[..., Any], latents: dict[str, Array]) -> None:
+    def __init__(self, fn: Callable[..., object], latents: dict[str, Array]) -> None:
         self.latents = latents
         dtype = jnp.result_type(float, *latents.values()) if latents else jnp.result_type(float)
         self.log_det: Array = jnp.zeros((), dtype)
         super().__init__(fn)
 
-    def process_message(self, msg: dict[str, Any]) -> None:
+    def process_message(self, msg: Site) -> None:
         """Sets the value of a latent site that has none."""
         if msg["type"] == "sample" and msg["name"] in self.latents and msg["value"] is None:
             unconstrained = self.latents[msg["name"]]

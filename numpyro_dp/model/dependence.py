@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import or_
-from typing import Any
 
 import jax
 
@@ -18,17 +17,20 @@ from numpyro_dp._compat import (
     ITERATE_INSIDE,
     LOOKUPS,
     LOOPS,
+    Equation,
     Program,
+    Variable,
     as_program,
     literal,
     make_program,
     programs_in,
 )
+from numpyro_dp.core import PyTree, Values
 
 __all__ = ["depends_on_inputs", "inputs_of", "looks_up", "loops_by_inputs"]
 
 
-def depends_on_inputs(fn: Callable[..., dict[str, Any]], *args: Any) -> dict[str, bool]:
+def depends_on_inputs(fn: Callable[..., Values], *args: PyTree) -> dict[str, bool]:
     """Returns for each entry of the dict ``fn(*args)`` whether it depends on ``args``.
 
     Args:
@@ -38,7 +40,7 @@ def depends_on_inputs(fn: Callable[..., dict[str, Any]], *args: Any) -> dict[str
     return {name: bool(found) for name, found in inputs_of(fn, *args).items()}
 
 
-def inputs_of(fn: Callable[..., dict[str, Any]], *args: Any) -> dict[str, set[int]]:
+def inputs_of(fn: Callable[..., Values], *args: PyTree) -> dict[str, set[int]]:
     """Returns for each entry of the dict ``fn(*args)`` the inputs that it depends on.
 
     Inputs are counted as leaves of ``args``. For the arguments see :func:`depends_on_inputs`.
@@ -53,7 +55,7 @@ def inputs_of(fn: Callable[..., dict[str, Any]], *args: Any) -> dict[str, set[in
 
 
 def looks_up(
-    fn: Callable[..., dict[str, Any]], size: int, index: Any, *args: Any
+    fn: Callable[..., Values], size: int, index: jax.Array | jax.ShapeDtypeStruct, *args: PyTree
 ) -> tuple[Program, dict[str, bool]]:
     """Finds entries of ``fn(index, *args)`` that use ``index`` to look up one of ``size`` entries.
 
@@ -69,7 +71,7 @@ def looks_up(
     program, out = make_program(fn, index, *args, validated=False)
     index_dependent, picked = 1, 2  # 0 for neither: the largest flag of the inputs is passed on
 
-    def rule(eqn: Any, flags: list[int]) -> int:
+    def rule(eqn: Equation, flags: list[int]) -> int:
         reads = eqn.primitive.name in LOOKUPS and index_dependent in flags[1:]
         return picked if reads and size in eqn.invars[0].aval.shape else max(flags, default=0)
 
@@ -88,7 +90,7 @@ def loops_by_inputs(program: Program, number: int) -> bool:
     """
     found: list[str] = []
 
-    def rule(eqn: Any, flags: list[int]) -> int:
+    def rule(eqn: Equation, flags: list[int]) -> int:
         name, params = eqn.primitive.name, eqn.params
         if not any(flags):
             return 0
@@ -115,11 +117,11 @@ def loops_by_inputs(program: Program, number: int) -> bool:
 
 
 def _walk(
-    program: Program, seeds: Sequence[int], rule: Callable[[Any, list[int]], int]
+    program: Program, seeds: Sequence[int], rule: Callable[[Equation, list[int]], int]
 ) -> list[int]:
     flags = dict(zip(program.inputs, seeds, strict=True))
 
-    def read(atom: Any) -> int:
+    def read(atom: Variable) -> int:
         # Constants of the program depend on no input.
         return 0 if literal(atom) else flags.get(atom, 0)
 
@@ -134,7 +136,7 @@ def _walk(
     return [read(atom) for atom in program.outputs]
 
 
-def _called(eqn: Any) -> Program | None:
+def _called(eqn: Equation) -> Program | None:
     """Returns the body of a call that maps its inputs and outputs one to one, or None."""
     for name in CALLED:
         body = as_program(eqn.params.get(name))

@@ -15,13 +15,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.infer import Predictive
 
-from numpyro_dp._compat import Messenger, make_program
+from numpyro_dp._compat import Messenger, Program, make_program
 from numpyro_dp._tree import is_key
+from numpyro_dp.core import Args, Kwargs, PyTree, Site, Sites, Values
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.dependence import inputs_of
 from numpyro_dp.model.locals import start
@@ -39,7 +42,7 @@ _NOT_OF_THE_RUN = (
 
 
 def check_draws(
-    model: Callable[..., Any], structure: ModelStructure, shared: tuple[Array, ...]
+    model: Callable[..., object], structure: ModelStructure, shared: tuple[Array, ...]
 ) -> None:
     """Raises if the prior, a draw of latents or outcomes, or a run without outcomes holds records.
 
@@ -54,7 +57,7 @@ def check_draws(
     layout, public = structure.layout, structure.public
     plate = structure.data_plate
 
-    def drawn(fill: Callable[..., Arguments], *arrays: Array) -> Any:
+    def drawn(fill: Callable[..., Arguments], *arrays: Array) -> PyTree:
         return _values(_drawn(model, plate, fill(arrays)), structure.latents)
 
     of_rows = functools.partial(drawn, lambda rows: layout.arguments(rows, shared))
@@ -70,12 +73,12 @@ def check_draws(
 
 
 def predict(
-    model: Callable[..., Any],
+    model: Callable[..., object],
     public: PublicValues,
     rng_key: Array,
     latents: dict[str, Array],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
 ) -> dict[str, Array]:
     """Predicts like ``numpyro.infer.Predictive``, after checking what the model is about to read.
 
@@ -94,8 +97,8 @@ def predict(
     arrays, fill = split_arrays(Arguments(args, kwargs))
     public = public.copy()
 
-    def predicted(latents: dict[str, Array], *arrays: Any) -> Any:
-        def value(site: dict[str, Any]) -> Array | None:
+    def predicted(latents: dict[str, Array], *arrays: Array | np.ndarray) -> PyTree:
+        def value(site: Site) -> Array | None:
             found = latents.get(site["name"])
             if found is not None and found.shape != site["fn"].shape():
                 raise ValueError(
@@ -108,7 +111,7 @@ def predict(
         run = handlers.seed(handlers.substitute(model, substitute_fn=value), jax.random.key(0))
         return _values(fill(arrays).trace(run))
 
-    def all_draws(rng_key: Array, latents: dict[str, Array], arrays: list[Any]) -> Any:
+    def all_draws(rng_key: Array, latents: dict[str, Array], arrays: PyTree) -> PyTree:
         predictive = Predictive(model, posterior_samples=latents)
         return fill(arrays).call(functools.partial(predictive, rng_key))
 
@@ -127,8 +130,8 @@ def predict(
 
 
 def _prior_and_slopes(
-    model: Callable[..., Any], structure: ModelStructure, shared: tuple[Array, ...]
-) -> Any:
+    model: Callable[..., object], structure: ModelStructure, shared: tuple[Array, ...]
+) -> PyTree:
     """The log prior and its derivatives up to the second, whose rules may hold other arrays."""
     own = Model(model, structure)
     trace = _drawn(model, structure.data_plate, structure.layout.placeholder(shared))
@@ -143,16 +146,16 @@ def _prior_and_slopes(
     return jax.jvp(slope, (latents,), (latents,))
 
 
-def _program(fn: Callable[..., Any], *args: Any) -> Any:
+def _program(fn: Callable[..., object], *args: PyTree) -> Program:
     return make_program(fn, *args, validated=False)[0]
 
 
-def _drawn(model: Callable[..., Any], plate: str, arguments: Arguments) -> dict[str, Any]:
+def _drawn(model: Callable[..., object], plate: str, arguments: Arguments) -> Sites:
     """The trace of a run in which all sites are drawn. Sites without a sampler get some value."""
     return traced(_redrawn(model), plate, arguments, start=start)
 
 
-def _values(trace: dict[str, Any], latents: tuple[str, ...] = ()) -> tuple[Any, ...]:
+def _values(trace: Sites, latents: tuple[str, ...] = ()) -> tuple[ArrayLike, ...]:
     """Numbers at all sites, and the latents in unconstrained coordinates."""
     sites = (s for s in trace.values() if s["type"] in ("sample", "deterministic", "param"))
     found = [x for site in sites for x in jax.tree.leaves(site["value"]) if _is_numeric(x)]
@@ -175,7 +178,7 @@ def _is_numeric(value: Any) -> bool:
 class _redrawn(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
     """Draws all sites that have a sampler, also observed ones."""
 
-    def process_message(self, msg: dict[str, Any]) -> None:
+    def process_message(self, msg: Site) -> None:
         if msg["type"] != "sample" or is_factor(msg["fn"]):
             return
         with contextlib.suppress(NotImplementedError):
@@ -185,7 +188,7 @@ class _redrawn(Messenger):  # noqa: N801 - a NumPyro handler, named like its pee
 
 
 def _without_outcomes(
-    model: Callable[..., Any], structure: ModelStructure, shared: tuple[Array, ...]
+    model: Callable[..., object], structure: ModelStructure, shared: tuple[Array, ...]
 ) -> list[Arguments]:
     """Arguments with ``None`` in place of the arrays that observed values come from.
 
@@ -193,7 +196,7 @@ def _without_outcomes(
     """
     layout = structure.layout
 
-    def observed(*rows: Array) -> dict[str, Any]:
+    def observed(*rows: Array) -> Values:
         trace = traced(model, structure.data_plate, layout.arguments(rows, shared), start=start)
         return {name: trace[name]["value"] for name in structure.likelihood}
 

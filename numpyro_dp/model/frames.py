@@ -12,6 +12,7 @@ import narwhals.stable.v1 as nw
 import numpy as np
 
 from numpyro_dp._validate import check_real
+from numpyro_dp.core import Args, Kwargs
 from numpyro_dp.model.units import UNIT, as_objects
 
 __all__ = ["Design", "as_arrays", "design"]
@@ -20,7 +21,7 @@ _LIBRARIES = ("pandas", "polars", "pyarrow")
 _FILES = (".npy", ".npz", ".csv", ".parquet", ".feather")
 
 
-def as_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+def as_arrays(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Returns arguments with NumPy arrays in place of frames and series.
 
     Shapes and dtypes depend on the types of the columns, and never on their values.
@@ -59,7 +60,7 @@ class Design(NamedTuple):
         return f"Design({len(self.names)} columns: {', '.join(self.names)})"
 
 
-def design(frame: Any, columns: Any, *, intercept: bool = True) -> Design:
+def design(frame: Any, columns: object, *, intercept: bool = True) -> Design:
     """Makes a matrix of some columns of a frame, by what is public about them.
 
     A tuple ``(low, high)`` is the range of a number. Numbers outside it are moved to its ends, and
@@ -123,7 +124,7 @@ def design(frame: Any, columns: Any, *, intercept: bool = True) -> Design:
     return Design(matrix, (*first, *parts))
 
 
-def _is_frame(leaf: Any) -> bool:
+def _is_frame(leaf: object) -> bool:
     # Not their scalars, such as pandas.NA in a list of ids.
     return type(leaf).__module__.split(".")[0] in _LIBRARIES and hasattr(leaf, "__len__")
 
@@ -171,7 +172,7 @@ def _numbers(column: nw.Series, name: str) -> np.ndarray:
     return np.asarray(column.to_numpy(), bool if kind == nw.Boolean else np.int64)
 
 
-def _column(frame: Any, name: Any) -> tuple[np.ndarray, np.ndarray, bool]:
+def _column(frame: Any, name: object) -> tuple[np.ndarray, np.ndarray, bool]:
     """The values of a column, which are missing, and whether its type is that of texts."""
     if isinstance(frame, Mapping):
         values = np.asarray(frame[name])
@@ -190,7 +191,7 @@ def _column(frame: Any, name: Any) -> tuple[np.ndarray, np.ndarray, bool]:
     return column.to_numpy(), lacking, column.dtype in (nw.String, nw.Categorical, nw.Enum)
 
 
-def _is_missing(value: Any) -> bool:
+def _is_missing(value: object) -> bool:
     """Whether a value is ``None``, ``nan``, or a missing value of pandas, which has no truth."""
     if value is None:
         return True
@@ -200,7 +201,7 @@ def _is_missing(value: Any) -> bool:
         return True
 
 
-def _scaled(name: str, values: np.ndarray, ends: tuple[Any, ...]) -> np.ndarray:
+def _scaled(name: str, values: np.ndarray, ends: tuple[object, ...]) -> np.ndarray:
     """Numbers with their range moved to [-1, 1]."""
     if len(ends) != 2:
         raise TypeError(f"Expected (low, high) for {name!r}, got {ends}. Categories are a list.")
@@ -221,7 +222,7 @@ def _number(value: Any) -> float:
 
 
 def _indicators(
-    name: str, values: np.ndarray, lacking: np.ndarray, categories: list[Any]
+    name: str, values: np.ndarray, lacking: np.ndarray, categories: list[object]
 ) -> dict[str, np.ndarray]:
     """A column of zeros and ones for each category but the first."""
     if len(set(categories)) < len(categories):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -14,7 +14,7 @@ from jax import Array
 from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 
 from numpyro_dp._validate import check_sizes
-from numpyro_dp.core import Problem
+from numpyro_dp.core import Args, Kwargs, Problem, PyTree, Values
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.guide import hide_likelihood, prototype_without_records, set_up
 from numpyro_dp.model.guide_checks import check_first_values, check_supported, read_guide
@@ -45,7 +45,7 @@ class Prepared(NamedTuple):
     """
 
     problem: Problem
-    optim_state: Any
+    optim_state: PyTree
     rng_key: Array
 
 
@@ -62,9 +62,9 @@ class Call(NamedTuple):
         {'mean': 0.0}
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    init_params: dict[str, Any] | None = None
+    args: Args
+    kwargs: Kwargs
+    init_params: Values | None = None
 
 
 class GivenModel(NamedTuple):
@@ -78,22 +78,22 @@ class GivenModel(NamedTuple):
         max_rows: Most rows of a unit, or ``None`` if a row is a record.
     """
 
-    model: Callable[..., Any]
-    static: dict[str, Any]
+    model: Callable[..., object]
+    static: Kwargs
     data_plate: str | None = None
     declared: Declared = Declared()
     max_rows: int | None = None
 
     @property
-    def fn(self) -> Callable[..., Any]:
+    def fn(self) -> Callable[..., object]:
         """The model, static keywords filled in."""
         return self.filled(self.model)
 
-    def filled(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def filled(self, fn: Callable[..., object]) -> Callable[..., object]:
         """Returns a model or guide with the static keywords filled in."""
         return functools.partial(fn, **self.static) if self.static else fn
 
-    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+    def structure(self, args: Args, kwargs: Kwargs) -> ModelStructure:
         """Reads the model from shapes alone, by :func:`read_model`, and the number of units."""
         check_sizes(max_rows_per_unit=self.max_rows)
         if twice := sorted(set(kwargs) & set(self.static)):
@@ -156,7 +156,7 @@ class Frontend(NamedTuple):
         structure: ModelStructure,
         rng_key: Array,
         call: Call,
-        first: Callable[[Model, tuple[Array, ...]], dict[str, Any]] = lambda model, shared: {},
+        first: Callable[[Model, tuple[Array, ...]], Values] = lambda model, shared: {},
     ) -> Prepared:
         """Initialises guide and parameters on a placeholder for the records.
 
@@ -179,7 +179,7 @@ class Frontend(NamedTuple):
             **given.static,
         )  # fmt: skip
 
-        def start(rng_key: Array, shared: tuple[Array, ...], values: Any) -> Any:
+        def start(rng_key: Array, shared: tuple[Array, ...], values: PyTree) -> PyTree:
             init = functools.partial(hidden.init, rng_key, init_params=values)
             state = layout.placeholder(shared).call(init)
             return state, hidden.optim.get_params(state.optim_state), hidden.get_params(state)
@@ -222,9 +222,7 @@ class Frontend(NamedTuple):
         return Prepared(problem, self.svi.optim.init(unconstrained), state.rng_key)
 
 
-def arguments_key(
-    args: tuple[Any, ...], kwargs: dict[str, Any], max_rows: int | None = None
-) -> Any:
+def arguments_key(args: Args, kwargs: Kwargs, max_rows: int | None = None) -> Hashable:
     """Returns a hashable description of arguments: structure, shapes, dtypes and constants.
 
     If records are units of at most ``max_rows`` rows, it has their number.

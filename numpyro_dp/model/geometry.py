@@ -29,9 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from numpyro.distributions import biject_to
+from numpyro.distributions.constraints import Constraint
 from numpyro.infer import autoguide
 
 from numpyro_dp._compat import latent_sites, unpack_latent
+from numpyro_dp.core import PyTree, Values
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
 from numpyro_dp.model.variational import VariationalProblem, coordinate_sums, guide_kind
 
@@ -40,7 +42,7 @@ __all__ = ["Coordinates", "Geometry", "gaussian_geometry"]
 _HIGHEST = lax.Precision.HIGHEST
 
 
-def _same(values: dict[str, Any], given: Any) -> Any:
+def _same(values: Values, given: PyTree) -> PyTree:
     return given
 
 
@@ -58,10 +60,10 @@ class Coordinates(NamedTuple):
             ``frame``. ``packed`` belongs to a gradient with a 1 in every coordinate of the draw.
     """
 
-    to: Callable[[dict[str, Any], Any], Any]
-    back: Callable[[dict[str, Any], Any], Any]
-    frame: Callable[[dict[str, Any], Any], Any] = _same
-    entries: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] = _same
+    to: Callable[[Values, PyTree], PyTree]
+    back: Callable[[Values, PyTree], PyTree]
+    frame: Callable[[Values, PyTree], PyTree] = _same
+    entries: Callable[[Values, Values], Values] = _same
 
 
 class Geometry(NamedTuple):
@@ -82,9 +84,9 @@ class Geometry(NamedTuple):
         mean: Natural gradients of the mean, for gradients with respect to the latents.
     """
 
-    pack: Callable[[dict[str, Any]], dict[str, Any]]
-    unpack: Callable[[dict[str, Any]], dict[str, Any]]
-    sums: dict[str, Callable[[Array], Any]]
+    pack: Callable[[Values], Values]
+    unpack: Callable[[Values], Values]
+    sums: dict[str, Callable[[Array], PyTree]]
     constrained: Coordinates
     natural: Coordinates
     mean: Coordinates
@@ -125,20 +127,22 @@ def gaussian_geometry(problem: VariationalProblem, method: str) -> Geometry:
 def _mean_field(auto: Any, joint: bool) -> Geometry:
     """Mean-field guide, with a loc and a scale for each site, or for the ``joint`` flat vector."""
     sites = {None: auto.prefix} if joint else {s: f"{s}_{auto.prefix}" for s in latent_sites(auto)}
-    names: dict[Any, Any] = {site: (f"{name}_loc", f"{name}_scale") for site, name in sites.items()}
+    names: dict[Any, tuple[str, str]] = {
+        site: (f"{name}_loc", f"{name}_scale") for site, name in sites.items()
+    }
     scales, constraint = [scale for _, scale in names.values()], auto.scale_constraint
 
-    def by_site(values: dict[str, Any]) -> dict[str, Array]:
+    def by_site(values: Values) -> dict[str, Array]:
         if joint:
             return unpack_latent(auto, values[scales[0]])
         return {site: values[scale] for site, (_, scale) in names.items()}
 
-    def to_unconstrained(values: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
+    def to_unconstrained(values: Values, packed: Values) -> Values:
         return packed | {
             name: _pull(constraint, values[name], packed[name]) for name in scales if name in packed
         }
 
-    def local(values: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
+    def local(values: Values, packed: Values) -> Values:
         result = dict(packed)
         for loc, scale in names.values():
             variance = jnp.square(values[scale])
@@ -146,10 +150,10 @@ def _mean_field(auto: Any, joint: bool) -> Geometry:
             result[scale] = _push(constraint, values[scale], variance / 2 * packed[scale])
         return result
 
-    def mean_signal(values: dict[str, Any], latents: Any) -> Any:
+    def mean_signal(values: Values, latents: PyTree) -> PyTree:
         return jax.tree.map(lambda s, z: jnp.square(s) * z, by_site(values), dict(latents))
 
-    def mean_gradient(values: dict[str, Any], latents: Any) -> Any:
+    def mean_gradient(values: Values, latents: PyTree) -> PyTree:
         return jax.tree.map(lambda s, z: z / jnp.square(s), by_site(values), dict(latents))
 
     sums = coordinate_sums(auto) or {}
@@ -169,22 +173,22 @@ def _full_rank(auto: Any) -> Geometry:
     def square(vector: Array) -> Array:
         return jnp.zeros((dim, dim), vector.dtype).at[rows, columns].set(vector)
 
-    def pack(values: dict[str, Any]) -> dict[str, Any]:
+    def pack(values: Values) -> Values:
         return values | {tril: values[tril][rows, columns]}
 
-    def unpack(packed: dict[str, Any]) -> dict[str, Any]:
+    def unpack(packed: Values) -> Values:
         return packed | {tril: square(packed[tril])}
 
-    def flat(latents: Any) -> Array:
+    def flat(latents: PyTree) -> Array:
         split = functools.partial(unpack_latent, auto)
         dtype = jnp.result_type(*jax.tree.leaves(latents))
         _, transpose = jax.vjp(split, jnp.zeros(dim, dtype))
         return transpose(dict(latents))[0]
 
-    def to_unconstrained(values: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
+    def to_unconstrained(values: Values, packed: Values) -> Values:
         return packed | {tril: _pull(constraint, values[tril], square(packed[tril]))}
 
-    def local(values: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
+    def local(values: Values, packed: Values) -> Values:
         factor = values[tril]
         relative = _product(factor.T, square(packed[tril]))[rows, columns]
         return packed | {
@@ -192,21 +196,21 @@ def _full_rank(auto: Any) -> Geometry:
             tril: weights.astype(relative.dtype) * relative,
         }
 
-    def from_local(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    def from_local(values: Values, given: Values) -> Values:
         factor = values[tril]
         return given | {
             loc: _product(factor, given[loc]),
             tril: _push(constraint, factor, _product(factor, square(given[tril]))),
         }
 
-    def local_entries(values: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
+    def local_entries(values: Values, packed: Values) -> Values:
         # With H = tril(g e^T), (L^T H)_ij = (L^T g)_i e_j on and below the diagonal.
         return packed | {tril: weights.astype(packed[tril].dtype) * packed[tril]}
 
-    def frame(values: dict[str, Any], latents: Any) -> Any:
+    def frame(values: Values, latents: PyTree) -> PyTree:
         return unpack_latent(auto, _product(values[tril].T, flat(latents)))
 
-    def mean_gradient(values: dict[str, Any], latents: Any) -> Any:
+    def mean_gradient(values: Values, latents: PyTree) -> PyTree:
         solved = jax.scipy.linalg.solve_triangular(values[tril], flat(latents), trans=1, lower=True)
         return unpack_latent(auto, solved)
 
@@ -219,14 +223,14 @@ def _full_rank(auto: Any) -> Geometry:
     return Geometry(pack, unpack, sums, constrained, natural, Coordinates(frame, mean_gradient))
 
 
-def _pull(constraint: Any, value: Array, gradient: Array) -> Array:
+def _pull(constraint: Constraint, value: Array, gradient: Array) -> Array:
     """Gradient with respect to a constrained value -> with respect to the unconstrained one."""
     transform = biject_to(constraint)
     _, vjp = jax.vjp(transform, transform.inv(value))
     return vjp(gradient)[0]
 
 
-def _push(constraint: Any, value: Array, direction: Array) -> Array:
+def _push(constraint: Constraint, value: Array, direction: Array) -> Array:
     """Direction at a constrained value -> at the unconstrained one."""
     return jax.jvp(biject_to(constraint).inv, (value,), (direction,))[1]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,7 @@ from numpyro_dp._compat import (
     setup_of,
     unpack_latent,
 )
+from numpyro_dp.core import Kwargs, PyTree, Site, Sites, Values
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.locals import fill_locals, is_local
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
@@ -59,15 +60,15 @@ class Guide(NamedTuple):
             ``None`` if the model has no local latents.
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[..., object]
     auto: autoguide.AutoGuide | None
     model: Model
     params: frozenset[str] = frozenset()
-    public: dict[str, Any] = {}  # noqa: RUF012 - never written to
+    public: Values = {}  # noqa: RUF012 - never written to
     local_params: frozenset[str] | None = None
 
     def draw(
-        self, params: dict[str, Any], rng_key: Array, shared: tuple[Array, ...]
+        self, params: Values, rng_key: Array, shared: tuple[Array, ...]
     ) -> tuple[dict[str, Array], Array]:
         """Draws latents, differentiably in the parameters.
 
@@ -87,7 +88,7 @@ class Guide(NamedTuple):
         return _auto_draw(self, self.auto, trace, params, shared)
 
     def log_density(
-        self, params: dict[str, Any], latents: dict[str, Array], shared: tuple[Array, ...] = ()
+        self, params: Values, latents: dict[str, Array], shared: tuple[Array, ...] = ()
     ) -> Array:
         r"""Returns :math:`\log q(u)` of global latents in unconstrained coordinates.
 
@@ -136,7 +137,7 @@ class Guide(NamedTuple):
     def local_bound(
         self,
         latents: dict[str, Array],
-        params: dict[str, Any],
+        params: Values,
         example: tuple[Array, ...],
         shared: tuple[Array, ...],
         rng_key: Array,
@@ -165,11 +166,11 @@ class Guide(NamedTuple):
     def local_sites(
         self,
         latents: dict[str, Array],
-        params: dict[str, Any],
+        params: Values,
         arguments: Arguments,
         shared: tuple[Array, ...],
         rng_key: Array,
-    ) -> dict[str, Any]:
+    ) -> Sites:
         """The trace of the guide's plate and local sites for given global latents."""
         plate = self.model.structure.data_plate
         prior = self.model.trace_prior(latents, params, shared)
@@ -179,7 +180,7 @@ class Guide(NamedTuple):
 
 
 @contextlib.contextmanager
-def prototype_without_records(guide: Any, plate: str) -> Iterator[None]:
+def prototype_without_records(guide: object, plate: str) -> Iterator[None]:
     """Lets automatic guides set themselves up on a model whose likelihood is hidden.
 
     ``AutoGuide`` searches for initial values with a finite potential, which would read the records.
@@ -199,7 +200,11 @@ def prototype_without_records(guide: Any, plate: str) -> Iterator[None]:
 
 
 def set_up(
-    guide: Any, rng_key: Array, placeholder: Arguments, params: Any, static: dict[str, Any]
+    guide: Callable[..., object],
+    rng_key: Array,
+    placeholder: Arguments,
+    params: PyTree,
+    static: Kwargs,
 ) -> bool:
     """Sets up an automatic guide of NumPyro, as the first call of ``SVI.init(rng_key)`` would.
 
@@ -217,10 +222,10 @@ def set_up(
     return True
 
 
-def hide_likelihood(model: Callable[..., Any], plate: str) -> Callable[..., Any]:
+def hide_likelihood(model: Callable[..., object], plate: str) -> Callable[..., object]:
     """Hides observed sites and discrete local latents from outer handlers."""
 
-    def hidden(site: dict[str, Any]) -> bool:
+    def hidden(site: Site) -> bool:
         if is_local(site, plate):
             return site["fn"].support.is_discrete
         return site["type"] == "sample" and bool(site.get("is_observed"))
@@ -229,7 +234,7 @@ def hide_likelihood(model: Callable[..., Any], plate: str) -> Callable[..., Any]
     return handlers.block(filled, hide_fn=hidden)
 
 
-def auto_parts(guide: Any) -> Iterator[Any]:
+def auto_parts(guide: object) -> Iterator[Any]:
     """All automatic guides inside a guide, including ``AutoGuideList`` and its parts."""
     if isinstance(guide, autoguide.AutoGuide):
         yield guide
@@ -238,9 +243,7 @@ def auto_parts(guide: Any) -> Iterator[Any]:
                 yield from auto_parts(part)
 
 
-def guide_trace(
-    guide: Guide, params: dict[str, Any], rng_key: Array, shared: tuple[Array, ...]
-) -> dict[str, Any]:
+def guide_trace(guide: Guide, params: Values, rng_key: Array, shared: tuple[Array, ...]) -> Sites:
     """NumPyro's trace of the guide on a placeholder for the records."""
     structure = guide.model.structure
     arguments = structure.layout.placeholder(shared)
@@ -248,7 +251,7 @@ def guide_trace(
 
 
 def _auto_draw(
-    guide: Guide, auto: Any, trace: dict[str, Any], params: Any, shared: Any
+    guide: Guide, auto: autoguide.AutoGuide, trace: Sites, params: PyTree, shared: PyTree
 ) -> tuple[dict[str, Array], Array]:
     """Reads the unconstrained latents of an automatic guide from its trace."""
     if isinstance(auto, autoguide.AutoGuideList):
@@ -281,7 +284,7 @@ def _auto_draw(
     return _generic_draw(guide, sites, params, shared, names, trace)
 
 
-def _unpacked(auto: Any, flat: Array) -> dict[str, Array]:
+def _unpacked(auto: autoguide.AutoContinuous, flat: Array) -> dict[str, Array]:
     """Splits a guide's flat draw into latents by site.
 
     If the sites follow each other, ``split`` is used, because its gradient is one concatenation.
@@ -298,7 +301,7 @@ def _unpacked(auto: Any, flat: Array) -> dict[str, Array]:
     }
 
 
-def _packed(auto: Any, latents: dict[str, Array]) -> Array:
+def _packed(auto: autoguide.AutoContinuous, latents: dict[str, Array]) -> Array:
     """Joins latents into a guide's flat draw: the inverse of :func:`_unpacked`."""
     places = dict(unpack_latent(auto, np.arange(auto.latent_dim)))
     values = jnp.concatenate([jnp.ravel(latents[name]) for name in places])
@@ -309,7 +312,12 @@ def _packed(auto: Any, latents: dict[str, Array]) -> Array:
 
 
 def _generic_draw(
-    guide: Guide, sites: Any, params: Any, shared: Any, names: Any, trace: Any = None
+    guide: Guide,
+    sites: Any,
+    params: Values,
+    shared: tuple[Array, ...],
+    names: Iterable[str],
+    trace: Any = None,
 ) -> tuple[dict[str, Array], Array]:
     """Maps constrained draws to unconstrained coordinates with the model's supports."""
     layout, plate = guide.model.structure.layout, guide.model.structure.data_plate
@@ -327,16 +335,16 @@ def _generic_draw(
     return latents, -total
 
 
-def _is_draw(site: dict[str, Any]) -> bool:
+def _is_draw(site: Site) -> bool:
     return site["type"] == "sample" and not site["is_observed"]
 
 
-def _base_value(site: dict[str, Any]) -> Array:
+def _base_value(site: Site) -> Array:
     """The unconstrained draw of an AutoNormal site."""
     return site["intermediates"][0][0] if site["intermediates"] else site["value"]
 
 
-def _entropy(site: dict[str, Any]) -> Array:
+def _entropy(site: Site) -> Array:
     """Entropy of a guide's joint latent in closed form if there is one, else -log q of the draw.
 
     A low-rank normal has more noise variables than latents, so the gradients of entropy and

@@ -17,6 +17,7 @@ from numpyro.distributions import biject_to
 from numpyro.infer import autoguide, init_to_uniform
 
 from numpyro_dp._compat import guide_functions, init_scale, make_program, setup_of
+from numpyro_dp.core import Kwargs, PyTree, Site, Sites, Values
 from numpyro_dp.model.additivity import is_sum
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.dependence import depends_on_inputs
@@ -42,12 +43,12 @@ _PUBLISHED = (
 
 
 def read_guide(
-    fn: Callable[..., Any],
-    auto: Any,
+    fn: Callable[..., object],
+    auto: object,
     model: Model,
-    params: dict[str, Any],
+    params: Values,
     shared: tuple[Array, ...],
-    public: dict[str, Any] | None = None,
+    public: Values | None = None,
 ) -> Guide:
     """Checks a guide against its model.
 
@@ -66,7 +67,7 @@ def read_guide(
     guide = Guide(fn, known, model, public=public or {})
     _check_reads_no_records(guide, shared)
     _check_parameter_shapes(guide, shared)
-    trace: dict[str, Any] = {}
+    trace: Sites = {}
     jax.eval_shape(lambda p: trace.update(guide_trace(guide, p, jax.random.key(0), shared)), params)
     read = frozenset(name for name, site in trace.items() if site["type"] == "param")
     guide = guide._replace(params=read)
@@ -96,7 +97,7 @@ def read_guide(
     return _with_local_params(guide, params, shared) if model.structure.local_latents else guide
 
 
-def _with_local_params(guide: Guide, params: dict[str, Any], shared: tuple[Array, ...]) -> Guide:
+def _with_local_params(guide: Guide, params: Values, shared: tuple[Array, ...]) -> Guide:
     """Finds which parameters the local latents depend on, and which the global latents."""
     structure = guide.model.structure
     key, alone = jax.random.key(0), structure.layout.placeholder(shared)
@@ -107,10 +108,10 @@ def _with_local_params(guide: Guide, params: dict[str, Any], shared: tuple[Array
     prior = guide.model.trace_prior(latents, params, shared)
     values = params | {name: prior[name]["value"] for name in latents}
 
-    def draw(value: Any, name: str) -> dict[str, Any]:
+    def draw(value: PyTree, name: str) -> Values:
         return {"value": guide.draw(params | {name: value}, key, shared)}
 
-    def local(value: Any, name: str) -> dict[str, Any]:
+    def local(value: PyTree, name: str) -> Values:
         found = guide.local_sites(latents, params | {name: value}, alone, shared, key)
         for site in structure.local_latents:
             if site not in found:
@@ -122,7 +123,7 @@ def _with_local_params(guide: Guide, params: dict[str, Any], shared: tuple[Array
         sites = [site for site in found.values() if site["type"] == "sample"]
         return {"value": [[site["value"], log_density(site)] for site in sites]}
 
-    def reading(fn: Callable[[Any, str], dict[str, Any]]) -> frozenset[str]:
+    def reading(fn: Callable[[PyTree, str], Values]) -> frozenset[str]:
         def reads(name: str) -> bool:
             return depends_on_inputs(lambda value: fn(value, name), params[name])["value"]
 
@@ -141,7 +142,7 @@ def _with_local_params(guide: Guide, params: dict[str, Any], shared: tuple[Array
     return guide._replace(params=reading(draw), local_params=own)
 
 
-def _check_auxiliary(guide: Guide, params: dict[str, Any], shared: tuple[Array, ...]) -> None:
+def _check_auxiliary(guide: Guide, params: Values, shared: tuple[Array, ...]) -> None:
     """Raises for auxiliary sites outside the plate, because each record would redraw them."""
     plate = guide.model.structure.data_plate
     trace = guide_trace(guide, params, jax.random.key(0), shared) if guide.auto is None else {}
@@ -156,7 +157,7 @@ def _check_auxiliary(guide: Guide, params: dict[str, Any], shared: tuple[Array, 
 
 
 def _check_one_by_one(
-    guide: Guide, params: dict[str, Any], values: dict[str, Any], shared: tuple[Array, ...]
+    guide: Guide, params: Values, values: Values, shared: tuple[Array, ...]
 ) -> None:
     """Raises if an encoder gives other densities for single records than for several at once."""
     structure = guide.model.structure
@@ -188,7 +189,10 @@ def _check_one_by_one(
 
 
 def check_supported(
-    guide: Any, structure: ModelStructure, shared: tuple[Array, ...], static: dict[str, Any]
+    guide: Callable[..., object],
+    structure: ModelStructure,
+    shared: tuple[Array, ...],
+    static: Kwargs,
 ) -> None:
     """Raises for automatic guides that read records, or have parameters for each record."""
     for part in auto_parts(guide):
@@ -205,7 +209,7 @@ def check_supported(
 
 
 def _check_global(
-    part: Any, structure: ModelStructure, shared: tuple[Array, ...], static: dict[str, Any]
+    part: autoguide.AutoGuide, structure: ModelStructure, shared: tuple[Array, ...], static: Kwargs
 ) -> None:
     """Raises if an automatic guide covers latent sites in the data plate."""
     model = functools.partial(part.model, **static)
@@ -221,7 +225,7 @@ def _check_global(
             )
 
 
-def _check_fixed_supports(guide: Guide, params: dict[str, Any], shared: tuple[Array, ...]) -> None:
+def _check_fixed_supports(guide: Guide, params: Values, shared: tuple[Array, ...]) -> None:
     """Raises for automatic guides of sites whose support depends on other sites.
 
     NumPyro's automatic guides use the initial support during the fit, but the current one when they
@@ -252,7 +256,7 @@ def _check_fixed_supports(guide: Guide, params: dict[str, Any], shared: tuple[Ar
 def _check_reads_no_records(guide: Guide, shared: tuple[Array, ...]) -> None:
     structure, layout = guide.model.structure, guide.model.structure.layout
 
-    def values(*arrays: Array) -> dict[str, Any]:
+    def values(*arrays: Array) -> Values:
         trace = traced(guide.fn, structure.data_plate, layout.arguments(arrays, shared))
         return {
             name: site["value"]
@@ -268,7 +272,7 @@ def _check_reads_no_records(guide: Guide, shared: tuple[Array, ...]) -> None:
             )
 
 
-def _check_captures(guide: Guide, params: dict[str, Any], shared: tuple[Array, ...]) -> None:
+def _check_captures(guide: Guide, params: Values, shared: tuple[Array, ...]) -> None:
     """Raises if a guide captures arrays that are not public. NumPyro's own guides capture none.
 
     The check covers initial values, and the derivative of the draw, because rules of
@@ -276,7 +280,7 @@ def _check_captures(guide: Guide, params: dict[str, Any], shared: tuple[Array, .
     """
     structure, public = guide.model.structure, guide.model.structure.public
 
-    def drawn(params: dict[str, Any]) -> Any:
+    def drawn(params: Values) -> PyTree:
         return guide.draw(params, jax.random.key(0), shared)
 
     if guide.auto is not None and all(map(_is_numpyros_own, auto_parts(guide.auto))):
@@ -286,11 +290,11 @@ def _check_captures(guide: Guide, params: dict[str, Any], shared: tuple[Array, .
             public.trust(held_by_program(make_program(drawn, params)[0]))
             return
 
-    def first_values() -> Any:
+    def first_values() -> Values:
         trace = traced(guide.fn, structure.data_plate, structure.layout.placeholder(shared))
         return {n: s["value"] for n, s in trace.items() if s["type"] in ("sample", "param")}
 
-    def derivative(params: dict[str, Any]) -> Any:
+    def derivative(params: Values) -> PyTree:
         draws, back = jax.vjp(drawn, params)
         return back(jax.tree.map(jnp.ones_like, draws))
 
@@ -298,12 +302,15 @@ def _check_captures(guide: Guide, params: dict[str, Any], shared: tuple[Array, .
     public.check("guide", derivative, params)
 
 
-def _is_numpyros_own(part: Any) -> bool:
+def _is_numpyros_own(part: object) -> bool:
     return type(part).__module__.partition(".")[0] == "numpyro"
 
 
 def check_first_values(
-    guide: Any, model: Callable[..., Any], structure: ModelStructure, shared: tuple[Array, ...]
+    guide: Callable[..., object],
+    model: Callable[..., object],
+    structure: ModelStructure,
+    shared: tuple[Array, ...],
 ) -> None:
     """Raises if the initial values of automatic guides come from undeclared arrays.
 
@@ -336,7 +343,7 @@ def check_first_values(
         public.take(what, [*held, *held_by_function(init_scale(part))], no_new=_PUBLISHED)
         own = bool(held) or not _is_numpyros_own_function(part.init_loc_fn)
 
-        def values(first: Any = part.init_loc_fn) -> list[Any]:
+        def values(first: Callable[[Site], object] = part.init_loc_fn) -> list[PyTree]:
             arguments = structure.layout.placeholder(shared)
             trace = traced(model, plate, arguments, start=first, rng_key=key)
             return [trace[name]["value"] for name in structure.latents]
@@ -357,7 +364,7 @@ def _check_values(init_loc_fn: Any) -> None:
             )
 
 
-def _is_numpyros_own_function(fn: Any) -> bool:
+def _is_numpyros_own_function(fn: object) -> bool:
     fn = fn.func if isinstance(fn, functools.partial) else fn
     return (getattr(fn, "__module__", None) or "").startswith("numpyro.")
 
@@ -366,10 +373,10 @@ def _check_parameter_shapes(guide: Guide, shared: tuple[Array, ...]) -> None:
     """Raises if the shape of a parameter of model or guide depends on the number of records."""
     layout, plate = guide.model.structure.layout, guide.model.structure.data_plate
 
-    def shapes(fn: Any, rows: int) -> dict[str, Any]:
+    def shapes(fn: Callable[..., object], rows: int) -> Values:
         arguments = layout.placeholder(shared, rows)
 
-        def params() -> Any:
+        def params() -> Values:
             trace = traced(fn, plate, arguments, start=init_to_uniform(), num_rows=rows)
             return {n: s["value"] for n, s in trace.items() if s["type"] == "param"}
 

@@ -17,11 +17,13 @@ import jax.numpy as jnp
 import jax.scipy.special
 import numpy as np
 import numpyro.distributions as dist
+from jax.typing import ArrayLike
 
 from numpyro_dp._compat import (
     CUSTOM_BATCHING,
     HOST_CALLS,
     PLACES,
+    Equation,
     Program,
     as_program,
     literal,
@@ -47,12 +49,12 @@ __all__ = [
 _LIBRARIES = ("builtins", "equinox", "flax", "jax", "jaxlib", "numpy", "numpyro", "optax", "scipy")
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> bool:
     """Whether a value is an array or scalar of JAX or NumPy."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def held_by_program(found: Any) -> Iterator[Any]:
+def held_by_program(found: object) -> Iterator[ArrayLike]:
     """Constants and literals of a traced program and of all programs inside it."""
     program = as_program(found)
     if program is not None:
@@ -70,7 +72,7 @@ def held_by_program(found: Any) -> Iterator[Any]:
             yield from held_by_program(each)
 
 
-def numbers_in_program(found: Any) -> set[float]:
+def numbers_in_program(found: object) -> set[float]:
     """The distinct single numbers in a traced program and in all programs inside it.
 
     These are literals, including returned ones, and NumPy arrays with one entry.
@@ -104,7 +106,7 @@ def _places(program: Program) -> list[int]:
     return [number for number in found if number > often]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: ArrayLike) -> bool:
     """Whether a value is one number, not a key or the tangent of an integer (``float0``)."""
     return not is_key(value) and np.size(value) == 1 and np.result_type(value).kind in "biufc"
 
@@ -118,7 +120,7 @@ class Written(NamedTuple):
     """
 
     numbers: frozenset[float]
-    arrays: tuple[Any, ...]
+    arrays: tuple[ArrayLike, ...]
 
 
 @functools.cache
@@ -151,18 +153,18 @@ def _number(value: Any) -> float:
     return number if np.isfinite(number) else np.inf
 
 
-def held_by_function(fn: Any) -> list[Any]:
+def held_by_function(fn: object) -> list[ArrayLike]:
     """Arrays that a user's function can reach. Functions of libraries are not searched.
 
     The search covers partial arguments, closures, defaults, attributes of objects, and globals that
     the code names. It does not find an array that the code reads from a module's attribute.
     """
-    found: list[Any] = []
+    found: list[ArrayLike] = []
     _search(fn, found, set(), 0)
     return found
 
 
-def _search(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
+def _search(value: Any, found: list[ArrayLike], seen: set[int], depth: int) -> None:
     # Depth: hand-written nesting fits into eight levels. For example, a partial of a method of an
     # object with a dict of lists of arrays needs five. The limit bounds the recursion in chains of
     # objects. Most callers also check the traced program, which shows any array in use.
@@ -170,7 +172,7 @@ def _search(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
     if id(value) in seen or depth > 8:
         return
     seen.add(id(value))
-    parts: list[Any] = []
+    parts: list[object] = []
     if is_array(value):
         found.append(value)
     elif isinstance(value, functools.partial):
@@ -198,11 +200,11 @@ def _search(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
         _search(part, found, seen, depth + 1)
 
 
-def _of_a_library(value: Any) -> bool:
+def _of_a_library(value: object) -> bool:
     return (getattr(value, "__module__", None) or "").partition(".")[0] in _LIBRARIES
 
 
-def _content(cell: Any) -> Any:
+def _content(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet
@@ -215,7 +217,7 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
-def _equations_in(found: Any) -> Iterator[Any]:
+def _equations_in(found: object) -> Iterator[Equation]:
     """The operations of a program and of all programs inside it."""
     for program in programs_in(found):
         for equation in program.equations:
@@ -223,7 +225,7 @@ def _equations_in(found: Any) -> Iterator[Any]:
             yield from _equations_in(list(equation.params.values()))
 
 
-def computes_in_half(found: Any) -> bool:
+def computes_in_half(found: object) -> bool:
     """Whether a program, or a program inside it, has floating-point values of 16 bits or fewer."""
     atoms = (atom for each in _equations_in(found) for atom in (*each.invars, *each.outvars))
     dtypes = (getattr(atom.aval, "dtype", None) for atom in atoms)
@@ -231,7 +233,7 @@ def computes_in_half(found: Any) -> bool:
     return any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in kept)
 
 
-def refused_calls(found: Any) -> Iterator[str]:
+def refused_calls(found: object) -> Iterator[str]:
     """Names of host calls and of custom batching rules in a program and all programs inside it."""
     for name in (each.primitive.name for each in _equations_in(found)):
         if name == CUSTOM_BATCHING or any(word in name for word in HOST_CALLS):

@@ -8,7 +8,7 @@ a finite gradient. Such records count as 0, like a record with a value that is n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import jax
@@ -16,11 +16,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.lax import GatherScatterMode
-from numpyro.distributions import ExpandedDistribution, Independent, MaskedDistribution, constraints
+from jax.typing import ArrayLike, DTypeLike
+from numpyro.distributions import (
+    Distribution,
+    ExpandedDistribution,
+    Independent,
+    MaskedDistribution,
+    constraints,
+)
 
 from numpyro_dp._compat import CALLS, LOOKUPS, MOVES, RULED, as_program, bind, mask_of, programs_in
-from numpyro_dp._program import Constant, Op, ScalarProgram, evaluate, flat, trace_scalar, value_of
+from numpyro_dp._program import (
+    Constant,
+    Op,
+    Operand,
+    ScalarProgram,
+    evaluate,
+    flat,
+    trace_scalar,
+    value_of,
+)
 from numpyro_dp._tree import is_key
+from numpyro_dp.core import PyTree, Values
 from numpyro_dp.model.dependence import inputs_of
 from numpyro_dp.model.locals import fill_locals, start
 from numpyro_dp.model.records import ModelStructure
@@ -36,7 +53,7 @@ _INDEPENDENT = type(constraints.independent(constraints.real, 1))
 
 
 def with_checks(
-    model: Callable[..., Any], structure: ModelStructure, shared: tuple[Array, ...]
+    model: Callable[..., object], structure: ModelStructure, shared: tuple[Array, ...]
 ) -> ModelStructure:
     """Returns the structure of a model with what has to be checked of each record.
 
@@ -50,17 +67,17 @@ def with_checks(
     # Filled while `values` is traced, which is before `bounds` reads it.
     bounded: list[str] = []
 
-    def values(*rows: Array) -> dict[str, Any]:
+    def values(*rows: Array) -> Values:
         trace = traced(filled, plate, layout.arguments(rows, shared), start=start)
         bounded.extend(n for n in structure.likelihood if _has_bounds(trace[n]["fn"]))
         return {name: trace[name]["value"] for name in structure.latents + structure.params}
 
-    def bounds(values: dict[str, Any], *rows: Array) -> dict[str, Any]:
+    def bounds(values: Values, *rows: Array) -> Values:
         trace = traced(filled, plate, layout.arguments(rows, shared), values)
         supports = {name: unwrapped(trace[name]["fn"]).support for name in bounded}
         return {n: [jnp.asarray(x) for x in jax.tree.leaves(s)] for n, s in supports.items()}
 
-    def likelihood(values: dict[str, Any], example: tuple[Array, ...]) -> Array:
+    def likelihood(values: Values, example: tuple[Array, ...]) -> Array:
         trace = traced(filled, plate, layout.example(example, shared), values)
         found = [log_density(trace[name]) for name in structure.likelihood]
         return sum(found, start=jnp.zeros(()))
@@ -74,7 +91,7 @@ def with_checks(
     return structure._replace(bounded=tuple(fixed), indexed=indexed)
 
 
-def _has_bounds(fn: Any) -> bool:
+def _has_bounds(fn: Distribution) -> bool:
     """Whether values of a distribution may be outside its support, entry by entry.
 
     Constraints of whole vectors and matrices (a simplex, say) hold up to rounding, so they do not
@@ -93,7 +110,7 @@ def _has_bounds(fn: Any) -> bool:
     return unmasked and support.event_dim == 0 and not any(support is each for each in everywhere)
 
 
-def value_inside(fn: Any, value: Array) -> Array:
+def value_inside(fn: Distribution, value: Array) -> Array:
     """Whether all entries of a value that count are inside the support of its distribution."""
     inside = unwrapped(fn).support(value)
     while isinstance(fn, _WRAPPED):
@@ -103,14 +120,16 @@ def value_inside(fn: Any, value: Array) -> Array:
     return jnp.all(inside)
 
 
-def unwrapped(fn: Any) -> Any:
+def unwrapped(fn: Distribution) -> Any:
     """A distribution without its mask and expansion."""
     while isinstance(fn, _WRAPPED):
         fn = fn.base_dist
     return fn
 
 
-def indices_inside(scalar: Callable[[Any, Any], Array], point: Any, example: Any) -> Array:
+def indices_inside(
+    scalar: Callable[[PyTree, PyTree], Array], point: PyTree, example: PyTree
+) -> Array:
     """Whether a record's log likelihood depends on no index outside its table.
 
     A lookup outside its table is like NaN: what depends on it is NaN too, unless a ``where`` does
@@ -153,8 +172,8 @@ def _looks_up(op: Op) -> bool:
 
 
 def _marked(
-    ops: tuple[Op, ...], inputs: dict[int, Any], looked_up: set[int] | None = None
-) -> Callable[[Any], Any]:
+    ops: tuple[Op, ...], inputs: dict[int, ArrayLike], looked_up: set[int] | None = None
+) -> Callable[[Operand], Any]:
     """Runs operations with lookups that give :func:`_nothing` outside their tables.
 
     Args:
@@ -169,12 +188,12 @@ def _marked(
     found = evaluate(written, dict(inputs))
     # For an array: its value, with nothing in some entries. For a single number: whether it is
     # nothing. Most operations of a likelihood have single numbers, and need not run again.
-    marks: dict[int, Any] = {}
+    marks: dict[int, Array] = {}
 
-    def size(number: Any) -> int:
+    def size(number: Operand) -> int:
         return np.size(value_of(found, number))
 
-    def marked(number: Any) -> Any:
+    def marked(number: Operand) -> Any:
         value = value_of(found, number)
         if isinstance(number, Constant) or number not in marks or is_key(value):
             return value
@@ -210,7 +229,7 @@ def _marked(
     return marked
 
 
-def _mark(op: Op, found: dict[int, Any], marks: dict[int, Any]) -> Array:
+def _mark(op: Op, found: dict[int, Any], marks: dict[int, Array]) -> Array:
     """Whether a result of one number is nothing, from which of its inputs are."""
     own = [jnp.asarray(isinstance(x, int) and marks.get(x, False)) for x in op.inputs]
     if op.primitive.name == "select_n":
@@ -231,7 +250,7 @@ def _with_marks(params: dict[str, Any]) -> dict[str, Any]:
             return value
         body = flat(program, _CALLS)
 
-        def run(*inputs: Any) -> list[Any]:
+        def run(*inputs: Array) -> list[Array]:
             found = _marked(body.ops, dict(zip(body.inputs, inputs, strict=True)))
             return [found(output) for output in body.outputs]
 
@@ -271,7 +290,7 @@ def _is_number(fill: Any) -> bool:
     return fill is not None and bool(np.isfinite(fill)) and fill != np.iinfo(np.int32).min
 
 
-def _nothing(dtype: Any) -> Any:
+def _nothing(dtype: DTypeLike) -> Array:
     """What a lookup outside its table gives: NaN, or the lowest integer, which is no index."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.asarray(jnp.nan, dtype)
@@ -281,7 +300,7 @@ def _nothing(dtype: Any) -> Any:
     return jnp.zeros((), dtype)
 
 
-def _is_nothing(value: Any) -> Any:
+def _is_nothing(value: Array) -> Array:
     if jnp.issubdtype(value.dtype, jnp.inexact):
         return ~jnp.isfinite(value)  # NumPyro gives logits of NaN the log probability -inf
     # In 8 or 16 bits the lowest integer is a usual value.
@@ -295,7 +314,7 @@ def _is_cast(found: dict[int, Any], op: Op) -> bool:
     return jnp.issubdtype(before, jnp.inexact) and jnp.issubdtype(after, jnp.signedinteger)
 
 
-def _converted(value: Any, result: Array) -> Array:
+def _converted(value: ArrayLike, result: Array) -> Array:
     """A conversion between floats and integers that keeps :func:`_nothing`."""
     kinds = [jnp.issubdtype(x.dtype, jnp.inexact) for x in map(jnp.asarray, (value, result))]
     if kinds[0] == kinds[1] or result.dtype == bool:
@@ -312,7 +331,7 @@ def _as_written(ops: tuple[Op, ...]) -> tuple[tuple[Op, ...], set[int]]:
         The operations, and the results of lookups at such an index.
     """
     makers = {out: op for op in ops for out in op.outputs}
-    written: dict[int, Any] = {}
+    written: dict[int, Operand] = {}
     kept, moved, wrapping = [], set(), set()
     for op in ops:
         if _value_numbers(op.inputs) & (written.keys() | moved):
@@ -330,7 +349,9 @@ def _as_written(ops: tuple[Op, ...]) -> tuple[tuple[Op, ...], set[int]]:
     return tuple(kept), wrapping
 
 
-def _is_wrapped(index: Any, negative: Any, wrapped: Any, written: dict[int, Any]) -> bool:
+def _is_wrapped(
+    index: Operand, negative: Any, wrapped: Op | Operand, written: dict[int, Operand]
+) -> bool:
     """Whether ``negative`` is index < 0, and ``wrapped`` is index + a constant."""
     for op, name in ((negative, "lt"), (wrapped, "add")):
         if not (isinstance(op, Op) and op.primitive.name == name):
@@ -344,5 +365,5 @@ def _resolved(found: dict[int, Any], value: Any) -> Any:
     return value if isinstance(value, Constant) else found.get(value, value)
 
 
-def _value_numbers(values: Any) -> set[int]:
+def _value_numbers(values: Iterable[Operand]) -> set[int]:
     return {value for value in values if not isinstance(value, Constant)}

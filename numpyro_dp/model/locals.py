@@ -27,10 +27,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from numpyro.distributions import MaskedDistribution, biject_to
+from numpyro.distributions import Distribution, MaskedDistribution, biject_to
 from numpyro.infer import init_to_uniform
 
 from numpyro_dp._compat import Messenger, mask_of
+from numpyro_dp.core import Site, Sites, Values
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import ModelStructure
@@ -41,12 +42,12 @@ __all__ = ["fill_locals", "is_local", "masked_away", "read_locals", "start"]
 _MOST = 4096
 
 
-def start(site: dict[str, Any]) -> Any:
+def start(site: Site) -> object:
     """An initial value for a site that has no value."""
     return init_to_uniform(site) if site["value"] is None else None
 
 
-def is_local(site: dict[str, Any], plate: str) -> bool:
+def is_local(site: Site, plate: str) -> bool:
     """Whether a site is an unobserved sample site inside a plate."""
     inside = any(frame.name == plate for frame in site.get("cond_indep_stack", ()))
     return site["type"] == "sample" and not site["is_observed"] and inside
@@ -66,7 +67,7 @@ class fill_locals(Messenger):  # noqa: N801 - a NumPyro handler, named like its 
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., object],
         plate: str,
         values: Mapping[str, Array] | None = None,
         choice: Mapping[str, Array] | None = None,
@@ -80,7 +81,7 @@ class fill_locals(Messenger):  # noqa: N801 - a NumPyro handler, named like its 
         self.rows: Array = jnp.zeros(1, int) if rows is None else rows
         super().__init__(fn)
 
-    def process_message(self, msg: dict[str, Any]) -> None:
+    def process_message(self, msg: Site) -> None:
         """Sets the value of a latent site that has none."""
         if msg["type"] != "sample" or msg["value"] is not None or not is_local(msg, self.plate):
             return
@@ -98,7 +99,7 @@ class fill_locals(Messenger):  # noqa: N801 - a NumPyro handler, named like its 
             # Another value for each record, so that check_additive notices if a model mixes them.
             msg["value"] = transform(jnp.broadcast_to(jnp.sin(2.0 * row), shape))
 
-    def _row(self, msg: dict[str, Any]) -> Array:
+    def _row(self, msg: Site) -> Array:
         """The record index of each entry in a site's batch."""
         (frame,) = (frame for frame in msg["cond_indep_stack"] if frame.name == self.plate)
         batch = msg["fn"].batch_shape
@@ -108,7 +109,7 @@ class fill_locals(Messenger):  # noqa: N801 - a NumPyro handler, named like its 
 
 
 def read_locals(
-    model: Callable[..., Any], structure: ModelStructure, shared: tuple[Array, ...]
+    model: Callable[..., object], structure: ModelStructure, shared: tuple[Array, ...]
 ) -> dict[str, np.ndarray]:
     """Checks a model with latent sites inside its data plate.
 
@@ -128,15 +129,15 @@ def read_locals(
     """
     plate, layout = structure.data_plate, structure.layout
 
-    def trace(values: dict[str, Array], *rows: Array) -> dict[str, Any]:
+    def trace(values: dict[str, Array], *rows: Array) -> Sites:
         arguments = layout.arguments(rows, shared) if rows else layout.placeholder(shared)
         return traced(fill_locals(model, plate, values), plate, arguments, start=start)
 
-    def densities(values: dict[str, Array]) -> dict[str, Any]:
+    def densities(values: dict[str, Array]) -> Values:
         found = trace(values)
         return {n: found[n]["fn"].log_prob(found[n]["value"]) for n in structure.outside}
 
-    def scales(*rows: Array) -> dict[str, Any]:
+    def scales(*rows: Array) -> Values:
         found = trace({}, *rows)
         return {n: [s for s in [found[n]["scale"]] if s is not None] for n in structure.inside}
 
@@ -183,7 +184,7 @@ def masked_away(name: str, fn: Any) -> Array:
     return jnp.sum(hidden) * math.log(len(_support(name, fn)))
 
 
-def _support(name: str, fn: Any) -> Array:
+def _support(name: str, fn: Distribution) -> Array:
     """The support of a discrete distribution, shape ``(number of values, *event_shape)``."""
     try:
         support = fn.enumerate_support(expand=False)

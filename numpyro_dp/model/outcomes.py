@@ -15,10 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
+from jax.typing import ArrayLike
 from numpyro import handlers
 from numpyro.distributions import ExpandedDistribution, MaskedDistribution, biject_to
 
 from numpyro_dp._compat import Messenger
+from numpyro_dp.core import PyTree, Site, Sites, Values
 from numpyro_dp.model import censoring
 from numpyro_dp.model.density import Model, constraining
 from numpyro_dp.model.dependence import depends_on_inputs
@@ -72,7 +74,7 @@ class Outcomes(NamedTuple):
     weighted: bool
     censored: bool = False
 
-    def at(self, params: dict[str, Any]) -> Outcomes:
+    def at(self, params: Values) -> Outcomes:
         """The same with the model's parameters fixed at these constrained values."""
         return self._replace(model=self.model.at(params))
 
@@ -92,7 +94,12 @@ class Outcomes(NamedTuple):
         return ravel_pytree({name: latents[name] for name in self.seen})[0]
 
     def log_likelihood(
-        self, flat: Array, example: tuple[Array, ...], outcome: Any, *, weighted: bool = True
+        self,
+        flat: Array,
+        example: tuple[Array, ...],
+        outcome: Values | None,
+        *,
+        weighted: bool = True,
     ) -> Array:
         """Log likelihood of one record with the given outcome. See also :meth:`possible`.
 
@@ -117,7 +124,9 @@ class Outcomes(NamedTuple):
         model, latents = self.model.unchecked._replace(fn=fn), self.latents(flat)
         return model.log_likelihood(latents, {}, example, self.shared, model.any_key())
 
-    def score(self, flat: Array, example: tuple[Array, ...], outcome: Any, **how: Any) -> Array:
+    def score(
+        self, flat: Array, example: tuple[Array, ...], outcome: Values | None, **how: bool
+    ) -> Array:
         """Gradient of :meth:`log_likelihood` in the latents."""
         return jax.grad(self.log_likelihood)(flat, example, outcome, **how)
 
@@ -125,7 +134,7 @@ class Outcomes(NamedTuple):
         """Whether a record has an outcome in its support, and indices inside their tables."""
         return self.model.possible(self.latents(jnp.zeros(self.size)), example, self.shared)
 
-    def simulate(self, flat: Array, example: tuple[Array, ...], rng_key: Array) -> Any:
+    def simulate(self, flat: Array, example: tuple[Array, ...], rng_key: Array) -> Values:
         """Draws an outcome of one record. Does not read the observed outcome."""
         if self._of_units:
             *rows, counted = example
@@ -181,7 +190,7 @@ class Outcomes(NamedTuple):
         fn = unwrapped(site["fn"])
         return jnp.reshape(fn.mean, ()), jnp.reshape(fn.variance, ())
 
-    def check_mean(self, given: Any, at: Callable[[Any], tuple[Outcomes, Array]]) -> None:
+    def check_mean(self, given: PyTree, at: Callable[[PyTree], tuple[Outcomes, Array]]) -> None:
         """Raises if the scores of other outcomes need not have mean 0.
 
         They do not if the support of the outcome, or its weight, moves with what is estimated.
@@ -191,7 +200,7 @@ class Outcomes(NamedTuple):
             at: Gives outcomes and latents at such values.
         """
 
-        def bounds(given: Any) -> dict[str, Any]:
+        def bounds(given: PyTree) -> Values:
             here, flat = at(given)
             rows = here._by_row
             sites = rows._sites(flat, rows.model.structure.layout.blank())
@@ -222,7 +231,7 @@ class Outcomes(NamedTuple):
         return censoring.value_at(unwrapped(site["fn"]), passed)
 
     def _log_hazard(
-        self, flat: Array, example: tuple[Array, ...], outcome: Any, weighted: bool
+        self, flat: Array, example: tuple[Array, ...], outcome: Values | None, weighted: bool
     ) -> Array:
         (site,) = self._sites(flat, example)
         value = site["value"] if outcome is None else outcome[site["name"]]
@@ -250,13 +259,13 @@ class Outcomes(NamedTuple):
     def _names(self) -> tuple[str, ...]:
         return self.model.structure.likelihood
 
-    def _sites(self, flat: Array, example: tuple[Array, ...]) -> list[dict[str, Any]]:
+    def _sites(self, flat: Array, example: tuple[Array, ...]) -> list[Site]:
         trace = self._trace(self.model.fn, flat, example, jax.random.key(0))
         return [trace[name] for name in self._names]
 
     def _trace(
-        self, fn: Callable[..., Any], flat: Array, example: tuple[Array, ...], rng_key: Array
-    ) -> dict[str, Any]:
+        self, fn: Callable[..., object], flat: Array, example: tuple[Array, ...], rng_key: Array
+    ) -> Sites:
         layout = self.model.structure.layout
         fn = one_record(fn, self.model.structure.data_plate)
         fn = constraining(handlers.seed(fn, rng_key), self.latents(flat))
@@ -350,11 +359,11 @@ def unconstrained_prior(
     }
 
 
-def _kind(outcomes: Outcomes, example: tuple[Array, ...]) -> dict[str, Any]:
+def _kind(outcomes: Outcomes, example: tuple[Array, ...]) -> Values:
     """Number of outcomes that can be listed, and other facts about them."""
     facts, plate = {}, outcomes.model.structure.data_plate
 
-    def look(flat: Array, example: tuple[Array, ...]) -> Any:
+    def look(flat: Array, example: tuple[Array, ...]) -> Values:
         sites = outcomes._sites(flat, example)
         trace = outcomes._trace(outcomes.model.fn, flat, example, jax.random.key(0))
         size = trace[plate]["args"][0]
@@ -396,7 +405,7 @@ def _number_of_values(outcomes: Outcomes, example: tuple[Array, ...]) -> int:
     return found if found <= _MOST_VALUES else 0
 
 
-def _check_drawable(site: dict[str, Any]) -> None:
+def _check_drawable(site: Site) -> None:
     name, fn = site["name"], unwrapped(site["fn"])
     if is_factor(fn):
         raise UnsupportedModelError(
@@ -407,7 +416,7 @@ def _check_drawable(site: dict[str, Any]) -> None:
         censoring.check_base(name, fn)
 
 
-def _mask_of(fn: Any) -> Any:
+def _mask_of(fn: Any) -> ArrayLike:
     """The mask of a distribution as a number: 1 if its entry counts, 0 if it is masked."""
     found = 1
     while type(fn) in (MaskedDistribution, ExpandedDistribution):
@@ -420,11 +429,11 @@ def _mask_of(fn: Any) -> Any:
 class _unobserved(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
     """Draws new values for observed sites."""
 
-    def __init__(self, fn: Callable[..., Any], names: tuple[str, ...], rng_key: Array) -> None:
+    def __init__(self, fn: Callable[..., object], names: tuple[str, ...], rng_key: Array) -> None:
         self.keys = dict(zip(names, jax.random.split(rng_key, len(names)), strict=True))
         super().__init__(fn)
 
-    def process_message(self, msg: dict[str, Any]) -> None:
+    def process_message(self, msg: Site) -> None:
         if msg["type"] == "sample" and msg["name"] in self.keys:
             msg["value"], msg["is_observed"] = _drawn(msg["fn"], self.keys[msg["name"]]), False
 
@@ -440,11 +449,11 @@ def _drawn(fn: Any, rng_key: Array) -> Array:
 class _without_weights(Messenger):  # noqa: N801
     """Removes record weights: the scale of observed sites is the plate's size only."""
 
-    def __init__(self, fn: Callable[..., Any], names: tuple[str, ...], plate: str) -> None:
+    def __init__(self, fn: Callable[..., object], names: tuple[str, ...], plate: str) -> None:
         self.names, self.plate, self.size = names, plate, 1
         super().__init__(fn)
 
-    def process_message(self, msg: dict[str, Any]) -> None:
+    def process_message(self, msg: Site) -> None:
         if msg["type"] == "plate" and msg["name"] == self.plate:
             self.size = msg["args"][0]  # 1 if the model reads it from the shape of a record array
         if msg["type"] == "sample" and msg["name"] in self.names:

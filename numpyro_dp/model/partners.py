@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from numpyro import handlers
 
-from numpyro_dp.core import Centring, Estimator
+from numpyro_dp.core import Centring, Estimator, PyTree, Values
 from numpyro_dp.model.density import Model, if_possible
 from numpyro_dp.model.outcomes import Outcomes
+from numpyro_dp.model.records import ModelStructure
 from numpyro_dp.model.units import sum_over_rows
 
 __all__ = ["OutcomeModel", "centring"]
@@ -52,16 +53,21 @@ class OutcomeModel(NamedTuple):
         return self._replace(model=self.model.by_row)
 
     @property
-    def structure(self) -> Any:
+    def structure(self) -> ModelStructure:
         """The structure of the model."""
         return self.model.structure
 
-    def log_prior(self, *arguments: Any) -> Array:
+    def log_prior(self, *arguments: PyTree) -> Array:
         """The prior of the model."""
         return self.model.log_prior(*arguments)
 
     def log_likelihood(
-        self, latents: Any, params: Any, example: Any, shared: Any, rng_key: Any = None
+        self,
+        latents: PyTree,
+        params: PyTree,
+        example: PyTree,
+        shared: PyTree,
+        rng_key: Array | None = None,
     ) -> Array:
         """Log likelihood of one record with the given outcome, or the difference to it."""
         record, outcome, _ = example
@@ -83,8 +89,8 @@ class OutcomeModel(NamedTuple):
 def centring(
     outcomes: Outcomes,
     inner: Estimator,
-    latents: Callable[[Any], dict[str, Array]],
-    params: Callable[[Any], dict[str, Any]] | None = None,
+    latents: Callable[[PyTree], dict[str, Array]],
+    params: Callable[[PyTree], Values] | None = None,
 ) -> Centring:
     """Returns the centring of an estimator of scores.
 
@@ -105,7 +111,7 @@ def centring(
     number = outcomes.number + 1 if outcomes.number else _DRAWN
     number = 2 ** math.ceil(math.log2(number)) - 1
 
-    def rows(public: Any, example: tuple[Array, ...], seed: Array) -> Any:
+    def rows(public: PyTree, example: tuple[Array, ...], seed: Array) -> PyTree:
         here = outcomes.at(params(public)) if params is not None else outcomes
         flat, own = here.flat(latents(public)), here.own(example)
         record = tuple(jnp.broadcast_to(x, (number + 1, *jnp.shape(x))) for x in example)

@@ -18,15 +18,17 @@ import copy
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from numpyro_dp._compat import CUSTOM_BATCHING, Program, make_program, wrapped_model
 from numpyro_dp._tree import is_key
+from numpyro_dp.core import Args, Kwargs, PyTree
 from numpyro_dp.model.held import (
     held_by_function,
     held_by_program,
@@ -49,7 +51,9 @@ __all__ = [
     "values_given",
 ]
 
-_own: set[Any] = set()
+#: Shape, dtype and hash of the values of an array.
+Digest = tuple[tuple[int, ...], str, bytes]
+_own: set[Digest] = set()
 _CAPTURED = "captured"
 _WORDS, _KEYS = 8, 2  # of a usual random key, and how many of them may be constants
 
@@ -99,11 +103,11 @@ class Declared(NamedTuple):
     """
 
     names: tuple[str, ...] = ()
-    arrays: tuple[tuple[str, Any], ...] = ()
+    arrays: tuple[tuple[str, ArrayLike], ...] = ()
     captured: bool = False
 
 
-def declare(public: Any = (), static: Mapping[str, Any] | None = None) -> Declared:
+def declare(public: PyTree = (), static: Mapping[str, object] | None = None) -> Declared:
     """Returns what ``public=`` and the static keywords of a driver declare public.
 
     Args:
@@ -140,7 +144,7 @@ def declare(public: Any = (), static: Mapping[str, Any] | None = None) -> Declar
     return Declared(tuple(names), tuple(arrays), captured)
 
 
-def values_given(keyword: str, values: Mapping[str, Any] | None) -> tuple[PublicArray, ...]:
+def values_given(keyword: str, values: Mapping[str, PyTree] | None) -> tuple[PublicArray, ...]:
     """Returns the report's entries for values that the user passed to a keyword, by name."""
     return tuple(
         PublicArray(f"{keyword}[{name!r}]", tuple(np.shape(leaf)), str(jnp.result_type(leaf)))
@@ -149,7 +153,7 @@ def values_given(keyword: str, values: Mapping[str, Any] | None) -> tuple[Public
     )
 
 
-def argument_names(model: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
+def argument_names(model: Callable[..., object], args: Args) -> list[str]:
     """Returns the names of positional arguments from the model's signature."""
     inner, parameters = model, []
     while inner is not None:
@@ -167,7 +171,7 @@ def argument_names(model: Callable[..., Any], args: tuple[Any, ...]) -> list[str
 
 
 def record_arguments(
-    model: Callable[..., Any], kinds: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: Callable[..., object], kinds: Sequence[str], args: Args, kwargs: Kwargs
 ) -> list[tuple[str, str]]:
     """Returns, for each array of records, the name of its argument and its place in it.
 
@@ -186,7 +190,7 @@ def record_arguments(
     return found
 
 
-def own_constants(*arrays: Any) -> tuple[Any, ...]:
+def own_constants(*arrays: ArrayLike) -> tuple[Any, ...]:
     """Registers constants of an estimator, such as nodes of a rule, and returns them.
 
     They are accepted as public wherever a program holds them, so they must not depend on records.
@@ -233,8 +237,8 @@ class PublicValues:
         self._declared = {_digest(array): place for place, array in declared.arrays}
         # Keys are digests of values. A tuple has one entry for each array with these values.
         # Arguments have numbers as keys, because only their shapes are known here.
-        self._taken: dict[Any, tuple[PublicArray, ...]] = dict(enumerate(zip(arguments)))
-        self._trusted: set[Any] = set()
+        self._taken: dict[Digest | int, tuple[PublicArray, ...]] = dict(enumerate(zip(arguments)))
+        self._trusted: set[Digest] = set()
         self._numbers = 0
         for place, array in declared.arrays:
             if place.startswith("static"):
@@ -276,7 +280,7 @@ class PublicValues:
         }
         return public
 
-    def check(self, what: str, fn: Callable[..., Any], *args: Any, no_new: str = "") -> None:
+    def check(self, what: str, fn: Callable[..., object], *args: PyTree, no_new: str = "") -> None:
         """Raises if a function calls the host, or captures arrays that are not public.
 
         Args:
@@ -341,12 +345,12 @@ class PublicValues:
                 "public numbers into one array, and name it in public=[array] of fit or Privacy."
             )
 
-    def trust(self, arrays: Iterable[Any]) -> None:
+    def trust(self, arrays: Iterable[ArrayLike]) -> None:
         """Accepts constants of a library, without listing them in the report."""
         self._trusted |= {_digest(array) for array in arrays if not is_key(array)}
 
     def take(
-        self, what: str, arrays: Iterable[Any], *, no_new: str = "", once: bool = False,
+        self, what: str, arrays: Iterable[ArrayLike], *, no_new: str = "", once: bool = False,
         plain: bool = False,
     ) -> None:  # fmt: skip
         """Accepts arrays as public, or raises.
@@ -361,7 +365,7 @@ class PublicValues:
         """
         # An object counts once, however often the program reads it.
         objects = {_identity(array): array for array in _without_few_keys(arrays)}
-        found: dict[Any, int] = {}
+        found: dict[Digest, int] = {}
         for array in objects.values():
             digest, plain_one = _digest(array), no_new and plain and _is_plain(array)
             found[digest] = found.get(digest, 0) + 1
@@ -376,7 +380,7 @@ class PublicValues:
                     )
                 self._take_small(what, digest, array)
 
-    def _take_small(self, what: str, digest: Any, array: Any) -> None:
+    def _take_small(self, what: str, digest: Digest, array: ArrayLike) -> None:
         limit = allowance(self.number)
         self._numbers += int(np.size(array))
         if self._numbers > limit and not self._captured:
@@ -395,11 +399,11 @@ class PublicValues:
 
 
 @functools.cache
-def _of_jax() -> frozenset[Any]:
+def _of_jax() -> frozenset[Digest]:
     return frozenset(map(_digest, written_by_jax().arrays))
 
 
-def _without_few_keys(arrays: Iterable[Any]) -> Iterator[Any]:
+def _without_few_keys(arrays: Iterable[ArrayLike]) -> Iterator[ArrayLike]:
     """Arrays, with the words of random keys. One or two usual keys are left out.
 
     A model may hold a key, as that of a fixed random projection. Many keys could be a column.
@@ -412,13 +416,13 @@ def _without_few_keys(arrays: Iterable[Any]) -> Iterator[Any]:
     yield from (array for array in keys if array.size > _WORDS or len(few) > _KEYS)
 
 
-def _is_plain(array: Any) -> bool:
+def _is_plain(array: ArrayLike) -> bool:
     """Whether an array has one value, or the numbers 0, 1, 2 ..."""
     values = np.ravel(np.asarray(array))
     return bool(np.all(values == values[:1]) or np.all(values == np.arange(values.size)))
 
 
-def _arrays_in(value: Any) -> Iterator[Any]:
+def _arrays_in(value: object) -> Iterator[ArrayLike]:
     """Arrays among the leaves of a value, or in its attributes if it is not a pytree."""
     leaves = jax.tree.leaves(value)
     if any(is_array(leaf) for leaf in leaves):
@@ -427,7 +431,7 @@ def _arrays_in(value: Any) -> Iterator[Any]:
         yield from held_by_function(value)
 
 
-def _identity(array: Any) -> Any:
+def _identity(array: ArrayLike) -> Hashable:
     """Identifies an array object. For NumPy by memory, because JAX wraps such arrays again."""
     if isinstance(array, jax.Array):
         return id(array)
@@ -439,7 +443,7 @@ def _described(place: str, array: Any) -> PublicArray:
     return PublicArray(place, tuple(np.shape(array)), str(array.dtype))
 
 
-def _digest(array: Any) -> Any:
+def _digest(array: ArrayLike) -> Digest:
     """Identifies an array by shape, dtype and values, in JAX's precision."""
     values = np.asarray(array)
     # NumPy's float64 enters a program as float32, and must still be recognised there.

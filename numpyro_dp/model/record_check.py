@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.flatten_util import ravel_pytree
 
+from numpyro_dp.core import PyTree
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import GivenModel
@@ -59,11 +61,11 @@ class SensitiveCheck(NamedTuple):
 
 
 def check_records(
-    model: Callable[..., Any],
-    *args: Any,
+    model: Callable[..., object],
+    *args: PyTree,
     data_plate: str | None = None,
     max_rows_per_unit: int | None = None,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> SensitiveCheck:
     """Looks for records that would count as 0 in a run, and for odd columns.
 
@@ -121,17 +123,17 @@ def check_records(
     )
 
 
-def _possible(model: Model, rows: tuple[Any, ...], shared: tuple[Any, ...]) -> np.ndarray:
+def _possible(model: Model, rows: tuple[Array, ...], shared: tuple[Array, ...]) -> np.ndarray:
     """Which rows have a finite log likelihood and gradient at one of some draws from the prior."""
     draws = [unconstrained_prior(model, shared, jax.random.key(n)) for n in range(_DRAWS)]
 
-    def at(latents: Any, row: Any) -> Any:
+    def at(latents: PyTree, row: PyTree) -> Array:
         slopes = jax.value_and_grad(model.log_likelihood)
         value, slope = slopes(latents, {}, row, shared, model.any_key())
         return jnp.isfinite(value) & jnp.all(jnp.isfinite(ravel_pytree(slope)[0]))
 
     @jax.jit
-    def of_all(draws: Any, rows: Any) -> Any:
+    def of_all(draws: PyTree, rows: PyTree) -> Array:
         at_all = jax.vmap(at, (0, None))
         return jax.lax.map(lambda row: jnp.any(at_all(draws, row)), rows, batch_size=_ROWS)
 

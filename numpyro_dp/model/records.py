@@ -8,7 +8,7 @@ they cannot read records.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 from numpyro import handlers
 
+from numpyro_dp.core import Args, Kwargs, PyTree, Sites
 from numpyro_dp.model.held import is_array
 from numpyro_dp.model.public import (
     Declared,
@@ -72,13 +73,13 @@ class Layout(NamedTuple):
 
     treedef: Any
     kinds: str
-    constants: tuple[Any, ...]
+    constants: tuple[object, ...]
     shapes: tuple[tuple[tuple[int, ...], str], ...]
     num_examples: int
     public: tuple[PublicArray, ...] = ()
     max_rows: int | None = None
 
-    def arguments(self, arrays: tuple[Any, ...], shared: tuple[Array, ...]) -> Arguments:
+    def arguments(self, arrays: tuple[PyTree, ...], shared: tuple[Array, ...]) -> Arguments:
         """Returns the call arguments with the record arrays filled in."""
         sources = {"r": iter(arrays), "s": iter(shared), "c": iter(self.constants)}
         leaves = [next(sources[kind]) for kind in self.kinds]
@@ -88,7 +89,7 @@ class Layout(NamedTuple):
         """Returns the call arguments for one row, as a data set of one row."""
         return self.arguments(tuple(leaf[None] for leaf in example), shared)
 
-    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
+    def rows(self, args: Args, kwargs: Kwargs) -> Rows:
         """Splits call arguments into records, on their present device, and public arrays."""
         ids, kwargs = split_unit(kwargs, self.max_rows)
         leaves = list(zip(self.kinds, jax.tree.leaves((args, kwargs)), strict=True))
@@ -228,7 +229,7 @@ class ModelStructure(NamedTuple):
     local_latents: tuple[str, ...] = ()
     summed: dict[str, np.ndarray] = {}  # noqa: RUF012 - never written to
     draws: bool = False
-    public: Any = None
+    public: PyTree = None
     bounded: tuple[str, ...] = ()
     indexed: bool = False
 
@@ -251,14 +252,14 @@ class ModelStructure(NamedTuple):
 class Arguments(NamedTuple):
     """Positional and keyword arguments of a model or guide."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
 
-    def call(self, fn: Callable[..., Any]) -> Any:
+    def call(self, fn: Callable[..., PyTree]) -> PyTree:
         """Calls ``fn`` with these arguments."""
         return fn(*self.args, **self.kwargs)
 
-    def trace(self, fn: Callable[..., Any]) -> dict[str, Any]:
+    def trace(self, fn: Callable[..., object]) -> Sites:
         """NumPyro's trace of ``fn`` on these arguments."""
         return self.call(handlers.trace(fn).get_trace)
 
@@ -299,7 +300,7 @@ class RecordsProblem(NamedTuple):
         """Returns the parameters as they are published."""
         return params
 
-    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
+    def rows(self, args: Args, kwargs: Kwargs) -> Rows:
         """Returns the records."""
         return self.records.layout.rows(args, kwargs)
 
@@ -308,12 +309,12 @@ class RecordsProblem(NamedTuple):
         return self.records.layout.blank()
 
 
-def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
+def split_arrays(tree: PyTree) -> tuple[list[Array | np.ndarray], Callable[[PyTree], PyTree]]:
     """Returns the arrays in a tree, and a function that puts other arrays in their places."""
     leaves, treedef = jax.tree.flatten(tree)
     slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
 
-    def fill(arrays: Any) -> Any:
+    def fill(arrays: PyTree) -> PyTree:
         filled = list(leaves)
         for slot, array in zip(slots, arrays, strict=True):
             filled[slot] = array
@@ -322,13 +323,13 @@ def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
     return [leaves[slot] for slot in slots], fill
 
 
-def array_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+def array_shapes(args: Args, kwargs: Kwargs) -> list[tuple[str, tuple[int, ...]]]:
     """Returns the path and shape of every array among the arguments."""
     leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
     return [(_path_name(path), np.shape(leaf)) for path, leaf in leaves if is_array(leaf)]
 
 
-def check_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_arrays(args: Args, kwargs: Kwargs) -> None:
     """Raises for arguments that look like data but are not arrays of numbers, or are empty.
 
     The message names the argument and its type, but never a value, which could be a record's.
@@ -354,10 +355,10 @@ def check_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def split_arguments(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     num_examples: int,
-    model: Callable[..., Any],
+    model: Callable[..., object],
     plate: str,
     declared: Declared,
     plate_is_named: bool = False,
@@ -419,9 +420,9 @@ def split_arguments(
 
 
 def read_records(
-    signature: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    signature: Callable[..., object],
+    args: Args,
+    kwargs: Kwargs,
     num_examples: int,
     data_plate: str = "records",
 ) -> Records:
@@ -446,7 +447,7 @@ def read_records(
 
 
 def _check_there_are_records(
-    args: Any, kwargs: Any, number: int, rows: list[Any], public: tuple[str, ...]
+    args: Args, kwargs: Kwargs, number: int, rows: list[Array | np.ndarray], public: tuple[str, ...]
 ) -> None:
     found = array_shapes(args, kwargs)
     if not any(shape[:1] == (number,) for _, shape in found):
@@ -465,7 +466,7 @@ def _check_there_are_records(
 
 
 def _ambiguity(
-    place: str, name: str, leaf: Any, number: int, plate: str, plate_is_named: bool
+    place: str, name: str, leaf: Array | np.ndarray, number: int, plate: str, plate_is_named: bool
 ) -> list[str]:
     """Error messages for an array that is not clearly an array of records. Empty if it is."""
     shape = np.shape(leaf)
@@ -495,7 +496,7 @@ def _ambiguity(
     return []
 
 
-def _check_few_numbers(constants: list[Any], scalars: int, num_examples: int) -> None:
+def _check_few_numbers(constants: list[object], scalars: int, num_examples: int) -> None:
     """Raises for lists of records, because Python numbers and 0-d arrays count as public."""
     numbers = [leaf for leaf in constants if isinstance(leaf, int | float | complex)]
     for found, what in ((len(numbers), "Python numbers"), (scalars, "arrays of one number")):
@@ -508,10 +509,10 @@ def _check_few_numbers(constants: list[Any], scalars: int, num_examples: int) ->
             )
 
 
-def _check_no_list_of_records(args: Any, kwargs: Any, number: int) -> None:
+def _check_no_list_of_records(args: Args, kwargs: Kwargs, number: int) -> None:
     """Raises for a list with one array per record, which would be read as a list of columns."""
 
-    def is_list(node: Any) -> bool:
+    def is_list(node: PyTree) -> bool:
         # With two records, a pair of columns would look the same.
         several = isinstance(node, list | tuple) and len(node) == number > 2
         return several and all(map(is_array, node))
@@ -524,20 +525,20 @@ def _check_no_list_of_records(args: Any, kwargs: Any, number: int) -> None:
             )
 
 
-def _path_name(path: tuple[Any, ...]) -> str:
+def _path_name(path: tuple[Hashable, ...]) -> str:
     which, *rest = path
     name = "args" if getattr(which, "idx", 0) == 0 else "kwargs"
     return name + jax.tree_util.keystr(tuple(rest))
 
 
-def _place(path: tuple[Any, ...], name: str) -> str:
+def _place(path: tuple[Hashable, ...], name: str) -> str:
     """Describes an argument by its name and its path."""
     where = _path_name(path)
     inside = jax.tree_util.keystr(tuple(path[2:]))
     return f"argument {where}" if name == where else f"argument {name}{inside} ({where})"
 
 
-def _check_hashable(constants: list[Any]) -> None:
+def _check_hashable(constants: list[object]) -> None:
     for constant in constants:
         try:
             # Constants are static under jit, which compares them by their hash.

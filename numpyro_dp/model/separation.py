@@ -21,6 +21,7 @@ from numpyro.distributions import Unit
 from numpyro.infer import init_to_uniform
 
 from numpyro_dp._compat import Messenger, is_tracer
+from numpyro_dp.core import PyTree, Site, Values
 from numpyro_dp.model.dependence import looks_up
 from numpyro_dp.model.held import computes_in_half, held_by_function
 from numpyro_dp.model.public import UnsupportedModelError
@@ -41,14 +42,14 @@ class one_record(Messenger):  # noqa: N801 - a NumPyro handler, named like its p
     """Shows a model its data plate with a single index, as for a data set of one row."""
 
     def __init__(
-        self, fn: Callable[..., Any], plate: str, num_rows: int = 1, index: Array | None = None
+        self, fn: Callable[..., object], plate: str, num_rows: int = 1, index: Array | None = None
     ) -> None:
         self.plate = plate
         self.num_rows = num_rows
         self.index = index
         super().__init__(fn)
 
-    def process_message(self, msg: dict[str, Any]) -> None:
+    def process_message(self, msg: Site) -> None:
         """Replaces the plate's indices by ``[0]``, whatever its size or subsample size."""
         if msg["type"] == "plate" and msg["name"] == self.plate:
             msg["value"] = jnp.arange(self.num_rows) if self.index is None else self.index
@@ -58,15 +59,15 @@ class one_record(Messenger):  # noqa: N801 - a NumPyro handler, named like its p
 
 
 def traced(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     plate: str,
     arguments: Arguments,
-    values: dict[str, Any] | None = None,
+    values: Values | None = None,
     *,
-    start: Callable[[dict[str, Any]], Any] | None = None,
+    start: Callable[[Site], object] | None = None,
     rng_key: Array | None = None,
-    **rows: Any,
-) -> dict[str, Any]:
+    **rows: PyTree,
+) -> Values:
     """NumPyro's trace of a model or guide that sees one record.
 
     Args:
@@ -87,7 +88,7 @@ def traced(
 
 
 def check_separable(
-    model: Callable[..., Any], structure: ModelStructure, shared: tuple[Array, ...]
+    model: Callable[..., object], structure: ModelStructure, shared: tuple[Array, ...]
 ) -> bool:
     """Raises if the likelihood of one record reads more than its record and public values.
 
@@ -105,9 +106,9 @@ def check_separable(
     """
     plate, layout, public = structure.data_plate, structure.layout, structure.public
     number, inside = layout.num_examples, structure.inside
-    supports: list[Any] = []
+    supports: list[object] = []
 
-    def densities(index: Array, *rows: Array) -> dict[str, Any]:
+    def densities(index: Array, *rows: Array) -> Values:
         arguments = layout.arguments(rows, shared)
         trace = traced(model, plate, arguments, start=init_to_uniform(), index=index)
         for name in inside:
@@ -135,7 +136,7 @@ def check_separable(
     return computes_in_half(program)
 
 
-def rows_along(site: dict[str, Any], frame: Any) -> int:
+def rows_along(site: Site, frame: Any) -> int:
     """Number of entries of a site along a plate. If a size does not fit the plate, that size."""
     fn, dim = site["fn"], frame.dim
     shapes = [fn.batch_shape]
@@ -153,14 +154,14 @@ def is_factor(fn: Any) -> bool:
     return isinstance(fn, Unit)
 
 
-def log_density(site: dict[str, Any]) -> Array:
+def log_density(site: Site) -> Array:
     """Log density of a site, times its scale."""
     intermediates = [site["intermediates"]] if site["intermediates"] else []
     value = site["fn"].log_prob(site["value"], *intermediates)
     return jnp.sum(value if site["scale"] is None else value * site["scale"])
 
 
-def check_one_row(kind: str, name: str, site: dict[str, Any], plate: str) -> None:
+def check_one_row(kind: str, name: str, site: Site, plate: str) -> None:
     """Raises if a site has several rows when the model sees one record."""
     for frame in site["cond_indep_stack"]:
         rows = rows_along(site, frame)

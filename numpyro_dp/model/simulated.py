@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array, lax
+from jax.typing import ArrayLike
 from numpyro.distributions.discrete import ZeroInflatedProbs
 
 __all__ = ["drawn"]
@@ -33,7 +34,7 @@ def drawn(fn: Any, rng_key: Array) -> Array:
     first, second = jax.random.split(rng_key)
     kind = type(fn)  # narrowed in place of fn: NumPyro's own types of parameters are too wide
 
-    def whole(values: Any) -> Array:  # each entry of a batch is drawn by itself
+    def whole(values: ArrayLike) -> Array:  # each entry of a batch is drawn by itself
         return jnp.broadcast_to(values, fn.batch_shape)
 
     if issubclass(kind, dist.Poisson):
@@ -73,13 +74,13 @@ def drawn(fn: Any, rng_key: Array) -> Array:
     return fn.sample(rng_key)
 
 
-def _beta(rng_key: Array, one: Any, other: Any) -> Array:
+def _beta(rng_key: Array, one: ArrayLike, other: ArrayLike) -> Array:
     first, second = jax.random.split(rng_key)
     one, other = _gamma(first, one), _gamma(second, other)
     return jnp.clip(one / (one + other), 1e-7, 1 - 1e-7)
 
 
-def _gamma(rng_key: Array, shape: Any) -> Array:
+def _gamma(rng_key: Array, shape: ArrayLike) -> Array:
     """A gamma of scale 1: the first accepted of some tries by Marsaglia and Tsang (2000)."""
     shape = jnp.asarray(shape, jnp.result_type(float))
     normal_key, uniform_key, boost_key = jax.random.split(rng_key, 3)
@@ -98,7 +99,7 @@ def _gamma(rng_key: Array, shape: Any) -> Array:
     return jnp.maximum(level * found * jnp.where(few, boost ** (1 / shape), 1), 1e-30)
 
 
-def _poisson(rng_key: Array, rate: Any) -> Array:
+def _poisson(rng_key: Array, rate: ArrayLike) -> Array:
     r"""Inverts the distribution function at a uniform number u.
 
     If the rate :math:`\lambda` is large, with :math:`\Phi(w) = u`, the count is the integer part of
@@ -123,7 +124,7 @@ def _poisson(rng_key: Array, rate: Any) -> Array:
     return jnp.where(jnp.isfinite(rate) & (rate >= 0), found, -1)
 
 
-def _binomial(rng_key: Array, total: Any, probs: Any) -> Array:
+def _binomial(rng_key: Array, total: ArrayLike, probs: ArrayLike) -> Array:
     """Inverts the distribution function of the rarer event, or expands it as Cornish and Fisher."""
     total, probs = (jnp.asarray(x, jnp.result_type(float)) for x in (total, probs))
     total, probs = jnp.broadcast_arrays(total, probs)

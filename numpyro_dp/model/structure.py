@@ -7,14 +7,16 @@ the remedy. Models are traced on shapes only, so no record is read.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 from numpyro import handlers
 from numpyro.infer import init_to_uniform
 
 from numpyro_dp._compat import Messenger, in_control_flow
+from numpyro_dp.core import Args, Kwargs, PyTree, Site, Values
 from numpyro_dp.model.additivity import check_additive
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.draw_checks import check_draws
@@ -59,9 +61,9 @@ class SampleSite(NamedTuple):
 
 
 def find_data_plate(
-    model: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    model: Callable[..., object],
+    args: Args,
+    kwargs: Kwargs,
     data_plate: str | None = None,
 ) -> tuple[str, int]:
     """Finds the plate that all observed sites share, and its full size.
@@ -111,9 +113,9 @@ def find_data_plate(
 
 
 def read_model(
-    model: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    model: Callable[..., object],
+    args: Args,
+    kwargs: Kwargs,
     data_plate: str | None = None,
     declared: Declared = Declared(),  # noqa: B008 - never written to
     num_records: int | None = None,
@@ -146,7 +148,7 @@ def read_model(
     for site in sites:
         _check_rows(site, plate, shapes.get(site.name))
 
-    def densities(*arrays: Any) -> dict[str, Any]:
+    def densities(*arrays: Array) -> Values:
         trace = layout.arguments(arrays, shared).trace(_initialised(model))
         drawn = {n: site for n, site in trace.items() if site["type"] == "sample"}
         found = {n: [s["fn"].log_prob(s["value"]), s["scale"]] for n, s in drawn.items()}
@@ -269,11 +271,11 @@ def _outside_message(name: str, plate: str | None) -> str:
 
 
 def _abstract_sites(
-    model: Callable[..., Any], arguments: Arguments
+    model: Callable[..., object], arguments: Arguments
 ) -> tuple[list[SampleSite], dict[str, int], dict[str, list[str]]]:
     """Traces the model on the shapes of its array arguments."""
     arrays, fill = split_arrays(arguments)
-    found: list[Any] = []
+    found: list[tuple[list[SampleSite], dict[str, int], dict[str, list[str]]]] = []
     try:
         jax.eval_shape(lambda a: found.append(_sites_of(model, fill(a))), _structs(arrays))
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
@@ -286,7 +288,7 @@ def _abstract_sites(
 
 
 def _sites_of(
-    model: Callable[..., Any], arguments: Arguments
+    model: Callable[..., object], arguments: Arguments
 ) -> tuple[list[SampleSite], dict[str, int], dict[str, list[str]]]:
     """Runs the model. Returns sites, plate sizes, and names of other sites."""
     trace = arguments.trace(_initialised(model))
@@ -315,12 +317,12 @@ def _sites_of(
     return sites, plates, others
 
 
-def _initialised(model: Callable[..., Any]) -> Callable[..., Any]:
+def _initialised(model: Callable[..., object]) -> Callable[..., object]:
     seeded = handlers.seed(model, jax.random.key(0))
     return handlers.substitute(seeded, substitute_fn=init_to_uniform())
 
 
-def _draws_keys(model: Callable[..., Any], arguments: Arguments) -> bool:
+def _draws_keys(model: Callable[..., object], arguments: Arguments) -> bool:
     """Whether a model calls ``numpyro.prng_key`` once its parameters have values (dropout).
 
     Keys that initialise parameters, as in ``flax_module``, do not count.
@@ -328,7 +330,7 @@ def _draws_keys(model: Callable[..., Any], arguments: Arguments) -> bool:
     arrays, fill = split_arrays(arguments)
     counter = _Counter()
 
-    def run(arrays: list[Any]) -> None:
+    def run(arrays: list[Array]) -> None:
         filled, seeded = fill(arrays), _initialised(model)
         trace = filled.trace(seeded)
         params = {name: site["value"] for name, site in trace.items() if site["type"] == "param"}
@@ -347,7 +349,7 @@ class _Counter(Messenger):
         self.number = 0
         super().__init__()
 
-    def process_message(self, msg: dict[str, Any]) -> None:
+    def process_message(self, msg: Site) -> None:
         self.number += msg["type"] == "prng_key"
 
 
@@ -366,7 +368,7 @@ def _in_scan_message(name: str, observed: bool) -> str:
     )
 
 
-def _structs(arrays: Any) -> list[jax.ShapeDtypeStruct]:
+def _structs(arrays: PyTree) -> list[jax.ShapeDtypeStruct]:
     return [
         jax.ShapeDtypeStruct(np.shape(a), jax.dtypes.canonicalize_dtype(a.dtype)) for a in arrays
     ]

@@ -23,6 +23,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp._compat import is_tracer
+from numpyro_dp.core import Kwargs, PyTree
 
 __all__ = [
     "UNIT", "Grouped", "Units", "as_objects", "group", "number_of_units", "split_unit",
@@ -71,7 +72,7 @@ class Units:
 
     shape: tuple[int, int]
 
-    def __init__(self, ids: Any, num_rows: int, num_units: int, max_rows: int) -> None:
+    def __init__(self, ids: object, num_rows: int, num_units: int, max_rows: int) -> None:
         self._ids, self._num_rows, self.shape = ids, num_rows, (num_units, max_rows)
 
     @functools.cached_property
@@ -93,7 +94,7 @@ class Grouped:
     def __init__(self, array: Any, units: Units) -> None:
         self._array, self._units = array, units
         self.shape = units.shape if array is None else (*units.shape, *np.shape(array)[1:])
-        self.dtype: np.dtype[Any] = np.dtype(np.float32) if array is None else array.dtype
+        self.dtype: np.dtype = np.dtype(np.float32) if array is None else array.dtype
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -105,8 +106,8 @@ class Grouped:
 
 
 def split_unit(
-    kwargs: dict[str, Any], max_rows: int | None, model: Callable[..., Any] | None = None
-) -> tuple[Any, dict[str, Any]]:
+    kwargs: Kwargs, max_rows: int | None, model: Callable[..., object] | None = None
+) -> tuple[Any, Kwargs]:
     """Returns the ids of a call and its other keywords.
 
     Without ``max_rows``, ``unit`` is a keyword of the model like any other.
@@ -129,7 +130,7 @@ def split_unit(
     return kwargs[UNIT], {name: value for name, value in kwargs.items() if name != UNIT}
 
 
-def _takes_unit(model: Callable[..., Any]) -> bool:
+def _takes_unit(model: Callable[..., object]) -> bool:
     try:
         parameters = inspect.signature(model).parameters.values()
     except (TypeError, ValueError):
@@ -138,7 +139,7 @@ def _takes_unit(model: Callable[..., Any]) -> bool:
     return inspect.Parameter.VAR_KEYWORD in kinds or UNIT in {each.name for each in parameters}
 
 
-def number_of_units(ids: Any, num_rows: int) -> int:
+def number_of_units(ids: object, num_rows: int) -> int:
     """Returns the number of units, which counts as public like a number of records.
 
     Raises:
@@ -147,7 +148,7 @@ def number_of_units(ids: Any, num_rows: int) -> int:
     return len(np.unique(_checked(ids, num_rows)))
 
 
-def group(ids: Any, num_rows: int, max_rows: int) -> tuple[np.ndarray, np.ndarray]:
+def group(ids: object, num_rows: int, max_rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the row at each place of each unit, and which places count, shape (units, R).
 
     Of a unit with more rows than R, the first R of the data set are kept. This choice depends on
@@ -173,7 +174,9 @@ def as_objects(values: Any) -> np.ndarray:
     return found
 
 
-def sum_over_rows(of_row: Callable[..., Array], example: tuple[Array, ...], *beside: Any) -> Array:
+def sum_over_rows(
+    of_row: Callable[..., Array], example: tuple[Array, ...], *beside: PyTree
+) -> Array:
     """Returns the sum of a function over the rows of a unit that count.
 
     Args:

@@ -13,6 +13,7 @@ from numpyro.distributions import constraints
 from numpyro.infer import autoguide
 
 from numpyro_dp._compat import latent_sites, same_distribution, unpack_latent
+from numpyro_dp.core import Args, Kwargs, PyTree, Values
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.guide import Guide
 from numpyro_dp.model.records import Records, Rows
@@ -53,7 +54,7 @@ class VariationalProblem(NamedTuple):
 
     model: Model
     guide: Guide
-    constrain: Callable[[dict[str, Any]], dict[str, Any]]
+    constrain: Callable[[Values], Values]
     shared: tuple[Array, ...]
     num_particles: int
 
@@ -61,7 +62,7 @@ class VariationalProblem(NamedTuple):
         """The same with other public arrays."""
         return self._replace(shared=shared)
 
-    def draw(self, params: dict[str, Any], rng_key: Array) -> tuple[dict[str, Array], Array]:
+    def draw(self, params: Values, rng_key: Array) -> tuple[dict[str, Array], Array]:
         """Draws the latents. If K > 1, they have a leading axis K.
 
         Returns:
@@ -69,7 +70,7 @@ class VariationalProblem(NamedTuple):
         """
         return self.draw_at(self.constrain(params), rng_key)
 
-    def draw_at(self, values: dict[str, Any], rng_key: Array) -> tuple[dict[str, Array], Array]:
+    def draw_at(self, values: Values, rng_key: Array) -> tuple[dict[str, Array], Array]:
         """Draws like :meth:`draw`, from the *constrained* parameters."""
         if self.num_particles == 1:
             return self._draw_one(values, rng_key)
@@ -77,7 +78,7 @@ class VariationalProblem(NamedTuple):
         latents, entropies = jax.vmap(self._draw_one, in_axes=(None, 0))(values, keys)
         return latents, jnp.mean(entropies)
 
-    def log_density(self, latents: dict[str, Array], params: dict[str, Any]) -> Array:
+    def log_density(self, latents: dict[str, Array], params: Values) -> Array:
         """Mean over draws of the guide's log density in unconstrained coordinates."""
 
         def one(values: dict[str, Array]) -> Array:
@@ -85,7 +86,7 @@ class VariationalProblem(NamedTuple):
 
         return self._mean(one, latents)
 
-    def log_prior(self, latents: dict[str, Array], params: dict[str, Any]) -> Array:
+    def log_prior(self, latents: dict[str, Array], params: Values) -> Array:
         """Mean over draws of the log prior in unconstrained coordinates."""
 
         def one(values: dict[str, Array]) -> Array:
@@ -96,8 +97,8 @@ class VariationalProblem(NamedTuple):
     def log_likelihood(
         self,
         latents: dict[str, Array],
-        params: dict[str, Any],
-        example: Any,
+        params: Values,
+        example: PyTree,
         rng_key: Array,
     ) -> Array:
         """Mean over draws of the log likelihood of one record.
@@ -131,7 +132,7 @@ class VariationalProblem(NamedTuple):
         """Number of records."""
         return self.model.structure.layout.num_examples
 
-    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
+    def rows(self, args: Args, kwargs: Kwargs) -> Rows:
         """Splits arguments into records and public arrays."""
         layout = self.model.structure.layout
         arrays, shared = layout.rows(args, kwargs)[:2]
@@ -163,7 +164,7 @@ class VariationalProblem(NamedTuple):
         """Names of the parameters that the draw of the global latents reads."""
         return self.guide.params
 
-    def coordinate_sums(self) -> dict[str, Callable[[Array], Any]] | None:
+    def coordinate_sums(self) -> dict[str, Callable[[Array], PyTree]] | None:
         """Functions that sum each guide parameter over the entries for one latent coordinate.
 
         For Gaussian guides, each entry of the (unconstrained) parameters moves only one coordinate
@@ -177,16 +178,16 @@ class VariationalProblem(NamedTuple):
             return None
         return coordinate_sums(self.guide.auto)
 
-    def _mean(self, one: Callable[..., Array], *by_draw: Any) -> Array:
+    def _mean(self, one: Callable[..., Array], *by_draw: PyTree) -> Array:
         """Mean of a function of one draw over the draws of a step."""
         return one(*by_draw) if self.num_particles == 1 else jnp.mean(jax.vmap(one)(*by_draw))
 
-    def _draw_one(self, values: dict[str, Any], rng_key: Array) -> tuple[dict[str, Array], Array]:
+    def _draw_one(self, values: Values, rng_key: Array) -> tuple[dict[str, Array], Array]:
         guide_key = jax.random.split(rng_key)[1]  # numpyro splits into model and guide seeds
         return self.guide.draw(values, guide_key, self.shared)
 
 
-def guide_kind(auto: Any) -> type | None:
+def guide_kind(auto: object) -> type | None:
     """Returns the NumPyro class that has the same distribution as an automatic guide.
 
     A subclass that changes only constraints or initial values has its parent's distribution:
@@ -200,7 +201,7 @@ def guide_kind(auto: Any) -> type | None:
     return None
 
 
-def coordinate_sums(auto: Any) -> dict[str, Callable[[Array], Any]] | None:
+def coordinate_sums(auto: Any) -> dict[str, Callable[..., PyTree]] | None:
     """:meth:`VariationalProblem.coordinate_sums` of an automatic guide."""
     kind = guide_kind(auto)
     if kind in (autoguide.AutoNormal, autoguide.AutoDelta):

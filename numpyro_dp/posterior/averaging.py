@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Shaped
 
 from numpyro_dp._validate import check_int, check_real
+from numpyro_dp.core import Values
 from numpyro_dp.run.results import Trace
 
 __all__ = ["SHORTEST", "Average", "Check", "average", "drift_check", "fit_ar1"]
@@ -56,10 +57,10 @@ class Average(NamedTuple):
         True
     """
 
-    params: dict[str, Any]
-    dp_sd: dict[str, Any]
-    window: dict[str, Any]
-    converged: dict[str, Any]
+    params: Values
+    dp_sd: Values
+    window: Values
+    converged: Values
 
 
 def average(trace: Trace, check: Check | None = None, window: int | None = None) -> Average:

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp._validate import check_int
+from numpyro_dp.core import Args, Kwargs, PyTree, Values
 from numpyro_dp.posterior.rehearsal import Rehearsal, SimulatedRuns, shown
 from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.run.loop import opened_bar
@@ -43,9 +44,9 @@ class Choice(NamedTuple):
            -1.425  1.73 (0.015)             the prior
     """
 
-    settings: dict[str, Any]
+    settings: Values
     driver: Any
-    scores: tuple[tuple[dict[str, Any], np.ndarray], ...]
+    scores: tuple[tuple[Values, np.ndarray], ...]
     prior: np.ndarray
 
     def __str__(self) -> str:
@@ -66,15 +67,15 @@ class Choice(NamedTuple):
 
 
 def choose(
-    build: Callable[..., Any],
+    build: Callable[..., object],
     grid: Sequence[Mapping[str, Any]],
     rng_key: Array,
-    *args: Any,
+    *args: PyTree,
     num_simulations: int = 16,
     num_samples: int = 1000,
-    simulated_data_to_args: Callable[..., Any] | None = None,
+    simulated_data_to_args: Callable[..., tuple[Args, Kwargs]] | None = None,
     progress_bar: bool = True,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> Choice:
     """Chooses settings by rehearsals: those with the highest mean log score.
 

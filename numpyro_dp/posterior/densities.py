@@ -18,6 +18,7 @@ from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to
 
+from numpyro_dp.core import PyTree, Site, Sites
 from numpyro_dp.model.held import is_array
 from numpyro_dp.model.records import Arguments
 from numpyro_dp.model.separation import log_density, one_record
@@ -37,7 +38,7 @@ _REMEDY = (
 
 
 def densities_of_model(
-    model: Callable[..., Any], plate: str, arguments: Arguments
+    model: Callable[..., object], plate: str, arguments: Arguments
 ) -> Densities | None:
     """Returns log densities of all sites at invented records, or ``None`` if they cannot be found.
 
@@ -57,8 +58,8 @@ def densities_of_model(
 
 
 def model_of_run(
-    model: Callable[..., Any], params: dict[str, np.ndarray], saved: Densities
-) -> Callable[..., Any]:
+    model: Callable[..., object], params: dict[str, np.ndarray], saved: Densities
+) -> Callable[..., object]:
     """Returns a model with the parameters of a run, after checking that it is the model of the run.
 
     Args:
@@ -102,7 +103,7 @@ def _known(values: list[float | None]) -> np.ndarray:
     return np.array([-1e30 if value is None else value for value in values])
 
 
-def _described(value: Any) -> Any:
+def _described(value: PyTree) -> PyTree:
     """Arguments with a dict in place of each array, as JSON.
 
     Raises:
@@ -120,7 +121,7 @@ def _described(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not known.")
 
 
-def _invented(shapes: Any, point: int) -> Any:
+def _invented(shapes: PyTree, point: int) -> PyTree:
     """Arguments that :func:`_described` described, with invented values."""
     if isinstance(shapes, list):
         return [_invented(each, point) for each in shapes]
@@ -142,7 +143,7 @@ def _numbers(size: int, point: int) -> np.ndarray:
 
 
 def _densities(
-    model: Callable[..., Any], plate: str, shapes: Any, point: int
+    model: Callable[..., object], plate: str, shapes: PyTree, point: int
 ) -> dict[str, float | None]:
     with numpyro.validation_enabled(False):  # invented outcomes may be impossible
         trace = _trace(model, plate, shapes, point)
@@ -151,7 +152,7 @@ def _densities(
     return {name: value if np.isfinite(value) else None for name, value in values.items()}
 
 
-def _trace(model: Callable[..., Any], plate: str, shapes: Any, point: int) -> dict[str, Any]:
+def _trace(model: Callable[..., object], plate: str, shapes: PyTree, point: int) -> Sites:
     args, kwargs = _invented(shapes, point)
     middle = functools.partial(_middle, point=point)
     fn = handlers.substitute(one_record(model, plate), substitute_fn=middle)
@@ -159,7 +160,7 @@ def _trace(model: Callable[..., Any], plate: str, shapes: Any, point: int) -> di
         return handlers.trace(handlers.seed(fn, jax.random.key(0))).get_trace(*args, **kwargs)
 
 
-def _middle(site: dict[str, Any], point: int) -> Array | None:
+def _middle(site: Site, point: int) -> Array | None:
     """A fixed value of a latent site, inside of its support."""
     if site["type"] != "sample" or site["value"] is not None:
         return None

@@ -6,7 +6,7 @@ import math
 import pathlib
 import sys
 import warnings
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -14,6 +14,9 @@ import numpy as np
 from numpyro_dp.posterior.likelihood import Prior
 from numpyro_dp.privacy.budget import LARGEST_EPSILON
 from numpyro_dp.privacy.plan import PrivacyReport
+
+if TYPE_CHECKING:
+    from numpyro_dp.run.results import RunResult
 
 __all__ = [
     "Diagnosis",
@@ -154,7 +157,7 @@ def findings_of_report(privacy: PrivacyReport) -> list[Finding]:
     return found
 
 
-def findings_of_run(result: Any) -> list[Finding]:
+def findings_of_run(result: RunResult) -> list[Finding]:
     """What parameters and trace of a run show.
 
     Example:

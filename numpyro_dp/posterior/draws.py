@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+
+from numpyro_dp.core import Values
 
 __all__ = ["Draws", "Normal", "SiteDraws", "Vectors", "generator"]
 
@@ -56,7 +58,7 @@ class Vectors(NamedTuple):
 class SiteDraws(NamedTuple):
     """Stored values by site, with a leading axis of draws, in random order."""
 
-    values: dict[str, Any]
+    values: Values
 
     def __call__(self, rng_key: Array, num_samples: int) -> dict[str, Array]:
         """Returns draws by site. They repeat if more are asked for than are stored."""

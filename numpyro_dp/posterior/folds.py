@@ -21,7 +21,7 @@ Reference:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jax import Array
 
 from numpyro_dp._tree import widen
 from numpyro_dp._validate import check_int, check_real
-from numpyro_dp.core import Fold, PyTree
+from numpyro_dp.core import Fold, PyTree, Values
 
 __all__ = ["TailAverage", "tail_average"]
 
@@ -60,8 +60,8 @@ class TailAverage(NamedTuple):
         (480, True)
     """
 
-    params: dict[str, Any]
-    dp_sd: dict[str, Any]
+    params: Values
+    dp_sd: Values
     num_iterates: Array
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to
 
+from numpyro_dp.core import Kwargs, Sites, Values
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.public import PublicValues
 from numpyro_dp.model.records import Arguments
@@ -51,16 +52,16 @@ class ModelSource(NamedTuple):
         ...         return source.posterior(draws, result.privacy, "Mine", noise_included=False)
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[..., object]
     latents: tuple[str, ...]
     plate: str
     arguments: Arguments
-    params: dict[str, Any]
+    params: Values
     factors: tuple[str, ...] = ()
     public: PublicValues | None = None
 
     @classmethod
-    def of(cls, model: Model, shared: tuple[Array, ...], params: dict[str, Any]) -> ModelSource:
+    def of(cls, model: Model, shared: tuple[Array, ...], params: Values) -> ModelSource:
         """Collects these parts from the values that a driver holds.
 
         Args:
@@ -128,9 +129,7 @@ class ModelSource(NamedTuple):
         found = draws(rng_key, num_samples)
         return {name: found[name] for name in self.latents}
 
-    def guide_draws(
-        self, guide: Callable[..., Any], params: dict[str, Any], static: dict[str, Any]
-    ) -> Draws:
+    def guide_draws(self, guide: Callable[..., object], params: Values, static: Kwargs) -> Draws:
         """Returns the draws of a guide that is called on the placeholder for the records."""
         args, kwargs = self.arguments
         # Bound here, because a keyword of the guide may have the name of a posterior_samples one.
@@ -142,10 +141,10 @@ class ModelSource(NamedTuple):
         return draws
 
     @property
-    def _filled(self) -> Callable[..., Any]:
+    def _filled(self) -> Callable[..., object]:
         return handlers.substitute(self.fn, data=self.params) if self.params else self.fn
 
-    def _trace(self, rng_key: Array, values: dict[str, Array]) -> dict[str, Any]:
+    def _trace(self, rng_key: Array, values: dict[str, Array]) -> Sites:
         """Latent sites on the placeholder. Sites without given values are drawn from the prior."""
         alone = one_record(self._filled, self.plate)
         fn = handlers.seed(handlers.substitute(alone, data=values), rng_key)

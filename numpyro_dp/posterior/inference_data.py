@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from numpyro_dp._validate import check_int
+from numpyro_dp.core import PyTree, Values
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.statement import Statement
 
@@ -20,13 +22,13 @@ _NEVER = "observed_data holds private records: never publish it"
 
 
 def to_arviz(
-    samples: dict[str, Any],
+    samples: Values,
     privacy: PrivacyReport | Statement,
     *,
-    posterior_predictive: dict[str, Any] | None = None,
-    sensitive_observed_data: dict[str, Any] | None = None,
-    coords: dict[str, Any] | None = None,
-    dims: dict[str, Any] | None = None,
+    posterior_predictive: Values | None = None,
+    sensitive_observed_data: Values | None = None,
+    coords: Mapping[str, object] | None = None,
+    dims: Mapping[str, object] | None = None,
     group_by_chain: bool = False,
 ) -> Any:
     """Converts posterior draws to the data structure of ArviZ.
@@ -120,7 +122,7 @@ def to_arviz(
     return tree
 
 
-def draws_by_name(samples: Any, what: str = "samples") -> dict[str, np.ndarray]:
+def draws_by_name(samples: object, what: str = "samples") -> dict[str, np.ndarray]:
     """Returns the leaves by name, after checking that each has the same leading axis of draws.
 
     Dots join the names of nested entries.
@@ -146,7 +148,7 @@ def draws_by_name(samples: Any, what: str = "samples") -> dict[str, np.ndarray]:
     return draws
 
 
-def named_leaves(values: Any) -> dict[str, np.ndarray]:
+def named_leaves(values: PyTree) -> dict[str, np.ndarray]:
     """Leaves of a pytree by name. Dots join the names of nested entries."""
     leaves = jax.tree_util.tree_flatten_with_path(values)[0]
     found = {".".join(map(_part, path)): np.asarray(leaf) for path, leaf in leaves}
@@ -155,11 +157,11 @@ def named_leaves(values: Any) -> dict[str, np.ndarray]:
     return found
 
 
-def _part(entry: Any) -> str:
+def _part(entry: object) -> str:
     return str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry))))
 
 
-def _chains(samples: dict[str, Any], what: str, grouped: bool) -> dict[str, np.ndarray]:
+def _chains(samples: Values, what: str, grouped: bool) -> dict[str, np.ndarray]:
     """Draws by their names for ArviZ, with axes of chains and draws."""
     found = draws_by_name(samples, what)
     if not grouped:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import pathlib
 import warnings
 from collections.abc import Callable
@@ -20,7 +21,11 @@ from numpyro_dp.privacy.statement import Statement
 __all__ = ["load"]
 
 
-def load(path: Any, model: Callable[..., Any] | None = None, **static_kwargs: Any) -> Posterior:
+def load(
+    path: str | os.PathLike[str],
+    model: Callable[..., object] | None = None,
+    **static_kwargs: object,
+) -> Posterior:
     """Reads a posterior that :meth:`Posterior.save` wrote, in any process and without the records.
 
     ``summary`` and ``diagnose`` give the same as before. ``sample`` draws from the 4,000 draws of

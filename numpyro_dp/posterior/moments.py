@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from numpyro_dp.posterior.algebra import symmetric
+
+if TYPE_CHECKING:
+    from numpyro_dp.run.results import Products
 
 __all__ = ["Averages", "Moments", "averages_of", "early_distance", "mixed"]
 
@@ -104,7 +107,7 @@ def averages_of(sums: Any, seen: np.ndarray) -> Averages | None:
     return found._replace(curvature=curvature, curvature_noise=noise, entries=entries)
 
 
-def _moments_of(products: Any, seen: np.ndarray, half: int) -> Moments:
+def _moments_of(products: Products, seen: np.ndarray, half: int) -> Moments:
     """Returns what a regression of scores on shifts needs.
 
     Far from the optimum most of a score comes from the centre of its step. Scores and shifts are

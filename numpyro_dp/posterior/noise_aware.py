@@ -18,6 +18,7 @@ import numpy as np
 from numpyro.infer import autoguide
 
 from numpyro_dp._compat import latent_sites
+from numpyro_dp.core import Values
 from numpyro_dp.model.variational import guide_kind
 from numpyro_dp.posterior.averaging import Average, Check, average
 from numpyro_dp.run.results import RunResult
@@ -55,7 +56,7 @@ class NoiseAware(NamedTuple):
         ['auto_loc', 'auto_scale']
     """
 
-    params: dict[str, Any]
+    params: Values
     average: Average
     unconverged: int
     dominated: int

@@ -17,6 +17,7 @@ import html
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from jax import Array
 from numpyro.infer import Predictive
 
 from numpyro_dp._validate import check_int
+from numpyro_dp.core import PyTree, Values
 from numpyro_dp.model.draw_checks import predict
 from numpyro_dp.model.public import PublicValues
 from numpyro_dp.posterior.densities import Densities
@@ -125,21 +127,21 @@ class Posterior:
     def __init__(
         self,
         *,
-        model: Callable[..., Any] | None,
+        model: Callable[..., object] | None,
         draws: Draws,
         prior: Draws | None,
-        unconstrain: Callable[[dict[str, Any]], dict[str, Any]] | None,
+        unconstrain: Callable[[Values], Values] | None,
         privacy: PrivacyReport | Statement,
         method: str,
         notes: tuple[str, ...] = (),
         converged: bool = True,
         findings: tuple[Finding, ...] = (),
-        params: dict[str, Any] | None = None,
-        released: dict[str, Any] | None = None,
+        params: Values | None = None,
+        released: Values | None = None,
         public: PublicValues | None = None,
         densities: Callable[[], Densities | None] = lambda: None,
     ) -> None:
-        self.released: dict[str, Any] = {} if released is None else released
+        self.released: Values = {} if released is None else released
         self._params = {} if params is None else params
         self._public, self._densities = public, densities
         self._findings = tuple(findings)
@@ -176,7 +178,7 @@ class Posterior:
         return self._prior(rng_key, num_samples)
 
     def predict(
-        self, rng_key: Array, *args: Any, num_samples: int = 1000, **kwargs: Any
+        self, rng_key: Array, *args: PyTree, num_samples: int = 1000, **kwargs: PyTree
     ) -> dict[str, Array]:
         """Draws predictions of the observed sites, with ``numpyro.infer.Predictive``.
 
@@ -270,7 +272,7 @@ class Posterior:
         """
         return to_arviz(self.sample(jax.random.key(0), num_samples), self.privacy)
 
-    def save(self, path: Any) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the posterior to a file, which you may publish. :func:`~numpyro_dp.load` reads it.
 
         The file has the draws that :meth:`summary` uses, the privacy statement, findings, shares

@@ -13,7 +13,7 @@ weights count, NUTS samples it. This is post-processing and has no privacy cost.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jax.flatten_util import ravel_pytree
 from numpyro.distributions import biject_to, constraints
 from numpyro.infer import MCMC, NUTS
 
+from numpyro_dp.core import PyTree, Values
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.outcomes import Outcomes, read_latents, unconstrained_prior
 from numpyro_dp.posterior.draws import Draws, Normal, Vectors, generator
@@ -93,7 +94,7 @@ class ModelPrior(NamedTuple):
 
     def _closed_form(
         self, mean: np.ndarray, prior: np.ndarray, precision: np.ndarray, linear: np.ndarray
-    ) -> tuple[Any, Any]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         total, right = prior.copy(), prior @ mean
         total[np.ix_(self.seen, self.seen)] += precision
         right[self.seen] += linear
@@ -260,7 +261,7 @@ def _constrained(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:
     """Vectors of all latents, shape (draws, all) -> values by site in the model's own units."""
     unravel = _unravel(outcomes)
 
-    def sites(latents: dict[str, Array]) -> dict[str, Any]:
+    def sites(latents: dict[str, Array]) -> Values:
         trace = outcomes.model.trace_prior(latents, {}, outcomes.shared)
         return {name: trace[name] for name in outcomes.shapes}
 
@@ -283,7 +284,7 @@ def _constrained(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:
     return jax.jit(jax.vmap(one))
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(one: PyTree, other: PyTree) -> bool:
     """Whether supports are constraints of NumPyro with equal values, or values are equal."""
     if not isinstance(one, constraints.Constraint):
         return np.array_equal(one, other)

@@ -23,6 +23,7 @@ from numpyro import handlers
 from numpyro.distributions import biject_to
 
 from numpyro_dp._validate import check_int
+from numpyro_dp.core import Args, Kwargs, PyTree, Values
 from numpyro_dp.model.frontend import GivenModel
 from numpyro_dp.model.public import argument_names
 from numpyro_dp.model.units import split_unit
@@ -84,13 +85,13 @@ class Rehearsal(NamedTuple):
 def rehearse(
     driver: Any,
     rng_key: Array,
-    *args: Any,
+    *args: PyTree,
     num_steps: int | None = None,
     num_simulations: int = 20,
     num_samples: int = 1000,
-    simulated_data_to_args: Callable[..., Any] | None = None,
+    simulated_data_to_args: Callable[..., tuple[Args, Kwargs]] | None = None,
     progress_bar: bool = True,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> Rehearsal:
     """Runs a driver on records that its own model simulates.
 
@@ -143,8 +144,9 @@ class SimulatedRuns:
     """The simulated runs of one driver so far."""
 
     def __init__(
-        self, driver: Any, args: Any, kwargs: Any, num_steps: int | None = None,
-        num_samples: int = 1000, simulated_data_to_args: Callable[..., Any] | None = None,
+        self, driver: Any, args: Args, kwargs: Kwargs, num_steps: int | None = None,
+        num_samples: int = 1000,
+        simulated_data_to_args: Callable[..., tuple[Args, Kwargs]] | None = None,
     ) -> None:  # fmt: skip
         self._driver, self._args, self._kwargs, self._num_samples = (
             driver,
@@ -162,7 +164,7 @@ class SimulatedRuns:
         self._fill = simulated_data_to_args or _filler(self._given, args)
         takes_bar = "progress_bar" in inspect.signature(driver.run).parameters
         self._quiet = {"progress_bar": False} if takes_bar else {}
-        self.rows: list[tuple[Any, ...]] = []
+        self.rows: list[tuple[object, ...]] = []
         self.prior: np.ndarray | None = None
 
     def run(self, keys: Array, bar: Any) -> None:
@@ -206,8 +208,8 @@ def _given_of(driver: Any) -> GivenModel:
 
 
 def _simulated(
-    given: GivenModel, rng_key: Array, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[dict[str, Array], dict[str, Array], dict[str, Any]]:
+    given: GivenModel, rng_key: Array, args: Args, kwargs: Kwargs
+) -> tuple[dict[str, Array], dict[str, Array], Values]:
     """Latents, outcomes, and the maps to unconstrained coordinates."""
     _, kwargs = split_unit(kwargs, given.max_rows)
     trace = handlers.trace(handlers.seed(given.fn, rng_key)).get_trace(*args, **kwargs)
@@ -232,17 +234,17 @@ def _simulated(
     return latents, simulated, maps
 
 
-def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _rows(args: Args, kwargs: Kwargs) -> int:
     """Number of rows of the first array among the arguments."""
     return next(len(leaf) for leaf in jax.tree.leaves((args, kwargs)) if np.ndim(leaf))
 
 
-def _filler(given: GivenModel, args: tuple[Any, ...]) -> Callable[..., Any]:
+def _filler(given: GivenModel, args: Args) -> Callable[..., tuple[Args, Kwargs]]:
     """Puts simulated outcomes into the arguments of the same name, or into the only ``None``."""
     names = list(inspect.signature(given.model).parameters)
     known = argument_names(given.model, args)
 
-    def fill(simulated: dict[str, Array], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def fill(simulated: dict[str, Array], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         own, rest = list(args), dict(kwargs)
         empty = [at for at, value in enumerate(args) if value is None]
         for site, value in simulated.items():
@@ -262,13 +264,13 @@ def _filler(given: GivenModel, args: tuple[Any, ...]) -> Callable[..., Any]:
     return fill
 
 
-def _vectors(draws: dict[str, Array], maps: dict[str, Any]) -> np.ndarray:
+def _vectors(draws: dict[str, Array], maps: Values) -> np.ndarray:
     """Draws by site as unconstrained vectors."""
     parts = [np.asarray(maps[name](jnp.asarray(draws[name])), np.float64) for name in sorted(maps)]
     return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
 
 
-def _figures(truth: np.ndarray, draws: np.ndarray, prior: np.ndarray) -> tuple[Any, ...]:
+def _figures(truth: np.ndarray, draws: np.ndarray, prior: np.ndarray) -> tuple[object, ...]:
     held = []
     for prob in _PROBS:
         lower, upper = np.quantile(draws, [(1 - prob) / 2, (1 + prob) / 2], axis=0)

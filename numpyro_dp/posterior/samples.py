@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,17 +11,18 @@ from numpyro import handlers
 from numpyro.infer import Predictive
 
 from numpyro_dp._validate import check_int
+from numpyro_dp.core import PyTree, Sites, Values
 
 __all__ = ["check_guide_set_up", "posterior_samples"]
 
 
 def posterior_samples(
     rng_key: Array,
-    guide: Callable[..., Any],
-    params: dict[str, Any],
+    guide: Callable[..., object],
+    params: Values,
     num_samples: int,
-    *args: Any,
-    **kwargs: Any,
+    *args: PyTree,
+    **kwargs: PyTree,
 ) -> dict[str, Array]:
     """Draws the latent sites from an automatic or hand-written guide, in the model's own units.
 
@@ -81,7 +81,7 @@ def posterior_samples(
     return predictive(rng_key, *args, **kwargs)
 
 
-def _check_params(trace: dict[str, Any], params: dict[str, Any]) -> None:
+def _check_params(trace: Sites, params: Values) -> None:
     """Raises ValueError if a parameter of the guide is missing or has another shape."""
     wanted = {n: site["value"] for n, site in trace.items() if site["type"] == "param"}
     if missing := sorted(set(wanted) - set(params)):
@@ -99,7 +99,7 @@ def _check_params(trace: dict[str, Any], params: dict[str, Any]) -> None:
             )
 
 
-def check_guide_set_up(guide: Callable[..., Any]) -> None:
+def check_guide_set_up(guide: Callable[..., object]) -> None:
     """Raises ValueError if an automatic guide has never seen the model."""
     if getattr(guide, "prototype_trace", guide) is None:
         raise ValueError(

@@ -36,7 +36,9 @@ __all__ = ["FORMAT", "part_of", "read_file", "write_file"]
 FORMAT: dict[str, str | int] = {"format": "numpyro_dp posterior", "version": 1}
 
 
-def write_file(path: Any, about: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+def write_file(
+    path: str | os.PathLike[str], about: dict[str, Any], arrays: dict[str, np.ndarray]
+) -> None:
     """Writes text and arrays. An existing file is replaced as a whole, or stays."""
     about = FORMAT | about
     # One text, because safetensors writes several in any order. Equal posteriors give equal files.
@@ -51,7 +53,7 @@ def write_file(path: Any, about: dict[str, Any], arrays: dict[str, np.ndarray]) 
         os.replace(part, target)
 
 
-def read_file(path: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Reads text and arrays.
 
     Raises:

@@ -18,11 +18,15 @@ relation of the budget** (:data:`SENSITIVITY`).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from numpyro_dp._lazy import dpa
 from numpyro_dp._validate import check_in, check_real
 from numpyro_dp.core import Relation
+
+if TYPE_CHECKING:
+    from numpyro_dp.privacy.accounting.bounds import GaussianStep
+    from numpyro_dp.privacy.ledger import Charges
 
 __all__ = [
     "LARGEST_EPSILON",
@@ -86,7 +90,7 @@ class Spending(NamedTuple):
 
     run: str
     relation: Relation
-    steps: tuple[Any, ...]
+    steps: tuple[GaussianStep, ...]
     failure_prob: float
     total_variation: float
     caveats: tuple[str, ...]
@@ -127,7 +131,9 @@ class PrivacyBudget:
     delta: float | None = None
     relation: Relation = "add_or_remove_one"
     earlier: tuple[Spending, ...] = dataclasses.field(default=(), kw_only=True)
-    charges: Any = dataclasses.field(default=None, kw_only=True, compare=False, repr=False)
+    charges: Charges | None = dataclasses.field(
+        default=None, kw_only=True, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         epsilon = check_real(

@@ -12,7 +12,6 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from jax.sharding import Mesh
 
 from numpyro_dp import _compat
 from numpyro_dp._tree import is_key
+from numpyro_dp.core import PyTree
 from numpyro_dp.privacy.budget import Spending
 from numpyro_dp.privacy.once import (
     NoiseReuseError,
@@ -54,7 +54,7 @@ if hasattr(os, "register_at_fork"):  # a forked child must not share nonces with
     os.register_at_fork(after_in_child=_nonces.clear)
 # States that were seen in a trace, by the id of their key. The references are weak, because Python
 # may give the id of a deleted key to a new one.
-_entered: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
+_entered: weakref.WeakValueDictionary[tuple[int, int], Array] = weakref.WeakValueDictionary()
 
 
 def secret_key(seed: int | bytes | str | None = None) -> Array:
@@ -185,7 +185,7 @@ def run_id(noise_key: Array) -> Array:
     return jnp.asarray(np.frombuffer(hashlib.sha256(_RUN + words).digest()[:16], "<u4"))
 
 
-def renewed(tree: Any, entropy: bytes | None = None) -> Any:
+def renewed(tree: PyTree, entropy: bytes | None = None) -> PyTree:
     """Returns a tree with new secret keys, made from the old ones and new random bits.
 
     By default the operating system gives the new bits.
@@ -193,7 +193,7 @@ def renewed(tree: Any, entropy: bytes | None = None) -> Any:
     entropy = secrets.token_bytes(32) if entropy is None else entropy
     count = iter(range(2**31))
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: Array) -> Array:
         old = np.asarray(jax.random.key_data(leaf)).astype("<u4")
         rows = [
             # Numbered, so that two equal keys do not become equal again.
@@ -206,12 +206,12 @@ def renewed(tree: Any, entropy: bytes | None = None) -> Any:
     return _with_keys(one, tree)
 
 
-def _with_keys(change: Callable[[Array], Array], tree: Any) -> Any:
+def _with_keys(change: Callable[[Array], Array], tree: PyTree) -> PyTree:
     """Returns a tree with other keys. All leaves that are not keys stay the same."""
     return jax.tree.map(lambda leaf: change(leaf) if is_key(leaf) else leaf, tree)
 
 
-def next_nonce(key: Any, nonce: Any) -> Any:
+def next_nonce(key: PyTree, nonce: PyTree) -> PyTree:
     """Returns the nonce with which a state enters a compiled or transformed function.
 
     Outside a trace the nonce is new. Inside a trace, a state may be passed on to further functions.
@@ -266,13 +266,13 @@ def _rows(table: Array) -> list[Array]:
     return list(table)
 
 
-def joined(tree: Any, nonce: Array) -> Any:
+def joined(tree: PyTree, nonce: Array) -> PyTree:
     """Returns a tree in which each key is replaced by its exclusive or with the nonce.
 
     If the nonce has 256 uniform bits, each new key is uniform and independent of the old ones.
     """
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: Array) -> Array:
         words = jax.random.key_data(leaf)
         return jax.random.wrap_key_data(
             words ^ nonce[: words.shape[-1]], impl=jax.random.key_impl(leaf)
@@ -282,13 +282,13 @@ def joined(tree: Any, nonce: Array) -> Any:
 
 
 @_compat.custom_vmap
-def key_of_lane(keys: Any, rest: Any) -> Any:
+def key_of_lane(keys: PyTree, rest: PyTree) -> PyTree:
     """Returns the keys. Under ``vmap`` over keys or ``rest`` each lane gets different keys."""
     return keys
 
 
 @key_of_lane.def_vmap
-def _(size: int, batched: Any, keys: Any, rest: Any) -> tuple[Any, Any]:
+def _(size: int, batched: PyTree, keys: PyTree, rest: PyTree) -> tuple[PyTree, PyTree]:
     spread = jax.tree.map(
         lambda key, has: key if has else jnp.broadcast_to(key, (size, *key.shape)),
         keys, batched[0],
@@ -305,7 +305,7 @@ def _(size: int, batched: Any, keys: Any, rest: Any) -> tuple[Any, Any]:
     return own, jax.tree.map(lambda _: True, keys)
 
 
-def check_rng_key(rng_key: Any) -> None:
+def check_rng_key(rng_key: object) -> None:
     """Raises TypeError unless ``rng_key`` is a JAX key, typed or raw.
 
     Example:
@@ -320,7 +320,7 @@ def check_rng_key(rng_key: Any) -> None:
     )
 
 
-def check_rng_keys(rng_keys: Any) -> None:
+def check_rng_keys(rng_keys: object) -> None:
     """Raises TypeError unless ``rng_keys`` is a vector of JAX keys, typed or raw."""
     if isinstance(rng_keys, jax.Array | np.ndarray) and rng_keys.shape and rng_keys.shape[0]:
         typed = jnp.issubdtype(rng_keys.dtype, jax.dtypes.prng_key)

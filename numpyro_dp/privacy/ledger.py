@@ -116,7 +116,7 @@ class Ledger:
     path: pathlib.Path
     total: PrivacyBudget
 
-    def __init__(self, path: Any, total: PrivacyBudget) -> None:
+    def __init__(self, path: str | os.PathLike[str], total: PrivacyBudget) -> None:
         old = isinstance(total, PrivacyBudget) and (total.earlier or total.charges)
         if not isinstance(total, PrivacyBudget) or total.delta is None or old:
             raise ValueError(
@@ -136,7 +136,7 @@ class Ledger:
                 file.execute(f"PRAGMA user_version = {_VERSION}")
             self._read(file)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """A pickle has the path and the total, and no entry."""
         return Ledger, (self.path, self.total)
 

@@ -49,14 +49,15 @@ from __future__ import annotations
 import decimal
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 from jaxtyping import Int
 
+from numpyro_dp.core import Number, Whole
 from numpyro_dp.privacy.random import check_typed_key
 
 __all__ = [
@@ -111,7 +112,9 @@ def discrete_gaussian(key: Array, size: int) -> Int[Array, " size"]:
     return drawn.reshape(-1)[:size]
 
 
-def spacing_of(sensitivity: Any, noise_multiplier: Any, size: int, dtype: Any) -> tuple[Array, ...]:
+def spacing_of(
+    sensitivity: Number, noise_multiplier: Number, size: int, dtype: DTypeLike
+) -> tuple[Array, ...]:
     """Returns the spacing of the grid, and whether a sum can be told from noise at all.
 
     The noise on this grid has standard deviation ``sensitivity * noise_multiplier / (1 - part)``,
@@ -152,7 +155,7 @@ def on_grid(total: Array, noise: Int[Array, ...], spacing: Array, told: Array) -
     return (high * 2.0**16 + low.astype(total.dtype)) * spacing.astype(total.dtype)
 
 
-def whole_on_grid(total: Any, noise: Int[Array, ...], spacing: Array, told: Array) -> Array:
+def whole_on_grid(total: Whole, noise: Int[Array, ...], spacing: Array, told: Array) -> Array:
     r"""Returns the same release of a sum that is exact, :class:`~numpyro_dp.core.Whole`.
 
     With T the integer of the sum and :math:`\rho` the ratio of its grid's spacing to the wanted
@@ -190,7 +193,7 @@ def whole_on_grid(total: Any, noise: Int[Array, ...], spacing: Array, told: Arra
     return jnp.where(negative, -size, size)
 
 
-def _product(total: Any, factor: Array) -> tuple[Array, Array]:
+def _product(total: Whole, factor: Array) -> tuple[Array, Array]:
     """Integer of a sum times a number below 2^16, as int32 * 2^32 + uint32."""
     # Parts of 16 bits, so that no product with the factor exceeds 32 bits.
     top = total.high >> 16

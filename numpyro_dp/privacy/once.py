@@ -36,7 +36,6 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from jax import Array
@@ -82,9 +81,9 @@ class NoiseReuseError(ValueError):
     """
 
 
-def _outside() -> Any:
+def _outside() -> object:
     """The trace state outside every trace. A new thread has it even if this import is traced."""
-    found: list[Any] = []
+    found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(_compat.trace_state()))
     thread.start()
     thread.join()
@@ -101,7 +100,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_used.clear)
 # Keys that were seen in a trace, by id. The references are weak, because Python may give the id of
 # a deleted key to a new one.
-_traced: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_traced: weakref.WeakValueDictionary[int, Array] = weakref.WeakValueDictionary()
 
 
 def in_trace() -> bool:
@@ -121,7 +120,7 @@ def check_outside_trace(call: str) -> None:
         )
 
 
-def check_passed_to_trace(call: str, keys: Sequence[Any]) -> None:
+def check_passed_to_trace(call: str, keys: Sequence[Array]) -> None:
     """Raises an error unless a traced call gets its state as an argument and uses it once."""
     if not in_trace():
         return

@@ -7,10 +7,9 @@ import datetime
 import math
 import uuid
 from collections.abc import Callable
-from typing import Any
 
 from numpyro_dp._lazy import dpa
-from numpyro_dp.core import Mechanism, Sampler
+from numpyro_dp.core import Mechanism, Number, Sampler
 from numpyro_dp.privacy.accounting import (
     Accountant,
     EpsilonBound,
@@ -91,7 +90,7 @@ class Plan:
     accountant: Accountant | None
 
     @property
-    def sensitivity(self) -> float:
+    def sensitivity(self) -> Number:
         """Sensitivity of the first step's clipped sum when one record is added or removed."""
         return self.mechanism(self.noise_multiplier).sensitivity
 
@@ -214,7 +213,7 @@ class PrivacyReport:
     chains: int = 1
     repetition: bool = False
     data_plate: str = ""
-    public: tuple[Any, ...] = ()
+    public: tuple[object, ...] = ()
     date: str = dataclasses.field(default_factory=_today, compare=False)
     max_rows: int | None = None
     in_ledger: bool = False

@@ -15,10 +15,13 @@ import math
 import platform
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numpyro_dp.privacy.accounting import describe_event
 from numpyro_dp.privacy.budget import LARGEST_EPSILON, default_delta
+
+if TYPE_CHECKING:
+    from numpyro_dp.privacy.plan import PrivacyReport
 
 __all__ = ["Statement", "statement_of", "true_positive_rates", "version_of", "versions"]
 
@@ -226,7 +229,7 @@ def _rounded_up(value: float) -> str:
     return f"{decimal.Context(prec=4, rounding=decimal.ROUND_CEILING).create_decimal(value):g}"
 
 
-def statement_of(report: Any, settings: str) -> Statement:
+def statement_of(report: PrivacyReport, settings: str) -> Statement:
     """Returns the statement of a :class:`~numpyro_dp.PrivacyReport`."""
     plan, private = report.plan, math.isfinite(report.epsilon)
     unit = f"One of {plan.num_examples} records."
@@ -303,7 +306,7 @@ def true_positive_rates(privacy: Any, rates: Iterable[float]) -> list[float]:
     ]  # fmt: skip
 
 
-def _caveats(report: Any) -> list[str]:
+def _caveats(report: PrivacyReport) -> list[str]:
     number, delta, earlier = report.plan.num_examples, report.delta, report.plan.earlier
     floating = report.plan.mechanism(report.noise_multiplier).total_variation == 0
     covered = "this run and the earlier ones" if earlier else "this run alone"

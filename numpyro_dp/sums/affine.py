@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp._compat import MOVES
-from numpyro_dp._program import Constant, evaluate, trace_scalar
+from numpyro_dp._program import Constant, Op, ScalarProgram, evaluate, trace_scalar
+from numpyro_dp.core import PyTree
 
 __all__ = ["Waist", "find_waist"]
 
@@ -43,11 +44,11 @@ class Waist(NamedTuple):
     """
 
     size: int
-    values: Callable[[Array, Any], Array]
-    rest: Callable[[Array, Any], Array]
+    values: Callable[[Array, PyTree], Array]
+    rest: Callable[[Array, PyTree], Array]
 
 
-def find_waist(scalar: Callable[[Array, Any], Array], point: Any, example: Any) -> Waist:
+def find_waist(scalar: Callable[[Array, PyTree], Array], point: PyTree, example: PyTree) -> Waist:
     """Cuts a scalar function of a vector and a record after its affine part in the vector.
 
     ``scalar(z, example)`` has z of shape (d,). ``point`` and ``example`` may be shapes.
@@ -68,12 +69,12 @@ def find_waist(scalar: Callable[[Array, Any], Array], point: Any, example: Any) 
     order = sorted(cut)
     shapes = [program.shapes[value] for value in order]
 
-    def values(z: Array, example: Any) -> Array:
+    def values(z: Array, example: PyTree) -> Array:
         inputs = {start: z} | dict(zip(program.example, jax.tree.leaves(example), strict=True))
         found = evaluate(before, inputs)
         return jnp.concatenate([found[value].reshape(-1) for value in order])
 
-    def rest(eta: Array, example: Any) -> Array:
+    def rest(eta: Array, example: PyTree) -> Array:
         inputs = dict(zip(program.example, jax.tree.leaves(example), strict=True))
         first = 0
         for value, shape in zip(order, shapes, strict=True):
@@ -86,7 +87,7 @@ def find_waist(scalar: Callable[[Array, Any], Array], point: Any, example: Any) 
     return Waist(size, values, rest)
 
 
-def _degrees(program: Any) -> dict[int, int]:
+def _degrees(program: ScalarProgram) -> dict[int, int]:
     """For each value whether it is free of z, affine in it, or neither."""
     degree = dict.fromkeys(program.example, _FREE) | dict.fromkeys(program.point, _AFFINE)
     for op in program.ops:
@@ -95,7 +96,7 @@ def _degrees(program: Any) -> dict[int, int]:
     return degree
 
 
-def _degree(program: Any, op: Any, own: list[int]) -> int:
+def _degree(program: ScalarProgram, op: Op, own: list[int]) -> int:
     name, moving = op.primitive.name, [at for at, each in enumerate(own) if each]
     if not moving:
         return _FREE
@@ -118,7 +119,7 @@ def _degree(program: Any, op: Any, own: list[int]) -> int:
     return _BENT
 
 
-def _frontier(program: Any, degree: dict[int, int]) -> set[int]:
+def _frontier(program: ScalarProgram, degree: dict[int, int]) -> set[int]:
     """Affine values that an operation reads whose result is not affine."""
     found = {program.output} if degree.get(program.output) == _AFFINE else set()
     for op in program.ops:
@@ -127,7 +128,7 @@ def _frontier(program: Any, degree: dict[int, int]) -> set[int]:
     return found
 
 
-def _narrowed(program: Any, degree: dict[int, int], cut: set[int]) -> set[int]:
+def _narrowed(program: ScalarProgram, degree: dict[int, int], cut: set[int]) -> set[int]:
     """Moves the cut towards z past operations on one affine value that do not make it smaller.
 
     Copies, multiples and negatives of one linear predictor then become that predictor.
@@ -149,7 +150,7 @@ def _narrowed(program: Any, degree: dict[int, int], cut: set[int]) -> set[int]:
     return cut
 
 
-def _slice(program: Any, wanted: set[int], known: set[int]) -> tuple[Any, ...] | None:
+def _slice(program: ScalarProgram, wanted: set[int], known: set[int]) -> tuple[Op, ...] | None:
     """The operations that compute wanted values from known ones and the record, if possible."""
     needed, kept = set(wanted) - known, []
     for op in reversed(program.ops):

@@ -8,15 +8,13 @@ Both ways use microbatches if the batch is too large for memory.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool
 
 from numpyro_dp._tree import filled, select, squared_norm, widen
-from numpyro_dp.core import Centring, Estimator, Mechanism, PyTree
+from numpyro_dp.core import Centring, Estimator, Mechanism, PyTree, Values
 from numpyro_dp.sums.centred_sums import centred_mechanism, with_partners
 from numpyro_dp.sums.exact import finished, partial_sum
 from numpyro_dp.sums.factored import factored_sum
@@ -48,7 +46,7 @@ def bounded_sum(
     shards: Shards = WHOLE,
     seeds: Array | None = None,
     whole: bool = False,
-) -> dict[str, Any]:
+) -> Values:
     """Returns the sum of the bounded signals of a batch.
 
     Args:
@@ -101,7 +99,7 @@ def bounded_sum_by_definition(
     shards: Shards = WHOLE,
     seeds: Array | None = None,
     whole: bool = False,
-) -> dict[str, Any]:
+) -> Values:
     """The same sum, one signal at a time, in microbatches: the batch is never in memory at once."""
     rows_each, centring = 1, estimator.centring
     if centring is not None:
@@ -195,7 +193,7 @@ class SumInParts:
         few = suitable_rows(self._struct) if rows is None else rows
         return over_microbatches(of_rows, examples, mask, few, shards)
 
-    def finished(self, sums: list[PyTree]) -> dict[str, Any]:
+    def finished(self, sums: list[PyTree]) -> Values:
         """Returns the sum of all parts in floating point, or as integers."""
         total = dict(self._like)
         for members, found, norm in zip(self._blocks, sums, self._norms, strict=True):

@@ -48,6 +48,7 @@ from numpyro_dp._program import (
     trace_scalar,
     value_of,
 )
+from numpyro_dp.core import PyTree
 
 __all__ = ["Contraction", "Split", "split_scalar"]
 
@@ -95,7 +96,7 @@ class Split(NamedTuple):
     rest: tuple[int, ...]
     with_factors: Callable[..., tuple[Array, list[Array | None]]]
 
-    def scalar(self, *arguments: Any) -> Array:
+    def scalar(self, *arguments: PyTree) -> Array:
         """``(shifts, rest values, all leaves, example leaves) -> scalar``.
 
         The shifts are added to the products.
@@ -104,7 +105,7 @@ class Split(NamedTuple):
 
 
 def split_scalar(
-    scalar: Callable[[Any, Any], Array], point: Any, example: Any, layers: bool = False
+    scalar: Callable[[PyTree, PyTree], Array], point: PyTree, example: PyTree, layers: bool = False
 ) -> Split:
     """Cuts a scalar at the single products of its parameters with the record.
 
@@ -129,7 +130,7 @@ def split_scalar(
     cuts = {contraction.op: number for number, contraction in enumerate(contractions)}
 
     def shifted(
-        shifts: Any, rest_values: Any, leaves: Any, example_leaves: Any
+        shifts: PyTree, rest_values: PyTree, leaves: PyTree, example_leaves: PyTree
     ) -> tuple[Array, list[Array | None]]:
         values = list(leaves)
         for leaf, value in zip(rest, rest_values, strict=True):

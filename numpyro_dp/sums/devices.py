@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ def on_devices(step: _Step, mesh: Mesh | None) -> Callable[[PyTree, PyTree, Arra
     return run
 
 
-def spread(mesh: Mesh | None, arrays: tuple[Any, ...]) -> tuple[Array, ...]:
+def spread(mesh: Mesh | None, arrays: tuple[Array | np.ndarray, ...]) -> tuple[Array, ...]:
     """Places records on the devices: spread if their number is divisible, else copied.
 
     NumPy arrays go straight to the devices that hold their rows. Arrays that are already on the
@@ -156,7 +156,7 @@ def hash_together(mesh: Mesh | None, digest: bytes) -> bytes:
     return hashlib.sha256(all_.tobytes()).digest()
 
 
-def _placed(array: Any, mesh: Mesh, divided: bool) -> Array:
+def _placed(array: Array | np.ndarray, mesh: Mesh, divided: bool) -> Array:
     spec = PartitionSpec(mesh.axis_names) if divided else PartitionSpec()
     if is_tracer(array):
         return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))

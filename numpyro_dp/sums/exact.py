@@ -22,14 +22,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from numpyro_dp._tree import column, widen
-from numpyro_dp.core import Whole, is_whole
+from numpyro_dp.core import Number, PyTree, Whole, is_whole
 
 __all__ = ["clip_margin", "exact_sum", "finished", "partial_sum"]
 
@@ -50,17 +51,17 @@ class _Grid(NamedTuple):
     """
 
     bits: int
-    integer: Any
+    integer: DTypeLike
     magic: float
 
 
 def exact_sum(
-    terms: Callable[[slice], Any],
+    terms: Callable[[slice], PyTree],
     weights: Array,
-    norm: Any,
+    norm: Number | None,
     parts: int = 1,
-    add: Callable[[Any], Any] = lambda part: part,
-) -> Any:
+    add: Callable[[PyTree], PyTree] = lambda part: part,
+) -> PyTree:
     """Returns the weighted sum of terms, one for each record.
 
     Args:
@@ -84,7 +85,9 @@ def exact_sum(
     return finished(add(partial_sum(terms, weights, norm, count)), like, norm, count)
 
 
-def partial_sum(terms: Callable[[slice], Any], weights: Array, norm: Any, count: int) -> Any:
+def partial_sum(
+    terms: Callable[[slice], PyTree], weights: Array, norm: Number | None, count: int
+) -> PyTree:
     """Returns the same sum of some of ``count`` rows, in steps of the grid.
 
     Such sums may be added in any order, leaf by leaf up to 2**15 of them, or with their ``add``.
@@ -100,7 +103,7 @@ def partial_sum(terms: Callable[[slice], Any], weights: Array, norm: Any, count:
     # The barrier makes XLA compute these once for each record, not once for each entry.
     counts, scaled = lax.optimization_barrier((counts, weights / norm))
 
-    def whole(rows: slice) -> Any:
+    def whole(rows: slice) -> PyTree:
         def rounded(leaf: Array) -> Array:
             grid = _grid(count, leaf.dtype)
             steps = scaled[rows].astype(leaf.dtype) * 2.0**grid.bits
@@ -120,7 +123,9 @@ def partial_sum(terms: Callable[[slice], Any], weights: Array, norm: Any, count:
     return _add_rows(whole, from_zero, 0, rows)
 
 
-def finished(total: Any, like: Any, norm: Any, count: int, whole: bool = False) -> Any:
+def finished(
+    total: PyTree, like: PyTree, norm: Number | None, count: int, whole: bool = False
+) -> PyTree:
     """Converts a sum over ``count`` rows to floating point, in the types of ``like``.
 
     If ``whole``, sums of float32 stay integers, with the spacing of their grid.
@@ -128,7 +133,7 @@ def finished(total: Any, like: Any, norm: Any, count: int, whole: bool = False) 
     if norm is None:
         return total
 
-    def number(found: Any, leaf: Array) -> Any:
+    def number(found: PyTree, leaf: Array) -> PyTree:
         spacing = jnp.asarray(norm / 2.0 ** _grid(count, leaf.dtype).bits, leaf.dtype)
         if not is_whole(found):
             return found.astype(leaf.dtype) * spacing
@@ -138,7 +143,9 @@ def finished(total: Any, like: Any, norm: Any, count: int, whole: bool = False) 
     return jax.tree.map(number, total, like, is_leaf=is_whole)
 
 
-def clip_margin(batch: int, size: int, dtype: Any, rows: int = 1, whole: bool = False) -> float:
+def clip_margin(
+    batch: int, size: int, dtype: DTypeLike, rows: int = 1, whole: bool = False
+) -> float:
     r"""Returns the part of the clip norm to clip to, so that rounding fits in the rest.
 
     It is ``1 / (1 + e)`` for a batch of n rows, signals of d values and a type of unit roundoff u.
@@ -156,7 +163,7 @@ def clip_margin(batch: int, size: int, dtype: Any, rows: int = 1, whole: bool = 
     return 1 / (1 + rows * each + 8 * batch * unit * (not whole))
 
 
-def _grid(batch: int, dtype: Any) -> _Grid:
+def _grid(batch: int, dtype: DTypeLike) -> _Grid:
     # Two limits on the bits. A term plus `magic` must keep the last place 1. The sum of all terms
     # must fit its integers: an int64, or an int32 and 16 bits.
     room = math.ceil(math.log2(max(batch, 2)))
@@ -170,8 +177,11 @@ def _counted(leaf: Array, counts: Array) -> Array:
 
 
 def _add_rows(
-    whole: Callable[[slice], Any], from_zero: Callable[[Array, int], Array], first: int, last: int
-) -> Any:
+    whole: Callable[[slice], PyTree],
+    from_zero: Callable[[Array, int], Array],
+    first: int,
+    last: int,
+) -> PyTree:
     """Sum of integers over rows, each without its start.
 
     Rows far apart are added first. That compiles to one pass over long vectors, which also forms
@@ -193,7 +203,9 @@ def _add_rows(
     return total
 
 
-def _summed(leaf: Array, from_zero: Callable[[Array, int], Array], number: int, rows: int) -> Any:
+def _summed(
+    leaf: Array, from_zero: Callable[[Array, int], Array], number: int, rows: int
+) -> Array | Whole:
     """The sum over the leading axis of sums of ``number`` integers of ``rows`` in all."""
     if leaf.dtype == jnp.int64:
         return from_zero(jnp.sum(leaf, axis=0), number * len(leaf))
@@ -208,7 +220,7 @@ def _summed(leaf: Array, from_zero: Callable[[Array, int], Array], number: int, 
     return Whole(high >> (16 - _SPLIT), low, zero).carried()
 
 
-def _added(one: Any, other: Any) -> Any:
+def _added(one: PyTree, other: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x, y: x.add(y) if is_whole(x) else x + y, one, other, is_leaf=is_whole
     )

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Bool
 
 from numpyro_dp._tree import filled, squared_norm, widen
-from numpyro_dp.core import Estimator, FactoredSignal, Mechanism, PyTree
+from numpyro_dp.core import Estimator, FactoredSignal, Mechanism, Number, PyTree, Values
 from numpyro_dp.sums.contraction import Contraction, Split, split_scalar
 from numpyro_dp.sums.exact import finished, partial_sum
 from numpyro_dp.sums.microbatches import (
@@ -79,7 +80,7 @@ def factored_sum(
     rows: int | None = None,
     shards: Shards = WHOLE,
     rows_each: int = 1,
-) -> dict[str, Any]:
+) -> Values:
     """The sum of :func:`numpyro_dp.sums.bounded.bounded_sum`, in microbatches of ``rows``.
 
     A record has ``rows_each`` rows. The rows of a record together are within the clip norm.
@@ -161,7 +162,7 @@ def _core(
 
     @functools.partial(jax.jit, static_argnums=(0, 1))  # traced once for all microbatches
     def core(members: tuple[str, ...], norms_only: bool, rows: PyTree) -> PyTree:
-        def one(parts: Any, example: PyTree, lengths: tuple[Array, ...]) -> PyTree:
+        def one(parts: PyTree, example: PyTree, lengths: tuple[Array, ...]) -> PyTree:
             arrays, known = jax.tree.leaves(example), lengths if norms_only else None
             gradient = cut.treedef.unflatten(_assemble(cut, parts, arrays, known))
             return widen(factored.core(public, gradient, members))
@@ -171,7 +172,7 @@ def _core(
     return core
 
 
-def _placed(plan: _Plan, sums: PyTree, norm: Any, count: int) -> PyTree:
+def _placed(plan: _Plan, sums: PyTree, norm: Number | None, count: int) -> PyTree:
     """Joins the exact sums of a block and its sums by products."""
     exact, products = sums
     found = finished(exact, [plan.like[at] for at in plan.rest], norm, count)
@@ -193,7 +194,7 @@ class _Plan(NamedTuple):
     """
 
     structure: Any
-    like: list[Any]
+    like: list[jax.ShapeDtypeStruct]
     rest: list[int]
     products: dict[int, int]
 
@@ -218,7 +219,7 @@ def _plan(
 
 
 def _as_products(
-    cut: _Cut, shapes: Any, examples: PyTree, coarse: Any, batch: int
+    cut: _Cut, shapes: PyTree, examples: PyTree, coarse: DTypeLike, batch: int
 ) -> dict[int, int]:
     """Leaves that are summed as products of matrices -> numbers of their contractions."""
     at_products, _, factors = shapes
@@ -243,7 +244,7 @@ def _own_factors(contraction: Contraction, examples: PyTree) -> Array:
 
 
 def _product(
-    cut: _Cut, parts: Any, examples: PyTree, number: int, weights: Array, longest: int
+    cut: _Cut, parts: PyTree, examples: PyTree, number: int, weights: Array, longest: int
 ) -> Compensated:
     """The weighted sum of one leaf's gradients, by products of matrices of ``longest`` rows."""
     at_products, _, factors = parts
@@ -272,13 +273,13 @@ class _Cut(NamedTuple):
     def contractions(self) -> tuple[Contraction, ...]:
         return self.split.contractions
 
-    def record_factors(self, examples: PyTree) -> list[Any]:
+    def record_factors(self, examples: PyTree) -> list[jax.ShapeDtypeStruct]:
         """Shapes and types of the records' own factors."""
         first = jax.tree.leaves(first_of(examples))
         own = [c.record for c in self.contractions if not c.derived]
         return [jax.eval_shape(lambda *leaves, r=record: r(leaves), *first) for record in own]
 
-    def gradient_parts(self, examples: PyTree) -> Any:
+    def gradient_parts(self, examples: PyTree) -> PyTree:
         """Each record's gradients at the products and of other leaves, and derived factors.
 
         For a convolution, the gradient of the kernel replaces the gradient at the product.
@@ -288,7 +289,7 @@ class _Cut(NamedTuple):
         # A product itself is not an argument, so JAX cannot differentiate with respect to it.
         zeros = [jnp.zeros(c.struct.shape, c.struct.dtype) for c in self.contractions]
 
-        def parts(example: PyTree) -> Any:
+        def parts(example: PyTree) -> PyTree:
             arrays = jax.tree.leaves(example)
             differentiated = jax.grad(self.split.with_factors, (0, 1), has_aux=True)
             (at_products, at_rest), factors = differentiated(zeros, rest, self.leaves, arrays)
@@ -314,7 +315,7 @@ def _cut(factored: FactoredSignal, public: PyTree, examples: PyTree) -> _Cut:
 
 
 def _assemble(
-    cut: _Cut, parts: Any, example: list[Array], lengths: tuple[Array, ...] | None
+    cut: _Cut, parts: PyTree, example: list[Array], lengths: tuple[Array, ...] | None
 ) -> list[Array]:
     """Returns the gradient of one record from its parts.
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 from jaxtyping import Bool
 
 from numpyro_dp._compat import custom_vmap
 from numpyro_dp._tree import widen
-from numpyro_dp.core import Mechanism, PyTree, Whole
+from numpyro_dp.core import Mechanism, Number, PyTree, Values, Whole
 from numpyro_dp.sums.exact import clip_margin, exact_sum
 
 __all__ = [
@@ -66,7 +68,7 @@ class Shards(NamedTuple):
             return jax.tree.map(self._added, tree, is_leaf=_is_compensated)
         return tree
 
-    def _added(self, found: Any) -> Any:
+    def _added(self, found: PyTree) -> PyTree:
         if _is_compensated(found):
             return _added_on_a_grid(found, self.number, self.names)
         return lax.psum(found, self.names)
@@ -153,7 +155,7 @@ def over_microbatches(
     )
 
 
-def pinned(live: Array, compute: Callable[..., Any], *operands: Any) -> Any:
+def pinned(live: Array, compute: Callable[..., PyTree], *operands: PyTree) -> PyTree:
     """Evaluates ``compute(*operands)`` once. XLA may not recompute a value for one of its readers.
 
     Otherwise XLA may compute a value again for each reader, with different rounding. If huge terms
@@ -169,7 +171,7 @@ def pinned(live: Array, compute: Callable[..., Any], *operands: Any) -> Any:
     """
     like = jax.eval_shape(compute, *operands)
 
-    def nothing(*_: Any) -> Any:
+    def nothing(*_: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
 
     return lax.cond(_for_all(live), compute, nothing, *operands)
@@ -192,20 +194,24 @@ def suitable_rows(of_a_row: PyTree) -> int:
     return max(_LEAST, _NUMBERS // max(size, 1) // _LEAST * _LEAST)
 
 
-def _is_compensated(leaf: Any) -> bool:
+def _is_compensated(leaf: object) -> bool:
     return isinstance(leaf, Compensated)
 
 
-def _adds(leaf: Any) -> bool:
+def _adds(leaf: object) -> bool:
     return isinstance(leaf, Compensated | Whole)
 
 
-def _add(one: Any, other: Any) -> Any:
+def _add(one: PyTree, other: PyTree) -> PyTree:
     return one.add(other) if _adds(one) else one + other
 
 
 def margin_of(
-    of_a_row: PyTree, batch: int, coarse: Any = None, rows: int = 1, whole: bool = False
+    of_a_row: PyTree,
+    batch: int,
+    coarse: DTypeLike | None = None,
+    rows: int = 1,
+    whole: bool = False,
 ) -> float:
     """The margin of signals by the shapes of one. ``coarse`` is a coarser type of their norms.
 
@@ -218,13 +224,13 @@ def margin_of(
     return min(clip_margin(batch, size, dtype, rows, whole) for dtype in dtypes)
 
 
-def coarsest(arrays: list[Any]) -> Any:
+def coarsest(arrays: list[PyTree]) -> np.dtype:
     """The widened type of least precision. Norms and products are computed in each of them."""
     types = {jnp.promote_types(x.dtype, jnp.float32) for x in arrays}
     return max(types, key=lambda dtype: jnp.finfo(dtype).eps)
 
 
-def norms_of(mechanism: Mechanism, names: tuple[str, ...]) -> Any:
+def norms_of(mechanism: Mechanism, names: tuple[str, ...]) -> Sequence[Number | None]:
     """The clip norm of each block, each ``None`` without clipping."""
     norms = mechanism.norms(names)
     return [None] * len(mechanism.blocks(names)) if norms is None else norms
@@ -237,7 +243,7 @@ def extra_sums(
     margin: float,
     mask: Bool[Array, " batch"],
     shards: Shards = WHOLE,
-) -> dict[str, Any]:
+) -> Values:
     """Sums of the entries that the mechanism adds to the signals, also rounded to a grid."""
     if mechanism.extras is None:
         return {}

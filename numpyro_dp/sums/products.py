@@ -27,11 +27,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from numpyro_dp._tree import column
 from numpyro_dp.sums.microbatches import Compensated
@@ -46,7 +46,7 @@ _PLATFORMS = ("cpu", "gpu", "cuda", "rocm")  # their products in full precision 
 
 
 def is_worthwhile(
-    batch: int, dtype: Any, shape: tuple[int, ...], *factors: tuple[int, ...]
+    batch: int, dtype: DTypeLike, shape: tuple[int, ...], *factors: tuple[int, ...]
 ) -> bool:
     """Whether to sum gradients of a shape as products.
 
@@ -59,7 +59,7 @@ def is_worthwhile(
     return shorter and allowed and jax.default_backend() in _PLATFORMS
 
 
-def product_error(batch: int, dtype: Any) -> float:
+def product_error(batch: int, dtype: DTypeLike) -> float:
     """Returns the bound on what rounding adds to the sensitivity, in clip norms.
 
     The type is the coarsest one of the factors.
@@ -109,7 +109,7 @@ def _whole(total: Array) -> Compensated:
     return Compensated(total, jnp.zeros_like(total))
 
 
-def longest_product(batch: int, dtype: Any) -> int:
+def longest_product(batch: int, dtype: DTypeLike) -> int:
     """Rows of one product of matrices: the largest power of two with an allowed error."""
     rows = _LONGEST
     while rows > _SHORTEST and _error(rows, batch, dtype) > _ALLOWED:
@@ -117,7 +117,7 @@ def longest_product(batch: int, dtype: Any) -> int:
     return rows
 
 
-def _error(rows: int, batch: int, dtype: Any) -> float:
+def _error(rows: int, batch: int, dtype: DTypeLike) -> float:
     """2 (k + 8) n u."""
     # `eps` is 2 u.
     return (rows + 8) * batch * float(jnp.finfo(dtype).eps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,11 +11,11 @@ import numpy as np
 import numpyro
 import optax
 from jax import Array
-from numpyro.infer import SVI
+from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 
 from numpyro_dp._compat import make_program
 from numpyro_dp._validate import check_callable, check_real
-from numpyro_dp.core import Estimator, Sampler
+from numpyro_dp.core import Args, Estimator, Kwargs, PyTree, Sampler, Values
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frontend import (
     Call,
@@ -122,17 +122,17 @@ class DPSVI(Driver):
         Jälkö, Prediger, Honkela, Kaski (2024), DPVIm, TMLR.
     """
 
-    guide: Callable[..., Any]
+    guide: Callable[..., object]
     optim: Any
 
     def __init__(
         self,
-        model: Callable[..., Any],
-        guide: Callable[..., Any],
-        optim: Any,
-        loss: Any = None,
+        model: Callable[..., object],
+        guide: Callable[..., object],
+        optim: object,
+        loss: object = None,
         *,
-        clip_norm: Any,
+        clip_norm: object,
         sampler: Sampler,
         estimator: Callable[[VariationalProblem], Estimator] | None = None,
         budget: PrivacyBudget | None = None,
@@ -140,10 +140,10 @@ class DPSVI(Driver):
         init_scale: float | None = 0.5,
         privacy: Privacy = Privacy(),
         execution: Execution = Execution(),
-        **static_kwargs: Any,
+        **static_kwargs: object,
     ) -> None:
         check_callable("guide", guide)
-        self.loss: Any = check_loss(loss)
+        self.loss: Trace_ELBO | TraceMeanField_ELBO = check_loss(loss)
         svi = SVI(model, guide, _check_optim(optim), self.loss, **static_kwargs)
         settings = RunSettings(
             clip_norm=clip_norm, sampler=sampler, budget=budget, num_steps=num_steps,
@@ -157,21 +157,21 @@ class DPSVI(Driver):
         if init_scale is not None:
             check_real("init_scale", init_scale, low=0, low_open=True)
         self._init_scale = None if privacy.noise_multiplier == 0 else init_scale
-        self._first_widths: dict[Any, dict[str, Array]] = {}
+        self._first_widths: dict[Hashable, dict[str, Array]] = {}
         given = privacy.given_model(model, static_kwargs)
         self._frontend = Frontend(given, svi)
 
     def stable_update(
-        self, svi_state: SensitiveState, *args: Any, **kwargs: Any
+        self, svi_state: SensitiveState, *args: PyTree, **kwargs: PyTree
     ) -> tuple[SensitiveState, Array]:
         """Calls :meth:`update`, which always counts a record without a finite signal as 0."""
         return self.update(svi_state, *args, **kwargs)
 
-    def get_params(self, svi_state: SensitiveState) -> dict[str, Any]:
+    def get_params(self, svi_state: SensitiveState) -> Values:
         """Returns the constrained parameters at a state. You may publish them."""
         return self._frontend.constrain(super().get_params(svi_state))
 
-    def evaluate(self, svi_state: SensitiveState, *args: Any, **kwargs: Any) -> Array:
+    def evaluate(self, svi_state: SensitiveState, *args: PyTree, **kwargs: PyTree) -> Array:
         """Raises ValueError: the loss on the records is not protected."""
         raise ValueError(
             "The loss on the records is not protected, so it is not shown. Use "
@@ -179,7 +179,7 @@ class DPSVI(Driver):
             "with numpyro.infer.SVI."
         )
 
-    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure:
+    def structure(self, args: Args, kwargs: Kwargs) -> ModelStructure:
         """Reads the model from shapes alone."""
         return self._frontend.given.structure(args, kwargs)
 
@@ -224,15 +224,13 @@ class DPSVI(Driver):
         )  # fmt: skip
 
 
-def _prior_and_entropy(
-    problem: VariationalProblem, params: dict[str, Any], rng_key: Array
-) -> Array:
+def _prior_and_entropy(problem: VariationalProblem, params: Values, rng_key: Array) -> Array:
     # It reads no record, so it needs no noise in a released loss.
     latents, entropy = problem.draw(params, rng_key)
     return problem.log_prior(latents, params) + entropy
 
 
-def _check_optim(optim: Any) -> Any:
+def _check_optim(optim: object) -> Any:
     """Returns the optimiser, or raises TypeError if it evaluates or reads the loss."""
     if isinstance(optim, numpyro.optim.Minimize):
         raise TypeError(
@@ -252,7 +250,7 @@ def _reads_loss(optim: optax.GradientTransformationExtraArgs) -> bool:
     """Traces an update, and looks for an operation that reads the loss."""
     params = {"x": jnp.ones(2)}
 
-    def update(value: Any) -> Any:
+    def update(value: Array) -> PyTree:
         return optim.update(params, optim.init(params), params, value=value)
 
     try:

@@ -54,7 +54,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_dp.core import Estimator, Observation, Released
+from numpyro_dp.core import Estimator, Number, Observation, Released
 from numpyro_dp.extend import OutcomeModel, UnsupportedModelError, centring, read_outcomes
 from numpyro_dp.methods.ep.families import Natural, divide, multiply, power
 from numpyro_dp.methods.ep.problem import EPProblem, Site
@@ -77,7 +77,7 @@ class SiteMove(NamedTuple):
     """
 
     direction: Natural
-    noise_scale: Array | float
+    noise_scale: Number
     problem: EPProblem
 
 

@@ -56,7 +56,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 from numpyro.infer import init_to_median
 
-from numpyro_dp.core import Estimator, Released
+from numpyro_dp.core import Estimator, Number, Released
 from numpyro_dp.extend import centred_if_possible, check_real
 
 __all__ = ["SGHMC", "SGLD", "LangevinSteps", "PreconditionedSGLD", "Score", "langevin"]
@@ -280,7 +280,7 @@ class Score(NamedTuple):
     """
 
     gradient: dict[str, Array]
-    noise_scale: Array | float
+    noise_scale: Number
     rng_key: Array
 
 

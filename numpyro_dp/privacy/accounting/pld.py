@@ -214,7 +214,9 @@ class PLD(StepAccountant):
         return max(min(wanted, max(most, 1e-9)), width / self.max_points, resolved)
 
 
-def _of_fixed_size(step: GaussianStep, interval: float, log_tail: float) -> Any:
+def _of_fixed_size(
+    step: GaussianStep, interval: float, log_tail: float
+) -> dpa.pld.privacy_loss_distribution.PrivacyLossDistribution:
     """The loss of a step with a sample of a fixed size under ``replace_one``."""
     mu, q = 1.0 / step.noise_multiplier, step.rate
     # Beyond this loss, the delta of the Gaussian mechanism is below that of the tail.

@@ -48,7 +48,7 @@ class PRV(bounds.StepAccountant):
         return tuple(max(0.0, *values) for values in zip(*found, strict=True))
 
 
-def _directed(steps: tuple[Any, ...], delta: float, add: bool) -> tuple[float, ...]:
+def _directed(steps: tuple[bounds.GaussianStep, ...], delta: float, add: bool) -> tuple[float, ...]:
     """Returns (lower, estimate, upper) of a direction. None dominates (Lebeda et al., 2024)."""
     variables, counts = [_variable(step, add) for step in steps], [step.count for step in steps]
     total, error = sum(counts), _DELTA_ERROR * delta
@@ -74,7 +74,7 @@ def _variable(step: bounds.GaussianStep, add: bool) -> Any:
     remove = _variables.PoissonSubsampledGaussianMechanism
 
     class Add(remove):  # its Renyi divergence is at most that of remove (Mironov et al., 2019)
-        def cdf(self, t: Any) -> Any:
+        def cdf(self, t: np.ndarray) -> np.ndarray:
             """P(Y <= t). The loss falls in x, and is t at 1/2 + s^2 log((e^-t - 1 + q) / q)."""
             rate, sigma, t = float(self.p), float(self.sigma), np.asarray(t, dtype=np.float64)
             ratio = (np.expm1(-t) + rate) / rate  # infinite for very negative t: the cdf is 0

@@ -23,15 +23,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping
+from types import EllipsisType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from numpyro_dp._validate import check_real
-from numpyro_dp.core import Blocks, Mechanism, MechanismState, PyTree
+from numpyro_dp.core import Blocks, Mechanism, MechanismState, Number, PyTree
 
 __all__ = ["AdaptiveClip", "ClipNorm", "adaptive", "follow", "indicator_norm", "shorter"]
 
@@ -79,12 +81,12 @@ class AdaptiveClip(NamedTuple):
     share: float = 0.01
 
 
-def indicator_norm(clip: AdaptiveClip) -> Any:
+def indicator_norm(clip: AdaptiveClip) -> Number:
     """Returns the absolute value of a record's indicator in the sum."""
     return clip.initial * (clip.share / (1 - clip.share)) ** 0.5
 
 
-def indicator_entry(group: Any) -> str:
+def indicator_entry(group: Hashable) -> str:
     """Returns the name of the entry of the sum that holds the indicators of a group."""
     return f"below the clip norm of {'the rest' if group is ... else repr(group)} (released)"
 
@@ -105,12 +107,12 @@ class ClipNorm:
         bounded: Whether all norms are finite.
     """
 
-    entries: tuple[Any, ...]
-    norms: tuple[Any, ...]
+    entries: tuple[Hashable, ...]
+    norms: tuple[PyTree, ...]
     bounded: bool = True
 
     @classmethod
-    def of(cls, given: Any) -> ClipNorm:
+    def of(cls, given: object) -> ClipNorm:
         """Checks the ``clip_norm`` that a user passed.
 
         Raises:
@@ -133,17 +135,17 @@ class ClipNorm:
         return cls(entries, norms, finite)
 
     @property
-    def given(self) -> Any:
+    def given(self) -> PyTree:
         """What a user would pass: one norm, or a dict of norms."""
         return self.norms[0] if self.entries == (...,) else self.by_entry
 
     @property
-    def by_entry(self) -> dict[Any, Any]:
+    def by_entry(self) -> dict[Hashable, PyTree]:
         """The norm of each group."""
         return dict(zip(self.entries, self.norms, strict=True))
 
     @property
-    def sensitivity(self) -> Any:
+    def sensitivity(self) -> Number:
         """The sensitivity of the sum when one record is added or removed."""
         norms = self.fixed().norms
         if len(norms) == 1:
@@ -152,12 +154,12 @@ class ClipNorm:
         return math.sqrt(squares) if isinstance(squares, float) else jnp.sqrt(squares)
 
     @property
-    def adaptive(self) -> tuple[Any, ...]:
+    def adaptive(self) -> tuple[Hashable, ...]:
         """The groups whose norm is an ``AdaptiveClip``."""
         return tuple(e for e, norm in self.by_entry.items() if isinstance(norm, AdaptiveClip))
 
     @property
-    def adapted(self) -> Any:
+    def adapted(self) -> PyTree:
         """The current norm of every ``AdaptiveClip``: one, a dict by entry, or ``None``."""
         if not self.adaptive:
             return None
@@ -168,7 +170,7 @@ class ClipNorm:
 
     def fixed(self) -> ClipNorm:
         """Returns plain norms. An ``AdaptiveClip`` gives two: of the signal and its indicator."""
-        found: dict[Any, Any] = {}
+        found: dict[Hashable, PyTree] = {}
         for entry, norm in self.by_entry.items():
             if isinstance(norm, AdaptiveClip):
                 found |= {entry: norm.initial, indicator_entry(entry): indicator_norm(norm)}
@@ -176,7 +178,7 @@ class ClipNorm:
                 found[entry] = norm
         return ClipNorm(tuple(found), tuple(found.values()), self.bounded)
 
-    def joined(self, others: Mapping[Any, Any]) -> ClipNorm:
+    def joined(self, others: Mapping[str, Number]) -> ClipNorm:
         """Returns a copy with the norms of further entries added."""
         return ClipNorm((*self.entries, *others), (*self.norms, *others.values()), self.bounded)
 
@@ -184,7 +186,7 @@ class ClipNorm:
         """Returns a copy with arrays instead of numbers."""
         return jax.tree.map(lambda number: jnp.asarray(number, float), self)
 
-    def groups(self, names: tuple[str, ...]) -> dict[Any, tuple[str, ...]]:
+    def groups(self, names: tuple[str, ...]) -> Mapping[str | EllipsisType, tuple[str, ...]]:
         """Returns the entries of a signal that are clipped together, by group."""
         own = {name: (name,) for name in names if name in self.entries}
         rest = tuple(name for name in names if name not in self.entries)
@@ -194,7 +196,7 @@ class ClipNorm:
         """Returns these entries without the names of the groups."""
         return tuple(self.groups(names).values())
 
-    def of_blocks(self, names: tuple[str, ...]) -> tuple[Any, ...]:
+    def of_blocks(self, names: tuple[str, ...]) -> tuple[PyTree, ...]:
         """Returns the norm of each block."""
         return tuple(self.by_entry[group] for group in self.groups(names))
 
@@ -212,7 +214,7 @@ class ClipNorm:
         return str(self.given)
 
 
-def _check_norm(name: str, norm: Any) -> float | AdaptiveClip:
+def _check_norm(name: str, norm: object) -> float | AdaptiveClip:
     if norm is AdaptiveClip:
         raise TypeError(
             f"{name} is the class AdaptiveClip. Add the parentheses: AdaptiveClip(initial=1.0)."
@@ -234,7 +236,7 @@ def _check_norm(name: str, norm: Any) -> float | AdaptiveClip:
     )  # fmt: skip
 
 
-def adaptive(base: Mechanism, clip_norm: ClipNorm, batch_size: Any) -> Mechanism:
+def adaptive(base: Mechanism, clip_norm: ClipNorm, batch_size: Number) -> Mechanism:
     """Returns a mechanism that also releases indicators, and updates the clip norms from them.
 
     ``base`` is a mechanism for ``clip_norm.fixed()``, which includes the norms of the indicators.
@@ -247,7 +249,7 @@ def adaptive(base: Mechanism, clip_norm: ClipNorm, batch_size: Any) -> Mechanism
 
     def extras(
         names: tuple[str, ...], squares: tuple[Array, ...], margin: float = 1.0
-    ) -> dict[str, tuple[Array, Any]]:
+    ) -> dict[str, tuple[Array, Number]]:
         finite = jnp.all(jnp.stack([jnp.isfinite(square) for square in squares]), axis=0)
         found = {}
         for group, square in zip(clip_norm.groups(names), squares, strict=True):
@@ -274,12 +276,12 @@ def adaptive(base: Mechanism, clip_norm: ClipNorm, batch_size: Any) -> Mechanism
     return base._replace(extras=extras, privatise=privatise)
 
 
-def shorter(norm: Any, dtype: Any) -> Any:
+def shorter(norm: Number, dtype: DTypeLike) -> Number:
     """A few units in the last place shorter, so that rounding cannot make a signal too long."""
     return norm * (1 - 8 * float(jnp.finfo(dtype).eps))
 
 
-def follow(clip: AdaptiveClip, released: Array, batch_size: Any) -> AdaptiveClip:
+def follow(clip: AdaptiveClip, released: Array, batch_size: Number) -> AdaptiveClip:
     """The clip norm of the next step, from the noisy sum of the indicators."""
     below = 0.5 + released / (2 * indicator_norm(clip) * batch_size)
     norm = clip.initial * jnp.exp(-clip.learning_rate * (below - clip.quantile))

@@ -20,7 +20,7 @@ from jax import Array
 from numpyro_dp._compat import is_tracer
 from numpyro_dp._lazy import dpa
 from numpyro_dp._tree import widen
-from numpyro_dp.core import Mechanism, MechanismState, PyTree, is_whole
+from numpyro_dp.core import Mechanism, MechanismBuilder, MechanismState, Number, PyTree, is_whole
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm, adaptive, shorter
 from numpyro_dp.privacy.noise import (
     MOST,
@@ -64,7 +64,7 @@ class GaussianMechanism:
         Abadi et al. (2016), Deep learning with differential privacy, CCS.
     """
 
-    def __call__(self, clip_norm: ClipNorm, noise_multiplier: Any) -> Mechanism:
+    def __call__(self, clip_norm: ClipNorm, noise_multiplier: Number) -> Mechanism:
         """Returns the mechanism for these norms and this noise (``core.MechanismBuilder``)."""
         sensitivity = clip_norm.sensitivity
         std = _product(noise_multiplier, sensitivity)
@@ -99,7 +99,7 @@ class GaussianMechanism:
 
 
 def build_mechanism(
-    builder: Any, clip_norm: ClipNorm, noise_multiplier: Any, batch_size: Any = None
+    builder: MechanismBuilder, clip_norm: ClipNorm, noise_multiplier: Number, batch_size: Any = None
 ) -> Mechanism:
     """Returns the mechanism of a step. Each ``AdaptiveClip`` follows its quantile.
 
@@ -120,7 +120,7 @@ def _check_size(total: PyTree) -> tuple[()]:
     return ()
 
 
-def _with_noise(key: Array, total: PyTree, sensitivity: Any, noise_multiplier: Any) -> PyTree:
+def _with_noise(key: Array, total: PyTree, sensitivity: Number, noise_multiplier: Number) -> PyTree:
     """Adds one vector of noise to the leaves. Joining the leaves would slow their sums down."""
     leaves, treedef = jax.tree.flatten(total, is_leaf=is_whole)
     numbers = [leaf.number() if is_whole(leaf) else widen(leaf) for leaf in leaves]
@@ -137,14 +137,14 @@ def _with_noise(key: Array, total: PyTree, sensitivity: Any, noise_multiplier: A
     return treedef.unflatten([jnp.where(quiet, *each) for each in zip(numbers, noisy, strict=True)])
 
 
-def _product(noise_multiplier: Any, sensitivity: Any) -> Any:
+def _product(noise_multiplier: Number, sensitivity: Number) -> Number:
     """The standard deviation of the noise. It is 0 without noise, also for an infinite norm."""
     if isinstance(noise_multiplier, float | int) and isinstance(sensitivity, float | int):
         return noise_multiplier * sensitivity if noise_multiplier else 0.0
     return jnp.where(noise_multiplier == 0, 0.0, noise_multiplier * sensitivity)
 
 
-def _factor(clip_norm: Any, squared_norm: Array, finite: Array) -> Array:
+def _factor(clip_norm: Number, squared_norm: Array, finite: Array) -> Array:
     """min(1, C / norm), or 0 if the signal is not finite."""
     norm = jnp.sqrt(squared_norm)
     safe = jnp.where(finite & (norm > 0), norm, 1)
@@ -153,7 +153,7 @@ def _factor(clip_norm: Any, squared_norm: Array, finite: Array) -> Array:
     return jnp.where(finite & jnp.isfinite(norm), factor, 0).astype(norm.dtype)
 
 
-def _event(noise_multiplier: Any, clip_norm: ClipNorm) -> dpa.DpEvent | None:
+def _event(noise_multiplier: Number, clip_norm: ClipNorm) -> dpa.DpEvent | None:
     """The event of one call. ``None`` if a value is traced, because only the host knows it then."""
     if any(is_tracer(leaf) for leaf in jax.tree.leaves((noise_multiplier, clip_norm))):
         return None

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp._lazy import dpa
-from numpyro_dp.core import Mechanism, MechanismState, PyTree, Sampler
+from numpyro_dp.core import Mechanism, MechanismState, Number, PyTree, Sampler
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
 from numpyro_dp.privacy.sampling import FullBatch
@@ -42,7 +41,7 @@ class StagedGaussian:
         differential privacy, ICLR.
     """
 
-    def __call__(self, clip_norm: ClipNorm, noise_multiplier: Any) -> Mechanism:
+    def __call__(self, clip_norm: ClipNorm, noise_multiplier: Number) -> Mechanism:
         """Returns the mechanism. ``noise_scale`` is for a step that spends the whole budget."""
         base = GaussianMechanism()(clip_norm, noise_multiplier)
 

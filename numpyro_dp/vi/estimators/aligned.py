@@ -17,7 +17,7 @@ So the noise of the scale parameters is aligned with their signal.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from numpyro_dp._tree import add, select
-from numpyro_dp.core import Estimator, FactoredSignal, Observation, Released
+from numpyro_dp.core import Estimator, FactoredSignal, Observation, PyTree, Released, Values
 from numpyro_dp.model.variational import VariationalProblem, likelihood_key
 
 __all__ = ["DrawnPublic", "aligned", "observed", "prepare_draw", "pull_back_draw"]
@@ -45,10 +45,10 @@ class DrawnPublic(NamedTuple):
         rng_key: Seeds draws in the likelihood.
     """
 
-    params: dict[str, Any]
-    latents: dict[str, Any]
+    params: Values
+    latents: Values
     entropy: Array
-    vjp: Callable[..., Any]
+    vjp: Callable[..., PyTree]
     rng_key: Array
 
 
@@ -81,11 +81,11 @@ def aligned() -> Callable[[VariationalProblem], Estimator]:
     def build(problem: VariationalProblem) -> Estimator:
         factored = factored_draw(problem)
 
-        def signal(public: DrawnPublic, example: Any) -> dict[str, Any]:
+        def signal(public: DrawnPublic, example: PyTree) -> Values:
             gradient = jax.grad(factored.scalar, 1)(public, factored.point(public), example)
             return gradient[0] | gradient[1]
 
-        def pull_back(public: DrawnPublic, released: Released) -> dict[str, Any]:
+        def pull_back(public: DrawnPublic, released: Released) -> Values:
             latents = select(released.total, public.latents)
             return pull_back_draw(
                 problem, public, latents, select(released.total, problem.record_params)
@@ -103,22 +103,24 @@ def aligned() -> Callable[[VariationalProblem], Estimator]:
 def factored_draw(problem: VariationalProblem) -> FactoredSignal:
     """The slope of the log likelihood in the draw and in the parameters of the model."""
 
-    def scalar(public: DrawnPublic, point: Any, example: Any) -> Array:
+    def scalar(public: DrawnPublic, point: PyTree, example: PyTree) -> Array:
         return problem.log_likelihood(point[0], point[1], example, public.rng_key)
 
-    def point(public: DrawnPublic) -> Any:
+    def point(public: DrawnPublic) -> tuple[Values, Values]:
         return public.latents, select(public.params, problem.record_params)
 
-    def core(public: DrawnPublic, gradient: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    def core(
+        public: DrawnPublic, gradient: tuple[Values, Values], names: tuple[str, ...]
+    ) -> Values:
         return select(gradient[0] | gradient[1], names)
 
     return FactoredSignal(point, scalar, core, lambda public, tree, names: tree, selects=True)
 
 
-def prepare_draw(problem: VariationalProblem) -> Callable[[Array, dict[str, Any]], DrawnPublic]:
+def prepare_draw(problem: VariationalProblem) -> Callable[[Array, Values], DrawnPublic]:
     """Returns ``prepare``: one draw and its vector-Jacobian product."""
 
-    def prepare(rng_key: Array, params: dict[str, Any]) -> DrawnPublic:
+    def prepare(rng_key: Array, params: Values) -> DrawnPublic:
         (latents, entropy), vjp = jax.vjp(lambda p: problem.draw(p, rng_key), params)
         return DrawnPublic(params, latents, entropy, vjp, likelihood_key(rng_key))
 
@@ -129,8 +131,8 @@ def observed(
     problem: VariationalProblem,
     public: DrawnPublic,
     released: Released,
-    score: dict[str, Any],
-    change: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    score: Values,
+    change: Callable[[Values], Values] | None = None,
 ) -> Observation:
     """Returns the draw of a step and the score that was released at it.
 
@@ -176,9 +178,9 @@ def _joined(tree: dict[str, Array], reduce: Callable[..., Array] | None) -> Arra
 def pull_back_draw(
     problem: VariationalProblem,
     public: DrawnPublic,
-    latents: dict[str, Any],
-    record_params: dict[str, Any],
-) -> dict[str, Any]:
+    latents: Values,
+    record_params: Values,
+) -> Values:
     """Completes likelihood gradients to the gradient of the negative evidence lower bound.
 
     The result is in the coordinates of ``public.vjp``.

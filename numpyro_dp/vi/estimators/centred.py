@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp._tree import select
-from numpyro_dp.core import Estimator
+from numpyro_dp.core import Estimator, PyTree, Values
 from numpyro_dp.model.outcomes import Outcomes, read_outcomes
 from numpyro_dp.model.partners import OutcomeModel, centring
 from numpyro_dp.model.public import UnsupportedModelError
@@ -66,10 +66,10 @@ def _centred(
     inner = estimator(problem._replace(model=other))
     names = problem.model.structure.params
 
-    def latents(public: Any) -> dict[str, Array]:
+    def latents(public: PyTree) -> dict[str, Array]:
         return _drawn(public).latents
 
-    def params(public: Any) -> dict[str, Any]:
+    def params(public: PyTree) -> Values:
         return select(problem.constrain(_drawn(public).params), names)
 
     found = centring(outcomes, inner, latents, params if names else None)
@@ -125,6 +125,6 @@ def outcomes_of(problem: VariationalProblem) -> Outcomes:
     return outcomes
 
 
-def _drawn(public: Any) -> Any:
+def _drawn(public: PyTree) -> Any:
     """The draw and the parameters of a step."""
     return getattr(public, "drawn", public)

@@ -30,13 +30,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax import Array
 
 from numpyro_dp._tree import add, select
-from numpyro_dp.core import Estimator, Observation, Released
+from numpyro_dp.core import Estimator, Observation, PyTree, Released, Values
 from numpyro_dp.model.geometry import Coordinates, Geometry, gaussian_geometry
 from numpyro_dp.model.variational import VariationalProblem, likelihood_key
 from numpyro_dp.vi.estimators.aligned import DrawnPublic, factored_draw, observed, pull_back_draw
@@ -147,22 +146,22 @@ def aligned_natural() -> Callable[[VariationalProblem], Estimator]:
         geometry = gaussian_geometry(problem, "aligned_natural()")
         plain = factored_draw(problem)
 
-        def each(apply: Any, public: DrawnPublic, latents: Any) -> Any:
+        def each(apply: Callable[..., PyTree], public: DrawnPublic, latents: PyTree) -> PyTree:
             values = problem.constrain(public.params)
             if problem.num_particles == 1:
                 return apply(values, latents)
             return jax.vmap(apply, in_axes=(None, 0))(values, latents)
 
-        def whole(public: DrawnPublic, gradient: Any) -> dict[str, Any]:
+        def whole(public: DrawnPublic, gradient: PyTree) -> Values:
             return each(geometry.mean.to, public, gradient[0]) | gradient[1]
 
-        def core(public: DrawnPublic, gradient: Any, names: tuple[str, ...]) -> dict[str, Any]:
+        def core(public: DrawnPublic, gradient: PyTree, names: tuple[str, ...]) -> Values:
             return select(whole(public, gradient), names)
 
-        def signal(public: DrawnPublic, example: Any) -> dict[str, Any]:
+        def signal(public: DrawnPublic, example: PyTree) -> Values:
             return whole(public, jax.grad(plain.scalar, 1)(public, plain.point(public), example))
 
-        def pull_back(public: DrawnPublic, released: Released) -> dict[str, Any]:
+        def pull_back(public: DrawnPublic, released: Released) -> Values:
             latents = each(geometry.mean.back, public, select(released.total, public.latents))
             own = select(released.total, problem.record_params)
             gradient = pull_back_draw(problem, public, latents, own)
@@ -188,10 +187,10 @@ def _in_coordinates(
 ) -> Estimator:
     """The estimator that releases gradients in these coordinates."""
 
-    def at(apply: Callable[..., Any]) -> Callable[..., Any]:
+    def at(apply: Callable[..., PyTree]) -> Callable[..., PyTree]:
         return lambda params, *given: apply(problem.constrain(params), *given)
 
-    def finish(values: Any, released: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+    def finish(values: Values, released: Values, rest: Values) -> Values:
         return coordinates.back(values, add(coordinates.to(values, rest), released))
 
     maps = coordinates.to, coordinates.entries, finish, coordinates.frame
@@ -204,10 +203,10 @@ def _in_coordinates(
 
 def _prepare_constrained(
     problem: VariationalProblem, geometry: Geometry
-) -> Callable[[Array, dict[str, Any]], DrawnPublic]:
+) -> Callable[[Array, Values], DrawnPublic]:
     """Returns ``prepare``: one draw and its vjp with respect to packed constrained parameters."""
 
-    def prepare(rng_key: Array, params: dict[str, Any]) -> DrawnPublic:
+    def prepare(rng_key: Array, params: Values) -> DrawnPublic:
         # The guide does not read the model's parameters, so they are not transformed.
         packed = geometry.pack(problem.constrain(params)) | select(params, problem.record_params)
         (latents, entropy), vjp = jax.vjp(

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp._tree import add, select, widen
-from numpyro_dp.core import Estimator, FactoredSignal, Observation, Released
+from numpyro_dp.core import Estimator, FactoredSignal, Observation, PyTree, Released, Values
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.vi.estimators.aligned import DrawnPublic, observed, prepare_draw, pull_back_draw
 
@@ -95,13 +95,13 @@ class Chart(NamedTuple):
             ``None`` if they are the same.
     """
 
-    prepare: Callable[[Array, dict[str, Any]], DrawnPublic]
-    release: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
-    entries: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
-    finish: Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], dict[str, Any]]
-    sums: dict[str, Callable[[Array], Any]] | None
-    frame: Callable[[dict[str, Any], Any], Any] = lambda params, latents: latents
-    back: Callable[[dict[str, Any], Any], Any] | None = None
+    prepare: Callable[[Array, Values], DrawnPublic]
+    release: Callable[[Values, Values], Values]
+    entries: Callable[[Values, Values], Values]
+    finish: Callable[[Values, Values, Values], Values]
+    sums: dict[str, Callable[[Array], PyTree]] | None
+    frame: Callable[[Values, PyTree], PyTree] = lambda params, latents: latents
+    back: Callable[[Values, PyTree], PyTree] | None = None
 
 
 def parametric(problem: VariationalProblem, chart: Chart) -> Estimator:
@@ -109,26 +109,26 @@ def parametric(problem: VariationalProblem, chart: Chart) -> Estimator:
     names = problem.record_params
     shared = bool(set(names) & problem.guide_params)
 
-    def scalar(public: VanillaPublic, point: Any, example: Any) -> Array:
+    def scalar(public: VanillaPublic, point: PyTree, example: PyTree) -> Array:
         return problem.log_likelihood(point[0], point[1], example, public.drawn.rng_key)
 
-    def point(public: VanillaPublic) -> Any:
+    def point(public: VanillaPublic) -> tuple[Values, Values]:
         return public.drawn.latents, select(public.drawn.params, names)
 
-    def whole(public: VanillaPublic, gradient: Any) -> dict[str, Any]:
+    def whole(public: VanillaPublic, gradient: PyTree) -> Values:
         latents, record_params = gradient
         pulled = _pulled(public.drawn, latents)
         own = {name: add(pulled.pop(name), record_params[name]) for name in names}
         return chart.release(public.drawn.params, pulled) | own
 
-    def signal(public: VanillaPublic, example: Any) -> dict[str, Any]:
+    def signal(public: VanillaPublic, example: PyTree) -> Values:
         return whole(public, jax.grad(scalar, 1)(public, point(public), example))
 
-    def prepare(rng_key: Array, params: dict[str, Any]) -> VanillaPublic:
+    def prepare(rng_key: Array, params: Values) -> VanillaPublic:
         drawn = chart.prepare(rng_key, params)
         return VanillaPublic(drawn, {} if general else _entries(chart, drawn, names))
 
-    def pull_back(public: VanillaPublic, released: Released) -> dict[str, Any]:
+    def pull_back(public: VanillaPublic, released: Released) -> Values:
         zeros = jax.tree.map(jnp.zeros_like, public.drawn.latents)
         rest = jax.tree.map(jnp.negative, pull_back_draw(problem, public.drawn, zeros, {}))
         own = {name: add(rest.pop(name), released.total[name]) for name in names}
@@ -160,19 +160,19 @@ def parametric(problem: VariationalProblem, chart: Chart) -> Estimator:
     return Estimator(prepare, signal, pull_back, factored, known)
 
 
-def _general(whole: Callable[..., dict[str, Any]]) -> tuple[Any, Any]:
+def _general(whole: Callable[..., Values]) -> tuple[Callable[..., PyTree], Callable[..., Values]]:
     """Sums the signal itself, which needs an array of shape (batch, parameters)."""
 
-    def core(public: VanillaPublic, gradient: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    def core(public: VanillaPublic, gradient: PyTree, names: tuple[str, ...]) -> Values:
         return select(whole(public, gradient), names)
 
-    def expand(public: VanillaPublic, tree: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    def expand(public: VanillaPublic, tree: PyTree, names: tuple[str, ...]) -> Values:
         return tree
 
     return core, expand
 
 
-def _by_coordinate(chart: Chart) -> tuple[Any, Any]:
+def _by_coordinate(chart: Chart) -> tuple[Callable[..., PyTree], Callable[..., Values]]:
     """Sums coordinates of the draw, each scaled by the norm of its row of J."""
     sums = chart.sums or {}
 
@@ -185,13 +185,13 @@ def _by_coordinate(chart: Chart) -> tuple[Any, Any]:
                 squares[site] = squares.get(site, jnp.finfo(value.dtype).tiny) + value
         return {site: jnp.sqrt(square) for site, square in squares.items()}
 
-    def core(public: VanillaPublic, gradient: Any, names: tuple[str, ...]) -> Any:
+    def core(public: VanillaPublic, gradient: PyTree, names: tuple[str, ...]) -> PyTree:
         guide = tuple(name for name in names if name in public.entries)
         latents = widen(chart.frame(public.drawn.params, gradient[0]))
         scaled = {site: root * latents[site] for site, root in roots(public, guide).items()}
         return scaled, {name: gradient[1][name] for name in names if name not in guide}
 
-    def expand(public: VanillaPublic, tree: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    def expand(public: VanillaPublic, tree: PyTree, names: tuple[str, ...]) -> Values:
         guide = tuple(name for name in names if name in public.entries)
         scale = roots(public, guide)
         result = dict(tree[1])
@@ -211,7 +211,7 @@ def _entries(chart: Chart, drawn: DrawnPublic, record_params: tuple[str, ...]) -
     return chart.entries(drawn.params, {n: v for n, v in pulled.items() if n not in record_params})
 
 
-def _pulled(drawn: DrawnPublic, latents: Any) -> dict[str, Any]:
+def _pulled(drawn: DrawnPublic, latents: PyTree) -> Values:
     """Pulls the gradient of the draw back to all parameters, in the coordinates of the chart."""
     like = jax.tree.map(lambda g, z: g.astype(z.dtype), latents, drawn.latents)
     (gradient,) = drawn.vjp((like, jnp.zeros_like(drawn.entropy)))
