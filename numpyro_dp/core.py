@@ -189,7 +189,7 @@ class Released(NamedTuple):
     """
 
     total: PyTree
-    noise_scale: Number
+    noise_scale: Array | float
 
 
 class Observation(NamedTuple):
@@ -394,7 +394,7 @@ class Mechanism(NamedTuple):
     scales: Callable[[tuple[str, ...], tuple[Array, ...], float], tuple[Array, ...]]
     privatise: Callable[[Array, PyTree, MechanismState], tuple[PyTree, MechanismState]]
     sensitivity: Number
-    noise_scale: Number
+    noise_scale: Array | float
     event: dpa.DpEvent | None
     extras: (
         Callable[[tuple[str, ...], tuple[Array, ...], float], dict[str, tuple[Array, Number]]]

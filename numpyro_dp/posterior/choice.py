@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp._validate import check_int
-from numpyro_dp.core import PyTree, Values
+from numpyro_dp.core import Args, Kwargs, PyTree, Values
 from numpyro_dp.posterior.rehearsal import Rehearsal, SimulatedRuns, shown
 from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.run.course import opened_bar
@@ -73,7 +73,7 @@ def choose(
     *args: PyTree,
     num_simulations: int = 16,
     num_samples: int = 1000,
-    simulated_data_to_args: Callable[..., object] | None = None,
+    simulated_data_to_args: Callable[..., tuple[Args, Kwargs]] | None = None,
     progress_bar: bool = True,
     **kwargs: PyTree,
 ) -> Choice:

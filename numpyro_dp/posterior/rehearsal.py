@@ -145,7 +145,8 @@ class SimulatedRuns:
 
     def __init__(
         self, driver: Any, args: Args, kwargs: Kwargs, num_steps: int | None = None,
-        num_samples: int = 1000, simulated_data_to_args: Callable[..., tuple[Args, Kwargs]] | None = None,
+        num_samples: int = 1000,
+        simulated_data_to_args: Callable[..., tuple[Args, Kwargs]] | None = None,
     ) -> None:  # fmt: skip
         self._driver, self._args, self._kwargs, self._num_samples = (
             driver,
