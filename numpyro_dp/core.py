@@ -188,7 +188,7 @@ class Released(NamedTuple):
     """
 
     total: PyTree
-    noise_scale: Number
+    noise_scale: Array | float
 
 
 class Observation(NamedTuple):
@@ -390,7 +390,7 @@ class Mechanism(NamedTuple):
     scales: Callable[[tuple[str, ...], tuple[Array, ...], float], tuple[Array, ...]]
     privatise: Callable[[Array, PyTree, MechanismState], tuple[PyTree, MechanismState]]
     sensitivity: Number
-    noise_scale: Number
+    noise_scale: Array | float
     event: dpa.DpEvent | None
     extras: (
         Callable[[tuple[str, ...], tuple[Array, ...], float], dict[str, tuple[Array, Number]]]

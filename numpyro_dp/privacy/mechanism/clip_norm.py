@@ -25,7 +25,7 @@ import functools
 import math
 from collections.abc import Hashable, Mapping
 from types import EllipsisType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -236,7 +236,7 @@ def _check_norm(name: str, norm: object) -> float | AdaptiveClip:
     )  # fmt: skip
 
 
-def adaptive(base: Mechanism, clip_norm: ClipNorm, batch_size: Number) -> Mechanism:
+def adaptive(base: Mechanism, clip_norm: ClipNorm, batch_size: Any) -> Mechanism:
     """Returns a mechanism that also releases indicators, and updates the clip norms from them.
 
     ``base`` is a mechanism for ``clip_norm.fixed()``, which includes the norms of the indicators.

@@ -137,7 +137,7 @@ def _with_noise(key: Array, total: PyTree, sensitivity: Number, noise_multiplier
     return treedef.unflatten([jnp.where(quiet, *each) for each in zip(numbers, noisy, strict=True)])
 
 
-def _product(noise_multiplier: Number, sensitivity: Number) -> Number:
+def _product(noise_multiplier: Number, sensitivity: Number) -> Array | float:
     """The standard deviation of the noise. It is 0 without noise, also for an infinite norm."""
     if isinstance(noise_multiplier, float | int) and isinstance(sensitivity, float | int):
         return noise_multiplier * sensitivity if noise_multiplier else 0.0
