@@ -498,7 +498,7 @@ def test_what_is_no_network_or_no_record_is_refused(make, error, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: p | {"noise_rate": -p["noise_rate"]}, "positive"),
+        (lambda p: p | {"noise_rate": -p["noise_rate"]}, "finite and > 0"),
         (lambda p: p | {"noise_concentration": p["noise_concentration"] + 1}, "number of records"),
         (lambda p: p | {"weights_linear": p["weights_linear"][:-1]}, "shapes"),
     ],
