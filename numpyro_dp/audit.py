@@ -41,7 +41,7 @@ from scipy import optimize
 
 from numpyro_dp._lazy import stats
 from numpyro_dp._validate import check_int, check_num_steps, check_real
-from numpyro_dp.core import Batch
+from numpyro_dp.core import Batch, PyTree
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.records import Rows
 from numpyro_dp.privacy.keys import check_rng_key, secret_key
@@ -93,12 +93,12 @@ class Audit(NamedTuple):
 def audit(
     driver: Any,
     rng_key: Array,
-    *args: Any,
+    *args: PyTree,
     canary: int = -1,
     neighbour: tuple[Any, ...] | None = None,
     draws: int = 100_000,
     confidence: float = 0.95,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> Audit:
     """Attacks one step of a driver, with many draws of its noise and batches.
 
@@ -163,11 +163,11 @@ def audit_run(
     driver: Any,
     rng_key: Array,
     num_steps: int,
-    *args: Any,
+    *args: PyTree,
     canaries: Sequence[int],
     guesses: int | None = None,
     confidence: float = 0.95,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> Audit:
     """Attacks one run of a driver, with many canaries that are in the records by chance.
 
@@ -223,7 +223,7 @@ def audit_run(
         estimator = attack.session._estimator(attack.rows.shared, state.mechanism_state)
         public = estimator.prepare(taken.rng_key, taken.params)
 
-        def along(example: Any) -> Array:
+        def along(example: PyTree) -> Array:
             parts = estimator.signal(public, example)
             signal = ravel_pytree(parts)[0]
             own = {name: taken.released.total[name] for name in parts}

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_dp.core import Args, Kwargs, Values
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.once import check_outside_trace
@@ -63,7 +64,7 @@ class Chains(NamedTuple):
         """Steps of one chain."""
         return self.warmup + self.samples
 
-    def plan(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forecast:
+    def plan(self, driver: Driver, args: Args, kwargs: Kwargs) -> Forecast:
         """Returns how far the noise will move the posterior, at best. Reads no record."""
         session = driver._session(*as_arrays(args, kwargs))
         plan = plan_for(driver.settings, session.num_examples, self.number * self.num_steps)
@@ -73,10 +74,10 @@ class Chains(NamedTuple):
         self,
         driver: Driver,
         rng_key: Array,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         *,
-        init_params: dict[str, Any] | None = None,
+        init_params: Values | None = None,
         checkpoint: Any = None,
         every: int | None = None,
         progress_bar: bool = True,

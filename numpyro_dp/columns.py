@@ -23,7 +23,7 @@ from jax import Array
 from scipy.optimize import isotonic_regression
 
 from numpyro_dp._validate import check_real
-from numpyro_dp.core import Estimator, Released
+from numpyro_dp.core import Args, Estimator, Kwargs, PyTree, Released
 from numpyro_dp.model.frames import design
 from numpyro_dp.model.frontend import Call, Prepared
 from numpyro_dp.model.records import Records, RecordsProblem, read_records
@@ -173,7 +173,7 @@ class _Columns(Driver):
         )
         super().__init__(Method(_terms(histogram), _Keep(parts), (histogram,)), settings)
 
-    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Records:
+    def structure(self, args: Args, kwargs: Kwargs) -> Records:
         """Reads shapes."""
         return read_records(lambda x: None, args, kwargs, len(args[0]))
 
@@ -203,7 +203,7 @@ class _Keep:
 def _terms(histogram: bool) -> Callable[[RecordsProblem], Estimator]:
     """Builds the estimator. Its signal reads one record, and nothing else reads any."""
 
-    def signal(public: Any, example: tuple[Array, ...]) -> dict[str, Array]:
+    def signal(public: PyTree, example: tuple[Array, ...]) -> dict[str, Array]:
         (u,) = example
         known = jnp.isfinite(u)
         counted, u = known.astype(u.dtype), jnp.where(known, u, 0)
@@ -213,7 +213,7 @@ def _terms(histogram: bool) -> Callable[[RecordsProblem], Estimator]:
             found["bins"] = counted[:, None] * jax.nn.one_hot(place, _BINS, dtype=u.dtype)
         return found
 
-    def pull_back(public: Any, released: Released) -> dict[str, Array]:
+    def pull_back(public: PyTree, released: Released) -> dict[str, Array]:
         return released.total
 
     return lambda problem: Estimator(lambda key, params: (), signal, pull_back)

@@ -9,6 +9,7 @@ import optax
 from jax import Array
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
+from numpyro_dp.core import PyTree
 from numpyro_dp.laplace.dplaplace import DPLaplace
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.public import UnsupportedModelError
@@ -27,16 +28,16 @@ _STEPS, _BATCH, _CLIP = 2000, 1000, 1.0
 
 def fit(
     model: Callable[..., Any],
-    *args: Any,
+    *args: PyTree,
     epsilon: float | None = None,
     delta: float | None = None,
     budget: PrivacyBudget | None = None,
     rng_key: Array,
-    public: Any = (),
+    public: PyTree = (),
     progress_bar: bool = True,
     checkpoint: Any = None,
     max_rows_per_unit: int | None = None,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> Posterior:
     r"""Fits a NumPyro model with a method that it chooses, and returns a private posterior.
 

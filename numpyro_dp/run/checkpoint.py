@@ -31,7 +31,7 @@ from jax.sharding import Mesh
 
 from numpyro_dp._tree import is_key
 from numpyro_dp._validate import check_int
-from numpyro_dp.core import PyTree
+from numpyro_dp.core import PyTree, Values
 from numpyro_dp.model.held import held_by_program
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.statement import version_of
@@ -164,7 +164,7 @@ class Checkpoint:
         path = pathlib.Path(self._folder) / _FILE
         from_first(self._mesh, lambda: write_for_owner(path, content) or b"")
 
-    def _check_meaning(self, found: dict[str, Any]) -> None:
+    def _check_meaning(self, found: Values) -> None:
         """Raises ValueError if the file was made by a call with another meaning."""
         for name in sorted(found.keys() | self._meaning.keys()):
             before, now = str(found.get(name)), str(self._meaning.get(name))
@@ -208,7 +208,7 @@ def _split(content: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(about), data
 
 
-def _data(leaf: Any) -> np.ndarray:
+def _data(leaf: PyTree) -> np.ndarray:
     return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
 
 
@@ -216,7 +216,7 @@ def _filled(progress: PyTree, content: bytes) -> PyTree:
     """Returns a tree of arrays like the leaves of ``progress``, with the values of stored bytes."""
     first = 0
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: PyTree) -> Any:
         nonlocal first
         like = _data(leaf)
         # A copy, because bytes are read-only and a sweep writes into these arrays.
@@ -281,7 +281,7 @@ def started(
         yield progress, reports
 
 
-def check_every(every: Any, checkpoint: Any) -> None:
+def check_every(every: object, checkpoint: Any) -> None:
     """Raises unless ``every`` is ``None``, or an integer >= 1 beside a checkpoint."""
     if every is None:
         return

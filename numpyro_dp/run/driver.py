@@ -17,7 +17,7 @@ from jax import Array
 from numpyro_dp._compat import is_tracer
 from numpyro_dp._tree import shapes_of
 from numpyro_dp._validate import check_int, check_num_steps, check_sizes
-from numpyro_dp.core import Fold
+from numpyro_dp.core import Args, Fold, Kwargs, PyTree, Values
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import Call, Prepared, arguments_key
 from numpyro_dp.model.public import UnsupportedModelError, values_given
@@ -94,19 +94,19 @@ class Driver(abc.ABC):
         """Name of the driver in messages."""
         return type(self).__name__
 
-    def get_params(self, state: SensitiveState) -> dict[str, Any]:
+    def get_params(self, state: SensitiveState) -> Values:
         """Returns the parameters at a state. You may publish them."""
         return self.method.optim.get_params(check_state(state).optim_state)
 
     @abc.abstractmethod
-    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelStructure | Records:
+    def structure(self, args: Args, kwargs: Kwargs) -> ModelStructure | Records:
         """Reads the model from shapes alone."""
 
     @abc.abstractmethod
     def prepare(self, structure: Any, rng_key: Array, call: Call) -> Prepared:
         """Returns the problem and the first state of the optimiser. Reads no record."""
 
-    def plan(self, num_steps: int, *args: Any, **kwargs: Any) -> Forecast:
+    def plan(self, num_steps: int, *args: PyTree, **kwargs: PyTree) -> Forecast:
         """Returns how far the noise will move the posterior of a run, at best. Reads no record.
 
         Args:
@@ -125,9 +125,9 @@ class Driver(abc.ABC):
     def init(
         self,
         rng_key: Array,
-        *args: Any,
-        init_params: dict[str, Any] | None = None,
-        **kwargs: Any,
+        *args: PyTree,
+        init_params: Values | None = None,
+        **kwargs: PyTree,
     ) -> SensitiveState:
         """Returns the initial state. Reads shapes, but no record.
 
@@ -155,9 +155,9 @@ class Driver(abc.ABC):
     def update(
         self,
         svi_state: SensitiveState,
-        *args: Any,
+        *args: PyTree,
         forward_mode_differentiation: bool = False,
-        **kwargs: Any,
+        **kwargs: PyTree,
     ) -> tuple[SensitiveState, Array]:
         """Takes one private step on a batch drawn from the data set.
 
@@ -227,18 +227,18 @@ class Driver(abc.ABC):
         self,
         rng_key: Array,
         num_steps: int,
-        *args: Any,
+        *args: PyTree,
         progress_bar: bool = True,
         stable_update: bool = False,
         forward_mode_differentiation: bool = False,
         init_state: SensitiveState | None = None,
-        init_params: dict[str, Any] | None = None,
+        init_params: Values | None = None,
         trace_size: int | None = None,
         fold: Fold | None = None,
         stream: bool = False,
         checkpoint: Any = None,
         every: int | None = None,
-        **kwargs: Any,
+        **kwargs: PyTree,
     ) -> RunResult:
         """Runs ``num_steps`` private steps in one compiled loop.
 
@@ -370,16 +370,16 @@ class Driver(abc.ABC):
         self,
         rng_keys: Array,
         num_steps: int,
-        *args: Any,
+        *args: PyTree,
         epsilon: Any = None,
         noise_multiplier: Any = None,
         clip_norm: Any = None,
         learning_rate: Any = None,
-        init_params: dict[str, Any] | None = None,
+        init_params: Values | None = None,
         trace_size: int | None = None,
         chunk_size: int | None = None,
         checkpoint: Any = None,
-        **kwargs: Any,
+        **kwargs: PyTree,
     ) -> SweepResult:
         """Runs seeds x learning rates x budgets x clip norms at once, in one compiled call.
 
@@ -451,9 +451,9 @@ class Driver(abc.ABC):
         self,
         rng_key: Array,
         num_steps: int | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        init_params: dict[str, Any] | None,
+        args: Args,
+        kwargs: Kwargs,
+        init_params: Values | None,
         structure: ModelStructure | Records | None = None,
     ) -> SensitiveState:
         structure = self.structure(args, kwargs) if structure is None else structure
@@ -519,7 +519,7 @@ class Driver(abc.ABC):
                 "init."
             )
 
-    def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
+    def _session(self, args: Args, kwargs: Kwargs) -> Session:
         key = arguments_key(args, kwargs, self.max_rows)
         if key not in self._sessions:
             if any(is_tracer(leaf) for leaf in jax.tree.leaves((args, kwargs))):
@@ -535,7 +535,7 @@ class Driver(abc.ABC):
         return self._sessions[key]
 
 
-def _check_estimator(estimator: Any) -> None:
+def _check_estimator(estimator: object) -> None:
     """Raises TypeError unless a builder of an estimator can be called with a problem."""
     builds = not isinstance(estimator, type)
     try:
@@ -549,7 +549,7 @@ def _check_estimator(estimator: Any) -> None:
         )
 
 
-def _check_independent_noise(builder: Any, clip_norm: ClipNorm, reason: str) -> None:
+def _check_independent_noise(builder: object, clip_norm: ClipNorm, reason: str) -> None:
     """Raises ValueError if a mechanism correlates steps and a driver gives a reason against it."""
     if reason and build_mechanism(builder, clip_norm, 1.0).compose is not None:
         raise ValueError(

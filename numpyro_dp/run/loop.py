@@ -157,7 +157,7 @@ def build_loop(
 def follow(
     loop: Callable[..., tuple[PyTree, PyTree]],
     progress: Progress,
-    rows: Any,
+    rows: PyTree,
     calls: Iterable[LoopCall],
     kept: Checkpoint | None = None,
     watched: bool = False,

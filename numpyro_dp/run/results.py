@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from numpyro_dp.core import Observation
+from numpyro_dp.core import Observation, Values
 from numpyro_dp.privacy.plan import Plan, PrivacyReport
 from numpyro_dp.run.state import SensitiveState
 
@@ -40,7 +40,7 @@ class Trace(NamedTuple):
     """
 
     steps: Int[np.ndarray, " kept"]
-    params: dict[str, Any]
+    params: Values
     clip_norm: Any = None
 
     def __repr__(self) -> str:
@@ -62,7 +62,7 @@ class PrivateLosses(NamedTuple):
 
 
 class _RunResult(NamedTuple):
-    params: dict[str, Any]
+    params: Values
     state: SensitiveState | None
     losses: PrivateLosses | None
 
@@ -109,7 +109,7 @@ class RunResult(_RunResult):
 
     def __new__(
         cls,
-        params: dict[str, Any],
+        params: Values,
         state: SensitiveState | None,
         losses: PrivateLosses | None,
         trace: Trace,

@@ -17,15 +17,18 @@ from jax import Array
 
 from numpyro_dp._tree import filled, shapes_of
 from numpyro_dp.core import (
+    Args,
     Batch,
     Estimator,
     Fold,
+    Kwargs,
     Mechanism,
     MechanismState,
     Observation,
     Problem,
     PyTree,
     Released,
+    Values,
 )
 from numpyro_dp.model.frontend import Prepared
 from numpyro_dp.model.held import held_by_function
@@ -99,7 +102,7 @@ class Session:
         self.num_latents = sum(leaf.size for leaf in jax.tree.leaves(params))
         # Checks that need no record run here, so that errors come before any budget is spent.
 
-        def signal(params: dict[str, Any], example: PyTree) -> PyTree:
+        def signal(params: Values, example: PyTree) -> PyTree:
             return estimator.signal(estimator.prepare(jax.random.key(0), params), example)
 
         norm = settings.norm_with_loss
@@ -111,7 +114,7 @@ class Session:
             problem, self._estimator, method.optim, settings, prepared.optim_state
         )
 
-    def finite(self, params: dict[str, Any]) -> bool:
+    def finite(self, params: Values) -> bool:
         """Whether an invented record has a finite signal."""
         return has_finite_signal(self.problem, self._signal, params)
 
@@ -180,7 +183,7 @@ class Session:
             total |= {indicator_entry(group): jnp.zeros(()) for group in clip_norm.adaptive}
         return MechanismState(clip_norm.as_arrays(), mechanism.init(total))
 
-    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
+    def rows(self, args: Args, kwargs: Kwargs) -> Rows:
         """Splits arguments into records and public arrays."""
         rows = self.problem.rows(args, kwargs)
         mesh = self.settings.execution.mesh
@@ -188,7 +191,7 @@ class Session:
         return rows._replace(arrays=spread(mesh, arrays), shared=copied(mesh, rows.shared))
 
     def update(
-        self, state: SensitiveState, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, state: SensitiveState, args: Args, kwargs: Kwargs
     ) -> tuple[SensitiveState, Array]:
         """Takes one step. The value is ``nan``."""
         return self._update(state, self.rows(args, kwargs))
@@ -371,7 +374,7 @@ class Session:
         public = rows.shared, progress.carry.state.optim_state, progress.carry.folded
         return traced(self._loop_for(fold), arguments, public)[0]
 
-    def host_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HostRows:
+    def host_rows(self, args: Args, kwargs: Kwargs) -> HostRows:
         """Splits arguments as :meth:`rows` does, but leaves the records on the host."""
         if self.settings.several_processes:
             raise ValueError(
@@ -381,7 +384,7 @@ class Session:
         arrays, shared, _ = self.problem.records.layout.rows(args, kwargs)
         return HostRows(arrays, shared, self.num_examples, self.problem.numbered)
 
-    def records(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def records(self, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
         """Returns all arrays of records, as they were passed."""
         return self.problem.records.layout.rows(args, kwargs).arrays
 

@@ -113,7 +113,7 @@ class Privacy:
     loss_release: LossRelease | None = None
     data_plate: str | None = None
     max_rows_per_unit: int | None = None
-    public: Any = ()
+    public: PyTree = ()
 
     def __post_init__(self) -> None:
         """Checks every field. Each error names the value, the range and the remedy."""
@@ -300,7 +300,7 @@ def _check_budget(budget: Any, noise_multiplier: Any, clip_norm: ClipNorm) -> No
         )
 
 
-def _check_mechanism(builder: Any, clip_norm: ClipNorm) -> None:
+def _check_mechanism(builder: object, clip_norm: ClipNorm) -> None:
     """Raises TypeError unless a builder is hashable and makes a mechanism with an event."""
     try:
         hash(builder)

@@ -17,7 +17,14 @@ from jax.sharding import Mesh
 
 from numpyro_dp._compat import make_program, takes_value
 from numpyro_dp._tree import filled, widen
-from numpyro_dp.core import Batch, Estimator, Mechanism, MechanismState, PyTree, Released
+from numpyro_dp.core import (
+    Batch,
+    Estimator,
+    Mechanism,
+    MechanismState,
+    PyTree,
+    Released,
+)
 from numpyro_dp.model.dependence import loops_by_inputs
 from numpyro_dp.model.records import Rows
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
@@ -302,7 +309,7 @@ def _is_ours(value: Any) -> bool:
     return type(value).__module__.startswith("numpyro_dp.")
 
 
-def _check_captured(public: Any, settings: RunSettings, shapes: PyTree) -> None:
+def _check_captured(public: PyTree, settings: RunSettings, shapes: PyTree) -> None:
     """Raises if a mechanism from outside this package captured arrays that may be records."""
     names = filled(shapes)
 

@@ -15,7 +15,7 @@ import optax
 from jax import Array
 
 from numpyro_dp._validate import check_real
-from numpyro_dp.core import PyTree
+from numpyro_dp.core import PyTree, Values
 from numpyro_dp.model.records import Rows
 from numpyro_dp.privacy.keys import as_secret_key
 from numpyro_dp.privacy.mechanism.clip_norm import AdaptiveClip, ClipNorm
@@ -42,7 +42,7 @@ class SweepRun(NamedTuple):
     It has no ``posterior``, because a sweep keeps no sums of scores. Call ``run`` for that.
     """
 
-    params: dict[str, Any]
+    params: Values
     trace: Trace
     losses: PrivateLosses | None
     privacy: PrivacyReport
@@ -64,7 +64,7 @@ class SweepResult(NamedTuple):
             epsilons at the sum of their deltas. ``PrivacyBudget.after`` composes them.
     """
 
-    params: dict[str, Any]
+    params: Values
     trace: Trace
     losses: PrivateLosses | None
     labels: dict[str, np.ndarray]
@@ -242,7 +242,7 @@ def _runs_that_fit(
 ) -> int:
     """Returns how many runs fit in a quarter of the device's memory, at least one."""
 
-    def size(leaf: Any, leading: int = 1) -> int:
+    def size(leaf: PyTree, leading: int = 1) -> int:
         return leading * math.prod(leaf.shape) * leaf.dtype.itemsize
 
     batch, _ = jax.eval_shape(session.settings.sampler.next, state.sampler_state)

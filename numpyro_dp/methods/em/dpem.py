@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp import extend
-from numpyro_dp.core import Sampler
+from numpyro_dp.core import Args, Kwargs, Sampler, Values
 from numpyro_dp.methods.em.statistics import MStep, expected_statistics
 from numpyro_dp.methods.shared import check_probs
 
@@ -108,7 +108,7 @@ class DPEM(extend.Driver):
         )  # fmt: skip
         super().__init__(method, settings)
 
-    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> extend.Records:
+    def structure(self, args: Args, kwargs: Kwargs) -> extend.Records:
         """Reads only the shapes of the arguments."""
         given = [*args, *kwargs.values()]
         if len(given) != 1 or not isinstance(given[0], np.ndarray | jax.Array):
@@ -143,9 +143,7 @@ class DPEM(extend.Driver):
         }  # fmt: skip
 
 
-def _check_init(
-    init_params: dict[str, Any], like: dict[str, Array], known: set[str]
-) -> dict[str, Array]:
+def _check_init(init_params: Values, like: dict[str, Array], known: set[str]) -> dict[str, Array]:
     if both := sorted(known & set(init_params)):
         raise ValueError(
             f"init_params has the entries {both}, but DPEM was built with known values for them "

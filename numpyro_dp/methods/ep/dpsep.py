@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp import extend
-from numpyro_dp.core import Sampler
+from numpyro_dp.core import Args, Kwargs, Sampler
 from numpyro_dp.methods.ep.families import Family, diagonal_normal, normal, product
 from numpyro_dp.methods.ep.problem import EPProblem, PosteriorGuide, check_conjugate, make_problem
 from numpyro_dp.methods.ep.sites import SiteBuilder, choose_site
@@ -119,7 +119,7 @@ class DPSEP(extend.Driver):
         num_steps: int | None = None,
         privacy: extend.Privacy = extend.Privacy(),
         execution: extend.Execution = extend.Execution(),
-        **static_kwargs: Any,
+        **static_kwargs: object,
     ) -> None:
         settings = extend.RunSettings(
             clip_norm=clip_norm, sampler=sampler, budget=budget, num_steps=num_steps,
@@ -138,7 +138,7 @@ class DPSEP(extend.Driver):
         """Returns the natural parameters of a state. They may be published."""
         return EPProblem.constrain(super().get_params(state))
 
-    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> extend.ModelStructure:
+    def structure(self, args: Args, kwargs: Kwargs) -> extend.ModelStructure:
         """Reads only the shapes of the arguments."""
         return check_conjugate(self.given.structure(args, kwargs))
 
@@ -188,7 +188,7 @@ class DPSEP(extend.Driver):
             draws, privacy, method, notes, findings=findings, noise_included=False
         )
 
-    def _session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _session(self, args: Args, kwargs: Kwargs) -> Any:
         session: Any = super()._session(args, kwargs)
         self.guide.prototype_trace = session.problem
         return session

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from numpyro_dp.core import PyTree, Values
 from numpyro_dp.extend import Call, check_int, check_real, check_rng_key
 from numpyro_dp.methods.ep.dpsep import SEP
 from numpyro_dp.methods.ep.families import Natural, divide, multiply, normal
@@ -82,9 +83,9 @@ class EP:
         self,
         rng_key: Array,
         num_sweeps: int,
-        *args: Any,
-        init_params: dict[str, Any] | None = None,
-        **kwargs: Any,
+        *args: PyTree,
+        init_params: Values | None = None,
+        **kwargs: PyTree,
     ) -> SensitiveEPResult:
         """Sweeps over all records ``num_sweeps`` times.
 
@@ -103,7 +104,7 @@ class EP:
         sweep = _sequential_sweep if self.sequential else _batched_sweep
 
         @jax.jit
-        def sweeps(state: SensitiveSites, rows: Any) -> tuple[SensitiveSites, dict[str, Array]]:
+        def sweeps(state: SensitiveSites, rows: PyTree) -> tuple[SensitiveSites, dict[str, Array]]:
             own = problem.at(rows.shared)
             site = problem.site.build(own)
 
@@ -179,7 +180,7 @@ def _refined(
     posterior: Natural,
     own: Natural,
     rng_key: Array,
-    example: Any,
+    example: PyTree,
     rate: float,
 ) -> Natural:
     """The new site of one record, or the old site if its cavity is not a member of the family."""

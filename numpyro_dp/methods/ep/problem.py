@@ -21,6 +21,7 @@ from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 from numpyro.distributions import biject_to
 
+from numpyro_dp.core import Args, Kwargs, PyTree, Values
 from numpyro_dp.extend import Model, ModelStructure, Records, UnsupportedModelError
 from numpyro_dp.methods.ep.families import Family, Natural, product
 
@@ -111,7 +112,7 @@ class EPProblem(NamedTuple):
         """
         return {_PREFIX + name: value for name, value in params.items()}
 
-    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def rows(self, args: Args, kwargs: Kwargs) -> Any:
         """Splits arguments into records and public arrays."""
         return self.model.structure.layout.rows(args, kwargs)
 
@@ -119,7 +120,7 @@ class EPProblem(NamedTuple):
         """Returns a record of zeros."""
         return self.model.structure.layout.blank()
 
-    def start(self, init_params: dict[str, Any] | None) -> Natural:
+    def start(self, init_params: Values | None) -> Natural:
         """Returns the initial natural parameters: ``init_params``, or by default the prior's.
 
         Raises:
@@ -207,7 +208,7 @@ class PosteriorGuide:
     def __init__(self) -> None:
         self.prototype_trace: EPProblem | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, ArrayLike]:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> dict[str, ArrayLike]:
         """Draws the latent sites. Ignores the arguments."""
         problem = self.prototype_trace
         if problem is None:

@@ -54,7 +54,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_dp.core import Estimator, Number, Observation, Released
+from numpyro_dp.core import Estimator, Number, Observation, PyTree, Released
 from numpyro_dp.extend import OutcomeModel, UnsupportedModelError, centring, read_outcomes
 from numpyro_dp.methods.ep.families import Natural, divide, multiply, power
 from numpyro_dp.methods.ep.problem import EPProblem, Site
@@ -124,13 +124,13 @@ def stochastic_ep(
             approximate = method.approximate
             if problem.records.layout.max_rows is not None:
 
-                def approximate(public: Any, example: tuple[Array, ...], /) -> Natural:
+                def approximate(public: PyTree, example: tuple[Array, ...], /) -> Natural:
                     # `counted` is 0 for rows that only fill up a unit.
                     *rows, counted = example
                     sites = jax.vmap(lambda row: method.approximate(public, row))(tuple(rows))
                     return jax.tree.map(lambda leaf: jnp.tensordot(counted, leaf, 1), sites)
 
-            def signal(public: _CentredCavity, example: Any) -> dict[str, Array]:
+            def signal(public: _CentredCavity, example: PyTree) -> dict[str, Array]:
                 found = approximate(public.site, example)
                 if outcomes is None:  # else a record that is not finite counts as 0 anyway
                     found = divide(_finite_or_nothing(found), public.factor)

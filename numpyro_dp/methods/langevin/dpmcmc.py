@@ -16,7 +16,7 @@ from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_dp import extend
-from numpyro_dp.core import Sampler
+from numpyro_dp.core import Args, Kwargs, PyTree, Sampler, Values
 from numpyro_dp.methods.langevin.kernels import POINT_SUFFIX, SGLD, LangevinSteps, langevin
 from numpyro_dp.methods.langevin.mixing import draws_of_chains, mixing_of
 from numpyro_dp.posterior import Finding, Posterior
@@ -104,7 +104,7 @@ class DPMCMC:
         budget: extend.PrivacyBudget | None = None,
         privacy: extend.Privacy = extend.Privacy(),
         execution: extend.Execution = extend.Execution(),
-        **static_kwargs: Any,
+        **static_kwargs: object,
     ) -> None:
         extend.check_int("num_warmup", num_warmup, low=0)
         extend.check_int("num_chains", num_chains, low=1)
@@ -136,11 +136,11 @@ class DPMCMC:
     def run(
         self,
         rng_key: Array,
-        *args: Any,
-        init_params: dict[str, Any] | None = None,
+        *args: PyTree,
+        init_params: Values | None = None,
         checkpoint: Any = None,
         every: int | None = None,
-        **kwargs: Any,
+        **kwargs: PyTree,
     ) -> None:
         """Runs the chains.
 
@@ -169,7 +169,7 @@ class DPMCMC:
         self._posterior = None
         self._make_posterior = functools.partial(self._posterior_of, found.problem, report)
 
-    def plan(self, *args: Any, **kwargs: Any) -> extend.Forecast:
+    def plan(self, *args: PyTree, **kwargs: PyTree) -> extend.Forecast:
         """Returns how far the noise will move the posterior, at best. Reads no record.
 
         Args:
@@ -295,11 +295,11 @@ class _Chain(extend.Driver):
         """Name of the driver in messages."""
         return "DPMCMC"
 
-    def get_params(self, state: extend.SensitiveState) -> dict[str, Any]:
+    def get_params(self, state: extend.SensitiveState) -> Values:
         """Returns the constrained position."""
         return self._frontend.constrain(super().get_params(state))
 
-    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> extend.ModelStructure:
+    def structure(self, args: Args, kwargs: Kwargs) -> extend.ModelStructure:
         """Reads only the shapes of the arguments."""
         return self._frontend.given.structure(args, kwargs)
 

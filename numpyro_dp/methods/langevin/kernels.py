@@ -56,7 +56,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 from numpyro.infer import init_to_median
 
-from numpyro_dp.core import Estimator, Number, Released
+from numpyro_dp.core import Estimator, Number, PyTree, Released
 from numpyro_dp.extend import centred_if_possible, check_real
 
 __all__ = ["SGHMC", "SGLD", "LangevinSteps", "PreconditionedSGLD", "Score", "langevin"]
@@ -292,7 +292,7 @@ def langevin(problem: Any) -> Estimator:
     """
     base = centred_if_possible(problem)
 
-    def pull_back(public: Any, released: Released) -> Score:
+    def pull_back(public: PyTree, released: Released) -> Score:
         prior = jax.grad(problem.log_prior)(public.latents, public.params)
         gradient = {
             f"{site}{POINT_SUFFIX}": slope + released.total[site].astype(slope.dtype)

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp import extend
-from numpyro_dp.core import Sampler
+from numpyro_dp.core import Args, Kwargs, Sampler, Values
 from numpyro_dp.methods.pbp.model import NetworkGuide, RegressionNetwork
 from numpyro_dp.methods.pbp.network_draws import network_draws
 from numpyro_dp.methods.pbp.network_sites import NetworkSteps, network_ep
@@ -135,7 +135,7 @@ class DPPBP(extend.Driver):
         )  # fmt: skip
         super().__init__(method, settings)
 
-    def structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> extend.Records:
+    def structure(self, args: Args, kwargs: Kwargs) -> extend.Records:
         """Reads only the shapes of the arguments."""
         return _read(self.network, args, kwargs)
 
@@ -199,9 +199,7 @@ class DPPBP(extend.Driver):
         return source.posterior(draws, privacy, method, notes, not drift, findings, included)
 
 
-def _read(
-    network: RegressionNetwork, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> extend.Records:
+def _read(network: RegressionNetwork, args: Args, kwargs: Kwargs) -> extend.Records:
     """Checks shapes and types of the records, then reads their layout."""
     given = dict(zip(("x", "y"), args, strict=False)) | kwargs
     if set(given) != {"x", "y"} or len(args) + len(kwargs) != 2:
@@ -224,7 +222,7 @@ def _read(
     return extend.read_records(network, (given["x"], given["y"]), {}, len(given["x"]))
 
 
-def _check_init(init_params: dict[str, Any], like: dict[str, Array]) -> dict[str, Array]:
+def _check_init(init_params: Values, like: dict[str, Array]) -> dict[str, Array]:
     given = {name: np.shape(value) for name, value in init_params.items()}
     wanted = {name: value.shape for name, value in like.items()}
     if given != wanted:

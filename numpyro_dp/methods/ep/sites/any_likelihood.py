@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_dp.core import PyTree
 from numpyro_dp.extend import UnsupportedModelError, check_int
 from numpyro_dp.methods.ep.families import sample
 from numpyro_dp.methods.ep.problem import EPProblem, Site, SiteBuilder
@@ -92,7 +93,7 @@ def importance(num_draws: int = 1000) -> SiteBuilder:
         def prepare(rng_key: Array, cavity: dict[str, Array]) -> Any:
             return sample(family, rng_key, cavity, (num_draws,)), cavity_of(cavity)
 
-        def approximate(public: Any, example: tuple[Array, ...]) -> dict[str, Array]:
+        def approximate(public: PyTree, example: tuple[Array, ...]) -> dict[str, Array]:
             draws, cavity = public
             values = jax.vmap(problem.log_likelihood, in_axes=(0, None))(draws, example)
             return _normal_site(cavity, draws, jax.nn.softmax(values))

@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
+from numpyro_dp.core import PyTree
 from numpyro_dp.extend import UnsupportedModelError, own_constants
 from numpyro_dp.methods.ep.families import sample
 from numpyro_dp.methods.ep.problem import EPProblem, Site, SiteBuilder
@@ -77,13 +78,13 @@ def _quadratic(problem: EPProblem) -> Callable[[Any], bool | None]:
     """Whether a record's log likelihood is quadratic, ``None`` if this record cannot show it."""
 
     @jax.jit
-    def derivatives(example: Any) -> tuple[Array, Array]:
+    def derivatives(example: PyTree) -> tuple[Array, Array]:
         points = 2 * jax.random.normal(jax.random.key(0), (3, problem.latents.dim))
         log_likelihood = partial(problem.log_likelihood, example=example)
         slopes, found = (jax.vmap(f(log_likelihood)) for f in (jax.grad, jax.hessian))
         return slopes(points), found(points)
 
-    def is_member(example: Any) -> bool | None:
+    def is_member(example: PyTree) -> bool | None:
         slopes, found = (np.asarray(each, np.float64) for each in derivatives(example))
         if not np.isfinite(found).all() or not np.abs(slopes).max() > 0:
             return None
@@ -129,7 +130,7 @@ def _in_statistics(problem: EPProblem) -> Callable[[Any], bool | None]:
     statistics = jax.vmap(lambda z: ravel_pytree(family.statistics(z))[0])(points)
     fit = np.column_stack([statistics, np.ones(len(statistics))]) @ np.asarray(solve)
 
-    def is_member(example: Any) -> bool | None:
+    def is_member(example: PyTree) -> bool | None:
         values = np.asarray(likelihoods(points, example))
         if not np.isfinite(values).all() or np.ptp(values) == 0:
             return None
