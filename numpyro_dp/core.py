@@ -368,8 +368,8 @@ class Mechanism(NamedTuple):
             removes these entries. ``None`` if the mechanism tunes nothing.
         compose: ``(sampler, num_examples, num_steps) -> event`` of a whole run, for noise that
             depends on earlier noise. ``None`` if each call has fresh noise: the sampler then
-            amplifies the event of a step, and the steps compose. Only ``DPSVI`` accepts a
-            mechanism with this field. All other drivers need independent noise.
+            amplifies the event of a step, and the steps compose. Drivers whose method needs
+            independent noise refuse a mechanism with this field, and so do several chains.
         whole: ``privatise`` itself, if it takes sums of float32 as integers on a grid
             (:class:`Whole`), which are never rounded. A copy with another ``privatise`` gets
             floating point, unless it sets this too. So does a mechanism with ``extras``.

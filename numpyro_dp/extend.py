@@ -4,7 +4,7 @@ A driver says which arguments hold records (``structure``), and what is fitted a
 starts (``prepare``). :class:`Driver` adds batches, clipping, noise, accounting, ``run``,
 ``update``, streaming and sweeps. Contracts of estimators, samplers and mechanisms:
 :mod:`numpyro_dp.core`. :func:`check_mechanism` tries a mechanism. The drivers in
-``numpyro_dp/methods`` use nothing but these names.
+``numpyro_dp/methods`` import nothing but public names.
 """
 
 from numpyro_dp._validate import check_int, check_real
@@ -15,6 +15,7 @@ from numpyro_dp.model.outcomes import read_outcomes
 from numpyro_dp.model.partners import OutcomeModel, centring
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
 from numpyro_dp.model.records import ModelStructure, Records, RecordsProblem, read_records
+from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.posterior.diagnosis import findings_of_run
 from numpyro_dp.posterior.from_model import ModelSource, findings_of_drift
 from numpyro_dp.posterior.prior import prior_of
@@ -40,6 +41,7 @@ __all__ = [  # noqa: RUF022 (by purpose)
     "Prepared",
     "Records",
     "RecordsProblem",
+    "VariationalProblem",
     "UnsupportedModelError",
     "centring",
     "check_int",

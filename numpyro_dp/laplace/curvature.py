@@ -321,7 +321,7 @@ def next_whitening(stage: Stage, prior: Prior, kappa: float) -> np.ndarray:
     and max raises its eigenvalues to :math:`r = 1.5\, p \sqrt d`. The GOE variance of its error is
     :math:`p^2`, so r is about the largest eigenvalue of the error. This keeps the whitening from
     stretching a direction whose curvature is small by chance. A direction that is surely seen is
-    whitened in full if the noise is small: with the level :math:`l = \mathrm{tr}(A) / d`,
+    whitened in full if the noise is small: with the mean l of its eigenvalues, raised above 0,
 
     .. math:: q = 0.4 + 0.1 / (1 + (2 r / l)^2).
 

@@ -50,6 +50,11 @@ class VariationalProblem(NamedTuple):
         constrain: Unconstrained parameters -> constrained parameters.
         shared: Public arrays among the model's arguments.
         num_particles: Draws per step, K.
+
+    Example:
+        >>> def first_draw(problem: VariationalProblem):
+        ...     key = jax.random.key(0)
+        ...     return lambda params: problem.draw(params, key)[0]  # latents by site
     """
 
     model: Model

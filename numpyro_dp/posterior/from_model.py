@@ -46,7 +46,7 @@ class ModelSource(NamedTuple):
     Example:
         >>> from numpyro_dp.extend import Driver
         >>> class MyDriver(Driver):
-        ...     def _posterior(self, problem, result, plain):
+        ...     def posterior_of(self, problem, result, plain):
         ...         source = ModelSource.of(problem.model, problem.shared, result.params)
         ...         draws = {"mean": result.trace.params["mean"]}
         ...         return source.posterior(draws, result.privacy, "Mine", noise_included=False)

@@ -92,7 +92,7 @@ def posterior_of_scores(
     Example:
         >>> from numpyro_dp.extend import Driver
         >>> class MyDriver(Driver):  # its estimator has ``observe``
-        ...     def _posterior(self, problem, result, plain):
+        ...     def posterior_of(self, problem, result, plain):
         ...         source = ModelSource.of(problem.model, problem.shared, result.params)
         ...         return posterior_of_scores(source, problem, result, "My method", unbiased=False)
     """

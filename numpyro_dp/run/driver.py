@@ -17,7 +17,7 @@ from jax import Array
 from numpyro_dp._compat import is_tracer
 from numpyro_dp._tree import shapes_of
 from numpyro_dp._validate import check_int, check_num_steps, check_sizes
-from numpyro_dp.core import Args, Fold, Kwargs, PyTree, Values
+from numpyro_dp.core import Args, Fold, Kwargs, MechanismBuilder, PyTree, Values
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import Call, Prepared, arguments_key
 from numpyro_dp.model.public import UnsupportedModelError, values_given
@@ -341,7 +341,7 @@ class Driver(abc.ABC):
                     spent_by(settings, found.state, taken), run=report.run, public=report.public
                 )
                 taken_only(found.state)
-            make = functools.partial(driver._posterior, session.problem.at(rows.shared))
+            make = functools.partial(driver.posterior_of, session.problem.at(rows.shared))
             result = RunResult(
                 driver.get_params(found.state), found.state, found.losses, found.trace, report,
                 found.folded, make, found.scores,
@@ -440,8 +440,14 @@ class Driver(abc.ABC):
             checkpoint=checkpoint,
         )  # fmt: skip
 
-    def _posterior(self, problem: Any, result: RunResult, plain: bool) -> Any:
-        """Makes ``result.posterior``. Drivers with a posterior override this."""
+    def posterior_of(self, problem: Any, result: RunResult, plain: bool) -> Any:
+        """Makes ``result.posterior``. Drivers with a posterior override this.
+
+        Args:
+            problem: The problem that :meth:`prepare` returned. It holds no record.
+            result: The result of the run.
+            plain: Whether to leave out the noise of privacy, to show what it adds.
+        """
         raise ValueError(
             f"{self.name} gives point estimates and has no posterior over latents. Use "
             "result.params."
@@ -535,7 +541,7 @@ class Driver(abc.ABC):
         return self._sessions[key]
 
 
-def _check_estimator(estimator: object) -> None:
+def _check_estimator(estimator: Any) -> None:
     """Raises TypeError unless a builder of an estimator can be called with a problem."""
     builds = not isinstance(estimator, type)
     try:
@@ -549,7 +555,7 @@ def _check_estimator(estimator: object) -> None:
         )
 
 
-def _check_independent_noise(builder: object, clip_norm: ClipNorm, reason: str) -> None:
+def _check_independent_noise(builder: MechanismBuilder, clip_norm: ClipNorm, reason: str) -> None:
     """Raises ValueError if a mechanism correlates steps and a driver gives a reason against it."""
     if reason and build_mechanism(builder, clip_norm, 1.0).compose is not None:
         raise ValueError(

@@ -515,10 +515,8 @@ class Session:
     def _value(self, state: RunState, rows: Rows, step: Step) -> Array:
         """The loss of a step from ``state``, if it was released."""
         release, public_loss = self.settings.privacy.loss_release, self.method.public_loss
-        if release is None:
+        if release is None or public_loss is None:  # Driver refuses a release without a loss
             return jnp.zeros(())
-        if public_loss is None:
-            raise TypeError("loss_release needs a Method with public_loss=.")
         # The norm of this step. In the state after it, an adaptive norm has moved.
         scale = _loss_scale(release, state.mechanism_state)
         log_likelihood = step.released.total[LOSS_ENTRY] / scale

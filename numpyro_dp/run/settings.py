@@ -300,7 +300,7 @@ def _check_budget(budget: Any, noise_multiplier: Any, clip_norm: ClipNorm) -> No
         )
 
 
-def _check_mechanism(builder: object, clip_norm: ClipNorm) -> None:
+def _check_mechanism(builder: Any, clip_norm: ClipNorm) -> None:
     """Raises TypeError unless a builder is hashable and makes a mechanism with an event."""
     try:
         hash(builder)

@@ -198,7 +198,10 @@ class DPSVI(Driver):
 
         return self._frontend.prepare(structure, rng_key, call, first)
 
-    def _posterior(self, problem: VariationalProblem, result: RunResult, plain: bool) -> Posterior:
+    def posterior_of(
+        self, problem: VariationalProblem, result: RunResult, plain: bool
+    ) -> Posterior:
+        """Returns the posterior of the latents."""
         params, privacy = result.params, result.privacy
         source = ModelSource.of(problem.model, problem.shared, params)
         guide = getattr(self.guide, "__name__", type(self.guide).__name__)

@@ -1,14 +1,21 @@
 """Chains side by side: own noise and batches each, distributed as the dynamics say."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from correlated import CorrelatedNoise
 from flat import grouped
+from numpyro.infer import Trace_ELBO
+from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp import DPMCMC, SGHMC, SGLD, PreconditionedSGLD
+from numpyro_dp import DPMCMC, DPSVI, SGHMC, SGLD, PreconditionedSGLD
+from numpyro_dp.extend import Chains
 from numpyro_dp.samplers import FullBatch, Poisson
 
 DIM, CHAINS, STEPS = 16, 3, 1500
@@ -96,3 +103,31 @@ def test_draws_make_up_for_what_privacy_noise_leaves(kernel):
     total = moved**2 + (step * noise) ** 2
     np.testing.assert_allclose(total, 2 * lost * step * temperature, rtol=1e-4)
     assert (step * noise) ** 2 > 0.01 * total.max()  # it is a part of it that the check sees
+
+
+@pytest.mark.parametrize(
+    "chains, changes, match",
+    [
+        (Chains(4, 0, 10, 1), {"mechanism": CorrelatedNoise()}, "Several chains would spend more"),
+        (Chains(1, 0, 10, 1), {"num_steps": 10}, "num_steps=10 too"),
+    ],
+)
+def test_chains_of_any_driver_are_runs_of_their_own(chains, changes, match):
+    """The event of one run with correlated noise is not that of four."""
+    driver = DPSVI(
+        linear, AutoDelta(linear), numpyro.optim.SGD(0.1), Trace_ELBO(),
+        **grouped(clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0, data_plate="records"),
+    )  # fmt: skip
+    settings = driver.settings
+    if "mechanism" in changes:
+        changes = {"privacy": dataclasses.replace(settings.privacy, **changes)}
+    driver = driver.with_settings(dataclasses.replace(settings, **changes))
+    for call in (chains.plan, functools.partial(chains.run, rng_key=jax.random.key(0))):
+        with pytest.raises(ValueError, match=match):
+            call(driver, args=(jnp.zeros((20, DIM)),), kwargs={})
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 1, 1), (1, -1, 9, 1), (1, 0, 10, 3), (1, 0, 2, 3)])
+def test_chains_refuse_wrong_sizes(sizes):
+    with pytest.raises(ValueError, match="Expected"):
+        Chains(*sizes)

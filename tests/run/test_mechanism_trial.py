@@ -141,6 +141,7 @@ LIES = {
     "the same noise for every key": (same_key, "correlation of 1 between two keys"),
     "the same noise in each entry": (same_in_each_entry, "correlation of 1 between two keys"),
     "noise of earlier steps": (hidden_memory, "compose is None"),
+    "a noise scale for each block": (lambda *_: {"noise_scale": {"a": 1.0}}, "noise_scale is {'a'"),
 }  # fmt: skip
 
 

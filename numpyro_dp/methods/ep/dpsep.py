@@ -168,7 +168,8 @@ class DPSEP(extend.Driver):
             problem, self.method.optim.init(problem.start(call.init_params)), rng_key
         )
 
-    def _posterior(self, problem: EPProblem, result: extend.RunResult, plain: bool) -> Posterior:
+    def posterior_of(self, problem: EPProblem, result: extend.RunResult, plain: bool) -> Posterior:
+        """Returns the posterior of the latents."""
         params, privacy = result.params, result.privacy
         guide = PosteriorGuide()
         guide.prototype_trace = problem  # self.guide may already belong to a later run

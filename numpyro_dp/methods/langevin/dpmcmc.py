@@ -106,22 +106,13 @@ class DPMCMC:
         execution: extend.Execution = extend.Execution(),
         **static_kwargs: object,
     ) -> None:
-        extend.check_int("num_warmup", num_warmup, low=0)
-        extend.check_int("num_chains", num_chains, low=1)
-        extend.check_int("thinning", thinning, low=1)
-        extend.check_int("num_samples", num_samples, low=1)
-        if num_samples % thinning:
-            raise ValueError(
-                f"Expected num_samples to be a multiple of thinning={thinning}, got {num_samples}. "
-                f"Use {num_samples + -num_samples % thinning}."
-            )
+        self._chains = extend.Chains(num_chains, num_warmup, num_samples, thinning)
         self.settings: extend.RunSettings = extend.RunSettings(
             clip_norm=clip_norm, sampler=sampler, budget=budget,
             privacy=privacy, execution=execution,
         )  # fmt: skip
         _check(kernel, self.settings)
         self.kernel, self.num_chains = kernel, num_chains
-        self._chains = extend.Chains(num_chains, num_warmup, num_samples, thinning)
         self._progress_bar = progress_bar
         guide = AutoDelta(kernel.model, init_loc_fn=kernel.init_strategy)
         # It finds the first position. The kernel then moves it.
@@ -235,7 +226,7 @@ class DPMCMC:
         ]  # fmt: skip
         if scale > 0 and size <= _MOST_LATENTS:
             notes = (f"The chains have not mixed ({said}), so this is the prior.",)
-            variance = scale**2 / (report.chains * self._chains.samples)
+            variance = scale**2 / (report.chains * self._chains.num_samples)
             with contextlib.suppress(extend.UnsupportedModelError):
                 free = source.unconstrained(samples)
                 draws = draws_of_chains(problem, free, mixing.good, variance)
@@ -294,10 +285,6 @@ class _Chain(extend.Driver):
     def name(self) -> str:
         """Name of the driver in messages."""
         return "DPMCMC"
-
-    def get_params(self, state: extend.SensitiveState) -> Values:
-        """Returns the constrained position."""
-        return self._frontend.constrain(super().get_params(state))
 
     def structure(self, args: Args, kwargs: Kwargs) -> extend.ModelStructure:
         """Reads only the shapes of the arguments."""

@@ -173,9 +173,10 @@ class DPPBP(extend.Driver):
             "noise_rate": jnp.asarray((total - 1) * rate / (concentration - 1)),
         }
 
-    def _posterior(
+    def posterior_of(
         self, problem: extend.RecordsProblem, result: extend.RunResult, plain: bool
     ) -> Posterior:
+        """Returns the posterior of the latents."""
         params, privacy = result.params, result.privacy
         records, network = problem.records, self.network
         known = network.weight_precision is not None

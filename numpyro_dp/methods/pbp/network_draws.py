@@ -76,9 +76,9 @@ def network_draws(
     released = np.diag(sites) + precision[:, None] * spread * precision
     informed = np.flatnonzero(sites > 0)  # the others keep their prior
     block = np.ix_(informed, informed)
-    weights = np.linalg.solve(
-        released[block], np.column_stack([np.diag(sites)[block], eta[informed]])
-    )
+    sides = np.column_stack([np.diag(sites)[block], eta[informed]])
+    # Rounding may make it singular, and the budget is spent.
+    weights = np.linalg.pinv(released[block], hermitian=True) @ sides
     total, linear = prior * np.eye(len(eta)), np.zeros_like(eta)
     total[block] += sites[informed, None] * weights[:, :-1]
     linear[informed] = sites[informed] * weights[:, -1]

@@ -62,6 +62,12 @@ def _check_scales(build: Build, clip_norm: ClipNorm, names: tuple[str, ...]) -> 
     """Tries records of many norms, in each block and in all. Returns the names of extras."""
     stated = build(clip_norm)
     sensitivity, blocks = float(stated.sensitivity), stated.blocks(names)
+    if np.ndim(stated.noise_scale) or isinstance(stated.noise_scale, dict):
+        raise _lie(
+            f"noise_scale is {stated.noise_scale!r}",
+            "Noise has one standard deviation in all entries. To weight blocks, scale entries in "
+            "an estimator.",
+        )
     norms = np.array(stated.norms(names) or [sensitivity] * len(blocks), float)
     with np.errstate(over="ignore", invalid="ignore"):
         parts = [np.ones(len(blocks)), *np.eye(len(blocks))]  # all blocks together, each alone
