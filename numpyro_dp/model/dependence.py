@@ -55,7 +55,7 @@ def inputs_of(fn: Callable[..., Values], *args: PyTree) -> dict[str, set[int]]:
 
 
 def looks_up(
-    fn: Callable[..., Values], size: int, index: jax.Array | jax.ShapeDtypeStruct, *args: PyTree
+    fn: Callable[..., Values], size: int, index: PyTree, *args: PyTree
 ) -> tuple[Program, dict[str, bool]]:
     """Finds entries of ``fn(index, *args)`` that use ``index`` to look up one of ``size`` entries.
 

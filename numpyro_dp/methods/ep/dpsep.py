@@ -126,7 +126,7 @@ class DPSEP(extend.Driver):
             privacy=privacy, execution=execution,
         )  # fmt: skip
         _check(family, site, precision_weight, shared_precision)
-        self.given = privacy.given_model(model, static_kwargs)
+        self._given = privacy.given_model(model, static_kwargs)
         self._family, self._site, self.guide = family, site, PosteriorGuide()
         release = precision_weight, shared_precision, bool(unbiased_clipping)
         method = extend.Method(
@@ -140,7 +140,7 @@ class DPSEP(extend.Driver):
 
     def structure(self, args: Args, kwargs: Kwargs) -> extend.ModelStructure:
         """Reads only the shapes of the arguments."""
-        return check_conjugate(self.given.structure(args, kwargs))
+        return check_conjugate(self._given.structure(args, kwargs))
 
     def problem_of(
         self, structure: extend.ModelStructure, rng_key: Array, call: extend.Call
@@ -152,7 +152,7 @@ class DPSEP(extend.Driver):
             # It was checked for these shapes. Only the public arrays may differ.
             problem = known.at(shared)
         else:
-            problem = make_problem(self.given.fn, structure, self._family, shared, rng_key)
+            problem = make_problem(self._given.fn, structure, self._family, shared, rng_key)
             site = choose_site(problem.by_row) if self._site is None else self._site
             site.check(problem.by_row)
             problem = problem._replace(site=site)
