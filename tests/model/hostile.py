@@ -443,6 +443,9 @@ class Above(dist.constraints.Constraint):
     def __call__(self, x):
         return x > self.column.min()
 
+    def tree_flatten(self):  # older NumPyro has no default
+        return (self.column,), (("column",), {})
+
 
 class Bounded(dist.Normal):
     """A normal distribution with that support."""
