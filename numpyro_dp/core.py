@@ -45,11 +45,11 @@ __all__ = [
 
 #: A tree of arrays, as in JAX.
 PyTree = Any
-#: Positional arguments of a model: trees of arrays, and public constants.
+#: Trees of arrays and public constants, as positional arguments of a model.
 Args = tuple[PyTree, ...]
 #: Keyword arguments of a model, of the same kinds.
 Kwargs = dict[str, PyTree]
-#: Parameters, latents or entries of a signal by name: arrays, or trees of a neural network.
+#: Arrays, or trees of a neural network, by the name of a parameter, a latent or an entry.
 Values = dict[str, PyTree]
 #: A number, which may be traced.
 Number = float | np.floating | np.ndarray | Array
