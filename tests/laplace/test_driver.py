@@ -455,6 +455,21 @@ def test_a_wide_prior_is_no_obstacle_or_it_is_named(prior, epsilon, counts):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("key", [1, 2, 3])
+def test_a_scale_of_a_hundredth_has_intervals_that_are_narrow_and_hold(key):
+    """The curvature of weights grows ten thousand times on the way, that of the scale stays."""
+    rng = np.random.default_rng(6)
+    x = rng.normal(size=(4000, 4)).astype(np.float32)
+    w = np.array([0.5, -1.0, 0.2, 0.7])
+    y = (x @ w + 0.01 * rng.normal(size=4000)).astype(np.float32)
+    found = repeated(linear, (x, y), key).summary()
+    own = 0.01 / np.sqrt(4000)  # without privacy
+    for name, true in (("w", w), ("s", 0.01)):
+        assert np.all(np.abs(found[name]["mean"] - true) < 4 * found[name]["sd"])
+        assert np.all(found[name]["sd"] < 3 * own)
+
+
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::numpyro_dp.posterior.PosteriorWarning")
 def test_a_scale_that_first_grows_and_then_falls_is_followed():
     """Residuals of a prior of 30 weights are five times those of the truth, and tell nothing."""
