@@ -66,7 +66,7 @@ class Driver(abc.ABC):
 
     Attributes:
         reads_model: Whether ``structure`` reads a NumPyro model. Without one, the constructor
-            refuses settings that say something about a model.
+            refuses settings that only a model gives a meaning.
     """
 
     reads_model: ClassVar[bool] = True

@@ -82,7 +82,7 @@ class Row(NamedTuple):
 
 
 def model_of(likelihood: Callable[..., Any], *sites: Callable[[], Any]) -> Callable[..., None]:
-    """A model of columns, of which the last one is the outcome.
+    """A model of columns. The last column is the outcome.
 
     ``sites`` sample what the likelihood needs besides: it gets the first column, the values of the
     sites and the other columns.
@@ -216,7 +216,7 @@ OUTCOMES: dict[str, Callable[[], Call]] = {
 
 
 def weibull_or_later(w, shape, x, time, seen):
-    """Times, of which some are only known to be longer."""
+    """Times. Some are only known to be longer."""
     weibull = dist.Weibull(jnp.exp(x @ w), shape)
     late = jnp.log1p(-jnp.clip(weibull.cdf(time), 0, 1 - 1e-6))
     return jnp.where(seen, weibull.log_prob(time), late)

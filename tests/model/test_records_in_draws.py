@@ -28,7 +28,7 @@ TINY = PrivacyBudget(1e-3, 1e-5)
 
 
 class Prior(dist.Normal):
-    """A standard normal density, of which subclasses take something from records."""
+    """A standard normal density. Subclasses take something from records."""
 
     def __init__(self):
         super().__init__(jnp.zeros(D), 1.0)
