@@ -53,7 +53,7 @@ class Stage:
 
     Attributes:
         mean: Mean of the stage's normal draws of the parameters (d,).
-        covariance: Covariance of these draws (d, d).
+        covariance: Covariance of the parameters, as known before the stage (d, d).
         whitening: The whitening W, symmetric and positive definite (d, d).
         unwhitening: The inverse of W (d, d).
         score: The noisy sum of scores, in the coordinates of theta (d,).
@@ -66,6 +66,7 @@ class Stage:
         curvature_floored: ``curvature`` with all eigenvalues raised above 0 (d, d).
         curvature_error: GOE variance of the error that is left in ``curvature``, whitened.
         groups: Sites of group effects, see :func:`~numpyro_dp.laplace.pattern.group_sites` (d,).
+        spread: Covariance of the draws, over ``covariance``.
         discrepancy: GOE variance of this stage's own curvature, whitened, around the newest one.
         turned: ``unwhitening`` without the directions that no record sees (d, d).
         step: Standard deviation of this stage's step of the mean, along the step (d,). See
@@ -87,6 +88,7 @@ class Stage:
     curvature_error: float
     groups: np.ndarray
     turned: np.ndarray
+    spread: float = 1.0
     discrepancy: float = 0.0
     step: np.ndarray | None = None
 
@@ -117,12 +119,13 @@ def read_stage(
     curvature_noise: float,
     groups: np.ndarray | None = None,
     unseen: np.ndarray | None = None,
+    spread: float = 1.0,
 ) -> Stage:
     """Denoises the released values of a stage.
 
     Args:
         mean: Mean of the stage's draws (d,).
-        covariance: Covariance of the stage's draws (d, d).
+        covariance: Covariance of the parameters, as known before the stage (d, d).
         whitening: The whitening W, symmetric and positive definite (d, d).
         template: Whitened guess of the curvature, positive definite (d, d).
         whitened_score: Sum over records of their whitened scores, plus noise (d,).
@@ -132,6 +135,7 @@ def read_stage(
             diagonal it is smaller by the square root of 2.
         groups: Sites of group effects (d,), by default none.
         unseen: Directions in which the curvature is 0 (k, d), by default none.
+        spread: Covariance of the stage's draws, over ``covariance``.
 
     Returns:
         The stage. Its discrepancy is still 0, and
@@ -168,6 +172,7 @@ def read_stage(
         curvature_error=error,
         groups=groups,
         turned=seen @ unwhitening,
+        spread=spread,
     )
 
 
@@ -216,7 +221,7 @@ def with_steps(stage: Stage, *steps: np.ndarray) -> Stage:
     denoised = stage.whitening @ stage.curvature @ stage.whitening
     for step in steps:
         turned = stage.unwhitening @ step
-        length, far = np.linalg.norm(turned), step @ solve(stage.covariance, step)
+        length, far = np.linalg.norm(turned), step @ solve(stage.spread * stage.covariance, step)
         if far <= 2 * len(step):
             continue
         along = turned / length

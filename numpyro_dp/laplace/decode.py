@@ -66,7 +66,7 @@ def with_discrepancies(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     For an earlier stage, the discrepancy is the mean square of :math:`A_j - W_j H W_j` minus the
     variance of its noise. The newest stage has no such estimate yet. Its discrepancy is assumed to
     be a share of the square of its level :math:`\mathrm{tr}(W H W) / d`. The share falls with the
-    variance of the draws:
+    uncertainty V before the stage:
 
     .. math:: \min(0.3^2, 1 / (d + 1)) \min(1, \mathrm{tr}(W V W) / \mathrm{tr}(W V_1 W)).
 
@@ -99,7 +99,7 @@ def with_step(
 
     The curvature changes along the step of the mean m, but a discrepancy spreads this over all
     directions. So the length of the step :math:`u = m - m_k` gets a standard deviation. Relative to
-    the step, it falls with the variance of the draws:
+    the step, it falls with the uncertainty before the stage:
 
     .. math:: \tfrac12 \min(1, \mathrm{tr}(W V W) / \mathrm{tr}(W V_1 W))^{1/2}\, u.
 

@@ -27,8 +27,8 @@ _DRAWS = 40
 _TOGETHER = 2.0  # standard deviations of a draw in all coordinates together
 _MOST_COLUMNS = 40  # that are tried as constant
 _PER_LATENT = 4  # records for each latent, to find directions without scores
-_SAME_SIZE = 3.0, 10.0  # largest factors between mean squares of scores: own outcomes, the mean's
-_FOURTHS = 8
+_SAME_SIZE = 1.5  # largest factor between mean squares of scores that counts as about the same
+_HALVES = 16
 _BLUR, _BLUR_SURE, _BLUR_ROUNDS = (0.2, 0.6), 3.0, 8  # information of a record in the draws
 _SILENT = 0.1  # below this part of its usual size, the score of a latent counts as 0
 _ScoresAt = Callable[..., np.ndarray]
@@ -201,7 +201,7 @@ def _near(
     covariance: np.ndarray,
     listed: bool = False,
 ) -> tuple[float, np.ndarray]:
-    """The largest of 1, 1 / 4, 1 / 16 ... at which scores keep their size, and these sizes.
+    """The largest of 1, 1 / 2, 1 / 4 ... at which scores keep their size, and these sizes.
 
     At draws from a wide prior, a logistic model is sure of each outcome, the rate of a count
     overflows, and outcomes of the mean are far from those of a draw. Scores then tell little. A
@@ -210,7 +210,7 @@ def _near(
     """
     centre = np.tile(mean, (1 + _DRAWS, 1))
     usual, own, part = _mean_squares(scores_at(centre, rows)), np.ones_like(mean), 1.0
-    for part in 0.25 ** np.arange(_FOURTHS):
+    for part in 0.5 ** np.arange(_HALVES):
         draws = _around(mean, part * covariance)
         own, other = (_mean_squares(scores_at(draws, rows, at)) for at in (draws, centre))
         with np.errstate(divide="ignore", invalid="ignore"):

@@ -109,7 +109,7 @@ class Run:
 
     def request(self, release: int) -> Request:
         """Returns the request for a release."""
-        root, weights = factor(self._spread), self.plan.weights(release)
+        root, weights = factor(self._spread * self.covariance), self.plan.weights(release)
         # All of these come from earlier releases, the prior, N and invented records.
         numbers = self.mean, root, self.whitening, self._bounds(release), weights
         kind = jnp.asarray(int(self.plan.kinds[release]))
@@ -136,10 +136,10 @@ class Run:
             return
         noisy = clips[1] * symmetric(triangle / weights[1], self.pairs)
         stage = curvature.read_stage(
-            self.mean, self._spread, self.whitening, self.template,
+            self.mean, self.covariance, self.whitening, self.template,
             clips[0] * score / weights[0],
             noisy, clips[0] / mu[0], clips[1] / mu[1], self.groups,
-            self._without_scores(noisy, clips[1] / mu[1]),
+            self._without_scores(noisy, clips[1] / mu[1]), self._spread,
         )  # fmt: skip
         if self.stages:
             # The curvature may have changed along the whole way, or along the last step alone.
@@ -156,7 +156,7 @@ class Run:
         if weights[3] or weights[5]:
             # Draws were off by their spread, and their mean by its step.
             step = decoded[0] - stage.mean
-            off = stage.covariance + np.outer(step, step)
+            off = stage.spread * stage.covariance + np.outer(step, step)
             doubt = float(np.sum(stage.curvature_floored * off))
         if weights[3]:
             square = clips[2] ** 2
@@ -204,9 +204,8 @@ class Run:
         )
 
     def _draw_around(self) -> None:
-        """Sets the covariance of the next draws, and the size of scores that they will have."""
-        part, self._expected = self._near(self.mean, self.covariance)
-        self._spread = part * self.covariance
+        """Sets how close the next draws are, and the size of scores that they will have."""
+        self._spread, self._expected = self._near(self.mean, self.covariance)
 
     def _without_scores(self, noisy: np.ndarray, noise_sd: float) -> np.ndarray:
         """Directions (k, d) that no record sees, by all curvatures that were released so far."""
