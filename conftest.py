@@ -30,7 +30,7 @@ if "JAXTYPING_DISABLE" not in os.environ:
 
 _LONG_EXAMPLES = {
     "DPPBP", "EP", "PBP", "tempering_model", "tempered", "choose", "rehearse", "Ledger",
-    "compare_accountants", "audit", "audit_run", "load", "NoiseAware",
+    "audit", "audit_run", "load", "NoiseAware",
     "NoiseReuseError", "PosteriorSummary", "PosteriorWarning", "PrivacyReport",
     "RunInterrupted", "RunResult", "Statement", "save", "after", "tail_average", "SEP", "to_arviz",
     "noise_aware",

@@ -2,7 +2,6 @@
 
 from numpyro_dp.privacy.accounting import GDP, PLD, PRV, RDP, Best, UnsupportedEventError
 from numpyro_dp.privacy.calibration import CalibrationError
-from numpyro_dp.privacy.comparison import compare_accountants
 from numpyro_dp.privacy.statement import Statement
 
 __all__ = [
@@ -14,5 +13,4 @@ __all__ = [
     "CalibrationError",
     "Statement",
     "UnsupportedEventError",
-    "compare_accountants",
 ]

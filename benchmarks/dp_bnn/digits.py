@@ -27,7 +27,6 @@ from sklearn.datasets import load_digits
 from sklearn.metrics import accuracy_score
 
 from numpyro_dp import DPMCMC, DPSVI, SGLD, PrivacyBudget
-from numpyro_dp.accounting import compare_accountants
 from numpyro_dp.estimators import aligned
 from numpyro_dp.posterior import posterior_samples
 from numpyro_dp.samplers import Poisson
@@ -175,7 +174,7 @@ def main():
             f"  {brier:.3f}  {errors[0]:.3f}  {errors[1]:.3f}  {share:.0%}",
             flush=True,
         )
-    print(f"\nEach has spent:\n{privacy}\n\nBy other accountants:\n{compare_accountants(privacy)}")
+    print(f"\nEach has spent:\n{privacy}")
 
 
 if __name__ == "__main__":
