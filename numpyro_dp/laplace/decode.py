@@ -23,30 +23,11 @@ import dataclasses
 
 import numpy as np
 
-from numpyro_dp.laplace.curvature import (
-    Stage,
-    denoise_scales,
-    first_whitening,
-    next_whitening,
-    read_stage,
-    start,
-)
+from numpyro_dp.laplace.curvature import Stage
 from numpyro_dp.posterior.algebra import inverse, solve, symmetric, trace_of
 from numpyro_dp.posterior.likelihood import Prior
 
-__all__ = [
-    "Stage",
-    "decode",
-    "denoise_scales",
-    "excess_ratio",
-    "first_whitening",
-    "next_whitening",
-    "read_stage",
-    "sampling_ratio",
-    "start",
-    "with_discrepancies",
-    "with_step",
-]
+__all__ = ["decode", "excess_ratio", "sampling_ratio", "with_discrepancies", "with_step"]
 
 FIRST_DISCREPANCY = 0.3  # relative non-linearity that is assumed for draws from the prior
 DOUBTED = 0.25  # see believed_curvature

@@ -11,6 +11,13 @@ import pytest
 
 from numpyro_dp.laplace import curvature, schedule
 from numpyro_dp.laplace import decode as decoding
+from numpyro_dp.laplace.curvature import (
+    denoise_scales,
+    first_whitening,
+    next_whitening,
+    read_stage,
+    start,
+)
 from numpyro_dp.laplace.pattern import group_sites, pairs_of, power_of
 from numpyro_dp.posterior import algebra, likelihood
 
@@ -55,7 +62,7 @@ def releases(size, mu, index):
 def stage_at(size, curvature=None, noise=(0.1, 1e-7), covariance=None, mean=None):
     """A stage in coordinates that are white, with a score of 0."""
     one, zero = np.eye(size), np.zeros(size)
-    return decoding.read_stage(
+    return read_stage(
         zero if mean is None else mean, one if covariance is None else covariance, one, one, zero,
         one if curvature is None else curvature, *noise,
     )  # fmt: skip
@@ -71,7 +78,7 @@ def run(size, mu, rng, kind="full", watch=None, rounds=7):
     """Seven stages on releases of a linear model; returns the prior, theta, mean and covariance."""
     prior, theta, curvature, optimum = truth(size, rng, kind)
     guess = np.diag(np.diag(curvature) * rng.uniform(0.7, 1.4, size))
-    whitening = decoding.first_whitening(prior, guess)
+    whitening = first_whitening(prior, guess)
     template = whitening @ guess @ whitening
     mean, covariance, stages = prior.mean, prior.covariance, ()
     for index in range(rounds):
@@ -82,7 +89,7 @@ def run(size, mu, rng, kind="full", watch=None, rounds=7):
             curvature=whitened + curvature_noise * goe(size, rng),
             power=np.trace(whitened) + power_noise * rng.normal(),
         )
-        stage = decoding.read_stage(
+        stage = read_stage(
             mean, covariance, whitening, template, released.score, released.curvature,
             score_noise, curvature_noise,
         )  # fmt: skip
@@ -90,7 +97,7 @@ def run(size, mu, rng, kind="full", watch=None, rounds=7):
         kappa = decoding.sampling_ratio(stages[-1], released.power, power_noise)
         begin = mean, covariance
         mean, covariance = decoding.decode(prior, stages, kappa, begin)
-        whitening = decoding.next_whitening(stages[-1], prior, kappa)
+        whitening = next_whitening(stages[-1], prior, kappa)
         if watch:
             watch(prior, released, power_noise, stages, kappa, begin, mean, covariance, whitening)
         template = whitening @ stages[-1].curvature_floored @ whitening
@@ -125,14 +132,12 @@ def exact_stages(rng, size=3, kappa=0.6):
     prior, _, curvature, optimum = truth(size, rng)
     stages, precision, linear = [], np.zeros((size, size)), np.zeros(size)
     for noise in (2.0, 0.7, 1.3):
-        whitening = decoding.first_whitening(prior, curvature * rng.uniform(0.3, 3))
+        whitening = first_whitening(prior, curvature * rng.uniform(0.3, 3))
         whitened = whitening @ curvature @ whitening
         mean = optimum + 0.1 * rng.normal(size=size)
         score = whitening @ curvature @ (optimum - mean) + noise * rng.normal(size=size)
         stages.append(
-            decoding.read_stage(
-                mean, prior.covariance, whitening, whitened, score, whitened, noise, 1e-7
-            )
+            read_stage(mean, prior.covariance, whitening, whitened, score, whitened, noise, 1e-7)
         )
         slope = whitening @ curvature / noise
         precision += slope.T @ slope
@@ -283,11 +288,11 @@ def test_scales_agree_with_the_reference(reference):
     for noise_sd in (0.01, 0.3, 1.0):
         scales = np.linspace(-2, 3, 21) * max(noise_sd, 0.3)
         np.testing.assert_allclose(
-            decoding.denoise_scales(scales, noise_sd),
+            denoise_scales(scales, noise_sd),
             reference.denoise_scales(scales, noise_sd),
             rtol=1e-6,
         )
-    assert decoding.denoise_scales(np.array([0.0]), 1e4) == pytest.approx(1.0, rel=1e-3)
+    assert denoise_scales(np.array([0.0]), 1e4) == pytest.approx(1.0, rel=1e-3)
 
 
 def last_stages():
@@ -362,21 +367,21 @@ def test_the_next_whitening_of_a_diagonal_curvature():
     prior = likelihood.Prior(np.zeros(3), np.diag([1.0, 2.0, 3.0]))
     whitening, curvature = np.diag([0.5, 0.2, 0.1]), np.diag([4.0, 25.0, 100.0])
     whitened = whitening @ curvature @ whitening
-    stage = decoding.read_stage(
+    stage = read_stage(
         prior.mean, prior.covariance, whitening, whitened, np.zeros(3), whitened, 1.0, 1e-6
     )
     stage = dataclasses.replace(stage, curvature_error=0.04)
     # The ridge, .52, raises no eigenvalue (all are 1).
     power = 0.4 + 0.1 / (1 + (2 * 1.5 * 0.2 * np.sqrt(3)) ** 2)
     expected = (np.diag(prior.precision) + np.diag(curvature)) ** -power
-    found = decoding.next_whitening(stage, prior, 0.5)
+    found = next_whitening(stage, prior, 0.5)
     np.testing.assert_allclose(np.diag(found) / found[0, 0], expected / expected[0], rtol=1e-6)
     assert np.trace(found @ curvature @ found) == pytest.approx(0.5 * 3)
     assert decoding.sampling_ratio(stage, 1.5, 0.3) == pytest.approx(1.8 / 3 + 0.1**2 / 0.1)
     assert decoding.sampling_ratio(stage, 9.0, 0.3) == 1.0
     assert decoding.sampling_ratio(stage, -9.0, 0.3) == 0.1
     # An earlier stage with half of the curvature: the gap is half of it, in that stage's units.
-    half = decoding.read_stage(
+    half = read_stage(
         prior.mean, prior.covariance, whitening, whitened, np.zeros(3), whitened / 2, 1.0, 1e-6
     )
     earlier, newest = decoding.with_discrepancies((half, stage))
@@ -394,19 +399,19 @@ def test_odd_releases_leave_everything_finite(size):
     for case in range(12):
         prior = likelihood.Prior(np.zeros(size), precision_of(size, rng))
         mean, covariance, stages = prior.mean, prior.covariance, ()
-        whitening = decoding.first_whitening(prior, np.diag(10.0 ** rng.uniform(-3, 5, size)))
+        whitening = first_whitening(prior, np.diag(10.0 ** rng.uniform(-3, 5, size)))
         template = np.eye(size)
         for _ in range(4):
             noise = 10.0 ** rng.uniform(-8, 6) * (case != 3)
             curvature = (-3.0 if case % 2 else 0.0) * noise * np.eye(size) - 50.0 * (case == 3)
-            stage = decoding.read_stage(
+            stage = read_stage(
                 mean, covariance, whitening, template, 30 * noise * rng.normal(size=size),
                 curvature + noise * goe(size, rng), noise, noise,
             )  # fmt: skip
             stages = decoding.with_discrepancies((*stages, stage))
             kappa = decoding.sampling_ratio(stages[-1], -noise, noise)
             mean, covariance = decoding.decode(prior, stages, kappa, (mean, covariance))
-            whitening = decoding.next_whitening(stages[-1], prior, kappa)
+            whitening = next_whitening(stages[-1], prior, kappa)
             template = whitening @ stages[-1].curvature_floored @ whitening
             assert np.all(np.isfinite(mean)) and np.all(np.isfinite(whitening))
             assert np.all(np.linalg.eigvalsh(whitening) > 0)
@@ -472,12 +477,12 @@ def test_the_start_finds_a_curvature_along_the_mean_row():
     whitening = np.diag([0.5, 2.0, 1.0])
     scales = np.diag(whitening @ exact @ whitening)
     total = (rows @ whitening).sum(axis=0)
-    found = decoding.start(whitening, scales, 1e-3, (total, 1e-6), len(rows))
+    found = start(whitening, scales, 1e-3, (total, 1e-6), len(rows))
     np.testing.assert_allclose(np.diag(found), np.diag(exact), rtol=1e-2)
     np.testing.assert_allclose(found, exact, atol=0.06 * exact.max())
-    noise_only = decoding.start(whitening, scales, 1e-3, (total, 1e6), len(rows))
-    np.testing.assert_allclose(noise_only, decoding.start(whitening, scales, 1e-3))
-    first = decoding.first_whitening(likelihood.Prior(np.zeros(3), np.eye(3)), found)
+    noise_only = start(whitening, scales, 1e-3, (total, 1e6), len(rows))
+    np.testing.assert_allclose(noise_only, start(whitening, scales, 1e-3))
+    first = first_whitening(likelihood.Prior(np.zeros(3), np.eye(3)), found)
     assert np.trace(first @ found @ first) == pytest.approx(3)
 
 
@@ -550,7 +555,7 @@ def test_a_direction_that_no_record_sees_gets_less_information(monkeypatch):
         noise = rng.normal(size=(size, size))
         curvature = 50 * np.diag([1.0] * (size - 1) + [0]) + 2 * (noise + noise.T) / 2
         whitening = np.eye(size) / np.sqrt(50)
-        stage = decoding.read_stage(
+        stage = read_stage(
             np.zeros(size), np.eye(size), whitening, np.eye(size), rng.normal(size=size),
             whitening @ curvature @ whitening, 0.3, 2 / 50,
         )  # fmt: skip

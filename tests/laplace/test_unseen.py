@@ -92,7 +92,7 @@ def test_released_curvatures_decide_about_a_direction():
         expected = ((seen - half) ** 2 - seen**2) / (2 * noise**2)
         assert found == pytest.approx(expected, abs=3 / noise)
         assert np.sign(found) == np.sign(expected)
-    stage = decode.read_stage(
+    stage = curvature.read_stage(
         np.zeros(size), np.eye(size), whitening, np.eye(size), np.zeros(size), np.eye(size) + goe,
         0.1, noise, unseen=way,
     )  # fmt: skip
