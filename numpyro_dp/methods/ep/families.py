@@ -85,15 +85,13 @@ class Family(NamedTuple):
 
     def project(self, natural: Natural, floor: Number) -> Natural:
         """Raises entries to ``floor`` > 0 above their lowest value. Not for precision matrices."""
-        # A smaller floor than the machine epsilon would round to the lowest value.
-        return {
-            name: jnp.maximum(
-                value,
-                jnp.maximum(jnp.asarray(floor, value.dtype), jnp.finfo(value.dtype).eps)
-                + self.lowest[name],
-            )
-            for name, value in natural.items()
-        }
+
+        def raised(value: Array, lowest: float) -> Array:
+            # A smaller floor than the machine epsilon would round to the lowest value.
+            least = jnp.maximum(jnp.asarray(floor, value.dtype), jnp.finfo(value.dtype).eps)
+            return jnp.maximum(value, least + lowest)
+
+        return {name: raised(value, self.lowest[name]) for name, value in natural.items()}
 
 
 def multiply(a: Natural, b: Natural) -> Natural:
@@ -212,25 +210,10 @@ def gamma(shape: tuple[int, ...] = ()) -> Family:
         >>> float(gamma().to_dist(natural).mean)
         0.5
     """
-
-    def exponential(base: Any, full: Callable[[Any], Array]) -> Natural:
-        return {"log": jnp.zeros_like(full(base.rate)), "rate": full(base.rate)}
-
-    read: dict[type, _Read] = {
-        dist.Gamma: lambda base, full: {
-            "log": full(base.concentration) - 1, "rate": full(base.rate)
-        },
-        dist.Exponential: exponential,
-    }  # fmt: skip
+    statistics = {"log": jnp.log, "rate": jnp.negative}
+    attributes = {"log": "concentration", "rate": "rate"}
     name = f"gamma({_checked(shape)})"
-    return Family(
-        name,
-        {"log": jnp.zeros(shape), "rate": jnp.zeros(shape)},
-        {"log": -1.0, "rate": 0.0},
-        lambda z: {"log": jnp.log(z), "rate": -z},
-        lambda natural: _joint(dist.Gamma(natural["log"] + 1, natural["rate"])),
-        _reader(name, shape, read),
-    )
+    return _positive(name, shape, dist.Gamma, attributes, statistics, dist.Exponential)
 
 
 def beta(shape: tuple[int, ...] = ()) -> Family:
@@ -249,20 +232,9 @@ def beta(shape: tuple[int, ...] = ()) -> Family:
         >>> float(beta().to_dist(natural).mean)
         0.25
     """
-    read: dict[type, _Read] = {
-        dist.Beta: lambda base, full: {
-            "log": full(base.concentration1) - 1, "log_complement": full(base.concentration0) - 1
-        }
-    }  # fmt: skip
-    name = f"beta({_checked(shape)})"
-    return Family(
-        name,
-        {"log": jnp.zeros(shape), "log_complement": jnp.zeros(shape)},
-        {"log": -1.0, "log_complement": -1.0},
-        lambda z: {"log": jnp.log(z), "log_complement": jnp.log1p(-z)},
-        lambda natural: _joint(dist.Beta(natural["log"] + 1, natural["log_complement"] + 1)),
-        _reader(name, shape, read),
-    )
+    statistics = {"log": jnp.log, "log_complement": lambda z: jnp.log1p(-z)}
+    attributes = {"log": "concentration1", "log_complement": "concentration0"}
+    return _positive(f"beta({_checked(shape)})", shape, dist.Beta, attributes, statistics)
 
 
 def dirichlet(size: int) -> Family:
@@ -280,19 +252,8 @@ def dirichlet(size: int) -> Family:
         Array([0.25, 0.5 , 0.25], dtype=float32)
     """
     check_int("size", size, low=2, remedy="The number of proportions.")
-    name = f"dirichlet({size})"
-    return Family(
-        name,
-        {"log": jnp.zeros(size)},
-        {"log": -1.0},
-        lambda z: {"log": jnp.log(z)},
-        lambda natural: dist.Dirichlet(natural["log"] + 1),
-        _reader(
-            name,
-            (size,),
-            {dist.Dirichlet: lambda base, full: {"log": full(base.concentration) - 1}},
-        ),
-    )
+    attributes = {"log": "concentration"}
+    return _positive(f"dirichlet({size})", (size,), dist.Dirichlet, attributes, {"log": jnp.log})
 
 
 def normal(dim: int) -> Family:
@@ -378,9 +339,43 @@ def _coordinates(base: Any, full: Callable[[Any], Array]) -> Natural:
     return {"linear": precision * full(base.loc), "precision": precision}
 
 
-def _joint(given: dist.Distribution) -> dist.Distribution:
-    """Makes all batch dimensions part of one value."""
-    return given.to_event(len(given.batch_shape)) if given.batch_shape else given
+def _positive(
+    name: str,
+    shape: tuple[int, ...],
+    kind: Any,
+    attributes: dict[str, str],
+    statistics: dict[str, Callable[[Array], Array]],
+    *special: Any,
+) -> Family:
+    """A family with positive parameters, of which shapes and concentrations count minus 1.
+
+    Args:
+        name: Constructor and size.
+        shape: Shape of one value.
+        kind: The class of NumPyro.
+        attributes: Natural parameter -> parameter of the class.
+        statistics: Natural parameter -> its statistic.
+        *special: Classes of distributions with concentration 1.
+    """
+    lowest = {n: -1.0 if each.startswith("conc") else 0.0 for n, each in attributes.items()}
+
+    def to_dist(natural: Natural) -> dist.Distribution:
+        given = kind(**{each: natural[n] - lowest[n] for n, each in attributes.items()})
+        return given.to_event(len(given.batch_shape))
+
+    def read(base: Any, full: Callable[[Any], Array]) -> Natural:
+        if isinstance(base, special):
+            base = kind(jnp.ones_like(base.rate), base.rate)
+        return {n: full(getattr(base, each)) + lowest[n] for n, each in attributes.items()}
+
+    return Family(
+        name,
+        {n: jnp.zeros(shape) for n in attributes},
+        lowest,
+        lambda z: {n: each(z) for n, each in statistics.items()},
+        to_dist,
+        _reader(name, shape, dict.fromkeys((kind, *special), read)),
+    )
 
 
 def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:
