@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,6 +23,10 @@ from numpyro_dp.posterior import Finding, Posterior
 __all__ = ["DPMCMC"]
 
 _SLACK = 1e-5  # noise multipliers are rounded up to float32
+_REMEDY = (
+    "A larger epsilon or more records help, more steps within one budget hardly do. DPLaplace and "
+    "DPSEP need no mixing."
+)
 _MOST_LATENTS = 300  # with more, covariances of the draws cost too much
 _INDEPENDENT = "DPMCMC takes the noise for the thermal noise of its chains, which is independent"
 
@@ -119,10 +122,8 @@ class DPMCMC:
         svi = SVI(kernel.model, guide, numpyro.optim.SGD(1.0), Trace_ELBO(), **static_kwargs)
         frontend = extend.Frontend(privacy.given_model(kernel.model, static_kwargs), svi)
         self._driver = _Chain(kernel, frontend, self.settings)
-        self._samples: dict[str, Array] | None = None
-        self._report: extend.PrivacyReport | None = None
+        self._last: Any = None  # what the chains of the last run found
         self._posterior: Posterior | None = None
-        self._make_posterior: Callable[[], Posterior] | None = None
 
     def run(
         self,
@@ -150,15 +151,12 @@ class DPMCMC:
             ValueError: If a step is too large for the noise. ``run`` has read no record then.
             NoiseReuseError: If JAX traces the call, or another run had the same ``secret_key``.
         """
-        found = self._chains.run(
+        # If this run fails, results of the run before it stay.
+        self._last = self._chains.run(
             self._driver, rng_key, args, kwargs, init_params=init_params, checkpoint=checkpoint,
             every=every, progress_bar=self._progress_bar, check=self._check_heat,
         )  # fmt: skip
-        latents, report = found.problem.model.structure.latents, found.privacy
-        self._report = report  # set last: if this run fails, results of the run before it stay
-        self._samples = {site: found.params[f"{site}{POINT_SUFFIX}"] for site in latents}
         self._posterior = None
-        self._make_posterior = functools.partial(self._posterior_of, found.problem, report)
 
     def plan(self, *args: PyTree, **kwargs: PyTree) -> extend.Forecast:
         """Returns how far the noise will move the posterior, at best. Reads no record.
@@ -198,12 +196,16 @@ class DPMCMC:
         (:mod:`numpyro_dp.methods.langevin.mixing`). :meth:`get_samples` has the samples as they
         are. Models with more than 300 latents get the samples as they are here, too.
         """
-        if self._make_posterior is None:
-            raise ValueError("There is no posterior yet. Call run first.")
+        found = self._found("is no posterior")
         if self._posterior is None:
-            self._posterior = self._make_posterior()
+            self._posterior = self._posterior_of(found.problem, found.privacy)
             self._posterior.warn()
         return self._posterior
+
+    def _found(self, nothing: str) -> Any:
+        if self._last is None:
+            raise ValueError(f"There {nothing} yet. Call run first.")
+        return self._last
 
     def _posterior_of(self, problem: Any, report: extend.PrivacyReport) -> Posterior:
         kernel, samples = self.kernel, self.get_samples()
@@ -213,39 +215,23 @@ class DPMCMC:
         chains = "1 chain" if report.chains == 1 else f"{report.chains} chains"
         method = f"DPMCMC by {type(kernel).__name__}, {number} samples of {chains}"
         mixing = mixing_of(self.get_samples(group_by_chain=True))
-        said = (
-            f"the largest R-hat is {mixing.rhat:.2f}, the fewest effective draws {mixing.size:.0f}"
-        )
         scale = self.settings.noise_scale(report.noise_multiplier, report.plan.num_examples)
-        remedy = (
-            "A larger epsilon or more records help, more steps within one budget hardly do. "
-            "DPLaplace and DPSEP need no mixing."
-        )
-        found = [] if mixing.good else [
-            Finding("mixing", True, f"The chains have not mixed: {said}. {remedy}")
-        ]  # fmt: skip
+        said, good = f"The chains have not mixed: {mixing}.", mixing.good
+        findings = () if good else (Finding("mixing", True, f"{said} {_REMEDY}"),)
         if scale > 0 and size <= _MOST_LATENTS:
-            notes = (f"The chains have not mixed ({said}), so this is the prior.",)
             variance = scale**2 / (report.chains * self._chains.num_samples)
             with contextlib.suppress(extend.UnsupportedModelError):
-                free = source.unconstrained(samples)
-                draws = draws_of_chains(problem, free, mixing.good, variance)
-                return source.posterior(
-                    draws, report, method, () if mixing.good else notes, findings=found,
-                    noise_included=True if mixing.good else None,
-                )  # fmt: skip
-
-        notes = () if mixing.good else (f"The chains have not mixed: {said}.",)
-        return source.posterior(
-            samples, report, method, notes, mixing.good, found, noise_included=False
-        )
+                draws = draws_of_chains(problem, source.unconstrained(samples), good, variance)
+                prior = f"The chains have not mixed ({mixing}), so this is the prior."
+                notes, included = ((), True) if good else ((prior,), None)
+                return source.posterior(draws, report, method, notes, True, findings, included)
+        notes = () if good else (said,)
+        return source.posterior(samples, report, method, notes, good, findings, False)
 
     @property
     def privacy(self) -> extend.PrivacyReport:
         """The privacy report of the last run, for all chains together."""
-        if self._report is None:
-            raise ValueError("There is no privacy report yet. Call run first.")
-        return self._report
+        return self._found("is no privacy report").privacy
 
     def get_samples(self, group_by_chain: bool = False) -> dict[str, Array]:
         """Returns the constrained samples by site. They may be published.
@@ -253,11 +239,12 @@ class DPMCMC:
         Args:
             group_by_chain: Keeps a leading axis of chains.
         """
-        if self._samples is None:
-            raise ValueError("There are no samples yet. Call run first.")
+        found = self._found("are no samples")
+        latents = found.problem.model.structure.latents
+        samples = {site: found.params[f"{site}{POINT_SUFFIX}"] for site in latents}
         if group_by_chain:
-            return dict(self._samples)
-        return {name: value.reshape(-1, *value.shape[2:]) for name, value in self._samples.items()}
+            return samples
+        return {name: value.reshape(-1, *value.shape[2:]) for name, value in samples.items()}
 
     def print_summary(self, prob: float = 0.9) -> None:
         """Prints NumPyro's summary of the samples. For the privacy report, see ``privacy``.

@@ -65,6 +65,8 @@ POINT_SUFFIX = "_auto_loc"  # NumPyro's suffix of the parameters of AutoDelta
 _LARGEST = 1e12
 
 StepSize = float | Callable[[Array], Array] | None
+Parts = tuple[Array, ...]  # the state of a kernel, of which the position comes first
+_State = tuple[Array, tuple[Any, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,7 +109,7 @@ class SGLD:
         """Whether the kernel adds noise to the privacy noise."""
         return self.step_size is not None
 
-    def start(self, position: Array) -> tuple[Array, ...]:
+    def start(self, position: Array) -> Parts:
         """Returns the initial state. Its first entry is the position."""
         return (position,)
 
@@ -135,23 +137,23 @@ class SGLD:
             )
         return sizes
 
-    def move(
-        self, step: Array, score: Array, noise: Array, draw: Array, state: tuple[Array, ...]
-    ) -> tuple[Array, ...]:
+    def move(self, step: Array, score: Array, noise: Array, draw: Array, state: Parts) -> Parts:
         """Takes a step. ``noise`` is s, and ``draw`` is standard normal."""
         (position,) = state
-        rate = self._rate(step, noise)
-        return (position + self._change(rate, score, noise, draw),)
+        return (position + self._change(self._rate(step, noise), score, noise, draw),)
 
     def _rate(self, step: Array, noise: Array) -> Array:
         if self.step_size is None:
             return self.largest_step_size(noise)
-        if callable(self.step_size):
-            return jnp.asarray(self.step_size(step))
-        return jnp.asarray(self.step_size)
+        return jnp.asarray(self.step_size(step) if callable(self.step_size) else self.step_size)
 
-    def _change(self, rate: Array, score: Array, noise: Array, draw: Array) -> Array:
-        rest = _rest(2 * rate * self.temperature, (rate * noise) ** 2)
+    def _change(
+        self, rate: Array, score: Array, noise: Array, draw: Array, friction: float = 1.0
+    ) -> Array:
+        wanted = 2 * friction * rate * self.temperature
+        rest = wanted - (rate * noise) ** 2
+        # A difference within rounding error counts as 0.
+        rest = jnp.where(rest > 8 * jnp.finfo(rest.dtype).eps * wanted, rest, 0)
         return rate * score + jnp.sqrt(rest) * draw
 
 
@@ -199,13 +201,11 @@ class PreconditionedSGLD(SGLD):
         """True: coordinates with smaller steps need more noise than the privacy noise."""
         return True
 
-    def start(self, position: Array) -> tuple[Array, ...]:
+    def start(self, position: Array) -> Parts:
         """Returns the initial state: position and mean square."""
         return position, jnp.zeros_like(position)
 
-    def move(
-        self, step: Array, score: Array, noise: Array, draw: Array, state: tuple[Array, ...]
-    ) -> tuple[Array, ...]:
+    def move(self, step: Array, score: Array, noise: Array, draw: Array, state: Parts) -> Parts:
         """Takes a step."""
         position, squares = state
         seen = squares / jnp.maximum(1 - self.decay**step, 1e-30)  # Adam's bias correction
@@ -244,7 +244,7 @@ class SGHMC(SGLD):
         super().__post_init__()
         check_real("friction", self.friction, low=0, low_open=True, high=1)
 
-    def start(self, position: Array) -> tuple[Array, ...]:
+    def start(self, position: Array) -> Parts:
         """Returns the initial state: position and momentum."""
         return position, jnp.zeros_like(position)
 
@@ -252,22 +252,12 @@ class SGHMC(SGLD):
         """Returns the step size at which privacy noise is all the noise."""
         return self.friction * super().largest_step_size(noise_scale)
 
-    def move(
-        self, step: Array, score: Array, noise: Array, draw: Array, state: tuple[Array, ...]
-    ) -> tuple[Array, ...]:
+    def move(self, step: Array, score: Array, noise: Array, draw: Array, state: Parts) -> Parts:
         """Takes a step."""
         position, momentum = state
-        rate = self._rate(step, noise)
-        rest = _rest(2 * self.friction * rate * self.temperature, (rate * noise) ** 2)
-        kick = rate * score + jnp.sqrt(rest) * draw
+        kick = self._change(self._rate(step, noise), score, noise, draw, self.friction)
         momentum = (1 - self.friction) * momentum + kick
         return position + momentum, momentum
-
-
-def _rest(wanted: Array, present: Array) -> Array:
-    """The missing variance. A difference within rounding error counts as 0."""
-    rest = wanted - present
-    return jnp.where(rest > 8 * jnp.finfo(rest.dtype).eps * wanted, rest, 0)
 
 
 class Score(NamedTuple):
@@ -319,18 +309,16 @@ class LangevinSteps:
     def __init__(self, kernel: SGLD) -> None:
         self._kernel = kernel
 
-    def init(self, params: dict[str, Array]) -> tuple[Array, tuple[Any, ...]]:
+    def init(self, params: dict[str, Array]) -> _State:
         """Returns the initial state."""
         flat, unravel = ravel_pytree(params)
         return jnp.zeros((), jnp.int32), tuple(unravel(part) for part in self._kernel.start(flat))
 
-    def get_params(self, state: tuple[Array, tuple[Any, ...]]) -> dict[str, Array]:
+    def get_params(self, state: _State) -> dict[str, Array]:
         """Returns the position."""
         return state[1][0]
 
-    def update(
-        self, score: Score, state: tuple[Array, tuple[Any, ...]], **_: Any
-    ) -> tuple[Array, tuple[Any, ...]]:
+    def update(self, score: Score, state: _State, **_: Any) -> _State:
         """Takes a step."""
         (step, parts), kernel = state, self._kernel
         gradient, unravel = ravel_pytree(score.gradient)

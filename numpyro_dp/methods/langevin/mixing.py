@@ -39,6 +39,9 @@ class Mixing(NamedTuple):
     rhat: float
     size: float
 
+    def __str__(self) -> str:
+        return f"the largest R-hat is {self.rhat:.2f}, the fewest effective draws {self.size:.0f}"
+
     @property
     def good(self) -> bool:
         """Whether the chains have mixed well enough to use their draws."""
