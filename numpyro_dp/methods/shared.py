@@ -9,9 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_dp.core import Values
 from numpyro_dp.extend import check_real
 
-__all__ = ["SensitiveEPResult", "check_probs", "schedule"]
+__all__ = [
+    "SensitiveEPResult",
+    "SensitiveSites",
+    "check_probs",
+    "checked_start",
+    "equal_sites",
+    "schedule",
+]
 
 
 class SensitiveEPResult(NamedTuple):
@@ -27,6 +35,41 @@ class SensitiveEPResult(NamedTuple):
 
     def __repr__(self) -> str:
         return f"SensitiveEPResult(params of {sorted(self.params)}: not private)"
+
+
+class SensitiveSites(NamedTuple):
+    """The posterior and the site of each record. Sensitive: never publish it.
+
+    Attributes:
+        params: Natural parameters of the posterior.
+        sites: Natural parameters of each record's site, leading axis ``records``.
+    """
+
+    params: dict[str, Array]
+    sites: dict[str, Array]
+
+
+def equal_sites(params: dict[str, Array], extra: dict[str, Array], number: int) -> SensitiveSites:
+    """Returns equal sites of records that share what a start has beyond the prior."""
+    sites = {n: jnp.broadcast_to(x / number, (number, *x.shape)) for n, x in extra.items()}
+    return SensitiveSites(params, sites)
+
+
+def checked_start(init_params: Values, like: Values, some: bool = False) -> dict[str, np.ndarray]:
+    """Returns initial values as float64, or raises ValueError if names or shapes differ.
+
+    Args:
+        init_params: The values given.
+        like: Values with the names and shapes that are expected.
+        some: Whether entries may be missing.
+    """
+    found = {name: np.asarray(value, np.float64) for name, value in init_params.items()}
+    given = {name: value.shape for name, value in found.items()}
+    shapes = {name: np.shape(value) for name, value in like.items()}
+    if given != {name: shapes.get(name) for name in (given if some else shapes)}:
+        among = "shapes among" if some else "the names and shapes"
+        raise ValueError(f"Expected init_params with {among} {shapes}, got {given}.")
+    return found
 
 
 def check_probs(value: object, number: int | None = None) -> np.ndarray:

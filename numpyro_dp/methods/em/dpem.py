@@ -13,7 +13,7 @@ from jax import Array
 from numpyro_dp import extend
 from numpyro_dp.core import Args, Kwargs, Sampler, Values
 from numpyro_dp.methods.em.statistics import MStep, expected_statistics
-from numpyro_dp.methods.shared import check_probs
+from numpyro_dp.methods.shared import check_probs, checked_start
 
 __all__ = ["DPEM"]
 
@@ -127,20 +127,16 @@ class DPEM(extend.Driver):
     ) -> extend.Prepared:
         """Reads no record."""
         shape, _ = structure.layout.shapes[0]
-        params = self._start(rng_key, *shape)
+        number, each = self.num_components, self.init_scale**2 * jnp.eye(*shape)
+        params = {
+            "probs": jnp.full(number, 1 / number),
+            "means": self.init_scale * jax.random.normal(rng_key, (number, *shape)),
+            "covariances": jnp.tile(each, (number, 1, 1)),
+        }
         if call.init_params is not None:
             params = params | _check_init(call.init_params, params, self._known)
-        return extend.Prepared(
-            extend.RecordsProblem(structure), self.method.optim.init(params), rng_key
-        )
-
-    def _start(self, rng_key: Array, size: int) -> dict[str, Array]:
-        number = self.num_components
-        covariances = jnp.tile(self.init_scale**2 * jnp.eye(size), (number, 1, 1))
-        means = self.init_scale * jax.random.normal(rng_key, (number, size))
-        return {
-            "probs": jnp.full(number, 1 / number), "means": means, "covariances": covariances
-        }  # fmt: skip
+        problem = extend.RecordsProblem(structure)
+        return extend.Prepared(problem, self.method.optim.init(params), rng_key)
 
 
 def _check_init(init_params: Values, like: dict[str, Array], known: set[str]) -> dict[str, Array]:
@@ -149,11 +145,7 @@ def _check_init(init_params: Values, like: dict[str, Array], known: set[str]) ->
             f"init_params has the entries {both}, but DPEM was built with known values for them "
             "(scale or probs). Remove these entries."
         )
-    shapes = {name: value.shape for name, value in like.items()}
-    given = {name: np.shape(value) for name, value in init_params.items()}
-    if any(shapes.get(name) != shape for name, shape in given.items()):
-        raise ValueError(f"Expected init_params with shapes among {shapes}, got {given}.")
-    found = {name: np.asarray(value, np.float64) for name, value in init_params.items()}
+    found = checked_start(init_params, like, some=True)
     if "probs" in found:
         check_probs(found["probs"])
     for name, value in found.items():

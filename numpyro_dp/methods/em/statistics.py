@@ -17,6 +17,7 @@ Reference:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -35,24 +36,7 @@ from numpyro_dp.methods.shared import schedule
 __all__ = ["MStep", "expected_statistics"]
 
 Params = dict[str, Array]
-
-
-class Statistics(NamedTuple):
-    """Input of the M step.
-
-    Attributes:
-        sums: Estimates of the sums over all records: ``counts``, ``sums``, ``squares``.
-        noise_scale: Standard deviation of the noise in each entry of the sums.
-    """
-
-    sums: dict[str, Array]
-    noise_scale: Array
-
-
-class _Components(NamedTuple):
-    means: Array
-    inverse: Array
-    log_weight: Array
+_Components = tuple[Array, Array, Array]  # means, inverse covariances, logarithms of weights
 
 
 def expected_statistics(with_squares: bool) -> Callable[[RecordsProblem], Estimator]:
@@ -73,26 +57,26 @@ def expected_statistics(with_squares: bool) -> Callable[[RecordsProblem], Estima
 
         def prepare(_: Array, params: Params) -> _Components:
             inverse, _, log_det = jax.vmap(inverse_and_log_det)(params["covariances"])
-            return _Components(params["means"], inverse, jnp.log(params["probs"]) - log_det / 2)
+            return params["means"], inverse, jnp.log(params["probs"]) - log_det / 2
 
         def signal(public: _Components, example: tuple[Array, ...]) -> dict[str, Array]:
-            x = example[0].astype(public.means.dtype)
-            distance = x - public.means
-            squared = jnp.einsum("jd,jde,je->j", distance, public.inverse, distance)
-            share = jax.nn.softmax(public.log_weight - squared / 2)
+            means, inverse, log_weight = public
+            x = example[0].astype(means.dtype)
+            distance = x - means
+            squared = jnp.einsum("jd,jde,je->j", distance, inverse, distance)
+            share = jax.nn.softmax(log_weight - squared / 2)
             found = {"counts": share, "sums": share[:, None] * x}
             if with_squares:
                 found["squares"] = share[:, None] * (jnp.outer(x, x)[rows, cols] * weight)
             return found
 
-        def pull_back(public: _Components, released: Released) -> Statistics:
-            sums = dict(released.total)
-            if with_squares:
-                number = len(public.means)
-                upper = jnp.zeros((number, size, size))
-                upper = upper.at[:, rows, cols].set(sums["squares"] / weight)
-                sums["squares"] = upper + jnp.triu(upper, 1).swapaxes(1, 2)
-            return Statistics(sums, jnp.asarray(released.noise_scale))
+        def pull_back(_: _Components, released: Released) -> Released:
+            if not with_squares:
+                return released
+            squares = released.total["squares"] / weight
+            upper = jnp.zeros((len(squares), size, size)).at[:, rows, cols].set(squares)
+            whole = {"squares": upper + jnp.triu(upper, 1).swapaxes(1, 2)}
+            return released._replace(total=released.total | whole)
 
         return Estimator(prepare, signal, pull_back)
 
@@ -157,11 +141,11 @@ class MStep:
         """Returns the parameters."""
         return state.params
 
-    def update(self, statistics: Statistics, state: MStepState, **_: Any) -> MStepState:
+    def update(self, statistics: Released, state: MStepState, **_: Any) -> MStepState:
         """Takes a step. Counts are floored at 1 and at twice the standard deviation of noise."""
         # The initial sums are zeros, not statistics.
         rate = jnp.where(state.step == 0, 1.0, self._rate(state.step))
-        sums = jax.tree.map(lambda old, new: old + rate * (new - old), state.sums, statistics.sums)
+        sums = jax.tree.map(lambda old, new: old + rate * (new - old), state.sums, statistics.total)
         noise = (1 - rate) ** 2 * state.noise + (rate * statistics.noise_scale) ** 2
         # Noise can make the count of a rare component negative, or its mean arbitrarily large.
         counts = jnp.maximum(sums["counts"], jnp.maximum(1.0, 2 * jnp.sqrt(noise)))
@@ -170,9 +154,8 @@ class MStep:
         if "squares" in sums:
             second = sums["squares"] / counts[:, None, None]
             covariances = second - means[:, :, None] * means[:, None, :]
-            params["covariances"] = lax.map(
-                lambda each: raise_eigenvalues(each, self._floor), covariances
-            )
+            raised = functools.partial(raise_eigenvalues, floor=self._floor)
+            params["covariances"] = lax.map(raised, covariances)
         return MStepState(state.step + 1, params | self._known(means), sums, noise)
 
 

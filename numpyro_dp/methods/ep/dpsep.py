@@ -147,13 +147,13 @@ class DPSEP(extend.Driver):
     ) -> EPProblem:
         """Finds the prior and the kind of site. Reads no record."""
         shared = structure.layout.rows(call.args, call.kwargs).shared
-        known = self.known_problem(call)
-        if known is not None:
+        problem = self.known_problem(call)
+        if problem is not None:
             # It was checked for these shapes. Only the public arrays may differ.
-            problem = known.at(shared)
+            problem = problem.at(shared)
         else:
             problem = make_problem(self._given.fn, structure, self._family, shared, rng_key)
-            site = choose_site(problem.by_row) if self._site is None else self._site
+            site = self._site or choose_site(problem.by_row)
             site.check(problem.by_row)
             problem = problem._replace(site=site)
         self.guide.prototype_trace = problem
@@ -164,27 +164,25 @@ class DPSEP(extend.Driver):
     ) -> extend.Prepared:
         """Returns the problem and its start. Reads no record."""
         problem = self.problem_of(structure, rng_key, call)
-        return extend.Prepared(
-            problem, self.method.optim.init(problem.start(call.init_params)), rng_key
-        )
+        start = self.method.optim.init(problem.start(call.init_params))
+        return extend.Prepared(problem, start, rng_key)
 
     def posterior_of(self, problem: EPProblem, result: extend.RunResult, plain: bool) -> Posterior:
         """Returns the posterior of the latents."""
         params, privacy = result.params, result.privacy
-        guide = PosteriorGuide()
-        guide.prototype_trace = problem  # self.guide may already belong to a later run
         source = extend.ModelSource.of(problem.model, problem.shared, params)
         method = f"{type(self).__name__} with {_name_of(self._family)}, {privacy.num_steps} steps"
-        if result.scores is not None and privacy.noise_multiplier > 0 and not plain:
+        noisy = privacy.noise_multiplier > 0
+        if result.scores is not None and noisy and not plain:
             unbiased = self.method.estimator_of(problem).centring is not None
             released = result.scores.curvature
             # Diagonal precisions are too sure if the likelihood couples the latents.
             apart = released is not None and _is_diagonal(released) and problem.mixes_latents()
             told = (Finding("independent", True, _APART),) * apart
             return extend.posterior_of_scores(source, problem, result, method, unbiased, told)
-        noise = privacy.noise_multiplier > 0
-        notes = ("The intervals do not contain the privacy noise of the run.",) * noise
+        guide = PosteriorGuide(problem)  # self.guide may already belong to a later run
         draws, findings = source.guide_draws(guide, params, {}), extend.findings_of_run(result)
+        notes = ("The intervals do not contain the privacy noise of the run.",) * noisy
         return source.posterior(
             draws, privacy, method, notes, findings=findings, noise_included=False
         )

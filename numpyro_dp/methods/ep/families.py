@@ -178,20 +178,22 @@ def product(**families: Family) -> Family:
                 "constructor, such as diagonal_normal(2) or gamma()."
             )
 
-    def joined(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        return {f"{site}_{n}": value for site, part in parts.items() for n, value in part.items()}
+    def joined(part: Callable[[str, Family], dict[str, Any]]) -> dict[str, Any]:
+        return {f"{s}_{n}": value for s, f in families.items() for n, value in part(s, f).items()}
 
     def to_dist(natural: Natural) -> dict[str, Any]:
-        parts = {s: {n: natural[f"{s}_{n}"] for n in f.unit} for s, f in families.items()}
-        return {site: family.to_dist(parts[site]) for site, family in families.items()}
+        return {
+            site: f.to_dist({n: natural[f"{site}_{n}"] for n in f.unit})
+            for site, f in families.items()
+        }
 
     return Family(
         name=f"product({', '.join(f'{site}={f.name}' for site, f in families.items())})",
-        unit=joined({site: f.unit for site, f in families.items()}),
-        lowest=joined({site: f.lowest for site, f in families.items()}),
-        statistics=lambda z: joined({site: f.statistics(z[site]) for site, f in families.items()}),
+        unit=joined(lambda _, f: f.unit),
+        lowest=joined(lambda _, f: f.lowest),
+        statistics=lambda z: joined(lambda site, f: f.statistics(z[site])),
         to_dist=to_dist,
-        from_dist=lambda d: joined({site: f.from_dist(d[site]) for site, f in families.items()}),
+        from_dist=lambda d: joined(lambda site, f: f.from_dist(d[site])),
     )
 
 

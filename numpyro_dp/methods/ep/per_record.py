@@ -14,7 +14,7 @@ Reference:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,14 @@ from numpyro_dp.core import PyTree, Values
 from numpyro_dp.extend import Call, check_int, check_real, check_rng_key
 from numpyro_dp.methods.ep.dpsep import SEP
 from numpyro_dp.methods.ep.families import Natural, divide, multiply, normal
-from numpyro_dp.methods.ep.problem import EPProblem, PosteriorGuide, Site
+from numpyro_dp.methods.ep.problem import EPProblem, PosteriorGuide
 from numpyro_dp.methods.normal import cavity_of, centre
-from numpyro_dp.methods.shared import SensitiveEPResult
+from numpyro_dp.methods.shared import SensitiveEPResult, SensitiveSites, equal_sites
 
 __all__ = ["EP"]
+
+# Posterior, site, key and row of a record -> its new site.
+_Refine = Callable[[Natural, Natural, Array, PyTree], Natural]
 
 
 class EP:
@@ -104,93 +107,70 @@ class EP:
         sweep = _sequential_sweep if self.sequential else _batched_sweep
 
         @jax.jit
-        def sweeps(state: SensitiveSites, rows: PyTree) -> tuple[SensitiveSites, dict[str, Array]]:
+        def sweeps(state: SensitiveSites, rows: PyTree) -> tuple[SensitiveSites, Natural]:
             own = problem.at(rows.shared)
-            site = problem.site.build(own)
+            refine = _refiner(own, self.damping)
 
-            def one(state: SensitiveSites, key: Array) -> tuple[SensitiveSites, dict[str, Array]]:
-                state = sweep(own, site, state, rows.arrays, key, self.damping)
-                return state, problem.constrain(state.posterior)
+            def one(state: SensitiveSites, key: Array) -> tuple[SensitiveSites, Natural]:
+                state = sweep(own, refine, state, rows.arrays, key)
+                return state, problem.constrain(state.params)
 
-            return jax.lax.scan(one, state, jax.random.split(rng_key, num_sweeps))
+            return lax.scan(one, state, jax.random.split(rng_key, num_sweeps))
 
-        state, trace = sweeps(_start_sites(problem, problem.start(init_params)), rows)
-        return SensitiveEPResult(problem.constrain(state.posterior), trace)
-
-
-class SensitiveSites(NamedTuple):
-    """The posterior and the site of each record. Sensitive: never publish it.
-
-    Attributes:
-        posterior: Natural parameters of q.
-        sites: Natural parameters of each record's site, leading axis ``records``.
-    """
-
-    posterior: Natural
-    sites: Natural
-
-
-def _start_sites(problem: EPProblem, start: Natural) -> SensitiveSites:
-    """Returns equal sites whose product with the prior is ``start``."""
-    number = problem.num_examples
-    # The prior is not a site. What the start has beyond it is shared by all records.
-    extra = divide(start, problem.prior)
-    sites = jax.tree.map(lambda x: jnp.broadcast_to(x / number, (number, *x.shape)), extra)
-    return SensitiveSites(start, sites)
+        start = problem.start(init_params)
+        # The prior is not a site. What the start has beyond it is shared by all records.
+        begin = equal_sites(start, divide(start, problem.prior), problem.num_examples)
+        state, trace = sweeps(begin, rows)
+        return SensitiveEPResult(problem.constrain(state.params), trace)
 
 
 def _batched_sweep(
-    problem: EPProblem, site: Site, state: SensitiveSites, records: Any, rng_key: Array, rate: float
+    problem: EPProblem, refine: _Refine, state: SensitiveSites, records: Any, rng_key: Array
 ) -> SensitiveSites:
     """Moves the sites of all records, each starting from the same posterior."""
     keys = jax.random.split(rng_key, problem.num_examples)
-    refine = jax.vmap(lambda own, key, example: _refined(
-        problem, site, state.posterior, own, key, example, rate
-    ))  # fmt: skip
-    sites = refine(state.sites, keys, records)
-    total = jax.tree.map(lambda leaf: leaf.sum(0), sites)
-    return SensitiveSites(multiply(problem.prior, total), sites)
+    sites = jax.vmap(refine, (None, 0, 0, 0))(state.params, state.sites, keys, records)
+    return _joined(problem, sites)
 
 
 def _sequential_sweep(
-    problem: EPProblem, site: Site, state: SensitiveSites, records: Any, rng_key: Array, rate: float
+    problem: EPProblem, refine: _Refine, state: SensitiveSites, records: Any, rng_key: Array
 ) -> SensitiveSites:
     """Moves the sites one after the other, in a random order."""
     order_key, rng_key = jax.random.split(rng_key)
     order = jax.random.permutation(order_key, problem.num_examples)
 
     def move(state: SensitiveSites, number: Array) -> tuple[SensitiveSites, None]:
-        own = jax.tree.map(lambda leaf: leaf[number], state.sites)
-        example = jax.tree.map(lambda leaf: leaf[number], records)
-        key = jax.random.fold_in(rng_key, number)
-        new = _refined(problem, site, state.posterior, own, key, example, rate)
+        own, example = jax.tree.map(lambda leaf: leaf[number], (state.sites, records))
+        new = refine(state.params, own, jax.random.fold_in(rng_key, number), example)
         # Only the change, so that a step does not add up all sites.
-        posterior = multiply(state.posterior, divide(new, own))
+        posterior = multiply(state.params, divide(new, own))
         sites = jax.tree.map(lambda leaf, value: leaf.at[number].set(value), state.sites, new)
         return SensitiveSites(posterior, sites), None
 
     state, _ = lax.scan(move, state, order)
-    total = jax.tree.map(lambda leaf: leaf.sum(0), state.sites)  # drops accumulated rounding errors
-    return SensitiveSites(multiply(problem.prior, total), state.sites)
+    return _joined(problem, state.sites)  # drops accumulated rounding errors
 
 
-def _refined(
-    problem: EPProblem,
-    site: Site,
-    posterior: Natural,
-    own: Natural,
-    rng_key: Array,
-    example: PyTree,
-    rate: float,
-) -> Natural:
-    """The new site of one record, or the old site if its cavity is not a member of the family."""
-    cavity = divide(posterior, own)
-    found = site.approximate(site.prepare(rng_key, cavity), example)
-    if problem.latents.is_normal:
-        # A normal site is centred at the mean of its cavity. Products need one common origin.
-        found = centre(found, -cavity_of(cavity).mean)
-    new = jax.tree.map(lambda old, x: (1 - rate) * old + rate * x, own, found)
-    good = problem.latents.family.is_valid(cavity)
-    for leaf in jax.tree.leaves(new):
-        good &= jnp.all(jnp.isfinite(leaf))
-    return jax.tree.map(lambda after, before: jnp.where(good, after, before), new, own)
+def _joined(problem: EPProblem, sites: Natural) -> SensitiveSites:
+    total = jax.tree.map(lambda leaf: leaf.sum(0), sites)
+    return SensitiveSites(multiply(problem.prior, total), sites)
+
+
+def _refiner(problem: EPProblem, rate: float) -> _Refine:
+    """Returns the new site of a record, or the old one if its cavity is not in the family."""
+    site = problem.site.build(problem)
+
+    def refine(posterior: Natural, own: Natural, rng_key: Array, example: PyTree) -> Natural:
+        cavity = divide(posterior, own)
+        found = site.approximate(site.prepare(rng_key, cavity), example)
+        if problem.latents.is_normal:
+            # A normal site is centred at the mean of its cavity. Products need one common origin.
+            found = centre(found, -cavity_of(cavity).mean)
+        new = jax.tree.map(lambda old, x: (1 - rate) * old + rate * x, own, found)
+        good = problem.latents.family.is_valid(cavity)
+        for leaf in jax.tree.leaves(new):
+            good &= jnp.all(jnp.isfinite(leaf))
+        return jax.tree.map(lambda after, before: jnp.where(good, after, before), new, own)
+
+    return refine

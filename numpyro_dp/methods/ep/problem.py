@@ -8,6 +8,7 @@ family belongs to one site and covers the constrained values of that site.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from numpyro.distributions import biject_to
 from numpyro_dp.core import Args, Kwargs, PyTree, Values
 from numpyro_dp.extend import Model, ModelStructure, Records, UnsupportedModelError
 from numpyro_dp.methods.ep.families import Family, Natural, product
+from numpyro_dp.methods.shared import checked_start
 
 __all__ = [
     "EPProblem",
@@ -46,15 +48,18 @@ class Latents(NamedTuple):
         family: Family of z.
         unconstrain: z -> unconstrained value of each latent site.
         constrain: z -> value of each latent site.
-        is_normal: Whether the family is normal over one vector. If so, sites are centred.
-        dim: Length of that vector, else 0.
+        dim: Length of z if the family is normal over one vector, else 0.
     """
 
     family: Family
     unconstrain: Callable[[Any], dict[str, Array]]
     constrain: Callable[[Any], dict[str, Array]]
-    is_normal: bool
-    dim: int
+    dim: int = 0
+
+    @property
+    def is_normal(self) -> bool:
+        """Whether the family is normal over one vector. If so, sites are centred."""
+        return self.dim > 0
 
 
 class EPProblem(NamedTuple):
@@ -98,6 +103,17 @@ class EPProblem(NamedTuple):
         """Log likelihood of one record."""
         return self.model.log_likelihood(self.latents.unconstrain(z), {}, example, self.shared)
 
+    def of_arguments(self, fn: Callable[..., Any], example: tuple[Array, ...]) -> Any:
+        """Calls a function of the model's arguments for a data set of one record."""
+        given = self.model.structure.layout.example(example, self.shared)
+        return fn(*given.args, **given.kwargs)
+
+    def check_normal(self, site: str, remedy: str) -> None:
+        """Raises UnsupportedModelError unless the family is normal."""
+        if not self.latents.is_normal:
+            name = self.latents.family.name
+            raise UnsupportedModelError(f"{site} needs a normal family, got {name}. {remedy}")
+
     @property
     def by_row(self) -> EPProblem:
         """The same problem with a single row as a record, which is what sites read."""
@@ -128,13 +144,8 @@ class EPProblem(NamedTuple):
         """
         if init_params is None:
             return self.prior
-        given = {name: np.shape(value) for name, value in init_params.items()}
-        wanted = {name: np.shape(value) for name, value in self.constrain(self.prior).items()}
-        if given != wanted:
-            raise ValueError(
-                f"Expected init_params with the names and shapes {wanted}, got {given}."
-            )
-        params = {n: jnp.asarray(init_params[_PREFIX + n], v.dtype) for n, v in self.prior.items()}
+        found = checked_start(init_params, self.constrain(self.prior))
+        params = {n: jnp.asarray(found[_PREFIX + n], v.dtype) for n, v in self.prior.items()}
         if not bool(self.latents.family.is_valid(params)):
             raise ValueError(
                 f"init_params are not inside the domain of {self.latents.family.name}. They must "
@@ -205,8 +216,8 @@ class PosteriorGuide:
         prototype_trace: The problem of the last run, ``None`` before the first run.
     """
 
-    def __init__(self) -> None:
-        self.prototype_trace: EPProblem | None = None
+    def __init__(self, problem: EPProblem | None = None) -> None:
+        self.prototype_trace = problem
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> dict[str, ArrayLike]:
         """Draws the latent sites. Ignores the arguments."""
@@ -278,29 +289,28 @@ def make_problem(
     model = Model(fn, structure)
     draw = _draw(model, shared, rng_key)
     transforms = {name: biject_to(site["fn"].support) for name, site in draw.items()}
+
+    def unconstrain(z: dict[str, Array]) -> dict[str, Array]:
+        return {name: transforms[name].inv(value) for name, value in z.items()}
+
     if isinstance(family, Mapping):
         # A second draw shows whether a prior depends on other latents.
         again = _draw(model, shared, jax.random.fold_in(rng_key, 1))
         _check_product_prior(model, family, draw, again)
 
-        def unconstrain(z: dict[str, Array]) -> dict[str, Array]:
-            return {name: transforms[name].inv(value) for name, value in z.items()}
-
         def prior_at(shared: tuple[Array, ...]) -> Natural:
             sites = _draw(model, shared, rng_key)
             return latents.family.from_dist({name: site["fn"] for name, site in sites.items()})
 
-        latents = Latents(product(**family), unconstrain, lambda z: z, False, 0)
+        latents = Latents(product(**family), unconstrain, lambda z: z)
     else:
-        flat, unravel = ravel_pytree({n: transforms[n].inv(s["value"]) for n, s in draw.items()})
+        flat, unravel = ravel_pytree(unconstrain({n: s["value"] for n, s in draw.items()}))
 
         def constrain(z: Array) -> dict[str, Array]:
             return {name: transforms[name](value) for name, value in unravel(z).items()}
 
-        def prior_at(shared: tuple[Array, ...]) -> Natural:
-            return _normal_prior(model, latents, shared)
-
-        latents = Latents(family(flat.size), unravel, constrain, True, flat.size)
+        latents = Latents(family(flat.size), unravel, constrain, flat.size)
+        prior_at = functools.partial(_normal_prior, model, latents)
         _check_normal_prior(model, latents, shared)
     # The prior goes into what is released, so it must not hold records.
     structure.public.check("prior", prior_at, shared)
@@ -325,8 +335,8 @@ def _normal_prior(model: Model, latents: Latents, shared: tuple[Array, ...]) -> 
     zero = jnp.zeros(latents.dim)
     precision = -jax.hessian(log_prior)(zero)
     whole = latents.family.unit["precision"].ndim == 2
-    linear = jax.grad(log_prior)(zero)
-    return {"linear": linear, "precision": precision if whole else jnp.diag(precision)}
+    precision = precision if whole else jnp.diag(precision)
+    return {"linear": jax.grad(log_prior)(zero), "precision": precision}
 
 
 def _check_normal_prior(model: Model, latents: Latents, shared: tuple[Array, ...]) -> None:

@@ -46,6 +46,7 @@ Reference:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -207,8 +208,7 @@ def _packing_of(problem: EPProblem, weight: float, shared: bool | int) -> _Packi
     if not problem.latents.is_normal:
         return _Packing(lambda natural: natural, lambda released: released, 1.0, 1.0)
     dim, whole = problem.latents.dim, problem.prior["precision"].ndim == 2
-    # `True` counts as one block.
-    groups = int(shared)
+    groups = int(shared)  # `True` counts as one block
     if shared and dim % groups:
         raise ValueError(
             f"Expected shared_precision to divide the {dim} latent coordinates, got {groups}."
@@ -274,28 +274,23 @@ class Damped:
     def update(self, move: SiteMove, state: DampedState, **_: Any) -> DampedState:
         """Takes a step."""
         problem = move.problem
-        family, prior, rate = problem.latents.family, problem.prior, self._rate(state.step)
+        prior, rate = problem.prior, self._rate(state.step)
         noise = (1 - rate) ** 2 * state.noise + (rate * move.noise_scale) ** 2
         # The direction is the released sum of sites minus what the posterior has.
         had = divide(state.natural, prior)
         # A start other than the prior counts like a released sum without noise.
-        before = jax.tree.map(lambda own, given: jnp.where(state.step == 0, given, own),
-                              state.released, had)  # fmt: skip
-        released = {
-            name: before[name] + rate * (had[name] + move.direction[name] - before[name])
-            for name in before
-        }
+        before = jax.tree.map(functools.partial(jnp.where, state.step == 0), had, state.released)
+        change = divide(multiply(had, move.direction), before)
+        released = multiply(before, power(change, rate))
         sd = _COUNTS_HALF * jnp.sqrt(noise)
         if problem.latents.is_normal:
             at = cavity_of(state.natural).mean  # so that the slope there counts as its precision
             natural = multiply(prior, centre(shrunk(centre(released, at), sd), -at))
         else:
-            counted = {n: value * _share(value, sd, n) for n, value in released.items()}
-            natural = family.project(multiply(prior, counted), 1e-6)
+            counted = {
+                # Only linear ones may be negative.
+                name: x * counted_share(x if name.endswith("linear") else jnp.maximum(x, 0), sd)
+                for name, x in released.items()
+            }
+            natural = problem.latents.family.project(multiply(prior, counted), 1e-6)
         return DampedState(state.step + 1, natural, released, noise)
-
-
-def _share(value: Array, sd: Array, name: str) -> Array:
-    """The part of a natural parameter that counts. Only linear ones may be negative."""
-    size = value if name.endswith("linear") else jnp.maximum(value, 0)
-    return counted_share(size, sd)

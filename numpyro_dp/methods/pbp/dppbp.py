@@ -13,9 +13,10 @@ from jax import Array
 
 from numpyro_dp import extend
 from numpyro_dp.core import Args, Kwargs, Sampler, Values
-from numpyro_dp.methods.pbp.model import NetworkGuide, RegressionNetwork
+from numpyro_dp.methods.pbp.model import NetworkGuide, RegressionNetwork, natural_of
 from numpyro_dp.methods.pbp.network_draws import network_draws
 from numpyro_dp.methods.pbp.network_sites import NetworkSteps, network_ep
+from numpyro_dp.methods.shared import checked_start
 from numpyro_dp.posterior import Posterior
 
 __all__ = ["DPPBP"]
@@ -149,14 +150,12 @@ class DPPBP(extend.Driver):
         given = call.init_params
         params = start if given is None else _check_init(given, start)
         if self._by_layer:  # a step moves all weights of a layer alike, so they must start alike
-            layers = self.network.layout(inputs).split(params["weights_precision"])
-            means = [jnp.full(layer.size, jnp.mean(layer)) for layer in layers]
-            mean = params["weights_linear"] / params["weights_precision"]
-            params["weights_precision"] = jnp.concatenate(means)
-            params["weights_linear"] = mean * params["weights_precision"]
-        return extend.Prepared(
-            extend.RecordsProblem(structure), self.method.optim.init(params), rng_key
-        )
+            layout, own = self.network.layout(inputs), params["weights_precision"]
+            alike = layout.repeat(layout.means(own))
+            params |= {"weights_linear": params["weights_linear"] / own * alike,
+                       "weights_precision": alike}  # fmt: skip
+        problem = extend.RecordsProblem(structure)
+        return extend.Prepared(problem, self.method.optim.init(params), rng_key)
 
     def start(self, rng_key: Array, num_inputs: int, number: int) -> dict[str, Array]:
         """Returns the initial parameters. Reads no record."""
@@ -166,12 +165,8 @@ class DPPBP(extend.Driver):
         # gives 1 / gamma its prior mean.
         total = concentration + number / 2
         mean = self.init_scale * jax.random.normal(rng_key, (size,))
-        return {
-            "weights_linear": mean * _START,
-            "weights_precision": jnp.full(size, _START),
-            "noise_concentration": jnp.asarray(total),
-            "noise_rate": jnp.asarray((total - 1) * rate / (concentration - 1)),
-        }
+        noise_rate = (total - 1) * rate / (concentration - 1)
+        return natural_of(mean, jnp.full(size, _START), total, noise_rate)
 
     def posterior_of(
         self, problem: extend.RecordsProblem, result: extend.RunResult, plain: bool
@@ -188,15 +183,14 @@ class DPPBP(extend.Driver):
         notes = tuple(finding.text for finding in drift)
         findings = (*extend.findings_of_run(result), *drift)
         included = not plain and privacy.noise_multiplier > 0
-        if not included:
-            draws = source.guide_draws(self.guide, params, {})
-            notes += ("weight_precision is a point estimate.",) * (not known)
-        else:
+        if included:
             ((inputs,), _), *_ = records.layout.shapes
             state: Any = result.state  # only a result from a pickle has none, nor a posterior
-            draws = network_draws(
-                network, inputs, problem.num_examples, state.optim_state, self.ridge
-            )
+            sizes = inputs, problem.num_examples
+            draws = network_draws(network, *sizes, state.optim_state, self.ridge)
+        else:
+            draws = source.guide_draws(self.guide, params, {})
+            notes += ("weight_precision is a point estimate.",) * (not known)
         return source.posterior(draws, privacy, method, notes, not drift, findings, included)
 
 
@@ -224,11 +218,7 @@ def _read(network: RegressionNetwork, args: Args, kwargs: Kwargs) -> extend.Reco
 
 
 def _check_init(init_params: Values, like: dict[str, Array]) -> dict[str, Array]:
-    given = {name: np.shape(value) for name, value in init_params.items()}
-    wanted = {name: value.shape for name, value in like.items()}
-    if given != wanted:
-        raise ValueError(f"Expected init_params with shapes {wanted}, got {given}.")
-    found = {name: np.asarray(value, np.float64) for name, value in init_params.items()}
+    found = checked_start(init_params, like)
     for name, value in found.items():
         least = -math.inf if name == "weights_linear" else 0
         if not (np.isfinite(value) & (value > least)).all():

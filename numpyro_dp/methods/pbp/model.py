@@ -2,6 +2,7 @@ r"""The network as a NumPyro model, and its posterior as a guide."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +18,19 @@ from jaxtyping import Float
 from numpyro_dp.extend import check_int, check_real
 from numpyro_dp.methods.pbp.network_moments import Layers, layout_of, output_moments
 
-__all__ = ["NetworkGuide", "RegressionNetwork"]
+__all__ = ["NetworkGuide", "RegressionNetwork", "natural_of"]
 
 Params = dict[str, Array]
+
+
+def natural_of(mean: Array, precision: Array, concentration: Any, rate: Any) -> Params:
+    """Returns the natural parameters of independent normal weights and a gamma noise precision."""
+    return {
+        "weights_linear": mean * precision,
+        "weights_precision": precision,
+        "noise_concentration": jnp.asarray(concentration),
+        "noise_rate": jnp.asarray(rate),
+    }
 
 
 class RegressionNetwork:
@@ -123,11 +134,9 @@ class RegressionNetwork:
             x: Inputs, scaled as in the run.
         """
         variance = 1 / params["weights_precision"]
-        layout = self.layout(x.shape[-1])
-        moments = jax.vmap(
-            lambda row: output_moments(layout, params["weights_linear"] * variance, variance, row)
-        )
-        mean, spread = moments(x)
+        weights = params["weights_linear"] * variance, variance
+        moments = functools.partial(output_moments, self.layout(x.shape[-1]), *weights)
+        mean, spread = jax.vmap(moments)(x)
         return mean, spread + params["noise_rate"] / (params["noise_concentration"] - 1)
 
     def prior_precision(self, params: Params) -> Float[Array, ""]:
@@ -143,6 +152,14 @@ class RegressionNetwork:
         squares = jnp.sum((params["weights_linear"] * variance) ** 2 + variance)
         return (6 + variance.size / 2) / (6 + squares / 2)
 
+    def beyond_prior(self, params: Params) -> Params:
+        """Returns what the posterior of weights and noise has beyond the prior, for the records."""
+        return {
+            "linear": params["weights_linear"],
+            "precision": params["weights_precision"] - self.prior_precision(params),
+            "rate": params["noise_rate"] - self.noise_prior[1],
+        }
+
 
 class NetworkGuide:
     """The posterior of a network for ``Predictive``, at ``result.params``."""
@@ -153,12 +170,7 @@ class NetworkGuide:
     def __call__(self, x: Array, y: Any = None) -> None:
         """Draws the latent sites. Ignores y."""
         size = sum(self.network.layout(x.shape[-1]).sizes)
-        start = {
-            "weights_linear": jnp.zeros(size),
-            "weights_precision": jnp.ones(size),
-            "noise_concentration": jnp.asarray(self.network.noise_prior[0]),
-            "noise_rate": jnp.asarray(self.network.noise_prior[1]),
-        }
+        start = natural_of(jnp.zeros(size), jnp.ones(size), *self.network.noise_prior)
         params = {n: jnp.asarray(numpyro.param(n, value)) for n, value in start.items()}
         variance = 1 / params["weights_precision"]
         mean = params["weights_linear"] * variance

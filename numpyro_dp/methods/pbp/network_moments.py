@@ -54,6 +54,9 @@ from jaxtyping import Float
 __all__ = ["Layers", "Slopes", "layout_of", "output_moments", "record_slopes"]
 
 
+_Pairs = list[tuple[Array, Array]]
+
+
 class Layers(NamedTuple):
     """Where the weights of each layer are in the vector of all weights.
 
@@ -72,6 +75,14 @@ class Layers(NamedTuple):
         """Returns the matrix of each layer."""
         parts = jnp.split(weights, list(itertools.accumulate(self.sizes))[:-1])
         return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def means(self, weights: Float[Array, " weights"]) -> Float[Array, " layers"]:
+        """Returns the mean of each layer."""
+        return jnp.stack([jnp.mean(layer) for layer in self.split(weights)])
+
+    def repeat(self, numbers: Float[Array, " layers"]) -> Float[Array, " weights"]:
+        """Gives each weight of a layer the number of its layer."""
+        return self.join([jnp.full(*each) for each in zip(self.sizes, numbers, strict=True)])
 
     def join(self, layers: Sequence[Array]) -> Float[Array, " weights"]:
         """The inverse of ``split``."""
@@ -94,12 +105,6 @@ class Slopes(NamedTuple):
     spread: Float[Array, ""]
 
 
-class _Seen(NamedTuple):
-    inputs: list[tuple[Array, Array]]  # moments of the inputs of each layer, with the bias
-    output: Array
-    spread: Array
-
-
 def layout_of(num_inputs: int, hidden: Sequence[int]) -> Layers:
     """Returns the layout of a network with one output."""
     sizes = [num_inputs, *hidden, 1]
@@ -110,8 +115,8 @@ def output_moments(
     layout: Layers, mean: Float[Array, " weights"], variance: Float[Array, " weights"], x: Array
 ) -> tuple[Array, Array]:
     """Returns mean and variance of the output for one input of shape (num_inputs,)."""
-    seen = _forward(layout.split(mean), layout.split(variance), x, None)
-    return seen.output, seen.spread
+    output, spread, _ = _forward(layout.split(mean), layout.split(variance), x, None)
+    return output, spread
 
 
 def record_slopes(
@@ -134,29 +139,29 @@ def record_slopes(
     """
     means, variances = layout.split(mean), layout.split(variance)
 
-    def log_evidence(shifts: list[tuple[Array, Array]]) -> tuple[Array, _Seen]:
-        seen = _forward(means, variances, x, shifts)
-        total = seen.spread + noise
-        return -((y - seen.output) ** 2 / total + jnp.log(total)) / 2, seen
+    def log_evidence(shifts: _Pairs) -> tuple[Array, tuple[Array, Array, _Pairs]]:
+        output, spread, inputs = _forward(means, variances, x, shifts)
+        total = spread + noise
+        return -((y - output) ** 2 / total + jnp.log(total)) / 2, (output, spread, inputs)
 
     zeros = [(jnp.zeros(cols), jnp.zeros(cols)) for _, cols in layout.shapes]
-    slopes, seen = jax.grad(log_evidence, has_aux=True)(zeros)
+    slopes, (output, spread, inputs) = jax.grad(log_evidence, has_aux=True)(zeros)
     in_mean, in_variance = [], []
-    for (at_mean, at_variance), (z, s), weights in zip(slopes, seen.inputs, means, strict=True):
+    for (at_mean, at_variance), (z, s), weights in zip(slopes, inputs, means, strict=True):
         n = len(z)
         direct = jnp.outer(z, at_mean) / math.sqrt(n)
         in_mean.append(direct + 2 * weights * jnp.outer(s, at_variance) / n)
         in_variance.append(jnp.outer(z**2 + s, at_variance) / n)
-    return Slopes(layout.join(in_mean), layout.join(in_variance), seen.output, seen.spread)
+    return Slopes(layout.join(in_mean), layout.join(in_variance), output, spread)
 
 
 def _forward(
-    means: list[Array],
-    variances: list[Array],
-    x: Array,
-    shifts: list[tuple[Array, Array]] | None,
-) -> _Seen:
-    """Moments of the output. ``shifts`` are added to a and v of each layer."""
+    means: list[Array], variances: list[Array], x: Array, shifts: _Pairs | None
+) -> tuple[Array, Array, _Pairs]:
+    """Moments of the output, and of the inputs of each layer with its bias.
+
+    ``shifts`` are added to a and v of each layer.
+    """
     z, s = _with_bias(x, jnp.zeros_like(x))
     inputs = []
     for number, (weights, variance) in enumerate(zip(means, variances, strict=True)):
@@ -167,7 +172,7 @@ def _forward(
             a, v = a + shifts[number][0], v + shifts[number][1]
         if number < len(means) - 1:
             z, s = _with_bias(*_rectified(a, v))
-    return _Seen(inputs, a[0], v[0])
+    return a[0], v[0], inputs
 
 
 def _with_bias(z: Array, s: Array) -> tuple[Array, Array]:

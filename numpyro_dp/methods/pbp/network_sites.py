@@ -175,8 +175,7 @@ def network_ep(
             site = network_site(layout, public.cavity, x, y)
             found = {name: site[name] - public.factor[name] for name in site}
             precision = found["precision"]
-            if by_layer:
-                precision = jnp.stack([jnp.mean(part) for part in layout.split(precision)])
+            precision = layout.means(precision) if by_layer else precision
             linear, noise = found["linear"], found["rate"]
             if public.curvature is None:
                 linear = public.unit * linear
@@ -190,24 +189,21 @@ def network_ep(
 
         def pull_back(public: _NetworkStep, released: Released) -> NetworkMove:
             total, unit, curvature = released.total, public.unit, public.curvature
+            noise = jnp.asarray(released.noise_scale)
             precision = total["precision"] / (unit * precision_weight)
-            if by_layer:  # each weight of a layer gets the mean of its layer
-                sizes = zip(precision, layout.sizes, strict=True)
-                precision = layout.join([jnp.broadcast_to(*each) for each in sizes])
-            rate = total["noise"] / noise_weight
-            noise, precision_noise, rate_noise = (
-                jnp.asarray(released.noise_scale / weight)
-                for weight in (1, precision_weight, noise_weight)
-            )
-            precision_noise /= unit
+            precision = layout.repeat(precision) if by_layer else precision
             correction = precision * public.shift
             if curvature is None:
-                slope = total["linear"] / unit + correction
-                noises = noise / unit, precision_noise, rate_noise
-                return NetworkMove(slope, slope, precision, rate, *noises, number)
-            direction = curvature.direction(total["linear"] + curvature.whiten(correction))
-            noises = noise / curvature.scale, precision_noise, rate_noise * unit
-            return NetworkMove(None, direction, precision, rate * unit, *noises, number)
+                slope = direction = total["linear"] / unit + correction
+                scale, rate_unit = unit, 1.0
+            else:
+                direction = curvature.direction(total["linear"] + curvature.whiten(correction))
+                slope, scale, rate_unit = None, curvature.scale, unit
+            to_rate = rate_unit / noise_weight
+            noises = noise / scale, noise / (precision_weight * unit), noise * to_rate
+            return NetworkMove(
+                slope, direction, precision, total["noise"] * to_rate, *noises, number
+            )
 
         return Estimator(prepare, signal, pull_back)
 
@@ -218,11 +214,7 @@ def _public(network: RegressionNetwork, number: int, params: Params) -> _Network
     """Cavity and mean factor, computed from released natural parameters."""
     linear, precision = params["weights_linear"], params["weights_precision"]
     concentration, rate = params["noise_concentration"], params["noise_rate"]
-    own = {
-        "linear": linear / number,
-        "precision": (precision - network.prior_precision(params)) / number,
-        "rate": (rate - network.noise_prior[1]) / number,
-    }
+    own = {name: value / number for name, value in network.beyond_prior(params).items()}
     variance = 1 / (precision - own["precision"])
     mean = (linear - own["linear"]) * variance
     noise = (rate - own["rate"]) / (concentration - 0.5 - 1)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,12 @@ from jax import Array, lax
 from numpyro_dp.extend import Privacy, check_int, check_rng_key
 from numpyro_dp.methods.normal import Cavity
 from numpyro_dp.methods.pbp.dppbp import DPPBP
-from numpyro_dp.methods.pbp.model import NetworkGuide, RegressionNetwork
+from numpyro_dp.methods.pbp.model import NetworkGuide, RegressionNetwork, natural_of
 from numpyro_dp.methods.pbp.network_sites import NetworkCavity, network_site
-from numpyro_dp.methods.shared import SensitiveEPResult
+from numpyro_dp.methods.shared import SensitiveEPResult, SensitiveSites, equal_sites
 from numpyro_dp.samplers import FullBatch
 
-__all__ = ["PBP", "SensitiveNetworkSites", "ep_sweep", "start_network_sites"]
+__all__ = ["PBP", "ep_sweep", "start_network_sites"]
 
 _CHUNK = 256  # number of records whose sites are computed at once
 
@@ -107,61 +107,35 @@ class PBP:
         params = self._driver.start(start_key, x.shape[1], len(x))
         if not self.keep_sites:  # filtering starts at the prior and counts the records itself
             precision = self.network.weight_precision or 1.0
-            scale = math.sqrt(precision) / params["weights_precision"]  # of means
-            concentration, rate = (jnp.asarray(each) for each in self.network.noise_prior)
-            params = {
-                "weights_linear": params["weights_linear"] * scale,
-                "weights_precision": jnp.full_like(scale, precision),
-                "noise_concentration": concentration, "noise_rate": rate,
-            }  # fmt: skip
-        args = self.network, self.keep_sites, params, rng_key, num_sweeps, x, y, self._damping
-        return _sweeps(*args)
+            weight = params["weights_precision"]
+            means = params["weights_linear"] / weight / math.sqrt(precision)
+            prior = jnp.full_like(weight, precision)
+            params = natural_of(means, prior, *self.network.noise_prior)
+        keys = jax.random.split(rng_key, num_sweeps)
+        x, y = (jnp.asarray(each).astype(jnp.result_type(float)) for each in (x, y))
+        sweeps = _ep_sweeps if self.keep_sites else _filter_sweeps
+        return SensitiveEPResult(*sweeps(self.network, params, x, y, keys, self._damping))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 4))
-def _sweeps(
-    network: RegressionNetwork,
-    keep_sites: bool,
-    params: dict[str, Array],
-    rng_key: Array,
-    num_sweeps: int,
-    x: Array,
-    y: Array,
-    damping: float,
-) -> SensitiveEPResult:
-    x, y = (array.astype(jnp.result_type(float)) for array in (x, y))
-    keys = jax.random.split(rng_key, num_sweeps)
-    if not keep_sites:
-        return SensitiveEPResult(*filter_sweeps(network, params, x, y, keys))
+@functools.partial(jax.jit, static_argnums=0)
+def _ep_sweeps(
+    network: RegressionNetwork, params: Params, x: Array, y: Array, keys: Array, damping: float
+) -> tuple[Params, Params]:
+    """Moves all sites once for each key. Returns the last posterior and those of all sweeps."""
 
-    def sweep(state: Any, _: Array) -> tuple[Any, dict[str, Array]]:
+    def sweep(state: SensitiveSites, _: Array) -> tuple[SensitiveSites, Params]:
         state = ep_sweep(network, state, x, y, damping)
         return state, state.params
 
-    state, trace = jax.lax.scan(sweep, start_network_sites(network, params, len(x)), keys)
-    return SensitiveEPResult(state.params, trace)
+    state, trace = lax.scan(sweep, start_network_sites(network, params, len(x)), keys)
+    return state.params, trace
 
 
-class SensitiveNetworkSites(NamedTuple):
-    """The posterior and the site of each record. Sensitive: never publish it.
-
-    Attributes:
-        params: Natural parameters of q.
-        sites: ``linear``, ``precision`` and ``rate`` of each record, leading axis ``records``.
-    """
-
-    params: Params
-    sites: dict[str, Array]
-
-
-def filter_sweeps(
-    network: RegressionNetwork, params: Params, x: Array, y: Array, rng_keys: Array
+@functools.partial(jax.jit, static_argnums=0)
+def _filter_sweeps(
+    network: RegressionNetwork, params: Params, x: Array, y: Array, keys: Array, _: float
 ) -> tuple[Params, Params]:
-    """Filters all records once for each key, from a normal distribution with drawn means.
-
-    Returns:
-        The final posterior, and the posterior after each sweep with a leading axis.
-    """
+    """Filters all records once for each key, from a normal distribution with drawn means."""
 
     def sweep(carry: Any, key: Array) -> tuple[Any, Params]:
         params, drawn, prior = carry
@@ -175,7 +149,7 @@ def filter_sweeps(
         return (params, jnp.zeros_like(drawn), now), params
 
     prior = params["weights_precision"][0]
-    (params, *_), trace = lax.scan(sweep, (params, params["weights_linear"], prior), rng_keys)
+    (params, *_), trace = lax.scan(sweep, (params, params["weights_linear"], prior), keys)
     return params, trace
 
 
@@ -195,32 +169,20 @@ def _filtered(
         good = total > 0
         total = jnp.where(good, total, precision)
         moved = mean + jnp.where(good, site["linear"], 0) / total
-        return {
-            "weights_linear": moved * total,
-            "weights_precision": total,
-            "noise_concentration": params["noise_concentration"] + 0.5,
-            "noise_rate": rate + site["rate"],
-        }, None
+        concentration = params["noise_concentration"]
+        return natural_of(moved, total, concentration + 0.5, rate + site["rate"]), None
 
     return lax.scan(one, params, jax.random.permutation(rng_key, len(x)))[0]
 
 
-def start_network_sites(
-    network: RegressionNetwork, params: Params, number: int
-) -> SensitiveNetworkSites:
+def start_network_sites(network: RegressionNetwork, params: Params, number: int) -> SensitiveSites:
     """Returns equal sites whose product with the prior has the given parameters."""
-    extra = {
-        "linear": params["weights_linear"],
-        "precision": params["weights_precision"] - network.prior_precision(params),
-        "rate": params["noise_rate"] - network.noise_prior[1],
-    }
-    share = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf / number, (number, *leaf.shape)), extra)
-    return SensitiveNetworkSites(params, share)
+    return equal_sites(params, network.beyond_prior(params), number)
 
 
 def ep_sweep(
-    network: RegressionNetwork, state: SensitiveNetworkSites, x: Array, y: Array, damping: float
-) -> SensitiveNetworkSites:
+    network: RegressionNetwork, state: SensitiveSites, x: Array, y: Array, damping: float
+) -> SensitiveSites:
     """Moves the sites of all records, each starting from the same posterior."""
     layout, params = network.layout(x.shape[1]), state.params
 
@@ -245,4 +207,4 @@ def ep_sweep(
         "weights_precision": prior + jnp.maximum(total["precision"], 0),
         "noise_rate": network.noise_prior[1] + total["rate"],
     }
-    return SensitiveNetworkSites(params, sites)
+    return SensitiveSites(params, sites)

@@ -11,6 +11,7 @@ with little information.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp.core import PyTree
-from numpyro_dp.extend import UnsupportedModelError, check_int
+from numpyro_dp.extend import check_int
 from numpyro_dp.methods.ep.families import sample
 from numpyro_dp.methods.ep.problem import EPProblem, Site, SiteBuilder
 from numpyro_dp.methods.normal import Cavity, cavity_of, site_from_slopes
@@ -52,26 +53,17 @@ def evidence(log_evidence: Callable[..., Array]) -> SiteBuilder:
     """
 
     def check(problem: EPProblem) -> None:
-        _check_normal(problem, "evidence()", "family=normal, or conjugate()")
+        problem.check_normal("evidence()", "Use family=normal, or conjugate().")
 
     def build(problem: EPProblem) -> Site:
-        layout = problem.model.structure.layout
-
-        def prepare(_: Array, cavity: dict[str, Array]) -> Cavity:
-            return cavity_of(cavity)
-
         def approximate(cavity: Cavity, example: tuple[Array, ...]) -> dict[str, Array]:
-            arguments = layout.example(example, problem.shared)
-
-            def log_z(mean: Array, covariance: Array) -> Array:
-                return log_evidence(mean, covariance, *arguments.args, **arguments.kwargs)
-
-            g, slope = jax.grad(log_z, (0, 1))(cavity.mean, cavity.covariance)
+            slopes_of = functools.partial(jax.grad(log_evidence, (0, 1)), *cavity)
+            g, slope = problem.of_arguments(slopes_of, example)
             if cavity.covariance.ndim == 2:
                 return site_from_slopes(cavity, g, jnp.outer(g, g) - (slope + slope.T))
             return site_from_slopes(cavity, g, g**2 - 2 * slope)
 
-        return Site(prepare, approximate)
+        return Site(lambda _, cavity: cavity_of(cavity), approximate)
 
     return SiteBuilder(build, check)
 
@@ -85,7 +77,7 @@ def importance(num_draws: int = 1000) -> SiteBuilder:
     check_int("num_draws", num_draws, low=10)
 
     def check(problem: EPProblem) -> None:
-        _check_normal(problem, "importance()", "family=normal, or DPSVI")
+        problem.check_normal("importance()", "Use family=normal, or DPSVI.")
 
     def build(problem: EPProblem) -> Site:
         family = problem.latents.family
@@ -101,13 +93,6 @@ def importance(num_draws: int = 1000) -> SiteBuilder:
         return Site(prepare, approximate)
 
     return SiteBuilder(build, check, reads_likelihood=True)
-
-
-def _check_normal(problem: EPProblem, site: str, remedy: str) -> None:
-    if not problem.latents.is_normal:
-        raise UnsupportedModelError(
-            f"{site} needs a normal family, got {problem.latents.family.name}. Use {remedy}."
-        )
 
 
 def _normal_site(cavity: Cavity, draws: Array, weights: Array) -> dict[str, Array]:

@@ -61,9 +61,6 @@ def holds(problem: EPProblem, of_record: Callable[[Any], bool | None]) -> bool:
 
 
 def _normal_site(problem: EPProblem) -> Site:
-    def prepare(_: Array, cavity: dict[str, Array]) -> Array:
-        return cavity_of(cavity).mean
-
     def approximate(mean: Array, example: tuple[Array, ...]) -> dict[str, Array]:
         slope = jax.grad(problem.log_likelihood)
         precision = -jax.jacfwd(slope)(mean, example)
@@ -71,7 +68,7 @@ def _normal_site(problem: EPProblem) -> Site:
             precision = jnp.diag(precision)
         return {"linear": slope(mean, example), "precision": precision}
 
-    return Site(prepare, approximate)
+    return Site(lambda _, cavity: cavity_of(cavity).mean, approximate)
 
 
 def _quadratic(problem: EPProblem) -> Callable[[Any], bool | None]:
@@ -98,7 +95,7 @@ def _quadratic(problem: EPProblem) -> Callable[[Any], bool | None]:
 
 
 def _linear_site(problem: EPProblem) -> Site:
-    points, solve, unravel = _equations(problem)
+    points, solve, unravel, _ = _equations(problem)
 
     def approximate(_: Any, example: tuple[Array, ...]) -> dict[str, Array]:
         values = jax.vmap(problem.log_likelihood, in_axes=(0, None))(points, example)
@@ -107,8 +104,8 @@ def _linear_site(problem: EPProblem) -> Site:
     return Site(lambda *_: None, approximate)
 
 
-def _equations(problem: EPProblem) -> tuple[Any, Array, Any]:
-    """Points z, the pseudo-inverse of their equations, and the function that names the solution."""
+def _equations(problem: EPProblem) -> tuple[Any, Array, Any, np.ndarray]:
+    """Points z, the pseudo-inverse of their equations, what names its solution, the equations."""
     family = problem.latents.family
     with jax.ensure_compile_time_eval():
         unit, unravel = ravel_pytree(family.unit)
@@ -116,19 +113,16 @@ def _equations(problem: EPProblem) -> tuple[Any, Array, Any]:
         statistics = jax.vmap(lambda z: ravel_pytree(family.statistics(z))[0])(points)
     matrix = np.column_stack([np.asarray(statistics, np.float64), np.ones(len(statistics))])
     scale = np.abs(matrix).max(0)
-    solve = np.linalg.pinv(matrix / scale) / scale[:, None]
-    solve = np.asarray(solve, unit.dtype)
+    solve = (np.linalg.pinv(matrix / scale) / scale[:, None]).astype(unit.dtype)
     own_constants(solve, *jax.tree.leaves(points))
-    return points, jnp.asarray(solve), unravel
+    return points, jnp.asarray(solve), unravel, matrix
 
 
 def _in_statistics(problem: EPProblem) -> Callable[[Any], bool | None]:
     """Whether the log likelihood of a record is linear in the statistics of the family."""
-    points, solve, _ = _equations(problem)
-    family = problem.latents.family
+    points, solve, _, matrix = _equations(problem)
     likelihoods = jax.jit(jax.vmap(problem.log_likelihood, in_axes=(0, None)))
-    statistics = jax.vmap(lambda z: ravel_pytree(family.statistics(z))[0])(points)
-    fit = np.column_stack([statistics, np.ones(len(statistics))]) @ np.asarray(solve)
+    fit = matrix @ np.asarray(solve)
 
     def is_member(example: PyTree) -> bool | None:
         values = np.asarray(likelihoods(points, example))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,18 +38,9 @@ _TOLERANCE = 1e-3
 _LARGEST = 1e12  # the square of much larger scales is infinite
 
 
-class _MixtureCavity(NamedTuple):
-    r"""Values that depend only on the cavity.
-
-    Attributes:
-        cavity: The cavity.
-        inverse: :math:`S_j^{-1}`, shape (components, d, d), or its diagonal, (components, d).
-        log_weight: :math:`\log \pi_j - \log\det S_j / 2`.
-    """
-
-    cavity: Cavity
-    inverse: Array
-    log_weight: Array
+# The cavity; the inverses of S_j, shape (components, d, d), or their diagonals, (components, d);
+# log(pi_j) - log det(S_j) / 2.
+_MixtureCavity = tuple[Cavity, Array, Array]
 
 
 def normal_mixture(
@@ -90,8 +81,7 @@ def normal_mixture(
     probs = None if probs is None else check_probs(probs)
 
     def read(problem: EPProblem, example: tuple[Array, ...]) -> Array:
-        arguments = problem.model.structure.layout.example(example, problem.shared)
-        return jnp.reshape(observation(*arguments.args, **arguments.kwargs), -1)
+        return jnp.reshape(problem.of_arguments(observation, example), -1)
 
     def shape_of(problem: EPProblem) -> tuple[int, int]:
         """Number of components, and number of coordinates of each."""
@@ -114,10 +104,7 @@ def normal_mixture(
 
     def check(problem: EPProblem) -> None:
         """Raises unless model and declaration have the same likelihood for invented records."""
-        if not problem.latents.is_normal:
-            raise UnsupportedModelError(
-                f"normal_mixture() needs a normal family, got {problem.latents.family.name}."
-            )
+        problem.check_normal("normal_mixture()", "Use family=normal.")
         number, size = shape_of(problem)
         constant = size * (math.log(scale) + math.log(2 * math.pi) / 2)
 
@@ -147,7 +134,7 @@ def normal_mixture(
         def prepare(_: Array, natural: dict[str, Array]) -> _MixtureCavity:
             cavity = cavity_of(natural)
             inverse, log_det = _marginals(cavity, number, size, scale)
-            return _MixtureCavity(cavity, inverse, log_weights(number) - log_det / 2)
+            return cavity, inverse, log_weights(number) - log_det / 2
 
         def approximate(public: _MixtureCavity, example: tuple[Array, ...]) -> dict[str, Array]:
             return _site(public, read(problem, example))
@@ -159,21 +146,22 @@ def normal_mixture(
 
 def _site(public: _MixtureCavity, x: Array) -> dict[str, Array]:
     """The site of a record."""
-    number, size = public.inverse.shape[:2]
-    distance = x - public.cavity.mean.reshape(number, size)
-    full = public.inverse.ndim == 3
-    a = jnp.einsum("jde,je->jd", public.inverse, distance) if full else public.inverse * distance
-    share = jax.nn.softmax(public.log_weight - jnp.sum(a * distance, -1) / 2)[:, None]
+    cavity, inverse, log_weight = public
+    number, size = inverse.shape[:2]
+    distance = x - cavity.mean.reshape(number, size)
+    full = inverse.ndim == 3
+    a = jnp.einsum("jde,je->jd", inverse, distance) if full else inverse * distance
+    share = jax.nn.softmax(log_weight - jnp.sum(a * distance, -1) / 2)[:, None]
     g = share * a
     flat = g.reshape(-1)
     if full:
-        own = share[..., None] * (public.inverse - a[:, :, None] * a[:, None, :])
+        own = share[..., None] * (inverse - a[:, :, None] * a[:, None, :])
         slots = jnp.arange(number)
         blocks = jnp.zeros((number, size, number, size)).at[slots, :, slots].set(own)
         h = jnp.outer(flat, flat) + blocks.reshape(flat.size, flat.size)
-        return site_from_slopes(public.cavity, flat, h)
-    h = g**2 + share * (public.inverse - a**2)
-    return site_from_slopes(public.cavity, flat, h.reshape(-1))
+        return site_from_slopes(cavity, flat, h)
+    h = g**2 + share * (inverse - a**2)
+    return site_from_slopes(cavity, flat, h.reshape(-1))
 
 
 def _marginals(cavity: Cavity, number: int, size: int, scale: float) -> tuple[Array, Array]:

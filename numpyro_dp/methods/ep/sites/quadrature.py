@@ -23,13 +23,12 @@ Reference:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float
 
 from numpyro_dp.extend import UnsupportedModelError, check_int, own_constants, split_scalar
 from numpyro_dp.methods.ep.problem import EPProblem, Site, SiteBuilder
@@ -45,6 +44,7 @@ _SHARES, _WIDTHS = own_constants(
     np.linspace(-8, 8, 33, dtype=np.float32),  # starts of the search for the mode, in cavity sd
 )
 (_HALVINGS,) = own_constants((0.5 ** np.arange(16)).astype(np.float32))
+_Probed = tuple[Cavity, Array]  # a cavity, and points at which gradients are taken
 _STRONG = 0.1  # relative change of the variance above which a record has much information
 
 
@@ -75,19 +75,18 @@ def quadrature(num_nodes: int = 31) -> SiteBuilder:
             )
 
     def build(problem: EPProblem) -> Site:
-        def prepare(_: Array, cavity: dict[str, Array]) -> _ProbedCavity:
-            found = cavity_of(cavity)
-            return _ProbedCavity(found, _probes(problem, found.mean))
+        def prepare(_: Array, natural: dict[str, Array]) -> _Probed:
+            cavity = cavity_of(natural)
+            return cavity, _probes(problem, cavity.mean)
 
-        def approximate(public: _ProbedCavity, example: tuple[Array, ...]) -> dict[str, Array]:
-            direction = _direction(problem, public.probes, example)
-
+        def approximate(public: _Probed, example: tuple[Array, ...]) -> dict[str, Array]:
+            cavity, probes = public
+            direction = _direction(problem, probes, example)
             log_likelihood = _along(problem, direction, example)
-            mean = direction @ public.cavity.mean
             speaks = jnp.any(direction != 0)
-            variance = jnp.where(speaks, public.cavity.variance_along(direction), 1)
-            g, h = tilted_slopes(log_likelihood, mean, variance, rule)
-            return site_along(public.cavity, direction, *(jnp.where(speaks, x, 0) for x in (g, h)))
+            variance = jnp.where(speaks, cavity.variance_along(direction), 1)
+            slopes = tilted_slopes(log_likelihood, direction @ cavity.mean, variance, rule)
+            return site_along(cavity, direction, *(jnp.where(speaks, x, 0) for x in slopes))
 
         return Site(prepare, approximate)
 
@@ -168,11 +167,6 @@ def is_linear(problem: EPProblem) -> bool:
         return bool(np.abs(units - along[:, None] * units[0]).max() <= _TOLERANCE)
 
     return holds(problem, one_direction)
-
-
-class _ProbedCavity(NamedTuple):
-    cavity: Cavity
-    probes: Float[Array, "probes dim"]
 
 
 def _probes(problem: EPProblem, mean: Array) -> Array:
