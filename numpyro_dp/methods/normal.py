@@ -20,6 +20,7 @@ A precision is a matrix or a vector (its diagonal). Its number of axes shows whi
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -92,23 +93,17 @@ def shrunk(natural: Natural, sd: Array) -> Natural:
         sd: Standard deviation at which an eigenvalue counts half. Negative ones count 0.
     """
     linear, precision = natural["linear"], natural["precision"]
-    values, turn = precision, None
     if precision.ndim == 2:
         values, turn = jnp.linalg.eigh((precision + precision.T) / 2)
+        rotate = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+        own = shrunk({"linear": rotate(turn.T, linear), "precision": values}, sd)
+        matrix = rotate(turn * own["precision"], turn.T)
+        return {"linear": rotate(turn, own["linear"]), "precision": (matrix + matrix.T) / 2}
     # Without noise too, a slope along a negative eigenvalue does not count: only the prior would
-    # hold it back.
-    share = jnp.where(values < 0, 0, counted_share(values, sd))
-    kept = share * jnp.maximum(values, 0)
-    if turn is None:
-        return {"linear": share * linear, "precision": kept}
-    exact = lax.Precision.HIGHEST
-    # Slope and eigenvalue shrink alike, so that the optimum along the eigenvector stays.
-    along = share * jnp.matmul(turn.T, linear, precision=exact)
-    matrix = jnp.matmul(turn * kept, turn.T, precision=exact)
-    return {
-        "linear": jnp.matmul(turn, along, precision=exact),
-        "precision": (matrix + matrix.T) / 2,
-    }
+    # hold it back. Slope and eigenvalue shrink alike, so that the optimum along the eigenvector
+    # stays.
+    share = jnp.where(precision < 0, 0, counted_share(precision, sd))
+    return {"linear": share * linear, "precision": share * jnp.maximum(precision, 0)}
 
 
 def site_along(cavity: Cavity, direction: Float[Array, " dim"], g: Array, h: Array) -> Natural:
@@ -123,14 +118,12 @@ def site_along(cavity: Cavity, direction: Float[Array, " dim"], g: Array, h: Arr
     Returns:
         Natural parameters, centred at the mean of the cavity.
     """
-    if cavity.covariance.ndim == 2:
-        # Along the direction alone, I - HV differs from the identity.
-        ratio = _floored(1 - h * cavity.variance_along(direction))
-        precision = h / ratio * jnp.outer(direction, direction)
-        return {"linear": g / ratio * direction, "precision": precision}
-    each = h * direction**2
-    ratio = _floored(1 - each * cavity.covariance)
-    return {"linear": g * direction / ratio, "precision": each / ratio}
+    if cavity.covariance.ndim < 2:
+        return site_from_slopes(cavity, g * direction, h * direction**2)
+    # Along the direction alone, I - HV differs from the identity.
+    ratio = jnp.maximum(1 - h * cavity.variance_along(direction), LARGEST_NARROWING)
+    precision = h / ratio * jnp.outer(direction, direction)
+    return {"linear": g / ratio * direction, "precision": precision}
 
 
 def site_from_slopes(cavity: Cavity, g: Float[Array, " dim"], h: Precision) -> Natural:
@@ -145,7 +138,7 @@ def site_from_slopes(cavity: Cavity, g: Float[Array, " dim"], h: Precision) -> N
         Natural parameters, centred at the mean of the cavity.
     """
     if cavity.covariance.ndim < 2:
-        ratio = _floored(1 - h * cavity.covariance)
+        ratio = jnp.maximum(1 - h * cavity.covariance, LARGEST_NARROWING)
         return {"linear": g / ratio, "precision": h / ratio}
     h = (h + h.T) / 2
     # The smallest ratio of variances is 1 minus this eigenvalue.
@@ -158,10 +151,6 @@ def site_from_slopes(cavity: Cavity, g: Float[Array, " dim"], h: Precision) -> N
     # (I - HV)^-1 H = H + H (P - H)^-1 H, which does not invert H.
     site = h + h @ narrowed @ h
     return {"linear": g + h @ (narrowed @ g), "precision": (site + site.T) / 2}
-
-
-def _floored(ratio: Array) -> Array:
-    return jnp.maximum(ratio, LARGEST_NARROWING)
 
 
 def inverse_and_log_det(
