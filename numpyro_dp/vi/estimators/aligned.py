@@ -28,7 +28,7 @@ from numpyro_dp._tree import add, select
 from numpyro_dp.core import Estimator, FactoredSignal, Observation, PyTree, Released, Values
 from numpyro_dp.model.variational import VariationalProblem, likelihood_key
 
-__all__ = ["DrawnPublic", "aligned", "observed", "prepare_draw", "pull_back_draw"]
+__all__ = ["DrawnPublic", "aligned", "observed", "prepare_draw", "pull_back_draw", "slopes"]
 
 _OTHER_DRAWS = 4
 
@@ -43,6 +43,8 @@ class DrawnPublic(NamedTuple):
         vjp: Maps cotangents of (latents, entropy) to cotangents of the parameters, in the
             coordinates of the estimator.
         rng_key: Seeds draws in the likelihood.
+        entries: Entries of the Jacobian of the draw by parameter of the guide, empty if the
+            estimator does not use them.
     """
 
     params: Values
@@ -50,6 +52,7 @@ class DrawnPublic(NamedTuple):
     entropy: Array
     vjp: Callable[..., PyTree]
     rng_key: Array
+    entries: dict[str, Array]
 
 
 def aligned() -> Callable[[VariationalProblem], Estimator]:
@@ -79,29 +82,32 @@ def aligned() -> Callable[[VariationalProblem], Estimator]:
     """
 
     def build(problem: VariationalProblem) -> Estimator:
-        factored = factored_draw(problem)
-
-        def signal(public: DrawnPublic, example: PyTree) -> Values:
-            gradient = jax.grad(factored.scalar, 1)(public, factored.point(public), example)
-            return gradient[0] | gradient[1]
+        signal, factored = slopes(problem, lambda public, gradient: gradient[0] | gradient[1])
 
         def pull_back(public: DrawnPublic, released: Released) -> Values:
             latents = select(released.total, public.latents)
-            return pull_back_draw(
-                problem, public, latents, select(released.total, problem.record_params)
-            )
+            own = select(released.total, problem.record_params)
+            return pull_back_draw(problem, public, latents, own)
 
         def observe(public: DrawnPublic, released: Released) -> Observation:
             return observed(problem, public, released, select(released.total, public.latents))
 
         prepare = prepare_draw(problem)
-        return Estimator(prepare, signal, pull_back, factored, observe)
+        return Estimator(prepare, signal, pull_back, factored._replace(selects=True), observe)
 
     return build
 
 
-def factored_draw(problem: VariationalProblem) -> FactoredSignal:
-    """The slope of the log likelihood in the draw and in the parameters of the model."""
+def slopes(
+    problem: VariationalProblem, release: Callable[[DrawnPublic, PyTree], Values]
+) -> tuple[Callable[[DrawnPublic, PyTree], Values], FactoredSignal]:
+    """The signal of one record, as a function and as a linear map of a gradient.
+
+    Args:
+        problem: Model and guide.
+        release: ``(public, gradient) -> signal``. The gradient of the log likelihood has two parts:
+            with respect to the draw, and to the parameters of the model.
+    """
 
     def scalar(public: DrawnPublic, point: PyTree, example: PyTree) -> Array:
         return problem.log_likelihood(point[0], point[1], example, public.rng_key)
@@ -109,20 +115,34 @@ def factored_draw(problem: VariationalProblem) -> FactoredSignal:
     def point(public: DrawnPublic) -> tuple[Values, Values]:
         return public.latents, select(public.params, problem.record_params)
 
-    def core(
-        public: DrawnPublic, gradient: tuple[Values, Values], names: tuple[str, ...]
-    ) -> Values:
-        return select(gradient[0] | gradient[1], names)
+    def core(public: DrawnPublic, gradient: PyTree, names: tuple[str, ...]) -> Values:
+        return select(release(public, gradient), names)
 
-    return FactoredSignal(point, scalar, core, lambda public, tree, names: tree, selects=True)
+    def signal(public: DrawnPublic, example: PyTree) -> Values:
+        return release(public, jax.grad(scalar, 1)(public, point(public), example))
+
+    return signal, FactoredSignal(point, scalar, core, lambda public, tree, names: tree)
 
 
-def prepare_draw(problem: VariationalProblem) -> Callable[[Array, Values], DrawnPublic]:
-    """Returns ``prepare``: one draw and its vector-Jacobian product."""
+def prepare_draw(
+    problem: VariationalProblem,
+    pack: Callable[[Values], Values] | None = None,
+    unpack: Callable[[Values], Values] | None = None,
+) -> Callable[[Array, Values], DrawnPublic]:
+    """Returns ``prepare``: one draw and its vector-Jacobian product.
+
+    Args:
+        problem: Model and guide.
+        pack: From the unconstrained parameters to the coordinates of the product, by default
+            the parameters themselves.
+        unpack: From these coordinates to constrained parameters.
+    """
+    unpack = unpack or problem.constrain
 
     def prepare(rng_key: Array, params: Values) -> DrawnPublic:
-        (latents, entropy), vjp = jax.vjp(lambda p: problem.draw(p, rng_key), params)
-        return DrawnPublic(params, latents, entropy, vjp, likelihood_key(rng_key))
+        packed = pack(params) if pack else params
+        (latents, entropy), vjp = jax.vjp(lambda p: problem.draw_at(unpack(p), rng_key), packed)
+        return DrawnPublic(params, latents, entropy, vjp, likelihood_key(rng_key), {})
 
     return prepare
 
@@ -176,10 +196,7 @@ def _joined(tree: dict[str, Array], reduce: Callable[..., Array] | None) -> Arra
 
 
 def pull_back_draw(
-    problem: VariationalProblem,
-    public: DrawnPublic,
-    latents: Values,
-    record_params: Values,
+    problem: VariationalProblem, public: DrawnPublic, latents: Values, record_params: Values
 ) -> Values:
     """Completes likelihood gradients to the gradient of the negative evidence lower bound.
 

@@ -3,20 +3,19 @@ r"""Centred signals: clipping that does not bias the fit (:mod:`numpyro_dp.sums.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp._tree import select
-from numpyro_dp.core import Estimator, PyTree, Values
+from numpyro_dp.core import Estimator, Values
 from numpyro_dp.model.outcomes import Outcomes, read_outcomes
 from numpyro_dp.model.partners import OutcomeModel, centring
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.run.results import MOST_LATENTS
-from numpyro_dp.vi.estimators.aligned import aligned
+from numpyro_dp.vi.estimators.aligned import DrawnPublic, aligned
 
 __all__ = ["centred", "centred_if_possible"]
 
@@ -66,11 +65,11 @@ def _centred(
     inner = estimator(problem._replace(model=other))
     names = problem.model.structure.params
 
-    def latents(public: PyTree) -> dict[str, Array]:
-        return _drawn(public).latents
+    def latents(public: DrawnPublic) -> dict[str, Array]:
+        return public.latents
 
-    def params(public: PyTree) -> Values:
-        return select(problem.constrain(_drawn(public).params), names)
+    def params(public: DrawnPublic) -> Values:
+        return select(problem.constrain(public.params), names)
 
     found = centring(outcomes, inner, latents, params if names else None)
     return plain._replace(factored=None, centring=found)
@@ -123,8 +122,3 @@ def outcomes_of(problem: VariationalProblem) -> Outcomes:
             "when a record would have been observed. Use the estimator without centred()."
         )
     return outcomes
-
-
-def _drawn(public: PyTree) -> Any:
-    """The draw and the parameters of a step."""
-    return getattr(public, "drawn", public)

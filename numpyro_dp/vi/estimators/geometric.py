@@ -37,8 +37,14 @@ from jax import Array
 from numpyro_dp._tree import add, select
 from numpyro_dp.core import Estimator, Observation, PyTree, Released, Values
 from numpyro_dp.model.geometry import Coordinates, Geometry, gaussian_geometry
-from numpyro_dp.model.variational import VariationalProblem, likelihood_key
-from numpyro_dp.vi.estimators.aligned import DrawnPublic, factored_draw, observed, pull_back_draw
+from numpyro_dp.model.variational import VariationalProblem
+from numpyro_dp.vi.estimators.aligned import (
+    DrawnPublic,
+    observed,
+    prepare_draw,
+    pull_back_draw,
+    slopes,
+)
 from numpyro_dp.vi.estimators.vanilla import Chart, parametric
 
 __all__ = ["aligned_natural", "natural", "preconditioned"]
@@ -144,7 +150,6 @@ def aligned_natural() -> Callable[[VariationalProblem], Estimator]:
 
     def build(problem: VariationalProblem) -> Estimator:
         geometry = gaussian_geometry(problem, "aligned_natural()")
-        plain = factored_draw(problem)
 
         def each(apply: Callable[..., PyTree], public: DrawnPublic, latents: PyTree) -> PyTree:
             values = problem.constrain(public.params)
@@ -154,12 +159,6 @@ def aligned_natural() -> Callable[[VariationalProblem], Estimator]:
 
         def whole(public: DrawnPublic, gradient: PyTree) -> Values:
             return each(geometry.mean.to, public, gradient[0]) | gradient[1]
-
-        def core(public: DrawnPublic, gradient: PyTree, names: tuple[str, ...]) -> Values:
-            return select(whole(public, gradient), names)
-
-        def signal(public: DrawnPublic, example: PyTree) -> Values:
-            return whole(public, jax.grad(plain.scalar, 1)(public, plain.point(public), example))
 
         def pull_back(public: DrawnPublic, released: Released) -> Values:
             latents = each(geometry.mean.back, public, select(released.total, public.latents))
@@ -175,7 +174,7 @@ def aligned_natural() -> Callable[[VariationalProblem], Estimator]:
             back = functools.partial(each, geometry.mean.back, public)
             return observed(problem, public, released, latents, back)
 
-        factored = plain._replace(core=core, selects=False)
+        signal, factored = slopes(problem, whole)
         prepare = _prepare_constrained(problem, geometry)
         return Estimator(prepare, signal, pull_back, factored, observe)
 
@@ -206,12 +205,8 @@ def _prepare_constrained(
 ) -> Callable[[Array, Values], DrawnPublic]:
     """Returns ``prepare``: one draw and its vjp with respect to packed constrained parameters."""
 
-    def prepare(rng_key: Array, params: Values) -> DrawnPublic:
+    def pack(params: Values) -> Values:
         # The guide does not read the model's parameters, so they are not transformed.
-        packed = geometry.pack(problem.constrain(params)) | select(params, problem.record_params)
-        (latents, entropy), vjp = jax.vjp(
-            lambda p: problem.draw_at(geometry.unpack(p), rng_key), packed
-        )
-        return DrawnPublic(params, latents, entropy, vjp, likelihood_key(rng_key))
+        return geometry.pack(problem.constrain(params)) | select(params, problem.record_params)
 
-    return prepare
+    return prepare_draw(problem, pack, geometry.unpack)

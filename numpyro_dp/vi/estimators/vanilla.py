@@ -20,24 +20,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp._tree import add, select, widen
-from numpyro_dp.core import Estimator, FactoredSignal, Observation, PyTree, Released, Values
+from numpyro_dp.core import Estimator, Observation, PyTree, Released, Values
 from numpyro_dp.model.variational import VariationalProblem
-from numpyro_dp.vi.estimators.aligned import DrawnPublic, observed, prepare_draw, pull_back_draw
+from numpyro_dp.vi.estimators.aligned import (
+    DrawnPublic,
+    observed,
+    prepare_draw,
+    pull_back_draw,
+    slopes,
+)
 
 __all__ = ["Chart", "parametric", "vanilla"]
-
-
-class VanillaPublic(NamedTuple):
-    """Public values of one step.
-
-    Attributes:
-        drawn: The draw and its vector-Jacobian product.
-        entries: Entries of J by parameter of the guide, if each belongs to one coordinate of the
-            draw. Empty for other guides.
-    """
-
-    drawn: DrawnPublic
-    entries: dict[str, Array]
 
 
 def vanilla() -> Callable[[VariationalProblem], Estimator]:
@@ -109,74 +102,52 @@ def parametric(problem: VariationalProblem, chart: Chart) -> Estimator:
     names = problem.record_params
     shared = bool(set(names) & problem.guide_params)
 
-    def scalar(public: VanillaPublic, point: PyTree, example: PyTree) -> Array:
-        return problem.log_likelihood(point[0], point[1], example, public.drawn.rng_key)
-
-    def point(public: VanillaPublic) -> tuple[Values, Values]:
-        return public.drawn.latents, select(public.drawn.params, names)
-
-    def whole(public: VanillaPublic, gradient: PyTree) -> Values:
+    def whole(public: DrawnPublic, gradient: PyTree) -> Values:
         latents, record_params = gradient
-        pulled = _pulled(public.drawn, latents)
+        pulled = _pulled(public, latents)
         own = {name: add(pulled.pop(name), record_params[name]) for name in names}
-        return chart.release(public.drawn.params, pulled) | own
+        return chart.release(public.params, pulled) | own
 
-    def signal(public: VanillaPublic, example: PyTree) -> Values:
-        return whole(public, jax.grad(scalar, 1)(public, point(public), example))
-
-    def prepare(rng_key: Array, params: Values) -> VanillaPublic:
+    def prepare(rng_key: Array, params: Values) -> DrawnPublic:
         drawn = chart.prepare(rng_key, params)
-        return VanillaPublic(drawn, {} if general else _entries(chart, drawn, names))
+        return drawn if general else drawn._replace(entries=_entries(chart, drawn, names))
 
-    def pull_back(public: VanillaPublic, released: Released) -> Values:
-        zeros = jax.tree.map(jnp.zeros_like, public.drawn.latents)
-        rest = jax.tree.map(jnp.negative, pull_back_draw(problem, public.drawn, zeros, {}))
+    def pull_back(public: DrawnPublic, released: Released) -> Values:
+        zeros = jax.tree.map(jnp.zeros_like, public.latents)
+        rest = jax.tree.map(jnp.negative, pull_back_draw(problem, public, zeros, {}))
         own = {name: add(rest.pop(name), released.total[name]) for name in names}
         guide = select(released.total, rest)
-        gradient = chart.finish(public.drawn.params, guide, rest) | own
+        gradient = chart.finish(public.params, guide, rest) | own
         return jax.tree.map(jnp.negative, gradient)
 
     # The slope of a location is the slope of the draw.
     sums = chart.sums or {}
     locations = [name for name in sums if name.endswith("loc")]
 
-    def observe(public: VanillaPublic, released: Released) -> Observation:
+    def observe(public: DrawnPublic, released: Released) -> Observation:
         score: dict[str, Array] = {}
         for name in locations:
             score |= sums[name](released.total[name])
-        back = chart.back and functools.partial(chart.back, public.drawn.params)
-        return observed(problem, public.drawn, released, score, back)
+        back = chart.back and functools.partial(chart.back, public.params)
+        return observed(problem, public, released, score, back)
 
     # A parameter that model and guide share has entries of both kinds.
     general = bool(problem.guide_params) and (shared or chart.sums is None)
-    if general:
-        core, expand = _general(whole)
-    else:
+    signal, factored = slopes(problem, whole)
+    if not general:  # otherwise the sum needs an array of shape (batch, parameters)
         core, expand = _by_coordinate(chart)
+        factored = factored._replace(core=core, expand=expand)
     # Without parameters of the guide, each entry is the gradient of one parameter of the model.
-    selects = not problem.guide_params
-    factored = FactoredSignal(point, scalar, core, expand, selects)
+    factored = factored._replace(selects=not problem.guide_params)
     known = None if general or not locations else observe
     return Estimator(prepare, signal, pull_back, factored, known)
-
-
-def _general(whole: Callable[..., Values]) -> tuple[Callable[..., PyTree], Callable[..., Values]]:
-    """Sums the signal itself, which needs an array of shape (batch, parameters)."""
-
-    def core(public: VanillaPublic, gradient: PyTree, names: tuple[str, ...]) -> Values:
-        return select(whole(public, gradient), names)
-
-    def expand(public: VanillaPublic, tree: PyTree, names: tuple[str, ...]) -> Values:
-        return tree
-
-    return core, expand
 
 
 def _by_coordinate(chart: Chart) -> tuple[Callable[..., PyTree], Callable[..., Values]]:
     """Sums coordinates of the draw, each scaled by the norm of its row of J."""
     sums = chart.sums or {}
 
-    def roots(public: VanillaPublic, names: tuple[str, ...]) -> dict[str, Array]:
+    def roots(public: DrawnPublic, names: tuple[str, ...]) -> dict[str, Array]:
         squares: dict[str, Array] = {}
         for name in names:
             entries = widen(public.entries[name])
@@ -185,13 +156,13 @@ def _by_coordinate(chart: Chart) -> tuple[Callable[..., PyTree], Callable[..., V
                 squares[site] = squares.get(site, jnp.finfo(value.dtype).tiny) + value
         return {site: jnp.sqrt(square) for site, square in squares.items()}
 
-    def core(public: VanillaPublic, gradient: PyTree, names: tuple[str, ...]) -> PyTree:
+    def core(public: DrawnPublic, gradient: PyTree, names: tuple[str, ...]) -> PyTree:
         guide = tuple(name for name in names if name in public.entries)
-        latents = widen(chart.frame(public.drawn.params, gradient[0]))
+        latents = widen(chart.frame(public.params, gradient[0]))
         scaled = {site: root * latents[site] for site, root in roots(public, guide).items()}
         return scaled, {name: gradient[1][name] for name in names if name not in guide}
 
-    def expand(public: VanillaPublic, tree: PyTree, names: tuple[str, ...]) -> Values:
+    def expand(public: DrawnPublic, tree: PyTree, names: tuple[str, ...]) -> Values:
         guide = tuple(name for name in names if name in public.entries)
         scale = roots(public, guide)
         result = dict(tree[1])
