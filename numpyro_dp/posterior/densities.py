@@ -49,11 +49,10 @@ def densities_of_model(
     """
     try:
         shapes = _described(tuple(arguments))
-        found = [_densities(model, plate, shapes, point) for point in range(_POINTS)]
+        sites = _densities(model, plate, shapes)
     # Arguments of a class that JSON does not know, or a model that does not run on invented values.
     except Exception:
         return None
-    sites = {name: [each[name] for each in found] for name in found[0]}
     return {"plate": plate, "arguments": shapes, "sites": sites}
 
 
@@ -78,18 +77,14 @@ def model_of_run(
         if names.keys() == params.keys():
             filled = jax.tree.unflatten(jax.tree.structure(own), [params[name] for name in names])
             model = handlers.substitute(model, data=filled) if filled else model
-        points = [_densities(model, plate, shapes, point) for point in range(_POINTS)]
+        found = _densities(model, plate, shapes)
     except Exception as error:
         raise ValueError(
             f"The model does not run on arguments like those of the run, {shapes}: {error} "
             f"{_REMEDY}"
         ) from error
-    found = {name: [each.get(name) for each in points] for name in points[0]}
-    other = sorted((found.keys() ^ sites.keys()) | (names.keys() ^ params.keys())) or [
-        name
-        for name in sites
-        if not np.allclose(_known(found[name]), _known(sites[name]), _TOLERANCE, _TOLERANCE)
-    ]
+    other = sorted((found.keys() ^ sites.keys()) | (names.keys() ^ params.keys()))
+    other = other or [name for name in sites if not _is_close(found[name], sites[name])]
     if other:
         raise ValueError(
             f"This is another model than that of the run: {other} are missing, or have other "
@@ -98,9 +93,11 @@ def model_of_run(
     return model
 
 
-def _known(values: list[float | None]) -> np.ndarray:
-    """Log densities, with a number in place of those that are not finite."""
-    return np.array([-1e30 if value is None else value for value in values])
+def _is_close(*values: list[float | None]) -> bool:
+    """Whether log densities are equal. ``None`` becomes NaN, and is equal to itself."""
+    one, other = (np.array(each, np.float64) for each in values)
+    same = one.shape == other.shape
+    return same and np.allclose(one, other, _TOLERANCE, _TOLERANCE, equal_nan=True)
 
 
 def _described(value: PyTree) -> PyTree:
@@ -143,13 +140,17 @@ def _numbers(size: int, point: int) -> np.ndarray:
 
 
 def _densities(
-    model: Callable[..., object], plate: str, shapes: PyTree, point: int
-) -> dict[str, float | None]:
+    model: Callable[..., object], plate: str, shapes: PyTree
+) -> dict[str, list[float | None]]:
+    """Log densities by site, at each point. ``None`` if one is not finite, for JSON."""
+    found: dict[str, list[float | None]] = {}
     with numpyro.validation_enabled(False):  # invented outcomes may be impossible
-        trace = _trace(model, plate, shapes, point)
-        sites = {name: site for name, site in trace.items() if site["type"] == "sample"}
-        values = {name: float(log_density(site)) for name, site in sites.items()}
-    return {name: value if np.isfinite(value) else None for name, value in values.items()}
+        for point in range(_POINTS):
+            for name, site in _trace(model, plate, shapes, point).items():
+                if site["type"] == "sample":
+                    value = float(log_density(site))
+                    found.setdefault(name, []).append(value if np.isfinite(value) else None)
+    return found
 
 
 def _trace(model: Callable[..., object], plate: str, shapes: PyTree, point: int) -> Sites:

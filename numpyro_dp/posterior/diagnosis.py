@@ -24,7 +24,6 @@ __all__ = [
     "PosteriorWarning",
     "finding_of_arrival",
     "finding_of_clipping",
-    "finding_without_noise",
     "findings_of_normal",
     "findings_of_path",
     "findings_of_report",
@@ -329,9 +328,3 @@ def findings_of_unseen(share: float, bias: float) -> list[Finding]:
         f"this budget. They could move a latent, mostly a scale, by {bias:.2g} standard deviations "
         "or more. If you expect some, use a likelihood that allows them, such as StudentT."
     ))]  # fmt: skip
-
-
-def finding_without_noise() -> Finding:
-    """A finding about intervals that leave out the noise of privacy."""
-    text = "The intervals leave out the noise of privacy, so they are too narrow."
-    return Finding("intervals", True, text)

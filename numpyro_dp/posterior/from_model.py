@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to
 
+from numpyro_dp._tree import select
 from numpyro_dp.core import Kwargs, Sites, Values
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.public import PublicValues
@@ -19,7 +19,7 @@ from numpyro_dp.model.records import Arguments
 from numpyro_dp.model.separation import one_record
 from numpyro_dp.posterior.averaging import SHORTEST, drift_check
 from numpyro_dp.posterior.densities import densities_of_model
-from numpyro_dp.posterior.diagnosis import Finding, finding_without_noise, findings_of_report
+from numpyro_dp.posterior.diagnosis import Finding, findings_of_report
 from numpyro_dp.posterior.draws import Draws, SiteDraws
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.samples import posterior_samples
@@ -98,12 +98,12 @@ class ModelSource(NamedTuple):
             noise_included: Whether the draws include the noise of privacy, which the posterior
                 then says. ``None`` if it should say nothing.
         """
-        if isinstance(draws, dict):
-            draws = SiteDraws(draws)
+        drawn: Draws = SiteDraws(draws) if isinstance(draws, dict) else draws
         if noise_included:
             notes = (NOISE_INCLUDED, *notes)
         if noise_included is False and privacy.noise_multiplier > 0:
-            findings = (*findings, finding_without_noise())
+            text = "The intervals leave out the noise of privacy, so they are too narrow."
+            findings = (*findings, Finding("intervals", True, text))
         prior: Draws | None = self._prior
         try:
             jax.eval_shape(self._prior_draw, jax.random.key(0))
@@ -117,28 +117,19 @@ class ModelSource(NamedTuple):
             public = public.copy()
             public.trust(jax.tree.leaves(self.params))  # released
         return Posterior(
-            model=self._filled, draws=functools.partial(self._kept, draws), prior=prior,
+            model=self._filled, prior=prior,
+            draws=lambda rng_key, number: select(drawn(rng_key, number), self.latents),
             unconstrain=self.unconstrained, privacy=privacy, method=method, notes=notes,
             converged=converged, findings=findings, params=self.params, public=public,
-            densities=functools.partial(
-                densities_of_model, self._filled, self.plate, self.arguments
-            ),
+            densities=lambda: densities_of_model(self._filled, self.plate, self.arguments),
         )  # fmt: skip
-
-    def _kept(self, draws: Draws, rng_key: Array, num_samples: int) -> dict[str, Array]:
-        found = draws(rng_key, num_samples)
-        return {name: found[name] for name in self.latents}
 
     def guide_draws(self, guide: Callable[..., object], params: Values, static: Kwargs) -> Draws:
         """Returns the draws of a guide that is called on the placeholder for the records."""
         args, kwargs = self.arguments
         # Bound here, because a keyword of the guide may have the name of a posterior_samples one.
         alone = one_record(lambda: guide(*args, **kwargs, **static), self.plate)
-
-        def draws(rng_key: Array, num_samples: int) -> dict[str, Array]:
-            return posterior_samples(rng_key, alone, params, num_samples)
-
-        return draws
+        return lambda rng_key, number: posterior_samples(rng_key, alone, params, number)
 
     @property
     def _filled(self) -> Callable[..., object]:
@@ -148,8 +139,7 @@ class ModelSource(NamedTuple):
         """Latent sites on the placeholder. Sites without given values are drawn from the prior."""
         alone = one_record(self._filled, self.plate)
         fn = handlers.seed(handlers.substitute(alone, data=values), rng_key)
-        trace = self.arguments.trace(fn)
-        return {name: trace[name] for name in self.latents}
+        return select(self.arguments.trace(fn), self.latents)
 
     def _prior_draw(self, rng_key: Array) -> dict[str, Array]:
         return {name: site["value"] for name, site in self._trace(rng_key, {}).items()}

@@ -23,6 +23,7 @@ from jax.flatten_util import ravel_pytree
 from numpyro.distributions import biject_to, constraints
 from numpyro.infer import MCMC, NUTS
 
+from numpyro_dp._tree import select
 from numpyro_dp.core import PyTree, Values
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.outcomes import Outcomes, read_latents, unconstrained_prior
@@ -41,8 +42,8 @@ class ModelPrior(NamedTuple):
 
     Attributes:
         outcomes: The outcomes of the model.
-        normal: Mean and precision of all latents in unconstrained coordinates, or ``None`` if
-            their prior is not normal.
+        normal: The prior of all latents in unconstrained coordinates, or ``None`` if it is not
+            normal.
         seen: Indices, among all latents, of the latents that records see.
         decoded: The exact or approximate normal prior of the latents that records see.
         constrain: Vectors of all latents, shape (draws, all) -> values by site in the model's own
@@ -52,7 +53,7 @@ class ModelPrior(NamedTuple):
     """
 
     outcomes: Outcomes
-    normal: tuple[np.ndarray, np.ndarray] | None
+    normal: Prior | None
     seen: np.ndarray
     decoded: Prior
     constrain: Callable[[Array], dict[str, Array]]
@@ -67,7 +68,10 @@ class ModelPrior(NamedTuple):
             rng_key: Key of the weighted draws or NUTS, for priors that are not normal.
         """
         if self.normal is not None:
-            mean, covariance = self._closed_form(*self.normal, precision, linear)
+            size = len(self.normal.mean)
+            wide, right = np.zeros((size, size)), np.zeros(size)
+            wide[np.ix_(self.seen, self.seen)], right[self.seen] = precision, linear
+            mean, covariance = self.normal.updated(wide, right)
             return self.drawn(Normal(mean, np.linalg.cholesky(covariance)))
         # From the cheapest way to the dearest. Draws of the prior will do if the records tell
         # little, and normal ones if the prior is nearly normal.
@@ -92,18 +96,9 @@ class ModelPrior(NamedTuple):
 
         return draws
 
-    def _closed_form(
-        self, mean: np.ndarray, prior: np.ndarray, precision: np.ndarray, linear: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        total, right = prior.copy(), prior @ mean
-        total[np.ix_(self.seen, self.seen)] += precision
-        right[self.seen] += linear
-        covariance = np.linalg.inv((total + total.T) / 2)
-        return covariance @ right, (covariance + covariance.T) / 2
-
     def _from_prior(
         self, draws: np.ndarray, precision: np.ndarray, linear: np.ndarray, rng_key: Array
-    ) -> Array | None:
+    ) -> np.ndarray | None:
         """Draws from the prior, resampled by weight, or ``None`` if few weights count.
 
         If a small budget leaves the prior, NUTS would sample a hierarchy badly: the scale of group
@@ -111,26 +106,24 @@ class ModelPrior(NamedTuple):
         """
         theta = draws[:, self.seen]
         fit = theta @ linear - np.sum((theta @ precision) * theta, axis=1) / 2
-        rows = _rows_by_weight(fit, generator(rng_key))
-        return None if rows is None else jnp.asarray(draws[rows], jnp.result_type(float))
+        return _by_weight(draws, fit, generator(rng_key))
 
-    def _resampled(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> Array | None:
+    def _resampled(
+        self, precision: np.ndarray, linear: np.ndarray, rng_key: Array
+    ) -> np.ndarray | None:
         """Draws under the normal prior, resampled by weight, or ``None`` if few weights count."""
         outcomes, prior = self.outcomes, self.decoded
         # The normal prior covers only latents that records see.
         if len(outcomes.seen) < len(outcomes.shapes):
             return None
-        total = precision + prior.precision
-        factor = np.linalg.cholesky(np.linalg.inv((total + total.T) / 2))
-        mean = np.linalg.solve(total, linear + prior.precision @ prior.mean)
+        mean, covariance = prior.updated(precision, linear)
         rng = generator(rng_key)
-        theta = mean + rng.normal(size=(_PROPOSED, len(mean))) @ factor.T
+        theta = mean + rng.normal(size=(_PROPOSED, len(mean))) @ np.linalg.cholesky(covariance).T
         off = theta - prior.mean
         exact = jax.jit(jax.vmap(_log_prior(outcomes)))(jnp.asarray(theta, jnp.result_type(float)))
         # The likelihood is in both densities and cancels. Left are the two priors.
         logs = np.asarray(exact, np.float64) + np.sum((off @ prior.precision) * off, axis=1) / 2
-        rows = _rows_by_weight(logs, rng)
-        return None if rows is None else jnp.asarray(theta[rows], jnp.result_type(float))
+        return _by_weight(theta, logs, rng)
 
     def _sampled(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> Array:
         outcomes, seen = self.outcomes, jnp.asarray(self.seen)
@@ -143,13 +136,11 @@ class ModelPrior(NamedTuple):
             return -fit - log_prior(flat)
 
         start_key, run_key = jax.random.split(rng_key)
-        start = _flat_prior(outcomes, start_key, 200)
-        start = jnp.median(start, axis=0)
-        wide = np.asarray(self.decoded.precision) + precision
-        right = self.decoded.precision @ self.decoded.mean + linear
+        start = jnp.median(_flat_prior(outcomes, start_key, 200), axis=0)
         # Latents that records see start at the mean under the normal prior, others at their prior's
         # median.
-        start = start.at[seen].set(jnp.asarray(np.linalg.solve(wide, right), start.dtype))
+        mean, _ = self.decoded.updated(precision, linear)
+        start = start.at[seen].set(jnp.asarray(mean, start.dtype))
         kernel = NUTS(potential_fn=potential, dense_mass=len(start) <= 50, target_accept_prob=0.9)
         mcmc = MCMC(kernel, num_warmup=500, num_samples=_KEPT // 2, progress_bar=False)
         mcmc.run(run_key, init_params=start)
@@ -196,8 +187,8 @@ def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:
     if normal is not None:
         # A block of the covariance is the marginal prior. A block of the precision would be that
         # given the other latents.
-        covariance = np.linalg.inv(normal[1])[np.ix_(seen, seen)]
-        decoded = Prior(normal[0][seen], np.linalg.inv(covariance))
+        covariance = normal.covariance[np.ix_(seen, seen)]
+        decoded = Prior(normal.mean[seen], np.linalg.inv(covariance))
         return ModelPrior(outcomes, normal, seen, decoded, constrain)
     flat = np.asarray(_flat_prior(outcomes, rng_key, _DRAWS), np.float64)
     quantiles = np.quantile(flat[:, seen], [0.025, 0.1587, 0.5, 0.8413, 0.975], axis=0)
@@ -208,14 +199,14 @@ def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:
     return ModelPrior(outcomes, None, seen, decoded, constrain, flat)
 
 
-def _rows_by_weight(logs: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
-    """Numbers of draws, drawn by weight, or ``None`` if fewer than a quarter of them count."""
+def _by_weight(draws: np.ndarray, logs: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
+    """Draws, chosen by weight, or ``None`` if fewer than a quarter of them count."""
     logs = np.where(np.isfinite(logs), logs, -np.inf)
     weights = np.exp(logs - logs.max())
     weights = weights / weights.sum()
     if not np.isfinite(weights).all() or 1 / np.sum(weights**2) < len(logs) / 4:
         return None
-    return rng.choice(len(logs), _KEPT, p=weights)
+    return draws[rng.choice(len(logs), _KEPT, p=weights)]
 
 
 def _unravel(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:
@@ -232,13 +223,13 @@ def _flat_prior(outcomes: Outcomes, rng_key: Array, number: int) -> Array:
 
     def one(key: Array) -> Array:
         drawn = unconstrained_prior(outcomes.model, outcomes.shared, key)
-        return ravel_pytree({name: drawn[name] for name in outcomes.shapes})[0]
+        return ravel_pytree(select(drawn, outcomes.shapes))[0]
 
     return jax.jit(jax.vmap(one))(jax.random.split(rng_key, number))
 
 
-def _normal(outcomes: Outcomes, size: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Mean and precision of all latents if their log density is quadratic, else ``None``."""
+def _normal(outcomes: Outcomes, size: int) -> Prior | None:
+    """The prior of all latents if their log density is quadratic, else ``None``."""
     log_prior = _log_prior(outcomes)
 
     def derivatives(flat: Array) -> tuple[Array, Array]:
@@ -254,7 +245,8 @@ def _normal(outcomes: Outcomes, size: int) -> tuple[np.ndarray, np.ndarray] | No
     precision = -(bends[0] + bends[0].T) / 2
     if np.min(np.linalg.eigvalsh(precision)) <= 1e-9 * largest:
         return None
-    return points[0] + np.linalg.solve(precision, np.asarray(slopes[0], np.float64)), precision
+    step = np.linalg.solve(precision, np.asarray(slopes[0], np.float64))
+    return Prior(points[0] + step, precision)
 
 
 def _constrained(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:
@@ -262,8 +254,7 @@ def _constrained(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:
     unravel = _unravel(outcomes)
 
     def sites(latents: dict[str, Array]) -> Values:
-        trace = outcomes.model.trace_prior(latents, {}, outcomes.shared)
-        return {name: trace[name] for name in outcomes.shapes}
+        return select(outcomes.model.trace_prior(latents, {}, outcomes.shared), outcomes.shapes)
 
     def one(flat: Array) -> dict[str, Array]:
         return {name: site["value"] for name, site in sites(unravel(flat)).items()}
