@@ -130,12 +130,14 @@ def choose(
     tried = [dict(settings) for settings in grid]
     if not tried:
         raise ValueError("Expected at least one dict of settings in grid, got an empty grid.")
+
+    def driver(settings: Values) -> Any:
+        return build(**{name: value for name, value in settings.items() if name != "num_steps"})
+
     left = []
     for settings in tried:
-        own = dict(settings)
-        steps = own.pop("num_steps", None)
-        rest = (steps, num_samples, simulated_data_to_args)
-        left.append((settings, SimulatedRuns(build(**own), args, kwargs, *rest)))
+        rest = (settings.get("num_steps"), num_samples, simulated_data_to_args)
+        left.append((settings, SimulatedRuns(driver(settings), args, kwargs, *rest)))
     rounds = _rounds(len(left), num_simulations)
     keys, beaten = jax.random.split(rng_key, num_simulations), []
     with opened_bar(progress_bar, sum(each * new for each, new in rounds), unit="run") as bar:
@@ -148,9 +150,8 @@ def choose(
     # A survivor may have become infinite.
     ranked = sorted(left + beaten, key=lambda pair: not np.isfinite(_score(pair[1].found())))
     settings, runs = ranked[0]
-    own = {name: value for name, value in settings.items() if name != "num_steps"}
     scores = tuple((each, runs.found().log_score) for each, runs in ranked)
-    return Choice(settings, build(**own), scores, runs.found().prior_log_score)
+    return Choice(settings, driver(settings), scores, runs.found().prior_log_score)
 
 
 def _rounds(number: int, num_simulations: int) -> list[tuple[int, int]]:

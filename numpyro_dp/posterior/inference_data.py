@@ -137,28 +137,26 @@ def draws_by_name(samples: object, what: str = "samples") -> dict[str, np.ndarra
             f"{type(samples).__name__}. Pass the draws of posterior_samples or Predictive."
         )
     draws = named_leaves(samples)
-    sizes = {name: value.shape[:1] for name, value in draws.items()}
-    if len(set(sizes.values())) > 1 or () in sizes.values():
-        shapes = {name: value.shape for name, value in draws.items()}
+    shapes = {name: value.shape for name, value in draws.items()}
+    sizes = {shape[:1] for shape in shapes.values()}
+    if len(sizes) > 1 or () in sizes:
         raise ValueError(
             f"Every site in {what} must have the same number of draws along its first axis, got "
             f"shapes {shapes}. Pass the draws of one call of posterior_samples or Predictive."
         )
-    check_int(f"number of draws in {what}", next(iter(sizes.values()))[0], low=1)
+    check_int(f"number of draws in {what}", sizes.pop()[0], low=1)
     return draws
 
 
 def named_leaves(values: PyTree) -> dict[str, np.ndarray]:
     """Leaves of a pytree by name. Dots join the names of nested entries."""
     leaves = jax.tree_util.tree_flatten_with_path(values)[0]
-    found = {".".join(map(_part, path)): np.asarray(leaf) for path, leaf in leaves}
+    found = {
+        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(x) for path, x in leaves
+    }
     if len(found) < len(leaves):
         raise ValueError(f"Two entries have the same name with dots, among {sorted(found)}.")
     return found
-
-
-def _part(entry: object) -> str:
-    return str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry))))
 
 
 def _chains(samples: Values, what: str, grouped: bool) -> dict[str, np.ndarray]:

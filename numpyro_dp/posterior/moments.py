@@ -77,31 +77,26 @@ def averages_of(sums: Any, seen: np.ndarray) -> Averages | None:
     count = int(sums.count)
     if count < 2:
         return None
-    # Products have counts of their own, one for each half of the run.
-    given = {n: x for n, x in sums._asdict().items() if n != "products" and x is not None}
-    parts = {n: np.asarray(x, np.float64) / count for n, x in given.items()}
-    row = {n: x[seen] for n, x in parts.items() if x.ndim == 1}
-    found = Averages(
-        count,
-        np.asarray(sums.origin, np.float64)[seen] + row["point"],
-        np.maximum(row["point_square"] - row["point"] ** 2, 0),
-        row["shift_square"],
-        row["score"],
-        row["noise_square"],
-    )
+    point, square, fresh, score, noise = (
+        np.asarray(total, np.float64)[seen] / count
+        for total in (sums.point, sums.point_square, sums.shift_square, sums.score,
+                      sums.noise_square)
+    )  # fmt: skip
+    centre, spread = np.asarray(sums.origin, np.float64)[seen], np.maximum(square - point**2, 0)
+    found = Averages(count, centre + point, spread, fresh, score, noise)
     finite = all(np.all(np.isfinite(part)) for part in found[:6])
-    if sums.products is not None:
+    if sums.products is not None:  # they have counts of their own, one for each half of the run
         if not (finite and np.all(np.isfinite(sums.products.square))):
             return None
         moments = _moments_of(sums.products, seen, 0), _moments_of(sums.products, seen, 1)
         # Scores at one single point tell no curvature.
         moved = max(np.trace(each.shift_shift) for each in moments) > 0
         return found._replace(moments=moments) if moved else None
-    curvature, size = parts["curvature"], len(seen)
+    curvature, size = np.asarray(sums.curvature, np.float64) / count, len(seen)
     full = curvature.ndim == 2
     curvature = curvature[np.ix_(seen, seen)] if full else np.diag(curvature[seen])
     entries = size * (size + 1) // 2 if full else size
-    noise = float(parts["curvature_square"])
+    noise = float(sums.curvature_square) / count
     if not (finite and np.all(np.isfinite(curvature)) and np.isfinite(noise)):
         return None
     return found._replace(curvature=curvature, curvature_noise=noise, entries=entries)

@@ -33,19 +33,13 @@ from numpyro_dp.model.public import PublicValues
 from numpyro_dp.posterior.densities import Densities
 from numpyro_dp.posterior.diagnosis import Diagnosis, Finding, findings_of_shares
 from numpyro_dp.posterior.draws import Draws
-from numpyro_dp.posterior.inference_data import (
-    draws_by_name,
-    named_leaves,
-    to_arviz,
-)
+from numpyro_dp.posterior.inference_data import draws_by_name, named_leaves, to_arviz
 from numpyro_dp.posterior.saved import write_file
 from numpyro_dp.posterior.summary import (
     PosteriorSummary,
     count_of,
-    entry_name,
+    entry_rows,
     interval,
-    share_text,
-    shown,
     table_lines,
 )
 from numpyro_dp.privacy.budget import LARGEST_EPSILON
@@ -58,7 +52,6 @@ __all__ = ["Draws", "Posterior"]
 _NUM_DRAWS, _FEWEST = 4000, 200
 _MOST_VALUES = 10**8  # of all draws together: 400 MB in float32
 _LINES, _MOST_ROWS, _FEWEST_ROWS = 10, 5, 2
-_HALF = 0.5
 _IN_SHARES = ("prior", "convergence")  # findings that the line about shares tells
 
 
@@ -235,10 +228,9 @@ class Posterior:
         found = {}
         for name, values in self._fixed_draws.items():
             lower, upper = interval(values, prob)
-            mean, sd = self._moments[name]
-            found[name] = {
-                "mean": mean, "sd": sd, "lower": lower, "upper": upper,
-                "prior_share": self._prior_shares[name],
+            share = self._prior_shares[name]
+            found[name] = self._moments[name] | {
+                "lower": lower, "upper": upper, "prior_share": share
             }  # fmt: skip
         return PosteriorSummary(found, prob)
 
@@ -248,11 +240,9 @@ class Posterior:
         It looks at convergence, the mixing of chains, values that are not finite, and clip norms
         that slid. It also looks at delta, the budget, and the shares of the prior.
         """
-        shares = self._all_shares
         told = any(finding.name == "prior" for finding in self._findings)
         private = math.isfinite(self.privacy.epsilon) and not told
-        shown = findings_of_shares(shares, private)
-        return Diagnosis.of(*self._findings, *shown)
+        return Diagnosis.of(*self._findings, *findings_of_shares(self._all_shares, private))
 
     def warn(self) -> None:
         """Warns if the run showed that its posterior should not be believed as it is."""
@@ -329,13 +319,10 @@ class Posterior:
         free = _LINES - 4 - len(notes)  # four lines are always shown
         if total > min(_MOST_ROWS, free):
             free -= 1  # for the line that counts the latents not shown
-        entries = list(itertools.islice(
-            (
-                [entry_name(name, at), shown(mean.item(at), sd.item(at)),
-                 shown(sd.item(at), sd.item(at)), share_text(self._prior_shares[name].item(at))]
-                for name, (mean, sd) in self._moments.items() for at in np.ndindex(mean.shape)
-            ), min(_MOST_ROWS, max(_FEWEST_ROWS, free)),
-        ))  # fmt: skip
+        shares = self._prior_shares
+        sites = {name: own | {"prior_share": shares[name]} for name, own in self._moments.items()}
+        most = min(_MOST_ROWS, max(_FEWEST_ROWS, free))
+        entries = list(itertools.islice(entry_rows(sites, ("mean", "sd")), most))
         private = math.isfinite(self.privacy.epsilon)
         spent = "NOT PRIVATE: epsilon is infinite"
         if private:
@@ -371,7 +358,7 @@ class Posterior:
         bad = [each.name for each in self._findings if each.bad and each.name not in _IN_SHARES]
         if bad:
             return f"Do not believe this yet: {', '.join(bad)}. diagnose() says what to do."
-        total, wide = known.size, int(np.sum(known > _HALF))
+        total, wide = known.size, int(np.sum(known > 0.5))
         largest = f"(largest share of the prior: {known.max():.2f})"
         verb = "is" if wide == 1 else "are"
         if 2 * wide >= total:
@@ -398,10 +385,10 @@ class Posterior:
         return draws_by_name(self.sample(jax.random.key(0), number))
 
     @functools.cached_property
-    def _moments(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    def _moments(self) -> dict[str, dict[str, np.ndarray]]:
         return {
-            name: (values.mean(0, dtype=np.float64), values.std(0, ddof=1, dtype=np.float64))
-            for name, values in self._fixed_draws.items()
+            name: {"mean": x.mean(0, dtype=np.float64), "sd": x.std(0, ddof=1, dtype=np.float64)}
+            for name, x in self._fixed_draws.items()
         }
 
     @functools.cached_property

@@ -22,12 +22,14 @@ from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to
 
+from numpyro_dp._lazy import stats
 from numpyro_dp._validate import check_int
 from numpyro_dp.core import Args, Kwargs, PyTree, Values
 from numpyro_dp.model.frontend import GivenModel
 from numpyro_dp.model.public import argument_names
 from numpyro_dp.model.units import split_unit
 from numpyro_dp.posterior.diagnosis import PosteriorWarning
+from numpyro_dp.posterior.summary import interval
 from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.run.loop import opened_bar
 
@@ -148,13 +150,8 @@ class SimulatedRuns:
         num_samples: int = 1000,
         simulated_data_to_args: Callable[..., tuple[Args, Kwargs]] | None = None,
     ) -> None:  # fmt: skip
-        self._driver, self._args, self._kwargs, self._num_samples = (
-            driver,
-            args,
-            kwargs,
-            num_samples,
-        )
-        self._given = _given_of(driver)
+        self._driver, self._given, self._num_samples = driver, _given_of(driver), num_samples
+        self._args, self._kwargs = args, kwargs
         if driver.settings.privacy.secret_key is not None:
             raise ValueError(
                 "A driver with a secret_key can run once, but a rehearsal runs it many times. "
@@ -213,15 +210,14 @@ def _simulated(
     """Latents, outcomes, and the maps to unconstrained coordinates."""
     _, kwargs = split_unit(kwargs, given.max_rows)
     trace = handlers.trace(handlers.seed(given.fn, rng_key)).get_trace(*args, **kwargs)
-    plate = given.data_plate
+    # Without a plate, the size of the first array tells.
+    rows = next((len(x) for x in jax.tree.leaves((args, kwargs)) if np.ndim(x)), None)
     latents, simulated, maps = {}, {}, {}
     for name, site in trace.items():
         if site["type"] != "sample" or site["is_observed"]:
             continue
-        plates = {frame.name for frame in site["cond_indep_stack"]}
-        outcome = plate in plates if plate else any(f.size == _rows(args, kwargs) for f in
-                                                    site["cond_indep_stack"])  # fmt: skip
-        if outcome:
+        plate = given.data_plate
+        if any(f.name == plate if plate else f.size == rows for f in site["cond_indep_stack"]):
             simulated[name] = site["value"]
         else:
             latents[name] = site["value"]
@@ -232,11 +228,6 @@ def _simulated(
             "with as many rows as there are records."
         )
     return latents, simulated, maps
-
-
-def _rows(args: Args, kwargs: Kwargs) -> int:
-    """Number of rows of the first array among the arguments."""
-    return next(len(leaf) for leaf in jax.tree.leaves((args, kwargs)) if np.ndim(leaf))
 
 
 def _filler(given: GivenModel, args: Args) -> Callable[..., tuple[Args, Kwargs]]:
@@ -273,19 +264,15 @@ def _vectors(draws: dict[str, Array], maps: Values) -> np.ndarray:
 def _figures(truth: np.ndarray, draws: np.ndarray, prior: np.ndarray) -> tuple[object, ...]:
     held = []
     for prob in _PROBS:
-        lower, upper = np.quantile(draws, [(1 - prob) / 2, (1 + prob) / 2], axis=0)
+        lower, upper = interval(draws, prob)
         held.append(np.mean((lower < truth) & (truth < upper)))
-    (mean, sd), (prior_mean, prior_sd) = ((x.mean(0), x.std(0)) for x in (draws, prior))
+    both = [(x.mean(0), x.std(0)) for x in (draws, prior)]
+    (mean, sd), (_, prior_sd) = both
     off = mean - truth
     return (
-        held, _log_density(truth, mean, sd), _log_density(truth, prior_mean, prior_sd),
+        held, *(np.mean(stats.norm.logpdf(truth, *each)) for each in both),
         np.mean(off / sd), np.sqrt(np.mean((off / prior_sd) ** 2)), np.mean(sd / prior_sd),
     )  # fmt: skip
-
-
-def _log_density(truth: np.ndarray, mean: np.ndarray, sd: np.ndarray) -> float:
-    z = (truth - mean) / sd
-    return float(np.mean(-(z**2) / 2 - np.log(sd) - np.log(2 * np.pi) / 2))
 
 
 def shown(values: np.ndarray) -> str:

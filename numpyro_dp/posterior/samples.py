@@ -13,7 +13,7 @@ from numpyro.infer import Predictive
 from numpyro_dp._validate import check_int
 from numpyro_dp.core import PyTree, Sites, Values
 
-__all__ = ["check_guide_set_up", "posterior_samples"]
+__all__ = ["posterior_samples"]
 
 
 def posterior_samples(
@@ -68,7 +68,11 @@ def posterior_samples(
         from an encoder describe the rows that you pass.
     """
     check_int("num_samples", num_samples, low=1)
-    check_guide_set_up(guide)
+    if getattr(guide, "prototype_trace", guide) is None:  # an automatic guide
+        raise ValueError(
+            f"This {type(guide).__name__} has not been set up by a run. Without records, it would "
+            "treat observed sites as latent. Pass the guide of the run."
+        )
     with handlers.block(), handlers.trace() as trace:
         handlers.seed(guide, rng_key)(*args, **kwargs)
     _check_params(trace, params)
@@ -97,12 +101,3 @@ def _check_params(trace: Sites, params: Values) -> None:
                 f"The guide's parameter {name!r} has arrays of shapes {shapes[0]}, but params has "
                 f"{shapes[1]}. Pass the params of a run of this guide."
             )
-
-
-def check_guide_set_up(guide: Callable[..., object]) -> None:
-    """Raises ValueError if an automatic guide has never seen the model."""
-    if getattr(guide, "prototype_trace", guide) is None:
-        raise ValueError(
-            f"This {type(guide).__name__} has not been set up by a run. Without records, it would "
-            "treat observed sites as latent. Pass the guide of the run."
-        )

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from numpyro_dp._validate import check_real
 
-__all__ = [
-    "PosteriorSummary", "count_of", "entry_name", "interval", "share_text", "shown", "table_lines",
-]  # fmt: skip
+__all__ = ["PosteriorSummary", "count_of", "entry_name", "entry_rows", "interval", "table_lines"]
 
 _SHOWN, _SHOWN_KEYS = 60, ("mean", "sd", "lower", "upper")
 
@@ -50,17 +48,11 @@ class PosteriorSummary(dict[str, dict[str, np.ndarray]]):
         """The table, or its first 60 rows."""
         tail = 50 * (1 - self.prob)
         header = ["", "mean", "sd", _percent(tail), _percent(100 - tail), "prior share"]
-        rows, total = [], 0
-        for name, site in self.items():
-            total += site["mean"].size
-            for index in itertools.islice(np.ndindex(site["mean"].shape), _SHOWN - len(rows)):
-                sd = float(site["sd"][index])
-                numbers = [shown(float(site[key][index]), sd) for key in _SHOWN_KEYS]
-                share = share_text(float(site["prior_share"][index]))
-                rows.append([entry_name(name, index), *numbers, share])
+        total = sum(site["mean"].size for site in self.values())
+        rows = itertools.islice(entry_rows(self, _SHOWN_KEYS), _SHOWN)
         lines = table_lines([header, *rows])
-        if total > len(rows):
-            lines.append(f"... and {total - len(rows)} more rows, by site.")
+        if total > _SHOWN:
+            lines.append(f"... and {total - _SHOWN} more rows, by site.")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -82,9 +74,15 @@ def entry_name(name: str, index: tuple[int, ...]) -> str:
     return name + (f"[{','.join(map(str, index))}]" if index else "")
 
 
-def share_text(share: float) -> str:
-    """The share of the prior as text, or ``-`` if it is not known."""
-    return "-" if math.isnan(share) else f"{share:.2f}"
+def entry_rows(
+    sites: Mapping[str, Mapping[str, np.ndarray]], keys: Sequence[str]
+) -> Iterator[list[str]]:
+    """A row of a table for each entry: its name, its values by key, and the share of the prior."""
+    for name, site in sites.items():
+        for index in np.ndindex(site["mean"].shape):
+            at = {key: float(value[index]) for key, value in site.items()}
+            share = "-" if math.isnan(at["prior_share"]) else f"{at['prior_share']:.2f}"
+            yield [entry_name(name, index), *(_shown(at[key], at["sd"]) for key in keys), share]
 
 
 def _percent(value: float) -> str:
@@ -93,7 +91,7 @@ def _percent(value: float) -> str:
     return f"{text}%" if "." in text else f"{text}.0%"
 
 
-def shown(value: float, sd: float) -> str:
+def _shown(value: float, sd: float) -> str:
     """Gives a value as text, with enough decimals to show three digits of ``sd``."""
     if not 1e-6 < sd < 1e6:
         return f"{value:.4g}"

@@ -17,13 +17,7 @@ from numpyro_dp._compat import make_program
 from numpyro_dp._validate import check_callable, check_real
 from numpyro_dp.core import Args, Estimator, Kwargs, PyTree, Sampler, Values
 from numpyro_dp.model.density import Model
-from numpyro_dp.model.frontend import (
-    Call,
-    Frontend,
-    Prepared,
-    arguments_key,
-    check_loss,
-)
+from numpyro_dp.model.frontend import Call, Frontend, Prepared, arguments_key, check_loss
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.variational import VariationalProblem, guide_kind
