@@ -23,6 +23,7 @@ from numpyro_dp._lazy import dpa
 
 __all__ = [
     "Args",
+    "Arrays",
     "Batch",
     "Blocks",
     "Centring",
@@ -33,6 +34,7 @@ __all__ = [
     "Mechanism",
     "MechanismBuilder",
     "MechanismState",
+    "NumPyroFn",
     "Number",
     "Observation",
     "Problem",
@@ -51,6 +53,10 @@ Args = tuple[PyTree, ...]
 Kwargs = dict[str, PyTree]
 #: Arrays, or trees of a neural network, by the name of a parameter, a latent or an entry.
 Values = dict[str, PyTree]
+#: Arrays of records, of one record, or of what is public, in the order of the arguments.
+Arrays = tuple[Array, ...]
+#: A NumPyro model or guide.
+NumPyroFn = Callable[..., object]
 #: A number, which may be traced.
 Number = float | np.floating | np.ndarray | Array
 # A site of a NumPyro trace (its type, name, distribution, value ...), and all sites by name.

@@ -122,7 +122,7 @@ def _frame_reads_outcome(waist: Waist, zero: Array, given: PyTree) -> bool:
     def frame(own: PyTree) -> dict[str, Array]:
         return {"frame": jax.jacrev(waist.values)(zero, (example, own))}
 
-    return depends_on_inputs(frame, own)["frame"]
+    return bool(depends_on_inputs(frame, own))
 
 
 def _scalar(outcomes: Outcomes, weighted: bool) -> Callable[[Array, PyTree], Array]:

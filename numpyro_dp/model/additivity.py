@@ -13,13 +13,12 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_dp.core import Values
+from numpyro_dp.core import Arrays, NumPyroFn, Values
 from numpyro_dp.model.locals import fill_locals, start
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import ModelStructure
@@ -40,9 +39,7 @@ _REMEDY = (
 )
 
 
-def check_additive(
-    model: Callable[..., object], structure: ModelStructure, shared: tuple[Array, ...], half: bool
-) -> None:
+def check_additive(model: NumPyroFn, structure: ModelStructure, shared: Arrays, half: bool) -> None:
     """Raises if the model's densities depend on how many records it gets at once.
 
     The check is skipped if the joint density of the invented records is not finite, or if the model
@@ -85,15 +82,12 @@ def check_additive(
 
 
 def _together_and_alone(
-    model: Callable[..., object],
-    structure: ModelStructure,
-    shared: tuple[Array, ...],
-    rows: tuple[Array, ...],
+    model: NumPyroFn, structure: ModelStructure, shared: Arrays, rows: Arrays
 ) -> tuple[Values, list[Values]]:
     """Log densities of all records together, and of each record alone."""
     plate = structure.data_plate
 
-    def densities(rows: tuple[Array, ...], numbers: Array) -> Values:
+    def densities(rows: Arrays, numbers: Array) -> Values:
         filled = fill_locals(model, plate, rows=numbers)
         arguments, number = structure.layout.arguments(rows, shared), rows[0].shape[0]
         with warnings.catch_warnings():

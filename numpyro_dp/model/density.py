@@ -10,7 +10,7 @@ The prior is evaluated on a placeholder for the records, the likelihood on a dat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from numpyro import handlers
 from numpyro.distributions import biject_to
 
 from numpyro_dp._compat import Messenger
-from numpyro_dp.core import PyTree, Site, Sites, Values
+from numpyro_dp.core import Arrays, NumPyroFn, PyTree, Site, Sites, Values
 from numpyro_dp.model.impossible import indices_inside, value_inside
 from numpyro_dp.model.locals import fill_locals, masked_away
 from numpyro_dp.model.public import UnsupportedModelError
@@ -54,12 +54,10 @@ class Model(NamedTuple):
         Array(1., dtype=float32)
     """
 
-    fn: Callable[..., object]
+    fn: NumPyroFn
     structure: ModelStructure
 
-    def log_prior(
-        self, latents: dict[str, Array], params: Values, shared: tuple[Array, ...]
-    ) -> Float[Array, ""]:
+    def log_prior(self, latents: Values, params: Values, shared: Arrays) -> Float[Array, ""]:
         """Log density of the prior in unconstrained coordinates.
 
         Args:
@@ -79,12 +77,12 @@ class Model(NamedTuple):
 
     def log_likelihood(
         self,
-        latents: dict[str, Array],
+        latents: Values,
         params: Values,
-        example: tuple[Array, ...],
-        shared: tuple[Array, ...],
+        example: Arrays,
+        shared: Arrays,
         rng_key: Array | None = None,
-        local_values: dict[str, Array] | None = None,
+        local_values: Values | None = None,
     ) -> Float[Array, ""]:
         """Log likelihood of one record, including ``handlers.scale`` and masks.
 
@@ -106,7 +104,13 @@ class Model(NamedTuple):
         """
         structure = self.structure
         if structure.layout.max_rows is not None:
-            found = self.unchecked._of_unit(latents, params, example, shared, rng_key)
+            rows = self.unchecked.by_row
+            keys = None if rng_key is None else jax.random.split(rng_key, example[-1].size)
+
+            def of_row(row: Arrays, key: Array | None) -> Array:
+                return rows.log_likelihood(latents, params, row, shared, key)
+
+            found = sum_over_rows(of_row, example, keys)  # each row has a key of its own
             return if_possible(found, self.possible(latents, example, shared, params))
         arguments = structure.layout.example(example, shared)
 
@@ -125,9 +129,9 @@ class Model(NamedTuple):
 
     def possible(
         self,
-        latents: dict[str, Array],
-        example: tuple[Array, ...],
-        shared: tuple[Array, ...],
+        latents: Values,
+        example: Arrays,
+        shared: Arrays,
         params: Values | None = None,
     ) -> Array | bool:
         """Whether a record has outcomes inside their supports, and indices inside their tables.
@@ -147,7 +151,7 @@ class Model(NamedTuple):
             # Unchecked, or this check would call itself.
             alone, key = self.unchecked, jax.random.key(0)
 
-            def scalar(point: PyTree, example: tuple[Array, ...]) -> Array:
+            def scalar(point: PyTree, example: Arrays) -> Array:
                 return alone.log_likelihood(point[0], point[1], example, shared, key)
 
             inside = indices_inside(scalar, (latents, params), example)
@@ -163,28 +167,12 @@ class Model(NamedTuple):
         """The same model, whose likelihood takes every record as possible."""
         return self._replace(structure=self.structure._replace(bounded=(), indexed=False))
 
-    def _of_unit(
-        self,
-        latents: PyTree,
-        params: PyTree,
-        example: PyTree,
-        shared: PyTree,
-        rng_key: Array | None,
-    ) -> Array:
-        """The sum over the rows of a unit, each with a key of its own."""
-        of_rows = self.by_row
-        keys = None if rng_key is None else jax.random.split(rng_key, example[-1].size)
-        return sum_over_rows(
-            lambda row, key: of_rows.log_likelihood(latents, params, row, shared, key),
-            example, keys,
-        )  # fmt: skip
-
     def at(self, params: Values) -> Model:
         """The model without parameters, which are fixed at these constrained values."""
         fn, structure = handlers.substitute(self.fn, data=params), self.structure
         return Model(fn, structure._replace(params=())) if params else self
 
-    def first_params(self, shared: tuple[Array, ...]) -> Values:
+    def first_params(self, shared: Arrays) -> Values:
         """The constrained values that the model gives its parameters, before any step.
 
         Raises:
@@ -202,14 +190,12 @@ class Model(NamedTuple):
         layout = self.structure.layout._replace(max_rows=None)
         return self._replace(structure=self.structure._replace(layout=layout))
 
-    def trace_prior(
-        self, latents: dict[str, Array], params: Values, shared: tuple[Array, ...]
-    ) -> Sites:
+    def trace_prior(self, latents: Values, params: Values, shared: Arrays) -> Sites:
         """NumPyro's trace of the model at the latents, on a placeholder for the records."""
         arguments = self.structure.layout.placeholder(shared)
         return self._trace(latents, params, arguments, self.any_key())[0]
 
-    def draw_prior(self, shared: tuple[Array, ...], rng_key: Array) -> Sites:
+    def draw_prior(self, shared: Arrays, rng_key: Array) -> Sites:
         """NumPyro's trace of a draw from the prior, on a placeholder for the records.
 
         Raises:
@@ -231,7 +217,7 @@ class Model(NamedTuple):
 
     def _trace(
         self,
-        latents: dict[str, Array],
+        latents: Values,
         params: Values,
         arguments: Arguments,
         rng_key: Array | None,
@@ -258,7 +244,7 @@ def if_possible(density: Array, inside: Array | bool) -> Array:
 class constraining(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
     """Substitutes unconstrained values and adds up the log Jacobian of their transforms."""
 
-    def __init__(self, fn: Callable[..., object], latents: dict[str, Array]) -> None:
+    def __init__(self, fn: NumPyroFn, latents: Values) -> None:
         self.latents = latents
         dtype = jnp.result_type(float, *latents.values()) if latents else jnp.result_type(float)
         self.log_det: Array = jnp.zeros((), dtype)

@@ -27,17 +27,17 @@ from numpyro_dp._compat import (
 )
 from numpyro_dp.core import PyTree, Values
 
-__all__ = ["depends_on_inputs", "inputs_of", "looks_up", "loops_by_inputs"]
+__all__ = ["depends_on_inputs", "entries_read", "inputs_of", "looks_up", "loops_by_inputs"]
 
 
-def depends_on_inputs(fn: Callable[..., Values], *args: PyTree) -> dict[str, bool]:
-    """Returns for each entry of the dict ``fn(*args)`` whether it depends on ``args``.
+def depends_on_inputs(fn: Callable[..., Values], *args: PyTree) -> list[str]:
+    """Returns the names of the entries of the dict ``fn(*args)`` that depend on ``args``.
 
     Args:
         fn: A function of arrays that returns a dict of pytrees of arrays.
         *args: Arrays or ``jax.ShapeDtypeStruct``. Only shapes are used.
     """
-    return {name: bool(found) for name, found in inputs_of(fn, *args).items()}
+    return [name for name, found in inputs_of(fn, *args).items() if found]
 
 
 def inputs_of(fn: Callable[..., Values], *args: PyTree) -> dict[str, set[int]]:
@@ -52,6 +52,13 @@ def inputs_of(fn: Callable[..., Values], *args: PyTree) -> dict[str, set[int]]:
     entries = jax.tree.unflatten(jax.tree.structure(out), bits)
     found = {name: reduce(or_, jax.tree.leaves(entry), 0) for name, entry in entries.items()}
     return {name: {n for n in range(number) if own >> n & 1} for name, own in found.items()}
+
+
+def entries_read(fn: Callable[[Values], PyTree], given: Values) -> frozenset[str]:
+    """Returns the names of the entries of a dict that ``fn(given)`` depends on."""
+    read = inputs_of(lambda given: {"all": fn(given)}, given)["all"]
+    paths = jax.tree_util.tree_leaves_with_path(given)
+    return frozenset(path[0].key for number, (path, _) in enumerate(paths) if number in read)
 
 
 def looks_up(

@@ -24,7 +24,7 @@ from numpyro.infer import Predictive
 
 from numpyro_dp._compat import Messenger, Program, make_program
 from numpyro_dp._tree import is_key
-from numpyro_dp.core import Args, Kwargs, PyTree, Site, Sites, Values
+from numpyro_dp.core import Args, Arrays, Kwargs, NumPyroFn, PyTree, Site, Sites, Values
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.dependence import inputs_of
 from numpyro_dp.model.locals import start
@@ -41,9 +41,7 @@ _NOT_OF_THE_RUN = (
 )
 
 
-def check_draws(
-    model: Callable[..., object], structure: ModelStructure, shared: tuple[Array, ...]
-) -> None:
+def check_draws(model: NumPyroFn, structure: ModelStructure, shared: Arrays) -> None:
     """Raises if the prior, a draw of latents or outcomes, or a run without outcomes holds records.
 
     Args:
@@ -73,10 +71,10 @@ def check_draws(
 
 
 def predict(
-    model: Callable[..., object],
+    model: NumPyroFn,
     public: PublicValues,
     rng_key: Array,
-    latents: dict[str, Array],
+    latents: Values,
     args: Args,
     kwargs: Kwargs,
 ) -> dict[str, Array]:
@@ -97,7 +95,7 @@ def predict(
     arrays, fill = split_arrays(Arguments(args, kwargs))
     public = public.copy()
 
-    def predicted(latents: dict[str, Array], *arrays: Array | np.ndarray) -> PyTree:
+    def predicted(latents: Values, *arrays: Array | np.ndarray) -> PyTree:
         def value(site: Site) -> Array | None:
             found = latents.get(site["name"])
             if found is not None and found.shape != site["fn"].shape():
@@ -111,7 +109,7 @@ def predict(
         run = handlers.seed(handlers.substitute(model, substitute_fn=value), jax.random.key(0))
         return _values(fill(arrays).trace(run))
 
-    def all_draws(rng_key: Array, latents: dict[str, Array], arrays: PyTree) -> PyTree:
+    def all_draws(rng_key: Array, latents: Values, arrays: PyTree) -> PyTree:
         predictive = Predictive(model, posterior_samples=latents)
         return fill(arrays).call(functools.partial(predictive, rng_key))
 
@@ -129,9 +127,7 @@ def predict(
     return run(rng_key, latents, arrays)
 
 
-def _prior_and_slopes(
-    model: Callable[..., object], structure: ModelStructure, shared: tuple[Array, ...]
-) -> PyTree:
+def _prior_and_slopes(model: NumPyroFn, structure: ModelStructure, shared: Arrays) -> PyTree:
     """The log prior and its derivatives up to the second, whose rules may hold other arrays."""
     own = Model(model, structure)
     trace = _drawn(model, structure.data_plate, structure.layout.placeholder(shared))
@@ -150,7 +146,7 @@ def _program(fn: Callable[..., object], *args: PyTree) -> Program:
     return make_program(fn, *args, validated=False)[0]
 
 
-def _drawn(model: Callable[..., object], plate: str, arguments: Arguments) -> Sites:
+def _drawn(model: NumPyroFn, plate: str, arguments: Arguments) -> Sites:
     """The trace of a run in which all sites are drawn. Sites without a sampler get some value."""
     return traced(_redrawn(model), plate, arguments, start=start)
 
@@ -188,7 +184,7 @@ class _redrawn(Messenger):  # noqa: N801 - a NumPyro handler, named like its pee
 
 
 def _without_outcomes(
-    model: Callable[..., object], structure: ModelStructure, shared: tuple[Array, ...]
+    model: NumPyroFn, structure: ModelStructure, shared: Arrays
 ) -> list[Arguments]:
     """Arguments with ``None`` in place of the arrays that observed values come from.
 

@@ -14,7 +14,7 @@ from jax import Array
 from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 
 from numpyro_dp._validate import check_sizes
-from numpyro_dp.core import Args, Kwargs, Problem, PyTree, Values
+from numpyro_dp.core import Args, Arrays, Kwargs, NumPyroFn, Problem, PyTree, Values
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.guide import hide_likelihood, prototype_without_records, set_up
 from numpyro_dp.model.guide_checks import check_first_values, check_supported, read_guide
@@ -78,18 +78,18 @@ class GivenModel(NamedTuple):
         max_rows: Most rows of a unit, or ``None`` if a row is a record.
     """
 
-    model: Callable[..., object]
+    model: NumPyroFn
     static: Kwargs
     data_plate: str | None = None
     declared: Declared = Declared()
     max_rows: int | None = None
 
     @property
-    def fn(self) -> Callable[..., object]:
+    def fn(self) -> NumPyroFn:
         """The model, static keywords filled in."""
         return self.filled(self.model)
 
-    def filled(self, fn: Callable[..., object]) -> Callable[..., object]:
+    def filled(self, fn: NumPyroFn) -> NumPyroFn:
         """Returns a model or guide with the static keywords filled in."""
         return functools.partial(fn, **self.static) if self.static else fn
 
@@ -156,7 +156,7 @@ class Frontend(NamedTuple):
         structure: ModelStructure,
         rng_key: Array,
         call: Call,
-        first: Callable[[Model, tuple[Array, ...]], Values] = lambda model, shared: {},
+        first: Callable[[Model, Arrays], Values] = lambda model, shared: {},
     ) -> Prepared:
         """Initialises guide and parameters on a placeholder for the records.
 
@@ -179,7 +179,7 @@ class Frontend(NamedTuple):
             **given.static,
         )  # fmt: skip
 
-        def start(rng_key: Array, shared: tuple[Array, ...], values: PyTree) -> PyTree:
+        def start(rng_key: Array, shared: Arrays, values: PyTree) -> PyTree:
             init = functools.partial(hidden.init, rng_key, init_params=values)
             state = layout.placeholder(shared).call(init)
             return state, hidden.optim.get_params(state.optim_state), hidden.get_params(state)

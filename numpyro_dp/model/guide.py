@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +30,7 @@ from numpyro_dp._compat import (
     setup_of,
     unpack_latent,
 )
-from numpyro_dp.core import Kwargs, PyTree, Site, Sites, Values
+from numpyro_dp.core import Arrays, Kwargs, NumPyroFn, PyTree, Site, Sites, Values
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.locals import fill_locals, is_local
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
@@ -60,7 +60,7 @@ class Guide(NamedTuple):
             ``None`` if the model has no local latents.
     """
 
-    fn: Callable[..., object]
+    fn: NumPyroFn
     auto: autoguide.AutoGuide | None
     model: Model
     params: frozenset[str] = frozenset()
@@ -68,7 +68,7 @@ class Guide(NamedTuple):
     local_params: frozenset[str] | None = None
 
     def draw(
-        self, params: Values, rng_key: Array, shared: tuple[Array, ...]
+        self, params: Values, rng_key: Array, shared: Arrays
     ) -> tuple[dict[str, Array], Array]:
         """Draws latents, differentiably in the parameters.
 
@@ -87,9 +87,7 @@ class Guide(NamedTuple):
             return _generic_draw(self, trace, params, shared, self.model.structure.latents)
         return _auto_draw(self, self.auto, trace, params, shared)
 
-    def log_density(
-        self, params: Values, latents: dict[str, Array], shared: tuple[Array, ...] = ()
-    ) -> Array:
+    def log_density(self, params: Values, latents: Values, shared: Arrays = ()) -> Array:
         r"""Returns :math:`\log q(u)` of global latents in unconstrained coordinates.
 
         Args:
@@ -136,10 +134,10 @@ class Guide(NamedTuple):
 
     def local_bound(
         self,
-        latents: dict[str, Array],
+        latents: Values,
         params: Values,
-        example: tuple[Array, ...],
-        shared: tuple[Array, ...],
+        example: Arrays,
+        shared: Arrays,
         rng_key: Array,
     ) -> Array:
         """One record's part of the evidence lower bound, at one draw of that record's latents.
@@ -165,10 +163,10 @@ class Guide(NamedTuple):
 
     def local_sites(
         self,
-        latents: dict[str, Array],
+        latents: Values,
         params: Values,
         arguments: Arguments,
-        shared: tuple[Array, ...],
+        shared: Arrays,
         rng_key: Array,
     ) -> Sites:
         """The trace of the guide's plate and local sites for given global latents."""
@@ -200,11 +198,7 @@ def prototype_without_records(guide: object, plate: str) -> Iterator[None]:
 
 
 def set_up(
-    guide: Callable[..., object],
-    rng_key: Array,
-    placeholder: Arguments,
-    params: PyTree,
-    static: Kwargs,
+    guide: NumPyroFn, rng_key: Array, placeholder: Arguments, params: PyTree, static: Kwargs
 ) -> bool:
     """Sets up an automatic guide of NumPyro, as the first call of ``SVI.init(rng_key)`` would.
 
@@ -222,7 +216,7 @@ def set_up(
     return True
 
 
-def hide_likelihood(model: Callable[..., object], plate: str) -> Callable[..., object]:
+def hide_likelihood(model: NumPyroFn, plate: str) -> NumPyroFn:
     """Hides observed sites and discrete local latents from outer handlers."""
 
     def hidden(site: Site) -> bool:
@@ -243,7 +237,7 @@ def auto_parts(guide: object) -> Iterator[Any]:
                 yield from auto_parts(part)
 
 
-def guide_trace(guide: Guide, params: Values, rng_key: Array, shared: tuple[Array, ...]) -> Sites:
+def guide_trace(guide: Guide, params: Values, rng_key: Array, shared: Arrays) -> Sites:
     """NumPyro's trace of the guide on a placeholder for the records."""
     structure = guide.model.structure
     arguments = structure.layout.placeholder(shared)
@@ -301,7 +295,7 @@ def _unpacked(auto: autoguide.AutoContinuous, flat: Array) -> dict[str, Array]:
     }
 
 
-def _packed(auto: autoguide.AutoContinuous, latents: dict[str, Array]) -> Array:
+def _packed(auto: autoguide.AutoContinuous, latents: Values) -> Array:
     """Joins latents into a guide's flat draw: the inverse of :func:`_unpacked`."""
     places = dict(unpack_latent(auto, np.arange(auto.latent_dim)))
     values = jnp.concatenate([jnp.ravel(latents[name]) for name in places])
@@ -315,7 +309,7 @@ def _generic_draw(
     guide: Guide,
     sites: Any,
     params: Values,
-    shared: tuple[Array, ...],
+    shared: Arrays,
     names: Iterable[str],
     trace: Any = None,
 ) -> tuple[dict[str, Array], Array]:

@@ -17,10 +17,10 @@ from numpyro.distributions import biject_to
 from numpyro.infer import autoguide, init_to_uniform
 
 from numpyro_dp._compat import guide_functions, init_scale, make_program, setup_of
-from numpyro_dp.core import Kwargs, PyTree, Site, Sites, Values
+from numpyro_dp.core import Arrays, Kwargs, NumPyroFn, PyTree, Site, Sites, Values
 from numpyro_dp.model.additivity import is_sum
 from numpyro_dp.model.density import Model
-from numpyro_dp.model.dependence import depends_on_inputs
+from numpyro_dp.model.dependence import depends_on_inputs, entries_read
 from numpyro_dp.model.guide import Guide, auto_parts, guide_trace
 from numpyro_dp.model.held import held_by_function, held_by_program
 from numpyro_dp.model.locals import is_local
@@ -43,11 +43,11 @@ _PUBLISHED = (
 
 
 def read_guide(
-    fn: Callable[..., object],
+    fn: NumPyroFn,
     auto: object,
     model: Model,
     params: Values,
-    shared: tuple[Array, ...],
+    shared: Arrays,
     public: Values | None = None,
 ) -> Guide:
     """Checks a guide against its model.
@@ -72,7 +72,8 @@ def read_guide(
     read = frozenset(name for name, site in trace.items() if site["type"] == "param")
     guide = guide._replace(params=read)
     _check_fixed_supports(guide, params, shared)
-    latents = model.structure.latents + model.structure.local_latents
+    plate, local = model.structure.data_plate, model.structure.local_latents
+    latents = model.structure.latents + local
     found = {name: site for name, site in trace.items() if site["type"] == "sample"}
     missing = [name for name in latents if name not in found]
     if missing:
@@ -87,6 +88,12 @@ def read_guide(
                 f"Guide site {name!r} is not one of the model's latent sites {list(latents)}. "
                 "Remove it, or mark it with infer={'is_auxiliary': True}."
             )
+        if auxiliary and local and known is None and not is_local(site, plate):
+            raise UnsupportedModelError(
+                f"Auxiliary guide site {name!r} is outside plate {plate!r}, and the guide draws "
+                "local latents, so each record would redraw it. Remove the site, and draw the "
+                "latents with numpyro.distributions.TransformedDistribution instead."
+            )
         if not site["fn"].has_rsample:
             kind = type(getattr(site["fn"], "base_dist", site["fn"])).__name__
             raise UnsupportedModelError(
@@ -94,25 +101,21 @@ def read_guide(
                 "sampler, so the loss has no gradient. Use Normal, Gamma, Beta or LogNormal, say."
             )
     _check_captures(guide, params, shared)
-    return _with_local_params(guide, params, shared) if model.structure.local_latents else guide
+    return _with_local_params(guide, params, shared) if local else guide
 
 
-def _with_local_params(guide: Guide, params: Values, shared: tuple[Array, ...]) -> Guide:
+def _with_local_params(guide: Guide, params: Values, shared: Arrays) -> Guide:
     """Finds which parameters the local latents depend on, and which the global latents."""
     structure = guide.model.structure
     key, alone = jax.random.key(0), structure.layout.placeholder(shared)
-    _check_auxiliary(guide, params, shared)
     latents, _ = jax.eval_shape(lambda: guide.draw(params, key, shared))
     latents = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), latents)
 
     prior = guide.model.trace_prior(latents, params, shared)
     values = params | {name: prior[name]["value"] for name in latents}
 
-    def draw(value: PyTree, name: str) -> Values:
-        return {"value": guide.draw(params | {name: value}, key, shared)}
-
-    def local(value: PyTree, name: str) -> Values:
-        found = guide.local_sites(latents, params | {name: value}, alone, shared, key)
+    def local(given: Values) -> PyTree:
+        found = guide.local_sites(latents, params | given, alone, shared, key)
         for site in structure.local_latents:
             if site not in found:
                 raise UnsupportedModelError(
@@ -121,15 +124,10 @@ def _with_local_params(guide: Guide, params: Values, shared: tuple[Array, ...]) 
                 )
             check_one_row("Guide", site, found[site], structure.data_plate)
         sites = [site for site in found.values() if site["type"] == "sample"]
-        return {"value": [[site["value"], log_density(site)] for site in sites]}
+        return [[site["value"], log_density(site)] for site in sites]
 
-    def reading(fn: Callable[[PyTree, str], Values]) -> frozenset[str]:
-        def reads(name: str) -> bool:
-            return depends_on_inputs(lambda value: fn(value, name), params[name])["value"]
-
-        return frozenset(filter(reads, guide.params))
-
-    own = reading(local)
+    given = {name: params[name] for name in guide.params}
+    own = entries_read(local, given)
     number = structure.layout.num_examples
     for name in own:
         if any(1 < number in leaf.shape for leaf in jax.tree.leaves(params[name])):
@@ -139,31 +137,16 @@ def _with_local_params(guide: Guide, params: Values, shared: tuple[Array, ...]) 
                 "of another shape."
             )
     _check_one_by_one(guide, params, values, shared)
-    return guide._replace(params=reading(draw), local_params=own)
+    read = entries_read(lambda given: guide.draw(params | given, key, shared), given)
+    return guide._replace(params=read, local_params=own)
 
 
-def _check_auxiliary(guide: Guide, params: Values, shared: tuple[Array, ...]) -> None:
-    """Raises for auxiliary sites outside the plate, because each record would redraw them."""
-    plate = guide.model.structure.data_plate
-    trace = guide_trace(guide, params, jax.random.key(0), shared) if guide.auto is None else {}
-    for name, site in trace.items():
-        auxiliary = site["type"] == "sample" and site["infer"].get("is_auxiliary", False)
-        if auxiliary and not is_local(site, plate):
-            raise UnsupportedModelError(
-                f"Auxiliary guide site {name!r} is outside plate {plate!r}, and the guide draws "
-                "local latents, so each record would redraw it. Remove the site, and draw the "
-                "latents with numpyro.distributions.TransformedDistribution instead."
-            )
-
-
-def _check_one_by_one(
-    guide: Guide, params: Values, values: Values, shared: tuple[Array, ...]
-) -> None:
+def _check_one_by_one(guide: Guide, params: Values, values: Values, shared: Arrays) -> None:
     """Raises if an encoder gives other densities for single records than for several at once."""
     structure = guide.model.structure
     layout, plate = structure.layout, structure.data_plate
 
-    def density(rows: tuple[Array, ...]) -> float:
+    def density(rows: Arrays) -> float:
         arguments = layout.arguments(rows, shared)
         trace = traced(guide.fn, plate, arguments, values, num_rows=len(rows[0]))
         total = 0.0
@@ -189,10 +172,7 @@ def _check_one_by_one(
 
 
 def check_supported(
-    guide: Callable[..., object],
-    structure: ModelStructure,
-    shared: tuple[Array, ...],
-    static: Kwargs,
+    guide: NumPyroFn, structure: ModelStructure, shared: Arrays, static: Kwargs
 ) -> None:
     """Raises for automatic guides that read records, or have parameters for each record."""
     for part in auto_parts(guide):
@@ -209,7 +189,7 @@ def check_supported(
 
 
 def _check_global(
-    part: autoguide.AutoGuide, structure: ModelStructure, shared: tuple[Array, ...], static: Kwargs
+    part: autoguide.AutoGuide, structure: ModelStructure, shared: Arrays, static: Kwargs
 ) -> None:
     """Raises if an automatic guide covers latent sites in the data plate."""
     model = functools.partial(part.model, **static)
@@ -225,7 +205,7 @@ def _check_global(
             )
 
 
-def _check_fixed_supports(guide: Guide, params: Values, shared: tuple[Array, ...]) -> None:
+def _check_fixed_supports(guide: Guide, params: Values, shared: Arrays) -> None:
     """Raises for automatic guides of sites whose support depends on other sites.
 
     NumPyro's automatic guides use the initial support during the fit, but the current one when they
@@ -236,24 +216,22 @@ def _check_fixed_supports(guide: Guide, params: Values, shared: tuple[Array, ...
     key = jax.random.key(0)
     draws, _ = jax.eval_shape(lambda params: guide.draw(params, key, shared), params)
 
-    def images(latents: dict[str, Array]) -> dict[str, Array]:
+    def images(latents: Values) -> dict[str, Array]:
         trace = guide.model.trace_prior(latents, params, shared)
         return {
             name: biject_to(trace[name]["fn"].support)(jnp.zeros(draw.shape, draw.dtype))
             for name, draw in draws.items()
         }
 
-    for name, depends in depends_on_inputs(images, draws).items():
-        if depends:
-            raise UnsupportedModelError(
-                f"The support of latent site {name!r} depends on other latent sites, but "
-                f"{type(guide.auto).__name__} keeps the support that the site had at first. "
-                "Sample a fraction of the range, Uniform(0, 1), and scale it, or write the guide "
-                "by hand."
-            )
+    for name in depends_on_inputs(images, draws):
+        raise UnsupportedModelError(
+            f"The support of latent site {name!r} depends on other latent sites, but "
+            f"{type(guide.auto).__name__} keeps the support that the site had at first. Sample a "
+            "fraction of the range, Uniform(0, 1), and scale it, or write the guide by hand."
+        )
 
 
-def _check_reads_no_records(guide: Guide, shared: tuple[Array, ...]) -> None:
+def _check_reads_no_records(guide: Guide, shared: Arrays) -> None:
     structure, layout = guide.model.structure, guide.model.structure.layout
 
     def values(*arrays: Array) -> Values:
@@ -264,15 +242,14 @@ def _check_reads_no_records(guide: Guide, shared: tuple[Array, ...]) -> None:
             if site["type"] in ("sample", "param") and name not in structure.local_latents
         }
 
-    for name, depends in depends_on_inputs(values, *layout.one_row()).items():
-        if depends:
-            raise UnsupportedModelError(
-                f"Guide site {name!r} depends on the records, so its value would release them "
-                "without noise. Let the guide read parameters and public arguments only."
-            )
+    for name in depends_on_inputs(values, *layout.one_row()):
+        raise UnsupportedModelError(
+            f"Guide site {name!r} depends on the records, so its value would release them without "
+            "noise. Let the guide read parameters and public arguments only."
+        )
 
 
-def _check_captures(guide: Guide, params: Values, shared: tuple[Array, ...]) -> None:
+def _check_captures(guide: Guide, params: Values, shared: Arrays) -> None:
     """Raises if a guide captures arrays that are not public. NumPyro's own guides capture none.
 
     The check covers initial values, and the derivative of the draw, because rules of
@@ -307,10 +284,7 @@ def _is_numpyros_own(part: object) -> bool:
 
 
 def check_first_values(
-    guide: Callable[..., object],
-    model: Callable[..., object],
-    structure: ModelStructure,
-    shared: tuple[Array, ...],
+    guide: NumPyroFn, model: NumPyroFn, structure: ModelStructure, shared: Arrays
 ) -> None:
     """Raises if the initial values of automatic guides come from undeclared arrays.
 
@@ -369,11 +343,11 @@ def _is_numpyros_own_function(fn: object) -> bool:
     return (getattr(fn, "__module__", None) or "").startswith("numpyro.")
 
 
-def _check_parameter_shapes(guide: Guide, shared: tuple[Array, ...]) -> None:
+def _check_parameter_shapes(guide: Guide, shared: Arrays) -> None:
     """Raises if the shape of a parameter of model or guide depends on the number of records."""
     layout, plate = guide.model.structure.layout, guide.model.structure.data_plate
 
-    def shapes(fn: Callable[..., object], rows: int) -> Values:
+    def shapes(fn: NumPyroFn, rows: int) -> Values:
         arguments = layout.placeholder(shared, rows)
 
         def params() -> Values:

@@ -28,7 +28,6 @@ from numpyro_dp._compat import (
     as_program,
     literal,
     make_program,
-    programs_in,
 )
 from numpyro_dp._tree import is_key
 from numpyro_dp.model.simulated import drawn
@@ -56,20 +55,33 @@ def is_array(leaf: object) -> bool:
 
 def held_by_program(found: object) -> Iterator[ArrayLike]:
     """Constants and literals of a traced program and of all programs inside it."""
+    for each in _walk(found):
+        if isinstance(each, Program):
+            yield from (value for _, value in each.constants)
+            for equation in each.equations:
+                yield from (value for atom in equation.invars for value in literal(atom))
+        elif isinstance(each, jax.Array | np.ndarray):
+            yield each
+
+
+def _walk(found: object) -> Iterator[object]:
+    """The programs in a value and inside these programs, and everything else that is in them."""
     program = as_program(found)
     if program is not None:
-        yield from (value for _, value in program.constants)
-        for equation in program.equations:
-            yield from (value for atom in equation.invars for value in literal(atom))
-            # Inner programs of scan, cond, jit and custom rules are parameters of their equation.
-            yield from held_by_program(list(equation.params.values()))
-    elif isinstance(found, jax.Array | np.ndarray):
-        yield found
-    elif isinstance(found, Mapping):
-        yield from held_by_program(list(found.values()))
-    elif isinstance(found, list | tuple):
+        yield program
+        # Inner programs of scan, cond, jit and custom rules are parameters of their equation.
+        found = [equation.params for equation in program.equations]
+    if isinstance(found, Mapping):
+        found = list(found.values())
+    if isinstance(found, list | tuple):
         for each in found:
-            yield from held_by_program(each)
+            yield from _walk(each)
+    else:
+        yield found
+
+
+def _programs(found: object) -> Iterator[Program]:
+    return (each for each in _walk(found) if isinstance(each, Program))
 
 
 def numbers_in_program(found: object) -> set[float]:
@@ -80,14 +92,12 @@ def numbers_in_program(found: object) -> set[float]:
     # A set, because a constant that code repeats tells no more than one. Many different numbers may
     # be a table of records, written out.
     own: set[float] = set()
-    for program in programs_in(found):
+    for program in _programs(found):
         atoms = [atom for each in program.equations for atom in each.invars]
         values = [value for atom in [*atoms, *program.outputs] for value in literal(atom)]
         values += [x for _, x in program.constants if not isinstance(x, jax.Array)]
         values += _places(program)
         own |= {_number(np.ravel(x)[0]) for x in values if _is_number(x)}
-        inner = [list(each.params.values()) for each in program.equations]
-        own |= numbers_in_program(inner)
     return own
 
 
@@ -219,10 +229,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 def _equations_in(found: object) -> Iterator[Equation]:
     """The operations of a program and of all programs inside it."""
-    for program in programs_in(found):
-        for equation in program.equations:
-            yield equation
-            yield from _equations_in(list(equation.params.values()))
+    return (equation for program in _programs(found) for equation in program.equations)
 
 
 def computes_in_half(found: object) -> bool:

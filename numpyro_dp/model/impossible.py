@@ -37,7 +37,7 @@ from numpyro_dp._program import (
     value_of,
 )
 from numpyro_dp._tree import is_key
-from numpyro_dp.core import PyTree, Values
+from numpyro_dp.core import Arrays, NumPyroFn, PyTree, Values
 from numpyro_dp.model.dependence import inputs_of
 from numpyro_dp.model.locals import fill_locals, start
 from numpyro_dp.model.records import ModelStructure
@@ -52,9 +52,7 @@ _BODIES = ("scan", "cond")
 _INDEPENDENT = type(constraints.independent(constraints.real, 1))
 
 
-def with_checks(
-    model: Callable[..., object], structure: ModelStructure, shared: tuple[Array, ...]
-) -> ModelStructure:
+def with_checks(model: NumPyroFn, structure: ModelStructure, shared: Arrays) -> ModelStructure:
     """Returns the structure of a model with what has to be checked of each record.
 
     Args:
@@ -77,7 +75,7 @@ def with_checks(
         supports = {name: unwrapped(trace[name]["fn"]).support for name in bounded}
         return {n: [jnp.asarray(x) for x in jax.tree.leaves(s)] for n, s in supports.items()}
 
-    def likelihood(values: Values, example: tuple[Array, ...]) -> Array:
+    def likelihood(values: Values, example: Arrays) -> Array:
         trace = traced(filled, plate, layout.example(example, shared), values)
         found = [log_density(trace[name]) for name in structure.likelihood]
         return sum(found, start=jnp.zeros(()))

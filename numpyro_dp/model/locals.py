@@ -20,7 +20,7 @@ Reference:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from numpyro.distributions import Distribution, MaskedDistribution, biject_to
 from numpyro.infer import init_to_uniform
 
 from numpyro_dp._compat import Messenger, mask_of
-from numpyro_dp.core import Site, Sites, Values
+from numpyro_dp.core import Arrays, NumPyroFn, Site, Sites, Values
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import ModelStructure
@@ -67,7 +67,7 @@ class fill_locals(Messenger):  # noqa: N801 - a NumPyro handler, named like its 
 
     def __init__(
         self,
-        fn: Callable[..., object],
+        fn: NumPyroFn,
         plate: str,
         values: Mapping[str, Array] | None = None,
         choice: Mapping[str, Array] | None = None,
@@ -109,7 +109,7 @@ class fill_locals(Messenger):  # noqa: N801 - a NumPyro handler, named like its 
 
 
 def read_locals(
-    model: Callable[..., object], structure: ModelStructure, shared: tuple[Array, ...]
+    model: NumPyroFn, structure: ModelStructure, shared: Arrays
 ) -> dict[str, np.ndarray]:
     """Checks a model with latent sites inside its data plate.
 
@@ -143,16 +143,15 @@ def read_locals(
 
     sites = trace({})
     latent = {n: sites[n]["value"] for n in structure.inside if is_local(sites[n], plate)}
-    for name, depends in depends_on_inputs(densities, latent).items():
-        if depends:
-            raise UnsupportedModelError(
-                f"Site {name!r} outside the data plate {plate!r} reads a latent value of a record "
-                f"(one of {sorted(latent)}). Move it into the plate."
-            )
-    reading = depends_on_inputs(scales, *layout.one_row()) if structure.summed else {}
-    for name, reads in reading.items():
+    for name in depends_on_inputs(densities, latent):
+        raise UnsupportedModelError(
+            f"Site {name!r} outside the data plate {plate!r} reads a latent value of a record (one "
+            f"of {sorted(latent)}). Move it into the plate."
+        )
+    reading = depends_on_inputs(scales, *layout.one_row()) if structure.summed else []
+    for name in structure.inside if structure.summed else ():
         scale, size = sites[name]["scale"], sites[plate]["args"][0]
-        if reads or (scale is not None and np.any(scale != size)):
+        if name in reading or (scale is not None and np.any(scale != size)):
             raise UnsupportedModelError(
                 f"Site {name!r} is scaled, but the model has discrete latent sites, which are "
                 "summed out. Scaling the terms of that sum is not the same as scaling the sum. Sum "

@@ -20,10 +20,10 @@ from numpyro import handlers
 from numpyro.distributions import ExpandedDistribution, MaskedDistribution, biject_to
 
 from numpyro_dp._compat import Messenger
-from numpyro_dp.core import PyTree, Site, Sites, Values
+from numpyro_dp.core import Arrays, NumPyroFn, PyTree, Site, Sites, Values
 from numpyro_dp.model import censoring
 from numpyro_dp.model.density import Model, constraining
-from numpyro_dp.model.dependence import depends_on_inputs
+from numpyro_dp.model.dependence import depends_on_inputs, entries_read
 from numpyro_dp.model.impossible import unwrapped
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.separation import is_factor, one_record
@@ -66,7 +66,7 @@ class Outcomes(NamedTuple):
     """
 
     model: Model
-    shared: tuple[Array, ...]
+    shared: Arrays
     seen: tuple[str, ...]
     shapes: Mapping[str, tuple[int, ...]]
     number: int
@@ -89,17 +89,12 @@ class Outcomes(NamedTuple):
         found = ravel_pytree(zeros)[1](flat)
         return {n: found.get(n, jnp.zeros(s, flat.dtype)) for n, s in self.shapes.items()}
 
-    def flat(self, latents: dict[str, Array]) -> Array:
+    def flat(self, latents: Values) -> Array:
         """The vector of the latents in ``seen``."""
         return ravel_pytree({name: latents[name] for name in self.seen})[0]
 
     def log_likelihood(
-        self,
-        flat: Array,
-        example: tuple[Array, ...],
-        outcome: Values | None,
-        *,
-        weighted: bool = True,
+        self, flat: Array, example: Arrays, outcome: Values | None, *, weighted: bool = True
     ) -> Array:
         """Log likelihood of one record with the given outcome. See also :meth:`possible`.
 
@@ -124,17 +119,15 @@ class Outcomes(NamedTuple):
         model, latents = self.model.unchecked._replace(fn=fn), self.latents(flat)
         return model.log_likelihood(latents, {}, example, self.shared, model.any_key())
 
-    def score(
-        self, flat: Array, example: tuple[Array, ...], outcome: Values | None, **how: bool
-    ) -> Array:
+    def score(self, flat: Array, example: Arrays, outcome: Values | None, **how: bool) -> Array:
         """Gradient of :meth:`log_likelihood` in the latents."""
         return jax.grad(self.log_likelihood)(flat, example, outcome, **how)
 
-    def possible(self, example: tuple[Array, ...]) -> Array | bool:
+    def possible(self, example: Arrays) -> Array | bool:
         """Whether a record has an outcome in its support, and indices inside their tables."""
         return self.model.possible(self.latents(jnp.zeros(self.size)), example, self.shared)
 
-    def simulate(self, flat: Array, example: tuple[Array, ...], rng_key: Array) -> Values:
+    def simulate(self, flat: Array, example: Arrays, rng_key: Array) -> Values:
         """Draws an outcome of one record. Does not read the observed outcome."""
         if self._of_units:
             *rows, counted = example
@@ -147,7 +140,7 @@ class Outcomes(NamedTuple):
         # Counts may be stored as floats, and values as integers.
         return {n: x.astype(jnp.promote_types(x.dtype, kinds[n])) for n, x in drawn.items()}
 
-    def listed(self, flats: Array, example: tuple[Array, ...]) -> Listed:
+    def listed(self, flats: Array, example: Arrays) -> Listed:
         """Lists the outcomes of one record, with their probabilities at R vectors of latents.
 
         Outcomes are the first axis, so that a sum over them adds a few long vectors.
@@ -169,7 +162,7 @@ class Outcomes(NamedTuple):
         wide = jnp.promote_types(value.dtype, values.dtype)
         return Listed(values.astype(wide) == value.astype(wide), values, probabilities)
 
-    def own(self, example: tuple[Array, ...]) -> dict[str, Array]:
+    def own(self, example: Arrays) -> dict[str, Array]:
         """The record's own outcome, by observed site, in the type of simulated ones."""
         if self._of_units:
             return jax.vmap(self._by_row.own)(tuple(example[:-1]))
@@ -180,11 +173,11 @@ class Outcomes(NamedTuple):
         drawn = jax.eval_shape(self._drawn, flat, example, jax.random.key(0))
         return {n: x.astype(jnp.promote_types(x.dtype, drawn[n].dtype)) for n, x in own.items()}
 
-    def as_outcome(self, value: Array, own: dict[str, Array]) -> dict[str, Array]:
+    def as_outcome(self, value: Array, own: Values) -> dict[str, Array]:
         """One listed value in the form of ``own``."""
         return {name: jnp.full(x.shape, value.astype(x.dtype)) for name, x in own.items()}
 
-    def moments(self, flat: Array, example: tuple[Array, ...]) -> tuple[Array, Array]:
+    def moments(self, flat: Array, example: Arrays) -> tuple[Array, Array]:
         """Mean and variance of a single outcome."""
         (site,) = self._sites(flat, example)
         fn = unwrapped(site["fn"])
@@ -207,31 +200,30 @@ class Outcomes(NamedTuple):
             public = {s["name"]: (unwrapped(s["fn"]).support, s["scale"]) for s in sites}
             return {n: list(map(jnp.asarray, jax.tree.leaves(x))) for n, x in public.items()}
 
-        moving = [name for name, moves in depends_on_inputs(bounds, given).items() if moves]
-        if moving:
+        for name in depends_on_inputs(bounds, given):
             raise UnsupportedModelError(
-                f"The support or the weight of the outcome {moving[0]!r} depends on latents or "
+                f"The support or the weight of the outcome {name!r} depends on latents or "
                 "parameters. Its score then has no mean 0, so other outcomes do not centre it. Use "
                 "DPSVI, without centred()."
             )
 
-    def event(self, example: tuple[Array, ...]) -> Array:
+    def event(self, example: Arrays) -> Array:
         """Whether a record's event was observed, so it is not censored."""
         (site,) = self._sites(jnp.zeros(self.size), example)
         return ~jnp.reshape(unwrapped(site["fn"]).censored, ())
 
-    def passed(self, flat: Array, example: tuple[Array, ...], value: Array) -> Array:
+    def passed(self, flat: Array, example: Arrays, value: Array) -> Array:
         """The compensator at a value: minus the log of the survival function."""
         (site,) = self._sites(flat, example)
         return jnp.nan_to_num(-censoring.log_tail(unwrapped(site["fn"]), jnp.reshape(value, ())))
 
-    def time_of(self, flat: Array, example: tuple[Array, ...], passed: Array) -> Array:
+    def time_of(self, flat: Array, example: Arrays, passed: Array) -> Array:
         """The value at which the compensator is ``passed``: the inverse of :meth:`passed`."""
         (site,) = self._sites(flat, example)
         return censoring.value_at(unwrapped(site["fn"]), passed)
 
     def _log_hazard(
-        self, flat: Array, example: tuple[Array, ...], outcome: Values | None, weighted: bool
+        self, flat: Array, example: Arrays, outcome: Values | None, weighted: bool
     ) -> Array:
         (site,) = self._sites(flat, example)
         value = site["value"] if outcome is None else outcome[site["name"]]
@@ -240,7 +232,7 @@ class Outcomes(NamedTuple):
         scale = 1 if site["scale"] is None or not weighted else site["scale"]
         return found * jnp.reshape(scale, ()) * _mask_of(site["fn"])
 
-    def _drawn(self, flat: Array, example: tuple[Array, ...], rng_key: Array) -> dict[str, Array]:
+    def _drawn(self, flat: Array, example: Arrays, rng_key: Array) -> dict[str, Array]:
         own_key, rest_key = jax.random.split(rng_key)
         fn = _unobserved(self.model.fn, self._names, own_key)
         trace = self._trace(fn, flat, example, rest_key)
@@ -259,20 +251,18 @@ class Outcomes(NamedTuple):
     def _names(self) -> tuple[str, ...]:
         return self.model.structure.likelihood
 
-    def _sites(self, flat: Array, example: tuple[Array, ...]) -> list[Site]:
+    def _sites(self, flat: Array, example: Arrays) -> list[Site]:
         trace = self._trace(self.model.fn, flat, example, jax.random.key(0))
         return [trace[name] for name in self._names]
 
-    def _trace(
-        self, fn: Callable[..., object], flat: Array, example: tuple[Array, ...], rng_key: Array
-    ) -> Sites:
+    def _trace(self, fn: NumPyroFn, flat: Array, example: Arrays, rng_key: Array) -> Sites:
         layout = self.model.structure.layout
         fn = one_record(fn, self.model.structure.data_plate)
         fn = constraining(handlers.seed(fn, rng_key), self.latents(flat))
         return layout.example(example, self.shared).trace(fn)
 
 
-def read_outcomes(model: Model, shared: tuple[Array, ...]) -> Outcomes:
+def read_outcomes(model: Model, shared: Arrays) -> Outcomes:
     """Reads the kind of the records' outcomes, from shapes alone.
 
     Raises:
@@ -301,7 +291,7 @@ def read_outcomes(model: Model, shared: tuple[Array, ...]) -> Outcomes:
     return found._replace(**facts)
 
 
-def read_latents(model: Model, shared: tuple[Array, ...]) -> Outcomes:
+def read_latents(model: Model, shared: Arrays) -> Outcomes:
     """Reads the latents alone: the outcomes need not be such that they can be simulated.
 
     Raises:
@@ -326,16 +316,11 @@ def read_latents(model: Model, shared: tuple[Array, ...]) -> Outcomes:
     found = Outcomes(model, shared, structure.latents, shapes, 0, False, False)
     example = structure.layout.blank()
 
-    floats = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    def density(latents: Values) -> Array:
+        return model.log_likelihood(latents, {}, example, shared, model.any_key())
 
-    def changes(name: str) -> bool:
-        def density(value: Array) -> dict[str, Array]:
-            latents = floats | {name: value}
-            return {"all": model.log_likelihood(latents, {}, example, shared, model.any_key())}
-
-        return depends_on_inputs(density, floats[name])["all"]
-
-    seen = tuple(filter(changes, structure.latents))
+    read = entries_read(density, {name: jnp.zeros(shape) for name, shape in shapes.items()})
+    seen = tuple(name for name in structure.latents if name in read)
     if not seen:
         raise UnsupportedModelError(
             "No latent site changes the likelihood of a record, so the records cannot inform the "
@@ -344,9 +329,7 @@ def read_latents(model: Model, shared: tuple[Array, ...]) -> Outcomes:
     return found._replace(seen=seen)
 
 
-def unconstrained_prior(
-    model: Model, shared: tuple[Array, ...], rng_key: Array
-) -> dict[str, Array]:
+def unconstrained_prior(model: Model, shared: Arrays, rng_key: Array) -> dict[str, Array]:
     """Draws the latent sites from their prior, in unconstrained coordinates.
 
     Raises:
@@ -359,11 +342,11 @@ def unconstrained_prior(
     }
 
 
-def _kind(outcomes: Outcomes, example: tuple[Array, ...]) -> Values:
+def _kind(outcomes: Outcomes, example: Arrays) -> Values:
     """Number of outcomes that can be listed, and other facts about them."""
     facts, plate = {}, outcomes.model.structure.data_plate
 
-    def look(flat: Array, example: tuple[Array, ...]) -> Values:
+    def look(flat: Array, example: Arrays) -> Values:
         sites = outcomes._sites(flat, example)
         trace = outcomes._trace(outcomes.model.fn, flat, example, jax.random.key(0))
         size = trace[plate]["args"][0]
@@ -392,10 +375,10 @@ def _kind(outcomes: Outcomes, example: tuple[Array, ...]) -> Values:
     return facts
 
 
-def _number_of_values(outcomes: Outcomes, example: tuple[Array, ...]) -> int:
+def _number_of_values(outcomes: Outcomes, example: Arrays) -> int:
     """Number of possible outcomes. 0 if there are too many, or if it depends on the record."""
 
-    def values(flat: Array, example: tuple[Array, ...]) -> Array:
+    def values(flat: Array, example: Arrays) -> Array:
         return outcomes.listed(flat[None], example).values
 
     try:
@@ -429,7 +412,7 @@ def _mask_of(fn: Any) -> ArrayLike:
 class _unobserved(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
     """Draws new values for observed sites."""
 
-    def __init__(self, fn: Callable[..., object], names: tuple[str, ...], rng_key: Array) -> None:
+    def __init__(self, fn: NumPyroFn, names: tuple[str, ...], rng_key: Array) -> None:
         self.keys = dict(zip(names, jax.random.split(rng_key, len(names)), strict=True))
         super().__init__(fn)
 
@@ -449,7 +432,7 @@ def _drawn(fn: Any, rng_key: Array) -> Array:
 class _without_weights(Messenger):  # noqa: N801
     """Removes record weights: the scale of observed sites is the plate's size only."""
 
-    def __init__(self, fn: Callable[..., object], names: tuple[str, ...], plate: str) -> None:
+    def __init__(self, fn: NumPyroFn, names: tuple[str, ...], plate: str) -> None:
         self.names, self.plate, self.size = names, plate, 1
         super().__init__(fn)
 

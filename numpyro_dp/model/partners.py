@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from numpyro import handlers
 
-from numpyro_dp.core import Centring, Estimator, PyTree, Values
+from numpyro_dp.core import Arrays, Centring, Estimator, PyTree, Values
 from numpyro_dp.model.density import Model, if_possible
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.records import ModelStructure
@@ -111,7 +111,7 @@ def centring(
     number = outcomes.number + 1 if outcomes.number else _DRAWN
     number = 2 ** math.ceil(math.log2(number)) - 1
 
-    def rows(public: PyTree, example: tuple[Array, ...], seed: Array) -> PyTree:
+    def rows(public: PyTree, example: Arrays, seed: Array) -> PyTree:
         here = outcomes.at(params(public)) if params is not None else outcomes
         flat, own = here.flat(latents(public)), here.own(example)
         record = tuple(jnp.broadcast_to(x, (number + 1, *jnp.shape(x))) for x in example)

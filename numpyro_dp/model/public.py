@@ -28,7 +28,7 @@ from jax.typing import ArrayLike
 
 from numpyro_dp._compat import CUSTOM_BATCHING, Program, make_program, wrapped_model
 from numpyro_dp._tree import is_key
-from numpyro_dp.core import Args, Kwargs, PyTree
+from numpyro_dp.core import Args, Kwargs, NumPyroFn, PyTree
 from numpyro_dp.model.held import (
     held_by_function,
     held_by_program,
@@ -153,7 +153,7 @@ def values_given(keyword: str, values: Mapping[str, PyTree] | None) -> tuple[Pub
     )
 
 
-def argument_names(model: Callable[..., object], args: Args) -> list[str]:
+def argument_names(model: NumPyroFn, args: Args) -> list[str]:
     """Returns the names of positional arguments from the model's signature."""
     inner, parameters = model, []
     while inner is not None:
@@ -171,7 +171,7 @@ def argument_names(model: Callable[..., object], args: Args) -> list[str]:
 
 
 def record_arguments(
-    model: Callable[..., object], kinds: Sequence[str], args: Args, kwargs: Kwargs
+    model: NumPyroFn, kinds: Sequence[str], args: Args, kwargs: Kwargs
 ) -> list[tuple[str, str]]:
     """Returns, for each array of records, the name of its argument and its place in it.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from numpyro_dp.core import PyTree
+from numpyro_dp.core import Arrays, NumPyroFn, PyTree
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import GivenModel
@@ -61,7 +60,7 @@ class SensitiveCheck(NamedTuple):
 
 
 def check_records(
-    model: Callable[..., object],
+    model: NumPyroFn,
     *args: PyTree,
     data_plate: str | None = None,
     max_rows_per_unit: int | None = None,
@@ -123,7 +122,7 @@ def check_records(
     )
 
 
-def _possible(model: Model, rows: tuple[Array, ...], shared: tuple[Array, ...]) -> np.ndarray:
+def _possible(model: Model, rows: Arrays, shared: Arrays) -> np.ndarray:
     """Which rows have a finite log likelihood and gradient at one of some draws from the prior."""
     draws = [unconstrained_prior(model, shared, jax.random.key(n)) for n in range(_DRAWS)]
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 from numpyro import handlers
 
-from numpyro_dp.core import Args, Kwargs, PyTree, Sites
+from numpyro_dp.core import Args, Arrays, Kwargs, NumPyroFn, PyTree, Sites
 from numpyro_dp.model.held import is_array
 from numpyro_dp.model.public import (
     Declared,
@@ -53,8 +53,8 @@ class Rows(NamedTuple):
     """
 
     arrays: tuple[Array | Grouped | jax.ShapeDtypeStruct, ...]
-    shared: tuple[Array, ...]
-    lengths: tuple[Array, ...] = ()
+    shared: Arrays
+    lengths: Arrays = ()
 
 
 class Layout(NamedTuple):
@@ -79,13 +79,13 @@ class Layout(NamedTuple):
     public: tuple[PublicArray, ...] = ()
     max_rows: int | None = None
 
-    def arguments(self, arrays: tuple[PyTree, ...], shared: tuple[Array, ...]) -> Arguments:
+    def arguments(self, arrays: tuple[PyTree, ...], shared: Arrays) -> Arguments:
         """Returns the call arguments with the record arrays filled in."""
         sources = {"r": iter(arrays), "s": iter(shared), "c": iter(self.constants)}
         leaves = [next(sources[kind]) for kind in self.kinds]
         return Arguments(*jax.tree.unflatten(self.treedef, leaves))
 
-    def example(self, example: tuple[Array, ...], shared: tuple[Array, ...]) -> Arguments:
+    def example(self, example: Arrays, shared: Arrays) -> Arguments:
         """Returns the call arguments for one row, as a data set of one row."""
         return self.arguments(tuple(leaf[None] for leaf in example), shared)
 
@@ -100,7 +100,7 @@ class Layout(NamedTuple):
             arrays = tuple(Grouped(each, units) for each in (*arrays, None))
         return Rows(arrays, shared)
 
-    def blank(self) -> tuple[Array, ...]:
+    def blank(self) -> Arrays:
         """Returns zeros in place of a record."""
         rows = () if self.max_rows is None else (self.max_rows,)
         mask = () if self.max_rows is None else (((), "float32"),)
@@ -110,7 +110,7 @@ class Layout(NamedTuple):
         """Returns the shapes of the record arrays of a data set of one row."""
         return [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in self.shapes]
 
-    def placeholder(self, shared: tuple[Array, ...], num_rows: int = 1) -> Arguments:
+    def placeholder(self, shared: Arrays, num_rows: int = 1) -> Arguments:
         """Returns the call arguments with ones in place of the records.
 
         Ones are valid scales, weights, counts and labels. Zeros often are not.
@@ -118,7 +118,7 @@ class Layout(NamedTuple):
         ones = tuple(jnp.ones((num_rows, *shape), dtype) for shape, dtype in self.shapes)
         return self.arguments(ones, shared)
 
-    def invented_records(self, number: int = 1) -> tuple[tuple[Array, ...], ...]:
+    def invented_records(self, number: int = 1) -> tuple[Arrays, ...]:
         """Returns two sets of invented records, as :meth:`invented` does for rows."""
         if self.max_rows is None:
             return self.invented(number)
@@ -128,7 +128,7 @@ class Layout(NamedTuple):
             for rows in self.invented(number * self.max_rows)
         )
 
-    def invented(self, num_rows: int = 1) -> tuple[tuple[Array, ...], ...]:
+    def invented(self, num_rows: int = 1) -> tuple[Arrays, ...]:
         """Returns two sets of invented rows for checks: normal numbers, and ones.
 
         Integers are 1 in both sets, because 1 is a valid label, count or index.
@@ -259,7 +259,7 @@ class Arguments(NamedTuple):
         """Calls ``fn`` with these arguments."""
         return fn(*self.args, **self.kwargs)
 
-    def trace(self, fn: Callable[..., object]) -> Sites:
+    def trace(self, fn: NumPyroFn) -> Sites:
         """NumPyro's trace of ``fn`` on these arguments."""
         return self.call(handlers.trace(fn).get_trace)
 
@@ -280,7 +280,7 @@ class RecordsProblem(NamedTuple):
     """
 
     records: Records
-    shared: tuple[Array, ...] = ()
+    shared: Arrays = ()
 
     @property
     def num_examples(self) -> int:
@@ -292,7 +292,7 @@ class RecordsProblem(NamedTuple):
         """No record draws for itself."""
         return False
 
-    def at(self, shared: tuple[Array, ...]) -> RecordsProblem:
+    def at(self, shared: Arrays) -> RecordsProblem:
         """Returns the same with these public arrays."""
         return self._replace(shared=shared)
 
@@ -304,7 +304,7 @@ class RecordsProblem(NamedTuple):
         """Returns the records."""
         return self.records.layout.rows(args, kwargs)
 
-    def blank_example(self) -> tuple[Array, ...]:
+    def blank_example(self) -> Arrays:
         """Returns zeros in the place of a record."""
         return self.records.layout.blank()
 
@@ -358,7 +358,7 @@ def split_arguments(
     args: Args,
     kwargs: Kwargs,
     num_examples: int,
-    model: Callable[..., object],
+    model: NumPyroFn,
     plate: str,
     declared: Declared,
     plate_is_named: bool = False,
@@ -420,11 +420,7 @@ def split_arguments(
 
 
 def read_records(
-    signature: Callable[..., object],
-    args: Args,
-    kwargs: Kwargs,
-    num_examples: int,
-    data_plate: str = "records",
+    signature: NumPyroFn, args: Args, kwargs: Kwargs, num_examples: int, data_plate: str = "records"
 ) -> Records:
     """Returns the records of a method without a NumPyro model. Each row of an array is a record.
 

@@ -21,7 +21,7 @@ from numpyro.distributions import Unit
 from numpyro.infer import init_to_uniform
 
 from numpyro_dp._compat import Messenger, is_tracer
-from numpyro_dp.core import PyTree, Site, Values
+from numpyro_dp.core import Arrays, NumPyroFn, PyTree, Site, Values
 from numpyro_dp.model.dependence import looks_up
 from numpyro_dp.model.held import computes_in_half, held_by_function
 from numpyro_dp.model.public import UnsupportedModelError
@@ -42,7 +42,7 @@ class one_record(Messenger):  # noqa: N801 - a NumPyro handler, named like its p
     """Shows a model its data plate with a single index, as for a data set of one row."""
 
     def __init__(
-        self, fn: Callable[..., object], plate: str, num_rows: int = 1, index: Array | None = None
+        self, fn: NumPyroFn, plate: str, num_rows: int = 1, index: Array | None = None
     ) -> None:
         self.plate = plate
         self.num_rows = num_rows
@@ -59,7 +59,7 @@ class one_record(Messenger):  # noqa: N801 - a NumPyro handler, named like its p
 
 
 def traced(
-    fn: Callable[..., object],
+    fn: NumPyroFn,
     plate: str,
     arguments: Arguments,
     values: Values | None = None,
@@ -87,9 +87,7 @@ def traced(
     return arguments.trace(run)
 
 
-def check_separable(
-    model: Callable[..., object], structure: ModelStructure, shared: tuple[Array, ...]
-) -> bool:
+def check_separable(model: NumPyroFn, structure: ModelStructure, shared: Arrays) -> bool:
     """Raises if the likelihood of one record reads more than its record and public values.
 
     Args:

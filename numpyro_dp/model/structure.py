@@ -6,7 +6,6 @@ the remedy. Models are traced on shapes only, so no record is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -16,7 +15,7 @@ from numpyro import handlers
 from numpyro.infer import init_to_uniform
 
 from numpyro_dp._compat import Messenger, in_control_flow
-from numpyro_dp.core import Args, Kwargs, PyTree, Site, Values
+from numpyro_dp.core import Args, Kwargs, NumPyroFn, PyTree, Site, Values
 from numpyro_dp.model.additivity import check_additive
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.draw_checks import check_draws
@@ -61,10 +60,7 @@ class SampleSite(NamedTuple):
 
 
 def find_data_plate(
-    model: Callable[..., object],
-    args: Args,
-    kwargs: Kwargs,
-    data_plate: str | None = None,
+    model: NumPyroFn, args: Args, kwargs: Kwargs, data_plate: str | None = None
 ) -> tuple[str, int]:
     """Finds the plate that all observed sites share, and its full size.
 
@@ -113,7 +109,7 @@ def find_data_plate(
 
 
 def read_model(
-    model: Callable[..., object],
+    model: NumPyroFn,
     args: Args,
     kwargs: Kwargs,
     data_plate: str | None = None,
@@ -178,7 +174,7 @@ def read_model(
 
 
 def _classify(
-    sites: list[SampleSite], plate: str, depends: dict[str, bool]
+    sites: list[SampleSite], plate: str, depends: list[str]
 ) -> dict[str, tuple[str, ...]]:
     """Returns the names of sites by kind."""
     kinds: dict[str, tuple[str, ...]] = dict.fromkeys(
@@ -186,10 +182,10 @@ def _classify(
     )
     for site in sites:
         if not site.observed:
-            kind = _kind_of_latent(site, plate, depends[site.name])
+            kind = _kind_of_latent(site, plate, site.name in depends)
         elif plate in site.plates:
             kind = "likelihood"
-        elif not depends[site.name]:
+        elif site.name not in depends:
             kind = "prior"
         else:
             raise UnsupportedModelError(_outside_message(site.name, plate))
@@ -247,9 +243,9 @@ def _kind_of_latent(site: SampleSite, plate: str, reads_data: bool) -> str:
     return "latent"
 
 
-def _check_others(others: dict[str, list[str]], depends: dict[str, bool]) -> None:
+def _check_others(others: dict[str, list[str]], depends: list[str]) -> None:
     for name in others.get("param", ()):
-        if depends[name]:
+        if name in depends:
             raise UnsupportedModelError(
                 f"The initial value of parameter {name!r} depends on the records, which would "
                 "release them without noise. Initialise it from public values."
@@ -271,7 +267,7 @@ def _outside_message(name: str, plate: str | None) -> str:
 
 
 def _abstract_sites(
-    model: Callable[..., object], arguments: Arguments
+    model: NumPyroFn, arguments: Arguments
 ) -> tuple[list[SampleSite], dict[str, int], dict[str, list[str]]]:
     """Traces the model on the shapes of its array arguments."""
     arrays, fill = split_arrays(arguments)
@@ -288,7 +284,7 @@ def _abstract_sites(
 
 
 def _sites_of(
-    model: Callable[..., object], arguments: Arguments
+    model: NumPyroFn, arguments: Arguments
 ) -> tuple[list[SampleSite], dict[str, int], dict[str, list[str]]]:
     """Runs the model. Returns sites, plate sizes, and names of other sites."""
     trace = arguments.trace(_initialised(model))
@@ -317,12 +313,12 @@ def _sites_of(
     return sites, plates, others
 
 
-def _initialised(model: Callable[..., object]) -> Callable[..., object]:
+def _initialised(model: NumPyroFn) -> NumPyroFn:
     seeded = handlers.seed(model, jax.random.key(0))
     return handlers.substitute(seeded, substitute_fn=init_to_uniform())
 
 
-def _draws_keys(model: Callable[..., object], arguments: Arguments) -> bool:
+def _draws_keys(model: NumPyroFn, arguments: Arguments) -> bool:
     """Whether a model calls ``numpyro.prng_key`` once its parameters have values (dropout).
 
     Keys that initialise parameters, as in ``flax_module``, do not count.

@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp._compat import is_tracer
-from numpyro_dp.core import Kwargs, PyTree
+from numpyro_dp.core import Arrays, Kwargs, NumPyroFn, PyTree
 
 __all__ = [
     "UNIT", "Grouped", "Units", "as_objects", "group", "number_of_units", "split_unit",
@@ -106,7 +106,7 @@ class Grouped:
 
 
 def split_unit(
-    kwargs: Kwargs, max_rows: int | None, model: Callable[..., object] | None = None
+    kwargs: Kwargs, max_rows: int | None, model: NumPyroFn | None = None
 ) -> tuple[Any, Kwargs]:
     """Returns the ids of a call and its other keywords.
 
@@ -130,7 +130,7 @@ def split_unit(
     return kwargs[UNIT], {name: value for name, value in kwargs.items() if name != UNIT}
 
 
-def _takes_unit(model: Callable[..., object]) -> bool:
+def _takes_unit(model: NumPyroFn) -> bool:
     try:
         parameters = inspect.signature(model).parameters.values()
     except (TypeError, ValueError):
@@ -174,9 +174,7 @@ def as_objects(values: Any) -> np.ndarray:
     return found
 
 
-def sum_over_rows(
-    of_row: Callable[..., Array], example: tuple[Array, ...], *beside: PyTree
-) -> Array:
+def sum_over_rows(of_row: Callable[..., Array], example: Arrays, *beside: PyTree) -> Array:
     """Returns the sum of a function over the rows of a unit that count.
 
     Args:

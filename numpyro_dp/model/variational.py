@@ -13,7 +13,7 @@ from numpyro.distributions import constraints
 from numpyro.infer import autoguide
 
 from numpyro_dp._compat import latent_sites, same_distribution, unpack_latent
-from numpyro_dp.core import Args, Kwargs, PyTree, Values
+from numpyro_dp.core import Args, Arrays, Kwargs, PyTree, Values
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.guide import Guide
 from numpyro_dp.model.records import Records, Rows
@@ -60,10 +60,10 @@ class VariationalProblem(NamedTuple):
     model: Model
     guide: Guide
     constrain: Callable[[Values], Values]
-    shared: tuple[Array, ...]
+    shared: Arrays
     num_particles: int
 
-    def at(self, shared: tuple[Array, ...]) -> VariationalProblem:
+    def at(self, shared: Arrays) -> VariationalProblem:
         """The same with other public arrays."""
         return self._replace(shared=shared)
 
@@ -83,7 +83,7 @@ class VariationalProblem(NamedTuple):
         latents, entropies = jax.vmap(self._draw_one, in_axes=(None, 0))(values, keys)
         return latents, jnp.mean(entropies)
 
-    def log_density(self, latents: dict[str, Array], params: Values) -> Array:
+    def log_density(self, latents: Values, params: Values) -> Array:
         """Mean over draws of the guide's log density in unconstrained coordinates."""
 
         def one(values: dict[str, Array]) -> Array:
@@ -91,7 +91,7 @@ class VariationalProblem(NamedTuple):
 
         return self._mean(one, latents)
 
-    def log_prior(self, latents: dict[str, Array], params: Values) -> Array:
+    def log_prior(self, latents: Values, params: Values) -> Array:
         """Mean over draws of the log prior in unconstrained coordinates."""
 
         def one(values: dict[str, Array]) -> Array:
@@ -100,11 +100,7 @@ class VariationalProblem(NamedTuple):
         return self._mean(one, latents)
 
     def log_likelihood(
-        self,
-        latents: dict[str, Array],
-        params: Values,
-        example: PyTree,
-        rng_key: Array,
+        self, latents: Values, params: Values, example: PyTree, rng_key: Array
     ) -> Array:
         """Mean over draws of the log likelihood of one record.
 
@@ -145,7 +141,7 @@ class VariationalProblem(NamedTuple):
             arrays = (*arrays, jnp.arange(layout.num_examples, dtype=jnp.uint32))
         return Rows(arrays, shared)
 
-    def blank_example(self) -> tuple[Array, ...]:
+    def blank_example(self) -> Arrays:
         """Returns zeros in place of a record."""
         blank = self.model.structure.layout.blank()
         return (*blank, jnp.zeros((), jnp.uint32)) if self.numbered else blank
