@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_dp.core import Arrays, NumPyroFn, Values
-from numpyro_dp.model.locals import fill_locals, start
+from numpyro_dp.model.locals import fill_locals, in_plate, start
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import ModelStructure
 from numpyro_dp.model.separation import log_density, traced
@@ -94,12 +94,11 @@ def _together_and_alone(
             warnings.simplefilter("ignore")  # invented values may be outside a site's support
             trace = traced(filled, plate, arguments, start=start, num_rows=number)
             size = trace[plate]["args"][0]
-            values = {}
-            for name, site in trace.items():
-                if site["type"] == "sample":
-                    in_plate = any(frame.name == plate for frame in site["cond_indep_stack"])
-                    values[name] = log_density(site) * (number / size if in_plate else 1)
-            return values
+            return {
+                name: log_density(site) * (number / size if in_plate(site, plate) else 1)
+                for name, site in trace.items()
+                if site["type"] == "sample"
+            }
 
     together = densities(rows, jnp.arange(_ROWS))
     try:

@@ -128,11 +128,7 @@ class Model(NamedTuple):
         return if_possible(found, self.possible(latents, example, shared, params))
 
     def possible(
-        self,
-        latents: Values,
-        example: Arrays,
-        shared: Arrays,
-        params: Values | None = None,
+        self, latents: Values, example: Arrays, shared: Arrays, params: Values | None = None
     ) -> Array | bool:
         """Whether a record has outcomes inside their supports, and indices inside their tables.
 

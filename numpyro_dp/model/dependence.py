@@ -63,7 +63,7 @@ def entries_read(fn: Callable[[Values], PyTree], given: Values) -> frozenset[str
 
 def looks_up(
     fn: Callable[..., Values], size: int, index: PyTree, *args: PyTree
-) -> tuple[Program, dict[str, bool]]:
+) -> tuple[Program, list[str]]:
     """Finds entries of ``fn(index, *args)`` that use ``index`` to look up one of ``size`` entries.
 
     Args:
@@ -73,7 +73,7 @@ def looks_up(
         *args: Arrays or shapes.
 
     Returns:
-        The traced program, and for each entry whether it is looked up.
+        The traced program, and the names of entries that are looked up.
     """
     program, out = make_program(fn, index, *args, validated=False)
     index_dependent, picked = 1, 2  # 0 for neither: the largest flag of the inputs is passed on
@@ -85,7 +85,7 @@ def looks_up(
     seeds = [index_dependent] + [0] * (len(program.inputs) - 1)
     flags = _walk(program, seeds, rule)
     entries = jax.tree.unflatten(jax.tree.structure(out), flags)
-    return program, {name: picked in jax.tree.leaves(entry) for name, entry in entries.items()}
+    return program, [n for n, entry in entries.items() if picked in jax.tree.leaves(entry)]
 
 
 def loops_by_inputs(program: Program, number: int) -> bool:

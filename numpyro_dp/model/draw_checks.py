@@ -22,7 +22,7 @@ from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.infer import Predictive
 
-from numpyro_dp._compat import Messenger, Program, make_program
+from numpyro_dp._compat import Program, make_program
 from numpyro_dp._tree import is_key
 from numpyro_dp.core import Args, Arrays, Kwargs, NumPyroFn, PyTree, Site, Sites, Values
 from numpyro_dp.model.density import Model
@@ -30,7 +30,7 @@ from numpyro_dp.model.dependence import inputs_of
 from numpyro_dp.model.locals import start
 from numpyro_dp.model.public import PublicValues
 from numpyro_dp.model.records import Arguments, ModelStructure, split_arrays
-from numpyro_dp.model.separation import is_factor, traced
+from numpyro_dp.model.separation import altered, is_factor, traced
 
 __all__ = ["check_draws", "predict"]
 
@@ -59,8 +59,8 @@ def check_draws(model: NumPyroFn, structure: ModelStructure, shared: Arrays) -> 
         return _values(_drawn(model, plate, fill(arrays)), structure.latents)
 
     of_rows = functools.partial(drawn, lambda rows: layout.arguments(rows, shared))
-    public.check_program("model, in a draw,", _program(of_rows, *layout.one_row()), once=True)
-    public.check_program("prior", _program(lambda: _prior_and_slopes(model, structure, shared)))
+    public.check("model, in a draw,", of_rows, *layout.one_row(), once=True)
+    public.check("prior", lambda: _prior_and_slopes(model, structure, shared))
     for arguments in _without_outcomes(model, structure, shared):
         arrays, fill = split_arrays(arguments)
         try:
@@ -148,7 +148,7 @@ def _program(fn: Callable[..., object], *args: PyTree) -> Program:
 
 def _drawn(model: NumPyroFn, plate: str, arguments: Arguments) -> Sites:
     """The trace of a run in which all sites are drawn. Sites without a sampler get some value."""
-    return traced(_redrawn(model), plate, arguments, start=start)
+    return traced(altered(model, _redraw), plate, arguments, start=start)
 
 
 def _values(trace: Sites, latents: tuple[str, ...] = ()) -> tuple[ArrayLike, ...]:
@@ -171,16 +171,14 @@ def _is_numeric(value: Any) -> bool:
         return False
 
 
-class _redrawn(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
+def _redraw(msg: Site) -> None:
     """Draws all sites that have a sampler, also observed ones."""
-
-    def process_message(self, msg: Site) -> None:
-        if msg["type"] != "sample" or is_factor(msg["fn"]):
-            return
-        with contextlib.suppress(NotImplementedError):
-            key = jax.random.key(0)
-            msg["value"], _ = msg["fn"](rng_key=key, sample_shape=(), sample_intermediates=True)
-            msg["is_observed"] = False
+    if msg["type"] != "sample" or is_factor(msg["fn"]):
+        return
+    with contextlib.suppress(NotImplementedError):
+        key = jax.random.key(0)
+        msg["value"], _ = msg["fn"](rng_key=key, sample_shape=(), sample_intermediates=True)
+        msg["is_observed"] = False
 
 
 def _without_outcomes(

@@ -176,19 +176,20 @@ def _column(frame: Any, name: object) -> tuple[np.ndarray, np.ndarray, bool]:
     """The values of a column, which are missing, and whether its type is that of texts."""
     if isinstance(frame, Mapping):
         values = np.asarray(frame[name])
-        if values.dtype.kind in "mM":
-            raise TypeError(f"The column {name!r} holds times. Give numbers, such as days.")
         lacking = np.array([_is_missing(value) for value in values.tolist()], bool)
-        return values, lacking, values.dtype.kind in "USTV"
-    (column,) = (each for each in nw.from_native(frame).iter_columns() if each.name == name)
-    if column.dtype in (nw.Datetime, nw.Date, nw.Duration):
+        times, texts = values.dtype.kind in "mM", values.dtype.kind in "USTV"
+    else:
+        (column,) = (each for each in nw.from_native(frame).iter_columns() if each.name == name)
+        values, lacking, kind = column.to_numpy(), column.is_null().to_numpy(), column.dtype
+        if kind.is_float():
+            lacking = lacking | np.isnan(values)
+        times = kind in (nw.Datetime, nw.Date, nw.Duration)
+        texts = kind in (nw.String, nw.Categorical, nw.Enum)
+    if times:
         raise TypeError(
             f"The column {name!r} holds times. Give numbers, such as days since a date."
         )
-    lacking = column.is_null().to_numpy()
-    if column.dtype.is_float():
-        lacking = lacking | np.isnan(column.to_numpy())
-    return column.to_numpy(), lacking, column.dtype in (nw.String, nw.Categorical, nw.Enum)
+    return values, lacking, texts
 
 
 def _is_missing(value: object) -> bool:

@@ -18,6 +18,7 @@ from numpyro_dp.core import Args, Arrays, Kwargs, NumPyroFn, Problem, PyTree, Va
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.guide import hide_likelihood, prototype_without_records, set_up
 from numpyro_dp.model.guide_checks import check_first_values, check_supported, read_guide
+from numpyro_dp.model.held import is_array
 from numpyro_dp.model.public import Declared, UnsupportedModelError
 from numpyro_dp.model.records import check_arrays
 from numpyro_dp.model.structure import ModelStructure, read_model
@@ -233,7 +234,7 @@ def arguments_key(args: Args, kwargs: Kwargs, max_rows: int | None = None) -> Ha
     leaves, treedef = jax.tree.flatten((args, kwargs))
     described = tuple(
         (np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))
-        if isinstance(leaf, jax.Array | np.ndarray | np.generic)
+        if is_array(leaf)
         else (type(leaf), leaf)
         for leaf in leaves
     )

@@ -133,12 +133,7 @@ class Guide(NamedTuple):
         return total
 
     def local_bound(
-        self,
-        latents: Values,
-        params: Values,
-        example: Arrays,
-        shared: Arrays,
-        rng_key: Array,
+        self, latents: Values, params: Values, example: Arrays, shared: Arrays, rng_key: Array
     ) -> Array:
         """One record's part of the evidence lower bound, at one draw of that record's latents.
 
@@ -162,12 +157,7 @@ class Guide(NamedTuple):
         return density - sum(own) / size
 
     def local_sites(
-        self,
-        latents: Values,
-        params: Values,
-        arguments: Arguments,
-        shared: Arrays,
-        rng_key: Array,
+        self, latents: Values, params: Values, arguments: Arguments, shared: Arrays, rng_key: Array
     ) -> Sites:
         """The trace of the guide's plate and local sites for given global latents."""
         plate = self.model.structure.data_plate

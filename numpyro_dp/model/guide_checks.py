@@ -25,7 +25,7 @@ from numpyro_dp.model.guide import Guide, auto_parts, guide_trace
 from numpyro_dp.model.held import held_by_function, held_by_program
 from numpyro_dp.model.locals import is_local
 from numpyro_dp.model.public import UnsupportedModelError
-from numpyro_dp.model.records import ModelStructure
+from numpyro_dp.model.records import Arguments, ModelStructure
 from numpyro_dp.model.separation import check_one_row, log_density, traced
 
 __all__ = ["check_first_values", "check_supported", "read_guide"]
@@ -235,18 +235,20 @@ def _check_reads_no_records(guide: Guide, shared: Arrays) -> None:
     structure, layout = guide.model.structure, guide.model.structure.layout
 
     def values(*arrays: Array) -> Values:
-        trace = traced(guide.fn, structure.data_plate, layout.arguments(arrays, shared))
-        return {
-            name: site["value"]
-            for name, site in trace.items()
-            if site["type"] in ("sample", "param") and name not in structure.local_latents
-        }
+        return _drawn_values(guide, layout.arguments(arrays, shared))
 
-    for name in depends_on_inputs(values, *layout.one_row()):
+    reading = depends_on_inputs(values, *layout.one_row())
+    for name in (name for name in reading if name not in structure.local_latents):
         raise UnsupportedModelError(
             f"Guide site {name!r} depends on the records, so its value would release them without "
             "noise. Let the guide read parameters and public arguments only."
         )
+
+
+def _drawn_values(guide: Guide, arguments: Arguments) -> Values:
+    """What a guide draws, and the first values of its parameters."""
+    trace = traced(guide.fn, guide.model.structure.data_plate, arguments)
+    return {n: s["value"] for n, s in trace.items() if s["type"] in ("sample", "param")}
 
 
 def _check_captures(guide: Guide, params: Values, shared: Arrays) -> None:
@@ -260,27 +262,21 @@ def _check_captures(guide: Guide, params: Values, shared: Arrays) -> None:
     def drawn(params: Values) -> PyTree:
         return guide.draw(params, jax.random.key(0), shared)
 
-    if guide.auto is not None and all(map(_is_numpyros_own, auto_parts(guide.auto))):
+    if guide.auto is not None and all(
+        _is_numpyros_own(type(part)) for part in auto_parts(guide.auto)
+    ):
         lists = (p for p in auto_parts(guide.auto) if isinstance(p, autoguide.AutoGuideList))
         if all(isinstance(part, autoguide.AutoGuide) for parts in lists for part in parts):
             # For example, masks of autoregressive networks.
             public.trust(held_by_program(make_program(drawn, params)[0]))
             return
 
-    def first_values() -> Values:
-        trace = traced(guide.fn, structure.data_plate, structure.layout.placeholder(shared))
-        return {n: s["value"] for n, s in trace.items() if s["type"] in ("sample", "param")}
-
     def derivative(params: Values) -> PyTree:
         draws, back = jax.vjp(drawn, params)
         return back(jax.tree.map(jnp.ones_like, draws))
 
-    public.check("guide", first_values)
+    public.check("guide", lambda: _drawn_values(guide, structure.layout.placeholder(shared)))
     public.check("guide", derivative, params)
-
-
-def _is_numpyros_own(part: object) -> bool:
-    return type(part).__module__.partition(".")[0] == "numpyro"
 
 
 def check_first_values(
@@ -302,7 +298,7 @@ def check_first_values(
     plate, key = structure.data_plate, jax.random.key(0)
     for part in auto_parts(guide):
         setup = setup_of(part)
-        if not setup.__module__.startswith("numpyro."):
+        if not _is_numpyros_own(setup):
             raise UnsupportedModelError(
                 f"{type(part).__name__} overrides _setup_prototype, which could compute initial "
                 "values from records. Initial values are published without noise. Remove the "
@@ -315,7 +311,7 @@ def check_first_values(
         _check_values(part.init_loc_fn)
         held = held_by_function(part.init_loc_fn)
         public.take(what, [*held, *held_by_function(init_scale(part))], no_new=_PUBLISHED)
-        own = bool(held) or not _is_numpyros_own_function(part.init_loc_fn)
+        own = bool(held) or not _is_numpyros_own(part.init_loc_fn)
 
         def values(first: Callable[[Site], object] = part.init_loc_fn) -> list[PyTree]:
             arguments = structure.layout.placeholder(shared)
@@ -338,9 +334,10 @@ def _check_values(init_loc_fn: Any) -> None:
             )
 
 
-def _is_numpyros_own_function(fn: object) -> bool:
-    fn = fn.func if isinstance(fn, functools.partial) else fn
-    return (getattr(fn, "__module__", None) or "").startswith("numpyro.")
+def _is_numpyros_own(of: object) -> bool:
+    """Whether a guide's class, or a function, is one of NumPyro."""
+    of = of.func if isinstance(of, functools.partial) else of
+    return (getattr(of, "__module__", None) or "").startswith("numpyro.")
 
 
 def _check_parameter_shapes(guide: Guide, shared: Arrays) -> None:

@@ -8,6 +8,7 @@ a finite gradient. Such records count as 0, like a record with a value that is n
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -38,12 +39,12 @@ from numpyro_dp._program import (
 )
 from numpyro_dp._tree import is_key
 from numpyro_dp.core import Arrays, NumPyroFn, PyTree, Values
-from numpyro_dp.model.dependence import inputs_of
+from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.locals import fill_locals, start
 from numpyro_dp.model.records import ModelStructure
-from numpyro_dp.model.separation import log_density, traced
+from numpyro_dp.model.separation import layers, log_density, traced
 
-__all__ = ["indices_inside", "unwrapped", "value_inside", "with_checks"]
+__all__ = ["indices_inside", "masks_around", "unwrapped", "value_inside", "with_checks"]
 
 _WRAPPED = (MaskedDistribution, ExpandedDistribution)
 _CALLS = (*CALLS, *RULED)
@@ -70,8 +71,8 @@ def with_checks(model: NumPyroFn, structure: ModelStructure, shared: Arrays) -> 
         bounded.extend(n for n in structure.likelihood if _has_bounds(trace[n]["fn"]))
         return {name: trace[name]["value"] for name in structure.latents + structure.params}
 
-    def bounds(values: Values, *rows: Array) -> Values:
-        trace = traced(filled, plate, layout.arguments(rows, shared), values)
+    def bounds(values: Values) -> Values:
+        trace = traced(filled, plate, layout.placeholder(shared), values)
         supports = {name: unwrapped(trace[name]["fn"]).support for name in bounded}
         return {n: [jnp.asarray(x) for x in jax.tree.leaves(s)] for n, s in supports.items()}
 
@@ -81,12 +82,10 @@ def with_checks(model: NumPyroFn, structure: ModelStructure, shared: Arrays) -> 
         return sum(found, start=jnp.zeros(()))
 
     given = jax.eval_shape(values, *layout.one_row())
-    moving = range(len(jax.tree.leaves(given)))  # inputs of which a fixed support reads none
-    fixed = [name for name, read in inputs_of(bounds, given, *layout.one_row()).items()
-             if not read & set(moving)]  # fmt: skip
-    rows = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in layout.shapes)
-    indexed = bool(_lookups(trace_scalar(likelihood, given, rows, _CALLS)))
-    return structure._replace(bounded=tuple(fixed), indexed=indexed)
+    moving = depends_on_inputs(bounds, given)
+    indexed = bool(_lookups(trace_scalar(likelihood, given, layout.blank(), _CALLS)))
+    fixed = tuple(name for name in bounded if name not in moving)
+    return structure._replace(bounded=fixed, indexed=indexed)
 
 
 def _has_bounds(fn: Distribution) -> bool:
@@ -95,9 +94,7 @@ def _has_bounds(fn: Distribution) -> bool:
     Constraints of whole vectors and matrices (a simplex, say) hold up to rounding, so they do not
     count. Angles have a density everywhere.
     """
-    fn = inner = unwrapped(fn)
-    while isinstance(inner, Independent):
-        inner = inner.base_dist
+    inner = next(each for each in layers(unwrapped(fn)) if not isinstance(each, Independent))
     # NumPyro declares None, the value of its base class.
     support = cast(constraints.Constraint, inner.support)
     while isinstance(support, _INDEPENDENT):
@@ -111,18 +108,20 @@ def _has_bounds(fn: Distribution) -> bool:
 def value_inside(fn: Distribution, value: Array) -> Array:
     """Whether all entries of a value that count are inside the support of its distribution."""
     inside = unwrapped(fn).support(value)
-    while isinstance(fn, _WRAPPED):
-        if isinstance(fn, MaskedDistribution):
-            inside = inside | ~jnp.asarray(mask_of(fn), bool)
-        fn = fn.base_dist
+    for mask in masks_around(fn):
+        inside = inside | ~jnp.asarray(mask, bool)
     return jnp.all(inside)
 
 
 def unwrapped(fn: Distribution) -> Any:
     """A distribution without its mask and expansion."""
-    while isinstance(fn, _WRAPPED):
-        fn = fn.base_dist
-    return fn
+    return next(each for each in layers(fn) if not isinstance(each, _WRAPPED))
+
+
+def masks_around(fn: Distribution) -> list[ArrayLike]:
+    """The masks that :func:`unwrapped` takes away."""
+    around = itertools.takewhile(lambda each: isinstance(each, _WRAPPED), layers(fn))
+    return [mask_of(each) for each in around if isinstance(each, MaskedDistribution)]
 
 
 def indices_inside(

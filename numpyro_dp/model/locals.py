@@ -35,9 +35,9 @@ from numpyro_dp.core import Arrays, NumPyroFn, Site, Sites, Values
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import ModelStructure
-from numpyro_dp.model.separation import traced
+from numpyro_dp.model.separation import layers, traced
 
-__all__ = ["fill_locals", "is_local", "masked_away", "read_locals", "start"]
+__all__ = ["fill_locals", "in_plate", "is_local", "masked_away", "read_locals", "start"]
 
 _MOST = 4096
 
@@ -49,8 +49,12 @@ def start(site: Site) -> object:
 
 def is_local(site: Site, plate: str) -> bool:
     """Whether a site is an unobserved sample site inside a plate."""
-    inside = any(frame.name == plate for frame in site.get("cond_indep_stack", ()))
-    return site["type"] == "sample" and not site["is_observed"] and inside
+    return site["type"] == "sample" and not site["is_observed"] and in_plate(site, plate)
+
+
+def in_plate(site: Site, plate: str) -> bool:
+    """Whether a site is inside a plate."""
+    return any(frame.name == plate for frame in site["cond_indep_stack"])
 
 
 class fill_locals(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
@@ -175,12 +179,11 @@ def read_locals(
 
 def masked_away(name: str, fn: Any) -> Array:
     """Log of the number of times that the sum counts a masked entry: once for each value."""
-    while not isinstance(fn, MaskedDistribution):
-        if not hasattr(fn, "base_dist"):
-            return jnp.zeros(())
-        fn = fn.base_dist
-    hidden = ~jnp.broadcast_to(jnp.asarray(mask_of(fn), bool), fn.batch_shape)
-    return jnp.sum(hidden) * math.log(len(_support(name, fn)))
+    for masked in layers(fn):
+        if isinstance(masked, MaskedDistribution):
+            hidden = ~jnp.broadcast_to(jnp.asarray(mask_of(masked), bool), masked.batch_shape)
+            return jnp.sum(hidden) * math.log(len(_support(name, masked)))
+    return jnp.zeros(())
 
 
 def _support(name: str, fn: Distribution) -> Array:

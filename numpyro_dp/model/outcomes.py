@@ -15,18 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
-from jax.typing import ArrayLike
 from numpyro import handlers
-from numpyro.distributions import ExpandedDistribution, MaskedDistribution, biject_to
+from numpyro.distributions import biject_to
 
 from numpyro_dp._compat import Messenger
 from numpyro_dp.core import Arrays, NumPyroFn, PyTree, Site, Sites, Values
 from numpyro_dp.model import censoring
 from numpyro_dp.model.density import Model, constraining
 from numpyro_dp.model.dependence import depends_on_inputs, entries_read
-from numpyro_dp.model.impossible import unwrapped
+from numpyro_dp.model.impossible import masks_around, unwrapped
 from numpyro_dp.model.public import UnsupportedModelError
-from numpyro_dp.model.separation import is_factor, one_record
+from numpyro_dp.model.separation import altered, is_factor, one_record
 from numpyro_dp.model.simulated import drawn
 from numpyro_dp.model.units import sum_over_rows
 
@@ -151,8 +150,8 @@ class Outcomes(NamedTuple):
         value, shape = jnp.reshape(site["value"], ()), jnp.shape(site["value"])
 
         def log_prob(value: Array, flat: Array) -> Array:
-            (site,) = self._sites(flat, example)
-            return unwrapped(site["fn"]).log_prob(jnp.broadcast_to(value, shape)).sum()
+            fn = self._distribution(flat, example)
+            return fn.log_prob(jnp.broadcast_to(value, shape)).sum()
 
         logs = jax.vmap(jax.vmap(log_prob, (None, 0)), (0, None))(values, flats)
         probabilities = jnp.clip(jnp.nan_to_num(jnp.exp(logs), nan=0.0), 0, 1)
@@ -179,8 +178,7 @@ class Outcomes(NamedTuple):
 
     def moments(self, flat: Array, example: Arrays) -> tuple[Array, Array]:
         """Mean and variance of a single outcome."""
-        (site,) = self._sites(flat, example)
-        fn = unwrapped(site["fn"])
+        fn = self._distribution(flat, example)
         return jnp.reshape(fn.mean, ()), jnp.reshape(fn.variance, ())
 
     def check_mean(self, given: PyTree, at: Callable[[PyTree], tuple[Outcomes, Array]]) -> None:
@@ -209,18 +207,16 @@ class Outcomes(NamedTuple):
 
     def event(self, example: Arrays) -> Array:
         """Whether a record's event was observed, so it is not censored."""
-        (site,) = self._sites(jnp.zeros(self.size), example)
-        return ~jnp.reshape(unwrapped(site["fn"]).censored, ())
+        return ~jnp.reshape(self._distribution(jnp.zeros(self.size), example).censored, ())
 
     def passed(self, flat: Array, example: Arrays, value: Array) -> Array:
         """The compensator at a value: minus the log of the survival function."""
-        (site,) = self._sites(flat, example)
-        return jnp.nan_to_num(-censoring.log_tail(unwrapped(site["fn"]), jnp.reshape(value, ())))
+        fn = self._distribution(flat, example)
+        return jnp.nan_to_num(-censoring.log_tail(fn, jnp.reshape(value, ())))
 
     def time_of(self, flat: Array, example: Arrays, passed: Array) -> Array:
         """The value at which the compensator is ``passed``: the inverse of :meth:`passed`."""
-        (site,) = self._sites(flat, example)
-        return censoring.value_at(unwrapped(site["fn"]), passed)
+        return censoring.value_at(self._distribution(flat, example), passed)
 
     def _log_hazard(
         self, flat: Array, example: Arrays, outcome: Values | None, weighted: bool
@@ -230,12 +226,19 @@ class Outcomes(NamedTuple):
         fn, value = unwrapped(site["fn"]), jnp.reshape(value, ())
         found = fn.base_dist.log_prob(value).reshape(()) - censoring.log_tail(fn, value)
         scale = 1 if site["scale"] is None or not weighted else site["scale"]
-        return found * jnp.reshape(scale, ()) * _mask_of(site["fn"])
+        for factor in (scale, *masks_around(site["fn"])):  # a mask is 0 for what does not count
+            found *= jnp.asarray(factor, float).reshape(())
+        return found
 
     def _drawn(self, flat: Array, example: Arrays, rng_key: Array) -> dict[str, Array]:
         own_key, rest_key = jax.random.split(rng_key)
-        fn = _unobserved(self.model.fn, self._names, own_key)
-        trace = self._trace(fn, flat, example, rest_key)
+        keys = dict(zip(self._names, jax.random.split(own_key, len(self._names)), strict=True))
+
+        def draw(msg: Site) -> None:
+            if msg["type"] == "sample" and msg["name"] in keys:
+                msg["value"], msg["is_observed"] = _drawn(msg["fn"], keys[msg["name"]]), False
+
+        trace = self._trace(altered(self.model.fn, draw), flat, example, rest_key)
         return {name: trace[name]["value"] for name in self._names}
 
     @property
@@ -254,6 +257,11 @@ class Outcomes(NamedTuple):
     def _sites(self, flat: Array, example: Arrays) -> list[Site]:
         trace = self._trace(self.model.fn, flat, example, jax.random.key(0))
         return [trace[name] for name in self._names]
+
+    def _distribution(self, flat: Array, example: Arrays) -> Any:
+        """The distribution of the one observed site, without its mask and expansion."""
+        (site,) = self._sites(flat, example)
+        return unwrapped(site["fn"])
 
     def _trace(self, fn: NumPyroFn, flat: Array, example: Arrays, rng_key: Array) -> Sites:
         layout = self.model.structure.layout
@@ -397,28 +405,6 @@ def _check_drawable(site: Site) -> None:
         )
     if censoring.is_censored(fn):
         censoring.check_base(name, fn)
-
-
-def _mask_of(fn: Any) -> ArrayLike:
-    """The mask of a distribution as a number: 1 if its entry counts, 0 if it is masked."""
-    found = 1
-    while type(fn) in (MaskedDistribution, ExpandedDistribution):
-        if isinstance(fn, MaskedDistribution):
-            found = found * jnp.asarray(fn._mask, float).reshape(())
-        fn = fn.base_dist
-    return found
-
-
-class _unobserved(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
-    """Draws new values for observed sites."""
-
-    def __init__(self, fn: NumPyroFn, names: tuple[str, ...], rng_key: Array) -> None:
-        self.keys = dict(zip(names, jax.random.split(rng_key, len(names)), strict=True))
-        super().__init__(fn)
-
-    def process_message(self, msg: Site) -> None:
-        if msg["type"] == "sample" and msg["name"] in self.keys:
-            msg["value"], msg["is_observed"] = _drawn(msg["fn"], self.keys[msg["name"]]), False
 
 
 def _drawn(fn: Any, rng_key: Array) -> Array:

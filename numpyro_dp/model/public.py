@@ -181,13 +181,17 @@ def record_arguments(
         args: Positional arguments.
         kwargs: Keyword arguments.
     """
-    own, found = argument_names(model, args), []
-    paths = [path for path, _ in jax.tree.leaves_with_path((args, kwargs))]
-    for (part, which, *inside), kind in zip(paths, kinds, strict=True):
-        if kind == "r":
-            name = own[which.idx] if part.idx == 0 else which.key
-            found.append((name, jax.tree_util.keystr(tuple(inside))))
-    return found
+    leaves = zip(named_leaves(model, args, kwargs), kinds, strict=True)
+    return [
+        (name, jax.tree_util.keystr(path[2:])) for (name, path, _), kind in leaves if kind == "r"
+    ]
+
+
+def named_leaves(model: NumPyroFn, args: Args, kwargs: Kwargs) -> Iterator[tuple[str, Any, Any]]:
+    """The name of its argument, the path and the value of each leaf of the arguments."""
+    names = argument_names(model, args)
+    for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+        yield (names[path[1].idx] if path[0].idx == 0 else path[1].key), path, leaf
 
 
 def own_constants(*arrays: ArrayLike) -> tuple[Any, ...]:
@@ -280,36 +284,28 @@ class PublicValues:
         }
         return public
 
-    def check(self, what: str, fn: Callable[..., object], *args: PyTree, no_new: str = "") -> None:
+    def check(self, what: str, fn: Callable[..., object], *args: PyTree, **how: Any) -> None:
         """Raises if a function calls the host, or captures arrays that are not public.
 
         Args:
             what: Name of the function, for the message.
             fn: The function. It is traced on the shapes of its arguments.
             *args: Arrays or shapes.
-            no_new: Why small arrays are refused too, unless they were declared or accepted before.
+            **how: As for :meth:`check_program`.
 
         Raises:
             UnsupportedModelError: If the function calls the host, or captures such an array.
         """
         program, _ = make_program(fn, *args, validated=False)
-        self.check_program(what, program, no_new=no_new)
+        self.check_program(what, program, **how)
 
-    def check_program(
-        self, what: str, program: Program, *, no_new: str = "", once: bool = False,
-        plain: bool = False,
-    ) -> None:  # fmt: skip
+    def check_program(self, what: str, program: Program, **how: Any) -> None:
         """The check of :meth:`check` for a traced program.
 
         Args:
             what: Name of the program, for the message.
             program: The program.
-            no_new: Why small arrays are refused too, unless they were declared or accepted before.
-            once: Whether the program evaluates the function once. Then equal arrays count
-                separately, so that many small arrays cannot hold a column with few distinct values.
-                If it evaluates the function several times, NumPy code in it makes equal copies,
-                which count once.
-            plain: As for :meth:`take`.
+            **how: As for :meth:`take`.
         """
         for name in refused_calls(program):
             if name == CUSTOM_BATCHING:
@@ -327,7 +323,7 @@ class PublicValues:
         held = held_by_program(program)
         # A NumPy array with one entry is a literal, like a Python number. _check_numbers counts it.
         held = [x for x in held if isinstance(x, jax.Array) or np.size(x) > 1]
-        self.take(what, held, no_new=no_new, once=once, plain=plain)
+        self.take(what, held, **how)
 
     def _check_numbers(self, what: str, program: Program) -> None:
         """Raises if a program has many single numbers, as a Python loop over records would give."""
@@ -359,7 +355,9 @@ class PublicValues:
             what: Name of the function that holds the arrays, for the message.
             arrays: The arrays.
             no_new: Why small arrays are refused too, unless they were declared or accepted before.
-            once: Whether equal arrays count separately.
+            once: Whether equal arrays count separately, so that many small arrays cannot hold a
+                column with few distinct values. For a program that evaluates the function once: in
+                one that evaluates it several times, NumPy code makes equal copies.
             plain: Whether ``no_new`` spares arrays of one value and numbers 0, 1, 2 ... They tell
                 no more than a single number.
         """

@@ -24,6 +24,7 @@ from numpyro_dp.model.public import (
     PublicArray,
     PublicValues,
     argument_names,
+    named_leaves,
     single_allowance,
 )
 from numpyro_dp.model.units import Grouped, Units, split_unit
@@ -381,17 +382,14 @@ def split_arguments(
             read either way. Also if no array has a row for each record, or if ``public=`` has a
             name that is not an argument.
     """
-    names = argument_names(model, args)
-    known = (*names, *kwargs)
+    known = (*argument_names(model, args), *kwargs)
     if unknown := [name for name in declared.names if name not in known]:
         raise ValueError(
             f"public= has {unknown}, but the model's arguments are {sorted(known)}. Use the names "
             "in the model's signature."
         )
-    leaves, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
     kinds, constants, rows, public, refused = "", [], [], [], []
-    for path, leaf in leaves:
-        name = names[path[1].idx] if path[0].idx == 0 else path[1].key
+    for name, path, leaf in named_leaves(model, args, kwargs):
         place = _place(path, name)
         if not is_array(leaf):
             kinds += "c"
@@ -416,6 +414,7 @@ def split_arguments(
         (np.shape(leaf)[1:], jax.dtypes.canonicalize_dtype(leaf.dtype).name) for leaf in rows
     )
     _check_hashable(constants)
+    treedef = jax.tree.structure((args, kwargs))
     return Layout(treedef, kinds, tuple(constants), shapes, num_examples, tuple(public))
 
 

@@ -9,7 +9,7 @@ The model sees one row at a time, and does not know its index. Two kinds of mode
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -28,9 +28,11 @@ from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import Arguments, ModelStructure
 
 __all__ = [
+    "altered",
     "check_one_row",
     "check_separable",
     "is_factor",
+    "layers",
     "log_density",
     "one_record",
     "rows_along",
@@ -56,6 +58,18 @@ class one_record(Messenger):  # noqa: N801 - a NumPyro handler, named like its p
             msg["args"] = (msg["args"][0], None)
         elif msg["type"] == "subsample" and self.num_rows > 1:
             msg["kwargs"] = {}  # a plate of constant size would raise for two rows
+
+
+class altered(Messenger):  # noqa: N801
+    """Runs a function, and changes each of its messages first."""
+
+    def __init__(self, fn: NumPyroFn | None, change: Callable[[Site], object]) -> None:
+        self.change = change
+        super().__init__(fn)
+
+    def process_message(self, msg: Site) -> None:
+        """Changes a message."""
+        self.change(msg)
 
 
 def traced(
@@ -118,15 +132,14 @@ def check_separable(model: NumPyroFn, structure: ModelStructure, shared: Arrays)
 
     index = jax.ShapeDtypeStruct((1,), jnp.result_type(int))
     program, found = looks_up(densities, number, index, *layout.one_row())
-    for name, picks in found.items():
-        # With a single record, the first entry of a table is its own.
-        if picks and number > 1:
-            raise UnsupportedModelError(
-                f"Site {name!r} looks up a value by the index of plate {plate!r} in an array of "
-                f"{number} entries that is not an argument, so every record would get the first "
-                "entry. Pass records as arguments. Let latents and parameters be the same for all "
-                "records, or index them by a column of the data."
-            )
+    # With a single record, the first entry of a table is its own.
+    if found and number > 1:
+        raise UnsupportedModelError(
+            f"Site {found[0]!r} looks up a value by the index of plate {plate!r} in an array of "
+            f"{number} entries that is not an argument, so every record would get the first "
+            "entry. Pass records as arguments. Let latents and parameters be the same for all "
+            "records, or index them by a column of the data."
+        )
     public.check_program("model", program, once=True)
     # Validation by NumPyro reads the supports, but is off in that program.
     held = (array for support in supports for array in held_by_function(support))
@@ -147,9 +160,14 @@ def rows_along(site: Site, frame: Any) -> int:
 
 def is_factor(fn: Any) -> bool:
     """Whether a distribution comes from ``numpyro.factor``, possibly masked or expanded."""
-    while not isinstance(fn, Unit) and hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    return isinstance(fn, Unit)
+    return any(isinstance(each, Unit) for each in layers(fn))
+
+
+def layers(fn: Any) -> Iterator[Any]:
+    """A distribution, and those inside it: without its mask, its expansion and the like."""
+    while fn is not None:
+        yield fn
+        fn = getattr(fn, "base_dist", None)
 
 
 def log_density(site: Site) -> Array:

@@ -14,8 +14,8 @@ from jax import Array
 from numpyro import handlers
 from numpyro.infer import init_to_uniform
 
-from numpyro_dp._compat import Messenger, in_control_flow
-from numpyro_dp.core import Args, Kwargs, NumPyroFn, PyTree, Site, Values
+from numpyro_dp._compat import in_control_flow
+from numpyro_dp.core import Args, Kwargs, NumPyroFn, PyTree, Values
 from numpyro_dp.model.additivity import check_additive
 from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.draw_checks import check_draws
@@ -30,9 +30,13 @@ from numpyro_dp.model.records import (
     split_arguments,
     split_arrays,
 )
-from numpyro_dp.model.separation import check_separable, is_factor, one_record, rows_along
+from numpyro_dp.model.separation import altered, check_separable, is_factor, one_record, rows_along
 
 __all__ = ["ModelStructure", "find_data_plate", "read_model"]
+
+
+# Sample sites, sizes of plates by name, and names of other sites by type.
+_Found = tuple["list[SampleSite]", dict[str, int], dict[str, list[str]]]
 
 
 class SampleSite(NamedTuple):
@@ -266,12 +270,10 @@ def _outside_message(name: str, plate: str | None) -> str:
     )
 
 
-def _abstract_sites(
-    model: NumPyroFn, arguments: Arguments
-) -> tuple[list[SampleSite], dict[str, int], dict[str, list[str]]]:
+def _abstract_sites(model: NumPyroFn, arguments: Arguments) -> _Found:
     """Traces the model on the shapes of its array arguments."""
     arrays, fill = split_arrays(arguments)
-    found: list[tuple[list[SampleSite], dict[str, int], dict[str, list[str]]]] = []
+    found: list[_Found] = []
     try:
         jax.eval_shape(lambda a: found.append(_sites_of(model, fill(a))), _structs(arrays))
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
@@ -283,10 +285,8 @@ def _abstract_sites(
     return found[-1]
 
 
-def _sites_of(
-    model: NumPyroFn, arguments: Arguments
-) -> tuple[list[SampleSite], dict[str, int], dict[str, list[str]]]:
-    """Runs the model. Returns sites, plate sizes, and names of other sites."""
+def _sites_of(model: NumPyroFn, arguments: Arguments) -> _Found:
+    """Runs the model."""
     trace = arguments.trace(_initialised(model))
     sites, plates, others = [], {}, {}
     for name, site in trace.items():
@@ -324,29 +324,18 @@ def _draws_keys(model: NumPyroFn, arguments: Arguments) -> bool:
     Keys that initialise parameters, as in ``flax_module``, do not count.
     """
     arrays, fill = split_arrays(arguments)
-    counter = _Counter()
+    asked: list[str] = []
 
     def run(arrays: list[Array]) -> None:
         filled, seeded = fill(arrays), _initialised(model)
         trace = filled.trace(seeded)
         params = {name: site["value"] for name, site in trace.items() if site["type"] == "param"}
         # With values for all parameters, no key of an initialiser is counted.
-        with counter:
+        with altered(None, lambda msg: asked.append(msg["type"])):
             filled.call(handlers.substitute(seeded, data=params))
 
     jax.eval_shape(run, arrays)
-    return counter.number > 0
-
-
-class _Counter(Messenger):
-    """Counts calls of ``numpyro.prng_key``."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        super().__init__()
-
-    def process_message(self, msg: Site) -> None:
-        self.number += msg["type"] == "prng_key"
+    return "prng_key" in asked
 
 
 def _in_scan_message(name: str, observed: bool) -> str:

@@ -38,26 +38,10 @@ _MISSING = (
 )
 # Texts that pandas reads as missing, and NumPy's and Polars' own, in small letters. A list of texts
 # with a missing value becomes one of them before anybody can look.
-_MISSING_TEXTS = frozenset(
-    (
-        "",
-        "nan",
-        "-nan",
-        "none",
-        "null",
-        "nat",
-        "<na>",
-        "na",
-        "n/a",
-        "#na",
-        "#n/a",
-        "#n/a n/a",
-        "1.#ind",
-        "-1.#ind",
-        "1.#qnan",
-        "-1.#qnan",
-    )
-)
+_MISSING_TEXTS = frozenset((
+    "", "nan", "-nan", "none", "null", "nat", "<na>", "na", "n/a", "#na", "#n/a", "#n/a n/a",
+    "1.#ind", "-1.#ind", "1.#qnan", "-1.#qnan",
+))  # fmt: skip
 
 
 class Units:
